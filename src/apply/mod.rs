@@ -1,0 +1,11 @@
+//! Carrying out a [`Grant`](crate::grant::Grant): on a bundle's config.json, losing nothing of it.
+
+mod conflict;
+mod file;
+mod image;
+mod spec;
+
+pub use conflict::{Conflict, conflict};
+pub use file::{FileError, JsonFile};
+pub use image::{ImageError, inspect};
+pub use spec::{SpecError, annotations, edit, edit_environment, environment_value};

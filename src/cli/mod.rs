@@ -1,0 +1,1 @@
+//! The `sublet` command: one file a command.

@@ -1,0 +1,293 @@
+//! `/etc/sublet/config.toml` and its `conf.d` directories. The documented default file is
+//! `config/config.toml`; everything here works with no file at all.
+
+mod load;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+pub use load::{ConfigError, load, load_runtime};
+
+use crate::request::{Capability, Isolation, Mode, Percent};
+
+/// The whole configuration.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// Where state is kept.
+    pub state_dir: PathBuf,
+    /// The low-level runtime and the log.
+    pub runtime: Runtime,
+    /// Where the driver is.
+    pub driver: Driver,
+    /// For requests that do not say.
+    pub defaults: Defaults,
+    /// Rules for single devices; the first that matches counts.
+    pub device: Vec<DeviceRule>,
+    /// What may be taken in all.
+    pub limits: Limits,
+    /// Which device is taken where several would do.
+    pub placement: Placement,
+    /// MPS daemons.
+    pub mps: Mps,
+    /// What containers are given beside their devices.
+    pub grant: Grant,
+    /// Named shares: each a set of annotation keys without the `sublet.` prefix.
+    pub share: BTreeMap<String, BTreeMap<String, String>>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            state_dir: PathBuf::from("/run/sublet"),
+            runtime: Runtime::default(),
+            driver: Driver::default(),
+            defaults: Defaults::default(),
+            device: Vec::new(),
+            limits: Limits::default(),
+            placement: Placement::default(),
+            mps: Mps::default(),
+            grant: Grant::default(),
+            share: BTreeMap::new(),
+        }
+    }
+}
+
+/// `[runtime]`: all that containers without annotations need of the configuration.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Runtime {
+    /// Low-level runtimes in order of preference: names looked up in PATH, or absolute paths.
+    pub low_level: Vec<String>,
+    /// A file that gets our own log lines.
+    pub log: Option<PathBuf>,
+}
+
+impl Default for Runtime {
+    fn default() -> Self {
+        Self { low_level: vec!["runc".into(), "crun".into()], log: None }
+    }
+}
+
+/// `[driver]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Driver {
+    /// Everything of the driver's is looked up below this directory: /dev, /proc, /sys, libraries.
+    pub root: PathBuf,
+    /// Whether we mount the driver's files into containers.
+    pub inject: Inject,
+    /// The NVML library, where it is not found by its name.
+    pub nvml: Option<PathBuf>,
+}
+
+impl Default for Driver {
+    fn default() -> Self {
+        Self { root: PathBuf::from("/"), inject: Inject::Builtin, nvml: None }
+    }
+}
+
+/// `[driver] inject`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Inject {
+    /// We mount the driver's files.
+    Builtin,
+    /// Something else does, or the image brings them.
+    None,
+}
+
+/// `[defaults]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Defaults {
+    /// Where neither the request nor the device says.
+    pub mode: Mode,
+    /// Where the request does not say.
+    pub isolation: Isolation,
+    /// Where the request does not say.
+    #[serde(with = "load::duration")]
+    pub wait: Duration,
+}
+
+impl Default for Defaults {
+    fn default() -> Self {
+        Self { mode: Mode::TimeSlice, isolation: Isolation::Shared, wait: Duration::ZERO }
+    }
+}
+
+/// `[[device]]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DeviceRule {
+    /// A selector as in `sublet.gpu`, or `all`.
+    #[serde(rename = "match")]
+    pub matches: String,
+    /// The alias for `sublet.gpu=name:<alias>`.
+    pub name: Option<String>,
+    /// Fixes the device's use whoever starts first.
+    #[serde(rename = "use")]
+    pub fixed_use: Option<Mode>,
+    /// Length of the driver's time slice.
+    pub time_slice: Option<TimeSlice>,
+}
+
+/// `[[device]] time_slice`, in the order of `nvidia-smi compute-policy --set-timeslice`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TimeSlice {
+    /// 0
+    Default,
+    /// 1
+    Short,
+    /// 2
+    Medium,
+    /// 3
+    Long,
+}
+
+/// `[limits]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// The sum of SM shares on an MPS device may reach 100 % times this.
+    pub sm_overcommit: f64,
+    /// The sum of booked memory may reach (total − reserve) times this.
+    pub memory_overcommit: f64,
+    /// Containers that may take turns on one device.
+    pub time_slice_max: u32,
+    /// Device memory that is never booked, in bytes.
+    #[serde(with = "load::memory")]
+    pub reserve: u64,
+    /// Keys that every request must carry.
+    pub require: Vec<Required>,
+    /// What an image's NVIDIA_DRIVER_CAPABILITIES may choose from.
+    pub capabilities: Vec<Capability>,
+    /// Whether containers that may open every device are served all the same.
+    pub allow_privileged: bool,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            sm_overcommit: 1.0,
+            memory_overcommit: 1.0,
+            time_slice_max: 8,
+            reserve: 512 << 20,
+            require: Vec::new(),
+            capabilities: Capability::ALL.to_vec(),
+            allow_privileged: false,
+        }
+    }
+}
+
+/// `[limits] require`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Required {
+    /// `sublet.memory`
+    Memory,
+    /// `sublet.sm`
+    Sm,
+}
+
+/// `[placement]`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Placement {
+    /// Which of several devices that fit.
+    pub policy: Policy,
+}
+
+/// `[placement] policy`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Policy {
+    /// The fullest that fits: large shares stay possible elsewhere.
+    #[default]
+    Binpack,
+    /// The emptiest: neighbours are few.
+    Spread,
+}
+
+/// `[mps]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Mps {
+    /// Stop a daemon when its last lease has ended.
+    pub stop_when_idle: bool,
+    /// Compute mode EXCLUSIVE_PROCESS under shared servers of whole GPUs.
+    pub exclusive_compute_mode: ExclusiveComputeMode,
+    /// How long a daemon may take to answer after its start.
+    #[serde(with = "load::duration")]
+    pub start_timeout: Duration,
+    /// Try MPS in vGPU guests, where NVIDIA supports it for some profiles only.
+    pub allow_vgpu: bool,
+}
+
+impl Default for Mps {
+    fn default() -> Self {
+        Self {
+            stop_when_idle: true,
+            exclusive_compute_mode: ExclusiveComputeMode::Auto,
+            start_timeout: Duration::from_secs(10),
+            allow_vgpu: false,
+        }
+    }
+}
+
+/// `[mps] exclusive_compute_mode`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ExclusiveComputeMode {
+    /// Unless the GPU drives a display or a process without a lease holds a context.
+    Auto,
+    /// Always; the container is refused where it cannot be had.
+    Always,
+    /// Compute mode is left alone.
+    Never,
+}
+
+/// `[grant]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Grant {
+    /// What CUDA_VISIBLE_DEVICES names whole GPUs by.
+    pub visible_devices: VisibleDevices,
+    /// Frameworks' own variables: name → template with `${SUBLET_…}`; never over the user's value.
+    pub env: BTreeMap<String, String>,
+}
+
+impl Default for Grant {
+    fn default() -> Self {
+        let fraction = || "${SUBLET_MEMORY_FRACTION}".to_owned();
+        Self {
+            visible_devices: VisibleDevices::Ordinal,
+            env: BTreeMap::from([
+                ("XLA_CLIENT_MEM_FRACTION".to_owned(), fraction()),
+                ("XLA_PYTHON_CLIENT_MEM_FRACTION".to_owned(), fraction()),
+            ]),
+        }
+    }
+}
+
+/// `[grant] visible_devices`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum VisibleDevices {
+    /// `0`, `0,1`: many programs parse an integer.
+    Ordinal,
+    /// `GPU-…`.
+    Uuid,
+}
+
+impl Config {
+    /// The ceiling on the sum of SM shares on one MPS device.
+    #[must_use]
+    pub fn sm_ceiling(&self) -> Percent {
+        Percent::from_thousandths((self.limits.sm_overcommit * 100_000.0) as u32)
+    }
+}

@@ -1,0 +1,243 @@
+//! What this host has: the driver, its files, its devices. `sublet refresh` writes it (NVML), the shim
+//! and the hook read it and check in a few file reads that it is still true.
+
+mod cache;
+#[cfg(feature = "cli")]
+mod probe;
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+pub use cache::{InventoryError, load, store};
+#[cfg(feature = "cli")]
+pub use probe::{ProbeError, probe};
+
+use crate::request::Capability;
+
+/// `inventory.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Inventory {
+    /// `sublet.inventory/1`.
+    pub schema: String,
+    /// What has to be unchanged for all else to be believed.
+    pub fingerprint: Fingerprint,
+    /// When NVML was asked, in seconds since the epoch.
+    pub probed_at: u64,
+    /// The driver.
+    pub driver: Driver,
+    /// Every GPU, by NVML index.
+    pub devices: Vec<Device>,
+    /// The driver's files, each with the soname it is mounted by.
+    pub files: Vec<DriverFile>,
+}
+
+/// Cheap to read again, without NVML. Stale as soon as any of it differs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fingerprint {
+    /// `/proc/sys/kernel/random/boot_id`.
+    pub boot_id: String,
+    /// Version of the loaded kernel module.
+    pub driver_version: String,
+    /// Bus ids under `/proc/driver/nvidia/gpus`, sorted.
+    pub gpus: Vec<String>,
+    /// `gpu<minor>/gi<G>/ci<C>` present under `/proc/driver/nvidia/capabilities`, sorted.
+    pub mig: Vec<String>,
+}
+
+/// The driver as a whole.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Driver {
+    /// As `580.159.04`.
+    pub version: String,
+    /// CUDA version the driver speaks, as (13, 0).
+    pub cuda: (u32, u32),
+    /// Whether the kernel module says that it is simulated.
+    pub simulated: bool,
+    /// `nvidia-cuda-mps-control`, where it is installed.
+    pub mps_control: Option<PathBuf>,
+    /// `nvidia-smi`, where it is installed.
+    pub smi: Option<PathBuf>,
+    /// Majors from /proc/devices.
+    pub majors: Majors,
+}
+
+/// Character device majors; `None` where the module is not loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Majors {
+    /// `nvidia` or `nvidia-frontend`: nvidiactl and the GPUs.
+    pub nvidia: Option<u32>,
+    /// `nvidia-uvm`.
+    pub uvm: Option<u32>,
+    /// `nvidia-caps`.
+    pub caps: Option<u32>,
+}
+
+/// One GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Device {
+    /// `GPU-…`.
+    pub uuid: String,
+    /// NVML's index.
+    pub index: u32,
+    /// The number in `/dev/nvidia<minor>`.
+    pub minor: u32,
+    /// As /proc/driver/nvidia/gpus spells it: `0000:3b:00.0`, lower case.
+    pub bus_id: String,
+    /// As `NVIDIA H200`.
+    pub name: String,
+    /// As (9, 0).
+    pub compute_capability: (u32, u32),
+    /// Streaming multiprocessors, where NVML says.
+    pub sm_count: Option<u32>,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Memory nobody had at the last refresh, in bytes.
+    pub memory_free_bytes: u64,
+    /// Whether MIG mode is on.
+    pub mig_enabled: bool,
+    /// Compute mode as found.
+    pub compute_mode: ComputeMode,
+    /// Whether it drives a display.
+    pub display_active: bool,
+    /// How it is virtualized.
+    pub virtualization: Virtualization,
+    /// Its own nodes under /dev/dri, for `graphics`.
+    pub dri_nodes: Vec<Node>,
+    /// Its nodes: `nvidia<minor>`.
+    pub nodes: Vec<Node>,
+    /// Who had contexts at the last refresh, MPS servers and clients too.
+    pub processes: Vec<GpuProcess>,
+    /// Its MIG devices.
+    pub mig: Vec<MigDevice>,
+}
+
+/// One MIG device (a compute instance).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MigDevice {
+    /// `MIG-…`.
+    pub uuid: String,
+    /// As `1g.18gb`.
+    pub profile: String,
+    /// GPU instance id.
+    pub gi: u32,
+    /// Compute instance id.
+    pub ci: u32,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+}
+
+/// A character device node of the host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Node {
+    /// Its path in host and container, as `/dev/nvidia0`: without the driver root.
+    pub path: PathBuf,
+    /// Device major.
+    pub major: u32,
+    /// Device minor.
+    pub minor: u32,
+}
+
+/// NVML's compute mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "SCREAMING_SNAKE_CASE")]
+pub enum ComputeMode {
+    /// Any number of contexts.
+    Default,
+    /// No contexts at all.
+    Prohibited,
+    /// One process; the MPS server counts as one.
+    ExclusiveProcess,
+}
+
+impl ComputeMode {
+    /// The word NVML and nvidia-smi use.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Default => "DEFAULT",
+            Self::Prohibited => "PROHIBITED",
+            Self::ExclusiveProcess => "EXCLUSIVE_PROCESS",
+        }
+    }
+}
+
+/// NVML's GPU virtualization mode, as far as it matters here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Virtualization {
+    /// Bare metal.
+    #[default]
+    None,
+    /// Passed through to this virtual machine whole.
+    Passthrough,
+    /// A vGPU in this virtual machine.
+    Vgpu,
+    /// A host that gives vGPUs away.
+    Host,
+}
+
+/// A process that had a context at the last refresh.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuProcess {
+    /// Host pid.
+    pub pid: i32,
+    /// Its command name, for messages.
+    pub name: String,
+    /// Device memory in bytes.
+    pub memory_bytes: u64,
+    /// Inode of its PID namespace, which joins it to a lease; 0 where it could not be read.
+    pub pid_namespace: u64,
+    /// Its cgroup path (cgroup v2, or v1's devices hierarchy), which joins it to a lease as well.
+    pub cgroup: String,
+    /// Whether it is an MPS server.
+    pub mps_server: bool,
+}
+
+/// One file of the driver's that containers may get.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DriverFile {
+    /// The real file on the host, driver root included.
+    pub source: PathBuf,
+    /// What it is to the container.
+    pub kind: FileKind,
+    /// Which capability brings it.
+    pub capability: Capability,
+}
+
+/// What a driver file is to the container.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "kind")]
+pub enum FileKind {
+    /// A library, mounted under its soname into the directory of the container's libc.
+    Library {
+        /// As `libcuda.so.1`.
+        soname: String,
+        /// Further names it must be found by, as `libcuda.so`.
+        also: Vec<String>,
+    },
+    /// A program, mounted into /usr/bin.
+    Program {
+        /// As `nvidia-smi`.
+        name: String,
+    },
+    /// Data, mounted at its own path: ICD and EGL descriptions, firmware.
+    Data {
+        /// Its path in the container.
+        path: PathBuf,
+    },
+}
+
+impl Inventory {
+    /// The device with this UUID.
+    #[must_use]
+    pub fn device(&self, uuid: &str) -> Option<&Device> {
+        self.devices.iter().find(|device| device.uuid == uuid)
+    }
+}
+
+/// `path` (absolute) below the driver root.
+#[must_use]
+pub fn under(root: &Path, path: &str) -> PathBuf {
+    root.join(path.trim_start_matches('/'))
+}

@@ -1,0 +1,1 @@
+//! Whether a lease's container still lives: its processes, its runtime's record, its cgroup.

@@ -1,0 +1,185 @@
+//! Who holds what: leases and MPS servers, on disk in `ledger.json`, changed only under one lock.
+
+mod alive;
+mod store;
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+pub use store::{Freed, LedgerError, Store};
+
+use crate::inventory::ComputeMode;
+use crate::mps::ServerKey;
+use crate::process::Process;
+use crate::request::{Isolation, Mode, Percent, Priority};
+
+/// `ledger.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Ledger {
+    /// `sublet.ledger/1`.
+    pub schema: String,
+    /// A ledger of another boot holds nothing that lives.
+    pub boot_id: String,
+    /// Every lease that has not ended.
+    pub leases: Vec<Lease>,
+    /// Every MPS daemon we started and have not seen the end of.
+    pub servers: Vec<Server>,
+    /// Compute modes we changed, with what was found, to be put back.
+    pub compute_modes: Vec<ChangedComputeMode>,
+    /// Devices that take no new lease, by UUID: `sublet drain`.
+    pub drained: Vec<String>,
+    /// Devices that take no new lease because a rebuild could not explain what runs there.
+    pub unexplained: Vec<String>,
+}
+
+/// One container's share.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Lease {
+    /// Sixteen random hex digits; stands in config.json as `sublet.lease`.
+    pub id: LeaseId,
+    /// Whose it is.
+    pub container: Container,
+    /// Device UUIDs, taken and freed together.
+    pub devices: Vec<String>,
+    /// How the devices are shared.
+    pub mode: Mode,
+    /// Which MPS server, where mode or memory needs one.
+    pub isolation: Isolation,
+    /// The MPS server that serves it.
+    pub server: Option<ServerKey>,
+    /// SM ceiling of the whole container; `None`: no ceiling.
+    pub sm: Option<Percent>,
+    /// Device memory of the whole container on each device, in bytes; `None`: no limit.
+    pub memory_bytes: Option<u64>,
+    /// CUDA processes expected at once.
+    pub processes: u32,
+    /// MPS client priority.
+    pub priority: Priority,
+    /// Where it is in its life.
+    pub state: LeaseState,
+    /// While pending: the process that is starting the container.
+    pub owner: Process,
+    /// Once active: the container's first process and where it lives.
+    pub init: Option<Init>,
+    /// Seconds since the epoch.
+    pub since: u64,
+}
+
+/// Sixteen lower-case hex digits.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct LeaseId(String);
+
+impl LeaseId {
+    /// A random one.
+    ///
+    /// # Errors
+    /// /dev/urandom cannot be read.
+    pub fn random() -> std::io::Result<Self> {
+        let mut bytes = [0_u8; 8];
+        std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut bytes)?;
+        Ok(Self(format!("{:016x}", u64::from_ne_bytes(bytes))))
+    }
+
+    /// `text`, if it is one.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        (text.len() == 16 && text.bytes().all(hex)).then(|| Self(text.to_owned()))
+    }
+
+    /// The digits.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::fmt::Display for LeaseId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(&self.0)
+    }
+}
+
+/// Which container a lease belongs to, and where its runtime keeps record of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Container {
+    /// The engine's uid: ids are unique for each user only.
+    pub uid: u32,
+    /// The container id.
+    pub id: String,
+    /// The bundle, canonical.
+    pub bundle: PathBuf,
+    /// The root filesystem, canonical.
+    pub rootfs: PathBuf,
+    /// The low-level runtime's own state of this container: runc `ROOT/ID/state.json`, crun `ROOT/ID/status`.
+    pub record: PathBuf,
+}
+
+/// States of a lease (`lost` is shown for leases whose device is not in the inventory any more).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LeaseState {
+    /// Taken; the container is being created.
+    Pending,
+    /// The container exists.
+    Active,
+    /// Its processes are going.
+    Ending,
+    /// Its device went away.
+    Lost,
+}
+
+/// The container's first process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Init {
+    /// Pid and start time.
+    pub process: Process,
+    /// Inode of its PID namespace.
+    pub pid_namespace: u64,
+    /// Its cgroup directory, absolute; `None` where it has none of its own.
+    pub cgroup: Option<PathBuf>,
+}
+
+/// One MPS control daemon of ours.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Server {
+    /// Its directory's name under `mps/`: the device's UUID, or the lease id.
+    pub key: ServerKey,
+    /// The device it serves.
+    pub device: String,
+    /// The control daemon.
+    pub daemon: Option<Process>,
+    /// Its state.
+    pub state: ServerState,
+    /// SM ceiling in force for new clients.
+    pub ceiling: Percent,
+    /// When it last gave a real answer, in seconds since the epoch.
+    pub answered_at: u64,
+}
+
+/// States of a daemon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ServerState {
+    /// Being started; no client may count on it.
+    Starting,
+    /// Answers.
+    Serving,
+    /// Being stopped; a new lease waits for the daemon's lock and starts it anew.
+    Stopping,
+    /// Runs and does not answer, or reports a fault.
+    Fault,
+    /// Not running although a lease wants it.
+    Down,
+}
+
+/// A compute mode we changed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChangedComputeMode {
+    /// The device.
+    pub device: String,
+    /// What it was before.
+    pub found: ComputeMode,
+}

@@ -1,0 +1,27 @@
+//! sublet: NVIDIA GPU shares for plain Docker and Podman containers.
+//!
+//! One way through, and a module for each step:
+//!
+//! ```text
+//! annotations → Request → Placement → Lease → Grant → edits → exec
+//!   request      place       ledger    grant    apply     runtime | hook
+//! ```
+//!
+//! [`admit`] walks that way for every door. `request`, `place` and `grant` do no I/O.
+
+pub mod admit;
+pub mod apply;
+#[cfg(feature = "cli")]
+pub mod cli;
+pub mod config;
+pub mod grant;
+pub mod hook;
+pub mod inventory;
+pub mod ledger;
+pub mod mps;
+pub mod place;
+pub mod process;
+pub mod replace;
+pub mod request;
+pub mod runtime;
+pub mod text;

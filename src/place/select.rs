@@ -1,0 +1,1 @@
+//! From selectors to devices.

@@ -1,0 +1,70 @@
+//! A process named so that its id being used again cannot deceive: pid and start time.
+
+use serde::{Deserialize, Serialize};
+
+/// A process of this boot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Process {
+    /// Its id in our PID namespace.
+    pub pid: i32,
+    /// When it started, in clock ticks since boot: field 22 of `/proc/PID/stat` (proc(5)).
+    pub start_time: u64,
+}
+
+impl Process {
+    /// The running process `pid`, or `None` when there is none.
+    #[must_use]
+    pub fn find(pid: i32) -> Option<Self> {
+        stat(pid).map(|stat| Self { pid, start_time: stat.start_time })
+    }
+
+    /// This process.
+    ///
+    /// # Errors
+    /// When /proc is not mounted or hides us.
+    pub fn current() -> std::io::Result<Self> {
+        let pid = i32::try_from(std::process::id()).unwrap_or(i32::MAX);
+        Self::find(pid).ok_or_else(|| std::io::Error::other(format!("/proc/{pid}/stat cannot be read")))
+    }
+
+    /// Whether this very process still runs. A zombie does not: it holds nothing any more.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        stat(self.pid)
+            .is_some_and(|stat| stat.start_time == self.start_time && !matches!(stat.state, 'Z' | 'X'))
+    }
+}
+
+struct Stat {
+    state: char,
+    start_time: u64,
+}
+
+fn stat(pid: i32) -> Option<Stat> {
+    parse_stat(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// The command name in field 2 may hold spaces and parentheses: fields are counted from the last `)`.
+fn parse_stat(text: &str) -> Option<Stat> {
+    let mut fields = text[text.rfind(')')? + 1..].split_ascii_whitespace();
+    Some(Stat { state: fields.next()?.chars().next()?, start_time: fields.nth(18)?.parse().ok()? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_the_start_time_behind_a_hostile_command_name() {
+        let stat =
+            parse_stat("7 (a) R 1 (b) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 20").unwrap();
+        assert_eq!((stat.state, stat.start_time), ('S', 4242));
+    }
+
+    #[test]
+    fn a_reused_pid_is_another_process() {
+        let me = Process::current().unwrap();
+        assert!(me.is_alive());
+        assert!(!Process { start_time: me.start_time + 1, ..me }.is_alive());
+    }
+}

@@ -1,0 +1,84 @@
+//! Atomic replacement of a file: readers see the old content or the new, never a part.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, fchown};
+use std::path::{Path, PathBuf};
+
+/// Writes `content` to `path` by way of a temporary file in the same directory.
+///
+/// An existing file keeps its mode and owner; a new one gets `mode`. A symbolic link at `path` is
+/// replaced, not followed.
+///
+/// # Errors
+/// Any failing system call; the old file is then untouched and the temporary one removed.
+pub fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    let temporary = temporary_name(path)?;
+    let written = write_new(&temporary, path, content, mode).and_then(|()| fs::rename(&temporary, path));
+    if written.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    written
+}
+
+/// A name beside `path` that no other process uses: the process id is in it.
+fn temporary_name(path: &Path) -> io::Result<PathBuf> {
+    let name = path.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+    let mut hidden = std::ffi::OsString::from(".");
+    hidden.push(name);
+    hidden.push(format!(".{}.tmp", std::process::id()));
+    Ok(path.with_file_name(hidden))
+}
+
+fn write_new(temporary: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    let mut file = create(temporary)?;
+    match fs::symlink_metadata(path) {
+        Ok(old) if old.is_file() => {
+            fchown(&file, Some(old.uid()), Some(old.gid()))?;
+            file.set_permissions(Permissions::from_mode(old.mode() & 0o7777))?;
+        }
+        _ => file.set_permissions(Permissions::from_mode(mode))?,
+    }
+    file.write_all(content)
+}
+
+/// Creates `temporary` anew; what a killed process with the same id left behind is removed first.
+fn create(temporary: &Path) -> io::Result<File> {
+    let open = || OpenOptions::new().write(true).create_new(true).mode(0o600).open(temporary);
+    open().or_else(|error| {
+        if error.kind() == io::ErrorKind::AlreadyExists {
+            fs::remove_file(temporary)?;
+            return open();
+        }
+        Err(error)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keeps_the_mode_of_an_existing_file_and_leaves_no_temporary() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        fs::write(&path, "old").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
+        replace(&path, b"new", 0o600).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn replaces_a_symbolic_link_and_not_its_target() {
+        let dir = tempfile::tempdir().unwrap();
+        let (target, link) = (dir.path().join("target"), dir.path().join("link"));
+        fs::write(&target, "untouched").unwrap();
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        replace(&link, b"new", 0o644).unwrap();
+        assert_eq!(fs::read(&target).unwrap(), b"untouched");
+        assert_eq!(fs::read(&link).unwrap(), b"new");
+        assert_eq!(fs::metadata(&link).unwrap().mode() & 0o7777, 0o644);
+    }
+}

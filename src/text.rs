@@ -1,0 +1,50 @@
+//! Text that is safe to print whatever a container, an image or a file put into it.
+
+use std::fmt::Write as _;
+
+/// Longest piece of foreign text that a message repeats, in characters.
+const LONGEST: usize = 120;
+
+/// `text` with control characters and other unprintables escaped, cut to a readable length.
+///
+/// Terminals act on escape sequences, journals split on newlines: foreign text reaches neither raw.
+#[must_use]
+pub fn safe(text: &str) -> String {
+    let mut out = String::with_capacity(text.len().min(LONGEST));
+    for (count, character) in text.chars().enumerate() {
+        if count == LONGEST {
+            out.push('…');
+            break;
+        }
+        if character.is_control() || is_invisible(character) {
+            let _ = write!(out, "{}", character.escape_default());
+        } else {
+            out.push(character);
+        }
+    }
+    out
+}
+
+/// Characters that change how the text around them is shown: bidirectional marks, zero-width signs.
+fn is_invisible(character: char) -> bool {
+    matches!(character,
+        '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+        | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn escapes_what_a_terminal_would_act_on() {
+        assert_eq!(safe("a\u{1b}[2Jb\nc\0"), "a\\u{1b}[2Jb\\nc\\u{0}");
+        assert_eq!(safe("a\u{202e}b"), "a\\u{202e}b");
+        assert_eq!(safe("8GiB Größe"), "8GiB Größe");
+    }
+
+    #[test]
+    fn cuts_long_text() {
+        assert_eq!(safe(&"x".repeat(1 << 20)).chars().count(), LONGEST + 1);
+    }
+}
