@@ -1,16 +1,39 @@
 //! The one way through, for every door: from a container's spec to a lease and an edited spec, and back.
+//!
+//! [`admit`] takes a share, [`end`] gives it back; what lies between is the container's life. Each step
+//! that fails undoes those before it, and a crash between them is put right by the next command,
+//! because a lease is on disk before anything that depends on it exists.
 
-use std::path::{Path, PathBuf};
+mod error;
+mod fresh;
+mod refusals;
+mod take;
+mod wish;
+
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+use crate::apply;
 use crate::config::Config;
-use crate::ledger::{Container, LeaseId};
+use crate::grant::{self, Environment};
+use crate::inventory::{self, Inventory};
+use crate::ledger::{Container, Freed, Lease, LeaseId, LeaseState, Store};
+use crate::mps;
 use crate::process::Process;
 
-/// Why a container is not started.
-#[derive(Debug, thiserror::Error)]
-pub enum AdmitError {}
+pub use error::AdmitError;
+pub use fresh::{fresh_inventory, refresh};
+pub use refusals::{RefusalRecord, refusals};
+pub use take::lease_for;
+pub use wish::{Wish, wish};
+
+/// How long the last processes of an ended container may take to go.
+const EMPTY_CGROUP: Duration = Duration::from_secs(5);
+
+/// The annotation that carries the lease id.
+pub const LEASE_ANNOTATION: &str = "sublet.lease";
 
 /// A container that a door brings.
 #[derive(Debug)]
@@ -42,21 +65,91 @@ pub enum Admission {
 /// Finds the container its share and edits `spec` for it.
 ///
 /// # Errors
-/// Any reason not to start it; nothing is left behind then.
-pub fn admit(
-    _candidate: &Candidate<'_>,
-    _spec: &mut Value,
-    _config: &Config,
-) -> Result<Admission, AdmitError> {
-    todo!()
+/// Any reason not to start it; nothing is left behind then, and `sublet status --last-error` has it.
+pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
+    let annotations = apply::annotations(spec)?;
+    if !wish::is_ours(&annotations, candidate.share) {
+        return Ok(Admission::NotOurs);
+    }
+    let admitted = match annotations.get(LEASE_ANNOTATION) {
+        Some(id) => already_granted(id, &candidate.container, config),
+        None => admit_ours(candidate, spec, config),
+    };
+    if let Err(error) = &admitted {
+        refusals::record(&candidate.container.id, error, config);
+    }
+    admitted
+}
+
+/// A spec with a lease id is granted only if the ledger holds that live lease for this container.
+fn already_granted(id: &str, container: &Container, config: &Config) -> Result<Admission, AdmitError> {
+    let ledger = Store::open(&config.state_dir)?.read()?;
+    let granted = LeaseId::parse(id).filter(|id| ledger.find(id).is_some_and(|lease| same(&lease.container, container)));
+    granted.map(Admission::AlreadyGranted).ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
+}
+
+fn same(one: &Container, other: &Container) -> bool {
+    (one.uid, &one.id, &one.bundle) == (other.uid, &other.id, &other.bundle)
+}
+
+fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
+    let wish = wish(spec, &candidate.container.rootfs, candidate.share, config)?;
+    let store = Store::open(&config.state_dir)?;
+    let taken = take::take(candidate, &wish, &store, config)?;
+    let served = serve(&taken, &wish, spec, &store, config);
+    if served.is_err() {
+        give_back(&taken.lease, &store, config);
+    }
+    let mut warnings = taken.placement.warnings.clone();
+    warnings.extend(served?);
+    Ok(Admission::Granted { lease: taken.lease.id, warnings })
+}
+
+/// Between the lease and the container: daemon, nodes, edits.
+fn serve(
+    taken: &take::Taken,
+    wish: &Wish,
+    spec: &mut Value,
+    store: &Store,
+    config: &Config,
+) -> Result<Vec<String>, AdmitError> {
+    let mut warnings = if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
+    let grant = grant::grant(
+        &taken.placement,
+        &taken.lease,
+        &wish.request.capabilities,
+        &wish.image,
+        &taken.inventory,
+        config,
+    );
+    nodes_exist(&grant)?;
+    apply::edit(spec, &grant)?;
+    warnings.extend(grant.warnings);
+    Ok(warnings)
+}
+
+/// A node that is missing would give a container that starts and finds no GPU.
+fn nodes_exist(grant: &grant::Grant) -> Result<(), AdmitError> {
+    match grant.nodes.iter().find(|granted| !granted.source.exists()) {
+        Some(missing) => Err(AdmitError::NodeMissing { node: missing.source.clone() }),
+        None => Ok(()),
+    }
 }
 
 /// Gives `lease` back before its container ever existed.
 ///
 /// # Errors
 /// The ledger cannot be written.
-pub fn withdraw(_lease: &LeaseId, _config: &Config) -> Result<(), AdmitError> {
-    todo!()
+pub fn withdraw(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
+    let store = Store::open(&config.state_dir)?;
+    free(lease, &store, config)
+}
+
+/// [`withdraw`] where another error is on its way to the user already.
+fn give_back(lease: &Lease, store: &Store, config: &Config) {
+    if let Err(error) = free(&lease.id, store, config) {
+        tracing::warn!("lease {} is not given back yet, the next sublet command will: {error}", lease.id);
+    }
 }
 
 /// The container with this lease is gone: frees it once its cgroup is empty, then settles its server.
@@ -64,29 +157,90 @@ pub fn withdraw(_lease: &LeaseId, _config: &Config) -> Result<(), AdmitError> {
 ///
 /// # Errors
 /// The ledger cannot be read or written, or its processes do not go.
-pub fn end(_lease: &LeaseId, _config: &Config) -> Result<(), AdmitError> {
-    todo!()
+pub fn end(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
+    let store = Store::open(&config.state_dir)?;
+    let Some(held) = store.read()?.find(lease).cloned() else { return Ok(()) };
+    let deadline = Instant::now() + EMPTY_CGROUP;
+    while held.has_processes() {
+        if Instant::now() > deadline {
+            return Err(AdmitError::StillRunning { lease: lease.clone(), container: held.container.id.clone() });
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    free(lease, &store, config)
+}
+
+/// Takes `lease` out of the ledger and tidies up after it.
+fn free(lease: &LeaseId, store: &Store, config: &Config) -> Result<(), AdmitError> {
+    let (removed, mut freed) = store.update(|ledger| Ok::<_, AdmitError>(ledger.remove(lease)))?;
+    freed.extend(removed?);
+    tidy(&freed, store, config);
+    Ok(())
+}
+
+/// After leases were freed: settles their servers, removes the mount points they left in a rootfs.
+pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
+    let mut settled = Vec::new();
+    for lease in freed {
+        let Some(key) = &lease.server else { continue };
+        if settled.contains(&key) {
+            continue;
+        }
+        settled.push(key);
+        if let Err(error) = mps::settle(key, store, config) {
+            tracing::warn!("{error}");
+        }
+    }
+    let Ok(ledger) = store.read() else { return };
+    for lease in freed {
+        if !ledger.leases.iter().any(|other| other.container.rootfs == lease.container.rootfs) {
+            apply::remove_mount_points(&lease.container.rootfs, &lease.mount_points);
+        }
+    }
 }
 
 /// Marks the lease of container `id` (of `uid`) as ending; the state it had comes back by [`unmark`].
 ///
 /// # Errors
 /// The ledger cannot be written.
-pub fn mark_ending(
-    _uid: u32,
-    _id: &str,
-    _record: &Path,
-    _config: &Config,
-) -> Result<Option<LeaseId>, AdmitError> {
-    todo!()
+pub fn mark_ending(uid: u32, id: &str, record: &Path, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
+    let store = Store::open(&config.state_dir)?;
+    if held_by(uid, id, record, &store)?.is_none() {
+        return Ok(None);
+    }
+    let (marked, freed) = store.update(|ledger| {
+        let lease = ledger.leases.iter_mut().find(|lease| is_of(lease, uid, id, record));
+        Ok::<_, AdmitError>(lease.map(|lease| {
+            lease.state = LeaseState::Ending;
+            lease.id.clone()
+        }))
+    })?;
+    tidy(&freed, &store, config);
+    marked
 }
 
 /// A failed delete leaves the lease as it was.
 ///
 /// # Errors
 /// The ledger cannot be written.
-pub fn unmark(_lease: &LeaseId, _config: &Config) -> Result<(), AdmitError> {
-    todo!()
+pub fn unmark(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
+    let store = Store::open(&config.state_dir)?;
+    let (unmarked, freed) = store.update(|ledger| {
+        if let Some(lease) = ledger.leases.iter_mut().find(|other| other.id == *lease) {
+            lease.state = if lease.init.is_some() { LeaseState::Active } else { LeaseState::Pending };
+        }
+        Ok(())
+    })?;
+    tidy(&freed, &store, config);
+    unmarked
+}
+
+fn is_of(lease: &Lease, uid: u32, id: &str, record: &Path) -> bool {
+    (lease.container.uid, lease.container.id.as_str(), lease.container.record.as_path()) == (uid, id, record)
+}
+
+fn held_by(uid: u32, id: &str, record: &Path, store: &Store) -> Result<Option<Lease>, AdmitError> {
+    Ok(store.read()?.leases.into_iter().find(|lease| is_of(lease, uid, id, record)))
 }
 
 /// The environment edit that exec'd processes of container `id` need, or `None` when it has no lease.
@@ -94,16 +248,17 @@ pub fn unmark(_lease: &LeaseId, _config: &Config) -> Result<(), AdmitError> {
 /// # Errors
 /// Ledger or inventory cannot be read.
 pub fn exec_environment(
-    _uid: u32,
-    _id: &str,
-    _record: &Path,
-    _config: &Config,
-) -> Result<Option<crate::grant::Environment>, AdmitError> {
-    todo!()
-}
-
-/// Path of the `sublet` program that belongs to this build.
-#[must_use]
-pub fn sublet_program() -> PathBuf {
-    todo!()
+    uid: u32,
+    id: &str,
+    record: &Path,
+    config: &Config,
+) -> Result<Option<Environment>, AdmitError> {
+    if !config.state_dir.join("ledger.json").exists() {
+        return Ok(None);
+    }
+    let store = Store::open(&config.state_dir)?;
+    let Some(lease) = held_by(uid, id, record, &store)? else { return Ok(None) };
+    // A driver that changed since the container started is the container's trouble, not this exec's.
+    let inventory: Inventory = inventory::read(config)?;
+    Ok(Some(grant::environment(&lease, &inventory, config)))
 }

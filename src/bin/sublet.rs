@@ -1,2 +1,5 @@
-//! Placeholder.
-fn main() {}
+//! `sublet`: what people and systemd run.
+
+fn main() -> std::process::ExitCode {
+    sublet::cli::main()
+}

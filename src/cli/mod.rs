@@ -1,1 +1,104 @@
 //! The `sublet` command: one file a command.
+
+mod config;
+mod drain;
+mod explain;
+mod gc;
+mod lease;
+mod mps;
+mod output;
+mod protection;
+mod refresh;
+mod status;
+mod wait;
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::{Parser, Subcommand};
+
+use crate::config::Config;
+use crate::text::safe;
+
+pub use refresh::refresh;
+
+/// Share NVIDIA GPUs among plain Docker and Podman containers.
+#[derive(Debug, Parser)]
+#[command(name = "sublet", version, disable_help_subcommand = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Show devices, who holds what, and MPS daemons
+    Status(status::Arguments),
+    /// Look at driver and devices afresh and write the inventory
+    Refresh(refresh::Arguments),
+    /// Show what a share would get, what it protects and what not; changes nothing
+    Explain(explain::Arguments),
+    /// Wait until the driver is up and a share would be free
+    Wait(wait::Arguments),
+    /// List leases, or release one
+    #[command(subcommand)]
+    Lease(lease::Command),
+    /// Free what is gone, bring back what has died under live leases
+    Gc,
+    /// Give a device no new lease
+    Drain(drain::Arguments),
+    /// Give a drained device leases again
+    Undrain(drain::Arguments),
+    /// List, start and stop MPS daemons, show their logs
+    #[command(subcommand)]
+    Mps(mps::Command),
+    /// Check or show the configuration
+    #[command(subcommand)]
+    Config(config::Command),
+}
+
+/// Runs the program; exit codes: 0 done, 1 failed, 2 bad usage (clap's).
+#[must_use]
+pub fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match run(arguments.command) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("sublet: {}", output::chain(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> anyhow::Result<ExitCode> {
+    if let Command::Config(command) = command {
+        return config::run(&command);
+    }
+    let config = crate::config::load()?;
+    match command {
+        Command::Status(arguments) => status::run(&arguments, &config),
+        Command::Refresh(arguments) => refresh::run(&arguments, &config),
+        Command::Explain(arguments) => explain::run(&arguments, &config),
+        Command::Wait(arguments) => wait::run(&arguments, &config),
+        Command::Lease(command) => lease::run(&command, &config),
+        Command::Gc => gc::run(&config),
+        Command::Drain(arguments) => drain::run(&arguments, true, &config),
+        Command::Undrain(arguments) => drain::run(&arguments, false, &config),
+        Command::Mps(command) => mps::run(&command, &config),
+        Command::Config(_) => unreachable!("handled above, before the configuration has to be valid"),
+    }
+}
+
+/// `K=V` of `--annotation`.
+fn annotation(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or_else(|| format!("{}: write KEY=VALUE", safe(text)))?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+/// The ledger after what is gone has been freed: what every command that reports should show.
+fn settled_ledger(config: &Config) -> anyhow::Result<crate::ledger::Ledger> {
+    let store = crate::ledger::Store::open(&config.state_dir)?;
+    let (_, freed) = store.update(|_| Ok::<_, std::convert::Infallible>(()))?;
+    crate::admit::tidy(&freed, &store, config);
+    store.read().context("after freeing what is gone")
+}

@@ -1,0 +1,88 @@
+# sublet: two commands to begin with, as root on Debian 12 or 13 with git, make, curl and Rust:
+#   make demo    containers sharing a GPU (a simulated one where there is none)
+#   make test    all tests, with real runc and crun
+# The rest: check (needs no root, network, engine or GPU), build, bench, gpu-test, install.
+
+SHELL := /bin/bash
+HOST := $(shell rustc -vV | sed -n 's/^host: //p')
+STATIC ?= 1
+PREFIX ?= /usr
+LIBEXECDIR ?= $(PREFIX)/libexec
+DESTDIR ?=
+
+# The shim and the hook start for every container: static, they load nothing. `sublet` loads NVML.
+ifeq ($(STATIC),1)
+static_flags = RUSTFLAGS="-C target-feature=+crt-static"
+else
+static_flags =
+endif
+hot_programs = --target $(HOST) --no-default-features --bin sublet-runtime --bin sublet-hook
+
+TEST_BIN := $(CURDIR)/target/test-bin
+BIN := $(CURDIR)/target/bin
+
+.PHONY: all build test-build check lint unit test demo bench gpu-test install clean needs
+
+all: build
+
+build:
+	@echo "== Building sublet (release)"
+	cargo build --release --bin sublet
+	@echo "== Building sublet-runtime and sublet-hook (release)"
+	$(static_flags) cargo build --release $(hot_programs)
+	@mkdir -p $(BIN)
+	cp target/release/sublet target/$(HOST)/release/sublet-runtime target/$(HOST)/release/sublet-hook $(BIN)/
+
+# What the tests run: the same programs without optimisation, and the simulated driver.
+test-build:
+	@echo "== Building the programs under test"
+	cargo build --bin sublet
+	$(static_flags) cargo build $(hot_programs)
+	@echo "== Building the simulated driver"
+	cargo build -p sublet-sim -p sublet-sim-libcuda
+	@mkdir -p $(TEST_BIN)
+	cp target/debug/sublet target/$(HOST)/debug/sublet-runtime target/$(HOST)/debug/sublet-hook $(TEST_BIN)/
+	cp target/debug/{sublet-sim,nvidia-smi,nvidia-cuda-mps-control,nvidia-cuda-mps-server,cuda-probe} $(TEST_BIN)/
+	cp target/debug/{libnvidia_ml,libcuda}.so $(TEST_BIN)/
+
+needs:
+	@tests/install-needs
+
+lint:
+	@echo "== Formatting and lints"
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+
+unit:
+	@echo "== Unit and property tests"
+	cargo test -p sublet --lib
+
+check: lint unit
+	@echo "Skipped, because they need root and engines (make test): the simulated driver's tests and the"
+	@echo "end-to-end tests with runc and crun. Skipped, because they need a GPU (make gpu-test): tests/gpu."
+
+test: needs unit test-build
+	@echo "== The simulated driver"
+	cargo test -p sublet-sim
+	@for engine in runc crun; do \
+	    echo "== End to end with $$engine"; \
+	    SUBLET_BIN_DIR=$(TEST_BIN) tests/e2e/enter $$engine cargo test -p sublet-e2e || exit 1; \
+	done
+
+demo: needs
+	@tests/demo
+
+bench: needs build
+	@tests/bench
+
+gpu-test: build
+	@tests/gpu/run
+
+install: build
+	install -D -m 0755 $(BIN)/sublet $(DESTDIR)$(PREFIX)/bin/sublet
+	install -D -m 0755 $(BIN)/sublet-runtime $(DESTDIR)$(PREFIX)/bin/sublet-runtime
+	install -D -m 0755 $(BIN)/sublet-hook $(DESTDIR)$(LIBEXECDIR)/sublet/sublet-hook
+	install -D -m 0644 config/config.toml $(DESTDIR)$(PREFIX)/share/doc/sublet/config.toml
+
+clean:
+	cargo clean

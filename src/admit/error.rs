@@ -1,0 +1,51 @@
+//! Every reason not to start a container, each one line for whoever started it.
+
+use std::path::PathBuf;
+
+use crate::apply::{Conflict, ImageError, SpecError};
+use crate::inventory::InventoryError;
+use crate::ledger::{LeaseId, LedgerError};
+use crate::mps::MpsError;
+use crate::place::Refusal;
+use crate::request::RequestError;
+use crate::text::safe;
+
+/// Why a container is not started, or its lease not ended.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // Each variant wraps the step that failed, and its text is that step's.
+pub enum AdmitError {
+    #[error(transparent)]
+    Request(#[from] RequestError),
+    #[error(transparent)]
+    Conflict(#[from] Conflict),
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    #[error(transparent)]
+    Inventory(#[from] InventoryError),
+    #[error("{0}")]
+    Refresh(String),
+    #[error(transparent)]
+    Refused(#[from] Box<Refusal>),
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+    #[error(transparent)]
+    Mps(#[from] MpsError),
+    #[error("no random lease id: /dev/urandom: {0}")]
+    Random(std::io::Error),
+    #[error("device node {} does not exist: load its module (`nvidia-modprobe -u -c0`) and run `sublet refresh`", node.display())]
+    NodeMissing { node: PathBuf },
+    #[error(
+        "annotation sublet.lease={}: no live lease of this container has that id; sublet writes this \
+         annotation itself: remove it",
+        safe(id)
+    )]
+    ForgedLease { id: String },
+    #[error(
+        "container {} is deleted but processes in its cgroup still run: lease {lease} is kept until they \
+         are gone (`sublet gc` frees it then)",
+        safe(container)
+    )]
+    StillRunning { lease: LeaseId, container: String },
+}

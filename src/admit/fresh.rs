@@ -1,0 +1,36 @@
+//! An inventory that is true now: the cached one, or a new one by way of `sublet refresh`.
+
+use std::time::Duration;
+
+use super::AdmitError;
+use crate::config::Config;
+use crate::inventory::{self, Inventory, InventoryError};
+use crate::process::sublet;
+
+/// NVML may have to load firmware on a machine without the persistence daemon.
+const REFRESH_LIMIT: Duration = Duration::from_secs(30);
+
+/// The cached inventory if it still holds, else a refreshed one.
+///
+/// # Errors
+/// The driver's own trouble, in its own words.
+pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
+    match inventory::load(config) {
+        Err(InventoryError::Missing { .. } | InventoryError::Stale { .. } | InventoryError::Corrupt { .. }) => {
+            refresh(config)
+        }
+        other => Ok(other?),
+    }
+}
+
+/// Runs `sublet refresh` by absolute path with a clean environment, and reads what it wrote.
+///
+/// # Errors
+/// What `sublet refresh` said.
+pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
+    let done = sublet(&["refresh", "--quiet"], REFRESH_LIMIT).map_err(|error| AdmitError::Refresh(error.to_string()))?;
+    if !done.success {
+        return Err(AdmitError::Refresh(done.message()));
+    }
+    Ok(inventory::load(config)?)
+}

@@ -1,0 +1,39 @@
+//! What a container's spec asks for, and whether its image can be served.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::AdmitError;
+use crate::apply;
+use crate::config::Config;
+use crate::grant::Image;
+use crate::request::{self, Request};
+
+/// A request and the image it is for.
+#[derive(Debug)]
+pub struct Wish {
+    /// What is asked for.
+    pub request: Request,
+    /// What is known of the image.
+    pub image: Image,
+}
+
+/// Whether the container is ours: by its annotations, or by the name the shim was called by.
+pub(super) fn is_ours(annotations: &BTreeMap<String, String>, share: Option<&str>) -> bool {
+    request::is_ours(annotations) || (share.is_some() && !request::is_sandbox(annotations))
+}
+
+/// Reads the wish out of `spec`, whose root filesystem is `rootfs`.
+///
+/// # Errors
+/// Annotations that make no request, a spec that contradicts it, an image that cannot be served.
+pub fn wish(spec: &Value, rootfs: &Path, share: Option<&str>, config: &Config) -> Result<Wish, AdmitError> {
+    let annotations = apply::annotations(spec)?;
+    let capabilities = apply::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
+    let request = request::parse(&annotations, share, capabilities.as_deref(), config)?;
+    apply::conflict(spec, config)?;
+    let image = apply::inspect(spec, rootfs, config)?;
+    Ok(Wish { request, image })
+}

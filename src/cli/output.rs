@@ -1,0 +1,107 @@
+//! Tables for people, JSON for machines.
+
+use std::io::IsTerminal as _;
+
+use clap::ValueEnum;
+use comfy_table::{Attribute, Cell, Table, presets};
+
+/// `--format`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// Aligned columns.
+    #[default]
+    Table,
+    /// One JSON document.
+    Json,
+}
+
+/// A table without lines; the header is bold on a terminal that wants it.
+pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
+    let bold = colour();
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    table.set_header(header.iter().map(|name| {
+        let cell = Cell::new(name);
+        if bold { cell.add_attribute(Attribute::Bold) } else { cell }
+    }));
+    table.add_rows(rows);
+    if !bold {
+        table.force_no_tty();
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    table.lines().map(|line| line.trim_end().to_owned()).collect::<Vec<_>>().join("\n")
+}
+
+/// Colour only on a terminal, and not against NO_COLOR (no-color.org).
+fn colour() -> bool {
+    std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+}
+
+/// Prints `value` as one JSON document.
+///
+/// # Errors
+/// It cannot be serialised.
+pub fn json(value: &impl serde::Serialize) -> anyhow::Result<()> {
+    println!("{}", serde_json::to_string_pretty(value)?);
+    Ok(())
+}
+
+/// Memory as `8 GiB`, `1.5 GiB`, `512 MiB`: exact where it is short, else rounded to a tenth.
+pub fn memory(bytes: u64) -> String {
+    const GIB: u64 = 1 << 30;
+    if bytes < GIB {
+        return format!("{} MiB", bytes >> 20);
+    }
+    if bytes % GIB == 0 {
+        return format!("{} GiB", bytes / GIB);
+    }
+    let tenths = bytes / (GIB / 10);
+    format!("{}.{} GiB", tenths / 10, tenths % 10)
+}
+
+/// Memory of a lease: `unlimited` where it has no limit.
+pub fn memory_limit(bytes: Option<u64>) -> String {
+    bytes.map_or_else(|| "unlimited".to_owned(), memory)
+}
+
+/// The first twelve characters of a container id, as engines show it.
+pub fn short(id: &str) -> String {
+    crate::text::safe(&id.chars().take(12).collect::<String>())
+}
+
+/// How long ago, as `3m 20s`.
+pub fn ago(since: u64) -> String {
+    let seconds = crate::process::epoch_seconds().saturating_sub(since);
+    humantime::format_duration(std::time::Duration::from_secs(seconds)).to_string()
+}
+
+/// RFC 3339, in UTC.
+pub fn timestamp(seconds: u64) -> String {
+    let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
+    humantime::format_rfc3339_seconds(time).to_string()
+}
+
+/// An error with what caused it, on one line.
+pub fn chain(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_reads_as_people_write_it() {
+        let shown = [512 << 20, 8 << 30, 1536 << 20, 143_155 << 20].map(memory);
+        assert_eq!(shown, ["512 MiB", "8 GiB", "1.5 GiB", "139.7 GiB"]);
+        assert_eq!(memory_limit(None), "unlimited");
+    }
+
+    #[test]
+    fn columns_are_aligned_and_lines_have_no_trailing_space() {
+        let shown = table(&["A", "LONG"], vec![vec!["xyz".into(), "1".into()], vec!["x".into(), "2".into()]]);
+        assert_eq!(shown, "A    LONG\nxyz  1\nx    2");
+    }
+}

@@ -1,0 +1,212 @@
+//! `sublet status`: devices, leases, MPS daemons; `--last-error`: why the last container was refused.
+
+use std::process::ExitCode;
+
+use serde_json::{Value, json};
+
+use super::output::{self, Format};
+use crate::admit::{fresh_inventory, refusals};
+use crate::config::Config;
+use crate::inventory::{Device, Inventory, MigDevice};
+use crate::ledger::{Lease, LeaseState, Ledger, Server};
+use crate::place::account;
+use crate::request::Mode;
+
+/// Arguments of `sublet status`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// How to print it
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+    /// Show why the last container was not started
+    #[arg(long)]
+    last_error: bool,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// No driver, no ledger.
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    if arguments.last_error {
+        return last_error(arguments.format, config);
+    }
+    let ledger = super::settled_ledger(config)?;
+    let inventory = fresh_inventory(config)?;
+    match arguments.format {
+        Format::Json => output::json(&document(&inventory, &ledger, config))?,
+        Format::Table => print_tables(&inventory, &ledger, config),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+    let last = refusals(config).pop();
+    match (format, last) {
+        (Format::Json, last) => output::json(&last)?,
+        (Format::Table, None) => println!("No container has been refused since boot."),
+        (Format::Table, Some(last)) => {
+            println!("{}  container {}: {}", output::timestamp(last.time), last.container_id, last.reason);
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The schema `sublet.status/1`: keys may be added, never changed.
+fn document(inventory: &Inventory, ledger: &Ledger, config: &Config) -> Value {
+    let device = |device: &Device| device_json(device, ledger, config);
+    json!({
+        "schema": "sublet.status/1",
+        "driver": {"version": inventory.driver.version, "simulated": inventory.driver.simulated},
+        "devices": inventory.devices.iter().map(device).collect::<Vec<_>>(),
+        "leases": leases_json(inventory, ledger),
+        "mps": ledger.servers.iter().map(|server| server_json(server, ledger)).collect::<Vec<_>>(),
+    })
+}
+
+fn device_json(device: &Device, ledger: &Ledger, config: &Config) -> Value {
+    let account = account(device, ledger, config);
+    let mig = |mig: &MigDevice| {
+        let free = !ledger.leases.iter().any(|lease| lease.devices.contains(&mig.uuid));
+        json!({"uuid": mig.uuid, "profile": mig.profile, "gi": mig.gi, "ci": mig.ci, "free": free})
+    };
+    json!({
+        "uuid": device.uuid,
+        "index": device.index,
+        "minor": device.minor,
+        "name": device.name,
+        "mode": mode(device, account.used_as),
+        "memory_bytes": device.memory_bytes,
+        "free": {"sm_percent": account.sm_free.as_f64(), "memory_bytes": account.memory_free},
+        "mig_enabled": device.mig_enabled,
+        "mig": device.mig.iter().map(mig).collect::<Vec<_>>(),
+        "drained": ledger.drained.contains(&device.uuid),
+    })
+}
+
+fn mode(device: &Device, used_as: Option<Mode>) -> &'static str {
+    if device.mig_enabled { "mig" } else { used_as.map_or("idle", Mode::as_str) }
+}
+
+/// One element per container and device, same id.
+pub(super) fn leases_json(inventory: &Inventory, ledger: &Ledger) -> Value {
+    let each = |lease: &Lease| {
+        let lease = lease.clone();
+        let known = inventory.clone();
+        lease.devices.clone().into_iter().map(move |device| {
+            json!({
+                "id": lease.id,
+                "container_id": lease.container.id,
+                "device": device,
+                "mode": lease.mode,
+                "isolation": lease.isolation,
+                "sm_percent": lease.sm.map(crate::request::Percent::as_f64),
+                "memory_bytes": lease.memory_bytes,
+                "state": state(&lease, &device, &known),
+                "pid": lease.init.as_ref().map(|init| init.process.pid),
+                "since": output::timestamp(lease.since),
+            })
+        })
+    };
+    ledger.leases.iter().flat_map(each).collect()
+}
+
+/// A lease whose device is gone is lost, whatever else it is.
+fn state(lease: &Lease, device: &str, inventory: &Inventory) -> LeaseState {
+    let known = inventory.devices.iter().any(|have| have.uuid == device || have.mig.iter().any(|mig| mig.uuid == device));
+    if known { lease.state } else { LeaseState::Lost }
+}
+
+fn server_json(server: &Server, ledger: &Ledger) -> Value {
+    json!({
+        "device": server.device,
+        "lease": ledger.leases.iter().find(|lease| lease.id.as_str() == server.key.0).map(|lease| &lease.id),
+        "pid": server.daemon.map(|daemon| daemon.pid),
+        "state": server.state,
+        "clients": crate::mps::clients(server),
+    })
+}
+
+fn print_tables(inventory: &Inventory, ledger: &Ledger, config: &Config) {
+    let simulated = if inventory.driver.simulated { "  SIMULATED" } else { "" };
+    println!("Driver {}{simulated}\n", inventory.driver.version);
+    println!("{}", device_table(inventory, ledger, config));
+    println!("\n{}", lease_table(inventory, ledger));
+    if !ledger.servers.is_empty() {
+        println!("\n{}", server_table(inventory, ledger));
+    }
+}
+
+fn device_table(inventory: &Inventory, ledger: &Ledger, config: &Config) -> String {
+    let row = |device: &Device| {
+        let account = account(device, ledger, config);
+        let mut mode = mode(device, account.used_as).to_owned();
+        if ledger.drained.contains(&device.uuid) {
+            mode.push_str(" (drained)");
+        }
+        vec![
+            device.index.to_string(),
+            device.name.clone(),
+            device.uuid.clone(),
+            mode,
+            account.leases.to_string(),
+            format!("{} %", account.sm_free),
+            format!("{} of {}", output::memory(account.memory_free), output::memory(device.memory_bytes)),
+        ]
+    };
+    let rows = inventory.devices.iter().map(row).collect();
+    output::table(&["GPU", "NAME", "UUID", "MODE", "LEASES", "SM FREE", "MEMORY FREE"], rows)
+}
+
+/// The table of leases, or a line where there is none.
+pub(super) fn lease_table(inventory: &Inventory, ledger: &Ledger) -> String {
+    if ledger.leases.is_empty() {
+        return "No leases.".to_owned();
+    }
+    let mut rows = Vec::new();
+    for lease in &ledger.leases {
+        for device in &lease.devices {
+            rows.push(vec![
+                lease.id.to_string(),
+                output::short(&lease.container.id),
+                device_label(device, inventory),
+                lease.mode.to_string(),
+                word(&lease.isolation),
+                lease.sm.map_or_else(|| "no ceiling".to_owned(), |sm| format!("{sm} %")),
+                output::memory_limit(lease.memory_bytes),
+                word(&state(lease, device, inventory)),
+                lease.init.as_ref().map_or_else(|| "-".to_owned(), |init| init.process.pid.to_string()),
+                output::ago(lease.since),
+            ]);
+        }
+    }
+    output::table(
+        &["LEASE", "CONTAINER", "GPU", "MODE", "ISOLATION", "SM", "MEMORY", "STATE", "PID", "SINCE"],
+        rows,
+    )
+}
+
+/// The table of MPS daemons.
+pub(super) fn server_table(inventory: &Inventory, ledger: &Ledger) -> String {
+    let row = |server: &Server| {
+        vec![
+            server.key.to_string(),
+            device_label(&server.device, inventory),
+            word(&server.state),
+            server.daemon.map_or_else(|| "-".to_owned(), |daemon| daemon.pid.to_string()),
+            format!("{} %", server.ceiling),
+            crate::mps::clients(server).map_or_else(|| "-".to_owned(), |clients| clients.to_string()),
+        ]
+    };
+    let rows = ledger.servers.iter().map(row).collect();
+    output::table(&["MPS DAEMON", "GPU", "STATE", "PID", "SM CEILING", "CLIENTS"], rows)
+}
+
+fn device_label(uuid: &str, inventory: &Inventory) -> String {
+    inventory.device(uuid).map_or_else(|| uuid.to_owned(), |device| device.index.to_string())
+}
+
+/// The word that JSON has for it.
+fn word(value: &impl serde::Serialize) -> String {
+    serde_json::to_value(value).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
+}

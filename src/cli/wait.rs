@@ -1,0 +1,56 @@
+//! `sublet wait`: until the driver is up and, with annotations, until their share would be free.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use crate::admit::{AdmitError, fresh_inventory};
+use crate::config::Config;
+use crate::ledger::{LeaseId, Store};
+use crate::place::place;
+use crate::request::{self, Request};
+
+/// Between two looks.
+const LOOK_AGAIN: Duration = Duration::from_millis(250);
+
+/// Arguments of `sublet wait`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// The share that has to be free, as given to a container: KEY=VALUE
+    #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE")]
+    annotations: Vec<(String, String)>,
+    /// How long, as 30s or 2m
+    #[arg(long, default_value = "60s", value_parser = humantime::parse_duration)]
+    timeout: Duration,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// Time is up; the message is the last refusal.
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    let annotations = arguments.annotations.iter().cloned().collect();
+    let request = match arguments.annotations.is_empty() {
+        true => None,
+        false => Some(request::parse(&annotations, None, None, config)?),
+    };
+    let deadline = Instant::now() + arguments.timeout;
+    loop {
+        match look(request.as_ref(), config) {
+            Ok(()) => return Ok(ExitCode::SUCCESS),
+            Err(AdmitError::Refused(refusal)) if !refusal.temporary => return Err(AdmitError::Refused(refusal).into()),
+            Err(error) if Instant::now() >= deadline => return Err(error.into()),
+            Err(_) => std::thread::sleep(LOOK_AGAIN),
+        }
+    }
+}
+
+fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
+    let inventory = fresh_inventory(config)?;
+    let Some(request) = request else { return Ok(()) };
+    let store = Store::open(&config.state_dir)?;
+    let (_, freed) = store.update(|_| Ok::<_, std::convert::Infallible>(()))?;
+    crate::admit::tidy(&freed, &store, config);
+    let id = LeaseId::random().map_err(AdmitError::Random)?;
+    place(request, &id, &inventory, &store.read()?, config)?;
+    Ok(())
+}

@@ -1,0 +1,10 @@
+//! What the end-to-end tests stand on: a driver (simulated or real), a root filesystem, and containers
+//! that real runc or crun start through the built `sublet-runtime`.
+
+mod bundle;
+mod rootfs;
+mod world;
+
+pub use bundle::{Bundle, Finished};
+pub use rootfs::{Rootfs, copy_program};
+pub use world::{Engine, World, bin_dir, eventually, skip_unless_root};

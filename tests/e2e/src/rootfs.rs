@@ -1,0 +1,60 @@
+//! A root filesystem with busybox, the C library and the probe: all that CUDA needs of an image.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A template that bundles are cloned from by hard links.
+pub struct Rootfs {
+    dir: PathBuf,
+}
+
+impl Rootfs {
+    /// Lays it out in `dir`.
+    #[must_use]
+    pub fn minimal(dir: &Path, probe: &Path) -> Self {
+        for sub in ["bin", "usr/bin", "usr/lib", "proc", "sys", "dev", "tmp", "run", "etc", "root"] {
+            std::fs::create_dir_all(dir.join(sub)).expect("rootfs directory");
+        }
+        let busybox = ["/bin/busybox", "/usr/bin/busybox"].iter().map(Path::new).find(|path| path.exists());
+        let busybox = busybox.expect("busybox is installed (Debian: busybox-static)");
+        std::fs::copy(busybox, dir.join("bin/busybox")).expect("busybox is copied");
+        for name in [
+            "sh", "cat", "sleep", "env", "ls", "true", "false", "mknod", "mount", "id", "kill", "stat",
+            "grep",
+        ] {
+            std::os::unix::fs::symlink("busybox", dir.join("bin").join(name)).expect("busybox link");
+        }
+        copy_program(probe, dir, "usr/bin/cuda-probe");
+        Self { dir: dir.to_owned() }
+    }
+
+    /// A copy at `target`: directories of its own, files shared by hard link.
+    pub fn clone_to(&self, target: &Path) {
+        let done = Command::new("cp").arg("-al").arg(&self.dir).arg(target).status().expect("cp runs");
+        assert!(done.success(), "cp -al to {}", target.display());
+    }
+}
+
+/// Copies a dynamic program into `rootfs` with the libraries that ldd names, each where the host has it.
+pub fn copy_program(program: &Path, rootfs: &Path, to: &str) {
+    std::fs::copy(program, rootfs.join(to)).unwrap_or_else(|error| panic!("{}: {error}", program.display()));
+    let ldd = Command::new("ldd").arg(program).output().expect("ldd runs");
+    let text = String::from_utf8_lossy(&ldd.stdout).into_owned();
+    for library in text.split_whitespace().filter(|word| word.starts_with('/')) {
+        let target = rootfs.join(library.trim_start_matches('/'));
+        std::fs::create_dir_all(target.parent().expect("a directory")).expect("library directory");
+        if !target.exists() {
+            std::fs::copy(library, &target).expect("library is copied");
+        }
+    }
+    // libcuda itself wants libdl, libpthread and librt on hosts older than glibc 2.34.
+    for name in ["libc.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libm.so.6", "libgcc_s.so.1"] {
+        for dir in ["/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu", "/lib64", "/usr/lib64"] {
+            let (source, target) = (Path::new(dir).join(name), rootfs.join(&dir[1..]).join(name));
+            if source.exists() && !target.exists() {
+                std::fs::create_dir_all(target.parent().expect("a directory")).expect("library directory");
+                std::fs::copy(source, target).expect("library is copied");
+            }
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! One driver and one state directory: the simulator's, or the host's own.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::rootfs::Rootfs;
+
+/// A low-level runtime.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Engine {
+    /// opencontainers/runc
+    Runc,
+    /// containers/crun
+    Crun,
+}
+
+impl Engine {
+    /// The engine that SUBLET_TEST_ENGINE names, runc where it is unset.
+    #[must_use]
+    pub fn chosen() -> Self {
+        match std::env::var("SUBLET_TEST_ENGINE").as_deref() {
+            Ok("crun") => Self::Crun,
+            _ => Self::Runc,
+        }
+    }
+
+    /// Its program.
+    #[must_use]
+    pub fn program(self) -> &'static str {
+        match self {
+            Self::Runc => "runc",
+            Self::Crun => "crun",
+        }
+    }
+}
+
+/// A driver, sublet's configuration and state, and a directory for bundles.
+pub struct World {
+    /// The configuration in use (SUBLET_CONFIG).
+    pub config: PathBuf,
+    /// Bundles, rootfs and the low-level runtime's state; removed at the end.
+    pub dir: TempDir,
+    /// The simulated driver's root; `None` on a real GPU.
+    pub driver_root: Option<PathBuf>,
+    /// The low-level runtime.
+    pub engine: Engine,
+    /// What containers are made from.
+    pub rootfs: Rootfs,
+}
+
+impl World {
+    /// The simulated driver with one of `tests/sim/topologies`, sublet with default settings but for
+    /// the lines in `extra`, which go to the end of the configuration.
+    #[must_use]
+    pub fn simulated(topology: &str, extra: &str) -> Self {
+        let dir = temporary();
+        let root = dir.path().join("sim");
+        let topologies = Path::new(env!("CARGO_MANIFEST_DIR")).join("../sim/topologies");
+        let given = Path::new(topology);
+        let file =
+            if given.is_absolute() { given.to_owned() } else { topologies.join(format!("{topology}.toml")) };
+        let mut up = Command::new(bin_dir().join("sublet-sim"));
+        let up = up
+            .arg("up")
+            .arg("--topology")
+            .arg(file)
+            .arg("--root")
+            .arg(&root)
+            .output()
+            .expect("sublet-sim runs");
+        assert!(up.status.success(), "sublet-sim up: {}", String::from_utf8_lossy(&up.stderr));
+        let printed = String::from_utf8_lossy(&up.stdout).into_owned();
+        let config = PathBuf::from(printed.lines().last().expect("the path of config.toml"));
+        let rootfs = Rootfs::minimal(&dir.path().join("rootfs"), &root.join("usr/bin/cuda-probe"));
+        let world = Self { config, dir, driver_root: Some(root), engine: Engine::chosen(), rootfs };
+        world.configure(extra);
+        world
+    }
+
+    /// The host's own driver; `probe` is the built `tests/gpu/cuda-probe.cu`.
+    #[must_use]
+    pub fn real(probe: &Path, extra: &str) -> Self {
+        let dir = temporary();
+        let config = dir.path().join("config.toml");
+        let state = format!("state_dir = {:?}\n", dir.path().join("run"));
+        std::fs::write(&config, state).expect("config.toml is written");
+        let rootfs = Rootfs::minimal(&dir.path().join("rootfs"), probe);
+        let world = Self { config, dir, driver_root: None, engine: Engine::chosen(), rootfs };
+        world.configure(extra);
+        world
+    }
+
+    /// Adds lines to the configuration.
+    pub fn configure(&self, extra: &str) {
+        let mut text = std::fs::read_to_string(&self.config).expect("config.toml is there");
+        text.push_str("\n# Added by the test.\n");
+        text.push_str(extra);
+        std::fs::write(&self.config, text).expect("config.toml is written");
+    }
+
+    /// The state directory.
+    #[must_use]
+    pub fn state_dir(&self) -> PathBuf {
+        let text = std::fs::read_to_string(&self.config).expect("config.toml is there");
+        let line = text.lines().find(|line| line.starts_with("state_dir")).expect("it names state_dir");
+        PathBuf::from(line.split('"').nth(1).expect("a quoted path"))
+    }
+
+    /// A command of ours that sees this world.
+    #[must_use]
+    pub fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(bin_dir().join(program));
+        command.env("SUBLET_CONFIG", &self.config).stdin(Stdio::null());
+        command
+    }
+
+    /// Runs `sublet` with `arguments`.
+    #[must_use]
+    pub fn sublet(&self, arguments: &[&str]) -> Output {
+        self.command("sublet").args(arguments).output().expect("sublet runs")
+    }
+
+    /// `sublet status --format json`.
+    #[must_use]
+    pub fn status(&self) -> Value {
+        let output = self.sublet(&["status", "--format", "json"]);
+        assert!(output.status.success(), "sublet status: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).expect("status prints JSON")
+    }
+
+    /// The leases in `sublet status`.
+    #[must_use]
+    pub fn leases(&self) -> Vec<Value> {
+        self.status()["leases"].as_array().expect("leases is an array").clone()
+    }
+
+    /// Nothing may be left: no lease, no daemon, no process of one.
+    pub fn assert_empty(&self) {
+        let status = self.status();
+        assert_eq!(status["leases"], serde_json::json!([]), "leases are left");
+        assert_eq!(status["mps"], serde_json::json!([]), "MPS daemons are left");
+        assert_eq!(self.daemons(), Vec::<String>::new(), "MPS processes are left");
+    }
+
+    /// Command lines of MPS processes of this world.
+    #[must_use]
+    pub fn daemons(&self) -> Vec<String> {
+        let ours = self.dir.path().to_string_lossy().into_owned();
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir("/proc").expect("/proc").flatten() {
+            let read = |name: &str| std::fs::read(entry.path().join(name)).unwrap_or_default();
+            let text = |name: &str| String::from_utf8_lossy(&read(name)).replace('\0', " ");
+            if text("comm").starts_with("nvidia-cuda-mps") && text("environ").contains(&ours) {
+                found.push(text("cmdline"));
+            }
+        }
+        found
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        crate::bundle::remove_all(self);
+        if let Some(root) = &self.driver_root {
+            let _ = Command::new(bin_dir().join("sublet-sim")).arg("down").arg("--root").arg(root).output();
+        }
+    }
+}
+
+/// A short path: Unix socket paths hold 107 bytes.
+fn temporary() -> TempDir {
+    tempfile::Builder::new().prefix("sl").tempdir_in("/var/tmp").expect("a temporary directory")
+}
+
+/// Where the programs under test are: SUBLET_BIN_DIR, else where this test was built.
+#[must_use]
+pub fn bin_dir() -> PathBuf {
+    if let Some(dir) = std::env::var_os("SUBLET_BIN_DIR") {
+        return PathBuf::from(dir);
+    }
+    let test = std::env::current_exe().expect("our own path");
+    let dir = test.parent().expect("target/debug/deps");
+    if dir.ends_with("deps") { dir.parent().expect("target/debug").to_owned() } else { dir.to_owned() }
+}
+
+/// Waits up to ten seconds until `holds`; whether it did.
+pub fn eventually(mut holds: impl FnMut() -> bool) -> bool {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while Instant::now() < deadline {
+        if holds() {
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    holds()
+}
+
+/// Containers need root. `make check` runs without: the tests then say that they were skipped.
+#[must_use]
+pub fn skip_unless_root() -> bool {
+    let root = nix::unistd::geteuid().is_root();
+    if !root {
+        eprintln!("skipped: needs root");
+    }
+    !root
+}

@@ -1,0 +1,349 @@
+//! From annotation to running CUDA: what containers of each mode see from inside, and that nothing is
+//! left when they end. Expected values are literals: one H200 with 132 SMs and 143155 MiB for CUDA.
+
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
+
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+
+/// What `cuda-probe info` says in an exec'd process.
+fn exec_info(bundle: &Bundle<'_>) -> Value {
+    let finished = bundle.exec(&["/usr/bin/cuda-probe", "info"]);
+    finished.json().into_iter().next().unwrap_or_else(|| panic!("no info: {finished:?}"))
+}
+
+fn env_of(bundle: &Bundle<'_>, name: &str) -> Option<String> {
+    let config = bundle.config();
+    let prefix = format!("{name}=");
+    let env = config["process"]["env"].as_array().expect("env");
+    let mut found = env.iter().filter_map(|entry| entry.as_str()?.strip_prefix(&prefix).map(str::to_owned));
+    let first = found.next();
+    assert_eq!(found.next(), None, "{name} stands twice");
+    first
+}
+
+#[test]
+fn time_slice_is_the_default_and_gives_the_whole_gpu() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("plain", &[("sublet.gpu", "0")], HOLD);
+    bundle.up();
+    let info = bundle.event("info");
+    assert_eq!((&info["error"], &info["count"], &info["sm"]), (&Value::Null, &json!(1), &json!(132)));
+    assert_eq!(info["mps"], json!(false));
+    let lease = &world.leases()[0];
+    assert_eq!((lease["mode"].as_str(), lease["state"].as_str()), (Some("time-slice"), Some("active")));
+    assert_eq!((&lease["sm_percent"], &lease["memory_bytes"]), (&Value::Null, &Value::Null));
+    assert_eq!(lease["container_id"], "plain");
+    assert_eq!(lease["pid"], json!(bundle.pid()));
+    assert_eq!(world.daemons(), Vec::<String>::new());
+    assert_eq!(env_of(&bundle, "CUDA_VISIBLE_DEVICES").as_deref(), Some("0"));
+    assert_eq!(env_of(&bundle, "NVIDIA_VISIBLE_DEVICES").as_deref(), Some("void"));
+    assert_eq!(env_of(&bundle, "CUDA_MPS_PIPE_DIRECTORY"), None);
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn three_mps_shares_at_once_and_their_execs_see_what_they_were_given() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let shares =
+        [("a", "25", "8GiB", 32, 8047), ("b", "12.5", "2GiB", 16, 1961), ("c", "60", "40GiB", 78, 40640)];
+    let bundles: Vec<_> = shares
+        .iter()
+        .map(|(id, sm, memory, ..)| world.bundle(id, &[("sublet.sm", sm), ("sublet.memory", memory)], HOLD))
+        .collect();
+    bundles.iter().for_each(Bundle::up);
+    for (bundle, (_, sm, _, sms, free)) in bundles.iter().zip(shares) {
+        assert_eq!(env_of(bundle, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").as_deref(), Some(sm));
+        assert_eq!(env_of(bundle, "SUBLET_SM_PERCENT").as_deref(), Some(sm));
+        for info in [bundle.event("info"), exec_info(bundle)] {
+            assert_eq!(
+                (&info["error"], &info["mps"], &info["sm"]),
+                (&Value::Null, &json!(true), &json!(sms))
+            );
+            let seen = info["free_mib"].as_i64().expect("free_mib");
+            // The context's own memory is inside the limit; its size is the driver's, not ours.
+            assert!((seen - free).abs() < 64, "{}: free {seen} MiB, expected about {free}", bundle.id);
+        }
+    }
+    assert_eq!(world.leases().len(), 3);
+    let status = world.status();
+    assert_eq!(status["mps"][0]["state"], "serving");
+    assert_eq!(status["mps"].as_array().map(Vec::len), Some(1), "one server for the device");
+    bundles.iter().for_each(Bundle::down);
+    world.assert_empty();
+}
+
+#[test]
+fn processes_that_come_by_exec_land_in_mps_whatever_their_environment() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("exec", &[("sublet.sm", "25"), ("sublet.memory", "8GiB")], HOLD);
+    bundle.up();
+    bundle.event("info");
+    // As dockerd does it: a process file with the image's environment and nothing of config.json's.
+    let health =
+        bundle.exec_file(&["/usr/bin/cuda-probe", "info"], &["PATH=/usr/bin:/bin", "CUDA_VISIBLE_DEVICES=7"]);
+    let info = &health.json()[0];
+    assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{health:?}");
+    assert!(info["free_mib"].as_i64() < Some(8192));
+    // No environment at all: the directory at CUDA's default place, and the server's ceiling.
+    let bare = bundle.exec(&["/bin/env", "-i", "/usr/bin/cuda-probe", "info"]);
+    let info = &bare.json()[0];
+    assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{bare:?}");
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn only_the_containers_own_nodes_open() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    let bundle = world.bundle("nodes", &[("sublet.gpu", "0")], HOLD);
+    bundle.up();
+    let info = bundle.event("info");
+    let minor = world.status()["devices"][0]["minor"].as_u64().expect("minor");
+    let other = (minor + 1) % 8;
+    let mine = format!("/dev/nvidia{minor}");
+    let stolen = format!("/tmp/nvidia{other}");
+    let made = bundle.exec(&["/bin/mknod", &stolen, "c", "195", &other.to_string()]);
+    assert!(made.ok, "mknod itself is allowed by default: {made:?}");
+    let paths = ["/usr/bin/cuda-probe", "noderights", &mine, "/dev/nvidiactl", "/dev/nvidia-uvm", &stolen];
+    let seen: Vec<_> = bundle.exec(&paths).json().iter().map(|line| line["result"].clone()).collect();
+    // ENXIO: allowed, and no driver behind it. EPERM: refused by the device cgroup.
+    assert_eq!(seen, ["ENXIO", "ENXIO", "ENXIO", "EPERM"]);
+    assert_eq!(info["count"], json!(1));
+    let listed = bundle.exec(&["/bin/sh", "-c", "ls /dev | grep nvidia"]).stdout;
+    assert_eq!(listed, format!("nvidia-uvm\nnvidia-uvm-tools\nnvidia{minor}\nnvidiactl\n"));
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_full_gpu_refuses_and_leaves_config_json_as_it_was() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let first = world.bundle("first", &[("sublet.sm", "70")], HOLD);
+    first.up();
+    let second = world.bundle("second", &[("sublet.sm", "40")], HOLD);
+    let refused = second.create();
+    assert!(!refused.ok);
+    assert_eq!(refused.stderr.lines().count(), 1, "one line: {}", refused.stderr);
+    for word in ["40", "30", "first"] {
+        assert!(refused.stderr.contains(word), "{word} is not in: {}", refused.stderr);
+    }
+    assert_eq!(second.config(), second.spec);
+    assert_eq!(world.leases().len(), 1);
+    let last = world.sublet(&["status", "--last-error"]);
+    assert!(String::from_utf8_lossy(&last.stdout).contains("second"));
+    first.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_share_that_is_waited_for_comes_when_its_holder_ends() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let first = world.bundle("first", &[("sublet.sm", "70")], HOLD);
+    first.up();
+    let second = world.bundle("second", &[("sublet.sm", "40"), ("sublet.wait", "30s")], HOLD);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| second.create());
+        std::thread::sleep(std::time::Duration::from_millis(500));
+        assert!(!waiting.is_finished(), "it waits");
+        first.down();
+        let created = waiting.join().expect("no panic");
+        assert!(created.ok, "{created:?}");
+    });
+    second.down();
+    world.assert_empty();
+}
+
+#[test]
+fn run_in_the_foreground_gives_its_lease_back_by_itself() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("once", &[("sublet.sm", "25")], &["/usr/bin/cuda-probe", "info"]);
+    let finished = bundle.run();
+    assert!(finished.ok, "{finished:?}");
+    assert_eq!(finished.json()[0]["sm"], json!(32));
+    world.assert_empty();
+}
+
+#[test]
+fn a_fault_ends_its_shared_neighbours_and_no_dedicated_one() {
+    if skip_unless_root() {
+        return;
+    }
+    for (isolation, expected) in [("shared", "CUDA_ERROR_ILLEGAL_ADDRESS"), ("dedicated", "CUDA_SUCCESS")] {
+        let world = World::simulated("h200", "");
+        let share = |id, args| {
+            world.bundle(
+                id,
+                &[("sublet.mode", "mps"), ("sublet.isolation", isolation), ("sublet.sm", "25")],
+                args,
+            )
+        };
+        let neighbour = share("neighbour", &["/usr/bin/cuda-probe", "hold", "3"]);
+        neighbour.up();
+        neighbour.event("info");
+        let faulty = share("faulty", &["/usr/bin/cuda-probe", "fault"]);
+        faulty.up();
+        assert_eq!(faulty.event("fault")["result"], "CUDA_ERROR_ILLEGAL_ADDRESS");
+        assert_eq!(neighbour.event("end")["result"], expected, "{isolation}");
+        neighbour.down();
+        faulty.down();
+        world.assert_empty();
+    }
+}
+
+#[test]
+fn time_slice_with_memory_is_held_by_a_server_of_its_own() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let annotations = [("sublet.mode", "time-slice"), ("sublet.memory", "4GiB")];
+    let bundle = world.bundle("limited", &annotations, &["/usr/bin/cuda-probe", "alloc", "5000", "60"]);
+    bundle.up();
+    let info = bundle.event("info");
+    assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(132)));
+    assert_eq!(bundle.event("alloc")["result"], "CUDA_ERROR_OUT_OF_MEMORY");
+    let status = world.status();
+    assert_eq!(status["mps"][0]["lease"], status["leases"][0]["id"], "the daemon is the lease's own");
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn the_ceiling_of_a_shared_server_follows_its_leases() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "[limits]\nsm_overcommit = 2.0\n");
+    let share = |id: &str, sm: &str| world.bundle(id, &[("sublet.sm", sm)], HOLD);
+    let (first, large, last) = (share("first", "25"), share("large", "60"), share("last", "25"));
+    [&first, &large, &last].into_iter().for_each(Bundle::up);
+    assert_eq!(large.event("info")["sm"], json!(78), "60 of 132, in pairs");
+    let greedy = ["/bin/env", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100", "/usr/bin/cuda-probe", "info"];
+    first.down();
+    assert_eq!(last.exec(&greedy).json()[0]["sm"], json!(78), "the server's ceiling is the largest share");
+    large.down();
+    assert_eq!(last.exec(&greedy).json()[0]["sm"], json!(32), "and falls with it");
+    last.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_daemon_that_died_is_brought_back_under_a_running_container() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("survivor", &[("sublet.sm", "25")], &["/bin/sleep", "120"]);
+    bundle.up();
+    assert_eq!(exec_info(&bundle)["mps"], json!(true));
+    let daemon = world.status()["mps"][0]["pid"].as_i64().expect("pid");
+    nix::sys::signal::kill(pid(daemon), nix::sys::signal::Signal::SIGKILL).expect("SIGKILL");
+    let healed = world.sublet(&["gc"]);
+    assert!(healed.status.success(), "{healed:?}");
+    let info = exec_info(&bundle);
+    assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)));
+    assert_ne!(world.status()["mps"][0]["pid"].as_i64(), Some(daemon));
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_stopped_daemon_is_found_out_and_the_container_refused() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let first = world.bundle("first", &[("sublet.sm", "25")], &["/bin/sleep", "120"]);
+    first.up();
+    let daemon = pid(world.status()["mps"][0]["pid"].as_i64().expect("pid"));
+    // The last real answer is made old, as it would be half a minute later.
+    let ledger = world.state_dir().join("ledger.json");
+    let mut text: Value = serde_json::from_slice(&std::fs::read(&ledger).expect("ledger")).expect("JSON");
+    text["servers"][0]["answered_at"] = json!(1);
+    std::fs::write(&ledger, serde_json::to_vec(&text).expect("JSON")).expect("ledger");
+    nix::sys::signal::kill(daemon, nix::sys::signal::Signal::SIGSTOP).expect("SIGSTOP");
+    let second = world.bundle("second", &[("sublet.sm", "25")], HOLD);
+    let refused = second.create();
+    assert!(!refused.ok && refused.stderr.contains("does not answer"), "{refused:?}");
+    assert_eq!(second.config(), second.spec);
+    nix::sys::signal::kill(daemon, nix::sys::signal::Signal::SIGCONT).expect("SIGCONT");
+    first.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_container_without_annotations_is_not_touched() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("stranger", &[("org.example.sublet", "no")], &["/bin/sleep", "120"]);
+    bundle.up();
+    let before = serde_json::to_vec(&bundle.spec).expect("JSON");
+    assert_eq!(std::fs::read(bundle.dir.join("config.json")).expect("config.json"), before);
+    assert_eq!(bundle.exec(&["/bin/sh", "-c", "ls /dev | grep -c nvidia"]).stdout, "0\n");
+    bundle.down();
+    assert!(!world.state_dir().join("ledger.json").exists(), "nothing was written down");
+}
+
+#[test]
+fn several_gpus_are_taken_and_freed_together() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    let bundle = world.bundle("pair", &[("sublet.gpu", "any:2"), ("sublet.mode", "exclusive")], HOLD);
+    bundle.up();
+    assert_eq!(bundle.event("info")["count"], json!(2));
+    assert_eq!(env_of(&bundle, "CUDA_VISIBLE_DEVICES").as_deref(), Some("0,1"));
+    let leases = world.leases();
+    assert_eq!(leases.len(), 2);
+    assert_eq!(leases[0]["id"], leases[1]["id"]);
+    assert_ne!(leases[0]["device"], leases[1]["device"]);
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn the_lease_is_freed_when_the_runtime_never_says_so() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("crashed", &[("sublet.sm", "25")], HOLD);
+    bundle.up();
+    // An engine that was killed: the low-level runtime deletes the container behind our back.
+    let mut command = std::process::Command::new(world.engine.program());
+    let deleted =
+        command.arg("--root").arg(world.runtime_root()).args(["delete", "--force", "crashed"]).output();
+    assert!(deleted.expect("the runtime runs").status.success());
+    assert!(eventually(|| world.leases().is_empty()), "the next command frees it");
+    world.assert_empty();
+}
+
+fn pid(number: i64) -> nix::unistd::Pid {
+    nix::unistd::Pid::from_raw(i32::try_from(number).expect("a pid"))
+}
