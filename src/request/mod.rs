@@ -2,6 +2,9 @@
 //! about the devices of this host.
 
 pub mod annotations;
+mod error;
+mod rules;
+mod selector;
 pub mod units;
 
 use std::num::NonZeroU32;
@@ -9,7 +12,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use annotations::{RequestError, is_ours, parse};
+pub use annotations::{is_ours, is_podman_infra, parse};
+pub(crate) use error::nearest;
+pub use error::{RequestError, Setting};
 pub use units::{Memory, Percent};
 
 /// What one container asks for, complete and free of contradictions.
