@@ -62,6 +62,19 @@ pub enum RequestError {
     },
 }
 
+impl RequestError {
+    /// The key and value it is about; `None` where a key is missing.
+    #[must_use]
+    pub const fn setting(&self) -> Option<&Setting> {
+        match self {
+            Self::UnknownKey { setting, .. }
+            | Self::Value { setting, .. }
+            | Self::Contradiction { setting, .. } => Some(setting),
+            Self::Missing { .. } => None,
+        }
+    }
+}
+
 /// A key with its value as a message shows them, and the named share that brought them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Setting {
