@@ -51,7 +51,11 @@ pub(super) fn check(config: &Config) -> Checked {
 /// `[runtime]` alone.
 pub(super) fn runtime(runtime: &super::Runtime) -> Checked {
     let names = !runtime.low_level.is_empty() && runtime.low_level.iter().all(|name| !name.is_empty());
-    must(names, &["runtime", "low_level"], "must name one low-level runtime or more, as [\"runc\", \"crun\"]")?;
+    must(
+        names,
+        &["runtime", "low_level"],
+        "must name one low-level runtime or more, as [\"runc\", \"crun\"]",
+    )?;
     runtime.log.as_deref().map_or(Ok(()), |log| absolute(&["runtime", "log"], log))
 }
 

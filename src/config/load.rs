@@ -71,7 +71,9 @@ fn drop_ins(directory: &Path) -> Result<BTreeMap<OsString, PathBuf>, ConfigError
     let mut found = BTreeMap::new();
     let entries = match std::fs::read_dir(directory) {
         Ok(entries) => entries,
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(found),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            return Ok(found);
+        }
         Err(error) => return Err(unreadable(error)),
     };
     for entry in entries {
@@ -106,7 +108,8 @@ fn merge(files: &[File]) -> Result<Config, ConfigError> {
         // Alone first: only so does an error know its line.
         let config: Config = strict(file)?;
         check::check(&config).map_err(|problem| locate(&[file], &problem))?;
-        let table = toml::from_str(&file.text).map_err(|error| ConfigError::toml(&file.path, &file.text, &error))?;
+        let table =
+            toml::from_str(&file.text).map_err(|error| ConfigError::toml(&file.path, &file.text, &error))?;
         overlay(&mut merged, table);
     }
     let mut config = match files {
@@ -171,7 +174,9 @@ fn locate(files: &[&File], problem: &Problem) -> ConfigError {
 fn descend(document: &Spanned<DeTable<'_>>, keys: &[String]) -> (usize, std::ops::Range<usize>) {
     let (mut depth, mut span) = (0, document.span());
     let Some((first, rest)) = keys.split_first() else { return (depth, span) };
-    let Some((name, mut value)) = document.get_ref().get_key_value(first.as_str()) else { return (depth, span) };
+    let Some((name, mut value)) = document.get_ref().get_key_value(first.as_str()) else {
+        return (depth, span);
+    };
     (depth, span) = (1, name.span());
     for key in rest {
         let inner = match (value.get_ref().as_table(), key.parse::<usize>()) {
