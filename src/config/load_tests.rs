@@ -82,6 +82,29 @@ fn what_is_shown_can_be_read_again() {
     assert_eq!(one(&crate::config::to_toml(&Config::default()).unwrap()), Config::default());
 }
 
+/// Run by [`one_file_instead_of_all`], which sets the environment that it looks at.
+#[test]
+#[ignore = "a helper of one_file_instead_of_all"]
+fn sees_the_file_of_its_environment() {
+    assert_eq!(sources().unwrap(), [PathBuf::from("/nowhere/one.toml")]);
+    assert!(load().unwrap_err().to_string().starts_with("configuration /nowhere/one.toml: cannot be read"));
+}
+
+#[test]
+fn one_file_instead_of_all() {
+    let seen_with = |value: &str| {
+        std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", "config::load::tests::sees_the_file_of_its_environment"])
+            .env("SUBLET_CONFIG", value)
+            .output()
+            .map(|output| {
+                (output.status.success(), String::from_utf8_lossy(&output.stdout).contains("1 passed"))
+            })
+    };
+    assert_eq!(seen_with("/nowhere/one.toml").unwrap(), (true, true));
+    assert_eq!(seen_with("").unwrap(), (false, false));
+}
+
 #[test]
 fn with_no_file_there_are_the_defaults() {
     let nowhere = tempfile::tempdir().unwrap();

@@ -173,7 +173,7 @@ pub struct Limits {
     pub reserve: u64,
     /// Keys that every request must carry.
     pub require: Vec<Required>,
-    /// What an image's NVIDIA_DRIVER_CAPABILITIES may choose from.
+    /// What an image's `NVIDIA_DRIVER_CAPABILITIES` may choose from.
     pub capabilities: Vec<Capability>,
     /// Whether containers that may open every device are served all the same.
     pub allow_privileged: bool,
@@ -228,7 +228,7 @@ pub enum Policy {
 pub struct Mps {
     /// Stop a daemon when its last lease has ended.
     pub stop_when_idle: bool,
-    /// Compute mode EXCLUSIVE_PROCESS under shared servers of whole GPUs.
+    /// Compute mode `EXCLUSIVE_PROCESS` under shared servers of whole GPUs.
     pub exclusive_compute_mode: ExclusiveComputeMode,
     /// How long a daemon may take to answer after its start.
     #[serde(with = "values::duration")]
@@ -264,7 +264,7 @@ pub enum ExclusiveComputeMode {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Grant {
-    /// What CUDA_VISIBLE_DEVICES names whole GPUs by.
+    /// What `CUDA_VISIBLE_DEVICES` names whole GPUs by.
     pub visible_devices: VisibleDevices,
     /// Frameworks' own variables: name → template with `${SUBLET_…}`; never over the user's value.
     pub env: BTreeMap<String, String>,
@@ -306,6 +306,7 @@ pub struct Mig {
 impl Config {
     /// The ceiling on the sum of SM shares on one MPS device.
     #[must_use]
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from over 0 to 100 times")]
     pub fn sm_ceiling(&self) -> Percent {
         // Rounded, for 1.15 × 100 000 is 114 999.999…; loading a file keeps it within 100 times.
         Percent::from_thousandths((self.limits.sm_overcommit * 100_000.0).round() as u32)

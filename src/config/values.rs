@@ -31,6 +31,7 @@ pub(super) mod memory {
     use crate::request::units::{MIB, parse_bytes};
     use crate::text::safe;
 
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
     pub fn serialize<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(&format!("{}MiB", value / MIB))
     }

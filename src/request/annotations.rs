@@ -39,7 +39,7 @@ pub fn is_podman_infra(annotations: &BTreeMap<String, String>, process_args: &[&
 /// Reads `annotations` (others than `sublet.*` are passed over) into a request.
 ///
 /// `share` is the named share that the door already knows (`sublet-<share>`), which `sublet.share`
-/// overrides like every other key; `image_capabilities` is the image's NVIDIA_DRIVER_CAPABILITIES, used
+/// overrides like every other key; `image_capabilities` is the image's `NVIDIA_DRIVER_CAPABILITIES`, used
 /// where `sublet.capabilities` is absent. `sublet.lease` is passed over: doors look at it themselves.
 ///
 /// # Errors

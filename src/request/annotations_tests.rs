@@ -4,7 +4,9 @@ use insta::assert_snapshot;
 use proptest::prelude::*;
 
 use super::super::Selector;
+use super::Capability::{Compute, Graphics, Utility, Video};
 use super::*;
+use crate::config::Required;
 
 fn annotations(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
     pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
@@ -180,7 +182,6 @@ fn images_choose_from_what_the_configuration_allows() {
     let of = |image: Option<&str>, config: &Config| {
         parse(&annotations(&[("sublet.gpu", "any")]), None, image, config).unwrap().capabilities.0
     };
-    use Capability::{Compute, Graphics, Utility, Video};
     assert_eq!(of(None, &config), [Compute, Utility]);
     assert_eq!(of(Some(""), &config), [Compute, Utility]);
     assert_eq!(of(Some("all"), &config), [Compute, Utility, Graphics, Video]);
@@ -195,7 +196,6 @@ fn images_choose_from_what_the_configuration_allows() {
 
 #[test]
 fn what_may_be_required() {
-    use crate::config::Required;
     let mut config = Config::default();
     config.limits.require = vec![Required::Memory, Required::Sm];
     assert_snapshot!(refused_by(&config, &[("sublet.sm", "25")]), @"sublet.memory is missing: this host's configuration asks for it ([limits] require); add it, as sublet.memory=8GiB");

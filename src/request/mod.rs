@@ -129,11 +129,11 @@ pub enum Priority {
     Low,
 }
 
-/// One class of driver files, as NVIDIA_DRIVER_CAPABILITIES names them.
+/// One class of driver files, as `NVIDIA_DRIVER_CAPABILITIES` names them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Capability {
-    /// CUDA and OpenCL.
+    /// CUDA and `OpenCL`.
     Compute,
     /// NVML and nvidia-smi.
     Utility,
