@@ -1,17 +1,33 @@
 //! Finding, reading and merging the configuration files.
+//!
+//! From weakest to strongest: built-in defaults, `/usr/lib/sublet/conf.d/*.toml`,
+//! `/etc/sublet/config.toml`, `/etc/sublet/conf.d/*.toml`; within a directory by name. A file in
+//! `/etc/sublet/conf.d` hides the one of the same name in `/usr/lib`, as with systemd's drop-ins. Tables
+//! are merged key by key and a stronger value replaces a weaker one; only the `[[device]]` rules of all
+//! files are kept, the stronger files' first, because the first that matches counts.
 
-use super::{Config, Runtime};
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 
-/// Why the configuration cannot be used; names the file and, where there is one, the line.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {}
+use serde::Deserialize;
+use serde::de::IntoDeserializer;
+use toml::de::DeTable;
+use toml::{Spanned, Table, Value};
 
-/// The merged configuration.
+use super::check::{self, Problem};
+use super::{Config, ConfigError, Grant, Runtime, caller};
+
+/// Names one file instead of all others.
+const VARIABLE: &str = "SUBLET_CONFIG";
+
+/// The merged configuration. With no file at all: the defaults.
 ///
 /// # Errors
 /// A file that cannot be read or parsed, an unknown key, a value out of its range.
 pub fn load() -> Result<Config, ConfigError> {
-    todo!()
+    merge(&read(&sources()?)?)
 }
 
 /// `[runtime]` alone: an error elsewhere in the files must not stop containers that are not ours.
@@ -19,33 +35,205 @@ pub fn load() -> Result<Config, ConfigError> {
 /// # Errors
 /// As [`load`], for `[runtime]`.
 pub fn load_runtime() -> Result<Runtime, ConfigError> {
-    todo!()
+    merge_runtime(&read(&sources()?)?)
 }
 
-/// Durations as `0`, `10s`, `2m`.
-pub(super) mod duration {
-    use std::time::Duration;
-
-    use serde::{Deserializer, Serializer};
-
-    pub fn serialize<S: Serializer>(_value: &Duration, _serializer: S) -> Result<S::Ok, S::Error> {
-        todo!()
+/// The files that [`load`] reads, weakest first.
+///
+/// # Errors
+/// A directory of them that is there and cannot be listed.
+pub fn sources() -> Result<Vec<PathBuf>, ConfigError> {
+    match std::env::var_os(VARIABLE) {
+        Some(file) if !file.is_empty() => {
+            if caller::has_our_rights() {
+                return Ok(vec![file.into()]);
+            }
+            tracing::warn!("{VARIABLE} is not honoured in a program with more rights than its caller");
+        }
+        _ => {}
     }
+    files(Path::new("/etc/sublet"), Path::new("/usr/lib/sublet"))
+}
 
-    pub fn deserialize<'de, D: Deserializer<'de>>(_deserializer: D) -> Result<Duration, D::Error> {
-        todo!()
+fn files(etc: &Path, vendor: &Path) -> Result<Vec<PathBuf>, ConfigError> {
+    let mut packaged = drop_ins(&vendor.join("conf.d"))?;
+    let local = drop_ins(&etc.join("conf.d"))?;
+    packaged.retain(|name, _| !local.contains_key(name));
+    let main = etc.join("config.toml");
+    // One that cannot even be looked at is named when it is read.
+    let main = main.try_exists().unwrap_or(true).then_some(main);
+    Ok(packaged.into_values().chain(main).chain(local.into_values()).collect())
+}
+
+/// The `*.toml` in `directory` by name; none where there is no such directory.
+fn drop_ins(directory: &Path) -> Result<BTreeMap<OsString, PathBuf>, ConfigError> {
+    let unreadable = |source| ConfigError::Unreadable { path: directory.to_owned(), source };
+    let mut found = BTreeMap::new();
+    let entries = match std::fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            return Ok(found);
+        }
+        Err(error) => return Err(unreadable(error)),
+    };
+    for entry in entries {
+        let entry = entry.map_err(unreadable)?;
+        let path = entry.path();
+        let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
+        if !hidden && path.extension().is_some_and(|extension| extension == "toml") {
+            found.insert(entry.file_name(), path);
+        }
+    }
+    Ok(found)
+}
+
+/// One file: where it is and what stands in it.
+struct File {
+    path: PathBuf,
+    text: String,
+}
+
+fn read(paths: &[PathBuf]) -> Result<Vec<File>, ConfigError> {
+    let file = |path: &PathBuf| match std::fs::read(path) {
+        // Bytes that are not UTF-8 become characters that no key has and no parser takes for others.
+        Ok(bytes) => Ok(File { path: path.clone(), text: String::from_utf8_lossy(&bytes).into_owned() }),
+        Err(source) => Err(ConfigError::Unreadable { path: path.clone(), source }),
+    };
+    paths.iter().map(file).collect()
+}
+
+fn merge(files: &[File]) -> Result<Config, ConfigError> {
+    let mut merged = Table::new();
+    for file in files {
+        // Alone first: only so does an error know its line.
+        let config: Config = strict(file)?;
+        check::check(&config).map_err(|problem| locate(&[file], &problem))?;
+        let table =
+            toml::from_str(&file.text).map_err(|error| ConfigError::toml(&file.path, &file.text, &error))?;
+        overlay(&mut merged, table);
+    }
+    let mut config = match files {
+        [] => Config::default(),
+        [.., last] => Config::deserialize(Value::Table(merged))
+            .map_err(|error| ConfigError::toml(&last.path, &last.text, &error))?,
+    };
+    shipped_environment(&mut config);
+    // Values that were good alone may contradict each other in one share.
+    let strongest_first: Vec<_> = files.iter().rev().collect();
+    check::check(&config).map_err(|problem| locate(&strongest_first, &problem))?;
+    Ok(config)
+}
+
+fn strict<T: for<'de> Deserialize<'de>>(file: &File) -> Result<T, ConfigError> {
+    toml::from_str(&file.text).map_err(|error| ConfigError::toml(&file.path, &file.text, &error))
+}
+
+/// `stronger` over `weaker`.
+fn overlay(weaker: &mut Table, stronger: Table) {
+    for (key, value) in stronger {
+        match (weaker.get_mut(&key), value) {
+            (Some(Value::Table(old)), Value::Table(new)) => overlay(old, new),
+            (Some(Value::Array(old)), Value::Array(new)) if key == "device" => {
+                old.splice(0..0, new);
+            }
+            (_, value) => {
+                weaker.insert(key, value);
+            }
+        }
     }
 }
 
-/// Amounts of memory as `512MiB`.
-pub(super) mod memory {
-    use serde::{Deserializer, Serializer};
-
-    pub fn serialize<S: Serializer>(_value: &u64, _serializer: S) -> Result<S::Ok, S::Error> {
-        todo!()
+/// `[grant.env]` is merged over the shipped one as over any weaker file's; an empty value takes one out.
+fn shipped_environment(config: &mut Config) {
+    for (name, template) in Grant::default().env {
+        config.grant.env.entry(name).or_insert(template);
     }
+    config.grant.env.retain(|_, template| !template.is_empty());
+}
 
-    pub fn deserialize<'de, D: Deserializer<'de>>(_deserializer: D) -> Result<u64, D::Error> {
-        todo!()
+/// Names the first of `files` that has the key, or as much of it as any has.
+fn locate(files: &[&File], problem: &Problem) -> ConfigError {
+    let mut best: Option<(usize, &File, std::ops::Range<usize>)> = None;
+    for file in files {
+        let (document, _) = DeTable::parse_recoverable(&file.text);
+        let (depth, span) = descend(&document, &problem.key);
+        if best.as_ref().is_none_or(|(deepest, ..)| depth > *deepest) {
+            best = Some((depth, file, span));
+        }
+    }
+    match best {
+        Some((_, file, span)) => {
+            ConfigError::invalid(&file.path, &file.text, Some(span), problem.message.clone())
+        }
+        // Defaults are good by themselves, so some file has it.
+        None => ConfigError::invalid(Path::new("built-in"), "", None, problem.message.clone()),
     }
 }
+
+/// How many of `keys` there are one inside the other, and where the innermost stands.
+fn descend(document: &Spanned<DeTable<'_>>, keys: &[String]) -> (usize, std::ops::Range<usize>) {
+    let (mut depth, mut span) = (0, document.span());
+    let Some((first, rest)) = keys.split_first() else { return (depth, span) };
+    let Some((name, mut value)) = document.get_ref().get_key_value(first.as_str()) else {
+        return (depth, span);
+    };
+    (depth, span) = (1, name.span());
+    for key in rest {
+        let inner = match (value.get_ref().as_table(), key.parse::<usize>()) {
+            (Some(table), _) => table.get_key_value(key.as_str()).map(|(name, value)| (name.span(), value)),
+            (None, Ok(index)) => value.get_ref().get(index).map(|value| (value.span(), value)),
+            (None, Err(_)) => None,
+        };
+        let Some((inner_span, inner)) = inner else { break };
+        (depth, span, value) = (depth + 1, inner_span, inner);
+    }
+    (depth, span)
+}
+
+fn merge_runtime(files: &[File]) -> Result<Runtime, ConfigError> {
+    let (mut merged, mut last) = (Table::new(), None);
+    for file in files {
+        let Some(table) = runtime_of(file)? else { continue };
+        overlay(&mut merged, table);
+        last = Some(file);
+    }
+    match last {
+        None => Ok(Runtime::default()),
+        Some(file) => {
+            Runtime::deserialize(merged).map_err(|error| ConfigError::toml(&file.path, &file.text, &error))
+        }
+    }
+}
+
+/// `[runtime]` of one file, good by itself, whatever the rest of the file is.
+fn runtime_of(file: &File) -> Result<Option<Table>, ConfigError> {
+    let invalid = |error: &toml::de::Error| ConfigError::toml(&file.path, &file.text, error);
+    let (mut document, errors) = DeTable::parse_recoverable(&file.text);
+    let Some(table) = document.get_mut().remove("runtime") else {
+        let swallowed = file.text.lines().any(is_runtime_header);
+        return errors.first().filter(|_| swallowed).map_or(Ok(None), |error| Err(invalid(error)));
+    };
+    if let Some(error) = errors.iter().find(|error| in_runtime(&file.text, error)) {
+        return Err(invalid(error));
+    }
+    let alone = Runtime::deserialize(table.clone().into_deserializer()).map_err(|error| invalid(&error))?;
+    check::runtime(&alone).map_err(|problem| locate(&[file], &problem))?;
+    Table::deserialize(table.into_deserializer()).map(Some).map_err(|error| invalid(&error))
+}
+
+/// Whether `error` is about text under the header `[runtime]`.
+fn in_runtime(text: &str, error: &toml::de::Error) -> bool {
+    let start = error.span().map_or(0, |span| span.start);
+    let upto = text.get(start..).and_then(|rest| rest.find('\n')).map_or(text.len(), |end| start + end);
+    let before = text.get(..upto).unwrap_or(text);
+    let header = before.lines().rev().find(|line| line.trim_start().starts_with('['));
+    header.or(before.lines().last()).is_some_and(is_runtime_header)
+}
+
+fn is_runtime_header(line: &str) -> bool {
+    line.trim_start().trim_start_matches('[').trim_start().starts_with("runtime")
+}
+
+#[cfg(test)]
+#[path = "load_tests.rs"]
+mod tests;

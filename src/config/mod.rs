@@ -1,7 +1,11 @@
 //! `/etc/sublet/config.toml` and its `conf.d` directories. The documented default file is
 //! `config/config.toml`; everything here works with no file at all.
 
+mod caller;
+mod check;
+mod error;
 mod load;
+mod values;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -9,7 +13,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use load::{ConfigError, load, load_runtime};
+pub use error::ConfigError;
+pub use load::{load, load_runtime, sources};
 
 use crate::request::{Capability, Isolation, Mode, Percent};
 
@@ -35,7 +40,10 @@ pub struct Config {
     pub mps: Mps,
     /// What containers are given beside their devices.
     pub grant: Grant,
+    /// MIG layouts.
+    pub mig: Mig,
     /// Named shares: each a set of annotation keys without the `sublet.` prefix.
+    #[serde(deserialize_with = "values::shares")]
     pub share: BTreeMap<String, BTreeMap<String, String>>,
 }
 
@@ -51,6 +59,7 @@ impl Default for Config {
             placement: Placement::default(),
             mps: Mps::default(),
             grant: Grant::default(),
+            mig: Mig::default(),
             share: BTreeMap::new(),
         }
     }
@@ -109,7 +118,7 @@ pub struct Defaults {
     /// Where the request does not say.
     pub isolation: Isolation,
     /// Where the request does not say.
-    #[serde(with = "load::duration")]
+    #[serde(with = "values::duration")]
     pub wait: Duration,
 }
 
@@ -124,7 +133,7 @@ impl Default for Defaults {
 #[serde(deny_unknown_fields)]
 pub struct DeviceRule {
     /// A selector as in `sublet.gpu`, or `all`.
-    #[serde(rename = "match")]
+    #[serde(rename = "match", deserialize_with = "values::word")]
     pub matches: String,
     /// The alias for `sublet.gpu=name:<alias>`.
     pub name: Option<String>,
@@ -160,11 +169,11 @@ pub struct Limits {
     /// Containers that may take turns on one device.
     pub time_slice_max: u32,
     /// Device memory that is never booked, in bytes.
-    #[serde(with = "load::memory")]
+    #[serde(with = "values::memory")]
     pub reserve: u64,
     /// Keys that every request must carry.
     pub require: Vec<Required>,
-    /// What an image's NVIDIA_DRIVER_CAPABILITIES may choose from.
+    /// What an image's `NVIDIA_DRIVER_CAPABILITIES` may choose from.
     pub capabilities: Vec<Capability>,
     /// Whether containers that may open every device are served all the same.
     pub allow_privileged: bool,
@@ -219,10 +228,10 @@ pub enum Policy {
 pub struct Mps {
     /// Stop a daemon when its last lease has ended.
     pub stop_when_idle: bool,
-    /// Compute mode EXCLUSIVE_PROCESS under shared servers of whole GPUs.
+    /// Compute mode `EXCLUSIVE_PROCESS` under shared servers of whole GPUs.
     pub exclusive_compute_mode: ExclusiveComputeMode,
     /// How long a daemon may take to answer after its start.
-    #[serde(with = "load::duration")]
+    #[serde(with = "values::duration")]
     pub start_timeout: Duration,
     /// Try MPS in vGPU guests, where NVIDIA supports it for some profiles only.
     pub allow_vgpu: bool,
@@ -255,7 +264,7 @@ pub enum ExclusiveComputeMode {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Grant {
-    /// What CUDA_VISIBLE_DEVICES names whole GPUs by.
+    /// What `CUDA_VISIBLE_DEVICES` names whole GPUs by.
     pub visible_devices: VisibleDevices,
     /// Frameworks' own variables: name → template with `${SUBLET_…}`; never over the user's value.
     pub env: BTreeMap<String, String>,
@@ -284,10 +293,31 @@ pub enum VisibleDevices {
     Uuid,
 }
 
+/// `[mig]`. Both keys are known and have to be left at their defaults in this version.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Mig {
+    /// Make and destroy instances as requests come and go.
+    pub dynamic: bool,
+    /// A layout file to apply.
+    pub layout: Option<PathBuf>,
+}
+
 impl Config {
     /// The ceiling on the sum of SM shares on one MPS device.
     #[must_use]
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from over 0 to 100 times")]
     pub fn sm_ceiling(&self) -> Percent {
-        Percent::from_thousandths((self.limits.sm_overcommit * 100_000.0) as u32)
+        // Rounded, for 1.15 × 100 000 is 114 999.999…; loading a file keeps it within 100 times.
+        Percent::from_thousandths((self.limits.sm_overcommit * 100_000.0).round() as u32)
     }
+}
+
+/// `config` as a file that would give it, every key written out.
+///
+/// # Errors
+/// None that a configuration from [`load`] could cause.
+#[cfg(feature = "cli")]
+pub fn to_toml(config: &Config) -> Result<String, toml::ser::Error> {
+    toml::to_string(config)
 }

@@ -1,32 +1,263 @@
 //! From annotations to a [`Request`]: keys, values, defaults and the rules between them.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::time::Duration;
 
-use super::Request;
+use super::error::{KEYS, RequestError, Setting, nearest, nearest_key};
+use super::{Capabilities, Capability, Devices, Isolation, Memory, Mode, Percent, Priority, Request};
+use super::{rules, selector, units};
 use crate::config::Config;
 
-/// Why annotations do not make a request. Every message names the key, the value and what is allowed.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum RequestError {}
+const PREFIX: &str = "sublet.";
+
+/// Longest `sublet.wait`: engines and people give a start up that takes longer.
+pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// Whether any of `annotations` makes the container ours: a key beginning `sublet.`, and no sandbox.
+///
+/// A sandbox is a pod's pause container, which containerd's CRI and CRI-O mark as such. Podman marks its
+/// own with no annotation: see [`is_podman_infra`].
 #[must_use]
-pub fn is_ours(_annotations: &BTreeMap<String, String>) -> bool {
-    todo!()
+pub fn is_ours(annotations: &BTreeMap<String, String>) -> bool {
+    let sandbox = ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"]
+        .iter()
+        .any(|key| annotations.get(*key).is_some_and(|kind| kind == "sandbox"));
+    !sandbox && annotations.keys().any(|key| key.starts_with(PREFIX))
+}
+
+/// Whether this is the infra container of a Podman pod, which is never ours.
+///
+/// Podman gives it no annotation of its own (`pkg/specgen/generate/pod_create.go`), but always the
+/// program `/catatonit -P` of its pause image. Annotations reach it through containers.conf.
+#[must_use]
+pub fn is_podman_infra(annotations: &BTreeMap<String, String>, process_args: &[&str]) -> bool {
+    annotations.get("io.container.manager").is_some_and(|manager| manager == "libpod")
+        && process_args == ["/catatonit", "-P"]
 }
 
 /// Reads `annotations` (others than `sublet.*` are passed over) into a request.
 ///
-/// `share` is the named share that the door already knows (`sublet-<share>`); `image_capabilities` is
-/// the image's NVIDIA_DRIVER_CAPABILITIES, used where `sublet.capabilities` is absent.
+/// `share` is the named share that the door already knows (`sublet-<share>`), which `sublet.share`
+/// overrides like every other key; `image_capabilities` is the image's `NVIDIA_DRIVER_CAPABILITIES`, used
+/// where `sublet.capabilities` is absent. `sublet.lease` is passed over: doors look at it themselves.
 ///
 /// # Errors
 /// An unknown key, a value that does not parse, a contradiction.
 pub fn parse(
-    _annotations: &BTreeMap<String, String>,
-    _share: Option<&str>,
-    _image_capabilities: Option<&str>,
-    _config: &Config,
+    annotations: &BTreeMap<String, String>,
+    share: Option<&str>,
+    image_capabilities: Option<&str>,
+    config: &Config,
 ) -> Result<Request, RequestError> {
-    todo!()
+    let keys = Keys::gather(annotations, share, config)?;
+    let sm = keys.read("sm", units::PERCENT_ALLOWED, percent)?;
+    let memory = keys.read("memory", units::MEMORY_ALLOWED, memory)?;
+    let mig = keys.read("mig", "a MIG profile, as 1g.18gb or 1c.2g.35gb", mig_profile)?;
+    let devices = keys.read("gpu", selector::ALLOWED, selector::parse_devices)?;
+    let devices = devices.unwrap_or(Devices::Any(NonZeroU32::MIN));
+    let mode = keys.word("mode", &MODES)?;
+    let isolation = keys.word("isolation", &ISOLATIONS)?;
+    let priority = keys.word("priority", &PRIORITIES)?;
+    let processes = keys.read("processes", "a whole number from 1 on", processes)?;
+    let capabilities = match keys.read("capabilities", CAPABILITIES_ALLOWED, capabilities)? {
+        Some(capabilities) => capabilities,
+        None => of_image(image_capabilities, &config.limits.capabilities),
+    };
+    let wait = keys.read("wait", WAIT_ALLOWED, wait)?.unwrap_or(config.defaults.wait);
+    let mode = rules::check(&keys, mode, &devices, isolation, &config.limits.require)?;
+    Ok(Request {
+        devices,
+        mode,
+        default_mode: config.defaults.mode,
+        isolation: isolation.unwrap_or_else(|| rules::default_isolation(mode, config)),
+        sm,
+        memory,
+        mig,
+        priority: priority.unwrap_or_default(),
+        processes: processes.unwrap_or(NonZeroU32::MIN),
+        capabilities,
+        wait,
+    })
 }
+
+/// What the container and its named share say, one value a key.
+pub(super) struct Keys<'a>(BTreeMap<&'a str, Given<'a>>);
+
+#[derive(Clone, Copy)]
+struct Given<'a> {
+    value: &'a str,
+    share: Option<&'a str>,
+}
+
+impl<'a> Keys<'a> {
+    fn gather(
+        annotations: &'a BTreeMap<String, String>,
+        door: Option<&'a str>,
+        config: &'a Config,
+    ) -> Result<Self, RequestError> {
+        let own: BTreeMap<_, _> = annotations
+            .iter()
+            .filter_map(|(key, value)| Some((key.strip_prefix(PREFIX)?, Given { value, share: None })))
+            .filter(|(key, _)| *key != "lease")
+            .collect();
+        let named = own.get("share").map(|given| given.value).or(door);
+        let mut keys = Self(BTreeMap::new());
+        if let Some(name) = named {
+            keys.add_share(name, config)?;
+        }
+        for (key, given) in own {
+            keys.add(key, given, &KEYS)?;
+        }
+        Ok(keys)
+    }
+
+    fn add_share(&mut self, name: &'a str, config: &'a Config) -> Result<(), RequestError> {
+        // A share does not stand on another one.
+        let allowed = &KEYS[..KEYS.len() - 1];
+        let share = config.share.get(name).ok_or_else(|| unknown_share(name, config))?;
+        for (key, value) in share {
+            self.add(key, Given { value, share: Some(name) }, allowed)?;
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, key: &'a str, given: Given<'a>, allowed: &[&'static str]) -> Result<(), RequestError> {
+        if allowed.contains(&key) {
+            self.0.insert(key, given);
+            return Ok(());
+        }
+        Err(RequestError::UnknownKey {
+            setting: Setting::new(key, given.value, given.share),
+            nearest: nearest_key(key).filter(|key| allowed.contains(key)).map(str::to_owned),
+            allowed: allowed.to_vec(),
+        })
+    }
+
+    /// What a message calls `key`, if it is given.
+    pub(super) fn setting(&self, key: &str) -> Option<Setting> {
+        self.0.get(key).map(|given| Setting::new(key, given.value, given.share))
+    }
+
+    pub(super) fn has(&self, key: &str) -> bool {
+        self.0.contains_key(key)
+    }
+
+    /// The value of `key` through `parse`, whose error is a hint.
+    fn read<T>(
+        &self,
+        key: &str,
+        allowed: &str,
+        parse: impl FnOnce(&str) -> Result<T, Option<String>>,
+    ) -> Result<Option<T>, RequestError> {
+        let Some(given) = self.0.get(key) else { return Ok(None) };
+        parse(given.value).map(Some).map_err(|hint| RequestError::Value {
+            setting: Setting::new(key, given.value, given.share),
+            allowed: allowed.to_owned(),
+            hint,
+        })
+    }
+
+    fn word<T: Copy>(&self, key: &str, words: &[(&str, T)]) -> Result<Option<T>, RequestError> {
+        self.read(key, &one_of(words), |text| one_word(text, words))
+    }
+}
+
+const MODES: [(&str, Mode); 4] =
+    [("time-slice", Mode::TimeSlice), ("mps", Mode::Mps), ("mig", Mode::Mig), ("exclusive", Mode::Exclusive)];
+const ISOLATIONS: [(&str, Isolation); 2] =
+    [("shared", Isolation::Shared), ("dedicated", Isolation::Dedicated)];
+const PRIORITIES: [(&str, Priority); 2] = [("normal", Priority::Normal), ("low", Priority::Low)];
+const CAPABILITIES: [(&str, Capability); 4] = [
+    ("compute", Capability::Compute),
+    ("utility", Capability::Utility),
+    ("graphics", Capability::Graphics),
+    ("video", Capability::Video),
+];
+const CAPABILITIES_ALLOWED: &str = "a list of compute, utility, graphics, video, or all";
+const WAIT_ALLOWED: &str = "0 or a whole number of ms, s or m up to 60s, as 10s";
+
+fn one_of<T>(words: &[(&str, T)]) -> String {
+    let words: Vec<_> = words.iter().map(|(word, _)| *word).collect();
+    format!("one of {}", words.join(", "))
+}
+
+fn one_word<T: Copy>(text: &str, words: &[(&str, T)]) -> Result<T, Option<String>> {
+    words.iter().find(|(word, _)| *word == text).map(|(_, value)| *value).ok_or_else(|| {
+        nearest(text, words.iter().map(|(word, _)| *word)).map(|word| format!("did you mean {word}?"))
+    })
+}
+
+fn unknown_share(name: &str, config: &Config) -> RequestError {
+    let names: Vec<_> = config.share.keys().map(String::as_str).collect();
+    let allowed = match names.as_slice() {
+        [] => "a share, but this host's configuration has no [share.<name>]".to_owned(),
+        names => format!("a share of this host's configuration: {}", crate::text::safe(&names.join(", "))),
+    };
+    let hint = nearest(name, names).map(|name| format!("did you mean {}?", crate::text::safe(name)));
+    RequestError::Value { setting: Setting::new("share", name, None), allowed, hint }
+}
+
+fn percent(text: &str) -> Result<Percent, Option<String>> {
+    units::parse_percent(text).map_err(|malformed| malformed.hint)
+}
+
+fn memory(text: &str) -> Result<Memory, Option<String>> {
+    units::parse_memory(text).map_err(|malformed| malformed.hint)
+}
+
+fn wait(text: &str) -> Result<Duration, Option<String>> {
+    units::parse_duration(text, LONGEST_WAIT).map_err(|malformed| malformed.hint)
+}
+
+fn processes(text: &str) -> Result<NonZeroU32, Option<String>> {
+    // `parse` alone would take a leading `+`.
+    if text.starts_with('+') { Err(None) } else { text.parse().map_err(|_| None) }
+}
+
+/// `[<c>c.]<g>g.<n>gb[+<attributes>]`, as `nvidia-smi mig -lgip` lists them (`+me`, `+gfx`, `-me`).
+fn mig_profile(text: &str) -> Result<String, Option<String>> {
+    let text = text.to_ascii_lowercase();
+    let number = |part: &str, unit| {
+        let digits = part.strip_suffix(unit).unwrap_or_default();
+        (1..=4).contains(&digits.len()) && digits.bytes().all(|byte| byte.is_ascii_digit())
+    };
+    let (size, attributes) = text.split_at(text.find(['+', '-']).unwrap_or(text.len()));
+    let sizes = match size.split('.').collect::<Vec<_>>()[..] {
+        [compute, slices, memory] => number(compute, "c") && number(slices, "g") && number(memory, "gb"),
+        [slices, memory] => number(slices, "g") && number(memory, "gb"),
+        _ => false,
+    };
+    let attributes = matches!(attributes, "" | "+me" | "-me" | "+me.all" | "+gfx");
+    if sizes && attributes { Ok(text) } else { Err(None) }
+}
+
+fn capabilities(text: &str) -> Result<Capabilities, Option<String>> {
+    let mut chosen = Vec::new();
+    for word in text.split(',').map(|word| word.trim_matches(' ')) {
+        match word {
+            "all" => chosen.extend(Capability::ALL),
+            word => chosen.push(one_word(word, &CAPABILITIES)?),
+        }
+    }
+    Ok(in_order(|capability| chosen.contains(&capability)))
+}
+
+/// Images name what other tools know too (`compat32`, `ngx`, `display`): that is passed over. One that
+/// names nothing it may have is served as if it had not named anything.
+fn of_image(text: Option<&str>, allowed: &[Capability]) -> Capabilities {
+    let words: Vec<_> = text.unwrap_or_default().split(',').map(|word| word.trim_matches(' ')).collect();
+    let chosen = in_order(|capability| {
+        let named = CAPABILITIES.iter().any(|(word, value)| *value == capability && words.contains(word));
+        allowed.contains(&capability) && (named || words.contains(&"all"))
+    });
+    if chosen.0.is_empty() { Capabilities::default() } else { chosen }
+}
+
+fn in_order(wanted: impl Fn(Capability) -> bool) -> Capabilities {
+    Capabilities(Capability::ALL.into_iter().filter(|capability| wanted(*capability)).collect())
+}
+
+#[cfg(test)]
+#[path = "annotations_tests.rs"]
+mod tests;

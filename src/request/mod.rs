@@ -2,6 +2,9 @@
 //! about the devices of this host.
 
 pub mod annotations;
+mod error;
+mod rules;
+mod selector;
 pub mod units;
 
 use std::num::NonZeroU32;
@@ -9,7 +12,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use annotations::{RequestError, is_ours, parse};
+pub use annotations::{is_ours, is_podman_infra, parse};
+pub(crate) use error::nearest;
+pub use error::{RequestError, Setting};
 pub use units::{Memory, Percent};
 
 /// What one container asks for, complete and free of contradictions.
@@ -124,11 +129,11 @@ pub enum Priority {
     Low,
 }
 
-/// One class of driver files, as NVIDIA_DRIVER_CAPABILITIES names them.
+/// One class of driver files, as `NVIDIA_DRIVER_CAPABILITIES` names them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Capability {
-    /// CUDA and OpenCL.
+    /// CUDA and `OpenCL`.
     Compute,
     /// NVML and nvidia-smi.
     Utility,

@@ -1,6 +1,7 @@
 //! Percentages and amounts of memory as users write them, kept exact.
 
 use std::fmt;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -70,5 +71,305 @@ impl Memory {
             Self::Share(share) => share.of(total),
         };
         bytes / MIB * MIB
+    }
+}
+
+/// A value that is not one of its kind, and what its writer probably meant.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Malformed {
+    /// Ends a message: `write 25GiB, 25MiB or 25%`.
+    pub hint: Option<String>,
+}
+
+impl Malformed {
+    fn with(hint: impl Into<String>) -> Self {
+        Self { hint: Some(hint.into()) }
+    }
+}
+
+/// What [`parse_percent`] takes, for messages.
+pub const PERCENT_ALLOWED: &str = "a percentage over 0 up to 100, as 25, 25% or 12.5";
+
+/// What [`parse_memory`] takes, for messages.
+pub const MEMORY_ALLOWED: &str =
+    "an amount with a unit from 1MiB on, as 8GiB or 8192MiB, or up to 100%, as 25%";
+
+/// What [`parse_duration`] takes, for messages.
+pub const DURATION_ALLOWED: &str = "0 or a whole number of ms, s or m, as 10s";
+
+/// `25`, `25%`, `12.5`: over 0, up to 100, at most three decimals.
+///
+/// # Errors
+/// Anything else; a fraction like `0.25` without `%` is taken for a slip, for no GPU has two SMs in it.
+pub fn parse_percent(text: &str) -> Result<Percent, Malformed> {
+    let bare = text.strip_suffix('%');
+    let percent = decimal_percent(bare.unwrap_or(text)).ok_or_else(Malformed::default)?;
+    if bare.is_none() && percent.0 < 1000 {
+        return Err(fraction_hint(percent));
+    }
+    Ok(percent)
+}
+
+fn fraction_hint(percent: Percent) -> Malformed {
+    let meant = Percent(percent.0 * 100);
+    match percent.0 {
+        250 => Malformed::with(format!("a quarter of a percent? write {meant}")),
+        500 => Malformed::with(format!("half a percent? write {meant}")),
+        _ => Malformed::with(format!("{percent} of a percent? write {meant}")),
+    }
+}
+
+fn decimal_percent(text: &str) -> Option<Percent> {
+    let decimal = Decimal::parse(text)?;
+    let thousandths = decimal.times(1000)?;
+    // At most three decimals: nothing may be lost.
+    if decimal.places > 3 || !(1..=u64::from(Percent::WHOLE.0)).contains(&thousandths) {
+        return None;
+    }
+    u32::try_from(thousandths).ok().map(Percent)
+}
+
+/// `8GiB` = `8GB` = `8G` = `8g` (as `docker -m` has it: powers of 1024), KiB, MiB and TiB likewise,
+/// fractions such as `1.5GiB`, or a share of the device such as `25%`.
+///
+/// # Errors
+/// Anything else; less than 1 MiB, for amounts are booked in whole MiB; a bare number, for nobody can
+/// know whether it counts GiB, MiB, bytes or percent.
+pub fn parse_memory(text: &str) -> Result<Memory, Malformed> {
+    if let Some(share) = text.strip_suffix('%') {
+        return decimal_percent(share).map(Memory::Share).ok_or_else(Malformed::default);
+    }
+    if Decimal::parse(text).is_some() {
+        return Err(Malformed::with(format!(
+            "a bare number says no unit: write {text}GiB, {text}MiB or {text}%"
+        )));
+    }
+    match parse_bytes(text) {
+        Some(bytes) if bytes >= MIB => Ok(Memory::Bytes(bytes)),
+        _ => Err(Malformed::default()),
+    }
+}
+
+/// An amount with a unit in bytes, rounded down; `None` for anything else and for what passes a `u64`.
+#[must_use]
+pub fn parse_bytes(text: &str) -> Option<u64> {
+    let end = text.find(|c: char| c.is_ascii_alphabetic())?;
+    let (number, unit) = text.split_at(end);
+    let power = match unit.to_ascii_lowercase().as_str() {
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        "t" | "tb" | "tib" => 40,
+        _ => return None,
+    };
+    Decimal::parse(number)?.times(1 << power)
+}
+
+/// `0`, `500ms`, `10s`, `2m`, up to `longest`.
+///
+/// # Errors
+/// Anything else; a bare number other than 0.
+pub fn parse_duration(text: &str, longest: Duration) -> Result<Duration, Malformed> {
+    if text == "0" {
+        return Ok(Duration::ZERO);
+    }
+    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let number: u64 = number.parse().map_err(|_| Malformed::default())?;
+    let duration = match unit {
+        "ms" => Some(Duration::from_millis(number)),
+        "s" => Some(Duration::from_secs(number)),
+        "m" => number.checked_mul(60).map(Duration::from_secs),
+        "" => return Err(Malformed::with(format!("a bare number says no unit: write {number}s"))),
+        _ => None,
+    };
+    duration.filter(|duration| *duration <= longest).ok_or_else(Malformed::default)
+}
+
+/// `duration` as [`parse_duration`] reads it, without what is below a millisecond.
+#[must_use]
+pub fn show_duration(duration: Duration) -> String {
+    match duration.as_millis() {
+        0 => "0".to_owned(),
+        millis if millis % 60_000 == 0 => format!("{}m", millis / 60_000),
+        millis if millis % 1000 == 0 => format!("{}s", millis / 1000),
+        millis => format!("{millis}ms"),
+    }
+}
+
+/// A number of ASCII digits with at most one point between them, exact.
+#[derive(Clone, Copy)]
+struct Decimal {
+    digits: u64,
+    places: u32,
+}
+
+impl Decimal {
+    /// No sign, no exponent, no other alphabet's digits, at most nine decimals. Short, for messages
+    /// repeat what parses.
+    fn parse(text: &str) -> Option<Self> {
+        if text.len() > 30 {
+            return None;
+        }
+        let (whole, part) = text.split_once('.').unwrap_or((text, "0"));
+        let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        if !is_number(whole) || !is_number(part) || part.len() > 9 {
+            return None;
+        }
+        let part = part.trim_end_matches('0');
+        let places = u32::try_from(part.len()).ok()?;
+        let whole = whole.parse::<u64>().ok()?.checked_mul(10_u64.pow(places))?;
+        Some(Self { digits: whole.checked_add(part.parse().unwrap_or(0))?, places })
+    }
+
+    /// Rounded down; `None` past a `u64`.
+    fn times(self, factor: u64) -> Option<u64> {
+        let product = u128::from(self.digits) * u128::from(factor);
+        u64::try_from(product / 10_u128.pow(self.places)).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    fn percent(text: &str) -> Result<u32, Option<String>> {
+        parse_percent(text).map(Percent::thousandths).map_err(|malformed| malformed.hint)
+    }
+
+    #[test]
+    fn percentages_are_exact() {
+        assert_eq!(percent("25"), Ok(25_000));
+        assert_eq!(percent("25%"), Ok(25_000));
+        assert_eq!(percent("12.5"), Ok(12_500));
+        assert_eq!(percent("33.333"), Ok(33_333));
+        assert_eq!(percent("33.3330000"), Ok(33_333));
+        assert_eq!(percent("100"), Ok(100_000));
+        assert_eq!(percent("100.000%"), Ok(100_000));
+        assert_eq!(percent("1"), Ok(1_000));
+        assert_eq!(percent("0.5%"), Ok(500));
+    }
+
+    #[test]
+    fn refuses_what_is_no_percentage() {
+        for text in [
+            "",
+            "%",
+            "0",
+            "0%",
+            "0.000",
+            "101",
+            "100.001",
+            "33.3333",
+            "-25",
+            "+25",
+            "25 ",
+            " 25",
+            "25%%",
+            ".5",
+            "25.",
+            "1.2.3",
+            "1e2",
+            "1e309",
+            "NaN",
+            "inf",
+            "٢٥",
+            "25\0",
+            "25\n",
+            "0x19",
+            "18446744073709551616",
+        ] {
+            assert_eq!(percent(text), Err(None), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn knows_a_fraction_that_was_meant_as_a_share() {
+        assert_eq!(percent("0.25"), Err(Some("a quarter of a percent? write 25".into())));
+        assert_eq!(percent("0.5"), Err(Some("half a percent? write 50".into())));
+        assert_eq!(percent("0.125"), Err(Some("0.125 of a percent? write 12.5".into())));
+    }
+
+    #[test]
+    fn amounts_count_in_powers_of_1024() {
+        for text in ["8GiB", "8GB", "8G", "8g", "8gib", "8192MiB", "8388608k", "8388608KB", "0.0078125TiB"] {
+            assert_eq!(parse_memory(text), Ok(Memory::Bytes(8_589_934_592)), "{text}");
+        }
+        assert_eq!(parse_memory("1.5GiB"), Ok(Memory::Bytes(1_610_612_736)));
+        assert_eq!(parse_memory("2T"), Ok(Memory::Bytes(2_199_023_255_552)));
+        assert_eq!(parse_memory("1M"), Ok(Memory::Bytes(1_048_576)));
+        assert_eq!(parse_memory("25%"), Ok(Memory::Share(Percent::from_thousandths(25_000))));
+        assert_eq!(parse_memory("0.5%"), Ok(Memory::Share(Percent::from_thousandths(500))));
+    }
+
+    #[test]
+    fn refuses_what_is_no_amount() {
+        for text in [
+            "",
+            "GiB",
+            "8 GiB",
+            "-8GiB",
+            "8GiBs",
+            "8P",
+            "8B",
+            "0GiB",
+            "0.5M",
+            "1023K",
+            "0%",
+            "101%",
+            "1e309G",
+            "1e309",
+            "16777216TiB",
+            "99999999999999999999G",
+            "٨GiB",
+            "8G\0",
+            "8G\n",
+            ".5G",
+            "5.G",
+            "%",
+            "1.0000000001G",
+        ] {
+            assert_eq!(parse_memory(text), Err(Malformed::default()), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn asks_for_the_unit_of_a_bare_number() {
+        let hint = "a bare number says no unit: write 25GiB, 25MiB or 25%".to_owned();
+        assert_eq!(parse_memory("25"), Err(Malformed { hint: Some(hint) }));
+        assert!(parse_memory("0.25").unwrap_err().hint.is_some());
+    }
+
+    #[test]
+    fn waits() {
+        assert_eq!(parse_duration("0", MINUTE), Ok(Duration::ZERO));
+        assert_eq!(parse_duration("0s", MINUTE), Ok(Duration::ZERO));
+        assert_eq!(parse_duration("500ms", MINUTE), Ok(Duration::from_millis(500)));
+        assert_eq!(parse_duration("10s", MINUTE), Ok(Duration::from_secs(10)));
+        assert_eq!(parse_duration("1m", MINUTE), Ok(Duration::from_secs(60)));
+        assert_eq!(parse_duration("2m", Duration::from_secs(600)), Ok(Duration::from_secs(120)));
+        for text in ["", "s", "61s", "2m", "-1s", "1.5s", "10 s", "1h", "10S", "١s", "99999999999999999999s"]
+        {
+            assert_eq!(parse_duration(text, MINUTE), Err(Malformed::default()), "{text:?}");
+        }
+        let hint = "a bare number says no unit: write 10s".to_owned();
+        assert_eq!(parse_duration("10", MINUTE), Err(Malformed { hint: Some(hint) }));
+        assert_eq!(parse_duration("307445734561825861m", Duration::MAX), Err(Malformed::default()));
+    }
+
+    #[test]
+    fn durations_are_shown_as_they_are_written() {
+        for text in ["0", "500ms", "1500ms", "10s", "90s", "2m"] {
+            assert_eq!(show_duration(parse_duration(text, Duration::MAX).unwrap()), text);
+        }
+    }
+
+    #[test]
+    fn shares_of_memory_round_down_to_whole_mib() {
+        let quarter = Memory::Share(Percent::from_thousandths(25_000));
+        assert_eq!(quarter.on(150_121_480_192), 37_529_583_616);
+        assert_eq!(Memory::Bytes(1_610_612_737).on(u64::MAX), 1_610_612_736);
     }
 }

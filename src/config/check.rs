@@ -1,0 +1,126 @@
+//! What serde's types let through and no configuration means.
+
+use std::collections::BTreeMap;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::time::Duration;
+
+use super::{Config, DeviceRule};
+use crate::request::annotations::LONGEST_WAIT;
+use crate::request::{self, Selector};
+use crate::text::safe;
+
+/// The longest path that a Unix socket can be bound to (unix(7): 108 bytes with the NUL), less the
+/// longest that stands below the state directory: `/mps/GPU-<uuid>/pipe/control_privileged`.
+const LONGEST_STATE_DIR: usize = 107 - "/mps/".len() - 40 - "/pipe/control_privileged".len();
+
+/// Past this a limit limits nothing.
+const LARGEST_OVERCOMMIT: f64 = 100.0;
+
+/// A value out of its range: where it stands and what is wrong with it.
+#[derive(Debug)]
+pub(super) struct Problem {
+    /// Keys from the top of the file; numbers for elements of arrays.
+    pub(super) key: Vec<String>,
+    pub(super) message: String,
+}
+
+type Checked = Result<(), Problem>;
+
+/// The first problem of `config`.
+pub(super) fn check(config: &Config) -> Checked {
+    state_dir(&config.state_dir)?;
+    runtime(&config.runtime)?;
+    absolute(&["driver", "root"], &config.driver.root)?;
+    must(config.defaults.wait <= LONGEST_WAIT, &["defaults", "wait"], "must be at most 60s")?;
+    for (index, rule) in config.device.iter().enumerate() {
+        device(index, rule)?;
+    }
+    overcommit("sm_overcommit", config.limits.sm_overcommit)?;
+    overcommit("memory_overcommit", config.limits.memory_overcommit)?;
+    must(config.limits.time_slice_max >= 1, &["limits", "time_slice_max"], "must be 1 or more")?;
+    must(config.mps.start_timeout > Duration::ZERO, &["mps", "start_timeout"], "must be over 0")?;
+    for name in config.grant.env.keys() {
+        let fits = !name.is_empty() && !name.contains(|c: char| c == '=' || c.is_control());
+        must(fits, &["grant", "env", name], "is no name for an environment variable")?;
+    }
+    not_yet(config)?;
+    config.share.keys().try_for_each(|name| share(name, config))
+}
+
+/// `[runtime]` alone.
+pub(super) fn runtime(runtime: &super::Runtime) -> Checked {
+    let names = !runtime.low_level.is_empty() && runtime.low_level.iter().all(|name| !name.is_empty());
+    must(
+        names,
+        &["runtime", "low_level"],
+        "must name one low-level runtime or more, as [\"runc\", \"crun\"]",
+    )?;
+    runtime.log.as_deref().map_or(Ok(()), |log| absolute(&["runtime", "log"], log))
+}
+
+fn must(holds: bool, key: &[&str], message: &str) -> Checked {
+    if holds { Ok(()) } else { Err(problem(key, message)) }
+}
+
+fn problem(key: &[&str], message: &str) -> Problem {
+    let name: Vec<_> = key.iter().map(|part| safe(part)).collect();
+    let message = format!("{} {message}", name.join("."));
+    Problem { key: key.iter().map(|part| (*part).to_owned()).collect(), message }
+}
+
+fn absolute(key: &[&str], path: &Path) -> Checked {
+    must(path.is_absolute(), key, "must be an absolute path")
+}
+
+fn state_dir(path: &Path) -> Checked {
+    absolute(&["state_dir"], path)?;
+    must(
+        path.as_os_str().as_bytes().len() <= LONGEST_STATE_DIR,
+        &["state_dir"],
+        &format!("must be at most {LONGEST_STATE_DIR} bytes long: paths of MPS sockets below it end at 107"),
+    )
+}
+
+fn overcommit(key: &str, value: f64) -> Checked {
+    must(value > 0.0 && value <= LARGEST_OVERCOMMIT, &["limits", key], "must be over 0 and at most 100")
+}
+
+fn device(index: usize, rule: &DeviceRule) -> Checked {
+    let index = index.to_string();
+    // An alias would be explained by itself.
+    let matches = rule.matches == "all"
+        || Selector::parse(&rule.matches).is_some_and(|selector| !matches!(selector, Selector::Name(_)));
+    must(
+        matches,
+        &["device", &index, "match"],
+        "must be all, an index, GPU-<uuid>, PCI bus id, MIG-<uuid>, \"G:M\" or model:<glob>",
+    )?;
+    let alias = |name: &str| Selector::parse(&format!("name:{name}")).is_some() && !name.contains([',', ' ']);
+    must(
+        rule.name.as_deref().is_none_or(alias),
+        &["device", &index, "name"],
+        "must be a word without commas and spaces, at most 128 bytes long",
+    )
+}
+
+fn not_yet(config: &Config) -> Checked {
+    must(!config.mig.dynamic, &["mig", "dynamic"], "= true is not yet in this version")?;
+    must(config.mig.layout.is_none(), &["mig", "layout"], "is not yet in this version: leave it out")
+}
+
+/// A share must make a request by itself. What `[limits] require` asks for may stand beside it.
+fn share(name: &str, config: &Config) -> Checked {
+    let word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let fits = name.chars().all(word) && name.starts_with(|c: char| c.is_ascii_alphanumeric());
+    must(fits, &["share", name], "must be named with letters, digits, '-', '_' and '.'")?;
+    let lenient = Config {
+        share: config.share.get(name).map(|keys| (name.to_owned(), keys.clone())).into_iter().collect(),
+        defaults: config.defaults.clone(),
+        ..Config::default()
+    };
+    request::parse(&BTreeMap::new(), Some(name), None, &lenient).map(drop).map_err(|error| {
+        let key = error.setting().map(request::Setting::key).unwrap_or_default();
+        Problem { key: vec!["share".into(), name.into(), key.into()], message: error.to_string() }
+    })
+}

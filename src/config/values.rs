@@ -1,0 +1,90 @@
+//! Values of the files that serde does not know: durations, amounts of memory, words written as numbers.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::de::{Deserializer, Error, Visitor};
+use serde::{Deserialize, Serializer};
+
+/// Durations as `0`, `500ms`, `10s`, `2m`.
+pub(super) mod duration {
+    use std::time::Duration;
+
+    use super::{Deserializer, Error, Serializer};
+    use crate::request::units::{DURATION_ALLOWED, parse_duration, show_duration};
+    use crate::text::safe;
+
+    pub fn serialize<S: Serializer>(value: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&show_duration(*value))
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+        let text = super::word(deserializer)?;
+        parse_duration(&text, Duration::MAX)
+            .map_err(|_| D::Error::custom(format!("\"{}\" must be {DURATION_ALLOWED}", safe(&text))))
+    }
+}
+
+/// Amounts of memory as `512MiB`, in bytes; whole MiB, as all that is booked.
+pub(super) mod memory {
+    use super::{Deserializer, Error, Serializer};
+    use crate::request::units::{MIB, parse_bytes};
+    use crate::text::safe;
+
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+    pub fn serialize<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&format!("{}MiB", value / MIB))
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+        let text = super::word(deserializer)?;
+        let bytes = if text == "0" { Some(0) } else { parse_bytes(&text) };
+        bytes.map(|bytes| bytes / MIB * MIB).ok_or_else(|| {
+            D::Error::custom(format!("\"{}\" must be an amount with a unit, as 512MiB, or 0", safe(&text)))
+        })
+    }
+}
+
+/// `sm = 25` is as good as `sm = "25"`.
+pub(super) fn word<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    deserializer.deserialize_any(WordVisitor)
+}
+
+/// The named shares, whose values are words.
+pub(super) fn shares<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<BTreeMap<String, BTreeMap<String, String>>, D::Error> {
+    let shares = BTreeMap::<String, BTreeMap<String, Word>>::deserialize(deserializer)?;
+    let plain = |share: BTreeMap<String, Word>| share.into_iter().map(|(key, word)| (key, word.0)).collect();
+    Ok(shares.into_iter().map(|(name, share)| (name, plain(share))).collect())
+}
+
+struct Word(String);
+
+impl<'de> Deserialize<'de> for Word {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        word(deserializer).map(Self)
+    }
+}
+
+struct WordVisitor;
+
+impl Visitor<'_> for WordVisitor {
+    type Value = String;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string or a number")
+    }
+
+    fn visit_str<E: Error>(self, value: &str) -> Result<String, E> {
+        Ok(value.to_owned())
+    }
+
+    fn visit_i64<E: Error>(self, value: i64) -> Result<String, E> {
+        Ok(value.to_string())
+    }
+
+    fn visit_f64<E: Error>(self, value: f64) -> Result<String, E> {
+        Ok(value.to_string())
+    }
+}

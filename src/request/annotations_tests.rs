@@ -1,0 +1,341 @@
+//! Every key, rule and message of the annotations, in plain values.
+
+use insta::assert_snapshot;
+use proptest::prelude::*;
+
+use super::super::Selector;
+use super::Capability::{Compute, Graphics, Utility, Video};
+use super::*;
+use crate::config::Required;
+
+fn annotations(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+    pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+}
+
+fn request(pairs: &[(&str, &str)]) -> Request {
+    parse(&annotations(pairs), None, None, &Config::default()).unwrap()
+}
+
+fn refused(pairs: &[(&str, &str)]) -> String {
+    refused_by(&Config::default(), pairs)
+}
+
+fn refused_by(config: &Config, pairs: &[(&str, &str)]) -> String {
+    parse(&annotations(pairs), None, None, config).unwrap_err().to_string()
+}
+
+fn with_share(name: &str, pairs: &[(&str, &str)]) -> Config {
+    Config { share: BTreeMap::from([(name.to_owned(), annotations(pairs))]), ..Config::default() }
+}
+
+#[test]
+fn only_annotated_containers_are_ours() {
+    assert!(is_ours(&annotations(&[("sublet.gpu", "any")])));
+    assert!(is_ours(&annotations(&[("sublet.nonsense", "")])));
+    assert!(is_ours(&annotations(&[("sublet.lease", "0123456789abcdef")])));
+    assert!(!is_ours(&annotations(&[])));
+    assert!(!is_ours(&annotations(&[
+        ("sublets.gpu", "any"),
+        ("subletgpu", "any"),
+        ("io.sublet.gpu", "any")
+    ])));
+}
+
+#[test]
+fn sandboxes_are_never_ours() {
+    for key in ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"] {
+        assert!(!is_ours(&annotations(&[("sublet.gpu", "any"), (key, "sandbox")])));
+        assert!(is_ours(&annotations(&[("sublet.gpu", "any"), (key, "container")])));
+    }
+}
+
+#[test]
+fn podmans_infra_container_is_known_by_its_program() {
+    let podman = annotations(&[("io.container.manager", "libpod"), ("sublet.gpu", "any")]);
+    assert!(is_podman_infra(&podman, &["/catatonit", "-P"]));
+    assert!(!is_podman_infra(&podman, &["/catatonit", "--", "python3"]));
+    assert!(!is_podman_infra(&annotations(&[("sublet.gpu", "any")]), &["/catatonit", "-P"]));
+}
+
+#[test]
+fn a_lone_gpu_is_time_sliced() {
+    assert_eq!(
+        request(&[("sublet.gpu", "0"), ("other.key", "x")]),
+        Request {
+            devices: Devices::These(vec![Selector::Index(0)]),
+            mode: None,
+            default_mode: Mode::TimeSlice,
+            isolation: Isolation::Shared,
+            sm: None,
+            memory: None,
+            mig: None,
+            priority: Priority::Normal,
+            processes: NonZeroU32::MIN,
+            capabilities: Capabilities(vec![Capability::Compute, Capability::Utility]),
+            wait: Duration::ZERO,
+        }
+    );
+}
+
+#[test]
+fn every_key_at_once() {
+    let request = request(&[
+        ("sublet.gpu", "model:*H200*"),
+        ("sublet.mode", "mps"),
+        ("sublet.sm", "12.5"),
+        ("sublet.memory", "8GiB"),
+        ("sublet.mig", "1g.18gb"),
+        ("sublet.isolation", "dedicated"),
+        ("sublet.priority", "low"),
+        ("sublet.processes", "4"),
+        ("sublet.capabilities", "video, compute"),
+        ("sublet.wait", "30s"),
+        ("sublet.lease", "0123456789abcdef"),
+    ]);
+    assert_eq!(
+        request,
+        Request {
+            devices: Devices::These(vec![Selector::Model("*H200*".into())]),
+            mode: Some(Mode::Mps),
+            default_mode: Mode::TimeSlice,
+            isolation: Isolation::Dedicated,
+            sm: Some(Percent::from_thousandths(12_500)),
+            memory: Some(Memory::Bytes(8_589_934_592)),
+            mig: Some("1g.18gb".into()),
+            priority: Priority::Low,
+            processes: NonZeroU32::new(4).unwrap(),
+            capabilities: Capabilities(vec![Capability::Compute, Capability::Video]),
+            wait: Duration::from_secs(30),
+        }
+    );
+}
+
+#[test]
+fn the_mode_that_keys_imply() {
+    let mode = |pairs: &[_]| request(pairs).mode;
+    assert_eq!(mode(&[("sublet.sm", "25")]), Some(Mode::Mps));
+    assert_eq!(mode(&[("sublet.priority", "normal")]), Some(Mode::Mps));
+    assert_eq!(mode(&[("sublet.processes", "1")]), Some(Mode::Mps));
+    assert_eq!(mode(&[("sublet.mig", "1g.18gb")]), Some(Mode::Mig));
+    assert_eq!(mode(&[("sublet.gpu", "MIG-9a1b2c3d")]), Some(Mode::Mig));
+    assert_eq!(mode(&[("sublet.gpu", "0:1")]), Some(Mode::Mig));
+    assert_eq!(mode(&[("sublet.mig", "1g.18gb"), ("sublet.sm", "50")]), Some(Mode::Mps));
+    assert_eq!(mode(&[("sublet.memory", "8GiB")]), None);
+    assert_eq!(mode(&[("sublet.isolation", "dedicated")]), None);
+    assert_eq!(mode(&[("sublet.mode", "time-slice"), ("sublet.mig", "1g.18gb")]), Some(Mode::TimeSlice));
+}
+
+#[test]
+fn defaults_come_from_the_configuration() {
+    let mut config = Config::default();
+    config.defaults.mode = Mode::Exclusive;
+    config.defaults.isolation = Isolation::Dedicated;
+    config.defaults.wait = Duration::from_secs(5);
+    let parse = |pairs: &[_]| parse(&annotations(pairs), None, None, &config).unwrap();
+    let request = parse(&[("sublet.gpu", "any")]);
+    assert_eq!((request.mode, request.default_mode), (None, Mode::Exclusive));
+    assert_eq!((request.isolation, request.wait), (Isolation::Dedicated, Duration::from_secs(5)));
+    assert_eq!(parse(&[("sublet.mode", "exclusive")]).isolation, Isolation::Shared);
+    assert_eq!(parse(&[("sublet.wait", "0")]).wait, Duration::ZERO);
+}
+
+#[test]
+fn mig_profiles() {
+    for profile in
+        ["1g.5gb", "1g.18gb", "1c.2g.35gb", "1g.18gb+me", "7g.141gb", "1g.5gb-me", "1g.24gb+me.all"]
+    {
+        assert_eq!(request(&[("sublet.mig", profile)]).mig.as_deref(), Some(profile));
+    }
+    for profile in
+        ["", "1g", "18gb", "1g.18", "g.18gb", "1g.gb", "1c.1c.1g.5gb", "1g.18gb+", "1g.18gb+../x", "1g 18gb"]
+    {
+        assert!(refused(&[("sublet.mig", profile)]).starts_with("sublet.mig="), "{profile}");
+    }
+}
+
+#[test]
+fn a_named_share_stands_for_its_keys() {
+    let config = with_share("small", &[("sm", "25"), ("memory", "8GiB"), ("mode", "mps")]);
+    let by_key = parse(&annotations(&[("sublet.share", "small")]), None, None, &config).unwrap();
+    let by_door = parse(&annotations(&[]), Some("small"), None, &config).unwrap();
+    assert_eq!(by_key.sm, Some(Percent::from_thousandths(25_000)));
+    assert_eq!(by_key.memory, Some(Memory::Bytes(8_589_934_592)));
+    assert_eq!(by_key, by_door);
+    let beside = annotations(&[("sublet.sm", "50"), ("sublet.gpu", "1")]);
+    let beside = parse(&beside, Some("small"), None, &config).unwrap();
+    assert_eq!(beside.sm, Some(Percent::from_thousandths(50_000)));
+    assert_eq!(beside.memory, Some(Memory::Bytes(8_589_934_592)));
+    assert_eq!(beside.devices, Devices::These(vec![Selector::Index(1)]));
+}
+
+#[test]
+fn the_containers_share_comes_before_the_doors() {
+    let mut config = with_share("small", &[("sm", "25")]);
+    config.share.insert("large".into(), annotations(&[("sm", "75")]));
+    let request = parse(&annotations(&[("sublet.share", "large")]), Some("small"), None, &config).unwrap();
+    assert_eq!(request.sm, Some(Percent::from_thousandths(75_000)));
+}
+
+#[test]
+fn images_choose_from_what_the_configuration_allows() {
+    let mut config = Config::default();
+    let of = |image: Option<&str>, config: &Config| {
+        parse(&annotations(&[("sublet.gpu", "any")]), None, image, config).unwrap().capabilities.0
+    };
+    assert_eq!(of(None, &config), [Compute, Utility]);
+    assert_eq!(of(Some(""), &config), [Compute, Utility]);
+    assert_eq!(of(Some("all"), &config), [Compute, Utility, Graphics, Video]);
+    assert_eq!(of(Some("video,compat32,ngx,display,compute"), &config), [Compute, Video]);
+    assert_eq!(of(Some("compat32,ngx,display"), &config), [Compute, Utility]);
+    config.limits.capabilities = vec![Utility, Compute];
+    assert_eq!(of(Some("all"), &config), [Compute, Utility]);
+    assert_eq!(of(Some("graphics,utility"), &config), [Utility]);
+    let chosen = annotations(&[("sublet.capabilities", "graphics")]);
+    assert_eq!(parse(&chosen, None, Some("all"), &config).unwrap().capabilities.0, [Graphics]);
+}
+
+#[test]
+fn what_may_be_required() {
+    let mut config = Config::default();
+    config.limits.require = vec![Required::Memory, Required::Sm];
+    assert_snapshot!(refused_by(&config, &[("sublet.sm", "25")]), @"sublet.memory is missing: this host's configuration asks for it ([limits] require); add it, as sublet.memory=8GiB");
+    assert_snapshot!(refused_by(&config, &[("sublet.memory", "8GiB")]), @"sublet.sm is missing: this host's configuration asks for it ([limits] require); add it with sublet.mode=mps, as sublet.sm=25");
+    assert!(refused_by(&config, &[("sublet.mode", "exclusive")]).starts_with("sublet.memory is missing"));
+    let both = annotations(&[("sublet.memory", "8GiB"), ("sublet.sm", "25")]);
+    assert!(parse(&both, None, None, &config).is_ok());
+    assert!(parse(&annotations(&[("sublet.mig", "1g.18gb")]), None, None, &config).is_ok());
+}
+
+#[test]
+fn unknown_keys() {
+    assert_snapshot!(refused(&[("sublet.vram", "8GiB")]), @"sublet.vram=8GiB: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share; did you mean sublet.memory?");
+    assert_snapshot!(refused(&[("sublet.isolaton", "dedicated")]), @"sublet.isolaton=dedicated: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share; did you mean sublet.isolation?");
+    assert_snapshot!(refused(&[("sublet.\u{1b}[2J", "x\ny")]), @r#"sublet.\u{1b}[2J=x\ny: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share"#);
+    for (wrong, meant) in [
+        ("compute", "sm"),
+        ("cores", "sm"),
+        ("percent", "sm"),
+        ("mem", "memory"),
+        ("gpus", "gpu"),
+        ("device", "gpu"),
+        ("SM", "sm"),
+        ("process", "processes"),
+        ("capability", "capabilities"),
+    ] {
+        let message = refused(&[(&format!("sublet.{wrong}"), "1")]);
+        assert!(message.contains(&format!("did you mean sublet.{meant}?")), "{message}");
+    }
+    assert!(!refused(&[("sublet.zzzzzzzz", "1")]).contains("did you mean"));
+    assert!(!refused(&[("sublet.", "1")]).contains("did you mean"));
+}
+
+#[test]
+fn values_that_do_not_parse() {
+    assert_snapshot!(refused(&[("sublet.sm", "0.25")]), @"sublet.sm=0.25: must be a percentage over 0 up to 100, as 25, 25% or 12.5; a quarter of a percent? write 25");
+    assert_snapshot!(refused(&[("sublet.sm", "101%")]), @"sublet.sm=101%: must be a percentage over 0 up to 100, as 25, 25% or 12.5");
+    assert_snapshot!(refused(&[("sublet.memory", "25")]), @"sublet.memory=25: must be an amount with a unit from 1MiB on, as 8GiB or 8192MiB, or up to 100%, as 25%; a bare number says no unit: write 25GiB, 25MiB or 25%");
+    assert_snapshot!(refused(&[("sublet.memory", "1e309")]), @"sublet.memory=1e309: must be an amount with a unit from 1MiB on, as 8GiB or 8192MiB, or up to 100%, as 25%");
+    assert_snapshot!(refused(&[("sublet.gpu", "GPU-12")]), @r#"sublet.gpu=GPU-12: must be any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or more), PCI bus id, MIG-<uuid>, "G:M" (quoted in YAML), name:<alias>, model:<glob>"#);
+    assert_snapshot!(refused(&[("sublet.mode", "timeslice")]), @"sublet.mode=timeslice: must be one of time-slice, mps, mig, exclusive; did you mean time-slice?");
+    assert_snapshot!(refused(&[("sublet.mig", "1g")]), @"sublet.mig=1g: must be a MIG profile, as 1g.18gb or 1c.2g.35gb");
+    assert_snapshot!(refused(&[("sublet.isolation", "dedicate")]), @"sublet.isolation=dedicate: must be one of shared, dedicated; did you mean dedicated?");
+    assert_snapshot!(refused(&[("sublet.priority", "high")]), @"sublet.priority=high: must be one of normal, low");
+    assert_snapshot!(refused(&[("sublet.processes", "0")]), @"sublet.processes=0: must be a whole number from 1 on");
+    assert_snapshot!(refused(&[("sublet.capabilities", "compute,compat32")]), @"sublet.capabilities=compute,compat32: must be a list of compute, utility, graphics, video, or all");
+    assert_snapshot!(refused(&[("sublet.capabilities", "grafics")]), @"sublet.capabilities=grafics: must be a list of compute, utility, graphics, video, or all; did you mean graphics?");
+    assert_snapshot!(refused(&[("sublet.wait", "2m")]), @"sublet.wait=2m: must be 0 or a whole number of ms, s or m up to 60s, as 10s");
+    for processes in ["+1", "-1", "1.0", "4294967296", "١", ""] {
+        assert!(refused(&[("sublet.processes", processes)]).starts_with("sublet.processes="), "{processes}");
+    }
+}
+
+#[test]
+fn shares_that_do_not_work() {
+    assert_snapshot!(refused(&[("sublet.share", "small")]), @"sublet.share=small: must be a share, but this host's configuration has no [share.<name>]");
+    let config = with_share("small", &[("sm", "0"), ("mode", "mps")]);
+    assert_snapshot!(refused_by(&config, &[("sublet.share", "smal")]), @"sublet.share=smal: must be a share of this host's configuration: small; did you mean small?");
+    assert_snapshot!(refused_by(&config, &[("sublet.share", "small")]), @"sublet.sm=0 (from [share.small]): must be a percentage over 0 up to 100, as 25, 25% or 12.5");
+    let nested = with_share("a", &[("share", "b")]);
+    assert_snapshot!(refused_by(&nested, &[("sublet.share", "a")]), @"sublet.share=b (from [share.a]): there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait");
+    let config = with_share("half", &[("sm", "50")]);
+    assert_snapshot!(refused_by(&config, &[("sublet.share", "half"), ("sublet.mode", "exclusive")]), @"sublet.sm=50 (from [share.half]) does not go with sublet.mode=exclusive: only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out");
+}
+
+#[test]
+fn contradictions() {
+    assert_snapshot!(refused(&[("sublet.sm", "25"), ("sublet.mode", "exclusive")]), @"sublet.sm=25 does not go with sublet.mode=exclusive: only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out");
+    assert_snapshot!(refused(&[("sublet.priority", "normal"), ("sublet.mode", "time-slice")]), @"sublet.priority=normal does not go with sublet.mode=time-slice: only MPS has priorities; write sublet.mode=mps or leave sublet.priority out");
+    assert_snapshot!(refused(&[("sublet.processes", "1"), ("sublet.mode", "mig")]), @"sublet.processes=1 does not go with sublet.mode=mig: only MPS counts processes; write sublet.mode=mps or leave sublet.processes out");
+    assert_snapshot!(refused(&[("sublet.memory", "8GiB"), ("sublet.mode", "exclusive")]), @"sublet.memory=8GiB does not go with sublet.mode=exclusive: the container has the whole device; write sublet.mode=mps or leave sublet.memory out");
+    assert_snapshot!(refused(&[("sublet.memory", "8GiB"), ("sublet.mig", "1g.18gb")]), @"sublet.memory=8GiB does not go with mode mig, which sublet.mig=1g.18gb means: an instance has the memory of its profile; leave sublet.memory out");
+    assert_snapshot!(refused(&[("sublet.mig", "1g.18gb"), ("sublet.mode", "exclusive")]), @"sublet.mig=1g.18gb does not go with sublet.mode=exclusive: an instance is the container's alone with sublet.mode=mig");
+    assert_snapshot!(refused(&[("sublet.gpu", "0:1"), ("sublet.mode", "exclusive")]), @"sublet.gpu=0:1 does not go with sublet.mode=exclusive: a MIG device is the container's alone with sublet.mode=mig");
+    assert_snapshot!(refused(&[("sublet.isolation", "dedicated"), ("sublet.mode", "exclusive")]), @"sublet.isolation=dedicated does not go with sublet.mode=exclusive: it needs sublet.mode=mps or sublet.mode=time-slice; leave it out");
+    assert_snapshot!(refused(&[("sublet.isolation", "dedicated"), ("sublet.gpu", "MIG-9a1b2c3d")]), @"sublet.isolation=dedicated does not go with mode mig, which sublet.gpu=MIG-9a1b2c3d means: it needs sublet.mode=mps or sublet.mode=time-slice; leave it out");
+    assert_snapshot!(refused(&[("sublet.gpu", "any:2"), ("sublet.sm", "25")]), @"sublet.gpu=any:2 does not go with mode mps, which sublet.sm=25 means: a process speaks to one MPS daemon and so to one device; name one");
+    assert_snapshot!(refused(&[("sublet.gpu", "0,1"), ("sublet.memory", "8GiB")]), @"sublet.gpu=0,1 does not go with sublet.memory=8GiB: a process speaks to one MPS daemon and so to one device; name one");
+    assert!(
+        refused(&[("sublet.gpu", "all"), ("sublet.mode", "mps")]).starts_with("sublet.gpu=all does not go")
+    );
+}
+
+#[test]
+fn what_does_go_together() {
+    for pairs in [
+        &[("sublet.gpu", "any:1"), ("sublet.mode", "mps")][..],
+        &[("sublet.gpu", "0,1"), ("sublet.mode", "time-slice")],
+        &[("sublet.gpu", "all"), ("sublet.mode", "exclusive")],
+        &[("sublet.mode", "time-slice"), ("sublet.memory", "8GiB"), ("sublet.isolation", "dedicated")],
+        &[("sublet.mode", "exclusive"), ("sublet.isolation", "shared")],
+        &[("sublet.mode", "mps")],
+        &[("sublet.gpu", "0:1"), ("sublet.mode", "mps"), ("sublet.sm", "50"), ("sublet.memory", "4GiB")],
+    ] {
+        assert!(parse(&annotations(pairs), None, None, &Config::default()).is_ok(), "{pairs:?}");
+    }
+}
+
+#[test]
+fn a_megabyte_is_refused_in_a_line() {
+    for key in KEYS {
+        for value in
+            ["9".repeat(1 << 20), "0".repeat(1 << 20), "a,".repeat(1 << 19), "\u{1b}".repeat(1 << 20)]
+        {
+            let message = refused(&[(&format!("sublet.{key}"), &value)]);
+            assert!(message.starts_with(&format!("sublet.{key}=")) && message.len() < 2000, "{message}");
+        }
+    }
+}
+
+fn key() -> impl Strategy<Value = String> {
+    prop_oneof![
+        8 => proptest::sample::select(&KEYS[..]).prop_map(|key| format!("sublet.{key}")),
+        1 => any::<String>().prop_map(|key| format!("sublet.{key}")),
+        1 => any::<String>(),
+    ]
+}
+
+fn value() -> impl Strategy<Value = String> {
+    prop_oneof![
+        any::<String>(),
+        "[0-9.,:%a-zA-Z\\-]{0,20}",
+        proptest::sample::select(&["25", "8GiB", "mps", "mig", "exclusive", "0,1", "1g.5gb", "low", "1"][..])
+            .prop_map(str::to_owned),
+        "[\\PC\0\r\n\u{202e}]{0,300}",
+    ]
+}
+
+proptest! {
+    #[test]
+    fn whatever_stands_there_gives_a_request_or_a_line(
+        annotations in proptest::collection::btree_map(key(), value(), 0..6),
+        share in proptest::option::of(value()),
+        image in proptest::option::of(value()),
+    ) {
+        if let Err(error) = parse(&annotations, share.as_deref(), image.as_deref(), &Config::default()) {
+            let message = error.to_string();
+            prop_assert!(message.contains("sublet."), "{}", message);
+            prop_assert!(!message.contains(char::is_control), "{:?}", message);
+            prop_assert!(message.chars().count() < 1000, "{}", message);
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! The rules between the keys of a request: which mode it means and what does not go together.
+
+use super::annotations::Keys;
+use super::error::{RequestError, Setting};
+use super::{Devices, Isolation, Mode, Selector};
+use crate::config::{Config, Required};
+
+/// The mode that the keys name or imply, once nothing contradicts it. `None`: the device's
+/// configuration decides.
+pub(super) fn check(
+    keys: &Keys<'_>,
+    mode: Option<Mode>,
+    devices: &Devices,
+    isolation: Option<Isolation>,
+    require: &[Required],
+) -> Result<Option<Mode>, RequestError> {
+    let mode = mode.or_else(|| implied(keys, devices));
+    if let Some(mode) = mode {
+        goes_with_mode(keys, mode, devices, isolation)?;
+    }
+    if several(devices) {
+        one_device(keys, mode)?;
+    }
+    required(keys, mode, require)?;
+    Ok(mode)
+}
+
+/// The configured isolation, where the mode has any.
+pub(super) fn default_isolation(mode: Option<Mode>, config: &Config) -> Isolation {
+    match mode {
+        Some(Mode::Exclusive | Mode::Mig) => Isolation::Shared,
+        Some(Mode::Mps | Mode::TimeSlice) | None => config.defaults.isolation,
+    }
+}
+
+fn implied(keys: &Keys<'_>, devices: &Devices) -> Option<Mode> {
+    if ["sm", "priority", "processes"].iter().any(|key| keys.has(key)) {
+        Some(Mode::Mps)
+    } else if keys.has("mig") || names_mig(devices) {
+        Some(Mode::Mig)
+    } else {
+        None
+    }
+}
+
+fn names_mig(devices: &Devices) -> bool {
+    matches!(devices, Devices::These(selectors) if selectors.iter().any(Selector::is_mig))
+}
+
+/// Whether it can be more than one. `all` counts: a request means the same on every host.
+fn several(devices: &Devices) -> bool {
+    match devices {
+        Devices::Any(count) => count.get() > 1,
+        Devices::All => true,
+        Devices::These(selectors) => selectors.len() > 1,
+    }
+}
+
+fn goes_with_mode(
+    keys: &Keys<'_>,
+    mode: Mode,
+    devices: &Devices,
+    isolation: Option<Isolation>,
+) -> Result<(), RequestError> {
+    let refuse = |key: &str, remedy| contradiction(keys.setting(key), name(keys, mode), remedy);
+    if mode != Mode::Mps {
+        refuse("sm", "only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out")?;
+        refuse("priority", "only MPS has priorities; write sublet.mode=mps or leave sublet.priority out")?;
+        refuse(
+            "processes",
+            "only MPS counts processes; write sublet.mode=mps or leave sublet.processes out",
+        )?;
+    }
+    if mode == Mode::Exclusive {
+        refuse(
+            "memory",
+            "the container has the whole device; write sublet.mode=mps or leave sublet.memory out",
+        )?;
+        refuse("mig", "an instance is the container's alone with sublet.mode=mig")?;
+        if names_mig(devices) {
+            refuse("gpu", "a MIG device is the container's alone with sublet.mode=mig")?;
+        }
+    }
+    if mode == Mode::Mig {
+        refuse("memory", "an instance has the memory of its profile; leave sublet.memory out")?;
+    }
+    if isolation == Some(Isolation::Dedicated) && !matches!(mode, Mode::Mps | Mode::TimeSlice) {
+        refuse("isolation", "it needs sublet.mode=mps or sublet.mode=time-slice; leave it out")?;
+    }
+    Ok(())
+}
+
+fn one_device(keys: &Keys<'_>, mode: Option<Mode>) -> Result<(), RequestError> {
+    const REMEDY: &str = "a process speaks to one MPS daemon and so to one device; name one";
+    if mode == Some(Mode::Mps) {
+        contradiction(keys.setting("gpu"), name(keys, Mode::Mps), REMEDY)?;
+    }
+    match keys.setting("memory") {
+        Some(memory) => contradiction(keys.setting("gpu"), memory.to_string(), REMEDY),
+        None => Ok(()),
+    }
+}
+
+/// A MIG instance bounds both by itself.
+fn required(keys: &Keys<'_>, mode: Option<Mode>, require: &[Required]) -> Result<(), RequestError> {
+    for required in require.iter().filter(|_| mode != Some(Mode::Mig)) {
+        let (key, remedy) = match required {
+            Required::Memory => ("memory", "add it, as sublet.memory=8GiB"),
+            Required::Sm => ("sm", "add it with sublet.mode=mps, as sublet.sm=25"),
+        };
+        if !keys.has(key) {
+            return Err(RequestError::Missing { key, remedy });
+        }
+    }
+    Ok(())
+}
+
+/// The mode as the user gave it, or the key that implies it.
+fn name(keys: &Keys<'_>, mode: Mode) -> String {
+    if let Some(setting) = keys.setting("mode") {
+        return setting.to_string();
+    }
+    let because = ["sm", "priority", "processes", "mig", "gpu"].into_iter().find_map(|key| keys.setting(key));
+    match because {
+        Some(setting) => format!("mode {mode}, which {setting} means"),
+        None => format!("mode {mode}"),
+    }
+}
+
+fn contradiction(setting: Option<Setting>, with: String, remedy: &'static str) -> Result<(), RequestError> {
+    match setting {
+        Some(setting) => Err(RequestError::Contradiction { setting, with, remedy }),
+        None => Ok(()),
+    }
+}
