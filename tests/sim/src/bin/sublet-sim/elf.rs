@@ -18,7 +18,7 @@ const DT_SONAME: u64 = 14;
 /// glibc relocates the dynamic section in place; with a stack header, since newer glibc refuses objects that
 /// would want an executable stack.
 pub fn shared_object(soname: &str) -> Vec<u8> {
-    let mut strings = [b"\0", soname.as_bytes(), b"\0"].concat();
+    let mut strings = [b"\0".as_slice(), soname.as_bytes(), b"\0"].concat();
     let string_bytes = strings.len() as u64;
     strings.resize(strings.len().next_multiple_of(8), 0);
     let symbols_at = STRINGS_AT + strings.len() as u64;
