@@ -90,7 +90,7 @@ pub fn gpu(handle: nvmlDevice_t, answer: impl FnOnce(&Target<'_>) -> Answer) -> 
 #[must_use]
 pub fn handle(gpu: &Gpu, mig: Option<&Mig>) -> nvmlDevice_t {
     let mig = mig.map_or(0, |mig| 1 << 16 | (mig.gi as usize) << 24 | (mig.ci as usize) << 32);
-    ptr::without_provenance_mut(gpu.index as usize + 1 | mig)
+    ptr::without_provenance_mut((gpu.index as usize + 1) | mig)
 }
 
 impl Session {

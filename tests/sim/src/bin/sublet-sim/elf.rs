@@ -1,6 +1,6 @@
 //! Shared objects that have a soname and nothing else: what a driver's library is to whoever only mounts it.
 
-const PROGRAM_HEADERS: usize = 3;
+const PROGRAM_HEADERS: u16 = 3;
 const STRINGS_AT: u64 = 64 + 56 * PROGRAM_HEADERS as u64;
 
 const PT_LOAD: u32 = 1;
@@ -54,7 +54,7 @@ fn header() -> Vec<u8> {
     file.extend(1_u32.to_ne_bytes());
     file.extend([0_u64, 64, 0].iter().flat_map(|word| word.to_ne_bytes()));
     file.extend(0_u32.to_ne_bytes());
-    let sizes = [64_u16, 56, PROGRAM_HEADERS as u16, 64, 0, 0];
+    let sizes = [64_u16, 56, PROGRAM_HEADERS, 64, 0, 0];
     file.extend(sizes.iter().flat_map(|half| half.to_ne_bytes()));
     file
 }

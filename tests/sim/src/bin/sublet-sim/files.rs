@@ -26,6 +26,7 @@ const LIBRARIES: &[(&str, &str)] = &[
     ("libGLX_nvidia", "0"),
     ("libGLESv1_CM_nvidia", "1"),
     ("libGLESv2_nvidia", "2"),
+    ("libnvidia-egl-gbm", "1"),
     ("libnvidia-eglcore", ""),
     ("libnvidia-glcore", ""),
     ("libnvidia-glsi", ""),
@@ -91,14 +92,7 @@ fn with_trailer(root: &Root, topology: &Topology, file: &str, artefact: &str, li
     let target = root.libraries().join(file);
     let built = match built(artefact) {
         Some(built) => built,
-        None => {
-            eprintln!(
-                "sublet-sim: warning: {artefact} was not built (cargo build --workspace): {file} is empty"
-            );
-            let empty = root.join("sim/empty.so");
-            write(&empty, elf::shared_object(links[0]))?;
-            empty
-        }
+        None => soname_only(root, file, artefact, links[0])?,
     };
     trailer::append(&built, &target, topology)?;
     let mut to = file;
@@ -109,9 +103,20 @@ fn with_trailer(root: &Root, topology: &Topology, file: &str, artefact: &str, li
     Ok(())
 }
 
+fn soname_only(root: &Root, file: &str, artefact: &str, soname: &str) -> Result<PathBuf> {
+    warn_not_built(artefact, &format!("{file} has only its soname"));
+    let empty = root.join("sim/empty.so");
+    write(&empty, elf::shared_object(soname))?;
+    Ok(empty)
+}
+
+fn warn_not_built(artefact: &str, result: &str) {
+    eprintln!("sublet-sim: warning: {artefact} was not built (cargo build --workspace): {result}");
+}
+
 fn copy_program(root: &Root, program: &str) -> Result<()> {
     let Some(built) = built(program) else {
-        eprintln!("sublet-sim: warning: {program} was not built (cargo build --workspace): left out");
+        warn_not_built(program, "left out");
         return Ok(());
     };
     let target = root.join("usr/bin").join(program);

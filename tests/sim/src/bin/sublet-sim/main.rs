@@ -62,11 +62,10 @@ fn up(topology: &Path, dir: &Path) -> Result<()> {
 }
 
 fn new_root(dir: &Path) -> Result<Root> {
+    let taken = dir.exists() && fs::read_dir(dir)?.next().is_some();
+    ensure!(!taken, "{} is not empty: end it first with sublet-sim down --root", dir.display());
     directory(dir)?;
-    let dir = dir.canonicalize().with_context(|| format!("{}", dir.display()))?;
-    let empty = fs::read_dir(&dir)?.next().is_none();
-    ensure!(empty, "{} is not empty: end it first with sublet-sim down --root", dir.display());
-    Ok(Root::new(dir))
+    Ok(Root::new(dir.canonicalize()?))
 }
 
 fn down(dir: &Path) -> Result<()> {
