@@ -1,1 +1,5 @@
-//! Placeholder.
+//! The simulated NVIDIA driver: NVML's stand-in (`nvml`, the exported C functions) and what all programs
+//! of the simulation share (`layout`: where things lie, what the GPUs are, who holds a context).
+
+pub mod layout;
+pub mod nvml;

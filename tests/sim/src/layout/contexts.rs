@@ -1,0 +1,167 @@
+//! Who holds a context on a simulated GPU. A process says so with an open memfd whose name tells GPU, kind
+//! and memory; NVML finds it through /proc, in whatever container the process runs, as long as /proc shows it.
+//!
+//! The name: `sublet-sim:<tag>:<minor>:<C|M|M+C>:<MiB>`; on a MIG device `<minor>.<gi>.<ci>`.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::str::FromStr;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+/// What a process has a context for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// By itself: `C`.
+    Compute,
+    /// As an MPS server: `M`.
+    Server,
+    /// As an MPS client: `M+C`.
+    Client,
+}
+
+/// The device a context is on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct On {
+    /// Device minor of the GPU.
+    pub minor: u32,
+    /// GPU instance and compute instance, on a MIG device.
+    pub instance: Option<(u32, u32)>,
+}
+
+/// One process's context on one device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// Its pid, as this process's /proc has it.
+    pub pid: i32,
+    /// The device.
+    pub on: On,
+    /// What for.
+    pub kind: Kind,
+    /// Device memory in MiB.
+    pub mib: u64,
+}
+
+/// Says that this process holds a context, for as long as the descriptor is open. To say that its memory
+/// changed, announce anew, then drop the old.
+///
+/// # Errors
+/// No memfd can be made.
+pub fn announce(tag: &str, on: On, kind: Kind, mib: u64) -> io::Result<OwnedFd> {
+    let name = format!("sublet-sim:{tag}:{}:{}:{mib}", on.text(), kind.as_str());
+    Ok(memfd_create(name.as_str(), MFdFlags::MFD_CLOEXEC)?)
+}
+
+/// Every context of the simulated driver `tag` that /proc shows, by pid.
+#[must_use]
+pub fn list(tag: &str) -> Vec<Held> {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let mut held: Vec<Held> = processes
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .flat_map(|pid| of_process(tag, pid))
+        .collect();
+    held.sort_by_key(|held| held.pid);
+    held
+}
+
+/// A process that is between two announcements shows both: the larger counts.
+fn of_process(tag: &str, pid: i32) -> Vec<Held> {
+    let mut found: Vec<Held> = Vec::new();
+    for fd in fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten() {
+        let Some(held) = fs::read_link(fd.path()).ok().and_then(|link| parse(tag, pid, link.to_str()?))
+        else {
+            continue;
+        };
+        match found.iter_mut().find(|other| other.on == held.on) {
+            Some(other) if other.mib < held.mib => *other = held,
+            Some(_) => {}
+            None => found.push(held),
+        }
+    }
+    found
+}
+
+fn parse(tag: &str, pid: i32, link: &str) -> Option<Held> {
+    let name = link.strip_prefix("/memfd:sublet-sim:")?.strip_suffix(" (deleted)")?;
+    let mut parts = name.strip_prefix(tag)?.strip_prefix(':')?.split(':');
+    let on = parts.next()?.parse().ok()?;
+    let kind = parts.next()?.parse().ok()?;
+    let mib = parts.next()?.parse().ok()?;
+    parts.next().is_none().then_some(Held { pid, on, kind, mib })
+}
+
+impl Kind {
+    /// As nvidia-smi writes it.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Compute => "C",
+            Self::Server => "M",
+            Self::Client => "M+C",
+        }
+    }
+}
+
+impl FromStr for Kind {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        [Self::Compute, Self::Server, Self::Client].into_iter().find(|kind| kind.as_str() == text).ok_or(())
+    }
+}
+
+impl On {
+    fn text(self) -> String {
+        match self.instance {
+            Some((gi, ci)) => format!("{}.{gi}.{ci}", self.minor),
+            None => self.minor.to_string(),
+        }
+    }
+}
+
+impl FromStr for On {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let parts: Result<Vec<u32>, _> = text.split('.').map(str::parse).collect();
+        match parts.map_err(|_| ())?[..] {
+            [minor] => Ok(Self { minor, instance: None }),
+            [minor, gi, ci] => Ok(Self { minor, instance: Some((gi, ci)) }),
+            _ => Err(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_read_back() {
+        let held = |on, kind, mib| Some(Held { pid: 7, on, kind, mib });
+        let whole = On { minor: 3, instance: None };
+        let part = On { minor: 0, instance: Some((9, 1)) };
+        let read = |link| parse("0d1e2f3a", 7, link);
+        assert_eq!(read("/memfd:sublet-sim:0d1e2f3a:3:M+C:144 (deleted)"), held(whole, Kind::Client, 144));
+        assert_eq!(read("/memfd:sublet-sim:0d1e2f3a:0.9.1:C:66 (deleted)"), held(part, Kind::Compute, 66));
+        assert_eq!(read("/memfd:sublet-sim:ffffffff:3:M:66 (deleted)"), None);
+        assert_eq!(read("/memfd:sublet-sim:0d1e2f3a:3:X:66 (deleted)"), None);
+        assert_eq!(read("/memfd:sublet-sim:0d1e2f3a:3:M:66:1 (deleted)"), None);
+        assert_eq!(read("/dev/null"), None);
+    }
+
+    #[test]
+    fn an_announcement_is_found_until_it_is_dropped() {
+        let tag = format!("t{:07x}", std::process::id());
+        let on = On { minor: 1, instance: None };
+        let old = announce(&tag, on, Kind::Compute, 516).unwrap();
+        let new = announce(&tag, on, Kind::Compute, 1540).unwrap();
+        let pid = i32::try_from(std::process::id()).unwrap();
+        assert_eq!(list(&tag), [Held { pid, on, kind: Kind::Compute, mib: 1540 }]);
+        drop(new);
+        assert_eq!(list(&tag), [Held { pid, on, kind: Kind::Compute, mib: 516 }]);
+        drop(old);
+        assert_eq!(list(&tag), []);
+    }
+}

@@ -1,0 +1,314 @@
+//! What the simulated host has: read from a TOML file, resolved, and written as JSON for all programs.
+
+use std::collections::BTreeSet;
+use std::hash::Hash;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::Root;
+use crate::nvml::profiles;
+
+/// A host with its GPUs. TOML and JSON have the same keys; the JSON has all of them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Topology {
+    /// Eight hex digits that tell the contexts of one root from those of another. Set by `up`.
+    #[serde(default)]
+    pub tag: String,
+    /// Version of the kernel module, as `580.159.04`.
+    pub driver: String,
+    /// Version of the driver's files where it is another than the kernel module's.
+    #[serde(default)]
+    pub file_version: Option<String>,
+    /// CUDA version, as `13.0`.
+    pub cuda: String,
+    /// Device majors.
+    #[serde(default)]
+    pub majors: Majors,
+    /// The GPUs; by index once resolved.
+    pub gpu: Vec<Gpu>,
+    /// Processes of the host that hold contexts.
+    #[serde(default)]
+    pub process: Vec<Process>,
+}
+
+/// Character device majors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Majors {
+    /// nvidiactl, the GPUs, nvidia-modeset.
+    pub nvidia: u32,
+    /// nvidia-uvm and nvidia-uvm-tools.
+    pub uvm: u32,
+    /// nvidia-caps.
+    pub caps: u32,
+}
+
+impl Default for Majors {
+    fn default() -> Self {
+        Self { nvidia: 195, uvm: 510, caps: 241 }
+    }
+}
+
+/// One GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Gpu {
+    /// NVML's index.
+    pub index: u32,
+    /// N of `/dev/nvidia<N>`.
+    pub minor: u32,
+    /// `GPU-…`.
+    pub uuid: String,
+    /// As `NVIDIA H200`.
+    pub name: String,
+    /// As `0000:3b:00.0`.
+    pub bus_id: String,
+    /// Total memory as NVML reports it, in MiB.
+    pub memory_mib: u64,
+    /// Total memory as CUDA reports it, in MiB.
+    pub cuda_total_mib: u64,
+    /// Streaming multiprocessors.
+    pub sm_count: u32,
+    /// As `9.0`.
+    pub compute_capability: String,
+    /// The architecture's name, as nvml.h has it in `NVML_DEVICE_ARCH_*`.
+    pub arch: Arch,
+    /// Whether this is a vGPU guest.
+    #[serde(default)]
+    pub virtualization: Virtualization,
+    /// Whether it drives a display.
+    #[serde(default)]
+    pub display: bool,
+    /// Whether it has nodes under /dev/dri.
+    #[serde(default)]
+    pub dri: bool,
+    /// MIG mode.
+    #[serde(default)]
+    pub mig_mode: MigMode,
+    /// Which table of MIG profiles it has ([`profiles::table`]); needed unless `mig_mode` is none.
+    #[serde(default)]
+    pub mig_table: Option<String>,
+    /// MIG devices that exist at the start.
+    #[serde(default)]
+    pub mig: Vec<Mig>,
+}
+
+/// One MIG device: a compute instance in a GPU instance.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mig {
+    /// `MIG-…`.
+    pub uuid: String,
+    /// As `1g.5gb` or, where it is not the whole GPU instance, `1c.2g.10gb`.
+    pub profile: String,
+    /// GPU instance id.
+    pub gi: u32,
+    /// Compute instance id.
+    pub ci: u32,
+    /// N of the GPU instance's `nvidia-cap<N>`; computed.
+    #[serde(default)]
+    pub gi_cap: u32,
+    /// N of the compute instance's `nvidia-cap<N>`; computed.
+    #[serde(default)]
+    pub ci_cap: u32,
+    /// Streaming multiprocessors; computed from the profile.
+    #[serde(default)]
+    pub sm_count: u32,
+    /// Memory in MiB; computed from the profile.
+    #[serde(default)]
+    pub memory_mib: u64,
+}
+
+/// A process on the host that has a context from the start and is no container's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Process {
+    /// Device minor.
+    pub gpu: u32,
+    /// Its command name.
+    pub name: String,
+    /// Device memory in MiB.
+    pub mib: u64,
+}
+
+/// NVML's architectures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[expect(missing_docs, reason = "the names say it")]
+pub enum Arch {
+    Pascal,
+    Volta,
+    Turing,
+    Ampere,
+    Ada,
+    Hopper,
+    Blackwell,
+}
+
+/// NVML's virtualization modes, as far as they are simulated.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Virtualization {
+    /// Bare metal.
+    #[default]
+    None,
+    /// The whole GPU, passed through to this virtual machine.
+    Passthrough,
+    /// A vGPU in a guest.
+    Vgpu,
+}
+
+/// Whether a GPU can be and is in MIG mode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MigMode {
+    /// The GPU has no MIG.
+    #[default]
+    None,
+    /// Capable, off.
+    Disabled,
+    /// On.
+    Enabled,
+}
+
+impl Topology {
+    /// A topology file, resolved for the root at `dir`.
+    ///
+    /// # Errors
+    /// The file cannot be read or parsed, or contradicts itself.
+    pub fn from_toml(file: &Path, dir: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(file).with_context(|| format!("{}", file.display()))?;
+        let mut topology: Self = toml::from_str(&text).with_context(|| format!("{}", file.display()))?;
+        topology.resolve(dir).with_context(|| format!("{}", file.display()))?;
+        Ok(topology)
+    }
+
+    /// The resolved topology of a root.
+    ///
+    /// # Errors
+    /// It cannot be read, or is not what `up` wrote.
+    pub fn load(root: &Root) -> Result<Self> {
+        let file = root.topology();
+        let text = std::fs::read_to_string(&file).with_context(|| format!("{}", file.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("{}", file.display()))
+    }
+
+    /// The GPU with this device minor.
+    #[must_use]
+    pub fn by_minor(&self, minor: u32) -> Option<&Gpu> {
+        self.gpu.iter().find(|gpu| gpu.minor == minor)
+    }
+
+    /// Version of the driver's files.
+    #[must_use]
+    pub fn files(&self) -> &str {
+        self.file_version.as_deref().unwrap_or(&self.driver)
+    }
+
+    fn resolve(&mut self, dir: &Path) -> Result<()> {
+        self.tag = tag(dir);
+        self.gpu.sort_by_key(|gpu| gpu.index);
+        for gpu in &mut self.gpu {
+            gpu.resolve().with_context(|| format!("gpu {}", gpu.index))?;
+        }
+        self.check()
+    }
+
+    fn check(&self) -> Result<()> {
+        let indices: Vec<_> = self.gpu.iter().map(|gpu| gpu.index).collect();
+        ensure!(indices == (0..).take(indices.len()).collect::<Vec<_>>(), "indices have a gap: {indices:?}");
+        ensure!(distinct(self.gpu.iter().map(|gpu| gpu.minor)), "two GPUs have the same minor");
+        ensure!(distinct(self.gpu.iter().map(|gpu| &gpu.uuid)), "two GPUs have the same uuid");
+        ensure!(distinct(self.gpu.iter().map(|gpu| &gpu.bus_id)), "two GPUs have the same bus_id");
+        for process in &self.process {
+            ensure!(self.by_minor(process.gpu).is_some(), "process on minor {}: no such GPU", process.gpu);
+        }
+        Ok(())
+    }
+}
+
+impl Gpu {
+    /// `compute_capability` as two numbers.
+    #[must_use]
+    pub fn capability(&self) -> Option<(u32, u32)> {
+        let (major, minor) = self.compute_capability.split_once('.')?;
+        Some((major.parse().ok()?, minor.parse().ok()?))
+    }
+
+    /// CUDA cores in one SM, so that `nvmlDeviceGetNumGpuCores` is this times the SMs: 64 in GP100, Volta,
+    /// Turing and GA100, 128 in every other (CUDA C++ Programming Guide, "Compute Capabilities").
+    #[must_use]
+    pub fn cores_per_sm(&self) -> u32 {
+        match self.capability() {
+            Some((6 | 8, 0) | (7, _)) => 64,
+            _ => 128,
+        }
+    }
+
+    fn resolve(&mut self) -> Result<()> {
+        ensure!(self.capability().is_some(), "compute_capability {:?}", self.compute_capability);
+        ensure!(self.mig.is_empty() || self.mig_mode == MigMode::Enabled, "MIG devices without MIG mode");
+        if self.mig_mode == MigMode::None {
+            return Ok(());
+        }
+        let name = self.mig_table.as_deref().unwrap_or_default();
+        let table = profiles::table(name).with_context(|| format!("mig_table {name:?} is not known"))?;
+        for mig in &mut self.mig {
+            let shape = profiles::shape(table, &mig.profile).context(mig.profile.clone())?;
+            (mig.sm_count, mig.memory_mib) = (shape.sm_count, shape.memory_mib);
+            (mig.gi_cap, mig.ci_cap) = caps(self.minor, mig.gi, mig.ci);
+        }
+        Ok(())
+    }
+}
+
+/// GPU instances that `mig-minors` numbers for each GPU.
+pub const GPU_INSTANCES: u32 = 15;
+/// Compute instances that `mig-minors` numbers for each GPU instance.
+pub const COMPUTE_INSTANCES: u32 = 8;
+
+/// N of `nvidia-cap<N>` for a GPU instance and one of its compute instances, as `mig-minors` counts them:
+/// 1 and 2 are config and monitor, then every possible instance of every possible GPU in turn.
+#[must_use]
+pub const fn caps(minor: u32, gi: u32, ci: u32) -> (u32, u32) {
+    let each = 1 + COMPUTE_INSTANCES;
+    let gi_cap = 3 + (minor * GPU_INSTANCES + gi) * each;
+    (gi_cap, gi_cap + 1 + ci)
+}
+
+fn distinct<T: Ord + Hash>(values: impl Iterator<Item = T>) -> bool {
+    let mut seen = BTreeSet::new();
+    values.into_iter().all(|value| seen.insert(value))
+}
+
+/// FNV-1a of the path: all that is asked of it is that two roots differ.
+fn tag(dir: &Path) -> String {
+    let hash = dir
+        .as_os_str()
+        .as_encoded_bytes()
+        .iter()
+        .fold(0x811c_9dc5_u32, |hash, &byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    format!("{hash:08x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn caps_are_those_of_the_worked_example() {
+        assert_eq!(caps(0, 0, 0), (3, 4));
+        assert_eq!(caps(0, 2, 0), (21, 22));
+        assert_eq!(caps(0, 3, 1), (30, 32));
+        assert_eq!(caps(0, 9, 0), (84, 85));
+    }
+
+    #[test]
+    fn roots_have_different_tags() {
+        assert_eq!(tag(Path::new("")), "811c9dc5");
+        assert_ne!(tag(Path::new("/tmp/a")), tag(Path::new("/tmp/b")));
+    }
+}
