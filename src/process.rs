@@ -35,6 +35,12 @@ impl Process {
     }
 }
 
+/// Seconds since the epoch; 0 on a clock before it.
+#[must_use]
+pub fn epoch_seconds() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
 struct Stat {
     state: char,
     start_time: u64,

@@ -68,7 +68,7 @@ pub enum Admission {
 /// Any reason not to start it; nothing is left behind then, and `sublet status --last-error` has it.
 pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
     let annotations = apply::annotations(spec)?;
-    if !wish::is_ours(&annotations, candidate.share) {
+    if !wish::is_ours(spec, &annotations, candidate.share) {
         return Ok(Admission::NotOurs);
     }
     let admitted = match annotations.get(LEASE_ANNOTATION) {

@@ -20,9 +20,16 @@ pub struct Wish {
     pub image: Image,
 }
 
-/// Whether the container is ours: by its annotations, or by the name the shim was called by.
-pub(super) fn is_ours(annotations: &BTreeMap<String, String>, share: Option<&str>) -> bool {
-    request::is_ours(annotations) || (share.is_some() && !request::is_sandbox(annotations))
+/// Whether the container is ours: by its annotations, or by the name the shim was called by. The pause
+/// container of a pod never is, though engines copy the pod's annotations to it.
+pub(super) fn is_ours(spec: &Value, annotations: &BTreeMap<String, String>, share: Option<&str>) -> bool {
+    let asked = share.is_some() || request::is_ours(annotations);
+    asked && !request::is_sandbox(annotations) && !request::is_podman_infra(annotations, &arguments(spec))
+}
+
+fn arguments(spec: &Value) -> Vec<&str> {
+    let args = spec.pointer("/process/args").and_then(Value::as_array);
+    args.into_iter().flatten().filter_map(Value::as_str).collect()
 }
 
 /// Reads the wish out of `spec`, whose root filesystem is `rootfs`.

@@ -19,7 +19,7 @@ pub enum Command {
 /// The first error in the files, with file and line.
 pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
     let loaded = config::load()?;
-    let sources = config::sources();
+    let sources = config::sources()?;
     match command {
         Command::Check if sources.is_empty() => println!("No configuration file: built-in defaults are in force."),
         Command::Check => {
@@ -31,7 +31,7 @@ pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
             for source in sources {
                 println!("# from {}", source.display());
             }
-            print!("{}", config::to_toml(&loaded));
+            print!("{}", config::to_toml(&loaded)?);
         }
     }
     Ok(ExitCode::SUCCESS)

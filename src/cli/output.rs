@@ -3,7 +3,7 @@
 use std::io::IsTerminal as _;
 
 use clap::ValueEnum;
-use comfy_table::{Attribute, Cell, Table, presets};
+use comfy_table::{Table, presets};
 
 /// `--format`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -17,21 +17,18 @@ pub enum Format {
 
 /// A table without lines; the header is bold on a terminal that wants it.
 pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
-    let bold = colour();
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
-    table.set_header(header.iter().map(|name| {
-        let cell = Cell::new(name);
-        if bold { cell.add_attribute(Attribute::Bold) } else { cell }
-    }));
+    table.set_header(header);
     table.add_rows(rows);
-    if !bold {
-        table.force_no_tty();
-    }
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));
     }
-    table.lines().map(|line| line.trim_end().to_owned()).collect::<Vec<_>>().join("\n")
+    let mut lines: Vec<_> = table.lines().map(|line| line.trim_end().to_owned()).collect();
+    if let Some(header) = lines.first_mut().filter(|_| colour()) {
+        *header = format!("\u{1b}[1m{header}\u{1b}[0m");
+    }
+    lines.join("\n")
 }
 
 /// Colour only on a terminal, and not against NO_COLOR (no-color.org).

@@ -14,16 +14,19 @@ const PREFIX: &str = "sublet.";
 /// Longest `sublet.wait`: engines and people give a start up that takes longer.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// Whether any of `annotations` makes the container ours: a key beginning `sublet.`, and no sandbox.
-///
-/// A sandbox is a pod's pause container, which containerd's CRI and CRI-O mark as such. Podman marks its
-/// own with no annotation: see [`is_podman_infra`].
+/// Whether any of `annotations` asks for a share: a key beginning `sublet.`.
 #[must_use]
 pub fn is_ours(annotations: &BTreeMap<String, String>) -> bool {
-    let sandbox = ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"]
+    annotations.keys().any(|key| key.starts_with(PREFIX))
+}
+
+/// Whether this is a pod's pause container, which containerd's CRI and CRI-O mark as such: never ours.
+/// Podman marks its own with no annotation: see [`is_podman_infra`].
+#[must_use]
+pub fn is_sandbox(annotations: &BTreeMap<String, String>) -> bool {
+    ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"]
         .iter()
-        .any(|key| annotations.get(*key).is_some_and(|kind| kind == "sandbox"));
-    !sandbox && annotations.keys().any(|key| key.starts_with(PREFIX))
+        .any(|key| annotations.get(*key).is_some_and(|kind| kind == "sandbox"))
 }
 
 /// Whether this is the infra container of a Podman pod, which is never ours.

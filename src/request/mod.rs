@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use annotations::{is_ours, is_podman_infra, parse};
+pub use annotations::{is_ours, is_podman_infra, is_sandbox, parse};
 pub(crate) use error::nearest;
 pub use error::{RequestError, Setting};
 pub use units::{Memory, Percent};
