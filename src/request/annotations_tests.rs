@@ -44,8 +44,8 @@ fn only_annotated_containers_are_ours() {
 #[test]
 fn sandboxes_are_never_ours() {
     for key in ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"] {
-        assert!(!is_ours(&annotations(&[("sublet.gpu", "any"), (key, "sandbox")])));
-        assert!(is_ours(&annotations(&[("sublet.gpu", "any"), (key, "container")])));
+        assert!(is_sandbox(&annotations(&[("sublet.gpu", "any"), (key, "sandbox")])));
+        assert!(!is_sandbox(&annotations(&[("sublet.gpu", "any"), (key, "container")])));
     }
 }
 
