@@ -1,1 +1,3 @@
 //! The `sublet` command: one file a command.
+
+pub mod refresh;
