@@ -84,9 +84,8 @@ mod tests {
         let version = root.path().join("proc/driver/nvidia/version");
         std::fs::create_dir_all(version.parent().unwrap()).unwrap();
         std::fs::write(version, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  x\n").unwrap();
-        let mut config = Config::default();
-        config.state_dir = root.path().join("run");
-        config.driver.root = root.path().to_owned();
+        let driver = crate::config::Driver { root: root.path().to_owned(), ..Default::default() };
+        let config = Config { state_dir: root.path().join("run"), driver, ..Config::default() };
         (root, config)
     }
 

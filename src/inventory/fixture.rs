@@ -6,7 +6,7 @@ use std::path::Path;
 
 use tempfile::TempDir;
 
-use crate::config::Config;
+use crate::config::{Config, Driver};
 
 pub(super) struct Root(TempDir);
 
@@ -19,7 +19,7 @@ impl Root {
         let root = Self::new();
         root.file(
             "/proc/driver/nvidia/version",
-            &format!("NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  SIMULATED\n"),
+            format!("NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  SIMULATED\n"),
         );
         root
     }
@@ -30,10 +30,11 @@ impl Root {
 
     /// State below `run` and the driver below this root; everything else as the defaults have it.
     pub fn config(&self) -> Config {
-        let mut config = Config::default();
-        config.state_dir = self.path().join("run");
-        config.driver.root = self.path().to_owned();
-        config
+        Config {
+            state_dir: self.path().join("run"),
+            driver: Driver { root: self.path().to_owned(), ..Driver::default() },
+            ..Config::default()
+        }
     }
 
     pub fn file(&self, path: &str, content: impl AsRef<[u8]>) -> &Self {

@@ -69,6 +69,7 @@ pub(super) fn describe(
             .map_or(ComputeMode::Default, ComputeMode::from_nvml),
         display_active: unless_unsupported(device.is_display_active())?.unwrap_or(false),
         virtualization: unless_unsupported(device.virtualization_mode())?
+            .as_ref()
             .map_or(Virtualization::None, Virtualization::from_nvml),
         dri_nodes: nodes::dri(root, &bus_id),
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
@@ -92,17 +93,36 @@ fn unless_unsupported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, Nvml
     }
 }
 
-/// SMs of a GPU with this many CUDA cores. Cores per SM as in `_ConvertSMVer2Cores` of NVIDIA's CUDA
-/// samples (`Common/helper_cuda.h`); a generation that is not in there is unknown, not guessed.
+/// CUDA cores per SM and the compute capabilities that have them: `_ConvertSMVer2Cores` of NVIDIA's CUDA
+/// samples (`Common/helper_cuda.h`).
+const CORES_PER_SM: [(u32, &[(u32, u32)]); 3] = [
+    (192, &[(3, 0), (3, 2), (3, 5), (3, 7)]),
+    (64, &[(6, 0), (7, 0), (7, 2), (7, 5), (8, 0)]),
+    (
+        128,
+        &[
+            (5, 0),
+            (5, 2),
+            (5, 3),
+            (6, 1),
+            (6, 2),
+            (8, 6),
+            (8, 7),
+            (8, 9),
+            (9, 0),
+            (10, 0),
+            (10, 1),
+            (10, 3),
+            (11, 0),
+            (12, 0),
+            (12, 1),
+        ],
+    ),
+];
+
+/// SMs of a GPU with this many CUDA cores; a generation that is not in the table is unknown, not guessed.
 fn sm_count(cores: u32, compute_capability: (u32, u32)) -> Option<u32> {
-    let per_sm = match compute_capability {
-        (3, 0 | 2 | 5 | 7) => 192,
-        (6 | 8, 0) | (7, 0 | 2 | 5) => 64,
-        (5, 0 | 2 | 3) | (6, 1 | 2) | (8, 6 | 7 | 9) | (9, 0) | (10, 0 | 1 | 3) | (11, 0) | (12, 0 | 1) => {
-            128
-        }
-        _ => return None,
-    };
+    let (per_sm, _) = CORES_PER_SM.iter().find(|(_, known)| known.contains(&compute_capability))?;
     Some(cores / per_sm).filter(|&count| count > 0)
 }
 
@@ -117,7 +137,7 @@ impl ComputeMode {
 }
 
 impl Virtualization {
-    const fn from_nvml(mode: GpuVirtualizationMode) -> Self {
+    const fn from_nvml(mode: &GpuVirtualizationMode) -> Self {
         match mode {
             GpuVirtualizationMode::Bare => Self::None,
             GpuVirtualizationMode::PassThrough => Self::Passthrough,
@@ -140,14 +160,11 @@ fn running(device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
 }
 
 /// A list that grew between being counted and being read is asked for again.
-fn listed(ask: impl Fn() -> Result<Vec<ProcessInfo>, NvmlError>) -> Result<Vec<ProcessInfo>, NvmlError> {
-    let mut answer = ask();
-    for _ in 0..5 {
-        if !matches!(answer, Err(NvmlError::InsufficientSize(_))) {
-            break;
-        }
-        answer = ask();
-    }
+fn listed(ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>) -> Result<Vec<ProcessInfo>, NvmlError> {
+    let answer = std::iter::repeat_with(ask)
+        .take(6)
+        .find(|answer| !matches!(answer, Err(NvmlError::InsufficientSize(_))))
+        .unwrap_or(Err(NvmlError::InsufficientSize(None)));
     Ok(unless_unsupported(answer)?.unwrap_or_default())
 }
 

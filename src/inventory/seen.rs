@@ -32,7 +32,7 @@ pub(super) fn read(root: &Path) -> Result<Seen, InventoryError> {
 }
 
 /// A device that is gone answers every configuration read with ones (PCI Local Bus Specification 3.0,
-/// 6.1: vendor id FFFFh is invalid). A file that cannot be read proves nothing.
+/// 6.1: the vendor id `0xFFFF` is invalid). A file that cannot be read proves nothing.
 fn fell_off_the_bus(root: &Path, bus_id: &str) -> bool {
     let mut vendor = [0; 2];
     File::open(under(root, &format!("/sys/bus/pci/devices/{bus_id}/config")))

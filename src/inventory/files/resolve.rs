@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
 
-/// As many links as Linux follows (`MAXSYMLINKS`, path_resolution(7)).
+/// As many links as Linux follows (`MAXSYMLINKS`, `path_resolution(7)`).
 const MOST_LINKS: usize = 40;
 
 /// The file that `path` leads to below `root`, root included; `None` where it leads nowhere.
