@@ -8,6 +8,8 @@ mod files;
 mod fixture;
 mod kernel;
 #[cfg(feature = "cli")]
+mod majors;
+#[cfg(feature = "cli")]
 mod mig_ids;
 mod nodes;
 #[cfg(feature = "cli")]

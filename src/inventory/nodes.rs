@@ -1,4 +1,4 @@
-//! Device nodes of the driver: their majors, and whether they are there and what they should be.
+//! Device nodes of the driver: whether they are there and what they should be.
 
 use std::fs;
 use std::io;
@@ -7,8 +7,6 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::stat::{major, minor};
 
-#[cfg(feature = "cli")]
-use super::Majors;
 use super::{Node, under};
 
 /// Why a node cannot be given to a container.
@@ -80,69 +78,10 @@ fn remedy(path: &Path) -> String {
     }
 }
 
-#[cfg(feature = "cli")]
-impl Majors {
-    /// From the text of /proc/devices. The `nvidia-frontend` of drivers up to 535 became `nvidia`.
-    pub(super) fn parse(devices: &str) -> Self {
-        let characters = devices.split("Block devices:").next().unwrap_or_default();
-        let find = |names: &[&str]| {
-            characters.lines().find_map(|line| {
-                let (number, name) = line.trim().split_once(' ')?;
-                names.contains(&name.trim()).then(|| number.parse().ok())?
-            })
-        };
-        Self {
-            nvidia: find(&["nvidia", "nvidia-frontend", "nvidiactl"]),
-            uvm: find(&["nvidia-uvm"]),
-            caps: find(&["nvidia-caps"]),
-        }
-    }
-}
-
-/// The nodes under /dev/dri of the GPU at `bus_id`; those that nobody made are left out.
-#[cfg(feature = "cli")]
-pub(super) fn dri(root: &Path, bus_id: &str) -> Vec<Node> {
-    let Ok(entries) = fs::read_dir(under(root, &format!("/sys/bus/pci/devices/{bus_id}/drm"))) else {
-        return Vec::new();
-    };
-    let mut nodes: Vec<Node> = entries
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .filter(|name| name.starts_with("card") || name.starts_with("renderD"))
-        .filter_map(|name| character_device(root, Path::new("/dev/dri").join(name)))
-        .collect();
-    nodes.sort_by(|a, b| a.path.cmp(&b.path));
-    nodes
-}
-
-#[cfg(feature = "cli")]
-fn character_device(root: &Path, path: PathBuf) -> Option<Node> {
-    let there = fs::metadata(under(root, path.to_str()?)).ok()?;
-    let number = |part: u64| u32::try_from(part).ok();
-    there.file_type().is_char_device().then_some(())?;
-    Some(Node { path, major: number(major(there.rdev()))?, minor: number(minor(there.rdev()))? })
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::fixture::Root;
     use super::*;
-
-    #[test]
-    fn majors_of_new_and_old_drivers() {
-        let new = "Character devices:\n  1 mem\n195 nvidia\n195 nvidia-modeset\n195 nvidiactl\n\
-                   241 nvidia-caps\n240 nvidia-caps-imex-channels\n510 nvidia-uvm\n\n\
-                   Block devices:\n  8 sd\n";
-        assert_eq!(Majors::parse(new), Majors { nvidia: Some(195), uvm: Some(510), caps: Some(241) });
-        let old = "Character devices:\n195 nvidia-frontend\n235 nvidia-uvm\n";
-        assert_eq!(Majors::parse(old), Majors { nvidia: Some(195), uvm: Some(235), caps: None });
-    }
-
-    #[test]
-    fn a_block_device_or_garbage_is_no_major() {
-        let block = "Character devices:\n  1 mem\n\nBlock devices:\n195 nvidia\n";
-        assert_eq!(Majors::parse(block), Majors::default());
-        assert_eq!(Majors::parse("Character devices:\nx nvidia\nnvidia\n195\n"), Majors::default());
-    }
 
     #[test]
     fn nodes_are_checked_by_number_and_kind() {

@@ -11,7 +11,7 @@ use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
 use super::mig_ids::instance_ids;
-use super::{ComputeMode, Device, GpuProcess, MigDevice, Node, Virtualization, nodes, processes};
+use super::{ComputeMode, Device, GpuProcess, MigDevice, Node, Virtualization, majors, processes};
 
 /// Loads and initializes the library, with whatever GPUs answer.
 pub(super) fn init(library: &Path) -> Result<Nvml, NvmlError> {
@@ -71,7 +71,7 @@ pub(super) fn describe(
         virtualization: unless_unsupported(device.virtualization_mode())?
             .as_ref()
             .map_or(Virtualization::None, Virtualization::from_nvml),
-        dri_nodes: nodes::dri(root, &bus_id),
+        dri_nodes: majors::dri(root, &bus_id),
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
         processes: running(device)?,
         mig: if mig_enabled { mig_devices(device)? } else { Vec::new() },
