@@ -1,7 +1,6 @@
 //! A driver root in a temporary directory, for this module's tests.
 
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::Path;
 
 use tempfile::TempDir;
@@ -44,10 +43,11 @@ impl Root {
         self
     }
 
+    #[cfg(feature = "cli")]
     pub fn link(&self, path: &str, target: &str) -> &Self {
         let path = super::under(self.path(), path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
-        symlink(target, path).unwrap();
+        std::os::unix::fs::symlink(target, path).unwrap();
         self
     }
 

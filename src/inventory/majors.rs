@@ -69,11 +69,17 @@ mod tests {
     }
 
     #[test]
-    fn dri_nodes_that_nobody_made_are_left_out() {
+    fn dri_nodes_are_numbered_as_found_and_left_out_where_nobody_made_them() {
         let root = super::super::fixture::Root::new();
-        root.file("/sys/bus/pci/devices/0000:3b:00.0/drm/card1/dev", "226:1").file("/dev/dri/card1", "");
-        root.file("/sys/bus/pci/devices/0000:3b:00.0/drm/renderD128/dev", "226:128");
-        assert_eq!(dri(root.path(), "0000:3b:00.0"), []);
+        let drm = "/sys/bus/pci/devices/0000:3b:00.0/drm";
+        for name in ["card1", "card2", "renderD128", "controlD64", "version"] {
+            root.file(&format!("{drm}/{name}/dev"), "");
+        }
+        // /dev/null stands for a node: 1:3 on every Linux.
+        root.link("/dev/dri/renderD128", "/dev/null").link("/dev/dri/controlD64", "/dev/null");
+        root.file("/dev/dri/card1", "no device");
+        let expected = Node { path: "/dev/dri/renderD128".into(), major: 1, minor: 3 };
+        assert_eq!(dri(root.path(), "0000:3b:00.0"), [expected]);
         assert_eq!(dri(root.path(), "0000:5e:00.0"), []);
     }
 }
