@@ -1,24 +1,240 @@
 //! `inventory.json`: writing it, reading it, and whether it is still true.
 
-use super::Inventory;
-use crate::config::Config;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use nix::libc;
+
+use super::{Fingerprint, Inventory, seen};
+use crate::config::{Config, Inject};
+use crate::replace::replace;
+use crate::text::safe;
+
+/// `Inventory::schema` of this build.
+pub const SCHEMA: &str = "sublet.inventory/1";
+
+/// Far more than 16 GPUs full of processes need.
+const LARGEST: u64 = 8 << 20;
 
 /// Why there is no usable inventory.
 #[derive(Debug, thiserror::Error)]
-pub enum InventoryError {}
-
-/// The inventory as last refreshed, checked against the running system.
-///
-/// # Errors
-/// [`InventoryError::Missing`] and `Stale` ask for `sublet refresh`; others are the driver's own trouble.
-pub fn load(_config: &Config) -> Result<Inventory, InventoryError> {
-    todo!()
+pub enum InventoryError {
+    /// Never written on this boot.
+    #[error("{} is missing; run `sublet refresh`", .path.display())]
+    Missing {
+        /// `inventory.json`.
+        path: PathBuf,
+    },
+    /// Something differs from what it was written for.
+    #[error("{} is stale: {changed}; run `sublet refresh`", .path.display())]
+    Stale {
+        /// `inventory.json`.
+        path: PathBuf,
+        /// What differs, then and now.
+        changed: String,
+    },
+    /// It is not what `sublet refresh` writes.
+    #[error("{} is corrupt ({why}); run `sublet refresh`", .path.display())]
+    Corrupt {
+        /// `inventory.json`.
+        path: PathBuf,
+        /// How.
+        why: String,
+    },
+    /// Somebody else could have written it: it is not read at all.
+    #[error("{} is not trusted: {why}; remove it and run `sublet refresh`", .path.display())]
+    Untrusted {
+        /// `inventory.json`.
+        path: PathBuf,
+        /// What about it.
+        why: &'static str,
+    },
+    /// A GPU of the inventory no longer answers on the PCI bus.
+    #[error(
+        "GPU {bus_id} fell off the bus (its PCI configuration reads ffff); `sublet refresh` leaves it \
+         out, a power cycle may bring it back"
+    )]
+    FellOffTheBus {
+        /// As `0000:3b:00.0`.
+        bus_id: String,
+    },
+    /// There is nothing to share.
+    #[error(
+        "no NVIDIA driver is loaded: {} is missing; install the driver or load it with `modprobe nvidia`",
+        .path.display()
+    )]
+    NoDriver {
+        /// Where the kernel module would say its version.
+        path: PathBuf,
+    },
+    /// A file or directory that is there cannot be read.
+    #[error("cannot read {}: {source}", .path.display())]
+    Unreadable {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// `inventory.json` cannot be written.
+    #[error("cannot write {}: {source}; is [state_dir] writable and are you root?", .path.display())]
+    Unwritable {
+        /// `inventory.json` or its directory.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
 }
 
-/// Writes `inventory.json` atomically, mode 0644.
+impl InventoryError {
+    /// Whether `sublet refresh` is the way out, rather than the administrator.
+    #[must_use]
+    pub const fn wants_refresh(&self) -> bool {
+        matches!(
+            self,
+            Self::Missing { .. }
+                | Self::Stale { .. }
+                | Self::Corrupt { .. }
+                | Self::Untrusted { .. }
+                | Self::FellOffTheBus { .. }
+        )
+    }
+}
+
+/// The inventory as last refreshed, checked against the running system in a few short file reads.
+///
+/// # Errors
+/// Where [`InventoryError::wants_refresh`] says so, `sublet refresh` helps; others are the driver's own
+/// trouble.
+pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
+    let path = path(config);
+    let inventory = parse(&path, &read(&path)?)?;
+    let seen = seen::read(&config.driver.root)?;
+    if let Some(bus_id) = seen.lost.into_iter().find(|lost| inventory.fingerprint.gpus.contains(lost)) {
+        return Err(InventoryError::FellOffTheBus { bus_id });
+    }
+    match difference(&inventory.fingerprint, &seen.fingerprint).or_else(|| missing_file(config, &inventory)) {
+        Some(changed) => Err(InventoryError::Stale { path, changed }),
+        None => Ok(inventory),
+    }
+}
+
+/// Writes `inventory.json` atomically, mode 0644; the state directory is made if need be.
 ///
 /// # Errors
 /// The state directory cannot be written.
-pub fn store(_config: &Config, _inventory: &Inventory) -> Result<(), InventoryError> {
-    todo!()
+pub fn store(config: &Config, inventory: &Inventory) -> Result<(), InventoryError> {
+    let path = path(config);
+    write(config, &path, inventory).map_err(|source| InventoryError::Unwritable { path, source })
 }
+
+/// The fingerprint as it is now. GPUs that fell off the bus are not in it.
+///
+/// # Errors
+/// No driver is loaded, or what it says cannot be read.
+pub fn fingerprint(config: &Config) -> Result<Fingerprint, InventoryError> {
+    seen::read(&config.driver.root).map(|seen| seen.fingerprint)
+}
+
+/// `inventory.json` of this configuration.
+pub(crate) fn path(config: &Config) -> PathBuf {
+    config.state_dir.join("inventory.json")
+}
+
+fn write(config: &Config, path: &Path, inventory: &Inventory) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o755).create(&config.state_dir)?;
+    // `replace` keeps mode and owner of what is there: what we would not read must not lend us its own.
+    if fs::symlink_metadata(path).is_ok_and(|there| distrust(&there).is_some()) {
+        fs::remove_file(path)?;
+    }
+    replace(path, &serde_json::to_vec(inventory)?, 0o644)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, InventoryError> {
+    let unreadable = |source| InventoryError::Unreadable { path: path.to_owned(), source };
+    let untrusted = |why| InventoryError::Untrusted { path: path.to_owned(), why };
+    let file = match open(path) {
+        Ok(file) => file,
+        Err(error) => {
+            return Err(match error.raw_os_error() {
+                Some(libc::ENOENT) => InventoryError::Missing { path: path.to_owned() },
+                Some(libc::ELOOP) => untrusted("it is a symbolic link"),
+                _ => unreadable(error),
+            });
+        }
+    };
+    if let Some(why) = distrust(&file.metadata().map_err(unreadable)?) {
+        return Err(untrusted(why));
+    }
+    let mut text = Vec::new();
+    file.take(LARGEST + 1).read_to_end(&mut text).map_err(unreadable)?;
+    Ok(text)
+}
+
+/// Neither follows a link nor waits for the writer of a FIFO.
+fn open(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)
+}
+
+/// Why a file is not to be believed: only root and we ourselves may have written it.
+fn distrust(metadata: &fs::Metadata) -> Option<&'static str> {
+    let us = nix::unistd::geteuid().as_raw();
+    if !metadata.is_file() {
+        Some("it is no regular file")
+    } else if metadata.uid() != 0 && metadata.uid() != us {
+        Some("it belongs to another user")
+    } else if metadata.mode() & 0o022 != 0 {
+        Some("others may write to it")
+    } else {
+        None
+    }
+}
+
+fn parse(path: &Path, text: &[u8]) -> Result<Inventory, InventoryError> {
+    let corrupt = |why| InventoryError::Corrupt { path: path.to_owned(), why };
+    if text.len() as u64 > LARGEST {
+        return Err(corrupt("larger than 8 MiB".to_owned()));
+    }
+    let inventory: Inventory =
+        serde_json::from_slice(text).map_err(|error| corrupt(safe(&error.to_string())))?;
+    if inventory.schema != SCHEMA {
+        return Err(corrupt(format!("schema {}, not {SCHEMA}", safe(&inventory.schema))));
+    }
+    Ok(inventory)
+}
+
+/// The first thing that differs, for people.
+fn difference(then: &Fingerprint, now: &Fingerprint) -> Option<String> {
+    if then.boot_id != now.boot_id {
+        Some("it is from an earlier boot".to_owned())
+    } else if then.driver_version != now.driver_version {
+        Some(format!("driver {} then, {} now", safe(&then.driver_version), safe(&now.driver_version)))
+    } else if then.gpus != now.gpus {
+        Some(format!("GPUs {} then, {} now", listed(&then.gpus), listed(&now.gpus)))
+    } else if then.mig != now.mig {
+        Some(format!("MIG instances {} then, {} now", listed(&then.mig), listed(&now.mig)))
+    } else {
+        None
+    }
+}
+
+fn listed(names: &[String]) -> String {
+    if names.is_empty() { "none".to_owned() } else { safe(&names.join(" ")) }
+}
+
+/// A driver package that was upgraded, with the old module still loaded, took the old files away.
+fn missing_file(config: &Config, inventory: &Inventory) -> Option<String> {
+    if config.driver.inject == Inject::None {
+        return None;
+    }
+    let gone = |source: &PathBuf| {
+        !source.starts_with(&config.driver.root) || !fs::metadata(source).is_ok_and(|there| there.is_file())
+    };
+    let source = inventory.files.iter().map(|file| &file.source).find(|source| gone(source))?;
+    Some(format!("driver file {} is gone", safe(&source.display().to_string())))
+}
+
+#[cfg(test)]
+#[path = "cache_tests.rs"]
+mod tests;

@@ -3,13 +3,31 @@
 
 mod cache;
 #[cfg(feature = "cli")]
+mod files;
+#[cfg(test)]
+mod fixture;
+mod kernel;
+#[cfg(feature = "cli")]
+mod majors;
+#[cfg(feature = "cli")]
+mod mig_ids;
+mod nodes;
+#[cfg(feature = "cli")]
+mod nvml;
+#[cfg(feature = "cli")]
 mod probe;
+#[cfg(feature = "cli")]
+mod processes;
+mod seen;
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-pub use cache::{InventoryError, load, store};
+#[cfg(feature = "cli")]
+pub(crate) use cache::path as cache_path;
+pub use cache::{InventoryError, SCHEMA, fingerprint, load, store};
+pub use nodes::{NodeError, check_node};
 #[cfg(feature = "cli")]
 pub use probe::{ProbeError, probe};
 

@@ -1,0 +1,183 @@
+//! `sublet refresh`: looks at the driver afresh and writes the inventory.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::SystemTime;
+
+use anyhow::Context as _;
+use nix::fcntl::{Flock, FlockArg};
+use nix::libc;
+
+use crate::config::Config;
+use crate::inventory::{self, Inventory};
+
+/// Arguments of `sublet refresh`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// Print nothing unless it fails
+    #[arg(long)]
+    quiet: bool,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// See [`refresh`].
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    let inventory = refresh(config)?;
+    if !arguments.quiet {
+        let (devices, files) = (inventory.devices.len(), inventory.files.len());
+        println!("Driver {}: {devices} GPUs, {files} driver files.", inventory.driver.version);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Probes and stores, one refresh at a time. Who waited for another's refresh that began after being
+/// asked for takes its result: many containers starting on a stale inventory ask NVML twice at most.
+///
+/// # Errors
+/// The driver cannot be asked (see `ProbeError`), or the state directory cannot be written.
+pub fn refresh(config: &Config) -> anyhow::Result<Inventory> {
+    refresh_asked(config, SystemTime::now(), |config| Ok(inventory::probe(config)?))
+}
+
+fn refresh_asked(
+    config: &Config,
+    asked: SystemTime,
+    probe: impl FnOnce(&Config) -> anyhow::Result<Inventory>,
+) -> anyhow::Result<Inventory> {
+    let _lock = lock(&config.state_dir)?;
+    let path = inventory::cache_path(config);
+    if began_after(&path, asked) {
+        if let Ok(inventory) = inventory::load(config) {
+            return Ok(inventory);
+        }
+    }
+    let began = SystemTime::now();
+    let inventory = probe(config)?;
+    inventory::store(config, &inventory)?;
+    // The file's time says when its probe began: who waits on the lock compares it with its own start.
+    File::open(&path)
+        .and_then(|file| file.set_modified(began))
+        .with_context(|| format!("cannot set the time of {}", path.display()))?;
+    Ok(inventory)
+}
+
+fn began_after(path: &Path, asked: SystemTime) -> bool {
+    std::fs::symlink_metadata(path)
+        .and_then(|there| there.modified())
+        .is_ok_and(|began| began > asked && began <= SystemTime::now())
+}
+
+/// Waits for the refresh that runs, if any. 0600: nobody else may hold us up.
+fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
+    let path = state_dir.join("refresh.lock");
+    let file = DirBuilder::new()
+        .recursive(true)
+        .mode(0o755)
+        .create(state_dir)
+        .and_then(|()| {
+            OpenOptions::new()
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .mode(0o600)
+                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+                .open(&path)
+        })
+        .with_context(|| {
+            format!("cannot open {}; is [state_dir] writable and are you root?", path.display())
+        })?;
+    Flock::lock(file, FlockArg::LockExclusive)
+        .map_err(|(_, error)| error)
+        .with_context(|| format!("cannot lock {}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::{Driver, Majors, SCHEMA};
+
+    /// A driver root without GPUs, and an inventory of it as a probe would make.
+    fn root() -> (tempfile::TempDir, Config) {
+        let root = tempfile::tempdir().unwrap();
+        let version = root.path().join("proc/driver/nvidia/version");
+        std::fs::create_dir_all(version.parent().unwrap()).unwrap();
+        std::fs::write(version, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  x\n").unwrap();
+        let driver = crate::config::Driver { root: root.path().to_owned(), ..Default::default() };
+        let config = Config { state_dir: root.path().join("run"), driver, ..Config::default() };
+        (root, config)
+    }
+
+    fn probed(config: &Config, probed_at: u64) -> anyhow::Result<Inventory> {
+        Ok(Inventory {
+            schema: SCHEMA.into(),
+            fingerprint: inventory::fingerprint(config)?,
+            probed_at,
+            driver: Driver {
+                version: "580.159.04".into(),
+                cuda: (13, 0),
+                simulated: false,
+                mps_control: None,
+                smi: None,
+                majors: Majors::default(),
+            },
+            devices: Vec::new(),
+            files: Vec::new(),
+        })
+    }
+
+    #[test]
+    fn a_refresh_that_began_after_asking_is_joined() {
+        let (_root, config) = root();
+        let asked = SystemTime::now();
+        assert_eq!(refresh_asked(&config, asked, |config| probed(config, 1)).unwrap().probed_at, 1);
+        let joined = refresh_asked(&config, asked, |_| panic!("asked again")).unwrap();
+        assert_eq!(joined.probed_at, 1);
+        let later = refresh_asked(&config, SystemTime::now(), |config| probed(config, 2)).unwrap();
+        assert_eq!(later.probed_at, 2);
+        assert_eq!(inventory::load(&config).unwrap().probed_at, 2);
+    }
+
+    #[test]
+    fn a_refresh_that_began_before_asking_is_not_enough() {
+        let (_root, config) = root();
+        let began_before = |config: &Config| {
+            let inventory = probed(config, 1);
+            std::thread::sleep(std::time::Duration::from_millis(2));
+            inventory
+        };
+        refresh_asked(&config, SystemTime::now(), began_before).unwrap();
+        let asked = SystemTime::now() - std::time::Duration::from_millis(1);
+        assert_eq!(refresh_asked(&config, asked, |config| probed(config, 2)).unwrap().probed_at, 2);
+    }
+
+    #[test]
+    fn a_probe_that_fails_keeps_what_was_there() {
+        let (_root, config) = root();
+        refresh_asked(&config, SystemTime::now(), |config| probed(config, 1)).unwrap();
+        let failed = refresh_asked(&config, SystemTime::now(), |_| anyhow::bail!("no driver"));
+        assert_eq!(failed.unwrap_err().to_string(), "no driver");
+        assert_eq!(inventory::load(&config).unwrap().probed_at, 1);
+    }
+
+    #[test]
+    fn an_inventory_gone_stale_meanwhile_is_not_joined() {
+        let (root, config) = root();
+        let asked = SystemTime::now();
+        refresh_asked(&config, asked, |config| probed(config, 1)).unwrap();
+        std::fs::create_dir_all(root.path().join("proc/driver/nvidia/gpus/0000:3b:00.0")).unwrap();
+        assert_eq!(refresh_asked(&config, asked, |config| probed(config, 2)).unwrap().probed_at, 2);
+    }
+
+    #[test]
+    fn a_state_directory_that_cannot_be_made_is_named() {
+        let (root, mut config) = root();
+        std::fs::write(root.path().join("file"), "").unwrap();
+        config.state_dir = root.path().join("file/run");
+        let error = refresh_asked(&config, SystemTime::now(), |config| probed(config, 1)).unwrap_err();
+        assert!(format!("{error:#}").contains("file/run/refresh.lock; is [state_dir] writable"), "{error:#}");
+    }
+}

@@ -1,0 +1,112 @@
+//! Device nodes of the driver: whether they are there and what they should be.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+
+use nix::sys::stat::{major, minor};
+
+use super::{Node, under};
+
+/// Why a node cannot be given to a container.
+#[derive(Debug, thiserror::Error)]
+pub enum NodeError {
+    /// Nobody made it.
+    #[error("device node {} is missing; {}", .path.display(), remedy(.path))]
+    Missing {
+        /// Driver root included.
+        path: PathBuf,
+    },
+    /// Something else is there.
+    #[error(
+        "{} is {found}, not the character device {major}:{minor} that /proc/devices tells; remove it, then {}",
+        .path.display(), remedy(.path)
+    )]
+    Other {
+        /// Driver root included.
+        path: PathBuf,
+        /// What is there.
+        found: String,
+        /// What should be.
+        major: u32,
+        /// What should be.
+        minor: u32,
+    },
+    /// It cannot be looked at.
+    #[error("cannot look at {}: {source}", .path.display())]
+    Unreadable {
+        /// Driver root included.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// Whether `node` is on this host and what the inventory says it is.
+///
+/// # Errors
+/// It is missing, or something else is in its place.
+pub fn check_node(root: &Path, node: &Node) -> Result<(), NodeError> {
+    let path = under(root, &node.path.to_string_lossy());
+    let there = match fs::metadata(&path) {
+        Ok(there) => there,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(NodeError::Missing { path }),
+        Err(source) => return Err(NodeError::Unreadable { path, source }),
+    };
+    let found = if there.file_type().is_char_device() {
+        let device = there.rdev();
+        if (major(device), minor(device)) == (u64::from(node.major), u64::from(node.minor)) {
+            return Ok(());
+        }
+        format!("the character device {}:{}", major(device), minor(device))
+    } else {
+        "no character device".to_owned()
+    };
+    Err(NodeError::Other { path, found, major: node.major, minor: node.minor })
+}
+
+/// What makes the node. `nvidia-modprobe` is setuid and part of every driver package (its manual page).
+fn remedy(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    match name.strip_prefix("nvidia").map(str::parse::<u32>) {
+        _ if name.starts_with("nvidia-uvm") => {
+            "run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`".to_owned()
+        }
+        Some(Ok(minor)) => format!("run `nvidia-modprobe -c {minor}`"),
+        _ => "run `nvidia-modprobe`".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::Root;
+    use super::*;
+
+    #[test]
+    fn nodes_are_checked_by_number_and_kind() {
+        let node = |path: &str, major, minor| Node { path: path.into(), major, minor };
+        assert!(check_node(Path::new("/"), &node("/dev/null", 1, 3)).is_ok());
+        let error = check_node(Path::new("/"), &node("/dev/null", 195, 0)).unwrap_err().to_string();
+        assert!(error.contains("is the character device 1:3, not the character device 195:0"), "{error}");
+        let root = Root::new();
+        root.file("/dev/nvidia0", "");
+        let error = check_node(root.path(), &node("/dev/nvidia0", 195, 0)).unwrap_err().to_string();
+        assert!(error.contains("is no character device, not"), "{error}");
+    }
+
+    #[test]
+    fn a_missing_node_comes_with_what_makes_it() {
+        let root = Root::new();
+        let cases = [
+            ("/dev/nvidia3", "is missing; run `nvidia-modprobe -c 3`"),
+            ("/dev/nvidiactl", "is missing; run `nvidia-modprobe`"),
+            ("/dev/nvidia-uvm", "is missing; run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`"),
+        ];
+        for (path, message) in cases {
+            let node = Node { path: path.into(), major: 195, minor: 3 };
+            let error = check_node(root.path(), &node).unwrap_err().to_string();
+            assert!(error.ends_with(message), "{error}");
+        }
+    }
+}

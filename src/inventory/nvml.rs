@@ -1,0 +1,247 @@
+//! What NVML says of each GPU.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use nvml_wrapper::bitmasks::InitFlags;
+use nvml_wrapper::enum_wrappers::device::{ComputeMode as NvmlComputeMode, GpuVirtualizationMode};
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
+
+use super::mig_ids::instance_ids;
+use super::{ComputeMode, Device, GpuProcess, MigDevice, Node, Virtualization, majors, processes};
+
+/// Loads and initializes the library, with whatever GPUs answer.
+pub(super) fn init(library: &Path) -> Result<Nvml, NvmlError> {
+    Nvml::builder().lib_path(library.as_os_str()).flags(InitFlags::empty()).init()
+}
+
+/// CUDA's version, of NVML's 13000 for 13.0.
+pub(super) fn cuda_version(nvml: &Nvml) -> Result<(u32, u32), NvmlError> {
+    let version = nvml.sys_cuda_driver_version()?;
+    let part = |number: i32| u32::try_from(number).unwrap_or(0);
+    Ok((part(cuda_driver_version_major(version)), part(cuda_driver_version_minor(version))))
+}
+
+/// The PCI address as the kernel spells it.
+pub(super) fn bus_id(device: &NvmlDevice<'_>) -> Result<String, NvmlError> {
+    Ok(kernel_bus_id(&device.pci_info()?.bus_id))
+}
+
+/// NVML writes eight digits of domain and capitals, the kernel at least four and small letters.
+fn kernel_bus_id(nvml: &str) -> String {
+    let lower = nvml.to_ascii_lowercase();
+    match lower.split_once(':').and_then(|(domain, rest)| Some((u32::from_str_radix(domain, 16).ok()?, rest)))
+    {
+        Some((domain, rest)) => format!("{domain:04x}:{rest}"),
+        None => lower,
+    }
+}
+
+/// Everything of one GPU. `nvidia_major` is that of its node.
+pub(super) fn describe(
+    device: &NvmlDevice<'_>,
+    index: u32,
+    root: &Path,
+    nvidia_major: u32,
+) -> Result<Device, NvmlError> {
+    let bus_id = bus_id(device)?;
+    let minor = device.minor_number()?;
+    let capability = device.cuda_compute_capability()?;
+    let compute_capability =
+        (u32::try_from(capability.major).unwrap_or(0), u32::try_from(capability.minor).unwrap_or(0));
+    let memory = device.memory_info()?;
+    let mig_enabled = unless_unsupported(device.mig_mode())?.is_some_and(|mode| mode.current == 1);
+    Ok(Device {
+        uuid: device.uuid()?,
+        index,
+        minor,
+        name: device.name()?,
+        compute_capability,
+        sm_count: unless_unsupported(device.num_cores())?
+            .and_then(|cores| sm_count(cores, compute_capability)),
+        memory_bytes: memory.total,
+        memory_free_bytes: memory.free,
+        mig_enabled,
+        compute_mode: unless_unsupported(device.compute_mode())?
+            .map_or(ComputeMode::Default, ComputeMode::from_nvml),
+        display_active: unless_unsupported(device.is_display_active())?.unwrap_or(false),
+        virtualization: unless_unsupported(device.virtualization_mode())?
+            .as_ref()
+            .map_or(Virtualization::None, Virtualization::from_nvml),
+        dri_nodes: majors::dri(root, &bus_id),
+        nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
+        processes: running(device)?,
+        mig: if mig_enabled { mig_devices(device)? } else { Vec::new() },
+        bus_id,
+    })
+}
+
+/// `None` where this device or this driver has no such thing to say.
+fn unless_unsupported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+    match answer {
+        Ok(value) => Ok(Some(value)),
+        Err(
+            NvmlError::NotSupported
+            | NvmlError::FunctionNotFound
+            | NvmlError::FailedToLoadSymbol(_)
+            | NvmlError::UnexpectedVariant(_),
+        ) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// CUDA cores per SM and the compute capabilities that have them: `_ConvertSMVer2Cores` of NVIDIA's CUDA
+/// samples (`Common/helper_cuda.h`).
+const CORES_PER_SM: [(u32, &[(u32, u32)]); 3] = [
+    (192, &[(3, 0), (3, 2), (3, 5), (3, 7)]),
+    (64, &[(6, 0), (7, 0), (7, 2), (7, 5), (8, 0)]),
+    (
+        128,
+        &[
+            (5, 0),
+            (5, 2),
+            (5, 3),
+            (6, 1),
+            (6, 2),
+            (8, 6),
+            (8, 7),
+            (8, 9),
+            (9, 0),
+            (10, 0),
+            (10, 1),
+            (10, 3),
+            (11, 0),
+            (12, 0),
+            (12, 1),
+        ],
+    ),
+];
+
+/// SMs of a GPU with this many CUDA cores; a generation that is not in the table is unknown, not guessed.
+fn sm_count(cores: u32, compute_capability: (u32, u32)) -> Option<u32> {
+    let (per_sm, _) = CORES_PER_SM.iter().find(|(_, known)| known.contains(&compute_capability))?;
+    Some(cores / per_sm).filter(|&count| count > 0)
+}
+
+impl ComputeMode {
+    const fn from_nvml(mode: NvmlComputeMode) -> Self {
+        match mode {
+            NvmlComputeMode::Default => Self::Default,
+            NvmlComputeMode::Prohibited => Self::Prohibited,
+            NvmlComputeMode::ExclusiveThread | NvmlComputeMode::ExclusiveProcess => Self::ExclusiveProcess,
+        }
+    }
+}
+
+impl Virtualization {
+    const fn from_nvml(mode: &GpuVirtualizationMode) -> Self {
+        match mode {
+            GpuVirtualizationMode::Bare => Self::None,
+            GpuVirtualizationMode::PassThrough => Self::Passthrough,
+            GpuVirtualizationMode::Vgpu => Self::Vgpu,
+            GpuVirtualizationMode::HostVgpu | GpuVirtualizationMode::HostVsga => Self::Host,
+        }
+    }
+}
+
+/// Processes with compute contexts. The compute list holds MPS servers and who bypasses MPS, the MPS
+/// list its clients, which drivers name in the first as well: each once, by pid.
+fn running(device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
+    let compute = listed(|| device.running_compute_processes())?;
+    let mps = listed(|| device.mps_running_compute_processes())?;
+    let found = joined(compute.into_iter().chain(mps).map(|process| (process.pid, memory(&process))));
+    Ok(found
+        .into_iter()
+        .filter_map(|(pid, memory)| processes::describe(i32::try_from(pid).ok()?, memory))
+        .collect())
+}
+
+/// A list that grew between being counted and being read is asked for again.
+fn listed(ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>) -> Result<Vec<ProcessInfo>, NvmlError> {
+    let answer = std::iter::repeat_with(ask)
+        .take(6)
+        .find(|answer| !matches!(answer, Err(NvmlError::InsufficientSize(_))))
+        .unwrap_or(Err(NvmlError::InsufficientSize(None)));
+    Ok(unless_unsupported(answer)?.unwrap_or_default())
+}
+
+const fn memory(process: &ProcessInfo) -> u64 {
+    match process.used_gpu_memory {
+        UsedGpuMemory::Used(bytes) => bytes,
+        UsedGpuMemory::Unavailable => 0,
+    }
+}
+
+/// Each pid once, with the larger memory it is listed with.
+fn joined(listed: impl Iterator<Item = (u32, u64)>) -> BTreeMap<u32, u64> {
+    listed.fold(BTreeMap::new(), |mut found, (pid, memory)| {
+        let known = found.entry(pid).or_default();
+        *known = memory.max(*known);
+        found
+    })
+}
+
+/// The compute instances of a GPU in MIG mode. Their indexes have gaps.
+fn mig_devices(device: &NvmlDevice<'_>) -> Result<Vec<MigDevice>, NvmlError> {
+    let mut found = Vec::new();
+    for index in 0..device.mig_device_count()? {
+        let mig = match device.mig_device_by_index(index) {
+            Ok(mig) => mig,
+            Err(NvmlError::NotFound | NvmlError::InvalidArg) => continue,
+            Err(error) => return Err(error),
+        };
+        let (gi, ci) = instance_ids(&mig)?;
+        found.push(MigDevice {
+            uuid: mig.uuid()?,
+            profile: profile(&mig.name()?).to_owned(),
+            gi,
+            ci,
+            memory_bytes: mig.memory_info()?.total,
+        });
+    }
+    Ok(found)
+}
+
+/// `1g.5gb` of `NVIDIA A100-SXM4-40GB MIG 1g.5gb`.
+fn profile(name: &str) -> &str {
+    name.rsplit_once("MIG ").map_or(name, |(_, profile)| profile)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sm_counts_of_known_gpus() {
+        assert_eq!(sm_count(16_896, (9, 0)), Some(132), "H200");
+        assert_eq!(sm_count(6912, (8, 0)), Some(108), "A100");
+        assert_eq!(sm_count(5120, (7, 0)), Some(80), "V100");
+        assert_eq!(sm_count(3584, (6, 0)), Some(56), "P100");
+        assert_eq!(sm_count(16_384, (8, 9)), Some(128), "RTX 4090");
+        assert_eq!(sm_count(16_896, (99, 0)), None);
+        assert_eq!(sm_count(0, (9, 0)), None);
+    }
+
+    #[test]
+    fn bus_ids_become_the_kernels() {
+        assert_eq!(kernel_bus_id("00000000:3B:00.0"), "0000:3b:00.0");
+        assert_eq!(kernel_bus_id("00010000:AF:00.0"), "10000:af:00.0");
+        assert_eq!(kernel_bus_id("0000:3b:00.0"), "0000:3b:00.0");
+    }
+
+    #[test]
+    fn mig_profiles_are_taken_from_names() {
+        assert_eq!(profile("NVIDIA A100-SXM4-40GB MIG 1g.5gb"), "1g.5gb");
+        assert_eq!(profile("NVIDIA H200 MIG 1c.2g.35gb"), "1c.2g.35gb");
+        assert_eq!(profile("MIG 1g.18gb+me"), "1g.18gb+me");
+    }
+
+    #[test]
+    fn a_process_in_both_lists_counts_once() {
+        let found = joined([(7, 66), (9, 500), (9, 0), (4, 1)].into_iter());
+        assert_eq!(found.into_iter().collect::<Vec<_>>(), [(4, 1), (7, 66), (9, 500)]);
+    }
+}
