@@ -87,8 +87,26 @@ pub struct Exec {
 
 /// Words that are commands of runc or crun, for telling them from the value of an unknown option.
 const COMMANDS: &[&str] = &[
-    "checkpoint", "create", "delete", "events", "exec", "features", "help", "h", "kill", "list", "mounts",
-    "pause", "ps", "restore", "resume", "run", "spec", "start", "state", "update",
+    "checkpoint",
+    "create",
+    "delete",
+    "events",
+    "exec",
+    "features",
+    "help",
+    "h",
+    "kill",
+    "list",
+    "mounts",
+    "pause",
+    "ps",
+    "restore",
+    "resume",
+    "run",
+    "spec",
+    "start",
+    "state",
+    "update",
 ];
 
 /// Takes `args`, the program's name left out, apart.

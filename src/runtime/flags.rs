@@ -202,7 +202,9 @@ impl<'a> Scan<'a> {
     pub fn is_set(&self, name: &str) -> bool {
         let last = self.given.iter().rev().find(|(given, _)| *given == name);
         last.is_some_and(|(_, value)| {
-            value.is_none_or(|value| matches!(value.as_bytes(), b"1" | b"t" | b"T" | b"TRUE" | b"true" | b"True"))
+            value.is_none_or(|value| {
+                matches!(value.as_bytes(), b"1" | b"t" | b"T" | b"TRUE" | b"true" | b"True")
+            })
         })
     }
 
@@ -294,7 +296,9 @@ fn gnu<'a>(args: &[&'a OsStr], flags: &[Flag]) -> Scan<'a> {
     let mut scan = Scan::default();
     let mut next = 0;
     while let Some(arg) = args.get(next).map(|arg| arg.as_bytes()) {
-        let Some(rest) = arg.strip_prefix(b"-").filter(|rest| !rest.is_empty() && *rest != b"-") else { break };
+        let Some(rest) = arg.strip_prefix(b"-").filter(|rest| !rest.is_empty() && *rest != b"-") else {
+            break;
+        };
         next += 1;
         let wants_next = match rest.strip_prefix(b"-") {
             Some(long) => scan.long(long, flags),

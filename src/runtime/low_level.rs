@@ -12,7 +12,9 @@ const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/s
 
 /// None of the configured runtimes is there.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("missing {first}: no executable {names} found{ourselves}; install runc or crun, or set [runtime] low_level")]
+#[error(
+    "missing {first}: no executable {names} found{ourselves}; install runc or crun, or set [runtime] low_level"
+)]
 pub struct MissingRuntime {
     first: String,
     names: String,
