@@ -14,7 +14,8 @@ use crate::ledger::LeaseId;
 /// is gone.
 pub(super) fn delete(call: &Call<'_>, container: Option<(&str, PathBuf)>) -> Result<ExitCode, RuntimeError> {
     let Some((lease, config)) = container.and_then(|(id, record)| marked(call, id, &record)) else {
-        return match call.pass_on()? {};
+        let never = call.pass_on()?;
+        match never {}
     };
     let status = match child::run(&call.low_level.program, call.args) {
         Ok(status) => status,
