@@ -183,7 +183,7 @@ fn hook(args: &[&str], input: &Path) -> Output {
 fn the_hook_frees_nothing_that_is_not_ours_and_refuses_nonsense() {
     let dir = tempfile::tempdir().unwrap();
     let input = dir.path().join("state");
-    let mut poststop = |text: &[u8]| {
+    let poststop = |text: &[u8]| {
         fs::write(&input, text).unwrap();
         hook(&["poststop"], &input)
     };
