@@ -52,11 +52,11 @@ pub enum HookError {
 }
 
 /// Runs the hook; `args` begin with the program's name.
-pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
+pub fn main(mut args: impl Iterator<Item = OsString>) -> ExitCode {
     let own = config::load_runtime().ok().and_then(|runtime| runtime.log);
     let log = Log::new("sublet-hook", &Global::default(), own.as_deref());
     log::trace_to(log.clone(), false);
-    let stage = args.skip(1).next().unwrap_or_default();
+    let stage = args.nth(1).unwrap_or_default();
     match run(&stage.to_string_lossy()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

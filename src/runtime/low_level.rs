@@ -113,8 +113,8 @@ impl Host {
         }
     }
 
-    /// runc's rule (`shouldHonorXDGRuntimeDir` in rootless_linux.go) and crun's (`get_run_directory` in
-    /// libcrun/status.c, which honours XDG_RUNTIME_DIR for root too).
+    /// runc's rule (`shouldHonorXDGRuntimeDir` in `rootless_linux.go`) and crun's (`get_run_directory` in
+    /// libcrun/status.c, which honours `XDG_RUNTIME_DIR` for root too).
     fn state_dir(&self, dialect: Dialect) -> PathBuf {
         let not_named_root = self.user.as_deref() != Some(OsStr::new("root"));
         let (name, honoured) = match dialect {
@@ -126,7 +126,7 @@ impl Host {
     }
 }
 
-/// The initial namespace maps every id to itself (user_namespaces(7)).
+/// The initial namespace maps every id to itself (`user_namespaces(7)`).
 fn is_user_namespace(map: &str) -> bool {
     !map.split_ascii_whitespace().eq(["0", "0", "4294967295"])
 }
