@@ -1,2 +1,5 @@
-//! Placeholder.
-fn main() {}
+//! The OCI runtime shim.
+
+fn main() -> std::process::ExitCode {
+    sublet::runtime::main(std::env::args_os())
+}

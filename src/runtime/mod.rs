@@ -1,1 +1,261 @@
 //! The OCI runtime shim: edits what `create`, `run` and `exec` are given, then becomes runc or crun.
+//!
+//! The name it is called by is its door. `sublet-<share>` gives every container that named share.
+//! `sublet-runtime` may be the engine's default runtime and is silent about containers that are not
+//! ours; under any other name (a link registered as a runtime of its own) somebody chose it on purpose,
+//! and a container without annotations gets one line in the log.
+
+mod argv;
+mod checkpoint;
+mod child;
+mod create;
+mod delete;
+mod exec;
+mod flags;
+pub(crate) mod log;
+mod low_level;
+
+use std::convert::Infallible;
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use crate::admit::AdmitError;
+use crate::apply::{FileError, SpecError};
+use crate::config::{self, Config, ConfigError};
+
+pub use argv::{Command, CommandLine, Exec, Global, Start, parse};
+pub use flags::Dialect;
+use log::{Level, Log};
+use low_level::{LowLevel, MissingRuntime};
+
+/// Why a command is not carried out.
+#[derive(Debug, thiserror::Error)]
+pub enum RuntimeError {
+    /// The configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// No runc or crun.
+    #[error(transparent)]
+    LowLevel(#[from] MissingRuntime),
+    /// No share for it.
+    #[error(transparent)]
+    Admit(#[from] AdmitError),
+    /// config.json or the process file.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// What stands in them.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// It asks for a share, and we do not know who it is.
+    #[error(
+        "the command line does not say which container it is: one id of letters, digits and . _ + - is needed"
+    )]
+    NoId,
+    /// A path that the spec or the command line names.
+    #[error("{what} {path} cannot be used: {source}")]
+    Path {
+        /// What it is.
+        what: &'static str,
+        /// Where it is said to be.
+        path: String,
+        /// Why not.
+        source: io::Error,
+    },
+    /// `root` of config.json.
+    #[error("config.json has no root.path")]
+    NoRoot,
+    /// `hooks` of config.json.
+    #[error("config.json: hooks.poststop is no array of hooks")]
+    Hooks,
+    /// Our own /proc entry.
+    #[error("cannot find out when this process started, is /proc mounted? {0}")]
+    Process(io::Error),
+    /// checkpoint or restore.
+    #[error(
+        "{0} of a container with a GPU share is not possible: the GPU's state cannot be saved; recreate the container"
+    )]
+    NoCheckpoint(&'static str),
+    /// The low-level runtime.
+    #[error("cannot run {program}: {source}")]
+    Exec {
+        /// Its program.
+        program: String,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+/// What the name we are called by means.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Door {
+    /// `sublet-runtime`.
+    Runtime,
+    /// `sublet-<share>`.
+    Share(String),
+    /// Any other name.
+    Other,
+}
+
+impl Door {
+    fn from_name(name: &Path) -> Self {
+        let name = name.file_name().unwrap_or_default().to_string_lossy();
+        match name.strip_prefix("sublet-") {
+            Some("runtime") => Self::Runtime,
+            Some(share) if !share.is_empty() && share != "hook" => Self::Share(share.to_owned()),
+            _ => Self::Other,
+        }
+    }
+
+    fn share(&self) -> Option<&str> {
+        match self {
+            Self::Share(share) => Some(share),
+            _ => None,
+        }
+    }
+}
+
+/// One invocation of the shim.
+struct Call<'a> {
+    /// Without the program's name.
+    args: &'a [OsString],
+    door: Door,
+    low_level: LowLevel,
+    global: &'a Global,
+    log: &'a Log,
+}
+
+/// Runs the shim; `args` begin with the program's name.
+pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
+    let args: Vec<OsString> = args.collect();
+    let (name, args) =
+        args.split_first().map_or((Path::new(""), args.as_slice()), |(name, args)| (Path::new(name), args));
+    let found = configured();
+    // Engines write the options that concern the log alike for both.
+    let dialect = found.as_ref().map_or(Dialect::Runc, |(low_level, _)| low_level.dialect);
+    let line = parse(args, dialect);
+    let own_log = found.as_ref().ok().and_then(|(_, log)| log.as_deref());
+    let log = Log::new("sublet-runtime", &line.global, own_log);
+    log::trace_to(log.clone(), line.global.debug);
+    let done = found.and_then(|(low_level, _)| {
+        let call = Call { args, door: Door::from_name(name), low_level, global: &line.global, log: &log };
+        dispatch(&call, &line.command)
+    });
+    done.unwrap_or_else(|error| {
+        log.write(Level::Error, &about(&line.command, &error));
+        ExitCode::FAILURE
+    })
+}
+
+/// `[runtime]` of the configuration: the low-level runtime and our log file.
+fn configured() -> Result<(LowLevel, Option<PathBuf>), RuntimeError> {
+    let runtime = config::load_runtime()?;
+    let own = std::fs::metadata("/proc/self/exe").ok();
+    let low_level = low_level::find(&runtime.low_level, std::env::var_os("PATH").as_deref(), own.as_ref())?;
+    Ok((low_level, runtime.log))
+}
+
+/// Everything but `delete` of a container of ours ends in becoming the low-level runtime.
+fn dispatch(call: &Call<'_>, command: &Command) -> Result<ExitCode, RuntimeError> {
+    let never = match command {
+        Command::Create(start) => create::create(call, start, create::Kind::Create)?,
+        Command::Run(start) => create::create(call, start, create::Kind::Run)?,
+        Command::Exec(exec) => exec::exec(call, exec)?,
+        Command::Restore(start) => checkpoint::restore(call, start)?,
+        Command::Checkpoint(_) => checkpoint::checkpoint(call, call.container(command))?,
+        Command::Delete(_) => return delete::delete(call, call.container(command)),
+        Command::Other => call.pass_on()?,
+    };
+    match never {}
+}
+
+/// The error with its container.
+fn about(command: &Command, error: &RuntimeError) -> String {
+    match command.id() {
+        Some(id) => format!("container {}: {error}", crate::text::safe(&id.to_string_lossy())),
+        None => error.to_string(),
+    }
+}
+
+impl Call<'_> {
+    /// Becomes the low-level runtime, with the arguments as they came.
+    fn pass_on(&self) -> Result<Infallible, RuntimeError> {
+        Err(self.become_low_level(self.args))
+    }
+
+    /// Returns only on failure. `exec` of the standard library also puts back the one signal
+    /// disposition that it changed at our start, SIGPIPE; all else is inherited as we got it.
+    fn become_low_level(&self, args: &[OsString]) -> RuntimeError {
+        let source = std::process::Command::new(&self.low_level.program).args(args).exec();
+        self.cannot_run(source)
+    }
+
+    fn cannot_run(&self, source: io::Error) -> RuntimeError {
+        RuntimeError::Exec { program: self.low_level.program.display().to_string(), source }
+    }
+
+    /// The id and the record of the container that `command` names; `None` where there can be no lease.
+    fn container<'c>(&self, command: &'c Command) -> Option<(&'c str, PathBuf)> {
+        let id = command.id()?.to_str()?;
+        Some((id, self.record(id)?))
+    }
+
+    fn record(&self, id: &str) -> Option<PathBuf> {
+        low_level::record(
+            self.low_level.dialect,
+            self.global.root.as_deref(),
+            id,
+            &low_level::Host::current(),
+        )
+    }
+
+    /// The configuration, where there are leases at all: the commands on running containers cost nothing
+    /// on a host without. They go on without us when the configuration is broken: it must not stop health
+    /// checks and ends of containers, most of which are not ours.
+    fn config_with_leases(&self) -> Option<Config> {
+        match config::load() {
+            Ok(config) => config.state_dir.join("ledger.json").exists().then_some(config),
+            Err(error) => {
+                self.warn(&format!("{error}; going on without it"));
+                None
+            }
+        }
+    }
+
+    fn warn(&self, message: &str) {
+        self.log.write(Level::Warning, message);
+    }
+}
+
+/// Our effective user: ids of containers are unique for each user only.
+fn uid() -> u32 {
+    nix::unistd::geteuid().as_raw()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_is_the_door() {
+        let door = |name: &str| Door::from_name(Path::new(name));
+        assert_eq!(door("/usr/bin/sublet-runtime"), Door::Runtime);
+        assert_eq!(door("sublet-quarter"), Door::Share("quarter".into()));
+        assert_eq!(door("/x/sublet-a-b"), Door::Share("a-b".into()));
+        for other in ["sublet", "sublet-", "sublet-hook", "nvidia", "", "/"] {
+            assert_eq!(door(other), Door::Other, "{other}");
+        }
+    }
+
+    #[test]
+    fn errors_name_the_container() {
+        let error = RuntimeError::NoCheckpoint("checkpoint");
+        assert_eq!(
+            about(&Command::Checkpoint(Some("c\u{1b}1".into())), &error),
+            "container c\\u{1b}1: checkpoint of a container with a GPU share is not possible: the GPU's state \
+             cannot be saved; recreate the container"
+        );
+    }
+}

@@ -1,0 +1,218 @@
+//! The command line of runc and crun: which command it is, on which container, with which files. Nothing
+//! of it is changed here, and nothing is run.
+
+use std::ffi::{OsStr, OsString};
+use std::path::PathBuf;
+
+use super::flags::{self, Dialect, Scan};
+
+/// A command line understood as far as we need it.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct CommandLine {
+    /// What stands before the command.
+    pub global: Global,
+    /// The command.
+    pub command: Command,
+}
+
+/// Global options.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Global {
+    /// `--root`: where the runtime keeps its containers' state.
+    pub root: Option<PathBuf>,
+    /// `--log`; crun's `file:` taken off, its `journald:` and `syslog:` left out.
+    pub log: Option<PathBuf>,
+    /// `--log-format json`.
+    pub log_json: bool,
+    /// `--debug`.
+    pub debug: bool,
+}
+
+/// The commands that concern us. An id is `None` where it cannot be known.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub enum Command {
+    /// `create`.
+    Create(Start),
+    /// `run`: create, start, wait and delete in one.
+    Run(Start),
+    /// `exec`.
+    Exec(Exec),
+    /// `delete` of one container.
+    Delete(Option<OsString>),
+    /// `restore`.
+    Restore(Start),
+    /// `checkpoint`.
+    Checkpoint(Option<OsString>),
+    /// Passed on untouched: everything else, help, and what the runtime will refuse.
+    #[default]
+    Other,
+}
+
+impl Command {
+    /// The container.
+    #[must_use]
+    pub fn id(&self) -> Option<&OsStr> {
+        match self {
+            Self::Create(start) | Self::Run(start) | Self::Restore(start) => start.id.as_deref(),
+            Self::Exec(exec) => exec.id.as_deref(),
+            Self::Delete(id) | Self::Checkpoint(id) => id.as_deref(),
+            Self::Other => None,
+        }
+    }
+}
+
+/// `create`, `run`, `restore`.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Start {
+    /// The container.
+    pub id: Option<OsString>,
+    /// `--bundle`; else the current directory.
+    pub bundle: Option<PathBuf>,
+    /// crun's `--config`; else `config.json` in the bundle.
+    pub config: Option<PathBuf>,
+}
+
+/// `exec`.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Exec {
+    /// The container.
+    pub id: Option<OsString>,
+    /// `--process`.
+    pub process: Option<PathBuf>,
+    /// Each `--env`.
+    pub env: Vec<OsString>,
+    /// Where, among all arguments behind the program's name, more options may be inserted.
+    pub options_end: usize,
+}
+
+/// Words that are commands of runc or crun, for telling them from the value of an unknown option.
+const COMMANDS: &[&str] = &[
+    "checkpoint",
+    "create",
+    "delete",
+    "events",
+    "exec",
+    "features",
+    "help",
+    "h",
+    "kill",
+    "list",
+    "mounts",
+    "pause",
+    "ps",
+    "restore",
+    "resume",
+    "run",
+    "spec",
+    "start",
+    "state",
+    "update",
+];
+
+/// Takes `args`, the program's name left out, apart.
+#[must_use]
+pub fn parse(args: &[OsString], dialect: Dialect) -> CommandLine {
+    let mut global = Global::default();
+    let mut at = 0;
+    loop {
+        let table = if dialect == Dialect::Crun { flags::CRUN_GLOBAL } else { flags::RUNC_GLOBAL };
+        let scan = flags::in_order(&args[at..], table, dialect);
+        global.take(&scan, dialect);
+        let Some(word) = scan.operands.first().filter(|_| !scan.wants_help()) else {
+            return CommandLine { global, command: Command::Other };
+        };
+        let behind = args.len() - scan.operands.len() + 1;
+        if scan.unknown && !COMMANDS.iter().any(|command| word == command) {
+            // The value of an option that only a later runtime knows.
+            at = behind;
+            continue;
+        }
+        return CommandLine { global, command: command(word, args, behind, dialect) };
+    }
+}
+
+impl Global {
+    /// Takes over what `scan` found; what came last counts.
+    fn take(&mut self, scan: &Scan<'_>, dialect: Dialect) {
+        if let Some(root) = scan.value("root") {
+            self.root = Some(root.into());
+        }
+        if let Some(log) = scan.value("log") {
+            self.log = log_file(log, dialect);
+        }
+        if let Some(format) = scan.value("log-format") {
+            self.log_json = format == "json";
+        }
+        self.debug |= scan.is_set("debug") || scan.value("log-level").is_some_and(|level| level == "debug");
+    }
+}
+
+/// crun's log destinations are `[file:]PATH`, `journald:ID` and `syslog:ID` (crun.1).
+fn log_file(destination: &OsStr, dialect: Dialect) -> Option<PathBuf> {
+    use std::os::unix::ffi::OsStrExt as _;
+    let bytes = destination.as_bytes();
+    if dialect == Dialect::Crun {
+        if bytes.starts_with(b"journald:") || bytes.starts_with(b"syslog:") {
+            return None;
+        }
+        return Some(OsStr::from_bytes(bytes.strip_prefix(b"file:").unwrap_or(bytes)).into());
+    }
+    Some(destination.into())
+}
+
+/// The command `word`, whose own arguments are `args[behind..]`.
+fn command(word: &OsStr, args: &[OsString], behind: usize, dialect: Dialect) -> Command {
+    let own = &args[behind..];
+    let parsed = match word.to_str() {
+        Some("create") => start(own, flags::START, dialect).map(Command::Create),
+        Some("run") => start(own, flags::START, dialect).map(Command::Run),
+        Some("restore") => start(own, flags::CRIU, dialect).map(Command::Restore),
+        Some("checkpoint") => start(own, flags::CRIU, dialect).map(|start| Command::Checkpoint(start.id)),
+        Some("delete") => delete(own, dialect),
+        Some("exec") => exec(own, behind, dialect).map(Command::Exec),
+        _ => None,
+    };
+    parsed.unwrap_or_default()
+}
+
+fn start(args: &[OsString], table: &[flags::Flag], dialect: Dialect) -> Option<Start> {
+    let scan = flags::of_command(args, table, dialect);
+    (!scan.wants_help()).then(|| Start {
+        id: only_operand(&scan),
+        bundle: scan.value("bundle").map(PathBuf::from),
+        config: scan.value("config").filter(|_| dialect == Dialect::Crun).map(PathBuf::from),
+    })
+}
+
+/// With `--regex` the operand is no id: the runtime does it alone, the next command frees the leases.
+fn delete(args: &[OsString], dialect: Dialect) -> Option<Command> {
+    let scan = flags::of_command(args, flags::DELETE, dialect);
+    (!scan.wants_help() && !scan.is_set("regex")).then(|| Command::Delete(only_operand(&scan)))
+}
+
+/// Behind the id stands the command to run, whose options are not ours to read.
+fn exec(args: &[OsString], behind: usize, dialect: Dialect) -> Option<Exec> {
+    let table = if dialect == Dialect::Crun { flags::CRUN_EXEC } else { flags::RUNC_EXEC };
+    let scan = flags::in_order(args, table, dialect);
+    let process = scan.value("process").map(PathBuf::from);
+    let id = match (scan.unknown, &process) {
+        (false, _) => scan.operands.first().map(|id| (*id).to_owned()),
+        (true, Some(_)) => only_operand(&scan),
+        (true, None) => None,
+    };
+    let env = scan.values("env").map(OsStr::to_owned).collect();
+    (!scan.wants_help()).then(|| Exec { id, process, env, options_end: behind + scan.end })
+}
+
+/// The id, where there is one operand: with more the runtime refuses, or one of them is an unknown
+/// option's value.
+fn only_operand(scan: &Scan<'_>) -> Option<OsString> {
+    match scan.operands.as_slice() {
+        [id] => Some((*id).to_owned()),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+#[path = "argv_tests.rs"]
+mod tests;

@@ -1,0 +1,29 @@
+//! `checkpoint` and `restore`: what is on a GPU cannot be saved, so a container with a share is refused.
+
+use std::convert::Infallible;
+use std::path::PathBuf;
+
+use super::{Call, RuntimeError, Start, create, uid};
+use crate::admit;
+
+/// Refuses a container with a lease.
+pub(super) fn checkpoint(
+    call: &Call<'_>,
+    container: Option<(&str, PathBuf)>,
+) -> Result<Infallible, RuntimeError> {
+    let (Some((id, record)), Some(config)) = (container, call.config_with_leases()) else {
+        return call.pass_on();
+    };
+    match admit::exec_environment(uid(), id, &record, &config)? {
+        Some(_) => Err(RuntimeError::NoCheckpoint("checkpoint")),
+        None => call.pass_on(),
+    }
+}
+
+/// Refuses a bundle that asks for a share.
+pub(super) fn restore(call: &Call<'_>, start: &Start) -> Result<Infallible, RuntimeError> {
+    match create::find_spec(call, start)? {
+        Some(_) => Err(RuntimeError::NoCheckpoint("restore")),
+        None => call.pass_on(),
+    }
+}

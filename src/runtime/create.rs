@@ -1,0 +1,217 @@
+//! `create` and `run`: finds the container its share, edits config.json, becomes the low-level runtime.
+
+use std::convert::Infallible;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use super::log::Level;
+use super::{Call, Door, RuntimeError, Start, uid};
+use crate::admit::{self, Admission, Candidate};
+use crate::apply::{self, JsonFile};
+use crate::config;
+use crate::ledger::Container;
+use crate::process::Process;
+use crate::request;
+
+/// Which of the two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The engine calls `delete` later.
+    Create,
+    /// The runtime deletes by itself: only a hook tells us.
+    Run,
+}
+
+/// Seconds that the hook may take: it waits for the container's processes to be gone.
+const HOOK_TIMEOUT: u32 = 10;
+
+/// All that the hook needs; without an `env` of its own it would get the image's (CVE-2025-23266).
+const HOOK_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// Admits the container if it is ours.
+pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infallible, RuntimeError> {
+    let Some((file, mut spec)) = find_spec(call, start)? else {
+        return call.pass_on();
+    };
+    let config = config::load()?;
+    let candidate = Candidate {
+        container: container(call, start, &spec)?,
+        owner: Process::current().map_err(RuntimeError::Process)?,
+        share: call.door.share(),
+    };
+    match admit::admit(&candidate, &mut spec, &config)? {
+        Admission::NotOurs | Admission::AlreadyGranted(_) => call.pass_on(),
+        Admission::Granted { lease, warnings } => {
+            for warning in warnings {
+                call.warn(&format!("container {}: {warning}", candidate.container.id));
+            }
+            let error = hand_over(call, &file, spec, kind);
+            if let Err(error) = admit::withdraw(&lease, &config) {
+                call.warn(&format!("container {}: {error}", candidate.container.id));
+            }
+            Err(error)
+        }
+    }
+}
+
+/// The bundle's config.json, if it may be a container of ours: annotated, or come by a share's door.
+///
+/// A file that the runtime will not be able to read either is left to it to complain about.
+pub(super) fn find_spec(call: &Call<'_>, start: &Start) -> Result<Option<(JsonFile, Value)>, RuntimeError> {
+    let by_share = call.door.share().is_some();
+    let file = match JsonFile::read(&config_path(start)) {
+        Ok(file) => file,
+        Err(error) if by_share => return Err(error.into()),
+        Err(error) => {
+            call.log.write(Level::Info, &format!("{error}; no GPU given"));
+            return Ok(None);
+        }
+    };
+    if by_share || file.mentions_sublet() {
+        let spec = file.parse()?;
+        if by_share || request::is_ours(&apply::annotations(&spec)?) {
+            return Ok(Some((file, spec)));
+        }
+    }
+    if call.door == Door::Other {
+        call.log.write(Level::Info, "no sublet.* annotation, no GPU given");
+    }
+    Ok(None)
+}
+
+/// crun takes a relative `--config` from where it was called, all else from the bundle (create.c).
+fn config_path(start: &Start) -> PathBuf {
+    match start.config.as_deref() {
+        Some(config) if config != Path::new("config.json") => config.to_owned(),
+        _ => bundle(start).join("config.json"),
+    }
+}
+
+fn bundle(start: &Start) -> &Path {
+    start.bundle.as_deref().unwrap_or(Path::new("."))
+}
+
+/// Who it is and where it lives.
+fn container(call: &Call<'_>, start: &Start, spec: &Value) -> Result<Container, RuntimeError> {
+    let id = start.id.as_ref().and_then(|id| id.to_str()).ok_or(RuntimeError::NoId)?;
+    let record = call.record(id).ok_or(RuntimeError::NoId)?;
+    let bundle = canonical("bundle", bundle(start))?;
+    let root = spec.pointer("/root/path").and_then(Value::as_str).ok_or(RuntimeError::NoRoot)?;
+    let rootfs = canonical("root.path", &bundle.join(root))?;
+    Ok(Container { uid: uid(), id: id.to_owned(), bundle, rootfs, record })
+}
+
+fn canonical(what: &'static str, path: &Path) -> Result<PathBuf, RuntimeError> {
+    path.canonicalize().map_err(|source| RuntimeError::Path {
+        what,
+        path: crate::text::safe(&path.to_string_lossy()),
+        source,
+    })
+}
+
+/// Writes the edited spec and becomes the low-level runtime. Returns on failure, the file as it was.
+fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, kind: Kind) -> RuntimeError {
+    if let Err(error) = write(call, file, spec, kind) {
+        return error;
+    }
+    let error = call.become_low_level(call.args);
+    if let Err(error) = crate::replace::replace(&file.path, &file.text, 0o644) {
+        call.warn(&format!("cannot put {} back: {error}", crate::text::safe(&file.path.to_string_lossy())));
+    }
+    error
+}
+
+fn write(call: &Call<'_>, file: &JsonFile, mut spec: Value, kind: Kind) -> Result<(), RuntimeError> {
+    if kind == Kind::Run {
+        match hook_program() {
+            Some(program) => add_poststop(&mut spec, &program, honoured_config().as_deref())?,
+            None => call.warn("sublet-hook is missing: the share is freed by the next sublet command only"),
+        }
+    }
+    Ok(file.replace(&spec)?)
+}
+
+/// The hook that belongs to this build: beside our own program, else where packages put it.
+fn hook_program() -> Option<String> {
+    let beside = std::env::current_exe().ok().map(|own| own.with_file_name("sublet-hook"));
+    let packaged = ["/usr/libexec/sublet/sublet-hook", "/usr/bin/sublet-hook"].map(PathBuf::from);
+    let program = beside.into_iter().chain(packaged).find(|program| program.is_file())?;
+    program.into_os_string().into_string().ok()
+}
+
+/// `SUBLET_CONFIG`, absolute, unless we have more rights than our caller.
+fn honoured_config() -> Option<String> {
+    use nix::unistd::{getegid, geteuid, getgid, getuid};
+    if (getuid(), getgid()) != (geteuid(), getegid()) {
+        return None;
+    }
+    let named = std::env::var_os("SUBLET_CONFIG").filter(|path| !path.is_empty())?;
+    std::path::absolute(named).ok()?.into_os_string().into_string().ok()
+}
+
+/// Adds our poststop hook behind those that are there (OCI runtime-spec, config.md, "POSIX-platform Hooks").
+fn add_poststop(spec: &mut Value, program: &str, config: Option<&str>) -> Result<(), RuntimeError> {
+    let mut env = vec![HOOK_PATH.to_owned()];
+    env.extend(config.map(|config| format!("SUBLET_CONFIG={config}")));
+    let hook = json!({
+        "path": program,
+        "args": ["sublet-hook", "poststop"],
+        "env": env,
+        "timeout": HOOK_TIMEOUT,
+    });
+    let hooks = member(spec, "hooks", || json!({}))?;
+    member(hooks, "poststop", || json!([]))?.as_array_mut().ok_or(RuntimeError::Hooks)?.push(hook);
+    Ok(())
+}
+
+/// `object[name]`, made anew where it is absent or null.
+fn member<'a>(
+    object: &'a mut Value,
+    name: &str,
+    new: impl Fn() -> Value,
+) -> Result<&'a mut Value, RuntimeError> {
+    let member = object.as_object_mut().ok_or(RuntimeError::Hooks)?.entry(name).or_insert_with(&new);
+    if member.is_null() {
+        *member = new();
+    }
+    Ok(member)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn start(bundle: Option<&str>, config: Option<&str>) -> Start {
+        Start { id: None, bundle: bundle.map(Into::into), config: config.map(Into::into) }
+    }
+
+    #[test]
+    fn the_file_that_is_edited() {
+        assert_eq!(config_path(&start(Some("/b"), None)), Path::new("/b/config.json"));
+        assert_eq!(config_path(&start(None, None)), Path::new("./config.json"));
+        assert_eq!(config_path(&start(Some("/b"), Some("/f.json"))), Path::new("/f.json"));
+        assert_eq!(config_path(&start(Some("/b"), Some("f.json"))), Path::new("f.json"));
+        assert_eq!(config_path(&start(Some("/b"), Some("config.json"))), Path::new("/b/config.json"));
+    }
+
+    #[test]
+    fn the_hook_stands_last_and_has_its_own_environment() {
+        let mut spec = json!({"hooks": {"x": 1, "poststop": [{"path": "/a"}]}, "y": 2});
+        add_poststop(&mut spec, "/usr/bin/sublet-hook", None).unwrap();
+        let expected = r#"{"hooks":{"x":1,"poststop":[{"path":"/a"},{"path":"/usr/bin/sublet-hook","args":["sublet-hook","poststop"],"env":["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],"timeout":10}]},"y":2}"#;
+        assert_eq!(spec.to_string(), expected);
+    }
+
+    #[test]
+    fn hooks_are_made_where_there_are_none() {
+        for mut spec in [json!({}), json!({"hooks": null}), json!({"hooks": {"poststop": null}})] {
+            add_poststop(&mut spec, "/h", Some("/etc/x.toml")).unwrap();
+            assert_eq!(spec["hooks"]["poststop"][0]["path"], "/h");
+            assert_eq!(spec["hooks"]["poststop"][0]["env"][1], "SUBLET_CONFIG=/etc/x.toml");
+        }
+        for mut spec in [json!([]), json!({"hooks": []}), json!({"hooks": {"poststop": {}}})] {
+            assert!(matches!(add_poststop(&mut spec, "/h", None), Err(RuntimeError::Hooks)));
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! The shim as engines call it, before a low-level runtime that only writes down what it was given.
+
+use std::ffi::OsString;
+use std::fs::{self, Permissions};
+use std::os::unix::ffi::OsStringExt as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use proptest::prelude::*;
+use sublet::ledger::{Lease, LeaseState, Ledger, Store};
+use sublet::process::Process;
+
+/// A host: a low-level runtime, a configuration, and a bundle without annotations.
+struct Host {
+    dir: tempfile::TempDir,
+}
+
+/// Without annotations, but not without the word; spaced so that any rewriting shows.
+const PLAIN: &str = r#"{ "ociVersion":"1.0.2" , "process":{"args":["sublet.sm"]},
+  "root":{"path":"rootfs"}, "annotations":{"org.sublet.x":"1"} }"#;
+
+impl Host {
+    fn new() -> Self {
+        let host = Self { dir: tempfile::tempdir().unwrap() };
+        let config = format!(
+            "state_dir = \"{0}/state\"\n[runtime]\nlow_level = [\"{0}/low-level\"]\nlog = \"{0}/own.log\"\n",
+            host.dir.path().display()
+        );
+        fs::write(host.path("config.toml"), config).unwrap();
+        fs::create_dir_all(host.path("bundle/rootfs")).unwrap();
+        fs::write(host.path("bundle/config.json"), PLAIN).unwrap();
+        host.low_level("printf '%s\\0' \"$@\" > \"${0%/*}/argv\"");
+        host
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn low_level(&self, script: &str) {
+        let program = self.path("low-level");
+        fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&program, Permissions::from_mode(0o755)).unwrap();
+    }
+
+    fn command(&self, args: &[OsString]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sublet-runtime"));
+        command.args(args).env("SUBLET_CONFIG", self.path("config.toml"));
+        command.current_dir(self.path("bundle")).stdin(Stdio::null());
+        command
+    }
+
+    fn run(&self, line: &str) -> Output {
+        let args: Vec<OsString> = line.split_ascii_whitespace().map(OsString::from).collect();
+        self.command(&args).output().unwrap()
+    }
+
+    /// What the low-level runtime was given.
+    fn argv(&self) -> Vec<OsString> {
+        let text = fs::read(self.path("argv")).unwrap();
+        let mut args: Vec<_> =
+            text.split(|byte| *byte == 0).map(|arg| OsString::from_vec(arg.to_vec())).collect();
+        args.pop();
+        args
+    }
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn what_is_not_ours_passes_unchanged() {
+    let host = Host::new();
+    for line in [
+        "--root /r --log /dev/null --log-format json create --bundle BUNDLE --pid-file /p create",
+        "run -b BUNDLE c",
+        "exec -p /nothing/there c",
+        "exec -e A=1 c sh -c true",
+        "delete --force c",
+        "restore --bundle BUNDLE c",
+        "checkpoint c",
+        "features",
+        "--version",
+        "--no-such-option frobnicate -- x",
+    ] {
+        let line = line.replace("BUNDLE", host.path("bundle").to_str().unwrap());
+        let output = host.run(&line);
+        assert!(output.status.success(), "{line}: {}", stderr(&output));
+        assert_eq!(stderr(&output), "", "{line}");
+        assert_eq!(host.argv(), line.split(' ').map(OsString::from).collect::<Vec<_>>());
+    }
+    assert_eq!(fs::read_to_string(host.path("bundle/config.json")).unwrap(), PLAIN);
+    assert_eq!(fs::read_dir(host.path("bundle")).unwrap().count(), 2);
+    assert!(!host.path("state").exists());
+}
+
+#[test]
+fn the_low_level_runtime_stands_in_our_place() {
+    let host = Host::new();
+    host.low_level("grep -E '^Sig(Ign|Blk)' /proc/self/status; echo $$; exit 42");
+    let child = host.command(&["state".into(), "c".into()]).stdout(Stdio::piped()).spawn().unwrap();
+    let pid = child.id();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(42));
+    // What we inherited stays; SIGPIPE alone is ignored by every Rust program, ours and this one.
+    let standard = |status: &str| {
+        let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).unwrap();
+        u64::from_str_radix(ignored, 16).unwrap() & ((1 << 31) - 1)
+    };
+    let own = standard(&fs::read_to_string("/proc/self/status").unwrap()) & !(1 << 12);
+    let output = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(standard(&output), own);
+    assert!(output.starts_with("SigBlk:\t0000000000000000\n"), "{output}");
+    assert!(output.ends_with(&format!("\n{pid}\n")), "{output}");
+    host.low_level("kill -KILL $$");
+    assert_eq!(host.run("state c").status.signal(), Some(9));
+}
+
+#[test]
+fn an_error_stands_on_stderr_and_in_both_logs() {
+    let host = Host::new();
+    let log = host.path("engine.log");
+    fs::remove_file(host.path("low-level")).unwrap();
+    let output = host.run(&format!("--log {} --log-format json create c7", log.display()));
+    assert_eq!(output.status.code(), Some(1));
+    let low_level = host.path("low-level");
+    let message = format!(
+        "sublet-runtime: container c7: missing {0}: no executable {0} found; install runc or crun, or set [runtime] low_level",
+        low_level.display()
+    );
+    assert_eq!(stderr(&output), format!("{message}\n"));
+    let line: serde_json::Value = serde_json::from_slice(&fs::read(log).unwrap()).unwrap();
+    assert_eq!((line["level"].as_str(), line["msg"].as_str()), (Some("error"), Some(message.as_str())));
+}
+
+#[test]
+fn only_a_name_chosen_on_purpose_is_told_that_there_is_no_gpu() {
+    let host = Host::new();
+    let log = |name: &str| {
+        let _ = fs::remove_file(host.path("own.log"));
+        let output = host.command(&["create".into(), "c".into()]).arg0(name).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        fs::read_to_string(host.path("own.log")).unwrap_or_default()
+    };
+    assert_eq!(log("/usr/bin/sublet-runtime"), "");
+    let line = log("/usr/bin/sublet");
+    let end = " level=info msg=\"sublet-runtime: no sublet.* annotation, no GPU given\"\n";
+    assert!(line.ends_with(end) && line.lines().count() == 1, "{line}");
+}
+
+#[test]
+fn an_annotated_bundle_is_not_restored() {
+    let host = Host::new();
+    fs::write(host.path("bundle/config.json"), r#"{"annotations":{"sublet.sm":"25"}}"#).unwrap();
+    let output = host.run("restore c");
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(
+        stderr(&output),
+        "sublet-runtime: container c: restore of a container with a GPU share is not possible: the GPU's state \
+         cannot be saved; recreate the container\n"
+    );
+    assert!(!host.path("argv").exists());
+}
+
+#[test]
+fn an_annotated_bundle_without_an_id_is_refused_and_untouched() {
+    let host = Host::new();
+    let spec = r#"{ "annotations":{"sublet.sm":"25"}, "root":{"path":"rootfs"} }"#;
+    fs::write(host.path("bundle/config.json"), spec).unwrap();
+    for line in ["create --new-option x c", "create", "create a/b", "run .."] {
+        let output = host.run(line);
+        assert_eq!(output.status.code(), Some(1), "{line}");
+        assert!(stderr(&output).contains("does not say which container it is"), "{}", stderr(&output));
+    }
+    assert_eq!(fs::read_to_string(host.path("bundle/config.json")).unwrap(), spec);
+    assert!(!host.path("argv").exists());
+}
+
+impl Host {
+    /// A lease for container `c`, whose owner lives as long as this test.
+    fn lease(&self) {
+        // As in the file: this test does not care for what else a lease may hold.
+        let lease: Lease = serde_json::from_value(serde_json::json!({
+            "id": "0123456789abcdef",
+            "container": {
+                "uid": nix::unistd::geteuid().as_raw(),
+                "id": "c",
+                "bundle": self.path("bundle"),
+                "rootfs": self.path("bundle/rootfs"),
+                "record": self.path("root/c"),
+            },
+            "devices": ["GPU-none"],
+            "mode": "time-slice",
+            "isolation": "shared",
+            "server": null,
+            "sm": null,
+            "memory_bytes": null,
+            "processes": 1,
+            "priority": "normal",
+            "state": "pending",
+            "owner": Process::current().unwrap(),
+            "init": null,
+            "since": 0,
+        }))
+        .unwrap();
+        let store = Store::open(&self.path("state")).unwrap();
+        let change = |ledger: &mut Ledger| {
+            ledger.leases.push(lease);
+            Ok::<_, ()>(())
+        };
+        store.update(change).unwrap().0.unwrap();
+    }
+
+    /// The states of all leases.
+    fn states(&self) -> Vec<LeaseState> {
+        let ledger = Store::open(&self.path("state")).unwrap().read().unwrap();
+        ledger.leases.iter().map(|lease| lease.state).collect()
+    }
+
+    fn delete(&self) -> String {
+        format!("--root {} delete c", self.path("root").display())
+    }
+}
+
+#[test]
+fn a_delete_that_succeeds_frees_the_lease() {
+    let host = Host::new();
+    host.lease();
+    host.low_level("grep -o ending \"${0%/*}/state/ledger.json\"");
+    let output = host.run(&host.delete());
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(output.stdout, b"ending\n", "marked before the runtime runs");
+    assert_eq!(host.states(), []);
+}
+
+#[test]
+fn a_delete_that_fails_leaves_the_lease_as_it_was() {
+    let host = Host::new();
+    host.lease();
+    host.low_level("exit 3");
+    assert_eq!(host.run(&host.delete()).status.code(), Some(3));
+    assert_eq!(host.states(), [LeaseState::Pending]);
+    host.low_level("kill -KILL $$");
+    assert_eq!(host.run(&host.delete()).status.signal(), Some(9));
+    assert_eq!(host.states(), [LeaseState::Pending]);
+    fs::remove_file(host.path("low-level")).unwrap();
+    assert_eq!(host.run(&host.delete()).status.code(), Some(1));
+    assert_eq!(host.states(), [LeaseState::Pending]);
+}
+
+#[test]
+fn a_delete_of_another_users_or_runtimes_container_is_not_ours() {
+    let host = Host::new();
+    host.lease();
+    assert!(host.run("--root /elsewhere delete c").status.success());
+    assert!(host.run(&format!("{}2", host.delete())).status.success());
+    assert_eq!(host.states(), [LeaseState::Pending]);
+}
+
+#[test]
+fn signals_reach_the_runtime_that_deletes() {
+    let host = Host::new();
+    host.lease();
+    for (signal, code) in [("TERM", 11), ("INT", 12), ("HUP", 13), ("USR1", 14), ("USR2", 15)] {
+        // The runtime is a child of the shim: $PPID.
+        host.low_level(&format!(
+            "trap 'exit {code}' {signal}; kill -{signal} $PPID; while :; do sleep 0.01; done"
+        ));
+        assert_eq!(host.run(&host.delete()).status.code(), Some(code), "{signal}");
+    }
+    assert_eq!(host.states(), [LeaseState::Pending]);
+}
+
+#[test]
+fn the_runtime_that_deletes_dies_with_the_shim() {
+    let host = Host::new();
+    host.lease();
+    host.low_level("kill -KILL $PPID; sleep 0.3; : > \"${0%/*}/survived\"");
+    assert_eq!(host.run(&host.delete()).status.signal(), Some(9));
+    std::thread::sleep(std::time::Duration::from_millis(600));
+    assert!(!host.path("survived").exists());
+}
+
+fn hook(args: &[&str], input: &Path) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sublet-hook"));
+    command
+        .args(args)
+        .stdin(fs::File::open(input).unwrap())
+        .env("SUBLET_CONFIG", "/dev/null")
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn the_hook_frees_nothing_that_is_not_ours_and_refuses_nonsense() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = dir.path().join("state");
+    let poststop = |text: &[u8]| {
+        fs::write(&input, text).unwrap();
+        hook(&["poststop"], &input)
+    };
+    let output = poststop(br#"{"id":"c","status":"stopped","annotations":{"a":"b"}}"#);
+    assert!(output.status.success() && stderr(&output).is_empty(), "{}", stderr(&output));
+    let output = poststop(b"");
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(stderr(&output), "sublet-hook: the container's state on standard input: it is empty\n");
+    let output = poststop(&vec![b' '; (1 << 20) + 1]);
+    assert_eq!(
+        stderr(&output),
+        "sublet-hook: the container's state on standard input: it is longer than 1 MiB\n"
+    );
+    let output = poststop(br#"{"id":"c","status":"stopped","annotations":{"sublet.lease":"x\ny"}}"#);
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(
+        stderr(&output),
+        "sublet-hook: container c: sublet.lease=x\\ny is no lease id of 16 hex digits\n"
+    );
+    for stage in ["precreate", "prestart", "createRuntime"] {
+        let output = hook(&[stage], &input);
+        assert_eq!(output.status.code(), Some(1));
+        assert_eq!(stderr(&output), format!("sublet-hook: stage {stage} is not yet in this version\n"));
+    }
+    assert_eq!(hook(&[], &input).status.code(), Some(1));
+}
+
+/// What no shell would write, and pieces of what engines do write.
+fn argument() -> impl Strategy<Value = OsString> {
+    let pieces =
+        vec!["create", "run", "exec", "delete", "-b", "--bundle", "--", "-p", "--root", "--x", "c", ""];
+    prop_oneof![
+        proptest::sample::select(pieces).prop_map(OsString::from),
+        proptest::collection::vec(1..=255_u8, 0..5).prop_map(OsString::from_vec),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn any_arguments_reach_the_low_level_runtime(args in proptest::collection::vec(argument(), 1..8)) {
+        // A log would be written where the arguments say.
+        prop_assume!(!args.iter().any(|arg| arg.as_encoded_bytes().starts_with(b"-l")));
+        let host = Host::new();
+        let output = host.command(&args).output().unwrap();
+        prop_assert!(output.status.success(), "{}", stderr(&output));
+        prop_assert_eq!(host.argv(), args);
+        prop_assert_eq!(fs::read(host.path("bundle/config.json")).unwrap(), PLAIN.as_bytes());
+    }
+}
