@@ -108,7 +108,10 @@ pub(super) fn init_of(record: &Record) -> Init {
 pub(super) fn has_processes(init: &Init) -> bool {
     let Some(cgroup) = &init.cgroup else { return false };
     is_populated(cgroup).unwrap_or_else(|error| {
-        tracing::warn!("cgroup {} cannot be read ({error}): its lease is kept", safe(&cgroup.to_string_lossy()));
+        tracing::warn!(
+            "cgroup {} cannot be read ({error}): its lease is kept",
+            safe(&cgroup.to_string_lossy())
+        );
         true
     })
 }

@@ -101,7 +101,8 @@ impl Ledger {
     /// (which several containers may share).
     #[must_use]
     pub fn lease_of_process(&self, process: &GpuProcess) -> Option<&Lease> {
-        let by = |test: fn(&Lease, &GpuProcess) -> bool| self.leases.iter().find(|lease| test(lease, process));
+        let by =
+            |test: fn(&Lease, &GpuProcess) -> bool| self.leases.iter().find(|lease| test(lease, process));
         by(has_pid).or_else(|| by(has_cgroup)).or_else(|| by(has_pid_namespace))
     }
 }

@@ -49,7 +49,8 @@ pub(super) fn rebuild(state_dir: &Path, boot_id: &str) -> Ledger {
 
 /// Devices on which something runs that no lease of `ledger` explains, by UUID.
 pub(super) fn unexplained(state_dir: &Path, ledger: &Ledger) -> Vec<String> {
-    let devices = inventory(state_dir, &ledger.boot_id).map(|inventory| inventory.devices).unwrap_or_default();
+    let devices =
+        inventory(state_dir, &ledger.boot_id).map(|inventory| inventory.devices).unwrap_or_default();
     let stray: Vec<&Server> = ledger.servers.iter().filter(|server| is_stray(server, ledger)).collect();
     // A server without a device may be on any.
     let anywhere = stray.iter().any(|server| server.device.is_empty());
@@ -69,7 +70,8 @@ fn is_stray(server: &Server, ledger: &Ledger) -> bool {
 }
 
 fn is_explained(process: &GpuProcess, device: &Device, ledger: &Ledger) -> bool {
-    let served = |server: &Server| server.device == device.uuid && ledger.on_server(&server.key).next().is_some();
+    let served =
+        |server: &Server| server.device == device.uuid && ledger.on_server(&server.key).next().is_some();
     ledger.lease_of_process(process).is_some()
         || (process.mps_server && ledger.servers.iter().any(served))
         || Process::find(process.pid).is_none_or(|process| !process.is_alive())
@@ -144,8 +146,9 @@ fn daemon(pid_file: &Path) -> Option<Process> {
 /// The device that the daemon `pid` was started for.
 fn visible_device(pid: i32) -> Option<String> {
     let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
-    let value =
-        environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(b"CUDA_VISIBLE_DEVICES="))?;
+    let value = environment
+        .split(|byte| *byte == 0)
+        .find_map(|entry| entry.strip_prefix(b"CUDA_VISIBLE_DEVICES="))?;
     std::str::from_utf8(value).ok().filter(|uuid| uuid.starts_with("GPU-")).map(str::to_owned)
 }
 
@@ -207,7 +210,8 @@ fn expand(pattern: &str) -> Vec<PathBuf> {
             continue;
         }
         let entries = found.iter().filter_map(|dir| fs::read_dir(dir).ok()).flatten().flatten();
-        found = entries.filter(|entry| part_fits(name, &entry.file_name())).map(|entry| entry.path()).collect();
+        found =
+            entries.filter(|entry| part_fits(name, &entry.file_name())).map(|entry| entry.path()).collect();
     }
     found
 }
@@ -277,7 +281,8 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         let program = state.path().join("nvidia-cuda-mps-control");
         fs::copy("/bin/sleep", &program).unwrap();
-        let mut child = Command::new(&program).arg("600").env("CUDA_VISIBLE_DEVICES", "GPU-b").spawn().unwrap();
+        let mut child =
+            Command::new(&program).arg("600").env("CUDA_VISIBLE_DEVICES", "GPU-b").spawn().unwrap();
         for key in ["GPU-a", "00000000000000aa"] {
             let pipe = state.path().join("mps").join(key).join("pipe");
             fs::create_dir_all(&pipe).unwrap();

@@ -83,8 +83,7 @@ impl Store {
     /// # Errors
     /// The directory cannot be made or is not ours.
     pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
-        let unusable =
-            |why: String| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
+        let unusable = |why: String| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
         let meta = match fs::symlink_metadata(state_dir) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 create(state_dir).map_err(|error| unusable(format!("cannot be created: {error}")))?;
@@ -97,7 +96,11 @@ impl Store {
             return Err(unusable("is no directory".to_owned()));
         }
         if !is_ours(meta.uid()) || meta.mode() & 0o022 != 0 {
-            return Err(unusable(format!("others may write it (uid {}, mode {:o})", meta.uid(), meta.mode() & 0o7777)));
+            return Err(unusable(format!(
+                "others may write it (uid {}, mode {:o})",
+                meta.uid(),
+                meta.mode() & 0o7777
+            )));
         }
         Ok(Self { state_dir: state_dir.to_owned() })
     }
@@ -196,7 +199,11 @@ impl Store {
         let meta = match fs::symlink_metadata(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 let rebuilding = fs::symlink_metadata(self.aside()).is_ok();
-                return Ok(if rebuilding { Loaded::Corrupt("its rebuild was cut short".into()) } else { Loaded::Missing });
+                return Ok(if rebuilding {
+                    Loaded::Corrupt("its rebuild was cut short".into())
+                } else {
+                    Loaded::Missing
+                });
             }
             meta => meta.map_err(|error| failed("read", &path, error))?,
         };
@@ -226,7 +233,9 @@ impl Store {
     /// The evidence is a courtesy: failing to keep it stops nobody.
     fn keep_one_corrupt(&self) {
         let old = fs::read_dir(&self.state_dir).into_iter().flatten().flatten();
-        for entry in old.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"ledger.json.corrupt-")) {
+        for entry in
+            old.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"ledger.json.corrupt-"))
+        {
             let _ = remove(&entry.path());
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
