@@ -1,1 +1,288 @@
 //! Whether a lease's container still lives: its processes, its runtime's record, its cgroup.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use super::record::{Record, pid_namespace, read_bounded};
+use super::{Freed, Init, Lease, LeaseState, Ledger};
+use crate::process::Process;
+use crate::text::safe;
+
+/// A v1 cgroup with more below it is taken for populated: nobody waits for the rest of the walk.
+const MOST_CGROUPS: usize = 1000;
+
+/// What became of a lease's container.
+#[derive(Debug, PartialEq, Eq)]
+enum Fate {
+    /// As it was, or not to be told.
+    Unchanged,
+    /// The runtime's record shows it.
+    Exists(Init),
+    /// Its first process is gone, others are not.
+    Ending(Option<Init>),
+    /// Nothing of it is left.
+    Gone,
+}
+
+/// Brings every lease's state up to date and takes out those whose containers are gone.
+pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
+    let (mut kept, mut freed) = (Vec::with_capacity(ledger.leases.len()), Freed::new());
+    for mut lease in ledger.leases.drain(..) {
+        match fate(&lease) {
+            Fate::Gone => {
+                freed.push(lease);
+                continue;
+            }
+            Fate::Exists(init) => exists(&mut lease, init),
+            Fate::Ending(init) => {
+                lease.init = init.or(lease.init);
+                lease.state = LeaseState::Ending;
+            }
+            Fate::Unchanged => {}
+        }
+        kept.push(lease);
+    }
+    ledger.leases = kept;
+    freed
+}
+
+/// A lease that a `delete` has marked as ending meanwhile stays so.
+fn exists(lease: &mut Lease, init: Init) {
+    lease.init = Some(init);
+    if lease.state == LeaseState::Pending {
+        lease.state = LeaseState::Active;
+    }
+}
+
+fn fate(lease: &Lease) -> Fate {
+    match &lease.init {
+        Some(init) if init.process.is_alive() => Fate::Unchanged,
+        Some(init) if has_processes(init) => Fate::Ending(None),
+        Some(_) => Fate::Gone,
+        None => fate_without_init(lease),
+    }
+}
+
+/// The owner is looked at before the record: the other way round, a container that was created and whose
+/// owner ended in between would seem never to have been.
+fn fate_without_init(lease: &Lease) -> Fate {
+    let owned = lease.owner.is_alive();
+    let record = match Record::read(&lease.container.record) {
+        Ok(record) => record.filter(|record| is_of(record, lease)),
+        Err(error) => {
+            warn(lease, &error);
+            return Fate::Unchanged;
+        }
+    };
+    let Some(init) = record.map(|record| init_of(&record)) else {
+        return if owned { Fate::Unchanged } else { Fate::Gone };
+    };
+    match (init.process.is_alive(), owned) {
+        (true, _) => Fate::Exists(init),
+        (false, true) => Fate::Unchanged,
+        (false, false) if has_processes(&init) => Fate::Ending(Some(init)),
+        (false, false) => Fate::Gone,
+    }
+}
+
+/// Whether `record` is of the container that `lease` was taken for, and not of another one of its id. Where
+/// the record does not name a lease, its container must be younger than the process that creates it.
+fn is_of(record: &Record, lease: &Lease) -> bool {
+    match &record.lease {
+        Some(id) => id == lease.id.as_str(),
+        None => record.init.start_time >= lease.owner.start_time,
+    }
+}
+
+/// `record`'s container as a lease remembers it.
+pub(super) fn init_of(record: &Record) -> Init {
+    Init {
+        process: record.init,
+        pid_namespace: pid_namespace(record.init.pid),
+        cgroup: record.cgroup.clone(),
+    }
+}
+
+/// Whether `init`'s cgroup holds processes; one that cannot be read may.
+pub(super) fn has_processes(init: &Init) -> bool {
+    let Some(cgroup) = &init.cgroup else { return false };
+    is_populated(cgroup).unwrap_or_else(|error| {
+        tracing::warn!(
+            "cgroup {} cannot be read ({error}): its lease is kept",
+            safe(&cgroup.to_string_lossy())
+        );
+        true
+    })
+}
+
+/// Whether a process lives in the cgroup `dir` or below. An absent cgroup is empty.
+fn is_populated(dir: &Path) -> io::Result<bool> {
+    match read_bounded(&dir.join("cgroup.events")) {
+        // cgroup v2 counts the descendants in (cgroups(7)).
+        Ok(Some(events)) => Ok(String::from_utf8_lossy(&events).lines().any(|line| line == "populated 1")),
+        Ok(None) => is_populated_v1(dir),
+        Err(error) if is_removed(&error) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+fn is_populated_v1(dir: &Path) -> io::Result<bool> {
+    let mut open = vec![dir.to_owned()];
+    let mut seen = 0;
+    while let Some(dir) = open.pop() {
+        seen += 1;
+        if seen > MOST_CGROUPS || has_live_process(&dir)? {
+            return Ok(true);
+        }
+        let entries = match fs::read_dir(&dir) {
+            Err(error) if is_removed(&error) => continue,
+            entries => entries?,
+        };
+        let directories = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+        open.extend(directories.map(|entry| entry.path()));
+    }
+    Ok(false)
+}
+
+/// v1 lists zombies, which hold nothing any more.
+fn has_live_process(dir: &Path) -> io::Result<bool> {
+    let pids = match read_bounded(&dir.join("cgroup.procs")) {
+        Err(error) if is_removed(&error) => return Ok(false),
+        pids => pids?.unwrap_or_default(),
+    };
+    let pids = String::from_utf8_lossy(&pids).into_owned();
+    let mut pids = pids.lines().filter_map(|line| line.parse().ok());
+    Ok(pids.any(|pid| Process::find(pid).is_some_and(|process| process.is_alive())))
+}
+
+/// A cgroup removed while it is open answers ENODEV.
+fn is_removed(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(nix::libc::ENODEV)
+}
+
+fn warn(lease: &Lease, error: &io::Error) {
+    tracing::warn!(
+        "container {}: its record {} cannot be read ({}): lease {} is kept, `sublet lease release` frees it",
+        safe(&lease.container.id),
+        safe(&lease.container.record.to_string_lossy()),
+        safe(&error.to_string()),
+        lease.id
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use super::super::fixture::lease;
+    use super::*;
+    use crate::ledger::Container;
+
+    /// A process that runs until it is dropped.
+    struct Running(Child);
+
+    impl Running {
+        fn start() -> Self {
+            Self(Command::new("sleep").arg("600").spawn().unwrap())
+        }
+
+        fn process(&self) -> Process {
+            Process::find(i32::try_from(self.0.id()).unwrap()).unwrap()
+        }
+    }
+
+    impl Drop for Running {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn dead() -> Process {
+        Running::start().process()
+    }
+
+    fn with_record(dir: &Path, owner: Process) -> Lease {
+        let plain = lease(1, "GPU-a");
+        Lease { container: Container { record: dir.to_owned(), ..plain.container.clone() }, owner, ..plain }
+    }
+
+    fn write_state(dir: &Path, init: Process, label: &str) {
+        let state = format!(
+            r#"{{"init_process_pid":{},"init_process_start":{},"config":{{"labels":["{label}"]}}}}"#,
+            init.pid, init.start_time
+        );
+        fs::write(dir.join("state.json"), state).unwrap();
+    }
+
+    #[test]
+    fn a_pending_lease_lives_with_its_owner() {
+        let (dir, owner) = (tempfile::tempdir().unwrap(), Running::start());
+        assert_eq!(fate(&with_record(dir.path(), owner.process())), Fate::Unchanged);
+        let reused = Process { start_time: owner.process().start_time - 1, ..owner.process() };
+        assert_eq!(fate(&with_record(dir.path(), reused)), Fate::Gone, "the pid is another process now");
+        assert_eq!(fate(&with_record(dir.path(), dead())), Fate::Gone);
+    }
+
+    #[test]
+    fn the_record_of_a_live_container_makes_it_active() {
+        let (dir, gone, init) = (tempfile::tempdir().unwrap(), dead(), Running::start());
+        write_state(dir.path(), init.process(), "sublet.lease=0000000000000001");
+        let mut ledger = Ledger { leases: vec![with_record(dir.path(), gone)], ..Ledger::empty("boot") };
+        assert!(reclaim(&mut ledger).is_empty());
+        assert_eq!(ledger.leases[0].state, LeaseState::Active);
+        assert_eq!(ledger.leases[0].init.as_ref().unwrap().process, init.process());
+        drop(init);
+        assert_eq!(reclaim(&mut ledger).len(), 1);
+        assert!(ledger.leases.is_empty());
+    }
+
+    #[test]
+    fn the_record_of_another_container_with_this_id_counts_for_nothing() {
+        let (dir, gone, init) = (tempfile::tempdir().unwrap(), dead(), Running::start());
+        write_state(dir.path(), init.process(), "sublet.lease=0000000000000002");
+        assert_eq!(fate(&with_record(dir.path(), gone)), Fate::Gone);
+        write_state(dir.path(), init.process(), "bundle=/b");
+        assert!(matches!(fate(&with_record(dir.path(), gone)), Fate::Exists(_)));
+        let younger = Process { start_time: init.process().start_time + 1, ..gone };
+        assert_eq!(fate(&with_record(dir.path(), younger)), Fate::Gone, "older than its creator");
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_read_keeps_the_lease() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("state.json"), "garbage").unwrap();
+        assert_eq!(fate(&with_record(dir.path(), dead())), Fate::Unchanged);
+    }
+
+    #[test]
+    fn a_lease_that_a_delete_marked_stays_ending() {
+        let (dir, init) = (tempfile::tempdir().unwrap(), Running::start());
+        write_state(dir.path(), init.process(), "bundle=/b");
+        let marked = Lease { state: LeaseState::Ending, ..with_record(dir.path(), init.process()) };
+        let mut ledger = Ledger { leases: vec![marked], ..Ledger::empty("boot") };
+        reclaim(&mut ledger);
+        assert_eq!(ledger.leases[0].state, LeaseState::Ending);
+        assert!(ledger.leases[0].init.is_some());
+    }
+
+    #[test]
+    fn what_is_left_in_the_cgroup_holds_the_lease() {
+        let (cgroup, left) = (tempfile::tempdir().unwrap(), Running::start());
+        let below = cgroup.path().join("a/b");
+        fs::create_dir_all(&below).unwrap();
+        fs::write(below.join("cgroup.procs"), format!("{}\n", left.process().pid)).unwrap();
+        let init = Init { process: dead(), pid_namespace: 0, cgroup: Some(cgroup.path().to_owned()) };
+        let active = Lease { state: LeaseState::Active, init: Some(init), ..lease(1, "GPU-a") };
+        assert_eq!(fate(&active), Fate::Ending(None));
+        drop(left);
+        assert_eq!(fate(&active), Fate::Gone);
+        fs::write(cgroup.path().join("cgroup.events"), "populated 1\nfrozen 0\n").unwrap();
+        assert_eq!(fate(&active), Fate::Ending(None));
+        fs::write(cgroup.path().join("cgroup.events"), "populated 0\nfrozen 1\n").unwrap();
+        assert_eq!(fate(&active), Fate::Gone);
+        fs::remove_dir_all(cgroup.path()).unwrap();
+        assert_eq!(fate(&active), Fate::Gone);
+    }
+}

@@ -1,18 +1,38 @@
 //! Who holds what: leases and MPS servers, on disk in `ledger.json`, changed only under one lock.
 
 mod alive;
+mod book;
+mod rebuild;
+mod record;
 mod store;
+#[cfg(test)]
+mod stress;
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub use book::Doubled;
+#[cfg(test)]
+pub(crate) use book::fixture;
 pub use store::{Freed, LedgerError, Store};
 
 use crate::inventory::ComputeMode;
 use crate::mps::ServerKey;
 use crate::process::Process;
 use crate::request::{Isolation, Mode, Percent, Priority};
+
+/// [`Ledger::schema`] of what this build writes and reads.
+pub const SCHEMA: &str = "sublet.ledger/1";
+
+/// The annotation that holds the lease's id.
+pub const LEASE_ANNOTATION: &str = "sublet.lease";
+
+/// The annotation that holds the lease itself ([`Lease::to_annotation`]), beside [`LEASE_ANNOTATION`].
+///
+/// Nobody reads it while the ledger is sound. runc and crun keep the annotations with their record of a
+/// container, so that a lost ledger is rebuilt from what really runs.
+pub const LEASE_RECORD_ANNOTATION: &str = "sublet.lease.record";
 
 /// `ledger.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -113,7 +133,8 @@ pub struct Container {
     pub bundle: PathBuf,
     /// The root filesystem, canonical.
     pub rootfs: PathBuf,
-    /// The low-level runtime's own state of this container: runc `ROOT/ID/state.json`, crun `ROOT/ID/status`.
+    /// Directory of the low-level runtime's own state of this container, `ROOT/ID`: runc keeps `state.json`
+    /// there, crun `status`.
     pub record: PathBuf,
 }
 
@@ -136,7 +157,7 @@ pub enum LeaseState {
 pub struct Init {
     /// Pid and start time.
     pub process: Process,
-    /// Inode of its PID namespace.
+    /// Inode of its PID namespace; 0 where that is the host's, which tells nothing.
     pub pid_namespace: u64,
     /// Its cgroup directory, absolute; `None` where it has none of its own.
     pub cgroup: Option<PathBuf>,

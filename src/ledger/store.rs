@@ -1,27 +1,108 @@
 //! The file, its lock, and the one way to change it.
 
-use std::path::Path;
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::{Lease, Ledger};
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use nix::libc::O_NOFOLLOW;
+
+use super::alive::reclaim;
+use super::rebuild::{is_ours, rebuild, remember_roots, unexplained};
+use super::record::{LARGEST, read_bounded};
+use super::{Lease, LeaseId, Ledger, SCHEMA};
+use crate::text::safe;
+use serde_json::Value;
+
+/// Nobody holds the lock for longer than a few file reads and one write: 5 s of it is a fault.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+/// The waits between two tries at the lock.
+const SHORTEST_NAP: Duration = Duration::from_millis(1);
+const LONGEST_NAP: Duration = Duration::from_millis(20);
 
 /// Why the ledger could not be read or changed.
 #[derive(Debug, thiserror::Error)]
-pub enum LedgerError {}
+pub enum LedgerError {
+    /// The state directory cannot be used.
+    #[error("state directory {path}: {why}; run as root, or set state_dir in the configuration")]
+    Directory {
+        /// The directory.
+        path: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Somebody holds the lock for too long.
+    #[error("ledger lock {path} is held by another process for more than 5 s; `fuser -v {path}` names it")]
+    Locked {
+        /// The lock file.
+        path: String,
+    },
+    /// A system call failed.
+    #[error("ledger {path} cannot be {verb}: {source}")]
+    Io {
+        /// `read`, `locked` or `written`.
+        verb: &'static str,
+        /// The file.
+        path: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Its content is no ledger.
+    #[error("ledger {path} cannot be used: {why}; `sublet gc` rebuilds it from what runs")]
+    Corrupt {
+        /// The file.
+        path: String,
+        /// What is wrong with it.
+        why: String,
+    },
+}
 
 /// The ledger of one state directory.
 #[derive(Debug)]
-pub struct Store {}
+pub struct Store {
+    state_dir: PathBuf,
+}
 
 /// Leases that an update found gone and freed: their servers may have to be settled.
 pub type Freed = Vec<Lease>;
+
+/// What stands in `ledger.json`.
+enum Loaded {
+    Missing,
+    Sound(Ledger),
+    /// Why it is no ledger.
+    Corrupt(String),
+}
 
 impl Store {
     /// The ledger in `state_dir`, which is created if need be (0755).
     ///
     /// # Errors
     /// The directory cannot be made or is not ours.
-    pub fn open(_state_dir: &Path) -> Result<Self, LedgerError> {
-        todo!()
+    pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
+        let unusable = |why: String| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
+        let meta = match fs::symlink_metadata(state_dir) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                create(state_dir).map_err(|error| unusable(format!("cannot be created: {error}")))?;
+                fs::symlink_metadata(state_dir)
+            }
+            meta => meta,
+        };
+        let meta = meta.map_err(|error| unusable(error.to_string()))?;
+        if !meta.is_dir() {
+            return Err(unusable("is no directory".to_owned()));
+        }
+        if !is_ours(meta.uid()) || meta.mode() & 0o022 != 0 {
+            return Err(unusable(format!(
+                "others may write it (uid {}, mode {:o})",
+                meta.uid(),
+                meta.mode() & 0o7777
+            )));
+        }
+        Ok(Self { state_dir: state_dir.to_owned() })
     }
 
     /// The ledger as it stands, without the lock.
@@ -29,7 +110,12 @@ impl Store {
     /// # Errors
     /// It cannot be read or parsed.
     pub fn read(&self) -> Result<Ledger, LedgerError> {
-        todo!()
+        let boot = self.boot_id()?;
+        match self.load()? {
+            Loaded::Missing => Ok(Ledger::empty(&boot)),
+            Loaded::Sound(ledger) => Ok(of_this_boot(ledger, &boot)),
+            Loaded::Corrupt(why) => Err(LedgerError::Corrupt { path: text(&self.file()), why }),
+        }
     }
 
     /// Takes the lock, frees what is gone, lets `change` work and writes the ledger if it differs.
@@ -37,12 +123,218 @@ impl Store {
     /// When `change` fails its changes are dropped, what was freed stays freed, and its error is the
     /// inner one. `change` must not start, ask or wait for a process: everybody waits meanwhile.
     ///
+    /// A ledger that is no ledger is rebuilt from what runs; the bad file stays beside it as
+    /// `ledger.json.corrupt-<seconds since the epoch>`, one of them.
+    ///
     /// # Errors
     /// The lock is not to be had in 5 s, or the file cannot be read or written.
     pub fn update<T, E>(
         &self,
-        _change: impl FnOnce(&mut Ledger) -> Result<T, E>,
+        change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
-        todo!()
+        let boot = self.boot_id()?;
+        let _lock = self.lock()?;
+        let (before, mut ledger) = match self.load()? {
+            Loaded::Missing => (None, Ledger::empty(&boot)),
+            Loaded::Sound(ledger) => (Some(ledger.clone()), of_this_boot(ledger, &boot)),
+            Loaded::Corrupt(why) => (None, self.rebuilt(&why, &boot)?),
+        };
+        let freed = reclaim(&mut ledger);
+        self.explain(&mut ledger);
+        let mut changed = ledger.clone();
+        let outcome = change(&mut changed);
+        let after = if outcome.is_ok() { changed } else { ledger };
+        if before.as_ref() != Some(&after) {
+            self.write(&after)?;
+        }
+        Ok((outcome, freed))
     }
+
+    /// Opens closed devices again as soon as nothing unexplained runs there.
+    fn explain(&self, ledger: &mut Ledger) {
+        if !ledger.unexplained.is_empty() {
+            let still = unexplained(&self.state_dir, ledger);
+            ledger.unexplained.retain(|uuid| still.contains(uuid));
+        }
+    }
+
+    fn file(&self) -> PathBuf {
+        self.state_dir.join("ledger.json")
+    }
+
+    /// Where a bad ledger waits while it is rebuilt: without it a crash in between would leave a missing
+    /// ledger, which means an empty one.
+    fn aside(&self) -> PathBuf {
+        self.state_dir.join("ledger.json.rebuilding")
+    }
+
+    fn boot_id(&self) -> Result<String, LedgerError> {
+        let path = Path::new("/proc/sys/kernel/random/boot_id");
+        let id = fs::read_to_string(path).map_err(|error| failed("read", path, error))?;
+        Ok(id.trim().to_owned())
+    }
+
+    /// The lock, released when it is dropped. The descriptor is closed on exec.
+    fn lock(&self) -> Result<Flock<File>, LedgerError> {
+        let path = self.state_dir.join("lock");
+        let mut file = open_lock(&path).map_err(|error| failed("locked", &path, error))?;
+        let deadline = Instant::now() + LOCK_TIMEOUT;
+        let mut nap = SHORTEST_NAP;
+        loop {
+            file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) => return Ok(lock),
+                Err((file, Errno::EWOULDBLOCK | Errno::EINTR)) => file,
+                Err((_, errno)) => return Err(failed("locked", &path, errno.into())),
+            };
+            if Instant::now() >= deadline {
+                return Err(LedgerError::Locked { path: text(&path) });
+            }
+            std::thread::sleep(nap);
+            nap = (nap * 2).min(LONGEST_NAP);
+        }
+    }
+
+    fn load(&self) -> Result<Loaded, LedgerError> {
+        let path = self.file();
+        let meta = match fs::symlink_metadata(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let rebuilding = fs::symlink_metadata(self.aside()).is_ok();
+                return Ok(if rebuilding {
+                    Loaded::Corrupt("its rebuild was cut short".into())
+                } else {
+                    Loaded::Missing
+                });
+            }
+            meta => meta.map_err(|error| failed("read", &path, error))?,
+        };
+        if let Some(why) = distrust(&meta) {
+            return Ok(Loaded::Corrupt(why));
+        }
+        // Gone since we looked: somebody without the lock sees it being moved aside.
+        let content = read_bounded(&path).map_err(|error| failed("read", &path, error))?.unwrap_or_default();
+        Ok(parse(&content).map_or_else(Loaded::Corrupt, Loaded::Sound))
+    }
+
+    /// Rebuilds the ledger, writes it and puts the bad file by.
+    fn rebuilt(&self, why: &str, boot: &str) -> Result<Ledger, LedgerError> {
+        let (path, aside) = (self.file(), self.aside());
+        tracing::warn!("ledger {} cannot be used ({why}): rebuilding it from what runs", text(&path));
+        let mut ledger = rebuild(&self.state_dir, boot);
+        if fs::symlink_metadata(&path).is_ok() {
+            let _ = remove(&aside);
+            fs::rename(&path, &aside).map_err(|error| failed("written", &path, error))?;
+        }
+        salvage(&aside, &mut ledger);
+        self.write(&ledger)?;
+        self.keep_one_corrupt();
+        Ok(ledger)
+    }
+
+    /// The evidence is a courtesy: failing to keep it stops nobody.
+    fn keep_one_corrupt(&self) {
+        let old = fs::read_dir(&self.state_dir).into_iter().flatten().flatten();
+        for entry in
+            old.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"ledger.json.corrupt-"))
+        {
+            let _ = remove(&entry.path());
+        }
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let _ = fs::rename(self.aside(), self.state_dir.join(format!("ledger.json.corrupt-{now}")));
+    }
+
+    fn write(&self, ledger: &Ledger) -> Result<(), LedgerError> {
+        let path = self.file();
+        let written = remember_roots(&self.state_dir, ledger).and_then(|()| {
+            let content = serde_json::to_vec(ledger)?;
+            crate::replace::replace(&path, &content, 0o644)
+        });
+        written.map_err(|error| failed("written", &path, error))
+    }
+}
+
+/// Creates `dir` and its parents, readable for all whatever the umask.
+fn create(dir: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o755).create(dir)?;
+    fs::set_permissions(dir, Permissions::from_mode(0o755))
+}
+
+/// Whoever can open the lock can stop every create: it is root's alone, also where it was not.
+fn open_lock(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(O_NOFOLLOW)
+        .open(path)?;
+    if file.metadata()?.mode() & 0o077 != 0 {
+        file.set_permissions(Permissions::from_mode(0o600))?;
+    }
+    Ok(file)
+}
+
+/// Removes a file or a directory, whatever stands at `path`.
+fn remove(path: &Path) -> io::Result<()> {
+    if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
+}
+
+/// Why a ledger with this metadata is not believed.
+fn distrust(meta: &fs::Metadata) -> Option<String> {
+    if !meta.is_file() {
+        return Some("it is no regular file".to_owned());
+    }
+    if meta.len() > LARGEST {
+        return Some(format!("it has {} bytes", meta.len()));
+    }
+    if !is_ours(meta.uid()) {
+        return Some(format!("it belongs to uid {}", meta.uid()));
+    }
+    (meta.mode() & 0o022 != 0).then(|| format!("others may write it (mode {:o})", meta.mode() & 0o7777))
+}
+
+/// A ledger, or why `content` is none. Ids become names of directories and are checked for that.
+fn parse(content: &[u8]) -> Result<Ledger, String> {
+    let ledger: Ledger = serde_json::from_slice(content).map_err(|error| safe(&error.to_string()))?;
+    if ledger.schema != SCHEMA {
+        return Err(format!("its schema is {}, not {SCHEMA}", safe(&ledger.schema)));
+    }
+    let bad_id = ledger.leases.iter().find(|lease| LeaseId::parse(lease.id.as_str()).is_none());
+    if let Some(lease) = bad_id {
+        return Err(format!("{} is no lease id", safe(lease.id.as_str())));
+    }
+    let wanted = ledger.leases.iter().filter_map(|lease| lease.server.as_ref());
+    let mut keys = wanted.chain(ledger.servers.iter().map(|server| &server.key));
+    match keys.find(|key| key.0.is_empty() || key.0.starts_with('.') || key.0.contains('/')) {
+        Some(key) => Err(format!("{} is no MPS server's key", safe(&key.0))),
+        None => Ok(ledger),
+    }
+}
+
+/// What people and the driver were told stays, where a ledger of another version still tells it.
+fn salvage(path: &Path, ledger: &mut Ledger) {
+    let trusted = fs::symlink_metadata(path).is_ok_and(|meta| distrust(&meta).is_none());
+    let content = read_bounded(path).ok().flatten().filter(|_| trusted).unwrap_or_default();
+    let Ok(Value::Object(mut old)) = serde_json::from_slice(&content) else { return };
+    let mut list = |name| old.remove(name).unwrap_or_default();
+    ledger.drained = serde_json::from_value(list("drained")).unwrap_or_default();
+    if list("boot_id") == ledger.boot_id.as_str() {
+        ledger.compute_modes = serde_json::from_value(list("compute_modes")).unwrap_or_default();
+    }
+}
+
+/// Nothing survives a boot but what people decided.
+fn of_this_boot(ledger: Ledger, boot: &str) -> Ledger {
+    if ledger.boot_id == boot {
+        return ledger;
+    }
+    Ledger { drained: ledger.drained, ..Ledger::empty(boot) }
+}
+
+fn text(path: &Path) -> String {
+    safe(&path.to_string_lossy())
+}
+
+fn failed(verb: &'static str, path: &Path, source: io::Error) -> LedgerError {
+    LedgerError::Io { verb, path: text(path), source }
 }

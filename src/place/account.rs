@@ -1,14 +1,21 @@
 //! What is booked on a device and what is left.
 
+use std::collections::BTreeSet;
+
 use crate::config::Config;
 use crate::inventory::Device;
-use crate::ledger::Ledger;
-use crate::request::{Mode, Percent};
+use crate::ledger::{Lease, Ledger, ServerState};
+use crate::mps::ServerKey;
+use crate::request::units::MIB;
+use crate::request::{Isolation, Mode, Percent};
+
+/// Device memory of an MPS server itself: measured, docs/evidence.
+pub(super) const SERVER_BYTES: u64 = 66 * MIB;
 
 /// The accounts of one device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Account {
-    /// Its present use; `None`: idle.
+    /// Its present use; `None`: idle. Dedicated MPS servers take turns, so that is time-slice.
     pub used_as: Option<Mode>,
     /// Leases that share it.
     pub leases: usize,
@@ -18,14 +25,232 @@ pub struct Account {
     pub sm_free: Percent,
     /// Sum of booked memory, MPS servers' own included, in bytes.
     pub memory_booked: u64,
-    /// Memory that a new lease may still book, in bytes.
+    /// Memory that a new lease may still book, in bytes: the smaller of what the accounts leave and what
+    /// NVML last reported free less what leases have booked and not used yet.
     pub memory_free: u64,
-    /// Sum of expected CUDA processes.
+    /// Sum of expected CUDA processes behind MPS servers.
     pub processes: u32,
 }
 
 /// The accounts of `device`.
 #[must_use]
-pub fn account(_device: &Device, _ledger: &Ledger, _config: &Config) -> Account {
-    todo!()
+pub fn account(device: &Device, ledger: &Ledger, config: &Config) -> Account {
+    let leases: Vec<&Lease> = ledger.on_device(&device.uuid).collect();
+    let used_as = leases.first().map(|lease| use_of(lease.mode, lease.isolation));
+    let sm_booked = sm_booked(&leases, used_as);
+    let sm_free = match used_as {
+        Some(Mode::Exclusive | Mode::Mig) => Percent::default(),
+        Some(Mode::TimeSlice) => Percent::WHOLE,
+        Some(Mode::Mps) | None => minus(config.sm_ceiling(), sm_booked),
+    };
+    let served = leases.iter().filter(|lease| lease.server.is_some());
+    let memory_booked =
+        if used_as == Some(Mode::Exclusive) { device.memory_bytes } else { memory_booked(device, ledger) };
+    Account {
+        used_as,
+        leases: leases.len(),
+        sm_booked,
+        sm_free,
+        memory_booked,
+        memory_free: by_accounts(device, ledger, config).min(by_driver(device, ledger, config)),
+        processes: served.map(|lease| lease.processes).fold(0, u32::saturating_add),
+    }
+}
+
+/// What a lease makes of its device.
+pub(super) fn use_of(mode: Mode, isolation: Isolation) -> Mode {
+    match (mode, isolation) {
+        (Mode::Mps, Isolation::Dedicated) => Mode::TimeSlice,
+        (mode, _) => mode,
+    }
+}
+
+fn sm_booked(leases: &[&Lease], used_as: Option<Mode>) -> Percent {
+    match used_as {
+        Some(Mode::Exclusive | Mode::Mig) => Percent::WHOLE,
+        Some(Mode::TimeSlice) | None => Percent::default(),
+        Some(Mode::Mps) => {
+            let shares = leases.iter().filter_map(|lease| lease.sm).map(Percent::thousandths);
+            Percent::from_thousandths(shares.fold(0, u32::saturating_add))
+        }
+    }
+}
+
+fn minus(a: Percent, b: Percent) -> Percent {
+    Percent::from_thousandths(a.thousandths().saturating_sub(b.thousandths()))
+}
+
+fn memory_booked(device: &Device, ledger: &Ledger) -> u64 {
+    let leases = ledger.on_device(&device.uuid).filter_map(|lease| lease.memory_bytes);
+    let servers = SERVER_BYTES * servers(device, ledger).len() as u64;
+    leases.fold(servers, u64::saturating_add)
+}
+
+/// Every MPS server that has or will have memory of the device: leases' own, and such as still run.
+pub(super) fn servers<'a>(device: &'a Device, ledger: &'a Ledger) -> BTreeSet<&'a ServerKey> {
+    let wanted = ledger.on_device(&device.uuid).filter_map(|lease| lease.server.as_ref());
+    let running = ledger
+        .servers
+        .iter()
+        .filter(|server| server.device == device.uuid && !matches!(server.state, ServerState::Down));
+    wanted.chain(running.map(|server| &server.key)).collect()
+}
+
+/// All that may ever be booked on `device`.
+pub(super) fn bookable(device: &Device, config: &Config) -> u64 {
+    times(device.memory_bytes.saturating_sub(config.limits.reserve), config.limits.memory_overcommit)
+}
+
+/// What the accounts leave.
+pub(super) fn by_accounts(device: &Device, ledger: &Ledger, config: &Config) -> u64 {
+    let exclusive = ledger.on_device(&device.uuid).any(|lease| lease.mode == Mode::Exclusive);
+    if exclusive { 0 } else { bookable(device, config).saturating_sub(memory_booked(device, ledger)) }
+}
+
+/// What NVML reported free at the last refresh, less what leases have booked and had not used by then.
+///
+/// Who books more than there is (`memory_overcommit` above 1) does so here too: bookings count by their
+/// part, memory in use counts whole.
+pub(super) fn by_driver(device: &Device, ledger: &Ledger, config: &Config) -> u64 {
+    let unspent = ledger.on_device(&device.uuid).map(|lease| unspent(lease, device, ledger));
+    let seen = device.processes.iter().filter(|process| process.mps_server).count();
+    let unseen = servers(device, ledger).len().saturating_sub(seen) as u64;
+    let free = times(device.memory_free_bytes, config.limits.memory_overcommit.max(1.0));
+    unspent.fold(free, u64::saturating_sub).saturating_sub(unseen * SERVER_BYTES)
+}
+
+/// What `lease` may still take of its booked memory, as of the last refresh.
+fn unspent(lease: &Lease, device: &Device, ledger: &Ledger) -> u64 {
+    let its = |found: Option<&Lease>| found.is_some_and(|found| found.id == lease.id);
+    let processes = device.processes.iter().filter(|process| its(ledger.lease_of_process(process)));
+    let used = processes.map(|process| process.memory_bytes).fold(0, u64::saturating_add);
+    lease.memory_bytes.unwrap_or(0).saturating_sub(used)
+}
+
+#[allow(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "bytes of device memory are far below 2^53, factors are positive, and `as` saturates"
+)]
+fn times(bytes: u64, factor: f64) -> u64 {
+    // Exact where nothing is multiplied: the accounts must not lose a byte there.
+    if (factor - 1.0).abs() < f64::EPSILON { bytes } else { (bytes as f64 * factor) as u64 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::{GIB, device, process};
+    use super::*;
+    use crate::ledger::fixture::lease;
+    use crate::ledger::{Init, Server};
+    use crate::process::Process;
+
+    fn with(leases: Vec<Lease>) -> Ledger {
+        Ledger { leases, ..Ledger::empty("boot") }
+    }
+
+    fn shared(n: u64, sm: u32, gib: u64) -> Lease {
+        Lease {
+            mode: Mode::Mps,
+            server: Some(ServerKey("GPU-0".into())),
+            sm: Some(Percent::from_thousandths(sm)),
+            memory_bytes: Some(gib * GIB),
+            processes: 2,
+            ..lease(n, "GPU-0")
+        }
+    }
+
+    #[test]
+    fn an_idle_device_has_all_but_the_reserve() {
+        let account = account(&device(0), &with(vec![]), &Config::default());
+        assert_eq!((account.used_as, account.leases, account.processes), (None, 0, 0));
+        assert_eq!(account.sm_free, Percent::from_thousandths(100_000));
+        // 100 GiB in all, 512 MiB of them reserved.
+        assert_eq!((account.memory_booked, account.memory_free), (0, 106_837_311_488));
+    }
+
+    #[test]
+    fn shared_mps_books_sms_memory_and_one_server() {
+        let ledger = with(vec![shared(1, 25_000, 8), shared(2, 12_500, 4)]);
+        let account = account(&device(0), &ledger, &Config::default());
+        assert_eq!(account.used_as, Some(Mode::Mps));
+        assert_eq!(account.sm_booked, Percent::from_thousandths(37_500));
+        assert_eq!(account.sm_free, Percent::from_thousandths(62_500));
+        // 12 GiB and 66 MiB.
+        assert_eq!(account.memory_booked, 12_954_107_904);
+        assert_eq!(account.processes, 4);
+    }
+
+    #[test]
+    fn dedicated_servers_take_turns_and_each_has_its_own_memory() {
+        let dedicated = |n| Lease {
+            isolation: Isolation::Dedicated,
+            server: Some(ServerKey(format!("{n:016x}"))),
+            ..shared(n, 50_000, 1)
+        };
+        let account = account(&device(0), &with(vec![dedicated(1), dedicated(2)]), &Config::default());
+        assert_eq!(account.used_as, Some(Mode::TimeSlice));
+        assert_eq!(account.sm_booked, Percent::default());
+        // 2 GiB and 132 MiB.
+        assert_eq!(account.memory_booked, 2_285_895_680);
+    }
+
+    #[test]
+    fn an_exclusive_lease_has_everything() {
+        let whole = Lease { mode: Mode::Exclusive, ..lease(1, "GPU-0") };
+        let account = account(&device(0), &with(vec![whole]), &Config::default());
+        assert_eq!(account.sm_booked, Percent::from_thousandths(100_000));
+        assert_eq!((account.sm_free, account.memory_free), (Percent::default(), 0));
+        assert_eq!(account.memory_booked, 107_374_182_400);
+    }
+
+    #[test]
+    fn overcommit_widens_the_accounts() {
+        let mut config = Config::default();
+        config.limits.sm_overcommit = 2.0;
+        config.limits.memory_overcommit = 1.5;
+        config.limits.reserve = 0;
+        let account = account(&device(0), &with(vec![shared(1, 50_000, 8)]), &config);
+        assert_eq!(account.sm_free, Percent::from_thousandths(150_000));
+        // 150 GiB less 8 GiB and 66 MiB.
+        assert_eq!(account.memory_free, 152_402_132_992);
+    }
+
+    #[test]
+    fn what_others_use_is_not_free_and_what_leases_used_already_is_not_taken_twice() {
+        let init = Init {
+            process: Process { pid: 70, start_time: 1 },
+            pid_namespace: 4711,
+            cgroup: Some("/sys/fs/cgroup/docker/one".into()),
+        };
+        let one = Lease { init: Some(init), ..shared(1, 25_000, 8) };
+        let mut gpu = device(0);
+        gpu.memory_free_bytes = 20 * GIB;
+        let config = Config::default();
+        // 20 GiB less 8 GiB and the server's 66 MiB, of which nothing is seen yet.
+        assert_eq!(account(&gpu, &with(vec![one.clone()]), &config).memory_free, 12_815_695_872);
+        gpu.processes = vec![process(71, 4711, 3 * GIB), process(80, 5, 30 * GIB)];
+        gpu.processes.push(crate::inventory::GpuProcess { mps_server: true, ..process(81, 0, 66 * MIB) });
+        // 20 GiB less the 5 GiB that it has not used.
+        assert_eq!(account(&gpu, &with(vec![one]), &config).memory_free, 16_106_127_360);
+    }
+
+    #[test]
+    fn a_server_that_still_runs_counts_though_nobody_uses_it() {
+        let server = |state| Server {
+            key: ServerKey("GPU-0".into()),
+            device: "GPU-0".into(),
+            daemon: None,
+            state,
+            ceiling: Percent::WHOLE,
+            answered_at: 0,
+        };
+        let booked = |state| {
+            let ledger = Ledger { servers: vec![server(state)], ..Ledger::empty("boot") };
+            account(&device(0), &ledger, &Config::default()).memory_booked
+        };
+        assert_eq!(booked(ServerState::Stopping), 69_206_016);
+        assert_eq!(booked(ServerState::Down), 0);
+    }
 }

@@ -1,14 +1,21 @@
 //! Which device serves a request: [`Request`], [`Inventory`] and [`Ledger`] in, [`Placement`] out. Pure.
 
 mod account;
+mod fit;
+#[cfg(test)]
+pub(crate) mod fixture;
 mod refusal;
 mod select;
+#[cfg(test)]
+pub(crate) mod tests;
+
+use fit::{Fit, Misfit, World};
 
 use crate::config::Config;
-use crate::inventory::Inventory;
+use crate::inventory::{Device, Inventory};
 use crate::ledger::{LeaseId, Ledger};
 use crate::mps::ServerKey;
-use crate::request::{Isolation, Mode, Percent, Priority, Request};
+use crate::request::{Devices, Isolation, Mode, Percent, Priority, Request, Selector};
 
 pub use account::{Account, account};
 pub use refusal::Refusal;
@@ -43,11 +50,98 @@ pub struct Placement {
 /// # Errors
 /// [`Refusal`]: what was asked, what each device has left, who holds it, what would fit now.
 pub fn place(
-    _request: &Request,
-    _id: &LeaseId,
-    _inventory: &Inventory,
-    _ledger: &Ledger,
-    _config: &Config,
+    request: &Request,
+    id: &LeaseId,
+    inventory: &Inventory,
+    ledger: &Ledger,
+    config: &Config,
 ) -> Result<Placement, Box<Refusal>> {
-    todo!()
+    if wants_mig(request) {
+        return Err(Refusal::never(request, "MIG is not in this version yet"));
+    }
+    let slots =
+        select::slots(&request.devices, inventory, config).map_err(|why| Refusal::never(request, &why))?;
+    let world = World { inventory, ledger, config };
+    let several = slots.len() > 1;
+    let verdicts: Vec<Option<Result<Fit, Misfit>>> = (0..)
+        .zip(&inventory.devices)
+        .map(|(index, device)| {
+            let wanted = slots.iter().any(|slot| slot.contains(&index));
+            wanted.then(|| fit::fit(request, id, device, several, world))
+        })
+        .collect();
+    choose(&slots, &verdicts, config).map_or_else(
+        || Err(refuse(request, &slots, &verdicts, world)),
+        |(devices, fits)| Ok(placement(request, inventory, devices, &fits)),
+    )
+}
+
+fn wants_mig(request: &Request) -> bool {
+    let is_mig = |selector: &Selector| matches!(selector, Selector::MigUuid(_) | Selector::MigIndex(..));
+    let named = matches!(&request.devices, Devices::These(these) if these.iter().any(is_mig));
+    named || request.mig.is_some() || request.mode == Some(Mode::Mig)
+}
+
+/// The best devices for all slots, all in one mode: indices, and what the request comes to on each.
+fn choose<'a>(
+    slots: &[Vec<usize>],
+    verdicts: &'a [Option<Result<Fit, Misfit>>],
+    config: &Config,
+) -> Option<(Vec<usize>, Vec<&'a Fit>)> {
+    let fit_of = |index: usize| verdicts[index].as_ref().and_then(|verdict| verdict.as_ref().ok());
+    let mut fits: Vec<(usize, &Fit)> =
+        (0..verdicts.len()).filter_map(|index| Some((index, fit_of(index)?))).collect();
+    fits.sort_by_key(|(_, fit)| fit.rank(config.placement.policy));
+    fits.iter().find_map(|(_, best)| {
+        let ranked: Vec<usize> =
+            fits.iter().filter(|(_, fit)| fit.mode == best.mode).map(|(index, _)| *index).collect();
+        let devices = select::assign(slots, &ranked)?;
+        let chosen = devices.iter().filter_map(|index| fit_of(*index)).collect();
+        Some((devices, chosen))
+    })
+}
+
+fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, fits: &[&Fit]) -> Placement {
+    if matches!(request.devices, Devices::Any(_)) {
+        devices.sort_unstable();
+    }
+    let first = fits.first();
+    Placement {
+        devices: devices.iter().map(|index| inventory.devices[*index].uuid.clone()).collect(),
+        mode: first.map_or(request.default_mode, |fit| fit.mode),
+        isolation: first.map_or(request.isolation, |fit| fit.isolation),
+        server: first.and_then(|fit| fit.server.clone()),
+        sm: request.sm,
+        memory_bytes: first.and_then(|fit| fit.memory_bytes),
+        processes: request.processes.get(),
+        priority: request.priority,
+        refresh_first: fits.iter().any(|fit| fit.refresh_first),
+        warnings: Vec::new(),
+    }
+}
+
+/// Waiting helps if there would be a place as soon as all that is temporary has passed.
+fn refuse(
+    request: &Request,
+    slots: &[Vec<usize>],
+    verdicts: &[Option<Result<Fit, Misfit>>],
+    world: World<'_>,
+) -> Box<Refusal> {
+    let devices = &world.inventory.devices;
+    let (mut misfits, mut in_time): (Vec<(&Device, &Misfit)>, Vec<usize>) = (Vec::new(), Vec::new());
+    for (index, verdict) in verdicts.iter().enumerate() {
+        match verdict {
+            Some(Err(misfit)) => {
+                misfits.push((&devices[index], misfit));
+                in_time.extend(misfit.temporary.then_some(index));
+            }
+            Some(Ok(_)) => in_time.push(index),
+            None => {}
+        }
+    }
+    if misfits.is_empty() {
+        return Refusal::never(request, "the devices' modes differ ([[device]] use): name sublet.mode");
+    }
+    let temporary = select::assign(slots, &in_time).is_some();
+    Refusal::of(request, &misfits, temporary, world.ledger, world.config)
 }

@@ -1,5 +1,17 @@
 //! Why there is no place now, in words that help.
 
+use super::account::{SERVER_BYTES, account};
+use super::fit::Misfit;
+use crate::config::Config;
+use crate::inventory::Device;
+use crate::ledger::{Lease, Ledger};
+use crate::request::units::MIB;
+use crate::request::{Devices, Isolation, Memory, Mode, Percent, Request};
+use crate::text::safe;
+
+/// A message names this many devices, and holders of each, and counts the others.
+const NAMED: usize = 4;
+
 /// A request that no device can serve now.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("{message}")]
@@ -8,4 +20,119 @@ pub struct Refusal {
     pub message: String,
     /// Whether waiting could help.
     pub temporary: bool,
+    /// It hangs on what NVML last reported: after a refresh there may be a place.
+    pub refresh_first: bool,
+}
+
+impl Refusal {
+    /// One that no waiting changes.
+    pub(super) fn never(request: &Request, why: &str) -> Box<Self> {
+        let message = format!("no place for {}: {why}", asked(request));
+        Box::new(Self { message, temporary: false, refresh_first: false })
+    }
+
+    /// What `misfits` say, device by device.
+    pub(super) fn of(
+        request: &Request,
+        misfits: &[(&Device, &Misfit)],
+        temporary: bool,
+        ledger: &Ledger,
+        config: &Config,
+    ) -> Box<Self> {
+        let each = misfits.iter().map(|(device, misfit)| describe(device, misfit, ledger, config));
+        let mut message = format!("no place for {}: {}", asked(request), some(each, "; "));
+        if temporary {
+            let open = misfits.iter().filter(|(_, misfit)| misfit.temporary);
+            let room: Vec<String> = open.filter_map(|(device, _)| room(device, ledger, config)).collect();
+            message += "; would fit now: ";
+            message += &if room.is_empty() { "nothing".to_owned() } else { some(room.into_iter(), ", or ") };
+            message += "; sublet.wait=60s waits for a place";
+        }
+        let refresh_first = misfits.iter().any(|(_, misfit)| misfit.refresh);
+        Box::new(Self { message, temporary, refresh_first })
+    }
+}
+
+/// What was asked, as `mps, 60 % SM, 8 GiB on any GPU`.
+fn asked(request: &Request) -> String {
+    let mut parts = vec![request.mode.map_or_else(|| "a GPU".to_owned(), |mode| mode.to_string())];
+    parts.extend((request.isolation == Isolation::Dedicated).then(|| "dedicated".to_owned()));
+    parts.extend(request.sm.map(|sm| format!("{sm} % SM")));
+    parts.extend(request.memory.map(|memory| match memory {
+        Memory::Bytes(bytes) => amount(bytes),
+        Memory::Share(share) => format!("{share} % of the memory"),
+    }));
+    parts.extend((request.processes.get() > 1).then(|| format!("{} processes", request.processes)));
+    let devices = match &request.devices {
+        Devices::Any(count) if count.get() == 1 => "any GPU".to_owned(),
+        Devices::Any(count) => format!("any {count} GPUs"),
+        Devices::All => "all GPUs".to_owned(),
+        Devices::These(selectors) if selectors.len() == 1 => "the GPU named".to_owned(),
+        Devices::These(selectors) => format!("the {} GPUs named", selectors.len()),
+    };
+    format!("{} on {devices}", parts.join(", "))
+}
+
+fn describe(device: &Device, misfit: &Misfit, ledger: &Ledger, config: &Config) -> String {
+    let mut text = format!("GPU {} ({}) {}", device.index, safe(&device.name), misfit.reason);
+    if misfit.temporary {
+        let account = account(device, ledger, config);
+        text += &format!(" [left: {} % SM, {}", account.sm_free, amount(account.memory_free));
+        let holders: Vec<String> = ledger.on_device(&device.uuid).map(holder).collect();
+        if !holders.is_empty() {
+            text += &format!("; held by {}", some(holders.into_iter(), ", "));
+        }
+        text += "]";
+    }
+    text
+}
+
+/// As `3f2a9c1b2d4e (mps, 25 % SM, 8 GiB)`.
+fn holder(lease: &Lease) -> String {
+    let short: String = lease.container.id.chars().take(12).collect();
+    let mut parts = vec![lease.mode.to_string()];
+    parts.extend(lease.sm.map(|sm| format!("{sm} % SM")));
+    parts.extend(lease.memory_bytes.map(amount));
+    format!("{} ({})", safe(&short), parts.join(", "))
+}
+
+/// What `device` would take now.
+fn room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
+    let account = account(device, ledger, config);
+    let (index, memory) = (device.index, |bytes: u64| amount(bytes / MIB * MIB));
+    let turns = (config.limits.time_slice_max as usize).saturating_sub(account.leases);
+    match account.used_as {
+        Some(Mode::Mps) => {
+            let sm = account.sm_free.min(Percent::WHOLE);
+            Some(format!("mps with at most {sm} % SM and {} on GPU {index}", memory(account.memory_free)))
+        }
+        Some(Mode::TimeSlice) if turns > 0 => {
+            let free = account.memory_free.saturating_sub(SERVER_BYTES);
+            Some(format!("time-slice with at most {} on GPU {index}", memory(free)))
+        }
+        None => {
+            let free = account.memory_free.saturating_sub(SERVER_BYTES);
+            Some(format!("mps or time-slice with at most {} on GPU {index}", memory(free)))
+        }
+        Some(_) => None,
+    }
+}
+
+/// The first few of `texts`, and how many there are beside them.
+fn some(texts: impl Iterator<Item = String>, between: &str) -> String {
+    let mut texts: Vec<String> = texts.collect();
+    let others = texts.len().saturating_sub(NAMED);
+    texts.truncate(NAMED);
+    let named = texts.join(between);
+    if others == 0 { named } else { format!("{named}{between}and {others} more") }
+}
+
+/// `bytes` as people write them: whole GiB, or MiB.
+pub(super) fn amount(bytes: u64) -> String {
+    const GIB: u64 = 1024 * MIB;
+    if bytes > 0 && bytes % GIB == 0 {
+        format!("{} GiB", bytes / GIB)
+    } else {
+        format!("{} MiB", bytes / MIB)
+    }
 }

@@ -1,0 +1,266 @@
+//! Questions to a ledger in memory and changes to it: pure.
+
+use std::path::Path;
+
+use super::{Container, Lease, LeaseId, Ledger, SCHEMA};
+use crate::inventory::GpuProcess;
+use crate::mps::ServerKey;
+use crate::request::Percent;
+use crate::text::safe;
+
+/// A container that holds a live lease already: a live lease is never replaced.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "container {} holds the live lease {lease} already: delete it before it is created again",
+    safe(container)
+)]
+pub struct Doubled {
+    /// The lease it holds.
+    pub lease: LeaseId,
+    /// The container's id.
+    pub container: String,
+}
+
+impl Ledger {
+    /// A ledger of this boot in which nobody holds anything.
+    #[must_use]
+    pub fn empty(boot_id: &str) -> Self {
+        Self {
+            schema: SCHEMA.to_owned(),
+            boot_id: boot_id.to_owned(),
+            leases: Vec::new(),
+            servers: Vec::new(),
+            compute_modes: Vec::new(),
+            drained: Vec::new(),
+            unexplained: Vec::new(),
+        }
+    }
+
+    /// The lease with this id.
+    #[must_use]
+    pub fn lease(&self, id: &LeaseId) -> Option<&Lease> {
+        self.leases.iter().find(|lease| lease.id == *id)
+    }
+
+    /// The lease with this id, to be changed.
+    pub fn lease_mut(&mut self, id: &LeaseId) -> Option<&mut Lease> {
+        self.leases.iter_mut().find(|lease| lease.id == *id)
+    }
+
+    /// Leases of container `id` of `uid`: more than one where two runtime roots use the same id.
+    pub fn of_container<'a>(&'a self, uid: u32, id: &'a str) -> impl Iterator<Item = &'a Lease> {
+        self.leases.iter().filter(move |lease| lease.container.uid == uid && lease.container.id == id)
+    }
+
+    /// The lease of container `id` of `uid` whose runtime keeps its record in `record`.
+    #[must_use]
+    pub fn of_record(&self, uid: u32, id: &str, record: &Path) -> Option<&Lease> {
+        self.leases.iter().find(|lease| {
+            lease.container.uid == uid && lease.container.id == id && lease.container.record == record
+        })
+    }
+
+    /// Leases on `device` (a UUID), in the order they were taken.
+    pub fn on_device<'a>(&'a self, device: &'a str) -> impl Iterator<Item = &'a Lease> {
+        self.leases.iter().filter(move |lease| lease.devices.iter().any(|uuid| uuid == device))
+    }
+
+    /// Leases that the MPS server `key` serves.
+    pub fn on_server<'a>(&'a self, key: &'a ServerKey) -> impl Iterator<Item = &'a Lease> {
+        self.leases.iter().filter(move |lease| lease.server.as_ref() == Some(key))
+    }
+
+    /// The SM ceiling that the server `key` should have: its largest lease's, 100 % if one has no
+    /// ceiling; `None` when it serves nobody.
+    #[must_use]
+    pub fn wanted_ceiling(&self, key: &ServerKey) -> Option<Percent> {
+        self.on_server(key).map(|lease| lease.sm.unwrap_or(Percent::WHOLE)).max()
+    }
+
+    /// Adds `lease`.
+    ///
+    /// # Errors
+    /// [`Doubled`]: the same user's container of that id and bundle, or that lease id, is there already.
+    pub fn insert(&mut self, lease: Lease) -> Result<(), Doubled> {
+        let same = |a: &Container, b: &Container| a.uid == b.uid && a.id == b.id && a.bundle == b.bundle;
+        let taken = |old: &&Lease| old.id == lease.id || same(&old.container, &lease.container);
+        if let Some(old) = self.leases.iter().find(taken) {
+            return Err(Doubled { lease: old.id.clone(), container: lease.container.id });
+        }
+        self.leases.push(lease);
+        Ok(())
+    }
+
+    /// Removes the lease with this id and returns it; an unknown id is no error: late ends come twice.
+    pub fn remove(&mut self, id: &LeaseId) -> Option<Lease> {
+        let at = self.leases.iter().position(|lease| lease.id == *id)?;
+        Some(self.leases.remove(at))
+    }
+
+    /// The lease that a process on a GPU belongs to: by its pid, else its cgroup, else its PID namespace
+    /// (which several containers may share).
+    #[must_use]
+    pub fn lease_of_process(&self, process: &GpuProcess) -> Option<&Lease> {
+        let by =
+            |test: fn(&Lease, &GpuProcess) -> bool| self.leases.iter().find(|lease| test(lease, process));
+        by(has_pid).or_else(|| by(has_cgroup)).or_else(|| by(has_pid_namespace))
+    }
+}
+
+impl Lease {
+    /// The value of [`super::LEASE_RECORD_ANNOTATION`].
+    #[must_use]
+    pub fn to_annotation(&self) -> String {
+        // Only maps with other keys than strings cannot be JSON, and a lease has none.
+        serde_json::to_string(self).unwrap_or_default()
+    }
+}
+
+fn has_pid(lease: &Lease, process: &GpuProcess) -> bool {
+    lease.init.as_ref().is_some_and(|init| init.process.pid == process.pid)
+}
+
+fn has_pid_namespace(lease: &Lease, process: &GpuProcess) -> bool {
+    process.pid_namespace != 0
+        && lease.init.as_ref().is_some_and(|init| init.pid_namespace == process.pid_namespace)
+}
+
+fn has_cgroup(lease: &Lease, process: &GpuProcess) -> bool {
+    let Some(cgroup) = lease.init.as_ref().and_then(|init| init.cgroup.as_deref()) else { return false };
+    within_hierarchy(cgroup).any(|own| Path::new(&process.cgroup).starts_with(own))
+}
+
+/// The paths that /proc/PID/cgroup may show for the cgroup directory `dir`: below the mount of cgroup v2,
+/// of v2 beside v1, or of v1's devices hierarchy. Never a root, which would hold every process.
+fn within_hierarchy(dir: &Path) -> impl Iterator<Item = std::path::PathBuf> {
+    ["/sys/fs/cgroup/devices", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"]
+        .into_iter()
+        .filter_map(move |mount| dir.strip_prefix(mount).ok())
+        .filter(|below| !below.as_os_str().is_empty())
+        .map(|below| Path::new("/").join(below))
+}
+
+#[cfg(test)]
+pub(crate) mod fixture {
+    //! Leases for tests.
+
+    use super::super::{Container, Lease, LeaseId, LeaseState};
+    use crate::process::Process;
+    use crate::request::{Isolation, Mode, Priority};
+
+    /// A plain time-slice lease number `n` on `device`, owned by a process that cannot be.
+    pub fn lease(n: u64, device: &str) -> Lease {
+        Lease {
+            id: LeaseId::parse(&format!("{n:016x}")).unwrap(),
+            container: Container {
+                uid: 0,
+                id: format!("container-{n}"),
+                bundle: format!("/run/bundles/{n}").into(),
+                rootfs: format!("/run/bundles/{n}/rootfs").into(),
+                record: format!("/nonexistent/runc/container-{n}").into(),
+            },
+            devices: vec![device.to_owned()],
+            mode: Mode::TimeSlice,
+            isolation: Isolation::Shared,
+            server: None,
+            sm: None,
+            memory_bytes: None,
+            processes: 1,
+            priority: Priority::Normal,
+            state: LeaseState::Pending,
+            owner: Process { pid: i32::MAX, start_time: 1 },
+            init: None,
+            since: 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fixture::lease;
+    use super::*;
+    use crate::ledger::Init;
+    use crate::process::Process;
+
+    fn ledger(leases: Vec<Lease>) -> Ledger {
+        Ledger { leases, ..Ledger::empty("boot") }
+    }
+
+    #[test]
+    fn a_live_lease_is_never_replaced_and_freeing_twice_is_no_error() {
+        let mut ledger = ledger(vec![lease(1, "GPU-a")]);
+        let again = Lease { id: lease(2, "GPU-a").id, ..lease(1, "GPU-a") };
+        let doubled = ledger.insert(again.clone()).unwrap_err();
+        assert_eq!(doubled.lease.as_str(), "0000000000000001");
+        assert!(ledger.insert(lease(1, "GPU-b")).is_err(), "the same lease id twice");
+        let other_bundle =
+            Lease { container: Container { bundle: "/b".into(), ..again.container.clone() }, ..again };
+        ledger.insert(other_bundle).unwrap();
+        let id = LeaseId::parse("0000000000000001").unwrap();
+        assert_eq!(ledger.remove(&id).map(|lease| lease.id), Some(id.clone()));
+        assert_eq!(ledger.remove(&id), None);
+        assert_eq!(ledger.leases.len(), 1);
+    }
+
+    #[test]
+    fn a_container_is_named_by_user_id_and_record() {
+        let ledger = ledger(vec![lease(1, "GPU-a"), lease(2, "GPU-b")]);
+        let record = Path::new("/nonexistent/runc/container-1");
+        assert!(ledger.of_record(0, "container-1", record).is_some());
+        assert!(ledger.of_record(0, "container-1", Path::new("/run/crun/container-1")).is_none());
+        assert!(ledger.of_record(1000, "container-1", record).is_none());
+        assert_eq!(ledger.of_container(0, "container-2").count(), 1);
+        assert_eq!(ledger.of_container(1, "container-2").count(), 0);
+        assert_eq!(ledger.on_device("GPU-b").count(), 1);
+    }
+
+    #[test]
+    fn the_ceiling_is_the_largest_lease_and_whole_where_one_has_none() {
+        let key = ServerKey("GPU-a".into());
+        let with = |n, sm: Option<u32>| Lease {
+            server: Some(key.clone()),
+            sm: sm.map(Percent::from_thousandths),
+            ..lease(n, "GPU-a")
+        };
+        let mut ledger = ledger(vec![]);
+        assert_eq!(ledger.wanted_ceiling(&key), None);
+        ledger.leases = vec![with(1, Some(25_000)), with(2, Some(60_000))];
+        assert_eq!(ledger.wanted_ceiling(&key), Some(Percent::from_thousandths(60_000)));
+        ledger.leases.push(with(3, None));
+        assert_eq!(ledger.wanted_ceiling(&key), Some(Percent::from_thousandths(100_000)));
+    }
+
+    fn process(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
+        GpuProcess {
+            pid,
+            name: "python".into(),
+            memory_bytes: 1,
+            pid_namespace,
+            cgroup: cgroup.into(),
+            mps_server: false,
+        }
+    }
+
+    #[test]
+    fn processes_are_joined_by_pid_then_cgroup_then_pid_namespace() {
+        let with = |n, pid, pid_namespace, cgroup: &str| Lease {
+            init: Some(Init {
+                process: Process { pid, start_time: 9 },
+                pid_namespace,
+                cgroup: Some(cgroup.into()),
+            }),
+            ..lease(n, "GPU-a")
+        };
+        let ledger = ledger(vec![
+            with(1, 100, 7, "/sys/fs/cgroup/docker/one"),
+            with(2, 200, 7, "/sys/fs/cgroup/devices/docker/two"),
+            with(3, 300, 0, "/sys/fs/cgroup/devices"),
+        ]);
+        let found = |process| ledger.lease_of_process(&process).map(|lease| lease.id.as_str().to_owned());
+        assert_eq!(found(process(200, 7, "/docker/one")).unwrap(), "0000000000000002");
+        assert_eq!(found(process(5, 7, "/docker/two/sub")).unwrap(), "0000000000000002");
+        assert_eq!(found(process(5, 7, "/elsewhere")).unwrap(), "0000000000000001");
+        assert_eq!(found(process(5, 8, "/docker/one-more")), None);
+        assert_eq!(found(process(5, 0, "/")), None);
+    }
+}

@@ -1,0 +1,387 @@
+//! Whether one device can serve a request: first what no waiting changes, then what others hold.
+
+use super::account::{Account, SERVER_BYTES, account, bookable, by_accounts, by_driver, servers, use_of};
+use super::refusal::amount;
+use super::select::rule;
+use crate::config::{Config, Policy};
+use crate::inventory::{ComputeMode, Device, Driver, Inventory, Virtualization};
+use crate::ledger::{LeaseId, Ledger};
+use crate::mps::ServerKey;
+use crate::request::units::MIB;
+use crate::request::{Isolation, Mode, Percent, Priority, Request};
+use crate::text::safe;
+
+/// Device memory of a CUDA context: so much, and so much for each SM that it sees. Measured on Hopper,
+/// docs/evidence: 516 MiB at 132 SMs, 144 MiB at 32.
+const CONTEXT_BYTES: u64 = 24 * MIB;
+const CONTEXT_BYTES_PER_SM: u64 = 15 * MIB / 4;
+
+/// A share that the driver rounds to fewer SMs than this starts no context.
+const FEWEST_SMS: u64 = 2;
+
+/// All that is looked at.
+#[derive(Clone, Copy)]
+pub(super) struct World<'a> {
+    pub inventory: &'a Inventory,
+    pub ledger: &'a Ledger,
+    pub config: &'a Config,
+}
+
+/// What a request comes to on one device.
+#[derive(Clone, Debug)]
+pub(super) struct Fit {
+    pub mode: Mode,
+    pub isolation: Isolation,
+    pub server: Option<ServerKey>,
+    pub memory_bytes: Option<u64>,
+    pub refresh_first: bool,
+    /// Whether the device is in that use already.
+    in_use: bool,
+    /// The scarcest of what is left of it, in thousandths.
+    left: u64,
+    /// Memory left by the accounts, in bytes.
+    memory_left: u64,
+    index: u32,
+}
+
+/// Why a device does not serve.
+#[derive(Clone, Debug)]
+pub(super) struct Misfit {
+    /// Follows the device's name.
+    pub reason: String,
+    /// Whether waiting could help.
+    pub temporary: bool,
+    /// Whether a refresh of the inventory could help.
+    pub refresh: bool,
+}
+
+impl Misfit {
+    fn never(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), temporary: false, refresh: false }
+    }
+
+    fn now(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), temporary: true, refresh: false }
+    }
+
+    fn as_reported(reason: impl Into<String>) -> Self {
+        Self { refresh: true, ..Self::now(reason) }
+    }
+}
+
+/// A request on one device, with what that device's configuration decides.
+struct Want<'a> {
+    request: &'a Request,
+    device: &'a Device,
+    mode: Mode,
+    isolation: Isolation,
+    /// Row of the accounts that it will be in.
+    used_as: Mode,
+    server: Option<ServerKey>,
+    memory: Option<u64>,
+    /// Bytes that it adds to the accounts, a new server's included.
+    books: u64,
+    /// One of several devices of the container.
+    several: bool,
+}
+
+/// What `request` comes to on `device`; `several`: it is one of several.
+pub(super) fn fit(
+    request: &Request,
+    id: &LeaseId,
+    device: &Device,
+    several: bool,
+    world: World<'_>,
+) -> Result<Fit, Misfit> {
+    let want = want(request, id, device, several, world);
+    closed(&want, world)?;
+    sense(&want)?;
+    driver(&want, world.inventory, world.config)?;
+    compute_mode(&want, world.ledger)?;
+    share(&want, &world.inventory.driver, world.config)?;
+    let account = account(device, world.ledger, world.config);
+    present_use(&want, &account, world)?;
+    room(&want, &account, world)?;
+    let refresh_first = memory(&want, world)?;
+    Ok(fitting(want, &account, refresh_first, world))
+}
+
+fn want<'a>(
+    request: &'a Request,
+    id: &LeaseId,
+    device: &'a Device,
+    several: bool,
+    world: World<'_>,
+) -> Want<'a> {
+    let fixed = rule(device, world.config).and_then(|rule| rule.fixed_use);
+    let mode = request.mode.or(fixed).unwrap_or(request.default_mode);
+    let limited_turns = mode == Mode::TimeSlice && request.memory.is_some();
+    let isolation = if limited_turns { Isolation::Dedicated } else { request.isolation };
+    let server = (mode == Mode::Mps || limited_turns).then(|| match isolation {
+        Isolation::Shared => ServerKey(device.uuid.clone()),
+        Isolation::Dedicated => ServerKey(id.to_string()),
+    });
+    let memory = request.memory.map(|memory| memory.on(device.memory_bytes));
+    let running = servers(device, world.ledger);
+    let new_server = server.as_ref().is_some_and(|key| !running.contains(key));
+    let books = memory.unwrap_or(0).saturating_add(if new_server { SERVER_BYTES } else { 0 });
+    let used_as = use_of(mode, isolation);
+    Want { request, device, mode, isolation, used_as, server, memory, books, several }
+}
+
+/// What people decided.
+fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
+    let uuid = &want.device.uuid;
+    if want.device.mig_enabled || want.mode == Mode::Mig {
+        return Err(Misfit::never("is for MIG, and MIG is not in this version yet"));
+    }
+    if world.ledger.drained.contains(uuid) {
+        return Err(Misfit::never("is drained: `sublet undrain` opens it again"));
+    }
+    let fixed = rule(want.device, world.config).and_then(|rule| rule.fixed_use);
+    match fixed {
+        Some(fixed) if fixed != want.used_as => Err(Misfit::never(format!(
+            "is kept for {fixed} by [[device]] use{}",
+            if want.mode == want.used_as {
+                ""
+            } else {
+                ", and dedicated MPS servers take turns (time-slice)"
+            }
+        ))),
+        _ if world.ledger.unexplained.contains(uuid) => Err(Misfit::as_reported(
+            "takes no new lease: the ledger was lost and what runs there is nobody's; end it, then `sublet gc`",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// What contradicts the mode that the device's configuration has brought in.
+fn sense(want: &Want<'_>) -> Result<(), Misfit> {
+    let exclusive = want.mode == Mode::Exclusive;
+    if want.several && want.server.is_some() {
+        return Err(Misfit::never("cannot be one of several under MPS: a process speaks to one daemon"));
+    }
+    if exclusive && (want.memory.is_some() || want.request.sm.is_some()) {
+        return Err(Misfit::never("is given whole in mode exclusive: leave out sublet.sm and sublet.memory"));
+    }
+    if exclusive && want.isolation == Isolation::Dedicated {
+        return Err(Misfit::never("is given whole in mode exclusive: leave out sublet.isolation"));
+    }
+    Ok(())
+}
+
+/// What driver and hardware cannot do.
+fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) -> Result<(), Misfit> {
+    if want.server.is_none() {
+        return Ok(());
+    }
+    if inventory.driver.mps_control.is_none() {
+        return Err(Misfit::never(
+            "needs an MPS server, and nvidia-cuda-mps-control is not installed (Debian: apt install nvidia-cuda-mps)",
+        ));
+    }
+    if want.device.virtualization == Virtualization::Vgpu && !config.mps.allow_vgpu {
+        return Err(Misfit::never(
+            "is a vGPU, where MPS works for some profiles only: [mps] allow_vgpu = true tries it, or use time-slice",
+        ));
+    }
+    let limits =
+        want.request.sm.is_some() || want.memory.is_some() || want.request.priority != Priority::Normal;
+    if before_volta(want.device) && limits {
+        return Err(Misfit::never(
+            "is older than Volta, where MPS knows no limits: leave out sublet.sm, memory and priority",
+        ));
+    }
+    Ok(())
+}
+
+fn before_volta(device: &Device) -> bool {
+    device.compute_capability < (7, 0)
+}
+
+/// A mode that we changed ourselves will be put back: what was found counts.
+fn compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(), Misfit> {
+    let changed = ledger.compute_modes.iter().find(|changed| changed.device == want.device.uuid);
+    let found = changed.map_or(want.device.compute_mode, |changed| changed.found);
+    let allowed = match found {
+        ComputeMode::Default => true,
+        ComputeMode::Prohibited => false,
+        ComputeMode::ExclusiveProcess => want.used_as != Mode::TimeSlice,
+    };
+    if allowed {
+        return Ok(());
+    }
+    let (mode, uuid) = (found.as_str(), &want.device.uuid);
+    Err(Misfit::never(format!("has compute mode {mode}: `nvidia-smi -i {} -c DEFAULT` opens it", safe(uuid))))
+}
+
+/// A share too small to start a context in, or larger than the device.
+fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit> {
+    let (device, processes) = (want.device, u64::from(want.request.processes.get()));
+    let limit = client_limit(device, driver);
+    if want.server.is_some() && want.request.processes.get() > limit {
+        return Err(Misfit::never(format!("takes at most {limit} MPS clients, not {processes}")));
+    }
+    let sms = visible_sms(want);
+    if let (Some(sm), Some(sms)) = (want.request.sm.filter(|_| want.mode == Mode::Mps), sms) {
+        if sms < FEWEST_SMS {
+            return Err(Misfit::never(format!(
+                "has too few SMs for that: {sm} % for {processes} process(es) is under 2"
+            )));
+        }
+        if want.used_as == Mode::Mps && sm > config.sm_ceiling() {
+            return Err(Misfit::never(format!(
+                "gives {} % SM at most ([limits] sm_overcommit)",
+                config.sm_ceiling()
+            )));
+        }
+    }
+    let Some(memory) = want.memory else { return Ok(()) };
+    let context = CONTEXT_BYTES + CONTEXT_BYTES_PER_SM * sms.unwrap_or(0);
+    if memory / processes < context {
+        let least = (context * processes).div_ceil(MIB);
+        return Err(Misfit::never(format!(
+            "needs {least} MiB for the context(s) of {processes} process(es) alone at that SM share, {} is too little",
+            amount(memory)
+        )));
+    }
+    if want.books > bookable(device, config) {
+        return Err(Misfit::never(format!(
+            "has {} in all, of which {} can be booked ([limits] reserve, memory_overcommit)",
+            amount(device.memory_bytes),
+            amount(bookable(device, config))
+        )));
+    }
+    Ok(())
+}
+
+/// The SMs that each process sees: the driver rounds the share down to an even number (measured,
+/// docs/evidence); `None` where NVML does not say how many there are.
+fn visible_sms(want: &Want<'_>) -> Option<u64> {
+    let all = u64::from(want.device.sm_count?);
+    let Some(sm) = want.request.sm else { return Some(all) };
+    let each = Percent::from_thousandths(sm.thousandths() / want.request.processes.get());
+    Some(each.of(all) / 2 * 2)
+}
+
+/// MPS clients that a device takes (CUDA MPS documentation, "Limitations": 16 before Volta, 48 since, 60
+/// from CUDA 13.1).
+fn client_limit(device: &Device, driver: &Driver) -> u32 {
+    match () {
+        () if before_volta(device) => 16,
+        () if driver.cuda >= (13, 1) => 60,
+        () => 48,
+    }
+}
+
+/// One use at a time; and nobody beside an exclusive lease, leased or not.
+fn present_use(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(), Misfit> {
+    match account.used_as {
+        Some(Mode::Exclusive) => return Err(Misfit::now("is taken whole")),
+        Some(used) if used != want.used_as || used == Mode::Mig => {
+            return Err(Misfit::now(format!("is used as {used} now")));
+        }
+        _ => {}
+    }
+    if want.mode != Mode::Exclusive {
+        return Ok(());
+    }
+    let ours = world.ledger.servers.iter().any(|server| server.device == want.device.uuid);
+    let mut others = want.device.processes.iter().filter(|process| !(process.mps_server && ours));
+    match others.find(|process| world.ledger.lease_of_process(process).is_none()) {
+        Some(process) => Err(Misfit::as_reported(format!(
+            "cannot be exclusive: process {} ({}) has a context there and no lease",
+            process.pid,
+            safe(&process.name)
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Turns, SMs and clients.
+fn room(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(), Misfit> {
+    let turns = world.config.limits.time_slice_max;
+    if want.used_as == Mode::TimeSlice && account.leases >= turns as usize {
+        let reason =
+            format!("has {} containers taking turns ([limits] time_slice_max = {turns})", account.leases);
+        return Err(if turns == 0 { Misfit::never(reason) } else { Misfit::now(reason) });
+    }
+    let sm = want.request.sm.filter(|_| want.used_as == Mode::Mps).unwrap_or_default();
+    if sm > account.sm_free {
+        return Err(Misfit::now(format!("has {} % SM left", account.sm_free)));
+    }
+    let limit = client_limit(want.device, &world.inventory.driver);
+    let processes = account.processes.saturating_add(want.request.processes.get());
+    if want.server.is_some() && processes > limit {
+        let left = limit.saturating_sub(account.processes);
+        return Err(Misfit::now(format!("has {left} of {limit} MPS clients left")));
+    }
+    Ok(())
+}
+
+/// Memory by the accounts and by what NVML last reported; within 10 % of the latter wants a fresh look.
+fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
+    let World { ledger, config, .. } = world;
+    if want.books == 0 {
+        return Ok(false);
+    }
+    let accounts = by_accounts(want.device, ledger, config);
+    if want.books > accounts {
+        return Err(Misfit::now(format!(
+            "has {} left to book, {} wanted",
+            amount(accounts),
+            amount(want.books)
+        )));
+    }
+    let free = by_driver(want.device, ledger, config);
+    if want.books > free {
+        return Err(Misfit::as_reported(format!(
+            "has {} free by the driver's account, {} wanted",
+            amount(free),
+            amount(want.books)
+        )));
+    }
+    Ok(want.books > free / 10 * 9)
+}
+
+fn fitting(want: Want<'_>, account: &Account, refresh_first: bool, world: World<'_>) -> Fit {
+    let World { inventory, ledger, config } = world;
+    let part = |left: u64, all: u64| left.saturating_mul(1000) / all.max(1);
+    let memory_left = by_accounts(want.device, ledger, config);
+    let by_use = match want.used_as {
+        Mode::Mps => {
+            let limit = client_limit(want.device, &inventory.driver);
+            let sms = part(account.sm_free.thousandths().into(), config.sm_ceiling().thousandths().into());
+            sms.min(part(limit.saturating_sub(account.processes).into(), limit.into()))
+        }
+        Mode::TimeSlice => {
+            let turns = config.limits.time_slice_max;
+            part(u64::from(turns).saturating_sub(account.leases as u64), turns.into())
+        }
+        Mode::Exclusive | Mode::Mig => 1000,
+    };
+    Fit {
+        in_use: account.used_as.is_some(),
+        left: by_use.min(part(memory_left, bookable(want.device, config))),
+        memory_left,
+        index: want.device.index,
+        mode: want.mode,
+        isolation: want.isolation,
+        server: want.server,
+        memory_bytes: want.memory,
+        refresh_first,
+    }
+}
+
+impl Fit {
+    /// Sorts the device to take first first.
+    pub(super) fn rank(&self, policy: Policy) -> (bool, u64, u64, u32) {
+        match policy {
+            Policy::Binpack => (!self.in_use, self.left, self.memory_left, self.index),
+            Policy::Spread => {
+                let most = |left: u64| u64::MAX - left;
+                (false, most(self.left), most(self.memory_left), self.index)
+            }
+        }
+    }
+}

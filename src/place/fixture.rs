@@ -1,0 +1,88 @@
+//! Devices and requests for tests.
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use crate::inventory::{
+    ComputeMode, Device, Driver, Fingerprint, GpuProcess, Inventory, Majors, Virtualization,
+};
+use crate::request::{Capabilities, Devices, Isolation, Mode, Priority, Request};
+
+/// One GiB in bytes.
+pub const GIB: u64 = 1 << 30;
+
+/// `GPU-<n>`: Hopper, 132 SMs, 100 GiB, all of it free.
+pub fn device(n: u32) -> Device {
+    Device {
+        uuid: format!("GPU-{n}"),
+        index: n,
+        minor: n,
+        bus_id: format!("0000:{:02x}:00.0", 0x10 + n),
+        name: "NVIDIA H200".into(),
+        compute_capability: (9, 0),
+        sm_count: Some(132),
+        memory_bytes: 100 * GIB,
+        memory_free_bytes: 100 * GIB,
+        mig_enabled: false,
+        compute_mode: ComputeMode::Default,
+        display_active: false,
+        virtualization: Virtualization::None,
+        dri_nodes: vec![],
+        nodes: vec![],
+        processes: vec![],
+        mig: vec![],
+    }
+}
+
+/// A host with `devices`, MPS installed, CUDA 13.0.
+pub fn host(devices: Vec<Device>) -> Inventory {
+    Inventory {
+        schema: "sublet.inventory/1".into(),
+        fingerprint: Fingerprint {
+            boot_id: "boot".into(),
+            driver_version: "580.159.04".into(),
+            gpus: vec![],
+            mig: vec![],
+        },
+        probed_at: 0,
+        driver: Driver {
+            version: "580.159.04".into(),
+            cuda: (13, 0),
+            simulated: false,
+            mps_control: Some("/usr/bin/nvidia-cuda-mps-control".into()),
+            smi: None,
+            majors: Majors::default(),
+        },
+        devices,
+        files: vec![],
+    }
+}
+
+/// `sublet.mode=<mode>` on any device.
+pub fn request(mode: Mode) -> Request {
+    Request {
+        devices: Devices::Any(NonZeroU32::MIN),
+        mode: Some(mode),
+        default_mode: Mode::TimeSlice,
+        isolation: Isolation::Shared,
+        sm: None,
+        memory: None,
+        mig: None,
+        priority: Priority::Normal,
+        processes: NonZeroU32::MIN,
+        capabilities: Capabilities::default(),
+        wait: Duration::ZERO,
+    }
+}
+
+/// A process on a GPU.
+pub fn process(pid: i32, pid_namespace: u64, memory_bytes: u64) -> GpuProcess {
+    GpuProcess {
+        pid,
+        name: "python3".into(),
+        memory_bytes,
+        pid_namespace,
+        cgroup: "/user.slice".into(),
+        mps_server: false,
+    }
+}
