@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::apply::{Conflict, ImageError, SpecError};
 use crate::inventory::InventoryError;
-use crate::ledger::{LeaseId, LedgerError};
+use crate::ledger::{Doubled, LeaseId, LedgerError};
 use crate::mps::MpsError;
 use crate::place::Refusal;
 use crate::request::RequestError;
@@ -30,6 +30,8 @@ pub enum AdmitError {
     Refused(#[from] Box<Refusal>),
     #[error(transparent)]
     Ledger(#[from] LedgerError),
+    #[error(transparent)]
+    Doubled(#[from] Doubled),
     #[error(transparent)]
     Mps(#[from] MpsError),
     #[error("no random lease id: /dev/urandom: {0}")]

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::{AdmitError, Candidate, Wish, fresh_inventory, refresh, tidy};
 use crate::config::Config;
 use crate::inventory::Inventory;
-use crate::ledger::{Lease, LeaseId, LeaseState, LedgerError, Store};
+use crate::ledger::{Doubled, Lease, LeaseId, LeaseState, Store};
 use crate::place::{Placement, Refusal, place};
 use crate::process::epoch_seconds;
 
@@ -23,11 +23,16 @@ pub(super) struct Taken {
 enum NotNow {
     RefreshFirst,
     Refused(Box<Refusal>),
-    Ledger(LedgerError),
+    Doubled(Doubled),
 }
 
 /// Takes a share, waiting for one as long as the request says.
-pub(super) fn take(candidate: &Candidate<'_>, wish: &Wish, store: &Store, config: &Config) -> Result<Taken, AdmitError> {
+pub(super) fn take(
+    candidate: &Candidate<'_>,
+    wish: &Wish,
+    store: &Store,
+    config: &Config,
+) -> Result<Taken, AdmitError> {
     let deadline = Instant::now() + wish.request.wait;
     let mut inventory = None;
     let mut refreshed = false;
@@ -73,13 +78,17 @@ fn look(
     let (booked, freed) = store
         .update(|ledger| {
             let placement = place(&wish.request, &id, &inventory, ledger, config).map_err(|refusal| {
-                if refusal.refresh_first && !refreshed { NotNow::RefreshFirst } else { NotNow::Refused(refusal) }
+                if refusal.refresh_first && !refreshed {
+                    NotNow::RefreshFirst
+                } else {
+                    NotNow::Refused(refusal)
+                }
             })?;
             if placement.refresh_first && !refreshed {
                 return Err(NotNow::RefreshFirst);
             }
             let lease = lease_for(candidate, &placement, wish, id);
-            ledger.insert(lease.clone()).map_err(NotNow::Ledger)?;
+            ledger.insert(lease.clone()).map_err(NotNow::Doubled)?;
             Ok((lease, placement))
         })
         .map_err(|error| failed(error.into()))?;
@@ -87,8 +96,10 @@ fn look(
     match booked {
         Ok((lease, placement)) => Ok(Taken { lease, placement, inventory }),
         Err(NotNow::RefreshFirst) => Err(Look::RefreshFirst),
-        Err(NotNow::Refused(refusal)) => Err(Look::Failed { temporary: refusal.temporary, error: refusal.into() }),
-        Err(NotNow::Ledger(error)) => Err(failed(error.into())),
+        Err(NotNow::Refused(refusal)) => {
+            Err(Look::Failed { temporary: refusal.temporary, error: refusal.into() })
+        }
+        Err(NotNow::Doubled(error)) => Err(failed(error.into())),
     }
 }
 
