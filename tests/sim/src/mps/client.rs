@@ -80,8 +80,10 @@ impl Client {
         let end = Instant::now() + time;
         loop {
             let left = end.saturating_duration_since(Instant::now());
-            let limit = PollTimeout::try_from(left.min(Duration::from_secs(3600))).unwrap_or(PollTimeout::MAX);
-            let mut ends = [&self.server, &self.daemon].map(|end| PollFd::new(end.as_fd(), PollFlags::POLLIN));
+            let limit =
+                PollTimeout::try_from(left.min(Duration::from_secs(3600))).unwrap_or(PollTimeout::MAX);
+            let mut ends =
+                [&self.server, &self.daemon].map(|end| PollFd::new(end.as_fd(), PollFlags::POLLIN));
             let ready = poll(&mut ends, limit);
             let [server, daemon] = ends.map(|end| end.any().unwrap_or(false));
             match ready {

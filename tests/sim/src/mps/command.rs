@@ -51,9 +51,7 @@ fn ask(servers: &Servers, words: &[&str]) -> Option<String> {
             lines(pids)
         }
         ["get_device_client_list"] => by_device(servers, clients_of(table.clients.values(), None)),
-        ["get_device_client_list", pid] => {
-            by_device(servers, clients_of(table.clients.values(), Some(pid)))
-        }
+        ["get_device_client_list", pid] => by_device(servers, clients_of(table.clients.values(), Some(pid))),
         ["ps"] => ps(clients_of(table.clients.values(), None)),
         ["ps", "-p", pid] => ps(clients_of(table.clients.values(), Some(pid))),
         ["get_default_active_thread_percentage"] => format!("{:?}", table.defaults.percentage),
@@ -62,9 +60,7 @@ fn ask(servers: &Servers, words: &[&str]) -> Option<String> {
         ["get_client_priority", pid] => of_server(pid)?.settings.priority.to_string(),
         ["get_default_device_pinned_mem_limit"] => pinned(servers, &table.defaults, "0")?,
         ["get_default_device_pinned_mem_limit", device] => pinned(servers, &table.defaults, device)?,
-        ["get_device_pinned_mem_limit", pid, device] => {
-            pinned(servers, &of_server(pid)?.settings, device)?
-        }
+        ["get_device_pinned_mem_limit", pid, device] => pinned(servers, &of_server(pid)?.settings, device)?,
         _ => return None,
     })
 }
@@ -141,10 +137,8 @@ fn by_device<'a>(servers: &Servers, clients: impl Iterator<Item = &'a Client>) -
 
 /// As the CUDA MPS documentation prints it; it cuts UUIDs after their third group.
 fn ps<'a>(clients: impl Iterator<Item = &'a Client>) -> String {
-    let mut table = format!(
-        "{:<8}{:<5}{:<9}{:<25}{:<13}COMMAND",
-        "PID", "ID", "SERVER", "DEVICE", "NAMESPACE"
-    );
+    let mut table =
+        format!("{:<8}{:<5}{:<9}{:<25}{:<13}COMMAND", "PID", "ID", "SERVER", "DEVICE", "NAMESPACE");
     for client in clients {
         let device: String = client.device.iter().flat_map(|uuid| uuid.chars().take(22)).collect();
         let (pid, server, namespace) = (client.pid, client.server, client.namespace);

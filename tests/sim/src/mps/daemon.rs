@@ -51,8 +51,8 @@ impl Daemon {
         let directory = pipe_directory();
         make_directory(&directory)?;
         let lock = File::create(directory.join("control_lock")).context("control_lock")?;
-        let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock)
-            .map_err(|_| anyhow::anyhow!(RUNNING))?;
+        let lock =
+            Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|_| anyhow::anyhow!(RUNNING))?;
         let log = Log::new("control.log", "Control");
         let bind = |name, mode| Listener::bind(&directory.join(name), mode).context(NOT_FOUND);
         let (control, privileged) = (bind("control", 0o666)?, bind("control_privileged", 0o755)?);

@@ -260,9 +260,8 @@ fn node(path: &Path) -> String {
     match OpenOptions::new().read(true).write(true).open(path) {
         Ok(_) => "ok".into(),
         Err(error) if error.kind() == ErrorKind::NotFound => "ENOENT".into(),
-        Err(error) => error.raw_os_error().map_or_else(
-            || error.to_string(),
-            |number| format!("{:?}", Errno::from_raw(number)),
-        ),
+        Err(error) => error
+            .raw_os_error()
+            .map_or_else(|| error.to_string(), |number| format!("{:?}", Errno::from_raw(number))),
     }
 }

@@ -118,7 +118,9 @@ impl Server {
     fn follow(&self, id: u64, settings: &Settings, conn: &Conn) {
         while let Some((ask, _)) = conn.recv() {
             let answer = match ask {
-                Ask::Open(open) => self.open(id, settings, &open).unwrap_or_else(|error| Say::Ended(error.into())),
+                Ask::Open(open) => {
+                    self.open(id, settings, &open).unwrap_or_else(|error| Say::Ended(error.into()))
+                }
                 Ask::Alloc { mib } => Say::Memory { granted: self.alloc(id, mib) },
                 Ask::Fault => {
                     self.fault();
@@ -200,7 +202,8 @@ impl Server {
 impl State {
     /// Pid and context of every client on this device.
     fn on<'a>(&'a self, device: &'a Device) -> impl Iterator<Item = (i32, &'a Share)> {
-        let contexts = self.clients.values().filter_map(|client| Some((client.pid, client.context.as_ref()?)));
+        let contexts =
+            self.clients.values().filter_map(|client| Some((client.pid, client.context.as_ref()?)));
         contexts.filter(|(_, context)| context.device.uuid == device.uuid)
     }
 }
