@@ -4,6 +4,7 @@ mod rig;
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -147,7 +148,6 @@ fn a_client_needs_control_alone_and_may_change_nothing_through_it() {
     assert_eq!(rig.ask("get_default_active_thread_percentage"), "100.0");
     assert!(client.is_running());
     // Another user has no way to control_privileged either.
-    use std::os::unix::process::CommandExt;
     let mut program = rig.program("nvidia-cuda-mps-control", "a");
     program.uid(1000);
     assert_eq!(output_of(program, "quit").stdout, b"Not enough privilege\n");
@@ -343,6 +343,38 @@ fn ps_names_clients_by_host_pid_and_namespace() {
     assert_eq!(row[..4], [&client.pid().to_string(), "0", &rig.server(), "GPU-11111111-2222-3333"]);
     assert_eq!(format!("pid:[{}]", row[4]), namespace.to_string_lossy());
     assert!(row[5].ends_with("cuda-probe"), "{row:?}");
+}
+
+#[test]
+fn clients_in_namespaces_of_their_own_connect_and_are_traced() {
+    let Some(rig) = rig_with_daemon() else { return };
+    for uid in [0, 1000] {
+        let client = rig.start_in_namespaces("hold 30", uid);
+        assert_eq!((&client.info["mps"], &client.info["pid"]), (&true.into(), &1.into()));
+        let table = rig.ask("ps");
+        let row: Vec<_> = table.lines().last().unwrap().split_whitespace().collect();
+        let pid: i32 = row[0].parse().unwrap();
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        assert!(status.contains(&format!("\nNSpid:\t{pid}\t1\n")), "{status}");
+        let namespace = fs::read_link(format!("/proc/{pid}/ns/pid")).unwrap();
+        assert_eq!(format!("pid:[{}]", row[4]), namespace.to_string_lossy());
+        assert!(rig.contexts().iter().any(|held| held.pid == pid && held.kind == Kind::Client));
+        assert_eq!(rig.ask(&format!("terminate_client {} {pid}", rig.server())), "0");
+    }
+}
+
+#[test]
+fn a_user_without_root_serves_itself_and_has_no_multiuser_mode() {
+    let Some(rig) = Rig::new() else { return };
+    for directory in ["a", "log"] {
+        std::os::unix::fs::chown(rig.path(directory), Some(1000), Some(1000)).unwrap();
+    }
+    let start = |arguments: &[&str]| {
+        rig.program("nvidia-cuda-mps-control", "a").arg("-d").args(arguments).uid(1000).output().unwrap()
+    };
+    assert_eq!(start(&["-M"]).status.code(), Some(1));
+    assert_eq!(start(&[]).status.code(), Some(0));
+    assert_eq!(rig.start_in_namespaces("info", 1000).info["mps"], true);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //!
 //! A container sees neither the driver's state nor other containers' processes, but its libcuda is the
 //! host's file. Whoever holds a context holds a read lock on one byte of it, and who knows that the GPU is in
-//! EXCLUSIVE_PROCESS mode on a second one. So even there a program can tell that a GPU is taken.
+//! `EXCLUSIVE_PROCESS` mode on a second one. So even there a program can tell that a GPU is taken.
 //! What a container cannot tell is the mode of a GPU on which nobody has a context.
 
 use std::fs::File;

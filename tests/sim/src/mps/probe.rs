@@ -166,13 +166,11 @@ impl Program {
     }
 
     fn hold(&self, time: Duration) -> Result<(), String> {
-        match &self.mps {
-            Some(client) => client.hold(time),
-            None => {
-                std::thread::sleep(time);
-                Ok(())
-            }
+        if let Some(client) = &self.mps {
+            return client.hold(time);
         }
+        std::thread::sleep(time);
+        Ok(())
     }
 
     /// Pretends to launch kernels of a millisecond each.

@@ -22,6 +22,8 @@ use tempfile::TempDir;
 
 pub const H200: &str = "GPU-11111111-2222-3333-4444-555555555555";
 
+static COUNT: AtomicU32 = AtomicU32::new(0);
+
 pub struct Rig {
     dir: TempDir,
     pub tag: String,
@@ -38,7 +40,6 @@ impl Rig {
             eprintln!("skipped: needs root to make device nodes");
             return None;
         }
-        static COUNT: AtomicU32 = AtomicU32::new(0);
         let tag = format!("{:04x}{:04x}", std::process::id() & 0xffff, COUNT.fetch_add(1, Ordering::Relaxed));
         let rig = Self { dir: tempfile::Builder::new().prefix("mps").tempdir().unwrap(), tag };
         fs::set_permissions(rig.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -147,7 +148,22 @@ impl Rig {
 
     /// Starts the probe and does not wait.
     pub fn start_silent(&self, task: &str, env: &[(&str, &str)], uid: u32, pipe: &str) -> Probe {
-        let mut command = self.program("cuda-probe", pipe);
+        Self::spawn(self.program("cuda-probe", pipe), task, env, uid)
+    }
+
+    /// Starts the probe as uid 0 of namespaces of its own, which is this uid outside.
+    pub fn start_in_namespaces(&self, task: &str, uid: u32) -> Probe {
+        let probe = self.program("cuda-probe", "a");
+        let mut command = Command::new("/usr/bin/unshare");
+        command.args(["--user", "--map-root-user", "--pid", "--fork", "--ipc", "--uts", "--mount-proc"]);
+        command.arg(probe.get_program()).env_clear();
+        command.envs(probe.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let mut probe = Self::spawn(command, task, &[], uid);
+        probe.info = probe.next().expect("the probe says something");
+        probe
+    }
+
+    fn spawn(mut command: Command, task: &str, env: &[(&str, &str)], uid: u32) -> Probe {
         let env: BTreeMap<_, _> = env.iter().copied().collect();
         command.args(task.split(' ')).envs(env).uid(uid).gid(uid).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
@@ -173,8 +189,16 @@ impl Rig {
 
 impl Drop for Rig {
     fn drop(&mut self) {
-        for pid in self.processes() {
-            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        // A daemon may be starting a server meanwhile.
+        loop {
+            let pids = self.processes();
+            if pids.is_empty() {
+                return;
+            }
+            for pid in pids {
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
         }
     }
 }
