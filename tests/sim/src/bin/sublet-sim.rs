@@ -1,3 +1,0 @@
-//! To come.
-
-fn main() {}

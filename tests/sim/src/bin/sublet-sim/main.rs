@@ -1,0 +1,106 @@
+//! `sublet-sim up --topology FILE --root DIR` lays out a simulated driver, `sublet-sim down --root DIR` ends it.
+
+mod elf;
+mod files;
+mod kernel;
+mod processes;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, bail, ensure};
+use nvidia_ml::layout::Root;
+use nvidia_ml::layout::state::State;
+use nvidia_ml::layout::topology::Topology;
+
+const USAGE: &str = "usage: sublet-sim up --topology FILE --root DIR | sublet-sim down --root DIR";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let result = match arguments[..] {
+        ["up", "--topology", topology, "--root", dir] | ["up", "--root", dir, "--topology", topology] => {
+            up(Path::new(topology), Path::new(dir))
+        }
+        ["down", "--root", dir] => down(Path::new(dir)),
+        ["hold", tag, minor, mib] => processes::hold(tag, minor, mib),
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("sublet-sim: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The last line it prints is the path of the config file.
+fn up(topology: &Path, dir: &Path) -> Result<()> {
+    let root = new_root(dir)?;
+    let topology = Topology::from_toml(topology, root.dir())?;
+    for sub in ["usr/bin", "sim", "run"] {
+        directory(&root.join(sub))?;
+    }
+    println!("sublet-sim: {} simulated GPUs, driver {}", topology.gpu.len(), topology.driver);
+    kernel::files(&root, &topology)?;
+    kernel::nodes(&root, &topology)?;
+    files::make(&root, &topology)?;
+    State::initial(&topology).write(&root)?;
+    let config = files::config(&root)?;
+    // Last of the files: with it the root is up.
+    write(root.topology(), serde_json::to_string(&topology)?)?;
+    processes::start(&root, &topology)?;
+    println!("sublet-sim: laid out below {}", root.dir().display());
+    println!("{}", config.display());
+    Ok(())
+}
+
+fn new_root(dir: &Path) -> Result<Root> {
+    let taken = dir.exists() && fs::read_dir(dir)?.next().is_some();
+    ensure!(!taken, "{} is not empty: end it first with sublet-sim down --root", dir.display());
+    directory(dir)?;
+    Ok(Root::new(dir.canonicalize()?))
+}
+
+fn down(dir: &Path) -> Result<()> {
+    if !dir.exists() {
+        println!("sublet-sim: nothing at {}", dir.display());
+        return Ok(());
+    }
+    let root = Root::new(dir.canonicalize()?);
+    // Half an `up` has no topology yet.
+    ensure!(root.join("sim").is_dir(), "{} is no simulated driver: left as it is", root.dir().display());
+    processes::end(&root)?;
+    let mounts = mounts_below(root.dir())?;
+    if !mounts.is_empty() {
+        bail!("still mounted: {mounts:?}; unmount and run down again");
+    }
+    fs::remove_dir_all(root.dir()).with_context(|| format!("{}", root.dir().display()))
+}
+
+/// Removing the tree must not reach through somebody's mount.
+fn mounts_below(dir: &Path) -> Result<Vec<PathBuf>> {
+    let table = fs::read_to_string("/proc/self/mountinfo")?;
+    let points = table.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
+    Ok(points.filter(|point| point.starts_with(dir) && point != dir).collect())
+}
+
+/// 0755 whatever the umask: containers' users must get through.
+fn directory(dir: &Path) -> Result<()> {
+    fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
+    fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).with_context(|| format!("{}", dir.display()))
+}
+
+fn write(file: impl AsRef<Path>, content: impl AsRef<[u8]>) -> Result<()> {
+    let file = file.as_ref();
+    if let Some(parent) = file.parent() {
+        fs::create_dir_all(parent).with_context(|| format!("{}", parent.display()))?;
+    }
+    fs::write(file, content).with_context(|| format!("{}", file.display()))
+}

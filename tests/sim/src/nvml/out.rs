@@ -1,0 +1,85 @@
+//! Writing answers through the pointers that a C caller gave.
+#![allow(unsafe_code, reason = "C ABI")]
+
+use std::ffi::{c_char, c_uint};
+
+use nvml_wrapper_sys::bindings::{
+    nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE as INSUFFICIENT_SIZE,
+    nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT as INVALID_ARGUMENT, nvmlReturn_enum_NVML_SUCCESS as SUCCESS,
+    nvmlReturn_t,
+};
+
+/// A value, or the NVML error code instead.
+pub type Answer<T = ()> = Result<T, nvmlReturn_t>;
+
+/// What the C function returns.
+pub fn code(answer: Answer) -> nvmlReturn_t {
+    answer.err().unwrap_or(SUCCESS)
+}
+
+/// Writes a value.
+///
+/// # Safety
+/// `out` is null or valid for a write.
+pub unsafe fn put<T>(out: *mut T, value: T) -> Answer {
+    if out.is_null() {
+        return Err(INVALID_ARGUMENT);
+    }
+    // SAFETY: not null, so valid for a write as the caller promised.
+    unsafe { out.write(value) };
+    Ok(())
+}
+
+/// Writes a string and its NUL.
+///
+/// # Safety
+/// `buffer` is null or valid for writes of `length` bytes.
+pub unsafe fn put_text(buffer: *mut c_char, length: c_uint, text: &str) -> Answer {
+    if buffer.is_null() {
+        return Err(INVALID_ARGUMENT);
+    }
+    if text.len() >= length as usize {
+        return Err(INSUFFICIENT_SIZE);
+    }
+    // SAFETY: the text and one NUL fit the `length` bytes that the caller promised.
+    unsafe {
+        buffer.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), text.len());
+        buffer.add(text.len()).write(0);
+    }
+    Ok(())
+}
+
+/// Writes an array whose size goes in and out by `count`, as the process lists do it: too small an array is
+/// `INSUFFICIENT_SIZE`, with the number there is in `count`.
+///
+/// # Safety
+/// `count` is null or valid; `array` is null or valid for writes of `*count` elements.
+pub unsafe fn put_list<T: Copy>(array: *mut T, count: *mut c_uint, list: &[T]) -> Answer {
+    if count.is_null() {
+        return Err(INVALID_ARGUMENT);
+    }
+    let number = c_uint::try_from(list.len()).unwrap_or(c_uint::MAX);
+    // SAFETY: not null, so valid as the caller promised.
+    let room = unsafe { count.replace(number) };
+    if room < number {
+        return Err(INSUFFICIENT_SIZE);
+    }
+    if list.is_empty() {
+        return Ok(());
+    }
+    if array.is_null() {
+        return Err(INVALID_ARGUMENT);
+    }
+    // SAFETY: the caller promised room for `room` elements, which is no less than the list has.
+    unsafe { array.copy_from_nonoverlapping(list.as_ptr(), list.len()) };
+    Ok(())
+}
+
+/// Fills a C array with a string that may be cut.
+pub fn chars<const N: usize>(text: &str) -> [c_char; N] {
+    let mut out = [0; N];
+    for (to, from) in out.iter_mut().take(N - 1).zip(text.bytes()) {
+        *to = c_char::from_ne_bytes([from]);
+    }
+    out
+}

@@ -1,0 +1,166 @@
+//! What NVML knows between `nvmlInit` and `nvmlShutdown`, and what a device handle stands for.
+#![allow(unsafe_code, reason = "dladdr")]
+
+use std::ffi::{CStr, OsStr};
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+use std::ptr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use nix::libc;
+use nvml_wrapper_sys::bindings::{
+    nvmlDevice_t, nvmlReturn_enum_NVML_ERROR_DRIVER_NOT_LOADED as DRIVER_NOT_LOADED,
+    nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST as GPU_IS_LOST,
+    nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT as INVALID_ARGUMENT,
+    nvmlReturn_enum_NVML_ERROR_LIB_RM_VERSION_MISMATCH as LIB_RM_VERSION_MISMATCH,
+    nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED as NOT_SUPPORTED,
+    nvmlReturn_enum_NVML_ERROR_UNINITIALIZED as UNINITIALIZED, nvmlReturn_enum_NVML_ERROR_UNKNOWN as UNKNOWN,
+};
+
+use super::out::{Answer, code};
+use crate::layout::state::State;
+use crate::layout::topology::{Gpu, Mig, Topology};
+use crate::layout::{Root, trailer};
+
+/// The simulated driver as this process sees it.
+pub struct Session {
+    /// Its root; none in a container, where the library knows only its trailer.
+    pub root: Option<Root>,
+    /// Its GPUs.
+    pub topology: Topology,
+    users: u32,
+}
+
+static SESSION: Mutex<Option<Session>> = Mutex::new(None);
+
+/// What a handle stands for.
+pub struct Target<'s> {
+    /// The GPU.
+    pub gpu: &'s Gpu,
+    /// The MIG device on it.
+    pub mig: Option<Mig>,
+    /// All else.
+    pub session: &'s Session,
+}
+
+fn lock() -> MutexGuard<'static, Option<Session>> {
+    SESSION.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One more user of NVML.
+pub fn open() -> Answer {
+    let mut session = lock();
+    if session.is_none() {
+        *session = Some(Session::find()?);
+    }
+    if let Some(session) = session.as_mut() {
+        session.users += 1;
+    }
+    Ok(())
+}
+
+/// One user less; the last one ends the session.
+pub fn close() -> Answer {
+    let mut slot = lock();
+    let session = slot.as_mut().ok_or(UNINITIALIZED)?;
+    session.users -= 1;
+    if session.users == 0 {
+        *slot = None;
+    }
+    Ok(())
+}
+
+/// Answers from the session.
+pub fn ask(answer: impl FnOnce(&Session) -> Answer) -> u32 {
+    code(lock().as_ref().ok_or(UNINITIALIZED).and_then(answer))
+}
+
+/// Answers about the device behind a handle.
+pub fn device(handle: nvmlDevice_t, answer: impl FnOnce(&Target<'_>) -> Answer) -> u32 {
+    ask(|session| answer(&session.target(handle)?))
+}
+
+/// Answers about the GPU behind a handle; for a MIG device that is not supported.
+pub fn gpu(handle: nvmlDevice_t, answer: impl FnOnce(&Target<'_>) -> Answer) -> u32 {
+    device(handle, |target| if target.mig.is_some() { Err(NOT_SUPPORTED) } else { answer(target) })
+}
+
+/// A handle: the GPU's position plus one; a MIG device's has its ids above.
+#[must_use]
+pub fn handle(gpu: &Gpu, mig: Option<&Mig>) -> nvmlDevice_t {
+    let mig = mig.map_or(0, |mig| 1 << 16 | (mig.gi as usize) << 24 | (mig.ci as usize) << 32);
+    ptr::without_provenance_mut((gpu.index as usize + 1) | mig)
+}
+
+impl Session {
+    fn find() -> Answer<Self> {
+        let library = own_file().ok_or(DRIVER_NOT_LOADED)?;
+        let root = Root::of_library(&library);
+        let topology = match &root {
+            Some(root) => Topology::load(root).ok(),
+            None => trailer::read(&library),
+        };
+        let topology = topology.ok_or(DRIVER_NOT_LOADED)?;
+        if topology.files() != topology.driver {
+            return Err(LIB_RM_VERSION_MISMATCH);
+        }
+        Ok(Self { root, topology, users: 0 })
+    }
+
+    /// The state that processes share, or in a container the one that `up` began with.
+    pub fn state(&self) -> Answer<State> {
+        match &self.root {
+            Some(root) => State::read(root).map_err(|_| UNKNOWN),
+            None => Ok(State::initial(&self.topology)),
+        }
+    }
+
+    /// The MIG devices of a GPU.
+    pub fn mig_devices(&self, gpu: &Gpu) -> Answer<Vec<Mig>> {
+        Ok(self.state()?.mig.remove(&gpu.uuid).unwrap_or_default())
+    }
+
+    fn target(&self, handle: nvmlDevice_t) -> Answer<Target<'_>> {
+        let position = (handle.addr() & 0xffff).wrapping_sub(1);
+        let gpu = self.topology.gpu.get(position).ok_or(INVALID_ARGUMENT)?;
+        let mig = match handle.addr() >> 16 {
+            0 => None,
+            _ => Some(self.mig_behind(gpu, handle)?),
+        };
+        if self.lost(gpu) {
+            return Err(GPU_IS_LOST);
+        }
+        Ok(Target { gpu, mig, session: self })
+    }
+
+    /// The MIG device of a handle: gone is an invalid argument.
+    fn mig_behind(&self, gpu: &Gpu, wanted: nvmlDevice_t) -> Answer<Mig> {
+        let devices = self.mig_devices(gpu)?;
+        devices.into_iter().find(|mig| handle(gpu, Some(mig)) == wanted).ok_or(INVALID_ARGUMENT)
+    }
+
+    fn lost(&self, gpu: &Gpu) -> bool {
+        let Some(root) = &self.root else { return false };
+        let config = fs::read(root.join("sys/bus/pci/devices").join(&gpu.bus_id).join("config"));
+        config.is_ok_and(|bytes| bytes.starts_with(&[0xff, 0xff]))
+    }
+}
+
+/// The file that this code was loaded from.
+fn own_file() -> Option<PathBuf> {
+    let mut info = libc::Dl_info {
+        dli_fname: ptr::null(),
+        dli_fbase: ptr::null_mut(),
+        dli_sname: ptr::null(),
+        dli_saddr: ptr::null_mut(),
+    };
+    // SAFETY: the address is that of a function of this very object, `info` outlives the call.
+    let found = unsafe { libc::dladdr(own_file as *const libc::c_void, &raw mut info) };
+    if found == 0 || info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: dladdr succeeded: the name is a NUL-terminated string that lives as long as the object.
+    let name = unsafe { CStr::from_ptr(info.dli_fname) };
+    Some(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
+}
