@@ -87,7 +87,7 @@ fn nvidia_majors(root: &Path) -> BTreeSet<i64> {
     characters.lines().filter_map(major).chain([NVIDIA_MAJOR]).collect()
 }
 
-/// Docker's `--gpus` adds the legacy hook and NVIDIA_VISIBLE_DEVICES (moby, daemon/nvidia_linux.go); CDI
+/// Docker's `--gpus` adds the legacy hook and `NVIDIA_VISIBLE_DEVICES` (moby, `daemon/nvidia_linux.go`); CDI
 /// edits bring hooks and annotations (nvidia-ctk, cdi). Podman translates `--gpus` to CDI: a legacy hook
 /// there comes from a hooks directory, for every container, and does nothing once we have said `void`.
 fn engine_request(spec: &Value) -> Result<(), Conflict> {
@@ -121,7 +121,7 @@ fn hook_programs(spec: &Value) -> impl Iterator<Item = &str> {
     hooks.filter_map(|hook| Path::new(hook.get("path")?.as_str()?).file_name()?.to_str())
 }
 
-/// The values for which the legacy hook does nothing (nvidia-container-toolkit, image/cuda_image.go).
+/// The values for which the legacy hook does nothing (nvidia-container-toolkit, `image/cuda_image.go`).
 fn asks_for_gpus(spec: &Value) -> bool {
     let value = environment_value(spec, "NVIDIA_VISIBLE_DEVICES");
     !matches!(value.as_deref(), None | Some("" | "void"))
@@ -183,9 +183,12 @@ fn rules(spec: &Value, host: &Host) -> Result<(), Conflict> {
 fn describe(rule: &Value) -> String {
     let part = |key| number(rule, key).map_or_else(|| "*".to_owned(), |number| number.to_string());
     let text = |key| rule.get(key).and_then(Value::as_str).filter(|text| !text.is_empty());
-    let line =
-        [text("type").unwrap_or("a"), &format!("{}:{}", part("major"), part("minor")), text("access").unwrap_or("rwm")]
-            .join(" ");
+    let line = [
+        text("type").unwrap_or("a"),
+        &format!("{}:{}", part("major"), part("minor")),
+        text("access").unwrap_or("rwm"),
+    ]
+    .join(" ");
     safe(&line)
 }
 

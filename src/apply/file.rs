@@ -102,7 +102,7 @@ impl JsonFile {
     /// twice in one object, numbers that would change.
     ///
     /// # Errors
-    /// That, or it is no JSON, or nested deeper than serde_json's limit of 128.
+    /// That, or it is no JSON, or nested deeper than `serde_json`'s limit of 128.
     pub fn parse(&self) -> Result<Value, FileError> {
         json::parse(&self.text).map_err(|message| FileError::Json { path: self.path.clone(), message })
     }

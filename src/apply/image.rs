@@ -18,10 +18,10 @@ use crate::text::safe;
 
 /// Most of an image's ld.so.cache that is looked at, in bytes. A full desktop has a few hundred KiB.
 const LONGEST_CACHE: u64 = 4 << 20;
-/// Most directories of one LD_LIBRARY_PATH that are looked at.
+/// Most directories of one `LD_LIBRARY_PATH` that are looked at.
 const MOST_DIRECTORIES: usize = 64;
 
-/// Debian's name of the host's architecture, and the driver's e_machine (elf.h).
+/// Debian's name of the host's architecture, and the driver's `e_machine` (elf.h).
 #[cfg(target_arch = "x86_64")]
 const HOST: (&str, u16) = ("x86_64-linux-gnu", 62);
 /// As above.
@@ -53,7 +53,10 @@ pub enum ImageError {
     #[error("the image has a file at {}, where the MPS directory is mounted: remove it from the image", shown(.0))]
     NotDirectory(PathBuf),
     /// The kernel cannot follow the path: a loop of links, a file where a directory must be.
-    #[error("the image's {} cannot be a mount point for sublet: {source}; remove it from the image", shown(path))]
+    #[error(
+        "the image's {} cannot be a mount point for sublet: {source}; remove it from the image",
+        shown(path)
+    )]
     Unusable {
         /// In the container.
         path: PathBuf,
@@ -88,8 +91,8 @@ pub fn inspect(
     inventory: &Inventory,
     config: &Config,
 ) -> Result<Image, ImageError> {
-    let tree = Tree::open(spec, rootfs)
-        .map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })?;
+    let tree =
+        Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })?;
     let mut image = Image { tmp_is_host: tree.is_of_the_host(Path::new("/tmp")), ..Image::default() };
     let mut files = Vec::new();
     if config.driver.inject == Inject::Builtin {
@@ -131,7 +134,7 @@ fn library_dir(tree: &Tree) -> Option<PathBuf> {
     })
 }
 
-/// Whether an ELF header is 64-bit, little-endian and for this machine (elf(5): e_ident, e_machine).
+/// Whether an ELF header is 64-bit, little-endian and for this machine (elf(5): `e_ident`, `e_machine`).
 fn is_for_host(header: &[u8]) -> bool {
     let (_, machine) = HOST;
     header.starts_with(b"\x7fELF\x02\x01") && header.get(18..20) == Some(&machine.to_le_bytes())
@@ -147,7 +150,8 @@ fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<String> {
     let path = environment_value(spec, "LD_LIBRARY_PATH").unwrap_or_default();
     // ld.so(8): separated by colons or semicolons.
     let by_path = path.split([':', ';']).filter(|dir| dir.starts_with('/')).take(MOST_DIRECTORIES);
-    let by_path = by_path.map(|dir| (format!("{}/libcuda.so.1", dir.trim_end_matches('/')), "LD_LIBRARY_PATH"));
+    let by_path =
+        by_path.map(|dir| (format!("{}/libcuda.so.1", dir.trim_end_matches('/')), "LD_LIBRARY_PATH"));
     let cache = tree.find(Path::new("/etc/ld.so.cache")).and_then(|found| found.read(LONGEST_CACHE));
     let by_cache = cached(&cache.unwrap_or_default()).into_iter().map(|path| (path, "/etc/ld.so.cache"));
     let mut seen = Vec::new();
@@ -171,6 +175,7 @@ fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<String> {
 /// Paths of a libcuda among the strings of an ld.so.cache (dl-cache.h): plain data, looked through.
 fn cached(cache: &[u8]) -> Vec<String> {
     let strings = cache.split(|&byte| byte == 0).filter(|text| text.ends_with(b"/libcuda.so.1"));
-    let paths = strings.filter_map(|text| std::str::from_utf8(text).ok().filter(|text| text.starts_with('/')));
+    let paths =
+        strings.filter_map(|text| std::str::from_utf8(text).ok().filter(|text| text.starts_with('/')));
     paths.take(MOST_DIRECTORIES).map(str::to_owned).collect()
 }

@@ -23,7 +23,7 @@ pub(super) fn parse(text: &[u8]) -> Result<Value, String> {
     }
 }
 
-/// Builds a [`Value`] and refuses keys that stand twice: serde_json would keep the last in silence.
+/// Builds a [`Value`] and refuses keys that stand twice: `serde_json` would keep the last in silence.
 #[derive(Clone, Copy)]
 struct Faithful<'a> {
     /// Set when a number was no integer of 64 bits.

@@ -1,5 +1,5 @@
 //! A container's file tree before it exists: its rootfs and the volumes over it. Every path of the image
-//! is resolved by the kernel inside the rootfs (openat2, RESOLVE_IN_ROOT, no magic links), and what was
+//! is resolved by the kernel inside the rootfs (openat2, `RESOLVE_IN_ROOT`, no magic links), and what was
 //! found is used by its descriptor, never by its path again.
 
 use std::fs::{File, OpenOptions};
@@ -37,7 +37,7 @@ struct Volume {
 
 /// Something that is there.
 pub(super) struct Found {
-    /// Opened with O_PATH: neither read nor, for a device or a FIFO, woken.
+    /// Opened with `O_PATH`: neither read nor, for a device or a FIFO, woken.
     fd: OwnedFd,
     /// Where it is in the container, links resolved.
     pub path: PathBuf,
@@ -158,7 +158,7 @@ pub(super) fn open_root(rootfs: &Path) -> io::Result<OwnedFd> {
     Ok(open(rootfs, flags, Mode::empty())?)
 }
 
-/// Opens `path` with O_PATH as if `root` were /.
+/// Opens `path` with `O_PATH` as if `root` were /.
 pub(super) fn open_in(root: impl AsFd, path: &Path, flags: OFlag) -> io::Result<OwnedFd> {
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC | flags)

@@ -71,10 +71,9 @@ pub fn driver_files(
     mounts
 }
 
-/// Descriptions of EGL, Vulkan and OpenCL belong to `video` as well as to `graphics`.
+/// Descriptions of EGL, Vulkan and `OpenCL` belong to `video` as well as to `graphics`.
 fn wanted(file: &DriverFile, capabilities: &Capabilities) -> bool {
-    let description =
-        matches!(file.kind, FileKind::Data { .. }) && file.capability == Capability::Graphics;
+    let description = matches!(file.kind, FileKind::Data { .. }) && file.capability == Capability::Graphics;
     capabilities.has(file.capability) || description && capabilities.has(Capability::Video)
 }
 

@@ -130,7 +130,8 @@ fn allow_all_rules_are_refused_unless_configured() {
 fn what_a_later_rule_takes_back_does_not_count() {
     let list = json!([{"allow": true, "access": "rwm"}, {"allow": false, "access": "rwm"}]);
     assert_eq!(found(&rules(&list)), Ok(()));
-    let partly = json!([{"allow": true, "access": "rwm"}, {"allow": false, "type": "c", "major": 1, "access": "rwm"}]);
+    let partly =
+        json!([{"allow": true, "access": "rwm"}, {"allow": false, "type": "c", "major": 1, "access": "rwm"}]);
     assert!(found(&rules(&partly)).is_err());
 }
 

@@ -24,7 +24,8 @@ fn compact_input_comes_back_byte_for_byte() {
 
 #[test]
 fn a_key_that_stands_twice_is_refused_at_any_depth() {
-    let expected = "cannot edit /bundle/config.json: the key `a` stands twice in one object at line 1 column ";
+    let expected =
+        "cannot edit /bundle/config.json: the key `a` stands twice in one object at line 1 column ";
     for input in [r#"{"a":1,"a":2}"#, r#"{"x":[{"y":{"a":1,"\u0061":2}}]}"#] {
         assert!(refused(input).starts_with(expected), "{}", refused(input));
     }

@@ -314,7 +314,10 @@ fn rival_libraries_are_named_once() {
     let warnings = root.inspect(&json!({"process": {"env": [path]}})).unwrap().warnings;
     assert_eq!(warnings.len(), 2, "{warnings:?}");
     assert!(warnings[0].starts_with("the image's own /opt/fwd/libcuda.so.1 (by its LD_LIBRARY_PATH) wins"));
-    assert!(warnings[1].starts_with("the image's own /usr/local/cuda/compat/libcuda.so.1 (by its /etc/ld.so.cache)"));
+    assert!(
+        warnings[1]
+            .starts_with("the image's own /usr/local/cuda/compat/libcuda.so.1 (by its /etc/ld.so.cache)")
+    );
 }
 
 #[test]

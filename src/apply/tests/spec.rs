@@ -22,7 +22,10 @@ fn grant() -> Grant {
             node: Node { path: "/dev/nvidia0".into(), major: 195, minor: 0 },
             source: "/sim/dev/nvidia0".into(),
         }],
-        mounts: vec![Mount { source: "/host/libcuda.so.580".into(), destination: "/usr/lib/libcuda.so.1".into() }],
+        mounts: vec![Mount {
+            source: "/host/libcuda.so.580".into(),
+            destination: "/usr/lib/libcuda.so.1".into(),
+        }],
         env: Environment {
             set: vec![pair("CUDA_VISIBLE_DEVICES", "0"), pair("CUDA_MPS_PIPE_DIRECTORY", "/run/sublet/mps")],
             default: vec![pair("TRITON_LIBCUDA_PATH", "/usr/lib")],
@@ -201,7 +204,8 @@ fn any_json() -> impl Strategy<Value = Value> {
     leaf.prop_recursive(4, 24, 4, |inner| {
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-            prop::collection::vec((".{0,6}", inner), 0..4).prop_map(|fields| Value::Object(fields.into_iter().collect())),
+            prop::collection::vec((".{0,6}", inner), 0..4)
+                .prop_map(|fields| Value::Object(fields.into_iter().collect())),
         ]
     })
 }
