@@ -1,9 +1,7 @@
 //! Every reason not to start a container, each one line for whoever started it.
 
-use std::path::PathBuf;
-
 use crate::apply::{Conflict, ImageError, SpecError};
-use crate::inventory::InventoryError;
+use crate::inventory::{InventoryError, NodeError};
 use crate::ledger::{Doubled, LeaseId, LedgerError};
 use crate::mps::MpsError;
 use crate::place::Refusal;
@@ -36,8 +34,8 @@ pub enum AdmitError {
     Mps(#[from] MpsError),
     #[error("no random lease id: /dev/urandom: {0}")]
     Random(std::io::Error),
-    #[error("device node {} does not exist: load its module (`nvidia-modprobe -u -c0`) and run `sublet refresh`", node.display())]
-    NodeMissing { node: PathBuf },
+    #[error(transparent)]
+    Node(#[from] NodeError),
     #[error(
         "annotation sublet.lease={}: no live lease of this container has that id; sublet writes this \
          annotation itself: remove it",

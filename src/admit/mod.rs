@@ -25,12 +25,13 @@ use crate::ledger::{
 };
 use crate::mps;
 use crate::process::Process;
+use crate::request::Request;
 
 pub use error::AdmitError;
 pub use fresh::{fresh_inventory, refresh};
 pub use refusals::{RefusalRecord, refusals};
 pub use take::lease_for;
-pub use wish::{Wish, wish};
+pub use wish::wish;
 
 /// How long the last processes of an ended container may take to go.
 const EMPTY_CGROUP: Duration = Duration::from_secs(5);
@@ -94,10 +95,10 @@ fn same(one: &Container, other: &Container) -> bool {
 }
 
 fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
-    let wish = wish(spec, &candidate.container.rootfs, candidate.share, config)?;
+    let request = wish(spec, candidate.share, config)?;
     let store = Store::open(&config.state_dir)?;
-    let taken = take::take(candidate, &wish, &store, config)?;
-    let served = serve(&taken, &wish, spec, &store, config);
+    let taken = take::take(candidate, &request, spec, &store, config)?;
+    let served = serve(&taken, &request, spec, &store, config);
     if served.is_err() {
         give_back(&taken.lease, &store, config);
     }
@@ -109,7 +110,7 @@ fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> R
 /// Between the lease and the container: daemon, nodes, edits.
 fn serve(
     taken: &take::Taken,
-    wish: &Wish,
+    request: &Request,
     spec: &mut Value,
     store: &Store,
     config: &Config,
@@ -119,23 +120,18 @@ fn serve(
     let grant = grant::grant(
         &taken.placement,
         &taken.lease,
-        &wish.request.capabilities,
-        &wish.image,
+        &request.capabilities,
+        &taken.image,
         &taken.inventory,
         config,
     );
-    nodes_exist(&grant)?;
+    // A node that is missing would give a container that starts and finds no GPU.
+    for granted in &grant.nodes {
+        inventory::check_node(&config.driver.root, &granted.node)?;
+    }
     apply::edit(spec, &grant)?;
     warnings.extend(grant.warnings);
     Ok(warnings)
-}
-
-/// A node that is missing would give a container that starts and finds no GPU.
-fn nodes_exist(grant: &grant::Grant) -> Result<(), AdmitError> {
-    match grant.nodes.iter().find(|granted| !granted.source.exists()) {
-        Some(missing) => Err(AdmitError::NodeMissing { node: missing.source.clone() }),
-        None => Ok(()),
-    }
 }
 
 /// Gives `lease` back before its container ever existed.
@@ -200,7 +196,7 @@ pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
     let Ok(ledger) = store.read() else { return };
     for lease in freed {
         if !ledger.leases.iter().any(|other| other.container.rootfs == lease.container.rootfs) {
-            apply::remove_mount_points(&lease.container.rootfs, &lease.mount_points);
+            apply::cleanup_mount_points(&lease.container.rootfs, &lease.mount_points);
         }
     }
 }
