@@ -1,4 +1,4 @@
-//! Compute mode EXCLUSIVE_PROCESS under a shared server, so that nobody runs beside it: set, written down
+//! Compute mode `EXCLUSIVE_PROCESS` under a shared server, so that nobody runs beside it: set, written down
 //! before, put back. And who does run beside it, where it could not be had.
 
 use std::fs;
@@ -22,7 +22,7 @@ pub(super) struct Entered {
     pub warning: Option<String>,
 }
 
-/// Sets EXCLUSIVE_PROCESS for a shared server of a whole GPU as `[mps] exclusive_compute_mode` says.
+/// Sets `EXCLUSIVE_PROCESS` for a shared server of a whole GPU as `[mps] exclusive_compute_mode` says.
 ///
 /// # Errors
 /// `always`, and it cannot be had; a GPU whose mode allows no contexts at all.

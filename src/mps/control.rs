@@ -1,4 +1,4 @@
-//! Speaking to a control daemon: connect() to see that somebody listens, `nvidia-cuda-mps-control` to ask.
+//! Speaking to a control daemon: `connect()` to see that somebody listens, `nvidia-cuda-mps-control` to ask.
 
 use std::io;
 use std::os::fd::AsRawFd as _;
@@ -145,7 +145,8 @@ fn judge(command: &str, success: bool, stdout: &str, stderr: &str) -> Result<Str
 fn parse_percent(answer: &str) -> Option<Percent> {
     let word = answer.split_whitespace().last()?.trim_end_matches(['%', '.']);
     let number: f64 = word.parse().ok()?;
-    // Rounded, not cut: 12.3 is 12.300000000000001 of a hundred or a little less.
+    // Rounded, not cut: 16.1 times 1000 may be a little less than 16100. In range, so nothing is lost.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     (0.0..=100.0).contains(&number).then(|| Percent::from_thousandths((number * 1000.0).round() as u32))
 }
 

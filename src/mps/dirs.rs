@@ -81,6 +81,7 @@ fn make_one(path: &Path, mode: u32) -> Result<(), MpsError> {
 /// Puts a hard link of the daemon's `control` into `public/`, in place of one of an earlier daemon.
 ///
 /// Running containers have `public/` mounted: they see the new socket under the old name at once.
+#[cfg_attr(not(feature = "cli"), allow(dead_code))]
 pub(super) fn publish(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
     let public = key.public(state_dir);
     let control = pipe(key, state_dir).join("control");
@@ -275,7 +276,7 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         let path = state.path().join("control.log");
         let mut held = OpenOptions::new().append(true).create(true).open(&path).unwrap();
-        held.write_all(&[b'a'; 40_000]).unwrap();
+        held.write_all(&vec![b'a'; 40_000]).unwrap();
         held.write_all(b"the end").unwrap();
         cap_log(&path, 20_000).unwrap();
         let old = fs::read(state.path().join("control.log.old")).unwrap();

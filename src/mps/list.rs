@@ -6,6 +6,7 @@ use super::control::{AskError, Control, listens};
 use super::{MpsError, ServerKey, dirs};
 use crate::config::Config;
 use crate::ledger::{LeaseId, Server, ServerState, Store};
+use crate::process::Process;
 
 /// One daemon; the first five are an element of `mps` in `sublet status --format json`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -35,7 +36,7 @@ pub fn list(store: &Store, config: &Config) -> Result<Vec<Listed>, MpsError> {
 }
 
 fn listed(server: &Server, config: &Config) -> Listed {
-    let pid = server.daemon.filter(|daemon| daemon.is_alive()).map(|daemon| daemon.pid);
+    let pid = server.daemon.filter(Process::is_alive).map(|daemon| daemon.pid);
     let (state, clients) = match server.state {
         ServerState::Serving | ServerState::Fault => seen(server, pid.is_some(), config),
         other => (other, None),

@@ -11,7 +11,7 @@ use crate::request::Percent;
 
 /// Makes sure that the daemon of `lease` (already in the ledger) answers and admits its SM share.
 ///
-/// A warm daemon costs a connect() and no process; a cold one is started by `sublet mps start`.
+/// A warm daemon costs a `connect()` and no process; a cold one is started by `sublet mps start`.
 /// Returns warnings, one line each.
 ///
 /// # Errors
