@@ -76,8 +76,10 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
 }
 
 /// Nobody is starting or stopping it at this moment.
+///
+/// A holder that was killed while it forked leaves the lock to a child until that has exec'd: hence the wait.
 fn is_free(key: &ServerKey, config: &Config) -> bool {
-    matches!(DaemonLock::try_take(key, &config.state_dir), Ok(Some(_)))
+    DaemonLock::take(key, &config.state_dir, Duration::from_millis(50)).is_ok()
 }
 
 fn heal_one(server: &Server, store: &Store, config: &Config) -> Vec<String> {

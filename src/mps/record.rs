@@ -120,7 +120,6 @@ pub(super) fn adjust(
     store: &Store,
     config: &Config,
 ) -> Result<(), MpsError> {
-    let control = Control::new(key, config)?;
     let begun = change(store, |ledger| {
         let Some(wanted) = wanted(ledger, key) else { return Ok(None) };
         let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) else {
@@ -134,7 +133,8 @@ pub(super) fn adjust(
         Ok(Some((wanted, server.clone())))
     })?;
     let Some((wanted, server)) = begun else { return Ok(()) };
-    control.set_ceiling(wanted).map_err(|error| note_failure(store, &server, error))?;
+    let set = Control::new(key, config)?.set_ceiling(wanted);
+    set.map_err(|error| note_failure(store, &server, error))?;
     note(store, key, |server| {
         server.ceiling = wanted;
         server.answered_at = now();
