@@ -115,7 +115,8 @@ struct Call {
     changes: bool,
 }
 
-/// The calls in strace's log, without the execve by which strace itself started the program.
+/// The calls in strace's log, without the execve by which strace itself started the program. Where the
+/// shim becomes the low-level runtime they end with that runtime's first.
 fn calls(log: &str) -> Vec<Call> {
     let mut counts = BTreeMap::new();
     let mut found = Vec::new();
@@ -126,8 +127,12 @@ fn calls(log: &str) -> Vec<Call> {
         }
         let nth: &mut usize = counts.entry(name.to_owned()).or_default();
         *nth += 1;
-        let changes = changes(name, arguments);
+        let became_another = found.last().is_some_and(|last: &Call| last.name == "execve");
+        let changes = !became_another && changes(name, arguments);
         found.push(Call { name: name.to_owned(), nth: *nth, line: line.to_owned(), changes });
+        if became_another {
+            break;
+        }
     }
     found
 }
@@ -150,13 +155,6 @@ fn points(calls: &[Call]) -> Vec<Call> {
     let follows = |index: usize| index > 0 && calls[index - 1].changes;
     let chosen = (0..calls.len()).filter(|index| calls[*index].changes || follows(*index));
     chosen.map(|index| calls[index].clone()).collect()
-}
-
-/// `create` up to the execve of the low-level runtime, and that runtime's first call.
-fn until_execve(mut calls: Vec<Call>) -> Vec<Call> {
-    let execve = calls.iter().position(|call| call.name == "execve").expect("create ends in an execve");
-    calls.truncate(execve + 2);
-    calls
 }
 
 /// A shim command below strace, which follows the shim alone.
@@ -328,7 +326,7 @@ fn create(warm: bool) {
     // The run that leaves its like behind: the state directory is complete after it.
     scene.again("nothing");
     scene.bundle.write();
-    let calls = until_execve(traced(&world, &arguments, &scene.bundle));
+    let calls = traced(&world, &arguments, &scene.bundle);
     let edited = without_lease(scene.bundle.config());
     scene.bundle.down();
     let points = points(&calls);
