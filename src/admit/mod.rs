@@ -26,6 +26,7 @@ use crate::ledger::{
 use crate::mps;
 use crate::process::Process;
 use crate::request::Request;
+use crate::text::safe;
 
 pub use error::AdmitError;
 pub use fresh::{fresh_inventory, refresh};
@@ -273,6 +274,10 @@ pub fn exec_environment(
     let store = Store::open(&config.state_dir)?;
     let ledger = read(&store)?;
     let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(None) };
+    // Without its daemon the new process would run on the whole GPU, unlimited.
+    if let Err(error) = mps::ready(lease, &store, config) {
+        tracing::warn!("container {}: {error}", safe(id));
+    }
     // A driver that changed since the container started is the container's trouble, not this exec's.
     let inventory: Inventory = inventory::last(config)?;
     Ok(Some(grant::environment(lease, &inventory, config)))

@@ -87,9 +87,7 @@ fn heal_one(server: &Server, store: &Store, config: &Config) -> Vec<String> {
     if !runs {
         return restart(server, config);
     }
-    if server.state == ServerState::Serving && server.answered_at != 0 {
-        return Vec::new();
-    }
+    // Asked for real: a daemon that is just dying, or stopped, still has its pid.
     let asked = Control::new(&server.key, config).map(|control| control.ceiling());
     let healed = match asked {
         Ok(Ok(_)) => readjust(server, store, config),

@@ -277,14 +277,14 @@ fn shares_too_small_to_start_in_are_refused() {
     assert!(why(&with(1500, 8192, 1)).contains("under 2"));
     assert!(placed(&with(2000, 8192, 1), &host, &ledger(vec![])).is_ok());
     assert!(why(&with(4000, 8192, 3)).contains("under 2"));
-    // 25 % are 32 SMs: 24 MiB and 120 MiB.
-    assert!(why(&with(25_000, 143, 1)).contains("needs 144 MiB"));
-    assert!(placed(&with(25_000, 144, 1), &host, &ledger(vec![])).is_ok());
-    // Two processes at 12 SMs each: 69 MiB each.
-    assert!(why(&with(20_000, 137, 2)).contains("needs 138 MiB"));
+    // 25 % are 32 SMs: 29 MiB and 118.4 MiB.
+    assert!(why(&with(25_000, 147, 1)).contains("needs 148 MiB"));
+    assert!(placed(&with(25_000, 148, 1), &host, &ledger(vec![])).is_ok());
+    // Two processes at 12 SMs each: 73.4 MiB each.
+    assert!(why(&with(20_000, 146, 2)).contains("needs 147 MiB"));
     let whole = |mib: u64| Request { memory: Some(Memory::Bytes(mib << 20)), ..request(Mode::TimeSlice) };
-    assert!(why(&whole(518)).contains("needs 519 MiB"));
-    assert!(placed(&whole(519), &host, &ledger(vec![])).is_ok());
+    assert!(why(&whole(517)).contains("needs 518 MiB"));
+    assert!(placed(&whole(518), &host, &ledger(vec![])).is_ok());
     let larger = refused(&mps(50_000, 101), &host, &ledger(vec![]));
     assert!(larger.message.contains("has 100 GiB in all") && !larger.temporary, "{}", larger.message);
 }

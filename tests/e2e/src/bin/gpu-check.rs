@@ -261,7 +261,9 @@ fn daemon_back(world: &World, table: &mut Table) {
     let bundle = world.bundle("survivor", &[("sublet.sm", "25")], &["/bin/sleep", "120"]);
     bundle.up();
     let before = exec_info(&bundle);
-    kill(daemon(world), Signal::SIGKILL).expect("the daemon is ours to kill");
+    let killed = daemon(world);
+    kill(killed, Signal::SIGKILL).expect("the daemon is ours to kill");
+    eventually(|| kill(killed, None).is_err());
     let healed = world.sublet(&["gc"]);
     let after = exec_info(&bundle);
     table.row(
