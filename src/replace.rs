@@ -5,6 +5,8 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, fchown};
 use std::path::{Path, PathBuf};
 
+use crate::process::Process;
+
 /// Writes `content` to `path` by way of a temporary file in the same directory.
 ///
 /// An existing file keeps its mode and owner; a new one gets `mode`. A symbolic link at `path` is
@@ -28,6 +30,20 @@ fn temporary_name(path: &Path) -> io::Result<PathBuf> {
     hidden.push(name);
     hidden.push(format!(".{}.tmp", std::process::id()));
     Ok(path.with_file_name(hidden))
+}
+
+/// Removes from `dir` the temporary files of processes that were killed in the middle of [`replace`].
+pub fn sweep(dir: &Path) {
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        if entry.file_name().to_str().and_then(writer).is_some_and(|pid| Process::find(pid).is_none()) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// The process whose temporary file is called `name`; `None` where that is no name of ours.
+fn writer(name: &str) -> Option<i32> {
+    name.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?.1.parse().ok()
 }
 
 fn write_new(temporary: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
@@ -68,6 +84,23 @@ mod tests {
         assert_eq!(fs::read(&path).unwrap(), b"new");
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn sweeps_what_the_dead_left_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let ours = format!(".a.json.{}.tmp", std::process::id());
+        let left = format!(".a.json.{}.tmp", child.id());
+        for name in [&ours, &left, "a.json.1.tmp", ".a.json.tmp", "a.json"] {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        sweep(dir.path());
+        let mut names: Vec<_> =
+            fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        assert_eq!(names, [ours.as_str(), ".a.json.tmp", "a.json", "a.json.1.tmp"]);
     }
 
     #[test]

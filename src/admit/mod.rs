@@ -181,7 +181,8 @@ fn free(lease: &LeaseId, store: &Store, config: &Config) -> Result<(), AdmitErro
     Ok(())
 }
 
-/// After leases were freed: settles their servers, removes the mount points they left in a rootfs.
+/// After leases were freed: settles their servers, removes the mount points they left in a rootfs and
+/// what a killed shim left in a bundle.
 pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
     let mut settled = Vec::new();
     for lease in freed {
@@ -196,6 +197,7 @@ pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
     }
     let Ok(ledger) = store.read() else { return };
     for lease in freed {
+        crate::replace::sweep(&lease.container.bundle);
         if !ledger.leases.iter().any(|other| other.container.rootfs == lease.container.rootfs) {
             apply::cleanup_mount_points(&lease.container.rootfs, &lease.mount_points);
         }

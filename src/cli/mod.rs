@@ -18,6 +18,8 @@ use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 
 use crate::config::Config;
+use crate::runtime::Global;
+use crate::runtime::log::{self, Log};
 use crate::text::safe;
 
 pub use refresh::refresh;
@@ -61,6 +63,8 @@ enum Command {
 #[must_use]
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    // What the library warns of, a rebuilt ledger say, is for whoever ran the command.
+    log::trace_to(Log::new("sublet", &Global::default(), None), false);
     match run(arguments.command) {
         Ok(code) => code,
         Err(error) => {

@@ -123,6 +123,8 @@ impl Store {
     /// When `change` fails its changes are dropped, what was freed stays freed, and its error is the
     /// inner one. `change` must not start, ask or wait for a process: everybody waits meanwhile.
     ///
+    /// Temporary files that killed processes left in the state directory are removed on the way.
+    ///
     /// A ledger that is no ledger is rebuilt from what runs; the bad file stays beside it as
     /// `ledger.json.corrupt-<seconds since the epoch>`, one of them.
     ///
@@ -134,6 +136,7 @@ impl Store {
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
         let boot = Self::boot_id()?;
         let _lock = self.lock()?;
+        crate::replace::sweep(&self.state_dir);
         let (before, mut ledger) = match self.load()? {
             Loaded::Missing => (None, Ledger::empty(&boot)),
             Loaded::Sound(ledger) => (Some(ledger.clone()), of_this_boot(ledger, &boot)),

@@ -1,0 +1,361 @@
+//! State files that are damaged, foreign or out of date while containers run: what runs is found again,
+//! nothing is given twice, and nobody's file is written through a link.
+
+use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
+
+const SLEEP: &[&str] = &["/bin/sleep", "600"];
+const GIB: u64 = 1 << 30;
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn edit(path: &Path, change: impl FnOnce(&mut Value)) {
+    let mut value = serde_json::from_slice(&std::fs::read(path).expect("it is there")).expect("JSON");
+    change(&mut value);
+    std::fs::write(path, serde_json::to_vec(&value).expect("JSON")).expect("it is written");
+}
+
+/// Half of it.
+fn truncate(path: &Path) {
+    let text = std::fs::read(path).expect("it is there");
+    std::fs::write(path, &text[..text.len() / 2]).expect("it is written");
+}
+
+/// In place of `path` a link to a sound file of somebody else.
+fn link_away(path: &Path) -> PathBuf {
+    let target = path.with_file_name("elsewhere");
+    std::fs::copy(path, &target).expect("it is copied");
+    std::fs::remove_file(path).expect("it is removed");
+    symlink(&target, path).expect("it is linked");
+    target
+}
+
+/// The ways in which a ledger is none.
+const DAMAGES: [(&str, fn(&Path)); 9] = [
+    ("truncated", truncate),
+    ("empty", |path| std::fs::write(path, "").expect("written")),
+    ("garbage", |path| std::fs::write(path, [0xff, 0, 0x1b, b'{']).expect("written")),
+    ("another JSON", |path| std::fs::write(path, "[]").expect("written")),
+    ("another version", |path| edit(path, |ledger| ledger["schema"] = json!("sublet.ledger/2"))),
+    ("a bad id", |path| edit(path, |ledger| ledger["leases"][0]["id"] = json!("../../../etc"))),
+    ("another owner's", |path| chown(path, Some(1000), Some(1000)).expect("chown")),
+    ("writable for all", |path| {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666)).expect("chmod");
+    }),
+    ("a directory", |path| {
+        std::fs::remove_file(path).expect("removed");
+        std::fs::create_dir(path).expect("made");
+    }),
+];
+
+/// Two containers of one GPU: 50 % and 8 GiB, 30 %.
+fn two(world: &World) -> [Bundle<'_>; 2] {
+    let first = world.bundle("first", &[("sublet.sm", "50"), ("sublet.memory", "8GiB")], SLEEP);
+    let second = world.bundle("second", &[("sublet.sm", "30")], SLEEP);
+    first.up();
+    second.up();
+    [first, second]
+}
+
+/// Id, container, share, memory and state of each lease.
+fn told(world: &World) -> Vec<Value> {
+    let of = |lease: &Value| {
+        json!([
+            lease["id"],
+            lease["container_id"],
+            lease["sm_percent"],
+            lease["memory_bytes"],
+            lease["state"]
+        ])
+    };
+    let mut told: Vec<Value> = world.leases().iter().map(of).collect();
+    told.sort_by_key(|lease| lease[1].to_string());
+    told
+}
+
+fn lease_id(bundle: &Bundle<'_>) -> Value {
+    bundle.config()["annotations"]["sublet.lease"].clone()
+}
+
+#[test]
+fn a_ledger_that_is_none_is_rebuilt_from_what_runs() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let [first, second] = two(&world);
+    let whole = [
+        json!([lease_id(&first), "first", 50.0, 8 * GIB, "active"]),
+        json!([lease_id(&second), "second", 30.0, null, "active"]),
+    ];
+    let daemon = world.status()["mps"][0]["pid"].clone();
+    let ledger = world.state_dir().join("ledger.json");
+    for (damage, apply) in DAMAGES {
+        apply(&ledger);
+        let gc = world.sublet(&["gc"]);
+        assert!(gc.status.success(), "{damage}: {gc:?}");
+        assert!(stderr(&gc).contains("rebuil"), "{damage}: no warning in {gc:?}");
+        assert_eq!(told(&world), whole, "{damage}");
+        let mps = world.status()["mps"].clone();
+        assert_eq!((&mps[0]["pid"], &mps[0]["state"]), (&daemon, &json!("serving")), "{damage}: {mps}");
+        // And by the shim alone: 20 % are left, not 40.
+        apply(&ledger);
+        let third = world.bundle("third", &[("sublet.sm", "40")], SLEEP);
+        let refused = third.create();
+        assert!(!refused.ok && refused.stderr.contains("20"), "{damage}: {refused:?}");
+        assert!(refused.stderr.contains("rebuil"), "{damage}: no warning in {refused:?}");
+        let fits = world.bundle("fits", &[("sublet.sm", "20")], SLEEP);
+        let created = fits.create();
+        assert!(created.ok, "{damage}: {created:?}");
+        fits.down();
+        assert_eq!(told(&world), whole, "{damage}, after others came and went");
+    }
+    let kept = std::fs::read_dir(world.state_dir()).expect("the state directory").flatten();
+    let kept = kept.filter(|entry| entry.file_name().to_string_lossy().contains("corrupt")).count();
+    assert_eq!(kept, 1, "one bad ledger is kept as evidence");
+    first.down();
+    second.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_ledger_that_is_a_link_is_neither_read_nor_written_through() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let [first, second] = two(&world);
+    let ledger = world.state_dir().join("ledger.json");
+    let target = link_away(&ledger);
+    edit(&target, |ledger| ledger["leases"] = json!([]));
+    let before = std::fs::read(&target).expect("the target");
+    let third = world.bundle("third", &[("sublet.sm", "40")], SLEEP);
+    let refused = third.create();
+    assert!(!refused.ok, "the link's empty ledger was believed");
+    assert_eq!(std::fs::read(&target).expect("the target"), before);
+    assert!(std::fs::symlink_metadata(&ledger).expect("a ledger").is_file());
+    assert_eq!(world.leases().len(), 2);
+    first.down();
+    second.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_container_ends_although_its_ledger_is_corrupt() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let [first, second] = two(&world);
+    let ledger = world.state_dir().join("ledger.json");
+    std::fs::write(&ledger, "{").expect("written");
+    let seen = second.exec(&["/bin/cat", "/proc/self/stat"]);
+    assert!(seen.ok, "exec goes on: {seen:?}");
+    first.down();
+    std::fs::write(&ledger, "{").expect("written");
+    second.down();
+    world.assert_empty();
+}
+
+#[test]
+fn of_a_ledger_of_another_boot_only_what_people_said_counts() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let [first, second] = two(&world);
+    let drained = world.status()["devices"][0]["uuid"].clone();
+    let ledger = world.state_dir().join("ledger.json");
+    let earlier = std::fs::read(&ledger).expect("the ledger");
+    first.down();
+    second.down();
+    std::fs::write(&ledger, earlier).expect("written");
+    edit(&ledger, |ledger| {
+        ledger["boot_id"] = json!("00000000-0000-4000-8000-000000000000");
+        ledger["drained"] = json!([drained]);
+    });
+    let status = world.status();
+    assert_eq!((&status["leases"], &status["mps"]), (&json!([]), &json!([])));
+    assert_eq!(status["devices"][0]["drained"], true);
+    assert!(world.sublet(&["undrain", "0"]).status.success());
+    let [first, second] = two(&world);
+    first.down();
+    second.down();
+    world.assert_empty();
+}
+
+#[test]
+fn an_inventory_that_does_not_hold_is_made_anew() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let inventory = world.state_dir().join("inventory.json");
+    let elsewhere = r#"{"schema":"sublet.inventory/1"}"#;
+    let damages: [(&str, fn(&Path)); 9] = [
+        ("missing", |path| std::fs::remove_file(path).expect("removed")),
+        ("truncated", truncate),
+        ("garbage", |path| std::fs::write(path, [0xff, 0, 0x1b]).expect("written")),
+        ("another version", |path| edit(path, |inventory| inventory["schema"] = json!("sublet.inventory/0"))),
+        ("another boot's", |path| {
+            edit(path, |inventory| inventory["fingerprint"]["boot_id"] = json!("an earlier one"));
+        }),
+        ("another driver's", |path| {
+            edit(path, |inventory| inventory["fingerprint"]["driver_version"] = json!("535.129.03"));
+        }),
+        ("of other GPUs", |path| {
+            edit(path, |inventory| inventory["fingerprint"]["gpus"] = json!(["0000:99:00.0"]));
+        }),
+        ("another owner's", |path| chown(path, Some(1000), Some(1000)).expect("chown")),
+        ("a link", |path| drop(link_away(path))),
+    ];
+    assert!(world.sublet(&["refresh"]).status.success());
+    let sound: Value = serde_json::from_slice(&std::fs::read(&inventory).expect("inventory")).expect("JSON");
+    for (damage, apply) in damages {
+        apply(&inventory);
+        let target = world.state_dir().join("elsewhere");
+        if target.exists() {
+            std::fs::write(&target, elsewhere).expect("written");
+        }
+        let bundle = world.bundle("one", &[("sublet.sm", "25")], SLEEP);
+        let created = bundle.create();
+        assert!(created.ok, "{damage}: {created:?}");
+        let now: Value =
+            serde_json::from_slice(&std::fs::read(&inventory).expect("inventory")).expect("JSON");
+        assert_eq!(now["fingerprint"], sound["fingerprint"], "{damage}");
+        assert!(std::fs::symlink_metadata(&inventory).expect("an inventory").is_file(), "{damage}");
+        bundle.down();
+    }
+    let target = std::fs::read_to_string(world.state_dir().join("elsewhere")).expect("the link's target");
+    assert_eq!(target, elsewhere, "written through the link");
+    world.assert_empty();
+}
+
+#[test]
+fn a_driver_that_was_upgraded_and_not_reloaded_is_refused_with_both_versions() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("one", &[("sublet.sm", "25")], SLEEP);
+    bundle.up();
+    let root = world.driver_root.as_ref().expect("simulated");
+    let version = root.join("proc/driver/nvidia/version");
+    let text = std::fs::read_to_string(&version).expect("the module's version");
+    assert!(text.contains("580.159.04"));
+    std::fs::write(&version, text.replace("580.159.04", "575.57.08")).expect("written");
+    let late = world.bundle("late", &[("sublet.sm", "25")], SLEEP);
+    let refused = late.create();
+    assert!(!refused.ok);
+    for word in ["580.159.04", "575.57.08", "reboot, or reload the modules"] {
+        assert!(refused.stderr.contains(word), "{word} is not in: {}", refused.stderr);
+    }
+    assert_eq!(refused.stderr.lines().count(), 1, "{}", refused.stderr);
+    assert_eq!(late.config(), late.spec);
+    // The container that runs is not stopped, and can end.
+    bundle.down();
+    std::fs::write(&version, text).expect("written");
+    world.assert_empty();
+}
+
+#[test]
+fn the_lease_of_a_gpu_that_fell_off_the_bus_is_lost() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    let share = [("sublet.gpu", "3"), ("sublet.mode", "time-slice")];
+    let bundle = world.bundle("unlucky", &share, SLEEP);
+    bundle.up();
+    let other = world.bundle("lucky", &[("sublet.gpu", "4"), ("sublet.mode", "time-slice")], SLEEP);
+    other.up();
+    // The fourth of `h200x8.toml` by index.
+    let gone = "GPU-5b1e7000-0000-4000-8000-000000000803";
+    let inventory: Value =
+        serde_json::from_slice(&std::fs::read(world.state_dir().join("inventory.json")).expect("inventory"))
+            .expect("JSON");
+    assert_eq!(inventory["devices"][3]["uuid"], gone);
+    let bus = inventory["devices"][3]["bus_id"].as_str().expect("bus id");
+    let root = world.driver_root.as_ref().expect("simulated");
+    let config = root.join("sys/bus/pci/devices").join(bus).join("config");
+    std::fs::write(&config, [0xff; 256]).expect("written");
+    let states = |world: &World| {
+        let mut states: Vec<Value> =
+            world.leases().iter().map(|lease| json!([lease["container_id"], lease["state"]])).collect();
+        states.sort_by_key(ToString::to_string);
+        states
+    };
+    assert_eq!(states(&world), [json!(["lucky", "active"]), json!(["unlucky", "lost"])]);
+    assert_eq!(world.status()["devices"].as_array().map(Vec::len), Some(7));
+    let again = world.bundle("again", &[("sublet.gpu", gone)], SLEEP);
+    let refused = again.create();
+    assert!(!refused.ok && refused.stderr.contains(gone), "{refused:?}");
+    assert_eq!(again.config(), again.spec);
+    let all = world.bundle("all", &[("sublet.gpu", "any:7")], SLEEP);
+    let created = all.create();
+    assert!(created.ok, "seven are left: {created:?}");
+    [&bundle, &other, &all].into_iter().for_each(Bundle::down);
+    world.assert_empty();
+}
+
+#[test]
+fn a_pid_that_another_process_got_holds_no_lease() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let [first, second] = two(&world);
+    let ledger = world.state_dir().join("ledger.json");
+    assert_eq!(world.leases().len(), 2);
+    let before = std::fs::read(&ledger).expect("the ledger");
+    for id in ["first", "second"] {
+        let mut command = Command::new(world.engine.program());
+        let deleted =
+            command.arg("--root").arg(world.runtime_root()).args(["delete", "--force", id]).output();
+        assert!(deleted.expect("the runtime runs").status.success());
+    }
+    // As if the kernel had given the pid of the first to us, who started at another time.
+    let us = json!(std::process::id());
+    let ours = start_time();
+    std::fs::write(&ledger, &before).expect("written");
+    edit(&ledger, |ledger| {
+        for lease in ledger["leases"].as_array_mut().expect("leases") {
+            lease["init"]["process"] = json!({"pid": us, "start_time": ours});
+            if lease["container"]["id"] == "first" {
+                lease["init"]["process"]["start_time"] = json!(ours - 1);
+            }
+        }
+    });
+    assert!(world.sublet(&["gc"]).status.success());
+    let left: Vec<Value> = world.leases().iter().map(|lease| lease["container_id"].clone()).collect();
+    assert_eq!(left, ["second"], "the one whose process is said to be ours stays");
+    edit(&ledger, |ledger| ledger["leases"][0]["init"]["process"]["start_time"] = json!(ours - 1));
+    assert!(eventually(|| world.leases().is_empty()));
+    // A pending one: its owner's pid was used again.
+    std::fs::write(&ledger, &before).expect("written");
+    edit(&ledger, |ledger| {
+        let leases = ledger["leases"].as_array_mut().expect("leases");
+        leases.truncate(1);
+        leases[0]["init"] = Value::Null;
+        leases[0]["state"] = json!("pending");
+        leases[0]["owner"] = json!({"pid": us, "start_time": ours});
+        ledger["servers"] = json!([]);
+    });
+    assert_eq!(world.leases().len(), 1, "its owner runs");
+    edit(&ledger, |ledger| ledger["leases"][0]["owner"]["start_time"] = json!(ours + 1));
+    world.assert_empty();
+    drop((first, second));
+}
+
+/// When this process started: field 22 of its stat, the 20th behind the name.
+fn start_time() -> u64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").expect("stat");
+    let behind = &stat[stat.rfind(')').expect("a name") + 2..];
+    behind.split(' ').nth(19).and_then(|field| field.parse().ok()).expect("a start time")
+}

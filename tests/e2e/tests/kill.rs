@@ -1,0 +1,430 @@
+//! The shim killed with SIGKILL before and after each system call by which `create` and `delete` change
+//! something: the next command alone, `sublet gc`, must put everything right.
+//!
+//! strace lists the calls of one undisturbed run; each run after that is killed at the entry of one of
+//! them, which the kernel then does not carry out. A call that this file does not know fails the test.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::Path;
+use std::process::{Command, ExitStatus, Stdio};
+
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, Engine, World, eventually, skip_unless_root};
+
+/// Calls that leave nothing behind when their process dies.
+const HARMLESS: &[&str] = &[
+    "access",
+    "arch_prctl",
+    "brk",
+    "clock_nanosleep",
+    "close",
+    "dup",
+    "exit_group",
+    "fcntl",
+    "fstat",
+    "fstatfs",
+    "futex",
+    "getcwd",
+    "getdents64",
+    "getegid",
+    "geteuid",
+    "getgid",
+    "getpid",
+    "getrandom",
+    "getresgid",
+    "getresuid",
+    "gettid",
+    "getuid",
+    "lseek",
+    "lstat",
+    "mmap",
+    "mprotect",
+    "mremap",
+    "munmap",
+    "newfstatat",
+    "pipe2",
+    "poll",
+    "ppoll",
+    "prctl",
+    "prlimit64",
+    "read",
+    "readlink",
+    "readlinkat",
+    "recvfrom",
+    "restart_syscall",
+    "rseq",
+    "rt_sigaction",
+    "rt_sigprocmask",
+    "rt_sigtimedwait",
+    "sched_getaffinity",
+    "set_robust_list",
+    "set_tid_address",
+    "sigaltstack",
+    "socket",
+    "socketpair",
+    "stat",
+    "statx",
+    "uname",
+    "wait4",
+    "waitid",
+];
+
+/// Calls that may leave something behind.
+const CHANGING: &[&str] = &[
+    "chmod",
+    "chown",
+    "clone",
+    "clone3",
+    "connect",
+    "execve",
+    "fchmod",
+    "fchmodat",
+    "fchown",
+    "fchownat",
+    "flock",
+    "fsync",
+    "ftruncate",
+    "kill",
+    "link",
+    "linkat",
+    "mkdir",
+    "mkdirat",
+    "open",
+    "openat",
+    "openat2",
+    "pidfd_send_signal",
+    "rename",
+    "renameat",
+    "renameat2",
+    "rmdir",
+    "sendto",
+    "symlink",
+    "tgkill",
+    "umask",
+    "unlink",
+    "unlinkat",
+    "vfork",
+    "write",
+    "writev",
+];
+
+/// One system call of a traced run.
+#[derive(Clone, Debug)]
+struct Call {
+    name: String,
+    /// The how manyeth of its name: what strace counts by.
+    nth: usize,
+    line: String,
+    changes: bool,
+}
+
+/// The calls in strace's log, without the execve by which strace itself started the program. Where the
+/// shim becomes the low-level runtime they end with that runtime's first.
+fn calls(log: &str) -> Vec<Call> {
+    let mut counts = BTreeMap::new();
+    let mut found = Vec::new();
+    for line in log.lines().skip(1) {
+        let Some((name, arguments)) = line.split_once('(') else { continue };
+        if name.starts_with(['-', '+']) {
+            continue;
+        }
+        let nth: &mut usize = counts.entry(name.to_owned()).or_default();
+        *nth += 1;
+        let became_another = found.last().is_some_and(|last: &Call| last.name == "execve");
+        let changes = !became_another && changes(name, arguments);
+        found.push(Call { name: name.to_owned(), nth: *nth, line: line.to_owned(), changes });
+        if became_another {
+            break;
+        }
+    }
+    found
+}
+
+/// Whether the call changes anything outside its process.
+fn changes(name: &str, arguments: &str) -> bool {
+    let known = HARMLESS.contains(&name) || CHANGING.contains(&name);
+    assert!(known, "{name} is a new system call: put it into HARMLESS or CHANGING: {name}({arguments}");
+    match name {
+        "open" | "openat" | "openat2" => {
+            ["O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC"].iter().any(|flag| arguments.contains(flag))
+        }
+        "write" | "writev" => !arguments.starts_with("1,") && !arguments.starts_with("2,"),
+        _ => CHANGING.contains(&name),
+    }
+}
+
+/// The calls to be killed at: each that changes something, and the one that follows it.
+fn points(calls: &[Call]) -> Vec<Call> {
+    let follows = |index: usize| index > 0 && calls[index - 1].changes;
+    let chosen = (0..calls.len()).filter(|index| calls[*index].changes || follows(*index));
+    chosen.map(|index| calls[index].clone()).collect()
+}
+
+/// A shim command below strace, which follows the shim alone.
+fn strace(world: &World, options: &[&str], arguments: &[&str], bundle: &Bundle<'_>) -> (ExitStatus, String) {
+    let log = world.dir.path().join("strace");
+    let shim = world.runtime();
+    let mut command = Command::new("strace");
+    command.arg("-o").arg(&log).args(options).arg("--").arg(shim.get_program()).args(shim.get_args());
+    command.envs(shim.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let out = std::fs::File::create(bundle.dir.join("out")).expect("output file");
+    let err = std::fs::File::create(bundle.dir.join("err")).expect("output file");
+    command.args(arguments).stdin(Stdio::null()).stdout(out).stderr(err);
+    let status = command.status().expect("strace is installed");
+    (status, std::fs::read_to_string(log).expect("strace writes its log"))
+}
+
+/// The undisturbed run.
+fn traced(world: &World, arguments: &[&str], bundle: &Bundle<'_>) -> Vec<Call> {
+    let (status, log) = strace(world, &[], arguments, bundle);
+    let stderr = std::fs::read_to_string(bundle.dir.join("err")).expect("output file");
+    assert!(status.success(), "{arguments:?} under strace: {stderr}");
+    calls(&log)
+}
+
+/// The same, killed at `point`.
+fn killed(world: &World, arguments: &[&str], bundle: &Bundle<'_>, point: &Call) {
+    let inject = format!("inject={}:signal=KILL:when={}", point.name, point.nth);
+    let (status, log) = strace(world, &["-e", "trace=all", "-e", &inject], arguments, bundle);
+    assert_eq!(status.signal(), Some(9), "not killed at {}: {log}", point.line);
+}
+
+/// What stands in the ledger, without asking a command that would put it right.
+fn ledger(world: &World) -> Value {
+    let text = std::fs::read(world.state_dir().join("ledger.json")).unwrap_or_else(|_| b"{}".to_vec());
+    serde_json::from_slice(&text).expect("the ledger is JSON")
+}
+
+fn lease_of<'a>(ledger: &'a Value, id: &str) -> Option<&'a Value> {
+    ledger["leases"].as_array()?.iter().find(|lease| lease["container"]["id"] == id)
+}
+
+/// Names in `dir`, sorted.
+fn names(dir: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// Whether the low-level runtime itself has a container with a live process.
+fn exists(world: &World, id: &str) -> bool {
+    let mut command = Command::new(world.engine.program());
+    let output = command.arg("--root").arg(world.runtime_root()).args(["state", id]).output().expect("state");
+    let state: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+    output.status.success() && state["status"] != "stopped"
+}
+
+/// One device with or without another container on it, and the container that is killed for.
+struct Scene<'a> {
+    world: &'a World,
+    bundle: Bundle<'a>,
+    /// Whether a container named `holder` keeps the MPS daemon running.
+    warm: bool,
+}
+
+impl<'a> Scene<'a> {
+    fn new(world: &'a World, warm: bool) -> Self {
+        if warm {
+            world.bundle("holder", &[("sublet.sm", "25")], &["/bin/sleep", "600"]).up();
+        } else {
+            // The inventory is there as after boot: what `sublet refresh` does is not the shim's doing.
+            assert!(world.sublet(&["refresh"]).status.success());
+        }
+        let share = [("sublet.sm", "50"), ("sublet.memory", "8GiB")];
+        let bundle = world.bundle("victim", &share, &["/bin/sleep", "600"]);
+        Self { world, bundle, warm }
+    }
+
+    fn create_arguments(&self) -> [String; 4] {
+        let dir = self.bundle.dir.to_string_lossy().into_owned();
+        ["create".into(), "--bundle".into(), dir, "victim".into()]
+    }
+
+    /// After `sublet gc`, and nothing else, everything is as it should be.
+    fn assert_restored(&self, edited: &Value, after: &str) {
+        let gc = self.world.sublet(&["gc"]);
+        assert!(gc.status.success(), "{after}: {gc:?}");
+        let ledger = ledger(self.world);
+        let alive = exists(self.world, "victim");
+        let state = lease_of(&ledger, "victim").map(|lease| lease["state"].clone());
+        assert_eq!(state, alive.then(|| json!("active")), "{after}: the container's lease");
+        assert_eq!(lease_of(&ledger, "holder").is_some(), self.warm, "{after}");
+        self.assert_daemons(&ledger, alive, after);
+        self.assert_files(edited, after);
+        self.assert_account(alive, after);
+    }
+
+    /// One daemon of control and server where a lease wants it, none where not. One that was on its way
+    /// when its lease went ends by itself.
+    fn assert_daemons(&self, ledger: &Value, alive: bool, after: &str) {
+        let wanted = usize::from(self.warm || alive);
+        let right = || self.world.daemons().len() == 2 * wanted;
+        assert!(eventually(right), "{after}: {:?}", self.world.daemons());
+        let servers = ledger["servers"].as_array().map_or(0, Vec::len);
+        assert!(self.warm || servers >= wanted, "{after}: {ledger}");
+    }
+
+    /// No temporary file anywhere, config.json the engine's or wholly edited.
+    fn assert_files(&self, edited: &Value, after: &str) {
+        let state = self.world.state_dir();
+        for name in names(&state) {
+            let known = ["inventory.json", "ledger.json", "lock", "mps", "refresh.lock", "roots"];
+            assert!(known.contains(&name.as_str()), "{after}: {name} is left in the state directory");
+        }
+        for key in names(&state.join("mps")) {
+            for name in names(&state.join("mps").join(&key)) {
+                let known = ["lock", "log", "pipe", "public"];
+                assert!(known.contains(&name.as_str()), "{after}: mps/{key}/{name} is left");
+            }
+        }
+        assert_eq!(names(&self.bundle.dir), ["config.json", "err", "out", "rootfs"], "{after}");
+        let config = self.bundle.config();
+        let whole = config == self.bundle.spec || without_lease(config.clone()) == *edited;
+        assert!(whole, "{after}: config.json is neither the engine's nor an edited one: {config}");
+    }
+
+    /// One H200: 143771 MiB less 512 reserved; 66 for an MPS server; 8192 for the container.
+    fn assert_account(&self, alive: bool, after: &str) {
+        let (sm, mib) = match (self.warm, alive) {
+            (true, true) => (25.0, 135_001),
+            (true, false) => (75.0, 143_193),
+            (false, true) => (50.0, 135_001),
+            (false, false) => (100.0, 143_259),
+        };
+        let mut free = Value::Null;
+        let right = || {
+            free = self.world.status()["devices"][0]["free"].clone();
+            free == json!({"sm_percent": sm, "memory_bytes": mib * 1_048_576_u64})
+        };
+        assert!(eventually(right), "{after}: {free} is free, not {sm} % and {mib} MiB");
+    }
+
+    /// The engine tries again with the config.json that it writes.
+    fn again(&self, after: &str) {
+        let created = self.bundle.create();
+        assert!(created.ok, "{after}: {created:?}");
+        assert!(lease_of(&ledger(self.world), "victim").is_some(), "{after}");
+        self.bundle.down();
+        assert!(lease_of(&ledger(self.world), "victim").is_none(), "{after}");
+    }
+}
+
+/// What an edit adds anew each time.
+fn without_lease(mut config: Value) -> Value {
+    if let Some(annotations) = config["annotations"].as_object_mut() {
+        let lease = annotations.shift_remove("sublet.lease");
+        assert_eq!(lease.and_then(|lease| lease.as_str().map(str::len)), Some(16));
+        annotations.shift_remove("sublet.lease.record");
+    }
+    config
+}
+
+fn create(warm: bool) {
+    let world = World::simulated("h200", "");
+    let scene = Scene::new(&world, warm);
+    let arguments = scene.create_arguments();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    // The run that leaves its like behind: the state directory is complete after it.
+    scene.again("nothing");
+    scene.bundle.write();
+    let calls = traced(&world, &arguments, &scene.bundle);
+    let edited = without_lease(scene.bundle.config());
+    scene.bundle.down();
+    let points = points(&calls);
+    for point in &points {
+        let after = format!("killed at {}", point.line);
+        scene.bundle.write();
+        killed(&world, &arguments, &scene.bundle, point);
+        scene.assert_restored(&edited, &after);
+        scene.again(&after);
+    }
+    report("create", warm, world.engine, &calls, &points);
+}
+
+fn delete(warm: bool, stopped: bool) {
+    let world = World::simulated("h200", "");
+    let scene = Scene::new(&world, warm);
+    let arguments: &[&str] = if stopped { &["delete", "victim"] } else { &["delete", "--force", "victim"] };
+    let prepare = || {
+        scene.bundle.up();
+        if stopped {
+            assert!(scene.bundle.kill("KILL").ok);
+            assert!(eventually(|| !exists(&world, "victim")));
+        }
+    };
+    prepare();
+    let edited = without_lease(scene.bundle.config());
+    let calls = traced(&world, arguments, &scene.bundle);
+    let points = points(&calls);
+    for point in &points {
+        let after = format!("killed at {}", point.line);
+        prepare();
+        killed(&world, arguments, &scene.bundle, point);
+        scene.assert_restored(&edited, &after);
+        scene.bundle.down();
+        let ledger = ledger(&world);
+        assert!(lease_of(&ledger, "victim").is_none(), "{after}: {ledger}");
+        assert!(!exists(&world, "victim"), "{after}");
+        scene.assert_restored(&edited, &format!("{after} and deleted"));
+    }
+    report(
+        if stopped { "delete of a stopped container" } else { "delete --force" },
+        warm,
+        world.engine,
+        &calls,
+        &points,
+    );
+}
+
+/// Printed past the capture of the test harness.
+fn report(what: &str, warm: bool, engine: Engine, calls: &[Call], points: &[Call]) {
+    let daemon = if warm { "another lease keeps the daemon" } else { "no daemon" };
+    let changing = calls.iter().filter(|call| call.changes).count();
+    let mut line = String::new();
+    let _ = writeln!(
+        line,
+        "kill: {what}, {daemon}, {engine:?}: {} kill points around {changing} state-changing calls of {}",
+        points.len(),
+        calls.len()
+    );
+    let _ = std::fs::write("/dev/stderr", line);
+}
+
+#[test]
+fn create_with_a_warm_daemon() {
+    if !skip_unless_root() {
+        create(true);
+    }
+}
+
+#[test]
+fn create_with_a_cold_daemon() {
+    if !skip_unless_root() {
+        create(false);
+    }
+}
+
+#[test]
+fn delete_beside_another_container() {
+    if !skip_unless_root() {
+        delete(true, false);
+    }
+}
+
+#[test]
+fn delete_of_the_last_container() {
+    if !skip_unless_root() {
+        delete(false, false);
+    }
+}
+
+#[test]
+fn delete_of_a_stopped_container() {
+    if !skip_unless_root() {
+        delete(false, true);
+    }
+}
