@@ -1,10 +1,8 @@
 //! Every reason not to start a container, each one line for whoever started it.
 
-use std::path::PathBuf;
-
 use crate::apply::{Conflict, ImageError, SpecError};
-use crate::inventory::InventoryError;
-use crate::ledger::{LeaseId, LedgerError};
+use crate::inventory::{InventoryError, NodeError};
+use crate::ledger::{Doubled, LeaseId, LedgerError};
 use crate::mps::MpsError;
 use crate::place::Refusal;
 use crate::request::RequestError;
@@ -31,11 +29,13 @@ pub enum AdmitError {
     #[error(transparent)]
     Ledger(#[from] LedgerError),
     #[error(transparent)]
+    Doubled(#[from] Doubled),
+    #[error(transparent)]
     Mps(#[from] MpsError),
     #[error("no random lease id: /dev/urandom: {0}")]
     Random(std::io::Error),
-    #[error("device node {} does not exist: load its module (`nvidia-modprobe -u -c0`) and run `sublet refresh`", node.display())]
-    NodeMissing { node: PathBuf },
+    #[error(transparent)]
+    Node(#[from] NodeError),
     #[error(
         "annotation sublet.lease={}: no live lease of this container has that id; sublet writes this \
          annotation itself: remove it",

@@ -16,9 +16,9 @@ const REFRESH_LIMIT: Duration = Duration::from_secs(30);
 /// The driver's own trouble, in its own words.
 pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
     match inventory::load(config) {
-        Err(InventoryError::Missing { .. } | InventoryError::Stale { .. } | InventoryError::Corrupt { .. }) => {
-            refresh(config)
-        }
+        Err(
+            InventoryError::Missing { .. } | InventoryError::Stale { .. } | InventoryError::Corrupt { .. },
+        ) => refresh(config),
         other => Ok(other?),
     }
 }
@@ -28,7 +28,8 @@ pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
 /// # Errors
 /// What `sublet refresh` said.
 pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
-    let done = sublet(&["refresh", "--quiet"], REFRESH_LIMIT).map_err(|error| AdmitError::Refresh(error.to_string()))?;
+    let done = sublet(&["refresh", "--quiet"], REFRESH_LIMIT)
+        .map_err(|error| AdmitError::Refresh(error.to_string()))?;
     if !done.success {
         return Err(AdmitError::Refresh(done.message()));
     }

@@ -10,6 +10,7 @@ mod refusals;
 mod take;
 mod wish;
 
+use std::convert::Infallible;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -19,21 +20,21 @@ use crate::apply;
 use crate::config::Config;
 use crate::grant::{self, Environment};
 use crate::inventory::{self, Inventory};
-use crate::ledger::{Container, Freed, Lease, LeaseId, LeaseState, Store};
+use crate::ledger::{
+    Container, Freed, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, LedgerError, Store,
+};
 use crate::mps;
 use crate::process::Process;
+use crate::request::Request;
 
 pub use error::AdmitError;
 pub use fresh::{fresh_inventory, refresh};
 pub use refusals::{RefusalRecord, refusals};
 pub use take::lease_for;
-pub use wish::{Wish, wish};
+pub use wish::wish;
 
 /// How long the last processes of an ended container may take to go.
 const EMPTY_CGROUP: Duration = Duration::from_secs(5);
-
-/// The annotation that carries the lease id.
-pub const LEASE_ANNOTATION: &str = "sublet.lease";
 
 /// A container that a door brings.
 #[derive(Debug)]
@@ -83,8 +84,9 @@ pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Re
 
 /// A spec with a lease id is granted only if the ledger holds that live lease for this container.
 fn already_granted(id: &str, container: &Container, config: &Config) -> Result<Admission, AdmitError> {
-    let ledger = Store::open(&config.state_dir)?.read()?;
-    let granted = LeaseId::parse(id).filter(|id| ledger.find(id).is_some_and(|lease| same(&lease.container, container)));
+    let ledger = read(&Store::open(&config.state_dir)?)?;
+    let granted = LeaseId::parse(id)
+        .filter(|id| ledger.lease(id).is_some_and(|lease| same(&lease.container, container)));
     granted.map(Admission::AlreadyGranted).ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
 }
 
@@ -93,10 +95,10 @@ fn same(one: &Container, other: &Container) -> bool {
 }
 
 fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
-    let wish = wish(spec, &candidate.container.rootfs, candidate.share, config)?;
+    let request = wish(spec, candidate.share, config)?;
     let store = Store::open(&config.state_dir)?;
-    let taken = take::take(candidate, &wish, &store, config)?;
-    let served = serve(&taken, &wish, spec, &store, config);
+    let taken = take::take(candidate, &request, spec, &store, config)?;
+    let served = serve(&taken, &request, spec, &store, config);
     if served.is_err() {
         give_back(&taken.lease, &store, config);
     }
@@ -108,32 +110,28 @@ fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> R
 /// Between the lease and the container: daemon, nodes, edits.
 fn serve(
     taken: &take::Taken,
-    wish: &Wish,
+    request: &Request,
     spec: &mut Value,
     store: &Store,
     config: &Config,
 ) -> Result<Vec<String>, AdmitError> {
-    let mut warnings = if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
+    let mut warnings =
+        if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
     let grant = grant::grant(
         &taken.placement,
         &taken.lease,
-        &wish.request.capabilities,
-        &wish.image,
+        &request.capabilities,
+        &taken.image,
         &taken.inventory,
         config,
     );
-    nodes_exist(&grant)?;
+    // A node that is missing would give a container that starts and finds no GPU.
+    for granted in &grant.nodes {
+        inventory::check_node(&config.driver.root, &granted.node)?;
+    }
     apply::edit(spec, &grant)?;
     warnings.extend(grant.warnings);
     Ok(warnings)
-}
-
-/// A node that is missing would give a container that starts and finds no GPU.
-fn nodes_exist(grant: &grant::Grant) -> Result<(), AdmitError> {
-    match grant.nodes.iter().find(|granted| !granted.source.exists()) {
-        Some(missing) => Err(AdmitError::NodeMissing { node: missing.source.clone() }),
-        None => Ok(()),
-    }
 }
 
 /// Gives `lease` back before its container ever existed.
@@ -159,11 +157,14 @@ fn give_back(lease: &Lease, store: &Store, config: &Config) {
 /// The ledger cannot be read or written, or its processes do not go.
 pub fn end(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
     let store = Store::open(&config.state_dir)?;
-    let Some(held) = store.read()?.find(lease).cloned() else { return Ok(()) };
+    let Some(held) = read(&store)?.lease(lease).cloned() else { return Ok(()) };
     let deadline = Instant::now() + EMPTY_CGROUP;
     while held.has_processes() {
         if Instant::now() > deadline {
-            return Err(AdmitError::StillRunning { lease: lease.clone(), container: held.container.id.clone() });
+            return Err(AdmitError::StillRunning {
+                lease: lease.clone(),
+                container: held.container.id.clone(),
+            });
         }
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -172,8 +173,9 @@ pub fn end(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
 
 /// Takes `lease` out of the ledger and tidies up after it.
 fn free(lease: &LeaseId, store: &Store, config: &Config) -> Result<(), AdmitError> {
-    let (removed, mut freed) = store.update(|ledger| Ok::<_, AdmitError>(ledger.remove(lease)))?;
-    freed.extend(removed?);
+    let (removed, mut freed) = store.update(|ledger| Ok::<_, Infallible>(ledger.remove(lease)))?;
+    let Ok(removed) = removed;
+    freed.extend(removed);
     tidy(&freed, store, config);
     Ok(())
 }
@@ -194,7 +196,7 @@ pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
     let Ok(ledger) = store.read() else { return };
     for lease in freed {
         if !ledger.leases.iter().any(|other| other.container.rootfs == lease.container.rootfs) {
-            apply::remove_mount_points(&lease.container.rootfs, &lease.mount_points);
+            apply::cleanup_mount_points(&lease.container.rootfs, &lease.mount_points);
         }
     }
 }
@@ -203,20 +205,26 @@ pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
 ///
 /// # Errors
 /// The ledger cannot be written.
-pub fn mark_ending(uid: u32, id: &str, record: &Path, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
+pub fn mark_ending(
+    uid: u32,
+    id: &str,
+    record: &Path,
+    config: &Config,
+) -> Result<Option<LeaseId>, AdmitError> {
     let store = Store::open(&config.state_dir)?;
-    if held_by(uid, id, record, &store)?.is_none() {
+    if read(&store)?.of_record(uid, id, record).is_none() {
         return Ok(None);
     }
     let (marked, freed) = store.update(|ledger| {
-        let lease = ledger.leases.iter_mut().find(|lease| is_of(lease, uid, id, record));
-        Ok::<_, AdmitError>(lease.map(|lease| {
+        let id = ledger.of_record(uid, id, record).map(|lease| lease.id.clone());
+        if let Some(lease) = id.as_ref().and_then(|id| ledger.lease_mut(id)) {
             lease.state = LeaseState::Ending;
-            lease.id.clone()
-        }))
+        }
+        Ok::<_, Infallible>(id)
     })?;
     tidy(&freed, &store, config);
-    marked
+    let Ok(marked) = marked;
+    Ok(marked)
 }
 
 /// A failed delete leaves the lease as it was.
@@ -225,22 +233,28 @@ pub fn mark_ending(uid: u32, id: &str, record: &Path, config: &Config) -> Result
 /// The ledger cannot be written.
 pub fn unmark(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
     let store = Store::open(&config.state_dir)?;
-    let (unmarked, freed) = store.update(|ledger| {
-        if let Some(lease) = ledger.leases.iter_mut().find(|other| other.id == *lease) {
+    let (Ok(()), freed) = store.update(|ledger| {
+        if let Some(lease) = ledger.lease_mut(lease) {
             lease.state = if lease.init.is_some() { LeaseState::Active } else { LeaseState::Pending };
         }
-        Ok(())
+        Ok::<_, Infallible>(())
     })?;
     tidy(&freed, &store, config);
-    unmarked
+    Ok(())
 }
 
-fn is_of(lease: &Lease, uid: u32, id: &str, record: &Path) -> bool {
-    (lease.container.uid, lease.container.id.as_str(), lease.container.record.as_path()) == (uid, id, record)
-}
-
-fn held_by(uid: u32, id: &str, record: &Path, store: &Store) -> Result<Option<Lease>, AdmitError> {
-    Ok(store.read()?.leases.into_iter().find(|lease| is_of(lease, uid, id, record)))
+/// The ledger as it stands; one that cannot be read is rebuilt from what runs first.
+///
+/// # Errors
+/// As [`Store::update`].
+pub fn read(store: &Store) -> Result<Ledger, LedgerError> {
+    match store.read() {
+        Err(LedgerError::Corrupt { .. }) => {
+            store.update(|_| Ok::<_, Infallible>(()))?;
+            store.read()
+        }
+        read => read,
+    }
 }
 
 /// The environment edit that exec'd processes of container `id` need, or `None` when it has no lease.
@@ -257,8 +271,9 @@ pub fn exec_environment(
         return Ok(None);
     }
     let store = Store::open(&config.state_dir)?;
-    let Some(lease) = held_by(uid, id, record, &store)? else { return Ok(None) };
+    let ledger = read(&store)?;
+    let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(None) };
     // A driver that changed since the container started is the container's trouble, not this exec's.
-    let inventory: Inventory = inventory::read(config)?;
-    Ok(Some(grant::environment(&lease, &inventory, config)))
+    let inventory: Inventory = inventory::last(config)?;
+    Ok(Some(grant::environment(lease, &inventory, config)))
 }

@@ -1,13 +1,19 @@
 //! Taking a share: a place is found and booked under one lock, or waited for with no lock held.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::{AdmitError, Candidate, Wish, fresh_inventory, refresh, tidy};
-use crate::config::Config;
+use serde_json::Value;
+
+use super::{AdmitError, Candidate, fresh_inventory, refresh, tidy};
+use crate::apply;
+use crate::config::{Config, Inject};
+use crate::grant::Image;
 use crate::inventory::Inventory;
-use crate::ledger::{Lease, LeaseId, LeaseState, LedgerError, Store};
+use crate::ledger::{Lease, LeaseId, LeaseState, Store};
 use crate::place::{Placement, Refusal, place};
 use crate::process::epoch_seconds;
+use crate::request::Request;
 
 /// Between two looks for a free share.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
@@ -16,85 +22,97 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 pub(super) struct Taken {
     pub lease: Lease,
     pub placement: Placement,
+    pub image: Image,
     pub inventory: Inventory,
 }
 
-/// Why one look found no share.
-enum NotNow {
-    RefreshFirst,
-    Refused(Box<Refusal>),
-    Ledger(LedgerError),
-}
-
 /// Takes a share, waiting for one as long as the request says.
-pub(super) fn take(candidate: &Candidate<'_>, wish: &Wish, store: &Store, config: &Config) -> Result<Taken, AdmitError> {
-    let deadline = Instant::now() + wish.request.wait;
-    let mut inventory = None;
-    let mut refreshed = false;
+pub(super) fn take(
+    candidate: &Candidate<'_>,
+    request: &Request,
+    spec: &Value,
+    store: &Store,
+    config: &Config,
+) -> Result<Taken, AdmitError> {
+    let deadline = Instant::now() + request.wait;
+    let mut refreshed = None;
     loop {
-        match look(candidate, wish, &mut inventory, refreshed, store, config) {
+        let failed = match look(candidate, request, spec, refreshed.take(), store, config) {
             Ok(taken) => return Ok(taken),
             Err(Look::RefreshFirst) => {
-                inventory = Some(refresh(config)?);
-                refreshed = true;
+                refreshed = Some(refresh(config)?);
+                continue;
             }
-            Err(Look::Failed { error, temporary }) => {
-                if !temporary || Instant::now() >= deadline {
-                    return Err(error);
-                }
-                std::thread::sleep(LOOK_AGAIN.min(deadline.saturating_duration_since(Instant::now())));
-                (inventory, refreshed) = (None, false);
-            }
-        }
+            Err(Look::Temporary(error)) if Instant::now() < deadline => error,
+            Err(Look::Temporary(error) | Look::Final(error)) => return Err(error),
+        };
+        tracing::debug!("looking again: {failed}");
+        std::thread::sleep(LOOK_AGAIN.min(deadline.saturating_duration_since(Instant::now())));
     }
 }
 
+/// Why one look found no share.
 enum Look {
+    /// It hangs on how much memory NVML last reported free.
     RefreshFirst,
-    Failed { error: AdmitError, temporary: bool },
+    /// Waiting may help.
+    Temporary(AdmitError),
+    /// Nothing will change it.
+    Final(AdmitError),
 }
 
-/// One look: inventory, place, lease.
+impl<E: Into<AdmitError>> From<E> for Look {
+    fn from(error: E) -> Self {
+        Self::Final(error.into())
+    }
+}
+
+/// One look: inventory, image, place, lease. `refreshed` is an inventory of just now.
 fn look(
     candidate: &Candidate<'_>,
-    wish: &Wish,
-    inventory: &mut Option<Inventory>,
-    refreshed: bool,
+    request: &Request,
+    spec: &Value,
+    refreshed: Option<Inventory>,
     store: &Store,
     config: &Config,
 ) -> Result<Taken, Look> {
-    let inventory = match inventory.take() {
-        Some(inventory) => inventory,
-        // A driver that is not up yet may come: `sublet.wait` waits for it too.
-        None => fresh_inventory(config).map_err(|error| Look::Failed { error, temporary: true })?,
-    };
-    let failed = |error: AdmitError| Look::Failed { error, temporary: false };
-    let id = LeaseId::random().map_err(|error| failed(AdmitError::Random(error)))?;
-    let (booked, freed) = store
-        .update(|ledger| {
-            let placement = place(&wish.request, &id, &inventory, ledger, config).map_err(|refusal| {
-                if refusal.refresh_first && !refreshed { NotNow::RefreshFirst } else { NotNow::Refused(refusal) }
-            })?;
-            if placement.refresh_first && !refreshed {
-                return Err(NotNow::RefreshFirst);
-            }
-            let lease = lease_for(candidate, &placement, wish, id);
-            ledger.insert(lease.clone()).map_err(NotNow::Ledger)?;
-            Ok((lease, placement))
-        })
-        .map_err(|error| failed(error.into()))?;
+    let may_refresh = refreshed.is_none();
+    // A driver that is not up yet may come: `sublet.wait` waits for it too.
+    let inventory = refreshed.map_or_else(|| fresh_inventory(config).map_err(Look::Temporary), Ok)?;
+    let image = apply::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?;
+    let id = LeaseId::random().map_err(AdmitError::Random)?;
+    let (booked, freed) = store.update(|ledger| {
+        let placement = place(request, &id, &inventory, ledger, config).map_err(|refusal| refused(refusal, may_refresh))?;
+        if placement.refresh_first && may_refresh {
+            return Err(Look::RefreshFirst);
+        }
+        let lease = lease_for(candidate, &placement, &image, id, config);
+        ledger.insert(lease.clone())?;
+        Ok((lease, placement))
+    })?;
     tidy(&freed, store, config);
-    match booked {
-        Ok((lease, placement)) => Ok(Taken { lease, placement, inventory }),
-        Err(NotNow::RefreshFirst) => Err(Look::RefreshFirst),
-        Err(NotNow::Refused(refusal)) => Err(Look::Failed { temporary: refusal.temporary, error: refusal.into() }),
-        Err(NotNow::Ledger(error)) => Err(failed(error.into())),
+    let (lease, placement) = booked?;
+    Ok(Taken { lease, placement, image, inventory })
+}
+
+fn refused(refusal: Box<Refusal>, may_refresh: bool) -> Look {
+    match (refusal.refresh_first && may_refresh, refusal.temporary) {
+        (true, _) => Look::RefreshFirst,
+        (false, true) => Look::Temporary(refusal.into()),
+        (false, false) => Look::Final(refusal.into()),
     }
 }
 
 /// The lease that a placement becomes.
 #[must_use]
-pub fn lease_for(candidate: &Candidate<'_>, placement: &Placement, wish: &Wish, id: LeaseId) -> Lease {
+pub fn lease_for(
+    candidate: &Candidate<'_>,
+    placement: &Placement,
+    image: &Image,
+    id: LeaseId,
+    config: &Config,
+) -> Lease {
+    let libraries = image.libraries().filter(|_| config.driver.inject == Inject::Builtin);
     Lease {
         id,
         container: candidate.container.clone(),
@@ -110,6 +128,7 @@ pub fn lease_for(candidate: &Candidate<'_>, placement: &Placement, wish: &Wish, 
         owner: candidate.owner,
         init: None,
         since: epoch_seconds(),
-        mount_points: wish.image.created.clone(),
+        mount_points: image.created.clone(),
+        library_dir: libraries.map(Path::to_owned),
     }
 }

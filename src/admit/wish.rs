@@ -1,24 +1,13 @@
-//! What a container's spec asks for, and whether its image can be served.
+//! What a container's spec asks for.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use serde_json::Value;
 
 use super::AdmitError;
 use crate::apply;
 use crate::config::Config;
-use crate::grant::Image;
 use crate::request::{self, Request};
-
-/// A request and the image it is for.
-#[derive(Debug)]
-pub struct Wish {
-    /// What is asked for.
-    pub request: Request,
-    /// What is known of the image.
-    pub image: Image,
-}
 
 /// Whether the container is ours: by its annotations, or by the name the shim was called by. The pause
 /// container of a pod never is, though engines copy the pod's annotations to it.
@@ -32,15 +21,14 @@ fn arguments(spec: &Value) -> Vec<&str> {
     args.into_iter().flatten().filter_map(Value::as_str).collect()
 }
 
-/// Reads the wish out of `spec`, whose root filesystem is `rootfs`.
+/// Reads the request out of `spec`.
 ///
 /// # Errors
-/// Annotations that make no request, a spec that contradicts it, an image that cannot be served.
-pub fn wish(spec: &Value, rootfs: &Path, share: Option<&str>, config: &Config) -> Result<Wish, AdmitError> {
+/// Annotations that make no request, a spec that contradicts it.
+pub fn wish(spec: &Value, share: Option<&str>, config: &Config) -> Result<Request, AdmitError> {
     let annotations = apply::annotations(spec)?;
     let capabilities = apply::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
     let request = request::parse(&annotations, share, capabilities.as_deref(), config)?;
     apply::conflict(spec, config)?;
-    let image = apply::inspect(spec, rootfs, config)?;
-    Ok(Wish { request, image })
+    Ok(request)
 }

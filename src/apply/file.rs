@@ -1,17 +1,65 @@
 //! A JSON file of an engine's: config.json, exec's process file. Read with bounds, replaced atomically.
 
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use super::json;
+use crate::text::safe;
+
+/// Longest file that is read. Docker's and Podman's are some ten KiB.
+const LONGEST: u64 = 16 << 20;
+
 /// Why a file could not be read or replaced.
 #[derive(Debug, thiserror::Error)]
-pub enum FileError {}
+pub enum FileError {
+    /// It could not be opened or read.
+    #[error("cannot read {}: {source}", safe(&path.to_string_lossy()))]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A directory, a FIFO, a device.
+    #[error("{} is no regular file: the container's bundle is damaged, create the container anew",
+        safe(&path.to_string_lossy()))]
+    NotRegular {
+        /// The file.
+        path: PathBuf,
+    },
+    /// More than any engine writes.
+    #[error("{} is larger than 16 MiB: no engine writes such a file, it was not read",
+        safe(&path.to_string_lossy()))]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Not what we can give back whole.
+    #[error("cannot edit {}: {message}", safe(&path.to_string_lossy()))]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Why, safe to print.
+        message: String,
+    },
+    /// It could not be written.
+    #[error("cannot write {}, it is as it was: {source}", safe(&path.to_string_lossy()))]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
 
 /// A JSON file as read, with its fields in their order.
 #[derive(Debug)]
 pub struct JsonFile {
-    /// Where it is.
+    /// Where it is; behind a symbolic link, the file itself.
     pub path: PathBuf,
     /// Its bytes as read.
     pub text: Vec<u8>,
@@ -22,29 +70,70 @@ impl JsonFile {
     ///
     /// # Errors
     /// It is missing, larger, or no regular file.
-    pub fn read(_path: &Path) -> Result<Self, FileError> {
-        todo!()
+    pub fn read(path: &Path) -> Result<Self, FileError> {
+        let (path, file) = open(path).map_err(|source| FileError::Read { path: path.to_owned(), source })?;
+        let read_error = |source| FileError::Read { path: path.clone(), source };
+        let metadata = file.metadata().map_err(read_error)?;
+        if !metadata.is_file() {
+            return Err(FileError::NotRegular { path });
+        }
+        let mut text = Vec::with_capacity(usize::try_from(metadata.len().min(LONGEST)).unwrap_or(0) + 1);
+        file.take(LONGEST + 1).read_to_end(&mut text).map_err(read_error)?;
+        if text.len() as u64 > LONGEST {
+            return Err(FileError::TooLarge { path });
+        }
+        Ok(Self { path, text })
     }
 
     /// Whether the text may hold a `sublet.` annotation at all: a scan, no parse.
+    ///
+    /// An escape that could stand for one of its characters counts as a hit.
     #[must_use]
     pub fn mentions_sublet(&self) -> bool {
-        todo!()
+        let hit = |window: &[u8]| match window[0] {
+            b's' => window == b"sublet.",
+            b'\\' => window[1..].starts_with(b"u00") && matches!(window[4], b'2' | b'6' | b'7'),
+            _ => false,
+        };
+        self.text.windows(b"sublet.".len()).any(hit)
     }
 
-    /// The value, fields in their order; refuses duplicate keys on the way to what we edit.
+    /// The value, fields in their order; refuses what could not be given back as it was: keys that stand
+    /// twice in one object, numbers that would change.
     ///
     /// # Errors
-    /// It is no JSON, or nested deeper than serde_json's limit.
+    /// That, or it is no JSON, or nested deeper than `serde_json`'s limit of 128.
     pub fn parse(&self) -> Result<Value, FileError> {
-        todo!()
+        json::parse(&self.text).map_err(|message| FileError::Json { path: self.path.clone(), message })
     }
 
     /// Replaces the file atomically; mode and owner stay.
     ///
     /// # Errors
     /// It cannot be written; the old file is then untouched.
-    pub fn replace(&self, _value: &Value) -> Result<(), FileError> {
-        todo!()
+    pub fn replace(&self, value: &Value) -> Result<(), FileError> {
+        let error = |source| FileError::Write { path: self.path.clone(), source };
+        let mut text = Vec::with_capacity(self.text.len() + 16384);
+        serde_json::to_writer(&mut text, value).map_err(|source| error(source.into()))?;
+        if self.text.ends_with(b"\n") {
+            text.push(b'\n');
+        }
+        // The mode is for a file that is not there any more; engines make theirs for root alone or 0644.
+        crate::replace::replace(&self.path, &text, 0o600).map_err(error)
+    }
+}
+
+/// Opens what `path` leads to, with the path that replacing it must name. A FIFO does not block.
+fn open(path: &Path) -> io::Result<(PathBuf, File)> {
+    let open = |path: &Path| {
+        let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK | nix::libc::O_CLOEXEC;
+        OpenOptions::new().read(true).custom_flags(flags).open(path)
+    };
+    match open(path) {
+        Err(error) if error.raw_os_error() == Some(nix::libc::ELOOP) => {
+            let path = path.canonicalize()?;
+            open(&path).map(|file| (path, file))
+        }
+        other => other.map(|file| (path.to_owned(), file)),
     }
 }

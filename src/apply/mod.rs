@@ -3,9 +3,16 @@
 mod conflict;
 mod file;
 mod image;
+mod json;
+mod mount_points;
 mod spec;
+mod tree;
 
 pub use conflict::{Conflict, conflict};
 pub use file::{FileError, JsonFile};
 pub use image::{ImageError, inspect};
-pub use spec::{SpecError, annotations, edit, edit_environment, environment_value};
+pub use mount_points::cleanup_mount_points;
+pub use spec::{LEASE, LEASE_RECORD, SpecError, annotations, edit, edit_environment, environment_value};
+
+#[cfg(test)]
+mod tests;

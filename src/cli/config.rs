@@ -21,7 +21,9 @@ pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
     let loaded = config::load()?;
     let sources = config::sources()?;
     match command {
-        Command::Check if sources.is_empty() => println!("No configuration file: built-in defaults are in force."),
+        Command::Check if sources.is_empty() => {
+            println!("No configuration file: built-in defaults are in force.")
+        }
         Command::Check => {
             for source in sources {
                 println!("{}: ok", source.display());

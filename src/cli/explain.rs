@@ -72,10 +72,14 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
 /// The bundle's spec, or the smallest there is; the annotations given go over it.
 fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
     let (mut spec, rootfs) = match &arguments.bundle {
-        None => (json!({"ociVersion": "1.0.2", "process": {"env": []}, "root": {"path": "/"}}), PathBuf::from("/")),
+        None => (
+            json!({"ociVersion": "1.0.2", "process": {"env": []}, "root": {"path": "/"}}),
+            PathBuf::from("/"),
+        ),
         Some(bundle) => {
             let spec = JsonFile::read(&bundle.join("config.json"))?.parse()?;
-            let root = spec.pointer("/root/path").and_then(Value::as_str).context("config.json has no root.path")?;
+            let root =
+                spec.pointer("/root/path").and_then(Value::as_str).context("config.json has no root.path")?;
             let rootfs = bundle.join(root);
             (spec, rootfs)
         }
@@ -91,8 +95,13 @@ fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
 
 fn candidate(arguments: &Arguments, rootfs: PathBuf) -> anyhow::Result<Candidate<'static>> {
     let bundle = arguments.bundle.clone().unwrap_or_default();
-    let container =
-        Container { uid: nix::unistd::geteuid().as_raw(), id: "explain".into(), bundle, rootfs, record: PathBuf::new() };
+    let container = Container {
+        uid: nix::unistd::geteuid().as_raw(),
+        id: "explain".into(),
+        bundle,
+        rootfs,
+        record: PathBuf::new(),
+    };
     Ok(Candidate { container, owner: Process::current()?, share: None })
 }
 
@@ -103,7 +112,13 @@ fn print_request(request: &Request) {
     };
     let mut rows = vec![
         ("devices", devices(&request.devices)),
-        ("mode", request.mode.map_or_else(|| format!("the device's own, else {}", request.default_mode), |mode| mode.to_string())),
+        (
+            "mode",
+            request.mode.map_or_else(
+                || format!("the device's own, else {}", request.default_mode),
+                |mode| mode.to_string(),
+            ),
+        ),
         ("isolation", format!("{:?}", request.isolation).to_lowercase()),
         ("sm", request.sm.map_or_else(|| "no ceiling".into(), |sm| format!("at most {sm} %"))),
         ("memory", request.memory.map_or_else(|| "unlimited".into(), memory)),
@@ -192,9 +207,13 @@ fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
     let held: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.id.starts_with(id)).collect();
     for lease in &held {
         let memory = output::memory_limit(lease.memory_bytes);
-        println!("Container {} holds lease {}: mode {}, memory {memory}.", lease.container.id, lease.id, lease.mode);
+        println!(
+            "Container {} holds lease {}: mode {}, memory {memory}.",
+            lease.container.id, lease.id, lease.mode
+        );
     }
-    let refused: Vec<_> = refusals(config).into_iter().filter(|record| record.container_id.starts_with(id)).collect();
+    let refused: Vec<_> =
+        refusals(config).into_iter().filter(|record| record.container_id.starts_with(id)).collect();
     for record in &refused {
         println!("{}  refused: {}", output::timestamp(record.time), record.reason);
     }

@@ -53,7 +53,9 @@ fn list(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
 fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode> {
     let Some(id) = LeaseId::parse(text) else { bail!("{}: a lease id is sixteen hex digits", safe(text)) };
     let ledger = super::settled_ledger(config)?;
-    let Some(lease) = ledger.find(&id) else { bail!("there is no lease {id}; `sublet lease list` shows them") };
+    let Some(lease) = ledger.lease(&id) else {
+        bail!("there is no lease {id}; `sublet lease list` shows them")
+    };
     if !force {
         let container = output::short(&lease.container.id);
         bail!("lease {id} is held by container {container}, which still runs: end the container, or --force");

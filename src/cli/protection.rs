@@ -8,16 +8,22 @@ use crate::request::{Isolation, Mode};
 pub fn protects(placement: &Placement) -> Vec<&'static str> {
     let mut lines = vec!["no other container is booked memory or SMs that are booked for this one"];
     match (placement.mode, placement.isolation, placement.server.is_some()) {
-        (Mode::Mps, Isolation::Shared, _) => lines.push("neighbours run at the same time as you, not by turns"),
+        (Mode::Mps, Isolation::Shared, _) => {
+            lines.push("neighbours run at the same time as you, not by turns")
+        }
         (Mode::Mps, Isolation::Dedicated, _) | (Mode::TimeSlice, _, true) => {
             lines.push("a neighbour's crash cannot reach you; you take turns with the others");
         }
-        (Mode::TimeSlice, ..) => lines.push("a neighbour's crash stays with the neighbour, as with plain --gpus"),
+        (Mode::TimeSlice, ..) => {
+            lines.push("a neighbour's crash stays with the neighbour, as with plain --gpus")
+        }
         (Mode::Exclusive, ..) => lines.push("nobody else is given this GPU"),
         (Mode::Mig, ..) => lines.push("memory and SMs are the instance's own, in hardware"),
     }
     if placement.sm.is_some() {
-        lines.push("the driver holds this container's SM ceiling, and no client can raise it past the server's");
+        lines.push(
+            "the driver holds this container's SM ceiling, and no client can raise it past the server's",
+        );
     }
     if placement.memory_bytes.is_some() && placement.server.is_some() {
         lines.push("the driver holds the memory limit for programs that leave their environment as it is");
@@ -32,7 +38,9 @@ pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
         lines.push("a GPU fault in any container of this MPS server ends the work of all of them; sublet.isolation=dedicated does not");
     }
     if placement.memory_bytes.is_some() && placement.server.is_some() {
-        lines.push("a hostile program can spoil its own CUDA_MPS_PINNED_DEVICE_MEM_LIMIT and take more memory");
+        lines.push(
+            "a hostile program can spoil its own CUDA_MPS_PINNED_DEVICE_MEM_LIMIT and take more memory",
+        );
         lines.push("the limits are per process: more processes than sublet.processes take more");
     }
     if placement.server.is_some() {

@@ -113,7 +113,10 @@ pub(super) fn leases_json(inventory: &Inventory, ledger: &Ledger) -> Value {
 
 /// A lease whose device is gone is lost, whatever else it is.
 fn state(lease: &Lease, device: &str, inventory: &Inventory) -> LeaseState {
-    let known = inventory.devices.iter().any(|have| have.uuid == device || have.mig.iter().any(|mig| mig.uuid == device));
+    let known = inventory
+        .devices
+        .iter()
+        .any(|have| have.uuid == device || have.mig.iter().any(|mig| mig.uuid == device));
     if known { lease.state } else { LeaseState::Lost }
 }
 

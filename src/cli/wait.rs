@@ -37,7 +37,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     loop {
         match look(request.as_ref(), config) {
             Ok(()) => return Ok(ExitCode::SUCCESS),
-            Err(AdmitError::Refused(refusal)) if !refusal.temporary => return Err(AdmitError::Refused(refusal).into()),
+            Err(AdmitError::Refused(refusal)) if !refusal.temporary => {
+                return Err(AdmitError::Refused(refusal).into());
+            }
             Err(error) if Instant::now() >= deadline => return Err(error.into()),
             Err(_) => std::thread::sleep(LOOK_AGAIN),
         }

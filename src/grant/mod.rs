@@ -1,9 +1,14 @@
 //! Everything one container is given: [`Placement`] in, [`Grant`] out. Pure.
 
-use std::path::PathBuf;
+mod environment;
+mod files;
 
-use crate::config::Config;
-use crate::inventory::{Inventory, Node};
+use std::path::{Path, PathBuf};
+
+pub use files::driver_files;
+
+use crate::config::{Config, Inject};
+use crate::inventory::{Device, Inventory, Node};
 use crate::ledger::Lease;
 use crate::place::Placement;
 use crate::request::Capabilities;
@@ -13,6 +18,8 @@ use crate::request::Capabilities;
 pub struct Grant {
     /// The lease, for the `sublet.lease` annotation.
     pub lease: String,
+    /// The lease itself as compact JSON, for `sublet.lease.record`: a lost ledger is rebuilt from it.
+    pub record: String,
     /// Device nodes, each with a cgroup rule `rw`.
     pub nodes: Vec<GrantedNode>,
     /// Read-only bind mounts.
@@ -63,25 +70,103 @@ pub struct Image {
     pub nix: bool,
     /// The container's /tmp is a bind mount from the host.
     pub tmp_is_host: bool,
+    /// Mount points for files that the rootfs lacked: the runtime makes empty files there.
+    pub created: Vec<PathBuf>,
     /// One line each: what of the image will win over our files.
     pub warnings: Vec<String>,
+}
+
+/// Where the container sees its MPS directory.
+pub const MPS_DIR: &str = "/run/sublet/mps";
+/// CUDA's default for it: processes that come without our environment look here.
+pub const MPS_DEFAULT_DIR: &str = "/tmp/nvidia-mps";
+
+impl Image {
+    /// Where the driver's libraries go, if there is such a place.
+    #[must_use]
+    pub fn libraries(&self) -> Option<&Path> {
+        if self.nix { Some(Path::new("/run/opengl-driver/lib")) } else { self.library_dir.as_deref() }
+    }
 }
 
 /// Everything the container with this placement gets.
 #[must_use]
 pub fn grant(
-    _placement: &Placement,
-    _lease: &Lease,
-    _capabilities: &Capabilities,
-    _image: &Image,
-    _inventory: &Inventory,
-    _config: &Config,
+    placement: &Placement,
+    lease: &Lease,
+    capabilities: &Capabilities,
+    image: &Image,
+    inventory: &Inventory,
+    config: &Config,
 ) -> Grant {
-    todo!()
+    let devices = files::gpus(&lease.devices, inventory);
+    let libraries = image.libraries().filter(|_| config.driver.inject == Inject::Builtin);
+    let mut mounts = mps_mounts(lease, image, config);
+    mounts.extend(libraries.into_iter().flat_map(|dir| driver_files(dir, capabilities, inventory, config)));
+    Grant {
+        lease: lease.id.to_string(),
+        record: serde_json::to_string(lease).unwrap_or_default(),
+        nodes: files::nodes(&devices, capabilities, inventory, config),
+        mounts,
+        env: environment::environment(lease, libraries, inventory, config),
+        masked_paths: masked_paths(&devices, inventory),
+        warnings: warnings(placement, image, inventory, config),
+    }
 }
 
 /// The environment part alone, from what the ledger and the inventory say: for `exec`.
 #[must_use]
-pub fn environment(_lease: &Lease, _inventory: &Inventory, _config: &Config) -> Environment {
-    todo!()
+pub fn environment(lease: &Lease, inventory: &Inventory, config: &Config) -> Environment {
+    environment::environment(lease, lease.library_dir.as_deref(), inventory, config)
 }
+
+/// The public directory of its server, twice: exec'd processes have no environment of ours, CUDA's
+/// default place keeps them in MPS. A /tmp that belongs to the host stays clean.
+fn mps_mounts(lease: &Lease, image: &Image, config: &Config) -> Vec<Mount> {
+    let Some(server) = &lease.server else { return Vec::new() };
+    let at = |destination: &str| Mount {
+        source: server.public(&config.state_dir),
+        destination: PathBuf::from(destination),
+    };
+    let mut mounts = vec![at(MPS_DIR)];
+    if !image.tmp_is_host {
+        mounts.push(at(MPS_DEFAULT_DIR));
+    }
+    mounts
+}
+
+/// What /proc tells of GPUs that are not the container's.
+fn masked_paths(devices: &[&Device], inventory: &Inventory) -> Vec<PathBuf> {
+    let others = inventory.devices.iter().filter(|other| devices.iter().all(|own| own.uuid != other.uuid));
+    others.map(|other| Path::new("/proc/driver/nvidia/gpus").join(&other.bus_id)).collect()
+}
+
+fn warnings(placement: &Placement, image: &Image, inventory: &Inventory, config: &Config) -> Vec<String> {
+    let mut warnings = placement.warnings.clone();
+    warnings.extend(image.warnings.iter().cloned());
+    if config.driver.inject == Inject::Builtin && image.libraries().is_none() {
+        warnings.push(
+            "the image has no glibc of the driver's kind (musl or static): it gets the device nodes and the \
+             environment, but no driver libraries; use a glibc image for CUDA"
+                .to_owned(),
+        );
+    }
+    if image.tmp_is_host && placement.server.is_some() {
+        warnings.push(
+            "the container's /tmp comes from the host, so its MPS directory is not at /tmp/nvidia-mps: \
+             processes that come without the container's environment run outside its share"
+                .to_owned(),
+        );
+    }
+    if inventory.driver.majors.uvm.is_none() {
+        warnings.push(
+            "kernel module nvidia-uvm is not loaded, CUDA will not start: run `nvidia-modprobe -u -c 0`, \
+             then `sublet refresh`"
+                .to_owned(),
+        );
+    }
+    warnings
+}
+
+#[cfg(test)]
+mod tests;

@@ -102,6 +102,15 @@ impl InventoryError {
     }
 }
 
+/// The inventory as last written, whether or not it still holds: for containers that run already.
+///
+/// # Errors
+/// There is none, or it cannot be read.
+pub fn last(config: &Config) -> Result<Inventory, InventoryError> {
+    let path = path(config);
+    parse(&path, &read(&path)?)
+}
+
 /// The inventory as last refreshed, checked against the running system in a few short file reads.
 ///
 /// # Errors

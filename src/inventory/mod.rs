@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "cli")]
 pub(crate) use cache::path as cache_path;
-pub use cache::{InventoryError, SCHEMA, fingerprint, load, store};
+pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
 pub use nodes::{NodeError, check_node};
 #[cfg(feature = "cli")]
 pub use probe::{ProbeError, probe};

@@ -95,6 +95,14 @@ fn is_of(record: &Record, lease: &Lease) -> bool {
     }
 }
 
+impl Lease {
+    /// Whether its container's first process, or anything in its cgroup, still runs.
+    #[must_use]
+    pub fn has_processes(&self) -> bool {
+        self.init.as_ref().is_some_and(|init| init.process.is_alive() || has_processes(init))
+    }
+}
+
 /// `record`'s container as a lease remembers it.
 pub(super) fn init_of(record: &Record) -> Init {
     Init {

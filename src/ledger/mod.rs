@@ -84,6 +84,12 @@ pub struct Lease {
     pub init: Option<Init>,
     /// Seconds since the epoch.
     pub since: u64,
+    /// Where the container finds the driver's libraries: exec'd processes are told as well.
+    #[serde(default)]
+    pub library_dir: Option<PathBuf>,
+    /// Files the rootfs lacked, made by the runtime to mount over; ours to remove where it persists.
+    #[serde(default)]
+    pub mount_points: Vec<PathBuf>,
 }
 
 /// Sixteen lower-case hex digits.

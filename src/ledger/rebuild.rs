@@ -101,7 +101,7 @@ fn restore(dir: &Path) -> Option<Lease> {
         }
     };
     let id = LeaseId::parse(record.lease.as_deref()?)?;
-    let mut lease: Lease = serde_json::from_str(record.lease_record.as_deref()?).ok()?;
+    let mut lease: Lease = serde_json::from_str(record.restorable.as_deref()?).ok()?;
     let init = init_of(&record);
     lease.state = match (init.process.is_alive(), has_processes(&init)) {
         (true, _) => LeaseState::Active,
@@ -109,7 +109,7 @@ fn restore(dir: &Path) -> Option<Lease> {
         (false, false) => return None,
     };
     lease.init = Some(init);
-    lease.container.record = dir.to_owned();
+    dir.clone_into(&mut lease.container.record);
     (lease.id == id).then_some(lease)
 }
 
@@ -166,7 +166,8 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()
         let known = known.get_or_insert_with(|| further_roots(state_dir));
         if !known.iter().any(|old| old == root) {
             known.push(root.to_owned());
-            let lines: String = known.iter().map(|root| format!("{}\n", root.display())).collect();
+            let lines: Vec<&str> = known.iter().filter_map(|root| root.to_str()).collect();
+            let lines = lines.join("\n");
             crate::replace::replace(&state_dir.join(FURTHER_ROOTS), lines.as_bytes(), 0o644)?;
         }
     }
@@ -206,7 +207,9 @@ fn expand(pattern: &str) -> Vec<PathBuf> {
     for component in Path::new(pattern).components() {
         let name = component.as_os_str();
         if !name.as_encoded_bytes().ends_with(b"*") {
-            found.iter_mut().for_each(|path| path.push(name));
+            for path in &mut found {
+                path.push(name);
+            }
             continue;
         }
         let entries = found.iter().filter_map(|dir| fs::read_dir(dir).ok()).flatten().flatten();
@@ -246,7 +249,7 @@ mod tests {
         remember_roots(dir.path(), &ledger).unwrap();
         remember_roots(dir.path(), &ledger).unwrap();
         let written = fs::read_to_string(dir.path().join("roots")).unwrap();
-        assert_eq!(written, "/nonexistent/runc\n");
+        assert_eq!(written, "/nonexistent/runc");
     }
 
     #[test]

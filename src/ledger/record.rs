@@ -28,7 +28,7 @@ pub(super) struct Record {
     /// The value of `sublet.lease` that the container was created with.
     pub lease: Option<String>,
     /// The value of `sublet.lease.record` that the container was created with.
-    pub lease_record: Option<String>,
+    pub restorable: Option<String>,
 }
 
 /// runc's `state.json`, as of 1.1 and 1.2 (libcontainer `State`).
@@ -95,7 +95,7 @@ fn from_runc(state: Runc) -> Record {
         init: Process { pid: state.init_process_pid, start_time: state.init_process_start },
         cgroup: runc_cgroup(&state.cgroup_paths.unwrap_or_default()),
         lease: label(LEASE_ANNOTATION),
-        lease_record: label(LEASE_RECORD_ANNOTATION),
+        restorable: label(LEASE_RECORD_ANNOTATION),
     }
 }
 
@@ -111,7 +111,7 @@ fn from_crun(status: Crun, mut annotations: BTreeMap<String, String>) -> Record 
         init: Process { pid: status.pid, start_time: status.process_start_time },
         cgroup: status.cgroup_path.and_then(|path| crun_cgroup(Path::new(MOUNT), &path)),
         lease: annotations.remove(LEASE_ANNOTATION),
-        lease_record: annotations.remove(LEASE_RECORD_ANNOTATION),
+        restorable: annotations.remove(LEASE_RECORD_ANNOTATION),
     }
 }
 
@@ -192,7 +192,7 @@ mod tests {
         assert_eq!(record.init, Process { pid: 11303, start_time: 196_158 });
         assert_eq!(record.cgroup.as_deref(), Some(Path::new("/sys/fs/cgroup/devices/lt1")));
         assert_eq!(record.lease.as_deref(), Some("00000000000000aa"));
-        assert_eq!(record.lease_record.as_deref(), Some(r#"{"a":"="}"#));
+        assert_eq!(record.restorable.as_deref(), Some(r#"{"a":"="}"#));
     }
 
     #[test]

@@ -110,7 +110,7 @@ impl Store {
     /// # Errors
     /// It cannot be read or parsed.
     pub fn read(&self) -> Result<Ledger, LedgerError> {
-        let boot = self.boot_id()?;
+        let boot = Self::boot_id()?;
         match self.load()? {
             Loaded::Missing => Ok(Ledger::empty(&boot)),
             Loaded::Sound(ledger) => Ok(of_this_boot(ledger, &boot)),
@@ -132,7 +132,7 @@ impl Store {
         &self,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
-        let boot = self.boot_id()?;
+        let boot = Self::boot_id()?;
         let _lock = self.lock()?;
         let (before, mut ledger) = match self.load()? {
             Loaded::Missing => (None, Ledger::empty(&boot)),
@@ -168,7 +168,7 @@ impl Store {
         self.state_dir.join("ledger.json.rebuilding")
     }
 
-    fn boot_id(&self) -> Result<String, LedgerError> {
+    fn boot_id() -> Result<String, LedgerError> {
         let path = Path::new("/proc/sys/kernel/random/boot_id");
         let id = fs::read_to_string(path).map_err(|error| failed("read", path, error))?;
         Ok(id.trim().to_owned())

@@ -253,8 +253,9 @@ fn many_processes_that_crash_never_break_the_accounts() {
 
 /// Makes a bundle whose container sleeps; `None` where there is no busybox.
 fn bundle(dir: &Path, annotations: &serde_json::Value) -> Option<()> {
-    fs::create_dir_all(dir.join("rootfs/bin")).unwrap();
-    fs::create_dir_all(dir.join("rootfs/proc")).unwrap();
+    for inside in ["bin", "dev", "proc"] {
+        fs::create_dir_all(dir.join("rootfs").join(inside)).unwrap();
+    }
     fs::copy("/bin/busybox", dir.join("rootfs/bin/busybox")).ok()?;
     let namespaces: Vec<_> = ["pid", "mount"].iter().map(|kind| serde_json::json!({"type": kind})).collect();
     let spec = serde_json::json!({"ociVersion": "1.0.2", "root": {"path": "rootfs"}, "annotations": annotations,
@@ -264,53 +265,72 @@ fn bundle(dir: &Path, annotations: &serde_json::Value) -> Option<()> {
     fs::write(dir.join("config.json"), spec.to_string()).ok()
 }
 
+/// crun refuses a host with cgroup v1 and v2: it then gets a cgroup2 mount of its own.
+fn command(runtime: &str) -> Command {
+    if runtime == "runc" || Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
+        return Command::new(runtime);
+    }
+    let script = "umount -l /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup && exec \"$0\" \"$@\"";
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", script, runtime]);
+    command
+}
+
 #[test]
-fn a_real_containers_lease_is_promoted_rebuilt_and_freed() {
+fn a_real_runc_containers_lease_is_promoted_rebuilt_and_freed() {
+    promoted_rebuilt_and_freed("runc");
+}
+
+#[test]
+fn a_real_crun_containers_lease_is_promoted_rebuilt_and_freed() {
+    promoted_rebuilt_and_freed("crun");
+}
+
+fn promoted_rebuilt_and_freed(runtime: &str) {
     let dir = tempfile::tempdir().unwrap();
     let (root, bundle_dir) = (dir.path().join("root"), dir.path().join("bundle"));
-    let name = format!("sublet-test-{}", std::process::id());
+    let name = format!("sublet-test-{runtime}-{}", std::process::id());
     let record = root.join(&name);
     let plain = lease(1, "GPU-0");
     let container = Container { record: record.clone(), id: name.clone(), ..plain.container.clone() };
     let taken = Lease { container, owner: Process::current().unwrap(), ..plain };
     let annotations = serde_json::json!({LEASE_ANNOTATION: taken.id.as_str(), LEASE_RECORD_ANNOTATION: taken.to_annotation()});
-    let runc = |args: &[&str]| {
-        let mut command = Command::new("runc");
-        command
-            .arg("--root")
-            .arg(&root)
-            .args(args)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null());
+    let run = |args: &[&str]| {
+        let mut command = command(runtime);
+        command.arg("--root").arg(&root).args(args);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command.status().is_ok_and(|status| status.success())
     };
     let usable = nix::unistd::geteuid().is_root()
-        && runc(&["--version"])
+        && run(&["--version"])
         && bundle(&bundle_dir, &annotations).is_some();
     if !usable {
-        eprintln!("skipped: needs root, runc and busybox");
+        eprintln!("skipped: needs root, {runtime} and busybox");
         return;
     }
     let store = Store::open(&dir.path().join("state")).unwrap();
     store.update(|ledger| ledger.insert(taken)).unwrap().0.unwrap();
-    assert!(runc(&["create", "--bundle", bundle_dir.to_str().unwrap(), &name]), "runc create failed");
+    assert!(run(&["create", "--bundle", bundle_dir.to_str().unwrap(), &name]), "{runtime} create failed");
     let created = look(&store).0.leases;
     assert_eq!(created[0].state, LeaseState::Active, "a created container exists, started or not");
     let init = created[0].init.clone().unwrap();
     assert!(init.process.is_alive() && init.pid_namespace != 0);
-    assert!(init.cgroup.as_ref().is_some_and(|cgroup| cgroup.is_dir()), "{:?}", init.cgroup);
-    assert!(runc(&["start", &name]));
+    assert!(
+        init.cgroup.as_ref().is_some_and(|cgroup| runtime == "crun" || cgroup.is_dir()),
+        "{:?}",
+        init.cgroup
+    );
+    assert!(run(&["start", &name]));
     fs::write(dir.path().join("state/ledger.json"), "{\"schema\":").unwrap();
     let rebuilt = look(&store).0.leases;
     assert_eq!(rebuilt.len(), 1, "the root is no usual one: it was written down");
     assert_eq!((rebuilt[0].init.as_ref(), rebuilt[0].state), (Some(&init), LeaseState::Active));
-    assert!(runc(&["kill", &name, "KILL"]));
+    assert!(run(&["kill", &name, "KILL"]));
     let deadline = Instant::now() + Duration::from_secs(10);
     while !look(&store).0.leases.is_empty() {
         assert!(Instant::now() < deadline, "a dead container's lease is not freed");
         std::thread::sleep(Duration::from_millis(20));
     }
     assert!(record.exists(), "freed before any delete");
-    assert!(runc(&["delete", "--force", &name]));
+    assert!(run(&["delete", "--force", &name]));
 }

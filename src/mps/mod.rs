@@ -1,13 +1,48 @@
 //! MPS control daemons: where they live, whether they answer, their start, ceiling and stop.
 //! What a client needs and what a daemon does is measured in docs/evidence.
+//!
+//! Two locks: the daemon's own (`mps/<key>/lock`) is held while a daemon is started, asked to change or
+//! stopped; the ledger's, taken inside it for a moment at a time, never while a process is waited for.
 
-mod settle;
+mod child;
+mod control;
+mod dirs;
+mod error;
+mod heal;
+mod helper;
+mod lock;
+mod ready;
+mod record;
+
+#[cfg(feature = "cli")]
+mod compute_mode;
+#[cfg(feature = "cli")]
+mod detach;
+#[cfg(feature = "cli")]
+mod fds;
+#[cfg(feature = "cli")]
+mod launch;
+#[cfg(feature = "cli")]
+mod list;
+#[cfg(feature = "cli")]
+mod start;
+#[cfg(feature = "cli")]
+mod stop;
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-pub use settle::{MpsError, ready, settle};
+pub use error::MpsError;
+pub use heal::{heal, settle};
+pub use helper::program;
+#[cfg(feature = "cli")]
+pub use list::{Listed, list, logs};
+pub use ready::ready;
+#[cfg(feature = "cli")]
+pub use start::start;
+#[cfg(feature = "cli")]
+pub use stop::stop;
 
 /// A daemon's name: the device's UUID (shared) or the lease id (dedicated).
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

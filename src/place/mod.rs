@@ -19,6 +19,7 @@ use crate::request::{Devices, Isolation, Mode, Percent, Priority, Request, Selec
 
 pub use account::{Account, account};
 pub use refusal::Refusal;
+pub use select::named;
 
 /// Where a request finds its place.
 #[derive(Clone, Debug, PartialEq)]
@@ -57,10 +58,10 @@ pub fn place(
     config: &Config,
 ) -> Result<Placement, Box<Refusal>> {
     if wants_mig(request) {
-        return Err(Refusal::never(request, "MIG is not in this version yet"));
+        return Err(Box::new(Refusal::never(request, "MIG is not in this version yet")));
     }
-    let slots =
-        select::slots(&request.devices, inventory, config).map_err(|why| Refusal::never(request, &why))?;
+    let slots = select::slots(&request.devices, inventory, config)
+        .map_err(|why| Box::new(Refusal::never(request, &why)))?;
     let world = World { inventory, ledger, config };
     let several = slots.len() > 1;
     let verdicts: Vec<Option<Result<Fit, Misfit>>> = (0..)
@@ -71,7 +72,7 @@ pub fn place(
         })
         .collect();
     choose(&slots, &verdicts, config).map_or_else(
-        || Err(refuse(request, &slots, &verdicts, world)),
+        || Err(Box::new(refuse(request, &slots, &verdicts, world))),
         |(devices, fits)| Ok(placement(request, inventory, devices, &fits)),
     )
 }
@@ -126,7 +127,7 @@ fn refuse(
     slots: &[Vec<usize>],
     verdicts: &[Option<Result<Fit, Misfit>>],
     world: World<'_>,
-) -> Box<Refusal> {
+) -> Refusal {
     let devices = &world.inventory.devices;
     let (mut misfits, mut in_time): (Vec<(&Device, &Misfit)>, Vec<usize>) = (Vec::new(), Vec::new());
     for (index, verdict) in verdicts.iter().enumerate() {

@@ -26,9 +26,9 @@ pub struct Refusal {
 
 impl Refusal {
     /// One that no waiting changes.
-    pub(super) fn never(request: &Request, why: &str) -> Box<Self> {
+    pub(super) fn never(request: &Request, why: &str) -> Self {
         let message = format!("no place for {}: {why}", asked(request));
-        Box::new(Self { message, temporary: false, refresh_first: false })
+        Self { message, temporary: false, refresh_first: false }
     }
 
     /// What `misfits` say, device by device.
@@ -38,7 +38,7 @@ impl Refusal {
         temporary: bool,
         ledger: &Ledger,
         config: &Config,
-    ) -> Box<Self> {
+    ) -> Self {
         let each = misfits.iter().map(|(device, misfit)| describe(device, misfit, ledger, config));
         let mut message = format!("no place for {}: {}", asked(request), some(each, "; "));
         if temporary {
@@ -49,7 +49,7 @@ impl Refusal {
             message += "; sublet.wait=60s waits for a place";
         }
         let refresh_first = misfits.iter().any(|(_, misfit)| misfit.refresh);
-        Box::new(Self { message, temporary, refresh_first })
+        Self { message, temporary, refresh_first }
     }
 }
 
@@ -74,17 +74,15 @@ fn asked(request: &Request) -> String {
 }
 
 fn describe(device: &Device, misfit: &Misfit, ledger: &Ledger, config: &Config) -> String {
-    let mut text = format!("GPU {} ({}) {}", device.index, safe(&device.name), misfit.reason);
-    if misfit.temporary {
-        let account = account(device, ledger, config);
-        text += &format!(" [left: {} % SM, {}", account.sm_free, amount(account.memory_free));
-        let holders: Vec<String> = ledger.on_device(&device.uuid).map(holder).collect();
-        if !holders.is_empty() {
-            text += &format!("; held by {}", some(holders.into_iter(), ", "));
-        }
-        text += "]";
+    let text = format!("GPU {} ({}) {}", device.index, safe(&device.name), misfit.reason);
+    if !misfit.temporary {
+        return text;
     }
-    text
+    let account = account(device, ledger, config);
+    let holders: Vec<String> = ledger.on_device(&device.uuid).map(holder).collect();
+    let held = if holders.is_empty() { String::new() } else { "; held by ".to_owned() };
+    let holders = some(holders.into_iter(), ", ");
+    format!("{text} [left: {} % SM, {}{held}{holders}]", account.sm_free, amount(account.memory_free))
 }
 
 /// As `3f2a9c1b2d4e (mps, 25 % SM, 8 GiB)`.

@@ -51,6 +51,16 @@ pub(super) fn slots(
     twice(&slots, inventory).map_or(Ok(slots), Err)
 }
 
+/// The devices that a person means by `text`: a selector as in `sublet.gpu`, or `all`.
+#[must_use]
+pub fn named<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> Vec<&'a Device> {
+    if text == "all" {
+        return inventory.devices.iter().collect();
+    }
+    let found = Selector::parse(text).map(|selector| matching(&selector, inventory, config));
+    found.unwrap_or_default().into_iter().map(|index| &inventory.devices[index]).collect()
+}
+
 fn slot(selector: &Selector, inventory: &Inventory, config: &Config) -> Result<Vec<usize>, String> {
     let found = matching(selector, inventory, config);
     let several_do = matches!(selector, Selector::Name(_) | Selector::Model(_));

@@ -13,6 +13,8 @@ use crate::ledger::fixture::lease;
 use crate::ledger::{ChangedComputeMode, Lease};
 use crate::request::Memory;
 
+type Change = fn(&mut Inventory);
+
 fn id() -> LeaseId {
     LeaseId::parse("00000000000000ff").unwrap()
 }
@@ -229,7 +231,7 @@ fn what_the_driver_or_the_hardware_cannot_do_is_never_temporary() {
     let vgpu = |d: &mut Inventory| d.devices[0].virtualization = Virtualization::Vgpu;
     let no_mps = |d: &mut Inventory| d.driver.mps_control = None;
     let mig = |d: &mut Inventory| d.devices[0].mig_enabled = true;
-    let cases: [(&Request, fn(&mut Inventory), &str); 8] = [
+    let cases: [(&Request, Change, &str); 8] = [
         (&limited, pascal, "older than Volta"),
         (&low, pascal, "older than Volta"),
         (&slice, pascal, "older than Volta"),
@@ -347,11 +349,12 @@ fn several_devices_are_taken_all_or_none() {
     assert!(under_mps.message.contains("a process speaks to one daemon") && !under_mps.temporary);
     let nine = refused(&wants(Devices::Any(NonZeroU32::new(9).unwrap()), Mode::TimeSlice), &host, &held);
     assert!(nine.message.ends_with("9 devices were asked for, and there are 3") && !nine.temporary);
-    let none = refused(&request(Mode::TimeSlice), &super::fixture::host(vec![]), &held);
-    assert!(!none.temporary);
+    let empty = refused(&request(Mode::TimeSlice), &super::fixture::host(vec![]), &held);
+    assert!(!empty.temporary);
 }
 
-/// The accounts of DESIGN's table, written without a look at [`account`].
+/// The table of accounts, written without a look at [`account`].
+#[allow(clippy::cast_precision_loss, reason = "bytes of device memory are far below 2^53")]
 pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &Config) {
     for device in &inventory.devices {
         let on: Vec<&Lease> =

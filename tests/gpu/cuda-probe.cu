@@ -49,7 +49,7 @@ static int noderights(int count, char **paths) {
     int fd = open(paths[i], O_RDWR | O_CLOEXEC);
     const char *seen = fd >= 0 ? "ok" : errno == ENXIO ? "ENXIO" : errno == EPERM ? "EPERM"
                        : errno == ENOENT ? "ENOENT" : errno == EACCES ? "EACCES" : errno == EIO ? "EIO" : "other";
-    printf("{\"event\":\"noderights\",\"path\":\"%s\",\"result\":\"%s\"}\n", paths[i], seen);
+    printf("{\"event\":\"node\",\"path\":\"%s\",\"result\":\"%s\"}\n", paths[i], seen);
     if (fd >= 0) close(fd);
   }
   return 0;

@@ -2,4 +2,5 @@
 //! of the simulation share (`layout`: where things lie, what the GPUs are, who holds a context).
 
 pub mod layout;
+pub mod mps;
 pub mod nvml;

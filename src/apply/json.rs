@@ -1,0 +1,124 @@
+//! JSON that comes back as it was: keys in their order, none dropped, no number changed.
+
+use std::cell::Cell;
+use std::fmt;
+
+use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Value};
+
+use crate::text::safe;
+
+/// Parses `text`; the error is one line that is safe to print.
+pub(super) fn parse(text: &[u8]) -> Result<Value, String> {
+    let floats = Cell::new(false);
+    let mut deserializer = serde_json::Deserializer::from_slice(text);
+    let value = Faithful { floats: &floats }
+        .deserialize(&mut deserializer)
+        .and_then(|value| deserializer.end().map(|()| value))
+        .map_err(|error| safe(&error.to_string()))?;
+    // Integers of up to 64 bits are kept as they are; the rare others are looked at one by one.
+    match floats.get().then(|| changed_number(text)).flatten() {
+        Some(number) => Err(format!("the number {} would not survive the edit", safe(number))),
+        None => Ok(value),
+    }
+}
+
+/// Builds a [`Value`] and refuses keys that stand twice: `serde_json` would keep the last in silence.
+#[derive(Clone, Copy)]
+struct Faithful<'a> {
+    /// Set when a number was no integer of 64 bits.
+    floats: &'a Cell<bool>,
+}
+
+impl<'de> DeserializeSeed<'de> for Faithful<'_> {
+    type Value = Value;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Faithful<'_> {
+    type Value = Value;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("any JSON value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        Ok(Value::Bool(value))
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+        Ok(Value::from(value))
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+        Ok(Value::from(value))
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+        self.floats.set(true);
+        Ok(Value::from(value))
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+        Ok(Value::from(value))
+    }
+
+    fn visit_string<E>(self, value: String) -> Result<Value, E> {
+        Ok(Value::String(value))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Value, A::Error> {
+        let mut entries = Vec::new();
+        while let Some(entry) = access.next_element_seed(self)? {
+            entries.push(entry);
+        }
+        Ok(Value::Array(entries))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Value, A::Error> {
+        let mut entries = Map::new();
+        while let Some(key) = access.next_key::<String>()? {
+            if entries.contains_key(&key) {
+                return Err(A::Error::custom(format!("the key `{}` stands twice in one object", safe(&key))));
+            }
+            let value = access.next_value_seed(self)?;
+            entries.insert(key, value);
+        }
+        Ok(Value::Object(entries))
+    }
+}
+
+/// The first number in `text`, which is valid JSON, that is written differently once parsed.
+fn changed_number(text: &[u8]) -> Option<&str> {
+    let text = std::str::from_utf8(text).ok()?;
+    let is_part = |byte: u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
+    let (mut at, mut in_string) = (0, false);
+    while let Some(&byte) = text.as_bytes().get(at) {
+        match byte {
+            b'\\' if in_string => at += 1,
+            b'"' => in_string = !in_string,
+            b'-' | b'0'..=b'9' if !in_string => {
+                let rest = &text[at..];
+                let number = &rest[..rest.bytes().position(|byte| !is_part(byte)).unwrap_or(rest.len())];
+                if !survives(number) {
+                    return Some(number);
+                }
+                at += number.len() - 1;
+            }
+            _ => {}
+        }
+        at += 1;
+    }
+    None
+}
+
+fn survives(number: &str) -> bool {
+    serde_json::from_str::<serde_json::Number>(number).is_ok_and(|parsed| parsed.to_string() == number)
+}

@@ -1,0 +1,6 @@
+//! Tests of the appliers, one file each.
+
+mod conflict;
+mod file;
+mod image;
+mod spec;

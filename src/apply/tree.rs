@@ -1,0 +1,192 @@
+//! A container's file tree before it exists: its rootfs and the volumes over it. Every path of the image
+//! is resolved by the kernel inside the rootfs (openat2, `RESOLVE_IN_ROOT`, no magic links), and what was
+//! found is used by its descriptor, never by its path again.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read as _};
+use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
+use nix::sys::statvfs::{FsFlags, fstatvfs};
+use serde_json::Value;
+
+use super::conflict::{is_bind, plain};
+
+/// How often a rename in the tree may disturb one look-up, and symbolic links lead into volumes.
+const ROUNDS: usize = 16;
+
+/// The tree.
+pub(super) struct Tree {
+    rootfs: OwnedFd,
+    /// Where `rootfs` is on the host, as the kernel names it.
+    host_path: PathBuf,
+    volumes: Vec<Volume>,
+}
+
+/// Something mounted over a part of the rootfs.
+struct Volume {
+    destination: PathBuf,
+    /// On the host; `None`: a file system of its own, empty as far as we know.
+    source: Option<PathBuf>,
+    read_only: bool,
+}
+
+/// Something that is there.
+pub(super) struct Found {
+    /// Opened with `O_PATH`: neither read nor, for a device or a FIFO, woken.
+    fd: OwnedFd,
+    /// Where it is in the container, links resolved.
+    pub path: PathBuf,
+    /// Whether it belongs to a volume and not to the rootfs.
+    pub in_volume: bool,
+    /// Whether nothing can be made beside or below it.
+    pub read_only: bool,
+}
+
+impl Tree {
+    pub fn open(spec: &Value, rootfs: &Path) -> io::Result<Self> {
+        let rootfs = open_root(rootfs)?;
+        let host_path = host_path(&rootfs)?;
+        let mut tree = Self { rootfs, host_path, volumes: Vec::new() };
+        let mounts = spec.get("mounts").and_then(Value::as_array);
+        let volumes = mounts.into_iter().flatten().filter_map(|mount| tree.volume(mount)).collect();
+        tree.volumes = volumes;
+        Ok(tree)
+    }
+
+    /// A mount of the spec, its destination resolved as the runtime will resolve it.
+    fn volume(&self, mount: &Value) -> Option<Volume> {
+        let destination = plain(mount.get("destination")?.as_str()?);
+        let options = mount.get("options").and_then(Value::as_array);
+        let source = mount.get("source").and_then(Value::as_str).filter(|_| is_bind(mount));
+        Some(Volume {
+            destination: self.in_rootfs(&destination).map_or(destination, |(_, path)| path),
+            source: source.map(PathBuf::from),
+            read_only: options.is_some_and(|all| all.iter().any(|option| option.as_str() == Some("ro"))),
+        })
+    }
+
+    /// The volume that `path` lies in, and the path in it. Later mounts cover earlier ones.
+    fn covering<'a>(&self, path: &'a Path) -> Option<(&Volume, &'a Path)> {
+        let covers = |volume: &'_ Volume| path.strip_prefix(&volume.destination).ok();
+        self.volumes.iter().rev().find_map(|volume| covers(volume).map(|below| (volume, below)))
+    }
+
+    /// What is at `path` (absolute, in the container), links followed.
+    pub fn find(&self, path: &Path) -> io::Result<Found> {
+        let mut path = path.to_owned();
+        for _ in 0..ROUNDS {
+            if let Some((volume, below)) = self.covering(&path) {
+                return in_volume(volume, below);
+            }
+            let (fd, real) = self.in_rootfs(&path)?;
+            if self.covering(&real).is_none() {
+                return Ok(Found { read_only: is_read_only(&fd)?, fd, path: real, in_volume: false });
+            }
+            path = real;
+        }
+        Err(Errno::ELOOP.into())
+    }
+
+    /// Whether something new at `path` could not be made, and whether it would lie in a volume.
+    pub fn place_for(&self, path: &Path) -> (bool, bool) {
+        if let Some((volume, _)) = self.covering(path).filter(|(volume, _)| volume.source.is_none()) {
+            return (volume.read_only, true);
+        }
+        let parent = path.ancestors().skip(1).find_map(|parent| self.find(parent).ok());
+        parent.map_or((false, false), |parent| (parent.read_only, parent.in_volume))
+    }
+
+    /// Whether `path` lies in a directory of the host's.
+    pub fn is_of_the_host(&self, path: &Path) -> bool {
+        let real = self.in_rootfs(path).map_or_else(|_| path.to_owned(), |(_, real)| real);
+        self.covering(&real).is_some_and(|(volume, _)| volume.source.is_some())
+    }
+
+    fn in_rootfs(&self, path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
+        let fd = open_in(&self.rootfs, path, OFlag::empty())?;
+        let real = inside(&self.host_path, &fd)?;
+        Ok((fd, real))
+    }
+}
+
+impl Found {
+    pub fn stat(&self) -> io::Result<FileStat> {
+        Ok(fstat(&self.fd)?)
+    }
+
+    pub fn is(&self, kind: SFlag) -> bool {
+        self.stat().is_ok_and(|stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == kind)
+    }
+
+    /// At most `limit` bytes from its beginning; an error for anything but a regular file.
+    pub fn read(&self, limit: u64) -> io::Result<Vec<u8>> {
+        if !self.is(SFlag::S_IFREG) {
+            return Err(Errno::EINVAL.into());
+        }
+        // Our own descriptor, so the magic link leads where it was resolved.
+        let flags = nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY | nix::libc::O_CLOEXEC;
+        let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
+        let file: File = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+        let mut bytes = Vec::new();
+        file.take(limit).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+fn in_volume(volume: &Volume, below: &Path) -> io::Result<Found> {
+    let source = volume.source.as_deref().ok_or(Errno::ENOENT)?;
+    let root = open(source, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?;
+    let (fd, path) = if below.as_os_str().is_empty() {
+        (root, volume.destination.clone())
+    } else {
+        let fd = open_in(&root, below, OFlag::empty())?;
+        let real = inside(&host_path(&root)?, &fd)?;
+        let below = real.strip_prefix("/").unwrap_or(&real).to_owned();
+        (fd, volume.destination.join(below))
+    };
+    Ok(Found { read_only: volume.read_only || is_read_only(&fd)?, fd, path, in_volume: true })
+}
+
+/// The root itself comes from the engine and is trusted, but for being a link.
+pub(super) fn open_root(rootfs: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    Ok(open(rootfs, flags, Mode::empty())?)
+}
+
+/// Opens `path` with `O_PATH` as if `root` were /.
+pub(super) fn open_in(root: impl AsFd, path: &Path, flags: OFlag) -> io::Result<OwnedFd> {
+    let how = OpenHow::new()
+        .flags(OFlag::O_PATH | OFlag::O_CLOEXEC | flags)
+        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+    let mut last = Errno::EAGAIN;
+    for _ in 0..ROUNDS {
+        match openat2(root.as_fd(), path, how) {
+            Ok(fd) => return Ok(fd),
+            // A rename or mount elsewhere while `..` was walked (openat2(2)).
+            Err(Errno::EAGAIN | Errno::EINTR) => last = Errno::EAGAIN,
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Err(last.into())
+}
+
+fn host_path(fd: &OwnedFd) -> io::Result<PathBuf> {
+    std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+}
+
+/// The path of `fd` as seen from inside the root at `host_path`.
+fn inside(root: &Path, fd: &OwnedFd) -> io::Result<PathBuf> {
+    let path = host_path(fd)?;
+    // Moved away while we looked: as good as not there.
+    let below = path.strip_prefix(root).map_err(|_| Errno::ENOENT)?;
+    Ok(Path::new("/").join(below))
+}
+
+fn is_read_only(fd: &OwnedFd) -> io::Result<bool> {
+    Ok(fstatvfs(fd)?.flags().contains(FsFlags::ST_RDONLY))
+}

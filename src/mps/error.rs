@@ -1,0 +1,148 @@
+//! Why an MPS daemon does not serve, in one line each, with what would help.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::inventory::InventoryError;
+use crate::ledger::LedgerError;
+
+/// Why an MPS daemon does not serve; every message says what would help.
+#[derive(Debug, thiserror::Error)]
+pub enum MpsError {
+    /// The driver came without its MPS programs.
+    #[error(
+        "mode mps and memory limits need nvidia-cuda-mps-control, which is not installed below {root}: \
+         Debian: apt install nvidia-cuda-mps; elsewhere it comes with the driver's compute package"
+    )]
+    NotInstalled {
+        /// The driver root.
+        root: PathBuf,
+    },
+    /// A key that is neither a device's UUID nor a lease id could name a path outside the state directory.
+    #[error("'{key}' names no MPS daemon: a GPU-… or MIG-… UUID or a lease id is expected (sublet mps list)")]
+    BadKey {
+        /// The key, made safe.
+        key: String,
+    },
+    /// `sun_path` of unix(7) holds 107 bytes and a NUL.
+    #[error(
+        "the MPS socket {path} would have a path of {length} bytes, and sockets take 107 at most: \
+         give state_dir in the configuration a shorter path"
+    )]
+    PathTooLong {
+        /// The socket.
+        path: PathBuf,
+        /// Its length in bytes.
+        length: usize,
+    },
+    /// Nobody needs it.
+    #[error("no lease wants an MPS daemon {key}: it is started with its first container, not before")]
+    NotWanted {
+        /// Its key.
+        key: String,
+    },
+    /// Stopping it would end the GPU work of containers.
+    #[error(
+        "the MPS daemon {key} serves {leases} lease(s): end their containers first, \
+         or end all their GPU work with `sublet mps stop --force {key}`"
+    )]
+    InUse {
+        /// Its key.
+        key: String,
+        /// How many.
+        leases: usize,
+    },
+    /// Somebody else works on this daemon for too long.
+    #[error(
+        "the MPS daemon {key} is being started or stopped by another sublet for more than {seconds} s: \
+         try again; `sublet mps list` shows its state"
+    )]
+    Busy {
+        /// Its key.
+        key: String,
+        /// How long we waited.
+        seconds: u64,
+    },
+    /// It runs and says nothing.
+    #[error(
+        "the MPS daemon of {device} (pid {pid}) does not answer (stopped?): `kill -CONT {pid}` lets it go on, \
+         `sublet mps stop --force {key}` ends it and the GPU work of its clients"
+    )]
+    Silent {
+        /// The device.
+        device: String,
+        /// The daemon's key.
+        key: String,
+        /// The daemon's pid; 0 where it is not known.
+        pid: i32,
+    },
+    /// It was started and never answered.
+    #[error("the MPS daemon of {device} did not come up in {seconds} s ({why}){log}")]
+    NotUp {
+        /// The device.
+        device: String,
+        /// The limit.
+        seconds: u64,
+        /// What was being waited for.
+        why: String,
+        /// The last lines of control.log, or nothing.
+        log: String,
+    },
+    /// It answers, and says no.
+    #[error("the MPS daemon {key} refused `{command}`: {answer}")]
+    Refused {
+        /// Its key.
+        key: String,
+        /// What was asked.
+        command: String,
+        /// Its words, made safe.
+        answer: String,
+    },
+    /// `sublet mps start` or `stop` failed.
+    #[error("{command}: {message}")]
+    Helper {
+        /// The command line.
+        command: String,
+        /// The last line of its standard error, or how it ended.
+        message: String,
+    },
+    /// It cannot be brought to an end.
+    #[error(
+        "the MPS daemon {key} (pid {pid}) does not end, not even by SIGKILL: \
+         a process in the driver hangs (see dmesg); the GPU needs a reset or the host a reboot"
+    )]
+    WontEnd {
+        /// Its key.
+        key: String,
+        /// Its pid.
+        pid: i32,
+    },
+    /// Compute mode could not be had as configured.
+    #[error("compute mode of {device}: {why}; [mps] exclusive_compute_mode = \"never\" leaves it alone")]
+    ComputeMode {
+        /// The device.
+        device: String,
+        /// NVML's words or ours.
+        why: String,
+    },
+    /// The ledger.
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+    /// The inventory.
+    #[error(transparent)]
+    Inventory(#[from] InventoryError),
+    /// A system call.
+    #[error("{what}: {source}")]
+    Io {
+        /// What was tried, with the path.
+        what: String,
+        /// The system's answer.
+        source: io::Error,
+    },
+}
+
+/// For `map_err`: an [`MpsError::Io`] that says what was tried on which path.
+pub(super) fn io_at(verb: &'static str, path: &Path) -> impl FnOnce(io::Error) -> MpsError {
+    let what = format!("cannot {verb} {}", path.display());
+    move |source| MpsError::Io { what, source }
+}

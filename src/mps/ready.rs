@@ -1,0 +1,75 @@
+//! Before a container starts: its daemon answers and admits its share.
+
+use std::time::Duration;
+
+use super::control::{AskError, Control, listens};
+use super::lock::DaemonLock;
+use super::{MpsError, helper, record};
+use crate::config::Config;
+use crate::ledger::{Lease, Server, ServerState, Store};
+use crate::request::Percent;
+
+/// Makes sure that the daemon of `lease` (already in the ledger) answers and admits its SM share.
+///
+/// A warm daemon costs a `connect()` and no process; a cold one is started by `sublet mps start`.
+/// Returns warnings, one line each.
+///
+/// # Errors
+/// The daemon cannot be started or does not answer in `[mps] start_timeout`.
+pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
+    let Some(key) = &lease.server else { return Ok(Vec::new()) };
+    if serves(lease, store, config)? {
+        return Ok(Vec::new());
+    }
+    let warnings = helper::start(key, config)?;
+    if serves(lease, store, config)? {
+        return Ok(warnings);
+    }
+    let message = "it ended well and the daemon still does not serve: see `sublet mps logs`".into();
+    Err(MpsError::Helper { command: format!("sublet mps start {key}"), message })
+}
+
+/// Whether the recorded daemon serves `lease`; its ceiling is raised for it if need be. `false`: it has to
+/// be started.
+fn serves(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsError> {
+    let ledger = store.read()?;
+    let known = lease.server.as_ref().and_then(|key| record::server(&ledger, key));
+    let Some(server) = known.filter(|server| could_serve(server, config)) else { return Ok(false) };
+    let Some(ceiling) = confirmed_ceiling(server, store, config)? else { return Ok(false) };
+    if record::needed(lease) > ceiling {
+        let held = DaemonLock::take(&server.key, &config.state_dir, lock_limit(config))?;
+        // The answer may be less than the record says, which `adjust` would believe.
+        record::note(store, &server.key, |server| server.ceiling = server.ceiling.min(ceiling))?;
+        record::adjust(&held, &server.key, store, config)?;
+    }
+    Ok(true)
+}
+
+/// A start or a stop by somebody else may have to end first.
+pub(super) fn lock_limit(config: &Config) -> Duration {
+    config.mps.start_timeout + helper::STOP_LIMIT
+}
+
+/// The cheap look: recorded as running, the same process still, and somebody listens where clients will.
+fn could_serve(server: &Server, config: &Config) -> bool {
+    matches!(server.state, ServerState::Serving | ServerState::Fault)
+        && record::is_alive(server)
+        && listens(&server.key.public(&config.state_dir).join("control"))
+}
+
+/// The ceiling in force; asked for when the last real answer is too old, since a stopped daemon listens
+/// too. `None`: there is no daemon after all.
+fn confirmed_ceiling(server: &Server, store: &Store, config: &Config) -> Result<Option<Percent>, MpsError> {
+    if server.state == ServerState::Serving && record::is_recent(server.answered_at, record::now()) {
+        return Ok(Some(server.ceiling));
+    }
+    match Control::new(&server.key, config)?.ceiling() {
+        Ok(_) if server.answered_at == 0 => Ok(Some(Percent::default())),
+        Ok(answer) => {
+            record::note_answer(store, server)?;
+            Ok(Some(server.ceiling.min(answer)))
+        }
+        Err(AskError::Gone(_)) => Ok(None),
+        Err(error) => Err(record::note_failure(store, server, error)),
+    }
+}

@@ -1,0 +1,215 @@
+//! What the ledger says of a daemon, and changing it; the ceiling that its leases want.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::control::{AskError, Control};
+use super::lock::DaemonLock;
+use super::{MpsError, ServerKey};
+use crate::config::Config;
+use crate::ledger::{Lease, Ledger, Server, ServerState, Store};
+use crate::request::Percent;
+
+/// A real answer older than this proves nothing any more, in seconds.
+const TRUSTED: u64 = 30;
+
+/// Seconds since the epoch; 0 for clocks before it.
+pub(super) fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// Whether an answer of `answered_at` still counts. One from the future does not: the clock was set back.
+pub(super) fn is_recent(answered_at: u64, now: u64) -> bool {
+    answered_at <= now && now - answered_at <= TRUSTED
+}
+
+pub(super) fn server<'a>(ledger: &'a Ledger, key: &ServerKey) -> Option<&'a Server> {
+    ledger.servers.iter().find(|server| server.key == *key)
+}
+
+/// The leases that `key` serves.
+pub(super) fn leases<'a>(ledger: &'a Ledger, key: &'a ServerKey) -> impl Iterator<Item = &'a Lease> {
+    ledger.leases.iter().filter(move |lease| lease.server.as_ref() == Some(key))
+}
+
+/// What a lease needs of its server's ceiling.
+pub(super) fn needed(lease: &Lease) -> Percent {
+    lease.sm.unwrap_or(Percent::WHOLE)
+}
+
+/// The largest share among the leases of `key`, which is what any client may take; `None` without a lease.
+pub(super) fn wanted(ledger: &Ledger, key: &ServerKey) -> Option<Percent> {
+    leases(ledger, key).map(needed).max()
+}
+
+/// The daemon of `server` is that very process still.
+pub(super) fn is_alive(server: &Server) -> bool {
+    server.daemon.is_some_and(|daemon| daemon.is_alive())
+}
+
+/// Changes the ledger; leases that were found gone meanwhile leave idle servers for [`super::settle`].
+pub(super) fn change<T>(
+    store: &Store,
+    change: impl FnOnce(&mut Ledger) -> Result<T, MpsError>,
+) -> Result<T, MpsError> {
+    let (changed, freed) = store.update(change)?;
+    for lease in freed {
+        tracing::debug!("lease {} was found gone", lease.id);
+    }
+    changed
+}
+
+/// Changes the record of `key`, where there is one.
+pub(super) fn note(store: &Store, key: &ServerKey, what: impl FnOnce(&mut Server)) -> Result<(), MpsError> {
+    change(store, |ledger| {
+        if let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) {
+            what(server);
+        }
+        Ok(())
+    })
+}
+
+/// Records that the daemon gave a real answer just now.
+pub(super) fn note_answer(store: &Store, server: &Server) -> Result<(), MpsError> {
+    let daemon = server.daemon;
+    note(store, &server.key, |server| {
+        if server.daemon == daemon {
+            server.state = ServerState::Serving;
+            server.answered_at = now();
+        }
+    })
+}
+
+/// What a failed question means: a silent daemon is recorded as in fault and named to the user.
+pub(super) fn note_failure(store: &Store, server: &Server, error: AskError) -> MpsError {
+    if matches!(error, AskError::Silent) {
+        if let Err(error) = note(store, &server.key, |server| server.state = ServerState::Fault) {
+            return error;
+        }
+        return MpsError::Silent {
+            device: server.device.clone(),
+            key: server.key.to_string(),
+            pid: server.daemon.map_or(0, |daemon| daemon.pid),
+        };
+    }
+    refused(&server.key, error)
+}
+
+/// A failed question of a daemon that should have answered.
+pub(super) fn refused(key: &ServerKey, error: AskError) -> MpsError {
+    match error {
+        AskError::Refused { command, answer } => MpsError::Refused { key: key.to_string(), command, answer },
+        AskError::Program(source) => {
+            MpsError::Io { what: "cannot run nvidia-cuda-mps-control".into(), source }
+        }
+        other => MpsError::Refused {
+            key: key.to_string(),
+            command: "get_server_list".into(),
+            answer: other.to_string(),
+        },
+    }
+}
+
+/// Brings the ceiling in force to what the leases want now. The caller holds the daemon's lock.
+///
+/// The record never says more than is in force: it is lowered before the daemon is told and raised after,
+/// so a lease that is taken meanwhile and needs more sees that, and waits for the lock. An `answered_at` of
+/// 0 says that this was begun: after a crash whoever needs the daemon next does it again.
+pub(super) fn adjust(
+    _held: &DaemonLock,
+    key: &ServerKey,
+    store: &Store,
+    config: &Config,
+) -> Result<(), MpsError> {
+    let begun = change(store, |ledger| {
+        let Some(wanted) = wanted(ledger, key) else { return Ok(None) };
+        let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) else {
+            return Ok(None);
+        };
+        if server.ceiling == wanted && server.answered_at != 0 && server.state == ServerState::Serving {
+            return Ok(None);
+        }
+        server.ceiling = server.ceiling.min(wanted);
+        server.answered_at = 0;
+        Ok(Some((wanted, server.clone())))
+    })?;
+    let Some((wanted, server)) = begun else { return Ok(()) };
+    let set = Control::new(key, config)?.set_ceiling(wanted);
+    set.map_err(|error| note_failure(store, &server, error))?;
+    note(store, key, |server| {
+        server.ceiling = wanted;
+        server.answered_at = now();
+        server.state = ServerState::Serving;
+    })
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::ledger::{Container, LeaseId, LeaseState};
+    use crate::process::Process;
+    use crate::request::{Isolation, Mode, Priority};
+
+    pub(in crate::mps) fn lease(id: &str, key: &str, sm: Option<u32>) -> Lease {
+        Lease {
+            id: LeaseId::parse(id).unwrap(),
+            container: Container {
+                uid: 0,
+                id: format!("c-{id}"),
+                bundle: PathBuf::from("/b"),
+                rootfs: PathBuf::from("/b/rootfs"),
+                record: PathBuf::from("/r"),
+            },
+            devices: vec!["GPU-1".into()],
+            mode: Mode::Mps,
+            isolation: Isolation::Shared,
+            server: Some(ServerKey(key.into())),
+            sm: sm.map(Percent::from_thousandths),
+            memory_bytes: None,
+            processes: 1,
+            priority: Priority::Normal,
+            state: LeaseState::Active,
+            owner: Process { pid: 1, start_time: 1 },
+            init: None,
+            since: 0,
+        }
+    }
+
+    pub(in crate::mps) fn ledger(leases: Vec<Lease>) -> Ledger {
+        Ledger {
+            schema: "sublet.ledger/1".into(),
+            boot_id: String::new(),
+            leases,
+            servers: Vec::new(),
+            compute_modes: Vec::new(),
+            drained: Vec::new(),
+            unexplained: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn the_ceiling_is_the_largest_share_of_the_servers_own_leases() {
+        let key = ServerKey("GPU-1".into());
+        let mut held = ledger(vec![
+            lease("0000000000000001", "GPU-1", Some(25_000)),
+            lease("0000000000000002", "GPU-1", Some(60_000)),
+            lease("0000000000000003", "GPU-2", Some(90_000)),
+        ]);
+        assert_eq!(wanted(&held, &key), Some(Percent::from_thousandths(60_000)));
+        held.leases.remove(1);
+        assert_eq!(wanted(&held, &key), Some(Percent::from_thousandths(25_000)));
+        held.leases.push(lease("0000000000000004", "GPU-1", None));
+        assert_eq!(wanted(&held, &key), Some(Percent::WHOLE));
+        assert_eq!(wanted(&held, &ServerKey("GPU-3".into())), None);
+    }
+
+    #[test]
+    fn an_answer_counts_for_thirty_seconds() {
+        assert!(is_recent(1000, 1000));
+        assert!(is_recent(1000, 1030));
+        assert!(!is_recent(1000, 1031));
+        assert!(!is_recent(1000, 999), "the clock went back");
+        assert!(!is_recent(0, 1_700_000_000));
+    }
+}

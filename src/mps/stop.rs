@@ -1,0 +1,85 @@
+//! `sublet mps stop KEY`: the daemon's end, and all that was done for it undone.
+
+use std::time::Duration;
+
+use super::control::Control;
+use super::lock::DaemonLock;
+use super::{MpsError, ServerKey, compute_mode, dirs, launch, record};
+use crate::config::Config;
+use crate::ledger::{Server, ServerState, Store};
+
+/// Somebody who starts or stops it is nearly always done by then; else the next command stops it.
+const LOCK_LIMIT: Duration = Duration::from_millis(1500);
+
+/// Stops the daemon of `key`, puts the device's compute mode back and forgets the record.
+///
+/// `force`: with leases on it too, which ends their GPU work; the next command starts it anew. A daemon
+/// that is gone already is no error. Returns warnings, one line each.
+///
+/// # Errors
+/// A lease still wants it (without `force`), or it does not end.
+pub fn stop(key: &ServerKey, force: bool, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
+    dirs::check_key(key)?;
+    if !is_known(key, store, config)? {
+        return Ok(Vec::new());
+    }
+    let _held = DaemonLock::take(key, &config.state_dir, LOCK_LIMIT)?;
+    let Claim { server, leases } = claim(key, force, store)?;
+    let daemon = server.as_ref().and_then(|server| server.daemon);
+    let answers = server.is_some_and(|server| server.state != ServerState::Fault);
+    let control = Control::new(key, config).ok().filter(|_| answers);
+    if let Err(error) = launch::end(key, &config.state_dir, daemon, control.as_ref()) {
+        record::note(store, key, |server| server.state = ServerState::Fault)?;
+        return Err(error);
+    }
+    if leases > 0 {
+        // Its containers have the directory mounted, and compute mode keeps them from running alone.
+        dirs::clear_pipe(key, &config.state_dir)?;
+        record::note(store, key, |server| {
+            server.state = ServerState::Down;
+            server.daemon = None;
+        })?;
+        return Ok(vec![format!(
+            "{leases} lease(s) lost their MPS daemon {key}: the next sublet command starts it"
+        )]);
+    }
+    let warnings = compute_mode::restore(&key.0, store, config).err().map(|error| error.to_string());
+    forget(key, store)?;
+    dirs::clear(key, &config.state_dir)?;
+    Ok(warnings.into_iter().collect())
+}
+
+/// Anything at all is left of it.
+fn is_known(key: &ServerKey, store: &Store, config: &Config) -> Result<bool, MpsError> {
+    let ledger = store.read()?;
+    let mode = ledger.compute_modes.iter().any(|changed| changed.device == key.0);
+    Ok(mode || record::server(&ledger, key).is_some() || key.dir(&config.state_dir).exists())
+}
+
+struct Claim {
+    server: Option<Server>,
+    leases: usize,
+}
+
+/// Under the ledger's lock: no lease is left, and the daemon is recorded as stopping.
+fn claim(key: &ServerKey, force: bool, store: &Store) -> Result<Claim, MpsError> {
+    record::change(store, |ledger| {
+        let leases = record::leases(ledger, key).count();
+        let server = record::server(ledger, key).cloned();
+        if leases > 0 && !force {
+            return Err(MpsError::InUse { key: key.to_string(), leases });
+        }
+        if let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) {
+            server.state = ServerState::Stopping;
+        }
+        Ok(Claim { server, leases })
+    })
+}
+
+/// A lease that was taken while we stopped waits for our lock and starts the daemon anew.
+fn forget(key: &ServerKey, store: &Store) -> Result<(), MpsError> {
+    record::change(store, |ledger| {
+        ledger.servers.retain(|server| server.key != *key);
+        Ok(())
+    })
+}

@@ -1,0 +1,104 @@
+//! A CUDA program's side of MPS.
+
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::message::{Ask, Hello, Open, Say, Welcome};
+use super::pipe_directory;
+use super::wire::Conn;
+
+/// What a client gets whose daemon or server went away.
+pub const RPC_FAILURE: &str = "CUDA_ERROR_MPS_RPC_FAILURE";
+
+/// Connections to daemon and server.
+#[derive(Debug)]
+pub struct Client {
+    daemon: Conn,
+    server: Conn,
+    /// UUIDs of the server's devices, in its order.
+    pub devices: Vec<String>,
+}
+
+impl Client {
+    /// Waits for its turn at the daemon in the pipe directory. `None` where none can be reached: a CUDA
+    /// program then goes on without, and says nothing.
+    #[must_use]
+    pub fn connect() -> Option<Self> {
+        let daemon = Conn::connect(&pipe_directory().join("control")).ok()?;
+        daemon.send(&Hello::Client).ok()?;
+        let (Welcome { devices }, server) = daemon.recv()?;
+        Some(Self { daemon, server: server?, devices })
+    }
+
+    fn ask(&self, ask: &Ask) -> Result<Say, String> {
+        self.server.send(ask).map_err(|_| RPC_FAILURE.to_owned())?;
+        match self.server.recv() {
+            None => Err(RPC_FAILURE.into()),
+            Some((Say::Ended(error), _)) => Err(error),
+            Some((say, _)) => Ok(say),
+        }
+    }
+
+    /// Makes a context: the SMs and the free memory that it sees.
+    ///
+    /// # Errors
+    /// The `CUDA_ERROR_…` of one that cannot be made.
+    pub fn open(&self, open: Open) -> Result<(u32, u64), String> {
+        match self.ask(&Ask::Open(open))? {
+            Say::Context { sm, free_mib } => Ok((sm, free_mib)),
+            _ => Err(RPC_FAILURE.into()),
+        }
+    }
+
+    /// Takes memory; whether there was as much.
+    ///
+    /// # Errors
+    /// The `CUDA_ERROR_…` of a context that ended meanwhile.
+    pub fn alloc(&self, mib: u64) -> Result<bool, String> {
+        match self.ask(&Ask::Alloc { mib })? {
+            Say::Memory { granted } => Ok(granted),
+            _ => Err(RPC_FAILURE.into()),
+        }
+    }
+
+    /// Breaks the context, and those of all other clients; the error that comes of it.
+    #[must_use]
+    pub fn fault(&self) -> String {
+        match self.ask(&Ask::Fault) {
+            Err(error) => error,
+            Ok(_) => RPC_FAILURE.into(),
+        }
+    }
+
+    /// Works for so long.
+    ///
+    /// # Errors
+    /// The `CUDA_ERROR_…` of a context that ended meanwhile.
+    pub fn hold(&self, time: Duration) -> Result<(), String> {
+        let end = Instant::now() + time;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let limit =
+                PollTimeout::try_from(left.min(Duration::from_secs(3600))).unwrap_or(PollTimeout::MAX);
+            let mut ends =
+                [&self.server, &self.daemon].map(|end| PollFd::new(end.as_fd(), PollFlags::POLLIN));
+            let ready = poll(&mut ends, limit);
+            let [server, daemon] = ends.map(|end| end.any().unwrap_or(false));
+            match ready {
+                Ok(0) if Instant::now() >= end => return Ok(()),
+                Ok(_) if server => return Err(self.last_word()),
+                Ok(_) if daemon => return Err(RPC_FAILURE.into()),
+                _ => {}
+            }
+        }
+    }
+
+    fn last_word(&self) -> String {
+        match self.server.recv() {
+            Some((Say::Ended(error), _)) => error,
+            _ => RPC_FAILURE.into(),
+        }
+    }
+}

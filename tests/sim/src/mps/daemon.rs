@@ -1,0 +1,152 @@
+//! The control daemon: its five entries in the pipe directory, and who connects to them.
+
+use std::fs::{self, DirBuilder, File};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
+use std::sync::{Arc, mpsc};
+use std::thread;
+
+use anyhow::{Context, Result, bail};
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::stat::Mode;
+use nix::unistd::{geteuid, mkfifo};
+
+use super::command::{Outcome, run};
+use super::device;
+use super::limits;
+use super::log::Log;
+use super::message::{Answer, Hello, Settings};
+use super::pipe_directory;
+use super::servers::Servers;
+use super::wire::{Conn, Listener};
+use crate::layout::Root;
+use crate::layout::state::State;
+use crate::layout::topology::Topology;
+
+/// What a second daemon in the same directory says.
+const RUNNING: &str = "An instance of this daemon is already running";
+/// What all says that finds no daemon, a daemon that could not bind its socket included.
+pub const NOT_FOUND: &str = "Cannot find MPS control daemon process";
+
+const PID_FILE: &str = "nvidia-cuda-mps-control.pid";
+
+/// A daemon that has its directory to itself and listens.
+#[derive(Debug)]
+pub struct Daemon {
+    servers: Arc<Servers>,
+    control: Arc<Listener>,
+    privileged: Arc<Listener>,
+    lock: Flock<File>,
+}
+
+impl Daemon {
+    /// Takes the pipe directory.
+    ///
+    /// # Errors
+    /// It cannot be written, or another daemon has it.
+    pub fn new(multiuser: bool) -> Result<Self> {
+        if multiuser && !geteuid().is_root() {
+            bail!("Multiuser server mode needs root privileges");
+        }
+        let directory = pipe_directory();
+        make_directory(&directory)?;
+        let lock = File::create(directory.join("control_lock")).context("control_lock")?;
+        let lock =
+            Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|_| anyhow::anyhow!(RUNNING))?;
+        let log = Log::new("control.log", "Control");
+        let bind = |name, mode| Listener::bind(&directory.join(name), mode).context(NOT_FOUND);
+        let (control, privileged) = (bind("control", 0o666)?, bind("control_privileged", 0o755)?);
+        let fifo = directory.join("log");
+        let _ = fs::remove_file(&fifo);
+        mkfifo(&fifo, Mode::from_bits_truncate(0o644)).context("log")?;
+        fs::write(directory.join(PID_FILE), std::process::id().to_string()).context(PID_FILE)?;
+        log.line(&format!("Starting control daemon using socket {}/control", directory.display()));
+        log.line(&format!(
+            "To connect CUDA applications to this daemon, set env CUDA_MPS_PIPE_DIRECTORY={}",
+            directory.display()
+        ));
+        let devices = devices()?;
+        let defaults = defaults(&devices);
+        let servers = Servers::new(devices, multiuser, defaults, log);
+        Ok(Self { servers, control: Arc::new(control), privileged: Arc::new(privileged), lock })
+    }
+
+    /// Serves until it is told to quit. `control` stays where it is.
+    pub fn run(self) {
+        let (quit, told) = mpsc::channel();
+        for (listener, privileged) in [(&self.control, false), (&self.privileged, true)] {
+            let (listener, servers, quit) = (Arc::clone(listener), Arc::clone(&self.servers), quit.clone());
+            thread::spawn(move || accept(&listener, &servers, privileged, &quit));
+        }
+        let Ok(asker) = told.recv() else { return };
+        self.servers.log.line("Exiting");
+        self.control.shut();
+        self.privileged.shut();
+        let _ = fs::remove_file(pipe_directory().join(PID_FILE));
+        drop(self.lock);
+        let _ = asker.send(&Answer(String::new()));
+    }
+}
+
+fn make_directory(directory: &Path) -> Result<()> {
+    if directory.is_dir() {
+        return Ok(());
+    }
+    DirBuilder::new().mode(0o755).create(directory).with_context(|| format!("{}", directory.display()))
+}
+
+/// UUIDs of what `CUDA_VISIBLE_DEVICES` names on this host.
+fn devices() -> Result<Vec<String>> {
+    let root = Root::of_program().context("not below the root of a simulated driver")?;
+    Ok(host_devices(&root)?.into_iter().map(|device| device.uuid).collect())
+}
+
+/// What a program on the host sees.
+///
+/// # Errors
+/// The root is not one of a simulated driver.
+pub fn host_devices(root: &Root) -> Result<Vec<device::Device>> {
+    let topology = Topology::load(root)?;
+    let state = State::read(root).unwrap_or_else(|_| State::initial(&topology));
+    let all = device::all(&topology, |gpu| state.mig.get(&gpu.uuid).cloned().unwrap_or_default());
+    Ok(device::visible(&all, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref()))
+}
+
+/// The daemon's own environment sets its defaults.
+fn defaults(devices: &[String]) -> Settings {
+    let mut settings = Settings::default();
+    let own = std::env::var("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").ok();
+    if let Some(percentage) = own.and_then(|value| limits::percentage(&value)) {
+        settings.percentage = percentage;
+    }
+    let pinned = std::env::var("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT").unwrap_or_default();
+    for (device, value) in pinned.split(',').filter_map(|entry| entry.split_once('=')) {
+        if let (Some(device), Some(_)) = (limits::named(device, devices), limits::size(value)) {
+            settings.pinned.insert(device.clone(), value.to_owned());
+        }
+    }
+    settings
+}
+
+fn accept(listener: &Listener, servers: &Arc<Servers>, privileged: bool, quit: &mpsc::Sender<Conn>) {
+    while let Some(conn) = listener.accept() {
+        let (servers, quit) = (Arc::clone(servers), quit.clone());
+        thread::spawn(move || answer(conn, &servers, privileged, &quit));
+    }
+}
+
+fn answer(conn: Conn, servers: &Arc<Servers>, privileged: bool, quit: &mpsc::Sender<Conn>) {
+    servers.log.line("Accepting connection...");
+    let Ok(peer) = conn.peer() else { return };
+    match conn.recv() {
+        None => {}
+        Some((Hello::Client, _)) => {
+            servers.log.line(&format!("NEW CLIENT {} from user {}", peer.pid, peer.uid));
+            servers.serve(&conn, peer);
+        }
+        Some((Hello::Command(line), _)) => match run(servers, &line, privileged) {
+            Outcome::Say(text) => drop(conn.send(&Answer(text))),
+            Outcome::Quit => drop(quit.send(conn)),
+        },
+    }
+}

@@ -1,0 +1,265 @@
+//! `cuda-probe`: a CUDA program that says what it got, one JSON object a line.
+//!
+//! It knows what a CUDA program in a container knows: its environment, the nodes, the MPS directory, and
+//! libcuda as the loader finds it, whose trailer says what the GPUs are. For tests outside of containers,
+//! `SUBLET_SIM_DEV` names a directory that stands for /dev.
+
+use std::fs::OpenOptions;
+use std::io::{ErrorKind, Write, stdout};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use serde_json::{Value, json};
+
+use super::client::Client;
+use super::context_mib;
+use super::device::{self, Device};
+use super::driver;
+use super::exclusive::{Claim, claim};
+use super::message::Open;
+use crate::layout::Root;
+use crate::layout::contexts::{self, Kind};
+use crate::layout::trailer;
+
+const USAGE: &str = "cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS | noderights PATH…";
+
+/// Status of a program that met a CUDA error.
+const CUDA_ERROR: u8 = 10;
+
+/// Runs the program on its arguments.
+#[must_use]
+pub fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let Some(task) = Task::parse(&words) else {
+        eprintln!("usage: {USAGE}");
+        return ExitCode::from(2);
+    };
+    let mut libcuda = None;
+    let started = Program::start(&mut libcuda);
+    say(&info(started.as_ref(), libcuda.as_deref()));
+    match (task, started) {
+        (Task::NodeRights(paths), _) => {
+            for path in paths {
+                say(&json!({"event": "node", "path": path, "result": node(Path::new(path))}));
+            }
+            ExitCode::SUCCESS
+        }
+        (_, Err(_)) => ExitCode::from(CUDA_ERROR),
+        (task, Ok(mut program)) => program.run(&task),
+    }
+}
+
+/// A reader that went away wants no more.
+fn say(line: &Value) {
+    let mut out = stdout();
+    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+}
+
+enum Task<'a> {
+    Info,
+    Hold(Duration),
+    Alloc(u64, Duration),
+    Fault,
+    Latency(Duration),
+    NodeRights(Vec<&'a str>),
+}
+
+impl<'a> Task<'a> {
+    fn parse(words: &[&'a str]) -> Option<Self> {
+        let time = |text: &str| text.parse().ok().and_then(|secs| Duration::try_from_secs_f64(secs).ok());
+        Some(match words {
+            ["info"] => Self::Info,
+            ["hold", secs] => Self::Hold(time(secs)?),
+            ["alloc", mib] => Self::Alloc(mib.parse().ok()?, Duration::ZERO),
+            ["alloc", mib, secs] => Self::Alloc(mib.parse().ok()?, time(secs)?),
+            ["fault"] => Self::Fault,
+            ["lat", secs] => Self::Latency(time(secs)?),
+            ["noderights", paths @ ..] => Self::NodeRights(paths.to_vec()),
+            _ => return None,
+        })
+    }
+}
+
+/// A program with a context.
+struct Program {
+    tag: String,
+    device: Device,
+    count: usize,
+    sm: u32,
+    free_mib: u64,
+    used_mib: u64,
+    /// Nothing where it runs without MPS.
+    mps: Option<Client>,
+    shown: OwnedFd,
+    _claim: Option<Claim>,
+}
+
+impl Program {
+    /// Loads libcuda, finds the devices, meets MPS and makes a context.
+    fn start(libcuda: &mut Option<PathBuf>) -> Result<Self, String> {
+        let file = libcuda.insert(driver::load()?).clone();
+        let topology = trailer::read(&file).ok_or("libcuda has no trailer of the simulated driver")?;
+        let devices = usable(&device::all(&topology, |gpu| gpu.mig.clone()))?;
+        let named = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+        let mps = Client::connect();
+        let devices = match &mps {
+            Some(client) => of_server(&devices, &client.devices),
+            None => devices,
+        };
+        let visible = device::visible(&devices, named.as_deref());
+        match mps {
+            Some(client) => Self::with_mps(topology.tag, visible, client),
+            None => Self::alone(topology.tag, visible, &file),
+        }
+    }
+
+    fn with_mps(tag: String, visible: Vec<Device>, client: Client) -> Result<Self, String> {
+        let count = visible.len();
+        let open = Open {
+            visible: visible.iter().map(|device| device.uuid.clone()).collect(),
+            percentage: std::env::var("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").ok(),
+            pinned: std::env::var("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT").ok(),
+            ..Open::default()
+        };
+        let device = visible.into_iter().next().ok_or("CUDA_ERROR_NO_DEVICE")?;
+        let (sm, free_mib) = client.open(Open { device: device.uuid.clone(), ..open })?;
+        let used_mib = context_mib(sm);
+        let shown = show(&tag, &device, Kind::Client, used_mib)?;
+        Ok(Self { tag, device, count, sm, free_mib, used_mib, mps: Some(client), shown, _claim: None })
+    }
+
+    fn alone(tag: String, visible: Vec<Device>, libcuda: &Path) -> Result<Self, String> {
+        let count = visible.len();
+        let device = visible.into_iter().next().ok_or("CUDA_ERROR_NO_DEVICE")?;
+        let root = Root::of_library(libcuda);
+        let claim = claim(&device, root.as_ref(), libcuda).ok_or("CUDA_ERROR_DEVICE_UNAVAILABLE")?;
+        let (sm, used_mib) = (device.sm, context_mib(device.sm));
+        let held = contexts::list(&tag).iter().filter(|held| held.on == device.on).map(|held| held.mib).sum();
+        let free_mib = device.total_mib.saturating_sub(held);
+        let free_mib = free_mib.checked_sub(used_mib).ok_or("CUDA_ERROR_OUT_OF_MEMORY")?;
+        let shown = show(&tag, &device, Kind::Compute, used_mib)?;
+        Ok(Self { tag, device, count, sm, free_mib, used_mib, mps: None, shown, _claim: Some(claim) })
+    }
+
+    fn run(&mut self, task: &Task) -> ExitCode {
+        let result = match *task {
+            Task::Info | Task::NodeRights(_) => return ExitCode::SUCCESS,
+            Task::Hold(time) => self.hold(time),
+            Task::Latency(time) => self.latency(time),
+            Task::Fault => return self.fault(),
+            Task::Alloc(mib, time) => {
+                let result = self.alloc(mib);
+                say(&json!({"event": "alloc", "mib": mib, "result": text(&result)}));
+                match result {
+                    Ok(()) if time.is_zero() => return ExitCode::SUCCESS,
+                    Ok(()) => self.hold(time),
+                    Err(_) => return ExitCode::from(CUDA_ERROR),
+                }
+            }
+        };
+        say(&json!({"event": "end", "result": text(&result)}));
+        if result.is_ok() { ExitCode::SUCCESS } else { ExitCode::from(CUDA_ERROR) }
+    }
+
+    fn hold(&self, time: Duration) -> Result<(), String> {
+        if let Some(client) = &self.mps {
+            return client.hold(time);
+        }
+        std::thread::sleep(time);
+        Ok(())
+    }
+
+    /// Pretends to launch kernels of a millisecond each.
+    fn latency(&self, time: Duration) -> Result<(), String> {
+        let (start, mut rounds) = (Instant::now(), 0_u32);
+        while start.elapsed() < time {
+            self.hold(Duration::from_millis(1))?;
+            rounds += 1;
+        }
+        let mean = start.elapsed().as_secs_f64() * 1000.0 / f64::from(rounds.max(1));
+        say(&json!({"event": "lat", "iterations": rounds, "mean_ms": mean}));
+        Ok(())
+    }
+
+    fn alloc(&mut self, mib: u64) -> Result<(), String> {
+        let granted = match &self.mps {
+            Some(client) => client.alloc(mib)?,
+            None => mib <= self.free_mib,
+        };
+        if !granted {
+            return Err("CUDA_ERROR_OUT_OF_MEMORY".into());
+        }
+        self.free_mib = self.free_mib.saturating_sub(mib);
+        self.used_mib += mib;
+        let kind = if self.mps.is_some() { Kind::Client } else { Kind::Compute };
+        self.shown = show(&self.tag, &self.device, kind, self.used_mib)?;
+        Ok(())
+    }
+
+    fn fault(&self) -> ExitCode {
+        let illegal = || "CUDA_ERROR_ILLEGAL_ADDRESS".to_owned();
+        let error = self.mps.as_ref().map_or_else(illegal, Client::fault);
+        say(&json!({"event": "fault", "result": error}));
+        ExitCode::from(CUDA_ERROR)
+    }
+}
+
+fn show(tag: &str, device: &Device, kind: Kind, mib: u64) -> Result<OwnedFd, String> {
+    contexts::announce(tag, device.on, kind, mib).map_err(|error| format!("memfd: {error}"))
+}
+
+fn text(result: &Result<(), String>) -> &str {
+    result.as_ref().map_or_else(String::as_str, |()| "CUDA_SUCCESS")
+}
+
+fn info(program: Result<&Program, &String>, libcuda: Option<&Path>) -> Value {
+    let found = program.ok();
+    json!({
+        "event": "info",
+        "error": program.err(),
+        "count": found.map_or(0, |program| program.count),
+        "sm": found.map(|program| program.sm),
+        "free_mib": found.map(|program| program.free_mib),
+        "total_mib": found.map(|program| program.device.total_mib),
+        "uuid": found.map(|program| program.device.uuid.as_str()),
+        "mps": found.is_some_and(|program| program.mps.is_some()),
+        "libcuda": libcuda,
+        "pid": std::process::id(),
+    })
+}
+
+/// The devices whose nodes open, as cuInit finds them.
+fn usable(devices: &[Device]) -> Result<Vec<Device>, String> {
+    let dev = std::env::var_os("SUBLET_SIM_DEV").map_or_else(|| "/dev".into(), PathBuf::from);
+    let opens = |name: &str| matches!(node(&dev.join(name)).as_str(), "ok" | "ENXIO");
+    let found: Vec<Device> =
+        devices.iter().filter(|device| device.nodes.iter().all(|name| opens(name))).cloned().collect();
+    if !opens("nvidiactl") || found.is_empty() {
+        return Err("CUDA_ERROR_NO_DEVICE".into());
+    }
+    if !opens("nvidia-uvm") {
+        return Err("CUDA_ERROR_UNKNOWN".into());
+    }
+    Ok(found)
+}
+
+/// Under MPS a client sees the server's devices, in the server's order, as far as it has their nodes.
+fn of_server(devices: &[Device], served: &[String]) -> Vec<Device> {
+    served.iter().filter_map(|uuid| devices.iter().find(|device| device.uuid == *uuid)).cloned().collect()
+}
+
+/// What opening a node says: `ok`, or the name of the error. ENXIO is what a node says that may be opened
+/// and has no driver behind it.
+fn node(path: &Path) -> String {
+    match OpenOptions::new().read(true).write(true).open(path) {
+        Ok(_) => "ok".into(),
+        Err(error) if error.kind() == ErrorKind::NotFound => "ENOENT".into(),
+        Err(error) => error
+            .raw_os_error()
+            .map_or_else(|| error.to_string(), |number| format!("{:?}", Errno::from_raw(number))),
+    }
+}

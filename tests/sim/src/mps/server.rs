@@ -1,0 +1,209 @@
+//! `nvidia-cuda-mps-server`: it holds the device, its clients' memory counts here, and a fault of one of
+//! them ends all.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+
+use anyhow::{Context, Result};
+
+use super::daemon::host_devices;
+use super::device::Device;
+use super::exclusive::{Claim, claim};
+use super::log::Log;
+use super::message::{Ask, Open, Order, Report, Say, Settings};
+use super::wire::Conn;
+use super::{SERVER_MIB, context_mib, limits};
+use crate::layout::Root;
+use crate::layout::contexts::{self, Kind};
+use crate::layout::topology::Topology;
+
+/// One server, shared by the threads of its clients.
+#[derive(Debug)]
+struct Server {
+    root: Root,
+    tag: String,
+    devices: Vec<Device>,
+    daemon: Conn,
+    log: Log,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The server's own contexts, by device UUID.
+    contexts: BTreeMap<String, (Claim, OwnedFd)>,
+    /// By the daemon's number for them.
+    clients: BTreeMap<u64, Client>,
+}
+
+#[derive(Debug)]
+struct Client {
+    pid: i32,
+    conn: Arc<Conn>,
+    /// Its device, its memory in MiB and its limit, once it has a context.
+    context: Option<Share>,
+}
+
+#[derive(Clone, Debug)]
+struct Share {
+    device: Device,
+    used_mib: u64,
+    limit_mib: Option<u64>,
+}
+
+/// Serves until the daemon is gone.
+///
+/// # Errors
+/// The program was not started by a daemon below a root.
+pub fn main() -> Result<()> {
+    let daemon = Conn::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+    let root = Root::of_program().context("not below the root of a simulated driver")?;
+    let (tag, devices) = (Topology::load(&root)?.tag, host_devices(&root)?);
+    let log = Log::new("server.log", "Server");
+    let server = Arc::new(Server { root, tag, devices, daemon, log, state: Mutex::default() });
+    server.log.line("Startup");
+    for device in &server.devices {
+        server.hold(&mut server.state(), device);
+    }
+    while let Some((order, conn)) = server.daemon.recv() {
+        match (order, conn) {
+            (Order::Attach { id, pid, settings }, Some(conn)) => server.attach(id, pid, settings, conn),
+            (Order::Attach { .. }, None) => {}
+            (Order::Terminate { id }, _) => server.end(&[id], "CUDA_ERROR_MPS_CLIENT_TERMINATED"),
+        }
+    }
+    Ok(())
+}
+
+impl Server {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn report(&self, report: &Report) {
+        // The daemon being gone is seen where its orders are awaited.
+        let _ = self.daemon.send(report);
+    }
+
+    /// Makes sure that the server has its own context on a device; whether it may.
+    fn hold(&self, state: &mut State, device: &Device) -> bool {
+        if let Some((claim, _)) = state.contexts.get(&device.uuid) {
+            claim.refresh(device, Some(&self.root));
+            return true;
+        }
+        let libcuda: PathBuf = self.root.libraries().join("libcuda.so.1");
+        let claim = claim(device, Some(&self.root), &libcuda);
+        let made = claim.zip(contexts::announce(&self.tag, device.on, Kind::Server, SERVER_MIB).ok());
+        let held = made.is_some();
+        if let Some(context) = made {
+            state.contexts.insert(device.uuid.clone(), context);
+        } else {
+            self.log.line(&format!("Failed to create context on {}", device.uuid));
+        }
+        held
+    }
+
+    fn attach(self: &Arc<Self>, id: u64, pid: i32, settings: Settings, conn: Conn) {
+        let conn = Arc::new(conn);
+        let client = Client { pid, conn: Arc::clone(&conn), context: None };
+        self.state().clients.insert(id, client);
+        self.log.line(&format!("Received new client connection from {pid}"));
+        let server = Arc::clone(self);
+        thread::spawn(move || server.follow(id, &settings, &conn));
+    }
+
+    fn follow(&self, id: u64, settings: &Settings, conn: &Conn) {
+        while let Some((ask, _)) = conn.recv() {
+            let answer = match ask {
+                Ask::Open(open) => {
+                    self.open(id, settings, &open).unwrap_or_else(|error| Say::Ended(error.into()))
+                }
+                Ask::Alloc { mib } => Say::Memory { granted: self.alloc(id, mib) },
+                Ask::Fault => {
+                    self.fault();
+                    continue;
+                }
+            };
+            if conn.send(&answer).is_err() {
+                break;
+            }
+        }
+        self.state().clients.remove(&id);
+    }
+
+    fn open(&self, id: u64, settings: &Settings, open: &Open) -> Result<Say, &'static str> {
+        let found = self.devices.iter().find(|device| device.uuid == open.device);
+        let device = found.ok_or("CUDA_ERROR_NO_DEVICE")?.clone();
+        let mut state = self.state();
+        if !self.hold(&mut state, &device) {
+            return Err("CUDA_ERROR_DEVICE_UNAVAILABLE");
+        }
+        if state.on(&device).count() >= device.clients {
+            return Err("CUDA_ERROR_MPS_MAX_CLIENTS_REACHED");
+        }
+        let (sm, limit_mib) = if device.limits {
+            (limits::sm(device.sm, settings, open.percentage.as_deref()), limits::memory(settings, open))
+        } else {
+            (device.sm, None)
+        };
+        let used_mib = context_mib(sm);
+        let context = Share { device, used_mib: 0, limit_mib };
+        let free_mib = self.free(&state, &context).checked_sub(used_mib).ok_or("CUDA_ERROR_OUT_OF_MEMORY")?;
+        self.report(&Report::Opened { id, device: open.device.clone() });
+        state.clients.get_mut(&id).ok_or("CUDA_ERROR_MPS_CLIENT_TERMINATED")?.context =
+            Some(Share { used_mib, ..context });
+        Ok(Say::Context { sm, free_mib })
+    }
+
+    fn alloc(&self, id: u64, mib: u64) -> bool {
+        let mut state = self.state();
+        let context = state.clients.get(&id).and_then(|client| client.context.clone());
+        let granted = context.is_some_and(|context| self.free(&state, &context) >= mib);
+        if let Some(context) = state.clients.get_mut(&id).and_then(|client| client.context.as_mut()) {
+            context.used_mib += if granted { mib } else { 0 };
+        }
+        granted
+    }
+
+    /// What a client can still have: of its limit, and of the device.
+    fn free(&self, state: &State, context: &Share) -> u64 {
+        let device = &context.device;
+        let own: u64 = state.on(device).map(|(_, context)| context.used_mib).sum();
+        let pids: Vec<i32> = state.on(device).map(|(pid, _)| pid).collect();
+        let others: u64 = contexts::list(&self.tag)
+            .iter()
+            .filter(|held| held.on == device.on && !pids.contains(&held.pid))
+            .map(|held| held.mib)
+            .sum();
+        let of_device = device.total_mib.saturating_sub(own + others);
+        context.limit_mib.map_or(of_device, |limit| of_device.min(limit.saturating_sub(context.used_mib)))
+    }
+
+    fn fault(&self) {
+        let clients: Vec<u64> = self.state().clients.keys().copied().collect();
+        self.log.line("Fatal fault on a client: all clients end");
+        self.end(&clients, "CUDA_ERROR_ILLEGAL_ADDRESS");
+    }
+
+    fn end(&self, clients: &[u64], error: &str) {
+        for id in clients {
+            let client = self.state().clients.remove(id);
+            if let Some(client) = client {
+                let _ = client.conn.send(&Say::Ended(error.to_owned()));
+            }
+            self.report(&Report::Closed { id: *id });
+        }
+    }
+}
+
+impl State {
+    /// Pid and context of every client on this device.
+    fn on<'a>(&'a self, device: &'a Device) -> impl Iterator<Item = (i32, &'a Share)> {
+        let contexts =
+            self.clients.values().filter_map(|client| Some((client.pid, client.context.as_ref()?)));
+        contexts.filter(|(_, context)| context.device.uuid == device.uuid)
+    }
+}

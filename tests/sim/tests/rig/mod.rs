@@ -1,0 +1,259 @@
+//! A root of the simulated driver made by hand, and the programs in it.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader, Lines, Write};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use nix::sys::signal::{Signal, kill};
+use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+use nix::unistd::Pid;
+use nvidia_ml::layout::contexts::{self, Held};
+use nvidia_ml::layout::state::State;
+use nvidia_ml::layout::topology::Topology;
+use nvidia_ml::layout::{Root, trailer};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+pub const H200: &str = "GPU-11111111-2222-3333-4444-555555555555";
+
+static COUNT: AtomicU32 = AtomicU32::new(0);
+
+pub struct Rig {
+    dir: TempDir,
+    pub tag: String,
+}
+
+impl Rig {
+    /// One H200; nothing without root, who alone may make nodes.
+    pub fn new() -> Option<Self> {
+        Self::with("9.0")
+    }
+
+    pub fn with(compute_capability: &str) -> Option<Self> {
+        if !nix::unistd::geteuid().is_root() {
+            eprintln!("skipped: needs root to make device nodes");
+            return None;
+        }
+        let tag = format!("{:04x}{:04x}", std::process::id() & 0xffff, COUNT.fetch_add(1, Ordering::Relaxed));
+        let rig = Self { dir: tempfile::Builder::new().prefix("mps").tempdir().unwrap(), tag };
+        fs::set_permissions(rig.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        rig.lay_out(&rig.topology(compute_capability));
+        Some(rig)
+    }
+
+    fn topology(&self, compute_capability: &str) -> Topology {
+        serde_json::from_value(json!({
+            "tag": self.tag, "driver": "580.159.04", "cuda": "13.0",
+            "gpu": [{"index": 0, "minor": 3, "uuid": H200, "name": "NVIDIA H200", "bus_id": "0000:3b:00.0",
+                     "memory_mib": 143_771, "cuda_total_mib": 143_155, "sm_count": 132,
+                     "compute_capability": compute_capability, "arch": "hopper"}],
+        }))
+        .unwrap()
+    }
+
+    fn lay_out(&self, topology: &Topology) {
+        let root = Root::new(self.path("").canonicalize().unwrap());
+        for directory in ["usr/bin", "sim", "dev", "a", "log"] {
+            fs::create_dir_all(self.path(directory)).unwrap();
+        }
+        fs::create_dir_all(root.libraries()).unwrap();
+        for (name, program) in PROGRAMS {
+            fs::copy(program, self.path("usr/bin").join(name)).unwrap();
+        }
+        fs::write(root.topology(), serde_json::to_vec(topology).unwrap()).unwrap();
+        State::initial(topology).write(&root).unwrap();
+        trailer::append(libcuda(), &root.libraries().join("libcuda.so.580.159.04"), topology).unwrap();
+        symlink("libcuda.so.580.159.04", root.libraries().join("libcuda.so.1")).unwrap();
+        for (name, major, minor) in [("nvidiactl", 195, 255), ("nvidia3", 195, 3), ("nvidia-uvm", 510, 0)] {
+            let mode = Mode::from_bits_truncate(0o666);
+            let node = self.path("dev").join(name);
+            mknod(&node, SFlag::S_IFCHR, mode, makedev(major, minor)).unwrap();
+            fs::set_permissions(&node, fs::Permissions::from_mode(0o666)).unwrap();
+        }
+    }
+
+    pub fn path(&self, relative: &str) -> PathBuf {
+        self.dir.path().join(relative)
+    }
+
+    pub fn compute_mode(&self, mode: u32) {
+        let root = Root::new(self.path("").canonicalize().unwrap());
+        State::update(&root, |state| state.compute_mode.insert(H200.into(), mode)).unwrap();
+    }
+
+    /// A program of the root, with the pipe directory `pipe` and no other environment.
+    pub fn program(&self, name: &str, pipe: &str) -> Command {
+        let mut command = Command::new(self.path("usr/bin").join(name));
+        let libraries = format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH);
+        command
+            .env_clear()
+            .env("CUDA_MPS_PIPE_DIRECTORY", self.path(pipe))
+            .env("CUDA_MPS_LOG_DIRECTORY", self.path("log"))
+            .env("SUBLET_SIM_DEV", self.path("dev"))
+            .env("LD_LIBRARY_PATH", self.path(&libraries));
+        command
+    }
+
+    /// Starts a daemon; what it said. It returns although the daemon lives: nothing of ours is held open.
+    pub fn daemon(&self, pipe: &str, arguments: &[&str]) -> Output {
+        self.program("nvidia-cuda-mps-control", pipe).arg("-d").args(arguments).output().unwrap()
+    }
+
+    pub fn daemon_pid(&self, pipe: &str) -> i32 {
+        let file = self.path(pipe).join("nvidia-cuda-mps-control.pid");
+        fs::read_to_string(file).unwrap().trim().parse().unwrap()
+    }
+
+    pub fn ask_with_status(&self, pipe: &str, command: &str) -> (String, Option<i32>) {
+        let output = output_of(self.program("nvidia-cuda-mps-control", pipe), command);
+        (String::from_utf8(output.stdout).unwrap().trim_end().to_owned(), output.status.code())
+    }
+
+    pub fn ask(&self, command: &str) -> String {
+        self.ask_with_status("a", command).0
+    }
+
+    pub fn server(&self) -> String {
+        self.ask("get_server_list")
+    }
+
+    /// Runs the probe to its end: what it said, and its status.
+    pub fn probe(&self, task: &str, env: &[(&str, &str)]) -> (Vec<Value>, i32) {
+        let mut probe = self.start(task, env);
+        let mut said = vec![probe.info.clone()];
+        said.extend(std::iter::from_fn(|| probe.next()));
+        (said, probe.status())
+    }
+
+    pub fn info(&self, env: &[(&str, &str)]) -> Value {
+        self.probe("info", env).0.remove(0)
+    }
+
+    /// Starts the probe and waits for its first line.
+    pub fn start(&self, task: &str, env: &[(&str, &str)]) -> Probe {
+        self.start_as(task, env, 0, "a")
+    }
+
+    pub fn start_as(&self, task: &str, env: &[(&str, &str)], uid: u32, pipe: &str) -> Probe {
+        let mut probe = self.start_silent(task, env, uid, pipe);
+        probe.info = probe.next().expect("the probe says something");
+        probe
+    }
+
+    /// Starts the probe and does not wait.
+    pub fn start_silent(&self, task: &str, env: &[(&str, &str)], uid: u32, pipe: &str) -> Probe {
+        Self::spawn(self.program("cuda-probe", pipe), task, env, uid)
+    }
+
+    /// Starts the probe as uid 0 of namespaces of its own, which is this uid outside.
+    pub fn start_in_namespaces(&self, task: &str, uid: u32) -> Probe {
+        let probe = self.program("cuda-probe", "a");
+        let mut command = Command::new("/usr/bin/unshare");
+        command.args(["--user", "--map-root-user", "--pid", "--fork", "--ipc", "--uts", "--mount-proc"]);
+        command.arg(probe.get_program()).env_clear();
+        command.envs(probe.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let mut probe = Self::spawn(command, task, &[], uid);
+        probe.info = probe.next().expect("the probe says something");
+        probe
+    }
+
+    fn spawn(mut command: Command, task: &str, env: &[(&str, &str)], uid: u32) -> Probe {
+        let env: BTreeMap<_, _> = env.iter().copied().collect();
+        command.args(task.split(' ')).envs(env).uid(uid).gid(uid).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        Probe { child, lines, info: Value::Null }
+    }
+
+    pub fn contexts(&self) -> Vec<Held> {
+        contexts::list(&self.tag)
+    }
+
+    /// Processes of this root's programs.
+    fn processes(&self) -> Vec<i32> {
+        let all = fs::read_dir("/proc").unwrap().flatten();
+        all.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+            .filter(|pid| {
+                let exe = fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+                exe.starts_with(self.dir.path().join("usr/bin"))
+            })
+            .collect()
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        // A daemon may be starting a server meanwhile.
+        loop {
+            let pids = self.processes();
+            if pids.is_empty() {
+                return;
+            }
+            for pid in pids {
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+    }
+}
+
+/// A running probe.
+pub struct Probe {
+    pub child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+    pub info: Value,
+}
+
+impl Probe {
+    pub fn next(&mut self) -> Option<Value> {
+        self.lines.next().map(|line| serde_json::from_str(&line.unwrap()).unwrap())
+    }
+
+    /// The result that its next line has.
+    pub fn result(&mut self) -> String {
+        self.next().unwrap()["result"].as_str().unwrap().to_owned()
+    }
+
+    pub fn status(&mut self) -> i32 {
+        self.child.wait().unwrap().code().unwrap_or(-1)
+    }
+
+    pub fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap()
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+}
+
+pub fn output_of(mut program: Command, input: &str) -> Output {
+    let mut child = program.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(format!("{input}\n").as_bytes()).unwrap();
+    child.wait_with_output().unwrap()
+}
+
+const PROGRAMS: [(&str, &str); 3] = [
+    ("nvidia-cuda-mps-control", env!("CARGO_BIN_EXE_nvidia-cuda-mps-control")),
+    ("nvidia-cuda-mps-server", env!("CARGO_BIN_EXE_nvidia-cuda-mps-server")),
+    ("cuda-probe", env!("CARGO_BIN_EXE_cuda-probe")),
+];
+
+/// The stand-in, built by cargo: another package's library is not built for a test.
+fn libcuda() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let mut build = Command::new(cargo);
+        build.args(["build", "--quiet", "--package", "sublet-sim-libcuda"]);
+        build.args(["--target-dir".as_ref(), Path::new(PROGRAMS[0].1).ancestors().nth(2).unwrap()]);
+        assert!(build.status().unwrap().success(), "the stand-in libcuda does not build");
+        Path::new(PROGRAMS[0].1).ancestors().nth(2).unwrap().join("debug/libcuda.so")
+    })
+}
