@@ -11,6 +11,7 @@
 
 pub mod admit;
 pub mod apply;
+mod child;
 #[cfg(feature = "cli")]
 pub mod cli;
 pub mod config;
@@ -19,6 +20,7 @@ pub mod hook;
 pub mod inventory;
 pub mod ledger;
 pub mod mps;
+pub mod own;
 pub mod place;
 pub mod process;
 pub mod replace;

@@ -105,6 +105,8 @@ impl Host {
             owner: Process::current().unwrap(),
             init: None,
             since: 0,
+            mount_points: Vec::new(),
+            library_dir: None,
         };
         self.edit(|ledger| ledger.leases.push(lease.clone()));
         lease

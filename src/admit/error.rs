@@ -4,6 +4,7 @@ use crate::apply::{Conflict, ImageError, SpecError};
 use crate::inventory::{InventoryError, NodeError};
 use crate::ledger::{Doubled, LeaseId, LedgerError};
 use crate::mps::MpsError;
+use crate::own::OwnError;
 use crate::place::Refusal;
 use crate::request::RequestError;
 use crate::text::safe;
@@ -22,8 +23,8 @@ pub enum AdmitError {
     Spec(#[from] SpecError),
     #[error(transparent)]
     Inventory(#[from] InventoryError),
-    #[error("{0}")]
-    Refresh(String),
+    #[error(transparent)]
+    Own(#[from] OwnError),
     #[error(transparent)]
     Refused(#[from] Box<Refusal>),
     #[error(transparent)]

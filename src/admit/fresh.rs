@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use super::AdmitError;
 use crate::config::Config;
-use crate::inventory::{self, Inventory, InventoryError};
-use crate::process::sublet;
+use crate::inventory::{self, Inventory};
+use crate::own;
 
 /// NVML may have to load firmware on a machine without the persistence daemon.
 const REFRESH_LIMIT: Duration = Duration::from_secs(30);
@@ -16,10 +16,8 @@ const REFRESH_LIMIT: Duration = Duration::from_secs(30);
 /// The driver's own trouble, in its own words.
 pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
     match inventory::load(config) {
-        Err(
-            InventoryError::Missing { .. } | InventoryError::Stale { .. } | InventoryError::Corrupt { .. },
-        ) => refresh(config),
-        other => Ok(other?),
+        Err(error) if error.wants_refresh() => refresh(config),
+        loaded => Ok(loaded?),
     }
 }
 
@@ -28,10 +26,8 @@ pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
 /// # Errors
 /// What `sublet refresh` said.
 pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
-    let done = sublet(&["refresh", "--quiet"], REFRESH_LIMIT)
-        .map_err(|error| AdmitError::Refresh(error.to_string()))?;
-    if !done.success {
-        return Err(AdmitError::Refresh(done.message()));
+    for warning in own::sublet(&["refresh", "--quiet"], REFRESH_LIMIT)? {
+        tracing::warn!("{warning}");
     }
     Ok(inventory::load(config)?)
 }

@@ -82,7 +82,8 @@ fn look(
     let image = apply::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?;
     let id = LeaseId::random().map_err(AdmitError::Random)?;
     let (booked, freed) = store.update(|ledger| {
-        let placement = place(request, &id, &inventory, ledger, config).map_err(|refusal| refused(refusal, may_refresh))?;
+        let placement = place(request, &id, &inventory, ledger, config)
+            .map_err(|refusal| refused(refusal, may_refresh))?;
         if placement.refresh_first && may_refresh {
             return Err(Look::RefreshFirst);
         }

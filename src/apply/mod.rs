@@ -12,7 +12,7 @@ pub use conflict::{Conflict, conflict};
 pub use file::{FileError, JsonFile};
 pub use image::{ImageError, inspect};
 pub use mount_points::cleanup_mount_points;
-pub use spec::{LEASE, LEASE_RECORD, SpecError, annotations, edit, edit_environment, environment_value};
+pub use spec::{SpecError, annotations, edit, edit_environment, environment_value};
 
 #[cfg(test)]
 mod tests;

@@ -10,11 +10,7 @@ use oci_spec::runtime::{
 use serde_json::{Map, Value};
 
 use crate::grant::{Environment, Grant, GrantedNode, Mount};
-
-/// The annotation that names the lease.
-pub const LEASE: &str = "sublet.lease";
-/// The annotation with the lease itself: what a lost ledger is rebuilt from.
-pub const LEASE_RECORD: &str = "sublet.lease.record";
+use crate::ledger::{LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
 
 /// How our read-only mounts are made. `bind`, not `rbind`: nothing mounted below a source comes along.
 const MOUNT_OPTIONS: [&str; 5] = ["bind", "ro", "nosuid", "nodev", "rprivate"];
@@ -103,9 +99,9 @@ pub(super) fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Resu
     append(root, "mounts", "mounts", mounts)?;
     mask(root, &grant.masked_paths)?;
     let annotations = child(root, "annotations", "annotations")?;
-    annotations.insert(LEASE.to_owned(), Value::from(grant.lease.as_str()));
+    annotations.insert(LEASE_ANNOTATION.to_owned(), Value::from(grant.lease.as_str()));
     if !grant.record.is_empty() {
-        annotations.insert(LEASE_RECORD.to_owned(), Value::from(grant.record.as_str()));
+        annotations.insert(LEASE_RECORD_ANNOTATION.to_owned(), Value::from(grant.record.as_str()));
     }
     Ok(())
 }

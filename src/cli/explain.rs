@@ -45,16 +45,17 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         bail!("nothing to explain: give --annotation KEY=VALUE, --bundle DIR or --container ID");
     }
     let (mut spec, rootfs) = read_spec(arguments)?;
-    let wish = wish(&spec, &rootfs, None, config)?;
-    print_request(&wish.request);
+    let request = wish(&spec, None, config)?;
+    print_request(&request);
     let inventory = fresh_inventory(config)?;
+    let image = apply::inspect(&spec, &rootfs, &request, &inventory, config)?;
     let ledger = Store::open(&config.state_dir)?.read()?;
     let id = LeaseId::random()?;
-    let placement = place(&wish.request, &id, &inventory, &ledger, config)?;
+    let placement = place(&request, &id, &inventory, &ledger, config)?;
     print_placement(&placement, &inventory);
     let candidate = candidate(arguments, rootfs)?;
-    let lease = lease_for(&candidate, &placement, &wish, id);
-    let grant = grant(&placement, &lease, &wish.request.capabilities, &wish.image, &inventory, config);
+    let lease = lease_for(&candidate, &placement, &image, id, config);
+    let grant = grant(&placement, &lease, &request.capabilities, &image, &inventory, config);
     match arguments.bundle {
         None => print_grant(&grant),
         Some(_) => {
@@ -63,7 +64,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
             println!("Edits to config.json\n{}", diff(&before, &spec)?);
         }
     }
-    for warning in wish.image.warnings.iter().chain(&placement.warnings) {
+    for warning in image.warnings.iter().chain(&placement.warnings) {
         println!("Warning: {warning}");
     }
     Ok(ExitCode::SUCCESS)

@@ -26,6 +26,9 @@ pub enum Command {
     Stop {
         /// A device's UUID, or a lease id for a dedicated daemon
         key: String,
+        /// Even though it serves leases or does not answer: the work of its clients ends
+        #[arg(long)]
+        force: bool,
     },
     /// Print a daemon's logs
     Logs {
@@ -41,30 +44,32 @@ pub enum Command {
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     let store = Store::open(&config.state_dir)?;
     match command {
-        Command::List { format } => list(*format, config)?,
-        Command::Start { key } => {
-            let inventory = fresh_inventory(config)?;
-            for warning in mps::start(&ServerKey(key.clone()), &store, &inventory, config)? {
-                eprintln!("sublet: {warning}");
+        Command::List { format } => list(*format, &store, config)?,
+        Command::Start { key } => warn(mps::start(&ServerKey(key.clone()), &store, config)?),
+        Command::Stop { key, force } => warn(mps::stop(&ServerKey(key.clone()), *force, &store, config)?),
+        Command::Logs { key } => {
+            for (file, text) in mps::logs(&ServerKey(key.clone()), config)? {
+                println!("== {file}\n{}", text.trim_end());
             }
         }
-        Command::Stop { key } => mps::stop(&ServerKey(key.clone()), &store, config)?,
-        Command::Logs { key } => mps::logs(&ServerKey(key.clone()), config, &mut std::io::stdout())?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn list(format: Format, config: &Config) -> anyhow::Result<()> {
-    let ledger = super::settled_ledger(config)?;
-    match format {
-        Format::Json => output::json(&ledger.servers),
-        Format::Table if ledger.servers.is_empty() => {
-            println!("No MPS daemons.");
-            Ok(())
-        }
-        Format::Table => {
-            println!("{}", super::status::server_table(&fresh_inventory(config)?, &ledger));
-            Ok(())
-        }
+/// Standard error is what our own programs read: a line a warning.
+fn warn(warnings: Vec<String>) {
+    for warning in warnings {
+        eprintln!("sublet: warning: {warning}");
     }
+}
+
+fn list(format: Format, store: &Store, config: &Config) -> anyhow::Result<()> {
+    super::settled_ledger(config)?;
+    let daemons = mps::list(store, config)?;
+    match format {
+        Format::Json => output::json(&daemons)?,
+        Format::Table if daemons.is_empty() => println!("No MPS daemons."),
+        Format::Table => println!("{}", super::status::daemon_table(&daemons, &fresh_inventory(config)?)),
+    }
+    Ok(())
 }

@@ -8,7 +8,8 @@ use super::output::{self, Format};
 use crate::admit::{fresh_inventory, refusals};
 use crate::config::Config;
 use crate::inventory::{Device, Inventory, MigDevice};
-use crate::ledger::{Lease, LeaseState, Ledger, Server};
+use crate::ledger::{Lease, LeaseState, Ledger, Store};
+use crate::mps::{self, Listed};
 use crate::place::account;
 use crate::request::Mode;
 
@@ -33,9 +34,10 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     let ledger = super::settled_ledger(config)?;
     let inventory = fresh_inventory(config)?;
+    let daemons = mps::list(&Store::open(&config.state_dir)?, config)?;
     match arguments.format {
-        Format::Json => output::json(&document(&inventory, &ledger, config))?,
-        Format::Table => print_tables(&inventory, &ledger, config),
+        Format::Json => output::json(&document(&inventory, &ledger, &daemons, config))?,
+        Format::Table => print_tables(&inventory, &ledger, &daemons, config),
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -53,14 +55,14 @@ fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
 }
 
 /// The schema `sublet.status/1`: keys may be added, never changed.
-fn document(inventory: &Inventory, ledger: &Ledger, config: &Config) -> Value {
+fn document(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: &Config) -> Value {
     let device = |device: &Device| device_json(device, ledger, config);
     json!({
         "schema": "sublet.status/1",
         "driver": {"version": inventory.driver.version, "simulated": inventory.driver.simulated},
         "devices": inventory.devices.iter().map(device).collect::<Vec<_>>(),
         "leases": leases_json(inventory, ledger),
-        "mps": ledger.servers.iter().map(|server| server_json(server, ledger)).collect::<Vec<_>>(),
+        "mps": daemons,
     })
 }
 
@@ -120,23 +122,13 @@ fn state(lease: &Lease, device: &str, inventory: &Inventory) -> LeaseState {
     if known { lease.state } else { LeaseState::Lost }
 }
 
-fn server_json(server: &Server, ledger: &Ledger) -> Value {
-    json!({
-        "device": server.device,
-        "lease": ledger.leases.iter().find(|lease| lease.id.as_str() == server.key.0).map(|lease| &lease.id),
-        "pid": server.daemon.map(|daemon| daemon.pid),
-        "state": server.state,
-        "clients": crate::mps::clients(server),
-    })
-}
-
-fn print_tables(inventory: &Inventory, ledger: &Ledger, config: &Config) {
+fn print_tables(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: &Config) {
     let simulated = if inventory.driver.simulated { "  SIMULATED" } else { "" };
     println!("Driver {}{simulated}\n", inventory.driver.version);
     println!("{}", device_table(inventory, ledger, config));
     println!("\n{}", lease_table(inventory, ledger));
-    if !ledger.servers.is_empty() {
-        println!("\n{}", server_table(inventory, ledger));
+    if !daemons.is_empty() {
+        println!("\n{}", daemon_table(daemons, inventory));
     }
 }
 
@@ -190,19 +182,22 @@ pub(super) fn lease_table(inventory: &Inventory, ledger: &Ledger) -> String {
 }
 
 /// The table of MPS daemons.
-pub(super) fn server_table(inventory: &Inventory, ledger: &Ledger) -> String {
-    let row = |server: &Server| {
+pub(super) fn daemon_table(daemons: &[Listed], inventory: &Inventory) -> String {
+    let or_dash = |number: Option<String>| number.unwrap_or_else(|| "-".to_owned());
+    let row = |daemon: &Listed| {
         vec![
-            server.key.to_string(),
-            device_label(&server.device, inventory),
-            word(&server.state),
-            server.daemon.map_or_else(|| "-".to_owned(), |daemon| daemon.pid.to_string()),
-            format!("{} %", server.ceiling),
-            crate::mps::clients(server).map_or_else(|| "-".to_owned(), |clients| clients.to_string()),
+            daemon.key.to_string(),
+            device_label(&daemon.device, inventory),
+            word(&daemon.state),
+            or_dash(daemon.pid.map(|pid| pid.to_string())),
+            format!("{} %", daemon.ceiling_percent),
+            or_dash(daemon.clients.map(|clients| clients.to_string())),
         ]
     };
-    let rows = ledger.servers.iter().map(row).collect();
-    output::table(&["MPS DAEMON", "GPU", "STATE", "PID", "SM CEILING", "CLIENTS"], rows)
+    output::table(
+        &["MPS DAEMON", "GPU", "STATE", "PID", "SM CEILING", "CLIENTS"],
+        daemons.iter().map(row).collect(),
+    )
 }
 
 fn device_label(uuid: &str, inventory: &Inventory) -> String {

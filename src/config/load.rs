@@ -20,7 +20,18 @@ use super::check::{self, Problem};
 use super::{Config, ConfigError, Grant, Runtime, caller};
 
 /// Names one file instead of all others.
-const VARIABLE: &str = "SUBLET_CONFIG";
+pub const VARIABLE: &str = "SUBLET_CONFIG";
+
+/// The value of [`VARIABLE`], absolute, where it is honoured: never with more rights than our caller's.
+#[must_use]
+pub fn honoured() -> Option<PathBuf> {
+    let file = std::env::var_os(VARIABLE).filter(|file| !file.is_empty())?;
+    if !caller::has_our_rights() {
+        tracing::warn!("{VARIABLE} is not honoured in a program with more rights than its caller");
+        return None;
+    }
+    std::path::absolute(file).ok()
+}
 
 /// The merged configuration. With no file at all: the defaults.
 ///
@@ -43,14 +54,8 @@ pub fn load_runtime() -> Result<Runtime, ConfigError> {
 /// # Errors
 /// A directory of them that is there and cannot be listed.
 pub fn sources() -> Result<Vec<PathBuf>, ConfigError> {
-    match std::env::var_os(VARIABLE) {
-        Some(file) if !file.is_empty() => {
-            if caller::has_our_rights() {
-                return Ok(vec![file.into()]);
-            }
-            tracing::warn!("{VARIABLE} is not honoured in a program with more rights than its caller");
-        }
-        _ => {}
+    if let Some(file) = honoured() {
+        return Ok(vec![file]);
     }
     files(Path::new("/etc/sublet"), Path::new("/usr/lib/sublet"))
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 pub use error::ConfigError;
-pub use load::{load, load_runtime, sources};
+pub use load::{VARIABLE, honoured, load, load_runtime, sources};
 
 use crate::request::{Capability, Isolation, Mode, Percent};
 

@@ -4,10 +4,15 @@ use std::path::Path;
 
 use super::{Environment, MPS_DIR};
 use crate::config::{Config, VisibleDevices};
+use crate::inventory::context_bytes;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::Lease;
 use crate::request::units::MIB;
 use crate::request::{Percent, Priority};
+
+/// Where NVML does not say how many SMs there are: as many as any GPU has, so that the memory fraction is
+/// rather too small.
+const MOST_SMS: u64 = 192;
 
 /// Names that are ours alone: what the image or the user set under them would contradict the lease.
 /// With no MPS server too, since a stray `CUDA_MPS_*` could lead the container to somebody's daemon.
@@ -96,21 +101,11 @@ fn sizes(lease: &Lease, inventory: &Inventory) -> Vec<(String, String)> {
 
 /// (`bytes` − the context's own) ÷ the device's total, rounded down to thousandths; `None` for nothing.
 fn fraction(bytes: u64, sm: Option<Percent>, device: &Device) -> Option<String> {
-    let usable = bytes.saturating_sub(context_bytes(sm, device));
+    let visible = device.sms_at(sm.unwrap_or(Percent::WHOLE)).unwrap_or(MOST_SMS);
+    let usable = bytes.saturating_sub(context_bytes(visible));
     let total = u128::from(device.memory_bytes);
     let thousandths = (u128::from(usable) * 1000).checked_div(total)?.min(1000);
     (thousandths > 0).then(|| format!("{}.{:03}", thousandths / 1000, thousandths % 1000))
-}
-
-/// About what a CUDA context itself takes, inside the limit: 24 MiB and 3.75 MiB for each SM it sees
-/// (H200, driver 580: 516 MiB at 132 SMs, 144 MiB at 32). SMs are granted in pairs, rounded down.
-fn context_bytes(sm: Option<Percent>, device: &Device) -> u64 {
-    const BASE: u64 = 24 * MIB;
-    const EACH: u64 = 15 * MIB / 4;
-    /// Where NVML does not say: as many as any GPU has, so that the fraction is rather too small.
-    const MANY: u32 = 192;
-    let visible = sm.unwrap_or(Percent::WHOLE).of(u64::from(device.sm_count.unwrap_or(MANY)));
-    BASE + visible / 2 * 2 * EACH
 }
 
 /// `template` with each `${NAME}` replaced from `set`; `None` where a name is not there.

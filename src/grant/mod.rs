@@ -105,7 +105,7 @@ pub fn grant(
     mounts.extend(libraries.into_iter().flat_map(|dir| driver_files(dir, capabilities, inventory, config)));
     Grant {
         lease: lease.id.to_string(),
-        record: serde_json::to_string(lease).unwrap_or_default(),
+        record: lease.to_annotation(),
         nodes: files::nodes(&devices, capabilities, inventory, config),
         mounts,
         env: environment::environment(lease, libraries, inventory, config),

@@ -77,7 +77,10 @@ impl State {
     /// # Errors
     /// The annotation's text, made safe, if it is no lease id.
     pub fn lease(&self) -> Result<Option<LeaseId>, String> {
-        let annotation = self.annotations.as_ref().and_then(|annotations| annotations.get("sublet.lease"));
+        let annotation = self
+            .annotations
+            .as_ref()
+            .and_then(|annotations| annotations.get(crate::ledger::LEASE_ANNOTATION));
         annotation.map(|text| LeaseId::parse(text).ok_or_else(|| crate::text::safe(text))).transpose()
     }
 }

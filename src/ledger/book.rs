@@ -171,6 +171,8 @@ pub(crate) mod fixture {
             owner: Process { pid: i32::MAX, start_time: 1 },
             init: None,
             since: 0,
+            mount_points: Vec::new(),
+            library_dir: None,
         }
     }
 }

@@ -8,18 +8,16 @@ use std::time::Duration;
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 
-use super::child::{self, ChildError};
 use super::{MpsError, ServerKey, dirs};
+use crate::child::{self, ChildError};
 use crate::config::Config;
 use crate::inventory;
+use crate::own::PATH;
 use crate::request::Percent;
 use crate::text::safe;
 
 /// A daemon that lives answers in 3 ms (docs/evidence); a stopped one never does.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
-
-/// Programs that we start find nothing by accident of our caller's environment.
-pub(super) const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// Words by which the control program says no; it exits 0 all the same (docs/evidence).
 const REFUSALS: [&str; 6] =

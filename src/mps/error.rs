@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::inventory::InventoryError;
 use crate::ledger::LedgerError;
+use crate::own::OwnError;
 
 /// Why an MPS daemon does not serve; every message says what would help.
 #[derive(Debug, thiserror::Error)]
@@ -99,13 +100,8 @@ pub enum MpsError {
         answer: String,
     },
     /// `sublet mps start` or `stop` failed.
-    #[error("{command}: {message}")]
-    Helper {
-        /// The command line.
-        command: String,
-        /// The last line of its standard error, or how it ended.
-        message: String,
-    },
+    #[error(transparent)]
+    Own(#[from] OwnError),
     /// It cannot be brought to an end.
     #[error(
         "the MPS daemon {key} (pid {pid}) does not end, not even by SIGKILL: \

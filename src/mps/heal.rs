@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::control::{AskError, Control};
 use super::lock::DaemonLock;
-use super::{MpsError, ServerKey, dirs, helper, record};
+use super::{MpsError, ServerKey, child_start, child_stop, dirs, record};
 use crate::config::Config;
 use crate::ledger::{LeaseId, Ledger, Server, ServerState, Store};
 
@@ -25,7 +25,7 @@ pub fn settle(key: &ServerKey, store: &Store, config: &Config) -> Result<(), Mps
     }
     let mut result = Ok(());
     for idle in idle(&ledger, config) {
-        result = result.and(helper::stop(&idle).map(drop));
+        result = result.and(child_stop(&idle).map(drop));
     }
     result
 }
@@ -66,7 +66,7 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
         }
     }
     for key in idle(&ledger, config).into_iter().filter(|key| is_free(key, config)) {
-        match helper::stop(&key) {
+        match child_stop(&key) {
             Ok(warnings) => lines.extend(warnings),
             Err(error) => lines.push(error.to_string()),
         }
@@ -106,7 +106,7 @@ fn readjust(server: &Server, store: &Store, config: &Config) -> Result<(), MpsEr
 }
 
 fn restart(server: &Server, config: &Config) -> Vec<String> {
-    match helper::start(&server.key, config) {
+    match child_start(&server.key, config) {
         Ok(mut lines) => {
             let (key, device) = (&server.key, &server.device);
             lines.insert(

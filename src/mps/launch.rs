@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, geteuid};
 
-use super::child::{self, ChildError};
-use super::control::{Control, PATH};
+use super::control::Control;
 use super::{MpsError, ServerKey, detach, dirs};
+use crate::child::{self, ChildError};
+use crate::own::PATH;
 use crate::process::Process;
 
 /// A launch that takes longer than this has failed: both ways return as soon as the daemon runs.

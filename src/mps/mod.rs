@@ -4,12 +4,10 @@
 //! Two locks: the daemon's own (`mps/<key>/lock`) is held while a daemon is started, asked to change or
 //! stopped; the ledger's, taken inside it for a moment at a time, never while a process is waited for.
 
-mod child;
 mod control;
 mod dirs;
 mod error;
 mod heal;
-mod helper;
 mod lock;
 mod ready;
 mod record;
@@ -30,12 +28,15 @@ mod start;
 mod stop;
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::Config;
+use crate::own;
+
 pub use error::MpsError;
 pub use heal::{heal, settle};
-pub use helper::program;
 #[cfg(feature = "cli")]
 pub use list::{Listed, list, logs};
 pub use ready::ready;
@@ -67,4 +68,19 @@ impl std::fmt::Display for ServerKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(&self.0)
     }
+}
+
+/// Longest that `sublet mps stop` may take.
+const STOP_LIMIT: Duration = Duration::from_secs(10);
+
+/// Runs `sublet mps start KEY`, which has NVML and need not live where we do; its warnings.
+fn child_start(key: &ServerKey, config: &Config) -> Result<Vec<String>, MpsError> {
+    // It may first wait for a stop and for another start to end.
+    let limit = config.mps.start_timeout * 2 + STOP_LIMIT + Duration::from_secs(5);
+    Ok(own::sublet(&["mps", "start", &key.0], limit)?)
+}
+
+/// Runs `sublet mps stop KEY`; its warnings.
+fn child_stop(key: &ServerKey) -> Result<Vec<String>, MpsError> {
+    Ok(own::sublet(&["mps", "stop", &key.0], STOP_LIMIT)?)
 }

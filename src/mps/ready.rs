@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use super::control::{AskError, Control, listens};
 use super::lock::DaemonLock;
-use super::{MpsError, helper, record};
+use super::{MpsError, STOP_LIMIT, child_start, record};
 use crate::config::Config;
 use crate::ledger::{Lease, Server, ServerState, Store};
+use crate::own::OwnError;
 use crate::request::Percent;
 
 /// Makes sure that the daemon of `lease` (already in the ledger) answers and admits its SM share.
@@ -21,12 +22,12 @@ pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String
     if serves(lease, store, config)? {
         return Ok(Vec::new());
     }
-    let warnings = helper::start(key, config)?;
+    let warnings = child_start(key, config)?;
     if serves(lease, store, config)? {
         return Ok(warnings);
     }
     let message = "it ended well and the daemon still does not serve: see `sublet mps logs`".into();
-    Err(MpsError::Helper { command: format!("sublet mps start {key}"), message })
+    Err(MpsError::Own(OwnError { command: format!("sublet mps start {key}"), message }))
 }
 
 /// Whether the recorded daemon serves `lease`; its ceiling is raised for it if need be. `false`: it has to
@@ -47,7 +48,7 @@ fn serves(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsErro
 
 /// A start or a stop by somebody else may have to end first.
 pub(super) fn lock_limit(config: &Config) -> Duration {
-    config.mps.start_timeout + helper::STOP_LIMIT
+    config.mps.start_timeout + STOP_LIMIT
 }
 
 /// The cheap look: recorded as running, the same process still, and somebody listens where clients will.

@@ -173,6 +173,8 @@ pub(super) mod tests {
             owner: Process { pid: 1, start_time: 1 },
             init: None,
             since: 0,
+            mount_points: Vec::new(),
+            library_dir: None,
         }
     }
 

@@ -9,7 +9,7 @@ use super::control::{AskError, Control, listens};
 use super::launch::{self, Kind, Launch};
 use super::lock::DaemonLock;
 use super::ready::lock_limit;
-use super::{MpsError, ServerKey, compute_mode, detach, dirs, helper, record};
+use super::{MpsError, ServerKey, child_start, compute_mode, detach, dirs, record};
 use crate::config::Config;
 use crate::inventory;
 use crate::ledger::{Lease, LeaseId, Server, ServerState, Store};
@@ -28,7 +28,7 @@ pub fn start(key: &ServerKey, store: &Store, config: &Config) -> Result<Vec<Stri
     dirs::check_key(key)?;
     if detach::is_group_leader() {
         // A shell's job cannot leave its session; its child can.
-        return helper::start(key, config);
+        return child_start(key, config);
     }
     let control = Control::new(key, config)?;
     let host_mounts = detach::leave(&[&config.state_dir, control.program()]);

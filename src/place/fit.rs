@@ -4,17 +4,13 @@ use super::account::{Account, SERVER_BYTES, account, bookable, by_accounts, by_d
 use super::refusal::amount;
 use super::select::rule;
 use crate::config::{Config, Policy};
+use crate::inventory::context_bytes;
 use crate::inventory::{ComputeMode, Device, Driver, Inventory, Virtualization};
 use crate::ledger::{LeaseId, Ledger};
 use crate::mps::ServerKey;
 use crate::request::units::MIB;
 use crate::request::{Isolation, Mode, Percent, Priority, Request};
 use crate::text::safe;
-
-/// Device memory of a CUDA context: so much, and so much for each SM that it sees. Measured on Hopper,
-/// docs/evidence: 516 MiB at 132 SMs, 144 MiB at 32.
-const CONTEXT_BYTES: u64 = 24 * MIB;
-const CONTEXT_BYTES_PER_SM: u64 = 15 * MIB / 4;
 
 /// A share that the driver rounds to fewer SMs than this starts no context.
 const FEWEST_SMS: u64 = 2;
@@ -222,9 +218,10 @@ fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit
     if want.server.is_some() && want.request.processes.get() > limit {
         return Err(Misfit::never(format!("takes at most {limit} MPS clients, not {processes}")));
     }
-    let sms = visible_sms(want);
-    if let (Some(sm), Some(sms)) = (want.request.sm.filter(|_| want.mode == Mode::Mps), sms) {
-        if sms < FEWEST_SMS {
+    let each = |sm: Percent| Percent::from_thousandths(sm.thousandths() / want.request.processes.get());
+    let all = want.device.sm_count.map(u64::from);
+    if let Some(sm) = want.request.sm.filter(|_| want.mode == Mode::Mps) {
+        if all.is_some_and(|all| each(sm).of(all) < FEWEST_SMS) {
             return Err(Misfit::never(format!(
                 "has too few SMs for that: {sm} % for {processes} process(es) is under 2"
             )));
@@ -237,7 +234,8 @@ fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit
         }
     }
     let Some(memory) = want.memory else { return Ok(()) };
-    let context = CONTEXT_BYTES + CONTEXT_BYTES_PER_SM * sms.unwrap_or(0);
+    let sms = want.device.sms_at(want.request.sm.map_or(Percent::WHOLE, each));
+    let context = context_bytes(sms.unwrap_or(0));
     if memory / processes < context {
         let least = (context * processes).div_ceil(MIB);
         return Err(Misfit::never(format!(
@@ -253,15 +251,6 @@ fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit
         )));
     }
     Ok(())
-}
-
-/// The SMs that each process sees: the driver rounds the share down to an even number (measured,
-/// docs/evidence); `None` where NVML does not say how many there are.
-fn visible_sms(want: &Want<'_>) -> Option<u64> {
-    let all = u64::from(want.device.sm_count?);
-    let Some(sm) = want.request.sm else { return Some(all) };
-    let each = Percent::from_thousandths(sm.thousandths() / want.request.processes.get());
-    Some(each.of(all) / 2 * 2)
 }
 
 /// MPS clients that a device takes (CUDA MPS documentation, "Limitations": 16 before Volta, 48 since, 60

@@ -102,7 +102,7 @@ impl<'a> Keys<'a> {
         let own: BTreeMap<_, _> = annotations
             .iter()
             .filter_map(|(key, value)| Some((key.strip_prefix(PREFIX)?, Given { value, share: None })))
-            .filter(|(key, _)| *key != "lease")
+            .filter(|(key, _)| !matches!(*key, "lease" | "lease.record"))
             .collect();
         let named = own.get("share").map(|given| given.value).or(door);
         let mut keys = Self(BTreeMap::new());

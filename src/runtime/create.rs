@@ -125,7 +125,7 @@ fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, kind: Kind) -> Runti
 fn write(call: &Call<'_>, file: &JsonFile, mut spec: Value, kind: Kind) -> Result<(), RuntimeError> {
     if kind == Kind::Run {
         match hook_program() {
-            Some(program) => add_poststop(&mut spec, &program, honoured_config().as_deref())?,
+            Some(program) => add_poststop(&mut spec, &program, config::honoured().as_deref())?,
             None => call.warn("sublet-hook is missing: the share is freed by the next sublet command only"),
         }
     }
@@ -140,20 +140,10 @@ fn hook_program() -> Option<String> {
     program.into_os_string().into_string().ok()
 }
 
-/// `SUBLET_CONFIG`, absolute, unless we have more rights than our caller.
-fn honoured_config() -> Option<String> {
-    use nix::unistd::{getegid, geteuid, getgid, getuid};
-    if (getuid(), getgid()) != (geteuid(), getegid()) {
-        return None;
-    }
-    let named = std::env::var_os("SUBLET_CONFIG").filter(|path| !path.is_empty())?;
-    std::path::absolute(named).ok()?.into_os_string().into_string().ok()
-}
-
 /// Adds our poststop hook behind those that are there (OCI runtime-spec, config.md, "POSIX-platform Hooks").
-fn add_poststop(spec: &mut Value, program: &str, config: Option<&str>) -> Result<(), RuntimeError> {
+fn add_poststop(spec: &mut Value, program: &str, config: Option<&Path>) -> Result<(), RuntimeError> {
     let mut env = vec![HOOK_PATH.to_owned()];
-    env.extend(config.map(|config| format!("SUBLET_CONFIG={config}")));
+    env.extend(config.map(|config| format!("{}={}", config::VARIABLE, config.display())));
     let hook = json!({
         "path": program,
         "args": ["sublet-hook", "poststop"],
@@ -206,7 +196,7 @@ mod tests {
     #[test]
     fn hooks_are_made_where_there_are_none() {
         for mut spec in [json!({}), json!({"hooks": null}), json!({"hooks": {"poststop": null}})] {
-            add_poststop(&mut spec, "/h", Some("/etc/x.toml")).unwrap();
+            add_poststop(&mut spec, "/h", Some(Path::new("/etc/x.toml"))).unwrap();
             assert_eq!(spec["hooks"]["poststop"][0]["path"], "/h");
             assert_eq!(spec["hooks"]["poststop"][0]["env"][1], "SUBLET_CONFIG=/etc/x.toml");
         }

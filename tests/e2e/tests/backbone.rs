@@ -119,7 +119,13 @@ fn only_the_containers_own_nodes_open() {
     let made = bundle.exec(&["/bin/mknod", &stolen, "c", "195", &other.to_string()]);
     assert!(made.ok, "mknod itself is allowed by default: {made:?}");
     let paths = ["/usr/bin/cuda-probe", "noderights", &mine, "/dev/nvidiactl", "/dev/nvidia-uvm", &stolen];
-    let seen: Vec<_> = bundle.exec(&paths).json().iter().filter(|line| line["event"] == "node").map(|line| line["result"].clone()).collect();
+    let seen: Vec<_> = bundle
+        .exec(&paths)
+        .json()
+        .iter()
+        .filter(|line| line["event"] == "node")
+        .map(|line| line["result"].clone())
+        .collect();
     // ENXIO: allowed, and no driver behind it. EPERM: refused by the device cgroup.
     assert_eq!(seen, ["ENXIO", "ENXIO", "ENXIO", "EPERM"]);
     assert_eq!(info["count"], json!(1));

@@ -1,17 +1,25 @@
-//! `sublet mps start|stop KEY` as a child: what needs NVML, or must not live where the engine lives.
+//! sublet's own other programs, run as children: what needs NVML, or must not live where the engine lives.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use super::child::{self, ChildError, Finished};
-use super::control::PATH;
-use super::{MpsError, ServerKey};
-use crate::config::Config;
+use crate::child::{self, ChildError, Finished};
+use crate::config;
 use crate::text::safe;
 
-/// Longest that `sublet mps stop` may take.
-pub(super) const STOP_LIMIT: Duration = Duration::from_secs(10);
+/// Where programs are looked up; nothing of the caller's environment is trusted.
+pub(crate) const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// A `sublet` command that did not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+#[error("`{command}`: {message}")]
+pub struct OwnError {
+    /// As `sublet refresh`.
+    pub command: String,
+    /// Its last words, or why it has none.
+    pub message: String,
+}
 
 /// Absolute path of the `sublet` that belongs to this program: the one beside it, else the packaged one.
 #[must_use]
@@ -20,47 +28,32 @@ pub fn program() -> PathBuf {
     beside.filter(|program| program.is_file()).unwrap_or_else(|| PathBuf::from("/usr/bin/sublet"))
 }
 
-/// Runs `sublet mps start KEY`; its warnings.
-pub(super) fn start(key: &ServerKey, config: &Config) -> Result<Vec<String>, MpsError> {
-    // It may first wait for a stop and for another start to end.
-    run("start", key, config.mps.start_timeout * 2 + STOP_LIMIT + Duration::from_secs(5))
-}
-
-/// Runs `sublet mps stop KEY`; its warnings.
-pub(super) fn stop(key: &ServerKey) -> Result<Vec<String>, MpsError> {
-    run("stop", key, STOP_LIMIT)
-}
-
-fn run(verb: &str, key: &ServerKey, limit: Duration) -> Result<Vec<String>, MpsError> {
-    let line = format!("sublet mps {verb} {key}");
+/// Runs `sublet ARGUMENTS` for at most `limit`, with a clean environment; its warnings.
+///
+/// Standard error is the protocol: a warning a line, and where it fails the error as the last one.
+///
+/// # Errors
+/// It cannot be started, fails, or takes too long.
+pub fn sublet(arguments: &[&str], limit: Duration) -> Result<Vec<String>, OwnError> {
     let mut command = command(&program());
-    command.args(["mps", verb, &key.0]);
-    match child::run(&mut command, "", limit) {
-        Ok(finished) if finished.status.success() => Ok(remarks(&finished.stderr)),
-        Ok(finished) => Err(failed(line, last_words(&finished))),
-        Err(ChildError::Timeout) => Err(failed(line, format!("no end after {} s", limit.as_secs()))),
-        Err(ChildError::Io(error)) => Err(failed(line, format!("{}: {error}", program().display()))),
-    }
+    command.args(arguments);
+    let message = match child::run(&mut command, "", limit) {
+        Ok(finished) if finished.status.success() => return Ok(remarks(&finished.stderr)),
+        Ok(finished) => last_words(&finished),
+        Err(ChildError::Timeout) => format!("no end after {} s", limit.as_secs()),
+        Err(ChildError::Io(error)) => format!("{}: {error}", program().display()),
+    };
+    Err(OwnError { command: format!("sublet {}", arguments.join(" ")), message })
 }
 
 /// A clean environment; `SUBLET_CONFIG` only where we honour it ourselves.
 fn command(program: &Path) -> Command {
     let mut command = Command::new(program);
     command.env_clear().env("PATH", PATH).current_dir("/");
-    if let Some(config) = std::env::var_os("SUBLET_CONFIG").filter(|_| has_callers_rights()) {
-        command.env("SUBLET_CONFIG", config);
+    if let Some(config) = config::honoured() {
+        command.env(config::VARIABLE, config);
     }
     command
-}
-
-/// Whether we run with no more rights than whoever started us: no set-user-id, no set-group-id.
-fn has_callers_rights() -> bool {
-    use nix::unistd::{getegid, geteuid, getgid, getuid};
-    getuid() == geteuid() && getgid() == getegid()
-}
-
-fn failed(command: String, message: String) -> MpsError {
-    MpsError::Helper { command, message }
 }
 
 /// The last line is the error: warnings come before it.

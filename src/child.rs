@@ -16,7 +16,7 @@ const TICK: Duration = Duration::from_millis(5);
 
 /// What a program said and how it ended.
 #[derive(Debug)]
-pub(super) struct Finished {
+pub(crate) struct Finished {
     pub status: ExitStatus,
     pub stdout: String,
     pub stderr: String,
@@ -24,7 +24,7 @@ pub(super) struct Finished {
 
 /// Why there is no result.
 #[derive(Debug)]
-pub(super) enum ChildError {
+pub(crate) enum ChildError {
     /// It could not be started, or waiting failed.
     Io(io::Error),
     /// It did not end in time and was killed.
@@ -38,14 +38,14 @@ impl From<io::Error> for ChildError {
 }
 
 /// Runs `command` with `input` on its standard input (less than a pipe holds, 64 KiB) for at most `limit`.
-pub(super) fn run(command: &mut Command, input: &str, limit: Duration) -> Result<Finished, ChildError> {
+pub(crate) fn run(command: &mut Command, input: &str, limit: Duration) -> Result<Finished, ChildError> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     supervise(command, input, limit)
 }
 
 /// As [`run`], with nothing fed and nothing heard: for programs that leave a daemon behind.
 #[cfg_attr(not(feature = "cli"), allow(dead_code))]
-pub(super) fn run_deaf(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
+pub(crate) fn run_deaf(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     supervise(command, "", limit).map(|finished| finished.status)
 }
