@@ -129,8 +129,8 @@ fn the_device_has_no_more_than_it_has() {
     assert_eq!(first.result(), "CUDA_SUCCESS");
     // 143155 less the server's 66, the first's 100514 and the second's own 514.
     assert_eq!(rig.info(&[])["free_mib"], 42_061);
-    assert_eq!(rig.probe("alloc 42052", &[]).0[1]["result"], "CUDA_ERROR_OUT_OF_MEMORY");
-    assert_eq!(rig.probe("alloc 42051", &[]).0[1]["result"], "CUDA_SUCCESS");
+    assert_eq!(rig.probe("alloc 42062", &[]).0[1]["result"], "CUDA_ERROR_OUT_OF_MEMORY");
+    assert_eq!(rig.probe("alloc 42061", &[]).0[1]["result"], "CUDA_SUCCESS");
 }
 
 #[test]
