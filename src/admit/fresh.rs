@@ -8,7 +8,7 @@ use crate::inventory::{self, Inventory};
 use crate::own;
 
 /// NVML may have to load firmware on a machine without the persistence daemon.
-const REFRESH_LIMIT: Duration = Duration::from_secs(30);
+const REFRESH_LIMIT: Duration = Duration::from_secs(60);
 
 /// The cached inventory if it still holds, else a refreshed one.
 ///

@@ -99,10 +99,14 @@ fn annotation(text: &str) -> Result<(String, String), String> {
     Ok((key.to_owned(), value.to_owned()))
 }
 
-/// The ledger after what is gone has been freed: what every command that reports should show.
+/// The ledger after what is gone has been freed and what died under live leases has come back: what every
+/// command that reports should show. What had to be done goes to standard error.
 fn settled_ledger(config: &Config) -> anyhow::Result<crate::ledger::Ledger> {
     let store = crate::ledger::Store::open(&config.state_dir)?;
     let (_, freed) = store.update(|_| Ok::<_, std::convert::Infallible>(()))?;
     crate::admit::tidy(&freed, &store, config);
+    for line in crate::mps::heal(&store, config) {
+        eprintln!("sublet: {line}");
+    }
     store.read().context("after freeing what is gone")
 }

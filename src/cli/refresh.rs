@@ -3,15 +3,22 @@
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::Path;
-use std::process::ExitCode;
-use std::time::SystemTime;
+use std::process::{Command, ExitCode};
+use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
 
-use crate::config::Config;
+use crate::child::{self, ChildError};
+use crate::config::{Config, TimeSlice};
 use crate::inventory::{self, Inventory};
+use crate::own::PATH;
+use crate::place;
+use crate::text::safe;
+
+/// nvidia-smi may have to wake the driver first.
+const SMI_LIMIT: Duration = Duration::from_secs(20);
 
 /// Arguments of `sublet refresh`.
 #[derive(Debug, clap::Args)]
@@ -27,11 +34,43 @@ pub struct Arguments {
 /// See [`refresh`].
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let inventory = refresh(config)?;
+    for warning in set_time_slices(&inventory, config) {
+        eprintln!("sublet: warning: {warning}");
+    }
     if !arguments.quiet {
         let (devices, files) = (inventory.devices.len(), inventory.files.len());
         println!("Driver {}: {devices} GPUs, {files} driver files.", inventory.driver.version);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Sets the slice length of every device whose `[[device]]` rule names one. NVML has no call for it, and
+/// the driver forgets it when it is reloaded, so each refresh sets it anew (nvidia-smi, "compute-policy").
+fn set_time_slices(inventory: &Inventory, config: &Config) -> Vec<String> {
+    let rules = inventory.devices.iter().filter_map(|device| {
+        let slice = place::rule(device, config)?.time_slice?;
+        set_time_slice(&device.uuid, slice, inventory)
+            .err()
+            .map(|why| format!("the time slice of GPU {} ({}) is not set: {why}", device.index, device.uuid))
+    });
+    rules.collect()
+}
+
+fn set_time_slice(uuid: &str, slice: TimeSlice, inventory: &Inventory) -> Result<(), String> {
+    let smi = inventory
+        .driver
+        .smi
+        .as_ref()
+        .ok_or("nvidia-smi is not installed (Debian: apt install nvidia-smi)")?;
+    let number = (slice as u8).to_string();
+    let mut command = Command::new(smi);
+    command.env_clear().env("PATH", PATH).args(["compute-policy", "-i", uuid, "--set-timeslice", &number]);
+    match child::run(&mut command, "", SMI_LIMIT) {
+        Ok(done) if done.status.success() => Ok(()),
+        Ok(done) => Err(safe(format!("{}{}", done.stdout, done.stderr).trim())),
+        Err(ChildError::Timeout) => Err(format!("nvidia-smi took longer than {} s", SMI_LIMIT.as_secs())),
+        Err(ChildError::Io(error)) => Err(format!("{}: {error}", smi.display())),
+    }
 }
 
 /// Probes and stores, one refresh at a time. Who waited for another's refresh that began after being

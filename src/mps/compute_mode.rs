@@ -160,7 +160,7 @@ pub(super) fn beside_mps(key: &ServerKey, device: &str, ledger: &Ledger, config:
         let running = device.running_compute_processes().ok()?;
         let alone = running.iter().filter(|process| !clients.iter().any(|client| client.pid == process.pid));
         let found = alone.filter_map(|process| {
-            let lease = record::leases(ledger, key).find(|lease| belongs(process.pid, lease))?;
+            let lease = ledger.on_server(key).find(|lease| belongs(process.pid, lease))?;
             Some(format!(
                 "process {} of container {} runs on {} beside MPS, without limits, since its daemon was gone \
                  when it started: end it",

@@ -16,7 +16,7 @@ use crate::ledger::{LeaseId, Ledger, Server, ServerState, Store};
 /// The daemon does not answer or does not stop; it is then recorded as in fault.
 pub fn settle(key: &ServerKey, store: &Store, config: &Config) -> Result<(), MpsError> {
     let ledger = store.read()?;
-    if let (Some(_), Some(server)) = (record::wanted(&ledger, key), record::server(&ledger, key)) {
+    if let (Some(_), Some(server)) = (ledger.wanted_ceiling(key), record::server(&ledger, key)) {
         dirs::cap_logs(key, &config.state_dir);
         if record::is_alive(server) && is_settled(&ledger, server) {
             let held = DaemonLock::take(key, &config.state_dir, Duration::from_secs(5))?;
@@ -33,7 +33,7 @@ pub fn settle(key: &ServerKey, store: &Store, config: &Config) -> Result<(), Mps
 /// Whether the ceiling can be changed now: a start sets it itself, a dead daemon has none.
 fn is_settled(ledger: &Ledger, server: &Server) -> bool {
     matches!(server.state, ServerState::Serving | ServerState::Fault)
-        && (record::wanted(ledger, &server.key) != Some(server.ceiling) || server.answered_at == 0)
+        && (ledger.wanted_ceiling(&server.key) != Some(server.ceiling) || server.answered_at == 0)
 }
 
 /// Daemons without a lease that have to go, and devices whose compute mode was left behind by a crash.
@@ -41,7 +41,7 @@ fn idle(ledger: &Ledger, config: &Config) -> Vec<ServerKey> {
     let kept = |server: &Server| {
         !config.mps.stop_when_idle && server.state == ServerState::Serving && record::is_alive(server)
     };
-    let unused = |key: &ServerKey| record::wanted(ledger, key).is_none();
+    let unused = |key: &ServerKey| ledger.wanted_ceiling(key).is_none();
     let servers = ledger.servers.iter().filter(|server| unused(&server.key) && !kept(server));
     let modes = ledger.compute_modes.iter().map(|changed| ServerKey(changed.device.clone()));
     let left = modes.filter(|key| unused(key) && record::server(ledger, key).is_none());
@@ -61,7 +61,7 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
     let mut lines = Vec::new();
     for server in &ledger.servers {
         dirs::cap_logs(&server.key, &config.state_dir);
-        if record::wanted(&ledger, &server.key).is_some() && is_free(&server.key, config) {
+        if ledger.wanted_ceiling(&server.key).is_some() && is_free(&server.key, config) {
             lines.extend(heal_one(server, store, config));
         }
     }
@@ -127,9 +127,8 @@ fn remove_strays(read: impl Fn() -> Option<Ledger>, config: &Config) {
         }
         let Ok(Some(_held)) = DaemonLock::try_take(&key, &config.state_dir) else { continue };
         // Read with the lock in hand: a lease taken before has its record, or starts after us.
-        let known = |ledger: &Ledger| {
-            record::wanted(ledger, &key).is_some() || record::server(ledger, &key).is_some()
-        };
+        let known =
+            |ledger: &Ledger| ledger.wanted_ceiling(&key).is_some() || record::server(ledger, &key).is_some();
         if read().is_some_and(|ledger| !known(&ledger)) {
             if let Err(error) = dirs::clear(&key, &config.state_dir) {
                 tracing::debug!("{error}");

@@ -8,6 +8,7 @@ use super::{MpsError, STOP_LIMIT, child_start, record};
 use crate::config::Config;
 use crate::ledger::{Lease, Server, ServerState, Store};
 use crate::own::OwnError;
+use crate::process::epoch_seconds;
 use crate::request::Percent;
 
 /// Makes sure that the daemon of `lease` (already in the ledger) answers and admits its SM share.
@@ -61,7 +62,7 @@ fn could_serve(server: &Server, config: &Config) -> bool {
 /// The ceiling in force; asked for when the last real answer is too old, since a stopped daemon listens
 /// too. `None`: there is no daemon after all.
 fn confirmed_ceiling(server: &Server, store: &Store, config: &Config) -> Result<Option<Percent>, MpsError> {
-    if server.state == ServerState::Serving && record::is_recent(server.answered_at, record::now()) {
+    if server.state == ServerState::Serving && record::is_recent(server.answered_at, epoch_seconds()) {
         return Ok(Some(server.ceiling));
     }
     match Control::new(&server.key, config)?.ceiling() {

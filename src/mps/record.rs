@@ -1,21 +1,15 @@
 //! What the ledger says of a daemon, and changing it; the ceiling that its leases want.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use super::control::{AskError, Control};
 use super::lock::DaemonLock;
 use super::{MpsError, ServerKey};
 use crate::config::Config;
 use crate::ledger::{Lease, Ledger, Server, ServerState, Store};
+use crate::process::epoch_seconds;
 use crate::request::Percent;
 
 /// A real answer older than this proves nothing any more, in seconds.
 const TRUSTED: u64 = 30;
-
-/// Seconds since the epoch; 0 for clocks before it.
-pub(super) fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
 
 /// Whether an answer of `answered_at` still counts. One from the future does not: the clock was set back.
 pub(super) fn is_recent(answered_at: u64, now: u64) -> bool {
@@ -26,19 +20,9 @@ pub(super) fn server<'a>(ledger: &'a Ledger, key: &ServerKey) -> Option<&'a Serv
     ledger.servers.iter().find(|server| server.key == *key)
 }
 
-/// The leases that `key` serves.
-pub(super) fn leases<'a>(ledger: &'a Ledger, key: &'a ServerKey) -> impl Iterator<Item = &'a Lease> {
-    ledger.leases.iter().filter(move |lease| lease.server.as_ref() == Some(key))
-}
-
 /// What a lease needs of its server's ceiling.
 pub(super) fn needed(lease: &Lease) -> Percent {
     lease.sm.unwrap_or(Percent::WHOLE)
-}
-
-/// The largest share among the leases of `key`, which is what any client may take; `None` without a lease.
-pub(super) fn wanted(ledger: &Ledger, key: &ServerKey) -> Option<Percent> {
-    leases(ledger, key).map(needed).max()
 }
 
 /// The daemon of `server` is that very process still.
@@ -74,7 +58,7 @@ pub(super) fn note_answer(store: &Store, server: &Server) -> Result<(), MpsError
     note(store, &server.key, |server| {
         if server.daemon == daemon {
             server.state = ServerState::Serving;
-            server.answered_at = now();
+            server.answered_at = epoch_seconds();
         }
     })
 }
@@ -121,7 +105,7 @@ pub(super) fn adjust(
     config: &Config,
 ) -> Result<(), MpsError> {
     let begun = change(store, |ledger| {
-        let Some(wanted) = wanted(ledger, key) else { return Ok(None) };
+        let Some(wanted) = ledger.wanted_ceiling(key) else { return Ok(None) };
         let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) else {
             return Ok(None);
         };
@@ -137,7 +121,7 @@ pub(super) fn adjust(
     set.map_err(|error| note_failure(store, &server, error))?;
     note(store, key, |server| {
         server.ceiling = wanted;
-        server.answered_at = now();
+        server.answered_at = epoch_seconds();
         server.state = ServerState::Serving;
     })
 }
@@ -188,22 +172,6 @@ pub(super) mod tests {
             drained: Vec::new(),
             unexplained: Vec::new(),
         }
-    }
-
-    #[test]
-    fn the_ceiling_is_the_largest_share_of_the_servers_own_leases() {
-        let key = ServerKey("GPU-1".into());
-        let mut held = ledger(vec![
-            lease("0000000000000001", "GPU-1", Some(25_000)),
-            lease("0000000000000002", "GPU-1", Some(60_000)),
-            lease("0000000000000003", "GPU-2", Some(90_000)),
-        ]);
-        assert_eq!(wanted(&held, &key), Some(Percent::from_thousandths(60_000)));
-        held.leases.remove(1);
-        assert_eq!(wanted(&held, &key), Some(Percent::from_thousandths(25_000)));
-        held.leases.push(lease("0000000000000004", "GPU-1", None));
-        assert_eq!(wanted(&held, &key), Some(Percent::WHOLE));
-        assert_eq!(wanted(&held, &ServerKey("GPU-3".into())), None);
     }
 
     #[test]

@@ -14,6 +14,7 @@ use crate::config::Config;
 use crate::inventory;
 use crate::ledger::{Lease, LeaseId, Server, ServerState, Store};
 use crate::process::Process;
+use crate::process::epoch_seconds;
 use crate::request::Percent;
 use crate::request::units::MIB;
 
@@ -96,7 +97,7 @@ struct Claim {
 /// Under the ledger's lock: a lease wants the daemon, and it is recorded as starting.
 fn claim(key: &ServerKey, store: &Store) -> Result<Claim, MpsError> {
     record::change(store, |ledger| {
-        let Some(first) = record::leases(ledger, key).next().cloned() else {
+        let Some(first) = ledger.on_server(key).next().cloned() else {
             return Err(MpsError::NotWanted { key: key.to_string() });
         };
         let known = record::server(ledger, key);
@@ -179,7 +180,7 @@ fn run_daemon(
         .find_map(|(process, kind)| (kind == Kind::Daemon).then_some(process))
         .ok_or_else(|| not_up("it answers, and its process is not to be found in /proc"))?;
     let refused = |error| record::refused(key, error);
-    let ceiling = record::wanted(&store.read()?, key).unwrap_or(Percent::WHOLE);
+    let ceiling = store.read()?.wanted_ceiling(key).unwrap_or(Percent::WHOLE);
     for command in claim.own.iter().flat_map(own_limits) {
         control.ask(&command, super::control::ANSWER_LIMIT).map_err(refused)?;
     }
@@ -193,7 +194,7 @@ fn run_daemon(
         server.daemon = Some(daemon);
         server.state = ServerState::Serving;
         server.ceiling = ceiling;
-        server.answered_at = record::now();
+        server.answered_at = epoch_seconds();
     })?;
     Ok(warnings)
 }

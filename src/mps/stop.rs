@@ -64,7 +64,7 @@ struct Claim {
 /// Under the ledger's lock: no lease is left, and the daemon is recorded as stopping.
 fn claim(key: &ServerKey, force: bool, store: &Store) -> Result<Claim, MpsError> {
     record::change(store, |ledger| {
-        let leases = record::leases(ledger, key).count();
+        let leases = ledger.on_server(key).count();
         let server = record::server(ledger, key).cloned();
         if leases > 0 && !force {
             return Err(MpsError::InUse { key: key.to_string(), leases });

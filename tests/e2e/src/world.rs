@@ -138,6 +138,28 @@ impl World {
         self.status()["leases"].as_array().expect("leases is an array").clone()
     }
 
+    /// A process on the host that holds a context of the simulated GPU and no lease.
+    #[must_use]
+    pub fn stranger(&self) -> std::process::Child {
+        let root = self.driver_root.as_ref().expect("a simulated driver");
+        let mut command = Command::new(root.join("usr/bin/cuda-probe"));
+        let libraries = root.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH));
+        command
+            .args(["hold", "300"])
+            .env("SUBLET_SIM_DEV", root.join("dev"))
+            .env("LD_LIBRARY_PATH", libraries);
+        let mut child = command
+            .env("CUDA_MPS_PIPE_DIRECTORY", "/nowhere")
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("it runs");
+        let mut line = String::new();
+        let stdout = child.stdout.take().expect("piped");
+        std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut line).expect("a line");
+        assert!(line.contains("\"error\":null"), "{line}");
+        child
+    }
+
     /// Nothing may be left: no lease, no daemon, no process of one.
     pub fn assert_empty(&self) {
         let status = self.status();

@@ -1,0 +1,128 @@
+//! Settings of the device itself: compute mode under shared servers, length of the time slice. On the
+//! simulated driver alone: a real GPU's settings are left as they are.
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sublet_e2e::{World, eventually, skip_unless_root};
+
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+
+/// The compute mode as nvidia-smi says it.
+fn compute_mode(world: &World) -> String {
+    smi(world, &["--query-gpu=compute_mode", "--format=csv,noheader"])
+}
+
+fn smi(world: &World, arguments: &[&str]) -> String {
+    let program = world.driver_root.as_ref().expect("simulated").join("usr/bin/nvidia-smi");
+    let output = std::process::Command::new(program).args(arguments).output().expect("nvidia-smi runs");
+    String::from_utf8_lossy(&output.stdout).trim().to_owned()
+}
+
+#[test]
+fn a_shared_server_has_the_gpu_to_itself_and_gives_the_mode_back() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    assert_eq!(compute_mode(&world), "Default");
+    let bundle = world.bundle("one", &[("sublet.sm", "25")], HOLD);
+    bundle.up();
+    bundle.event("info");
+    assert_eq!(compute_mode(&world), "Exclusive_Process");
+    // Leaving MPS: no environment of ours, and a directory of its own at CUDA's default.
+    let outside = ["/bin/env", "CUDA_MPS_PIPE_DIRECTORY=/nowhere", "/usr/bin/cuda-probe", "info"];
+    let refused = bundle.exec(&outside);
+    assert_ne!(refused.json()[0]["error"], serde_json::Value::Null, "{refused:?}");
+    bundle.down();
+    assert_eq!(compute_mode(&world), "Default");
+    world.assert_empty();
+}
+
+#[test]
+fn the_mode_found_comes_back_after_a_crash() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("one", &[("sublet.sm", "25")], HOLD);
+    bundle.up();
+    bundle.event("info");
+    assert_eq!(compute_mode(&world), "Exclusive_Process");
+    let daemon =
+        world.status()["mps"][0]["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok()).expect("pid");
+    kill(Pid::from_raw(daemon), Signal::SIGKILL).expect("SIGKILL");
+    // The engine is gone as well: its runtime removed the container, and nobody told sublet.
+    let mut command = std::process::Command::new(world.engine.program());
+    let deleted = command.arg("--root").arg(world.runtime_root()).args(["delete", "--force", "one"]).status();
+    assert!(deleted.expect("the runtime runs").success());
+    assert!(eventually(|| world.leases().is_empty()));
+    assert_eq!(compute_mode(&world), "Default");
+    world.assert_empty();
+}
+
+#[test]
+fn exclusive_mode_is_off_beside_strangers_and_where_it_is_forbidden() {
+    if skip_unless_root() {
+        return;
+    }
+    let never = World::simulated("h200", "[mps]\nexclusive_compute_mode = \"never\"\n");
+    let bundle = never.bundle("one", &[("sublet.sm", "25")], HOLD);
+    bundle.up();
+    assert_eq!(compute_mode(&never), "Default");
+    bundle.down();
+
+    let world = World::simulated("h200", "");
+    let mut stranger = world.stranger();
+    let bundle = world.bundle("one", &[("sublet.sm", "25")], HOLD);
+    let created = bundle.create();
+    assert!(created.ok, "{created:?}");
+    assert_eq!(compute_mode(&world), "Default");
+    assert!(created.stderr.contains(&format!("pid {}", stranger.id())), "the warning names it: {created:?}");
+    bundle.down();
+    stranger.kill().expect("SIGKILL");
+    stranger.wait().expect("reaped");
+
+    let always = World::simulated("h200", "[mps]\nexclusive_compute_mode = \"always\"\n");
+    let mut stranger = always.stranger();
+    let bundle = always.bundle("one", &[("sublet.sm", "25")], HOLD);
+    let refused = bundle.create();
+    assert!(!refused.ok && refused.stderr.contains("exclusive_compute_mode"), "{refused:?}");
+    assert_eq!(compute_mode(&always), "Default");
+    stranger.kill().expect("SIGKILL");
+    stranger.wait().expect("reaped");
+    always.assert_empty();
+}
+
+#[test]
+fn the_time_slice_of_a_device_is_set_at_refresh() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "[[device]]\nmatch = \"0\"\ntime_slice = \"long\"\n");
+    assert!(smi(&world, &["compute-policy", "--list"]).ends_with("timeslice 0"));
+    let refreshed = world.sublet(&["refresh"]);
+    assert!(refreshed.status.success(), "{refreshed:?}");
+    let listed = smi(&world, &["compute-policy", "--list"]);
+    assert!(listed.ends_with("timeslice 3"), "{listed}");
+}
+
+#[test]
+fn a_device_keeps_the_use_that_the_configuration_fixes() {
+    if skip_unless_root() {
+        return;
+    }
+    let rules = "[[device]]\nmatch = \"0\"\nname = \"alpha\"\nuse = \"mps\"\n[[device]]\nmatch = \"1\"\nuse = \"exclusive\"\n";
+    let world = World::simulated("h200x8", rules);
+    let named = world.bundle("named", &[("sublet.gpu", "name:alpha")], HOLD);
+    named.up();
+    assert_eq!(world.leases()[0]["mode"], "mps");
+    let sliced = world.bundle("sliced", &[("sublet.gpu", "0"), ("sublet.mode", "time-slice")], HOLD);
+    let refused = sliced.create();
+    assert!(!refused.ok && refused.stderr.contains("mps"), "{refused:?}");
+    let alone = world.bundle("alone", &[("sublet.gpu", "1")], HOLD);
+    alone.up();
+    assert!(world.leases().iter().any(|lease| lease["mode"] == "exclusive"));
+    named.down();
+    alone.down();
+    world.assert_empty();
+}
