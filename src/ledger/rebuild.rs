@@ -283,7 +283,8 @@ mod tests {
     fn a_daemon_without_a_lease_closes_its_device_until_it_is_gone() {
         let state = tempfile::tempdir().unwrap();
         let program = state.path().join("nvidia-cuda-mps-control");
-        fs::copy("/bin/sleep", &program).unwrap();
+        // A link, not a copy: a copy just written may still be open for writing in a child of another test.
+        std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
         let mut child =
             Command::new(&program).arg("600").env("CUDA_VISIBLE_DEVICES", "GPU-b").spawn().unwrap();
         for key in ["GPU-a", "00000000000000aa"] {
