@@ -21,7 +21,7 @@ hot_programs = --target $(HOST) --no-default-features --bin sublet-runtime --bin
 TEST_BIN := $(CURDIR)/target/test-bin
 BIN := $(CURDIR)/target/bin
 
-.PHONY: all build test-build check lint unit test demo bench gpu-test install clean needs
+.PHONY: all build test-build sim-build check lint unit test demo bench gpu-test install clean needs
 
 all: build
 
@@ -34,14 +34,17 @@ build:
 	cp target/release/sublet target/$(HOST)/release/sublet-runtime target/$(HOST)/release/sublet-hook $(BIN)/
 
 # What the tests run: the same programs without optimisation, and the simulated driver.
-test-build:
+test-build: sim-build
 	@echo "== Building the programs under test"
 	cargo build --bin sublet
 	$(static_flags) cargo build $(hot_programs)
+	@mkdir -p $(TEST_BIN)
+	cp target/debug/sublet target/$(HOST)/debug/sublet-runtime target/$(HOST)/debug/sublet-hook $(TEST_BIN)/
+
+sim-build:
 	@echo "== Building the simulated driver"
 	cargo build -p sublet-sim -p sublet-sim-libcuda
 	@mkdir -p $(TEST_BIN)
-	cp target/debug/sublet target/$(HOST)/debug/sublet-runtime target/$(HOST)/debug/sublet-hook $(TEST_BIN)/
 	cp target/debug/{sublet-sim,nvidia-smi,nvidia-cuda-mps-control,nvidia-cuda-mps-server,cuda-probe} $(TEST_BIN)/
 	cp target/debug/{libnvidia_ml,libcuda}.so $(TEST_BIN)/
 
@@ -72,7 +75,7 @@ test: needs unit test-build
 demo: needs
 	@tests/demo
 
-bench: needs build
+bench: needs build sim-build
 	@tests/bench
 
 gpu-test: build

@@ -63,7 +63,7 @@ impl World {
         let given = Path::new(topology);
         let file =
             if given.is_absolute() { given.to_owned() } else { topologies.join(format!("{topology}.toml")) };
-        let mut up = Command::new(bin_dir().join("sublet-sim"));
+        let mut up = Command::new(sim_dir().join("sublet-sim"));
         let up = up
             .arg("up")
             .arg("--topology")
@@ -166,7 +166,7 @@ impl Drop for World {
     fn drop(&mut self) {
         crate::bundle::remove_all(self);
         if let Some(root) = &self.driver_root {
-            let _ = Command::new(bin_dir().join("sublet-sim")).arg("down").arg("--root").arg(root).output();
+            let _ = Command::new(sim_dir().join("sublet-sim")).arg("down").arg("--root").arg(root).output();
         }
     }
 }
@@ -185,6 +185,11 @@ pub fn bin_dir() -> PathBuf {
     let test = std::env::current_exe().expect("our own path");
     let dir = test.parent().expect("target/debug/deps");
     if dir.ends_with("deps") { dir.parent().expect("target/debug").to_owned() } else { dir.to_owned() }
+}
+
+/// Where the simulated driver is: SUBLET_SIM_DIR, else beside the programs under test.
+fn sim_dir() -> PathBuf {
+    std::env::var_os("SUBLET_SIM_DIR").map_or_else(bin_dir, PathBuf::from)
 }
 
 /// Waits up to ten seconds until `holds`; whether it did.

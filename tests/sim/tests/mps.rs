@@ -99,13 +99,13 @@ fn a_pinned_limit_holds_unless_one_entry_is_bad() {
     let Some(rig) = rig_with_daemon() else { return };
     rig.ask("set_default_device_pinned_mem_limit 0 3G");
     let free = |limit: &str| rig.info(&[(PINNED, limit)])["free_mib"].as_u64().unwrap();
-    // The context of 132 SMs, 519 MiB, is inside the limit.
-    assert_eq!(free("0=2G"), 1529);
-    assert_eq!(free(&format!("{H200}=2048M")), 1529);
-    assert_eq!(rig.info(&[(PINNED, "0=2G"), (PERCENTAGE, "25")])["free_mib"], 1904);
-    assert_eq!(rig.info(&[])["free_mib"], 2553);
+    // The context of 132 SMs, 514 MiB, is inside the limit.
+    assert_eq!(free("0=2G"), 1534);
+    assert_eq!(free(&format!("{H200}=2048M")), 1534);
+    assert_eq!(rig.info(&[(PINNED, "0=2G"), (PERCENTAGE, "25")])["free_mib"], 1902);
+    assert_eq!(rig.info(&[])["free_mib"], 2558);
     for bad in ["garbage", "0=2G,7=1G", "0=2G,GPU-00000000-0000-0000-0000-000000000000=1G"] {
-        assert_eq!(free(bad), 142_570, "{bad}");
+        assert_eq!(free(bad), 142_575, "{bad}");
     }
     let (said, status) = rig.probe("info", &[(PINNED, "0=200M")]);
     assert_eq!((seen(&said[0]).3, status), (Some("CUDA_ERROR_OUT_OF_MEMORY"), 10));
@@ -127,10 +127,10 @@ fn the_device_has_no_more_than_it_has() {
     let Some(rig) = rig_with_daemon() else { return };
     let mut first = rig.start("alloc 100000 30", &[]);
     assert_eq!(first.result(), "CUDA_SUCCESS");
-    // 143155 less the server's 66, the first's 100519 and the second's own 519.
-    assert_eq!(rig.info(&[])["free_mib"], 42_051);
-    assert_eq!(rig.probe("alloc 42052", &[]).0[1]["result"], "CUDA_ERROR_OUT_OF_MEMORY");
-    assert_eq!(rig.probe("alloc 42051", &[]).0[1]["result"], "CUDA_SUCCESS");
+    // 143155 less the server's 66, the first's 100514 and the second's own 514.
+    assert_eq!(rig.info(&[])["free_mib"], 42_061);
+    assert_eq!(rig.probe("alloc 42062", &[]).0[1]["result"], "CUDA_ERROR_OUT_OF_MEMORY");
+    assert_eq!(rig.probe("alloc 42061", &[]).0[1]["result"], "CUDA_SUCCESS");
 }
 
 #[test]
@@ -139,7 +139,7 @@ fn a_client_needs_control_alone_and_may_change_nothing_through_it() {
     fs::create_dir(rig.path("public")).unwrap();
     fs::hard_link(rig.path("a/control"), rig.path("public/control")).unwrap();
     let mut client = rig.start_as("hold 30", &[(PERCENTAGE, "25")], 0, "public");
-    assert_eq!(seen(&client.info), (Some(32), Some(142_945), true, None));
+    assert_eq!(seen(&client.info), (Some(32), Some(142_943), true, None));
 
     let ask = |command| rig.ask_with_status("public", command).0;
     assert_eq!(ask("get_default_active_thread_percentage"), "100.0");
@@ -165,7 +165,7 @@ fn a_client_needs_control_alone_and_may_change_nothing_through_it() {
 fn a_client_that_reaches_no_daemon_has_the_whole_gpu() {
     let Some(rig) = Rig::new() else { return };
     let limits = [(PERCENTAGE, "25"), (PINNED, "0=2G")];
-    let whole = (Some(132), Some(142_636), false, None);
+    let whole = (Some(132), Some(142_641), false, None);
     assert_eq!(seen(&rig.info(&limits)), whole, "no daemon");
     assert_eq!(seen(&rig.start_as("info", &limits, 0, "nowhere").info), whole, "wrong directory");
     assert!(rig.daemon("a", &["-M"]).status.success());
@@ -195,7 +195,7 @@ fn defaults_are_for_later_servers_and_settings_for_later_clients() {
     assert_eq!(rig.ask("get_default_device_pinned_mem_limit 0"), "2G");
     assert_eq!(rig.info(&[])["free_mib"].as_u64().unwrap() / 1000, 142);
     rig.ask(&format!("set_device_pinned_mem_limit {server} 0 3G"));
-    assert_eq!(rig.info(&[(PERCENTAGE, "25")])["free_mib"], 3072 - 144);
+    assert_eq!(rig.info(&[(PERCENTAGE, "25")])["free_mib"], 3072 - 146);
     assert_eq!(rig.server(), server, "all that with one server");
 }
 
@@ -211,7 +211,7 @@ fn another_user_waits_without_multiuser_mode() {
     assert!(rig.info(&[])["mps"].as_bool().unwrap(), "the first user does not");
     first.child.kill().unwrap();
     first.child.wait().unwrap();
-    assert_eq!(seen(&other.next().unwrap()), (Some(132), Some(142_570), true, None));
+    assert_eq!(seen(&other.next().unwrap()), (Some(132), Some(142_575), true, None));
     assert_ne!(rig.server(), server, "it has a server of its own");
 }
 
@@ -404,8 +404,8 @@ fn nvml_finds_server_client_and_bypass() {
         found,
         [
             (server, 3, Kind::Server, 66),
-            (bypass.pid(), 3, Kind::Compute, 519),
-            (client.pid(), 3, Kind::Client, 1144),
+            (bypass.pid(), 3, Kind::Compute, 514),
+            (client.pid(), 3, Kind::Client, 1146),
         ]
     );
 }
@@ -427,7 +427,7 @@ fn before_volta_there_are_16_clients_and_no_limits() {
     rig.daemon("a", &["-M"]);
     assert_eq!(
         seen(&rig.info(&[(PERCENTAGE, "25"), (PINNED, "0=2G")])),
-        (Some(132), Some(142_570), true, None)
+        (Some(132), Some(142_575), true, None)
     );
     let clients: Vec<_> = (0..16).map(|_| rig.start_silent("hold 60", &[], 0, "a")).collect();
     until("16 clients", || rig.ask("ps").lines().count() == 17);

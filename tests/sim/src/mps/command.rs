@@ -35,7 +35,7 @@ pub fn run(servers: &Arc<Servers>, line: &str, privileged: bool) -> Outcome {
         return Outcome::Quit;
     }
     let answer = if asks { ask(servers, &words) } else { change(servers, &words) };
-    Outcome::Say(answer.unwrap_or_else(|| format!("Invalid command or argument: {line}")))
+    Outcome::Say(answer.unwrap_or_else(|| format!("Unknown command \"{line}\"")))
 }
 
 fn ask(servers: &Servers, words: &[&str]) -> Option<String> {
@@ -86,6 +86,7 @@ fn change(servers: &Arc<Servers>, words: &[&str]) -> Option<String> {
         ["set_active_thread_percentage", pid, value] => {
             let value = limits::percentage(value)?;
             servers.table().servers.get_mut(&pid.parse().ok()?)?.settings.percentage = value;
+            return Some(format!("{value:.1}"));
         }
         ["set_device_pinned_mem_limit", pid, device, value] => {
             let device = limits::named(device, &servers.devices)?;

@@ -7,7 +7,7 @@ pub fn percentage(text: &str) -> Option<f64> {
     text.trim().parse().ok().filter(|value: &f64| *value > 0.0 && *value <= 100.0)
 }
 
-/// The SMs a client sees: its share of all, rounded down to an even number, and never none.
+/// The SMs a client sees: its share of all, rounded down to an even number, and never fewer than 8 (docs/evidence).
 /// What it asks for is clamped to the server's share; what cannot be read is not there.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a part of a small count")]
 pub fn sm(all: u32, settings: &Settings, asked: Option<&str>) -> u32 {
@@ -16,7 +16,7 @@ pub fn sm(all: u32, settings: &Settings, asked: Option<&str>) -> u32 {
         return all;
     }
     let part = (f64::from(all) * share / 100.0) as u32;
-    (part & !1).max(2).min(all)
+    (part & !1).max(8).min(all)
 }
 
 /// The memory a client may use, in MiB: its own limit within its server's. One entry of its own that cannot

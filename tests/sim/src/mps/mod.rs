@@ -31,8 +31,8 @@ pub fn pipe_directory() -> PathBuf {
 /// Memory of an MPS server on each of its devices, in MiB (docs/evidence).
 pub const SERVER_MIB: u64 = 66;
 
-/// Memory of a context that sees so many SMs, in MiB: 24 and 3.75 an SM (docs/evidence).
+/// Memory of a context that sees so many SMs, in MiB: 28.6 and 3.68 an SM (docs/evidence).
 #[must_use]
 pub fn context_mib(sm: u32) -> u64 {
-    24 + u64::from(sm) * 15 / 4
+    (2860 + u64::from(sm) * 368) / 100
 }
