@@ -57,10 +57,12 @@ fn exists(lease: &mut Lease, init: Init) {
     }
 }
 
-/// A `delete` that was killed leaves a lease marked as ending whose container lives on.
+/// A `delete` that was killed leaves a lease marked as ending whose container may live on: its runtime has
+/// a record of it still.
 fn was_not_deleted(lease: &Lease) -> bool {
     let lives = lease.init.as_ref().is_some_and(|init| init.process.is_alive());
-    lease.state == LeaseState::Ending && lives && !lease.owner.is_alive()
+    let recorded = || matches!(Record::read(&lease.container.record), Ok(Some(_)));
+    lease.state == LeaseState::Ending && lives && !lease.owner.is_alive() && recorded()
 }
 
 fn fate(lease: &Lease) -> Fate {
@@ -285,14 +287,17 @@ mod tests {
 
     #[test]
     fn a_delete_that_was_killed_leaves_an_active_lease() {
-        let (container, deleter) = (Running::start(), Running::start());
+        let (dir, container, deleter) = (tempfile::tempdir().unwrap(), Running::start(), Running::start());
         let init = Init { process: container.process(), pid_namespace: 0, cgroup: None };
-        let marked = Lease { init: Some(init), state: LeaseState::Ending, ..lease(1, "GPU-a") };
-        let marked = Lease { owner: deleter.process(), ..marked };
+        let marked = with_record(dir.path(), deleter.process());
+        let marked = Lease { init: Some(init), state: LeaseState::Ending, ..marked };
         let mut ledger = Ledger { leases: vec![marked], ..Ledger::empty("boot") };
         reclaim(&mut ledger);
         assert_eq!(ledger.leases[0].state, LeaseState::Ending);
         drop(deleter);
+        reclaim(&mut ledger);
+        assert_eq!(ledger.leases[0].state, LeaseState::Ending, "its runtime has forgotten it");
+        write_state(dir.path(), container.process(), "bundle=/b");
         reclaim(&mut ledger);
         assert_eq!(ledger.leases[0].state, LeaseState::Active);
     }

@@ -265,6 +265,7 @@ impl<'a> Scene<'a> {
 
     /// After `sublet gc`, and nothing else, everything is as it should be.
     fn assert_restored(&self, edited: &Value, after: &str) {
+        self.wait_for_death();
         let gc = self.world.sublet(&["gc"]);
         assert!(gc.status.success(), "{after}: {gc:?}");
         let ledger = ledger(self.world);
@@ -275,6 +276,17 @@ impl<'a> Scene<'a> {
         self.assert_daemons(&ledger, alive, after);
         self.assert_files(edited, after);
         self.assert_account(alive, after);
+    }
+
+    /// crun forgets a container that it has killed before its process is gone; its lease is kept till then.
+    fn wait_for_death(&self) {
+        let ledger = ledger(self.world);
+        let init = lease_of(&ledger, "victim").map(|lease| &lease["init"]["process"]["pid"]);
+        let Some(pid) = init.and_then(Value::as_i64).filter(|_| !exists(self.world, "victim")) else {
+            return;
+        };
+        let stat = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        assert!(eventually(|| stat().is_empty() || stat().contains(") Z ")), "{}", stat());
     }
 
     /// One daemon of control and server where a lease wants it, none where not. One that was on its way
