@@ -195,12 +195,26 @@ pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
             tracing::warn!("{error}");
         }
     }
-    let Ok(ledger) = store.read() else { return };
-    for lease in freed {
-        crate::replace::sweep(&lease.container.bundle);
-        if !ledger.leases.iter().any(|other| other.container.rootfs == lease.container.rootfs) {
-            apply::cleanup_mount_points(&lease.container.rootfs, &lease.mount_points);
-        }
+    clear_leftovers(store);
+}
+
+/// Removes what ended containers left, and only then forgets it: whoever is killed in between leaves the
+/// rest to the next command.
+fn clear_leftovers(store: &Store) {
+    let clearable = store.read().map(|ledger| ledger.clearable()).unwrap_or_default();
+    if clearable.is_empty() {
+        return;
+    }
+    for left in &clearable {
+        crate::replace::sweep(&left.bundle);
+        apply::cleanup_mount_points(&left.rootfs, &left.mount_points);
+    }
+    let forgotten = store.update(|ledger| {
+        ledger.leftovers.retain(|left| !clearable.contains(left));
+        Ok::<_, Infallible>(())
+    });
+    if let Err(error) = forgotten {
+        tracing::warn!("{error}");
     }
 }
 
@@ -222,6 +236,10 @@ pub fn mark_ending(
         let id = ledger.of_record(uid, id, record).map(|lease| lease.id.clone());
         if let Some(lease) = id.as_ref().and_then(|id| ledger.lease_mut(id)) {
             lease.state = LeaseState::Ending;
+            // A container whose delete is killed is not ending: its owner's death will tell.
+            if let (Some(_), Ok(us)) = (&lease.init, Process::current()) {
+                lease.owner = us;
+            }
         }
         Ok::<_, Infallible>(id)
     })?;

@@ -39,11 +39,13 @@ pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
                 lease.init = init.or(lease.init);
                 lease.state = LeaseState::Ending;
             }
+            Fate::Unchanged if was_not_deleted(&lease) => lease.state = LeaseState::Active,
             Fate::Unchanged => {}
         }
         kept.push(lease);
     }
     ledger.leases = kept;
+    freed.iter().for_each(|lease| ledger.leave(lease));
     freed
 }
 
@@ -53,6 +55,14 @@ fn exists(lease: &mut Lease, init: Init) {
     if lease.state == LeaseState::Pending {
         lease.state = LeaseState::Active;
     }
+}
+
+/// A `delete` that was killed leaves a lease marked as ending whose container may live on: its runtime has
+/// a record of it still.
+fn was_not_deleted(lease: &Lease) -> bool {
+    let lives = lease.init.as_ref().is_some_and(|init| init.process.is_alive());
+    let recorded = || matches!(Record::read(&lease.container.record), Ok(Some(_)));
+    lease.state == LeaseState::Ending && lives && !lease.owner.is_alive() && recorded()
 }
 
 fn fate(lease: &Lease) -> Fate {
@@ -273,6 +283,41 @@ mod tests {
         reclaim(&mut ledger);
         assert_eq!(ledger.leases[0].state, LeaseState::Ending);
         assert!(ledger.leases[0].init.is_some());
+    }
+
+    #[test]
+    fn a_delete_that_was_killed_leaves_an_active_lease() {
+        let (dir, container, deleter) = (tempfile::tempdir().unwrap(), Running::start(), Running::start());
+        let init = Init { process: container.process(), pid_namespace: 0, cgroup: None };
+        let marked = with_record(dir.path(), deleter.process());
+        let marked = Lease { init: Some(init), state: LeaseState::Ending, ..marked };
+        let mut ledger = Ledger { leases: vec![marked], ..Ledger::empty("boot") };
+        reclaim(&mut ledger);
+        assert_eq!(ledger.leases[0].state, LeaseState::Ending);
+        drop(deleter);
+        reclaim(&mut ledger);
+        assert_eq!(ledger.leases[0].state, LeaseState::Ending, "its runtime has forgotten it");
+        write_state(dir.path(), container.process(), "bundle=/b");
+        reclaim(&mut ledger);
+        assert_eq!(ledger.leases[0].state, LeaseState::Active);
+    }
+
+    #[test]
+    fn what_it_left_behind_stays_written_down_until_nobody_has_its_rootfs() {
+        let mut gone = lease(1, "GPU-a");
+        (gone.owner, gone.mount_points) = (dead(), vec!["/usr/lib/libcuda.so.1".into()]);
+        let init = Init { process: Running::start().process(), pid_namespace: 0, cgroup: None };
+        gone.init = Some(init);
+        let mut neighbour = lease(2, "GPU-a");
+        neighbour.container.rootfs = gone.container.rootfs.clone();
+        neighbour.owner = Process::current().unwrap();
+        let mut ledger = Ledger { leases: vec![gone, neighbour], ..Ledger::empty("boot") };
+        assert_eq!(reclaim(&mut ledger).len(), 1);
+        assert_eq!(ledger.leftovers[0].mount_points, [Path::new("/usr/lib/libcuda.so.1")]);
+        assert!(ledger.clearable().is_empty());
+        let id = ledger.leases[0].id.clone();
+        ledger.remove(&id);
+        assert_eq!(ledger.clearable().len(), 2);
     }
 
     #[test]

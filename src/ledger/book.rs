@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{Container, Lease, LeaseId, Ledger, SCHEMA};
+use super::{Container, Lease, LeaseId, Ledger, Leftover, SCHEMA};
 use crate::inventory::GpuProcess;
 use crate::mps::ServerKey;
 use crate::request::Percent;
@@ -33,6 +33,7 @@ impl Ledger {
             compute_modes: Vec::new(),
             drained: Vec::new(),
             unexplained: Vec::new(),
+            leftovers: Vec::new(),
         }
     }
 
@@ -94,7 +95,27 @@ impl Ledger {
     /// Removes the lease with this id and returns it; an unknown id is no error: late ends come twice.
     pub fn remove(&mut self, id: &LeaseId) -> Option<Lease> {
         let at = self.leases.iter().position(|lease| lease.id == *id)?;
-        Some(self.leases.remove(at))
+        let lease = self.leases.remove(at);
+        self.leave(&lease);
+        Some(lease)
+    }
+
+    /// Writes down what `lease`, which is no more, may have left behind.
+    pub(super) fn leave(&mut self, lease: &Lease) {
+        if lease.init.is_none() || !lease.mount_points.is_empty() {
+            self.leftovers.push(Leftover {
+                bundle: lease.container.bundle.clone(),
+                rootfs: lease.container.rootfs.clone(),
+                mount_points: lease.mount_points.clone(),
+            });
+        }
+    }
+
+    /// Leftovers that no live container's root filesystem is in the way of.
+    #[must_use]
+    pub fn clearable(&self) -> Vec<Leftover> {
+        let in_use = |left: &&Leftover| self.leases.iter().any(|lease| lease.container.rootfs == left.rootfs);
+        self.leftovers.iter().filter(|left| !in_use(left)).cloned().collect()
     }
 
     /// The lease that a process on a GPU belongs to: by its pid, else its cgroup, else its PID namespace

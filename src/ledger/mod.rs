@@ -51,6 +51,20 @@ pub struct Ledger {
     pub drained: Vec<String>,
     /// Devices that take no new lease because a rebuild could not explain what runs there.
     pub unexplained: Vec<String>,
+    /// What ended containers left in their directories, until it is cleared away: a crash must not lose it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub leftovers: Vec<Leftover>,
+}
+
+/// Files of ours in places that outlive the container.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Leftover {
+    /// May hold the temporary file of a shim that was killed.
+    pub bundle: PathBuf,
+    /// May be another container's too: nothing is removed before that one has ended.
+    pub rootfs: PathBuf,
+    /// As in [`Lease::mount_points`].
+    pub mount_points: Vec<PathBuf>,
 }
 
 /// One container's share.
@@ -78,7 +92,7 @@ pub struct Lease {
     pub priority: Priority,
     /// Where it is in its life.
     pub state: LeaseState,
-    /// While pending: the process that is starting the container.
+    /// While pending: the process that is starting the container; while ending: the one that deletes it.
     pub owner: Process,
     /// Once active: the container's first process and where it lives.
     pub init: Option<Init>,

@@ -171,6 +171,7 @@ pub(super) mod tests {
             compute_modes: Vec::new(),
             drained: Vec::new(),
             unexplained: Vec::new(),
+            leftovers: Vec::new(),
         }
     }
 

@@ -54,7 +54,11 @@ impl World {
         if !rootfs.exists() {
             self.rootfs.clone_to(&rootfs);
         }
-        Bundle { id: id.to_owned(), dir, spec: spec(annotations, args), world: self }
+        let mut spec = spec(annotations, args);
+        // By default runtimes name the cgroup after the container, and worlds run side by side.
+        let world = self.dir.path().file_name().expect("a name").to_string_lossy();
+        spec["linux"]["cgroupsPath"] = json!(format!("/{world}-{id}"));
+        Bundle { id: id.to_owned(), dir, spec, world: self }
     }
 
     /// The low-level runtime's state directory.
