@@ -1,5 +1,8 @@
 //! A process named so that its id being used again cannot deceive: pid and start time.
 
+use std::fs::File;
+use std::io::Read as _;
+
 use serde::{Deserialize, Serialize};
 
 /// A process of this boot.
@@ -47,7 +50,10 @@ struct Stat {
 }
 
 fn stat(pid: i32) -> Option<Stat> {
-    parse_stat(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+    // One read: the line has 52 numbers at most and a command name of 15 bytes (proc(5)).
+    let mut line = [0; 1024];
+    let length = File::open(format!("/proc/{pid}/stat")).ok()?.read(&mut line).ok()?;
+    parse_stat(&String::from_utf8_lossy(&line[..length]))
 }
 
 /// The command name in field 2 may hold spaces and parentheses: fields are counted from the last `)`.

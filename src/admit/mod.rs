@@ -184,6 +184,9 @@ fn free(lease: &LeaseId, store: &Store, config: &Config) -> Result<(), AdmitErro
 /// After leases were freed: settles their servers, removes the mount points they left in a rootfs and
 /// what a killed shim left in a bundle.
 pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
+    if freed.is_empty() {
+        return;
+    }
     let mut settled = Vec::new();
     for lease in freed {
         let Some(key) = &lease.server else { continue };

@@ -173,10 +173,11 @@ fn read(path: &Path) -> Result<Vec<u8>, InventoryError> {
             });
         }
     };
-    if let Some(why) = distrust(&file.metadata().map_err(unreadable)?) {
+    let metadata = file.metadata().map_err(unreadable)?;
+    if let Some(why) = distrust(&metadata) {
         return Err(untrusted(why));
     }
-    let mut text = Vec::new();
+    let mut text = Vec::with_capacity(usize::try_from(metadata.len().min(LARGEST)).unwrap_or(0) + 1);
     file.take(LARGEST + 1).read_to_end(&mut text).map_err(unreadable)?;
     Ok(text)
 }

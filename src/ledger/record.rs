@@ -150,10 +150,11 @@ pub(super) fn read_bounded(path: &Path) -> io::Result<Option<Vec<u8>>> {
         }
         Err(error) => return Err(error),
     };
-    if !file.metadata()?.is_file() {
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
         return Err(io::Error::other("it is no regular file"));
     }
-    let mut content = Vec::new();
+    let mut content = Vec::with_capacity(usize::try_from(metadata.len().min(LARGEST)).unwrap_or(0) + 1);
     file.take(LARGEST + 1).read_to_end(&mut content)?;
     if content.len() as u64 > LARGEST {
         return Err(io::Error::other("it is larger than 16 MiB"));
