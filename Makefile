@@ -43,7 +43,7 @@ test-build: sim-build
 
 sim-build:
 	@echo "== Building the simulated driver"
-	cargo build -p sublet-sim -p sublet-sim-libcuda
+	cargo build -p sublet-sim -p sublet-sim-libcuda -p sublet-e2e
 	@mkdir -p $(TEST_BIN)
 	cp target/debug/{sublet-sim,nvidia-smi,nvidia-cuda-mps-control,nvidia-cuda-mps-server,cuda-probe} $(TEST_BIN)/
 	cp target/debug/{libnvidia_ml,libcuda}.so $(TEST_BIN)/
@@ -57,19 +57,22 @@ lint:
 	cargo clippy --workspace --all-targets -- -D warnings
 
 unit:
-	@echo "== Unit and property tests"
-	cargo test -p sublet --lib
+	@echo "== Unit and property tests; the shim with a low-level runtime that only writes down its call"
+	cargo test -p sublet --lib --test runtime
 
 check: lint unit
 	@echo "Skipped, because they need root and engines (make test): the simulated driver's tests and the"
 	@echo "end-to-end tests with runc and crun. Skipped, because they need a GPU (make gpu-test): tests/gpu."
 
 test: needs unit test-build
-	@echo "== The simulated driver"
+	@echo "== The simulated driver, and MPS daemons on it"
 	cargo test -p sublet-sim
+	cargo test -p sublet --test mps
 	@for engine in runc crun; do \
 	    echo "== End to end with $$engine"; \
 	    SUBLET_BIN_DIR=$(TEST_BIN) tests/e2e/enter $$engine cargo test -p sublet-e2e || exit 1; \
+	    echo "== The checks of tests/gpu on the simulated driver, with $$engine"; \
+	    SUBLET_BIN_DIR=$(TEST_BIN) tests/e2e/enter $$engine target/debug/gpu-check --simulated || exit 1; \
 	done
 
 demo: needs
