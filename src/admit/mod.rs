@@ -202,8 +202,8 @@ pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
 }
 
 /// Removes what ended containers left, and only then forgets it: whoever is killed in between leaves the
-/// rest to the next command.
-fn clear_leftovers(store: &Store) {
+/// rest to the next `sublet` command. The start path does not look for it.
+pub fn clear_leftovers(store: &Store) {
     let clearable = store.read().map(|ledger| ledger.clearable()).unwrap_or_default();
     if clearable.is_empty() {
         return;
