@@ -202,7 +202,7 @@ pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
 }
 
 /// Removes what ended containers left, and only then forgets it: whoever is killed in between leaves the
-/// rest to the next `sublet` command. The start path does not look for it.
+/// rest to the next `sublet` command, or the next end of a container: a start has no time to look.
 pub fn clear_leftovers(store: &Store) {
     let clearable = store.read().map(|ledger| ledger.clearable()).unwrap_or_default();
     if clearable.is_empty() {

@@ -77,6 +77,10 @@ impl World {
         let config = PathBuf::from(printed.lines().last().expect("the path of config.toml"));
         let rootfs = Rootfs::minimal(&dir.path().join("rootfs"), &root.join("usr/bin/cuda-probe"));
         let world = Self { config, dir, driver_root: Some(root), engine: Engine::chosen(), rootfs };
+        let text = std::fs::read_to_string(&world.config).expect("config.toml is there");
+        let named = format!("low_level = [\"{}\"]", world.engine.program());
+        let text = text.replace("low_level = [\"runc\", \"crun\"]", &named);
+        std::fs::write(&world.config, text).expect("config.toml is written");
         world.configure(extra);
         world
     }
@@ -86,10 +90,11 @@ impl World {
     pub fn real(probe: &Path, extra: &str) -> Self {
         let dir = temporary();
         let config = dir.path().join("config.toml");
-        let state = format!("state_dir = {:?}\n", dir.path().join("run"));
-        std::fs::write(&config, state).expect("config.toml is written");
+        let (engine, state) = (Engine::chosen(), dir.path().join("run"));
+        let text = format!("state_dir = {state:?}\n[runtime]\nlow_level = [{:?}]\n", engine.program());
+        std::fs::write(&config, text).expect("config.toml is written");
         let rootfs = Rootfs::minimal(&dir.path().join("rootfs"), probe);
-        let world = Self { config, dir, driver_root: None, engine: Engine::chosen(), rootfs };
+        let world = Self { config, dir, driver_root: None, engine, rootfs };
         world.configure(extra);
         world
     }

@@ -75,7 +75,8 @@ impl Bench {
     fn new() -> Result<Self> {
         let world = World::simulated("h200", "");
         let text = std::fs::read_to_string(&world.config)?;
-        let replaced = text.replace(r#"low_level = ["runc", "crun"]"#, r#"low_level = ["/bin/true"]"#);
+        let named = format!(r#"low_level = ["{}"]"#, world.engine.program());
+        let replaced = text.replace(&named, r#"low_level = ["/bin/true"]"#);
         ensure!(text != replaced, "the simulated driver's config.toml names no low-level runtime");
         let instant = world.dir.path().join("instant.toml");
         std::fs::write(&instant, replaced)?;
