@@ -2,7 +2,7 @@
 
 use crate::apply::{Conflict, ImageError, SpecError};
 use crate::inventory::{InventoryError, NodeError};
-use crate::ledger::{Doubled, LeaseId, LedgerError};
+use crate::ledger::{Doubled, LeaseId, LedgerError, NotBound};
 use crate::mps::MpsError;
 use crate::own::OwnError;
 use crate::place::Refusal;
@@ -31,6 +31,8 @@ pub enum AdmitError {
     Ledger(#[from] LedgerError),
     #[error(transparent)]
     Doubled(#[from] Doubled),
+    #[error(transparent)]
+    NotBound(#[from] NotBound),
     #[error(transparent)]
     Mps(#[from] MpsError),
     #[error("no random lease id: /dev/urandom: {0}")]

@@ -6,6 +6,7 @@
 
 mod error;
 mod fresh;
+mod late;
 mod refusals;
 mod take;
 mod wish;
@@ -30,6 +31,7 @@ use crate::text::safe;
 
 pub use error::AdmitError;
 pub use fresh::{fresh_inventory, refresh};
+pub use late::{abandon, bind, hand_over};
 pub use refusals::{RefusalRecord, refusals};
 pub use take::lease_for;
 pub use wish::wish;
@@ -64,6 +66,14 @@ pub enum Admission {
     },
 }
 
+/// Whether the container that `spec` describes asks for a share.
+///
+/// # Errors
+/// Its annotations are none.
+pub fn is_ours(spec: &Value) -> Result<bool, AdmitError> {
+    Ok(wish::is_ours(spec, &apply::annotations(spec)?, None))
+}
+
 /// Finds the container its share and edits `spec` for it.
 ///
 /// # Errors
@@ -86,13 +96,18 @@ pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Re
 /// A spec with a lease id is granted only if the ledger holds that live lease for this container.
 fn already_granted(id: &str, container: &Container, config: &Config) -> Result<Admission, AdmitError> {
     let ledger = read(&Store::open(&config.state_dir)?)?;
-    let granted = LeaseId::parse(id)
-        .filter(|id| ledger.lease(id).is_some_and(|lease| same(&lease.container, container)));
+    let granted =
+        LeaseId::parse(id).filter(|id| ledger.lease(id).is_some_and(|lease| holds(lease, container)));
     granted.map(Admission::AlreadyGranted).ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
 }
 
-fn same(one: &Container, other: &Container) -> bool {
-    (one.uid, &one.id, &one.bundle) == (other.uid, &other.id, &other.bundle)
+/// Between the hook that took a lease and the container, other doors may be passed: one that knows the
+/// container better than the lease does changes nothing either.
+fn holds(lease: &Lease, container: &Container) -> bool {
+    let held = &lease.container;
+    let same = (held.uid, &held.id, &held.bundle) == (container.uid, &container.id, &container.bundle);
+    let awaited = lease.is_unbound() && held.uid == container.uid;
+    same || awaited && (held.id.is_empty() || held.id == container.id)
 }
 
 fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {

@@ -128,6 +128,7 @@ pub fn lease_for(
         state: LeaseState::Pending,
         owner: candidate.owner,
         init: None,
+        bind_by: None,
         since: epoch_seconds(),
         mount_points: image.created.clone(),
         library_dir: libraries.map(Path::to_owned),

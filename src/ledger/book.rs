@@ -202,6 +202,7 @@ pub(crate) mod fixture {
             state: LeaseState::Pending,
             owner: Process { pid: i32::MAX, start_time: 1 },
             init: None,
+            bind_by: None,
             since: 0,
             mount_points: Vec::new(),
             library_dir: None,
