@@ -32,7 +32,7 @@ pub struct Finished {
 }
 
 impl Finished {
-    fn of(output: &Output) -> Self {
+    pub(crate) fn of(output: &Output) -> Self {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         Self { ok: output.status.success(), stdout: text(&output.stdout), stderr: text(&output.stderr) }
     }

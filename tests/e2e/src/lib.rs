@@ -2,6 +2,7 @@
 //! that real runc or crun start through the built `sublet-runtime`.
 
 mod bundle;
+pub mod docker;
 mod rootfs;
 mod world;
 
