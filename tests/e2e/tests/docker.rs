@@ -1,6 +1,7 @@
 //! Docker as people use it: a real dockerd, `docker run --runtime sublet`, and every way in which its
 //! containers end. Runs in the root that tests/engines/enter gives. One H200: 132 SMs, 143155 MiB for CUDA.
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use nix::sys::signal::{Signal, kill};
@@ -372,6 +373,32 @@ fn two_containers_of_two_users_share_a_gpu() {
 }
 
 #[test]
+fn remapped_users_get_the_hosts_own_nodes() {
+    if skip_unless_engines() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    // The container's root is 100000 outside, and has to come by.
+    std::fs::set_permissions(world.dir.path(), PermissionsExt::from_mode(0o711)).expect("chmod");
+    let docker = Docker::up(world, &json!({"userns-remap": "tester"}));
+    let id = docker.hold("mapped", QUARTER, &[]);
+    let map = std::fs::read_to_string(format!("/proc/{}/uid_map", docker.pid("mapped"))).expect("a map");
+    assert_eq!(map.split_whitespace().collect::<Vec<_>>(), ["0", "100000", "65536"]);
+    for info in [docker.event("mapped", "info"), docker.exec_info("mapped", &[])] {
+        assert_eq!((&info["error"], &info["mps"], &info["sm"]), (&Value::Null, &json!(true), &json!(32)));
+    }
+    let _ = lease_id(&docker, &id);
+    let opened =
+        docker.cli(&["exec", "mapped", "cuda-probe", "noderights", "/dev/nvidia0", "/dev/nvidiactl"]);
+    let opened = opened.json();
+    let results: Vec<_> = opened.iter().filter_map(|line| line["result"].as_str()).collect();
+    // Allowed, and no driver behind it.
+    assert_eq!(results, ["ENXIO", "ENXIO"]);
+    docker.done(&["rm", "-f", "mapped"]);
+    assert_empty(&docker);
+}
+
+#[test]
 fn of_twenty_at_once_those_start_that_fit() {
     if skip_unless_engines() {
         return;
@@ -437,7 +464,7 @@ fn stopping_runtime(dir: &Path) -> std::path::PathBuf {
         dir = dir.display()
     );
     std::fs::write(&program, script).expect("a script");
-    std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("chmod");
+    std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("chmod");
     program
 }
 
