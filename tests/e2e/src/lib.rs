@@ -2,6 +2,8 @@
 //! that real runc or crun start through the built `sublet-runtime`.
 
 mod bundle;
+pub mod docker;
+pub mod podman;
 mod refused;
 mod rootfs;
 mod world;
