@@ -23,13 +23,14 @@ impl Podman {
     /// Gives Podman the hook and the image.
     #[must_use]
     pub fn up(world: World) -> Self {
-        // crun 1.8 (Debian 12) must raise RLIMIT_MEMLOCK to use cgroup2; a sandbox may not let it.
         let runtime = PathBuf::from(world.engine.program());
         let podman = Self { world, runtime };
         let dir = podman.world.dir.path();
         std::fs::create_dir_all(dir.join("hooks")).expect("a directory");
-        std::fs::write(dir.join("hooks/sublet.json"), podman.hook().to_string()).expect("the hook is written");
+        std::fs::write(dir.join("hooks/sublet.json"), podman.hook().to_string())
+            .expect("the hook is written");
         std::fs::write(dir.join("containers.conf"), podman.configuration()).expect("containers.conf");
+        podman.write_shim();
         let tar = podman.tar();
         podman.done(&["import", "--quiet", tar.to_str().expect("UTF-8"), IMAGE]);
         podman
@@ -54,14 +55,29 @@ impl Podman {
         format!(
             "[containers]\ndefault_ulimits = [\"nofile=1024:1024\", \"nproc=4096:4096\"]\npids_limit = 0\n\
              netns = \"none\"\nlog_driver = \"k8s-file\"\n\
-             [engine]\ncgroup_manager = \"cgroupfs\"\nevents_logger = \"file\"\nruntime = {:?}\n\
+             [engine]\ncgroup_manager = \"cgroupfs\"\nevents_logger = \"file\"\nlock_type = \"file\"\nruntime = {:?}\n\
              hooks_dir = [\"/usr/share/containers/oci/hooks.d\", {:?}]\n\
              runtime_supports_json = [\"crun\", \"runc\", \"sublet-runtime\"]\n\
              [engine.runtimes]\nsublet = [{:?}]\n",
             self.runtime,
             dir.join("hooks"),
-            bin_dir().join("sublet-runtime"),
+            dir.join("bin/sublet-runtime"),
         )
+    }
+
+    /// The shim with this world's configuration: Podman gives `start` and `delete` an environment of PATH
+    /// and `XDG_RUNTIME_DIR` alone.
+    fn write_shim(&self) {
+        let dir = self.world.dir.path().join("bin");
+        std::fs::create_dir_all(&dir).expect("a directory");
+        let script = format!(
+            "#!/bin/sh\nSUBLET_CONFIG={} exec {} \"$@\"\n",
+            self.world.config.display(),
+            bin_dir().join("sublet-runtime").display()
+        );
+        std::fs::write(dir.join("sublet-runtime"), script).expect("the shim is written");
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(dir.join("sublet-runtime"), mode).expect("chmod");
     }
 
     /// The image as an archive.
@@ -86,8 +102,6 @@ impl Podman {
             .arg(dir.join("run"))
             .env("CONTAINERS_CONF", dir.join("containers.conf"))
             .env("PODMAN_IGNORE_CGROUPSV1_WARNING", "1")
-            // For `--runtime sublet`: the shim inherits Podman's environment, hooks have their own.
-            .env("SUBLET_CONFIG", &self.world.config)
             .stdin(Stdio::null());
         command
     }
@@ -105,6 +119,15 @@ impl Podman {
     #[must_use]
     pub fn cli(&self, arguments: &[&str]) -> Finished {
         Finished::of(&self.command().args(arguments).output().expect("podman is installed"))
+    }
+
+    /// Runs `podman --remote ARGUMENTS` against the service at `url`.
+    #[must_use]
+    pub fn command_remote(&self, url: &str, arguments: &[&str]) -> Finished {
+        let conf = self.world.dir.path().join("containers.conf");
+        let mut command = Command::new("podman");
+        command.env("CONTAINERS_CONF", conf).args(["--remote", "--url", url]).args(arguments);
+        Finished::of(&command.stdin(Stdio::null()).output().expect("podman is installed"))
     }
 
     /// [`Self::cli`], which must succeed; its standard output without the newline.
