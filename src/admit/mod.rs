@@ -116,8 +116,6 @@ fn serve(
     store: &Store,
     config: &Config,
 ) -> Result<Vec<String>, AdmitError> {
-    let mut warnings =
-        if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
     let grant = grant::grant(
         &taken.placement,
         &taken.lease,
@@ -131,6 +129,9 @@ fn serve(
         inventory::check_node(&config.driver.root, &granted.node)?;
     }
     apply::edit(spec, &grant)?;
+    // Last: no daemon is started for a container that cannot be served.
+    let mut warnings =
+        if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
     warnings.extend(grant.warnings);
     Ok(warnings)
 }
