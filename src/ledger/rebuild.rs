@@ -287,6 +287,10 @@ mod tests {
         std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
         let mut child =
             Command::new(&program).arg("600").env("CUDA_VISIBLE_DEVICES", "GPU-b").spawn().unwrap();
+        // Spawning returns a moment before the kernel shows the new program's environment.
+        while fs::read(format!("/proc/{}/environ", child.id())).unwrap().is_empty() {
+            std::thread::yield_now();
+        }
         for key in ["GPU-a", "00000000000000aa"] {
             let pipe = state.path().join("mps").join(key).join("pipe");
             fs::create_dir_all(&pipe).unwrap();
