@@ -80,9 +80,8 @@ impl Bench {
         let world = World::simulated("h200", "");
         let memory = tempfile::Builder::new().prefix("sublet-bench").tempdir_in(memory_dir()?)?;
         let text = std::fs::read_to_string(&world.config)?;
-        let named = |dir: PathBuf| format!("state_dir = \"{}\"", dir.display());
-        let state = named(memory.path().join("state"));
-        let text = text.replacen(&named(world.state_dir()), &state, 1);
+        let state = format!("state_dir = \"{}\"", memory.path().join("state").display());
+        let text = text.replacen(&format!("state_dir = \"{}\"", world.state_dir().display()), &state, 1);
         ensure!(text.contains(&state), "the simulated driver's config.toml names no state_dir");
         std::fs::write(&world.config, &text)?;
         let named = format!(r#"low_level = ["{}"]"#, world.engine.program());
