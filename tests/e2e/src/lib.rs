@@ -1,7 +1,7 @@
 //! What the end-to-end tests stand on: a driver (simulated or real), a root filesystem, and containers
 //! that real runc or crun start through the built `sublet-runtime`.
-// A harness panics where a test has failed: that is what it is for.
-#![allow(clippy::missing_panics_doc)]
+
+#![expect(clippy::missing_panics_doc, reason = "a test ends by panicking, whatever of it fails")]
 
 mod bundle;
 mod refused;
