@@ -46,7 +46,9 @@ impl Host {
     }
 
     fn command(&self, args: &[OsString]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_sublet-runtime"));
+        // A shell cannot trap what was ignored before it started, as SIGINT is in background jobs.
+        let mut command = Command::new("env");
+        command.arg("--default-signal").arg(env!("CARGO_BIN_EXE_sublet-runtime"));
         command.args(args).env("SUBLET_CONFIG", self.path("config.toml"));
         command.current_dir(self.path("bundle")).stdin(Stdio::null());
         command
