@@ -46,9 +46,7 @@ impl Host {
     }
 
     fn command(&self, args: &[OsString]) -> Command {
-        // A shell cannot trap what was ignored before it started, as SIGINT is in background jobs.
-        let mut command = Command::new("env");
-        command.arg("--default-signal").arg(env!("CARGO_BIN_EXE_sublet-runtime"));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sublet-runtime"));
         command.args(args).env("SUBLET_CONFIG", self.path("config.toml"));
         command.current_dir(self.path("bundle")).stdin(Stdio::null());
         command
@@ -271,7 +269,11 @@ fn signals_reach_the_runtime_that_deletes() {
         host.low_level(&format!(
             "trap 'exit {code}' {signal}; kill -{signal} $PPID; while :; do sleep 0.01; done"
         ));
-        assert_eq!(host.run(&host.delete()).status.code(), Some(code), "{signal}");
+        // A shell cannot trap what was ignored before it started, as SIGINT is in background jobs.
+        let mut command = Command::new("env");
+        command.arg("--default-signal").arg(env!("CARGO_BIN_EXE_sublet-runtime"));
+        command.args(host.delete().split(' ')).env("SUBLET_CONFIG", host.path("config.toml"));
+        assert_eq!(command.status().unwrap().code(), Some(code), "{signal}");
     }
     assert_eq!(host.states(), [LeaseState::Pending]);
 }
