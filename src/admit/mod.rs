@@ -116,8 +116,6 @@ fn serve(
     store: &Store,
     config: &Config,
 ) -> Result<Vec<String>, AdmitError> {
-    let mut warnings =
-        if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
     let grant = grant::grant(
         &taken.placement,
         &taken.lease,
@@ -131,6 +129,9 @@ fn serve(
         inventory::check_node(&config.driver.root, &granted.node)?;
     }
     apply::edit(spec, &grant)?;
+    // Last: no daemon is started for a container that cannot be served.
+    let mut warnings =
+        if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
     warnings.extend(grant.warnings);
     Ok(warnings)
 }
@@ -202,8 +203,8 @@ pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
 }
 
 /// Removes what ended containers left, and only then forgets it: whoever is killed in between leaves the
-/// rest to the next command.
-fn clear_leftovers(store: &Store) {
+/// rest to the next `sublet` command, or the next end of a container: a start has no time to look.
+pub fn clear_leftovers(store: &Store) {
     let clearable = store.read().map(|ledger| ledger.clearable()).unwrap_or_default();
     if clearable.is_empty() {
         return;

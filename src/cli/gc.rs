@@ -19,6 +19,7 @@ pub fn run(config: &Config) -> anyhow::Result<ExitCode> {
         println!("Freed lease {} of container {}.", lease.id, super::output::short(&lease.container.id));
     }
     admit::tidy(&freed, &store, config);
+    admit::clear_leftovers(&store);
     for line in mps::heal(&store, config) {
         println!("{line}");
     }

@@ -105,6 +105,7 @@ fn settled_ledger(config: &Config) -> anyhow::Result<crate::ledger::Ledger> {
     let store = crate::ledger::Store::open(&config.state_dir)?;
     let (_, freed) = store.update(|_| Ok::<_, std::convert::Infallible>(()))?;
     crate::admit::tidy(&freed, &store, config);
+    crate::admit::clear_leftovers(&store);
     for line in crate::mps::heal(&store, config) {
         eprintln!("sublet: {line}");
     }

@@ -65,7 +65,9 @@ pub enum RuntimeError {
         source: io::Error,
     },
     /// `root` of config.json.
-    #[error("config.json has no root.path")]
+    #[error(
+        "config.json has no root.path, which the OCI runtime specification requires: create the container anew"
+    )]
     NoRoot,
     /// `hooks` of config.json.
     #[error("config.json: hooks.poststop is no array of hooks")]

@@ -1,11 +1,15 @@
 //! What the end-to-end tests stand on: a driver (simulated or real), a root filesystem, and containers
 //! that real runc or crun start through the built `sublet-runtime`.
 
+#![expect(clippy::missing_panics_doc, reason = "a test ends by panicking, whatever of it fails")]
+
 mod bundle;
 pub mod docker;
+mod refused;
 mod rootfs;
 mod world;
 
 pub use bundle::{Bundle, Finished};
+pub use refused::tree;
 pub use rootfs::{Rootfs, copy_program};
 pub use world::{Engine, World, bin_dir, eventually, skip_unless_root};
