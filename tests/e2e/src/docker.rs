@@ -96,6 +96,13 @@ impl Docker {
         }
     }
 
+    /// Has the daemon read its settings again, with these over them: `systemctl reload docker`.
+    pub fn reload(&self, settings: &Value) {
+        self.write_settings(settings);
+        let daemon = self.daemon.as_ref().expect("it runs");
+        kill(Pid::from_raw(i32::try_from(daemon.id()).expect("a pid")), Signal::SIGHUP).expect("SIGHUP");
+    }
+
     /// Ends the daemon in order (SIGTERM) or by SIGKILL, which takes its containerd with it.
     pub fn end_daemon(&mut self, signal: Signal) {
         let Some(mut daemon) = self.daemon.take() else { return };

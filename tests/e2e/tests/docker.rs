@@ -320,7 +320,10 @@ fn a_runtime_named_after_a_share_needs_no_annotation() {
     }
     let runtimes =
         json!({"small": {"path": bin.join("sublet-small")}, "nosuch": {"path": bin.join("sublet-nosuch")}});
-    let docker = Docker::up(world, &json!({"runtimes": runtimes}));
+    let docker = Docker::up(world, &json!({}));
+    docker.reload(&json!({"runtimes": runtimes}));
+    let known = || docker.ask(&["info", "--format={{json .Runtimes}}"]).contains("sublet-nosuch");
+    assert!(eventually(known), "a reload is enough");
     let run = |runtime: &str| {
         docker.cli(&[
             "run",
