@@ -96,6 +96,13 @@ impl Docker {
         }
     }
 
+    /// Has the daemon read its settings again, with these over them: `systemctl reload docker`.
+    pub fn reload(&self, settings: &Value) {
+        self.write_settings(settings);
+        let daemon = self.daemon.as_ref().expect("it runs");
+        kill(Pid::from_raw(i32::try_from(daemon.id()).expect("a pid")), Signal::SIGHUP).expect("SIGHUP");
+    }
+
     /// Ends the daemon in order (SIGTERM) or by SIGKILL, which takes its containerd with it.
     pub fn end_daemon(&mut self, signal: Signal) {
         let Some(mut daemon) = self.daemon.take() else { return };
@@ -152,11 +159,16 @@ impl Docker {
     }
 
     /// [`Self::cli`], which must succeed; its standard output without the newline.
-    #[allow(clippy::must_use_candidate)] // Often only done.
-    pub fn done(&self, arguments: &[&str]) -> String {
+    #[must_use]
+    pub fn ask(&self, arguments: &[&str]) -> String {
         let finished = self.cli(arguments);
         assert!(finished.ok, "docker {}: {}\n{}", arguments.join(" "), finished.stderr, self.log());
         finished.stdout.trim_end().to_owned()
+    }
+
+    /// [`Self::ask`] for what it does.
+    pub fn done(&self, arguments: &[&str]) {
+        let _ = self.ask(arguments);
     }
 
     /// `docker run -d` by the runtime `sublet`, which may fail.
@@ -200,7 +212,7 @@ impl Docker {
     /// A member of `docker inspect`, as `State.Pid`.
     #[must_use]
     pub fn inspect(&self, name: &str, member: &str) -> String {
-        self.done(&["inspect", "--format", &format!("{{{{json .{member}}}}}"), name])
+        self.ask(&["inspect", "--format", &format!("{{{{json .{member}}}}}"), name])
     }
 
     /// The container's first process.

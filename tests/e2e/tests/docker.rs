@@ -97,7 +97,7 @@ fn the_lease_follows_stop_start_restart_and_kill() {
     leases.dedup();
     assert_eq!(leases.len(), 3, "each start has a lease of its own");
     // What the mounts needed in the container's own layer is gone with them.
-    let changed = docker.done(&["diff", "moves"]);
+    let changed = docker.ask(&["diff", "moves"]);
     let left = |line: &str| ["libcuda", "libnvidia", "nvidia-smi"].iter().any(|name| line.contains(name));
     assert!(!changed.lines().any(left), "{changed}");
 }
@@ -280,9 +280,9 @@ fn as_default_runtime_sublet_leaves_other_containers_alone() {
             runtime,
             &[IMAGE, "sleep", "600"],
         ];
-        let id = docker.done(&all.concat());
+        let id = docker.ask(&all.concat());
         let text = docker.config(&id).replace(&id, "ID").replace(&id[..12], "ID");
-        assert_eq!(docker.done(&["exec", "plain", "sh", "-c", "ls /dev | grep -c nvidia || true"]), "0");
+        assert_eq!(docker.ask(&["exec", "plain", "sh", "-c", "ls /dev | grep -c nvidia || true"]), "0");
         docker.done(&["rm", "-f", "plain"]);
         let mut spec: Value = serde_json::from_str(&text).expect("JSON");
         spec["root"]["path"] = json!("the layer");
@@ -320,7 +320,10 @@ fn a_runtime_named_after_a_share_needs_no_annotation() {
     }
     let runtimes =
         json!({"small": {"path": bin.join("sublet-small")}, "nosuch": {"path": bin.join("sublet-nosuch")}});
-    let docker = Docker::up(world, &json!({"runtimes": runtimes}));
+    let docker = Docker::up(world, &json!({}));
+    docker.reload(&json!({"runtimes": runtimes}));
+    let known = || docker.ask(&["info", "--format={{json .Runtimes}}"]).contains("sublet-nosuch");
+    assert!(eventually(known), "a reload is enough");
     let run = |runtime: &str| {
         docker.cli(&[
             "run",
@@ -440,7 +443,7 @@ fn compose_passes_the_annotations() {
     std::fs::write(&file, text).expect("compose.yaml");
     let compose = |what: &[&str]| {
         let file = file.to_str().expect("UTF-8");
-        docker.done(&[&["compose", "-p", "test", "-f", file], what].concat())
+        docker.done(&[&["compose", "-p", "test", "-f", file], what].concat());
     };
     compose(&["up", "-d", "--pull=never"]);
     let info = docker.exec_info("job", &[]);
@@ -453,14 +456,14 @@ fn compose_passes_the_annotations() {
 }
 
 /// A low-level runtime that stops before or after one of its commands until it is killed.
-fn stopping_runtime(dir: &Path) -> std::path::PathBuf {
-    let program = dir.join("stopping-runc");
+fn stopping_runtime(dir: &Path, runtime: &str) -> std::path::PathBuf {
+    let program = dir.join(format!("stopping-{runtime}"));
     let script = format!(
         "#!/bin/sh\nfor word; do case $word in create|start|delete) break;; esac; done\n\
          case $(cat {dir}/stop-at 2>/dev/null) in\n\
          before-$word) : >{dir}/stopped; exec sleep 600;;\n\
-         after-$word) runc \"$@\"; : >{dir}/stopped; exec sleep 600;;\n\
-         esac\nexec runc \"$@\"\n",
+         after-$word) {runtime} \"$@\"; : >{dir}/stopped; exec sleep 600;;\n\
+         esac\nexec {runtime} \"$@\"\n",
         dir = dir.display()
     );
     std::fs::write(&program, script).expect("a script");
@@ -475,10 +478,10 @@ fn an_engine_killed_anywhere_leaves_nothing_that_the_next_command_does_not_resto
     }
     let world = World::simulated("h200", "");
     let dir = world.dir.path().to_owned();
-    let stopping = stopping_runtime(&dir);
+    let stopping = stopping_runtime(&dir, world.engine.program());
     let text = std::fs::read_to_string(&world.config).expect("config.toml");
-    let text = text.replace("[\"runc\", \"crun\"]", &format!("[{stopping:?}]"));
-    assert!(text.contains("stopping-runc"), "{text}");
+    let text = text.replace(&format!("{:?}", [world.engine.program()]), &format!("{:?}", [&stopping]));
+    assert!(text.contains("stopping-"), "{text}");
     std::fs::write(&world.config, text).expect("config.toml");
     let mut docker = Docker::up(world, &json!({}));
     for stage in
@@ -498,7 +501,7 @@ fn an_engine_killed_anywhere_leaves_nothing_that_the_next_command_does_not_resto
         let mut client = command.spawn().expect("docker runs");
         assert!(eventually(|| dir.join("stopped").exists()), "{stage} was not reached: {}", docker.log());
         // Not `inspect`: dockerd holds the container's lock.
-        let processes = docker.processes_of(&docker.done(&["ps", "-aq", "--no-trunc"]));
+        let processes = docker.processes_of(&docker.ask(&["ps", "-aq", "--no-trunc"]));
         docker.kill_engine();
         let _ = client.wait();
         // The containers' own processes outlive the engine, and as long as one does its lease is held.
