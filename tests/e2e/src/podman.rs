@@ -55,13 +55,13 @@ impl Podman {
         format!(
             "[containers]\ndefault_ulimits = [\"nofile=1024:1024\", \"nproc=4096:4096\"]\npids_limit = 0\n\
              netns = \"none\"\nlog_driver = \"k8s-file\"\n\
-             [engine]\ncgroup_manager = \"cgroupfs\"\nevents_logger = \"file\"\nlock_type = \"file\"\nruntime = {:?}\n\
-             hooks_dir = [\"/usr/share/containers/oci/hooks.d\", {:?}]\n\
+             [engine]\ncgroup_manager = \"cgroupfs\"\nevents_logger = \"file\"\nlock_type = \"file\"\nruntime = \"{}\"\n\
+             hooks_dir = [\"/usr/share/containers/oci/hooks.d\", \"{}\"]\n\
              runtime_supports_json = [\"crun\", \"runc\", \"sublet-runtime\"]\n\
-             [engine.runtimes]\nsublet = [{:?}]\n",
-            self.runtime,
-            dir.join("hooks"),
-            dir.join("bin/sublet-runtime"),
+             [engine.runtimes]\nsublet = [\"{}\"]\n",
+            self.runtime.display(),
+            dir.join("hooks").display(),
+            dir.join("bin/sublet-runtime").display(),
         )
     }
 
@@ -131,7 +131,7 @@ impl Podman {
     }
 
     /// [`Self::cli`], which must succeed; its standard output without the newline.
-    #[allow(clippy::must_use_candidate)] // Often only done.
+    #[allow(clippy::must_use_candidate, reason = "often only done")]
     pub fn done(&self, arguments: &[&str]) -> String {
         let finished = self.cli(arguments);
         assert!(finished.ok, "podman {}: {}", arguments.join(" "), finished.stderr);

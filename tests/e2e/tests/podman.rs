@@ -9,7 +9,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::docker::{is_alive, skip_unless_engines};
 use sublet_e2e::podman::{IMAGE, Podman};
-use sublet_e2e::{World, eventually};
+use sublet_e2e::{Finished, World, bin_dir, eventually};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
 const SHARE: &[&str] = &["sublet.sm=25", "sublet.memory=8GiB"];
@@ -406,6 +406,44 @@ fn a_named_share_and_a_container_without_a_cgroup_of_its_own() {
         podman.done(&["rm", "-f", "-t0", "bare"]);
     }
     assert!(podman.lease(&id).is_none());
+    podman.assert_empty();
+}
+
+/// With the files where `make install` and docs/podman.md put them. The only test without CONTAINERS_CONF
+/// and SUBLET_CONFIG, whose places no other test looks at.
+#[test]
+fn as_installed() {
+    if skip_unless_engines() {
+        return;
+    }
+    let podman = h200();
+    let checkout = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    for (from, to) in [
+        (bin_dir().join("sublet"), "/usr/bin/sublet"),
+        (bin_dir().join("sublet-runtime"), "/usr/bin/sublet-runtime"),
+        (bin_dir().join("sublet-hook"), "/usr/libexec/sublet/sublet-hook"),
+        (checkout.join("hooks/sublet.json"), "/usr/share/sublet/hooks.d/sublet.json"),
+        (checkout.join("hooks/containers.conf"), "/etc/containers/containers.conf.d/sublet.conf"),
+        (podman.world.config.clone(), "/etc/sublet/config.toml"),
+    ] {
+        let to = std::path::Path::new(to);
+        std::fs::create_dir_all(to.parent().expect("a directory")).expect("a directory");
+        std::fs::copy(&from, to).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
+    }
+    let needs = ["--network=none", "--pids-limit=0", "--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096"];
+    for runtime in [podman.world.engine.program(), "sublet"] {
+        let run = |annotation: &'static str| {
+            let mut command = podman.command();
+            command.env_remove("CONTAINERS_CONF").args(["--cgroup-manager=cgroupfs", "--runtime", runtime]);
+            let all =
+                Podman::arguments(&["run", "--rm"], "it", &[annotation], &needs, &["cuda-probe", "info"]);
+            Finished::of(&command.args(all).output().expect("podman is installed"))
+        };
+        let done = run("sublet.sm=25");
+        assert!(done.ok && done.json()[0]["sm"] == json!(32), "{runtime}: {done:?}");
+        let refused = run("sublet.smm=25");
+        assert!(!refused.ok && refused.stderr.contains("sublet.smm"), "{runtime}: {refused:?}");
+    }
     podman.assert_empty();
 }
 
