@@ -6,6 +6,7 @@
 
 mod error;
 mod fresh;
+mod late;
 mod refusals;
 mod take;
 mod wish;
@@ -18,7 +19,7 @@ use serde_json::Value;
 
 use crate::apply;
 use crate::config::Config;
-use crate::grant::{self, Environment};
+use crate::grant::{self, Environment, Grant};
 use crate::inventory::{self, Inventory};
 use crate::ledger::{
     Container, Freed, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, LedgerError, Store,
@@ -29,6 +30,7 @@ use crate::request::Request;
 use crate::text::safe;
 
 pub use error::AdmitError;
+pub use late::{Late, end_of, late};
 pub use fresh::{fresh_inventory, refresh};
 pub use refusals::{RefusalRecord, refusals};
 pub use take::lease_for;
@@ -99,24 +101,26 @@ fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> R
     let request = wish(spec, candidate.share, config)?;
     let store = Store::open(&config.state_dir)?;
     let taken = take::take(candidate, &request, spec, &store, config)?;
-    let served = serve(&taken, &request, spec, &store, config);
-    if served.is_err() {
+    let edited = serve(&taken, &request, &store, config).and_then(|grant| {
+        apply::edit(spec, &grant)?;
+        Ok(grant.warnings)
+    });
+    if edited.is_err() {
         give_back(&taken.lease, &store, config);
     }
-    let mut warnings = taken.placement.warnings.clone();
-    warnings.extend(served?);
-    Ok(Admission::Granted { lease: taken.lease.id, warnings })
+    Ok(Admission::Granted { warnings: edited?, lease: taken.lease.id })
 }
 
-/// Between the lease and the container: daemon, nodes, edits.
+/// Between the lease and the container: the daemon, the nodes, and what the container is given.
 fn serve(
     taken: &take::Taken,
     request: &Request,
-    spec: &mut Value,
     store: &Store,
     config: &Config,
-) -> Result<Vec<String>, AdmitError> {
-    let grant = grant::grant(
+) -> Result<Grant, AdmitError> {
+    let mut warnings =
+        if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
+    let mut grant = grant::grant(
         &taken.placement,
         &taken.lease,
         &request.capabilities,
@@ -128,12 +132,8 @@ fn serve(
     for granted in &grant.nodes {
         inventory::check_node(&config.driver.root, &granted.node)?;
     }
-    apply::edit(spec, &grant)?;
-    // Last: no daemon is started for a container that cannot be served.
-    let mut warnings =
-        if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
-    warnings.extend(grant.warnings);
-    Ok(warnings)
+    warnings.append(&mut grant.warnings);
+    Ok(Grant { warnings, ..grant })
 }
 
 /// Gives `lease` back before its container ever existed.

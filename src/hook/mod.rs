@@ -3,6 +3,7 @@
 //! Standard input is all that a stage believes: the working directory and the environment of a hook may
 //! be the image's (CVE-2025-23266).
 
+mod prestart;
 mod state;
 
 use std::ffi::OsString;
@@ -22,7 +23,7 @@ const INPUT_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug, thiserror::Error)]
 pub enum HookError {
     /// The first argument.
-    #[error("no stage {0}: the first argument is poststop")]
+    #[error("no stage {0}: the first argument is prestart, createRuntime or poststop")]
     UnknownStage(String),
     /// A stage that will come.
     #[error("stage {0} is not yet in this version")]
@@ -37,6 +38,23 @@ pub enum HookError {
         id: String,
         /// What it has instead.
         lease: String,
+    },
+    /// No share for it.
+    #[error("container {id}: {why}")]
+    Start {
+        /// The container.
+        id: String,
+        /// Why not.
+        why: String,
+    },
+    /// Not root on the host.
+    #[error(
+        "container {id}: a prestart hook cannot give a rootless container its share: it may neither open \
+         devices nor enter other namespaces; use Podman's precreate hook or sublet-runtime"
+    )]
+    Rootless {
+        /// The container.
+        id: String,
     },
     /// The configuration.
     #[error(transparent)]
@@ -57,7 +75,7 @@ pub fn main(mut args: impl Iterator<Item = OsString>) -> ExitCode {
     let log = Log::new("sublet-hook", &Global::default(), own.as_deref());
     log::trace_to(log.clone(), false);
     let stage = args.nth(1).unwrap_or_default();
-    match run(&stage.to_string_lossy()) {
+    match run(&stage.to_string_lossy(), &log) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             log.write(Level::Error, &error.to_string());
@@ -66,22 +84,29 @@ pub fn main(mut args: impl Iterator<Item = OsString>) -> ExitCode {
     }
 }
 
-fn run(stage: &str) -> Result<(), HookError> {
+fn run(stage: &str, log: &Log) -> Result<(), HookError> {
     match stage {
-        "poststop" => poststop(),
-        "precreate" | "prestart" | "createRuntime" => Err(HookError::NotYet(stage.to_owned())),
+        "prestart" | "createRuntime" => prestart::prestart(&read_state()?, log),
+        "poststop" => poststop(&read_state()?),
+        "precreate" => Err(HookError::NotYet(stage.to_owned())),
         _ => Err(HookError::UnknownStage(crate::text::safe(stage))),
     }
 }
 
-/// The container is gone: frees the lease that its annotation names. Without one it is not ours.
-fn poststop() -> Result<(), HookError> {
-    let text = state::read(std::io::stdin(), Instant::now() + INPUT_TIMEOUT)?;
-    let state = State::parse(&text)?;
+fn read_state() -> Result<State, StateError> {
+    State::parse(&state::read(std::io::stdin(), Instant::now() + INPUT_TIMEOUT)?)
+}
+
+/// The container is gone: frees the lease that its annotation names, or that a hook took for it.
+fn poststop(state: &State) -> Result<(), HookError> {
     let id = crate::text::safe(&state.id);
-    let Some(lease) = state.lease().map_err(|lease| HookError::Lease { id: id.clone(), lease })? else {
-        return Ok(());
-    };
-    let config = config::load()?;
-    admit::end(&lease, &config).map_err(|source| HookError::End { id, source })
+    let lease = state.lease().map_err(|lease| HookError::Lease { id: id.clone(), lease })?;
+    match lease {
+        Some(lease) => {
+            let config = config::load()?;
+            admit::end(&lease, &config).map_err(|source| HookError::End { id, source })
+        }
+        None if state.is_ours() => prestart::ended(state),
+        None => Ok(()),
+    }
 }

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use nix::errno::Errno;
@@ -44,15 +45,20 @@ pub struct State {
     /// The container.
     pub id: String,
     /// Checked to be one of the specification's; what has really ended is found out by other means.
-    #[serde(rename = "status")]
-    _status: Status,
+    pub status: Status,
+    /// The container's first process; there is none once it stopped.
+    pub pid: Option<i32>,
+    /// The bundle directory.
+    pub bundle: Option<PathBuf>,
     #[serde(default)]
     annotations: Option<BTreeMap<String, String>>,
 }
 
-#[derive(Debug, Deserialize)]
+/// Where a container is in its life (runtime-spec, runtime.md, "State").
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum Status {
+#[allow(missing_docs)] // The specification's own words.
+pub enum Status {
     Creating,
     Created,
     Running,
@@ -70,6 +76,16 @@ impl State {
         }
         let state: Self = serde_json::from_slice(text)?;
         if state.id.is_empty() { Err(StateError::NoId) } else { Ok(state) }
+    }
+
+    /// The annotations as the runtime tells them.
+    pub fn annotations(&self) -> impl Iterator<Item = (&String, &String)> {
+        self.annotations.iter().flatten()
+    }
+
+    /// Whether its annotations ask for a share.
+    pub fn is_ours(&self) -> bool {
+        self.annotations.as_ref().is_some_and(crate::request::is_ours)
     }
 
     /// The lease in its annotations.
@@ -166,7 +182,7 @@ mod tests {
                 "unknown variant `gone`, expected one of `creating`, `created`, `running`, `stopped` at line 1 column 25",
             ),
             (r#"{"id":"c","status":"stopped"} x"#, "trailing characters at line 1 column 31"),
-            ("[]", "invalid length 0, expected struct State with 3 elements at line 1 column 2"),
+            ("[]", "invalid length 0, expected struct State with 5 elements at line 1 column 2"),
         ];
         for (text, message) in cases {
             assert_eq!(State::parse(text.as_bytes()).unwrap_err().to_string(), message, "{text}");

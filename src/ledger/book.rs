@@ -75,7 +75,7 @@ impl Ledger {
     /// ceiling; `None` when it serves nobody.
     #[must_use]
     pub fn wanted_ceiling(&self, key: &ServerKey) -> Option<Percent> {
-        self.on_server(key).map(|lease| lease.sm.unwrap_or(Percent::WHOLE)).max()
+        self.on_server(key).map(Lease::ceiling).max()
     }
 
     /// Adds `lease`.
@@ -140,6 +140,15 @@ impl Ledger {
 }
 
 impl Lease {
+    /// The SM ceiling that this lease wants of its server. A server of its own has that of each of its
+    /// processes as ceiling: it holds for those that come without the lease's environment, too.
+    #[must_use]
+    pub fn ceiling(&self) -> Percent {
+        let own = self.server.as_ref().is_some_and(|key| key.0 == self.id.as_str());
+        let clients = if own { self.processes.max(1) } else { 1 };
+        self.sm.map_or(Percent::WHOLE, |sm| Percent::from_thousandths(sm.thousandths() / clients))
+    }
+
     /// The value of [`super::LEASE_RECORD_ANNOTATION`].
     #[must_use]
     pub fn to_annotation(&self) -> String {

@@ -154,7 +154,7 @@ pub struct Container {
     /// The root filesystem, canonical.
     pub rootfs: PathBuf,
     /// Directory of the low-level runtime's own state of this container, `ROOT/ID`: runc keeps `state.json`
-    /// there, crun `status`.
+    /// there, crun `status`. Empty where only a hook knows the container: it is not told.
     pub record: PathBuf,
 }
 

@@ -9,7 +9,7 @@ use std::path::{Component, Path, PathBuf};
 use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
 use serde::Deserialize;
 
-use super::{LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
+use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
 use crate::process::Process;
 
 /// Larger records are no records: runc's hold the whole specification, at most some MiB.
@@ -70,6 +70,9 @@ impl Record {
     /// # Errors
     /// There is one and it cannot be read: the container may well live.
     pub(super) fn read(dir: &Path) -> io::Result<Option<Self>> {
+        if dir.as_os_str().is_empty() {
+            return Ok(None);
+        }
         if let Some(state) = read_bounded(&dir.join("state.json"))? {
             return Ok(Some(from_runc(parse(&state)?)));
         }
@@ -80,6 +83,34 @@ impl Record {
         };
         Ok(Some(from_crun(parse(&status)?, annotations.unwrap_or_default())))
     }
+}
+
+impl Init {
+    /// What /proc tells of a container's first process.
+    #[must_use]
+    pub fn of(process: Process) -> Self {
+        let table = fs::read_to_string(format!("/proc/{}/cgroup", process.pid)).unwrap_or_default();
+        let cgroup = cgroup_of(Path::new(MOUNT), &table);
+        Self { process, pid_namespace: pid_namespace(process.pid), cgroup }
+    }
+}
+
+/// The cgroup directory that /proc/PID/cgroup names (cgroups(7)), in the hierarchies that
+/// [`runc_cgroup`] prefers.
+fn cgroup_of(mount: &Path, table: &str) -> Option<PathBuf> {
+    let path_of = |wanted: &str| {
+        table.lines().find_map(|line| {
+            let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+            let named = if wanted.is_empty() { controllers.is_empty() } else { controllers.split(',').any(|name| name == wanted) };
+            named.then_some(path.trim_start_matches('/'))
+        })
+    };
+    let unified = if mount.join("cgroup.controllers").exists() { "" } else { "unified" };
+    let hierarchies = [("devices", "devices"), ("pids", "pids"), ("name=systemd", "systemd"), ("", unified)];
+    hierarchies
+        .iter()
+        .filter_map(|(key, dir)| Some(mount.join(dir).join(path_of(key)?)))
+        .find(|dir| dir.exists() && is_own_cgroup(mount, dir))
 }
 
 fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> io::Result<T> {
