@@ -37,12 +37,7 @@ pub enum Late {
 ///
 /// # Errors
 /// Any reason not to start it; the lease is given back then, and `sublet status --last-error` has it.
-pub fn late(
-    container: &Container,
-    init: Process,
-    spec: &Value,
-    config: &Config,
-) -> Result<Late, AdmitError> {
+pub fn late(container: &Container, init: Process, spec: &Value, config: &Config) -> Result<Late, AdmitError> {
     let annotations = apply::annotations(spec)?;
     if !wish::is_ours(spec, &annotations, None) {
         return Ok(Late::NotOurs);
@@ -145,7 +140,8 @@ fn fits(taken: &take::Taken, spec: &Value) -> Result<(), AdmitError> {
 
 /// One line: what the container does without, and why it can.
 fn environment(grant: &Grant, lease: &Lease) -> String {
-    let names: Vec<&str> = grant.env.set.iter().chain(&grant.env.default).map(|(name, _)| name.as_str()).collect();
+    let names: Vec<&str> =
+        grant.env.set.iter().chain(&grant.env.default).map(|(name, _)| name.as_str()).collect();
     let server = if lease.server.is_some() {
         ", CUDA looks for its MPS server in /tmp/nvidia-mps by itself, and the share's limits are that \
          server's defaults"
@@ -170,8 +166,7 @@ pub fn end_of(container: &Container, config: &Config) -> Result<Option<LeaseId>,
     let ledger = read(&Store::open(&config.state_dir)?)?;
     // A container of this name whose first process lives has come after the one that ended.
     let ended = |lease: &&Lease| {
-        same(&lease.container, container)
-            && lease.init.as_ref().is_some_and(|init| !init.process.is_alive())
+        same(&lease.container, container) && lease.init.as_ref().is_some_and(|init| !init.process.is_alive())
     };
     Ok(ledger.leases.iter().find(ended).map(|lease| lease.id.clone()))
 }
@@ -192,14 +187,18 @@ mod tests {
     #[test]
     fn mps_is_always_dedicated_and_an_explicit_shared_is_refused() {
         let mut config = Config::default();
-        let isolation = |annotations, config: &Config| wished(&annotations, config).map(|wish| wish.isolation);
+        let isolation =
+            |annotations, config: &Config| wished(&annotations, config).map(|wish| wish.isolation);
         let sm = json!({"sublet.sm": "25"});
         assert_eq!(isolation(sm.clone(), &config), Ok(Isolation::Dedicated));
         assert_eq!(isolation(json!({"sublet.gpu": "0"}), &config), Ok(Isolation::Dedicated));
         assert_eq!(isolation(json!({"sublet.mode": "exclusive"}), &config), Ok(Isolation::Shared));
         let shared = json!({"sublet.sm": "25", "sublet.isolation": "shared"});
-        assert!(isolation(shared, &config).unwrap_err().starts_with("sublet.isolation=shared does not go with"));
-        let share = [("sm", "25"), ("isolation", "shared")].map(|(key, value)| (key.to_owned(), value.to_owned()));
+        assert!(
+            isolation(shared, &config).unwrap_err().starts_with("sublet.isolation=shared does not go with")
+        );
+        let share =
+            [("sm", "25"), ("isolation", "shared")].map(|(key, value)| (key.to_owned(), value.to_owned()));
         config.share.insert("small".into(), share.into_iter().collect());
         assert!(isolation(json!({"sublet.share": "small"}), &config).is_err());
         let overridden = json!({"sublet.share": "small", "sublet.isolation": "dedicated"});

@@ -30,8 +30,8 @@ use crate::request::Request;
 use crate::text::safe;
 
 pub use error::AdmitError;
-pub use late::{Late, end_of, late};
 pub use fresh::{fresh_inventory, refresh};
+pub use late::{Late, end_of, late};
 pub use refusals::{RefusalRecord, refusals};
 pub use take::lease_for;
 pub use wish::wish;

@@ -101,7 +101,11 @@ fn cgroup_of(mount: &Path, table: &str) -> Option<PathBuf> {
     let path_of = |wanted: &str| {
         table.lines().find_map(|line| {
             let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
-            let named = if wanted.is_empty() { controllers.is_empty() } else { controllers.split(',').any(|name| name == wanted) };
+            let named = if wanted.is_empty() {
+                controllers.is_empty()
+            } else {
+                controllers.split(',').any(|name| name == wanted)
+            };
             named.then_some(path.trim_start_matches('/'))
         })
     };

@@ -85,7 +85,9 @@ pub(super) fn instructions(program: &OwnedFd) -> io::Result<Vec<u64>> {
     let bytes = (MOST_INSTRUCTIONS * size_of::<u64>()) as u32;
     let info = info(program, instructions.as_mut_slice(), bytes)?;
     if info.xlated_length == 0 || info.xlated_length > bytes {
-        return Err(io::Error::other("the kernel does not show the instructions of the program that is there"));
+        return Err(io::Error::other(
+            "the kernel does not show the instructions of the program that is there",
+        ));
     }
     instructions.truncate(info.xlated_length as usize / size_of::<u64>());
     Ok(instructions)
@@ -111,13 +113,9 @@ fn info(program: &OwnedFd, room: &mut [u64], bytes: u32) -> io::Result<Info> {
         length: u32,
         info: u64,
     }
-    let mut info =
-        Info { xlated_length: bytes, xlated: room.as_mut_ptr() as u64, ..Info::default() };
-    let mut by_fd = InfoByFd {
-        fd: program.as_raw_fd(),
-        length: size_of::<Info>() as u32,
-        info: (&raw mut info) as u64,
-    };
+    let mut info = Info { xlated_length: bytes, xlated: room.as_mut_ptr() as u64, ..Info::default() };
+    let mut by_fd =
+        InfoByFd { fd: program.as_raw_fd(), length: size_of::<Info>() as u32, info: (&raw mut info) as u64 };
     // SAFETY: `info` is as long as said, `room` holds the `bytes` that `info` says; both outlive the call.
     unsafe { call(OBJ_GET_INFO_BY_FD, &mut by_fd) }?;
     Ok(info)
@@ -186,8 +184,7 @@ pub(super) fn replace(
 /// `attributes` is what `command` takes, and its pointers lead to what their lengths say.
 unsafe fn call<T>(command: libc::c_int, attributes: &mut T) -> io::Result<i32> {
     // SAFETY: the structure outlives the call and its true size is given; the rest is the caller's word.
-    let result = unsafe {
-        libc::syscall(libc::SYS_bpf, command, std::ptr::from_mut(attributes), size_of::<T>())
-    };
+    let result =
+        unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_mut(attributes), size_of::<T>()) };
     if result < 0 { Err(io::Error::last_os_error()) } else { i32::try_from(result).map_err(io::Error::other) }
 }

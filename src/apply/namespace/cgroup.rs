@@ -21,7 +21,9 @@ pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceErr
     let table = table.map_err(|error| failed("read which cgroup it is in", error))?;
     let paths = Paths::parse(&table);
     let hierarchy = Path::new(MOUNT).join("devices");
-    if let Some(below) = paths.devices.filter(|_| hierarchy.join("devices.allow").exists() || hierarchy.is_dir()) {
+    if let Some(below) =
+        paths.devices.filter(|_| hierarchy.join("devices.allow").exists() || hierarchy.is_dir())
+    {
         allow_v1(&hierarchy, below, nodes)?;
     }
     match paths.unified {
@@ -42,7 +44,8 @@ impl<'a> Paths<'a> {
         let mut paths = Self { devices: None, unified: None };
         for line in table.lines() {
             let mut fields = line.splitn(3, ':');
-            let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else {
+            let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next())
+            else {
                 continue;
             };
             let plain = Path::new(path).components().skip(1).all(|part| matches!(part, Component::Normal(_)));
@@ -66,7 +69,8 @@ fn unified_mount() -> PathBuf {
 fn allow_v1(hierarchy: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
     let dir = hierarchy.join(below.trim_start_matches('/'));
     if let Some((unit, of_unit)) = unit(below) {
-        let everything = fs::read_to_string(hierarchy.join(of_unit.trim_start_matches('/')).join("devices.list"));
+        let everything =
+            fs::read_to_string(hierarchy.join(of_unit.trim_start_matches('/')).join("devices.list"));
         let limited = everything.is_ok_and(|list| list.trim() != "a *:* rwm");
         if limited && systemd::owns(unit, of_unit) {
             systemd::allow(unit, nodes)?;
@@ -75,7 +79,8 @@ fn allow_v1(hierarchy: &Path, below: &str, nodes: &[&Node]) -> Result<(), Namesp
     let file = dir.join("devices.allow");
     for node in nodes {
         let rule = format!("c {}:{} rw", node.major, node.minor);
-        let written = OpenOptions::new().write(true).open(&file).and_then(|mut file| file.write_all(rule.as_bytes()));
+        let written =
+            OpenOptions::new().write(true).open(&file).and_then(|mut file| file.write_all(rule.as_bytes()));
         written.map_err(|error| failed(format!("write `{rule}` to {}", shown(&file)), error))?;
     }
     Ok(())

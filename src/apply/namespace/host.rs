@@ -9,6 +9,7 @@ use std::path::Path;
 
 use nix::libc;
 use nix::sys::stat::{FileStat, fstat};
+use nix::unistd::{Gid, Uid};
 use rustix::fs::CWD;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, OpenTreeFlags, fsconfig_create, fsmount, fsopen, open_tree,
@@ -31,6 +32,9 @@ pub(super) struct HostSide {
     pub rootfs: FileStat,
     /// /proc of our own PID namespace: the container's is another one.
     pub proc: OwnedFd,
+    /// Uid and gid on the host of the root of the container's user namespace, where it has one: what is
+    /// made on file systems that were mounted in there must be somebody's whom they know.
+    pub owner: Option<(Uid, Gid)>,
     /// One for each node of the grant; `None`: it is made by mknod.
     pub nodes: Vec<Option<OwnedFd>>,
     /// One for each mount of the grant.
@@ -46,14 +50,15 @@ impl HostSide {
             .and_then(|fd| Ok(fstat(&fd)?))
             .map_err(|error| failed("look at its root filesystem", error))?;
         let proc = open_root(Path::new("/proc")).map_err(|error| failed("open /proc", error))?;
-        let nested = has_user_namespace(container.init.pid).map_err(|error| failed("read /proc", error))?;
-        let nodes = grant.nodes.iter().map(|node| nested.then(|| detached(&node.source, NODE)).transpose());
+        let owner = owner(container.init.pid)?;
+        let nodes = grant.nodes.iter().map(|node| owner.map(|_| detached(&node.source, NODE)).transpose());
         let mounts = grant.mounts.iter().map(|mount| detached(&mount.source, READ_ONLY));
         let masks = grant.masked_paths.iter().map(|_| empty());
         Ok(Self {
             namespace,
             rootfs,
             proc,
+            owner,
             nodes: nodes.collect::<Result<_, _>>()?,
             mounts: mounts.collect::<Result<_, _>>()?,
             masks: masks.collect::<Result<_, _>>().map_err(|error| failed("make an empty mount", error))?,
@@ -78,10 +83,26 @@ fn namespace(container: Live<'_>) -> Result<OwnedFd, NamespaceError> {
     }
 }
 
-/// Nodes made by mknod cannot be opened on file systems that a user namespace mounted (mount(2)).
-fn has_user_namespace(pid: i32) -> io::Result<bool> {
-    let inode = |who: &str| fs::metadata(format!("/proc/{who}/ns/user")).map(|metadata| metadata.ino());
-    Ok(inode(&pid.to_string())? != inode("self")?)
+/// `None` without a user namespace of its own. Nodes made by mknod could not be opened in one (mount(2)).
+fn owner(pid: i32) -> Result<Option<(Uid, Gid)>, NamespaceError> {
+    let owner = || {
+        let inode = |who: &str| fs::metadata(format!("/proc/{who}/ns/user")).map(|metadata| metadata.ino());
+        if inode(&pid.to_string())? == inode("self")? {
+            return Ok(None);
+        }
+        let root = |map: &str| root_of(&fs::read_to_string(format!("/proc/{pid}/{map}"))?);
+        Ok(Some((Uid::from_raw(root("uid_map")?), Gid::from_raw(root("gid_map")?))))
+    };
+    owner().map_err(|error: io::Error| failed("read its user namespace", error))
+}
+
+/// What id 0 is outside (`user_namespaces(7)`, "User and group ID mappings").
+fn root_of(map: &str) -> io::Result<u32> {
+    let outside = |line: &str| {
+        let mut numbers = line.split_whitespace();
+        (numbers.next() == Some("0")).then(|| numbers.next()?.parse().ok())?
+    };
+    map.lines().find_map(outside).ok_or_else(|| io::Error::other("its root is nobody on the host"))
 }
 
 /// A copy of the mount at `source`, attached nowhere, without what is mounted below it.
@@ -104,4 +125,17 @@ fn empty() -> io::Result<OwnedFd> {
         | MountAttrFlags::MOUNT_ATTR_NODEV
         | MountAttrFlags::MOUNT_ATTR_NOEXEC;
     Ok(fsmount(&tmpfs, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::root_of;
+
+    #[test]
+    fn the_root_of_a_user_namespace_is_found_among_its_mappings() {
+        assert_eq!(root_of("         0     100000      65536\n").unwrap(), 100_000);
+        assert_eq!(root_of("1 5 1\n0 7 1\n").unwrap(), 7);
+        assert!(root_of("1 0 5\n").is_err());
+        assert!(root_of("").is_err());
+    }
 }

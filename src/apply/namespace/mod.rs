@@ -113,8 +113,7 @@ pub fn apply(grant: &Grant, container: Live<'_>) -> Result<(), NamespaceError> {
     let nodes: Vec<_> = grant.nodes.iter().map(|granted| &granted.node).collect();
     cgroup::open_devices(container.init.pid, &nodes)?;
     let inside = Inside::enter(&host.namespace)?;
-    let attached =
-        Rootfs::find(container.rootfs, &host).and_then(|rootfs| attach(grant, &host, &rootfs));
+    let attached = Rootfs::find(container.rootfs, &host).and_then(|rootfs| attach(grant, &host, &rootfs));
     inside.leave();
     attached
 }

@@ -10,7 +10,10 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, openat, readlinkat};
 use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmodat, fstat, fstatat, makedev, mkdirat, mknodat};
-use nix::sys::statfs::{CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC, FsType, PROC_SUPER_MAGIC, SYSFS_MAGIC, fstatfs};
+use nix::sys::statfs::{
+    CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC, FsType, PROC_SUPER_MAGIC, SYSFS_MAGIC, fstatfs,
+};
+use nix::unistd::{setfsgid, setfsuid};
 use rustix::mount::{MoveMountFlags, move_mount};
 
 use super::host::HostSide;
@@ -40,9 +43,8 @@ impl<'a> Rootfs<'a> {
     pub fn find(path: &Path, host: &'a HostSide) -> Result<Self, NamespaceError> {
         for candidate in [path, Path::new("/")] {
             let Ok(root) = open_root(candidate) else { continue };
-            let is_it = fstat(&root).is_ok_and(|stat| {
-                (stat.st_dev, stat.st_ino) == (host.rootfs.st_dev, host.rootfs.st_ino)
-            });
+            let is_it = fstat(&root)
+                .is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (host.rootfs.st_dev, host.rootfs.st_ino));
             if is_it {
                 return Ok(Self { root, host });
             }
@@ -54,9 +56,9 @@ impl<'a> Rootfs<'a> {
     pub fn mount(&self, mount: &OwnedFd, path: &Path) -> Result<(), NamespaceError> {
         let is_directory = fstat(mount).is_ok_and(|stat| kind(stat.st_mode) == SFlag::S_IFDIR);
         let wanted = if is_directory { Kind::Directory } else { Kind::File };
-        let target = self.place(path, wanted).map_err(|error| {
-            failed(format!("make the mount point {}", shown(path)), error)
-        })?;
+        let target = self
+            .as_owner(|| self.place(path, wanted))
+            .map_err(|error| failed(format!("make the mount point {}", shown(path)), error))?;
         if is_of_the_kernel(&target) {
             return Err(NamespaceError::Kernel(path.to_owned()));
         }
@@ -81,7 +83,9 @@ impl<'a> Rootfs<'a> {
             match mknodat(&dir, name, SFlag::S_IFCHR, Mode::from_bits_truncate(0o666), device) {
                 // Opened by everyone whatever our umask is; the name is the node we just made, or nothing
                 // of it is followed.
-                Ok(()) => Ok(fchmodat(&dir, name, Mode::from_bits_truncate(0o666), FchmodatFlags::FollowSymlink)?),
+                Ok(()) => {
+                    Ok(fchmodat(&dir, name, Mode::from_bits_truncate(0o666), FchmodatFlags::FollowSymlink)?)
+                }
                 Err(Errno::EEXIST) if is_node(&dir, name, device) => Ok(()),
                 Err(error) => Err(io::Error::from(error)),
             }
@@ -106,7 +110,8 @@ impl<'a> Rootfs<'a> {
     /// Whether mounts made at `target` would appear in other namespaces (mount_namespaces(7)).
     fn is_shared(&self, target: &OwnedFd) -> io::Result<bool> {
         let info = self.proc(&format!("self/fdinfo/{}", target.as_raw_fd()))?;
-        let id = info.lines().find_map(|line| line.strip_prefix("mnt_id:")).map(str::trim).unwrap_or_default();
+        let id =
+            info.lines().find_map(|line| line.strip_prefix("mnt_id:")).map(str::trim).unwrap_or_default();
         let table = self.proc("self/mountinfo")?;
         let line = table.lines().find(|line| line.split(' ').next() == Some(id));
         let optional = line.ok_or(Errno::ENOENT)?.split(' ').skip(6).take_while(|field| *field != "-");
@@ -119,6 +124,16 @@ impl<'a> Rootfs<'a> {
         let mut text = String::new();
         File::from(fd).read_to_string(&mut text)?;
         Ok(text)
+    }
+
+    /// Does `make` as the root of the container's user namespace, as its runtime would.
+    fn as_owner<T>(&self, make: impl FnOnce() -> T) -> T {
+        let Some((uid, gid)) = self.host.owner else { return make() };
+        let before = (setfsgid(gid), setfsuid(uid));
+        let made = make();
+        setfsuid(before.1);
+        setfsgid(before.0);
+        made
     }
 
     /// The file or directory at `path`, made if it is not there.
@@ -136,7 +151,8 @@ impl<'a> Rootfs<'a> {
             }
             let dir = self.directory(path.parent().ok_or(Errno::EINVAL)?, &mut steps)?;
             let name = name_of(&path)?;
-            let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_WRONLY | OFlag::O_CLOEXEC;
+            let flags =
+                OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_WRONLY | OFlag::O_CLOEXEC;
             match openat(&dir, name, flags, Mode::from_bits_truncate(0o644)) {
                 Ok(file) => return Ok(file),
                 Err(Errno::EEXIST) => path = behind(&dir, &path)?,

@@ -17,6 +17,8 @@ pub struct Bundle<'a> {
     pub dir: PathBuf,
     /// config.json as the engine writes it.
     pub spec: Value,
+    /// Without the shim: the low-level runtime itself is called.
+    pub plain: bool,
     pub(crate) world: &'a World,
 }
 
@@ -67,7 +69,7 @@ impl World {
         // By default runtimes name the cgroup after the container, and worlds run side by side.
         let world = self.dir.path().file_name().expect("a name").to_string_lossy();
         spec["linux"]["cgroupsPath"] = json!(format!("/{world}-{id}"));
-        Bundle { id: id.to_owned(), dir, spec, world: self }
+        Bundle { id: id.to_owned(), dir, spec, plain: false, world: self }
     }
 
     /// The low-level runtime's state directory.
@@ -96,7 +98,7 @@ impl Bundle<'_> {
     #[must_use]
     pub fn create(&self) -> Finished {
         self.write();
-        let mut command = self.world.runtime();
+        let mut command = self.runtime();
         command.arg("create").arg("--bundle").arg(&self.dir).arg(&self.id);
         self.detached(command)
     }
@@ -119,7 +121,7 @@ impl Bundle<'_> {
     #[must_use]
     pub fn run(&self) -> Finished {
         self.write();
-        let mut command = self.world.runtime();
+        let mut command = self.runtime();
         command.arg("run").arg("--bundle").arg(&self.dir).arg(&self.id);
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
@@ -127,7 +129,7 @@ impl Bundle<'_> {
     /// `exec` of a command, given on the command line.
     #[must_use]
     pub fn exec(&self, args: &[&str]) -> Finished {
-        let mut command = self.world.runtime();
+        let mut command = self.runtime();
         command.arg("exec").arg(&self.id).args(args);
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
@@ -139,7 +141,7 @@ impl Bundle<'_> {
             "capabilities": self.spec["process"]["capabilities"]});
         let file = self.dir.join("process.json");
         std::fs::write(&file, serde_json::to_vec(&process).expect("JSON")).expect("process.json is written");
-        let mut command = self.world.runtime();
+        let mut command = self.runtime();
         command.arg("exec").arg("--process").arg(&file).arg(&self.id);
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
@@ -147,7 +149,7 @@ impl Bundle<'_> {
     /// `kill` with a signal.
     #[must_use]
     pub fn kill(&self, signal: &str) -> Finished {
-        let mut command = self.world.runtime();
+        let mut command = self.runtime();
         command.arg("kill").arg(&self.id).arg(signal);
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
@@ -200,8 +202,17 @@ impl Bundle<'_> {
         i32::try_from(state["pid"].as_i64().expect("a pid")).expect("a pid")
     }
 
+    fn runtime(&self) -> Command {
+        if !self.plain {
+            return self.world.runtime();
+        }
+        let mut command = Command::new(self.world.engine.program());
+        command.arg("--root").arg(self.world.runtime_root());
+        command
+    }
+
     fn simple(&self, arguments: &[&str]) -> Finished {
-        let mut command = self.world.runtime();
+        let mut command = self.runtime();
         command.args(arguments).arg(&self.id);
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
