@@ -10,6 +10,7 @@ mod cgroup;
 mod enter;
 mod filter;
 mod host;
+mod place;
 mod setattr;
 mod systemd;
 mod target;

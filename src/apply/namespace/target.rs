@@ -1,15 +1,14 @@
-//! Where a container sees what it is given: resolved by the kernel inside its rootfs, made where it is
-//! missing, and used by descriptor alone.
+//! Attaching what a container is given, inside its mount namespace: by descriptor alone, and nowhere that
+//! the host would see it.
 
-use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, openat, readlinkat};
-use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmodat, fstat, fstatat, makedev, mkdirat, mknodat};
+use nix::fcntl::{AtFlags, OFlag, openat};
+use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmodat, fstat, fstatat, makedev, mknodat};
 use nix::sys::statfs::{
     CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC, FsType, PROC_SUPER_MAGIC, SYSFS_MAGIC, fstatfs,
 };
@@ -17,24 +16,15 @@ use nix::unistd::{setfsgid, setfsuid};
 use rustix::mount::{MoveMountFlags, move_mount};
 
 use super::host::HostSide;
+use super::place::{Kind, kind, name_of, place};
 use super::{NamespaceError, failed, shown};
 use crate::apply::tree::{open_in, open_root};
 use crate::inventory::Node;
-
-/// Links that may lead to a mount point, and directories that may have to be made for it.
-const MOST_STEPS: usize = 40;
 
 /// The container's root filesystem, seen from its own mount namespace.
 pub(super) struct Rootfs<'a> {
     root: OwnedFd,
     host: &'a HostSide,
-}
-
-/// What a mount point must be.
-#[derive(Clone, Copy, PartialEq)]
-enum Kind {
-    File,
-    Directory,
 }
 
 impl<'a> Rootfs<'a> {
@@ -57,7 +47,7 @@ impl<'a> Rootfs<'a> {
         let is_directory = fstat(mount).is_ok_and(|stat| kind(stat.st_mode) == SFlag::S_IFDIR);
         let wanted = if is_directory { Kind::Directory } else { Kind::File };
         let target = self
-            .as_owner(|| self.place(path, wanted))
+            .as_owner(|| place(&self.root, path, wanted))
             .map_err(|error| failed(format!("make the mount point {}", shown(path)), error))?;
         if is_of_the_kernel(&target) {
             return Err(NamespaceError::Kernel(path.to_owned()));
@@ -78,7 +68,7 @@ impl<'a> Rootfs<'a> {
     pub fn make_node(&self, node: &Node) -> Result<(), NamespaceError> {
         let make = || {
             let (dir, name) = (node.path.parent().ok_or(Errno::EINVAL)?, name_of(&node.path)?);
-            let dir = self.directory(dir, &mut 0)?;
+            let dir = place(&self.root, dir, Kind::Directory)?;
             let device = makedev(node.major.into(), node.minor.into());
             match mknodat(&dir, name, SFlag::S_IFCHR, Mode::from_bits_truncate(0o666), device) {
                 // Opened by everyone whatever our umask is; the name is the node we just made, or nothing
@@ -135,75 +125,6 @@ impl<'a> Rootfs<'a> {
         setfsgid(before.0);
         made
     }
-
-    /// The file or directory at `path`, made if it is not there.
-    fn place(&self, path: &Path, wanted: Kind) -> io::Result<OwnedFd> {
-        let mut steps = 0;
-        if wanted == Kind::Directory {
-            return self.directory(path, &mut steps);
-        }
-        let mut path = path.to_owned();
-        while steps < MOST_STEPS {
-            steps += 1;
-            match open_in(&self.root, &path, OFlag::empty()) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                found => return found.and_then(not_directory),
-            }
-            let dir = self.directory(path.parent().ok_or(Errno::EINVAL)?, &mut steps)?;
-            let name = name_of(&path)?;
-            let flags =
-                OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_WRONLY | OFlag::O_CLOEXEC;
-            match openat(&dir, name, flags, Mode::from_bits_truncate(0o644)) {
-                Ok(file) => return Ok(file),
-                Err(Errno::EEXIST) => path = behind(&dir, &path)?,
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Err(Errno::ELOOP.into())
-    }
-
-    /// The directory at `path`, made with its parents if it is not there. What a dangling link names is
-    /// made where the link leads inside the rootfs, as runc and crun do.
-    fn directory(&self, path: &Path, steps: &mut usize) -> io::Result<OwnedFd> {
-        let mut path = path.to_owned();
-        while *steps < MOST_STEPS {
-            *steps += 1;
-            match open_in(&self.root, &path, OFlag::O_DIRECTORY) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                found => return found,
-            }
-            let dir = self.directory(path.parent().ok_or(Errno::EINVAL)?, steps)?;
-            match mkdirat(&dir, name_of(&path)?, Mode::from_bits_truncate(0o755)) {
-                Ok(()) => {}
-                Err(Errno::EEXIST) => path = behind(&dir, &path)?,
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Err(Errno::ELOOP.into())
-    }
-}
-
-fn name_of(path: &Path) -> io::Result<&std::ffi::OsStr> {
-    Ok(path.file_name().ok_or(Errno::EINVAL)?)
-}
-
-fn kind(mode: nix::libc::mode_t) -> SFlag {
-    SFlag::from_bits_truncate(mode) & SFlag::S_IFMT
-}
-
-/// Where the link at `path`, whose directory is `dir`, leads. Whatever else came to be there is looked at
-/// again.
-fn behind(dir: &OwnedFd, path: &Path) -> io::Result<PathBuf> {
-    let link: OsString = match readlinkat(dir, name_of(path)?) {
-        Ok(link) => link,
-        Err(Errno::EINVAL) => return Ok(path.to_owned()),
-        Err(error) => return Err(error.into()),
-    };
-    Ok(path.parent().unwrap_or(Path::new("/")).join(link))
-}
-
-fn not_directory(target: OwnedFd) -> io::Result<OwnedFd> {
-    if kind(fstat(&target)?.st_mode) == SFlag::S_IFDIR { Err(Errno::EISDIR.into()) } else { Ok(target) }
 }
 
 fn is_node(dir: &OwnedFd, name: &std::ffi::OsStr, device: nix::libc::dev_t) -> bool {
