@@ -24,11 +24,14 @@ const ALLOW_MULTI: u32 = 2;
 /// `BPF_F_REPLACE`, Linux 5.6.
 const REPLACE: u32 = 4;
 /// `BPF_CGROUP_MAX_PROGS` (kernel/bpf/cgroup.c).
-const MOST_PROGRAMS: usize = 64;
+const MOST_PROGRAMS: u32 = 64;
 /// `BPF_MAXINSNS` of the loads that need no special right, many times what engines write.
-const MOST_INSTRUCTIONS: usize = 4096;
+const MOST_INSTRUCTIONS: u32 = 4096;
+/// `struct bpf_insn`, in bytes.
+const INSTRUCTION: u32 = 8;
 
 /// What is attached to one cgroup.
+#[derive(Clone)]
 pub(super) struct Attached {
     flags: u32,
     /// Program ids.
@@ -41,26 +44,26 @@ pub(super) fn query(cgroup: BorrowedFd<'_>) -> io::Result<Attached> {
     struct Query {
         target: i32,
         attach_type: u32,
-        query_flags: u32,
-        attach_flags: u32,
+        no_flags: u32,
+        flags: u32,
         ids: u64,
         count: u32,
         padding: u32,
     }
-    let mut ids = [0_u32; MOST_PROGRAMS];
+    let mut ids = [0_u32; MOST_PROGRAMS as usize];
     let mut query = Query {
         target: cgroup.as_raw_fd(),
         attach_type: ATTACH_TYPE,
-        query_flags: 0,
-        attach_flags: 0,
+        no_flags: 0,
+        flags: 0,
         ids: ids.as_mut_ptr() as u64,
-        count: MOST_PROGRAMS as u32,
+        count: MOST_PROGRAMS,
         padding: 0,
     };
     // SAFETY: `ids` has room for `count` ids and outlives the call.
     unsafe { call(PROG_QUERY, &mut query) }?;
-    let count = usize::try_from(query.count).unwrap_or(0).min(MOST_PROGRAMS);
-    Ok(Attached { flags: query.attach_flags, programs: ids[..count].to_vec() })
+    let count = query.count.min(MOST_PROGRAMS) as usize;
+    Ok(Attached { flags: query.flags, programs: ids[..count].to_vec() })
 }
 
 /// The program with this id.
@@ -81,17 +84,21 @@ pub(super) fn program(id: u32) -> io::Result<OwnedFd> {
 /// The instructions of a program. Device programs touch nothing but their context and are given back as
 /// they were loaded.
 pub(super) fn instructions(program: &OwnedFd) -> io::Result<Vec<u64>> {
-    let mut instructions = vec![0_u64; MOST_INSTRUCTIONS];
-    let bytes = (MOST_INSTRUCTIONS * size_of::<u64>()) as u32;
+    let mut instructions = vec![0_u64; MOST_INSTRUCTIONS as usize];
+    let bytes = MOST_INSTRUCTIONS * INSTRUCTION;
     let info = info(program, instructions.as_mut_slice(), bytes)?;
     if info.xlated_length == 0 || info.xlated_length > bytes {
         return Err(io::Error::other(
             "the kernel does not show the instructions of the program that is there",
         ));
     }
-    instructions.truncate(info.xlated_length as usize / size_of::<u64>());
+    instructions.truncate((info.xlated_length / INSTRUCTION) as usize);
     Ok(instructions)
 }
+
+/// Size of [`Info`] in bytes.
+const INFO: u32 = 40;
+const _: () = assert!(size_of::<Info>() == INFO as usize);
 
 /// The beginning of `struct bpf_prog_info`.
 #[repr(C)]
@@ -114,8 +121,7 @@ fn info(program: &OwnedFd, room: &mut [u64], bytes: u32) -> io::Result<Info> {
         info: u64,
     }
     let mut info = Info { xlated_length: bytes, xlated: room.as_mut_ptr() as u64, ..Info::default() };
-    let mut by_fd =
-        InfoByFd { fd: program.as_raw_fd(), length: size_of::<Info>() as u32, info: (&raw mut info) as u64 };
+    let mut by_fd = InfoByFd { fd: program.as_raw_fd(), length: INFO, info: (&raw mut info) as u64 };
     // SAFETY: `info` is as long as said, `room` holds the `bytes` that `info` says; both outlive the call.
     unsafe { call(OBJ_GET_INFO_BY_FD, &mut by_fd) }?;
     Ok(info)
@@ -161,7 +167,7 @@ pub(super) fn replace(
     struct Attach {
         target: i32,
         program: i32,
-        attach_type: u32,
+        kind: u32,
         flags: u32,
         replaced: i32,
     }
@@ -170,7 +176,7 @@ pub(super) fn replace(
     let mut attach = Attach {
         target: cgroup.as_raw_fd(),
         program: new.as_raw_fd(),
-        attach_type: ATTACH_TYPE,
+        kind: ATTACH_TYPE,
         flags: if several { ALLOW_MULTI | REPLACE } else { attached.flags },
         replaced: if several { old.as_raw_fd() } else { 0 },
     };

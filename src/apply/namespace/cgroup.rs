@@ -21,13 +21,11 @@ pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceErr
     let table = table.map_err(|error| failed("read which cgroup it is in", error))?;
     let paths = Paths::parse(&table);
     let hierarchy = Path::new(MOUNT).join("devices");
-    if let Some(below) =
-        paths.devices.filter(|_| hierarchy.join("devices.allow").exists() || hierarchy.is_dir())
-    {
+    if let Some(below) = paths.devices.filter(|_| hierarchy.is_dir()) {
         allow_v1(&hierarchy, below, nodes)?;
     }
     match paths.unified {
-        Some(below) => allow_v2(unified_mount(), below, nodes),
+        Some(below) => allow_v2(&unified_mount(), below, nodes),
         None => Ok(()),
     }
 }
@@ -87,13 +85,12 @@ fn allow_v1(hierarchy: &Path, below: &str, nodes: &[&Node]) -> Result<(), Namesp
 }
 
 /// Every program has to allow an access, those of the cgroups above it too (cgroups(7), "devices").
-fn allow_v2(mount: PathBuf, below: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
+fn allow_v2(mount: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
     let owner = unit(below);
-    let top = owner.map_or("", |(_, path)| path);
-    for level in Path::new(below).ancestors().take_while(|level| level.parent().is_some()) {
-        if !level.starts_with(if top.is_empty() { "/" } else { top }) {
-            break;
-        }
+    let top = Path::new(owner.map_or("/", |(_, path)| path));
+    for level in
+        Path::new(below).ancestors().take_while(|level| level.parent().is_some() && level.starts_with(top))
+    {
         let dir = mount.join(level.strip_prefix("/").unwrap_or(level));
         let of_systemd = owner.filter(|(_, path)| level == Path::new(path));
         open_level(&dir, of_systemd, nodes).map_err(|error| match error {
@@ -120,7 +117,7 @@ impl From<io::Error> for Level {
 fn open_level(dir: &Path, unit: Option<(&str, &str)>, nodes: &[&Node]) -> Result<(), Level> {
     let cgroup = File::open(dir)?;
     let before = bpf::query(cgroup.as_fd())?;
-    let mut attached = bpf::query(cgroup.as_fd())?;
+    let mut attached = before.clone();
     if let Some((unit, path)) = unit.filter(|_| !before.programs.is_empty()) {
         if systemd::owns(unit, path) {
             systemd::allow(unit, nodes).map_err(Level::Systemd)?;

@@ -10,7 +10,7 @@ const CHARACTER: u32 = 2;
 /// All but `BPF_DEVCG_ACC_READ` and `BPF_DEVCG_ACC_WRITE`: the container makes no nodes of these.
 const NOT_READ_WRITE: i32 = !6;
 
-/// Codes of the instructions in use (linux/bpf.h, linux/bpf_common.h).
+/// Codes of the instructions in use (linux/bpf.h, `linux/bpf_common.h`).
 const LOAD_WORD: u8 = 0x61;
 const COPY: u8 = 0xbf;
 const SET: u8 = 0xb7;
@@ -50,7 +50,7 @@ fn allow_one(node: &Node) -> [u64; 4] {
     ]
 }
 
-/// Majors have 12 bits and minors 20 (`MAJOR`, `MINOR` in linux/kdev_t.h).
+/// Majors have 12 bits and minors 20 (`MAJOR`, `MINOR` in `linux/kdev_t.h`).
 fn number(number: u32) -> i32 {
     i32::try_from(number).unwrap_or(i32::MAX)
 }

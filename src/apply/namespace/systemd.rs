@@ -1,5 +1,5 @@
 //! Devices of a container whose cgroup belongs to systemd: it writes its own device rules again at every
-//! `daemon-reload`, so it must be told (SetUnitProperties, `DeviceAllow`).
+//! `daemon-reload`, so it must be told (`SetUnitProperties`, `DeviceAllow`).
 
 use std::path::Path;
 use std::process::Command;
@@ -33,7 +33,7 @@ pub(super) fn allow(unit: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
         .map_err(|message| NamespaceError::Systemd { unit: crate::text::safe(unit), message })
 }
 
-/// By number: systemd looks for no node then (`systemd.resource-control(5)`, DeviceAllow).
+/// By number: systemd looks for no node then (`systemd.resource-control(5)`, `DeviceAllow`).
 fn rule(node: &Node) -> String {
     format!("DeviceAllow=/dev/char/{}:{} rw", node.major, node.minor)
 }

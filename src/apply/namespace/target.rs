@@ -28,7 +28,7 @@ pub(super) struct Rootfs<'a> {
 }
 
 impl<'a> Rootfs<'a> {
-    /// runc and crun run these hooks before pivot_root: the rootfs is at its path on the host. Where a
+    /// runc and crun run these hooks before `pivot_root`: the rootfs is at its path on the host. Where a
     /// runtime has changed the root already, it is /.
     pub fn find(path: &Path, host: &'a HostSide) -> Result<Self, NamespaceError> {
         for candidate in [path, Path::new("/")] {
@@ -84,7 +84,7 @@ impl<'a> Rootfs<'a> {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 Err(NamespaceError::Occupied(node.path.clone()))
             }
-            made => made.map_err(|error| failed(format!("make the node {}", shown(&node.path)), error)),
+            done => done.map_err(|error| failed(format!("make the node {}", shown(&node.path)), error)),
         }
     }
 
@@ -97,7 +97,7 @@ impl<'a> Rootfs<'a> {
         move_mount(mount, "", target, "", flags).map_err(|error| attaching(error.into()))
     }
 
-    /// Whether mounts made at `target` would appear in other namespaces (mount_namespaces(7)).
+    /// Whether mounts made at `target` would appear in other namespaces (`mount_namespaces(7)`).
     fn is_shared(&self, target: &OwnedFd) -> io::Result<bool> {
         let info = self.proc(&format!("self/fdinfo/{}", target.as_raw_fd()))?;
         let id =
@@ -120,10 +120,10 @@ impl<'a> Rootfs<'a> {
     fn as_owner<T>(&self, make: impl FnOnce() -> T) -> T {
         let Some((uid, gid)) = self.host.owner else { return make() };
         let before = (setfsgid(gid), setfsuid(uid));
-        let made = make();
+        let result = make();
         setfsuid(before.1);
         setfsgid(before.0);
-        made
+        result
     }
 }
 
