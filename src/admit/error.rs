@@ -11,10 +11,10 @@ use crate::text::safe;
 
 /// Why a container is not started, or its lease not ended.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // Each variant wraps the step that failed, and its text is that step's.
+#[allow(missing_docs, reason = "each variant wraps the step that failed, and its text is that step's")]
 pub enum AdmitError {
     #[error(transparent)]
-    Request(#[from] RequestError),
+    Request(Box<RequestError>),
     #[error(transparent)]
     Conflict(#[from] Conflict),
     #[error(transparent)]
@@ -69,4 +69,10 @@ pub enum AdmitError {
         safe(container)
     )]
     StillRunning { lease: LeaseId, container: String },
+}
+
+impl From<RequestError> for AdmitError {
+    fn from(error: RequestError) -> Self {
+        Self::Request(Box::new(error))
+    }
 }
