@@ -37,7 +37,9 @@ pub(super) fn prestart(state: &State, log: &Log) -> Result<(), HookError> {
         Late::NotOurs => {}
         Late::AlreadyGranted(lease) => say(Level::Debug, &format!("it has lease {lease} already")),
         Late::Granted { warnings, environment, .. } => {
-            warnings.iter().for_each(|warning| say(Level::Warning, warning));
+            for warning in &warnings {
+                say(Level::Warning, warning);
+            }
             say(Level::Info, &environment);
         }
     }

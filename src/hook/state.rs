@@ -57,7 +57,7 @@ pub struct State {
 /// Where a container is in its life (runtime-spec, runtime.md, "State").
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-#[allow(missing_docs)] // The specification's own words.
+#[allow(missing_docs, reason = "the specification's own words")]
 pub enum Status {
     Creating,
     Created,

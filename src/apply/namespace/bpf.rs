@@ -2,7 +2,7 @@
 //!
 //! Why no crate: aya and libbpf-rs load programs from ELF objects and keep attaching raw instructions with
 //! `BPF_F_REPLACE` to themselves, and libbpf needs a C library; what is needed here is a hundred lines.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "one system call, wrapped here and nowhere else")]
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};

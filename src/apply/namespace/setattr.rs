@@ -1,5 +1,5 @@
 //! `mount_setattr(2)`, for which neither nix nor rustix has a function.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "one system call, wrapped here and nowhere else")]
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _};

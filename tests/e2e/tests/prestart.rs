@@ -328,7 +328,8 @@ fn nothing_is_mounted_where_it_would_appear_on_the_host() {
     let volume = world.dir.path().join("volume");
     fs::create_dir_all(&volume).expect("volume");
     let mounted = |args: &[&str]| {
-        assert!(Command::new("mount").args(args).arg(&volume).status().expect("mount").success())
+        let done = Command::new("mount").args(args).arg(&volume).status().expect("mount");
+        assert!(done.success());
     };
     mounted(&["-t", "tmpfs", "tmpfs"]);
     mounted(&["--make-shared"]);
