@@ -286,6 +286,17 @@ mod tests {
         assert_eq!(ledger.wanted_ceiling(&key), Some(Percent::from_thousandths(100_000)));
     }
 
+    #[test]
+    fn a_server_of_its_own_has_the_part_of_one_process_as_ceiling() {
+        let key = |text: &str| Some(ServerKey(text.into()));
+        let (sm, processes) = (Some(Percent::from_thousandths(25_000)), 2);
+        let own = Lease { server: key("0000000000000001"), sm, processes, ..lease(1, "GPU-a") };
+        assert_eq!(own.ceiling(), Percent::from_thousandths(12_500));
+        let shared = Lease { server: key("GPU-a"), ..own.clone() };
+        assert_eq!(shared.ceiling(), Percent::from_thousandths(25_000));
+        assert_eq!(Lease { sm: None, ..own }.ceiling(), Percent::WHOLE);
+    }
+
     fn process(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
         GpuProcess {
             pid,

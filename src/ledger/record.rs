@@ -106,7 +106,7 @@ fn cgroup_of(mount: &Path, table: &str) -> Option<PathBuf> {
             } else {
                 controllers.split(',').any(|name| name == wanted)
             };
-            named.then_some(path.trim_start_matches('/'))
+            named.then_some(path.trim_start_matches('/')).filter(|below| !below.is_empty())
         })
     };
     let unified = if mount.join("cgroup.controllers").exists() { "" } else { "unified" };
@@ -255,6 +255,23 @@ mod tests {
         assert_eq!((found(""), found("/")), (None, None));
         assert_eq!(found("/../../tmp"), None);
         assert!(!is_own_cgroup(Path::new("/sys/fs/cgroup"), Path::new("/tmp/a.scope")));
+    }
+
+    #[test]
+    fn the_cgroup_of_a_process_is_the_one_its_runtime_would_record() {
+        let mount = tempfile::tempdir().unwrap();
+        let found = |table| cgroup_of(mount.path(), table);
+        let dir = |path: &str| Some(mount.path().join(path));
+        for path in ["devices/c1", "unified/c1", "c2.scope"] {
+            fs::create_dir_all(mount.path().join(path)).unwrap();
+        }
+        assert_eq!(found("9:name=systemd:/c1\n5:misc,devices:/c1\n0::/c1\n"), dir("devices/c1"));
+        assert_eq!(found("5:devices:/gone\n0::/c1\n"), dir("unified/c1"));
+        assert_eq!(found("5:devices:/\n0::/../c1\n"), None);
+        fs::write(mount.path().join("cgroup.controllers"), "").unwrap();
+        assert_eq!(found("0::/c2.scope\n"), dir("c2.scope"));
+        assert_eq!(found("0::/\n"), None, "a root is nobody's own");
+        assert_eq!(found("garbage"), None);
     }
 
     #[test]
