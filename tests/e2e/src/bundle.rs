@@ -68,7 +68,8 @@ impl World {
         let mut spec = spec(annotations, args);
         // By default runtimes name the cgroup after the container, and worlds run side by side.
         let world = self.dir.path().file_name().expect("a name").to_string_lossy();
-        spec["linux"]["cgroupsPath"] = json!(format!("/{world}-{id}"));
+        let path = if by_systemd() { format!("system.slice:{world}:{id}") } else { format!("/{world}-{id}") };
+        spec["linux"]["cgroupsPath"] = json!(path);
         Bundle { id: id.to_owned(), dir, spec, plain: false, world: self }
     }
 
@@ -78,12 +79,18 @@ impl World {
         self.dir.path().join(self.engine.program())
     }
 
+    fn with_globals(&self, mut command: Command) -> Command {
+        command.arg("--root").arg(self.runtime_root());
+        if by_systemd() {
+            command.arg("--systemd-cgroup");
+        }
+        command
+    }
+
     /// `sublet-runtime` with the global options an engine gives.
     #[must_use]
     pub fn runtime(&self) -> Command {
-        let mut command = self.command("sublet-runtime");
-        command.arg("--root").arg(self.runtime_root());
-        command
+        self.with_globals(self.command("sublet-runtime"))
     }
 }
 
@@ -206,9 +213,7 @@ impl Bundle<'_> {
         if !self.plain {
             return self.world.runtime();
         }
-        let mut command = Command::new(self.world.engine.program());
-        command.arg("--root").arg(self.world.runtime_root());
-        command
+        self.world.with_globals(Command::new(self.world.engine.program()))
     }
 
     fn simple(&self, arguments: &[&str]) -> Finished {
@@ -225,6 +230,12 @@ impl Bundle<'_> {
         let stderr = std::fs::read_to_string(self.dir.join("err")).unwrap_or_default();
         Finished { ok: status.success(), code: status.code(), stdout: String::new(), stderr }
     }
+}
+
+/// Whether containers get their cgroups from systemd (SUBLET_TEST_CGROUPS=systemd).
+#[must_use]
+pub fn by_systemd() -> bool {
+    std::env::var_os("SUBLET_TEST_CGROUPS").is_some_and(|value| value == "systemd")
 }
 
 /// Ends every container of `world`, however a test left it.

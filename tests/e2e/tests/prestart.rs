@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, Engine, World, bin_dir, skip_unless_root};
+use sublet_e2e::{Bundle, Engine, World, bin_dir, by_systemd, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const INFO: &[&str] = &["/usr/bin/cuda-probe", "info"];
@@ -130,7 +130,9 @@ fn only_the_containers_own_nodes_open() {
         return;
     }
     let world = World::simulated("h200x8", "");
-    let bundle = plain(&world, "nodes", &["createRuntime", "poststop"], &[("sublet.gpu", "0")], HOLD);
+    let mut bundle = plain(&world, "nodes", &["createRuntime", "poststop"], &[("sublet.gpu", "0")], HOLD);
+    // As Podman writes it; the rules that Docker has besides make crun leave the scope open altogether.
+    bundle.spec["linux"]["resources"]["devices"] = json!([{"allow": false, "access": "rwm"}]);
     bundle.up();
     bundle.event("info");
     let minor = world.status()["devices"][0]["minor"].as_u64().expect("minor");
@@ -140,7 +142,18 @@ fn only_the_containers_own_nodes_open() {
     assert!(made.ok, "{made:?}");
     let paths = [mine.as_str(), "/dev/nvidiactl", "/dev/nvidia-uvm", &stolen, "/dev/null"];
     // ENXIO: allowed, and no driver behind it. EPERM: refused by the device cgroup.
-    assert_eq!(opened(&bundle, &paths), ["ENXIO", "ENXIO", "ENXIO", "EPERM", "ok"]);
+    let expected = ["ENXIO", "ENXIO", "ENXIO", "EPERM", "ok"];
+    assert_eq!(opened(&bundle, &paths), expected);
+    if by_systemd() {
+        // systemd may write its own device rules again at any time, from what it knows.
+        let systemctl = |args: &[&str]| Command::new("systemctl").args(args).output().expect("systemctl");
+        let name = world.dir.path().file_name().expect("a name").to_string_lossy().into_owned();
+        let known = systemctl(&["show", "--property=DeviceAllow", &format!("{name}-nodes.scope")]).stdout;
+        let known = String::from_utf8_lossy(&known).into_owned();
+        assert!(known.contains("/dev/char/195:255 rw"), "{known}");
+        assert!(systemctl(&["daemon-reload"]).status.success());
+        assert_eq!(opened(&bundle, &paths), expected, "after daemon-reload");
+    }
     let listed = bundle.exec(&["/bin/sh", "-c", "ls /dev | grep nvidia"]).stdout;
     assert_eq!(listed, format!("nvidia-uvm\nnvidia-uvm-tools\nnvidia{minor}\nnvidiactl\n"));
     assert_eq!(bundle.exec(&["/bin/stat", "-c", "%a", &mine]).stdout, "666\n");
