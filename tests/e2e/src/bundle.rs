@@ -232,7 +232,7 @@ impl Bundle<'_> {
     }
 }
 
-/// Whether containers get their cgroups from systemd (SUBLET_TEST_CGROUPS=systemd).
+/// Whether containers get their cgroups from systemd (`SUBLET_TEST_CGROUPS=systemd`).
 #[must_use]
 pub fn by_systemd() -> bool {
     std::env::var_os("SUBLET_TEST_CGROUPS").is_some_and(|value| value == "systemd")
