@@ -322,9 +322,18 @@ fn the_hook_frees_nothing_that_is_not_ours_and_refuses_nonsense() {
         stderr(&output),
         "sublet-hook: container c: sublet.lease=x\\ny is no lease id of 16 hex digits\n"
     );
-    let output = hook(&["prestart"], &input);
+    for stage in ["prestart", "createRuntime"] {
+        fs::write(&input, r#"{"id":"c","status":"creating","pid":1}"#).unwrap();
+        let output = hook(&[stage], &input);
+        assert_eq!(output.status.code(), Some(1));
+        let expected =
+            "sublet-hook: container c: the state on standard input has no absolute path as `bundle`\n";
+        assert_eq!(stderr(&output), expected);
+    }
+    fs::write(&input, "").unwrap();
+    let output = hook(&["precreate"], &input);
     assert_eq!(output.status.code(), Some(1));
-    assert_eq!(stderr(&output), "sublet-hook: stage prestart is not yet in this version\n");
+    assert_eq!(stderr(&output), "sublet-hook: config.json on standard input: it is empty\n");
     assert_eq!(hook(&[], &input).status.code(), Some(1));
 }
 

@@ -1,6 +1,6 @@
 //! Every reason not to start a container, each one line for whoever started it.
 
-use crate::apply::{Conflict, ImageError, SpecError};
+use crate::apply::{Conflict, ImageError, NamespaceError, SpecError};
 use crate::inventory::{InventoryError, NodeError};
 use crate::ledger::{Doubled, LeaseId, LedgerError, NotBound};
 use crate::mps::MpsError;
@@ -45,6 +45,26 @@ pub enum AdmitError {
         safe(id)
     )]
     ForgedLease { id: String },
+    #[error(transparent)]
+    Namespace(#[from] NamespaceError),
+    #[error(
+        "{} does not go with a hook: the limits of the shared MPS server stand in the environment, which is \
+         settled by then; leave it out (the container gets a server of its own), or start it through \
+         sublet-runtime",
+        safe(.0)
+    )]
+    LateShared(String),
+    #[error(
+        "its environment has {}, which a hook cannot change and which would lead its processes past their \
+         limits: remove it, or start the container through sublet-runtime",
+        safe(.0)
+    )]
+    LateEnvironment(String),
+    #[error(
+        "its /tmp comes from the host, so its MPS directory cannot be at /tmp/nvidia-mps, and a hook cannot \
+         set CUDA_MPS_PIPE_DIRECTORY: give it a /tmp of its own, or start it through sublet-runtime"
+    )]
+    LateTmp,
     #[error(
         "container {} is deleted but processes in its cgroup still run: lease {lease} is kept until they \
          are gone (`sublet gc` frees it then)",

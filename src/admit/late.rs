@@ -1,57 +1,220 @@
-//! For hooks that take a lease before they can know its container: who answers for it until then, and
-//! what binds it.
+//! The way through for a container that exists already: same request, place, lease and grant, carried out
+//! on its namespaces. Nothing can change its environment any more, so what holds without one is all it
+//! gets: nodes, files, and an MPS server of its own whose defaults are its limits.
 
 use std::convert::Infallible;
 
-use super::{AdmitError, read, tidy};
-use crate::config::Config;
-use crate::ledger::{Binding, LeaseId, Store};
-use crate::process::Process;
+use serde_json::Value;
 
-/// Gives up what `owner`, an engine that starts container `id` of `uid` anew, holds for it from a start
-/// that came to nothing.
-///
-/// # Errors
-/// The ledger cannot be read or written.
-pub fn abandon(uid: u32, id: &str, owner: Process, config: &Config) -> Result<(), AdmitError> {
-    let store = Store::open(&config.state_dir)?;
-    if read(&store)?.abandon(uid, id, owner).is_empty() {
-        return Ok(());
-    }
-    let (Ok(abandoned), mut freed) =
-        store.update(|ledger| Ok::<_, Infallible>(ledger.abandon(uid, id, owner)))?;
-    freed.extend(abandoned);
-    tidy(&freed, &store, config);
-    Ok(())
+use super::{AdmitError, Candidate, already_granted, read, refusals, same, serve, take, wish};
+use crate::apply::{self, Live};
+use crate::config::Config;
+use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
+use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, Store};
+use crate::process::Process;
+use crate::request::{Isolation, Mode, Request};
+
+/// What came of it.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Late {
+    /// Not ours: nothing was touched.
+    NotOurs,
+    /// Another door has been there: nothing was touched.
+    AlreadyGranted(LeaseId),
+    /// It has its share.
+    Granted {
+        /// The new lease.
+        lease: LeaseId,
+        /// For stderr and the log, one line each.
+        warnings: Vec<String>,
+        /// For the log: which environment it does without.
+        environment: String,
+    },
 }
 
-/// Makes `owner` answer for `lease` until it is bound: its end without a container, or too long a wait,
-/// means that the lease is gone.
+/// Finds `container`, whose first process is `init`, its share and gives it to the live container. `spec`
+/// is its config.json, with the annotations that its runtime told.
 ///
 /// # Errors
-/// The ledger cannot be written.
-pub fn hand_over(lease: &LeaseId, owner: Process, config: &Config) -> Result<(), AdmitError> {
+/// Any reason not to start it; the lease is given back then, and `sublet status --last-error` has it.
+pub fn late(container: &Container, init: Process, spec: &Value, config: &Config) -> Result<Late, AdmitError> {
+    let annotations = apply::annotations(spec)?;
+    if !wish::is_ours(spec, &annotations, None) {
+        return Ok(Late::NotOurs);
+    }
+    let admitted = match annotations.get(LEASE_ANNOTATION) {
+        Some(id) => already_granted(id, container, config).map(|_| granted_before(id)),
+        None => admit_live(container, init, spec, config),
+    };
+    if let Err(error) = &admitted {
+        refusals::record(&container.id, error, config);
+    }
+    admitted
+}
+
+/// `id` was found in the ledger, so it is one.
+fn granted_before(id: &str) -> Late {
+    LeaseId::parse(id).map_or(Late::NotOurs, Late::AlreadyGranted)
+}
+
+fn admit_live(
+    container: &Container,
+    init: Process,
+    spec: &Value,
+    config: &Config,
+) -> Result<Late, AdmitError> {
     let store = Store::open(&config.state_dir)?;
-    let (Ok(()), freed) = store.update(|ledger| {
-        ledger.hand_over(lease, owner);
+    if let Some(lease) = lease_of(&read(&store)?, container, init) {
+        return Ok(Late::AlreadyGranted(lease.id.clone()));
+    }
+    let request = dedicated(wish(spec, None, config)?, spec, config)?;
+    let candidate = Candidate { container: container.clone(), owner: init, share: None };
+    let taken = take::take(&candidate, &request, spec, &store, config)?;
+    let applied = bind(&taken.lease.id, Init::of(init), &store)
+        .and_then(|()| fits(&taken, spec))
+        .and_then(|()| serve(&taken, &request, &store, config))
+        .and_then(|grant| {
+            apply::apply(&grant, Live { init, rootfs: &container.rootfs })?;
+            Ok(grant)
+        });
+    if applied.is_err() {
+        super::give_back(&taken.lease, &store, config);
+    }
+    let grant = applied?;
+    let environment = environment(&grant, &taken.lease);
+    Ok(Late::Granted { lease: taken.lease.id, warnings: grant.warnings, environment })
+}
+
+/// The lease that another hook has taken for this very container.
+fn lease_of<'a>(ledger: &'a Ledger, container: &Container, init: Process) -> Option<&'a Lease> {
+    ledger.leases.iter().find(|lease| {
+        same(&lease.container, container) && lease.init.as_ref().is_some_and(|known| known.process == init)
+    })
+}
+
+/// Mode mps without an environment means a server of the container's own: the limits of a shared one are
+/// told by its clients.
+fn dedicated(request: Request, spec: &Value, config: &Config) -> Result<Request, AdmitError> {
+    let annotations = apply::annotations(spec)?;
+    let of_share = annotations.get("sublet.share").and_then(|name| config.share.get(name)?.get("isolation"));
+    let wanted = annotations.get("sublet.isolation").or(of_share);
+    if wanted.is_some_and(|isolation| isolation == "shared") {
+        return Err(AdmitError::LateShared("sublet.isolation=shared".to_owned()));
+    }
+    let has_servers = matches!(request.mode, None | Some(Mode::Mps | Mode::TimeSlice));
+    let isolation = if has_servers { Isolation::Dedicated } else { request.isolation };
+    Ok(Request { isolation, ..request })
+}
+
+/// Active at once: the container exists.
+fn bind(lease: &LeaseId, init: Init, store: &Store) -> Result<(), AdmitError> {
+    let (Ok(()), _) = store.update(|ledger| {
+        if let Some(lease) = ledger.lease_mut(lease) {
+            lease.init = Some(init);
+            lease.state = LeaseState::Active;
+        }
         Ok::<_, Infallible>(())
     })?;
-    tidy(&freed, &store, config);
     Ok(())
 }
 
-/// Binds `lease` to its container, which exists now.
+/// Whether the container's processes will find its MPS server by themselves.
+fn fits(taken: &take::Taken, spec: &Value) -> Result<(), AdmitError> {
+    if taken.lease.server.is_none() {
+        return Ok(());
+    }
+    if taken.image.tmp_is_host {
+        return Err(AdmitError::LateTmp);
+    }
+    let env = spec.pointer("/process/env").and_then(Value::as_array);
+    let leads_away = |entry: &&str| match entry.split_once('=') {
+        Some(("CUDA_MPS_PIPE_DIRECTORY", dir)) => dir != MPS_DIR && dir != MPS_DEFAULT_DIR,
+        Some((name, _)) => name.starts_with("CUDA_MPS_"),
+        None => false,
+    };
+    match env.into_iter().flatten().filter_map(Value::as_str).find(leads_away) {
+        Some(entry) => Err(AdmitError::LateEnvironment(entry.to_owned())),
+        None => Ok(()),
+    }
+}
+
+/// One line: what the container does without, and why it can.
+fn environment(grant: &Grant, lease: &Lease) -> String {
+    let names: Vec<&str> =
+        grant.env.set.iter().chain(&grant.env.default).map(|(name, _)| name.as_str()).collect();
+    let server = if lease.server.is_some() {
+        ", CUDA looks for its MPS server in /tmp/nvidia-mps by itself, and the share's limits are that \
+         server's defaults"
+    } else {
+        ""
+    };
+    format!(
+        "{} cannot be set by a hook and need not be: only its own devices have nodes{server} (programs that \
+         size themselves by SUBLET_* or their own variables have to be told by the user)",
+        names.join(", ")
+    )
+}
+
+/// The lease of a container that ended, which only hooks knew: its config.json names none.
 ///
 /// # Errors
-/// The lease is gone or another container's: this one must not start. Or the ledger cannot be written.
-pub fn bind(lease: &LeaseId, binding: &Binding, config: &Config) -> Result<(), AdmitError> {
-    let store = Store::open(&config.state_dir)?;
-    let (bound, freed) = store.update(|ledger| ledger.bind(lease, binding))?;
-    tidy(&freed, &store, config);
-    if let Err(error) = bound {
-        let error = AdmitError::from(error);
-        super::refusals::record(&binding.id, &error, config);
-        return Err(error);
+/// The ledger cannot be read.
+pub fn end_of(container: &Container, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
+    if !config.state_dir.join("ledger.json").exists() {
+        return Ok(None);
     }
-    Ok(())
+    let ledger = read(&Store::open(&config.state_dir)?)?;
+    // A container of this name whose first process lives has come after the one that ended.
+    let ended = |lease: &&Lease| {
+        same(&lease.container, container) && lease.init.as_ref().is_some_and(|init| !init.process.is_alive())
+    };
+    Ok(ledger.leases.iter().find(ended).map(|lease| lease.id.clone()))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::ledger::fixture::lease;
+
+    fn wished(annotations: &Value, config: &Config) -> Result<Request, String> {
+        let spec = json!({"process": {}, "annotations": annotations});
+        let request = wish(&spec, None, config).map_err(|error| error.to_string())?;
+        dedicated(request, &spec, config).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn mps_is_always_dedicated_and_an_explicit_shared_is_refused() {
+        let mut config = Config::default();
+        let isolation =
+            |annotations, config: &Config| wished(&annotations, config).map(|wish| wish.isolation);
+        let sm = json!({"sublet.sm": "25"});
+        assert_eq!(isolation(sm.clone(), &config), Ok(Isolation::Dedicated));
+        assert_eq!(isolation(json!({"sublet.gpu": "0"}), &config), Ok(Isolation::Dedicated));
+        assert_eq!(isolation(json!({"sublet.mode": "exclusive"}), &config), Ok(Isolation::Shared));
+        let shared = json!({"sublet.sm": "25", "sublet.isolation": "shared"});
+        assert!(
+            isolation(shared, &config).unwrap_err().starts_with("sublet.isolation=shared does not go with")
+        );
+        let share =
+            [("sm", "25"), ("isolation", "shared")].map(|(key, value)| (key.to_owned(), value.to_owned()));
+        config.share.insert("small".into(), share.into_iter().collect());
+        assert!(isolation(json!({"sublet.share": "small"}), &config).is_err());
+        let overridden = json!({"sublet.share": "small", "sublet.isolation": "dedicated"});
+        assert_eq!(isolation(overridden, &config), Ok(Isolation::Dedicated));
+    }
+
+    #[test]
+    fn a_lease_is_of_this_container_by_its_process_and_ends_when_that_is_gone() {
+        let me = Process::current().unwrap();
+        let mut held = lease(1, "GPU-a");
+        held.init = Some(Init { process: me, pid_namespace: 0, cgroup: None });
+        let container = held.container.clone();
+        let ledger = Ledger { leases: vec![held], ..Ledger::empty("boot") };
+        assert!(lease_of(&ledger, &container, me).is_some());
+        assert!(lease_of(&ledger, &container, Process { start_time: 1, ..me }).is_none());
+        let other = Container { id: "other".into(), ..container };
+        assert!(lease_of(&ledger, &other, me).is_none());
+    }
 }

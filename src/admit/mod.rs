@@ -4,6 +4,7 @@
 //! that fails undoes those before it, and a crash between them is put right by the next command,
 //! because a lease is on disk before anything that depends on it exists.
 
+mod bind;
 mod error;
 mod fresh;
 mod late;
@@ -19,7 +20,7 @@ use serde_json::Value;
 
 use crate::apply;
 use crate::config::Config;
-use crate::grant::{self, Environment};
+use crate::grant::{self, Environment, Grant};
 use crate::inventory::{self, Inventory};
 use crate::ledger::{
     Container, Freed, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, LedgerError, Store,
@@ -29,9 +30,10 @@ use crate::process::Process;
 use crate::request::Request;
 use crate::text::safe;
 
+pub use bind::{abandon, bind, hand_over};
 pub use error::AdmitError;
 pub use fresh::{fresh_inventory, refresh};
-pub use late::{abandon, bind, hand_over};
+pub use late::{Late, end_of, late};
 pub use refusals::{RefusalRecord, refusals};
 pub use take::lease_for;
 pub use wish::wish;
@@ -105,33 +107,38 @@ fn already_granted(id: &str, container: &Container, config: &Config) -> Result<A
 /// container better than the lease does changes nothing either.
 fn holds(lease: &Lease, container: &Container) -> bool {
     let held = &lease.container;
-    let same = (held.uid, &held.id, &held.bundle) == (container.uid, &container.id, &container.bundle);
     let awaited = lease.is_unbound() && held.uid == container.uid;
-    same || awaited && (held.id.is_empty() || held.id == container.id)
+    same(held, container) || awaited && (held.id.is_empty() || held.id == container.id)
+}
+
+fn same(a: &Container, b: &Container) -> bool {
+    (a.uid, &a.id, &a.bundle) == (b.uid, &b.id, &b.bundle)
 }
 
 fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
     let request = wish(spec, candidate.share, config)?;
     let store = Store::open(&config.state_dir)?;
     let taken = take::take(candidate, &request, spec, &store, config)?;
-    let served = serve(&taken, &request, spec, &store, config);
-    if served.is_err() {
+    let edited = serve(&taken, &request, &store, config).and_then(|grant| {
+        apply::edit(spec, &grant)?;
+        Ok(grant.warnings)
+    });
+    if edited.is_err() {
         give_back(&taken.lease, &store, config);
     }
-    let mut warnings = taken.placement.warnings.clone();
-    warnings.extend(served?);
-    Ok(Admission::Granted { lease: taken.lease.id, warnings })
+    Ok(Admission::Granted { warnings: edited?, lease: taken.lease.id })
 }
 
-/// Between the lease and the container: daemon, nodes, edits.
+/// Between the lease and the container: the daemon, the nodes, and what the container is given.
 fn serve(
     taken: &take::Taken,
     request: &Request,
-    spec: &mut Value,
     store: &Store,
     config: &Config,
-) -> Result<Vec<String>, AdmitError> {
-    let grant = grant::grant(
+) -> Result<Grant, AdmitError> {
+    let mut warnings =
+        if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
+    let mut grant = grant::grant(
         &taken.placement,
         &taken.lease,
         &request.capabilities,
@@ -143,12 +150,8 @@ fn serve(
     for granted in &grant.nodes {
         inventory::check_node(&config.driver.root, &granted.node)?;
     }
-    apply::edit(spec, &grant)?;
-    // Last: no daemon is started for a container that cannot be served.
-    let mut warnings =
-        if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
-    warnings.extend(grant.warnings);
-    Ok(warnings)
+    warnings.append(&mut grant.warnings);
+    Ok(Grant { warnings, ..grant })
 }
 
 /// Gives `lease` back before its container ever existed.

@@ -7,6 +7,7 @@ pub(crate) mod added;
 mod create_runtime;
 mod journal;
 mod precreate;
+mod prestart;
 mod state;
 
 use std::ffi::OsString;
@@ -30,11 +31,8 @@ const INPUT_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug, thiserror::Error)]
 pub enum HookError {
     /// The first argument.
-    #[error("no stage {0}: the first argument is precreate, createRuntime or poststop")]
+    #[error("no stage {0}: the first argument is precreate, prestart, createRuntime or poststop")]
     UnknownStage(String),
-    /// A stage that will come.
-    #[error("stage {0} is not yet in this version")]
-    NotYet(String),
     /// Standard input.
     #[error("the container's state on standard input: {0}")]
     State(#[from] StateError),
@@ -64,6 +62,23 @@ pub enum HookError {
     /// Nor a bundle.
     #[error("container {0}: its state names no bundle that is there: the lease cannot be bound")]
     NoBundle(String),
+    /// No share for it.
+    #[error("container {id}: {why}")]
+    Start {
+        /// The container.
+        id: String,
+        /// Why not.
+        why: String,
+    },
+    /// Not root on the host.
+    #[error(
+        "container {id}: a prestart hook cannot give a rootless container its share: it may neither open \
+         devices nor enter other namespaces; use Podman's precreate hook or sublet-runtime"
+    )]
+    LateRootless {
+        /// The container.
+        id: String,
+    },
     /// The configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -126,18 +141,18 @@ pub fn main(mut args: impl Iterator<Item = OsString>) -> ExitCode {
 fn run(stage: &str, log: &Log) -> Result<(), HookError> {
     match stage {
         "precreate" => precreate::precreate(log),
-        "createRuntime" => create_runtime(&read_state()?),
+        "createRuntime" => create_runtime(&read_state()?, log),
+        "prestart" => prestart::prestart(&read_state()?, log),
         "poststop" => poststop(&read_state()?),
-        "prestart" => Err(HookError::NotYet(stage.to_owned())),
         _ => Err(HookError::UnknownStage(crate::text::safe(stage))),
     }
 }
 
-/// The container exists: binds the lease that it was given before.
-fn create_runtime(state: &State) -> Result<(), HookError> {
+/// The container exists: binds the lease that it was given before, or gives it its share now.
+fn create_runtime(state: &State, log: &Log) -> Result<(), HookError> {
     match lease(state)? {
         Some(lease) => create_runtime::bind(state, &lease),
-        None => Err(HookError::NotYet("createRuntime without a lease".to_owned())),
+        None => prestart::prestart(state, log),
     }
 }
 
@@ -156,9 +171,14 @@ fn lease(state: &State) -> Result<Option<LeaseId>, HookError> {
     state.lease().map_err(|lease| HookError::Lease { id: name(state), lease })
 }
 
-/// The container is gone: frees the lease that its annotation names. Without one it is not ours.
+/// The container is gone: frees the lease that its annotation names, or that a hook took for it.
 fn poststop(state: &State) -> Result<(), HookError> {
-    let Some(lease) = lease(state)? else { return Ok(()) };
-    let config = config::load()?;
-    admit::end(&lease, &config).map_err(|source| HookError::End { id: name(state), source })
+    match lease(state)? {
+        Some(lease) => {
+            let config = config::load()?;
+            admit::end(&lease, &config).map_err(|source| HookError::End { id: name(state), source })
+        }
+        None if state.is_ours() => prestart::ended(state),
+        None => Ok(()),
+    }
 }

@@ -49,15 +49,16 @@ pub struct State {
     /// The bundle.
     pub bundle: Option<PathBuf>,
     /// Checked to be one of the specification's; what has really ended is found out by other means.
-    #[serde(rename = "status")]
-    _status: Status,
+    pub status: Status,
     #[serde(default)]
     annotations: Option<BTreeMap<String, String>>,
 }
 
-#[derive(Debug, Deserialize)]
+/// Where a container is in its life (runtime-spec, runtime.md, "State").
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum Status {
+#[allow(missing_docs, reason = "the specification's own words")]
+pub enum Status {
     Creating,
     Created,
     Running,
@@ -75,6 +76,16 @@ impl State {
         }
         let state: Self = serde_json::from_slice(text)?;
         if state.id.is_empty() { Err(StateError::NoId) } else { Ok(state) }
+    }
+
+    /// The annotations as the runtime tells them.
+    pub fn annotations(&self) -> impl Iterator<Item = (&String, &String)> {
+        self.annotations.iter().flatten()
+    }
+
+    /// Whether its annotations ask for a share.
+    pub fn is_ours(&self) -> bool {
+        self.annotations.as_ref().is_some_and(crate::request::is_ours)
     }
 
     /// The lease in its annotations.

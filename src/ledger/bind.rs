@@ -3,7 +3,6 @@
 
 use std::path::PathBuf;
 
-use super::record::{cgroup_of, pid_namespace};
 use super::{Init, Lease, LeaseId, LeaseState, Ledger};
 use crate::process::{Process, uptime_seconds};
 use crate::text::safe;
@@ -30,8 +29,9 @@ pub struct Binding {
 pub enum NotBound {
     /// It was freed.
     #[error(
-        "lease {0} is not in the ledger any more: the engine took longer than {TIME_TO_BIND} s to create the \
-         container, or was ended meanwhile; start the container again"
+        "lease {0} is no live lease: the engine took longer than {TIME_TO_BIND} s to create the container, or \
+         was ended meanwhile (start the container again), or sublet did not write this annotation \
+         sublet.lease (remove it)"
     )]
     Unknown(LeaseId),
     /// It is another container's.
@@ -42,14 +42,6 @@ pub enum NotBound {
         /// Whose it is.
         container: String,
     },
-}
-
-impl Init {
-    /// What can be seen of a container's first process from outside.
-    #[must_use]
-    pub fn of(process: Process) -> Self {
-        Self { process, pid_namespace: pid_namespace(process.pid), cgroup: cgroup_of(process.pid) }
-    }
 }
 
 impl Lease {

@@ -75,7 +75,7 @@ impl Ledger {
     /// ceiling; `None` when it serves nobody.
     #[must_use]
     pub fn wanted_ceiling(&self, key: &ServerKey) -> Option<Percent> {
-        self.on_server(key).map(|lease| lease.sm.unwrap_or(Percent::WHOLE)).max()
+        self.on_server(key).map(Lease::ceiling).max()
     }
 
     /// Adds `lease`.
@@ -140,6 +140,15 @@ impl Ledger {
 }
 
 impl Lease {
+    /// The SM ceiling that this lease wants of its server. A server of its own has that of each of its
+    /// processes as ceiling: it holds for those that come without the lease's environment, too.
+    #[must_use]
+    pub fn ceiling(&self) -> Percent {
+        let own = self.server.as_ref().is_some_and(|key| key.0 == self.id.as_str());
+        let clients = if own { self.processes.max(1) } else { 1 };
+        self.sm.map_or(Percent::WHOLE, |sm| Percent::from_thousandths(sm.thousandths() / clients))
+    }
+
     /// The value of [`super::LEASE_RECORD_ANNOTATION`].
     #[must_use]
     pub fn to_annotation(&self) -> String {
@@ -276,6 +285,17 @@ mod tests {
         assert_eq!(ledger.wanted_ceiling(&key), Some(Percent::from_thousandths(60_000)));
         ledger.leases.push(with(3, None));
         assert_eq!(ledger.wanted_ceiling(&key), Some(Percent::from_thousandths(100_000)));
+    }
+
+    #[test]
+    fn a_server_of_its_own_has_the_part_of_one_process_as_ceiling() {
+        let key = |text: &str| Some(ServerKey(text.into()));
+        let (sm, processes) = (Some(Percent::from_thousandths(25_000)), 2);
+        let own = Lease { server: key("0000000000000001"), sm, processes, ..lease(1, "GPU-a") };
+        assert_eq!(own.ceiling(), Percent::from_thousandths(12_500));
+        let shared = Lease { server: key("GPU-a"), ..own.clone() };
+        assert_eq!(shared.ceiling(), Percent::from_thousandths(25_000));
+        assert_eq!(Lease { sm: None, ..own }.ceiling(), Percent::WHOLE);
     }
 
     fn process(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {

@@ -9,7 +9,7 @@ use std::path::{Component, Path, PathBuf};
 use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
 use serde::Deserialize;
 
-use super::{LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
+use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
 use crate::process::Process;
 
 /// Larger records are no records: runc's hold the whole specification, at most some MiB.
@@ -88,6 +88,38 @@ impl Record {
     }
 }
 
+impl Init {
+    /// What /proc tells of a container's first process. A cgroup that we are in too is not its own.
+    #[must_use]
+    pub fn of(process: Process) -> Self {
+        let table = |who: &str| fs::read_to_string(format!("/proc/{who}/cgroup")).unwrap_or_default();
+        let cgroup = cgroup_of(Path::new(MOUNT), &table(&process.pid.to_string()), &table("self"));
+        Self { process, pid_namespace: pid_namespace(process.pid), cgroup }
+    }
+}
+
+/// The cgroup directory that `table`, a /proc/PID/cgroup (cgroups(7)), names and `ours` does not, in the
+/// hierarchies that [`runc_cgroup`] prefers.
+fn cgroup_of(mount: &Path, table: &str, ours: &str) -> Option<PathBuf> {
+    let unified = if mount.join("cgroup.controllers").exists() { "" } else { "unified" };
+    let hierarchies = [("devices", "devices"), ("pids", "pids"), ("name=systemd", "systemd"), ("", unified)];
+    let own = |&(key, dir): &(&str, &str)| {
+        let path = cgroup_line(table, key).filter(|path| cgroup_line(ours, key) != Some(path))?;
+        let below = path.trim_start_matches('/');
+        (!below.is_empty()).then(|| mount.join(dir).join(below))
+    };
+    hierarchies.iter().filter_map(own).find(|dir| dir.is_dir() && is_own_cgroup(mount, dir))
+}
+
+/// The path in the hierarchy `controller` in the text of /proc/PID/cgroup (cgroups(7)).
+fn cgroup_line<'a>(text: &'a str, controller: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let controllers = parts.next()?;
+        parts.next().filter(|_| controllers.split(',').any(|name| name == controller))
+    })
+}
+
 fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> io::Result<T> {
     serde_json::from_slice(bytes).map_err(io::Error::from)
 }
@@ -138,33 +170,6 @@ fn crun_cgroup(mount: &Path, path: &str) -> Option<PathBuf> {
     let first = directories.next()?;
     let existing = if first.exists() { None } else { directories.find(|dir| dir.exists()) };
     Some(existing.unwrap_or(first)).filter(|path| is_own_cgroup(mount, path))
-}
-
-/// The cgroup directory of process `pid`; `None` where it has none of its own, which is one that we are
-/// not in ourselves.
-pub(super) fn cgroup_of(pid: i32) -> Option<PathBuf> {
-    let mount = Path::new(MOUNT);
-    let cgroups = |who: &str| {
-        let text = fs::read_to_string(format!("/proc/{who}/cgroup")).unwrap_or_default();
-        ["devices", "pids", "name=systemd", ""].map(|key| cgroup_line(&text, key).map(str::to_owned))
-    };
-    let pairs = cgroups(&pid.to_string()).into_iter().zip(cgroups("self"));
-    let directories = pairs.zip(["devices", "pids", "systemd", "unified"]).map(|((its, ours), name)| {
-        let below = its.filter(|its| ours.as_ref() != Some(its))?;
-        let below = below.trim_start_matches('/');
-        let whole = name == "unified" && mount.join("cgroup.controllers").exists();
-        Some(if whole { mount.join(below) } else { mount.join(name).join(below) })
-    });
-    directories.flatten().find(|dir| dir.is_dir() && is_own_cgroup(mount, dir))
-}
-
-/// The path in the hierarchy `controller` in the text of /proc/PID/cgroup (cgroups(7)).
-fn cgroup_line<'a>(text: &'a str, controller: &str) -> Option<&'a str> {
-    text.lines().find_map(|line| {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let controllers = parts.next()?;
-        parts.next().filter(|_| controllers.split(',').any(|name| name == controller))
-    })
 }
 
 /// Not a hierarchy's root, which every process of the host is in, and nowhere but among cgroups.
@@ -267,7 +272,28 @@ mod tests {
         assert_eq!(cgroup_line(text, "name=systemd"), Some("/a"));
         assert_eq!(cgroup_line(text, ""), Some("/d"));
         assert_eq!(cgroup_line(text, "pids"), None);
-        assert_eq!(cgroup_of(i32::try_from(std::process::id()).unwrap()), None, "ours is nobody else's");
+        let me = Process::current().unwrap();
+        assert_eq!(Init::of(me).cgroup, None, "ours is nobody else's");
+    }
+
+    #[test]
+    fn the_cgroup_of_a_process_is_the_one_its_runtime_would_record() {
+        let mount = tempfile::tempdir().unwrap();
+        let ours = "9:name=systemd:/h\n5:misc,devices:/h\n0::/h\n";
+        let found = |table| cgroup_of(mount.path(), table, ours);
+        let dir = |path: &str| Some(mount.path().join(path));
+        for path in ["devices/c1", "devices/h", "unified/c1", "unified/h", "c2.scope", "h"] {
+            fs::create_dir_all(mount.path().join(path)).unwrap();
+        }
+        assert_eq!(found("9:name=systemd:/c1\n5:misc,devices:/c1\n0::/c1\n"), dir("devices/c1"));
+        assert_eq!(found("5:devices:/gone\n0::/c1\n"), dir("unified/c1"));
+        assert_eq!(found("5:devices:/h\n0::/c1\n"), dir("unified/c1"), "ours is not its own");
+        assert_eq!(found("5:devices:/\n0::/../c1\n"), None);
+        fs::write(mount.path().join("cgroup.controllers"), "").unwrap();
+        assert_eq!(found("0::/c2.scope\n"), dir("c2.scope"));
+        assert_eq!(found("0::/h\n"), None, "ours is not its own");
+        assert_eq!(found("0::/\n"), None, "a root is nobody's own");
+        assert_eq!(found("garbage"), None);
     }
 
     #[test]

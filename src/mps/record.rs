@@ -22,7 +22,7 @@ pub(super) fn server<'a>(ledger: &'a Ledger, key: &ServerKey) -> Option<&'a Serv
 
 /// What a lease needs of its server's ceiling.
 pub(super) fn needed(lease: &Lease) -> Percent {
-    lease.sm.unwrap_or(Percent::WHOLE)
+    lease.ceiling()
 }
 
 /// The daemon of `server` is that very process still.

@@ -17,6 +17,8 @@ pub struct Bundle<'a> {
     pub dir: PathBuf,
     /// config.json as the engine writes it.
     pub spec: Value,
+    /// Without the shim: the low-level runtime itself is called.
+    pub plain: bool,
     pub(crate) world: &'a World,
 }
 
@@ -66,8 +68,9 @@ impl World {
         let mut spec = spec(annotations, args);
         // By default runtimes name the cgroup after the container, and worlds run side by side.
         let world = self.dir.path().file_name().expect("a name").to_string_lossy();
-        spec["linux"]["cgroupsPath"] = json!(format!("/{world}-{id}"));
-        Bundle { id: id.to_owned(), dir, spec, world: self }
+        let path = if by_systemd() { format!("system.slice:{world}:{id}") } else { format!("/{world}-{id}") };
+        spec["linux"]["cgroupsPath"] = json!(path);
+        Bundle { id: id.to_owned(), dir, spec, plain: false, world: self }
     }
 
     /// The low-level runtime's state directory.
@@ -76,12 +79,18 @@ impl World {
         self.dir.path().join(self.engine.program())
     }
 
+    fn with_globals(&self, mut command: Command) -> Command {
+        command.arg("--root").arg(self.runtime_root());
+        if by_systemd() {
+            command.arg("--systemd-cgroup");
+        }
+        command
+    }
+
     /// `sublet-runtime` with the global options an engine gives.
     #[must_use]
     pub fn runtime(&self) -> Command {
-        let mut command = self.command("sublet-runtime");
-        command.arg("--root").arg(self.runtime_root());
-        command
+        self.with_globals(self.command("sublet-runtime"))
     }
 }
 
@@ -96,7 +105,7 @@ impl Bundle<'_> {
     #[must_use]
     pub fn create(&self) -> Finished {
         self.write();
-        let mut command = self.world.runtime();
+        let mut command = self.runtime();
         command.arg("create").arg("--bundle").arg(&self.dir).arg(&self.id);
         self.detached(command)
     }
@@ -119,7 +128,7 @@ impl Bundle<'_> {
     #[must_use]
     pub fn run(&self) -> Finished {
         self.write();
-        let mut command = self.world.runtime();
+        let mut command = self.runtime();
         command.arg("run").arg("--bundle").arg(&self.dir).arg(&self.id);
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
@@ -127,7 +136,7 @@ impl Bundle<'_> {
     /// `exec` of a command, given on the command line.
     #[must_use]
     pub fn exec(&self, args: &[&str]) -> Finished {
-        let mut command = self.world.runtime();
+        let mut command = self.runtime();
         command.arg("exec").arg(&self.id).args(args);
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
@@ -139,7 +148,7 @@ impl Bundle<'_> {
             "capabilities": self.spec["process"]["capabilities"]});
         let file = self.dir.join("process.json");
         std::fs::write(&file, serde_json::to_vec(&process).expect("JSON")).expect("process.json is written");
-        let mut command = self.world.runtime();
+        let mut command = self.runtime();
         command.arg("exec").arg("--process").arg(&file).arg(&self.id);
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
@@ -147,7 +156,7 @@ impl Bundle<'_> {
     /// `kill` with a signal.
     #[must_use]
     pub fn kill(&self, signal: &str) -> Finished {
-        let mut command = self.world.runtime();
+        let mut command = self.runtime();
         command.arg("kill").arg(&self.id).arg(signal);
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
@@ -200,8 +209,15 @@ impl Bundle<'_> {
         i32::try_from(state["pid"].as_i64().expect("a pid")).expect("a pid")
     }
 
+    fn runtime(&self) -> Command {
+        if !self.plain {
+            return self.world.runtime();
+        }
+        self.world.with_globals(Command::new(self.world.engine.program()))
+    }
+
     fn simple(&self, arguments: &[&str]) -> Finished {
-        let mut command = self.world.runtime();
+        let mut command = self.runtime();
         command.args(arguments).arg(&self.id);
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
@@ -214,6 +230,12 @@ impl Bundle<'_> {
         let stderr = std::fs::read_to_string(self.dir.join("err")).unwrap_or_default();
         Finished { ok: status.success(), code: status.code(), stdout: String::new(), stderr }
     }
+}
+
+/// Whether containers get their cgroups from systemd (`SUBLET_TEST_CGROUPS=systemd`).
+#[must_use]
+pub fn by_systemd() -> bool {
+    std::env::var_os("SUBLET_TEST_CGROUPS").is_some_and(|value| value == "systemd")
 }
 
 /// Ends every container of `world`, however a test left it.

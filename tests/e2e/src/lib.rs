@@ -10,7 +10,7 @@ mod refused;
 mod rootfs;
 mod world;
 
-pub use bundle::{Bundle, Finished};
+pub use bundle::{Bundle, Finished, by_systemd};
 pub use refused::tree;
 pub use rootfs::{Rootfs, copy_program};
 pub use world::{Engine, World, bin_dir, eventually, skip_unless_root};

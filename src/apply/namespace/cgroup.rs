@@ -1,0 +1,169 @@
+//! Opening a live container's device cgroup for its nodes: `devices.allow` of cgroup v1, every device
+//! program of v2 from the container's cgroup up to its systemd unit.
+//!
+//! A program is not compiled anew from the bundle's rules, which lack the ones that runc and crun add by
+//! themselves: its own instructions are kept, and ours are put in front.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::fd::AsFd as _;
+use std::path::{Component, Path, PathBuf};
+
+use super::{NamespaceError, bpf, failed, filter, shown, systemd};
+use crate::inventory::Node;
+
+/// Where every Linux system mounts cgroups (systemd, file-hierarchy(7)).
+const MOUNT: &str = "/sys/fs/cgroup";
+
+/// Lets processes in the cgroup of `pid` read and write `nodes`.
+pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceError> {
+    let table = fs::read_to_string(format!("/proc/{pid}/cgroup"));
+    let table = table.map_err(|error| failed("read which cgroup it is in", error))?;
+    let paths = Paths::parse(&table);
+    let hierarchy = Path::new(MOUNT).join("devices");
+    if let Some(below) = paths.devices.filter(|_| hierarchy.is_dir()) {
+        allow_v1(&hierarchy, below, nodes)?;
+    }
+    match paths.unified {
+        Some(below) => allow_v2(&unified_mount(), below, nodes),
+        None => Ok(()),
+    }
+}
+
+/// What /proc/PID/cgroup says (cgroups(7)); roots, which every process is in, left out.
+#[derive(Debug, PartialEq)]
+struct Paths<'a> {
+    devices: Option<&'a str>,
+    unified: Option<&'a str>,
+}
+
+impl<'a> Paths<'a> {
+    fn parse(table: &'a str) -> Self {
+        let mut paths = Self { devices: None, unified: None };
+        for line in table.lines() {
+            let mut fields = line.splitn(3, ':');
+            let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next())
+            else {
+                continue;
+            };
+            let plain = Path::new(path).components().skip(1).all(|part| matches!(part, Component::Normal(_)));
+            let path = Some(path).filter(|path| plain && path.len() > 1);
+            match controllers {
+                "" => paths.unified = path,
+                other if other.split(',').any(|name| name == "devices") => paths.devices = path,
+                _ => {}
+            }
+        }
+        paths
+    }
+}
+
+/// v2 alone, or v2 beside v1 as systemd's hybrid layout has it.
+fn unified_mount() -> PathBuf {
+    let mount = Path::new(MOUNT);
+    if mount.join("cgroup.controllers").exists() { mount.to_owned() } else { mount.join("unified") }
+}
+
+fn allow_v1(hierarchy: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
+    let dir = hierarchy.join(below.trim_start_matches('/'));
+    if let Some((unit, of_unit)) = unit(below) {
+        let everything =
+            fs::read_to_string(hierarchy.join(of_unit.trim_start_matches('/')).join("devices.list"));
+        let limited = everything.is_ok_and(|list| list.trim() != "a *:* rwm");
+        if limited && systemd::owns(unit, of_unit) {
+            systemd::allow(unit, nodes)?;
+        }
+    }
+    let file = dir.join("devices.allow");
+    for node in nodes {
+        let rule = format!("c {}:{} rw", node.major, node.minor);
+        let written =
+            OpenOptions::new().write(true).open(&file).and_then(|mut file| file.write_all(rule.as_bytes()));
+        written.map_err(|error| failed(format!("write `{rule}` to {}", shown(&file)), error))?;
+    }
+    Ok(())
+}
+
+/// Every program has to allow an access, those of the cgroups above it too (cgroups(7), "devices").
+fn allow_v2(mount: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
+    let owner = unit(below);
+    let top = Path::new(owner.map_or("/", |(_, path)| path));
+    for level in
+        Path::new(below).ancestors().take_while(|level| level.parent().is_some() && level.starts_with(top))
+    {
+        let dir = mount.join(level.strip_prefix("/").unwrap_or(level));
+        let of_systemd = owner.filter(|(_, path)| level == Path::new(path));
+        open_level(&dir, of_systemd, nodes).map_err(|error| match error {
+            Level::Systemd(error) => error,
+            Level::Io(error) => failed(format!("open the device cgroup {}", shown(&dir)), error),
+        })?;
+    }
+    Ok(())
+}
+
+enum Level {
+    Io(io::Error),
+    Systemd(NamespaceError),
+}
+
+impl From<io::Error> for Level {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+/// Opens one cgroup. A unit that may use every device has no program and is left so: a first
+/// `DeviceAllow` would close it for all the others.
+fn open_level(dir: &Path, unit: Option<(&str, &str)>, nodes: &[&Node]) -> Result<(), Level> {
+    let cgroup = File::open(dir)?;
+    let before = bpf::query(cgroup.as_fd())?;
+    let mut attached = before.clone();
+    if let Some((unit, path)) = unit.filter(|_| !before.programs.is_empty()) {
+        if systemd::owns(unit, path) {
+            systemd::allow(unit, nodes).map_err(Level::Systemd)?;
+            attached = bpf::query(cgroup.as_fd())?;
+        }
+    }
+    // A program that came with systemd's answer has our rules already.
+    for id in attached.programs.iter().filter(|id| before.programs.contains(id)) {
+        let old = bpf::program(*id)?;
+        let new = bpf::load(&filter::allow(nodes, &bpf::instructions(&old)?))?;
+        bpf::replace(cgroup.as_fd(), &attached, &old, &new)?;
+    }
+    Ok(())
+}
+
+/// The innermost systemd unit that the cgroup `below` lies in, and the unit's own cgroup.
+fn unit(below: &str) -> Option<(&str, &str)> {
+    Path::new(below).ancestors().find_map(|level| {
+        let name = level.file_name()?.to_str()?;
+        let is_unit = [".scope", ".service"].iter().any(|suffix| name.ends_with(suffix));
+        is_unit.then_some((name, level.to_str()?))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cgroups_are_found_in_every_layout() {
+        let of = |devices, unified| Paths { devices, unified };
+        let scope = "/machine.slice/libpod-1.scope/container";
+        assert_eq!(Paths::parse(&format!("0::{scope}\n")), of(None, Some(scope)));
+        assert_eq!(Paths::parse("9:name=systemd:/\n5:devices:/c1\n0::/\n"), of(Some("/c1"), None));
+        assert_eq!(Paths::parse("5:devices,misc:/a:b\n0::/u\n"), of(Some("/a:b"), Some("/u")));
+        assert_eq!(Paths::parse("5:devices:/\n0::/../x\n"), of(None, None), "outside our cgroup namespace");
+        assert_eq!(Paths::parse("garbage\n\n"), of(None, None));
+    }
+
+    #[test]
+    fn the_unit_is_the_innermost_one() {
+        let scope = "/machine.slice/libpod-1.scope";
+        assert_eq!(unit(&format!("{scope}/container")), Some(("libpod-1.scope", scope)));
+        assert_eq!(unit(scope), Some(("libpod-1.scope", scope)));
+        let docker = "/system.slice/docker.service/docker/abc";
+        assert_eq!(unit(docker), Some(("docker.service", "/system.slice/docker.service")));
+        assert_eq!(unit("/docker/abc"), None);
+    }
+}

@@ -1,0 +1,121 @@
+//! The device filter that stands in front of a container's own: a few instructions of eBPF. Pure.
+//!
+//! A cgroup's device program is given `struct bpf_cgroup_dev_ctx` (linux/bpf.h) in r1: access in the upper
+//! and type in the lower half of the first word, then major and minor. It returns 1 to allow.
+
+use crate::inventory::Node;
+
+/// `BPF_DEVCG_DEV_CHAR`.
+const CHARACTER: u32 = 2;
+/// All but `BPF_DEVCG_ACC_READ` and `BPF_DEVCG_ACC_WRITE`: the container makes no nodes of these.
+const NOT_READ_WRITE: i32 = !6;
+
+/// Codes of the instructions in use (linux/bpf.h, `linux/bpf_common.h`).
+const LOAD_WORD: u8 = 0x61;
+const COPY: u8 = 0xbf;
+const SET: u8 = 0xb7;
+const AND: u8 = 0x57;
+const SHIFT_RIGHT: u8 = 0x77;
+const JUMP_UNLESS: u8 = 0x55;
+const EXIT: u8 = 0x95;
+
+/// `before`, and in front of it what allows reading and writing `nodes`. Jumps are relative, and r1 is as
+/// `before` expects it.
+pub(super) fn allow(nodes: &[&Node], before: &[u64]) -> Vec<u64> {
+    let body: Vec<u64> = nodes.iter().flat_map(|node| allow_one(node)).collect();
+    // Behind the two tests: the other test (3 instructions), the loads and the body.
+    let past_body = i16::try_from(body.len()).unwrap_or(i16::MAX);
+    let mut program = vec![
+        instruction(LOAD_WORD, 2, 1, 0, 0),
+        instruction(COPY, 3, 2, 0, 0),
+        instruction(AND, 3, 0, 0, 0xffff),
+        instruction(JUMP_UNLESS, 3, 0, past_body.saturating_add(5), number(CHARACTER)),
+        instruction(SHIFT_RIGHT, 2, 0, 0, 16),
+        instruction(AND, 2, 0, 0, NOT_READ_WRITE),
+        instruction(JUMP_UNLESS, 2, 0, past_body.saturating_add(2), 0),
+        instruction(LOAD_WORD, 3, 1, 4, 0),
+        instruction(LOAD_WORD, 4, 1, 8, 0),
+    ];
+    program.extend(body);
+    program.extend(before);
+    program
+}
+
+fn allow_one(node: &Node) -> [u64; 4] {
+    [
+        instruction(JUMP_UNLESS, 3, 0, 3, number(node.major)),
+        instruction(JUMP_UNLESS, 4, 0, 2, number(node.minor)),
+        instruction(SET, 0, 0, 0, 1),
+        instruction(EXIT, 0, 0, 0, 0),
+    ]
+}
+
+/// Majors have 12 bits and minors 20 (`MAJOR`, `MINOR` in `linux/kdev_t.h`).
+fn number(number: u32) -> i32 {
+    i32::try_from(number).unwrap_or(i32::MAX)
+}
+
+/// `struct bpf_insn`, on a little-endian machine as all of NVIDIA's are.
+fn instruction(code: u8, destination: u8, source: u8, offset: i16, immediate: i32) -> u64 {
+    let [o0, o1] = offset.to_le_bytes();
+    let [i0, i1, i2, i3] = immediate.to_le_bytes();
+    u64::from_le_bytes([code, source << 4 | destination, o0, o1, i0, i1, i2, i3])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the program answers to an access of `kind` to `major:minor`.
+    fn run(program: &[u64], kind: u32, access: u32, major: u32, minor: u32) -> u64 {
+        let context = [access << 16 | kind, major, minor];
+        let mut registers = [0_u64; 11];
+        let mut at = 0_usize;
+        loop {
+            let [code, operands, o0, o1, i0, i1, i2, i3] = program[at].to_le_bytes();
+            let (to, from) = (usize::from(operands & 15), usize::from(operands >> 4));
+            let offset = i16::from_le_bytes([o0, o1]);
+            let immediate = i64::from(i32::from_le_bytes([i0, i1, i2, i3])).cast_unsigned();
+            at += 1;
+            match code {
+                LOAD_WORD => {
+                    assert_eq!(from, 1);
+                    registers[to] = context[usize::try_from(offset).unwrap() / 4].into();
+                }
+                COPY => registers[to] = registers[from],
+                SET => registers[to] = immediate,
+                AND => registers[to] &= immediate,
+                SHIFT_RIGHT => registers[to] >>= immediate,
+                JUMP_UNLESS if registers[to] != immediate => {
+                    at = at.checked_add_signed(offset.into()).unwrap();
+                }
+                JUMP_UNLESS => {}
+                EXIT => return registers[0],
+                other => panic!("instruction {other:#x}"),
+            }
+        }
+    }
+
+    #[test]
+    fn only_the_nodes_are_opened_and_all_else_is_left_to_the_old_program() {
+        let node = |major, minor| Node { path: "/dev/x".into(), major, minor };
+        let nodes = [node(195, 255), node(195, 0), node(511, 1 << 19)];
+        let nodes: Vec<&Node> = nodes.iter().collect();
+        // What stood there answers 7, so that its answers are told from ours.
+        let old = [instruction(SET, 0, 0, 0, 7), instruction(EXIT, 0, 0, 0, 0)];
+        let program = allow(&nodes, &old);
+        for (major, minor) in [(195, 255), (195, 0), (511, 1 << 19)] {
+            for access in [0, 2, 4, 6] {
+                assert_eq!(run(&program, 2, access, major, minor), 1, "{major}:{minor} {access}");
+            }
+            for access in [1, 3, 5, 7] {
+                assert_eq!(run(&program, 2, access, major, minor), 7, "mknod of {major}:{minor}");
+            }
+            assert_eq!(run(&program, 1, 6, major, minor), 7, "a block device");
+        }
+        for (major, minor) in [(195, 1), (196, 255), (511, 0), (0, 0)] {
+            assert_eq!(run(&program, 2, 6, major, minor), 7, "{major}:{minor}");
+        }
+        assert_eq!(run(&allow(&[], &old), 2, 6, 195, 0), 7);
+    }
+}

@@ -1,0 +1,497 @@
+//! The late door: plain OCI bundles started by runc and crun themselves, whose config.json names
+//! `sublet-hook` and is edited by nobody. The grant must be that of the shim, environment aside.
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, Engine, World, bin_dir, by_systemd, skip_unless_root};
+
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+const INFO: &[&str] = &["/usr/bin/cuda-probe", "info"];
+const BARE: &[&str] = &["/bin/env", "-i", "/usr/bin/cuda-probe", "info"];
+
+/// A bundle without the shim, with our hook at `stages`.
+fn plain<'a>(
+    world: &'a World,
+    id: &str,
+    stages: &[&str],
+    annotations: &[(&str, &str)],
+    args: &[&str],
+) -> Bundle<'a> {
+    let mut bundle = world.bundle(id, annotations, args);
+    bundle.plain = true;
+    for stage in stages {
+        let env = ["PATH=/usr/bin:/bin".to_owned(), format!("SUBLET_CONFIG={}", world.config.display())];
+        bundle.spec["hooks"][*stage] =
+            json!([{"path": bin_dir().join("sublet-hook"), "args": ["sublet-hook", stage], "env": env}]);
+    }
+    bundle
+}
+
+fn info(bundle: &Bundle<'_>, args: &[&str]) -> Value {
+    let finished = bundle.exec(args);
+    finished.json().into_iter().next().unwrap_or_else(|| panic!("no info: {finished:?}"))
+}
+
+/// How opening each of `paths` ends in an exec'd process.
+fn opened(bundle: &Bundle<'_>, paths: &[&str]) -> Vec<String> {
+    let args: Vec<&str> = ["/usr/bin/cuda-probe", "noderights"].iter().chain(paths).copied().collect();
+    let lines = bundle.exec(&args).json();
+    let results = lines.iter().filter(|line| line["event"] == "node").map(|line| line["result"].clone());
+    results.map(|result| result.as_str().expect("text").to_owned()).collect()
+}
+
+/// The container must not start, for the reason `why`, and leave nothing.
+fn assert_refused(world: &World, bundle: &Bundle<'_>, why: &str) {
+    let created = bundle.create();
+    assert!(!created.ok, "{} was created", bundle.id);
+    // crun keeps what hooks say to itself.
+    if world.engine == Engine::Runc {
+        assert!(created.stderr.contains(why), "{why:?} is not in: {}", created.stderr);
+    }
+    let last = world.sublet(&["status", "--last-error"]);
+    let last = String::from_utf8_lossy(&last.stdout).into_owned();
+    assert!(last.contains(why) && last.contains(&bundle.id), "{why:?} is not in: {last}");
+    let mut command = Command::new(world.engine.program());
+    let forgotten = command.arg("--root").arg(world.runtime_root()).args(["delete", "--force", &bundle.id]);
+    let _ = forgotten.output();
+    world.assert_empty();
+}
+
+/// The host's mounts that could be of `world`'s containers: tests run side by side.
+fn mount_table(world: &World) -> Vec<String> {
+    let dir = world.dir.path().to_string_lossy().into_owned();
+    let table = fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
+    let ours = |line: &&str| line.contains(&dir) || line.contains("nvidia") || line.contains("/run/sublet");
+    table.lines().filter(ours).map(str::to_owned).collect()
+}
+
+/// Every path below `dir` with its kind, size and content.
+fn listing(dir: &Path) -> Vec<String> {
+    let output = Command::new("find").arg(dir).args(["-printf", "%p %y %s %m %l\n"]).output().expect("find");
+    let mut lines: Vec<_> = String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect();
+    lines.sort();
+    lines
+}
+
+#[test]
+fn every_process_finds_its_mps_server_and_limits_without_an_environment() {
+    if skip_unless_root() {
+        return;
+    }
+    for stage in ["prestart", "createRuntime"] {
+        let world = World::simulated("h200", "");
+        let annotations = [("sublet.sm", "25"), ("sublet.memory", "8GiB")];
+        let bundle = plain(&world, "late", &[stage, "poststop"], &annotations, HOLD);
+        bundle.up();
+        let shim_sees = 8047;
+        for seen in [bundle.event("info"), info(&bundle, INFO), info(&bundle, BARE)] {
+            assert_eq!((&seen["error"], &seen["count"]), (&Value::Null, &json!(1)), "{stage}: {seen}");
+            assert_eq!((&seen["mps"], &seen["sm"]), (&json!(true), &json!(32)), "{stage}: {seen}");
+            let free = seen["free_mib"].as_i64().expect("free_mib");
+            assert!((free - shim_sees).abs() < 64, "{stage}: free {free} MiB");
+        }
+        let status = world.status();
+        let lease = &status["leases"][0];
+        assert_eq!((&lease["state"], &lease["isolation"]), (&json!("active"), &json!("dedicated")));
+        assert_eq!((&lease["container_id"], &lease["pid"]), (&json!("late"), &json!(bundle.pid())));
+        assert_eq!(status["mps"][0]["lease"], lease["id"], "a server of its own");
+        assert_eq!(bundle.config(), bundle.spec, "config.json is as it was");
+        bundle.down();
+        world.assert_empty();
+    }
+}
+
+#[test]
+fn a_share_for_several_processes_is_divided_by_the_servers_own_defaults() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let annotations = [("sublet.sm", "50"), ("sublet.memory", "8GiB"), ("sublet.processes", "2")];
+    let bundle = plain(&world, "pair", &["createRuntime", "poststop"], &annotations, HOLD);
+    bundle.up();
+    for seen in [bundle.event("info"), info(&bundle, BARE)] {
+        assert_eq!((&seen["mps"], &seen["sm"]), (&json!(true), &json!(32)), "25 % each: {seen}");
+        let free = seen["free_mib"].as_i64().expect("free_mib");
+        assert!((3900..4096).contains(&free), "4 GiB each: free {free} MiB");
+    }
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn only_the_containers_own_nodes_open() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    let mut bundle = plain(&world, "nodes", &["createRuntime", "poststop"], &[("sublet.gpu", "0")], HOLD);
+    // As Podman writes it; the rules that Docker has besides make crun leave the scope open altogether.
+    bundle.spec["linux"]["resources"]["devices"] = json!([{"allow": false, "access": "rwm"}]);
+    bundle.up();
+    bundle.event("info");
+    let minor = world.status()["devices"][0]["minor"].as_u64().expect("minor");
+    let other = (minor + 1) % 8;
+    let (mine, stolen) = (format!("/dev/nvidia{minor}"), format!("/tmp/nvidia{other}"));
+    let made = bundle.exec(&["/bin/mknod", &stolen, "c", "195", &other.to_string()]);
+    assert!(made.ok, "{made:?}");
+    let paths = [mine.as_str(), "/dev/nvidiactl", "/dev/nvidia-uvm", &stolen, "/dev/null"];
+    // ENXIO: allowed, and no driver behind it. EPERM: refused by the device cgroup.
+    let expected = ["ENXIO", "ENXIO", "ENXIO", "EPERM", "ok"];
+    assert_eq!(opened(&bundle, &paths), expected);
+    if by_systemd() {
+        // systemd may write its own device rules again at any time, from what it knows.
+        let systemctl = |args: &[&str]| Command::new("systemctl").args(args).output().expect("systemctl");
+        let name = world.dir.path().file_name().expect("a name").to_string_lossy().into_owned();
+        let known = systemctl(&["show", "--property=DeviceAllow", &format!("{name}-nodes.scope")]).stdout;
+        let known = String::from_utf8_lossy(&known).into_owned();
+        assert!(known.contains("/dev/char/195:255 rw"), "{known}");
+        assert!(systemctl(&["daemon-reload"]).status.success());
+        assert_eq!(opened(&bundle, &paths), expected, "after daemon-reload");
+    }
+    let listed = bundle.exec(&["/bin/sh", "-c", "ls /dev | grep nvidia"]).stdout;
+    assert_eq!(listed, format!("nvidia-uvm\nnvidia-uvm-tools\nnvidia{minor}\nnvidiactl\n"));
+    assert_eq!(bundle.exec(&["/bin/stat", "-c", "%a", &mine]).stdout, "666\n");
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn in_a_user_namespace_the_nodes_are_the_hosts_own() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let annotations = [("sublet.sm", "25"), ("sublet.memory", "8GiB")];
+    let mut bundle = plain(&world, "mapped", &["createRuntime", "poststop"], &annotations, HOLD);
+    let linux = bundle.spec["linux"].as_object_mut().expect("linux");
+    linux["namespaces"].as_array_mut().expect("namespaces").push(json!({"type": "user"}));
+    let mapping = json!([{"containerID": 0, "hostID": 100_000, "size": 65536}]);
+    linux.insert("uidMappings".into(), mapping.clone());
+    linux.insert("gidMappings".into(), mapping);
+    // The rootfs is the mapped root's own, and the way there open to it.
+    fs::set_permissions(world.dir.path(), fs::Permissions::from_mode(0o755)).expect("chmod");
+    let chown = ["-type", "d", "-exec", "chown", "100000:100000", "{}", "+"];
+    let owned = Command::new("find").arg(bundle.dir.join("rootfs")).args(chown).status().expect("find");
+    assert!(owned.success());
+    bundle.up();
+    assert_eq!(
+        bundle.exec(&["/bin/cat", "/proc/self/uid_map"]).stdout.split_whitespace().nth(1),
+        Some("100000")
+    );
+    let minor = world.status()["devices"][0]["minor"].as_u64().expect("minor");
+    let nodes = [format!("/dev/nvidia{minor}"), "/dev/nvidiactl".into()];
+    let nodes: Vec<&str> = nodes.iter().map(String::as_str).collect();
+    assert_eq!(opened(&bundle, &nodes), ["ENXIO", "ENXIO"]);
+    let table = bundle.exec(&["/bin/cat", "/proc/self/mountinfo"]).stdout;
+    let line = table.lines().find(|line| line.contains(" /dev/nvidiactl ")).expect("a mount of its own");
+    assert!(line.contains("nosuid,noexec") && !line.contains("nodev"), "{line}");
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn driver_files_are_mounted_as_the_shim_mounts_them() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let annotations = [("sublet.sm", "25")];
+    let table = |bundle: &Bundle<'_>| {
+        bundle.up();
+        let text = bundle.exec(&["/bin/cat", "/proc/self/mountinfo"]).stdout;
+        bundle.down();
+        let mounts = text.lines().filter_map(|line| {
+            let fields: Vec<&str> = line.split(' ').collect();
+            let ours =
+                fields[4].contains("libcuda") || fields[4].contains("nvidia") || fields[4].contains("/mps");
+            ours.then(|| format!("{} {} {}", fields[4], fields[5], fields[6]))
+        });
+        let mut mounts: Vec<String> = mounts.collect();
+        mounts.sort();
+        mounts
+    };
+    let late = table(&plain(&world, "late", &["createRuntime", "poststop"], &annotations, HOLD));
+    let early = table(&world.bundle("early", &annotations, HOLD));
+    assert!(late.len() > 5, "{late:?}");
+    assert!(late.iter().all(|line| line.contains(" ro,nosuid,nodev,") && line.ends_with(" -")), "{late:?}");
+    assert_eq!(late, early);
+    world.assert_empty();
+}
+
+#[test]
+fn two_doors_at_once_take_one_lease() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let stages = ["prestart", "createRuntime", "poststop"];
+    let twice = plain(&world, "twice", &stages, &[("sublet.sm", "25")], HOLD);
+    twice.up();
+    assert_eq!(world.leases().len(), 1);
+    assert_eq!(twice.event("info")["sm"], json!(32));
+    twice.down();
+    world.assert_empty();
+    // The shim first, whose lease stands in config.json.
+    let mut both = plain(&world, "both", &stages, &[("sublet.sm", "25")], HOLD);
+    both.plain = false;
+    both.up();
+    let leases = world.leases();
+    assert_eq!((leases.len(), &leases[0]["isolation"]), (1, &json!("shared")), "the shim's own lease");
+    both.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_container_that_is_not_ours_is_left_alone() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let stages = ["prestart", "createRuntime", "poststop"];
+    let stranger = plain(&world, "stranger", &stages, &[("org.example.sublet", "no")], &["/bin/sleep", "60"]);
+    stranger.up();
+    assert_eq!(stranger.exec(&["/bin/sh", "-c", "ls /dev | grep -c nvidia"]).stdout, "0\n");
+    stranger.down();
+    assert!(!world.state_dir().join("ledger.json").exists(), "nothing was written down");
+}
+
+#[test]
+fn a_share_that_is_refused_stops_the_container_with_our_line() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let late = |annotations: &[(&str, &str)]| plain(&world, "late", &["createRuntime"], annotations, HOLD);
+    assert_refused(&world, &late(&[("sublet.gpu", "7")]), "no place for");
+    assert_refused(&world, &late(&[("sublet.smm", "25")]), "there is no such key");
+    let shared = late(&[("sublet.sm", "25"), ("sublet.isolation", "shared")]);
+    assert_refused(&world, &shared, "sublet.isolation=shared does not go with a hook");
+    assert_refused(&world, &late(&[("sublet.lease", "0123456789abcdef")]), "no live lease");
+    let mut away = late(&[("sublet.sm", "25")]);
+    away.spec["process"]["env"] = json!(["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage"]);
+    assert_refused(&world, &away, "its environment has CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage");
+    let mut tmp = late(&[("sublet.sm", "25")]);
+    let mount = json!({"destination": "/tmp", "type": "bind", "source": "/var/tmp", "options": ["rbind"]});
+    tmp.spec["mounts"].as_array_mut().expect("mounts").push(mount);
+    assert_refused(&world, &tmp, "its /tmp comes from the host");
+}
+
+#[test]
+fn links_of_the_image_lead_nowhere_but_into_the_rootfs() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let host = world.dir.path().join("host");
+    fs::create_dir_all(host.join("dir")).expect("host directory");
+    fs::write(host.join("file"), "the host's").expect("host file");
+    let triplet = format!("{}-linux-gnu", std::env::consts::ARCH);
+    let annotations = [("sublet.sm", "25")];
+    let out = |target: &str| format!("../../../../../../../../..{}/{target}", host.display());
+    // What stands in the image, and where it leads: to the host if it were followed there.
+    let attacks: [(&str, &str); 7] = [
+        ("usr/bin/nvidia-smi", &out("file")),
+        ("usr/bin/nvidia-smi", &format!("{}/new", host.display())),
+        ("tmp/nvidia-mps", &format!("{}/dir", host.display())),
+        ("tmp/nvidia-mps", "/proc/1/cwd"),
+        ("run", &out("dir")),
+        ("run", "/proc/self/root/run"),
+        (&format!("usr/lib/{triplet}/libcuda.so.1"), &out("new")),
+    ];
+    for (number, (link, target)) in attacks.iter().enumerate() {
+        for readonly in [false, true] {
+            let id = format!("attack{number}{readonly}");
+            let mut bundle = plain(&world, &id, &["createRuntime", "poststop"], &annotations, HOLD);
+            bundle.spec["root"]["readonly"] = json!(readonly);
+            let link = bundle.dir.join("rootfs").join(link);
+            fs::create_dir_all(link.parent().expect("a directory")).expect("directories");
+            let _ = fs::remove_dir_all(&link);
+            symlink(target, &link).expect("link");
+            let (before, mounts) = (listing(&host), mount_table(&world));
+            let created = bundle.create();
+            if created.ok {
+                assert!(bundle.start().ok);
+                let seen = bundle.event("info");
+                assert_eq!(seen["mps"], json!(true), "{link:?} -> {target}: {seen}");
+            } else {
+                assert!(created.stderr.contains("sublet-hook"), "{link:?} -> {target}: {created:?}");
+            }
+            assert_eq!(listing(&host), before, "{link:?} -> {target}");
+            assert_eq!(mount_table(&world), mounts, "{link:?} -> {target}");
+            bundle.down();
+            assert_eq!(mount_table(&world), mounts, "{link:?} -> {target}");
+        }
+    }
+    assert_eq!(fs::read_to_string(host.join("file")).expect("host file"), "the host's");
+    world.assert_empty();
+}
+
+#[test]
+fn nothing_is_mounted_where_it_would_appear_on_the_host() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let volume = world.dir.path().join("volume");
+    fs::create_dir_all(&volume).expect("volume");
+    let mounted = |args: &[&str]| {
+        let done = Command::new("mount").args(args).arg(&volume).status().expect("mount");
+        assert!(done.success());
+    };
+    mounted(&["-t", "tmpfs", "tmpfs"]);
+    mounted(&["--make-shared"]);
+    let before = mount_table(&world);
+    let mut bundle = plain(&world, "shared", &["createRuntime", "poststop"], &[("sublet.sm", "25")], HOLD);
+    let mount =
+        json!({"destination": "/run", "type": "bind", "source": volume, "options": ["rbind", "rshared"]});
+    bundle.spec["mounts"].as_array_mut().expect("mounts").push(mount);
+    assert_refused(&world, &bundle, "is shared with the host");
+    assert_eq!(mount_table(&world), before);
+    // The same volume as a private one is a directory like any other.
+    let mounts = bundle.spec["mounts"].as_array_mut().expect("mounts");
+    mounts.last_mut().expect("the volume")["options"] = json!(["rbind", "rprivate"]);
+    bundle.up();
+    assert_eq!(bundle.event("info")["mps"], json!(true));
+    assert_eq!(mount_table(&world), before);
+    bundle.down();
+    assert_eq!(mount_table(&world), before);
+    let unmounted = Command::new("umount").arg(&volume).status().expect("umount");
+    assert!(unmounted.success());
+    world.assert_empty();
+}
+
+#[test]
+fn the_images_environment_does_not_reach_the_hook() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = plain(&world, "env", &["createRuntime", "poststop"], &[("sublet.sm", "25")], HOLD);
+    let env = ["LD_PRELOAD=/proc/self/cwd/x.so", "SUBLET_CONFIG=/x", "RUST_LOG=trace", "PATH=/bin"];
+    bundle.spec["process"]["env"] = json!(env);
+    bundle.up();
+    assert_eq!(bundle.event("info")["sm"], json!(32));
+    assert_eq!(world.leases().len(), 1, "the hook has read its own configuration");
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_lease_ends_with_its_container_even_if_no_hook_says_so() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = plain(&world, "crashed", &["createRuntime"], &[("sublet.sm", "25")], HOLD);
+    bundle.up();
+    bundle.event("info");
+    assert_eq!(world.leases().len(), 1);
+    bundle.down();
+    assert!(sublet_e2e::eventually(|| world.leases().is_empty()), "the next command frees it");
+    world.assert_empty();
+    // And the same container again, in the same bundle.
+    bundle.up();
+    assert_eq!(world.leases().len(), 1);
+    bundle.down();
+    assert!(sublet_e2e::eventually(|| world.leases().is_empty()));
+    world.assert_empty();
+}
+
+#[test]
+fn what_is_no_state_is_refused_and_changes_nothing() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = plain(&world, "input", &[], &[("sublet.sm", "25")], HOLD);
+    bundle.write();
+    let dir = bundle.dir.display();
+    let huge = " ".repeat((1 << 20) + 1);
+    let cases = [
+        (String::new(), "it is empty"),
+        ("{\"id\":\"c\",".into(), "EOF"),
+        (huge, "longer than 1 MiB"),
+        (format!(r#"{{"id":"c","status":"creating","bundle":"{dir}"}}"#), "has no `pid`"),
+        (format!(r#"{{"id":"c","status":"strange","pid":1,"bundle":"{dir}"}}"#), "unknown variant"),
+        (format!(r#"{{"id":"c","status":"running","pid":1,"bundle":"{dir}"}}"#), "it runs already"),
+        (r#"{"id":"c","status":"creating","pid":1,"bundle":"/nowhere"}"#.into(), "bundle /nowhere"),
+        (format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, i32::MAX), "is gone"),
+        // Our own process is on the host: nothing may be mounted there.
+        (
+            format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, std::process::id()),
+            "no mount namespace of its own",
+        ),
+    ];
+    for (input, why) in cases {
+        let mut command = world.command("sublet-hook");
+        command.arg("prestart").stdin(Stdio::piped()).stderr(Stdio::piped());
+        let mut hook = command.spawn().expect("sublet-hook runs");
+        // It may have stopped reading.
+        let _ = hook.stdin.take().expect("piped").write_all(input.as_bytes());
+        let output = hook.wait_with_output().expect("it ends");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{why}");
+        assert!(stderr.contains(why) && stderr.lines().count() == 1, "{why}: {stderr}");
+    }
+    world.assert_empty();
+}
+
+#[test]
+fn a_rootless_container_is_refused() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = plain(&world, "rootless", &[], &[("sublet.sm", "25")], HOLD);
+    bundle.write();
+    let state =
+        json!({"id": "rootless", "status": "creating", "pid": std::process::id(), "bundle": bundle.dir});
+    let mut command = Command::new("unshare");
+    command.args(["--user", "--map-root-user"]).arg(bin_dir().join("sublet-hook")).arg("createRuntime");
+    command.env("SUBLET_CONFIG", &world.config).stdin(Stdio::piped()).stderr(Stdio::piped());
+    let mut hook = command.spawn().expect("unshare runs");
+    hook.stdin.take().expect("piped").write_all(state.to_string().as_bytes()).expect("state");
+    let output = hook.wait_with_output().expect("it ends");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && stderr.contains("cannot give a rootless container"), "{stderr}");
+    world.assert_empty();
+}
+
+#[test]
+fn the_example_bundle_and_the_hook_files_are_what_the_hook_takes() {
+    if skip_unless_root() {
+        return;
+    }
+    let hooks = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hooks/prestart");
+    let read = |name: &str| -> Value {
+        serde_json::from_slice(&fs::read(hooks.join(name)).expect(name)).expect("JSON")
+    };
+    let world = World::simulated("h200", "");
+    let mut bundle = plain(&world, "example", &[], &[], HOLD);
+    bundle.spec = read("example-bundle/config.json");
+    bundle.spec["process"]["args"] = json!(HOLD);
+    for stage in ["createRuntime", "poststop"] {
+        let hook = read(&format!("sublet-{stage}.json"));
+        assert_eq!(hook["stages"], json!([stage]));
+        let hook = &hook["hook"];
+        let in_bundle = &mut bundle.spec["hooks"][stage][0];
+        for key in ["path", "args", "env"] {
+            assert_eq!(hook[key], in_bundle[key], "{stage}: {key}");
+        }
+        assert!(!hook["env"].as_array().expect("env").is_empty(), "{stage}: it would get the image's");
+        // This build instead of the installed one, and this world.
+        in_bundle["path"] = json!(bin_dir().join("sublet-hook"));
+        let config = format!("SUBLET_CONFIG={}", world.config.display());
+        in_bundle["env"].as_array_mut().expect("env").push(json!(config));
+    }
+    bundle.up();
+    assert_eq!(bundle.event("info")["sm"], json!(32));
+    bundle.down();
+    world.assert_empty();
+}
