@@ -7,6 +7,8 @@ use crate::mps::MpsError;
 use crate::own::OwnError;
 use crate::place::Refusal;
 use crate::request::RequestError;
+use crate::serve::caps::CapError;
+use crate::serve::client::BrokerError;
 use crate::text::safe;
 
 /// Why a container is not started, or its lease not ended.
@@ -33,6 +35,16 @@ pub enum AdmitError {
     Doubled(#[from] Doubled),
     #[error(transparent)]
     Mps(#[from] MpsError),
+    #[error(transparent)]
+    Cap(#[from] CapError),
+    #[error("your [[policy]] on this host allows devices, and none of them is here: ask root to look at it")]
+    NoDeviceAllowed,
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
+    #[error("no lease {0} is held by you, or it has ended: create the container again")]
+    NoLease(LeaseId),
+    #[error("process {pid} cannot be bound to lease {lease}: {why}")]
+    Unbound { lease: LeaseId, pid: i32, why: String },
     #[error("no random lease id: /dev/urandom: {0}")]
     Random(std::io::Error),
     #[error(transparent)]
@@ -49,4 +61,18 @@ pub enum AdmitError {
         safe(container)
     )]
     StillRunning { lease: LeaseId, container: String },
+}
+
+impl AdmitError {
+    /// Whether waiting may help.
+    #[must_use]
+    pub fn is_temporary(&self) -> bool {
+        match self {
+            Self::Refused(refusal) => refusal.temporary,
+            Self::Cap(cap) => cap.is_temporary(),
+            Self::Broker(BrokerError::Refused { temporary, .. }) => *temporary,
+            Self::Inventory(_) | Self::Own(_) | Self::StillRunning { .. } => true,
+            _ => false,
+        }
+    }
 }

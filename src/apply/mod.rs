@@ -12,6 +12,7 @@ pub use conflict::{Conflict, conflict};
 pub use file::{FileError, JsonFile};
 pub use image::{ImageError, inspect};
 pub use mount_points::cleanup_mount_points;
+pub(crate) use spec::in_user_namespace;
 pub use spec::{SpecError, annotations, edit, edit_environment, environment_value};
 
 #[cfg(test)]

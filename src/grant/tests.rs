@@ -102,6 +102,7 @@ fn lease() -> Lease {
         init: None,
         since: 0,
         library_dir: None,
+        brokered: false,
         mount_points: Vec::new(),
     }
 }

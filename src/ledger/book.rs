@@ -101,7 +101,13 @@ impl Ledger {
     }
 
     /// Writes down what `lease`, which is no more, may have left behind.
+    ///
+    /// What a rootless user's container left is the user's own to clear: root removes nothing where a user
+    /// points.
     pub(super) fn leave(&mut self, lease: &Lease) {
+        if lease.brokered {
+            return;
+        }
         if lease.init.is_none() || !lease.mount_points.is_empty() {
             self.leftovers.push(Leftover {
                 bundle: lease.container.bundle.clone(),
@@ -194,6 +200,7 @@ pub(crate) mod fixture {
             since: 0,
             mount_points: Vec::new(),
             library_dir: None,
+            brokered: false,
         }
     }
 }

@@ -2,6 +2,7 @@
 
 mod alive;
 mod book;
+mod bound;
 mod rebuild;
 mod record;
 mod store;
@@ -15,6 +16,7 @@ use serde::{Deserialize, Serialize};
 pub use book::Doubled;
 #[cfg(test)]
 pub(crate) use book::fixture;
+pub use bound::bound;
 pub use store::{Freed, LedgerError, Store};
 
 use crate::inventory::ComputeMode;
@@ -104,6 +106,9 @@ pub struct Lease {
     /// Files the rootfs lacked, made by the runtime to mount over; ours to remove where it persists.
     #[serde(default)]
     pub mount_points: Vec<PathBuf>,
+    /// Taken by way of `sublet serve`: paths in it are a user's word, which root neither reads nor cleans.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub brokered: bool,
 }
 
 /// Sixteen lower-case hex digits.
