@@ -13,13 +13,11 @@ pub(crate) const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// A `sublet` command that did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
-#[error("`{command}`: {message}")]
-pub struct OwnError {
-    /// As `sublet refresh`.
-    pub command: String,
-    /// Its last words, or why it has none.
-    pub message: String,
-}
+#[error("{0}")]
+pub struct OwnError(
+    /// Its last words, which name what is wrong; where it has none, the command and how it ended.
+    pub String,
+);
 
 /// Absolute path of the `sublet` that belongs to this program: the one beside it, else the packaged one.
 #[must_use]
@@ -37,13 +35,13 @@ pub fn program() -> PathBuf {
 pub fn sublet(arguments: &[&str], limit: Duration) -> Result<Vec<String>, OwnError> {
     let mut command = command(&program());
     command.args(arguments);
-    let message = match child::run(&mut command, "", limit) {
+    let named = |how: String| format!("`sublet {}`: {how}", arguments.join(" "));
+    Err(OwnError(match child::run(&mut command, "", limit) {
         Ok(finished) if finished.status.success() => return Ok(remarks(&finished.stderr)),
-        Ok(finished) => last_words(&finished),
-        Err(ChildError::Timeout) => format!("no end after {} s", limit.as_secs()),
-        Err(ChildError::Io(error)) => format!("{}: {error}", program().display()),
-    };
-    Err(OwnError { command: format!("sublet {}", arguments.join(" ")), message })
+        Ok(finished) => last_words(&finished).unwrap_or_else(|| named(finished.status.to_string())),
+        Err(ChildError::Timeout) => named(format!("no end after {} s", limit.as_secs())),
+        Err(ChildError::Io(error)) => named(format!("{}: {error}", program().display())),
+    }))
 }
 
 /// A clean environment; `SUBLET_CONFIG` only where we honour it ourselves.
@@ -57,8 +55,8 @@ fn command(program: &Path) -> Command {
 }
 
 /// The last line is the error: warnings come before it.
-fn last_words(finished: &Finished) -> String {
-    remarks(&finished.stderr).pop().unwrap_or_else(|| finished.status.to_string())
+fn last_words(finished: &Finished) -> Option<String> {
+    remarks(&finished.stderr).pop()
 }
 
 /// The lines of a `sublet` child's standard error, without who says so.

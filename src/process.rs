@@ -44,6 +44,13 @@ pub fn epoch_seconds() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
+/// Seconds since boot, on the clock that nobody can set (proc(5), `/proc/uptime`); 0 without /proc.
+#[must_use]
+pub fn uptime_seconds() -> u64 {
+    let text = std::fs::read_to_string("/proc/uptime").unwrap_or_default();
+    text.split('.').next().and_then(|seconds| seconds.parse().ok()).unwrap_or(0)
+}
+
 struct Stat {
     state: char,
     start_time: u64,

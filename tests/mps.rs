@@ -104,6 +104,7 @@ impl Host {
             state: LeaseState::Pending,
             owner: Process::current().unwrap(),
             init: None,
+            bind_by: None,
             since: 0,
             mount_points: Vec::new(),
             library_dir: None,

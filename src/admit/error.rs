@@ -2,7 +2,7 @@
 
 use crate::apply::{Conflict, ImageError, SpecError};
 use crate::inventory::{InventoryError, NodeError};
-use crate::ledger::{Doubled, LeaseId, LedgerError};
+use crate::ledger::{Doubled, LeaseId, LedgerError, NotBound};
 use crate::mps::MpsError;
 use crate::own::OwnError;
 use crate::place::Refusal;
@@ -34,6 +34,8 @@ pub enum AdmitError {
     #[error(transparent)]
     Doubled(#[from] Doubled),
     #[error(transparent)]
+    NotBound(#[from] NotBound),
+    #[error(transparent)]
     Mps(#[from] MpsError),
     #[error(transparent)]
     Cap(#[from] CapError),
@@ -43,8 +45,8 @@ pub enum AdmitError {
     Broker(#[from] BrokerError),
     #[error("no lease {0} is held by you, or it has ended: create the container again")]
     NoLease(LeaseId),
-    #[error("process {pid} cannot be bound to lease {lease}: {why}")]
-    Unbound { lease: LeaseId, pid: i32, why: String },
+    #[error("lease {lease} cannot be bound to the container: {why}")]
+    Unbound { lease: LeaseId, why: String },
     #[error("no random lease id: /dev/urandom: {0}")]
     Random(std::io::Error),
     #[error(transparent)]

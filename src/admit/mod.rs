@@ -9,6 +9,7 @@
 
 mod error;
 mod fresh;
+mod late;
 mod refusals;
 mod rootless;
 mod take;
@@ -38,10 +39,12 @@ use take::{Rootfs, Terms};
 
 pub use error::AdmitError;
 pub use fresh::{fresh_inventory, refresh};
+pub use late::{abandon, bind, hand_over};
 pub use refusals::{RefusalRecord, refusals};
+pub use rootless::applies as is_brokered;
 pub use take::lease_for;
 #[cfg(feature = "cli")]
-pub(crate) use told::{admit_told, free_told, mark_ending_by};
+pub(crate) use told::{admit_told, bind_told, free_told, mark_ending_by};
 pub use wish::wish;
 
 /// How long the last processes of an ended container may take to go.
@@ -74,6 +77,14 @@ pub enum Admission {
     },
 }
 
+/// Whether the container that `spec` describes asks for a share.
+///
+/// # Errors
+/// Its annotations are none.
+pub fn is_ours(spec: &Value) -> Result<bool, AdmitError> {
+    Ok(wish::is_ours(spec, &apply::annotations(spec)?, None))
+}
+
 /// Finds the container its share and edits `spec` for it.
 ///
 /// # Errors
@@ -97,13 +108,18 @@ pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Re
 /// A spec with a lease id is granted only if the ledger holds that live lease for this container.
 fn already_granted(id: &str, container: &Container, config: &Config) -> Result<Admission, AdmitError> {
     let ledger = read(&Store::open(&config.state_dir)?)?;
-    let granted = LeaseId::parse(id)
-        .filter(|id| ledger.lease(id).is_some_and(|lease| same(&lease.container, container)));
+    let granted =
+        LeaseId::parse(id).filter(|id| ledger.lease(id).is_some_and(|lease| holds(lease, container)));
     granted.map(Admission::AlreadyGranted).ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
 }
 
-fn same(one: &Container, other: &Container) -> bool {
-    (one.uid, &one.id, &one.bundle) == (other.uid, &other.id, &other.bundle)
+/// Between the hook that took a lease and the container, other doors may be passed: one that knows the
+/// container better than the lease does changes nothing either.
+fn holds(lease: &Lease, container: &Container) -> bool {
+    let held = &lease.container;
+    let same = (held.uid, &held.id, &held.bundle) == (container.uid, &container.id, &container.bundle);
+    let awaited = lease.is_unbound() && held.uid == container.uid;
+    same || awaited && (held.id.is_empty() || held.id == container.id)
 }
 
 fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
@@ -111,25 +127,18 @@ fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> R
     let store = Store::open(&config.state_dir)?;
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
     let taken = take::take(candidate, &request, terms, &store, config)?;
-    let edited = serve(&taken, &request, &store, config).and_then(|(grant, warnings)| {
+    let served = grant(&taken, &request, config).and_then(|grant| {
         apply::edit(spec, &grant)?;
-        Ok(warnings)
+        ready(&taken, &grant, &store, config)
     });
-    if edited.is_err() {
+    if served.is_err() {
         give_back(&taken.lease, &store, config);
     }
-    Ok(Admission::Granted { lease: taken.lease.id, warnings: edited? })
+    Ok(Admission::Granted { lease: taken.lease.id, warnings: served? })
 }
 
-/// Between the lease and the container: daemon, nodes, and what the spec is edited with.
-fn serve(
-    taken: &take::Taken,
-    request: &Request,
-    store: &Store,
-    config: &Config,
-) -> Result<(Grant, Vec<String>), AdmitError> {
-    let mut warnings = taken.placement.warnings.clone();
-    warnings.extend(mps::ready(&taken.lease, store, config)?);
+/// What a container with this lease is given.
+fn grant(taken: &take::Taken, request: &Request, config: &Config) -> Result<Grant, AdmitError> {
     let grant = grant::grant(
         &taken.placement,
         &taken.lease,
@@ -142,8 +151,20 @@ fn serve(
     for granted in &grant.nodes {
         inventory::check_node(&config.driver.root, &granted.node)?;
     }
+    Ok(grant)
+}
+
+/// Its daemon, last: none is started for a container that cannot be served. All the warnings there are.
+fn ready(
+    taken: &take::Taken,
+    grant: &Grant,
+    store: &Store,
+    config: &Config,
+) -> Result<Vec<String>, AdmitError> {
+    let mut warnings = taken.placement.warnings.clone();
+    warnings.extend(mps::ready(&taken.lease, store, config)?);
     warnings.extend(grant.warnings.iter().cloned());
-    Ok((grant, warnings))
+    Ok(warnings)
 }
 
 /// Gives `lease` back before its container ever existed.

@@ -12,7 +12,8 @@ use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP, wish};
 use crate::apply;
 use crate::config::Config;
 use crate::grant::{Environment, Image};
-use crate::ledger::{LEASE_ANNOTATION, LeaseId};
+use crate::ledger::{Binding, LEASE_ANNOTATION, LeaseId};
+use crate::process::Process;
 use crate::request::Request;
 use crate::serve::client::{Broker, BrokerError};
 use crate::serve::protocol::{Admit, Answer, Ask, ContainerNames};
@@ -26,7 +27,8 @@ const STILL_THERE: Duration = Duration::from_millis(20);
 /// Whether the state is not ours to change: root of the first user namespace may, and whoever the state
 /// directory belongs to (tests; root in a system container). Under rootless engines we seem to be root
 /// and see what is really root's as the overflow uid's.
-pub(super) fn applies(config: &Config) -> bool {
+#[must_use]
+pub fn applies(config: &Config) -> bool {
     let us = geteuid();
     if us.is_root() && !apply::in_user_namespace() {
         return false;
@@ -83,12 +85,7 @@ fn look(
     Ok(Admission::Granted { lease: granted.lease, warnings: granted.warnings })
 }
 
-fn ask(
-    candidate: &Candidate<'_>,
-    annotations: &BTreeMap<String, String>,
-    spec: &Value,
-    image: Image,
-) -> Ask {
+fn ask(candidate: &Candidate<'_>, annotations: &BTreeMap<String, String>, spec: &Value, image: Image) -> Ask {
     let container = &candidate.container;
     let ours = annotations.iter().filter(|(key, _)| key.starts_with("sublet."));
     let us = std::process::id();
@@ -139,6 +136,37 @@ fn freed(ask: &Ask, config: &Config) -> Result<(), AdmitError> {
     Ok(())
 }
 
+/// As [`super::bind`].
+pub(super) fn bind(lease: &LeaseId, binding: &Binding, config: &Config) -> Result<(), AdmitError> {
+    let container = ContainerNames {
+        id: binding.id.clone(),
+        bundle: binding.bundle.clone(),
+        record: binding.record.clone(),
+        ..ContainerNames::default()
+    };
+    done(&Ask::Bind { lease: lease.clone(), container, pid: binding.init.process.pid }, config)
+}
+
+/// As [`super::hand_over`].
+pub(super) fn hand_over(lease: &LeaseId, owner: Process, config: &Config) -> Result<(), AdmitError> {
+    done(&Ask::HandOver { lease: lease.clone(), owner: owner.pid }, config)
+}
+
+/// As [`super::abandon`].
+pub(super) fn abandon(id: &str, owner: Process, config: &Config) -> Result<(), AdmitError> {
+    if !may_have_lease(id, config) {
+        return Ok(());
+    }
+    done(&Ask::Abandon { id: id.to_owned(), owner: owner.pid }, config)
+}
+
+fn done(ask: &Ask, config: &Config) -> Result<(), AdmitError> {
+    match Broker::new(config).ask(ask)? {
+        Answer::Done(_) => Ok(()),
+        _ => unfitting(),
+    }
+}
+
 /// As [`super::mark_ending`].
 pub(super) fn mark_ending(id: &str, record: &Path, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
     if !may_have_lease(id, config) {
@@ -153,10 +181,7 @@ pub(super) fn mark_ending(id: &str, record: &Path, config: &Config) -> Result<Op
 
 /// As [`super::unmark`].
 pub(super) fn unmark(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
-    match Broker::new(config).ask(&Ask::Unmark { lease: lease.clone() })? {
-        Answer::Done(_) => Ok(()),
-        _ => unfitting(),
-    }
+    done(&Ask::Unmark { lease: lease.clone() }, config)
 }
 
 /// As [`super::exec_environment`].

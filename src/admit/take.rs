@@ -41,13 +41,18 @@ pub(super) struct Terms<'a> {
 pub(super) enum Rootfs<'a> {
     /// By looking into that of this spec.
     OfSpec(&'a Value),
+    #[cfg_attr(not(feature = "cli"), allow(dead_code))]
     /// By what its user says: it concerns their own container alone.
     Told(&'a Image),
 }
 
 impl Terms<'_> {
     /// The inventory with the devices that the user may have.
-    fn devices<'i>(&self, inventory: &'i Inventory, config: &Config) -> Result<Cow<'i, Inventory>, AdmitError> {
+    fn devices<'i>(
+        &self,
+        inventory: &'i Inventory,
+        config: &Config,
+    ) -> Result<Cow<'i, Inventory>, AdmitError> {
         let Some(names) = self.cap.and_then(|cap| cap.rule.devices.as_ref()) else {
             return Ok(Cow::Borrowed(inventory));
         };
@@ -178,6 +183,7 @@ pub fn lease_for(
         state: LeaseState::Pending,
         owner: candidate.owner,
         init: None,
+        bind_by: None,
         since: epoch_seconds(),
         mount_points: image.created.clone(),
         library_dir: libraries.map(Path::to_owned),

@@ -4,13 +4,13 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::take::{self, Rootfs, Terms};
-use super::{AdmitError, Candidate, already_granted, free, give_back, mark, read, refusals, serve};
+use super::{AdmitError, Candidate, already_granted, free, give_back, mark, read, ready, refusals};
 use crate::config::Config;
-use crate::ledger::{LEASE_ANNOTATION, LeaseId, Leftover, Store};
+use crate::ledger::{Binding, LEASE_ANNOTATION, LeaseId, Leftover, Store, bound};
 use crate::process::Process;
 use crate::request;
 use crate::serve::caps::Cap;
-use crate::serve::protocol::{Admit, Answer, Granted};
+use crate::serve::protocol::{Admit, Answer, ContainerNames, Granted};
 
 /// A share for `candidate` as its user's `told` describes it, within `cap`. Looks once.
 ///
@@ -48,7 +48,9 @@ fn grant(
     let store = Store::open(&config.state_dir)?;
     let terms = Terms { rootfs: Rootfs::Told(&told.image), cap };
     let taken = take::take(candidate, &request, terms, &store, config)?;
-    match serve(&taken, &request, &store, config) {
+    let served = super::grant(&taken, &request, config)
+        .and_then(|grant| ready(&taken, &grant, &store, config).map(|warnings| (grant, warnings)));
+    match served {
         Ok((grant, warnings)) => {
             let lease = taken.lease.id;
             Ok(Answer::Granted(Box::new(Granted { lease, grant, warnings })))
@@ -98,4 +100,24 @@ pub(crate) fn mark_ending_by(
     config: &Config,
 ) -> Result<Option<LeaseId>, AdmitError> {
     mark(uid, id, record, Some(deleter), config)
+}
+
+/// As [`super::bind`], to `process`, which has been found to be the user's; `beside` is who told.
+///
+/// # Errors
+/// The lease is gone or another container's, or the ledger cannot be written.
+pub(crate) fn bind_told(
+    lease: &LeaseId,
+    names: &ContainerNames,
+    process: Process,
+    beside: i32,
+    config: &Config,
+) -> Result<(), AdmitError> {
+    let binding = Binding {
+        id: names.id.clone(),
+        bundle: names.bundle.clone(),
+        record: names.record.clone(),
+        init: bound(process, beside),
+    };
+    super::bind(lease, &binding, config)
 }

@@ -39,7 +39,7 @@ pub enum FileError {
         path: PathBuf,
     },
     /// Not what we can give back whole.
-    #[error("cannot edit {}: {message}", safe(&path.to_string_lossy()))]
+    #[error("cannot edit {}: {message}; the file is as it was, whatever wrote it is at fault", safe(&path.to_string_lossy()))]
     Json {
         /// The file.
         path: PathBuf,

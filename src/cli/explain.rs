@@ -204,7 +204,7 @@ fn diff(before: &Value, after: &Value) -> anyhow::Result<String> {
 }
 
 fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
-    let ledger = super::settled_ledger(config)?;
+    let ledger = Store::open(&config.state_dir)?.read()?;
     let held: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.id.starts_with(id)).collect();
     for lease in &held {
         let memory = output::memory_limit(lease.memory_bytes);

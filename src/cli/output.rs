@@ -80,9 +80,15 @@ pub fn timestamp(seconds: u64) -> String {
     humantime::format_rfc3339_seconds(time).to_string()
 }
 
-/// An error with what caused it, on one line.
+/// An error with what caused it, on one line. Many of ours repeat their cause in their own text already.
 pub fn chain(error: &anyhow::Error) -> String {
-    error.chain().map(ToString::to_string).collect::<Vec<_>>().join(": ")
+    let mut line = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !line.contains(&cause) {
+            line = format!("{line}: {cause}");
+        }
+    }
+    line
 }
 
 #[cfg(test)]
@@ -94,6 +100,17 @@ mod tests {
         let shown = [512 << 20, 8 << 30, 1536 << 20, 143_155 << 20].map(memory);
         assert_eq!(shown, ["512 MiB", "8 GiB", "1.5 GiB", "139.7 GiB"]);
         assert_eq!(memory_limit(None), "unlimited");
+    }
+
+    #[test]
+    fn causes_are_told_once() {
+        let cause = || std::io::Error::other("disk on fire");
+        assert_eq!(
+            chain(&anyhow::Error::new(cause()).context("cannot write x")),
+            "cannot write x: disk on fire"
+        );
+        let told = anyhow::Error::new(cause()).context("cannot write x: disk on fire; call somebody");
+        assert_eq!(chain(&told), "cannot write x: disk on fire; call somebody");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use nix::libc;
 
 use crate::child::{self, ChildError};
 use crate::config::{Config, TimeSlice};
-use crate::inventory::{self, Inventory};
+use crate::inventory::{self, Inventory, InventoryError};
 use crate::own::PATH;
 use crate::place;
 use crate::text::safe;
@@ -126,9 +126,7 @@ fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
                 .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
                 .open(&path)
         })
-        .with_context(|| {
-            format!("cannot open {}; is [state_dir] writable and are you root?", path.display())
-        })?;
+        .map_err(|source| InventoryError::Unwritable { path: path.clone(), source })?;
     Flock::lock(file, FlockArg::LockExclusive)
         .map_err(|(_, error)| error)
         .with_context(|| format!("cannot lock {}", path.display()))
@@ -217,6 +215,6 @@ mod tests {
         std::fs::write(root.path().join("file"), "").unwrap();
         config.state_dir = root.path().join("file/run");
         let error = refresh_asked(&config, SystemTime::now(), |config| probed(config, 1)).unwrap_err();
-        assert!(format!("{error:#}").contains("file/run/refresh.lock; is [state_dir] writable"), "{error:#}");
+        assert!(format!("{error:#}").contains("file/run/refresh.lock: "), "{error:#}");
     }
 }

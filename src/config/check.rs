@@ -115,7 +115,11 @@ fn policy(index: usize, rule: &PolicyRule) -> Checked {
         &["policy", &index],
         "must name either a user (\"*\" for all) or a group",
     )?;
-    must(rule.modes.as_ref().is_none_or(|modes| !modes.is_empty()), &["policy", &index, "modes"], "is empty")?;
+    must(
+        rule.modes.as_ref().is_none_or(|modes| !modes.is_empty()),
+        &["policy", &index, "modes"],
+        "is empty",
+    )?;
     let devices = rule.devices.iter().flatten();
     let known = devices.clone().all(|text| &**text == "all" || Selector::parse(text).is_some());
     must(

@@ -15,8 +15,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 pub use error::ConfigError;
-pub use policy::PolicyRule;
 pub use load::{VARIABLE, honoured, load, load_runtime, sources};
+pub use policy::PolicyRule;
 
 use crate::request::{Capability, Isolation, Mode, Percent};
 

@@ -100,6 +100,7 @@ fn lease() -> Lease {
         state: LeaseState::Pending,
         owner: Process { pid: 1, start_time: 2 },
         init: None,
+        bind_by: None,
         since: 0,
         library_dir: None,
         brokered: false,

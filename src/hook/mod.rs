@@ -3,26 +3,34 @@
 //! Standard input is all that a stage believes: the working directory and the environment of a hook may
 //! be the image's (CVE-2025-23266).
 
+pub(crate) mod added;
+mod create_runtime;
+mod journal;
+mod precreate;
 mod state;
 
 use std::ffi::OsString;
+use std::io;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use crate::admit::{self, AdmitError};
+use crate::apply::FileError;
 use crate::config::{self, ConfigError};
+use crate::ledger::LeaseId;
 use crate::runtime::Global;
 use crate::runtime::log::{self, Level, Log};
+use added::BadHooks;
 use state::{State, StateError};
 
 /// How long the runtime may take to write the state.
 const INPUT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why a stage failed.
+/// Why a stage failed, or why it refuses the container.
 #[derive(Debug, thiserror::Error)]
 pub enum HookError {
     /// The first argument.
-    #[error("no stage {0}: the first argument is poststop")]
+    #[error("no stage {0}: the first argument is precreate, createRuntime or poststop")]
     UnknownStage(String),
     /// A stage that will come.
     #[error("stage {0} is not yet in this version")]
@@ -30,7 +38,19 @@ pub enum HookError {
     /// Standard input.
     #[error("the container's state on standard input: {0}")]
     State(#[from] StateError),
-    /// Its annotation.
+    /// Standard input of precreate.
+    #[error("config.json on standard input: {0}")]
+    Spec(StateError),
+    /// What it says.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Its hooks.
+    #[error(transparent)]
+    Hooks(#[from] BadHooks),
+    /// Its root filesystem.
+    #[error("root.path of config.json is no absolute path of a directory")]
+    NoRootfs,
+    /// An annotation.
     #[error("container {id}: sublet.lease={lease} is no lease id of 16 hex digits")]
     Lease {
         /// The container.
@@ -38,9 +58,38 @@ pub enum HookError {
         /// What it has instead.
         lease: String,
     },
+    /// The state has no live process.
+    #[error("container {0}: its state names no process that lives (pid): the lease cannot be bound")]
+    NoPid(String),
+    /// Nor a bundle.
+    #[error("container {0}: its state names no bundle that is there: the lease cannot be bound")]
+    NoBundle(String),
     /// The configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// No share for it.
+    #[error(transparent)]
+    Admit(#[from] AdmitError),
+    /// Who started us is gone.
+    #[error("the engine that ran this hook has ended")]
+    NoEngine,
+    /// Our own program.
+    #[error("sublet-hook cannot find itself; install it as /usr/libexec/sublet/sublet-hook")]
+    NoProgram,
+    /// Our own /proc entry.
+    #[error("cannot find out when this process started, is /proc mounted? {0}")]
+    Process(io::Error),
+    /// Standard output.
+    #[error("cannot hand config.json back: {0}")]
+    Output(io::Error),
+    /// The lease cannot be bound.
+    #[error("container {id}: {source}")]
+    Bind {
+        /// The container.
+        id: String,
+        /// Why not.
+        source: AdmitError,
+    },
     /// The lease cannot be freed.
     #[error("container {id}: {source}; the next sublet command frees its lease once it is gone")]
     End {
@@ -57,31 +106,52 @@ pub fn main(mut args: impl Iterator<Item = OsString>) -> ExitCode {
     let log = Log::new("sublet-hook", &Global::default(), own.as_deref());
     log::trace_to(log.clone(), false);
     let stage = args.nth(1).unwrap_or_default();
-    match run(&stage.to_string_lossy()) {
+    match run(&stage.to_string_lossy(), &log) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             log.write(Level::Error, &error.to_string());
+            // Podman and crun drop what hooks say.
+            journal::write(Level::Error, &error.to_string());
             ExitCode::FAILURE
         }
     }
 }
 
-fn run(stage: &str) -> Result<(), HookError> {
+fn run(stage: &str, log: &Log) -> Result<(), HookError> {
     match stage {
+        "precreate" => precreate::precreate(log),
+        "createRuntime" => {
+            let state = state()?;
+            match lease(&state)? {
+                Some(lease) => create_runtime::bind(&state, &lease),
+                None => Err(HookError::NotYet("createRuntime without a lease".to_owned())),
+            }
+        }
         "poststop" => poststop(),
-        "precreate" | "prestart" | "createRuntime" => Err(HookError::NotYet(stage.to_owned())),
+        "prestart" => Err(HookError::NotYet(stage.to_owned())),
         _ => Err(HookError::UnknownStage(crate::text::safe(stage))),
     }
 }
 
+/// The container's state from standard input.
+fn state() -> Result<State, HookError> {
+    let text = state::read(std::io::stdin(), state::LONGEST, Instant::now() + INPUT_TIMEOUT)?;
+    Ok(State::parse(&text)?)
+}
+
+fn name(state: &State) -> String {
+    crate::text::safe(&state.id)
+}
+
+/// The lease that the container's annotation names.
+fn lease(state: &State) -> Result<Option<LeaseId>, HookError> {
+    state.lease().map_err(|lease| HookError::Lease { id: name(state), lease })
+}
+
 /// The container is gone: frees the lease that its annotation names. Without one it is not ours.
 fn poststop() -> Result<(), HookError> {
-    let text = state::read(std::io::stdin(), Instant::now() + INPUT_TIMEOUT)?;
-    let state = State::parse(&text)?;
-    let id = crate::text::safe(&state.id);
-    let Some(lease) = state.lease().map_err(|lease| HookError::Lease { id: id.clone(), lease })? else {
-        return Ok(());
-    };
+    let state = state()?;
+    let Some(lease) = lease(&state)? else { return Ok(()) };
     let config = config::load()?;
-    admit::end(&lease, &config).map_err(|source| HookError::End { id, source })
+    admit::end(&lease, &config).map_err(|source| HookError::End { id: name(&state), source })
 }

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use nix::errno::Errno;
@@ -12,8 +13,8 @@ use serde::Deserialize;
 
 use crate::ledger::LeaseId;
 
-/// Far more than any engine's annotations.
-const LONGEST: usize = 1 << 20;
+/// Longest state that is read: far more than any engine's annotations.
+pub const LONGEST: usize = 1 << 20;
 
 /// Why there is no state.
 #[derive(Debug, thiserror::Error)]
@@ -21,9 +22,9 @@ pub enum StateError {
     /// Nothing came.
     #[error("it is empty")]
     Empty,
-    /// More than 1 MiB.
-    #[error("it is longer than 1 MiB")]
-    TooLong,
+    /// More than is read.
+    #[error("it is longer than {} MiB", .0 >> 20)]
+    TooLong(usize),
     /// It did not end.
     #[error("its end did not come in time")]
     Timeout,
@@ -43,6 +44,10 @@ pub enum StateError {
 pub struct State {
     /// The container.
     pub id: String,
+    /// The container's first process in our PID namespace; 0 or absent where there is none.
+    pub pid: Option<i32>,
+    /// The bundle.
+    pub bundle: Option<PathBuf>,
     /// Checked to be one of the specification's; what has really ended is found out by other means.
     #[serde(rename = "status")]
     _status: Status,
@@ -88,10 +93,10 @@ impl State {
 /// Everything up to the end of `input`.
 ///
 /// # Errors
-/// It is too long, or does not end before `deadline`.
-pub fn read(input: impl AsFd, deadline: Instant) -> Result<Vec<u8>, StateError> {
+/// It is longer than `longest`, or does not end before `deadline`.
+pub fn read(input: impl AsFd, longest: usize, deadline: Instant) -> Result<Vec<u8>, StateError> {
     let mut text = Vec::new();
-    let mut part = [0_u8; 4096];
+    let mut part = [0_u8; 16384];
     loop {
         wait(&input, deadline)?;
         match nix::unistd::read(&input, &mut part) {
@@ -100,8 +105,8 @@ pub fn read(input: impl AsFd, deadline: Instant) -> Result<Vec<u8>, StateError> 
             Err(Errno::EINTR | Errno::EAGAIN) => {}
             Err(error) => return Err(io::Error::from(error).into()),
         }
-        if text.len() > LONGEST {
-            return Err(StateError::TooLong);
+        if text.len() > longest {
+            return Err(StateError::TooLong(longest));
         }
     }
 }
@@ -166,7 +171,7 @@ mod tests {
                 "unknown variant `gone`, expected one of `creating`, `created`, `running`, `stopped` at line 1 column 25",
             ),
             (r#"{"id":"c","status":"stopped"} x"#, "trailing characters at line 1 column 31"),
-            ("[]", "invalid length 0, expected struct State with 3 elements at line 1 column 2"),
+            ("[]", "invalid length 0, expected struct State with 5 elements at line 1 column 2"),
         ];
         for (text, message) in cases {
             assert_eq!(State::parse(text.as_bytes()).unwrap_err().to_string(), message, "{text}");
@@ -178,16 +183,16 @@ mod tests {
         let (reader, writer) = nix::unistd::pipe().unwrap();
         nix::unistd::write(&writer, b"abc").unwrap();
         drop(writer);
-        assert_eq!(read(reader, Instant::now() + Duration::from_secs(5)).unwrap(), b"abc");
+        assert_eq!(read(reader, LONGEST, Instant::now() + Duration::from_secs(5)).unwrap(), b"abc");
         let zeros = std::fs::File::open("/dev/zero").unwrap();
-        let error = read(zeros, Instant::now() + Duration::from_secs(5)).unwrap_err();
-        assert!(matches!(error, StateError::TooLong));
+        let error = read(zeros, LONGEST, Instant::now() + Duration::from_secs(5)).unwrap_err();
+        assert!(matches!(error, StateError::TooLong(LONGEST)));
     }
 
     #[test]
     fn does_not_wait_for_a_writer_that_keeps_silent() {
         let (reader, _writer) = nix::unistd::pipe().unwrap();
-        let error = read(reader, Instant::now() + Duration::from_millis(20)).unwrap_err();
+        let error = read(reader, LONGEST, Instant::now() + Duration::from_millis(20)).unwrap_err();
         assert!(matches!(error, StateError::Timeout));
     }
 

@@ -78,7 +78,7 @@ pub enum InventoryError {
         source: io::Error,
     },
     /// `inventory.json` cannot be written.
-    #[error("cannot write {}: {source}; is [state_dir] writable and are you root?", .path.display())]
+    #[error("cannot write {}: {source}; run as root, or set state_dir to a directory that can be written", .path.display())]
     Unwritable {
         /// `inventory.json` or its directory.
         path: PathBuf,

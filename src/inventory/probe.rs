@@ -73,6 +73,14 @@ pub enum ProbeError {
         /// What installs it.
         package: &'static str,
     },
+    /// The library that `[driver] nvml` names.
+    #[error("NVML is missing: [driver] nvml names {}, which does not exist; {package}", .library.display())]
+    NoNvml {
+        /// The library.
+        library: PathBuf,
+        /// What installs it.
+        package: &'static str,
+    },
     /// A module is not loaded: /proc/devices has no major.
     #[error("the kernel module {module} is not loaded (no {module} in {}); {remedy}", .path.display())]
     NoMajor {
@@ -274,6 +282,10 @@ impl Asked<'_> {
                 root: self.root.to_owned(),
                 package: NVML_PACKAGE,
             },
+            // The loader says in its own words that a file is missing; ours say what brings it.
+            NvmlError::LibloadingError(_) if !self.library.exists() => {
+                ProbeError::NoNvml { library: self.library.clone(), package: NVML_PACKAGE }
+            }
             NvmlError::LibloadingError(why) => self.failed("load", &NvmlError::LibloadingError(why)),
             other => self.failed("initialize", &other),
         })

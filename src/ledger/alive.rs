@@ -77,7 +77,7 @@ fn fate(lease: &Lease) -> Fate {
 /// The owner is looked at before the record: the other way round, a container that was created and whose
 /// owner ended in between would seem never to have been.
 fn fate_without_init(lease: &Lease) -> Fate {
-    let owned = lease.owner.is_alive();
+    let owned = lease.owner.is_alive() && !lease.is_overdue();
     if lease.brokered {
         // Bound by its hook or not at all: a user's record says what the user likes, and reading it may
         // take as long as the user likes.
@@ -270,6 +270,16 @@ mod tests {
         assert!(matches!(fate(&with_record(dir.path(), gone)), Fate::Exists(_)));
         let younger = Process { start_time: init.process().start_time + 1, ..gone };
         assert_eq!(fate(&with_record(dir.path(), younger)), Fate::Gone, "older than its creator");
+    }
+
+    #[test]
+    fn a_living_owner_does_not_keep_a_lease_that_nothing_was_bound_to_in_time() {
+        let nowhere = Path::new("");
+        let owner = Process::current().unwrap();
+        let late = Lease { bind_by: Some(0), ..with_record(nowhere, owner) };
+        assert_eq!(fate(&late), Fate::Gone);
+        let in_time = Lease { bind_by: Some(crate::process::uptime_seconds() + 30), ..late };
+        assert_eq!(fate(&in_time), Fate::Unchanged);
     }
 
     #[test]

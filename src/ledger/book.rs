@@ -105,15 +105,23 @@ impl Ledger {
     /// What a rootless user's container left is the user's own to clear: root removes nothing where a user
     /// points.
     pub(super) fn leave(&mut self, lease: &Lease) {
-        if lease.brokered {
+        if lease.brokered || lease.init.is_some() && lease.mount_points.is_empty() {
             return;
         }
-        if lease.init.is_none() || !lease.mount_points.is_empty() {
-            self.leftovers.push(Leftover {
-                bundle: lease.container.bundle.clone(),
-                rootfs: lease.container.rootfs.clone(),
+        let Container { bundle, rootfs, .. } = &lease.container;
+        // A container that an engine starts again and again has the same ones each time.
+        let known = self.leftovers.iter_mut().find(|left| left.bundle == *bundle && left.rootfs == *rootfs);
+        match known {
+            Some(left) => {
+                let new = lease.mount_points.iter().filter(|path| !left.mount_points.contains(path));
+                let new: Vec<_> = new.cloned().collect();
+                left.mount_points.extend(new);
+            }
+            None => self.leftovers.push(Leftover {
+                bundle: bundle.clone(),
+                rootfs: rootfs.clone(),
                 mount_points: lease.mount_points.clone(),
-            });
+            }),
         }
     }
 
@@ -197,6 +205,7 @@ pub(crate) mod fixture {
             state: LeaseState::Pending,
             owner: Process { pid: i32::MAX, start_time: 1 },
             init: None,
+            bind_by: None,
             since: 0,
             mount_points: Vec::new(),
             library_dir: None,
@@ -214,6 +223,19 @@ mod tests {
 
     fn ledger(leases: Vec<Lease>) -> Ledger {
         Ledger { leases, ..Ledger::empty("boot") }
+    }
+
+    #[test]
+    fn a_container_that_starts_again_and_again_leaves_its_things_once() {
+        let mut ledger = ledger(Vec::new());
+        for file in ["/lib/a", "/lib/b", "/lib/a"] {
+            let lease = Lease { mount_points: vec![file.into()], ..lease(1, "GPU-a") };
+            let id = lease.id.clone();
+            ledger.insert(lease).unwrap();
+            ledger.remove(&id);
+        }
+        assert_eq!(ledger.leftovers.len(), 1);
+        assert_eq!(ledger.leftovers[0].mount_points, [Path::new("/lib/a"), Path::new("/lib/b")]);
     }
 
     #[test]

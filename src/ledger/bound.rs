@@ -22,7 +22,11 @@ const HIERARCHIES: [(&str, &str); 4] = [
 pub fn bound(process: Process, beside: i32) -> Init {
     let read = |pid: i32| fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
     let own = own_cgroups(&read(process.pid), &read(beside));
-    Init { process, pid_namespace: pid_namespace(process.pid), cgroup: own.into_iter().find(|dir| dir.exists()) }
+    Init {
+        process,
+        pid_namespace: pid_namespace(process.pid),
+        cgroup: own.into_iter().find(|dir| dir.exists()),
+    }
 }
 
 /// Directories that may be the cgroup of `container` alone, from two texts of /proc/PID/cgroup.

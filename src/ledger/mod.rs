@@ -1,6 +1,7 @@
 //! Who holds what: leases and MPS servers, on disk in `ledger.json`, changed only under one lock.
 
 mod alive;
+mod bind;
 mod book;
 mod bound;
 mod rebuild;
@@ -13,6 +14,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub use bind::{Binding, NotBound};
 pub use book::Doubled;
 #[cfg(test)]
 pub(crate) use book::fixture;
@@ -98,6 +100,11 @@ pub struct Lease {
     pub owner: Process,
     /// Once active: the container's first process and where it lives.
     pub init: Option<Init>,
+    /// While it waits to be bound to its container, taken by a hook that does not know it: seconds since
+    /// boot after which a living owner keeps it no longer. A service that starts containers outlives
+    /// those that fail.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bind_by: Option<u64>,
     /// Seconds since the epoch.
     pub since: u64,
     /// Where the container finds the driver's libraries: exec'd processes are told as well.
@@ -152,14 +159,14 @@ impl std::fmt::Display for LeaseId {
 pub struct Container {
     /// The engine's uid: ids are unique for each user only.
     pub uid: u32,
-    /// The container id.
+    /// The container id; may be empty until the lease is bound.
     pub id: String,
-    /// The bundle, canonical.
+    /// The bundle, canonical; empty until the lease is bound.
     pub bundle: PathBuf,
     /// The root filesystem, canonical.
     pub rootfs: PathBuf,
     /// Directory of the low-level runtime's own state of this container, `ROOT/ID`: runc keeps `state.json`
-    /// there, crun `status`.
+    /// there, crun `status`. Empty where nobody could tell: `init` then says whether the container lives.
     pub record: PathBuf,
 }
 

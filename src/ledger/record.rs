@@ -29,6 +29,8 @@ pub(super) struct Record {
     pub lease: Option<String>,
     /// The value of `sublet.lease.record` that the container was created with.
     pub restorable: Option<String>,
+    /// Its bundle.
+    pub bundle: Option<PathBuf>,
 }
 
 /// runc's `state.json`, as of 1.1 and 1.2 (libcontainer `State`).
@@ -56,6 +58,7 @@ struct Crun {
     /// Relative to each hierarchy.
     #[serde(rename = "cgroup-path")]
     cgroup_path: Option<String>,
+    bundle: Option<PathBuf>,
 }
 
 /// What we need of the config.json that crun copies beside its `status`.
@@ -70,6 +73,9 @@ impl Record {
     /// # Errors
     /// There is one and it cannot be read: the container may well live.
     pub(super) fn read(dir: &Path) -> io::Result<Option<Self>> {
+        if !dir.is_absolute() {
+            return Ok(None);
+        }
         if let Some(state) = read_bounded(&dir.join("state.json"))? {
             return Ok(Some(from_runc(parse(&state)?)));
         }
@@ -96,6 +102,7 @@ fn from_runc(state: Runc) -> Record {
         cgroup: runc_cgroup(&state.cgroup_paths.unwrap_or_default()),
         lease: label(LEASE_ANNOTATION),
         restorable: label(LEASE_RECORD_ANNOTATION),
+        bundle: label("bundle").map(PathBuf::from),
     }
 }
 
@@ -112,6 +119,7 @@ fn from_crun(status: Crun, mut annotations: BTreeMap<String, String>) -> Record 
         cgroup: status.cgroup_path.and_then(|path| crun_cgroup(Path::new(MOUNT), &path)),
         lease: annotations.remove(LEASE_ANNOTATION),
         restorable: annotations.remove(LEASE_RECORD_ANNOTATION),
+        bundle: status.bundle,
     }
 }
 
@@ -130,6 +138,33 @@ fn crun_cgroup(mount: &Path, path: &str) -> Option<PathBuf> {
     let first = directories.next()?;
     let existing = if first.exists() { None } else { directories.find(|dir| dir.exists()) };
     Some(existing.unwrap_or(first)).filter(|path| is_own_cgroup(mount, path))
+}
+
+/// The cgroup directory of process `pid`; `None` where it has none of its own, which is one that we are
+/// not in ourselves.
+pub(super) fn cgroup_of(pid: i32) -> Option<PathBuf> {
+    let mount = Path::new(MOUNT);
+    let cgroups = |who: &str| {
+        let text = fs::read_to_string(format!("/proc/{who}/cgroup")).unwrap_or_default();
+        ["devices", "pids", "name=systemd", ""].map(|key| cgroup_line(&text, key).map(str::to_owned))
+    };
+    let pairs = cgroups(&pid.to_string()).into_iter().zip(cgroups("self"));
+    let directories = pairs.zip(["devices", "pids", "systemd", "unified"]).map(|((its, ours), name)| {
+        let below = its.filter(|its| ours.as_ref() != Some(its))?;
+        let below = below.trim_start_matches('/');
+        let whole = name == "unified" && mount.join("cgroup.controllers").exists();
+        Some(if whole { mount.join(below) } else { mount.join(name).join(below) })
+    });
+    directories.flatten().find(|dir| dir.is_dir() && is_own_cgroup(mount, dir))
+}
+
+/// The path in the hierarchy `controller` in the text of /proc/PID/cgroup (cgroups(7)).
+fn cgroup_line<'a>(text: &'a str, controller: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let controllers = parts.next()?;
+        parts.next().filter(|_| controllers.split(',').any(|name| name == controller))
+    })
 }
 
 /// Not a hierarchy's root, which every process of the host is in, and nowhere but among cgroups.
@@ -194,6 +229,8 @@ mod tests {
         assert_eq!(record.cgroup.as_deref(), Some(Path::new("/sys/fs/cgroup/devices/lt1")));
         assert_eq!(record.lease.as_deref(), Some("00000000000000aa"));
         assert_eq!(record.restorable.as_deref(), Some(r#"{"a":"="}"#));
+        assert_eq!(record.bundle.as_deref(), Some(Path::new("/b")));
+        assert_eq!(Record::read(Path::new("")).unwrap(), None, "never from the working directory");
     }
 
     #[test]
@@ -205,6 +242,7 @@ mod tests {
         let record = Record::read(dir.path()).unwrap().unwrap();
         assert_eq!(record.init, Process { pid: 11870, start_time: 198_751 });
         assert_eq!(record.cgroup.unwrap().file_name().unwrap(), "lt2");
+        assert_eq!(record.bundle.as_deref(), Some(Path::new("/tmp/b2")));
         assert_eq!(record.lease.as_deref(), Some("00000000000000bb"));
     }
 
@@ -220,6 +258,16 @@ mod tests {
         assert_eq!((found(""), found("/")), (None, None));
         assert_eq!(found("/../../tmp"), None);
         assert!(!is_own_cgroup(Path::new("/sys/fs/cgroup"), Path::new("/tmp/a.scope")));
+    }
+
+    #[test]
+    fn lines_of_proc_cgroup() {
+        let text = "9:name=systemd:/a\n4:cpu,devices:/b:c\n0::/d\n";
+        assert_eq!(cgroup_line(text, "devices"), Some("/b:c"));
+        assert_eq!(cgroup_line(text, "name=systemd"), Some("/a"));
+        assert_eq!(cgroup_line(text, ""), Some("/d"));
+        assert_eq!(cgroup_line(text, "pids"), None);
+        assert_eq!(cgroup_of(i32::try_from(std::process::id()).unwrap()), None, "ours is nobody else's");
     }
 
     #[test]

@@ -41,7 +41,9 @@ pub enum LedgerError {
         path: String,
     },
     /// A system call failed.
-    #[error("ledger {path} cannot be {verb}: {source}")]
+    #[error(
+        "{path} cannot be {verb}: {source}; run as root, or set state_dir to a directory that can be written"
+    )]
     Io {
         /// `read`, `locked` or `written`.
         verb: &'static str,

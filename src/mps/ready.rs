@@ -27,8 +27,9 @@ pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String
     if serves(lease, store, config)? {
         return Ok(warnings);
     }
-    let message = "it ended well and the daemon still does not serve: see `sublet mps logs`".into();
-    Err(MpsError::Own(OwnError { command: format!("sublet mps start {key}"), message }))
+    Err(MpsError::Own(OwnError(format!(
+        "`sublet mps start {key}` ended well and the daemon still does not serve: see `sublet mps logs {key}`"
+    ))))
 }
 
 /// Whether the recorded daemon serves `lease`; its ceiling is raised for it if need be. `false`: it has to

@@ -156,6 +156,7 @@ pub(super) mod tests {
             state: LeaseState::Active,
             owner: Process { pid: 1, start_time: 1 },
             init: None,
+            bind_by: None,
             since: 0,
             mount_points: Vec::new(),
             library_dir: None,

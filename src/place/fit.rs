@@ -129,7 +129,9 @@ fn want<'a>(
 fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     let uuid = &want.device.uuid;
     if want.device.mig_enabled || want.mode == Mode::Mig {
-        return Err(Misfit::never("is for MIG, and MIG is not in this version yet"));
+        return Err(Misfit::never(
+            "is for MIG, and MIG is not in this version yet: name another GPU, or switch MIG mode off",
+        ));
     }
     if world.ledger.drained.contains(uuid) {
         return Err(Misfit::never("is drained: `sublet undrain` opens it again"));
@@ -279,7 +281,7 @@ fn present_use(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(
     let mut others = want.device.processes.iter().filter(|process| !(process.mps_server && ours));
     match others.find(|process| world.ledger.lease_of_process(process).is_none()) {
         Some(process) => Err(Misfit::as_reported(format!(
-            "cannot be exclusive: process {} ({}) has a context there and no lease",
+            "cannot be exclusive: process {} ({}) has a context there and no lease; end it first",
             process.pid,
             safe(&process.name)
         ))),

@@ -58,7 +58,8 @@ pub fn place(
     config: &Config,
 ) -> Result<Placement, Box<Refusal>> {
     if wants_mig(request) {
-        return Err(Box::new(Refusal::never(request, "MIG is not in this version yet")));
+        let remedy = "MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory";
+        return Err(Box::new(Refusal::never(request, remedy)));
     }
     let slots = select::slots(&request.devices, inventory, config)
         .map_err(|why| Box::new(Refusal::never(request, &why)))?;

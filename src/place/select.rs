@@ -65,7 +65,7 @@ fn slot(selector: &Selector, inventory: &Inventory, config: &Config) -> Result<V
     let found = matching(selector, inventory, config);
     let several_do = matches!(selector, Selector::Name(_) | Selector::Model(_));
     match found.len() {
-        0 => Err(format!("no GPU here is {}; there are {}", describe(selector), listing(inventory))),
+        0 => Err(format!("no GPU here is {}; this host has {}", describe(selector), listing(inventory))),
         1 => Ok(found),
         _ if several_do => Ok(found),
         count => Err(format!("{} names {count} GPUs: write more of it", describe(selector))),
@@ -114,7 +114,8 @@ fn describe(selector: &Selector) -> String {
 }
 
 fn listing(inventory: &Inventory) -> String {
-    let name = |device: &Device| format!("{} ({}, {})", device.index, safe(&device.name), safe(&device.uuid));
+    let name =
+        |device: &Device| format!("GPU {} ({}, {})", device.index, safe(&device.name), safe(&device.uuid));
     inventory.devices.iter().map(name).collect::<Vec<_>>().join(", ")
 }
 
@@ -245,8 +246,8 @@ mod tests {
         let why = |selectors| these(selectors).unwrap_err();
         assert_eq!(
             why(vec![Selector::Index(7)]),
-            "no GPU here is number 7; there are 0 (NVIDIA H200, GPU-aa11), 1 (NVIDIA H200, GPU-aa22), \
-             2 (NVIDIA A100-SXM4-40GB, GPU-aa)"
+            "no GPU here is number 7; this host has GPU 0 (NVIDIA H200, GPU-aa11), \
+             GPU 1 (NVIDIA H200, GPU-aa22), GPU 2 (NVIDIA A100-SXM4-40GB, GPU-aa)"
         );
         assert_eq!(why(vec![Selector::Uuid("GPU-a".into())]), "GPU-a names 3 GPUs: write more of it");
         assert_eq!(why(vec![Selector::Index(0), Selector::Uuid("GPU-aa11".into())]), "GPU 0 is named twice");

@@ -139,7 +139,7 @@ pub fn parse_memory(text: &str) -> Result<Memory, Malformed> {
     if let Some(share) = text.strip_suffix('%') {
         return decimal_percent(share).map(Memory::Share).ok_or_else(Malformed::default);
     }
-    if Decimal::parse(text).is_some() {
+    if Decimal::parse(text).is_some_and(|number| number.digits != 0) {
         return Err(Malformed::with(format!(
             "a bare number says no unit: write {text}GiB, {text}MiB or {text}%"
         )));
@@ -340,6 +340,7 @@ mod tests {
         let hint = "a bare number says no unit: write 25GiB, 25MiB or 25%".to_owned();
         assert_eq!(parse_memory("25"), Err(Malformed { hint: Some(hint) }));
         assert!(parse_memory("0.25").unwrap_err().hint.is_some());
+        assert_eq!(parse_memory("0"), Err(Malformed::default()), "no unit makes nothing something");
     }
 
     #[test]

@@ -3,13 +3,14 @@
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::log::Level;
 use super::{Call, Door, RuntimeError, Start, uid};
 use crate::admit::{self, Admission, Candidate};
 use crate::apply::{self, JsonFile};
-use crate::config;
+use crate::config::{self, Config};
+use crate::hook::added::{self, Stage};
 use crate::ledger::Container;
 use crate::process::Process;
 use crate::request;
@@ -22,12 +23,6 @@ pub(super) enum Kind {
     /// The runtime deletes by itself: only a hook tells us.
     Run,
 }
-
-/// Seconds that the hook may take: it waits for the container's processes to be gone.
-const HOOK_TIMEOUT: u32 = 10;
-
-/// All that the hook needs; without an `env` of its own it would get the image's (CVE-2025-23266).
-const HOOK_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// Admits the container if it is ours.
 pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infallible, RuntimeError> {
@@ -46,7 +41,7 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
             for warning in warnings {
                 call.warn(&format!("container {}: {warning}", candidate.container.id));
             }
-            let error = hand_over(call, &file, spec, kind);
+            let error = hand_over(call, &file, spec, &hooks(kind, &config));
             if let Err(error) = admit::withdraw(&lease, &config) {
                 call.warn(&format!("container {}: {error}", candidate.container.id));
             }
@@ -110,9 +105,17 @@ fn canonical(what: &'static str, path: &Path) -> Result<PathBuf, RuntimeError> {
     })
 }
 
+/// Our hooks: who deletes by itself tells nobody, and a lease that is held by `sublet serve` is bound by a
+/// hook, for the service believes no record of a user's.
+fn hooks(kind: Kind, config: &Config) -> Vec<Stage> {
+    let binds = admit::is_brokered(config).then_some(Stage::CreateRuntime);
+    let ends = (kind == Kind::Run).then_some(Stage::Poststop);
+    binds.into_iter().chain(ends).collect()
+}
+
 /// Writes the edited spec and becomes the low-level runtime. Returns on failure, the file as it was.
-fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, kind: Kind) -> RuntimeError {
-    if let Err(error) = write(call, file, spec, kind) {
+fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> RuntimeError {
+    if let Err(error) = write(call, file, spec, hooks) {
         return error;
     }
     let error = call.become_low_level(call.args);
@@ -122,50 +125,21 @@ fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, kind: Kind) -> Runti
     error
 }
 
-fn write(call: &Call<'_>, file: &JsonFile, mut spec: Value, kind: Kind) -> Result<(), RuntimeError> {
-    if kind == Kind::Run {
-        match hook_program() {
-            Some(program) => add_poststop(&mut spec, &program, config::honoured().as_deref())?,
-            None => call.warn("sublet-hook is missing: the share is freed by the next sublet command only"),
+fn write(call: &Call<'_>, file: &JsonFile, mut spec: Value, hooks: &[Stage]) -> Result<(), RuntimeError> {
+    let program = if hooks.is_empty() { None } else { added::program() };
+    match program {
+        Some(program) => {
+            for stage in hooks {
+                added::add(&mut spec, *stage, &program, config::honoured().as_deref())?;
+            }
         }
+        None if hooks.contains(&Stage::CreateRuntime) => return Err(RuntimeError::NoHook),
+        None if !hooks.is_empty() => {
+            call.warn("sublet-hook is missing: the share is freed by the next sublet command only");
+        }
+        None => {}
     }
     Ok(file.replace(&spec)?)
-}
-
-/// The hook that belongs to this build: beside our own program, else where packages put it.
-fn hook_program() -> Option<String> {
-    let beside = std::env::current_exe().ok().map(|own| own.with_file_name("sublet-hook"));
-    let packaged = ["/usr/libexec/sublet/sublet-hook", "/usr/bin/sublet-hook"].map(PathBuf::from);
-    let program = beside.into_iter().chain(packaged).find(|program| program.is_file())?;
-    program.into_os_string().into_string().ok()
-}
-
-/// Adds our poststop hook behind those that are there (OCI runtime-spec, config.md, "POSIX-platform Hooks").
-fn add_poststop(spec: &mut Value, program: &str, config: Option<&Path>) -> Result<(), RuntimeError> {
-    let mut env = vec![HOOK_PATH.to_owned()];
-    env.extend(config.map(|config| format!("{}={}", config::VARIABLE, config.display())));
-    let hook = json!({
-        "path": program,
-        "args": ["sublet-hook", "poststop"],
-        "env": env,
-        "timeout": HOOK_TIMEOUT,
-    });
-    let hooks = member(spec, "hooks", || json!({}))?;
-    member(hooks, "poststop", || json!([]))?.as_array_mut().ok_or(RuntimeError::Hooks)?.push(hook);
-    Ok(())
-}
-
-/// `object[name]`, made anew where it is absent or null.
-fn member<'a>(
-    object: &'a mut Value,
-    name: &str,
-    new: impl Fn() -> Value,
-) -> Result<&'a mut Value, RuntimeError> {
-    let member = object.as_object_mut().ok_or(RuntimeError::Hooks)?.entry(name).or_insert_with(&new);
-    if member.is_null() {
-        *member = new();
-    }
-    Ok(member)
 }
 
 #[cfg(test)]
@@ -183,25 +157,5 @@ mod tests {
         assert_eq!(config_path(&start(Some("/b"), Some("/f.json"))), Path::new("/f.json"));
         assert_eq!(config_path(&start(Some("/b"), Some("f.json"))), Path::new("f.json"));
         assert_eq!(config_path(&start(Some("/b"), Some("config.json"))), Path::new("/b/config.json"));
-    }
-
-    #[test]
-    fn the_hook_stands_last_and_has_its_own_environment() {
-        let mut spec = json!({"hooks": {"x": 1, "poststop": [{"path": "/a"}]}, "y": 2});
-        add_poststop(&mut spec, "/usr/bin/sublet-hook", None).unwrap();
-        let expected = r#"{"hooks":{"x":1,"poststop":[{"path":"/a"},{"path":"/usr/bin/sublet-hook","args":["sublet-hook","poststop"],"env":["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],"timeout":10}]},"y":2}"#;
-        assert_eq!(spec.to_string(), expected);
-    }
-
-    #[test]
-    fn hooks_are_made_where_there_are_none() {
-        for mut spec in [json!({}), json!({"hooks": null}), json!({"hooks": {"poststop": null}})] {
-            add_poststop(&mut spec, "/h", Some(Path::new("/etc/x.toml"))).unwrap();
-            assert_eq!(spec["hooks"]["poststop"][0]["path"], "/h");
-            assert_eq!(spec["hooks"]["poststop"][0]["env"][1], "SUBLET_CONFIG=/etc/x.toml");
-        }
-        for mut spec in [json!([]), json!({"hooks": []}), json!({"hooks": {"poststop": {}}})] {
-            assert!(matches!(add_poststop(&mut spec, "/h", None), Err(RuntimeError::Hooks)));
-        }
     }
 }

@@ -85,7 +85,7 @@ fn format_line(json: bool, level: Level, message: &str, time: SystemTime) -> Str
 }
 
 /// Control characters escaped: whatever foreign text a message repeats, it stays one line.
-fn one_line(message: &str) -> String {
+pub(crate) fn one_line(message: &str) -> String {
     let mut line = String::with_capacity(message.len());
     for character in message.chars() {
         if character.is_control() {

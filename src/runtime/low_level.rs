@@ -2,6 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
@@ -78,7 +79,7 @@ fn is_ourselves(program: &Path, metadata: &Metadata, own: Option<&Metadata>) -> 
 }
 
 /// By the name of the program or of what it links to: distributions link `runc` to crun.
-fn dialect(program: &Path) -> Dialect {
+pub(super) fn dialect(program: &Path) -> Dialect {
     let target = std::fs::canonicalize(program).unwrap_or_default();
     let is_crun = |path: &Path| {
         let name = file_name(path);
@@ -104,10 +105,26 @@ impl Host {
     /// This process's surroundings.
     #[must_use]
     pub fn current() -> Self {
+        Self::with(|name| std::env::var_os(name))
+    }
+
+    /// As [`Host::current`], for a process of our user with this `environment`.
+    #[must_use]
+    pub fn of(environment: &[OsString]) -> Self {
+        Self::with(|name| {
+            let value = |entry: &OsString| {
+                let rest = entry.as_bytes().strip_prefix(name.as_bytes())?;
+                rest.strip_prefix(b"=").map(|value| OsStr::from_bytes(value).to_owned())
+            };
+            environment.iter().find_map(value)
+        })
+    }
+
+    fn with(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
         Self {
-            xdg_runtime_dir: std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()),
-            user: std::env::var_os("USER"),
+            xdg_runtime_dir: variable("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()),
+            user: variable("USER"),
             root: nix::unistd::geteuid().is_root(),
             user_namespace: is_user_namespace(&map),
         }

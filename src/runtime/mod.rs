@@ -14,6 +14,7 @@ mod exec;
 mod flags;
 pub(crate) mod log;
 mod low_level;
+mod watch;
 
 use std::convert::Infallible;
 use std::ffi::OsString;
@@ -25,11 +26,13 @@ use std::process::ExitCode;
 use crate::admit::AdmitError;
 use crate::apply::{FileError, SpecError};
 use crate::config::{self, Config, ConfigError};
+use crate::hook::added::BadHooks;
 
 pub use argv::{Command, CommandLine, Exec, Global, Start, parse};
 pub use flags::Dialect;
 use log::{Level, Log};
 use low_level::{LowLevel, MissingRuntime};
+pub(crate) use watch::record_of;
 
 /// Why a command is not carried out.
 #[derive(Debug, thiserror::Error)]
@@ -65,11 +68,18 @@ pub enum RuntimeError {
         source: io::Error,
     },
     /// `root` of config.json.
-    #[error("config.json has no root.path")]
+    #[error(
+        "config.json has no root.path, which the OCI runtime specification requires: create the container anew"
+    )]
     NoRoot,
     /// `hooks` of config.json.
-    #[error("config.json: hooks.poststop is no array of hooks")]
-    Hooks,
+    #[error(transparent)]
+    Hooks(#[from] BadHooks),
+    /// Without it the lease would not be bound.
+    #[error(
+        "sublet-hook is missing: it is needed for containers without root; install it as /usr/libexec/sublet/sublet-hook"
+    )]
+    NoHook,
     /// Our own /proc entry.
     #[error("cannot find out when this process started, is /proc mounted? {0}")]
     Process(io::Error),

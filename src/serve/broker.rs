@@ -70,15 +70,22 @@ fn carry_out(ask: &Ask, peer: Peer) -> Result<Answer, No> {
             Ok(Answer::Inventory(Box::new(admit::fresh_inventory(&config)?)))
         }
         Ask::Admit(told) => admit(told, peer, &config),
-        Ask::Bind { lease, pid } => bind(lease, *pid, peer, &config),
+        Ask::Bind { lease, container, pid } => bind(lease, container, *pid, peer, &config),
+        Ask::HandOver { lease, owner } => {
+            own(lease, peer, &config)?;
+            admit::hand_over(lease, Pinned::of(*owner, peer.uid)?.process, &config)?;
+            Ok(Answer::Done(true))
+        }
+        Ask::Abandon { id, owner } => {
+            admit::abandon(peer.uid, id, Pinned::of(*owner, peer.uid)?.process, &config)?;
+            Ok(Answer::Done(true))
+        }
         Ask::Ending { id, record } => {
             let deleter = Pinned::of(peer.pid, peer.uid)?.process;
             Ok(Answer::Lease(admit::mark_ending_by(deleter, peer.uid, id, record, &config)?))
         }
         Ask::Unmark { lease } => {
-            if !is_of(lease, peer, &config)? {
-                return Err(AdmitError::NoLease(lease.clone()).into());
-            }
+            own(lease, peer, &config)?;
             admit::unmark(lease, &config)?;
             Ok(Answer::Done(true))
         }
@@ -112,34 +119,54 @@ fn admit(told: &Admit, peer: Peer, config: &Config) -> Result<Answer, No> {
 
 /// What goes into the ledger is bounded and names what it should.
 fn check(told: &Admit) -> Result<(), No> {
-    let names = &told.container;
-    let path = |path: &Path| {
-        let text = path.as_os_str().as_encoded_bytes();
-        text.len() <= LONGEST_PATH && !text.contains(&0) && (path.is_absolute() || text.is_empty())
-    };
+    check_names(&told.container)?;
     let image = &told.image;
-    let sound = names.id.len() <= LONGEST_ID
-        && [&names.bundle, &names.rootfs, &names.record].into_iter().all(|it| path(it))
-        && image.created.len() <= MOST_MOUNT_POINTS
-        && image.created.iter().chain(&image.library_dir).all(|it| path(it));
-    if sound { Ok(()) } else { Err("the container's id or one of its paths is none or too long".to_owned().into()) }
+    let sound = image.created.len() <= MOST_MOUNT_POINTS
+        && image.created.iter().chain(&image.library_dir).all(|path| is_path(path));
+    if sound {
+        Ok(())
+    } else {
+        Err("a mount point of the image is no path, or there are too many".to_owned().into())
+    }
 }
 
-fn bind(lease: &LeaseId, pid: i32, peer: Peer, config: &Config) -> Result<Answer, No> {
-    let unbound = |why: String| AdmitError::Unbound { lease: lease.clone(), pid, why };
-    if !is_of(lease, peer, config)? {
-        return Err(AdmitError::NoLease(lease.clone()).into());
+/// What is not known yet may be empty.
+fn check_names(names: &ContainerNames) -> Result<(), No> {
+    let paths = [&names.bundle, &names.rootfs, &names.record];
+    let sound = names.id.len() <= LONGEST_ID && paths.into_iter().all(|path| is_path(path));
+    if sound {
+        Ok(())
+    } else {
+        Err("the container's id or one of its paths is none or too long".to_owned().into())
     }
-    let pinned = Pinned::of(pid, peer.uid).map_err(|error| unbound(error.to_string()))?;
-    admit::bind_told(lease, pinned.process, peer.pid, config)?;
+}
+
+fn is_path(path: &Path) -> bool {
+    let text = path.as_os_str().as_encoded_bytes();
+    text.len() <= LONGEST_PATH && !text.contains(&0) && (path.is_absolute() || text.is_empty())
+}
+
+fn bind(
+    lease: &LeaseId,
+    names: &ContainerNames,
+    pid: i32,
+    peer: Peer,
+    config: &Config,
+) -> Result<Answer, No> {
+    own(lease, peer, config)?;
+    check_names(names)?;
+    let pinned = Pinned::of(pid, peer.uid)
+        .map_err(|error| AdmitError::Unbound { lease: lease.clone(), why: error.to_string() })?;
+    admit::bind_told(lease, names, pinned.process, peer.pid, config)?;
     Ok(Answer::Done(true))
 }
 
-/// Whether `lease` is one of `peer`'s.
-fn is_of(lease: &LeaseId, peer: Peer, config: &Config) -> Result<bool, No> {
+/// Leases of others are none of `peer`'s business, not even whether there are any.
+fn own(lease: &LeaseId, peer: Peer, config: &Config) -> Result<(), No> {
     let store = Store::open(&config.state_dir).map_err(AdmitError::from)?;
     let ledger = admit::read(&store).map_err(AdmitError::from)?;
-    Ok(ledger.lease(lease).is_some_and(|lease| lease.brokered && lease.container.uid == peer.uid))
+    let held = ledger.lease(lease).filter(|lease| lease.brokered && lease.container.uid == peer.uid);
+    held.map(drop).ok_or_else(|| AdmitError::NoLease(lease.clone()).into())
 }
 
 fn status(peer: Peer, config: &Config) -> Result<Answer, No> {

@@ -19,7 +19,9 @@ pub struct Cap<'a> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CapError {
     /// `modes`
-    #[error("your [[policy]] on this host allows sublet.mode {allowed}, and this is {mode}: name an allowed one")]
+    #[error(
+        "your [[policy]] on this host allows sublet.mode {allowed}, and this is {mode}: name an allowed one"
+    )]
     Mode {
         /// What the placement came to.
         mode: Mode,
@@ -52,7 +54,9 @@ pub enum CapError {
         temporary: bool,
     },
     /// `leases`
-    #[error("your [[policy]] on this host allows {0} leases at once, and you hold them all: end a container first")]
+    #[error(
+        "your [[policy]] on this host allows {0} leases at once, and you hold them all: end a container first"
+    )]
     Leases(u32),
 }
 
@@ -81,13 +85,16 @@ impl Cap<'_> {
         }
         let held: Vec<&Lease> =
             ledger.leases.iter().filter(|lease| lease.container.uid == self.uid).collect();
-        if let Some(most) = rule.leases.filter(|most| u32::try_from(held.len()).is_ok_and(|held| held >= *most)) {
+        if let Some(most) =
+            rule.leases.filter(|most| u32::try_from(held.len()).is_ok_and(|held| held >= *most))
+        {
             return Err(CapError::Leases(most));
         }
         let devices = placement.devices.len() as u64;
         let whole = u64::from(Percent::WHOLE.thousandths());
         let sm = |sm: Option<Percent>| sm.map(|sm| u64::from(sm.thousandths()));
-        let held_sm = held.iter().map(|lease| sm(lease.sm).unwrap_or(whole).saturating_mul(devices_of(lease)));
+        let held_sm =
+            held.iter().map(|lease| sm(lease.sm).unwrap_or(whole).saturating_mul(devices_of(lease)));
         let asked_sm = sm(placement.sm).map(|sm| sm * devices);
         sum("sm", sm(rule.sm), held_sm, asked_sm, &percent)?;
         // What has no limit holds everything.
@@ -182,15 +189,21 @@ mod tests {
             (placement(Mode::Mps, Some(25), Some(2048)), Ok(())),
             (
                 placement(Mode::TimeSlice, Some(25), Some(2048)),
-                Err("your [[policy]] on this host allows sublet.mode mps, and this is time-slice: name an allowed one"),
+                Err(
+                    "your [[policy]] on this host allows sublet.mode mps, and this is time-slice: name an allowed one",
+                ),
             ),
             (
                 placement(Mode::Mps, Some(26), Some(2048)),
-                Err("your [[policy]] on this host caps sm at 50 %, your containers hold 25 % and this asks for 26 %: ask for less, or end a container first"),
+                Err(
+                    "your [[policy]] on this host caps sm at 50 %, your containers hold 25 % and this asks for 26 %: ask for less, or end a container first",
+                ),
             ),
             (
                 placement(Mode::Mps, Some(51), Some(2048)),
-                Err("your [[policy]] on this host caps sm at 50 %, your containers hold 25 % and this asks for 51 %: ask for less"),
+                Err(
+                    "your [[policy]] on this host caps sm at 50 %, your containers hold 25 % and this asks for 51 %: ask for less",
+                ),
             ),
             (
                 placement(Mode::Mps, None, Some(2048)),
@@ -198,11 +211,15 @@ mod tests {
             ),
             (
                 placement(Mode::Mps, Some(25), Some(2049)),
-                Err("your [[policy]] on this host caps memory at 6144 MiB, your containers hold 4096 MiB and this asks for 2049 MiB: ask for less, or end a container first"),
+                Err(
+                    "your [[policy]] on this host caps memory at 6144 MiB, your containers hold 4096 MiB and this asks for 2049 MiB: ask for less, or end a container first",
+                ),
             ),
             (
                 placement(Mode::Mps, Some(25), None),
-                Err("your [[policy]] on this host caps memory at 6144 MiB: name your part with sublet.memory"),
+                Err(
+                    "your [[policy]] on this host caps memory at 6144 MiB: name your part with sublet.memory",
+                ),
             ),
         ];
         for (placement, expected) in cases {

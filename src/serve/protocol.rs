@@ -38,8 +38,24 @@ pub enum Ask {
     Bind {
         /// The lease.
         lease: LeaseId,
+        /// As far as it was not known before; no root filesystem.
+        container: ContainerNames,
         /// In the client's PID namespace, which has to be the service's.
         pid: i32,
+    },
+    /// Process `owner`, the engine, answers for `lease` until it is bound.
+    HandOver {
+        /// The lease.
+        lease: LeaseId,
+        /// As [`Ask::Bind`]'s pid.
+        owner: i32,
+    },
+    /// What `owner` still holds for container `id`, unbound, is from a start that came to nothing.
+    Abandon {
+        /// The container's id.
+        id: String,
+        /// As [`Ask::Bind`]'s pid.
+        owner: i32,
     },
     /// The container is being deleted by the client.
     Ending {
@@ -96,6 +112,7 @@ pub struct Admit {
 
 /// A container by its names: the service never opens these paths.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct ContainerNames {
     /// The container id.
     pub id: String,
@@ -170,7 +187,9 @@ struct Versioned {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProtocolError {
     /// Another version's.
-    #[error("the line is of protocol version {0}, this is version {VERSION}: after an upgrade `systemctl restart sublet.service`")]
+    #[error(
+        "the line is of protocol version {0}, this is version {VERSION}: after an upgrade `systemctl restart sublet.service`"
+    )]
     Version(u32),
     /// No JSON, or not what a line holds.
     #[error("the line cannot be understood: {0}")]
@@ -224,8 +243,8 @@ mod tests {
         let written = |ask: &Ask| String::from_utf8(line(ask).unwrap()).unwrap();
         assert_eq!(written(&Ask::Inventory), "{\"v\":1,\"do\":\"inventory\"}\n");
         assert_eq!(
-            written(&Ask::Bind { lease: id('1'), pid: 7 }),
-            "{\"v\":1,\"do\":\"bind\",\"lease\":\"00000000000000a1\",\"pid\":7}\n"
+            written(&Ask::HandOver { lease: id('1'), owner: 7 }),
+            "{\"v\":1,\"do\":\"hand-over\",\"lease\":\"00000000000000a1\",\"owner\":7}\n"
         );
         let admit = Admit {
             container: ContainerNames {
@@ -278,8 +297,8 @@ mod tests {
             ),
             (r#"{"v":1}"#, "the line cannot be understood: missing field `do` at line 1 column 7"),
             (
-                r#"{"v":1,"do":"bind","lease":"00000000000000a1","pid":"7"}"#,
-                "the line cannot be understood: invalid type: string \"7\", expected i32",
+                r#"{"v":1,"do":"hand-over","lease":"00000000000000a1","owner":"7"}"#,
+                "the line cannot be understood: invalid type: string \"7\", expected i32 at line 1 column 63",
             ),
         ];
         for (line, message) in cases {

@@ -90,7 +90,8 @@ mod tests {
 
     #[test]
     fn the_first_rule_that_fits_counts() {
-        let mut config = Config { policy: vec![user("4294967294"), user("0"), user("*")], ..Config::default() };
+        let mut config =
+            Config { policy: vec![user("4294967294"), user("0"), user("*")], ..Config::default() };
         assert_eq!(rule_of(0, &config).unwrap().user.as_deref(), Some("0"));
         config.policy.clear();
         assert_eq!(

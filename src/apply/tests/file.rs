@@ -40,7 +40,7 @@ fn numbers_that_would_change_are_refused() {
     }
     assert_eq!(
         refused(r#"{"n":18446744073709551616}"#),
-        "cannot edit /bundle/config.json: the number 18446744073709551616 would not survive the edit"
+        "cannot edit /bundle/config.json: the number 18446744073709551616 would not survive the edit; the file is as it was, whatever wrote it is at fault"
     );
 }
 

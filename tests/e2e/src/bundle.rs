@@ -17,7 +17,7 @@ pub struct Bundle<'a> {
     pub dir: PathBuf,
     /// config.json as the engine writes it.
     pub spec: Value,
-    world: &'a World,
+    pub(crate) world: &'a World,
 }
 
 /// What a command of the runtime came to.
@@ -25,6 +25,8 @@ pub struct Bundle<'a> {
 pub struct Finished {
     /// Exit code 0.
     pub ok: bool,
+    /// The exit code; `None` after a signal.
+    pub code: Option<i32>,
     /// Standard output.
     pub stdout: String,
     /// Standard error.
@@ -32,9 +34,16 @@ pub struct Finished {
 }
 
 impl Finished {
-    fn of(output: &Output) -> Self {
+    /// What an ended command came to.
+    #[must_use]
+    pub fn of(output: &Output) -> Self {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        Self { ok: output.status.success(), stdout: text(&output.stdout), stderr: text(&output.stderr) }
+        Self {
+            ok: output.status.success(),
+            code: output.status.code(),
+            stdout: text(&output.stdout),
+            stderr: text(&output.stderr),
+        }
     }
 
     /// Standard output as JSON lines; other lines are passed over.
@@ -198,12 +207,12 @@ impl Bundle<'_> {
     }
 
     /// The container keeps the standard output it is created with: a file, so that nobody waits for it.
-    fn detached(&self, mut command: Command) -> Finished {
+    pub(crate) fn detached(&self, mut command: Command) -> Finished {
         let open = |name: &str| File::create(self.dir.join(name)).expect("output file");
         command.stdin(Stdio::null()).stdout(open("out")).stderr(open("err"));
         let status = command.status().expect("sublet-runtime runs");
         let stderr = std::fs::read_to_string(self.dir.join("err")).unwrap_or_default();
-        Finished { ok: status.success(), stdout: String::new(), stderr }
+        Finished { ok: status.success(), code: status.code(), stdout: String::new(), stderr }
     }
 }
 

@@ -2,9 +2,11 @@
 //! that real runc or crun start through the built `sublet-runtime`.
 
 mod bundle;
+mod refused;
 mod rootfs;
 mod world;
 
 pub use bundle::{Bundle, Finished};
+pub use refused::tree;
 pub use rootfs::{Rootfs, copy_program};
 pub use world::{Engine, World, bin_dir, eventually, skip_unless_root};

@@ -36,8 +36,11 @@ fn link_away(path: &Path) -> PathBuf {
     target
 }
 
+/// Its name, and what does it to a file.
+type Damage = (&'static str, fn(&Path));
+
 /// The ways in which a ledger is none.
-const DAMAGES: [(&str, fn(&Path)); 9] = [
+const DAMAGES: [Damage; 9] = [
     ("truncated", truncate),
     ("empty", |path| std::fs::write(path, "").expect("written")),
     ("garbage", |path| std::fs::write(path, [0xff, 0, 0x1b, b'{']).expect("written")),
@@ -198,7 +201,7 @@ fn an_inventory_that_does_not_hold_is_made_anew() {
     let world = World::simulated("h200", "");
     let inventory = world.state_dir().join("inventory.json");
     let elsewhere = r#"{"schema":"sublet.inventory/1"}"#;
-    let damages: [(&str, fn(&Path)); 9] = [
+    let damages: [Damage; 9] = [
         ("missing", |path| std::fs::remove_file(path).expect("removed")),
         ("truncated", truncate),
         ("garbage", |path| std::fs::write(path, [0xff, 0, 0x1b]).expect("written")),

@@ -1,0 +1,66 @@
+//! For hooks that take a lease before they can know its container: who answers for it until then, and
+//! what binds it.
+
+use std::convert::Infallible;
+
+use super::{AdmitError, read, rootless, tidy};
+use crate::config::Config;
+use crate::ledger::{Binding, LeaseId, Store};
+use crate::process::Process;
+
+/// Gives up what `owner`, an engine that starts container `id` of `uid` anew, holds for it from a start
+/// that came to nothing.
+///
+/// # Errors
+/// The ledger cannot be read or written.
+pub fn abandon(uid: u32, id: &str, owner: Process, config: &Config) -> Result<(), AdmitError> {
+    if rootless::applies(config) {
+        return rootless::abandon(id, owner, config);
+    }
+    let store = Store::open(&config.state_dir)?;
+    if read(&store)?.abandon(uid, id, owner).is_empty() {
+        return Ok(());
+    }
+    let (Ok(abandoned), mut freed) =
+        store.update(|ledger| Ok::<_, Infallible>(ledger.abandon(uid, id, owner)))?;
+    freed.extend(abandoned);
+    tidy(&freed, &store, config);
+    Ok(())
+}
+
+/// Makes `owner` answer for `lease` until it is bound: its end without a container, or too long a wait,
+/// means that the lease is gone.
+///
+/// # Errors
+/// The ledger cannot be written.
+pub fn hand_over(lease: &LeaseId, owner: Process, config: &Config) -> Result<(), AdmitError> {
+    if rootless::applies(config) {
+        return rootless::hand_over(lease, owner, config);
+    }
+    let store = Store::open(&config.state_dir)?;
+    let (Ok(()), freed) = store.update(|ledger| {
+        ledger.hand_over(lease, owner);
+        Ok::<_, Infallible>(())
+    })?;
+    tidy(&freed, &store, config);
+    Ok(())
+}
+
+/// Binds `lease` to its container, which exists now.
+///
+/// # Errors
+/// The lease is gone or another container's: this one must not start. Or the ledger cannot be written.
+pub fn bind(lease: &LeaseId, binding: &Binding, config: &Config) -> Result<(), AdmitError> {
+    if rootless::applies(config) {
+        return rootless::bind(lease, binding, config);
+    }
+    let store = Store::open(&config.state_dir)?;
+    let (bound, freed) = store.update(|ledger| ledger.bind(lease, binding))?;
+    tidy(&freed, &store, config);
+    if let Err(error) = bound {
+        let error = AdmitError::from(error);
+        super::refusals::record(&binding.id, &error, config);
+        return Err(error);
+    }
+    Ok(())
+}

@@ -1,0 +1,143 @@
+//! The hooks that we put into a config.json: ours, and the one that makes a refused container fail
+//! (OCI runtime-spec, config.md, "POSIX-platform Hooks").
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use crate::config;
+
+/// All that the hook needs; without an `env` of its own it would get the image's (CVE-2025-23266).
+const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// No program can be below a file that is no directory.
+const NO_PROGRAM: &str = "/dev/null/sublet refuses this container: ";
+
+/// `hooks` of config.json has another shape than the specification's.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("config.json: hooks.{0} is no array of hooks")]
+pub struct BadHooks(&'static str);
+
+/// A stage that we add ourselves to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// The container exists and has not started.
+    CreateRuntime,
+    /// The container is deleted.
+    Poststop,
+}
+
+impl Stage {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::CreateRuntime => "createRuntime",
+            Self::Poststop => "poststop",
+        }
+    }
+
+    /// Seconds that the hook may take: one waits for the container's processes to be gone, the other
+    /// may have to stop daemons of containers that it finds gone.
+    const fn timeout(self) -> u32 {
+        match self {
+            Self::CreateRuntime => 30,
+            Self::Poststop => 10,
+        }
+    }
+}
+
+/// The hook that belongs to this build: beside our own program, else where packages put it.
+pub(crate) fn program() -> Option<String> {
+    let beside = std::env::current_exe().ok().map(|own| own.with_file_name("sublet-hook"));
+    let packaged = ["/usr/libexec/sublet/sublet-hook", "/usr/bin/sublet-hook"].map(PathBuf::from);
+    let program = beside.into_iter().chain(packaged).find(|program| program.is_file())?;
+    program.into_os_string().into_string().ok()
+}
+
+/// Adds `program` to `stage`, behind the hooks that are there; `config` names its configuration.
+///
+/// # Errors
+/// `hooks` is no object of arrays.
+pub(crate) fn add(
+    spec: &mut Value,
+    stage: Stage,
+    program: &str,
+    config: Option<&Path>,
+) -> Result<(), BadHooks> {
+    let mut env = vec![PATH.to_owned()];
+    env.extend(config.map(|config| format!("{}={}", config::VARIABLE, config.display())));
+    let hook = json!({
+        "path": program,
+        "args": ["sublet-hook", stage.name()],
+        "env": env,
+        "timeout": stage.timeout(),
+    });
+    array(spec, stage)?.push(hook);
+    Ok(())
+}
+
+/// Makes the container's creation fail with `reason` in the runtime's message.
+///
+/// Podman throws away what a precreate hook says, and crun what a hook of the container's says. Both
+/// runtimes name the path of a hook that they cannot run, and Podman shows that to whoever started the
+/// container, over its API too.
+///
+/// # Errors
+/// As [`add`].
+pub(super) fn add_refusal(spec: &mut Value, reason: &str) -> Result<(), BadHooks> {
+    let hook = json!({"path": format!("{NO_PROGRAM}{reason}"), "args": ["sublet-hook"], "env": [PATH]});
+    // First: no other hook has anything to do any more.
+    array(spec, Stage::CreateRuntime)?.insert(0, hook);
+    Ok(())
+}
+
+fn array(spec: &mut Value, stage: Stage) -> Result<&mut Vec<Value>, BadHooks> {
+    let bad = BadHooks(stage.name());
+    let hooks = member(spec, "hooks", || json!({})).ok_or(BadHooks(stage.name()))?;
+    member(hooks, stage.name(), || json!([])).and_then(Value::as_array_mut).ok_or(bad)
+}
+
+/// `object[name]`, made anew where it is absent or null.
+fn member<'a>(object: &'a mut Value, name: &str, new: impl Fn() -> Value) -> Option<&'a mut Value> {
+    let member = object.as_object_mut()?.entry(name).or_insert_with(&new);
+    if member.is_null() {
+        *member = new();
+    }
+    Some(member)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hook_stands_last_and_has_its_own_environment() {
+        let mut spec = json!({"hooks": {"x": 1, "poststop": [{"path": "/a"}]}, "y": 2});
+        add(&mut spec, Stage::Poststop, "/usr/bin/sublet-hook", None).unwrap();
+        let expected = r#"{"hooks":{"x":1,"poststop":[{"path":"/a"},{"path":"/usr/bin/sublet-hook","args":["sublet-hook","poststop"],"env":["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],"timeout":10}]},"y":2}"#;
+        assert_eq!(spec.to_string(), expected);
+    }
+
+    #[test]
+    fn hooks_are_made_where_there_are_none() {
+        for mut spec in [json!({}), json!({"hooks": null}), json!({"hooks": {"createRuntime": null}})] {
+            add(&mut spec, Stage::CreateRuntime, "/h", Some(Path::new("/etc/x.toml"))).unwrap();
+            let hook = &spec["hooks"]["createRuntime"][0];
+            assert_eq!((&hook["path"], &hook["args"][1]), (&json!("/h"), &json!("createRuntime")));
+            assert_eq!(hook["env"][1], "SUBLET_CONFIG=/etc/x.toml");
+        }
+        for mut spec in [json!([]), json!({"hooks": []}), json!({"hooks": {"poststop": {}}})] {
+            assert_eq!(add(&mut spec, Stage::Poststop, "/h", None), Err(BadHooks("poststop")));
+        }
+    }
+
+    #[test]
+    fn a_refusal_comes_first_and_can_be_no_program() {
+        let mut spec = json!({"hooks": {"createRuntime": [{"path": "/a"}]}});
+        add_refusal(&mut spec, "../../bin/sh is no share").unwrap();
+        let path = spec["hooks"]["createRuntime"][0]["path"].as_str().unwrap();
+        assert_eq!(path, "/dev/null/sublet refuses this container: ../../bin/sh is no share");
+        let error = std::process::Command::new(path).spawn().unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(nix::libc::ENOTDIR));
+        assert_eq!(spec["hooks"]["createRuntime"][1]["path"], "/a");
+    }
+}

@@ -1,0 +1,30 @@
+//! `createRuntime`: the container exists and has not started. Binds the lease that precreate took.
+
+use std::path::PathBuf;
+
+use super::HookError;
+use super::state::State;
+use crate::admit;
+use crate::config;
+use crate::ledger::{Binding, Init, LeaseId};
+use crate::process::Process;
+use crate::runtime;
+
+/// Binds `lease` to the container of `state`. What fails here keeps the container from starting: without
+/// a lease it would run unaccounted.
+pub(super) fn bind(state: &State, lease: &LeaseId) -> Result<(), HookError> {
+    let config = config::load()?;
+    let binding = binding(state)?;
+    admit::bind(lease, &binding, &config).map_err(|source| HookError::Bind { id: super::name(state), source })
+}
+
+fn binding(state: &State) -> Result<Binding, HookError> {
+    let pid = state.pid.filter(|pid| *pid > 0).ok_or_else(|| HookError::NoPid(super::name(state)))?;
+    let process = Process::find(pid).filter(Process::is_alive);
+    let process = process.ok_or_else(|| HookError::NoPid(super::name(state)))?;
+    let bundle = state.bundle.as_ref().and_then(|bundle| bundle.canonicalize().ok());
+    let bundle = bundle.ok_or_else(|| HookError::NoBundle(super::name(state)))?;
+    let record = runtime::record_of(nix::unistd::getppid().as_raw(), &state.id);
+    let (record, init) = (record.unwrap_or_else(PathBuf::new), Init::of(process));
+    Ok(Binding { id: state.id.clone(), bundle, record, init })
+}

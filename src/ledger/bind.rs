@@ -1,0 +1,189 @@
+//! Leases that a hook takes before it can know their container, and what binds them to it: pure, but for
+//! looking at the container's first process.
+
+use std::path::PathBuf;
+
+use super::record::{cgroup_of, pid_namespace};
+use super::{Init, Lease, LeaseId, LeaseState, Ledger};
+use crate::process::{Process, uptime_seconds};
+use crate::text::safe;
+
+/// Between the hook that takes a lease and the one that binds it an engine starts its monitor and the
+/// runtime creates the container. A later one is refused.
+const TIME_TO_BIND: u64 = 60;
+
+/// The container that a hook was told about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Binding {
+    /// The container id.
+    pub id: String,
+    /// The bundle, canonical.
+    pub bundle: PathBuf,
+    /// As in [`super::Container::record`].
+    pub record: PathBuf,
+    /// The container's first process.
+    pub init: Init,
+}
+
+/// Why a lease is not bound to a container.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotBound {
+    /// It was freed.
+    #[error(
+        "lease {0} is not in the ledger any more: the engine took longer than {TIME_TO_BIND} s to create the \
+         container, or was ended meanwhile; start the container again"
+    )]
+    Unknown(LeaseId),
+    /// It is another container's.
+    #[error("lease {lease} belongs to container {}", safe(container))]
+    Other {
+        /// The lease.
+        lease: LeaseId,
+        /// Whose it is.
+        container: String,
+    },
+}
+
+impl Init {
+    /// What can be seen of a container's first process from outside.
+    #[must_use]
+    pub fn of(process: Process) -> Self {
+        Self { process, pid_namespace: pid_namespace(process.pid), cgroup: cgroup_of(process.pid) }
+    }
+}
+
+impl Lease {
+    /// Whether no container is bound to it yet, and one is awaited.
+    #[must_use]
+    pub fn is_unbound(&self) -> bool {
+        self.init.is_none() && self.container.bundle.as_os_str().is_empty()
+    }
+
+    /// Whether the container that it was taken for did not come in time.
+    #[must_use]
+    pub fn is_overdue(&self) -> bool {
+        self.bind_by.is_some_and(|limit| uptime_seconds() > limit)
+    }
+}
+
+impl Ledger {
+    /// Makes `owner` answer for the unbound lease `id`, for as long as it may take to bind it.
+    pub fn hand_over(&mut self, id: &LeaseId, owner: Process) {
+        if let Some(lease) = self.lease_mut(id) {
+            lease.owner = owner;
+            lease.bind_by = Some(uptime_seconds() + TIME_TO_BIND);
+        }
+    }
+
+    /// Removes the unbound leases that `owner` holds for container `id` of `uid`: it starts it anew, so the
+    /// container that they were taken for did not come to be.
+    pub fn abandon(&mut self, uid: u32, id: &str, owner: Process) -> Vec<Lease> {
+        let stale = |lease: &&Lease| {
+            let same = lease.container.uid == uid && lease.container.id == id && !id.is_empty();
+            same && lease.is_unbound() && lease.owner == owner
+        };
+        let ids: Vec<LeaseId> = self.leases.iter().filter(stale).map(|lease| lease.id.clone()).collect();
+        ids.iter().filter_map(|id| self.remove(id)).collect()
+    }
+
+    /// Binds the lease `id` to its container, which exists now. Twice is no error.
+    ///
+    /// # Errors
+    /// The lease was freed, or belongs to another container.
+    pub fn bind(&mut self, id: &LeaseId, binding: &Binding) -> Result<(), NotBound> {
+        let lease = self.lease_mut(id).ok_or_else(|| NotBound::Unknown(id.clone()))?;
+        let same = lease.container.id == binding.id || lease.container.id.is_empty();
+        let bound = lease.init.as_ref().is_some_and(|init| init.process != binding.init.process);
+        if !same || bound {
+            return Err(NotBound::Other { lease: id.clone(), container: lease.container.id.clone() });
+        }
+        lease.container.id.clone_from(&binding.id);
+        if lease.is_unbound() {
+            lease.container.bundle.clone_from(&binding.bundle);
+            lease.container.record.clone_from(&binding.record);
+        }
+        lease.init = Some(binding.init.clone());
+        lease.state = LeaseState::Active;
+        lease.bind_by = None;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::lease;
+    use super::*;
+    use crate::ledger::Container;
+
+    fn unbound(n: u64, id: &str) -> Lease {
+        let plain = lease(n, "GPU-a");
+        let container = Container {
+            id: id.into(),
+            bundle: PathBuf::new(),
+            record: PathBuf::new(),
+            ..plain.container.clone()
+        };
+        Lease { container, ..plain }
+    }
+
+    fn binding(id: &str, pid: i32) -> Binding {
+        let init = Init { process: Process { pid, start_time: 5 }, pid_namespace: 9, cgroup: None };
+        Binding { id: id.into(), bundle: "/b".into(), record: "/run/crun/c".into(), init }
+    }
+
+    fn ledger(leases: Vec<Lease>) -> Ledger {
+        Ledger { leases, ..Ledger::empty("boot") }
+    }
+
+    #[test]
+    fn a_lease_learns_its_container() {
+        for known in ["c", ""] {
+            let mut ledger = ledger(vec![unbound(1, known)]);
+            let id = ledger.leases[0].id.clone();
+            ledger.hand_over(&id, Process { pid: 3, start_time: 4 });
+            assert_eq!(ledger.leases[0].owner.pid, 3);
+            assert!(ledger.leases[0].bind_by.is_some() && !ledger.leases[0].is_overdue());
+            ledger.bind(&id, &binding("c", 7)).unwrap();
+            ledger.bind(&id, &binding("c", 7)).unwrap();
+            let bound = &ledger.leases[0];
+            assert_eq!((bound.state, bound.bind_by), (LeaseState::Active, None));
+            assert_eq!(bound.container.id, "c");
+            assert_eq!(bound.container.bundle.to_str(), Some("/b"));
+            assert_eq!(bound.container.record.to_str(), Some("/run/crun/c"));
+            assert_eq!(bound.init.as_ref().unwrap().process.pid, 7);
+        }
+    }
+
+    #[test]
+    fn no_container_gets_the_lease_of_another() {
+        let mut ledger = ledger(vec![unbound(1, "c")]);
+        let id = ledger.leases[0].id.clone();
+        let other = NotBound::Other { lease: id.clone(), container: "c".into() };
+        assert_eq!(ledger.bind(&id, &binding("d", 7)), Err(other.clone()));
+        ledger.bind(&id, &binding("c", 7)).unwrap();
+        assert_eq!(ledger.bind(&id, &binding("c", 8)), Err(other));
+        let freed = LeaseId::parse("00000000000000ff").unwrap();
+        assert_eq!(ledger.bind(&freed, &binding("c", 7)), Err(NotBound::Unknown(freed.clone())));
+    }
+
+    #[test]
+    fn an_engine_that_starts_a_container_anew_gives_up_the_first_try() {
+        let engine = Process { pid: 3, start_time: 4 };
+        let of_engine = |n, id| Lease { owner: engine, ..unbound(n, id) };
+        let bound = Lease { owner: engine, ..lease(3, "GPU-a") };
+        let name = bound.container.id.clone();
+        let mut ledger = ledger(vec![of_engine(1, "c"), of_engine(2, ""), bound, unbound(4, "c")]);
+        assert_eq!(ledger.abandon(0, "c", engine).len(), 1);
+        assert_eq!(ledger.abandon(0, "", engine).len(), 0);
+        assert_eq!(ledger.abandon(0, &name, engine).len(), 0, "a bound lease is never given up");
+        assert_eq!(ledger.leases.len(), 3);
+    }
+
+    #[test]
+    fn a_lease_is_overdue_by_the_clock_that_nobody_sets() {
+        let late = Lease { bind_by: Some(0), ..unbound(1, "c") };
+        assert!(late.is_overdue());
+        let waiting = Lease { bind_by: Some(uptime_seconds() + 30), ..unbound(1, "c") };
+        assert!(!waiting.is_overdue() && !unbound(1, "c").is_overdue());
+    }
+}

@@ -1,0 +1,54 @@
+//! A low-level runtime seen from a hook that it runs: where it keeps its record of the container.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+use super::argv::parse;
+use super::low_level::{self, Host};
+
+/// The record of container `id` of the runtime that is process `pid`; `None` where it cannot be found.
+pub(crate) fn record_of(pid: i32, id: &str) -> Option<PathBuf> {
+    let proc = PathBuf::from(format!("/proc/{pid}"));
+    let args = strings(&proc.join("cmdline"));
+    // Not by /proc/PID/exe: crun runs a copy of itself that has no path.
+    let (program, args) = args.split_first()?;
+    let dialect = low_level::dialect(Path::new(program));
+    let line = parse(args, dialect);
+    let host = Host::of(&strings(&proc.join("environ")));
+    let record = low_level::record(dialect, line.global.root.as_deref(), id, &host)?;
+    record.is_dir().then_some(record)
+}
+
+/// The strings of a file of /proc, each ended by a NUL byte.
+fn strings(file: &Path) -> Vec<OsString> {
+    let bytes = std::fs::read(file).unwrap_or_default();
+    let text = bytes.strip_suffix(b"\0").unwrap_or(&bytes);
+    text.split(|byte| *byte == 0).map(|part| OsStr::from_bytes(part).to_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_record_is_where_the_runtimes_command_line_says() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("c1")).unwrap();
+        // A shell that waits, with more words on its command line than it reads.
+        let mut runtime = std::process::Command::new("/bin/sh")
+            .args(["-c", "read wait", "--root"])
+            .arg(dir.path())
+            .args(["create", "c1"])
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let pid = i32::try_from(runtime.id()).unwrap();
+        assert_eq!(record_of(pid, "c1"), Some(dir.path().join("c1")));
+        assert_eq!(record_of(pid, "c2"), None, "there is none");
+        assert_eq!(record_of(pid, "../c1"), None);
+        drop(runtime.stdin.take());
+        runtime.wait().unwrap();
+        assert_eq!(record_of(pid, "c1"), None, "the runtime is gone");
+    }
+}

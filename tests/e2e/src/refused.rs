@@ -1,0 +1,107 @@
+//! A container that is refused: one line that says why, exit status 1, and everything as it was.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::bundle::{Bundle, Finished};
+
+/// What a refusal may write or refresh in the state directory: records, no daemon's directory.
+const RECORDS: [&str; 6] =
+    ["inventory.json", "ledger.json", "lock", "refusals.json", "refresh.lock", "roots"];
+
+/// All that a refused container may not change.
+#[derive(Debug, PartialEq)]
+struct Surroundings {
+    /// Every file of the bundle, rootfs included: kind and size, and config.json's own bytes.
+    bundle: BTreeMap<String, (u32, u64)>,
+    config: Vec<u8>,
+    /// Leases and daemons.
+    booked: Vec<Value>,
+    /// What is in the state directory but for its records.
+    state: BTreeSet<String>,
+    daemons: Vec<String>,
+}
+
+impl Bundle<'_> {
+    /// Has `create` refused with exit status 1, one line and nothing changed; the line without the
+    /// container's name, with the world's directory as `$DIR`.
+    #[must_use]
+    pub fn refused(&self) -> String {
+        self.write();
+        self.refused_as_written(&["create"])
+    }
+
+    /// [`refused`](Self::refused) of another command that takes a bundle, with config.json as it is.
+    #[must_use]
+    pub fn refused_as_written(&self, command: &[&str]) -> String {
+        let before = self.surroundings();
+        let mut runtime = self.world.runtime();
+        runtime.args(command).arg("--bundle").arg(&self.dir).arg(&self.id);
+        let finished = self.detached(runtime);
+        let line = self.line(&finished);
+        let after = self.surroundings();
+        assert_eq!(after.state, before.state, "the state directory, changed by: {line}");
+        assert_eq!(after.bundle, before.bundle, "the bundle, changed by: {line}");
+        assert!(after == before, "config.json, leases or daemons, changed by: {line}");
+        assert!(!self.world.runtime_root().join(&self.id).exists(), "the runtime has a container: {line}");
+        line
+    }
+
+    /// The one line of a command that failed.
+    #[must_use]
+    pub fn line(&self, finished: &Finished) -> String {
+        assert_eq!(finished.code, Some(1), "{finished:?}");
+        assert_eq!(finished.stderr.lines().count(), 1, "not one line: {}", finished.stderr);
+        let prefix = format!("sublet-runtime: container {}: ", self.id);
+        let line = finished.stderr.trim_end().strip_prefix(&prefix);
+        let line = line.unwrap_or_else(|| panic!("it does not begin with {prefix:?}: {}", finished.stderr));
+        let dir = self.world.dir.path().to_string_lossy();
+        line.replace(&*dir, "$DIR")
+    }
+
+    fn surroundings(&self) -> Surroundings {
+        let mut bundle = tree(&self.dir);
+        for of_the_test in ["out", "err"] {
+            bundle.remove(of_the_test);
+        }
+        let mut state: BTreeSet<_> = tree(&self.world.state_dir()).into_keys().collect();
+        state.retain(|path| !RECORDS.contains(&path.as_str()));
+        let ledger = std::fs::read(self.world.state_dir().join("ledger.json")).unwrap_or_default();
+        let ledger: Value = serde_json::from_slice(&ledger).unwrap_or_default();
+        Surroundings {
+            bundle,
+            config: std::fs::read(self.dir.join("config.json")).expect("config.json is there"),
+            // Their states may move on meanwhile.
+            booked: [("leases", "id"), ("servers", "key")]
+                .iter()
+                .flat_map(|&(all, name)| {
+                    ledger[all].as_array().into_iter().flatten().map(move |each| each[name].clone())
+                })
+                .collect(),
+            state,
+            daemons: self.world.daemons(),
+        }
+    }
+}
+
+/// Every path below `dir` with its mode and size; directories without a size.
+#[must_use]
+pub fn tree(dir: &Path) -> BTreeMap<String, (u32, u64)> {
+    let mut found = BTreeMap::new();
+    let mut open = vec![dir.to_owned()];
+    while let Some(next) = open.pop() {
+        for entry in std::fs::read_dir(&next).into_iter().flatten().flatten() {
+            let Ok(metadata) = entry.metadata() else { continue };
+            if metadata.is_dir() {
+                open.push(entry.path());
+            }
+            let name = entry.path().strip_prefix(dir).expect("below").to_string_lossy().into_owned();
+            let size = if metadata.is_dir() { 0 } else { metadata.size() };
+            found.insert(name, (metadata.mode(), size));
+        }
+    }
+    found
+}

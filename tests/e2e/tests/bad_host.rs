@@ -1,0 +1,318 @@
+//! Bad hosts: a driver that is not whole, GPUs that cannot do what is asked, directories that cannot be
+//! written, a configuration that cannot be used; each refused in one line with the way out.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+use sublet_e2e::{Bundle, World, skip_unless_root};
+
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
+
+/// Compares all at once: one run shows every message that changed.
+fn assert_lines(seen: &[String], expected: &[&str]) {
+    let differ: Vec<_> = seen.iter().zip(expected).filter(|(seen, expected)| seen != expected).collect();
+    assert!(differ.is_empty() && seen.len() == expected.len(), "{differ:#?}\nall: {seen:#?}");
+}
+
+fn bad<'a>(world: &'a World, annotations: &[(&str, &str)]) -> Bundle<'a> {
+    world.bundle("bad", annotations, HOLD)
+}
+
+fn refusals(world: &World, requests: &[&[(&str, &str)]]) -> Vec<String> {
+    requests.iter().map(|annotations| bad(world, annotations).refused()).collect()
+}
+
+/// What is wrong with a host.
+type Damage = fn(&World);
+
+/// A file of the simulated driver.
+fn driver(world: &World, path: &str) -> PathBuf {
+    world.driver_root.as_ref().expect("simulated").join(path)
+}
+
+fn libraries(world: &World) -> PathBuf {
+    let dirs = ["usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"].map(|dir| driver(world, dir));
+    dirs.into_iter().find(|dir| dir.exists()).expect("a library directory")
+}
+
+/// A topology of the shipped ones with `change` made to its text.
+fn topology(name: &str, change: impl FnOnce(String) -> String) -> (tempfile::TempDir, String) {
+    let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../sim/topologies/{name}.toml"));
+    let text = change(std::fs::read_to_string(shipped).expect("a topology"));
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("changed.toml");
+    std::fs::write(&file, text).expect("a topology");
+    let name = file.to_str().expect("UTF-8").to_owned();
+    (dir, name)
+}
+
+/// `config.toml` with `from` replaced.
+fn reconfigure(world: &World, from: &str, to: &str) {
+    let text = std::fs::read_to_string(&world.config).expect("config.toml");
+    assert!(text.contains(from), "{from} is not in {text}");
+    std::fs::write(&world.config, text.replace(from, to)).expect("config.toml");
+}
+
+#[test]
+fn hosts_whose_driver_is_not_whole() {
+    if skip_unless_root() {
+        return;
+    }
+    let hosts: &[(&str, Damage)] = &[
+        ("no driver", |world| {
+            std::fs::remove_dir_all(driver(world, "proc/driver/nvidia")).expect("removed");
+            std::fs::remove_dir_all(driver(world, "sys/module/nvidia")).expect("removed");
+        }),
+        ("no NVML", |world| remove_library(world, "libnvidia-ml.so")),
+        ("no libcuda", |world| remove_library(world, "libcuda.so")),
+        ("no MPS", |world| {
+            std::fs::remove_file(driver(world, "usr/bin/nvidia-cuda-mps-control")).expect("removed");
+        }),
+        ("no node of the GPU", |world| std::fs::remove_file(driver(world, "dev/nvidia0")).expect("removed")),
+        ("no nvidiactl", |world| std::fs::remove_file(driver(world, "dev/nvidiactl")).expect("removed")),
+        ("no uvm", |world| std::fs::remove_file(driver(world, "dev/nvidia-uvm")).expect("removed")),
+        ("fell off the bus", |world| {
+            let config = driver(world, "sys/bus/pci/devices/0000:3b:00.0/config");
+            std::fs::write(config, [0xff; 64]).expect("written");
+        }),
+    ];
+    let seen: Vec<_> = hosts
+        .iter()
+        .map(|(what, damage)| {
+            let world = World::simulated("h200", "");
+            damage(&world);
+            let fresh = bad(&world, SHARE).refused();
+            format!("{what}: {fresh}")
+        })
+        .collect();
+    assert_lines(
+        &seen,
+        &[
+            "no driver: no NVIDIA driver is loaded: $DIR/sim/proc/driver/nvidia/version is missing; install the driver or load it with `modprobe nvidia`",
+            "no NVML: NVML is missing: [driver] nvml names $DIR/sim/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1, which does not exist; Debian: apt install libnvidia-ml1, Red Hat: dnf install nvidia-driver-cuda-libs",
+            "no libcuda: libcuda.so.1 of driver 580.159.04 is not in any library directory below $DIR/sim; Debian: apt install libcuda1, Red Hat: dnf install nvidia-driver-cuda-libs",
+            "no MPS: no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) needs an MPS server, and nvidia-cuda-mps-control is not installed (Debian: apt install nvidia-cuda-mps)",
+            "no node of the GPU: device node $DIR/sim/dev/nvidia0 is missing; run `nvidia-modprobe -c 0`",
+            "no nvidiactl: device node $DIR/sim/dev/nvidiactl is missing; run `nvidia-modprobe`",
+            "no uvm: device node $DIR/sim/dev/nvidia-uvm is missing; run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`",
+            "fell off the bus: NVIDIA driver 580.159.04 is loaded and no GPU answers (0000:3b:00.0 fell off the bus); see `dmesg | grep -i nvrm`",
+        ],
+    );
+}
+
+fn remove_library(world: &World, stem: &str) {
+    let entries = std::fs::read_dir(libraries(world)).expect("libraries").flatten();
+    for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(stem)) {
+        std::fs::remove_file(entry.path()).expect("removed");
+    }
+}
+
+#[test]
+fn nodes_that_vanish_after_the_refresh() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    assert!(world.sublet(&["refresh"]).status.success());
+    std::fs::remove_file(driver(&world, "dev/nvidia-uvm")).expect("removed");
+    let seen = bad(&world, SHARE).refused();
+    assert_lines(
+        &[seen],
+        &[
+            "device node $DIR/sim/dev/nvidia-uvm is missing; run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`",
+        ],
+    );
+    world.assert_empty();
+}
+
+#[test]
+fn a_driver_upgraded_and_not_reloaded_is_named_with_both_versions() {
+    if skip_unless_root() {
+        return;
+    }
+    let (_dir, name) = topology("h200", |text| format!("file_version = \"580.173.02\"\n{text}"));
+    let world = World::simulated(&name, "");
+    assert_lines(
+        &[bad(&world, SHARE).refused()],
+        &[
+            "the loaded NVIDIA kernel module is 580.159.04, the driver's files are 580.173.02: reboot, or reload the modules",
+        ],
+    );
+}
+
+#[test]
+fn before_volta_mps_has_no_limits() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("pascal", "");
+    let limits: &[&[(&str, &str)]] =
+        &[&[("sublet.sm", "25")], &[("sublet.mode", "mps"), ("sublet.memory", "4GiB")]];
+    assert_lines(
+        &refusals(&world, limits),
+        &[
+            "no place for mps, 25 % SM on any GPU: GPU 0 (Tesla P100-PCIE-16GB) is older than Volta, where MPS knows no limits: leave out sublet.sm, memory and priority",
+            "no place for mps, 4 GiB on any GPU: GPU 0 (Tesla P100-PCIE-16GB) is older than Volta, where MPS knows no limits: leave out sublet.sm, memory and priority",
+        ],
+    );
+    let plain = world.bundle("plain", &[("sublet.mode", "mps")], HOLD);
+    plain.up();
+    assert_eq!(plain.event("info")["mps"], json!(true), "without limits it works");
+    plain.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_vgpu_guest_has_no_mps_unless_somebody_says_so() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("vgpu", "");
+    assert_lines(
+        &[bad(&world, SHARE).refused()],
+        &[
+            "no place for mps, 25 % SM on any GPU: GPU 0 (GRID A100D-20C) is a vGPU, where MPS works for some profiles only: [mps] allow_vgpu = true tries it, or use time-slice",
+        ],
+    );
+    let plain = world.bundle("plain", &[("sublet.gpu", "0")], HOLD);
+    plain.up();
+    assert_eq!(plain.event("info")["mps"], json!(false), "time-slice works");
+    plain.down();
+    world.configure("[mps]\nallow_vgpu = true\n");
+    let allowed = world.bundle("allowed", SHARE, HOLD);
+    allowed.up();
+    assert_eq!(allowed.event("info")["mps"], json!(true));
+    allowed.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_process_of_the_hosts_keeps_a_gpu_from_being_exclusive() {
+    if skip_unless_root() {
+        return;
+    }
+    let (_dir, name) =
+        topology("h200", |text| format!("{text}\n[[process]]\ngpu = 0\nname = \"trainer\"\nmib = 2048\n"));
+    let world = World::simulated(&name, "");
+    let line = bad(&world, &[("sublet.mode", "exclusive")]).refused();
+    let pid: String =
+        line.split("process ").nth(1).unwrap_or("").chars().take_while(char::is_ascii_digit).collect();
+    assert!(!pid.is_empty(), "it names the process: {line}");
+    assert_lines(
+        &[line.replace(&pid, "$PID")],
+        &[
+            "no place for exclusive on any GPU: GPU 0 (NVIDIA H200) cannot be exclusive: process $PID (trainer) has a context there and no lease; end it first [left: 100 % SM, 141223 MiB]; would fit now: mps or time-slice with at most 141157 MiB on GPU 0; sublet.wait=60s waits for a place",
+        ],
+    );
+    world.assert_empty();
+}
+
+/// A mount over a directory, taken off again.
+struct Mounted(PathBuf);
+
+impl Mounted {
+    fn read_only(dir: &Path) -> Self {
+        std::fs::create_dir_all(dir).expect("a mount point");
+        let mount = |arguments: &[&str]| {
+            let status = std::process::Command::new("mount").args(arguments).arg(dir).status();
+            assert!(status.expect("mount runs").success(), "mount {arguments:?} {}", dir.display());
+        };
+        mount(&["--bind", dir.to_str().expect("UTF-8")]);
+        mount(&["-o", "remount,bind,ro"]);
+        Self(dir.to_owned())
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_state_directory_that_cannot_be_used() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut seen = Vec::new();
+    let world = World::simulated("h200", "");
+    {
+        let _mounted = Mounted::read_only(&world.state_dir());
+        seen.push(bad(&world, SHARE).refused());
+    }
+    assert!(world.sublet(&["refresh"]).status.success());
+    {
+        let _mounted = Mounted::read_only(&world.state_dir());
+        seen.push(bad(&world, SHARE).refused());
+    }
+    let state_dir = world.state_dir();
+    let below = world.dir.path().join("file");
+    std::fs::write(&below, "").expect("a file");
+    reconfigure(&world, state_dir.to_str().expect("UTF-8"), below.to_str().expect("UTF-8"));
+    seen.push(bad(&world, SHARE).refused());
+    let deep = world.dir.path().join("d".repeat(90));
+    reconfigure(&world, below.to_str().expect("UTF-8"), deep.to_str().expect("UTF-8"));
+    seen.push(bad(&world, SHARE).refused());
+    let deep = deep.file_name().expect("a name").to_string_lossy().into_owned();
+    let seen: Vec<_> = seen.iter().map(|line| line.replace(&deep, "$DEEP")).collect();
+    assert_lines(
+        &seen,
+        &[
+            "cannot write $DIR/sim/run/refresh.lock: Read-only file system (os error 30); run as root, or set state_dir to a directory that can be written",
+            "$DIR/sim/run/lock cannot be locked: Read-only file system (os error 30); run as root, or set state_dir to a directory that can be written",
+            "state directory $DIR/file: is no directory; run as root, or set state_dir in the configuration",
+            "configuration $DIR/sim/config.toml:1:1: state_dir must be at most 38 bytes long: paths of MPS sockets below it end at 107",
+        ],
+    );
+}
+
+#[test]
+fn a_low_level_runtime_that_is_missing() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let present = format!("[\"{}\"]", world.engine.program());
+    reconfigure(&world, &present, r#"["nowhere", "/opt/no/runc"]"#);
+    assert_lines(
+        &[bad(&world, SHARE).refused()],
+        &[
+            "missing nowhere: no executable nowhere or /opt/no/runc found; install runc or crun, or set [runtime] low_level",
+        ],
+    );
+    world.assert_empty();
+}
+
+#[test]
+fn configuration_that_cannot_be_used() {
+    if skip_unless_root() {
+        return;
+    }
+    let extras = [
+        "[limits]\ntime_slice_maximum = 3\n",
+        "[mps]\nexclusive_compute_mode = \"sometimes\"\n",
+        "[[policy]]\nuser = \"me\"\n",
+        "[limits\n",
+    ];
+    let seen: Vec<_> = extras
+        .iter()
+        .map(|extra| {
+            let world = World::simulated("h200", extra);
+            let line = bad(&world, SHARE).refused();
+            let stranger = world.bundle("stranger", &[], &["/bin/sleep", "120"]);
+            let created = stranger.create();
+            assert!(created.ok, "no annotation: the configuration is not its own: {created:?}");
+            line
+        })
+        .collect();
+    assert_lines(
+        &seen,
+        &[
+            "configuration $DIR/sim/config.toml:12:1: unknown key `time_slice_maximum`, expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`; did you mean time_slice_max?",
+            "configuration $DIR/sim/config.toml:12:26: unknown variant `sometimes`, expected one of `auto`, `always`, `never`",
+            "configuration $DIR/sim/config.toml:11:3: unknown key `policy`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `share`; [guard] and [[policy]] are not yet in this version",
+            "configuration $DIR/sim/config.toml:11:8: unclosed table, expected `]`",
+        ],
+    );
+}

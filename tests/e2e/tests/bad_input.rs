@@ -1,0 +1,316 @@
+//! Bad input: what people, engines and hosts get wrong, each refused in one line that names the thing and
+//! the way out. `refused` checks exit status 1, config.json, and that nothing is left behind.
+
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, World, skip_unless_root};
+
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
+
+/// Compares all at once: one run shows every message that changed.
+fn assert_lines(seen: &[String], expected: &[&str]) {
+    let differ: Vec<_> = seen.iter().zip(expected).filter(|(seen, expected)| seen != expected).collect();
+    assert!(differ.is_empty() && seen.len() == expected.len(), "{differ:#?}\nall: {seen:#?}");
+}
+
+fn bad<'a>(world: &'a World, annotations: &[(&str, &str)]) -> Bundle<'a> {
+    world.bundle("bad", annotations, HOLD)
+}
+
+fn refusals(world: &World, requests: &[&[(&str, &str)]]) -> Vec<String> {
+    requests.iter().map(|annotations| bad(world, annotations).refused()).collect()
+}
+
+#[test]
+fn annotations_that_make_no_request() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let requests: &[&[(&str, &str)]] = &[
+        &[("sublet.colour", "red")],
+        &[("sublet.compute", "25")],
+        &[("sublet.sm", "0")],
+        &[("sublet.sm", "101")],
+        &[("sublet.sm", "0.25")],
+        &[("sublet.memory", "25")],
+        &[("sublet.memory", "0")],
+        &[("sublet.gpu", "first")],
+        &[("sublet.mode", "exclusive"), ("sublet.sm", "25")],
+        &[("sublet.share", "nobody")],
+        &[("sublet.wait", "soon")],
+        &[("sublet.processes", "0")],
+        &[("sublet.capabilities", "compute,magic")],
+    ];
+    assert_lines(
+        &refusals(&world, requests),
+        &[
+            "sublet.colour=red: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share",
+            "sublet.compute=25: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share; did you mean sublet.sm?",
+            "sublet.sm=0: must be a percentage over 0 up to 100, as 25, 25% or 12.5",
+            "sublet.sm=101: must be a percentage over 0 up to 100, as 25, 25% or 12.5",
+            "sublet.sm=0.25: must be a percentage over 0 up to 100, as 25, 25% or 12.5; a quarter of a percent? write 25",
+            "sublet.memory=25: must be an amount with a unit from 1MiB on, as 8GiB or 8192MiB, or up to 100%, as 25%; a bare number says no unit: write 25GiB, 25MiB or 25%",
+            "sublet.memory=0: must be an amount with a unit from 1MiB on, as 8GiB or 8192MiB, or up to 100%, as 25%",
+            "sublet.gpu=first: must be any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or more), PCI bus id, MIG-<uuid>, \"G:M\" (quoted in YAML), name:<alias>, model:<glob>",
+            "sublet.sm=25 does not go with sublet.mode=exclusive: only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out",
+            "sublet.share=nobody: must be a share, but this host's configuration has no [share.<name>]",
+            "sublet.wait=soon: must be 0 or a whole number of ms, s or m up to 60s, as 10s",
+            "sublet.processes=0: must be a whole number from 1 on",
+            "sublet.capabilities=compute,magic: must be a list of compute, utility, graphics, video, or all",
+        ],
+    );
+    world.assert_empty();
+}
+
+/// SECURITY C1: whatever stands in an annotation, the line is short and a terminal is safe.
+#[test]
+fn hostile_annotations() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let megabyte = "9".repeat(1 << 20);
+    let hostile = [
+        megabyte.as_str(),
+        "25\0",
+        "25\u{1b}[2J\u{1b}]0;owned\u{7}",
+        "../../../etc/passwd",
+        "25\nsublet.mode=exclusive",
+        "٢٥",
+        "1e309",
+        "-1",
+        "99999999999999999999GiB",
+        "\u{202e}52",
+    ];
+    for value in hostile {
+        for key in ["sublet.sm", "sublet.memory", "sublet.gpu", "sublet.wait", "sublet.mig", "sublet.share"] {
+            let line = bad(&world, &[(key, value)]).refused();
+            assert!(line.contains(key) || line.starts_with("no place"), "{key}: {line}");
+            assert!(line.len() < 1000, "{key}: {} bytes", line.len());
+            assert!(!line.chars().any(|c| c.is_control() || c == '\u{202e}'), "{key}: {line:?}");
+        }
+    }
+    world.assert_empty();
+}
+
+#[test]
+fn requests_that_the_devices_cannot_serve() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let requests: &[&[(&str, &str)]] = &[
+        &[("sublet.gpu", "7")],
+        &[("sublet.gpu", "GPU-ffffffff-0000-0000-0000-000000000000")],
+        &[("sublet.gpu", "name:nobody")],
+        &[("sublet.gpu", "model:*A100*")],
+        &[("sublet.gpu", "any:2"), ("sublet.mode", "exclusive")],
+        &[("sublet.memory", "1024GiB")],
+        &[("sublet.sm", "1")],
+        &[("sublet.sm", "50"), ("sublet.memory", "100MiB")],
+        &[("sublet.mig", "1g.18gb")],
+        &[("sublet.mode", "mig")],
+        &[("sublet.gpu", "MIG-5b1e7000-0000-5000-8000-000000000a01")],
+        &[("sublet.gpu", "0:1")],
+    ];
+    assert_lines(
+        &refusals(&world, requests),
+        &[
+            "no place for a GPU on the GPU named: no GPU here is number 7; this host has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
+            "no place for a GPU on the GPU named: no GPU here is GPU-ffffffff-0000-0000-0000-000000000000; this host has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
+            "no place for a GPU on the GPU named: no GPU here is name:nobody (see [[device]] in the configuration); this host has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
+            "no place for a GPU on the GPU named: no GPU here is model:*A100*; this host has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
+            "no place for exclusive on any 2 GPUs: 2 devices were asked for, and there are 1",
+            "no place for a GPU, 1024 GiB on any GPU: GPU 0 (NVIDIA H200) has 143771 MiB in all, of which 143259 MiB can be booked ([limits] reserve, memory_overcommit)",
+            "no place for mps, 1 % SM on any GPU: GPU 0 (NVIDIA H200) has too few SMs for that: 1 % for 1 process(es) is under 2",
+            "no place for mps, 50 % SM, 100 MiB on any GPU: GPU 0 (NVIDIA H200) needs 274 MiB for the context(s) of 1 process(es) alone at that SM share, 100 MiB is too little",
+            "no place for mig on any GPU: MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory",
+            "no place for mig on any GPU: MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory",
+            "no place for mig on the GPU named: MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory",
+            "no place for mig on the GPU named: MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory",
+        ],
+    );
+    world.assert_empty();
+}
+
+/// The same damage under an inventory that was true a moment ago.
+#[test]
+fn specs_that_contradict_a_share() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    let edits: &[fn(&mut Value)] = &[
+        // docker run --privileged
+        |spec| spec["linux"]["resources"]["devices"] = json!([{"allow": true, "access": "rwm"}]),
+        // docker run --device /dev/nvidia5
+        |spec| {
+            spec["linux"]["devices"] =
+                json!([{"path": "/dev/nvidia5", "type": "c", "major": 195, "minor": 5, "fileMode": 438}]);
+        },
+        // The same under another name.
+        |spec| {
+            spec["linux"]["devices"] =
+                json!([{"path": "/dev/harmless", "type": "c", "major": 195, "minor": 5}]);
+        },
+        // docker run --device-cgroup-rule 'c 195:* rw'
+        |spec| {
+            let rules = spec["linux"]["resources"]["devices"].as_array_mut().expect("rules");
+            rules.push(json!({"allow": true, "type": "c", "major": 195, "access": "rw"}));
+        },
+        // docker run -v /dev:/host-dev
+        |spec| {
+            let mounts = spec["mounts"].as_array_mut().expect("mounts");
+            mounts.push(json!({"destination": "/host-dev", "type": "bind", "source": "/dev",
+                "options": ["rbind"]}));
+        },
+        // docker run --gpus all
+        |spec| {
+            spec["process"]["env"].as_array_mut().expect("env").push(json!("NVIDIA_VISIBLE_DEVICES=all"));
+            spec["hooks"] = json!({"prestart": [
+                {"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["hook", "prestart"]}]});
+        },
+        // docker run --device nvidia.com/gpu=0
+        |spec| spec["annotations"]["cdi.k8s.io/docker"] = json!("nvidia.com/gpu=0"),
+        |spec| spec["annotations"]["sublet.lease"] = json!("0123456789abcdef"),
+        |spec| spec["annotations"]["sublet.lease"] = json!("../../etc"),
+    ];
+    let seen: Vec<_> = edits
+        .iter()
+        .map(|edit| {
+            let mut bundle = bad(&world, SHARE);
+            edit(&mut bundle.spec);
+            bundle.refused()
+        })
+        .collect();
+    assert_lines(
+        &seen,
+        &[
+            "the container may open every device of the host (a *:* rwm), so no share would hold it: remove `--privileged` (or the device cgroup rule), or set `[limits] allow_privileged = true`",
+            "the container is given the device /dev/nvidia5 beside its share: remove that `--device` or volume, sublet adds the nodes it needs, or set `[limits] allow_privileged = true`",
+            "the container is given the device /dev/harmless beside its share: remove that `--device` or volume, sublet adds the nodes it needs, or set `[limits] allow_privileged = true`",
+            "the container's device cgroup rule `c 195:* rw` opens NVIDIA devices beside its share: remove that `--device-cgroup-rule`, or set `[limits] allow_privileged = true`",
+            "the container is given the bind mount of /dev beside its share: remove that `--device` or volume, sublet adds the nodes it needs, or set `[limits] allow_privileged = true`",
+            "the engine was asked for GPUs as well (hook nvidia-container-runtime-hook): remove `--gpus` (Compose: deploy.resources.reservations.devices), the sublet annotations alone give the share",
+            "the engine was asked for an NVIDIA CDI device as well (nvidia.com/gpu=0): remove `--device nvidia.com/gpu=…` (`--gpus` with newer engines), the sublet annotations alone give the share",
+            "annotation sublet.lease=0123456789abcdef: no live lease of this container has that id; sublet writes this annotation itself: remove it",
+            "annotation sublet.lease=../../etc: no live lease of this container has that id; sublet writes this annotation itself: remove it",
+        ],
+    );
+    world.assert_empty();
+}
+
+/// SECURITY C2: what no engine writes.
+#[test]
+fn specs_that_are_damaged() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = bad(&world, SHARE);
+    let whole = serde_json::to_string(&bundle.spec).expect("JSON");
+    let with = |edit: fn(&mut Value)| {
+        let mut spec = bundle.spec.clone();
+        edit(&mut spec);
+        serde_json::to_string(&spec).expect("JSON")
+    };
+    let texts = [
+        whole[..whole.len() - 20].to_owned(),
+        whole.replacen('{', &format!("{{\"deep\":{}{},", "[".repeat(400), "]".repeat(400)), 1),
+        whole.replacen(r#""annotations":"#, r#""annotations":{},"annotations":"#, 1),
+        with(|spec| spec["annotations"]["sublet.sm"] = json!(25)),
+        with(|spec| spec["process"] = Value::Null),
+        with(|spec| spec["process"]["env"] = json!("PATH=/bin")),
+        with(|spec| spec["root"] = Value::Null),
+        with(|spec| spec["root"]["path"] = json!("elsewhere")),
+        with(|spec| spec["linux"]["resources"]["devices"] = json!({})),
+        with(|spec| spec["mounts"] = json!("none")),
+    ];
+    let seen: Vec<_> = texts
+        .iter()
+        .map(|text| {
+            std::fs::write(bundle.dir.join("config.json"), text).expect("config.json");
+            let line = bundle.refused_as_written(&["create"]);
+            match line.split_once(" at line 1 column ") {
+                Some((what, rest)) => {
+                    format!("{what}{}", rest.trim_start_matches(|c: char| c.is_ascii_digit()))
+                }
+                None => line,
+            }
+        })
+        .collect();
+    assert_lines(
+        &seen,
+        &[
+            "cannot edit $DIR/bundles/bad/config.json: EOF while parsing a string; the file is as it was, whatever wrote it is at fault",
+            "cannot edit $DIR/bundles/bad/config.json: recursion limit exceeded; the file is as it was, whatever wrote it is at fault",
+            "cannot edit $DIR/bundles/bad/config.json: the key `annotations` stands twice in one object; the file is as it was, whatever wrote it is at fault",
+            "the container's spec: `annotations.*` is a number where the OCI runtime specification has a string: whatever wrote the file is at fault, try the container without its other hooks and wrappers",
+            "the container's spec: `process` is null where the OCI runtime specification has an object: whatever wrote the file is at fault, try the container without its other hooks and wrappers",
+            "the container's spec: `process.env` is a string where the OCI runtime specification has an array: whatever wrote the file is at fault, try the container without its other hooks and wrappers",
+            "config.json has no root.path, which the OCI runtime specification requires: create the container anew",
+            "root.path $DIR/bundles/bad/elsewhere cannot be used: No such file or directory (os error 2)",
+            "the container's spec: `linux.resources.devices` is an object where the OCI runtime specification has an array: whatever wrote the file is at fault, try the container without its other hooks and wrappers",
+            "the container's spec: `mounts` is a string where the OCI runtime specification has an array: whatever wrote the file is at fault, try the container without its other hooks and wrappers",
+        ],
+    );
+    world.assert_empty();
+}
+
+#[test]
+fn what_a_container_with_a_share_cannot_do() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("bad", SHARE, HOLD);
+    bundle.up();
+    bundle.event("info");
+    let lease = world.leases()[0]["id"].as_str().expect("an id").to_owned();
+    let mut checkpoint = world.runtime();
+    checkpoint.args(["checkpoint", "bad"]);
+    let checkpoint = sublet_e2e::Finished::of(&checkpoint.output().expect("it runs"));
+    let mut seen = vec![bundle.line(&checkpoint)];
+    // A second create for the same container: as the engine wrote it, and from another bundle.
+    let config = std::fs::read(bundle.dir.join("config.json")).expect("config.json");
+    let again = bundle.create();
+    seen.push(bundle.line(&again));
+    std::fs::write(bundle.dir.join("config.json"), config).expect("config.json");
+    assert_eq!(bundle.exec(&["/usr/bin/cuda-probe", "info"]).json()[0]["sm"], json!(32), "it goes on");
+    assert_eq!(world.leases().len(), 1);
+    bundle.down();
+    seen.push(bundle.refused_as_written(&["restore"]));
+    let seen: Vec<_> = seen.iter().map(|line| line.replace(&lease, "$LEASE")).collect();
+    assert_lines(
+        &seen,
+        &[
+            "checkpoint of a container with a GPU share is not possible: the GPU's state cannot be saved; recreate the container",
+            "container bad holds the live lease $LEASE already: delete it before it is created again",
+            "restore of a container with a GPU share is not possible: the GPU's state cannot be saved; recreate the container",
+        ],
+    );
+    world.assert_empty();
+}
+
+/// Engines read the `--log` file, people read stderr: both say the same.
+#[test]
+fn the_log_has_the_same_line_as_stderr() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = bad(&world, &[("sublet.sm", "101")]);
+    bundle.write();
+    let log = world.dir.path().join("log.json");
+    let mut command = world.command("sublet-runtime");
+    command.arg("--root").arg(world.runtime_root()).arg("--log").arg(&log);
+    command.args(["--log-format", "json", "create", "--bundle"]).arg(&bundle.dir).arg("bad");
+    let output = command.output().expect("it runs");
+    let stderr = String::from_utf8(output.stderr).expect("UTF-8");
+    let text = std::fs::read_to_string(&log).expect("a log");
+    let line: Value = serde_json::from_str(&text).expect("one JSON line");
+    assert_eq!(line["level"], "error");
+    assert_eq!(line["msg"].as_str(), Some(stderr.trim_end()));
+    assert!(line["time"].as_str().is_some_and(|time| time.len() >= 20), "{line}");
+}

@@ -1,0 +1,451 @@
+//! `sublet` from a shell: what it prints, in which form, with which exit code.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Output;
+
+use serde_json::{Value, json};
+use sublet_e2e::{World, eventually, skip_unless_root};
+
+const SLEEP: &[&str] = &["/bin/sleep", "120"];
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+const GPU: &str = "GPU-5b1e7000-0000-4000-8000-000000000100";
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("UTF-8")
+}
+
+/// Standard output of a command that succeeds.
+fn stdout(world: &World, arguments: &[&str]) -> String {
+    let output = world.sublet(arguments);
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// The one line of a command that fails with exit code 1.
+fn failure(world: &World, arguments: &[&str]) -> String {
+    one_line(&world.sublet(arguments), arguments)
+}
+
+fn one_line(output: &Output, arguments: &[&str]) -> String {
+    let stderr = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {stderr}");
+    assert_eq!(stderr.lines().count(), 1, "{arguments:?}: {stderr}");
+    stderr.trim_end().to_owned()
+}
+
+fn keys(value: &Value) -> Vec<&str> {
+    value.as_object().expect("an object").keys().map(String::as_str).collect()
+}
+
+/// Every file below `dir` with its bytes.
+fn contents(dir: &Path) -> BTreeMap<String, String> {
+    sublet_e2e::tree(dir)
+        .into_keys()
+        .filter(|path| dir.join(path).is_file()) // A FIFO would wait for its writer.
+        .map(|path| (path.clone(), std::fs::read_to_string(dir.join(&path)).unwrap_or_default()))
+        .collect()
+}
+
+#[test]
+fn status_as_json_is_the_documented_schema() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let empty = world.status();
+    assert_eq!(keys(&empty), ["schema", "driver", "devices", "leases", "mps"]);
+    assert_eq!((&empty["leases"], &empty["mps"]), (&json!([]), &json!([])));
+    assert_eq!(empty["devices"][0]["mode"], "idle");
+    let bundle = world.bundle("shown", &[("sublet.sm", "25"), ("sublet.memory", "8GiB")], HOLD);
+    bundle.up();
+    bundle.event("info");
+    let mut status = world.status();
+    let lease = &status["leases"][0];
+    let (id, since) = (lease["id"].as_str().expect("id"), lease["since"].as_str().expect("since"));
+    assert!(id.len() == 16 && id.bytes().all(|byte| b"0123456789abcdef".contains(&byte)), "{id}");
+    assert!(since.len() == 20 && since.ends_with('Z') && since.contains('T'), "{since}");
+    status["leases"][0]["id"] = json!("ID");
+    status["leases"][0]["since"] = json!("SINCE");
+    assert!(status["mps"][0]["pid"].as_i64().is_some_and(|pid| pid > 1));
+    status["mps"][0]["pid"] = json!(0);
+    // 143771 MiB less 512 MiB in reserve, 8 GiB and the server's 66 MiB; NVML's own account is narrower.
+    let free = status["devices"][0]["free"]["memory_bytes"].take();
+    assert!(free.as_u64().is_some_and(|free| free <= 135_001 << 20 && free > 130_000 << 20), "{free}");
+    assert_eq!(
+        status,
+        json!({"schema": "sublet.status/1",
+            "driver": {"version": "580.159.04", "simulated": true},
+            "devices": [{"uuid": GPU, "index": 0, "minor": 0, "name": "NVIDIA H200", "mode": "mps",
+                "memory_bytes": 150_754_820_096_u64, "free": {"sm_percent": 75.0, "memory_bytes": null},
+                "mig_enabled": false, "mig": [], "drained": false}],
+            "leases": [{"id": "ID", "container_id": "shown", "device": GPU, "mode": "mps",
+                "isolation": "shared", "sm_percent": 25.0, "memory_bytes": 8_589_934_592_u64,
+                "state": "active", "pid": bundle.pid(), "since": "SINCE"}],
+            "mps": [{"device": GPU, "lease": null, "pid": 0, "state": "serving", "clients": 1,
+                "key": GPU, "ceiling_percent": 25.0}]})
+    );
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn mig_devices_are_shown_and_have_the_documented_keys() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let status = world.status();
+    let device = &status["devices"][0];
+    assert_eq!((&device["mode"], &device["mig_enabled"]), (&json!("mig"), &json!(true)));
+    assert_eq!(
+        device["mig"][0],
+        json!({"uuid": "MIG-5b1e7000-0000-5000-8000-000000000a01", "profile": "4g.20gb", "gi": 2, "ci": 0,
+            "free": true})
+    );
+    assert_eq!(device["mig"].as_array().map(Vec::len), Some(4));
+}
+
+/// Whole lines, with runs of spaces as one, and what differs from run to run named.
+fn squeezed(table: &str, replace: &[(&str, &str)]) -> String {
+    let lines: Vec<_> =
+        table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+    replace.iter().fold(lines.join("\n"), |text, (from, to)| text.replace(from, to))
+}
+
+#[test]
+fn status_as_tables() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    assert_eq!(
+        squeezed(&stdout(&world, &["status"]), &[]),
+        "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n\
+         0 NVIDIA H200 GPU-5b1e7000-0000-4000-8000-000000000100 idle 0 100 % 139.9 GiB of 140.4 GiB\n\nNo leases."
+    );
+    let bundle = world.bundle("a-container-with-a-long-name", &[("sublet.sm", "12.5")], SLEEP);
+    bundle.up();
+    let status = world.status();
+    let (id, pid) = (status["leases"][0]["id"].clone(), bundle.pid().to_string());
+    let daemon = status["mps"][0]["pid"].to_string();
+    let since = [("1s", "AGO"), ("2s", "AGO"), ("0s", "AGO")];
+    let mut replace = vec![(id.as_str().expect("an id"), "LEASE"), (&pid, "PID"), (&daemon, "DAEMON")];
+    replace.extend(since);
+    assert_eq!(
+        squeezed(&stdout(&world, &["status"]), &replace),
+        "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n\
+         0 NVIDIA H200 GPU-5b1e7000-0000-4000-8000-000000000100 mps 1 87.5 % 139.8 GiB of 140.4 GiB\n\n\
+         LEASE CONTAINER GPU MODE ISOLATION SM MEMORY STATE PID SINCE\n\
+         LEASE a-container- 0 mps shared 12.5 % unlimited active PID AGO\n\n\
+         MPS DAEMON GPU STATE PID SM CEILING CLIENTS\n\
+         GPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % 0"
+    );
+    bundle.down();
+    assert_eq!(stdout(&world, &["lease", "list"]), "No leases.\n");
+    assert_eq!(stdout(&world, &["mps", "list"]), "No MPS daemons.\n");
+}
+
+#[test]
+fn explain_says_what_would_come_of_it_and_changes_nothing() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    assert!(world.sublet(&["refresh"]).status.success());
+    let keeper = world.bundle("keeper", &[("sublet.sm", "60")], SLEEP);
+    keeper.up();
+    let _ = world.status();
+    let bundle = world.bundle("asked", &[("sublet.sm", "25"), ("sublet.memory", "8GiB")], SLEEP);
+    bundle.write();
+    let before = (contents(&world.state_dir()), contents(&bundle.dir));
+    let explained = stdout(&world, &["explain", "--annotation", "sublet.sm=25"]);
+    for part in [
+        "sm at most 25 %",
+        "mode mps",
+        "This share protects",
+        "It does not protect",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
+        "/dev/nvidia0 195:0",
+        "/run/sublet/mps from",
+    ] {
+        assert!(squeezed(&explained, &[]).contains(part), "{part} is not in {explained}");
+    }
+    let dedicated = stdout(
+        &world,
+        &[
+            "explain",
+            "--annotation",
+            "sublet.gpu=0",
+            "--annotation",
+            "sublet.mode=mps",
+            "--annotation",
+            "sublet.isolation=shared",
+        ],
+    );
+    assert!(
+        dedicated.contains("ends the work of all of them"),
+        "shared: a neighbour's fault reaches it: {dedicated}"
+    );
+    let dir = bundle.dir.to_str().expect("UTF-8");
+    let diff = stdout(&world, &["explain", "--bundle", dir]);
+    for line in [
+        "+++ config.json for this share",
+        "+      \"CUDA_MPS_PIPE_DIRECTORY=/run/sublet/mps\"",
+        "+      \"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=8192M\"",
+    ] {
+        assert!(diff.lines().any(|have| have.trim_end_matches(',') == line), "{line} is not in {diff}");
+    }
+    assert!(
+        !diff.lines().any(|line| line.starts_with('-')
+            && !line.starts_with("---")
+            && !line.ends_with('"')
+            && !line.ends_with('}')),
+        "only commas change: {diff}"
+    );
+    let refused = failure(&world, &["explain", "--annotation", "sublet.sm=70"]);
+    assert!(refused.contains("40 % SM left") && refused.contains("keeper"), "{refused}");
+    assert_eq!(
+        failure(&world, &["explain"]),
+        "sublet: nothing to explain: give --annotation KEY=VALUE, --bundle DIR or --container ID"
+    );
+    assert_eq!(
+        failure(&world, &["explain", "--container", "nobody"]),
+        "sublet: container nobody holds no lease and none of the last refusals is its own"
+    );
+    let after = (contents(&world.state_dir()), contents(&bundle.dir));
+    let changed: Vec<_> = before.0.iter().filter(|(path, text)| after.0.get(*path) != Some(text)).collect();
+    assert!(after == before, "explain changed something: {changed:?}");
+    keeper.down();
+    world.assert_empty();
+}
+
+#[test]
+fn explain_of_a_container() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let held = world.bundle("held", &[("sublet.sm", "70"), ("sublet.memory", "1GiB")], SLEEP);
+    held.up();
+    let refused = world.bundle("refused", &[("sublet.sm", "40")], SLEEP);
+    let line = refused.refused();
+    let id = world.leases()[0]["id"].as_str().expect("an id").to_owned();
+    let told = stdout(&world, &["explain", "--container", "held"]);
+    assert_eq!(told, format!("Container held holds lease {id}: mode mps, memory 1 GiB.\n"));
+    assert!(stdout(&world, &["explain", "--container", "refused"]).contains(&line));
+    let last = stdout(&world, &["status", "--last-error"]);
+    assert!(last.trim_end().ends_with(&format!("container refused: {line}")), "{last}");
+    let last: Value =
+        serde_json::from_str(&stdout(&world, &["status", "--last-error", "--format", "json"])).expect("JSON");
+    assert_eq!((&last["container_id"], &last["reason"]), (&json!("refused"), &json!(line)));
+    held.down();
+    world.assert_empty();
+}
+
+#[test]
+fn wait_ends_when_there_is_a_place_or_no_time() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    assert_eq!(stdout(&world, &["wait"]), "");
+    let holder = world.bundle("holder", &[("sublet.mode", "exclusive")], SLEEP);
+    holder.up();
+    let wanted = ["wait", "--annotation", "sublet.sm=25", "--timeout", "300ms"];
+    let late = failure(&world, &wanted);
+    assert!(late.contains("is taken whole") && late.contains("holder"), "{late}");
+    let never = failure(&world, &["wait", "--annotation", "sublet.gpu=9"]);
+    assert!(never.contains("no place"), "what no waiting changes ends at once: {never}");
+    std::thread::scope(|scope| {
+        let waiting =
+            scope.spawn(|| world.sublet(&["wait", "--annotation", "sublet.sm=25", "--timeout", "10s"]));
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        assert!(!waiting.is_finished(), "it waits");
+        holder.down();
+        let ended = waiting.join().expect("no panic");
+        assert!(ended.status.success(), "{ended:?}");
+    });
+    world.assert_empty();
+}
+
+#[test]
+fn leases_are_listed_and_released() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("tenant", &[("sublet.sm", "25")], SLEEP);
+    bundle.up();
+    let listed: Value =
+        serde_json::from_str(&stdout(&world, &["lease", "list", "--format", "json"])).expect("JSON");
+    assert_eq!(listed, world.status()["leases"]);
+    let id = listed[0]["id"].as_str().expect("an id").to_owned();
+    assert!(stdout(&world, &["lease", "list"]).contains(&id));
+    let kept = failure(&world, &["lease", "release", &id]).replace(&id, "LEASE");
+    assert_eq!(
+        kept,
+        "sublet: lease LEASE is held by container tenant, which still runs: end the container, or --force"
+    );
+    assert_eq!(
+        failure(&world, &["lease", "release", "0123456789abcdef"]),
+        "sublet: there is no lease 0123456789abcdef; `sublet lease list` shows them"
+    );
+    assert_eq!(
+        failure(&world, &["lease", "release", "../x\u{1b}[2J"]),
+        "sublet: ../x\\u{1b}[2J: a lease id is sixteen hex digits"
+    );
+    assert_eq!(world.leases().len(), 1);
+    assert_eq!(stdout(&world, &["lease", "release", "--force", &id]), format!("Lease {id} released.\n"));
+    assert_eq!(world.leases(), Vec::<Value>::new());
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_drained_device_takes_no_new_lease() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let running = world.bundle("running", &[("sublet.sm", "25")], HOLD);
+    running.up();
+    assert_eq!(
+        stdout(&world, &["drain", "0"]),
+        format!("{GPU} takes no new lease; what runs there goes on.\n")
+    );
+    assert_eq!(world.status()["devices"][0]["drained"], json!(true));
+    let late = world.bundle("late", &[("sublet.sm", "25")], SLEEP);
+    assert_eq!(
+        late.refused(),
+        "no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) is drained: `sublet undrain` opens it again"
+    );
+    assert_eq!(running.exec(&["/usr/bin/cuda-probe", "info"]).json()[0]["sm"], json!(32), "it goes on");
+    assert_eq!(stdout(&world, &["undrain", GPU]), format!("{GPU} takes leases again.\n"));
+    late.up();
+    assert_eq!(failure(&world, &["drain", "9"]), "sublet: no device is called 9; `sublet status` lists them");
+    late.down();
+    running.down();
+    world.assert_empty();
+}
+
+#[test]
+fn mps_daemons_by_hand() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "[mps]\nstop_when_idle = false\n");
+    assert_eq!(
+        failure(&world, &["mps", "start", GPU]),
+        format!(
+            "sublet: no lease wants an MPS daemon {GPU}: it is started with its first container, not before"
+        )
+    );
+    assert_eq!(
+        failure(&world, &["mps", "logs", "../../etc"]),
+        "sublet: '../../etc' names no MPS daemon: a GPU-… or MIG-… UUID or a lease id is expected (sublet mps list)"
+    );
+    let bundle = world.bundle("client", &[("sublet.sm", "25")], HOLD);
+    bundle.up();
+    bundle.event("info");
+    let listed: Value =
+        serde_json::from_str(&stdout(&world, &["mps", "list", "--format", "json"])).expect("JSON");
+    assert_eq!(listed, world.status()["mps"]);
+    assert!(stdout(&world, &["mps", "list"]).contains("serving"));
+    assert_eq!(
+        failure(&world, &["mps", "stop", GPU]),
+        format!(
+            "sublet: the MPS daemon {GPU} serves 1 lease(s): end their containers first, or end all their GPU work \
+             with `sublet mps stop --force {GPU}`"
+        )
+    );
+    assert!(!stdout(&world, &["mps", "logs", GPU]).is_empty());
+    bundle.down();
+    assert_eq!(world.status()["mps"][0]["state"], "serving", "it is kept: stop_when_idle = false");
+    let _ = stdout(&world, &["mps", "stop", GPU]);
+    assert!(eventually(|| world.daemons().is_empty()));
+    world.assert_empty();
+}
+
+#[test]
+fn configuration_is_checked_and_shown() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "[limits]\nsm_overcommit = 1.5\n");
+    let path = world.config.display().to_string();
+    assert_eq!(stdout(&world, &["config", "check"]), format!("{path}: ok\n"));
+    let shown = stdout(&world, &["config", "show"]);
+    assert!(
+        shown.starts_with(&format!("# from {path}\n")) && shown.contains("sm_overcommit = 1.5"),
+        "{shown}"
+    );
+    // What it shows is a configuration, and the same one.
+    let copy = world.dir.path().join("copy.toml");
+    std::fs::write(&copy, &shown).expect("written");
+    let mut again = world.command("sublet");
+    let again = again.env("SUBLET_CONFIG", &copy).args(["config", "show"]).output().expect("it runs");
+    let again = text(&again.stdout);
+    assert_eq!(again.split_once('\n').map(|(_, rest)| rest), shown.split_once('\n').map(|(_, rest)| rest));
+    world.configure("[limit]\nreserve = \"1GiB\"\n");
+    let line = std::fs::read_to_string(&world.config).expect("config.toml").lines().count() - 1;
+    let refused = failure(&world, &["config", "check"]);
+    assert!(refused.starts_with(&format!("sublet: configuration {path}:{line}:")), "{refused}");
+    assert!(refused.contains("`limit`") && refused.contains("did you mean limits?"), "{refused}");
+    assert_eq!(failure(&world, &["status"]), refused, "every command says the same");
+}
+
+#[test]
+fn exit_codes() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let code = |arguments: &[&str]| world.sublet(arguments).status.code();
+    for right in [&["--help"][..], &["--version"], &["status"], &["gc"], &["status", "--help"]] {
+        assert_eq!(code(right), Some(0), "{right:?}");
+    }
+    let bad_usage = [
+        &[][..],
+        &["nonsense"],
+        &["status", "--format", "xml"],
+        &["lease"],
+        &["drain"],
+        &["explain", "--annotation", "no-equals-sign"],
+        &["wait", "--timeout", "soon"],
+        &["lease", "release"],
+    ];
+    for wrong in bad_usage {
+        assert_eq!(code(wrong), Some(2), "{wrong:?}");
+    }
+    std::fs::remove_dir_all(world.driver_root.as_ref().expect("simulated").join("proc/driver/nvidia"))
+        .expect("gone");
+    std::fs::remove_dir_all(world.driver_root.as_ref().expect("simulated").join("sys/module/nvidia"))
+        .expect("gone");
+    for failing in [&["status"][..], &["refresh"], &["drain", "0"], &["lease", "list"]] {
+        let line = failure(&world, failing);
+        assert!(line.starts_with("sublet: no NVIDIA driver is loaded: "), "{failing:?}: {line}");
+    }
+}
+
+#[test]
+fn colour_is_for_terminals_that_want_it() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let sublet = sublet_e2e::bin_dir().join("sublet");
+    let on_terminal = |no_color: &str| {
+        let mut script = std::process::Command::new("script");
+        script.env("SUBLET_CONFIG", &world.config).env("NO_COLOR", no_color);
+        script.args(["--quiet", "--command", &format!("{} status", sublet.display()), "/dev/null"]);
+        script.output().map(|output| text(&output.stdout))
+    };
+    let Ok(coloured) = on_terminal("") else {
+        println!("skipped: no script(1) to make a terminal with");
+        return;
+    };
+    assert!(coloured.contains("\u{1b}["), "{coloured:?}");
+    assert!(!on_terminal("1").expect("script ran before").contains('\u{1b}'));
+    assert!(!stdout(&world, &["status"]).contains('\u{1b}'), "no terminal, no colour");
+}

@@ -1,0 +1,294 @@
+//! Where the driver's files land in each distribution family's root filesystem. Where the family's own
+//! loader can be had, a program of that root dlopens `libcuda.so.1` by bare name and dladdr names our
+//! file; for the others the places are compared with literals, and they are listed as untested.
+
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, World, skip_unless_root};
+
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+const SLEEP: &[&str] = &["/bin/sleep", "120"];
+const WHOLE: &[(&str, &str)] = &[("sublet.gpu", "0")];
+const TRIPLET: &str = if cfg!(target_arch = "aarch64") { "aarch64-linux-gnu" } else { "x86_64-linux-gnu" };
+
+fn inside(bundle: &Bundle<'_>, path: &str) -> PathBuf {
+    bundle.dir.join("rootfs").join(path.trim_start_matches('/'))
+}
+
+/// The host's libcuda, which every libcuda.so.1 in a container has to be.
+fn host_libcuda(world: &World) -> std::fs::Metadata {
+    let driver = world.driver_root.as_ref().expect("simulated");
+    let file = driver.join("usr/lib").join(TRIPLET).join("libcuda.so.580.159.04");
+    std::fs::metadata(file).expect("the simulated libcuda")
+}
+
+/// dlopen by bare name and dladdr, by the program in the container; then that the file is the host's.
+fn loads_ours(world: &World, bundle: &Bundle<'_>, expected: &str) {
+    bundle.up();
+    let info = bundle.event("info");
+    assert_eq!(info["libcuda"], json!(expected), "{info}");
+    let host = host_libcuda(world);
+    let seen = PathBuf::from(format!("/proc/{}/root{expected}", bundle.pid()));
+    let seen = std::fs::metadata(seen).expect("the container's libcuda");
+    assert_eq!((seen.dev(), seen.ino()), (host.dev(), host.ino()), "{expected} is another file");
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn debian_bookworm_of_the_host() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("debian", WHOLE, HOLD);
+    loads_ours(&world, &bundle, &format!("/lib/{TRIPLET}/libcuda.so.1"));
+}
+
+/// A Debian 13 with its own C library, made once; `None` where it cannot be had here.
+fn trixie() -> Option<PathBuf> {
+    let cache = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/e2e-roots");
+    let root = cache.join("trixie");
+    if root.exists() {
+        return Some(root);
+    }
+    std::fs::create_dir_all(&cache).ok()?;
+    let fresh = cache.join(format!("trixie.{}", std::process::id()));
+    let made = Command::new("mmdebstrap")
+        .args(["--quiet", "--variant=extract", "--include=base-files,libc6,libgcc-s1", "trixie"])
+        .arg(&fresh)
+        .status();
+    if made.is_ok_and(|status| status.success()) && std::fs::rename(&fresh, &root).is_ok() {
+        return Some(root);
+    }
+    let _ = std::fs::remove_dir_all(&fresh);
+    None
+}
+
+#[test]
+fn debian_trixie_with_its_own_loader() {
+    if skip_unless_root() {
+        return;
+    }
+    let Some(root) = trixie() else {
+        println!("untested loader: Debian 13 (no mmdebstrap, or no mirror in reach)");
+        return;
+    };
+    let world = World::simulated("h200", "");
+    let dir = world.dir.path().join("bundles/trixie");
+    std::fs::create_dir_all(&dir).expect("a bundle");
+    let copied = Command::new("cp").arg("-a").arg(&root).arg(dir.join("rootfs")).status();
+    assert!(copied.expect("cp runs").success());
+    let bundle = world.bundle("trixie", WHOLE, HOLD);
+    let probe = world.driver_root.as_ref().expect("simulated").join("usr/bin/cuda-probe");
+    std::fs::copy(probe, inside(&bundle, "/usr/bin/cuda-probe")).expect("the probe");
+    // As its loader spells it: /lib is a link to /usr/lib there.
+    loads_ours(&world, &bundle, &format!("/lib/{TRIPLET}/libcuda.so.1"));
+}
+
+/// A root filesystem of another layout: the C library in `libc`, links as (link, target).
+struct Layout {
+    family: &'static str,
+    libc: &'static str,
+    links: &'static [(&'static str, &'static str)],
+    /// Where the libraries have to be.
+    expected: &'static str,
+}
+
+/// Fedora 42 and RHEL 9, openSUSE Leap 15, Tumbleweed, Arch: `filesystem` packages of each.
+const LAYOUTS: [Layout; 4] = [
+    Layout {
+        family: "Red Hat",
+        libc: "usr/lib64",
+        links: &[("lib64", "usr/lib64"), ("lib", "usr/lib"), ("bin", "usr/bin")],
+        expected: "/usr/lib64",
+    },
+    Layout { family: "SUSE Leap", libc: "lib64", links: &[], expected: "/lib64" },
+    Layout {
+        family: "SUSE Tumbleweed",
+        libc: "usr/lib64",
+        links: &[("lib64", "usr/lib64"), ("lib", "usr/lib"), ("bin", "usr/bin")],
+        expected: "/usr/lib64",
+    },
+    Layout {
+        family: "Arch",
+        libc: "usr/lib",
+        links: &[("usr/lib64", "lib"), ("lib64", "usr/lib"), ("lib", "usr/lib"), ("bin", "usr/bin")],
+        expected: "/usr/lib",
+    },
+];
+
+/// Takes the Debian libraries out of the bundle and gives them back in the layout's places.
+fn lay(bundle: &Bundle<'_>, layout: &Layout) {
+    let debian = inside(bundle, &format!("/lib/{TRIPLET}"));
+    let aside = bundle.dir.join("libraries");
+    std::fs::rename(debian, &aside).expect("moved aside");
+    for gone in ["lib", "lib64"] {
+        let _ = std::fs::remove_dir_all(inside(bundle, gone));
+    }
+    let busybox = inside(bundle, "bin");
+    if layout.links.iter().any(|(link, _)| *link == "bin") {
+        for entry in std::fs::read_dir(&busybox).expect("bin").flatten() {
+            let to = inside(bundle, "usr/bin").join(entry.file_name());
+            std::fs::rename(entry.path(), to).expect("moved");
+        }
+        std::fs::remove_dir(&busybox).expect("empty");
+    }
+    std::fs::create_dir_all(inside(bundle, layout.libc)).expect("a library directory");
+    for entry in std::fs::read_dir(&aside).expect("libraries").flatten() {
+        let to = inside(bundle, layout.libc).join(entry.file_name());
+        std::fs::rename(entry.path(), to).expect("moved");
+    }
+    for (link, target) in layout.links {
+        symlink(target, inside(bundle, link)).expect("a link");
+    }
+}
+
+/// A C library of another word size or machine, as multilib systems have beside the real one: an ELF
+/// header of 20 bytes says so (elf(5): class at 4, `e_machine` at 18).
+fn decoy(bundle: &Bundle<'_>, path: &str, class: u8, machine: u8) {
+    let file = inside(bundle, path);
+    std::fs::create_dir_all(file.parent().expect("a directory")).expect("directories");
+    let mut header = *b"\x7fELF\x00\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x03\x00\x00\x00";
+    (header[4], header[18]) = (class, machine);
+    std::fs::write(file, header).expect("a decoy");
+}
+
+#[test]
+fn other_families_have_the_files_where_their_loader_looks() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    for layout in &LAYOUTS {
+        let bundle = world.bundle(&layout.family.replace(' ', "-"), WHOLE, SLEEP);
+        lay(&bundle, layout);
+        if layout.libc != "usr/lib" {
+            decoy(&bundle, "usr/lib/libc.so.6", 1, 3);
+        }
+        bundle.up();
+        let mounts = libraries_of(&bundle);
+        assert_eq!(
+            mounts,
+            [
+                "libcuda.so",
+                "libcuda.so.1",
+                "libcudadebugger.so.1",
+                "libnvidia-allocator.so.1",
+                "libnvidia-cfg.so.1",
+                "libnvidia-gpucomp.so.580.159.04",
+                "libnvidia-ml.so.1",
+                "libnvidia-nvvm.so.4",
+                "libnvidia-opencl.so.1",
+                "libnvidia-ptxjitcompiler.so.1",
+            ]
+            .map(|name| format!("{}/{name}", layout.expected)),
+            "{}",
+            layout.family
+        );
+        let seen = PathBuf::from(format!("/proc/{}/root{}/libcuda.so.1", bundle.pid(), layout.expected));
+        assert_eq!(std::fs::metadata(seen).expect("libcuda").ino(), host_libcuda(&world).ino());
+        bundle.down();
+    }
+    world.assert_empty();
+    println!("untested loader: Red Hat, SUSE, Arch, Nix (places compared with literals only)");
+}
+
+/// Destinations of the driver's libraries, sorted.
+fn libraries_of(bundle: &Bundle<'_>) -> Vec<String> {
+    let config = bundle.config();
+    let mounts = config["mounts"].as_array().expect("mounts");
+    let destinations = mounts.iter().filter_map(|mount| mount["destination"].as_str());
+    let mut found: Vec<_> = destinations.filter(|path| path.contains(".so")).map(str::to_owned).collect();
+    found.sort();
+    found
+}
+
+fn warning(bundle: &Bundle<'_>) -> String {
+    let created = bundle.create();
+    assert!(created.ok, "{created:?}");
+    assert!(bundle.start().ok);
+    assert_eq!(created.stderr.lines().count(), 1, "{created:?}");
+    created.stderr.trim_end().to_owned()
+}
+
+/// musl has one directory list for libraries and no use for glibc's: nodes and environment are all it gets.
+#[test]
+fn alpine_gets_nodes_and_environment() {
+    if skip_unless_root() {
+        return;
+    }
+    let arch = std::env::consts::ARCH;
+    let loader = format!("/lib/ld-musl-{arch}.so.1");
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("alpine", WHOLE, SLEEP);
+    std::fs::remove_dir_all(inside(&bundle, "lib")).expect("no glibc");
+    let _ = std::fs::remove_dir_all(inside(&bundle, "lib64"));
+    std::fs::create_dir_all(inside(&bundle, "lib")).expect("lib");
+    let real = std::fs::canonicalize(&loader).and_then(|real| std::fs::copy(real, inside(&bundle, &loader)));
+    match real {
+        Ok(_) => symlink(&loader, inside(&bundle, &format!("/lib/libc.musl-{arch}.so.1"))).expect("a link"),
+        Err(_) => println!("untested loader: Alpine (Debian: apt install musl)"),
+    }
+    assert_eq!(
+        warning(&bundle),
+        "sublet-runtime: container alpine: the image has no glibc of the driver's kind (musl or static): it gets \
+         the device nodes and the environment, but no driver libraries; use a glibc image for CUDA"
+    );
+    if real.is_ok() {
+        let version = bundle.exec(&[&loader]);
+        assert!(version.stderr.starts_with("musl libc"), "it is the container's loader: {version:?}");
+    }
+    let seen = bundle.exec(&["/bin/sh", "-c", "ls /dev | grep nvidia; echo $CUDA_VISIBLE_DEVICES"]);
+    assert_eq!(seen.stdout, "nvidia-uvm\nnvidia-uvm-tools\nnvidia0\nnvidiactl\n0\n");
+    assert_eq!(libraries_of(&bundle), Vec::<String>::new());
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn images_of_another_machine_get_no_library() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("foreign", WHOLE, SLEEP);
+    std::fs::remove_dir_all(inside(&bundle, "lib")).expect("no libc of the host's");
+    // 243: RISC-V.
+    decoy(&bundle, &format!("/usr/lib/{TRIPLET}/libc.so.6"), 2, 243);
+    decoy(&bundle, "/usr/lib64/libc.so.6", 1, 62);
+    decoy(&bundle, "/usr/lib/libc.so.6", 1, 3);
+    assert_eq!(
+        warning(&bundle),
+        "sublet-runtime: container foreign: the image has no glibc of the driver's kind (musl or static): it gets \
+         the device nodes and the environment, but no driver libraries; use a glibc image for CUDA"
+    );
+    assert_eq!(libraries_of(&bundle), Vec::<String>::new());
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn nix_has_the_files_where_nixos_has_them() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("nix", WHOLE, SLEEP);
+    let store = inside(&bundle, "/nix/store/00000000000000000000000000000000-glibc-2.40-66");
+    std::fs::create_dir_all(&store).expect("a store");
+    std::fs::rename(inside(&bundle, &format!("/lib/{TRIPLET}")), store.join("lib")).expect("moved");
+    bundle.up();
+    let libraries = libraries_of(&bundle);
+    assert_eq!(libraries[1], "/run/opengl-driver/lib/libcuda.so.1");
+    assert!(libraries.iter().all(|path| path.starts_with("/run/opengl-driver/lib/")), "{libraries:?}");
+    let env = bundle.config()["process"]["env"].clone();
+    let triton = json!("TRITON_LIBCUDA_PATH=/run/opengl-driver/lib");
+    assert!(env.as_array().is_some_and(|env| env.contains(&triton)), "{env}");
+    let _: Value = env;
+    bundle.down();
+    world.assert_empty();
+}

@@ -1,0 +1,213 @@
+//! What a container is given beside its libraries: capabilities, other GPUs hidden, nodes in a user
+//! namespace, a share by the runtime's name, crun's own option for the spec.
+
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, Engine, World, bin_dir, skip_unless_root};
+
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+const SLEEP: &[&str] = &["/bin/sleep", "120"];
+const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
+const WHOLE: &[(&str, &str)] = &[("sublet.gpu", "0")];
+
+/// `path` of the container, on the host.
+fn inside(bundle: &Bundle<'_>, path: &str) -> PathBuf {
+    bundle.dir.join("rootfs").join(path.trim_start_matches('/'))
+}
+
+/// Starts it and gives what its first process sees; on the way, what create warned of.
+fn up(bundle: &Bundle<'_>) -> (Value, String) {
+    let created = bundle.create();
+    assert!(created.ok, "{created:?}");
+    let started = bundle.start();
+    assert!(started.ok, "{started:?}");
+    let info = bundle.event("info");
+    assert_eq!(info["error"], Value::Null, "{info}");
+    (info, created.stderr)
+}
+
+fn destinations(bundle: &Bundle<'_>) -> Vec<String> {
+    let config = bundle.config();
+    let mounts = config["mounts"].as_array().expect("mounts");
+    mounts.iter().map(|mount| mount["destination"].as_str().expect("a path").to_owned()).collect()
+}
+
+fn names<'a>(bundle: &Bundle<'_>, wanted: &'a [&'a str]) -> Vec<(&'a str, bool)> {
+    let all = destinations(bundle);
+    let there = |name: &str| all.iter().any(|path| path.ends_with(&format!("/{name}")));
+    wanted.iter().map(|name| (*name, there(name))).collect()
+}
+
+#[test]
+fn graphics_and_video_bring_their_files_and_nodes() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let files = [
+        "libcuda.so.1",
+        "nvidia-smi",
+        "libEGL_nvidia.so.0",
+        "libnvidia-encode.so.1",
+        "10_nvidia.json",
+        "nvidia_icd.json",
+    ];
+    let plain = "nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
+    let graphical = "dri/card1 dri/renderD128 nvidia-modeset nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
+    let cases = [
+        ("compute", [true, false, false, false, false, false], plain),
+        ("utility", [false, true, false, false, false, false], plain),
+        ("graphics", [false, false, true, false, true, true], graphical),
+        ("video", [false, false, false, true, true, true], plain),
+        ("all", [true, true, true, true, true, true], graphical),
+    ];
+    for (capabilities, expected, nodes) in cases {
+        let annotations = [("sublet.gpu", "0"), ("sublet.capabilities", capabilities)];
+        let bundle = world.bundle(capabilities, &annotations, SLEEP);
+        bundle.up();
+        assert_eq!(
+            names(&bundle, &files),
+            files.into_iter().zip(expected).collect::<Vec<_>>(),
+            "{capabilities}"
+        );
+        let script = "cd /dev; for n in dri/* nvidia*; do [ -c $n ] && echo $n; done";
+        let listed = bundle.exec(&["/bin/sh", "-c", script]).stdout;
+        assert_eq!(listed.split_whitespace().collect::<Vec<_>>().join(" "), nodes, "{capabilities}");
+        bundle.down();
+    }
+    world.assert_empty();
+}
+
+#[test]
+fn an_images_own_capabilities_are_limited_by_the_configuration() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "[limits]\ncapabilities = [\"compute\", \"utility\"]\n");
+    let mut bundle = world.bundle("greedy", WHOLE, SLEEP);
+    let env = bundle.spec["process"]["env"].as_array_mut().expect("env");
+    env.push(json!("NVIDIA_DRIVER_CAPABILITIES=all"));
+    bundle.up();
+    let files = ["libcuda.so.1", "nvidia-smi", "libEGL_nvidia.so.0", "libnvidia-encode.so.1"];
+    let expected = files.into_iter().zip([true, true, false, false]).collect::<Vec<_>>();
+    assert_eq!(names(&bundle, &files), expected);
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn other_gpus_are_hidden_in_proc() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    let bundle = world.bundle("masked", &[("sublet.gpu", "2")], SLEEP);
+    bundle.up();
+    let config = bundle.config();
+    let masked: Vec<_> = config["linux"]["maskedPaths"].as_array().expect("paths")[2..]
+        .iter()
+        .map(|path| path.as_str().expect("a path").trim_start_matches("/proc/driver/nvidia/gpus/"))
+        .collect();
+    assert_eq!(config["linux"]["maskedPaths"][0], "/proc/asound", "the engine's own stay");
+    // All but GPU 2, which is 0000:3a:00.0.
+    let others = ["18", "2a", "5d", "9a", "ab", "ba", "db"].map(|bus| format!("0000:{bus}:00.0"));
+    assert_eq!(masked, others);
+    bundle.down();
+    world.assert_empty();
+}
+
+/// Rootful, with mappings: mknod is not allowed in there, so the nodes are the host's, bind-mounted.
+#[test]
+fn a_user_namespace_gets_the_hosts_nodes() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    // Mapped users have to get through to rootfs, driver and state.
+    let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(world.dir.path(), open).expect("chmod");
+    let mut bundle = world.bundle("mapped", SHARE, HOLD);
+    let namespaces = bundle.spec["linux"]["namespaces"].as_array_mut().expect("namespaces");
+    namespaces.push(json!({"type": "user"}));
+    for kind in ["uidMappings", "gidMappings"] {
+        bundle.spec["linux"][kind] = json!([{"containerID": 0, "hostID": 100_000, "size": 65536}]);
+    }
+    let chown =
+        std::process::Command::new("chown").args(["-R", "100000:100000"]).arg(inside(&bundle, "/")).status();
+    assert!(chown.expect("chown runs").success());
+    let (info, _) = up(&bundle);
+    assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)));
+    assert!(destinations(&bundle).contains(&"/dev/nvidia0".to_owned()), "a bind mount");
+    assert_eq!(bundle.config()["linux"]["devices"], Value::Null);
+    let seen = bundle.exec(&[
+        "/usr/bin/cuda-probe",
+        "noderights",
+        "/dev/nvidia0",
+        "/dev/nvidiactl",
+        "/dev/nvidia-uvm",
+    ]);
+    let results: Vec<_> = seen
+        .json()
+        .iter()
+        .filter(|line| line["event"] == "node")
+        .map(|line| line["result"].clone())
+        .collect();
+    assert_eq!(results, ["ENXIO", "ENXIO", "ENXIO"], "allowed by the cgroup, no driver behind it");
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn the_name_of_the_runtime_may_be_the_share() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "[share.quarter]\nsm = \"25\"\nmemory = \"8GiB\"\n");
+    let quarter = world.dir.path().join("sublet-quarter");
+    symlink(bin_dir().join("sublet-runtime"), &quarter).expect("a link");
+    let bundle = world.bundle("named", &[], HOLD);
+    bundle.write();
+    let mut command = std::process::Command::new(&quarter);
+    command.env("SUBLET_CONFIG", &world.config).arg("--root").arg(world.runtime_root());
+    let out = std::fs::File::create(bundle.dir.join("out")).expect("a file");
+    command.args(["create", "--bundle"]).arg(&bundle.dir).arg("named").stdout(out);
+    assert!(command.status().expect("it runs").success());
+    assert!(bundle.start().ok);
+    assert_eq!(bundle.event("info")["sm"], json!(32));
+    assert_eq!(world.leases()[0]["memory_bytes"], json!(8_589_934_592_u64));
+    bundle.down();
+    world.assert_empty();
+}
+
+/// crun's `--config` names the file to edit, whatever lies in the bundle.
+#[test]
+fn cruns_config_option_names_the_file() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    if world.engine != Engine::Crun {
+        println!("skipped: runc has no --config");
+        return;
+    }
+    for option in [&["-f"][..], &["--config"]] {
+        let mut bundle = world.bundle("elsewhere", SHARE, HOLD);
+        let spec = serde_json::to_vec(&bundle.spec).expect("JSON");
+        std::fs::write(bundle.dir.join("other.json"), spec).expect("a file");
+        bundle.spec["annotations"] = json!({});
+        bundle.write();
+        let before = std::fs::read(bundle.dir.join("config.json")).expect("config.json");
+        let out = std::fs::File::create(bundle.dir.join("out")).expect("a file");
+        let mut command = world.runtime();
+        command.arg("create").args(option).arg(bundle.dir.join("other.json"));
+        command.arg("--bundle").arg(&bundle.dir).arg("elsewhere").stdout(out);
+        assert!(command.status().expect("it runs").success());
+        assert!(bundle.start().ok);
+        assert_eq!(bundle.event("info")["sm"], json!(32));
+        assert_eq!(std::fs::read(bundle.dir.join("config.json")).expect("config.json"), before);
+        bundle.down();
+    }
+    world.assert_empty();
+}

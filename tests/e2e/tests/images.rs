@@ -1,0 +1,430 @@
+//! What an image may bring, and what comes of it: with real runc and crun, seen from inside, and the
+//! host looked at afterwards. Paths are those of the harness's own Debian-like root filesystem.
+
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, World, skip_unless_root, tree};
+
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+const SLEEP: &[&str] = &["/bin/sleep", "120"];
+const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
+const WHOLE: &[(&str, &str)] = &[("sublet.gpu", "0")];
+const DIR: &str =
+    if cfg!(target_arch = "aarch64") { "/lib/aarch64-linux-gnu" } else { "/lib/x86_64-linux-gnu" };
+
+/// `path` of the container, on the host.
+fn inside(bundle: &Bundle<'_>, path: &str) -> PathBuf {
+    bundle.dir.join("rootfs").join(path.trim_start_matches('/'))
+}
+
+fn place(bundle: &Bundle<'_>, path: &str, text: &str) {
+    let file = inside(bundle, path);
+    std::fs::create_dir_all(file.parent().expect("a directory")).expect("directories");
+    std::fs::write(file, text).expect("a file of the image's");
+}
+
+fn link(bundle: &Bundle<'_>, path: &str, target: &str) {
+    let link = inside(bundle, path);
+    std::fs::create_dir_all(link.parent().expect("a directory")).expect("directories");
+    symlink(target, link).expect("a link of the image's");
+}
+
+/// Starts it and gives what its first process sees; on the way, what create warned of.
+fn up(bundle: &Bundle<'_>) -> (Value, String) {
+    let created = bundle.create();
+    assert!(created.ok, "{created:?}");
+    let started = bundle.start();
+    assert!(started.ok, "{started:?}");
+    let info = bundle.event("info");
+    assert_eq!(info["error"], Value::Null, "{info}");
+    (info, created.stderr)
+}
+
+fn destinations(bundle: &Bundle<'_>) -> Vec<String> {
+    let config = bundle.config();
+    let mounts = config["mounts"].as_array().expect("mounts");
+    mounts.iter().map(|mount| mount["destination"].as_str().expect("a path").to_owned()).collect()
+}
+
+/// Regular files of 0 bytes below the rootfs: what a mount point leaves.
+fn empty_files(bundle: &Bundle<'_>) -> Vec<String> {
+    let files = tree(&bundle.dir.join("rootfs")).into_iter();
+    files
+        .filter(|(_, (mode, size))| mode & 0o170_000 == 0o100_000 && *size == 0)
+        .map(|(path, _)| path)
+        .collect()
+}
+
+#[test]
+fn a_link_in_the_image_is_followed_inside_the_rootfs() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("link", WHOLE, HOLD);
+    place(&bundle, &format!("{DIR}/libcuda.so.530.30.02"), "the image's own");
+    link(&bundle, &format!("{DIR}/libcuda.so.1"), "libcuda.so.530.30.02");
+    let (info, _) = up(&bundle);
+    let loaded = info["libcuda"].as_str().expect("a path");
+    assert!([format!("{DIR}/libcuda.so.1"), format!("{DIR}/libcuda.so.530.30.02")].contains(&loaded.into()));
+    bundle.down();
+    let own = std::fs::read_to_string(inside(&bundle, &format!("{DIR}/libcuda.so.530.30.02")));
+    assert_eq!(own.expect("it is still there"), "the image's own");
+    assert_eq!(empty_files(&bundle), Vec::<String>::new());
+    world.assert_empty();
+}
+
+#[test]
+fn a_dangling_absolute_link_leaves_nothing_on_the_host() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("dangling", WHOLE, HOLD);
+    let target = format!("{}-nowhere/libcuda.so.1", world.dir.path().display());
+    link(&bundle, &format!("{DIR}/libcuda.so.1"), &target);
+    up(&bundle);
+    assert!(!Path::new(&target).parent().expect("a directory").exists(), "something is on the host");
+    bundle.down();
+    assert_eq!(empty_files(&bundle), Vec::<String>::new());
+    world.assert_empty();
+}
+
+#[test]
+fn a_directory_where_a_file_of_ours_lands_is_refused() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("directory", SHARE, HOLD);
+    std::fs::create_dir(inside(&bundle, &format!("{DIR}/libcuda.so.1"))).expect("a directory");
+    let seen = bundle.refused().replace(DIR, "$LIB");
+    assert_eq!(
+        seen,
+        "the image has a directory at $LIB/libcuda.so.1, where a file of the driver's is mounted: remove it from \
+         the image, or leave out the capability that brings the file (sublet.capabilities)"
+    );
+    std::fs::remove_dir(inside(&bundle, &format!("{DIR}/libcuda.so.1"))).expect("removed");
+    place(&bundle, "/tmp/nvidia-mps", "a file");
+    assert_eq!(
+        bundle.refused(),
+        "the image has a file at /tmp/nvidia-mps, where the MPS directory is mounted: remove it from the image"
+    );
+    world.assert_empty();
+}
+
+#[test]
+fn a_library_directory_may_be_a_link() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("usrmerge", WHOLE, HOLD);
+    let triplet = DIR.trim_start_matches("/lib/");
+    std::fs::rename(inside(&bundle, DIR), inside(&bundle, &format!("/usr/lib/{triplet}"))).expect("moved");
+    link(&bundle, DIR, &format!("/usr/lib/{triplet}"));
+    let (info, _) = up(&bundle);
+    assert_eq!(info["libcuda"], json!(format!("{DIR}/libcuda.so.1")), "as the loader names it");
+    assert!(destinations(&bundle).contains(&format!("/usr/lib/{triplet}/libcuda.so.1")));
+    bundle.down();
+    world.assert_empty();
+}
+
+/// The driver's library once more, as an image with forward compatibility has one.
+fn compat(world: &World, bundle: &Bundle<'_>) {
+    let driver = world.driver_root.as_ref().expect("simulated");
+    let triplet = DIR.trim_start_matches("/lib/");
+    let library = driver.join("usr/lib").join(triplet).join("libcuda.so.1");
+    place(bundle, "/usr/local/cuda/compat/libcuda.so.1", "");
+    let target = inside(bundle, "/usr/local/cuda/compat/libcuda.so.1");
+    std::fs::copy(library, target).expect("a second libcuda");
+}
+
+#[test]
+fn the_images_own_libcuda_wins_with_a_warning() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut by_path = world.bundle("path", WHOLE, HOLD);
+    compat(&world, &by_path);
+    let env = by_path.spec["process"]["env"].as_array_mut().expect("env");
+    env.push(json!("LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/cuda/compat"));
+    let (info, warned) = up(&by_path);
+    assert_eq!(info["libcuda"], json!("/usr/local/cuda/compat/libcuda.so.1"));
+    assert_eq!(
+        warned.trim_end(),
+        "sublet-runtime: container path: the image's own /usr/local/cuda/compat/libcuda.so.1 (by its \
+         LD_LIBRARY_PATH) wins over the host driver's libcuda: if CUDA fails, remove it from the image or use \
+         an image without CUDA forward compatibility"
+    );
+    by_path.down();
+    let by_cache = world.bundle("cache", WHOLE, HOLD);
+    compat(&world, &by_cache);
+    place(&by_cache, "/etc/ld.so.conf", "/usr/local/cuda/compat\n");
+    let ldconfig =
+        std::process::Command::new("/sbin/ldconfig").arg("-r").arg(inside(&by_cache, "/")).status();
+    assert!(ldconfig.expect("ldconfig runs").success());
+    let (info, warned) = up(&by_cache);
+    assert_eq!(info["libcuda"], json!("/usr/local/cuda/compat/libcuda.so.1"));
+    assert_eq!(
+        warned.trim_end(),
+        "sublet-runtime: container cache: the image's own /usr/local/cuda/compat/libcuda.so.1 (by its \
+         /etc/ld.so.cache) wins over the host driver's libcuda: if CUDA fails, remove it from the image or use \
+         an image without CUDA forward compatibility"
+    );
+    by_cache.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_read_only_root_works_where_the_layer_below_is_writable() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = world.bundle("readonly", SHARE, HOLD);
+    bundle.spec["root"]["readonly"] = json!(true);
+    let (info, _) = up(&bundle);
+    assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)));
+    assert!(!bundle.exec(&["/bin/sh", "-c", "echo > /x"]).ok, "the root is read-only");
+    bundle.down();
+    assert_eq!(empty_files(&bundle), Vec::<String>::new());
+    world.assert_empty();
+}
+
+/// A read-only mount of a directory over itself, taken off again.
+struct ReadOnly(PathBuf);
+
+impl ReadOnly {
+    fn mount(dir: &Path) -> Self {
+        let mount = |arguments: &[&str]| {
+            let status = std::process::Command::new("mount").args(arguments).arg(dir).status();
+            assert!(status.expect("mount runs").success(), "mount {arguments:?} {}", dir.display());
+        };
+        mount(&["--bind", dir.to_str().expect("UTF-8")]);
+        mount(&["-o", "remount,bind,ro"]);
+        Self(dir.to_owned())
+    }
+}
+
+impl Drop for ReadOnly {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_rootfs_on_a_read_only_mount_needs_its_mount_points() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = world.bundle("sealed", SHARE, HOLD);
+    bundle.spec["annotations"]["sublet.capabilities"] = json!("utility");
+    // What the runtime itself would make.
+    for dir in ["dev", "proc", "sys"] {
+        std::fs::create_dir_all(inside(&bundle, dir)).expect("a directory");
+    }
+    let rootfs = inside(&bundle, "/");
+    let mounted = ReadOnly::mount(&rootfs);
+    let line = bundle.refused().replace(DIR, "$LIB");
+    assert_eq!(
+        line,
+        "the container's root filesystem (or a volume over it) is mounted read-only and lacks mount points: \
+         create these in the image, empty, or mount it writable: $LIB/libnvidia-ml.so.1 \
+         $LIB/libnvidia-cfg.so.1 /usr/bin/nvidia-smi /run/sublet/mps /tmp/nvidia-mps"
+    );
+    drop(mounted);
+    let (_, missing) = line.rsplit_once(": ").expect("a list");
+    for path in missing.split(' ') {
+        let path = path.replace("$LIB", DIR);
+        if path.ends_with("/mps") || path.ends_with("nvidia-mps") {
+            std::fs::create_dir_all(inside(&bundle, &path)).expect("a directory");
+        } else {
+            place(&bundle, &path, "");
+        }
+    }
+    let _mounted = ReadOnly::mount(&rootfs);
+    bundle.spec["process"]["args"] = json!(SLEEP);
+    bundle.up();
+    let found = bundle.exec(&[
+        "/bin/sh",
+        "-c",
+        &format!("grep -q ELF {DIR}/libnvidia-ml.so.1 && ls /tmp/nvidia-mps"),
+    ]);
+    assert_eq!(found.stdout, "control\n");
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn images_without_glibc_get_nodes_and_environment() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("static", WHOLE, SLEEP);
+    std::fs::remove_dir_all(inside(&bundle, DIR)).expect("no libc");
+    let created = bundle.create();
+    assert!(created.ok, "{created:?}");
+    assert_eq!(
+        created.stderr.trim_end(),
+        "sublet-runtime: container static: the image has no glibc of the driver's kind (musl or static): it gets \
+         the device nodes and the environment, but no driver libraries; use a glibc image for CUDA"
+    );
+    assert!(bundle.start().ok);
+    let listed = bundle.exec(&["/bin/sh", "-c", "ls /dev | grep nvidia; echo $CUDA_VISIBLE_DEVICES"]);
+    assert_eq!(listed.stdout, "nvidia-uvm\nnvidia-uvm-tools\nnvidia0\nnvidiactl\n0\n");
+    let engines: Vec<_> = bundle.spec["mounts"].as_array().expect("mounts").iter().collect();
+    assert_eq!(destinations(&bundle).len(), engines.len(), "no file of the driver's");
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn nix_images_have_a_directory_of_their_own() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("nix", WHOLE, SLEEP);
+    let store = inside(&bundle, "/nix/store/abc-glibc-2.40");
+    std::fs::create_dir_all(&store).expect("a store");
+    std::fs::rename(inside(&bundle, DIR), store.join("lib")).expect("moved");
+    bundle.up();
+    let listed = bundle.exec(&["/bin/sh", "-c", "ls /run/opengl-driver/lib | grep cuda"]);
+    assert_eq!(listed.stdout, "libcuda.so\nlibcuda.so.1\nlibcudadebugger.so.1\n");
+    bundle.down();
+    assert_eq!(empty_files(&bundle), Vec::<String>::new());
+    world.assert_empty();
+}
+
+#[test]
+fn a_tmp_of_the_hosts_stays_clean() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let tmp = world.dir.path().join("tmp");
+    std::fs::create_dir(&tmp).expect("a directory");
+    let mut bundle = world.bundle("hosttmp", SHARE, HOLD);
+    let mount = json!({"destination": "/tmp", "type": "bind", "source": tmp, "options": ["rbind", "rw"]});
+    bundle.spec["mounts"].as_array_mut().expect("mounts").push(mount);
+    let (info, warned) = up(&bundle);
+    assert_eq!(info["mps"], json!(true), "by its environment");
+    assert!(warned.contains("/tmp/nvidia-mps"), "{warned}");
+    assert!(tree(&tmp).is_empty(), "{:?}", tree(&tmp));
+    bundle.down();
+    assert!(tree(&tmp).is_empty(), "{:?}", tree(&tmp));
+    world.assert_empty();
+}
+
+#[test]
+fn a_rootfs_that_outlives_its_container_is_as_it_was() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("persistent", &[("sublet.sm", "25"), ("sublet.capabilities", "all")], HOLD);
+    place(&bundle, "/root/empty-before", "");
+    let of_the_image = empty_files(&bundle);
+    up(&bundle);
+    assert!(empty_files(&bundle).len() > 10, "mount points are there: else this test shows nothing");
+    bundle.down();
+    assert_eq!(empty_files(&bundle), of_the_image);
+    world.assert_empty();
+}
+
+/// SECURITY A1 to A4: links of the image's at, above and below every kind of mount point.
+#[test]
+fn links_out_of_the_rootfs_leave_the_host_unchanged() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let canary = world.dir.path().join("canary");
+    std::fs::create_dir(&canary).expect("a directory");
+    std::fs::write(canary.join("secret"), "of the host").expect("a file");
+    let (out, up_and_out) =
+        (canary.display().to_string(), format!("{}{}", "../".repeat(20), &canary.display().to_string()[1..]));
+    let places = [
+        format!("{DIR}/libcuda.so.1"),
+        "/usr/bin/nvidia-smi".into(),
+        "/run".into(),
+        "/run/sublet".into(),
+        "/run/sublet/mps".into(),
+        "/tmp".into(),
+        "/tmp/nvidia-mps".into(),
+        "/usr/bin".into(),
+        DIR.into(),
+    ];
+    let targets = [
+        out.clone(),
+        format!("{out}/new"),
+        up_and_out,
+        format!("/proc/self/root{out}"),
+        format!("/proc/1/root{out}"),
+        "/proc/1/cwd".into(),
+        "/".into(),
+        "/run".into(),
+        "/etc".into(),
+        format!("/proc/self/cwd/{out}"),
+    ];
+    let keeper = world.bundle("keeper", SHARE, HOLD);
+    keeper.up(); // Its daemon is warm for all others.
+    let before = (tree(&canary), Path::new("/run/sublet").exists(), Path::new("/run/opengl-driver").exists());
+    let (mut started, mut refused) = (0, 0);
+    for place in &places {
+        for target in &targets {
+            for readonly in [false, true] {
+                let mut bundle = world.bundle("hostile", SHARE, SLEEP);
+                bundle.spec["root"]["readonly"] = json!(readonly);
+                let at = inside(&bundle, place);
+                let _ = std::fs::remove_dir_all(&at);
+                link(&bundle, place, target);
+                let created = bundle.create();
+                if created.ok {
+                    started += 1;
+                    ours_only(&world, &bundle);
+                    seen_from_inside(&bundle, &out);
+                } else {
+                    refused += 1;
+                    assert!(!created.stderr.contains("panicked"), "{place} -> {target}: {created:?}");
+                }
+                bundle.down();
+                let after = (
+                    tree(&canary),
+                    Path::new("/run/sublet").exists(),
+                    Path::new("/run/opengl-driver").exists(),
+                );
+                assert_eq!(after, before, "{place} -> {target}: the host changed");
+                std::fs::remove_dir_all(&bundle.dir).expect("the next starts afresh");
+                assert_eq!(world.leases().len(), 1, "{place} -> {target}");
+            }
+        }
+    }
+    println!("{started} started, {refused} refused");
+    assert!(started > 0);
+    keeper.down();
+    world.assert_empty();
+}
+
+/// Nothing of the image is a mount's source: ours come from the driver and from our state directory.
+fn ours_only(world: &World, bundle: &Bundle<'_>) {
+    let engines = bundle.spec["mounts"].as_array().expect("mounts").len();
+    let driver = world.driver_root.as_ref().expect("simulated");
+    for mount in &bundle.config()["mounts"].as_array().expect("mounts")[engines..] {
+        let source = Path::new(mount["source"].as_str().expect("a source"));
+        assert!(source.starts_with(driver) || source.starts_with(world.state_dir().join("mps")), "{mount}");
+    }
+}
+
+/// No mount shows what lies outside: the canary is not to be found at any of our mount points.
+fn seen_from_inside(bundle: &Bundle<'_>, out: &str) {
+    assert!(bundle.start().ok);
+    let found = bundle.exec(&["/bin/sh", "-c", &format!("cat {out}/secret /run/secret /tmp/secret /secret")]);
+    assert!(!found.stdout.contains("of the host"), "{found:?}");
+}
