@@ -237,8 +237,8 @@ fn policies_of_all_files_are_kept_and_say_what_is_wrong() {
     assert_eq!(policy[0].sm.map(|sm| sm.to_string()).as_deref(), Some("150"));
     assert_eq!((policy[0].memory, policy[1].memory), (Some(16 << 30), None));
     assert_eq!(policy[0].devices.as_ref().map(|devices| devices[0].to_string()).as_deref(), Some("0"));
-    assert_snapshot!(refused("[[policy]]\nleases = 1\n"), @r#"configuration /c.toml:1:3: policy.0 must name either a user ("*" for all) or a group"#);
-    assert_snapshot!(refused("[[policy]]\nuser = 1\ngroup = 1\n"), @r#"configuration /c.toml:1:3: policy.0 must name either a user ("*" for all) or a group"#);
+    assert_snapshot!(refused("[[policy]]\nleases = 1\n"), @r#"configuration /c.toml:1:1: policy.0 must name either a user ("*" for all) or a group"#);
+    assert_snapshot!(refused("[[policy]]\nuser = 1\ngroup = 1\n"), @r#"configuration /c.toml:1:1: policy.0 must name either a user ("*" for all) or a group"#);
     assert_snapshot!(refused("[[policy]]\nuser = 1\nsm = 0\n"), @r#"configuration /c.toml:3:6: "0" must be a sum of percentages over 0, as 50 or 150%"#);
     assert_snapshot!(refused("[[policy]]\nuser = 1\nmodes = []\n"), @"configuration /c.toml:3:1: policy.0.modes is empty");
     assert_snapshot!(refused("[[policy]]\nuser = 1\ndevices = [\"GPU-\"]\n"), @"configuration /c.toml:3:1: policy.0.devices must be a list of selectors as in sublet.gpu: indices, GPU-<uuid>, PCI bus ids, name:<alias>, model:<glob>");

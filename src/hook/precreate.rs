@@ -12,7 +12,7 @@ use super::added::{self, Stage};
 use super::state::{self, StateError};
 use super::{HookError, journal};
 use crate::admit::{self, Admission, Candidate};
-use crate::apply::{self, JsonFile};
+use crate::apply::JsonFile;
 use crate::config::{self, Config};
 use crate::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use crate::process::Process;
