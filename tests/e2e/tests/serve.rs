@@ -89,16 +89,11 @@ impl Host {
         text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
     }
 
-    /// Holds `count` connections as `uid`: the process, how many were turned away, and with what words.
-    fn hold(&self, uid: u32, how: &str, count: usize) -> (Child, usize, String) {
+    /// Holds `count` connections as `uid`.
+    fn hold(&self, uid: u32, how: &str, count: usize) -> Holder {
         let mut command = self.command(uid, "speak");
         let command = command.arg(self.socket()).args([how, &count.to_string()]);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("speak runs");
-        let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
-        let turned_away = lines.next().expect("a line").expect("a line").parse().expect("a number");
-        let words =
-            if turned_away > 0 { lines.next().expect("a line").expect("a line") } else { String::new() };
-        (child, turned_away, words)
+        Holder(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("speak runs"))
     }
 
     /// A bundle of `uid`'s as a rootless engine makes it: uid 0 in a user namespace of its own.
@@ -132,6 +127,26 @@ impl Drop for Host {
             let _ = serve.kill();
             let _ = serve.wait();
         }
+    }
+}
+
+/// A client that holds connections open, until it is dropped.
+struct Holder(Child);
+
+impl Holder {
+    /// How many connections were turned away, and the words of the first.
+    fn turned_away(&mut self) -> (usize, String) {
+        let mut lines = BufReader::new(self.0.stdout.take().expect("piped")).lines();
+        let count = lines.next().expect("a line").expect("a line").parse().expect("a number");
+        let words = if count > 0 { lines.next().expect("a line").expect("a line") } else { String::new() };
+        (count, words)
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
 
@@ -251,8 +266,9 @@ fn a_user_takes_a_share_sees_it_and_gives_it_back() {
         "user": {"uid": 0, "gid": 0}});
     let file = bundle.dir.join("process.json");
     std::fs::write(&file, process.to_string()).expect("process.json");
-    std::os::unix::fs::chown(&file, Some(ALICE), None).expect("chown");
+    std::os::unix::fs::chown(&file, Some(ALICE), Some(ALICE)).expect("chown");
     let exec = bundle.runtime(&["exec", "--process", text(&file), "mine"]);
+    assert!(exec.ok, "{exec:?}");
     let info = &exec.json()[0];
     assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{exec:?}");
     bundle.down();
@@ -371,8 +387,8 @@ fn nobody_acts_on_what_is_somebody_elses() {
             "owner": owner, "annotations": {"sublet.gpu": "0", "sublet.mode": "mps"}, "image":
             {"library_dir": null, "nix": false, "tmp_is_host": false, "created": [], "warnings": []}})
     };
-    for (owner, why) in [(alices, "is not uid 1001's"), (1, "is not uid 1001's"), (-1, "there is no process")]
-    {
+    // (Where not even root may look at the first process, that is the reason.)
+    for (owner, why) in [(alices, "is not uid 1001's"), (1, "process 1 "), (-1, "there is no process")] {
         let answer = &host.say(BOB, &[admit(owner)])[0];
         assert!(answer["refused"]["reason"].as_str().unwrap_or_default().contains(why), "{answer}");
     }
@@ -395,7 +411,10 @@ fn nobody_acts_on_what_is_somebody_elses() {
     for pid in [alices, 1] {
         let answer = ask(&bind(pid));
         let reason = answer["refused"]["reason"].as_str().unwrap_or_default();
-        assert!(reason.contains("cannot be bound") && reason.contains("is not uid 1001's"), "{answer}");
+        assert!(
+            reason.contains("cannot be bound") && reason.contains(&format!("process {pid} ")),
+            "{answer}"
+        );
     }
     assert_eq!(host.leases().len(), 2);
     drop(speaking.stdin.take());
@@ -548,7 +567,8 @@ fn one_uid_holds_sixteen_connections() {
         return;
     }
     let host = Host::serving("h200", POLICY);
-    let (mut held, turned_away, words) = host.hold(ALICE, "hold", 20);
+    let mut held = host.hold(ALICE, "hold", 20);
+    let (turned_away, words) = held.turned_away();
     assert_eq!(turned_away, 4);
     assert!(words.contains("uid 1000 holds 16 connections to sublet serve already"), "{words}");
     // Others are let in, and so is she once those hang for a second.
@@ -556,7 +576,7 @@ fn one_uid_holds_sixteen_connections() {
     let bundle = host.bundle(ALICE, "all-the-same", QUARTER, HOLD);
     bundle.up();
     bundle.down();
-    held.kill().and_then(|()| held.wait().map(drop)).expect("it ends");
+    drop(held);
     host.world.assert_empty();
 }
 
@@ -581,12 +601,15 @@ fn hanging_connections_hold_nobody() {
         times.sort();
         times[4]
     };
-    cycle("warm");
+    // Keeps the daemon running: what is measured is the service.
+    let warm = host.bundle(BOB, "warm", &[("sublet.mode", "mps")], HOLD);
+    warm.up();
     let idle = median("idle");
     // A thousand of 63 other users, one of which sends a byte a second, and sixteen of Alice's own.
-    let mut holders: Vec<Child> = (0..63).map(|user| host.hold(20_000 + user, "hold", 16).0).collect();
-    holders.push(host.hold(19_999, "drip", 1).0);
-    holders.push(host.hold(ALICE, "hold", 16).0);
+    let mut holders: Vec<Holder> = (0..63).map(|user| host.hold(20_000 + user, "hold", 16)).collect();
+    holders.push(host.hold(19_999, "drip", 1));
+    holders.push(host.hold(ALICE, "hold", 16));
+    holders.iter_mut().for_each(|holder| assert_eq!(holder.turned_away().0, 0));
     let pid = host.serve.as_ref().expect("it runs").id();
     let open = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("/proc").count();
     let hanging = median("hanging");
@@ -597,10 +620,9 @@ fn hanging_connections_hold_nobody() {
         "create without root, median of 9: idle {idle:?}, with {open} descriptors open in serve {hanging:?}; \
          serve's peak {kib} KiB"
     );
-    assert!(open > 400, "{open}");
+    assert!(open > 1000, "{open}");
     assert!(kib < 32 << 10, "serve took {kib} KiB");
-    for holder in &mut holders {
-        holder.kill().and_then(|()| holder.wait().map(drop)).expect("it ends");
-    }
+    drop(holders);
+    warm.down();
     host.world.assert_empty();
 }

@@ -20,7 +20,8 @@ fn main() -> anyhow::Result<()> {
 fn say(socket: &str) -> anyhow::Result<()> {
     let mut answers = BufReader::new(UnixStream::connect(socket)?);
     for line in std::io::stdin().lines() {
-        writeln!(answers.get_mut(), "{}", line?)?;
+        // A line that is not read to its end is answered all the same.
+        let _ = writeln!(answers.get_mut(), "{}", line?);
         let mut answer = String::new();
         answers.read_line(&mut answer)?;
         print!("{answer}");
