@@ -55,6 +55,10 @@ lint:
 	@echo "== Formatting and lints"
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	cargo clippy -p sublet --lib --bin sublet-runtime --bin sublet-hook --no-default-features -- -D warnings
+	@found=$$(grep -rhoE 'clippy::[a-z_]+' --include='*.rs' src tests | wc -l); \
+	    grep -q "^# Exceptions in src and tests: $$found " Cargo.toml || \
+	    { echo "lint: $$found exceptions from clippy's lints: say so, and why, in Cargo.toml" >&2; exit 1; }
 
 unit:
 	@echo "== Unit and property tests; the shim with a low-level runtime that only writes down its call"

@@ -44,7 +44,7 @@ pub(crate) fn run(command: &mut Command, input: &str, limit: Duration) -> Result
 }
 
 /// As [`run`], with nothing fed and nothing heard: for programs that leave a daemon behind.
-#[cfg_attr(not(feature = "cli"), allow(dead_code))]
+#[cfg_attr(not(feature = "cli"), allow(dead_code, reason = "for `sublet` alone"))]
 pub(crate) fn run_deaf(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     supervise(command, "", limit).map(|finished| finished.status)

@@ -161,7 +161,7 @@ impl Host {
 
 /// One test function: the environment, which names the configuration, is the process's.
 #[test]
-#[allow(unsafe_code)]
+#[allow(unsafe_code, reason = "one test, one thread")]
 fn daemons_follow_their_leases() {
     let Some(host) = Host::up("life") else { return };
     // SAFETY: this test is the only one here and has started no other thread.

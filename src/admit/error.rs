@@ -13,10 +13,10 @@ use crate::text::safe;
 
 /// Why a container is not started, or its lease not ended.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // Each variant wraps the step that failed, and its text is that step's.
+#[allow(missing_docs, reason = "each variant wraps the step that failed, and its text is that step's")]
 pub enum AdmitError {
     #[error(transparent)]
-    Request(#[from] RequestError),
+    Request(Box<RequestError>),
     #[error(transparent)]
     Conflict(#[from] Conflict),
     #[error(transparent)]
@@ -38,11 +38,11 @@ pub enum AdmitError {
     #[error(transparent)]
     Mps(#[from] MpsError),
     #[error(transparent)]
-    Cap(#[from] CapError),
+    Cap(Box<CapError>),
     #[error("your [[policy]] on this host allows devices, and none of them is here: ask root to look at it")]
     NoDeviceAllowed,
     #[error(transparent)]
-    Broker(#[from] BrokerError),
+    Broker(Box<BrokerError>),
     #[error("no lease {0} is held by you, or it has ended: create the container again")]
     NoLease(LeaseId),
     #[error("lease {lease} cannot be bound to the container: {why}")]
@@ -65,6 +65,12 @@ pub enum AdmitError {
     StillRunning { lease: LeaseId, container: String },
 }
 
+impl From<BrokerError> for AdmitError {
+    fn from(error: BrokerError) -> Self {
+        Self::Broker(Box::new(error))
+    }
+}
+
 impl AdmitError {
     /// Whether waiting may help.
     #[must_use]
@@ -72,9 +78,15 @@ impl AdmitError {
         match self {
             Self::Refused(refusal) => refusal.temporary,
             Self::Cap(cap) => cap.is_temporary(),
-            Self::Broker(BrokerError::Refused { temporary, .. }) => *temporary,
+            Self::Broker(broker) => matches!(**broker, BrokerError::Refused { temporary: true, .. }),
             Self::Inventory(_) | Self::Own(_) | Self::StillRunning { .. } => true,
             _ => false,
         }
+    }
+}
+
+impl From<RequestError> for AdmitError {
+    fn from(error: RequestError) -> Self {
+        Self::Request(Box::new(error))
     }
 }

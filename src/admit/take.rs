@@ -68,7 +68,7 @@ impl Terms<'_> {
     fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), Look> {
         let Some(Err(error)) = self.cap.map(|cap| cap.check(placement, ledger)) else { return Ok(()) };
         let temporary = error.is_temporary();
-        let error = AdmitError::Cap(error);
+        let error = AdmitError::Cap(Box::new(error));
         Err(if temporary { Look::Temporary(error) } else { Look::Final(error) })
     }
 }

@@ -45,7 +45,7 @@ pub(super) fn check(
 /// `created` is what [`inspect`](super::inspect) found missing. Only regular files of length 0 with one
 /// link go, whatever else stands there stays; so does everything if the rootfs is gone. No live lease may
 /// have the rootfs.
-#[allow(clippy::must_use_candidate)] // The count is for the curious.
+#[expect(clippy::must_use_candidate, reason = "the count is for the curious")]
 pub fn cleanup_mount_points(rootfs: &Path, created: &[PathBuf]) -> usize {
     let Ok(root) = open_root(rootfs) else { return 0 };
     created.iter().filter(|path| remove(&root, path).is_ok_and(|removed| removed)).count()

@@ -22,7 +22,7 @@ pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
     let sources = config::sources()?;
     match command {
         Command::Check if sources.is_empty() => {
-            println!("No configuration file: built-in defaults are in force.")
+            println!("No configuration file: built-in defaults are in force.");
         }
         Command::Check => {
             for source in sources {

@@ -56,13 +56,12 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let candidate = candidate(arguments, rootfs)?;
     let lease = lease_for(&candidate, &placement, &image, id, config);
     let grant = grant(&placement, &lease, &request.capabilities, &image, &inventory, config);
-    match arguments.bundle {
-        None => print_grant(&grant),
-        Some(_) => {
-            let before = spec.clone();
-            apply::edit(&mut spec, &grant)?;
-            println!("Edits to config.json\n{}", diff(&before, &spec)?);
-        }
+    if arguments.bundle.is_none() {
+        print_grant(&grant);
+    } else {
+        let before = spec.clone();
+        apply::edit(&mut spec, &grant)?;
+        println!("Edits to config.json\n{}", diff(&before, &spec)?);
     }
     for warning in image.warnings.iter().chain(&placement.warnings) {
         println!("Warning: {warning}");

@@ -31,7 +31,7 @@ pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
     lines.join("\n")
 }
 
-/// Colour only on a terminal, and not against NO_COLOR (no-color.org).
+/// Colour only on a terminal, and not against `NO_COLOR` (no-color.org).
 fn colour() -> bool {
     std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }

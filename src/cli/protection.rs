@@ -9,13 +9,13 @@ pub fn protects(placement: &Placement) -> Vec<&'static str> {
     let mut lines = vec!["no other container is booked memory or SMs that are booked for this one"];
     match (placement.mode, placement.isolation, placement.server.is_some()) {
         (Mode::Mps, Isolation::Shared, _) => {
-            lines.push("neighbours run at the same time as you, not by turns")
+            lines.push("neighbours run at the same time as you, not by turns");
         }
         (Mode::Mps, Isolation::Dedicated, _) | (Mode::TimeSlice, _, true) => {
             lines.push("a neighbour's crash cannot reach you; you take turns with the others");
         }
         (Mode::TimeSlice, ..) => {
-            lines.push("a neighbour's crash stays with the neighbour, as with plain --gpus")
+            lines.push("a neighbour's crash stays with the neighbour, as with plain --gpus");
         }
         (Mode::Exclusive, ..) => lines.push("nobody else is given this GPU"),
         (Mode::Mig, ..) => lines.push("memory and SMs are the instance's own, in hardware"),

@@ -29,9 +29,10 @@ pub struct Arguments {
 /// Time is up; the message is the last refusal.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let annotations = arguments.annotations.iter().cloned().collect();
-    let request = match arguments.annotations.is_empty() {
-        true => None,
-        false => Some(request::parse(&annotations, None, None, config)?),
+    let request = if arguments.annotations.is_empty() {
+        None
+    } else {
+        Some(request::parse(&annotations, None, None, config)?)
     };
     let deadline = Instant::now() + arguments.timeout;
     loop {

@@ -1,5 +1,5 @@
 //! The instance ids of a MIG device: two NVML calls that nvml-wrapper has no method for.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "NVML by its C ABI")]
 
 use std::os::raw::c_uint;
 

@@ -45,7 +45,9 @@ pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
         kept.push(lease);
     }
     ledger.leases = kept;
-    freed.iter().for_each(|lease| ledger.leave(lease));
+    for lease in &freed {
+        ledger.leave(lease);
+    }
     freed
 }
 

@@ -293,6 +293,10 @@ mod tests {
         std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
         let mut child =
             Command::new(&program).arg("600").env("CUDA_VISIBLE_DEVICES", "GPU-b").spawn().unwrap();
+        // The parent goes on before the kernel has laid out the child's environment.
+        while visible_device(i32::try_from(child.id()).unwrap()).is_none() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
         for key in ["GPU-a", "00000000000000aa"] {
             let pipe = state.path().join("mps").join(key).join("pipe");
             fs::create_dir_all(&pipe).unwrap();

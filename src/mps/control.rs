@@ -143,8 +143,8 @@ fn judge(command: &str, success: bool, stdout: &str, stderr: &str) -> Result<Str
 fn parse_percent(answer: &str) -> Option<Percent> {
     let word = answer.split_whitespace().last()?.trim_end_matches(['%', '.']);
     let number: f64 = word.parse().ok()?;
-    // Rounded, not cut: 16.1 times 1000 may be a little less than 16100. In range, so nothing is lost.
-    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    // Rounded, not cut: 16.1 times 1000 may be a little less than 16100.
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "in range, nothing is lost")]
     (0.0..=100.0).contains(&number).then(|| Percent::from_thousandths((number * 1000.0).round() as u32))
 }
 

@@ -81,7 +81,7 @@ fn make_one(path: &Path, mode: u32) -> Result<(), MpsError> {
 /// Puts a hard link of the daemon's `control` into `public/`, in place of one of an earlier daemon.
 ///
 /// Running containers have `public/` mounted: they see the new socket under the old name at once.
-#[cfg_attr(not(feature = "cli"), allow(dead_code))]
+#[cfg_attr(not(feature = "cli"), allow(dead_code, reason = "for `sublet` alone"))]
 pub(super) fn publish(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
     let public = key.public(state_dir);
     let control = pipe(key, state_dir).join("control");
@@ -173,7 +173,7 @@ fn open_log(path: &Path) -> io::Result<File> {
 }
 
 /// The last `most` bytes of a log of the daemon; empty where there is none.
-#[cfg_attr(not(feature = "cli"), allow(dead_code))]
+#[cfg_attr(not(feature = "cli"), allow(dead_code, reason = "for `sublet` alone"))]
 pub(super) fn log_tail(key: &ServerKey, state_dir: &Path, name: &str, most: u64) -> String {
     let read = || -> io::Result<Vec<u8>> {
         let mut file = open_log(&log(key, state_dir).join(name))?;

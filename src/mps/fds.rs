@@ -1,5 +1,5 @@
 //! Descriptors that our caller left open: none of them may live on in a daemon.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "fcntl on descriptors that nobody owns")]
 
 use nix::libc;
 

@@ -127,7 +127,7 @@ fn unspent(lease: &Lease, device: &Device, ledger: &Ledger) -> u64 {
     lease.memory_bytes.unwrap_or(0).saturating_sub(used)
 }
 
-#[allow(
+#[expect(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,

@@ -6,6 +6,7 @@ use crate::request::{Devices, Selector};
 use crate::text::safe;
 
 /// The first rule of the configuration that matches `device`.
+#[must_use]
 pub fn rule<'a>(device: &Device, config: &'a Config) -> Option<&'a DeviceRule> {
     config.device.iter().find(|rule| rule_matches(&rule.matches, device))
 }

@@ -354,7 +354,7 @@ fn several_devices_are_taken_all_or_none() {
 }
 
 /// The table of accounts, written without a look at [`account`].
-#[allow(clippy::cast_precision_loss, reason = "bytes of device memory are far below 2^53")]
+#[expect(clippy::cast_precision_loss, reason = "bytes of device memory are far below 2^53")]
 pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &Config) {
     for device in &inventory.devices {
         let on: Vec<&Lease> =

@@ -14,7 +14,7 @@ use crate::config::{self, Config};
 use crate::ledger::{Container, LeaseId, Store};
 use crate::process::Process;
 
-/// Longest container id (runc: 1024) and path (PATH_MAX), in bytes; most mount points of one image.
+/// Longest container id (runc: 1024) and path (`PATH_MAX`), in bytes; most mount points of one image.
 const LONGEST_ID: usize = 1024;
 const LONGEST_PATH: usize = 4096;
 const MOST_MOUNT_POINTS: usize = 512;

@@ -1,6 +1,6 @@
 //! Three things for which neither the standard library nor nix has a safe function: pidfds, the owners of
 //! user namespaces, and the socket that systemd hands over.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "system calls; each block says why it is sound")]
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};

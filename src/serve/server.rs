@@ -224,10 +224,10 @@ impl Server {
         let count = self.connections.values().filter(|connection| of_peer(connection)).count();
         if count >= MOST_OF_ONE && !self.make_place(of_peer, SETTLED) {
             let text = format!("uid {} holds {MOST_OF_ONE} connections to sublet serve already", peer.uid);
-            return turn_away(stream, text);
+            return turn_away(&stream, text);
         }
         if self.connections.len() >= MOST && !self.make_place(|_| true, Duration::ZERO) {
-            return turn_away(stream, "sublet serve has too many connections".to_owned());
+            return turn_away(&stream, "sublet serve has too many connections".to_owned());
         }
         let token = self.next;
         if self.watch(&stream, token, EpollFlags::EPOLLIN) {
@@ -340,7 +340,7 @@ impl Server {
             .map(|(token, _)| *token)
             .collect();
         for connection in asking.iter().filter_map(|token| self.connections.remove(token)) {
-            turn_away(connection.stream, "sublet serve is restarting".to_owned());
+            turn_away(&connection.stream, "sublet serve is restarting".to_owned());
         }
     }
 
@@ -351,11 +351,11 @@ impl Server {
     }
 }
 
-/// One line that fits into any socket's buffer, and the end.
-fn turn_away(stream: UnixStream, why: String) {
+/// One line that fits into any socket's buffer; the end comes with the drop of the stream.
+fn turn_away(mut stream: &UnixStream, why: String) {
     use std::io::Write as _;
     let line = protocol::line(&Answer::Busy(why)).unwrap_or_default();
-    let _ = (&stream).write_all(&line);
+    let _ = stream.write_all(&line);
 }
 
 fn refusal(why: &str) -> Vec<u8> {

@@ -178,7 +178,7 @@ impl Bundle<'_> {
     }
 
     /// The first JSON line with this `event` that the container prints within ten seconds.
-    #[allow(clippy::must_use_candidate)] // Often only waited for.
+    #[expect(clippy::must_use_candidate, reason = "often only waited for")]
     pub fn event(&self, event: &str) -> Value {
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {

@@ -19,7 +19,7 @@ pub enum Engine {
 }
 
 impl Engine {
-    /// The engine that SUBLET_TEST_ENGINE names, runc where it is unset.
+    /// The engine that `SUBLET_TEST_ENGINE` names, runc where it is unset.
     #[must_use]
     pub fn chosen() -> Self {
         match std::env::var("SUBLET_TEST_ENGINE").as_deref() {
@@ -40,7 +40,7 @@ impl Engine {
 
 /// A driver, sublet's configuration and state, and a directory for bundles.
 pub struct World {
-    /// The configuration in use (SUBLET_CONFIG).
+    /// The configuration in use (`SUBLET_CONFIG`).
     pub config: PathBuf,
     /// Bundles, rootfs and the low-level runtime's state; removed at the end.
     pub dir: TempDir,
@@ -91,7 +91,11 @@ impl World {
         let dir = temporary();
         let config = dir.path().join("config.toml");
         let (engine, state) = (Engine::chosen(), dir.path().join("run"));
-        let text = format!("state_dir = {state:?}\n[runtime]\nlow_level = [{:?}]\n", engine.program());
+        let text = format!(
+            "state_dir = \"{}\"\n[runtime]\nlow_level = [\"{}\"]\n",
+            state.display(),
+            engine.program()
+        );
         std::fs::write(&config, text).expect("config.toml is written");
         let rootfs = Rootfs::minimal(&dir.path().join("rootfs"), probe);
         let world = Self { config, dir, driver_root: None, engine, rootfs };
@@ -203,7 +207,7 @@ fn temporary() -> TempDir {
     tempfile::Builder::new().prefix("sl").tempdir_in("/var/tmp").expect("a temporary directory")
 }
 
-/// Where the programs under test are: SUBLET_BIN_DIR, else where this test was built.
+/// Where the programs under test are: `SUBLET_BIN_DIR`, else where this test was built.
 #[must_use]
 pub fn bin_dir() -> PathBuf {
     if let Some(dir) = std::env::var_os("SUBLET_BIN_DIR") {
@@ -214,7 +218,7 @@ pub fn bin_dir() -> PathBuf {
     if dir.ends_with("deps") { dir.parent().expect("target/debug").to_owned() } else { dir.to_owned() }
 }
 
-/// Where the simulated driver is: SUBLET_SIM_DIR, else beside the programs under test.
+/// Where the simulated driver is: `SUBLET_SIM_DIR`, else beside the programs under test.
 fn sim_dir() -> PathBuf {
     std::env::var_os("SUBLET_SIM_DIR").map_or_else(bin_dir, PathBuf::from)
 }

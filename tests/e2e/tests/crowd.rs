@@ -17,9 +17,9 @@ struct Group {
     /// Devices that each of them gets.
     devices: usize,
     mode: &'static str,
-    /// CUDA_MPS_ACTIVE_THREAD_PERCENTAGE.
+    /// `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`.
     sm: Option<&'static str>,
-    /// CUDA_MPS_PINNED_DEVICE_MEM_LIMIT.
+    /// `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`.
     memory: Option<&'static str>,
     /// MPS daemons that all of them need together.
     daemons: usize,

@@ -10,8 +10,10 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
+use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, eventually};
+use tempfile::TempDir;
 
 const ROUNDS: usize = 200;
 const WARM_UP: usize = 2;
@@ -65,6 +67,8 @@ impl Row {
 
 struct Bench {
     world: World,
+    /// What engines and sublet keep in /run, in memory as /run is: bundles, the ledger, daemons.
+    memory: TempDir,
     /// sublet's configuration with `/bin/true` in runc's place.
     instant: PathBuf,
     /// Where all that is run writes its errors.
@@ -74,37 +78,47 @@ struct Bench {
 impl Bench {
     fn new() -> Result<Self> {
         let world = World::simulated("h200", "");
+        let memory = tempfile::Builder::new().prefix("sublet-bench").tempdir_in(memory_dir()?)?;
         let text = std::fs::read_to_string(&world.config)?;
+        let state = format!("state_dir = \"{}\"", memory.path().join("state").display());
+        let text = text.replacen(&format!("state_dir = \"{}\"", world.state_dir().display()), &state, 1);
+        ensure!(text.contains(&state), "the simulated driver's config.toml names no state_dir");
+        std::fs::write(&world.config, &text)?;
         let named = format!(r#"low_level = ["{}"]"#, world.engine.program());
         let replaced = text.replace(&named, r#"low_level = ["/bin/true"]"#);
         ensure!(text != replaced, "the simulated driver's config.toml names no low-level runtime");
         let instant = world.dir.path().join("instant.toml");
         std::fs::write(&instant, replaced)?;
         let errors = world.dir.path().join("errors");
-        Ok(Self { world, instant, errors })
+        Ok(Self { world, memory, instant, errors })
     }
 
     /// Single calls, each of which ends in `/bin/true`.
-    fn calls(&self, rounds: usize) -> Result<[Row; 4]> {
+    fn calls(&self, rounds: usize) -> Result<[Row; 5]> {
         let plain = self.bundle("plain", &[]);
         let shared = self.bundle("shared", SHARE);
         let mut rows = [
             Row::new("`/bin/true` alone", ""),
+            Row::new("`busybox env /bin/true`: a static C program that only execs", ""),
             Row::new("`sublet-runtime state`, passed through", "+0.5 ms"),
             Row::new("`sublet-runtime create`, no annotation, passed through", "+0.5 ms"),
             Row::new("`sublet-runtime create`, sm=25 memory=8GiB, daemon warm", "+1.5 ms"),
         ];
-        for _ in 0..rounds + WARM_UP {
+        for round in 0..rounds + WARM_UP {
             plain.write();
             shared.write();
             let commands = [
                 self.quiet(&mut Command::new("/bin/true"))?,
+                self.quiet(Command::new("busybox").args(["env", "/bin/true"]))?,
                 self.shim(&["state", ID])?,
                 self.shim(&create(&plain))?,
                 // The one before left its lease to a process that is gone: this one gives it back.
                 self.shim(&create(&shared))?,
             ];
-            for (row, command) in rows.iter_mut().zip(commands) {
+            // Each begins a round in its turn: the first finds the caches full of other things.
+            let mut turns: Vec<_> = rows.iter_mut().zip(commands).collect();
+            turns.rotate_left(round % 5);
+            for (row, command) in turns {
                 row.times.push(self.timed(command)?);
             }
             ensure!(shared.config() != shared.spec, "no share was given");
@@ -160,6 +174,8 @@ impl Bench {
             }
         }
         let text = DOCKER_CONFIG.replace("@DIR@", &bundle.dir.to_string_lossy()).replace("@ID@", &id);
+        bundle.dir = self.memory.path().join(&id);
+        std::fs::create_dir(&bundle.dir).expect("a bundle directory");
         bundle.spec = serde_json::from_str(&text).expect("docker-config.json is JSON");
         for (key, value) in annotations {
             bundle.spec["annotations"][*key] = json!(value);
@@ -195,6 +211,12 @@ impl Bench {
         }
         Ok(took)
     }
+}
+
+/// A directory whose files are in memory.
+fn memory_dir() -> Result<&'static str> {
+    let in_memory = |dir: &&str| statfs(*dir).is_ok_and(|found| found.filesystem_type() == TMPFS_MAGIC);
+    ["/run", "/dev/shm"].into_iter().find(in_memory).context("neither /run nor /dev/shm is a tmpfs")
 }
 
 fn create<'b>(bundle: &'b Bundle<'_>) -> [&'b str; 4] {

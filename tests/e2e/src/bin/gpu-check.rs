@@ -178,7 +178,9 @@ fn three_shares(world: &World, table: &mut Table) {
         format!("mps {}, {} SMs", bare["mps"], bare["sm"]),
         bare["mps"] == json!(true),
     );
-    started.iter().for_each(|(bundle, _)| bundle.down());
+    for (bundle, _) in &started {
+        bundle.down();
+    }
 }
 
 fn two_users(world: &World, table: &mut Table) {
@@ -344,7 +346,7 @@ fn gone(world: &World, table: &mut Table) {
     table.row("mounts left on the host", 0, ours, ours == 0);
 }
 
-/// The same numbers whether CUDA_VISIBLE_DEVICES is an ordinal or a UUID.
+/// The same numbers whether `CUDA_VISIBLE_DEVICES` is an ordinal or a UUID.
 fn by_uuid(new_world: impl Fn() -> Option<World>, table: &mut Table) {
     let seen: Vec<_> = ["ordinal", "uuid"]
         .iter()

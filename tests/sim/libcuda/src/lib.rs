@@ -1,6 +1,6 @@
 //! A libcuda that loads and answers its first two questions, so that what a loader finds can be told apart.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "C ABI")]
 
 use std::ffi::{c_int, c_uint};
 

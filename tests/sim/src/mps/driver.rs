@@ -1,6 +1,6 @@
 //! Finds libcuda as every CUDA program does: by its bare soname, through the dynamic loader.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "dlopen")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::MaybeUninit;

@@ -1,6 +1,6 @@
 //! SEQPACKET sockets that carry one JSON value a packet, now and then with a descriptor.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "descriptors from packets")]
 
 use std::fs;
 use std::io::{self, IoSlice, IoSliceMut};
