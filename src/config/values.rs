@@ -81,7 +81,7 @@ pub(super) fn some_word<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Op
 pub(super) mod some_memory {
     use super::{Deserializer, Serializer, memory};
 
-    #[expect(clippy::ref_option, clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+    #[expect(clippy::ref_option, reason = "serde calls it so")]
     pub fn serialize<S: Serializer>(value: &Option<u64>, serializer: S) -> Result<S::Ok, S::Error> {
         memory::serialize(&value.unwrap_or_default(), serializer)
     }
@@ -97,7 +97,7 @@ pub(super) mod percent_sum {
     use crate::request::Percent;
     use crate::text::safe;
 
-    #[expect(clippy::ref_option, reason = "serde calls it so")]
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
     pub fn serialize<S: Serializer>(value: &Option<Percent>, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(&value.unwrap_or_default().to_string())
     }
