@@ -1,6 +1,6 @@
 # sublet: two commands to begin with, as root on Debian 12 or 13 with git, make, curl and Rust:
 #   make demo    containers sharing a GPU (a simulated one where there is none)
-#   make test    all tests, with real runc and crun
+#   make test    all tests, with real runc, crun and Docker
 # The rest: check (needs no root, network, engine or GPU), build, bench, gpu-test, install.
 
 SHELL := /bin/bash
@@ -21,7 +21,7 @@ hot_programs = --target $(HOST) --no-default-features --bin sublet-runtime --bin
 TEST_BIN := $(CURDIR)/target/test-bin
 BIN := $(CURDIR)/target/bin
 
-.PHONY: all build test-build sim-build check lint unit test demo bench gpu-test install clean needs
+.PHONY: all build test-build sim-build check lint unit test engines demo bench gpu-test install clean needs
 
 all: build
 
@@ -78,6 +78,11 @@ test: needs unit test-build
 	    echo "== The checks of tests/gpu on the simulated driver, with $$engine"; \
 	    SUBLET_BIN_DIR=$(TEST_BIN) tests/e2e/enter $$engine target/debug/gpu-check --simulated || exit 1; \
 	done
+	@$(MAKE) --no-print-directory engines
+
+# Real engines in a Debian root of their own, which is made once (about a minute) and kept in /var/cache.
+engines: needs test-build
+	@SUBLET_BIN_DIR=$(TEST_BIN) tests/engines/run
 
 demo: needs
 	@tests/demo
@@ -92,6 +97,8 @@ install: build
 	install -D -m 0755 $(BIN)/sublet $(DESTDIR)$(PREFIX)/bin/sublet
 	install -D -m 0755 $(BIN)/sublet-runtime $(DESTDIR)$(PREFIX)/bin/sublet-runtime
 	install -D -m 0755 $(BIN)/sublet-hook $(DESTDIR)$(LIBEXECDIR)/sublet/sublet-hook
+	install -D -m 0644 hooks/sublet.json $(DESTDIR)$(PREFIX)/share/sublet/hooks.d/sublet.json
+	install -D -m 0644 hooks/containers.conf $(DESTDIR)$(PREFIX)/share/doc/sublet/containers.conf
 	install -D -m 0644 config/config.toml $(DESTDIR)$(PREFIX)/share/doc/sublet/config.toml
 
 clean:

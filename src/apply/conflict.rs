@@ -60,9 +60,11 @@ pub fn conflict(spec: &Value, config: &Config) -> Result<(), Conflict> {
         return Ok(());
     }
     let host = Host { majors: nvidia_majors(&config.driver.root), dev: under(&config.driver.root, "/dev") };
-    rules(spec, &host)?;
+    // `--privileged` brings nodes too, and an engine's `--device` a rule: the message names what was said.
+    every_device(spec)?;
     nodes(spec, &host)?;
-    binds(spec, &host)
+    binds(spec, &host)?;
+    rules(spec, &host)
 }
 
 /// What tells an NVIDIA node on this host.
@@ -165,18 +167,21 @@ fn denies_all(rule: &Value) -> bool {
     !is_allowed(rule) && is_of_every_kind(rule) && everything && opens(rule)
 }
 
-fn rules(spec: &Value, host: &Host) -> Result<(), Conflict> {
+/// Rules that let character devices be opened, behind the last one that denies all.
+fn opening_rules(spec: &Value) -> impl Iterator<Item = &Value> {
     let all = entries(spec, "/linux/resources/devices");
     let in_force = all.iter().rposition(denies_all).map_or(all, |last| &all[last + 1..]);
-    for rule in in_force.iter().filter(|rule| is_allowed(rule) && is_of_characters(rule) && opens(rule)) {
-        match (number(rule, "major"), number(rule, "minor")) {
-            (None, None) => return Err(Conflict::EveryDevice(describe(rule))),
-            (None, Some(_)) => return Err(Conflict::Rule(describe(rule))),
-            (Some(major), _) if host.majors.contains(&major) => return Err(Conflict::Rule(describe(rule))),
-            _ => {}
-        }
-    }
-    Ok(())
+    in_force.iter().filter(|rule| is_allowed(rule) && is_of_characters(rule) && opens(rule))
+}
+
+fn every_device(spec: &Value) -> Result<(), Conflict> {
+    let is_every = |rule: &&Value| number(rule, "major").is_none() && number(rule, "minor").is_none();
+    opening_rules(spec).find(is_every).map_or(Ok(()), |rule| Err(Conflict::EveryDevice(describe(rule))))
+}
+
+fn rules(spec: &Value, host: &Host) -> Result<(), Conflict> {
+    let is_ours = |rule: &&Value| number(rule, "major").is_none_or(|major| host.majors.contains(&major));
+    opening_rules(spec).find(is_ours).map_or(Ok(()), |rule| Err(Conflict::Rule(describe(rule))))
 }
 
 /// As `--device-cgroup-rule` is written.

@@ -1,7 +1,5 @@
 //! `createRuntime`: the container exists and has not started. Binds the lease that precreate took.
 
-use std::path::PathBuf;
-
 use super::HookError;
 use super::state::State;
 use crate::admit;
@@ -25,6 +23,5 @@ fn binding(state: &State) -> Result<Binding, HookError> {
     let bundle = state.bundle.as_ref().and_then(|bundle| bundle.canonicalize().ok());
     let bundle = bundle.ok_or_else(|| HookError::NoBundle(super::name(state)))?;
     let record = runtime::record_of(nix::unistd::getppid().as_raw(), &state.id);
-    let (record, init) = (record.unwrap_or_else(PathBuf::new), Init::of(process));
-    Ok(Binding { id: state.id.clone(), bundle, record, init })
+    Ok(Binding { id: state.id.clone(), bundle, record: record.unwrap_or_default(), init: Init::of(process) })
 }

@@ -120,21 +120,23 @@ pub fn main(mut args: impl Iterator<Item = OsString>) -> ExitCode {
 fn run(stage: &str, log: &Log) -> Result<(), HookError> {
     match stage {
         "precreate" => precreate::precreate(log),
-        "createRuntime" => {
-            let state = state()?;
-            match lease(&state)? {
-                Some(lease) => create_runtime::bind(&state, &lease),
-                None => Err(HookError::NotYet("createRuntime without a lease".to_owned())),
-            }
-        }
-        "poststop" => poststop(),
+        "createRuntime" => create_runtime(&read_state()?),
+        "poststop" => poststop(&read_state()?),
         "prestart" => Err(HookError::NotYet(stage.to_owned())),
         _ => Err(HookError::UnknownStage(crate::text::safe(stage))),
     }
 }
 
+/// The container exists: binds the lease that it was given before.
+fn create_runtime(state: &State) -> Result<(), HookError> {
+    match lease(state)? {
+        Some(lease) => create_runtime::bind(state, &lease),
+        None => Err(HookError::NotYet("createRuntime without a lease".to_owned())),
+    }
+}
+
 /// The container's state from standard input.
-fn state() -> Result<State, HookError> {
+fn read_state() -> Result<State, HookError> {
     let text = state::read(std::io::stdin(), state::LONGEST, Instant::now() + INPUT_TIMEOUT)?;
     Ok(State::parse(&text)?)
 }
@@ -149,9 +151,8 @@ fn lease(state: &State) -> Result<Option<LeaseId>, HookError> {
 }
 
 /// The container is gone: frees the lease that its annotation names. Without one it is not ours.
-fn poststop() -> Result<(), HookError> {
-    let state = state()?;
-    let Some(lease) = lease(&state)? else { return Ok(()) };
+fn poststop(state: &State) -> Result<(), HookError> {
+    let Some(lease) = lease(state)? else { return Ok(()) };
     let config = config::load()?;
-    admit::end(&lease, &config).map_err(|source| HookError::End { id: name(&state), source })
+    admit::end(&lease, &config).map_err(|source| HookError::End { id: name(state), source })
 }

@@ -24,9 +24,6 @@ const INPUT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest config.json that is read, as for the shim.
 const LONGEST: usize = 16 << 20;
 
-/// The pod of a container, in Podman's specs as in CRI-O's.
-const POD_ANNOTATION: &str = "io.kubernetes.cri-o.SandboxID";
-
 /// Reads config.json from standard input and writes the one to use to standard output.
 ///
 /// A refusal is no failure of this program: Podman would show its exit status and nothing else. The
@@ -132,18 +129,28 @@ fn container(spec: &Value) -> Result<Container, HookError> {
 /// The container's id, which Podman tells nowhere but in the name of the cgroup (`…/libpod-<id>`,
 /// `…:libpod:<id>`, `…/libpod-payload-<id>`); empty where it makes none.
 fn id(spec: &Value) -> &str {
+    ids(spec).last().unwrap_or_default()
+}
+
+/// The pod's id: its containers' cgroups are below its own (`…/<pod>/libpod-<id>`,
+/// `…-libpod_pod_<pod>.slice:libpod:<id>`).
+fn pod(spec: &Value) -> Option<&str> {
+    let ids: Vec<&str> = ids(spec).collect();
+    ids.len().checked_sub(2).map(|at| ids[at])
+}
+
+/// Podman's ids, 64 hex digits each, in the name of the cgroup.
+fn ids(spec: &Value) -> impl Iterator<Item = &str> {
     let path = spec.pointer("/linux/cgroupsPath").and_then(Value::as_str).unwrap_or_default();
-    let name = path.rsplit(['/', ':']).next().unwrap_or_default();
-    let id = name.rsplit('-').next().unwrap_or_default();
-    if id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit()) { id } else { "" }
+    let pieces = path.split(|character: char| !character.is_ascii_alphanumeric());
+    pieces.filter(|piece| piece.len() == 64 && piece.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
 /// A warning where another container of the same pod has a share already: annotations of a pod go to each
 /// of its containers.
 fn neighbour(spec: &Value, config: &Config) -> Option<String> {
-    let pod = spec.pointer("/annotations")?.get(POD_ANNOTATION)?.as_str().filter(|pod| pod.len() == 64)?;
+    let pod = pod(spec)?;
     let ledger = Store::open(&config.state_dir).ok()?.read().ok()?;
-    // Podman names a pod's cgroup after it, its containers' are below.
     let is_in_pod = |path: &PathBuf| path.to_string_lossy().contains(pod);
     let in_pod = |lease: &&crate::ledger::Lease| {
         lease.init.as_ref().and_then(|init| init.cgroup.as_ref()).is_some_and(is_in_pod)
@@ -186,6 +193,10 @@ mod tests {
         for path in paths {
             assert_eq!(id(&json!({"linux": {"cgroupsPath": format!("{path}{ID}")}})), ID, "{path}");
         }
+        let in_pod = format!("/machine-libpod_pod_{}.slice:libpod:{ID}", ID.replace('4', "5"));
+        let in_pod = json!({"linux": {"cgroupsPath": in_pod}});
+        assert_eq!((id(&in_pod), pod(&in_pod)), (ID, Some(ID.replace('4', "5").as_str())));
+        assert_eq!(pod(&json!({"linux": {"cgroupsPath": format!("/libpod-{ID}")}})), None);
         let others = [
             json!({}),
             json!({"linux": {"cgroupsPath": null}}),

@@ -112,7 +112,7 @@ fn restore(dir: &Path) -> Option<Lease> {
     dir.clone_into(&mut lease.container.record);
     // A hook writes the annotation before it knows them.
     if lease.container.bundle.as_os_str().is_empty() {
-        lease.container.id = dir.file_name()?.to_str()?.to_owned();
+        dir.file_name()?.to_str()?.clone_into(&mut lease.container.id);
         lease.container.bundle = record.bundle.unwrap_or_default();
     }
     (lease.id == id).then_some(lease)

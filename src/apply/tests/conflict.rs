@@ -171,6 +171,20 @@ fn nvidia_nodes_are_refused_by_path_and_by_number() {
 }
 
 #[test]
+fn of_a_node_and_its_rule_the_option_that_brought_both_is_named() {
+    // Docker's `--device /dev/nvidia0`, and a CDI device without hooks.
+    let rule = json!({"allow": true, "type": "c", "major": 195, "minor": 0, "access": "rwm"});
+    let mut spec = json!({"linux": {
+        "devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}],
+        "resources": {"devices": [{"allow": false, "access": "rwm"}, rule]}
+    }});
+    assert!(matches!(found(&spec), Err(Conflict::Node(_))));
+    // `--privileged` brings every node of the host.
+    spec["linux"]["resources"]["devices"] = json!([{"allow": true, "access": "rwm"}]);
+    assert!(matches!(found(&spec), Err(Conflict::EveryDevice(_))));
+}
+
+#[test]
 fn nvidia_nodes_are_refused_as_bind_mounts() {
     let (dir, config) = host();
     let simulated = dir.path().join("dev/nvidia0");

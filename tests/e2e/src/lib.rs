@@ -4,6 +4,8 @@
 #![expect(clippy::missing_panics_doc, reason = "a test ends by panicking, whatever of it fails")]
 
 mod bundle;
+pub mod docker;
+pub mod podman;
 mod refused;
 mod rootfs;
 mod world;

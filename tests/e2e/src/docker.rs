@@ -1,0 +1,298 @@
+//! A dockerd of a test's own, in the root that tests/engines/enter gives.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+
+use crate::bundle::Finished;
+use crate::world::{World, bin_dir, eventually};
+
+/// The one image, made of the world's minimal root filesystem.
+pub const IMAGE: &str = "probe";
+
+/// A daemon with `sublet` among its runtimes.
+pub struct Docker {
+    /// Driver, configuration, leases.
+    pub world: World,
+    daemon: Option<Child>,
+    run: PathBuf,
+}
+
+/// The daemons need a machine of their own, as tests/engines/enter gives it. Elsewhere the tests say that
+/// they were skipped.
+#[must_use]
+pub fn skip_unless_engines() -> bool {
+    let inside = Path::new("/.sublet-root").exists();
+    if !inside {
+        eprintln!("skipped: needs tests/engines/enter (make engines)");
+    }
+    !inside
+}
+
+impl Docker {
+    /// Starts a daemon; `settings` go over the daemon.json that the tests have in common.
+    ///
+    /// Its run directory is named through /var/run, as Docker's own is: bundles come by that path, while
+    /// runc tells hooks the real one.
+    #[must_use]
+    pub fn up(world: World, settings: &Value) -> Self {
+        let name = world.dir.path().file_name().expect("a name").to_owned();
+        let run = Path::new("/var/run").join(name);
+        for directory in [&run, &world.dir.path().join("cdi"), &world.dir.path().join("bin")] {
+            std::fs::create_dir_all(directory).expect("a directory");
+        }
+        let mut docker = Self { world, daemon: None, run };
+        docker.write_settings(settings);
+        docker.start_daemon();
+        let image = docker.import();
+        assert!(image.ok, "docker import: {}", image.stderr);
+        docker
+    }
+
+    fn write_settings(&self, settings: &Value) {
+        let dir = self.world.dir.path();
+        let mut all = json!({
+            "data-root": dir.join("docker"), "exec-root": self.run, "pidfile": self.run.join("pid"),
+            "hosts": [format!("unix://{}", self.socket().display())],
+            "iptables": false, "bridge": "none", "storage-driver": "vfs",
+            "features": {"cdi": true}, "cdi-spec-dirs": [dir.join("cdi")],
+            "runtimes": {"sublet": {"path": bin_dir().join("sublet-runtime")}},
+        });
+        for (key, value) in settings.as_object().into_iter().flatten() {
+            all[key] = value.clone();
+        }
+        let text = serde_json::to_vec_pretty(&all).expect("JSON");
+        std::fs::write(dir.join("daemon.json"), text).expect("daemon.json is written");
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.run.join("docker.sock")
+    }
+
+    /// Starts the daemon (again) and waits until it answers.
+    pub fn start_daemon(&mut self) {
+        let dir = self.world.dir.path();
+        let log = || File::options().append(true).create(true).open(dir.join("dockerd.log")).expect("a log");
+        let path = format!("{}:{}", dir.join("bin").display(), std::env::var("PATH").expect("PATH"));
+        let child = Command::new("dockerd")
+            .arg("--config-file")
+            .arg(dir.join("daemon.json"))
+            .env("SUBLET_CONFIG", &self.world.config)
+            .env("PATH", path)
+            .stdin(Stdio::null())
+            .stdout(log())
+            .stderr(log())
+            .spawn();
+        self.daemon = Some(child.expect("dockerd is installed"));
+        let answers = Instant::now() + Duration::from_secs(60);
+        while !self.cli(&["version"]).ok {
+            assert!(Instant::now() < answers, "dockerd does not answer: {}", self.log());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Has the daemon read its settings again, with these over them: `systemctl reload docker`.
+    pub fn reload(&self, settings: &Value) {
+        self.write_settings(settings);
+        let daemon = self.daemon.as_ref().expect("it runs");
+        kill(Pid::from_raw(i32::try_from(daemon.id()).expect("a pid")), Signal::SIGHUP).expect("SIGHUP");
+    }
+
+    /// Ends the daemon in order (SIGTERM) or by SIGKILL, which takes its containerd with it.
+    pub fn end_daemon(&mut self, signal: Signal) {
+        let Some(mut daemon) = self.daemon.take() else { return };
+        let containerd = self.containerd();
+        let _ = kill(Pid::from_raw(i32::try_from(daemon.id()).expect("a pid")), signal);
+        let _ = daemon.wait();
+        assert!(eventually(|| !containerd.is_some_and(is_alive)), "containerd lives on");
+    }
+
+    /// [`Self::end_daemon`] and every containerd-shim of this daemon: as when the machine's engine is gone.
+    pub fn kill_engine(&mut self) {
+        self.end_daemon(Signal::SIGKILL);
+        for shim in self.shims() {
+            let _ = kill(shim, Signal::SIGKILL);
+        }
+        assert!(eventually(|| self.shims().is_empty()), "a shim lives on");
+    }
+
+    fn containerd(&self) -> Option<Pid> {
+        let text = std::fs::read_to_string(self.run.join("containerd/containerd.pid")).ok()?;
+        text.trim().parse().ok().map(Pid::from_raw)
+    }
+
+    /// The containerd-shims of this daemon.
+    #[must_use]
+    pub fn shims(&self) -> Vec<Pid> {
+        let address = self.run.join("containerd/containerd.sock").display().to_string();
+        processes()
+            .filter(|pid| command_line(*pid).starts_with("/usr/bin/containerd-shim"))
+            .filter(|pid| command_line(*pid).contains(&address))
+            .collect()
+    }
+
+    /// The end of the daemon's log.
+    #[must_use]
+    pub fn log(&self) -> String {
+        let text = std::fs::read_to_string(self.world.dir.path().join("dockerd.log")).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(20)..].join("\n")
+    }
+
+    /// A `docker` command.
+    #[must_use]
+    pub fn command(&self) -> Command {
+        let mut command = Command::new("docker");
+        command.env("DOCKER_HOST", format!("unix://{}", self.socket().display())).stdin(Stdio::null());
+        command
+    }
+
+    /// Runs `docker ARGUMENTS`.
+    #[must_use]
+    pub fn cli(&self, arguments: &[&str]) -> Finished {
+        Finished::of(&self.command().args(arguments).output().expect("docker is installed"))
+    }
+
+    /// [`Self::cli`], which must succeed; its standard output without the newline.
+    #[must_use]
+    pub fn ask(&self, arguments: &[&str]) -> String {
+        let finished = self.cli(arguments);
+        assert!(finished.ok, "docker {}: {}\n{}", arguments.join(" "), finished.stderr, self.log());
+        finished.stdout.trim_end().to_owned()
+    }
+
+    /// [`Self::ask`] for what it does.
+    pub fn done(&self, arguments: &[&str]) {
+        let _ = self.ask(arguments);
+    }
+
+    /// `docker run -d` by the runtime `sublet`, which may fail.
+    #[must_use]
+    pub fn run(&self, name: &str, annotations: &[&str], options: &[&str], args: &[&str]) -> Finished {
+        let mut all = vec!["run", "-d", "--name", name, "--network=none", "--runtime=sublet"];
+        all.extend(annotations.iter().flat_map(|annotation| ["--annotation", annotation]));
+        all.extend(options);
+        all.push(IMAGE);
+        all.extend(args);
+        self.cli(&all)
+    }
+
+    /// [`Self::run`] of a process that holds a context, which must succeed; the container's id.
+    #[must_use]
+    pub fn hold(&self, name: &str, annotations: &[&str], options: &[&str]) -> String {
+        let started = self.run(name, annotations, options, &["cuda-probe", "hold", "600"]);
+        assert!(started.ok, "docker run {name}: {}\n{}", started.stderr, self.log());
+        started.stdout.trim_end().to_owned()
+    }
+
+    /// What `cuda-probe info` says in a process that comes by `docker exec`, behind the words of `before`.
+    #[must_use]
+    pub fn exec_info(&self, name: &str, before: &[&str]) -> Value {
+        let finished = self.cli(&[&["exec", name], before, &["cuda-probe", "info"]].concat());
+        finished.json().into_iter().next().unwrap_or_else(|| panic!("no info: {finished:?}"))
+    }
+
+    /// The first line of this `event` in the container's log, waited for.
+    #[must_use]
+    pub fn event(&self, name: &str, event: &str) -> Value {
+        let found = || self.cli(&["logs", name]).json().into_iter().find(|line| line["event"] == event);
+        assert!(
+            eventually(|| found().is_some()),
+            "{name} printed no {event}: {:?}",
+            self.cli(&["logs", name])
+        );
+        found().expect("it was there")
+    }
+
+    /// A member of `docker inspect`, as `State.Pid`.
+    #[must_use]
+    pub fn inspect(&self, name: &str, member: &str) -> String {
+        self.ask(&["inspect", "--format", &format!("{{{{json .{member}}}}}"), name])
+    }
+
+    /// The container's first process.
+    #[must_use]
+    pub fn pid(&self, name: &str) -> Pid {
+        Pid::from_raw(self.inspect(name, "State.Pid").parse().expect("a pid"))
+    }
+
+    /// config.json as the runtime was given it; only while the container exists there.
+    #[must_use]
+    pub fn config(&self, id: &str) -> String {
+        let bundle = self.run.join("containerd/daemon/io.containerd.runtime.v2.task/moby").join(id);
+        std::fs::read_to_string(bundle.join("config.json")).expect("config.json is there")
+    }
+
+    /// The lease of the container `id`, if it has one.
+    #[must_use]
+    pub fn lease(&self, id: &str) -> Option<Value> {
+        self.world.leases().into_iter().find(|lease| lease["container_id"] == id)
+    }
+
+    /// Every process in the cgroup of the container `id`.
+    #[must_use]
+    pub fn processes_of(&self, id: &str) -> Vec<Pid> {
+        let cgroup = |pid: &Pid| std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        processes().filter(|pid| is_alive(*pid) && cgroup(pid).contains(id)).collect()
+    }
+
+    /// The image: `docker import` of the world's root filesystem.
+    fn import(&self) -> Finished {
+        let tar = self.world.dir.path().join("image.tar");
+        let made = Command::new("tar")
+            .arg("-C")
+            .arg(self.world.dir.path().join("rootfs"))
+            .arg("-cf")
+            .arg(&tar)
+            .arg(".")
+            .status()
+            .expect("tar runs");
+        assert!(made.success(), "tar");
+        self.cli(&["import", tar.to_str().expect("UTF-8"), IMAGE])
+    }
+
+    /// Ends every container and the daemon.
+    fn down(&mut self) {
+        if self.daemon.is_none() {
+            return;
+        }
+        let all = self.cli(&["ps", "-aq"]).stdout;
+        let ids: Vec<&str> = all.split_whitespace().collect();
+        if !ids.is_empty() {
+            let _ = self.cli(&[&["rm", "-f"], &ids[..]].concat());
+        }
+        self.end_daemon(Signal::SIGTERM);
+    }
+}
+
+impl Drop for Docker {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("dockerd's log ends:\n{}", self.log());
+        }
+        self.down();
+        let _ = std::fs::remove_dir_all(&self.run);
+    }
+}
+
+fn processes() -> impl Iterator<Item = Pid> {
+    let entries = std::fs::read_dir("/proc").expect("/proc").flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).map(Pid::from_raw)
+}
+
+fn command_line(pid: Pid) -> String {
+    let text = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    String::from_utf8_lossy(&text).replace('\0', " ")
+}
+
+/// Whether `pid` runs; a zombie does not.
+#[must_use]
+pub fn is_alive(pid: Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
