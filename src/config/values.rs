@@ -97,7 +97,7 @@ pub(super) mod percent_sum {
     use crate::request::Percent;
     use crate::text::safe;
 
-    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+    #[expect(clippy::ref_option, clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
     pub fn serialize<S: Serializer>(value: &Option<Percent>, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(&value.unwrap_or_default().to_string())
     }
