@@ -99,6 +99,8 @@ install: build
 	install -D -m 0755 $(BIN)/sublet-hook $(DESTDIR)$(LIBEXECDIR)/sublet/sublet-hook
 	install -D -m 0644 hooks/sublet.json $(DESTDIR)$(PREFIX)/share/sublet/hooks.d/sublet.json
 	install -D -m 0644 hooks/containers.conf $(DESTDIR)$(PREFIX)/share/doc/sublet/containers.conf
+	install -D -m 0644 packaging/systemd/sublet.service $(DESTDIR)$(PREFIX)/lib/systemd/system/sublet.service
+	install -D -m 0644 packaging/systemd/sublet.socket $(DESTDIR)$(PREFIX)/lib/systemd/system/sublet.socket
 	install -D -m 0644 config/config.toml $(DESTDIR)$(PREFIX)/share/doc/sublet/config.toml
 
 clean:
