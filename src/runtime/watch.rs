@@ -37,12 +37,15 @@ mod tests {
         std::fs::create_dir(dir.path().join("c1")).unwrap();
         // A shell that waits, with more words on its command line than it reads.
         let mut runtime = std::process::Command::new("/bin/sh")
-            .args(["-c", "read wait", "--root"])
+            .args(["-c", "echo up; read wait", "--root"])
             .arg(dir.path())
             .args(["create", "c1"])
             .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
             .spawn()
             .unwrap();
+        // A process just started has no command line yet.
+        std::io::Read::read_exact(runtime.stdout.as_mut().unwrap(), &mut [0; 3]).unwrap();
         let pid = i32::try_from(runtime.id()).unwrap();
         assert_eq!(record_of(pid, "c1"), Some(dir.path().join("c1")));
         assert_eq!(record_of(pid, "c2"), None, "there is none");

@@ -241,6 +241,15 @@ impl Docker {
         processes().filter(|pid| is_alive(*pid) && cgroup(pid).contains(id)).collect()
     }
 
+    /// Whether a process lives in the cgroup of the container `id`; the kernel counts one that died a moment
+    /// ago in.
+    #[must_use]
+    pub fn is_populated(&self, id: &str) -> bool {
+        let events = Path::new("/sys/fs/cgroup/docker").join(id).join("cgroup.events");
+        let populated = std::fs::read_to_string(events).is_ok_and(|text| text.contains("populated 1"));
+        populated || !self.processes_of(id).is_empty()
+    }
+
     /// The image: `docker import` of the world's root filesystem.
     fn import(&self) -> Finished {
         let tar = self.world.dir.path().join("image.tar");

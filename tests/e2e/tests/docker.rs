@@ -3,6 +3,7 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::process::Stdio;
 
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
@@ -498,19 +499,22 @@ fn an_engine_killed_anywhere_leaves_nothing_that_the_next_command_does_not_resto
             "--annotation=sublet.sm=25",
         ]);
         command.args([IMAGE, "sleep", if stage.ends_with("delete") { "0" } else { "600" }]);
-        let mut client = command.spawn().expect("docker runs");
+        let mut client = command.stderr(Stdio::null()).spawn().expect("docker runs");
         assert!(eventually(|| dir.join("stopped").exists()), "{stage} was not reached: {}", docker.log());
         // Not `inspect`: dockerd holds the container's lock.
-        let processes = docker.processes_of(&docker.ask(&["ps", "-aq", "--no-trunc"]));
+        let id = docker.ask(&["ps", "-aq", "--no-trunc"]);
         docker.kill_engine();
         let _ = client.wait();
         // The containers' own processes outlive the engine, and as long as one does its lease is held.
-        let lives = processes.iter().any(|pid| is_alive(*pid));
-        assert_eq!(docker.world.leases().len(), usize::from(lives), "{stage}");
+        let agree = || docker.world.leases().len() == usize::from(docker.is_populated(&id));
+        assert!(eventually(agree), "{stage}: {:?}", docker.world.leases());
+        let processes = docker.processes_of(&id);
         for pid in &processes {
             let _ = kill(*pid, Signal::SIGKILL);
         }
-        assert!(eventually(|| !processes.iter().any(|pid| is_alive(*pid))));
+        // In cgroup v1 a process that exits is in no cgroup any more, and alive still.
+        let gone = || !docker.is_populated(&id) && !processes.iter().any(|pid| is_alive(*pid));
+        assert!(eventually(gone), "{stage}: killed and not gone");
         let gc = docker.world.sublet(&["gc"]);
         assert!(gc.status.success(), "{gc:?}");
         docker.world.assert_empty();

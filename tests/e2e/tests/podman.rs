@@ -409,8 +409,8 @@ fn a_named_share_and_a_container_without_a_cgroup_of_its_own() {
     podman.assert_empty();
 }
 
-/// With the files where `make install` and docs/podman.md put them. The only test without CONTAINERS_CONF
-/// and SUBLET_CONFIG, whose places no other test looks at.
+/// With the files where `make install` and docs/podman.md put them. The only test without `CONTAINERS_CONF`
+/// and `SUBLET_CONFIG`, whose places no other test looks at.
 #[test]
 fn as_installed() {
     if skip_unless_engines() {
