@@ -41,8 +41,8 @@ pub(super) struct Terms<'a> {
 pub(super) enum Rootfs<'a> {
     /// By looking into that of this spec.
     OfSpec(&'a Value),
-    #[cfg_attr(not(feature = "cli"), allow(dead_code))]
     /// By what its user says: it concerns their own container alone.
+    #[cfg_attr(not(feature = "cli"), expect(dead_code, reason = "the service alone is told"))]
     Told(&'a Image),
 }
 

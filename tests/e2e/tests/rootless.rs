@@ -13,7 +13,7 @@ use sublet_e2e::{World, bin_dir, eventually};
 /// The user `tester` of tests/engines/root.
 const UID: u32 = 1000;
 const SHARE: &[&str] = &["sublet.sm=25", "sublet.memory=8GiB"];
-const POLICY: &str = "[[policy]]\nuser = \"tester\"\nsm = 50\nmemory = \"16GiB\"\nleases = 2\n";
+const POLICY: &str = "[[policy]]\nuser = \"tester\"\nsm = 50\nmemory = \"16GiB\"\nleases = 8\n";
 
 struct Rootless {
     serve: Option<Child>,
@@ -36,9 +36,9 @@ impl Rootless {
         let script =
             format!("#!/bin/sh\nSUBLET_CONFIG={config} exec {}/bin/sublet-runtime \"$@\"\n", dir.display());
         std::fs::write(&shim, script).expect("the shim is written");
-        ["bin/sublet-runtime", "bin/sublet-hook", "bin/shim"]
-            .iter()
-            .for_each(|name| open_to_all(&dir.join(name)));
+        for name in ["bin/sublet-runtime", "bin/sublet-hook", "bin/shim"] {
+            open_to_all(&dir.join(name));
+        }
         let rootless = Self { serve: None, world };
         rootless.configure();
         let tar = dir_of(&rootless).join("image.tar");
@@ -230,6 +230,30 @@ fn an_engine_that_is_killed_leaves_nothing() {
         |member: &str| done(rootless.podman(&["inspect", "--format", member, "killed"])).trim().to_owned();
     let (conmon, pid) = (inspect("{{.State.ConmonPid}}"), inspect("{{.State.Pid}}"));
     done(Command::new("kill").args(["-9", &conmon, &pid]));
+    assert!(eventually(|| rootless.world.leases().is_empty()), "{:?}", rootless.world.leases());
+    rootless.world.assert_empty();
+}
+
+/// Without a cgroup of its own a container has no id that precreate could know.
+#[test]
+fn several_at_once() {
+    if skip_unless_engines() {
+        return;
+    }
+    let rootless = Rootless::serving();
+    let names: Vec<String> = (0..6).map(|number| format!("many-{number}")).collect();
+    let started: Vec<_> = std::thread::scope(|scope| {
+        let run = |name| rootless.run(name, &[], &["sublet.sm=8", "sublet.memory=1GiB"], &["sleep", "600"]);
+        let threads: Vec<_> = names.iter().map(|name| scope.spawn(move || run(name))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("it runs")).collect()
+    });
+    for output in &started {
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
+    let leases = rootless.world.leases();
+    assert_eq!(leases.len(), 6, "{leases:?}");
+    assert!(leases.iter().all(|lease| lease["state"] == "active"), "{leases:?}");
+    done(rootless.podman(&["rm", "--all", "--force", "--time=0"]));
     assert!(eventually(|| rootless.world.leases().is_empty()), "{:?}", rootless.world.leases());
     rootless.world.assert_empty();
 }
