@@ -78,7 +78,7 @@ test: needs unit test-build
 	    echo "== The checks of tests/gpu on the simulated driver, with $$engine"; \
 	    SUBLET_BIN_DIR=$(TEST_BIN) tests/e2e/enter $$engine target/debug/gpu-check --simulated || exit 1; \
 	done
-	@$(MAKE) --no-print-directory engines
+	@echo "Docker and Podman themselves, in Debian roots of their own: make engines"
 
 # Real engines in a Debian root of their own, which is made once (about a minute) and kept in /var/cache.
 engines: needs test-build
@@ -99,6 +99,8 @@ install: build
 	install -D -m 0755 $(BIN)/sublet-hook $(DESTDIR)$(LIBEXECDIR)/sublet/sublet-hook
 	install -D -m 0644 hooks/sublet.json $(DESTDIR)$(PREFIX)/share/sublet/hooks.d/sublet.json
 	install -D -m 0644 hooks/containers.conf $(DESTDIR)$(PREFIX)/share/doc/sublet/containers.conf
+	install -D -m 0644 packaging/systemd/sublet.service $(DESTDIR)$(PREFIX)/lib/systemd/system/sublet.service
+	install -D -m 0644 packaging/systemd/sublet.socket $(DESTDIR)$(PREFIX)/lib/systemd/system/sublet.socket
 	install -D -m 0644 config/config.toml $(DESTDIR)$(PREFIX)/share/doc/sublet/config.toml
 
 clean:

@@ -26,4 +26,5 @@ pub mod process;
 pub mod replace;
 pub mod request;
 pub mod runtime;
+pub mod serve;
 pub mod text;

@@ -108,6 +108,7 @@ impl Host {
             since: 0,
             mount_points: Vec::new(),
             library_dir: None,
+            brokered: false,
         };
         self.edit(|ledger| ledger.leases.push(lease.clone()));
         lease

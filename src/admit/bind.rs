@@ -3,7 +3,7 @@
 
 use std::convert::Infallible;
 
-use super::{AdmitError, read, tidy};
+use super::{AdmitError, read, rootless, tidy};
 use crate::config::Config;
 use crate::ledger::{Binding, LeaseId, Store};
 use crate::process::Process;
@@ -14,6 +14,9 @@ use crate::process::Process;
 /// # Errors
 /// The ledger cannot be read or written.
 pub fn abandon(uid: u32, id: &str, owner: Process, config: &Config) -> Result<(), AdmitError> {
+    if rootless::applies(config) {
+        return rootless::abandon(id, owner, config);
+    }
     let store = Store::open(&config.state_dir)?;
     if read(&store)?.abandon(uid, id, owner).is_empty() {
         return Ok(());
@@ -31,6 +34,9 @@ pub fn abandon(uid: u32, id: &str, owner: Process, config: &Config) -> Result<()
 /// # Errors
 /// The ledger cannot be written.
 pub fn hand_over(lease: &LeaseId, owner: Process, config: &Config) -> Result<(), AdmitError> {
+    if rootless::applies(config) {
+        return rootless::hand_over(lease, owner, config);
+    }
     let store = Store::open(&config.state_dir)?;
     let (Ok(()), freed) = store.update(|ledger| {
         ledger.hand_over(lease, owner);
@@ -45,6 +51,9 @@ pub fn hand_over(lease: &LeaseId, owner: Process, config: &Config) -> Result<(),
 /// # Errors
 /// The lease is gone or another container's: this one must not start. Or the ledger cannot be written.
 pub fn bind(lease: &LeaseId, binding: &Binding, config: &Config) -> Result<(), AdmitError> {
+    if rootless::applies(config) {
+        return rootless::bind(lease, binding, config);
+    }
     let store = Store::open(&config.state_dir)?;
     let (bound, freed) = store.update(|ledger| ledger.bind(lease, binding))?;
     tidy(&freed, &store, config);

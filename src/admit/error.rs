@@ -7,6 +7,8 @@ use crate::mps::MpsError;
 use crate::own::OwnError;
 use crate::place::Refusal;
 use crate::request::RequestError;
+use crate::serve::caps::CapError;
+use crate::serve::client::BrokerError;
 use crate::text::safe;
 
 /// Why a container is not started, or its lease not ended.
@@ -35,6 +37,16 @@ pub enum AdmitError {
     NotBound(#[from] NotBound),
     #[error(transparent)]
     Mps(#[from] MpsError),
+    #[error(transparent)]
+    Cap(Box<CapError>),
+    #[error("your [[policy]] on this host allows devices, and none of them is here: ask root to look at it")]
+    NoDeviceAllowed,
+    #[error(transparent)]
+    Broker(Box<BrokerError>),
+    #[error("no lease {0} is held by you, or it has ended: create the container again")]
+    NoLease(LeaseId),
+    #[error("lease {lease} cannot be bound to the container: {why}")]
+    Unbound { lease: LeaseId, why: String },
     #[error("no random lease id: /dev/urandom: {0}")]
     Random(std::io::Error),
     #[error(transparent)]
@@ -71,6 +83,26 @@ pub enum AdmitError {
         safe(container)
     )]
     StillRunning { lease: LeaseId, container: String },
+}
+
+impl From<BrokerError> for AdmitError {
+    fn from(error: BrokerError) -> Self {
+        Self::Broker(Box::new(error))
+    }
+}
+
+impl AdmitError {
+    /// Whether waiting may help.
+    #[must_use]
+    pub fn is_temporary(&self) -> bool {
+        match self {
+            Self::Refused(refusal) => refusal.temporary,
+            Self::Cap(cap) => cap.is_temporary(),
+            Self::Broker(broker) => matches!(**broker, BrokerError::Refused { temporary: true, .. }),
+            Self::Inventory(_) | Self::Own(_) | Self::StillRunning { .. } => true,
+            _ => false,
+        }
+    }
 }
 
 impl From<RequestError> for AdmitError {

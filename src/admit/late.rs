@@ -6,7 +6,8 @@ use std::convert::Infallible;
 
 use serde_json::Value;
 
-use super::{AdmitError, Candidate, already_granted, read, refusals, same, serve, take, wish};
+use super::take::{self, Rootfs, Terms};
+use super::{AdmitError, Candidate, already_granted, grant, read, ready, refusals, rootless, same, wish};
 use crate::apply::{self, Live};
 use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
@@ -69,13 +70,15 @@ fn admit_live(
     }
     let request = dedicated(wish(spec, None, config)?, spec, config)?;
     let candidate = Candidate { container: container.clone(), owner: init, share: None };
-    let taken = take::take(&candidate, &request, spec, &store, config)?;
+    let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
+    let taken = take::take(&candidate, &request, terms, &store, config)?;
     let applied = bind(&taken.lease.id, Init::of(init), &store)
         .and_then(|()| fits(&taken, spec))
-        .and_then(|()| serve(&taken, &request, &store, config))
+        .and_then(|()| grant(&taken, &request, config))
         .and_then(|grant| {
+            let warnings = ready(&taken, &grant, &store, config)?;
             apply::apply(&grant, Live { init, rootfs: &container.rootfs })?;
-            Ok(grant)
+            Ok(Grant { warnings, ..grant })
         });
     if applied.is_err() {
         super::give_back(&taken.lease, &store, config);
@@ -160,7 +163,8 @@ fn environment(grant: &Grant, lease: &Lease) -> String {
 /// # Errors
 /// The ledger cannot be read.
 pub fn end_of(container: &Container, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
-    if !config.state_dir.join("ledger.json").exists() {
+    // To a rootless container no hook gives a share late.
+    if rootless::applies(config) || !config.state_dir.join("ledger.json").exists() {
         return Ok(None);
     }
     let ledger = read(&Store::open(&config.state_dir)?)?;

@@ -3,13 +3,19 @@
 //! [`admit`] takes a share, [`end`] gives it back; what lies between is the container's life. Each step
 //! that fails undoes those before it, and a crash between them is put right by the next command,
 //! because a lease is on disk before anything that depends on it exists.
+//!
+//! Where the state is not ours to change, in a rootless engine, each function asks `sublet serve` instead
+//! and does here what concerns the container alone: looking into its root filesystem, editing its spec.
 
 mod bind;
 mod error;
 mod fresh;
 mod late;
 mod refusals;
+mod rootless;
 mod take;
+#[cfg(feature = "cli")]
+mod told;
 mod wish;
 
 use std::convert::Infallible;
@@ -30,12 +36,17 @@ use crate::process::Process;
 use crate::request::Request;
 use crate::text::safe;
 
+use take::{Rootfs, Terms};
+
 pub use bind::{abandon, bind, hand_over};
 pub use error::AdmitError;
 pub use fresh::{fresh_inventory, refresh};
 pub use late::{Late, end_of, late};
 pub use refusals::{RefusalRecord, refusals};
+pub use rootless::applies as is_brokered;
 pub use take::lease_for;
+#[cfg(feature = "cli")]
+pub(crate) use told::{admit_told, bind_told, free_told, mark_ending_by};
 pub use wish::wish;
 
 /// How long the last processes of an ended container may take to go.
@@ -86,10 +97,11 @@ pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Re
         return Ok(Admission::NotOurs);
     }
     let admitted = match annotations.get(LEASE_ANNOTATION) {
+        _ if rootless::applies(config) => rootless::admit(candidate, &annotations, spec, config),
         Some(id) => already_granted(id, &candidate.container, config),
         None => admit_ours(candidate, spec, config),
     };
-    if let Err(error) = &admitted {
+    if let (Err(error), false) = (&admitted, rootless::applies(config)) {
         refusals::record(&candidate.container.id, error, config);
     }
     admitted
@@ -118,27 +130,21 @@ fn same(a: &Container, b: &Container) -> bool {
 fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
     let request = wish(spec, candidate.share, config)?;
     let store = Store::open(&config.state_dir)?;
-    let taken = take::take(candidate, &request, spec, &store, config)?;
-    let edited = serve(&taken, &request, &store, config).and_then(|grant| {
+    let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
+    let taken = take::take(candidate, &request, terms, &store, config)?;
+    let served = grant(&taken, &request, config).and_then(|grant| {
         apply::edit(spec, &grant)?;
-        Ok(grant.warnings)
+        ready(&taken, &grant, &store, config)
     });
-    if edited.is_err() {
+    if served.is_err() {
         give_back(&taken.lease, &store, config);
     }
-    Ok(Admission::Granted { warnings: edited?, lease: taken.lease.id })
+    Ok(Admission::Granted { lease: taken.lease.id, warnings: served? })
 }
 
-/// Between the lease and the container: the daemon, the nodes, and what the container is given.
-fn serve(
-    taken: &take::Taken,
-    request: &Request,
-    store: &Store,
-    config: &Config,
-) -> Result<Grant, AdmitError> {
-    let mut warnings =
-        if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
-    let mut grant = grant::grant(
+/// What a container with this lease is given.
+fn grant(taken: &take::Taken, request: &Request, config: &Config) -> Result<Grant, AdmitError> {
+    let grant = grant::grant(
         &taken.placement,
         &taken.lease,
         &request.capabilities,
@@ -150,8 +156,20 @@ fn serve(
     for granted in &grant.nodes {
         inventory::check_node(&config.driver.root, &granted.node)?;
     }
-    warnings.append(&mut grant.warnings);
-    Ok(Grant { warnings, ..grant })
+    Ok(grant)
+}
+
+/// Its daemon, last: none is started for a container that cannot be served. All the warnings there are.
+fn ready(
+    taken: &take::Taken,
+    grant: &Grant,
+    store: &Store,
+    config: &Config,
+) -> Result<Vec<String>, AdmitError> {
+    let mut warnings =
+        if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
+    warnings.extend(grant.warnings.iter().cloned());
+    Ok(warnings)
 }
 
 /// Gives `lease` back before its container ever existed.
@@ -159,6 +177,9 @@ fn serve(
 /// # Errors
 /// The ledger cannot be written.
 pub fn withdraw(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
+    if rootless::applies(config) {
+        return rootless::withdraw(lease, config);
+    }
     let store = Store::open(&config.state_dir)?;
     free(lease, &store, config)
 }
@@ -176,6 +197,9 @@ fn give_back(lease: &Lease, store: &Store, config: &Config) {
 /// # Errors
 /// The ledger cannot be read or written, or its processes do not go.
 pub fn end(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
+    if rootless::applies(config) {
+        return rootless::end(lease, config);
+    }
     let store = Store::open(&config.state_dir)?;
     let Some(held) = read(&store)?.lease(lease).cloned() else { return Ok(()) };
     let deadline = Instant::now() + EMPTY_CGROUP;
@@ -250,6 +274,20 @@ pub fn mark_ending(
     record: &Path,
     config: &Config,
 ) -> Result<Option<LeaseId>, AdmitError> {
+    if rootless::applies(config) {
+        return rootless::mark_ending(id, record, config);
+    }
+    mark(uid, id, record, Process::current().ok(), config)
+}
+
+/// [`mark_ending`] where `deleter` deletes the container.
+fn mark(
+    uid: u32,
+    id: &str,
+    record: &Path,
+    deleter: Option<Process>,
+    config: &Config,
+) -> Result<Option<LeaseId>, AdmitError> {
     let store = Store::open(&config.state_dir)?;
     if read(&store)?.of_record(uid, id, record).is_none() {
         return Ok(None);
@@ -259,8 +297,8 @@ pub fn mark_ending(
         if let Some(lease) = id.as_ref().and_then(|id| ledger.lease_mut(id)) {
             lease.state = LeaseState::Ending;
             // A container whose delete is killed is not ending: its owner's death will tell.
-            if let (Some(_), Ok(us)) = (&lease.init, Process::current()) {
-                lease.owner = us;
+            if let (Some(_), Some(deleter)) = (&lease.init, deleter) {
+                lease.owner = deleter;
             }
         }
         Ok::<_, Infallible>(id)
@@ -275,6 +313,9 @@ pub fn mark_ending(
 /// # Errors
 /// The ledger cannot be written.
 pub fn unmark(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
+    if rootless::applies(config) {
+        return rootless::unmark(lease, config);
+    }
     let store = Store::open(&config.state_dir)?;
     let (Ok(()), freed) = store.update(|ledger| {
         if let Some(lease) = ledger.lease_mut(lease) {
@@ -312,6 +353,9 @@ pub fn exec_environment(
 ) -> Result<Option<Environment>, AdmitError> {
     if !config.state_dir.join("ledger.json").exists() {
         return Ok(None);
+    }
+    if rootless::applies(config) {
+        return rootless::exec_environment(id, record, config);
     }
     let store = Store::open(&config.state_dir)?;
     let ledger = read(&store)?;

@@ -1,5 +1,6 @@
 //! Taking a share: a place is found and booked under one lock, or waited for with no lock held.
 
+use std::borrow::Cow;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -9,11 +10,12 @@ use super::{AdmitError, Candidate, fresh_inventory, refresh, tidy};
 use crate::apply;
 use crate::config::{Config, Inject};
 use crate::grant::Image;
-use crate::inventory::Inventory;
-use crate::ledger::{Lease, LeaseId, LeaseState, Store};
-use crate::place::{Placement, Refusal, place};
+use crate::inventory::{Device, Inventory};
+use crate::ledger::{Lease, LeaseId, LeaseState, Ledger, Store};
+use crate::place::{Placement, Refusal, named, place};
 use crate::process::epoch_seconds;
 use crate::request::Request;
+use crate::serve::caps::Cap;
 
 /// Between two looks for a free share.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
@@ -26,18 +28,63 @@ pub(super) struct Taken {
     pub inventory: Inventory,
 }
 
+/// On what terms a share is taken: root's own, or those of a user who asks `sublet serve`.
+#[derive(Clone, Copy)]
+pub(super) struct Terms<'a> {
+    pub rootfs: Rootfs<'a>,
+    /// The user's policy.
+    pub cap: Option<Cap<'a>>,
+}
+
+/// How the root filesystem is known.
+#[derive(Clone, Copy)]
+pub(super) enum Rootfs<'a> {
+    /// By looking into that of this spec.
+    OfSpec(&'a Value),
+    /// By what its user says: it concerns their own container alone.
+    #[cfg_attr(not(feature = "cli"), expect(dead_code, reason = "the service alone is told"))]
+    Told(&'a Image),
+}
+
+impl Terms<'_> {
+    /// The inventory with the devices that the user may have.
+    fn devices<'i>(
+        &self,
+        inventory: &'i Inventory,
+        config: &Config,
+    ) -> Result<Cow<'i, Inventory>, AdmitError> {
+        let Some(names) = self.cap.and_then(|cap| cap.rule.devices.as_ref()) else {
+            return Ok(Cow::Borrowed(inventory));
+        };
+        let allowed: Vec<Device> =
+            names.iter().flat_map(|name| named(name, inventory, config)).cloned().collect();
+        if allowed.is_empty() {
+            return Err(AdmitError::NoDeviceAllowed);
+        }
+        let devices = inventory.devices.iter().filter(|device| allowed.contains(device)).cloned().collect();
+        Ok(Cow::Owned(Inventory { devices, ..inventory.clone() }))
+    }
+
+    fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), Look> {
+        let Some(Err(error)) = self.cap.map(|cap| cap.check(placement, ledger)) else { return Ok(()) };
+        let temporary = error.is_temporary();
+        let error = AdmitError::Cap(Box::new(error));
+        Err(if temporary { Look::Temporary(error) } else { Look::Final(error) })
+    }
+}
+
 /// Takes a share, waiting for one as long as the request says.
 pub(super) fn take(
     candidate: &Candidate<'_>,
     request: &Request,
-    spec: &Value,
+    terms: Terms<'_>,
     store: &Store,
     config: &Config,
 ) -> Result<Taken, AdmitError> {
     let deadline = Instant::now() + request.wait;
     let mut refreshed = None;
     loop {
-        let failed = match look(candidate, request, spec, refreshed.take(), store, config) {
+        let failed = match look(candidate, request, terms, refreshed.take(), store, config) {
             Ok(taken) => return Ok(taken),
             Err(Look::RefreshFirst) => {
                 refreshed = Some(refresh(config)?);
@@ -71,7 +118,7 @@ impl<E: Into<AdmitError>> From<E> for Look {
 fn look(
     candidate: &Candidate<'_>,
     request: &Request,
-    spec: &Value,
+    terms: Terms<'_>,
     refreshed: Option<Inventory>,
     store: &Store,
     config: &Config,
@@ -79,15 +126,23 @@ fn look(
     let may_refresh = refreshed.is_none();
     // A driver that is not up yet may come: `sublet.wait` waits for it too.
     let inventory = refreshed.map_or_else(|| fresh_inventory(config).map_err(Look::Temporary), Ok)?;
-    let image = apply::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?;
+    let image = match terms.rootfs {
+        Rootfs::OfSpec(spec) => {
+            apply::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?
+        }
+        Rootfs::Told(image) => image.clone(),
+    };
+    let allowed = terms.devices(&inventory, config)?;
     let id = LeaseId::random().map_err(AdmitError::Random)?;
     let (booked, freed) = store.update(|ledger| {
-        let placement = place(request, &id, &inventory, ledger, config)
-            .map_err(|refusal| refused(refusal, may_refresh))?;
+        let placement =
+            place(request, &id, &allowed, ledger, config).map_err(|refusal| refused(refusal, may_refresh))?;
         if placement.refresh_first && may_refresh {
             return Err(Look::RefreshFirst);
         }
-        let lease = lease_for(candidate, &placement, &image, id, config);
+        terms.check(&placement, ledger)?;
+        let brokered = matches!(terms.rootfs, Rootfs::Told(_));
+        let lease = Lease { brokered, ..lease_for(candidate, &placement, &image, id, config) };
         ledger.insert(lease.clone())?;
         Ok((lease, placement))
     })?;
@@ -132,5 +187,6 @@ pub fn lease_for(
         since: epoch_seconds(),
         mount_points: image.created.clone(),
         library_dir: libraries.map(Path::to_owned),
+        brokered: false,
     }
 }

@@ -9,6 +9,7 @@ mod mps;
 mod output;
 mod protection;
 mod refresh;
+mod serve;
 mod status;
 mod wait;
 
@@ -54,6 +55,8 @@ enum Command {
     /// List, start and stop MPS daemons, show their logs
     #[command(subcommand)]
     Mps(mps::Command),
+    /// Take leases and hold MPS daemons for users without root; systemd runs it (sublet.socket)
+    Serve,
     /// Check or show the configuration
     #[command(subcommand)]
     Config(config::Command),
@@ -89,6 +92,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Drain(arguments) => drain::run(&arguments, true, &config),
         Command::Undrain(arguments) => drain::run(&arguments, false, &config),
         Command::Mps(command) => mps::run(&command, &config),
+        Command::Serve => serve::run(&config),
         Command::Config(_) => unreachable!("handled above, before the configuration has to be valid"),
     }
 }

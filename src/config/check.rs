@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::Duration;
 
-use super::{Config, DeviceRule};
+use super::{Config, DeviceRule, PolicyRule};
 use crate::request::annotations::LONGEST_WAIT;
 use crate::request::{self, Selector};
 use crate::text::safe;
@@ -43,6 +43,9 @@ pub(super) fn check(config: &Config) -> Checked {
     for name in config.grant.env.keys() {
         let fits = !name.is_empty() && !name.contains(|c: char| c == '=' || c.is_control());
         must(fits, &["grant", "env", name], "is no name for an environment variable")?;
+    }
+    for (index, rule) in config.policy.iter().enumerate() {
+        policy(index, rule)?;
     }
     not_yet(config)?;
     config.share.keys().try_for_each(|name| share(name, config))
@@ -101,6 +104,28 @@ fn device(index: usize, rule: &DeviceRule) -> Checked {
         rule.name.as_deref().is_none_or(alias),
         &["device", &index, "name"],
         "must be a word without commas and spaces, at most 128 bytes long",
+    )
+}
+
+fn policy(index: usize, rule: &PolicyRule) -> Checked {
+    let index = index.to_string();
+    let name = |name: &Option<String>| name.as_deref().is_none_or(|name| !name.is_empty());
+    must(
+        rule.user.is_some() != rule.group.is_some() && name(&rule.user) && name(&rule.group),
+        &["policy", &index],
+        "must name either a user (\"*\" for all) or a group",
+    )?;
+    must(
+        rule.modes.as_ref().is_none_or(|modes| !modes.is_empty()),
+        &["policy", &index, "modes"],
+        "is empty",
+    )?;
+    let devices = rule.devices.iter().flatten();
+    let known = devices.clone().all(|text| &**text == "all" || Selector::parse(text).is_some());
+    must(
+        known && rule.devices.as_ref().is_none_or(|devices| !devices.is_empty()),
+        &["policy", &index, "devices"],
+        "must be a list of selectors as in sublet.gpu: indices, GPU-<uuid>, PCI bus ids, name:<alias>, model:<glob>",
     )
 }
 

@@ -53,8 +53,8 @@ fn position(text: &str, offset: usize) -> (usize, usize) {
 fn explain(message: &str) -> String {
     let quoted: Vec<_> = message.split('`').skip(1).step_by(2).collect();
     let hint = match quoted.as_slice() {
-        ["guard" | "policy", ..] if message.starts_with("unknown field") => {
-            "; [guard] and [[policy]] are not yet in this version".to_owned()
+        ["guard", ..] if message.starts_with("unknown field") => {
+            "; [guard] is not yet in this version".to_owned()
         }
         [unknown, known @ ..] if message.starts_with("unknown ") => {
             let nearest = nearest(unknown, known.iter().copied());

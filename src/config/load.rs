@@ -3,8 +3,8 @@
 //! From weakest to strongest: built-in defaults, `/usr/lib/sublet/conf.d/*.toml`,
 //! `/etc/sublet/config.toml`, `/etc/sublet/conf.d/*.toml`; within a directory by name. A file in
 //! `/etc/sublet/conf.d` hides the one of the same name in `/usr/lib`, as with systemd's drop-ins. Tables
-//! are merged key by key and a stronger value replaces a weaker one; only the `[[device]]` rules of all
-//! files are kept, the stronger files' first, because the first that matches counts.
+//! are merged key by key and a stronger value replaces a weaker one; only the `[[device]]` and `[[policy]]`
+//! rules of all files are kept, the stronger files' first, because the first that matches counts.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -138,7 +138,7 @@ fn overlay(weaker: &mut Table, stronger: Table) {
     for (key, value) in stronger {
         match (weaker.get_mut(&key), value) {
             (Some(Value::Table(old)), Value::Table(new)) => overlay(old, new),
-            (Some(Value::Array(old)), Value::Array(new)) if key == "device" => {
+            (Some(Value::Array(old)), Value::Array(new)) if matches!(key.as_str(), "device" | "policy") => {
                 old.splice(0..0, new);
             }
             (_, value) => {

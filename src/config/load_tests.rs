@@ -177,11 +177,10 @@ fn fractions_of_the_ceiling_are_not_lost() {
 #[test]
 fn unknown_keys() {
     assert_snapshot!(refused("[limits]\n\n  sm_overcomit = 1.5\n"), @"configuration /c.toml:3:3: unknown key `sm_overcomit`, expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`; did you mean sm_overcommit?");
-    assert_snapshot!(refused("[limit]\n"), @"configuration /c.toml:1:2: unknown key `limit`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `share`; did you mean limits?");
-    assert_snapshot!(refused("[guard]\nkill = true\n"), @"configuration /c.toml:1:2: unknown key `guard`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `share`; [guard] and [[policy]] are not yet in this version");
-    assert_snapshot!(refused("\n[[policy]]\nuser = \"x\"\n"), @"configuration /c.toml:2:3: unknown key `policy`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `share`; [guard] and [[policy]] are not yet in this version");
+    assert_snapshot!(refused("[limit]\n"), @"configuration /c.toml:1:2: unknown key `limit`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `policy`, `share`; did you mean limits?");
+    assert_snapshot!(refused("[guard]\nkill = true\n"), @"configuration /c.toml:1:2: unknown key `guard`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `policy`, `share`; [guard] is not yet in this version");
     assert_snapshot!(refused("[defaults]\nmode = \"timeslice\"\n"), @"configuration /c.toml:2:8: unknown variant `timeslice`, expected one of `time-slice`, `mps`, `mig`, `exclusive`; did you mean time-slice?");
-    assert_snapshot!(refused("\"\\u001b[2J\" = 1\n"), @r#"configuration /c.toml:1:1: unknown key `\u{1b}[2J`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `share`"#);
+    assert_snapshot!(refused("\"\\u001b[2J\" = 1\n"), @r#"configuration /c.toml:1:1: unknown key `\u{1b}[2J`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `policy`, `share`"#);
 }
 
 #[test]
@@ -222,6 +221,37 @@ fn shares_that_make_no_request() {
         [file("/weak", "[share.a]\nmode = \"exclusive\"\n"), file("/strong", "\n[share.a]\nsm = 25\n")];
     assert_snapshot!(merge(&files).unwrap_err(), @"configuration /strong:3:1: sublet.sm=25 (from [share.a]) does not go with sublet.mode=exclusive (from [share.a]): only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out");
     assert!(merge(&[file("/c", "[limits]\nrequire = [\"memory\"]\n[share.a]\nsm = 25\n")]).is_ok());
+}
+
+#[test]
+fn policies_of_all_files_are_kept_and_say_what_is_wrong() {
+    let files = [
+        file("/a", "[[policy]]\nuser = \"*\"\nleases = 1\n"),
+        file(
+            "/b",
+            "policy = [{ group = 44, sm = \"150%\", memory = \"16GiB\", modes = [\"mps\"], devices = [0] }]\n",
+        ),
+    ];
+    let policy = merge(&files).unwrap().policy;
+    assert_eq!((policy[0].group.as_deref(), policy[1].user.as_deref()), (Some("44"), Some("*")));
+    assert_eq!(policy[0].sm.map(|sm| sm.to_string()).as_deref(), Some("150"));
+    assert_eq!((policy[0].memory, policy[1].memory), (Some(16 << 30), None));
+    assert_eq!(policy[0].devices.as_ref().map(|devices| devices[0].to_string()).as_deref(), Some("0"));
+    assert_snapshot!(refused("[[policy]]\nleases = 1\n"), @r#"configuration /c.toml:1:1: policy.0 must name either a user ("*" for all) or a group"#);
+    assert_snapshot!(refused("[[policy]]\nuser = 1\ngroup = 1\n"), @r#"configuration /c.toml:1:1: policy.0 must name either a user ("*" for all) or a group"#);
+    assert_snapshot!(refused("[[policy]]\nuser = 1\nsm = 0\n"), @r#"configuration /c.toml:3:6: "0" must be a sum of percentages over 0, as 50 or 150%"#);
+    assert_snapshot!(refused("[[policy]]\nuser = 1\nmodes = []\n"), @"configuration /c.toml:3:1: policy.0.modes is empty");
+    assert_snapshot!(refused("[[policy]]\nuser = 1\ndevices = [\"GPU-\"]\n"), @"configuration /c.toml:3:1: policy.0.devices must be a list of selectors as in sublet.gpu: indices, GPU-<uuid>, PCI bus ids, name:<alias>, model:<glob>");
+}
+
+#[cfg(feature = "cli")]
+#[test]
+fn a_shown_policy_can_be_read_again() {
+    let text = "[[policy]]\nuser = \"a\"\nmodes = [\"mps\"]\nsm = 12.5\nmemory = \"1GiB\"\ndevices = [0]\nleases = 2\n\
+                [[policy]]\ngroup = \"b\"\n";
+    let config = one(text);
+    assert_eq!(config.policy.len(), 2);
+    assert_eq!(one(&crate::config::to_toml(&config).unwrap()), config);
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod caller;
 mod check;
 mod error;
 mod load;
+mod policy;
 mod values;
 
 use std::collections::BTreeMap;
@@ -15,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 pub use error::ConfigError;
 pub use load::{VARIABLE, honoured, load, load_runtime, sources};
+pub use policy::PolicyRule;
 
 use crate::request::{Capability, Isolation, Mode, Percent};
 
@@ -42,6 +44,8 @@ pub struct Config {
     pub grant: Grant,
     /// MIG layouts.
     pub mig: Mig,
+    /// What users without root may take; the first rule that fits counts.
+    pub policy: Vec<PolicyRule>,
     /// Named shares: each a set of annotation keys without the `sublet.` prefix.
     #[serde(deserialize_with = "values::shares")]
     pub share: BTreeMap<String, BTreeMap<String, String>>,
@@ -60,6 +64,7 @@ impl Default for Config {
             mps: Mps::default(),
             grant: Grant::default(),
             mig: Mig::default(),
+            policy: Vec::new(),
             share: BTreeMap::new(),
         }
     }

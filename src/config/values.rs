@@ -59,7 +59,64 @@ pub(super) fn shares<'de, D: Deserializer<'de>>(
     Ok(shares.into_iter().map(|(name, share)| (name, plain(share))).collect())
 }
 
-struct Word(String);
+/// A word that may be written as a number.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(transparent)]
+pub struct Word(String);
+
+impl std::ops::Deref for Word {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        &self.0
+    }
+}
+
+/// [`word`] for a key that may be absent.
+pub(super) fn some_word<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
+    word(deserializer).map(Some)
+}
+
+/// [`memory`] for a key that may be absent.
+pub(super) mod some_memory {
+    use super::{Deserializer, Serializer, memory};
+
+    #[expect(clippy::ref_option, reason = "serde calls it so")]
+    pub fn serialize<S: Serializer>(value: &Option<u64>, serializer: S) -> Result<S::Ok, S::Error> {
+        memory::serialize(&value.unwrap_or_default(), serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+        memory::deserialize(deserializer).map(Some)
+    }
+}
+
+/// A sum of percentages over several devices: `50`, `12.5`, `150%`.
+pub(super) mod percent_sum {
+    use super::{Deserializer, Error, Serializer};
+    use crate::request::Percent;
+    use crate::text::safe;
+
+    #[expect(clippy::ref_option, clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+    pub fn serialize<S: Serializer>(value: &Option<Percent>, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&value.unwrap_or_default().to_string())
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Percent>, D::Error> {
+        let text = super::word(deserializer)?;
+        let number: Option<f64> = text.strip_suffix('%').unwrap_or(&text).trim().parse().ok();
+        match number {
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to 10 000")]
+            Some(number) if number > 0.0 && number <= 10_000.0 => {
+                Ok(Some(Percent::from_thousandths((number * 1000.0).round() as u32)))
+            }
+            _ => Err(D::Error::custom(format!(
+                "\"{}\" must be a sum of percentages over 0, as 50 or 150%",
+                safe(&text)
+            ))),
+        }
+    }
+}
 
 impl<'de> Deserialize<'de> for Word {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 pub use files::driver_files;
 
+use serde::{Deserialize, Serialize};
+
 use crate::config::{Config, Inject};
 use crate::inventory::{Device, Inventory, Node};
 use crate::ledger::Lease;
@@ -14,7 +16,7 @@ use crate::place::Placement;
 use crate::request::Capabilities;
 
 /// All edits to one container, for the appliers.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Grant {
     /// The lease, for the `sublet.lease` annotation.
     pub lease: String,
@@ -33,7 +35,7 @@ pub struct Grant {
 }
 
 /// A node and where it is on the host (driver root included): a user namespace needs the real one.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GrantedNode {
     /// As the container sees it.
     pub node: Node,
@@ -42,7 +44,7 @@ pub struct GrantedNode {
 }
 
 /// A bind mount: read-only, nosuid, nodev, rprivate.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mount {
     /// On the host.
     pub source: PathBuf,
@@ -51,7 +53,7 @@ pub struct Mount {
 }
 
 /// Changes to an environment; the same for config.json and for exec's process file.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Environment {
     /// Set, whatever was there: each name stands once afterwards.
     pub set: Vec<(String, String)>,
@@ -62,7 +64,7 @@ pub struct Environment {
 }
 
 /// What is known of the container's image, read by `apply::image`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Image {
     /// The directory inside the rootfs that holds the libc of the driver's kind; `None`: musl, static.
     pub library_dir: Option<PathBuf>,

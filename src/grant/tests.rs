@@ -103,6 +103,7 @@ fn lease() -> Lease {
         bind_by: None,
         since: 0,
         library_dir: None,
+        brokered: false,
         mount_points: Vec::new(),
     }
 }

@@ -75,7 +75,7 @@ pub enum HookError {
         "container {id}: a prestart hook cannot give a rootless container its share: it may neither open \
          devices nor enter other namespaces; use Podman's precreate hook or sublet-runtime"
     )]
-    LateRootless {
+    Rootless {
         /// The container.
         id: String,
     },
@@ -85,12 +85,6 @@ pub enum HookError {
     /// No share for it.
     #[error(transparent)]
     Admit(#[from] AdmitError),
-    /// Podman of an ordinary user.
-    #[error(
-        "rootless Podman cannot be given a GPU share in this version: leases are root's to take; start the \
-         container with root's Podman (sudo podman)"
-    )]
-    Rootless,
     /// Who started us is gone.
     #[error("the engine that ran this hook has ended")]
     NoEngine,

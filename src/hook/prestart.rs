@@ -28,7 +28,7 @@ pub(super) fn prestart(state: &State, log: &Log) -> Result<(), HookError> {
     add_annotations(&mut spec, state);
     let init = init(state).map_err(failed)?;
     if is_rootless() {
-        return Err(HookError::LateRootless { id });
+        return Err(HookError::Rootless { id });
     }
     let config = config::load()?;
     let container = container(state, &bundle, &spec).map_err(failed)?;

@@ -63,7 +63,7 @@ fn exists(lease: &mut Lease, init: Init) {
 /// a record of it still.
 fn was_not_deleted(lease: &Lease) -> bool {
     let lives = lease.init.as_ref().is_some_and(|init| init.process.is_alive());
-    let recorded = || matches!(Record::read(&lease.container.record), Ok(Some(_)));
+    let recorded = || lease.brokered || matches!(Record::read(&lease.container.record), Ok(Some(_)));
     lease.state == LeaseState::Ending && lives && !lease.owner.is_alive() && recorded()
 }
 
@@ -80,6 +80,11 @@ fn fate(lease: &Lease) -> Fate {
 /// owner ended in between would seem never to have been.
 fn fate_without_init(lease: &Lease) -> Fate {
     let owned = lease.owner.is_alive() && !lease.is_overdue();
+    if lease.brokered {
+        // Bound by its hook or not at all: a user's record says what the user likes, and reading it may
+        // take as long as the user likes.
+        return if owned { Fate::Unchanged } else { Fate::Gone };
+    }
     let record = match Record::read(&lease.container.record) {
         Ok(record) => record.filter(|record| is_of(record, lease)),
         Err(error) => {

@@ -83,7 +83,10 @@ impl Ledger {
     /// # Errors
     /// [`Doubled`]: the same user's container of that id and bundle, or that lease id, is there already.
     pub fn insert(&mut self, lease: Lease) -> Result<(), Doubled> {
-        let same = |a: &Container, b: &Container| a.uid == b.uid && a.id == b.id && a.bundle == b.bundle;
+        // Containers that nobody knows the id of yet are not the same: rootless Podman starts several at once.
+        let same = |a: &Container, b: &Container| {
+            !a.id.is_empty() && a.uid == b.uid && a.id == b.id && a.bundle == b.bundle
+        };
         let taken = |old: &&Lease| old.id == lease.id || same(&old.container, &lease.container);
         if let Some(old) = self.leases.iter().find(taken) {
             return Err(Doubled { lease: old.id.clone(), container: lease.container.id });
@@ -101,8 +104,11 @@ impl Ledger {
     }
 
     /// Writes down what `lease`, which is no more, may have left behind.
+    ///
+    /// What a rootless user's container left is the user's own to clear: root removes nothing where a user
+    /// points.
     pub(super) fn leave(&mut self, lease: &Lease) {
-        if lease.init.is_some() && lease.mount_points.is_empty() {
+        if lease.brokered || lease.init.is_some() && lease.mount_points.is_empty() {
             return;
         }
         let Container { bundle, rootfs, .. } = &lease.container;
@@ -215,6 +221,7 @@ pub(crate) mod fixture {
             since: 0,
             mount_points: Vec::new(),
             library_dir: None,
+            brokered: false,
         }
     }
 }
@@ -228,6 +235,17 @@ mod tests {
 
     fn ledger(leases: Vec<Lease>) -> Ledger {
         Ledger { leases, ..Ledger::empty("boot") }
+    }
+
+    #[test]
+    fn containers_without_an_id_yet_are_not_each_other() {
+        let mut ledger = Ledger::empty("boot");
+        for n in 1..=2 {
+            let mut unnamed = lease(n, "GPU-a");
+            (unnamed.container.id, unnamed.container.bundle) = (String::new(), "".into());
+            ledger.insert(unnamed).unwrap();
+        }
+        assert_eq!(ledger.leases.len(), 2);
     }
 
     #[test]

@@ -111,6 +111,9 @@ pub struct Lease {
     /// Files the rootfs lacked, made by the runtime to mount over; ours to remove where it persists.
     #[serde(default)]
     pub mount_points: Vec<PathBuf>,
+    /// Taken by way of `sublet serve`: paths in it are a user's word, which root neither reads nor cleans.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub brokered: bool,
 }
 
 /// Sixteen lower-case hex digits.

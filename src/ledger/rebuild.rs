@@ -163,7 +163,8 @@ fn visible_device(pid: i32) -> Option<String> {
 /// The file cannot be written.
 pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()> {
     let mut known: Option<Vec<PathBuf>> = None;
-    for root in ledger.leases.iter().filter_map(|lease| lease.container.record.parent()) {
+    let ours = ledger.leases.iter().filter(|lease| !lease.brokered);
+    for root in ours.filter_map(|lease| lease.container.record.parent()) {
         let line = root.to_str().filter(|line| line.starts_with('/') && !line.contains('\n'));
         if line.is_none() || ROOTS.iter().any(|pattern| fits(pattern, root)) {
             continue;

@@ -92,19 +92,25 @@ impl Init {
     /// What /proc tells of a container's first process. A cgroup that we are in too is not its own.
     #[must_use]
     pub fn of(process: Process) -> Self {
-        let table = |who: &str| fs::read_to_string(format!("/proc/{who}/cgroup")).unwrap_or_default();
-        let cgroup = cgroup_of(Path::new(MOUNT), &table(&process.pid.to_string()), &table("self"));
+        Self::beside(process, nix::unistd::getpid().as_raw())
+    }
+
+    /// [`Init::of`], where `outside` is a process that is not the container's: its hook.
+    #[must_use]
+    pub fn beside(process: Process, outside: i32) -> Self {
+        let table = |pid: i32| fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        let cgroup = cgroup_of(Path::new(MOUNT), &table(process.pid), &table(outside));
         Self { process, pid_namespace: pid_namespace(process.pid), cgroup }
     }
 }
 
-/// The cgroup directory that `table`, a /proc/PID/cgroup (cgroups(7)), names and `ours` does not, in the
+/// The cgroup directory that `table`, a /proc/PID/cgroup (cgroups(7)), names and `outside` does not, in the
 /// hierarchies that [`runc_cgroup`] prefers.
-fn cgroup_of(mount: &Path, table: &str, ours: &str) -> Option<PathBuf> {
+fn cgroup_of(mount: &Path, table: &str, outside: &str) -> Option<PathBuf> {
     let unified = if mount.join("cgroup.controllers").exists() { "" } else { "unified" };
     let hierarchies = [("devices", "devices"), ("pids", "pids"), ("name=systemd", "systemd"), ("", unified)];
     let own = |&(key, dir): &(&str, &str)| {
-        let path = cgroup_line(table, key).filter(|path| cgroup_line(ours, key) != Some(path))?;
+        let path = cgroup_line(table, key).filter(|path| cgroup_line(outside, key) != Some(path))?;
         let below = path.trim_start_matches('/');
         (!below.is_empty()).then(|| mount.join(dir).join(below))
     };

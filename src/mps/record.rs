@@ -160,6 +160,7 @@ pub(super) mod tests {
             since: 0,
             mount_points: Vec::new(),
             library_dir: None,
+            brokered: false,
         }
     }
 

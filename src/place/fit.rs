@@ -210,7 +210,9 @@ fn compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(), Misfit> {
         return Ok(());
     }
     let (mode, uuid) = (found.as_str(), &want.device.uuid);
-    Err(Misfit::never(format!("has compute mode {mode}: `nvidia-smi -i {} -c DEFAULT` opens it", safe(uuid))))
+    let reason = format!("has compute mode {mode}: `nvidia-smi -i {} -c DEFAULT` opens it", safe(uuid));
+    // The inventory may be of a time when an MPS server of ours had the device to itself.
+    Err(Misfit { refresh: true, ..Misfit::never(reason) })
 }
 
 /// A share too small to start a context in, or larger than the device.

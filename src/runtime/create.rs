@@ -9,7 +9,7 @@ use super::log::Level;
 use super::{Call, Door, RuntimeError, Start, uid};
 use crate::admit::{self, Admission, Candidate};
 use crate::apply::{self, JsonFile};
-use crate::config;
+use crate::config::{self, Config};
 use crate::hook::added::{self, Stage};
 use crate::ledger::Container;
 use crate::process::Process;
@@ -41,7 +41,7 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
             for warning in warnings {
                 call.warn(&format!("container {}: {warning}", candidate.container.id));
             }
-            let error = hand_over(call, &file, spec, kind);
+            let error = hand_over(call, &file, spec, &hooks(kind, &config));
             if let Err(error) = admit::withdraw(&lease, &config) {
                 call.warn(&format!("container {}: {error}", candidate.container.id));
             }
@@ -105,9 +105,17 @@ fn canonical(what: &'static str, path: &Path) -> Result<PathBuf, RuntimeError> {
     })
 }
 
+/// Our hooks: who deletes by itself tells nobody, and a lease that is held by `sublet serve` is bound by a
+/// hook, for the service believes no record of a user's.
+fn hooks(kind: Kind, config: &Config) -> Vec<Stage> {
+    let binds = admit::is_brokered(config).then_some(Stage::CreateRuntime);
+    let ends = (kind == Kind::Run).then_some(Stage::Poststop);
+    binds.into_iter().chain(ends).collect()
+}
+
 /// Writes the edited spec and becomes the low-level runtime. Returns on failure, the file as it was.
-fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, kind: Kind) -> RuntimeError {
-    if let Err(error) = write(call, file, spec, kind) {
+fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> RuntimeError {
+    if let Err(error) = write(call, file, spec, hooks) {
         return error;
     }
     let error = call.become_low_level(call.args);
@@ -117,12 +125,19 @@ fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, kind: Kind) -> Runti
     error
 }
 
-fn write(call: &Call<'_>, file: &JsonFile, mut spec: Value, kind: Kind) -> Result<(), RuntimeError> {
-    if kind == Kind::Run {
-        match added::program() {
-            Some(program) => added::add(&mut spec, Stage::Poststop, &program, config::honoured().as_deref())?,
-            None => call.warn("sublet-hook is missing: the share is freed by the next sublet command only"),
+fn write(call: &Call<'_>, file: &JsonFile, mut spec: Value, hooks: &[Stage]) -> Result<(), RuntimeError> {
+    let program = if hooks.is_empty() { None } else { added::program() };
+    match program {
+        Some(program) => {
+            for stage in hooks {
+                added::add(&mut spec, *stage, &program, config::honoured().as_deref())?;
+            }
         }
+        None if hooks.contains(&Stage::CreateRuntime) => return Err(RuntimeError::NoHook),
+        None if !hooks.is_empty() => {
+            call.warn("sublet-hook is missing: the share is freed by the next sublet command only");
+        }
+        None => {}
     }
     Ok(file.replace(&spec)?)
 }

@@ -75,6 +75,11 @@ pub enum RuntimeError {
     /// `hooks` of config.json.
     #[error(transparent)]
     Hooks(#[from] BadHooks),
+    /// Without it the lease would not be bound.
+    #[error(
+        "sublet-hook is missing: it is needed for containers without root; install it as /usr/libexec/sublet/sublet-hook"
+    )]
+    NoHook,
     /// Our own /proc entry.
     #[error("cannot find out when this process started, is /proc mounted? {0}")]
     Process(io::Error),

@@ -8,6 +8,7 @@ pub mod docker;
 pub mod podman;
 mod refused;
 mod rootfs;
+pub mod user;
 mod world;
 
 pub use bundle::{Bundle, Finished, by_systemd};

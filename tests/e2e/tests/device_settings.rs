@@ -39,6 +39,23 @@ fn a_shared_server_has_the_gpu_to_itself_and_gives_the_mode_back() {
 }
 
 #[test]
+fn a_mode_that_was_ours_at_the_last_refresh_closes_nothing() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let shared = world.bundle("shared", &[("sublet.sm", "25")], HOLD);
+    shared.up();
+    assert!(world.sublet(&["refresh"]).status.success(), "it sees EXCLUSIVE_PROCESS");
+    shared.down();
+    assert_eq!(compute_mode(&world), "Default");
+    let sliced = world.bundle("sliced", &[("sublet.mode", "time-slice")], HOLD);
+    sliced.up();
+    sliced.down();
+    world.assert_empty();
+}
+
+#[test]
 fn the_mode_found_comes_back_after_a_crash() {
     if skip_unless_root() {
         return;

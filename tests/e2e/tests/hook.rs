@@ -130,7 +130,7 @@ fn what_is_none_of_ours_or_done_already_comes_back_byte_for_byte() {
 }
 
 #[test]
-fn rootless_precreate_is_refused_with_what_to_do() {
+fn rootless_precreate_without_the_service_is_refused_with_what_to_do() {
     if skip_unless_root() {
         return;
     }
@@ -139,7 +139,9 @@ fn rootless_precreate_is_refused_with_what_to_do() {
     let text = serde_json::to_vec(&podmans(&bundle)).expect("JSON");
     let done = hook(&world, "precreate", &text, Some(1000));
     let spec: Value = serde_json::from_str(&done.stdout).expect("a spec");
-    assert!(refusal(&spec).contains("rootless Podman cannot be given a GPU share"), "{done:?}");
+    let what_to_do = "systemctl enable --now sublet.socket";
+    assert!(refusal(&spec).contains("sublet serve is not running"), "{done:?}");
+    assert!(refusal(&spec).contains(what_to_do), "{done:?}");
     assert_eq!(spec["annotations"], bundle.spec["annotations"]);
     // Its other containers start as before.
     let plain = hook(&world, "precreate", b"{\"annotations\":{}}", Some(1000));

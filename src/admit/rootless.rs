@@ -1,0 +1,235 @@
+//! The same for users without root: what would touch the state is asked of `sublet serve`.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use nix::unistd::geteuid;
+use serde_json::Value;
+
+use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP, wish};
+use crate::apply;
+use crate::config::Config;
+use crate::grant::{Environment, Image};
+use crate::ledger::{Binding, LEASE_ANNOTATION, LeaseId};
+use crate::process::Process;
+use crate::request::Request;
+use crate::serve::client::{Broker, BrokerError};
+use crate::serve::protocol::{Admit, Answer, Ask, ContainerNames};
+
+/// Between two looks for a free share.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// Between two looks whether a container's processes are gone.
+const STILL_THERE: Duration = Duration::from_millis(20);
+
+/// Whether the state is not ours to change: root of the first user namespace may, and whoever the state
+/// directory belongs to (tests; root in a system container). Under rootless engines we seem to be root
+/// and see what is really root's as the overflow uid's.
+#[must_use]
+pub fn applies(config: &Config) -> bool {
+    let us = geteuid();
+    if us.is_root() && !apply::in_user_namespace() {
+        return false;
+    }
+    // One that is not there yet would have to be made by whoever owns what it is made in.
+    let owner = config.state_dir.ancestors().find_map(|dir| dir.symlink_metadata().ok());
+    owner.is_none_or(|dir| dir.uid() != us.as_raw())
+}
+
+/// As [`super::admit`], for a container that asks for a share.
+pub(super) fn admit(
+    candidate: &Candidate<'_>,
+    annotations: &BTreeMap<String, String>,
+    spec: &mut Value,
+    config: &Config,
+) -> Result<Admission, AdmitError> {
+    let mut broker = Broker::new(config);
+    // Looked at here as well as there: the first has the spec, the last has the say.
+    let request = wish(spec, candidate.share, config)?;
+    let deadline = Instant::now() + request.wait;
+    loop {
+        let error = match look(candidate, annotations, &request, spec, &mut broker, config) {
+            Err(error) if error.is_temporary() && Instant::now() < deadline => error,
+            done => return done,
+        };
+        tracing::debug!("looking again: {error}");
+        std::thread::sleep(LOOK_AGAIN.min(deadline.saturating_duration_since(Instant::now())));
+    }
+}
+
+fn look(
+    candidate: &Candidate<'_>,
+    annotations: &BTreeMap<String, String>,
+    request: &Request,
+    spec: &mut Value,
+    broker: &mut Broker,
+    config: &Config,
+) -> Result<Admission, AdmitError> {
+    let image = if annotations.contains_key(LEASE_ANNOTATION) {
+        Image::default()
+    } else {
+        let Answer::Inventory(inventory) = broker.ask(&Ask::Inventory)? else { return unfitting() };
+        apply::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?
+    };
+    let granted = match broker.ask(&ask(candidate, annotations, spec, image))? {
+        Answer::AlreadyGranted(lease) => return Ok(Admission::AlreadyGranted(lease)),
+        Answer::Granted(granted) => granted,
+        _ => return unfitting(),
+    };
+    if let Err(error) = apply::edit(spec, &granted.grant) {
+        let _ = broker.ask(&Ask::Withdraw { lease: granted.lease });
+        return Err(error.into());
+    }
+    Ok(Admission::Granted { lease: granted.lease, warnings: granted.warnings })
+}
+
+fn ask(candidate: &Candidate<'_>, annotations: &BTreeMap<String, String>, spec: &Value, image: Image) -> Ask {
+    let container = &candidate.container;
+    let ours = annotations.iter().filter(|(key, _)| key.starts_with("sublet."));
+    let us = std::process::id();
+    Ask::Admit(Box::new(Admit {
+        container: ContainerNames {
+            id: container.id.clone(),
+            bundle: container.bundle.clone(),
+            rootfs: container.rootfs.clone(),
+            record: container.record.clone(),
+        },
+        owner: Some(candidate.owner.pid).filter(|owner| u32::try_from(*owner) != Ok(us)),
+        share: candidate.share.map(str::to_owned),
+        annotations: ours.map(|(key, value)| (key.clone(), value.clone())).collect(),
+        capabilities: apply::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES"),
+        image,
+    }))
+}
+
+fn unfitting<T>() -> Result<T, AdmitError> {
+    Err(BrokerError::Unfitting.into())
+}
+
+/// As [`super::withdraw`].
+pub(super) fn withdraw(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
+    freed(&Ask::Withdraw { lease: lease.clone() }, config)
+}
+
+/// As [`super::end`]: what the service does not wait for is waited for here.
+pub(super) fn end(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
+    let deadline = Instant::now() + EMPTY_CGROUP;
+    loop {
+        match freed(&Ask::End { lease: lease.clone() }, config) {
+            Err(error) if error.is_temporary() && Instant::now() < deadline => {
+                std::thread::sleep(STILL_THERE);
+            }
+            done => return done,
+        }
+    }
+}
+
+/// The mount points in the root filesystem are ours to remove: root would not touch where a user points.
+fn freed(ask: &Ask, config: &Config) -> Result<(), AdmitError> {
+    let Answer::Freed(left) = Broker::new(config).ask(ask)? else { return unfitting() };
+    if let Some(left) = left {
+        crate::replace::sweep(&left.bundle);
+        apply::cleanup_mount_points(&left.rootfs, &left.mount_points);
+    }
+    Ok(())
+}
+
+/// As [`super::bind`].
+pub(super) fn bind(lease: &LeaseId, binding: &Binding, config: &Config) -> Result<(), AdmitError> {
+    let container = ContainerNames {
+        id: binding.id.clone(),
+        bundle: binding.bundle.clone(),
+        record: binding.record.clone(),
+        ..ContainerNames::default()
+    };
+    done(&Ask::Bind { lease: lease.clone(), container, pid: binding.init.process.pid }, config)
+}
+
+/// As [`super::hand_over`].
+pub(super) fn hand_over(lease: &LeaseId, owner: Process, config: &Config) -> Result<(), AdmitError> {
+    done(&Ask::HandOver { lease: lease.clone(), owner: owner.pid }, config)
+}
+
+/// As [`super::abandon`].
+pub(super) fn abandon(id: &str, owner: Process, config: &Config) -> Result<(), AdmitError> {
+    if !may_have_lease(id, config) {
+        return Ok(());
+    }
+    done(&Ask::Abandon { id: id.to_owned(), owner: owner.pid }, config)
+}
+
+fn done(ask: &Ask, config: &Config) -> Result<(), AdmitError> {
+    match Broker::new(config).ask(ask)? {
+        Answer::Done(_) => Ok(()),
+        _ => unfitting(),
+    }
+}
+
+/// As [`super::mark_ending`].
+pub(super) fn mark_ending(id: &str, record: &Path, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
+    if !may_have_lease(id, config) {
+        return Ok(None);
+    }
+    let ask = Ask::Ending { id: id.to_owned(), record: record.to_owned() };
+    match Broker::new(config).ask(&ask)? {
+        Answer::Lease(lease) => Ok(lease),
+        _ => unfitting(),
+    }
+}
+
+/// As [`super::unmark`].
+pub(super) fn unmark(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
+    done(&Ask::Unmark { lease: lease.clone() }, config)
+}
+
+/// As [`super::exec_environment`].
+pub(super) fn exec_environment(
+    id: &str,
+    record: &Path,
+    config: &Config,
+) -> Result<Option<Environment>, AdmitError> {
+    if !may_have_lease(id, config) {
+        return Ok(None);
+    }
+    let ask = Ask::ExecEnvironment { id: id.to_owned(), record: record.to_owned() };
+    match Broker::new(config).ask(&ask)? {
+        Answer::Environment(environment) => Ok(environment),
+        _ => unfitting(),
+    }
+}
+
+/// Whether the ledger, which everybody may read, mentions the container at all: those that are not ours
+/// must not depend on the service. A hint only; the service decides.
+fn may_have_lease(id: &str, config: &Config) -> bool {
+    let ledger = std::fs::read(config.state_dir.join("ledger.json")).unwrap_or_default();
+    !id.is_empty() && ledger.windows(id.len()).any(|window| window == id.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(dir: &Path) -> Config {
+        Config { state_dir: dir.to_owned(), ..Config::default() }
+    }
+
+    #[test]
+    fn state_of_our_own_is_ours_to_change() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(!applies(&config(dir.path())));
+        assert!(!applies(&config(&dir.path().join("not/yet"))));
+    }
+
+    #[test]
+    fn containers_that_the_ledger_does_not_mention_need_no_service() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(dir.path());
+        assert_eq!(exec_environment("c1", Path::new("/r/c1"), &config).unwrap(), None);
+        std::fs::write(dir.path().join("ledger.json"), r#"{"leases":[{"id":"c1"}]}"#).unwrap();
+        assert_eq!(mark_ending("c2", Path::new("/r/c2"), &config).unwrap(), None);
+        let error = mark_ending("c1", Path::new("/r/c1"), &config).unwrap_err();
+        assert!(error.to_string().starts_with("sublet serve is not running"), "{error}");
+    }
+}

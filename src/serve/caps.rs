@@ -1,0 +1,250 @@
+//! What a `[[policy]]` rule leaves a user: checked under the ledger's lock, with the placement at hand.
+
+use crate::config::PolicyRule;
+use crate::ledger::{Lease, Ledger};
+use crate::place::Placement;
+use crate::request::units::MIB;
+use crate::request::{Mode, Percent};
+
+/// A user's cap.
+#[derive(Clone, Copy, Debug)]
+pub struct Cap<'a> {
+    /// Whose leases count.
+    pub uid: u32,
+    /// What they may come to.
+    pub rule: &'a PolicyRule,
+}
+
+/// More than the user's policy allows.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CapError {
+    /// `modes`
+    #[error(
+        "your [[policy]] on this host allows sublet.mode {allowed}, and this is {mode}: name an allowed one"
+    )]
+    Mode {
+        /// What the placement came to.
+        mode: Mode,
+        /// What the rule says.
+        allowed: String,
+    },
+    /// `sm` or `memory` is capped, and the request has no limit of its own.
+    #[error("your [[policy]] on this host caps {key} at {cap}: name your part with sublet.{key}")]
+    Unlimited {
+        /// The annotation's key.
+        key: &'static str,
+        /// The cap.
+        cap: String,
+    },
+    /// `sm` or `memory`.
+    #[error(
+        "your [[policy]] on this host caps {key} at {cap}, your containers hold {held} and this asks for \
+         {asked}: ask for less{}", or_wait(*.temporary)
+    )]
+    Sum {
+        /// The annotation's key.
+        key: &'static str,
+        /// The cap.
+        cap: String,
+        /// Of all the user's leases.
+        held: String,
+        /// Of this one.
+        asked: String,
+        /// Whether the end of other leases would help.
+        temporary: bool,
+    },
+    /// `leases`
+    #[error(
+        "your [[policy]] on this host allows {0} leases at once, and you hold them all: end a container first"
+    )]
+    Leases(u32),
+}
+
+impl CapError {
+    /// Whether waiting may help.
+    #[must_use]
+    pub fn is_temporary(&self) -> bool {
+        matches!(self, Self::Leases(1..) | Self::Sum { temporary: true, .. })
+    }
+}
+
+fn or_wait(temporary: bool) -> &'static str {
+    if temporary { ", or end a container first" } else { "" }
+}
+
+impl Cap<'_> {
+    /// Whether the user may take `placement` beside what `ledger` says that they hold.
+    ///
+    /// # Errors
+    /// The first cap that it would pass.
+    pub fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), CapError> {
+        let rule = self.rule;
+        if let Some(modes) = rule.modes.as_ref().filter(|modes| !modes.contains(&placement.mode)) {
+            let allowed = modes.iter().map(|mode| mode.as_str()).collect::<Vec<_>>().join(", ");
+            return Err(CapError::Mode { mode: placement.mode, allowed });
+        }
+        let held: Vec<&Lease> =
+            ledger.leases.iter().filter(|lease| lease.container.uid == self.uid).collect();
+        if let Some(most) =
+            rule.leases.filter(|most| u32::try_from(held.len()).is_ok_and(|held| held >= *most))
+        {
+            return Err(CapError::Leases(most));
+        }
+        let devices = placement.devices.len() as u64;
+        let whole = u64::from(Percent::WHOLE.thousandths());
+        let sm = |sm: Option<Percent>| sm.map(|sm| u64::from(sm.thousandths()));
+        let held_sm =
+            held.iter().map(|lease| sm(lease.sm).unwrap_or(whole).saturating_mul(devices_of(lease)));
+        let asked_sm = sm(placement.sm).map(|sm| sm * devices);
+        sum("sm", sm(rule.sm), held_sm, asked_sm, &percent)?;
+        // What has no limit holds everything.
+        let held_memory =
+            held.iter().map(|lease| lease.memory_bytes.unwrap_or(u64::MAX).saturating_mul(devices_of(lease)));
+        let asked_memory = placement.memory_bytes.map(|bytes| bytes.saturating_mul(devices));
+        sum("memory", rule.memory, held_memory, asked_memory, &mib)
+    }
+}
+
+fn devices_of(lease: &Lease) -> u64 {
+    lease.devices.len() as u64
+}
+
+fn sum(
+    key: &'static str,
+    cap: Option<u64>,
+    held: impl Iterator<Item = u64>,
+    asked: Option<u64>,
+    show: &dyn Fn(u64) -> String,
+) -> Result<(), CapError> {
+    let Some(cap) = cap else { return Ok(()) };
+    let Some(asked) = asked else { return Err(CapError::Unlimited { key, cap: show(cap) }) };
+    let held = held.fold(0_u64, u64::saturating_add);
+    if held.saturating_add(asked) <= cap {
+        return Ok(());
+    }
+    let temporary = asked <= cap;
+    Err(CapError::Sum { key, cap: show(cap), held: show(held), asked: show(asked), temporary })
+}
+
+fn percent(thousandths: u64) -> String {
+    format!("{} %", Percent::from_thousandths(u32::try_from(thousandths).unwrap_or(u32::MAX)))
+}
+
+fn mib(bytes: u64) -> String {
+    if bytes == u64::MAX { "all there is".to_owned() } else { format!("{} MiB", bytes / MIB) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ledger::fixture::lease;
+    use crate::request::{Isolation, Priority};
+
+    fn placement(mode: Mode, sm: Option<u32>, mib: Option<u64>) -> Placement {
+        Placement {
+            devices: vec!["GPU-a".into()],
+            mode,
+            isolation: Isolation::Shared,
+            server: None,
+            sm: sm.map(|sm| Percent::from_thousandths(sm * 1000)),
+            memory_bytes: mib.map(|mib| mib << 20),
+            processes: 1,
+            priority: Priority::Normal,
+            refresh_first: false,
+            warnings: Vec::new(),
+        }
+    }
+
+    /// User 1000 holds 25 % and 4 GiB; somebody else holds the rest.
+    fn ledger() -> Ledger {
+        let mut mine = lease(1, "GPU-a");
+        mine.container.uid = 1000;
+        (mine.sm, mine.memory_bytes) = (Some(Percent::from_thousandths(25_000)), Some(4 << 30));
+        let mut theirs = lease(2, "GPU-a");
+        theirs.container.uid = 1001;
+        (theirs.sm, theirs.memory_bytes) = (None, None);
+        Ledger { leases: vec![mine, theirs], ..Ledger::empty("boot") }
+    }
+
+    fn check(rule: &PolicyRule, placement: &Placement) -> Result<(), String> {
+        Cap { uid: 1000, rule }.check(placement, &ledger()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn what_is_not_capped_is_free() {
+        let any = PolicyRule { user: Some("a".into()), ..PolicyRule::default() };
+        assert_eq!(check(&any, &placement(Mode::Exclusive, None, None)), Ok(()));
+    }
+
+    #[test]
+    fn caps_are_for_all_that_one_user_holds() {
+        let rule = PolicyRule {
+            modes: Some(vec![Mode::Mps]),
+            sm: Some(Percent::from_thousandths(50_000)),
+            memory: Some(6 << 30),
+            leases: Some(2),
+            ..PolicyRule::default()
+        };
+        let cases = [
+            (placement(Mode::Mps, Some(25), Some(2048)), Ok(())),
+            (
+                placement(Mode::TimeSlice, Some(25), Some(2048)),
+                Err(
+                    "your [[policy]] on this host allows sublet.mode mps, and this is time-slice: name an allowed one",
+                ),
+            ),
+            (
+                placement(Mode::Mps, Some(26), Some(2048)),
+                Err(
+                    "your [[policy]] on this host caps sm at 50 %, your containers hold 25 % and this asks for 26 %: ask for less, or end a container first",
+                ),
+            ),
+            (
+                placement(Mode::Mps, Some(51), Some(2048)),
+                Err(
+                    "your [[policy]] on this host caps sm at 50 %, your containers hold 25 % and this asks for 51 %: ask for less",
+                ),
+            ),
+            (
+                placement(Mode::Mps, None, Some(2048)),
+                Err("your [[policy]] on this host caps sm at 50 %: name your part with sublet.sm"),
+            ),
+            (
+                placement(Mode::Mps, Some(25), Some(2049)),
+                Err(
+                    "your [[policy]] on this host caps memory at 6144 MiB, your containers hold 4096 MiB and this asks for 2049 MiB: ask for less, or end a container first",
+                ),
+            ),
+            (
+                placement(Mode::Mps, Some(25), None),
+                Err(
+                    "your [[policy]] on this host caps memory at 6144 MiB: name your part with sublet.memory",
+                ),
+            ),
+        ];
+        for (placement, expected) in cases {
+            assert_eq!(check(&rule, &placement), expected.map_err(str::to_owned), "{placement:?}");
+        }
+    }
+
+    #[test]
+    fn the_number_of_leases_is_capped_and_waiting_helps_but_where_there_may_be_none() {
+        let rule = |leases| PolicyRule { leases: Some(leases), ..PolicyRule::default() };
+        let mps = placement(Mode::Mps, Some(25), None);
+        let refused = |leases| Cap { uid: 1000, rule: &rule(leases) }.check(&mps, &ledger()).unwrap_err();
+        assert_eq!(refused(1), CapError::Leases(1));
+        assert!(refused(1).is_temporary() && !refused(0).is_temporary());
+        assert_eq!(check(&rule(2), &mps), Ok(()));
+    }
+
+    #[test]
+    fn a_lease_on_two_devices_counts_twice() {
+        let rule = PolicyRule { memory: Some(8 << 30), ..PolicyRule::default() };
+        let mut both = placement(Mode::Mps, None, Some(2048));
+        assert_eq!(check(&rule, &both), Ok(()));
+        both.devices.push("GPU-b".into());
+        assert_eq!(check(&rule, &both), Ok(()));
+        both.memory_bytes = Some(2049 << 20);
+        assert!(check(&rule, &both).unwrap_err().contains("asks for 4098 MiB"));
+    }
+}

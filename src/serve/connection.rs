@@ -1,0 +1,195 @@
+//! One client: what it has sent of a line, what it has not read yet of the answer. Never waits.
+
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use super::peer::Peer;
+use super::protocol::LONGEST_ASK;
+
+/// How long a client may take to send a line, or to read an answer.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What a client is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// Sending a line.
+    Asking,
+    /// Waiting for its answer.
+    Waiting,
+    /// Reading the answer.
+    Reading,
+}
+
+/// What came of reading or writing.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Progress {
+    /// There will be more.
+    More,
+    /// The line is whole, without its end.
+    Line(Vec<u8>),
+    /// The answer is sent.
+    Sent,
+    /// The line is longer than any ask.
+    TooLong,
+    /// The client is gone.
+    Gone,
+}
+
+/// A client.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub stream: UnixStream,
+    pub peer: Peer,
+    pub phase: Phase,
+    /// When the phase began.
+    pub since: Instant,
+    input: Vec<u8>,
+    output: Vec<u8>,
+    written: usize,
+}
+
+impl Connection {
+    pub(super) fn new(stream: UnixStream, peer: Peer) -> Self {
+        Self {
+            stream,
+            peer,
+            phase: Phase::Asking,
+            since: Instant::now(),
+            input: Vec::new(),
+            output: Vec::new(),
+            written: 0,
+        }
+    }
+
+    /// Bytes that are kept for it.
+    pub(super) fn weight(&self) -> usize {
+        self.input.capacity() + self.output.capacity()
+    }
+
+    /// Whether it makes no use of its place for too long.
+    pub(super) fn is_overdue(&self, now: Instant) -> bool {
+        self.phase != Phase::Waiting && now.duration_since(self.since) > PATIENCE
+    }
+
+    /// Reads what there is of a line. What comes behind its end has to wait for the answer.
+    pub(super) fn read(&mut self) -> Progress {
+        let mut part = [0_u8; 8 << 10];
+        loop {
+            match self.stream.read(&mut part) {
+                Ok(0) => return Progress::Gone,
+                Ok(count) => self.input.extend_from_slice(&part[..count]),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Progress::More,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return Progress::Gone,
+            }
+            if let Some(line) = self.line() {
+                return Progress::Line(line);
+            }
+            if self.input.len() > LONGEST_ASK {
+                return Progress::TooLong;
+            }
+        }
+    }
+
+    /// The first whole line of what was read.
+    pub(super) fn line(&mut self) -> Option<Vec<u8>> {
+        let end = self.input.iter().position(|byte| *byte == b'\n').filter(|end| *end <= LONGEST_ASK)?;
+        let rest = self.input.split_off(end + 1);
+        let mut line = std::mem::replace(&mut self.input, rest);
+        line.pop();
+        self.enter(Phase::Waiting);
+        Some(line)
+    }
+
+    /// Begins to send `answer`.
+    pub(super) fn answer(&mut self, answer: Vec<u8>) -> Progress {
+        (self.output, self.written) = (answer, 0);
+        self.enter(Phase::Reading);
+        self.write()
+    }
+
+    /// Sends what the client takes.
+    pub(super) fn write(&mut self) -> Progress {
+        while self.written < self.output.len() {
+            match self.stream.write(&self.output[self.written..]) {
+                Ok(0) => return Progress::Gone,
+                Ok(count) => self.written += count,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Progress::More,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return Progress::Gone,
+            }
+        }
+        self.output = Vec::new();
+        self.enter(Phase::Asking);
+        Progress::Sent
+    }
+
+    fn enter(&mut self, phase: Phase) {
+        (self.phase, self.since) = (phase, Instant::now());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pair() -> (Connection, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        (Connection::new(ours, Peer { pid: 1, uid: 1 }), theirs)
+    }
+
+    #[test]
+    fn a_line_may_come_byte_by_byte_and_the_next_one_with_it() {
+        let (mut connection, mut client) = pair();
+        for byte in b"{\"v\":1" {
+            client.write_all(&[*byte]).unwrap();
+            assert_eq!(connection.read(), Progress::More);
+        }
+        client.write_all(b"}\n{}\nx").unwrap();
+        assert_eq!(connection.read(), Progress::Line(b"{\"v\":1}".to_vec()));
+        assert_eq!(connection.phase, Phase::Waiting);
+        assert_eq!(connection.answer(b"no\n".to_vec()), Progress::Sent);
+        assert_eq!(connection.line().as_deref(), Some(b"{}".as_slice()));
+        assert_eq!(connection.line(), None);
+        drop(client);
+        assert_eq!(connection.read(), Progress::Gone);
+    }
+
+    #[test]
+    fn lines_are_bounded() {
+        let (mut connection, mut client) = pair();
+        let writer = std::thread::spawn(move || {
+            let _ = client.write_all(&vec![b'x'; LONGEST_ASK + 1]);
+            client
+        });
+        let mut progress = connection.read();
+        while progress == Progress::More {
+            progress = connection.read();
+        }
+        assert_eq!(progress, Progress::TooLong);
+        assert!(connection.weight() <= 2 * LONGEST_ASK + (16 << 10));
+        drop(connection);
+        writer.join().unwrap();
+    }
+
+    #[test]
+    fn a_client_that_does_not_read_holds_nobody() {
+        let (mut connection, client) = pair();
+        assert_eq!(connection.answer(vec![b'x'; 4 << 20]), Progress::More);
+        assert_eq!(connection.phase, Phase::Reading);
+        assert!(!connection.is_overdue(Instant::now()));
+        assert!(connection.is_overdue(Instant::now() + Duration::from_secs(11)));
+        drop(client);
+        assert_eq!(connection.write(), Progress::Gone);
+    }
+
+    #[test]
+    fn whoever_waits_for_us_is_never_overdue() {
+        let (mut connection, mut client) = pair();
+        client.write_all(b"{}\n").unwrap();
+        assert!(matches!(connection.read(), Progress::Line(_)));
+        assert!(!connection.is_overdue(Instant::now() + Duration::from_secs(3600)));
+    }
+}

@@ -1,0 +1,56 @@
+//! Three things for which neither the standard library nor nix has a safe function: pidfds, the owners of
+//! user namespaces, and the socket that systemd hands over.
+#![allow(unsafe_code, reason = "system calls; each block says why it is sound")]
+
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+
+use nix::libc;
+
+/// `NS_GET_PARENT` and `NS_GET_OWNER_UID` of linux/nsfs.h: `_IO(0xb7, 2)` and `_IO(0xb7, 4)`.
+const NS_GET_PARENT: libc::Ioctl = 0xb702;
+const NS_GET_OWNER_UID: libc::Ioctl = 0xb704;
+
+/// A descriptor that means process `pid` and never another one that gets its number (`pidfd_open(2)`,
+/// Linux 5.3; closed on exec).
+pub(super) fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    // SAFETY: the system call takes two integers and touches no memory of ours.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    let fd = RawFd::try_from(fd).ok().filter(|fd| *fd >= 0).ok_or_else(io::Error::last_os_error)?;
+    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Who made the user namespace `namespace`, as a uid in our own (`ioctl_ns(2)`).
+pub(super) fn owner_of(namespace: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut uid: libc::uid_t = 0;
+    // SAFETY: the request writes one uid_t through the pointer, which is that of a live uid_t.
+    let done = unsafe { libc::ioctl(namespace.as_raw_fd(), NS_GET_OWNER_UID, &raw mut uid) };
+    if done == 0 { Ok(uid) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The user namespace in which `namespace` was made (`ioctl_ns(2)`); EPERM outside our own.
+pub(super) fn parent_of(namespace: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    // SAFETY: the request takes no argument and touches no memory of ours.
+    let fd = unsafe { libc::ioctl(namespace.as_raw_fd(), NS_GET_PARENT) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Takes over a descriptor that our parent left us, as `sd_listen_fds(3)` describes. Once, at the start.
+///
+/// # Errors
+/// It is not open.
+pub(super) fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: fcntl takes integers only; it fails with EBADF where the descriptor is not open. After it the
+    // descriptor is not inherited by our own children.
+    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: it is open, and by the protocol of sd_listen_fds(3) ours alone: the caller has checked that
+    // LISTEN_PID names this process, and nothing of ours has opened files as 3 since the start.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}

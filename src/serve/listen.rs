@@ -1,0 +1,76 @@
+//! The socket: systemd's, or one of our own where nobody handed us one.
+
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use super::kernel;
+
+/// The first descriptor that is handed over (`SD_LISTEN_FDS_START`).
+const FIRST: i32 = 3;
+
+/// Where connections come from.
+#[derive(Debug)]
+pub(super) struct Listener {
+    pub socket: UnixListener,
+    /// Ours to remove at the end.
+    path: Option<PathBuf>,
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Some(path) = &self.path {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// Takes the socket over (`sd_listen_fds(3)`), or listens at `path`, which everybody may then connect to.
+///
+/// # Errors
+/// Another service listens there, or the socket cannot be made.
+pub(super) fn listen(path: &Path) -> io::Result<Listener> {
+    let listener = match handed_over() {
+        Some(fd) => Listener { socket: kernel::inherited(fd)?.into(), path: None },
+        None => Listener { socket: bind(path)?, path: Some(path.to_owned()) },
+    };
+    listener.socket.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+fn handed_over() -> Option<i32> {
+    let number = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
+    (number("LISTEN_PID") == Some(std::process::id()) && number("LISTEN_FDS") == Some(1)).then_some(FIRST)
+}
+
+fn bind(path: &Path) -> io::Result<UnixListener> {
+    if UnixStream::connect(path).is_ok() {
+        return Err(io::Error::other("another `sublet serve` listens there already"));
+    }
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let socket = UnixListener::bind(path)?;
+    fs::set_permissions(path, Permissions::from_mode(0o666))?;
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn takes_the_place_of_a_dead_service_and_not_of_a_live_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sublet.sock");
+        drop(UnixListener::bind(&path).unwrap());
+        let first = listen(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o666);
+        assert!(listen(&path).unwrap_err().to_string().contains("another `sublet serve`"));
+        drop(first);
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,47 @@
+//! `sublet serve`: the broker between users without root and the ledger, and the client's side of it.
+//!
+//! A user without root can neither write the ledger nor start MPS daemons. What a door would do to the
+//! files it asks of this service instead, over a Unix socket that everybody may open: one JSON object a
+//! line each way ([`protocol`]). The service believes nothing of it but the kernel: who asks is told by
+//! `SO_PEERCRED`, and a process that is named is held by a pidfd while it is checked ([`peer`]). Paths are
+//! kept as names and never opened, so that no file system of a user's can hold the service or be changed by
+//! it; looking into the root filesystem and editing the spec is the client's own work, with its own rights.
+//!
+//! One thread does all input and output, without ever waiting for a client; two do what takes time. All
+//! state is on disk: the service can end at any moment and start again, and no container notices.
+
+pub mod caps;
+pub mod client;
+pub mod protocol;
+
+#[cfg(feature = "cli")]
+mod broker;
+#[cfg(feature = "cli")]
+mod connection;
+#[cfg(feature = "cli")]
+mod kernel;
+#[cfg(feature = "cli")]
+mod listen;
+#[cfg(feature = "cli")]
+mod notify;
+#[cfg(feature = "cli")]
+mod peer;
+#[cfg(feature = "cli")]
+mod pool;
+#[cfg(feature = "cli")]
+mod server;
+#[cfg(feature = "cli")]
+mod users;
+
+#[cfg(feature = "cli")]
+pub use server::{ServeError, serve};
+
+use std::path::PathBuf;
+
+use crate::config::Config;
+
+/// The service's socket.
+#[must_use]
+pub fn socket(config: &Config) -> PathBuf {
+    config.state_dir.join("sublet.sock")
+}

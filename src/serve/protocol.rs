@@ -1,0 +1,329 @@
+//! The lines between a door without root and the service: one JSON object each, with the version `v`.
+//!
+//! ```text
+//! {"v":1,"do":"admit","container":{…},"annotations":{"sublet.sm":"25"},"image":{…},…}
+//! {"v":1,"granted":{"lease":"00000000000000aa","grant":{…},"warnings":[]}}
+//! ```
+//!
+//! Several asks may follow each other on one connection, each after the answer to the last.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::grant::{Environment, Grant, Image};
+use crate::inventory::Inventory;
+use crate::ledger::{LeaseId, Leftover};
+use crate::text::safe;
+
+/// The version that this build speaks.
+pub const VERSION: u32 = 1;
+
+/// Longest line a client may send, in bytes. The longest in use has a path for each of the driver's files.
+pub const LONGEST_ASK: usize = 64 << 10;
+
+/// Longest line the service sends, in bytes: an inventory of 16 GPUs full of processes.
+pub const LONGEST_ANSWER: usize = 8 << 20;
+
+/// What a client wants.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "kebab-case")]
+pub enum Ask {
+    /// The inventory as it is now, to look into the root filesystem with.
+    Inventory,
+    /// A share for a container that is being created. Looks once: waiting is for the client.
+    Admit(Box<Admit>),
+    /// The container of `lease` exists: its first process.
+    Bind {
+        /// The lease.
+        lease: LeaseId,
+        /// As far as it was not known before; no root filesystem.
+        container: ContainerNames,
+        /// In the client's PID namespace, which has to be the service's.
+        pid: i32,
+    },
+    /// Process `owner`, the engine, answers for `lease` until it is bound.
+    HandOver {
+        /// The lease.
+        lease: LeaseId,
+        /// As [`Ask::Bind`]'s pid.
+        owner: i32,
+    },
+    /// What `owner` still holds for container `id`, unbound, is from a start that came to nothing.
+    Abandon {
+        /// The container's id.
+        id: String,
+        /// As [`Ask::Bind`]'s pid.
+        owner: i32,
+    },
+    /// The container is being deleted by the client.
+    Ending {
+        /// Its id.
+        id: String,
+        /// As in [`ContainerNames::record`].
+        record: PathBuf,
+    },
+    /// It was not deleted after all.
+    Unmark {
+        /// The lease.
+        lease: LeaseId,
+    },
+    /// The container is gone. Refused while it has processes; waiting for their end is for the client.
+    End {
+        /// The lease.
+        lease: LeaseId,
+    },
+    /// The container never came to be.
+    Withdraw {
+        /// The lease.
+        lease: LeaseId,
+    },
+    /// What a process that is started in the container needs in its environment.
+    ExecEnvironment {
+        /// The container's id.
+        id: String,
+        /// As in [`ContainerNames::record`].
+        record: PathBuf,
+    },
+    /// What the user holds.
+    Status,
+}
+
+/// The parts of a container that matter for its share.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Admit {
+    /// Which it is.
+    pub container: ContainerNames,
+    /// The process whose end without a container means that the share is free again; absent: the client.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<i32>,
+    /// The share that the door's name means (`sublet-<share>`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub share: Option<String>,
+    /// Those that begin with `sublet.`.
+    pub annotations: BTreeMap<String, String>,
+    /// `NVIDIA_DRIVER_CAPABILITIES` of the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub capabilities: Option<String>,
+    /// What the client found in the root filesystem.
+    pub image: Image,
+}
+
+/// A container by its names: the service never opens these paths.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ContainerNames {
+    /// The container id.
+    pub id: String,
+    /// The bundle, canonical.
+    pub bundle: PathBuf,
+    /// The root filesystem, canonical.
+    pub rootfs: PathBuf,
+    /// The low-level runtime's own directory of it.
+    pub record: PathBuf,
+}
+
+/// What the service says.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Answer {
+    /// To `inventory`.
+    Inventory(Box<Inventory>),
+    /// To `admit`.
+    Granted(Box<Granted>),
+    /// To `admit`, where the spec carries a live lease of this container.
+    AlreadyGranted(LeaseId),
+    /// To `ending`: the container's lease, if it has one.
+    Lease(Option<LeaseId>),
+    /// To `end` and `withdraw`: what is left for the client to clear, if anything.
+    Freed(Option<Leftover>),
+    /// To `exec-environment`; `None`: the container has no lease.
+    Environment(Option<Environment>),
+    /// To `status`.
+    Status(serde_json::Value),
+    /// To `bind` and `unmark`.
+    Done(bool),
+    /// No, in one line.
+    Refused(Refused),
+    /// Not now, in one line: nothing was done, and the same ask may succeed in a moment.
+    Busy(String),
+}
+
+/// A share.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Granted {
+    /// The new lease.
+    pub lease: LeaseId,
+    /// What the spec has to be edited with.
+    pub grant: Grant,
+    /// One line each.
+    pub warnings: Vec<String>,
+}
+
+/// A refusal.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refused {
+    /// One line, safe to print.
+    pub reason: String,
+    /// Whether waiting may help.
+    #[serde(default)]
+    pub temporary: bool,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Line<T> {
+    v: u32,
+    #[serde(flatten)]
+    content: T,
+}
+
+#[derive(Deserialize)]
+struct Versioned {
+    v: u32,
+}
+
+/// Why a line is none of ours; names what is wrong with it.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ProtocolError {
+    /// Another version's.
+    #[error(
+        "the line is of protocol version {0}, this is version {VERSION}: after an upgrade `systemctl restart sublet.service`"
+    )]
+    Version(u32),
+    /// No JSON, or not what a line holds.
+    #[error("the line cannot be understood: {0}")]
+    Malformed(String),
+}
+
+/// The line for `content`, newline included.
+///
+/// # Errors
+/// A path that is no UTF-8.
+pub fn line<T: Serialize>(content: &T) -> Result<Vec<u8>, ProtocolError> {
+    let mut line = serde_json::to_vec(&Line { v: VERSION, content }).map_err(malformed)?;
+    line.push(b'\n');
+    Ok(line)
+}
+
+/// What stands in `line`.
+///
+/// # Errors
+/// It is of another version, or makes no sense.
+pub fn parse<T: for<'de> Deserialize<'de>>(line: &[u8]) -> Result<T, ProtocolError> {
+    let Versioned { v } = serde_json::from_slice(line).map_err(malformed)?;
+    if v != VERSION {
+        return Err(ProtocolError::Version(v));
+    }
+    let line: Line<T> = serde_json::from_slice(line).map_err(malformed)?;
+    Ok(line.content)
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
+fn malformed(error: serde_json::Error) -> ProtocolError {
+    ProtocolError::Malformed(safe(&error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn ask(line: &str) -> Result<Ask, String> {
+        parse(line.as_bytes()).map_err(|error| error.to_string())
+    }
+
+    fn id(digit: char) -> LeaseId {
+        LeaseId::parse(&format!("00000000000000a{digit}")).unwrap()
+    }
+
+    #[test]
+    fn asks_are_written_as_they_are_documented() {
+        let written = |ask: &Ask| String::from_utf8(line(ask).unwrap()).unwrap();
+        assert_eq!(written(&Ask::Inventory), "{\"v\":1,\"do\":\"inventory\"}\n");
+        assert_eq!(
+            written(&Ask::HandOver { lease: id('1'), owner: 7 }),
+            "{\"v\":1,\"do\":\"hand-over\",\"lease\":\"00000000000000a1\",\"owner\":7}\n"
+        );
+        let admit = Admit {
+            container: ContainerNames {
+                id: "c1".into(),
+                bundle: "/b".into(),
+                rootfs: "/b/rootfs".into(),
+                record: "/r/c1".into(),
+            },
+            annotations: [("sublet.sm".to_owned(), "25".to_owned())].into(),
+            ..Admit::default()
+        };
+        assert_eq!(
+            written(&Ask::Admit(Box::new(admit))),
+            "{\"v\":1,\"do\":\"admit\",\"container\":{\"id\":\"c1\",\"bundle\":\"/b\",\"rootfs\":\"/b/rootfs\",\
+             \"record\":\"/r/c1\"},\"annotations\":{\"sublet.sm\":\"25\"},\"image\":{\"library_dir\":null,\
+             \"nix\":false,\"tmp_is_host\":false,\"created\":[],\"warnings\":[]}}\n"
+        );
+    }
+
+    #[test]
+    fn answers_are_written_as_they_are_documented() {
+        let written = |answer: &Answer| String::from_utf8(line(answer).unwrap()).unwrap();
+        let refused = Refused { reason: "no".into(), temporary: true };
+        let cases = [
+            (Answer::Done(true), "{\"v\":1,\"done\":true}\n"),
+            (Answer::Lease(None), "{\"v\":1,\"lease\":null}\n"),
+            (Answer::AlreadyGranted(id('2')), "{\"v\":1,\"already-granted\":\"00000000000000a2\"}\n"),
+            (Answer::Refused(refused), "{\"v\":1,\"refused\":{\"reason\":\"no\",\"temporary\":true}}\n"),
+            (Answer::Busy("wait".into()), "{\"v\":1,\"busy\":\"wait\"}\n"),
+        ];
+        for (answer, expected) in cases {
+            assert_eq!(written(&answer), expected);
+            assert_eq!(parse::<Answer>(expected.as_bytes()).unwrap(), answer);
+        }
+    }
+
+    #[test]
+    fn keys_of_later_versions_of_the_same_protocol_are_passed_over() {
+        assert_eq!(ask(r#"{"do":"status","v":1,"colour":"red"}"#), Ok(Ask::Status));
+    }
+
+    #[test]
+    fn lines_that_are_none_say_why() {
+        let cases = [
+            ("", "the line cannot be understood: EOF while parsing a value at line 1 column 0"),
+            ("{}", "the line cannot be understood: missing field `v` at line 1 column 2"),
+            (
+                r#"{"v":2,"do":"fly"}"#,
+                "the line is of protocol version 2, this is version 1: after an upgrade `systemctl restart sublet.service`",
+            ),
+            (r#"{"v":1}"#, "the line cannot be understood: missing field `do` at line 1 column 7"),
+            (
+                r#"{"v":1,"do":"hand-over","lease":"00000000000000a1","owner":"7"}"#,
+                "the line cannot be understood: invalid type: string \"7\", expected i32 at line 1 column 63",
+            ),
+        ];
+        for (line, message) in cases {
+            assert_eq!(ask(line).unwrap_err(), message, "{line}");
+        }
+        assert!(ask(r#"{"v":1,"do":"fly"}"#).unwrap_err().contains("unknown variant `fly`"));
+        assert!(ask(&"[".repeat(60_000)).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_answered(text in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = parse::<Ask>(&text);
+        }
+
+        #[test]
+        fn any_json_about_right_is_answered_in_one_safe_line(
+            verb in "(admit|bind|ending|unmark|end|withdraw|exec-environment|status|[a-z]{1,5})",
+            key in "(lease|pid|id|record|container|annotations|image|[a-z]{1,4})",
+            value in "(null|true|-?[0-9]{1,30}|\"[^\"\\\\]{0,20}\"|\\[\\]|\\{\\}|\\{\"id\":1\\})",
+        ) {
+            let line = format!("{{\"v\":1,\"do\":\"{verb}\",\"{key}\":{value}}}");
+            if let Err(error) = parse::<Ask>(line.as_bytes()) {
+                prop_assert!(!error.to_string().contains(char::is_control), "{error}");
+            }
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! Containers without root: a real uid, a user namespace, a real runc or crun, and `sublet serve` as root.
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use sublet_e2e::user::{Bundle, Host, run, text};
+use sublet_e2e::{bin_dir, eventually, skip_unless_root};
+
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+const QUARTER: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
+const ALICE: u32 = 1000;
+const BOB: u32 = 1001;
+
+/// Allows Alice a quarter and 8 GiB twice, and Bob one lease of any kind.
+const POLICY: &str = "[[policy]]\nuser = 1000\nmodes = [\"mps\"]\nsm = 50\nmemory = \"16GiB\"\nleases = 2\n\
+                      [[policy]]\nuser = 1001\nleases = 1\n";
+
+fn host(topology: &str) -> Host {
+    Host::new(topology, POLICY, Path::new(env!("CARGO_BIN_EXE_speak")))
+}
+
+fn serving(topology: &str) -> Host {
+    let mut host = host(topology);
+    host.start();
+    host
+}
+
+#[test]
+fn a_user_takes_a_share_sees_it_and_gives_it_back() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let bundle = host.bundle(ALICE, "mine", QUARTER, HOLD);
+    bundle.up();
+    let info = bundle.event("info");
+    assert_eq!(
+        (&info["error"], &info["mps"], &info["sm"]),
+        (&Value::Null, &json!(true), &json!(32)),
+        "{info}"
+    );
+    let lease = &host.leases()[0];
+    assert_eq!((&lease["state"], &lease["sm_percent"]), (&json!("active"), &json!(25.0)));
+    assert_eq!((&lease["memory_bytes"], &lease["pid"]), (&json!(8_589_934_592_u64), &json!(bundle.pid())));
+    // An exec'd process, as dockerd does it: none of config.json's environment.
+    let process = json!({"cwd": "/", "args": ["/usr/bin/cuda-probe", "info"], "env": ["PATH=/usr/bin"],
+        "user": {"uid": 0, "gid": 0}});
+    let file = bundle.dir.join("process.json");
+    std::fs::write(&file, process.to_string()).expect("process.json");
+    std::os::unix::fs::chown(&file, Some(ALICE), Some(ALICE)).expect("chown");
+    let exec = bundle.runtime(&["exec", "--process", text(&file), "mine"]);
+    assert!(exec.ok, "{exec:?}");
+    let info = &exec.json()[0];
+    assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{exec:?}");
+    bundle.down();
+    host.world.assert_empty();
+    let made = bundle.dir.join("rootfs/usr/lib/x86_64-linux-gnu/libcuda.so.1");
+    assert!(!made.exists(), "a mount point is left");
+}
+
+#[test]
+fn run_frees_its_share_by_itself() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let bundle = host.bundle(ALICE, "ran", QUARTER, &["/usr/bin/cuda-probe", "info"]);
+    bundle.write();
+    let ran = bundle.runtime(&["run", "--bundle", text(&bundle.dir), "ran"]);
+    assert!(ran.ok, "{ran:?}");
+    assert_eq!(ran.json()[0]["sm"], json!(32));
+    host.world.assert_empty();
+}
+
+#[test]
+fn without_the_service_a_container_is_refused_and_untouched() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = host("h200");
+    let bundle = host.bundle(ALICE, "alone", QUARTER, HOLD);
+    let refused = bundle.create();
+    assert!(!refused.ok);
+    let line = "sublet serve is not running";
+    assert!(refused.stderr.contains(line) && refused.stderr.contains("systemctl enable --now sublet.socket"));
+    assert_eq!(bundle.config(), bundle.spec);
+    // One that is not ours does not need it.
+    let plain = host.bundle(ALICE, "plain", &[], &["/bin/true"]);
+    plain.up();
+    plain.down();
+}
+
+#[test]
+fn policy_says_who_may_take_what() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200x8");
+    let refusal = |uid, id: &str, annotations: &[(&str, &str)]| {
+        let bundle = host.bundle(uid, id, annotations, HOLD);
+        let refused = bundle.create();
+        assert!(!refused.ok, "{annotations:?}");
+        assert_eq!(bundle.config(), bundle.spec);
+        refused.stderr
+    };
+    let stranger = refusal(4321, "stranger", QUARTER);
+    assert!(stranger.contains("policy = [{ user = 4321, leases = 1 }]"), "{stranger}");
+    let slice = refusal(ALICE, "slice", &[("sublet.mode", "time-slice"), ("sublet.memory", "1GiB")]);
+    assert!(slice.contains("allows sublet.mode mps, and this is time-slice"), "{slice}");
+    let unlimited = refusal(ALICE, "unlimited", &[("sublet.sm", "25")]);
+    assert!(unlimited.contains("caps memory at 16384 MiB: name your part with sublet.memory"), "{unlimited}");
+    let large = refusal(ALICE, "large", &[("sublet.sm", "60"), ("sublet.memory", "1GiB")]);
+    assert!(large.contains("caps sm at 50 %, your containers hold 0 % and this asks for 60 %"), "{large}");
+    let bundle = host.bundle(BOB, "one", &[("sublet.gpu", "3")], HOLD);
+    bundle.up();
+    let second = refusal(BOB, "two", &[("sublet.gpu", "4")]);
+    assert!(second.contains("allows 1 leases at once"), "{second}");
+    // A policy holds from the moment it is written.
+    host.world.configure("[[policy]]\nuser = 4321\ndevices = [\"5\"]\n");
+    let allowed = host.bundle(4321, "allowed", &[("sublet.gpu", "any")], HOLD);
+    allowed.up();
+    let wrong = refusal(4321, "wrong", &[("sublet.gpu", "0")]);
+    assert!(wrong.contains("no GPU here is 0") || wrong.contains("no place"), "{wrong}");
+    let uuid = host.world.status()["devices"][5]["uuid"].clone();
+    assert!(host.leases().iter().any(|lease| lease["container_id"] == "allowed" && lease["device"] == uuid));
+    bundle.down();
+    allowed.down();
+    host.world.assert_empty();
+    let last = host.world.sublet(&["status", "--last-error"]);
+    assert!(String::from_utf8_lossy(&last.stdout).contains("container wrong:"));
+}
+
+#[test]
+fn a_lease_whose_container_never_came_to_be_is_given_back() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let mut bundle = host.bundle(ALICE, "broken", QUARTER, HOLD);
+    bundle.spec["process"]["args"] = json!(["/no/such/program"]);
+    bundle.spec["hooks"] = json!({"createRuntime": [{"path": "/bin/false"}]});
+    assert!(!bundle.create().ok);
+    assert!(eventually(|| host.leases().is_empty()));
+    host.world.assert_empty();
+}
+
+#[test]
+fn the_service_restarts_under_running_containers() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = serving("h200");
+    {
+        let bundle = host.bundle(ALICE, "kept", QUARTER, &["/usr/bin/cuda-probe", "hold", "120"]);
+        bundle.up();
+        bundle.event("info");
+        std::mem::forget(bundle);
+    }
+    host.stop();
+    assert!(!host.socket().exists());
+    assert_eq!(host.leases()[0]["state"], "active");
+    // Killed, not ended: the socket that it leaves is no obstacle.
+    host.start();
+    let mut killed = host.serve.take().expect("it runs");
+    killed.kill().and_then(|()| killed.wait().map(drop)).expect("it ends");
+    host.start();
+    let dir = host.home(ALICE).join("kept");
+    let bundle = Bundle { host: &host, uid: ALICE, id: "kept".into(), dir, spec: Value::Null };
+    let exec = bundle.runtime(&["exec", "--env", "A=b", "kept", "/usr/bin/cuda-probe", "info"]);
+    assert_eq!(exec.json()[0]["sm"], json!(32), "{exec:?}");
+    bundle.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn a_crashed_container_is_freed_by_the_service_alone() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let bundle = host.bundle(ALICE, "crashed", QUARTER, HOLD);
+    bundle.up();
+    bundle.event("info");
+    run("kill", &["-9", &bundle.pid().to_string()]);
+    let ledger = host.world.state_dir().join("ledger.json");
+    let begun = Instant::now();
+    let freed = || !std::fs::read_to_string(&ledger).unwrap_or_default().contains("crashed");
+    while !freed() && begun.elapsed() < Duration::from_secs(25) {
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert!(freed(), "no command of ours has run, and ten seconds are over");
+}
+
+#[test]
+fn systemd_is_told_and_its_socket_is_taken() {
+    if skip_unless_root() || !Path::new("/usr/bin/systemd-socket-activate").exists() {
+        return;
+    }
+    let host = host("h200");
+    let notify = UnixDatagram::bind(host.world.dir.path().join("notify")).expect("a socket");
+    notify.set_read_timeout(Some(Duration::from_secs(10))).expect("a limit");
+    std::fs::create_dir_all(host.world.state_dir()).expect("state directory");
+    let mut command = Command::new("systemd-socket-activate");
+    command.arg("--listen").arg(host.socket()).arg("--setenv=NOTIFY_SOCKET").arg("--setenv=SUBLET_CONFIG");
+    command.arg("--setenv=WATCHDOG_USEC").arg(bin_dir().join("sublet")).arg("serve");
+    command.env("NOTIFY_SOCKET", host.world.dir.path().join("notify")).env("WATCHDOG_USEC", "2000000");
+    let mut child = command.env("SUBLET_CONFIG", &host.world.config).spawn().expect("it runs");
+    assert!(eventually(|| host.socket().exists()));
+    std::fs::set_permissions(host.socket(), std::fs::Permissions::from_mode(0o666)).expect("chmod");
+    let answers = host.say(ALICE, &[json!({"v": 1, "do": "status"})]);
+    assert_eq!(answers[0]["status"]["uid"], json!(ALICE));
+    let mut heard = Vec::new();
+    let mut buffer = [0; 64];
+    while heard.len() < 3 {
+        let length = notify.recv(&mut buffer).expect("a word in time");
+        heard.push(String::from_utf8_lossy(&buffer[..length]).into_owned());
+    }
+    assert_eq!(heard, ["READY=1", "WATCHDOG=1", "WATCHDOG=1"]);
+    run("kill", &["-TERM", &child.id().to_string()]);
+    assert!(child.wait().expect("it ends").success());
+    assert!(host.socket().exists(), "systemd's socket is systemd's to remove");
+}

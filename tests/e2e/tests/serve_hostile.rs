@@ -1,0 +1,224 @@
+//! What users must not be able to do to each other by way of `sublet serve`, nor to the service.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Instant;
+
+use serde_json::{Value, json};
+use sublet_e2e::user::{Holder, Host};
+use sublet_e2e::{eventually, skip_unless_root};
+
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+const QUARTER: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
+const ALICE: u32 = 1000;
+const BOB: u32 = 1001;
+
+/// Allows Alice a quarter and 8 GiB twice, and Bob one lease of any kind.
+const POLICY: &str = "[[policy]]\nuser = 1000\nmodes = [\"mps\"]\nsm = 50\nmemory = \"16GiB\"\nleases = 2\n\
+                      [[policy]]\nuser = 1001\nleases = 1\n";
+
+fn host(topology: &str) -> Host {
+    Host::new(topology, POLICY, Path::new(env!("CARGO_BIN_EXE_speak")))
+}
+
+fn serving(topology: &str) -> Host {
+    let mut host = host(topology);
+    host.start();
+    host
+}
+
+#[test]
+fn nobody_acts_on_what_is_somebody_elses() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let bundle = host.bundle(ALICE, "mine", QUARTER, HOLD);
+    bundle.up();
+    let lease = host.leases()[0]["id"].clone();
+    let alices = bundle.pid();
+    // Bob knows Alice's lease, as everybody does, and her container's process.
+    let container = json!({"id": "mine", "bundle": bundle.dir, "record": bundle.dir.join("state/mine")});
+    let record = bundle.dir.join("state/mine");
+    let asks = [
+        json!({"v": 1, "do": "bind", "lease": lease, "container": container, "pid": alices}),
+        json!({"v": 1, "do": "hand-over", "lease": lease, "owner": alices}),
+        json!({"v": 1, "do": "unmark", "lease": lease}),
+        json!({"v": 1, "do": "end", "lease": lease}),
+        json!({"v": 1, "do": "withdraw", "lease": lease}),
+    ];
+    for answer in host.say(BOB, &asks) {
+        let reason = answer["refused"]["reason"].as_str().unwrap_or_default();
+        assert!(reason.contains("is held by you"), "{answer}");
+    }
+    let asks = [
+        json!({"v": 1, "do": "ending", "id": "mine", "record": record}),
+        json!({"v": 1, "do": "exec-environment", "id": "mine", "record": record}),
+    ];
+    let answers = host.say(BOB, &asks);
+    assert_eq!((&answers[0]["lease"], &answers[1]["environment"]), (&Value::Null, &Value::Null));
+    assert_eq!(host.leases()[0]["state"], "active");
+
+    // Processes that are not Bob's: Alice's container, root's first process, none.
+    let admit = |owner: i32| {
+        json!({"v": 1, "do": "admit", "container": {"id": "b", "bundle": "/b", "rootfs": "/b/r", "record": "/r/b"},
+            "owner": owner, "annotations": {"sublet.gpu": "0", "sublet.mode": "mps"}, "image":
+            {"library_dir": null, "nix": false, "tmp_is_host": false, "created": [], "warnings": []}})
+    };
+    // (Where not even root may look at the first process, that is the reason.)
+    for (owner, why) in [(alices, "is not uid 1001's"), (1, "process 1 "), (-1, "there is no process")] {
+        let answer = &host.say(BOB, &[admit(owner)])[0];
+        assert!(answer["refused"]["reason"].as_str().unwrap_or_default().contains(why), "{answer}");
+    }
+    // His own lease cannot be bound to her process either, and it ends with his.
+    let mut speaking = host.command(BOB, "speak");
+    let mut speaking =
+        speaking.arg(host.socket()).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
+    let mut answers = BufReader::new(speaking.stdout.take().expect("piped"));
+    let mut ask = |line: &Value| {
+        writeln!(speaking.stdin.as_mut().expect("piped"), "{line}").expect("it listens");
+        let mut answer = String::new();
+        answers.read_line(&mut answer).expect("an answer");
+        serde_json::from_str::<Value>(&answer).expect("JSON")
+    };
+    let mut own = admit(0);
+    own["owner"] = Value::Null;
+    let bobs = ask(&own)["granted"]["lease"].clone();
+    assert!(bobs.is_string());
+    let bind = |pid: i32| json!({"v": 1, "do": "bind", "lease": bobs, "container": {"id": "b"}, "pid": pid});
+    for pid in [alices, 1] {
+        let answer = ask(&bind(pid));
+        let reason = answer["refused"]["reason"].as_str().unwrap_or_default();
+        assert!(
+            reason.contains("cannot be bound") && reason.contains(&format!("process {pid} ")),
+            "{answer}"
+        );
+    }
+    assert_eq!(host.leases().len(), 2);
+    drop(speaking.stdin.take());
+    speaking.wait().expect("it ends");
+    assert!(eventually(|| host.leases().len() == 1), "the lease of a client that is gone");
+    // The owner may not free what still runs, nor does saying so end it.
+    let end = json!({"v": 1, "do": "withdraw", "lease": lease});
+    let answer = &host.say(ALICE, &[end])[0];
+    assert!(answer["refused"]["reason"].as_str().unwrap_or_default().contains("still run"), "{answer}");
+    bundle.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn no_path_of_a_users_is_opened_by_root() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let precious = host.world.dir.path().join("precious");
+    std::fs::create_dir(&precious).expect("directory");
+    std::fs::write(precious.join("empty"), "").expect("file");
+    std::fs::write(precious.join(".x.999999999.tmp"), "").expect("file");
+    let admit = json!({"v": 1, "do": "admit", "container":
+        {"id": "b", "bundle": precious, "rootfs": precious, "record": precious},
+        "annotations": {"sublet.gpu": "0"}, "image":
+        {"library_dir": null, "nix": false, "tmp_is_host": false, "created": ["/empty"], "warnings": []}});
+    let answer = &host.say(BOB, &[admit])[0];
+    assert!(answer["granted"]["lease"].is_string(), "{answer}");
+    // Its owner is gone: the next command frees it and would clear what it left.
+    assert!(eventually(|| host.leases().is_empty()));
+    assert!(host.world.sublet(&["gc"]).status.success());
+    assert!(precious.join("empty").exists() && precious.join(".x.999999999.tmp").exists());
+    host.world.assert_empty();
+}
+
+#[test]
+fn bad_lines_are_answered_and_the_next_one_too() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let status = json!({"v": 1, "do": "status"});
+    let asks =
+        [json!({}), json!({"v": 2, "do": "status"}), json!({"v": 1, "do": "admit"}), json!([]), status];
+    let answers = host.say(ALICE, &asks);
+    assert_eq!(answers.len(), 5);
+    assert!(answers[..4].iter().all(|answer| answer["refused"]["reason"].is_string()), "{answers:?}");
+    assert!(answers[1]["refused"]["reason"].as_str().unwrap_or_default().contains("version 2"));
+    assert_eq!((&answers[4]["status"]["uid"], &answers[4]["status"]["leases"]), (&json!(ALICE), &json!([])));
+    let long = json!({"v": 1, "do": "status", "x": "x".repeat(70_000)});
+    let answer = &host.say(ALICE, &[long])[0];
+    assert!(answer["refused"]["reason"].as_str().unwrap_or_default().contains("64 KiB"), "{answer}");
+}
+
+#[test]
+fn one_uid_holds_sixteen_connections() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let mut held = host.hold(ALICE, "hold", 20);
+    let (turned_away, words) = held.turned_away();
+    assert_eq!(turned_away, 4);
+    assert!(words.contains("uid 1000 holds 16 connections to sublet serve already"), "{words}");
+    // Others are let in, and so is she once those hang for a second.
+    assert_eq!(host.say(BOB, &[json!({"v": 1, "do": "status"})])[0]["status"]["uid"], json!(BOB));
+    let bundle = host.bundle(ALICE, "all-the-same", QUARTER, HOLD);
+    bundle.up();
+    bundle.down();
+    drop(held);
+    host.world.assert_empty();
+}
+
+/// Numbers for people: `cargo test -p sublet-e2e --test serve_hostile -- --nocapture hanging`.
+#[test]
+fn hanging_connections_hold_nobody() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let cycle = |id: &str, annotations: &[(&str, &str)]| {
+        let bundle = host.bundle(ALICE, id, annotations, &["/bin/true"]);
+        let begun = Instant::now();
+        let created = bundle.create();
+        let took = begun.elapsed();
+        assert!(created.ok, "{}", created.stderr);
+        bundle.down();
+        took
+    };
+    // Beside each, one that does not ask the service: what else the machine does shows in both.
+    let medians = |name: &str| {
+        let rounds = 0..9;
+        let pairs = rounds.map(|round| {
+            (cycle(&format!("{name}-{round}"), QUARTER), cycle(&format!("plain-{name}-{round}"), &[]))
+        });
+        let (mut ours, mut plain): (Vec<_>, Vec<_>) = pairs.unzip();
+        ours.sort();
+        plain.sort();
+        (ours[4], plain[4])
+    };
+    // Keeps the daemon running: what is measured is the service.
+    let warm = host.bundle(BOB, "warm", &[("sublet.mode", "mps")], HOLD);
+    warm.up();
+    let idle = medians("idle");
+    // A thousand of 63 other users, one of which sends a byte a second, and sixteen of Alice's own.
+    let mut holders: Vec<Holder> = (0..63).map(|user| host.hold(20_000 + user, "hold", 16)).collect();
+    holders.push(host.hold(19_999, "drip", 1));
+    holders.push(host.hold(ALICE, "hold", 16));
+    for holder in &mut holders {
+        assert_eq!(holder.turned_away().0, 0);
+    }
+    let pid = host.serve.as_ref().expect("it runs").id();
+    let open = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("/proc").count();
+    let hanging = medians("hanging");
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("/proc");
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("VmHWM");
+    let kib: u64 = peak.trim().trim_end_matches("kB").trim().parse().expect("a number");
+    println!(
+        "create without root (beside it one without a share), medians of 9: idle {idle:?}, with {open} descriptors open in serve {hanging:?}; \
+         serve's peak {kib} KiB"
+    );
+    assert!(open > 1000, "{open}");
+    assert!(kib < 32 << 10, "serve took {kib} KiB");
+    drop(holders);
+    warm.down();
+    host.world.assert_empty();
+}
