@@ -1,7 +1,8 @@
 # sublet: two commands to begin with, as root on Debian 12 or 13 with git, make, curl and Rust:
 #   make demo    containers sharing a GPU (a simulated one where there is none)
-#   make test    all tests, with real runc, crun and Docker
-# The rest: check (needs no root, network, engine or GPU), build, bench, gpu-test, install.
+#   make test    all tests, with real runc and crun
+# The rest: engines (Docker and Podman themselves), check (needs no root, network, engine or GPU), build,
+# bench, gpu-test, install.
 
 SHELL := /bin/bash
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')

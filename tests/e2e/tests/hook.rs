@@ -1,7 +1,10 @@
 //! The hook by itself, fed as Podman and the runtimes feed it: what it makes of a spec, and of bad input.
 
+use std::fs::Permissions;
 use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
+use std::path::Path;
 use std::process::Stdio;
 
 use serde_json::{Value, json};
@@ -12,6 +15,10 @@ const ID: &str = "452325ed5f7f35588a551450be5d67fde0f40a94317f3f8f8a275a3aebf20f
 /// Runs a stage with `input`; a hook gets an environment of its own.
 fn hook(world: &World, stage: &str, input: &[u8], uid: Option<u32>) -> Finished {
     let mut command = world.command("sublet-hook");
+    if uid.is_some() {
+        // Another user may not reach the directory that this was built in.
+        command = world.command(&reachable(world, "sublet-hook"));
+    }
     command.arg(stage).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     if let Some(uid) = uid {
         command.uid(uid);
@@ -24,6 +31,16 @@ fn hook(world: &World, stage: &str, input: &[u8], uid: Option<u32>) -> Finished 
     let output = child.wait_with_output().expect("it ends");
     let _ = writer.join().expect("no panic");
     Finished::of(&output)
+}
+
+/// A copy of one of our programs that every user may run; absolute, so it is taken as it is.
+fn reachable(world: &World, program: &str) -> String {
+    let open = |path: &Path| std::fs::set_permissions(path, Permissions::from_mode(0o755)).expect("chmod");
+    let copy = world.dir.path().join(program);
+    std::fs::copy(sublet_e2e::bin_dir().join(program), &copy).expect("it is copied");
+    open(world.dir.path());
+    open(&copy);
+    copy.to_string_lossy().into_owned()
 }
 
 /// A bundle's spec as Podman hands it over: an absolute rootfs, the id in the name of the cgroup.
