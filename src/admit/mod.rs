@@ -334,7 +334,7 @@ pub fn unmark(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
 pub fn read(store: &Store) -> Result<Ledger, LedgerError> {
     match store.read() {
         Err(LedgerError::Corrupt { .. }) => {
-            store.update(|_| Ok::<_, Infallible>(()))?;
+            let (Ok(()), _freed) = store.update(|_| Ok::<_, Infallible>(()))?;
             store.read()
         }
         read => read,

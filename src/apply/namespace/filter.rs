@@ -75,7 +75,9 @@ mod tests {
             let [code, operands, o0, o1, i0, i1, i2, i3] = program[at].to_le_bytes();
             let (to, from) = (usize::from(operands & 15), usize::from(operands >> 4));
             let offset = i16::from_le_bytes([o0, o1]);
-            let immediate = i64::from(i32::from_le_bytes([i0, i1, i2, i3])).cast_unsigned();
+            let immediate = i64::from(i32::from_le_bytes([i0, i1, i2, i3]));
+            // Sign-extended and then taken as bits, as the instruction set says; the method is newer than our compiler.
+            let immediate = u64::from_ne_bytes(immediate.to_ne_bytes());
             at += 1;
             match code {
                 LOAD_WORD => {
