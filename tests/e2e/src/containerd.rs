@@ -17,6 +17,9 @@ use crate::world::{World, bin_dir, eventually};
 /// The one image, made of the world's minimal root filesystem; pods' sandboxes are made of it as well.
 pub const IMAGE: &str = "docker.io/library/probe:latest";
 
+/// Its table in containerd's configuration, of version 2.
+const CRI: &str = "plugins.\"io.containerd.grpc.v1.cri\"";
+
 /// containerd with `ctr`, and with the CRI ([`crate::cri`]).
 pub struct Containerd {
     /// Driver, configuration, leases.
@@ -47,27 +50,23 @@ impl Containerd {
         containerd
     }
 
-    /// docs/containerd.md for the programs under test; overlayfs does not work on overlayfs, and not every
-    /// machine's root may lower its `oom_score_adj`.
+    /// docs/containerd.md for the programs under test, and a handler `unlisted` that passes no annotations.
+    ///
+    /// overlayfs does not work on overlayfs, and not every machine's root may lower its `oom_score_adj`.
     fn write_settings(&self) {
         let dir = self.world.dir.path();
-        let cri = "plugins.\"io.containerd.grpc.v1.cri\"";
-        let runtime = |name: &str, program: &Path| {
-            format!(
-                "[{cri}.containerd.runtimes.{name}]\nruntime_type = \"io.containerd.runc.v2\"\n\
-                 pod_annotations = [\"sublet.*\"]\ncontainer_annotations = [\"sublet.*\"]\n\
-                 [{cri}.containerd.runtimes.{name}.options]\nBinaryName = \"{}\"\n",
-                program.display()
-            )
-        };
+        let shim = bin_dir().join("sublet-runtime");
+        let listed = "pod_annotations = [\"sublet.*\"]\ncontainer_annotations = [\"sublet.*\"]\n";
         let text = format!(
             "version = 2\nroot = \"{}\"\nstate = \"{}\"\n[grpc]\naddress = \"{}\"\n\
-             [{cri}]\nsandbox_image = \"{IMAGE}\"\nrestrict_oom_score_adj = true\n[{cri}.containerd]\nsnapshotter = \"native\"\n{}{}",
+             [{CRI}]\nsandbox_image = \"{IMAGE}\"\nrestrict_oom_score_adj = true\n\
+             [{CRI}.containerd]\nsnapshotter = \"native\"\n{}{}{}",
             dir.join("containerd").display(),
             self.state.display(),
             self.socket().display(),
-            runtime("runc", Path::new(self.world.engine.program())),
-            runtime("sublet", &bin_dir().join("sublet-runtime")),
+            handler("runc", Path::new(self.world.engine.program()), ""),
+            handler("sublet", &shim, listed),
+            handler("unlisted", &shim, ""),
         );
         std::fs::write(dir.join("containerd.toml"), text).expect("containerd.toml");
     }
@@ -206,7 +205,8 @@ impl Containerd {
     #[must_use]
     pub fn event(&self, name: &str, event: &str) -> Value {
         let text = || std::fs::read_to_string(self.output(name)).unwrap_or_default();
-        let json = |line: &str| serde_json::from_str::<Value>(line).ok();
+        // The CRI's logs have the time, the stream and a tag before it.
+        let json = |line: &str| serde_json::from_str::<Value>(&line[line.find('{')?..]).ok();
         let found = || text().lines().filter_map(json).find(|line| line["event"] == event);
         assert!(eventually(|| found().is_some()), "{name} wrote no {event}: {:?}", text());
         found().expect("it was there")
@@ -256,6 +256,7 @@ impl Containerd {
     }
 
     /// Nothing is left: no lease, no daemon, no shim, no mount, no mount point of ours in any snapshot.
+    #[track_caller]
     pub fn assert_empty(&self) {
         let leases = || self.world.leases();
         assert!(eventually(|| leases().is_empty()), "leases are left: {:?}", leases());
@@ -308,6 +309,15 @@ impl Containerd {
             let _ = kill(shim, Signal::SIGKILL);
         }
     }
+}
+
+/// A runtime handler.
+fn handler(name: &str, program: &Path, further: &str) -> String {
+    format!(
+        "[{CRI}.containerd.runtimes.{name}]\nruntime_type = \"io.containerd.runc.v2\"\n{further}\
+         [{CRI}.containerd.runtimes.{name}.options]\nBinaryName = \"{}\"\n",
+        program.display()
+    )
 }
 
 impl Drop for Containerd {

@@ -8,8 +8,13 @@ use serde_json::Value;
 use crate::bundle::Finished;
 use crate::containerd::{Containerd, IMAGE};
 
-/// The runtime handler of docs/containerd.md.
-pub const HANDLER: &str = "sublet";
+/// A pod that runs.
+pub struct Pod {
+    /// Its sandbox's id.
+    pub id: String,
+    /// Its `PodSandboxConfig`, which each of its containers is made with.
+    config: String,
+}
 
 impl Containerd {
     /// One call, request and answer in protobuf's text format.
@@ -31,28 +36,32 @@ impl Containerd {
         finished.stdout
     }
 
-    /// RunPodSandbox with this runtime handler, on the host's network: that needs no CNI. The sandbox's id.
+    /// RunPodSandbox with this runtime handler, on the host's network: that needs no CNI.
     #[must_use]
-    pub fn run_pod(&self, name: &str, handler: &str, annotations: &[&str]) -> String {
-        let request = format!("config {{ {} }} runtime_handler: {handler:?}", pod(name, annotations));
-        field(&self.cri_done("RunPodSandbox", &request), "pod_sandbox_id")
+    pub fn run_pod(&self, name: &str, handler: &str, annotations: &[&str]) -> Pod {
+        let config = format!(
+            "metadata {{ name: {name:?} uid: {name:?} namespace: \"default\" }} log_directory: {:?} {} \
+             linux {{ security_context {{ namespace_options {{ network: NODE }} }} }}",
+            self.world.dir.path(),
+            entries(annotations)
+        );
+        let request = format!("config {{ {config} }} runtime_handler: {handler:?}");
+        let id = field(&self.cri_done("RunPodSandbox", &request), "pod_sandbox_id");
+        Pod { id, config }
     }
 
-    /// CreateContainer of a process that holds a context, in the pod `name`, and StartContainer, which may
-    /// be refused; the container's id.
+    /// CreateContainer of a process that holds a context, and StartContainer, which may be refused; the
+    /// container's id.
     ///
     /// # Errors
     /// What the CRI answers.
-    pub fn run_in_pod(
-        &self,
-        (name, sandbox): (&str, &str),
-        container: &str,
-        annotations: &[&str],
-    ) -> Result<String, String> {
+    pub fn run_in_pod(&self, pod: &Pod, name: &str, annotations: &[&str]) -> Result<String, String> {
         let request = format!(
-            "pod_sandbox_id: {sandbox:?} sandbox_config {{ {} }} config {{ metadata {{ name: {container:?} }} \
-             image {{ image: {IMAGE:?} }} command: [\"cuda-probe\", \"hold\", \"600\"] {} linux {{}} }}",
-            pod(name, &[]),
+            "pod_sandbox_id: {:?} sandbox_config {{ {} }} config {{ metadata {{ name: {name:?} }} \
+             image {{ image: {IMAGE:?} }} command: [\"cuda-probe\", \"hold\", \"600\"] \
+             log_path: \"{name}.log\" {} linux {{}} }}",
+            pod.id,
+            pod.config,
             entries(annotations)
         );
         let id = field(&self.cri_done("CreateContainer", &request), "container_id");
@@ -69,10 +78,15 @@ impl Containerd {
         serde_json::from_str(&field(&answer, "stdout")).unwrap_or_else(|_| panic!("no info: {answer}"))
     }
 
+    /// StopContainer, which gives it no time.
+    pub fn stop_in_pod(&self, container: &str) {
+        self.cri_done("StopContainer", &format!("container_id: {container:?} timeout: 0"));
+    }
+
     /// StopPodSandbox and RemovePodSandbox, with all its containers.
-    pub fn remove_pod(&self, sandbox: &str) {
+    pub fn remove_pod(&self, pod: &Pod) {
         for method in ["StopPodSandbox", "RemovePodSandbox"] {
-            self.cri_done(method, &format!("pod_sandbox_id: {sandbox:?}"));
+            self.cri_done(method, &format!("pod_sandbox_id: {:?}", pod.id));
         }
     }
 
@@ -86,15 +100,6 @@ impl Containerd {
             }
         }
     }
-}
-
-/// The members of a `PodSandboxConfig`.
-fn pod(name: &str, annotations: &[&str]) -> String {
-    format!(
-        "metadata {{ name: {name:?} uid: {name:?} namespace: \"default\" }} {} \
-         linux {{ security_context {{ namespace_options {{ network: NODE }} }} }}",
-        entries(annotations)
-    )
 }
 
 fn entries(annotations: &[&str]) -> String {

@@ -57,9 +57,10 @@ impl Stopping {
     }
 }
 
-/// The MPS programs move aside, the server beside the daemon that starts it.
+/// The MPS programs get a copy, the server beside the daemon that starts it; the simulator finds its root
+/// two levels above them.
 fn slow_daemon(dir: &Path, driver_root: &Path) {
-    let aside = dir.join("aside");
+    let aside = driver_root.join("usr/aside");
     std::fs::create_dir(&aside).expect("a directory");
     let bin = driver_root.join("usr/bin");
     for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
