@@ -7,6 +7,7 @@ mod bundle;
 pub mod containerd;
 pub mod cri;
 pub mod docker;
+mod hooked;
 pub mod podman;
 mod refused;
 mod rootfs;
