@@ -214,43 +214,45 @@ impl Victim {
 
 /// Kills `victim` at `stage` of a container's life, and lets the next command put everything right.
 fn killed_at(containerd: &mut Containerd, stopping: &Stopping, stage: &str, victim: Victim) {
-    eprintln!("{stage} {victim:?}");
+    // A name of its own: containerd may be tidying up after the last one still.
+    let name = &format!("{stage}-{victim:?}");
+    eprintln!("{name}");
     stopping.at(stage);
     let life = if stage.ends_with("delete") { "0" } else { "600" };
-    let mut command = containerd.run_command("killed", QUARTER, &[], &["sleep", life]);
+    let mut command = containerd.run_command(name, QUARTER, &[], &["sleep", life]);
     let mut client = command.spawn().expect("ctr runs");
     let mut remove = stage.ends_with("delete").then(|| {
         assert!(client.wait().expect("ctr ends").success());
         assert!(eventually(|| containerd.tasks().iter().any(|task| task.2 == "STOPPED")));
         let mut remove = containerd.command();
-        remove.args(["tasks", "rm", "killed"]).stderr(Stdio::null()).spawn().expect("ctr runs")
+        remove.args(["tasks", "rm", name]).stderr(Stdio::null()).spawn().expect("ctr runs")
     });
-    assert!(eventually(|| stopping.has_stopped()), "{stage} was not reached: {}", containerd.log());
+    assert!(eventually(|| stopping.has_stopped()), "{name} was not reached: {}", containerd.log());
     victim.kill(containerd);
     stopping.go_on();
     let _ = client.wait();
     let _ = remove.as_mut().map(std::process::Child::wait);
     if !matches!(victim, Victim::Containerd) {
         // As long as a process of the container's lives its lease is held, and no longer.
-        let agree = || containerd.world.leases().is_empty() == containerd.processes_of("killed").is_empty();
-        assert!(eventually(agree), "{stage}: {:?}", containerd.world.leases());
+        let agree = || containerd.world.leases().is_empty() == containerd.processes_of(name).is_empty();
+        assert!(eventually(agree), "{name}: {:?}", containerd.world.leases());
     }
     if matches!(victim, Victim::Both) {
-        let processes = containerd.processes_of("killed");
+        let processes = containerd.processes_of(name);
         for pid in &processes {
             let _ = kill(*pid, Signal::SIGKILL);
         }
-        assert!(eventually(|| !processes.iter().any(|pid| is_alive(*pid))), "{stage}: killed and not gone");
+        assert!(eventually(|| !processes.iter().any(|pid| is_alive(*pid))), "{name}: killed and not gone");
         // A daemon that is being started when its container is killed comes up, and is stopped then.
         let restored =
             || containerd.world.sublet(&["gc"]).status.success() && containerd.world.daemons().is_empty();
-        assert!(eventually(restored), "{stage}: {:?}", containerd.world.daemons());
+        assert!(eventually(restored), "{name}: {:?}", containerd.world.daemons());
         containerd.world.assert_empty();
     }
     if !matches!(victim, Victim::Shim) {
         containerd.start_daemon();
     }
-    containerd.remove("killed");
+    containerd.remove(name);
     if containerd.world.engine == Engine::Crun && stage == "after-delete" {
         // containerd forgets a shim whose container crun has deleted already.
         containerd.kill_shims();
