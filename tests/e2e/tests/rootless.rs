@@ -118,11 +118,16 @@ impl Rootless {
 
     /// A whole life: first process, exec, `env -i`, stop and start again, remove.
     fn lives(&self, name: &str, options: &[&str]) {
-        let started = self.run(name, options, SHARE, &["cuda-probe", "hold", "600"]);
+        let health = ["--health-cmd=cuda-probe info >/tmp/checked", "--health-interval=disable"];
+        let options = [options, &health].concat();
+        let started = self.run(name, &options, SHARE, &["cuda-probe", "hold", "600"]);
         assert!(started.status.success(), "{}", text(&started.stderr));
         let exec = ["exec", name, "cuda-probe", "info"];
         let bare = ["exec", name, "env", "-i", "/usr/bin/cuda-probe", "info"];
-        for command in [["logs", name].as_slice(), &exec, &bare] {
+        let check = ["healthcheck", "run", name];
+        done(&mut self.podman(&check));
+        let checked = ["exec", name, "cat", "/tmp/checked"];
+        for command in [["logs", name].as_slice(), &exec, &bare, &checked] {
             let info = self.info(name, command);
             assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{command:?}: {info}");
         }
