@@ -12,8 +12,11 @@ const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const LARGE: &[(&str, &str)] = &[("sublet.sm", "70"), ("sublet.memory", "8GiB")];
 const ALICE: u32 = 1000;
 
+/// Its name, and what does it to the ledger.
+type Loss = (&'static str, fn(&Path));
+
 /// Ways to lose it.
-const LOSSES: [(&str, fn(&Path)); 3] = [
+const LOSSES: [Loss; 3] = [
     ("garbage", |ledger| std::fs::write(ledger, [0xff, 0, b'{']).expect("written")),
     ("gone", |ledger| std::fs::remove_file(ledger).expect("removed")),
     ("a stranger's", |ledger| std::os::unix::fs::chown(ledger, Some(ALICE), Some(ALICE)).expect("chown")),

@@ -40,7 +40,7 @@ fn main() -> Result<()> {
     drop(tries);
     host.stop();
     print(rounds, connections, &idle, &hanging);
-    println!("\nsublet serve's peak memory: {:.1} MB (limit 32 MB).", peak as f64 / 1e6);
+    println!("\nsublet serve's peak memory: {} KiB (limit 32 MiB).", peak);
     println!("Of 20 connections of one uid {turned_away} were turned away (limit 16 held).");
     Ok(())
 }
@@ -105,19 +105,18 @@ fn descriptors(host: &Host) -> Result<usize> {
     Ok(std::fs::read_dir(proc(host, "fd")?)?.count())
 }
 
-/// Bytes.
+/// KiB.
 fn peak(host: &Host) -> Result<u64> {
     let status = std::fs::read_to_string(proc(host, "status")?)?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("no VmHWM")?;
-    Ok(line.trim().trim_end_matches("kB").trim().parse::<u64>()? * 1024)
+    Ok(line.trim().trim_end_matches("kB").trim().parse()?)
 }
 
-/// Milliseconds: the value that this part of them does not pass.
-fn quantile(times: &[Duration], part: f64) -> f64 {
+/// Milliseconds that so many percent of them do not pass.
+fn quantile(times: &[Duration], percent: usize) -> f64 {
     let mut sorted = times.to_vec();
     sorted.sort_unstable();
-    let at = ((sorted.len() - 1) as f64 * part).round() as usize;
-    sorted[at].as_secs_f64() * 1000.0
+    sorted[(sorted.len() - 1) * percent / 100].as_secs_f64() * 1000.0
 }
 
 fn print(rounds: usize, connections: usize, idle: &Times, hanging: &Times) {
@@ -128,13 +127,13 @@ fn print(rounds: usize, connections: usize, idle: &Times, hanging: &Times) {
     println!("| create as uid {ALICE} | idle, ms | beside hanging connections, ms | ratio | limit |");
     println!("|---|---|---|---|---|");
     let rows = [
-        ("sm=25 memory=8GiB, median", &idle.shared, &hanging.shared, 0.5, "2.00"),
-        ("sm=25 memory=8GiB, 95th percentile", &idle.shared, &hanging.shared, 0.95, ""),
-        ("no annotation, median", &idle.plain, &hanging.plain, 0.5, ""),
-        ("no annotation, 95th percentile", &idle.plain, &hanging.plain, 0.95, ""),
+        ("sm=25 memory=8GiB, median", &idle.shared, &hanging.shared, 50, "2.00"),
+        ("sm=25 memory=8GiB, 95th percentile", &idle.shared, &hanging.shared, 95, ""),
+        ("no annotation, median", &idle.plain, &hanging.plain, 50, ""),
+        ("no annotation, 95th percentile", &idle.plain, &hanging.plain, 95, ""),
     ];
-    for (what, idle, hanging, part, limit) in rows {
-        let (idle, hanging) = (quantile(idle, part), quantile(hanging, part));
+    for (what, idle, hanging, percent, limit) in rows {
+        let (idle, hanging) = (quantile(idle, percent), quantile(hanging, percent));
         println!("| {what} | {idle:.1} | {hanging:.1} | {:.2} | {limit} |", hanging / idle);
     }
 }
