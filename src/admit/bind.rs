@@ -51,16 +51,21 @@ pub fn hand_over(lease: &LeaseId, owner: Process, config: &Config) -> Result<(),
 /// # Errors
 /// The lease is gone or another container's: this one must not start. Or the ledger cannot be written.
 pub fn bind(lease: &LeaseId, binding: &Binding, config: &Config) -> Result<(), AdmitError> {
-    if rootless::applies(config) {
-        return rootless::bind(lease, binding, config);
+    let bound = if rootless::applies(config) {
+        rootless::bind(lease, binding, config)
+    } else {
+        bind_here(lease, binding, config)
+    };
+    if let Err(error) = &bound {
+        super::refusals::record(&binding.id, error, config);
     }
+    bound
+}
+
+/// [`bind`] where the state is ours.
+pub(super) fn bind_here(lease: &LeaseId, binding: &Binding, config: &Config) -> Result<(), AdmitError> {
     let store = Store::open(&config.state_dir)?;
     let (bound, freed) = store.update(|ledger| ledger.bind(lease, binding))?;
     tidy(&freed, &store, config);
-    if let Err(error) = bound {
-        let error = AdmitError::from(error);
-        super::refusals::record(&binding.id, &error, config);
-        return Err(error);
-    }
-    Ok(())
+    Ok(bound?)
 }

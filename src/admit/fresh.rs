@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::AdmitError;
+use super::{AdmitError, rootless};
 use crate::config::Config;
 use crate::inventory::{self, Inventory};
 use crate::own;
@@ -16,6 +16,7 @@ const REFRESH_LIMIT: Duration = Duration::from_secs(60);
 /// The driver's own trouble, in its own words.
 pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
     match inventory::load(config) {
+        Err(error) if error.wants_refresh() && rootless::applies(config) => rootless::inventory(config),
         Err(error) if error.wants_refresh() => refresh(config),
         loaded => Ok(loaded?),
     }

@@ -11,6 +11,8 @@ mod bind;
 mod error;
 mod fresh;
 mod late;
+#[cfg(feature = "cli")]
+mod preview;
 mod refusals;
 mod rootless;
 mod take;
@@ -42,8 +44,14 @@ pub use bind::{abandon, bind, hand_over};
 pub use error::AdmitError;
 pub use fresh::{fresh_inventory, refresh};
 pub use late::{Late, end_of, late};
+#[cfg(feature = "cli")]
+pub use preview::preview;
+#[cfg(feature = "cli")]
+pub(crate) use refusals::record_told;
 pub use refusals::{RefusalRecord, refusals};
 pub use rootless::applies as is_brokered;
+#[cfg(feature = "cli")]
+pub use rootless::own_status;
 pub use take::lease_for;
 #[cfg(feature = "cli")]
 pub(crate) use told::{admit_told, bind_told, free_told, mark_ending_by};
@@ -101,7 +109,7 @@ pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Re
         Some(id) => already_granted(id, &candidate.container, config),
         None => admit_ours(candidate, spec, config),
     };
-    if let (Err(error), false) = (&admitted, rootless::applies(config)) {
+    if let Err(error) = &admitted {
         refusals::record(&candidate.container.id, error, config);
     }
     admitted

@@ -12,6 +12,7 @@ use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP, wish};
 use crate::apply;
 use crate::config::Config;
 use crate::grant::{Environment, Image};
+use crate::inventory::Inventory;
 use crate::ledger::{Binding, LEASE_ANNOTATION, LeaseId};
 use crate::process::Process;
 use crate::request::Request;
@@ -158,6 +159,38 @@ pub(super) fn abandon(id: &str, owner: Process, config: &Config) -> Result<(), A
         return Ok(());
     }
     done(&Ask::Abandon { id: id.to_owned(), owner: owner.pid }, config)
+}
+
+/// Tells the service of a refusal, for `sublet status --last-error`, unless its own silence was the reason.
+pub(super) fn refused(container_id: &str, error: &AdmitError, config: &Config) {
+    let silent = |broker: &BrokerError| !matches!(broker, BrokerError::Refused { .. } | BrokerError::TooLong);
+    if matches!(error, AdmitError::Broker(broker) if silent(broker)) {
+        return;
+    }
+    let ask = Ask::Refused { id: container_id.to_owned(), reason: error.to_string() };
+    if let Err(error) = done(&ask, config) {
+        tracing::debug!("the refusal is not written down: {error}");
+    }
+}
+
+/// As [`super::fresh_inventory`].
+pub(super) fn inventory(config: &Config) -> Result<Inventory, AdmitError> {
+    match Broker::new(config).ask(&Ask::Inventory)? {
+        Answer::Inventory(inventory) => Ok(*inventory),
+        _ => unfitting(),
+    }
+}
+
+/// What the service says of us: our leases, our policy and what it leaves.
+///
+/// # Errors
+/// It does not run.
+#[cfg(feature = "cli")]
+pub fn own_status(config: &Config) -> Result<Value, AdmitError> {
+    match Broker::new(config).ask(&Ask::Status)? {
+        Answer::Status(status) => Ok(status),
+        _ => unfitting(),
+    }
 }
 
 fn done(ask: &Ask, config: &Config) -> Result<(), AdmitError> {

@@ -47,30 +47,30 @@ pub(super) enum Rootfs<'a> {
 }
 
 impl Terms<'_> {
-    /// The inventory with the devices that the user may have.
-    fn devices<'i>(
-        &self,
-        inventory: &'i Inventory,
-        config: &Config,
-    ) -> Result<Cow<'i, Inventory>, AdmitError> {
-        let Some(names) = self.cap.and_then(|cap| cap.rule.devices.as_ref()) else {
-            return Ok(Cow::Borrowed(inventory));
-        };
-        let allowed: Vec<Device> =
-            names.iter().flat_map(|name| named(name, inventory, config)).cloned().collect();
-        if allowed.is_empty() {
-            return Err(AdmitError::NoDeviceAllowed);
-        }
-        let devices = inventory.devices.iter().filter(|device| allowed.contains(device)).cloned().collect();
-        Ok(Cow::Owned(Inventory { devices, ..inventory.clone() }))
-    }
-
     fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), Look> {
         let Some(Err(error)) = self.cap.map(|cap| cap.check(placement, ledger)) else { return Ok(()) };
         let temporary = error.is_temporary();
         let error = AdmitError::Cap(Box::new(error));
         Err(if temporary { Look::Temporary(error) } else { Look::Final(error) })
     }
+}
+
+/// The inventory with the devices that a user may have.
+pub(super) fn allowed<'i>(
+    cap: Option<Cap<'_>>,
+    inventory: &'i Inventory,
+    config: &Config,
+) -> Result<Cow<'i, Inventory>, AdmitError> {
+    let Some(names) = cap.and_then(|cap| cap.rule.devices.as_ref()) else {
+        return Ok(Cow::Borrowed(inventory));
+    };
+    let allowed: Vec<Device> =
+        names.iter().flat_map(|name| named(name, inventory, config)).cloned().collect();
+    if allowed.is_empty() {
+        return Err(AdmitError::NoDeviceAllowed);
+    }
+    let devices = inventory.devices.iter().filter(|device| allowed.contains(device)).cloned().collect();
+    Ok(Cow::Owned(Inventory { devices, ..inventory.clone() }))
 }
 
 /// Takes a share, waiting for one as long as the request says.
@@ -132,7 +132,7 @@ fn look(
         }
         Rootfs::Told(image) => image.clone(),
     };
-    let allowed = terms.devices(&inventory, config)?;
+    let allowed = allowed(terms.cap, &inventory, config)?;
     let id = LeaseId::random().map_err(AdmitError::Random)?;
     let (booked, freed) = store.update(|ledger| {
         let placement =

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::take::{self, Rootfs, Terms};
-use super::{AdmitError, Candidate, already_granted, free, give_back, mark, read, ready, refusals};
+use super::{AdmitError, Candidate, already_granted, free, give_back, mark, read, ready};
 use crate::config::Config;
 use crate::ledger::{Binding, Init, LEASE_ANNOTATION, LeaseId, Leftover, Store};
 use crate::process::Process;
@@ -22,18 +22,14 @@ pub(crate) fn admit_told(
     cap: Option<Cap<'_>>,
     config: &Config,
 ) -> Result<Answer, AdmitError> {
-    let admitted = match told.annotations.get(LEASE_ANNOTATION) {
+    match told.annotations.get(LEASE_ANNOTATION) {
         Some(id) => already_granted(id, &candidate.container, config).map(|_| id.as_str()).and_then(|id| {
             LeaseId::parse(id)
                 .map(Answer::AlreadyGranted)
                 .ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
         }),
         None => grant(candidate, told, cap, config),
-    };
-    if let Err(error) = &admitted {
-        refusals::record(&candidate.container.id, error, config);
     }
-    admitted
 }
 
 fn grant(
@@ -119,5 +115,5 @@ pub(crate) fn bind_told(
         record: names.record.clone(),
         init: Init::beside(process, beside),
     };
-    super::bind(lease, &binding, config)
+    super::bind::bind_here(lease, &binding, config)
 }

@@ -9,13 +9,13 @@ use serde_json::{Value, json};
 
 use super::output;
 use super::protection::{does_not_protect, protects};
-use crate::admit::{Candidate, fresh_inventory, lease_for, refusals, wish};
+use crate::admit::{Candidate, fresh_inventory, lease_for, preview, wish};
 use crate::apply::{self, JsonFile};
 use crate::config::Config;
 use crate::grant::{Grant, grant};
 use crate::inventory::Inventory;
 use crate::ledger::{Container, LeaseId, Store};
-use crate::place::{Placement, place};
+use crate::place::Placement;
 use crate::process::Process;
 use crate::request::{Devices, Memory, Request, Selector};
 
@@ -51,7 +51,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let image = apply::inspect(&spec, &rootfs, &request, &inventory, config)?;
     let ledger = Store::open(&config.state_dir)?.read()?;
     let id = LeaseId::random()?;
-    let placement = place(&request, &id, &inventory, &ledger, config)?;
+    let placement = preview(&request, &id, &inventory, &ledger, config)?;
     print_placement(&placement, &inventory);
     let candidate = candidate(arguments, rootfs)?;
     let lease = lease_for(&candidate, &placement, &image, id, config);
@@ -212,8 +212,10 @@ fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
             lease.container.id, lease.id, lease.mode
         );
     }
-    let refused: Vec<_> =
-        refusals(config).into_iter().filter(|record| record.container_id.starts_with(id)).collect();
+    let refused: Vec<_> = super::own_refusals(config)
+        .into_iter()
+        .filter(|record| record.container_id.starts_with(id))
+        .collect();
     for record in &refused {
         println!("{}  refused: {}", output::timestamp(record.time), record.reason);
     }

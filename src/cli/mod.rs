@@ -7,6 +7,7 @@ mod gc;
 mod lease;
 mod mps;
 mod output;
+mod own;
 mod protection;
 mod refresh;
 mod serve;
@@ -106,6 +107,9 @@ fn annotation(text: &str) -> Result<(String, String), String> {
 /// The ledger after what is gone has been freed and what died under live leases has come back: what every
 /// command that reports should show. What had to be done goes to standard error.
 fn settled_ledger(config: &Config) -> anyhow::Result<crate::ledger::Ledger> {
+    if crate::admit::is_brokered(config) {
+        return users_ledger(config);
+    }
     let store = crate::ledger::Store::open(&config.state_dir)?;
     let (_, freed) = store.update(|_| Ok::<_, std::convert::Infallible>(()))?;
     crate::admit::tidy(&freed, &store, config);
@@ -114,4 +118,20 @@ fn settled_ledger(config: &Config) -> anyhow::Result<crate::ledger::Ledger> {
         eprintln!("sublet: {line}");
     }
     store.read().context("after freeing what is gone")
+}
+
+/// What a user without root may see: `sublet serve` frees what is gone.
+fn users_ledger(config: &Config) -> anyhow::Result<crate::ledger::Ledger> {
+    if !config.state_dir.exists() {
+        // Nobody with the rights to make it has run yet.
+        crate::admit::own_status(config)?;
+    }
+    Ok(crate::ledger::Store::open(&config.state_dir)?.read()?)
+}
+
+/// The last refusals: all of them for root, a user's own for a user.
+fn own_refusals(config: &Config) -> Vec<crate::admit::RefusalRecord> {
+    let us = nix::unistd::geteuid().as_raw();
+    let all = !crate::admit::is_brokered(config);
+    crate::admit::refusals(config).into_iter().filter(|record| all || record.uid == us).collect()
 }

@@ -5,7 +5,8 @@ use std::process::ExitCode;
 use serde_json::{Value, json};
 
 use super::output::{self, Format};
-use crate::admit::{fresh_inventory, refusals};
+use super::own::Own;
+use crate::admit::{fresh_inventory, is_brokered};
 use crate::config::Config;
 use crate::inventory::{Device, Inventory, MigDevice};
 use crate::ledger::{Lease, LeaseState, Ledger, Store};
@@ -35,20 +36,38 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let ledger = super::settled_ledger(config)?;
     let inventory = fresh_inventory(config)?;
     let daemons = mps::list(&Store::open(&config.state_dir)?, config)?;
+    let own = is_brokered(config).then(|| Own::ask(config));
     match arguments.format {
-        Format::Json => output::json(&document(&inventory, &ledger, &daemons, config))?,
-        Format::Table => print_tables(&inventory, &ledger, &daemons, config),
+        Format::Json => {
+            let mut document = document(&inventory, &ledger, &daemons, config);
+            if let Some(own) = own {
+                document["own"] = json!(own);
+            }
+            output::json(&document)?;
+        }
+        Format::Table => {
+            print_tables(&inventory, &ledger, &daemons, config);
+            if let Some(own) = own {
+                println!("\n{own}");
+            }
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
 
 fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
-    let last = refusals(config).pop();
+    let last = super::own_refusals(config).pop();
     match (format, last) {
         (Format::Json, last) => output::json(&last)?,
+        (Format::Table, None) if is_brokered(config) => println!("No container of yours has been refused."),
         (Format::Table, None) => println!("No container has been refused since boot."),
         (Format::Table, Some(last)) => {
-            println!("{}  container {}: {}", output::timestamp(last.time), last.container_id, last.reason);
+            // Podman's precreate hook is not always told the id.
+            let container = match last.container_id.as_str() {
+                "" => "a container".to_owned(),
+                id => format!("container {id}"),
+            };
+            println!("{}  {container}: {}", output::timestamp(last.time), last.reason);
         }
     }
     Ok(ExitCode::SUCCESS)

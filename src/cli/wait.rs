@@ -3,10 +3,9 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use crate::admit::{AdmitError, fresh_inventory};
+use crate::admit::{AdmitError, fresh_inventory, is_brokered, preview};
 use crate::config::Config;
 use crate::ledger::{LeaseId, Store};
-use crate::place::place;
 use crate::request::{self, Request};
 
 /// Between two looks.
@@ -38,8 +37,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     loop {
         match look(request.as_ref(), config) {
             Ok(()) => return Ok(ExitCode::SUCCESS),
-            Err(AdmitError::Refused(refusal)) if !refusal.temporary => {
-                return Err(AdmitError::Refused(refusal).into());
+            Err(error @ (AdmitError::Refused(_) | AdmitError::Cap(_))) if !error.is_temporary() => {
+                return Err(error.into());
             }
             Err(error) if Instant::now() >= deadline => return Err(error.into()),
             Err(_) => std::thread::sleep(LOOK_AGAIN),
@@ -51,9 +50,11 @@ fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
     let inventory = fresh_inventory(config)?;
     let Some(request) = request else { return Ok(()) };
     let store = Store::open(&config.state_dir)?;
-    let (_, freed) = store.update(|_| Ok::<_, std::convert::Infallible>(()))?;
-    crate::admit::tidy(&freed, &store, config);
+    if !is_brokered(config) {
+        let (_, freed) = store.update(|_| Ok::<_, std::convert::Infallible>(()))?;
+        crate::admit::tidy(&freed, &store, config);
+    }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
-    place(request, &id, &inventory, &store.read()?, config)?;
+    preview(request, &id, &inventory, &store.read()?, config)?;
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! A ledger that cannot be read is rebuilt from what runs: containers by their runtimes' records, MPS
-//! daemons by their directories. What neither explains keeps its device closed.
+//! A ledger that cannot be read is rebuilt from its copy and from what runs: containers by their runtimes'
+//! records, MPS daemons by their directories. What none of them explains keeps its device closed.
 
 use std::fs;
 use std::io;
@@ -32,17 +32,23 @@ const ROOTS: [&str; 4] = [
 /// The file in the state directory that names further roots, one in a line.
 const FURTHER_ROOTS: &str = "roots";
 
-/// The ledger as far as the running system tells it.
-pub(super) fn rebuild(state_dir: &Path, boot_id: &str) -> Ledger {
-    let mut ledger = Ledger::empty(boot_id);
-    for root in roots(state_dir) {
-        for lease in leases_in(&root) {
-            if let Err(doubled) = ledger.insert(lease) {
-                tracing::warn!("rebuilding the ledger: {doubled}");
-            }
+/// The ledger as far as `last`, its copy, and the running system tell it. Whether the leases of the copy
+/// still live is for the caller to see, as with any ledger.
+pub(super) fn rebuild(state_dir: &Path, boot_id: &str, last: Option<Ledger>) -> Ledger {
+    let mut ledger = last.unwrap_or_else(|| Ledger::empty(boot_id));
+    for lease in roots(state_dir).iter().flat_map(|root| leases_in(root)) {
+        if ledger.lease(&lease.id).is_some() {
+            continue;
+        }
+        if let Err(doubled) = ledger.insert(lease) {
+            tracing::warn!("rebuilding the ledger: {doubled}");
         }
     }
-    ledger.servers = servers(state_dir, &ledger);
+    for server in servers(state_dir, &ledger) {
+        if !ledger.servers.iter().any(|known| known.key == server.key) {
+            ledger.servers.push(server);
+        }
+    }
     ledger.unexplained = unexplained(state_dir, &ledger);
     ledger
 }
@@ -302,7 +308,7 @@ mod tests {
             fs::create_dir_all(&pipe).unwrap();
             fs::write(pipe.join("nvidia-cuda-mps-control.pid"), format!("{}\n", child.id())).unwrap();
         }
-        let mut ledger = rebuild(state.path(), "boot");
+        let mut ledger = rebuild(state.path(), "boot", None);
         assert_eq!(ledger.unexplained, ["GPU-a", "GPU-b"]);
         assert_eq!(ledger.servers.len(), 2);
         let server = Some(ServerKey("GPU-a".into()));

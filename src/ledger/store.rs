@@ -127,8 +127,8 @@ impl Store {
     ///
     /// Temporary files that killed processes left in the state directory are removed on the way.
     ///
-    /// A ledger that is no ledger is rebuilt from what runs; the bad file stays beside it as
-    /// `ledger.json.corrupt-<seconds since the epoch>`, one of them.
+    /// A ledger that is no ledger, or that is gone, is rebuilt from its copy and from what runs; the bad
+    /// file stays beside it as `ledger.json.corrupt-<seconds since the epoch>`, one of them.
     ///
     /// # Errors
     /// The lock is not to be had in 5 s, or the file cannot be read or written.
@@ -173,6 +173,20 @@ impl Store {
         self.state_dir.join("ledger.json.rebuilding")
     }
 
+    /// What was written last, once more: leases that no record of root's runtimes tells of (pending ones, a
+    /// prestart hook's, those of rootless users) are found here alone when the ledger is lost.
+    fn copy(&self) -> PathBuf {
+        self.state_dir.join("ledger.json.copy")
+    }
+
+    /// The copy, if it is sound and of this boot.
+    fn last(&self, boot: &str) -> Option<Ledger> {
+        let path = self.copy();
+        fs::symlink_metadata(&path).ok().filter(|meta| distrust(meta).is_none())?;
+        let ledger = parse(&read_bounded(&path).ok()??).ok()?;
+        (ledger.boot_id == boot).then_some(ledger)
+    }
+
     fn boot_id() -> Result<String, LedgerError> {
         let path = Path::new("/proc/sys/kernel/random/boot_id");
         let id = fs::read_to_string(path).map_err(|error| failed("read", path, error))?;
@@ -203,11 +217,11 @@ impl Store {
         let path = self.file();
         let meta = match fs::symlink_metadata(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let rebuilding = fs::symlink_metadata(self.aside()).is_ok();
-                return Ok(if rebuilding {
-                    Loaded::Corrupt("its rebuild was cut short".into())
-                } else {
-                    Loaded::Missing
+                let is_there = |path: PathBuf| fs::symlink_metadata(path).is_ok();
+                return Ok(match (is_there(self.aside()), is_there(self.copy())) {
+                    (true, _) => Loaded::Corrupt("its rebuild was cut short".into()),
+                    (false, true) => Loaded::Corrupt("it is gone".into()),
+                    (false, false) => Loaded::Missing,
                 });
             }
             meta => meta.map_err(|error| failed("read", &path, error))?,
@@ -224,12 +238,18 @@ impl Store {
     fn rebuilt(&self, why: &str, boot: &str) -> Result<Ledger, LedgerError> {
         let (path, aside) = (self.file(), self.aside());
         tracing::warn!("ledger {} cannot be used ({why}): rebuilding it from what runs", text(&path));
-        let mut ledger = rebuild(&self.state_dir, boot);
+        let last = self.last(boot);
+        let has_last = last.is_some();
+        let mut ledger = rebuild(&self.state_dir, boot, last);
         if fs::symlink_metadata(&path).is_ok() {
             let _ = remove(&aside);
             fs::rename(&path, &aside).map_err(|error| failed("written", &path, error))?;
         }
-        salvage(&aside, &mut ledger);
+        if !has_last {
+            salvage(&aside, &mut ledger);
+            // Somebody else's would stay theirs.
+            let _ = remove(&self.copy());
+        }
         self.write(&ledger)?;
         self.keep_one_corrupt();
         Ok(ledger)
@@ -251,6 +271,8 @@ impl Store {
         let path = self.file();
         let written = remember_roots(&self.state_dir, ledger).and_then(|()| {
             let content = serde_json::to_vec(ledger)?;
+            // First: what the ledger has is in the copy, whenever we are killed.
+            crate::replace::replace(&self.copy(), &content, 0o600)?;
             crate::replace::replace(&path, &content, 0o644)
         });
         written.map_err(|error| failed("written", &path, error))

@@ -106,6 +106,16 @@ impl Control {
         self.ask(&format!("get_client_list {server}"), ANSWER_LIMIT).map(|answer| parse_pids(&answer))
     }
 
+    /// Clients of all its servers.
+    #[cfg(feature = "cli")]
+    pub fn count_clients(&self) -> Result<usize, AskError> {
+        let mut count = 0;
+        for server in self.servers()? {
+            count += self.clients(server)?.len();
+        }
+        Ok(count)
+    }
+
     /// Ceiling for clients that connect from now on, to servers that run and to those that start later.
     pub fn set_ceiling(&self, ceiling: Percent) -> Result<(), AskError> {
         self.ask(&format!("set_default_active_thread_percentage {ceiling}"), ANSWER_LIMIT)?;

@@ -24,10 +24,19 @@ pub fn stop(key: &ServerKey, force: bool, store: &Store, config: &Config) -> Res
         return Ok(Vec::new());
     }
     let _held = DaemonLock::take(key, &config.state_dir, LOCK_LIMIT)?;
-    let Claim { server, leases } = claim(key, force, store)?;
+    let Claim { server, leases, unexplained } = claim(key, force, store)?;
     let daemon = server.as_ref().and_then(|server| server.daemon);
     let answers = server.is_some_and(|server| server.state != ServerState::Fault);
     let control = Control::new(key, config).ok().filter(|_| answers);
+    let clients = || control.as_ref().and_then(|control| control.count_clients().ok()).unwrap_or(0);
+    if unexplained && !force && clients() > 0 {
+        // Their containers' next processes would run without any limit.
+        record::note(store, key, |server| server.state = ServerState::Serving)?;
+        return Ok(vec![format!(
+            "MPS daemon {key} has clients that no lease explains, since the ledger was lost: its device takes \
+             no new lease until they have ended (`sublet mps stop {key} --force` ends them)"
+        )]);
+    }
     if let Err(error) = launch::end(key, &config.state_dir, daemon, control.as_ref()) {
         record::note(store, key, |server| server.state = ServerState::Fault)?;
         return Err(error);
@@ -59,6 +68,8 @@ fn is_known(key: &ServerKey, store: &Store, config: &Config) -> Result<bool, Mps
 struct Claim {
     server: Option<Server>,
     leases: usize,
+    /// A rebuild of the ledger found nobody whom it serves.
+    unexplained: bool,
 }
 
 /// Under the ledger's lock: no lease is left, and the daemon is recorded as stopping.
@@ -72,7 +83,8 @@ fn claim(key: &ServerKey, force: bool, store: &Store) -> Result<Claim, MpsError>
         if let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) {
             server.state = ServerState::Stopping;
         }
-        Ok(Claim { server, leases })
+        let unexplained = server.as_ref().is_some_and(|server| ledger.unexplained.contains(&server.device));
+        Ok(Claim { server, leases, unexplained })
     })
 }
 

@@ -95,6 +95,10 @@ fn carry_out(ask: &Ask, peer: Peer) -> Result<Answer, No> {
         Ask::ExecEnvironment { id, record } => {
             Ok(Answer::Environment(admit::exec_environment(peer.uid, id, record, &config)?))
         }
+        Ask::Refused { id, reason } => {
+            admit::record_told(peer.uid, id, reason, &config);
+            Ok(Answer::Done(true))
+        }
         Ask::Status => status(peer, &config),
     }
 }
@@ -173,11 +177,14 @@ fn status(peer: Peer, config: &Config) -> Result<Answer, No> {
     let store = Store::open(&config.state_dir).map_err(AdmitError::from)?;
     let ledger = admit::read(&store).map_err(AdmitError::from)?;
     let own: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.uid == peer.uid).collect();
-    let rule = rule_of(peer.uid, config).ok();
+    let cap = cap(peer, config);
+    let (cap, refused) = cap.map_or_else(|no| (None, Some(no.reason)), |cap| (cap, None));
     Ok(Answer::Status(json!({
         "version": env!("CARGO_PKG_VERSION"),
         "uid": peer.uid,
-        "policy": rule,
+        "policy": cap.map(|cap| cap.rule),
+        "left": cap.map(|cap| cap.left(&ledger)),
+        "refused": refused,
         "leases": own,
     })))
 }

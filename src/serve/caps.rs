@@ -1,5 +1,7 @@
 //! What a `[[policy]]` rule leaves a user: checked under the ledger's lock, with the placement at hand.
 
+use serde::{Deserialize, Serialize};
+
 use crate::config::PolicyRule;
 use crate::ledger::{Lease, Ledger};
 use crate::place::Placement;
@@ -91,18 +93,53 @@ impl Cap<'_> {
             return Err(CapError::Leases(most));
         }
         let devices = placement.devices.len() as u64;
-        let whole = u64::from(Percent::WHOLE.thousandths());
-        let sm = |sm: Option<Percent>| sm.map(|sm| u64::from(sm.thousandths()));
-        let held_sm =
-            held.iter().map(|lease| sm(lease.sm).unwrap_or(whole).saturating_mul(devices_of(lease)));
-        let asked_sm = sm(placement.sm).map(|sm| sm * devices);
-        sum("sm", sm(rule.sm), held_sm, asked_sm, &percent)?;
-        // What has no limit holds everything.
-        let held_memory =
-            held.iter().map(|lease| lease.memory_bytes.unwrap_or(u64::MAX).saturating_mul(devices_of(lease)));
+        let asked_sm = placement.sm.map(|sm| thousandths(sm) * devices);
+        sum("sm", rule.sm.map(thousandths), held_sm(&held), asked_sm, &percent)?;
         let asked_memory = placement.memory_bytes.map(|bytes| bytes.saturating_mul(devices));
-        sum("memory", rule.memory, held_memory, asked_memory, &mib)
+        sum("memory", rule.memory, held_memory(&held), asked_memory, &mib)
     }
+
+    /// What the user may still take beside what `ledger` says that they hold.
+    #[must_use]
+    pub fn left(&self, ledger: &Ledger) -> Left {
+        let held: Vec<&Lease> =
+            ledger.leases.iter().filter(|lease| lease.container.uid == self.uid).collect();
+        let sm = self.rule.sm.map(|cap| thousandths(cap).saturating_sub(held_sm(&held)));
+        let as_percent = |left| Percent::from_thousandths(u32::try_from(left).unwrap_or(u32::MAX)).as_f64();
+        let leases = u32::try_from(held.len()).unwrap_or(u32::MAX);
+        Left {
+            sm_percent: sm.map(as_percent),
+            memory_bytes: self.rule.memory.map(|cap| cap.saturating_sub(held_memory(&held))),
+            leases: self.rule.leases.map(|cap| cap.saturating_sub(leases)),
+        }
+    }
+}
+
+/// What a policy leaves beside what is held; `None`: it caps nothing of that.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Left {
+    /// Of `sm`.
+    pub sm_percent: Option<f64>,
+    /// Of `memory`.
+    pub memory_bytes: Option<u64>,
+    /// Of `leases`.
+    pub leases: Option<u32>,
+}
+
+fn thousandths(sm: Percent) -> u64 {
+    u64::from(sm.thousandths())
+}
+
+fn held_sm(held: &[&Lease]) -> u64 {
+    let of =
+        |lease: &&Lease| thousandths(lease.sm.unwrap_or(Percent::WHOLE)).saturating_mul(devices_of(lease));
+    held.iter().map(of).fold(0, u64::saturating_add)
+}
+
+/// What has no limit holds everything.
+fn held_memory(held: &[&Lease]) -> u64 {
+    let of = |lease: &&Lease| lease.memory_bytes.unwrap_or(u64::MAX).saturating_mul(devices_of(lease));
+    held.iter().map(of).fold(0, u64::saturating_add)
 }
 
 fn devices_of(lease: &Lease) -> u64 {
@@ -112,13 +149,12 @@ fn devices_of(lease: &Lease) -> u64 {
 fn sum(
     key: &'static str,
     cap: Option<u64>,
-    held: impl Iterator<Item = u64>,
+    held: u64,
     asked: Option<u64>,
     show: &dyn Fn(u64) -> String,
 ) -> Result<(), CapError> {
     let Some(cap) = cap else { return Ok(()) };
     let Some(asked) = asked else { return Err(CapError::Unlimited { key, cap: show(cap) }) };
-    let held = held.fold(0_u64, u64::saturating_add);
     if held.saturating_add(asked) <= cap {
         return Ok(());
     }

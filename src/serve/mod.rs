@@ -35,6 +35,8 @@ mod users;
 
 #[cfg(feature = "cli")]
 pub use server::{ServeError, serve};
+#[cfg(feature = "cli")]
+pub(crate) use users::rule_of;
 
 use std::path::PathBuf;
 

@@ -86,7 +86,14 @@ pub enum Ask {
         /// As in [`ContainerNames::record`].
         record: PathBuf,
     },
-    /// What the user holds.
+    /// A container of the user's was refused: to be shown by `sublet status --last-error`.
+    Refused {
+        /// Its id.
+        id: String,
+        /// Why.
+        reason: String,
+    },
+    /// What the user holds, and what their policy leaves.
     Status,
 }
 

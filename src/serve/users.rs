@@ -18,7 +18,7 @@ struct Known {
 ///
 /// # Errors
 /// One line, with the line to add.
-pub(super) fn rule_of(uid: u32, config: &Config) -> Result<&PolicyRule, String> {
+pub(crate) fn rule_of(uid: u32, config: &Config) -> Result<&PolicyRule, String> {
     let known = known(uid);
     let group = |name: &str| Group::from_name(name).ok().flatten().map(|group| group.gid.as_raw());
     let found = config.policy.iter().find(|rule| fits(rule, uid, &known, &group));

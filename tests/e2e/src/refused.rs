@@ -9,8 +9,8 @@ use serde_json::Value;
 use crate::bundle::{Bundle, Finished};
 
 /// What a refusal may write or refresh in the state directory: records, no daemon's directory.
-const RECORDS: [&str; 6] =
-    ["inventory.json", "ledger.json", "lock", "refusals.json", "refresh.lock", "roots"];
+const RECORDS: [&str; 7] =
+    ["inventory.json", "ledger.json", "ledger.json.copy", "lock", "refusals.json", "refresh.lock", "roots"];
 
 /// All that a refused container may not change.
 #[derive(Debug, PartialEq)]

@@ -26,7 +26,7 @@ impl Host {
         let world = World::simulated(topology, extra);
         open_to_all(world.dir.path());
         std::fs::create_dir(world.dir.path().join("bin")).expect("bin");
-        for program in ["sublet-runtime", "sublet-hook"] {
+        for program in ["sublet", "sublet-runtime", "sublet-hook"] {
             copy(&bin_dir().join(program), &world.dir.path().join("bin").join(program));
         }
         copy(speak, &world.dir.path().join("bin/speak"));

@@ -59,7 +59,9 @@ impl World {
     pub fn simulated(topology: &str, extra: &str) -> Self {
         let dir = temporary();
         let root = dir.path().join("sim");
-        let topologies = Path::new(env!("CARGO_MANIFEST_DIR")).join("../sim/topologies");
+        // Benchmarks run from a copy of the checkout, too, elsewhere than where they were built.
+        let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../sim/topologies");
+        let topologies = if built.is_dir() { built } else { PathBuf::from("tests/sim/topologies") };
         let given = Path::new(topology);
         let file =
             if given.is_absolute() { given.to_owned() } else { topologies.join(format!("{topology}.toml")) };

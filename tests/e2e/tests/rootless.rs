@@ -28,7 +28,7 @@ impl Rootless {
         for below in ["bin", "hooks", "home", "home/xdg"] {
             std::fs::create_dir_all(dir.join(below)).expect("a directory");
         }
-        for program in ["sublet-runtime", "sublet-hook"] {
+        for program in ["sublet", "sublet-runtime", "sublet-hook"] {
             std::fs::copy(bin_dir().join(program), dir.join("bin").join(program)).expect("a copy");
         }
         // Podman gives most of the shim's commands an environment of its own.
@@ -36,7 +36,7 @@ impl Rootless {
         let script =
             format!("#!/bin/sh\nSUBLET_CONFIG={config} exec {}/bin/sublet-runtime \"$@\"\n", dir.display());
         std::fs::write(&shim, script).expect("the shim is written");
-        for name in ["bin/sublet-runtime", "bin/sublet-hook", "bin/shim"] {
+        for name in ["bin/sublet", "bin/sublet-runtime", "bin/sublet-hook", "bin/shim"] {
             open_to_all(&dir.join(name));
         }
         let rootless = Self { serve: None, world };
@@ -93,6 +93,14 @@ impl Rootless {
         command
     }
 
+    /// What `sublet` prints to the user.
+    fn sublet(&self, arguments: &[&str]) -> String {
+        let mut command = Command::new(self.world.dir.path().join("bin/sublet"));
+        command.uid(UID).gid(UID).env("SUBLET_CONFIG", &self.world.config).args(arguments);
+        let output = command.stdin(Stdio::null()).output().expect("sublet runs");
+        text(&[output.stdout, output.stderr].concat())
+    }
+
     fn run(&self, name: &str, options: &[&str], annotations: &[&str], args: &[&str]) -> std::process::Output {
         let mut all = vec!["run", "-d", "--name", name];
         all.extend(options);
@@ -118,16 +126,24 @@ impl Rootless {
 
     /// A whole life: first process, exec, `env -i`, stop and start again, remove.
     fn lives(&self, name: &str, options: &[&str]) {
-        let started = self.run(name, options, SHARE, &["cuda-probe", "hold", "600"]);
+        let health = ["--health-cmd=cuda-probe info >/tmp/checked", "--health-interval=disable"];
+        let options = [options, &health].concat();
+        let started = self.run(name, &options, SHARE, &["cuda-probe", "hold", "600"]);
         assert!(started.status.success(), "{}", text(&started.stderr));
         let exec = ["exec", name, "cuda-probe", "info"];
         let bare = ["exec", name, "env", "-i", "/usr/bin/cuda-probe", "info"];
-        for command in [["logs", name].as_slice(), &exec, &bare] {
+        let check = ["healthcheck", "run", name];
+        done(&mut self.podman(&check));
+        let checked = ["exec", name, "cat", "/tmp/checked"];
+        for command in [["logs", name].as_slice(), &exec, &bare, &checked] {
             let info = self.info(name, command);
             assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{command:?}: {info}");
         }
         let leases = self.world.leases();
         assert_eq!((leases.len(), &leases[0]["state"]), (1, &json!("active")), "{leases:?}");
+        let seen = self.sublet(&["status"]);
+        let left = "Your policy: sm 50 %, 25 % of it left; memory 16 GiB, 8 GiB of it left; leases 8, 7 of them left";
+        assert!(seen.contains(leases[0]["id"].as_str().expect("text")) && seen.contains(left), "{seen}");
         let pid = done(self.podman(&["inspect", "--format", "{{.State.Pid}}", name]).arg("--type=container"));
         assert_eq!(leases[0]["pid"].to_string(), pid.trim());
         done(&mut self.podman(&["stop", "-t0", name]));
@@ -212,6 +228,8 @@ fn refused_without_the_service_and_beyond_the_policy() {
     let refused = rootless.run("large", &[], &["sublet.sm=60", "sublet.memory=1GiB"], &["sleep", "600"]);
     assert!(text(&refused.stderr).contains("caps sm at 50 %"), "{}", text(&refused.stderr));
     assert!(!refused.status.success());
+    let last = rootless.sublet(&["status", "--last-error"]);
+    assert!(last.contains("caps sm at 50 %"), "{last}");
     rootless.world.assert_empty();
 }
 

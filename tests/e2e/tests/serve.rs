@@ -224,3 +224,66 @@ fn systemd_is_told_and_its_socket_is_taken() {
     assert!(child.wait().expect("it ends").success());
     assert!(host.socket().exists(), "systemd's socket is systemd's to remove");
 }
+
+/// What `sublet` prints to a user, standard error behind it.
+fn sublet(host: &Host, uid: u32, arguments: &[&str]) -> String {
+    let output = host.command(uid, "sublet").args(arguments).output().expect("sublet runs");
+    String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+}
+
+#[test]
+fn a_user_sees_their_leases_their_policy_and_their_own_refusals() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = serving("h200");
+    let bundle = host.bundle(ALICE, "mine", QUARTER, HOLD);
+    bundle.up();
+    let status: Value =
+        serde_json::from_str(&sublet(&host, ALICE, &["status", "--format", "json"])).expect("JSON");
+    assert_eq!(status["leases"][0]["container_id"], "mine", "{status}");
+    assert_eq!(status["mps"][0]["state"], "serving", "{status}");
+    let left = json!({"sm_percent": 25.0, "memory_bytes": 8_589_934_592_u64, "leases": 1});
+    assert_eq!((&status["own"]["left"], &status["own"]["refused"]), (&left, &Value::Null));
+    let line = "Your policy: modes mps; sm 50 %, 25 % of it left; memory 16 GiB, 8 GiB of it left; leases 2, 1 of them left";
+    let table = sublet(&host, ALICE, &["status"]);
+    assert!(table.lines().any(|found| found == line), "{table}");
+    assert!(sublet(&host, ALICE, &["lease", "list"]).contains("active"));
+    assert!(sublet(&host, 4321, &["status"]).contains("You can take no share: uid 4321 has no [[policy]]"));
+    // Refused by the service, by the shim itself, for want of a policy.
+    let refused = |uid, id: &str, annotations: &[(&str, &str)]| {
+        let bundle = host.bundle(uid, id, annotations, HOLD);
+        assert!(!bundle.create().ok, "{id}");
+        sublet(&host, uid, &["status", "--last-error"])
+    };
+    let large = refused(ALICE, "large", &[("sublet.sm", "60"), ("sublet.memory", "1GiB")]);
+    assert!(large.contains("container large: your [[policy]] on this host caps sm at 50 %"), "{large}");
+    let typo = refused(ALICE, "typo", &[("sublet.smm", "60")]);
+    assert!(typo.contains("container typo: sublet.smm=60: there is no such key"), "{typo}");
+    let stranger = refused(4321, "stranger", QUARTER);
+    assert!(stranger.contains("container stranger: uid 4321 has no [[policy]]"), "{stranger}");
+    assert!(
+        sublet(&host, BOB, &["status", "--last-error"]).contains("No container of yours has been refused")
+    );
+    assert!(sublet(&host, ALICE, &["status", "--last-error"]).contains("container typo"));
+    assert!(sublet(&host, ALICE, &["explain", "--container", "large"]).contains("refused: your [[policy]]"));
+    assert!(sublet(&host, BOB, &["explain", "--container", "large"]).contains("holds no lease"));
+    // What would be refused is refused with the same words, and what fits is explained.
+    let explain = |sm: &str| {
+        let sm = format!("sublet.sm={sm}");
+        sublet(&host, ALICE, &["explain", "--annotation", &sm, "--annotation", "sublet.memory=1GiB"])
+    };
+    assert!(explain("60").contains("caps sm at 50 %, your containers hold 25 % and this asks for 60 %"));
+    assert!(explain("20").contains("served by MPS daemon"), "{}", explain("20"));
+    let wait = ["wait", "--annotation", "sublet.sm=60", "--annotation", "sublet.memory=1GiB"];
+    assert!(sublet(&host, ALICE, &wait).contains("caps sm at 50 %"));
+    bundle.down();
+    drop(bundle);
+    // Stale, and only root may refresh: the service does.
+    std::fs::remove_file(host.world.state_dir().join("inventory.json")).expect("the inventory");
+    assert!(sublet(&host, ALICE, &["status"]).contains("No leases."));
+    host.stop();
+    let alone = sublet(&host, ALICE, &["status"]);
+    assert!(alone.contains("You can take no share: sublet serve is not running"), "{alone}");
+    host.world.assert_empty();
+}

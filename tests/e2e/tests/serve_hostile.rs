@@ -3,10 +3,9 @@
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::Stdio;
-use std::time::Instant;
 
 use serde_json::{Value, json};
-use sublet_e2e::user::{Holder, Host};
+use sublet_e2e::user::{Bundle, Holder, Host};
 use sublet_e2e::{eventually, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
@@ -168,39 +167,15 @@ fn one_uid_holds_sixteen_connections() {
     host.world.assert_empty();
 }
 
-/// Numbers for people: `cargo test -p sublet-e2e --test serve_hostile -- --nocapture hanging`.
+/// What it costs the others is measured by `tests/bench hanging`.
 #[test]
 fn hanging_connections_hold_nobody() {
     if skip_unless_root() {
         return;
     }
     let host = serving("h200");
-    let cycle = |id: &str, annotations: &[(&str, &str)]| {
-        let bundle = host.bundle(ALICE, id, annotations, &["/bin/true"]);
-        let begun = Instant::now();
-        let created = bundle.create();
-        let took = begun.elapsed();
-        assert!(created.ok, "{}", created.stderr);
-        bundle.down();
-        took
-    };
-    // Beside each, one that does not ask the service: what else the machine does shows in both.
-    let medians = |name: &str| {
-        let rounds = 0..9;
-        let pairs = rounds.map(|round| {
-            (cycle(&format!("{name}-{round}"), QUARTER), cycle(&format!("plain-{name}-{round}"), &[]))
-        });
-        let (mut ours, mut plain): (Vec<_>, Vec<_>) = pairs.unzip();
-        ours.sort();
-        plain.sort();
-        (ours[4], plain[4])
-    };
-    // Keeps the daemon running: what is measured is the service.
-    let warm = host.bundle(BOB, "warm", &[("sublet.mode", "mps")], HOLD);
-    warm.up();
-    let idle = medians("idle");
     // A thousand of 63 other users, one of which sends a byte a second, and sixteen of Alice's own.
-    let mut holders: Vec<Holder> = (0..63).map(|user| host.hold(20_000 + user, "hold", 16)).collect();
+    let mut holders: Vec<Holder> = (0..63).map(|user| host.hold(20_000 + user, "hang", 16)).collect();
     holders.push(host.hold(19_999, "drip", 1));
     holders.push(host.hold(ALICE, "hold", 16));
     for holder in &mut holders {
@@ -208,17 +183,163 @@ fn hanging_connections_hold_nobody() {
     }
     let pid = host.serve.as_ref().expect("it runs").id();
     let open = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("/proc").count();
-    let hanging = medians("hanging");
+    assert!(open > 1000, "{open}");
+    for round in 0..3 {
+        let bundle = host.bundle(ALICE, &format!("beside-{round}"), QUARTER, HOLD);
+        bundle.up();
+        bundle.down();
+    }
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("/proc");
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("VmHWM");
     let kib: u64 = peak.trim().trim_end_matches("kB").trim().parse().expect("a number");
-    println!(
-        "create without root (beside it one without a share), medians of 9: idle {idle:?}, with {open} descriptors open in serve {hanging:?}; \
-         serve's peak {kib} KiB"
-    );
-    assert!(open > 1000, "{open}");
     assert!(kib < 32 << 10, "serve took {kib} KiB");
     drop(holders);
-    warm.down();
+    host.world.assert_empty();
+}
+
+/// A request of Bob's for container `b`.
+fn admit(owner: Option<i32>) -> Value {
+    json!({"v": 1, "do": "admit", "container": {"id": "b", "bundle": "/b", "rootfs": "/b/r", "record": "/r/b"},
+        "owner": owner, "annotations": {"sublet.gpu": "0"}, "image":
+        {"library_dir": null, "nix": false, "tmp_is_host": false, "created": [], "warnings": []}})
+}
+
+fn reason(answer: &Value) -> &str {
+    answer["refused"]["reason"].as_str().unwrap_or_default()
+}
+
+/// A process of `uid`'s that sleeps, by way of `setpriv` with these options.
+fn sleeper(options: &[&str]) -> std::process::Child {
+    let mut command = std::process::Command::new("setpriv");
+    let child = command.args(options).args(["--clear-groups", "sleep", "300"]).spawn().expect("setpriv runs");
+    let comm = || std::fs::read_to_string(format!("/proc/{}/comm", child.id())).unwrap_or_default();
+    assert!(eventually(|| comm() == "sleep\n"), "{}", comm());
+    child
+}
+
+fn pid(child: &std::process::Child) -> i32 {
+    i32::try_from(child.id()).expect("a pid")
+}
+
+#[test]
+fn a_process_is_a_users_only_if_it_is_theirs_alone() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let mut own = sleeper(&["--reuid=1001", "--regid=1001"]);
+    let mut second = sleeper(&["--reuid=1001", "--regid=1001"]);
+    // As a set-user-ID program that Bob has started.
+    let mut raised = sleeper(&["--ruid=1001"]);
+    let refused = &host.say(BOB, &[admit(Some(pid(&raised)))])[0];
+    assert!(reason(refused).contains("is not uid 1001's"), "{refused}");
+    // His own process may answer for a lease, and to no other's may it be handed over.
+    let granted = host.say(BOB, &[admit(Some(pid(&own)))]).remove(0);
+    let lease = &granted["granted"]["lease"];
+    assert!(lease.is_string(), "{granted}");
+    for foreign in [pid(&raised), i32::try_from(std::process::id()).expect("a pid"), 1, 0, -1] {
+        let asks = [
+            json!({"v": 1, "do": "hand-over", "lease": lease, "owner": foreign}),
+            json!({"v": 1, "do": "abandon", "id": "b", "owner": foreign}),
+            json!({"v": 1, "do": "bind", "lease": lease, "container": {"id": "b"}, "pid": foreign}),
+        ];
+        for answer in host.say(BOB, &asks) {
+            assert!(reason(&answer).contains("process"), "{foreign}: {answer}");
+        }
+    }
+    let bind = |pid: i32| json!({"v": 1, "do": "bind", "lease": lease, "container": {"id": "b"}, "pid": pid});
+    assert_eq!(host.say(BOB, &[bind(pid(&own))])[0]["done"], true);
+    let answer = &host.say(BOB, &[bind(pid(&second))])[0];
+    assert!(reason(answer).contains("belongs to container b"), "{answer}");
+    for child in [&mut own, &mut second, &mut raised] {
+        child.kill().and_then(|()| child.wait().map(drop)).expect("it ends");
+    }
+    let answer = &host.say(BOB, &[bind(pid(&second))])[0];
+    assert!(!reason(answer).is_empty(), "a process that has ended: {answer}");
+    assert!(eventually(|| host.leases().is_empty()));
+    host.world.assert_empty();
+}
+
+#[test]
+fn a_lease_of_anothers_is_no_grant_and_a_user_without_a_policy_gets_nothing() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let bundle = host.bundle(ALICE, "mine", QUARTER, HOLD);
+    bundle.up();
+    let lease = host.leases()[0]["id"].clone();
+    let mut forged = admit(None);
+    forged["annotations"]["sublet.lease"] = lease.clone();
+    let answer = &host.say(BOB, &[forged.clone()])[0];
+    assert!(reason(answer).contains("no live lease of this container has that id"), "{answer}");
+    // Alice herself, for another container of hers.
+    assert!(reason(&host.say(ALICE, &[forged])[0]).contains("no live lease"));
+    let asks = [admit(None), json!({"v": 1, "do": "inventory"})];
+    for answer in host.say(4321, &asks) {
+        assert!(reason(&answer).contains("uid 4321 has no [[policy]]"), "{answer}");
+    }
+    // What a user tells of refusals is text: bounded, safe to print, and theirs.
+    let told = json!({"v": 1, "do": "refused", "id": "x\u{1b}[2J", "reason": format!("\u{7}\n{}", "y".repeat(9000))});
+    assert_eq!(host.say(4321, &[told])[0]["done"], true);
+    let last = host.world.sublet(&["status", "--last-error"]).stdout;
+    assert!(last.len() < 3000 && last.iter().filter(|byte| **byte < b' ').count() == 1, "{last:?}");
+    assert_eq!(host.leases().len(), 1);
+    bundle.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn clients_that_never_read_hold_nobody() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let line = json!({"v": 1, "do": "inventory"}).to_string() + "\n";
+    let deaf: Vec<_> = (0..16)
+        .map(|_| {
+            let mut stream = std::os::unix::net::UnixStream::connect(host.socket()).expect("it listens");
+            stream.set_nonblocking(true).expect("nonblocking");
+            for _ in 0..1000 {
+                if stream.write_all(line.as_bytes()).is_err() {
+                    break;
+                }
+            }
+            stream
+        })
+        .collect();
+    let bundle = host.bundle(ALICE, "beside", QUARTER, HOLD);
+    bundle.up();
+    bundle.down();
+    drop(deaf);
+    host.world.assert_empty();
+}
+
+#[test]
+fn a_service_that_is_killed_leaves_whole_containers_or_none() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = serving("h200");
+    for round in 0..12_u64 {
+        let mut serve = host.serve.take().expect("it runs");
+        let bundle = host.bundle(ALICE, &format!("killed-{round}"), QUARTER, HOLD);
+        let created = std::thread::scope(|scope| {
+            let created = scope.spawn(|| bundle.create());
+            std::thread::sleep(std::time::Duration::from_millis(round * 6));
+            serve.kill().and_then(|()| serve.wait().map(drop)).expect("it ends");
+            created.join().expect("it ends")
+        });
+        let (dir, id) = (bundle.dir.clone(), bundle.id.clone());
+        std::mem::forget(bundle);
+        host.start();
+        let bundle = Bundle { host: &host, uid: ALICE, id, dir, spec: Value::Null };
+        let states = || host.leases().iter().map(|lease| lease["state"].clone()).collect::<Vec<_>>();
+        let whole: &[Value] = if created.ok { &[json!("active")] } else { &[] };
+        assert!(eventually(|| states() == whole), "{round}: {created:?} {:?}", states());
+        if created.ok {
+            bundle.down();
+        }
+    }
     host.world.assert_empty();
 }

@@ -2,8 +2,11 @@
 //! The tests run it as other users.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 fn main() -> anyhow::Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -12,7 +15,8 @@ fn main() -> anyhow::Result<()> {
         [socket] => say(socket),
         [socket, "hold", count] => hold(socket, count.parse()?, false),
         [socket, "drip", count] => hold(socket, count.parse()?, true),
-        _ => anyhow::bail!("usage: speak SOCKET [hold|drip COUNT]"),
+        [socket, "hang", count] => hang(socket, count.parse()?),
+        _ => anyhow::bail!("usage: speak SOCKET [hold|drip|hang COUNT]"),
     }
 }
 
@@ -63,4 +67,20 @@ fn hold(socket: &str, count: usize, drip: bool) -> anyhow::Result<()> {
         drop(open);
     }
     Ok(())
+}
+
+/// Holds `count` connections until it is killed: each that is closed is made again.
+fn hang(socket: &str, count: usize) -> anyhow::Result<()> {
+    let mut open = (0..count).map(|_| UnixStream::connect(socket)).collect::<Result<Vec<_>, _>>()?;
+    println!("0");
+    std::io::stdout().flush()?;
+    loop {
+        let mut fds: Vec<_> =
+            open.iter().map(|stream| PollFd::new(stream.as_fd(), PollFlags::POLLIN)).collect();
+        poll(&mut fds, PollTimeout::NONE)?;
+        let closed: Vec<bool> = fds.iter().map(|fd| fd.any().unwrap_or(true)).collect();
+        for (stream, _) in open.iter_mut().zip(closed).filter(|(_, closed)| *closed) {
+            *stream = UnixStream::connect(socket)?;
+        }
+    }
 }
