@@ -6,13 +6,17 @@
 mod bundle;
 pub mod docker;
 mod hooked;
+pub mod killing;
 pub mod podman;
 mod refused;
 mod rootfs;
+pub mod rootless;
+mod stopping;
 pub mod user;
 mod world;
 
 pub use bundle::{Bundle, Finished, by_systemd};
 pub use refused::tree;
 pub use rootfs::{Rootfs, copy_program};
+pub use stopping::Stopping;
 pub use world::{Engine, World, bin_dir, eventually, skip_unless_root};
