@@ -15,13 +15,14 @@ use sublet_e2e::{Finished, Stopping, World, eventually};
 const POLICY: &str = "[[policy]]\nuser = \"tester\"\nsm = 50\nmemory = \"16GiB\"\nleases = 8\n";
 
 /// Where it stops, and who is killed there. `daemon`: the lease is written down and config.json is not
-/// edited yet; `before-create`: it is edited. Those that are not killed go on.
-const POINTS: [(&str, &[Option<&str>]); 7] = [
+/// edited yet; `before-create`: it is edited; `running`: nothing stops. Those that are not killed go on.
+const POINTS: [(&str, &[Option<&str>]); 8] = [
     ("daemon", &[Some("podman"), None]),
     ("before-create", &[Some("podman"), Some("conmon"), None]),
     ("after-create", &[Some("podman"), Some("conmon"), None]),
     ("before-start", &[Some("podman"), Some("conmon"), None]),
     ("after-start", &[Some("podman"), Some("conmon"), None]),
+    ("running", &[Some("conmon"), None]),
     ("before-delete", &[Some("podman"), None]),
     ("after-delete", &[Some("podman"), None]),
 ];
@@ -65,8 +66,28 @@ impl Side<'_> {
     fn killed(&self, stage: &str, victim: Option<&str>) {
         let at = format!("{stage}, {} killed", victim.unwrap_or("all"));
         eprintln!("{at}");
-        let mut command = if stage.ends_with("delete") {
+        if stage == "running" {
             done(self.run(), &at);
+            end(&engine(self.world, victim));
+            assert_eq!(self.world.leases().len(), 1, "{at}: the container lives");
+        } else {
+            self.killed_at(stage, victim, &at);
+        }
+        self.assert_accounted(&at);
+        end_all(self.world);
+        let gc = self.world.sublet(&["gc"]);
+        assert!(gc.status.success(), "{at}: {gc:?}");
+        self.assert_nothing_left(&at);
+        // Podman may need a second look to find out what has become of its container.
+        for _ in 0..2 {
+            let _ = self.podman(&["rm", "-f", "-t0", "victim"]).output();
+        }
+        assert_eq!(mount_points(self.world.dir.path()), "", "{at}: mount points are left");
+    }
+
+    fn killed_at(&self, stage: &str, victim: Option<&str>, at: &str) {
+        let mut command = if stage.ends_with("delete") {
+            done(self.run(), at);
             self.podman(&["rm", "-f", "-t0", "victim"])
         } else {
             self.run()
@@ -85,16 +106,6 @@ impl Side<'_> {
         }
         self.stopping.go_on();
         let _ = client.wait();
-        self.assert_accounted(&at);
-        end_all(self.world);
-        let gc = self.world.sublet(&["gc"]);
-        assert!(gc.status.success(), "{at}: {gc:?}");
-        self.assert_nothing_left(&at);
-        // Podman may need a second look to find out what has become of its container.
-        for _ in 0..2 {
-            let _ = self.podman(&["rm", "-f", "-t0", "victim"]).output();
-        }
-        assert_eq!(mount_points(self.world.dir.path()), "", "{at}: mount points are left");
     }
 
     /// What lives on has its lease. (One whose lease has ended is created as far as the hook that says so.)
