@@ -103,6 +103,7 @@ install: build
 	install -D -m 0644 packaging/systemd/sublet.service $(DESTDIR)$(PREFIX)/lib/systemd/system/sublet.service
 	install -D -m 0644 packaging/systemd/sublet.socket $(DESTDIR)$(PREFIX)/lib/systemd/system/sublet.socket
 	install -D -m 0644 config/config.toml $(DESTDIR)$(PREFIX)/share/doc/sublet/config.toml
+	install -D -m 0644 config/containers.toml $(DESTDIR)$(PREFIX)/share/doc/sublet/containers.toml
 
 clean:
 	cargo clean

@@ -15,6 +15,7 @@ mod child;
 #[cfg(feature = "cli")]
 pub mod cli;
 pub mod config;
+mod glob;
 pub mod grant;
 pub mod hook;
 pub mod inventory;

@@ -2,9 +2,14 @@
 //! what binds it.
 
 use std::convert::Infallible;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
 
 use super::{AdmitError, read, rootless, tidy};
+use crate::apply::{self, JsonFile};
 use crate::config::Config;
+use crate::inventory;
 use crate::ledger::{Binding, LeaseId, Store};
 use crate::process::Process;
 
@@ -68,4 +73,35 @@ pub(super) fn bind_here(lease: &LeaseId, binding: &Binding, config: &Config) -> 
     let (bound, freed) = store.update(|ledger| ledger.bind(lease, binding))?;
     tidy(&freed, &store, config);
     Ok(bound?)
+}
+
+/// Takes away what the runtime has made for our mounts in the root filesystem of a container that [`bind`]
+/// stopped: it gives the container up now and runs no poststop hook, and whoever freed the lease looked
+/// before the files were there. Trouble is passed over: the container does not start in any case.
+pub fn clear_unbound(bundle: &Path, config: &Config) {
+    let spec = JsonFile::read(&bundle.join("config.json")).and_then(|file| file.parse()).unwrap_or_default();
+    let Some(root) = spec.pointer("/root/path").and_then(Value::as_str) else { return };
+    let (Ok(rootfs), Ok(inventory)) = (bundle.join(root).canonicalize(), inventory::last(config)) else {
+        return;
+    };
+    if may_be_in_use(&rootfs, config) {
+        return;
+    }
+    let ours = |mount: &&Value| {
+        let source = mount["source"].as_str().map(Path::new);
+        inventory.files.iter().any(|file| Some(file.source.as_path()) == source)
+    };
+    let mounts = spec["mounts"].as_array().into_iter().flatten().filter(ours);
+    let points: Vec<PathBuf> =
+        mounts.filter_map(|mount| mount["destination"].as_str().map(PathBuf::from)).collect();
+    apply::cleanup_mount_points(&rootfs, &points);
+}
+
+/// Whether a lease has that root filesystem. Everybody may read the ledger, those too who may not open the
+/// store.
+fn may_be_in_use(rootfs: &Path, config: &Config) -> bool {
+    let text = std::fs::read(config.state_dir.join("ledger.json")).unwrap_or_default();
+    let ledger: Value = serde_json::from_slice(&text).unwrap_or_default();
+    let Some(leases) = ledger["leases"].as_array() else { return true };
+    leases.iter().any(|lease| lease["container"]["rootfs"].as_str().map(Path::new) == Some(rootfs))
 }

@@ -40,7 +40,7 @@ use crate::text::safe;
 
 use take::{Rootfs, Terms};
 
-pub use bind::{abandon, bind, hand_over};
+pub use bind::{abandon, bind, clear_unbound, hand_over};
 pub use error::AdmitError;
 pub use fresh::{fresh_inventory, refresh};
 pub use late::{Late, end_of, late};

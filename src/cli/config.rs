@@ -2,7 +2,10 @@
 
 use std::process::ExitCode;
 
-use crate::config;
+use anyhow::bail;
+
+use crate::config::{self, Config, Containers};
+use crate::text::safe;
 
 /// Subcommands of `sublet config`.
 #[derive(Debug, clap::Subcommand)]
@@ -19,7 +22,12 @@ pub enum Command {
 /// The first error in the files, with file and line.
 pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
     let loaded = config::load()?;
-    let sources = config::sources()?;
+    let containers = config::load_containers()?;
+    let mut sources = config::sources()?;
+    if let Some(containers) = &containers {
+        check_shares(containers, &loaded)?;
+        sources.push(config::containers_path());
+    }
     match command {
         Command::Check if sources.is_empty() => {
             println!("No configuration file: built-in defaults are in force.");
@@ -34,7 +42,28 @@ pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
                 println!("# from {}", source.display());
             }
             print!("{}", config::to_toml(&loaded)?);
+            show_containers(containers.as_ref())?;
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A mapped container whose share is not there is refused, so better say it before.
+fn check_shares(containers: &Containers, config: &Config) -> anyhow::Result<()> {
+    let Some(share) = containers.unknown_share(config) else { return Ok(()) };
+    bail!(
+        "configuration {}: there is no [share.{share}] in the configuration: add it, or name another share",
+        config::containers_path().display(),
+        share = safe(share)
+    )
+}
+
+/// As comments: the rest of what is shown is a configuration, and this is another file.
+fn show_containers(containers: Option<&Containers>) -> anyhow::Result<()> {
+    let Some(containers) = containers else { return Ok(()) };
+    println!("\n# {}:", config::containers_path().display());
+    for line in toml::to_string(containers)?.lines() {
+        println!("{}", format!("# {line}").trim_end());
+    }
+    Ok(())
 }

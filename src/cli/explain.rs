@@ -11,13 +11,15 @@ use super::output;
 use super::protection::{does_not_protect, protects};
 use crate::admit::{Candidate, fresh_inventory, lease_for, preview, wish};
 use crate::apply::{self, JsonFile};
-use crate::config::Config;
+use crate::config::{self, Config};
 use crate::grant::{Grant, grant};
 use crate::inventory::Inventory;
 use crate::ledger::{Container, LeaseId, Store};
 use crate::place::Placement;
 use crate::process::Process;
-use crate::request::{Devices, Memory, Request, Selector};
+use crate::request::{Devices, Memory, Request, Selector, is_ours};
+use crate::runtime;
+use crate::text::safe;
 
 /// Arguments of `sublet explain`.
 #[derive(Debug, clap::Args)]
@@ -28,8 +30,14 @@ pub struct Arguments {
     /// An annotation as given to a container, over the bundle's: KEY=VALUE
     #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE")]
     annotations: Vec<(String, String)>,
+    /// A container without annotations: what containers.toml gives one of this name
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["bundle", "annotations"])]
+    name: Option<String>,
+    /// The same, of this image
+    #[arg(long, value_name = "IMAGE", conflicts_with_all = ["bundle", "annotations"])]
+    image: Option<String>,
     /// A container that was refused or that runs
-    #[arg(long, value_name = "ID", conflicts_with_all = ["bundle", "annotations"])]
+    #[arg(long, value_name = "ID", conflicts_with_all = ["bundle", "annotations", "name", "image"])]
     container: Option<String>,
 }
 
@@ -41,11 +49,13 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if let Some(container) = &arguments.container {
         return explain_container(container, config);
     }
-    if arguments.bundle.is_none() && arguments.annotations.is_empty() {
-        bail!("nothing to explain: give --annotation KEY=VALUE, --bundle DIR or --container ID");
+    let named = arguments.name.is_some() || arguments.image.is_some();
+    if arguments.bundle.is_none() && arguments.annotations.is_empty() && !named {
+        bail!("nothing to explain: give --annotation KEY=VALUE, --bundle DIR, --name NAME or --container ID");
     }
     let (mut spec, rootfs) = read_spec(arguments)?;
-    let request = wish(&spec, None, config)?;
+    let share = mapped(arguments, &spec)?;
+    let request = wish(&spec, share.as_deref(), config)?;
     print_request(&request);
     let inventory = fresh_inventory(config)?;
     let image = apply::inspect(&spec, &rootfs, &request, &inventory, config)?;
@@ -67,6 +77,30 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         println!("Warning: {warning}");
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The share that containers.toml gives a container without annotations.
+fn mapped(arguments: &Arguments, spec: &Value) -> anyhow::Result<Option<String>> {
+    if is_ours(&apply::annotations(spec)?) {
+        return Ok(None);
+    }
+    let share = match &arguments.bundle {
+        Some(bundle) => {
+            let bundle = bundle.canonicalize()?;
+            let id = bundle.file_name().unwrap_or_default().to_string_lossy();
+            runtime::mapped::share(&id, &bundle, &JsonFile::read(&bundle.join("config.json"))?)?
+        }
+        None => config::load_containers()?.and_then(|containers| {
+            let text = |given: &Option<String>| given.clone().unwrap_or_default();
+            containers.share(&text(&arguments.name), &text(&arguments.image)).map(str::to_owned)
+        }),
+    };
+    let path = config::containers_path();
+    let Some(share) = share else {
+        bail!("it has no sublet.* annotation, and no rule of {} fits it: no GPU is given", path.display());
+    };
+    println!("It has no sublet.* annotation; {} gives it share {}.\n", path.display(), safe(&share));
+    Ok(Some(share))
 }
 
 /// The bundle's spec, or the smallest there is; the annotations given go over it.
@@ -220,7 +254,7 @@ fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
         println!("{}  refused: {}", output::timestamp(record.time), record.reason);
     }
     if held.is_empty() && refused.is_empty() {
-        bail!("container {} holds no lease and none of the last refusals is its own", crate::text::safe(id));
+        bail!("container {} holds no lease and none of the last refusals is its own", safe(id));
     }
     Ok(ExitCode::SUCCESS)
 }

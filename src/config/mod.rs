@@ -3,6 +3,7 @@
 
 mod caller;
 mod check;
+mod containers;
 mod error;
 mod load;
 mod policy;
@@ -14,6 +15,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+pub use containers::{ContainerRule, Containers, containers_path, load_containers};
 pub use error::ConfigError;
 pub use load::{VARIABLE, honoured, load, load_runtime, sources};
 pub use policy::PolicyRule;

@@ -13,7 +13,10 @@ use crate::runtime;
 pub(super) fn bind(state: &State, lease: &LeaseId) -> Result<(), HookError> {
     let config = config::load()?;
     let binding = binding(state)?;
-    admit::bind(lease, &binding, &config).map_err(|source| HookError::Bind { id: super::name(state), source })
+    admit::bind(lease, &binding, &config).map_err(|source| {
+        admit::clear_unbound(&binding.bundle, &config);
+        HookError::Bind { id: super::name(state), source }
+    })
 }
 
 fn binding(state: &State) -> Result<Binding, HookError> {

@@ -1,6 +1,7 @@
 //! From selectors to devices: which ones a request may have, and which of those it takes.
 
 use crate::config::{Config, DeviceRule};
+use crate::glob::glob_matches;
 use crate::inventory::{Device, Inventory};
 use crate::request::{Devices, Selector};
 use crate::text::safe;
@@ -134,34 +135,6 @@ fn bus_id(text: &str) -> Option<(u32, u32, u32, u32)> {
     parts.next().is_none().then_some(id)
 }
 
-/// `*` stands for any run of characters, `?` for one; letters in either case.
-fn glob_matches(glob: &str, text: &str) -> bool {
-    let (glob, text) = (glob.as_bytes(), text.as_bytes());
-    let (mut g, mut t) = (0, 0);
-    let mut star: Option<(usize, usize)> = None;
-    while t < text.len() {
-        match glob.get(g) {
-            Some(b'*') => {
-                star = Some((g, t));
-                g += 1;
-            }
-            Some(byte) if *byte == b'?' || byte.eq_ignore_ascii_case(&text[t]) => {
-                g += 1;
-                t += 1;
-            }
-            // The last star takes one character more.
-            _ => match star.as_mut() {
-                Some((at, taken)) => {
-                    *taken += 1;
-                    (g, t) = (*at + 1, *taken);
-                }
-                None => return false,
-            },
-        }
-    }
-    glob[g..].iter().all(|byte| *byte == b'*')
-}
-
 /// Gives each slot a device of its own, the earlier in `ranked` the better; `None` where that cannot be.
 ///
 /// Bipartite matching by augmenting paths: overlapping selectors do not take each other's only choice.
@@ -271,16 +244,6 @@ mod tests {
         assert_eq!(named("old").unwrap(), [[2]]);
         assert_eq!(named("second").unwrap(), [[1]]);
         assert_eq!(named("rest").unwrap(), [[0]]);
-    }
-
-    #[test]
-    fn globs() {
-        for (glob, text) in [("*", ""), ("a*b*c", "aXbYbZc"), ("NVIDIA ?200", "nvidia h200"), ("**x", "x")] {
-            assert!(glob_matches(glob, text), "{glob} {text}");
-        }
-        for (glob, text) in [("", "a"), ("a*b", "a"), ("?", ""), ("H200", "NVIDIA H200")] {
-            assert!(!glob_matches(glob, text), "{glob} {text}");
-        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::log::Level;
-use super::{Call, Door, RuntimeError, Start, uid};
+use super::{Call, Door, RuntimeError, Start, mapped, uid};
 use crate::admit::{self, Admission, Candidate};
 use crate::apply::{self, JsonFile};
 use crate::config::{self, Config};
@@ -14,6 +14,7 @@ use crate::hook::added::{self, Stage};
 use crate::ledger::Container;
 use crate::process::Process;
 use crate::request;
+use crate::text::safe;
 
 /// Which of the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,14 +27,14 @@ pub(super) enum Kind {
 
 /// Admits the container if it is ours.
 pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infallible, RuntimeError> {
-    let Some((file, mut spec)) = find_spec(call, start)? else {
+    let Some(Ours { file, mut spec, share }) = find(call, start)? else {
         return call.pass_on();
     };
     let config = config::load()?;
     let candidate = Candidate {
         container: container(call, start, &spec)?,
         owner: Process::current().map_err(RuntimeError::Process)?,
-        share: call.door.share(),
+        share: share.as_deref(),
     };
     match admit::admit(&candidate, &mut spec, &config)? {
         Admission::NotOurs | Admission::AlreadyGranted(_) => call.pass_on(),
@@ -50,29 +51,52 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
     }
 }
 
-/// The bundle's config.json, if it may be a container of ours: annotated, or come by a share's door.
+/// A container that asks for a share.
+pub(super) struct Ours {
+    file: JsonFile,
+    spec: Value,
+    /// The share that it comes for without saying so.
+    share: Option<String>,
+}
+
+/// The container, if it is ours: annotated, come by a share's door, or mapped to one by `containers.toml`.
 ///
 /// A file that the runtime will not be able to read either is left to it to complain about.
-pub(super) fn find_spec(call: &Call<'_>, start: &Start) -> Result<Option<(JsonFile, Value)>, RuntimeError> {
-    let by_share = call.door.share().is_some();
+pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, RuntimeError> {
+    let share = call.door.share().map(str::to_owned);
     let file = match JsonFile::read(&config_path(start)) {
         Ok(file) => file,
-        Err(error) if by_share => return Err(error.into()),
+        Err(error) if share.is_some() => return Err(error.into()),
         Err(error) => {
             call.log.write(Level::Info, &format!("{error}; no GPU given"));
             return Ok(None);
         }
     };
-    if by_share || file.mentions_sublet() {
+    if share.is_some() || file.mentions_sublet() {
         let spec = file.parse()?;
-        if by_share || request::is_ours(&apply::annotations(&spec)?) {
-            return Ok(Some((file, spec)));
+        if share.is_some() || request::is_ours(&apply::annotations(&spec)?) {
+            return Ok(Some(Ours { file, spec, share }));
         }
+    }
+    if let Some(share) = mapped(call, start, &file) {
+        return Ok(Some(Ours { spec: file.parse()?, file, share: Some(share) }));
     }
     if call.door == Door::Other {
         call.log.write(Level::Info, "no sublet.* annotation, no GPU given");
     }
     Ok(None)
+}
+
+/// The share in `containers.toml`. A mistake there must stop no container that has nothing to do with
+/// sublet, and which ones have is what nobody knows then: each goes on as it is, without a GPU.
+fn mapped(call: &Call<'_>, start: &Start, file: &JsonFile) -> Option<String> {
+    let id = start.id.as_ref()?.to_str()?;
+    // Engines give absolute bundles; without one there is no engine that knows the container's name.
+    mapped::share(id, start.bundle.as_deref()?, file).unwrap_or_else(|error| {
+        let message = format!("container {}: {error}; it is mapped to no share and gets no GPU", safe(id));
+        call.log.write(Level::Warning, &message);
+        None
+    })
 }
 
 /// crun takes a relative `--config` from where it was called, all else from the bundle (create.c).
@@ -100,7 +124,7 @@ fn container(call: &Call<'_>, start: &Start, spec: &Value) -> Result<Container, 
 fn canonical(what: &'static str, path: &Path) -> Result<PathBuf, RuntimeError> {
     path.canonicalize().map_err(|source| RuntimeError::Path {
         what,
-        path: crate::text::safe(&path.to_string_lossy()),
+        path: safe(&path.to_string_lossy()),
         source,
     })
 }
@@ -120,7 +144,7 @@ fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> 
     }
     let error = call.become_low_level(call.args);
     if let Err(error) = crate::replace::replace(&file.path, &file.text, 0o644) {
-        call.warn(&format!("cannot put {} back: {error}", crate::text::safe(&file.path.to_string_lossy())));
+        call.warn(&format!("cannot put {} back: {error}", safe(&file.path.to_string_lossy())));
     }
     error
 }

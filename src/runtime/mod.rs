@@ -14,6 +14,7 @@ mod exec;
 mod flags;
 pub(crate) mod log;
 mod low_level;
+pub(crate) mod mapped;
 mod watch;
 
 use std::convert::Infallible;

@@ -94,7 +94,13 @@ impl World {
     }
 }
 
-impl Bundle<'_> {
+impl<'a> Bundle<'a> {
+    /// Where it lives.
+    #[must_use]
+    pub const fn world(&self) -> &'a World {
+        self.world
+    }
+
     /// Writes config.json.
     pub fn write(&self) {
         let text = serde_json::to_vec(&self.spec).expect("a spec is JSON");
@@ -209,7 +215,9 @@ impl Bundle<'_> {
         i32::try_from(state["pid"].as_i64().expect("a pid")).expect("a pid")
     }
 
-    fn runtime(&self) -> Command {
+    /// The shim, or the low-level runtime itself, with the global options an engine gives.
+    #[must_use]
+    pub fn runtime(&self) -> Command {
         if !self.plain {
             return self.world.runtime();
         }

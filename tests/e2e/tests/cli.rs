@@ -207,7 +207,7 @@ fn explain_says_what_would_come_of_it_and_changes_nothing() {
     assert!(refused.contains("40 % SM left") && refused.contains("keeper"), "{refused}");
     assert_eq!(
         failure(&world, &["explain"]),
-        "sublet: nothing to explain: give --annotation KEY=VALUE, --bundle DIR or --container ID"
+        "sublet: nothing to explain: give --annotation KEY=VALUE, --bundle DIR, --name NAME or --container ID"
     );
     assert_eq!(
         failure(&world, &["explain", "--container", "nobody"]),

@@ -1,14 +1,13 @@
 //! Docker as people use it: a real dockerd, `docker run --runtime sublet`, and every way in which its
-//! containers end. Runs in the root that tests/engines/enter gives. One H200: 132 SMs, 143155 MiB for CUDA.
+//! containers end but by SIGKILL of the engine (`docker_killed.rs`). Runs in the root that tests/engines/enter gives. One H200: 132 SMs, 143155 MiB for CUDA.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::Stdio;
 
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use sublet_e2e::docker::{Docker, IMAGE, is_alive, skip_unless_engines};
-use sublet_e2e::{Stopping, World, bin_dir, eventually};
+use sublet_e2e::{World, bin_dir, eventually};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
 
@@ -453,57 +452,5 @@ fn compose_passes_the_annotations() {
     compose(&["restart", "-t", "0"]);
     assert_eq!(docker.world.leases().len(), 1);
     compose(&["down", "-t", "0"]);
-    assert_empty(&docker);
-}
-
-#[test]
-fn an_engine_killed_anywhere_leaves_nothing_that_the_next_command_does_not_restore() {
-    if skip_unless_engines() {
-        return;
-    }
-    let world = World::simulated("h200", "");
-    let stopping = Stopping::install(&world);
-    let mut docker = Docker::up(world, &json!({}));
-    for stage in
-        ["before-create", "after-create", "before-start", "after-start", "before-delete", "after-delete"]
-    {
-        eprintln!("{stage}");
-        stopping.at(stage);
-        let mut command = docker.command();
-        command.args([
-            "run",
-            "--name=killed",
-            "--network=none",
-            "--runtime=sublet",
-            "--annotation=sublet.sm=25",
-        ]);
-        command.args([IMAGE, "sleep", if stage.ends_with("delete") { "0" } else { "600" }]);
-        let mut client = command.stderr(Stdio::null()).spawn().expect("docker runs");
-        assert!(eventually(|| stopping.has_stopped()), "{stage} was not reached: {}", docker.log());
-        // Not `inspect`: dockerd holds the container's lock.
-        let id = docker.ask(&["ps", "-aq", "--no-trunc"]);
-        docker.kill_engine();
-        let _ = client.wait();
-        // The containers' own processes outlive the engine, and as long as one does its lease is held.
-        let agree = || docker.world.leases().len() == usize::from(docker.is_populated(&id));
-        assert!(eventually(agree), "{stage}: {:?}", docker.world.leases());
-        let processes = docker.processes_of(&id);
-        for pid in &processes {
-            let _ = kill(*pid, Signal::SIGKILL);
-        }
-        // In cgroup v1 a process that exits is in no cgroup any more, and alive still.
-        let gone = || !docker.is_populated(&id) && !processes.iter().any(|pid| is_alive(*pid));
-        assert!(eventually(gone), "{stage}: killed and not gone");
-        let gc = docker.world.sublet(&["gc"]);
-        assert!(gc.status.success(), "{gc:?}");
-        docker.world.assert_empty();
-        stopping.go_on();
-        docker.start_daemon();
-        docker.done(&["rm", "-f", "killed"]);
-        assert_empty(&docker);
-    }
-    let _ = docker.hold("after", QUARTER, &[]);
-    assert_eq!(docker.exec_info("after", &[])["sm"], json!(32));
-    docker.done(&["rm", "-f", "after"]);
     assert_empty(&docker);
 }

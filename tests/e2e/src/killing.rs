@@ -1,0 +1,84 @@
+//! Ends parts of an engine by SIGKILL, and what is left of it. A world's processes are known by the path of
+//! its directory, which stands on their command lines, in their environment or in their root.
+
+use std::path::Path;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::docker::is_alive;
+use crate::world::{World, eventually};
+
+/// The processes of the world's containers: they have a PID namespace of their own, and their root is the
+/// world's. (Until it is, their mount table is a copy of the host's, with other worlds' mounts in it.)
+#[must_use]
+pub fn contained(world: &World) -> Vec<Pid> {
+    let own = std::fs::read_link("/proc/self/ns/pid").expect("/proc");
+    let name = world.dir.path().file_name().expect("a name").to_string_lossy().into_owned();
+    let elsewhere = |pid: &Pid| std::fs::read_link(entry(*pid, "ns/pid")).is_ok_and(|theirs| theirs != own);
+    // mountinfo, proc(5): id, parent, device, root within the filesystem, mount point.
+    let is_root = |line: &str| {
+        let fields: Vec<&str> = line.split(' ').collect();
+        fields.get(4) == Some(&"/") && fields[3].contains(&name)
+    };
+    alive().filter(|pid| elsewhere(pid) && read(*pid, "mountinfo").lines().any(is_root)).collect()
+}
+
+/// The world's engine processes whose program is named `program`, or all of them: engines, low-level
+/// runtimes, hooks and shims, and not what serves several containers, as MPS daemons do.
+#[must_use]
+pub fn engine(world: &World, program: Option<&str>) -> Vec<Pid> {
+    let dir = world.dir.path().to_string_lossy().into_owned();
+    let contained = contained(world);
+    let ours = |pid: &Pid| {
+        let (line, name) = (read(*pid, "cmdline"), read(*pid, "comm"));
+        let daemon = name.starts_with("nvidia-cuda") && !line.starts_with("/bin/sh");
+        let others = daemon || ["sublet\n", "catatonit\n"].contains(&name.as_str());
+        let wanted = program.is_none_or(|program| name.trim_end() == program);
+        wanted && !others && (line.contains(&dir) || read(*pid, "environ").contains(&dir))
+    };
+    alive().filter(|pid| *pid != Pid::this() && !contained.contains(pid) && ours(pid)).collect()
+}
+
+/// Kills the processes and waits until they are gone.
+pub fn end(pids: &[Pid]) {
+    for pid in pids {
+        let _ = kill(*pid, Signal::SIGKILL);
+    }
+    assert!(eventually(|| !pids.iter().any(|pid| is_alive(*pid))), "killed and not gone");
+}
+
+/// Kills every process of the world's engine and containers, until there is none.
+pub fn end_all(world: &World) {
+    let all = || [engine(world, None), contained(world)].concat();
+    let gone = || {
+        end(&all());
+        all().is_empty()
+    };
+    assert!(eventually(gone), "they come again and again");
+}
+
+/// Empty files of the driver's names below `dir`: mount points that nobody took away.
+#[must_use]
+pub fn mount_points(dir: &Path) -> String {
+    let found = std::process::Command::new("find")
+        .arg(dir)
+        .args(["-type", "f", "-size", "0", "(", "-name", "libcuda*", "-o", "-name", "*nvidia*", ")"])
+        .output()
+        .expect("find runs");
+    String::from_utf8_lossy(&found.stdout).into_owned()
+}
+
+fn alive() -> impl Iterator<Item = Pid> {
+    let entries = std::fs::read_dir("/proc").expect("/proc").flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).map(Pid::from_raw);
+    pids.filter(|pid| is_alive(*pid))
+}
+
+fn entry(pid: Pid, name: &str) -> String {
+    format!("/proc/{pid}/{name}")
+}
+
+fn read(pid: Pid, name: &str) -> String {
+    String::from_utf8_lossy(&std::fs::read(entry(pid, name)).unwrap_or_default()).into_owned()
+}
