@@ -1,19 +1,23 @@
 //! The way through for a container that exists already: same request, place, lease and grant, carried out
 //! on its namespaces. Nothing can change its environment any more, so what holds without one is all it
-//! gets: nodes, files, and an MPS server of its own whose defaults are its limits.
+//! gets: nodes, files, and an MPS server of its own whose defaults are its limits. A CDI device has brought
+//! the environment before: then the share is what its configuration says, shared server and all.
 
 use std::convert::Infallible;
 
 use serde_json::Value;
 
 use super::take::{self, Rootfs, Terms};
+use super::wish::has_environment;
 use super::{AdmitError, Candidate, already_granted, grant, read, ready, refusals, rootless, same, wish};
 use crate::apply::{self, Live};
+use crate::cdi::{self, CdiError};
 use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
 use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, Store};
 use crate::process::Process;
 use crate::request::{Isolation, Mode, Request};
+use crate::text::safe;
 
 /// What came of it.
 #[derive(Debug, PartialEq, Eq)]
@@ -28,8 +32,8 @@ pub enum Late {
         lease: LeaseId,
         /// For stderr and the log, one line each.
         warnings: Vec<String>,
-        /// For the log: which environment it does without.
-        environment: String,
+        /// For the log: which environment it does without; a CDI device brings its own.
+        environment: Option<String>,
     },
 }
 
@@ -40,11 +44,11 @@ pub enum Late {
 /// Any reason not to start it; the lease is given back then, and `sublet status --last-error` has it.
 pub fn late(container: &Container, init: Process, spec: &Value, config: &Config) -> Result<Late, AdmitError> {
     let annotations = apply::annotations(spec)?;
-    if !wish::is_ours(spec, &annotations, None) {
+    if !wish::is_ours(spec, &annotations, None)? {
         return Ok(Late::NotOurs);
     }
     let admitted = match annotations.get(LEASE_ANNOTATION) {
-        Some(id) => already_granted(id, container, config).map(|_| granted_before(id)),
+        Some(id) => granted_before(id, container, spec, config),
         None => admit_live(container, init, spec, config),
     };
     if let Err(error) = &admitted {
@@ -53,9 +57,23 @@ pub fn late(container: &Container, init: Process, spec: &Value, config: &Config)
     admitted
 }
 
-/// `id` was found in the ledger, so it is one.
-fn granted_before(id: &str) -> Late {
-    LeaseId::parse(id).map_or(Late::NotOurs, Late::AlreadyGranted)
+/// Another door was first; one that did not see the container's CDI device may have chosen another GPU.
+fn granted_before(
+    id: &str,
+    container: &Container,
+    spec: &Value,
+    config: &Config,
+) -> Result<Late, AdmitError> {
+    already_granted(id, container, config)?;
+    let Some(id) = LeaseId::parse(id) else { return Ok(Late::NotOurs) };
+    let ledger = read(&Store::open(&config.state_dir)?)?;
+    if let (Some(asked), Some(lease)) = (cdi::asked(spec)?, ledger.lease(&id)) {
+        if lease.devices != [asked.device.as_str()] {
+            let (share, device) = (safe(&asked.share), safe(&asked.device));
+            return Err(CdiError::Lease { lease: id.to_string(), share, device }.into());
+        }
+    }
+    Ok(Late::AlreadyGranted(id))
 }
 
 fn admit_live(
@@ -68,14 +86,18 @@ fn admit_live(
     if let Some(lease) = lease_of(&read(&store)?, container, init) {
         return Ok(Late::AlreadyGranted(lease.id.clone()));
     }
-    let request = dedicated(wish(spec, None, config)?, spec, config)?;
+    let (asked, request) = (cdi::asked(spec)?, wish(spec, None, config)?);
+    let request = if asked.is_some() { request } else { dedicated(request, spec, config)? };
     let candidate = Candidate { container: container.clone(), owner: init, share: None };
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
     let taken = take::take(&candidate, &request, terms, &store, config)?;
     let applied = bind(&taken.lease.id, Init::of(init), &store)
-        .and_then(|()| fits(&taken, spec))
         .and_then(|()| grant(&taken, &request, config))
         .and_then(|grant| {
+            match &asked {
+                Some(asked) => has_environment(spec, asked, &grant)?,
+                None => fits(&taken, spec)?,
+            }
             let warnings = ready(&taken, &grant, &store, config)?;
             apply::apply(&grant, Live { init, rootfs: &container.rootfs })?;
             Ok(Grant { warnings, ..grant })
@@ -84,7 +106,7 @@ fn admit_live(
         super::give_back(&taken.lease, &store, config);
     }
     let grant = applied?;
-    let environment = environment(&grant, &taken.lease);
+    let environment = asked.is_none().then(|| environment(&grant, &taken.lease));
     Ok(Late::Granted { lease: taken.lease.id, warnings: grant.warnings, environment })
 }
 

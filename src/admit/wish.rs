@@ -4,16 +4,25 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use super::AdmitError;
-use crate::apply;
+use super::{AdmitError, fresh_inventory, rootless};
+use crate::apply::{self, Conflict};
+use crate::cdi::{self, Asked, CdiError};
 use crate::config::Config;
+use crate::grant::{Grant, nodes_of};
+use crate::place::only;
 use crate::request::{self, Request};
+use crate::text::safe;
 
-/// Whether the container is ours: by its annotations, or by the name the shim was called by. The pause
-/// container of a pod never is, though engines copy the pod's annotations to it.
-pub(super) fn is_ours(spec: &Value, annotations: &BTreeMap<String, String>, share: Option<&str>) -> bool {
-    let asked = share.is_some() || request::is_ours(annotations);
-    asked && !request::is_sandbox(annotations) && !request::is_podman_infra(annotations, &arguments(spec))
+/// Whether the container is ours: by its annotations, by a CDI device, or by the name the shim was called
+/// by. The pause container of a pod never is, though engines copy the pod's annotations to it.
+pub(super) fn is_ours(
+    spec: &Value,
+    annotations: &BTreeMap<String, String>,
+    share: Option<&str>,
+) -> Result<bool, CdiError> {
+    let asked = share.is_some() || request::is_ours(annotations) || cdi::asked(spec)?.is_some();
+    let spared = request::is_sandbox(annotations) || request::is_podman_infra(annotations, &arguments(spec));
+    Ok(asked && !spared)
 }
 
 fn arguments(spec: &Value) -> Vec<&str> {
@@ -26,9 +35,81 @@ fn arguments(spec: &Value) -> Vec<&str> {
 /// # Errors
 /// Annotations that make no request, a spec that contradicts it.
 pub fn wish(spec: &Value, share: Option<&str>, config: &Config) -> Result<Request, AdmitError> {
+    if let Some(asked) = cdi::asked(spec)? {
+        return by_cdi(spec, &asked, share, config);
+    }
     let annotations = apply::annotations(spec)?;
     let capabilities = apply::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
     let request = request::parse(&annotations, share, capabilities.as_deref(), config)?;
-    apply::conflict(spec, config)?;
+    apply::conflict(spec, &[], config)?;
     Ok(request)
+}
+
+/// The share of a CDI device, on its device alone, whose nodes are there already.
+fn by_cdi(spec: &Value, asked: &Asked, door: Option<&str>, config: &Config) -> Result<Request, AdmitError> {
+    if rootless::applies(config) {
+        return Err(CdiError::Rootless.into());
+    }
+    let mut annotations = apply::annotations(spec)?;
+    let said = annotations.clone();
+    if let (Some(door), false) = (door, annotations.contains_key("sublet.share")) {
+        annotations.insert("sublet.share".to_owned(), door.to_owned());
+    }
+    let capabilities = apply::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
+    let parse =
+        |annotations| request::parse(annotations, Some(&asked.share), capabilities.as_deref(), config);
+    let (request, alone) = (parse(&annotations)?, parse(&BTreeMap::new())?);
+    // How long to wait and which files to bring make no other share of it.
+    let same =
+        Request { wait: alone.wait, capabilities: alone.capabilities.clone(), ..request.clone() } == alone;
+    if !same {
+        return Err(contradiction(asked, &said, door).into());
+    }
+    let inventory = fresh_inventory(config)?;
+    let request = only(&request, &asked.device, &inventory, config).map_err(|why| CdiError::Device {
+        share: safe(&asked.share),
+        device: safe(&asked.device),
+        why,
+    })?;
+    let given = nodes_of(&asked.device, &inventory, config);
+    apply::conflict(spec, &given, config).map_err(|conflict| beside(asked, conflict))?;
+    Ok(request)
+}
+
+fn beside(asked: &Asked, conflict: Conflict) -> AdmitError {
+    match conflict {
+        Conflict::Node(_) | Conflict::Rule(_) => {
+            CdiError::Conflict { share: safe(&asked.share), conflict }.into()
+        }
+        other => other.into(),
+    }
+}
+
+fn contradiction(asked: &Asked, said: &BTreeMap<String, String>, door: Option<&str>) -> CdiError {
+    let ours = said.iter().filter(|(key, _)| key.starts_with("sublet."));
+    let mut words: Vec<String> = ours.map(|(key, value)| format!("{key}={value}")).collect();
+    words.extend(door.filter(|_| words.is_empty()).map(|door| format!("the runtime sublet-{door}")));
+    CdiError::Contradiction { share: safe(&asked.share), annotations: safe(&words.join(", ")) }
+}
+
+/// Whether the environment of `spec` is that of `grant`: the limits of a shared MPS server stand there. Each
+/// name may stand several times, and programs differ in which one they read.
+pub(super) fn has_environment(spec: &Value, asked: &Asked, grant: &Grant) -> Result<(), CdiError> {
+    let env = spec.pointer("/process/env").and_then(Value::as_array);
+    let entries: Vec<(&str, &str)> =
+        env.into_iter().flatten().filter_map(|entry| entry.as_str()?.split_once('=')).collect();
+    let missing = |name: &str| CdiError::Environment { share: safe(&asked.share), name: safe(name) };
+    for (name, value) in &grant.env.set {
+        let mut values = entries.iter().filter(|(key, _)| key == name).map(|(_, value)| value).peekable();
+        if values.peek().is_none() || values.any(|other| other != value) {
+            return Err(missing(name));
+        }
+    }
+    let is_set = |name: &str| grant.env.set.iter().any(|(set, _)| set == name);
+    let is_removed =
+        |name: &str| grant.env.remove_prefixes.iter().any(|prefix| name.starts_with(prefix.as_str()));
+    match entries.iter().find(|(name, _)| is_removed(name) && !is_set(name)) {
+        Some((name, _)) => Err(CdiError::Strange { share: safe(&asked.share), name: safe(name) }),
+        None => Ok(()),
+    }
 }

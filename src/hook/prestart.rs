@@ -9,22 +9,24 @@ use super::HookError;
 use super::state::{State, Status};
 use crate::admit::{self, Late};
 use crate::apply::JsonFile;
+use crate::cdi::{self, Asked, CdiError};
 use crate::config;
 use crate::ledger::Container;
 use crate::process::Process;
 use crate::runtime::log::{Level, Log};
 use crate::text::safe;
 
-/// Gives the container its share, if it asks for one.
-pub(super) fn prestart(state: &State, log: &Log) -> Result<(), HookError> {
+/// Gives the container its share, if it asks for one: by its annotations, or `by_cdi`.
+pub(super) fn prestart(state: &State, by_cdi: Option<&Asked>, log: &Log) -> Result<(), HookError> {
     let id = safe(&state.id);
     let failed = |why: String| HookError::Start { id: id.clone(), why };
     let bundle = bundle(state).map_err(failed)?;
     let file = JsonFile::read(&bundle.join("config.json")).map_err(|error| failed(error.to_string()))?;
-    if !file.mentions_sublet() && !state.is_ours() {
+    if by_cdi.is_none() && !file.mentions_sublet() && !state.is_ours() {
         return Ok(());
     }
     let mut spec = file.parse().map_err(|error| failed(error.to_string()))?;
+    confirm(by_cdi, &spec).map_err(|source| HookError::Cdi { id: id.clone(), source })?;
     add_annotations(&mut spec, state);
     let init = init(state).map_err(failed)?;
     if is_rootless() {
@@ -40,10 +42,18 @@ pub(super) fn prestart(state: &State, log: &Log) -> Result<(), HookError> {
             for warning in &warnings {
                 say(Level::Warning, warning);
             }
-            say(Level::Info, &environment);
+            if let Some(environment) = environment {
+                say(Level::Info, &environment);
+            }
         }
     }
     Ok(())
+}
+
+/// What the hook was told is what all doors read in config.json.
+fn confirm(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), CdiError> {
+    let asked = cdi::asked(spec)?;
+    if by_cdi.is_none() || asked.as_ref() == by_cdi { Ok(()) } else { Err(CdiError::NotAsked) }
 }
 
 /// The lease of a container that ended and whose config.json names none.

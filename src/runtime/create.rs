@@ -7,8 +7,9 @@ use serde_json::Value;
 
 use super::log::Level;
 use super::{Call, Door, RuntimeError, Start, uid};
-use crate::admit::{self, Admission, Candidate};
+use crate::admit::{self, Admission, AdmitError, Candidate};
 use crate::apply::{self, JsonFile};
+use crate::cdi;
 use crate::config::{self, Config};
 use crate::hook::added::{self, Stage};
 use crate::ledger::Container;
@@ -50,7 +51,8 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
     }
 }
 
-/// The bundle's config.json, if it may be a container of ours: annotated, or come by a share's door.
+/// The bundle's config.json, if it may be a container of ours: annotated, with a CDI device of ours, or come
+/// by a share's door.
 ///
 /// A file that the runtime will not be able to read either is left to it to complain about.
 pub(super) fn find_spec(call: &Call<'_>, start: &Start) -> Result<Option<(JsonFile, Value)>, RuntimeError> {
@@ -65,7 +67,8 @@ pub(super) fn find_spec(call: &Call<'_>, start: &Start) -> Result<Option<(JsonFi
     };
     if by_share || file.mentions_sublet() {
         let spec = file.parse()?;
-        if by_share || request::is_ours(&apply::annotations(&spec)?) {
+        let annotated = request::is_ours(&apply::annotations(&spec)?);
+        if by_share || annotated || cdi::asked(&spec).map_err(AdmitError::from)?.is_some() {
             return Ok(Some((file, spec)));
         }
     }

@@ -19,7 +19,7 @@ fn host() -> (tempfile::TempDir, Config) {
 
 fn found(spec: &Value) -> Result<(), Conflict> {
     let (_dir, config) = host();
-    conflict(spec, &config)
+    conflict(spec, &[], &config)
 }
 
 fn rules(rules: &Value) -> Value {
@@ -74,7 +74,7 @@ fn docker_gpus_is_named() {
     );
     let (_dir, mut config) = host();
     config.limits.allow_privileged = true;
-    assert_eq!(conflict(&spec, &config), Err(error));
+    assert_eq!(conflict(&spec, &[], &config), Err(error));
 }
 
 #[test]
@@ -114,16 +114,16 @@ fn allow_all_rules_are_refused_unless_configured() {
     let (_dir, mut config) = host();
     for list in &privileged {
         let spec = rules(list);
-        assert!(matches!(conflict(&spec, &config), Err(Conflict::EveryDevice(_))), "{list}");
+        assert!(matches!(conflict(&spec, &[], &config), Err(Conflict::EveryDevice(_))), "{list}");
     }
-    let error = conflict(&rules(&privileged[0]), &config).unwrap_err();
+    let error = conflict(&rules(&privileged[0]), &[], &config).unwrap_err();
     assert_eq!(
         error.to_string(),
         "the container may open every device of the host (a *:* rwm), so no share would hold it: remove \
          `--privileged` (or the device cgroup rule), or set `[limits] allow_privileged = true`"
     );
     config.limits.allow_privileged = true;
-    assert_eq!(conflict(&rules(&privileged[0]), &config), Ok(()));
+    assert_eq!(conflict(&rules(&privileged[0]), &[], &config), Ok(()));
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn nvidia_nodes_are_refused_as_bind_mounts() {
         json!({"destination": "/x", "type": "bind", "source": simulated}),
     ] {
         let spec = json!({"mounts": [mount]});
-        assert!(matches!(conflict(&spec, &config), Err(Conflict::Node(_))), "{mount}");
+        assert!(matches!(conflict(&spec, &[], &config), Err(Conflict::Node(_))), "{mount}");
     }
 }
 

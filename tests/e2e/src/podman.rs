@@ -65,6 +65,16 @@ impl Podman {
         )
     }
 
+    /// Lets Podman 5 find the world's CDI specification, which is written (`--device sublet/share=…` among
+    /// the options of [`Self::run`] takes it). Podman 4 looks in /var/run/cdi alone.
+    pub fn offer_cdi(&self) {
+        let conf = self.world.dir.path().join("containers.conf");
+        let text = std::fs::read_to_string(&conf).expect("containers.conf");
+        let dirs = format!("[engine]\ncdi_spec_dirs = [{:?}]\n", self.world.dir.path().join("cdi"));
+        std::fs::write(&conf, text.replacen("[engine]\n", &dirs, 1)).expect("containers.conf");
+        self.world.generate_cdi();
+    }
+
     /// The shim with this world's configuration: Podman gives `start` and `delete` an environment of PATH
     /// and `XDG_RUNTIME_DIR` alone.
     fn write_shim(&self) {
