@@ -11,7 +11,7 @@ use super::take::{self, Rootfs, Terms};
 use super::wish::has_environment;
 use super::{AdmitError, Candidate, already_granted, grant, read, ready, refusals, rootless, same, wish};
 use crate::apply::{self, Live};
-use crate::cdi::{self, CdiError};
+use crate::cdi::{self, Asked, CdiError};
 use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
 use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, Store};
@@ -38,23 +38,38 @@ pub enum Late {
 }
 
 /// Finds `container`, whose first process is `init`, its share and gives it to the live container. `spec`
-/// is its config.json, with the annotations that its runtime told.
+/// is its config.json, with the annotations that its runtime told; `by_cdi` what a hook of a CDI device was
+/// told.
 ///
 /// # Errors
 /// Any reason not to start it; the lease is given back then, and `sublet status --last-error` has it.
-pub fn late(container: &Container, init: Process, spec: &Value, config: &Config) -> Result<Late, AdmitError> {
+pub fn late(
+    container: &Container,
+    init: Process,
+    spec: &Value,
+    by_cdi: Option<&Asked>,
+    config: &Config,
+) -> Result<Late, AdmitError> {
     let annotations = apply::annotations(spec)?;
-    if !wish::is_ours(spec, &annotations, None)? {
+    if by_cdi.is_none() && !wish::is_ours(spec, &annotations, None) {
         return Ok(Late::NotOurs);
     }
-    let admitted = match annotations.get(LEASE_ANNOTATION) {
+    let admitted = confirm(by_cdi, spec).and_then(|()| match annotations.get(LEASE_ANNOTATION) {
         Some(id) => granted_before(id, container, spec, config),
         None => admit_live(container, init, spec, config),
-    };
+    });
     if let Err(error) = &admitted {
         refusals::record(&container.id, error, config);
     }
     admitted
+}
+
+/// What the hook was told is what all doors read in config.json.
+fn confirm(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), AdmitError> {
+    if by_cdi.is_none() || cdi::asked(spec)?.as_ref() == by_cdi {
+        return Ok(());
+    }
+    Err(CdiError::NotAsked.into())
 }
 
 /// Another door was first; one that did not see the container's CDI device may have chosen another GPU.

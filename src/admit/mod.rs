@@ -82,9 +82,9 @@ pub enum Admission {
 /// Whether the container that `spec` describes asks for a share.
 ///
 /// # Errors
-/// Its annotations are none, or two CDI devices ask for two shares.
+/// Its annotations are none.
 pub fn is_ours(spec: &Value) -> Result<bool, AdmitError> {
-    Ok(wish::is_ours(spec, &apply::annotations(spec)?, None)?)
+    Ok(wish::is_ours(spec, &apply::annotations(spec)?, None))
 }
 
 /// Finds the container its share and edits `spec` for it.
@@ -93,7 +93,7 @@ pub fn is_ours(spec: &Value) -> Result<bool, AdmitError> {
 /// Any reason not to start it; nothing is left behind then, and `sublet status --last-error` has it.
 pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
     let annotations = apply::annotations(spec)?;
-    if !wish::is_ours(spec, &annotations, candidate.share)? {
+    if !wish::is_ours(spec, &annotations, candidate.share) {
         return Ok(Admission::NotOurs);
     }
     let admitted = match annotations.get(LEASE_ANNOTATION) {

@@ -15,14 +15,9 @@ use crate::text::safe;
 
 /// Whether the container is ours: by its annotations, by a CDI device, or by the name the shim was called
 /// by. The pause container of a pod never is, though engines copy the pod's annotations to it.
-pub(super) fn is_ours(
-    spec: &Value,
-    annotations: &BTreeMap<String, String>,
-    share: Option<&str>,
-) -> Result<bool, CdiError> {
-    let asked = share.is_some() || request::is_ours(annotations) || cdi::asked(spec)?.is_some();
-    let spared = request::is_sandbox(annotations) || request::is_podman_infra(annotations, &arguments(spec));
-    Ok(asked && !spared)
+pub(super) fn is_ours(spec: &Value, annotations: &BTreeMap<String, String>, share: Option<&str>) -> bool {
+    let asked = share.is_some() || request::is_ours(annotations) || cdi::is_asked(spec);
+    asked && !request::is_sandbox(annotations) && !request::is_podman_infra(annotations, &arguments(spec))
 }
 
 fn arguments(spec: &Value) -> Vec<&str> {
@@ -92,24 +87,25 @@ fn contradiction(asked: &Asked, said: &BTreeMap<String, String>, door: Option<&s
     CdiError::Contradiction { share: safe(&asked.share), annotations: safe(&words.join(", ")) }
 }
 
-/// Whether the environment of `spec` is that of `grant`: the limits of a shared MPS server stand there. Each
-/// name may stand several times, and programs differ in which one they read.
+/// Whether the environment of `spec` is that of `grant`: the limits of a shared MPS server stand there.
+///
+/// Docker puts a CDI device's variables behind the image's of the same name, and runc and crun set one after
+/// the other: the last counts.
 pub(super) fn has_environment(spec: &Value, asked: &Asked, grant: &Grant) -> Result<(), CdiError> {
-    let env = spec.pointer("/process/env").and_then(Value::as_array);
-    let entries: Vec<(&str, &str)> =
-        env.into_iter().flatten().filter_map(|entry| entry.as_str()?.split_once('=')).collect();
-    let missing = |name: &str| CdiError::Environment { share: safe(&asked.share), name: safe(name) };
-    for (name, value) in &grant.env.set {
-        let mut values = entries.iter().filter(|(key, _)| key == name).map(|(_, value)| value).peekable();
-        if values.peek().is_none() || values.any(|other| other != value) {
-            return Err(missing(name));
-        }
+    let (share, env) = (safe(&asked.share), &grant.env);
+    let differs =
+        |(name, value): &&(String, String)| apply::environment_value(spec, name).as_ref() != Some(value);
+    if let Some((name, _)) = env.set.iter().find(differs) {
+        return Err(CdiError::Environment { share, name: safe(name) });
     }
-    let is_set = |name: &str| grant.env.set.iter().any(|(set, _)| set == name);
-    let is_removed =
-        |name: &str| grant.env.remove_prefixes.iter().any(|prefix| name.starts_with(prefix.as_str()));
-    match entries.iter().find(|(name, _)| is_removed(name) && !is_set(name)) {
-        Some((name, _)) => Err(CdiError::Strange { share: safe(&asked.share), name: safe(name) }),
+    let entries = spec.pointer("/process/env").and_then(Value::as_array).into_iter().flatten();
+    let mut names = entries.filter_map(|entry| Some(entry.as_str()?.split_once('=')?.0));
+    let is_strange = |name: &&str| {
+        let is_set = env.set.iter().any(|(set, _)| set == name);
+        !is_set && env.remove_prefixes.iter().any(|prefix| name.starts_with(prefix.as_str()))
+    };
+    match names.find(is_strange) {
+        Some(name) => Err(CdiError::Strange { share, name: safe(name) }),
         None => Ok(()),
     }
 }

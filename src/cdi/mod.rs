@@ -175,6 +175,12 @@ pub fn asked(spec: &Value) -> Result<Option<Asked>, CdiError> {
     Ok(found)
 }
 
+/// Whether `spec` has any CDI device of ours, be it one that cannot be served.
+#[must_use]
+pub fn is_asked(spec: &Value) -> bool {
+    asked(spec).map_or(true, |asked| asked.is_some())
+}
+
 /// The arguments behind the stage, if `hook` is ours and at it.
 fn arguments_of_ours(hook: &Value) -> Option<Vec<&str>> {
     let program = Path::new(hook.get("path")?.as_str()?).file_name()?;

@@ -9,7 +9,7 @@ use super::HookError;
 use super::state::{State, Status};
 use crate::admit::{self, Late};
 use crate::apply::JsonFile;
-use crate::cdi::{self, Asked, CdiError};
+use crate::cdi::Asked;
 use crate::config;
 use crate::ledger::Container;
 use crate::process::Process;
@@ -26,7 +26,6 @@ pub(super) fn prestart(state: &State, by_cdi: Option<&Asked>, log: &Log) -> Resu
         return Ok(());
     }
     let mut spec = file.parse().map_err(|error| failed(error.to_string()))?;
-    confirm(by_cdi, &spec).map_err(|source| HookError::Cdi { id: id.clone(), source })?;
     add_annotations(&mut spec, state);
     let init = init(state).map_err(failed)?;
     if is_rootless() {
@@ -35,7 +34,7 @@ pub(super) fn prestart(state: &State, by_cdi: Option<&Asked>, log: &Log) -> Resu
     let config = config::load()?;
     let container = container(state, &bundle, &spec).map_err(failed)?;
     let say = |level, text: &str| log.write(level, &format!("container {id}: {text}"));
-    match admit::late(&container, init, &spec, &config).map_err(|error| failed(error.to_string()))? {
+    match admit::late(&container, init, &spec, by_cdi, &config).map_err(|error| failed(error.to_string()))? {
         Late::NotOurs => {}
         Late::AlreadyGranted(lease) => say(Level::Debug, &format!("it has lease {lease} already")),
         Late::Granted { warnings, environment, .. } => {
@@ -48,12 +47,6 @@ pub(super) fn prestart(state: &State, by_cdi: Option<&Asked>, log: &Log) -> Resu
         }
     }
     Ok(())
-}
-
-/// What the hook was told is what all doors read in config.json.
-fn confirm(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), CdiError> {
-    let asked = cdi::asked(spec)?;
-    if by_cdi.is_none() || asked.as_ref() == by_cdi { Ok(()) } else { Err(CdiError::NotAsked) }
 }
 
 /// The lease of a container that ended and whose config.json names none.

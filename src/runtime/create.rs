@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::log::Level;
 use super::{Call, Door, RuntimeError, Start, uid};
-use crate::admit::{self, Admission, AdmitError, Candidate};
+use crate::admit::{self, Admission, Candidate};
 use crate::apply::{self, JsonFile};
 use crate::cdi;
 use crate::config::{self, Config};
@@ -68,7 +68,7 @@ pub(super) fn find_spec(call: &Call<'_>, start: &Start) -> Result<Option<(JsonFi
     if by_share || file.mentions_sublet() {
         let spec = file.parse()?;
         let annotated = request::is_ours(&apply::annotations(&spec)?);
-        if by_share || annotated || cdi::asked(&spec).map_err(AdmitError::from)?.is_some() {
+        if by_share || annotated || cdi::is_asked(&spec) {
             return Ok(Some((file, spec)));
         }
     }
