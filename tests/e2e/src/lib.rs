@@ -5,6 +5,7 @@
 
 mod bundle;
 pub mod docker;
+mod hooked;
 pub mod podman;
 mod refused;
 mod rootfs;

@@ -2,7 +2,6 @@
 //! namespace, a share by the runtime's name, crun's own option for the spec.
 
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
 
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, Engine, World, bin_dir, skip_unless_root};
@@ -11,11 +10,6 @@ const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const SLEEP: &[&str] = &["/bin/sleep", "120"];
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
 const WHOLE: &[(&str, &str)] = &[("sublet.gpu", "0")];
-
-/// `path` of the container, on the host.
-fn inside(bundle: &Bundle<'_>, path: &str) -> PathBuf {
-    bundle.dir.join("rootfs").join(path.trim_start_matches('/'))
-}
 
 /// Starts it and gives what its first process sees; on the way, what create warned of.
 fn up(bundle: &Bundle<'_>) -> (Value, String) {
@@ -125,18 +119,8 @@ fn a_user_namespace_gets_the_hosts_nodes() {
         return;
     }
     let world = World::simulated("h200", "");
-    // Mapped users have to get through to rootfs, driver and state.
-    let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(world.dir.path(), open).expect("chmod");
     let mut bundle = world.bundle("mapped", SHARE, HOLD);
-    let namespaces = bundle.spec["linux"]["namespaces"].as_array_mut().expect("namespaces");
-    namespaces.push(json!({"type": "user"}));
-    for kind in ["uidMappings", "gidMappings"] {
-        bundle.spec["linux"][kind] = json!([{"containerID": 0, "hostID": 100_000, "size": 65536}]);
-    }
-    let chown =
-        std::process::Command::new("chown").args(["-R", "100000:100000"]).arg(inside(&bundle, "/")).status();
-    assert!(chown.expect("chown runs").success());
+    bundle.map_users();
     let (info, _) = up(&bundle);
     assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)));
     assert!(destinations(&bundle).contains(&"/dev/nvidia0".to_owned()), "a bind mount");

@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io::Write as _;
-use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -23,12 +23,7 @@ fn plain<'a>(
     args: &[&str],
 ) -> Bundle<'a> {
     let mut bundle = world.bundle(id, annotations, args);
-    bundle.plain = true;
-    for stage in stages {
-        let env = ["PATH=/usr/bin:/bin".to_owned(), format!("SUBLET_CONFIG={}", world.config.display())];
-        bundle.spec["hooks"][*stage] =
-            json!([{"path": bin_dir().join("sublet-hook"), "args": ["sublet-hook", stage], "env": env}]);
-    }
+    bundle.hook(stages);
     bundle
 }
 
@@ -169,16 +164,7 @@ fn in_a_user_namespace_the_nodes_are_the_hosts_own() {
     let world = World::simulated("h200", "");
     let annotations = [("sublet.sm", "25"), ("sublet.memory", "8GiB")];
     let mut bundle = plain(&world, "mapped", &["createRuntime", "poststop"], &annotations, HOLD);
-    let linux = bundle.spec["linux"].as_object_mut().expect("linux");
-    linux["namespaces"].as_array_mut().expect("namespaces").push(json!({"type": "user"}));
-    let mapping = json!([{"containerID": 0, "hostID": 100_000, "size": 65536}]);
-    linux.insert("uidMappings".into(), mapping.clone());
-    linux.insert("gidMappings".into(), mapping);
-    // The rootfs is the mapped root's own, and the way there open to it.
-    fs::set_permissions(world.dir.path(), fs::Permissions::from_mode(0o755)).expect("chmod");
-    let chown = ["-type", "d", "-exec", "chown", "100000:100000", "{}", "+"];
-    let owned = Command::new("find").arg(bundle.dir.join("rootfs")).args(chown).status().expect("find");
-    assert!(owned.success());
+    bundle.map_users();
     bundle.up();
     assert_eq!(
         bundle.exec(&["/bin/cat", "/proc/self/uid_map"]).stdout.split_whitespace().nth(1),

@@ -4,6 +4,8 @@
 //!   gpu-check --probe PATH      on the GPU of this host
 //!   gpu-check --simulated       on the simulated H200
 
+mod doors;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -78,6 +80,7 @@ fn main() -> ExitCode {
     faults(&world, &mut table);
     time_slice_memory(&world, &mut table);
     full(&world, &mut table);
+    doors::table(&world, &mut table);
     daemon_back(&world, &mut table);
     memory_back(&world, &mut table);
     gone(&world, &mut table);
