@@ -1,6 +1,6 @@
 //! `sublet cdi generate|list`: named shares as CDI devices.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
@@ -41,7 +41,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     }
 }
 
-fn generate(path: &PathBuf, config: &Config) -> anyhow::Result<ExitCode> {
+fn generate(path: &Path, config: &Config) -> anyhow::Result<ExitCode> {
     let (listing, text) = specification(config)?;
     let shown = safe(&path.to_string_lossy());
     if listing.devices.is_empty() {

@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 
 use crate::apply::{Conflict, conflict};
 use crate::config::Config;
+use crate::inventory::Node;
 
 /// A driver root with these /proc/devices.
 fn host() -> (tempfile::TempDir, Config) {
@@ -206,4 +207,28 @@ fn foreign_text_is_made_safe() {
     let spec = json!({"linux": {"devices": [{"path": "/dev/nvidia\u{1b}[2J\n", "type": "c"}]}});
     let message = found(&spec).unwrap_err().to_string();
     assert!(message.contains("/dev/nvidia\\u{1b}[2J\\n"), "{message}");
+}
+
+#[test]
+fn the_nodes_of_a_cdi_device_pass_and_no_others() {
+    let (_dir, config) = host();
+    let given = [Node { path: "/dev/nvidia0".into(), major: 195, minor: 0 }];
+    let device = |path: &str, minor: i64| json!({"path": path, "type": "c", "major": 195, "minor": minor});
+    let rule =
+        |minor: Value| json!({"allow": true, "type": "c", "major": 195, "minor": minor, "access": "rw"});
+    let of = |device: Value, rule: Value| {
+        let spec = json!({"linux": {"devices": [device], "resources": {"devices": [rule]}}});
+        conflict(&spec, &given, &config)
+    };
+    assert_eq!(of(device("/dev/nvidia0", 0), rule(json!(0))), Ok(()));
+    for (node, minor) in
+        [("/dev/nvidia0", 1), ("/dev/nvidia1", 0), ("/dev/elsewhere", 0), ("/dev/nvidia1", 1)]
+    {
+        let found = of(device(node, minor), rule(json!(0)));
+        assert!(matches!(found, Err(Conflict::Node(_))), "{node} {minor}: {found:?}");
+    }
+    for minor in [json!(1), json!(-1), json!(null)] {
+        let found = of(device("/dev/nvidia0", 0), rule(minor.clone()));
+        assert!(matches!(found, Err(Conflict::Rule(_))), "{minor}: {found:?}");
+    }
 }

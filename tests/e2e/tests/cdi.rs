@@ -2,6 +2,7 @@
 //! `podman kube play`. Those that start containers run in the root that tests/engines/enter gives. One H200:
 //! 132 SMs, 143155 MiB for CUDA.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::Command;
 
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 use sublet_e2e::docker::{Docker, is_alive, skip_unless_engines};
 use sublet_e2e::podman::{CdiOffer, IMAGE, Podman};
 use sublet_e2e::user::Host;
-use sublet_e2e::{Engine, World, eventually, skip_unless_root};
+use sublet_e2e::{Bundle, Engine, World, eventually, skip_unless_root};
 
 const SMALL: &str = "[share.small]\nsm = 25\nmemory = \"8GiB\"\n";
 const DEVICE: &str = "sublet/share=small";
@@ -208,6 +209,46 @@ fn with_the_shim_it_is_one_lease_and_execs_have_the_memory_limit_too() {
     let _ = docker.hold_cdi("job", DEVICE, &["--runtime=low", "--device=sublet/share=small.0"]);
     assert_eq!(docker.world.leases().len(), 1);
     docker.done(&["rm", "-f", "job"]);
+    assert_empty(&docker.world);
+}
+
+#[test]
+fn remapped_users_get_the_hosts_own_nodes_once() {
+    if skip_unless_engines() {
+        return;
+    }
+    let world = World::simulated("h200", SMALL);
+    // The container's root is 100000 outside, and has to come by.
+    std::fs::set_permissions(world.dir.path(), std::fs::Permissions::from_mode(0o711)).expect("chmod");
+    let docker = Docker::up(world, &json!({"userns-remap": "tester"}));
+    docker.world.generate_cdi();
+    // By the shim, for the simulated nodes are not where a runtime by itself would take them from.
+    let _ = docker.hold_cdi("mapped", DEVICE, &["--runtime=sublet"]);
+    for info in [docker.event("mapped", "info"), docker.exec_info("mapped", &[])] {
+        is_share(&info);
+    }
+    docker.done(&["rm", "-f", "mapped"]);
+    assert_empty(&docker.world);
+}
+
+#[test]
+fn compose_names_the_device_and_no_runtime() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = docker("h200", SMALL);
+    let file = docker.world.dir.path().join("compose.yaml");
+    let text = "services:\n  job:\n    image: probe\n    container_name: job\n    network_mode: none\n    \
+                runtime: low\n    command: cuda-probe hold 600\n    deploy: {resources: {reservations: {devices: \
+                [{driver: cdi, device_ids: [\"sublet/share=small\"], capabilities: [gpu]}]}}}\n";
+    std::fs::write(&file, text).expect("compose.yaml");
+    let compose = |what: &[&str]| {
+        let file = file.to_str().expect("UTF-8");
+        docker.done(&[&["compose", "-p", "test", "-f", file], what].concat());
+    };
+    compose(&["up", "-d", "--pull=never"]);
+    is_share(&docker.event("job", "info"));
+    compose(&["down", "-t", "0"]);
     assert_empty(&docker.world);
 }
 
@@ -445,6 +486,86 @@ fn the_specification_is_valid_by_cdis_own_schema() {
     let path = world.dir.path().join("wrong.json");
     std::fs::write(&path, wrong.to_string()).expect("written");
     assert!(!judge(&path).status.success(), "the schema judges nothing");
+}
+
+/// A bundle as an engine makes it of the first CDI device, with `first` before the device's own hook.
+fn injected<'a>(world: &'a World, annotations: &[(&str, &str)], first: &Value) -> Bundle<'a> {
+    let mut bundle = world.bundle("plain", annotations, &["/usr/bin/cuda-probe", "hold", "120"]);
+    bundle.plain = true;
+    let edits = &specification(world)["devices"][0]["containerEdits"];
+    let extend = |list: &mut Value, more: Vec<Value>| match list {
+        Value::Array(entries) => entries.extend(more),
+        other => *other = json!(more),
+    };
+    let all = |name: &str| edits[name].as_array().expect("an array").clone();
+    extend(&mut bundle.spec["process"]["env"], all("env"));
+    let rule = |node: &Value| json!({"allow": true, "type": "c", "major": node["major"], "minor": node["minor"], "access": "rw"});
+    let rules = all("deviceNodes").iter().map(rule).collect();
+    extend(&mut bundle.spec["linux"]["resources"]["devices"], rules);
+    extend(&mut bundle.spec["linux"]["devices"], all("deviceNodes"));
+    let mut hooks = all("hooks");
+    for hook in &mut hooks {
+        hook.as_object_mut().expect("a hook").remove("hookName");
+    }
+    let more = first.as_array().expect("hooks").clone();
+    bundle.spec["hooks"] =
+        json!({"createRuntime": [&more[..], &hooks[..1]].concat(), "poststop": [hooks[1]]});
+    bundle
+}
+
+#[test]
+fn a_hook_of_ones_own_beside_the_devices_makes_one_lease_and_none_without_its_device() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", SMALL);
+    world.generate_cdi();
+    let device = specification(&world)["devices"][0]["containerEdits"]["hooks"][0].clone();
+    let own =
+        json!([{"path": device["path"], "args": ["sublet-hook", "createRuntime"], "env": device["env"]}]);
+    for (annotations, first) in
+        [(&[][..], json!([])), (&[], own.clone()), (&[("sublet.share", "small")][..], own)]
+    {
+        let bundle = injected(&world, annotations, &first);
+        bundle.up();
+        is_share(&bundle.event("info"));
+        let leases = world.leases();
+        assert_eq!((leases.len(), &leases[0]["isolation"]), (1, &json!("shared")), "{leases:?}");
+        bundle.down();
+        world.assert_empty();
+        std::fs::remove_dir_all(&bundle.dir).expect("the bundle");
+    }
+    // Started by other means than config.json's hooks, it cannot know what it was injected with.
+    let mut bundle = injected(&world, &[], &json!([]));
+    let mut hook = device;
+    hook["args"][3] = json!("other");
+    bundle.spec["hooks"]["createRuntime"].as_array_mut().expect("hooks").push(hook);
+    let refused = bundle.create();
+    let last = world.sublet(&["status", "--last-error"]);
+    let said = String::from_utf8_lossy(&last.stdout).into_owned();
+    assert!(
+        !refused.ok && said.contains("two CDI devices of sublet/share are asked for"),
+        "{refused:?} {said}"
+    );
+    world.assert_empty();
+}
+
+#[test]
+fn users_without_root_are_refused() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = Host::new("h200", SMALL, Path::new(env!("CARGO_BIN_EXE_speak")));
+    host.world.generate_cdi();
+    let device = &specification(&host.world)["devices"][0]["containerEdits"];
+    let hook = json!({"path": device["hooks"][0]["path"], "args": device["hooks"][0]["args"],
+        "env": device["hooks"][0]["env"]});
+    host.start();
+    let mut bundle = host.bundle(1000, "mine", &[("sublet.share", "small")], &["/bin/true"]);
+    bundle.spec["hooks"] = json!({"createRuntime": [hook]});
+    let refused = bundle.create();
+    assert!(!refused.ok && refused.stderr.contains("CDI devices of sublet/share need root"), "{refused:?}");
+    host.world.assert_empty();
 }
 
 #[test]
