@@ -508,8 +508,8 @@ fn injected<'a>(world: &'a World, annotations: &[(&str, &str)], first: &Value) -
         hook.as_object_mut().expect("a hook").remove("hookName");
     }
     let more = first.as_array().expect("hooks").clone();
-    bundle.spec["hooks"] =
-        json!({"createRuntime": [&more[..], &hooks[..1]].concat(), "poststop": [hooks[1]]});
+    let before = [&more[..], &hooks[..1]].concat();
+    bundle.spec["hooks"] = json!({"createRuntime": before, "poststop": [hooks[1]]});
     bundle
 }
 
