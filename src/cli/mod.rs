@@ -59,7 +59,7 @@ enum Command {
     /// Offer named shares as CDI devices: docker run --device sublet/share=small.0
     #[command(subcommand)]
     Cdi(cdi::Command),
-    /// Take leases and hold MPS daemons for users without root; systemd runs it (sublet.socket)
+    /// Take leases and hold MPS daemons for users without root, keep CDI devices current; systemd runs it
     Serve,
     /// Check or show the configuration
     #[command(subcommand)]

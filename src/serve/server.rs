@@ -84,6 +84,8 @@ fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> ServeErro
 pub fn serve(config: &Config) -> Result<(), ServeError> {
     raise_descriptors();
     Store::open(&config.state_dir)?;
+    // Before anybody hears that we are ready: engines may wait for that (sublet.service).
+    keep_cdi(config);
     let path = super::socket(config);
     let listener = listen(&path).map_err(|source| ServeError::Listen { path, source })?;
     // Before the threads are there, which inherit the mask.
