@@ -201,7 +201,10 @@ pub fn end(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
         return rootless::end(lease, config);
     }
     let store = Store::open(&config.state_dir)?;
-    let Some(held) = read(&store)?.lease(lease).cloned() else { return Ok(()) };
+    let Some(held) = read(&store)?.lease(lease).cloned() else {
+        clear_leftovers(&store);
+        return Ok(());
+    };
     let deadline = Instant::now() + EMPTY_CGROUP;
     while held.has_processes() {
         if Instant::now() > deadline {
@@ -230,6 +233,7 @@ pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
     if freed.is_empty() {
         return;
     }
+    clear_leftovers(store);
     let mut settled = Vec::new();
     for lease in freed {
         let Some(key) = &lease.server else { continue };
@@ -241,11 +245,14 @@ pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
             tracing::warn!("{error}");
         }
     }
-    clear_leftovers(store);
 }
 
 /// Removes what ended containers left, and only then forgets it: whoever is killed in between leaves the
 /// rest to the next `sublet` command, or the next end of a container: a start has no time to look.
+///
+/// Some engines (containerd) unmount the root filesystem once the runtime has deleted the container, and
+/// what was not removed before that cannot be reached any more. So this comes before anything that takes
+/// time, and a delete does it too when another command has just freed the container's lease.
 pub fn clear_leftovers(store: &Store) {
     let clearable = store.read().map(|ledger| ledger.clearable()).unwrap_or_default();
     if clearable.is_empty() {
@@ -290,6 +297,7 @@ fn mark(
 ) -> Result<Option<LeaseId>, AdmitError> {
     let store = Store::open(&config.state_dir)?;
     if read(&store)?.of_record(uid, id, record).is_none() {
+        clear_leftovers(&store);
         return Ok(None);
     }
     let (marked, freed) = store.update(|ledger| {

@@ -129,11 +129,7 @@ impl Docker {
     /// The containerd-shims of this daemon.
     #[must_use]
     pub fn shims(&self) -> Vec<Pid> {
-        let address = self.run.join("containerd/containerd.sock").display().to_string();
-        processes()
-            .filter(|pid| command_line(*pid).starts_with("/usr/bin/containerd-shim"))
-            .filter(|pid| command_line(*pid).contains(&address))
-            .collect()
+        shims_of(&self.run.join("containerd/containerd.sock"))
     }
 
     /// The end of the daemon's log.
@@ -256,8 +252,7 @@ impl Docker {
     /// Every process in the cgroup of the container `id`.
     #[must_use]
     pub fn processes_of(&self, id: &str) -> Vec<Pid> {
-        let cgroup = |pid: &Pid| std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-        processes().filter(|pid| is_alive(*pid) && cgroup(pid).contains(id)).collect()
+        in_cgroup(id)
     }
 
     /// Whether a process lives in the cgroup of the container `id`; the kernel counts one that died a moment
@@ -272,15 +267,7 @@ impl Docker {
     /// The image: `docker import` of the world's root filesystem.
     fn import(&self) -> Finished {
         let tar = self.world.dir.path().join("image.tar");
-        let made = Command::new("tar")
-            .arg("-C")
-            .arg(self.world.dir.path().join("rootfs"))
-            .arg("-cf")
-            .arg(&tar)
-            .arg(".")
-            .status()
-            .expect("tar runs");
-        assert!(made.success(), "tar");
+        self.world.rootfs.archive(&tar);
         self.cli(&["import", tar.to_str().expect("UTF-8"), IMAGE])
     }
 
@@ -306,6 +293,23 @@ impl Drop for Docker {
         self.down();
         let _ = std::fs::remove_dir_all(&self.run);
     }
+}
+
+/// The containerd-shims of the containerd that listens at `address`.
+#[must_use]
+pub fn shims_of(address: &Path) -> Vec<Pid> {
+    let address = format!(" -address {} ", address.display());
+    processes()
+        .filter(|pid| command_line(*pid).starts_with("/usr/bin/containerd-shim"))
+        .filter(|pid| command_line(*pid).contains(&address))
+        .collect()
+}
+
+/// Every process in a cgroup whose path has `part` in it.
+#[must_use]
+pub fn in_cgroup(part: &str) -> Vec<Pid> {
+    let cgroup = |pid: &Pid| std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+    processes().filter(|pid| is_alive(*pid) && cgroup(pid).contains(part)).collect()
 }
 
 fn processes() -> impl Iterator<Item = Pid> {

@@ -4,15 +4,19 @@
 #![expect(clippy::missing_panics_doc, reason = "a test ends by panicking, whatever of it fails")]
 
 mod bundle;
+pub mod containerd;
+pub mod cri;
 pub mod docker;
 mod hooked;
 pub mod podman;
 mod refused;
 mod rootfs;
+mod stopping;
 pub mod user;
 mod world;
 
 pub use bundle::{Bundle, Finished, by_systemd};
 pub use refused::tree;
 pub use rootfs::{Rootfs, copy_program};
+pub use stopping::Stopping;
 pub use world::{Engine, World, bin_dir, eventually, skip_unless_root};

@@ -112,9 +112,7 @@ impl Podman {
     /// The image as an archive.
     fn tar(&self) -> PathBuf {
         let tar = self.world.dir.path().join("image.tar");
-        let rootfs = self.world.dir.path().join("rootfs");
-        let made = Command::new("tar").arg("-C").arg(rootfs).arg("-cf").arg(&tar).arg(".").status();
-        assert!(made.expect("tar runs").success(), "tar");
+        self.world.rootfs.archive(&tar);
         tar
     }
 

@@ -28,6 +28,12 @@ impl Rootfs {
         Self { dir: dir.to_owned() }
     }
 
+    /// All of it in the tar file `to`.
+    pub fn archive(&self, to: &Path) {
+        let made = Command::new("tar").arg("-C").arg(&self.dir).arg("-cf").arg(to).arg(".").status();
+        assert!(made.expect("tar runs").success(), "tar");
+    }
+
     /// A copy at `target`: directories of its own, files shared by hard link.
     pub fn clone_to(&self, target: &Path) {
         let done = Command::new("cp").arg("-al").arg(&self.dir).arg(target).status().expect("cp runs");

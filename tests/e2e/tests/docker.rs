@@ -8,7 +8,7 @@ use std::process::Stdio;
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use sublet_e2e::docker::{Docker, IMAGE, is_alive, skip_unless_engines};
-use sublet_e2e::{World, bin_dir, eventually};
+use sublet_e2e::{Stopping, World, bin_dir, eventually};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
 
@@ -456,40 +456,19 @@ fn compose_passes_the_annotations() {
     assert_empty(&docker);
 }
 
-/// A low-level runtime that stops before or after one of its commands until it is killed.
-fn stopping_runtime(dir: &Path, runtime: &str) -> std::path::PathBuf {
-    let program = dir.join(format!("stopping-{runtime}"));
-    let script = format!(
-        "#!/bin/sh\nfor word; do case $word in create|start|delete) break;; esac; done\n\
-         case $(cat {dir}/stop-at 2>/dev/null) in\n\
-         before-$word) : >{dir}/stopped; exec sleep 600;;\n\
-         after-$word) {runtime} \"$@\"; : >{dir}/stopped; exec sleep 600;;\n\
-         esac\nexec {runtime} \"$@\"\n",
-        dir = dir.display()
-    );
-    std::fs::write(&program, script).expect("a script");
-    std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("chmod");
-    program
-}
-
 #[test]
 fn an_engine_killed_anywhere_leaves_nothing_that_the_next_command_does_not_restore() {
     if skip_unless_engines() {
         return;
     }
     let world = World::simulated("h200", "");
-    let dir = world.dir.path().to_owned();
-    let stopping = stopping_runtime(&dir, world.engine.program());
-    let text = std::fs::read_to_string(&world.config).expect("config.toml");
-    let text = text.replace(&format!("{:?}", [world.engine.program()]), &format!("{:?}", [&stopping]));
-    assert!(text.contains("stopping-"), "{text}");
-    std::fs::write(&world.config, text).expect("config.toml");
+    let stopping = Stopping::install(&world);
     let mut docker = Docker::up(world, &json!({}));
     for stage in
         ["before-create", "after-create", "before-start", "after-start", "before-delete", "after-delete"]
     {
         eprintln!("{stage}");
-        std::fs::write(dir.join("stop-at"), stage).expect("the stage");
+        stopping.at(stage);
         let mut command = docker.command();
         command.args([
             "run",
@@ -500,7 +479,7 @@ fn an_engine_killed_anywhere_leaves_nothing_that_the_next_command_does_not_resto
         ]);
         command.args([IMAGE, "sleep", if stage.ends_with("delete") { "0" } else { "600" }]);
         let mut client = command.stderr(Stdio::null()).spawn().expect("docker runs");
-        assert!(eventually(|| dir.join("stopped").exists()), "{stage} was not reached: {}", docker.log());
+        assert!(eventually(|| stopping.has_stopped()), "{stage} was not reached: {}", docker.log());
         // Not `inspect`: dockerd holds the container's lock.
         let id = docker.ask(&["ps", "-aq", "--no-trunc"]);
         docker.kill_engine();
@@ -518,8 +497,7 @@ fn an_engine_killed_anywhere_leaves_nothing_that_the_next_command_does_not_resto
         let gc = docker.world.sublet(&["gc"]);
         assert!(gc.status.success(), "{gc:?}");
         docker.world.assert_empty();
-        std::fs::remove_file(dir.join("stop-at")).expect("the stage");
-        std::fs::remove_file(dir.join("stopped")).expect("the mark");
+        stopping.go_on();
         docker.start_daemon();
         docker.done(&["rm", "-f", "killed"]);
         assert_empty(&docker);

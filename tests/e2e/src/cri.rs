@@ -1,0 +1,119 @@
+//! Pods of a [`Containerd`], by the Kubernetes CRI.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::bundle::Finished;
+use crate::containerd::{Containerd, IMAGE};
+
+/// A pod that runs.
+pub struct Pod {
+    /// Its sandbox's id.
+    pub id: String,
+    /// Its `PodSandboxConfig`, which each of its containers is made with.
+    config: String,
+}
+
+impl Containerd {
+    /// One call, request and answer in protobuf's text format.
+    #[must_use]
+    pub fn cri(&self, method: &str, request: &str) -> Finished {
+        let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engines/cri");
+        let file = tempfile::NamedTempFile::new_in(self.world.dir.path()).expect("a file");
+        std::fs::write(file.path(), request).expect("the request");
+        let mut command = Command::new(program);
+        command.arg(self.socket()).arg(method).stdin(Stdio::from(file.reopen().expect("the request")));
+        Finished::of(&command.output().expect("tests/engines/cri runs"))
+    }
+
+    /// [`Self::cri`], which must succeed; the answer.
+    #[allow(clippy::must_use_candidate, reason = "often only done")]
+    pub fn cri_done(&self, method: &str, request: &str) -> String {
+        let finished = self.cri(method, request);
+        assert!(finished.ok, "{method} {request}: {}\n{}", finished.stderr, self.log());
+        finished.stdout
+    }
+
+    /// RunPodSandbox with this runtime handler, on the host's network: that needs no CNI.
+    #[must_use]
+    pub fn run_pod(&self, name: &str, handler: &str, annotations: &[&str]) -> Pod {
+        let config = format!(
+            "metadata {{ name: {name:?} uid: {name:?} namespace: \"default\" }} log_directory: {:?} {} \
+             linux {{ security_context {{ namespace_options {{ network: NODE }} }} }}",
+            self.world.dir.path(),
+            entries(annotations)
+        );
+        let request = format!("config {{ {config} }} runtime_handler: {handler:?}");
+        let id = field(&self.cri_done("RunPodSandbox", &request), "pod_sandbox_id");
+        Pod { id, config }
+    }
+
+    /// CreateContainer of a process that holds a context, and StartContainer, which may be refused; the
+    /// container's id.
+    ///
+    /// # Errors
+    /// What the CRI answers.
+    pub fn run_in_pod(&self, pod: &Pod, name: &str, annotations: &[&str]) -> Result<String, String> {
+        let request = format!(
+            "pod_sandbox_id: {:?} sandbox_config {{ {} }} config {{ metadata {{ name: {name:?} }} \
+             image {{ image: {IMAGE:?} }} command: [\"cuda-probe\", \"hold\", \"600\"] \
+             log_path: \"{name}.log\" {} linux {{}} }}",
+            pod.id,
+            pod.config,
+            entries(annotations)
+        );
+        let id = field(&self.cri_done("CreateContainer", &request), "container_id");
+        let started = self.cri("StartContainer", &format!("container_id: {id:?}"));
+        if started.ok { Ok(id) } else { Err(started.stderr) }
+    }
+
+    /// What `cuda-probe info` says in a process that comes by ExecSync, behind the words of `before`.
+    #[must_use]
+    pub fn exec_sync_info(&self, container: &str, before: &[&str]) -> Value {
+        let words = [before, &["cuda-probe", "info"]].concat();
+        let request = format!("container_id: {container:?} cmd: {words:?} timeout: 10");
+        let answer = self.cri_done("ExecSync", &request);
+        serde_json::from_str(&field(&answer, "stdout")).unwrap_or_else(|_| panic!("no info: {answer}"))
+    }
+
+    /// StopContainer, which gives it no time.
+    pub fn stop_in_pod(&self, container: &str) {
+        self.cri_done("StopContainer", &format!("container_id: {container:?} timeout: 0"));
+    }
+
+    /// StopPodSandbox and RemovePodSandbox, with all its containers.
+    pub fn remove_pod(&self, pod: &Pod) {
+        for method in ["StopPodSandbox", "RemovePodSandbox"] {
+            self.cri_done(method, &format!("pod_sandbox_id: {:?}", pod.id));
+        }
+    }
+
+    /// [`Self::remove_pod`] for all there are, as far as it goes.
+    pub(crate) fn remove_pods(&self) {
+        let listed = self.cri("ListPodSandbox", "").stdout;
+        // Members of a `PodSandbox`, two deep in the answer.
+        for id in listed.lines().filter_map(|line| line.strip_prefix("  id: \"")?.strip_suffix('"')) {
+            for method in ["StopPodSandbox", "RemovePodSandbox"] {
+                let _ = self.cri(method, &format!("pod_sandbox_id: {id:?}"));
+            }
+        }
+    }
+}
+
+fn entries(annotations: &[&str]) -> String {
+    let entry = |annotation: &&str| {
+        let (key, value) = annotation.split_once('=').expect("KEY=VALUE");
+        format!("annotations {{ key: {key:?} value: {value:?} }} ")
+    };
+    annotations.iter().map(entry).collect()
+}
+
+/// A string of `answer`: what `protoc --decode` escapes in our texts, JSON does alike.
+fn field(answer: &str, name: &str) -> String {
+    let start = format!("{name}: ");
+    let quoted = answer.lines().find_map(|line| line.strip_prefix(&start));
+    let quoted = quoted.unwrap_or_else(|| panic!("no {name}: {answer}"));
+    serde_json::from_str(quoted).unwrap_or_else(|error| panic!("{quoted}: {error}"))
+}

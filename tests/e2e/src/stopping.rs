@@ -1,0 +1,85 @@
+//! A low-level runtime and an MPS daemon that stop half way, so that an engine can be killed there.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use crate::world::World;
+
+/// One world's stage; nothing stops before [`Stopping::at`].
+pub struct Stopping {
+    dir: PathBuf,
+}
+
+impl Stopping {
+    /// Puts a runtime between sublet and the world's own, and a program before the MPS daemon's: where that
+    /// stops, the lease is written down and config.json is not edited yet.
+    #[must_use]
+    pub fn install(world: &World) -> Self {
+        let dir = world.dir.path().to_owned();
+        let runtime = world.engine.program();
+        let program = dir.join(format!("stopping-{runtime}"));
+        write(
+            &program,
+            &format!(
+                "for word; do case $word in create|start|delete) break;; esac; done\n\
+                 case $(cat {dir}/stop-at 2>/dev/null) in\n\
+                 before-$word) stop;;\n\
+                 after-$word) {runtime} \"$@\"; status=$?; stop; exit $status;;\n\
+                 esac\nexec {runtime} \"$@\"\n",
+                dir = dir.display()
+            ),
+            &dir,
+        );
+        let text = std::fs::read_to_string(&world.config).expect("config.toml");
+        let text = text.replace(&format!("{:?}", [runtime]), &format!("{:?}", [&program]));
+        assert!(text.contains("stopping-"), "{text}");
+        std::fs::write(&world.config, text).expect("config.toml");
+        slow_daemon(&dir, world.driver_root.as_ref().expect("a simulated driver"));
+        Self { dir }
+    }
+
+    /// The next one stops there: `daemon`, or `before-` or `after-` one of create, start, delete.
+    pub fn at(&self, stage: &str) {
+        std::fs::write(self.dir.join("stop-at"), stage).expect("the stage");
+    }
+
+    /// Whether one has stopped.
+    #[must_use]
+    pub fn has_stopped(&self) -> bool {
+        self.dir.join("stopped").exists()
+    }
+
+    /// Nothing stops any more, and what has stopped goes on if it lives.
+    pub fn go_on(&self) {
+        for name in ["stop-at", "stopped"] {
+            std::fs::remove_file(self.dir.join(name)).expect("it was there");
+        }
+    }
+}
+
+/// The MPS programs get a copy, the server beside the daemon that starts it; the simulator finds its root
+/// two levels above them.
+fn slow_daemon(dir: &Path, driver_root: &Path) {
+    let aside = driver_root.join("usr/aside");
+    std::fs::create_dir(&aside).expect("a directory");
+    let bin = driver_root.join("usr/bin");
+    for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
+        std::fs::copy(bin.join(name), aside.join(name)).expect("a program is copied");
+    }
+    let program = bin.join("nvidia-cuda-mps-control");
+    std::fs::remove_file(&program).expect("it was there");
+    let script = format!(
+        "if [ \"$1\" = -d ] && [ \"$(cat {dir}/stop-at 2>/dev/null)\" = daemon ]; then stop; fi\n\
+         exec {aside}/nvidia-cuda-mps-control \"$@\"\n",
+        dir = dir.display(),
+        aside = aside.display()
+    );
+    write(&program, &script, dir);
+}
+
+fn write(program: &Path, script: &str, dir: &Path) {
+    let stop =
+        format!("stop() {{ : >{0}/stopped; while [ -e {0}/stop-at ]; do sleep 0.05; done; }}", dir.display());
+    std::fs::write(program, format!("#!/bin/sh\n{stop}\n{script}")).expect("a script");
+    std::fs::set_permissions(program, PermissionsExt::from_mode(0o755)).expect("chmod");
+}
