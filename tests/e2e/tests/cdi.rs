@@ -595,3 +595,27 @@ fn serve_keeps_the_specification_current() {
     host.start();
     assert!(eventually(|| !spec.exists()), "no share, and still a specification");
 }
+
+#[test]
+fn a_container_of_a_cri_pod_has_the_share_of_its_device() {
+    if skip_unless_engines() || !Path::new("/sys/fs/cgroup/cpu").exists() {
+        return;
+    }
+    let containerd = sublet_e2e::containerd::Containerd::up(World::simulated("h200", SMALL));
+    containerd.world.generate_cdi();
+    for handler in ["runc", "unlisted"] {
+        let pod = containerd.run_pod(handler, handler, &[]);
+        let id =
+            containerd.run_in_pod(&pod, "one", &["cdi.k8s.io/sublet=sublet/share=small"]).expect("it starts");
+        let seen = containerd.exec_sync_info(&id, &[]);
+        if handler == "runc" {
+            is_quarter(&seen)
+        } else {
+            is_share(&seen)
+        }
+        let leases = containerd.world.leases();
+        assert_eq!((leases.len(), &leases[0]["container_id"]), (1, &json!(id)), "{handler}");
+        containerd.remove_pod(&pod);
+        assert_empty(&containerd.world);
+    }
+}

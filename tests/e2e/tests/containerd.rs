@@ -221,7 +221,7 @@ fn killed_at(containerd: &mut Containerd, stopping: &Stopping, stage: &str, vict
         let mut remove = containerd.command();
         remove.args(["tasks", "rm", "killed"]).stderr(Stdio::null()).spawn().expect("ctr runs")
     });
-assert!(eventually(|| stopping.has_stopped()), "{stage} was not reached: {}", containerd.log());
+    assert!(eventually(|| stopping.has_stopped()), "{stage} was not reached: {}", containerd.log());
     victim.kill(containerd);
     stopping.go_on();
     let _ = client.wait();
