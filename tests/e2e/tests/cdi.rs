@@ -134,6 +134,44 @@ fn only_the_named_gpu_opens() {
 }
 
 #[test]
+fn what_the_image_asks_for_beyond_the_specification_is_added() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = docker("h200", SMALL);
+    let probe = ["exec", "job", "cuda-probe", "noderights", "/dev/nvidia-modeset", "/dev/nvidia0"];
+    for (capabilities, expected) in [("compute", ["ENOENT", "ENXIO"]), ("all", ["ENXIO", "ENXIO"])] {
+        let image = format!("NVIDIA_DRIVER_CAPABILITIES={capabilities}");
+        let _ = docker.hold_cdi("job", DEVICE, &["--runtime=low", "-e", &image]);
+        let opened = docker.cli(&probe).json();
+        let results: Vec<_> = opened.iter().filter_map(|line| line["result"].as_str()).collect();
+        assert_eq!(results, expected, "{capabilities}");
+        docker.done(&["rm", "-f", "job"]);
+    }
+    assert_empty(&docker.world);
+}
+
+#[test]
+fn of_twenty_at_once_those_start_that_fit() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = docker("h200", "[share.tenth]\nsm = 10\n");
+    let names: Vec<String> = (0..20).map(|n| format!("c{n:02}")).collect();
+    let start =
+        |name: &String| docker.run_cdi(name, "sublet/share=tenth", &["--runtime=low"], &["sleep", "600"]);
+    let done: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = names.iter().map(|name| scope.spawn(|| start(name))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    });
+    assert_eq!(done.iter().filter(|done| done.ok).count(), 10, "{done:?}");
+    assert_eq!(docker.world.leases().len(), 10);
+    let all: Vec<&str> = names.iter().map(String::as_str).collect();
+    docker.done(&[&["rm", "-f"], &all[..]].concat());
+    assert_empty(&docker.world);
+}
+
+#[test]
 fn a_share_that_is_taken_stops_the_container_and_says_why() {
     if skip_unless_engines() {
         return;
