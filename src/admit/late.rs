@@ -17,7 +17,6 @@ use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
 use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, Store};
 use crate::process::Process;
 use crate::request::{Isolation, Mode, Request};
-use crate::text::safe;
 
 /// What came of it.
 #[derive(Debug, PartialEq, Eq)]
@@ -55,7 +54,7 @@ pub fn late(
         return Ok(Late::NotOurs);
     }
     let admitted = confirm(by_cdi, spec).and_then(|()| match annotations.get(LEASE_ANNOTATION) {
-        Some(id) => granted_before(id, container, spec, config),
+        Some(id) => already_granted(id, container, config).map(|_| granted_before(id)),
         None => admit_live(container, init, spec, config),
     });
     if let Err(error) = &admitted {
@@ -72,23 +71,9 @@ fn confirm(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), AdmitError> {
     Err(CdiError::NotAsked.into())
 }
 
-/// Another door was first; one that did not see the container's CDI device may have chosen another GPU.
-fn granted_before(
-    id: &str,
-    container: &Container,
-    spec: &Value,
-    config: &Config,
-) -> Result<Late, AdmitError> {
-    already_granted(id, container, config)?;
-    let Some(id) = LeaseId::parse(id) else { return Ok(Late::NotOurs) };
-    let ledger = read(&Store::open(&config.state_dir)?)?;
-    if let (Some(asked), Some(lease)) = (cdi::asked(spec)?, ledger.lease(&id)) {
-        if lease.devices != [asked.device.as_str()] {
-            let (share, device) = (safe(&asked.share), safe(&asked.device));
-            return Err(CdiError::Lease { lease: id.to_string(), share, device }.into());
-        }
-    }
-    Ok(Late::AlreadyGranted(id))
+/// `id` was found in the ledger, so it is one.
+fn granted_before(id: &str) -> Late {
+    LeaseId::parse(id).map_or(Late::NotOurs, Late::AlreadyGranted)
 }
 
 fn admit_live(
@@ -244,6 +229,18 @@ mod tests {
         assert!(isolation(json!({"sublet.share": "small"}), &config).is_err());
         let overridden = json!({"sublet.share": "small", "sublet.isolation": "dedicated"});
         assert_eq!(isolation(overridden, &config), Ok(Isolation::Dedicated));
+    }
+
+    #[test]
+    fn a_hook_of_a_cdi_device_serves_what_config_json_says_and_nothing_else() {
+        let asked = |share: &str| Asked { share: share.to_owned(), device: "GPU-a".to_owned() };
+        let small = asked("small");
+        let hook = json!({"path": "/sublet-hook", "args": small.arguments(cdi::STAGE)});
+        let spec = json!({"hooks": {"createRuntime": [hook]}});
+        assert!(confirm(Some(&small), &spec).is_ok() && confirm(None, &spec).is_ok());
+        assert!(confirm(Some(&asked("large")), &spec).is_err());
+        let error = confirm(Some(&small), &json!({})).unwrap_err();
+        assert!(error.to_string().starts_with("its config.json asks for no CDI device"), "{error}");
     }
 
     #[test]

@@ -114,19 +114,6 @@ pub enum CdiError {
         /// What was found.
         conflict: Conflict,
     },
-    /// Another door gave the container another device.
-    #[error(
-        "lease {lease} is not on {device}, which the CDI device {KIND}={share} names: remove the \
-         annotations or the CDI device"
-    )]
-    Lease {
-        /// The lease.
-        lease: String,
-        /// The share.
-        share: String,
-        /// UUID.
-        device: String,
-    },
     /// Neither the hook nor the nodes would do there.
     #[error("CDI devices of {KIND} need root: remove the device and ask by annotations (docs/rootless.md)")]
     Rootless,
