@@ -18,7 +18,7 @@ const NVIDIA_MAJOR: i64 = 195;
 /// Something in the spec that must go before we serve it; the message names the line to remove.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Conflict {
-    /// Docker's own GPU request.
+    /// The GPU request of Docker, `ctr` or nerdctl.
     #[error(
         "the engine was asked for GPUs as well (hook {0}): remove `--gpus` (Compose: \
          deploy.resources.reservations.devices), the sublet annotations alone give the share"
@@ -105,7 +105,8 @@ fn nvidia_majors(root: &Path) -> BTreeSet<i64> {
 
 /// Docker's `--gpus` adds the legacy hook and `NVIDIA_VISIBLE_DEVICES` (moby, `daemon/nvidia_linux.go`); CDI
 /// edits bring hooks and annotations (nvidia-ctk, cdi). Podman translates `--gpus` to CDI: a legacy hook
-/// there comes from a hooks directory, for every container, and does nothing once we have said `void`.
+/// there comes from a hooks directory, for every container, and does nothing once we have said `void`. `ctr`
+/// and nerdctl have containerd run NVIDIA's program itself as a hook (containerd, `contrib/nvidia`).
 fn engine_request(spec: &Value) -> Result<(), Conflict> {
     for program in hook_programs(spec) {
         match program {
@@ -114,6 +115,7 @@ fn engine_request(spec: &Value) -> Result<(), Conflict> {
             {
                 return Err(Conflict::GpuOption(safe(program)));
             }
+            "nvidia-container-cli" => return Err(Conflict::GpuOption(safe(program))),
             "nvidia-cdi-hook" | "nvidia-ctk" => {
                 return Err(Conflict::Cdi(format!("hook {}", safe(program))));
             }
@@ -130,11 +132,19 @@ fn engine_request(spec: &Value) -> Result<(), Conflict> {
     Ok(())
 }
 
-/// File names of all hooks of all stages.
+/// File names of all hooks of all stages, and of the program that containerd's `oci-hook` runs.
 fn hook_programs(spec: &Value) -> impl Iterator<Item = &str> {
     let stages = spec.get("hooks").and_then(Value::as_object);
     let hooks = stages.into_iter().flatten().filter_map(|(_, hooks)| hooks.as_array()).flatten();
-    hooks.filter_map(|hook| Path::new(hook.get("path")?.as_str()?).file_name()?.to_str())
+    hooks.flat_map(|hook| {
+        let args = entries(hook, "/args").iter().filter_map(Value::as_str);
+        let ran = args.skip_while(|arg| *arg != "oci-hook").find(|arg| arg.starts_with('/'));
+        hook.get("path").and_then(Value::as_str).into_iter().chain(ran).filter_map(file_name)
+    })
+}
+
+fn file_name(path: &str) -> Option<&str> {
+    Path::new(path).file_name()?.to_str()
 }
 
 /// The values for which the legacy hook does nothing (nvidia-container-toolkit, `image/cuda_image.go`).

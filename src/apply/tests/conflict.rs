@@ -79,6 +79,18 @@ fn docker_gpus_is_named() {
 }
 
 #[test]
+fn gpus_of_containerd_are_named() {
+    // `ctr run --gpus=0` of containerd 1.7.
+    let hook = |program: &str| {
+        let args = ["containerd", "oci-hook", "--", program, "--load-kmods", "configure", "--device=0"];
+        found(&json!({"hooks": {"prestart": [{"path": "/usr/bin/containerd", "args": args}]}}))
+    };
+    let error = hook("/usr/bin/nvidia-container-cli").unwrap_err();
+    assert_eq!(error, Conflict::GpuOption("nvidia-container-cli".to_owned()));
+    assert_eq!(hook("/opt/bin/other"), Ok(()));
+}
+
+#[test]
 fn a_hook_that_has_nothing_to_do_is_no_request() {
     let hooks = json!({"prestart": [{"path": "/usr/bin/nvidia-container-toolkit"}]});
     assert_eq!(found(&json!({"hooks": hooks})), Ok(()));

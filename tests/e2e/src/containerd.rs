@@ -148,11 +148,16 @@ impl Containerd {
     }
 
     /// [`Self::cli`], which must succeed; its standard output without the newline.
-    #[allow(clippy::must_use_candidate, reason = "often only done")]
-    pub fn done(&self, arguments: &[&str]) -> String {
+    #[must_use]
+    pub fn ask(&self, arguments: &[&str]) -> String {
         let finished = self.cli(arguments);
         assert!(finished.ok, "ctr {}: {}\n{}", arguments.join(" "), finished.stderr, self.log());
         finished.stdout.trim_end().to_owned()
+    }
+
+    /// [`Self::ask`] for what it does.
+    pub fn done(&self, arguments: &[&str]) {
+        let _ = self.ask(arguments);
     }
 
     /// The file that holds what the container `name` wrote.
@@ -160,16 +165,30 @@ impl Containerd {
         self.world.dir.path().join(format!("{name}.log"))
     }
 
-    /// `ctr run --detach` by sublet, not started yet.
-    #[must_use]
-    pub fn run_command(&self, name: &str, annotations: &[&str], options: &[&str], args: &[&str]) -> Command {
+    /// `ctr run` by sublet, not started yet.
+    ///
+    /// Without shares of the processor, which `ctr` gives by default: hybrid hosts have none in cgroup2.
+    fn run_with(&self, name: &str, annotations: &[&str], options: &[&str], args: &[&str]) -> Command {
         let mut command = self.command();
-        command.args(["run", "--detach", "--snapshotter=native", "--cpu-shares=0"]);
+        command.args(["run", "--snapshotter=native", "--cpu-shares=0"]);
         command.arg("--log-uri").arg(format!("file://{}", self.output(name).display()));
         command.arg("--runc-binary").arg(bin_dir().join("sublet-runtime"));
         command.args(annotations.iter().flat_map(|annotation| ["--annotation", annotation]));
         command.args(options).args([IMAGE, name]).args(args);
         command
+    }
+
+    /// `ctr run --detach` by sublet, not started yet.
+    #[must_use]
+    pub fn run_command(&self, name: &str, annotations: &[&str], options: &[&str], args: &[&str]) -> Command {
+        self.run_with(name, annotations, &[options, &["--detach"]].concat(), args)
+    }
+
+    /// `ctr run` by sublet, to its end.
+    #[must_use]
+    pub fn attached(&self, name: &str, annotations: &[&str], options: &[&str], args: &[&str]) -> Finished {
+        let mut command = self.run_with(name, annotations, options, args);
+        Finished::of(&command.output().expect("ctr is installed"))
     }
 
     /// [`Self::run_command`], which may fail.
@@ -197,10 +216,15 @@ impl Containerd {
 
     /// What `cuda-probe info` says in a process that comes by `ctr tasks exec`, behind the words of
     /// `before`.
+    ///
+    /// On a busy machine `ctr` loses the output of a process that ends at once: it is asked again then.
     #[must_use]
     pub fn exec_info(&self, name: &str, before: &[&str]) -> Value {
-        let finished = self.exec(name, &[before, &["cuda-probe", "info"]].concat());
-        finished.json().into_iter().next().unwrap_or_else(|| panic!("no info: {finished:?}"))
+        let ask = || self.exec(name, &[before, &["cuda-probe", "info"]].concat());
+        let said =
+            std::iter::repeat_with(ask).take(5).find(|finished| !finished.ok || !finished.stdout.is_empty());
+        let info = said.as_ref().and_then(|finished| finished.json().into_iter().next());
+        info.unwrap_or_else(|| panic!("no info: {said:?}"))
     }
 
     /// The first line of this `event` in what the container wrote, waited for.
@@ -217,7 +241,7 @@ impl Containerd {
     /// `ctr tasks ls`: name, pid and state (`RUNNING`, `STOPPED`).
     #[must_use]
     pub fn tasks(&self) -> Vec<(String, Pid, String)> {
-        let listed = self.done(&["tasks", "ls"]);
+        let listed = self.ask(&["tasks", "ls"]);
         let task = |line: &str| {
             let mut words = line.split_whitespace().map(str::to_owned);
             let (name, pid, state) = (words.next()?, words.next()?, words.next()?);
@@ -257,19 +281,31 @@ impl Containerd {
         in_cgroup(&format!("/{}/{name}", self.namespace))
     }
 
-    /// Nothing is left: no lease, no daemon, no shim, no mount, no mount point of ours in any snapshot.
+    /// No lease, no daemon, no shim, no mount is left.
     #[track_caller]
-    pub fn assert_empty(&self) {
+    pub fn assert_ended(&self) {
         let leases = || self.world.leases();
         assert!(eventually(|| leases().is_empty()), "leases are left: {:?}", leases());
         assert!(eventually(|| self.world.daemons().is_empty()), "daemons are left");
         self.world.assert_empty();
         assert!(eventually(|| self.shims().is_empty()), "shims are left");
+        // containerd unmounts what a killed shim left in its own time.
+        assert!(eventually(|| self.mounts().is_empty()), "mounts are left: {}", self.mounts().join("\n"));
+    }
+
+    /// Lines of mounts of the driver's files and of root filesystems.
+    fn mounts(&self) -> Vec<String> {
         let driver = self.world.driver_root.as_ref().expect("simulated").display().to_string();
-        let mounts = std::fs::read_to_string("/proc/self/mounts").expect("/proc");
         let tasks = self.state.join("io.containerd.runtime.v2.task").display().to_string();
-        let left = |line: &&str| line.contains(&driver) || line.contains(&tasks);
-        assert_eq!(mounts.lines().filter(left).collect::<Vec<_>>(), Vec::<&str>::new(), "mounts are left");
+        let mounts = std::fs::read_to_string("/proc/self/mounts").expect("/proc");
+        let is_left = |line: &&str| line.contains(&driver) || line.contains(&tasks);
+        mounts.lines().filter(is_left).map(str::to_owned).collect()
+    }
+
+    /// Nothing is left: [`Self::assert_ended`], and no mount point of ours in any snapshot.
+    #[track_caller]
+    pub fn assert_empty(&self) {
+        self.assert_ended();
         let found = Command::new("find")
             .arg(self.world.dir.path().join("containerd/io.containerd.snapshotter.v1.native"))
             .args(["-type", "f", "-size", "0", "(", "-name", "libcuda*", "-o", "-name", "libnvidia*", ")"])

@@ -29,61 +29,71 @@ impl Containerd {
     }
 
     /// [`Self::cri`], which must succeed; the answer.
-    #[allow(clippy::must_use_candidate, reason = "often only done")]
-    pub fn cri_done(&self, method: &str, request: &str) -> String {
+    #[must_use]
+    pub fn cri_ask(&self, method: &str, request: &str) -> String {
         let finished = self.cri(method, request);
         assert!(finished.ok, "{method} {request}: {}\n{}", finished.stderr, self.log());
         finished.stdout
     }
 
-    /// RunPodSandbox with this runtime handler, on the host's network: that needs no CNI.
+    /// [`Self::cri_ask`] for what it does.
+    pub fn cri_done(&self, method: &str, request: &str) {
+        let _ = self.cri_ask(method, request);
+    }
+
+    /// `RunPodSandbox` with this runtime handler, on the host's network: that needs no CNI.
     #[must_use]
     pub fn run_pod(&self, name: &str, handler: &str, annotations: &[&str]) -> Pod {
         let config = format!(
-            "metadata {{ name: {name:?} uid: {name:?} namespace: \"default\" }} log_directory: {:?} {} \
+            "metadata {{ name: {name:?} uid: {name:?} namespace: \"default\" }} log_directory: \"{}\" {} \
              linux {{ security_context {{ namespace_options {{ network: NODE }} }} }}",
-            self.world.dir.path(),
+            self.world.dir.path().display(),
             entries(annotations)
         );
         let request = format!("config {{ {config} }} runtime_handler: {handler:?}");
-        let id = field(&self.cri_done("RunPodSandbox", &request), "pod_sandbox_id");
+        let id = field(&self.cri_ask("RunPodSandbox", &request), "pod_sandbox_id");
         Pod { id, config }
     }
 
-    /// CreateContainer of a process that holds a context, and StartContainer, which may be refused; the
-    /// container's id.
+    /// `CreateContainer` and `StartContainer`, which may be refused; the container's id.
     ///
     /// # Errors
     /// What the CRI answers.
-    pub fn run_in_pod(&self, pod: &Pod, name: &str, annotations: &[&str]) -> Result<String, String> {
+    pub fn run_in_pod(
+        &self,
+        pod: &Pod,
+        name: &str,
+        annotations: &[&str],
+        args: &[&str],
+    ) -> Result<String, String> {
         let request = format!(
             "pod_sandbox_id: {:?} sandbox_config {{ {} }} config {{ metadata {{ name: {name:?} }} \
-             image {{ image: {IMAGE:?} }} command: [\"cuda-probe\", \"hold\", \"600\"] \
+             image {{ image: {IMAGE:?} }} command: {args:?} \
              log_path: \"{name}.log\" {} linux {{}} }}",
             pod.id,
             pod.config,
             entries(annotations)
         );
-        let id = field(&self.cri_done("CreateContainer", &request), "container_id");
+        let id = field(&self.cri_ask("CreateContainer", &request), "container_id");
         let started = self.cri("StartContainer", &format!("container_id: {id:?}"));
         if started.ok { Ok(id) } else { Err(started.stderr) }
     }
 
-    /// What `cuda-probe info` says in a process that comes by ExecSync, behind the words of `before`.
+    /// What `cuda-probe info` says in a process that comes by `ExecSync`, behind the words of `before`.
     #[must_use]
     pub fn exec_sync_info(&self, container: &str, before: &[&str]) -> Value {
         let words = [before, &["cuda-probe", "info"]].concat();
         let request = format!("container_id: {container:?} cmd: {words:?} timeout: 10");
-        let answer = self.cri_done("ExecSync", &request);
+        let answer = self.cri_ask("ExecSync", &request);
         serde_json::from_str(&field(&answer, "stdout")).unwrap_or_else(|_| panic!("no info: {answer}"))
     }
 
-    /// StopContainer, which gives it no time.
+    /// `StopContainer`, which gives it no time.
     pub fn stop_in_pod(&self, container: &str) {
         self.cri_done("StopContainer", &format!("container_id: {container:?} timeout: 0"));
     }
 
-    /// StopPodSandbox and RemovePodSandbox, with all its containers.
+    /// `StopPodSandbox` and `RemovePodSandbox`, with all its containers.
     pub fn remove_pod(&self, pod: &Pod) {
         for method in ["StopPodSandbox", "RemovePodSandbox"] {
             self.cri_done(method, &format!("pod_sandbox_id: {:?}", pod.id));

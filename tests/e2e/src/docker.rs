@@ -295,14 +295,15 @@ impl Drop for Docker {
     }
 }
 
-/// The containerd-shims of the containerd that listens at `address`.
+/// The containerd-shims of the containerd that listens at `address`, without those that it calls to delete
+/// what another one left.
 #[must_use]
 pub fn shims_of(address: &Path) -> Vec<Pid> {
     let address = format!(" -address {} ", address.display());
-    processes()
-        .filter(|pid| command_line(*pid).starts_with("/usr/bin/containerd-shim"))
-        .filter(|pid| command_line(*pid).contains(&address))
-        .collect()
+    let is_shim = |line: &str| {
+        line.starts_with("/usr/bin/containerd-shim") && line.contains(&address) && !line.ends_with(" delete ")
+    };
+    processes().filter(|pid| is_shim(&command_line(*pid))).collect()
 }
 
 /// Every process in a cgroup whose path has `part` in it.

@@ -40,6 +40,8 @@ impl Stopping {
 
     /// The next one stops there: `daemon`, or `before-` or `after-` one of create, start, delete.
     pub fn at(&self, stage: &str) {
+        // Of one that came to the last stage while that was let go.
+        let _ = std::fs::remove_file(self.dir.join("stopped"));
         std::fs::write(self.dir.join("stop-at"), stage).expect("the stage");
     }
 

@@ -438,8 +438,14 @@ fn a_container_of_a_cri_pod_has_the_share_of_its_device() {
     containerd.world.generate_cdi();
     for handler in ["runc", "unlisted"] {
         let pod = containerd.run_pod(handler, handler, &[]);
-        let id =
-            containerd.run_in_pod(&pod, "one", &["cdi.k8s.io/sublet=sublet/share=small"]).expect("it starts");
+        let id = containerd
+            .run_in_pod(
+                &pod,
+                "one",
+                &["cdi.k8s.io/sublet=sublet/share=small"],
+                &["cuda-probe", "hold", "600"],
+            )
+            .expect("it starts");
         let seen = containerd.exec_sync_info(&id, &[]);
         if handler == "runc" {
             is_quarter(&seen)

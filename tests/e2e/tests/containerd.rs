@@ -5,11 +5,12 @@ use std::process::Stdio;
 
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
-use sublet_e2e::containerd::{Containerd, IMAGE};
+use sublet_e2e::containerd::Containerd;
 use sublet_e2e::docker::{is_alive, skip_unless_engines};
-use sublet_e2e::{Stopping, World, bin_dir, eventually};
+use sublet_e2e::{Engine, Finished, Stopping, World, bin_dir, eventually};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
+const HOLD: &[&str] = &["cuda-probe", "hold", "600"];
 
 fn h200() -> Containerd {
     Containerd::up(World::simulated("h200", ""))
@@ -74,15 +75,9 @@ fn the_lease_follows_the_container() {
     containerd.remove("moves");
     containerd.assert_empty();
     // In the foreground, to its end.
-    let done = containerd.done(
-        &[
-            &["run", "--rm", "--snapshotter=native", "--cpu-shares=0", "--annotation=sublet.sm=25"],
-            &["--runc-binary", bin_dir().join("sublet-runtime").to_str().expect("UTF-8")][..],
-            &[IMAGE, "once", "cuda-probe", "info"],
-        ]
-        .concat(),
-    );
-    assert_eq!(serde_json::from_str::<Value>(&done).expect("JSON")["sm"], json!(32));
+    let once = containerd.attached("once", QUARTER, &["--rm"], &["cuda-probe", "info"]);
+    assert!(once.ok, "{once:?}");
+    assert_eq!(containerd.event("once", "info")["sm"], json!(32));
     containerd.assert_empty();
 }
 
@@ -121,6 +116,15 @@ fn ctr_run_shows_why_a_share_is_refused() {
     refused(&["sublet.smm=40"], &[], &["sublet.smm", "sublet.sm"]);
     refused(&["sublet.lease=0123456789abcdef"], &[], &["sublet.lease=0123456789abcdef", "remove"]);
     refused(QUARTER, &["--privileged"], &["remove `--privileged`"]);
+    // It looks for the program that its hook would run.
+    let bin = containerd.world.dir.path().join("bin");
+    std::fs::create_dir(&bin).expect("a directory");
+    std::fs::copy("/bin/true", bin.join("nvidia-container-cli")).expect("a program");
+    let path = format!("{}:{}", bin.display(), std::env::var("PATH").expect("PATH"));
+    let mut command = containerd.run_command("refused", QUARTER, &["--gpus=0"], &["true"]);
+    let both = Finished::of(&command.env("PATH", path).output().expect("ctr is installed"));
+    assert!(!both.ok && both.stderr.contains("remove `--gpus`"), "{both:?}");
+    containerd.remove("refused");
     containerd.remove("large");
     containerd.assert_empty();
 }
@@ -210,42 +214,51 @@ impl Victim {
 
 /// Kills `victim` at `stage` of a container's life, and lets the next command put everything right.
 fn killed_at(containerd: &mut Containerd, stopping: &Stopping, stage: &str, victim: Victim) {
-    eprintln!("{stage} {victim:?}");
+    // A name of its own: containerd may be tidying up after the last one still.
+    let name = &format!("{stage}-{victim:?}");
+    eprintln!("{name}");
     stopping.at(stage);
     let life = if stage.ends_with("delete") { "0" } else { "600" };
-    let mut command = containerd.run_command("killed", QUARTER, &[], &["sleep", life]);
+    let mut command = containerd.run_command(name, QUARTER, &[], &["sleep", life]);
     let mut client = command.spawn().expect("ctr runs");
     let mut remove = stage.ends_with("delete").then(|| {
         assert!(client.wait().expect("ctr ends").success());
         assert!(eventually(|| containerd.tasks().iter().any(|task| task.2 == "STOPPED")));
         let mut remove = containerd.command();
-        remove.args(["tasks", "rm", "killed"]).stderr(Stdio::null()).spawn().expect("ctr runs")
+        remove.args(["tasks", "rm", name]).stderr(Stdio::null()).spawn().expect("ctr runs")
     });
-    assert!(eventually(|| stopping.has_stopped()), "{stage} was not reached: {}", containerd.log());
+    assert!(eventually(|| stopping.has_stopped()), "{name} was not reached: {}", containerd.log());
     victim.kill(containerd);
     stopping.go_on();
     let _ = client.wait();
     let _ = remove.as_mut().map(std::process::Child::wait);
     if !matches!(victim, Victim::Containerd) {
         // As long as a process of the container's lives its lease is held, and no longer.
-        let agree = || containerd.world.leases().is_empty() == containerd.processes_of("killed").is_empty();
-        assert!(eventually(agree), "{stage}: {:?}", containerd.world.leases());
+        let agree = || containerd.world.leases().is_empty() == containerd.processes_of(name).is_empty();
+        assert!(eventually(agree), "{name}: {:?}", containerd.world.leases());
     }
     if matches!(victim, Victim::Both) {
-        let processes = containerd.processes_of("killed");
+        let processes = containerd.processes_of(name);
         for pid in &processes {
             let _ = kill(*pid, Signal::SIGKILL);
         }
-        assert!(eventually(|| !processes.iter().any(|pid| is_alive(*pid))), "{stage}: killed and not gone");
-        let gc = containerd.world.sublet(&["gc"]);
-        assert!(gc.status.success(), "{gc:?}");
+        assert!(eventually(|| !processes.iter().any(|pid| is_alive(*pid))), "{name}: killed and not gone");
+        // A daemon that is being started when its container is killed comes up, and is stopped then.
+        let restored =
+            || containerd.world.sublet(&["gc"]).status.success() && containerd.world.daemons().is_empty();
+        assert!(eventually(restored), "{name}: {:?}", containerd.world.daemons());
         containerd.world.assert_empty();
     }
     if !matches!(victim, Victim::Shim) {
         containerd.start_daemon();
     }
-    containerd.remove("killed");
-    containerd.assert_empty();
+    containerd.remove(name);
+    if containerd.world.engine == Engine::Crun && stage == "after-delete" {
+        // containerd forgets a shim whose container crun has deleted already.
+        containerd.kill_shims();
+    }
+    // The shim or containerd unmounts the root filesystem before anybody deletes the container.
+    containerd.assert_ended();
 }
 
 #[test]
@@ -294,25 +307,18 @@ fn a_pod_of_two_containers_takes_two_shares_and_none_for_its_sandbox() {
     let pod = containerd.run_pod("pod", "sublet", &["sublet.sm=25"]);
     assert_eq!(containerd.world.leases(), Vec::<Value>::new(), "the sandbox");
     // The pod's annotations go to each container, whose own stand over them.
-    let quarter = containerd.run_in_pod(&pod, "quarter", &[]).expect("it starts");
-    let half =
-        containerd.run_in_pod(&pod, "half", &["sublet.sm=50", "sublet.memory=8GiB"]).expect("it starts");
+    let run = |name, annotations: &[&str]| containerd.run_in_pod(&pod, name, annotations, HOLD);
+    let quarter = run("quarter", &[]).expect("it starts");
+    let half = run("half", &["sublet.sm=50", "sublet.memory=8GiB"]).expect("it starts");
     for (name, id, sm) in [("quarter", &quarter, 32), ("half", &half, 66)] {
-        for info in [
-            containerd.event(name, "info"),
-            containerd.exec_sync_info(id, &[]),
-            containerd.exec_sync_info(id, &["env", "-i"]),
-        ] {
-            // Without an environment the ceiling is that of the server, the largest of its leases'.
-            eprintln!("{name} {info}");
-            assert_eq!(
-                (&info["error"], &info["mps"], &info["sm"]),
-                (&Value::Null, &json!(true), &json!(sm)),
-                "{name}"
-            );
+        for info in [containerd.event(name, "info"), containerd.exec_sync_info(id, &[])] {
+            assert_eq!((&info["error"], &info["mps"], &info["sm"]), (&Value::Null, &json!(true), &json!(sm)));
         }
+        // Without an environment: the server's ceiling, which is the larger one.
+        let bare = containerd.exec_sync_info(id, &["env", "-i"]);
+        assert_eq!((&bare["mps"], &bare["sm"]), (&json!(true), &json!(66)), "{bare}");
     }
-    let refused = containerd.run_in_pod(&pod, "third", &["sublet.sm=40"]).expect_err("no room");
+    let refused = run("third", &["sublet.sm=40"]).expect_err("no room");
     assert!(refused.contains("sublet-runtime: container ") && refused.contains("40 %"), "{refused}");
     let _ = lease_id(&containerd, &quarter);
     containerd.stop_in_pod(&half);
@@ -323,15 +329,15 @@ fn a_pod_of_two_containers_takes_two_shares_and_none_for_its_sandbox() {
 }
 
 #[test]
-fn a_handler_without_the_list_passes_no_annotations() {
+fn a_pod_by_a_handler_without_the_list_gets_nothing() {
     if skip_unless_engines() || skip_without_processor_shares() {
         return;
     }
     let containerd = h200();
     let pod = containerd.run_pod("pod", "unlisted", &["sublet.sm=25"]);
-    let id = containerd.run_in_pod(&pod, "plain", &["sublet.sm=25"]).expect("it starts");
+    let id = containerd.run_in_pod(&pod, "plain", &["sublet.sm=25"], &["sleep", "600"]).expect("it starts");
     let nodes =
-        containerd.cri_done("ExecSync", &format!("container_id: {id:?} cmd: [\"ls\", \"/dev\"] timeout: 10"));
+        containerd.cri_ask("ExecSync", &format!("container_id: {id:?} cmd: [\"ls\", \"/dev\"] timeout: 10"));
     assert!(nodes.contains("null") && !nodes.contains("nvidia"), "{nodes}");
     assert!(!containerd.world.state_dir().join("ledger.json").exists(), "nothing was written down");
     containerd.remove_pod(&pod);

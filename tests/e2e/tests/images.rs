@@ -5,7 +5,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, World, skip_unless_root, tree};
+use sublet_e2e::{Bundle, World, eventually, skip_unless_root, tree};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const SLEEP: &[&str] = &["/bin/sleep", "120"];
@@ -88,6 +88,30 @@ fn a_dangling_absolute_link_leaves_nothing_on_the_host() {
     up(&bundle);
     assert!(!Path::new(&target).parent().expect("a directory").exists(), "something is on the host");
     bundle.down();
+    assert_eq!(empty_files(&bundle), Vec::<String>::new());
+    world.assert_empty();
+}
+
+/// containerd unmounts the root filesystem behind a delete: nobody gets at it after that.
+#[test]
+fn a_delete_clears_what_another_command_has_freed_and_not_cleared_yet() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("freed", WHOLE, HOLD);
+    up(&bundle);
+    assert!(bundle.kill("KILL").ok);
+    let ledger = world.state_dir().join("ledger.json");
+    let mut freed: Value =
+        serde_json::from_slice(&std::fs::read(&ledger).expect("ledger.json")).expect("JSON");
+    let lease = freed["leases"].as_array_mut().expect("leases").pop().expect("one");
+    let (place, files) = (&lease["container"], &lease["mount_points"]);
+    freed["leftovers"] =
+        json!([{"bundle": place["bundle"], "rootfs": place["rootfs"], "mount_points": files}]);
+    std::fs::write(&ledger, freed.to_string()).expect("ledger.json");
+    assert_ne!(empty_files(&bundle), Vec::<String>::new());
+    assert!(eventually(|| bundle.delete().ok), "its first process has ended");
     assert_eq!(empty_files(&bundle), Vec::<String>::new());
     world.assert_empty();
 }
