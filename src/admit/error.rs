@@ -1,6 +1,7 @@
 //! Every reason not to start a container, each one line for whoever started it.
 
 use crate::apply::{Conflict, ImageError, NamespaceError, SpecError};
+use crate::cdi::CdiError;
 use crate::inventory::{InventoryError, NodeError};
 use crate::ledger::{Doubled, LeaseId, LedgerError, NotBound};
 use crate::mps::MpsError;
@@ -58,6 +59,8 @@ pub enum AdmitError {
     )]
     ForgedLease { id: String },
     #[error(transparent)]
+    Cdi(Box<CdiError>),
+    #[error(transparent)]
     Namespace(#[from] NamespaceError),
     #[error(
         "{} does not go with a hook: the limits of the shared MPS server stand in the environment, which is \
@@ -83,6 +86,12 @@ pub enum AdmitError {
         safe(container)
     )]
     StillRunning { lease: LeaseId, container: String },
+}
+
+impl From<CdiError> for AdmitError {
+    fn from(error: CdiError) -> Self {
+        Self::Cdi(Box::new(error))
+    }
 }
 
 impl From<BrokerError> for AdmitError {

@@ -1,14 +1,17 @@
 //! The way through for a container that exists already: same request, place, lease and grant, carried out
 //! on its namespaces. Nothing can change its environment any more, so what holds without one is all it
-//! gets: nodes, files, and an MPS server of its own whose defaults are its limits.
+//! gets: nodes, files, and an MPS server of its own whose defaults are its limits. A CDI device has brought
+//! the environment before: then the share is what its configuration says, shared server and all.
 
 use std::convert::Infallible;
 
 use serde_json::Value;
 
 use super::take::{self, Rootfs, Terms};
+use super::wish::has_environment;
 use super::{AdmitError, Candidate, already_granted, grant, read, ready, refusals, rootless, same, wish};
 use crate::apply::{self, Live};
+use crate::cdi::{self, Asked, CdiError};
 use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
 use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, Store};
@@ -28,29 +31,44 @@ pub enum Late {
         lease: LeaseId,
         /// For stderr and the log, one line each.
         warnings: Vec<String>,
-        /// For the log: which environment it does without.
-        environment: String,
+        /// For the log: which environment it does without; a CDI device brings its own.
+        environment: Option<String>,
     },
 }
 
 /// Finds `container`, whose first process is `init`, its share and gives it to the live container. `spec`
-/// is its config.json, with the annotations that its runtime told.
+/// is its config.json, with the annotations that its runtime told; `by_cdi` what a hook of a CDI device was
+/// told.
 ///
 /// # Errors
 /// Any reason not to start it; the lease is given back then, and `sublet status --last-error` has it.
-pub fn late(container: &Container, init: Process, spec: &Value, config: &Config) -> Result<Late, AdmitError> {
+pub fn late(
+    container: &Container,
+    init: Process,
+    spec: &Value,
+    by_cdi: Option<&Asked>,
+    config: &Config,
+) -> Result<Late, AdmitError> {
     let annotations = apply::annotations(spec)?;
-    if !wish::is_ours(spec, &annotations, None) {
+    if by_cdi.is_none() && !wish::is_ours(spec, &annotations, None) {
         return Ok(Late::NotOurs);
     }
-    let admitted = match annotations.get(LEASE_ANNOTATION) {
+    let admitted = confirm(by_cdi, spec).and_then(|()| match annotations.get(LEASE_ANNOTATION) {
         Some(id) => already_granted(id, container, config).map(|_| granted_before(id)),
         None => admit_live(container, init, spec, config),
-    };
+    });
     if let Err(error) = &admitted {
         refusals::record(&container.id, error, config);
     }
     admitted
+}
+
+/// What the hook was told is what all doors read in config.json.
+fn confirm(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), AdmitError> {
+    if by_cdi.is_none() || cdi::asked(spec)?.as_ref() == by_cdi {
+        return Ok(());
+    }
+    Err(CdiError::NotAsked.into())
 }
 
 /// `id` was found in the ledger, so it is one.
@@ -68,14 +86,18 @@ fn admit_live(
     if let Some(lease) = lease_of(&read(&store)?, container, init) {
         return Ok(Late::AlreadyGranted(lease.id.clone()));
     }
-    let request = dedicated(wish(spec, None, config)?, spec, config)?;
+    let (asked, request) = (cdi::asked(spec)?, wish(spec, None, config)?);
+    let request = if asked.is_some() { request } else { dedicated(request, spec, config)? };
     let candidate = Candidate { container: container.clone(), owner: init, share: None };
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
     let taken = take::take(&candidate, &request, terms, &store, config)?;
     let applied = bind(&taken.lease.id, Init::of(init), &store)
-        .and_then(|()| fits(&taken, spec))
         .and_then(|()| grant(&taken, &request, config))
         .and_then(|grant| {
+            match &asked {
+                Some(asked) => has_environment(spec, asked, &grant)?,
+                None => fits(&taken, spec)?,
+            }
             let warnings = ready(&taken, &grant, &store, config)?;
             apply::apply(&grant, Live { init, rootfs: &container.rootfs })?;
             Ok(Grant { warnings, ..grant })
@@ -84,7 +106,7 @@ fn admit_live(
         super::give_back(&taken.lease, &store, config);
     }
     let grant = applied?;
-    let environment = environment(&grant, &taken.lease);
+    let environment = asked.is_none().then(|| environment(&grant, &taken.lease));
     Ok(Late::Granted { lease: taken.lease.id, warnings: grant.warnings, environment })
 }
 
@@ -207,6 +229,18 @@ mod tests {
         assert!(isolation(json!({"sublet.share": "small"}), &config).is_err());
         let overridden = json!({"sublet.share": "small", "sublet.isolation": "dedicated"});
         assert_eq!(isolation(overridden, &config), Ok(Isolation::Dedicated));
+    }
+
+    #[test]
+    fn a_hook_of_a_cdi_device_serves_what_config_json_says_and_nothing_else() {
+        let asked = |share: &str| Asked { share: share.to_owned(), device: "GPU-a".to_owned() };
+        let small = asked("small");
+        let hook = json!({"path": "/sublet-hook", "args": small.arguments(cdi::STAGE)});
+        let spec = json!({"hooks": {"createRuntime": [hook]}});
+        assert!(confirm(Some(&small), &spec).is_ok() && confirm(None, &spec).is_ok());
+        assert!(confirm(Some(&asked("large")), &spec).is_err());
+        let error = confirm(Some(&small), &json!({})).unwrap_err();
+        assert!(error.to_string().starts_with("its config.json asks for no CDI device"), "{error}");
     }
 
     #[test]

@@ -4,15 +4,19 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use super::AdmitError;
-use crate::apply;
+use super::{AdmitError, fresh_inventory, rootless};
+use crate::apply::{self, Conflict};
+use crate::cdi::{self, Asked, CdiError};
 use crate::config::Config;
+use crate::grant::{Grant, nodes_of};
+use crate::place::only;
 use crate::request::{self, Request};
+use crate::text::safe;
 
-/// Whether the container is ours: by its annotations, or by the name the shim was called by. The pause
-/// container of a pod never is, though engines copy the pod's annotations to it.
+/// Whether the container is ours: by its annotations, by a CDI device, or by the name the shim was called
+/// by. The pause container of a pod never is, though engines copy the pod's annotations to it.
 pub(super) fn is_ours(spec: &Value, annotations: &BTreeMap<String, String>, share: Option<&str>) -> bool {
-    let asked = share.is_some() || request::is_ours(annotations);
+    let asked = share.is_some() || request::is_ours(annotations) || cdi::is_asked(spec);
     asked && !request::is_sandbox(annotations) && !request::is_podman_infra(annotations, &arguments(spec))
 }
 
@@ -26,9 +30,82 @@ fn arguments(spec: &Value) -> Vec<&str> {
 /// # Errors
 /// Annotations that make no request, a spec that contradicts it.
 pub fn wish(spec: &Value, share: Option<&str>, config: &Config) -> Result<Request, AdmitError> {
+    if let Some(asked) = cdi::asked(spec)? {
+        return by_cdi(spec, &asked, share, config);
+    }
     let annotations = apply::annotations(spec)?;
     let capabilities = apply::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
     let request = request::parse(&annotations, share, capabilities.as_deref(), config)?;
-    apply::conflict(spec, config)?;
+    apply::conflict(spec, &[], config)?;
     Ok(request)
+}
+
+/// The share of a CDI device, on its device alone, whose nodes are there already.
+fn by_cdi(spec: &Value, asked: &Asked, door: Option<&str>, config: &Config) -> Result<Request, AdmitError> {
+    if rootless::applies(config) {
+        return Err(CdiError::Rootless.into());
+    }
+    let mut annotations = apply::annotations(spec)?;
+    let said = annotations.clone();
+    if let (Some(door), false) = (door, annotations.contains_key("sublet.share")) {
+        annotations.insert("sublet.share".to_owned(), door.to_owned());
+    }
+    let capabilities = apply::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
+    let parse =
+        |annotations| request::parse(annotations, Some(&asked.share), capabilities.as_deref(), config);
+    let (request, alone) = (parse(&annotations)?, parse(&BTreeMap::new())?);
+    // How long to wait and which files to bring make no other share of it.
+    let same =
+        Request { wait: alone.wait, capabilities: alone.capabilities.clone(), ..request.clone() } == alone;
+    if !same {
+        return Err(contradiction(asked, &said, door).into());
+    }
+    let inventory = fresh_inventory(config)?;
+    let request = only(&request, &asked.device, &inventory, config).map_err(|why| CdiError::Device {
+        share: safe(&asked.share),
+        device: safe(&asked.device),
+        why,
+    })?;
+    let given = nodes_of(&asked.device, &inventory, config);
+    apply::conflict(spec, &given, config).map_err(|conflict| beside(asked, conflict))?;
+    Ok(request)
+}
+
+fn beside(asked: &Asked, conflict: Conflict) -> AdmitError {
+    match conflict {
+        Conflict::Node(_) | Conflict::Rule(_) => {
+            CdiError::Conflict { share: safe(&asked.share), conflict }.into()
+        }
+        other => other.into(),
+    }
+}
+
+fn contradiction(asked: &Asked, said: &BTreeMap<String, String>, door: Option<&str>) -> CdiError {
+    let ours = said.iter().filter(|(key, _)| key.starts_with("sublet."));
+    let mut words: Vec<String> = ours.map(|(key, value)| format!("{key}={value}")).collect();
+    words.extend(door.filter(|_| words.is_empty()).map(|door| format!("the runtime sublet-{door}")));
+    CdiError::Contradiction { share: safe(&asked.share), annotations: safe(&words.join(", ")) }
+}
+
+/// Whether the environment of `spec` is that of `grant`: the limits of a shared MPS server stand there.
+///
+/// Docker puts a CDI device's variables behind the image's of the same name, and runc and crun set one after
+/// the other: the last counts.
+pub(super) fn has_environment(spec: &Value, asked: &Asked, grant: &Grant) -> Result<(), CdiError> {
+    let (share, env) = (safe(&asked.share), &grant.env);
+    let differs =
+        |(name, value): &&(String, String)| apply::environment_value(spec, name).as_ref() != Some(value);
+    if let Some((name, _)) = env.set.iter().find(differs) {
+        return Err(CdiError::Environment { share, name: safe(name) });
+    }
+    let entries = spec.pointer("/process/env").and_then(Value::as_array).into_iter().flatten();
+    let mut names = entries.filter_map(|entry| Some(entry.as_str()?.split_once('=')?.0));
+    let is_strange = |name: &&str| {
+        let is_set = env.set.iter().any(|(set, _)| set == name);
+        !is_set && env.remove_prefixes.iter().any(|prefix| name.starts_with(prefix.as_str()))
+    };
+    match names.find(is_strange) {
+        Some(name) => Err(CdiError::Strange { share, name: safe(name) }),
+        None => Ok(()),
+    }
 }

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::spec::environment_value;
 use crate::config::Config;
-use crate::inventory::under;
+use crate::inventory::{Node, under};
 use crate::text::safe;
 
 /// Major of /dev/nvidiactl and the GPUs' nodes, fixed by the kernel (Documentation/admin-guide/devices.txt).
@@ -50,16 +50,18 @@ pub enum Conflict {
     Rule(String),
 }
 
-/// Finds an engine's own GPU request, an allow-all device rule, or NVIDIA nodes outside our grant.
+/// Finds an engine's own GPU request, an allow-all device rule, or NVIDIA nodes outside our grant; `given`
+/// are those that a CDI device of ours has put there.
 ///
 /// # Errors
 /// The first conflict found.
-pub fn conflict(spec: &Value, config: &Config) -> Result<(), Conflict> {
+pub fn conflict(spec: &Value, given: &[Node], config: &Config) -> Result<(), Conflict> {
     engine_request(spec)?;
     if config.limits.allow_privileged {
         return Ok(());
     }
-    let host = Host { majors: nvidia_majors(&config.driver.root), dev: under(&config.driver.root, "/dev") };
+    let host =
+        Host { majors: nvidia_majors(&config.driver.root), dev: under(&config.driver.root, "/dev"), given };
     // `--privileged` brings nodes too, and an engine's `--device` a rule: the message names what was said.
     every_device(spec)?;
     nodes(spec, &host)?;
@@ -68,10 +70,22 @@ pub fn conflict(spec: &Value, config: &Config) -> Result<(), Conflict> {
 }
 
 /// What tells an NVIDIA node on this host.
-struct Host {
+struct Host<'a> {
     majors: BTreeSet<i64>,
     /// Where the host's nodes are, driver root included.
     dev: PathBuf,
+    /// Nodes that are the container's by right.
+    given: &'a [Node],
+}
+
+impl Host<'_> {
+    /// Whether `entry`, a device or a rule, is for a node that is given.
+    fn gives(&self, entry: &Value) -> bool {
+        let numbers = (number(entry, "major"), number(entry, "minor"));
+        let is = |node: &&Node| numbers == (Some(node.major.into()), Some(node.minor.into()));
+        let path = entry.get("path").map(|path| path.as_str().map(Path::new));
+        self.given.iter().filter(is).any(|node| path.is_none_or(|path| path == Some(&node.path)))
+    }
 }
 
 /// Majors in /proc/devices whose driver is one of NVIDIA's; 195 always.
@@ -189,8 +203,10 @@ fn every_device(spec: &Value) -> Result<(), Conflict> {
     opening_rules(spec).find(is_every).map_or(Ok(()), |rule| Err(Conflict::EveryDevice(describe(rule))))
 }
 
-fn rules(spec: &Value, host: &Host) -> Result<(), Conflict> {
-    let is_ours = |rule: &&Value| number(rule, "major").is_none_or(|major| host.majors.contains(&major));
+fn rules(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
+    let is_ours = |rule: &&Value| {
+        number(rule, "major").is_none_or(|major| host.majors.contains(&major)) && !host.gives(rule)
+    };
     opening_rules(spec).find(is_ours).map_or(Ok(()), |rule| Err(Conflict::Rule(describe(rule))))
 }
 
@@ -207,8 +223,8 @@ fn describe(rule: &Value) -> String {
     safe(&line)
 }
 
-fn nodes(spec: &Value, host: &Host) -> Result<(), Conflict> {
-    for device in entries(spec, "/linux/devices") {
+fn nodes(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
+    for device in entries(spec, "/linux/devices").iter().filter(|device| !host.gives(device)) {
         let path = device.get("path").and_then(Value::as_str).unwrap_or_default();
         let kind = device.get("type").and_then(Value::as_str);
         let by_number = matches!(kind, Some("c" | "u"))
@@ -220,7 +236,7 @@ fn nodes(spec: &Value, host: &Host) -> Result<(), Conflict> {
     Ok(())
 }
 
-fn binds(spec: &Value, host: &Host) -> Result<(), Conflict> {
+fn binds(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
     for mount in entries(spec, "/mounts").iter().filter(|mount| is_bind(mount)) {
         for key in ["source", "destination"] {
             let path = mount.get(key).and_then(Value::as_str).unwrap_or_default();

@@ -85,13 +85,13 @@ impl JsonFile {
         Ok(Self { path, text })
     }
 
-    /// Whether the text may hold a `sublet.` annotation at all: a scan, no parse.
+    /// Whether the text may hold a `sublet.` annotation or name `sublet-hook` at all: a scan, no parse.
     ///
     /// An escape that could stand for one of its characters counts as a hit.
     #[must_use]
     pub fn mentions_sublet(&self) -> bool {
         let hit = |window: &[u8]| match window[0] {
-            b's' => window == b"sublet.",
+            b's' => window == b"sublet." || window == b"sublet-",
             b'\\' => window[1..].starts_with(b"u00") && matches!(window[4], b'2' | b'6' | b'7'),
             _ => false,
         };

@@ -1,7 +1,7 @@
 //! Edits to config.json as a `serde_json::Value`: every field that was there stays, in its order.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use oci_spec::OciSpecError;
 use oci_spec::runtime::{
@@ -145,12 +145,16 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     if nested || has_user_namespace(root) {
         let mounts = nodes.iter().map(node_mount_value).collect::<Result<Vec<_>, _>>()?;
         append(root, "mounts", "mounts", mounts)?;
+        // A CDI device has put them there: the runtime would bind what stands at their path on the host.
+        if let Some(linux) = root.get_mut("linux").filter(|linux| linux.get("devices").is_some()) {
+            let present = array(object(linux, "linux")?, "devices", "linux.devices")?;
+            present.retain(|entry| !nodes.iter().any(|granted| is_at(entry, granted)));
+        }
     } else {
         let linux = child(root, "linux", "linux")?;
         let present = array(linux, "devices", "linux.devices")?;
         for granted in nodes {
-            let path = granted.node.path.to_str();
-            if !present.iter().any(|entry| entry.get("path").and_then(Value::as_str) == path) {
+            if !present.iter().any(|entry| is_at(entry, granted)) {
                 present.push(device_value(granted)?);
             }
         }
@@ -162,6 +166,11 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     let resources = child(linux, "resources", "linux.resources")?;
     let rules = nodes.iter().map(rule_value).collect::<Result<Vec<_>, _>>()?;
     append(resources, "devices", "linux.resources.devices", rules)
+}
+
+/// Whether `entry` of linux.devices has the path of `granted`.
+fn is_at(entry: &Value, granted: &GrantedNode) -> bool {
+    entry.get("path").and_then(Value::as_str).map(Path::new) == Some(granted.node.path.as_path())
 }
 
 fn has_user_namespace(root: &Map<String, Value>) -> bool {

@@ -1,5 +1,6 @@
 //! The `sublet` command: one file a command.
 
+mod cdi;
 mod config;
 mod drain;
 mod explain;
@@ -56,7 +57,10 @@ enum Command {
     /// List, start and stop MPS daemons, show their logs
     #[command(subcommand)]
     Mps(mps::Command),
-    /// Take leases and hold MPS daemons for users without root; systemd runs it (sublet.socket)
+    /// Offer named shares as CDI devices: docker run --device sublet/share=small.0
+    #[command(subcommand)]
+    Cdi(cdi::Command),
+    /// Take leases and hold MPS daemons for users without root, keep CDI devices current; systemd runs it
     Serve,
     /// Check or show the configuration
     #[command(subcommand)]
@@ -93,6 +97,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Drain(arguments) => drain::run(&arguments, true, &config),
         Command::Undrain(arguments) => drain::run(&arguments, false, &config),
         Command::Mps(command) => mps::run(&command, &config),
+        Command::Cdi(command) => cdi::run(&command, &config),
         Command::Serve => serve::run(&config),
         Command::Config(_) => unreachable!("handled above, before the configuration has to be valid"),
     }

@@ -44,6 +44,9 @@ pub(super) fn check(config: &Config) -> Checked {
         let fits = !name.is_empty() && !name.contains(|c: char| c == '=' || c.is_control());
         must(fits, &["grant", "env", name], "is no name for an environment variable")?;
     }
+    absolute(&["cdi", "spec"], &config.cdi.spec)?;
+    let is_json = config.cdi.spec.extension().is_some_and(|extension| extension == "json");
+    must(is_json, &["cdi", "spec"], "must end in .json: engines read no other name")?;
     for (index, rule) in config.policy.iter().enumerate() {
         policy(index, rule)?;
     }

@@ -177,10 +177,10 @@ fn fractions_of_the_ceiling_are_not_lost() {
 #[test]
 fn unknown_keys() {
     assert_snapshot!(refused("[limits]\n\n  sm_overcomit = 1.5\n"), @"configuration /c.toml:3:3: unknown key `sm_overcomit`, expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`; did you mean sm_overcommit?");
-    assert_snapshot!(refused("[limit]\n"), @"configuration /c.toml:1:2: unknown key `limit`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `policy`, `share`; did you mean limits?");
-    assert_snapshot!(refused("[guard]\nkill = true\n"), @"configuration /c.toml:1:2: unknown key `guard`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `policy`, `share`; [guard] is not yet in this version");
+    assert_snapshot!(refused("[limit]\n"), @"configuration /c.toml:1:2: unknown key `limit`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `policy`, `share`; did you mean limits?");
+    assert_snapshot!(refused("[guard]\nkill = true\n"), @"configuration /c.toml:1:2: unknown key `guard`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `policy`, `share`; [guard] is not yet in this version");
     assert_snapshot!(refused("[defaults]\nmode = \"timeslice\"\n"), @"configuration /c.toml:2:8: unknown variant `timeslice`, expected one of `time-slice`, `mps`, `mig`, `exclusive`; did you mean time-slice?");
-    assert_snapshot!(refused("\"\\u001b[2J\" = 1\n"), @r#"configuration /c.toml:1:1: unknown key `\u{1b}[2J`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `policy`, `share`"#);
+    assert_snapshot!(refused("\"\\u001b[2J\" = 1\n"), @r#"configuration /c.toml:1:1: unknown key `\u{1b}[2J`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `policy`, `share`"#);
 }
 
 #[test]
@@ -195,6 +195,8 @@ fn wrong_values() {
     assert_snapshot!(refused("[mps]\nstart_timeout = \"soon\"\n"), @r#"configuration /c.toml:2:17: "soon" must be 0 or a whole number of ms, s or m, as 10s"#);
     assert_snapshot!(refused("[mps]\nstart_timeout = \"0\"\n"), @"configuration /c.toml:2:1: mps.start_timeout must be over 0");
     assert_snapshot!(refused("state_dir = \"run\"\n"), @"configuration /c.toml:1:1: state_dir must be an absolute path");
+    assert_snapshot!(refused("[cdi]\nspec = \"run/s.json\"\n"), @"configuration /c.toml:2:1: cdi.spec must be an absolute path");
+    assert_snapshot!(refused("[cdi]\nspec = \"/run/sublet\"\n"), @"configuration /c.toml:2:1: cdi.spec must end in .json: engines read no other name");
     assert_snapshot!(refused("state_dir = \"/0123456789012345678901234567890123456789\"\n"), @"configuration /c.toml:1:1: state_dir must be at most 38 bytes long: paths of MPS sockets below it end at 107");
     assert_snapshot!(refused("[runtime]\nlow_level = []\n"), @r#"configuration /c.toml:2:1: runtime.low_level must name one low-level runtime or more, as ["runc", "crun"]"#);
     assert_snapshot!(refused("[[device]]\nmatch = 0\n\n[[device]]\nmatch = \"left\"\n"), @r#"configuration /c.toml:5:1: device.1.match must be all, an index, GPU-<uuid>, PCI bus id, MIG-<uuid>, "G:M" or model:<glob>"#);

@@ -46,6 +46,8 @@ pub struct Config {
     pub grant: Grant,
     /// MIG layouts.
     pub mig: Mig,
+    /// Named shares as CDI devices.
+    pub cdi: Cdi,
     /// What users without root may take; the first rule that fits counts.
     pub policy: Vec<PolicyRule>,
     /// Named shares: each a set of annotation keys without the `sublet.` prefix.
@@ -66,6 +68,7 @@ impl Default for Config {
             mps: Mps::default(),
             grant: Grant::default(),
             mig: Mig::default(),
+            cdi: Cdi::default(),
             policy: Vec::new(),
             share: BTreeMap::new(),
         }
@@ -308,6 +311,21 @@ pub struct Mig {
     pub dynamic: bool,
     /// A layout file to apply.
     pub layout: Option<PathBuf>,
+}
+
+/// `[cdi]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Cdi {
+    /// The specification that `sublet cdi generate` writes and `sublet serve` keeps current.
+    pub spec: PathBuf,
+}
+
+impl Default for Cdi {
+    /// Where engines look for what is made anew after each boot (CDI SPEC.md, "CDI JSON Specification").
+    fn default() -> Self {
+        Self { spec: PathBuf::from("/var/run/cdi/sublet.json") }
+    }
 }
 
 impl Config {

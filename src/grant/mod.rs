@@ -13,7 +13,7 @@ use crate::config::{Config, Inject};
 use crate::inventory::{Device, Inventory, Node};
 use crate::ledger::Lease;
 use crate::place::Placement;
-use crate::request::Capabilities;
+use crate::request::{Capabilities, Capability};
 
 /// All edits to one container, for the appliers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -114,6 +114,14 @@ pub fn grant(
         masked_paths: masked_paths(&devices, inventory),
         warnings: warnings(placement, image, inventory, config),
     }
+}
+
+/// Every node that a container with `uuid` can be given, whatever its capabilities.
+#[must_use]
+pub fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Vec<Node> {
+    let devices = files::gpus(&[uuid.to_owned()], inventory);
+    let all = Capabilities(Capability::ALL.to_vec());
+    files::nodes(&devices, &all, inventory, config).into_iter().map(|granted| granted.node).collect()
 }
 
 /// The environment part alone, from what the ledger and the inventory say: for `exec`.

@@ -63,16 +63,20 @@ pub(crate) fn add(
     program: &str,
     config: Option<&Path>,
 ) -> Result<(), BadHooks> {
-    let mut env = vec![PATH.to_owned()];
-    env.extend(config.map(|config| format!("{}={}", config::VARIABLE, config.display())));
     let hook = json!({
         "path": program,
         "args": ["sublet-hook", stage.name()],
-        "env": env,
+        "env": environment(config),
         "timeout": stage.timeout(),
     });
     array(spec, stage)?.push(hook);
     Ok(())
+}
+
+/// What a hook of ours is run with; `config` names its configuration.
+pub(crate) fn environment(config: Option<&Path>) -> Vec<String> {
+    let config = config.map(|config| format!("{}={}", config::VARIABLE, config.display()));
+    [PATH.to_owned()].into_iter().chain(config).collect()
 }
 
 /// Makes the container's creation fail with `reason` in the runtime's message.

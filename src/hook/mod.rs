@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use crate::admit::{self, AdmitError};
 use crate::apply::FileError;
+use crate::cdi::{self, Asked, CdiError};
 use crate::config::{self, ConfigError};
 use crate::ledger::LeaseId;
 use crate::runtime::Global;
@@ -31,7 +32,7 @@ const INPUT_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug, thiserror::Error)]
 pub enum HookError {
     /// The first argument.
-    #[error("no stage {0}: the first argument is precreate, prestart, createRuntime or poststop")]
+    #[error("no stage {0}: the first argument is precreate, prestart, createRuntime, poststop or cdi")]
     UnknownStage(String),
     /// Standard input.
     #[error("the container's state on standard input: {0}")]
@@ -70,10 +71,19 @@ pub enum HookError {
         /// Why not.
         why: String,
     },
+    /// A CDI device.
+    #[error("container {id}: {source}")]
+    Cdi {
+        /// The container.
+        id: String,
+        /// Why not.
+        source: CdiError,
+    },
     /// Not root on the host.
     #[error(
-        "container {id}: a prestart hook cannot give a rootless container its share: it may neither open \
-         devices nor enter other namespaces; use Podman's precreate hook or sublet-runtime"
+        "container {id}: a prestart hook or CDI device cannot give a rootless container its share: the hook \
+         may neither open devices nor enter other namespaces; use annotations, with Podman's precreate hook \
+         or sublet-runtime"
     )]
     Rootless {
         /// The container.
@@ -116,12 +126,12 @@ pub enum HookError {
 }
 
 /// Runs the hook; `args` begin with the program's name.
-pub fn main(mut args: impl Iterator<Item = OsString>) -> ExitCode {
+pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     let own = config::load_runtime().ok().and_then(|runtime| runtime.log);
     let log = Log::new("sublet-hook", &Global::default(), own.as_deref());
     log::trace_to(log.clone(), false);
-    let stage = args.nth(1).unwrap_or_default();
-    match run(&stage.to_string_lossy(), &log) {
+    let args: Vec<String> = args.skip(1).map(|arg| arg.to_string_lossy().into_owned()).collect();
+    match run(&args, &log) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             log.write(Level::Error, &error.to_string());
@@ -132,12 +142,16 @@ pub fn main(mut args: impl Iterator<Item = OsString>) -> ExitCode {
     }
 }
 
-fn run(stage: &str, log: &Log) -> Result<(), HookError> {
+fn run(args: &[String], log: &Log) -> Result<(), HookError> {
+    let stage = args.first().map(String::as_str).unwrap_or_default();
+    let asked = || Asked::parse(args[1..].iter().map(String::as_str));
     match stage {
         "precreate" => precreate::precreate(log),
         "createRuntime" => create_runtime(&read_state()?, log),
-        "prestart" => prestart::prestart(&read_state()?, log),
-        "poststop" => poststop(&read_state()?),
+        "prestart" => prestart::prestart(&read_state()?, None, log),
+        cdi::STAGE => by_cdi(&read_state()?, asked(), log),
+        // For containers of CDI devices, with the same arguments as before their start.
+        "poststop" => poststop(&read_state()?, asked().is_ok()),
         _ => Err(HookError::UnknownStage(crate::text::safe(stage))),
     }
 }
@@ -146,8 +160,14 @@ fn run(stage: &str, log: &Log) -> Result<(), HookError> {
 fn create_runtime(state: &State, log: &Log) -> Result<(), HookError> {
     match lease(state)? {
         Some(lease) => create_runtime::bind(state, &lease),
-        None => prestart::prestart(state, log),
+        None => prestart::prestart(state, None, log),
     }
+}
+
+/// The container has a CDI device of ours: gives it that share, unless another door was first.
+fn by_cdi(state: &State, asked: Result<Asked, CdiError>, log: &Log) -> Result<(), HookError> {
+    let asked = asked.map_err(|source| HookError::Cdi { id: name(state), source })?;
+    prestart::prestart(state, Some(&asked), log)
 }
 
 /// The container's state from standard input.
@@ -165,14 +185,15 @@ fn lease(state: &State) -> Result<Option<LeaseId>, HookError> {
     state.lease().map_err(|lease| HookError::Lease { id: name(state), lease })
 }
 
-/// The container is gone: frees the lease that its annotation names, or that a hook took for it.
-fn poststop(state: &State) -> Result<(), HookError> {
+/// The container is gone: frees the lease that its annotation names, or that a hook took for it, as it did
+/// for one `by_cdi`.
+fn poststop(state: &State, by_cdi: bool) -> Result<(), HookError> {
     match lease(state)? {
         Some(lease) => {
             let config = config::load()?;
             admit::end(&lease, &config).map_err(|source| HookError::End { id: name(state), source })
         }
-        None if state.is_ours() => prestart::ended(state),
+        None if by_cdi || state.is_ours() => prestart::ended(state),
         None => Ok(()),
     }
 }

@@ -9,19 +9,20 @@ use super::HookError;
 use super::state::{State, Status};
 use crate::admit::{self, Late};
 use crate::apply::JsonFile;
+use crate::cdi::Asked;
 use crate::config;
 use crate::ledger::Container;
 use crate::process::Process;
 use crate::runtime::log::{Level, Log};
 use crate::text::safe;
 
-/// Gives the container its share, if it asks for one.
-pub(super) fn prestart(state: &State, log: &Log) -> Result<(), HookError> {
+/// Gives the container its share, if it asks for one: by its annotations, or `by_cdi`.
+pub(super) fn prestart(state: &State, by_cdi: Option<&Asked>, log: &Log) -> Result<(), HookError> {
     let id = safe(&state.id);
     let failed = |why: String| HookError::Start { id: id.clone(), why };
     let bundle = bundle(state).map_err(failed)?;
     let file = JsonFile::read(&bundle.join("config.json")).map_err(|error| failed(error.to_string()))?;
-    if !file.mentions_sublet() && !state.is_ours() {
+    if by_cdi.is_none() && !file.mentions_sublet() && !state.is_ours() {
         return Ok(());
     }
     let mut spec = file.parse().map_err(|error| failed(error.to_string()))?;
@@ -33,14 +34,16 @@ pub(super) fn prestart(state: &State, log: &Log) -> Result<(), HookError> {
     let config = config::load()?;
     let container = container(state, &bundle, &spec).map_err(failed)?;
     let say = |level, text: &str| log.write(level, &format!("container {id}: {text}"));
-    match admit::late(&container, init, &spec, &config).map_err(|error| failed(error.to_string()))? {
+    match admit::late(&container, init, &spec, by_cdi, &config).map_err(|error| failed(error.to_string()))? {
         Late::NotOurs => {}
         Late::AlreadyGranted(lease) => say(Level::Debug, &format!("it has lease {lease} already")),
         Late::Granted { warnings, environment, .. } => {
             for warning in &warnings {
                 say(Level::Warning, warning);
             }
-            say(Level::Info, &environment);
+            if let Some(environment) = environment {
+                say(Level::Info, &environment);
+            }
         }
     }
     Ok(())

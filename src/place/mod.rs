@@ -19,7 +19,7 @@ use crate::request::{Devices, Isolation, Mode, Percent, Priority, Request, Selec
 
 pub use account::{Account, account};
 pub use refusal::Refusal;
-pub use select::{named, rule};
+pub use select::{named, only, rule};
 
 /// Where a request finds its place.
 #[derive(Clone, Debug, PartialEq)]

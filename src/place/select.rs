@@ -3,7 +3,7 @@
 use crate::config::{Config, DeviceRule};
 use crate::glob::glob_matches;
 use crate::inventory::{Device, Inventory};
-use crate::request::{Devices, Selector};
+use crate::request::{Devices, Request, Selector};
 use crate::text::safe;
 
 /// The first rule of the configuration that matches `device`.
@@ -61,6 +61,40 @@ pub fn named<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> Vec<&
     }
     let found = Selector::parse(text).map(|selector| matching(&selector, inventory, config));
     found.unwrap_or_default().into_iter().map(|index| &inventory.devices[index]).collect()
+}
+
+/// `request` for the device `uuid` and no other, as a CDI device of a share means it.
+///
+/// # Errors
+/// It is not for one device, or not for this one; follows the name of either.
+pub fn only(
+    request: &Request,
+    uuid: &str,
+    inventory: &Inventory,
+    config: &Config,
+) -> Result<Request, String> {
+    let Some(at) = inventory.devices.iter().position(|device| device.uuid == uuid) else {
+        return Err("which this host does not have".to_owned());
+    };
+    let one = match &request.devices {
+        Devices::Any(count) => count.get() == 1,
+        Devices::All => inventory.devices.len() == 1,
+        Devices::These(selectors) => selectors.len() == 1,
+    };
+    if !one {
+        return Err("it takes several GPUs, and a CDI device is of one".to_owned());
+    }
+    match &request.devices {
+        Devices::These(named)
+            if !named[0].is_mig() && !matching(&named[0], inventory, config).contains(&at) =>
+        {
+            Err("its sublet.gpu names other GPUs".to_owned())
+        }
+        Devices::These(named) if named[0].is_mig() => Ok(request.clone()),
+        _ => {
+            Ok(Request { devices: Devices::These(vec![Selector::Uuid(uuid.to_owned())]), ..request.clone() })
+        }
+    }
 }
 
 fn slot(selector: &Selector, inventory: &Inventory, config: &Config) -> Result<Vec<usize>, String> {

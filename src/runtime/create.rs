@@ -9,6 +9,7 @@ use super::log::Level;
 use super::{Call, Door, RuntimeError, Start, mapped, uid};
 use crate::admit::{self, Admission, Candidate};
 use crate::apply::{self, JsonFile};
+use crate::cdi;
 use crate::config::{self, Config};
 use crate::hook::added::{self, Stage};
 use crate::ledger::Container;
@@ -59,7 +60,8 @@ pub(super) struct Ours {
     share: Option<String>,
 }
 
-/// The container, if it is ours: annotated, come by a share's door, or mapped to one by `containers.toml`.
+/// The container, if it may be ours: annotated, with a CDI device of ours, come by a share's door, or mapped to
+/// a share by `containers.toml`.
 ///
 /// A file that the runtime will not be able to read either is left to it to complain about.
 pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, RuntimeError> {
@@ -74,7 +76,8 @@ pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, Runti
     };
     if share.is_some() || file.mentions_sublet() {
         let spec = file.parse()?;
-        if share.is_some() || request::is_ours(&apply::annotations(&spec)?) {
+        let annotated = request::is_ours(&apply::annotations(&spec)?);
+        if share.is_some() || annotated || cdi::is_asked(&spec) {
             return Ok(Some(Ours { file, spec, share }));
         }
     }

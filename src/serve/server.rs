@@ -23,7 +23,7 @@ use super::pool::{Done, Job, Pool};
 use super::protocol::{self, Answer};
 use crate::config::Config;
 use crate::ledger::{LedgerError, Store};
-use crate::{admit, mps};
+use crate::{admit, cdi, mps};
 
 /// Connections that one uid may hold at once.
 const MOST_OF_ONE: usize = 16;
@@ -84,6 +84,8 @@ fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> ServeErro
 pub fn serve(config: &Config) -> Result<(), ServeError> {
     raise_descriptors();
     Store::open(&config.state_dir)?;
+    // Before anybody hears that we are ready: engines may wait for that (sublet.service).
+    keep_cdi(config);
     let path = super::socket(config);
     let listener = listen(&path).map_err(|source| ServeError::Listen { path, source })?;
     // Before the threads are there, which inherit the mask.
@@ -119,7 +121,7 @@ fn raise_descriptors() {
     }
 }
 
-/// What `sublet gc` does; what it found goes to the journal.
+/// What `sublet gc` does, and the CDI devices; what it found goes to the journal.
 fn housekeeping() {
     let done = crate::config::load().map_err(|error| error.to_string()).and_then(|config| {
         let store = Store::open(&config.state_dir).map_err(|error| error.to_string())?;
@@ -127,10 +129,22 @@ fn housekeeping() {
             store.update(|_| Ok::<_, std::convert::Infallible>(())).map_err(|error| error.to_string())?;
         admit::tidy(&freed, &store, &config);
         admit::clear_leftovers(&store);
+        keep_cdi(&config);
         Ok(mps::heal(&store, &config))
     });
     match done {
         Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),
+        Err(error) => tracing::warn!("{error}"),
+    }
+}
+
+/// GPUs and shares come and go while the service runs.
+fn keep_cdi(config: &Config) {
+    match cdi::keep(config) {
+        Ok(true) => tracing::info!("{} follows the named shares and GPUs", config.cdi.spec.display()),
+        Ok(false) => {}
+        // Without a driver nobody needs to be told every ten seconds: `sublet cdi list` says it when asked.
+        Err(error @ cdi::FileError::Admit(_)) => tracing::debug!("{error}"),
         Err(error) => tracing::warn!("{error}"),
     }
 }

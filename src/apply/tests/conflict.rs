@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 
 use crate::apply::{Conflict, conflict};
 use crate::config::Config;
+use crate::inventory::Node;
 
 /// A driver root with these /proc/devices.
 fn host() -> (tempfile::TempDir, Config) {
@@ -19,7 +20,7 @@ fn host() -> (tempfile::TempDir, Config) {
 
 fn found(spec: &Value) -> Result<(), Conflict> {
     let (_dir, config) = host();
-    conflict(spec, &config)
+    conflict(spec, &[], &config)
 }
 
 fn rules(rules: &Value) -> Value {
@@ -74,7 +75,7 @@ fn docker_gpus_is_named() {
     );
     let (_dir, mut config) = host();
     config.limits.allow_privileged = true;
-    assert_eq!(conflict(&spec, &config), Err(error));
+    assert_eq!(conflict(&spec, &[], &config), Err(error));
 }
 
 #[test]
@@ -126,16 +127,16 @@ fn allow_all_rules_are_refused_unless_configured() {
     let (_dir, mut config) = host();
     for list in &privileged {
         let spec = rules(list);
-        assert!(matches!(conflict(&spec, &config), Err(Conflict::EveryDevice(_))), "{list}");
+        assert!(matches!(conflict(&spec, &[], &config), Err(Conflict::EveryDevice(_))), "{list}");
     }
-    let error = conflict(&rules(&privileged[0]), &config).unwrap_err();
+    let error = conflict(&rules(&privileged[0]), &[], &config).unwrap_err();
     assert_eq!(
         error.to_string(),
         "the container may open every device of the host (a *:* rwm), so no share would hold it: remove \
          `--privileged` (or the device cgroup rule), or set `[limits] allow_privileged = true`"
     );
     config.limits.allow_privileged = true;
-    assert_eq!(conflict(&rules(&privileged[0]), &config), Ok(()));
+    assert_eq!(conflict(&rules(&privileged[0]), &[], &config), Ok(()));
 }
 
 #[test]
@@ -209,7 +210,7 @@ fn nvidia_nodes_are_refused_as_bind_mounts() {
         json!({"destination": "/x", "type": "bind", "source": simulated}),
     ] {
         let spec = json!({"mounts": [mount]});
-        assert!(matches!(conflict(&spec, &config), Err(Conflict::Node(_))), "{mount}");
+        assert!(matches!(conflict(&spec, &[], &config), Err(Conflict::Node(_))), "{mount}");
     }
 }
 
@@ -218,4 +219,28 @@ fn foreign_text_is_made_safe() {
     let spec = json!({"linux": {"devices": [{"path": "/dev/nvidia\u{1b}[2J\n", "type": "c"}]}});
     let message = found(&spec).unwrap_err().to_string();
     assert!(message.contains("/dev/nvidia\\u{1b}[2J\\n"), "{message}");
+}
+
+#[test]
+fn the_nodes_of_a_cdi_device_pass_and_no_others() {
+    let (_dir, config) = host();
+    let given = [Node { path: "/dev/nvidia0".into(), major: 195, minor: 0 }];
+    let device = |path: &str, minor: i64| json!({"path": path, "type": "c", "major": 195, "minor": minor});
+    let rule =
+        |minor: Value| json!({"allow": true, "type": "c", "major": 195, "minor": minor, "access": "rw"});
+    let of = |device: Value, rule: Value| {
+        let spec = json!({"linux": {"devices": [device], "resources": {"devices": [rule]}}});
+        conflict(&spec, &given, &config)
+    };
+    assert_eq!(of(device("/dev/nvidia0", 0), rule(json!(0))), Ok(()));
+    for (node, minor) in
+        [("/dev/nvidia0", 1), ("/dev/nvidia1", 0), ("/dev/elsewhere", 0), ("/dev/nvidia1", 1)]
+    {
+        let found = of(device(node, minor), rule(json!(0)));
+        assert!(matches!(found, Err(Conflict::Node(_))), "{node} {minor}: {found:?}");
+    }
+    for minor in [json!(1), json!(-1), json!(null)] {
+        let found = of(device("/dev/nvidia0", 0), rule(minor.clone()));
+        assert!(matches!(found, Err(Conflict::Rule(_))), "{minor}: {found:?}");
+    }
 }

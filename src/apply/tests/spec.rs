@@ -293,10 +293,10 @@ proptest! {
         let _ = edit_within(&mut spec.clone(), &grant(), nested);
         let _ = edit_environment(&mut spec.clone(), &grant().env);
         let _ = annotations(&spec);
-        let _ = crate::apply::conflict(&spec, &crate::config::Config::default());
+        let _ = crate::apply::conflict(&spec, &[], &crate::config::Config::default());
         let wrapped = json!({"process": {}, "linux": spec, "mounts": [spec], "hooks": spec, "annotations": spec});
         let _ = edit_within(&mut wrapped.clone(), &grant(), nested);
-        let _ = crate::apply::conflict(&wrapped, &crate::config::Config::default());
+        let _ = crate::apply::conflict(&wrapped, &[], &crate::config::Config::default());
     }
 
     #[test]

@@ -186,6 +186,25 @@ impl Docker {
         started.stdout.trim_end().to_owned()
     }
 
+    /// `docker run -d` of a CDI device by a runtime of its own choice, which may fail. The specification is
+    /// the world's (`generate_cdi`).
+    #[must_use]
+    pub fn run_cdi(&self, name: &str, device: &str, options: &[&str], args: &[&str]) -> Finished {
+        let mut all = vec!["run", "-d", "--name", name, "--network=none", "--device", device];
+        all.extend(options);
+        all.push(IMAGE);
+        all.extend(args);
+        self.cli(&all)
+    }
+
+    /// [`Self::run_cdi`] of a process that holds a context, which must succeed; the container's id.
+    #[must_use]
+    pub fn hold_cdi(&self, name: &str, device: &str, options: &[&str]) -> String {
+        let started = self.run_cdi(name, device, options, &["cuda-probe", "hold", "600"]);
+        assert!(started.ok, "docker run {name}: {}\n{}", started.stderr, self.log());
+        started.stdout.trim_end().to_owned()
+    }
+
     /// What `cuda-probe info` says in a process that comes by `docker exec`, behind the words of `before`.
     #[must_use]
     pub fn exec_info(&self, name: &str, before: &[&str]) -> Value {

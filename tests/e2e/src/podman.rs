@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, MutexGuard};
 
 use serde_json::{Value, json};
 
@@ -17,6 +18,24 @@ pub struct Podman {
     pub world: World,
     /// The low-level runtime, by name or path.
     pub runtime: PathBuf,
+}
+
+/// For [`CdiOffer`].
+static CDI: Mutex<()> = Mutex::new(());
+
+/// A CDI specification that Podman finds until this is dropped.
+pub struct CdiOffer {
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl CdiOffer {
+    const PATH: &str = "/var/run/cdi/sublet.json";
+}
+
+impl Drop for CdiOffer {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(Self::PATH);
+    }
 }
 
 impl Podman {
@@ -63,6 +82,16 @@ impl Podman {
             dir.join("hooks").display(),
             dir.join("bin/sublet-runtime").display(),
         )
+    }
+
+    /// Writes the world's CDI specification where Podman looks: `--device sublet/share=…` among the options
+    /// of [`Self::run`] takes its devices. That place is the machine's, so one world at a time has it.
+    #[must_use]
+    pub fn offer_cdi(&self) -> CdiOffer {
+        let alone = CDI.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let output = self.world.sublet(&["cdi", "generate", "--output", CdiOffer::PATH]);
+        assert!(output.status.success(), "cdi generate: {}", String::from_utf8_lossy(&output.stderr));
+        CdiOffer { _alone: alone }
     }
 
     /// The shim with this world's configuration: Podman gives `start` and `delete` an environment of PATH

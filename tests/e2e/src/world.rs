@@ -143,6 +143,13 @@ impl World {
         serde_json::from_slice(&output.stdout).expect("status prints JSON")
     }
 
+    /// `sublet cdi generate`, into the directory where the tests' engines look.
+    pub fn generate_cdi(&self) {
+        let spec = self.dir.path().join("cdi/sublet.json");
+        let output = self.sublet(&["cdi", "generate", "--output", spec.to_str().expect("UTF-8")]);
+        assert!(output.status.success(), "cdi generate: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
     /// The leases in `sublet status`.
     #[must_use]
     pub fn leases(&self) -> Vec<Value> {

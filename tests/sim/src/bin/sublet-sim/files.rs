@@ -139,10 +139,12 @@ pub fn config(root: &Root) -> Result<PathBuf> {
     let nvml = root.libraries().join("libnvidia-ml.so.1");
     let quoted = |path: &Path| serde_json::Value::from(path.display().to_string());
     let text = format!(
-        "state_dir = {}\n\n[driver]\nroot = {}\nnvml = {}\n\n[runtime]\nlow_level = [\"runc\", \"crun\"]\n",
+        "state_dir = {}\n\n[driver]\nroot = {}\nnvml = {}\n\n[cdi]\nspec = {}\n\n\
+         [runtime]\nlow_level = [\"runc\", \"crun\"]\n",
         quoted(&root.join("run")),
         quoted(root.dir()),
-        quoted(&nvml)
+        quoted(&nvml),
+        quoted(&root.join("cdi/sublet.json"))
     );
     write(&file, text)?;
     Ok(file)

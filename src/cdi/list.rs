@@ -1,0 +1,220 @@
+//! Which CDI devices there are: each named share on each device that it fits, and why not on the others.
+//! Pure: what others hold at the moment does not count, a device that is full stays one of the share's.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use super::Asked;
+use crate::admit::{Candidate, lease_for};
+use crate::config::Config;
+use crate::grant::{Grant, Image, grant};
+use crate::inventory::{ComputeMode, Device, Inventory};
+use crate::ledger::{Container, LeaseId, Ledger};
+use crate::place::{only, place};
+use crate::process::Process;
+use crate::request::{self, Request};
+
+/// All there is to say.
+#[derive(Debug, Default)]
+pub struct Listing {
+    /// The devices, by share and GPU.
+    pub devices: Vec<Named>,
+    /// Where there is none.
+    pub without: Vec<Without>,
+}
+
+/// One CDI device.
+#[derive(Clone, Debug)]
+pub struct Named {
+    /// Behind `sublet/share=`.
+    pub name: String,
+    /// Share and device.
+    pub asked: Asked,
+    /// NVML's index of the device.
+    pub index: u32,
+    /// What every container of it gets alike: the nodes and `env.set` of this.
+    pub grant: Grant,
+}
+
+/// A share that has no CDI device, or not on this device, or not by its plain name.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Without {
+    /// The name that there is not.
+    pub name: String,
+    /// Why.
+    pub why: String,
+}
+
+/// The CDI devices of `config`'s named shares on the devices of `inventory`.
+///
+/// # Errors
+/// No random number, no /proc.
+pub fn list(config: &Config, inventory: &Inventory) -> std::io::Result<Listing> {
+    let idle = idle(inventory);
+    let mut listing = Listing::default();
+    for share in config.share.keys() {
+        match wanted(share, config, &idle) {
+            Ok(request) => of_share(share, &request, &idle, config, &mut listing)?,
+            Err(why) => listing.without.push(Without { name: share.clone(), why }),
+        }
+    }
+    Ok(listing)
+}
+
+/// What `share` asks for, if one device can give it and CDI can name it.
+fn wanted(share: &str, config: &Config, inventory: &Inventory) -> Result<Request, String> {
+    // SPEC.md, "Kind requirements": a device's name ends as it begins.
+    if !share.ends_with(|last: char| last.is_ascii_alphanumeric()) {
+        return Err("a CDI device's name ends with a letter or digit: rename the share".to_owned());
+    }
+    let of_another = share.rsplit_once('.').filter(|(before, index)| {
+        config.share.contains_key(*before) && index.bytes().all(|byte| byte.is_ascii_digit())
+    });
+    if let Some((before, index)) = of_another {
+        return Err(format!("it would read as share {before} on GPU {index}: rename one of them"));
+    }
+    let request = request::parse(&BTreeMap::new(), Some(share), None, config);
+    let request = request.map_err(|error| error.to_string())?;
+    if inventory.devices.is_empty() { Err("this host has no GPU".to_owned()) } else { Ok(request) }
+}
+
+fn of_share(
+    share: &str,
+    request: &Request,
+    inventory: &Inventory,
+    config: &Config,
+    listing: &mut Listing,
+) -> std::io::Result<()> {
+    let mut here = Vec::new();
+    for device in &inventory.devices {
+        let name = format!("{share}.{}", device.index);
+        match on_device(request, device, inventory, config)? {
+            Ok(grant) => {
+                let asked = Asked { share: share.to_owned(), device: device.uuid.clone() };
+                here.push(Named { name, asked, index: device.index, grant });
+            }
+            Err(why) => listing.without.push(Without { name, why }),
+        }
+    }
+    match &here[..] {
+        [] => {}
+        [one] => here.insert(0, Named { name: share.to_owned(), ..one.clone() }),
+        several => {
+            let names: Vec<&str> = several.iter().map(|named| named.name.as_str()).collect();
+            let why = format!("{} GPUs can serve it: name one, as {}", several.len(), names[0]);
+            listing.without.push(Without { name: share.to_owned(), why });
+        }
+    }
+    listing.devices.append(&mut here);
+    Ok(())
+}
+
+/// What a container with that share on `device` is given, whatever its image.
+fn on_device(
+    request: &Request,
+    device: &Device,
+    inventory: &Inventory,
+    config: &Config,
+) -> std::io::Result<Result<Grant, String>> {
+    let request = match only(request, &device.uuid, inventory, config) {
+        Ok(request) => request,
+        Err(why) => return Ok(Err(why)),
+    };
+    let id = LeaseId::random()?;
+    let placement = match place(&request, &id, inventory, &Ledger::empty(""), config) {
+        Ok(placement) => placement,
+        Err(refusal) => return Ok(Err(refusal.to_string())),
+    };
+    let container = Container {
+        uid: 0,
+        id: String::new(),
+        bundle: PathBuf::new(),
+        rootfs: PathBuf::new(),
+        record: PathBuf::new(),
+    };
+    let candidate = Candidate { container, owner: Process::current()?, share: None };
+    let image = Image::default();
+    let lease = lease_for(&candidate, &placement, &image, id, config);
+    Ok(Ok(grant(&placement, &lease, &request.capabilities, &image, inventory, config)))
+}
+
+/// The devices as if nobody used them: what is so for the moment is the hook's to find out.
+fn idle(inventory: &Inventory) -> Inventory {
+    let idle = |device: &Device| Device {
+        memory_free_bytes: device.memory_bytes,
+        compute_mode: ComputeMode::Default,
+        processes: Vec::new(),
+        ..device.clone()
+    };
+    Inventory { devices: inventory.devices.iter().map(idle).collect(), ..inventory.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::place::fixture::{GIB, device, host, process};
+
+    fn listed(toml: &str, inventory: &Inventory) -> Listing {
+        list(&toml::from_str(toml).unwrap(), inventory).unwrap()
+    }
+
+    fn names(listing: &Listing) -> Vec<(&str, &str)> {
+        listing.devices.iter().map(|named| (named.name.as_str(), named.asked.device.as_str())).collect()
+    }
+
+    fn why<'a>(listing: &'a Listing, name: &str) -> &'a str {
+        let found = listing.without.iter().find(|without| without.name == name);
+        &found.unwrap_or_else(|| panic!("{name}: {:?}", listing.without)).why
+    }
+
+    #[test]
+    fn a_share_has_a_device_wherever_it_fits_and_its_plain_name_where_that_is_one() {
+        let mut small = device(1);
+        small.memory_bytes = 10 * GIB;
+        let host = host(vec![device(0), small]);
+        let listing = listed("[share.a]\nsm = 25\n[share.b]\nmemory = '20GiB'\n[share.c]\ngpu = 1\n", &host);
+        assert_eq!(
+            names(&listing),
+            [
+                ("a.0", "GPU-0"),
+                ("a.1", "GPU-1"),
+                ("b", "GPU-0"),
+                ("b.0", "GPU-0"),
+                ("c", "GPU-1"),
+                ("c.1", "GPU-1")
+            ]
+        );
+        assert_eq!(why(&listing, "a"), "2 GPUs can serve it: name one, as a.0");
+        assert!(why(&listing, "b.1").contains("10 GiB in all"), "{:?}", listing.without);
+        assert_eq!(why(&listing, "c.0"), "its sublet.gpu names other GPUs");
+    }
+
+    #[test]
+    fn what_is_so_for_the_moment_changes_nothing() {
+        let mut busy = device(0);
+        busy.memory_free_bytes = 0;
+        busy.compute_mode = ComputeMode::ExclusiveProcess;
+        busy.processes = vec![process(1, 1, GIB)];
+        let toml =
+            "[share.a]\nmode = 'exclusive'\n[share.b]\nmemory = '20GiB'\n[share.c]\nmode = 'time-slice'\n";
+        let (busy, idle) = (listed(toml, &host(vec![busy])), listed(toml, &host(vec![device(0)])));
+        assert_eq!(names(&busy), names(&idle));
+        assert_eq!(busy.devices.len(), 6);
+        assert_eq!(busy.without, []);
+    }
+
+    #[test]
+    fn shares_of_several_devices_of_mig_and_with_ambiguous_names_have_none() {
+        let host = host(vec![device(0), device(1)]);
+        let toml = "[share.two]\ngpu = 'any:2'\n[share.all]\ngpu = 'all'\n[share.mig]\nmig = '1g.18gb'\n\
+                    [share.end-]\nsm = 5\n[share.a]\nsm = 5\n[share.'a.7']\nsm = 5\n[share.'a.b']\nsm = 5\n";
+        let listing = listed(toml, &host);
+        let found: Vec<_> = names(&listing).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(found, ["a.0", "a.1", "a.b.0", "a.b.1"]);
+        assert!(why(&listing, "two.0").contains("several"), "{:?}", listing.without);
+        assert!(why(&listing, "all.1").contains("several"));
+        assert!(why(&listing, "mig.0").contains("MIG is not in this version"));
+        assert!(why(&listing, "end-").contains("rename"));
+        assert_eq!(why(&listing, "a.7"), "it would read as share a on GPU 7: rename one of them");
+    }
+}
