@@ -40,7 +40,7 @@ fn main() -> Result<()> {
     drop(tries);
     host.stop();
     print(rounds, connections, &idle, &hanging);
-    println!("\nsublet serve's peak memory: {} KiB (limit 32 MiB).", peak);
+    println!("\nsublet serve's peak memory: {peak} KiB (limit 32 MiB).");
     println!("Of 20 connections of one uid {turned_away} were turned away (limit 16 held).");
     Ok(())
 }
