@@ -5,10 +5,12 @@
 
 mod bundle;
 pub mod docker;
+pub mod door;
 mod hooked;
 pub mod podman;
 mod refused;
 mod rootfs;
+pub mod rootless;
 pub mod user;
 mod world;
 
