@@ -170,7 +170,9 @@ fn poststop(state: &State) -> Result<(), HookError> {
     match lease(state)? {
         Some(lease) => {
             let config = config::load()?;
-            admit::end(&lease, &config).map_err(|source| HookError::End { id: name(state), source })
+            admit::end(&lease, &config).map_err(|source| HookError::End { id: name(state), source })?;
+            admit::clear_after(state.lease_record(), &config);
+            Ok(())
         }
         None if state.is_ours() => prestart::ended(state),
         None => Ok(()),

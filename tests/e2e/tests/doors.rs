@@ -25,10 +25,10 @@ fn world() -> World {
 
 /// What the table says for this door.
 fn expected(row: &Row, column: &Column) -> Gets {
+    let share = row.request.share();
+    let is_share = ROWS.iter().any(|row| row.share && row.request.name == share);
     match row.gets {
-        Gets::Refused(_) | Gets::Share(_) if !column.annotations && !row.share => {
-            Gets::Refused(row.request.share())
-        }
+        Gets::Refused(_) | Gets::Share(_) if !column.annotations && !is_share => Gets::Refused(share),
         _ if !column.environment => row.late.unwrap_or(row.gets).dedicated(),
         _ if !column.device_cgroup => row.rootless.unwrap_or(row.gets),
         gets => gets,
@@ -43,8 +43,14 @@ fn all_rows(door: &dyn Door) {
         if let Some(beside) = &row.beside {
             door.start(beside, &["/bin/sleep", "600"]).expect("there is room");
         }
+        let expected = expected(row, &column);
+        if let Gets::Undecided(why) = expected {
+            eprintln!("not asked here: {why}");
+            continue;
+        }
         let started = door.start(&row.request, &Report::PROGRAM);
-        match expected(row, &column) {
+        match expected {
+            Gets::Undecided(_) => {}
             Gets::Refused(why) => refused(door, row, started, why),
             Gets::Nothing => {
                 started.expect("it needs nothing of ours");
@@ -71,9 +77,10 @@ fn refused(door: &dyn Door, row: &Row, started: Result<(), String>, why: &str) {
     let said = started.expect_err(name);
     let last = door.world().sublet(&["status", "--last-error"]);
     let last = String::from_utf8_lossy(&last.stdout).into_owned();
-    assert!(last.contains(why), "{name}: {why:?} is not in status --last-error: {last}");
     if door.column().says_why {
         assert!(said.contains(why), "{name}: {why:?} is not in: {said}");
+    } else {
+        assert!(last.contains(why), "{name}: {why:?} is not in status --last-error: {last}");
     }
 }
 
@@ -161,11 +168,17 @@ fn normal(mut spec: Value) -> Value {
     let is_id = |word: &&str| word.len() == 64 && word.bytes().all(|byte| byte.is_ascii_hexdigit());
     let ids = text.split(|c: char| !c.is_ascii_alphanumeric()).filter(is_id);
     let without = ids.fold(text.clone(), |text, id| text.replace(id, "ID"));
-    serde_json::from_str(&without).expect("JSON")
+    let mut spec: Value = serde_json::from_str(&without).expect("JSON");
+    // Podman writes config.json anew after its hooks, and adds a path of its own to these.
+    let masked = spec["linux"]["maskedPaths"].as_array_mut().expect("paths");
+    masked.sort_by_key(Value::to_string);
+    // And two variables of its own in any order.
+    let env = spec["process"]["env"].as_array_mut().expect("env");
+    env.sort_by_key(Value::to_string);
+    spec
 }
 
-/// Both ways must make the same config.json of the same container, byte for byte but for what [`normal`]
-/// takes away.
+/// Both ways must make the same config.json of the same container, but for what [`normal`] takes away.
 fn same_edits<D: Door>(door: &mut D, ways: [fn(&mut D); 2]) {
     for row in ROWS.iter().filter(|row| matches!(row.gets, Gets::Share(_))) {
         let [first, second] = ways.map(|way| {
@@ -174,7 +187,7 @@ fn same_edits<D: Door>(door: &mut D, ways: [fn(&mut D); 2]) {
             let config = normal(door.config(&row.request));
             door.stop(&row.request);
             gone(door, &row.request);
-            config.to_string()
+            config
         });
         assert_eq!(first, second, "{}", row.request.name);
     }

@@ -68,7 +68,7 @@ impl Door for OfDocker {
             Asked::Named if request.keys.is_empty() => options.clear(),
             Asked::Named => options = vec![format!("--runtime=sublet-{}", request.share())],
         }
-        options.extend(request.privileged.then(|| "--privileged".to_owned()));
+        options.extend(request.more_options(&self.docker.world));
         let options: Vec<&str> = options.iter().map(String::as_str).collect();
         let health = ["--health-cmd=cuda-probe info", "--health-interval=1s"];
         let run = ["run", "-d", "--name", request.name, "--network=none"];

@@ -13,6 +13,8 @@ pub use plain::{How, Plain};
 pub use podman::OfPodman;
 pub use rootless::OfRootless;
 
+use std::path::PathBuf;
+
 use serde_json::Value;
 
 use crate::bundle::Finished;
@@ -25,8 +27,19 @@ pub struct Request {
     pub name: &'static str,
     /// Annotations without the `sublet.` prefix.
     pub keys: &'static [(&'static str, &'static str)],
-    /// With `--privileged`, or a bundle's rule that allows every device.
-    pub privileged: bool,
+    /// What its engine is told besides.
+    pub with: With,
+}
+
+/// What stands beside a share and contradicts it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum With {
+    /// Nothing.
+    Nothing,
+    /// `--privileged`, or a bundle's rule that allows every device.
+    Privileged,
+    /// Another GPU's node as a volume.
+    Node,
 }
 
 impl Request {
@@ -42,6 +55,16 @@ impl Request {
         self.annotations().iter().map(|(key, value)| format!("--annotation={key}={value}")).collect()
     }
 
+    /// The options for what stands beside them.
+    #[must_use]
+    pub fn more_options(&self, world: &World) -> Vec<String> {
+        match self.with {
+            With::Nothing => vec![],
+            With::Privileged => vec!["--privileged".into()],
+            With::Node => vec![format!("--volume={}:{OTHER_NODE}", other_node(world).display())],
+        }
+    }
+
     /// The share that stands for all of its keys.
     #[must_use]
     pub fn share(&self) -> &'static str {
@@ -54,6 +77,15 @@ impl Request {
         let lines: String = self.keys.iter().map(|(key, value)| format!("{key} = \"{value}\"\n")).collect();
         format!("[share.{}]\n{lines}", self.name)
     }
+}
+
+/// A node that no request of the table is granted.
+const OTHER_NODE: &str = "/dev/nvidia6";
+
+/// The same on the host.
+fn other_node(world: &World) -> PathBuf {
+    let root = world.driver_root.as_ref().expect("simulated");
+    root.join(&OTHER_NODE[1..])
 }
 
 /// What a door cannot offer, each by its nature. All `true` is the whole contract.

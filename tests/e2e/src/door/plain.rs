@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Column, Door, Request, WHOLE};
+use super::{Column, Door, OTHER_NODE, Request, WHOLE, With, other_node};
 use crate::bundle::{Bundle, Finished};
 use crate::world::{Engine, World};
 
@@ -43,8 +43,14 @@ impl Plain {
         bundle.plain = self.how != How::Shim;
         bundle.spec["root"]["path"] = json!(bundle.dir.join("rootfs"));
         // As Podman writes it. With the rules that Docker has besides, crun below systemd opens everything.
-        let rule = json!({"allow": request.privileged, "access": "rwm"});
+        let rule = json!({"allow": request.with == With::Privileged, "access": "rwm"});
         bundle.spec["linux"]["resources"]["devices"] = json!([rule]);
+        if request.with == With::Node {
+            let source = other_node(&self.world);
+            let mount =
+                json!({"destination": OTHER_NODE, "type": "bind", "source": source, "options": ["bind"]});
+            bundle.spec["mounts"].as_array_mut().expect("mounts").push(mount);
+        }
         bundle
     }
 }

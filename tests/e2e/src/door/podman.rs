@@ -47,7 +47,7 @@ impl Door for OfPodman {
         // Docker's default, and not Podman's: a container that may make nodes can open no more of them.
         let mut options = vec!["--cap-add=MKNOD".to_owned(), "--hostname=test".to_owned()];
         options.extend(request.options());
-        options.extend(request.privileged.then(|| "--privileged".to_owned()));
+        options.extend(request.more_options(&self.podman.world));
         let options: Vec<&str> = options.iter().map(String::as_str).collect();
         let runtime: &[&str] = if self.by_hook { &[] } else { &["--runtime=sublet"] };
         let run = ["run", "-d", "--name", request.name];

@@ -42,7 +42,7 @@ impl Door for OfRootless {
         let mut options = request.options();
         let shim = self.rootless.dir().join("bin/shim");
         options.extend((!self.by_hook).then(|| format!("--runtime={}", shim.display())));
-        options.extend(request.privileged.then(|| "--privileged".to_owned()));
+        options.extend(request.more_options(&self.rootless.world));
         options.extend(["--health-cmd=cuda-probe info".to_owned(), "--health-interval=disable".to_owned()]);
         let options: Vec<&str> = options.iter().map(String::as_str).collect();
         let finished = Finished::of(&self.rootless.run(request.name, &options, &[], args));

@@ -1,6 +1,6 @@
 //! The table of tests/doors.rs: what each request gets, in literals.
 
-use sublet_e2e::door::Request;
+use sublet_e2e::door::{Request, With};
 
 /// A request and what it gets.
 pub struct Row {
@@ -23,6 +23,8 @@ pub enum Gets {
     Nothing,
     /// With these words.
     Refused(&'static str),
+    /// Not by this table, and why.
+    Undecided(&'static str),
 }
 
 #[derive(Clone, Copy)]
@@ -137,7 +139,7 @@ const ALL: &[&str] = &[
 ];
 
 const fn request(name: &'static str, keys: &'static [(&'static str, &'static str)]) -> Request {
-    Request { name, keys, privileged: false }
+    Request { name, keys, with: With::Nothing }
 }
 
 /// A whole GPU, without MPS.
@@ -273,7 +275,15 @@ pub const ROWS: &[Row] = &[
         Gets::Refused("0123456789abcdef"),
     ),
     row(
-        Request { name: "privileged", keys: &[("gpu", "0")], privileged: true },
-        Gets::Refused("may open every device of the host"),
+        Request { with: With::Node, ..request("other-node", &[("gpu", "0")]) },
+        Gets::Refused("/dev/nvidia6 beside its share"),
     ),
+    Row {
+        // Podman mounts the host's whole /dev then: it depends on what is there.
+        rootless: Some(Gets::Undecided("without a device cgroup there is no rule that opens every device")),
+        ..row(
+            Request { with: With::Privileged, ..request("privileged", &[("gpu", "0")]) },
+            Gets::Refused("may open every device of the host"),
+        )
+    },
 ];
