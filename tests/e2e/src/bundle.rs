@@ -201,6 +201,12 @@ impl Bundle<'_> {
         }
     }
 
+    /// Where it lives.
+    #[must_use]
+    pub fn world(&self) -> &World {
+        self.world
+    }
+
     /// The container's first process, as the low-level runtime knows it.
     #[must_use]
     pub fn pid(&self) -> i32 {
