@@ -185,8 +185,8 @@ pub(super) fn mark_ending(id: &str, record: &Path, config: &Config) -> Result<Op
         Some(_) => return unfitting(),
         None => None,
     };
-    if lease.is_none() {
-        Lease::of_ended(record).iter().for_each(|lease| clear_after(lease, config));
+    if let (None, Some(ended)) = (&lease, Lease::of_ended(record)) {
+        clear_after(&ended, config);
     }
     Ok(lease)
 }

@@ -19,8 +19,14 @@ use table::{Cuda, Gets, MADE_BY_ITSELF, ROWS, Row, Server, Share, WHOLE_MIB};
 
 /// A named share for each row that may be one.
 fn world() -> World {
-    let shares: String = ROWS.iter().filter(|row| row.share).map(|row| row.request.to_config()).collect();
+    let shares = ROWS.iter().filter(|row| row.share).map(|row| row.request);
+    let shares: String = shares.chain(beside()).map(|share| share.to_config()).collect();
     World::simulated("h200x8", &format!("[[policy]]\nuser = \"tester\"\n{shares}"))
+}
+
+/// What runs beside the rows' own containers.
+fn beside() -> impl Iterator<Item = Request> {
+    ROWS.iter().filter_map(|row| row.beside)
 }
 
 /// What the table says for this door.
@@ -241,7 +247,8 @@ fn skip_unless_docker() -> bool {
 }
 
 fn docker(asked: Asked) -> OfDocker {
-    let names: Vec<&str> = ROWS.iter().map(|row| row.request.name).collect();
+    let names: Vec<&str> =
+        ROWS.iter().map(|row| row.request).chain(beside()).map(|share| share.name).collect();
     OfDocker::up(world(), asked, &names)
 }
 

@@ -74,7 +74,8 @@ impl Request {
     /// The table of the configuration for a share of this name.
     #[must_use]
     pub fn to_config(&self) -> String {
-        let lines: Vec<String> = self.keys.iter().map(|(key, value)| format!("{key} = \"{value}\"")).collect();
+        let lines: Vec<String> =
+            self.keys.iter().map(|(key, value)| format!("{key} = \"{value}\"")).collect();
         format!("[share.{}]\n{}\n", self.name, lines.join("\n"))
     }
 }
