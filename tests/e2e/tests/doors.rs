@@ -30,7 +30,7 @@ fn beside() -> impl Iterator<Item = Request> {
 }
 
 /// What the table says for this door.
-fn expected(row: &Row, column: &Column) -> Gets {
+fn expected(row: &Row, column: Column) -> Gets {
     let share = row.request.share();
     let is_share = ROWS.iter().any(|row| row.share && row.request.name == share);
     match row.gets {
@@ -49,7 +49,7 @@ fn all_rows(door: &dyn Door) {
         if let Some(beside) = &row.beside {
             door.start(beside, &["/bin/sleep", "600"]).expect("there is room");
         }
-        let expected = expected(row, &column);
+        let expected = expected(row, column);
         if let Gets::Undecided(why) = expected {
             eprintln!("not asked here: {why}");
             continue;
@@ -66,7 +66,7 @@ fn all_rows(door: &dyn Door) {
             Gets::Share(share) => {
                 started.unwrap_or_else(|why| panic!("{}: {why}", row.request.name));
                 leases(door.world(), &row.request, &share);
-                check(&Report::of(door, &row.request), &share, &column, row.request.name);
+                check(&Report::of(door, &row.request), &share, column, row.request.name);
                 door.stop(&row.request);
             }
         }
@@ -106,7 +106,7 @@ fn leases(world: &World, request: &Request, share: &Share) {
     assert!(leases.iter().all(|lease| lease["state"] == "active"), "{}: {leases:?}", request.name);
 }
 
-fn check(report: &Report, share: &Share, column: &Column, name: &str) {
+fn check(report: &Report, share: &Share, column: Column, name: &str) {
     let said = format!("{name}: {report:#?}");
     let by_server = share.cuda.map(|cuda| cuda.by_server(share.server));
     let by_environment = if column.exec_environment { share.cuda } else { by_server };
