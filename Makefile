@@ -1,8 +1,8 @@
 # sublet: two commands to begin with, as root on Debian 12 or 13 with git, make, curl and Rust:
 #   make demo    containers sharing a GPU (a simulated one where there is none)
-#   make test    all tests, with real runc and crun
-# The rest: engines (Docker, Podman, containerd themselves), check (needs no root, network, engine or GPU), build,
-# bench, gpu-test, install.
+#   make test    all tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
+# The rest: engines (the part of test with Docker, Podman and containerd), check (needs no root, network,
+# engine or GPU), build, bench, gpu-test, install.
 
 SHELL := /bin/bash
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
@@ -79,9 +79,9 @@ test: needs unit test-build
 	    echo "== The checks of tests/gpu on the simulated driver, with $$engine"; \
 	    SUBLET_BIN_DIR=$(TEST_BIN) tests/e2e/enter $$engine target/debug/gpu-check --simulated || exit 1; \
 	done
-	@echo "Docker, Podman and containerd themselves, in Debian roots of their own: make engines"
+	@SUBLET_BIN_DIR=$(TEST_BIN) tests/engines/run
 
-# Real engines in a Debian root of their own, which is made once (about a minute) and kept in /var/cache.
+# Real engines in Debian roots of their own, which are made once (about a minute each) and kept in /var/cache.
 engines: needs test-build
 	@SUBLET_BIN_DIR=$(TEST_BIN) tests/engines/run
 

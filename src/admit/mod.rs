@@ -226,6 +226,14 @@ pub fn end(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
     free(lease, &store, config)
 }
 
+/// After the end of a container whose lease is `record` in its own annotations: a rootless user removes what
+/// it left in the user's own files, whoever has freed the lease.
+pub fn clear_after(record: &str, config: &Config) {
+    if let Some(lease) = Lease::from_annotation(record).filter(|_| rootless::applies(config)) {
+        rootless::clear_after(&lease, config);
+    }
+}
+
 /// Takes `lease` out of the ledger and tidies up after it.
 fn free(lease: &LeaseId, store: &Store, config: &Config) -> Result<(), AdmitError> {
     let (removed, mut freed) = store.update(|ledger| Ok::<_, Infallible>(ledger.remove(lease)))?;

@@ -13,7 +13,7 @@ use crate::apply;
 use crate::config::Config;
 use crate::grant::{Environment, Image};
 use crate::inventory::Inventory;
-use crate::ledger::{Binding, LEASE_ANNOTATION, LeaseId};
+use crate::ledger::{Binding, LEASE_ANNOTATION, Lease, LeaseId};
 use crate::process::Process;
 use crate::request::Request;
 use crate::serve::client::{Broker, BrokerError};
@@ -137,6 +137,16 @@ fn freed(ask: &Ask, config: &Config) -> Result<(), AdmitError> {
     Ok(())
 }
 
+/// The same where whoever looked first has freed the lease: what a container leaves it remembers itself.
+pub(super) fn clear_after(lease: &Lease, config: &Config) {
+    let rootfs = &lease.container.rootfs;
+    // A container of the same image's directory may hold a share; where no path is, nothing is in the way.
+    let in_use = rootfs.to_str().is_none_or(|rootfs| is_mentioned(rootfs, config));
+    if !in_use {
+        apply::cleanup_mount_points(rootfs, &lease.mount_points);
+    }
+}
+
 /// As [`super::bind`].
 pub(super) fn bind(lease: &LeaseId, binding: &Binding, config: &Config) -> Result<(), AdmitError> {
     let container = ContainerNames {
@@ -202,14 +212,16 @@ fn done(ask: &Ask, config: &Config) -> Result<(), AdmitError> {
 
 /// As [`super::mark_ending`].
 pub(super) fn mark_ending(id: &str, record: &Path, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
-    if !may_have_lease(id, config) {
-        return Ok(None);
-    }
     let ask = Ask::Ending { id: id.to_owned(), record: record.to_owned() };
-    match Broker::new(config).ask(&ask)? {
-        Answer::Lease(lease) => Ok(lease),
-        _ => unfitting(),
+    let lease = match may_have_lease(id, config).then(|| Broker::new(config).ask(&ask)).transpose()? {
+        Some(Answer::Lease(lease)) => lease,
+        Some(_) => return unfitting(),
+        None => None,
+    };
+    if let (None, Some(ended)) = (&lease, Lease::of_ended(record)) {
+        clear_after(&ended, config);
     }
+    Ok(lease)
 }
 
 /// As [`super::unmark`].
@@ -236,8 +248,12 @@ pub(super) fn exec_environment(
 /// Whether the ledger, which everybody may read, mentions the container at all: those that are not ours
 /// must not depend on the service. A hint only; the service decides.
 fn may_have_lease(id: &str, config: &Config) -> bool {
+    !id.is_empty() && is_mentioned(id, config)
+}
+
+fn is_mentioned(text: &str, config: &Config) -> bool {
     let ledger = std::fs::read(config.state_dir.join("ledger.json")).unwrap_or_default();
-    !id.is_empty() && ledger.windows(id.len()).any(|window| window == id.as_bytes())
+    ledger.windows(text.len().max(1)).any(|window| window == text.as_bytes())
 }
 
 #[cfg(test)]

@@ -191,7 +191,9 @@ fn poststop(state: &State, by_cdi: bool) -> Result<(), HookError> {
     match lease(state)? {
         Some(lease) => {
             let config = config::load()?;
-            admit::end(&lease, &config).map_err(|source| HookError::End { id: name(state), source })
+            admit::end(&lease, &config).map_err(|source| HookError::End { id: name(state), source })?;
+            admit::clear_after(state.lease_record(), &config);
+            Ok(())
         }
         None if by_cdi || state.is_ours() => prestart::ended(state),
         None => Ok(()),

@@ -11,7 +11,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::Deserialize;
 
-use crate::ledger::LeaseId;
+use crate::ledger::{LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, LeaseId};
 
 /// Longest state that is read: far more than any engine's annotations.
 pub const LONGEST: usize = 1 << 20;
@@ -88,15 +88,17 @@ impl State {
         self.annotations.as_ref().is_some_and(crate::request::is_ours)
     }
 
+    /// The annotation that holds the lease itself; empty without one.
+    pub fn lease_record(&self) -> &str {
+        self.annotations.as_ref().and_then(|all| all.get(LEASE_RECORD_ANNOTATION)).map_or("", String::as_str)
+    }
+
     /// The lease in its annotations.
     ///
     /// # Errors
     /// The annotation's text, made safe, if it is no lease id.
     pub fn lease(&self) -> Result<Option<LeaseId>, String> {
-        let annotation = self
-            .annotations
-            .as_ref()
-            .and_then(|annotations| annotations.get(crate::ledger::LEASE_ANNOTATION));
+        let annotation = self.annotations.as_ref().and_then(|annotations| annotations.get(LEASE_ANNOTATION));
         annotation.map(|text| LeaseId::parse(text).ok_or_else(|| crate::text::safe(text))).transpose()
     }
 }

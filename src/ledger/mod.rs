@@ -3,6 +3,7 @@
 mod alive;
 mod bind;
 mod book;
+mod ended;
 mod rebuild;
 mod record;
 mod store;

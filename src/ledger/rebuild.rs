@@ -107,7 +107,7 @@ fn restore(dir: &Path) -> Option<Lease> {
         }
     };
     let id = LeaseId::parse(record.lease.as_deref()?)?;
-    let mut lease: Lease = serde_json::from_str(record.restorable.as_deref()?).ok()?;
+    let mut lease = Lease::from_annotation(record.restorable.as_deref()?)?;
     let init = init_of(&record);
     lease.state = match (init.process.is_alive(), has_processes(&init)) {
         (true, _) => LeaseState::Active,

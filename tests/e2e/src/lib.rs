@@ -7,6 +7,7 @@ mod bundle;
 pub mod containerd;
 pub mod cri;
 pub mod docker;
+pub mod door;
 mod hooked;
 pub mod killing;
 pub mod podman;

@@ -57,69 +57,9 @@ fn precreate(world: &World, spec: &Value) -> Value {
     serde_json::from_str(&done.stdout).expect("a spec")
 }
 
-/// Takes out what differs from one start to the next: the lease.
-fn without_lease(spec: &mut Value) -> (Value, Value) {
-    let annotations = spec["annotations"].as_object_mut().expect("annotations");
-    let lease = annotations.remove("sublet.lease").unwrap_or_default();
-    (lease, annotations.remove("sublet.lease.record").unwrap_or_default())
-}
-
 /// What the container is refused with.
 fn refusal(spec: &Value) -> &str {
     spec["hooks"]["createRuntime"][0]["path"].as_str().unwrap_or_default()
-}
-
-#[test]
-fn the_hooks_edits_are_the_shims() {
-    if skip_unless_root() {
-        return;
-    }
-    let requests: [&[(&str, &str)]; 8] = [
-        &[("sublet.gpu", "0")],
-        &[("sublet.sm", "25"), ("sublet.memory", "8GiB")],
-        &[("sublet.mode", "time-slice")],
-        &[("sublet.sm", "12.5"), ("sublet.processes", "2"), ("sublet.memory", "25%")],
-        &[("sublet.mode", "exclusive"), ("sublet.gpu", "any:2")],
-        &[("sublet.gpu", "2"), ("sublet.capabilities", "all"), ("sublet.mode", "exclusive")],
-        &[("sublet.share", "small")],
-        &[("sublet.priority", "low"), ("sublet.gpu", "1")],
-    ];
-    let world = World::simulated("h200x8", "[share.small]\nsm = \"10\"\nmemory = \"4GiB\"\n");
-    let config = std::fs::read_to_string(&world.config).expect("config.toml");
-    let no_runtime: String = config
-        .lines()
-        .map(|line| {
-            if line.starts_with("low_level") {
-                "low_level = [\"/bin/true\"]\n".into()
-            } else {
-                format!("{line}\n")
-            }
-        })
-        .collect();
-    std::fs::write(&world.config, no_runtime).expect("config.toml is written");
-    for (number, request) in requests.iter().enumerate() {
-        let mut bundle = world.bundle(&format!("table-{number}"), request, &["/bin/true"]);
-        bundle.spec = podmans(&bundle);
-        let created = bundle.create();
-        assert!(created.ok, "{request:?}: {created:?}");
-        let mut by_shim = bundle.config();
-        assert_eq!(world.leases(), Vec::<Value>::new(), "the runtime ended without a container");
-        let mut by_hook = precreate(&world, &bundle.spec);
-        let (shims, hooks) = (without_lease(&mut by_shim), without_lease(&mut by_hook));
-        assert!(shims.0.is_string() && shims.0 != hooks.0, "{request:?}");
-        let added = by_hook.as_object_mut().expect("an object").remove("hooks").expect("our hooks");
-        for stage in ["createRuntime", "poststop"] {
-            let hook = &added[stage][0];
-            assert_eq!(hook["args"], json!(["sublet-hook", stage]));
-            assert!(hook["env"].as_array().is_some_and(|env| !env.is_empty()), "an env of its own");
-        }
-        assert_eq!(by_hook, by_shim, "{request:?}");
-        assert_ne!(by_hook, bundle.spec, "and they are edits");
-        let stopped = json!({"id": ID, "status": "stopped", "annotations": {"sublet.lease": hooks.0}});
-        let ended = hook(&world, "poststop", stopped.to_string().as_bytes(), None);
-        assert!(ended.ok, "{ended:?}");
-        world.assert_empty();
-    }
 }
 
 #[test]
@@ -237,5 +177,54 @@ fn a_lease_is_bound_to_a_live_process_or_not_at_all() {
         assert!(bound.ok, "{bound:?}");
         let leases = world.leases();
         assert_eq!((leases.len(), &leases[0]["state"], &leases[0]["pid"]), (1, &json!("active"), &live));
+    }
+}
+
+#[test]
+fn poststop_frees_what_it_names_and_nothing_else() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("stop", &[("sublet.sm", "25")], &["/bin/true"]);
+    let granted = precreate(&world, &podmans(&bundle));
+    let lease = granted["annotations"]["sublet.lease"].as_str().expect("a lease");
+    let state = |status: &str, lease: &str| {
+        let annotations = json!({"sublet.sm": "25", "sublet.lease": lease});
+        let state = json!({"id": ID, "status": status, "bundle": bundle.dir, "annotations": annotations});
+        serde_json::to_vec(&state).expect("JSON")
+    };
+    let good = state("stopped", lease);
+    let huge = vec![b' '; 2 << 20];
+    let inputs: [&[u8]; 6] = [
+        b"",
+        b"[]",
+        &good[..good.len() - 1],
+        &huge,
+        &state("thinking", lease),
+        &state("stopped", "../x\u{1b}"),
+    ];
+    for input in inputs {
+        let failed = hook(&world, "poststop", input, None);
+        assert!(!failed.ok, "{}: {failed:?}", String::from_utf8_lossy(&input[..input.len().min(200)]));
+        assert_eq!(failed.stderr.lines().count(), 1, "{failed:?}");
+        assert!(!failed.stderr.contains('\u{1b}'));
+        assert_eq!(world.leases().len(), 1);
+    }
+    // The end of another container, one with a lease that nobody has, one that is not ours.
+    let unannotated = json!({"id": ID, "status": "stopped", "bundle": bundle.dir});
+    for input in [state("stopped", "0123456789abcdef"), unannotated.to_string().into_bytes()] {
+        assert!(hook(&world, "poststop", &input, None).ok);
+        assert_eq!(world.leases().len(), 1);
+    }
+    // Twice is no error, and the pid is none any more.
+    for _ in 0..2 {
+        let freed = hook(&world, "poststop", &good, None);
+        assert!(freed.ok, "{freed:?}");
+        world.assert_empty();
+    }
+    for stage in ["", "poststart", "createContainer", "../prestart"] {
+        let unknown = hook(&world, stage, &good, None);
+        assert!(!unknown.ok && unknown.stderr.contains("no stage"), "{unknown:?}");
     }
 }

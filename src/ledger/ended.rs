@@ -1,0 +1,49 @@
+//! Leases that their containers themselves remember, when the ledger has them no more.
+
+use std::path::Path;
+
+use super::Lease;
+use super::record::Record;
+
+impl Lease {
+    /// The lease that [`Lease::to_annotation`] wrote; nothing where it did not.
+    #[must_use]
+    pub fn from_annotation(text: &str) -> Option<Self> {
+        serde_json::from_str(text).ok()
+    }
+
+    /// The lease of a container that its low-level runtime has a record of in `dir` still, and whose first
+    /// process is gone.
+    #[must_use]
+    pub fn of_ended(dir: &Path) -> Option<Self> {
+        let record = Record::read(dir).ok()??;
+        let lease = Self::from_annotation(record.restorable.as_deref()?)?;
+        (!record.init.is_alive()).then_some(lease)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::lease;
+    use super::*;
+    use crate::process::Process;
+
+    #[test]
+    fn a_container_that_lives_has_not_ended() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = lease(1, "GPU-a");
+        let write = |process: Process| {
+            let status = format!(r#"{{"pid":{},"process-start-time":{}}}"#, process.pid, process.start_time);
+            std::fs::write(dir.path().join("status"), status).unwrap();
+        };
+        assert_eq!(Lease::of_ended(dir.path()), None);
+        let config = serde_json::json!({"annotations": {"sublet.lease.record": held.to_annotation()}});
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        let me = Process::current().unwrap();
+        write(me);
+        assert_eq!(Lease::of_ended(dir.path()), None);
+        write(Process { start_time: 1, ..me });
+        assert_eq!(Lease::of_ended(dir.path()), Some(held));
+        assert_eq!(Lease::from_annotation("{}"), None);
+    }
+}

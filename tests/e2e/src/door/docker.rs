@@ -1,0 +1,105 @@
+//! Docker, by a runtime.
+
+use std::os::unix::fs::symlink;
+
+use serde_json::{Value, json};
+
+use super::{Column, Door, Request, WHOLE};
+use crate::bundle::Finished;
+use crate::docker::{Docker, IMAGE};
+use crate::world::{World, bin_dir};
+
+/// How `docker run` asks for a share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Asked {
+    /// `--runtime sublet` and annotations.
+    Runtime,
+    /// Annotations alone: sublet is the daemon's default runtime.
+    Default,
+    /// `--runtime sublet-<share>`.
+    Named,
+}
+
+/// A dockerd of its own.
+pub struct OfDocker {
+    docker: Docker,
+    asked: Asked,
+}
+
+impl OfDocker {
+    /// Starts it, with a runtime for each of `shares` where containers name one.
+    #[must_use]
+    pub fn up(world: World, asked: Asked, shares: &[&str]) -> Self {
+        let settings = match asked {
+            Asked::Runtime => json!({}),
+            Asked::Default => json!({"default-runtime": "sublet"}),
+            Asked::Named => json!({"runtimes": runtimes(&world, shares)}),
+        };
+        Self { docker: Docker::up(world, &settings), asked }
+    }
+}
+
+/// Links named after shares, as docs/docker.md has them.
+fn runtimes(world: &World, shares: &[&str]) -> Value {
+    let bin = world.dir.path().join("named");
+    std::fs::create_dir_all(&bin).expect("a directory");
+    let runtime = |share: &&str| {
+        let link = bin.join(format!("sublet-{share}"));
+        symlink(bin_dir().join("sublet-runtime"), &link).expect("a link");
+        (format!("sublet-{share}"), json!({"path": link}))
+    };
+    shares.iter().map(runtime).collect::<serde_json::Map<_, _>>().into()
+}
+
+impl Door for OfDocker {
+    fn column(&self) -> Column {
+        Column { annotations: self.asked != Asked::Named, ..WHOLE }
+    }
+
+    fn world(&self) -> &World {
+        &self.docker.world
+    }
+
+    fn start(&self, request: &Request, args: &[&str]) -> Result<(), String> {
+        let mut options = request.options();
+        match self.asked {
+            Asked::Runtime => options.push("--runtime=sublet".into()),
+            Asked::Default => {}
+            Asked::Named if request.keys.is_empty() => options.clear(),
+            Asked::Named => options = vec![format!("--runtime=sublet-{}", request.share())],
+        }
+        options.extend(request.more_options(&self.docker.world));
+        let options: Vec<&str> = options.iter().map(String::as_str).collect();
+        let health = ["--health-cmd=cuda-probe info", "--health-interval=1s"];
+        let run = ["run", "-d", "--name", request.name, "--network=none"];
+        let finished = self.docker.cli(&[&run, &health[..], &options, &[IMAGE], args].concat());
+        if finished.ok { Ok(()) } else { Err(finished.stderr) }
+    }
+
+    fn output(&self, request: &Request) -> String {
+        self.docker.cli(&["logs", request.name]).stdout
+    }
+
+    fn exec(&self, request: &Request, args: &[&str]) -> Finished {
+        self.docker.cli(&[&["exec", request.name], args].concat())
+    }
+
+    fn health(&self, request: &Request) -> String {
+        let log: Value =
+            serde_json::from_str(&self.docker.inspect(request.name, "State.Health.Log")).expect("JSON");
+        log[0]["Output"].as_str().unwrap_or_default().to_owned()
+    }
+
+    fn stop(&self, request: &Request) {
+        self.docker.done(&["stop", "-t", "0", request.name]);
+    }
+
+    fn remove(&self, request: &Request) {
+        self.docker.done(&["rm", "-f", request.name]);
+    }
+
+    fn config(&self, request: &Request) -> Value {
+        let id = self.docker.inspect(request.name, "Id");
+        serde_json::from_str(&self.docker.config(id.trim_matches('"'))).expect("JSON")
+    }
+}

@@ -1,0 +1,152 @@
+//! What a container is seen to have from inside, and what it leaves on the host.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+use serde_json::Value;
+
+use super::{Door, Request};
+use crate::bundle::Finished;
+use crate::world::{World, eventually};
+
+/// Device minors that a topology of eight GPUs has.
+const MINORS: std::ops::Range<u32> = 0..8;
+
+/// What four processes of a container say.
+#[derive(Debug)]
+pub struct Report {
+    /// The first process, its environment before it.
+    pub first: Value,
+    /// One line each.
+    pub environment: Vec<String>,
+    /// One that the engine execs.
+    pub exec: Value,
+    /// One with `env -i`.
+    pub bare: Value,
+    /// A health check.
+    pub health: Value,
+    /// Names in /dev and /dev/dri that are a GPU's.
+    pub dev: Vec<String>,
+    /// How opening each GPU's node ends that the container made for itself, by device minor.
+    pub made: BTreeMap<u32, String>,
+    /// How opening each node ends that it was given.
+    pub given: BTreeMap<String, String>,
+    /// Names of the driver's files.
+    pub files: Vec<String>,
+}
+
+impl Report {
+    /// The first process of a container that is to report: its environment, then a context if it may have one.
+    pub const PROGRAM: [&'static str; 3] =
+        ["/bin/sh", "-c", "env; /usr/bin/cuda-probe hold 600 || exec sleep 600"];
+
+    /// Asks the processes of a container that runs [`Self::PROGRAM`].
+    #[must_use]
+    pub fn of(door: &dyn Door, request: &Request) -> Self {
+        let first = || info(&door.output(request));
+        assert!(eventually(|| first().is_some()), "no report: {}", door.output(request));
+        let output = door.output(request);
+        let environment = output.lines().filter(|line| line.contains('=') && !line.starts_with('{'));
+        let nodes = nodes(door, request);
+        let health = || info(&door.health(request));
+        assert!(eventually(|| health().is_some()), "no health check: {}", door.health(request));
+        let files = door.exec(request, &["/bin/sh", "-c", FILES]);
+        Self {
+            first: first().expect("it was there"),
+            environment: environment.map(str::to_owned).collect(),
+            exec: event(&door.exec(request, &["/usr/bin/cuda-probe", "info"])),
+            bare: event(&door.exec(request, &["/bin/env", "-i", "/usr/bin/cuda-probe", "info"])),
+            health: health().expect("it was there"),
+            dev: words(&door.exec(
+                request,
+                &["/bin/sh", "-c", "cd /dev; for n in nvidia* dri/*; do [ -c $n ] && echo $n; done"],
+            )),
+            made: nodes.iter().filter_map(|(path, result)| Some((minor(path)?, result.clone()))).collect(),
+            given: nodes.into_iter().filter(|(path, _)| minor(path).is_none()).collect(),
+            files: words(&files),
+        }
+    }
+}
+
+/// The driver's files that are not empty, wherever they are.
+const FILES: &str = "busybox find /usr /lib /lib64 /etc -type f -size +0c \
+    '(' -name '*nvidia*' -o -name 'libcuda*' -o -name 'libnv*' ')' 2>/dev/null | while read f; do echo ${f##*/}; done";
+
+/// Where the container makes a node for itself.
+const MADE: &str = "/tmp/gpu";
+
+fn minor(path: &str) -> Option<u32> {
+    path.strip_prefix(MADE)?.parse().ok()
+}
+
+/// Makes a node of every GPU, and opens those and the ones that are there.
+fn nodes(door: &dyn Door, request: &Request) -> BTreeMap<String, String> {
+    let all: Vec<String> = MINORS.map(|minor| minor.to_string()).collect();
+    let script = format!(
+        "for m in {}; do mknod {MADE}$m c 195 $m 2>/dev/null; done; exec cuda-probe noderights {MADE}* /dev/nvidia*",
+        all.join(" ")
+    );
+    let done = door.exec(request, &["/bin/sh", "-c", &script]);
+    let lines = done.json();
+    let nodes = lines.iter().filter(|line| line["event"] == "node");
+    let text = |value: &Value| value.as_str().expect("text").to_owned();
+    let found: BTreeMap<_, _> = nodes.map(|line| (text(&line["path"]), text(&line["result"]))).collect();
+    // Patterns that match nothing stand for themselves.
+    found.into_iter().filter(|(path, _)| !path.ends_with('*')).collect()
+}
+
+fn info(text: &str) -> Option<Value> {
+    let mut lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    lines.find(|line| line["event"] == "info")
+}
+
+fn event(finished: &Finished) -> Value {
+    info(&finished.stdout).unwrap_or_else(|| panic!("no report: {finished:?}"))
+}
+
+fn words(finished: &Finished) -> Vec<String> {
+    let mut words: Vec<String> = finished.stdout.split_whitespace().map(str::to_owned).collect();
+    words.sort();
+    words
+}
+
+/// What containers leave behind when something goes wrong: mounts of ours, processes of ours, and empty files
+/// where the driver's were mounted.
+#[must_use]
+pub fn traces(world: &World) -> Vec<String> {
+    let driver = world.driver_root.as_ref().expect("simulated").display().to_string();
+    let dir = world.dir.path().display().to_string();
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").expect("/proc");
+    let state = world.state_dir().display().to_string();
+    let mut found: Vec<String> = mounts
+        .lines()
+        .filter(|line| line.contains(&driver) || line.contains(&state))
+        .map(str::to_owned)
+        .collect();
+    let files = Command::new("find")
+        .arg(&dir)
+        .args(["-path", &driver, "-prune", "-o", "-type", "f", "-size", "0"])
+        .args(["(", "-name", "*nvidia*", "-o", "-name", "libcuda*", "-o", "-name", "libnv*", ")", "-print"])
+        .output()
+        .expect("find runs");
+    found.extend(String::from_utf8_lossy(&files.stdout).lines().map(str::to_owned));
+    found.extend(processes(&dir));
+    found
+}
+
+/// Programs of ours, and probes in containers, but for the service.
+fn processes(dir: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc").expect("/proc").flatten() {
+        let read = |name: &str| std::fs::read(entry.path().join(name)).unwrap_or_default();
+        let text = |name: &str| String::from_utf8_lossy(&read(name)).replace('\0', " ");
+        let (comm, command) = (text("comm"), text("cmdline"));
+        let ours = comm.starts_with("sublet") || comm.starts_with("cuda-probe");
+        let root = std::fs::read_link(entry.path().join("root")).unwrap_or_default();
+        let of_world = text("environ").contains(dir) || root.starts_with(dir);
+        if ours && of_world && !command.contains(" serve") && !command.is_empty() {
+            found.push(format!("process {}: {command}", entry.file_name().to_string_lossy()));
+        }
+    }
+    found
+}

@@ -1,0 +1,87 @@
+//! Podman as root, by the hook or by `--runtime`.
+
+use serde_json::Value;
+
+use super::{Column, Door, Request, WHOLE};
+use crate::bundle::Finished;
+use crate::podman::{IMAGE, Podman};
+use crate::world::World;
+
+/// A Podman with its own storage.
+pub struct OfPodman {
+    podman: Podman,
+    by_hook: bool,
+}
+
+impl OfPodman {
+    /// By the hook, or without it by `--runtime sublet`.
+    #[must_use]
+    pub fn up(world: World, by_hook: bool) -> Self {
+        let mut door = Self { podman: Podman::up(world), by_hook };
+        door.go_by(by_hook);
+        door
+    }
+
+    /// The same Podman by the other door.
+    pub fn go_by(&mut self, hook: bool) {
+        let file = self.podman.world.dir.path().join("hooks/sublet.json");
+        if hook {
+            std::fs::write(file, self.podman.hook().to_string()).expect("the hook is written");
+        } else if file.exists() {
+            std::fs::remove_file(file).expect("the hook was there");
+        }
+        self.by_hook = hook;
+    }
+}
+
+impl Door for OfPodman {
+    fn column(&self) -> Column {
+        Column { exec_environment: !self.by_hook, ..WHOLE }
+    }
+
+    fn world(&self) -> &World {
+        &self.podman.world
+    }
+
+    fn start(&self, request: &Request, args: &[&str]) -> Result<(), String> {
+        // Docker's default, and not Podman's: a container that may make nodes can open no more of them.
+        let mut options = vec!["--cap-add=MKNOD".to_owned(), "--hostname=test".to_owned()];
+        options.extend(request.options());
+        options.extend(request.more_options(&self.podman.world));
+        let options: Vec<&str> = options.iter().map(String::as_str).collect();
+        let runtime: &[&str] = if self.by_hook { &[] } else { &["--runtime=sublet"] };
+        let run = ["run", "-d", "--name", request.name];
+        let health = ["--health-cmd=cuda-probe info", "--health-interval=disable"];
+        let finished = self.podman.cli(&[runtime, &run, &health[..], &options, &[IMAGE], args].concat());
+        if finished.ok { Ok(()) } else { Err(finished.stderr) }
+    }
+
+    fn output(&self, request: &Request) -> String {
+        self.podman.cli(&["logs", request.name]).stdout
+    }
+
+    fn exec(&self, request: &Request, args: &[&str]) -> Finished {
+        self.podman.cli(&[&["exec", request.name], args].concat())
+    }
+
+    fn health(&self, request: &Request) -> String {
+        let _ = self.podman.cli(&["healthcheck", "run", request.name]);
+        let log = self.podman.inspect(request.name, "json .State.Health.Log");
+        let log: Value = serde_json::from_str(&log).expect("JSON");
+        log[0]["Output"].as_str().unwrap_or_default().to_owned()
+    }
+
+    fn stop(&self, request: &Request) {
+        self.podman.done(&["stop", "-t0", request.name]);
+    }
+
+    fn remove(&self, request: &Request) {
+        // One that could not be started may be gone already.
+        let _ = self.podman.cli(&["rm", "-f", "-t0", request.name]);
+    }
+
+    fn config(&self, request: &Request) -> Value {
+        let path = self.podman.inspect(request.name, ".OCIConfigPath");
+        serde_json::from_slice(&std::fs::read(path).expect("config.json")).expect("JSON")
+    }
+}

@@ -1,0 +1,143 @@
+//! Two doors at once, the same door twice, and a lease that a container claims to have: one grant, one lease.
+
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, World, skip_unless_root};
+
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
+
+/// The share, and once: no variable, node, rule or mount point of ours stands twice in config.json.
+fn assert_once(bundle: &Bundle<'_>, leases: usize) {
+    let info = bundle.event("info");
+    assert_eq!((&info["error"], &info["mps"], &info["sm"]), (&Value::Null, &json!(true), &json!(32)));
+    assert_eq!(bundle.world().leases().len(), leases);
+    let config = bundle.config();
+    let listed = |pointer: &str, of: fn(&Value) -> String| {
+        let all = config.pointer(pointer).and_then(Value::as_array).expect(pointer);
+        let mut all: Vec<String> = all.iter().map(of).collect();
+        all.sort();
+        all
+    };
+    let variable =
+        |entry: &Value| entry.as_str().expect("text").split('=').next().expect("a name").to_owned();
+    for all in [
+        listed("/process/env", variable),
+        listed("/linux/devices", |node| node["path"].to_string()),
+        listed("/linux/resources/devices", Value::to_string),
+        listed("/mounts", |mount| mount["destination"].to_string()),
+        listed("/linux/maskedPaths", Value::to_string),
+    ] {
+        let mut once = all.clone();
+        once.dedup();
+        assert_eq!(all, once);
+    }
+}
+
+#[test]
+fn precreate_the_shim_and_late_hooks_of_one_container() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = world.bundle("all", SHARE, HOLD);
+    bundle.hook(&["prestart", "createRuntime", "poststop"]);
+    bundle.precreate();
+    let granted = bundle.spec.clone();
+    bundle.plain = false;
+    bundle.up();
+    assert_once(&bundle, 1);
+    assert_eq!(bundle.config(), granted, "who comes second changes nothing");
+    let leases = world.leases();
+    assert_eq!((&leases[0]["state"], &leases[0]["isolation"]), (&json!("active"), &json!("shared")));
+    let health = bundle.exec_file(&["/usr/bin/cuda-probe", "info"], &["PATH=/usr/bin:/bin"]);
+    assert!(health.json()[0]["free_mib"].as_u64() < Some(8192), "{health:?}");
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn the_shim_above_the_shim() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    // As when a host's runc is a link to the shim: the one below finds the lease of the one above.
+    let text = std::fs::read_to_string(&world.config).expect("config.toml");
+    let below = world.dir.path().join("below.toml");
+    std::fs::write(&below, &text).expect("below.toml");
+    let script = world.dir.path().join("shim-below");
+    let shim = sublet_e2e::bin_dir().join("sublet-runtime");
+    let call = format!("#!/bin/sh\nSUBLET_CONFIG={} exec {} \"$@\"\n", below.display(), shim.display());
+    std::fs::write(&script, call).expect("a script");
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&script, mode).expect("chmod");
+    let names = format!("low_level = [\"{}\"]", world.engine.program());
+    assert!(text.contains(&names), "{text}");
+    let above = text.replace(&names, &format!("low_level = [\"{}\"]", script.display()));
+    std::fs::write(&world.config, above).expect("config.toml");
+    let bundle = world.bundle("nested", SHARE, HOLD);
+    bundle.up();
+    assert_once(&bundle, 1);
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_lease_that_has_ended_or_is_another_containers_is_none() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let first = world.bundle("first", SHARE, HOLD);
+    first.up();
+    assert_once(&first, 1);
+    let granted = first.config();
+    // What another container holds, by the shim and by either hook.
+    let stolen = |id: &str| {
+        let mut bundle = world.bundle(id, SHARE, HOLD);
+        bundle.spec["annotations"] = granted["annotations"].clone();
+        bundle
+    };
+    let why = "no live lease of this container has that id";
+    let refused = stolen("thief").refused();
+    assert!(refused.contains(why), "{refused}");
+    for stage in ["prestart", "createRuntime"] {
+        let mut late = stolen("late-thief");
+        late.hook(&[stage]);
+        assert!(!late.create().ok, "{stage}");
+        let _ = late.delete();
+        let leases = world.leases();
+        assert_eq!((leases.len(), &leases[0]["container_id"]), (1, &json!("first")), "{stage}");
+    }
+    // What it had itself, once it has ended.
+    first.down();
+    world.assert_empty();
+    std::fs::write(first.dir.join("config.json"), granted.to_string()).expect("config.json");
+    let refused = first.refused_as_written(&["create"]);
+    assert!(refused.contains(why), "{refused}");
+    world.assert_empty();
+}
+
+#[test]
+fn no_annotation_makes_up_a_lease() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    for (key, value) in
+        [("sublet.lease", "0123456789abcdef"), ("sublet.lease", "../../../etc/passwd"), ("sublet.lease", "")]
+    {
+        let line = world.bundle("forger", &[SHARE, &[(key, value)]].concat(), HOLD).refused();
+        assert!(line.contains(key), "{line}");
+    }
+    // The record that a lost ledger is rebuilt from is written over.
+    let bundle = world.bundle("writer", &[SHARE, &[("sublet.lease.record", "{}")]].concat(), HOLD);
+    bundle.up();
+    let annotations = &bundle.config()["annotations"];
+    let record = annotations["sublet.lease.record"].as_str().expect("a record");
+    let record: Value = serde_json::from_str(record).expect("JSON");
+    assert_eq!(record["id"], annotations["sublet.lease"]);
+    assert_once(&bundle, 1);
+    bundle.down();
+    world.assert_empty();
+}
