@@ -60,12 +60,12 @@ impl Containerd {
         let text = format!(
             "version = 2\nroot = \"{}\"\nstate = \"{}\"\n[grpc]\naddress = \"{}\"\n\
              [{CRI}]\nsandbox_image = \"{IMAGE}\"\nrestrict_oom_score_adj = true\n\
-             enable_cdi = true\ncdi_spec_dirs = [{:?}]\n\
+             enable_cdi = true\ncdi_spec_dirs = [\"{}\"]\n\
              [{CRI}.containerd]\nsnapshotter = \"native\"\n{}{}{}",
             dir.join("containerd").display(),
             self.state.display(),
             self.socket().display(),
-            dir.join("cdi"),
+            dir.join("cdi").display(),
             handler("runc", Path::new(self.world.engine.program()), ""),
             handler("sublet", &shim, listed),
             handler("unlisted", &shim, ""),
