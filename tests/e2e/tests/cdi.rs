@@ -448,9 +448,9 @@ fn a_container_of_a_cri_pod_has_the_share_of_its_device() {
             .expect("it starts");
         let seen = containerd.exec_sync_info(&id, &[]);
         if handler == "runc" {
-            is_quarter(&seen)
+            is_quarter(&seen);
         } else {
-            is_share(&seen)
+            is_share(&seen);
         }
         let leases = containerd.world.leases();
         assert_eq!((leases.len(), &leases[0]["container_id"]), (1, &json!(id)), "{handler}");
