@@ -40,9 +40,9 @@ impl OfPodman {
 pub(super) fn annotations(request: &Request) -> Vec<String> {
     let version = Command::new("podman").arg("--version").output().expect("podman is installed");
     let cuts = String::from_utf8_lossy(&version.stdout).starts_with("podman version 4.");
-    let option = |(key, value): &(String, String)| match cuts && value.contains(',') {
-        true => format!("--annotation=\"{key}={value}\""),
-        false => format!("--annotation={key}={value}"),
+    let option = |(key, value): &(String, String)| {
+        let quote = if cuts && value.contains(',') { "\"" } else { "" };
+        format!("--annotation={quote}{key}={value}{quote}")
     };
     request.annotations().iter().map(option).collect()
 }
