@@ -170,6 +170,8 @@ fn normal(mut spec: Value) -> Value {
     let annotations = spec["annotations"].as_object_mut().expect("annotations");
     assert!(annotations.remove("sublet.lease.record").is_some());
     let lease = annotations.remove("sublet.lease").expect("a lease");
+    // Podman 4's.
+    annotations.remove("io.kubernetes.cri-o.Created");
     let text = spec.to_string().replace(lease.as_str().expect("an id"), "LEASE");
     let is_id = |word: &&str| word.len() == 64 && word.bytes().all(|byte| byte.is_ascii_hexdigit());
     let ids = text.split(|c: char| !c.is_ascii_alphanumeric()).filter(is_id);

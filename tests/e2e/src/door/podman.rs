@@ -1,5 +1,7 @@
 //! Podman as root, by the hook or by `--runtime`.
 
+use std::process::Command;
+
 use serde_json::Value;
 
 use super::{Column, Door, Request, WHOLE};
@@ -34,6 +36,17 @@ impl OfPodman {
     }
 }
 
+/// The request as Podman's options. Podman 4 cuts annotations at commas, but for quoted ones (docs/podman.md).
+pub(super) fn annotations(request: &Request) -> Vec<String> {
+    let version = Command::new("podman").arg("--version").output().expect("podman is installed");
+    let cuts = String::from_utf8_lossy(&version.stdout).starts_with("podman version 4.");
+    let option = |(key, value): &(String, String)| {
+        let quote = if cuts && value.contains(',') { "\"" } else { "" };
+        format!("--annotation={quote}{key}={value}{quote}")
+    };
+    request.annotations().iter().map(option).collect()
+}
+
 impl Door for OfPodman {
     fn column(&self) -> Column {
         Column { exec_environment: !self.by_hook, ..WHOLE }
@@ -46,7 +59,7 @@ impl Door for OfPodman {
     fn start(&self, request: &Request, args: &[&str]) -> Result<(), String> {
         // Docker's default, and not Podman's: a container that may make nodes can open no more of them.
         let mut options = vec!["--cap-add=MKNOD".to_owned(), "--hostname=test".to_owned()];
-        options.extend(request.options());
+        options.extend(annotations(request));
         options.extend(request.more_options(&self.podman.world));
         let options: Vec<&str> = options.iter().map(String::as_str).collect();
         let runtime: &[&str] = if self.by_hook { &[] } else { &["--runtime=sublet"] };

@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::podman::annotations;
 use super::{Column, Door, Request, WHOLE};
 use crate::bundle::Finished;
 use crate::rootless::{Rootless, done};
@@ -39,7 +40,7 @@ impl Door for OfRootless {
     }
 
     fn start(&self, request: &Request, args: &[&str]) -> Result<(), String> {
-        let mut options = request.options();
+        let mut options = annotations(request);
         let shim = self.rootless.dir().join("bin/shim");
         options.extend((!self.by_hook).then(|| format!("--runtime={}", shim.display())));
         options.extend(request.more_options(&self.rootless.world));
