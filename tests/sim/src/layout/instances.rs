@@ -87,8 +87,8 @@ impl Partition {
         self.instances.iter().find(|instance| instance.id == id)
     }
 
-    /// Where a GPU instance of this profile could be made now, in the profile's order: it may overlap no other,
-    /// and only one may have the media engines.
+    /// Where a GPU instance of this profile could be made now, in the profile's order: it may overlap no
+    /// other, and only one may have the media engines.
     #[must_use]
     pub fn free_starts(&self, profile: &Profile, table: &[Profile]) -> Vec<u32> {
         let others: Vec<_> =

@@ -84,8 +84,8 @@ pub unsafe fn put_list<T: Copy>(array: *mut T, count: *mut c_uint, list: &[T]) -
     Ok(())
 }
 
-/// Writes an array that the caller made large enough, and its length: the lists of MIG go so, where `count` only
-/// comes out.
+/// Writes an array that the caller made large enough, and its length: the lists of MIG go so, where `count`
+/// only comes out.
 ///
 /// # Safety
 /// `count` is null or valid; `array` is null or valid for writes of as many elements as the list has.

@@ -135,8 +135,8 @@ pub fn memory_slices(table: &[Profile]) -> u32 {
 
 /// The id of a GPU instance. It follows from the placement, so it comes back when an instance is made again
 /// in the same place: the nodes of a binary tree over the memory slices, counted level by level, the upper
-/// half of the slices first. As `nvidia-smi mig -lgi` shows it on A100: 0 is 0:8, 1 is 4:4, 2 is 0:4, 3 is 4:2,
-/// 6 is 2:2, 9 is 6:1, 11 is 0:1.
+/// half of the slices first. As `nvidia-smi mig -lgi` shows it on A100: 0 is 0:8, 1 is 4:4, 2 is 0:4, 3 is
+/// 4:2, 6 is 2:2, 9 is 6:1, 11 is 0:1.
 #[must_use]
 pub const fn instance_id(slices: u32, start: u32, size: u32) -> u32 {
     slices / size - 1 + (start + slices / 2) % slices / size
