@@ -97,7 +97,7 @@ impl Partition {
         let free = |start: &u32| {
             others.iter().all(|(at, other)| start + profile.size <= *at || at + other.size <= *start)
         };
-        if media { Vec::new() } else { profile.order().into_iter().filter(free).collect() }
+        if media { Vec::new() } else { profile.order().iter().copied().filter(free).collect() }
     }
 
     /// How many more GPU instances of this profile fit.

@@ -161,17 +161,12 @@ impl Profile {
     /// The order in which the driver tries placements where none is asked for, as A100 and H100 are seen to
     /// number instances: of seven 1g, the first is at 6.
     #[must_use]
-    pub fn order(&self) -> Vec<u32> {
-        let mut starts = self.starts.to_vec();
-        match self.starts {
-            EVERY => starts.rotate_right(3),
-            TWOS => starts.rotate_right(1),
-            _ => {}
+    pub const fn order(&self) -> &'static [u32] {
+        match self.starts.len() {
+            7 => &[6, 4, 5, 0, 1, 2, 3],
+            3 => &[4, 0, 2],
+            _ => self.starts,
         }
-        if self.starts == EVERY {
-            starts[..3].rotate_right(1);
-        }
-        starts
     }
 
     /// The compute instance profiles of a GPU instance of this profile.
