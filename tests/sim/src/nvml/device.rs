@@ -16,19 +16,18 @@ use nvml_wrapper_sys::bindings::{
     nvmlReturn_t,
 };
 
-use super::out::{Answer, chars, put, put_text};
+use super::out::{Answer, chars, put, put_text, struct_version};
 use super::session::{self, Target};
 use super::system::pci_address;
 use crate::layout::contexts;
 use crate::layout::state::State;
-use crate::layout::topology::{Arch, MigMode, Virtualization};
+use crate::layout::topology::{Arch, Virtualization};
 
 const MIB: u64 = 1 << 20;
 /// What the driver keeps of a GPU for itself.
 const RESERVED_MIB: u64 = 500;
 /// Memory mode of `nvmlMemory_v2_t.version`: `NVML_STRUCT_VERSION(Memory, 2)`.
-#[expect(clippy::cast_possible_truncation, reason = "40 bytes")]
-const MEMORY_V2: c_uint = size_of::<nvmlMemory_v2_t>() as c_uint | 2 << 24;
+const MEMORY_V2: c_uint = struct_version::<nvmlMemory_v2_t>(2);
 /// An H200's PCI device and vendor.
 const PCI_ID: c_uint = 0x2335_10de;
 
@@ -222,7 +221,8 @@ fn set_compute_mode(target: &Target<'_>, mode: nvmlComputeMode_t) -> Answer {
         1 => return Err(NOT_SUPPORTED),
         _ => return Err(INVALID_ARGUMENT),
     }
-    if gpu.virtualization == Virtualization::Vgpu || (gpu.mig_mode == MigMode::Enabled && mode != 0) {
+    let mig = target.partition()?.is_some_and(|partition| partition.enabled);
+    if gpu.virtualization == Virtualization::Vgpu || (mig && mode != 0) {
         return Err(NOT_SUPPORTED);
     }
     if !geteuid().is_root() {
