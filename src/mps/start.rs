@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use nix::unistd::geteuid;
 
 use super::control::{AskError, Control, listens};
+use super::heal::stays;
 use super::launch::{self, Kind, Launch};
 use super::lock::DaemonLock;
 use super::ready::lock_limit;
@@ -62,7 +63,7 @@ fn stop_unwanted(
     store: &Store,
     config: &Config,
 ) -> Result<bool, MpsError> {
-    if serves && !config.mps.stop_when_idle {
+    if serves && stays(key, config) {
         return Ok(false);
     }
     match stop_held(held, key, false, store, config) {

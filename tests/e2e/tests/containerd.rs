@@ -6,8 +6,8 @@ use std::process::Stdio;
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use sublet_e2e::containerd::Containerd;
-use sublet_e2e::docker::{is_alive, skip_unless_engines};
-use sublet_e2e::{Engine, Finished, Stopping, World, bin_dir, eventually};
+use sublet_e2e::docker::skip_unless_engines;
+use sublet_e2e::{Engine, Finished, Stopping, World, bin_dir, eventually, is_alive};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
 const HOLD: &[&str] = &["cuda-probe", "hold", "600"];
