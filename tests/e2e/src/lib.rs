@@ -11,6 +11,7 @@ pub mod door;
 mod hooked;
 pub mod killing;
 pub mod podman;
+mod processes;
 mod refused;
 mod rootfs;
 pub mod rootless;
@@ -19,6 +20,7 @@ pub mod user;
 mod world;
 
 pub use bundle::{Bundle, Finished, by_systemd};
+pub use processes::is_alive;
 pub use refused::tree;
 pub use rootfs::{Rootfs, copy_program};
 pub use stopping::Stopping;

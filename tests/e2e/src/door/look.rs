@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use super::{Door, Request};
 use crate::bundle::Finished;
+use crate::processes::{self, read};
 use crate::world::{World, eventually};
 
 /// Device minors that a topology of eight GPUs has.
@@ -130,23 +131,19 @@ pub fn traces(world: &World) -> Vec<String> {
         .output()
         .expect("find runs");
     found.extend(String::from_utf8_lossy(&files.stdout).lines().map(str::to_owned));
-    found.extend(processes(&dir));
+    found.extend(programs(&dir));
     found
 }
 
 /// Programs of ours, and probes in containers, but for the service.
-fn processes(dir: &str) -> Vec<String> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir("/proc").expect("/proc").flatten() {
-        let read = |name: &str| std::fs::read(entry.path().join(name)).unwrap_or_default();
-        let text = |name: &str| String::from_utf8_lossy(&read(name)).replace('\0', " ");
-        let (comm, command) = (text("comm"), text("cmdline"));
+fn programs(dir: &str) -> Vec<String> {
+    let left = |pid| {
+        let (comm, command) = (read(pid, "comm"), read(pid, "cmdline"));
         let ours = comm.starts_with("sublet") || comm.starts_with("cuda-probe");
-        let root = std::fs::read_link(entry.path().join("root")).unwrap_or_default();
-        let of_world = text("environ").contains(dir) || root.starts_with(dir);
-        if ours && of_world && !command.contains(" serve") && !command.is_empty() {
-            found.push(format!("process {}: {command}", entry.file_name().to_string_lossy()));
-        }
-    }
-    found
+        let root = std::fs::read_link(format!("/proc/{pid}/root")).unwrap_or_default();
+        let of_world = read(pid, "environ").contains(dir) || root.starts_with(dir);
+        let is_left = ours && of_world && !command.contains(" serve") && !command.is_empty();
+        is_left.then(|| format!("process {pid}: {command}"))
+    };
+    processes::all().filter_map(left).collect()
 }
