@@ -1,6 +1,7 @@
 //! Podman as root, by the hook, by `--runtime` or by a CDI device.
 
 use std::process::Command;
+use std::sync::LazyLock;
 
 use serde_json::Value;
 
@@ -51,12 +52,16 @@ impl OfPodman {
     }
 }
 
-/// The request as Podman's options. Podman 4 cuts annotations at commas, but for quoted ones (docs/podman.md).
-pub(super) fn annotations(request: &Request) -> Vec<String> {
+/// Podman 4 cuts annotations at commas, but for quoted ones (docs/podman.md).
+static CUTS: LazyLock<bool> = LazyLock::new(|| {
     let version = Command::new("podman").arg("--version").output().expect("podman is installed");
-    let cuts = String::from_utf8_lossy(&version.stdout).starts_with("podman version 4.");
+    String::from_utf8_lossy(&version.stdout).starts_with("podman version 4.")
+});
+
+/// The request as Podman's options.
+pub(super) fn annotations(request: &Request) -> Vec<String> {
     let option = |(key, value): &(String, String)| {
-        let quote = if cuts && value.contains(',') { "\"" } else { "" };
+        let quote = if *CUTS && value.contains(',') { "\"" } else { "" };
         format!("--annotation={quote}{key}={value}{quote}")
     };
     request.annotations().iter().map(option).collect()
