@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, Finished, World, skip_unless_root};
@@ -37,7 +37,10 @@ fn hook(world: &World, stage: &str, input: &[u8], uid: Option<u32>) -> Finished 
 fn reachable(world: &World, program: &str) -> String {
     let open = |path: &Path| std::fs::set_permissions(path, Permissions::from_mode(0o755)).expect("chmod");
     let copy = world.dir.path().join(program);
-    std::fs::copy(sublet_e2e::bin_dir().join(program), &copy).expect("it is copied");
+    // By another process: what we write ourselves, a child that another test is just starting holds open too,
+    // and it cannot be run as long (ETXTBSY, execve(2)).
+    let copied = Command::new("cp").arg(sublet_e2e::bin_dir().join(program)).arg(&copy).status();
+    assert!(copied.expect("cp runs").success(), "{}", copy.display());
     open(world.dir.path());
     open(&copy);
     copy.to_string_lossy().into_owned()
