@@ -12,6 +12,7 @@ mod hooked;
 pub mod killing;
 pub mod podman;
 mod processes;
+pub mod programs;
 mod refused;
 mod rootfs;
 pub mod rootless;

@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 
 use crate::bundle::Finished;
+use crate::programs;
 use crate::world::{World, bin_dir, eventually};
 
 /// The one image, made of the world's minimal root filesystem.
@@ -100,13 +101,11 @@ impl Podman {
         let dir = self.world.dir.path().join("bin");
         std::fs::create_dir_all(&dir).expect("a directory");
         let script = format!(
-            "#!/bin/sh\nSUBLET_CONFIG={} exec {} \"$@\"\n",
+            "SUBLET_CONFIG={} exec {} \"$@\"\n",
             self.world.config.display(),
             bin_dir().join("sublet-runtime").display()
         );
-        std::fs::write(dir.join("sublet-runtime"), script).expect("the shim is written");
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        std::fs::set_permissions(dir.join("sublet-runtime"), mode).expect("chmod");
+        programs::script(&dir.join("sublet-runtime"), &script);
     }
 
     /// The image as an archive.

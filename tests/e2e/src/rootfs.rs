@@ -3,6 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::programs;
+
 /// A template that bundles are cloned from by hard links.
 pub struct Rootfs {
     dir: PathBuf,
@@ -17,7 +19,7 @@ impl Rootfs {
         }
         let busybox = ["/bin/busybox", "/usr/bin/busybox"].iter().map(Path::new).find(|path| path.exists());
         let busybox = busybox.expect("busybox is installed (Debian: busybox-static)");
-        std::fs::copy(busybox, dir.join("bin/busybox")).expect("busybox is copied");
+        programs::copy(busybox, &dir.join("bin/busybox"));
         for name in [
             "sh", "cat", "sleep", "env", "ls", "true", "false", "mknod", "mount", "id", "kill", "stat",
             "grep",
@@ -43,7 +45,7 @@ impl Rootfs {
 
 /// Copies a dynamic program into `rootfs` with the libraries that ldd names, each where the host has it.
 pub fn copy_program(program: &Path, rootfs: &Path, to: &str) {
-    std::fs::copy(program, rootfs.join(to)).unwrap_or_else(|error| panic!("{}: {error}", program.display()));
+    programs::copy(program, &rootfs.join(to));
     let ldd = Command::new("ldd").arg(program).output().expect("ldd runs");
     let text = String::from_utf8_lossy(&ldd.stdout).into_owned();
     for library in text.split_whitespace().filter(|word| word.starts_with('/')) {

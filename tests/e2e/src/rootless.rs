@@ -8,6 +8,7 @@ use std::process::{Child, Command, Stdio};
 
 use serde_json::{Value, json};
 
+use crate::programs;
 use crate::world::{World, bin_dir, eventually};
 
 /// The user `tester` of tests/engines/root.
@@ -30,16 +31,12 @@ impl Rootless {
             std::fs::create_dir_all(dir.join(below)).expect("a directory");
         }
         for program in ["sublet", "sublet-runtime", "sublet-hook"] {
-            std::fs::copy(bin_dir().join(program), dir.join("bin").join(program)).expect("a copy");
+            programs::copy(&bin_dir().join(program), &dir.join("bin").join(program));
         }
         // Podman gives most of the shim's commands an environment of its own.
         let (shim, config) = (dir.join("bin/shim"), world.config.display());
-        let script =
-            format!("#!/bin/sh\nSUBLET_CONFIG={config} exec {}/bin/sublet-runtime \"$@\"\n", dir.display());
-        std::fs::write(&shim, script).expect("the shim is written");
-        for name in ["bin/sublet", "bin/sublet-runtime", "bin/sublet-hook", "bin/shim"] {
-            open_to_all(&dir.join(name));
-        }
+        let script = format!("SUBLET_CONFIG={config} exec {}/bin/sublet-runtime \"$@\"\n", dir.display());
+        programs::script(&shim, &script);
         let rootless = Self { serve: None, world };
         rootless.configure();
         let tar = rootless.dir().join("image.tar");

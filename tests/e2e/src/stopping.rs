@@ -1,8 +1,8 @@
 //! A low-level runtime and an MPS daemon that stop half way, so that an engine can be killed there.
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use crate::programs;
 use crate::world::World;
 
 /// One world's stage; nothing stops before [`Stopping::at`].
@@ -66,7 +66,7 @@ fn slow_daemon(dir: &Path, driver_root: &Path) {
     std::fs::create_dir(&aside).expect("a directory");
     let bin = driver_root.join("usr/bin");
     for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
-        std::fs::copy(bin.join(name), aside.join(name)).expect("a program is copied");
+        programs::copy(&bin.join(name), &aside.join(name));
     }
     let program = bin.join("nvidia-cuda-mps-control");
     std::fs::remove_file(&program).expect("it was there");
@@ -82,6 +82,5 @@ fn slow_daemon(dir: &Path, driver_root: &Path) {
 fn write(program: &Path, script: &str, dir: &Path) {
     let stop =
         format!("stop() {{ : >{0}/stopped; while [ -e {0}/stop-at ]; do sleep 0.05; done; }}", dir.display());
-    std::fs::write(program, format!("#!/bin/sh\n{stop}\n{script}")).expect("a script");
-    std::fs::set_permissions(program, PermissionsExt::from_mode(0o755)).expect("chmod");
+    programs::script(program, &format!("{stop}\n{script}"));
 }

@@ -9,6 +9,7 @@ use std::process::{Child, Command, Stdio};
 use serde_json::{Value, json};
 
 use crate::bundle::Finished;
+use crate::programs;
 use crate::world::{World, bin_dir, eventually};
 
 /// A simulated driver, the service, and programs that everybody may run.
@@ -27,9 +28,9 @@ impl Host {
         open_to_all(world.dir.path());
         std::fs::create_dir(world.dir.path().join("bin")).expect("bin");
         for program in ["sublet", "sublet-runtime", "sublet-hook"] {
-            copy(&bin_dir().join(program), &world.dir.path().join("bin").join(program));
+            programs::copy(&bin_dir().join(program), &world.dir.path().join("bin").join(program));
         }
-        copy(speak, &world.dir.path().join("bin/speak"));
+        programs::copy(speak, &world.dir.path().join("bin/speak"));
         Self { serve: None, world }
     }
 
@@ -248,11 +249,6 @@ impl Drop for Bundle<'_> {
 
 fn open_to_all(path: &Path) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).expect("chmod");
-}
-
-fn copy(from: &Path, to: &Path) {
-    std::fs::copy(from, to).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
-    open_to_all(to);
 }
 
 /// Runs a program, which must succeed. `kill` is no program of a minimal system: busybox has one.

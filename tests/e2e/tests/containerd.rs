@@ -7,7 +7,7 @@ use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use sublet_e2e::containerd::Containerd;
 use sublet_e2e::docker::skip_unless_engines;
-use sublet_e2e::{Engine, Finished, Stopping, World, bin_dir, eventually, is_alive};
+use sublet_e2e::{Engine, Finished, Stopping, World, bin_dir, eventually, is_alive, programs};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
 const HOLD: &[&str] = &["cuda-probe", "hold", "600"];
@@ -119,7 +119,7 @@ fn ctr_run_shows_why_a_share_is_refused() {
     // It looks for the program that its hook would run.
     let bin = containerd.world.dir.path().join("bin");
     std::fs::create_dir(&bin).expect("a directory");
-    std::fs::copy("/bin/true", bin.join("nvidia-container-cli")).expect("a program");
+    programs::copy("/bin/true".as_ref(), &bin.join("nvidia-container-cli"));
     let path = format!("{}:{}", bin.display(), std::env::var("PATH").expect("PATH"));
     let mut command = containerd.run_command("refused", QUARTER, &["--gpus=0"], &["true"]);
     let both = Finished::of(&command.env("PATH", path).output().expect("ctr is installed"));

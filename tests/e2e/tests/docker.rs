@@ -7,7 +7,7 @@ use std::path::Path;
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use sublet_e2e::docker::{Docker, IMAGE, skip_unless_engines};
-use sublet_e2e::{World, bin_dir, eventually, is_alive};
+use sublet_e2e::{World, bin_dir, eventually, is_alive, programs};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
 
@@ -243,7 +243,7 @@ fn dockers_own_gpu_request_beside_ours_is_refused_with_the_option_to_remove() {
     let bin = world.dir.path().join("bin");
     std::fs::create_dir_all(&bin).expect("a directory");
     let hook = bin.join("nvidia-container-runtime-hook");
-    std::fs::copy("/bin/true", &hook).expect("a program");
+    programs::copy("/bin/true".as_ref(), &hook);
     let node = json!({"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0});
     let setup = json!([{"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook"]}]);
     let spec = json!({"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": [

@@ -4,11 +4,10 @@ use std::fs::Permissions;
 use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, Finished, World, skip_unless_root};
+use sublet_e2e::{Bundle, Finished, World, programs, skip_unless_root};
 
 const ID: &str = "452325ed5f7f35588a551450be5d67fde0f40a94317f3f8f8a275a3aebf20f2a";
 
@@ -35,14 +34,9 @@ fn hook(world: &World, stage: &str, input: &[u8], uid: Option<u32>) -> Finished 
 
 /// A copy of one of our programs that every user may run; absolute, so it is taken as it is.
 fn reachable(world: &World, program: &str) -> String {
-    let open = |path: &Path| std::fs::set_permissions(path, Permissions::from_mode(0o755)).expect("chmod");
     let copy = world.dir.path().join(program);
-    // By another process: what we write ourselves, a child that another test is just starting holds open too,
-    // and it cannot be run as long (ETXTBSY, execve(2)).
-    let copied = Command::new("cp").arg(sublet_e2e::bin_dir().join(program)).arg(&copy).status();
-    assert!(copied.expect("cp runs").success(), "{}", copy.display());
-    open(world.dir.path());
-    open(&copy);
+    programs::copy(&sublet_e2e::bin_dir().join(program), &copy);
+    std::fs::set_permissions(world.dir.path(), Permissions::from_mode(0o755)).expect("chmod");
     copy.to_string_lossy().into_owned()
 }
 

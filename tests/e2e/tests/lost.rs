@@ -1,12 +1,11 @@
 //! A ledger that is lost while leases are held of which no record of root's runtimes tells: pending ones,
 //! those of prestart hooks, those of rootless users. Nothing is given twice.
 
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use serde_json::{Value, json};
 use sublet_e2e::user::{Host, run};
-use sublet_e2e::{World, bin_dir, eventually, skip_unless_root};
+use sublet_e2e::{World, bin_dir, eventually, programs, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const LARGE: &[(&str, &str)] = &[("sublet.sm", "70"), ("sublet.memory", "8GiB")];
@@ -86,12 +85,11 @@ fn wait_before_create(world: &World) {
     std::fs::create_dir(world.dir.path().join("slow")).expect("a directory");
     let go = world.dir.path().join("go");
     let script = format!(
-        "#!/bin/sh\ncase \" $* \" in *\" create \"*) : >{go}.asked; n=0; while [ ! -e {go} ] && [ $n -lt 500 ]; \
+        "case \" $* \" in *\" create \"*) : >{go}.asked; n=0; while [ ! -e {go} ] && [ $n -lt 500 ]; \
          do n=$((n+1)); sleep 0.02; done;; esac\nexec /usr/bin/env {program} \"$@\"\n",
         go = go.display()
     );
-    std::fs::write(&slow, script).expect("written");
-    std::fs::set_permissions(&slow, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    programs::script(&slow, &script);
     let text = std::fs::read_to_string(&world.config).expect("config.toml");
     let (from, to) = (format!("[\"{program}\"]"), format!("[\"{}\"]", slow.display()));
     assert!(text.contains(&from));

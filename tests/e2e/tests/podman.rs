@@ -1,13 +1,12 @@
 //! Podman as people use it: containers with a share by sublet's hook and by `--runtime sublet`, and every
 //! way in which they end but by SIGKILL of the engine (killed.rs). Runs in the root that tests/engines/enter gives. One H200: 132 SMs, 143155 MiB.
 
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
 use sublet_e2e::docker::skip_unless_engines;
 use sublet_e2e::podman::{IMAGE, Podman};
-use sublet_e2e::{Finished, World, bin_dir, eventually};
+use sublet_e2e::{Finished, World, bin_dir, eventually, programs};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
 const SHARE: &[&str] = &["sublet.sm=25", "sublet.memory=8GiB"];
@@ -37,8 +36,7 @@ fn lease_id(podman: &Podman, id: &str) -> String {
 fn wrapped_runtime(podman: &Podman, before: &str) -> String {
     let path = podman.world.dir.path().join("wrapped-runtime");
     let real = podman.runtime.display();
-    std::fs::write(&path, format!("#!/bin/sh\n{before}\nexec {real} \"$@\"\n")).expect("it is written");
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    programs::script(&path, &format!("{before}\nexec {real} \"$@\"\n"));
     path.display().to_string()
 }
 

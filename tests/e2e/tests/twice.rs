@@ -1,7 +1,7 @@
 //! Two doors at once, the same door twice, and a lease that a container claims to have: one grant, one lease.
 
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, World, skip_unless_root};
+use sublet_e2e::{Bundle, World, programs, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
@@ -67,10 +67,8 @@ fn the_shim_above_the_shim() {
     std::fs::write(&below, &text).expect("below.toml");
     let script = world.dir.path().join("shim-below");
     let shim = sublet_e2e::bin_dir().join("sublet-runtime");
-    let call = format!("#!/bin/sh\nSUBLET_CONFIG={} exec {} \"$@\"\n", below.display(), shim.display());
-    std::fs::write(&script, call).expect("a script");
-    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(&script, mode).expect("chmod");
+    let call = format!("SUBLET_CONFIG={} exec {} \"$@\"\n", below.display(), shim.display());
+    programs::script(&script, &call);
     let names = format!("low_level = [\"{}\"]", world.engine.program());
     assert!(text.contains(&names), "{text}");
     let above = text.replace(&names, &format!("low_level = [\"{}\"]", script.display()));
