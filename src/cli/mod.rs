@@ -5,6 +5,8 @@ mod drain;
 mod explain;
 mod gc;
 mod lease;
+mod mig;
+mod mig_list;
 mod mps;
 mod output;
 mod protection;
@@ -55,6 +57,9 @@ enum Command {
     /// List, start and stop MPS daemons, show their logs
     #[command(subcommand)]
     Mps(mps::Command),
+    /// List, plan and change what GPUs are cut into
+    #[command(subcommand)]
+    Mig(mig::Command),
     /// Take leases and hold MPS daemons for users without root; systemd runs it (sublet.socket)
     Serve,
     /// Check or show the configuration
@@ -92,6 +97,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Drain(arguments) => drain::run(&arguments, true, &config),
         Command::Undrain(arguments) => drain::run(&arguments, false, &config),
         Command::Mps(command) => mps::run(&command, &config),
+        Command::Mig(command) => mig::run(&command, &config),
         Command::Serve => serve::run(&config),
         Command::Config(_) => unreachable!("handled above, before the configuration has to be valid"),
     }

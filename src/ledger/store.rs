@@ -325,6 +325,7 @@ fn salvage(path: &Path, ledger: &mut Ledger) {
     ledger.drained = serde_json::from_value(list("drained")).unwrap_or_default();
     if list("boot_id") == ledger.boot_id.as_str() {
         ledger.compute_modes = serde_json::from_value(list("compute_modes")).unwrap_or_default();
+        ledger.mig = serde_json::from_value(list("mig")).unwrap_or_default();
     }
 }
 
