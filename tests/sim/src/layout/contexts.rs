@@ -112,6 +112,12 @@ impl FromStr for Kind {
 }
 
 impl On {
+    /// The memory that it uses: the GPU's, or that of the GPU instance, which all its compute instances share.
+    #[must_use]
+    pub fn memory(self) -> (u32, Option<u32>) {
+        (self.minor, self.instance.map(|(gi, _)| gi))
+    }
+
     fn text(self) -> String {
         match self.instance {
             Some((gi, ci)) => format!("{}.{gi}.{ci}", self.minor),

@@ -6,13 +6,13 @@
 //!
 //! # The trailer
 //! A container sees none of `DIR/sim`. `up` therefore appends to its copies of libcuda and libnvidia-ml one
-//! line, after a newline: `SUBLETSIM` and the resolved [`topology::Topology`] as JSON, the same text as
+//! line, after a newline: `SUBLETSIM` and the resolved [`topology::Topology`] as JSON, at first the same text as
 //! `DIR/sim/topology.json` (ELF loaders ignore what follows the last section). [`trailer`] writes and reads
-//! it. Its shape (every key is always there; GPUs stand in the order of NVML's index, not of the bus):
+//! it. It follows MIG mode and MIG devices as they change; `topology.json` does not. Its shape (every key is always there; GPUs stand in the order of NVML's index, not of the bus):
 //!
 //! ```json
 //! {"tag":"0d1e2f3a","driver":"580.159.04","file_version":null,"cuda":"13.0",
-//!  "majors":{"nvidia":195,"uvm":510,"caps":241},
+//!  "majors":{"nvidia":195,"uvm":510,"caps":241},"cap_nodes":true,
 //!  "gpu":[{"index":0,"minor":0,"uuid":"GPU-…","name":"NVIDIA H200","bus_id":"0000:3b:00.0",
 //!          "memory_mib":143771,"cuda_total_mib":143155,"sm_count":132,"compute_capability":"9.0",
 //!          "arch":"hopper","virtualization":"none","display":false,"dri":true,
@@ -25,7 +25,9 @@
 //! `compute_capability` is `major.minor`; `gi_cap` and `ci_cap` are N of `/dev/nvidia-caps/nvidia-cap<N>`;
 //! `process[].gpu` is a device minor.
 
+pub mod capabilities;
 pub mod contexts;
+pub mod instances;
 pub mod state;
 pub mod topology;
 pub mod trailer;

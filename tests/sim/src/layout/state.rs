@@ -7,8 +7,9 @@ use anyhow::{Context, Result};
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
-use super::Root;
-use super::topology::{Mig, Topology};
+use super::instances::Partition;
+use super::topology::{Gpu, Mig, MigMode, Topology};
+use super::{Root, capabilities, trailer};
 
 /// The driver's state, each map by GPU UUID.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,15 +18,22 @@ pub struct State {
     pub compute_mode: BTreeMap<String, u32>,
     /// Slice length, 0 to 3; absent is 0, default.
     pub timeslice: BTreeMap<String, u32>,
-    /// MIG devices that exist.
-    pub mig: BTreeMap<String, Vec<Mig>>,
+    /// MIG mode and instances, of GPUs that can do MIG.
+    pub mig: BTreeMap<String, Partition>,
+    /// How often the GPU was reset.
+    #[serde(default)]
+    pub resets: BTreeMap<String, u32>,
+    /// Instances made since the driver is up.
+    #[serde(default)]
+    pub made: u32,
 }
 
 impl State {
     /// The state right after the driver was loaded.
     #[must_use]
     pub fn initial(topology: &Topology) -> Self {
-        let mig = topology.gpu.iter().map(|gpu| (gpu.uuid.clone(), gpu.mig.clone())).collect();
+        let capable = topology.gpu.iter().filter(|gpu| gpu.mig_mode != MigMode::None);
+        let mig = capable.map(|gpu| (gpu.uuid.clone(), Partition::initial(gpu))).collect();
         Self { mig, ..Self::default() }
     }
 
@@ -44,12 +52,97 @@ impl State {
     /// # Errors
     /// It cannot be locked, read or written.
     pub fn update<T>(root: &Root, change: impl FnOnce(&mut Self) -> T) -> Result<T> {
-        let lock = File::create(root.join("sim/lock")).context("sim/lock")?;
-        let _lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?;
+        let _lock = Self::lock(root)?;
         let mut state = Self::read(root)?;
         let result = change(&mut state);
         state.write(root)?;
         Ok(result)
+    }
+
+    /// Changes MIG under the lock, and with it everything that shows it: the files and nodes of the kernel
+    /// module, and the libraries' trailers, which are all that a container sees. What `change` refuses leaves
+    /// all as it was.
+    ///
+    /// # Errors
+    /// The lock, the state or a file; within, what `change` says.
+    pub fn change_mig<T, E>(
+        root: &Root,
+        topology: &Topology,
+        change: impl FnOnce(&mut Self) -> Result<T, E>,
+    ) -> Result<Result<T, E>> {
+        let _lock = Self::lock(root)?;
+        let old = Self::read(root)?;
+        let mut state = old.clone();
+        let made = match change(&mut state) {
+            Ok(made) => made,
+            Err(refused) => return Ok(Err(refused)),
+        };
+        for gpu in &topology.gpu {
+            if let Some(partition) =
+                state.mig.get(&gpu.uuid).filter(|new| old.mig.get(&gpu.uuid) != Some(new))
+            {
+                capabilities::sync(root, topology, gpu, partition)?;
+            }
+        }
+        trailer::replace_all(root, &state.applied(topology))?;
+        state.write(root)?;
+        Ok(Ok(made))
+    }
+
+    fn lock(root: &Root) -> Result<Flock<File>> {
+        let lock = File::create(root.join("sim/lock")).context("sim/lock")?;
+        Ok(Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?)
+    }
+
+    /// The topology with MIG as it is now.
+    #[must_use]
+    pub fn applied(&self, topology: &Topology) -> Topology {
+        let mut now = topology.clone();
+        for gpu in &mut now.gpu {
+            if let Some(partition) = self.mig.get(&gpu.uuid) {
+                gpu.mig_mode = if partition.enabled { MigMode::Enabled } else { MigMode::Disabled };
+                gpu.mig = partition.devices(gpu);
+            }
+        }
+        now
+    }
+
+    /// The MIG devices of a GPU, in NVML's order.
+    #[must_use]
+    pub fn devices(&self, gpu: &Gpu) -> Vec<Mig> {
+        self.mig.get(&gpu.uuid).map(|partition| partition.devices(gpu)).unwrap_or_default()
+    }
+
+    /// A number that no instance had before.
+    pub const fn serial(&mut self) -> u32 {
+        self.made += 1;
+        self.made
+    }
+
+    /// Resets a GPU: a pending MIG mode becomes the current one, and settings and instances are gone.
+    pub fn reset(&mut self, gpu: &Gpu) {
+        self.compute_mode.remove(&gpu.uuid);
+        self.timeslice.remove(&gpu.uuid);
+        *self.resets.entry(gpu.uuid.clone()).or_default() += 1;
+        if let Some(partition) = self.mig.get_mut(&gpu.uuid) {
+            *partition =
+                Partition { enabled: partition.pending, pending: partition.pending, instances: vec![] };
+        }
+    }
+
+    /// The state after the host was started again: A100 and A30 keep MIG mode, later GPUs lose it, and no
+    /// instance is left (NVIDIA's MIG User Guide, "MIG mode").
+    #[must_use]
+    pub fn after_reboot(&self, topology: &Topology) -> Self {
+        let mut state = Self { made: self.made, ..Self::initial(topology) };
+        for gpu in &topology.gpu {
+            if let Some(partition) = state.mig.get_mut(&gpu.uuid) {
+                let before = self.mig.get(&gpu.uuid).is_some_and(|before| before.pending);
+                let enabled = before && gpu.keeps_mig_mode();
+                *partition = Partition { enabled, pending: enabled, instances: Vec::new() };
+            }
+        }
+        state
     }
 
     /// Writes the state; with the lock held, or before anybody else knows the root.

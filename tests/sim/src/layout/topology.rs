@@ -27,11 +27,18 @@ pub struct Topology {
     /// Device majors.
     #[serde(default)]
     pub majors: Majors,
+    /// Whether nodes of capabilities are made, as nvidia-modprobe does it on a host that has it.
+    #[serde(default = "yes")]
+    pub cap_nodes: bool,
     /// The GPUs; by index once resolved.
     pub gpu: Vec<Gpu>,
     /// Processes of the host that hold contexts.
     #[serde(default)]
     pub process: Vec<Process>,
+}
+
+const fn yes() -> bool {
+    true
 }
 
 /// Character device majors.
@@ -202,6 +209,12 @@ impl Topology {
         self.gpu.iter().find(|gpu| gpu.minor == minor)
     }
 
+    /// The driver's branch, as 580.
+    #[must_use]
+    pub fn driver_branch(&self) -> u32 {
+        self.driver.split('.').next().and_then(|branch| branch.parse().ok()).unwrap_or(0)
+    }
+
     /// Version of the driver's files.
     #[must_use]
     pub fn files(&self) -> &str {
@@ -248,6 +261,13 @@ impl Gpu {
         }
     }
 
+    /// Whether MIG mode needs a reset of the GPU, and outlives the driver: on Ampere; later GPUs switch while the
+    /// driver runs and forget (NVIDIA's MIG User Guide, "MIG mode").
+    #[must_use]
+    pub const fn keeps_mig_mode(&self) -> bool {
+        matches!(self.arch, Arch::Ampere)
+    }
+
     fn resolve(&mut self) -> Result<()> {
         ensure!(self.capability().is_some(), "compute_capability {:?}", self.compute_capability);
         ensure!(self.mig.is_empty() || self.mig_mode == MigMode::Enabled, "MIG devices without MIG mode");
@@ -256,9 +276,17 @@ impl Gpu {
         }
         let name = self.mig_table.as_deref().unwrap_or_default();
         let table = profiles::table(name).with_context(|| format!("mig_table {name:?} is not known"))?;
+        let slices = profiles::memory_slices(table);
         for mig in &mut self.mig {
-            let shape = profiles::shape(table, &mig.profile).context(mig.profile.clone())?;
-            (mig.sm_count, mig.memory_mib) = (shape.sm_count, shape.memory_mib);
+            let (profile, compute) = profiles::find(table, &mig.profile).context(mig.profile.clone())?;
+            let place = profiles::placement(slices, mig.gi).filter(|(_, size)| *size == profile.size);
+            ensure!(
+                place.is_some_and(|(start, _)| profile.starts.contains(&start)),
+                "{} has not the id {}",
+                mig.profile,
+                mig.gi
+            );
+            (mig.sm_count, mig.memory_mib) = (compute.sm_count, profile.memory_mib);
             (mig.gi_cap, mig.ci_cap) = caps(self.minor, mig.gi, mig.ci);
         }
         Ok(())

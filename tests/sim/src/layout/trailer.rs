@@ -1,10 +1,16 @@
 //! The line at the end of a stand-in library that tells it what the GPUs are, where it sees nothing else.
+//!
+//! It changes with MIG, in the same file, since containers have that file mounted: under a lock on the file,
+//! which readers share. What is before it, which running programs have mapped, is never touched.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use nix::fcntl::{Flock, FlockArg};
 
+use super::Root;
 use super::topology::Topology;
 
 /// What the line begins with.
@@ -16,16 +22,64 @@ pub const MARK: &str = "\nSUBLETSIM";
 /// A file cannot be read or written.
 pub fn append(library: &Path, target: &Path, topology: &Topology) -> Result<()> {
     let mut bytes = fs::read(library).with_context(|| format!("{}", library.display()))?;
-    bytes.extend_from_slice(MARK.as_bytes());
-    serde_json::to_writer(&mut bytes, topology)?;
-    bytes.push(b'\n');
+    bytes.extend_from_slice(&line(topology)?);
     fs::write(target, bytes).with_context(|| format!("{}", target.display()))
+}
+
+fn line(topology: &Topology) -> Result<Vec<u8>> {
+    let mut line = MARK.as_bytes().to_vec();
+    serde_json::to_writer(&mut line, topology)?;
+    line.push(b'\n');
+    Ok(line)
 }
 
 /// The topology at the end of a library file.
 #[must_use]
 pub fn read(library: &Path) -> Option<Topology> {
-    let bytes = fs::read(library).ok()?;
-    let start = bytes.windows(MARK.len()).rposition(|window| window == MARK.as_bytes())?;
-    serde_json::from_slice(bytes[start + MARK.len()..].trim_ascii_end()).ok()
+    let mut file = Flock::lock(File::open(library).ok()?, FlockArg::LockShared).ok()?;
+    let (_, text) = find(&mut file)?;
+    serde_json::from_slice(text.trim_ascii_end()).ok()
+}
+
+/// Writes another topology into the libraries of a root; those that `up` left without one stay so.
+///
+/// # Errors
+/// A file cannot be written.
+pub fn replace_all(root: &Root, topology: &Topology) -> Result<()> {
+    for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+        let library = root.libraries().join(name);
+        if library.exists() {
+            replace(&library, topology).with_context(|| format!("{}", library.display()))?;
+        }
+    }
+    Ok(())
+}
+
+fn replace(library: &Path, topology: &Topology) -> Result<()> {
+    let file = File::options().read(true).write(true).open(library)?;
+    let mut file = Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?;
+    let Some((at, _)) = find(&mut file) else { return Ok(()) };
+    let line = line(topology)?;
+    file.seek(SeekFrom::Start(at))?;
+    file.write_all(&line)?;
+    Ok(file.set_len(at + line.len() as u64)?)
+}
+
+/// Where the trailer begins and what it says after the mark, read from the end on.
+fn find(file: &mut File) -> Option<(u64, Vec<u8>)> {
+    let length = file.metadata().ok()?.len();
+    let mut tail = 1 << 16;
+    loop {
+        let from = length.saturating_sub(tail);
+        let mut bytes = Vec::new();
+        file.seek(SeekFrom::Start(from)).ok()?;
+        file.read_to_end(&mut bytes).ok()?;
+        if let Some(at) = bytes.windows(MARK.len()).rposition(|window| window == MARK.as_bytes()) {
+            return Some((from + at as u64, bytes.split_off(at + MARK.len())));
+        }
+        if from == 0 {
+            return None;
+        }
+        tail *= 16;
+    }
 }

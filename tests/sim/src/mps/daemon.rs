@@ -108,7 +108,7 @@ fn devices() -> Result<Vec<String>> {
 pub fn host_devices(root: &Root) -> Result<Vec<device::Device>> {
     let topology = Topology::load(root)?;
     let state = State::read(root).unwrap_or_else(|_| State::initial(&topology));
-    let all = device::all(&topology, |gpu| state.mig.get(&gpu.uuid).cloned().unwrap_or_default());
+    let all = device::all(&state.applied(&topology));
     Ok(device::visible(&all, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref()))
 }
 

@@ -1,5 +1,8 @@
 //! Devices as CUDA counts them: by bus, a GPU in MIG mode only through its instances, and of these what
 //! `CUDA_VISIBLE_DEVICES` names.
+//!
+//! A process sees no whole GPU beside MIG devices, and of these one alone up to driver R550; from R570 on one
+//! compute instance of each GPU instance (NVIDIA's MIG User Guide, "CUDA visible devices").
 
 use crate::layout::contexts::On;
 use crate::layout::topology::{Gpu, Mig, MigMode, Topology};
@@ -21,16 +24,24 @@ pub struct Device {
     pub clients: usize,
     /// Whether MPS has limits: from Volta on.
     pub limits: bool,
+    /// A MIG device's other name, `MIG-GPU-<uuid>/<gi>/<ci>`.
+    old_name: Option<String>,
+    /// Whether a process may see several MIG devices.
+    several: bool,
     bus_id: String,
 }
 
-/// All devices of a host, in CUDA's order, with these MIG devices on each GPU.
-pub fn all(topology: &Topology, mig: impl Fn(&Gpu) -> Vec<Mig>) -> Vec<Device> {
+/// The first driver with which a process may see several MIG devices.
+const SEVERAL_MIG_DEVICES: u32 = 570;
+
+/// All devices of a host, in CUDA's order.
+#[must_use]
+pub fn all(topology: &Topology) -> Vec<Device> {
     let mut devices: Vec<Device> = topology
         .gpu
         .iter()
         .flat_map(|gpu| match gpu.mig_mode {
-            MigMode::Enabled => mig(gpu).iter().map(|mig| part(topology, gpu, mig)).collect(),
+            MigMode::Enabled => gpu.mig.iter().map(|mig| part(topology, gpu, mig)).collect(),
             _ => vec![whole(topology, gpu)],
         })
         .collect();
@@ -48,6 +59,8 @@ fn whole(topology: &Topology, gpu: &Gpu) -> Device {
         total_mib: gpu.cuda_total_mib,
         clients: if volta { clients(topology) } else { 16 },
         limits: volta,
+        old_name: None,
+        several: topology.driver_branch() >= SEVERAL_MIG_DEVICES,
         bus_id: gpu.bus_id.clone(),
     }
 }
@@ -64,6 +77,7 @@ fn part(topology: &Topology, gpu: &Gpu, mig: &Mig) -> Device {
         sm: mig.sm_count,
         total_mib: mig.memory_mib,
         clients: clients.max(1),
+        old_name: Some(format!("MIG-{}/{}/{}", gpu.uuid, mig.gi, mig.ci)),
         ..parent
     }
 }
@@ -75,24 +89,40 @@ fn clients(topology: &Topology) -> usize {
     if version.is_some_and(|version: (u32, u32)| version >= (13, 1)) { 60 } else { 48 }
 }
 
-/// What a process sees of `devices`: all (of MIG devices the first alone), or what `CUDA_VISIBLE_DEVICES`
-/// says, up to its first entry that names none of them.
+/// What a process sees of `devices`: all, or what `CUDA_VISIBLE_DEVICES` says, up to its first entry that names
+/// none of them; as far as they may be seen together.
+#[must_use]
 pub fn visible(devices: &[Device], named: Option<&str>) -> Vec<Device> {
-    let Some(named) = named else { return without_choice(devices) };
-    let mut found = Vec::new();
+    let mut found: Vec<Device> = Vec::new();
+    let Some(named) = named else {
+        let (parts, whole): (Vec<_>, Vec<_>) =
+            devices.iter().partition(|device| device.on.instance.is_some());
+        for device in parts.into_iter().chain(whole) {
+            if device.may_join(&found) {
+                found.push(device.clone());
+            }
+        }
+        return found;
+    };
     for entry in named.split(',').map(str::trim) {
         match select(devices, entry) {
-            Some(device) if !found.contains(device) => found.push(device.clone()),
-            _ => break,
+            Some(device) if found.contains(device) => break,
+            Some(device) if device.may_join(&found) => found.push(device.clone()),
+            Some(_) => {}
+            None => break,
         }
     }
     found
 }
 
-fn without_choice(devices: &[Device]) -> Vec<Device> {
-    match devices.first() {
-        Some(first) if first.on.instance.is_some() => vec![first.clone()],
-        _ => devices.iter().filter(|device| device.on.instance.is_none()).cloned().collect(),
+impl Device {
+    fn may_join(&self, others: &[Self]) -> bool {
+        let instance = |device: &Self| device.on.instance.map(|(gi, _)| (device.on.minor, gi));
+        others.iter().all(|other| match (instance(self), instance(other)) {
+            (None, None) => true,
+            (Some(own), Some(of_other)) => self.several && own != of_other,
+            _ => false,
+        })
     }
 }
 
@@ -102,7 +132,9 @@ fn select<'a>(devices: &'a [Device], entry: &str) -> Option<&'a Device> {
         return devices.get(ordinal);
     }
     let prefixed = entry.len() > 4 && (entry.starts_with("GPU-") || entry.starts_with("MIG-"));
-    devices.iter().find(|device| prefixed && device.uuid.starts_with(entry))
+    let is_it =
+        |device: &&Device| device.uuid.starts_with(entry) || device.old_name.as_deref() == Some(entry);
+    devices.iter().find(is_it).filter(|_| prefixed)
 }
 
 #[cfg(test)]
@@ -110,9 +142,19 @@ mod tests {
     use super::*;
 
     fn device(uuid: &str, minor: u32, instance: Option<(u32, u32)>) -> Device {
-        let on = On { minor, instance };
-        let (uuid, bus_id) = (uuid.to_owned(), String::new());
-        Device { uuid, on, nodes: vec![], sm: 132, total_mib: 1, clients: 48, limits: true, bus_id }
+        let old_name = instance.map(|(gi, ci)| format!("MIG-GPU-a1/{gi}/{ci}"));
+        Device {
+            uuid: uuid.to_owned(),
+            on: On { minor, instance },
+            nodes: vec![],
+            sm: 132,
+            total_mib: 1,
+            clients: 48,
+            limits: true,
+            old_name,
+            several: true,
+            bus_id: String::new(),
+        }
     }
 
     fn seen(devices: &[Device], named: Option<&str>) -> Vec<String> {
@@ -129,10 +171,24 @@ mod tests {
         assert_eq!(seen(&two, Some("")), Vec::<String>::new());
     }
 
+    fn parts(several: bool) -> Vec<Device> {
+        let part = |uuid, gi, ci| Device { several, ..device(uuid, 0, Some((gi, ci))) };
+        vec![part("MIG-a", 1, 0), part("MIG-b", 1, 1), part("MIG-c", 2, 0), device("GPU-b2", 1, None)]
+    }
+
     #[test]
-    fn of_mig_devices_one_is_seen() {
-        let parts = [device("MIG-a", 0, Some((1, 0))), device("MIG-b", 0, Some((2, 0)))];
+    fn of_mig_devices_one_is_seen_up_to_r550() {
+        let parts = parts(false);
         assert_eq!(seen(&parts, None), ["MIG-a"]);
         assert_eq!(seen(&parts, Some("MIG-b")), ["MIG-b"]);
+        assert_eq!(seen(&parts, Some("MIG-GPU-a1/2/0,MIG-a,GPU-b2")), ["MIG-c"]);
+    }
+
+    #[test]
+    fn of_mig_devices_one_of_each_gpu_instance_is_seen_from_r570() {
+        let parts = parts(true);
+        assert_eq!(seen(&parts, None), ["MIG-a", "MIG-c"]);
+        assert_eq!(seen(&parts, Some("MIG-c,MIG-b,MIG-a")), ["MIG-c", "MIG-b"]);
+        assert_eq!(seen(&parts, Some("GPU-b2,MIG-c")), ["GPU-b2"]);
     }
 }

@@ -103,7 +103,7 @@ impl Program {
     fn start(libcuda: &mut Option<PathBuf>) -> Result<Self, String> {
         let file = libcuda.insert(driver::load()?).clone();
         let topology = trailer::read(&file).ok_or("libcuda has no trailer of the simulated driver")?;
-        let devices = usable(&device::all(&topology, |gpu| gpu.mig.clone()))?;
+        let devices = usable(&device::all(&topology))?;
         let named = std::env::var("CUDA_VISIBLE_DEVICES").ok();
         let mps = Client::connect();
         let devices = match &mps {
@@ -138,7 +138,9 @@ impl Program {
         let root = Root::of_library(libcuda);
         let claim = claim(&device, root.as_ref(), libcuda).ok_or("CUDA_ERROR_DEVICE_UNAVAILABLE")?;
         let (sm, used_mib) = (device.sm, context_mib(device.sm));
-        let held = contexts::list(&tag).iter().filter(|held| held.on == device.on).map(|held| held.mib).sum();
+        let all = contexts::list(&tag);
+        let held =
+            all.iter().filter(|held| held.on.memory() == device.on.memory()).map(|held| held.mib).sum();
         let free_mib = device.total_mib.saturating_sub(held);
         let free_mib = free_mib.checked_sub(used_mib).ok_or("CUDA_ERROR_OUT_OF_MEMORY")?;
         let shown = show(&tag, &device, Kind::Compute, used_mib)?;
@@ -253,9 +255,10 @@ fn of_server(devices: &[Device], served: &[String]) -> Vec<Device> {
 }
 
 /// What opening a node says: `ok`, or the name of the error. ENXIO is what a node says that may be opened
-/// and has no driver behind it.
+/// and has no driver behind it. Nobody may write to a capability.
 fn node(path: &Path) -> String {
-    match OpenOptions::new().read(true).write(true).open(path) {
+    let capability = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("nvidia-cap"));
+    match OpenOptions::new().read(true).write(!capability).open(path) {
         Ok(_) => "ok".into(),
         Err(error) if error.kind() == ErrorKind::NotFound => "ENOENT".into(),
         Err(error) => error

@@ -175,7 +175,7 @@ impl Server {
         let pids: Vec<i32> = state.on(device).map(|(pid, _)| pid).collect();
         let others: u64 = contexts::list(&self.tag)
             .iter()
-            .filter(|held| held.on == device.on && !pids.contains(&held.pid))
+            .filter(|held| held.on.memory() == device.on.memory() && !pids.contains(&held.pid))
             .map(|held| held.mib)
             .sum();
         let of_device = device.total_mib.saturating_sub(own + others);

@@ -21,7 +21,7 @@ use super::session::{self, Target};
 use super::system::pci_address;
 use crate::layout::contexts;
 use crate::layout::state::State;
-use crate::layout::topology::{Arch, MigMode, Virtualization};
+use crate::layout::topology::{Arch, Virtualization};
 
 const MIB: u64 = 1 << 20;
 /// What the driver keeps of a GPU for itself.
@@ -222,7 +222,8 @@ fn set_compute_mode(target: &Target<'_>, mode: nvmlComputeMode_t) -> Answer {
         1 => return Err(NOT_SUPPORTED),
         _ => return Err(INVALID_ARGUMENT),
     }
-    if gpu.virtualization == Virtualization::Vgpu || (gpu.mig_mode == MigMode::Enabled && mode != 0) {
+    let mig = target.partition()?.is_some_and(|partition| partition.enabled);
+    if gpu.virtualization == Virtualization::Vgpu || (mig && mode != 0) {
         return Err(NOT_SUPPORTED);
     }
     if !geteuid().is_root() {

@@ -1,28 +1,28 @@
-//! NVML: MIG mode, MIG devices and which GPU instances a GPU could have.
+//! NVML: MIG mode and MIG devices.
 #![allow(unsafe_code, reason = "C ABI")]
 
 use std::ffi::c_uint;
 
+use nix::unistd::geteuid;
 use nvml_wrapper_sys::bindings::{
-    NVML_GPU_INSTANCE_PROFILE_COUNT, nvmlDevice_t, nvmlDeviceAttributes_t, nvmlGpuInstancePlacement_t,
-    nvmlGpuInstanceProfileInfo_t, nvmlGpuInstanceProfileInfo_v2_t,
-    nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH as ARGUMENT_VERSION_MISMATCH,
+    NVML_DEVICE_MIG_DISABLE, NVML_DEVICE_MIG_ENABLE, nvmlDevice_t, nvmlDeviceAttributes_t,
+    nvmlReturn_enum_NVML_ERROR_IN_USE as IN_USE,
     nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT as INVALID_ARGUMENT,
+    nvmlReturn_enum_NVML_ERROR_NO_PERMISSION as NO_PERMISSION,
     nvmlReturn_enum_NVML_ERROR_NOT_FOUND as NOT_FOUND,
-    nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED as NOT_SUPPORTED, nvmlReturn_enum_NVML_ERROR_UNKNOWN as UNKNOWN,
-    nvmlReturn_t,
+    nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED as NOT_SUPPORTED,
+    nvmlReturn_enum_NVML_ERROR_RESET_REQUIRED as RESET_REQUIRED,
+    nvmlReturn_enum_NVML_ERROR_UNKNOWN as UNKNOWN, nvmlReturn_enum_NVML_SUCCESS as SUCCESS, nvmlReturn_t,
 };
 
-use super::out::{Answer, chars, put, put_list};
-use super::profiles::{self, Profile};
-use super::session::{self, Target};
-use crate::layout::topology::{Gpu, Mig, MigMode};
+use super::out::{Answer, put};
+use super::session::{self, Session, Target};
+use crate::layout::contexts;
+use crate::layout::instances::{self, Partition};
+use crate::layout::state::State;
+use crate::layout::topology::{Gpu, Mig, Virtualization};
+use crate::nvml::profiles;
 
-/// `NVML_STRUCT_VERSION(GpuInstanceProfileInfo, 2)`.
-#[expect(clippy::cast_possible_truncation, reason = "152 bytes")]
-const PROFILE_INFO_V2: c_uint = size_of::<nvmlGpuInstanceProfileInfo_v2_t>() as c_uint | 2 << 24;
-
-/// Current and pending mode are the same: a change that waits for a reset is not simulated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetMigMode(
     device: nvmlDevice_t,
@@ -30,17 +30,80 @@ pub unsafe extern "C" fn nvmlDeviceGetMigMode(
     pending: *mut c_uint,
 ) -> nvmlReturn_t {
     session::gpu(device, |target| {
-        let mode = match target.gpu.mig_mode {
-            MigMode::None => return Err(NOT_SUPPORTED),
-            MigMode::Disabled => 0,
-            MigMode::Enabled => 1,
-        };
+        let partition = target.partition()?.ok_or(NOT_SUPPORTED)?;
         // SAFETY: null or valid, as nvml.h asks for.
         unsafe {
-            put(current, mode)?;
-            put(pending, mode)
+            put(current, u32::from(partition.enabled))?;
+            put(pending, u32::from(partition.pending))
         }
     })
+}
+
+/// The mode asked for is pending from then on; `activation` says whether it came into force as well.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvmlDeviceSetMigMode(
+    device: nvmlDevice_t,
+    mode: c_uint,
+    activation: *mut nvmlReturn_t,
+) -> nvmlReturn_t {
+    session::gpu(device, |target| {
+        if mode != NVML_DEVICE_MIG_DISABLE && mode != NVML_DEVICE_MIG_ENABLE || activation.is_null() {
+            return Err(INVALID_ARGUMENT);
+        }
+        let status = set_mode(target, mode == NVML_DEVICE_MIG_ENABLE)?;
+        // SAFETY: not null, so valid, as nvml.h asks for.
+        unsafe { put(activation, status) }
+    })
+}
+
+fn set_mode(target: &Target<'_>, enable: bool) -> Answer<nvmlReturn_t> {
+    let gpu = target.gpu;
+    if target.partition()?.is_none() || gpu.virtualization == Virtualization::Vgpu {
+        return Err(NOT_SUPPORTED);
+    }
+    change(target.session, |state| {
+        let partition = state.mig.get_mut(&gpu.uuid).ok_or(NOT_SUPPORTED)?;
+        partition.pending = enable;
+        Ok(activate(target.session, gpu, state))
+    })
+}
+
+/// Puts the pending mode into force, if nothing stands in the way. A GPU passed through to this machine cannot
+/// be reset from here, and needs that for its mode to change on Ampere.
+fn activate(session: &Session, gpu: &Gpu, state: &mut State) -> nvmlReturn_t {
+    let Some(partition) = state.mig.get_mut(&gpu.uuid) else { return NOT_SUPPORTED };
+    if partition.pending == partition.enabled {
+        return SUCCESS;
+    }
+    if !partition.instances.is_empty() || used(session, gpu, |_| true) {
+        return IN_USE;
+    }
+    if !gpu.keeps_mig_mode() {
+        partition.enabled = partition.pending;
+        state.compute_mode.remove(&gpu.uuid);
+        return SUCCESS;
+    }
+    if gpu.virtualization == Virtualization::Passthrough {
+        return RESET_REQUIRED;
+    }
+    state.reset(gpu);
+    SUCCESS
+}
+
+/// Whether somebody has a context on some part of a GPU.
+pub fn used(session: &Session, gpu: &Gpu, part: impl Fn(Option<(u32, u32)>) -> bool) -> bool {
+    let held = contexts::list(&session.topology.tag);
+    held.iter().any(|held| held.on.minor == gpu.minor && part(held.on.instance))
+}
+
+/// Changes MIG, as root may.
+pub fn change<T>(session: &Session, change: impl FnOnce(&mut State) -> Answer<T>) -> Answer<T> {
+    if !geteuid().is_root() {
+        return Err(NO_PERMISSION);
+    }
+    // In a container the driver's state is out of reach.
+    let root = session.root.as_ref().ok_or(NO_PERMISSION)?;
+    State::change_mig(root, &session.topology, change).map_err(|_| UNKNOWN)?
 }
 
 /// Zero where MIG is not supported or not enabled.
@@ -49,15 +112,18 @@ pub unsafe extern "C" fn nvmlDeviceGetMaxMigDeviceCount(
     device: nvmlDevice_t,
     count: *mut c_uint,
 ) -> nvmlReturn_t {
-    // SAFETY: null or valid, as nvml.h asks for.
-    session::gpu(device, |target| unsafe { put(count, most_devices(target.gpu)) })
+    session::gpu(device, |target| {
+        let on = target.partition()?.is_some_and(|partition| partition.enabled);
+        // SAFETY: null or valid, as nvml.h asks for.
+        unsafe { put(count, if on { most_devices(target.gpu) } else { 0 }) }
+    })
 }
 
 fn most_devices(gpu: &Gpu) -> u32 {
-    let table = if gpu.mig_mode == MigMode::Enabled { table(gpu).unwrap_or_default() } else { &[] };
-    table.iter().map(|profile| profile.instances).max().unwrap_or(0)
+    instances::table(gpu).iter().map(|profile| profile.instances).max().unwrap_or(0)
 }
 
+/// Devices are counted by GPU instance, then by compute instance, without a gap.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetMigDeviceHandleByIndex(
     device: nvmlDevice_t,
@@ -65,13 +131,11 @@ pub unsafe extern "C" fn nvmlDeviceGetMigDeviceHandleByIndex(
     mig: *mut nvmlDevice_t,
 ) -> nvmlReturn_t {
     session::gpu(device, |target| {
-        match target.gpu.mig_mode {
-            MigMode::None => return Err(NOT_SUPPORTED),
-            MigMode::Disabled => return Err(NOT_FOUND),
-            MigMode::Enabled if index >= most_devices(target.gpu) => return Err(INVALID_ARGUMENT),
-            MigMode::Enabled => {}
+        let partition: Partition = target.partition()?.ok_or(NOT_SUPPORTED)?;
+        if partition.enabled && index >= most_devices(target.gpu) {
+            return Err(INVALID_ARGUMENT);
         }
-        let devices = target.session.mig_devices(target.gpu)?;
+        let devices = partition.devices(target.gpu);
         let found = devices.get(index as usize).ok_or(NOT_FOUND)?;
         // SAFETY: null or valid, as nvml.h asks for.
         unsafe { put(mig, session::handle(target.gpu, Some(found))) }
@@ -114,23 +178,26 @@ pub unsafe extern "C" fn nvmlDeviceGetComputeInstanceId(
     session::device(device, |target| unsafe { put(id, mig_of(target)?.ci) })
 }
 
+/// A whole GPU's is not supported, as seen on an H200 with MIG off.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetAttributes_v2(
     device: nvmlDevice_t,
     attributes: *mut nvmlDeviceAttributes_t,
 ) -> nvmlReturn_t {
     session::device(device, |target| {
-        let mig = mig_of(target)?;
-        let shape = profiles::shape(table(target.gpu)?, &mig.profile).ok_or(UNKNOWN)?;
+        let mig = target.mig.as_ref().ok_or(NOT_SUPPORTED)?;
+        let found = profiles::find(instances::table(target.gpu), &mig.profile);
+        let (profile, compute) = found.ok_or(UNKNOWN)?;
+        let [copy, decoder, jpeg, ofa] = profile.engines;
         let found = nvmlDeviceAttributes_t {
             multiprocessorCount: mig.sm_count,
-            sharedCopyEngineCount: shape.gpu_slices,
-            sharedDecoderCount: 0,
+            sharedCopyEngineCount: copy,
+            sharedDecoderCount: decoder,
             sharedEncoderCount: 0,
-            sharedJpegCount: 0,
-            sharedOfaCount: 0,
-            gpuInstanceSliceCount: shape.gpu_slices,
-            computeInstanceSliceCount: shape.compute_slices,
+            sharedJpegCount: jpeg,
+            sharedOfaCount: ofa,
+            gpuInstanceSliceCount: profile.slices,
+            computeInstanceSliceCount: compute.slices,
             memorySizeMB: mig.memory_mib,
         };
         // SAFETY: null or valid, as nvml.h asks for.
@@ -138,100 +205,7 @@ pub unsafe extern "C" fn nvmlDeviceGetAttributes_v2(
     })
 }
 
+/// For a whole GPU these ids are an invalid argument, as seen on an H200.
 fn mig_of<'t>(target: &'t Target<'_>) -> Answer<&'t Mig> {
-    target.mig.as_ref().ok_or(NOT_SUPPORTED)
-}
-
-fn table(gpu: &Gpu) -> Answer<&'static [Profile]> {
-    gpu.mig_table.as_deref().and_then(profiles::table).ok_or(NOT_SUPPORTED)
-}
-
-/// The profile with an index (`NVML_GPU_INSTANCE_PROFILE_*`).
-fn by_index(gpu: &Gpu, index: c_uint) -> Answer<&'static Profile> {
-    if index >= NVML_GPU_INSTANCE_PROFILE_COUNT {
-        return Err(INVALID_ARGUMENT);
-    }
-    table(gpu)?.iter().find(|profile| profile.index == index).ok_or(NOT_SUPPORTED)
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvmlDeviceGetGpuInstanceProfileInfo(
-    device: nvmlDevice_t,
-    profile: c_uint,
-    info: *mut nvmlGpuInstanceProfileInfo_t,
-) -> nvmlReturn_t {
-    session::gpu(device, |target| {
-        let profile = by_index(target.gpu, profile)?;
-        let found = nvmlGpuInstanceProfileInfo_t {
-            id: profile.id,
-            isP2pSupported: 0,
-            sliceCount: profile.slices,
-            instanceCount: profile.instances,
-            multiprocessorCount: profile.sm_count,
-            copyEngineCount: profile.slices,
-            decoderCount: 0,
-            encoderCount: 0,
-            jpegCount: 0,
-            ofaCount: 0,
-            memorySizeMB: profile.memory_mib,
-        };
-        // SAFETY: null or valid, as nvml.h asks for.
-        unsafe { put(info, found) }
-    })
-}
-
-/// With the profile's name, as `MIG 1g.18gb`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvmlDeviceGetGpuInstanceProfileInfoV(
-    device: nvmlDevice_t,
-    profile: c_uint,
-    info: *mut nvmlGpuInstanceProfileInfo_v2_t,
-) -> nvmlReturn_t {
-    session::gpu(device, |target| {
-        // SAFETY: null or valid, as nvml.h asks for.
-        let version = unsafe { info.as_ref() }.ok_or(INVALID_ARGUMENT)?.version;
-        if version != PROFILE_INFO_V2 {
-            return Err(ARGUMENT_VERSION_MISMATCH);
-        }
-        let profile = by_index(target.gpu, profile)?;
-        let found = nvmlGpuInstanceProfileInfo_v2_t {
-            version,
-            id: profile.id,
-            isP2pSupported: 0,
-            sliceCount: profile.slices,
-            instanceCount: profile.instances,
-            multiprocessorCount: profile.sm_count,
-            copyEngineCount: profile.slices,
-            decoderCount: 0,
-            encoderCount: 0,
-            jpegCount: 0,
-            ofaCount: 0,
-            memorySizeMB: profile.memory_mib,
-            name: chars(&format!("MIG {}", profile.name)),
-        };
-        // SAFETY: as above.
-        unsafe { put(info, found) }
-    })
-}
-
-/// Takes the profile's id. With a null array, `count` becomes the number there is.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvmlDeviceGetGpuInstancePossiblePlacements_v2(
-    device: nvmlDevice_t,
-    profile_id: c_uint,
-    placements: *mut nvmlGpuInstancePlacement_t,
-    count: *mut c_uint,
-) -> nvmlReturn_t {
-    session::gpu(device, |target| {
-        let mut profiles = table(target.gpu)?.iter();
-        let profile = profiles.find(|profile| profile.id == profile_id).ok_or(INVALID_ARGUMENT)?;
-        let place = |&start| nvmlGpuInstancePlacement_t { start, size: profile.size };
-        let found: Vec<_> = profile.starts.iter().map(place).collect();
-        if placements.is_null() {
-            // SAFETY: null or valid, as nvml.h asks for.
-            return unsafe { put(count, c_uint::try_from(found.len()).map_err(|_| UNKNOWN)?) };
-        }
-        // SAFETY: the caller's array of `*count` elements, as nvml.h asks for.
-        unsafe { put_list(placements, count, &found) }
-    })
+    target.mig.as_ref().ok_or(INVALID_ARGUMENT)
 }

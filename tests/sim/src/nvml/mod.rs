@@ -22,7 +22,11 @@
 //!
 //! [`Gpu::cores_per_sm`]: crate::layout::topology::Gpu::cores_per_sm
 
+mod compute_instance;
 mod device;
+mod faults;
+mod gpu_instance;
+mod handles;
 mod mig;
 mod out;
 mod process;

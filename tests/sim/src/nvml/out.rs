@@ -30,6 +30,15 @@ pub unsafe fn put<T>(out: *mut T, value: T) -> Answer {
     Ok(())
 }
 
+/// The version with which a struct begins that tells its own.
+///
+/// # Safety
+/// `version` is null or valid for a read.
+pub unsafe fn version_of(version: *const c_uint) -> Answer<c_uint> {
+    // SAFETY: as the caller promised.
+    unsafe { version.as_ref() }.copied().ok_or(INVALID_ARGUMENT)
+}
+
 /// Writes a string and its NUL.
 ///
 /// # Safety
@@ -71,6 +80,22 @@ pub unsafe fn put_list<T: Copy>(array: *mut T, count: *mut c_uint, list: &[T]) -
         return Err(INVALID_ARGUMENT);
     }
     // SAFETY: the caller promised room for `room` elements, which is no less than the list has.
+    unsafe { array.copy_from_nonoverlapping(list.as_ptr(), list.len()) };
+    Ok(())
+}
+
+/// Writes an array that the caller made large enough, and its length: the lists of MIG go so, where `count` only
+/// comes out.
+///
+/// # Safety
+/// `count` is null or valid; `array` is null or valid for writes of as many elements as the list has.
+pub unsafe fn put_all<T: Copy>(array: *mut T, count: *mut c_uint, list: &[T]) -> Answer {
+    if array.is_null() {
+        return Err(INVALID_ARGUMENT);
+    }
+    // SAFETY: `count` is null or valid as the caller promised.
+    unsafe { put(count, c_uint::try_from(list.len()).unwrap_or(c_uint::MAX))? };
+    // SAFETY: not null, so with room for the list as the caller promised.
     unsafe { array.copy_from_nonoverlapping(list.as_ptr(), list.len()) };
     Ok(())
 }

@@ -18,7 +18,9 @@ use nvml_wrapper_sys::bindings::{
     nvmlReturn_enum_NVML_ERROR_UNINITIALIZED as UNINITIALIZED, nvmlReturn_enum_NVML_ERROR_UNKNOWN as UNKNOWN,
 };
 
+use super::faults;
 use super::out::{Answer, code};
+use crate::layout::instances::Partition;
 use crate::layout::state::State;
 use crate::layout::topology::{Gpu, Mig, Topology};
 use crate::layout::{Root, trailer};
@@ -50,14 +52,17 @@ fn lock() -> MutexGuard<'static, Option<Session>> {
 
 /// One more user of NVML.
 pub fn open() -> Answer {
-    let mut session = lock();
-    if session.is_none() {
-        *session = Some(Session::find()?);
+    let mut slot = lock();
+    let session = match slot.take() {
+        Some(session) => session,
+        None => Session::find()?,
+    };
+    let opened = faults::around(session.root.as_ref(), "nvmlInit_v2", || Ok(()));
+    if opened.is_ok() || session.users > 0 {
+        let users = session.users + u32::from(opened.is_ok());
+        *slot = Some(Session { users, ..session });
     }
-    if let Some(session) = session.as_mut() {
-        session.users += 1;
-    }
-    Ok(())
+    opened
 }
 
 /// One user less; the last one ends the session.
@@ -72,18 +77,25 @@ pub fn close() -> Answer {
 }
 
 /// Answers from the session.
-pub fn ask(answer: impl FnOnce(&Session) -> Answer) -> u32 {
-    code(lock().as_ref().ok_or(UNINITIALIZED).and_then(answer))
+pub fn ask<A: FnOnce(&Session) -> Answer>(answer: A) -> u32 {
+    ask_as(faults::function_of::<A>(), answer)
+}
+
+/// Answers from the session, for the exported function of this name.
+pub fn ask_as(function: &str, answer: impl FnOnce(&Session) -> Answer) -> u32 {
+    let slot = lock();
+    let asked = slot.as_ref().ok_or(UNINITIALIZED);
+    code(asked.and_then(|session| faults::around(session.root.as_ref(), function, || answer(session))))
 }
 
 /// Answers about the device behind a handle.
-pub fn device(handle: nvmlDevice_t, answer: impl FnOnce(&Target<'_>) -> Answer) -> u32 {
-    ask(|session| answer(&session.target(handle)?))
+pub fn device<A: FnOnce(&Target<'_>) -> Answer>(handle: nvmlDevice_t, answer: A) -> u32 {
+    ask_as(faults::function_of::<A>(), |session| answer(&session.target(handle)?))
 }
 
 /// Answers about the GPU behind a handle; for a MIG device that is not supported.
-pub fn gpu(handle: nvmlDevice_t, answer: impl FnOnce(&Target<'_>) -> Answer) -> u32 {
-    device(handle, |target| if target.mig.is_some() { Err(NOT_SUPPORTED) } else { answer(target) })
+pub fn gpu<A: FnOnce(&Target<'_>) -> Answer>(handle: nvmlDevice_t, answer: A) -> u32 {
+    ask_as(faults::function_of::<A>(), |session| answer(&session.target(handle)?.whole()?))
 }
 
 /// A handle: the GPU's position plus one; a MIG device's has its ids above.
@@ -91,6 +103,18 @@ pub fn gpu(handle: nvmlDevice_t, answer: impl FnOnce(&Target<'_>) -> Answer) -> 
 pub fn handle(gpu: &Gpu, mig: Option<&Mig>) -> nvmlDevice_t {
     let mig = mig.map_or(0, |mig| 1 << 16 | (mig.gi as usize) << 24 | (mig.ci as usize) << 32);
     ptr::without_provenance_mut((gpu.index as usize + 1) | mig)
+}
+
+impl Target<'_> {
+    /// This, unless it is a MIG device.
+    pub fn whole(self) -> Answer<Self> {
+        if self.mig.is_some() { Err(NOT_SUPPORTED) } else { Ok(self) }
+    }
+
+    /// MIG on the GPU as it is now; nothing where it cannot do MIG.
+    pub fn partition(&self) -> Answer<Option<Partition>> {
+        Ok(self.session.state()?.mig.remove(&self.gpu.uuid))
+    }
 }
 
 impl Session {
@@ -118,10 +142,11 @@ impl Session {
 
     /// The MIG devices of a GPU.
     pub fn mig_devices(&self, gpu: &Gpu) -> Answer<Vec<Mig>> {
-        Ok(self.state()?.mig.remove(&gpu.uuid).unwrap_or_default())
+        Ok(self.state()?.devices(gpu))
     }
 
-    fn target(&self, handle: nvmlDevice_t) -> Answer<Target<'_>> {
+    /// What a device handle stands for.
+    pub fn target(&self, handle: nvmlDevice_t) -> Answer<Target<'_>> {
         let position = (handle.addr() & 0xffff).wrapping_sub(1);
         let gpu = self.topology.gpu.get(position).ok_or(INVALID_ARGUMENT)?;
         let mig = match handle.addr() >> 16 {

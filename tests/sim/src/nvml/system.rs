@@ -55,6 +55,7 @@ const fn error_text(result: nvmlReturn_t) -> &'static CStr {
         9 => c"Driver Not Loaded",
         10 => c"Timeout",
         15 => c"GPU is lost",
+        16 => c"Reset Required",
         17 => c"OS call failed",
         18 => c"Driver/library version mismatch",
         19 => c"In use by another client",

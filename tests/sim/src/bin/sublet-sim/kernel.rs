@@ -7,8 +7,9 @@ use std::os::unix::fs::PermissionsExt;
 use anyhow::{Context, Result};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use nix::unistd::geteuid;
-use nvidia_ml::layout::Root;
+use nvidia_ml::layout::instances::Partition;
 use nvidia_ml::layout::topology::{COMPUTE_INSTANCES, GPU_INSTANCES, Gpu, MigMode, Topology, caps};
+use nvidia_ml::layout::{Root, capabilities};
 
 use super::write;
 
@@ -25,11 +26,13 @@ pub fn files(root: &Root, topology: &Topology) -> Result<()> {
     write(root.join("sys/module/nvidia/version"), format!("{driver}\n"))?;
     write(root.join("proc/devices"), devices(topology))?;
     write(root.join("proc/driver/nvidia-caps/mig-minors"), mig_minors())?;
-    let capabilities = root.join("proc/driver/nvidia/capabilities");
-    write(capabilities.join("mig/config"), capability(1))?;
-    write(capabilities.join("mig/monitor"), capability(2))?;
+    let mig = root.join("proc/driver/nvidia/capabilities/mig");
+    for (name, minor) in [("config", capabilities::CONFIG), ("monitor", capabilities::MONITOR)] {
+        write(mig.join(name), capabilities::text(minor))?;
+    }
     for gpu in &topology.gpu {
         of_gpu(root, gpu, driver)?;
+        capabilities::sync(root, topology, gpu, &Partition::initial(gpu))?;
     }
     Ok(())
 }
@@ -44,12 +47,6 @@ fn of_gpu(root: &Root, gpu: &Gpu, driver: &str) -> Result<()> {
             fs::create_dir_all(pci.join("drm").join(node.0))?;
         }
     }
-    let mig = root.join(format!("proc/driver/nvidia/capabilities/gpu{}/mig", gpu.minor));
-    for device in &gpu.mig {
-        let instance = mig.join(format!("gi{}", device.gi));
-        write(instance.join("access"), capability(device.gi_cap))?;
-        write(instance.join(format!("ci{}/access", device.ci)), capability(device.ci_cap))?;
-    }
     Ok(())
 }
 
@@ -60,10 +57,6 @@ fn information(gpu: &Gpu, driver: &str) -> String {
          Bus Type: \t PCIe\nDMA Size: \t 52 bits\nDMA Mask: \t 0xfffffffffffff\nBus Location: \t {bus_id}\n\
          Device Minor: \t {minor}\nGPU Firmware: \t {driver}\nGPU Excluded:\t No\n"
     )
-}
-
-fn capability(minor: u32) -> String {
-    format!("DeviceFileMinor: {minor}\nDeviceFileMode: 292\nDeviceFileModify: 1\n")
 }
 
 /// 256 bytes that begin with NVIDIA's vendor id and an H200's device id.
@@ -120,6 +113,14 @@ pub fn nodes(root: &Root, topology: &Topology) -> Result<()> {
         // Not by mknod's mode, which the umask cuts.
         fs::set_permissions(&node, fs::Permissions::from_mode(0o666))?;
     }
+    capability_nodes(root, topology)
+}
+
+fn capability_nodes(root: &Root, topology: &Topology) -> Result<()> {
+    if topology.gpu.iter().any(|gpu| gpu.mig_mode != MigMode::None) {
+        capabilities::node(root, topology, capabilities::CONFIG)?;
+        capabilities::node(root, topology, capabilities::MONITOR)?;
+    }
     Ok(())
 }
 
@@ -138,15 +139,6 @@ fn wanted(topology: &Topology) -> Vec<(String, u32, u32)> {
             nodes.extend(dri(gpu).map(|(name, minor)| (format!("dri/{name}"), DRM, minor)));
         }
     }
-    let mut cap_minors: Vec<u32> =
-        topology.gpu.iter().flat_map(|gpu| &gpu.mig).flat_map(|mig| [mig.gi_cap, mig.ci_cap]).collect();
-    if topology.gpu.iter().any(|gpu| gpu.mig_mode != MigMode::None) {
-        cap_minors.extend([1, 2]);
-    }
-    cap_minors.sort_unstable();
-    cap_minors.dedup();
-    nodes
-        .extend(cap_minors.into_iter().map(|cap| (format!("nvidia-caps/nvidia-cap{cap}"), majors.caps, cap)));
     nodes
 }
 

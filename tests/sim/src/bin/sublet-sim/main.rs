@@ -1,4 +1,5 @@
-//! `sublet-sim up --topology FILE --root DIR` lays out a simulated driver, `sublet-sim down --root DIR` ends it.
+//! `sublet-sim up --topology FILE --root DIR` lays out a simulated driver, `sublet-sim down --root DIR` ends it,
+//! `sublet-sim reboot --root DIR` leaves it as after a reboot.
 
 mod elf;
 mod files;
@@ -15,7 +16,8 @@ use nvidia_ml::layout::Root;
 use nvidia_ml::layout::state::State;
 use nvidia_ml::layout::topology::Topology;
 
-const USAGE: &str = "usage: sublet-sim up --topology FILE --root DIR | sublet-sim down --root DIR";
+const USAGE: &str = "usage: sublet-sim up --topology FILE --root DIR | sublet-sim down --root DIR \
+                     | sublet-sim reboot --root DIR";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -25,6 +27,7 @@ fn main() -> ExitCode {
             up(Path::new(topology), Path::new(dir))
         }
         ["down", "--root", dir] => down(Path::new(dir)),
+        ["reboot", "--root", dir] => reboot(Path::new(dir)),
         ["hold", tag, minor, mib] => processes::hold(tag, minor, mib),
         _ => {
             eprintln!("{USAGE}");
@@ -59,6 +62,19 @@ fn up(topology: &Path, dir: &Path) -> Result<()> {
     println!("sublet-sim: laid out below {}", root.dir().display());
     println!("{}", config.display());
     Ok(())
+}
+
+/// What a reboot of the host leaves of the driver: its processes end, settings and MIG instances are gone. The
+/// product's state in `DIR/run` is the caller's to remove.
+fn reboot(dir: &Path) -> Result<()> {
+    let root = Root::new(dir.canonicalize()?);
+    let topology = Topology::load(&root)?;
+    processes::end(&root)?;
+    State::change_mig(&root, &topology, |state| {
+        *state = state.after_reboot(&topology);
+        Ok::<_, anyhow::Error>(())
+    })??;
+    processes::start(&root, &topology)
 }
 
 fn new_root(dir: &Path) -> Result<Root> {

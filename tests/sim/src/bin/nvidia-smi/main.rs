@@ -3,17 +3,26 @@
 //! Words and exit codes follow the real program's as far as they are known; what it prints for
 //! `compute-policy` is not.
 
+mod mig;
+mod raw;
+
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
 use nvidia_ml::layout::Root;
 use nvidia_ml::layout::state::State;
+use nvidia_ml::layout::topology::Topology;
 use nvml_wrapper::enum_wrappers::device::ComputeMode;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
 
+/// nvml-wrapper has no name for it.
+const INSUFFICIENT_RESOURCES: u32 = 23;
+
 const USAGE: &str = "nvidia-smi (simulated): -L | [-i ID] -c MODE | [-i ID] [--query-gpu=F,… --format=csv[,…]] \
-                     | compute-policy [-i ID] --set-timeslice 0..3 | compute-policy [-i ID] --list";
+                     | compute-policy [-i ID] --set-timeslice 0..3 | compute-policy [-i ID] --list \
+                     | [-i ID] -mig 0|1 | [-i ID] --gpu-reset | mig [-i ID] [-gi N] [-ci N] \
+                     -lgip | -lgipp | -lgi | -lci | -lcip | -cgi PROFILES [-C] | -dgi | -cci [PROFILES] | -dci";
 
 /// What was asked for on the command line.
 #[derive(Default)]
@@ -25,6 +34,9 @@ struct Options {
     format: String,
     policy: bool,
     timeslice: Option<u32>,
+    mig_mode: Option<bool>,
+    reset: bool,
+    mig: Option<mig::Options>,
 }
 
 fn main() -> ExitCode {
@@ -41,9 +53,35 @@ fn main() -> ExitCode {
     }
 }
 
-/// Exit codes of nvidia-smi(1): 4 no permission, 6 not found, 9 no driver; 18 is seen for a mismatch.
+/// The words of NVML for an error.
+fn text_of(error: &NvmlError) -> &'static str {
+    match error {
+        NvmlError::NotSupported => "Not Supported",
+        NvmlError::NoPermission => "Insufficient Permissions",
+        NvmlError::InUse => "In use by another client",
+        NvmlError::UnexpectedVariant(INSUFFICIENT_RESOURCES) => "Insufficient Resources",
+        NvmlError::InvalidArg => "Invalid Argument",
+        NvmlError::ResetRequired => "Reset Required",
+        NvmlError::NotFound => "Not Found",
+        _ => "Unknown Error",
+    }
+}
+
+/// Exit codes of nvidia-smi(1): NVML's numbers, as far as known: 3 not supported, 4 no permission, 6 not found,
+/// 9 no driver; 18 is seen for a mismatch.
 fn fail(error: &anyhow::Error) -> ExitCode {
+    let by_mig = error.to_string().starts_with("Failed to");
     match error.downcast_ref::<NvmlError>() {
+        Some(nvml) if by_mig => {
+            println!("{error}: {}", text_of(nvml));
+            ExitCode::from(match nvml {
+                NvmlError::NotSupported => 3,
+                NvmlError::NoPermission => 4,
+                NvmlError::InUse => 19,
+                NvmlError::UnexpectedVariant(INSUFFICIENT_RESOURCES) => 23,
+                _ => 2,
+            })
+        }
         Some(NvmlError::DriverNotLoaded | NvmlError::LibloadingError(_)) => {
             println!(
                 "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. \
@@ -80,7 +118,14 @@ fn nvml() -> Result<Nvml, NvmlError> {
 impl Options {
     fn parse() -> Result<Self> {
         let mut options = Self::default();
-        let mut arguments = std::env::args().skip(1);
+        let all: Vec<String> = std::env::args().skip(1).collect();
+        if let [first, rest @ ..] = &all[..] {
+            if first == "mig" {
+                let mig = mig::Options::parse(rest)?;
+                return Ok(Self { id: mig.id.clone(), mig: Some(mig), ..Self::default() });
+            }
+        }
+        let mut arguments = all.into_iter();
         while let Some(argument) = arguments.next() {
             let (name, value) = match argument.split_once('=') {
                 Some((name, value)) => (name.to_owned(), Some(value.to_owned())),
@@ -93,6 +138,14 @@ impl Options {
                 "-l" | "--list" if options.policy => options.list = true,
                 "-i" | "--id" => options.id = Some(value()?),
                 "-c" | "--compute-mode" => options.compute_mode = Some(value()?),
+                "-mig" | "--multi-instance-gpu" => {
+                    options.mig_mode = Some(match value()?.as_str() {
+                        "0" | "DISABLED" => false,
+                        "1" | "ENABLED" => true,
+                        other => bail!("MIG mode {other} is not 0 or 1"),
+                    });
+                }
+                "-r" | "--gpu-reset" => options.reset = true,
                 "--query-gpu" => options.query = Some(value()?),
                 "--format" => options.format = value()?,
                 "--set-timeslice" => options.timeslice = Some(value()?.parse()?),
@@ -107,10 +160,14 @@ impl Options {
 
 fn run(nvml: &Nvml, options: &Options) -> Result<()> {
     let devices = devices(nvml, options.id.as_deref())?;
+    if let Some(mig) = &options.mig {
+        return mig::run(&devices, mig);
+    }
     if let Some(query) = &options.query {
         return query_gpu(nvml, &devices, query, &options.format);
     }
-    if !options.policy && !options.list && options.compute_mode.is_none() {
+    let changes = options.compute_mode.is_some() || options.mig_mode.is_some() || options.reset;
+    if !options.policy && !options.list && !changes {
         println!("NVIDIA-SMI {0}  Driver Version: {0}  SIMULATED", nvml.sys_driver_version()?);
     }
     for device in &devices {
@@ -120,6 +177,10 @@ fn run(nvml: &Nvml, options: &Options) -> Result<()> {
             println!("GPU {}: timeslice {}", device.index()?, timeslice(device)?);
         } else if let Some(mode) = &options.compute_mode {
             set_compute_mode(device, mode)?;
+        } else if let Some(on) = options.mig_mode {
+            set_mig_mode(device, on)?;
+        } else if options.reset {
+            reset(device)?;
         } else if options.list {
             list(device)?;
         } else {
@@ -186,6 +247,38 @@ fn set_compute_mode(device: &Device<'_>, word: &str) -> Result<()> {
     Ok(())
 }
 
+fn set_mig_mode(device: &Device<'_>, on: bool) -> Result<()> {
+    let bus_id = device.pci_info()?.bus_id;
+    let (done, word) = if on { ("Enabled", "enable") } else { ("Disabled", "disable") };
+    match raw::Mig::new(device)
+        .set_mode(on)
+        .with_context(|| format!("Unable to {word} MIG Mode for GPU {bus_id}"))?
+    {
+        Ok(()) => println!("{done} MIG Mode for GPU {bus_id}\nAll done."),
+        Err(error) => {
+            println!("Warning: MIG mode is in pending {word} state for GPU {bus_id}:{}", text_of(&error));
+        }
+    }
+    Ok(())
+}
+
+/// NVML has no call for it. Nobody may have a context.
+fn reset(device: &Device<'_>) -> Result<()> {
+    ensure!(nix::unistd::geteuid().is_root(), NvmlError::NoPermission);
+    let (uuid, bus_id) = (device.uuid()?, device.pci_info()?.bus_id);
+    let processes = device.running_compute_processes()?;
+    ensure!(processes.is_empty(), "GPU {bus_id} could not be reset: In use by another client");
+    let root = Root::of_program().context("no simulated driver here")?;
+    let topology = Topology::load(&root)?;
+    let gpu = topology.gpu.iter().find(|gpu| gpu.uuid == uuid).context("no such GPU")?;
+    State::change_mig(&root, &topology, |state| {
+        state.reset(gpu);
+        Ok::<_, anyhow::Error>(())
+    })??;
+    println!("GPU {bus_id} was successfully reset.\nAll done.");
+    Ok(())
+}
+
 /// NVML has no call for it.
 fn set_timeslice(device: &Device<'_>, slice: u32) -> Result<()> {
     ensure!(nix::unistd::geteuid().is_root(), NvmlError::NoPermission);
@@ -236,6 +329,11 @@ fn value_of(nvml: &Nvml, device: &Device<'_>, field: &str, units: bool) -> Resul
             ComputeMode::ExclusiveProcess => "Exclusive_Process".into(),
             ComputeMode::Prohibited => "Prohibited".into(),
             ComputeMode::ExclusiveThread => "Exclusive_Thread".into(),
+        },
+        "mig.mode.pending" => match device.mig_mode() {
+            Ok(mode) if mode.pending == 1 => "Enabled".into(),
+            Ok(_) => "Disabled".into(),
+            Err(_) => "[N/A]".into(),
         },
         "mig.mode.current" => match device.mig_mode() {
             Ok(mode) if mode.current == 1 => "Enabled".into(),

@@ -1,0 +1,160 @@
+//! Failures on demand, for tests of what becomes of a caller when some NVML call fails, and a record of calls.
+//!
+//! `DIR/sim/fail`, or in one process the environment's `SUBLET_SIM_FAIL`, has lines (in the environment also
+//! separated by `;`):
+//!
+//! ```text
+//! FUNCTION N CODE [done]
+//! ```
+//!
+//! The N-th call from now on of that NVML function (`*`: of any) answers with the number CODE (`nvmlReturn_t`)
+//! and does nothing; with `done` it does what it was asked and then answers so, without having written what
+//! it returns through pointers being taken back. N 0: every call. Calls are counted over all processes where
+//! the file says so: the number in it counts down, and a line that has had its turn is gone. In a container
+//! there is no root, and only the environment counts.
+//!
+//! Where `DIR/sim/trace` exists, every call is appended to it, one function name a line.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use nix::fcntl::{Flock, FlockArg};
+use nvml_wrapper_sys::bindings::{nvmlReturn_enum_NVML_SUCCESS as SUCCESS, nvmlReturn_t};
+
+use super::out::Answer;
+use crate::layout::Root;
+
+/// A failure that is to come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Fault {
+    function: String,
+    left: u32,
+    code: nvmlReturn_t,
+    done: bool,
+}
+
+/// The environment's, once they were read.
+static OWN: Mutex<Option<Vec<Fault>>> = Mutex::new(None);
+
+/// The exported function in which a closure of type `A` stands.
+pub fn function_of<A>() -> &'static str {
+    let name = std::any::type_name::<A>().trim_end_matches("::{{closure}}");
+    name.rsplit("::").next().unwrap_or(name)
+}
+
+/// Calls `answer`, unless a failure is due.
+pub fn around(root: Option<&Root>, function: &str, answer: impl FnOnce() -> Answer) -> Answer {
+    let of_root = root.and_then(|root| {
+        trace(root, function);
+        from_file(&root.join("sim/fail"), function)
+    });
+    match of_root.or_else(|| from_environment(function)) {
+        None => answer(),
+        Some(fault) if fault.done => answer().and_then(|()| fault.answer()),
+        Some(fault) => fault.answer(),
+    }
+}
+
+fn trace(root: &Root, function: &str) {
+    if let Ok(mut trace) = File::options().append(true).open(root.join("sim/trace")) {
+        // A trace that cannot be written stops nothing.
+        let _ = trace.write_all(format!("{function}\n").as_bytes());
+    }
+}
+
+fn from_file(file: &Path, function: &str) -> Option<Fault> {
+    if !file.exists() {
+        return None;
+    }
+    let lock = File::create(file.with_extension("lock")).ok()?;
+    let _lock = Flock::lock(lock, FlockArg::LockExclusive).ok()?;
+    let mut faults = parse(&fs::read_to_string(file).ok()?);
+    let before = faults.clone();
+    let due = count(&mut faults, function);
+    if faults != before {
+        fs::write(file, faults.iter().map(Fault::line).collect::<String>()).ok()?;
+    }
+    due
+}
+
+fn from_environment(function: &str) -> Option<Fault> {
+    let mut own = OWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let read = || parse(&std::env::var("SUBLET_SIM_FAIL").unwrap_or_default());
+    count(own.get_or_insert_with(read), function)
+}
+
+/// Counts a call; the failure that is due with it.
+fn count(faults: &mut Vec<Fault>, function: &str) -> Option<Fault> {
+    let mut due = None;
+    faults.retain_mut(|fault| {
+        if fault.function != "*" && fault.function != function {
+            return true;
+        }
+        let every = fault.left == 0;
+        fault.left = fault.left.saturating_sub(1);
+        if fault.left == 0 {
+            due.get_or_insert_with(|| fault.clone());
+        }
+        every || fault.left > 0
+    });
+    due
+}
+
+/// Lines that are none are passed over.
+fn parse(text: &str) -> Vec<Fault> {
+    text.split(['\n', ';']).filter_map(Fault::parse).collect()
+}
+
+impl Fault {
+    fn parse(line: &str) -> Option<Self> {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let (function, left, code, done) = match words[..] {
+            [function, left, code] => (function, left, code, false),
+            [function, left, code, "done"] => (function, left, code, true),
+            _ => return None,
+        };
+        Some(Self { function: function.to_owned(), left: left.parse().ok()?, code: code.parse().ok()?, done })
+    }
+
+    fn line(&self) -> String {
+        let done = if self.done { " done" } else { "" };
+        format!("{} {} {}{done}\n", self.function, self.left, self.code)
+    }
+
+    const fn answer(&self) -> Answer {
+        if self.code == SUCCESS { Ok(()) } else { Err(self.code) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nth_call_fails_once() {
+        let mut faults = parse("nvmlA 2 19\n\nnonsense\n* 4 999 done");
+        let calls = ["nvmlA", "nvmlB", "nvmlA", "nvmlA", "nvmlA"];
+        let due: Vec<_> = calls.map(|name| count(&mut faults, name).map(|fault| fault.code)).into();
+        assert_eq!(due, [None, None, Some(19), Some(999), None]);
+        assert!(faults.is_empty());
+    }
+
+    #[test]
+    fn zero_is_every_call() {
+        let mut faults = parse("nvmlA 0 4");
+        for _ in 0..3 {
+            assert_eq!(count(&mut faults, "nvmlA").map(|fault| fault.line()), Some("nvmlA 0 4\n".into()));
+        }
+        assert_eq!(count(&mut faults, "nvmlB"), None);
+    }
+
+    #[test]
+    fn a_closure_knows_its_function() {
+        fn function<A: FnOnce()>(_: A) -> &'static str {
+            function_of::<A>()
+        }
+        assert_eq!(function(|| {}), "a_closure_knows_its_function");
+    }
+}
