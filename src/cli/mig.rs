@@ -168,8 +168,9 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     // Leases wait for the fence, and then find the inventory out of date: the order is the safe one.
     drop(fence);
     admit::tidy(&freed, &store, config);
-    if plans.iter().any(|plan| !plan.steps.is_empty()) {
-        super::refresh(config)?;
+    if let Err(error) = super::refresh(config) {
+        // The next container that starts tries it again.
+        eprintln!("sublet: warning: the inventory is not refreshed: {}", output::chain(&error));
     }
     done?;
     for plan in &plans {

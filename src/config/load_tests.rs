@@ -48,7 +48,7 @@ fn the_shipped_file_says_the_defaults() {
             time_slice: Some(TimeSlice::Long),
         }]
     );
-    assert_eq!(example.share["small"]["sm"], "25");
+    assert_eq!(one(&text).share["small"]["sm"], "25");
 }
 
 #[test]

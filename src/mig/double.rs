@@ -66,7 +66,8 @@ pub(super) struct Double {
     pub fails: Box<dyn Fn(usize) -> bool>,
     /// They do their work all the same.
     pub all_the_same: bool,
-    made: usize,
+    /// Compute instances made so far: their UUIDs.
+    pub made: usize,
 }
 
 impl Double {
