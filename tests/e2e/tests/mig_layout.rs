@@ -113,7 +113,7 @@ fn mig_parteds_yaml_and_the_configured_file() {
                 mig-enabled: true\n      mig-devices: {\"1c.2g.35gb\": 2, \"3g.71gb\": 1}\n";
     let yaml = layout(&world, "parted.yaml", yaml);
     done(&world, &["apply", path(&yaml), "--name", "mixed"]);
-    assert_eq!(shape(&listed(&world, 0)), "3g.71gb@0 2g.35gb@4[1c,1c]");
+    assert_eq!(shape(&listed(&world, 0)), "2g.35gb@0[1c,1c] 3g.71gb@4");
     let several = refused(&world, &["apply", path(&yaml)]);
     assert!(several.ends_with("choose one with --name: off, mixed"), "{several}");
     assert!(refused(&world, &["apply"]).contains("no layout: name a file, or set [mig] layout"));
