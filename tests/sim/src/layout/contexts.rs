@@ -1,5 +1,6 @@
 //! Who holds a context on a simulated GPU. A process says so with an open memfd whose name tells GPU, kind
-//! and memory; NVML finds it through /proc, in whatever container the process runs, as long as /proc shows it.
+//! and memory; NVML finds it through /proc, in whatever container the process runs, as long as /proc shows
+//! it.
 //!
 //! The name: `sublet-sim:<tag>:<minor>:<C|M|M+C>:<MiB>`; on a MIG device `<minor>.<gi>.<ci>`.
 
@@ -112,7 +113,8 @@ impl FromStr for Kind {
 }
 
 impl On {
-    /// The memory that it uses: the GPU's, or that of the GPU instance, which all its compute instances share.
+    /// The memory that it uses: the GPU's, or that of the GPU instance, which all its compute instances
+    /// share.
     #[must_use]
     pub fn memory(self) -> (u32, Option<u32>) {
         (self.minor, self.instance.map(|(gi, _)| gi))

@@ -87,8 +87,8 @@ impl Partition {
         self.instances.iter().find(|instance| instance.id == id)
     }
 
-    /// Where a GPU instance of this profile could be made now, in the profile's order: it may overlap no other,
-    /// and only one may have the media engines.
+    /// Where a GPU instance of this profile could be made now, in the profile's order: it may overlap no
+    /// other, and only one may have the media engines.
     #[must_use]
     pub fn free_starts(&self, profile: &Profile, table: &[Profile]) -> Vec<u32> {
         let others: Vec<_> =
@@ -97,7 +97,7 @@ impl Partition {
         let free = |start: &u32| {
             others.iter().all(|(at, other)| start + profile.size <= *at || at + other.size <= *start)
         };
-        if media { Vec::new() } else { profile.order().into_iter().filter(free).collect() }
+        if media { Vec::new() } else { profile.order().iter().copied().filter(free).collect() }
     }
 
     /// How many more GPU instances of this profile fit.

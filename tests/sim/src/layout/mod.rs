@@ -6,9 +6,10 @@
 //!
 //! # The trailer
 //! A container sees none of `DIR/sim`. `up` therefore appends to its copies of libcuda and libnvidia-ml one
-//! line, after a newline: `SUBLETSIM` and the resolved [`topology::Topology`] as JSON, at first the same text as
-//! `DIR/sim/topology.json` (ELF loaders ignore what follows the last section). [`trailer`] writes and reads
-//! it. It follows MIG mode and MIG devices as they change; `topology.json` does not. Its shape (every key is always there; GPUs stand in the order of NVML's index, not of the bus):
+//! line, after a newline: `SUBLETSIM` and the resolved [`topology::Topology`] as JSON, at first the same text
+//! as `DIR/sim/topology.json` (ELF loaders ignore what follows the last section). [`trailer`] writes and
+//! reads it. It follows MIG mode and MIG devices as they change; `topology.json` does not. Its shape (every
+//! key is always there; GPUs stand in the order of NVML's index, not of the bus):
 //!
 //! ```json
 //! {"tag":"0d1e2f3a","driver":"580.159.04","file_version":null,"cuda":"13.0",

@@ -261,8 +261,8 @@ impl Gpu {
         }
     }
 
-    /// Whether MIG mode needs a reset of the GPU, and outlives the driver: on Ampere; later GPUs switch while the
-    /// driver runs and forget (NVIDIA's MIG User Guide, "MIG mode").
+    /// Whether MIG mode needs a reset of the GPU, and outlives the driver: on Ampere; later GPUs switch while
+    /// the driver runs and forget (NVIDIA's MIG User Guide, "MIG mode").
     #[must_use]
     pub const fn keeps_mig_mode(&self) -> bool {
         matches!(self.arch, Arch::Ampere)

@@ -65,17 +65,19 @@ fn replace(library: &Path, topology: &Topology) -> Result<()> {
     Ok(file.set_len(at + line.len() as u64)?)
 }
 
-/// Where the trailer begins and what it says after the mark, read from the end on.
+/// Where the trailer begins and what it says after the mark: it is the last line, read from the end on.
 fn find(file: &mut File) -> Option<(u64, Vec<u8>)> {
     let length = file.metadata().ok()?.len();
-    let mut tail = 1 << 16;
+    let mut tail = 1 << 13;
     loop {
         let from = length.saturating_sub(tail);
         let mut bytes = Vec::new();
         file.seek(SeekFrom::Start(from)).ok()?;
         file.read_to_end(&mut bytes).ok()?;
-        if let Some(at) = bytes.windows(MARK.len()).rposition(|window| window == MARK.as_bytes()) {
-            return Some((from + at as u64, bytes.split_off(at + MARK.len())));
+        let before = bytes.strip_suffix(b"\n")?;
+        if let Some(at) = before.iter().rposition(|byte| *byte == b'\n') {
+            let text = bytes.get(at..)?.strip_prefix(MARK.as_bytes())?.to_vec();
+            return Some((from + at as u64, text));
         }
         if from == 0 {
             return None;

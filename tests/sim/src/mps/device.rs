@@ -89,8 +89,8 @@ fn clients(topology: &Topology) -> usize {
     if version.is_some_and(|version: (u32, u32)| version >= (13, 1)) { 60 } else { 48 }
 }
 
-/// What a process sees of `devices`: all, or what `CUDA_VISIBLE_DEVICES` says, up to its first entry that names
-/// none of them; as far as they may be seen together.
+/// What a process sees of `devices`: all, or what `CUDA_VISIBLE_DEVICES` says, up to its first entry that
+/// names none of them; as far as they may be seen together.
 #[must_use]
 pub fn visible(devices: &[Device], named: Option<&str>) -> Vec<Device> {
     let mut found: Vec<Device> = Vec::new();

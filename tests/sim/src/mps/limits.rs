@@ -7,8 +7,8 @@ pub fn percentage(text: &str) -> Option<f64> {
     text.trim().parse().ok().filter(|value: &f64| *value > 0.0 && *value <= 100.0)
 }
 
-/// The SMs a client sees: its share of all, rounded down to an even number, and never fewer than 8 (docs/evidence).
-/// What it asks for is clamped to the server's share; what cannot be read is not there.
+/// The SMs a client sees: its share of all, rounded down to an even number, and never fewer than 8
+/// (docs/evidence). What it asks for is clamped to the server's share; what cannot be read is not there.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a part of a small count")]
 pub fn sm(all: u32, settings: &Settings, asked: Option<&str>) -> u32 {
     let share = asked.and_then(percentage).map_or(settings.percentage, |own| own.min(settings.percentage));

@@ -19,18 +19,16 @@ use nvml_wrapper_sys::bindings::{
 
 use super::handles::{self, Found};
 use super::mig::{change, used};
-use super::out::{Answer, chars, put, put_all, version_of};
+use super::out::{Answer, chars, put, put_all, struct_version, version_of};
 use super::profiles::ComputeProfile;
 use super::session;
 use crate::layout::instances::{self, ComputeInstance, GpuInstance, by_id};
 use crate::layout::state::State;
 
 /// `NVML_STRUCT_VERSION(ComputeInstanceProfileInfo, 2)`.
-#[expect(clippy::cast_possible_truncation, reason = "136 bytes")]
-const V2: c_uint = size_of::<nvmlComputeInstanceProfileInfo_v2_t>() as c_uint | 2 << 24;
+const V2: c_uint = struct_version::<nvmlComputeInstanceProfileInfo_v2_t>(2);
 /// `NVML_STRUCT_VERSION(ComputeInstanceProfileInfo, 3)`.
-#[expect(clippy::cast_possible_truncation, reason = "140 bytes")]
-const V3: c_uint = size_of::<nvmlComputeInstanceProfileInfo_v3_t>() as c_uint | 3 << 24;
+const V3: c_uint = struct_version::<nvmlComputeInstanceProfileInfo_v3_t>(3);
 
 impl Found<'_> {
     fn profile(&self, id: c_uint) -> Answer<ComputeProfile> {

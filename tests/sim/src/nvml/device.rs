@@ -16,7 +16,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlReturn_t,
 };
 
-use super::out::{Answer, chars, put, put_text};
+use super::out::{Answer, chars, put, put_text, struct_version};
 use super::session::{self, Target};
 use super::system::pci_address;
 use crate::layout::contexts;
@@ -27,8 +27,7 @@ const MIB: u64 = 1 << 20;
 /// What the driver keeps of a GPU for itself.
 const RESERVED_MIB: u64 = 500;
 /// Memory mode of `nvmlMemory_v2_t.version`: `NVML_STRUCT_VERSION(Memory, 2)`.
-#[expect(clippy::cast_possible_truncation, reason = "40 bytes")]
-const MEMORY_V2: c_uint = size_of::<nvmlMemory_v2_t>() as c_uint | 2 << 24;
+const MEMORY_V2: c_uint = struct_version::<nvmlMemory_v2_t>(2);
 /// An H200's PCI device and vendor.
 const PCI_ID: c_uint = 0x2335_10de;
 

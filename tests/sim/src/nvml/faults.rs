@@ -1,4 +1,5 @@
-//! Failures on demand, for tests of what becomes of a caller when some NVML call fails, and a record of calls.
+//! Failures on demand, for tests of what becomes of a caller when some NVML call fails, and a record of
+//! calls.
 //!
 //! `DIR/sim/fail`, or in one process the environment's `SUBLET_SIM_FAIL`, has lines (in the environment also
 //! separated by `;`):
@@ -7,11 +8,11 @@
 //! FUNCTION N CODE [done]
 //! ```
 //!
-//! The N-th call from now on of that NVML function (`*`: of any) answers with the number CODE (`nvmlReturn_t`)
-//! and does nothing; with `done` it does what it was asked and then answers so, without having written what
-//! it returns through pointers being taken back. N 0: every call. Calls are counted over all processes where
-//! the file says so: the number in it counts down, and a line that has had its turn is gone. In a container
-//! there is no root, and only the environment counts.
+//! The N-th call from now on of that NVML function (`*`: of any) answers with the number CODE
+//! (`nvmlReturn_t`) and does nothing; with `done` it does what it was asked and then answers so, without
+//! having written what it returns through pointers being taken back. N 0: every call. Calls are counted over
+//! all processes where the file says so: the number in it counts down, and a line that has had its turn is
+//! gone. In a container there is no root, and only the environment counts.
 //!
 //! Where `DIR/sim/trace` exists, every call is appended to it, one function name a line.
 

@@ -16,18 +16,16 @@ use nvml_wrapper_sys::bindings::{
 
 use super::handles::{self, Found};
 use super::mig::{change, used};
-use super::out::{Answer, chars, put, put_all, version_of};
+use super::out::{Answer, chars, put, put_all, struct_version, version_of};
 use super::profiles::Profile;
 use super::session::{self, Target};
 use crate::layout::instances::{self, Partition, by_id};
 use crate::layout::topology::{Gpu, Virtualization};
 
 /// `NVML_STRUCT_VERSION(GpuInstanceProfileInfo, 2)`.
-#[expect(clippy::cast_possible_truncation, reason = "152 bytes")]
-const V2: c_uint = size_of::<nvmlGpuInstanceProfileInfo_v2_t>() as c_uint | 2 << 24;
+const V2: c_uint = struct_version::<nvmlGpuInstanceProfileInfo_v2_t>(2);
 /// `NVML_STRUCT_VERSION(GpuInstanceProfileInfo, 3)`.
-#[expect(clippy::cast_possible_truncation, reason = "152 bytes")]
-const V3: c_uint = size_of::<nvmlGpuInstanceProfileInfo_v3_t>() as c_uint | 3 << 24;
+const V3: c_uint = struct_version::<nvmlGpuInstanceProfileInfo_v3_t>(3);
 
 /// MIG of a GPU that can do it, whether it is on or not; and, where it is on, for root alone.
 fn partition(target: &Target<'_>) -> Answer<Partition> {

@@ -68,8 +68,8 @@ fn set_mode(target: &Target<'_>, enable: bool) -> Answer<nvmlReturn_t> {
     })
 }
 
-/// Puts the pending mode into force, if nothing stands in the way. A GPU passed through to this machine cannot
-/// be reset from here, and needs that for its mode to change on Ampere.
+/// Puts the pending mode into force, if nothing stands in the way. A GPU passed through to this machine
+/// cannot be reset from here, and needs that for its mode to change on Ampere.
 fn activate(session: &Session, gpu: &Gpu, state: &mut State) -> nvmlReturn_t {
     let Some(partition) = state.mig.get_mut(&gpu.uuid) else { return NOT_SUPPORTED };
     if partition.pending == partition.enabled {

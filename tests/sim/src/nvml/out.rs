@@ -30,6 +30,12 @@ pub unsafe fn put<T>(out: *mut T, value: T) -> Answer {
     Ok(())
 }
 
+/// `NVML_STRUCT_VERSION` of nvml.h: what a struct of type `T` and this number must begin with.
+#[expect(clippy::cast_possible_truncation, reason = "structs of NVML are small")]
+pub const fn struct_version<T>(number: c_uint) -> c_uint {
+    size_of::<T>() as c_uint | number << 24
+}
+
 /// The version with which a struct begins that tells its own.
 ///
 /// # Safety
@@ -84,8 +90,8 @@ pub unsafe fn put_list<T: Copy>(array: *mut T, count: *mut c_uint, list: &[T]) -
     Ok(())
 }
 
-/// Writes an array that the caller made large enough, and its length: the lists of MIG go so, where `count` only
-/// comes out.
+/// Writes an array that the caller made large enough, and its length: the lists of MIG go so, where `count`
+/// only comes out.
 ///
 /// # Safety
 /// `count` is null or valid; `array` is null or valid for writes of as many elements as the list has.

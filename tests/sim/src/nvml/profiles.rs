@@ -135,8 +135,8 @@ pub fn memory_slices(table: &[Profile]) -> u32 {
 
 /// The id of a GPU instance. It follows from the placement, so it comes back when an instance is made again
 /// in the same place: the nodes of a binary tree over the memory slices, counted level by level, the upper
-/// half of the slices first. As `nvidia-smi mig -lgi` shows it on A100: 0 is 0:8, 1 is 4:4, 2 is 0:4, 3 is 4:2,
-/// 6 is 2:2, 9 is 6:1, 11 is 0:1.
+/// half of the slices first. As `nvidia-smi mig -lgi` shows it on A100: 0 is 0:8, 1 is 4:4, 2 is 0:4, 3 is
+/// 4:2, 6 is 2:2, 9 is 6:1, 11 is 0:1.
 #[must_use]
 pub const fn instance_id(slices: u32, start: u32, size: u32) -> u32 {
     slices / size - 1 + (start + slices / 2) % slices / size
@@ -161,17 +161,12 @@ impl Profile {
     /// The order in which the driver tries placements where none is asked for, as A100 and H100 are seen to
     /// number instances: of seven 1g, the first is at 6.
     #[must_use]
-    pub fn order(&self) -> Vec<u32> {
-        let mut starts = self.starts.to_vec();
-        match self.starts {
-            EVERY => starts.rotate_right(3),
-            TWOS => starts.rotate_right(1),
-            _ => {}
+    pub const fn order(&self) -> &'static [u32] {
+        match self.starts.len() {
+            7 => &[6, 4, 5, 0, 1, 2, 3],
+            3 => &[4, 0, 2],
+            _ => self.starts,
         }
-        if self.starts == EVERY {
-            starts[..3].rotate_right(1);
-        }
-        starts
     }
 
     /// The compute instance profiles of a GPU instance of this profile.

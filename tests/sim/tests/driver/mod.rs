@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "the C ABI is what is tested")]
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output};
 use std::ptr::null_mut;
@@ -37,6 +38,8 @@ impl Driver {
     /// From a topology's text.
     pub fn up_with(topology: &str) -> Self {
         let parent = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        // Other users' programs must get through.
+        std::fs::set_permissions(parent.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
         let (dir, file) = (parent.path().join("root"), parent.path().join("topology.toml"));
         std::fs::write(&file, topology).unwrap();
         sim(&["up".as_ref(), "--topology".as_ref(), &file, "--root".as_ref(), &dir]);

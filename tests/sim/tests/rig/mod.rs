@@ -1,13 +1,15 @@
 //! A root of the simulated driver made by hand, and the programs in it.
 
+#[path = "../libcuda/mod.rs"]
+mod libcuda;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use nix::sys::signal::{Signal, kill};
@@ -68,7 +70,7 @@ impl Rig {
         }
         fs::write(root.topology(), serde_json::to_vec(topology).unwrap()).unwrap();
         State::initial(topology).write(&root).unwrap();
-        trailer::append(libcuda(), &root.libraries().join("libcuda.so.580.159.04"), topology).unwrap();
+        trailer::append(libcuda::built(), &root.libraries().join("libcuda.so.580.159.04"), topology).unwrap();
         symlink("libcuda.so.580.159.04", root.libraries().join("libcuda.so.1")).unwrap();
         for (name, major, minor) in [("nvidiactl", 195, 255), ("nvidia3", 195, 3), ("nvidia-uvm", 510, 0)] {
             let mode = Mode::from_bits_truncate(0o666);
@@ -244,16 +246,3 @@ const PROGRAMS: [(&str, &str); 3] = [
     ("nvidia-cuda-mps-server", env!("CARGO_BIN_EXE_nvidia-cuda-mps-server")),
     ("cuda-probe", env!("CARGO_BIN_EXE_cuda-probe")),
 ];
-
-/// The stand-in, built by cargo: another package's library is not built for a test.
-fn libcuda() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let mut build = Command::new(cargo);
-        build.args(["build", "--quiet", "--package", "sublet-sim-libcuda"]);
-        build.args(["--target-dir".as_ref(), Path::new(PROGRAMS[0].1).ancestors().nth(2).unwrap()]);
-        assert!(build.status().unwrap().success(), "the stand-in libcuda does not build");
-        Path::new(PROGRAMS[0].1).ancestors().nth(2).unwrap().join("debug/libcuda.so")
-    })
-}

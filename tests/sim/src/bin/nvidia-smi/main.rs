@@ -67,8 +67,8 @@ fn text_of(error: &NvmlError) -> &'static str {
     }
 }
 
-/// Exit codes of nvidia-smi(1): NVML's numbers, as far as known: 3 not supported, 4 no permission, 6 not found,
-/// 9 no driver; 18 is seen for a mismatch.
+/// Exit codes of nvidia-smi(1): NVML's numbers, as far as known: 3 not supported, 4 no permission, 6 not
+/// found, 9 no driver; 18 is seen for a mismatch.
 fn fail(error: &anyhow::Error) -> ExitCode {
     let by_mig = error.to_string().starts_with("Failed to");
     match error.downcast_ref::<NvmlError>() {
@@ -196,6 +196,7 @@ fn devices<'nvml>(nvml: &'nvml Nvml, id: Option<&str>) -> Result<Vec<Device<'nvm
         return (0..nvml.device_count()?).map(|index| Ok(nvml.device_by_index(index)?)).collect();
     };
     let device = match id.parse() {
+        Ok(index) if index >= nvml.device_count()? => Err(NvmlError::NotFound),
         Ok(index) => nvml.device_by_index(index),
         Err(_) if id.contains(':') => nvml.device_by_pci_bus_id(id),
         Err(_) => nvml.device_by_uuid(id),

@@ -297,7 +297,8 @@ fn create_in(mig: &Mig<'_>, gpu: u32, handle: nvmlGpuInstance_t, id: u32, word: 
         info.with_context(|| format!("{} is no compute instance profile", word.unwrap_or_default()))?;
     let made = mig.create_compute(handle, info.id).inspect_err(|error| {
         let text = text_of(error);
-        println!("Unable to create a compute instance on GPU {gpu:>2} GPU instance ID {id:>2} using profile {}: {text}", info.id);
+        let of = format!("GPU {gpu:>2} GPU instance ID {id:>2} using profile {}", info.id);
+        println!("Unable to create a compute instance on {of}: {text}");
     });
     let made = made.context("Failed to create compute instances")?.id;
     let (name, profile) = (name(&info.name), info.id);

@@ -30,8 +30,8 @@ pub struct Mig<'d> {
 fn out<T>(call: impl FnOnce(*mut T) -> nvmlReturn_t) -> Answer<T> {
     let mut value = MaybeUninit::<T>::zeroed();
     nvml_try(call(value.as_mut_ptr()))?;
-    // SAFETY: NVML has written it; every type here is made of numbers and pointers that nobody follows, of which
-    // all zeroes is one.
+    // SAFETY: NVML has written it; every type here is made of numbers and pointers that nobody follows, of
+    // which all zeroes is one.
     Ok(unsafe { value.assume_init() })
 }
 
@@ -62,7 +62,8 @@ impl<'d> Mig<'d> {
     pub fn profiles(&self) -> Vec<nvmlGpuInstanceProfileInfo_v2_t> {
         let profile = |index| {
             out(|info: *mut nvmlGpuInstanceProfileInfo_v2_t| {
-                // SAFETY: `info` is valid, and says its version; the handle is that of a device of this library.
+                // SAFETY: `info` is valid, and says its version; the handle is that of a device of this
+                // library.
                 unsafe {
                     (*info).version = version_2::<nvmlGpuInstanceProfileInfo_v2_t>();
                     self.lib.nvmlDeviceGetGpuInstanceProfileInfoV(self.device.handle(), index, info)

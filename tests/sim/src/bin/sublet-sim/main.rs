@@ -1,5 +1,5 @@
-//! `sublet-sim up --topology FILE --root DIR` lays out a simulated driver, `sublet-sim down --root DIR` ends it,
-//! `sublet-sim reboot --root DIR` leaves it as after a reboot.
+//! `sublet-sim up --topology FILE --root DIR` lays out a simulated driver, `sublet-sim down --root DIR` ends
+//! it, `sublet-sim reboot --root DIR` leaves it as after a reboot.
 
 mod elf;
 mod files;
@@ -64,8 +64,8 @@ fn up(topology: &Path, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What a reboot of the host leaves of the driver: its processes end, settings and MIG instances are gone. The
-/// product's state in `DIR/run` is the caller's to remove.
+/// What a reboot of the host leaves of the driver: its processes end, settings and MIG instances are gone.
+/// The product's state in `DIR/run` is the caller's to remove.
 fn reboot(dir: &Path) -> Result<()> {
     let root = Root::new(dir.canonicalize()?);
     let topology = Topology::load(&root)?;
