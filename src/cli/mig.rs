@@ -80,7 +80,9 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
 /// GPUs, and who holds what of them.
 pub(super) fn seen(nvml: &mut Nvml, inventory: &Inventory, ledger: &Ledger) -> anyhow::Result<Vec<Gpu>> {
     let mut gpus = nvml.gpus(inventory)?;
-    gpus.iter_mut().for_each(|gpu| mig::mark(gpu, ledger));
+    for gpu in &mut gpus {
+        mig::mark(gpu, ledger);
+    }
     Ok(gpus)
 }
 
@@ -136,8 +138,9 @@ fn lines(plan: &Result<Plan, mig::Obstacle>) -> String {
         Ok(plan) if plan.steps.is_empty() => format!("GPU {}: as it should be", plan.index),
         Ok(plan) => {
             let reset = if plan.reset { " (takes a reset of the GPU: --allow-reset)" } else { "" };
-            let steps = plan.steps.iter().map(|step| format!("\n  {step}")).collect::<String>();
-            format!("GPU {}: {} steps{reset}{steps}", plan.index, plan.steps.len())
+            let first = format!("GPU {}: {} steps{reset}", plan.index, plan.steps.len());
+            let steps = plan.steps.iter().map(|step| format!("  {step}"));
+            [first].into_iter().chain(steps).collect::<Vec<_>>().join("\n")
         }
     }
 }
@@ -223,7 +226,9 @@ struct Uninterrupted {
 impl Uninterrupted {
     fn begin() -> Self {
         let mut polite = SigSet::empty();
-        [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().for_each(|one| polite.add(one));
+        for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+            polite.add(signal);
+        }
         let mut before = SigSet::empty();
         let blocked = sigprocmask(SigmaskHow::SIG_BLOCK, Some(&polite), Some(&mut before));
         Self { before: blocked.is_ok().then_some(before) }

@@ -65,13 +65,11 @@ impl Ledger {
     /// # Errors
     /// [`MigBusy`].
     pub fn begin_mig(&mut self, change: MigChange) -> Result<(), MigBusy> {
-        match &self.mig.under_way {
-            Some(other) => Err(MigBusy { pid: other.owner.pid }),
-            None => {
-                self.mig.under_way = Some(change);
-                Ok(())
-            }
+        if let Some(other) = &self.mig.under_way {
+            return Err(MigBusy { pid: other.owner.pid });
         }
+        self.mig.under_way = Some(change);
+        Ok(())
     }
 
     /// The change that `owner` began is over, done or undone.

@@ -46,7 +46,7 @@ fn profiles(layout: &Layout) -> Vec<u32> {
     ids
 }
 
-/// SplitMix64: the same numbers in every run.
+/// `SplitMix64`: the same numbers in every run.
 struct Random(u64);
 
 impl Random {

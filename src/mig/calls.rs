@@ -78,9 +78,9 @@ pub(super) fn profile(device: &Device<'_>, index: u32) -> Answer<Profile> {
             call(device.handle(), index, out)
         }
     })?;
-    let name: Vec<u8> =
-        info.name.iter().map(|&byte| byte.cast_unsigned()).take_while(|&byte| byte != 0).collect();
-    let name = String::from_utf8_lossy(&name).into_owned();
+    // SAFETY: the array's own bytes; `c_char` has a sign on some machines.
+    let name = unsafe { std::slice::from_raw_parts(info.name.as_ptr().cast::<u8>(), info.name.len()) };
+    let name = String::from_utf8_lossy(name.split(|&byte| byte == 0).next().unwrap_or_default()).into_owned();
     Ok(Profile {
         id: info.id,
         name: name.strip_prefix("MIG ").unwrap_or(&name).to_owned(),
@@ -88,6 +88,7 @@ pub(super) fn profile(device: &Device<'_>, index: u32) -> Answer<Profile> {
         sms: info.multiprocessorCount,
         memory_mib: info.memorySizeMB,
         instances: info.instanceCount,
+        media: [info.jpegCount, info.ofaCount],
         free: 0,
         placements: Vec::new(),
     })
@@ -121,6 +122,15 @@ pub(super) fn instances<'n>(device: &Device<'n>, profile: &Profile) -> Answer<Ve
     let list =
         listed(profile.instances, |list, count| unsafe { call(device.handle(), profile.id, list, count) })?;
     list.into_iter().map(|handle| Gi::of(library, handle)).collect()
+}
+
+/// The GPU instance with this id.
+pub(super) fn instance<'n>(device: &Device<'n>, gi: u32) -> Answer<Gi<'n>> {
+    let library = device.nvml().lib();
+    let call = nvml_sym(library.nvmlDeviceGetGpuInstanceById.as_ref())?;
+    // SAFETY: one handle is written.
+    let handle = written(|out| unsafe { call(device.handle(), gi, out) })?;
+    Gi::of(library, handle)
 }
 
 /// Makes a GPU instance.
@@ -169,6 +179,14 @@ impl<'n> Gi<'n> {
         let list =
             listed(profile.instances, |list, count| unsafe { call(self.handle, profile.id, list, count) })?;
         list.into_iter().map(|handle| Ci::of(self.library, handle)).collect()
+    }
+
+    /// Its compute instance with this id.
+    pub(super) fn compute_instance(&self, ci: u32) -> Answer<Ci<'n>> {
+        let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstanceById.as_ref())?;
+        // SAFETY: one handle is written.
+        let handle = written(|out| unsafe { call(self.handle, ci, out) })?;
+        Ci::of(self.library, handle)
     }
 
     /// Makes a compute instance, where the driver sees fit or at `span`.

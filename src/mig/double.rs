@@ -27,6 +27,7 @@ pub(super) fn h200() -> Gpu {
         sms,
         memory_mib,
         instances,
+        media: [slices, u32::from(id == 0 || id == 20)],
         free: instances,
         placements: starts.iter().map(|&start| Span { start, size }).collect(),
     };
@@ -44,8 +45,11 @@ pub(super) fn h200() -> Gpu {
     }
 }
 
+/// Start, size and profile of an instance, and start and slices of each of its parts.
+pub(super) type Shape = (u32, u32, u32, Vec<(u32, u32)>);
+
 /// What nobody can hold apart after a change: placements, profiles and cuts, without ids and UUIDs.
-pub(super) fn shape(gpu: &Gpu) -> Vec<(u32, u32, u32, Vec<(u32, u32)>)> {
+pub(super) fn shape(gpu: &Gpu) -> Vec<Shape> {
     let cut = |one: &Instance| {
         let mut cut: Vec<_> = one.compute.iter().map(|part| (part.span.start, part.slices)).collect();
         cut.sort_unstable();
@@ -117,7 +121,7 @@ fn error(what: &str, why: &str) -> DriverError {
 }
 
 fn lowest(taken: impl Fn(u32) -> bool, from: u32) -> u32 {
-    (from..).find(|&id| !taken(id)).unwrap()
+    (from..1000).find(|&id| !taken(id)).unwrap()
 }
 
 impl Driver for Double {

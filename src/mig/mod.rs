@@ -71,6 +71,8 @@ pub struct Profile {
     pub memory_mib: u64,
     /// How many an empty GPU can have.
     pub instances: u32,
+    /// JPEG engines and optical flow accelerators.
+    pub media: [u32; 2],
     /// How many more it can have now; 0 while MIG mode is off.
     pub free: u32,
     /// Where one may lie.

@@ -1,6 +1,8 @@
 //! The real driver, by NVML.
 
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
@@ -30,6 +32,16 @@ pub struct Nvml {
     library: Option<Library>,
     path: PathBuf,
     smi: Option<PathBuf>,
+    /// By GPU.
+    known: BTreeMap<String, Known>,
+}
+
+/// What a GPU can have, which is asked for once: it is the same before and after every step.
+#[derive(Default)]
+struct Known {
+    profiles: Vec<Profile>,
+    /// By id of the GPU instance's profile.
+    kinds: BTreeMap<u32, Vec<(CiProfile, Vec<Span>)>>,
 }
 
 impl Nvml {
@@ -39,7 +51,7 @@ impl Nvml {
     /// No driver, no NVML.
     pub fn open(config: &Config, inventory: &Inventory) -> Result<Self, ProbeError> {
         let (library, path) = inventory::connect(config)?;
-        Ok(Self { library: Some(library), path, smi: inventory.driver.smi.clone() })
+        Ok(Self { library: Some(library), path, smi: inventory.driver.smi.clone(), known: BTreeMap::new() })
     }
 
     /// Every GPU of the inventory.
@@ -62,13 +74,20 @@ impl Nvml {
 }
 
 fn failed(what: &str, error: &NvmlError) -> DriverError {
-    let hint = match error {
-        NvmlError::NoPermission => "; run as root",
-        NvmlError::InUse => "; something has it open: `nvidia-smi` and `fuser -v /dev/nvidia*` name it",
-        _ => "",
+    let (why, hint) = match error {
+        NvmlError::NoPermission => (error.to_string(), "; run as root"),
+        NvmlError::InUse => {
+            (error.to_string(), "; something has it open: `nvidia-smi` and `fuser -v /dev/nvidia*` name it")
+        }
+        NvmlError::UnexpectedVariant(NO_ROOM) => ("there is no room for it".to_owned(), ""),
+        NvmlError::UnexpectedVariant(code) => (format!("NVML error {code}"), ""),
+        other => (safe(&other.to_string()), ""),
     };
-    DriverError { what: format!("NVML, {what}"), why: format!("{}{hint}", safe(&error.to_string())) }
+    DriverError { what: format!("NVML, {what}"), why: format!("{why}{hint}") }
 }
+
+/// `NVML_ERROR_INSUFFICIENT_RESOURCES` (nvml.h), which nvml-wrapper has no name for.
+const NO_ROOM: u32 = 23;
 
 impl Driver for Nvml {
     fn gpu(&mut self, gpu: &str) -> Result<Gpu, DriverError> {
@@ -76,10 +95,15 @@ impl Driver for Nvml {
     }
 
     fn instances(&mut self, gpu: &str) -> Result<Vec<Instance>, DriverError> {
-        self.on(gpu, "listing the instances", |device| {
-            let profiles = profiles(device)?;
-            instances(device, &profiles)
-        })
+        let mut known = self.known.remove(gpu).unwrap_or_default();
+        let found = self.on(gpu, "listing the instances", |device| {
+            if known.profiles.is_empty() {
+                known.profiles = profiles(device)?;
+            }
+            instances(device, &mut known)
+        });
+        self.known.insert(gpu.to_owned(), known);
+        found
     }
 
     fn mode(&mut self, gpu: &str) -> Result<Option<Mode>, DriverError> {
@@ -118,7 +142,7 @@ impl Driver for Nvml {
     }
 
     fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Result<(), DriverError> {
-        self.on(gpu, "destroying a GPU instance", |device| find(device, gi)?.destroy())
+        self.on(gpu, "destroying a GPU instance", |device| calls::instance(device, gi)?.destroy())
     }
 
     fn create_compute(
@@ -129,21 +153,15 @@ impl Driver for Nvml {
         span: Option<Span>,
     ) -> Result<(), DriverError> {
         self.on(gpu, "creating a compute instance", |device| {
-            let gi = find(device, gi)?;
-            let kind = compute_profiles(&gi)?.into_iter().find(|kind| kind.slices == slices);
-            gi.create(kind.ok_or(NvmlError::NotSupported)?, span)
+            let gi = calls::instance(device, gi)?;
+            let kind = kinds(&gi)?.into_iter().find(|(kind, _)| kind.slices == slices);
+            gi.create(kind.ok_or(NvmlError::NotSupported)?.0, span)
         })
     }
 
     fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Result<(), DriverError> {
         self.on(gpu, "destroying a compute instance", |device| {
-            let gi = find(device, gi)?;
-            for kind in compute_profiles(&gi)? {
-                if let Some(found) = gi.compute(kind)?.into_iter().find(|one| one.id == ci) {
-                    return found.destroy();
-                }
-            }
-            Err(NvmlError::NotFound)
+            calls::instance(device, gi)?.compute_instance(ci)?.destroy()
         })
     }
 }
@@ -151,8 +169,9 @@ impl Driver for Nvml {
 fn describe(device: &Device<'_>) -> Result<Gpu, NvmlError> {
     let mode = mode(device)?;
     let profiles = if mode.is_some() { profiles(device)? } else { Vec::new() };
-    let instances =
-        if mode.is_some_and(|mode| mode.current) { instances(device, &profiles)? } else { Vec::new() };
+    let mut known = Known { profiles, kinds: BTreeMap::new() };
+    let on = mode.is_some_and(|mode| mode.current);
+    let instances = if on { instances(device, &mut known)? } else { Vec::new() };
     Ok(Gpu {
         uuid: device.uuid()?,
         index: device.index()?,
@@ -160,7 +179,7 @@ fn describe(device: &Device<'_>) -> Result<Gpu, NvmlError> {
         pci_device: device.pci_info()?.pci_device_id,
         mode,
         resets: device.cuda_compute_capability()?.major < NO_RESET_FROM,
-        profiles,
+        profiles: known.profiles,
         instances,
         running: running(device)?,
         held: Vec::new(),
@@ -172,11 +191,17 @@ fn mode(device: &Device<'_>) -> Result<Option<Mode>, NvmlError> {
     Ok(mode.map(|mode| Mode { current: mode.current == 1, pending: mode.pending == 1 }))
 }
 
-/// Of a list of kinds most are unknown to any one GPU, and the later ones to older drivers.
+/// Of a list of kinds most are unknown to any one GPU, and the later ones, and calls, to older drivers.
 fn unless_unknown<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match answer {
-        Err(NvmlError::InvalidArg) => Ok(None),
-        answer => unless_unsupported(answer),
+        Ok(value) => Ok(Some(value)),
+        Err(
+            NvmlError::InvalidArg
+            | NvmlError::NotSupported
+            | NvmlError::FunctionNotFound
+            | NvmlError::FailedToLoadSymbol(_),
+        ) => Ok(None),
+        Err(error) => Err(error),
     }
 }
 
@@ -197,23 +222,41 @@ fn profiles(device: &Device<'_>) -> Result<Vec<Profile>, NvmlError> {
     Ok(found)
 }
 
-fn instances(device: &Device<'_>, profiles: &[Profile]) -> Result<Vec<Instance>, NvmlError> {
+fn instances(device: &Device<'_>, known: &mut Known) -> Result<Vec<Instance>, NvmlError> {
     let uuids = uuids(device)?;
     let mut found = Vec::new();
-    for profile in profiles {
+    for profile in &known.profiles {
         for gi in unless_unknown(calls::instances(device, profile))?.unwrap_or_default() {
-            found.push(instance(&gi, &uuids)?);
+            let kinds = match known.kinds.entry(gi.profile) {
+                Entry::Occupied(kinds) => kinds.into_mut(),
+                Entry::Vacant(none) => none.insert(kinds(&gi)?),
+            };
+            found.push(instance(&gi, kinds, &uuids)?);
         }
     }
     found.sort_by_key(|one: &Instance| one.span);
     Ok(found)
 }
 
-fn instance(gi: &Gi<'_>, uuids: &[(u32, u32, String)]) -> Result<Instance, NvmlError> {
-    let (mut kinds, mut compute) = (Vec::new(), Vec::new());
-    for kind in compute_profiles(gi)? {
-        let placements = unless_unknown(gi.placements(kind))?.unwrap_or_default();
-        kinds.push(ComputeProfile { slices: kind.slices, placements });
+/// Kinds of compute instance, each once: some drivers have the same one under two indexes.
+fn kinds(gi: &Gi<'_>) -> Result<Vec<(CiProfile, Vec<Span>)>, NvmlError> {
+    let mut found: Vec<(CiProfile, Vec<Span>)> = Vec::new();
+    for index in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
+        let Some(kind) = unless_unknown(gi.profile_at(index))? else { continue };
+        if !found.iter().any(|(known, _)| known.id == kind.id) {
+            found.push((kind, unless_unknown(gi.placements(kind))?.unwrap_or_default()));
+        }
+    }
+    Ok(found)
+}
+
+fn instance(
+    gi: &Gi<'_>,
+    kinds: &[(CiProfile, Vec<Span>)],
+    uuids: &[(u32, u32, String)],
+) -> Result<Instance, NvmlError> {
+    let mut compute = Vec::new();
+    for &(kind, _) in kinds {
         for ci in gi.compute(kind)? {
             let known = uuids.iter().find(|(g, c, _)| (*g, *c) == (gi.id, ci.id));
             let uuid = known.map(|(_, _, uuid)| uuid.clone()).unwrap_or_default();
@@ -221,29 +264,12 @@ fn instance(gi: &Gi<'_>, uuids: &[(u32, u32, String)]) -> Result<Instance, NvmlE
         }
     }
     compute.sort_by_key(|one| one.span);
+    let kind = |(kind, placements): &(CiProfile, Vec<Span>)| ComputeProfile {
+        slices: kind.slices,
+        placements: placements.clone(),
+    };
+    let kinds = kinds.iter().map(kind).collect();
     Ok(Instance { gi: gi.id, profile: gi.profile, span: gi.span, held: None, kinds, compute })
-}
-
-/// Each once: some drivers have the same one under two indexes.
-fn compute_profiles(gi: &Gi<'_>) -> Result<Vec<CiProfile>, NvmlError> {
-    let mut found: Vec<CiProfile> = Vec::new();
-    for index in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
-        let Some(profile) = unless_unknown(gi.profile_at(index))? else { continue };
-        if !found.iter().any(|known| known.id == profile.id) {
-            found.push(profile);
-        }
-    }
-    Ok(found)
-}
-
-fn find<'n>(device: &Device<'n>, gi: u32) -> Result<Gi<'n>, NvmlError> {
-    for profile in profiles(device)? {
-        let instances = unless_unknown(calls::instances(device, &profile))?.unwrap_or_default();
-        if let Some(found) = instances.into_iter().find(|one| one.id == gi) {
-            return Ok(found);
-        }
-    }
-    Err(NvmlError::NotFound)
 }
 
 /// The MIG devices: (GPU instance, compute instance, UUID). Their indexes have gaps.

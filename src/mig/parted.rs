@@ -161,22 +161,13 @@ fn packed(parts: &[(usize, u32, &str)]) -> Vec<Wish> {
         let all = profile.split_once('g').and_then(|(slices, _)| slices.parse().ok()).unwrap_or(0);
         let name = format!("{slices}c");
         let open = packed.iter_mut().find(|(wish, used)| wish.profile == profile && used + slices <= all);
-        match open {
-            Some((wish, used)) => {
-                wish.compute.get_or_insert_default().push(name);
-                *used += slices;
-            }
-            None => {
-                let wish = Wish {
-                    line,
-                    profile: profile.to_owned(),
-                    count: 1,
-                    start: None,
-                    compute: Some(vec![name]),
-                };
-                packed.push((wish, slices));
-            }
+        if let Some((wish, used)) = open {
+            wish.compute.get_or_insert_default().push(name);
+            *used += slices;
+            continue;
         }
+        let (profile, compute) = (profile.to_owned(), Some(vec![name]));
+        packed.push((Wish { line, profile, count: 1, start: None, compute }, slices));
     }
     packed.into_iter().map(|(wish, _)| wish).collect()
 }

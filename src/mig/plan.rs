@@ -148,6 +148,16 @@ pub enum Obstacle {
         /// What there is.
         slices: u32,
     },
+    /// More of the engines that only some profiles have than there are.
+    #[error("GPU {index}: {wanted} want more {engines} than this GPU has")]
+    Media {
+        /// NVML's index.
+        index: u32,
+        /// The instances wanted.
+        wanted: String,
+        /// What is short.
+        engines: &'static str,
+    },
     /// Not even an empty GPU could have these.
     #[error("GPU {index}: {wanted} do not fit this GPU together, wherever they lie")]
     DoesNotFit {
@@ -259,6 +269,13 @@ fn sensible(gpu: &Gpu, want: &[Want]) -> Result<(), Obstacle> {
             return Err(Obstacle::NoSuchCut { index, profile: name(), cut, slices });
         }
     }
+    for (at, engines) in ["JPEG engines", "optical flow accelerators"].into_iter().enumerate() {
+        let all = gpu.profiles.iter().map(|profile| profile.media[at]).max().unwrap_or(0);
+        let asked = want.iter().filter_map(|one| gpu.profile(one.profile)).map(|profile| profile.media[at]);
+        if asked.sum::<u32>() > all {
+            return Err(Obstacle::Media { index, wanted: listed(gpu, want), engines });
+        }
+    }
     Ok(())
 }
 
@@ -315,8 +332,8 @@ fn price(gpu: &Gpu, want: &Want, span: Span, stays: &dyn Fn(&Instance) -> bool) 
 /// What an arrangement leaves room for: for each profile, largest first, how many places stay free.
 fn room_left(gpu: &Gpu, placed: &[Placed]) -> Vec<u32> {
     let free = |span: &&Span| !placed.iter().any(|(_, taken)| taken.overlaps(**span));
-    let places = |profile: &Profile| profile.placements.iter().filter(free).count();
-    gpu.profiles.iter().map(|profile| u32::try_from(places(profile)).unwrap_or(u32::MAX)).collect()
+    let count = |profile: &Profile| profile.placements.iter().filter(free).count();
+    gpu.profiles.iter().map(|profile| u32::try_from(count(profile)).unwrap_or(u32::MAX)).collect()
 }
 
 /// The steps that give `instance` these compute instances, and how many they are.

@@ -1,9 +1,10 @@
 //! MIG layouts on the simulated driver: from file to instances, around those in use, and back on failure.
 
+use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
-use std::process::Output;
+use std::process::{Child, Command, Output, Stdio};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use sublet_e2e::{World, skip_unless_root};
 
 /// What the A100 of `a100x2-mig` has when it comes up, as (GPU instance, placement, UUIDs).
@@ -231,4 +232,94 @@ fn bad_layouts_are_refused_in_one_line_with_their_place() {
     let file = layout(&old, "bad.toml", &entry("0", "{ profile = \"1g.5gb\" }"));
     assert!(refused(&old, &["apply", path(&file)]).contains("cannot do MIG"));
     assert!(done(&old, &["list"]).contains("not supported"));
+}
+
+/// A process on the host with a context on a MIG device.
+fn process_on(world: &World, mig: &str) -> Child {
+    let root = world.driver_root.as_ref().expect("simulated");
+    let libraries = root.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH));
+    let mut command = Command::new(root.join("usr/bin/cuda-probe"));
+    command.args(["hold", "300"]).env("SUBLET_SIM_DEV", root.join("dev")).env("LD_LIBRARY_PATH", libraries);
+    command.env("CUDA_VISIBLE_DEVICES", mig).env("CUDA_MPS_PIPE_DIRECTORY", "/nowhere");
+    let mut child = command.stdout(Stdio::piped()).spawn().expect("it runs");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    assert!(line.contains("\"error\":null"), "{line}");
+    child
+}
+
+#[test]
+fn an_instance_with_a_process_stays_where_it_is() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let parts = uuids(&listed(&world, 0));
+    // The first half of the 2g.10gb.
+    let mut child = process_on(&world, &parts[1]);
+    let who = format!("process {}", child.id());
+    assert_eq!(listed(&world, 0)["instances"][1]["compute"][0]["held_by"], json!(who));
+
+    let seven = layout(&world, "seven.toml", SEVEN);
+    let error = refused(&world, &["apply", path(&seven)]);
+    assert!(error.contains(&format!("around 2g.10gb at 4 ({who}): end that first")), "{error}");
+    let plan = mig(&world, &["plan", path(&seven)]);
+    assert_eq!((plan.status.code(), text(&plan).contains(&who)), (Some(1), true));
+
+    let around = "[[gpu]]\nmatch = \"0\"\nmig = true\ninstances = [{ profile = \"1g.5gb\", count = 5 }, { profile = \
+                  \"2g.10gb\", compute = [\"1c\"] }]\n";
+    let around = layout(&world, "around.toml", around);
+    done(&world, &["apply", path(&around)]);
+    let now = listed(&world, 0);
+    assert!(uuids(&now).contains(&parts[1]), "the same instance");
+    assert!(!uuids(&now).contains(&parts[2]), "its other half is gone");
+    child.kill().expect("it ends");
+    child.wait().expect("it is reaped");
+    done(&world, &["apply", path(&seven)]);
+}
+
+#[test]
+fn leases_and_changes_keep_out_of_each_others_way() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h100x2-mig-off", "");
+    let off = layout(&world, "on.toml", "[[gpu]]\nmatch = \"0\"\nmig = true\n");
+    let bundle = world.bundle("one", &[("sublet.gpu", "0")], &["/usr/bin/cuda-probe", "hold", "120"]);
+    bundle.up();
+    let error = refused(&world, &["apply", path(&off)]);
+    assert!(error.contains("GPU 0: MIG mode cannot be switched on while lease "), "{error}");
+    bundle.down();
+
+    // A change of a process that lives: this one.
+    let stat = std::fs::read_to_string("/proc/self/stat").expect("stat");
+    let fields = stat.rsplit_once(") ").expect("a name").1;
+    let start: u64 = fields.split(' ').nth(19).expect("field 22").parse().expect("a number");
+    let ledger = world.state_dir().join("ledger.json");
+    let read =
+        || -> Value { serde_json::from_slice(&std::fs::read(&ledger).expect("a ledger")).expect("JSON") };
+    let mut busy = read();
+    let device = world.status()["devices"][0]["uuid"].clone();
+    let owner = json!({"pid": std::process::id(), "start_time": start});
+    busy["mig"] = json!({"count": 0, "under_way": {"gpus": [device], "owner": owner}});
+    std::fs::write(&ledger, busy.to_string()).expect("written");
+    let error = refused(&world, &["apply", path(&off)]);
+    assert!(
+        error.contains(&format!("process {} is changing this host's MIG layout", std::process::id())),
+        "{error}"
+    );
+    let second = world.bundle("two", &[("sublet.gpu", "0")], &["/usr/bin/cuda-probe", "hold", "120"]);
+    let refusal = second.create();
+    assert!(refusal.stderr.contains("has its MIG layout changed by process"), "{}", refusal.stderr);
+
+    // That process is gone: nobody waits for it.
+    busy["mig"]["under_way"]["owner"]["start_time"] = json!(1);
+    std::fs::write(&ledger, busy.to_string()).expect("written");
+    second.up();
+    second.down();
+    assert_eq!(read()["mig"], json!({"count": 1}));
+    done(&world, &["apply", path(&off)]);
+    assert_eq!(listed(&world, 0)["mig"]["enabled"], true);
+    assert_eq!(read()["mig"], json!({"count": 2}));
+    world.assert_empty();
 }
