@@ -292,8 +292,8 @@ fn leases_and_changes_keep_out_of_each_others_way() {
     bundle.down();
 
     // A change of a process that lives: this one.
-    let stat = std::fs::read_to_string("/proc/self/stat").expect("stat");
-    let fields = stat.rsplit_once(") ").expect("a name").1;
+    let line = std::fs::read_to_string("/proc/self/stat").expect("stat");
+    let fields = line.rsplit_once(") ").expect("a name").1;
     let start: u64 = fields.split(' ').nth(19).expect("field 22").parse().expect("a number");
     let ledger = world.state_dir().join("ledger.json");
     let read =
