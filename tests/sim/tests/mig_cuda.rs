@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
 use driver::{Driver, root_or_skip};
+use nvml_wrapper::Nvml;
 use serde_json::Value;
 
 const FOUR: &str = "MIG-5b1e7000-0000-5000-8000-000000000a01";
@@ -139,6 +140,28 @@ fn a_running_program_keeps_its_instance_and_a_new_one_is_seen_at_once() {
     let uuid = line.split("UUID: ").nth(1).unwrap().trim_end_matches(')');
     assert_eq!(shape(&info(&driver, &on(uuid))), (14, 4864, uuid));
     assert_eq!(info(&driver, &on("MIG-GPU-5b1e7000-0000-4000-8000-000000000a00/9/0"))["uuid"], uuid);
+}
+
+/// A container has the libraries mounted, and nothing else of the root: here as other names of the same files.
+#[test]
+fn what_changes_is_seen_where_only_the_libraries_are() {
+    let Some(driver) = up("a100x2-mig") else { return };
+    let apart = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for name in ["libcuda.so", "libnvidia-ml.so"] {
+        let file = driver.root.libraries().join(format!("{name}.580.159.04"));
+        fs::hard_link(file, apart.path().join(format!("{name}.1"))).unwrap();
+    }
+    let library = apart.path().join("libnvidia-ml.so.1");
+    driver.said("mig -dci -gi 9");
+    driver.said("mig -dgi -gi 9");
+    driver.said("mig -cgi 1g.10gb -C");
+    let nvml = Nvml::builder().lib_path(library.as_os_str()).init().unwrap();
+    let gpu = nvml.device_by_index(0).unwrap();
+    let names = |index| gpu.mig_device_by_index(index).unwrap().name().unwrap();
+    assert_eq!(names(3), "NVIDIA A100-PCIE-40GB MIG 1g.10gb");
+    let uuid = gpu.mig_device_by_index(3).unwrap().uuid().unwrap();
+    let env = [("LD_LIBRARY_PATH", apart.path().to_str().unwrap()), ("CUDA_VISIBLE_DEVICES", &uuid)];
+    assert_eq!(shape(&info(&driver, &env)), (14, 9856, uuid.as_str()));
 }
 
 #[test]

@@ -4,7 +4,7 @@ mod driver;
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Output};
 
 use driver::{Driver, root_or_skip};
@@ -90,6 +90,20 @@ fn a_call_fails_when_it_is_told_to() {
     assert_eq!(count(), 1);
     let env = [("SUBLET_SIM_FAIL", "nvmlInit_v2 1 9")];
     assert_eq!(smi_as(&driver, 0, &env, "-L").status.code(), Some(9));
+}
+
+#[test]
+fn a_process_dies_in_the_middle_of_its_work() {
+    if !root_or_skip("MIG instances") {
+        return;
+    }
+    let driver = Driver::up("h200-mig");
+    for (how, instances) in [("kill", 0), ("kill done", 1)] {
+        fs::write(driver.root.join("sim/fail"), format!("nvmlDeviceCreateGpuInstance 1 {how}")).unwrap();
+        assert_eq!(driver.smi("mig -cgi 19 -C").status.signal(), Some(9));
+        assert_eq!(State::read(&driver.root).unwrap().mig[GPU].instances.len(), instances);
+    }
+    assert!(driver.smi("mig -cgi 19 -C").status.success());
 }
 
 #[test]

@@ -225,4 +225,40 @@ mod tests {
         assert_eq!((instance.free_starts(&parts[0], a100()), instance.free_id()), (vec![1, 2], 1));
         assert!(instance.free_starts(&parts[1], a100()).is_empty());
     }
+
+    /// Every layout of an A100, an A30 and an H200 that can be reached, one instance at a time.
+    #[test]
+    fn no_layout_has_more_than_the_gpu() {
+        for (name, layouts) in [("a100-40gb", 2319), ("a30", 76), ("h200", 2319)] {
+            let table = profiles::table(name).unwrap();
+            let mut seen = vec![empty()];
+            let mut next = 0;
+            while let Some(partition) = seen.get(next).cloned() {
+                next += 1;
+                check(&partition, table);
+                for profile in table {
+                    let free = partition.free_starts(profile, table);
+                    assert_eq!(free.is_empty(), partition.remaining(profile, table) == 0);
+                    for start in free {
+                        let mut larger = partition.clone();
+                        larger.add(profile, start, 0, table);
+                        if !seen.contains(&larger) {
+                            seen.push(larger);
+                        }
+                    }
+                }
+            }
+            assert_eq!(seen.len(), layouts, "{name}");
+        }
+    }
+
+    fn check(partition: &Partition, table: &[Profile]) {
+        let whole = table.last().unwrap();
+        let profiles: Vec<_> =
+            partition.instances.iter().map(|one| by_id(table, one.profile).unwrap()).collect();
+        assert!(profiles.iter().map(|one| one.slices).sum::<u32>() <= whole.slices, "{partition:?}");
+        assert!(profiles.iter().map(|one| one.memory_mib).sum::<u64>() <= whole.memory_mib, "{partition:?}");
+        assert!(profiles.iter().map(|one| one.sm_count).sum::<u32>() <= whole.sm_count, "{partition:?}");
+        assert!(partition.instances.windows(2).all(|pair| pair[0].id < pair[1].id), "{partition:?}");
+    }
 }

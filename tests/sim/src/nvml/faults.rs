@@ -12,7 +12,8 @@
 //! (`nvmlReturn_t`) and does nothing; with `done` it does what it was asked and then answers so, without
 //! having written what it returns through pointers being taken back. N 0: every call. Calls are counted over
 //! all processes where the file says so: the number in it counts down, and a line that has had its turn is
-//! gone. In a container there is no root, and only the environment counts.
+//! gone. In a container there is no root, and only the environment counts. CODE `kill`: instead of answering,
+//! the process dies of SIGKILL.
 //!
 //! Where `DIR/sim/trace` exists, every call is appended to it, one function name a line.
 
@@ -22,7 +23,11 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use nix::fcntl::{Flock, FlockArg};
-use nvml_wrapper_sys::bindings::{nvmlReturn_enum_NVML_SUCCESS as SUCCESS, nvmlReturn_t};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::getpid;
+use nvml_wrapper_sys::bindings::{
+    nvmlReturn_enum_NVML_ERROR_UNKNOWN as UNKNOWN, nvmlReturn_enum_NVML_SUCCESS as SUCCESS, nvmlReturn_t,
+};
 
 use super::out::Answer;
 use crate::layout::Root;
@@ -32,7 +37,8 @@ use crate::layout::Root;
 struct Fault {
     function: String,
     left: u32,
-    code: nvmlReturn_t,
+    /// None: the process dies.
+    code: Option<nvmlReturn_t>,
     done: bool,
 }
 
@@ -116,16 +122,25 @@ impl Fault {
             [function, left, code, "done"] => (function, left, code, true),
             _ => return None,
         };
-        Some(Self { function: function.to_owned(), left: left.parse().ok()?, code: code.parse().ok()?, done })
+        let code = if code == "kill" { None } else { Some(code.parse().ok()?) };
+        Some(Self { function: function.to_owned(), left: left.parse().ok()?, code, done })
     }
 
     fn line(&self) -> String {
         let done = if self.done { " done" } else { "" };
-        format!("{} {} {}{done}\n", self.function, self.left, self.code)
+        let code = self.code.map_or_else(|| "kill".to_owned(), |code| code.to_string());
+        format!("{} {} {code}{done}\n", self.function, self.left)
     }
 
-    const fn answer(&self) -> Answer {
-        if self.code == SUCCESS { Ok(()) } else { Err(self.code) }
+    fn answer(&self) -> Answer {
+        match self.code {
+            Some(SUCCESS) => Ok(()),
+            Some(code) => Err(code),
+            None => {
+                let _ = kill(getpid(), Signal::SIGKILL);
+                Err(UNKNOWN)
+            }
+        }
     }
 }
 
@@ -135,9 +150,9 @@ mod tests {
 
     #[test]
     fn the_nth_call_fails_once() {
-        let mut faults = parse("nvmlA 2 19\n\nnonsense\n* 4 999 done");
+        let mut faults = parse("nvmlA 2 19\n\nnonsense\nnvmlA 1 dead\n* 4 999 done");
         let calls = ["nvmlA", "nvmlB", "nvmlA", "nvmlA", "nvmlA"];
-        let due: Vec<_> = calls.map(|name| count(&mut faults, name).map(|fault| fault.code)).into();
+        let due: Vec<_> = calls.map(|name| count(&mut faults, name).and_then(|fault| fault.code)).into();
         assert_eq!(due, [None, None, Some(19), Some(999), None]);
         assert!(faults.is_empty());
     }
@@ -149,6 +164,13 @@ mod tests {
             assert_eq!(count(&mut faults, "nvmlA").map(|fault| fault.line()), Some("nvmlA 0 4\n".into()));
         }
         assert_eq!(count(&mut faults, "nvmlB"), None);
+    }
+
+    #[test]
+    fn a_line_is_written_as_it_was_read() {
+        for line in ["nvmlA 2 19\n", "* 0 999 done\n", "nvmlA 1 kill\n", "nvmlA 3 kill done\n"] {
+            assert_eq!(parse(line)[0].line(), line);
+        }
     }
 
     #[test]
