@@ -176,6 +176,10 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
         eprintln!("sublet: warning: the inventory is not refreshed: {}", output::chain(&error));
     }
     done?;
+    if layout.path() == before(config) {
+        // What it was kept for is done; a change that was killed may have had nothing to undo.
+        let _ = std::fs::remove_file(layout.path());
+    }
     for plan in &plans {
         println!("{}", if plan.steps.is_empty() { lines(&Ok(plan.clone())) } else { summary(plan) });
     }
@@ -184,6 +188,11 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
 
 fn summary(plan: &Plan) -> String {
     format!("GPU {}: done, {} steps", plan.index, plan.steps.len())
+}
+
+/// Where the state that a change found is kept until it is over.
+fn before(config: &Config) -> PathBuf {
+    config.state_dir.join("mig-before.toml")
 }
 
 /// Changes, with what was found written down beside: a kill in the middle cannot lose it.
@@ -199,7 +208,7 @@ fn change(
     if plans.iter().all(|plan| plan.steps.is_empty()) {
         return Ok(());
     }
-    let found = config.state_dir.join("mig-before.toml");
+    let found = before(config);
     crate::replace::replace(&found, mig::export(&changed).as_bytes(), 0o644)
         .with_context(|| format!("cannot write {}", found.display()))?;
     let held = Uninterrupted::begin();

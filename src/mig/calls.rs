@@ -20,8 +20,9 @@ use super::{Profile, Span};
 type Answer<T> = Result<T, NvmlError>;
 
 /// `NVML_STRUCT_VERSION(GpuInstanceProfileInfo, 2)` (nvml.h).
-const PROFILE_INFO_V2: c_uint = 152 | 2 << 24;
-const _: () = assert!(size_of::<nvmlGpuInstanceProfileInfo_v2_t>() == 152, "nvml.h's version is of its size");
+const PROFILE_INFO_V2: c_uint = 0x98 | 2 << 24;
+const _: () =
+    assert!(size_of::<nvmlGpuInstanceProfileInfo_v2_t>() == 0x98, "nvml.h's version is of its size");
 
 /// A GPU instance. Its handle is the library's, valid until the instance is destroyed.
 pub(super) struct Gi<'n> {

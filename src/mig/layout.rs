@@ -104,6 +104,12 @@ impl Layout {
         Ok(Self { entries, ..layout })
     }
 
+    /// The file it stands in.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// What is wrong in one line of it.
     pub(super) fn error(&self, line: usize, message: String) -> LayoutError {
         LayoutError::Invalid { path: self.path.clone(), line, message }

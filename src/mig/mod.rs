@@ -72,8 +72,9 @@ pub struct Profile {
     /// How many an empty GPU can have.
     pub instances: u32,
     /// JPEG engines and optical flow accelerators.
+    #[serde(skip)]
     pub media: [u32; 2],
-    /// How many more it can have now; 0 while MIG mode is off.
+    /// How many more it can have now, in the driver's words; with MIG mode off driver 580 says how many could be.
     pub free: u32,
     /// Where one may lie.
     pub placements: Vec<Span>,

@@ -211,7 +211,7 @@ fn profiles(device: &Device<'_>) -> Result<Vec<Profile>, NvmlError> {
     for index in 0..NVML_GPU_INSTANCE_PROFILE_COUNT {
         let Some(mut profile) = unless_unknown(calls::profile(device, index))? else { continue };
         profile.placements = unless_unknown(calls::placements(device, profile.id))?.unwrap_or_default();
-        // With MIG mode off drivers answer this in different ways, and there is no room anyhow.
+        // For people alone: planning does not ask, and a driver that does not say is no reason to fail.
         profile.free = calls::remaining(device, profile.id).unwrap_or(0);
         found.push(profile);
     }

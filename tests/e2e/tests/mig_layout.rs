@@ -323,3 +323,29 @@ fn leases_and_changes_keep_out_of_each_others_way() {
     assert_eq!(read()["mig"], json!({"count": 2}));
     world.assert_empty();
 }
+
+#[test]
+fn a_kill_in_the_middle_loses_nothing() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let seven = layout(&world, "seven.toml", SEVEN);
+    for (function, call) in [
+        ("nvmlComputeInstanceDestroy", 1),
+        ("nvmlGpuInstanceDestroy", 2),
+        ("nvmlDeviceCreateGpuInstanceWithPlacement", 1),
+        ("nvmlGpuInstanceCreateComputeInstance", 3),
+    ] {
+        let mut command = world.command("sublet");
+        command.args(["mig", "apply", path(&seven)]);
+        let output =
+            command.env("SUBLET_SIM_FAIL", format!("{function} {call} kill")).output().expect("sublet runs");
+        assert_eq!(output.status.code(), None, "{function}: {}", text(&output));
+        // Nobody waits for the dead, and what was found is written down.
+        let before = world.state_dir().join("mig-before.toml");
+        done(&world, &["apply", path(&before)]);
+        assert_eq!(shape(&listed(&world, 0)), FOUND, "{function}");
+        assert!(!before.exists());
+    }
+}
