@@ -135,6 +135,11 @@ fn look(
     let allowed = allowed(terms.cap, &inventory, config)?;
     let id = LeaseId::random().map_err(AdmitError::Random)?;
     let (booked, freed) = store.update(|ledger| {
+        // Instances may have been destroyed and made again since, under the same ids.
+        if inventory.mig_changes != ledger.mig.count {
+            let changed = Look::Temporary(AdmitError::LayoutChanged);
+            return Err(if may_refresh { Look::RefreshFirst } else { changed });
+        }
         let placement =
             place(request, &id, &allowed, ledger, config).map_err(|refusal| refused(refusal, may_refresh))?;
         if placement.refresh_first && may_refresh {

@@ -17,6 +17,8 @@ use serde::{Deserialize, Serialize};
 
 pub use containers::{ContainerRule, Containers, containers_path, load_containers};
 pub use error::ConfigError;
+#[cfg(feature = "cli")]
+pub(crate) use error::{explain, position};
 pub use load::{VARIABLE, honoured, load, load_runtime, sources};
 pub use policy::PolicyRule;
 
@@ -303,13 +305,13 @@ pub enum VisibleDevices {
     Uuid,
 }
 
-/// `[mig]`. Both keys are known and have to be left at their defaults in this version.
+/// `[mig]`. `dynamic` is known and has to be left at its default in this version.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mig {
     /// Make and destroy instances as requests come and go.
     pub dynamic: bool,
-    /// A layout file to apply.
+    /// The layout file that `sublet mig apply` takes where none is named.
     pub layout: Option<PathBuf>,
 }
 

@@ -54,6 +54,7 @@ fn inventory() -> Inventory {
             mig: Vec::new(),
         },
         probed_at: 0,
+        mig_changes: 0,
         driver: Driver {
             version: "580.159.04".to_owned(),
             cuda: (13, 0),

@@ -25,6 +25,7 @@ fn inventory(config: &Config) -> Inventory {
         schema: SCHEMA.into(),
         fingerprint: fingerprint(config).unwrap(),
         probed_at: 1_795_251_600,
+        mig_changes: 0,
         driver: Driver {
             version: "580.159.04".into(),
             cuda: (13, 0),

@@ -27,7 +27,13 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "cli")]
 pub(crate) use cache::path as cache_path;
 pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
+#[cfg(feature = "cli")]
+pub(crate) use mig_ids::instance_ids;
 pub use nodes::{NodeError, check_node};
+#[cfg(feature = "cli")]
+pub(crate) use nvml::{init as open, listed, mig_handles, unless_unsupported};
+#[cfg(feature = "cli")]
+pub(crate) use probe::connect;
 #[cfg(feature = "cli")]
 pub use probe::{ProbeError, probe};
 
@@ -42,6 +48,9 @@ pub struct Inventory {
     pub fingerprint: Fingerprint,
     /// When NVML was asked, in seconds since the epoch.
     pub probed_at: u64,
+    /// Changes of MIG layouts that had ended before (`MigChanges::count` of the ledger).
+    #[serde(default)]
+    pub mig_changes: u64,
     /// The driver.
     pub driver: Driver,
     /// Every GPU, by NVML index.

@@ -14,7 +14,7 @@ use super::mig_ids::instance_ids;
 use super::{ComputeMode, Device, GpuProcess, MigDevice, Node, Virtualization, majors, processes};
 
 /// Loads and initializes the library, with whatever GPUs answer.
-pub(super) fn init(library: &Path) -> Result<Nvml, NvmlError> {
+pub(crate) fn init(library: &Path) -> Result<Nvml, NvmlError> {
     Nvml::builder().lib_path(library.as_os_str()).flags(InitFlags::empty()).init()
 }
 
@@ -80,7 +80,7 @@ pub(super) fn describe(
 }
 
 /// `None` where this device or this driver has no such thing to say.
-fn unless_unsupported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+pub(crate) fn unless_unsupported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match answer {
         Ok(value) => Ok(Some(value)),
         Err(
@@ -160,7 +160,9 @@ fn running(device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
 }
 
 /// A list that grew between being counted and being read is asked for again.
-fn listed(ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>) -> Result<Vec<ProcessInfo>, NvmlError> {
+pub(crate) fn listed(
+    ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>,
+) -> Result<Vec<ProcessInfo>, NvmlError> {
     let answer = std::iter::repeat_with(ask)
         .take(6)
         .find(|answer| !matches!(answer, Err(NvmlError::InsufficientSize(_))))
@@ -184,15 +186,22 @@ fn joined(listed: impl Iterator<Item = (u32, u64)>) -> BTreeMap<u32, u64> {
     })
 }
 
-/// The compute instances of a GPU in MIG mode. Their indexes have gaps.
+/// The MIG devices of a GPU; none where MIG mode is off or unknown. Their indexes have gaps.
+pub(crate) fn mig_handles<'n>(device: &NvmlDevice<'n>) -> Result<Vec<NvmlDevice<'n>>, NvmlError> {
+    let mut found = Vec::new();
+    for index in 0..unless_unsupported(device.mig_device_count())?.unwrap_or(0) {
+        match device.mig_device_by_index(index) {
+            Ok(mig) => found.push(mig),
+            Err(NvmlError::NotFound | NvmlError::InvalidArg) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(found)
+}
+
 fn mig_devices(device: &NvmlDevice<'_>) -> Result<Vec<MigDevice>, NvmlError> {
     let mut found = Vec::new();
-    for index in 0..device.mig_device_count()? {
-        let mig = match device.mig_device_by_index(index) {
-            Ok(mig) => mig,
-            Err(NvmlError::NotFound | NvmlError::InvalidArg) => continue,
-            Err(error) => return Err(error),
-        };
+    for mig in mig_handles(device)? {
         let (gi, ci) = instance_ids(&mig)?;
         found.push(MigDevice {
             uuid: mig.uuid()?,

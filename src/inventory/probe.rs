@@ -144,6 +144,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
         schema: SCHEMA.to_owned(),
         fingerprint: seen.fingerprint,
         probed_at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        mig_changes: 0,
         driver: Driver {
             version: module.version.clone(),
             cuda,
@@ -155,6 +156,18 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
         devices,
         files: found.files,
     })
+}
+
+/// NVML of this host, and the library it is in.
+///
+/// # Errors
+/// As [`probe`], as far as NVML goes.
+pub(crate) fn connect(config: &Config) -> Result<(Nvml, PathBuf), ProbeError> {
+    let root = &config.driver.root;
+    let module = module(root)?;
+    let found = files::find(root, &module.version, Machine::HOST);
+    let asked = Asked { library: nvml_library(config, &module, &found)?, module: &module, root };
+    Ok((asked.init()?, asked.library))
 }
 
 fn refuse_platforms(root: &Path) -> Result<(), ProbeError> {

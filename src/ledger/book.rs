@@ -34,6 +34,7 @@ impl Ledger {
             drained: Vec::new(),
             unexplained: Vec::new(),
             leftovers: Vec::new(),
+            mig: super::MigChanges::default(),
         }
     }
 

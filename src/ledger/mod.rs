@@ -4,6 +4,7 @@ mod alive;
 mod bind;
 mod book;
 mod ended;
+mod mig;
 mod rebuild;
 mod record;
 mod store;
@@ -18,6 +19,7 @@ pub use bind::{Binding, NotBound};
 pub use book::Doubled;
 #[cfg(test)]
 pub(crate) use book::fixture;
+pub use mig::{MigBusy, MigChange, MigChanges};
 pub use store::{Freed, LedgerError, Store};
 
 use crate::inventory::ComputeMode;
@@ -57,6 +59,9 @@ pub struct Ledger {
     /// What ended containers left in their directories, until it is cleared away: a crash must not lose it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub leftovers: Vec<Leftover>,
+    /// Changes of MIG layouts.
+    #[serde(default, skip_serializing_if = "MigChanges::are_none")]
+    pub mig: MigChanges,
 }
 
 /// Files of ours in places that outlive the container.

@@ -174,6 +174,7 @@ pub(super) mod tests {
             drained: Vec::new(),
             unexplained: Vec::new(),
             leftovers: Vec::new(),
+            mig: crate::ledger::MigChanges::default(),
         }
     }
 

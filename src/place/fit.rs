@@ -128,6 +128,9 @@ fn want<'a>(
 /// What people decided.
 fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     let uuid = &want.device.uuid;
+    if let Some(change) = world.ledger.mig_change(uuid) {
+        return Err(Misfit::now(format!("has its MIG layout changed by process {}", change.owner.pid)));
+    }
     if want.device.mig_enabled || want.mode == Mode::Mig {
         return Err(Misfit::never(
             "is for MIG, and MIG is not in this version yet: name another GPU, or switch MIG mode off",

@@ -45,6 +45,7 @@ pub fn host(devices: Vec<Device>) -> Inventory {
             mig: vec![],
         },
         probed_at: 0,
+        mig_changes: 0,
         driver: Driver {
             version: "580.159.04".into(),
             cuda: (13, 0),

@@ -128,6 +128,7 @@ fn inventory() -> Inventory {
             mig: Vec::new(),
         },
         probed_at: 0,
+        mig_changes: 0,
         driver: Driver {
             version: String::new(),
             cuda: (13, 0),
