@@ -120,6 +120,7 @@ fn lease(device: &str) -> Lease {
         library_dir: None,
         mount_points: Vec::new(),
         brokered: false,
+        parts: Vec::new(),
     }
 }
 

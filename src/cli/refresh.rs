@@ -39,7 +39,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         eprintln!("sublet: warning: {warning}");
     }
     if !arguments.quiet {
-        let (devices, files) = (inventory.devices.len(), inventory.files.len());
+        let (devices, files) = (inventory.gpus().count(), inventory.files.len());
         println!("Driver {}: {devices} GPUs, {files} driver files.", inventory.driver.version);
     }
     Ok(ExitCode::SUCCESS)
@@ -48,7 +48,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
 /// Sets the slice length of every device whose `[[device]]` rule names one. NVML has no call for it, and
 /// the driver forgets it when it is reloaded, so each refresh sets it anew (nvidia-smi, "compute-policy").
 fn set_time_slices(inventory: &Inventory, config: &Config) -> Vec<String> {
-    let rules = inventory.devices.iter().filter_map(|device| {
+    let rules = inventory.gpus().filter_map(|device| {
         let slice = place::rule(device, config)?.time_slice?;
         set_time_slice(&device.uuid, slice, inventory)
             .err()
@@ -171,6 +171,7 @@ mod tests {
                 mps_control: None,
                 smi: None,
                 majors: Majors::default(),
+                mig_caps: [None, None],
             },
             devices: Vec::new(),
             files: Vec::new(),

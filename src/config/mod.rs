@@ -277,7 +277,8 @@ pub enum ExclusiveComputeMode {
 #[serde(default, deny_unknown_fields)]
 pub struct Grant {
     /// What `CUDA_VISIBLE_DEVICES` names whole GPUs by.
-    pub visible_devices: VisibleDevices,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub visible_devices: Option<VisibleDevices>,
     /// Frameworks' own variables: name → template with `${SUBLET_…}`; never over the user's value.
     pub env: BTreeMap<String, String>,
 }
@@ -286,7 +287,7 @@ impl Default for Grant {
     fn default() -> Self {
         let fraction = || "${SUBLET_MEMORY_FRACTION}".to_owned();
         Self {
-            visible_devices: VisibleDevices::Ordinal,
+            visible_devices: None,
             env: BTreeMap::from([
                 ("XLA_CLIENT_MEM_FRACTION".to_owned(), fraction()),
                 ("XLA_PYTHON_CLIENT_MEM_FRACTION".to_owned(), fraction()),

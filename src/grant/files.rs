@@ -12,12 +12,9 @@ const CTL_MINOR: u32 = 255;
 /// Minor of /dev/nvidia-modeset (nvidia-modprobe-utils.h, `NV_MODESET_MINOR_DEVICE_NUM`).
 const MODESET_MINOR: u32 = 254;
 
-/// The GPUs behind `uuids`: themselves, or the parents of MIG devices.
-pub(super) fn gpus<'a>(uuids: &[String], inventory: &'a Inventory) -> Vec<&'a Device> {
-    let named = |device: &Device, uuid: &String| {
-        device.uuid == *uuid || device.mig.iter().any(|instance| instance.uuid == *uuid)
-    };
-    inventory.devices.iter().filter(|device| uuids.iter().any(|uuid| named(device, uuid))).collect()
+/// The devices with these UUIDs.
+pub(super) fn devices<'a>(uuids: &[String], inventory: &'a Inventory) -> Vec<&'a Device> {
+    inventory.devices.iter().filter(|device| uuids.contains(&device.uuid)).collect()
 }
 
 /// The nodes that `devices` need, control nodes first. A kernel module that is not loaded has none.
@@ -42,6 +39,13 @@ pub(super) fn nodes(
         nodes.extend(node("nvidia-modeset", majors.nvidia, MODESET_MINOR));
         nodes.extend(devices.iter().flat_map(|device| device.dri_nodes.clone()));
     }
+    // MIG devices of one GPU have its node in common.
+    let mut seen = Vec::new();
+    nodes.retain(|node| {
+        let new = !seen.contains(&node.path);
+        seen.push(node.path.clone());
+        new
+    });
     let granted = |node: Node| {
         let source = under(&config.driver.root, &node.path.to_string_lossy());
         GrantedNode { node, source }

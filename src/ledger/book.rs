@@ -223,6 +223,7 @@ pub(crate) mod fixture {
             mount_points: Vec::new(),
             library_dir: None,
             brokered: false,
+            parts: Vec::new(),
         }
     }
 }

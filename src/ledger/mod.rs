@@ -84,6 +84,9 @@ pub struct Lease {
     pub container: Container,
     /// Device UUIDs, taken and freed together.
     pub devices: Vec<String>,
+    /// Of MIG devices: what they were, which other instances may be once these are gone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub parts: Vec<LeasedPart>,
     /// How the devices are shared.
     pub mode: Mode,
     /// Which MPS server, where mode or memory needs one.
@@ -120,6 +123,21 @@ pub struct Lease {
     /// Taken by way of `sublet serve`: paths in it are a user's word, which root neither reads nor cleans.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub brokered: bool,
+}
+
+/// A MIG device as it was when it was leased: its ids are given to other instances after it, its UUID never.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeasedPart {
+    /// `MIG-…`.
+    pub uuid: String,
+    /// `GPU-…` of the GPU.
+    pub gpu: String,
+    /// GPU instance id.
+    pub gi: u32,
+    /// Compute instance id.
+    pub ci: u32,
+    /// First memory slice of the GPU instance, and how many; `None` where NVML did not tell.
+    pub placement: Option<(u32, u32)>,
 }
 
 /// Sixteen lower-case hex digits.

@@ -22,6 +22,7 @@ mod parted;
 mod plan;
 mod target;
 
+use nvml_wrapper::error::NvmlError;
 use serde::Serialize;
 
 pub use apply::{ApplyError, apply};
@@ -208,6 +209,14 @@ pub struct DriverError {
     pub what: String,
     /// In the driver's words.
     pub why: String,
+}
+
+/// Where the GPU instance `gi` of `device` lies.
+///
+/// # Errors
+/// There is none, or we may not know.
+pub(crate) fn placement(device: &nvml_wrapper::Device<'_>, gi: u32) -> Result<Span, NvmlError> {
+    Ok(calls::instance(device, gi)?.span)
 }
 
 /// What is needed of the driver. GPUs are named by UUID: their order may change with a reset.

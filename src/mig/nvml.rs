@@ -59,7 +59,7 @@ impl Nvml {
     /// # Errors
     /// One does not answer.
     pub fn gpus(&mut self, inventory: &Inventory) -> Result<Vec<Gpu>, DriverError> {
-        inventory.devices.iter().map(|device| self.gpu(&device.uuid)).collect()
+        inventory.gpus().map(|device| self.gpu(&device.uuid)).collect()
     }
 
     fn on<T>(

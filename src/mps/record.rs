@@ -161,6 +161,7 @@ pub(super) mod tests {
             mount_points: Vec::new(),
             library_dir: None,
             brokered: false,
+            parts: Vec::new(),
         }
     }
 

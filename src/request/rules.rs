@@ -63,8 +63,10 @@ fn goes_with_mode(
     isolation: Option<Isolation>,
 ) -> Result<(), RequestError> {
     let refuse = |key: &str, remedy| contradiction(keys.setting(key), name(keys, mode), remedy);
-    if mode != Mode::Mps {
+    if !matches!(mode, Mode::Mps | Mode::Mig) {
         refuse("sm", "only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out")?;
+    }
+    if mode != Mode::Mps {
         refuse("priority", "only MPS has priorities; write sublet.mode=mps or leave sublet.priority out")?;
         refuse(
             "processes",
@@ -81,8 +83,10 @@ fn goes_with_mode(
             refuse("gpu", "a MIG device is the container's alone with sublet.mode=mig")?;
         }
     }
-    if mode == Mode::Mig {
+    // Alone they say how large an instance it takes at least.
+    if mode == Mode::Mig && (keys.has("mig") || names_mig(devices)) {
         refuse("memory", "an instance has the memory of its profile; leave sublet.memory out")?;
+        refuse("sm", "an instance has the SMs of its profile; write sublet.mode=mps or leave sublet.sm out")?;
     }
     if isolation == Some(Isolation::Dedicated) && !matches!(mode, Mode::Mps | Mode::TimeSlice) {
         refuse("isolation", "it needs sublet.mode=mps or sublet.mode=time-slice; leave it out")?;
@@ -95,7 +99,7 @@ fn one_device(keys: &Keys<'_>, mode: Option<Mode>) -> Result<(), RequestError> {
     if mode == Some(Mode::Mps) {
         contradiction(keys.setting("gpu"), name(keys, Mode::Mps), REMEDY)?;
     }
-    match keys.setting("memory") {
+    match keys.setting("memory").filter(|_| mode != Some(Mode::Mig)) {
         Some(memory) => contradiction(keys.setting("gpu"), memory.to_string(), REMEDY),
         None => Ok(()),
     }

@@ -179,6 +179,7 @@ mod tests {
     fn placement(mode: Mode, sm: Option<u32>, mib: Option<u64>) -> Placement {
         Placement {
             devices: vec!["GPU-a".into()],
+            parts: Vec::new(),
             mode,
             isolation: Isolation::Shared,
             server: None,

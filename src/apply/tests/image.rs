@@ -136,6 +136,7 @@ fn inventory() -> Inventory {
             mps_control: None,
             smi: None,
             majors: Majors::default(),
+            mig_caps: [None, None],
         },
         devices: Vec::new(),
         files: vec![

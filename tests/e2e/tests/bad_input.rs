@@ -125,10 +125,10 @@ fn requests_that_the_devices_cannot_serve() {
             "no place for a GPU, 1024 GiB on any GPU: GPU 0 (NVIDIA H200) has 143771 MiB in all, of which 143259 MiB can be booked ([limits] reserve, memory_overcommit)",
             "no place for mps, 1 % SM on any GPU: GPU 0 (NVIDIA H200) has too few SMs for that: 1 % for 1 process(es) is under 2",
             "no place for mps, 50 % SM, 100 MiB on any GPU: GPU 0 (NVIDIA H200) needs 274 MiB for the context(s) of 1 process(es) alone at that SM share, 100 MiB is too little",
-            "no place for mig on any GPU: MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory",
-            "no place for mig on any GPU: MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory",
-            "no place for mig on the GPU named: MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory",
-            "no place for mig on the GPU named: MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory",
+            "no place for mig, 1g.18gb on any MIG device: this is for MIG devices, and no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and sublet.memory",
+            "no place for mig on any MIG device: this is for MIG devices, and no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and sublet.memory",
+            "no place for mig on the MIG device named: this is for MIG devices, and no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and sublet.memory",
+            "no place for mig on the MIG device named: this is for MIG devices, and no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and sublet.memory",
         ],
     );
     world.assert_empty();
