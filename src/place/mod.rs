@@ -4,6 +4,8 @@ mod account;
 mod fit;
 #[cfg(test)]
 pub(crate) mod fixture;
+#[cfg(test)]
+mod mig_tests;
 mod refusal;
 mod select;
 #[cfg(test)]

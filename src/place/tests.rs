@@ -15,7 +15,7 @@ use crate::request::{Memory, Selector};
 
 type Change = fn(&mut Inventory);
 
-fn id() -> LeaseId {
+pub fn id() -> LeaseId {
     LeaseId::parse("00000000000000ff").unwrap()
 }
 
@@ -23,7 +23,7 @@ fn percent(thousandths: u32) -> Percent {
     Percent::from_thousandths(thousandths)
 }
 
-fn ledger(leases: Vec<Lease>) -> Ledger {
+pub fn ledger(leases: Vec<Lease>) -> Ledger {
     Ledger { leases, ..Ledger::empty("boot") }
 }
 
