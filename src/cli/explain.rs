@@ -163,6 +163,12 @@ fn print_request(request: &Request) {
     if let Some(profile) = &request.mig {
         rows.push(("mig", profile.clone()));
     }
+    if !request.mig_caps.is_empty() {
+        rows.push((
+            "mig-caps",
+            request.mig_caps.iter().map(|cap| cap.as_str()).collect::<Vec<_>>().join(", "),
+        ));
+    }
     println!("Request");
     for (name, value) in rows {
         println!("  {name:<10} {value}");

@@ -145,6 +145,7 @@ fn share(name: &str, config: &Config) -> Checked {
     let lenient = Config {
         share: config.share.get(name).map(|keys| (name.to_owned(), keys.clone())).into_iter().collect(),
         defaults: config.defaults.clone(),
+        mig: config.mig.clone(),
         ..Config::default()
     };
     request::parse(&BTreeMap::new(), Some(name), None, &lenient).map(drop).map_err(|error| {

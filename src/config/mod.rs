@@ -22,7 +22,7 @@ pub(crate) use error::{explain, position};
 pub use load::{VARIABLE, honoured, load, load_runtime, sources};
 pub use policy::PolicyRule;
 
-use crate::request::{Capability, Isolation, Mode, Percent};
+use crate::request::{Capability, Isolation, MigCap, Mode, Percent};
 
 /// The whole configuration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -312,6 +312,8 @@ pub enum VisibleDevices {
 pub struct Mig {
     /// Make and destroy instances as requests come and go.
     pub dynamic: bool,
+    /// What `sublet.mig-caps` may ask for.
+    pub allow_caps: Vec<MigCap>,
     /// The layout file that `sublet mig apply` takes where none is named.
     pub layout: Option<PathBuf>,
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::{GrantedNode, Mount};
 use crate::config::{Config, Inject};
 use crate::inventory::{Device, DriverFile, FileKind, Inventory, Node, under};
-use crate::request::{Capabilities, Capability};
+use crate::request::{Capabilities, Capability, MigCap};
 
 /// Minor of /dev/nvidiactl (nvidia-modprobe-utils.h, `NV_CTL_DEVICE_MINOR`).
 const CTL_MINOR: u32 = 255;
@@ -21,6 +21,7 @@ pub(super) fn devices<'a>(uuids: &[String], inventory: &'a Inventory) -> Vec<&'a
 pub(super) fn nodes(
     devices: &[&Device],
     capabilities: &Capabilities,
+    mig_caps: &[MigCap],
     inventory: &Inventory,
     config: &Config,
 ) -> Vec<GrantedNode> {
@@ -39,6 +40,7 @@ pub(super) fn nodes(
         nodes.extend(node("nvidia-modeset", majors.nvidia, MODESET_MINOR));
         nodes.extend(devices.iter().flat_map(|device| device.dri_nodes.clone()));
     }
+    nodes.extend(mig_caps.iter().filter_map(|cap| inventory.driver.mig_cap(*cap)).cloned());
     // MIG devices of one GPU have its node in common.
     let mut seen = Vec::new();
     nodes.retain(|node| {

@@ -108,7 +108,7 @@ pub fn grant(
     Grant {
         lease: lease.id.to_string(),
         record: lease.to_annotation(),
-        nodes: files::nodes(&devices, capabilities, inventory, config),
+        nodes: files::nodes(&devices, capabilities, &placement.mig_caps, inventory, config),
         mounts,
         env: environment::environment(lease, libraries, inventory, config),
         masked_paths: masked_paths(&devices, inventory),
@@ -121,7 +121,7 @@ pub fn grant(
 pub fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Vec<Node> {
     let devices = files::devices(&[uuid.to_owned()], inventory);
     let all = Capabilities(Capability::ALL.to_vec());
-    files::nodes(&devices, &all, inventory, config).into_iter().map(|granted| granted.node).collect()
+    files::nodes(&devices, &all, &[], inventory, config).into_iter().map(|granted| granted.node).collect()
 }
 
 /// The environment part alone, from what the ledger and the inventory say: for `exec`.

@@ -127,6 +127,7 @@ fn placement(lease: &Lease) -> Placement {
         memory_bytes: lease.memory_bytes,
         processes: lease.processes,
         priority: lease.priority,
+        mig_caps: Vec::new(),
         refresh_first: false,
         warnings: vec!["from the placement".to_owned()],
     }

@@ -96,7 +96,7 @@ pub struct Driver {
     pub smi: Option<PathBuf>,
     /// Majors from /proc/devices.
     pub majors: Majors,
-    /// The nodes by which all MIG instances are watched, and changed.
+    /// The nodes by which all MIG instances are watched, and changed: `monitor`, `config`.
     pub mig_caps: [Option<Node>; 2],
 }
 

@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Device, GpuProcess, Inventory};
+use super::{Device, Driver, GpuProcess, Inventory, Node};
+use crate::request::MigCap;
 
 /// What a MIG device is a part of, and which.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -88,6 +89,18 @@ impl Device {
                 (bytes / all.max(1)).saturating_mul(own.min(all.max(1)))
             }
             None => bytes,
+        }
+    }
+}
+
+impl Driver {
+    /// The node of a capability over all MIG instances.
+    #[must_use]
+    pub const fn mig_cap(&self, cap: MigCap) -> Option<&Node> {
+        let [monitor, config] = &self.mig_caps;
+        match cap {
+            MigCap::Monitor => monitor.as_ref(),
+            MigCap::Config => config.as_ref(),
         }
     }
 }

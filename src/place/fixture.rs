@@ -97,6 +97,7 @@ pub fn request(mode: Mode) -> Request {
         sm: None,
         memory: None,
         mig: None,
+        mig_caps: vec![],
         priority: Priority::Normal,
         processes: NonZeroU32::MIN,
         capabilities: Capabilities::default(),

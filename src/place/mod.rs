@@ -17,7 +17,7 @@ use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::{LeaseId, LeasedPart, Ledger};
 use crate::mps::ServerKey;
-use crate::request::{Devices, Isolation, Mode, Percent, Priority, Request};
+use crate::request::{Devices, Isolation, MigCap, Mode, Percent, Priority, Request};
 
 pub use account::{Account, account};
 pub use refusal::Refusal;
@@ -44,6 +44,8 @@ pub struct Placement {
     pub processes: u32,
     /// MPS client priority.
     pub priority: Priority,
+    /// What it may see or change of all MIG instances, beside its own.
+    pub mig_caps: Vec<MigCap>,
     /// Memory was so near to what NVML last reported free that a refresh should come first.
     pub refresh_first: bool,
     /// One line each, for whoever starts the container.
@@ -61,6 +63,11 @@ pub fn place(
     ledger: &Ledger,
     config: &Config,
 ) -> Result<Placement, Box<Refusal>> {
+    if let Some(cap) = request.mig_caps.iter().find(|cap| inventory.driver.mig_cap(**cap).is_none()) {
+        let why =
+            format!("the driver tells of no MIG capability `{}`: leave out sublet.mig-caps", cap.as_str());
+        return Err(Box::new(Refusal::never(request, &why)));
+    }
     let slots = select::slots(request, inventory, config).map_err(|why| {
         Box::new(Refusal { refresh_first: wants_mig(request), ..Refusal::never(request, &why) })
     })?;
@@ -145,6 +152,7 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
         memory_bytes: first.and_then(|fit| fit.memory_bytes),
         processes: request.processes.get(),
         priority: request.priority,
+        mig_caps: request.mig_caps.clone(),
         refresh_first: fits.iter().any(|fit| fit.refresh_first),
         warnings: Vec::new(),
     }

@@ -125,6 +125,9 @@ pub fn only(
     if wants_mig(request) {
         return Err("it is for MIG devices, and CDI devices are of whole GPUs: use annotations".to_owned());
     }
+    if !request.mig_caps.is_empty() {
+        return Err("it has sublet.mig-caps, which CDI devices do not bring: use annotations".to_owned());
+    }
     let one = match &request.devices {
         Devices::Any(count) => count.get() == 1,
         Devices::All => inventory.gpus().count() == 1,

@@ -2,7 +2,7 @@
 
 use super::annotations::Keys;
 use super::error::{RequestError, Setting};
-use super::{Devices, Isolation, Mode, Selector};
+use super::{Devices, Isolation, MigCap, Mode, Selector};
 use crate::config::{Config, Required};
 
 /// The mode that the keys name or imply, once nothing contradicts it. `None`: the device's
@@ -23,6 +23,15 @@ pub(super) fn check(
     }
     required(keys, mode, require)?;
     Ok(mode)
+}
+
+/// What reaches beyond a container's own MIG device root has to have allowed.
+pub(super) fn mig_caps(keys: &Keys<'_>, wanted: &[MigCap], allowed: &[MigCap]) -> Result<(), RequestError> {
+    if wanted.iter().all(|cap| allowed.contains(cap)) {
+        return Ok(());
+    }
+    let with = "[mig] allow_caps of this host's configuration".to_owned();
+    contradiction(keys.setting("mig-caps"), with, "it opens all MIG instances: root has to allow it there")
 }
 
 /// The configured isolation, where the mode has any.

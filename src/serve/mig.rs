@@ -38,7 +38,9 @@ fn compare(known: &Inventory, config: &Config) -> Result<(), String> {
     if seen != listed(known) {
         inventory::unwatch(config);
         let now = admit::refresh(config).map_err(|error| error.to_string())?;
-        lost(&ledger, known, &now).iter().for_each(|line| tracing::warn!("{line}"));
+        for line in lost(&ledger, known, &now) {
+            tracing::warn!("{line}");
+        }
         return Ok(());
     }
     inventory::watch(config, since).map_err(|error| error.to_string())

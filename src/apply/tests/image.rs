@@ -104,6 +104,7 @@ fn time_slice() -> Request {
         sm: None,
         memory: None,
         mig: None,
+        mig_caps: Vec::new(),
         priority: Priority::Normal,
         processes: NonZeroU32::MIN,
         capabilities: Capabilities::default(),

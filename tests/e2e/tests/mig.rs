@@ -437,6 +437,28 @@ fn several_instances_where_the_driver_can() {
 }
 
 #[test]
+fn capabilities_over_all_instances_are_for_whom_root_allows_them() {
+    if skip_unless_root() {
+        return;
+    }
+    let asked = [("sublet.mig", "1g.5gb"), ("sublet.mig-caps", "monitor")];
+    assert!(refused(&world(""), &asked).contains("[mig] allow_caps"));
+    let world = world("[mig]\nallow_caps = [\"monitor\"]\n");
+    let config = refused(&world, &[("sublet.mig", "1g.5gb"), ("sublet.mig-caps", "config")]);
+    assert!(config.contains("[mig] allow_caps"), "{config}");
+    for by in [By::Shim, By::Precreate, By::Prestart] {
+        let bundle = created(&world, "watcher", by, &asked, HOLD);
+        assert_eq!(bundle.event("info")["error"], Value::Null);
+        assert_eq!(
+            rights(&bundle, &[(241, 1), (241, 2), (241, 84), (241, 21)]),
+            ["EPERM", "ENXIO", "ENXIO", "EPERM"]
+        );
+        bundle.down();
+    }
+    world.assert_empty();
+}
+
+#[test]
 fn missing_capability_nodes_are_made_and_wrong_ones_refused() {
     if skip_unless_root() {
         return;
