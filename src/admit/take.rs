@@ -136,7 +136,7 @@ fn look(
         Rootfs::Told(image) => image.clone(),
     };
     // Destroyed instances' ids are given to new ones, and /proc looks the same then.
-    let confirmed = !may_refresh || is_watched(config);
+    let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
     let allowed = allowed(terms.cap, &inventory, config)?;
     let id = LeaseId::random().map_err(AdmitError::Random)?;
     let (booked, freed) = store.update(|ledger| {

@@ -2,6 +2,7 @@
 //! ones, and only their UUIDs tell.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use crate::admit;
 use crate::config::Config;
@@ -10,24 +11,31 @@ use crate::ledger::{Ledger, Store};
 use crate::process::uptime_seconds;
 use crate::text::safe;
 
+/// Whether the last failure was told: the next one, two seconds later, is the same.
+static TOLD: AtomicBool = AtomicBool::new(false);
+
 /// Compares them, on a host with GPUs in MIG mode, and refreshes the inventory where they differ.
 pub(super) fn watch() {
     let watched = crate::config::load().map_err(|error| error.to_string()).and_then(|config| {
         // Before the first refresh there is nothing to compare.
-        let Ok(known) = inventory::load(&config) else { return Ok(()) };
+        let Ok(known) = inventory::last(&config) else { return Ok(()) };
         if !known.gpus().any(|gpu| gpu.mig_enabled) {
             return Ok(());
         }
         compare(&known, &config).inspect_err(|_| inventory::unwatch(&config))
     });
-    if let Err(error) = watched {
-        tracing::warn!("MIG devices are not looked after: {error}");
+    match watched {
+        Ok(()) => TOLD.store(false, Relaxed),
+        Err(error) if !TOLD.swap(true, Relaxed) => {
+            tracing::warn!("MIG devices are not looked after: {error}");
+        }
+        Err(error) => tracing::debug!("MIG devices are not looked after: {error}"),
     }
 }
 
 fn compare(known: &Inventory, config: &Config) -> Result<(), String> {
-    let ledger =
-        Store::open(&config.state_dir).and_then(|store| store.read()).map_err(|error| error.to_string())?;
+    let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
+    let ledger = ledger.map_err(|error| error.to_string())?;
     // Who changes the layout tells the others; and NVML would be in the way of a reset.
     if ledger.mig.under_way.is_some() {
         inventory::unwatch(config);
@@ -35,7 +43,8 @@ fn compare(known: &Inventory, config: &Config) -> Result<(), String> {
     }
     let since = uptime_seconds();
     let seen = mig_devices(config).map_err(|error| error.to_string())?;
-    if seen != listed(known) {
+    let stale = inventory::load(config).is_err_and(|error| error.wants_refresh());
+    if stale || seen != listed(known) {
         inventory::unwatch(config);
         let now = admit::refresh(config).map_err(|error| error.to_string())?;
         for line in lost(&ledger, known, &now) {
