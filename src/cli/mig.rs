@@ -165,12 +165,12 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     let targets = mig::targets(&layout, &nvml.gpus(&inventory)?, &inventory, config)?;
     let uuids = targets.iter().map(|target| target.gpu.clone()).collect();
     let (fence, ledger, freed) = Fence::raise(uuids, &store)?;
+    admit::tidy(&freed, &store, config);
     let gpus = seen(&mut nvml, &inventory, &ledger)?;
     let plans = plans(&gpus, &targets).into_iter().collect::<Result<Vec<_>, _>>()?;
     let done = change(&plans, &gpus, allow_reset, &mut nvml, config);
     // Leases wait for the fence, and then find the inventory out of date: the order is the safe one.
     drop(fence);
-    admit::tidy(&freed, &store, config);
     if let Err(error) = super::refresh(config) {
         // The next container that starts tries it again.
         eprintln!("sublet: warning: the inventory is not refreshed: {}", output::chain(&error));

@@ -111,6 +111,7 @@ impl Driver for Nvml {
     }
 
     fn set_mode(&mut self, gpu: &str, on: bool) -> Result<(), DriverError> {
+        self.known.remove(gpu);
         // What became of it is asked for afterwards: drivers differ in what they return here.
         self.on(gpu, "switching MIG mode", |device| device.set_mig_mode(on).map(drop))
     }
