@@ -72,6 +72,11 @@ pub enum AdmitError {
     )]
     LateShared(String),
     #[error(
+        "sublet.priority=low does not go with a hook: it orders the clients of one MPS server, and through a \
+         hook a container has a server of its own; leave it out, or start it through sublet-runtime"
+    )]
+    LatePriority,
+    #[error(
         "its environment has {}, which a hook cannot change and which would lead its processes past their \
          limits: remove it, or start the container through sublet-runtime",
         safe(.0)

@@ -16,7 +16,7 @@ use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
 use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, Store};
 use crate::process::Process;
-use crate::request::{Isolation, Mode, Request};
+use crate::request::{Isolation, Mode, Priority, Request};
 
 /// What came of it.
 #[derive(Debug, PartialEq, Eq)]
@@ -126,6 +126,9 @@ fn dedicated(request: Request, spec: &Value, config: &Config) -> Result<Request,
     if wanted.is_some_and(|isolation| isolation == "shared") {
         return Err(AdmitError::LateShared("sublet.isolation=shared".to_owned()));
     }
+    if request.priority == Priority::Low {
+        return Err(AdmitError::LatePriority);
+    }
     let has_servers = matches!(request.mode, None | Some(Mode::Mps | Mode::TimeSlice));
     let isolation = if has_servers { Isolation::Dedicated } else { request.isolation };
     Ok(Request { isolation, ..request })
@@ -229,6 +232,14 @@ mod tests {
         assert!(isolation(json!({"sublet.share": "small"}), &config).is_err());
         let overridden = json!({"sublet.share": "small", "sublet.isolation": "dedicated"});
         assert_eq!(isolation(overridden, &config), Ok(Isolation::Dedicated));
+    }
+
+    #[test]
+    fn a_low_priority_orders_nobody_on_a_server_of_its_own() {
+        let config = Config::default();
+        let low = wished(&json!({"sublet.priority": "low"}), &config).unwrap_err();
+        assert!(low.starts_with("sublet.priority=low does not go with a hook"), "{low}");
+        assert!(wished(&json!({"sublet.priority": "normal"}), &config).is_ok());
     }
 
     #[test]

@@ -112,7 +112,7 @@ pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Re
         None => admit_ours(candidate, spec, config),
     };
     if let Err(error) = &admitted {
-        refusals::record(&candidate.container.id, error, config);
+        refusals::record(&candidate.container.name(), error, config);
     }
     admitted
 }

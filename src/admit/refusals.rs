@@ -23,7 +23,7 @@ const LONGEST: usize = 2000;
 pub struct RefusalRecord {
     /// Seconds since the epoch.
     pub time: u64,
-    /// Which container.
+    /// Which container; where its id is not known, its bundle or root filesystem.
     pub container_id: String,
     /// The one line that said why.
     pub reason: String,

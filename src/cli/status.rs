@@ -62,12 +62,7 @@ fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
         (Format::Table, None) if is_brokered(config) => println!("No container of yours has been refused."),
         (Format::Table, None) => println!("No container has been refused since boot."),
         (Format::Table, Some(last)) => {
-            // Podman's precreate hook is not always told the id.
-            let container = match last.container_id.as_str() {
-                "" => "a container".to_owned(),
-                id => format!("container {id}"),
-            };
-            println!("{}  {container}: {}", output::timestamp(last.time), last.reason);
+            println!("{}  container {}: {}", output::timestamp(last.time), last.container_id, last.reason);
         }
     }
     Ok(ExitCode::SUCCESS)

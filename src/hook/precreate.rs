@@ -165,11 +165,12 @@ fn neighbour(spec: &Value, config: &Config) -> Option<String> {
 
 /// To our own log and the system's: Podman throws away what is said on standard error.
 fn say(log: &Log, level: Level, spec: &Value, message: &str) {
-    let container = match id(spec) {
-        "" => "a Podman container".to_owned(),
-        id => format!("container {id}"),
+    let place = || container(spec).ok().map(|container| crate::text::safe(&container.name()));
+    let name = Some(id(spec).to_owned()).filter(|id| !id.is_empty()).or_else(place);
+    let line = match name {
+        Some(name) => format!("container {name}: {message}"),
+        None => format!("a Podman container: {message}"),
     };
-    let line = format!("{container}: {message}");
     log.write(level, &line);
     journal::write(level, &line);
 }

@@ -192,6 +192,15 @@ pub struct Container {
     pub record: PathBuf,
 }
 
+impl Container {
+    /// What people may know it by: its id, else its bundle, else its root filesystem.
+    #[must_use]
+    pub fn name(&self) -> std::borrow::Cow<'_, str> {
+        let place = if self.bundle.as_os_str().is_empty() { &self.rootfs } else { &self.bundle };
+        if self.id.is_empty() { place.to_string_lossy() } else { self.id.as_str().into() }
+    }
+}
+
 /// States of a lease (`lost` is shown for leases whose device is not in the inventory any more).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

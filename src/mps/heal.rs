@@ -36,10 +36,15 @@ fn is_settled(ledger: &Ledger, server: &Server) -> bool {
         && (ledger.wanted_ceiling(&server.key) != Some(server.ceiling) || server.answered_at == 0)
 }
 
+/// Whether the daemon of `key` stays when its last lease ends. A dedicated one is of no use to anybody else.
+pub(super) fn stays(key: &ServerKey, config: &Config) -> bool {
+    !config.mps.stop_when_idle && LeaseId::parse(&key.0).is_none()
+}
+
 /// Daemons without a lease that have to go, and devices whose compute mode was left behind by a crash.
 fn idle(ledger: &Ledger, config: &Config) -> Vec<ServerKey> {
     let kept = |server: &Server| {
-        !config.mps.stop_when_idle && server.state == ServerState::Serving && record::is_alive(server)
+        stays(&server.key, config) && server.state == ServerState::Serving && record::is_alive(server)
     };
     let unused = |key: &ServerKey| ledger.wanted_ceiling(key).is_none();
     let servers = ledger.servers.iter().filter(|server| unused(&server.key) && !kept(server));
@@ -167,15 +172,16 @@ mod tests {
             server("GPU-2", Some(me)),
             server("GPU-3", Some(dead)),
             server("GPU-4", None),
+            server("0000000000000002", Some(me)),
         ];
         held.compute_modes = ["GPU-1", "GPU-2", "GPU-5"]
             .map(|device| ChangedComputeMode { device: device.into(), found: ComputeMode::Default })
             .to_vec();
         let mut config = Config::default();
         let names = |config: &Config| idle(&held, config).into_iter().map(|key| key.0).collect::<Vec<_>>();
-        assert_eq!(names(&config), ["GPU-2", "GPU-3", "GPU-4", "GPU-5"]);
+        assert_eq!(names(&config), ["GPU-2", "GPU-3", "GPU-4", "0000000000000002", "GPU-5"]);
         config.mps.stop_when_idle = false;
-        assert_eq!(names(&config), ["GPU-3", "GPU-4", "GPU-5"]);
+        assert_eq!(names(&config), ["GPU-3", "GPU-4", "0000000000000002", "GPU-5"], "nobody else can use it");
     }
 
     #[test]

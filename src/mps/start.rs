@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 use nix::unistd::geteuid;
 
 use super::control::{AskError, Control, listens};
+use super::heal::stays;
 use super::launch::{self, Kind, Launch};
 use super::lock::DaemonLock;
 use super::ready::lock_limit;
+use super::stop::stop_held;
 use super::{MpsError, ServerKey, child_start, compute_mode, detach, dirs, record};
 use crate::config::Config;
 use crate::inventory;
@@ -46,7 +48,28 @@ pub fn start(key: &ServerKey, store: &Store, config: &Config) -> Result<Vec<Stri
         };
         record::note(store, key, down)?;
     }
+    if stop_unwanted(&held, key, started.is_ok(), store, config)? {
+        return started.and(Err(MpsError::NotWanted { key: key.to_string() }));
+    }
     started
+}
+
+/// Its container may have ended, or its starter been killed, while the daemon came up: who freed the lease
+/// found our lock taken and went on. `true`: no lease wants it, and nothing is left of it.
+fn stop_unwanted(
+    held: &DaemonLock,
+    key: &ServerKey,
+    serves: bool,
+    store: &Store,
+    config: &Config,
+) -> Result<bool, MpsError> {
+    if serves && stays(key, config) {
+        return Ok(false);
+    }
+    match stop_held(held, key, false, store, config) {
+        Err(MpsError::InUse { .. }) => Ok(false),
+        stopped => stopped.map(|_| true),
+    }
 }
 
 /// A dedicated daemon whose lease is gone leaves no directory either.

@@ -23,7 +23,18 @@ pub fn stop(key: &ServerKey, force: bool, store: &Store, config: &Config) -> Res
     if !is_known(key, store, config)? {
         return Ok(Vec::new());
     }
-    let _held = DaemonLock::take(key, &config.state_dir, LOCK_LIMIT)?;
+    let held = DaemonLock::take(key, &config.state_dir, LOCK_LIMIT)?;
+    stop_held(&held, key, force, store, config)
+}
+
+/// [`stop`] by the holder of the daemon's lock.
+pub(super) fn stop_held(
+    _held: &DaemonLock,
+    key: &ServerKey,
+    force: bool,
+    store: &Store,
+    config: &Config,
+) -> Result<Vec<String>, MpsError> {
     let Claim { server, leases, unexplained } = claim(key, force, store)?;
     let daemon = server.as_ref().and_then(|server| server.daemon);
     let answers = server.is_some_and(|server| server.state != ServerState::Fault);

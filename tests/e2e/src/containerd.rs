@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use crate::bundle::Finished;
-use crate::docker::{in_cgroup, shims_of};
+use crate::processes::{in_cgroup, shims_of};
 use crate::world::{World, bin_dir, eventually};
 
 /// The one image, made of the world's minimal root filesystem; pods' sandboxes are made of it as well.
@@ -214,23 +214,39 @@ impl Containerd {
         self.cli(&[&["tasks", "exec", "--exec-id", &id, name], args].concat())
     }
 
-    /// What `cuda-probe info` says in a process that comes by `ctr tasks exec`, behind the words of
-    /// `before`.
+    /// [`Self::exec`] of a process that says something.
     ///
     /// On a busy machine `ctr` loses the output of a process that ends at once: it is asked again then.
     #[must_use]
+    pub fn exec_heard(&self, name: &str, args: &[&str]) -> Finished {
+        let mut said = self.exec(name, args);
+        for _ in 0..4 {
+            if !said.ok || !said.stdout.is_empty() {
+                break;
+            }
+            said = self.exec(name, args);
+        }
+        said
+    }
+
+    /// What `cuda-probe info` says in a process that comes by `ctr tasks exec`, behind the words of
+    /// `before`.
+    #[must_use]
     pub fn exec_info(&self, name: &str, before: &[&str]) -> Value {
-        let ask = || self.exec(name, &[before, &["cuda-probe", "info"]].concat());
-        let said =
-            std::iter::repeat_with(ask).take(5).find(|finished| !finished.ok || !finished.stdout.is_empty());
-        let info = said.as_ref().and_then(|finished| finished.json().into_iter().next());
-        info.unwrap_or_else(|| panic!("no info: {said:?}"))
+        let said = self.exec_heard(name, &[before, &["cuda-probe", "info"]].concat());
+        said.json().into_iter().next().unwrap_or_else(|| panic!("no info: {said:?}"))
+    }
+
+    /// What the container wrote.
+    #[must_use]
+    pub fn written(&self, name: &str) -> String {
+        std::fs::read_to_string(self.output(name)).unwrap_or_default()
     }
 
     /// The first line of this `event` in what the container wrote, waited for.
     #[must_use]
     pub fn event(&self, name: &str, event: &str) -> Value {
-        let text = || std::fs::read_to_string(self.output(name)).unwrap_or_default();
+        let text = || self.written(name);
         // The CRI's logs have the time, the stream and a tag before it.
         let json = |line: &str| serde_json::from_str::<Value>(&line[line.find('{')?..]).ok();
         let found = || text().lines().filter_map(json).find(|line| line["event"] == event);

@@ -10,6 +10,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use crate::bundle::Finished;
+use crate::processes::{in_cgroup, is_alive, shims_of};
 use crate::world::{World, bin_dir, eventually};
 
 /// The one image, made of the world's minimal root filesystem.
@@ -293,39 +294,4 @@ impl Drop for Docker {
         self.down();
         let _ = std::fs::remove_dir_all(&self.run);
     }
-}
-
-/// The containerd-shims of the containerd that listens at `address`, without those that it calls to delete
-/// what another one left.
-#[must_use]
-pub fn shims_of(address: &Path) -> Vec<Pid> {
-    let address = format!(" -address {} ", address.display());
-    let is_shim = |line: &str| {
-        line.starts_with("/usr/bin/containerd-shim") && line.contains(&address) && !line.ends_with(" delete ")
-    };
-    processes().filter(|pid| is_shim(&command_line(*pid))).collect()
-}
-
-/// Every process in a cgroup whose path has `part` in it.
-#[must_use]
-pub fn in_cgroup(part: &str) -> Vec<Pid> {
-    let cgroup = |pid: &Pid| std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-    processes().filter(|pid| is_alive(*pid) && cgroup(pid).contains(part)).collect()
-}
-
-fn processes() -> impl Iterator<Item = Pid> {
-    let entries = std::fs::read_dir("/proc").expect("/proc").flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).map(Pid::from_raw)
-}
-
-fn command_line(pid: Pid) -> String {
-    let text = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    String::from_utf8_lossy(&text).replace('\0', " ")
-}
-
-/// Whether `pid` runs; a zombie does not.
-#[must_use]
-pub fn is_alive(pid: Pid) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }

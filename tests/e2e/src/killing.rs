@@ -6,7 +6,7 @@ use std::path::Path;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::docker::is_alive;
+use crate::processes::{self, is_alive};
 use crate::world::{World, eventually};
 
 /// The processes of the world's containers: they have a PID namespace of their own, and their root is the
@@ -15,13 +15,14 @@ use crate::world::{World, eventually};
 pub fn contained(world: &World) -> Vec<Pid> {
     let own = std::fs::read_link("/proc/self/ns/pid").expect("/proc");
     let name = world.dir.path().file_name().expect("a name").to_string_lossy().into_owned();
-    let elsewhere = |pid: &Pid| std::fs::read_link(entry(*pid, "ns/pid")).is_ok_and(|theirs| theirs != own);
+    let elsewhere =
+        |pid: &Pid| std::fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|theirs| theirs != own);
     // mountinfo, proc(5): id, parent, device, root within the filesystem, mount point.
     let is_root = |line: &str| {
         let fields: Vec<&str> = line.split(' ').collect();
         fields.get(4) == Some(&"/") && fields[3].contains(&name)
     };
-    alive().filter(|pid| elsewhere(pid) && read(*pid, "mountinfo").lines().any(is_root)).collect()
+    alive().filter(|pid| elsewhere(pid) && processes::read(*pid, "mountinfo").lines().any(is_root)).collect()
 }
 
 /// The world's engine processes whose program is named `program`, or all of them: engines, low-level
@@ -31,11 +32,11 @@ pub fn engine(world: &World, program: Option<&str>) -> Vec<Pid> {
     let dir = world.dir.path().to_string_lossy().into_owned();
     let contained = contained(world);
     let ours = |pid: &Pid| {
-        let (line, name) = (read(*pid, "cmdline"), read(*pid, "comm"));
+        let (line, name) = (processes::read(*pid, "cmdline"), processes::read(*pid, "comm"));
         let daemon = name.starts_with("nvidia-cuda") && !line.starts_with("/bin/sh");
         let others = daemon || ["sublet\n", "catatonit\n"].contains(&name.as_str());
         let wanted = program.is_none_or(|program| name.trim_end() == program);
-        wanted && !others && (line.contains(&dir) || read(*pid, "environ").contains(&dir))
+        wanted && !others && (line.contains(&dir) || processes::read(*pid, "environ").contains(&dir))
     };
     alive().filter(|pid| *pid != Pid::this() && !contained.contains(pid) && ours(pid)).collect()
 }
@@ -70,15 +71,5 @@ pub fn mount_points(dir: &Path) -> String {
 }
 
 fn alive() -> impl Iterator<Item = Pid> {
-    let entries = std::fs::read_dir("/proc").expect("/proc").flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).map(Pid::from_raw);
-    pids.filter(|pid| is_alive(*pid))
-}
-
-fn entry(pid: Pid, name: &str) -> String {
-    format!("/proc/{pid}/{name}")
-}
-
-fn read(pid: Pid, name: &str) -> String {
-    String::from_utf8_lossy(&std::fs::read(entry(pid, name)).unwrap_or_default()).into_owned()
+    processes::all().filter(|pid| is_alive(*pid))
 }

@@ -12,6 +12,7 @@ mod hooked;
 pub mod killing;
 pub mod mig;
 pub mod podman;
+mod processes;
 mod refused;
 mod rootfs;
 pub mod rootless;
@@ -20,6 +21,7 @@ pub mod user;
 mod world;
 
 pub use bundle::{Bundle, Finished, by_systemd};
+pub use processes::is_alive;
 pub use refused::tree;
 pub use rootfs::{Rootfs, copy_program};
 pub use stopping::Stopping;

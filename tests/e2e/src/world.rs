@@ -4,9 +4,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::processes::{self, read};
 use crate::rootfs::Rootfs;
 
 /// A low-level runtime.
@@ -190,15 +192,10 @@ impl World {
     #[must_use]
     pub fn daemons(&self) -> Vec<String> {
         let ours = self.dir.path().to_string_lossy().into_owned();
-        let mut found = Vec::new();
-        for entry in std::fs::read_dir("/proc").expect("/proc").flatten() {
-            let read = |name: &str| std::fs::read(entry.path().join(name)).unwrap_or_default();
-            let text = |name: &str| String::from_utf8_lossy(&read(name)).replace('\0', " ");
-            if text("comm").starts_with("nvidia-cuda-mps") && text("environ").contains(&ours) {
-                found.push(text("cmdline"));
-            }
-        }
-        found
+        let is_ours = |pid: &Pid| {
+            read(*pid, "comm").starts_with("nvidia-cuda-mps") && read(*pid, "environ").contains(&ours)
+        };
+        processes::all().filter(is_ours).map(|pid| read(pid, "cmdline")).collect()
     }
 }
 

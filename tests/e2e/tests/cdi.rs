@@ -5,9 +5,9 @@ use std::os::unix::fs::PermissionsExt as _;
 
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
-use sublet_e2e::docker::{Docker, is_alive, skip_unless_engines};
+use sublet_e2e::docker::{Docker, skip_unless_engines};
 use sublet_e2e::podman::{CdiOffer, IMAGE, Podman};
-use sublet_e2e::{Engine, World, eventually};
+use sublet_e2e::{Engine, World, eventually, is_alive};
 
 const SMALL: &str = "[share.small]\nsm = 25\nmemory = \"8GiB\"\n";
 const DEVICE: &str = "sublet/share=small";

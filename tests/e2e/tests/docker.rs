@@ -6,8 +6,8 @@ use std::path::Path;
 
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
-use sublet_e2e::docker::{Docker, IMAGE, is_alive, skip_unless_engines};
-use sublet_e2e::{World, bin_dir, eventually};
+use sublet_e2e::docker::{Docker, IMAGE, skip_unless_engines};
+use sublet_e2e::{World, bin_dir, eventually, is_alive};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
 

@@ -5,9 +5,9 @@ use std::process::Stdio;
 
 use nix::sys::signal::{Signal, kill};
 use serde_json::json;
-use sublet_e2e::docker::{Docker, IMAGE, is_alive, skip_unless_engines};
+use sublet_e2e::docker::{Docker, IMAGE, skip_unless_engines};
 use sublet_e2e::killing::mount_points;
-use sublet_e2e::{Stopping, World, eventually};
+use sublet_e2e::{Stopping, World, eventually, is_alive};
 
 fn assert_empty(docker: &Docker) {
     assert!(eventually(|| docker.world.leases().is_empty()), "leases are left: {:?}", docker.world.leases());

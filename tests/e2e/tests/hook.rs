@@ -135,6 +135,14 @@ fn bad_input_is_an_error_and_leaves_nothing_half_done() {
         assert!(!refusal(&refused).contains('\u{1b}'));
     }
     assert_eq!(world.leases(), Vec::<Value>::new());
+    // Where the name of the cgroup has no id, the root filesystem tells which container it was.
+    let mut unnamed = podmans(&bundle);
+    unnamed["linux"]["cgroupsPath"] = json!("/user.slice");
+    unnamed["annotations"]["sublet.sm"] = json!("250");
+    assert!(refusal(&precreate(&world, &unnamed)).contains("sublet.sm=250"));
+    let last = world.sublet(&["status", "--last-error"]);
+    let name = format!("  container {}: ", bundle.dir.join("rootfs").display());
+    assert!(String::from_utf8_lossy(&last.stdout).contains(&name), "{name} is not in {last:?}");
 }
 
 #[test]

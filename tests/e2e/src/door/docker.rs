@@ -1,10 +1,10 @@
-//! Docker, by a runtime.
+//! Docker, by a runtime or by a CDI device.
 
 use std::os::unix::fs::symlink;
 
 use serde_json::{Value, json};
 
-use super::{Column, Door, Request, WHOLE};
+use super::{Column, Door, Request, WHOLE, cdi_column};
 use crate::bundle::Finished;
 use crate::docker::{Docker, IMAGE};
 use crate::world::{World, bin_dir};
@@ -18,6 +18,8 @@ pub enum Asked {
     Default,
     /// `--runtime sublet-<share>`.
     Named,
+    /// `--device sublet/share=<share>`, by the low-level runtime alone.
+    Device,
 }
 
 /// A dockerd of its own.
@@ -34,6 +36,11 @@ impl OfDocker {
             Asked::Runtime => json!({}),
             Asked::Default => json!({"default-runtime": "sublet"}),
             Asked::Named => json!({"runtimes": runtimes(&world, shares)}),
+            Asked::Device => {
+                world.generate_cdi();
+                let program = format!("/usr/bin/{}", world.engine.program());
+                json!({"runtimes": {"low": {"path": program}}})
+            }
         };
         Self { docker: Docker::up(world, &settings), asked }
     }
@@ -53,7 +60,11 @@ fn runtimes(world: &World, shares: &[&str]) -> Value {
 
 impl Door for OfDocker {
     fn column(&self) -> Column {
-        Column { annotations: self.asked != Asked::Named, ..WHOLE }
+        match self.asked {
+            Asked::Runtime | Asked::Default => WHOLE,
+            Asked::Named => Column { annotations: false, ..WHOLE },
+            Asked::Device => cdi_column(self.world().engine),
+        }
     }
 
     fn world(&self) -> &World {
@@ -66,6 +77,7 @@ impl Door for OfDocker {
             Asked::Runtime => options.push("--runtime=sublet".into()),
             Asked::Default => {}
             Asked::Named if request.keys.is_empty() => options.clear(),
+            Asked::Device => options = [vec!["--runtime=low".into()], request.device()].concat(),
             Asked::Named => options = vec![format!("--runtime=sublet-{}", request.share())],
         }
         options.extend(request.more_options(&self.docker.world));

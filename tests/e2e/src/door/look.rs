@@ -6,7 +6,7 @@ use std::process::Command;
 use serde_json::Value;
 
 use super::{Door, Request};
-use crate::bundle::Finished;
+use crate::processes::{self, read};
 use crate::world::{World, eventually};
 
 /// Device minors that a topology of eight GPUs has.
@@ -40,37 +40,35 @@ impl Report {
     pub const PROGRAM: [&'static str; 3] =
         ["/bin/sh", "-c", "env; /usr/bin/cuda-probe hold 600 || exec sleep 600"];
 
-    /// Asks the processes of a container that runs [`Self::PROGRAM`].
+    /// Asks the processes of a container that runs [`Self::PROGRAM`]. Engines take their time for each
+    /// command: what is exec'd is one.
     #[must_use]
     pub fn of(door: &dyn Door, request: &Request) -> Self {
-        let first = || info(&door.output(request));
-        assert!(eventually(|| first().is_some()), "no report: {}", door.output(request));
-        let output = door.output(request);
+        let (output, first) = waited(|| with_info(door.output(request)))
+            .unwrap_or_else(|| panic!("no report: {}", door.output(request)));
         let environment = output.lines().filter(|line| line.contains('=') && !line.starts_with('{'));
-        let nodes = nodes(door, request);
-        let health = || info(&door.health(request));
-        assert!(eventually(|| health().is_some()), "no health check: {}", door.health(request));
-        let files = door.exec(request, &["/bin/sh", "-c", FILES]);
+        let (_, health) = waited(|| with_info(door.health(request)))
+            .unwrap_or_else(|| panic!("no health check: {}", door.health(request)));
+        let seen = door.exec(request, &["/bin/sh", "-c", &script()]);
+        let part = |name: &str| {
+            let mut parts = seen.stdout.split("== ").filter_map(|part| part.split_once('\n'));
+            parts.find(|part| part.0 == name).unwrap_or_else(|| panic!("no {name}: {seen:?}")).1
+        };
+        let info = |name| info(part(name)).unwrap_or_else(|| panic!("no report: {seen:?}"));
+        let nodes = nodes(part("nodes"));
         Self {
-            first: first().expect("it was there"),
+            first,
             environment: environment.map(str::to_owned).collect(),
-            exec: event(&door.exec(request, &["/usr/bin/cuda-probe", "info"])),
-            bare: event(&door.exec(request, &["/bin/env", "-i", "/usr/bin/cuda-probe", "info"])),
-            health: health().expect("it was there"),
-            dev: words(&door.exec(
-                request,
-                &["/bin/sh", "-c", "cd /dev; for n in nvidia* dri/*; do [ -c $n ] && echo $n; done"],
-            )),
+            exec: info("exec"),
+            bare: info("bare"),
+            health,
+            dev: words(part("dev")),
             made: nodes.iter().filter_map(|(path, result)| Some((minor(path)?, result.clone()))).collect(),
             given: nodes.into_iter().filter(|(path, _)| minor(path).is_none()).collect(),
-            files: words(&files),
+            files: words(part("files")),
         }
     }
 }
-
-/// The driver's files that are not empty, wherever they are.
-const FILES: &str = "busybox find /usr /lib /lib64 /etc -type f -size +0c \
-    '(' -name '*nvidia*' -o -name 'libcuda*' -o -name 'libnv*' ')' 2>/dev/null | while read f; do echo ${f##*/}; done";
 
 /// Where the container makes a node for itself.
 const MADE: &str = "/tmp/gpu";
@@ -79,16 +77,27 @@ fn minor(path: &str) -> Option<u32> {
     path.strip_prefix(MADE)?.parse().ok()
 }
 
-/// Makes a node of every GPU, and opens those and the ones that are there.
-fn nodes(door: &dyn Door, request: &Request) -> BTreeMap<String, String> {
-    let all: Vec<String> = MINORS.map(|minor| minor.to_string()).collect();
-    let script = format!(
-        "for m in {}; do mknod {MADE}$m c 195 $m 2>/dev/null; done; exec cuda-probe noderights {MADE}* /dev/nvidia*",
-        all.join(" ")
-    );
-    let done = door.exec(request, &["/bin/sh", "-c", &script]);
-    let lines = done.json();
-    let nodes = lines.iter().filter(|line| line["event"] == "node");
+/// What is exec'd, in parts that begin with a line `== NAME`: processes with the environment that they come with
+/// and with none, the names in /dev, a node made of every GPU and each node opened, and the driver's files that
+/// are not empty, wherever they are.
+fn script() -> String {
+    let minors: Vec<String> = MINORS.map(|minor| minor.to_string()).collect();
+    format!(
+        "echo '== exec'; /usr/bin/cuda-probe info
+echo '== bare'; /bin/env -i /usr/bin/cuda-probe info
+echo '== dev'; cd /dev; for n in nvidia* dri/*; do [ -c $n ] && echo $n; done
+echo '== nodes'; for m in {}; do mknod {MADE}$m c 195 $m 2>/dev/null; done
+cuda-probe noderights {MADE}* /dev/nvidia*
+echo '== files'; busybox find /usr /lib /lib64 /etc -type f -size +0c '(' -name '*nvidia*' -o -name 'libcuda*' \
+-o -name 'libnv*' ')' 2>/dev/null | while read f; do echo ${{f##*/}}; done",
+        minors.join(" ")
+    )
+}
+
+/// How opening each node ended, by its path.
+fn nodes(text: &str) -> BTreeMap<String, String> {
+    let lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let nodes = lines.filter(|line| line["event"] == "node");
     let text = |value: &Value| value.as_str().expect("text").to_owned();
     let found: BTreeMap<_, _> = nodes.map(|line| (text(&line["path"]), text(&line["result"]))).collect();
     // Patterns that match nothing stand for themselves.
@@ -100,12 +109,23 @@ fn info(text: &str) -> Option<Value> {
     lines.find(|line| line["event"] == "info")
 }
 
-fn event(finished: &Finished) -> Value {
-    info(&finished.stdout).unwrap_or_else(|| panic!("no report: {finished:?}"))
+fn with_info(text: String) -> Option<(String, Value)> {
+    let info = info(&text)?;
+    Some((text, info))
 }
 
-fn words(finished: &Finished) -> Vec<String> {
-    let mut words: Vec<String> = finished.stdout.split_whitespace().map(str::to_owned).collect();
+/// What `ask` finds in ten seconds.
+fn waited<T>(ask: impl Fn() -> Option<T>) -> Option<T> {
+    let mut found = None;
+    eventually(|| {
+        found = ask();
+        found.is_some()
+    });
+    found
+}
+
+fn words(text: &str) -> Vec<String> {
+    let mut words: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
     words.sort();
     words
 }
@@ -130,23 +150,19 @@ pub fn traces(world: &World) -> Vec<String> {
         .output()
         .expect("find runs");
     found.extend(String::from_utf8_lossy(&files.stdout).lines().map(str::to_owned));
-    found.extend(processes(&dir));
+    found.extend(programs(&dir));
     found
 }
 
 /// Programs of ours, and probes in containers, but for the service.
-fn processes(dir: &str) -> Vec<String> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir("/proc").expect("/proc").flatten() {
-        let read = |name: &str| std::fs::read(entry.path().join(name)).unwrap_or_default();
-        let text = |name: &str| String::from_utf8_lossy(&read(name)).replace('\0', " ");
-        let (comm, command) = (text("comm"), text("cmdline"));
+fn programs(dir: &str) -> Vec<String> {
+    let left = |pid| {
+        let (comm, command) = (read(pid, "comm"), read(pid, "cmdline"));
         let ours = comm.starts_with("sublet") || comm.starts_with("cuda-probe");
-        let root = std::fs::read_link(entry.path().join("root")).unwrap_or_default();
-        let of_world = text("environ").contains(dir) || root.starts_with(dir);
-        if ours && of_world && !command.contains(" serve") && !command.is_empty() {
-            found.push(format!("process {}: {command}", entry.file_name().to_string_lossy()));
-        }
-    }
-    found
+        let root = std::fs::read_link(format!("/proc/{pid}/root")).unwrap_or_default();
+        let of_world = read(pid, "environ").contains(dir) || root.starts_with(dir);
+        let is_left = ours && of_world && !command.contains(" serve") && !command.is_empty();
+        is_left.then(|| format!("process {pid}: {command}"))
+    };
+    processes::all().filter_map(left).collect()
 }

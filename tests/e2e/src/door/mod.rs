@@ -1,16 +1,18 @@
 //! The ways in which a container gets its share, all to be used alike: tests/doors.rs puts one table of
 //! requests through each. A new door is a file here, a [`Column`] and a test of a few lines there.
 
+mod containerd;
 mod docker;
 mod look;
 mod plain;
 mod podman;
 mod rootless;
 
+pub use containerd::OfContainerd;
 pub use docker::{Asked, OfDocker};
 pub use look::{Report, traces};
 pub use plain::{How, Plain};
-pub use podman::OfPodman;
+pub use podman::{By, OfPodman};
 pub use rootless::OfRootless;
 
 use std::path::PathBuf;
@@ -18,7 +20,7 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 use crate::bundle::Finished;
-use crate::world::World;
+use crate::world::{Engine, World};
 
 /// What a container asks for.
 #[derive(Clone, Copy, Debug)]
@@ -65,6 +67,13 @@ impl Request {
         }
     }
 
+    /// The option for the CDI device of its share; nothing where it asks for nothing.
+    #[must_use]
+    pub fn device(&self) -> Vec<String> {
+        let asks = !self.keys.is_empty();
+        asks.then(|| format!("--device=sublet/share={}", self.share())).into_iter().collect()
+    }
+
     /// The share that stands for all of its keys.
     #[must_use]
     pub fn share(&self) -> &'static str {
@@ -104,6 +113,9 @@ pub struct Column {
     /// A container states its own keys. Where it cannot, it names a share of the configuration
     /// (docs/docker.md, "Without annotations").
     pub annotations: bool,
+    /// A share may be of several GPUs, and one that fits none is refused by us. Where not, its engine knows no
+    /// such CDI device (docs/cdi.md, "Limits").
+    pub any_share: bool,
     /// Whoever starts the container is shown why it is refused. Where not, `sublet status --last-error`
     /// tells (docs/prestart.md: crun keeps what hooks say to itself).
     pub says_why: bool,
@@ -115,8 +127,20 @@ pub const WHOLE: Column = Column {
     exec_environment: true,
     device_cgroup: true,
     annotations: true,
+    any_share: true,
     says_why: true,
 };
+
+/// What a CDI device can offer (docs/cdi.md).
+fn cdi_column(engine: Engine) -> Column {
+    Column {
+        exec_environment: false,
+        annotations: false,
+        any_share: false,
+        says_why: engine == Engine::Runc,
+        ..WHOLE
+    }
+}
 
 /// One way in which a container gets its share.
 pub trait Door {

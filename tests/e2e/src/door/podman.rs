@@ -1,47 +1,67 @@
-//! Podman as root, by the hook or by `--runtime`.
+//! Podman as root, by the hook, by `--runtime` or by a CDI device.
 
 use std::process::Command;
+use std::sync::LazyLock;
 
 use serde_json::Value;
 
-use super::{Column, Door, Request, WHOLE};
+use super::{Column, Door, Request, WHOLE, cdi_column};
 use crate::bundle::Finished;
-use crate::podman::{IMAGE, Podman};
+use crate::podman::{CdiOffer, IMAGE, Podman};
 use crate::world::World;
+
+/// How `podman run` comes by a share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum By {
+    /// The hook.
+    Hook,
+    /// `--runtime sublet`, without the hook.
+    Runtime,
+    /// `--device sublet/share=<share>`, without either.
+    Device,
+}
 
 /// A Podman with its own storage.
 pub struct OfPodman {
     podman: Podman,
-    by_hook: bool,
+    by: By,
+    /// The specification's place is given back last.
+    _offer: Option<CdiOffer>,
 }
 
 impl OfPodman {
-    /// By the hook, or without it by `--runtime sublet`.
+    /// A new Podman by this door.
     #[must_use]
-    pub fn up(world: World, by_hook: bool) -> Self {
-        let mut door = Self { podman: Podman::up(world), by_hook };
-        door.go_by(by_hook);
+    pub fn up(world: World, by: By) -> Self {
+        let podman = Podman::up(world);
+        let offer = (by == By::Device).then(|| podman.offer_cdi());
+        let mut door = Self { podman, by, _offer: offer };
+        door.go_by(by);
         door
     }
 
-    /// The same Podman by the other door.
-    pub fn go_by(&mut self, hook: bool) {
+    /// The same Podman by another door.
+    pub fn go_by(&mut self, by: By) {
         let file = self.podman.world.dir.path().join("hooks/sublet.json");
-        if hook {
+        if by == By::Hook {
             std::fs::write(file, self.podman.hook().to_string()).expect("the hook is written");
         } else if file.exists() {
             std::fs::remove_file(file).expect("the hook was there");
         }
-        self.by_hook = hook;
+        self.by = by;
     }
 }
 
-/// The request as Podman's options. Podman 4 cuts annotations at commas, but for quoted ones (docs/podman.md).
-pub(super) fn annotations(request: &Request) -> Vec<String> {
+/// Podman 4 cuts annotations at commas, but for quoted ones (docs/podman.md).
+static CUTS: LazyLock<bool> = LazyLock::new(|| {
     let version = Command::new("podman").arg("--version").output().expect("podman is installed");
-    let cuts = String::from_utf8_lossy(&version.stdout).starts_with("podman version 4.");
+    String::from_utf8_lossy(&version.stdout).starts_with("podman version 4.")
+});
+
+/// The request as Podman's options.
+pub(super) fn annotations(request: &Request) -> Vec<String> {
     let option = |(key, value): &(String, String)| {
-        let quote = if cuts && value.contains(',') { "\"" } else { "" };
+        let quote = if *CUTS && value.contains(',') { "\"" } else { "" };
         format!("--annotation={quote}{key}={value}{quote}")
     };
     request.annotations().iter().map(option).collect()
@@ -49,7 +69,11 @@ pub(super) fn annotations(request: &Request) -> Vec<String> {
 
 impl Door for OfPodman {
     fn column(&self) -> Column {
-        Column { exec_environment: !self.by_hook, ..WHOLE }
+        match self.by {
+            By::Hook => Column { exec_environment: false, ..WHOLE },
+            By::Runtime => WHOLE,
+            By::Device => cdi_column(self.world().engine),
+        }
     }
 
     fn world(&self) -> &World {
@@ -59,10 +83,10 @@ impl Door for OfPodman {
     fn start(&self, request: &Request, args: &[&str]) -> Result<(), String> {
         // Docker's default, and not Podman's: a container that may make nodes can open no more of them.
         let mut options = vec!["--cap-add=MKNOD".to_owned(), "--hostname=test".to_owned()];
-        options.extend(annotations(request));
+        options.extend(if self.by == By::Device { request.device() } else { annotations(request) });
         options.extend(request.more_options(&self.podman.world));
         let options: Vec<&str> = options.iter().map(String::as_str).collect();
-        let runtime: &[&str] = if self.by_hook { &[] } else { &["--runtime=sublet"] };
+        let runtime: &[&str] = if self.by == By::Runtime { &["--runtime=sublet"] } else { &[] };
         let run = ["run", "-d", "--name", request.name];
         let health = ["--health-cmd=cuda-probe info", "--health-interval=disable"];
         let finished = self.podman.cli(&[runtime, &run, &health[..], &options, &[IMAGE], args].concat());

@@ -69,7 +69,16 @@ impl Gets {
             other => other,
         }
     }
+
+    /// No single GPU of the host could serve it, whoever else is there.
+    pub fn fits_no_one(self) -> bool {
+        matches!(self, Self::Refused(NO_PLACE))
+            || matches!(self, Self::Share(share) if share.minors.len() > 1)
+    }
 }
+
+/// Of every GPU something is free, but not enough of any.
+const NO_PLACE: &str = "no place for";
 
 impl Cuda {
     /// What a process gets without any environment: all that the server holds by itself.
@@ -220,15 +229,18 @@ pub const ROWS: &[Row] = &[
             ..SLICE
         }),
     ),
-    row(
-        request("low", &[("gpu", "1"), ("priority", "low")]),
-        Gets::Share(Share {
-            minors: &[1],
-            server: Server::Shared(132),
-            environment: &["CUDA_MPS_CLIENT_PRIORITY=1"],
-            ..SLICE
-        }),
-    ),
+    Row {
+        late: Some(Gets::Refused("sublet.priority=low does not go with a hook")),
+        ..row(
+            request("low", &[("gpu", "1"), ("priority", "low")]),
+            Gets::Share(Share {
+                minors: &[1],
+                server: Server::Shared(132),
+                environment: &["CUDA_MPS_CLIENT_PRIORITY=1"],
+                ..SLICE
+            }),
+        )
+    },
     row(
         request("alone", &[("gpu", "4"), ("mode", "exclusive")]),
         Gets::Share(Share { minors: &[4], ..SLICE }),
@@ -252,7 +264,7 @@ pub const ROWS: &[Row] = &[
         }),
     ),
     annotated(request("nothing", &[]), Gets::Nothing),
-    row(request("too-large", &[("gpu", "0"), ("memory", "200GiB")]), Gets::Refused("no place for")),
+    row(request("too-large", &[("gpu", "0"), ("memory", "200GiB")]), Gets::Refused(NO_PLACE)),
     Row {
         beside: Some(request("large", &[("gpu", "0"), ("sm", "70")])),
         // Servers of their own take turns: none of them books SMs.

@@ -1,0 +1,40 @@
+//! The processes of this machine, by /proc.
+
+use std::path::Path;
+
+use nix::unistd::Pid;
+
+/// All of them, zombies too.
+pub(crate) fn all() -> impl Iterator<Item = Pid> {
+    let entries = std::fs::read_dir("/proc").expect("/proc").flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).map(Pid::from_raw)
+}
+
+/// A file of `pid` in /proc, blanks between the words of a command line; empty when it is gone.
+pub(crate) fn read(pid: Pid, name: &str) -> String {
+    let text = std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+    String::from_utf8_lossy(&text).replace('\0', " ")
+}
+
+/// Whether `pid` runs; a zombie does not.
+#[must_use]
+pub fn is_alive(pid: Pid) -> bool {
+    read(pid, "stat").rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+/// Every process in a cgroup whose path has `part` in it.
+#[must_use]
+pub(crate) fn in_cgroup(part: &str) -> Vec<Pid> {
+    all().filter(|pid| is_alive(*pid) && read(*pid, "cgroup").contains(part)).collect()
+}
+
+/// The containerd-shims of the containerd that listens at `address`, without those that it calls to delete
+/// what another one left.
+#[must_use]
+pub(crate) fn shims_of(address: &Path) -> Vec<Pid> {
+    let address = format!(" -address {} ", address.display());
+    let is_shim = |line: &str| {
+        line.starts_with("/usr/bin/containerd-shim") && line.contains(&address) && !line.ends_with(" delete ")
+    };
+    all().filter(|pid| is_shim(&read(*pid, "cmdline"))).collect()
+}
