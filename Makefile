@@ -70,9 +70,9 @@ check: lint unit
 	@echo "end-to-end tests with runc and crun. Skipped, because they need a GPU (make gpu-test): tests/gpu."
 
 test: needs unit test-build
-	@echo "== The simulated driver, and MPS daemons on it"
+	@echo "== The simulated driver, and MPS daemons and MIG layouts on it"
 	cargo test -p sublet-sim
-	cargo test -p sublet --test mps
+	cargo test -p sublet --test mps --test mig
 	@for engine in runc crun; do \
 	    echo "== End to end with $$engine"; \
 	    SUBLET_BIN_DIR=$(TEST_BIN) tests/e2e/enter $$engine cargo test -p sublet-e2e || exit 1; \
@@ -102,6 +102,8 @@ install: build
 	install -D -m 0644 hooks/containers.conf $(DESTDIR)$(PREFIX)/share/doc/sublet/containers.conf
 	install -D -m 0644 packaging/systemd/sublet.service $(DESTDIR)$(PREFIX)/lib/systemd/system/sublet.service
 	install -D -m 0644 packaging/systemd/sublet.socket $(DESTDIR)$(PREFIX)/lib/systemd/system/sublet.socket
+	install -D -m 0644 packaging/systemd/sublet-mig.service $(DESTDIR)$(PREFIX)/lib/systemd/system/sublet-mig.service
+	install -D -m 0644 config/mig.toml $(DESTDIR)$(PREFIX)/share/doc/sublet/mig.toml
 	install -D -m 0644 config/config.toml $(DESTDIR)$(PREFIX)/share/doc/sublet/config.toml
 	install -D -m 0644 config/containers.toml $(DESTDIR)$(PREFIX)/share/doc/sublet/containers.toml
 

@@ -21,6 +21,8 @@ pub mod grant;
 pub mod hook;
 pub mod inventory;
 pub mod ledger;
+#[cfg(feature = "cli")]
+pub mod mig;
 pub mod mps;
 pub mod own;
 pub mod place;

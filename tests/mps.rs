@@ -109,6 +109,7 @@ impl Host {
             mount_points: Vec::new(),
             library_dir: None,
             brokered: false,
+            parts: Vec::new(),
         };
         self.edit(|ledger| ledger.leases.push(lease.clone()));
         lease

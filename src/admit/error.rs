@@ -48,6 +48,8 @@ pub enum AdmitError {
     NoLease(LeaseId),
     #[error("lease {lease} cannot be bound to the container: {why}")]
     Unbound { lease: LeaseId, why: String },
+    #[error("the MIG layout changed while a place was looked for: start the container again")]
+    LayoutChanged,
     #[error("no random lease id: /dev/urandom: {0}")]
     Random(std::io::Error),
     #[error(transparent)]

@@ -22,6 +22,22 @@ pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
     }
 }
 
+/// [`fresh_inventory`] for who shows what there is: of MIG devices that another tool has destroyed and made again
+/// NVML alone can tell.
+///
+/// # Errors
+/// As [`fresh_inventory`].
+#[cfg(feature = "cli")]
+pub fn confirmed_inventory(config: &Config) -> Result<Inventory, AdmitError> {
+    let inventory = fresh_inventory(config)?;
+    let mig = inventory.gpus().any(|gpu| gpu.mig_enabled);
+    if !mig || inventory::is_watched(config) || rootless::applies(config) {
+        Ok(inventory)
+    } else {
+        refresh(config)
+    }
+}
+
 /// Runs `sublet refresh` by absolute path with a clean environment, and reads what it wrote.
 ///
 /// # Errors

@@ -42,6 +42,8 @@ use take::{Rootfs, Terms};
 
 pub use bind::{abandon, bind, clear_unbound, hand_over};
 pub use error::AdmitError;
+#[cfg(feature = "cli")]
+pub use fresh::confirmed_inventory;
 pub use fresh::{fresh_inventory, refresh};
 pub use late::{Late, end_of, late};
 #[cfg(feature = "cli")]
@@ -162,7 +164,7 @@ fn grant(taken: &take::Taken, request: &Request, config: &Config) -> Result<Gran
     );
     // A node that is missing would give a container that starts and finds no GPU.
     for granted in &grant.nodes {
-        inventory::check_node(&config.driver.root, &granted.node)?;
+        inventory::ensure_node(&config.driver.root, &granted.node)?;
     }
     Ok(grant)
 }

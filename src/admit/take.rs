@@ -10,7 +10,7 @@ use super::{AdmitError, Candidate, fresh_inventory, refresh, tidy};
 use crate::apply;
 use crate::config::{Config, Inject};
 use crate::grant::Image;
-use crate::inventory::{Device, Inventory};
+use crate::inventory::{Device, Inventory, is_watched};
 use crate::ledger::{Lease, LeaseId, LeaseState, Ledger, Store};
 use crate::place::{Placement, Refusal, named, place};
 use crate::process::epoch_seconds;
@@ -64,12 +64,15 @@ pub(super) fn allowed<'i>(
     let Some(names) = cap.and_then(|cap| cap.rule.devices.as_ref()) else {
         return Ok(Cow::Borrowed(inventory));
     };
-    let allowed: Vec<Device> =
-        names.iter().flat_map(|name| named(name, inventory, config)).cloned().collect();
+    let allowed: Vec<&Device> = names.iter().flat_map(|name| named(name, inventory, config)).collect();
     if allowed.is_empty() {
         return Err(AdmitError::NoDeviceAllowed);
     }
-    let devices = inventory.devices.iter().filter(|device| allowed.contains(device)).cloned().collect();
+    // Who may use a GPU may use its MIG devices.
+    let may = |device: &&Device| {
+        allowed.iter().any(|allowed| allowed.uuid == device.uuid || allowed.uuid == device.gpu())
+    };
+    let devices = inventory.devices.iter().filter(may).cloned().collect();
     Ok(Cow::Owned(Inventory { devices, ..inventory.clone() }))
 }
 
@@ -132,12 +135,20 @@ fn look(
         }
         Rootfs::Told(image) => image.clone(),
     };
+    // Destroyed instances' ids are given to new ones, and /proc looks the same then.
+    let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
     let allowed = allowed(terms.cap, &inventory, config)?;
     let id = LeaseId::random().map_err(AdmitError::Random)?;
     let (booked, freed) = store.update(|ledger| {
+        // Instances may have been destroyed and made again since, under the same ids.
+        if inventory.mig_changes != ledger.mig.count {
+            let changed = Look::Temporary(AdmitError::LayoutChanged);
+            return Err(if may_refresh { Look::RefreshFirst } else { changed });
+        }
         let placement =
             place(request, &id, &allowed, ledger, config).map_err(|refusal| refused(refusal, may_refresh))?;
-        if placement.refresh_first && may_refresh {
+        let unconfirmed = !placement.parts.is_empty() && !confirmed;
+        if unconfirmed || placement.refresh_first && may_refresh {
             return Err(Look::RefreshFirst);
         }
         terms.check(&placement, ledger)?;
@@ -188,5 +199,6 @@ pub fn lease_for(
         mount_points: image.created.clone(),
         library_dir: libraries.map(Path::to_owned),
         brokered: false,
+        parts: placement.parts.clone(),
     }
 }

@@ -75,7 +75,7 @@ fn wanted(share: &str, config: &Config, inventory: &Inventory) -> Result<Request
     }
     let request = request::parse(&BTreeMap::new(), Some(share), None, config);
     let request = request.map_err(|error| error.to_string())?;
-    if inventory.devices.is_empty() { Err("this host has no GPU".to_owned()) } else { Ok(request) }
+    if inventory.gpus().next().is_none() { Err("this host has no GPU".to_owned()) } else { Ok(request) }
 }
 
 fn of_share(
@@ -86,7 +86,7 @@ fn of_share(
     listing: &mut Listing,
 ) -> std::io::Result<()> {
     let mut here = Vec::new();
-    for device in &inventory.devices {
+    for device in inventory.gpus() {
         let name = format!("{share}.{}", device.index);
         match on_device(request, device, inventory, config)? {
             Ok(grant) => {
@@ -213,7 +213,7 @@ mod tests {
         assert_eq!(found, ["a.0", "a.1", "a.b.0", "a.b.1"]);
         assert!(why(&listing, "two.0").contains("several"), "{:?}", listing.without);
         assert!(why(&listing, "all.1").contains("several"));
-        assert!(why(&listing, "mig.0").contains("MIG is not in this version"));
+        assert!(why(&listing, "mig.0").contains("it is for MIG devices, and CDI devices are of whole GPUs"));
         assert!(why(&listing, "end-").contains("rename"));
         assert_eq!(why(&listing, "a.7"), "it would read as share a on GPU 7: rename one of them");
     }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::output;
 use super::protection::{does_not_protect, protects};
-use crate::admit::{Candidate, fresh_inventory, lease_for, preview, wish};
+use crate::admit::{Candidate, confirmed_inventory, lease_for, preview, wish};
 use crate::apply::{self, JsonFile};
 use crate::config::{self, Config};
 use crate::grant::{Grant, grant};
@@ -57,7 +57,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let share = mapped(arguments, &spec)?;
     let request = wish(&spec, share.as_deref(), config)?;
     print_request(&request);
-    let inventory = fresh_inventory(config)?;
+    let inventory = confirmed_inventory(config)?;
     let image = apply::inspect(&spec, &rootfs, &request, &inventory, config)?;
     let ledger = Store::open(&config.state_dir)?.read()?;
     let id = LeaseId::random()?;
@@ -163,6 +163,12 @@ fn print_request(request: &Request) {
     if let Some(profile) = &request.mig {
         rows.push(("mig", profile.clone()));
     }
+    if !request.mig_caps.is_empty() {
+        rows.push((
+            "mig-caps",
+            request.mig_caps.iter().map(|cap| cap.as_str()).collect::<Vec<_>>().join(", "),
+        ));
+    }
     println!("Request");
     for (name, value) in rows {
         println!("  {name:<10} {value}");
@@ -192,8 +198,9 @@ fn selector(selector: &Selector) -> String {
 fn print_placement(placement: &Placement, inventory: &Inventory) {
     println!("Placement");
     for uuid in &placement.devices {
-        let name = inventory.device(uuid).map_or("", |device| device.name.as_str());
-        println!("  {uuid} {name}, mode {}", placement.mode);
+        let device = inventory.device(uuid);
+        let (kind, label) = device.map_or(("", String::new()), |device| (device.kind(), device.label()));
+        println!("  {uuid} {kind} ({label}), mode {}", placement.mode);
     }
     if let Some(server) = &placement.server {
         println!("  served by MPS daemon {server}");

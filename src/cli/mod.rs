@@ -6,6 +6,8 @@ mod drain;
 mod explain;
 mod gc;
 mod lease;
+mod mig;
+mod mig_list;
 mod mps;
 mod output;
 mod own;
@@ -60,6 +62,9 @@ enum Command {
     /// Offer named shares as CDI devices: docker run --device sublet/share=small.0
     #[command(subcommand)]
     Cdi(cdi::Command),
+    /// List, plan and change what GPUs are cut into
+    #[command(subcommand)]
+    Mig(mig::Command),
     /// Take leases and hold MPS daemons for users without root, keep CDI devices current; systemd runs it
     Serve,
     /// Check or show the configuration
@@ -98,6 +103,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Undrain(arguments) => drain::run(&arguments, false, &config),
         Command::Mps(command) => mps::run(&command, &config),
         Command::Cdi(command) => cdi::run(&command, &config),
+        Command::Mig(command) => mig::run(&command, &config),
         Command::Serve => serve::run(&config),
         Command::Config(_) => unreachable!("handled above, before the configuration has to be valid"),
     }

@@ -46,12 +46,20 @@ pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
     if placement.server.is_some() {
         lines.push("a hostile program can unset CUDA_MPS_PIPE_DIRECTORY and run beside MPS, unless the compute mode is EXCLUSIVE_PROCESS");
     }
-    if placement.memory_bytes.is_none() && placement.mode != Mode::Exclusive {
+    if placement.mode == Mode::Mig && placement.memory_bytes.is_some() {
+        lines.push(
+            "other compute instances of the GPU instance have the same memory: nobody is held to a part",
+        );
+    }
+    if placement.memory_bytes.is_none() && !matches!(placement.mode, Mode::Exclusive | Mode::Mig) {
         lines.push("without sublet.memory each container can take all the memory that is free");
     }
     if placement.mode == Mode::TimeSlice && placement.server.is_none() {
         lines.push("turns are equal for each process: a container with more processes gets more time");
     }
-    lines.push("caches, memory bandwidth and PCIe are shared with whoever is on the same GPU");
+    lines.push(match placement.mode {
+        Mode::Mig => "PCIe, power and clocks are shared with whoever is on the same GPU",
+        _ => "caches, memory bandwidth and PCIe are shared with whoever is on the same GPU",
+    });
     lines
 }

@@ -13,6 +13,7 @@ use nix::libc;
 use crate::child::{self, ChildError};
 use crate::config::{Config, TimeSlice};
 use crate::inventory::{self, Inventory, InventoryError};
+use crate::ledger::Store;
 use crate::own::PATH;
 use crate::place;
 use crate::text::safe;
@@ -38,7 +39,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         eprintln!("sublet: warning: {warning}");
     }
     if !arguments.quiet {
-        let (devices, files) = (inventory.devices.len(), inventory.files.len());
+        let (devices, files) = (inventory.gpus().count(), inventory.files.len());
         println!("Driver {}: {devices} GPUs, {files} driver files.", inventory.driver.version);
     }
     Ok(ExitCode::SUCCESS)
@@ -47,7 +48,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
 /// Sets the slice length of every device whose `[[device]]` rule names one. NVML has no call for it, and
 /// the driver forgets it when it is reloaded, so each refresh sets it anew (nvidia-smi, "compute-policy").
 fn set_time_slices(inventory: &Inventory, config: &Config) -> Vec<String> {
-    let rules = inventory.devices.iter().filter_map(|device| {
+    let rules = inventory.gpus().filter_map(|device| {
         let slice = place::rule(device, config)?.time_slice?;
         set_time_slice(&device.uuid, slice, inventory)
             .err()
@@ -79,7 +80,16 @@ fn set_time_slice(uuid: &str, slice: TimeSlice, inventory: &Inventory) -> Result
 /// # Errors
 /// The driver cannot be asked (see `ProbeError`), or the state directory cannot be written.
 pub fn refresh(config: &Config) -> anyhow::Result<Inventory> {
-    refresh_asked(config, SystemTime::now(), |config| Ok(inventory::probe(config)?))
+    refresh_asked(config, SystemTime::now(), |config| {
+        // Counted before NVML is asked: a change that ends meanwhile makes the result out of date.
+        let mig_changes = mig_changes(config);
+        Ok(Inventory { mig_changes, ..inventory::probe(config)? })
+    })
+}
+
+/// A ledger that cannot be read counts nothing, and neither does the one it is rebuilt to.
+fn mig_changes(config: &Config) -> u64 {
+    Store::open(&config.state_dir).and_then(|store| store.read()).map_or(0, |ledger| ledger.mig.count)
 }
 
 fn refresh_asked(
@@ -153,6 +163,7 @@ mod tests {
             schema: SCHEMA.into(),
             fingerprint: inventory::fingerprint(config)?,
             probed_at,
+            mig_changes: 0,
             driver: Driver {
                 version: "580.159.04".into(),
                 cuda: (13, 0),
@@ -160,6 +171,7 @@ mod tests {
                 mps_control: None,
                 smi: None,
                 majors: Majors::default(),
+                mig_caps: [None, None],
             },
             devices: Vec::new(),
             files: Vec::new(),

@@ -6,9 +6,9 @@ use serde_json::{Value, json};
 
 use super::output::{self, Format};
 use super::own::Own;
-use crate::admit::{fresh_inventory, is_brokered};
+use crate::admit::{confirmed_inventory, is_brokered};
 use crate::config::Config;
-use crate::inventory::{Device, Inventory, MigDevice};
+use crate::inventory::{Device, Inventory, Part};
 use crate::ledger::{Lease, LeaseState, Ledger, Store};
 use crate::mps::{self, Listed};
 use crate::place::account;
@@ -34,7 +34,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         return last_error(arguments.format, config);
     }
     let ledger = super::settled_ledger(config)?;
-    let inventory = fresh_inventory(config)?;
+    let inventory = confirmed_inventory(config)?;
     let daemons = mps::list(&Store::open(&config.state_dir)?, config)?;
     let own = is_brokered(config).then(|| Own::ask(config));
     match arguments.format {
@@ -70,22 +70,19 @@ fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
 
 /// The schema `sublet.status/1`: keys may be added, never changed.
 fn document(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: &Config) -> Value {
-    let device = |device: &Device| device_json(device, ledger, config);
+    let device = |device: &Device| device_json(device, inventory, ledger, config);
     json!({
         "schema": "sublet.status/1",
         "driver": {"version": inventory.driver.version, "simulated": inventory.driver.simulated},
-        "devices": inventory.devices.iter().map(device).collect::<Vec<_>>(),
+        "devices": inventory.gpus().map(device).collect::<Vec<_>>(),
         "leases": leases_json(inventory, ledger),
         "mps": daemons,
     })
 }
 
-fn device_json(device: &Device, ledger: &Ledger, config: &Config) -> Value {
+fn device_json(device: &Device, inventory: &Inventory, ledger: &Ledger, config: &Config) -> Value {
     let account = account(device, ledger, config);
-    let mig = |mig: &MigDevice| {
-        let free = !ledger.leases.iter().any(|lease| lease.devices.contains(&mig.uuid));
-        json!({"uuid": mig.uuid, "profile": mig.profile, "gi": mig.gi, "ci": mig.ci, "free": free})
-    };
+    let mig = |(device, part): (&Device, &Part)| mig_json(device, part, ledger, config);
     json!({
         "uuid": device.uuid,
         "index": device.index,
@@ -95,13 +92,32 @@ fn device_json(device: &Device, ledger: &Ledger, config: &Config) -> Value {
         "memory_bytes": device.memory_bytes,
         "free": {"sm_percent": account.sm_free.as_f64(), "memory_bytes": account.memory_free},
         "mig_enabled": device.mig_enabled,
-        "mig": device.mig.iter().map(mig).collect::<Vec<_>>(),
+        "mig": inventory.parts(&device.uuid).map(mig).collect::<Vec<_>>(),
         "drained": ledger.drained.contains(&device.uuid),
     })
 }
 
+/// What is free is that of the instance; compute instances of one GPU instance have the same memory.
+fn mig_json(device: &Device, part: &Part, ledger: &Ledger, config: &Config) -> Value {
+    let account = account(device, ledger, config);
+    json!({
+        "uuid": device.uuid,
+        "profile": part.profile,
+        "gi": part.gi,
+        "ci": part.ci,
+        "free": account.leases == 0,
+        "number": device.number(),
+        "mode": mode(device, account.used_as),
+        "memory_bytes": device.memory_bytes,
+        "sm_percent_free": account.sm_free.as_f64(),
+        "memory_bytes_free": account.memory_free,
+        "drained": ledger.drained.iter().any(|drained| *drained == device.uuid || drained == device.gpu()),
+        "fault": part.fault,
+    })
+}
+
 fn mode(device: &Device, used_as: Option<Mode>) -> &'static str {
-    if device.mig_enabled { "mig" } else { used_as.map_or("idle", Mode::as_str) }
+    if device.mig_enabled && !device.is_mig() { "mig" } else { used_as.map_or("idle", Mode::as_str) }
 }
 
 /// One element per container and device, same id.
@@ -129,11 +145,7 @@ pub(super) fn leases_json(inventory: &Inventory, ledger: &Ledger) -> Value {
 
 /// A lease whose device is gone is lost, whatever else it is.
 fn state(lease: &Lease, device: &str, inventory: &Inventory) -> LeaseState {
-    let known = inventory
-        .devices
-        .iter()
-        .any(|have| have.uuid == device || have.mig.iter().any(|mig| mig.uuid == device));
-    if known { lease.state } else { LeaseState::Lost }
+    if inventory.device(device).is_some() { lease.state } else { LeaseState::Lost }
 }
 
 fn print_tables(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: &Config) {
@@ -150,12 +162,12 @@ fn device_table(inventory: &Inventory, ledger: &Ledger, config: &Config) -> Stri
     let row = |device: &Device| {
         let account = account(device, ledger, config);
         let mut mode = mode(device, account.used_as).to_owned();
-        if ledger.drained.contains(&device.uuid) {
+        if ledger.drained.iter().any(|drained| *drained == device.uuid || drained == device.gpu()) {
             mode.push_str(" (drained)");
         }
         vec![
-            device.index.to_string(),
-            device.name.clone(),
+            device.number(),
+            device.kind().to_owned(),
             device.uuid.clone(),
             mode,
             account.leases.to_string(),
@@ -215,7 +227,7 @@ pub(super) fn daemon_table(daemons: &[Listed], inventory: &Inventory) -> String 
 }
 
 fn device_label(uuid: &str, inventory: &Inventory) -> String {
-    inventory.device(uuid).map_or_else(|| uuid.to_owned(), |device| device.index.to_string())
+    inventory.device(uuid).map_or_else(|| uuid.to_owned(), Device::number)
 }
 
 /// The word that JSON has for it.

@@ -51,6 +51,7 @@ pub(super) fn check(config: &Config) -> Checked {
         policy(index, rule)?;
     }
     not_yet(config)?;
+    config.mig.layout.as_deref().map_or(Ok(()), |layout| absolute(&["mig", "layout"], layout))?;
     config.share.keys().try_for_each(|name| share(name, config))
 }
 
@@ -133,8 +134,7 @@ fn policy(index: usize, rule: &PolicyRule) -> Checked {
 }
 
 fn not_yet(config: &Config) -> Checked {
-    must(!config.mig.dynamic, &["mig", "dynamic"], "= true is not yet in this version")?;
-    must(config.mig.layout.is_none(), &["mig", "layout"], "is not yet in this version: leave it out")
+    must(!config.mig.dynamic, &["mig", "dynamic"], "= true is not yet in this version")
 }
 
 /// A share must make a request by itself. What `[limits] require` asks for may stand beside it.
@@ -145,6 +145,7 @@ fn share(name: &str, config: &Config) -> Checked {
     let lenient = Config {
         share: config.share.get(name).map(|keys| (name.to_owned(), keys.clone())).into_iter().collect(),
         defaults: config.defaults.clone(),
+        mig: config.mig.clone(),
         ..Config::default()
     };
     request::parse(&BTreeMap::new(), Some(name), None, &lenient).map(drop).map_err(|error| {

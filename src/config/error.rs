@@ -43,14 +43,14 @@ impl ConfigError {
 }
 
 /// Line and column of the byte at `offset`, both from 1 on.
-fn position(text: &str, offset: usize) -> (usize, usize) {
+pub(crate) fn position(text: &str, offset: usize) -> (usize, usize) {
     let before = text.get(..offset).unwrap_or(text);
     let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
     (before.matches('\n').count() + 1, before[line_start..].chars().count() + 1)
 }
 
 /// serde's words on one line, with the nearest spelling of what it does not know.
-fn explain(message: &str) -> String {
+pub(crate) fn explain(message: &str) -> String {
     let quoted: Vec<_> = message.split('`').skip(1).step_by(2).collect();
     let hint = match quoted.as_slice() {
         ["guard", ..] if message.starts_with("unknown field") => {

@@ -17,10 +17,12 @@ use serde::{Deserialize, Serialize};
 
 pub use containers::{ContainerRule, Containers, containers_path, load_containers};
 pub use error::ConfigError;
+#[cfg(feature = "cli")]
+pub(crate) use error::{explain, position};
 pub use load::{VARIABLE, honoured, load, load_runtime, sources};
 pub use policy::PolicyRule;
 
-use crate::request::{Capability, Isolation, Mode, Percent};
+use crate::request::{Capability, Isolation, MigCap, Mode, Percent};
 
 /// The whole configuration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -275,7 +277,8 @@ pub enum ExclusiveComputeMode {
 #[serde(default, deny_unknown_fields)]
 pub struct Grant {
     /// What `CUDA_VISIBLE_DEVICES` names whole GPUs by.
-    pub visible_devices: VisibleDevices,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub visible_devices: Option<VisibleDevices>,
     /// Frameworks' own variables: name → template with `${SUBLET_…}`; never over the user's value.
     pub env: BTreeMap<String, String>,
 }
@@ -284,7 +287,7 @@ impl Default for Grant {
     fn default() -> Self {
         let fraction = || "${SUBLET_MEMORY_FRACTION}".to_owned();
         Self {
-            visible_devices: VisibleDevices::Ordinal,
+            visible_devices: None,
             env: BTreeMap::from([
                 ("XLA_CLIENT_MEM_FRACTION".to_owned(), fraction()),
                 ("XLA_PYTHON_CLIENT_MEM_FRACTION".to_owned(), fraction()),
@@ -303,13 +306,15 @@ pub enum VisibleDevices {
     Uuid,
 }
 
-/// `[mig]`. Both keys are known and have to be left at their defaults in this version.
+/// `[mig]`. `dynamic` is known and has to be left at its default in this version.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mig {
     /// Make and destroy instances as requests come and go.
     pub dynamic: bool,
-    /// A layout file to apply.
+    /// What `sublet.mig-caps` may ask for.
+    pub allow_caps: Vec<MigCap>,
+    /// The layout file that `sublet mig apply` takes where none is named.
     pub layout: Option<PathBuf>,
 }
 

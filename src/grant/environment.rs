@@ -47,13 +47,17 @@ fn pair(name: &str, value: impl Into<String>) -> (String, String) {
 }
 
 /// Ordinals count what CUDA enumerates, and that is what has a node: always 0 to n − 1. MIG devices have
-/// no ordinal of their own (CUDA C++ Programming Guide, "CUDA Environment Variables").
+/// no ordinal of their own (CUDA C++ Programming Guide, "CUDA Environment Variables"); who wants one all the
+/// same says so.
 fn visible_devices(lease: &Lease, config: &Config) -> String {
     let mig = lease.devices.iter().any(|uuid| uuid.starts_with("MIG-"));
-    if mig || config.grant.visible_devices == VisibleDevices::Uuid {
-        return lease.devices.join(",");
+    let default = if mig { VisibleDevices::Uuid } else { VisibleDevices::Ordinal };
+    match config.grant.visible_devices.unwrap_or(default) {
+        VisibleDevices::Uuid => lease.devices.join(","),
+        VisibleDevices::Ordinal => {
+            (0..lease.devices.len()).map(|ordinal| ordinal.to_string()).collect::<Vec<_>>().join(",")
+        }
     }
-    (0..lease.devices.len()).map(|ordinal| ordinal.to_string()).collect::<Vec<_>>().join(",")
 }
 
 /// The share of one CUDA process: MPS holds its limits for each client process, not for the container.

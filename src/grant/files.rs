@@ -5,25 +5,23 @@ use std::path::{Path, PathBuf};
 use super::{GrantedNode, Mount};
 use crate::config::{Config, Inject};
 use crate::inventory::{Device, DriverFile, FileKind, Inventory, Node, under};
-use crate::request::{Capabilities, Capability};
+use crate::request::{Capabilities, Capability, MigCap};
 
 /// Minor of /dev/nvidiactl (nvidia-modprobe-utils.h, `NV_CTL_DEVICE_MINOR`).
 const CTL_MINOR: u32 = 255;
 /// Minor of /dev/nvidia-modeset (nvidia-modprobe-utils.h, `NV_MODESET_MINOR_DEVICE_NUM`).
 const MODESET_MINOR: u32 = 254;
 
-/// The GPUs behind `uuids`: themselves, or the parents of MIG devices.
-pub(super) fn gpus<'a>(uuids: &[String], inventory: &'a Inventory) -> Vec<&'a Device> {
-    let named = |device: &Device, uuid: &String| {
-        device.uuid == *uuid || device.mig.iter().any(|instance| instance.uuid == *uuid)
-    };
-    inventory.devices.iter().filter(|device| uuids.iter().any(|uuid| named(device, uuid))).collect()
+/// The devices with these UUIDs.
+pub(super) fn devices<'a>(uuids: &[String], inventory: &'a Inventory) -> Vec<&'a Device> {
+    inventory.devices.iter().filter(|device| uuids.contains(&device.uuid)).collect()
 }
 
 /// The nodes that `devices` need, control nodes first. A kernel module that is not loaded has none.
 pub(super) fn nodes(
     devices: &[&Device],
     capabilities: &Capabilities,
+    mig_caps: &[MigCap],
     inventory: &Inventory,
     config: &Config,
 ) -> Vec<GrantedNode> {
@@ -42,6 +40,14 @@ pub(super) fn nodes(
         nodes.extend(node("nvidia-modeset", majors.nvidia, MODESET_MINOR));
         nodes.extend(devices.iter().flat_map(|device| device.dri_nodes.clone()));
     }
+    nodes.extend(mig_caps.iter().filter_map(|cap| inventory.driver.mig_cap(*cap)).cloned());
+    // MIG devices of one GPU have its node in common.
+    let mut seen = Vec::new();
+    nodes.retain(|node| {
+        let new = !seen.contains(&node.path);
+        seen.push(node.path.clone());
+        new
+    });
     let granted = |node: Node| {
         let source = under(&config.driver.root, &node.path.to_string_lossy());
         GrantedNode { node, source }

@@ -101,14 +101,14 @@ pub fn grant(
     inventory: &Inventory,
     config: &Config,
 ) -> Grant {
-    let devices = files::gpus(&lease.devices, inventory);
+    let devices = files::devices(&lease.devices, inventory);
     let libraries = image.libraries().filter(|_| config.driver.inject == Inject::Builtin);
     let mut mounts = mps_mounts(lease, image, config);
     mounts.extend(libraries.into_iter().flat_map(|dir| driver_files(dir, capabilities, inventory, config)));
     Grant {
         lease: lease.id.to_string(),
         record: lease.to_annotation(),
-        nodes: files::nodes(&devices, capabilities, inventory, config),
+        nodes: files::nodes(&devices, capabilities, &placement.mig_caps, inventory, config),
         mounts,
         env: environment::environment(lease, libraries, inventory, config),
         masked_paths: masked_paths(&devices, inventory),
@@ -119,9 +119,9 @@ pub fn grant(
 /// Every node that a container with `uuid` can be given, whatever its capabilities.
 #[must_use]
 pub fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Vec<Node> {
-    let devices = files::gpus(&[uuid.to_owned()], inventory);
+    let devices = files::devices(&[uuid.to_owned()], inventory);
     let all = Capabilities(Capability::ALL.to_vec());
-    files::nodes(&devices, &all, inventory, config).into_iter().map(|granted| granted.node).collect()
+    files::nodes(&devices, &all, &[], inventory, config).into_iter().map(|granted| granted.node).collect()
 }
 
 /// The environment part alone, from what the ledger and the inventory say: for `exec`.
@@ -147,7 +147,7 @@ fn mps_mounts(lease: &Lease, image: &Image, config: &Config) -> Vec<Mount> {
 
 /// What /proc tells of GPUs that are not the container's.
 fn masked_paths(devices: &[&Device], inventory: &Inventory) -> Vec<PathBuf> {
-    let others = inventory.devices.iter().filter(|other| devices.iter().all(|own| own.uuid != other.uuid));
+    let others = inventory.gpus().filter(|other| devices.iter().all(|own| own.gpu() != other.uuid));
     others.map(|other| Path::new("/proc/driver/nvidia/gpus").join(&other.bus_id)).collect()
 }
 

@@ -1,10 +1,11 @@
 use super::*;
 use crate::config::VisibleDevices;
 use crate::inventory::{
-    ComputeMode, Driver, DriverFile, FileKind, Fingerprint, Majors, MigDevice, Virtualization,
+    ComputeMode, Driver, DriverFile, FileKind, Fingerprint, Majors, Node, Virtualization,
 };
 use crate::ledger::{Container, LeaseId, LeaseState};
 use crate::mps::ServerKey;
+use crate::place::fixture::part;
 use crate::process::Process;
 use crate::request::{Capability, Isolation, Mode, Percent, Priority};
 
@@ -29,7 +30,7 @@ fn device(index: u32, minor: u32, bus_id: &str) -> Device {
         dri_nodes: vec![node(format!("/dev/dri/renderD{}", 128 + index), 226, 128 + index)],
         nodes: vec![node(format!("/dev/nvidia{minor}"), 195, minor)],
         processes: Vec::new(),
-        mig: Vec::new(),
+        part: None,
     }
 }
 
@@ -46,7 +47,7 @@ fn library(soname: &str, also: &[&str], capability: Capability) -> DriverFile {
 /// Two GPUs whose minors are not their indexes, and a file of each sort.
 fn inventory() -> Inventory {
     Inventory {
-        schema: "sublet.inventory/1".to_owned(),
+        schema: "sublet.inventory/2".to_owned(),
         fingerprint: Fingerprint {
             boot_id: String::new(),
             driver_version: "580.159.04".to_owned(),
@@ -54,6 +55,7 @@ fn inventory() -> Inventory {
             mig: Vec::new(),
         },
         probed_at: 0,
+        mig_changes: 0,
         driver: Driver {
             version: "580.159.04".to_owned(),
             cuda: (13, 0),
@@ -61,6 +63,7 @@ fn inventory() -> Inventory {
             mps_control: None,
             smi: None,
             majors: Majors { nvidia: Some(195), uvm: Some(510), caps: Some(241) },
+            mig_caps: [None, None],
         },
         devices: vec![device(0, 3, "0000:3b:00.0"), device(1, 1, "0000:86:00.0")],
         files: vec![
@@ -104,6 +107,7 @@ fn lease() -> Lease {
         since: 0,
         library_dir: None,
         brokered: false,
+        parts: Vec::new(),
         mount_points: Vec::new(),
     }
 }
@@ -115,6 +119,7 @@ fn time_slice() -> Lease {
 fn placement(lease: &Lease) -> Placement {
     Placement {
         devices: lease.devices.clone(),
+        parts: Vec::new(),
         mode: lease.mode,
         isolation: lease.isolation,
         server: lease.server.clone(),
@@ -122,6 +127,7 @@ fn placement(lease: &Lease) -> Placement {
         memory_bytes: lease.memory_bytes,
         processes: lease.processes,
         priority: lease.priority,
+        mig_caps: Vec::new(),
         refresh_first: false,
         warnings: vec!["from the placement".to_owned()],
     }
@@ -210,7 +216,7 @@ fn devices_by_ordinal_by_uuid_and_of_mig() {
     let two = Lease { devices: vec!["GPU-0".to_owned(), "GPU-1".to_owned()], ..time_slice() };
     assert_eq!(set(&two, &Config::default())[0], "CUDA_VISIBLE_DEVICES=0,1");
     let mut config = Config::default();
-    config.grant.visible_devices = VisibleDevices::Uuid;
+    config.grant.visible_devices = Some(VisibleDevices::Uuid);
     assert_eq!(set(&two, &config)[0], "CUDA_VISIBLE_DEVICES=GPU-0,GPU-1");
     let mig = Lease { devices: vec!["MIG-7".to_owned()], ..time_slice() };
     assert_eq!(set(&mig, &Config::default())[0], "CUDA_VISIBLE_DEVICES=MIG-7");
@@ -291,26 +297,29 @@ fn graphics_brings_modeset_and_the_gpus_own_dri_nodes() {
 }
 
 #[test]
-fn a_mig_device_brings_its_parents_node() {
+fn mig_devices_bring_their_own_caps_and_their_gpus_node_once() {
     let mut inventory = inventory();
-    inventory.devices[1].mig.push(MigDevice {
-        uuid: "MIG-7".to_owned(),
-        profile: "1g.18gb".to_owned(),
-        gi: 7,
-        ci: 0,
-        memory_bytes: MIB,
-    });
-    let lease = Lease { devices: vec!["MIG-7".to_owned()], ..time_slice() };
-    let grant = grant(
-        &placement(&lease),
-        &lease,
-        &Capabilities::default(),
-        &debian(),
-        &inventory,
-        &Config::default(),
+    let gpu = inventory.devices[1].clone();
+    for (n, caps) in [(7, [66, 67]), (8, [75, 76])] {
+        let mut device = part(&gpu, n, "1g.18gb");
+        let cap =
+            |minor| Node { path: format!("/dev/nvidia-caps/nvidia-cap{minor}").into(), major: 241, minor };
+        device.nodes.extend(caps.map(cap));
+        inventory.devices.push(device);
+    }
+    let granted = |devices: [&str; 2]| {
+        let lease = Lease { devices: devices.map(str::to_owned).to_vec(), ..time_slice() };
+        let (placement, image) = (placement(&lease), debian());
+        grant(&placement, &lease, &Capabilities::default(), &image, &inventory, &Config::default())
+    };
+    let both = granted(["MIG-7", "MIG-8"]);
+    let minors: Vec<(u32, u32)> = both.nodes.iter().map(|node| (node.node.major, node.node.minor)).collect();
+    assert_eq!(
+        minors,
+        [(195, 255), (510, 0), (510, 1), (195, 1), (241, 66), (241, 67), (241, 75), (241, 76)]
     );
-    assert_eq!(grant.nodes.last().unwrap().node.path, PathBuf::from("/dev/nvidia1"));
-    assert_eq!(grant.masked_paths, [PathBuf::from("/proc/driver/nvidia/gpus/0000:3b:00.0")]);
+    assert_eq!(both.masked_paths, [PathBuf::from("/proc/driver/nvidia/gpus/0000:3b:00.0")]);
+    assert_eq!(both.env.set[0].1, "MIG-7,MIG-8");
 }
 
 #[test]

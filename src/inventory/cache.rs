@@ -13,7 +13,7 @@ use crate::replace::replace;
 use crate::text::safe;
 
 /// `Inventory::schema` of this build.
-pub const SCHEMA: &str = "sublet.inventory/1";
+pub const SCHEMA: &str = "sublet.inventory/2";
 
 /// Far more than 16 GPUs full of processes need.
 const LARGEST: u64 = 8 << 20;

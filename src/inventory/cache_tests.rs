@@ -25,6 +25,7 @@ fn inventory(config: &Config) -> Inventory {
         schema: SCHEMA.into(),
         fingerprint: fingerprint(config).unwrap(),
         probed_at: 1_795_251_600,
+        mig_changes: 0,
         driver: Driver {
             version: "580.159.04".into(),
             cuda: (13, 0),
@@ -32,6 +33,7 @@ fn inventory(config: &Config) -> Inventory {
             mps_control: None,
             smi: None,
             majors: Majors { nvidia: Some(195), uvm: Some(510), caps: Some(241) },
+            mig_caps: [None, None],
         },
         devices: Vec::new(),
         files: vec![DriverFile {
@@ -152,9 +154,9 @@ fn garbage_is_corrupt_and_healed_by_storing() {
 #[test]
 fn another_schema_is_corrupt() {
     let (_root, config) = stored();
-    rewrite(&config, |inventory| inventory.schema = "sublet.inventory/2\n".into());
+    rewrite(&config, |inventory| inventory.schema = "sublet.inventory/3\n".into());
     let error = load(&config).unwrap_err().to_string();
-    assert!(error.contains("schema sublet.inventory/2\\n, not sublet.inventory/1"), "{error}");
+    assert!(error.contains("schema sublet.inventory/3\\n, not sublet.inventory/2"), "{error}");
 }
 
 #[test]

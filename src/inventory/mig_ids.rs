@@ -11,7 +11,7 @@ use nvml_wrapper_sys::bindings::{nvmlDevice_t, nvmlReturn_t};
 type GetId = unsafe extern "C" fn(nvmlDevice_t, *mut c_uint) -> nvmlReturn_t;
 
 /// (GPU instance id, compute instance id) of a MIG device.
-pub(super) fn instance_ids(mig: &Device<'_>) -> Result<(u32, u32), NvmlError> {
+pub(crate) fn instance_ids(mig: &Device<'_>) -> Result<(u32, u32), NvmlError> {
     let library = mig.nvml().lib();
     let gpu = nvml_sym(library.nvmlDeviceGetGpuInstanceId.as_ref())?;
     let compute = nvml_sym(library.nvmlDeviceGetComputeInstanceId.as_ref())?;

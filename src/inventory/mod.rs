@@ -2,6 +2,7 @@
 //! and the hook read it and check in a few file reads that it is still true.
 
 mod cache;
+mod caps;
 #[cfg(feature = "cli")]
 mod files;
 #[cfg(test)]
@@ -14,11 +15,13 @@ mod mig_ids;
 mod nodes;
 #[cfg(feature = "cli")]
 mod nvml;
+mod part;
 #[cfg(feature = "cli")]
 mod probe;
 #[cfg(feature = "cli")]
 mod processes;
 mod seen;
+mod watched;
 
 use std::path::{Path, PathBuf};
 
@@ -27,24 +30,39 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "cli")]
 pub(crate) use cache::path as cache_path;
 pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
-pub use nodes::{NodeError, check_node};
+#[cfg(feature = "cli")]
+pub(crate) use mig_ids::instance_ids;
+pub use nodes::{NodeError, check_node, ensure_node};
+#[cfg(feature = "cli")]
+pub(crate) use nvml::{init as open, listed, mig_handles, unless_unsupported};
+pub use part::Part;
+#[cfg(feature = "cli")]
+pub(crate) use probe::connect;
+#[cfg(feature = "cli")]
+pub(crate) use probe::mig_devices;
 #[cfg(feature = "cli")]
 pub use probe::{ProbeError, probe};
+pub use watched::is_watched;
+#[cfg(feature = "cli")]
+pub(crate) use watched::{unwatch, watch};
 
 use crate::request::{Capability, Percent};
 
 /// `inventory.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Inventory {
-    /// `sublet.inventory/1`.
+    /// `sublet.inventory/2`.
     pub schema: String,
     /// What has to be unchanged for all else to be believed.
     pub fingerprint: Fingerprint,
     /// When NVML was asked, in seconds since the epoch.
     pub probed_at: u64,
+    /// Changes of MIG layouts that had ended before (`MigChanges::count` of the ledger).
+    #[serde(default)]
+    pub mig_changes: u64,
     /// The driver.
     pub driver: Driver,
-    /// Every GPU, by NVML index.
+    /// Every GPU, by NVML index, each followed by its MIG devices.
     pub devices: Vec<Device>,
     /// The driver's files, each with the soname it is mounted by.
     pub files: Vec<DriverFile>,
@@ -78,6 +96,8 @@ pub struct Driver {
     pub smi: Option<PathBuf>,
     /// Majors from /proc/devices.
     pub majors: Majors,
+    /// The nodes by which all MIG instances are watched, and changed: `monitor`, `config`.
+    pub mig_caps: [Option<Node>; 2],
 }
 
 /// Character device majors; `None` where the module is not loaded.
@@ -91,18 +111,18 @@ pub struct Majors {
     pub caps: Option<u32>,
 }
 
-/// One GPU.
+/// One GPU, or one MIG device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
-    /// `GPU-…`.
+    /// `GPU-…` or `MIG-…`.
     pub uuid: String,
-    /// NVML's index.
+    /// NVML's index of the GPU.
     pub index: u32,
     /// The number in `/dev/nvidia<minor>`.
     pub minor: u32,
     /// As /proc/driver/nvidia/gpus spells it: `0000:3b:00.0`, lower case.
     pub bus_id: String,
-    /// As `NVIDIA H200`.
+    /// As `NVIDIA H200`, the GPU's for a MIG device too.
     pub name: String,
     /// As (9, 0).
     pub compute_capability: (u32, u32),
@@ -112,7 +132,7 @@ pub struct Device {
     pub memory_bytes: u64,
     /// Memory nobody had at the last refresh, in bytes.
     pub memory_free_bytes: u64,
-    /// Whether MIG mode is on.
+    /// Whether MIG mode is on: then it is used through its MIG devices alone.
     pub mig_enabled: bool,
     /// Compute mode as found.
     pub compute_mode: ComputeMode,
@@ -122,27 +142,13 @@ pub struct Device {
     pub virtualization: Virtualization,
     /// Its own nodes under /dev/dri, for `graphics`.
     pub dri_nodes: Vec<Node>,
-    /// Its nodes: `nvidia<minor>`.
+    /// Its nodes: `nvidia<minor>`, and the two capabilities of a MIG device.
     pub nodes: Vec<Node>,
     /// Who had contexts at the last refresh, MPS servers and clients too.
     pub processes: Vec<GpuProcess>,
-    /// Its MIG devices.
-    pub mig: Vec<MigDevice>,
-}
-
-/// One MIG device (a compute instance).
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MigDevice {
-    /// `MIG-…`.
-    pub uuid: String,
-    /// As `1g.18gb`.
-    pub profile: String,
-    /// GPU instance id.
-    pub gi: u32,
-    /// Compute instance id.
-    pub ci: u32,
-    /// Memory in bytes.
-    pub memory_bytes: u64,
+    /// What makes it a MIG device; `None`: a whole GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part: Option<Part>,
 }
 
 /// A character device node of the host.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::stat::{major, minor};
 
-use super::{Node, under};
+use super::{Node, caps, under};
 
 /// Why a node cannot be given to a container.
 #[derive(Debug, thiserror::Error)]
@@ -17,6 +17,19 @@ pub enum NodeError {
     Missing {
         /// Driver root included.
         path: PathBuf,
+    },
+    /// A MIG capability's, and we cannot make it either.
+    #[error(
+        "device node {} is missing and cannot be made here ({source}); run `nvidia-modprobe -f {file}` as root",
+        .path.display()
+    )]
+    Unmade {
+        /// Driver root included.
+        path: PathBuf,
+        /// The capability's file.
+        file: String,
+        /// Why.
+        source: io::Error,
     },
     /// Something else is there.
     #[error(
@@ -64,6 +77,21 @@ pub fn check_node(root: &Path, node: &Node) -> Result<(), NodeError> {
         "no character device".to_owned()
     };
     Err(NodeError::Other { path, found, major: node.major, minor: node.minor })
+}
+
+/// [`check_node`], where a MIG capability's node is made if nobody has made it yet: nvidia-modprobe makes them
+/// when something asks it to, and engines do not.
+///
+/// # Errors
+/// As [`check_node`], or it cannot be made.
+pub fn ensure_node(root: &Path, node: &Node) -> Result<(), NodeError> {
+    match check_node(root, node) {
+        Err(NodeError::Missing { path }) if caps::is_cap(node) => {
+            caps::make(root, node).map_err(|(file, source)| NodeError::Unmade { path, file, source })?;
+            check_node(root, node)
+        }
+        checked => checked,
+    }
 }
 
 /// What makes the node. `nvidia-modprobe` is setuid and part of every driver package (its manual page).

@@ -1,6 +1,6 @@
 //! What NVML says of each GPU.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use nvml_wrapper::bitmasks::InitFlags;
@@ -11,10 +11,10 @@ use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
 use super::mig_ids::instance_ids;
-use super::{ComputeMode, Device, GpuProcess, MigDevice, Node, Virtualization, majors, processes};
+use super::{ComputeMode, Device, GpuProcess, Node, Part, Virtualization, caps, majors, processes};
 
 /// Loads and initializes the library, with whatever GPUs answer.
-pub(super) fn init(library: &Path) -> Result<Nvml, NvmlError> {
+pub(crate) fn init(library: &Path) -> Result<Nvml, NvmlError> {
     Nvml::builder().lib_path(library.as_os_str()).flags(InitFlags::empty()).init()
 }
 
@@ -53,7 +53,7 @@ pub(super) fn describe(
     let compute_capability =
         (u32::try_from(capability.major).unwrap_or(0), u32::try_from(capability.minor).unwrap_or(0));
     let memory = device.memory_info()?;
-    let mig_enabled = unless_unsupported(device.mig_mode())?.is_some_and(|mode| mode.current == 1);
+    let mig_enabled = is_mig_enabled(device)?;
     Ok(Device {
         uuid: device.uuid()?,
         index,
@@ -73,14 +73,15 @@ pub(super) fn describe(
             .map_or(Virtualization::None, Virtualization::from_nvml),
         dri_nodes: majors::dri(root, &bus_id),
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
-        processes: running(device)?,
-        mig: if mig_enabled { mig_devices(device)? } else { Vec::new() },
+        // Those of a GPU in MIG mode are its MIG devices'.
+        processes: if mig_enabled { Vec::new() } else { running(device)? },
+        part: None,
         bus_id,
     })
 }
 
 /// `None` where this device or this driver has no such thing to say.
-fn unless_unsupported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+pub(crate) fn unless_unsupported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match answer {
         Ok(value) => Ok(Some(value)),
         Err(
@@ -160,7 +161,9 @@ fn running(device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
 }
 
 /// A list that grew between being counted and being read is asked for again.
-fn listed(ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>) -> Result<Vec<ProcessInfo>, NvmlError> {
+pub(crate) fn listed(
+    ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>,
+) -> Result<Vec<ProcessInfo>, NvmlError> {
     let answer = std::iter::repeat_with(ask)
         .take(6)
         .find(|answer| !matches!(answer, Err(NvmlError::InsufficientSize(_))))
@@ -184,25 +187,116 @@ fn joined(listed: impl Iterator<Item = (u32, u64)>) -> BTreeMap<u32, u64> {
     })
 }
 
-/// The compute instances of a GPU in MIG mode. Their indexes have gaps.
-fn mig_devices(device: &NvmlDevice<'_>) -> Result<Vec<MigDevice>, NvmlError> {
+/// The MIG devices of a GPU; none where MIG mode is off or unknown. Their indexes have gaps.
+pub(crate) fn mig_handles<'n>(device: &NvmlDevice<'n>) -> Result<Vec<NvmlDevice<'n>>, NvmlError> {
     let mut found = Vec::new();
-    for index in 0..device.mig_device_count()? {
-        let mig = match device.mig_device_by_index(index) {
-            Ok(mig) => mig,
-            Err(NvmlError::NotFound | NvmlError::InvalidArg) => continue,
+    for index in 0..unless_unsupported(device.mig_device_count())?.unwrap_or(0) {
+        match device.mig_device_by_index(index) {
+            Ok(mig) => found.push(mig),
+            Err(NvmlError::NotFound | NvmlError::InvalidArg) => {}
             Err(error) => return Err(error),
-        };
-        let (gi, ci) = instance_ids(&mig)?;
-        found.push(MigDevice {
-            uuid: mig.uuid()?,
-            profile: profile(&mig.name()?).to_owned(),
-            gi,
-            ci,
-            memory_bytes: mig.memory_info()?.total,
-        });
+        }
     }
     Ok(found)
+}
+
+/// (UUID, GPU, GPU instance, compute instance) of every MIG device of GPUs in MIG mode.
+pub(super) fn mig_ids(nvml: &Nvml) -> Result<BTreeSet<(String, String, u32, u32)>, NvmlError> {
+    let mut found = BTreeSet::new();
+    for index in 0..nvml.device_count()? {
+        let device = match nvml.device_by_index(index) {
+            Err(NvmlError::GpuLost) => continue,
+            device => device?,
+        };
+        if !is_mig_enabled(&device)? {
+            continue;
+        }
+        let gpu = device.uuid()?;
+        for mig in mig_handles(&device)? {
+            let (gi, ci) = instance_ids(&mig)?;
+            found.insert((mig.uuid()?, gpu.clone(), gi, ci));
+        }
+    }
+    Ok(found)
+}
+
+fn is_mig_enabled(device: &NvmlDevice<'_>) -> Result<bool, NvmlError> {
+    Ok(unless_unsupported(device.mig_mode())?.is_some_and(|mode| mode.current == 1))
+}
+
+/// The MIG devices of `gpu`, each a device of its own. `caps_major` is that of the capabilities' nodes.
+pub(super) fn parts(
+    device: &NvmlDevice<'_>,
+    gpu: &Device,
+    root: &Path,
+    caps_major: Option<u32>,
+) -> Result<Vec<Device>, NvmlError> {
+    if !gpu.mig_enabled {
+        return Ok(Vec::new());
+    }
+    let found = mig_handles(device)?;
+    let mut parts =
+        found.iter().map(|mig| part(device, mig, gpu, root, caps_major)).collect::<Result<Vec<_>, _>>()?;
+    let known = parts.clone();
+    for device in &mut parts {
+        let Some(part) = &mut device.part else { continue };
+        let sibling = |other: &&Device| {
+            other.uuid != device.uuid && other.part.as_ref().is_some_and(|other| other.gi == part.gi)
+        };
+        let siblings: Vec<&Device> = known.iter().filter(sibling).collect();
+        let processes = siblings.iter().flat_map(|sibling| sibling.processes.clone()).collect();
+        part.siblings = siblings.iter().map(|sibling| sibling.uuid.clone()).collect();
+        part.sibling_processes = processes;
+    }
+    Ok(parts)
+}
+
+fn part(
+    device: &NvmlDevice<'_>,
+    mig: &NvmlDevice<'_>,
+    gpu: &Device,
+    root: &Path,
+    caps_major: Option<u32>,
+) -> Result<Device, NvmlError> {
+    let ((gi, ci), attributes, memory) = (instance_ids(mig)?, mig.attributes()?, mig.memory_info()?);
+    let mut nodes = gpu.nodes.clone();
+    let fault = match caps::nodes(root, caps_major, gpu.minor, gi, ci) {
+        Ok(caps) => {
+            nodes.extend(caps);
+            None
+        }
+        Err(why) => Some(why),
+    };
+    let part = Part {
+        gpu: gpu.uuid.clone(),
+        // nvml.h: what nvmlDeviceGetMigDeviceHandleByIndex takes.
+        index: mig.index()?,
+        profile: profile(&mig.name()?).to_ascii_lowercase(),
+        gi,
+        ci,
+        // For root alone, nvml.h says.
+        placement: crate::mig::placement(device, gi).ok().map(|span| (span.start, span.size)),
+        slices: (attributes.compute_instance_slice_count, attributes.gpu_instance_slice_count),
+        gpu_sm_count: gpu.sm_count,
+        gpu_memory_bytes: gpu.memory_bytes,
+        siblings: Vec::new(),
+        sibling_processes: Vec::new(),
+        fault,
+    };
+    Ok(Device {
+        uuid: mig.uuid()?,
+        sm_count: Some(attributes.multiprocessor_count),
+        memory_bytes: memory.total,
+        memory_free_bytes: memory.free,
+        // There is none in MIG mode: nvml.h, nvmlDeviceSetComputeMode.
+        compute_mode: ComputeMode::Default,
+        display_active: false,
+        dri_nodes: Vec::new(),
+        nodes,
+        processes: running(mig)?,
+        part: Some(part),
+        ..gpu.clone()
+    })
 }
 
 /// `1g.5gb` of `NVIDIA A100-SXM4-40GB MIG 1g.5gb`.

@@ -14,7 +14,7 @@ use super::files::{Found, Machine};
 use super::kernel::KernelModule;
 use super::nodes::{NodeError, check_node};
 use super::seen::{self, Seen};
-use super::{Device, Driver, Inventory, InventoryError, Majors, Node, files, kernel, nvml, under};
+use super::{Device, Driver, Inventory, InventoryError, Majors, Node, caps, files, kernel, nvml, under};
 use crate::config::{Config, Inject};
 use crate::text::safe;
 
@@ -144,6 +144,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
         schema: SCHEMA.to_owned(),
         fingerprint: seen.fingerprint,
         probed_at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        mig_changes: 0,
         driver: Driver {
             version: module.version.clone(),
             cuda,
@@ -151,10 +152,36 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
             mps_control: files::program(root, "nvidia-cuda-mps-control"),
             smi: files::program(root, "nvidia-smi"),
             majors: majors.all,
+            mig_caps: caps::privileged(root, majors.all.caps),
         },
         devices,
         files: found.files,
     })
+}
+
+/// (UUID, GPU, GPU instance, compute instance) of every MIG device, by NVML alone.
+///
+/// # Errors
+/// As [`probe`], as far as NVML goes.
+pub(crate) fn mig_devices(config: &Config) -> Result<BTreeSet<(String, String, u32, u32)>, ProbeError> {
+    let (nvml, library) = connect(config)?;
+    nvml::mig_ids(&nvml).map_err(|error| ProbeError::Nvml {
+        library,
+        what: "list the MIG devices".to_owned(),
+        why: safe(&error.to_string()),
+    })
+}
+
+/// NVML of this host, and the library it is in.
+///
+/// # Errors
+/// As [`probe`], as far as NVML goes.
+pub(crate) fn connect(config: &Config) -> Result<(Nvml, PathBuf), ProbeError> {
+    let root = &config.driver.root;
+    let module = module(root)?;
+    let found = files::find(root, &module.version, Machine::HOST);
+    let asked = Asked { library: nvml_library(config, &module, &found)?, module: &module, root };
+    Ok((asked.init()?, asked.library))
 }
 
 fn refuse_platforms(root: &Path) -> Result<(), ProbeError> {
@@ -309,10 +336,10 @@ impl Asked<'_> {
         let count = nvml.device_count().map_err(|error| self.failed("count the GPUs", &error))?;
         let mut devices = Vec::new();
         for index in 0..count {
-            if let Some(device) = self.device(nvml, index, seen, majors.nvidia)? {
-                device.nodes.iter().try_for_each(|node| check_node(self.root, node))?;
-                devices.push(device);
-            }
+            let Some((gpu, parts)) = self.device(nvml, index, seen, majors)? else { continue };
+            gpu.nodes.iter().try_for_each(|node| check_node(self.root, node))?;
+            devices.push(gpu);
+            devices.extend(parts);
         }
         if devices.is_empty() {
             let lost = if seen.lost.is_empty() {
@@ -325,13 +352,21 @@ impl Asked<'_> {
         Ok(devices)
     }
 
-    /// GPU `index`, or `None` where it is lost.
-    fn device(&self, nvml: &Nvml, index: u32, seen: &Seen, major: u32) -> Result<Option<Device>, ProbeError> {
+    /// GPU `index` and its MIG devices, or `None` where it is lost.
+    fn device(
+        &self,
+        nvml: &Nvml,
+        index: u32,
+        seen: &Seen,
+        majors: KnownMajors,
+    ) -> Result<Option<(Device, Vec<Device>)>, ProbeError> {
         let asked = nvml.device_by_index(index).and_then(|device| {
             if seen.lost.contains(&nvml::bus_id(&device)?) {
                 return Ok(None);
             }
-            nvml::describe(&device, index, self.root, major).map(Some)
+            let gpu = nvml::describe(&device, index, self.root, majors.nvidia)?;
+            let parts = nvml::parts(&device, &gpu, self.root, majors.all.caps)?;
+            Ok(Some((gpu, parts)))
         });
         match asked {
             Err(NvmlError::GpuLost) => {

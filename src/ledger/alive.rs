@@ -45,6 +45,7 @@ pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
         kept.push(lease);
     }
     ledger.leases = kept;
+    ledger.mig.end_of_the_dead();
     for lease in &freed {
         ledger.leave(lease);
     }

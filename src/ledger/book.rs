@@ -34,6 +34,7 @@ impl Ledger {
             drained: Vec::new(),
             unexplained: Vec::new(),
             leftovers: Vec::new(),
+            mig: super::MigChanges::default(),
         }
     }
 
@@ -222,6 +223,7 @@ pub(crate) mod fixture {
             mount_points: Vec::new(),
             library_dir: None,
             brokered: false,
+            parts: Vec::new(),
         }
     }
 }

@@ -4,6 +4,7 @@ mod alive;
 mod bind;
 mod book;
 mod ended;
+mod mig;
 mod rebuild;
 mod record;
 mod store;
@@ -18,6 +19,7 @@ pub use bind::{Binding, NotBound};
 pub use book::Doubled;
 #[cfg(test)]
 pub(crate) use book::fixture;
+pub use mig::{MigBusy, MigChange, MigChanges};
 pub use store::{Freed, LedgerError, Store};
 
 use crate::inventory::ComputeMode;
@@ -57,6 +59,9 @@ pub struct Ledger {
     /// What ended containers left in their directories, until it is cleared away: a crash must not lose it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub leftovers: Vec<Leftover>,
+    /// Changes of MIG layouts.
+    #[serde(default, skip_serializing_if = "MigChanges::are_none")]
+    pub mig: MigChanges,
 }
 
 /// Files of ours in places that outlive the container.
@@ -79,6 +84,9 @@ pub struct Lease {
     pub container: Container,
     /// Device UUIDs, taken and freed together.
     pub devices: Vec<String>,
+    /// Of MIG devices: what they were, which other instances may be once these are gone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub parts: Vec<LeasedPart>,
     /// How the devices are shared.
     pub mode: Mode,
     /// Which MPS server, where mode or memory needs one.
@@ -115,6 +123,21 @@ pub struct Lease {
     /// Taken by way of `sublet serve`: paths in it are a user's word, which root neither reads nor cleans.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub brokered: bool,
+}
+
+/// A MIG device as it was when it was leased: its ids are given to other instances after it, its UUID never.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeasedPart {
+    /// `MIG-…`.
+    pub uuid: String,
+    /// `GPU-…` of the GPU.
+    pub gpu: String,
+    /// GPU instance id.
+    pub gi: u32,
+    /// Compute instance id.
+    pub ci: u32,
+    /// First memory slice of the GPU instance, and how many; `None` where NVML did not tell.
+    pub placement: Option<(u32, u32)>,
 }
 
 /// Sixteen lower-case hex digits.

@@ -74,7 +74,7 @@ pub type Freed = Vec<Lease>;
 /// What stands in `ledger.json`.
 enum Loaded {
     Missing,
-    Sound(Ledger),
+    Sound(Box<Ledger>),
     /// Why it is no ledger.
     Corrupt(String),
 }
@@ -115,7 +115,7 @@ impl Store {
         let boot = Self::boot_id()?;
         match self.load()? {
             Loaded::Missing => Ok(Ledger::empty(&boot)),
-            Loaded::Sound(ledger) => Ok(of_this_boot(ledger, &boot)),
+            Loaded::Sound(ledger) => Ok(of_this_boot(*ledger, &boot)),
             Loaded::Corrupt(why) => Err(LedgerError::Corrupt { path: text(&self.file()), why }),
         }
     }
@@ -141,7 +141,7 @@ impl Store {
         crate::replace::sweep(&self.state_dir);
         let (before, mut ledger) = match self.load()? {
             Loaded::Missing => (None, Ledger::empty(&boot)),
-            Loaded::Sound(ledger) => (Some(ledger.clone()), of_this_boot(ledger, &boot)),
+            Loaded::Sound(ledger) => (Some((*ledger).clone()), of_this_boot(*ledger, &boot)),
             Loaded::Corrupt(why) => (None, self.rebuilt(&why, &boot)?),
         };
         let freed = reclaim(&mut ledger);
@@ -231,7 +231,7 @@ impl Store {
         }
         // Gone since we looked: somebody without the lock sees it being moved aside.
         let content = read_bounded(&path).map_err(|error| failed("read", &path, error))?.unwrap_or_default();
-        Ok(parse(&content).map_or_else(Loaded::Corrupt, Loaded::Sound))
+        Ok(parse(&content).map_or_else(Loaded::Corrupt, |ledger| Loaded::Sound(Box::new(ledger))))
     }
 
     /// Rebuilds the ledger, writes it and puts the bad file by.
@@ -347,6 +347,7 @@ fn salvage(path: &Path, ledger: &mut Ledger) {
     ledger.drained = serde_json::from_value(list("drained")).unwrap_or_default();
     if list("boot_id") == ledger.boot_id.as_str() {
         ledger.compute_modes = serde_json::from_value(list("compute_modes")).unwrap_or_default();
+        ledger.mig = serde_json::from_value(list("mig")).unwrap_or_default();
     }
 }
 

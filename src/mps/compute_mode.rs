@@ -34,7 +34,7 @@ pub(super) fn enter(
 ) -> Result<Entered, MpsError> {
     let policy = config.mps.exclusive_compute_mode;
     // Dedicated servers exclude each other by it, and MIG devices have no compute mode of their own.
-    let whole = inventory.device(&key.0).is_some_and(|device| !device.mig_enabled);
+    let whole = inventory.device(&key.0).is_some_and(|device| !device.is_mig() && !device.mig_enabled);
     if policy == ExclusiveComputeMode::Never || !whole {
         return Ok(Entered::default());
     }

@@ -161,6 +161,7 @@ pub(super) mod tests {
             mount_points: Vec::new(),
             library_dir: None,
             brokered: false,
+            parts: Vec::new(),
         }
     }
 
@@ -174,6 +175,7 @@ pub(super) mod tests {
             drained: Vec::new(),
             unexplained: Vec::new(),
             leftovers: Vec::new(),
+            mig: crate::ledger::MigChanges::default(),
         }
     }
 

@@ -44,8 +44,8 @@ pub fn account(device: &Device, ledger: &Ledger, config: &Config) -> Account {
         Some(Mode::Mps) | None => minus(config.sm_ceiling(), sm_booked),
     };
     let served = leases.iter().filter(|lease| lease.server.is_some());
-    let memory_booked =
-        if used_as == Some(Mode::Exclusive) { device.memory_bytes } else { memory_booked(device, ledger) };
+    let whole = has_everything(device, ledger);
+    let memory_booked = if whole { device.memory_bytes } else { memory_booked(device, ledger) };
     Account {
         used_as,
         leases: leases.len(),
@@ -80,19 +80,33 @@ fn minus(a: Percent, b: Percent) -> Percent {
     Percent::from_thousandths(a.thousandths().saturating_sub(b.thousandths()))
 }
 
+/// Leases on the memory of `device`, which several compute instances of a GPU instance have together.
+fn on_memory<'a>(device: &'a Device, ledger: &'a Ledger) -> impl Iterator<Item = &'a Lease> {
+    device.sharing_memory().flat_map(|uuid| ledger.on_device(uuid))
+}
+
+/// Whether one lease has all the memory: exclusive, or a MIG device that shares its memory with none.
+fn has_everything(device: &Device, ledger: &Ledger) -> bool {
+    let everything = |lease: &Lease| {
+        lease.mode == Mode::Exclusive || lease.mode == Mode::Mig && lease.memory_bytes.is_none()
+    };
+    ledger.on_device(&device.uuid).any(everything)
+}
+
 fn memory_booked(device: &Device, ledger: &Ledger) -> u64 {
-    let leases = ledger.on_device(&device.uuid).filter_map(|lease| lease.memory_bytes);
+    let leases = on_memory(device, ledger).filter_map(|lease| lease.memory_bytes);
     let servers = SERVER_BYTES * servers(device, ledger).len() as u64;
     leases.fold(servers, u64::saturating_add)
 }
 
 /// Every MPS server that has or will have memory of the device: leases' own, and such as still run.
 pub(super) fn servers<'a>(device: &'a Device, ledger: &'a Ledger) -> BTreeSet<&'a ServerKey> {
-    let wanted = ledger.on_device(&device.uuid).filter_map(|lease| lease.server.as_ref());
+    let wanted = on_memory(device, ledger).filter_map(|lease| lease.server.as_ref());
     let running = ledger
         .servers
         .iter()
-        .filter(|server| server.device == device.uuid && !matches!(server.state, ServerState::Down));
+        .filter(|server| device.sharing_memory().any(|uuid| uuid == server.device))
+        .filter(|server| !matches!(server.state, ServerState::Down));
     wanted.chain(running.map(|server| &server.key)).collect()
 }
 
@@ -103,8 +117,8 @@ pub(super) fn bookable(device: &Device, config: &Config) -> u64 {
 
 /// What the accounts leave.
 pub(super) fn by_accounts(device: &Device, ledger: &Ledger, config: &Config) -> u64 {
-    let exclusive = ledger.on_device(&device.uuid).any(|lease| lease.mode == Mode::Exclusive);
-    if exclusive { 0 } else { bookable(device, config).saturating_sub(memory_booked(device, ledger)) }
+    let left = bookable(device, config).saturating_sub(memory_booked(device, ledger));
+    if has_everything(device, ledger) { 0 } else { left }
 }
 
 /// What NVML reported free at the last refresh, less what leases have booked and had not used by then.
@@ -112,8 +126,8 @@ pub(super) fn by_accounts(device: &Device, ledger: &Ledger, config: &Config) -> 
 /// Who books more than there is (`memory_overcommit` above 1) does so here too: bookings count by their
 /// part, memory in use counts whole.
 pub(super) fn by_driver(device: &Device, ledger: &Ledger, config: &Config) -> u64 {
-    let unspent = ledger.on_device(&device.uuid).map(|lease| unspent(lease, device, ledger));
-    let seen = device.processes.iter().filter(|process| process.mps_server).count();
+    let unspent = on_memory(device, ledger).map(|lease| unspent(lease, device, ledger));
+    let seen = device.memory_users().filter(|process| process.mps_server).count();
     let unseen = servers(device, ledger).len().saturating_sub(seen) as u64;
     let free = times(device.memory_free_bytes, config.limits.memory_overcommit.max(1.0));
     unspent.fold(free, u64::saturating_sub).saturating_sub(unseen * SERVER_BYTES)
@@ -122,7 +136,7 @@ pub(super) fn by_driver(device: &Device, ledger: &Ledger, config: &Config) -> u6
 /// What `lease` may still take of its booked memory, as of the last refresh.
 fn unspent(lease: &Lease, device: &Device, ledger: &Ledger) -> u64 {
     let its = |found: Option<&Lease>| found.is_some_and(|found| found.id == lease.id);
-    let processes = device.processes.iter().filter(|process| its(ledger.lease_of_process(process)));
+    let processes = device.memory_users().filter(|process| its(ledger.lease_of_process(process)));
     let used = processes.map(|process| process.memory_bytes).fold(0, u64::saturating_add);
     lease.memory_bytes.unwrap_or(0).saturating_sub(used)
 }

@@ -6,11 +6,15 @@ use super::select::rule;
 use crate::config::{Config, Policy};
 use crate::inventory::context_bytes;
 use crate::inventory::{ComputeMode, Device, Driver, Inventory, Virtualization};
-use crate::ledger::{LeaseId, Ledger};
+use crate::ledger::{Lease, LeaseId, LeasedPart, Ledger};
 use crate::mps::ServerKey;
 use crate::request::units::MIB;
 use crate::request::{Isolation, Mode, Percent, Priority, Request};
 use crate::text::safe;
+
+/// The first driver branch with which a process sees several MIG devices (MIG User Guide, "CUDA visible
+/// devices").
+const SEVERAL_MIG_DEVICES: u32 = 570;
 
 /// A share that the driver rounds to fewer SMs than this starts no context.
 const FEWEST_SMS: u64 = 2;
@@ -37,6 +41,8 @@ pub(super) struct Fit {
     left: u64,
     /// Memory left by the accounts, in bytes.
     memory_left: u64,
+    /// Memory in bytes and SMs of a MIG device that the container gets whole: the smallest that fits is best.
+    size: Option<(u64, u64)>,
     index: u32,
 }
 
@@ -110,14 +116,18 @@ fn want<'a>(
     world: World<'_>,
 ) -> Want<'a> {
     let fixed = rule(device, world.config).and_then(|rule| rule.fixed_use);
-    let mode = request.mode.or(fixed).unwrap_or(request.default_mode);
+    let default = if device.is_mig() { Mode::Mig } else { request.default_mode };
+    let mode = request.mode.or(fixed).unwrap_or(default);
     let limited_turns = mode == Mode::TimeSlice && request.memory.is_some();
     let isolation = if limited_turns { Isolation::Dedicated } else { request.isolation };
     let server = (mode == Mode::Mps || limited_turns).then(|| match isolation {
         Isolation::Shared => ServerKey(device.uuid.clone()),
         Isolation::Dedicated => ServerKey(id.to_string()),
     });
-    let memory = request.memory.map(|memory| memory.on(device.memory_bytes));
+    let memory = match mode {
+        Mode::Mig => shared_part(device, world.config),
+        _ => request.memory.map(|memory| memory.on(device.memory_bytes)),
+    };
     let running = servers(device, world.ledger);
     let new_server = server.as_ref().is_some_and(|key| !running.contains(key));
     let books = memory.unwrap_or(0).saturating_add(if new_server { SERVER_BYTES } else { 0 });
@@ -125,15 +135,21 @@ fn want<'a>(
     Want { request, device, mode, isolation, used_as, server, memory, books, several }
 }
 
+/// What a compute instance, alone in the container, is booked of the memory that it has together with others;
+/// nobody holds it to that.
+fn shared_part(device: &Device, config: &Config) -> Option<u64> {
+    let shares = device.part.as_ref().is_some_and(|part| !part.siblings.is_empty());
+    shares.then(|| device.part_of(bookable(device, config)) / MIB * MIB)
+}
+
 /// What people decided.
 fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
-    let uuid = &want.device.uuid;
-    if want.device.mig_enabled || want.mode == Mode::Mig {
-        return Err(Misfit::never(
-            "is for MIG, and MIG is not in this version yet: name another GPU, or switch MIG mode off",
-        ));
+    let (uuid, gpu) = (&want.device.uuid, want.device.gpu());
+    if let Some(change) = world.ledger.mig_change(gpu) {
+        return Err(Misfit::now(format!("has its MIG layout changed by process {}", change.owner.pid)));
     }
-    if world.ledger.drained.contains(uuid) {
+    kinds(want, world)?;
+    if world.ledger.drained.iter().any(|drained| drained == uuid || drained == gpu) {
         return Err(Misfit::never("is drained: `sublet undrain` opens it again"));
     }
     let fixed = rule(want.device, world.config).and_then(|rule| rule.fixed_use);
@@ -153,6 +169,47 @@ fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     }
 }
 
+/// GPUs in MIG mode are used through their MIG devices, and those as what they are.
+fn kinds(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
+    let Some(part) = &want.device.part else {
+        return match (want.device.mig_enabled, want.mode) {
+            (true, _) => Err(Misfit::never(in_mig_mode(want.device, world.inventory))),
+            (false, Mode::Mig) => Err(Misfit::never("has no MIG devices: `sublet mig apply` makes them")),
+            (false, _) => Ok(()),
+        };
+    };
+    if let Some(fault) = &part.fault {
+        return Err(Misfit::as_reported(format!("cannot be given: {}", safe(fault))));
+    }
+    if want.mode == Mode::Exclusive {
+        return Err(Misfit::never("is a container's alone with sublet.mode=mig"));
+    }
+    let held = |lease: &&Lease| {
+        let same = |old: &LeasedPart| (&old.gpu, old.gi, old.ci) == (&part.gpu, part.gi, part.ci);
+        lease.parts.iter().any(|old| same(old) && old.uuid != want.device.uuid)
+    };
+    match world.ledger.leases.iter().find(held) {
+        Some(lease) => Err(Misfit::now(format!(
+            "has the nodes of an instance that is gone, and container {} has those still: end it first",
+            safe(&lease.container.id)
+        ))),
+        None => Ok(()),
+    }
+}
+
+fn in_mig_mode(gpu: &Device, inventory: &Inventory) -> String {
+    let profiles: Vec<String> = inventory
+        .parts(&gpu.uuid)
+        .map(|(device, part)| format!("sublet.gpu={} is a {}", device.number(), safe(&part.profile)))
+        .collect();
+    let way_out = if profiles.is_empty() {
+        "it has none: `sublet mig apply` makes them".to_owned()
+    } else {
+        format!("{}; sublet.mig=<profile> takes a free one", profiles.join(", "))
+    };
+    format!("is in MIG mode and used through its MIG devices alone ({way_out})")
+}
+
 /// What contradicts the mode that the device's configuration has brought in.
 fn sense(want: &Want<'_>) -> Result<(), Misfit> {
     let exclusive = want.mode == Mode::Exclusive;
@@ -162,14 +219,43 @@ fn sense(want: &Want<'_>) -> Result<(), Misfit> {
     if exclusive && (want.memory.is_some() || want.request.sm.is_some()) {
         return Err(Misfit::never("is given whole in mode exclusive: leave out sublet.sm and sublet.memory"));
     }
+    if want.mode == Mode::Mig {
+        return large_enough(want);
+    }
     if exclusive && want.isolation == Isolation::Dedicated {
         return Err(Misfit::never("is given whole in mode exclusive: leave out sublet.isolation"));
     }
     Ok(())
 }
 
+/// With mode mig `sublet.memory` and `sublet.sm` say what the MIG device must have at least; percentages are
+/// of the GPU.
+fn large_enough(want: &Want<'_>) -> Result<(), Misfit> {
+    let (device, Some(part)) = (want.device, &want.device.part) else { return Ok(()) };
+    let own = device.part_of(device.memory_bytes);
+    if let Some(least) = want.request.memory.map(|memory| memory.on(part.gpu_memory_bytes)) {
+        if own < least {
+            return Err(Misfit::never(format!("has {}, {} wanted", amount(own), amount(least))));
+        }
+    }
+    let sms = device.sm_count.unwrap_or(0);
+    match want.request.sm.zip(part.gpu_sm_count) {
+        Some((sm, all)) if u64::from(sms) < sm.of(all.into()) => {
+            Err(Misfit::never(format!("has {sms} of the GPU's {all} SMs, {sm} % wanted")))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// What driver and hardware cannot do.
 fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) -> Result<(), Misfit> {
+    if want.several && want.device.is_mig() && branch(&inventory.driver) < SEVERAL_MIG_DEVICES {
+        return Err(Misfit::never(format!(
+            "cannot be one of several: with driver {} a process sees one MIG device alone, several from \
+             R{SEVERAL_MIG_DEVICES} on",
+            safe(&inventory.driver.version)
+        )));
+    }
     if want.server.is_none() {
         return Ok(());
     }
@@ -258,32 +344,38 @@ fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit
 }
 
 /// MPS clients that a device takes (CUDA MPS documentation, "Limitations": 16 before Volta, 48 since, 60
-/// from CUDA 13.1).
+/// from CUDA 13.1; a MIG device in proportion to its SMs).
 fn client_limit(device: &Device, driver: &Driver) -> u32 {
-    match () {
+    let whole = match () {
         () if before_volta(device) => 16,
         () if driver.cuda >= (13, 1) => 60,
         () => 48,
-    }
+    };
+    let sms = device.part.as_ref().and_then(|part| device.sm_count.zip(part.gpu_sm_count));
+    sms.map_or(whole, |(own, all)| (whole * own / all.max(1)).max(1))
+}
+
+fn branch(driver: &Driver) -> u32 {
+    driver.version.split('.').next().and_then(|branch| branch.parse().ok()).unwrap_or(0)
 }
 
 /// One use at a time; and nobody beside an exclusive lease, leased or not.
 fn present_use(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(), Misfit> {
     match account.used_as {
-        Some(Mode::Exclusive) => return Err(Misfit::now("is taken whole")),
-        Some(used) if used != want.used_as || used == Mode::Mig => {
+        Some(Mode::Exclusive | Mode::Mig) => return Err(Misfit::now("is taken whole")),
+        Some(used) if used != want.used_as => {
             return Err(Misfit::now(format!("is used as {used} now")));
         }
         _ => {}
     }
-    if want.mode != Mode::Exclusive {
+    if !matches!(want.mode, Mode::Exclusive | Mode::Mig) {
         return Ok(());
     }
     let ours = world.ledger.servers.iter().any(|server| server.device == want.device.uuid);
     let mut others = want.device.processes.iter().filter(|process| !(process.mps_server && ours));
     match others.find(|process| world.ledger.lease_of_process(process).is_none()) {
         Some(process) => Err(Misfit::as_reported(format!(
-            "cannot be exclusive: process {} ({}) has a context there and no lease; end it first",
+            "cannot be one container's alone: process {} ({}) has a context there and no lease; end it first",
             process.pid,
             safe(&process.name)
         ))),
@@ -326,6 +418,9 @@ fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
             amount(want.books)
         )));
     }
+    if want.mode == Mode::Mig {
+        return Ok(false);
+    }
     let free = by_driver(want.device, ledger, config);
     if want.books > free {
         return Err(Misfit::as_reported(format!(
@@ -353,7 +448,10 @@ fn fitting(want: Want<'_>, account: &Account, refresh_first: bool, world: World<
         }
         Mode::Exclusive | Mode::Mig => 1000,
     };
+    let sms = u64::from(want.device.sm_count.unwrap_or(0));
+    let size = (want.mode == Mode::Mig).then(|| (want.device.part_of(want.device.memory_bytes), sms));
     Fit {
+        size,
         in_use: account.used_as.is_some(),
         left: by_use.min(part(memory_left, bookable(want.device, config))),
         memory_left,
@@ -369,6 +467,9 @@ fn fitting(want: Want<'_>, account: &Account, refresh_first: bool, world: World<
 impl Fit {
     /// Sorts the device to take first first.
     pub(super) fn rank(&self, policy: Policy) -> (bool, u64, u64, u32) {
+        if let Some((memory, sms)) = self.size {
+            return (false, memory, sms, self.index);
+        }
         match policy {
             Policy::Binpack => (!self.in_use, self.left, self.memory_left, self.index),
             Policy::Spread => {

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use crate::inventory::{
-    ComputeMode, Device, Driver, Fingerprint, GpuProcess, Inventory, Majors, Virtualization,
+    ComputeMode, Device, Driver, Fingerprint, GpuProcess, Inventory, Majors, Part, Virtualization,
 };
 use crate::request::{Capabilities, Devices, Isolation, Mode, Priority, Request};
 
@@ -30,14 +30,41 @@ pub fn device(n: u32) -> Device {
         dri_nodes: vec![],
         nodes: vec![],
         processes: vec![],
-        mig: vec![],
+        part: None,
+    }
+}
+
+/// `MIG-<n>`, the n-th MIG device of `gpu`: GPU instance n, alone in it, an eighth of all there is.
+pub fn part(gpu: &Device, n: u32, profile: &str) -> Device {
+    let part = Part {
+        gpu: gpu.uuid.clone(),
+        index: n,
+        profile: profile.into(),
+        gi: n,
+        ci: 0,
+        placement: Some((n, 1)),
+        slices: (1, 1),
+        gpu_sm_count: gpu.sm_count,
+        gpu_memory_bytes: gpu.memory_bytes,
+        siblings: vec![],
+        sibling_processes: vec![],
+        fault: None,
+    };
+    Device {
+        uuid: format!("MIG-{n}"),
+        mig_enabled: true,
+        sm_count: Some(16),
+        memory_bytes: gpu.memory_bytes / 8,
+        memory_free_bytes: gpu.memory_bytes / 8,
+        part: Some(part),
+        ..gpu.clone()
     }
 }
 
 /// A host with `devices`, MPS installed, CUDA 13.0.
 pub fn host(devices: Vec<Device>) -> Inventory {
     Inventory {
-        schema: "sublet.inventory/1".into(),
+        schema: "sublet.inventory/2".into(),
         fingerprint: Fingerprint {
             boot_id: "boot".into(),
             driver_version: "580.159.04".into(),
@@ -45,6 +72,7 @@ pub fn host(devices: Vec<Device>) -> Inventory {
             mig: vec![],
         },
         probed_at: 0,
+        mig_changes: 0,
         driver: Driver {
             version: "580.159.04".into(),
             cuda: (13, 0),
@@ -52,6 +80,7 @@ pub fn host(devices: Vec<Device>) -> Inventory {
             mps_control: Some("/usr/bin/nvidia-cuda-mps-control".into()),
             smi: None,
             majors: Majors::default(),
+            mig_caps: [None, None],
         },
         devices,
         files: vec![],
@@ -68,6 +97,7 @@ pub fn request(mode: Mode) -> Request {
         sm: None,
         memory: None,
         mig: None,
+        mig_caps: vec![],
         priority: Priority::Normal,
         processes: NonZeroU32::MIN,
         capabilities: Capabilities::default(),

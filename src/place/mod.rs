@@ -4,6 +4,8 @@ mod account;
 mod fit;
 #[cfg(test)]
 pub(crate) mod fixture;
+#[cfg(test)]
+mod mig_tests;
 mod refusal;
 mod select;
 #[cfg(test)]
@@ -13,19 +15,21 @@ use fit::{Fit, Misfit, World};
 
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
-use crate::ledger::{LeaseId, Ledger};
+use crate::ledger::{LeaseId, LeasedPart, Ledger};
 use crate::mps::ServerKey;
-use crate::request::{Devices, Isolation, Mode, Percent, Priority, Request, Selector};
+use crate::request::{Devices, Isolation, MigCap, Mode, Percent, Priority, Request};
 
 pub use account::{Account, account};
 pub use refusal::Refusal;
-pub use select::{named, only, rule};
+pub use select::{named, only, rule, wants_mig};
 
 /// Where a request finds its place.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Placement {
     /// Device UUIDs in the order the container sees them.
     pub devices: Vec<String>,
+    /// Those of them that are MIG devices.
+    pub parts: Vec<LeasedPart>,
     /// The mode in force.
     pub mode: Mode,
     /// Shared or dedicated.
@@ -40,6 +44,8 @@ pub struct Placement {
     pub processes: u32,
     /// MPS client priority.
     pub priority: Priority,
+    /// What it may see or change of all MIG instances, beside its own.
+    pub mig_caps: Vec<MigCap>,
     /// Memory was so near to what NVML last reported free that a refresh should come first.
     pub refresh_first: bool,
     /// One line each, for whoever starts the container.
@@ -57,12 +63,14 @@ pub fn place(
     ledger: &Ledger,
     config: &Config,
 ) -> Result<Placement, Box<Refusal>> {
-    if wants_mig(request) {
-        let remedy = "MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory";
-        return Err(Box::new(Refusal::never(request, remedy)));
+    if let Some(cap) = request.mig_caps.iter().find(|cap| inventory.driver.mig_cap(**cap).is_none()) {
+        let why =
+            format!("the driver tells of no MIG capability `{}`: leave out sublet.mig-caps", cap.as_str());
+        return Err(Box::new(Refusal::never(request, &why)));
     }
-    let slots = select::slots(&request.devices, inventory, config)
-        .map_err(|why| Box::new(Refusal::never(request, &why)))?;
+    let slots = select::slots(request, inventory, config).map_err(|why| {
+        Box::new(Refusal { refresh_first: wants_mig(request), ..Refusal::never(request, &why) })
+    })?;
     let world = World { inventory, ledger, config };
     let several = slots.len() > 1;
     let verdicts: Vec<Option<Result<Fit, Misfit>>> = (0..)
@@ -72,28 +80,25 @@ pub fn place(
             wanted.then(|| fit::fit(request, id, device, several, world))
         })
         .collect();
-    choose(&slots, &verdicts, config).map_or_else(
+    choose(&slots, &verdicts, world).map_or_else(
         || Err(Box::new(refuse(request, &slots, &verdicts, world))),
         |(devices, fits)| Ok(placement(request, inventory, devices, &fits)),
     )
-}
-
-fn wants_mig(request: &Request) -> bool {
-    let is_mig = |selector: &Selector| matches!(selector, Selector::MigUuid(_) | Selector::MigIndex(..));
-    let named = matches!(&request.devices, Devices::These(these) if these.iter().any(is_mig));
-    named || request.mig.is_some() || request.mode == Some(Mode::Mig)
 }
 
 /// The best devices for all slots, all in one mode: indices, and what the request comes to on each.
 fn choose<'a>(
     slots: &[Vec<usize>],
     verdicts: &'a [Option<Result<Fit, Misfit>>],
-    config: &Config,
+    world: World<'_>,
 ) -> Option<(Vec<usize>, Vec<&'a Fit>)> {
     let fit_of = |index: usize| verdicts[index].as_ref().and_then(|verdict| verdict.as_ref().ok());
     let mut fits: Vec<(usize, &Fit)> =
         (0..verdicts.len()).filter_map(|index| Some((index, fit_of(index)?))).collect();
-    fits.sort_by_key(|(_, fit)| fit.rank(config.placement.policy));
+    fits.sort_by_key(|(_, fit)| fit.rank(world.config.placement.policy));
+    if slots.len() > 1 {
+        one_of_each_instance(&mut fits, world.inventory);
+    }
     fits.iter().find_map(|(_, best)| {
         let ranked: Vec<usize> =
             fits.iter().filter(|(_, fit)| fit.mode == best.mode).map(|(index, _)| *index).collect();
@@ -103,12 +108,42 @@ fn choose<'a>(
     })
 }
 
+/// A process sees one compute instance of each GPU instance (MIG User Guide, "CUDA visible devices").
+fn one_of_each_instance(fits: &mut Vec<(usize, &Fit)>, inventory: &Inventory) {
+    let mut seen = Vec::new();
+    fits.retain(|(index, _)| {
+        let device = &inventory.devices[*index];
+        let Some(part) = &device.part else { return true };
+        let instance = (device.gpu(), part.gi);
+        let first = !seen.contains(&instance);
+        seen.push(instance);
+        first
+    });
+}
+
+/// What a lease keeps of the MIG devices among those chosen.
+fn parts(inventory: &Inventory, devices: &[usize]) -> Vec<LeasedPart> {
+    let leased = |index: &usize| {
+        let device = &inventory.devices[*index];
+        let part = device.part.as_ref()?;
+        Some(LeasedPart {
+            uuid: device.uuid.clone(),
+            gpu: part.gpu.clone(),
+            gi: part.gi,
+            ci: part.ci,
+            placement: part.placement,
+        })
+    };
+    devices.iter().filter_map(leased).collect()
+}
+
 fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, fits: &[&Fit]) -> Placement {
     if matches!(request.devices, Devices::Any(_)) {
         devices.sort_unstable();
     }
     let first = fits.first();
     Placement {
+        parts: parts(inventory, &devices),
         devices: devices.iter().map(|index| inventory.devices[*index].uuid.clone()).collect(),
         mode: first.map_or(request.default_mode, |fit| fit.mode),
         isolation: first.map_or(request.isolation, |fit| fit.isolation),
@@ -117,6 +152,7 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
         memory_bytes: first.and_then(|fit| fit.memory_bytes),
         processes: request.processes.get(),
         priority: request.priority,
+        mig_caps: request.mig_caps.clone(),
         refresh_first: fits.iter().any(|fit| fit.refresh_first),
         warnings: Vec::new(),
     }

@@ -2,6 +2,7 @@
 
 use super::account::{SERVER_BYTES, account};
 use super::fit::Misfit;
+use super::select::wants_mig;
 use crate::config::Config;
 use crate::inventory::Device;
 use crate::ledger::{Lease, Ledger};
@@ -63,18 +64,20 @@ fn asked(request: &Request) -> String {
         Memory::Share(share) => format!("{share} % of the memory"),
     }));
     parts.extend((request.processes.get() > 1).then(|| format!("{} processes", request.processes)));
+    parts.extend(request.mig.as_deref().map(safe));
+    let kind = if wants_mig(request) { "MIG device" } else { "GPU" };
     let devices = match &request.devices {
-        Devices::Any(count) if count.get() == 1 => "any GPU".to_owned(),
-        Devices::Any(count) => format!("any {count} GPUs"),
-        Devices::All => "all GPUs".to_owned(),
-        Devices::These(selectors) if selectors.len() == 1 => "the GPU named".to_owned(),
-        Devices::These(selectors) => format!("the {} GPUs named", selectors.len()),
+        Devices::Any(count) if count.get() == 1 => format!("any {kind}"),
+        Devices::Any(count) => format!("any {count} {kind}s"),
+        Devices::All => format!("all {kind}s"),
+        Devices::These(selectors) if selectors.len() == 1 => format!("the {kind} named"),
+        Devices::These(selectors) => format!("the {} {kind}s named", selectors.len()),
     };
     format!("{} on {devices}", parts.join(", "))
 }
 
 fn describe(device: &Device, misfit: &Misfit, ledger: &Ledger, config: &Config) -> String {
-    let text = format!("GPU {} ({}) {}", device.index, safe(&device.name), misfit.reason);
+    let text = format!("{} ({}) {}", device.label(), safe(device.kind()), misfit.reason);
     if !misfit.temporary {
         return text;
     }
@@ -97,20 +100,20 @@ fn holder(lease: &Lease) -> String {
 /// What `device` would take now.
 fn room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
     let account = account(device, ledger, config);
-    let (index, memory) = (device.index, |bytes: u64| amount(bytes / MIB * MIB));
+    let (on, memory) = (device.label(), |bytes: u64| amount(bytes / MIB * MIB));
     let turns = (config.limits.time_slice_max as usize).saturating_sub(account.leases);
     match account.used_as {
         Some(Mode::Mps) => {
             let sm = account.sm_free.min(Percent::WHOLE);
-            Some(format!("mps with at most {sm} % SM and {} on GPU {index}", memory(account.memory_free)))
+            Some(format!("mps with at most {sm} % SM and {} on {on}", memory(account.memory_free)))
         }
         Some(Mode::TimeSlice) if turns > 0 => {
             let free = account.memory_free.saturating_sub(SERVER_BYTES);
-            Some(format!("time-slice with at most {} on GPU {index}", memory(free)))
+            Some(format!("time-slice with at most {} on {on}", memory(free)))
         }
         None => {
             let free = account.memory_free.saturating_sub(SERVER_BYTES);
-            Some(format!("mps or time-slice with at most {} on GPU {index}", memory(free)))
+            Some(format!("mps or time-slice with at most {} on {on}", memory(free)))
         }
         Some(_) => None,
     }

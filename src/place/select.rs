@@ -3,7 +3,7 @@
 use crate::config::{Config, DeviceRule};
 use crate::glob::glob_matches;
 use crate::inventory::{Device, Inventory};
-use crate::request::{Devices, Request, Selector};
+use crate::request::{Devices, Mode, Request, Selector};
 use crate::text::safe;
 
 /// The first rule of the configuration that matches `device`.
@@ -12,9 +12,13 @@ pub fn rule<'a>(device: &Device, config: &'a Config) -> Option<&'a DeviceRule> {
     config.device.iter().find(|rule| rule_matches(&rule.matches, device))
 }
 
-/// `[[device]] match`: a selector as in `sublet.gpu`, or `all`.
+/// `[[device]] match`: a selector as in `sublet.gpu`, or `all`. What matches a GPU does not match its MIG
+/// devices.
 fn rule_matches(text: &str, device: &Device) -> bool {
     let text = text.trim();
+    if device.is_mig() {
+        return Selector::parse(text).is_some_and(|selector| selector.is_mig() && is_part(&selector, device));
+    }
     if let Some(glob) = text.strip_prefix("model:") {
         return glob_matches(glob, &device.name);
     }
@@ -24,42 +28,84 @@ fn rule_matches(text: &str, device: &Device) -> bool {
         || bus_id(text).is_some_and(|id| Some(id) == bus_id(&device.bus_id))
 }
 
+/// Whether `request` is for MIG devices. What it names otherwise are then the GPUs whose they are.
+#[must_use]
+pub fn wants_mig(request: &Request) -> bool {
+    let named = matches!(&request.devices, Devices::These(these) if these.iter().any(Selector::is_mig));
+    named || request.mig.is_some() || request.mode == Some(Mode::Mig)
+}
+
 /// For each device that the container gets, the indices into `inventory.devices` of those that would do.
 ///
 /// # Errors
 /// One line: what names no device or more than one.
 pub(super) fn slots(
-    devices: &Devices,
+    request: &Request,
     inventory: &Inventory,
     config: &Config,
 ) -> Result<Vec<Vec<usize>>, String> {
-    let all: Vec<usize> = (0..inventory.devices.len()).collect();
-    let slots = match devices {
-        Devices::All => all.iter().map(|index| vec![*index]).collect(),
+    let mig = wants_mig(request);
+    let all: Vec<usize> =
+        (0..).zip(&inventory.devices).filter(|(_, one)| one.is_mig() == mig).map(first).collect();
+    if all.is_empty() {
+        return Err(if mig { no_mig(inventory) } else { "this host has no GPU".to_owned() });
+    }
+    let fitting = of_profile(&all, request.mig.as_deref(), inventory)?;
+    let slots = match &request.devices {
+        Devices::All => fitting.iter().map(|index| vec![*index]).collect(),
         Devices::Any(count) => match usize::try_from(count.get()) {
-            Ok(count) if count <= all.len() => vec![all.clone(); count],
-            _ => return Err(format!("{count} devices were asked for, and there are {}", all.len())),
+            Ok(count) if count <= fitting.len() => vec![fitting; count],
+            _ => return Err(format!("{count} devices were asked for, and there are {}", fitting.len())),
         },
-        Devices::These(selectors) if selectors.len() > all.len() => {
-            return Err(format!("{} devices were asked for, and there are {}", selectors.len(), all.len()));
+        Devices::These(selectors) if selectors.len() > inventory.devices.len() => {
+            let (asked, have) = (selectors.len(), inventory.devices.len());
+            return Err(format!("{asked} devices were asked for, and there are {have}"));
         }
         Devices::These(selectors) => {
-            selectors.iter().map(|selector| slot(selector, inventory, config)).collect::<Result<_, _>>()?
+            let slot = |selector| {
+                let found = slot(selector, mig, inventory, config)?;
+                of_profile(&found, request.mig.as_deref(), inventory)
+            };
+            selectors.iter().map(slot).collect::<Result<_, _>>()?
         }
     };
-    if slots.is_empty() {
-        return Err("this host has no GPU".to_owned());
-    }
     twice(&slots, inventory).map_or(Ok(slots), Err)
 }
 
-/// The devices that a person means by `text`: a selector as in `sublet.gpu`, or `all`.
+fn no_mig(inventory: &Inventory) -> String {
+    let capable = if inventory.gpus().any(|gpu| gpu.mig_enabled) {
+        "no GPU here has any: `sublet mig apply` makes them"
+    } else {
+        "no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and \
+         sublet.memory"
+    };
+    format!("this is for MIG devices, and {capable}")
+}
+
+/// Those of `devices` that have the profile asked for.
+fn of_profile(devices: &[usize], profile: Option<&str>, inventory: &Inventory) -> Result<Vec<usize>, String> {
+    let Some(profile) = profile else { return Ok(devices.to_vec()) };
+    let fits = |index: &&usize| inventory.devices[**index].kind() == profile;
+    let found: Vec<usize> = devices.iter().filter(fits).copied().collect();
+    if !found.is_empty() {
+        return Ok(found);
+    }
+    let have: Vec<String> = devices
+        .iter()
+        .map(|index| &inventory.devices[*index])
+        .map(|device| format!("{} is a {}", device.number(), safe(device.kind())))
+        .collect();
+    Err(format!("none is a {}: {}", safe(profile), have.join(", ")))
+}
+
+/// The devices that a person means by `text`: a selector as in `sublet.gpu`, or `all` GPUs.
 #[must_use]
 pub fn named<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> Vec<&'a Device> {
     if text == "all" {
-        return inventory.devices.iter().collect();
+        return inventory.gpus().collect();
     }
-    let found = Selector::parse(text).map(|selector| matching(&selector, inventory, config));
+    let found =
+        Selector::parse(text).map(|selector| matching(&selector, selector.is_mig(), inventory, config));
     found.unwrap_or_default().into_iter().map(|index| &inventory.devices[index]).collect()
 }
 
@@ -76,67 +122,116 @@ pub fn only(
     let Some(at) = inventory.devices.iter().position(|device| device.uuid == uuid) else {
         return Err("which this host does not have".to_owned());
     };
+    if wants_mig(request) {
+        return Err("it is for MIG devices, and CDI devices are of whole GPUs: use annotations".to_owned());
+    }
+    if !request.mig_caps.is_empty() {
+        return Err("it has sublet.mig-caps, which CDI devices do not bring: use annotations".to_owned());
+    }
     let one = match &request.devices {
         Devices::Any(count) => count.get() == 1,
-        Devices::All => inventory.devices.len() == 1,
+        Devices::All => inventory.gpus().count() == 1,
         Devices::These(selectors) => selectors.len() == 1,
     };
     if !one {
         return Err("it takes several GPUs, and a CDI device is of one".to_owned());
     }
     match &request.devices {
-        Devices::These(named)
-            if !named[0].is_mig() && !matching(&named[0], inventory, config).contains(&at) =>
-        {
+        Devices::These(named) if !matching(&named[0], false, inventory, config).contains(&at) => {
             Err("its sublet.gpu names other GPUs".to_owned())
         }
-        Devices::These(named) if named[0].is_mig() => Ok(request.clone()),
         _ => {
             Ok(Request { devices: Devices::These(vec![Selector::Uuid(uuid.to_owned())]), ..request.clone() })
         }
     }
 }
 
-fn slot(selector: &Selector, inventory: &Inventory, config: &Config) -> Result<Vec<usize>, String> {
-    let found = matching(selector, inventory, config);
-    let several_do = matches!(selector, Selector::Name(_) | Selector::Model(_));
+fn slot(
+    selector: &Selector,
+    mig: bool,
+    inventory: &Inventory,
+    config: &Config,
+) -> Result<Vec<usize>, String> {
+    let found = matching(selector, mig, inventory, config);
+    let of_gpu = mig && !selector.is_mig();
+    let several_do = of_gpu || matches!(selector, Selector::Name(_) | Selector::Model(_));
+    let kind = if mig { "MIG device" } else { "GPU" };
     match found.len() {
-        0 => Err(format!("no GPU here is {}; this host has {}", describe(selector), listing(inventory))),
+        0 => Err(format!(
+            "no {kind} here is {}{}; this host has {}",
+            if of_gpu { "of the GPU " } else { "" },
+            describe(selector),
+            listing(mig, inventory)
+        )),
         1 => Ok(found),
         _ if several_do => Ok(found),
-        count => Err(format!("{} names {count} GPUs: write more of it", describe(selector))),
+        count => Err(format!("{} names {count} {kind}s: write more of it", describe(selector))),
     }
 }
 
-fn matching(selector: &Selector, inventory: &Inventory, config: &Config) -> Vec<usize> {
+/// `mig`: the MIG devices that are meant, or whose GPU is.
+fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Config) -> Vec<usize> {
     let fits = |device: &Device| match selector {
+        Selector::MigUuid(_) | Selector::MigIndex(..) => is_part(selector, device),
+        Selector::Name(name) => {
+            let has =
+                |device: &Device| rule(device, config).is_some_and(|rule| rule.name.as_ref() == Some(name));
+            // An alias may be of either.
+            has(device) || device.is_mig() && mig && inventory.device(device.gpu()).is_some_and(has)
+        }
+        _ if device.is_mig() != mig => false,
         Selector::Index(index) => device.index == *index,
-        Selector::Uuid(uuid) => starts_with(&device.uuid, uuid),
+        Selector::Uuid(uuid) => starts_with(device.gpu(), uuid),
         Selector::BusId(id) => bus_id(id).is_some_and(|id| Some(id) == bus_id(&device.bus_id)),
-        Selector::Name(name) => rule(device, config).is_some_and(|rule| rule.name.as_ref() == Some(name)),
         Selector::Model(glob) => glob_matches(glob, &device.name),
-        Selector::MigUuid(_) | Selector::MigIndex(..) => false,
     };
     let found: Vec<usize> =
         (0..).zip(&inventory.devices).filter(|(_, device)| fits(device)).map(first).collect();
     // A whole UUID that another one begins with names its own device.
-    let whole = |index: &&usize| match selector {
-        Selector::Uuid(uuid) => inventory.devices[**index].uuid.eq_ignore_ascii_case(uuid),
+    let whole = |index: &usize| match (selector, &inventory.devices[*index]) {
+        (Selector::Uuid(uuid), device) => device.gpu().eq_ignore_ascii_case(uuid),
+        (Selector::MigUuid(uuid), device) => device.uuid.eq_ignore_ascii_case(uuid),
         _ => false,
     };
-    found.iter().find(whole).map(|index| vec![*index]).unwrap_or(found)
+    if found.iter().any(whole) { found.into_iter().filter(whole).collect() } else { found }
+}
+
+/// Whether `device` is the MIG device that `selector` names.
+fn is_part(selector: &Selector, device: &Device) -> bool {
+    let Some(part) = &device.part else { return false };
+    match selector {
+        Selector::MigIndex(gpu, index) => (device.index, part.index) == (*gpu, *index),
+        Selector::MigUuid(text) => match text.strip_prefix("MIG-GPU-") {
+            Some(_) => text[4..].eq_ignore_ascii_case(&format!("{}/{}/{}", part.gpu, part.gi, part.ci)),
+            None => starts_with(&device.uuid, text),
+        },
+        _ => false,
+    }
 }
 
 fn first<A, B>(pair: (A, B)) -> A {
     pair.0
 }
 
-/// A device that is the only choice of two selectors.
+/// A device that is the only choice of two selectors, or two that no process sees together.
 fn twice(slots: &[Vec<usize>], inventory: &Inventory) -> Option<String> {
     let mut named: Vec<usize> = slots.iter().filter(|slot| slot.len() == 1).map(|slot| slot[0]).collect();
     named.sort_unstable();
-    let pair = named.windows(2).find(|pair| pair[0] == pair[1])?;
-    Some(format!("GPU {} is named twice", inventory.devices[pair[0]].index))
+    let devices: Vec<&Device> = named.iter().map(|index| &inventory.devices[*index]).collect();
+    if let Some(pair) = devices.windows(2).find(|pair| pair[0].uuid == pair[1].uuid) {
+        return Some(format!("{} is named twice", pair[0].label()));
+    }
+    if devices.iter().any(|device| device.is_mig()) && devices.iter().any(|device| !device.is_mig()) {
+        return Some("a process sees GPUs or MIG devices, not both: name one kind".to_owned());
+    }
+    // Compute instances of one GPU instance stand side by side.
+    let instance = |device: &Device| device.part.as_ref().map(|part| (part.gpu.clone(), part.gi));
+    let pair = devices.windows(2).find(|pair| pair[0].is_mig() && instance(pair[0]) == instance(pair[1]))?;
+    Some(format!(
+        "{} and {} are compute instances of one GPU instance, of which a process sees one alone",
+        pair[0].label(),
+        pair[1].label()
+    ))
 }
 
 fn describe(selector: &Selector) -> String {
@@ -149,10 +244,11 @@ fn describe(selector: &Selector) -> String {
     }
 }
 
-fn listing(inventory: &Inventory) -> String {
+fn listing(mig: bool, inventory: &Inventory) -> String {
     let name =
-        |device: &Device| format!("GPU {} ({}, {})", device.index, safe(&device.name), safe(&device.uuid));
-    inventory.devices.iter().map(name).collect::<Vec<_>>().join(", ")
+        |device: &Device| format!("{} ({}, {})", device.label(), safe(device.kind()), safe(&device.uuid));
+    let devices = inventory.devices.iter().filter(|device| device.is_mig() == mig);
+    devices.map(name).collect::<Vec<_>>().join(", ")
 }
 
 fn starts_with(text: &str, beginning: &str) -> bool {
@@ -219,7 +315,7 @@ fn augment(
 
 #[cfg(test)]
 mod tests {
-    use super::super::fixture::{device, host};
+    use super::super::fixture::{device, host, request};
     use super::*;
 
     fn three() -> Inventory {
@@ -231,8 +327,12 @@ mod tests {
         host(devices)
     }
 
+    fn wish(selectors: Vec<Selector>) -> Request {
+        Request { devices: Devices::These(selectors), ..request(Mode::TimeSlice) }
+    }
+
     fn these(selectors: Vec<Selector>) -> Result<Vec<Vec<usize>>, String> {
-        slots(&Devices::These(selectors), &three(), &Config::default())
+        slots(&wish(selectors), &three(), &Config::default())
     }
 
     #[test]
@@ -274,7 +374,7 @@ mod tests {
         let device_rules =
             vec![rule_of("model:*A100*", "old"), rule_of("1", "second"), rule_of("all", "rest")];
         let config = Config { device: device_rules, ..Config::default() };
-        let named = |name: &str| slots(&Devices::These(vec![Selector::Name(name.into())]), &three(), &config);
+        let named = |name: &str| slots(&wish(vec![Selector::Name(name.into())]), &three(), &config);
         assert_eq!(named("old").unwrap(), [[2]]);
         assert_eq!(named("second").unwrap(), [[1]]);
         assert_eq!(named("rest").unwrap(), [[0]]);

@@ -11,11 +11,11 @@ use crate::config::{DeviceRule, Policy};
 use crate::inventory::{ComputeMode, Virtualization};
 use crate::ledger::fixture::lease;
 use crate::ledger::{ChangedComputeMode, Lease};
-use crate::request::Memory;
+use crate::request::{Memory, Selector};
 
 type Change = fn(&mut Inventory);
 
-fn id() -> LeaseId {
+pub fn id() -> LeaseId {
     LeaseId::parse("00000000000000ff").unwrap()
 }
 
@@ -23,7 +23,7 @@ fn percent(thousandths: u32) -> Percent {
     Percent::from_thousandths(thousandths)
 }
 
-fn ledger(leases: Vec<Lease>) -> Ledger {
+pub fn ledger(leases: Vec<Lease>) -> Ledger {
     Ledger { leases, ..Ledger::empty("boot") }
 }
 
@@ -60,6 +60,7 @@ fn a_shared_share_is_served_by_the_devices_server() {
     let placement = placed(&mps(25_000, 8), &host(vec![device(0)]), &ledger(vec![])).unwrap();
     let expected = Placement {
         devices: vec!["GPU-0".into()],
+        parts: vec![],
         mode: Mode::Mps,
         isolation: Isolation::Shared,
         server: Some(ServerKey("GPU-0".into())),
@@ -67,6 +68,7 @@ fn a_shared_share_is_served_by_the_devices_server() {
         memory_bytes: Some(8_589_934_592),
         processes: 1,
         priority: Priority::Normal,
+        mig_caps: vec![],
         refresh_first: false,
         warnings: vec![],
     };
@@ -239,7 +241,7 @@ fn what_the_driver_or_the_hardware_cannot_do_is_never_temporary() {
         (&slice, vgpu, "[mps] allow_vgpu"),
         (&limited, no_mps, "Debian: apt install nvidia-cuda-mps"),
         (&slice, no_mps, "Debian: apt install nvidia-cuda-mps"),
-        (&limited, mig, "MIG is not in this version yet"),
+        (&limited, mig, "is in MIG mode and used through its MIG devices alone"),
     ];
     for (request, change, expected) in cases {
         let mut inventory = host(vec![device(0)]);
@@ -303,13 +305,14 @@ fn closed_devices_are_passed_over_with_the_reason() {
 }
 
 #[test]
-fn mig_is_refused_by_its_name() {
+fn mig_is_refused_where_there_is_none() {
     let host = host(vec![device(0)]);
     let profile = Request { mig: Some("1g.18gb".into()), ..request(Mode::Mps) };
     let named = Devices::These(vec![Selector::MigIndex(0, 1)]);
     for wanted in [request(Mode::Mig), profile, Request { devices: named, ..request(Mode::TimeSlice) }] {
         let refusal = refused(&wanted, &host, &ledger(vec![]));
-        assert!(refusal.message.contains("MIG is not in this version yet") && !refusal.temporary);
+        assert!(refusal.message.contains("no GPU here is in MIG mode") && !refusal.temporary);
+        assert!(refusal.refresh_first, "it may be by now");
     }
 }
 

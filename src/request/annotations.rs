@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::error::{KEYS, RequestError, Setting, nearest, nearest_key};
-use super::{Capabilities, Capability, Devices, Isolation, Memory, Mode, Percent, Priority, Request};
+use super::{Capabilities, Capability, Devices, Isolation, Memory, MigCap, Mode, Percent, Priority, Request};
 use super::{rules, selector, units};
 use crate::config::Config;
 
@@ -57,6 +57,8 @@ pub fn parse(
     let sm = keys.read("sm", units::PERCENT_ALLOWED, percent)?;
     let memory = keys.read("memory", units::MEMORY_ALLOWED, memory)?;
     let mig = keys.read("mig", "a MIG profile, as 1g.18gb or 1c.2g.35gb", mig_profile)?;
+    let mig_caps = keys.read("mig-caps", MIG_CAPS_ALLOWED, mig_caps)?.unwrap_or_default();
+    rules::mig_caps(&keys, &mig_caps, &config.mig.allow_caps)?;
     let devices = keys.read("gpu", selector::ALLOWED, selector::parse_devices)?;
     let devices = devices.unwrap_or(Devices::Any(NonZeroU32::MIN));
     let mode = keys.word("mode", &MODES)?;
@@ -77,6 +79,7 @@ pub fn parse(
         sm,
         memory,
         mig,
+        mig_caps,
         priority: priority.unwrap_or_default(),
         processes: processes.unwrap_or(NonZeroU32::MIN),
         capabilities,
@@ -178,6 +181,7 @@ const CAPABILITIES: [(&str, Capability); 4] = [
     ("video", Capability::Video),
 ];
 const CAPABILITIES_ALLOWED: &str = "a list of compute, utility, graphics, video, or all";
+const MIG_CAPS_ALLOWED: &str = "monitor, config, or both";
 const WAIT_ALLOWED: &str = "0 or a whole number of ms, s or m up to 60s, as 10s";
 
 fn one_of<T>(words: &[(&str, T)]) -> String {
@@ -233,6 +237,13 @@ fn mig_profile(text: &str) -> Result<String, Option<String>> {
     };
     let attributes = matches!(attributes, "" | "+me" | "-me" | "+me.all" | "+gfx");
     if sizes && attributes { Ok(text) } else { Err(None) }
+}
+
+fn mig_caps(text: &str) -> Result<Vec<MigCap>, Option<String>> {
+    let words = MigCap::ALL.map(|cap| (cap.as_str(), cap));
+    let chosen = text.split(',').map(|word| one_word(word.trim_matches(' '), &words));
+    let chosen: Vec<MigCap> = chosen.collect::<Result<_, _>>()?;
+    Ok(MigCap::ALL.into_iter().filter(|cap| chosen.contains(cap)).collect())
 }
 
 fn capabilities(text: &str) -> Result<Capabilities, Option<String>> {

@@ -69,6 +69,7 @@ fn a_lone_gpu_is_time_sliced() {
             sm: None,
             memory: None,
             mig: None,
+            mig_caps: Vec::new(),
             priority: Priority::Normal,
             processes: NonZeroU32::MIN,
             capabilities: Capabilities(vec![Capability::Compute, Capability::Utility]),
@@ -102,6 +103,7 @@ fn every_key_at_once() {
             sm: Some(Percent::from_thousandths(12_500)),
             memory: Some(Memory::Bytes(8_589_934_592)),
             mig: Some("1g.18gb".into()),
+            mig_caps: Vec::new(),
             priority: Priority::Low,
             processes: NonZeroU32::new(4).unwrap(),
             capabilities: Capabilities(vec![Capability::Compute, Capability::Video]),
@@ -208,9 +210,9 @@ fn what_may_be_required() {
 
 #[test]
 fn unknown_keys() {
-    assert_snapshot!(refused(&[("sublet.vram", "8GiB")]), @"sublet.vram=8GiB: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share; did you mean sublet.memory?");
-    assert_snapshot!(refused(&[("sublet.isolaton", "dedicated")]), @"sublet.isolaton=dedicated: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share; did you mean sublet.isolation?");
-    assert_snapshot!(refused(&[("sublet.\u{1b}[2J", "x\ny")]), @r#"sublet.\u{1b}[2J=x\ny: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share"#);
+    assert_snapshot!(refused(&[("sublet.vram", "8GiB")]), @"sublet.vram=8GiB: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share; did you mean sublet.memory?");
+    assert_snapshot!(refused(&[("sublet.isolaton", "dedicated")]), @"sublet.isolaton=dedicated: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share; did you mean sublet.isolation?");
+    assert_snapshot!(refused(&[("sublet.\u{1b}[2J", "x\ny")]), @r#"sublet.\u{1b}[2J=x\ny: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share"#);
     for (wrong, meant) in [
         ("compute", "sm"),
         ("cores", "sm"),
@@ -256,9 +258,30 @@ fn shares_that_do_not_work() {
     assert_snapshot!(refused_by(&config, &[("sublet.share", "smal")]), @"sublet.share=smal: must be a share of this host's configuration: small; did you mean small?");
     assert_snapshot!(refused_by(&config, &[("sublet.share", "small")]), @"sublet.sm=0 (from [share.small]): must be a percentage over 0 up to 100, as 25, 25% or 12.5");
     let nested = with_share("a", &[("share", "b")]);
-    assert_snapshot!(refused_by(&nested, &[("sublet.share", "a")]), @"sublet.share=b (from [share.a]): there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait");
+    assert_snapshot!(refused_by(&nested, &[("sublet.share", "a")]), @"sublet.share=b (from [share.a]): there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait");
     let config = with_share("half", &[("sm", "50")]);
     assert_snapshot!(refused_by(&config, &[("sublet.share", "half"), ("sublet.mode", "exclusive")]), @"sublet.sm=50 (from [share.half]) does not go with sublet.mode=exclusive: only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out");
+}
+
+#[test]
+fn mig_capabilities_have_to_be_allowed() {
+    let asked = |caps: &str, allowed: &[MigCap]| {
+        let mut config = Config::default();
+        config.mig.allow_caps = allowed.to_vec();
+        let request = parse(&annotations(&[("sublet.mig-caps", caps)]), None, None, &config);
+        request.map(|request| request.mig_caps).map_err(|error| error.to_string())
+    };
+    assert_eq!(asked("monitor", &[MigCap::Monitor]), Ok(vec![MigCap::Monitor]));
+    assert_eq!(asked("config, monitor", &MigCap::ALL), Ok(vec![MigCap::Monitor, MigCap::Config]));
+    assert_snapshot!(asked("config,monitor", &[MigCap::Monitor]).unwrap_err(), @"sublet.mig-caps=config,monitor does not go with [mig] allow_caps of this host's configuration: it opens all MIG instances: root has to allow it there");
+    assert_snapshot!(asked("monitr", &MigCap::ALL).unwrap_err(), @"sublet.mig-caps=monitr: must be monitor, config, or both; did you mean monitor?");
+}
+
+#[test]
+fn a_mode_mig_alone_says_how_large_the_instance_is_at_least() {
+    let least = request(&[("sublet.mode", "mig"), ("sublet.memory", "8GiB"), ("sublet.sm", "25")]);
+    assert_eq!((least.mode, least.memory), (Some(Mode::Mig), Some(Memory::Bytes(8_589_934_592))));
+    assert_snapshot!(refused(&[("sublet.mode", "mig"), ("sublet.mig", "1g.18gb"), ("sublet.sm", "25")]), @"sublet.sm=25 does not go with sublet.mode=mig: an instance has the SMs of its profile; write sublet.mode=mps or leave sublet.sm out");
 }
 
 #[test]

@@ -5,12 +5,13 @@ use std::fmt;
 use crate::text::safe;
 
 /// Keys a container may carry, without the prefix. `lease` is ours to write.
-pub(super) const KEYS: [&str; 11] = [
+pub(super) const KEYS: [&str; 12] = [
     "gpu",
     "mode",
     "sm",
     "memory",
     "mig",
+    "mig-caps",
     "isolation",
     "priority",
     "processes",

@@ -34,6 +34,8 @@ pub struct Request {
     pub memory: Option<Memory>,
     /// MIG profile, as `1g.18gb` or `1c.2g.35gb`.
     pub mig: Option<String>,
+    /// What it may see or change of all MIG instances, beside its own.
+    pub mig_caps: Vec<MigCap>,
     /// MPS client priority.
     pub priority: Priority,
     /// CUDA processes expected at once; MPS limits are per process, so each gets its part.
@@ -127,6 +129,31 @@ pub enum Priority {
     Normal,
     /// `CUDA_MPS_CLIENT_PRIORITY=1`.
     Low,
+}
+
+/// `sublet.mig-caps`: access that goes beyond one's own MIG device (MIG User Guide, "Device nodes and
+/// capabilities").
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MigCap {
+    /// Watching all instances of all GPUs.
+    Monitor,
+    /// Making and destroying them.
+    Config,
+}
+
+impl MigCap {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Monitor, Self::Config];
+
+    /// The word used in annotations, configuration and by the driver.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Monitor => "monitor",
+            Self::Config => "config",
+        }
+    }
 }
 
 /// One class of driver files, as `NVIDIA_DRIVER_CAPABILITIES` names them.

@@ -2,7 +2,7 @@
 
 use super::annotations::Keys;
 use super::error::{RequestError, Setting};
-use super::{Devices, Isolation, Mode, Selector};
+use super::{Devices, Isolation, MigCap, Mode, Selector};
 use crate::config::{Config, Required};
 
 /// The mode that the keys name or imply, once nothing contradicts it. `None`: the device's
@@ -23,6 +23,15 @@ pub(super) fn check(
     }
     required(keys, mode, require)?;
     Ok(mode)
+}
+
+/// What reaches beyond a container's own MIG device root has to have allowed.
+pub(super) fn mig_caps(keys: &Keys<'_>, wanted: &[MigCap], allowed: &[MigCap]) -> Result<(), RequestError> {
+    if wanted.iter().all(|cap| allowed.contains(cap)) {
+        return Ok(());
+    }
+    let with = "[mig] allow_caps of this host's configuration".to_owned();
+    contradiction(keys.setting("mig-caps"), with, "it opens all MIG instances: root has to allow it there")
 }
 
 /// The configured isolation, where the mode has any.
@@ -63,8 +72,10 @@ fn goes_with_mode(
     isolation: Option<Isolation>,
 ) -> Result<(), RequestError> {
     let refuse = |key: &str, remedy| contradiction(keys.setting(key), name(keys, mode), remedy);
-    if mode != Mode::Mps {
+    if !matches!(mode, Mode::Mps | Mode::Mig) {
         refuse("sm", "only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out")?;
+    }
+    if mode != Mode::Mps {
         refuse("priority", "only MPS has priorities; write sublet.mode=mps or leave sublet.priority out")?;
         refuse(
             "processes",
@@ -81,8 +92,10 @@ fn goes_with_mode(
             refuse("gpu", "a MIG device is the container's alone with sublet.mode=mig")?;
         }
     }
-    if mode == Mode::Mig {
+    // Alone they say how large an instance it takes at least.
+    if mode == Mode::Mig && (keys.has("mig") || names_mig(devices)) {
         refuse("memory", "an instance has the memory of its profile; leave sublet.memory out")?;
+        refuse("sm", "an instance has the SMs of its profile; write sublet.mode=mps or leave sublet.sm out")?;
     }
     if isolation == Some(Isolation::Dedicated) && !matches!(mode, Mode::Mps | Mode::TimeSlice) {
         refuse("isolation", "it needs sublet.mode=mps or sublet.mode=time-slice; leave it out")?;
@@ -95,7 +108,7 @@ fn one_device(keys: &Keys<'_>, mode: Option<Mode>) -> Result<(), RequestError> {
     if mode == Some(Mode::Mps) {
         contradiction(keys.setting("gpu"), name(keys, Mode::Mps), REMEDY)?;
     }
-    match keys.setting("memory") {
+    match keys.setting("memory").filter(|_| mode != Some(Mode::Mig)) {
         Some(memory) => contradiction(keys.setting("gpu"), memory.to_string(), REMEDY),
         None => Ok(()),
     }

@@ -55,6 +55,11 @@ pub enum CapError {
         /// Whether the end of other leases would help.
         temporary: bool,
     },
+    /// `sublet.mig-caps`
+    #[error(
+        "sublet.mig-caps opens the MIG instances of all users: it is for root's containers alone, leave it out"
+    )]
+    MigCaps,
     /// `leases`
     #[error(
         "your [[policy]] on this host allows {0} leases at once, and you hold them all: end a container first"
@@ -80,6 +85,9 @@ impl Cap<'_> {
     /// # Errors
     /// The first cap that it would pass.
     pub fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), CapError> {
+        if !placement.mig_caps.is_empty() {
+            return Err(CapError::MigCaps);
+        }
         let rule = self.rule;
         if let Some(modes) = rule.modes.as_ref().filter(|modes| !modes.contains(&placement.mode)) {
             let allowed = modes.iter().map(|mode| mode.as_str()).collect::<Vec<_>>().join(", ");
@@ -179,6 +187,7 @@ mod tests {
     fn placement(mode: Mode, sm: Option<u32>, mib: Option<u64>) -> Placement {
         Placement {
             devices: vec!["GPU-a".into()],
+            parts: Vec::new(),
             mode,
             isolation: Isolation::Shared,
             server: None,
@@ -186,6 +195,7 @@ mod tests {
             memory_bytes: mib.map(|mib| mib << 20),
             processes: 1,
             priority: Priority::Normal,
+            mig_caps: Vec::new(),
             refresh_first: false,
             warnings: Vec::new(),
         }

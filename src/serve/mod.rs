@@ -23,6 +23,8 @@ mod kernel;
 #[cfg(feature = "cli")]
 mod listen;
 #[cfg(feature = "cli")]
+mod mig;
+#[cfg(feature = "cli")]
 mod notify;
 #[cfg(feature = "cli")]
 mod peer;

@@ -19,22 +19,22 @@ const THREADS: usize = 2;
 pub(super) enum Job {
     /// Answer a line of connection `token`.
     Ask { token: u64, peer: Peer, line: Vec<u8> },
-    /// Free what is gone, bring back what died.
-    Gc,
+    /// Free what is gone, bring back what died, look after MIG devices: the service's own work.
+    Own(fn()),
 }
 
 /// Something done.
 pub(super) enum Done {
     /// The answer for connection `token` of `uid`.
     Answer { token: u64, uid: u32, line: Vec<u8> },
-    /// A gc.
-    Gc,
+    /// The service's own work.
+    Own,
 }
 
 /// The threads, and what waits for them.
 pub(super) struct Pool {
     waiting: VecDeque<Job>,
-    /// Uids whose asks are being answered, `None` for the gc.
+    /// Uids whose asks are being answered, `None` for the service's own work.
     busy: Vec<Option<u32>>,
     to_threads: Sender<Job>,
     from_threads: Receiver<Done>,
@@ -42,14 +42,14 @@ pub(super) struct Pool {
 
 impl Pool {
     /// Starts the threads; each thing done is announced by `wake`.
-    pub(super) fn start(wake: &Arc<EventFd>, gc: fn()) -> io::Result<Self> {
+    pub(super) fn start(wake: &Arc<EventFd>) -> io::Result<Self> {
         let (to_threads, jobs) = mpsc::channel();
         let (done, from_threads) = mpsc::channel();
         let jobs = Arc::new(Mutex::new(jobs));
         for number in 0..THREADS {
             let (jobs, done, wake) = (Arc::clone(&jobs), done.clone(), Arc::clone(wake));
             let name = format!("worker-{number}");
-            thread::Builder::new().name(name).spawn(move || work(&jobs, &done, &wake, gc))?;
+            thread::Builder::new().name(name).spawn(move || work(&jobs, &done, &wake))?;
         }
         Ok(Self { waiting: VecDeque::new(), busy: Vec::new(), to_threads, from_threads })
     }
@@ -66,7 +66,7 @@ impl Pool {
         for done in &done {
             let who = match done {
                 Done::Answer { uid, .. } => Some(*uid),
-                Done::Gc => None,
+                Done::Own => None,
             };
             if let Some(at) = self.busy.iter().position(|busy| *busy == who) {
                 self.busy.swap_remove(at);
@@ -74,6 +74,11 @@ impl Pool {
         }
         self.hand_out();
         done
+    }
+
+    /// Whether work of the service's own waits for its turn.
+    pub(super) fn is_behind(&self) -> bool {
+        self.waiting.iter().any(|job| matches!(job, Job::Own(_)))
     }
 
     /// Whether nothing waits and nothing is being done.
@@ -94,7 +99,7 @@ impl Pool {
 fn who(job: &Job) -> Option<u32> {
     match job {
         Job::Ask { peer, .. } => Some(peer.uid),
-        Job::Gc => None,
+        Job::Own(_) => None,
     }
 }
 
@@ -104,16 +109,16 @@ fn next(waiting: &mut VecDeque<Job>, busy: &[Option<u32>]) -> Option<Job> {
     waiting.remove(at)
 }
 
-fn work(jobs: &Mutex<Receiver<Job>>, done: &Sender<Done>, wake: &EventFd, gc: fn()) {
+fn work(jobs: &Mutex<Receiver<Job>>, done: &Sender<Done>, wake: &EventFd) {
     loop {
         let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let finished = match job {
             Ok(Job::Ask { token, peer, line }) => {
                 Done::Answer { token, uid: peer.uid, line: broker::answer(&line, peer) }
             }
-            Ok(Job::Gc) => {
-                gc();
-                Done::Gc
+            Ok(Job::Own(task)) => {
+                task();
+                Done::Own
             }
             Err(_) => return,
         };
@@ -137,13 +142,13 @@ mod tests {
     fn token(job: Option<Job>) -> Option<u64> {
         job.map(|job| match job {
             Job::Ask { token, .. } => token,
-            Job::Gc => 0,
+            Job::Own(_) => 0,
         })
     }
 
     #[test]
     fn one_user_has_one_thread_and_the_others_pass() {
-        let mut waiting: VecDeque<Job> = [ask(1, 7), ask(2, 7), ask(3, 8), Job::Gc].into();
+        let mut waiting: VecDeque<Job> = [ask(1, 7), ask(2, 7), ask(3, 8), Job::Own(|| ())].into();
         assert_eq!(token(next(&mut waiting, &[])), Some(1));
         assert_eq!(token(next(&mut waiting, &[Some(7)])), Some(3));
         assert_eq!(token(next(&mut waiting, &[Some(7)])), Some(0));

@@ -17,6 +17,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use super::broker;
 use super::connection::{Connection, Phase, Progress};
 use super::listen::{Listener, listen};
+use super::mig;
 use super::notify::{Notify, watchdog};
 use super::peer::Peer;
 use super::pool::{Done, Job, Pool};
@@ -40,6 +41,9 @@ const SETTLED: Duration = Duration::from_secs(1);
 
 /// How often what `sublet gc` does is done.
 const GC: Duration = Duration::from_secs(10);
+
+/// How often MIG devices are compared with the inventory, on hosts that have GPUs in MIG mode.
+const WATCH: Duration = Duration::from_secs(2);
 
 /// How long an end waits for asks that are being answered.
 const LAST_ANSWERS: Duration = Duration::from_secs(60);
@@ -98,7 +102,7 @@ pub fn serve(config: &Config) -> Result<(), ServeError> {
     let flags = EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC;
     let wake = Arc::new(EventFd::from_value_and_flags(0, flags).map_err(system("eventfd"))?);
     let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(system("epoll_create"))?;
-    let pool = Pool::start(&wake, housekeeping).map_err(system("threads"))?;
+    let pool = Pool::start(&wake).map_err(system("threads"))?;
     let server = Server {
         epoll,
         listener: Some(listener),
@@ -177,7 +181,7 @@ impl Server {
         let notify = Notify::from_environment();
         notify.say("READY=1");
         let beat = watchdog();
-        let (mut next_beat, mut next_gc) = (Instant::now(), Instant::now());
+        let (mut next_beat, mut next_gc, mut next_watch) = (Instant::now(), Instant::now(), Instant::now());
         let mut events = [EpollEvent::empty(); 64];
         while !self.is_done() {
             let now = Instant::now();
@@ -186,8 +190,12 @@ impl Server {
                 next_beat = now + beat;
             }
             if now >= next_gc && self.stopping.is_none() {
-                self.pool.push(Job::Gc);
+                self.pool.push(Job::Own(housekeeping));
                 next_gc = now + GC;
+            }
+            if now >= next_watch && self.stopping.is_none() && !self.pool.is_behind() {
+                self.pool.push(Job::Own(mig::watch));
+                next_watch = now + WATCH;
             }
             self.expire(now);
             let due = beat.map_or(next_gc, |_| next_gc.min(next_beat));

@@ -104,6 +104,7 @@ fn time_slice() -> Request {
         sm: None,
         memory: None,
         mig: None,
+        mig_caps: Vec::new(),
         priority: Priority::Normal,
         processes: NonZeroU32::MIN,
         capabilities: Capabilities::default(),
@@ -128,6 +129,7 @@ fn inventory() -> Inventory {
             mig: Vec::new(),
         },
         probed_at: 0,
+        mig_changes: 0,
         driver: Driver {
             version: String::new(),
             cuda: (13, 0),
@@ -135,6 +137,7 @@ fn inventory() -> Inventory {
             mps_control: None,
             smi: None,
             majors: Majors::default(),
+            mig_caps: [None, None],
         },
         devices: Vec::new(),
         files: vec![

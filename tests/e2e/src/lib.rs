@@ -10,6 +10,7 @@ pub mod docker;
 pub mod door;
 mod hooked;
 pub mod killing;
+pub mod mig;
 pub mod podman;
 mod processes;
 pub mod programs;

@@ -45,8 +45,8 @@ fn annotations_that_make_no_request() {
     assert_lines(
         &refusals(&world, requests),
         &[
-            "sublet.colour=red: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share",
-            "sublet.compute=25: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share; did you mean sublet.sm?",
+            "sublet.colour=red: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share",
+            "sublet.compute=25: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share; did you mean sublet.sm?",
             "sublet.sm=0: must be a percentage over 0 up to 100, as 25, 25% or 12.5",
             "sublet.sm=101: must be a percentage over 0 up to 100, as 25, 25% or 12.5",
             "sublet.sm=0.25: must be a percentage over 0 up to 100, as 25, 25% or 12.5; a quarter of a percent? write 25",
@@ -125,10 +125,10 @@ fn requests_that_the_devices_cannot_serve() {
             "no place for a GPU, 1024 GiB on any GPU: GPU 0 (NVIDIA H200) has 143771 MiB in all, of which 143259 MiB can be booked ([limits] reserve, memory_overcommit)",
             "no place for mps, 1 % SM on any GPU: GPU 0 (NVIDIA H200) has too few SMs for that: 1 % for 1 process(es) is under 2",
             "no place for mps, 50 % SM, 100 MiB on any GPU: GPU 0 (NVIDIA H200) needs 274 MiB for the context(s) of 1 process(es) alone at that SM share, 100 MiB is too little",
-            "no place for mig on any GPU: MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory",
-            "no place for mig on any GPU: MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory",
-            "no place for mig on the GPU named: MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory",
-            "no place for mig on the GPU named: MIG is not in this version yet: share a whole GPU, as by sublet.sm and sublet.memory",
+            "no place for mig, 1g.18gb on any MIG device: this is for MIG devices, and no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and sublet.memory",
+            "no place for mig on any MIG device: this is for MIG devices, and no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and sublet.memory",
+            "no place for mig on the MIG device named: this is for MIG devices, and no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and sublet.memory",
+            "no place for mig on the MIG device named: this is for MIG devices, and no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and sublet.memory",
         ],
     );
     world.assert_empty();

@@ -101,7 +101,8 @@ fn mig_devices_are_shown_and_have_the_documented_keys() {
     assert_eq!(
         device["mig"][0],
         json!({"uuid": "MIG-5b1e7000-0000-5000-8000-000000000a01", "profile": "4g.20gb", "gi": 2, "ci": 0,
-            "free": true})
+            "free": true, "number": "0:0", "mode": "idle", "memory_bytes": 21_072_183_296_u64,
+            "sm_percent_free": 100.0, "memory_bytes_free": 20_535_312_384_u64, "drained": false, "fault": null})
     );
     assert_eq!(device["mig"].as_array().map(Vec::len), Some(4));
 }

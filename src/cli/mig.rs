@@ -1,0 +1,251 @@
+//! `sublet mig list|plan|apply|assert|export`: what GPUs are cut into, and what they should be.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
+use serde_json::{Value, json};
+
+use super::mig_list;
+use super::output::{self, Format};
+use crate::admit::{self, fresh_inventory};
+use crate::config::Config;
+use crate::inventory::Inventory;
+use crate::ledger::{Ledger, Store};
+use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Nvml, Plan, Target};
+
+/// Subcommands of `sublet mig`.
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    /// What each GPU can be cut into, and its instances
+    List {
+        /// How to print it
+        #[arg(long, value_enum, default_value_t)]
+        format: Format,
+    },
+    /// Show what `apply` would do and what stands in the way; changes nothing
+    Plan {
+        #[command(flatten)]
+        file: LayoutFile,
+        /// How to print it
+        #[arg(long, value_enum, default_value_t)]
+        format: Format,
+    },
+    /// Cut GPUs as a layout file says, around instances in use; all of it or nothing
+    Apply {
+        #[command(flatten)]
+        file: LayoutFile,
+        /// Reset GPUs where that is what it takes to switch MIG mode
+        #[arg(long)]
+        allow_reset: bool,
+    },
+    /// Exit with 0 if the GPUs are as a layout file says, with 1 if not
+    Assert {
+        #[command(flatten)]
+        file: LayoutFile,
+    },
+    /// Print the present state as a layout file
+    Export,
+}
+
+/// Which layout.
+#[derive(Debug, clap::Args)]
+pub struct LayoutFile {
+    /// A layout in TOML, or mig-parted's YAML; default: [mig] layout of the configuration
+    file: Option<PathBuf>,
+    /// Which of the configurations in mig-parted's YAML
+    #[arg(long)]
+    name: Option<String>,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// No driver; a layout that makes no sense or cannot be had here.
+pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::List { format } => mig_list::run(*format, config),
+        Command::Plan { file, format } => show(file, *format, config),
+        Command::Apply { file, allow_reset } => apply(file, *allow_reset, config),
+        Command::Assert { file } => assert(file, config),
+        Command::Export => {
+            let inventory = fresh_inventory(config)?;
+            print!("{}", mig::export(&Nvml::open(config, &inventory)?.gpus(&inventory)?));
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// GPUs, and who holds what of them.
+pub(super) fn seen(nvml: &mut Nvml, inventory: &Inventory, ledger: &Ledger) -> anyhow::Result<Vec<Gpu>> {
+    let mut gpus = nvml.gpus(inventory)?;
+    for gpu in &mut gpus {
+        mig::mark(gpu, ledger);
+    }
+    Ok(gpus)
+}
+
+/// The layout asked for; `None` where nobody asked for one.
+fn read(file: &LayoutFile, config: &Config) -> anyhow::Result<Layout> {
+    let path: Option<&Path> = file.file.as_deref().or(config.mig.layout.as_deref());
+    let path = path.context("no layout: name a file, or set [mig] layout in the configuration")?;
+    Ok(Layout::read(path, file.name.as_deref())?)
+}
+
+/// The plans for all GPUs that have a target.
+fn plans(gpus: &[Gpu], targets: &[Target]) -> Vec<Result<Plan, mig::Obstacle>> {
+    let gpu = |target: &Target| gpus.iter().find(|gpu| gpu.uuid == target.gpu);
+    targets.iter().filter_map(|target| Some(mig::plan(gpu(target)?, target))).collect()
+}
+
+/// What `apply` would find now, and do.
+fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<Result<Plan, mig::Obstacle>>> {
+    let layout = read(file, config)?;
+    let ledger = super::settled_ledger(config)?;
+    let inventory = fresh_inventory(config)?;
+    let gpus = seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
+    let targets = mig::targets(&layout, &gpus, &inventory, config)?;
+    Ok(plans(&gpus, &targets))
+}
+
+fn show(file: &LayoutFile, format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+    let plans = planned(file, config)?;
+    let refused = plans.iter().any(Result::is_err);
+    match format {
+        Format::Json => output::json(&plans.iter().map(plan_json).collect::<Vec<_>>())?,
+        Format::Table if plans.is_empty() => println!("The layout names no GPU of this host."),
+        Format::Table => plans.iter().for_each(|plan| println!("{}", lines(plan))),
+    }
+    Ok(if refused { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn plan_json(plan: &Result<Plan, mig::Obstacle>) -> Value {
+    match plan {
+        Ok(plan) => json!({
+            "gpu": plan.gpu,
+            "reset": plan.reset,
+            "steps": plan.steps.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            "obstacle": null,
+        }),
+        Err(obstacle) => json!({"obstacle": obstacle.to_string()}),
+    }
+}
+
+fn lines(plan: &Result<Plan, mig::Obstacle>) -> String {
+    match plan {
+        Err(obstacle) => obstacle.to_string(),
+        Ok(plan) if plan.steps.is_empty() => format!("GPU {}: as it should be", plan.index),
+        Ok(plan) => {
+            let reset = if plan.reset { " (takes a reset of the GPU: --allow-reset)" } else { "" };
+            let first = format!("GPU {}: {} steps{reset}", plan.index, plan.steps.len());
+            let steps = plan.steps.iter().map(|step| format!("  {step}"));
+            [first].into_iter().chain(steps).collect::<Vec<_>>().join("\n")
+        }
+    }
+}
+
+fn assert(file: &LayoutFile, config: &Config) -> anyhow::Result<ExitCode> {
+    let plans = planned(file, config)?;
+    let differ: Vec<_> =
+        plans.iter().filter(|plan| !matches!(plan, Ok(plan) if plan.steps.is_empty())).collect();
+    for plan in &differ {
+        eprintln!("sublet: {}", lines(plan));
+    }
+    Ok(if differ.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Result<ExitCode> {
+    let layout = read(file, config)?;
+    super::settled_ledger(config)?;
+    let inventory = fresh_inventory(config)?;
+    let store = Store::open(&config.state_dir)?;
+    let mut nvml = Nvml::open(config, &inventory)?;
+    // Which GPUs there are to be fenced; what they hold is looked at behind the fence.
+    let targets = mig::targets(&layout, &nvml.gpus(&inventory)?, &inventory, config)?;
+    let uuids = targets.iter().map(|target| target.gpu.clone()).collect();
+    let (fence, ledger, freed) = Fence::raise(uuids, &store)?;
+    admit::tidy(&freed, &store, config);
+    let gpus = seen(&mut nvml, &inventory, &ledger)?;
+    let plans = plans(&gpus, &targets).into_iter().collect::<Result<Vec<_>, _>>()?;
+    let done = change(&plans, &gpus, allow_reset, &mut nvml, config);
+    // Leases wait for the fence, and then find the inventory out of date: the order is the safe one.
+    drop(fence);
+    if let Err(error) = super::refresh(config) {
+        // The next container that starts tries it again.
+        eprintln!("sublet: warning: the inventory is not refreshed: {}", output::chain(&error));
+    }
+    done?;
+    if layout.path() == before(config) {
+        // What it was kept for is done; a change that was killed may have had nothing to undo.
+        let _ = std::fs::remove_file(layout.path());
+    }
+    for plan in &plans {
+        println!("{}", if plan.steps.is_empty() { lines(&Ok(plan.clone())) } else { summary(plan) });
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn summary(plan: &Plan) -> String {
+    format!("GPU {}: done, {} steps", plan.index, plan.steps.len())
+}
+
+/// Where the state that a change found is kept until it is over.
+fn before(config: &Config) -> PathBuf {
+    config.state_dir.join("mig-before.toml")
+}
+
+/// Changes, with what was found written down beside: a kill in the middle cannot lose it.
+fn change(
+    plans: &[Plan],
+    gpus: &[Gpu],
+    allow_reset: bool,
+    nvml: &mut Nvml,
+    config: &Config,
+) -> anyhow::Result<()> {
+    let changed: Vec<Gpu> =
+        gpus.iter().filter(|gpu| plans.iter().any(|plan| plan.gpu == gpu.uuid)).cloned().collect();
+    if plans.iter().all(|plan| plan.steps.is_empty()) {
+        return Ok(());
+    }
+    let found = before(config);
+    crate::replace::replace(&found, mig::export(&changed).as_bytes(), 0o644)
+        .with_context(|| format!("cannot write {}", found.display()))?;
+    let held = Uninterrupted::begin();
+    let done = mig::apply(plans, allow_reset, nvml);
+    drop(held);
+    match done {
+        Err(error @ ApplyError::Left { .. }) => {
+            let repair =
+                format!("{error}; what was found is in {0}: `sublet mig apply {0}`", found.display());
+            Err(anyhow::Error::msg(repair))
+        }
+        done => {
+            std::fs::remove_file(&found).with_context(|| format!("cannot remove {}", found.display()))?;
+            Ok(done?)
+        }
+    }
+}
+
+/// While it lives, the polite signals wait: half a layout is nobody's wish.
+struct Uninterrupted {
+    before: Option<SigSet>,
+}
+
+impl Uninterrupted {
+    fn begin() -> Self {
+        let mut polite = SigSet::empty();
+        for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+            polite.add(signal);
+        }
+        let mut before = SigSet::empty();
+        let blocked = sigprocmask(SigmaskHow::SIG_BLOCK, Some(&polite), Some(&mut before));
+        Self { before: blocked.is_ok().then_some(before) }
+    }
+}
+
+impl Drop for Uninterrupted {
+    fn drop(&mut self) {
+        let _ = sigprocmask(SigmaskHow::SIG_SETMASK, self.before.as_ref(), None);
+    }
+}

@@ -1,0 +1,119 @@
+//! MIG devices: compute instances, each a device of its own that is part of a GPU.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Device, Driver, GpuProcess, Inventory, Node};
+use crate::request::MigCap;
+
+/// What a MIG device is a part of, and which.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    /// `GPU-…` of the GPU.
+    pub gpu: String,
+    /// NVML's index among the GPU's MIG devices: M of `G:M`.
+    pub index: u32,
+    /// As `1g.18gb` or `1c.2g.35gb`.
+    pub profile: String,
+    /// GPU instance id, which another instance has after this one.
+    pub gi: u32,
+    /// Compute instance id, as well.
+    pub ci: u32,
+    /// Where the GPU instance lies: its first memory slice, and how many; `None` where NVML does not tell us.
+    pub placement: Option<(u32, u32)>,
+    /// Compute slices of it, and of its GPU instance.
+    pub slices: (u32, u32),
+    /// Streaming multiprocessors of the GPU, where NVML says.
+    pub gpu_sm_count: Option<u32>,
+    /// Memory of the GPU in bytes.
+    pub gpu_memory_bytes: u64,
+    /// UUIDs of the other compute instances in its GPU instance: they have the same memory.
+    pub siblings: Vec<String>,
+    /// Who had contexts there at the last refresh.
+    pub sibling_processes: Vec<GpuProcess>,
+    /// Why no container can have it.
+    pub fault: Option<String>,
+}
+
+impl Device {
+    /// Whether it is a MIG device rather than a GPU.
+    #[must_use]
+    pub const fn is_mig(&self) -> bool {
+        self.part.is_some()
+    }
+
+    /// UUID of the GPU: its own, or that of the GPU it is a part of.
+    #[must_use]
+    pub fn gpu(&self) -> &str {
+        self.part.as_ref().map_or(&self.uuid, |part| &part.gpu)
+    }
+
+    /// The number that names it in `sublet.gpu`: `0`, or `0:2`.
+    #[must_use]
+    pub fn number(&self) -> String {
+        match &self.part {
+            Some(part) => format!("{}:{}", self.index, part.index),
+            None => self.index.to_string(),
+        }
+    }
+
+    /// What messages call it: `GPU 0`, or `MIG device 0:2`.
+    #[must_use]
+    pub fn label(&self) -> String {
+        format!("{} {}", if self.is_mig() { "MIG device" } else { "GPU" }, self.number())
+    }
+
+    /// What it is: the GPU's name, or the MIG device's profile.
+    #[must_use]
+    pub fn kind(&self) -> &str {
+        self.part.as_ref().map_or(&self.name, |part| &part.profile)
+    }
+
+    /// UUIDs of all devices that have its memory: itself, and other compute instances of its GPU instance.
+    pub fn sharing_memory(&self) -> impl Iterator<Item = &str> {
+        let siblings = self.part.iter().flat_map(|part| &part.siblings);
+        std::iter::once(&self.uuid).chain(siblings).map(String::as_str)
+    }
+
+    /// Who had contexts on any of them at the last refresh.
+    pub fn memory_users(&self) -> impl Iterator<Item = &GpuProcess> {
+        self.processes.iter().chain(self.part.iter().flat_map(|part| &part.sibling_processes))
+    }
+
+    /// Its part of `bytes` of memory that other compute instances of its GPU instance have as well: as its
+    /// part of the compute slices.
+    #[must_use]
+    pub fn part_of(&self, bytes: u64) -> u64 {
+        match self.part.as_ref().filter(|part| !part.siblings.is_empty()) {
+            Some(part) => {
+                let (own, all) = (u64::from(part.slices.0), u64::from(part.slices.1));
+                (bytes / all.max(1)).saturating_mul(own.min(all.max(1)))
+            }
+            None => bytes,
+        }
+    }
+}
+
+impl Driver {
+    /// The node of a capability over all MIG instances.
+    #[must_use]
+    pub const fn mig_cap(&self, cap: MigCap) -> Option<&Node> {
+        let [monitor, config] = &self.mig_caps;
+        match cap {
+            MigCap::Monitor => monitor.as_ref(),
+            MigCap::Config => config.as_ref(),
+        }
+    }
+}
+
+impl Inventory {
+    /// The GPUs, whole.
+    pub fn gpus(&self) -> impl Iterator<Item = &Device> {
+        self.devices.iter().filter(|device| !device.is_mig())
+    }
+
+    /// The MIG devices of the GPU with this UUID.
+    pub fn parts<'a>(&'a self, gpu: &'a str) -> impl Iterator<Item = (&'a Device, &'a Part)> {
+        let of_gpu = move |device: &'a Device| Some((device, device.part.as_ref()?));
+        self.devices.iter().filter_map(of_gpu).filter(move |(_, part)| part.gpu == gpu)
+    }
+}

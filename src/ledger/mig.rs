@@ -1,0 +1,104 @@
+//! Changes of MIG layouts: while one is under way its GPUs take no new lease, and after it every inventory
+//! from before is out of date, though ids and /proc may look the same.
+
+use serde::{Deserialize, Serialize};
+
+use super::Ledger;
+use crate::process::Process;
+
+/// Changes of MIG layouts on this host.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MigChanges {
+    /// How many have ended since boot: an inventory that counts fewer is out of date.
+    pub count: u64,
+    /// The one that is under way; one at a time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub under_way: Option<MigChange>,
+}
+
+/// A change that is under way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MigChange {
+    /// UUIDs of the GPUs.
+    pub gpus: Vec<String>,
+    /// Who makes it: it ends with that process, whatever becomes of it.
+    pub owner: Process,
+}
+
+/// Somebody else changes MIG layouts.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("process {pid} is changing this host's MIG layout: wait until it has ended")]
+pub struct MigBusy {
+    /// Who.
+    pub pid: i32,
+}
+
+impl MigChanges {
+    /// Whether there has never been one.
+    #[must_use]
+    pub fn are_none(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Ends what a process that was killed has begun.
+    pub(super) fn end_of_the_dead(&mut self) {
+        if self.under_way.as_ref().is_some_and(|change| !change.owner.is_alive()) {
+            self.end();
+        }
+    }
+
+    fn end(&mut self) {
+        self.under_way = None;
+        self.count += 1;
+    }
+}
+
+impl Ledger {
+    /// The change that is under way on this GPU.
+    #[must_use]
+    pub fn mig_change(&self, gpu: &str) -> Option<&MigChange> {
+        self.mig.under_way.as_ref().filter(|change| change.gpus.iter().any(|uuid| uuid == gpu))
+    }
+
+    /// From now on these GPUs take no new lease.
+    ///
+    /// # Errors
+    /// [`MigBusy`].
+    pub fn begin_mig(&mut self, change: MigChange) -> Result<(), MigBusy> {
+        if let Some(other) = &self.mig.under_way {
+            return Err(MigBusy { pid: other.owner.pid });
+        }
+        self.mig.under_way = Some(change);
+        Ok(())
+    }
+
+    /// The change that `owner` began is over, done or undone.
+    pub fn end_mig(&mut self, owner: Process) {
+        if self.mig.under_way.as_ref().is_some_and(|change| change.owner == owner) {
+            self.mig.end();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_change_at_a_time_and_the_dead_end_theirs() {
+        let me = Process::current().unwrap();
+        let mut ledger = Ledger::empty("boot");
+        let change = MigChange { gpus: vec!["GPU-1".into()], owner: me };
+        ledger.begin_mig(change.clone()).unwrap();
+        assert_eq!(ledger.begin_mig(change.clone()), Err(MigBusy { pid: me.pid }));
+        assert!(ledger.mig_change("GPU-1").is_some() && ledger.mig_change("GPU-2").is_none());
+        ledger.mig.end_of_the_dead();
+        ledger.end_mig(Process { start_time: 1, ..me });
+        assert!(ledger.mig.under_way.is_some(), "another process's end is not ours");
+        ledger.end_mig(me);
+        assert_eq!(ledger.mig, MigChanges { count: 1, under_way: None });
+        ledger.begin_mig(MigChange { owner: Process { start_time: 1, ..me }, ..change }).unwrap();
+        ledger.mig.end_of_the_dead();
+        assert_eq!(ledger.mig, MigChanges { count: 2, under_way: None });
+    }
+}

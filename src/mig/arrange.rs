@@ -1,0 +1,140 @@
+//! The search for places: pieces that may lie here or there, side by side, around those that stay.
+
+use super::Span;
+
+/// Pieces that are alike: whatever is true of one is true of all.
+#[derive(Clone, Debug)]
+pub(super) struct Group {
+    /// Where one may lie.
+    pub places: Vec<Span>,
+    /// How many there are.
+    pub count: usize,
+}
+
+/// A piece in its place: its group, and where.
+pub(super) type Placed = (usize, Span);
+
+/// What decides between arrangements.
+pub(super) struct Terms<'a> {
+    /// What a piece of that group costs there; `None` where it must not lie.
+    pub price: &'a dyn Fn(usize, Span) -> Option<u32>,
+    /// Of two that cost the same, the one with the greater worth is taken.
+    pub worth: &'a dyn Fn(&[Placed]) -> Vec<u32>,
+}
+
+/// The cheapest arrangement of all pieces in which each of `fixed` is the place of one; with its cost.
+pub(super) fn arrange(groups: &[Group], fixed: &[Span], terms: &Terms<'_>) -> Option<(u32, Vec<Placed>)> {
+    let left: Vec<usize> = groups.iter().map(|group| group.count).collect();
+    let mut search = Search { groups, fixed, terms, best: None };
+    search.from(0, &mut left.clone(), &mut Vec::new(), 0);
+    search.best.map(|best| (best.cost, best.placed))
+}
+
+struct Best {
+    cost: u32,
+    worth: Vec<u32>,
+    placed: Vec<Placed>,
+}
+
+struct Search<'a> {
+    groups: &'a [Group],
+    fixed: &'a [Span],
+    terms: &'a Terms<'a>,
+    best: Option<Best>,
+}
+
+impl Search<'_> {
+    /// Places what is `left` at `start` or after, left to right: so each arrangement is met once.
+    fn from(&mut self, start: u32, left: &mut [usize], placed: &mut Vec<Placed>, cost: u32) {
+        if self.best.as_ref().is_some_and(|best| cost > best.cost) {
+            return;
+        }
+        if left.iter().all(|&count| count == 0) {
+            if !self.skips(start, u32::MAX) {
+                self.keep(cost, placed);
+            }
+            return;
+        }
+        for group in 0..left.len() {
+            if left[group] == 0 {
+                continue;
+            }
+            for place in 0..self.groups[group].places.len() {
+                let span = self.groups[group].places[place];
+                if span.start < start || self.skips(start, span.start) || self.collides(span) {
+                    continue;
+                }
+                let Some(price) = (self.terms.price)(group, span) else { continue };
+                left[group] -= 1;
+                placed.push((group, span));
+                self.from(span.end(), left, placed, cost + price);
+                placed.pop();
+                left[group] += 1;
+            }
+        }
+    }
+
+    /// Whether a fixed place between `from` and `to` would stay empty.
+    fn skips(&self, from: u32, to: u32) -> bool {
+        self.fixed.iter().any(|fixed| (from..to).contains(&fixed.start))
+    }
+
+    fn collides(&self, span: Span) -> bool {
+        self.fixed.iter().any(|&fixed| fixed != span && fixed.overlaps(span))
+    }
+
+    fn keep(&mut self, cost: u32, placed: &[Placed]) {
+        let worth = (self.terms.worth)(placed);
+        let better =
+            self.best.as_ref().is_none_or(|best| cost < best.cost || cost == best.cost && worth > best.worth);
+        if better {
+            self.best = Some(Best { cost, worth, placed: placed.to_vec() });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn group(starts: &[u32], size: u32, count: usize) -> Group {
+        Group { places: starts.iter().map(|&start| Span { start, size }).collect(), count }
+    }
+
+    fn cheapest(groups: &[Group], fixed: &[Span], dear: u32) -> Option<(u32, Vec<(usize, u32)>)> {
+        let price = |_: usize, span: Span| Some(u32::from(span.start == dear));
+        let terms = Terms { price: &price, worth: &|_| Vec::new() };
+        let (cost, placed) = arrange(groups, fixed, &terms)?;
+        Some((cost, placed.into_iter().map(|(group, span)| (group, span.start)).collect()))
+    }
+
+    #[test]
+    fn a_narrow_piece_makes_way_for_a_wide_one() {
+        let groups = [group(&[0, 1, 2, 3], 1, 2), group(&[0, 2], 2, 1)];
+        assert_eq!(cheapest(&groups, &[], 9), Some((0, vec![(0, 0), (0, 1), (1, 2)])));
+        assert_eq!(
+            cheapest(&groups, &[Span { start: 3, size: 1 }], 9),
+            Some((0, vec![(1, 0), (0, 2), (0, 3)]))
+        );
+        assert_eq!(cheapest(&groups, &[], 1).unwrap().0, 0, "the dear place is avoided");
+        let full = [group(&[0, 1, 2, 3], 1, 3), group(&[0, 2], 2, 1)];
+        assert_eq!(cheapest(&full, &[], 9), None);
+    }
+
+    #[test]
+    fn a_fixed_place_is_used_or_there_is_no_arrangement() {
+        let ones = [group(&[0, 1], 1, 1)];
+        assert_eq!(cheapest(&ones, &[Span { start: 1, size: 1 }], 1), Some((1, vec![(0, 1)])));
+        assert_eq!(cheapest(&ones, &[Span { start: 3, size: 1 }], 9), None);
+        assert_eq!(cheapest(&ones, &[Span { start: 0, size: 2 }], 9), None);
+        assert_eq!(cheapest(&[], &[], 9), Some((0, vec![])));
+        assert_eq!(cheapest(&[], &[Span { start: 0, size: 2 }], 9), None);
+    }
+
+    #[test]
+    fn of_equal_costs_the_worthier_wins() {
+        let terms = Terms { price: &|_, _| Some(0), worth: &|placed| vec![placed[0].1.start] };
+        let (_, placed) = arrange(&[group(&[0, 5, 3], 1, 1)], &[], &terms).unwrap();
+        assert_eq!(placed, [(0, Span { start: 5, size: 1 })]);
+    }
+}

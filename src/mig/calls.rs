@@ -1,0 +1,229 @@
+//! NVML's calls for MIG, which nvml-wrapper has not, or not right: it drops what
+//! `nvmlDeviceGetGpuInstancePossiblePlacements_v2` answers. Each function is one call of nvml.h.
+#![allow(unsafe_code, reason = "NVML by its C ABI")]
+
+use std::ffi::c_uint;
+use std::mem::MaybeUninit;
+use std::ptr::null_mut;
+
+use nvml_wrapper::Device;
+use nvml_wrapper::error::{NvmlError, nvml_sym, nvml_try};
+use nvml_wrapper_sys::bindings::{
+    NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED as SHARED, NvmlLib, nvmlComputeInstance_t,
+    nvmlComputeInstanceInfo_t, nvmlComputeInstancePlacement_t, nvmlComputeInstanceProfileInfo_t,
+    nvmlGpuInstance_t, nvmlGpuInstanceInfo_t, nvmlGpuInstancePlacement_t, nvmlGpuInstanceProfileInfo_v2_t,
+    nvmlReturn_t,
+};
+
+use super::{Profile, Span};
+
+type Answer<T> = Result<T, NvmlError>;
+
+/// `NVML_STRUCT_VERSION(GpuInstanceProfileInfo, 2)` (nvml.h).
+const PROFILE_INFO_V2: c_uint = 0x98 | 2 << 24;
+const _: () =
+    assert!(size_of::<nvmlGpuInstanceProfileInfo_v2_t>() == 0x98, "nvml.h's version is of its size");
+
+/// A GPU instance. Its handle is the library's, valid until the instance is destroyed.
+pub(super) struct Gi<'n> {
+    library: &'n NvmlLib,
+    handle: nvmlGpuInstance_t,
+    pub id: u32,
+    pub profile: u32,
+    pub span: Span,
+}
+
+/// A compute instance; its handle as in [`Gi`].
+pub(super) struct Ci<'n> {
+    library: &'n NvmlLib,
+    handle: nvmlComputeInstance_t,
+    pub id: u32,
+    pub span: Span,
+}
+
+/// A kind of compute instance in one GPU instance.
+#[derive(Clone, Copy)]
+pub(super) struct CiProfile {
+    pub id: u32,
+    pub slices: u32,
+    instances: u32,
+}
+
+/// What `call` writes to its argument.
+fn written<T>(call: impl FnOnce(*mut T) -> nvmlReturn_t) -> Answer<T> {
+    let mut out = MaybeUninit::<T>::zeroed();
+    nvml_try(call(out.as_mut_ptr()))?;
+    // SAFETY: the types asked for are C structs of integers, characters and pointers, or such pointers
+    // themselves: all zeros is a value of each, and NVML has written over it.
+    Ok(unsafe { out.assume_init() })
+}
+
+/// The list that `call` writes to an array of `room` elements, with their number.
+fn listed<T: Copy>(room: u32, call: impl FnOnce(*mut T, *mut c_uint) -> nvmlReturn_t) -> Answer<Vec<T>> {
+    let mut list = vec![MaybeUninit::<T>::zeroed(); room as usize];
+    let mut count: c_uint = room;
+    nvml_try(call(list.as_mut_ptr().cast(), &raw mut count))?;
+    list.truncate(count as usize);
+    // SAFETY: as in `written`; of C structs or pointers, the first `count` were written by NVML.
+    Ok(list.into_iter().map(|one| unsafe { one.assume_init() }).collect())
+}
+
+/// The profile at `index` of `NVML_GPU_INSTANCE_PROFILE_*`; `free` and `placements` are not filled in.
+pub(super) fn profile(device: &Device<'_>, index: u32) -> Answer<Profile> {
+    let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuInstanceProfileInfoV.as_ref())?;
+    let info: nvmlGpuInstanceProfileInfo_v2_t = written(|out: *mut nvmlGpuInstanceProfileInfo_v2_t| {
+        // SAFETY: `out` is a whole struct of the version that is written into it; the handle is the
+        // device's own.
+        unsafe {
+            (*out).version = PROFILE_INFO_V2;
+            call(device.handle(), index, out)
+        }
+    })?;
+    // SAFETY: the array's own bytes; `c_char` has a sign on some machines.
+    let name = unsafe { std::slice::from_raw_parts(info.name.as_ptr().cast::<u8>(), info.name.len()) };
+    let name = String::from_utf8_lossy(name.split(|&byte| byte == 0).next().unwrap_or_default()).into_owned();
+    Ok(Profile {
+        id: info.id,
+        name: name.strip_prefix("MIG ").unwrap_or(&name).to_owned(),
+        slices: info.sliceCount,
+        sms: info.multiprocessorCount,
+        memory_mib: info.memorySizeMB,
+        instances: info.instanceCount,
+        media: [info.jpegCount, info.ofaCount],
+        free: 0,
+        placements: Vec::new(),
+    })
+}
+
+/// Where an instance of the profile may lie.
+pub(super) fn placements(device: &Device<'_>, profile: u32) -> Answer<Vec<Span>> {
+    let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuInstancePossiblePlacements_v2.as_ref())?;
+    // SAFETY: without an array NVML writes the number there is.
+    let room = written(|count| unsafe { call(device.handle(), profile, null_mut(), count) })?;
+    // SAFETY: an array of `count` elements.
+    let list = listed(room, |list, count| unsafe { call(device.handle(), profile, list, count) })?;
+    Ok(list
+        .into_iter()
+        .map(|at: nvmlGpuInstancePlacement_t| Span { start: at.start, size: at.size })
+        .collect())
+}
+
+/// How many more instances of the profile there is room for.
+pub(super) fn remaining(device: &Device<'_>, profile: u32) -> Answer<u32> {
+    let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuInstanceRemainingCapacity.as_ref())?;
+    // SAFETY: one number is written.
+    written(|count| unsafe { call(device.handle(), profile, count) })
+}
+
+/// The GPU instances of a profile.
+pub(super) fn instances<'n>(device: &Device<'n>, profile: &Profile) -> Answer<Vec<Gi<'n>>> {
+    let library = device.nvml().lib();
+    let call = nvml_sym(library.nvmlDeviceGetGpuInstances.as_ref())?;
+    // SAFETY: an array of as many as the profile can have, which nvml.h asks for.
+    let list =
+        listed(profile.instances, |list, count| unsafe { call(device.handle(), profile.id, list, count) })?;
+    list.into_iter().map(|handle| Gi::of(library, handle)).collect()
+}
+
+/// The GPU instance with this id.
+pub(super) fn instance<'n>(device: &Device<'n>, gi: u32) -> Answer<Gi<'n>> {
+    let library = device.nvml().lib();
+    let call = nvml_sym(library.nvmlDeviceGetGpuInstanceById.as_ref())?;
+    // SAFETY: one handle is written.
+    let handle = written(|out| unsafe { call(device.handle(), gi, out) })?;
+    Gi::of(library, handle)
+}
+
+/// Makes a GPU instance.
+pub(super) fn create_instance<'n>(device: &Device<'n>, profile: u32, span: Span) -> Answer<Gi<'n>> {
+    let library = device.nvml().lib();
+    let call = nvml_sym(library.nvmlDeviceCreateGpuInstanceWithPlacement.as_ref())?;
+    let at = nvmlGpuInstancePlacement_t { start: span.start, size: span.size };
+    // SAFETY: the placement is read, one handle is written.
+    let handle = written(|out| unsafe { call(device.handle(), profile, &raw const at, out) })?;
+    Gi::of(library, handle)
+}
+
+impl<'n> Gi<'n> {
+    fn of(library: &'n NvmlLib, handle: nvmlGpuInstance_t) -> Answer<Self> {
+        let call = nvml_sym(library.nvmlGpuInstanceGetInfo.as_ref())?;
+        // SAFETY: the handle is NVML's own, one struct is written.
+        let info: nvmlGpuInstanceInfo_t = written(|out| unsafe { call(handle, out) })?;
+        let span = Span { start: info.placement.start, size: info.placement.size };
+        Ok(Self { library, handle, id: info.id, profile: info.profileId, span })
+    }
+
+    /// The kind of compute instance at `index` of `NVML_COMPUTE_INSTANCE_PROFILE_*`.
+    pub(super) fn profile_at(&self, index: u32) -> Answer<CiProfile> {
+        let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstanceProfileInfo.as_ref())?;
+        // SAFETY: one struct is written.
+        let info: nvmlComputeInstanceProfileInfo_t =
+            written(|out| unsafe { call(self.handle, index, SHARED, out) })?;
+        Ok(CiProfile { id: info.id, slices: info.sliceCount, instances: info.instanceCount })
+    }
+
+    /// Where a compute instance of that kind may lie.
+    pub(super) fn placements(&self, profile: CiProfile) -> Answer<Vec<Span>> {
+        let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstancePossiblePlacements.as_ref())?;
+        // SAFETY: without an array NVML writes the number there is.
+        let room = written(|count| unsafe { call(self.handle, profile.id, null_mut(), count) })?;
+        // SAFETY: an array of `count` elements.
+        let list = listed(room, |list, count| unsafe { call(self.handle, profile.id, list, count) })?;
+        let span = |at: nvmlComputeInstancePlacement_t| Span { start: at.start, size: at.size };
+        Ok(list.into_iter().map(span).collect())
+    }
+
+    /// Its compute instances of that kind.
+    pub(super) fn compute(&self, profile: CiProfile) -> Answer<Vec<Ci<'n>>> {
+        let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstances.as_ref())?;
+        // SAFETY: an array of as many as there can be, which nvml.h asks for.
+        let list =
+            listed(profile.instances, |list, count| unsafe { call(self.handle, profile.id, list, count) })?;
+        list.into_iter().map(|handle| Ci::of(self.library, handle)).collect()
+    }
+
+    /// Its compute instance with this id.
+    pub(super) fn compute_instance(&self, ci: u32) -> Answer<Ci<'n>> {
+        let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstanceById.as_ref())?;
+        // SAFETY: one handle is written.
+        let handle = written(|out| unsafe { call(self.handle, ci, out) })?;
+        Ci::of(self.library, handle)
+    }
+
+    /// Makes a compute instance, where the driver sees fit or at `span`.
+    pub(super) fn create(&self, profile: CiProfile, span: Option<Span>) -> Answer<()> {
+        let Some(span) = span else {
+            let call = nvml_sym(self.library.nvmlGpuInstanceCreateComputeInstance.as_ref())?;
+            // SAFETY: one handle is written.
+            return written(|out| unsafe { call(self.handle, profile.id, out) }).map(drop);
+        };
+        let call = nvml_sym(self.library.nvmlGpuInstanceCreateComputeInstanceWithPlacement.as_ref())?;
+        let at = nvmlComputeInstancePlacement_t { start: span.start, size: span.size };
+        // SAFETY: the placement is read, one handle is written.
+        written(|out| unsafe { call(self.handle, profile.id, &raw const at, out) }).map(drop)
+    }
+
+    /// Destroys it.
+    pub(super) fn destroy(self) -> Answer<()> {
+        let call = nvml_sym(self.library.nvmlGpuInstanceDestroy.as_ref())?;
+        // SAFETY: the handle is not used any more: `self` is gone.
+        nvml_try(unsafe { call(self.handle) })
+    }
+}
+
+impl<'n> Ci<'n> {
+    fn of(library: &'n NvmlLib, handle: nvmlComputeInstance_t) -> Answer<Self> {
+        let call = nvml_sym(library.nvmlComputeInstanceGetInfo_v2.as_ref())?;
+        // SAFETY: the handle is NVML's own, one struct is written.
+        let info: nvmlComputeInstanceInfo_t = written(|out| unsafe { call(handle, out) })?;
+        let span = Span { start: info.placement.start, size: info.placement.size };
+        Ok(Self { library, handle, id: info.id, span })
+    }
+
+    /// Destroys it.
+    pub(super) fn destroy(self) -> Answer<()> {
+        let call = nvml_sym(self.library.nvmlComputeInstanceDestroy.as_ref())?;
+        // SAFETY: the handle is not used any more: `self` is gone.
+        nvml_try(unsafe { call(self.handle) })
+    }
+}

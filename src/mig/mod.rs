@@ -1,0 +1,275 @@
+//! MIG layouts: which instances a GPU is cut into, what has to change for that, and the change itself.
+//!
+//! ```text
+//! file → Layout → Target ─┐
+//!  layout, parted  target │→ Plan → changes, or everything as it was
+//! NVML → Gpu ─────────────┘  plan     apply
+//! ```
+//!
+//! Planning is pure. Profiles and placements are what the driver says of itself, never a table of ours.
+
+mod apply;
+mod arrange;
+mod calls;
+#[cfg(test)]
+mod double;
+mod export;
+mod fence;
+mod held;
+mod layout;
+mod nvml;
+mod parted;
+mod plan;
+mod target;
+
+use nvml_wrapper::error::NvmlError;
+use serde::Serialize;
+
+pub use apply::{ApplyError, apply};
+pub use export::export;
+pub use fence::{Fence, FenceError};
+pub use held::mark;
+pub use layout::{Layout, LayoutError};
+pub use nvml::Nvml;
+pub use plan::{Obstacle, Plan, Step, plan};
+pub use target::{Target, Want, targets};
+
+/// Slices of a GPU's memory, or of a GPU instance's compute: from `start` on, `size` of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Span {
+    /// The first slice.
+    pub start: u32,
+    /// How many.
+    pub size: u32,
+}
+
+impl Span {
+    /// The first slice after it.
+    #[must_use]
+    pub const fn end(self) -> u32 {
+        self.start.saturating_add(self.size)
+    }
+
+    /// Whether both need one slice.
+    #[must_use]
+    pub const fn overlaps(self, other: Self) -> bool {
+        self.start < other.end() && other.start < self.end()
+    }
+}
+
+/// A kind of GPU instance that a GPU can have, in the driver's words.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Profile {
+    /// As nvidia-smi takes it.
+    pub id: u32,
+    /// As `1g.18gb`.
+    pub name: String,
+    /// Compute slices.
+    pub slices: u32,
+    /// Streaming multiprocessors.
+    pub sms: u32,
+    /// Memory in MiB.
+    pub memory_mib: u64,
+    /// How many an empty GPU can have.
+    pub instances: u32,
+    /// JPEG engines and optical flow accelerators.
+    #[serde(skip)]
+    pub media: [u32; 2],
+    /// How many more it can have now, in the driver's words; with MIG mode off driver 580 says how many could be.
+    pub free: u32,
+    /// Where one may lie.
+    pub placements: Vec<Span>,
+}
+
+/// A kind of compute instance that a GPU instance can have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ComputeProfile {
+    /// Compute slices.
+    pub slices: u32,
+    /// Where one may lie in the GPU instance.
+    pub placements: Vec<Span>,
+}
+
+/// A GPU instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Instance {
+    /// Its id, which the driver gives to another one after this.
+    pub gi: u32,
+    /// Id of its profile.
+    pub profile: u32,
+    /// Where it lies.
+    pub span: Span,
+    /// Who keeps it where it is, though nobody knows in which compute instance.
+    pub held: Option<String>,
+    /// What its compute can be cut into.
+    pub kinds: Vec<ComputeProfile>,
+    /// Its compute instances: each is a MIG device.
+    pub compute: Vec<Compute>,
+}
+
+impl Instance {
+    /// Who keeps it where it is.
+    #[must_use]
+    pub fn holder(&self) -> Option<&str> {
+        self.held.as_deref().or_else(|| self.compute.iter().find_map(|compute| compute.held.as_deref()))
+    }
+}
+
+/// A compute instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Compute {
+    /// Its id in the GPU instance.
+    pub ci: u32,
+    /// Compute slices.
+    pub slices: u32,
+    /// Which of the GPU instance's.
+    pub span: Span,
+    /// `MIG-…`.
+    pub uuid: String,
+    /// Who keeps it: a lease, or a process.
+    pub held: Option<String>,
+}
+
+/// MIG mode: what is, and what will be after the next reset.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mode {
+    /// Now.
+    pub current: bool,
+    /// After a reset.
+    pub pending: bool,
+}
+
+/// A process with a context.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Running {
+    /// Host pid.
+    pub pid: u32,
+    /// The GPU instance it is in, where there are any.
+    pub gi: Option<u32>,
+    /// The compute instance.
+    pub ci: Option<u32>,
+}
+
+/// One GPU as far as MIG goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    /// `GPU-…`.
+    pub uuid: String,
+    /// NVML's index.
+    pub index: u32,
+    /// As `NVIDIA H200`.
+    pub name: String,
+    /// PCI device and vendor id, device in the upper half.
+    pub pci_device: u32,
+    /// `None` where it cannot do MIG.
+    pub mode: Option<Mode>,
+    /// Whether a change of mode takes a reset of the GPU.
+    pub resets: bool,
+    /// What it can have, largest first.
+    pub profiles: Vec<Profile>,
+    /// What it has, by placement.
+    pub instances: Vec<Instance>,
+    /// Who has contexts.
+    pub running: Vec<Running>,
+    /// Who uses it in whole, or is on it nobody knows where.
+    pub held: Vec<String>,
+}
+
+impl Gpu {
+    /// The profile with this id.
+    #[must_use]
+    pub fn profile(&self, id: u32) -> Option<&Profile> {
+        self.profiles.iter().find(|profile| profile.id == id)
+    }
+
+    /// Its name for people: the profile's, or its id where the driver has no name for it.
+    #[must_use]
+    pub fn profile_name(&self, id: u32) -> String {
+        self.profile(id).map_or_else(|| format!("profile {id}"), |profile| profile.name.clone())
+    }
+
+    /// As `GPU 0`.
+    #[must_use]
+    pub fn label(&self) -> String {
+        format!("GPU {}", self.index)
+    }
+}
+
+/// `1c.2g.35gb` for a part of a `2g.35gb`, its own name for the whole.
+#[must_use]
+pub fn device_name(profile: &Profile, slices: u32) -> String {
+    if slices == profile.slices { profile.name.clone() } else { format!("{slices}c.{}", profile.name) }
+}
+
+/// A call to the driver that failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what}: {why}")]
+pub struct DriverError {
+    /// What was tried, as `GPU 0: destroying GPU instance 3`.
+    pub what: String,
+    /// In the driver's words.
+    pub why: String,
+}
+
+/// Where the GPU instance `gi` of `device` lies.
+///
+/// # Errors
+/// There is none, or we may not know.
+pub(crate) fn placement(device: &nvml_wrapper::Device<'_>, gi: u32) -> Result<Span, NvmlError> {
+    Ok(calls::instance(device, gi)?.span)
+}
+
+/// What is needed of the driver. GPUs are named by UUID: their order may change with a reset.
+pub trait Driver {
+    /// One GPU as it is now.
+    ///
+    /// # Errors
+    /// The driver does not answer.
+    fn gpu(&mut self, gpu: &str) -> Result<Gpu, DriverError>;
+    /// Its GPU instances alone.
+    ///
+    /// # Errors
+    /// The driver does not answer.
+    fn instances(&mut self, gpu: &str) -> Result<Vec<Instance>, DriverError>;
+    /// Its MIG mode, where it has one.
+    ///
+    /// # Errors
+    /// The driver does not answer.
+    fn mode(&mut self, gpu: &str) -> Result<Option<Mode>, DriverError>;
+    /// Asks for another MIG mode. Where that takes a reset it is pending afterwards.
+    ///
+    /// # Errors
+    /// No permission; instances or processes are in the way.
+    fn set_mode(&mut self, gpu: &str, on: bool) -> Result<(), DriverError>;
+    /// Resets the GPU.
+    ///
+    /// # Errors
+    /// It cannot be reset here, or is in use.
+    fn reset(&mut self, gpu: &str) -> Result<(), DriverError>;
+    /// Makes a GPU instance without compute instances and returns its id.
+    ///
+    /// # Errors
+    /// No permission, no room.
+    fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Result<u32, DriverError>;
+    /// Destroys a GPU instance, which has no compute instances any more.
+    ///
+    /// # Errors
+    /// No permission, or it is in use.
+    fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Result<(), DriverError>;
+    /// Makes a compute instance, where the driver sees fit or at `span`.
+    ///
+    /// # Errors
+    /// No permission, no room.
+    fn create_compute(
+        &mut self,
+        gpu: &str,
+        gi: u32,
+        slices: u32,
+        span: Option<Span>,
+    ) -> Result<(), DriverError>;
+    /// Destroys a compute instance.
+    ///
+    /// # Errors
+    /// No permission, or it is in use.
+    fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Result<(), DriverError>;
+}

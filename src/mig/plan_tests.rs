@@ -1,0 +1,128 @@
+//! What plans say: obstacles by name, and that room is kept for large instances.
+
+use super::super::Mode;
+use super::super::double::{Double, h200, profile};
+use super::*;
+
+fn want(name: &str, start: Option<u32>) -> Want {
+    let gpu = h200();
+    let id = profile(name);
+    Want { profile: id, start, compute: vec![gpu.profile(id).unwrap().slices] }
+}
+
+fn target(want: Vec<Want>) -> Target {
+    Target { gpu: "GPU-0".into(), on: true, want }
+}
+
+fn refused(gpu: &Gpu, want: Vec<Want>) -> String {
+    plan(gpu, &target(want)).unwrap_err().to_string()
+}
+
+#[test]
+fn obstacles_name_what_is_wrong() {
+    let gpu = h200();
+    let times = |name: &str, count: usize| (0..count).map(|_| want(name, None)).collect::<Vec<_>>();
+    assert_eq!(refused(&gpu, times("2g.35gb", 4)), "GPU 0: 4 2g.35gb are wanted, and it can have at most 3");
+    assert_eq!(
+        refused(&gpu, [times("3g.71gb", 2), times("1g.18gb", 1)].concat()),
+        "GPU 0: 2 × 3g.71gb, 1g.18gb do not fit this GPU together, wherever they lie"
+    );
+    assert_eq!(
+        refused(&gpu, vec![want("3g.71gb", Some(2))]),
+        "GPU 0: a 3g.71gb cannot start at 2, only at 0, 4"
+    );
+    let cut = Want { profile: profile("2g.35gb"), start: None, compute: vec![1, 2] };
+    assert_eq!(
+        refused(&gpu, vec![cut]),
+        "GPU 0: 1c.2g.35gb and 2g.35gb do not fit a 2g.35gb together, which has 2 compute slices"
+    );
+    let old = Gpu { mode: None, name: "Tesla P100".into(), ..gpu };
+    assert_eq!(
+        refused(&old, times("1g.18gb", 1)),
+        "GPU 0 (Tesla P100) cannot do MIG: leave it out of the layout, or mig = false"
+    );
+    let off = Target { on: false, ..target(Vec::new()) };
+    assert_eq!(plan(&old, &off).unwrap().steps, []);
+}
+
+#[test]
+fn what_is_held_and_in_the_way_is_named() {
+    let ones: Vec<_> = [0, 2, 4].map(|start| (profile("1g.18gb"), start)).into();
+    let mut gpu = Double::with(&ones).gpus.remove(0);
+    gpu.instances[0].compute[0].held = Some("process 7".into());
+    gpu.instances[1].compute[0].held = Some("lease 00000000000000aa of container web".into());
+    let wanted = vec![want("1g.18gb", None), want("1g.18gb", None), want("3g.71gb", Some(0))];
+    assert_eq!(
+        refused(&gpu, wanted),
+        "GPU 0: there is no way to place 2 × 1g.18gb, 3g.71gb at 0 around 1g.18gb at 0 (process 7), 1g.18gb at \
+         2 (lease 00000000000000aa of container web): end that first, or give it a place in the layout"
+    );
+    gpu.instances[1].compute[0].held = None;
+    assert_eq!(
+        refused(&gpu, Vec::new()),
+        "GPU 0: there is no way to have no instance around 1g.18gb at 0 (process 7): end that first, or give it \
+         a place in the layout"
+    );
+    let off = Target { on: false, ..target(Vec::new()) };
+    assert_eq!(
+        plan(&gpu, &off).unwrap_err().to_string(),
+        "GPU 0: MIG mode cannot be switched off while process 7 holds the GPU: end it first"
+    );
+}
+
+#[test]
+fn the_mode_of_a_gpu_in_use_stays() {
+    let mode = Some(Mode { current: false, pending: false });
+    let gpu = Gpu { mode, held: vec!["process 7".into()], ..h200() };
+    assert_eq!(
+        refused(&gpu, Vec::new()),
+        "GPU 0: MIG mode cannot be switched on while process 7 holds the GPU: end it first"
+    );
+}
+
+#[test]
+fn a_switch_that_waits_for_a_reset_is_taken_back_without_one() {
+    let gpu = Gpu { mode: Some(Mode { current: true, pending: false }), resets: true, ..h200() };
+    let plan = plan(&gpu, &target(Vec::new())).unwrap();
+    assert_eq!((plan.reset, plan.steps), (false, vec![Step::Mode(true)]));
+}
+
+#[test]
+fn room_is_kept_for_the_largest() {
+    let gpu = h200();
+    let starts = |wanted: Vec<Want>| {
+        let steps = plan(&gpu, &target(wanted)).unwrap().steps;
+        steps
+            .iter()
+            .filter_map(|step| match step {
+                Step::CreateInstance { name, span, .. } => Some(format!("{name}@{}", span.start)),
+                _ => None,
+            })
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        starts(vec![want("1g.18gb", None)]),
+        ["1g.18gb@6"],
+        "all larger ones but one 1g.35gb still fit"
+    );
+    assert_eq!(starts(vec![want("3g.71gb", None)]), ["3g.71gb@4"]);
+    assert_eq!(starts(vec![want("2g.35gb", None), want("1g.18gb", None)]), ["2g.35gb@4", "1g.18gb@6"]);
+}
+
+#[test]
+fn steps_read_as_sentences() {
+    let gpu = Double::with(&[(profile("1g.18gb"), 0)]).gpus.remove(0);
+    let cut = Want { profile: profile("2g.35gb"), start: Some(0), compute: vec![1, 1] };
+    let steps = plan(&gpu, &target(vec![cut])).unwrap().steps;
+    let said: Vec<_> = steps.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        said,
+        [
+            "destroy compute instance 1g.18gb (MIG-0) in the GPU instance at 0:1",
+            "destroy GPU instance 1g.18gb at 0:1",
+            "create GPU instance 2g.35gb at 0:2",
+            "create compute instance 1c.2g.35gb in the GPU instance at 0:2",
+            "create compute instance 1c.2g.35gb in the GPU instance at 0:2",
+        ]
+    );
+}

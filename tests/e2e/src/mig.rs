@@ -1,0 +1,136 @@
+//! Containers on MIG devices of `a100x2-mig`: two A100-40GB, the first cut into 4g.20gb (GPU instance 2), 2g.10gb
+//! in two (GPU instance 3) and 1g.5gb (GPU instance 9).
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::{Bundle, World};
+
+/// A program that holds a context.
+pub const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+/// A program that holds none.
+pub const SLEEP: &[&str] = &["/bin/sleep", "120"];
+
+/// The 4g.20gb.
+pub const LARGE: &str = "MIG-5b1e7000-0000-5000-8000-000000000a01";
+/// The first part of the 2g.10gb.
+pub const FIRST: &str = "MIG-5b1e7000-0000-5000-8000-000000000a02";
+/// The second.
+pub const SECOND: &str = "MIG-5b1e7000-0000-5000-8000-000000000a03";
+/// The 1g.5gb.
+pub const SMALL: &str = "MIG-5b1e7000-0000-5000-8000-000000000a04";
+
+/// UUID, capabilities, SMs, MiB: of a part, its GPU instance's.
+pub const DEVICES: [(&str, [u32; 2], u32, u64); 4] = [
+    (LARGE, [21, 22], 56, 20_096),
+    (FIRST, [30, 31], 14, 9_984),
+    (SECOND, [30, 32], 14, 9_984),
+    (SMALL, [84, 85], 14, 4_864),
+];
+
+/// A door.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum By {
+    /// `sublet-runtime`.
+    Shim,
+    /// Podman's hook.
+    Precreate,
+    /// A hook for the live container.
+    Prestart,
+}
+
+/// The host, with `extra` in the configuration.
+#[must_use]
+pub fn world(extra: &str) -> World {
+    World::simulated("a100x2-mig", extra)
+}
+
+/// The same host with another line in its topology.
+#[must_use]
+pub fn altered(dir: &tempfile::TempDir, change: impl Fn(String) -> String, extra: &str) -> World {
+    let shipped = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../sim/topologies/a100x2-mig.toml");
+    let text = change(std::fs::read_to_string(shipped).expect("the topology"));
+    let file = dir.path().join("topology.toml");
+    std::fs::write(&file, text).expect("written");
+    World::simulated(file.to_str().expect("UTF-8"), extra)
+}
+
+/// A running container that got its share by `by`.
+#[must_use]
+pub fn created<'a>(
+    world: &'a World,
+    id: &str,
+    by: By,
+    annotations: &[(&str, &str)],
+    args: &[&str],
+) -> Bundle<'a> {
+    let mut bundle = world.bundle(id, annotations, args);
+    match by {
+        By::Shim => {}
+        By::Precreate => bundle.precreate(),
+        By::Prestart => bundle.hook(&["prestart", "poststop"]),
+    }
+    bundle.up();
+    bundle
+}
+
+/// A running container with a context, by the shim.
+#[must_use]
+pub fn up<'a>(world: &'a World, id: &str, annotations: &[(&str, &str)]) -> Bundle<'a> {
+    let bundle = created(world, id, By::Shim, annotations, HOLD);
+    let info = bundle.event("info");
+    assert_eq!(info["error"], Value::Null, "{id}: {info}");
+    bundle
+}
+
+/// The devices of all leases.
+#[must_use]
+pub fn devices(world: &World) -> Vec<String> {
+    let device = |lease: &Value| lease["device"].as_str().expect("a UUID").to_owned();
+    world.leases().iter().map(device).collect()
+}
+
+/// The refusal of a container.
+#[must_use]
+pub fn refused(world: &World, annotations: &[(&str, &str)]) -> String {
+    world.bundle("refused", annotations, HOLD).refused()
+}
+
+/// What nvidia-smi prints.
+#[must_use]
+pub fn smi(world: &World, arguments: &[&str]) -> String {
+    let program = world.driver_root.as_ref().expect("simulated").join("usr/bin/nvidia-smi");
+    let output = Command::new(program).args(arguments).output().expect("nvidia-smi runs");
+    assert!(output.status.success(), "{arguments:?}: {output:?}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Destroys the 1g.5gb and makes it again: the same place, the same ids, another UUID.
+pub fn remake_small(world: &World) {
+    let _ = smi(world, &["mig", "-i", "0", "-dci", "-gi", "9", "-ci", "0"]);
+    let _ = smi(world, &["mig", "-i", "0", "-dgi", "-gi", "9"]);
+    let _ = smi(world, &["mig", "-i", "0", "-cgi", "1g.5gb", "-C"]);
+}
+
+/// How opening nodes ends that the container has made for itself: (major, minor) of each.
+#[must_use]
+pub fn rights(bundle: &Bundle<'_>, nodes: &[(u32, u32)]) -> Vec<String> {
+    let made =
+        nodes.iter().map(|(major, minor)| format!("mknod /tmp/n{major}-{minor} c {major} {minor} && "));
+    let paths = nodes.iter().map(|(major, minor)| format!(" /tmp/n{major}-{minor}"));
+    let script =
+        format!("{}exec cuda-probe noderights{}", made.collect::<String>(), paths.collect::<String>());
+    let seen = bundle.exec(&["/bin/sh", "-c", &script]);
+    let results: Vec<_> = seen.json().into_iter().filter(|line| line["event"] == "node").collect();
+    assert_eq!(results.len(), nodes.len(), "{seen:?}");
+    results.iter().map(|line| line["result"].as_str().expect("a result").to_owned()).collect()
+}
+
+/// The nodes that the container was given.
+#[must_use]
+pub fn nodes(bundle: &Bundle<'_>) -> String {
+    let script = "cd /dev; for n in nvidia* nvidia-caps/*; do [ -c $n ] && echo $n; done";
+    bundle.exec(&["/bin/sh", "-c", script]).stdout.split_whitespace().collect::<Vec<_>>().join(" ")
+}

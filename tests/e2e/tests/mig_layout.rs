@@ -1,0 +1,351 @@
+//! MIG layouts on the simulated driver: from file to instances, around those in use, and back on failure.
+
+use std::io::{BufRead as _, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+
+use serde_json::{Value, json};
+use sublet_e2e::{World, skip_unless_root};
+
+/// What the A100 of `a100x2-mig` has when it comes up, as (GPU instance, placement, UUIDs).
+const FOUND: &str = "4g.20gb@0 2g.10gb@4[1c,1c] 1g.5gb@6";
+
+fn text(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+fn layout(world: &World, name: &str, content: &str) -> PathBuf {
+    let path = world.dir.path().join(name);
+    std::fs::write(&path, content).expect("a layout file");
+    path
+}
+
+fn mig(world: &World, arguments: &[&str]) -> Output {
+    world.sublet(&[&["mig"], arguments].concat())
+}
+
+fn done(world: &World, arguments: &[&str]) -> String {
+    let output = mig(world, arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", text(&output));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// The one line of an error.
+fn refused(world: &World, arguments: &[&str]) -> String {
+    let output = mig(world, arguments);
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {}", text(&output));
+    let error = String::from_utf8_lossy(&output.stderr).trim_end().to_owned();
+    assert_eq!(error.lines().count(), 1, "{error}");
+    error
+}
+
+fn listed(world: &World, gpu: usize) -> Value {
+    let all: Value = serde_json::from_str(&done(world, &["list", "--format", "json"])).expect("JSON");
+    all[gpu].clone()
+}
+
+/// As [`FOUND`]: profile, placement, and the parts where there are several.
+fn shape(gpu: &Value) -> String {
+    let one = |one: &Value| {
+        let name = |value: &Value| value["profile"].as_str().unwrap_or_default().to_owned();
+        let parts: Vec<_> = one["compute"].as_array().expect("compute").iter().map(name).collect();
+        let short = |part: &String| part.split('.').next().unwrap_or_default().to_owned();
+        let cut = if parts == [name(one)] {
+            String::new()
+        } else {
+            format!("[{}]", parts.iter().map(short).collect::<Vec<_>>().join(","))
+        };
+        format!("{}@{}{cut}", name(one), one["placement"]["start"])
+    };
+    gpu["instances"].as_array().expect("instances").iter().map(one).collect::<Vec<_>>().join(" ")
+}
+
+fn uuids(gpu: &Value) -> Vec<String> {
+    let instances = gpu["instances"].as_array().expect("instances").iter();
+    let parts = instances.flat_map(|one| one["compute"].as_array().expect("compute"));
+    parts.map(|part| part["uuid"].as_str().expect("a UUID").to_owned()).collect()
+}
+
+fn path(file: &std::path::Path) -> &str {
+    file.to_str().expect("UTF-8")
+}
+
+const SEVEN: &str = "[[gpu]]\nmatch = \"0\"\nmig = true\ninstances = [{ profile = \"1g.5gb\", count = 7 }]\n";
+
+#[test]
+fn a_layout_is_planned_applied_asserted_and_exported() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    assert_eq!(shape(&listed(&world, 0)), FOUND);
+    let before = world.dir.path().join("before.toml");
+    std::fs::write(&before, done(&world, &["export"])).expect("a file");
+    assert!(done(&world, &["apply", path(&before)]).contains("GPU 0: as it should be"));
+
+    let seven = layout(&world, "seven.toml", SEVEN);
+    let plan = done(&world, &["plan", path(&seven)]);
+    assert!(plan.contains("destroy GPU instance 4g.20gb at 0:4"), "{plan}");
+    assert!(!plan.contains("GPU instance 1g.5gb at 6:1"), "what is there already stays: {plan}");
+    assert_eq!(shape(&listed(&world, 0)), FOUND, "plan changes nothing");
+    assert_eq!(mig(&world, &["assert", path(&seven)]).status.code(), Some(1));
+
+    let kept = uuids(&listed(&world, 0)).pop().expect("the 1g.5gb");
+    done(&world, &["apply", path(&seven)]);
+    let now = listed(&world, 0);
+    assert_eq!(shape(&now), (0..7).map(|at| format!("1g.5gb@{at}")).collect::<Vec<_>>().join(" "));
+    assert_eq!(uuids(&now).last(), Some(&kept));
+    assert!(mig(&world, &["assert", path(&seven)]).status.success());
+    let status = world.status();
+    assert_eq!(status["devices"][0]["mig"].as_array().map(Vec::len), Some(7), "the inventory knows");
+
+    done(&world, &["apply", path(&before)]);
+    assert_eq!(shape(&listed(&world, 0)), FOUND);
+    assert!(!world.state_dir().join("mig-before.toml").exists());
+}
+
+#[test]
+fn mig_parteds_yaml_and_the_configured_file() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200-mig", "");
+    let yaml = "version: v1\nmig-configs:\n  off:\n    - {devices: all, mig-enabled: false}\n  mixed:\n    - devices: [0]\n      \
+                mig-enabled: true\n      mig-devices: {\"1c.2g.35gb\": 2, \"3g.71gb\": 1}\n";
+    let yaml = layout(&world, "parted.yaml", yaml);
+    done(&world, &["apply", path(&yaml), "--name", "mixed"]);
+    assert_eq!(shape(&listed(&world, 0)), "2g.35gb@0[1c,1c] 3g.71gb@4");
+    let several = refused(&world, &["apply", path(&yaml)]);
+    assert!(several.ends_with("choose one with --name: off, mixed"), "{several}");
+    assert!(refused(&world, &["apply"]).contains("no layout: name a file, or set [mig] layout"));
+    let two = "[[gpu]]\nmatch = \"all\"\nmig = true\ninstances = [{ profile = \"3g.71gb\", count = 2 }]\n";
+    let two = layout(&world, "two.toml", two);
+    world.configure(&format!("[mig]\nlayout = \"{}\"\n", two.display()));
+    done(&world, &["apply"]);
+    assert_eq!(shape(&listed(&world, 0)), "3g.71gb@0 3g.71gb@4");
+    // Hopper switches its mode without a reset.
+    done(&world, &["apply", path(&yaml), "--name", "off"]);
+    assert_eq!(listed(&world, 0)["mig"]["enabled"], false);
+    done(&world, &["apply"]);
+    assert_eq!(shape(&listed(&world, 0)), "3g.71gb@0 3g.71gb@4");
+}
+
+#[test]
+fn whatever_nvml_call_fails_the_state_found_comes_back() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let found = layout(&world, "found.toml", &done(&world, &["export"]));
+    let target = "[[gpu]]\nmatch = \"0\"\nmig = true\ninstances = [{ profile = \"3g.20gb\" }, { profile = \
+                  \"2g.10gb\", compute = [\"1c\", \"1c\"] }, { profile = \"1g.5gb\", start = 0 }]\n";
+    let target = layout(&world, "target.toml", target);
+    let changing = [
+        "nvmlGpuInstanceDestroy",
+        "nvmlComputeInstanceDestroy",
+        "nvmlDeviceCreateGpuInstanceWithPlacement",
+        "nvmlGpuInstanceCreateComputeInstance",
+        "nvmlGpuInstanceGetInfo",
+        "nvmlDeviceGetGpuInstances",
+        "nvmlGpuInstanceGetComputeInstances",
+        "nvmlDeviceGetMigDeviceHandleByIndex",
+    ];
+    let mut undone = 0;
+    for (function, after) in changing.iter().flat_map(|name| [(*name, ""), (*name, " done")]) {
+        // Every call of the few that change something, some of the many that look.
+        let step = if function.contains("Get") { 37 } else { 1 };
+        for call in (1..).step_by(step) {
+            let mut command = world.command("sublet");
+            command.args(["mig", "apply", path(&target)]);
+            command.env("SUBLET_SIM_FAIL", format!("{function} {call} 999{after}"));
+            let output = command.output().expect("sublet runs");
+            if output.status.success() {
+                // There was no such call, or none before the layout was there.
+                done(&world, &["apply", path(&found)]);
+                break;
+            }
+            let error = text(&output);
+            assert!(!error.contains("could not all be put back"), "{function} {call}{after}: {error}");
+            assert_eq!(shape(&listed(&world, 0)), FOUND, "{function} {call}{after}: {error}");
+            assert!(!world.state_dir().join("mig-before.toml").exists());
+            undone += usize::from(error.contains("all that had been changed is as it was found"));
+        }
+        assert_eq!(shape(&listed(&world, 0)), FOUND);
+    }
+    assert!(undone > 20, "{undone}");
+}
+
+#[test]
+fn a_way_back_that_is_barred_tells_how_to_repair() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let seven = layout(&world, "seven.toml", SEVEN);
+    let mut command = world.command("sublet");
+    command.args(["mig", "apply", path(&seven)]);
+    command.env("SUBLET_SIM_FAIL", "nvmlDeviceCreateGpuInstanceWithPlacement 0 19");
+    let error = text(&command.output().expect("sublet runs"));
+    assert!(error.contains("the GPU instance that was at 0:4 is missing"), "{error}");
+    let before = world.state_dir().join("mig-before.toml");
+    assert!(error.contains(&format!("`sublet mig apply {}`", before.display())), "{error}");
+    done(&world, &["apply", path(&before)]);
+    assert_eq!(shape(&listed(&world, 0)), FOUND);
+}
+
+#[test]
+fn bad_layouts_are_refused_in_one_line_with_their_place() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let entry = |gpu: &str, instance: &str| {
+        format!("[[gpu]]\nmatch = \"{gpu}\"\nmig = true\ninstances = [\n  {instance},\n]\n")
+    };
+    let cases = [
+        (
+            entry("0", "{ profile = \"1g.18gb\" }"),
+            "bad.toml:5: GPU 0 (NVIDIA A100-PCIE-40GB) has no profile 1g.18gb",
+        ),
+        (entry("0", "{ profile = \"MIG 1g.5gb\" }"), "did you mean 1g.5gb?"),
+        (entry("0", "{ profile = \"1g.5GB\" }"), "did you mean 1g.5gb?"),
+        (
+            entry("0", "{ profile = \"1g.5gb\", count = 8 }"),
+            "GPU 0: 8 1g.5gb are wanted, and it can have at most 7",
+        ),
+        (entry("0", "{ profile = \"3g.20gb\", start = 2 }"), "a 3g.20gb cannot start at 2, only at 0, 4"),
+        (entry("0", "{ profile = \"1g.5gb\", count = \"7\" }"), "bad.toml:5: invalid type: string \"7\""),
+        (entry("9", "{ profile = \"1g.5gb\" }"), "bad.toml:1: no GPU here is 9"),
+        (entry("0,0", "{ profile = \"1g.5gb\" }"), "bad.toml:1: GPU 0 is named twice"),
+        (
+            entry("1", "{ profile = \"1g.5gb\" }"),
+            "GPU 1: switching MIG mode takes a reset of the GPU: say --allow-reset",
+        ),
+    ];
+    for (content, expected) in cases {
+        let file = layout(&world, "bad.toml", &content);
+        let error = refused(&world, &["apply", path(&file)]);
+        assert!(error.contains(expected), "{error}");
+    }
+    assert_eq!(shape(&listed(&world, 0)), FOUND);
+    let old = World::simulated("pascal", "");
+    let file = layout(&old, "bad.toml", &entry("0", "{ profile = \"1g.5gb\" }"));
+    assert!(refused(&old, &["apply", path(&file)]).contains("cannot do MIG"));
+    assert!(done(&old, &["list"]).contains("not supported"));
+}
+
+/// A process on the host with a context on a MIG device.
+fn process_on(world: &World, mig: &str) -> Child {
+    let root = world.driver_root.as_ref().expect("simulated");
+    let libraries = root.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH));
+    let mut command = Command::new(root.join("usr/bin/cuda-probe"));
+    command.args(["hold", "300"]).env("SUBLET_SIM_DEV", root.join("dev")).env("LD_LIBRARY_PATH", libraries);
+    command.env("CUDA_VISIBLE_DEVICES", mig).env("CUDA_MPS_PIPE_DIRECTORY", "/nowhere");
+    let mut child = command.stdout(Stdio::piped()).spawn().expect("it runs");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    assert!(line.contains("\"error\":null"), "{line}");
+    child
+}
+
+#[test]
+fn an_instance_with_a_process_stays_where_it_is() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let parts = uuids(&listed(&world, 0));
+    // The first half of the 2g.10gb.
+    let mut child = process_on(&world, &parts[1]);
+    let who = format!("process {}", child.id());
+    assert_eq!(listed(&world, 0)["instances"][1]["compute"][0]["held_by"], json!(who));
+
+    let seven = layout(&world, "seven.toml", SEVEN);
+    let error = refused(&world, &["apply", path(&seven)]);
+    assert!(error.contains(&format!("around 2g.10gb at 4 ({who}): end that first")), "{error}");
+    let plan = mig(&world, &["plan", path(&seven)]);
+    assert_eq!((plan.status.code(), text(&plan).contains(&who)), (Some(1), true));
+
+    let around = "[[gpu]]\nmatch = \"0\"\nmig = true\ninstances = [{ profile = \"1g.5gb\", count = 5 }, { profile = \
+                  \"2g.10gb\", compute = [\"1c\"] }]\n";
+    let around = layout(&world, "around.toml", around);
+    done(&world, &["apply", path(&around)]);
+    let now = listed(&world, 0);
+    assert!(uuids(&now).contains(&parts[1]), "the same instance");
+    assert!(!uuids(&now).contains(&parts[2]), "its other half is gone");
+    child.kill().expect("it ends");
+    child.wait().expect("it is reaped");
+    done(&world, &["apply", path(&seven)]);
+}
+
+#[test]
+fn leases_and_changes_keep_out_of_each_others_way() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h100x2-mig-off", "");
+    let off = layout(&world, "on.toml", "[[gpu]]\nmatch = \"0\"\nmig = true\n");
+    let bundle = world.bundle("one", &[("sublet.gpu", "0")], &["/usr/bin/cuda-probe", "hold", "120"]);
+    bundle.up();
+    let error = refused(&world, &["apply", path(&off)]);
+    assert!(error.contains("GPU 0: MIG mode cannot be switched on while lease "), "{error}");
+    bundle.down();
+
+    // A change of a process that lives: this one.
+    let line = std::fs::read_to_string("/proc/self/stat").expect("stat");
+    let fields = line.rsplit_once(") ").expect("a name").1;
+    let start: u64 = fields.split(' ').nth(19).expect("field 22").parse().expect("a number");
+    let ledger = world.state_dir().join("ledger.json");
+    let read =
+        || -> Value { serde_json::from_slice(&std::fs::read(&ledger).expect("a ledger")).expect("JSON") };
+    let mut busy = read();
+    let device = world.status()["devices"][0]["uuid"].clone();
+    let owner = json!({"pid": std::process::id(), "start_time": start});
+    busy["mig"] = json!({"count": 0, "under_way": {"gpus": [device], "owner": owner}});
+    std::fs::write(&ledger, busy.to_string()).expect("written");
+    let error = refused(&world, &["apply", path(&off)]);
+    assert!(
+        error.contains(&format!("process {} is changing this host's MIG layout", std::process::id())),
+        "{error}"
+    );
+    let second = world.bundle("two", &[("sublet.gpu", "0")], &["/usr/bin/cuda-probe", "hold", "120"]);
+    let refusal = second.create();
+    assert!(refusal.stderr.contains("has its MIG layout changed by process"), "{}", refusal.stderr);
+
+    // That process is gone: nobody waits for it.
+    busy["mig"]["under_way"]["owner"]["start_time"] = json!(1);
+    std::fs::write(&ledger, busy.to_string()).expect("written");
+    second.up();
+    second.down();
+    assert_eq!(read()["mig"], json!({"count": 1}));
+    done(&world, &["apply", path(&off)]);
+    assert_eq!(listed(&world, 0)["mig"]["enabled"], true);
+    assert_eq!(read()["mig"], json!({"count": 2}));
+    world.assert_empty();
+}
+
+#[test]
+fn a_kill_in_the_middle_loses_nothing() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let seven = layout(&world, "seven.toml", SEVEN);
+    for (function, call) in [
+        ("nvmlComputeInstanceDestroy", 1),
+        ("nvmlGpuInstanceDestroy", 2),
+        ("nvmlDeviceCreateGpuInstanceWithPlacement", 1),
+        ("nvmlGpuInstanceCreateComputeInstance", 3),
+    ] {
+        let mut command = world.command("sublet");
+        command.args(["mig", "apply", path(&seven)]);
+        let output =
+            command.env("SUBLET_SIM_FAIL", format!("{function} {call} kill")).output().expect("sublet runs");
+        assert_eq!(output.status.code(), None, "{function}: {}", text(&output));
+        // Nobody waits for the dead, and what was found is written down.
+        let before = world.state_dir().join("mig-before.toml");
+        done(&world, &["apply", path(&before)]);
+        assert_eq!(shape(&listed(&world, 0)), FOUND, "{function}");
+        assert!(!before.exists());
+    }
+}
