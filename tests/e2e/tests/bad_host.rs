@@ -202,7 +202,7 @@ fn a_process_of_the_hosts_keeps_a_gpu_from_being_exclusive() {
     assert_lines(
         &[line.replace(&pid, "$PID")],
         &[
-            "no place for exclusive on any GPU: GPU 0 (NVIDIA H200) cannot be exclusive: process $PID (trainer) has a context there and no lease; end it first [left: 100 % SM, 141223 MiB]; would fit now: mps or time-slice with at most 141157 MiB on GPU 0; sublet.wait=60s waits for a place",
+            "no place for exclusive on any GPU: GPU 0 (NVIDIA H200) cannot be one container's alone: process $PID (trainer) has a context there and no lease; end it first [left: 100 % SM, 141223 MiB]; would fit now: mps or time-slice with at most 141157 MiB on GPU 0; sublet.wait=60s waits for a place",
         ],
     );
     world.assert_empty();
