@@ -1,5 +1,7 @@
 //! Containers without root: a real uid, a user namespace, a real runc or crun, and `sublet serve` as root.
 
+mod two_users;
+
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
@@ -9,25 +11,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use sublet_e2e::user::{Bundle, Host, run, text};
 use sublet_e2e::{bin_dir, eventually, skip_unless_root};
-
-const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
-const QUARTER: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
-const ALICE: u32 = 1000;
-const BOB: u32 = 1001;
-
-/// Allows Alice a quarter and 8 GiB twice, and Bob one lease of any kind.
-const POLICY: &str = "[[policy]]\nuser = 1000\nmodes = [\"mps\"]\nsm = 50\nmemory = \"16GiB\"\nleases = 2\n\
-                      [[policy]]\nuser = 1001\nleases = 1\n";
-
-fn host(topology: &str) -> Host {
-    Host::new(topology, POLICY, Path::new(env!("CARGO_BIN_EXE_speak")))
-}
-
-fn serving(topology: &str) -> Host {
-    let mut host = host(topology);
-    host.start();
-    host
-}
+use two_users::{ALICE, BOB, HOLD, QUARTER, host, serving};
 
 #[test]
 fn a_user_takes_a_share_sees_it_and_gives_it_back() {

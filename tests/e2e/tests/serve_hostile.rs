@@ -1,31 +1,14 @@
 //! What users must not be able to do to each other by way of `sublet serve`, nor to the service.
 
+mod two_users;
+
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::path::Path;
 use std::process::Stdio;
 
 use serde_json::{Value, json};
-use sublet_e2e::user::{Bundle, Holder, Host};
+use sublet_e2e::user::{Bundle, Holder};
 use sublet_e2e::{eventually, skip_unless_root};
-
-const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
-const QUARTER: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
-const ALICE: u32 = 1000;
-const BOB: u32 = 1001;
-
-/// Allows Alice a quarter and 8 GiB twice, and Bob one lease of any kind.
-const POLICY: &str = "[[policy]]\nuser = 1000\nmodes = [\"mps\"]\nsm = 50\nmemory = \"16GiB\"\nleases = 2\n\
-                      [[policy]]\nuser = 1001\nleases = 1\n";
-
-fn host(topology: &str) -> Host {
-    Host::new(topology, POLICY, Path::new(env!("CARGO_BIN_EXE_speak")))
-}
-
-fn serving(topology: &str) -> Host {
-    let mut host = host(topology);
-    host.start();
-    host
-}
+use two_users::{ALICE, BOB, HOLD, QUARTER, serving};
 
 #[test]
 fn nobody_acts_on_what_is_somebody_elses() {
