@@ -10,11 +10,12 @@ use sublet_e2e::{Bundle, Stopping, World, eventually, skip_unless_root};
 
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "1GiB")];
 
-/// A hook that stops at `stage`, until it may go on.
+/// A hook that stops at `stage`, until it may go on. It reads its input as every hook must: crun 1.8 writes
+/// the state to it and dies of SIGPIPE where nobody reads.
 fn stop_here(world: &World, stage: &str) -> Value {
     let dir = world.dir.path().display();
     let script = format!(
-        "[ \"$(cat {dir}/stop-at 2>/dev/null)\" = {stage} ] || exit 0\n\
+        "cat >/dev/null\n[ \"$(cat {dir}/stop-at 2>/dev/null)\" = {stage} ] || exit 0\n\
          : >{dir}/stopped\nwhile [ -e {dir}/stop-at ]; do sleep 0.05; done"
     );
     json!({"path": "/bin/sh", "args": ["sh", "-c", script], "env": ["PATH=/usr/bin:/bin"]})
@@ -65,7 +66,8 @@ fn killed(bundle: &Bundle<'_>, stopping: &Stopping, stage: &str, victim: Option<
     let dir = world.driver_root.as_ref().expect("simulated").display().to_string();
     assert!(!mounts.lines().any(|line| line.contains(&dir)), "{at}: mounts are left: {mounts}");
     // The runtime's own record of it.
-    let _ = bundle.runtime().args(["delete", "--force", "victim"]).output();
+    let deleted = bundle.runtime().args(["delete", "--force", "victim"]).output().expect("the runtime runs");
+    assert!(deleted.status.success(), "{at}: {deleted:?}");
 }
 
 fn killed_everywhere(stage: &str) {

@@ -126,7 +126,8 @@ fn a_lease_whose_container_never_came_to_be_is_given_back() {
     let host = serving("h200");
     let mut bundle = host.bundle(ALICE, "broken", QUARTER, HOLD);
     bundle.spec["process"]["args"] = json!(["/no/such/program"]);
-    bundle.spec["hooks"] = json!({"createRuntime": [{"path": "/bin/false"}]});
+    bundle.spec["hooks"] = json!({"createRuntime": [{"path": "/bin/sh",
+        "args": ["sh", "-c", "cat >/dev/null; exit 1"], "env": ["PATH=/usr/bin:/bin"]}]});
     assert!(!bundle.create().ok);
     assert!(eventually(|| host.leases().is_empty()));
     host.world.assert_empty();
