@@ -90,7 +90,7 @@ fn admit_live(
     let request = if asked.is_some() { request } else { dedicated(request, spec, config)? };
     let candidate = Candidate { container: container.clone(), owner: init, share: None };
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
-    let taken = take::take(&candidate, &request, terms, &store, config)?;
+    let taken = wish::taken(take::take(&candidate, &request, terms, &store, config), spec, config)?;
     let applied = bind(&taken.lease.id, Init::of(init), &store)
         .and_then(|()| grant(&taken, &request, config))
         .and_then(|grant| {

@@ -141,7 +141,7 @@ fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> R
     let request = wish(spec, candidate.share, config)?;
     let store = Store::open(&config.state_dir)?;
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
-    let taken = take::take(candidate, &request, terms, &store, config)?;
+    let taken = wish::taken(take::take(candidate, &request, terms, &store, config), spec, config)?;
     let served = grant(&taken, &request, config).and_then(|grant| {
         apply::edit(spec, &grant)?;
         ready(&taken, &grant, &store, config)

@@ -9,6 +9,7 @@ use crate::apply::{self, Conflict};
 use crate::cdi::{self, Asked, CdiError};
 use crate::config::Config;
 use crate::grant::{Grant, nodes_of};
+use crate::inventory;
 use crate::place::only;
 use crate::request::{self, Request};
 use crate::text::safe;
@@ -61,14 +62,24 @@ fn by_cdi(spec: &Value, asked: &Asked, door: Option<&str>, config: &Config) -> R
         return Err(contradiction(asked, &said, door).into());
     }
     let inventory = fresh_inventory(config)?;
-    let request = only(&request, &asked.device, &inventory, config).map_err(|why| CdiError::Device {
-        share: safe(&asked.share),
-        device: safe(&asked.device),
-        why,
-    })?;
+    let request = only(&request, &asked.device, &inventory, config).map_err(|why| out_of_date(asked, why))?;
     let given = nodes_of(&asked.device, &inventory, config);
     apply::conflict(spec, &given, config).map_err(|conflict| beside(asked, conflict))?;
     Ok(request)
+}
+
+fn out_of_date(asked: &Asked, why: String) -> CdiError {
+    CdiError::Device { share: safe(&asked.share), device: safe(&asked.device), why }
+}
+
+/// What became of a share: a refusal may have found out that the MIG device of the CDI device was destroyed.
+pub(super) fn taken<T>(share: Result<T, AdmitError>, spec: &Value, config: &Config) -> Result<T, AdmitError> {
+    share.map_err(|error| match (cdi::asked(spec), inventory::last(config)) {
+        (Ok(Some(asked)), Ok(now)) if now.device(&asked.device).is_none() => {
+            out_of_date(&asked, "which this host has no more".to_owned()).into()
+        }
+        _ => error,
+    })
 }
 
 fn beside(asked: &Asked, conflict: Conflict) -> AdmitError {

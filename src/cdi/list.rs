@@ -8,9 +8,9 @@ use super::Asked;
 use crate::admit::{Candidate, lease_for};
 use crate::config::Config;
 use crate::grant::{Grant, Image, grant};
-use crate::inventory::{ComputeMode, Device, Inventory};
+use crate::inventory::{ComputeMode, Device, Inventory, Part};
 use crate::ledger::{Container, LeaseId, Ledger};
-use crate::place::{only, place};
+use crate::place::{only, place, wants_mig};
 use crate::process::Process;
 use crate::request::{self, Request};
 
@@ -30,8 +30,10 @@ pub struct Named {
     pub name: String,
     /// Share and device.
     pub asked: Asked,
-    /// NVML's index of the device.
+    /// NVML's index of the GPU.
     pub index: u32,
+    /// The number that names the device in `sublet.gpu`: `0`, or `0:2` of a MIG device.
+    pub number: String,
     /// What every container of it gets alike: the nodes and `env.set` of this.
     pub grant: Grant,
 }
@@ -68,7 +70,7 @@ fn wanted(share: &str, config: &Config, inventory: &Inventory) -> Result<Request
         return Err("a CDI device's name ends with a letter or digit: rename the share".to_owned());
     }
     let of_another = share.rsplit_once('.').filter(|(before, index)| {
-        config.share.contains_key(*before) && index.bytes().all(|byte| byte.is_ascii_digit())
+        config.share.contains_key(*before) && index.bytes().all(|byte| byte.is_ascii_digit() || byte == b':')
     });
     if let Some((before, index)) = of_another {
         return Err(format!("it would read as share {before} on GPU {index}: rename one of them"));
@@ -85,13 +87,17 @@ fn of_share(
     config: &Config,
     listing: &mut Listing,
 ) -> std::io::Result<()> {
-    let mut here = Vec::new();
-    for device in inventory.gpus() {
-        let name = format!("{share}.{}", device.index);
+    let (mut here, mig) = (Vec::new(), wants_mig(request));
+    if mig && !inventory.devices.iter().any(Device::is_mig) {
+        let why = "it is for MIG devices, and this host has none: `sublet mig apply` makes them".to_owned();
+        listing.without.push(Without { name: share.to_owned(), why });
+    }
+    for device in inventory.devices.iter().filter(|device| device.is_mig() == mig) {
+        let name = format!("{share}.{}", device.number());
         match on_device(request, device, inventory, config)? {
             Ok(grant) => {
                 let asked = Asked { share: share.to_owned(), device: device.uuid.clone() };
-                here.push(Named { name, asked, index: device.index, grant });
+                here.push(Named { name, asked, index: device.index, number: device.number(), grant });
             }
             Err(why) => listing.without.push(Without { name, why }),
         }
@@ -101,7 +107,8 @@ fn of_share(
         [one] => here.insert(0, Named { name: share.to_owned(), ..one.clone() }),
         several => {
             let names: Vec<&str> = several.iter().map(|named| named.name.as_str()).collect();
-            let why = format!("{} GPUs can serve it: name one, as {}", several.len(), names[0]);
+            let kind = if mig { "MIG devices" } else { "GPUs" };
+            let why = format!("{} {kind} can serve it: name one, as {}", several.len(), names[0]);
             listing.without.push(Without { name: share.to_owned(), why });
         }
     }
@@ -144,6 +151,7 @@ fn idle(inventory: &Inventory) -> Inventory {
         memory_free_bytes: device.memory_bytes,
         compute_mode: ComputeMode::Default,
         processes: Vec::new(),
+        part: device.part.clone().map(|part| Part { sibling_processes: Vec::new(), ..part }),
         ..device.clone()
     };
     Inventory { devices: inventory.devices.iter().map(idle).collect(), ..inventory.clone() }
@@ -152,7 +160,7 @@ fn idle(inventory: &Inventory) -> Inventory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::place::fixture::{GIB, device, host, process};
+    use crate::place::fixture::{GIB, device, host, part, process};
 
     fn listed(toml: &str, inventory: &Inventory) -> Listing {
         list(&toml::from_str(toml).unwrap(), inventory).unwrap()
@@ -204,6 +212,33 @@ mod tests {
     }
 
     #[test]
+    fn shares_of_mig_devices_have_one_on_each_that_fits() {
+        let gpu = Device { mig_enabled: true, ..device(0) };
+        let parts = [part(&gpu, 0, "1g.18gb"), part(&gpu, 1, "1g.18gb"), part(&gpu, 2, "2g.35gb")];
+        let mut host = host(vec![gpu, device(1)]);
+        host.devices.splice(1..1, parts);
+        let toml = "[share.a]\nmig = '1g.18gb'\n[share.b]\nmig = '2g.35gb'\nsm = 50\n[share.c]\ngpu = '0:1'\n\
+                    [share.d]\nsm = 25\n[share.e]\nmode = 'mig'\ngpu = 1\n[share.'a.0:9']\nsm = 5\n";
+        let listing = listed(toml, &host);
+        let expected = [
+            ("a.0:0", "MIG-0"),
+            ("a.0:1", "MIG-1"),
+            ("b", "MIG-2"),
+            ("b.0:2", "MIG-2"),
+            ("c", "MIG-1"),
+            ("c.0:1", "MIG-1"),
+            ("d", "GPU-1"),
+            ("d.1", "GPU-1"),
+        ];
+        assert_eq!(names(&listing), expected);
+        assert_eq!(why(&listing, "a"), "2 MIG devices can serve it: name one, as a.0:0");
+        assert!(why(&listing, "a.0:2").contains("none is a 1g.18gb: 0:2 is a 2g.35gb"));
+        assert!(why(&listing, "d.0").contains("is in MIG mode"), "{:?}", listing.without);
+        assert_eq!(why(&listing, "e.0:0"), "its sublet.gpu names other GPUs");
+        assert!(why(&listing, "a.0:9").contains("it would read as share a on GPU 0:9"));
+    }
+
+    #[test]
     fn shares_of_several_devices_of_mig_and_with_ambiguous_names_have_none() {
         let host = host(vec![device(0), device(1)]);
         let toml = "[share.two]\ngpu = 'any:2'\n[share.all]\ngpu = 'all'\n[share.mig]\nmig = '1g.18gb'\n\
@@ -213,7 +248,7 @@ mod tests {
         assert_eq!(found, ["a.0", "a.1", "a.b.0", "a.b.1"]);
         assert!(why(&listing, "two.0").contains("several"), "{:?}", listing.without);
         assert!(why(&listing, "all.1").contains("several"));
-        assert!(why(&listing, "mig.0").contains("it is for MIG devices, and CDI devices are of whole GPUs"));
+        assert!(why(&listing, "mig").contains("it is for MIG devices, and this host has none"));
         assert!(why(&listing, "end-").contains("rename"));
         assert_eq!(why(&listing, "a.7"), "it would read as share a on GPU 7: rename one of them");
     }

@@ -16,7 +16,7 @@ use crate::text::safe;
 /// Subcommands of `sublet cdi`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Write the CDI specification of the named shares: sublet/share=<share>.<GPU>
+    /// Write the CDI specification of the named shares: sublet/share=<share>.<GPU or G:M>
     Generate {
         /// The file, in a directory that the engines read; [cdi] spec of the configuration by default
         #[arg(long, value_name = "FILE")]
@@ -66,7 +66,7 @@ fn nothing(listing: &Listing) -> String {
     match listing.without.first() {
         None => "the configuration has no [share.<name>], and so there is no CDI device".to_owned(),
         Some(first) => format!(
-            "no named share fits a GPU of this host (`sublet cdi list` tells all); {}: {}",
+            "no named share fits a device of this host (`sublet cdi list` tells all); {}: {}",
             safe(&first.name),
             first.why
         ),
@@ -80,7 +80,7 @@ fn print(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
         Format::Json => output::json(&document(&listing, spec, config))?,
         Format::Table => {
             let rows = listing.devices.iter().map(row).collect();
-            println!("{}", output::table(&["CDI DEVICE", "GPU", "UUID"], rows));
+            println!("{}", output::table(&["CDI DEVICE", "DEVICE", "UUID"], rows));
             for without in &listing.without {
                 println!("No {KIND}={}: {}", safe(&without.name), without.why);
             }
@@ -91,7 +91,7 @@ fn print(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
 }
 
 fn row(named: &Named) -> Vec<String> {
-    vec![format!("{KIND}={}", named.name), named.index.to_string(), named.asked.device.clone()]
+    vec![format!("{KIND}={}", named.name), named.number.clone(), named.asked.device.clone()]
 }
 
 /// What engines read now, beside what they should.
@@ -108,7 +108,8 @@ fn state(text: &str, listing: &Listing, config: &Config) -> &'static str {
 fn document(listing: &Listing, spec: &str, config: &Config) -> serde_json::Value {
     let devices = listing.devices.iter().map(|named| {
         json!({"name": format!("{KIND}={}", named.name), "share": named.asked.share,
-               "device": named.asked.device, "index": named.index})
+               "device": named.asked.device, "index": named.index,
+               "number": named.number})
     });
     let without = listing
         .without

@@ -122,26 +122,30 @@ pub fn only(
     let Some(at) = inventory.devices.iter().position(|device| device.uuid == uuid) else {
         return Err("which this host does not have".to_owned());
     };
-    if wants_mig(request) {
-        return Err("it is for MIG devices, and CDI devices are of whole GPUs: use annotations".to_owned());
+    let mig = wants_mig(request);
+    if inventory.devices[at].is_mig() != mig {
+        let (own, other) = if mig { ("MIG devices", "a GPU") } else { ("GPUs", "a MIG device") };
+        return Err(format!("it is for {own}, and this is {other}"));
     }
     if !request.mig_caps.is_empty() {
         return Err("it has sublet.mig-caps, which CDI devices do not bring: use annotations".to_owned());
     }
     let one = match &request.devices {
         Devices::Any(count) => count.get() == 1,
-        Devices::All => inventory.gpus().count() == 1,
+        Devices::All => inventory.devices.iter().filter(|device| device.is_mig() == mig).count() == 1,
         Devices::These(selectors) => selectors.len() == 1,
     };
     if !one {
         return Err("it takes several GPUs, and a CDI device is of one".to_owned());
     }
     match &request.devices {
-        Devices::These(named) if !matching(&named[0], false, inventory, config).contains(&at) => {
+        Devices::These(named) if !matching(&named[0], mig, inventory, config).contains(&at) => {
             Err("its sublet.gpu names other GPUs".to_owned())
         }
         _ => {
-            Ok(Request { devices: Devices::These(vec![Selector::Uuid(uuid.to_owned())]), ..request.clone() })
+            let uuid = uuid.to_owned();
+            let this = if mig { Selector::MigUuid(uuid) } else { Selector::Uuid(uuid) };
+            Ok(Request { devices: Devices::These(vec![this]), ..request.clone() })
         }
     }
 }

@@ -71,11 +71,16 @@ fn the_specification_is_valid_by_cdis_own_schema() {
     if skip_unless_root() {
         return;
     }
-    let world = World::simulated("h200x8", &format!("{SMALL}[share.1g]\ncapabilities = \"all\"\n"));
+    // On two GPUs, one of them cut into four MIG devices.
+    let mig = "[share.mig]\nmode = \"mig\"\n";
+    let world = World::simulated("a100x2-mig", &format!("{SMALL}[share.1g]\ncapabilities = \"all\"\n{mig}"));
     world.generate_cdi();
     let spec = specification(&world);
     assert_eq!(spec["cdiVersion"], "0.5.0");
-    assert_eq!(spec["devices"].as_array().map(Vec::len), Some(16));
+    let names: Vec<_> =
+        spec["devices"].as_array().expect("devices").iter().map(|device| &device["name"]).collect();
+    let expected = ["1g", "1g.1", "mig.0:0", "mig.0:1", "mig.0:2", "mig.0:3", "small", "small.1"];
+    assert_eq!(names, expected);
     let script = "import json, sys, jsonschema\n\
                   read = lambda path: json.load(open(path))\n\
                   schema, defs, spec = map(read, sys.argv[1:4])\n\
