@@ -23,6 +23,8 @@ mod processes;
 mod seen;
 mod watched;
 
+#[cfg(feature = "cli")]
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -39,9 +41,11 @@ pub use part::Part;
 #[cfg(feature = "cli")]
 pub(crate) use probe::connect;
 #[cfg(feature = "cli")]
-pub(crate) use probe::mig_devices;
+pub(crate) use probe::mig_gpus;
 #[cfg(feature = "cli")]
 pub use probe::{ProbeError, probe};
+#[cfg(feature = "cli")]
+pub(crate) use seen::can_do_mig;
 pub use watched::is_watched;
 #[cfg(feature = "cli")]
 pub(crate) use watched::{unwatch, watch};
@@ -252,7 +256,20 @@ pub enum FileKind {
     },
 }
 
+/// UUIDs of the GPUs in MIG mode, each with its MIG devices: UUID, GPU instance, compute instance.
+#[cfg(feature = "cli")]
+pub(crate) type MigGpus = BTreeMap<String, BTreeSet<(String, u32, u32)>>;
+
 impl Inventory {
+    /// Its GPUs in MIG mode.
+    #[cfg(feature = "cli")]
+    pub(crate) fn mig_gpus(&self) -> MigGpus {
+        let parts = |gpu: &Device| {
+            self.parts(&gpu.uuid).map(|(device, part)| (device.uuid.clone(), part.gi, part.ci)).collect()
+        };
+        self.gpus().filter(|gpu| gpu.mig_enabled).map(|gpu| (gpu.uuid.clone(), parts(gpu))).collect()
+    }
+
     /// The device with this UUID.
     #[must_use]
     pub fn device(&self, uuid: &str) -> Option<&Device> {

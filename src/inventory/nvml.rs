@@ -1,6 +1,6 @@
 //! What NVML says of each GPU.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use nvml_wrapper::bitmasks::InitFlags;
@@ -11,7 +11,7 @@ use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
 use super::mig_ids::instance_ids;
-use super::{ComputeMode, Device, GpuProcess, Node, Part, Virtualization, caps, majors, processes};
+use super::{ComputeMode, Device, GpuProcess, MigGpus, Node, Part, Virtualization, caps, majors, processes};
 
 /// Loads and initializes the library, with whatever GPUs answer.
 pub(crate) fn init(library: &Path) -> Result<Nvml, NvmlError> {
@@ -200,9 +200,9 @@ pub(crate) fn mig_handles<'n>(device: &NvmlDevice<'n>) -> Result<Vec<NvmlDevice<
     Ok(found)
 }
 
-/// (UUID, GPU, GPU instance, compute instance) of every MIG device of GPUs in MIG mode.
-pub(super) fn mig_ids(nvml: &Nvml) -> Result<BTreeSet<(String, String, u32, u32)>, NvmlError> {
-    let mut found = BTreeSet::new();
+/// [`MigGpus`] as NVML has them.
+pub(super) fn mig_gpus(nvml: &Nvml) -> Result<MigGpus, NvmlError> {
+    let mut found = MigGpus::new();
     for index in 0..nvml.device_count()? {
         let device = match nvml.device_by_index(index) {
             Err(NvmlError::GpuLost) => continue,
@@ -211,11 +211,11 @@ pub(super) fn mig_ids(nvml: &Nvml) -> Result<BTreeSet<(String, String, u32, u32)
         if !is_mig_enabled(&device)? {
             continue;
         }
-        let gpu = device.uuid()?;
-        for mig in mig_handles(&device)? {
+        let parts = mig_handles(&device)?.into_iter().map(|mig| {
             let (gi, ci) = instance_ids(&mig)?;
-            found.insert((mig.uuid()?, gpu.clone(), gi, ci));
-        }
+            Ok((mig.uuid()?, gi, ci))
+        });
+        found.insert(device.uuid()?, parts.collect::<Result<_, NvmlError>>()?);
     }
     Ok(found)
 }

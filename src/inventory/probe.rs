@@ -14,7 +14,9 @@ use super::files::{Found, Machine};
 use super::kernel::KernelModule;
 use super::nodes::{NodeError, check_node};
 use super::seen::{self, Seen};
-use super::{Device, Driver, Inventory, InventoryError, Majors, Node, caps, files, kernel, nvml, under};
+use super::{
+    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, caps, files, kernel, nvml, under,
+};
 use crate::config::{Config, Inject};
 use crate::text::safe;
 
@@ -159,13 +161,13 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     })
 }
 
-/// (UUID, GPU, GPU instance, compute instance) of every MIG device, by NVML alone.
+/// GPUs in MIG mode and their MIG devices, by NVML alone.
 ///
 /// # Errors
 /// As [`probe`], as far as NVML goes.
-pub(crate) fn mig_devices(config: &Config) -> Result<BTreeSet<(String, String, u32, u32)>, ProbeError> {
+pub(crate) fn mig_gpus(config: &Config) -> Result<MigGpus, ProbeError> {
     let (nvml, library) = connect(config)?;
-    nvml::mig_ids(&nvml).map_err(|error| ProbeError::Nvml {
+    nvml::mig_gpus(&nvml).map_err(|error| ProbeError::Nvml {
         library,
         what: "list the MIG devices".to_owned(),
         why: safe(&error.to_string()),

@@ -31,6 +31,15 @@ pub(super) fn read(root: &Path) -> Result<Seen, InventoryError> {
     Ok(Seen { fingerprint: Fingerprint { boot_id, driver_version: module.version, gpus, mig }, lost })
 }
 
+/// Whether some GPU can do MIG, be it in MIG mode or not: it has its directory of instances, empty or not (H200
+/// with MIG off; docs/evidence).
+#[cfg(feature = "cli")]
+pub(crate) fn can_do_mig(root: &Path) -> bool {
+    let capabilities = under(root, "/proc/driver/nvidia/capabilities");
+    let gpus = names(&capabilities).unwrap_or_default();
+    gpus.iter().any(|name| is_numbered(name, "gpu") && capabilities.join(name).join("mig").is_dir())
+}
+
 /// A device that is gone answers every configuration read with ones (PCI Local Bus Specification 3.0,
 /// 6.1: the vendor id `0xFFFF` is invalid). A file that cannot be read proves nothing.
 fn fell_off_the_bus(root: &Path, bus_id: &str) -> bool {

@@ -173,7 +173,7 @@ fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
 fn kinds(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     let Some(part) = &want.device.part else {
         return match (want.device.mig_enabled, want.mode) {
-            (true, _) => Err(Misfit::never(in_mig_mode(want.device, world.inventory))),
+            (true, _) => Err(in_mig_mode(want.device, world.inventory)),
             (false, Mode::Mig) => Err(Misfit::never("has no MIG devices: `sublet mig apply` makes them")),
             (false, _) => Ok(()),
         };
@@ -197,7 +197,7 @@ fn kinds(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     }
 }
 
-fn in_mig_mode(gpu: &Device, inventory: &Inventory) -> String {
+fn in_mig_mode(gpu: &Device, inventory: &Inventory) -> Misfit {
     let profiles: Vec<String> = inventory
         .parts(&gpu.uuid)
         .map(|(device, part)| format!("sublet.gpu={} is a {}", device.number(), safe(&part.profile)))
@@ -207,7 +207,11 @@ fn in_mig_mode(gpu: &Device, inventory: &Inventory) -> String {
     } else {
         format!("{}; sublet.mig=<profile> takes a free one", profiles.join(", "))
     };
-    format!("is in MIG mode and used through its MIG devices alone ({way_out})")
+    // Without any instance, that another tool has switched it off since shows in NVML alone.
+    Misfit {
+        refresh: profiles.is_empty(),
+        ..Misfit::never(format!("is in MIG mode and used through its MIG devices alone ({way_out})"))
+    }
 }
 
 /// What contradicts the mode that the device's configuration has brought in.

@@ -1,12 +1,14 @@
-//! Whether the MIG devices of the inventory are those of the driver: destroyed instances' ids are given to new
-//! ones, and only their UUIDs tell.
+//! Whether the GPUs in MIG mode and the MIG devices of the inventory are those of the driver: destroyed instances'
+//! ids are given to new ones, and only their UUIDs tell; nor does /proc show MIG mode where there is no instance.
+//!
+//! NVML is loaded for each look and let go of: who has it open is in the way of a GPU's reset, and so of other
+//! tools' switching MIG mode, and of unloading the driver.
 
-use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use crate::admit;
 use crate::config::Config;
-use crate::inventory::{self, Inventory, mig_devices};
+use crate::inventory::{self, Inventory, can_do_mig, mig_gpus};
 use crate::ledger::{Ledger, Store};
 use crate::process::uptime_seconds;
 use crate::text::safe;
@@ -14,12 +16,19 @@ use crate::text::safe;
 /// Whether the last failure was told: the next one, two seconds later, is the same.
 static TOLD: AtomicBool = AtomicBool::new(false);
 
-/// Compares them, on a host with GPUs in MIG mode, and refreshes the inventory where they differ.
+/// Seconds between two looks where no GPU is in MIG mode: nobody's lease is at stake, and a GPU that nothing
+/// uses and nothing keeps initialized is woken by each.
+const SELDOM: u64 = 30;
+
+/// When it looked last on such a host, in seconds since boot.
+static LOOKED: AtomicU64 = AtomicU64::new(0);
+
+/// Compares them, on a host with GPUs that can do MIG, and refreshes the inventory where they differ.
 pub(super) fn watch() {
     let watched = crate::config::load().map_err(|error| error.to_string()).and_then(|config| {
         // Before the first refresh there is nothing to compare.
         let Ok(known) = inventory::last(&config) else { return Ok(()) };
-        if !known.gpus().any(|gpu| gpu.mig_enabled) {
+        if !known.gpus().any(|gpu| gpu.mig_enabled) && !is_due(&config) {
             return Ok(());
         }
         compare(&known, &config).inspect_err(|_| inventory::unwatch(&config))
@@ -33,6 +42,15 @@ pub(super) fn watch() {
     }
 }
 
+fn is_due(config: &Config) -> bool {
+    let (now, last) = (uptime_seconds(), LOOKED.load(Relaxed));
+    let due = (last == 0 || now >= last + SELDOM) && can_do_mig(&config.driver.root);
+    if due {
+        LOOKED.store(now, Relaxed);
+    }
+    due
+}
+
 fn compare(known: &Inventory, config: &Config) -> Result<(), String> {
     let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
     let ledger = ledger.map_err(|error| error.to_string())?;
@@ -42,9 +60,9 @@ fn compare(known: &Inventory, config: &Config) -> Result<(), String> {
         return Ok(());
     }
     let since = uptime_seconds();
-    let seen = mig_devices(config).map_err(|error| error.to_string())?;
+    let seen = mig_gpus(config).map_err(|error| error.to_string())?;
     let stale = inventory::load(config).is_err_and(|error| error.wants_refresh());
-    if stale || seen != listed(known) {
+    if stale || seen != known.mig_gpus() {
         inventory::unwatch(config);
         let now = admit::refresh(config).map_err(|error| error.to_string())?;
         for line in lost(&ledger, known, &now) {
@@ -53,15 +71,6 @@ fn compare(known: &Inventory, config: &Config) -> Result<(), String> {
         return Ok(());
     }
     inventory::watch(config, since).map_err(|error| error.to_string())
-}
-
-/// (UUID, GPU, GPU instance, compute instance) of each MIG device of `inventory`.
-fn listed(inventory: &Inventory) -> BTreeSet<(String, String, u32, u32)> {
-    let one = |device: &inventory::Device| {
-        let part = device.part.as_ref()?;
-        Some((device.uuid.clone(), part.gpu.clone(), part.gi, part.ci))
-    };
-    inventory.devices.iter().filter_map(one).collect()
 }
 
 /// A line for each lease that has lost its MIG device between `before` and `now`.

@@ -133,6 +133,46 @@ impl Drop for Serve {
 }
 
 #[test]
+fn a_mode_switched_off_by_another_tool_opens_the_gpu_again() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200-mig", "");
+    let share = [("sublet.gpu", "0"), ("sublet.sm", "25")];
+    assert!(
+        refused(&world, &share)
+            .contains("is in MIG mode and used through its MIG devices alone (it has none")
+    );
+    let _ = smi(&world, &["-i", "0", "-mig", "0"]);
+    up(&world, "one", &share).down();
+    world.assert_empty();
+}
+
+#[test]
+fn the_service_notices_a_mode_switched_where_there_is_no_instance() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h100x2-mig-off", "");
+    let enabled = || {
+        let known = std::fs::read(world.state_dir().join("inventory.json")).expect("inventory.json");
+        let known: Value = serde_json::from_slice(&known).expect("JSON");
+        known["devices"][0]["mig_enabled"].clone()
+    };
+    assert!(world.sublet(&["refresh"]).status.success());
+    assert_eq!(enabled(), false);
+    let _ = smi(&world, &["-i", "0", "-mig", "1"]);
+    let serve = Serve::start(&world);
+    assert!(eventually(|| enabled() == true), "the service did not look");
+    assert!(refused(&world, &[("sublet.gpu", "0"), ("sublet.sm", "25")]).contains("is in MIG mode"));
+    let _ = smi(&world, &["-i", "0", "-mig", "0"]);
+    assert!(eventually(|| enabled() == false), "the service did not look again");
+    up(&world, "one", &[("sublet.gpu", "0"), ("sublet.sm", "25")]).down();
+    drop(serve);
+    world.assert_empty();
+}
+
+#[test]
 fn the_service_notices_and_its_word_spares_the_question() {
     if skip_unless_root() {
         return;
