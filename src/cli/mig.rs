@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use serde_json::{Value, json};
 
@@ -156,6 +156,9 @@ fn assert(file: &LayoutFile, config: &Config) -> anyhow::Result<ExitCode> {
 }
 
 fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Result<ExitCode> {
+    if admit::is_brokered(config) {
+        bail!("MIG layouts are root's to change: run `sublet mig apply` as root");
+    }
     let layout = read(file, config)?;
     super::settled_ledger(config)?;
     let inventory = fresh_inventory(config)?;

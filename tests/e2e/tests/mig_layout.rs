@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::{Value, json};
+use sublet_e2e::user::Host;
 use sublet_e2e::{World, skip_unless_root};
 
 /// What the A100 of `a100x2-mig` has when it comes up, as (GPU instance, placement, UUIDs).
@@ -347,5 +348,40 @@ fn a_kill_in_the_middle_loses_nothing() {
         done(&world, &["apply", path(&before)]);
         assert_eq!(shape(&listed(&world, 0)), FOUND, "{function}");
         assert!(!before.exists());
+    }
+}
+
+#[test]
+fn users_without_root_change_nothing() {
+    if skip_unless_root() {
+        return;
+    }
+    let on = "[[gpu]]\nmatch = \"0\"\nmig = true\n";
+    for (topology, content, looks) in [("a100x2-mig", SEVEN, false), ("h100x2-mig-off", on, true)] {
+        let host = Host::new(topology, "", std::path::Path::new(env!("CARGO_BIN_EXE_speak")));
+        let file = layout(&host.world, "layout.toml", content);
+        let by_user = |arguments: &[&str]| {
+            host.command(1000, "sublet").arg("mig").args(arguments).output().expect("sublet runs")
+        };
+        let refused = |arguments: &[&str], words: &str| {
+            let output = by_user(arguments);
+            let said = text(&output);
+            assert_eq!((output.status.code(), said.trim_end().lines().count()), (Some(1), 1), "{said}");
+            assert!(said.contains(words), "{arguments:?}: {said}");
+        };
+        let apply = ["apply", path(&file)];
+        refused(&apply, "MIG layouts are root's to change: run `sublet mig apply` as root");
+        let found = done(&host.world, &["export"]);
+        refused(&apply, "run `sublet mig apply` as root");
+        for look in [&["list"][..], &["plan", path(&file)], &["export"]] {
+            if looks {
+                assert!(by_user(look).status.success(), "{look:?}: {}", text(&by_user(look)));
+            } else {
+                // Instances are NVML's to show to root alone.
+                refused(look, "does not have permission to perform this operation; run as root");
+            }
+        }
+        assert_eq!(done(&host.world, &["export"]), found);
+        host.world.assert_empty();
     }
 }
