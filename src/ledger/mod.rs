@@ -138,6 +138,12 @@ pub struct LeasedPart {
     pub ci: u32,
     /// First memory slice of the GPU instance, and how many; `None` where NVML did not tell.
     pub placement: Option<(u32, u32)>,
+    /// Its part of the GPU's SMs, where NVML says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sm: Option<Percent>,
+    /// Its memory, or its part of what compute instances have together, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
 }
 
 /// Sixteen lower-case hex digits.

@@ -51,7 +51,10 @@ fn a_lease_keeps_what_its_instance_was() {
         (vec!["MIG-1".to_owned()], Mode::Mig, None)
     );
     let (uuid, gpu) = ("MIG-1".to_owned(), "GPU-0".to_owned());
-    assert_eq!(placement.parts, [LeasedPart { uuid, gpu, gi: 1, ci: 0, placement: Some((1, 1)) }]);
+    // 16 of 132 SMs.
+    let (sm, memory_bytes) = (Some(Percent::from_thousandths(12_122)), Some(100 * GIB / 8));
+    let part = LeasedPart { uuid, gpu, gi: 1, ci: 0, placement: Some((1, 1)), sm, memory_bytes };
+    assert_eq!(placement.parts, [part]);
     assert_eq!(placement.memory_bytes, None, "all of it is its own");
 }
 
@@ -123,8 +126,15 @@ fn clients_are_limited_in_proportion() {
 
 #[test]
 fn nodes_of_an_instance_that_is_gone_stay_its_containers() {
-    let of =
-        |uuid: &str| LeasedPart { uuid: uuid.into(), gpu: "GPU-0".into(), gi: 0, ci: 0, placement: None };
+    let of = |uuid: &str| LeasedPart {
+        uuid: uuid.into(),
+        gpu: "GPU-0".into(),
+        gi: 0,
+        ci: 0,
+        placement: None,
+        sm: None,
+        memory_bytes: None,
+    };
     let lost = Lease { parts: vec![of("MIG-gone")], ..alone(1, "MIG-gone") };
     let refusal = placed(&named(0, Mode::Mig), vec![lost]).unwrap_err();
     assert!(

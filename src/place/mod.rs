@@ -132,6 +132,8 @@ fn parts(inventory: &Inventory, devices: &[usize]) -> Vec<LeasedPart> {
             gi: part.gi,
             ci: part.ci,
             placement: part.placement,
+            sm: part.gpu_sm_count.zip(device.sm_count).map(|(all, own)| Percent::of_all(own, all)),
+            memory_bytes: Some(device.part_of(device.memory_bytes)),
         })
     };
     devices.iter().filter_map(leased).collect()
@@ -142,13 +144,15 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
         devices.sort_unstable();
     }
     let first = fits.first();
+    let mode = first.map_or(request.default_mode, |fit| fit.mode);
     Placement {
         parts: parts(inventory, &devices),
         devices: devices.iter().map(|index| inventory.devices[*index].uuid.clone()).collect(),
-        mode: first.map_or(request.default_mode, |fit| fit.mode),
+        mode,
         isolation: first.map_or(request.isolation, |fit| fit.isolation),
         server: first.and_then(|fit| fit.server.clone()),
-        sm: request.sm,
+        // With mode mig it said which device to take, and limits nobody on it.
+        sm: request.sm.filter(|_| mode != Mode::Mig),
         memory_bytes: first.and_then(|fit| fit.memory_bytes),
         processes: request.processes.get(),
         priority: request.priority,

@@ -22,6 +22,13 @@ impl Percent {
         Self(thousandths)
     }
 
+    /// `part` of `all`, rounded up.
+    #[must_use]
+    pub fn of_all(part: u32, all: u32) -> Self {
+        let thousandths = (u64::from(part) * 100_000).div_ceil(u64::from(all.max(1)));
+        Self(u32::try_from(thousandths).unwrap_or(u32::MAX))
+    }
+
     /// In thousandths of a percent.
     #[must_use]
     pub const fn thousandths(self) -> u32 {

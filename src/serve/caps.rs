@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::config::PolicyRule;
-use crate::ledger::{Lease, Ledger};
+use crate::ledger::{Lease, LeasedPart, Ledger};
 use crate::place::Placement;
 use crate::request::units::MIB;
 use crate::request::{Mode, Percent};
@@ -100,11 +100,9 @@ impl Cap<'_> {
         {
             return Err(CapError::Leases(most));
         }
-        let devices = placement.devices.len() as u64;
-        let asked_sm = placement.sm.map(|sm| thousandths(sm) * devices);
-        sum("sm", rule.sm.map(thousandths), held_sm(&held), asked_sm, &percent)?;
-        let asked_memory = placement.memory_bytes.map(|bytes| bytes.saturating_mul(devices));
-        sum("memory", rule.memory, held_memory(&held), asked_memory, &mib)
+        let (sm, memory) = Holding::of_placement(placement).sums();
+        sum("sm", rule.sm.map(thousandths), held_sm(&held), sm, &percent)?;
+        sum("memory", rule.memory, held_memory(&held), memory, &mib)
     }
 
     /// What the user may still take beside what `ledger` says that they hold.
@@ -138,20 +136,52 @@ fn thousandths(sm: Percent) -> u64 {
     u64::from(sm.thousandths())
 }
 
+/// What counts of a share, taken or asked for.
+struct Holding<'a> {
+    devices: &'a [String],
+    parts: &'a [LeasedPart],
+    mode: Mode,
+    sm: Option<Percent>,
+    memory_bytes: Option<u64>,
+}
+
+impl<'a> Holding<'a> {
+    fn of_placement(from: &'a Placement) -> Self {
+        let Placement { devices, parts, mode, sm, memory_bytes, .. } = from;
+        Self { devices, parts, mode: *mode, sm: *sm, memory_bytes: *memory_bytes }
+    }
+
+    fn of_lease(from: &'a Lease) -> Self {
+        let Lease { devices, parts, mode, sm, memory_bytes, .. } = from;
+        Self { devices, parts, mode: *mode, sm: *sm, memory_bytes: *memory_bytes }
+    }
+
+    /// SM share and memory on all its devices together; `None`: no limit. Who has a MIG device alone has all of
+    /// it, as part of its GPU, whatever was asked for.
+    fn sums(&self) -> (Option<u64>, Option<u64>) {
+        if self.mode == Mode::Mig {
+            let sm = self.parts.iter().map(|part| part.sm.map(thousandths)).sum();
+            return (sm, self.parts.iter().map(|part| part.memory_bytes).sum());
+        }
+        let devices = self.devices.len() as u64;
+        let times = |one: u64| one.saturating_mul(devices);
+        (self.sm.map(thousandths).map(times), self.memory_bytes.map(times))
+    }
+}
+
+/// What has no limit holds a whole device.
 fn held_sm(held: &[&Lease]) -> u64 {
-    let of =
-        |lease: &&Lease| thousandths(lease.sm.unwrap_or(Percent::WHOLE)).saturating_mul(devices_of(lease));
+    let of = |lease: &&Lease| {
+        let whole = thousandths(Percent::WHOLE).saturating_mul(lease.devices.len() as u64);
+        Holding::of_lease(lease).sums().0.unwrap_or(whole)
+    };
     held.iter().map(of).fold(0, u64::saturating_add)
 }
 
 /// What has no limit holds everything.
 fn held_memory(held: &[&Lease]) -> u64 {
-    let of = |lease: &&Lease| lease.memory_bytes.unwrap_or(u64::MAX).saturating_mul(devices_of(lease));
+    let of = |lease: &&Lease| Holding::of_lease(lease).sums().1.unwrap_or(u64::MAX);
     held.iter().map(of).fold(0, u64::saturating_add)
-}
-
-fn devices_of(lease: &Lease) -> u64 {
-    lease.devices.len() as u64
 }
 
 fn sum(
@@ -281,6 +311,37 @@ mod tests {
         assert_eq!(refused(1), CapError::Leases(1));
         assert!(refused(1).is_temporary() && !refused(0).is_temporary());
         assert_eq!(check(&rule(2), &mps), Ok(()));
+    }
+
+    #[test]
+    fn a_mig_device_alone_counts_as_what_it_is() {
+        let rule = PolicyRule {
+            sm: Some(Percent::from_thousandths(50_000)),
+            memory: Some(10 << 30),
+            ..PolicyRule::default()
+        };
+        let part = LeasedPart {
+            uuid: "MIG-a".into(),
+            gpu: "GPU-a".into(),
+            gi: 1,
+            ci: 0,
+            placement: None,
+            sm: Some(Percent::from_thousandths(20_000)),
+            memory_bytes: Some(5 << 30),
+        };
+        // One percent was asked for at least, a fifth is what it gets.
+        let mut asked = Placement { parts: vec![part.clone()], ..placement(Mode::Mig, Some(1), None) };
+        assert_eq!(check(&rule, &asked), Ok(()));
+        asked.parts[0].sm = Some(Percent::from_thousandths(25_001));
+        assert!(check(&rule, &asked).unwrap_err().contains("hold 25 % and this asks for 25.001 %"));
+        let mut held = lease(1, "MIG-a");
+        (held.mode, held.parts, held.container.uid) = (Mode::Mig, vec![part.clone()], 1000);
+        let ledger = Ledger { leases: vec![held.clone()], ..Ledger::empty("boot") };
+        let left = Cap { uid: 1000, rule: &rule }.left(&ledger);
+        assert_eq!((left.sm_percent, left.memory_bytes), (Some(30.0), Some(5 << 30)));
+        asked.parts = vec![part.clone(), part];
+        let both = Cap { uid: 1000, rule: &rule }.check(&asked, &ledger).unwrap_err().to_string();
+        assert!(both.contains("hold 20 % and this asks for 40 %"), "{both}");
     }
 
     #[test]

@@ -53,6 +53,31 @@ fn by_the_hook() {
 }
 
 #[test]
+fn a_mig_device_alone_within_the_policy() {
+    if skip_unless_engines() {
+        return;
+    }
+    let policy = "[[policy]]\nuser = \"tester\"\nmodes = [\"mig\"]\nsm = 20\n";
+    let rootless = Rootless::serving(World::simulated("a100x2-mig", policy));
+    let hold = ["cuda-probe", "hold", "600"];
+    let started = rootless.run("mig", &[], &["sublet.mig=1g.5gb"], &hold);
+    assert!(started.status.success(), "{}", text(&started.stderr));
+    for command in [["logs", "mig"].as_slice(), &["exec", "mig", "cuda-probe", "info"]] {
+        let info = rootless.info("mig", command);
+        assert_eq!((&info["count"], &info["mps"], &info["sm"]), (&json!(1), &json!(false), &json!(14)));
+    }
+    let second = rootless.run("second", &[], &["sublet.mig=1c.2g.10gb"], &hold);
+    let said = text(&second.stderr);
+    assert!(
+        !second.status.success() && said.contains("caps sm at 20 %, your containers hold 12.963 %"),
+        "{said}"
+    );
+    done(&mut rootless.podman(&["rm", "-f", "-t0", "mig"]));
+    assert!(eventually(|| rootless.world.leases().is_empty()), "{:?}", rootless.world.leases());
+    rootless.world.assert_empty();
+}
+
+#[test]
 fn by_the_shim() {
     if skip_unless_engines() {
         return;

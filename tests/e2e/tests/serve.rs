@@ -272,3 +272,54 @@ fn a_user_sees_their_leases_their_policy_and_their_own_refusals() {
     assert!(alone.contains("You can take no share: sublet serve is not running"), "{alone}");
     host.world.assert_empty();
 }
+
+#[test]
+fn a_user_takes_mig_devices_within_their_policy() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("a100x2-mig");
+    let refusal = |uid, annotations: &[(&str, &str)]| {
+        let bundle = host.bundle(uid, "refused", annotations, HOLD);
+        let refused = bundle.create();
+        assert!(!refused.ok, "{annotations:?}");
+        refused.stderr
+    };
+    let alone = refusal(ALICE, &[("sublet.mig", "1g.5gb")]);
+    assert!(alone.contains("allows sublet.mode mps, and this is mig"), "{alone}");
+    let quarter = [("sublet.mig", "4g.20gb"), ("sublet.sm", "25"), ("sublet.memory", "4GiB")];
+    let share = host.bundle(ALICE, "share", &quarter, HOLD);
+    share.up();
+    let info = share.event("info");
+    assert_eq!((&info["error"], &info["mps"], &info["sm"]), (&Value::Null, &json!(true), &json!(14)));
+    let small = host.bundle(BOB, "small", &[("sublet.mig", "1g.5gb")], HOLD);
+    small.up();
+    let info = small.event("info");
+    assert_eq!((&info["error"], &info["count"], &info["sm"]), (&Value::Null, &json!(1), &json!(14)));
+    let nodes = "cd /dev; for n in nvidia? nvidia-caps/*; do [ -c $n ] && echo $n; done";
+    let nodes = small.runtime(&["exec", "small", "/bin/sh", "-c", nodes]).stdout;
+    assert_eq!(
+        nodes.split_whitespace().collect::<Vec<_>>(),
+        ["nvidia0", "nvidia-caps/nvidia-cap84", "nvidia-caps/nvidia-cap85"]
+    );
+    let caps = refusal(BOB, &[("sublet.mig", "1c.2g.10gb"), ("sublet.mig-caps", "monitor")]);
+    assert!(caps.contains("sublet.mig-caps"), "{caps}");
+    assert!(refusal(BOB, &[("sublet.mig", "1c.2g.10gb")]).contains("allows 1 leases at once"));
+    small.down();
+    share.down();
+    // What the device has counts, of the GPU, and not the little that was asked for at least.
+    host.world.configure("[[policy]]\nuser = 4321\nsm = 20\nmemory = \"8GiB\"\n");
+    let large = refusal(4321, &[("sublet.mig", "4g.20gb")]);
+    assert!(
+        large.contains("caps sm at 20 %, your containers hold 0 % and this asks for 51.852 %"),
+        "{large}"
+    );
+    let first = host.bundle(4321, "first", &[("sublet.mode", "mig"), ("sublet.sm", "1")], HOLD);
+    first.up();
+    let lease = &host.leases()[0];
+    assert_eq!((&lease["mode"], &lease["sm_percent"]), (&json!("mig"), &Value::Null));
+    let second = refusal(4321, &[("sublet.mode", "mig"), ("sublet.sm", "1")]);
+    assert!(second.contains("your containers hold 12.963 % and this asks for 12.963 %"), "{second}");
+    first.down();
+    host.world.assert_empty();
+}
