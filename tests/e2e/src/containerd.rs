@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use crate::bundle::Finished;
+use crate::bundle::{Finished, by_systemd};
 use crate::processes::{in_cgroup, shims_of};
 use crate::world::{World, bin_dir, eventually};
 
@@ -173,6 +173,10 @@ impl Containerd {
         command.args(["run", "--snapshotter=native", "--cpu-shares=0"]);
         command.arg("--log-uri").arg(format!("file://{}", self.output(name).display()));
         command.arg("--runc-binary").arg(bin_dir().join("sublet-runtime"));
+        if by_systemd() {
+            command.args(["--runc-systemd-cgroup", "--cgroup"]);
+            command.arg(format!("system.slice:{}:{name}", self.namespace));
+        }
         command.args(annotations.iter().flat_map(|annotation| ["--annotation", annotation]));
         command.args(options).args([IMAGE, name]).args(args);
         command

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use serde_json::{Value, json};
 
-use crate::bundle::Finished;
+use crate::bundle::{Finished, by_systemd};
 use crate::programs;
 use crate::world::{World, bin_dir, eventually};
 
@@ -75,10 +75,11 @@ impl Podman {
         format!(
             "[containers]\ndefault_ulimits = [\"nofile=1024:1024\", \"nproc=4096:4096\"]\npids_limit = 0\n\
              netns = \"none\"\nlog_driver = \"k8s-file\"\n\
-             [engine]\ncgroup_manager = \"cgroupfs\"\nevents_logger = \"file\"\nlock_type = \"file\"\nruntime = \"{}\"\n\
+             [engine]\ncgroup_manager = \"{}\"\nevents_logger = \"file\"\nlock_type = \"file\"\nruntime = \"{}\"\n\
              hooks_dir = [\"/usr/share/containers/oci/hooks.d\", \"{}\"]\n\
              runtime_supports_json = [\"crun\", \"runc\", \"sublet-runtime\"]\n\
              [engine.runtimes]\nsublet = [\"{}\"]\n",
+            if by_systemd() { "systemd" } else { "cgroupfs" },
             self.runtime.display(),
             dir.join("hooks").display(),
             dir.join("bin/sublet-runtime").display(),
