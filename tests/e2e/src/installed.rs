@@ -7,6 +7,20 @@ use std::process::Command;
 use crate::bundle::by_systemd;
 use crate::world::World;
 
+/// A status that has tests/engines/systemd reboot the machine and run the test again.
+pub const REBOOT: i32 = 75;
+/// The same, without a shutdown.
+pub const POWER_CUT: i32 = 76;
+
+/// What a machine needs that is itself a container.
+const CONTAINERS: &str = "[containers]\ndefault_ulimits = [\"nofile=1024:1024\", \"nproc=4096:4096\"]\n\
+    pids_limit = 0\nnetns = \"none\"\nlog_driver = \"k8s-file\"\n[engine]\nevents_logger = \"file\"\n\
+    lock_type = \"file\"\n";
+const STORAGE: &str = "[storage]\ndriver = \"vfs\"\nrunroot = \"/run/containers/storage\"\n\
+    graphroot = \"/var/lib/containers/storage\"\n";
+const DOCKER: &str = r#"{"iptables": false, "ip6tables": false, "bridge": "none", "storage-driver": "vfs",
+    "runtimes": {"sublet": {"path": "/usr/bin/sublet-runtime"}}}"#;
+
 /// Whether there is no machine to install it on; says so.
 #[must_use]
 pub fn skip_unless_installed() -> bool {
@@ -31,6 +45,19 @@ pub fn install(world: &World) {
     write("/etc/sublet/config.toml", &text);
     let drop_in = std::fs::read_to_string("/usr/share/doc/sublet/containers.conf").expect("it is installed");
     write("/etc/containers/containers.conf.d/sublet.conf", &drop_in);
+}
+
+/// Docker and Podman that keep what they have over a boot, each with the world's image as `probe`.
+pub fn engines(world: &World) {
+    write("/etc/containers/containers.conf", CONTAINERS);
+    write("/etc/containers/storage.conf", STORAGE);
+    write("/etc/docker/daemon.json", DOCKER);
+    let image = world.dir.path().join("image.tar");
+    world.rootfs.archive(&image);
+    systemctl(&["enable", "--quiet", "docker.service"]);
+    systemctl(&["restart", "docker.service"]);
+    done(Command::new("docker").arg("import").arg(&image).arg("probe"));
+    done(Command::new("podman").args(["import", "--quiet"]).arg(&image).arg("probe"));
 }
 
 /// Writes a file, and the directories that it needs.

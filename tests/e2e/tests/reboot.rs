@@ -5,24 +5,13 @@
 use std::process::{Command, exit};
 
 use serde_json::{Value, json};
-use sublet_e2e::installed::{done, install, show, skip_unless_installed, systemctl, write};
+use sublet_e2e::installed::{
+    POWER_CUT, REBOOT, done, engines, install, show, skip_unless_installed, systemctl, write,
+};
 use sublet_e2e::{World, eventually};
-
-/// For tests/engines/systemd.
-const REBOOT: i32 = 75;
-const POWER_CUT: i32 = 76;
 
 /// Where the world of the first boot is remembered.
 const WORLD: &str = "/etc/world";
-
-/// What a machine needs that is itself a container.
-const CONTAINERS: &str = "[containers]\ndefault_ulimits = [\"nofile=1024:1024\", \"nproc=4096:4096\"]\n\
-    pids_limit = 0\nnetns = \"none\"\nlog_driver = \"k8s-file\"\n[engine]\nevents_logger = \"file\"\n\
-    lock_type = \"file\"\n";
-const STORAGE: &str = "[storage]\ndriver = \"vfs\"\nrunroot = \"/run/containers/storage\"\n\
-    graphroot = \"/var/lib/containers/storage\"\n";
-const DOCKER: &str = r#"{"iptables": false, "ip6tables": false, "bridge": "none", "storage-driver": "vfs",
-    "runtimes": {"sublet": {"path": "/usr/bin/sublet-runtime"}}}"#;
 
 /// A service, its annotations, and whether it is behind an MPS server and how many SMs it sees.
 type Service = (&'static str, &'static [&'static str], bool, u32);
@@ -67,15 +56,7 @@ fn quadlet((name, annotations, ..): &Service) -> String {
 fn set_up() {
     let world = World::simulated("h200x8", "");
     install(&world);
-    write("/etc/containers/containers.conf", CONTAINERS);
-    write("/etc/containers/storage.conf", STORAGE);
-    write("/etc/docker/daemon.json", DOCKER);
-    let image = world.dir.path().join("image.tar");
-    world.rootfs.archive(&image);
-    systemctl(&["enable", "--quiet", "docker.service"]);
-    systemctl(&["restart", "docker.service"]);
-    done(Command::new("docker").arg("import").arg(&image).arg("probe"));
-    done(Command::new("podman").args(["import", "--quiet"]).arg(&image).arg("probe"));
+    engines(&world);
     write("/srv/compose.yaml", &compose());
     done(Command::new("docker-compose").args(["--file", "/srv/compose.yaml", "up", "--detach"]));
     for unit in &QUADLETS {

@@ -1,7 +1,6 @@
 //! sublet as a package installs it, below a systemd that is process 1: the socket, the watchdog, restarts and
-//! upgrades under running containers, MPS daemons as units of their own, and MIG layouts at boot. Runs in the
-//! root that tests/engines/enter gives, below tests/engines/systemd; `target/installed` is what `make install`
-//! made.
+//! upgrades under running containers, and MPS daemons as units of their own. Runs in the root that
+//! tests/engines/enter gives, below tests/engines/systemd; `target/installed` is what `make install` made.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
@@ -22,13 +21,6 @@ const CONTAINERS: &str = "[containers]\ndefault_ulimits = [\"nofile=1024:1024\",
     events_logger = \"file\"\nlock_type = \"file\"\n";
 const DOCKER: &str = r#"{"iptables": false, "ip6tables": false, "bridge": "none", "storage-driver": "vfs",
     "live-restore": true, "runtimes": {"sublet": {"path": "/usr/bin/sublet-runtime"}}}"#;
-
-/// As many instances as there are containers: who starts again finds one alone free.
-const LAYOUT: &str =
-    "[[gpu]]\nmatch = \"0\"\nmig = true\ninstances = [{ profile = \"1g.5gb\", count = 2 }]\n";
-/// What the layout comes before.
-const ENGINES: [&str; 4] =
-    ["docker.service", "containerd.service", "podman-restart.service", "sublet.service"];
 
 /// There is one machine: one test at a time.
 static MACHINE: Mutex<()> = Mutex::new(());
@@ -52,14 +44,10 @@ fn installed() -> PathBuf {
 }
 
 impl Machine {
-    /// Installs sublet, with one simulated H200, and starts its socket.
+    /// Installs sublet, with the simulated driver, and starts its socket.
     fn up() -> Self {
-        Self::with("h200")
-    }
-
-    fn with(topology: &str) -> Self {
         let alone = MACHINE.lock().unwrap_or_else(PoisonError::into_inner);
-        let world = World::simulated(topology, "");
+        let world = World::simulated("h200", "");
         let dir = world.dir.path().to_owned();
         std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o755)).expect("chmod");
         let text = std::fs::read_to_string(&world.config).expect("config.toml");
@@ -145,102 +133,13 @@ impl Machine {
     }
 }
 
-/// Boots with a MIG layout. Every boot below happens to systemd and the driver; the kernel's own is out of reach,
-/// so its boot id stays.
-impl Machine {
-    /// Installs the layout and containers' engines that start them again with the host.
-    fn with_layout(layout: &str) -> Self {
-        let machine = Self::with("a100x2-mig");
-        write("/etc/sublet/layout.toml", layout);
-        write("/etc/sublet/conf.d/mig.toml", "[mig]\nlayout = \"/etc/sublet/layout.toml\"\n");
-        write("/etc/docker/daemon.json", &DOCKER.replace("\"live-restore\": true,", ""));
-        // What is not ordered behind it has started long before it ends.
-        write("/etc/systemd/system/sublet-mig.service.d/test.conf", "[Service]\nExecStartPre=sleep 1\n");
-        let podman = machine.podman(0);
-        let flags: Vec<_> = podman.get_args().map(|flag| flag.to_string_lossy()).collect();
-        let podman = format!("/usr/bin/podman {}", flags.join(" "));
-        let (all, service) = ("--all --filter restart-policy=always", "[Service]\nExecStart=\nExecStop=\n");
-        write(
-            "/etc/systemd/system/podman-restart.service.d/test.conf",
-            &format!("{service}ExecStart={podman} start {all}\nExecStop={podman} stop --time=0 {all}\n"),
-        );
-        systemctl(&["daemon-reload"]);
-        systemctl(&["enable", "--quiet", "sublet-mig", "podman-restart", "sublet"]);
-        machine.shut_down();
-        machine
-    }
-
-    /// Ends everything but what a boot begins with, and loses what a reboot loses.
-    fn shut_down(&self) {
-        let targets = ["stop", "graphical.target", "multi-user.target", "docker.socket", "sublet.socket"];
-        systemctl(&[&targets[..], &ENGINES, &["sublet-mig.service"]].concat());
-        // How often they have been started counts from here.
-        systemctl(&["reset-failed"]);
-        let dir = self.world.dir.path();
-        for lost in [Path::new("/run/sublet").to_owned(), dir.join("root-run"), dir.join("root-tmp")] {
-            let _ = std::fs::remove_dir_all(lost);
-        }
-        let sim = sublet_e2e::bin_dir().join("sublet-sim");
-        done(Command::new(sim).args(["reboot", "--root"]).arg(dir.join("sim")));
-    }
-
-    fn docker(&self, args: &[&str]) -> String {
-        let mut docker = Command::new("docker");
-        done(docker.args(args).current_dir(self.world.dir.path()))
-    }
-
-    /// (UUID, GPU instance, compute instance) of all MIG devices.
-    fn instances(&self) -> Vec<(String, Value, Value)> {
-        let status = self.world.status();
-        let all = status["devices"][0]["mig"].as_array().expect("mig").iter();
-        all.map(|one| (word(&one["uuid"]), one["gi"].clone(), one["ci"].clone())).collect()
-    }
-
-    /// Both containers run, each with an instance of its own that there is.
-    fn assert_both_have_one(&self) {
-        let leases = || self.world.leases();
-        assert!(eventually(|| leases().len() == 2), "{:?}", leases());
-        let mut held: Vec<_> = leases().iter().map(|lease| word(&lease["device"])).collect();
-        let mut all: Vec<_> = self.instances().into_iter().map(|(uuid, ..)| uuid).collect();
-        held.sort_unstable();
-        all.sort_unstable();
-        assert_eq!(held, all);
-        let probe = ["exec", "kept", "cuda-probe", "info"];
-        for info in [self.docker(&probe), done(self.podman(0).args(probe))] {
-            assert!(info.contains("\"error\":null") && info.contains("\"sm\":14"), "{info}");
-        }
-    }
-}
-
-/// Starts what is enabled.
-fn boot() {
-    systemctl(&["start", "default.target"]);
-}
-
-fn word(value: &Value) -> String {
-    value.as_str().expect("a text").to_owned()
-}
-
 impl Drop for Machine {
     fn drop(&mut self) {
         for uid in [UID, 0] {
             let _ = self.podman(uid).args(["rm", "--all", "--force", "--time=0"]).output();
         }
-        let _ = Command::new("sh")
-            .args(["-c", "docker ps --all --quiet | xargs --no-run-if-empty docker rm -f"])
-            .output();
-        let ours = ["sublet-mig.service", "podman-restart.service", "sublet.service"];
-        let _ = Command::new("systemctl").args(["disable", "--quiet"]).args(ours).output();
-        let engines = ["docker.socket", "docker.service", "sublet.socket"];
-        let _ = Command::new("systemctl").arg("stop").args(engines).args(ours).output();
-        for left in [
-            "/run/sublet",
-            "/etc/sublet/conf.d",
-            "/etc/systemd/system/sublet-mig.service.d",
-            "/etc/systemd/system/podman-restart.service.d",
-        ] {
-            let _ = std::fs::remove_dir_all(left);
-        }
+        let _ = Command::new("systemctl").args(["stop", "sublet.socket", "sublet.service"]).output();
+        let _ = std::fs::remove_dir_all("/run/sublet");
     }
 }
 
@@ -388,83 +287,4 @@ fn a_restart_of_docker_ends_neither_container_nor_daemon() {
     assert!(eventually(|| machine.world.leases().is_empty()));
     machine.world.assert_empty();
     systemctl(&["stop", "docker.service", "docker.socket"]);
-}
-
-#[test]
-fn after_a_reboot_the_layout_is_there_before_the_engines_start_containers_again() {
-    if skip() {
-        return;
-    }
-    let machine = Machine::with_layout(LAYOUT);
-    boot();
-    let image = machine.world.dir.path().join("image.tar");
-    machine.docker(&["import", image.to_str().expect("UTF-8"), "probe"]);
-    done(machine.podman(0).args(["import", "--quiet"]).arg(&image).arg("probe"));
-    let run = ["run", "-d", "--name=kept", "--restart=always", "--annotation=sublet.mig=1g.5gb"];
-    let hold = ["probe", "cuda-probe", "hold", "600"];
-    machine
-        .docker(&[&run[..], &["--runtime=sublet", "--network=none", "--stop-signal=KILL"], &hold].concat());
-    done(machine.podman(0).args(run).args(hold));
-    machine.assert_both_have_one();
-    let (before, ledger) = (machine.instances(), std::fs::read_to_string("/run/sublet/ledger.json"));
-    let ledger = ledger.expect("the ledger");
-
-    // The second time on a host whose state directory is on a disk.
-    for kept in [false, true] {
-        machine.shut_down();
-        assert_eq!(machine.instances(), [], "instances outlive no reboot");
-        if kept {
-            let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("boot_id");
-            assert!(ledger.contains(boot.trim()), "{ledger}");
-            write("/run/sublet/ledger.json", &ledger.replace(boot.trim(), "of-another-boot"));
-        }
-        boot();
-        let ended: u64 = show("sublet-mig.service", "ActiveEnterTimestampMonotonic").parse().expect("µs");
-        for engine in ENGINES {
-            assert!(show(engine, "After").contains("sublet-mig.service"), "{engine}");
-            let begun: u64 = show(engine, "InactiveExitTimestampMonotonic").parse().expect("µs");
-            assert!(0 < ended && ended <= begun, "{engine}: {begun}, the layout: {ended}");
-        }
-        let now = machine.instances();
-        let ids = |all: &[(String, Value, Value)]| -> Vec<_> {
-            all.iter().map(|(_, gi, ci)| (gi.clone(), ci.clone())).collect()
-        };
-        assert_eq!(ids(&now), ids(&before), "the ids are given again");
-        assert!(now.iter().all(|(uuid, ..)| before.iter().all(|(old, ..)| old != uuid)), "{now:?}");
-        machine.assert_both_have_one();
-    }
-    machine.docker(&["rm", "-f", "kept"]);
-    done(machine.podman(0).args(["rm", "-f", "-t0", "kept"]));
-    assert!(eventually(|| machine.world.leases().is_empty()));
-    machine.world.assert_empty();
-}
-
-#[test]
-fn a_layout_that_fails_says_so_and_keeps_no_engine_from_starting() {
-    if skip() {
-        return;
-    }
-    let machine = Machine::with_layout(&LAYOUT.replace("1g.5gb", "1g.18gb"));
-    let fails = |result: &str, words: &str| {
-        machine.shut_down();
-        boot();
-        let unit = "sublet-mig.service";
-        assert_eq!((show(unit, "ActiveState"), show(unit, "Result")), ("failed".into(), result.into()));
-        let journal = || done(Command::new("journalctl").args(["-o", "cat", "-u", unit]));
-        assert!(eventually(|| journal().contains(words)), "{}", journal());
-        for engine in ENGINES {
-            assert_eq!(show(engine, "ActiveState"), "active", "{engine}");
-        }
-    };
-    let unknown = "layout /etc/sublet/layout.toml:4: GPU 0 (NVIDIA A100-PCIE-40GB) has no profile 1g.18gb";
-    fails("exit-code", unknown);
-    assert_eq!(show("sublet-mig.service", "TimeoutStartUSec"), "5min");
-    // A driver that does not answer, say.
-    let hangs = "[Service]\nExecStartPre=sleep 600\nTimeoutStartSec=1\n";
-    write("/etc/systemd/system/sublet-mig.service.d/test.conf", hangs);
-    systemctl(&["daemon-reload"]);
-    fails("timeout", "timed out");
-    let image = machine.world.dir.path().join("image.tar");
-    machine.docker(&["import", image.to_str().expect("UTF-8"), "probe"]);
-    machine.docker(&["run", "--rm", "--network=none", "--runtime=sublet", "probe", "true"]);
 }
