@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::{Value, json};
+use sublet_e2e::mig::{SMALL, remake_small};
 use sublet_e2e::user::Host;
 use sublet_e2e::{World, skip_unless_root};
 
@@ -277,6 +278,34 @@ fn an_instance_with_a_process_stays_where_it_is() {
     child.kill().expect("it ends");
     child.wait().expect("it is reaped");
     done(&world, &["apply", path(&seven)]);
+}
+
+#[test]
+fn an_instance_made_again_between_plan_and_apply_is_another_one() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let share = [("sublet.mig", "1g.5gb")];
+    let old = world.bundle("old", &share, &["/bin/sleep", "120"]);
+    old.up();
+    // It would stand where the leased instance is.
+    let text = "[[gpu]]\nmatch = \"0\"\nmig = true\ninstances = [{ profile = \"3g.20gb\", start = 4 }]\n";
+    let file = layout(&world, "layout.toml", text);
+    let plan = mig(&world, &["plan", path(&file)]);
+    let said = String::from_utf8_lossy(&plan.stdout).into_owned();
+    assert!(!plan.status.success() && said.contains("1g.5gb at 6 (lease "), "{said}");
+    remake_small(&world);
+    let now = uuids(&listed(&world, 0)).pop().expect("the 1g.5gb");
+    assert_ne!(now, SMALL);
+    assert_eq!(listed(&world, 0)["instances"][2]["gi"], 9, "under the same id");
+    // The lease is of none that is there: it neither keeps the new one nor passes to it.
+    done(&world, &["apply", path(&file)]);
+    assert_eq!(shape(&listed(&world, 0)), "3g.20gb@4");
+    let lease = world.leases().remove(0);
+    assert_eq!((&lease["state"], &lease["device"]), (&json!("lost"), &json!(SMALL)));
+    old.down();
+    world.assert_empty();
 }
 
 #[test]
