@@ -90,7 +90,9 @@ book:
 	@command -v mdbook >/dev/null || { echo "book: mdbook is missing: cargo install mdbook" >&2; exit 1; }
 	rm -rf target/book target/book-source
 	cp -r docs target/book-source
+	cp -r config hooks target/book-source
 	sed 's|](docs/|](|g' README.md >target/book-source/readme.md
+	sed -i 's|](\.\./|](|g' target/book-source/*.md
 	mdbook build target/book-source
 
 demo: needs

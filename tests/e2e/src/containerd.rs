@@ -11,6 +11,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use crate::bundle::{Finished, by_systemd};
+use crate::killing::assert_no_daemons;
 use crate::processes::{in_cgroup, shims_of};
 use crate::world::{World, bin_dir, eventually};
 
@@ -306,7 +307,7 @@ impl Containerd {
     pub fn assert_ended(&self) {
         let leases = || self.world.leases();
         assert!(eventually(|| leases().is_empty()), "leases are left: {:?}", leases());
-        assert!(eventually(|| self.world.daemons().is_empty()), "daemons are left");
+        assert_no_daemons(&self.world, "at the end");
         self.world.assert_empty();
         assert!(eventually(|| self.shims().is_empty()), "shims are left");
         // containerd unmounts what a killed shim left in its own time.

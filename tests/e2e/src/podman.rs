@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 
 use crate::bundle::{Finished, by_systemd};
+use crate::killing::assert_no_daemons;
 use crate::programs;
 use crate::world::{World, bin_dir, eventually};
 
@@ -247,7 +248,7 @@ impl Podman {
     pub fn assert_empty(&self) {
         let leases = || self.world.leases();
         assert!(eventually(|| leases().is_empty()), "leases are left: {:?}", leases());
-        assert!(eventually(|| self.world.daemons().is_empty()), "daemons are left");
+        assert_no_daemons(&self.world, "at the end");
         self.world.assert_empty();
         let storage = self.world.dir.path().join("storage");
         let found = Command::new("find")
