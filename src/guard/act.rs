@@ -64,6 +64,8 @@ impl<'a> Held<'a> {
         }
         match kernel::kill(self.pidfd.as_fd()) {
             Ok(()) => "it was ended".to_owned(),
+            // By the end of its context.
+            Err(error) if error.raw_os_error() == Some(nix::libc::ESRCH) => "it was ended".to_owned(),
             Err(error) => format!("it cannot be ended: {error}"),
         }
     }

@@ -112,24 +112,35 @@ impl Judge {
         found
     }
 
-    /// The process that crossed the line, where the container is past it: the largest of those that grew since
-    /// the look before, as the kernel would have stopped it there. The instance holds a MIG device's own tenant.
-    fn memory(&self, lease: &Lease, own: &[&Holder], look: &Look, rules: &Guard) -> Option<Verdict> {
-        let allowed = lease.memory_bytes.filter(|_| lease.mode != Mode::Mig)?;
+    /// The processes that crossed the line, where the container is past it: the largest of those that grew since
+    /// the look before, as the kernel would have stopped it there, then the largest, until the rest is within the
+    /// share. The instance holds a MIG device's own tenant.
+    fn memory(&self, lease: &Lease, own: &[&Holder], look: &Look, rules: &Guard) -> Vec<Verdict> {
+        let Some(allowed) = lease.memory_bytes.filter(|_| lease.mode != Mode::Mig) else { return Vec::new() };
         let used: u64 = own.iter().map(|holder| holder.memory_bytes).sum();
         if used <= allowed.saturating_add(rules.memory_tolerance) {
-            return None;
+            return Vec::new();
         }
-        let grew = |holder: &&&Holder| {
+        let grew = |holder: &Holder| {
             let before = self.memory.get(&key(&look.device, holder)).copied();
             holder.memory_bytes > before.unwrap_or(0)
         };
-        let largest = |holders: &mut dyn Iterator<Item = &Holder>| {
-            holders.max_by_key(|holder| (holder.memory_bytes, holder.process.start_time)).cloned()
-        };
-        let grown = largest(&mut own.iter().filter(grew).copied());
-        let holder = grown.or_else(|| largest(&mut own.iter().copied()))?;
-        Some(Verdict { used, allowed, ..verdict(Offence::Memory, rules.memory, look, &holder) })
+        let mut order = own.to_vec();
+        order.sort_by_key(|holder| {
+            std::cmp::Reverse((grew(holder), holder.memory_bytes, holder.process.start_time))
+        });
+        let mut left = used;
+        let crossed = order.into_iter().take_while(|holder| {
+            let past = left > allowed;
+            left = left.saturating_sub(holder.memory_bytes);
+            past
+        });
+        let found = crossed.map(|holder| Verdict {
+            used,
+            allowed,
+            ..verdict(Offence::Memory, rules.memory, look, holder)
+        });
+        found.collect()
     }
 }
 

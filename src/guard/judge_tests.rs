@@ -68,6 +68,11 @@ fn memory_counts_for_the_container_and_ends_the_largest_of_those_that_grew() {
     // 11 grows on, so 11 it is, though 10 is the larger one.
     assert_eq!(judged(vec![quiet(), grown(300), grown(400)], &ledger)[2], [(Offence::Memory, 11)]);
     assert_eq!(judged(vec![quiet(), grown(200), grown(200)], &ledger)[2], []);
+    // As many as it takes, and no more.
+    let many = || look((40..48).map(|pid| client(pid, 300, &one)).collect());
+    let ended = judged(vec![many(), many()], &ledger).remove(1);
+    let ended = ended.into_iter().filter(|(offence, _)| *offence == Offence::Memory);
+    assert_eq!(ended.map(|(_, pid)| pid).collect::<Vec<_>>(), [47, 46, 45, 44, 43]);
 }
 
 #[test]

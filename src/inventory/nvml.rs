@@ -335,7 +335,13 @@ mod tests {
 
     #[test]
     fn a_process_in_both_lists_counts_once() {
-        let found = joined([(7, 66), (9, 500), (9, 0), (4, 1)].into_iter());
+        let process = |(pid, memory)| ProcessInfo {
+            pid,
+            used_gpu_memory: UsedGpuMemory::Used(memory),
+            gpu_instance_id: None,
+            compute_instance_id: None,
+        };
+        let found = joined([(7, 66), (9, 500), (9, 0), (4, 1)].map(process).iter());
         assert_eq!(found.into_iter().collect::<Vec<_>>(), [(4, 1), (7, 66), (9, 500)]);
     }
 }
