@@ -18,6 +18,8 @@ pub mod cli;
 pub mod config;
 mod glob;
 pub mod grant;
+#[cfg(feature = "cli")]
+pub mod guard;
 pub mod hook;
 pub mod inventory;
 pub mod ledger;

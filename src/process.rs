@@ -6,7 +6,7 @@ use std::io::Read as _;
 use serde::{Deserialize, Serialize};
 
 /// A process of this boot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Process {
     /// Its id in our PID namespace.
     pub pid: i32,

@@ -13,6 +13,7 @@ use crate::admit::{Candidate, confirmed_inventory, lease_for, preview, wish};
 use crate::apply::{self, JsonFile};
 use crate::config::{self, Config};
 use crate::grant::{Grant, grant};
+use crate::guard::{self, Event};
 use crate::inventory::Inventory;
 use crate::ledger::{Container, LeaseId, Store};
 use crate::place::Placement;
@@ -260,8 +261,16 @@ fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
     for record in &refused {
         println!("{}  refused: {}", output::timestamp(record.time), record.reason);
     }
-    if held.is_empty() && refused.is_empty() {
-        bail!("container {} holds no lease and none of the last refusals is its own", safe(id));
+    let is_its = |event: &Event| event.container_id.as_deref().is_some_and(|name| name.starts_with(id));
+    let guarded: Vec<_> = guard::events(config).into_iter().filter(is_its).collect();
+    for event in &guarded {
+        println!("{}", super::guarded::line(event));
+    }
+    if held.is_empty() && refused.is_empty() && guarded.is_empty() {
+        bail!(
+            "container {} holds no lease, and no refusal and nothing of the guard's is known of it",
+            safe(id)
+        );
     }
     Ok(ExitCode::SUCCESS)
 }

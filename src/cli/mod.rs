@@ -5,6 +5,7 @@ mod config;
 mod drain;
 mod explain;
 mod gc;
+mod guarded;
 mod lease;
 mod mig;
 mod mig_list;

@@ -77,6 +77,7 @@ fn document(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: 
         "devices": inventory.gpus().map(device).collect::<Vec<_>>(),
         "leases": leases_json(inventory, ledger),
         "mps": daemons,
+        "guard": super::guarded::document(config),
     })
 }
 
@@ -156,6 +157,7 @@ fn print_tables(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], conf
     if !daemons.is_empty() {
         println!("\n{}", daemon_table(daemons, inventory));
     }
+    println!("\n{}", super::guarded::lines(config).join("\n"));
 }
 
 fn device_table(inventory: &Inventory, ledger: &Ledger, config: &Config) -> String {

@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::Duration;
 
-use super::{Config, DeviceRule, PolicyRule};
+use super::{Action, Config, DeviceRule, PolicyRule};
 use crate::request::annotations::LONGEST_WAIT;
 use crate::request::{self, Selector};
 use crate::text::safe;
@@ -50,6 +50,15 @@ pub(super) fn check(config: &Config) -> Checked {
     for (index, rule) in config.policy.iter().enumerate() {
         policy(index, rule)?;
     }
+    let period = config.guard.period;
+    let fits = (Duration::from_millis(100)..=Duration::from_secs(10)).contains(&period);
+    must(fits, &["guard", "period"], "must be from 100ms to 10s")?;
+    let has_one = config.guard.strangers != Action::Container;
+    must(
+        has_one,
+        &["guard", "strangers"],
+        "must be \"report\" or \"terminate\": strangers have no container",
+    )?;
     not_yet(config)?;
     config.mig.layout.as_deref().map_or(Ok(()), |layout| absolute(&["mig", "layout"], layout))?;
     config.share.keys().try_for_each(|name| share(name, config))

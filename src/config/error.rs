@@ -53,9 +53,6 @@ pub(crate) fn position(text: &str, offset: usize) -> (usize, usize) {
 pub(crate) fn explain(message: &str) -> String {
     let quoted: Vec<_> = message.split('`').skip(1).step_by(2).collect();
     let hint = match quoted.as_slice() {
-        ["guard", ..] if message.starts_with("unknown field") => {
-            "; [guard] is not yet in this version".to_owned()
-        }
         [unknown, known @ ..] if message.starts_with("unknown ") => {
             let nearest = nearest(unknown, known.iter().copied());
             nearest.map(|word| format!("; did you mean {word}?")).unwrap_or_default()

@@ -5,6 +5,7 @@ mod caller;
 mod check;
 mod containers;
 mod error;
+mod guard;
 mod load;
 mod policy;
 mod values;
@@ -19,6 +20,7 @@ pub use containers::{ContainerRule, Containers, containers_path, load_containers
 pub use error::ConfigError;
 #[cfg(feature = "cli")]
 pub(crate) use error::{explain, position};
+pub use guard::{Action, Guard};
 pub use load::{VARIABLE, honoured, load, load_runtime, sources};
 pub use policy::PolicyRule;
 
@@ -50,6 +52,8 @@ pub struct Config {
     pub mig: Mig,
     /// Named shares as CDI devices.
     pub cdi: Cdi,
+    /// What `sublet serve` does to processes that pass their container's share.
+    pub guard: Guard,
     /// What users without root may take; the first rule that fits counts.
     pub policy: Vec<PolicyRule>,
     /// Named shares: each a set of annotation keys without the `sublet.` prefix.
@@ -71,6 +75,7 @@ impl Default for Config {
             grant: Grant::default(),
             mig: Mig::default(),
             cdi: Cdi::default(),
+            guard: Guard::default(),
             policy: Vec::new(),
             share: BTreeMap::new(),
         }

@@ -36,7 +36,7 @@ pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
 pub(crate) use mig_ids::instance_ids;
 pub use nodes::{NodeError, check_node, ensure_node};
 #[cfg(feature = "cli")]
-pub(crate) use nvml::{init as open, listed, mig_handles, unless_unsupported};
+pub(crate) use nvml::{init as open, joined, listed, mig_handles, unless_unsupported};
 pub use part::Part;
 #[cfg(feature = "cli")]
 pub(crate) use probe::connect;
@@ -45,7 +45,11 @@ pub(crate) use probe::mig_gpus;
 #[cfg(feature = "cli")]
 pub use probe::{ProbeError, probe};
 #[cfg(feature = "cli")]
+pub(crate) use processes::describe;
+#[cfg(feature = "cli")]
 pub(crate) use seen::can_do_mig;
+#[cfg(feature = "cli")]
+pub(crate) use watched::boot_id;
 pub use watched::is_watched;
 #[cfg(feature = "cli")]
 pub(crate) use watched::{unwatch, watch};

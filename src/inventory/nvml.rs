@@ -153,7 +153,7 @@ impl Virtualization {
 fn running(device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
     let compute = listed(|| device.running_compute_processes())?;
     let mps = listed(|| device.mps_running_compute_processes())?;
-    let found = joined(compute.into_iter().chain(mps).map(|process| (process.pid, memory(&process))));
+    let found = joined(compute.iter().chain(&mps));
     Ok(found
         .into_iter()
         .filter_map(|(pid, memory)| processes::describe(i32::try_from(pid).ok()?, memory))
@@ -179,10 +179,10 @@ const fn memory(process: &ProcessInfo) -> u64 {
 }
 
 /// Each pid once, with the larger memory it is listed with.
-fn joined(listed: impl Iterator<Item = (u32, u64)>) -> BTreeMap<u32, u64> {
-    listed.fold(BTreeMap::new(), |mut found, (pid, memory)| {
-        let known = found.entry(pid).or_default();
-        *known = memory.max(*known);
+pub(crate) fn joined<'p>(listed: impl Iterator<Item = &'p ProcessInfo>) -> BTreeMap<u32, u64> {
+    listed.fold(BTreeMap::new(), |mut found, process| {
+        let known = found.entry(process.pid).or_default();
+        *known = memory(process).max(*known);
         found
     })
 }
@@ -335,7 +335,13 @@ mod tests {
 
     #[test]
     fn a_process_in_both_lists_counts_once() {
-        let found = joined([(7, 66), (9, 500), (9, 0), (4, 1)].into_iter());
+        let process = |(pid, memory)| ProcessInfo {
+            pid,
+            used_gpu_memory: UsedGpuMemory::Used(memory),
+            gpu_instance_id: None,
+            compute_instance_id: None,
+        };
+        let found = joined([(7, 66), (9, 500), (9, 0), (4, 1)].map(process).iter());
         assert_eq!(found.into_iter().collect::<Vec<_>>(), [(4, 1), (7, 66), (9, 500)]);
     }
 }

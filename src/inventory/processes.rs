@@ -13,7 +13,7 @@ const MPS_SERVER: &str = "nvidia-cuda-mps-server";
 const MPS_SERVER_COMM: &str = "nvidia-cuda-mps";
 
 /// The process `pid` with `memory_bytes` on a device; `None` when it has gone meanwhile.
-pub(super) fn describe(pid: i32, memory_bytes: u64) -> Option<GpuProcess> {
+pub(crate) fn describe(pid: i32, memory_bytes: u64) -> Option<GpuProcess> {
     let proc = Path::new("/proc").join(pid.to_string());
     let comm = fs::read(proc.join("comm")).ok()?;
     let name = String::from_utf8_lossy(&comm).trim_end().to_owned();

@@ -44,7 +44,8 @@ fn path(config: &Config) -> PathBuf {
     config.state_dir.join("mig-watched")
 }
 
-fn boot_id() -> String {
+/// The id of this boot; empty where /proc does not say.
+pub(crate) fn boot_id() -> String {
     let text = fs::read_to_string(Path::new("/proc/sys/kernel/random/boot_id")).unwrap_or_default();
     text.trim().to_owned()
 }

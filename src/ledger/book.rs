@@ -156,6 +156,12 @@ impl Lease {
         self.sm.map_or(Percent::WHOLE, |sm| Percent::from_thousandths(sm.thousandths() / clients))
     }
 
+    /// Whether a process is in its container's cgroup or below it.
+    #[must_use]
+    pub fn has_in_cgroup(&self, process: &GpuProcess) -> bool {
+        has_cgroup(self, process)
+    }
+
     /// The value of [`super::LEASE_RECORD_ANNOTATION`].
     #[must_use]
     pub fn to_annotation(&self) -> String {

@@ -116,6 +116,17 @@ impl Control {
         Ok(count)
     }
 
+    /// Ends the client `pid`, whichever server it is at, without harm to the server's others (docs/evidence).
+    #[cfg(feature = "cli")]
+    pub fn terminate(&self, pid: i32) -> Result<(), AskError> {
+        for server in self.servers()? {
+            if self.clients(server)?.contains(&pid) {
+                self.ask(&format!("terminate_client {server} {pid}"), ANSWER_LIMIT)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Ceiling for clients that connect from now on, to servers that run and to those that start later.
     pub fn set_ceiling(&self, ceiling: Percent) -> Result<(), AskError> {
         self.ask(&format!("set_default_active_thread_percentage {ceiling}"), ANSWER_LIMIT)?;

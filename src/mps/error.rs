@@ -36,6 +36,14 @@ pub enum MpsError {
         /// Its length in bytes.
         length: usize,
     },
+    /// A client is not ended by its server.
+    #[error("MPS does not end its client {pid}: {why}")]
+    Client {
+        /// The client.
+        pid: i32,
+        /// The daemon's words.
+        why: String,
+    },
     /// Nobody needs it.
     #[error("no lease wants an MPS daemon {key}: it is started with its first container, not before")]
     NotWanted {

@@ -68,6 +68,15 @@ fn seen(server: &Server, alive: bool, config: &Config) -> (ServerState, Option<u
     }
 }
 
+/// Ends one client of daemon `key`.
+///
+/// # Errors
+/// The daemon does not answer or says no.
+pub(crate) fn terminate_client(key: &ServerKey, pid: i32, config: &Config) -> Result<(), MpsError> {
+    let asked = Control::new(key, config)?.terminate(pid);
+    asked.map_err(|error| MpsError::Client { pid, why: error.to_string() })
+}
+
 /// The logs of daemon `key` as (file name, last part of its text), oldest first; terminal-safe line by line.
 ///
 /// # Errors

@@ -38,6 +38,8 @@ use crate::own;
 pub use error::MpsError;
 pub use heal::{heal, settle};
 #[cfg(feature = "cli")]
+pub(crate) use list::terminate_client;
+#[cfg(feature = "cli")]
 pub use list::{Listed, list, logs};
 pub use ready::ready;
 #[cfg(feature = "cli")]

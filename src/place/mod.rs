@@ -20,6 +20,8 @@ use crate::mps::ServerKey;
 use crate::request::{Devices, Isolation, MigCap, Mode, Percent, Priority, Request};
 
 pub use account::{Account, account};
+#[cfg(feature = "cli")]
+pub(crate) use fit::client_limit;
 pub use refusal::Refusal;
 pub use select::{named, only, rule, wants_mig};
 

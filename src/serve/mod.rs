@@ -7,7 +7,8 @@
 //! kept as names and never opened, so that no file system of a user's can hold the service or be changed by
 //! it; looking into the root filesystem and editing the spec is the client's own work, with its own rights.
 //!
-//! One thread does all input and output, without ever waiting for a client; two do what takes time. All
+//! One thread does all input and output, without ever waiting for a client; two do what takes time, and one is
+//! the guard ([`crate::guard`]). All
 //! state is on disk: the service can end at any moment and start again, and no container notices.
 
 pub mod caps;
@@ -19,7 +20,7 @@ mod broker;
 #[cfg(feature = "cli")]
 mod connection;
 #[cfg(feature = "cli")]
-mod kernel;
+pub(crate) mod kernel;
 #[cfg(feature = "cli")]
 mod listen;
 #[cfg(feature = "cli")]
@@ -35,6 +36,8 @@ mod server;
 #[cfg(feature = "cli")]
 mod users;
 
+#[cfg(feature = "cli")]
+pub(crate) use peer::owns;
 #[cfg(feature = "cli")]
 pub use server::{ServeError, serve};
 #[cfg(feature = "cli")]

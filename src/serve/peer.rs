@@ -83,6 +83,11 @@ impl Pinned {
     }
 }
 
+/// Whether process `pid` is `uid`'s own, as [`Pinned::of`] has it.
+pub(crate) fn owns(pid: i32, uid: u32) -> bool {
+    Pinned::of(pid, uid).is_ok()
+}
+
 fn is_of(pid: i32, uid: u32) -> io::Result<bool> {
     let own = identity(&File::open("/proc/self/ns/user")?)?;
     let mut namespace = OwnedFd::from(File::open(format!("/proc/{pid}/ns/user"))?);

@@ -24,7 +24,7 @@ use super::pool::{Done, Job, Pool};
 use super::protocol::{self, Answer};
 use crate::config::Config;
 use crate::ledger::{LedgerError, Store};
-use crate::{admit, cdi, mps};
+use crate::{admit, cdi, guard, mps};
 
 /// Connections that one uid may hold at once.
 const MOST_OF_ONE: usize = 16;
@@ -103,6 +103,7 @@ pub fn serve(config: &Config) -> Result<(), ServeError> {
     let wake = Arc::new(EventFd::from_value_and_flags(0, flags).map_err(system("eventfd"))?);
     let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(system("epoll_create"))?;
     let pool = Pool::start(&wake).map_err(system("threads"))?;
+    guard::start().map_err(system("threads"))?;
     let server = Server {
         epoll,
         listener: Some(listener),

@@ -1,0 +1,58 @@
+//! `[guard]`: what `sublet serve` does to processes that pass their container's share.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::values;
+
+/// `[guard]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Guard {
+    /// Whether there is one.
+    pub enabled: bool,
+    /// Between two looks; what is seen in two of them is acted upon.
+    #[serde(with = "values::duration")]
+    pub period: Duration,
+    /// Device memory that a container may have beyond its share, in bytes.
+    #[serde(with = "values::memory")]
+    pub memory_tolerance: u64,
+    /// For the process with which a container passes `sublet.memory`.
+    pub memory: Action,
+    /// For one that computes beside its MPS server.
+    pub bypass: Action,
+    /// For MPS clients beyond `sublet.processes`, where others need their places.
+    pub clients: Action,
+    /// For one whose container is gone.
+    pub left: Action,
+    /// For one that no lease explains; there is no container to end.
+    pub strangers: Action,
+}
+
+impl Default for Guard {
+    fn default() -> Self {
+        Self {
+            enabled: true,
+            period: Duration::from_millis(500),
+            memory_tolerance: 128 << 20,
+            memory: Action::Terminate,
+            bypass: Action::Terminate,
+            clients: Action::Terminate,
+            left: Action::Terminate,
+            strangers: Action::Report,
+        }
+    }
+}
+
+/// What is done about a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Action {
+    /// It is told, in the journal and in `sublet status`.
+    Report,
+    /// The process is ended.
+    Terminate,
+    /// Its container is ended.
+    Container,
+}

@@ -1,0 +1,201 @@
+//! What the processes on a device do that their leases do not allow. No I/O.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::{Action, Guard};
+use crate::ledger::{Lease, LeaseId, LeaseState, Ledger};
+use crate::process::Process;
+use crate::request::Mode;
+
+/// A process with a context on a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Holder {
+    pub process: Process,
+    /// Its command name.
+    pub name: String,
+    pub memory_bytes: u64,
+    /// An MPS server, which is nobody's.
+    pub is_server: bool,
+    /// Whether it computes through an MPS server.
+    pub is_client: bool,
+    /// Whose it is; `None`: no lease's, or that of several containers that share a PID namespace.
+    pub lease: Option<LeaseId>,
+}
+
+/// All processes on one device, at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Look {
+    pub device: String,
+    /// MPS clients that it takes.
+    pub most_clients: u32,
+    pub holders: Vec<Holder>,
+}
+
+/// What a process does that its lease does not allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Offence {
+    /// Its container's processes have more memory together than `sublet.memory`.
+    Memory,
+    /// It computes beside its MPS server, and so without limits.
+    Bypass,
+    /// It is one of more MPS clients than `sublet.processes`, and takes the place of a neighbour's.
+    Clients,
+    /// Its container is gone.
+    Left,
+    /// No lease explains it.
+    Stranger,
+}
+
+/// What is to be done about one process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Verdict {
+    pub offence: Offence,
+    pub action: Action,
+    pub device: String,
+    pub holder: Holder,
+    /// For [`Offence::Memory`]: what the container has on the device and may have, in bytes; for
+    /// [`Offence::Clients`] the same in clients.
+    pub used: u64,
+    pub allowed: u64,
+}
+
+/// What was seen in the look before: device, offence, lease, and the process but for memory.
+type Suspicion = (String, Offence, Option<LeaseId>, Option<Process>);
+
+/// What has to be remembered from one look to the next.
+#[derive(Debug, Default)]
+pub(super) struct Judge {
+    /// Memory of each process on each device.
+    memory: BTreeMap<(String, Process), u64>,
+    suspicions: BTreeSet<Suspicion>,
+}
+
+impl Judge {
+    /// What is wrong in `looks` and was so in the looks before: a process that starts or ends between two of
+    /// NVML's answers is in one of them only.
+    pub fn judge(&mut self, looks: &[Look], ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
+        let found: Vec<Verdict> = looks.iter().flat_map(|look| self.of_device(look, ledger, rules)).collect();
+        self.memory = looks.iter().flat_map(memory_of).collect();
+        let before = std::mem::replace(&mut self.suspicions, found.iter().map(suspicion).collect());
+        found.into_iter().filter(|verdict| before.contains(&suspicion(verdict))).collect()
+    }
+
+    fn of_device(&self, look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
+        let mut found = Vec::new();
+        for lease in &ledger.leases {
+            if lease.devices.contains(&look.device) {
+                found.extend(self.of_lease(lease, look, rules));
+            }
+        }
+        found.extend(clients(look, ledger, rules));
+        found.extend(
+            look.holders
+                .iter()
+                .filter(|holder| !holder.is_server && holder.lease.is_none())
+                .map(|holder| verdict(Offence::Stranger, rules.strangers, look, holder)),
+        );
+        found
+    }
+
+    fn of_lease(&self, lease: &Lease, look: &Look, rules: &Guard) -> Vec<Verdict> {
+        let own: Vec<&Holder> = of(lease, look).collect();
+        if lease.state == LeaseState::Ending {
+            return own.into_iter().map(|holder| verdict(Offence::Left, rules.left, look, holder)).collect();
+        }
+        let outside = own.iter().filter(|holder| lease.server.is_some() && !holder.is_client);
+        let mut found: Vec<Verdict> =
+            outside.map(|holder| verdict(Offence::Bypass, rules.bypass, look, holder)).collect();
+        found.extend(self.memory(lease, &own, look, rules));
+        found
+    }
+
+    /// The processes that crossed the line, where the container is past it: the largest of those that grew since
+    /// the look before, as the kernel would have stopped it there, then the largest, until the rest is within the
+    /// share. The instance holds a MIG device's own tenant.
+    fn memory(&self, lease: &Lease, own: &[&Holder], look: &Look, rules: &Guard) -> Vec<Verdict> {
+        let Some(allowed) = lease.memory_bytes.filter(|_| lease.mode != Mode::Mig) else { return Vec::new() };
+        let used: u64 = own.iter().map(|holder| holder.memory_bytes).sum();
+        if used <= allowed.saturating_add(rules.memory_tolerance) {
+            return Vec::new();
+        }
+        let grew = |holder: &Holder| {
+            let before = self.memory.get(&key(&look.device, holder)).copied();
+            holder.memory_bytes > before.unwrap_or(0)
+        };
+        let mut order = own.to_vec();
+        order.sort_by_key(|holder| {
+            std::cmp::Reverse((grew(holder), holder.memory_bytes, holder.process.start_time))
+        });
+        let mut left = used;
+        let crossed = order.into_iter().take_while(|holder| {
+            let past = left > allowed;
+            left = left.saturating_sub(holder.memory_bytes);
+            past
+        });
+        let found = crossed.map(|holder| Verdict {
+            used,
+            allowed,
+            ..verdict(Offence::Memory, rules.memory, look, holder)
+        });
+        found.collect()
+    }
+}
+
+/// The youngest clients of containers that have more than their lease says, as many as it takes until every other
+/// container finds the places that it booked.
+fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
+    let leases: Vec<&Lease> = ledger
+        .leases
+        .iter()
+        .filter(|lease| lease.server.is_some() && lease.devices.contains(&look.device))
+        .collect();
+    let connected = |lease: &Lease| of(lease, look).filter(|holder| holder.is_client).count() as u64;
+    let all = look.holders.iter().filter(|holder| holder.is_client).count() as u64;
+    let booked: u64 =
+        leases.iter().map(|lease| u64::from(lease.processes).saturating_sub(connected(lease))).sum();
+    let mut missing = (all + booked).saturating_sub(u64::from(look.most_clients));
+    let mut found = Vec::new();
+    for lease in leases {
+        let mut own: Vec<&Holder> = of(lease, look).filter(|holder| holder.is_client).collect();
+        own.sort_by_key(|holder| std::cmp::Reverse((holder.process.start_time, holder.process.pid)));
+        let (used, allowed) = (own.len() as u64, u64::from(lease.processes));
+        let surplus = used.saturating_sub(allowed).min(missing);
+        missing -= surplus;
+        let ended = own.into_iter().take(usize::try_from(surplus).unwrap_or(usize::MAX));
+        found.extend(ended.map(|holder| Verdict {
+            used,
+            allowed,
+            ..verdict(Offence::Clients, rules.clients, look, holder)
+        }));
+    }
+    found
+}
+
+fn of<'a>(lease: &'a Lease, look: &'a Look) -> impl Iterator<Item = &'a Holder> {
+    look.holders.iter().filter(|holder| !holder.is_server && holder.lease.as_ref() == Some(&lease.id))
+}
+
+fn verdict(offence: Offence, action: Action, look: &Look, holder: &Holder) -> Verdict {
+    Verdict { offence, action, device: look.device.clone(), holder: holder.clone(), used: 0, allowed: 0 }
+}
+
+fn key(device: &str, holder: &Holder) -> (String, Process) {
+    (device.to_owned(), holder.process)
+}
+
+fn memory_of(look: &Look) -> impl Iterator<Item = ((String, Process), u64)> {
+    look.holders.iter().map(|holder| (key(&look.device, holder), holder.memory_bytes))
+}
+
+/// A container that stays past its memory is suspected as a whole: another of its processes may have grown.
+fn suspicion(verdict: &Verdict) -> Suspicion {
+    let process = (verdict.offence != Offence::Memory).then_some(verdict.holder.process);
+    (verdict.device.clone(), verdict.offence, verdict.holder.lease.clone(), process)
+}
+
+#[cfg(test)]
+#[path = "judge_tests.rs"]
+mod tests;

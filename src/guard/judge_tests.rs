@@ -1,0 +1,136 @@
+use super::*;
+use crate::ledger::fixture::lease;
+use crate::mps::ServerKey;
+
+const GPU: &str = "GPU-1";
+const MIB: u64 = 1 << 20;
+
+fn rules() -> Guard {
+    Guard { memory_tolerance: 100 * MIB, ..Guard::default() }
+}
+
+/// Lease number `n` on a shared server, with 1000 MiB and one process.
+fn shared(n: u64) -> Lease {
+    let server = Some(ServerKey(GPU.to_owned()));
+    let state = LeaseState::Active;
+    Lease { mode: Mode::Mps, server, memory_bytes: Some(1000 * MIB), state, ..lease(n, GPU) }
+}
+
+fn ledger(leases: Vec<Lease>) -> Ledger {
+    Ledger { leases, ..Ledger::empty("boot") }
+}
+
+/// A client of `of`'s server, younger the higher its pid.
+fn client(pid: i32, mib: u64, of: &Lease) -> Holder {
+    Holder {
+        process: Process { pid, start_time: u64::from(pid.unsigned_abs()) },
+        name: "python3".to_owned(),
+        memory_bytes: mib * MIB,
+        is_server: false,
+        is_client: true,
+        lease: Some(of.id.clone()),
+    }
+}
+
+fn look(holders: Vec<Holder>) -> Vec<Look> {
+    vec![Look { device: GPU.to_owned(), most_clients: 4, holders }]
+}
+
+/// What is said of `looks`, one after the other, as (offence, pid) each.
+fn judged(looks: &[Vec<Look>], ledger: &Ledger) -> Vec<Vec<(Offence, i32)>> {
+    let mut judge = Judge::default();
+    let brief = |verdict: Verdict| (verdict.offence, verdict.holder.process.pid);
+    looks.iter().map(|look| judge.judge(look, ledger, &rules()).into_iter().map(brief).collect()).collect()
+}
+
+#[test]
+fn whoever_keeps_to_the_share_is_left_alone() {
+    let one = shared(1);
+    let slice = Lease { mode: Mode::TimeSlice, state: LeaseState::Active, ..lease(2, GPU) };
+    let server = Holder { is_server: true, is_client: false, lease: None, ..client(3, 66, &one) };
+    let alone = Holder { is_client: false, ..client(20, 90_000, &slice) };
+    let seen = || look(vec![client(10, 1100, &one), server.clone(), alone.clone()]);
+    let ledger = ledger(vec![one.clone(), slice]);
+    assert_eq!(judged(&[seen(), seen(), seen()], &ledger), [[], [], []] as [[_; 0]; 3]);
+}
+
+#[test]
+fn memory_counts_for_the_container_and_ends_the_largest_of_those_that_grew() {
+    let (one, two) = (shared(1), shared(2));
+    let ledger = ledger(vec![one.clone(), two.clone()]);
+    let neighbour = client(30, 1000, &two);
+    let quiet = || look(vec![client(10, 900, &one), neighbour.clone()]);
+    let grown = |mib| look(vec![client(10, 900, &one), client(11, mib, &one), neighbour.clone()]);
+    assert_eq!(
+        judged(&[quiet(), grown(201), grown(201)], &ledger)[1..],
+        [vec![], vec![(Offence::Memory, 10)]]
+    );
+    // 11 grows on, so 11 it is, though 10 is the larger one.
+    assert_eq!(judged(&[quiet(), grown(300), grown(400)], &ledger)[2], [(Offence::Memory, 11)]);
+    assert_eq!(judged(&[quiet(), grown(200), grown(200)], &ledger)[2], []);
+    // As many as it takes, and no more.
+    let many = || look((40..48).map(|pid| client(pid, 300, &one)).collect());
+    let ended = judged(&[many(), many()], &ledger).remove(1);
+    let ended = ended.into_iter().filter(|(offence, _)| *offence == Offence::Memory);
+    assert_eq!(ended.map(|(_, pid)| pid).collect::<Vec<_>>(), [47, 46, 45, 44, 43]);
+}
+
+#[test]
+fn a_moment_past_the_line_is_no_offence() {
+    let one = shared(1);
+    let ledger = ledger(vec![one.clone()]);
+    let ending = look(vec![client(10, 1000, &one), client(11, 1000, &one)]);
+    let after = || look(vec![client(11, 1000, &one)]);
+    assert_eq!(judged(&[ending.clone(), after(), ending, after()], &ledger), vec![vec![]; 4]);
+}
+
+#[test]
+fn an_instance_of_its_own_holds_its_memory_itself() {
+    let one = Lease { mode: Mode::Mig, server: None, ..shared(1) };
+    let ledger = ledger(vec![one.clone()]);
+    let seen = || look(vec![Holder { is_client: false, ..client(10, 5000, &one) }]);
+    assert_eq!(judged(&[seen(), seen()], &ledger), vec![vec![]; 2]);
+}
+
+#[test]
+fn outside_its_server_without_a_lease_or_left_behind() {
+    let one = shared(1);
+    let gone = Lease { state: LeaseState::Ending, ..shared(2) };
+    let ledger = ledger(vec![one.clone(), gone.clone()]);
+    let beside = Holder { is_client: false, ..client(10, 1, &one) };
+    let left = client(20, 1, &gone);
+    let stranger = Holder { lease: None, ..client(30, 1, &one) };
+    let seen = || look(vec![beside.clone(), left.clone(), stranger.clone()]);
+    let found = [(Offence::Bypass, 10), (Offence::Left, 20), (Offence::Stranger, 30)];
+    assert_eq!(judged(&[seen(), seen()], &ledger), [vec![], found.to_vec()]);
+    // Another process with the same number is not under suspicion yet.
+    let other = Holder { process: Process { pid: 10, start_time: 99 }, ..beside.clone() };
+    let seen = |holder: &Holder| look(vec![holder.clone()]);
+    assert_eq!(judged(&[seen(&beside), seen(&other)], &ledger), vec![vec![]; 2]);
+}
+
+#[test]
+fn clients_too_many_go_only_where_others_need_their_places_and_the_youngest_first() {
+    let (one, two) = (shared(1), Lease { processes: 2, ..shared(2) });
+    let ledger = ledger(vec![one.clone(), two.clone()]);
+    let of_one = |count: i32| (10..10 + count).map(|pid| client(pid, 1, &one));
+    let of_two = |count: i32| (30..30 + count).map(|pid| client(pid, 1, &two));
+    let twice = |holders: Vec<Holder>| judged(&[look(holders.clone()), look(holders)], &ledger).remove(1);
+    // Four places: two of them are the other's, whether it uses them or not.
+    assert_eq!(twice(of_one(2).collect()), []);
+    assert_eq!(twice(of_one(4).collect()), [(Offence::Clients, 13), (Offence::Clients, 12)]);
+    assert_eq!(twice(of_one(2).chain(of_two(2)).collect()), []);
+    assert_eq!(twice(of_one(2).chain(of_two(3)).collect()), [(Offence::Clients, 11)]);
+}
+
+#[test]
+fn what_is_only_reported_is_found_all_the_same() {
+    let one = shared(1);
+    let ledger = ledger(vec![one.clone()]);
+    let rules = Guard { memory: Action::Report, ..rules() };
+    let mut judge = Judge::default();
+    let seen = look(vec![client(10, 2000, &one)]);
+    assert!(judge.judge(&seen, &ledger, &rules).is_empty());
+    let found = judge.judge(&seen, &ledger, &rules).remove(0);
+    assert_eq!((found.action, found.used, found.allowed), (Action::Report, 2000 * MIB, 1000 * MIB));
+}
