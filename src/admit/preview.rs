@@ -4,7 +4,7 @@
 use nix::unistd::geteuid;
 
 use super::take::allowed;
-use super::{AdmitError, rootless};
+use super::{AdmitError, dynamic, rootless};
 use crate::config::Config;
 use crate::inventory::Inventory;
 use crate::ledger::{LeaseId, Ledger};
@@ -30,7 +30,12 @@ pub fn preview(
     let rule = rule.map_err(|reason| BrokerError::Refused { reason, temporary: false })?;
     let cap = rule.map(|rule| Cap { uid, rule });
     let allowed = allowed(cap, inventory, config)?;
-    let placement = place(request, id, &allowed, ledger, config)?;
+    let placement = place(request, id, &allowed, ledger, config).map_err(|refusal| {
+        match dynamic::order(request, cap, &allowed, ledger, config) {
+            Some(Ok(_)) => AdmitError::WouldMake(Box::new(refusal.into())),
+            _ => refusal.into(),
+        }
+    })?;
     cap.map_or(Ok(()), |cap| cap.check(&placement, ledger))
         .map_err(|error| AdmitError::Cap(Box::new(error)))?;
     Ok(placement)

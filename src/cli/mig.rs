@@ -4,16 +4,15 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use serde_json::{Value, json};
 
-use super::mig_list;
 use super::output::{self, Format};
+use super::{mig_list, mig_made};
 use crate::admit::{self, fresh_inventory};
 use crate::config::Config;
 use crate::inventory::Inventory;
 use crate::ledger::{Ledger, Store};
-use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Nvml, Plan, Target};
+use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Nvml, Plan, Target, Uninterrupted};
 
 /// Subcommands of `sublet mig`.
 #[derive(Debug, clap::Subcommand)]
@@ -47,6 +46,12 @@ pub enum Command {
     },
     /// Print the present state as a layout file
     Export,
+    /// Make an instance for a container (sublet's own programs call this)
+    #[command(hide = true)]
+    Make,
+    /// Destroy instances that were made for containers which have ended (sublet's own programs call this)
+    #[command(hide = true)]
+    Clear,
 }
 
 /// Which layout.
@@ -69,6 +74,8 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
         Command::Plan { file, format } => show(file, *format, config),
         Command::Apply { file, allow_reset } => apply(file, *allow_reset, config),
         Command::Assert { file } => assert(file, config),
+        Command::Make => mig_made::make(config),
+        Command::Clear => mig_made::clear(config),
         Command::Export => {
             let inventory = fresh_inventory(config)?;
             print!("{}", mig::export(&Nvml::open(config, &inventory)?.gpus(&inventory)?));
@@ -163,9 +170,9 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     let mut nvml = Nvml::open(config, &inventory)?;
     // Which GPUs there are to be fenced; what they hold is looked at behind the fence.
     let targets = mig::targets(&layout, &nvml.gpus(&inventory)?, &inventory, config)?;
-    let uuids = targets.iter().map(|target| target.gpu.clone()).collect();
-    let (fence, ledger, freed) = Fence::raise(uuids, &store)?;
-    admit::tidy(&freed, &store, config);
+    let uuids: Vec<String> = targets.iter().map(|target| target.gpu.clone()).collect();
+    let (fence, ledger, freed) = Fence::raise(&uuids, &store)?;
+    admit::settle(&freed, &store, config);
     let gpus = seen(&mut nvml, &inventory, &ledger)?;
     let plans = plans(&gpus, &targets).into_iter().collect::<Result<Vec<_>, _>>()?;
     let done = change(&plans, &gpus, allow_reset, &mut nvml, config);
@@ -175,6 +182,7 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
         // The next container that starts tries it again.
         eprintln!("sublet: warning: the inventory is not refreshed: {}", output::chain(&error));
     }
+    admit::clear_made(&store);
     done?;
     if layout.path() == before(config) {
         // What it was kept for is done; a change that was killed may have had nothing to undo.
@@ -224,28 +232,5 @@ fn change(
             std::fs::remove_file(&found).with_context(|| format!("cannot remove {}", found.display()))?;
             Ok(done?)
         }
-    }
-}
-
-/// While it lives, the polite signals wait: half a layout is nobody's wish.
-struct Uninterrupted {
-    before: Option<SigSet>,
-}
-
-impl Uninterrupted {
-    fn begin() -> Self {
-        let mut polite = SigSet::empty();
-        for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-            polite.add(signal);
-        }
-        let mut before = SigSet::empty();
-        let blocked = sigprocmask(SigmaskHow::SIG_BLOCK, Some(&polite), Some(&mut before));
-        Self { before: blocked.is_ok().then_some(before) }
-    }
-}
-
-impl Drop for Uninterrupted {
-    fn drop(&mut self) {
-        let _ = sigprocmask(SigmaskHow::SIG_SETMASK, self.before.as_ref(), None);
     }
 }

@@ -132,7 +132,7 @@ fn unknown_part(part: &str, profile: &Profile) -> String {
 }
 
 /// Says what was probably meant: other tools' spellings, then the nearest name.
-fn unknown(name: &str, gpu: &Gpu) -> String {
+pub(super) fn unknown(name: &str, gpu: &Gpu) -> String {
     let known: Vec<&str> = gpu.profiles.iter().map(|profile| profile.name.as_str()).collect();
     let plain = name.trim().to_ascii_lowercase();
     let plain = plain.strip_prefix("mig ").or_else(|| plain.strip_prefix("mig-")).unwrap_or(&plain).trim();
