@@ -68,6 +68,11 @@ pub(super) fn order(
 /// # Errors
 /// Why not, and whether waiting may help.
 pub(super) fn make(order: Order, id: &LeaseId, container: &str) -> Result<(), (String, bool)> {
+    if order.sites.is_empty() {
+        let why =
+            "every GPU that may serve it is drained, or not in MIG mode (`sublet mig apply` switches it on)";
+        return Err((why.to_owned(), false));
+    }
     let asked = Process::current().map_err(|error| error.to_string()).and_then(|owner| {
         let awaited = Awaited { lease: id.clone(), container: container.to_owned(), owner };
         let ask = serde_json::to_string(&Ask { order, awaited }).map_err(|error| error.to_string())?;

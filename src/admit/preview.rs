@@ -32,7 +32,7 @@ pub fn preview(
     let allowed = allowed(cap, inventory, config)?;
     let placement = place(request, id, &allowed, ledger, config).map_err(|refusal| {
         match dynamic::order(request, cap, &allowed, ledger, config) {
-            Some(Ok(_)) => AdmitError::WouldMake(Box::new(refusal.into())),
+            Some(Ok(order)) if !order.sites.is_empty() => AdmitError::WouldMake(Box::new(refusal.into())),
             _ => refusal.into(),
         }
     })?;

@@ -77,8 +77,15 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
         Command::Make => mig_made::make(config),
         Command::Clear => mig_made::clear(config),
         Command::Export => {
+            let ledger = super::settled_ledger(config)?;
             let inventory = fresh_inventory(config)?;
-            print!("{}", mig::export(&Nvml::open(config, &inventory)?.gpus(&inventory)?));
+            print!(
+                "{}",
+                mig::export(&settled(
+                    &seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?,
+                    &ledger
+                ))
+            );
             Ok(ExitCode::SUCCESS)
         }
     }
@@ -100,10 +107,25 @@ fn read(file: &LayoutFile, config: &Config) -> anyhow::Result<Layout> {
     Ok(Layout::read(path, file.name.as_deref())?)
 }
 
+/// The GPUs without what was made for containers: that goes by itself.
+fn settled(gpus: &[Gpu], ledger: &Ledger) -> Vec<Gpu> {
+    let mut gpus = gpus.to_vec();
+    for gpu in &mut gpus {
+        let made = mig::made(gpu, ledger);
+        gpu.instances.retain(|one| !made.contains(&one.span));
+    }
+    gpus
+}
+
 /// The plans for all GPUs that have a target.
-fn plans(gpus: &[Gpu], targets: &[Target]) -> Vec<Result<Plan, mig::Obstacle>> {
+fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<Result<Plan, mig::Obstacle>> {
     let gpu = |target: &Target| gpus.iter().find(|gpu| gpu.uuid == target.gpu);
-    targets.iter().filter_map(|target| Some(mig::plan(gpu(target)?, target))).collect()
+    let plan = |gpu: &Gpu, target: &Target| {
+        // What was made for containers is no difference, unless it is in the way.
+        let around = mig::plan(gpu, &target.beside(gpu, &mig::made(gpu, ledger)));
+        around.or_else(|_| mig::plan(gpu, target))
+    };
+    targets.iter().filter_map(|target| Some(plan(gpu(target)?, target))).collect()
 }
 
 /// What `apply` would find now, and do.
@@ -113,7 +135,7 @@ fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<Result<Plan
     let inventory = fresh_inventory(config)?;
     let gpus = seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
     let targets = mig::targets(&layout, &gpus, &inventory, config)?;
-    Ok(plans(&gpus, &targets))
+    Ok(plans(&gpus, &targets, &ledger))
 }
 
 fn show(file: &LayoutFile, format: Format, config: &Config) -> anyhow::Result<ExitCode> {
@@ -174,8 +196,8 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     let (fence, ledger, freed) = Fence::raise(&uuids, &store)?;
     admit::settle(&freed, &store, config);
     let gpus = seen(&mut nvml, &inventory, &ledger)?;
-    let plans = plans(&gpus, &targets).into_iter().collect::<Result<Vec<_>, _>>()?;
-    let done = change(&plans, &gpus, allow_reset, &mut nvml, config);
+    let plans = plans(&gpus, &targets, &ledger).into_iter().collect::<Result<Vec<_>, _>>()?;
+    let done = change(&plans, &settled(&gpus, &ledger), allow_reset, &mut nvml, config);
     // Leases wait for the fence, and then find the inventory out of date: the order is the safe one.
     drop(fence);
     if let Err(error) = super::refresh(config) {

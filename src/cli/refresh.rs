@@ -91,16 +91,20 @@ pub fn refresh(config: &Config) -> anyhow::Result<Inventory> {
         loop {
             // Counted before NVML is asked: a change that ends meanwhile makes the result out of date.
             let before = mig_changes(config);
-            match inventory::probe(config) {
-                Ok(inventory) => return Ok(Inventory { mig_changes: before.count, ..inventory }),
-                // An instance that goes while it is asked about is no fault of the driver's.
-                Err(_) if changes(&before, config) && began.elapsed() < SETTLING => {
-                    std::thread::sleep(LOOK_AGAIN);
-                }
-                Err(error) => return Err(error.into()),
+            let probed = inventory::probe(config);
+            // An instance that goes while it is asked about, or is not whole yet, is no fault of the driver's.
+            let halfway = probed.as_ref().map_or(true, has_fault);
+            if halfway && changes(&before, config) && began.elapsed() < SETTLING {
+                std::thread::sleep(LOOK_AGAIN);
+                continue;
             }
+            return Ok(Inventory { mig_changes: before.count, ..probed? });
         }
     })
+}
+
+fn has_fault(inventory: &Inventory) -> bool {
+    inventory.devices.iter().any(|device| device.part.as_ref().is_some_and(|part| part.fault.is_some()))
 }
 
 /// Whether instances for containers come or go.

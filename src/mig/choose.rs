@@ -99,7 +99,7 @@ fn place(gpu: &Gpu, profile: &Profile, slices: u32) -> Option<(Span, Vec<u32>)> 
         one.held = Some(String::new());
     }
     settled.mode = settled.mode.map(|mode| super::Mode { pending: mode.current, ..mode });
-    let mut want: Vec<Want> = settled.instances.iter().map(as_it_is).collect();
+    let mut want: Vec<Want> = settled.instances.iter().map(Want::of).collect();
     want.push(Want { profile: profile.id, start: None, compute: vec![slices] });
     let plan = plan(&settled, &Target { gpu: gpu.uuid.clone(), on: true, want }).ok()?;
     let span = plan.steps.iter().find_map(|step| match step {
@@ -110,12 +110,6 @@ fn place(gpu: &Gpu, profile: &Profile, slices: u32) -> Option<(Span, Vec<u32>)> 
     let before = room_left(gpu, &taken[..taken.len() - 1]);
     let lost = before.iter().zip(room_left(gpu, &taken)).map(|(before, after)| before - after).collect();
     Some((span, lost))
-}
-
-fn as_it_is(one: &Instance) -> Want {
-    let mut compute: Vec<u32> = one.compute.iter().map(|part| part.slices).collect();
-    compute.sort_unstable();
-    Want { profile: one.profile, start: Some(one.span.start), compute }
 }
 
 fn choice(gpu: &Gpu, profile: &Profile, slices: u32, span: Span) -> Choice {

@@ -1,7 +1,7 @@
 //! Which instances stay where they are: those with a lease, or a process that somebody runs in them, or which are
 //! made or destroyed for a container at this moment.
 
-use super::{Gpu, Instance};
+use super::{Gpu, Instance, Span};
 use crate::ledger::{Lease, Ledger, Made};
 use crate::text::safe;
 
@@ -36,6 +36,17 @@ pub fn mark(gpu: &mut Gpu, ledger: &Ledger) {
             None => _ = instance.held.get_or_insert_with(who),
         }
     }
+}
+
+/// Where the instances of `gpu` lie that were made for containers.
+#[must_use]
+pub fn made(gpu: &Gpu, ledger: &Ledger) -> Vec<Span> {
+    let is = |made: &Made, one: &Instance| {
+        let same = made.gpu == gpu.uuid && (one.span.start, one.span.size) == made.placement;
+        same && one.compute.iter().any(|part| Some(&part.uuid) == made.uuid.as_ref())
+    };
+    let ours = |one: &&Instance| ledger.mig.made.iter().any(|made| is(made, one));
+    gpu.instances.iter().filter(ours).map(|one| one.span).collect()
 }
 
 /// Why an instance of ours that has no lease stays.

@@ -31,7 +31,7 @@ use serde::Serialize;
 pub use apply::{ApplyError, apply};
 pub use export::export;
 pub use fence::{Fence, FenceError};
-pub use held::mark;
+pub use held::{made, mark};
 pub use layout::{Layout, LayoutError};
 pub use making::{Making, NotMade};
 pub use nvml::Nvml;

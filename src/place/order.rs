@@ -30,8 +30,8 @@ pub struct Site {
 }
 
 impl Order {
-    /// What `request` needs, if it is for one MIG device and does not name which, and a GPU in MIG mode may have
-    /// it.
+    /// What `request` needs, if it is for one MIG device and does not name which; without sites where no GPU that
+    /// may have it is in MIG mode.
     #[must_use]
     pub fn of(request: &Request, inventory: &Inventory, ledger: &Ledger, config: &Config) -> Option<Self> {
         let one = match &request.devices {
@@ -42,11 +42,11 @@ impl Order {
         if !one || !wants_mig(request) || request.mode == Some(Mode::Exclusive) {
             return None;
         }
-        let sites: Vec<Site> = hosts(request, inventory, config)
+        let sites = hosts(request, inventory, config)
             .filter(|gpu| gpu.mig_enabled && !ledger.drained.contains(&gpu.uuid))
             .map(|gpu| site(request, gpu))
             .collect();
-        (!sites.is_empty()).then(|| Self { sites, profile: request.mig.clone() })
+        Some(Self { sites, profile: request.mig.clone() })
     }
 }
 
@@ -89,7 +89,8 @@ mod tests {
         assert_eq!(gpus(order(&profile, &["GPU-0"])), ["GPU-1"]);
         let on = |selector| Request { devices: Devices::These(vec![selector]), ..profile.clone() };
         assert_eq!(gpus(order(&on(Selector::Index(1)), &[])), ["GPU-1"]);
-        for selector in [Selector::Index(2), Selector::MigIndex(0, 0), Selector::MigUuid("MIG-1".into())] {
+        assert_eq!(order(&on(Selector::Index(2)), &[]).unwrap().sites, [], "MIG mode is off");
+        for selector in [Selector::MigIndex(0, 0), Selector::MigUuid("MIG-1".into())] {
             assert_eq!(order(&on(selector), &[]), None);
         }
         assert_eq!(order(&Request { devices: Devices::All, ..profile.clone() }, &[]), None);
