@@ -22,6 +22,10 @@ const MAKE_LIMIT: Duration = Duration::from_secs(90);
 /// MPS daemons end first, and others' changes.
 const CLEAR_LIMIT: Duration = Duration::from_secs(60);
 
+/// Why not even the driver is asked.
+pub(super) const NO_SITE: &str =
+    "every GPU that may serve it is drained, or not in MIG mode (`sublet mig apply` switches it on)";
+
 /// What `sublet mig make` is told.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Ask {
@@ -69,16 +73,16 @@ pub(super) fn order(
 /// Why not, and whether waiting may help.
 pub(super) fn make(order: Order, id: &LeaseId, container: &str) -> Result<(), (String, bool)> {
     if order.sites.is_empty() {
-        let why =
-            "every GPU that may serve it is drained, or not in MIG mode (`sublet mig apply` switches it on)";
-        return Err((why.to_owned(), false));
+        return Err((NO_SITE.to_owned(), false));
     }
     let asked = Process::current().map_err(|error| error.to_string()).and_then(|owner| {
         let awaited = Awaited { lease: id.clone(), container: container.to_owned(), owner };
         let ask = serde_json::to_string(&Ask { order, awaited }).map_err(|error| error.to_string())?;
         let (answer, warnings) =
             own::ask(&["mig", "make"], &ask, MAKE_LIMIT).map_err(|error| error.to_string())?;
-        warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+        for warning in warnings {
+            tracing::warn!("{warning}");
+        }
         serde_json::from_str(&answer).map_err(|error| format!("`sublet mig make`: {error}"))
     });
     match asked.map_err(|why| (why, true))? {

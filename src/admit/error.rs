@@ -50,8 +50,8 @@ pub enum AdmitError {
     Unbound { lease: LeaseId, why: String },
     #[error("{refused}; and no instance can be made for it: {}", why)]
     Unmade { refused: Box<AdmitError>, why: String, temporary: bool },
-    #[error("{0}; a container that is started has one made, where there is room ([mig] dynamic)")]
-    WouldMake(Box<AdmitError>),
+    #[error("{refused}; a container that is started has one made ([mig] dynamic): {what}")]
+    WouldMake { refused: Box<AdmitError>, what: String },
     #[error("the MIG layout changed while a place was looked for: start the container again")]
     LayoutChanged,
     #[error("no random lease id: /dev/urandom: {0}")]

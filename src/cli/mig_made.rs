@@ -69,7 +69,9 @@ fn changed<T>(
     drop(held);
     drop(fence);
     admit::settle(&freed, store, config);
-    left.iter().for_each(|line| eprintln!("sublet: warning: {line}"));
+    for line in left {
+        eprintln!("sublet: warning: {line}");
+    }
     Ok(done)
 }
 

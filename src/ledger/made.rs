@@ -168,6 +168,7 @@ pub(crate) mod fixture {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Store;
     use super::super::fixture::lease;
     use super::fixture::made;
     use super::*;
@@ -193,5 +194,16 @@ mod tests {
         ledger.await_no_more(&id);
         assert_eq!(ledger.condemn_unneeded().len(), 2);
         assert!(ledger.mig.made.iter().all(|made| made.going));
+    }
+    #[test]
+    fn nothing_of_another_boot_is_ours() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path()).unwrap();
+        let mut ledger = Ledger::empty("another");
+        ledger.mig.made = vec![made(0, Some("MIG-0"))];
+        std::fs::write(dir.path().join("ledger.json"), serde_json::to_vec(&ledger).unwrap()).unwrap();
+        assert_eq!(store.read().unwrap().mig.made, []);
+        let (condemned, _) = store.update(|ledger| Ok::<_, ()>(ledger.condemn_unneeded())).unwrap();
+        assert_eq!(condemned, Ok(vec![]));
     }
 }

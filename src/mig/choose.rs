@@ -3,8 +3,9 @@
 
 use super::plan::room_left;
 use super::target::unknown;
-use super::{Gpu, Instance, Profile, Span, Step, Target, Want, device_name, plan};
+use super::{Driver, DriverError, Gpu, Instance, Profile, Span, Step, Target, Want, device_name, mark, plan};
 use crate::config::Policy;
+use crate::ledger::Ledger;
 use crate::place::{Order, Site};
 use crate::request::units::MIB;
 use crate::text::safe;
@@ -65,6 +66,33 @@ pub fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice
         return Err(nothing(&missing, &full));
     }
     Ok(found.into_iter().map(|(_, choice)| choice).collect())
+}
+
+/// The best of [`choices`] as things are, in words: `1g.18gb at 6:1 of GPU 0`.
+///
+/// # Errors
+/// As [`choices`], and the driver does not answer.
+pub fn foresee(
+    order: &Order,
+    driver: &mut dyn Driver,
+    ledger: &Ledger,
+    policy: Policy,
+) -> Result<String, NoChoice> {
+    let gpus = seen(order, driver, ledger)
+        .map_err(|error| NoChoice { reason: error.to_string(), temporary: true })?;
+    let best = choices(order, &gpus, policy)?.remove(0);
+    let label = gpus.iter().find(|gpu| gpu.uuid == best.gpu).map(Gpu::label).unwrap_or_default();
+    Ok(format!("{} at {} of {label}", best.name, best.span))
+}
+
+/// The GPUs that may have it, with who holds what.
+pub(super) fn seen(order: &Order, driver: &mut dyn Driver, ledger: &Ledger) -> Result<Vec<Gpu>, DriverError> {
+    let gpus = order.sites.iter().map(|site| {
+        let mut gpu = driver.gpu(&site.gpu)?;
+        mark(&mut gpu, ledger);
+        Ok(gpu)
+    });
+    gpus.collect()
 }
 
 fn on_site<'g>(site: &Site, gpus: &'g [Gpu]) -> Option<&'g Gpu> {

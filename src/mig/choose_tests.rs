@@ -1,25 +1,28 @@
 use super::super::double::{Double, h200, profile};
 use super::*;
 
+/// Profiles and starts.
+type Layout<'a> = &'a [(&'a str, u32)];
+
 fn order(profile: Option<&str>, mib: u64, sms: u64) -> Order {
     let site = |gpu: &str| Site { gpu: gpu.into(), memory_bytes: mib * MIB, sms };
     Order { sites: vec![site("GPU-0"), site("GPU-1")], profile: profile.map(str::to_owned) }
 }
 
-fn gpu(layout: &[(&str, u32)]) -> Gpu {
+fn gpu(layout: Layout<'_>) -> Gpu {
     let layout: Vec<(u32, u32)> = layout.iter().map(|&(name, start)| (profile(name), start)).collect();
     Double::with(&layout).gpus.remove(0)
 }
 
 /// Name and start of the best choice on one GPU with `layout`.
-fn best(layout: &[(&str, u32)], order: &Order) -> Result<(String, u32), String> {
+fn best(layout: Layout<'_>, order: &Order) -> Result<(String, u32), String> {
     let found = choices(order, &[gpu(layout)], Policy::Binpack).map_err(|none| none.reason)?;
     Ok((found[0].name.clone(), found[0].span.start))
 }
 
 #[test]
 fn the_place_is_that_which_leaves_room_for_the_largest() {
-    let cases: [(&[(&str, u32)], &str, u32); 10] = [
+    let cases: [(Layout, &str, u32); 10] = [
         (&[], "1g.18gb", 6),
         (&[], "1g.35gb", 6),
         (&[], "2g.35gb", 4),

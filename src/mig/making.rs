@@ -3,8 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::choose::{Choice, choices};
-use super::{Driver, Gpu, Instance, Span, mark};
+use super::choose::{Choice, choices, seen};
+use super::{Driver, Gpu, Instance, Span};
 use crate::config::Policy;
 use crate::ledger::{Awaited, Freed, Ledger, LedgerError, Made, Store};
 use crate::place::Order;
@@ -50,12 +50,8 @@ impl Making<'_> {
     /// it is not.
     pub fn make(&mut self, order: &Order, awaited: &Awaited, policy: Policy) -> Result<(), NotMade> {
         let ledger = self.change(|ledger| ledger.clone())?;
-        let mut gpus: Vec<Gpu> = Vec::new();
-        for site in &order.sites {
-            let failed = |error: super::DriverError| NotMade { reason: error.to_string(), temporary: true };
-            gpus.push(self.driver.gpu(&site.gpu).map_err(failed)?);
-        }
-        gpus.iter_mut().for_each(|gpu| mark(gpu, &ledger));
+        let gpus = seen(order, self.driver, &ledger)
+            .map_err(|error| NotMade { reason: error.to_string(), temporary: true })?;
         let choices = choices(order, &gpus, policy)
             .map_err(|none| NotMade { reason: none.reason, temporary: none.temporary })?;
         let (mut tried, mut errors) = (Vec::new(), Vec::new());
@@ -146,7 +142,7 @@ impl Making<'_> {
 
     /// Destroys it and forgets it; why not.
     fn unmake(&mut self, made: &Made) -> Result<Option<String>, LedgerError> {
-        let deadline = Instant::now() + LEAVING;
+        let deadline = Instant::now() + if made.stuck.is_some() { Duration::ZERO } else { LEAVING };
         self.note(made, |made| made.going = true)?;
         let why = loop {
             match destroy(made, self.driver) {

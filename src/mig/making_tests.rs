@@ -51,7 +51,11 @@ fn what_cannot_be_destroyed_stays_written_down_and_goes_later() {
     done.unwrap();
     let uuid = records[0].uuid.clone().unwrap();
     assert_eq!(records[0].placement, (6, 1));
-    store.update(|ledger| Ok::<_, ()>(ledger.await_no_more(&awaited().lease))).unwrap().0.unwrap();
+    let given_up = store.update(|ledger| {
+        ledger.await_no_more(&awaited().lease);
+        Ok::<_, ()>(())
+    });
+    given_up.unwrap().0.unwrap();
     driver.gpus[0].instances[0].compute[0].held = Some("process 7".into());
     let mut seen = Vec::new();
     let mut making = Making { driver: &mut driver, store: &store, freed: Freed::new() };

@@ -29,6 +29,7 @@ use nvml_wrapper::error::NvmlError;
 use serde::Serialize;
 
 pub use apply::{ApplyError, apply};
+pub use choose::foresee;
 pub use export::export;
 pub use fence::{Fence, FenceError};
 pub use held::{made, mark};

@@ -177,3 +177,43 @@ pub fn process_on(world: &World, mig: &str) -> Child {
     assert!(line.contains("\"error\":null"), "{line}");
     child
 }
+
+/// The instances of GPU 0 as the driver's /proc has them: no command of ours looks, which would put them right.
+#[must_use]
+pub fn bare(world: &World) -> Vec<String> {
+    let dir = world.driver_root.as_ref().expect("simulated").join("proc/driver/nvidia/capabilities/gpu0/mig");
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.retain(|name| name.starts_with("gi"));
+    names.sort();
+    names
+}
+
+/// The ledger as it stands, which no command has put right first.
+#[must_use]
+pub fn ledger(world: &World) -> Value {
+    let text = std::fs::read(world.state_dir().join("ledger.json")).expect("a ledger");
+    serde_json::from_slice(&text).expect("JSON")
+}
+
+/// No instance is there, none of ours is written down, no change is under way.
+pub fn assert_nothing_made(world: &World) {
+    assert_eq!(bare(world), Vec::<String>::new());
+    assert_eq!(ledger(world)["mig"]["made"], Value::Null);
+    assert_eq!(ledger(world)["mig"]["under_way"], Value::Null);
+}
+
+/// What the next NVML calls come to, in all processes (tests/sim/src/nvml/faults.rs).
+pub fn fail(world: &World, line: &str) {
+    let file = world.driver_root.as_ref().expect("simulated").join("sim/fail");
+    std::fs::write(file, format!("{line}\n")).expect("written");
+}
+
+/// `sublet gc`, and what it says.
+#[must_use]
+pub fn gc(world: &World) -> String {
+    let output = world.sublet(&["gc"]);
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+}

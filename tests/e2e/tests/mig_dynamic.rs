@@ -1,12 +1,11 @@
 //! `[mig] dynamic`: instances that are made for containers which find none, and go with them.
 
 use std::path::Path;
-use std::process::Stdio;
 
-use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::mig::{
-    By, HOLD, SLEEP, altered, created, devices, listed, nodes, process_on, refused, shape, smi, up,
+    By, HOLD, SLEEP, altered, assert_nothing_made, bare, created, devices, ledger, listed, nodes, refused,
+    shape, up,
 };
 use sublet_e2e::user::Host;
 use sublet_e2e::{Bundle, World, skip_unless_root};
@@ -19,40 +18,6 @@ const SMALL: &[(&str, &str)] = &[("sublet.mig", "1g.18gb")];
 
 fn world(topology: &str) -> World {
     World::simulated(topology, DYNAMIC)
-}
-
-/// The instances of GPU 0 as the driver's /proc has them: no command of ours looks, which would put them right.
-fn bare(world: &World) -> Vec<String> {
-    let dir = world.driver_root.as_ref().expect("simulated").join("proc/driver/nvidia/capabilities/gpu0/mig");
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    let mut names: Vec<String> =
-        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    names.retain(|name| name.starts_with("gi"));
-    names.sort();
-    names
-}
-
-fn ledger(world: &World) -> Value {
-    let text = std::fs::read(world.state_dir().join("ledger.json")).expect("a ledger");
-    serde_json::from_slice(&text).expect("JSON")
-}
-
-fn assert_nothing_made(world: &World) {
-    assert_eq!(bare(world), Vec::<String>::new());
-    assert_eq!(ledger(world)["mig"]["made"], Value::Null);
-    assert_eq!(ledger(world)["mig"]["under_way"], Value::Null);
-}
-
-/// What the next NVML calls come to, in all processes (tests/sim/src/nvml/faults.rs).
-fn fail(world: &World, line: &str) {
-    let file = world.driver_root.as_ref().expect("simulated").join("sim/fail");
-    std::fs::write(file, format!("{line}\n")).expect("written");
-}
-
-fn gc(world: &World) -> String {
-    let output = world.sublet(&["gc"]);
-    assert!(output.status.success(), "{output:?}");
-    String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
 }
 
 fn lives(by: By) {
@@ -201,179 +166,6 @@ fn what_has_no_room_is_refused_and_nothing_changes() {
 }
 
 #[test]
-fn whatever_call_fails_the_state_found_comes_back() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = world(HOPPER);
-    let _ = world.sublet(&["refresh"]);
-    for function in [
-        "nvmlDeviceCreateGpuInstanceWithPlacement",
-        "nvmlGpuInstanceCreateComputeInstance",
-        "nvmlGpuInstanceGetInfo",
-        "nvmlDeviceGetGpuInstanceById",
-        "nvmlGpuInstanceGetComputeInstances",
-        "nvmlGpuInstanceGetComputeInstanceProfileInfo",
-    ] {
-        for after in ["", " done"] {
-            fail(&world, &format!("{function} 1 999{after}"));
-            let error = refused(&world, SMALL);
-            assert!(error.contains("a 1g.18gb at 6:1 cannot be made: "), "{function}{after}: {error}");
-            assert!(!error.contains("still there"), "{function}{after}: {error}");
-            assert_nothing_made(&world);
-        }
-    }
-    fail(&world, "");
-    up(&world, "one", SMALL).down();
-    assert_nothing_made(&world);
-    world.assert_empty();
-}
-
-/// Calls `sublet mig make` as a door does that is gone by then, or that lives.
-fn make(world: &World, owner: &Value) -> bool {
-    let order = json!({"sites": [{"gpu": GPU, "memory_bytes": 0, "sms": 0}], "profile": "1g.18gb"});
-    let awaited = json!({"lease": "00000000000000aa", "container": "c", "owner": owner});
-    let mut command = world.command("sublet");
-    let mut child = command
-        .args(["mig", "make"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .expect("sublet runs");
-    let ask = json!({"order": order, "awaited": awaited}).to_string();
-    std::io::Write::write_all(&mut child.stdin.take().expect("piped"), ask.as_bytes()).expect("it reads");
-    child.wait().expect("it ends").success()
-}
-
-#[test]
-fn killed_at_any_call_it_leaves_nothing_to_the_next_command() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = world(HOPPER);
-    let _ = world.sublet(&["refresh"]);
-    let dead = json!({"pid": 1, "start_time": 1});
-    let mut killed = 0;
-    for (function, most) in [
-        ("nvmlDeviceCreateGpuInstanceWithPlacement", 1),
-        ("nvmlGpuInstanceCreateComputeInstance", 1),
-        ("nvmlGpuInstanceGetInfo", 2),
-        ("nvmlDeviceGetGpuInstances", 3),
-        ("nvmlDeviceGetMigDeviceHandleByIndex", 2),
-        // Nobody waits any more: it goes at once.
-        ("nvmlComputeInstanceDestroy", 1),
-        ("nvmlGpuInstanceDestroy", 1),
-    ] {
-        for (call, after) in (1..=most).flat_map(|call| [(call, ""), (call, " done")]) {
-            fail(&world, &format!("{function} {call} kill{after}"));
-            killed += usize::from(!make(&world, &dead));
-            fail(&world, "");
-            let _ = gc(&world);
-            assert_nothing_made(&world);
-        }
-    }
-    assert!(killed > 15, "{killed}");
-    assert!(make(&world, &dead), "undisturbed");
-    assert_nothing_made(&world);
-    world.assert_empty();
-}
-
-#[test]
-fn a_delete_whose_helper_is_killed_leaves_the_rest_to_the_next_command() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = world(HOPPER);
-    for line in [
-        "nvmlComputeInstanceDestroy 1 kill",
-        "nvmlComputeInstanceDestroy 1 kill done",
-        "nvmlGpuInstanceDestroy 1 kill",
-    ] {
-        let one = up(&world, "one", SMALL);
-        fail(&world, line);
-        one.down();
-        fail(&world, "");
-        assert_eq!(bare(&world).len(), 1, "{line}");
-        let _ = gc(&world);
-        assert_nothing_made(&world);
-    }
-    // The container itself killed, and nobody told: the next one has its place.
-    let victim = created(&world, "victim", By::Shim, &[("sublet.mig", "7g.141gb")], SLEEP);
-    sublet_e2e::killing::end(&[Pid::from_raw(victim.pid())]);
-    let next = up(&world, "next", SMALL);
-    assert_eq!(shape(&listed(&world, 0)), "1g.18gb@6");
-    next.down();
-    victim.down();
-    assert_nothing_made(&world);
-    world.assert_empty();
-}
-
-#[test]
-fn one_that_is_in_use_is_tried_again_and_said() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = world(HOPPER);
-    let one = created(&world, "one", By::Shim, SMALL, SLEEP);
-    let uuid = devices(&world).remove(0);
-    let mut stranger = process_on(&world, &uuid);
-    one.down();
-    assert_eq!(bare(&world).len(), 1);
-    let status = String::from_utf8_lossy(&world.sublet(&["status"]).stdout).into_owned();
-    let line = format!(
-        "MIG instance 1g.18gb at 6:1 of GPU {GPU} was made for a container that has ended, and cannot \
-                        be destroyed yet: "
-    );
-    assert!(status.contains(&line), "{status}");
-    assert_eq!(world.status()["mig_made"][0]["state"], "going");
-    let none = refused(&world, &[("sublet.gpu", &uuid)]);
-    assert!(none.contains("is being destroyed"), "{none}");
-    // It stays out of others' way: the next one is made beside it.
-    up(&world, "next", SMALL).down();
-    stranger.kill().expect("SIGKILL");
-    stranger.wait().expect("it is reaped");
-    let _ = gc(&world);
-    assert_nothing_made(&world);
-    world.assert_empty();
-}
-
-#[test]
-fn what_others_made_is_never_destroyed() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = world(HOPPER);
-    let by_hand = |arguments: &[&str]| smi(&world, &[&["mig", "-i", "0"], arguments].concat());
-    // Ours, destroyed by hand and made again: the same place, the same ids.
-    let one = created(&world, "one", By::Shim, SMALL, SLEEP);
-    let made = listed(&world, 0);
-    let gi = made["instances"][0]["gi"].to_string();
-    let _ = by_hand(&["-dci", "-gi", &gi, "-ci", "0"]);
-    let _ = by_hand(&["-dgi", "-gi", &gi]);
-    let _ = by_hand(&["-cgi", "1g.18gb:6", "-C"]);
-    let theirs = listed(&world, 0);
-    assert_eq!(shape(&theirs), "1g.18gb@6");
-    one.down();
-    let _ = gc(&world);
-    assert_eq!(listed(&world, 0)["instances"], theirs["instances"]);
-    // It serves as any other does, and stays.
-    let next = up(&world, "next", SMALL);
-    assert_eq!(bare(&world).len(), 1);
-    next.down();
-    assert_eq!(listed(&world, 0)["instances"], theirs["instances"]);
-    assert_eq!(ledger(&world)["mig"]["made"], Value::Null);
-    // Somebody's compute instance in one of ours keeps that.
-    let half = created(&world, "half", By::Shim, &[("sublet.mig", "1c.2g.35gb")], SLEEP);
-    let gi = listed(&world, 0)["instances"][0]["gi"].to_string();
-    let _ = by_hand(&["-cci", "0", "-gi", &gi]);
-    half.down();
-    assert_eq!(shape(&listed(&world, 0)), "2g.35gb@4[1c] 1g.18gb@6");
-    assert_eq!(ledger(&world)["mig"]["made"], Value::Null);
-    world.assert_empty();
-}
-
-#[test]
 fn several_share_one_until_the_last_has_ended() {
     if skip_unless_root() {
         return;
@@ -390,7 +182,7 @@ fn several_share_one_until_the_last_has_ended() {
     world.configure("[mps]\nstop_when_idle = false\n");
     let mps = [("sublet.mig", "1g.18gb"), ("sublet.sm", "25"), ("sublet.memory", "2GiB")];
     let [first, second] = ["first", "second"].map(|id| up(&world, id, &mps));
-    assert_eq!((bare(&world).len(), world.daemons().len() > 0), (1, true));
+    assert_eq!((bare(&world).len(), world.daemons().is_empty()), (1, false));
     first.down();
     second.down();
     assert_nothing_made(&world);
@@ -437,7 +229,13 @@ fn explain_says_that_one_would_be_made_and_makes_none() {
     let world = world(HOPPER);
     let explained = world.sublet(&["explain", "--annotation", "sublet.mig=1g.18gb"]);
     let said = String::from_utf8_lossy(&explained.stderr).into_owned();
-    assert!(said.contains("; a container that is started has one made, where there is room"), "{said}");
+    assert!(
+        said.contains("; a container that is started has one made ([mig] dynamic): 1g.18gb at 6:1 of GPU 0"),
+        "{said}"
+    );
+    let waited =
+        |profile: &str| world.sublet(&["wait", "--annotation", &format!("sublet.mig={profile}")]).status;
+    assert!(waited("1g.18gb").success() && !waited("1g.5gb").success());
     assert_eq!(bare(&world), Vec::<String>::new());
 }
 
