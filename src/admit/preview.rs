@@ -59,8 +59,9 @@ fn foreseen(
         Err(why) => return AdmitError::Unmade { refused, why, temporary: false },
     };
     match mig::foresee(order, &mut nvml, ledger, config.placement.policy) {
-        Ok(what) => AdmitError::WouldMake { refused, what },
-        Err(none) => AdmitError::Unmade { refused, why: none.reason, temporary: none.temporary },
+        Ok(Ok(what)) => AdmitError::WouldMake { refused, what },
+        Ok(Err(none)) => AdmitError::Unmade { refused, why: none.reason, temporary: none.temporary },
+        Err(error) => AdmitError::Unmade { refused, why: error.to_string(), temporary: true },
     }
 }
 

@@ -49,13 +49,13 @@ impl MigChanges {
     /// Ends what a process that was killed has begun.
     pub(super) fn end_of_the_dead(&mut self) {
         if self.under_way.as_ref().is_some_and(|change| !change.owner.is_alive()) {
-            self.end();
+            self.end(true);
         }
     }
 
-    fn end(&mut self) {
+    fn end(&mut self, changed: bool) {
         self.under_way = None;
-        self.count += 1;
+        self.count += u64::from(changed);
     }
 }
 
@@ -78,10 +78,10 @@ impl Ledger {
         Ok(())
     }
 
-    /// The change that `owner` began is over, done or undone.
-    pub fn end_mig(&mut self, owner: Process) {
+    /// The change that `owner` began is over, done or undone; `changed`: inventories from before are out of date.
+    pub fn end_mig(&mut self, owner: Process, changed: bool) {
         if self.mig.under_way.as_ref().is_some_and(|change| change.owner == owner) {
-            self.mig.end();
+            self.mig.end(changed);
         }
     }
 }
@@ -99,9 +99,9 @@ mod tests {
         assert_eq!(ledger.begin_mig(change.clone()), Err(MigBusy { pid: me.pid, brief: false }));
         assert!(ledger.mig_change("GPU-1").is_some() && ledger.mig_change("GPU-2").is_none());
         ledger.mig.end_of_the_dead();
-        ledger.end_mig(Process { start_time: 1, ..me });
+        ledger.end_mig(Process { start_time: 1, ..me }, true);
         assert!(ledger.mig.under_way.is_some(), "another process's end is not ours");
-        ledger.end_mig(me);
+        ledger.end_mig(me, true);
         assert_eq!(ledger.mig, MigChanges { count: 1, ..MigChanges::default() });
         ledger.begin_mig(MigChange { owner: Process { start_time: 1, ..me }, ..change }).unwrap();
         ledger.mig.end_of_the_dead();

@@ -71,18 +71,19 @@ pub fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice
 /// The best of [`choices`] as things are, in words: `1g.18gb at 6:1 of GPU 0`.
 ///
 /// # Errors
-/// As [`choices`], and the driver does not answer.
+/// The driver does not answer; the inner ones are those of [`choices`].
 pub fn foresee(
     order: &Order,
     driver: &mut dyn Driver,
     ledger: &Ledger,
     policy: Policy,
-) -> Result<String, NoChoice> {
-    let gpus = seen(order, driver, ledger)
-        .map_err(|error| NoChoice { reason: error.to_string(), temporary: true })?;
-    let best = choices(order, &gpus, policy)?.remove(0);
-    let label = gpus.iter().find(|gpu| gpu.uuid == best.gpu).map(Gpu::label).unwrap_or_default();
-    Ok(format!("{} at {} of {label}", best.name, best.span))
+) -> Result<Result<String, NoChoice>, DriverError> {
+    let gpus = seen(order, driver, ledger)?;
+    let in_words = |best: &Choice| {
+        let label = gpus.iter().find(|gpu| gpu.uuid == best.gpu).map(Gpu::label).unwrap_or_default();
+        format!("{} at {} of {label}", best.name, best.span)
+    };
+    Ok(choices(order, &gpus, policy).map(|found| found.first().map(in_words).unwrap_or_default()))
 }
 
 /// The GPUs that may have it, with who holds what.

@@ -16,6 +16,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(10);
 pub struct Fence<'a> {
     store: &'a Store,
     owner: Process,
+    changed: bool,
 }
 
 /// Why a layout cannot be changed now.
@@ -51,7 +52,7 @@ impl<'a> Fence<'a> {
             })?;
             all_freed.extend(freed);
             match begun {
-                Ok(ledger) => return Ok((Self { store, owner }, ledger, all_freed)),
+                Ok(ledger) => return Ok((Self { store, owner, changed: true }, ledger, all_freed)),
                 Err(busy) if (busy.brief || gpus.is_empty()) && Instant::now() < deadline => {}
                 Err(busy) => return Err(busy.into()),
             }
@@ -60,10 +61,17 @@ impl<'a> Fence<'a> {
     }
 }
 
+impl Fence<'_> {
+    /// Nothing was changed behind it: inventories from before hold still.
+    pub fn nothing_changed(&mut self) {
+        self.changed = false;
+    }
+}
+
 impl Drop for Fence<'_> {
     fn drop(&mut self) {
         let ended = self.store.update(|ledger| {
-            ledger.end_mig(self.owner);
+            ledger.end_mig(self.owner, self.changed);
             Ok::<_, std::convert::Infallible>(())
         });
         // It ends with this process at the latest.

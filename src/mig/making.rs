@@ -40,9 +40,16 @@ pub struct Making<'a> {
     pub store: &'a Store,
     /// Leases that were found gone on the way.
     pub freed: Freed,
+    /// Whether any instance came or went.
+    pub touched: bool,
 }
 
-impl Making<'_> {
+impl<'a> Making<'a> {
+    /// On `driver` and in `store`.
+    pub fn new(driver: &'a mut dyn Driver, store: &'a Store) -> Self {
+        Self { driver, store, freed: Freed::new(), touched: false }
+    }
+
     /// Makes an instance for `order`, kept for `awaited`; the way back from whatever fails is taken at once.
     ///
     /// # Errors
@@ -83,7 +90,12 @@ impl Making<'_> {
             going: false,
             stuck: None,
         };
-        self.change(|ledger| ledger.mig.made.push(made.clone()))?;
+        self.touched = true;
+        self.change(|ledger| {
+            // The driver says that the place is free: one of ours that was there somebody has destroyed.
+            ledger.forget_made(&made);
+            ledger.mig.made.push(made.clone());
+        })?;
         let Err(error) = self.steps(choice, &made)? else { return Ok(Ok(())) };
         let made = self.change(|ledger| ledger.made_mut(&made).cloned())?.unwrap_or(made);
         let left = self.unmake(&made)?;
@@ -147,6 +159,7 @@ impl Making<'_> {
         let why = loop {
             match destroy(made, self.driver) {
                 Ok(()) => {
+                    self.touched = true;
                     self.change(|ledger| ledger.forget_made(made))?;
                     return Ok(None);
                 }

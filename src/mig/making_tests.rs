@@ -16,7 +16,7 @@ fn awaited() -> Awaited {
 
 /// What becomes of a make on `driver`, and the records after it.
 fn made(driver: &mut Double, store: &Store) -> (Result<(), NotMade>, Vec<Made>) {
-    let mut making = Making { driver, store, freed: Freed::new() };
+    let mut making = Making::new(driver, store);
     let done = making.make(&order("1g.18gb"), &awaited(), Policy::Binpack);
     (done, store.read().unwrap().mig.made)
 }
@@ -33,7 +33,7 @@ fn every_call_may_fail_before_or_after_its_work() {
             let (done, records) = made(&mut driver, &store);
             if done.is_ok() {
                 assert!(call >= 3, "{call}");
-                let mut making = Making { driver: &mut driver, store: &store, freed: Freed::new() };
+                let mut making = Making::new(&mut driver, &store);
                 making.change(|ledger| ledger.mig.made.clear()).unwrap();
                 break;
             }
@@ -58,14 +58,14 @@ fn what_cannot_be_destroyed_stays_written_down_and_goes_later() {
     given_up.unwrap().0.unwrap();
     driver.gpus[0].instances[0].compute[0].held = Some("process 7".into());
     let mut seen = Vec::new();
-    let mut making = Making { driver: &mut driver, store: &store, freed: Freed::new() };
+    let mut making = Making::new(&mut driver, &store);
     let lines = making.clear(&mut |uuid| seen.push(uuid.to_owned())).unwrap();
     assert!(lines[0].starts_with("MIG instance 1g.18gb at 6:1 of GPU GPU-0, which was made"), "{lines:?}");
     assert_eq!(seen, [uuid]);
     let stuck = store.read().unwrap().mig.made.remove(0);
     assert!(stuck.going && stuck.stuck.is_some());
     driver.gpus[0].instances[0].compute[0].held = None;
-    let mut making = Making { driver: &mut driver, store: &store, freed: Freed::new() };
+    let mut making = Making::new(&mut driver, &store);
     assert_eq!(making.clear(&mut |_| {}).unwrap(), Vec::<String>::new());
     assert_eq!((driver.gpus[0].instances.len(), store.read().unwrap().mig.made), (0, vec![]));
 }
