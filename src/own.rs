@@ -33,11 +33,21 @@ pub fn program() -> PathBuf {
 /// # Errors
 /// It cannot be started, fails, or takes too long.
 pub fn sublet(arguments: &[&str], limit: Duration) -> Result<Vec<String>, OwnError> {
+    ask(arguments, "", limit).map(|(_, warnings)| warnings)
+}
+
+/// As [`sublet`], with `input` (less than 64 KiB) on its standard input; what it printed, and its warnings.
+///
+/// # Errors
+/// As [`sublet`].
+pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, Vec<String>), OwnError> {
     let mut command = command(&program());
     command.args(arguments);
     let named = |how: String| format!("`sublet {}`: {how}", arguments.join(" "));
-    Err(OwnError(match child::run(&mut command, "", limit) {
-        Ok(finished) if finished.status.success() => return Ok(remarks(&finished.stderr)),
+    Err(OwnError(match child::run(&mut command, input, limit) {
+        Ok(finished) if finished.status.success() => {
+            return Ok((finished.stdout, remarks(&finished.stderr)));
+        }
         Ok(finished) => last_words(&finished).unwrap_or_else(|| named(finished.status.to_string())),
         Err(ChildError::Timeout) => named(format!("no end after {} s", limit.as_secs())),
         Err(ChildError::Io(error)) => named(format!("{}: {error}", program().display())),

@@ -48,6 +48,10 @@ pub enum AdmitError {
     NoLease(LeaseId),
     #[error("lease {lease} cannot be bound to the container: {why}")]
     Unbound { lease: LeaseId, why: String },
+    #[error("{refused}; and no instance can be made for it: {}", why)]
+    Unmade { refused: Box<AdmitError>, why: String, temporary: bool },
+    #[error("{refused}; a container that is started has one made ([mig] dynamic): {what}")]
+    WouldMake { refused: Box<AdmitError>, what: String },
     #[error("the MIG layout changed while a place was looked for: start the container again")]
     LayoutChanged,
     #[error("no random lease id: /dev/urandom: {0}")]
@@ -113,6 +117,7 @@ impl AdmitError {
     pub fn is_temporary(&self) -> bool {
         match self {
             Self::Refused(refusal) => refusal.temporary,
+            Self::Unmade { temporary, .. } => *temporary,
             Self::Cap(cap) => cap.is_temporary(),
             Self::Broker(broker) => matches!(**broker, BrokerError::Refused { temporary: true, .. }),
             Self::Inventory(_) | Self::Own(_) | Self::StillRunning { .. } => true,

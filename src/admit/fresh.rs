@@ -1,14 +1,17 @@
 //! An inventory that is true now: the cached one, or a new one by way of `sublet refresh`.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{AdmitError, rootless};
 use crate::config::Config;
-use crate::inventory::{self, Inventory};
+use crate::inventory::{self, Inventory, InventoryError};
 use crate::own;
 
 /// NVML may have to load firmware on a machine without the persistence daemon.
 const REFRESH_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long an inventory may be out of date as soon as it is written.
+const SETTLING: Duration = Duration::from_secs(10);
 
 /// The cached inventory if it still holds, else a refreshed one.
 ///
@@ -43,8 +46,15 @@ pub fn confirmed_inventory(config: &Config) -> Result<Inventory, AdmitError> {
 /// # Errors
 /// What `sublet refresh` said.
 pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
-    for warning in own::sublet(&["refresh", "--quiet"], REFRESH_LIMIT)? {
-        tracing::warn!("{warning}");
+    let began = Instant::now();
+    loop {
+        for warning in own::sublet(&["refresh", "--quiet"], REFRESH_LIMIT)? {
+            tracing::warn!("{warning}");
+        }
+        match inventory::load(config) {
+            // MIG instances come and go as containers do.
+            Err(InventoryError::Stale { .. }) if config.mig.dynamic && began.elapsed() < SETTLING => {}
+            loaded => return Ok(loaded?),
+        }
     }
-    Ok(inventory::load(config)?)
 }

@@ -8,6 +8,7 @@
 //! and does here what concerns the container alone: looking into its root filesystem, editing its spec.
 
 mod bind;
+mod dynamic;
 mod error;
 mod fresh;
 mod late;
@@ -41,6 +42,9 @@ use crate::text::safe;
 use take::{Rootfs, Terms};
 
 pub use bind::{abandon, bind, clear_unbound, hand_over};
+pub use dynamic::clear_made;
+#[cfg(feature = "cli")]
+pub(crate) use dynamic::{Answer as MakeAnswer, Ask as MakeAsk};
 pub use error::AdmitError;
 #[cfg(feature = "cli")]
 pub use fresh::confirmed_inventory;
@@ -246,11 +250,17 @@ fn free(lease: &LeaseId, store: &Store, config: &Config) -> Result<(), AdmitErro
 }
 
 /// After leases were freed: settles their servers, removes the mount points they left in a rootfs and
-/// what a killed shim left in a bundle.
+/// what a killed shim left in a bundle, and destroys MIG instances that were made for them.
 pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
     if freed.is_empty() {
         return;
     }
+    settle(freed, store, config);
+    clear_made(store);
+}
+
+/// [`tidy`] as far as no MIG layout changes.
+pub fn settle(freed: &Freed, store: &Store, config: &Config) {
     clear_leftovers(store);
     let mut settled = Vec::new();
     for lease in freed {

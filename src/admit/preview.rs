@@ -3,12 +3,14 @@
 
 use nix::unistd::geteuid;
 
+use super::dynamic::NO_SITE;
 use super::take::allowed;
-use super::{AdmitError, rootless};
+use super::{AdmitError, dynamic, rootless};
 use crate::config::Config;
 use crate::inventory::Inventory;
 use crate::ledger::{LeaseId, Ledger};
-use crate::place::{Placement, place};
+use crate::mig::{self, Nvml};
+use crate::place::{Order, Placement, place};
 use crate::request::Request;
 use crate::serve::caps::Cap;
 use crate::serve::client::BrokerError;
@@ -30,8 +32,39 @@ pub fn preview(
     let rule = rule.map_err(|reason| BrokerError::Refused { reason, temporary: false })?;
     let cap = rule.map(|rule| Cap { uid, rule });
     let allowed = allowed(cap, inventory, config)?;
-    let placement = place(request, id, &allowed, ledger, config)?;
+    let placement = place(request, id, &allowed, ledger, config).map_err(|refusal| {
+        match dynamic::order(request, cap, &allowed, ledger, config) {
+            Some(Ok(order)) => foreseen(&order, refusal.into(), inventory, ledger, config),
+            Some(Err(error)) => error,
+            None => refusal.into(),
+        }
+    })?;
     cap.map_or(Ok(()), |cap| cap.check(&placement, ledger))
         .map_err(|error| AdmitError::Cap(Box::new(error)))?;
     Ok(placement)
+}
+
+/// What would come of having an instance made.
+fn foreseen(
+    order: &Order,
+    refused: AdmitError,
+    inventory: &Inventory,
+    ledger: &Ledger,
+    config: &Config,
+) -> AdmitError {
+    let refused = Box::new(refused);
+    let opened = if order.sites.is_empty() { Err(NO_SITE.to_owned()) } else { open(config, inventory) };
+    let mut nvml = match opened {
+        Ok(nvml) => nvml,
+        Err(why) => return AdmitError::Unmade { refused, why, temporary: false },
+    };
+    match mig::foresee(order, &mut nvml, ledger, config.placement.policy) {
+        Ok(Ok(what)) => AdmitError::WouldMake { refused, what },
+        Ok(Err(none)) => AdmitError::Unmade { refused, why: none.reason, temporary: none.temporary },
+        Err(error) => AdmitError::Unmade { refused, why: error.to_string(), temporary: true },
+    }
+}
+
+fn open(config: &Config, inventory: &Inventory) -> Result<Nvml, String> {
+    Nvml::open(config, inventory).map_err(|error| error.to_string())
 }

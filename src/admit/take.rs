@@ -6,19 +6,25 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::{AdmitError, Candidate, fresh_inventory, refresh, tidy};
+use super::{AdmitError, Candidate, clear_made, dynamic, fresh_inventory, refresh, tidy};
 use crate::apply;
 use crate::config::{Config, Inject};
 use crate::grant::Image;
 use crate::inventory::{Device, Inventory, is_watched};
 use crate::ledger::{Lease, LeaseId, LeaseState, Ledger, Store};
-use crate::place::{Placement, Refusal, named, place};
+use crate::place::{Order, Placement, Refusal, named, place};
 use crate::process::epoch_seconds;
 use crate::request::Request;
 use crate::serve::caps::Cap;
 
 /// Between two looks for a free share.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// Between two tries to have an instance made: each asks the driver.
+const MAKE_AGAIN: Duration = Duration::from_secs(1);
+
+/// How long MIG instances may come and go between the look at the driver and the lease, without `sublet.wait`.
+const SETTLING: Duration = Duration::from_secs(20);
 
 /// A lease in the ledger, and what it was decided by.
 pub(super) struct Taken {
@@ -84,27 +90,26 @@ pub(super) fn take(
     store: &Store,
     config: &Config,
 ) -> Result<Taken, AdmitError> {
-    let deadline = Instant::now() + request.wait;
-    let mut refreshed = None;
-    loop {
-        let failed = match look(candidate, request, terms, refreshed.take(), store, config) {
-            Ok(taken) => return Ok(taken),
-            Err(Look::RefreshFirst) => {
-                refreshed = Some(refresh(config)?);
-                continue;
-            }
-            Err(Look::Temporary(error)) if Instant::now() < deadline => error,
-            Err(Look::Temporary(error) | Look::Final(error)) => return Err(error),
-        };
-        tracing::debug!("looking again: {failed}");
-        std::thread::sleep(LOOK_AGAIN.min(deadline.saturating_duration_since(Instant::now())));
+    let id = LeaseId::random().map_err(AdmitError::Random)?;
+    let mut search = Search { candidate, request, terms, id, store, config, made: false };
+    let taken = search.run();
+    if config.mig.dynamic && taken.is_err() {
+        dynamic::give_up(&search.id, store);
+    } else if search.made {
+        // It may have found another place in the end.
+        clear_made(store);
     }
+    taken
 }
 
 /// Why one look found no share.
 enum Look {
     /// It hangs on how much memory NVML last reported free.
     RefreshFirst,
+    /// MIG instances came or went since the inventory was written.
+    Changed,
+    /// It may have a MIG instance made; else this is why not.
+    Make(Box<(Order, AdmitError)>),
     /// Waiting may help.
     Temporary(AdmitError),
     /// Nothing will change it.
@@ -117,56 +122,122 @@ impl<E: Into<AdmitError>> From<E> for Look {
     }
 }
 
-/// One look: inventory, image, place, lease. `refreshed` is an inventory of just now.
-fn look(
-    candidate: &Candidate<'_>,
-    request: &Request,
-    terms: Terms<'_>,
-    refreshed: Option<Inventory>,
-    store: &Store,
-    config: &Config,
-) -> Result<Taken, Look> {
-    let may_refresh = refreshed.is_none();
-    // A driver that is not up yet may come: `sublet.wait` waits for it too.
-    let inventory = refreshed.map_or_else(|| fresh_inventory(config).map_err(Look::Temporary), Ok)?;
-    let image = match terms.rootfs {
-        Rootfs::OfSpec(spec) => {
-            apply::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?
-        }
-        Rootfs::Told(image) => image.clone(),
-    };
-    // Destroyed instances' ids are given to new ones, and /proc looks the same then.
-    let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
-    let allowed = allowed(terms.cap, &inventory, config)?;
-    let id = LeaseId::random().map_err(AdmitError::Random)?;
-    let (booked, freed) = store.update(|ledger| {
-        // Instances may have been destroyed and made again since, under the same ids.
-        if inventory.mig_changes != ledger.mig.count {
-            let changed = Look::Temporary(AdmitError::LayoutChanged);
-            return Err(if may_refresh { Look::RefreshFirst } else { changed });
-        }
-        let placement =
-            place(request, &id, &allowed, ledger, config).map_err(|refusal| refused(refusal, may_refresh))?;
-        let unconfirmed = !placement.parts.is_empty() && !confirmed;
-        if unconfirmed || placement.refresh_first && may_refresh {
-            return Err(Look::RefreshFirst);
-        }
-        terms.check(&placement, ledger)?;
-        let brokered = matches!(terms.rootfs, Rootfs::Told(_));
-        let lease = Lease { brokered, ..lease_for(candidate, &placement, &image, id, config) };
-        ledger.insert(lease.clone())?;
-        Ok((lease, placement))
-    })?;
-    tidy(&freed, store, config);
-    let (lease, placement) = booked?;
-    Ok(Taken { lease, placement, image, inventory })
+/// One request on its way to a lease.
+struct Search<'a> {
+    candidate: &'a Candidate<'a>,
+    request: &'a Request,
+    terms: Terms<'a>,
+    /// The lease that it will have.
+    id: LeaseId,
+    store: &'a Store,
+    config: &'a Config,
+    /// A MIG instance was made for it.
+    made: bool,
 }
 
-fn refused(refusal: Box<Refusal>, may_refresh: bool) -> Look {
-    match (refusal.refresh_first && may_refresh, refusal.temporary) {
-        (true, _) => Look::RefreshFirst,
-        (false, true) => Look::Temporary(refusal.into()),
-        (false, false) => Look::Final(refusal.into()),
+impl Search<'_> {
+    fn run(&mut self) -> Result<Taken, AdmitError> {
+        let began = Instant::now();
+        let deadline = began + self.request.wait;
+        let mut refreshed = None;
+        loop {
+            let (failed, pause) = match self.look(refreshed.take()) {
+                Ok(taken) => return Ok(taken),
+                Err(Look::RefreshFirst) => {
+                    refreshed = Some(refresh(self.config)?);
+                    continue;
+                }
+                Err(Look::Changed) if began.elapsed() < SETTLING => {
+                    refreshed = Some(refresh(self.config)?);
+                    continue;
+                }
+                Err(Look::Make(order)) => match self.make(*order) {
+                    Ok(inventory) => {
+                        refreshed = Some(inventory);
+                        continue;
+                    }
+                    Err(error) if error.is_temporary() => (error, MAKE_AGAIN),
+                    Err(error) => return Err(error),
+                },
+                Err(Look::Changed) => (AdmitError::LayoutChanged, LOOK_AGAIN),
+                Err(Look::Temporary(error)) => (error, LOOK_AGAIN),
+                Err(Look::Final(error)) => return Err(error),
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(failed);
+            }
+            tracing::debug!("looking again: {failed}");
+            std::thread::sleep(pause.min(left));
+        }
+    }
+
+    /// Has an instance made, once; the inventory with it.
+    fn make(&mut self, (order, refused): (Order, AdmitError)) -> Result<Inventory, AdmitError> {
+        let made = dynamic::make(order, &self.id, &self.candidate.container.name());
+        made.map_err(|(why, temporary)| AdmitError::Unmade { refused: Box::new(refused), why, temporary })?;
+        self.made = true;
+        fresh_inventory(self.config)
+    }
+
+    /// One look: inventory, image, place, lease. `refreshed` is an inventory of just now.
+    fn look(&self, refreshed: Option<Inventory>) -> Result<Taken, Look> {
+        let Self { candidate, request, terms, store, config, .. } = *self;
+        let may_refresh = refreshed.is_none();
+        // A driver that is not up yet may come: `sublet.wait` waits for it too.
+        let inventory = refreshed.map_or_else(|| fresh_inventory(config).map_err(Look::Temporary), Ok)?;
+        let image = match terms.rootfs {
+            Rootfs::OfSpec(spec) => {
+                apply::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?
+            }
+            Rootfs::Told(image) => image.clone(),
+        };
+        // Destroyed instances' ids are given to new ones, and /proc looks the same then.
+        let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
+        let allowed = allowed(terms.cap, &inventory, config)?;
+        let (booked, freed) = store.update(|ledger| {
+            // Instances may have been destroyed and made again since, under the same ids.
+            if inventory.mig_changes != ledger.mig.count {
+                return Err(Look::Changed);
+            }
+            let placement = place(request, &self.id, &allowed, ledger, config)
+                .map_err(|refusal| self.refused(refusal, may_refresh, &allowed, ledger))?;
+            let unconfirmed = !placement.parts.is_empty() && !confirmed;
+            if unconfirmed || placement.refresh_first && may_refresh {
+                return Err(Look::RefreshFirst);
+            }
+            terms.check(&placement, ledger)?;
+            let brokered = matches!(terms.rootfs, Rootfs::Told(_));
+            let lease =
+                Lease { brokered, ..lease_for(candidate, &placement, &image, self.id.clone(), config) };
+            ledger.insert(lease.clone())?;
+            ledger.await_no_more(&self.id);
+            Ok((lease, placement))
+        })?;
+        tidy(&freed, store, config);
+        let (lease, placement) = booked?;
+        Ok(Taken { lease, placement, image, inventory })
+    }
+
+    fn refused(
+        &self,
+        refusal: Box<Refusal>,
+        may_refresh: bool,
+        allowed: &Inventory,
+        ledger: &Ledger,
+    ) -> Look {
+        if refusal.refresh_first && may_refresh {
+            return Look::RefreshFirst;
+        }
+        let temporary = refusal.temporary;
+        let order = || dynamic::order(self.request, self.terms.cap, allowed, ledger, self.config);
+        match (if self.made { None } else { order() }, temporary) {
+            (Some(Ok(order)), _) => Look::Make(Box::new((order, refusal.into()))),
+            (Some(Err(error)), _) if error.is_temporary() => Look::Temporary(error),
+            (Some(Err(error)), _) => Look::Final(error),
+            (None, true) => Look::Temporary(refusal.into()),
+            (None, false) => Look::Final(refusal.into()),
+        }
     }
 }
 

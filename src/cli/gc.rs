@@ -20,6 +20,7 @@ pub fn run(config: &Config) -> anyhow::Result<ExitCode> {
     }
     admit::tidy(&freed, &store, config);
     admit::clear_leftovers(&store);
+    admit::clear_made(&store);
     for line in mps::heal(&store, config) {
         println!("{line}");
     }

@@ -4,16 +4,15 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
-use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use serde_json::{Value, json};
 
-use super::mig_list;
 use super::output::{self, Format};
+use super::{mig_list, mig_made};
 use crate::admit::{self, fresh_inventory};
 use crate::config::Config;
 use crate::inventory::Inventory;
 use crate::ledger::{Ledger, Store};
-use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Nvml, Plan, Target};
+use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Nvml, Plan, Target, Uninterrupted};
 
 /// Subcommands of `sublet mig`.
 #[derive(Debug, clap::Subcommand)]
@@ -47,6 +46,12 @@ pub enum Command {
     },
     /// Print the present state as a layout file
     Export,
+    /// Make an instance for a container (sublet's own programs call this)
+    #[command(hide = true)]
+    Make,
+    /// Destroy instances that were made for containers which have ended (sublet's own programs call this)
+    #[command(hide = true)]
+    Clear,
 }
 
 /// Which layout.
@@ -69,9 +74,18 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
         Command::Plan { file, format } => show(file, *format, config),
         Command::Apply { file, allow_reset } => apply(file, *allow_reset, config),
         Command::Assert { file } => assert(file, config),
+        Command::Make => mig_made::make(config),
+        Command::Clear => mig_made::clear(config),
         Command::Export => {
+            let ledger = super::settled_ledger(config)?;
             let inventory = fresh_inventory(config)?;
-            print!("{}", mig::export(&Nvml::open(config, &inventory)?.gpus(&inventory)?));
+            print!(
+                "{}",
+                mig::export(&settled(
+                    &seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?,
+                    &ledger
+                ))
+            );
             Ok(ExitCode::SUCCESS)
         }
     }
@@ -93,10 +107,25 @@ fn read(file: &LayoutFile, config: &Config) -> anyhow::Result<Layout> {
     Ok(Layout::read(path, file.name.as_deref())?)
 }
 
+/// The GPUs without what was made for containers: that goes by itself.
+fn settled(gpus: &[Gpu], ledger: &Ledger) -> Vec<Gpu> {
+    let mut gpus = gpus.to_vec();
+    for gpu in &mut gpus {
+        let made = mig::made(gpu, ledger);
+        gpu.instances.retain(|one| !made.contains(&one.span));
+    }
+    gpus
+}
+
 /// The plans for all GPUs that have a target.
-fn plans(gpus: &[Gpu], targets: &[Target]) -> Vec<Result<Plan, mig::Obstacle>> {
+fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<Result<Plan, mig::Obstacle>> {
     let gpu = |target: &Target| gpus.iter().find(|gpu| gpu.uuid == target.gpu);
-    targets.iter().filter_map(|target| Some(mig::plan(gpu(target)?, target))).collect()
+    let plan = |gpu: &Gpu, target: &Target| {
+        // What was made for containers is no difference, unless it is in the way.
+        let around = mig::plan(gpu, &target.beside(gpu, &mig::made(gpu, ledger)));
+        around.or_else(|_| mig::plan(gpu, target))
+    };
+    targets.iter().filter_map(|target| Some(plan(gpu(target)?, target))).collect()
 }
 
 /// What `apply` would find now, and do.
@@ -106,7 +135,7 @@ fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<Result<Plan
     let inventory = fresh_inventory(config)?;
     let gpus = seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
     let targets = mig::targets(&layout, &gpus, &inventory, config)?;
-    Ok(plans(&gpus, &targets))
+    Ok(plans(&gpus, &targets, &ledger))
 }
 
 fn show(file: &LayoutFile, format: Format, config: &Config) -> anyhow::Result<ExitCode> {
@@ -166,18 +195,19 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     let mut nvml = Nvml::open(config, &inventory)?;
     // Which GPUs there are to be fenced; what they hold is looked at behind the fence.
     let targets = mig::targets(&layout, &nvml.gpus(&inventory)?, &inventory, config)?;
-    let uuids = targets.iter().map(|target| target.gpu.clone()).collect();
-    let (fence, ledger, freed) = Fence::raise(uuids, &store)?;
-    admit::tidy(&freed, &store, config);
+    let uuids: Vec<String> = targets.iter().map(|target| target.gpu.clone()).collect();
+    let (fence, ledger, freed) = Fence::raise(&uuids, &store)?;
+    admit::settle(&freed, &store, config);
     let gpus = seen(&mut nvml, &inventory, &ledger)?;
-    let plans = plans(&gpus, &targets).into_iter().collect::<Result<Vec<_>, _>>()?;
-    let done = change(&plans, &gpus, allow_reset, &mut nvml, config);
+    let plans = plans(&gpus, &targets, &ledger).into_iter().collect::<Result<Vec<_>, _>>()?;
+    let done = change(&plans, &settled(&gpus, &ledger), allow_reset, &mut nvml, config);
     // Leases wait for the fence, and then find the inventory out of date: the order is the safe one.
     drop(fence);
     if let Err(error) = super::refresh(config) {
         // The next container that starts tries it again.
         eprintln!("sublet: warning: the inventory is not refreshed: {}", output::chain(&error));
     }
+    admit::clear_made(&store);
     done?;
     if layout.path() == before(config) {
         // What it was kept for is done; a change that was killed may have had nothing to undo.
@@ -227,28 +257,5 @@ fn change(
             std::fs::remove_file(&found).with_context(|| format!("cannot remove {}", found.display()))?;
             Ok(done?)
         }
-    }
-}
-
-/// While it lives, the polite signals wait: half a layout is nobody's wish.
-struct Uninterrupted {
-    before: Option<SigSet>,
-}
-
-impl Uninterrupted {
-    fn begin() -> Self {
-        let mut polite = SigSet::empty();
-        for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-            polite.add(signal);
-        }
-        let mut before = SigSet::empty();
-        let blocked = sigprocmask(SigmaskHow::SIG_BLOCK, Some(&polite), Some(&mut before));
-        Self { before: blocked.is_ok().then_some(before) }
-    }
-}
-
-impl Drop for Uninterrupted {
-    fn drop(&mut self) {
-        let _ = sigprocmask(SigmaskHow::SIG_SETMASK, self.before.as_ref(), None);
     }
 }

@@ -9,6 +9,7 @@ mod guarded;
 mod lease;
 mod mig;
 mod mig_list;
+mod mig_made;
 mod mps;
 mod output;
 mod own;
@@ -126,6 +127,7 @@ fn settled_ledger(config: &Config) -> anyhow::Result<crate::ledger::Ledger> {
     let (_, freed) = store.update(|_| Ok::<_, std::convert::Infallible>(()))?;
     crate::admit::tidy(&freed, &store, config);
     crate::admit::clear_leftovers(&store);
+    crate::admit::clear_made(&store);
     for line in crate::mps::heal(&store, config) {
         eprintln!("sublet: {line}");
     }

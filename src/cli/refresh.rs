@@ -4,7 +4,7 @@ use std::fs::{DirBuilder, File, OpenOptions};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::Path;
 use std::process::{Command, ExitCode};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
@@ -13,13 +13,19 @@ use nix::libc;
 use crate::child::{self, ChildError};
 use crate::config::{Config, TimeSlice};
 use crate::inventory::{self, Inventory, InventoryError};
-use crate::ledger::Store;
+use crate::ledger::{MigChanges, Store};
 use crate::own::PATH;
 use crate::place;
 use crate::text::safe;
 
 /// nvidia-smi may have to wake the driver first.
 const SMI_LIMIT: Duration = Duration::from_secs(20);
+
+/// How long a driver is asked again while MIG instances are made and destroyed.
+const SETTLING: Duration = Duration::from_secs(10);
+
+/// Between two such questions.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Arguments of `sublet refresh`.
 #[derive(Debug, clap::Args)]
@@ -81,15 +87,36 @@ fn set_time_slice(uuid: &str, slice: TimeSlice, inventory: &Inventory) -> Result
 /// The driver cannot be asked (see `ProbeError`), or the state directory cannot be written.
 pub fn refresh(config: &Config) -> anyhow::Result<Inventory> {
     refresh_asked(config, SystemTime::now(), |config| {
-        // Counted before NVML is asked: a change that ends meanwhile makes the result out of date.
-        let mig_changes = mig_changes(config);
-        Ok(Inventory { mig_changes, ..inventory::probe(config)? })
+        let began = Instant::now();
+        loop {
+            // Counted before NVML is asked: a change that ends meanwhile makes the result out of date.
+            let before = mig_changes(config);
+            let probed = inventory::probe(config);
+            // An instance that goes while it is asked about, or is not whole yet, is no fault of the driver's.
+            let halfway = probed.as_ref().map_or(true, has_fault);
+            if halfway && changes(&before, config) && began.elapsed() < SETTLING {
+                std::thread::sleep(LOOK_AGAIN);
+                continue;
+            }
+            return Ok(Inventory { mig_changes: before.count, ..probed? });
+        }
     })
 }
 
+fn has_fault(inventory: &Inventory) -> bool {
+    inventory.devices.iter().any(|device| device.part.as_ref().is_some_and(|part| part.fault.is_some()))
+}
+
+/// Whether instances for containers come or go.
+fn changes(before: &MigChanges, config: &Config) -> bool {
+    let brief = before.under_way.as_ref().is_some_and(|change| change.gpus.is_empty());
+    brief || mig_changes(config) != *before
+}
+
 /// A ledger that cannot be read counts nothing, and neither does the one it is rebuilt to.
-fn mig_changes(config: &Config) -> u64 {
-    Store::open(&config.state_dir).and_then(|store| store.read()).map_or(0, |ledger| ledger.mig.count)
+fn mig_changes(config: &Config) -> MigChanges {
+    let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
+    ledger.map(|ledger| ledger.mig).unwrap_or_default()
 }
 
 fn refresh_asked(

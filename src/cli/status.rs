@@ -9,10 +9,11 @@ use super::own::Own;
 use crate::admit::{confirmed_inventory, is_brokered};
 use crate::config::Config;
 use crate::inventory::{Device, Inventory, Part};
-use crate::ledger::{Lease, LeaseState, Ledger, Store};
+use crate::ledger::{Lease, LeaseState, Ledger, Made, Store};
 use crate::mps::{self, Listed};
 use crate::place::account;
 use crate::request::Mode;
+use crate::text::safe;
 
 /// Arguments of `sublet status`.
 #[derive(Debug, clap::Args)]
@@ -78,6 +79,26 @@ fn document(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: 
         "leases": leases_json(inventory, ledger),
         "mps": daemons,
         "guard": super::guarded::document(config),
+        "mig_made": ledger.mig.made.iter().map(|made| made_json(made, ledger)).collect::<Vec<_>>(),
+    })
+}
+
+/// An instance that was made for a container.
+fn made_json(made: &Made, ledger: &Ledger) -> Value {
+    let state = match (&made.awaited, made.going) {
+        (_, true) => "going",
+        (Some(_), false) if made.uuid.is_none() => "making",
+        (Some(_), false) => "awaited",
+        (None, false) if ledger.needs(made) => "leased",
+        (None, false) => "left",
+    };
+    json!({
+        "gpu": made.gpu,
+        "profile": made.name,
+        "placement": made.placement,
+        "uuid": made.uuid,
+        "state": state,
+        "error": made.stuck,
     })
 }
 
@@ -114,6 +135,7 @@ fn mig_json(device: &Device, part: &Part, ledger: &Ledger, config: &Config) -> V
         "memory_bytes_free": account.memory_free,
         "drained": ledger.drained.iter().any(|drained| *drained == device.uuid || drained == device.gpu()),
         "fault": part.fault,
+        "dynamic": ledger.made(device).is_some(),
     })
 }
 
@@ -156,6 +178,15 @@ fn print_tables(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], conf
     println!("\n{}", lease_table(inventory, ledger));
     if !daemons.is_empty() {
         println!("\n{}", daemon_table(daemons, inventory));
+    }
+    for (made, why) in ledger.mig.made.iter().filter_map(|made| Some((made, made.stuck.as_ref()?))) {
+        println!(
+            "\nMIG instance {} of GPU {} was made for a container that has ended, and cannot be destroyed yet: {}; \
+             every sublet command tries again",
+            made.label(),
+            safe(&made.gpu),
+            safe(why)
+        );
     }
     println!("\n{}", super::guarded::lines(config).join("\n"));
 }

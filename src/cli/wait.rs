@@ -36,8 +36,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let deadline = Instant::now() + arguments.timeout;
     loop {
         match look(request.as_ref(), config) {
-            Ok(()) => return Ok(ExitCode::SUCCESS),
-            Err(error @ (AdmitError::Refused(_) | AdmitError::Cap(_))) if !error.is_temporary() => {
+            // It would be made.
+            Ok(()) | Err(AdmitError::WouldMake { .. }) => return Ok(ExitCode::SUCCESS),
+            Err(error @ (AdmitError::Refused(_) | AdmitError::Cap(_) | AdmitError::Unmade { .. }))
+                if !error.is_temporary() =>
+            {
                 return Err(error.into());
             }
             Err(error) if Instant::now() >= deadline => return Err(error.into()),

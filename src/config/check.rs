@@ -59,7 +59,6 @@ pub(super) fn check(config: &Config) -> Checked {
         &["guard", "strangers"],
         "must be \"report\" or \"terminate\": strangers have no container",
     )?;
-    not_yet(config)?;
     config.mig.layout.as_deref().map_or(Ok(()), |layout| absolute(&["mig", "layout"], layout))?;
     config.share.keys().try_for_each(|name| share(name, config))
 }
@@ -140,10 +139,6 @@ fn policy(index: usize, rule: &PolicyRule) -> Checked {
         &["policy", &index, "devices"],
         "must be a list of selectors as in sublet.gpu: indices, GPU-<uuid>, PCI bus ids, name:<alias>, model:<glob>",
     )
-}
-
-fn not_yet(config: &Config) -> Checked {
-    must(!config.mig.dynamic, &["mig", "dynamic"], "= true is not yet in this version")
 }
 
 /// A share must make a request by itself. What `[limits] require` asks for may stand beside it.

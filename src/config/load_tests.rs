@@ -203,7 +203,6 @@ fn wrong_values() {
     assert_snapshot!(refused("[[device]]\nmatch = 0\n\n[[device]]\nmatch = \"left\"\n"), @r#"configuration /c.toml:5:1: device.1.match must be all, an index, GPU-<uuid>, PCI bus id, MIG-<uuid>, "G:M" or model:<glob>"#);
     assert_snapshot!(refused("[[device]]\nname = \"left\"\n"), @"configuration /c.toml:1:1: missing field `match`");
     assert_snapshot!(refused("[[device]]\nmatch = 0\nname = \"a,b\"\n"), @"configuration /c.toml:3:1: device.0.name must be a word without commas and spaces, at most 128 bytes long");
-    assert_snapshot!(refused("[mig]\ndynamic = true\n"), @"configuration /c.toml:2:1: mig.dynamic = true is not yet in this version");
     assert_snapshot!(refused("[mig]\nlayout = \"l.toml\"\n"), @"configuration /c.toml:2:1: mig.layout must be an absolute path");
     assert_snapshot!(refused("[grant.env]\n\"A=B\" = \"x\"\n"), @"configuration /c.toml:2:1: grant.env.A=B is no name for an environment variable");
     assert_snapshot!(refused("[limits\n"), @"configuration /c.toml:1:8: unclosed table, expected `]`");

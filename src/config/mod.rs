@@ -311,11 +311,11 @@ pub enum VisibleDevices {
     Uuid,
 }
 
-/// `[mig]`. `dynamic` is known and has to be left at its default in this version.
+/// `[mig]`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mig {
-    /// Make and destroy instances as requests come and go.
+    /// Make an instance for a request that finds none, and destroy it when its last lease ends.
     pub dynamic: bool,
     /// What `sublet.mig-caps` may ask for.
     pub allow_caps: Vec<MigCap>,

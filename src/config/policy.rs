@@ -30,4 +30,7 @@ pub struct PolicyRule {
     /// How many leases one user may hold at once.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub leases: Option<u32>,
+    /// Whether MIG instances are made for them, where `[mig] dynamic` has any made.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub dynamic: bool,
 }

@@ -46,6 +46,7 @@ pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
     }
     ledger.leases = kept;
     ledger.mig.end_of_the_dead();
+    ledger.mig.await_nothing_for_the_dead();
     for lease in &freed {
         ledger.leave(lease);
     }

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Ledger;
+use super::{Ledger, Made};
 use crate::process::Process;
 
 /// Changes of MIG layouts on this host.
@@ -14,12 +14,16 @@ pub struct MigChanges {
     /// The one that is under way; one at a time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub under_way: Option<MigChange>,
+    /// Instances that were made for containers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub made: Vec<Made>,
 }
 
 /// A change that is under way.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigChange {
-    /// UUIDs of the GPUs.
+    /// UUIDs of the GPUs that take no new lease meanwhile. None of them where instances are made for containers,
+    /// or theirs destroyed: that takes a moment, and nobody else's is touched.
     pub gpus: Vec<String>,
     /// Who makes it: it ends with that process, whatever becomes of it.
     pub owner: Process,
@@ -31,6 +35,8 @@ pub struct MigChange {
 pub struct MigBusy {
     /// Who.
     pub pid: i32,
+    /// It is over in a moment.
+    pub brief: bool,
 }
 
 impl MigChanges {
@@ -43,13 +49,13 @@ impl MigChanges {
     /// Ends what a process that was killed has begun.
     pub(super) fn end_of_the_dead(&mut self) {
         if self.under_way.as_ref().is_some_and(|change| !change.owner.is_alive()) {
-            self.end();
+            self.end(true);
         }
     }
 
-    fn end(&mut self) {
+    fn end(&mut self, changed: bool) {
         self.under_way = None;
-        self.count += 1;
+        self.count += u64::from(changed);
     }
 }
 
@@ -60,22 +66,22 @@ impl Ledger {
         self.mig.under_way.as_ref().filter(|change| change.gpus.iter().any(|uuid| uuid == gpu))
     }
 
-    /// From now on these GPUs take no new lease.
+    /// From now on these GPUs take no new lease, and nobody else changes any.
     ///
     /// # Errors
     /// [`MigBusy`].
     pub fn begin_mig(&mut self, change: MigChange) -> Result<(), MigBusy> {
         if let Some(other) = &self.mig.under_way {
-            return Err(MigBusy { pid: other.owner.pid });
+            return Err(MigBusy { pid: other.owner.pid, brief: other.gpus.is_empty() });
         }
         self.mig.under_way = Some(change);
         Ok(())
     }
 
-    /// The change that `owner` began is over, done or undone.
-    pub fn end_mig(&mut self, owner: Process) {
+    /// The change that `owner` began is over, done or undone; `changed`: inventories from before are out of date.
+    pub fn end_mig(&mut self, owner: Process, changed: bool) {
         if self.mig.under_way.as_ref().is_some_and(|change| change.owner == owner) {
-            self.mig.end();
+            self.mig.end(changed);
         }
     }
 }
@@ -90,15 +96,15 @@ mod tests {
         let mut ledger = Ledger::empty("boot");
         let change = MigChange { gpus: vec!["GPU-1".into()], owner: me };
         ledger.begin_mig(change.clone()).unwrap();
-        assert_eq!(ledger.begin_mig(change.clone()), Err(MigBusy { pid: me.pid }));
+        assert_eq!(ledger.begin_mig(change.clone()), Err(MigBusy { pid: me.pid, brief: false }));
         assert!(ledger.mig_change("GPU-1").is_some() && ledger.mig_change("GPU-2").is_none());
         ledger.mig.end_of_the_dead();
-        ledger.end_mig(Process { start_time: 1, ..me });
+        ledger.end_mig(Process { start_time: 1, ..me }, true);
         assert!(ledger.mig.under_way.is_some(), "another process's end is not ours");
-        ledger.end_mig(me);
-        assert_eq!(ledger.mig, MigChanges { count: 1, under_way: None });
+        ledger.end_mig(me, true);
+        assert_eq!(ledger.mig, MigChanges { count: 1, ..MigChanges::default() });
         ledger.begin_mig(MigChange { owner: Process { start_time: 1, ..me }, ..change }).unwrap();
         ledger.mig.end_of_the_dead();
-        assert_eq!(ledger.mig, MigChanges { count: 2, under_way: None });
+        assert_eq!(ledger.mig, MigChanges { count: 2, ..MigChanges::default() });
     }
 }

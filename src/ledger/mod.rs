@@ -4,6 +4,7 @@ mod alive;
 mod bind;
 mod book;
 mod ended;
+mod made;
 mod mig;
 mod rebuild;
 mod record;
@@ -19,6 +20,9 @@ pub use bind::{Binding, NotBound};
 pub use book::Doubled;
 #[cfg(test)]
 pub(crate) use book::fixture;
+#[cfg(test)]
+pub(crate) use made::fixture as made_fixture;
+pub use made::{Awaited, Made};
 pub use mig::{MigBusy, MigChange, MigChanges};
 pub use store::{Freed, LedgerError, Store};
 

@@ -1,13 +1,22 @@
 //! While a layout changes: no other change beside it, and no new lease on its GPUs.
 
+use std::time::{Duration, Instant};
+
 use crate::ledger::{Freed, Ledger, LedgerError, MigBusy, MigChange, Store};
 use crate::process::Process;
+
+/// Others make or destroy an instance each, which takes a driver a second or two.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Between two looks whether the other change is over.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
 /// Held while a layout changes; it falls when it is dropped, and with the process.
 #[derive(Debug)]
 pub struct Fence<'a> {
     store: &'a Store,
     owner: Process,
+    changed: bool,
 }
 
 /// Why a layout cannot be changed now.
@@ -26,23 +35,43 @@ pub enum FenceError {
 
 impl<'a> Fence<'a> {
     /// Puts it around `gpus`; with the ledger as it is from then on, as far as they go, and what was freed.
+    /// Without any it keeps other changes away, and no lease.
+    ///
+    /// A change that takes but a moment is waited for; one without GPUs waits for others as well.
     ///
     /// # Errors
     /// Another change is under way, or the ledger cannot be written.
-    pub fn raise(gpus: Vec<String>, store: &'a Store) -> Result<(Self, Ledger, Freed), FenceError> {
+    pub fn raise(gpus: &[String], store: &'a Store) -> Result<(Self, Ledger, Freed), FenceError> {
         let owner = Process::current()?;
-        let (begun, freed) = store.update(|ledger| {
-            ledger.begin_mig(MigChange { gpus, owner })?;
-            Ok::<_, MigBusy>(ledger.clone())
-        })?;
-        Ok((Self { store, owner }, begun?, freed))
+        let deadline = Instant::now() + PATIENCE;
+        let mut all_freed = Freed::new();
+        loop {
+            let (begun, freed) = store.update(|ledger| {
+                ledger.begin_mig(MigChange { gpus: gpus.to_vec(), owner })?;
+                Ok::<_, MigBusy>(ledger.clone())
+            })?;
+            all_freed.extend(freed);
+            match begun {
+                Ok(ledger) => return Ok((Self { store, owner, changed: true }, ledger, all_freed)),
+                Err(busy) if (busy.brief || gpus.is_empty()) && Instant::now() < deadline => {}
+                Err(busy) => return Err(busy.into()),
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        }
+    }
+}
+
+impl Fence<'_> {
+    /// Nothing was changed behind it: inventories from before hold still.
+    pub fn nothing_changed(&mut self) {
+        self.changed = false;
     }
 }
 
 impl Drop for Fence<'_> {
     fn drop(&mut self) {
         let ended = self.store.update(|ledger| {
-            ledger.end_mig(self.owner);
+            ledger.end_mig(self.owner, self.changed);
             Ok::<_, std::convert::Infallible>(())
         });
         // It ends with this process at the latest.

@@ -1,7 +1,8 @@
-//! Which instances stay where they are: those with a lease, or a process that somebody runs in them.
+//! Which instances stay where they are: those with a lease, or a process that somebody runs in them, or which are
+//! made or destroyed for a container at this moment.
 
-use super::Gpu;
-use crate::ledger::{Lease, Ledger};
+use super::{Gpu, Instance, Span};
+use crate::ledger::{Lease, Ledger, Made};
 use crate::text::safe;
 
 /// Writes down in `gpu` who holds what of it.
@@ -17,6 +18,12 @@ pub fn mark(gpu: &mut Gpu, ledger: &Ledger) {
             }
         }
     }
+    for made in ledger.mig.made.iter().filter(|made| made.gpu == gpu.uuid) {
+        let at = |one: &&mut Instance| (one.span.start, one.span.size) == made.placement;
+        if let Some(one) = gpu.instances.iter_mut().find(at).filter(|one| one.holder().is_none()) {
+            one.held = kept(made);
+        }
+    }
     for running in gpu.running.clone() {
         let who = || format!("process {}", running.pid);
         let instance = gpu.instances.iter_mut().find(|one| Some(one.gi) == running.gi);
@@ -29,6 +36,25 @@ pub fn mark(gpu: &mut Gpu, ledger: &Ledger) {
             None => _ = instance.held.get_or_insert_with(who),
         }
     }
+}
+
+/// Where the instances of `gpu` lie that were made for containers.
+#[must_use]
+pub fn made(gpu: &Gpu, ledger: &Ledger) -> Vec<Span> {
+    let is = |made: &Made, one: &Instance| {
+        let same = made.gpu == gpu.uuid && (one.span.start, one.span.size) == made.placement;
+        same && one.compute.iter().any(|part| Some(&part.uuid) == made.uuid.as_ref())
+    };
+    let ours = |one: &&Instance| ledger.mig.made.iter().any(|made| is(made, one));
+    gpu.instances.iter().filter(ours).map(|one| one.span).collect()
+}
+
+/// Why an instance of ours that has no lease stays.
+fn kept(made: &Made) -> Option<String> {
+    if let Some(awaited) = &made.awaited {
+        return Some(format!("made for container {}, which is being started", safe(&awaited.container)));
+    }
+    made.going.then(|| "sublet, which is destroying it: `sublet gc` tries again".to_owned())
 }
 
 fn named(lease: &Lease) -> String {

@@ -11,28 +11,34 @@
 mod apply;
 mod arrange;
 mod calls;
+mod choose;
 #[cfg(test)]
 mod double;
 mod export;
 mod fence;
 mod held;
 mod layout;
+mod making;
 mod nvml;
 mod parted;
 mod plan;
 mod target;
+mod uninterrupted;
 
 use nvml_wrapper::error::NvmlError;
 use serde::Serialize;
 
 pub use apply::{ApplyError, apply};
+pub use choose::foresee;
 pub use export::export;
 pub use fence::{Fence, FenceError};
-pub use held::mark;
+pub use held::{made, mark};
 pub use layout::{Layout, LayoutError};
+pub use making::{Making, NotMade};
 pub use nvml::Nvml;
 pub use plan::{Obstacle, Plan, Step, plan};
 pub use target::{Target, Want, targets};
+pub use uninterrupted::Uninterrupted;
 
 /// Slices of a GPU's memory, or of a GPU instance's compute: from `start` on, `size` of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]

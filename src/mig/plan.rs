@@ -330,7 +330,7 @@ fn price(gpu: &Gpu, want: &Want, span: Span, stays: &dyn Fn(&Instance) -> bool) 
 }
 
 /// What an arrangement leaves room for: for each profile, largest first, how many places stay free.
-fn room_left(gpu: &Gpu, placed: &[Placed]) -> Vec<u32> {
+pub(super) fn room_left(gpu: &Gpu, placed: &[Placed]) -> Vec<u32> {
     let free = |span: &&Span| !placed.iter().any(|(_, taken)| taken.overlaps(**span));
     let count = |profile: &Profile| profile.placements.iter().filter(free).count();
     gpu.profiles.iter().map(|profile| u32::try_from(count(profile)).unwrap_or(u32::MAX)).collect()

@@ -1,7 +1,7 @@
 //! From a layout to what each GPU of this host should be: selectors, profile names and counts resolved.
 
 use super::layout::{Entry, Layout, LayoutError, Wish};
-use super::{Gpu, Profile, device_name};
+use super::{Gpu, Instance, Profile, Span, device_name};
 use crate::config::Config;
 use crate::inventory::Inventory;
 use crate::place::named;
@@ -28,6 +28,26 @@ pub struct Want {
     pub start: Option<u32>,
     /// Compute slices of its compute instances, smallest first.
     pub compute: Vec<u32>,
+}
+
+impl Want {
+    /// `one` as it is.
+    #[must_use]
+    pub fn of(one: &Instance) -> Self {
+        let mut compute: Vec<u32> = one.compute.iter().map(|part| part.slices).collect();
+        compute.sort_unstable();
+        Self { profile: one.profile, start: Some(one.span.start), compute }
+    }
+}
+
+impl Target {
+    /// The same, and the instances of `gpu` that lie at `spans` as they are.
+    #[must_use]
+    pub fn beside(&self, gpu: &Gpu, spans: &[Span]) -> Self {
+        let there = gpu.instances.iter().filter(|one| spans.contains(&one.span)).map(Want::of);
+        let want = self.want.iter().cloned().chain(there.filter(|_| self.on)).collect();
+        Self { want, ..self.clone() }
+    }
 }
 
 /// What `layout` wants of each GPU that it names, by NVML's index; the others stay as they are.
@@ -132,7 +152,7 @@ fn unknown_part(part: &str, profile: &Profile) -> String {
 }
 
 /// Says what was probably meant: other tools' spellings, then the nearest name.
-fn unknown(name: &str, gpu: &Gpu) -> String {
+pub(super) fn unknown(name: &str, gpu: &Gpu) -> String {
     let known: Vec<&str> = gpu.profiles.iter().map(|profile| profile.name.as_str()).collect();
     let plain = name.trim().to_ascii_lowercase();
     let plain = plain.strip_prefix("mig ").or_else(|| plain.strip_prefix("mig-")).unwrap_or(&plain).trim();

@@ -97,6 +97,7 @@ pub(super) fn fit(
 ) -> Result<Fit, Misfit> {
     let want = want(request, id, device, several, world);
     closed(&want, world)?;
+    world.ledger.kept_from(id, device).map_or(Ok(()), |why| Err(Misfit::now(why)))?;
     sense(&want)?;
     driver(&want, world.inventory, world.config)?;
     compute_mode(&want, world.ledger)?;

@@ -6,6 +6,7 @@ mod fit;
 pub(crate) mod fixture;
 #[cfg(test)]
 mod mig_tests;
+mod order;
 mod refusal;
 mod select;
 #[cfg(test)]
@@ -22,6 +23,7 @@ use crate::request::{Devices, Isolation, MigCap, Mode, Percent, Priority, Reques
 pub use account::{Account, account};
 #[cfg(feature = "cli")]
 pub(crate) use fit::client_limit;
+pub use order::{Order, Site};
 pub use refusal::Refusal;
 pub use select::{named, only, rule, wants_mig};
 
@@ -86,6 +88,27 @@ pub fn place(
         || Err(Box::new(refuse(request, &slots, &verdicts, world))),
         |(devices, fits)| Ok(placement(request, inventory, devices, &fits)),
     )
+}
+
+/// What `request` would come to on one MIG device that is not there yet, as far as it says.
+#[must_use]
+pub fn expected(request: &Request) -> Placement {
+    let mode = request.mode.unwrap_or(Mode::Mig);
+    let memory = request.memory.filter(|_| mode != Mode::Mig).map(|memory| memory.on(0));
+    Placement {
+        devices: vec![String::new()],
+        parts: Vec::new(),
+        mode,
+        isolation: request.isolation,
+        server: None,
+        sm: request.sm,
+        memory_bytes: memory,
+        processes: request.processes.get(),
+        priority: request.priority,
+        mig_caps: request.mig_caps.clone(),
+        refresh_first: false,
+        warnings: Vec::new(),
+    }
 }
 
 /// The best devices for all slots, all in one mode: indices, and what the request comes to on each.

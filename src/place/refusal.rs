@@ -99,6 +99,10 @@ fn holder(lease: &Lease) -> String {
 
 /// What `device` would take now.
 fn room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
+    // Kept for a container that is being started, or on its way out.
+    if ledger.made(device).is_some_and(|made| made.going || made.awaited.is_some()) {
+        return None;
+    }
     let account = account(device, ledger, config);
     let (on, memory) = (device.label(), |bytes: u64| amount(bytes / MIB * MIB));
     let turns = (config.limits.time_slice_max as usize).saturating_sub(account.leases);

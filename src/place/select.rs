@@ -72,6 +72,23 @@ pub(super) fn slots(
     twice(&slots, inventory).map_or(Ok(slots), Err)
 }
 
+/// The GPUs whose MIG devices `request` may be given, where it names at most one, and no MIG device.
+pub(super) fn hosts<'a>(
+    request: &Request,
+    inventory: &'a Inventory,
+    config: &Config,
+) -> impl Iterator<Item = &'a Device> {
+    let named = match &request.devices {
+        Devices::These(selectors) => {
+            Some(selectors.iter().flat_map(|one| matching(one, false, inventory, config)).collect::<Vec<_>>())
+        }
+        Devices::Any(_) | Devices::All => None,
+    };
+    let meant = move |index: usize| named.as_ref().is_none_or(|named| named.contains(&index));
+    let gpus = (0..).zip(&inventory.devices).filter(|(_, device)| !device.is_mig());
+    gpus.filter(move |(index, _)| meant(*index)).map(|(_, device)| device)
+}
+
 fn no_mig(inventory: &Inventory) -> String {
     let capable = if inventory.gpus().any(|gpu| gpu.mig_enabled) {
         "no GPU here has any: `sublet mig apply` makes them"

@@ -134,6 +134,7 @@ fn housekeeping() {
             store.update(|_| Ok::<_, std::convert::Infallible>(())).map_err(|error| error.to_string())?;
         admit::tidy(&freed, &store, &config);
         admit::clear_leftovers(&store);
+        admit::clear_made(&store);
         keep_cdi(&config);
         Ok(mps::heal(&store, &config))
     });

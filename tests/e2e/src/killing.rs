@@ -41,6 +41,16 @@ pub fn engine(world: &World, program: Option<&str>) -> Vec<Pid> {
     alive().filter(|pid| *pid != Pid::this() && !contained.contains(pid) && ours(pid)).collect()
 }
 
+/// Running helpers of this world: `sublet` commands that a door or another command has called.
+#[must_use]
+pub fn helpers(world: &World) -> Vec<Pid> {
+    let config = world.config.to_string_lossy().into_owned();
+    let ours = |pid: &Pid| {
+        processes::read(*pid, "comm") == "sublet\n" && processes::read(*pid, "environ").contains(&config)
+    };
+    alive().filter(ours).collect()
+}
+
 /// Kills the processes and waits until they are gone.
 pub fn end(pids: &[Pid]) {
     for pid in pids {

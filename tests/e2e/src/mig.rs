@@ -1,8 +1,9 @@
 //! Containers on MIG devices of `a100x2-mig`: two A100-40GB, the first cut into 4g.20gb (GPU instance 2), 2g.10gb
 //! in two (GPU instance 3) and 1g.5gb (GPU instance 9).
 
+use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 
 use serde_json::Value;
 
@@ -133,4 +134,86 @@ pub fn rights(bundle: &Bundle<'_>, nodes: &[(u32, u32)]) -> Vec<String> {
 pub fn nodes(bundle: &Bundle<'_>) -> String {
     let script = "cd /dev; for n in nvidia* nvidia-caps/*; do [ -c $n ] && echo $n; done";
     bundle.exec(&["/bin/sh", "-c", script]).stdout.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// What `sublet mig list` says of a GPU.
+#[must_use]
+pub fn listed(world: &World, gpu: usize) -> Value {
+    let output = world.sublet(&["mig", "list", "--format", "json"]);
+    assert!(output.status.success(), "{output:?}");
+    let all: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    all[gpu].clone()
+}
+
+/// The instances of such a GPU, as `4g.20gb@0 2g.10gb@4[1c,1c]`: profile, placement, and the parts where there are
+/// several.
+#[must_use]
+pub fn shape(gpu: &Value) -> String {
+    let one = |one: &Value| {
+        let name = |value: &Value| value["profile"].as_str().unwrap_or_default().to_owned();
+        let parts: Vec<_> = one["compute"].as_array().expect("compute").iter().map(name).collect();
+        let short = |part: &String| part.split('.').next().unwrap_or_default().to_owned();
+        let cut = if parts == [name(one)] {
+            String::new()
+        } else {
+            format!("[{}]", parts.iter().map(short).collect::<Vec<_>>().join(","))
+        };
+        format!("{}@{}{cut}", name(one), one["placement"]["start"])
+    };
+    gpu["instances"].as_array().expect("instances").iter().map(one).collect::<Vec<_>>().join(" ")
+}
+
+/// A process on the host with a context on a MIG device.
+#[must_use]
+pub fn process_on(world: &World, mig: &str) -> Child {
+    let root = world.driver_root.as_ref().expect("simulated");
+    let libraries = root.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH));
+    let mut command = Command::new(root.join("usr/bin/cuda-probe"));
+    command.args(["hold", "300"]).env("SUBLET_SIM_DEV", root.join("dev")).env("LD_LIBRARY_PATH", libraries);
+    command.env("CUDA_VISIBLE_DEVICES", mig).env("CUDA_MPS_PIPE_DIRECTORY", "/nowhere");
+    let mut child = command.stdout(Stdio::piped()).spawn().expect("it runs");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    assert!(line.contains("\"error\":null"), "{line}");
+    child
+}
+
+/// The instances of GPU 0 as the driver's /proc has them: no command of ours looks, which would put them right.
+#[must_use]
+pub fn bare(world: &World) -> Vec<String> {
+    let dir = world.driver_root.as_ref().expect("simulated").join("proc/driver/nvidia/capabilities/gpu0/mig");
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.retain(|name| name.starts_with("gi"));
+    names.sort();
+    names
+}
+
+/// The ledger as it stands, which no command has put right first.
+#[must_use]
+pub fn ledger(world: &World) -> Value {
+    let text = std::fs::read(world.state_dir().join("ledger.json")).expect("a ledger");
+    serde_json::from_slice(&text).expect("JSON")
+}
+
+/// No instance is there, none of ours is written down, no change is under way.
+pub fn assert_nothing_made(world: &World) {
+    assert_eq!(bare(world), Vec::<String>::new());
+    assert_eq!(ledger(world)["mig"]["made"], Value::Null);
+    assert_eq!(ledger(world)["mig"]["under_way"], Value::Null);
+}
+
+/// What the next NVML calls come to, in all processes (tests/sim/src/nvml/faults.rs).
+pub fn fail(world: &World, line: &str) {
+    let file = world.driver_root.as_ref().expect("simulated").join("sim/fail");
+    std::fs::write(file, format!("{line}\n")).expect("written");
+}
+
+/// `sublet gc`, and what it says.
+#[must_use]
+pub fn gc(world: &World) -> String {
+    let output = world.sublet(&["gc"]);
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
 }

@@ -54,7 +54,7 @@ fn status_as_json_is_the_documented_schema() {
     }
     let world = World::simulated("h200", "");
     let empty = world.status();
-    assert_eq!(keys(&empty), ["schema", "driver", "devices", "leases", "mps"]);
+    assert_eq!(keys(&empty), ["schema", "driver", "devices", "leases", "mps", "mig_made"]);
     assert_eq!((&empty["leases"], &empty["mps"]), (&json!([]), &json!([])));
     assert_eq!(empty["devices"][0]["mode"], "idle");
     let bundle = world.bundle("shown", &[("sublet.sm", "25"), ("sublet.memory", "8GiB")], HOLD);
@@ -83,7 +83,8 @@ fn status_as_json_is_the_documented_schema() {
                 "isolation": "shared", "sm_percent": 25.0, "memory_bytes": 8_589_934_592_u64,
                 "state": "active", "pid": bundle.pid(), "since": "SINCE"}],
             "mps": [{"device": GPU, "lease": null, "pid": 0, "state": "serving", "clients": 1,
-                "key": GPU, "ceiling_percent": 25.0}]})
+                "key": GPU, "ceiling_percent": 25.0}],
+            "mig_made": []})
     );
     bundle.down();
     world.assert_empty();
@@ -102,7 +103,8 @@ fn mig_devices_are_shown_and_have_the_documented_keys() {
         device["mig"][0],
         json!({"uuid": "MIG-5b1e7000-0000-5000-8000-000000000a01", "profile": "4g.20gb", "gi": 2, "ci": 0,
             "free": true, "number": "0:0", "mode": "idle", "memory_bytes": 21_072_183_296_u64,
-            "sm_percent_free": 100.0, "memory_bytes_free": 20_535_312_384_u64, "drained": false, "fault": null})
+            "sm_percent_free": 100.0, "memory_bytes_free": 20_535_312_384_u64, "drained": false, "fault": null,
+            "dynamic": false})
     );
     assert_eq!(device["mig"].as_array().map(Vec::len), Some(4));
 }

@@ -1,11 +1,10 @@
 //! MIG layouts on the simulated driver: from file to instances, around those in use, and back on failure.
 
-use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::Output;
 
 use serde_json::{Value, json};
-use sublet_e2e::mig::{SMALL, remake_small};
+use sublet_e2e::mig::{SMALL, listed, process_on, remake_small, shape};
 use sublet_e2e::user::Host;
 use sublet_e2e::{World, skip_unless_root};
 
@@ -39,27 +38,6 @@ fn refused(world: &World, arguments: &[&str]) -> String {
     let error = String::from_utf8_lossy(&output.stderr).trim_end().to_owned();
     assert_eq!(error.lines().count(), 1, "{error}");
     error
-}
-
-fn listed(world: &World, gpu: usize) -> Value {
-    let all: Value = serde_json::from_str(&done(world, &["list", "--format", "json"])).expect("JSON");
-    all[gpu].clone()
-}
-
-/// As [`FOUND`]: profile, placement, and the parts where there are several.
-fn shape(gpu: &Value) -> String {
-    let one = |one: &Value| {
-        let name = |value: &Value| value["profile"].as_str().unwrap_or_default().to_owned();
-        let parts: Vec<_> = one["compute"].as_array().expect("compute").iter().map(name).collect();
-        let short = |part: &String| part.split('.').next().unwrap_or_default().to_owned();
-        let cut = if parts == [name(one)] {
-            String::new()
-        } else {
-            format!("[{}]", parts.iter().map(short).collect::<Vec<_>>().join(","))
-        };
-        format!("{}@{}{cut}", name(one), one["placement"]["start"])
-    };
-    gpu["instances"].as_array().expect("instances").iter().map(one).collect::<Vec<_>>().join(" ")
 }
 
 fn uuids(gpu: &Value) -> Vec<String> {
@@ -234,20 +212,6 @@ fn bad_layouts_are_refused_in_one_line_with_their_place() {
     let file = layout(&old, "bad.toml", &entry("0", "{ profile = \"1g.5gb\" }"));
     assert!(refused(&old, &["apply", path(&file)]).contains("cannot do MIG"));
     assert!(done(&old, &["list"]).contains("not supported"));
-}
-
-/// A process on the host with a context on a MIG device.
-fn process_on(world: &World, mig: &str) -> Child {
-    let root = world.driver_root.as_ref().expect("simulated");
-    let libraries = root.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH));
-    let mut command = Command::new(root.join("usr/bin/cuda-probe"));
-    command.args(["hold", "300"]).env("SUBLET_SIM_DEV", root.join("dev")).env("LD_LIBRARY_PATH", libraries);
-    command.env("CUDA_VISIBLE_DEVICES", mig).env("CUDA_MPS_PIPE_DIRECTORY", "/nowhere");
-    let mut child = command.stdout(Stdio::piped()).spawn().expect("it runs");
-    let mut line = String::new();
-    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
-    assert!(line.contains("\"error\":null"), "{line}");
-    child
 }
 
 #[test]

@@ -69,7 +69,10 @@ fn remove_others(dir: &Path, kept: &[String]) -> Result<()> {
 
 fn capability(root: &Root, topology: &Topology, dir: &Path, minor: u32) -> Result<()> {
     fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
-    fs::write(dir.join("access"), text(minor)).with_context(|| format!("{}/access", dir.display()))?;
+    // The kernel does not touch those that are there: somebody may be reading them.
+    if !dir.join("access").exists() {
+        fs::write(dir.join("access"), text(minor)).with_context(|| format!("{}/access", dir.display()))?;
+    }
     node(root, topology, minor)
 }
 

@@ -1,0 +1,99 @@
+use super::super::double::{Double, h200, profile, shape};
+use super::*;
+use crate::ledger::LeaseId;
+use crate::place::Site;
+use crate::process::Process;
+
+fn order(name: &str) -> Order {
+    let site = Site { gpu: "GPU-0".into(), memory_bytes: 0, sms: 0 };
+    Order { sites: vec![site], profile: Some(name.into()) }
+}
+
+fn awaited() -> Awaited {
+    let lease = LeaseId::parse("00000000000000aa").unwrap();
+    Awaited { lease, container: "c".into(), owner: Process::current().unwrap() }
+}
+
+/// What becomes of a make on `driver`, and the records after it.
+fn made(driver: &mut Double, store: &Store) -> (Result<(), NotMade>, Vec<Made>) {
+    let mut making = Making::new(driver, store);
+    let done = making.make(&order("1g.18gb"), &awaited(), Policy::Binpack);
+    (done, store.read().unwrap().mig.made)
+}
+
+#[test]
+fn every_call_may_fail_before_or_after_its_work() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path()).unwrap();
+    for all_the_same in [false, true] {
+        for call in 0.. {
+            let mut driver = Double::new(vec![h200()]);
+            driver.all_the_same = all_the_same;
+            driver.fails = Box::new(move |now| now == call);
+            let (done, records) = made(&mut driver, &store);
+            if done.is_ok() {
+                assert!(call >= 3, "{call}");
+                let mut making = Making::new(&mut driver, &store);
+                making.change(|ledger| ledger.mig.made.clear()).unwrap();
+                break;
+            }
+            assert_eq!((shape(&driver.gpus[0]), records), (vec![], vec![]), "{call} {all_the_same}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_destroyed_stays_written_down_and_goes_later() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path()).unwrap();
+    let mut driver = Double::new(vec![h200()]);
+    let (done, records) = made(&mut driver, &store);
+    done.unwrap();
+    let uuid = records[0].uuid.clone().unwrap();
+    assert_eq!(records[0].placement, (6, 1));
+    let given_up = store.update(|ledger| {
+        ledger.await_no_more(&awaited().lease);
+        Ok::<_, ()>(())
+    });
+    given_up.unwrap().0.unwrap();
+    driver.gpus[0].instances[0].compute[0].held = Some("process 7".into());
+    let mut seen = Vec::new();
+    let mut making = Making::new(&mut driver, &store);
+    let lines = making.clear(&mut |uuid| seen.push(uuid.to_owned())).unwrap();
+    assert!(lines[0].starts_with("MIG instance 1g.18gb at 6:1 of GPU GPU-0, which was made"), "{lines:?}");
+    assert_eq!(seen, [uuid]);
+    let stuck = store.read().unwrap().mig.made.remove(0);
+    assert!(stuck.going && stuck.stuck.is_some());
+    driver.gpus[0].instances[0].compute[0].held = None;
+    let mut making = Making::new(&mut driver, &store);
+    assert_eq!(making.clear(&mut |_| {}).unwrap(), Vec::<String>::new());
+    assert_eq!((driver.gpus[0].instances.len(), store.read().unwrap().mig.made), (0, vec![]));
+}
+
+#[test]
+fn only_what_is_ours_beyond_doubt_is_destroyed() {
+    let there = || Double::with(&[(profile("1g.18gb"), 6)]);
+    let now = there().gpus[0].instances[0].clone();
+    let uuid = now.compute[0].uuid.clone();
+    let record = |gi, uuid: Option<&str>, going| Made {
+        gi,
+        uuid: uuid.map(str::to_owned),
+        going,
+        ..crate::ledger::made_fixture::made(6, None)
+    };
+    let bare = Instance { compute: Vec::new(), ..now.clone() };
+    let cases = [
+        (record(Some(now.gi), Some(&uuid), true), &now, true, "as it was made"),
+        (record(Some(now.gi), Some("MIG-old"), true), &now, false, "made again by somebody"),
+        (record(Some(now.gi + 1), Some(&uuid), true), &now, false, "another id"),
+        (record(Some(now.gi), Some(&uuid), true), &bare, true, "killed between the two"),
+        (record(Some(now.gi), Some(&uuid), false), &bare, false, "emptied by somebody"),
+        (record(Some(now.gi), None, true), &now, true, "killed before its UUID was known"),
+        (record(Some(now.gi), None, true), &bare, true, "killed before its compute instance"),
+        (record(None, None, true), &bare, true, "killed before its id was known"),
+        (record(None, None, true), &now, false, "we had not come so far"),
+    ];
+    for (made, now, ours, why) in cases {
+        assert_eq!(is_ours(&made, now), ours, "{why}");
+    }
+}

@@ -1,0 +1,282 @@
+//! `[mig] dynamic`: instances that are made for containers which find none, and go with them.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+use sublet_e2e::mig::{
+    By, HOLD, SLEEP, altered, assert_nothing_made, bare, created, devices, ledger, listed, nodes, refused,
+    shape, up,
+};
+use sublet_e2e::user::Host;
+use sublet_e2e::{Bundle, World, skip_unless_root};
+
+const DYNAMIC: &str = "[mig]\ndynamic = true\n";
+/// An H200 in MIG mode with nothing in it.
+const HOPPER: &str = "h200-mig";
+const GPU: &str = "GPU-5b1e7000-0000-4000-8000-000000000120";
+const SMALL: &[(&str, &str)] = &[("sublet.mig", "1g.18gb")];
+
+fn world(topology: &str) -> World {
+    World::simulated(topology, DYNAMIC)
+}
+
+fn lives(by: By) {
+    let world = world(HOPPER);
+    let one = created(&world, "one", by, SMALL, HOLD);
+    let info = one.event("info");
+    assert_eq!(
+        (&info["error"], &info["count"], &info["sm"]),
+        (&Value::Null, &json!(1), &json!(16)),
+        "{info}"
+    );
+    // Where it takes no place from a 4g.71gb, and none from a second 2g.35gb before it must.
+    assert_eq!(shape(&listed(&world, 0)), "1g.18gb@6");
+    assert_eq!(
+        nodes(&one).matches("nvidia-cap").count(),
+        4,
+        "a directory and a node, twice: {}",
+        nodes(&one)
+    );
+    let seen = world.status();
+    let device = &seen["devices"][0]["mig"][0];
+    assert_eq!((&device["profile"], &device["dynamic"]), (&json!("1g.18gb"), &json!(true)), "{device}");
+    assert_eq!(devices(&world), [device["uuid"].as_str().expect("a UUID")]);
+    let large = created(&world, "large", by, &[("sublet.mig", "4g.71gb")], HOLD);
+    assert_eq!(large.event("info")["error"], Value::Null);
+    assert_eq!(shape(&listed(&world, 0)), "4g.71gb@0 1g.18gb@6");
+    large.down();
+    one.down();
+    assert_nothing_made(&world);
+    world.assert_empty();
+}
+
+#[test]
+fn it_lives_as_long_as_its_container_by_the_shim() {
+    if !skip_unless_root() {
+        lives(By::Shim);
+    }
+}
+
+#[test]
+fn it_lives_as_long_as_its_container_by_precreate() {
+    if !skip_unless_root() {
+        lives(By::Precreate);
+    }
+}
+
+#[test]
+fn it_lives_as_long_as_its_container_by_prestart() {
+    if !skip_unless_root() {
+        lives(By::Prestart);
+    }
+}
+
+#[test]
+fn a_part_of_a_profile_and_the_smallest_that_will_do() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = world(HOPPER);
+    let cases: [(&[(&str, &str)], &str); 5] = [
+        (&[("sublet.mig", "1c.2g.35gb")], "2g.35gb@4[1c]"),
+        (&[("sublet.mode", "mig")], "1g.18gb@6"),
+        (&[("sublet.mode", "mig"), ("sublet.memory", "20GiB")], "1g.35gb@6"),
+        (&[("sublet.mode", "mig"), ("sublet.sm", "23")], "2g.35gb@4"),
+        (&[("sublet.mig", "3g.71gb"), ("sublet.gpu", GPU)], "3g.71gb@4"),
+    ];
+    for (annotations, expected) in cases {
+        let one = up(&world, "one", annotations);
+        assert_eq!(shape(&listed(&world, 0)), expected, "{annotations:?}");
+        one.down();
+        assert_nothing_made(&world);
+    }
+    world.assert_empty();
+}
+
+#[test]
+fn of_eight_at_once_the_seven_that_fit_start_each_on_its_own() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = world(HOPPER);
+    let ids: Vec<String> = (0..8).map(|number| format!("c{number}")).collect();
+    let bundles: Vec<Bundle<'_>> = ids.iter().map(|id| world.bundle(id, SMALL, SLEEP)).collect();
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let each = bundles.iter().map(|bundle| scope.spawn(|| bundle.create()));
+        each.collect::<Vec<_>>().into_iter().map(|each| each.join().expect("it ends")).collect()
+    });
+    let refusals: Vec<&str> =
+        results.iter().filter(|done| !done.ok).map(|done| done.stderr.as_str()).collect();
+    assert_eq!(refusals.len(), 1, "{refusals:?}");
+    assert!(
+        refusals[0].contains("no instance can be made for it: GPU 0 has no room for a 1g.18gb"),
+        "{refusals:?}"
+    );
+    let mut uuids = devices(&world);
+    uuids.sort();
+    uuids.dedup();
+    assert_eq!((uuids.len(), bare(&world).len()), (7, 7));
+    std::thread::scope(|scope| {
+        for (bundle, _) in bundles.iter().zip(&results).filter(|(_, done)| done.ok) {
+            scope.spawn(|| bundle.down());
+        }
+    });
+    assert_nothing_made(&world);
+    world.assert_empty();
+}
+
+#[test]
+fn what_has_no_room_is_refused_and_nothing_changes() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = world("a100x2-mig");
+    let found = "4g.20gb@0 2g.10gb@4[1c,1c] 1g.5gb@6";
+    let held = up(&world, "held", &[("sublet.mig", "4g.20gb")]);
+    let none = refused(&world, &[("sublet.mig", "3g.20gb")]);
+    let expected =
+        "and no instance can be made for it: GPU 0 has no room for a 3g.20gb beside 4g.20gb at 0 (lease ";
+    assert!(
+        none.contains(expected) && none.contains(" of container held), 2g.10gb at 4, 1g.5gb at 6"),
+        "{none}"
+    );
+    assert_eq!(none.lines().count(), 1, "{none}");
+    // Waiting does not help, and is not done.
+    let unknown = refused(&world, &[("sublet.mig", "1g.6gb"), ("sublet.wait", "60s")]);
+    assert!(
+        unknown.contains("GPU 0 (NVIDIA A100-PCIE-40GB) has no profile 1g.6gb; did you mean 1g.5gb?"),
+        "{unknown}"
+    );
+    let much = refused(&world, &[("sublet.mode", "mig"), ("sublet.memory", "80GiB"), ("sublet.wait", "60s")]);
+    assert!(much.contains("no profile of GPU 0 (NVIDIA A100-PCIE-40GB) has 81920 MiB"), "{much}");
+    let off = refused(&world, &[("sublet.mig", "3g.20gb"), ("sublet.gpu", "1")]);
+    assert!(
+        off.contains("no instance can be made for it: every GPU that may serve it is drained, or not in MIG"),
+        "{off}"
+    );
+    assert_eq!(shape(&listed(&world, 0)), found);
+    held.down();
+    // What is there and free is taken, and stays.
+    up(&world, "one", &[("sublet.mig", "1g.5gb")]).down();
+    assert_eq!(shape(&listed(&world, 0)), found);
+    world.assert_empty();
+    let static_ = World::simulated(HOPPER, "");
+    let none = refused(&static_, SMALL);
+    assert!(none.contains("no GPU here has any: `sublet mig apply` makes them"), "{none}");
+}
+
+#[test]
+fn several_share_one_until_the_last_has_ended() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = world(HOPPER);
+    let turns = [("sublet.mig", "1g.18gb"), ("sublet.mode", "time-slice")];
+    let [first, second] = ["first", "second"].map(|id| up(&world, id, &turns));
+    assert_eq!(bare(&world).len(), 1);
+    first.down();
+    assert_eq!(bare(&world).len(), 1);
+    second.down();
+    assert_nothing_made(&world);
+    // No daemon stays on what goes, whatever the configuration says of others.
+    world.configure("[mps]\nstop_when_idle = false\n");
+    let mps = [("sublet.mig", "1g.18gb"), ("sublet.sm", "25"), ("sublet.memory", "2GiB")];
+    let [first, second] = ["first", "second"].map(|id| up(&world, id, &mps));
+    assert_eq!((bare(&world).len(), world.daemons().is_empty()), (1, false));
+    first.down();
+    second.down();
+    assert_nothing_made(&world);
+    world.assert_empty();
+}
+
+#[test]
+fn layouts_are_kept_and_asserted_beside_them() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = world(HOPPER);
+    let layout = |name: &str, instances: &str| {
+        let path = world.dir.path().join(name);
+        let text = format!("[[gpu]]\nmatch = \"0\"\nmig = true\ninstances = [{instances}]\n");
+        std::fs::write(&path, text).expect("a layout");
+        path.to_str().expect("UTF-8").to_owned()
+    };
+    let run = |arguments: &[&str]| world.sublet(&[&["mig"], arguments].concat());
+    let half = layout("half.toml", "{ profile = \"3g.71gb\", start = 0 }");
+    assert!(run(&["apply", &half]).status.success());
+    let one = up(&world, "one", SMALL);
+    assert!(run(&["assert", &half]).status.success());
+    assert!(run(&["apply", &half]).status.success());
+    assert_eq!(shape(&listed(&world, 0)), "3g.71gb@0 1g.18gb@6");
+    let exported = run(&["export"]).stdout;
+    assert!(!String::from_utf8_lossy(&exported).contains("1g.18gb"), "it goes by itself");
+    let whole = layout("whole.toml", "{ profile = \"7g.141gb\" }");
+    let plan = run(&["plan", &whole]);
+    let said = String::from_utf8_lossy(&plan.stdout).into_owned();
+    assert!(said.contains("around 1g.18gb at 6 (lease ") && said.contains("of container one)"), "{said}");
+    one.down();
+    assert!(run(&["apply", &whole]).status.success());
+    assert_eq!(shape(&listed(&world, 0)), "7g.141gb@0");
+    assert_eq!(ledger(&world)["mig"]["made"], Value::Null);
+    world.assert_empty();
+}
+
+#[test]
+fn explain_says_that_one_would_be_made_and_makes_none() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = world(HOPPER);
+    let explained = world.sublet(&["explain", "--annotation", "sublet.mig=1g.18gb"]);
+    let said = String::from_utf8_lossy(&explained.stderr).into_owned();
+    assert!(
+        said.contains("; a container that is started has one made ([mig] dynamic): 1g.18gb at 6:1 of GPU 0"),
+        "{said}"
+    );
+    let waited =
+        |profile: &str| world.sublet(&["wait", "--annotation", &format!("sublet.mig={profile}")]).status;
+    assert!(waited("1g.18gb").success() && !waited("1g.5gb").success());
+    assert_eq!(bare(&world), Vec::<String>::new());
+}
+
+#[test]
+fn users_have_them_made_where_their_policy_says_so() {
+    if skip_unless_root() {
+        return;
+    }
+    let speak = Path::new(env!("CARGO_BIN_EXE_speak"));
+    let policy =
+        format!("{DYNAMIC}[[policy]]\nuser = 1000\ndynamic = true\nleases = 1\n[[policy]]\nuser = 1001\n");
+    let mut host = Host::new(HOPPER, &policy, speak);
+    host.start();
+    let bob = host.bundle(1001, "bob", SMALL, HOLD).create();
+    assert!(!bob.ok && bob.stderr.contains("no GPU here has any"), "{bob:?}");
+    assert_eq!(bare(&host.world), Vec::<String>::new());
+    let alice = host.bundle(1000, "alice", SMALL, HOLD);
+    alice.up();
+    assert_eq!(alice.event("info")["error"], Value::Null);
+    assert_eq!(bare(&host.world).len(), 1);
+    let second = host.bundle(1000, "second", SMALL, HOLD).create();
+    assert!(!second.ok && second.stderr.contains("allows 1 leases at once"), "{second:?}");
+    assert_eq!(bare(&host.world).len(), 1, "none is made in vain");
+    alice.down();
+    assert_nothing_made(&host.world);
+    assert_eq!(host.leases(), Vec::<Value>::new());
+}
+
+#[test]
+fn the_fuller_gpu_is_taken_first() {
+    if skip_unless_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let both_on = |text: String| text.replace("mig_mode = \"disabled\"", "mig_mode = \"enabled\"");
+    let world = altered(&dir, both_on, DYNAMIC);
+    let three = up(&world, "three", &[("sublet.mig", "3g.20gb")]);
+    let two = up(&world, "two", &[("sublet.mig", "2g.10gb")]);
+    assert_eq!(shape(&listed(&world, 1)), "2g.10gb@0 3g.20gb@4");
+    three.down();
+    two.down();
+    assert_eq!(shape(&listed(&world, 1)), "");
+    world.assert_empty();
+}
