@@ -1,5 +1,8 @@
 //! The `sublet` command: one file a command.
 
+#[macro_use]
+mod print;
+
 mod cdi;
 mod config;
 mod drain;
@@ -78,13 +81,11 @@ pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
     // What the library warns of, a rebuilt ledger say, is for whoever ran the command.
     log::trace_to(Log::new("sublet", &Global::default(), None), false);
-    match run(arguments.command) {
-        Ok(code) => code,
-        Err(error) => {
-            eprintln!("sublet: {}", output::chain(&error));
-            ExitCode::FAILURE
-        }
-    }
+    let code = run(arguments.command).unwrap_or_else(|error| {
+        eprintln!("sublet: {}", output::chain(&error));
+        ExitCode::FAILURE
+    });
+    if print::finish() { code } else { ExitCode::FAILURE }
 }
 
 fn run(command: Command) -> anyhow::Result<ExitCode> {
