@@ -31,4 +31,6 @@ pub mod replace;
 pub mod request;
 pub mod runtime;
 pub mod serve;
+#[cfg(feature = "cli")]
+pub mod setup;
 pub mod text;

@@ -17,6 +17,7 @@ mod own;
 mod protection;
 mod refresh;
 mod serve;
+mod setup;
 mod status;
 mod wait;
 
@@ -68,6 +69,8 @@ enum Command {
     /// List, plan and change what GPUs are cut into
     #[command(subcommand)]
     Mig(mig::Command),
+    /// Make an engine use sublet, or undo that
+    Setup(setup::Arguments),
     /// Take leases and hold MPS daemons for users without root, keep CDI devices current; systemd runs it
     Serve,
     /// Check or show the configuration
@@ -105,6 +108,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Mps(command) => mps::run(&command, &config),
         Command::Cdi(command) => cdi::run(&command, &config),
         Command::Mig(command) => mig::run(&command, &config),
+        Command::Setup(arguments) => setup::run(&arguments, &config),
         Command::Serve => serve::run(&config),
         Command::Config(_) => unreachable!("handled above, before the configuration has to be valid"),
     }
