@@ -59,10 +59,11 @@ impl Engine {
         }
     }
 
-    /// What has the engine read the file again. dockerd looks for CDI devices from its start on only.
-    const fn restart(self, cdi: bool) -> &'static str {
+    /// What has the engine read the file again. A reload of dockerd takes new values only: what is gone from
+    /// the file stays in force, and it looks for CDI devices at its start alone (seen with 26.1).
+    const fn restart(self, whole: bool) -> &'static str {
         match self {
-            Self::Docker if cdi => "`systemctl restart docker` puts it in force",
+            Self::Docker if whole => "`systemctl restart docker` puts it in force",
             Self::Docker => "`systemctl reload docker` puts it in force",
             Self::Podman => "in force for the next container; nothing has to be restarted",
             Self::Containerd => "`systemctl restart containerd` puts it in force; containers run on",
@@ -89,11 +90,10 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     store(arguments, &path, found.as_deref(), wanted.as_deref())?;
-    let text = wanted.as_deref().unwrap_or_default();
-    let cdi = arguments.engine == Engine::Docker
-        && docker_cdi(text) != docker_cdi(found.as_deref().unwrap_or("{}"));
+    let text = wanted.as_deref().unwrap_or("{}");
+    let whole = arguments.undo || docker_cdi(text) && !docker_cdi(found.as_deref().unwrap_or("{}"));
     let done = if arguments.undo { "sublet is out" } else { "sublet is in" };
-    println!("{}: {done}; {}.", path.display(), arguments.engine.restart(cdi));
+    println!("{}: {done}; {}.", path.display(), arguments.engine.restart(whole));
     notes(arguments, &path, found.as_deref()).iter().for_each(|note| println!("{note}"));
     Ok(ExitCode::SUCCESS)
 }

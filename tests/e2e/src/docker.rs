@@ -109,6 +109,12 @@ impl Docker {
         kill(Pid::from_raw(i32::try_from(daemon.id()).expect("a pid")), Signal::SIGHUP).expect("SIGHUP");
     }
 
+    /// `systemctl restart docker`.
+    pub fn restart(&mut self) {
+        self.end_daemon(Signal::SIGTERM);
+        self.start_daemon();
+    }
+
     /// Ends the daemon in order (SIGTERM) or by SIGKILL, which takes its containerd with it.
     pub fn end_daemon(&mut self, signal: Signal) {
         let Some(mut daemon) = self.daemon.take() else { return };

@@ -37,21 +37,23 @@ fn docker_knows_sublet_after_setup_and_not_after_its_undo() {
     assert_eq!(docker.event("held", "info")["sm"], json!(32));
     assert!(docker.lease(&held).is_some());
     docker.done(&["rm", "-f", "held"]);
-    // As default runtime, and CDI devices.
-    setup(&docker.world, &["docker", "--config", &path, "--default", "--cdi"]);
-    docker.end_daemon(nix::sys::signal::Signal::SIGTERM);
-    docker.start_daemon();
-    assert_eq!(docker.ask(&["info", "--format", "{{.DefaultRuntime}}"]), "sublet");
-    assert!(docker.ask(&["info", "--format", "{{json .CDISpecDirs}}"]).contains("cdi"));
+    let default = |docker: &Docker| docker.ask(&["info", "--format", "{{.DefaultRuntime}}"]);
+    setup(&docker.world, &["docker", "--config", &path, "--default"]);
+    docker.hang_up();
+    assert!(eventually(|| default(&docker) == "sublet"));
     let options =
         ["run", "--rm", "--network=none", "--annotation", SHARE[0], docker::IMAGE, PROBE[0], PROBE[1]];
     let info = docker.cli(&options);
     assert_eq!(info.json()[0]["sm"], json!(32), "{info:?}");
+    // What only a restart puts in force.
+    setup(&docker.world, &["docker", "--config", &path, "--default", "--cdi"]);
+    docker.restart();
+    assert!(docker.ask(&["info", "--format", "{{json .CDISpecDirs}}"]).contains("cdi"));
     setup(&docker.world, &["docker", "--config", &path, "--undo"]);
     assert_eq!(fs::read(&file).expect("daemon.json"), found, "every byte is as it was");
     assert!(!Path::new(&format!("{path}.before-sublet")).exists());
-    docker.hang_up();
-    assert!(eventually(|| docker.ask(&["info", "--format", "{{.DefaultRuntime}}"]) == "runc"));
+    docker.restart();
+    assert_eq!(default(&docker), "runc");
     let gone = docker.run("late", &SHARE, &["--rm"], &PROBE);
     assert!(!gone.ok && gone.stderr.contains("unknown or invalid runtime name: sublet"), "{gone:?}");
     docker.world.assert_empty();
@@ -78,9 +80,9 @@ fn podman_knows_sublet_after_setup_and_not_after_its_undo() {
         let mut command = podman.command();
         command.env_remove("CONTAINERS_CONF").args(["run", "--rm", "--annotation", SHARE[0]]).args(options);
         command.arg(podman::IMAGE).args(PROBE);
-        sublet_e2e::bundle::Finished::of(&command.output().expect("podman runs"))
+        sublet_e2e::Finished::of(&command.output().expect("podman runs"))
     };
-    let no_share = |finished: &sublet_e2e::bundle::Finished| !finished.stdout.contains("\"sm\":32");
+    let no_share = |finished: &sublet_e2e::Finished| !finished.stdout.contains("\"sm\":32");
     assert!(no_share(&run(&[])), "no share before the setup");
     setup(&podman.world, &["podman"]);
     let info = run(&[]);
