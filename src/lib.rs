@@ -16,6 +16,8 @@ mod child;
 #[cfg(feature = "cli")]
 pub mod cli;
 pub mod config;
+#[cfg(feature = "cli")]
+pub mod doctor;
 mod glob;
 pub mod grant;
 pub mod hook;

@@ -5,6 +5,7 @@ mod print;
 
 mod cdi;
 mod config;
+mod doctor;
 mod drain;
 mod explain;
 mod gc;
@@ -69,6 +70,8 @@ enum Command {
     /// List, plan and change what GPUs are cut into
     #[command(subcommand)]
     Mig(mig::Command),
+    /// Look for what keeps containers from their shares, with the fix to type; exit 1 where a check fails
+    Doctor(doctor::Arguments),
     /// Make an engine use sublet, or undo that
     Setup(setup::Arguments),
     /// Take leases and hold MPS daemons for users without root, keep CDI devices current; systemd runs it
@@ -95,6 +98,9 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
     if let Command::Config(command) = command {
         return config::run(&command);
     }
+    if let Command::Doctor(arguments) = command {
+        return doctor::run(&arguments);
+    }
     let config = crate::config::load()?;
     match command {
         Command::Status(arguments) => status::run(&arguments, &config),
@@ -110,7 +116,9 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Mig(command) => mig::run(&command, &config),
         Command::Setup(arguments) => setup::run(&arguments, &config),
         Command::Serve => serve::run(&config),
-        Command::Config(_) => unreachable!("handled above, before the configuration has to be valid"),
+        Command::Config(_) | Command::Doctor(_) => {
+            unreachable!("handled above, before the configuration has to be valid")
+        }
     }
 }
 

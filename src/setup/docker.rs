@@ -63,6 +63,16 @@ pub fn undo(found: Option<&str>, before: Option<&str>) -> Result<Option<String>,
     Ok(if before == Some("") && json::is_empty(&text, &[])? { None } else { Some(text) })
 }
 
+/// The program of the runtime sublet, where there is that runtime.
+///
+/// # Errors
+/// It is no JSON object.
+pub fn runtime(text: &str) -> Result<Option<String>, SetupError> {
+    json::check(text)?;
+    let path = json::get(text, &["runtimes", NAME, "path"])?;
+    Ok(path.and_then(|path| serde_json::from_str(path).ok()))
+}
+
 /// The runtime of containers that name none, where one is set.
 ///
 /// # Errors

@@ -1,0 +1,163 @@
+//! `sublet doctor` on a host whose driver is simulated: what it says when all is well, and what when not.
+//! Each check by itself fails in the unit tests of `src/doctor`.
+
+use std::fs;
+use std::process::Output;
+
+use serde_json::{Value, json};
+use sublet_e2e::docker::{Docker, skip_unless_engines};
+use sublet_e2e::{World, skip_unless_root};
+
+const CHECKS: [&str; 26] = [
+    "configuration",
+    "driver",
+    "kernel-modules",
+    "device-nodes",
+    "nvml",
+    "inventory",
+    "cap-nodes",
+    "dev-char",
+    "persistence",
+    "compute-modes",
+    "mps-programs",
+    "stray-mps",
+    "toolkit",
+    "runtimes",
+    "docker",
+    "podman",
+    "hook-files",
+    "cgroup",
+    "daemon-reload",
+    "serve",
+    "policy",
+    "security",
+    "state",
+    "clock",
+    "leases",
+    "unleased",
+];
+
+/// `sublet doctor --format json` with these options, and its exit code.
+fn doctor(world: &World, options: &[&str]) -> (Option<i32>, Vec<Value>) {
+    let output = world.sublet(&[&["doctor", "--format", "json"], options].concat());
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
+    assert_eq!(document["schema"], "sublet.doctor/1");
+    (output.status.code(), document["checks"].as_array().expect("an array").clone())
+}
+
+fn names(checks: &[Value]) -> Vec<&str> {
+    checks.iter().map(|check| check["check"].as_str().expect("a name")).collect()
+}
+
+fn one<'a>(checks: &'a [Value], name: &str) -> &'a Value {
+    checks.iter().find(|check| check["check"] == name).unwrap_or_else(|| panic!("no {name}"))
+}
+
+fn found(check: &Value) -> &str {
+    check["found"].as_str().expect("a string")
+}
+
+#[test]
+fn a_host_that_works_passes_and_each_check_is_a_line() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let _ = world.status();
+    let (code, checks) = doctor(&world, &[]);
+    assert_eq!(names(&checks), CHECKS);
+    let failed: Vec<&Value> = checks.iter().filter(|check| check["result"] == "fail").collect();
+    assert!(failed.is_empty() && code == Some(0), "{failed:?}");
+    for name in
+        ["driver", "kernel-modules", "device-nodes", "nvml", "inventory", "mps-programs", "state", "leases"]
+    {
+        assert_eq!(one(&checks, name)["result"], "pass", "{:?}", one(&checks, name));
+    }
+    assert_eq!(one(&checks, "dev-char")["result"], "warn", "the simulated driver has no /dev/char");
+    let table = world.sublet(&["doctor"]);
+    let text = String::from_utf8(table.stdout).expect("UTF-8");
+    assert_eq!(text.lines().count(), CHECKS.len() + 1, "{text}");
+    assert!(
+        text.lines().any(|line| line.starts_with("PASS    driver ") && line.ends_with("580.159.04")),
+        "{text}"
+    );
+    assert!(text.contains("  -> ln -s ../nvidiactl /dev/char/195:255"), "{text}");
+    world.assert_empty();
+}
+
+#[test]
+fn a_host_without_a_driver_fails_with_the_fix() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let _ = world.status();
+    let root = world.driver_root.as_ref().expect("simulated");
+    fs::remove_file(root.join("dev/nvidia-uvm")).expect("it was there");
+    let (code, checks) = doctor(&world, &[]);
+    assert_eq!((code, &one(&checks, "device-nodes")["result"]), (Some(1), &json!("fail")));
+    assert!(found(one(&checks, "device-nodes")).contains("nvidia-uvm is missing"));
+    for gone in ["proc/driver/nvidia", "sys/module/nvidia"] {
+        fs::remove_dir_all(root.join(gone)).expect("it was there");
+    }
+    for options in [&[][..], &["--quick"]] {
+        let (code, checks) = doctor(&world, options);
+        assert_eq!((code, &one(&checks, "driver")["result"]), (Some(1), &json!("fail")));
+        assert!(one(&checks, "driver")["fix"].as_str().expect("a fix").starts_with("modprobe nvidia"));
+    }
+}
+
+#[test]
+fn a_quick_look_needs_neither_nvml_nor_engines() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let _ = world.status();
+    let library = world.driver_root.as_ref().expect("simulated");
+    let library = library.join(format!("usr/lib/{}-linux-gnu/libnvidia-ml.so.1", std::env::consts::ARCH));
+    let before = fs::read_link(&library).expect("a link");
+    fs::remove_file(&library).expect("it was there");
+    let (_, checks) = doctor(&world, &["--quick"]);
+    assert!(!names(&checks).contains(&"nvml") && !names(&checks).contains(&"unleased"), "{checks:?}");
+    assert_eq!(one(&checks, "driver")["result"], "pass");
+    let (code, checks) = doctor(&world, &[]);
+    assert_eq!((code, &one(&checks, "nvml")["result"]), (Some(1), &json!("fail")), "{checks:?}");
+    std::os::unix::fs::symlink(before, &library).expect("back");
+    world.assert_empty();
+}
+
+#[test]
+fn a_configuration_that_is_wrong_is_one_of_the_checks() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "[limit]\n");
+    let (code, checks) = doctor(&world, &["--quick"]);
+    let first = one(&checks, "configuration");
+    assert_eq!((code, &first["result"]), (Some(1), &json!("fail")));
+    assert!(found(first).contains("did you mean limits?"), "{first}");
+    let line = |output: Output| String::from_utf8(output.stdout).expect("UTF-8");
+    assert!(line(world.sublet(&["doctor", "--quick"])).contains("FAIL    configuration"));
+}
+
+#[test]
+fn a_container_with_a_gpu_and_no_lease_is_listed() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = Docker::up(World::simulated("h200", ""), &json!({}));
+    let node = docker.world.driver_root.as_ref().expect("simulated").join("dev/nvidia0");
+    let device = format!("{}:/dev/nvidia0", node.display());
+    let ours = docker.hold("ours", &["sublet.sm=25"], &[]);
+    let (_, checks) = doctor(&docker.world, &[]);
+    assert_eq!(one(&checks, "unleased")["result"], "pass", "{checks:?}");
+    let options = ["run", "-d", "--name", "beside", "--network=none", "--runtime=runc", "--device", &device];
+    let id = docker.ask(&[&options[..], &[sublet_e2e::docker::IMAGE, "sleep", "600"]].concat());
+    let (_, checks) = doctor(&docker.world, &[]);
+    let listed = one(&checks, "unleased");
+    assert_eq!(listed["result"], "warn");
+    assert!(found(listed).contains(&id[..12]) && found(listed).contains("/dev/nvidia0"), "{listed}");
+    assert!(!found(listed).contains(&ours[..12]), "{listed}");
+    docker.done(&["rm", "-f", "beside", "ours"]);
+}
