@@ -40,12 +40,8 @@ pub(super) fn finish() -> bool {
 }
 
 fn heard(written: std::io::Result<()>) {
-    match written {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            if !FAILED.swap(true, Ordering::Relaxed) {
-                err(format_args!("sublet: cannot write to standard output: {error}"));
-            }
-        }
-        _ => {}
+    let Err(error) = written else { return };
+    if error.kind() != ErrorKind::BrokenPipe && !FAILED.swap(true, Ordering::Relaxed) {
+        err(format_args!("sublet: cannot write to standard output: {error}"));
     }
 }

@@ -20,12 +20,8 @@ pub struct Arguments {
     /// The engine
     #[arg(value_enum)]
     engine: Engine,
-    /// Make sublet the runtime of containers that name none (those without annotations start as before)
-    #[arg(long, conflicts_with = "undo")]
-    default: bool,
-    /// Have the engine take CDI devices, also where the configuration has no [share]
-    #[arg(long, conflicts_with = "undo")]
-    cdi: bool,
+    #[command(flatten)]
+    wanted: Wanted,
     /// Take out what an earlier setup put in, and nothing else
     #[arg(long)]
     undo: bool,
@@ -35,6 +31,17 @@ pub struct Arguments {
     /// The engine's configuration, where it is elsewhere
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+}
+
+/// What the engine is told beside the runtime.
+#[derive(Debug, clap::Args)]
+struct Wanted {
+    /// Make sublet the runtime of containers that name none (those without annotations start as before)
+    #[arg(long, conflicts_with = "undo")]
+    default: bool,
+    /// Have the engine take CDI devices, also where the configuration has no [share]
+    #[arg(long, conflicts_with = "undo")]
+    cdi: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -94,7 +101,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let whole = arguments.undo || docker_cdi(text) && !docker_cdi(found.as_deref().unwrap_or("{}"));
     let done = if arguments.undo { "sublet is out" } else { "sublet is in" };
     println!("{}: {done}; {}.", path.display(), arguments.engine.restart(whole));
-    notes(arguments, &path, found.as_deref()).iter().for_each(|note| println!("{note}"));
+    for note in notes(arguments, &path, found.as_deref()) {
+        println!("{note}");
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -176,8 +185,8 @@ fn wish(arguments: &Arguments, config: &Config) -> anyhow::Result<Wish> {
     if arguments.engine == Engine::Podman && !hooks_dir.join("sublet.json").is_file() {
         bail!("the hook {} is missing: install it first", hooks_dir.join("sublet.json").display());
     }
-    let cdi = arguments.cdi || !config.share.is_empty();
-    Ok(Wish { runtime, hooks_dir, default: arguments.default, cdi })
+    let cdi = arguments.wanted.cdi || !config.share.is_empty();
+    Ok(Wish { runtime, hooks_dir, default: arguments.wanted.default, cdi })
 }
 
 /// The hook's directory of the installation that `own` belongs to.
@@ -258,7 +267,9 @@ fn notes(arguments: &Arguments, path: &Path, found: Option<&str>) -> Vec<String>
             "Containers that were made with the runtime sublet need it to start again: remove them."
                 .to_owned(),
         );
-    } else if let Some(was) = was.filter(|was| arguments.default && was != setup::NAME && was != "runc") {
+    } else if let Some(was) =
+        was.filter(|was| arguments.wanted.default && was != setup::NAME && was != "runc")
+    {
         notes.push(format!(
             "The default runtime was {}: containers without sublet.* annotations run with runc or crun from now on.",
             safe(&was)

@@ -1,4 +1,4 @@
-//! SELinux and AppArmor: whether they are in force, and what they have refused.
+//! The kernel's security modules: whether they are in force, and what they have refused.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -36,7 +36,7 @@ pub(super) fn modules(host: &Host<'_>) -> Outcome {
     })
 }
 
-/// Whether a module `sublet` is in a store of SELinux policies (semodule(8)).
+/// Whether a module `sublet` is in a store of policies (semodule(8)).
 fn has_policy(host: &Host<'_>) -> bool {
     let children = |dir: &Path| -> Vec<_> {
         std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect()

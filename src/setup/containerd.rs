@@ -74,7 +74,7 @@ fn assign(text: &mut String, block: &mut String, table: &[&str], (key, value): &
     let Some(header) = lines.iter().position(|line| heads(line, table)) else {
         let names: Vec<String> = table[1..].iter().map(|name| format!("\"{name}\"")).collect();
         let header = format!("[{}.{}]", table[0], names.join("."));
-        block.push_str(&format!("{header}\n{key} = {value}\n"));
+        *block = format!("{block}{header}\n{key} = {value}\n");
         return;
     };
     let body = lines[header + 1..].iter().take_while(|line| !line.trim_start().starts_with('['));
