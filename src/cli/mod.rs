@@ -6,6 +6,7 @@ mod print;
 mod cdi;
 mod config;
 mod doctor;
+mod doctor_run;
 mod drain;
 mod explain;
 mod gc;
@@ -15,6 +16,7 @@ mod mig_list;
 mod mps;
 mod output;
 mod own;
+mod probe;
 mod protection;
 mod refresh;
 mod serve;
@@ -72,6 +74,9 @@ enum Command {
     Mig(mig::Command),
     /// Look for what keeps containers from their shares, with the fix to type; exit 1 where a check fails
     Doctor(doctor::Arguments),
+    /// Say what this container got; `sublet doctor --run` puts it there
+    #[command(hide = true)]
+    Probe,
     /// Make an engine use sublet, or undo that
     Setup(setup::Arguments),
     /// Take leases and hold MPS daemons for users without root, keep CDI devices current; systemd runs it
@@ -101,6 +106,9 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
     if let Command::Doctor(arguments) = command {
         return doctor::run(&arguments);
     }
+    if let Command::Probe = command {
+        return probe::run();
+    }
     let config = crate::config::load()?;
     match command {
         Command::Status(arguments) => status::run(&arguments, &config),
@@ -116,7 +124,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Mig(command) => mig::run(&command, &config),
         Command::Setup(arguments) => setup::run(&arguments, &config),
         Command::Serve => serve::run(&config),
-        Command::Config(_) | Command::Doctor(_) => {
+        Command::Config(_) | Command::Doctor(_) | Command::Probe => {
             unreachable!("handled above, before the configuration has to be valid")
         }
     }

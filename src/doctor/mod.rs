@@ -1,6 +1,7 @@
 //! What stands between this host and containers with GPU shares: one function a check, each over roots and
 //! answers that a test can make up. Looks, and changes nothing.
 
+pub mod cuda;
 mod docker;
 mod driver;
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::process::Output;
 
 use serde_json::{Value, json};
 use sublet_e2e::docker::{Docker, skip_unless_engines};
+use sublet_e2e::podman::Podman;
 use sublet_e2e::{World, skip_unless_root};
 
 const CHECKS: [&str; 26] = [
@@ -160,4 +161,83 @@ fn a_container_with_a_gpu_and_no_lease_is_listed() {
     assert!(found(listed).contains(&id[..12]) && found(listed).contains("/dev/nvidia0"), "{listed}");
     assert!(!found(listed).contains(&ours[..12]), "{listed}");
     docker.done(&["rm", "-f", "beside", "ours"]);
+}
+
+/// `sublet doctor --run`'s answer, and nothing that it leaves.
+fn probe(world: &World, mut command: std::process::Command) -> Value {
+    let temporary = world.dir.path().join("temporary");
+    fs::create_dir_all(&temporary).expect("a directory");
+    let output = command.env("TMPDIR", &temporary).output().expect("sublet runs");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let left: Vec<_> = fs::read_dir(&temporary).expect("a directory").flatten().collect();
+    assert!(left.is_empty(), "{left:?}");
+    serde_json::from_str(&text).unwrap_or_else(|_| panic!("{text}"))
+}
+
+const RUN: [&str; 3] = ["doctor", "--format=json", "--run"];
+
+#[test]
+fn docker_runs_a_probe_without_an_image() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = Docker::up(World::simulated("h200x8", ""), &json!({}));
+    let images = docker.ask(&["images", "-aq"]);
+    let run = |annotations: &[&str]| {
+        let mut command = docker.world.command("sublet");
+        let host = docker.command();
+        command.envs(host.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        command
+            .args(RUN)
+            .arg("docker")
+            .args(annotations.iter().flat_map(|annotation| ["--annotation", annotation]));
+        command
+    };
+    let seen = probe(&docker.world, run(&[]));
+    assert_eq!((&seen["devices"], &seen["sms"], &seen["mps"]), (&json!(1), &json!(32), &json!(true)));
+    assert_eq!(seen["neighbours_hidden"], true);
+    let seen = probe(&docker.world, run(&["sublet.gpu=any:2"]));
+    assert_eq!((&seen["devices"], &seen["sms"], &seen["mps"]), (&json!(2), &json!(132), &json!(false)));
+    let refused = run(&["sublet.sm=0"]).output().expect("it runs");
+    let line = String::from_utf8(refused.stderr).expect("UTF-8");
+    assert_eq!((refused.status.code(), line.lines().count()), (Some(1), 1), "{line}");
+    assert!(line.starts_with("sublet: docker: ") && line.contains("sublet.sm=0"), "{line}");
+    assert_eq!(docker.ask(&["images", "-aq"]), images, "its image is gone");
+    assert_eq!(docker.ask(&["ps", "-aq"]), "");
+    docker.world.assert_empty();
+}
+
+#[test]
+fn podman_runs_a_probe_without_an_image() {
+    if skip_unless_engines() {
+        return;
+    }
+    let podman = Podman::up(World::simulated("h200", ""));
+    let dir = podman.world.dir.path();
+    let mut command = podman.world.command("sublet");
+    // The same storage as the test's own, by the settings that a program without options takes.
+    let storage = dir.join("storage.conf");
+    let text = format!(
+        "[storage]\ndriver = \"vfs\"\ngraphroot = \"{}\"\nrunroot = \"{}\"\n",
+        dir.join("storage").display(),
+        dir.join("run").display()
+    );
+    fs::write(&storage, text).expect("storage.conf");
+    command.env("CONTAINERS_CONF", dir.join("containers.conf")).env("CONTAINERS_STORAGE_CONF", storage);
+    command.args(RUN).args([
+        "podman",
+        "--annotation",
+        "sublet.memory=8GiB",
+        "--annotation",
+        "sublet.sm=12.5",
+    ]);
+    let seen = probe(&podman.world, command);
+    assert_eq!(
+        (&seen["sms"], &seen["mps"], &seen["neighbours_hidden"]),
+        (&json!(16), &json!(true), &json!(true))
+    );
+    let free = seen["memory_free_bytes"].as_u64().expect("a number") >> 20;
+    assert!((8000..8192).contains(&free), "{free} MiB");
+    podman.world.assert_empty();
 }
