@@ -22,7 +22,7 @@ hot_programs = --target $(HOST) --no-default-features --bin sublet-runtime --bin
 TEST_BIN := $(CURDIR)/target/test-bin
 BIN := $(CURDIR)/target/bin
 
-.PHONY: all build test-build sim-build check lint unit test engines demo bench gpu-test install clean needs
+.PHONY: all build test-build sim-build check lint unit test engines book demo bench gpu-test install clean needs
 
 all: build
 
@@ -84,6 +84,16 @@ test: needs unit test-build
 # Real engines in Debian roots of their own, which are made once (about a minute each) and kept in /var/cache.
 engines: needs test-build
 	@SUBLET_BIN_DIR=$(TEST_BIN) tests/engines/run
+
+# The docs and the README as one book in target/book; mdBook is `cargo install mdbook`.
+book:
+	@command -v mdbook >/dev/null || { echo "book: mdbook is missing: cargo install mdbook" >&2; exit 1; }
+	rm -rf target/book target/book-source
+	cp -r docs target/book-source
+	cp -r config hooks target/book-source
+	sed 's|](docs/|](|g' README.md >target/book-source/readme.md
+	sed -i 's|](\.\./|](|g' target/book-source/*.md
+	mdbook build target/book-source
 
 demo: needs
 	@tests/demo
