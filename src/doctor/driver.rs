@@ -42,7 +42,7 @@ pub(super) fn modules(host: &Host<'_>) -> Outcome {
     if mig && majors.caps.is_none() {
         return fail(
             "/proc/devices has no nvidia-caps: no access to MIG instances",
-            "nvidia-modprobe -c 0 -u",
+            "load the driver anew, or reboot",
         );
     }
     pass("nvidia and nvidia-uvm are loaded")

@@ -13,9 +13,7 @@ pub(super) fn beside(host: &Host<'_>) -> Outcome {
     let mut fix = Vec::new();
     for spec in pipes(host) {
         found.push(format!("CDI specification {spec} mounts an MPS directory with its control sockets"));
-        fix.push(format!(
-            "nvidia-ctk cdi generate --disable-hook all --output={spec}, without a running MPS daemon"
-        ));
+        fix.push(format!("nvidia-ctk cdi generate --output={spec}, while no MPS daemon has /tmp/nvidia-mps"));
     }
     let default =
         host.text("/etc/docker/daemon.json").and_then(|text| daemon_json::default_runtime(&text).ok()?);
