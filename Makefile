@@ -63,7 +63,7 @@ lint:
 
 unit:
 	@echo "== Unit and property tests; the shim with a low-level runtime that only writes down its call"
-	cargo test -p sublet --lib --test runtime
+	cargo test -p sublet --lib --test runtime --test cli
 
 check: lint unit
 	@echo "Skipped, because they need root and engines (make test): the simulated driver's tests and the"

@@ -16,6 +16,8 @@ mod child;
 #[cfg(feature = "cli")]
 pub mod cli;
 pub mod config;
+#[cfg(feature = "cli")]
+pub mod doctor;
 mod glob;
 pub mod grant;
 #[cfg(feature = "cli")]
@@ -33,4 +35,6 @@ pub mod replace;
 pub mod request;
 pub mod runtime;
 pub mod serve;
+#[cfg(feature = "cli")]
+pub mod setup;
 pub mod text;

@@ -1,7 +1,12 @@
 //! The `sublet` command: one file a command.
 
+#[macro_use]
+mod print;
+
 mod cdi;
 mod config;
+mod doctor;
+mod doctor_run;
 mod drain;
 mod explain;
 mod gc;
@@ -13,9 +18,11 @@ mod mig_made;
 mod mps;
 mod output;
 mod own;
+mod probe;
 mod protection;
 mod refresh;
 mod serve;
+mod setup;
 mod status;
 mod wait;
 
@@ -67,6 +74,13 @@ enum Command {
     /// List, plan and change what GPUs are cut into
     #[command(subcommand)]
     Mig(mig::Command),
+    /// Look for what keeps containers from their shares, with the fix to type; exit 1 where a check fails
+    Doctor(doctor::Arguments),
+    /// Say what this container got; `sublet doctor --run` puts it there
+    #[command(hide = true)]
+    Probe,
+    /// Make an engine use sublet, or undo that
+    Setup(setup::Arguments),
     /// Take leases and hold MPS daemons for users without root, keep CDI devices current; systemd runs it
     Serve,
     /// Check or show the configuration
@@ -80,18 +94,22 @@ pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
     // What the library warns of, a rebuilt ledger say, is for whoever ran the command.
     log::trace_to(Log::new("sublet", &Global::default(), None), false);
-    match run(arguments.command) {
-        Ok(code) => code,
-        Err(error) => {
-            eprintln!("sublet: {}", output::chain(&error));
-            ExitCode::FAILURE
-        }
-    }
+    let code = run(arguments.command).unwrap_or_else(|error| {
+        eprintln!("sublet: {}", output::chain(&error));
+        ExitCode::FAILURE
+    });
+    if print::finish() { code } else { ExitCode::FAILURE }
 }
 
 fn run(command: Command) -> anyhow::Result<ExitCode> {
     if let Command::Config(command) = command {
         return config::run(&command);
+    }
+    if let Command::Doctor(arguments) = command {
+        return doctor::run(&arguments);
+    }
+    if let Command::Probe = command {
+        return probe::run();
     }
     let config = crate::config::load()?;
     match command {
@@ -106,8 +124,11 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Mps(command) => mps::run(&command, &config),
         Command::Cdi(command) => cdi::run(&command, &config),
         Command::Mig(command) => mig::run(&command, &config),
+        Command::Setup(arguments) => setup::run(&arguments, &config),
         Command::Serve => serve::run(&config),
-        Command::Config(_) => unreachable!("handled above, before the configuration has to be valid"),
+        Command::Config(_) | Command::Doctor(_) | Command::Probe => {
+            unreachable!("handled above, before the configuration has to be valid")
+        }
     }
 }
 

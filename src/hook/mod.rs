@@ -11,7 +11,7 @@ mod prestart;
 mod state;
 
 use std::ffi::OsString;
-use std::io;
+use std::io::{self, Write as _};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -125,12 +125,30 @@ pub enum HookError {
     },
 }
 
+/// For people; engines never ask.
+const USAGE: &str = "\
+The OCI hook of sublet, run by engines: `sublet-hook STAGE`, with the container's state on standard input
+(`precreate`: its config.json, which is printed edited).
+
+  precreate      Podman, before the container exists: take its share and edit config.json
+  createRuntime  any OCI runtime: bind the share that precreate took, or take it now
+  prestart       any OCI runtime: take the share and mount it into the container
+  cdi            createRuntime for a CDI device, with the share and the GPU as further arguments
+  poststop       any OCI runtime: give the share back
+
+`sublet setup podman` has Podman run it; `sublet --help` lists the commands for people.
+";
+
 /// Runs the hook; `args` begin with the program's name.
 pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
+    let args: Vec<String> = args.skip(1).map(|arg| arg.to_string_lossy().into_owned()).collect();
+    if let Some(text) = told(&args) {
+        let _ = io::stdout().write_all(text.as_bytes());
+        return ExitCode::SUCCESS;
+    }
     let own = config::load_runtime().ok().and_then(|runtime| runtime.log);
     let log = Log::new("sublet-hook", &Global::default(), own.as_deref());
     log::trace_to(log.clone(), false);
-    let args: Vec<String> = args.skip(1).map(|arg| arg.to_string_lossy().into_owned()).collect();
     match run(&args, &log) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -139,6 +157,15 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
             journal::write(Level::Error, &error.to_string());
             ExitCode::FAILURE
         }
+    }
+}
+
+/// The answer to `--help` and `--version`, which are no stages.
+fn told(args: &[String]) -> Option<String> {
+    match args.first()?.as_str() {
+        "--help" | "-h" => Some(USAGE.to_owned()),
+        "--version" | "-V" => Some(format!("sublet-hook {}\n", env!("CARGO_PKG_VERSION"))),
+        _ => None,
     }
 }
 

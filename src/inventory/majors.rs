@@ -10,7 +10,7 @@ use super::{Majors, Node, under};
 
 impl Majors {
     /// From the text of /proc/devices. The `nvidia-frontend` of drivers up to 535 became `nvidia`.
-    pub(super) fn parse(devices: &str) -> Self {
+    pub(crate) fn parse(devices: &str) -> Self {
         let characters = devices.split("Block devices:").next().unwrap_or_default();
         let find = |names: &[&str]| {
             characters.lines().find_map(|line| {

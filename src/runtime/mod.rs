@@ -19,7 +19,7 @@ mod watch;
 
 use std::convert::Infallible;
 use std::ffi::OsString;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -138,11 +138,26 @@ struct Call<'a> {
     log: &'a Log,
 }
 
+/// For people, who may ask for it before there is a runc; engines never do.
+const USAGE: &str = "\
+The OCI runtime shim of sublet, run by engines in place of runc or crun: it gives containers with sublet.*
+annotations their share of a GPU, then becomes the runtime below ([runtime] low_level in
+/etc/sublet/config.toml), whose command line it takes. Called by the name sublet-SHARE it gives every container
+the named share.
+
+`sublet setup docker|podman|containerd|crio` has an engine use it; `sublet --help` lists the commands for people;
+`runc --help` those of the runtime.
+";
+
 /// Runs the shim; `args` begin with the program's name.
 pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     let args: Vec<OsString> = args.collect();
     let (name, args) =
         args.split_first().map_or((Path::new(""), args.as_slice()), |(name, args)| (Path::new(name), args));
+    if args.len() == 1 && (args[0] == "--help" || args[0] == "-h") {
+        let _ = io::stdout().write_all(USAGE.as_bytes());
+        return ExitCode::SUCCESS;
+    }
     let found = configured();
     // Engines write the options that concern the log alike for both.
     let dialect = found.as_ref().map_or(Dialect::Runc, |(low_level, _)| low_level.dialect);

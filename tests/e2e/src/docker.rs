@@ -103,8 +103,19 @@ impl Docker {
     /// Has the daemon read its settings again, with these over them: `systemctl reload docker`.
     pub fn reload(&self, settings: &Value) {
         self.write_settings(settings);
+        self.hang_up();
+    }
+
+    /// Has the daemon read its settings again as they are.
+    pub fn hang_up(&self) {
         let daemon = self.daemon.as_ref().expect("it runs");
         kill(Pid::from_raw(i32::try_from(daemon.id()).expect("a pid")), Signal::SIGHUP).expect("SIGHUP");
+    }
+
+    /// `systemctl restart docker`.
+    pub fn restart(&mut self) {
+        self.end_daemon(Signal::SIGTERM);
+        self.start_daemon();
     }
 
     /// Ends the daemon in order (SIGTERM) or by SIGKILL, which takes its containerd with it.

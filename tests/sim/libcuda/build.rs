@@ -1,6 +1,8 @@
-//! Gives the stand-in the soname of the real library.
+//! Gives the stand-in the soname of the real library, and no symbols but its own: each simulated driver has a
+//! copy.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-s");
 }

@@ -53,6 +53,38 @@ pub fn main() -> ExitCode {
     }
 }
 
+/// What a context got.
+#[derive(Debug)]
+pub struct Got {
+    /// Devices that it could have been made on.
+    pub devices: usize,
+    /// Multiprocessors.
+    pub sm: u32,
+    /// Memory left to it.
+    pub free_mib: u64,
+    /// Memory of the device.
+    pub total_mib: u64,
+    /// Whether MPS serves it.
+    pub mps: bool,
+    _context: Program,
+}
+
+/// Makes a context that lives as long as the process, for programs that ask libcuda by its functions.
+///
+/// # Errors
+/// The word of a `CUresult`, or what is missing.
+pub fn got() -> Result<Got, String> {
+    let program = Program::start(&mut None)?;
+    Ok(Got {
+        devices: program.count,
+        sm: program.sm,
+        free_mib: program.free_mib,
+        total_mib: program.device.total_mib,
+        mps: program.mps.is_some(),
+        _context: program,
+    })
+}
+
 /// A reader that went away wants no more.
 fn say(line: &Value) {
     let mut out = stdout();
@@ -85,6 +117,7 @@ impl<'a> Task<'a> {
 }
 
 /// A program with a context.
+#[derive(Debug)]
 struct Program {
     tag: String,
     device: Device,

@@ -1,0 +1,296 @@
+//! `sublet setup`: makes an engine use sublet, and undoes it.
+
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, bail};
+use clap::ValueEnum;
+
+use crate::config::Config;
+use crate::replace::replace;
+use crate::setup::{self, Wish, containerd, crio, docker, files, podman};
+use crate::text::safe;
+
+/// Arguments of `sublet setup`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// The engine
+    #[arg(value_enum)]
+    engine: Engine,
+    #[command(flatten)]
+    wanted: Wanted,
+    /// Take out what an earlier setup put in, and nothing else
+    #[arg(long)]
+    undo: bool,
+    /// Show what would change, and change nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// The engine's configuration, where it is elsewhere
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+/// What the engine is told beside the runtime.
+#[derive(Debug, clap::Args)]
+struct Wanted {
+    /// Make sublet the runtime of containers that name none (those without annotations start as before)
+    #[arg(long, conflicts_with = "undo")]
+    default: bool,
+    /// Have the engine take CDI devices, also where the configuration has no [share]
+    #[arg(long, conflicts_with = "undo")]
+    cdi: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Engine {
+    /// /etc/docker/daemon.json
+    Docker,
+    /// /etc/containers/containers.conf.d/sublet.conf
+    Podman,
+    /// /etc/containerd/config.toml
+    Containerd,
+    /// /etc/crio/crio.conf.d/sublet.conf
+    Crio,
+}
+
+impl Engine {
+    const fn path(self) -> &'static str {
+        match self {
+            Self::Docker => "/etc/docker/daemon.json",
+            Self::Podman => "/etc/containers/containers.conf.d/sublet.conf",
+            Self::Containerd => "/etc/containerd/config.toml",
+            Self::Crio => "/etc/crio/crio.conf.d/sublet.conf",
+        }
+    }
+
+    /// What has the engine read the file again. A reload of dockerd takes new values only: what is gone from
+    /// the file stays in force, and it looks for CDI devices at its start alone (seen with 26.1).
+    const fn restart(self, whole: bool) -> &'static str {
+        match self {
+            Self::Docker if whole => "`systemctl restart docker` puts it in force",
+            Self::Docker => "`systemctl reload docker` puts it in force",
+            Self::Podman => "in force for the next container; nothing has to be restarted",
+            Self::Containerd => "`systemctl restart containerd` puts it in force; containers run on",
+            Self::Crio => "`systemctl restart crio` puts it in force; containers run on",
+        }
+    }
+}
+
+/// Runs it.
+///
+/// # Errors
+/// A file that cannot be parsed, read or written, or an engine that cannot use sublet. Nothing is changed then.
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    let path = path(arguments)?;
+    let found = files::read(&path).map_err(|error| cannot("read", &path, &error))?;
+    let wanted =
+        edited(arguments, &path, found.as_deref(), config).with_context(|| safe(&path.to_string_lossy()))?;
+    if wanted == found {
+        println!("{}: nothing to do.", path.display());
+        return Ok(ExitCode::SUCCESS);
+    }
+    if arguments.dry_run {
+        print!("{}", diff(&path, found.as_deref(), wanted.as_deref()));
+        return Ok(ExitCode::SUCCESS);
+    }
+    store(arguments, &path, found.as_deref(), wanted.as_deref())?;
+    let text = wanted.as_deref().unwrap_or("{}");
+    let whole = arguments.undo || docker_cdi(text) && !docker_cdi(found.as_deref().unwrap_or("{}"));
+    let done = if arguments.undo { "sublet is out" } else { "sublet is in" };
+    println!("{}: {done}; {}.", path.display(), arguments.engine.restart(whole));
+    for note in notes(arguments, &path, found.as_deref()) {
+        println!("{note}");
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn docker_cdi(text: &str) -> bool {
+    docker::has_cdi(text).unwrap_or(false)
+}
+
+/// The file to edit: what a link leads to, for the link itself is somebody's wish.
+fn path(arguments: &Arguments) -> anyhow::Result<PathBuf> {
+    if arguments.config.is_none() {
+        refuse_unserved(arguments.engine)?;
+    }
+    let path = arguments.config.clone().unwrap_or_else(|| PathBuf::from(arguments.engine.path()));
+    match (fs::canonicalize(&path), fs::symlink_metadata(&path)) {
+        (Ok(path), _) => Ok(path),
+        (Err(error), Ok(_)) => Err(cannot("read", &path, &error)),
+        (Err(_), Err(_)) => Ok(std::path::absolute(path)?),
+    }
+}
+
+/// Engines that would not read the file, or could not do what it says.
+fn refuse_unserved(engine: Engine) -> anyhow::Result<()> {
+    if let Some(snap) = files::docker_snap(Path::new("/")).filter(|_| engine == Engine::Docker) {
+        bail!(
+            "Docker is a snap here ({}): its confinement runs no program of the host's, so neither sublet's runtime \
+             nor its CDI hooks; install Docker as a package (Debian: docker.io)",
+            snap.display()
+        );
+    }
+    if nix::unistd::geteuid().is_root() {
+        return Ok(());
+    }
+    match engine {
+        Engine::Docker => bail!(
+            "{} is root's; rootless Docker reads another: --config ~/.config/docker/daemon.json. There containers \
+             take shares by annotations, with `sublet serve` running; CDI devices and containers.toml do not work",
+            engine.path()
+        ),
+        Engine::Podman => bail!(
+            "{} is root's and serves all users; for your own Podman alone: --config \
+             ~/.config/containers/containers.conf.d/sublet.conf",
+            engine.path()
+        ),
+        Engine::Containerd | Engine::Crio => bail!("{} is root's: run it as root", engine.path()),
+    }
+}
+
+/// The file as it should be; `None`: gone.
+fn edited(
+    arguments: &Arguments,
+    path: &Path,
+    found: Option<&str>,
+    config: &Config,
+) -> anyhow::Result<Option<String>> {
+    if arguments.undo {
+        return Ok(match arguments.engine {
+            Engine::Docker => docker::undo(found, files::read(&files::before(path))?.as_deref())?,
+            Engine::Containerd => containerd::undo(found)?,
+            Engine::Podman | Engine::Crio => setup::undo_drop_in(found)?,
+        });
+    }
+    let wish = wish(arguments, config)?;
+    Ok(Some(match arguments.engine {
+        Engine::Docker => docker::set_up(found, &wish)?,
+        Engine::Containerd => containerd::set_up(found, &wish)?,
+        Engine::Crio => crio::set_up(found, &wish)?,
+        Engine::Podman => podman::set_up(found, &weaker(path)?, &wish)?,
+    }))
+}
+
+fn wish(arguments: &Arguments, config: &Config) -> anyhow::Result<Wish> {
+    let own = std::env::current_exe().context("sublet cannot find itself")?;
+    let beside = own.with_file_name("sublet-runtime");
+    let runtime = [beside, PathBuf::from("/usr/bin/sublet-runtime")].into_iter().find(|path| path.is_file());
+    let Some(runtime) = runtime else {
+        bail!("sublet-runtime is neither beside this program nor in /usr/bin: install it first");
+    };
+    let hooks_dir = hooks_dir(&own);
+    if arguments.engine == Engine::Podman && !hooks_dir.join("sublet.json").is_file() {
+        bail!("the hook {} is missing: install it first", hooks_dir.join("sublet.json").display());
+    }
+    let cdi = arguments.wanted.cdi || !config.share.is_empty();
+    Ok(Wish { runtime, hooks_dir, default: arguments.wanted.default, cdi })
+}
+
+/// The hook's directory of the installation that `own` belongs to.
+fn hooks_dir(own: &Path) -> PathBuf {
+    let prefix = own.parent().and_then(Path::parent).unwrap_or(Path::new("/usr"));
+    let of_prefix = prefix.join("share/sublet/hooks.d");
+    if of_prefix.is_dir() { of_prefix } else { PathBuf::from("/usr/share/sublet/hooks.d") }
+}
+
+/// What Podman reads before the drop-in at `path`. A file of a user's own comes after all of root's.
+fn weaker(path: &Path) -> anyhow::Result<Vec<String>> {
+    let mut files = files::podmans(Path::new("/"));
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    if !files.iter().any(|file| file.parent() == Some(directory)) {
+        files.extend(directory.parent().map(|above| above.join("containers.conf")));
+        files.extend(files::drop_ins(directory, "conf"));
+    }
+    let mut texts = Vec::new();
+    for file in files.iter().filter(|file| file.parent() != Some(directory) || file.as_path() < path) {
+        texts.extend(files::read(file).map_err(|error| cannot("read", file, &error))?);
+    }
+    Ok(texts)
+}
+
+fn diff(path: &Path, found: Option<&str>, wanted: Option<&str>) -> String {
+    let name = |text: Option<&str>| text.map_or("/dev/null".to_owned(), |_| path.display().to_string());
+    let (before, after) = (found.unwrap_or_default(), wanted.unwrap_or_default());
+    let diff = similar::TextDiff::from_lines(before, after);
+    diff.unified_diff().header(&name(found), &name(wanted)).to_string()
+}
+
+/// Writes it, with what an undo will ask for beside it first.
+fn store(
+    arguments: &Arguments,
+    path: &Path,
+    found: Option<&str>,
+    wanted: Option<&str>,
+) -> anyhow::Result<()> {
+    let before = files::before(path);
+    let failed = |path: &Path| {
+        let path = path.to_owned();
+        move |error: io::Error| cannot("write", &path, &error)
+    };
+    if let Some(directory) = path.parent() {
+        fs::DirBuilder::new().recursive(true).mode(0o755).create(directory).map_err(failed(directory))?;
+    }
+    let first = arguments.engine == Engine::Docker
+        && !arguments.undo
+        && !found.is_some_and(|text| docker::is_set_up(text).unwrap_or(false));
+    if first {
+        let mode = fs::metadata(path).map_or(0o644, |there| there.mode() & 0o7777);
+        replace(&before, found.unwrap_or_default().as_bytes(), mode).map_err(failed(&before))?;
+    }
+    let written = match wanted {
+        Some(text) => replace(path, text.as_bytes(), 0o644),
+        None => fs::remove_file(path),
+    };
+    if written.is_err() && first {
+        let _ = fs::remove_file(&before);
+    }
+    written.map_err(failed(path))?;
+    if arguments.undo {
+        let _ = fs::remove_file(before);
+        if path.parent().is_some_and(|directory| directory.to_string_lossy().ends_with(".conf.d")) {
+            // Only where it is empty now.
+            let _ = path.parent().map(fs::remove_dir);
+        }
+    }
+    Ok(())
+}
+
+/// What to know besides.
+fn notes(arguments: &Arguments, path: &Path, found: Option<&str>) -> Vec<String> {
+    let mut notes = Vec::new();
+    let was = found.and_then(|text| docker::default_runtime(text).ok().flatten());
+    if arguments.undo {
+        notes.push(
+            "Containers that were made with the runtime sublet need it to start again: remove them."
+                .to_owned(),
+        );
+    } else if let Some(was) =
+        was.filter(|was| arguments.wanted.default && was != setup::NAME && was != "runc")
+    {
+        notes.push(format!(
+            "The default runtime was {}: containers without sublet.* annotations run with runc or crun from now on.",
+            safe(&was)
+        ));
+    }
+    if arguments.engine == Engine::Docker && path.to_string_lossy().contains("/.config/") {
+        notes.push(
+            "Rootless Docker: shares by annotations, with `sublet serve` running; no CDI devices, no containers.toml."
+                .to_owned(),
+        );
+    }
+    notes
+}
+
+fn cannot(verb: &str, path: &Path, error: &io::Error) -> anyhow::Error {
+    let hint = match error.kind() {
+        ErrorKind::ReadOnlyFilesystem => {
+            "; it is on a read-only file system: change it where that is made (`--dry-run` shows the lines)"
+        }
+        ErrorKind::PermissionDenied => "; run as root",
+        _ => "",
+    };
+    anyhow::anyhow!("cannot {verb} {}: {error}{hint}; nothing was changed", safe(&path.to_string_lossy()))
+}

@@ -1,0 +1,102 @@
+//! The kernel's security modules: whether they are in force, and what they have refused.
+
+use std::fs::File;
+use std::io::{Read as _, Seek as _, SeekFrom};
+use std::path::Path;
+
+use super::{Host, Outcome, pass, warn};
+use crate::text::safe;
+
+/// As much of a log's end as is looked at.
+const TAIL: u64 = 1 << 20;
+
+const LOGS: [&str; 3] = ["/var/log/audit/audit.log", "/var/log/kern.log", "/var/log/syslog"];
+
+/// What is enforced, and denials of what sublet needs.
+pub(super) fn modules(host: &Host<'_>) -> Outcome {
+    let enforcing = host.text("/sys/fs/selinux/enforce").is_some_and(|text| text.trim() == "1");
+    if enforcing && !has_policy(host) {
+        return warn(
+            "SELinux enforces, and its policy module sublet is not installed: containers do not reach MPS",
+            "install the package sublet-selinux",
+        );
+    }
+    if let Some(denial) = denials(host).last() {
+        return warn(
+            format!("denied: {}", safe(denial)),
+            "ausearch -m avc -ts boot (AppArmor: journalctl -k -g DENIED)",
+        );
+    }
+    let apparmor =
+        host.text("/sys/module/apparmor/parameters/enabled").is_some_and(|text| text.starts_with('Y'));
+    pass(match (enforcing, apparmor) {
+        (true, _) => "SELinux enforces, with sublet's module; no denials",
+        (false, true) => "AppArmor; no denials",
+        (false, false) => "neither SELinux nor AppArmor",
+    })
+}
+
+/// Whether a module `sublet` is in a store of policies (semodule(8)).
+fn has_policy(host: &Host<'_>) -> bool {
+    let children = |dir: &Path| -> Vec<_> {
+        std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
+    };
+    let stores = children(&host.at("/var/lib/selinux")).into_iter().chain(children(&host.at("/etc/selinux")));
+    let mut priorities = stores.flat_map(|store| children(&store.join("active/modules")));
+    priorities.any(|priority| priority.join("sublet").exists())
+}
+
+/// Lines about us, oldest first.
+fn denials(host: &Host<'_>) -> Vec<String> {
+    let mut text = (host.ask)(&["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "cat", "-n", "5000"])
+        .unwrap_or_default();
+    for log in LOGS {
+        text.push_str(&tail(&host.at(log)).unwrap_or_default());
+    }
+    let denied = |line: &&str| line.contains("avc:  denied") || line.contains("apparmor=\"DENIED\"");
+    let ours = |line: &&str| ["sublet", "nvidia"].iter().any(|word| line.contains(word));
+    text.lines().filter(denied).filter(ours).map(str::to_owned).collect()
+}
+
+fn tail(path: &Path) -> Option<String> {
+    let mut file = File::open(path).ok()?;
+    let length = file.metadata().ok().filter(std::fs::Metadata::is_file)?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(TAIL))).ok()?;
+    let mut bytes = Vec::new();
+    file.take(TAIL).read_to_end(&mut bytes).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Verdict::Warn;
+    use super::super::fixture::{Fake, passed, told};
+    use super::*;
+
+    #[test]
+    fn selinux_needs_the_module() {
+        let fake = Fake::new();
+        assert_eq!(passed(modules(&fake.host())), "neither SELinux nor AppArmor");
+        fake.file("/sys/fs/selinux/enforce", "1");
+        assert!(told(modules(&fake.host()), Warn).1.contains("sublet-selinux"));
+        fake.file("/var/lib/selinux/targeted/active/modules/400/sublet/cil", "");
+        passed(modules(&fake.host()));
+    }
+
+    #[test]
+    fn denials_of_ours_are_shown() {
+        let fake = Fake::new();
+        fake.file("/var/log/kern.log", "x: apparmor=\"DENIED\" operation=\"open\" name=\"/etc/shadow\"\n");
+        passed(modules(&fake.host()));
+        fake.file(
+            "/var/log/audit/audit.log",
+            "type=AVC avc:  denied  { connectto } path=\"/run/sublet/mps/GPU-0/pipe/control\"\n",
+        );
+        let (found, _) = told(modules(&fake.host()), Warn);
+        assert!(found.starts_with("denied: type=AVC") && found.contains("/run/sublet/mps"), "{found}");
+        let plain = Fake::new();
+        let journal =
+            Host { ask: |_| Some("apparmor=\"DENIED\" name=\"/dev/nvidia0\"\n".into()), ..plain.host() };
+        assert!(told(modules(&journal), Warn).0.contains("/dev/nvidia0"));
+    }
+}

@@ -1,0 +1,88 @@
+//! NVIDIA's Container Toolkit beside sublet: it gives GPUs that are in no account.
+
+use super::{Host, Outcome, pass, shown, warn};
+use crate::setup::docker as daemon_json;
+use crate::setup::files::drop_ins;
+
+/// Where CDI specifications are.
+const CDI: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
+
+/// What it will do.
+pub(super) fn beside(host: &Host<'_>) -> Outcome {
+    let mut found = Vec::new();
+    let mut fix = Vec::new();
+    for spec in pipes(host) {
+        found.push(format!("CDI specification {spec} mounts an MPS directory with its control sockets"));
+        fix.push(format!("nvidia-ctk cdi generate --output={spec}, while no MPS daemon has /tmp/nvidia-mps"));
+    }
+    let default =
+        host.text("/etc/docker/daemon.json").and_then(|text| daemon_json::default_runtime(&text).ok()?);
+    if default.as_deref() == Some("nvidia") {
+        found.push(
+            "nvidia is Docker's default runtime: images with NVIDIA_VISIBLE_DEVICES get whole GPUs"
+                .to_owned(),
+        );
+        fix.push("sublet setup docker --default".to_owned());
+    }
+    let legacy = "/usr/share/containers/oci/hooks.d/oci-nvidia-hook.json";
+    if host.at(legacy).exists() {
+        found.push(format!("{legacy} gives Podman's containers whole GPUs by their environment"));
+        fix.push(format!("rm {legacy}"));
+    }
+    if !found.is_empty() {
+        return warn(found.join("; "), fix.join(" && "));
+    }
+    let there = ["nvidia-container-runtime", "nvidia-ctk"].iter().find_map(|name| host.program(name));
+    pass(there.map_or("not installed".to_owned(), |program| {
+        format!("{}: not in the way; containers that ask it for GPUs are in no account", shown(&program))
+    }))
+}
+
+/// Specifications of others that mount an MPS pipe directory.
+fn pipes(host: &Host<'_>) -> Vec<String> {
+    let files = CDI.iter().flat_map(|dir| {
+        let dir = host.at(dir);
+        [drop_ins(&dir, "json"), drop_ins(&dir, "yaml")].concat()
+    });
+    let mounts = |text: &str| text.contains("/nvidia-mps") && !text.contains("sublet/share");
+    let named = files.filter(|file| std::fs::read_to_string(file).is_ok_and(|text| mounts(&text)));
+    named
+        .map(|file| shown(file.strip_prefix(&host.root).map_or(&file, |below| below)))
+        .map(absolute)
+        .collect()
+}
+
+fn absolute(path: String) -> String {
+    if path.starts_with('/') { path } else { format!("/{path}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Verdict::Warn;
+    use super::super::fixture::{Fake, passed, told};
+    use super::*;
+
+    #[test]
+    fn what_gives_gpus_beside_us_is_named() {
+        let fake = Fake::new();
+        assert_eq!(passed(beside(&fake.host())), "not installed");
+        fake.file("/usr/bin/nvidia-ctk", "");
+        assert!(passed(beside(&fake.host())).contains("not in the way"));
+        fake.file("/var/run/cdi/sublet.json", r#"{"kind": "sublet/share", "m": "/tmp/nvidia-mps"}"#);
+        passed(beside(&fake.host()));
+        fake.file("/etc/cdi/nvidia.yaml", "mounts:\n- hostPath: /tmp/nvidia-mps\n");
+        let (found, _) = told(beside(&fake.host()), Warn);
+        assert!(found.starts_with("CDI specification /etc/cdi/nvidia.yaml mounts"), "{found}");
+        fake.file("/etc/docker/daemon.json", r#"{"default-runtime": "nvidia"}"#);
+        let (found, fix) = told(beside(&fake.host()), Warn);
+        assert!(found.contains("nvidia is Docker's default runtime"), "{found}");
+        assert!(fix.ends_with("sublet setup docker --default"), "{fix}");
+    }
+
+    #[test]
+    fn the_legacy_hook_is_named() {
+        let fake = Fake::new();
+        fake.file("/usr/share/containers/oci/hooks.d/oci-nvidia-hook.json", "{}");
+        assert!(told(beside(&fake.host()), Warn).1.starts_with("rm /usr/share"));
+    }
+}

@@ -1,0 +1,179 @@
+//! `sublet` where no GPU and no root is needed: closed pipes, what the other programs say of themselves.
+
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
+use std::process::{Command, Output, Stdio};
+
+/// A command of ours with a configuration and nothing else.
+fn sublet(dir: &tempfile::TempDir, arguments: &[&str]) -> Command {
+    let config = dir.path().join("config.toml");
+    fs::write(&config, format!("state_dir = \"{}/run\"\n", dir.path().display())).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sublet"));
+    command.args(arguments).env("SUBLET_CONFIG", config).stdin(Stdio::null());
+    command
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+fn ended(output: &Output) -> (Option<i32>, String) {
+    (output.status.code(), text(&output.stderr))
+}
+
+#[test]
+fn a_reader_who_left_ends_a_listing_quietly() {
+    let dir = tempfile::tempdir().unwrap();
+    for arguments in [&["config", "show"][..], &["config", "check"], &["--help"]] {
+        let (reader, writer) = nix::unistd::pipe().unwrap();
+        drop(reader);
+        let output = sublet(&dir, arguments).stdout(writer).output().unwrap();
+        assert_eq!(ended(&output), (Some(0), String::new()), "{arguments:?}");
+    }
+}
+
+#[test]
+fn an_error_that_nobody_reads_is_no_panic() {
+    let dir = tempfile::tempdir().unwrap();
+    let (reader, writer) = nix::unistd::pipe().unwrap();
+    drop(reader);
+    let status = sublet(&dir, &["explain"]).stderr(writer).status().unwrap();
+    assert_eq!(status.code(), Some(1));
+}
+
+#[test]
+fn a_full_disk_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let output = sublet(&dir, &["config", "show"]).stdout(full).output().unwrap();
+    let line = "sublet: cannot write to standard output: No space left on device (os error 28)\n";
+    assert_eq!(ended(&output), (Some(1), line.to_owned()));
+}
+
+#[test]
+fn the_programs_of_engines_say_what_they_are() {
+    let hook = |argument| Command::new(env!("CARGO_BIN_EXE_sublet-hook")).arg(argument).output().unwrap();
+    let help = hook("--help");
+    assert_eq!(ended(&help), (Some(0), String::new()));
+    let help = text(&help.stdout);
+    assert!(help.starts_with("The OCI hook of sublet") && help.contains("sublet-hook STAGE"), "{help}");
+    assert_eq!(text(&hook("--version").stdout), format!("sublet-hook {}\n", env!("CARGO_PKG_VERSION")));
+    let runtime = Command::new(env!("CARGO_BIN_EXE_sublet-runtime")).arg("--help").output().unwrap();
+    assert_eq!(ended(&runtime), (Some(0), String::new()));
+    assert!(text(&runtime.stdout).starts_with("The OCI runtime shim of sublet"));
+}
+
+/// `sublet setup ENGINE --config FILE` with these options.
+fn setup(dir: &tempfile::TempDir, engine: &str, file: &str, options: &[&str]) -> Output {
+    let file = dir.path().join(file).display().to_string();
+    let arguments = [&["setup", engine, "--config", &file], options].concat();
+    sublet(dir, &arguments).output().unwrap()
+}
+
+/// `sublet-runtime` as setup finds it: beside `sublet`.
+const RUNTIME: &str = env!("CARGO_BIN_EXE_sublet-runtime");
+
+#[test]
+fn setup_edits_daemon_json_and_undo_gives_back_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, before) = (dir.path().join("daemon.json"), dir.path().join("daemon.json.before-sublet"));
+    let found = "{\n\t\"debug\":true\n}";
+    fs::write(&file, found).unwrap();
+    fs::set_permissions(&file, Permissions::from_mode(0o600)).unwrap();
+    let shown = setup(&dir, "docker", "daemon.json", &["--dry-run"]);
+    let path = file.display();
+    let expected = format!(
+        "--- {path}\n+++ {path}\n@@ -1,3 +1,4 @@\n {{\n+\t\"runtimes\": {{ \"sublet\": {{ \"path\": \"{RUNTIME}\" }} }},\n \
+         \t\"debug\":true\n }}\n\\ No newline at end of file\n"
+    );
+    assert_eq!((text(&shown.stdout), ended(&shown)), (expected, (Some(0), String::new())));
+    assert_eq!(fs::read_to_string(&file).unwrap(), found);
+    let done = setup(&dir, "docker", "daemon.json", &["--default"]);
+    let line = format!("{path}: sublet is in; `systemctl reload docker` puts it in force.\n");
+    assert_eq!((text(&done.stdout), ended(&done)), (line, (Some(0), String::new())));
+    assert_eq!(fs::read_to_string(&before).unwrap(), found);
+    for file in [&file, &before] {
+        assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o7777, 0o600);
+    }
+    let again = setup(&dir, "docker", "daemon.json", &["--default"]);
+    assert_eq!(text(&again.stdout), format!("{path}: nothing to do.\n"));
+    let undone = setup(&dir, "docker", "daemon.json", &["--undo"]);
+    assert_eq!(ended(&undone), (Some(0), String::new()));
+    assert_eq!(fs::read_to_string(&file).unwrap(), found);
+    assert!(!before.exists());
+    let undone = setup(&dir, "docker", "daemon.json", &["--undo"]);
+    assert_eq!(text(&undone.stdout), format!("{path}: nothing to do.\n"));
+}
+
+#[test]
+fn setup_refuses_what_it_cannot_parse_and_touches_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("daemon.json");
+    let path = file.display();
+    for (found, why) in [
+        ("{\n  \"debug\": tr", "it is no valid JSON (EOF while parsing a value at line 2 column 13)"),
+        (
+            "{\n  // by hand\n}",
+            "it is no valid JSON (key must be a string at line 2 column 3; JSON has no comments)",
+        ),
+        ("", "it is no valid JSON (it is empty)"),
+    ] {
+        fs::write(&file, found).unwrap();
+        for option in ["--default", "--undo"] {
+            let refused = setup(&dir, "docker", "daemon.json", &[option]);
+            let line = format!("sublet: {path}: {why}: correct it, then try again; nothing was changed\n");
+            assert_eq!(ended(&refused), (Some(1), line));
+        }
+        assert_eq!(fs::read_to_string(&file).unwrap(), found);
+        assert!(!dir.path().join("daemon.json.before-sublet").exists());
+    }
+}
+
+#[test]
+fn setup_follows_a_link_and_takes_cdi_from_the_shares() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("real")).unwrap();
+    std::os::unix::fs::symlink("real/daemon.json", dir.path().join("daemon.json")).unwrap();
+    let lost = ended(&setup(&dir, "docker", "daemon.json", &[])).1;
+    assert!(lost.contains("cannot read") && lost.contains("No such file"), "a link to nowhere: {lost}");
+    fs::write(dir.path().join("real/daemon.json"), "{}").unwrap();
+    let with_cdi = setup(&dir, "docker", "daemon.json", &["--cdi"]);
+    assert!(text(&with_cdi.stdout).contains("`systemctl restart docker` puts it in force"));
+    assert!(fs::symlink_metadata(dir.path().join("daemon.json")).unwrap().is_symlink());
+    let is = fs::read_to_string(dir.path().join("real/daemon.json")).unwrap();
+    let expected = format!(
+        "{{\"features\": {{ \"cdi\": true }},\"runtimes\": {{ \"sublet\": {{ \"path\": \"{RUNTIME}\" }} }}}}"
+    );
+    assert_eq!(is, expected);
+    assert_eq!(ended(&setup(&dir, "docker", "daemon.json", &["--undo"])), (Some(0), String::new()));
+    assert_eq!(fs::read_to_string(dir.path().join("real/daemon.json")).unwrap(), "{}");
+}
+
+#[test]
+fn new_files_come_and_go() {
+    let dir = tempfile::tempdir().unwrap();
+    for (engine, file) in [
+        ("docker", "docker/daemon.json"),
+        ("containerd", "containerd/config.toml"),
+        ("crio", "crio/crio.conf.d/sublet.conf"),
+    ] {
+        let made = setup(&dir, engine, file, &["--default"]);
+        assert_eq!(ended(&made), (Some(0), String::new()), "{engine}");
+        assert!(fs::read_to_string(dir.path().join(file)).unwrap().contains(RUNTIME), "{engine}");
+        assert_eq!(ended(&setup(&dir, engine, file, &["--undo"])), (Some(0), String::new()), "{engine}");
+        assert!(!dir.path().join(file).exists(), "{engine}");
+    }
+    assert!(!dir.path().join("docker/daemon.json.before-sublet").exists());
+    assert!(dir.path().join("containerd").exists() && !dir.path().join("crio/crio.conf.d").exists());
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    // /proc takes no new file from anybody, as a read-only /etc does not.
+    let made = sublet(&dir, &["setup", "docker", "--config", "/proc/self/daemon.json"]).output().unwrap();
+    let (code, line) = ended(&made);
+    assert_eq!(code, Some(1));
+    assert!(line.starts_with("sublet: cannot write /proc/self/daemon.json.before-sublet: "), "{line}");
+    assert!(line.ends_with("nothing was changed\n") && line.lines().count() == 1, "{line}");
+}

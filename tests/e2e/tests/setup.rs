@@ -1,0 +1,133 @@
+//! `sublet setup` on the configurations of real engines: with it containers get their share, after its undo
+//! the engine knows nothing of sublet and the file is what it was.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::json;
+use sublet_e2e::docker::{self, Docker, skip_unless_engines};
+use sublet_e2e::podman::{self, Podman};
+use sublet_e2e::{World, bin_dir, eventually};
+
+const SHARE: [&str; 2] = ["sublet.sm=25", "sublet.memory=8GiB"];
+const PROBE: [&str; 2] = ["cuda-probe", "info"];
+
+/// `sublet setup`, which must succeed.
+fn setup(world: &World, arguments: &[&str]) {
+    let output = world.sublet(&[&["setup"], arguments].concat());
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn docker_knows_sublet_after_setup_and_not_after_its_undo() {
+    if skip_unless_engines() {
+        return;
+    }
+    let mut docker = Docker::up(World::simulated("h200", ""), &json!({"runtimes": {}, "features": {}}));
+    let file = docker.world.dir.path().join("daemon.json");
+    let found = fs::read(&file).expect("daemon.json");
+    let path = file.to_str().expect("UTF-8").to_owned();
+    let unknown = docker.run("early", &SHARE, &["--rm"], &PROBE);
+    assert!(!unknown.ok && unknown.stderr.contains("unknown or invalid runtime name: sublet"), "{unknown:?}");
+    setup(&docker.world, &["docker", "--config", &path]);
+    docker.hang_up();
+    assert!(eventually(|| docker.ask(&["info", "--format", "{{json .Runtimes}}"]).contains("\"sublet\"")));
+    let held = docker.hold("held", &SHARE, &[]);
+    assert_eq!(docker.event("held", "info")["sm"], json!(32));
+    assert!(docker.lease(&held).is_some());
+    docker.done(&["rm", "-f", "held"]);
+    let default = |docker: &Docker| docker.ask(&["info", "--format", "{{.DefaultRuntime}}"]);
+    setup(&docker.world, &["docker", "--config", &path, "--default"]);
+    docker.hang_up();
+    assert!(eventually(|| default(&docker) == "sublet"));
+    let options =
+        ["run", "--rm", "--network=none", "--annotation", SHARE[0], docker::IMAGE, PROBE[0], PROBE[1]];
+    let info = docker.cli(&options);
+    assert_eq!(info.json()[0]["sm"], json!(32), "{info:?}");
+    // What only a restart puts in force.
+    setup(&docker.world, &["docker", "--config", &path, "--default", "--cdi"]);
+    docker.restart();
+    assert!(docker.ask(&["info", "--format", "{{json .CDISpecDirs}}"]).contains("cdi"));
+    setup(&docker.world, &["docker", "--config", &path, "--undo"]);
+    assert_eq!(fs::read(&file).expect("daemon.json"), found, "every byte is as it was");
+    assert!(!Path::new(&format!("{path}.before-sublet")).exists());
+    docker.restart();
+    assert_eq!(default(&docker), "runc");
+    let gone = docker.run("late", &SHARE, &["--rm"], &PROBE);
+    assert!(!gone.ok && gone.stderr.contains("unknown or invalid runtime name: sublet"), "{gone:?}");
+    docker.world.assert_empty();
+}
+
+#[test]
+fn podman_knows_sublet_after_setup_and_not_after_its_undo() {
+    if skip_unless_engines() {
+        return;
+    }
+    let podman = Podman::up(World::simulated("h200", ""));
+    let dir = podman.world.dir.path();
+    // As on a machine: the settings in /etc, the hook where packages put it.
+    let text = fs::read_to_string(dir.join("containers.conf")).expect("containers.conf");
+    let ours = |line: &&str| {
+        !["hooks_dir", "runtime_supports", "[engine.run", "sublet"].iter().any(|at| line.starts_with(at))
+    };
+    let plain: Vec<&str> = text.lines().filter(ours).collect();
+    fs::create_dir_all("/usr/share/sublet/hooks.d").expect("a directory");
+    fs::create_dir_all("/etc/containers").expect("a directory");
+    fs::write("/etc/containers/containers.conf", plain.join("\n")).expect("written");
+    fs::write("/usr/share/sublet/hooks.d/sublet.json", podman.hook().to_string()).expect("written");
+    let run = |options: &[&str]| {
+        let mut command = podman.command();
+        command.env_remove("CONTAINERS_CONF").args(["run", "--rm", "--annotation", SHARE[0]]).args(options);
+        command.arg(podman::IMAGE).args(PROBE);
+        sublet_e2e::Finished::of(&command.output().expect("podman runs"))
+    };
+    let no_share = |finished: &sublet_e2e::Finished| !finished.stdout.contains("\"sm\":32");
+    assert!(no_share(&run(&[])), "no share before the setup");
+    setup(&podman.world, &["podman"]);
+    let info = run(&[]);
+    assert_eq!(info.json()[0]["sm"], json!(32), "{info:?}");
+    let mut known = podman.command();
+    known.env_remove("CONTAINERS_CONF").args([
+        "--runtime",
+        "sublet",
+        "info",
+        "--format",
+        "{{.Host.OCIRuntime.Path}}",
+    ]);
+    let path = String::from_utf8(known.output().expect("podman runs").stdout).expect("UTF-8");
+    assert_eq!(path.trim_end(), bin_dir().join("sublet-runtime").to_str().expect("UTF-8"));
+    setup(&podman.world, &["podman", "--undo"]);
+    assert!(!Path::new("/etc/containers/containers.conf.d/sublet.conf").exists());
+    assert!(no_share(&run(&[])), "no share after the undo");
+    podman.world.assert_empty();
+}
+
+#[test]
+fn containerd_reads_what_setup_writes() {
+    if skip_unless_engines() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let file = world.dir.path().join("config.toml.containerd");
+    let path = file.to_str().expect("UTF-8");
+    let containerd = |arguments: &[&str]| {
+        let output = Command::new("containerd").args(arguments).output().expect("containerd is installed");
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).expect("UTF-8")
+    };
+    let default = containerd(&["config", "default"]);
+    fs::write(&file, &default).expect("written");
+    setup(&world, &["containerd", "--config", path, "--default", "--cdi"]);
+    let read = containerd(&["--config", path, "config", "dump"]);
+    for line in [
+        "default_runtime_name = \"sublet\"",
+        "enable_cdi = true",
+        "pod_annotations = [\"sublet.*\"]",
+        &format!("BinaryName = \"{}\"", bin_dir().join("sublet-runtime").display()),
+    ] {
+        assert!(read.contains(line), "{line} is not in {read}");
+    }
+    setup(&world, &["containerd", "--config", path, "--undo"]);
+    assert_eq!(fs::read_to_string(&file).expect("config.toml"), default);
+}
