@@ -5,6 +5,7 @@
 //!   gpu-check --simulated       on the simulated H200
 
 mod doors;
+mod hostile;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -83,6 +84,7 @@ fn main() -> ExitCode {
     doors::table(&world, &mut table);
     daemon_back(&world, &mut table);
     memory_back(&world, &mut table);
+    hostile::table(&world, &mut table);
     gone(&world, &mut table);
     drop(world);
     by_uuid(new_world, &mut table);
