@@ -457,7 +457,7 @@ fn a_boot_makes_the_nodes_and_their_links() {
         return;
     }
     let world = World::simulated("a100x2-mig", "");
-    let dev = world.dir.path().join("dev");
+    let dev = world.driver_root.as_ref().expect("a simulated driver").join("dev");
     for node in ["nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-uvm-tools"] {
         std::fs::remove_file(dev.join(node)).expect("a node of the simulated driver");
     }
