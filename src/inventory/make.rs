@@ -106,7 +106,7 @@ fn link(root: &Path, node: &Node) -> io::Result<()> {
     fs::create_dir_all(under(root, "/dev/char"))?;
     // A major that is dynamic may have been another driver's in an earlier life of this /dev.
     match fs::remove_file(&link) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => symlink(target, link),
     }
 }
