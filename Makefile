@@ -37,7 +37,7 @@ BIN := $(CURDIR)/target/bin-$(TARGET)
 endif
 GENERATED := $(CURDIR)/target/generated
 
-.PHONY: all build test-build sim-build check lint unit test engines demo bench gpu-test install deb rpm dist \
+.PHONY: all build test-build sim-build check lint unit test engines book demo bench gpu-test install deb rpm dist \
     test-packages generate clean needs
 
 all: build
@@ -109,6 +109,16 @@ test: needs unit test-build
 # Real engines in Debian roots of their own, which are made once (about a minute each) and kept in /var/cache.
 engines: needs test-build
 	@SUBLET_BIN_DIR=$(TEST_BIN) tests/engines/run
+
+# The docs and the README as one book in target/book; mdBook is `cargo install mdbook`.
+book:
+	@command -v mdbook >/dev/null || { echo "book: mdbook is missing: cargo install mdbook" >&2; exit 1; }
+	rm -rf target/book target/book-source
+	cp -r docs target/book-source
+	cp -r config hooks target/book-source
+	sed 's|](docs/|](|g' README.md >target/book-source/readme.md
+	sed -i 's|](\.\./|](|g' target/book-source/*.md
+	mdbook build target/book-source
 
 demo: needs
 	@tests/demo

@@ -10,7 +10,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use crate::bundle::Finished;
+use crate::bundle::{Finished, by_systemd};
+use crate::killing::assert_no_daemons;
 use crate::processes::{in_cgroup, shims_of};
 use crate::world::{World, bin_dir, eventually};
 
@@ -173,6 +174,10 @@ impl Containerd {
         command.args(["run", "--snapshotter=native", "--cpu-shares=0"]);
         command.arg("--log-uri").arg(format!("file://{}", self.output(name).display()));
         command.arg("--runc-binary").arg(bin_dir().join("sublet-runtime"));
+        if by_systemd() {
+            command.args(["--runc-systemd-cgroup", "--cgroup"]);
+            command.arg(format!("system.slice:{}:{name}", self.namespace));
+        }
         command.args(annotations.iter().flat_map(|annotation| ["--annotation", annotation]));
         command.args(options).args([IMAGE, name]).args(args);
         command
@@ -302,7 +307,7 @@ impl Containerd {
     pub fn assert_ended(&self) {
         let leases = || self.world.leases();
         assert!(eventually(|| leases().is_empty()), "leases are left: {:?}", leases());
-        assert!(eventually(|| self.world.daemons().is_empty()), "daemons are left");
+        assert_no_daemons(&self.world, "at the end");
         self.world.assert_empty();
         assert!(eventually(|| self.shims().is_empty()), "shims are left");
         // containerd unmounts what a killed shim left in its own time.

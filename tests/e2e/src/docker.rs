@@ -9,7 +9,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use crate::bundle::Finished;
+use crate::bundle::{Finished, by_systemd};
 use crate::processes::{in_cgroup, is_alive, shims_of};
 use crate::world::{World, bin_dir, eventually};
 
@@ -64,6 +64,9 @@ impl Docker {
             "features": {"cdi": true}, "cdi-spec-dirs": [dir.join("cdi")],
             "runtimes": {"sublet": {"path": bin_dir().join("sublet-runtime")}},
         });
+        if by_systemd() {
+            all["exec-opts"] = json!(["native.cgroupdriver=systemd"]);
+        }
         for (key, value) in settings.as_object().into_iter().flatten() {
             all[key] = value.clone();
         }

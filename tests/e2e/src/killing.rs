@@ -59,6 +59,28 @@ pub fn end_all(world: &World) {
     assert!(eventually(gone), "they come again and again");
 }
 
+/// No MPS daemon is left. A stop that is under way holds other commands off, on a busy machine for longer than
+/// they wait, and may be killed half way: it is the next command that ends the daemon then.
+pub fn assert_no_daemons(world: &World, at: &str) {
+    let mut said = Vec::new();
+    let gone = || {
+        let left = !world.daemons().is_empty();
+        if left {
+            said.push(world.sublet(&["gc"]));
+        }
+        !left
+    };
+    let gone = eventually(gone);
+    assert!(gone, "{at}: {:?}; {} {:?}", world.daemons(), world.status(), said.last());
+    if !said.is_empty() {
+        eprintln!(
+            "{at}: daemons outlived the first command; {} more, the first said {:?}",
+            said.len(),
+            said[0]
+        );
+    }
+}
+
 /// Empty files of the driver's names below `dir`: mount points that nobody took away.
 #[must_use]
 pub fn mount_points(dir: &Path) -> String {

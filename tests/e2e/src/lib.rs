@@ -9,6 +9,7 @@ pub mod cri;
 pub mod docker;
 pub mod door;
 mod hooked;
+pub mod installed;
 pub mod killing;
 pub mod mig;
 pub mod podman;

@@ -6,7 +6,8 @@ use std::sync::{Mutex, MutexGuard};
 
 use serde_json::{Value, json};
 
-use crate::bundle::Finished;
+use crate::bundle::{Finished, by_systemd};
+use crate::killing::assert_no_daemons;
 use crate::programs;
 use crate::world::{World, bin_dir, eventually};
 
@@ -75,10 +76,11 @@ impl Podman {
         format!(
             "[containers]\ndefault_ulimits = [\"nofile=1024:1024\", \"nproc=4096:4096\"]\npids_limit = 0\n\
              netns = \"none\"\nlog_driver = \"k8s-file\"\n\
-             [engine]\ncgroup_manager = \"cgroupfs\"\nevents_logger = \"file\"\nlock_type = \"file\"\nruntime = \"{}\"\n\
+             [engine]\ncgroup_manager = \"{}\"\nevents_logger = \"file\"\nlock_type = \"file\"\nruntime = \"{}\"\n\
              hooks_dir = [\"/usr/share/containers/oci/hooks.d\", \"{}\"]\n\
              runtime_supports_json = [\"crun\", \"runc\", \"sublet-runtime\"]\n\
              [engine.runtimes]\nsublet = [\"{}\"]\n",
+            if by_systemd() { "systemd" } else { "cgroupfs" },
             self.runtime.display(),
             dir.join("hooks").display(),
             dir.join("bin/sublet-runtime").display(),
@@ -246,7 +248,7 @@ impl Podman {
     pub fn assert_empty(&self) {
         let leases = || self.world.leases();
         assert!(eventually(|| leases().is_empty()), "leases are left: {:?}", leases());
-        assert!(eventually(|| self.world.daemons().is_empty()), "daemons are left");
+        assert_no_daemons(&self.world, "at the end");
         self.world.assert_empty();
         let storage = self.world.dir.path().join("storage");
         let found = Command::new("find")

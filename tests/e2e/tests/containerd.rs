@@ -7,6 +7,7 @@ use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use sublet_e2e::containerd::Containerd;
 use sublet_e2e::docker::skip_unless_engines;
+use sublet_e2e::killing::assert_no_daemons;
 use sublet_e2e::{Engine, Finished, Stopping, World, bin_dir, eventually, is_alive, programs};
 
 const QUARTER: &[&str] = &["sublet.sm=25"];
@@ -246,8 +247,7 @@ fn killed_at(containerd: &mut Containerd, stopping: &Stopping, stage: &str, vict
         let gc = containerd.world.sublet(&["gc"]);
         assert!(gc.status.success(), "{name}: {gc:?}");
         // A daemon that was being started when its container was killed comes up, and ends by itself then.
-        let daemons = || containerd.world.daemons();
-        assert!(eventually(|| daemons().is_empty()), "{name}: {:?}", daemons());
+        assert_no_daemons(&containerd.world, name);
         containerd.world.assert_empty();
     }
     if !matches!(victim, Victim::Shim) {

@@ -6,12 +6,12 @@ use std::process::Stdio;
 use nix::sys::signal::{Signal, kill};
 use serde_json::json;
 use sublet_e2e::docker::{Docker, IMAGE, skip_unless_engines};
-use sublet_e2e::killing::mount_points;
+use sublet_e2e::killing::{assert_no_daemons, mount_points};
 use sublet_e2e::{Stopping, World, eventually, is_alive};
 
 fn assert_empty(docker: &Docker) {
     assert!(eventually(|| docker.world.leases().is_empty()), "leases are left: {:?}", docker.world.leases());
-    assert!(eventually(|| docker.world.daemons().is_empty()), "daemons are left");
+    assert_no_daemons(&docker.world, "at the end");
     docker.world.assert_empty();
     assert_eq!(mount_points(&docker.world.dir.path().join("docker")), "", "mount points are left");
 }

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use nix::unistd::Pid;
 use sublet_e2e::docker::skip_unless_engines;
-use sublet_e2e::killing::{contained, end, end_all, engine, mount_points};
+use sublet_e2e::killing::{assert_no_daemons, contained, end, end_all, engine, mount_points};
 use sublet_e2e::podman::Podman;
 use sublet_e2e::rootless::Rootless;
 use sublet_e2e::{Finished, Stopping, World, eventually};
@@ -123,7 +123,7 @@ impl Side<'_> {
     fn assert_nothing_left(&self, at: &str) {
         let leases = || self.world.leases();
         assert!(eventually(|| leases().is_empty()), "{at}: {:?}", leases());
-        assert!(eventually(|| self.world.daemons().is_empty()), "{at}: {:?}", self.world.daemons());
+        assert_no_daemons(self.world, at);
         self.world.assert_empty();
         let driver = self.world.driver_root.as_ref().expect("simulated").display().to_string();
         let mounts = std::fs::read_to_string("/proc/self/mounts").expect("/proc");

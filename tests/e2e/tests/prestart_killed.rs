@@ -5,7 +5,7 @@ use std::fs::File;
 use std::process::Stdio;
 
 use serde_json::{Value, json};
-use sublet_e2e::killing::{contained, end, end_all, engine, mount_points};
+use sublet_e2e::killing::{assert_no_daemons, contained, end, end_all, engine, mount_points};
 use sublet_e2e::{Bundle, Stopping, World, eventually, skip_unless_root};
 
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "1GiB")];
@@ -59,7 +59,7 @@ fn killed(bundle: &Bundle<'_>, stopping: &Stopping, stage: &str, victim: Option<
     let gc = world.sublet(&["gc"]);
     assert!(gc.status.success(), "{at}: {gc:?}");
     assert!(eventually(|| world.leases().is_empty()), "{at}: {:?}", world.leases());
-    assert!(eventually(|| world.daemons().is_empty()), "{at}: {:?}", world.daemons());
+    assert_no_daemons(world, &at);
     world.assert_empty();
     assert_eq!(mount_points(&bundle.dir), "", "{at}: mount points are left in the root filesystem");
     let mounts = std::fs::read_to_string("/proc/self/mounts").expect("/proc");

@@ -1,0 +1,59 @@
+//! sublet where a package puts it (`target/installed`, by `make install`), on the machine that
+//! tests/engines/systemd boots.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::bundle::by_systemd;
+use crate::world::World;
+
+/// Whether there is no machine to install it on; says so.
+#[must_use]
+pub fn skip_unless_installed() -> bool {
+    let skips = !by_systemd() || !tree().exists();
+    if skips {
+        eprintln!("skipped: runs below tests/engines/systemd");
+    }
+    skips
+}
+
+fn tree() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/installed")
+}
+
+/// Installs it with the world's driver in its configuration, and its state where it is by default.
+pub fn install(world: &World) {
+    let own = format!("state_dir = \"{}\"", world.state_dir().display());
+    let text = std::fs::read_to_string(&world.config).expect("config.toml");
+    let text = text.replace(&own, "state_dir = \"/run/sublet\"");
+    std::fs::write(&world.config, &text).expect("config.toml");
+    done(Command::new("cp").arg("-a").arg(tree().join(".")).arg("/"));
+    write("/etc/sublet/config.toml", &text);
+    let drop_in = std::fs::read_to_string("/usr/share/sublet/containers.conf").expect("it is installed");
+    write("/etc/containers/containers.conf.d/sublet.conf", &drop_in);
+}
+
+/// Writes a file, and the directories that it needs.
+pub fn write(path: &str, text: &str) {
+    std::fs::create_dir_all(Path::new(path).parent().expect("a directory")).expect("a directory");
+    std::fs::write(path, text).expect("it is written");
+}
+
+/// Runs it, which must succeed; what it printed.
+pub fn done(command: &mut Command) -> String {
+    let output = command.output().expect("it runs");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(output.status.success(), "{command:?}: {}{}", text(&output.stdout), text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// `systemctl ARGS`, which must succeed.
+pub fn systemctl(args: &[&str]) {
+    let _ = done(Command::new("systemctl").args(args));
+}
+
+/// A property of a unit.
+#[must_use]
+pub fn show(unit: &str, property: &str) -> String {
+    done(Command::new("systemctl").args(["show", "--value", "-p", property, unit])).trim().to_owned()
+}

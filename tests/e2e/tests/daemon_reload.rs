@@ -1,0 +1,104 @@
+//! systemd writes a container's device rules again whenever it likes (`daemon-reload`, `daemon-reexec`): its
+//! nodes stay open then, and all others closed, whatever door it came by. Runs below tests/engines/systemd,
+//! where the low-level runtimes leave cgroups to systemd.
+
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use sublet_e2e::door::{Asked, By, Door, How, OfContainerd, OfDocker, OfPodman, Plain, Request, With};
+use sublet_e2e::{Finished, World, by_systemd, eventually};
+
+const SHARE: Request =
+    Request { name: "share", keys: &[("gpu", "0"), ("memory", "8GiB")], with: With::Nothing };
+/// GPU 0's own node is made by each container, too: the rule counts, not the node.
+const LOOK: &[&str] = &[
+    "/bin/sh",
+    "-c",
+    "mknod /tmp/a c 195 $1; mknod /tmp/b c 195 $2; cuda-probe noderights /dev/nvidiactl /dev/nvidia-uvm /tmp/a /tmp/b",
+    "look",
+];
+/// ENXIO: allowed, and no driver behind it. EPERM: refused by the device cgroup.
+const EXPECTED: [&str; 4] = ["ENXIO", "ENXIO", "ENXIO", "EPERM"];
+
+/// A systemd that starts itself again answers nobody meanwhile: one test at a time.
+static SYSTEMD: Mutex<()> = Mutex::new(());
+
+fn alone() -> Option<MutexGuard<'static, ()>> {
+    if !by_systemd() {
+        eprintln!("skipped: needs tests/engines/systemd");
+        return None;
+    }
+    Some(SYSTEMD.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn world() -> World {
+    World::simulated("h200x8", &SHARE.to_config())
+}
+
+fn systemctl(arguments: &[&str]) -> Finished {
+    Finished::of(&Command::new("systemctl").args(arguments).output().expect("systemctl runs"))
+}
+
+/// How opening the control node, UVM's, its own GPU's and another's ends in the container.
+fn opened(door: &dyn Door, minor: u64) -> Vec<String> {
+    let (own, other) = (minor.to_string(), ((minor + 1) % 8).to_string());
+    let seen = door.exec(&SHARE, &[LOOK, &[&own, &other]].concat());
+    let lines = seen.json();
+    let nodes = lines.iter().filter(|line| line["event"] == "node");
+    nodes.map(|line| line["result"].as_str().expect("text").to_owned()).collect()
+}
+
+fn keeps_its_nodes(door: &dyn Door) {
+    door.start(&SHARE, &["/bin/sleep", "600"]).expect("it starts");
+    let minor = door.world().status()["devices"][0]["minor"].as_u64().expect("minor");
+    assert_eq!(opened(door, minor), EXPECTED);
+    for order in ["daemon-reload", "daemon-reexec"] {
+        let ordered = systemctl(&[order]);
+        assert!(ordered.ok, "{order}: {ordered:?}");
+        // systemd comes back from a reexec in its own time.
+        assert!(eventually(|| !systemctl(&["is-system-running"]).stdout.is_empty()), "{order}");
+        assert_eq!(opened(door, minor), EXPECTED, "after {order}");
+    }
+    door.stop(&SHARE);
+    door.remove(&SHARE);
+    door.world().assert_empty();
+}
+
+#[test]
+fn of_plain_bundles() {
+    let Some(_alone) = alone() else { return };
+    let mut door = Plain::new(world(), How::Shim);
+    for how in [How::Shim, How::Precreate, How::Late("prestart"), How::Late("createRuntime")] {
+        eprintln!("{how:?}");
+        door.go_by(how);
+        keeps_its_nodes(&door);
+    }
+}
+
+#[test]
+fn of_podman() {
+    let Some(_alone) = alone() else { return };
+    let mut door = OfPodman::up(world(), By::Hook);
+    keeps_its_nodes(&door);
+    door.go_by(By::Runtime);
+    keeps_its_nodes(&door);
+    drop(door);
+    keeps_its_nodes(&OfPodman::up(world(), By::Device));
+}
+
+#[test]
+fn of_docker() {
+    let Some(_alone) = alone() else { return };
+    // dockerd starts a containerd of its own where there is none, and hands it this world's configuration.
+    assert!(systemctl(&["stop", "containerd"]).ok);
+    for asked in [Asked::Runtime, Asked::Device] {
+        eprintln!("{asked:?}");
+        keeps_its_nodes(&OfDocker::up(world(), asked, &[]));
+    }
+}
+
+#[test]
+fn of_containerd() {
+    let Some(_alone) = alone() else { return };
+    keeps_its_nodes(&OfContainerd::up(world()));
+}

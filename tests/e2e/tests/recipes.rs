@@ -1,0 +1,99 @@
+//! docs/recipes.md: every share in it is one that sublet grants, and, in the root that tests/engines/enter
+//! gives, Compose and Quadlet read every file in it.
+
+use std::process::Command;
+
+use sublet_e2e::docker::skip_unless_engines;
+use sublet_e2e::{World, skip_unless_root};
+
+const RECIPES: &str = include_str!("../../../docs/recipes.md");
+
+/// A program's name, its Compose file and its Quadlet unit.
+struct Recipe {
+    name: &'static str,
+    compose: String,
+    quadlet: String,
+}
+
+/// The indented lines that begin with `first`, until others come.
+fn block(text: &str, first: &str) -> String {
+    let lines = text.lines().skip_while(|line| line.strip_prefix("    ") != Some(first));
+    let block = lines.take_while(|line| line.is_empty() || line.starts_with("    "));
+    let block: Vec<&str> = block.map(|line| line.get(4..).unwrap_or("")).collect();
+    // One follows the other.
+    let block = block.join("\n");
+    block.split("\n\n[Container]").next().expect("a first part").trim_end().to_owned() + "\n"
+}
+
+fn recipes() -> Vec<Recipe> {
+    let sections = RECIPES.split("\n## ").skip(1);
+    let recipe = |section: &'static str| Recipe {
+        name: section.lines().next().expect("a heading"),
+        compose: block(section, "services:"),
+        quadlet: block(section, "[Container]"),
+    };
+    sections.map(recipe).collect()
+}
+
+impl Recipe {
+    fn compose_annotations(&self) -> Vec<String> {
+        let pair =
+            |line: &str| line.trim().split_once(": ").map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let ours = self.compose.lines().filter_map(pair).filter(|(key, _)| key.starts_with("sublet."));
+        ours.map(|(key, value)| format!("{key}={}", value.trim_matches('"'))).collect()
+    }
+
+    fn quadlet_annotations(&self) -> Vec<String> {
+        self.quadlet.lines().filter_map(|line| line.strip_prefix("Annotation=")).map(str::to_owned).collect()
+    }
+}
+
+#[test]
+fn each_asks_for_a_share_that_is_granted_and_for_the_same_by_both() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h100x2-mig-off", "");
+    let recipes = recipes();
+    let names: Vec<&str> = recipes.iter().map(|recipe| recipe.name).collect();
+    let all =
+        ["Ollama", "vLLM", "JAX", "TensorFlow", "PyTorch", "Triton Inference Server", "Jupyter", "ffmpeg"];
+    assert_eq!(names, all);
+    for recipe in recipes {
+        let annotations = recipe.compose_annotations();
+        assert!(annotations.len() > 1, "{}: {}", recipe.name, recipe.compose);
+        assert_eq!(recipe.quadlet_annotations(), annotations, "{}", recipe.name);
+        let asked: Vec<&str> = annotations.iter().flat_map(|line| ["--annotation", line]).collect();
+        let output = world.sublet(&[&["explain"], &asked[..]].concat());
+        assert!(output.status.success(), "{}: {output:?}", recipe.name);
+    }
+}
+
+#[test]
+fn compose_and_quadlet_read_each() {
+    if skip_unless_engines() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    for recipe in recipes() {
+        let file = dir.path().join("compose.yaml");
+        std::fs::write(&file, &recipe.compose).expect("it is written");
+        let mut compose = Command::new("docker-compose");
+        let read =
+            compose.arg("--file").arg(&file).args(["config", "--format=json"]).output().expect("installed");
+        assert!(read.status.success(), "{}: {read:?}", recipe.name);
+        for annotation in recipe.compose_annotations() {
+            let (key, value) = annotation.split_once('=').expect("key and value");
+            let said = String::from_utf8_lossy(&read.stdout).into_owned();
+            assert!(said.contains(&format!("\"{key}\": \"{value}\"")), "{}: {said}", recipe.name);
+        }
+        std::fs::write(dir.path().join("recipe.container"), &recipe.quadlet).expect("it is written");
+        let mut quadlet = Command::new("/usr/lib/systemd/system-generators/podman-system-generator");
+        let read = quadlet.arg("--dryrun").env("QUADLET_UNIT_DIRS", dir.path()).output().expect("installed");
+        let said = String::from_utf8_lossy(&read.stdout).into_owned();
+        assert!(read.status.success() && said.contains("ExecStart="), "{}: {read:?}", recipe.name);
+        for annotation in recipe.quadlet_annotations() {
+            assert!(said.contains(&format!("--annotation {annotation}")), "{}: {said}", recipe.name);
+        }
+    }
+}
