@@ -54,7 +54,7 @@ fn status_as_json_is_the_documented_schema() {
     }
     let world = World::simulated("h200", "");
     let empty = world.status();
-    assert_eq!(keys(&empty), ["schema", "driver", "devices", "leases", "mps", "mig_made"]);
+    assert_eq!(keys(&empty), ["schema", "driver", "devices", "leases", "mps", "guard", "mig_made"]);
     assert_eq!((&empty["leases"], &empty["mps"]), (&json!([]), &json!([])));
     assert_eq!(empty["devices"][0]["mode"], "idle");
     let bundle = world.bundle("shown", &[("sublet.sm", "25"), ("sublet.memory", "8GiB")], HOLD);
@@ -84,6 +84,7 @@ fn status_as_json_is_the_documented_schema() {
                 "state": "active", "pid": bundle.pid(), "since": "SINCE"}],
             "mps": [{"device": GPU, "lease": null, "pid": 0, "state": "serving", "clients": 1,
                 "key": GPU, "ceiling_percent": 25.0}],
+            "guard": {"watching": false, "events": []},
             "mig_made": []})
     );
     bundle.down();
@@ -125,7 +126,8 @@ fn status_as_tables() {
     assert_eq!(
         squeezed(&stdout(&world, &["status"]), &[]),
         "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n\
-         0 NVIDIA H200 GPU-5b1e7000-0000-4000-8000-000000000100 idle 0 100 % 139.9 GiB of 140.4 GiB\n\nNo leases."
+         0 NVIDIA H200 GPU-5b1e7000-0000-4000-8000-000000000100 idle 0 100 % 139.9 GiB of 140.4 GiB\n\nNo leases.\n\n\
+         GUARD OFF: limits bind honest programs only; systemctl enable --now sublet.service"
     );
     let bundle = world.bundle("a-container-with-a-long-name", &[("sublet.sm", "12.5")], SLEEP);
     bundle.up();
@@ -142,7 +144,8 @@ fn status_as_tables() {
          LEASE CONTAINER GPU MODE ISOLATION SM MEMORY STATE PID SINCE\n\
          LEASE a-container- 0 mps shared 12.5 % unlimited active PID AGO\n\n\
          MPS DAEMON GPU STATE PID SM CEILING CLIENTS\n\
-         GPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % 0"
+         GPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % 0\n\n\
+         GUARD OFF: limits bind honest programs only; systemctl enable --now sublet.service"
     );
     bundle.down();
     assert_eq!(stdout(&world, &["lease", "list"]), "No leases.\n");
@@ -214,7 +217,7 @@ fn explain_says_what_would_come_of_it_and_changes_nothing() {
     );
     assert_eq!(
         failure(&world, &["explain", "--container", "nobody"]),
-        "sublet: container nobody holds no lease and none of the last refusals is its own"
+        "sublet: container nobody holds no lease, and no refusal and nothing of the guard's is known of it"
     );
     let after = (contents(&world.state_dir()), contents(&bundle.dir));
     let changed: Vec<_> = before.0.iter().filter(|(path, text)| after.0.get(*path) != Some(text)).collect();
