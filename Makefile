@@ -139,7 +139,7 @@ deb rpm: build $(GENERATED)/man/sublet.1
 dist:
 	@packaging/dist "$(VERSION)"
 
-test-packages: needs
+test-packages: needs test-build deb
 	@tests/packages/run
 
 # Man pages and completions alone.
