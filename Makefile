@@ -2,45 +2,70 @@
 #   make demo    containers sharing a GPU (a simulated one where there is none)
 #   make test    all tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
 # The rest: engines (the part of test with Docker, Podman and containerd), check (needs no root, network,
-# engine or GPU), build, bench, gpu-test, install.
+# engine or GPU), build, bench, gpu-test, install; deb, rpm, dist and test-packages (docs/packaging.md).
 
 SHELL := /bin/bash
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
+# What is built for; make TARGET=aarch64-unknown-linux-gnu takes Debian's cross compiler for the linker.
+TARGET ?= $(HOST)
 STATIC ?= 1
 PREFIX ?= /usr
 LIBEXECDIR ?= $(PREFIX)/libexec
+UNITDIR ?= $(PREFIX)/lib/systemd/system
 DESTDIR ?=
+CARGO ?= cargo
+CARGO_HOME ?= $(HOME)/.cargo
+CARGO_FLAGS ?= --locked
+VERSION := $(shell sed -n '/^\[workspace.package\]/,/^\[/s/^version = "\(.*\)"/\1/p' Cargo.toml)
 
 # The shim and the hook start for every container: static, they load nothing. `sublet` loads NVML.
 ifeq ($(STATIC),1)
-static_flags = RUSTFLAGS="-C target-feature=+crt-static"
-else
-static_flags =
+static_flags = -C target-feature=+crt-static
 endif
-hot_programs = --target $(HOST) --no-default-features --bin sublet-runtime --bin sublet-hook
+# The same bytes wherever they are built, and an id by which a core dump finds its symbols.
+release_flags = -C link-arg=-Wl,--build-id=sha1 --remap-path-prefix=$(CURDIR)=/sublet \
+    --remap-path-prefix=$(CARGO_HOME)=/cargo --remap-path-prefix=$(shell rustc --print sysroot)=/rust
+ifneq ($(TARGET),$(HOST))
+export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER ?= aarch64-linux-gnu-gcc
+endif
+hot_program = --no-default-features --bin sublet-runtime
 
 TEST_BIN := $(CURDIR)/target/test-bin
 BIN := $(CURDIR)/target/bin
+ifneq ($(TARGET),$(HOST))
+BIN := $(CURDIR)/target/bin-$(TARGET)
+endif
+GENERATED := $(CURDIR)/target/generated
 
-.PHONY: all build test-build sim-build check lint unit test engines book demo bench gpu-test install clean needs
+.PHONY: all build test-build sim-build check lint unit test engines book demo bench gpu-test install deb rpm dist \
+    test-packages generate clean needs
 
 all: build
 
 build:
 	@echo "== Building sublet (release)"
-	cargo build --release --bin sublet
-	@echo "== Building sublet-runtime and sublet-hook (release)"
-	$(static_flags) cargo build --release $(hot_programs)
+	RUSTFLAGS="$(release_flags)" $(CARGO) build $(CARGO_FLAGS) --release --target $(TARGET) --bin sublet
+	@echo "== Building sublet-runtime, which is sublet-hook too (release)"
+	RUSTFLAGS="$(release_flags) $(static_flags)" \
+	    $(CARGO) build $(CARGO_FLAGS) --release --target $(TARGET) $(hot_program) --target-dir target/hot
 	@mkdir -p $(BIN)
-	cp target/release/sublet target/$(HOST)/release/sublet-runtime target/$(HOST)/release/sublet-hook $(BIN)/
+	install -m 0755 target/$(TARGET)/release/sublet target/hot/$(TARGET)/release/sublet-runtime $(BIN)/
+	ln -sf sublet-runtime $(BIN)/sublet-hook
+
+# Man pages and completions, for the packages.
+$(GENERATED)/man/sublet.1: $(shell find src/cli packaging/generate -name '*.rs')
+	@echo "== Man pages and shell completions"
+	$(CARGO) run $(CARGO_FLAGS) -p sublet-generate -- $(GENERATED)
 
 # What the tests run: the same programs without optimisation, and the simulated driver.
 test-build: sim-build
 	@echo "== Building the programs under test"
 	cargo build --bin sublet
-	$(static_flags) cargo build $(hot_programs)
+	RUSTFLAGS="$(static_flags)" cargo build --target $(HOST) $(hot_program)
 	@mkdir -p $(TEST_BIN)
-	cp target/debug/sublet target/$(HOST)/debug/sublet-runtime target/$(HOST)/debug/sublet-hook $(TEST_BIN)/
+	rm -f $(TEST_BIN)/sublet-hook
+	cp target/debug/sublet target/$(HOST)/debug/sublet-runtime $(TEST_BIN)/
+	ln -s sublet-runtime $(TEST_BIN)/sublet-hook
 
 sim-build:
 	@echo "== Building the simulated driver"
@@ -56,7 +81,7 @@ lint:
 	@echo "== Formatting and lints"
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
-	cargo clippy -p sublet --lib --bin sublet-runtime --bin sublet-hook --no-default-features -- -D warnings
+	cargo clippy -p sublet --lib --bin sublet-runtime --no-default-features -- -D warnings
 	@found=$$(grep -rhoE 'clippy::[a-z_]+' --include='*.rs' src tests | wc -l); \
 	    grep -q "^# Exceptions in src and tests: $$found " Cargo.toml || \
 	    { echo "lint: $$found exceptions from clippy's lints: say so, and why, in Cargo.toml" >&2; exit 1; }
@@ -104,18 +129,21 @@ bench: needs build sim-build
 gpu-test: build
 	@tests/gpu/run
 
-install: build
-	install -D -m 0755 $(BIN)/sublet $(DESTDIR)$(PREFIX)/bin/sublet
-	install -D -m 0755 $(BIN)/sublet-runtime $(DESTDIR)$(PREFIX)/bin/sublet-runtime
-	install -D -m 0755 $(BIN)/sublet-hook $(DESTDIR)$(LIBEXECDIR)/sublet/sublet-hook
-	install -D -m 0644 hooks/sublet.json $(DESTDIR)$(PREFIX)/share/sublet/hooks.d/sublet.json
-	install -D -m 0644 hooks/containers.conf $(DESTDIR)$(PREFIX)/share/doc/sublet/containers.conf
-	install -D -m 0644 packaging/systemd/sublet.service $(DESTDIR)$(PREFIX)/lib/systemd/system/sublet.service
-	install -D -m 0644 packaging/systemd/sublet.socket $(DESTDIR)$(PREFIX)/lib/systemd/system/sublet.socket
-	install -D -m 0644 packaging/systemd/sublet-mig.service $(DESTDIR)$(PREFIX)/lib/systemd/system/sublet-mig.service
-	install -D -m 0644 config/mig.toml $(DESTDIR)$(PREFIX)/share/doc/sublet/mig.toml
-	install -D -m 0644 config/config.toml $(DESTDIR)$(PREFIX)/share/doc/sublet/config.toml
-	install -D -m 0644 config/containers.toml $(DESTDIR)$(PREFIX)/share/doc/sublet/containers.toml
+install: build $(GENERATED)/man/sublet.1
+	@packaging/install "$(DESTDIR)" "$(PREFIX)" "$(LIBEXECDIR)" "$(UNITDIR)" "$(BIN)" "$(GENERATED)"
+
+# Packages, and archives for distributions: docs/packaging.md.
+deb rpm: build $(GENERATED)/man/sublet.1
+	@packaging/$@ "$(TARGET)" "$(BIN)" "$(GENERATED)"
+
+dist:
+	@packaging/dist "$(VERSION)"
+
+test-packages: needs test-build deb
+	@tests/packages/run
+
+# Man pages and completions alone.
+generate: $(GENERATED)/man/sublet.1
 
 clean:
 	cargo clean

@@ -11,6 +11,7 @@
 
 pub mod admit;
 pub mod apply;
+pub mod called;
 pub mod cdi;
 mod child;
 #[cfg(feature = "cli")]

@@ -288,9 +288,11 @@ fn the_runtime_that_deletes_dies_with_the_shim() {
     assert!(!host.path("survived").exists());
 }
 
+/// The hook is the shim by another name.
 fn hook(args: &[&str], input: &Path) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sublet-hook"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sublet-runtime"));
     command
+        .arg0("sublet-hook")
         .args(args)
         .stdin(fs::File::open(input).unwrap())
         .env("SUBLET_CONFIG", "/dev/null")
@@ -335,6 +337,24 @@ fn the_hook_frees_nothing_that_is_not_ours_and_refuses_nonsense() {
     assert_eq!(output.status.code(), Some(1));
     assert_eq!(stderr(&output), "sublet-hook: config.json on standard input: it is empty\n");
     assert_eq!(hook(&[], &input).status.code(), Some(1));
+}
+
+#[test]
+fn the_hook_is_known_by_its_path_whatever_its_first_argument_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let link = dir.path().join("sublet-hook");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_sublet-runtime"), &link).unwrap();
+    for name in ["sublet-hook", "/x/sublet-hook", "hook", "sublet-runtime", ""] {
+        let mut command = Command::new(&link);
+        command.arg0(name).arg("nonsense").env("SUBLET_CONFIG", "/dev/null");
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{name}");
+        assert!(
+            stderr(&output).starts_with("sublet-hook: no stage nonsense: "),
+            "{name}: {}",
+            stderr(&output)
+        );
+    }
 }
 
 /// What no shell would write, and pieces of what engines do write.

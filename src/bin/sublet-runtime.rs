@@ -1,5 +1,5 @@
-//! The OCI runtime shim.
+//! The OCI runtime shim, and by the name `sublet-hook` the OCI hook.
 
 fn main() -> std::process::ExitCode {
-    sublet::runtime::main(std::env::args_os())
+    sublet::called::main(std::env::args_os())
 }

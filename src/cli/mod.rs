@@ -3,6 +3,7 @@
 #[macro_use]
 mod print;
 
+mod boot;
 mod cdi;
 mod config;
 mod doctor;
@@ -29,7 +30,7 @@ mod wait;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 
 use crate::config::Config;
 use crate::runtime::Global;
@@ -86,6 +87,12 @@ enum Command {
     /// Check or show the configuration
     #[command(subcommand)]
     Config(config::Command),
+}
+
+/// The command line, for whoever documents it.
+#[must_use]
+pub fn command() -> clap::Command {
+    Arguments::command()
 }
 
 /// Runs the program; exit codes: 0 done, 1 failed, 2 bad usage (clap's).

@@ -33,14 +33,22 @@ pub struct Arguments {
     /// Print nothing unless it fails
     #[arg(long)]
     quiet: bool,
+    /// Before the first container: load the driver's modules, make missing device nodes and their links in
+    /// /dev/char, wait for the driver up to 50 s; a host without a GPU is no error
+    #[arg(long)]
+    boot: bool,
 }
 
 /// Runs it.
 ///
 /// # Errors
-/// See [`refresh`].
+/// See [`refresh`] and [`super::boot::boot`].
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
-    let inventory = refresh(config)?;
+    let found = if arguments.boot { super::boot::boot(config)? } else { Some(refresh(config)?) };
+    let Some(inventory) = found else {
+        println!("This host has no NVIDIA GPU.");
+        return Ok(ExitCode::SUCCESS);
+    };
     for warning in set_time_slices(&inventory, config) {
         eprintln!("sublet: warning: {warning}");
     }

@@ -45,11 +45,15 @@ impl Stage {
     }
 }
 
-/// The hook that belongs to this build: beside our own program, else where packages put it.
+/// The hook that belongs to this build: beside our own program, or where `make install` puts it for the same
+/// prefix, else where packages put it.
 pub(crate) fn program() -> Option<String> {
-    let beside = std::env::current_exe().ok().map(|own| own.with_file_name("sublet-hook"));
+    let own = std::env::current_exe().ok();
+    let beside = own.as_deref().map(|own| own.with_file_name("sublet-hook"));
+    let prefix = own.as_deref().and_then(|own| own.parent()?.parent());
+    let same_prefix = prefix.map(|prefix| prefix.join("libexec/sublet/sublet-hook"));
     let packaged = ["/usr/libexec/sublet/sublet-hook", "/usr/bin/sublet-hook"].map(PathBuf::from);
-    let program = beside.into_iter().chain(packaged).find(|program| program.is_file())?;
+    let program = beside.into_iter().chain(same_prefix).chain(packaged).find(|program| program.is_file())?;
     program.into_os_string().into_string().ok()
 }
 

@@ -89,7 +89,7 @@ fn capability(root: &Path, file: &str, minor: u32) -> io::Result<u32> {
     Ok(value(&text, "DeviceFileMode").unwrap_or(MODE) & 0o777)
 }
 
-fn make_node(root: &Path, node: &Node, mode: u32) -> io::Result<()> {
+pub(super) fn make_node(root: &Path, node: &Node, mode: u32) -> io::Result<()> {
     let path: PathBuf = under(root, &node.path.to_string_lossy());
     if let Some(dir) = path.parent() {
         fs::DirBuilder::new().recursive(true).mode(0o755).create(dir)?;
@@ -119,7 +119,7 @@ fn lines(minors: &str) -> impl Iterator<Item = (&str, u32)> {
 }
 
 /// The number after `KEY:`.
-fn value(text: &str, key: &str) -> Option<u32> {
+pub(super) fn value(text: &str, key: &str) -> Option<u32> {
     text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':')?.trim().parse().ok())
 }
 

@@ -11,6 +11,8 @@ mod kernel;
 #[cfg(feature = "cli")]
 mod majors;
 #[cfg(feature = "cli")]
+mod make;
+#[cfg(feature = "cli")]
 mod mig_ids;
 mod nodes;
 #[cfg(feature = "cli")]
@@ -32,6 +34,8 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "cli")]
 pub(crate) use cache::path as cache_path;
 pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
+#[cfg(feature = "cli")]
+pub use make::{has_gpu, is_loaded, link_nodes, make_nodes};
 #[cfg(feature = "cli")]
 pub(crate) use mig_ids::instance_ids;
 pub use nodes::{NodeError, check_node, ensure_node};

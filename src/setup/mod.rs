@@ -108,13 +108,16 @@ pub fn undo_drop_in(found: Option<&str>) -> Result<Option<String>, SetupError> {
 /// Whether the drop-in that is there, if any, is ours.
 fn own_drop_in(found: Option<&str>) -> Result<(), SetupError> {
     match found {
-        Some(text) if !text.starts_with(DROP_IN) => Err(SetupError::Foreign),
+        Some(text) if !(text.starts_with(DROP_IN) || text.starts_with(PACKAGED)) => Err(SetupError::Foreign),
         _ => Ok(()),
     }
 }
 
 /// How a drop-in of ours begins.
 const DROP_IN: &str = "# Written by `sublet setup";
+
+/// How the one begins that the package sublet-podman brings (hooks/containers.conf).
+const PACKAGED: &str = "# sublet's drop-in for Podman";
 
 #[cfg(test)]
 fn wish() -> Wish {

@@ -94,6 +94,7 @@ mod tests {
     #[test]
     fn somebody_elses_file_is_left_alone() {
         assert_eq!(set_up(Some("[engine]\n"), &[], &wish()).unwrap_err(), SetupError::Foreign);
+        set_up(Some(include_str!("../../hooks/containers.conf")), &[], &wish()).unwrap();
         let broken = set_up(None, &["[engine\n".to_owned()], &wish()).unwrap_err().to_string();
         assert!(broken.starts_with("it is no valid TOML"), "{broken}");
     }

@@ -43,7 +43,7 @@ pub fn install(world: &World) {
     std::fs::write(&world.config, &text).expect("config.toml");
     done(Command::new("cp").arg("-a").arg(tree().join(".")).arg("/"));
     write("/etc/sublet/config.toml", &text);
-    let drop_in = std::fs::read_to_string("/usr/share/doc/sublet/containers.conf").expect("it is installed");
+    let drop_in = std::fs::read_to_string("/usr/share/sublet/containers.conf").expect("it is installed");
     write("/etc/containers/containers.conf.d/sublet.conf", &drop_in);
 }
 

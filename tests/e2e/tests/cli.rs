@@ -54,7 +54,7 @@ fn status_as_json_is_the_documented_schema() {
     }
     let world = World::simulated("h200", "");
     let empty = world.status();
-    assert_eq!(keys(&empty), ["schema", "driver", "devices", "leases", "mps", "mig_made"]);
+    assert_eq!(keys(&empty), ["schema", "driver", "devices", "leases", "mps", "guard", "mig_made"]);
     assert_eq!((&empty["leases"], &empty["mps"]), (&json!([]), &json!([])));
     assert_eq!(empty["devices"][0]["mode"], "idle");
     let bundle = world.bundle("shown", &[("sublet.sm", "25"), ("sublet.memory", "8GiB")], HOLD);
@@ -84,6 +84,7 @@ fn status_as_json_is_the_documented_schema() {
                 "state": "active", "pid": bundle.pid(), "since": "SINCE"}],
             "mps": [{"device": GPU, "lease": null, "pid": 0, "state": "serving", "clients": 1,
                 "key": GPU, "ceiling_percent": 25.0}],
+            "guard": {"watching": false, "events": []},
             "mig_made": []})
     );
     bundle.down();
@@ -125,7 +126,8 @@ fn status_as_tables() {
     assert_eq!(
         squeezed(&stdout(&world, &["status"]), &[]),
         "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n\
-         0 NVIDIA H200 GPU-5b1e7000-0000-4000-8000-000000000100 idle 0 100 % 139.9 GiB of 140.4 GiB\n\nNo leases."
+         0 NVIDIA H200 GPU-5b1e7000-0000-4000-8000-000000000100 idle 0 100 % 139.9 GiB of 140.4 GiB\n\nNo leases.\n\n\
+         GUARD OFF: limits bind honest programs only; systemctl enable --now sublet.service"
     );
     let bundle = world.bundle("a-container-with-a-long-name", &[("sublet.sm", "12.5")], SLEEP);
     bundle.up();
@@ -142,7 +144,8 @@ fn status_as_tables() {
          LEASE CONTAINER GPU MODE ISOLATION SM MEMORY STATE PID SINCE\n\
          LEASE a-container- 0 mps shared 12.5 % unlimited active PID AGO\n\n\
          MPS DAEMON GPU STATE PID SM CEILING CLIENTS\n\
-         GPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % 0"
+         GPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % 0\n\n\
+         GUARD OFF: limits bind honest programs only; systemctl enable --now sublet.service"
     );
     bundle.down();
     assert_eq!(stdout(&world, &["lease", "list"]), "No leases.\n");
@@ -214,7 +217,7 @@ fn explain_says_what_would_come_of_it_and_changes_nothing() {
     );
     assert_eq!(
         failure(&world, &["explain", "--container", "nobody"]),
-        "sublet: container nobody holds no lease and none of the last refusals is its own"
+        "sublet: container nobody holds no lease, and no refusal and nothing of the guard's is known of it"
     );
     let after = (contents(&world.state_dir()), contents(&bundle.dir));
     let changed: Vec<_> = before.0.iter().filter(|(path, text)| after.0.get(*path) != Some(text)).collect();
@@ -451,4 +454,62 @@ fn colour_is_for_terminals_that_want_it() {
     assert!(coloured.contains("\u{1b}["), "{coloured:?}");
     assert!(!on_terminal("1").expect("script ran before").contains('\u{1b}'));
     assert!(!stdout(&world, &["status"]).contains('\u{1b}'), "no terminal, no colour");
+}
+
+#[test]
+fn a_boot_makes_the_nodes_and_their_links() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let dev = world.driver_root.as_ref().expect("a simulated driver").join("dev");
+    for node in ["nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-uvm-tools"] {
+        std::fs::remove_file(dev.join(node)).expect("a node of the simulated driver");
+    }
+    assert!(failure(&world, &["refresh"]).contains("/dev/"));
+    for _ in 0..2 {
+        let told = stdout(&world, &["refresh", "--boot"]);
+        assert!(told.contains(": 2 GPUs, "), "{told}");
+        assert_eq!(device(&dev.join("nvidia0")), (195, 0, 0o666));
+        assert_eq!(device(&dev.join("nvidiactl")), (195, 255, 0o666));
+        let (uvm, minor, mode) = device(&dev.join("nvidia-uvm"));
+        assert_eq!((minor, mode), (0, 0o666));
+        let link = |number: &str| std::fs::read_link(dev.join("char").join(number)).expect(number);
+        assert_eq!(link("195:0"), Path::new("../nvidia0"));
+        assert_eq!(link("195:1"), Path::new("../nvidia1"));
+        assert_eq!(link(&format!("{uvm}:0")), Path::new("../nvidia-uvm"));
+        let caps = std::fs::read_dir(dev.join("char")).expect("/dev/char").flatten();
+        let caps = caps.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+        let caps = caps.filter(|target| target.starts_with("../nvidia-caps")).count();
+        // A GPU instance's and a compute instance's for each of the seven MIG devices at most.
+        assert!((2..=14).contains(&caps), "{caps}");
+    }
+}
+
+/// (major, minor, mode) of a character device.
+fn device(path: &Path) -> (u64, u64, u32) {
+    use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+    let there = std::fs::metadata(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    assert!(there.file_type().is_char_device());
+    let number = there.rdev();
+    (nix::sys::stat::major(number), nix::sys::stat::minor(number), there.mode() & 0o777)
+}
+
+#[test]
+fn a_boot_without_a_gpu_passes() {
+    let root = tempfile::tempdir().expect("a directory");
+    let config = root.path().join("config.toml");
+    let text = format!("state_dir = \"{0}/s\"\n[driver]\nroot = \"{0}\"\n", root.path().display());
+    std::fs::write(&config, text).expect("a configuration");
+    let mut command = std::process::Command::new(sublet_e2e::bin_dir().join("sublet"));
+    let output = command.args(["refresh", "--boot"]).env("SUBLET_CONFIG", &config).output().expect("sublet");
+    assert_eq!(
+        (output.status.code(), text_of(&output)),
+        (Some(0), "This host has no NVIDIA GPU.\n".to_owned())
+    );
+    assert!(!root.path().join("s").exists());
+}
+
+fn text_of(output: &Output) -> String {
+    text(&output.stdout) + &text(&output.stderr)
 }

@@ -62,8 +62,7 @@ impl Machine {
         write("/etc/sublet/config.toml", &std::fs::read_to_string(&world.config).expect("config.toml"));
         write("/etc/sublet/conf.d/policy.toml", POLICY);
         write("/etc/containers/containers.conf", CONTAINERS);
-        let drop_in =
-            std::fs::read_to_string("/usr/share/doc/sublet/containers.conf").expect("it is installed");
+        let drop_in = std::fs::read_to_string("/usr/share/sublet/containers.conf").expect("it is installed");
         write("/etc/containers/containers.conf.d/sublet.conf", &drop_in);
         write("/etc/docker/daemon.json", DOCKER);
         // A minute is long for a test.

@@ -1,5 +1,0 @@
-//! The OCI hook.
-
-fn main() -> std::process::ExitCode {
-    sublet::hook::main(std::env::args_os())
-}
