@@ -91,7 +91,8 @@ fn setup_edits_daemon_json_and_undo_gives_back_the_file() {
     let done = setup(&dir, "docker", "daemon.json", &["--default"]);
     let line = format!("{path}: sublet is in; `systemctl reload docker` puts it in force.\n");
     assert_eq!((text(&done.stdout), ended(&done)), (line, (Some(0), String::new())));
-    assert_eq!(fs::read_to_string(&before).unwrap(), found);
+    let record = "{\"made_file\":false,\"made\":[\"runtimes\"],\"replaced\":{\"default-runtime\":null,\"runtimes.sublet\":null}}\n";
+    assert_eq!(fs::read_to_string(&before).unwrap(), record);
     for file in [&file, &before] {
         assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o7777, 0o600);
     }

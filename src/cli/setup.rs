@@ -88,6 +88,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let found = files::read(&path).map_err(|error| cannot("read", &path, &error))?;
     let wanted =
         edited(arguments, &path, found.as_deref(), config).with_context(|| safe(&path.to_string_lossy()))?;
+    let Edited { text: wanted, record } = wanted;
     if wanted == found {
         println!("{}: nothing to do.", path.display());
         return Ok(ExitCode::SUCCESS);
@@ -96,7 +97,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         print!("{}", diff(&path, found.as_deref(), wanted.as_deref()));
         return Ok(ExitCode::SUCCESS);
     }
-    store(arguments, &path, found.as_deref(), wanted.as_deref())?;
+    store(arguments, &path, wanted.as_deref(), record.as_deref())?;
     let text = wanted.as_deref().unwrap_or("{}");
     let whole = arguments.undo || docker_cdi(text) && !docker_cdi(found.as_deref().unwrap_or("{}"));
     let done = if arguments.undo { "sublet is out" } else { "sublet is in" };
@@ -151,27 +152,40 @@ fn refuse_unserved(engine: Engine) -> anyhow::Result<()> {
     }
 }
 
-/// The file as it should be; `None`: gone.
+/// The file as it should be (`None`: gone), and the record beside it.
+struct Edited {
+    text: Option<String>,
+    record: Option<String>,
+}
+
 fn edited(
     arguments: &Arguments,
     path: &Path,
     found: Option<&str>,
     config: &Config,
-) -> anyhow::Result<Option<String>> {
+) -> anyhow::Result<Edited> {
+    let record =
+        files::read(&files::record(path)).map_err(|error| cannot("read", &files::record(path), &error))?;
+    let record = record.as_deref();
     if arguments.undo {
-        return Ok(match arguments.engine {
-            Engine::Docker => docker::undo(found, files::read(&files::before(path))?.as_deref())?,
+        let text = match arguments.engine {
+            Engine::Docker => docker::undo(found, record)?,
             Engine::Containerd => containerd::undo(found)?,
             Engine::Podman | Engine::Crio => setup::undo_drop_in(found)?,
-        });
+        };
+        return Ok(Edited { text, record: None });
     }
     let wish = wish(arguments, config)?;
-    Ok(Some(match arguments.engine {
-        Engine::Docker => docker::set_up(found, &wish)?,
+    let text = match arguments.engine {
+        Engine::Docker => {
+            let (text, record) = docker::set_up(found, record, &wish)?;
+            return Ok(Edited { text: Some(text), record: Some(record) });
+        }
         Engine::Containerd => containerd::set_up(found, &wish)?,
         Engine::Crio => crio::set_up(found, &wish)?,
         Engine::Podman => podman::set_up(found, &weaker(path)?, &wish)?,
-    }))
+    };
+    Ok(Edited { text: Some(text), record: None })
 }
 
 fn wish(arguments: &Arguments, config: &Config) -> anyhow::Result<Wish> {
@@ -222,10 +236,10 @@ fn diff(path: &Path, found: Option<&str>, wanted: Option<&str>) -> String {
 fn store(
     arguments: &Arguments,
     path: &Path,
-    found: Option<&str>,
     wanted: Option<&str>,
+    record: Option<&str>,
 ) -> anyhow::Result<()> {
-    let before = files::before(path);
+    let beside = files::record(path);
     let failed = |path: &Path| {
         let path = path.to_owned();
         move |error: io::Error| cannot("write", &path, &error)
@@ -233,23 +247,25 @@ fn store(
     if let Some(directory) = path.parent() {
         fs::DirBuilder::new().recursive(true).mode(0o755).create(directory).map_err(failed(directory))?;
     }
-    let first = arguments.engine == Engine::Docker
-        && !arguments.undo
-        && !found.is_some_and(|text| docker::is_set_up(text).unwrap_or(false));
-    if first {
+    let before = record.and_then(|_| fs::read(&beside).ok());
+    if let Some(record) = record {
         let mode = fs::metadata(path).map_or(0o644, |there| there.mode() & 0o7777);
-        replace(&before, found.unwrap_or_default().as_bytes(), mode).map_err(failed(&before))?;
+        replace(&beside, record.as_bytes(), mode).map_err(failed(&beside))?;
     }
     let written = match wanted {
         Some(text) => replace(path, text.as_bytes(), 0o644),
         None => fs::remove_file(path),
     };
-    if written.is_err() && first {
-        let _ = fs::remove_file(&before);
+    if written.is_err() && record.is_some() {
+        // As it was: an undo of what has not been done would go by it.
+        let _ = match before {
+            Some(before) => replace(&beside, &before, 0o644),
+            None => fs::remove_file(&beside),
+        };
     }
     written.map_err(failed(path))?;
     if arguments.undo {
-        let _ = fs::remove_file(before);
+        let _ = fs::remove_file(beside);
         if path.parent().is_some_and(|directory| directory.to_string_lossy().ends_with(".conf.d")) {
             // Only where it is empty now.
             let _ = path.parent().map(fs::remove_dir);
