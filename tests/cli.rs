@@ -172,6 +172,16 @@ fn new_files_come_and_go() {
 }
 
 #[test]
+fn a_directory_that_was_there_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("crio.conf.d")).unwrap();
+    for options in [&[][..], &["--default"], &["--undo"]] {
+        assert_eq!(ended(&setup(&dir, "crio", "crio.conf.d/sublet.conf", options)), (Some(0), String::new()));
+    }
+    assert!(dir.path().join("crio.conf.d").exists() && !dir.path().join("crio.conf.d/sublet.conf").exists());
+}
+
+#[test]
 fn a_directory_that_cannot_be_written_is_named() {
     let dir = tempfile::tempdir().unwrap();
     // /proc takes no new file from anybody, as a read-only /etc does not.

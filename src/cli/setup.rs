@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail};
 use clap::ValueEnum;
 
 use crate::config::Config;
-use crate::replace::replace;
+use crate::replace::{replace_durably as replace, sync_directory};
 use crate::setup::{self, Wish, containerd, crio, docker, files, podman};
 use crate::text::safe;
 
@@ -97,7 +97,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         print!("{}", diff(&path, found.as_deref(), wanted.as_deref()));
         return Ok(ExitCode::SUCCESS);
     }
-    store(arguments, &path, wanted.as_deref(), record.as_deref())?;
+    store(arguments, &path, found.as_deref(), (wanted.as_deref(), record.as_deref()))?;
     let text = wanted.as_deref().unwrap_or("{}");
     let whole = arguments.undo || docker_cdi(text) && !docker_cdi(found.as_deref().unwrap_or("{}"));
     let done = if arguments.undo { "sublet is out" } else { "sublet is in" };
@@ -182,10 +182,17 @@ fn edited(
             return Ok(Edited { text: Some(text), record: Some(record) });
         }
         Engine::Containerd => containerd::set_up(found, &wish)?,
-        Engine::Crio => crio::set_up(found, &wish)?,
-        Engine::Podman => podman::set_up(found, &weaker(path)?, &wish)?,
+        Engine::Crio => in_directory(path, found, crio::set_up(found, &wish)?),
+        Engine::Podman => in_directory(path, found, podman::set_up(found, &weaker(path)?, &wish)?),
     };
     Ok(Edited { text: Some(text), record: None })
+}
+
+/// The drop-in `text`, with a note where its directory is made for it, now or by the setup before.
+fn in_directory(path: &Path, found: Option<&str>, text: String) -> String {
+    let missing = path.parent().is_some_and(|directory| !directory.exists());
+    let ours = missing || found.is_some_and(setup::made_directory);
+    if ours { text + setup::MADE_DIRECTORY } else { text }
 }
 
 fn wish(arguments: &Arguments, config: &Config) -> anyhow::Result<Wish> {
@@ -236,8 +243,8 @@ fn diff(path: &Path, found: Option<&str>, wanted: Option<&str>) -> String {
 fn store(
     arguments: &Arguments,
     path: &Path,
-    wanted: Option<&str>,
-    record: Option<&str>,
+    found: Option<&str>,
+    (wanted, record): (Option<&str>, Option<&str>),
 ) -> anyhow::Result<()> {
     let beside = files::record(path);
     let failed = |path: &Path| {
@@ -254,7 +261,7 @@ fn store(
     }
     let written = match wanted {
         Some(text) => replace(path, text.as_bytes(), 0o644),
-        None => fs::remove_file(path),
+        None => fs::remove_file(path).map(|()| sync_directory(path)),
     };
     if written.is_err() && record.is_some() {
         // As it was: an undo of what has not been done would go by it.
@@ -266,7 +273,7 @@ fn store(
     written.map_err(failed(path))?;
     if arguments.undo {
         let _ = fs::remove_file(beside);
-        if path.parent().is_some_and(|directory| directory.to_string_lossy().ends_with(".conf.d")) {
+        if found.is_some_and(setup::made_directory) {
             // Only where it is empty now.
             let _ = path.parent().map(fs::remove_dir);
         }
