@@ -15,8 +15,31 @@ use crate::process::Process;
 /// # Errors
 /// Any failing system call; the old file is then untouched and the temporary one removed.
 pub fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    replaced(path, content, mode, |_| Ok(()))
+}
+
+/// As [`replace`], for what has to outlive a power failure: on disk when this returns, file and name.
+///
+/// # Errors
+/// As [`replace`]'s.
+#[cfg(feature = "cli")]
+pub fn replace_durably(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    replaced(path, content, mode, File::sync_all)?;
+    sync_directory(path);
+    Ok(())
+}
+
+/// Has the names in the directory of `path` on disk, where its file system can do that: they are in place anyway.
+#[cfg(feature = "cli")]
+pub fn sync_directory(path: &Path) {
+    let _ = path.parent().map(|directory| File::open(directory).and_then(|directory| directory.sync_all()));
+}
+
+fn replaced(path: &Path, content: &[u8], mode: u32, settle: fn(&File) -> io::Result<()>) -> io::Result<()> {
     let temporary = temporary_name(path)?;
-    let written = write_new(&temporary, path, content, mode).and_then(|()| fs::rename(&temporary, path));
+    let written = write_new(&temporary, path, content, mode)
+        .and_then(|file| settle(&file))
+        .and_then(|()| fs::rename(&temporary, path));
     if written.is_err() {
         let _ = fs::remove_file(&temporary);
     }
@@ -46,7 +69,7 @@ fn writer(name: &str) -> Option<i32> {
     name.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?.1.parse().ok()
 }
 
-fn write_new(temporary: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+fn write_new(temporary: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<File> {
     let mut file = create(temporary)?;
     match fs::symlink_metadata(path) {
         Ok(old) if old.is_file() => {
@@ -55,7 +78,8 @@ fn write_new(temporary: &Path, path: &Path, content: &[u8], mode: u32) -> io::Re
         }
         _ => file.set_permissions(Permissions::from_mode(mode))?,
     }
-    file.write_all(content)
+    file.write_all(content)?;
+    Ok(file)
 }
 
 /// Creates `temporary` anew; what a killed process with the same id left behind is removed first.
@@ -84,6 +108,19 @@ mod tests {
         assert_eq!(fs::read(&path).unwrap(), b"new");
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn what_cannot_be_settled_is_not_in_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("daemon.json");
+        fs::write(&path, "old").unwrap();
+        let full = |_: &File| Err(io::Error::from(io::ErrorKind::StorageFull));
+        replaced(&path, b"new", 0o644, full).unwrap_err();
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        replaced(&path, b"new", 0o644, File::sync_all).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
     }
 
     #[test]

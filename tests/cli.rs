@@ -94,7 +94,8 @@ fn setup_edits_daemon_json_and_undo_gives_back_the_file() {
     let done = setup(&dir, "docker", "daemon.json", &["--default"]);
     let line = format!("{path}: sublet is in; `systemctl reload docker` puts it in force.\n");
     assert_eq!((text(&done.stdout), ended(&done)), (line, (Some(0), String::new())));
-    assert_eq!(fs::read_to_string(&before).unwrap(), found);
+    let record = "{\"made_file\":false,\"made\":[\"runtimes\"],\"replaced\":{\"default-runtime\":null,\"runtimes.sublet\":null}}\n";
+    assert_eq!(fs::read_to_string(&before).unwrap(), record);
     for file in [&file, &before] {
         assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o7777, 0o600);
     }
@@ -168,6 +169,16 @@ fn new_files_come_and_go() {
     }
     assert!(!dir.path().join("docker/daemon.json.before-sublet").exists());
     assert!(dir.path().join("containerd").exists() && !dir.path().join("crio/crio.conf.d").exists());
+}
+
+#[test]
+fn a_directory_that_was_there_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("crio.conf.d")).unwrap();
+    for options in [&[][..], &["--default"], &["--undo"]] {
+        assert_eq!(ended(&setup(&dir, "crio", "crio.conf.d/sublet.conf", options)), (Some(0), String::new()));
+    }
+    assert!(dir.path().join("crio.conf.d").exists() && !dir.path().join("crio.conf.d/sublet.conf").exists());
 }
 
 #[test]

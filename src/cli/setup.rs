@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail};
 use clap::ValueEnum;
 
 use crate::config::Config;
-use crate::replace::replace;
+use crate::replace::{replace_durably as replace, sync_directory};
 use crate::setup::{self, Wish, containerd, crio, docker, files, podman};
 use crate::text::safe;
 
@@ -88,6 +88,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let found = files::read(&path).map_err(|error| cannot("read", &path, &error))?;
     let wanted =
         edited(arguments, &path, found.as_deref(), config).with_context(|| safe(&path.to_string_lossy()))?;
+    let Edited { text: wanted, record } = wanted;
     if wanted == found {
         println!("{}: nothing to do.", path.display());
         return Ok(ExitCode::SUCCESS);
@@ -96,7 +97,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         print!("{}", diff(&path, found.as_deref(), wanted.as_deref()));
         return Ok(ExitCode::SUCCESS);
     }
-    store(arguments, &path, found.as_deref(), wanted.as_deref())?;
+    store(arguments, &path, found.as_deref(), (wanted.as_deref(), record.as_deref()))?;
     let text = wanted.as_deref().unwrap_or("{}");
     let whole = arguments.undo || docker_cdi(text) && !docker_cdi(found.as_deref().unwrap_or("{}"));
     let done = if arguments.undo { "sublet is out" } else { "sublet is in" };
@@ -151,27 +152,47 @@ fn refuse_unserved(engine: Engine) -> anyhow::Result<()> {
     }
 }
 
-/// The file as it should be; `None`: gone.
+/// The file as it should be (`None`: gone), and the record beside it.
+struct Edited {
+    text: Option<String>,
+    record: Option<String>,
+}
+
 fn edited(
     arguments: &Arguments,
     path: &Path,
     found: Option<&str>,
     config: &Config,
-) -> anyhow::Result<Option<String>> {
+) -> anyhow::Result<Edited> {
+    let record =
+        files::read(&files::record(path)).map_err(|error| cannot("read", &files::record(path), &error))?;
+    let record = record.as_deref();
     if arguments.undo {
-        return Ok(match arguments.engine {
-            Engine::Docker => docker::undo(found, files::read(&files::before(path))?.as_deref())?,
+        let text = match arguments.engine {
+            Engine::Docker => docker::undo(found, record)?,
             Engine::Containerd => containerd::undo(found)?,
             Engine::Podman | Engine::Crio => setup::undo_drop_in(found)?,
-        });
+        };
+        return Ok(Edited { text, record: None });
     }
     let wish = wish(arguments, config)?;
-    Ok(Some(match arguments.engine {
-        Engine::Docker => docker::set_up(found, &wish)?,
+    let text = match arguments.engine {
+        Engine::Docker => {
+            let (text, record) = docker::set_up(found, record, &wish)?;
+            return Ok(Edited { text: Some(text), record: Some(record) });
+        }
         Engine::Containerd => containerd::set_up(found, &wish)?,
-        Engine::Crio => crio::set_up(found, &wish)?,
-        Engine::Podman => podman::set_up(found, &weaker(path)?, &wish)?,
-    }))
+        Engine::Crio => in_directory(path, found, crio::set_up(found, &wish)?),
+        Engine::Podman => in_directory(path, found, podman::set_up(found, &weaker(path)?, &wish)?),
+    };
+    Ok(Edited { text: Some(text), record: None })
+}
+
+/// The drop-in `text`, with a note where its directory is made for it, now or by the setup before.
+fn in_directory(path: &Path, found: Option<&str>, text: String) -> String {
+    let missing = path.parent().is_some_and(|directory| !directory.exists());
+    let ours = missing || found.is_some_and(setup::made_directory);
+    if ours { text + setup::MADE_DIRECTORY } else { text }
 }
 
 fn wish(arguments: &Arguments, config: &Config) -> anyhow::Result<Wish> {
@@ -223,9 +244,9 @@ fn store(
     arguments: &Arguments,
     path: &Path,
     found: Option<&str>,
-    wanted: Option<&str>,
+    (wanted, record): (Option<&str>, Option<&str>),
 ) -> anyhow::Result<()> {
-    let before = files::before(path);
+    let beside = files::record(path);
     let failed = |path: &Path| {
         let path = path.to_owned();
         move |error: io::Error| cannot("write", &path, &error)
@@ -233,24 +254,26 @@ fn store(
     if let Some(directory) = path.parent() {
         fs::DirBuilder::new().recursive(true).mode(0o755).create(directory).map_err(failed(directory))?;
     }
-    let first = arguments.engine == Engine::Docker
-        && !arguments.undo
-        && !found.is_some_and(|text| docker::is_set_up(text).unwrap_or(false));
-    if first {
+    let before = record.and_then(|_| fs::read(&beside).ok());
+    if let Some(record) = record {
         let mode = fs::metadata(path).map_or(0o644, |there| there.mode() & 0o7777);
-        replace(&before, found.unwrap_or_default().as_bytes(), mode).map_err(failed(&before))?;
+        replace(&beside, record.as_bytes(), mode).map_err(failed(&beside))?;
     }
     let written = match wanted {
         Some(text) => replace(path, text.as_bytes(), 0o644),
-        None => fs::remove_file(path),
+        None => fs::remove_file(path).map(|()| sync_directory(path)),
     };
-    if written.is_err() && first {
-        let _ = fs::remove_file(&before);
+    if written.is_err() && record.is_some() {
+        // As it was: an undo of what has not been done would go by it.
+        let _ = match before {
+            Some(before) => replace(&beside, &before, 0o644),
+            None => fs::remove_file(&beside),
+        };
     }
     written.map_err(failed(path))?;
     if arguments.undo {
-        let _ = fs::remove_file(before);
-        if path.parent().is_some_and(|directory| directory.to_string_lossy().ends_with(".conf.d")) {
+        let _ = fs::remove_file(beside);
+        if found.is_some_and(setup::made_directory) {
             // Only where it is empty now.
             let _ = path.parent().map(fs::remove_dir);
         }

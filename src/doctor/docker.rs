@@ -21,17 +21,26 @@ pub(super) fn docker(host: &Host<'_>) -> Outcome {
         return pass("not installed");
     }
     let text = host.text(FILE).unwrap_or_else(|| "{}".to_owned());
+    if text.trim().is_empty() {
+        // dockerd 26.1 starts with it (`--validate`: configuration OK); no setup edits it.
+        return warn(format!("{FILE} is empty"), format!("rm {FILE} && sublet setup docker"));
+    }
     match daemon_json::runtime(&text) {
         Err(error) => fail(format!("{FILE}: {error}"), format!("correct {FILE}")),
         Ok(None) if shares_by_cdi(host, &text) => pass("no runtime sublet; CDI devices of shares"),
         Ok(None) => warn(format!("{FILE} has no runtime sublet"), "sublet setup docker"),
-        Ok(Some(path)) if !host.at(&path).is_file() => fail(
+        Ok(Some(path)) if !is_there(host, &path) => fail(
             format!("runtime sublet is {}, which is not there", safe(&path)),
             "sublet setup docker --undo, then sublet setup docker",
         ),
         Ok(Some(_)) if host.quick => pass("runtime sublet is in daemon.json"),
         Ok(Some(_)) => daemon(host),
     }
+}
+
+/// A program without a slash is looked up in PATH, as dockerd does.
+fn is_there(host: &Host<'_>, program: &str) -> bool {
+    if program.contains('/') { host.at(program).is_file() } else { host.program(program).is_some() }
 }
 
 fn shares_by_cdi(host: &Host<'_>, text: &str) -> bool {
@@ -73,11 +82,15 @@ mod tests {
         assert!(told(docker(&fake.host()), Warn).0.starts_with("a snap"));
         fake.file("/usr/bin/dockerd", "");
         assert_eq!(told(docker(&fake.host()), Warn).1, "sublet setup docker");
+        fake.file(FILE, " \n");
+        assert_eq!(told(docker(&fake.host()), Warn).0, "/etc/docker/daemon.json is empty");
         fake.file(FILE, "{ \"runtimes\": ");
         assert!(told(docker(&fake.host()), Fail).0.contains("it is no valid JSON"));
         fake.file(FILE, r#"{"runtimes": {"sublet": {"path": "/usr/bin/sublet-runtime"}}}"#);
         assert!(told(docker(&fake.host()), Fail).0.contains("which is not there"));
         fake.file("/usr/bin/sublet-runtime", "");
+        assert_eq!(told(docker(&fake.host()), Warn).1, "systemctl start docker");
+        fake.file(FILE, r#"{"runtimes": {"sublet": {"path": "sublet-runtime"}}}"#);
         assert_eq!(told(docker(&fake.host()), Warn).1, "systemctl start docker");
         let old = Host { ask: |_| Some("20.10.24+dfsg1\n".into()), ..fake.host() };
         assert!(told(docker(&old), Fail).0.contains("knows no --annotation"));

@@ -180,6 +180,9 @@ pub(super) fn persistence(host: &Host<'_>) -> Outcome {
     if host.at("/run/nvidia-persistenced/socket").exists() {
         return pass("nvidia-persistenced runs");
     }
+    if host.quick {
+        return pass("no nvidia-persistenced; a quick look does not ask for the persistence mode");
+    }
     let smi = host.inventory.as_ref().ok().and_then(|inventory| inventory.driver.smi.clone());
     let query = ["--query-gpu=persistence_mode", "--format=csv,noheader"];
     let told = smi.and_then(|smi| (host.ask)(&[&*smi.to_string_lossy(), query[0], query[1]]));
@@ -303,6 +306,7 @@ mod tests {
     fn persistence_is_the_daemons_or_the_old_mode() {
         let fake = Fake::new();
         told(persistence(&fake.host()), Warn);
+        passed(persistence(&Host { quick: true, ..fake.host() }));
         let mut inventory = host(vec![device(0)]);
         inventory.driver.smi = Some("/usr/bin/nvidia-smi".into());
         let with = |ask| Host { ask, inventory: Ok(inventory.clone()), ..fake.host() };

@@ -11,7 +11,7 @@ use nix::unistd::{Group, User};
 use super::driver::{make_links, unlinked};
 use super::{Host, Outcome, fail, pass, shown, version, warn};
 use crate::config::PolicyRule;
-use crate::guard;
+use crate::guard::{self, Sight};
 use crate::serve::client::{Broker, BrokerError};
 use crate::text::safe;
 
@@ -97,9 +97,9 @@ pub(super) fn daemon_reload(host: &Host<'_>) -> Outcome {
 /// The service: needed for the guard, for users without root, and to keep CDI devices current. A quick look does
 /// not speak to it: that would start one that its socket stands for.
 pub(super) fn serve(host: &Host<'_>) -> Outcome {
-    let guards = !host.config.guard.enabled || guard::sight(host.config) != guard::Sight::None;
+    let sight = if host.config.guard.enabled { guard::sight(host.config) } else { Sight::All };
     let path = crate::serve::socket(host.config);
-    let Ok(there) = fs::metadata(&path) else { return without_socket(host, guards) };
+    let Ok(there) = fs::metadata(&path) else { return without_socket(host, &sight) };
     if !there.file_type().is_socket() {
         return fail(
             format!("{} is no socket", shown(&path)),
@@ -112,13 +112,14 @@ pub(super) fn serve(host: &Host<'_>) -> Outcome {
             warn(error.to_string(), "systemctl restart sublet.socket")
         }
         Err(error) => warn(error.to_string(), "systemctl restart sublet.service"),
-        Ok(()) if !guards => unguarded(),
-        Ok(()) if host.quick => pass(format!("{} is there", shown(&path))),
-        Ok(()) => pass(format!("{} answers", shown(&path))),
+        Ok(()) => {
+            let verb = if host.quick { "is there" } else { "answers" };
+            unguarded(&sight).unwrap_or_else(|| pass(format!("{} {verb}", shown(&path))))
+        }
     }
 }
 
-fn without_socket(host: &Host<'_>, guards: bool) -> Outcome {
+fn without_socket(host: &Host<'_>, sight: &Sight) -> Outcome {
     if !host.config.policy.is_empty() {
         return warn(
             "no socket, and [[policy]] promises shares to users",
@@ -131,14 +132,21 @@ fn without_socket(host: &Host<'_>, guards: bool) -> Outcome {
             "systemctl enable --now sublet.service (or `sublet cdi generate` after each change)",
         );
     }
-    if guards { pass("no socket; nothing of this configuration needs it") } else { unguarded() }
+    unguarded(sight).unwrap_or_else(|| pass("no socket; nothing of this configuration needs it"))
 }
 
-fn unguarded() -> Outcome {
-    warn(
-        "the guard ([guard], part of the service) does not watch: shares are not enforced from the host",
-        "systemctl enable --now sublet.service (or [guard] enabled = false)",
-    )
+/// What the guard does not see.
+fn unguarded(sight: &Sight) -> Option<Outcome> {
+    match sight {
+        Sight::All => None,
+        Sight::Blind(why) => {
+            Some(warn(format!("the guard is blind: {}", safe(&why.join("; "))), "as it says"))
+        }
+        Sight::None => Some(warn(
+            "the guard ([guard], part of the service) does not watch: limits bind honest programs only",
+            "systemctl enable --now sublet.service (or [guard] enabled = false)",
+        )),
+    }
 }
 
 /// Who may take shares without root.

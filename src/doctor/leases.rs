@@ -7,17 +7,14 @@ use std::path::{Path, PathBuf};
 
 use super::stray::processes;
 use super::{Host, Outcome, pass, warn};
-use crate::ledger::{Lease, LeaseState, Ledger};
+use crate::ledger::Ledger;
 use crate::text::safe;
 
 /// Leases that nothing holds any more: the next command frees them, where one comes.
 pub(super) fn without_containers(host: &Host<'_>) -> Outcome {
     let Ok(ledger) = &host.ledger else { return pass("unknown without a ledger") };
-    let held = |lease: &&Lease| match &lease.init {
-        Some(_) => lease.has_processes(),
-        None => lease.state != LeaseState::Pending || lease.owner.is_alive(),
-    };
-    let (held, gone): (Vec<&Lease>, Vec<&Lease>) = ledger.leases.iter().partition(held);
+    // A container's first process may stand in its runtime's record alone until somebody looks.
+    let (Ledger { leases: held, .. }, gone) = ledger.settled();
     if gone.is_empty() {
         return pass(format!("{}, each of a container", held.len()));
     }
@@ -41,7 +38,7 @@ pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
     let proc = host.at("/proc");
     let own = namespace(&proc.join("self"), "mnt");
     let mut found: BTreeMap<String, User> = BTreeMap::new();
-    let leased = leased(ledger);
+    let leased = &leased(ledger) | &leased(&ledger.settled().0);
     for pid in processes(&proc) {
         let process = proc.join(pid.to_string());
         let in_container = namespace(&process, "mnt").is_some_and(|mounts| Some(mounts) != own);
@@ -138,6 +135,20 @@ mod tests {
         assert_eq!(fix, "sublet gc");
         host.ledger.as_mut().unwrap().leases.pop();
         passed(without_containers(&host));
+    }
+
+    #[test]
+    fn a_container_that_only_its_runtime_knows_of_is_none_that_is_gone() {
+        let fake = Fake::new();
+        let us = Process::current().unwrap();
+        let status =
+            format!(r#"{{"pid": {}, "process-start-time": {}, "cgroup-path": "/x"}}"#, us.pid, us.start_time);
+        fake.file("/run/crun/c/status", &status);
+        let mut lease = lease(1, "GPU-0");
+        lease.container.record = fake.path("/run/crun/c");
+        let mut host = fake.host();
+        host.ledger.as_mut().unwrap().leases.push(lease);
+        assert_eq!(passed(without_containers(&host)), "1, each of a container");
     }
 
     const ID: &str = "d55c611b20c2aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";

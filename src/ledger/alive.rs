@@ -114,6 +114,17 @@ fn is_of(record: &Record, lease: &Lease) -> bool {
     }
 }
 
+#[cfg(feature = "cli")]
+impl Ledger {
+    /// As it would be after [`super::Store::update`], and what that would free; nothing is written.
+    #[must_use]
+    pub fn settled(&self) -> (Self, Freed) {
+        let mut ledger = self.clone();
+        let freed = reclaim(&mut ledger);
+        (ledger, freed)
+    }
+}
+
 impl Lease {
     /// Whether its container's first process, or anything in its cgroup, still runs.
     #[must_use]

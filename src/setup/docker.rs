@@ -1,7 +1,11 @@
 //! Docker's `daemon.json`: the runtime, the default runtime, CDI devices (docs.docker.com, "dockerd").
 //!
-//! JSON has no comments to mark our members with. So the file as it was found is kept beside it (`before`):
-//! an undo asks it which objects and which `features.cdi` were there.
+//! JSON has no comments to mark our members with. So what a setup puts in is written down beside the file (the
+//! record), with what stood there: an undo takes out that, and nothing that others have written since.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
 
 use super::{NAME, SetupError, Wish, json, quoted};
 
@@ -9,12 +13,62 @@ const RUNTIME: [&str; 2] = ["runtimes", NAME];
 const DEFAULT: [&str; 1] = ["default-runtime"];
 const CDI: [&str; 2] = ["features", "cdi"];
 
-/// `daemon.json` that knows sublet; `found` is what it says now.
+/// What setups have put in. Keys are joined with dots.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Record {
+    /// Whether there was no file.
+    #[serde(default)]
+    made_file: bool,
+    /// Objects that were not there.
+    #[serde(default)]
+    made: BTreeSet<String>,
+    /// The values that ours replaced, as JSON text; `None`: there was none.
+    #[serde(default)]
+    replaced: BTreeMap<String, Option<String>>,
+}
+
+impl Record {
+    fn parse(text: &str) -> Result<Self, SetupError> {
+        serde_json::from_str(text).map_err(|error| SetupError::Altered {
+            why: format!(
+                "its record beside the file cannot be read ({error}): remove that, and our lines by hand"
+            ),
+        })
+    }
+
+    /// `text` with `value` at `path`, and what was there noted.
+    fn put(&mut self, text: &str, path: &[&str], value: &str) -> Result<String, SetupError> {
+        let was = json::get(text, path)?.map(str::to_owned);
+        let parents = &path[..path.len() - 1];
+        if json::get(text, parents)?.is_none() {
+            self.made.insert(parents.join("."));
+        }
+        self.replaced.insert(path.join("."), was);
+        json::set(text, path, value)
+    }
+
+    /// What stood at `path`, where a setup has put something there.
+    fn replaced(&self, path: &[&str]) -> Option<Option<&str>> {
+        self.replaced.get(&path.join(".")).map(Option::as_deref)
+    }
+}
+
+/// `daemon.json` that knows sublet, and the record of it; `found` is what it says now, `record` what the setup
+/// before wrote down, if there was one.
 ///
 /// # Errors
 /// It is no JSON object, or its `runtimes.sublet` is another one.
-pub fn set_up(found: Option<&str>, wish: &Wish) -> Result<String, SetupError> {
+pub fn set_up(
+    found: Option<&str>,
+    record: Option<&str>,
+    wish: &Wish,
+) -> Result<(String, String), SetupError> {
     let mut text = found.unwrap_or("{\n}\n").to_owned();
+    let mut record = match record.filter(|_| is_set_up(&text) == Ok(true)) {
+        Some(record) => Record::parse(record)?,
+        // One that is there is of a setup that somebody has undone by hand.
+        None => Record { made_file: found.is_none(), ..Record::default() },
+    };
     json::check(&text)?;
     let runtime = format!("{{ \"path\": {} }}", quoted(&wish.runtime)?);
     match json::get(&text, &RUNTIME)? {
@@ -22,45 +76,45 @@ pub fn set_up(found: Option<&str>, wish: &Wish) -> Result<String, SetupError> {
             return Err(SetupError::Taken { what: RUNTIME.join(".") });
         }
         Some(_) => {}
-        None => text = json::set(&text, &RUNTIME, &runtime)?,
+        None => text = record.put(&text, &RUNTIME, &runtime)?,
     }
     if wish.default && !is_default(&text)? {
-        text = json::set(&text, &DEFAULT, &format!("\"{NAME}\""))?;
+        text = record.put(&text, &DEFAULT, &format!("\"{NAME}\""))?;
     }
     if wish.cdi && !has_cdi(&text)? {
-        text = json::set(&text, &CDI, "true")?;
+        text = record.put(&text, &CDI, "true")?;
     }
-    Ok(text)
+    json::check(&text)?;
+    let record = serde_json::to_string(&record).unwrap_or_default();
+    Ok((text, format!("{record}\n")))
 }
 
-/// `daemon.json` without sublet; `None`: no such file. `before` is what [`set_up`] found first, where that is
-/// still known: an empty one where there was no file.
+/// `daemon.json` without sublet; `None`: no such file. `record` is [`set_up`]'s, where it is still there; without
+/// it only what names us goes.
 ///
 /// # Errors
-/// It is no JSON object.
-pub fn undo(found: Option<&str>, before: Option<&str>) -> Result<Option<String>, SetupError> {
+/// It is no JSON object, or what we put in is none any more.
+pub fn undo(found: Option<&str>, record: Option<&str>) -> Result<Option<String>, SetupError> {
     let Some(found) = found else { return Ok(None) };
     json::check(found)?;
-    if let Some(before) = before.filter(|text| !text.is_empty()) {
-        json::check(before)?;
-    }
-    let was = |path: &[&str]| match before {
-        Some("") | None => Ok(None),
-        Some(before) => json::get(before, path),
-    };
+    let known = record.is_some();
+    let record = record.map_or(Ok(Record::default()), Record::parse)?;
     let mut text = json::remove(found, &RUNTIME)?;
     if is_default(&text)? {
-        text = put_back(&text, &DEFAULT, was(&DEFAULT)?)?;
+        // Whoever wrote it: without the runtime dockerd would not start.
+        text = put_back(&text, &DEFAULT, record.replaced(&DEFAULT).flatten())?;
     }
-    if before.is_some() && has_cdi(&text)? {
-        text = put_back(&text, &CDI, was(&CDI)?)?;
+    if let Some(was) = record.replaced(&CDI).filter(|_| has_cdi(&text) == Ok(true)) {
+        text = put_back(&text, &CDI, was)?;
     }
     for parent in [&RUNTIME[..1], &CDI[..1]] {
-        if was(parent)?.is_none() && json::is_empty(&text, parent)? {
+        let ours = !known || record.made.contains(&parent.join("."));
+        if ours && json::is_empty(&text, parent)? {
             text = json::remove(&text, parent)?;
         }
     }
-    Ok(if before == Some("") && json::is_empty(&text, &[])? { None } else { Some(text) })
+    json::check(&text)?;
+    Ok(if record.made_file && json::is_empty(&text, &[])? { None } else { Some(text) })
 }
 
 /// The program of the runtime sublet, where there is that runtime.
@@ -128,11 +182,11 @@ mod tests {
 
     #[test]
     fn a_new_file_is_whole_and_goes_again() {
-        let text = set_up(None, &wish()).unwrap();
+        let (text, record) = set_up(None, None, &wish()).unwrap();
         assert_eq!(text, "{\n  \"runtimes\": { \"sublet\": { \"path\": \"/usr/bin/sublet-runtime\" } }\n}\n");
-        assert_eq!(undo(Some(&text), Some("")).unwrap(), None);
-        let text = set_up(None, &all()).unwrap();
-        assert_eq!(undo(Some(&text), Some("")).unwrap(), None);
+        assert_eq!(undo(Some(&text), Some(&record)).unwrap(), None);
+        let (text, record) = set_up(None, None, &all()).unwrap();
+        assert_eq!(undo(Some(&text), Some(&record)).unwrap(), None);
         assert_eq!(undo(None, None).unwrap(), None);
     }
 
@@ -140,29 +194,54 @@ mod tests {
     fn what_is_there_stays_as_it_is() {
         let found = "{\n    \"default-runtime\" : \"nvidia\",\n    \"runtimes\": {\n        \
                      \"nvidia\": {\"args\":[],\"path\": \"nvidia-container-runtime\"}\n    }\n}";
-        let text = set_up(Some(found), &all()).unwrap();
+        let (text, record) = set_up(Some(found), None, &all()).unwrap();
         let expected = "{\n    \"features\": { \"cdi\": true },\n    \"default-runtime\" : \"sublet\",\n    \
                         \"runtimes\": {\n        \"sublet\": { \"path\": \"/usr/bin/sublet-runtime\" },\n        \
                         \"nvidia\": {\"args\":[],\"path\": \"nvidia-container-runtime\"}\n    }\n}";
         assert_eq!(text, expected);
-        assert_eq!(set_up(Some(&text), &all()).unwrap(), text, "a second time changes nothing");
-        assert_eq!(undo(Some(&text), Some(found)).unwrap().as_deref(), Some(found));
+        let again = set_up(Some(&text), Some(&record), &all()).unwrap();
+        assert_eq!(again, (text.clone(), record.clone()), "a second time changes nothing");
+        assert_eq!(undo(Some(&text), Some(&record)).unwrap().as_deref(), Some(found));
     }
 
     #[test]
     fn later_edits_of_others_outlive_the_undo() {
         let before = r#"{"debug": false}"#;
-        let text = set_up(Some(before), &all()).unwrap();
+        let (text, record) = set_up(Some(before), None, &all()).unwrap();
         let edited = text
             .replace("\"debug\": false", "\"debug\": true, \"log-level\": \"warn\"")
             .replace("{ \"sublet\"", "{ \"kata\": {\"path\": \"kata\"}, \"sublet\"");
-        let left = undo(Some(&edited), Some(before)).unwrap().unwrap();
+        let left = undo(Some(&edited), Some(&record)).unwrap().unwrap();
         assert_eq!(left, r#"{"runtimes": { "kata": {"path": "kata"} },"debug": true, "log-level": "warn"}"#);
     }
 
     #[test]
-    fn without_the_file_of_before_only_what_names_us_goes() {
-        let text = set_up(Some(r#"{"debug": true}"#), &all()).unwrap();
+    fn an_undo_takes_out_what_setups_put_in_and_not_what_others_did() {
+        let before = r#"{"debug": true}"#;
+        let (text, record) = set_up(Some(before), None, &wish()).unwrap();
+        let theirs = text.replace("\"debug\"", "\"features\": {\"cdi\": true}, \"debug\"");
+        let left = undo(Some(&theirs), Some(&record)).unwrap().unwrap();
+        assert_eq!(left, r#"{"features": {"cdi": true}, "debug": true}"#);
+        let kata = text.replace("\"debug\"", "\"default-runtime\": \"kata\", \"debug\"");
+        let (text, record) = set_up(Some(&kata), Some(&record), &all()).unwrap();
+        let left = undo(Some(&text), Some(&record)).unwrap().unwrap();
+        assert_eq!(left, r#"{"default-runtime": "kata", "debug": true}"#);
+        let emptied = text.replace("\"debug\": true", "\"default-runtime\": \"x\", \"debug\": true");
+        assert!(undo(Some(&emptied), Some(&record)).unwrap_err().to_string().contains("stands there twice"));
+        assert!(undo(Some(&text), Some(before)).is_ok() && undo(Some(&text), Some("{")).is_err());
+    }
+
+    #[test]
+    fn a_record_of_a_setup_that_was_undone_by_hand_says_nothing() {
+        let (_, old) = set_up(None, None, &all()).unwrap();
+        let found = r#"{"default-runtime": "kata"}"#;
+        let (text, record) = set_up(Some(found), Some(&old), &all()).unwrap();
+        assert_eq!(undo(Some(&text), Some(&record)).unwrap().as_deref(), Some(found));
+    }
+
+    #[test]
+    fn without_the_record_only_what_names_us_goes() {
+        let (text, _) = set_up(Some(r#"{"debug": true}"#), None, &all()).unwrap();
         let left = undo(Some(&text), None).unwrap().unwrap();
         assert_eq!(left, r#"{"features": { "cdi": true },"debug": true}"#);
     }
@@ -171,7 +250,7 @@ mod tests {
     fn another_sublet_is_refused() {
         let found = r#"{"runtimes": {"sublet": {"path": "/opt/sublet-runtime"}}}"#;
         assert_eq!(
-            set_up(Some(found), &wish()).unwrap_err().to_string(),
+            set_up(Some(found), None, &wish()).unwrap_err().to_string(),
             "runtimes.sublet is there already, and is not what this sublet would write: take it out, then try again"
         );
     }
@@ -226,20 +305,24 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_undo_gives_back_every_byte(found in file(), default: bool, cdi: bool) {
+        fn an_undo_gives_back_every_byte(found in file(), default: bool, cdi: bool, in_steps: bool) {
             let wish = Wish { default, cdi, ..wish() };
-            let text = set_up(Some(&found), &wish).unwrap();
+            let plain = Wish { default: false, cdi: false, ..wish.clone() };
+            let first = in_steps.then(|| set_up(Some(&found), None, &plain).unwrap()).unzip();
+            let now = first.0.as_deref().unwrap_or(&found);
+            let (text, record) = set_up(Some(now), first.1.as_deref(), &wish).unwrap();
             prop_assert!(is_set_up(&text).unwrap());
             prop_assert!(serde_json::from_str::<serde_json::Value>(&text).is_ok(), "{text}");
-            prop_assert_eq!(&set_up(Some(&text), &wish).unwrap(), &text);
-            prop_assert_eq!(undo(Some(&text), Some(&found)).unwrap(), Some(found));
+            let again = set_up(Some(&text), Some(&record), &wish).unwrap();
+            prop_assert_eq!(&again, &(text.clone(), record.clone()));
+            prop_assert_eq!(undo(Some(&text), Some(&record)).unwrap(), Some(found));
         }
 
         #[test]
         fn a_torn_file_is_refused(found in file(), cut: prop::sample::Index) {
             let upto = found.trim_end().len();
             let cut = (0..=cut.index(upto)).rev().find(|at| found.is_char_boundary(*at));
-            prop_assert!(set_up(Some(&found[..cut.unwrap_or(0)]), &wish()).is_err());
+            prop_assert!(set_up(Some(&found[..cut.unwrap_or(0)]), None, &wish()).is_err());
         }
     }
 }

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use crate::inventory::under;
 
-/// The file that knows nothing of sublet yet, as it was before the first setup. Empty: there was none.
+/// Where a setup of Docker writes down what it put into `path`, for its undo.
 #[must_use]
-pub fn before(path: &Path) -> PathBuf {
+pub fn record(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".before-sublet");
     PathBuf::from(name)

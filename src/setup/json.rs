@@ -76,6 +76,9 @@ fn indented(space: &str) -> String {
 /// # Errors
 /// As [`get`].
 pub(super) fn remove(text: &str, path: &[&str]) -> Result<String, SetupError> {
+    if value_at(text, path)?.is_none() {
+        return Ok(text.to_owned());
+    }
     let Some((name, parents)) = path.split_last() else { return Ok(text.to_owned()) };
     let Some(object) = value_at(text, parents)? else { return Ok(text.to_owned()) };
     let members = members(text, object.start);
@@ -191,6 +194,8 @@ mod tests {
         assert_eq!(gone(r#"{ "a": 1, "b": {"b": 2}, "c": 3 }"#), r#"{ "a": 1, "c": 3 }"#);
         assert_eq!(gone(r#"{ "b": 1 }"#), r"{ }");
         assert_eq!(gone(r#"{ "a": 1 }"#), r#"{ "a": 1 }"#);
+        remove(r#"{ "a": ["b", "c"] }"#, &["a", "b"]).unwrap_err();
+        remove(r#"{ "b": 1, "b": 2 }"#, &["b"]).unwrap_err();
     }
 
     #[test]

@@ -119,6 +119,15 @@ fn own_drop_in(found: Option<&str>) -> Result<(), SetupError> {
     }
 }
 
+/// How a drop-in ends whose directory a setup has made.
+pub const MADE_DIRECTORY: &str = "# Its directory was made for it.\n";
+
+/// Whether the directory of the drop-in `text` goes with it, where nothing else is in it.
+#[must_use]
+pub fn made_directory(text: &str) -> bool {
+    text.ends_with(MADE_DIRECTORY)
+}
+
 /// How a drop-in of ours begins.
 const DROP_IN: &str = "# Written by `sublet setup";
 
