@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use super::AdmitError;
 use crate::config::Config;
-use crate::inventory::Inventory;
+use crate::inventory::{Device, Inventory};
 use crate::ledger::{Awaited, LeaseId, Ledger, Store};
 use crate::own;
-use crate::place::{Order, expected};
+use crate::place::{Most, Order, Size, expected};
 use crate::process::Process;
 use crate::request::Request;
 use crate::serve::caps::Cap;
@@ -57,14 +57,24 @@ pub(super) fn order(
     ledger: &Ledger,
     config: &Config,
 ) -> Option<Result<Order, AdmitError>> {
-    let order = Order::of(request, inventory, ledger, config).filter(|_| config.mig.dynamic)?;
+    let mut order = Order::of(request, inventory, ledger, config).filter(|_| config.mig.dynamic)?;
     let Some(cap) = cap else { return Some(Ok(order)) };
     if !cap.rule.dynamic {
         return None;
     }
     // Whoever may not have it in the end shall not have it made.
+    for site in &mut order.sites {
+        let gpu = inventory.device(&site.gpu);
+        site.most = gpu.map(|gpu| most(request, gpu, cap, ledger));
+    }
     let may = cap.check(&expected(request), ledger).map_err(|error| AdmitError::Cap(Box::new(error)));
     Some(may.map(|()| order))
+}
+
+/// How large an instance on `gpu` the user may have.
+fn most(request: &Request, gpu: &Device, cap: Cap<'_>, ledger: &Ledger) -> Most {
+    let beside = |ledger: &Ledger| Size::within(request, gpu, cap.room(ledger));
+    Most { now: beside(ledger), ever: beside(&Ledger::empty(&ledger.boot_id)) }
 }
 
 /// Makes it, kept for lease `id` of `container` until that is taken or given up.

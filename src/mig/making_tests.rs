@@ -5,7 +5,7 @@ use crate::place::Site;
 use crate::process::Process;
 
 fn order(name: &str) -> Order {
-    let site = Site { gpu: "GPU-0".into(), memory_bytes: 0, sms: 0 };
+    let site = Site { gpu: "GPU-0".into(), memory_bytes: 0, sms: 0, most: None };
     Order { sites: vec![site], profile: Some(name.into()) }
 }
 

@@ -265,6 +265,44 @@ fn users_have_them_made_where_their_policy_says_so() {
 }
 
 #[test]
+fn no_user_has_one_made_that_their_policy_does_not_allow() {
+    if skip_unless_root() {
+        return;
+    }
+    let speak = Path::new(env!("CARGO_BIN_EXE_speak"));
+    // Of an H200's 132 SMs, 26.
+    let policy = format!("{DYNAMIC}[[policy]]\nuser = 1000\ndynamic = true\nsm = 20\nmemory = \"20GiB\"\n");
+    let mut host = Host::new(HOPPER, &policy, speak);
+    host.start();
+    let trace = host.world.driver_root.as_ref().expect("simulated").join("sim/trace");
+    std::fs::write(&trace, "").expect("a trace");
+    let cases: [(&[(&str, &str)], &str); 3] = [
+        (&[("sublet.mig", "3g.71gb")], "leaves you 26 SMs of GPU 0, and a 3g.71gb has 60: ask for less"),
+        (
+            &[("sublet.mode", "mig"), ("sublet.memory", "21GiB")],
+            "leaves you 20480 MiB of GPU 0, and a 1g.35gb",
+        ),
+        (
+            &[("sublet.mig", "2g.35gb"), ("sublet.sm", "10"), ("sublet.memory", "75%")],
+            "leaves you 27307 MiB of GPU 0, and a 2g.35gb",
+        ),
+    ];
+    for (annotations, expected) in cases {
+        let refused = host.bundle(1000, "refused", annotations, HOLD).create();
+        assert!(!refused.ok && refused.stderr.contains(expected), "{annotations:?}: {}", refused.stderr);
+    }
+    let calls = std::fs::read_to_string(&trace).expect("a trace");
+    assert!(calls.contains("nvmlDeviceGetGpuInstances") && !calls.contains("CreateGpuInstance"), "{calls}");
+    let one = host.bundle(1000, "one", &[("sublet.mode", "mig")], HOLD);
+    one.up();
+    let second = host.bundle(1000, "second", SMALL, HOLD).create();
+    let expected = "leaves you 10 SMs of GPU 0, and a 1g.18gb has 16: ask for less, or end a container first";
+    assert!(!second.ok && second.stderr.contains(expected), "{second:?}");
+    one.down();
+    assert_nothing_made(&host.world);
+}
+
+#[test]
 fn the_fuller_gpu_is_taken_first() {
     if skip_unless_root() {
         return;
