@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::process::CommandExt as _;
 use std::process::{Command, Output, Stdio};
 
 /// A command of ours with a configuration and nothing else.
@@ -52,13 +53,15 @@ fn a_full_disk_is_told() {
 
 #[test]
 fn the_programs_of_engines_say_what_they_are() {
-    let hook = |argument| Command::new(env!("CARGO_BIN_EXE_sublet-hook")).arg(argument).output().unwrap();
+    // The same program, by the name of its link.
+    let runtime = || Command::new(env!("CARGO_BIN_EXE_sublet-runtime"));
+    let hook = |argument| runtime().arg0("sublet-hook").arg(argument).output().unwrap();
     let help = hook("--help");
     assert_eq!(ended(&help), (Some(0), String::new()));
     let help = text(&help.stdout);
     assert!(help.starts_with("The OCI hook of sublet") && help.contains("sublet-hook STAGE"), "{help}");
     assert_eq!(text(&hook("--version").stdout), format!("sublet-hook {}\n", env!("CARGO_PKG_VERSION")));
-    let runtime = Command::new(env!("CARGO_BIN_EXE_sublet-runtime")).arg("--help").output().unwrap();
+    let runtime = runtime().arg("--help").output().unwrap();
     assert_eq!(ended(&runtime), (Some(0), String::new()));
     assert!(text(&runtime.stdout).starts_with("The OCI runtime shim of sublet"));
 }

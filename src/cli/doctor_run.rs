@@ -4,14 +4,23 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Output, Stdio};
+use std::process::{Command, ExitCode};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use clap::ValueEnum;
 
 use super::output::{self, Format};
 use super::probe::Probed;
+use crate::child::{self, ChildError};
+use crate::request::{self, Mode, Request};
 use crate::text::safe;
+
+/// The longest `sublet.wait`, the making of a MIG instance, and an engine's start of a container.
+const RUN_LIMIT: Duration = Duration::from_secs(240);
+
+/// A tar of a few files, an import of it, a removal.
+const STEP_LIMIT: Duration = Duration::from_secs(60);
 
 /// An engine that a probe can be run by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -46,25 +55,39 @@ const LIBRARIES: [&str; 5] = ["libm.so.6", "libdl.so.2", "libpthread.so.0", "lib
 const LOADER: &str =
     if cfg!(target_arch = "x86_64") { "lib64/ld-linux-x86-64.so.2" } else { "lib/ld-linux-aarch64.so.1" };
 
-/// Runs the probe with `annotations`; it fails where the container gets no GPU, or sees a neighbour's.
+/// Runs the probe with `annotations`; it fails where the container gets no GPU, sees a neighbour's, or has no
+/// MPS server where its share is one of MPS.
 ///
 /// # Errors
 /// The engine's words, or the probe's.
 pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> anyhow::Result<ExitCode> {
-    let made = Made::image(engine)?;
-    let annotations: Vec<String> = annotations.iter().map(|(key, value)| format!("{key}={value}")).collect();
-    let mut command = Command::new(engine.program());
-    command.args(["run", "--rm", "--network=none"]).args(engine.options());
-    for annotation in &annotations {
-        command.args(["--annotation", annotation]);
-    }
-    let told = answer(command.args([&made.image, "/sublet", "probe"]))?;
-    let probed: Probed = serde_json::from_slice(&told.stdout).context("the probe's answer")?;
+    let made = Made::image(engine.program())?;
+    let probed = made.probe(engine.options(), annotations, RUN_LIMIT)?;
     match format {
         Format::Json => output::json(&probed)?,
         Format::Table => println!("{}", table(&probed)),
     }
+    if !probed.seen.mps && wants_mps(annotations) {
+        bail!(
+            "the container is no client of an MPS server: the limits of its share are not in force; sublet status"
+        );
+    }
     Ok(if probed.neighbours_hidden { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Whether the share is certainly one of MPS, whichever device serves it.
+fn wants_mps(annotations: &[(String, String)]) -> bool {
+    let Ok(config) = crate::config::load() else { return false };
+    let request = request::parse(&annotations.iter().cloned().collect(), None, None, &config);
+    request.is_ok_and(|request| is_of_mps(&request))
+}
+
+fn is_of_mps(request: &Request) -> bool {
+    match request.mode {
+        Some(Mode::Mps) => true,
+        Some(Mode::TimeSlice) => request.memory.is_some(),
+        Some(Mode::Mig | Mode::Exclusive) | None => false,
+    }
 }
 
 fn table(probed: &Probed) -> String {
@@ -82,33 +105,54 @@ fn table(probed: &Probed) -> String {
     output::table(&["PROBE", "SAW"], rows.map(|(name, value)| vec![name.to_owned(), value]).to_vec())
 }
 
-/// The image, and the directory that it is made in; gone with this.
-struct Made {
-    engine: Engine,
+/// The image, the directory that it is made in, and the container; gone with this.
+struct Made<'a> {
+    engine: &'a str,
+    container: String,
     image: String,
     dir: PathBuf,
 }
 
-impl Made {
-    fn image(engine: Engine) -> anyhow::Result<Self> {
-        let unique = format!("sublet-doctor-{}", std::process::id());
-        let dir = std::env::temp_dir().join(&unique);
+impl<'a> Made<'a> {
+    fn new(engine: &'a str) -> anyhow::Result<Self> {
+        let container = format!("sublet-doctor-{}", std::process::id());
+        let dir = std::env::temp_dir().join(&container);
         // Not one that is there: it may be somebody's link.
         fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
-        let made = Self { engine, image: format!("{unique}:probe"), dir };
+        Ok(Self { engine, image: format!("{container}:probe"), container, dir })
+    }
+
+    fn image(engine: &'a str) -> anyhow::Result<Self> {
+        let made = Self::new(engine)?;
         let (root, archive) = (made.dir.join("root"), made.dir.join("root.tar"));
         lay_out(&root)?;
-        answer(Command::new("tar").arg("-C").arg(&root).arg("-cf").arg(&archive).arg("."))?;
-        answer(Command::new(engine.program()).arg("import").arg(&archive).arg(&made.image))?;
+        answer(Command::new("tar").arg("-C").arg(&root).arg("-cf").arg(&archive).arg("."), STEP_LIMIT)?;
+        answer(Command::new(engine).arg("import").arg(&archive).arg(&made.image), STEP_LIMIT)?;
         Ok(made)
+    }
+
+    fn probe(
+        &self,
+        options: &[&str],
+        annotations: &[(String, String)],
+        limit: Duration,
+    ) -> anyhow::Result<Probed> {
+        let mut command = Command::new(self.engine);
+        command.args(["run", "--rm", "--network=none", "--name", &self.container]).args(options);
+        for (key, value) in annotations {
+            command.arg("--annotation").arg(format!("{key}={value}"));
+        }
+        let told = answer(command.args([&self.image, "/sublet", "probe"]), limit)?;
+        serde_json::from_str(&told).context("the probe's answer")
     }
 }
 
-impl Drop for Made {
+impl Drop for Made<'_> {
     fn drop(&mut self) {
-        let mut remove = Command::new(self.engine.program());
-        let _ =
-            remove.args(["rmi", "--force", &self.image]).stdout(Stdio::null()).stderr(Stdio::null()).status();
+        // An engine that was cut off has not removed its container.
+        for [verb, what] in [["rm", &self.container], ["rmi", &self.image]] {
+            let _ = child::run_deaf(Command::new(self.engine).args([verb, "--force", what]), STEP_LIMIT);
+        }
         let _ = fs::remove_dir_all(&self.dir);
     }
 }
@@ -147,15 +191,67 @@ fn mapped(maps: &str) -> BTreeSet<PathBuf> {
     paths.filter(library).collect()
 }
 
-/// Runs a program; where it fails, its words.
-fn answer(command: &mut Command) -> anyhow::Result<Output> {
+/// What a program says; where it fails, its words.
+fn answer(command: &mut Command, limit: Duration) -> anyhow::Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot run {name}"))?;
-    if !output.status.success() {
-        let words = String::from_utf8_lossy(&output.stderr).trim().replace('\n', " ");
+    let finished = match child::run(command, "", limit) {
+        Ok(finished) => finished,
+        Err(ChildError::Io(error)) => return Err(error).with_context(|| format!("cannot run {name}")),
+        Err(ChildError::Timeout) => {
+            bail!(
+                "{name} took longer than {} s and was ended: does it answer to `{name} ps`?",
+                limit.as_secs()
+            )
+        }
+    };
+    if !finished.status.success() {
+        let words = finished.stderr.trim().replace('\n', " ");
         let pieces: Vec<char> = words.chars().take(1000).collect();
         let words: String = pieces.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect();
         bail!("{name}: {words}");
     }
-    Ok(output)
+    Ok(finished.stdout)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    #[test]
+    fn an_engine_that_hangs_is_cut_off_and_nothing_is_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let (engine, log) = (dir.path().join("engine"), dir.path().join("log"));
+        let script = format!(
+            "cat > {0} <<'E' && chmod 755 {0}\n#!/bin/sh\necho \"$@\" >> {1}\n[ $1 != run ] || exec sleep 60\nE\n",
+            engine.display(),
+            log.display()
+        );
+        // Written by another process: one of ours, forked for another test, would have it open for writing.
+        assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
+        let made = Made::new(engine.to_str().unwrap()).unwrap();
+        let (name, left) = (made.container.clone(), made.dir.clone());
+        let Err(error) = made.probe(&["--x"], &[], Duration::from_millis(300)) else { panic!() };
+        assert!(error.to_string().contains("took longer than"), "{error}");
+        drop(made);
+        let told = fs::read_to_string(log).unwrap();
+        let calls = format!(
+            "run --rm --network=none --name {name} --x {name}:probe /sublet probe\nrm --force {name}\n\
+             rmi --force {name}:probe\n"
+        );
+        assert_eq!(told, calls);
+        assert!(!left.exists());
+    }
+
+    #[test]
+    fn a_share_of_mps_is_known() {
+        let of_mps = |annotations: &[(&str, &str)]| {
+            let annotations = annotations.iter().map(|(key, value)| ((*key).into(), (*value).into()));
+            is_of_mps(&request::parse(&annotations.collect(), None, None, &Config::default()).unwrap())
+        };
+        assert!(of_mps(&[("sublet.sm", "25")]));
+        assert!(of_mps(&[("sublet.mode", "time-slice"), ("sublet.memory", "8GiB")]));
+        assert!(!of_mps(&[("sublet.mode", "exclusive")]));
+        assert!(!of_mps(&[("sublet.gpu", "any:2")]));
+    }
 }

@@ -4,31 +4,37 @@ use serde_json::{Value, json};
 
 use super::output;
 use crate::config::Config;
-use crate::guard::{self, Event};
+use crate::guard::{self, Event, Sight};
 
 /// The last of these are in the tables.
 const SHOWN: usize = 5;
 
 /// `guard` in `sublet status --format json`.
 pub fn document(config: &Config) -> Value {
-    json!({"watching": guard::is_watching(config), "events": guard::events(config)})
+    let sight = guard::sight(config);
+    let blind = if let Sight::Blind(why) = &sight { why.clone() } else { Vec::new() };
+    json!({"watching": sight == Sight::All, "blind": blind, "events": guard::events(config)})
 }
 
 /// What stands below the tables: whether there is a guard, and what it did last.
 pub fn lines(config: &Config) -> Vec<String> {
-    let mut lines = vec![state(config).to_owned()];
+    let mut lines = state(config);
     let events = guard::events(config);
     lines.extend(events[events.len().saturating_sub(SHOWN)..].iter().map(line));
     lines
 }
 
-fn state(config: &Config) -> &'static str {
-    if guard::is_watching(config) {
-        "Guard: on."
-    } else if config.guard.enabled {
-        "GUARD OFF: limits bind honest programs only; systemctl enable --now sublet.service"
-    } else {
-        "GUARD OFF: limits bind honest programs only; [guard] enabled = false in the configuration"
+fn state(config: &Config) -> Vec<String> {
+    match guard::sight(config) {
+        Sight::All => vec!["Guard: on.".to_owned()],
+        Sight::Blind(why) => why.into_iter().map(|why| format!("GUARD OFF: {why}")).collect(),
+        Sight::None if config.guard.enabled => vec![
+            "GUARD OFF: limits bind honest programs only; systemctl enable --now sublet.service".to_owned(),
+        ],
+        Sight::None => vec![
+            "GUARD OFF: limits bind honest programs only; [guard] enabled = false in the configuration"
+                .to_owned(),
+        ],
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::os::unix::fs::FileTypeExt as _;
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
@@ -12,7 +11,12 @@ use nix::unistd::{Group, User};
 use super::driver::{make_links, unlinked};
 use super::{Host, Outcome, fail, pass, shown, version, warn};
 use crate::config::PolicyRule;
+use crate::guard;
+use crate::serve::client::{Broker, BrokerError};
 use crate::text::safe;
+
+/// A service that takes longer for a word is wedged.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 /// The oldest that the tests run.
 const OLDEST: [(&str, [u32; 2]); 2] = [("runc", [1, 1]), ("crun", [1, 8])];
@@ -90,34 +94,51 @@ pub(super) fn daemon_reload(host: &Host<'_>) -> Outcome {
     )
 }
 
-/// The service: needed for users without root, and to keep CDI devices current.
+/// The service: needed for the guard, for users without root, and to keep CDI devices current. A quick look does
+/// not speak to it: that would start one that its socket stands for.
 pub(super) fn serve(host: &Host<'_>) -> Outcome {
+    let guards = !host.config.guard.enabled || guard::sight(host.config) != guard::Sight::None;
     let path = crate::serve::socket(host.config);
-    let Ok(there) = fs::metadata(&path) else {
-        return match (host.config.policy.is_empty(), host.config.share.is_empty()) {
-            (true, true) => pass("no socket; only users without root and CDI devices need it"),
-            (false, _) => warn(
-                "no socket, and [[policy]] promises shares to users",
-                "systemctl enable --now sublet.socket",
-            ),
-            (true, false) => warn(
-                "no service: CDI devices of [share] are not kept current",
-                "systemctl enable --now sublet.service (or `sublet cdi generate` after each change)",
-            ),
-        };
-    };
+    let Ok(there) = fs::metadata(&path) else { return without_socket(host, guards) };
     if !there.file_type().is_socket() {
         return fail(
             format!("{} is no socket", shown(&path)),
             format!("rm {} && systemctl restart sublet.socket", shown(&path)),
         );
     }
-    match UnixStream::connect(&path) {
-        Ok(_) => pass(format!("{} answers", shown(&path))),
-        Err(error) => {
-            warn(format!("nobody listens at {}: {error}", shown(&path)), "systemctl restart sublet.socket")
+    let asked = if host.quick { Ok(()) } else { Broker::answers(host.config, ANSWER_LIMIT) };
+    match asked {
+        Err(error @ BrokerError::NotRunning { .. }) => {
+            warn(error.to_string(), "systemctl restart sublet.socket")
         }
+        Err(error) => warn(error.to_string(), "systemctl restart sublet.service"),
+        Ok(()) if !guards => unguarded(),
+        Ok(()) if host.quick => pass(format!("{} is there", shown(&path))),
+        Ok(()) => pass(format!("{} answers", shown(&path))),
     }
+}
+
+fn without_socket(host: &Host<'_>, guards: bool) -> Outcome {
+    if !host.config.policy.is_empty() {
+        return warn(
+            "no socket, and [[policy]] promises shares to users",
+            "systemctl enable --now sublet.socket sublet.service",
+        );
+    }
+    if !host.config.share.is_empty() {
+        return warn(
+            "no service: CDI devices of [share] are not kept current",
+            "systemctl enable --now sublet.service (or `sublet cdi generate` after each change)",
+        );
+    }
+    if guards { pass("no socket; nothing of this configuration needs it") } else { unguarded() }
+}
+
+fn unguarded() -> Outcome {
+    warn(
+        "the guard ([guard], part of the service) does not watch: shares are not enforced from the host",
+        "systemctl enable --now sublet.service (or [guard] enabled = false)",
+    )
 }
 
 /// Who may take shares without root.
@@ -235,8 +256,11 @@ mod tests {
     }
 
     #[test]
-    fn the_service_answers_where_it_is_needed() {
+    fn the_service_is_there_where_it_is_needed() {
         let mut fake = Fake::new();
+        let (found, fix) = told(serve(&fake.host()), Warn);
+        assert!(found.starts_with("the guard") && fix.contains("sublet.service"), "{found} {fix}");
+        fake.config.guard.enabled = false;
         passed(serve(&fake.host()));
         fake.config.share.insert("small".into(), std::collections::BTreeMap::new());
         assert!(told(serve(&fake.host()), Warn).1.contains("sublet.service"));
@@ -244,12 +268,22 @@ mod tests {
         assert!(told(serve(&fake.host()), Warn).1.contains("sublet.socket"));
         fake.file("/run/sublet/sublet.sock", "");
         assert!(told(serve(&fake.host()), Fail).0.ends_with("is no socket"));
-        let path = fake.path("/run/sublet/sublet.sock");
-        fs::remove_file(&path).unwrap();
-        let listener = UnixListener::bind(&path).unwrap();
-        passed(serve(&fake.host()));
+    }
+
+    #[test]
+    fn a_service_is_asked_but_not_in_a_quick_look() {
+        let mut fake = Fake::new();
+        fake.file("/run/sublet/x", "");
+        let listener = UnixListener::bind(fake.path("/run/sublet/sublet.sock")).unwrap();
+        let quick = Host { quick: true, ..fake.host() };
+        assert!(told(serve(&quick), Warn).0.starts_with("the guard"));
+        fake.config.guard.enabled = false;
+        let quick = Host { quick: true, ..fake.host() };
+        assert!(passed(serve(&quick)).ends_with("is there"));
+        listener.set_nonblocking(true).unwrap();
+        assert_eq!(listener.accept().unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "nobody came");
         drop(listener);
-        assert!(told(serve(&fake.host()), Warn).0.starts_with("nobody listens"));
+        assert!(told(serve(&fake.host()), Warn).0.contains("Connection refused"));
     }
 
     #[test]

@@ -111,7 +111,7 @@ fn node(process: &Path) -> Option<String> {
 }
 
 /// The inode in a link such as `mnt:[4026531841]`.
-fn namespace(process: &Path, kind: &str) -> Option<u64> {
+pub(super) fn namespace(process: &Path, kind: &str) -> Option<u64> {
     let link = fs::read_link(process.join("ns").join(kind)).ok()?;
     link.to_str()?.strip_prefix(kind)?.strip_prefix(":[")?.strip_suffix(']')?.parse().ok()
 }

@@ -1,13 +1,21 @@
 //! Podman: its version, the hook it is to run, and hooks where they do harm.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
 use super::{Host, Outcome, fail, pass, shown, version, warn};
+use crate::ledger::read_up_to;
 use crate::setup::files::{drop_ins, podmans, read};
 use crate::setup::podman::merge;
 use crate::text::safe;
+
+type Reader = fn(&Path) -> io::Result<Option<String>>;
+
+/// Files of a user's that are looked at, and how much of each: a user may put anything there.
+const FILES: usize = 32;
+const LARGEST: u64 = 1 << 20;
 
 /// What every Podman, buildah and CRI-O reads.
 const SHARED: [&str; 2] = ["/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d"];
@@ -21,7 +29,7 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
     if version(&told).is_some_and(|parts| parts < vec![4, 3]) {
         return fail(format!("{}: older than 4.3", safe(told.trim())), "install Podman 4.3 or later");
     }
-    let (directories, by) = match effective(&podmans(&host.root), vec![SHARED[0].to_owned()]) {
+    let (directories, by) = match effective(&podmans(&host.root), read, vec![SHARED[0].to_owned()]) {
         Ok(effective) => effective,
         Err(error) => return fail(error, "correct that file"),
     };
@@ -51,7 +59,11 @@ fn program(hook: &Path) -> Option<String> {
 }
 
 /// `hooks_dir` after all of `files`, and which of them said it last.
-fn effective(files: &[PathBuf], mut list: Vec<String>) -> Result<(Vec<String>, Option<PathBuf>), String> {
+fn effective(
+    files: &[PathBuf],
+    read: Reader,
+    mut list: Vec<String>,
+) -> Result<(Vec<String>, Option<PathBuf>), String> {
     let mut by = None;
     for file in files {
         let text = read(file).map_err(|error| format!("{}: {error}", shown(file)))?.unwrap_or_default();
@@ -73,13 +85,20 @@ fn users(host: &Host<'_>, directories: &[String]) -> Option<Outcome> {
         let own = home.join(".config/containers");
         let files =
             [vec![own.join("containers.conf")], drop_ins(&own.join("containers.conf.d"), "conf")].concat();
-        let Ok((list, Some(by))) = effective(&files, directories.to_vec()) else { continue };
+        let some = &files[..files.len().min(FILES)];
+        let Ok((list, Some(by))) = effective(some, read_users, directories.to_vec()) else { continue };
         if !ours(&list) {
             let found = format!("{} leaves sublet's hook out of hooks_dir", shown(&by));
             return Some(warn(found, "add /usr/share/sublet/hooks.d to hooks_dir there"));
         }
     }
     None
+}
+
+/// A file that a user may have made anything of: a pipe that nobody writes to, a link to /dev/zero.
+fn read_users(path: &Path) -> io::Result<Option<String>> {
+    let bytes = read_up_to(path, LARGEST)?;
+    bytes.map(|bytes| String::from_utf8(bytes).map_err(io::Error::other)).transpose()
 }
 
 /// The home directories of people.
@@ -162,6 +181,23 @@ mod tests {
         passed(hook(&fake.host()));
         fake.file("/home/alice/.config/containers/containers.conf", "[engine]\nhooks_dir = [\"/mine\"]\n");
         assert!(told(hook(&fake.host()), Warn).0.contains("/home/alice/"));
+    }
+
+    #[test]
+    fn what_a_user_has_put_there_does_not_hold_us() {
+        let fake = Fake::new();
+        fake.file("/usr/bin/podman", "").file(HOOK, "{}");
+        fake.file(DROP_IN, "[engine]\nhooks_dir = [\"/usr/share/sublet/hooks.d\"]\n");
+        fake.file("/etc/passwd", "eve:x:1000:1000::/home/eve:/bin/sh\nbob:x:1001:1001::/home/bob:/bin/sh\n");
+        let own = "/home/eve/.config/containers/containers.conf.d";
+        fake.file(&format!("{own}/a.conf"), "");
+        let pipe = fake.path(&format!("{own}/b.conf"));
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        fake.link("/home/bob/.config/containers/containers.conf", "/dev/zero");
+        passed(hook(&fake.host()));
+        assert!(read_users(&pipe).unwrap_err().to_string().contains("no regular file"));
+        fake.file("/large", &" ".repeat((1 << 20) + 1));
+        assert!(read_users(&fake.path("/large")).unwrap_err().to_string().contains("larger than 1 MiB"));
     }
 
     #[test]

@@ -21,9 +21,9 @@ pub(super) fn modules(host: &Host<'_>) -> Outcome {
             "install the package sublet-selinux",
         );
     }
-    if let Some(denial) = denials(host).last() {
+    if let Some(denial) = denial(host) {
         return warn(
-            format!("denied: {}", safe(denial)),
+            format!("denied: {}", safe(&denial)),
             "ausearch -m avc -ts boot (AppArmor: journalctl -k -g DENIED)",
         );
     }
@@ -46,16 +46,17 @@ fn has_policy(host: &Host<'_>) -> bool {
     priorities.any(|priority| priority.join("sublet").exists())
 }
 
-/// Lines about us, oldest first.
-fn denials(host: &Host<'_>) -> Vec<String> {
-    let mut text = (host.ask)(&["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "cat", "-n", "5000"])
-        .unwrap_or_default();
-    for log in LOGS {
-        text.push_str(&tail(&host.at(log)).unwrap_or_default());
-    }
+/// The last line about us: of the journal, else of a log. The journal begins with its newest, for only the
+/// beginning of what a program says is kept.
+fn denial(host: &Host<'_>) -> Option<String> {
+    let journal =
+        (host.ask)(&["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "cat", "-r", "-n", "5000"])
+            .unwrap_or_default();
+    let logs: String = LOGS.iter().filter_map(|log| tail(&host.at(log))).collect();
     let denied = |line: &&str| line.contains("avc:  denied") || line.contains("apparmor=\"DENIED\"");
     let ours = |line: &&str| ["sublet", "nvidia"].iter().any(|word| line.contains(word));
-    text.lines().filter(denied).filter(ours).map(str::to_owned).collect()
+    let mut newest_first = journal.lines().chain(logs.lines().rev());
+    newest_first.find(|line| denied(line) && ours(line)).map(str::to_owned)
 }
 
 fn tail(path: &Path) -> Option<String> {
@@ -95,8 +96,12 @@ mod tests {
         let (found, _) = told(modules(&fake.host()), Warn);
         assert!(found.starts_with("denied: type=AVC") && found.contains("/run/sublet/mps"), "{found}");
         let plain = Fake::new();
-        let journal =
-            Host { ask: |_| Some("apparmor=\"DENIED\" name=\"/dev/nvidia0\"\n".into()), ..plain.host() };
-        assert!(told(modules(&journal), Warn).0.contains("/dev/nvidia0"));
+        let newest_first = |argv: &[&str]| {
+            assert!(argv.contains(&"-r"), "{argv:?}");
+            let line = |name: &str| format!("apparmor=\"DENIED\" name=\"{name}\"\n");
+            Some(line("/dev/nvidia1") + &line("/dev/nvidia0"))
+        };
+        let journal = Host { ask: newest_first, ..plain.host() };
+        assert!(told(modules(&journal), Warn).0.contains("/dev/nvidia1"));
     }
 }

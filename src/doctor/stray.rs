@@ -3,23 +3,40 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use super::leases::namespace;
 use super::{Host, Outcome, pass, shown, warn};
 
 /// CUDA's default.
 const DEFAULT_PIPE: &str = "/tmp/nvidia-mps";
 
-/// Every control daemon whose pipe directory is not ours.
+/// Every control daemon of this host's own whose pipe directory is not ours.
 pub(super) fn daemons(host: &Host<'_>) -> Outcome {
+    let own = namespaces(&host.at("/proc/self"));
     let strays: Vec<(i32, PathBuf)> = processes(&host.at("/proc"))
         .into_iter()
-        .filter_map(|pid| Some((pid, pipe(&host.at(&format!("/proc/{pid}")))?)))
+        .map(|pid| (pid, host.at(&format!("/proc/{pid}"))))
+        .filter(|(_, process)| own.is_some() && namespaces(process) == own)
+        .filter_map(|(pid, process)| Some((pid, pipe(&process)?)))
         .filter(|(_, pipe)| !pipe.starts_with(&host.config.state_dir))
         .collect();
     let Some((_, pipe)) = strays.first() else { return pass("none") };
     let found = strays.iter().map(|(pid, pipe)| format!("pid {pid} on {}", shown(pipe)));
-    let fix = format!("echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control", shown(pipe));
     let found = found.collect::<Vec<_>>().join(", ");
-    warn(format!("an MPS daemon that is not sublet's: {found}; its clients are in no account"), fix)
+    warn(format!("an MPS daemon that is not sublet's: {found}; its clients are in no account"), quit(pipe))
+}
+
+/// What is to be typed. A path that a shell would not take for one word is its owner's words, not a command.
+fn quit(pipe: &Path) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_./-".contains(&byte);
+    match pipe.to_str().filter(|path| path.bytes().all(plain)) {
+        Some(path) => format!("echo quit | CUDA_MPS_PIPE_DIRECTORY={path} nvidia-cuda-mps-control"),
+        None => "end that process".to_owned(),
+    }
+}
+
+/// Mounts and pids: whoever shares both with us is in no container, whose files and words are not the host's.
+fn namespaces(process: &Path) -> Option<(u64, u64)> {
+    Some((namespace(process, "mnt")?, namespace(process, "pid")?))
 }
 
 /// The pids in a /proc.
@@ -28,11 +45,13 @@ pub(super) fn processes(proc: &Path) -> Vec<i32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// The pipe directory, if it is an MPS control daemon; what may not be read is taken for the default.
+/// The pipe directory, if it is an MPS control daemon: by its program, for anybody may call themselves so. What
+/// may not be read is taken for the default.
 fn pipe(process: &Path) -> Option<PathBuf> {
-    let cmdline = fs::read(process.join("cmdline")).ok()?;
-    let program = cmdline.split(|byte| *byte == 0).next().unwrap_or_default();
-    if !program.ends_with(b"nvidia-cuda-mps-control") {
+    let program = fs::read_link(process.join("exe")).ok()?;
+    // Of a program that was upgraded meanwhile the kernel says that the file is gone (proc(5)).
+    let name = program.file_name()?.to_str()?;
+    if name.strip_suffix(" (deleted)").unwrap_or(name) != "nvidia-cuda-mps-control" {
         return None;
     }
     let environment = fs::read(process.join("environ")).unwrap_or_default();
@@ -49,17 +68,38 @@ mod tests {
     use super::super::fixture::{Fake, passed, told};
     use super::*;
 
+    fn daemon(fake: &Fake, pid: u32, mounts: u64, environment: &str) {
+        let path = |name: &str| format!("/proc/{pid}/{name}");
+        fake.link(&path("exe"), "/usr/bin/nvidia-cuda-mps-control").file(&path("environ"), environment);
+        fake.link(&path("ns/mnt"), format!("mnt:[{mounts}]")).link(&path("ns/pid"), "pid:[2]");
+    }
+
+    fn this_host() -> Fake {
+        let fake = Fake::new();
+        fake.link("/proc/self/ns/mnt", "mnt:[1]").link("/proc/self/ns/pid", "pid:[2]");
+        fake
+    }
+
     #[test]
     fn a_daemon_on_cudas_default_is_a_stray_and_ours_is_none() {
-        let fake = Fake::new();
+        let fake = this_host();
         let ours = fake.path("/run/sublet/mps/GPU-0/pipe");
-        fake.file("/proc/7/cmdline", "/usr/bin/nvidia-cuda-mps-control\0-d\0");
-        fake.file("/proc/7/environ", &format!("A=b\0CUDA_MPS_PIPE_DIRECTORY={}\0", ours.display()));
-        fake.file("/proc/8/cmdline", "bash\0nvidia-cuda-mps-control\0");
+        daemon(&fake, 7, 1, &format!("A=b\0CUDA_MPS_PIPE_DIRECTORY={}\0", ours.display()));
         assert_eq!(passed(daemons(&fake.host())), "none");
-        fake.file("/proc/9/cmdline", "nvidia-cuda-mps-control\0-d\0").file("/proc/9/environ", "");
+        daemon(&fake, 9, 1, "");
         let (found, fix) = told(daemons(&fake.host()), Warn);
         assert!(found.contains("pid 9 on /tmp/nvidia-mps"), "{found}");
         assert_eq!(fix, "echo quit | CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps nvidia-cuda-mps-control");
+    }
+
+    #[test]
+    fn nothing_of_a_containers_is_taken_and_nothing_of_anybodys_typed() {
+        let fake = this_host();
+        daemon(&fake, 7, 8, "CUDA_MPS_PIPE_DIRECTORY=/tmp/a\0");
+        fake.file("/proc/8/cmdline", "nvidia-cuda-mps-control\0-d\0").link("/proc/8/exe", "/usr/bin/bash");
+        fake.link("/proc/8/ns/mnt", "mnt:[1]").link("/proc/8/ns/pid", "pid:[2]");
+        assert_eq!(passed(daemons(&fake.host())), "none");
+        daemon(&fake, 9, 1, "CUDA_MPS_PIPE_DIRECTORY=/tmp/a;reboot\0");
+        assert_eq!(told(daemons(&fake.host()), Warn).1, "end that process");
     }
 }

@@ -1,9 +1,12 @@
 //! What is done about a process: reported, ended, or ended with its container.
 
+use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 
+use nix::libc;
+
 use super::book::{Event, now};
-use super::judge::{Holder, Offence, Verdict};
+use super::judge::{Offence, Verdict};
 use super::look::lease_of;
 use crate::config::{Action, Config};
 use crate::inventory;
@@ -13,70 +16,90 @@ use crate::process::Process;
 use crate::serve::{kernel, owns};
 use crate::text::safe;
 
-/// Does what `verdict` says, and tells it. `None`: the process has gone by itself, or it is not that lease's
-/// any more.
-pub(super) fn act(verdict: &Verdict, store: &Store, config: &Config) -> Option<Event> {
-    // Read anew: the lease may have ended since the look.
-    let ledger = store.read().ok()?;
-    let held = Held::take(&verdict.holder, &ledger)?;
-    let lease = held.lease;
-    let done = match verdict.action {
-        Action::Report => "reported only".to_owned(),
-        Action::Terminate => held.end(config),
-        Action::Container => {
-            let first = held.end(config);
-            lease.and_then(end_container).unwrap_or(first)
-        }
-    };
-    Some(event(verdict, lease, &done))
+/// What is done in one look.
+pub(super) struct Acting<'a> {
+    config: &'a Config,
+    /// Read anew: a lease may have ended since the look.
+    ledger: Ledger,
+    /// MPS daemons that did not answer are not asked again in this look: the signal alone ends a client.
+    asks: bool,
 }
 
-/// A process that cannot become another one meanwhile, and is still what it was seen to be.
-struct Held<'a> {
-    pidfd: OwnedFd,
-    process: Process,
-    is_client: bool,
-    lease: Option<&'a Lease>,
-}
-
-impl<'a> Held<'a> {
-    fn take(holder: &Holder, ledger: &'a Ledger) -> Option<Self> {
-        let pid = holder.process.pid;
-        let pidfd = kernel::pidfd_open(pid).ok()?;
-        // What is read by its number from here on is its own only if it is the same process still.
-        let told = inventory::describe(pid, 0)?;
-        let lease = lease_of(&told, ledger);
-        if lease != holder.lease || told.mps_server || !holder.process.is_alive() {
-            return None;
-        }
-        let lease = lease.and_then(|id| ledger.lease(&id));
-        // A user names the processes of their containers: root ends none that are not the user's own.
-        let theirs = lease.is_none_or(|lease| !lease.brokered || owns(pid, lease.container.uid));
-        theirs.then_some(Self { pidfd, process: holder.process, is_client: holder.is_client, lease })
+impl<'a> Acting<'a> {
+    /// `None`: the ledger cannot be read now.
+    pub fn begin(store: &Store, config: &'a Config) -> Option<Self> {
+        Some(Self { config, ledger: store.read().ok()?, asks: true })
     }
 
-    /// MPS lets go of a client that it ends itself without harm to the others; the signal ends what goes on.
-    fn end(&self, config: &Config) -> String {
-        if let Some(key) = self.lease.and_then(|lease| lease.server.as_ref()).filter(|_| self.is_client) {
-            if let Err(error) = mps::terminate_client(key, self.process.pid, config) {
-                tracing::debug!("terminate_client {}: {error}", self.process.pid);
+    /// Does what `verdict` says, and tells it. `None`: the process has gone by itself, or it is not that lease's
+    /// any more.
+    pub fn act(&mut self, verdict: &Verdict) -> Option<Event> {
+        let process = verdict.holder.process;
+        let held = hold(process);
+        let told = inventory::describe(process.pid, 0)?;
+        let lease = lease_of(process, &told, &self.ledger).cloned();
+        // What was read by its number was its own only if it is the same process still.
+        if lease.as_ref().map(|lease| &lease.id) != verdict.holder.lease.as_ref() || !process.is_alive() {
+            return None;
+        }
+        let lease = lease.as_ref();
+        let done = match (verdict.action, held) {
+            (_, Ok(None)) => return None,
+            (Action::Report, _) => "reported only".to_owned(),
+            (_, Err(error)) => format!("it cannot be ended: {error}"),
+            // A user names the processes of their containers: root ends none that are not the user's own.
+            (_, Ok(Some(_))) if !is_theirs(process, lease) => {
+                "it is not ended, for it is not the container's user's own".to_owned()
+            }
+            (action, Ok(Some(pidfd))) => {
+                let ended = self.end(&pidfd, verdict, lease);
+                let container = lease.filter(|_| action == Action::Container).and_then(end_container);
+                container.unwrap_or(ended)
+            }
+        };
+        Some(event(verdict, lease, &done))
+    }
+
+    /// MPS lets go of a client that it ends itself; the signal ends what goes on. Neither harms the others.
+    fn end(&mut self, pidfd: &OwnedFd, verdict: &Verdict, lease: Option<&Lease>) -> String {
+        let key = lease.and_then(|lease| lease.server.as_ref()).filter(|_| verdict.holder.is_client);
+        if let Some(key) = key.filter(|_| self.asks) {
+            if let Err(error) = mps::terminate_client(key, verdict.holder.process.pid, self.config) {
+                self.asks = false;
+                tracing::debug!("terminate_client: {error}");
             }
         }
-        match kernel::kill(self.pidfd.as_fd()) {
+        match kernel::kill(pidfd.as_fd()) {
             Ok(()) => "it was ended".to_owned(),
             // By the end of its context.
-            Err(error) if error.raw_os_error() == Some(nix::libc::ESRCH) => "it was ended".to_owned(),
+            Err(error) if is_gone(&error) => "it was ended".to_owned(),
             Err(error) => format!("it cannot be ended: {error}"),
         }
     }
 }
 
+/// A descriptor of the process, which cannot come to mean another one; `None`: it has gone.
+fn hold(process: Process) -> io::Result<Option<OwnedFd>> {
+    match kernel::pidfd_open(process.pid) {
+        Ok(pidfd) => Ok(Some(pidfd)),
+        Err(error) if is_gone(&error) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::ESRCH)
+}
+
+fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
+    lease.is_none_or(|lease| !lease.brokered || owns(process.pid, lease.container.uid))
+}
+
 /// Ends the container by its first process: the others of its PID namespace go with it (`pid_namespaces(7)`).
 fn end_container(lease: &Lease) -> Option<String> {
-    let init = lease.init.as_ref()?;
-    let pidfd = kernel::pidfd_open(init.process.pid).ok()?;
-    let theirs = init.process.is_alive() && (!lease.brokered || owns(init.process.pid, lease.container.uid));
-    let ended = theirs.then(|| kernel::kill(pidfd.as_fd()))?;
+    let init = lease.init.as_ref()?.process;
+    let pidfd = kernel::pidfd_open(init.pid).ok()?;
+    let ended = (init.is_alive() && is_theirs(init, Some(lease))).then(|| kernel::kill(pidfd.as_fd()))?;
     Some(match ended {
         Ok(()) => "its container was ended".to_owned(),
         Err(error) => format!("its container cannot be ended: {error}"),
@@ -85,10 +108,9 @@ fn end_container(lease: &Lease) -> Option<String> {
 
 fn event(verdict: &Verdict, lease: Option<&Lease>, done: &str) -> Event {
     let holder = &verdict.holder;
-    let container = lease.map(|lease| lease.container.name().into_owned());
-    let whose = container
-        .as_ref()
-        .map_or_else(|| "of no lease".to_owned(), |name| format!("of container {}", safe(name)));
+    let container = lease.map(|lease| safe(&lease.container.name()));
+    let whose =
+        container.as_ref().map_or_else(|| "of no lease".to_owned(), |name| format!("of container {name}"));
     let text = format!(
         "process {} (pid {}) {whose} on {} {}: {done}",
         safe(&holder.name),
@@ -100,7 +122,7 @@ fn event(verdict: &Verdict, lease: Option<&Lease>, done: &str) -> Event {
         time: now(),
         offence: verdict.offence,
         action: verdict.action,
-        container_id: container.map(|name| safe(&name)),
+        container_id: container,
         uid: lease.map_or(0, |lease| lease.container.uid),
         device: verdict.device.clone(),
         pid: holder.process.pid,
@@ -126,6 +148,6 @@ fn did(verdict: &Verdict) -> String {
             )
         }
         Offence::Left => "was left behind by its container".to_owned(),
-        Offence::Stranger => "computes there without a lease".to_owned(),
+        Offence::Stranger => "computes there without a lease of it".to_owned(),
     }
 }

@@ -6,11 +6,15 @@ use serde::{Deserialize, Serialize};
 
 use super::judge::Offence;
 use crate::config::{Action, Config};
+use crate::inventory::boot_id;
 use crate::process::{epoch_seconds, uptime_seconds};
 use crate::replace::replace;
 
 /// How many events are kept.
 const KEPT: usize = 64;
+
+/// How many of these may be of one container: it drives out nobody else's.
+const KEPT_OF_ONE: usize = 16;
 
 /// A sign of life older than this, in seconds, is none.
 const LIMIT: u64 = 15;
@@ -21,6 +25,9 @@ struct Book {
     /// Seconds since boot at the last look.
     looked_at: u64,
     boot_id: String,
+    /// What could not be looked at then, and why.
+    #[serde(default)]
+    blind: Vec<String>,
     events: Vec<Event>,
 }
 
@@ -53,25 +60,52 @@ pub fn events(config: &Config) -> Vec<Event> {
     read(config).events
 }
 
-/// Whether the guard has looked just now, or would have, had there been a lease.
-#[must_use]
-pub fn is_watching(config: &Config) -> bool {
-    let book = read(config);
-    let now = uptime_seconds();
-    !book.boot_id.is_empty()
-        && book.boot_id == crate::inventory::boot_id()
-        && book.looked_at <= now
-        && now - book.looked_at <= LIMIT
+/// What the guard sees now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Sight {
+    /// Everything that is leased.
+    All,
+    /// Not these, and why.
+    Blind(Vec<String>),
+    /// There is none: no service, or it hangs.
+    None,
 }
 
-/// Adds `new` events and says that the guard watches.
-pub(super) fn write(new: Vec<Event>, config: &Config) -> std::io::Result<()> {
+/// What the guard sees now.
+#[must_use]
+pub fn sight(config: &Config) -> Sight {
+    let book = read(config);
+    let now = uptime_seconds();
+    let recent = book.looked_at <= now && now - book.looked_at <= LIMIT;
+    match () {
+        () if book.boot_id.is_empty() || book.boot_id != boot_id() || !recent => Sight::None,
+        () if book.blind.is_empty() => Sight::All,
+        () => Sight::Blind(book.blind),
+    }
+}
+
+/// Adds `new` events and a sign of life; `blind`: what cannot be looked at.
+pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std::io::Result<()> {
     let mut book = read(config);
-    book.events.extend(new);
-    book.events.drain(..book.events.len().saturating_sub(KEPT));
+    for event in new {
+        book.events.push(event);
+        thin_out(&mut book.events);
+    }
     book.looked_at = uptime_seconds();
-    book.boot_id = crate::inventory::boot_id();
+    book.boot_id = boot_id();
+    book.blind = blind;
     replace(&path(config), &serde_json::to_vec(&book)?, 0o644)
+}
+
+/// Drops the oldest, first those of the last one's container beyond its part.
+fn thin_out(events: &mut Vec<Event>) {
+    let Some(last) = events.last().map(|event| event.container_id.clone()) else { return };
+    let of_last = |event: &Event| event.container_id == last;
+    if events.iter().filter(|event| of_last(event)).count() > KEPT_OF_ONE {
+        let oldest = events.iter().position(of_last).unwrap_or(0);
+        events.remove(oldest);
+    }
+    events.drain(..events.len().saturating_sub(KEPT));
 }
 
 fn read(config: &Config) -> Book {
@@ -85,4 +119,41 @@ fn path(config: &Config) -> PathBuf {
 /// Now, as events have it.
 pub(super) fn now() -> u64 {
     epoch_seconds()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event(container: &str, number: i32) -> Event {
+        Event {
+            time: 1,
+            offence: Offence::Memory,
+            action: Action::Terminate,
+            container_id: Some(container.to_owned()),
+            uid: 0,
+            device: "GPU-1".to_owned(),
+            pid: number,
+            name: "x".to_owned(),
+            text: "x".to_owned(),
+        }
+    }
+
+    #[test]
+    fn a_container_that_is_ended_again_and_again_drives_out_only_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
+        assert_eq!(sight(&config), Sight::None);
+        write(vec![event("quiet", 1)], Vec::new(), &config).unwrap();
+        assert_eq!(sight(&config), Sight::All);
+        write((0..100).map(|number| event("forks", number)).collect(), vec!["GPU-1: lost".into()], &config)
+            .unwrap();
+        let kept = events(&config);
+        assert_eq!((kept.len(), kept[0].container_id.as_deref(), kept[16].pid), (17, Some("quiet"), 99));
+        assert_eq!(sight(&config), Sight::Blind(vec!["GPU-1: lost".into()]));
+        for number in 0..100 {
+            write(vec![event(&number.to_string(), 1)], Vec::new(), &config).unwrap();
+        }
+        assert_eq!(events(&config).len(), 64);
+    }
 }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Action, Guard};
-use crate::ledger::{Lease, LeaseId, LeaseState, Ledger};
+use crate::ledger::{Lease, LeaseId, Ledger};
 use crate::process::Process;
 use crate::request::Mode;
 
@@ -28,8 +28,12 @@ pub(super) struct Holder {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Look {
     pub device: String,
-    /// MPS clients that it takes.
-    pub most_clients: u32,
+    /// MPS clients that it takes, where that is known.
+    pub most_clients: Option<u32>,
+    /// Whether the driver tells MPS clients from others.
+    pub knows_clients: bool,
+    /// Leases whose containers have ended.
+    pub gone: BTreeSet<LeaseId>,
     pub holders: Vec<Holder>,
 }
 
@@ -91,21 +95,17 @@ impl Judge {
             }
         }
         found.extend(clients(look, ledger, rules));
-        found.extend(
-            look.holders
-                .iter()
-                .filter(|holder| !holder.is_server && holder.lease.is_none())
-                .map(|holder| verdict(Offence::Stranger, rules.strangers, look, holder)),
-        );
+        found.extend(strangers(look, ledger, rules));
         found
     }
 
     fn of_lease(&self, lease: &Lease, look: &Look, rules: &Guard) -> Vec<Verdict> {
         let own: Vec<&Holder> = of(lease, look).collect();
-        if lease.state == LeaseState::Ending {
+        if look.gone.contains(&lease.id) {
             return own.into_iter().map(|holder| verdict(Offence::Left, rules.left, look, holder)).collect();
         }
-        let outside = own.iter().filter(|holder| lease.server.is_some() && !holder.is_client);
+        let served = look.knows_clients && lease.server.is_some();
+        let outside = own.iter().filter(|holder| served && !holder.is_client);
         let mut found: Vec<Verdict> =
             outside.map(|holder| verdict(Offence::Bypass, rules.bypass, look, holder)).collect();
         found.extend(self.memory(lease, &own, look, rules));
@@ -156,7 +156,8 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     let all = look.holders.iter().filter(|holder| holder.is_client).count() as u64;
     let booked: u64 =
         leases.iter().map(|lease| u64::from(lease.processes).saturating_sub(connected(lease))).sum();
-    let mut missing = (all + booked).saturating_sub(u64::from(look.most_clients));
+    let Some(most) = look.most_clients else { return Vec::new() };
+    let mut missing = (all + booked).saturating_sub(u64::from(most));
     let mut found = Vec::new();
     for lease in leases {
         let mut own: Vec<&Holder> = of(lease, look).filter(|holder| holder.is_client).collect();
@@ -172,6 +173,20 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         }));
     }
     found
+}
+
+/// Whom no lease of this device explains. Where a container is starting it may be that one's.
+fn strangers(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
+    let here = |lease: &&Lease| lease.devices.contains(&look.device);
+    if ledger.leases.iter().filter(here).any(|lease| lease.init.is_none()) {
+        return Vec::new();
+    }
+    let explained = |holder: &Holder| {
+        let of = |lease: &Lease| holder.lease.as_ref() == Some(&lease.id);
+        holder.is_server || ledger.leases.iter().filter(here).any(of)
+    };
+    let strangers = look.holders.iter().filter(|holder| !explained(holder));
+    strangers.map(|holder| verdict(Offence::Stranger, rules.strangers, look, holder)).collect()
 }
 
 fn of<'a>(lease: &'a Lease, look: &'a Look) -> impl Iterator<Item = &'a Holder> {

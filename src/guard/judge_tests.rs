@@ -1,9 +1,12 @@
 use super::*;
 use crate::ledger::fixture::lease;
+use crate::ledger::{Init, LeaseState};
 use crate::mps::ServerKey;
 
 const GPU: &str = "GPU-1";
 const MIB: u64 = 1 << 20;
+/// The lease whose container has ended.
+const GONE: u64 = 9;
 
 fn rules() -> Guard {
     Guard { memory_tolerance: 100 * MIB, ..Guard::default() }
@@ -13,7 +16,8 @@ fn rules() -> Guard {
 fn shared(n: u64) -> Lease {
     let server = Some(ServerKey(GPU.to_owned()));
     let state = LeaseState::Active;
-    Lease { mode: Mode::Mps, server, memory_bytes: Some(1000 * MIB), state, ..lease(n, GPU) }
+    let init = Some(Init { process: Process { pid: 1, start_time: n }, pid_namespace: n, cgroup: None });
+    Lease { mode: Mode::Mps, server, memory_bytes: Some(1000 * MIB), state, init, ..lease(n, GPU) }
 }
 
 fn ledger(leases: Vec<Lease>) -> Ledger {
@@ -33,7 +37,8 @@ fn client(pid: i32, mib: u64, of: &Lease) -> Holder {
 }
 
 fn look(holders: Vec<Holder>) -> Vec<Look> {
-    vec![Look { device: GPU.to_owned(), most_clients: 4, holders }]
+    let gone = [shared(GONE).id].into();
+    vec![Look { device: GPU.to_owned(), most_clients: Some(4), knows_clients: true, gone, holders }]
 }
 
 /// What is said of `looks`, one after the other, as (offence, pid) each.
@@ -46,7 +51,7 @@ fn judged(looks: &[Vec<Look>], ledger: &Ledger) -> Vec<Vec<(Offence, i32)>> {
 #[test]
 fn whoever_keeps_to_the_share_is_left_alone() {
     let one = shared(1);
-    let slice = Lease { mode: Mode::TimeSlice, state: LeaseState::Active, ..lease(2, GPU) };
+    let slice = Lease { mode: Mode::TimeSlice, server: None, memory_bytes: None, ..shared(2) };
     let server = Holder { is_server: true, is_client: false, lease: None, ..client(3, 66, &one) };
     let alone = Holder { is_client: false, ..client(20, 90_000, &slice) };
     let seen = || look(vec![client(10, 1100, &one), server.clone(), alone.clone()]);
@@ -95,7 +100,7 @@ fn an_instance_of_its_own_holds_its_memory_itself() {
 #[test]
 fn outside_its_server_without_a_lease_or_left_behind() {
     let one = shared(1);
-    let gone = Lease { state: LeaseState::Ending, ..shared(2) };
+    let gone = Lease { state: LeaseState::Ending, ..shared(GONE) };
     let ledger = ledger(vec![one.clone(), gone.clone()]);
     let beside = Holder { is_client: false, ..client(10, 1, &one) };
     let left = client(20, 1, &gone);
@@ -103,6 +108,10 @@ fn outside_its_server_without_a_lease_or_left_behind() {
     let seen = || look(vec![beside.clone(), left.clone(), stranger.clone()]);
     let found = [(Offence::Bypass, 10), (Offence::Left, 20), (Offence::Stranger, 30)];
     assert_eq!(judged(&[seen(), seen()], &ledger), [vec![], found.to_vec()]);
+    // It may be that of a container that is starting.
+    let starting = Lease { init: None, ..shared(3) };
+    let starts = Ledger { leases: vec![one.clone(), gone.clone(), starting], ..ledger.clone() };
+    assert_eq!(judged(&[seen(), seen()], &starts)[1], found[..2]);
     // Another process with the same number is not under suspicion yet.
     let other = Holder { process: Process { pid: 10, start_time: 99 }, ..beside.clone() };
     let seen = |holder: &Holder| look(vec![holder.clone()]);
@@ -133,4 +142,32 @@ fn what_is_only_reported_is_found_all_the_same() {
     assert!(judge.judge(&seen, &ledger, &rules).is_empty());
     let found = judge.judge(&seen, &ledger, &rules).remove(0);
     assert_eq!((found.action, found.used, found.allowed), (Action::Report, 2000 * MIB, 1000 * MIB));
+}
+
+#[test]
+fn where_the_driver_does_not_tell_clients_nobody_is_outside() {
+    let one = shared(1);
+    let ledger = ledger(vec![one.clone()]);
+    let seen = || {
+        let mut looks = look(vec![Holder { is_client: false, ..client(10, 1, &one) }]);
+        looks[0].knows_clients = false;
+        looks
+    };
+    assert_eq!(judged(&[seen(), seen()], &ledger)[1], []);
+}
+
+#[test]
+fn a_container_marked_as_ending_keeps_its_processes_until_it_has_ended() {
+    let one = Lease { state: LeaseState::Ending, ..shared(1) };
+    let ledger = ledger(vec![one.clone()]);
+    let seen = || look(vec![client(10, 1, &one)]);
+    assert_eq!(judged(&[seen(), seen()], &ledger)[1], []);
+}
+
+#[test]
+fn on_another_device_than_its_own_a_tenant_is_a_stranger() {
+    let elsewhere = Lease { devices: vec!["GPU-2".to_owned()], ..shared(2) };
+    let ledger = ledger(vec![shared(1), elsewhere.clone()]);
+    let seen = || look(vec![client(10, 1, &elsewhere)]);
+    assert_eq!(judged(&[seen(), seen()], &ledger)[1], [(Offence::Stranger, 10)]);
 }

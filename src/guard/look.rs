@@ -1,15 +1,16 @@
 //! Who computes on a device now: NVML's two lists, and /proc of each process that is on them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
 use super::judge::{Holder, Look};
-use crate::inventory::{self, GpuProcess, Inventory, listed};
-use crate::ledger::{LeaseId, Ledger};
+use crate::inventory::{self, GpuProcess, Inventory, listed, listed_if_known};
+use crate::ledger::{Lease, LeaseState, Ledger};
 use crate::place::client_limit;
 use crate::process::Process;
+use crate::text::safe;
 
 /// Looks again and again; what /proc says of a process is read once.
 #[derive(Default)]
@@ -19,20 +20,25 @@ pub(super) struct Looker {
 
 impl Looker {
     /// Every leased device, and why some could not be looked at.
-    pub fn look(&mut self, nvml: &Nvml, ledger: &Ledger, inventory: &Inventory) -> (Vec<Look>, Vec<String>) {
-        let mut devices: Vec<&String> = ledger.leases.iter().flat_map(|lease| &lease.devices).collect();
-        devices.sort();
-        devices.dedup();
-        let (mut looks, mut failures) = (Vec::new(), Vec::new());
+    pub fn look(
+        &mut self,
+        nvml: &Nvml,
+        ledger: &Ledger,
+        inventory: &Inventory,
+    ) -> (Vec<Look>, BTreeSet<String>) {
+        let devices: BTreeSet<&String> = ledger.leases.iter().flat_map(|lease| &lease.devices).collect();
+        let (mut looks, mut failures) = (Vec::new(), BTreeSet::new());
         let mut seen = BTreeMap::new();
         for device in devices {
             match self.of_device(nvml, device, ledger, &mut seen) {
-                Ok(holders) => {
+                Ok(mut look) => {
                     let known = inventory.device(device);
-                    let most = known.map_or(u32::MAX, |known| client_limit(known, &inventory.driver));
-                    looks.push(Look { device: device.to_owned(), most_clients: most, holders });
+                    look.most_clients = known.map(|known| client_limit(known, &inventory.driver));
+                    looks.push(look);
                 }
-                Err(error) => failures.push(format!("{device}: {error}")),
+                // A MIG device that was destroyed under its lease: nobody computes there.
+                Err(NvmlError::NotFound) => {}
+                Err(error) => drop(failures.insert(format!("{}: {error}", safe(device)))),
             }
         }
         self.known = seen;
@@ -45,43 +51,112 @@ impl Looker {
         device: &str,
         ledger: &Ledger,
         seen: &mut BTreeMap<Process, GpuProcess>,
-    ) -> Result<Vec<Holder>, NvmlError> {
+    ) -> Result<Look, NvmlError> {
         let handle = nvml.device_by_uuid(device)?;
         // Clients last: one that has connected meanwhile is on their list, and is not taken for one beside MPS.
         let running = listed(|| handle.running_compute_processes())?;
-        let clients = listed(|| handle.mps_running_compute_processes())?;
-        let is_client = |pid: u32| clients.iter().any(|client| client.pid == pid);
+        let clients = listed_if_known(|| handle.mps_running_compute_processes())?;
+        let knows_clients = clients.is_some();
+        let clients = clients.unwrap_or_default();
         let holder = |(pid, memory_bytes): (u32, u64)| {
             let process = Process::find(i32::try_from(pid).ok()?)?;
             let told = match seen.get(&process).or_else(|| self.known.get(&process)) {
                 Some(told) => told.clone(),
                 None => inventory::describe(process.pid, 0)?,
             };
-            let lease = lease_of(&told, ledger);
-            let holder = Holder {
-                process,
-                name: told.name.clone(),
-                memory_bytes,
-                is_server: told.mps_server,
-                is_client: is_client(pid),
-                lease,
-            };
+            let lease = lease_of(process, &told, ledger).map(|lease| lease.id.clone());
+            // A container may call its program what it likes.
+            let is_server = told.mps_server && lease.is_none();
+            let is_client = clients.iter().any(|client| client.pid == pid);
+            let name = told.name.clone();
             seen.insert(process, told);
-            Some(holder)
+            Some(Holder { process, name, memory_bytes, is_server, is_client, lease })
         };
-        Ok(inventory::joined(running.iter().chain(&clients)).into_iter().filter_map(holder).collect())
+        let holders =
+            inventory::joined(running.iter().chain(&clients)).into_iter().filter_map(holder).collect();
+        let gone =
+            ledger.leases.iter().filter(|lease| has_gone(lease)).map(|lease| lease.id.clone()).collect();
+        Ok(Look { device: device.to_owned(), most_clients: None, knows_clients, gone, holders })
     }
 }
 
-/// The lease of a process; `None` where nobody can tell whose it is: of two containers in one PID namespace each
-/// has a cgroup, and a process in neither is nobody's.
-pub(super) fn lease_of(process: &GpuProcess, ledger: &Ledger) -> Option<LeaseId> {
-    let found = ledger.lease_of_process(process)?;
-    let init = found.init.as_ref()?;
-    let shared = ledger
-        .leases
-        .iter()
-        .filter(|lease| lease.init.as_ref().is_some_and(|other| other.pid_namespace == init.pid_namespace));
-    let certain = init.process.pid == process.pid || found.has_in_cgroup(process) || shared.count() == 1;
-    certain.then(|| found.id.clone())
+/// Whether its container has ended. One that is only marked as ending may live on: its delete may fail.
+fn has_gone(lease: &Lease) -> bool {
+    let ended = lease.init.as_ref().is_some_and(|init| !init.process.is_alive());
+    lease.state == LeaseState::Ending && ended
+}
+
+/// The lease of a process, where that is certain: by its container's cgroup or first process. The PID namespace
+/// tells only of containers that have no cgroup of their own and live: others may have joined it, and the number
+/// of one that has ended is given to the next.
+pub(super) fn lease_of<'l>(process: Process, told: &GpuProcess, ledger: &'l Ledger) -> Option<&'l Lease> {
+    let is_init = |lease: &&Lease| lease.init.as_ref().is_some_and(|init| init.process == process);
+    let in_cgroup = |lease: &&Lease| lease.has_in_cgroup(told);
+    if let Some(lease) = ledger.leases.iter().find(is_init).or_else(|| ledger.leases.iter().find(in_cgroup)) {
+        return Some(lease);
+    }
+    let in_namespace = |lease: &&Lease| {
+        lease.init.as_ref().is_some_and(|init| {
+            told.pid_namespace != 0 && init.pid_namespace == told.pid_namespace && init.process.is_alive()
+        })
+    };
+    let mut found = ledger.leases.iter().filter(in_namespace);
+    let lease = found.next().filter(|lease| lease.init.as_ref().is_some_and(|init| init.cgroup.is_none()))?;
+    found.next().is_none().then_some(lease)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ledger::Init;
+    use crate::ledger::fixture::lease;
+
+    fn told(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
+        let name = "python3".to_owned();
+        GpuProcess { pid, name, memory_bytes: 0, pid_namespace, cgroup: cgroup.to_owned(), mps_server: false }
+    }
+
+    fn held(n: u64, init: Process, pid_namespace: u64, cgroup: Option<&str>) -> Lease {
+        let init = Some(Init { process: init, pid_namespace, cgroup: cgroup.map(Into::into) });
+        Lease { init, state: LeaseState::Active, ..lease(n, "GPU-1") }
+    }
+
+    fn ledger(leases: Vec<Lease>) -> Ledger {
+        Ledger { leases, ..Ledger::empty("boot") }
+    }
+
+    #[test]
+    fn a_process_is_a_leases_only_where_that_is_certain() {
+        let alive = Process::current().unwrap();
+        let dead = Process { start_time: alive.start_time + 1, ..alive };
+        let other = Process { pid: 4_000_000, start_time: 9 };
+        let id = |of: Process, told: &GpuProcess, leases: &[Lease]| {
+            lease_of(of, told, &ledger(leases.to_vec())).map(|lease| lease.id.to_string())
+        };
+        let with_cgroup = held(1, alive, 77, Some("/sys/fs/cgroup/c1"));
+        let ours = Some(with_cgroup.id.to_string());
+        assert_eq!(id(other, &told(5, 99, "/c1"), std::slice::from_ref(&with_cgroup)), ours, "its cgroup");
+        assert_eq!(id(other, &told(5, 99, "/c1/below"), std::slice::from_ref(&with_cgroup)), ours);
+        assert_eq!(id(alive, &told(alive.pid, 77, "/x"), std::slice::from_ref(&with_cgroup)), ours, "init");
+        // One that has joined the PID namespace, and one that has got the number of an init that is gone.
+        assert_eq!(id(other, &told(5, 77, "/other"), std::slice::from_ref(&with_cgroup)), None);
+        assert_eq!(id(alive, &told(alive.pid, 5, "/x"), &[held(1, dead, 77, None)]), None);
+        // Without a cgroup the namespace tells, while its first process lives and one lease has it.
+        let without = held(2, alive, 77, None);
+        assert_eq!(
+            id(other, &told(5, 77, "/"), std::slice::from_ref(&without)),
+            Some(without.id.to_string())
+        );
+        assert_eq!(id(other, &told(5, 77, "/"), &[held(2, dead, 77, None)]), None, "its number is free");
+        assert_eq!(id(other, &told(5, 77, "/"), &[without.clone(), held(3, alive, 77, None)]), None);
+        assert_eq!(id(other, &told(5, 0, "/"), &[held(2, alive, 0, None)]), None, "the host's");
+    }
+
+    #[test]
+    fn a_container_marked_as_ending_has_not_gone_before_its_first_process() {
+        let alive = Process::current().unwrap();
+        let dead = Process { start_time: alive.start_time + 1, ..alive };
+        let ending = |init| Lease { state: LeaseState::Ending, ..held(1, init, 77, None) };
+        assert!(has_gone(&ending(dead)) && !has_gone(&ending(alive)) && !has_gone(&held(1, dead, 77, None)));
+    }
 }

@@ -11,6 +11,6 @@ mod judge;
 mod look;
 mod watch;
 
-pub use book::{Event, events, is_watching};
+pub use book::{Event, Sight, events, sight};
 pub use judge::Offence;
 pub(crate) use watch::start;

@@ -1,19 +1,21 @@
 //! The guard's own thread: looks, judges, acts, a few times a second while there are leases.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::convert::Infallible;
 use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use nvml_wrapper::Nvml;
 
-use super::act::act;
-use super::book;
+use super::act::Acting;
+use super::book::{self, Event};
 use super::judge::{Judge, Offence, Verdict};
 use super::look::Looker;
+use crate::admit;
 use crate::config::{self, Action, Config};
 use crate::inventory;
-use crate::ledger::{Ledger, Store};
+use crate::ledger::{Ledger, LedgerError, Store};
 use crate::process::Process;
 
 /// How often the configuration is read again, and a sign of life given.
@@ -33,6 +35,20 @@ pub(crate) fn start() -> io::Result<()> {
     thread::Builder::new().name("guard".to_owned()).spawn(|| Guard::default().run()).map(drop)
 }
 
+/// The ledger, in which every container that has started has its first process: the shim is gone by then, so it
+/// is the next command that learns of it.
+fn read(config: &Config) -> Result<(Ledger, Store), LedgerError> {
+    let store = Store::open(&config.state_dir)?;
+    let ledger = store.read()?;
+    // Those of rootless users are bound by their hooks or not at all.
+    if ledger.leases.iter().all(|lease| lease.init.is_some() || lease.brokered) {
+        return Ok((ledger, store));
+    }
+    let (_, freed) = store.update(|_| Ok::<_, Infallible>(()))?;
+    admit::tidy(&freed, &store, config);
+    Ok((store.read()?, store))
+}
+
 #[derive(Default)]
 struct Guard {
     nvml: Option<Nvml>,
@@ -40,8 +56,8 @@ struct Guard {
     judge: Judge,
     /// When each process was acted upon for what.
     acted: BTreeMap<(Offence, Process), Instant>,
-    /// What was in the way of the last look: told once.
-    told: BTreeSet<String>,
+    /// What could not be looked at in the last look.
+    blind: BTreeSet<String>,
     last_sign: Option<Instant>,
 }
 
@@ -61,81 +77,87 @@ impl Guard {
     /// One look; how long to wait until the next.
     fn tick(&mut self, config: &Config) -> Duration {
         if !config.guard.enabled {
-            self.nvml = None;
+            *self = Self::default();
             return REREAD;
         }
-        let store = Store::open(&config.state_dir).and_then(|store| Ok((store.read()?, store)));
-        let (ledger, store) = match store {
+        let (ledger, store) = match read(config) {
             Ok(opened) => opened,
-            Err(error) => return self.blind(&error.to_string()),
+            Err(error) => return self.sees_nothing(&error.to_string(), config),
         };
-        // NVML in use would be in the way of whoever changes a MIG layout.
-        if ledger.leases.is_empty() || ledger.mig.under_way.is_some() {
-            *self = Self { last_sign: self.last_sign, ..Self::default() };
-            self.sign(Vec::new(), config);
+        // A layout is changed: NVML in use would be in the way of a reset.
+        let resets = ledger.mig.under_way.as_ref().is_some_and(|change| !change.gpus.is_empty());
+        if ledger.leases.is_empty() || resets {
+            *self =
+                Self { last_sign: self.last_sign, blind: std::mem::take(&mut self.blind), ..Self::default() };
+            if !resets {
+                self.sign(Vec::new(), BTreeSet::new(), config);
+            }
             return IDLE;
         }
         match self.look(&ledger, config) {
-            Ok(verdicts) => self.act(&verdicts, &store, config),
-            Err(error) => return self.blind(&error),
+            Ok((verdicts, blind)) => {
+                let events = self.act(&verdicts, &store, config);
+                self.sign(events, blind, config);
+                config.guard.period
+            }
+            Err(error) => self.sees_nothing(&error, config),
         }
-        config.guard.period
     }
 
-    fn look(&mut self, ledger: &Ledger, config: &Config) -> Result<Vec<Verdict>, String> {
+    fn look(&mut self, ledger: &Ledger, config: &Config) -> Result<(Vec<Verdict>, BTreeSet<String>), String> {
+        let known = inventory::last(config).map_err(|error| error.to_string())?;
         let nvml = match self.nvml.take() {
             Some(nvml) => nvml,
             None => inventory::connect(config).map_err(|error| error.to_string())?.0,
         };
-        let known = inventory::last(config).map_err(|error| error.to_string())?;
-        let (looks, failures) = self.looker.look(&nvml, ledger, &known);
-        // A driver that was unloaded or a GPU that was lost: NVML is opened anew.
-        self.nvml = failures.is_empty().then_some(nvml);
-        let failures: BTreeSet<String> = failures.into_iter().collect();
-        for failure in failures.difference(&self.told) {
-            tracing::warn!("not guarded: {failure}");
-        }
-        self.told = failures;
-        Ok(self.judge.judge(&looks, ledger, &config.guard))
+        let (looks, blind) = self.looker.look(&nvml, ledger, &known);
+        // The driver was unloaded, or all its GPUs were lost: NVML is opened anew.
+        self.nvml = (!looks.is_empty() || blind.is_empty()).then_some(nvml);
+        Ok((self.judge.judge(&looks, ledger, &config.guard), blind))
     }
 
-    fn act(&mut self, verdicts: &[Verdict], store: &Store, config: &Config) {
+    fn act(&mut self, verdicts: &[Verdict], store: &Store, config: &Config) -> Vec<Event> {
         let of = |verdict: &Verdict| (verdict.offence, verdict.holder.process);
         let current: BTreeSet<_> = verdicts.iter().map(of).collect();
         self.acted.retain(|key, _| current.contains(key));
-        let mut events = Vec::new();
-        for verdict in verdicts {
-            let again = |at: &Instant| verdict.action != Action::Report && at.elapsed() >= AGAIN;
-            if self.acted.get(&of(verdict)).is_none_or(again) {
-                self.acted.insert(of(verdict), Instant::now());
-                events.extend(act(verdict, store, config));
-            }
+        let again =
+            |at: &Instant, verdict: &Verdict| verdict.action != Action::Report && at.elapsed() >= AGAIN;
+        let due: Vec<&Verdict> = verdicts
+            .iter()
+            .filter(|verdict| self.acted.get(&of(verdict)).is_none_or(|at| again(at, verdict)))
+            .collect();
+        if due.is_empty() {
+            return Vec::new();
         }
+        let Some(mut acting) = Acting::begin(store, config) else { return Vec::new() };
+        self.acted.extend(due.iter().map(|verdict| (of(verdict), Instant::now())));
+        due.into_iter().filter_map(|verdict| acting.act(verdict)).collect()
+    }
+
+    /// Tells events and what cannot be seen, and writes both down at once; else a sign of life now and then.
+    fn sign(&mut self, events: Vec<Event>, blind: BTreeSet<String>, config: &Config) {
         for event in &events {
             tracing::warn!(
                 offence = ?event.offence, action = ?event.action, pid = event.pid, device = event.device,
                 container = event.container_id.as_deref().unwrap_or("-"), "guard: {}", event.text
             );
         }
-        self.sign(events, config);
-    }
-
-    /// Writes events down at once, and a sign of life now and then.
-    fn sign(&mut self, events: Vec<book::Event>, config: &Config) {
-        if events.is_empty() && self.last_sign.is_some_and(|at| at.elapsed() < REREAD) {
+        for why in blind.difference(&self.blind) {
+            tracing::warn!("not guarded: {why}");
+        }
+        let changed = !events.is_empty() || blind != self.blind;
+        if !changed && self.last_sign.is_some_and(|at| at.elapsed() < REREAD) {
             return;
         }
         self.last_sign = Some(Instant::now());
-        if let Err(error) = book::write(events, config) {
+        self.blind = blind;
+        if let Err(error) = book::write(events, self.blind.iter().cloned().collect(), config) {
             tracing::warn!("guard.json is not written: {error}");
         }
     }
 
-    /// Nothing can be seen: it is told once, and there is no sign of life.
-    fn blind(&mut self, why: &str) -> Duration {
-        if self.told.insert(why.to_owned()) {
-            tracing::warn!("nothing is guarded: {why}");
-        }
+    fn sees_nothing(&mut self, why: &str, config: &Config) -> Duration {
+        self.sign(Vec::new(), BTreeSet::from([format!("nothing can be looked at: {why}")]), config);
         REREAD
     }
 }

@@ -40,7 +40,7 @@ pub use make::{has_gpu, is_loaded, link_nodes, make_nodes};
 pub(crate) use mig_ids::instance_ids;
 pub use nodes::{NodeError, check_node, ensure_node};
 #[cfg(feature = "cli")]
-pub(crate) use nvml::{init as open, joined, listed, mig_handles, unless_unsupported};
+pub(crate) use nvml::{init as open, joined, listed, listed_if_known, mig_handles, unless_unsupported};
 pub use part::Part;
 #[cfg(feature = "cli")]
 pub(crate) use probe::connect;

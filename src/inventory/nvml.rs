@@ -160,15 +160,23 @@ fn running(device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
         .collect())
 }
 
-/// A list that grew between being counted and being read is asked for again.
+/// A list that grew between being counted and being read is asked for again. Empty where the driver has no such
+/// list.
 pub(crate) fn listed(
     ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>,
 ) -> Result<Vec<ProcessInfo>, NvmlError> {
+    Ok(listed_if_known(ask)?.unwrap_or_default())
+}
+
+/// [`listed`]; `None` where the driver has no such list.
+pub(crate) fn listed_if_known(
+    ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>,
+) -> Result<Option<Vec<ProcessInfo>>, NvmlError> {
     let answer = std::iter::repeat_with(ask)
         .take(6)
         .find(|answer| !matches!(answer, Err(NvmlError::InsufficientSize(_))))
         .unwrap_or(Err(NvmlError::InsufficientSize(None)));
-    Ok(unless_unsupported(answer)?.unwrap_or_default())
+    unless_unsupported(answer)
 }
 
 const fn memory(process: &ProcessInfo) -> u64 {

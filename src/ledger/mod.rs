@@ -24,6 +24,8 @@ pub(crate) use book::fixture;
 pub(crate) use made::fixture as made_fixture;
 pub use made::{Awaited, Made};
 pub use mig::{MigBusy, MigChange, MigChanges};
+#[cfg(feature = "cli")]
+pub(crate) use record::read_up_to;
 pub use store::{Freed, LedgerError, Store};
 
 use crate::inventory::ComputeMode;

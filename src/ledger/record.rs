@@ -187,8 +187,14 @@ fn is_own_cgroup(mount: &Path, path: &Path) -> bool {
     plain && !is_root
 }
 
-/// The content of a regular file, `None` where there is none. Links, pipes and giants are errors.
+/// [`read_up_to`] as much as any record or ledger has.
 pub(super) fn read_bounded(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    read_up_to(path, LARGEST)
+}
+
+/// The content of a regular file, `None` where there is none. Links, pipes and what has more than `largest`
+/// bytes are errors.
+pub(crate) fn read_up_to(path: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
     let file = match OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path) {
         Ok(file) => file,
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
@@ -200,10 +206,10 @@ pub(super) fn read_bounded(path: &Path) -> io::Result<Option<Vec<u8>>> {
     if !metadata.is_file() {
         return Err(io::Error::other("it is no regular file"));
     }
-    let mut content = Vec::with_capacity(usize::try_from(metadata.len().min(LARGEST)).unwrap_or(0) + 1);
-    file.take(LARGEST + 1).read_to_end(&mut content)?;
-    if content.len() as u64 > LARGEST {
-        return Err(io::Error::other("it is larger than 16 MiB"));
+    let mut content = Vec::with_capacity(usize::try_from(metadata.len().min(largest)).unwrap_or(0) + 1);
+    file.take(largest + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > largest {
+        return Err(io::Error::other(format!("it is larger than {} MiB", largest >> 20)));
     }
     Ok(Some(content))
 }

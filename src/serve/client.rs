@@ -95,6 +95,21 @@ impl Broker {
         }
     }
 
+    /// Whether the service answers within `limit`, be it that it is busy. A connection that is not taken at once,
+    /// for too many wait for theirs, counts as no answer.
+    ///
+    /// # Errors
+    /// It does not, or in words of another version.
+    #[cfg(feature = "cli")]
+    pub fn answers(config: &Config, limit: Duration) -> Result<(), BrokerError> {
+        let socket = super::socket(config);
+        let mut stream = connect_now(&socket).map_err(|source| BrokerError::NotRunning { socket, source })?;
+        stream.set_write_timeout(Some(limit)).map_err(BrokerError::Broken)?;
+        stream.write_all(&protocol::line(&Ask::Status)?).map_err(BrokerError::Broken)?;
+        protocol::parse::<Answer>(&receive(&mut stream, limit)?)?;
+        Ok(())
+    }
+
     fn once(&mut self, line: &[u8]) -> Result<Answer, BrokerError> {
         let mut stream = match self.stream.take() {
             Some(stream) => stream,
@@ -102,7 +117,7 @@ impl Broker {
         };
         // Whoever is turned away at the door is told why before we have said a word.
         let sent = stream.write_all(line);
-        let answer = receive(&mut stream, Instant::now() + ANSWER_LIMIT);
+        let answer = receive(&mut stream, ANSWER_LIMIT);
         let answer = match (answer, sent) {
             (Err(BrokerError::Broken(_)), Err(error)) => Err(BrokerError::Broken(error)),
             (answer, _) => answer,
@@ -119,6 +134,18 @@ impl Broker {
     }
 }
 
+/// connect(2) that does not wait for room among those that wait to be accepted.
+#[cfg(feature = "cli")]
+fn connect_now(path: &std::path::Path) -> io::Result<UnixStream> {
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    connect(std::os::fd::AsRawFd::as_raw_fd(&socket), &UnixAddr::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
 /// A refusal is the service's own line; it may be longer than one piece of foreign text.
 fn refused(reason: &str, temporary: bool) -> BrokerError {
     let characters: Vec<char> = reason.chars().take(2000).collect();
@@ -127,12 +154,13 @@ fn refused(reason: &str, temporary: bool) -> BrokerError {
 }
 
 /// One line, without its end.
-fn receive(stream: &mut UnixStream, deadline: Instant) -> Result<Vec<u8>, BrokerError> {
+fn receive(stream: &mut UnixStream, limit: Duration) -> Result<Vec<u8>, BrokerError> {
+    let deadline = Instant::now() + limit;
     let (mut line, mut part) = (Vec::new(), [0_u8; 16 << 10]);
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(BrokerError::Late(ANSWER_LIMIT));
+            return Err(BrokerError::Late(limit));
         }
         stream.set_read_timeout(Some(left)).map_err(BrokerError::Broken)?;
         match stream.read(&mut part) {
@@ -140,7 +168,7 @@ fn receive(stream: &mut UnixStream, deadline: Instant) -> Result<Vec<u8>, Broker
             Ok(count) => line.extend_from_slice(&part[..count]),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                return Err(BrokerError::Late(ANSWER_LIMIT));
+                return Err(BrokerError::Late(limit));
             }
             Err(error) => return Err(BrokerError::Broken(error)),
         }
@@ -223,6 +251,26 @@ mod tests {
         assert_eq!(broker.ask(&Ask::Status).unwrap_err().to_string(), "no\\u{1b}[2J\\nplace");
         let error = broker.ask(&Ask::Status).unwrap_err();
         assert!(matches!(error, BrokerError::Broken(_)), "{error}");
+        service.join().unwrap();
+    }
+
+    #[test]
+    fn a_service_that_is_wedged_does_not_answer() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(&dir);
+        let listener = UnixListener::bind(super::super::socket(&config)).unwrap();
+        let limit = Duration::from_millis(50);
+        let error = Broker::answers(&config, limit).unwrap_err();
+        assert!(matches!(error, BrokerError::Late(_)), "{error}");
+        // As many as it takes before nobody gets in any more.
+        let waiting: Vec<_> =
+            std::iter::from_fn(|| connect_now(&super::super::socket(&config)).ok()).collect();
+        let error = Broker::answers(&config, limit).unwrap_err().to_string();
+        assert!(error.contains("Resource temporarily unavailable"), "{error}");
+        drop((listener, waiting));
+        std::fs::remove_file(super::super::socket(&config)).unwrap();
+        let service = service(&config, vec![vec!["{\"v\":1,\"busy\":\"x\"}\n"]]);
+        Broker::answers(&config, Duration::from_secs(10)).unwrap();
         service.join().unwrap();
     }
 }

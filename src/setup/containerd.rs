@@ -13,6 +13,21 @@ const END: &str = "# <<< sublet setup\n";
 const MARK: &str = " # sublet setup\n";
 const KEPT: &str = "# sublet setup kept: ";
 
+/// The plugin that serves pods, in versions 2 and 3.
+const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
+
+/// What our block may hold beside `BinaryName`: ends of headers, and lines.
+const TABLES: [&str; 4] =
+    ["]", ".\"containerd\"]", ".containerd.runtimes.sublet]", ".containerd.runtimes.sublet.options]"];
+const LINES: [&str; 6] = [
+    "version = 2",
+    "runtime_type = \"io.containerd.runc.v2\"",
+    "pod_annotations = [\"sublet.*\"]",
+    "container_annotations = [\"sublet.*\"]",
+    "default_runtime_name = \"sublet\"",
+    "enable_cdi = true",
+];
+
 /// `config.toml` with the handler; `found` is what it says now.
 ///
 /// # Errors
@@ -49,8 +64,8 @@ pub fn set_up(found: Option<&str>, wish: &Wish) -> Result<String, SetupError> {
 /// The plugin that serves pods.
 fn plugin(file: &::toml::Table) -> Result<&'static str, SetupError> {
     match file.get("version").and_then(::toml::Value::as_integer) {
-        Some(2) => Ok("io.containerd.grpc.v1.cri"),
-        Some(3) => Ok("io.containerd.cri.v1.runtime"),
+        Some(2) => Ok(PLUGINS[0]),
+        Some(3) => Ok(PLUGINS[1]),
         _ => Err(SetupError::Version),
     }
 }
@@ -139,7 +154,7 @@ fn lookup(text: &str, path: &[&str]) -> Result<Option<::toml::Value>, SetupError
 /// `config.toml` without sublet; `None`: no such file.
 ///
 /// # Errors
-/// It is no TOML.
+/// It is no TOML, or would be none then; lines of others stand in our block.
 pub fn undo(found: Option<&str>) -> Result<Option<String>, SetupError> {
     let Some(found) = found else { return Ok(None) };
     toml(found)?;
@@ -154,14 +169,42 @@ pub fn undo(found: Option<&str>) -> Result<Option<String>, SetupError> {
             }
         } else if ours {
             ours = line.trim_end() != END.trim_end();
+            if ours && !is_ours(line.trim_end()) {
+                let line = crate::text::safe(line.trim());
+                return Err(altered(format!("its block has the line `{line}`: move that out of the block")));
+            }
         } else if let Some(kept) = line.strip_prefix(KEPT) {
             left.push_str(kept);
         } else if !line.trim_end().ends_with(MARK.trim_end()) {
             left.push_str(line);
         }
     }
+    if ours {
+        let end = END.trim_end();
+        return Err(altered(format!("its block has no end: put `{end}` behind its last line")));
+    }
+    // Kept lines and those that replaced them: one may have been edited into a key of its own.
+    ::toml::from_str::<::toml::Table>(&left).map_err(|error| {
+        let why = crate::text::safe(error.to_string().lines().next().unwrap_or_default());
+        altered(format!(
+            "the rest is no valid TOML ({why}): `sublet setup kept` marks the lines that come back"
+        ))
+    })?;
     // A file without a version is none of containerd's: it was ours.
     Ok((!left.is_empty()).then_some(left))
+}
+
+fn altered(why: String) -> SetupError {
+    SetupError::Altered { why }
+}
+
+/// Whether `line` is one that [`set_up`] puts into its block.
+fn is_ours(line: &str) -> bool {
+    let is_header = |plugin: &&str| {
+        let rest = line.strip_prefix(&format!("[plugins.\"{plugin}\""));
+        rest.is_some_and(|rest| TABLES.contains(&rest))
+    };
+    LINES.contains(&line) || line.starts_with("BinaryName = ") || PLUGINS.iter().any(is_header)
 }
 
 /// Whether our block stands in it.
@@ -245,6 +288,20 @@ mod tests {
         let taken =
             "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.sublet]\nx = 1\n";
         assert!(why(taken).contains("is there already"), "{}", why(taken));
+    }
+
+    #[test]
+    fn an_undo_loses_no_line_of_others() {
+        let text = set_up(Some(DEFAULT), &all()).unwrap();
+        let why = |text: &str| undo(Some(text)).unwrap_err().to_string();
+        let open = text.replace(END, "") + "[metrics]\naddress = \"\"\n";
+        assert!(why(&open).contains("has the line `[metrics]`"), "{}", why(&open));
+        assert!(why(&text.replace(END, "")).contains("put `# <<< sublet setup` behind"), "{}", why(&text));
+        let added = text.replace(END, "# mine\nprivileged_without_host_devices = true\n# <<< sublet setup\n");
+        assert!(why(&added).contains("has the line `# mine`"), "{}", why(&added));
+        let theirs = text.replace("\"sublet\" # sublet setup", "\"kata\"");
+        assert!(why(&theirs).contains("the rest is no valid TOML"), "{}", why(&theirs));
+        assert_eq!(set_up(Some(&theirs), &wish()).unwrap_err(), undo(Some(&theirs)).unwrap_err());
     }
 
     proptest! {

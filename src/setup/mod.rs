@@ -73,6 +73,12 @@ pub enum SetupError {
         /// What the parser said of the result.
         why: String,
     },
+    /// Somebody has edited what a setup put in.
+    #[error("what `sublet setup` put in is no longer as it was: {why}; nothing was changed")]
+    Altered {
+        /// What is different, and what to do.
+        why: String,
+    },
     /// The drop-in's name is taken.
     #[error("it was not written by `sublet setup`: remove or rename it, then try again; nothing was changed")]
     Foreign,

@@ -84,7 +84,7 @@ fn status_as_json_is_the_documented_schema() {
                 "state": "active", "pid": bundle.pid(), "since": "SINCE"}],
             "mps": [{"device": GPU, "lease": null, "pid": 0, "state": "serving", "clients": 1,
                 "key": GPU, "ceiling_percent": 25.0}],
-            "guard": {"watching": false, "events": []},
+            "guard": {"watching": false, "blind": [], "events": []},
             "mig_made": []})
     );
     bundle.down();

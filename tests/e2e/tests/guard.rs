@@ -36,8 +36,11 @@ fn probes(bundle: &Bundle<'_>) -> usize {
     seen.stdout.lines().filter(|name| *name == "cuda-probe").count()
 }
 
+/// As the guard wrote them down: a command of ours would put its ledger right on the way.
 fn events(host: &Host) -> Vec<Value> {
-    host.world.status()["guard"]["events"].as_array().expect("an array").clone()
+    let text = std::fs::read(host.world.state_dir().join("guard.json")).unwrap_or_default();
+    let book: Value = serde_json::from_slice(&text).unwrap_or_default();
+    book["events"].as_array().cloned().unwrap_or_default()
 }
 
 fn seen(host: &Host, offence: &str) -> Option<Value> {

@@ -5,6 +5,7 @@
 //!   gpu-check --simulated       on the simulated H200
 
 mod doors;
+mod hostile;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -74,6 +75,10 @@ fn main() -> ExitCode {
     };
     let heading = heading(&world);
     let mut table = Table { rows: Vec::new(), sms: 0, total_mib: 0 };
+    if std::env::var("ONLY").is_ok() {
+        hostile::table(&world, &mut table);
+        return ExitCode::SUCCESS;
+    }
     whole_gpu(&world, &mut table);
     three_shares(&world, &mut table);
     two_users(&world, &mut table);
@@ -83,6 +88,7 @@ fn main() -> ExitCode {
     doors::table(&world, &mut table);
     daemon_back(&world, &mut table);
     memory_back(&world, &mut table);
+    hostile::table(&world, &mut table);
     gone(&world, &mut table);
     drop(world);
     by_uuid(new_world, &mut table);
