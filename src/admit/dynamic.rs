@@ -1,6 +1,7 @@
 //! A MIG instance of its own for a request that finds none, and its end (`[mig] dynamic`). The driver is `sublet`'s
 //! alone to speak to; here it is asked to.
 
+use std::cell::Cell;
 use std::convert::Infallible;
 use std::time::Duration;
 
@@ -8,10 +9,10 @@ use serde::{Deserialize, Serialize};
 
 use super::AdmitError;
 use crate::config::Config;
-use crate::inventory::Inventory;
+use crate::inventory::{Device, Inventory};
 use crate::ledger::{Awaited, LeaseId, Ledger, Store};
 use crate::own;
-use crate::place::{Order, expected};
+use crate::place::{Most, Order, Size, expected};
 use crate::process::Process;
 use crate::request::Request;
 use crate::serve::caps::Cap;
@@ -49,6 +50,37 @@ pub(crate) enum Answer {
     },
 }
 
+/// What a thread that must not wait has left to another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PutOff {
+    /// An instance would have had to be made: the answer is none.
+    pub make: bool,
+    /// An instance has to be destroyed.
+    pub clear: bool,
+}
+
+thread_local! {
+    /// Where this thread must not wait.
+    static PUT_OFF: Cell<Option<PutOff>> = const { Cell::new(None) };
+}
+
+/// Does `work`, but has no instance made or destroyed meanwhile, which takes the driver's time and that of all who
+/// have one made as well; what there would have been.
+#[cfg(feature = "cli")]
+pub(crate) fn at_once<T>(work: impl FnOnce() -> T) -> (T, PutOff) {
+    PUT_OFF.set(Some(PutOff::default()));
+    let done = work();
+    (done, PUT_OFF.take().unwrap_or_default())
+}
+
+/// Whether that is to be put off; `note` says what.
+fn is_put_off(note: impl FnOnce(&mut PutOff)) -> bool {
+    let Some(mut put_off) = PUT_OFF.get() else { return false };
+    note(&mut put_off);
+    PUT_OFF.set(Some(put_off));
+    true
+}
+
 /// What would have to be made for `request`, which has just found no place; `None`: nothing is made for it.
 pub(super) fn order(
     request: &Request,
@@ -57,14 +89,24 @@ pub(super) fn order(
     ledger: &Ledger,
     config: &Config,
 ) -> Option<Result<Order, AdmitError>> {
-    let order = Order::of(request, inventory, ledger, config).filter(|_| config.mig.dynamic)?;
+    let mut order = Order::of(request, inventory, ledger, config).filter(|_| config.mig.dynamic)?;
     let Some(cap) = cap else { return Some(Ok(order)) };
     if !cap.rule.dynamic {
         return None;
     }
     // Whoever may not have it in the end shall not have it made.
+    for site in &mut order.sites {
+        let gpu = inventory.device(&site.gpu);
+        site.most = gpu.map(|gpu| most(request, gpu, cap, ledger));
+    }
     let may = cap.check(&expected(request), ledger).map_err(|error| AdmitError::Cap(Box::new(error)));
     Some(may.map(|()| order))
+}
+
+/// How large an instance on `gpu` the user may have.
+fn most(request: &Request, gpu: &Device, cap: Cap<'_>, ledger: &Ledger) -> Most {
+    let beside = |ledger: &Ledger| Size::within(request, gpu, cap.room(ledger));
+    Most { now: beside(ledger), ever: beside(&Ledger::empty(&ledger.boot_id)) }
 }
 
 /// Makes it, kept for lease `id` of `container` until that is taken or given up.
@@ -74,6 +116,9 @@ pub(super) fn order(
 pub(super) fn make(order: Order, id: &LeaseId, container: &str) -> Result<(), (String, bool)> {
     if order.sites.is_empty() {
         return Err((NO_SITE.to_owned(), false));
+    }
+    if is_put_off(|put_off| put_off.make = true) {
+        return Err(("it is put off".to_owned(), true));
     }
     let asked = Process::current().map_err(|error| error.to_string()).and_then(|owner| {
         let awaited = Awaited { lease: id.clone(), container: container.to_owned(), owner };
@@ -112,7 +157,8 @@ pub(super) fn give_up(id: &LeaseId, store: &Store) {
 /// Destroys the instances that were made for containers and that nobody needs any more; what cannot be destroyed
 /// now is tried again by the next command.
 pub fn clear_made(store: &Store) {
-    if !store.read().is_ok_and(|ledger| ledger.has_unneeded()) {
+    let has_unneeded = store.read().is_ok_and(|ledger| ledger.has_unneeded());
+    if !has_unneeded || is_put_off(|put_off| put_off.clear = true) {
         return;
     }
     match own::sublet(&["mig", "clear"], CLEAR_LIMIT) {

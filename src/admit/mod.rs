@@ -44,7 +44,7 @@ use take::{Rootfs, Terms};
 pub use bind::{abandon, bind, clear_unbound, hand_over};
 pub use dynamic::clear_made;
 #[cfg(feature = "cli")]
-pub(crate) use dynamic::{Answer as MakeAnswer, Ask as MakeAsk};
+pub(crate) use dynamic::{Answer as MakeAnswer, Ask as MakeAsk, PutOff, at_once};
 pub use error::AdmitError;
 #[cfg(feature = "cli")]
 pub use fresh::confirmed_inventory;

@@ -36,6 +36,10 @@ pub struct Made {
     /// It is being destroyed, and nobody's any more.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub going: bool,
+    /// Its compute instance is being destroyed by us, or we have seen that it has none: from here on a GPU instance
+    /// with none in it is ours. One that was emptied otherwise is somebody else's.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub emptied: bool,
     /// Why it could not be destroyed when that was last tried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stuck: Option<String>,
@@ -161,6 +165,7 @@ pub(crate) mod fixture {
             uuid: uuid.map(str::to_owned),
             awaited: None,
             going: false,
+            emptied: false,
             stuck: None,
         }
     }

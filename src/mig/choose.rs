@@ -6,7 +6,7 @@ use super::target::unknown;
 use super::{Driver, DriverError, Gpu, Instance, Profile, Span, Step, Target, Want, device_name, mark, plan};
 use crate::config::Policy;
 use crate::ledger::Ledger;
-use crate::place::{Order, Site};
+use crate::place::{Order, Site, Size};
 use crate::request::units::MIB;
 use crate::text::safe;
 
@@ -44,13 +44,17 @@ pub struct NoChoice {
 /// Nothing can.
 pub fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice>, NoChoice> {
     let mut found = Vec::new();
-    let (mut missing, mut full) = (Vec::new(), Vec::new());
+    let (mut missing, mut full, mut capped) = (Vec::new(), Vec::new(), Vec::new());
     for (site, gpu) in order.sites.iter().filter_map(|site| Some((site, on_site(site, gpus)?))) {
         let suited = suited(order, site, gpu);
         if suited.is_empty() {
             missing.push(never(order, site, gpu));
         }
         for (profile, slices) in &suited {
+            if let Some(over) = over(site, gpu, profile, *slices) {
+                capped.push(over);
+                continue;
+            }
             match place(gpu, profile, *slices) {
                 Some((span, lost)) => {
                     let spread = if policy == Policy::Spread { gpu.instances.len() } else { 0 };
@@ -63,7 +67,7 @@ pub fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice
     }
     found.sort_by(|a, b| a.0.cmp(&b.0));
     if found.is_empty() {
-        return Err(nothing(&missing, &full));
+        return Err(nothing(&missing, &full, capped));
     }
     Ok(found.into_iter().map(|(_, choice)| choice).collect())
 }
@@ -174,8 +178,39 @@ fn no_room(gpu: &Gpu, profile: &Profile, slices: u32) -> String {
     format!("{} has no room for a {}{beside}", gpu.label(), safe(&device_name(profile, slices)))
 }
 
+/// Why a user's policy does not let them have it.
+fn over(site: &Site, gpu: &Gpu, profile: &Profile, slices: u32) -> Option<NoChoice> {
+    let most = site.most?;
+    let (sms, memory) = (sms(gpu, profile, slices), profile.memory_mib.saturating_mul(MIB));
+    let within = |size: Size| sms <= size.sms && memory <= size.memory_bytes;
+    let (left, has) = if sms > most.now.sms {
+        (format!("{} SMs", most.now.sms), format!("{sms}"))
+    } else {
+        (format!("{} MiB", most.now.memory_bytes / MIB), format!("{}", profile.memory_mib))
+    };
+    let temporary = within(most.ever);
+    let or_wait = if temporary { ", or end a container first" } else { "" };
+    let (name, label) = (safe(&device_name(profile, slices)), gpu.label());
+    let reason = format!(
+        "your [[policy]] on this host leaves you {left} of {label}, and a {name} has {has}: ask for less{or_wait}"
+    );
+    (!within(most.now)).then_some(NoChoice { reason, temporary })
+}
+
+/// SMs of such a compute instance at least: only inside its GPU instance does the driver tell (of the 60 of an
+/// H100's `3g` one slice has 16, as `1g` has).
+fn sms(gpu: &Gpu, profile: &Profile, slices: u32) -> u64 {
+    let alike = gpu.profiles.iter().filter(|other| other.slices == slices).map(|other| other.sms);
+    let part = profile.sms * slices / profile.slices.max(1);
+    let least = if slices == profile.slices { part } else { alike.fold(part, u32::min) };
+    u64::from(least)
+}
+
 /// Of several profiles that would do, the smallest tells enough.
-fn nothing(missing: &[String], full: &[String]) -> NoChoice {
+fn nothing(missing: &[String], full: &[String], capped: Vec<NoChoice>) -> NoChoice {
+    if let Some(least) = capped.into_iter().next().filter(|_| full.is_empty()) {
+        return least;
+    }
     let mut lines: Vec<String> = Vec::new();
     for line in full.iter().chain(missing) {
         let gpu = line.split_once(" has no ").map(|(gpu, _)| gpu);

@@ -1,11 +1,12 @@
 use super::super::double::{Double, h200, profile};
 use super::*;
+use crate::place::Most;
 
 /// Profiles and starts.
 type Layout<'a> = &'a [(&'a str, u32)];
 
 fn order(profile: Option<&str>, mib: u64, sms: u64) -> Order {
-    let site = |gpu: &str| Site { gpu: gpu.into(), memory_bytes: mib * MIB, sms };
+    let site = |gpu: &str| Site { gpu: gpu.into(), memory_bytes: mib * MIB, sms, most: None };
     Order { sites: vec![site("GPU-0"), site("GPU-1")], profile: profile.map(str::to_owned) }
 }
 
@@ -108,4 +109,28 @@ fn engines_that_are_taken_are_no_place() {
     let layout = [("1g.18gb+me", 0)];
     let none = best(&layout, &order(Some("1g.18gb+me"), 0, 0)).unwrap_err();
     assert!(none.starts_with("GPU 0 has no room for a 1g.18gb+me beside 1g.18gb+me at 0"), "{none}");
+}
+
+#[test]
+fn no_more_is_made_than_a_policy_allows() {
+    let size = |sms, mib: u64| Size { sms, memory_bytes: mib.saturating_mul(MIB) };
+    let capped = |name, now, ever| {
+        let mut order = order(name, 0, 0);
+        order.sites[0].most = Some(Most { now, ever });
+        choices(&order, &[gpu(&[])], Policy::Binpack).map(|found| found[0].name.clone())
+    };
+    let (none, all) = (size(16, 16_383), size(u64::MAX, u64::MAX));
+    assert_eq!(capped(None, all, all).unwrap(), "1g.18gb");
+    assert_eq!(capped(Some("1g.18gb"), size(16, 16_384), all).unwrap(), "1g.18gb");
+    assert_eq!(capped(Some("1c.3g.71gb"), size(16, 71_424), all).unwrap(), "1c.3g.71gb");
+    let refused = |name, now, ever| {
+        let none = capped(name, now, ever).unwrap_err();
+        (none.reason, none.temporary)
+    };
+    let memory =
+        "your [[policy]] on this host leaves you 16383 MiB of GPU 0, and a 1g.18gb has 16384: ask for less";
+    assert_eq!(refused(None, none, none), (memory.to_owned(), false));
+    let sms = "your [[policy]] on this host leaves you 16 SMs of GPU 0, and a 3g.71gb has 60: ask for less, or end a \
+               container first";
+    assert_eq!(refused(Some("3g.71gb"), size(16, 16_384), all), (sms.to_owned(), true));
 }

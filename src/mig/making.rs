@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use super::choose::{Choice, choices, seen};
-use super::{Driver, Gpu, Instance, Span};
+use super::{Compute, Driver, DriverError, Gpu, Instance, Span};
 use crate::config::Policy;
 use crate::ledger::{Awaited, Freed, Ledger, LedgerError, Made, Store};
 use crate::place::Order;
@@ -88,6 +88,7 @@ impl<'a> Making<'a> {
             uuid: None,
             awaited: Some(awaited.clone()),
             going: false,
+            emptied: false,
             stuck: None,
         };
         self.touched = true;
@@ -155,20 +156,59 @@ impl<'a> Making<'a> {
     /// Destroys it and forgets it; why not.
     fn unmake(&mut self, made: &Made) -> Result<Option<String>, LedgerError> {
         let deadline = Instant::now() + if made.stuck.is_some() { Duration::ZERO } else { LEAVING };
-        self.note(made, |made| made.going = true)?;
+        let mut made = Made { going: true, ..made.clone() };
+        self.write(&made)?;
         let why = loop {
-            match destroy(made, self.driver) {
+            match self.destroy(&mut made)? {
                 Ok(()) => {
                     self.touched = true;
-                    self.change(|ledger| ledger.forget_made(made))?;
+                    self.change(|ledger| ledger.forget_made(&made))?;
                     return Ok(None);
                 }
                 Err(error) if Instant::now() >= deadline => break error.to_string(),
                 Err(_) => std::thread::sleep(LOOK_AGAIN),
             }
         };
-        self.note(made, |made| made.stuck = Some(why.clone()))?;
+        // What is whole still may be emptied by others from now on.
+        made.emptied &= !self.is_whole(&made);
+        made.stuck = Some(why.clone());
+        self.write(&made)?;
         Ok(Some(why))
+    }
+
+    /// Destroys what `made` tells of, as far as it is there and nobody else's; the inner error is the driver's.
+    fn destroy(&mut self, made: &mut Made) -> Result<Result<(), DriverError>, LedgerError> {
+        let now = match there(made, self.driver) {
+            Ok(now) => now.filter(|now| is_ours(made, now)),
+            Err(error) => return Ok(Err(error)),
+        };
+        let Some(now) = now else { return Ok(Ok(())) };
+        let part = now.compute.iter().find(|part| made.uuid.as_ref().is_none_or(|uuid| part.uuid == *uuid));
+        let seen = recognized(made, &now, part);
+        if seen != *made {
+            self.write(&seen)?;
+            *made = seen;
+        }
+        if let Some(Err(error)) = part.map(|part| self.driver.destroy_compute(&made.gpu, now.gi, part.ci)) {
+            return Ok(Err(error));
+        }
+        // Others' compute instances in it keep it.
+        Ok(if now.compute.len() <= 1 { self.driver.destroy_instance(&made.gpu, now.gi) } else { Ok(()) })
+    }
+
+    /// Whether its compute instance is there, as far as the driver says.
+    fn is_whole(&mut self, made: &Made) -> bool {
+        let is_part = |uuid: &String| made.uuid.as_ref() == Some(uuid);
+        let now = there(made, self.driver).ok().flatten();
+        now.is_some_and(|now| now.compute.iter().any(|part| is_part(&part.uuid)))
+    }
+
+    fn write(&mut self, made: &Made) -> Result<(), LedgerError> {
+        let Made { gi, uuid, going, emptied, stuck, .. } = made.clone();
+        // Who waits for it is others' to say.
+        self.note(made, |one| {
+            (one.gi, one.uuid, one.going, one.emptied, one.stuck) = (gi, uuid, going, emptied, stuck);
+        })
     }
 
     fn note(&mut self, made: &Made, change: impl FnOnce(&mut Made)) -> Result<(), LedgerError> {
@@ -187,33 +227,34 @@ fn gpu_of(choice: &Choice, gpus: &[Gpu]) -> String {
     gpus.iter().find(|gpu| gpu.uuid == choice.gpu).map(Gpu::label).unwrap_or_default()
 }
 
-/// Destroys what `made` tells of, as far as it is there and nobody else's.
-fn destroy(made: &Made, driver: &mut dyn Driver) -> Result<(), super::DriverError> {
+/// What is at its place now.
+fn there(made: &Made, driver: &mut dyn Driver) -> Result<Option<Instance>, DriverError> {
     let span = Span { start: made.placement.0, size: made.placement.1 };
-    let now = driver.instances(&made.gpu)?.into_iter().find(|one| one.span == span);
-    let Some(now) = now.filter(|now| is_ours(made, now)) else { return Ok(()) };
-    let part = now.compute.iter().find(|part| made.uuid.as_ref().is_none_or(|uuid| part.uuid == *uuid));
-    if let Some(part) = part {
-        driver.destroy_compute(&made.gpu, now.gi, part.ci)?;
+    Ok(driver.instances(&made.gpu)?.into_iter().find(|one| one.span == span))
+}
+
+/// `made` as the driver shows it, with `part` as its compute instance, right before that is destroyed: what the next
+/// command finds there is ours only if it is this one, or without a compute instance.
+fn recognized(made: &Made, now: &Instance, part: Option<&Compute>) -> Made {
+    let uuid = part.map(|part| part.uuid.clone()).filter(|uuid| !uuid.is_empty());
+    let nameless = part.is_some() && uuid.is_none();
+    Made {
+        gi: Some(now.gi),
+        emptied: made.emptied || !nameless,
+        uuid: uuid.or_else(|| made.uuid.clone()),
+        ..made.clone()
     }
-    // Others' compute instances in it keep it.
-    if now.compute.len() <= 1 { driver.destroy_instance(&made.gpu, now.gi) } else { Ok(()) }
 }
 
 /// Ids and places are given to other instances later. What had no UUID yet has at most the one compute instance
-/// that we were making, and none before we knew its id.
+/// that we were making, and none before we knew its id; what had one is empty only by our own hand.
 fn is_ours(made: &Made, now: &Instance) -> bool {
     let same = now.profile == made.profile && made.gi.is_none_or(|gi| gi == now.gi);
     let ours = match (&made.uuid, made.gi) {
-        (Some(uuid), _) => {
-            // Killed between its compute instance and itself.
-            let halfway = made.going && now.compute.is_empty();
-            halfway || now.compute.iter().any(|part| part.uuid == *uuid)
-        }
-        (None, Some(_)) => {
-            now.compute.iter().all(|part| part.slices == made.slices) && now.compute.len() <= 1
-        }
-        (None, None) => now.compute.is_empty(),
+        _ if now.compute.is_empty() => made.uuid.is_none() || made.emptied,
+        (Some(uuid), _) => now.compute.iter().any(|part| part.uuid == *uuid),
+        (None, Some(_)) if !made.emptied => matches!(&now.compute[..], [one] if one.slices == made.slices),
+        (None, _) => false,
     };
     same && ours
 }

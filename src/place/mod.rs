@@ -23,7 +23,7 @@ use crate::request::{Devices, Isolation, MigCap, Mode, Percent, Priority, Reques
 pub use account::{Account, account};
 #[cfg(feature = "cli")]
 pub(crate) use fit::client_limit;
-pub use order::{Order, Site};
+pub use order::{Most, Order, Site, Size};
 pub use refusal::Refusal;
 pub use select::{named, only, rule, wants_mig};
 
@@ -90,7 +90,8 @@ pub fn place(
     )
 }
 
-/// What `request` would come to on one MIG device that is not there yet, as far as it says.
+/// What `request` would come to on one MIG device that is not there yet, as far as it says: what hangs on the size
+/// of that is in [`Size::within`].
 #[must_use]
 pub fn expected(request: &Request) -> Placement {
     let mode = request.mode.unwrap_or(Mode::Mig);

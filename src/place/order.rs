@@ -7,7 +7,8 @@ use super::select::{hosts, wants_mig};
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::Ledger;
-use crate::request::{Devices, Mode, Request};
+use crate::request::units::MIB;
+use crate::request::{Devices, Memory, Mode, Percent, Request};
 
 /// An instance that would serve.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,6 +28,50 @@ pub struct Site {
     pub memory_bytes: u64,
     /// Streaming multiprocessors.
     pub sms: u64,
+    /// What it may have at most, where a policy caps its user.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub most: Option<Most>,
+}
+
+/// What a user's policy allows the instance to have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Most {
+    /// Beside what the user holds.
+    pub now: Size,
+    /// If they held nothing.
+    pub ever: Size,
+}
+
+/// How large an instance may be; `u64::MAX` where nothing limits it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Size {
+    /// Streaming multiprocessors.
+    pub sms: u64,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+}
+
+impl Size {
+    /// The largest instance on `gpu` of which `request` comes to at most `sm` thousandths of a percent of the GPU's
+    /// SMs and `memory` bytes.
+    #[must_use]
+    pub fn within(request: &Request, gpu: &Device, (sm, memory): (Option<u64>, Option<u64>)) -> Self {
+        let whole = u64::from(Percent::WHOLE.thousandths());
+        let of_gpu = |sm: u64| sm.saturating_mul(gpu.sm_count.unwrap_or_default().into()) / whole;
+        // What a share comes to is rounded down to MiB.
+        let of_share = |most: u64, share: Percent| {
+            let most = u128::from(most.saturating_add(MIB - 1)) * u128::from(whole);
+            u64::try_from(most / u128::from(share.thousandths().max(1))).unwrap_or(u64::MAX)
+        };
+        let sms = sm.filter(|_| is_alone(request)).map(of_gpu);
+        let memory = memory.and_then(|most| match request.memory {
+            _ if is_alone(request) => Some(most),
+            Some(Memory::Share(share)) => Some(of_share(most, share)),
+            // What does not hang on the size of the instance.
+            _ => None,
+        });
+        Self { sms: sms.unwrap_or(u64::MAX), memory_bytes: memory.unwrap_or(u64::MAX) }
+    }
 }
 
 impl Order {
@@ -52,17 +97,22 @@ impl Order {
 
 /// With mode mig memory and SMs say what the device must have at least, as of one that is there.
 fn site(request: &Request, gpu: &Device) -> Site {
-    let alone = matches!(request.mode, None | Some(Mode::Mig));
+    let alone = is_alone(request);
     let memory = request.memory.filter(|_| alone).map(|memory| memory.on(gpu.memory_bytes));
     let sms = request.sm.filter(|_| alone).zip(gpu.sm_count).map(|(sm, all)| sm.of(all.into()));
-    Site { gpu: gpu.uuid.clone(), memory_bytes: memory.unwrap_or(0), sms: sms.unwrap_or(0) }
+    Site { gpu: gpu.uuid.clone(), memory_bytes: memory.unwrap_or(0), sms: sms.unwrap_or(0), most: None }
+}
+
+/// Whether all of the instance is the container's.
+const fn is_alone(request: &Request) -> bool {
+    matches!(request.mode, None | Some(Mode::Mig))
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::fixture::{GIB, device, host, request};
     use super::*;
-    use crate::request::{Memory, Percent, Selector};
+    use crate::request::Selector;
 
     fn mig_host() -> Inventory {
         let mut gpus: Vec<Device> = (0..3).map(device).collect();
@@ -111,5 +161,20 @@ mod tests {
         let shared = Request { mig: Some("1g.18gb".into()), mode: Some(Mode::Mps), ..wanted };
         let site = order(&shared, &["GPU-0"]).unwrap().sites.remove(0);
         assert_eq!((site.memory_bytes, site.sms), (0, 0), "they are of the instance");
+    }
+
+    #[test]
+    fn a_cap_is_a_size_of_the_instance_where_that_counts() {
+        let gpu = mig_host().devices.remove(1);
+        let most = (Some(20_999), Some(8 * GIB));
+        let alone = Size::within(&request(Mode::Mig), &gpu, most);
+        assert_eq!(alone, Size { sms: 20, memory_bytes: 8 * GIB });
+        let free = Size { sms: u64::MAX, memory_bytes: u64::MAX };
+        assert_eq!(Size::within(&request(Mode::Mig), &gpu, (None, None)), free);
+        let bytes = Request { memory: Some(Memory::Bytes(GIB)), ..request(Mode::Mps) };
+        assert_eq!(Size::within(&bytes, &gpu, most), free);
+        let half = Memory::Share(Percent::from_thousandths(50_000));
+        let half = Size::within(&Request { memory: Some(half), ..request(Mode::Mps) }, &gpu, most);
+        assert_eq!((half.sms, half.memory_bytes / MIB), (u64::MAX, (16 * GIB / MIB) + 1));
     }
 }

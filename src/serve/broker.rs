@@ -30,6 +30,17 @@ pub(super) fn answer(line: &[u8], peer: Peer) -> Vec<u8> {
     protocol::line(&answer).or_else(unwritable).unwrap_or_default()
 }
 
+/// Destroys the MIG instances that nobody needs any more.
+pub(super) fn clear() {
+    let store = config::load()
+        .map_err(|error| error.to_string())
+        .and_then(|config| Store::open(&config.state_dir).map_err(|error| error.to_string()));
+    match store {
+        Ok(store) => admit::clear_made(&store),
+        Err(error) => tracing::warn!("{error}"),
+    }
+}
+
 /// A refusal.
 pub(super) fn no(refusal: impl Into<No>) -> Answer {
     let No { reason, temporary } = refusal.into();

@@ -93,8 +93,7 @@ impl Cap<'_> {
             let allowed = modes.iter().map(|mode| mode.as_str()).collect::<Vec<_>>().join(", ");
             return Err(CapError::Mode { mode: placement.mode, allowed });
         }
-        let held: Vec<&Lease> =
-            ledger.leases.iter().filter(|lease| lease.container.uid == self.uid).collect();
+        let held = self.held(ledger);
         if let Some(most) =
             rule.leases.filter(|most| u32::try_from(held.len()).is_ok_and(|held| held >= *most))
         {
@@ -105,17 +104,29 @@ impl Cap<'_> {
         sum("memory", rule.memory, held_memory(&held), memory, &mib)
     }
 
+    /// Thousandths of a percent of SMs, and bytes, that the user may still take beside what `ledger` says that they
+    /// hold; `None`: not capped.
+    #[must_use]
+    pub fn room(&self, ledger: &Ledger) -> (Option<u64>, Option<u64>) {
+        let held = self.held(ledger);
+        let sm = self.rule.sm.map(|cap| thousandths(cap).saturating_sub(held_sm(&held)));
+        (sm, self.rule.memory.map(|cap| cap.saturating_sub(held_memory(&held))))
+    }
+
+    fn held<'l>(&self, ledger: &'l Ledger) -> Vec<&'l Lease> {
+        ledger.leases.iter().filter(|lease| lease.container.uid == self.uid).collect()
+    }
+
     /// What the user may still take beside what `ledger` says that they hold.
     #[must_use]
     pub fn left(&self, ledger: &Ledger) -> Left {
-        let held: Vec<&Lease> =
-            ledger.leases.iter().filter(|lease| lease.container.uid == self.uid).collect();
-        let sm = self.rule.sm.map(|cap| thousandths(cap).saturating_sub(held_sm(&held)));
+        let held = self.held(ledger);
+        let (sm, memory_bytes) = self.room(ledger);
         let as_percent = |left| Percent::from_thousandths(u32::try_from(left).unwrap_or(u32::MAX)).as_f64();
         let leases = u32::try_from(held.len()).unwrap_or(u32::MAX);
         Left {
             sm_percent: sm.map(as_percent),
-            memory_bytes: self.rule.memory.map(|cap| cap.saturating_sub(held_memory(&held))),
+            memory_bytes,
             leases: self.rule.leases.map(|cap| cap.saturating_sub(leases)),
         }
     }

@@ -7,9 +7,9 @@
 //! kept as names and never opened, so that no file system of a user's can hold the service or be changed by
 //! it; looking into the root filesystem and editing the spec is the client's own work, with its own rights.
 //!
-//! One thread does all input and output, without ever waiting for a client; two do what takes time, and one is
-//! the guard ([`crate::guard`]). All
-//! state is on disk: the service can end at any moment and start again, and no container notices.
+//! One thread does all input and output, without ever waiting for a client; two do what takes time, a third
+//! has MIG instances made and destroyed, and one is the guard ([`crate::guard`]). All state is on disk: the
+//! service can end at any moment and start again, and no container notices.
 
 pub mod caps;
 pub mod client;

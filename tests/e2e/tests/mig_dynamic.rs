@@ -8,7 +8,7 @@ use sublet_e2e::mig::{
     shape, up,
 };
 use sublet_e2e::user::Host;
-use sublet_e2e::{Bundle, World, skip_unless_root};
+use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
 
 const DYNAMIC: &str = "[mig]\ndynamic = true\n";
 /// An H200 in MIG mode with nothing in it.
@@ -18,6 +18,13 @@ const SMALL: &[(&str, &str)] = &[("sublet.mig", "1g.18gb")];
 
 fn world(topology: &str) -> World {
     World::simulated(topology, DYNAMIC)
+}
+
+/// The service tells users that a container has ended before its instance is gone.
+fn assert_soon_gone(world: &World) {
+    let gone = || ledger(world)["mig"]["made"].is_null() && ledger(world)["mig"]["under_way"].is_null();
+    let _ = eventually(gone);
+    assert_nothing_made(world);
 }
 
 fn lives(by: By) {
@@ -260,8 +267,94 @@ fn users_have_them_made_where_their_policy_says_so() {
     assert!(!second.ok && second.stderr.contains("allows 1 leases at once"), "{second:?}");
     assert_eq!(bare(&host.world).len(), 1, "none is made in vain");
     alice.down();
-    assert_nothing_made(&host.world);
+    assert_soon_gone(&host.world);
     assert_eq!(host.leases(), Vec::<Value>::new());
+}
+
+/// As if `process` were making an instance, and one of ours waited for its end.
+fn hold_changes(world: &World, process: u32) {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).expect("it runs");
+    let start_time: u64 =
+        stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(19)?.parse().ok()).unwrap();
+    let mut held = ledger(world);
+    held["mig"]["under_way"] = json!({"gpus": [], "owner": {"pid": process, "start_time": start_time}});
+    held["mig"]["made"] = json!([{
+        "gpu": GPU, "profile": 19, "name": "1g.18gb", "placement": [0, 1], "slices": 1, "gi": 7, "uuid": "MIG-gone"
+    }]);
+    std::fs::write(world.state_dir().join("ledger.json"), held.to_string()).expect("written");
+}
+
+#[test]
+fn whoever_has_one_made_or_destroyed_keeps_no_other_user_waiting() {
+    if skip_unless_root() {
+        return;
+    }
+    let speak = Path::new(env!("CARGO_BIN_EXE_speak"));
+    let policy = format!("{DYNAMIC}[[policy]]\nuser = 1000\ndynamic = true\n[[policy]]\nuser = 1001\n");
+    let mut host = Host::new(HOPPER, &policy, speak);
+    up(&host.world, "first", SMALL).down();
+    let mut other = std::process::Command::new("sleep").arg("300").spawn().expect("sleep");
+    hold_changes(&host.world, other.id());
+    host.start();
+    let helpers = || sublet_e2e::killing::helpers(&host.world).len();
+    // The service, and what is to destroy the one that nobody needs.
+    assert!(eventually(|| helpers() > 1), "nothing is destroyed");
+    let alice = host.bundle(1000, "alice", SMALL, HOLD);
+    let bob = host.bundle(1001, "bob", SMALL, HOLD);
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| alice.create());
+        // She is heard first.
+        std::thread::sleep(std::time::Duration::from_secs(2));
+        let refused = bob.create();
+        assert!(refused.stderr.contains("no GPU here has any"), "{refused:?}");
+        assert!(!waits.is_finished(), "bob had to wait for alice");
+        other.kill().expect("SIGKILL");
+        other.wait().expect("it is reaped");
+        let made = waits.join().expect("it ends");
+        assert!(made.ok, "{made:?}");
+    });
+    assert_eq!(bare(&host.world).len(), 1);
+    alice.down();
+    assert_soon_gone(&host.world);
+    assert_eq!(host.leases(), Vec::<Value>::new());
+}
+
+#[test]
+fn no_user_has_one_made_that_their_policy_does_not_allow() {
+    if skip_unless_root() {
+        return;
+    }
+    let speak = Path::new(env!("CARGO_BIN_EXE_speak"));
+    // Of an H200's 132 SMs, 26.
+    let policy = format!("{DYNAMIC}[[policy]]\nuser = 1000\ndynamic = true\nsm = 20\nmemory = \"20GiB\"\n");
+    let mut host = Host::new(HOPPER, &policy, speak);
+    host.start();
+    let trace = host.world.driver_root.as_ref().expect("simulated").join("sim/trace");
+    std::fs::write(&trace, "").expect("a trace");
+    let cases: [(&[(&str, &str)], &str); 3] = [
+        (&[("sublet.mig", "3g.71gb")], "leaves you 26 SMs of GPU 0, and a 3g.71gb has 60: ask for less"),
+        (
+            &[("sublet.mode", "mig"), ("sublet.memory", "21GiB")],
+            "leaves you 20480 MiB of GPU 0, and a 1g.35gb",
+        ),
+        (
+            &[("sublet.mig", "2g.35gb"), ("sublet.sm", "10"), ("sublet.memory", "75%")],
+            "leaves you 27307 MiB of GPU 0, and a 2g.35gb",
+        ),
+    ];
+    for (annotations, expected) in cases {
+        let refused = host.bundle(1000, "refused", annotations, HOLD).create();
+        assert!(!refused.ok && refused.stderr.contains(expected), "{annotations:?}: {}", refused.stderr);
+    }
+    let calls = std::fs::read_to_string(&trace).expect("a trace");
+    assert!(calls.contains("nvmlDeviceGetGpuInstances") && !calls.contains("CreateGpuInstance"), "{calls}");
+    let one = host.bundle(1000, "one", &[("sublet.mode", "mig")], HOLD);
+    one.up();
+    let second = host.bundle(1000, "second", SMALL, HOLD).create();
+    let expected = "leaves you 10 SMs of GPU 0, and a 1g.18gb has 16: ask for less, or end a container first";
+    assert!(!second.ok && second.stderr.contains(expected), "{second:?}");
+    one.down();
+    assert_soon_gone(&host.world);
 }
 
 #[test]

@@ -218,6 +218,20 @@ fn what_others_made_is_never_destroyed() {
     next.down();
     assert_eq!(listed(&world, 0)["instances"], theirs["instances"]);
     assert_eq!(ledger(&world)["mig"]["made"], Value::Null);
+    // The same, caught before they have made its compute instance.
+    let two = created(&world, "two", By::Shim, &[("sublet.mig", "2g.35gb")], SLEEP);
+    assert_eq!(shape(&listed(&world, 0)), "2g.35gb@4 1g.18gb@6");
+    let gi = listed(&world, 0)["instances"][0]["gi"].to_string();
+    let _ = by_hand(&["-dci", "-gi", &gi, "-ci", "0"]);
+    let _ = by_hand(&["-dgi", "-gi", &gi]);
+    let _ = by_hand(&["-cgi", "2g.35gb:4"]);
+    let theirs = listed(&world, 0);
+    assert_eq!(theirs["instances"][0]["gi"].to_string(), gi);
+    two.down();
+    let _ = gc(&world);
+    assert_eq!(listed(&world, 0)["instances"], theirs["instances"]);
+    assert_eq!(ledger(&world)["mig"]["made"], Value::Null);
+    let _ = by_hand(&["-dgi", "-gi", &gi]);
     // Somebody's compute instance in one of ours keeps that.
     let half = created(&world, "half", By::Shim, &[("sublet.mig", "1c.2g.35gb")], SLEEP);
     let gi = listed(&world, 0)["instances"][0]["gi"].to_string();
