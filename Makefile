@@ -2,7 +2,7 @@
 #   make demo    containers sharing a GPU (a simulated one where there is none)
 #   make test    all tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
 # The rest: engines (the part of test with Docker, Podman and containerd), check (needs no root, network,
-# engine or GPU), build, bench, gpu-test, install.
+# engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install.
 
 SHELL := /bin/bash
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
@@ -22,7 +22,7 @@ hot_programs = --target $(HOST) --no-default-features --bin sublet-runtime --bin
 TEST_BIN := $(CURDIR)/target/test-bin
 BIN := $(CURDIR)/target/bin
 
-.PHONY: all build test-build sim-build check lint unit test engines book demo bench gpu-test install clean needs
+.PHONY: all build test-build sim-build check lint unit test engines book demo bench fuzz gpu-test install clean needs
 
 all: build
 
@@ -100,6 +100,18 @@ demo: needs
 
 bench: needs build sim-build
 	@tests/bench
+
+# `cargo install cargo-fuzz`. RUSTC_BOOTSTRAP: a stable compiler has what it needs, behind that variable.
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS ?= $(basename $(notdir $(wildcard fuzz/targets/*.rs)))
+fuzz:
+	@command -v cargo-fuzz >/dev/null || { echo "fuzz: cargo-fuzz is missing: cargo install cargo-fuzz" >&2; exit 1; }
+	@for target in $(FUZZ_TARGETS); do \
+	    echo "== Fuzzing $$target for $(FUZZ_SECONDS) s"; \
+	    mkdir -p target/fuzz-corpus/$$target; \
+	    RUSTC_BOOTSTRAP=1 cargo fuzz run -s none $$target target/fuzz-corpus/$$target fuzz/corpus/$$target -- \
+	        -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 || exit 1; \
+	done
 
 gpu-test: build
 	@tests/gpu/run

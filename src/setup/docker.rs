@@ -16,6 +16,8 @@ const CDI: [&str; 2] = ["features", "cdi"];
 pub fn set_up(found: Option<&str>, wish: &Wish) -> Result<String, SetupError> {
     let mut text = found.unwrap_or("{\n}\n").to_owned();
     json::check(&text)?;
+    // All that an undo looks at: what it could not read then is refused now.
+    let (default, cdi) = (is_default(&text)?, has_cdi(&text)?);
     let runtime = format!("{{ \"path\": {} }}", quoted(&wish.runtime)?);
     match json::get(&text, &RUNTIME)? {
         Some(there) if !same(there, &runtime) => {
@@ -24,10 +26,10 @@ pub fn set_up(found: Option<&str>, wish: &Wish) -> Result<String, SetupError> {
         Some(_) => {}
         None => text = json::set(&text, &RUNTIME, &runtime)?,
     }
-    if wish.default && !is_default(&text)? {
+    if wish.default && !default {
         text = json::set(&text, &DEFAULT, &format!("\"{NAME}\""))?;
     }
-    if wish.cdi && !has_cdi(&text)? {
+    if wish.cdi && !cdi {
         text = json::set(&text, &CDI, "true")?;
     }
     Ok(text)
@@ -174,6 +176,15 @@ mod tests {
             set_up(Some(found), &wish()).unwrap_err().to_string(),
             "runtimes.sublet is there already, and is not what this sublet would write: take it out, then try again"
         );
+    }
+
+    #[test]
+    fn what_an_undo_could_not_read_is_refused_at_once() {
+        for found in [r#"{"features": {}, "features": {}}"#, r#"{"features": 1}"#] {
+            assert!(set_up(Some(found), &wish()).is_err(), "{found}");
+        }
+        let twice = r#"{"default-runtime": "runc", "default-runtime": "runc"}"#;
+        assert_eq!(set_up(Some(twice), &wish()), Err(SetupError::Twice("default-runtime".into())));
     }
 
     /// A JSON object as people write it: any keys in any order, any white space.

@@ -73,6 +73,11 @@ pub enum SetupError {
         /// What the parser said of the result.
         why: String,
     },
+    /// A block of ours whose last line is gone: nobody can tell what is behind it from what is in it.
+    #[error(
+        "the lines of `sublet setup` have no end (`{0}`): put that line back behind them; nothing was changed"
+    )]
+    Endless(&'static str),
     /// The drop-in's name is taken.
     #[error("it was not written by `sublet setup`: remove or rename it, then try again; nothing was changed")]
     Foreign,
