@@ -2,7 +2,8 @@
 #   make demo    containers sharing a GPU (a simulated one where there is none)
 #   make test    all tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
 # The rest: engines (the part of test with Docker, Podman and containerd), check (needs no root, network,
-# engine or GPU), build, bench, gpu-test, install; deb, rpm, dist and test-packages (docs/packaging.md).
+# engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; deb, rpm, dist and test-packages
+# (docs/packaging.md).
 
 SHELL := /bin/bash
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
@@ -37,7 +38,7 @@ BIN := $(CURDIR)/target/bin-$(TARGET)
 endif
 GENERATED := $(CURDIR)/target/generated
 
-.PHONY: all build test-build sim-build check lint unit test engines book demo bench gpu-test install deb rpm dist \
+.PHONY: all build test-build sim-build check lint unit test engines book demo bench fuzz gpu-test install deb rpm dist \
     test-packages generate clean needs
 
 all: build
@@ -125,6 +126,18 @@ demo: needs
 
 bench: needs build sim-build
 	@tests/bench
+
+# `cargo install cargo-fuzz`. RUSTC_BOOTSTRAP: a stable compiler has what it needs, behind that variable.
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS ?= $(basename $(notdir $(wildcard fuzz/targets/*.rs)))
+fuzz:
+	@command -v cargo-fuzz >/dev/null || { echo "fuzz: cargo-fuzz is missing: cargo install cargo-fuzz" >&2; exit 1; }
+	@for target in $(FUZZ_TARGETS); do \
+	    echo "== Fuzzing $$target for $(FUZZ_SECONDS) s"; \
+	    mkdir -p target/fuzz-corpus/$$target; \
+	    RUSTC_BOOTSTRAP=1 cargo fuzz run -s none $$target target/fuzz-corpus/$$target fuzz/corpus/$$target -- \
+	        -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 || exit 1; \
+	done
 
 gpu-test: build
 	@tests/gpu/run

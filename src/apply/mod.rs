@@ -15,6 +15,8 @@ pub use file::{FileError, JsonFile};
 pub use image::{ImageError, inspect};
 pub use mount_points::cleanup_mount_points;
 pub use namespace::{Live, NamespaceError, apply};
+#[cfg(fuzzing)]
+pub use spec::edit_within;
 pub(crate) use spec::in_user_namespace;
 pub use spec::{SpecError, annotations, edit, edit_environment, environment_value};
 

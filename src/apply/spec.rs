@@ -90,7 +90,7 @@ pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
 }
 
 /// [`edit`]; `nested` says that we run in a user namespace ourselves, as under rootless engines.
-pub(super) fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), SpecError> {
+pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), SpecError> {
     let root = object(spec, "the spec")?;
     let process = root.get_mut("process").ok_or(SpecError::NoProcess)?;
     edit_environment(process, &grant.env)?;

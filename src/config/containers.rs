@@ -100,15 +100,23 @@ fn read(path: &Path) -> Result<Option<Containers>, ConfigError> {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(ConfigError::Unreadable { path: path.to_owned(), source }),
     };
-    let parsed: Containers = toml::from_str(&text).map_err(|error| ConfigError::toml(path, &text, &error))?;
+    parse(path, &text).map(Some)
+}
+
+/// The file `path`, in which `text` stands.
+///
+/// # Errors
+/// It cannot be parsed.
+pub fn parse(path: &Path, text: &str) -> Result<Containers, ConfigError> {
+    let parsed: Containers = toml::from_str(text).map_err(|error| ConfigError::toml(path, text, &error))?;
     if parsed.docker_root.is_absolute() {
-        return Ok(Some(parsed));
+        return Ok(parsed);
     }
     let message = format!(
         "docker_root {} must be an absolute path, Docker's data-root",
         safe(&parsed.docker_root.to_string_lossy())
     );
-    Err(ConfigError::invalid(path, &text, None, message))
+    Err(ConfigError::invalid(path, text, None, message))
 }
 
 #[cfg(test)]

@@ -107,6 +107,13 @@ fn read(paths: &[PathBuf]) -> Result<Vec<File>, ConfigError> {
     paths.iter().map(file).collect()
 }
 
+/// What `text`, the only file, says: all of it, and `[runtime]` alone.
+#[cfg(fuzzing)]
+pub fn of_text(text: &str) -> (Result<Config, ConfigError>, Result<Runtime, ConfigError>) {
+    let files = [File { path: PathBuf::from("/etc/sublet/config.toml"), text: text.to_owned() }];
+    (merge(&files), merge_runtime(&files))
+}
+
 fn merge(files: &[File]) -> Result<Config, ConfigError> {
     let mut merged = Table::new();
     for file in files {

@@ -79,6 +79,12 @@ fn what_is_shown_can_be_read_again() {
     );
     assert_eq!(one(&crate::config::to_toml(&config).unwrap()), config);
     assert_eq!(one(&crate::config::to_toml(&Config::default()).unwrap()), Config::default());
+    let without = one("[grant.env]\nXLA_PYTHON_CLIENT_MEM_FRACTION = \"\"\n");
+    assert_eq!(
+        one(&crate::config::to_toml(&without).unwrap()),
+        without,
+        "a shipped variable stays taken out"
+    );
 }
 
 /// Run by [`one_file_instead_of_all`], which sets the environment that it looks at.

@@ -16,11 +16,15 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+#[cfg(fuzzing)]
+pub use containers::parse as parse_containers;
 pub use containers::{ContainerRule, Containers, containers_path, load_containers};
 pub use error::ConfigError;
 #[cfg(feature = "cli")]
 pub(crate) use error::{explain, position};
 pub use guard::{Action, Guard};
+#[cfg(fuzzing)]
+pub use load::of_text;
 pub use load::{VARIABLE, honoured, load, load_runtime, sources};
 pub use policy::PolicyRule;
 
@@ -354,5 +358,10 @@ impl Config {
 /// None that a configuration from [`load`] could cause.
 #[cfg(feature = "cli")]
 pub fn to_toml(config: &Config) -> Result<String, toml::ser::Error> {
-    toml::to_string(config)
+    let mut config = config.clone();
+    // An empty value takes a shipped variable out; one that is only left out would come back.
+    for name in Grant::default().env.into_keys() {
+        config.grant.env.entry(name).or_default();
+    }
+    toml::to_string(&config)
 }

@@ -5,6 +5,8 @@
 
 pub(crate) mod added;
 mod create_runtime;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod journal;
 mod precreate;
 mod prestart;

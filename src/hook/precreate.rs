@@ -128,7 +128,7 @@ fn container(spec: &Value) -> Result<Container, HookError> {
 
 /// The container's id, which Podman tells nowhere but in the name of the cgroup (`…/libpod-<id>`,
 /// `…:libpod:<id>`, `…/libpod-payload-<id>`); empty where it makes none.
-fn id(spec: &Value) -> &str {
+pub(super) fn id(spec: &Value) -> &str {
     ids(spec).last().unwrap_or_default()
 }
 

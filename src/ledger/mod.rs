@@ -4,6 +4,8 @@ mod alive;
 mod bind;
 mod book;
 mod ended;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod made;
 mod mig;
 mod rebuild;

@@ -35,7 +35,7 @@ pub(super) struct Record {
 
 /// runc's `state.json`, as of 1.1 and 1.2 (libcontainer `State`).
 #[derive(Deserialize)]
-struct Runc {
+pub(super) struct Runc {
     init_process_pid: i32,
     init_process_start: u64,
     /// By v1 controller; the key of v2 is empty.
@@ -51,7 +51,7 @@ struct RuncConfig {
 
 /// crun's `status`, as of 1.8 and later (`libcrun_container_status_t`).
 #[derive(Deserialize)]
-struct Crun {
+pub(super) struct Crun {
     pid: i32,
     #[serde(rename = "process-start-time")]
     process_start_time: u64,
@@ -63,8 +63,8 @@ struct Crun {
 
 /// What we need of the config.json that crun copies beside its `status`.
 #[derive(Deserialize)]
-struct CrunConfig {
-    annotations: Option<BTreeMap<String, String>>,
+pub(super) struct CrunConfig {
+    pub(super) annotations: Option<BTreeMap<String, String>>,
 }
 
 impl Record {
@@ -126,11 +126,11 @@ fn cgroup_line<'a>(text: &'a str, controller: &str) -> Option<&'a str> {
     })
 }
 
-fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> io::Result<T> {
+pub(super) fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> io::Result<T> {
     serde_json::from_slice(bytes).map_err(io::Error::from)
 }
 
-fn from_runc(state: Runc) -> Record {
+pub(super) fn from_runc(state: Runc) -> Record {
     let labels = state.config.and_then(|config| config.labels).unwrap_or_default();
     let label = |key: &str| {
         labels.iter().find_map(|label| label.strip_prefix(key)?.strip_prefix('=')).map(str::to_owned)
@@ -151,7 +151,7 @@ fn runc_cgroup(paths: &BTreeMap<String, PathBuf>) -> Option<PathBuf> {
     path.or_else(|| paths.values().next()).filter(|path| is_own_cgroup(Path::new(MOUNT), path)).cloned()
 }
 
-fn from_crun(status: Crun, mut annotations: BTreeMap<String, String>) -> Record {
+pub(super) fn from_crun(status: Crun, mut annotations: BTreeMap<String, String>) -> Record {
     Record {
         init: Process { pid: status.pid, start_time: status.process_start_time },
         cgroup: status.cgroup_path.and_then(|path| crun_cgroup(Path::new(MOUNT), &path)),

@@ -321,7 +321,7 @@ fn distrust(meta: &fs::Metadata) -> Option<String> {
 }
 
 /// A ledger, or why `content` is none. Ids become names of directories and are checked for that.
-fn parse(content: &[u8]) -> Result<Ledger, String> {
+pub(super) fn parse(content: &[u8]) -> Result<Ledger, String> {
     let ledger: Ledger = serde_json::from_slice(content).map_err(|error| safe(&error.to_string()))?;
     if ledger.schema != SCHEMA {
         return Err(format!("its schema is {}, not {SCHEMA}", safe(&ledger.schema)));

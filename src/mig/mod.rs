@@ -12,10 +12,13 @@ mod apply;
 mod arrange;
 mod calls;
 mod choose;
-#[cfg(test)]
+#[cfg(any(test, fuzzing))]
+#[cfg_attr(fuzzing, allow(dead_code, reason = "the fuzz targets need a part of it"))]
 mod double;
 mod export;
 mod fence;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod held;
 mod layout;
 mod making;

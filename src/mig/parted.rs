@@ -160,7 +160,9 @@ fn packed(parts: &[(usize, u32, &str)]) -> Vec<Wish> {
         // `2g.…` has two slices: the one thing that mig-parted, too, reads out of the name.
         let all = profile.split_once('g').and_then(|(slices, _)| slices.parse().ok()).unwrap_or(0);
         let name = format!("{slices}c");
-        let open = packed.iter_mut().find(|(wish, used)| wish.profile == profile && used + slices <= all);
+        let open = packed
+            .iter_mut()
+            .find(|(wish, used)| wish.profile == profile && used.saturating_add(slices) <= all);
         if let Some((wish, used)) = open {
             wish.compute.get_or_insert_default().push(name);
             *used += slices;

@@ -20,6 +20,14 @@ mig-configs:
       mig-devices: {}
 "#;
 
+#[test]
+fn a_part_larger_than_all_there_is_fills_an_instance_alone() {
+    let text = FILE.replace("1c.2g.35gb", "4294967295c.2g.35gb");
+    let instances = &parse(&text, Some("custom")).unwrap()[0].instances;
+    let parts = instances.iter().filter(|wish| wish.compute.is_some());
+    assert_eq!(parts.count(), 3);
+}
+
 fn refused(text: &str, name: Option<&str>) -> (usize, String) {
     parse(text, name).unwrap_err()
 }

@@ -2,7 +2,8 @@
 
 mod account;
 mod fit;
-#[cfg(test)]
+#[cfg(any(test, fuzzing))]
+#[cfg_attr(fuzzing, allow(dead_code, reason = "the fuzz targets need a part of it"))]
 pub(crate) mod fixture;
 #[cfg(test)]
 mod mig_tests;

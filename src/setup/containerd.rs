@@ -33,10 +33,17 @@ const LINES: [&str; 6] = [
 /// # Errors
 /// It is no TOML of version 2 or 3, has another handler of that name, or tables that take no further lines.
 pub fn set_up(found: Option<&str>, wish: &Wish) -> Result<String, SetupError> {
-    if found.is_some_and(is_set_up) {
-        // Anew: what is wished for may differ.
-        return set_up(undo(found)?.as_deref(), wish);
+    // Anew: what is wished for may differ.
+    let left = if found.is_some_and(has_lines_of_ours) { undo(found)? } else { found.map(str::to_owned) };
+    match left.as_deref() {
+        Some(left) if has_lines_of_ours(left) => {
+            Err(SetupError::Taken { what: "a line of sublet setup's".into() })
+        }
+        left => added(left, wish),
     }
+}
+
+fn added(found: Option<&str>, wish: &Wish) -> Result<String, SetupError> {
     let version = if found.is_none() { "version = 2\n" } else { "" };
     let found = found.unwrap_or_default();
     let plugin = plugin(&toml(&format!("{version}{found}"))?)?;
@@ -213,6 +220,12 @@ pub fn is_set_up(text: &str) -> bool {
     text.lines().any(|line| line == BEGIN || line == BEGIN_ON_OPEN_LINE)
 }
 
+/// Whether an undo would take anything out: our block, or lines of ours that outlived it.
+fn has_lines_of_ours(text: &str) -> bool {
+    let is_ours = |line: &str| line.starts_with(KEPT) || line.ends_with(MARK.trim_end());
+    is_set_up(text) || text.lines().map(str::trim_end).any(is_ours)
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -302,6 +315,18 @@ mod tests {
         let theirs = text.replace("\"sublet\" # sublet setup", "\"kata\"");
         assert!(why(&theirs).contains("the rest is no valid TOML"), "{}", why(&theirs));
         assert_eq!(set_up(Some(&theirs), &wish()).unwrap_err(), undo(Some(&theirs)).unwrap_err());
+    }
+
+    #[test]
+    fn lines_of_ours_that_outlived_their_block_go_too() {
+        let found = "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\"]\nenable_cdi = true # sublet setup\n\
+                     # sublet setup kept: enable_cdi = false\n";
+        let text = set_up(Some(found), &all()).unwrap();
+        assert_eq!(set_up(Some(&text), &all()).unwrap(), text, "a second time changes nothing");
+        let left = undo(Some(&text)).unwrap().unwrap();
+        assert_eq!(left, "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\"]\nenable_cdi = false\n");
+        let nested = "version = 2\n# sublet setup kept: # sublet setup kept: x\n";
+        assert!(set_up(Some(nested), &all()).is_err());
     }
 
     proptest! {

@@ -70,6 +70,8 @@ pub fn set_up(
         None => Record { made_file: found.is_none(), ..Record::default() },
     };
     json::check(&text)?;
+    // All that an undo looks at: what it could not read then is refused now.
+    let (default, cdi) = (is_default(&text)?, has_cdi(&text)?);
     let runtime = format!("{{ \"path\": {} }}", quoted(&wish.runtime)?);
     match json::get(&text, &RUNTIME)? {
         Some(there) if !same(there, &runtime) => {
@@ -78,10 +80,10 @@ pub fn set_up(
         Some(_) => {}
         None => text = record.put(&text, &RUNTIME, &runtime)?,
     }
-    if wish.default && !is_default(&text)? {
+    if wish.default && !default {
         text = record.put(&text, &DEFAULT, &format!("\"{NAME}\""))?;
     }
-    if wish.cdi && !has_cdi(&text)? {
+    if wish.cdi && !cdi {
         text = record.put(&text, &CDI, "true")?;
     }
     json::check(&text)?;
@@ -253,6 +255,15 @@ mod tests {
             set_up(Some(found), None, &wish()).unwrap_err().to_string(),
             "runtimes.sublet is there already, and is not what this sublet would write: take it out, then try again"
         );
+    }
+
+    #[test]
+    fn what_an_undo_could_not_read_is_refused_at_once() {
+        for found in [r#"{"features": {}, "features": {}}"#, r#"{"features": 1}"#] {
+            assert!(set_up(Some(found), None, &wish()).is_err(), "{found}");
+        }
+        let twice = r#"{"default-runtime": "runc", "default-runtime": "runc"}"#;
+        assert_eq!(set_up(Some(twice), None, &wish()), Err(SetupError::Twice("default-runtime".into())));
     }
 
     /// A JSON object as people write it: any keys in any order, any white space.

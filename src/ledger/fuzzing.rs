@@ -1,0 +1,30 @@
+//! What the fuzz targets look at: the ledger's file and low-level runtimes' records, read from bytes.
+
+use std::path::Path;
+
+use super::{Ledger, record, store};
+
+/// The ledger in `content`, as the store reads it.
+///
+/// # Errors
+/// Why it is none.
+pub fn ledger(content: &[u8]) -> Result<Ledger, String> {
+    store::parse(content)
+}
+
+/// Reads `content` as runc's record and as each of crun's. A cgroup in it has to be one of cgroupfs.
+pub fn records(content: &[u8]) {
+    let of_runc = record::parse(content).map(record::from_runc);
+    let annotations = record::parse::<record::CrunConfig>(content).ok().and_then(|config| config.annotations);
+    let of_crun =
+        record::parse(content).map(|status| record::from_crun(status, annotations.unwrap_or_default()));
+    for record in of_runc.into_iter().chain(of_crun) {
+        if let Some(cgroup) = record.cgroup {
+            assert!(
+                cgroup.starts_with("/sys/fs/cgroup") && cgroup != Path::new("/sys/fs/cgroup"),
+                "{cgroup:?}"
+            );
+            assert!(!cgroup.components().any(|part| part.as_os_str() == ".."), "{cgroup:?}");
+        }
+    }
+}
