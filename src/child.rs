@@ -40,33 +40,45 @@ impl From<io::Error> for ChildError {
 /// Runs `command` with `input` on its standard input (less than a pipe holds, 64 KiB) for at most `limit`.
 pub(crate) fn run(command: &mut Command, input: &str, limit: Duration) -> Result<Finished, ChildError> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    supervise(command, input, limit)
+    supervise(command, input, limit, KEPT)
+}
+
+/// As [`run`], with nothing fed and up to `most` bytes kept of each stream: for what is useless in part.
+#[cfg(feature = "cli")]
+pub(crate) fn run_whole(command: &mut Command, limit: Duration, most: usize) -> Result<Finished, ChildError> {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    supervise(command, "", limit, most)
 }
 
 /// As [`run`], with nothing fed and nothing heard: for programs that leave a daemon behind.
 #[cfg_attr(not(feature = "cli"), allow(dead_code, reason = "for `sublet` alone"))]
 pub(crate) fn run_deaf(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    supervise(command, "", limit).map(|finished| finished.status)
+    supervise(command, "", limit, KEPT).map(|finished| finished.status)
 }
 
-fn supervise(command: &mut Command, input: &str, limit: Duration) -> Result<Finished, ChildError> {
+fn supervise(
+    command: &mut Command,
+    input: &str,
+    limit: Duration,
+    most: usize,
+) -> Result<Finished, ChildError> {
     let deadline = Instant::now() + limit;
     let mut child = command.spawn()?;
-    let result = listen(&mut child, input, deadline);
+    let result = listen(&mut child, input, deadline, most);
     if result.is_err() {
         end(&mut child);
     }
     result
 }
 
-fn listen(child: &mut Child, input: &str, deadline: Instant) -> Result<Finished, ChildError> {
+fn listen(child: &mut Child, input: &str, deadline: Instant, most: usize) -> Result<Finished, ChildError> {
     if let Some(mut stdin) = child.stdin.take() {
         // A child that does not read its input is judged by how it ends.
         let _ = stdin.write_all(input.as_bytes());
     }
-    let mut out = Stream::new(child.stdout.take());
-    let mut err = Stream::new(child.stderr.take());
+    let mut out = Stream::new(child.stdout.take(), most);
+    let mut err = Stream::new(child.stderr.take(), most);
     loop {
         let ended = child.try_wait()?;
         let wait = if ended.is_some() { Duration::ZERO } else { TICK };
@@ -114,11 +126,12 @@ fn hear<O: Read + AsFd, E: Read + AsFd>(
 struct Stream<T> {
     from: Option<T>,
     kept: Vec<u8>,
+    most: usize,
 }
 
 impl<T: Read> Stream<T> {
-    fn new(from: Option<T>) -> Self {
-        Self { from, kept: Vec::new() }
+    fn new(from: Option<T>, most: usize) -> Self {
+        Self { from, kept: Vec::new(), most }
     }
 
     /// Reads once; `false` at the end, where the stream is closed.
@@ -128,7 +141,7 @@ impl<T: Read> Stream<T> {
         match from.read(&mut buffer) {
             Ok(0) => self.from = None,
             Ok(count) => {
-                let room = KEPT.saturating_sub(self.kept.len()).min(count);
+                let room = self.most.saturating_sub(self.kept.len()).min(count);
                 self.kept.extend_from_slice(&buffer[..room]);
                 return Ok(true);
             }
@@ -187,6 +200,10 @@ mod tests {
         let finished = run(&mut command, "", Duration::from_secs(10)).unwrap();
         assert_eq!(finished.stdout.len(), 65536);
         assert_eq!(finished.stderr, "end\n");
+        assert_eq!(
+            run_whole(&mut command, Duration::from_secs(10), 1 << 20).unwrap().stdout.len(),
+            1_000_000
+        );
     }
 
     #[test]

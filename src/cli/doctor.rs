@@ -7,13 +7,20 @@ use serde_json::json;
 
 use super::doctor_run::{self, Engine};
 use super::output::{self, Format};
-use crate::child;
+use crate::child::{self, ChildError};
 use crate::config::{self, Config};
 use crate::doctor::{self, Check, Host, Verdict};
+use crate::inventory::{self, Inventory};
 use crate::own::PATH;
 
 /// An engine that is asked and hangs is not waited for longer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// A driver that sleeps is woken within seconds; one that hangs does not answer at all.
+const NVML_LIMIT: Duration = Duration::from_secs(60);
+
+/// More than the inventory of 16 GPUs full of processes has, in bytes.
+const LONGEST: usize = 8 << 20;
 
 /// Arguments of `sublet doctor`.
 #[derive(Debug, clap::Args)]
@@ -27,6 +34,9 @@ pub struct Arguments {
     /// An annotation for that container: KEY=VALUE; sublet.sm=25 where none is given
     #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE", requires = "run")]
     annotations: Vec<(String, String)>,
+    /// What NVML says, for the doctor that started this one
+    #[arg(long, hide = true, conflicts_with_all = ["quick", "run"])]
+    inventory: bool,
     /// How to print it
     #[arg(long, value_enum, default_value_t)]
     format: Format,
@@ -43,6 +53,10 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         return doctor_run::run(engine, if given.is_empty() { &quarter } else { given }, arguments.format);
     }
     let loaded = config::load();
+    if arguments.inventory {
+        output::json(&inventory::probe(&loaded.unwrap_or_default())?)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let mut checks = vec![match &loaded {
         Ok(_) => check(Verdict::Pass, "valid".to_owned(), None),
         Err(error) => {
@@ -50,7 +64,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         }
     }];
     let config = loaded.unwrap_or_else(|_| Config::default());
-    checks.extend(doctor::run(&Host::of(&config, arguments.quick, ask)));
+    checks.extend(doctor::run(&Host::of(&config, arguments.quick, ask, probe)));
     match arguments.format {
         Format::Json => output::json(&json!({"schema": "sublet.doctor/1", "checks": checks}))?,
         Format::Table => println!("{}", table(&checks)),
@@ -73,6 +87,25 @@ fn table(checks: &[Check]) -> String {
     output::table(&["RESULT", "CHECK", "FOUND  -> FIX"], checks.iter().map(row).collect())
 }
 
+/// What NVML says, in a process of its own: one that hangs with the driver is left behind.
+fn probe() -> Result<Inventory, String> {
+    let mut command = Command::new("/proc/self/exe");
+    answered(command.args(["doctor", "--inventory", "--format=json"]), NVML_LIMIT)
+}
+
+fn answered(command: &mut Command, limit: Duration) -> Result<Inventory, String> {
+    let finished = match child::run_whole(command, limit, LONGEST) {
+        Ok(finished) => finished,
+        Err(ChildError::Timeout) => return Err(format!("NVML gave no answer in {} s", limit.as_secs())),
+        Err(ChildError::Io(error)) => return Err(format!("NVML cannot be asked: {error}")),
+    };
+    if !finished.status.success() {
+        let words = finished.stderr.lines().last().unwrap_or("the process that asks it ended");
+        return Err(words.strip_prefix("sublet: ").unwrap_or(words).to_owned());
+    }
+    serde_json::from_str(&finished.stdout).map_err(|error| format!("NVML's answer: {error}"))
+}
+
 /// What a program of this host says on its standard output, where it succeeds.
 fn ask(argv: &[&str]) -> Option<String> {
     let (program, arguments) = argv.split_first()?;
@@ -83,4 +116,20 @@ fn ask(argv: &[&str]) -> Option<String> {
     }
     let finished = child::run(&mut command, "", ANSWER_LIMIT).ok()?;
     finished.status.success().then_some(finished.stdout)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_that_hangs_is_said() {
+        let asked =
+            |script: &str, limit| answered(Command::new("sh").args(["-c", script]), limit).unwrap_err();
+        let brief = Duration::from_millis(200);
+        assert_eq!(asked("exec sleep 60", brief), "NVML gave no answer in 0 s");
+        let long = Duration::from_secs(10);
+        assert_eq!(asked("echo sublet: it is missing >&2; exit 1", long), "it is missing");
+        assert!(asked("echo {}", long).starts_with("NVML's answer: missing field"));
+    }
 }

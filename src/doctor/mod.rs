@@ -81,13 +81,16 @@ pub struct Host<'a> {
 }
 
 impl<'a> Host<'a> {
-    /// This machine. `quick`: by the inventory as it was written down last, NVML is not asked.
-    pub fn of(config: &'a Config, quick: bool, ask: fn(&[&str]) -> Option<String>) -> Self {
-        let inventory = if quick {
-            inventory::load(config).map_err(|error| error.to_string())
-        } else {
-            inventory::probe(config).map_err(|error| error.to_string())
-        };
+    /// This machine. `probe` asks NVML, whose calls may hang with the driver. `quick`: by the inventory as it was
+    /// written down last, NVML is not asked.
+    pub fn of(
+        config: &'a Config,
+        quick: bool,
+        ask: fn(&[&str]) -> Option<String>,
+        probe: fn() -> Result<Inventory, String>,
+    ) -> Self {
+        let inventory =
+            if quick { inventory::load(config).map_err(|error| error.to_string()) } else { probe() };
         // Opening would make it.
         let ledger = if config.state_dir.exists() {
             Store::open(&config.state_dir).and_then(|store| store.read()).map_err(|error| error.to_string())

@@ -47,9 +47,14 @@ impl Record {
         json::set(text, path, value)
     }
 
-    /// What stood at `path`, where a setup has put something there.
-    fn replaced(&self, path: &[&str]) -> Option<Option<&str>> {
-        self.replaced.get(&path.join(".")).map(Option::as_deref)
+    /// Whether a setup has put something at `path`.
+    fn knows(&self, path: &[&str]) -> bool {
+        self.replaced.contains_key(&path.join("."))
+    }
+
+    /// What stood there before.
+    fn was(&self, path: &[&str]) -> Option<&str> {
+        self.replaced.get(&path.join("."))?.as_deref()
     }
 }
 
@@ -104,10 +109,10 @@ pub fn undo(found: Option<&str>, record: Option<&str>) -> Result<Option<String>,
     let mut text = json::remove(found, &RUNTIME)?;
     if is_default(&text)? {
         // Whoever wrote it: without the runtime dockerd would not start.
-        text = put_back(&text, &DEFAULT, record.replaced(&DEFAULT).flatten())?;
+        text = put_back(&text, &DEFAULT, record.was(&DEFAULT))?;
     }
-    if let Some(was) = record.replaced(&CDI).filter(|_| has_cdi(&text) == Ok(true)) {
-        text = put_back(&text, &CDI, was)?;
+    if record.knows(&CDI) && has_cdi(&text)? {
+        text = put_back(&text, &CDI, record.was(&CDI))?;
     }
     for parent in [&RUNTIME[..1], &CDI[..1]] {
         let ours = !known || record.made.contains(&parent.join("."));
