@@ -292,7 +292,7 @@ fn configuration_that_cannot_be_used() {
     let extras = [
         "[limits]\ntime_slice_maximum = 3\n",
         "[mps]\nexclusive_compute_mode = \"sometimes\"\n",
-        "[guard]\nperiod = \"1s\"\n",
+        "[guard]\nperiod = \"60s\"\n",
         "[limits\n",
     ];
     let seen: Vec<_> = extras
@@ -311,7 +311,7 @@ fn configuration_that_cannot_be_used() {
         &[
             "configuration $DIR/sim/config.toml:15:1: unknown key `time_slice_maximum`, expected one of `sm_overcommit`, `memory_overcommit`, `time_slice_max`, `reserve`, `require`, `capabilities`, `allow_privileged`; did you mean time_slice_max?",
             "configuration $DIR/sim/config.toml:15:26: unknown variant `sometimes`, expected one of `auto`, `always`, `never`",
-            "configuration $DIR/sim/config.toml:14:2: unknown key `guard`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `policy`, `share`; [guard] is not yet in this version",
+            "configuration $DIR/sim/config.toml:15:1: guard.period must be from 100ms to 10s",
             "configuration $DIR/sim/config.toml:14:8: unclosed table, expected `]`",
         ],
     );
