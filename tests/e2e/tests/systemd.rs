@@ -4,12 +4,13 @@
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde_json::{Value, json};
-use sublet_e2e::{World, by_systemd, eventually};
+use sublet_e2e::installed::{done, install, show, skip_unless_installed, systemctl, write};
+use sublet_e2e::{World, eventually};
 
 /// The user `tester` of tests/engines/root.
 const UID: u32 = 1000;
@@ -30,19 +31,6 @@ struct Machine {
     _alone: MutexGuard<'static, ()>,
 }
 
-/// Whether there is no machine to test on; says so.
-fn skip() -> bool {
-    let skips = !by_systemd() || !installed().exists();
-    if skips {
-        eprintln!("skipped: runs below tests/engines/systemd");
-    }
-    skips
-}
-
-fn installed() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/installed")
-}
-
 impl Machine {
     /// Installs sublet, with the simulated driver, and starts its socket.
     fn up() -> Self {
@@ -50,31 +38,13 @@ impl Machine {
         let world = World::simulated("h200", "");
         let dir = world.dir.path().to_owned();
         std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o755)).expect("chmod");
-        let text = std::fs::read_to_string(&world.config).expect("config.toml");
-        let (own, usual) = (world.state_dir().display().to_string(), "/run/sublet");
-        std::fs::write(
-            &world.config,
-            text.replace(&format!("state_dir = \"{own}\""), "state_dir = \"/run/sublet\""),
-        )
-        .expect("config.toml");
-        assert_eq!(world.state_dir(), Path::new(usual));
-        done(Command::new("cp").arg("-a").arg(installed().join(".")).arg("/"));
-        write("/etc/sublet/config.toml", &std::fs::read_to_string(&world.config).expect("config.toml"));
+        install(&world);
         write("/etc/sublet/conf.d/policy.toml", POLICY);
         write("/etc/containers/containers.conf", CONTAINERS);
-        let drop_in = std::fs::read_to_string("/usr/share/sublet/containers.conf").expect("it is installed");
-        write("/etc/containers/containers.conf.d/sublet.conf", &drop_in);
         write("/etc/docker/daemon.json", DOCKER);
         // A minute is long for a test.
         write("/etc/systemd/system/sublet.service.d/test.conf", "[Service]\nWatchdogSec=2\n");
-        done(
-            Command::new("tar")
-                .arg("-C")
-                .arg(dir.join("rootfs"))
-                .arg("-cf")
-                .arg(dir.join("image.tar"))
-                .arg("."),
-        );
+        world.rootfs.archive(&dir.join("image.tar"));
         done(Command::new("install").args(["-d", "-o", "tester"]).arg(dir.join("home")).arg(dir.join("xdg")));
         systemctl(&["daemon-reload"]);
         systemctl(&["start", "sublet.socket"]);
@@ -159,34 +129,13 @@ impl Daemon {
     }
 }
 
-fn write(path: &str, text: &str) {
-    std::fs::create_dir_all(Path::new(path).parent().expect("a directory")).expect("a directory");
-    std::fs::write(path, text).expect("it is written");
-}
-
-/// Runs it, which must succeed; what it printed.
-fn done(command: &mut Command) -> String {
-    let output = command.output().expect("it runs");
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(output.status.success(), "{command:?}: {}{}", text(&output.stdout), text(&output.stderr));
-    text(&output.stdout)
-}
-
-fn systemctl(args: &[&str]) {
-    done(Command::new("systemctl").args(args));
-}
-
-fn show(unit: &str, property: &str) -> String {
-    done(Command::new("systemctl").args(["show", "--value", "-p", property, unit])).trim().to_owned()
-}
-
 fn is_ready() -> bool {
     show("sublet.service", "ActiveState") == "active"
 }
 
 #[test]
 fn a_rootless_container_starts_the_service_and_the_watchdog_restarts_it() {
-    if skip() {
+    if skip_unless_installed() {
         return;
     }
     let machine = Machine::up();
@@ -209,7 +158,7 @@ fn a_rootless_container_starts_the_service_and_the_watchdog_restarts_it() {
 
 #[test]
 fn the_service_is_restarted_and_upgraded_under_running_containers() {
-    if skip() {
+    if skip_unless_installed() {
         return;
     }
     let machine = Machine::up();
@@ -236,7 +185,7 @@ fn the_service_is_restarted_and_upgraded_under_running_containers() {
 
 #[test]
 fn daemons_outlive_the_session_that_started_them() {
-    if skip() {
+    if skip_unless_installed() {
         return;
     }
     let machine = Machine::up();
@@ -267,7 +216,7 @@ fn daemons_outlive_the_session_that_started_them() {
 
 #[test]
 fn a_restart_of_docker_ends_neither_container_nor_daemon() {
-    if skip() {
+    if skip_unless_installed() {
         return;
     }
     let machine = Machine::up();
