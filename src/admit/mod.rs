@@ -216,7 +216,7 @@ pub fn end(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
     }
     let store = Store::open(&config.state_dir)?;
     let Some(held) = read(&store)?.lease(lease).cloned() else {
-        clear_leftovers(&store);
+        clear_for_others(&store);
         return Ok(());
     };
     let deadline = Instant::now() + EMPTY_CGROUP;
@@ -246,7 +246,16 @@ fn free(lease: &LeaseId, store: &Store, config: &Config) -> Result<(), AdmitErro
     let Ok(removed) = removed;
     freed.extend(removed);
     tidy(&freed, store, config);
+    if freed.is_empty() {
+        clear_for_others(store);
+    }
     Ok(())
+}
+
+/// Another command has just freed the lease: it may have done so too late to clear what hung on it, or be killed.
+fn clear_for_others(store: &Store) {
+    clear_leftovers(store);
+    clear_made(store);
 }
 
 /// After leases were freed: settles their servers, removes the mount points they left in a rootfs and
@@ -325,7 +334,7 @@ fn mark(
 ) -> Result<Option<LeaseId>, AdmitError> {
     let store = Store::open(&config.state_dir)?;
     if read(&store)?.of_record(uid, id, record).is_none() {
-        clear_leftovers(&store);
+        clear_for_others(&store);
         return Ok(None);
     }
     let (marked, freed) = store.update(|ledger| {
