@@ -23,8 +23,9 @@ VERSION := $(shell sed -n '/^\[workspace.package\]/,/^\[/s/^version = "\(.*\)"/\
 ifeq ($(STATIC),1)
 static_flags = -C target-feature=+crt-static
 endif
-# The same bytes wherever they are built, and an id by which a core dump finds its symbols.
-release_flags = -C link-arg=-Wl,--build-id=sha1 --remap-path-prefix=$(CURDIR)=/sublet \
+# The same bytes wherever they are built, an id by which a core dump finds its symbols, and no unwind tables.
+release_flags = -C link-arg=-Wl,--build-id=sha1 -C link-arg=-Wl,-T,packaging/no-unwind.ld \
+    -C link-arg=-Wl,--no-eh-frame-hdr --remap-path-prefix=$(CURDIR)=/sublet \
     --remap-path-prefix=$(CARGO_HOME)=/cargo --remap-path-prefix=$(shell rustc --print sysroot)=/rust
 ifneq ($(TARGET),$(HOST))
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER ?= aarch64-linux-gnu-gcc

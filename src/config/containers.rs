@@ -108,7 +108,8 @@ fn read(path: &Path) -> Result<Option<Containers>, ConfigError> {
 /// # Errors
 /// It cannot be parsed.
 pub fn parse(path: &Path, text: &str) -> Result<Containers, ConfigError> {
-    let parsed: Containers = toml::from_str(text).map_err(|error| ConfigError::toml(path, text, &error))?;
+    let parsed: Containers =
+        super::load::parse(text).map_err(|error| ConfigError::toml(path, text, &error))?;
     if parsed.docker_root.is_absolute() {
         return Ok(parsed);
     }

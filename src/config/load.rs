@@ -12,9 +12,8 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use serde::de::IntoDeserializer;
-use toml::de::DeTable;
-use toml::{Spanned, Table, Value};
+use toml::Spanned;
+use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::check::{self, Problem};
 use super::{Config, ConfigError, Grant, Runtime, caller};
@@ -98,6 +97,17 @@ struct File {
     text: String,
 }
 
+impl File {
+    fn problem(&self, error: &toml::de::Error) -> ConfigError {
+        ConfigError::toml(&self.path, &self.text, error)
+    }
+
+    /// What is wrong with this file over the weaker ones, in which of them nobody knows.
+    fn merged(&self, error: &toml::de::Error) -> ConfigError {
+        ConfigError::invalid(&self.path, &self.text, None, super::error::explain(error.message()))
+    }
+}
+
 fn read(paths: &[PathBuf]) -> Result<Vec<File>, ConfigError> {
     let file = |path: &PathBuf| match std::fs::read(path) {
         // Bytes that are not UTF-8 become characters that no key has and no parser takes for others.
@@ -115,19 +125,17 @@ pub fn of_text(text: &str) -> (Result<Config, ConfigError>, Result<Runtime, Conf
 }
 
 fn merge(files: &[File]) -> Result<Config, ConfigError> {
-    let mut merged = Table::new();
+    let mut merged = DeTable::new();
     for file in files {
         // Alone first: only so does an error know its line.
-        let config: Config = strict(file)?;
+        let table = document(file)?;
+        let config: Config = of_table(table.clone()).map_err(|error| file.problem(&error))?;
         check::check(&config).map_err(|problem| locate(&[file], &problem))?;
-        let table =
-            toml::from_str(&file.text).map_err(|error| ConfigError::toml(&file.path, &file.text, &error))?;
         overlay(&mut merged, table);
     }
     let mut config = match files {
         [] => Config::default(),
-        [.., last] => Config::deserialize(Value::Table(merged))
-            .map_err(|error| ConfigError::toml(&last.path, &last.text, &error))?,
+        [.., last] => of_table(merged).map_err(|error| last.merged(&error))?,
     };
     shipped_environment(&mut config);
     // Values that were good alone may contradict each other in one share.
@@ -136,19 +144,38 @@ fn merge(files: &[File]) -> Result<Config, ConfigError> {
     Ok(config)
 }
 
-fn strict<T: for<'de> Deserialize<'de>>(file: &File) -> Result<T, ConfigError> {
-    toml::from_str(&file.text).map_err(|error| ConfigError::toml(&file.path, &file.text, &error))
+/// `text` as a `T`, by the one deserializer that all configuration is read by.
+pub(super) fn parse<'f, T: Deserialize<'f>>(text: &'f str) -> Result<T, toml::de::Error> {
+    DeTable::parse(text).and_then(|table| of_table(table.into_inner()))
+}
+
+fn document(file: &File) -> Result<DeTable<'_>, ConfigError> {
+    DeTable::parse(&file.text).map(Spanned::into_inner).map_err(|error| file.problem(&error))
+}
+
+/// Every configuration is read by this one deserializer: each further one would be as much code again.
+fn of_table<'f, T: Deserialize<'f>>(table: DeTable<'f>) -> Result<T, toml::de::Error> {
+    T::deserialize(ValueDeserializer::from(Spanned::new(0..0, DeValue::Table(table))))
 }
 
 /// `stronger` over `weaker`.
-fn overlay(weaker: &mut Table, stronger: Table) {
+fn overlay<'f>(weaker: &mut DeTable<'f>, stronger: DeTable<'f>) {
     for (key, value) in stronger {
-        match (weaker.get_mut(&key), value) {
-            (Some(Value::Table(old)), Value::Table(new)) => overlay(old, new),
-            (Some(Value::Array(old)), Value::Array(new)) if matches!(key.as_str(), "device" | "policy") => {
-                old.splice(0..0, new);
+        match (weaker.get_mut(&key).map(Spanned::get_mut), value.get_ref()) {
+            (Some(DeValue::Table(old)), DeValue::Table(_)) => {
+                if let DeValue::Table(new) = value.into_inner() {
+                    overlay(old, new);
+                }
             }
-            (_, value) => {
+            (Some(DeValue::Array(old)), DeValue::Array(_))
+                if matches!(key.get_ref().as_ref(), "device" | "policy") =>
+            {
+                if let DeValue::Array(new) = value.into_inner() {
+                    let weaker = std::mem::replace(old, new);
+                    weaker.into_iter().for_each(|rule| old.push(rule));
+                }
+            }
+            _ => {
                 weaker.insert(key, value);
             }
         }
@@ -203,7 +230,7 @@ fn descend(document: &Spanned<DeTable<'_>>, keys: &[String]) -> (usize, std::ops
 }
 
 fn merge_runtime(files: &[File]) -> Result<Runtime, ConfigError> {
-    let (mut merged, mut last) = (Table::new(), None);
+    let (mut merged, mut last) = (DeTable::new(), None);
     for file in files {
         let Some(table) = runtime_of(file)? else { continue };
         overlay(&mut merged, table);
@@ -211,26 +238,27 @@ fn merge_runtime(files: &[File]) -> Result<Runtime, ConfigError> {
     }
     match last {
         None => Ok(Runtime::default()),
-        Some(file) => {
-            Runtime::deserialize(merged).map_err(|error| ConfigError::toml(&file.path, &file.text, &error))
-        }
+        Some(file) => of_table(merged).map_err(|error| file.merged(&error)),
     }
 }
 
 /// `[runtime]` of one file, good by itself, whatever the rest of the file is.
-fn runtime_of(file: &File) -> Result<Option<Table>, ConfigError> {
-    let invalid = |error: &toml::de::Error| ConfigError::toml(&file.path, &file.text, error);
+fn runtime_of(file: &File) -> Result<Option<DeTable<'_>>, ConfigError> {
     let (mut document, errors) = DeTable::parse_recoverable(&file.text);
     let Some(table) = document.get_mut().remove("runtime") else {
         let swallowed = file.text.lines().any(is_runtime_header);
-        return errors.first().filter(|_| swallowed).map_or(Ok(None), |error| Err(invalid(error)));
+        return errors.first().filter(|_| swallowed).map_or(Ok(None), |error| Err(file.problem(error)));
     };
     if let Some(error) = errors.iter().find(|error| in_runtime(&file.text, error)) {
-        return Err(invalid(error));
+        return Err(file.problem(error));
     }
-    let alone = Runtime::deserialize(table.clone().into_deserializer()).map_err(|error| invalid(&error))?;
+    let alone =
+        Runtime::deserialize(ValueDeserializer::from(table.clone())).map_err(|error| file.problem(&error))?;
     check::runtime(&alone).map_err(|problem| locate(&[file], &problem))?;
-    Table::deserialize(table.into_deserializer()).map(Some).map_err(|error| invalid(&error))
+    match table.into_inner() {
+        DeValue::Table(table) => Ok(Some(table)),
+        _ => Ok(None),
+    }
 }
 
 /// Whether `error` is about text under the header `[runtime]`.

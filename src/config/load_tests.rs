@@ -2,6 +2,8 @@
 
 use insta::assert_snapshot;
 
+use toml::{Table, Value};
+
 use super::*;
 use crate::config::{DeviceRule, Policy, TimeSlice};
 use crate::request::Mode;
