@@ -40,21 +40,33 @@ impl From<io::Error> for ChildError {
 /// Runs `command` with `input` on its standard input (less than a pipe holds, 64 KiB) for at most `limit`.
 pub(crate) fn run(command: &mut Command, input: &str, limit: Duration) -> Result<Finished, ChildError> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    supervise(command, input, limit, KEPT)
+    supervise(command, input, limit, KEPT, &|| false)
+}
+
+/// As [`run`], with nothing fed, for as long as `stop` does not say so: then it is killed, and the error is
+/// [`io::ErrorKind::Interrupted`].
+#[cfg(feature = "cli")]
+pub(crate) fn run_until(
+    command: &mut Command,
+    limit: Duration,
+    stop: &dyn Fn() -> bool,
+) -> Result<Finished, ChildError> {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    supervise(command, "", limit, KEPT, stop)
 }
 
 /// As [`run`], with nothing fed and up to `most` bytes kept of each stream: for what is useless in part.
 #[cfg(feature = "cli")]
 pub(crate) fn run_whole(command: &mut Command, limit: Duration, most: usize) -> Result<Finished, ChildError> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    supervise(command, "", limit, most)
+    supervise(command, "", limit, most, &|| false)
 }
 
 /// As [`run`], with nothing fed and nothing heard: for programs that leave a daemon behind.
 #[cfg_attr(not(feature = "cli"), allow(dead_code, reason = "for `sublet` alone"))]
 pub(crate) fn run_deaf(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    supervise(command, "", limit, KEPT).map(|finished| finished.status)
+    supervise(command, "", limit, KEPT, &|| false).map(|finished| finished.status)
 }
 
 fn supervise(
@@ -62,17 +74,25 @@ fn supervise(
     input: &str,
     limit: Duration,
     most: usize,
+    stop: &dyn Fn() -> bool,
 ) -> Result<Finished, ChildError> {
     let deadline = Instant::now() + limit;
+    crate::inherited::keep_from(command);
     let mut child = command.spawn()?;
-    let result = listen(&mut child, input, deadline, most);
+    let result = listen(&mut child, input, deadline, most, stop);
     if result.is_err() {
         end(&mut child);
     }
     result
 }
 
-fn listen(child: &mut Child, input: &str, deadline: Instant, most: usize) -> Result<Finished, ChildError> {
+fn listen(
+    child: &mut Child,
+    input: &str,
+    deadline: Instant,
+    most: usize,
+    stop: &dyn Fn() -> bool,
+) -> Result<Finished, ChildError> {
     if let Some(mut stdin) = child.stdin.take() {
         // A child that does not read its input is judged by how it ends.
         let _ = stdin.write_all(input.as_bytes());
@@ -88,6 +108,9 @@ fn listen(child: &mut Child, input: &str, deadline: Instant, most: usize) -> Res
         }
         if Instant::now() >= deadline {
             return Err(ChildError::Timeout);
+        }
+        if stop() {
+            return Err(io::Error::from(io::ErrorKind::Interrupted).into());
         }
     }
 }

@@ -17,6 +17,7 @@ mod child;
 #[cfg(feature = "cli")]
 pub mod cli;
 pub mod config;
+mod confine;
 #[cfg(feature = "cli")]
 pub mod doctor;
 mod glob;
@@ -24,6 +25,7 @@ pub mod grant;
 #[cfg(feature = "cli")]
 pub mod guard;
 pub mod hook;
+mod inherited;
 pub mod inventory;
 pub mod ledger;
 #[cfg(feature = "cli")]
@@ -35,7 +37,9 @@ pub mod process;
 pub mod replace;
 pub mod request;
 pub mod runtime;
+mod selinux;
 pub mod serve;
 #[cfg(feature = "cli")]
 pub mod setup;
+mod state_dir;
 pub mod text;

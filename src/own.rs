@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::child::{self, ChildError, Finished};
-use crate::config;
+use crate::child::{ChildError, Finished};
 use crate::text::safe;
+use crate::{config, confine};
 
 /// Where programs are looked up; nothing of the caller's environment is trusted.
 pub(crate) const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
@@ -41,10 +41,9 @@ pub fn sublet(arguments: &[&str], limit: Duration) -> Result<Vec<String>, OwnErr
 /// # Errors
 /// As [`sublet`].
 pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, Vec<String>), OwnError> {
-    let mut command = command(&program());
-    command.args(arguments);
+    let words: Vec<&str> = std::iter::once("sublet").chain(arguments.iter().copied()).collect();
     let named = |how: String| format!("`sublet {}`: {how}", arguments.join(" "));
-    Err(OwnError(match child::run(&mut command, input, limit) {
+    Err(OwnError(match confine::run(&words, || command(&program(), arguments), input, limit) {
         Ok(finished) if finished.status.success() => {
             return Ok((finished.stdout, remarks(&finished.stderr)));
         }
@@ -54,10 +53,10 @@ pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, 
     }))
 }
 
-/// A clean environment; `SUBLET_CONFIG` only where we honour it ourselves.
-fn command(program: &Path) -> Command {
+/// With a clean environment; `SUBLET_CONFIG` only where we honour it ourselves.
+pub(crate) fn command(program: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(program);
-    command.env_clear().env("PATH", PATH).current_dir("/");
+    command.args(arguments).env_clear().env("PATH", PATH).current_dir("/");
     if let Some(config) = config::honoured() {
         command.env(config::VARIABLE, config);
     }
@@ -102,8 +101,8 @@ mod tests {
 
     #[test]
     fn the_child_sees_no_environment_of_ours() {
-        let mut env = command(Path::new("/usr/bin/env"));
-        let finished = child::run(&mut env, "", Duration::from_secs(5)).unwrap();
+        let mut env = command(Path::new("/usr/bin/env"), &[]);
+        let finished = crate::child::run(&mut env, "", Duration::from_secs(5)).unwrap();
         let others: Vec<&str> =
             finished.stdout.lines().filter(|line| !line.starts_with("SUBLET_CONFIG=")).collect();
         assert_eq!(others, ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"]);

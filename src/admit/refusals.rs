@@ -6,7 +6,11 @@ use serde::{Deserialize, Serialize};
 use super::{AdmitError, rootless};
 use crate::config::Config;
 use crate::replace::replace;
+use crate::state_dir;
 use crate::text::safe;
+
+/// Far more than [`KEPT`] have, in bytes.
+const LARGEST: u64 = 1 << 20;
 
 /// How many are kept.
 const KEPT: usize = 32;
@@ -35,7 +39,7 @@ pub struct RefusalRecord {
 /// The last refusals, oldest first; none when the file cannot be read.
 #[must_use]
 pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
-    let text = std::fs::read(path(config)).unwrap_or_default();
+    let text = state_dir::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
     serde_json::from_slice(&text).unwrap_or_default()
 }
 

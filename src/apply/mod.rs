@@ -14,6 +14,7 @@ pub use conflict::{Conflict, conflict};
 pub use file::{FileError, JsonFile};
 pub use image::{ImageError, inspect};
 pub use mount_points::cleanup_mount_points;
+pub(crate) use namespace::systemctl;
 pub use namespace::{Live, NamespaceError, apply};
 #[cfg(fuzzing)]
 pub use spec::edit_within;

@@ -5,6 +5,7 @@ use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::Path;
 
 use super::{Host, Outcome, pass, warn};
+use crate::selinux;
 use crate::text::safe;
 
 /// As much of a log's end as is looked at.
@@ -14,11 +15,11 @@ const LOGS: [&str; 3] = ["/var/log/audit/audit.log", "/var/log/kern.log", "/var/
 
 /// What is enforced, and denials of what sublet needs.
 pub(super) fn modules(host: &Host<'_>) -> Outcome {
-    let enforcing = host.text("/sys/fs/selinux/enforce").is_some_and(|text| text.trim() == "1");
-    if enforcing && !has_policy(host) {
+    let enforcing = selinux::is_enforcing(&host.root);
+    if selinux::bars_mps(&host.root) {
         return warn(
-            "SELinux enforces, and its policy module sublet is not installed: containers do not reach MPS",
-            "install the package sublet-selinux",
+            "SELinux enforces without sublet's policy module: shares with an MPS server are refused",
+            selinux::FIX,
         );
     }
     if let Some(denial) = denial(host) {
@@ -34,16 +35,6 @@ pub(super) fn modules(host: &Host<'_>) -> Outcome {
         (false, true) => "AppArmor; no denials",
         (false, false) => "neither SELinux nor AppArmor",
     })
-}
-
-/// Whether a module `sublet` is in a store of policies (semodule(8)).
-fn has_policy(host: &Host<'_>) -> bool {
-    let children = |dir: &Path| -> Vec<_> {
-        std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
-    };
-    let stores = children(&host.at("/var/lib/selinux")).into_iter().chain(children(&host.at("/etc/selinux")));
-    let mut priorities = stores.flat_map(|store| children(&store.join("active/modules")));
-    priorities.any(|priority| priority.join("sublet").exists())
 }
 
 /// The last line about us: of the journal, else of a log. The journal begins with its newest, for only the

@@ -4,6 +4,7 @@ use super::HookError;
 use super::state::State;
 use crate::admit;
 use crate::config;
+use crate::confine;
 use crate::ledger::{Binding, Init, LeaseId};
 use crate::process::Process;
 use crate::runtime;
@@ -25,6 +26,6 @@ fn binding(state: &State) -> Result<Binding, HookError> {
     let process = process.ok_or_else(|| HookError::NoPid(super::name(state)))?;
     let bundle = state.bundle.as_ref().and_then(|bundle| bundle.canonicalize().ok());
     let bundle = bundle.ok_or_else(|| HookError::NoBundle(super::name(state)))?;
-    let record = runtime::record_of(nix::unistd::getppid().as_raw(), &state.id);
+    let record = runtime::record_of(confine::engine(), &state.id);
     Ok(Binding { id: state.id.clone(), bundle, record: record.unwrap_or_default(), init: Init::of(process) })
 }

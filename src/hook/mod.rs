@@ -21,6 +21,7 @@ use crate::admit::{self, AdmitError};
 use crate::apply::FileError;
 use crate::cdi::{self, Asked, CdiError};
 use crate::config::{self, ConfigError};
+use crate::confine::{self, Rights};
 use crate::ledger::LeaseId;
 use crate::runtime::Global;
 use crate::runtime::log::{self, Level, Log};
@@ -106,6 +107,9 @@ pub enum HookError {
     /// Our own /proc entry.
     #[error("cannot find out when this process started, is /proc mounted? {0}")]
     Process(io::Error),
+    /// The process that does the work.
+    #[error("the hook came to no end: {0}")]
+    Work(io::Error),
     /// Standard output.
     #[error("cannot hand config.json back: {0}")]
     Output(io::Error),
@@ -148,17 +152,28 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
         let _ = io::stdout().write_all(text.as_bytes());
         return ExitCode::SUCCESS;
     }
+    confine::clean();
     let own = config::load_runtime().ok().and_then(|runtime| runtime.log);
     let log = Log::new("sublet-hook", &Global::default(), own.as_deref());
     log::trace_to(log.clone(), false);
-    match run(&args, &log) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            log.write(Level::Error, &error.to_string());
-            // Podman and crun drop what hooks say.
-            journal::write(Level::Error, &error.to_string());
-            ExitCode::FAILURE
-        }
+    let said = |done: Result<(), HookError>| done.inspect_err(|error| complain(&log, error)).is_ok();
+    let done = confine::work(rights(&args), || said(run(&args, &log)));
+    let done = done.unwrap_or_else(|error| said(Err(HookError::Work(error))));
+    if done { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn complain(log: &Log, error: &HookError) {
+    log.write(Level::Error, &error.to_string());
+    // Podman and crun drop what hooks say.
+    journal::write(Level::Error, &error.to_string());
+}
+
+/// What the stage may need; it gives up more where it turns out to need less.
+fn rights(args: &[String]) -> Rights {
+    match args.first().map(String::as_str) {
+        Some("createRuntime" | "prestart" | cdi::STAGE) => Rights::Container,
+        Some("precreate") => Rights::Share,
+        _ => Rights::Ledger,
     }
 }
 
@@ -188,7 +203,10 @@ fn run(args: &[String], log: &Log) -> Result<(), HookError> {
 /// The container exists: binds the lease that it was given before, or gives it its share now.
 fn create_runtime(state: &State, log: &Log) -> Result<(), HookError> {
     match lease(state)? {
-        Some(lease) => create_runtime::bind(state, &lease),
+        Some(lease) => {
+            confine::narrow(Rights::Ledger);
+            create_runtime::bind(state, &lease)
+        }
         None => prestart::prestart(state, None, log),
     }
 }

@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use nix::unistd::{geteuid, getppid};
+use nix::unistd::geteuid;
 use serde_json::Value;
 
 use super::added::{self, Stage};
@@ -14,6 +14,7 @@ use super::{HookError, journal};
 use crate::admit::{self, Admission, Candidate};
 use crate::apply::JsonFile;
 use crate::config::{self, Config};
+use crate::confine;
 use crate::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use crate::process::Process;
 use crate::runtime::log::{Level, Log, one_line};
@@ -30,7 +31,7 @@ const LONGEST: usize = 16 << 20;
 /// config.json that it gets makes the container's creation fail with the reason.
 pub(super) fn precreate(log: &Log) -> Result<(), HookError> {
     // Before anything else: the process that is to answer for the lease.
-    let engine = Process::find(getppid().as_raw());
+    let engine = Process::find(confine::engine());
     let file = read()?;
     let mut spec = file.parse()?;
     let refusal = match admitted(&spec, engine, log) {
@@ -90,8 +91,7 @@ impl Granted {
     fn finish(mut self, engine: Option<Process>) -> Result<(), HookError> {
         let finished = self.add_hooks().and_then(|()| {
             // Without its engine nobody will read what we print.
-            let engine =
-                engine.filter(|engine| engine.pid == getppid().as_raw()).ok_or(HookError::NoEngine)?;
+            let engine = engine.filter(Process::is_alive).ok_or(HookError::NoEngine)?;
             let text = serde_json::to_vec(&self.spec).map_err(|error| HookError::Output(error.into()))?;
             admit::hand_over(&self.lease, engine, &self.config)?;
             print(&text)

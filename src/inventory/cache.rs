@@ -1,15 +1,13 @@
 //! `inventory.json`: writing it, reading it, and whether it is still true.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read as _};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
-
-use nix::libc;
 
 use super::{Fingerprint, Inventory, seen};
 use crate::config::{Config, Inject};
 use crate::replace::replace;
+use crate::state_dir::{self, distrust_file};
 use crate::text::safe;
 
 /// `Inventory::schema` of this build.
@@ -49,7 +47,7 @@ pub enum InventoryError {
         /// `inventory.json`.
         path: PathBuf,
         /// What about it.
-        why: &'static str,
+        why: String,
     },
     /// A GPU of the inventory no longer answers on the PCI bus.
     #[error(
@@ -152,60 +150,28 @@ pub(crate) fn path(config: &Config) -> PathBuf {
 }
 
 fn write(config: &Config, path: &Path, inventory: &Inventory) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(0o755).create(&config.state_dir)?;
+    state_dir::make(&config.state_dir).map_err(|why| io::Error::other(format!("its directory: {why}")))?;
     // `replace` keeps mode and owner of what is there: what we would not read must not lend us its own.
-    if fs::symlink_metadata(path).is_ok_and(|there| distrust(&there).is_some()) {
+    if fs::symlink_metadata(path).is_ok_and(|there| distrust_file(&there, LARGEST).is_some()) {
         fs::remove_file(path)?;
     }
     replace(path, &serde_json::to_vec(inventory)?, 0o644)
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, InventoryError> {
-    let unreadable = |source| InventoryError::Unreadable { path: path.to_owned(), source };
     let untrusted = |why| InventoryError::Untrusted { path: path.to_owned(), why };
-    let file = match open(path) {
-        Ok(file) => file,
-        Err(error) => {
-            return Err(match error.raw_os_error() {
-                Some(libc::ENOENT) => InventoryError::Missing { path: path.to_owned() },
-                Some(libc::ELOOP) => untrusted("it is a symbolic link"),
-                _ => unreadable(error),
-            });
-        }
-    };
-    let metadata = file.metadata().map_err(unreadable)?;
-    if let Some(why) = distrust(&metadata) {
-        return Err(untrusted(why));
+    if let Some(why) = path.parent().and_then(state_dir::distrust) {
+        return Err(untrusted(format!("its directory: {why}")));
     }
-    let mut text = Vec::with_capacity(usize::try_from(metadata.len().min(LARGEST)).unwrap_or(0) + 1);
-    file.take(LARGEST + 1).read_to_end(&mut text).map_err(unreadable)?;
-    Ok(text)
-}
-
-/// Neither follows a link nor waits for the writer of a FIFO.
-fn open(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)
-}
-
-/// Why a file is not to be believed: only root and we ourselves may have written it.
-fn distrust(metadata: &fs::Metadata) -> Option<&'static str> {
-    let us = nix::unistd::geteuid().as_raw();
-    if !metadata.is_file() {
-        Some("it is no regular file")
-    } else if metadata.uid() != 0 && metadata.uid() != us {
-        Some("it belongs to another user")
-    } else if metadata.mode() & 0o022 != 0 {
-        Some("others may write to it")
-    } else {
-        None
+    match state_dir::read(path, LARGEST) {
+        Ok(Some(content)) => content.map_err(untrusted),
+        Ok(None) => Err(InventoryError::Missing { path: path.to_owned() }),
+        Err(source) => Err(InventoryError::Unreadable { path: path.to_owned(), source }),
     }
 }
 
 fn parse(path: &Path, text: &[u8]) -> Result<Inventory, InventoryError> {
     let corrupt = |why| InventoryError::Corrupt { path: path.to_owned(), why };
-    if text.len() as u64 > LARGEST {
-        return Err(corrupt("larger than 8 MiB".to_owned()));
-    }
     let inventory: Inventory =
         serde_json::from_slice(text).map_err(|error| corrupt(safe(&error.to_string())))?;
     if inventory.schema != SCHEMA {

@@ -4,25 +4,23 @@
 //! the service looks after that, nobody else has to ask NVML before each container.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::config::Config;
 use crate::process::uptime_seconds;
+use crate::state_dir;
 
 /// A word older than this, in seconds, is none: the service gives it every two.
 const LIMIT: u64 = 5;
 
+/// A boot id and a number, in bytes.
+const LONGEST: u64 = 100;
+
 /// Whether the service has compared them just now.
 #[must_use]
 pub fn is_watched(config: &Config) -> bool {
-    let path = path(config);
-    let trusted = fs::symlink_metadata(&path).is_ok_and(|there| {
-        let us = nix::unistd::geteuid().as_raw();
-        there.is_file() && (there.uid() == 0 || there.uid() == us) && there.mode() & 0o022 == 0
-    });
-    let text = fs::read_to_string(&path).unwrap_or_default();
-    trusted && is_recent(&text, &boot_id(), uptime_seconds())
+    let word = state_dir::read_if_trusted(&path(config), LONGEST).unwrap_or_default();
+    is_recent(&String::from_utf8_lossy(&word), &boot_id(), uptime_seconds())
 }
 
 /// Gives the word: they were equal at `since`, in seconds since boot.

@@ -97,7 +97,8 @@ fn leases_in(root: &Path) -> Vec<Lease> {
 
 /// The lease of the container whose record is in `dir`, if it has one and lives.
 fn restore(dir: &Path) -> Option<Lease> {
-    let trusted = fs::symlink_metadata(dir).is_ok_and(|meta| meta.is_dir() && is_ours(meta.uid()));
+    let trusted =
+        fs::symlink_metadata(dir).is_ok_and(|meta| meta.is_dir() && crate::state_dir::is_ours(meta.uid()));
     let record = match Record::read(dir) {
         Ok(record) => record.filter(|_| trusted)?,
         Err(error) => {
@@ -122,11 +123,6 @@ fn restore(dir: &Path) -> Option<Lease> {
         lease.container.bundle = record.bundle.unwrap_or_default();
     }
     (lease.id == id).then_some(lease)
-}
-
-/// Whether what `uid` wrote is believed: root's, or our own.
-pub(super) fn is_ours(uid: u32) -> bool {
-    uid == 0 || uid == nix::unistd::geteuid().as_raw()
 }
 
 fn servers(state_dir: &Path, ledger: &Ledger) -> Vec<Server> {

@@ -1,8 +1,8 @@
 //! The file, its lock, and the one way to change it.
 
-use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -11,9 +11,10 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc::O_NOFOLLOW;
 
 use super::alive::reclaim;
-use super::rebuild::{is_ours, rebuild, remember_roots, unexplained};
-use super::record::{LARGEST, read_bounded};
+use super::rebuild::{rebuild, remember_roots, unexplained};
+use super::record::LARGEST;
 use super::{Lease, LeaseId, Ledger, SCHEMA};
+use crate::state_dir;
 use crate::text::safe;
 use serde_json::Value;
 
@@ -85,25 +86,8 @@ impl Store {
     /// # Errors
     /// The directory cannot be made or is not ours.
     pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
-        let unusable = |why: String| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
-        let meta = match fs::symlink_metadata(state_dir) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                create(state_dir).map_err(|error| unusable(format!("cannot be created: {error}")))?;
-                fs::symlink_metadata(state_dir)
-            }
-            meta => meta,
-        };
-        let meta = meta.map_err(|error| unusable(error.to_string()))?;
-        if !meta.is_dir() {
-            return Err(unusable("is no directory".to_owned()));
-        }
-        if !is_ours(meta.uid()) || meta.mode() & 0o022 != 0 {
-            return Err(unusable(format!(
-                "others may write it (uid {}, mode {:o})",
-                meta.uid(),
-                meta.mode() & 0o7777
-            )));
-        }
+        let unusable = |why| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
+        state_dir::make(state_dir).map_err(unusable)?;
         Ok(Self { state_dir: state_dir.to_owned() })
     }
 
@@ -181,9 +165,7 @@ impl Store {
 
     /// The copy, if it is sound and of this boot.
     fn last(&self, boot: &str) -> Option<Ledger> {
-        let path = self.copy();
-        fs::symlink_metadata(&path).ok().filter(|meta| distrust(meta).is_none())?;
-        let ledger = parse(&read_bounded(&path).ok()??).ok()?;
+        let ledger = parse(&state_dir::read_if_trusted(&self.copy(), LARGEST)?).ok()?;
         (ledger.boot_id == boot).then_some(ledger)
     }
 
@@ -215,23 +197,22 @@ impl Store {
 
     fn load(&self) -> Result<Loaded, LedgerError> {
         let path = self.file();
-        let meta = match fs::symlink_metadata(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let is_there = |path: PathBuf| fs::symlink_metadata(path).is_ok();
-                return Ok(match (is_there(self.aside()), is_there(self.copy())) {
-                    (true, _) => Loaded::Corrupt("its rebuild was cut short".into()),
-                    (false, true) => Loaded::Corrupt("it is gone".into()),
-                    (false, false) => Loaded::Missing,
-                });
-            }
-            meta => meta.map_err(|error| failed("read", &path, error))?,
+        let content = match state_dir::read(&path, LARGEST).map_err(|error| failed("read", &path, error))? {
+            Some(Ok(content)) => content,
+            Some(Err(why)) => return Ok(Loaded::Corrupt(why)),
+            None => return Ok(self.missing()),
         };
-        if let Some(why) = distrust(&meta) {
-            return Ok(Loaded::Corrupt(why));
-        }
-        // Gone since we looked: somebody without the lock sees it being moved aside.
-        let content = read_bounded(&path).map_err(|error| failed("read", &path, error))?.unwrap_or_default();
         Ok(parse(&content).map_or_else(Loaded::Corrupt, |ledger| Loaded::Sound(Box::new(ledger))))
+    }
+
+    /// What it means that there is no ledger.
+    fn missing(&self) -> Loaded {
+        let is_there = |path: PathBuf| fs::symlink_metadata(path).is_ok();
+        match (is_there(self.aside()), is_there(self.copy())) {
+            (true, _) => Loaded::Corrupt("its rebuild was cut short".into()),
+            (false, true) => Loaded::Corrupt("it is gone".into()),
+            (false, false) => Loaded::Missing,
+        }
     }
 
     /// Rebuilds the ledger, writes it and puts the bad file by.
@@ -279,13 +260,8 @@ impl Store {
     }
 }
 
-/// Creates `dir` and its parents, readable for all whatever the umask.
-fn create(dir: &Path) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(0o755).create(dir)?;
-    fs::set_permissions(dir, Permissions::from_mode(0o755))
-}
-
-/// Whoever can open the lock can stop every create: it is root's alone, also where it was not.
+/// Whoever can open the lock can stop every create: it is root's alone, also where it was not. One that somebody
+/// else made may be held for ever.
 fn open_lock(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new()
         .read(true)
@@ -295,7 +271,11 @@ fn open_lock(path: &Path) -> io::Result<File> {
         .mode(0o600)
         .custom_flags(O_NOFOLLOW)
         .open(path)?;
-    if file.metadata()?.mode() & 0o077 != 0 {
+    let meta = file.metadata()?;
+    if !meta.is_file() || !state_dir::is_ours(meta.uid()) {
+        return Err(io::Error::other(format!("uid {} made it: remove it", meta.uid())));
+    }
+    if meta.mode() & 0o077 != 0 {
         file.set_permissions(Permissions::from_mode(0o600))?;
     }
     Ok(file)
@@ -304,20 +284,6 @@ fn open_lock(path: &Path) -> io::Result<File> {
 /// Removes a file or a directory, whatever stands at `path`.
 fn remove(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
-}
-
-/// Why a ledger with this metadata is not believed.
-fn distrust(meta: &fs::Metadata) -> Option<String> {
-    if !meta.is_file() {
-        return Some("it is no regular file".to_owned());
-    }
-    if meta.len() > LARGEST {
-        return Some(format!("it has {} bytes", meta.len()));
-    }
-    if !is_ours(meta.uid()) {
-        return Some(format!("it belongs to uid {}", meta.uid()));
-    }
-    (meta.mode() & 0o022 != 0).then(|| format!("others may write it (mode {:o})", meta.mode() & 0o7777))
 }
 
 /// A ledger, or why `content` is none. Ids become names of directories and are checked for that.
@@ -340,8 +306,7 @@ pub(super) fn parse(content: &[u8]) -> Result<Ledger, String> {
 
 /// What people and the driver were told stays, where a ledger of another version still tells it.
 fn salvage(path: &Path, ledger: &mut Ledger) {
-    let trusted = fs::symlink_metadata(path).is_ok_and(|meta| distrust(&meta).is_none());
-    let content = read_bounded(path).ok().flatten().filter(|_| trusted).unwrap_or_default();
+    let content = state_dir::read_if_trusted(path, LARGEST).unwrap_or_default();
     let Ok(Value::Object(mut old)) = serde_json::from_slice(&content) else { return };
     let mut list = |name| old.remove(name).unwrap_or_default();
     ledger.drained = serde_json::from_value(list("drained")).unwrap_or_default();

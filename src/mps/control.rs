@@ -9,12 +9,12 @@ use std::time::Duration;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 
 use super::{MpsError, ServerKey, dirs};
-use crate::child::{self, ChildError};
-use crate::config::Config;
-use crate::inventory;
+use crate::child::ChildError;
+use crate::config::{self, Config};
 use crate::own::PATH;
 use crate::request::Percent;
 use crate::text::safe;
+use crate::{confine, inventory};
 
 /// A daemon that lives answers in 3 ms (docs/evidence); a stopped one never does.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
@@ -59,6 +59,7 @@ impl std::fmt::Display for AskError {
 /// The control program, for one daemon.
 #[derive(Debug)]
 pub(super) struct Control {
+    key: String,
     program: PathBuf,
     pipe: PathBuf,
 }
@@ -67,7 +68,7 @@ impl Control {
     /// # Errors
     /// The driver's MPS programs are not installed.
     pub fn new(key: &ServerKey, config: &Config) -> Result<Self, MpsError> {
-        Ok(Self { program: installed(config)?, pipe: dirs::pipe(key, &config.state_dir) })
+        Ok(Self { key: key.0.clone(), program: installed(config)?, pipe: dirs::pipe(key, &config.state_dir) })
     }
 
     /// The program's absolute path.
@@ -76,11 +77,17 @@ impl Control {
         &self.program
     }
 
-    /// One command and its answer, trimmed.
-    pub fn ask(&self, command: &str, limit: Duration) -> Result<String, AskError> {
+    /// The program as it asks: commands are its input.
+    fn asking(&self) -> Command {
         let mut program = Command::new(&self.program);
         program.env_clear().env("PATH", PATH).env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe).current_dir("/");
-        match child::run(&mut program, &format!("{command}\n"), limit) {
+        program
+    }
+
+    /// One command and its answer, trimmed.
+    pub fn ask(&self, command: &str, limit: Duration) -> Result<String, AskError> {
+        let words = ["nvidia-cuda-mps-control", &self.key];
+        match confine::run(&words, || self.asking(), &format!("{command}\n"), limit) {
             Ok(finished) => judge(command, finished.status.success(), &finished.stdout, &finished.stderr),
             Err(ChildError::Timeout) => Err(AskError::Silent),
             Err(ChildError::Io(error)) => Err(AskError::Program(error)),
@@ -135,6 +142,13 @@ impl Control {
         }
         Ok(())
     }
+}
+
+/// The program that asks the daemon of `key`, by the configuration in force; `None`: there is none.
+pub(crate) fn command(key: &str) -> Option<Command> {
+    let key = ServerKey(key.to_owned());
+    dirs::check_key(&key).ok()?;
+    Control::new(&key, &config::load().ok()?).ok().map(|control| control.asking())
 }
 
 /// `nvidia-cuda-mps-control` as the inventory found it, else where packages put it.

@@ -11,8 +11,6 @@ use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{chdir, getpgrp, getpid, setsid};
 
-use super::fds;
-
 /// Whether setsid(2) would fail: a shell makes each of its jobs the leader of a process group.
 pub(super) fn is_group_leader() -> bool {
     getpgrp() == getpid()
@@ -30,7 +28,7 @@ pub(super) fn leave(must_be_same: &[&Path]) -> bool {
         tracing::debug!("chdir /: {error}");
     }
     umask(Mode::from_bits_truncate(0o022));
-    fds::keep_from_children();
+    crate::inherited::keep_from_children();
     host
 }
 

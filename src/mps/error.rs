@@ -19,6 +19,13 @@ pub enum MpsError {
         /// The driver root.
         root: PathBuf,
     },
+    /// Its clients would not reach it.
+    #[error(
+        "SELinux enforces on this host without sublet's policy module, so containers would not reach their MPS \
+         server and would run without limits: {}; or take a share without sm and memory (mode time-slice)",
+        crate::selinux::FIX
+    )]
+    SeLinux,
     /// A key that is neither a device's UUID nor a lease id could name a path outside the state directory.
     #[error("'{key}' names no MPS daemon: a GPU-… or MIG-… UUID or a lease id is expected (sublet mps list)")]
     BadKey {

@@ -17,8 +17,6 @@ mod compute_mode;
 #[cfg(feature = "cli")]
 mod detach;
 #[cfg(feature = "cli")]
-mod fds;
-#[cfg(feature = "cli")]
 mod launch;
 #[cfg(feature = "cli")]
 mod list;
@@ -35,6 +33,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::own;
 
+pub(crate) use control::command as control_command;
 pub use error::MpsError;
 pub use heal::{heal, settle};
 #[cfg(feature = "cli")]
@@ -64,6 +63,11 @@ impl ServerKey {
     pub fn public(&self, state_dir: &Path) -> PathBuf {
         self.dir(state_dir).join("public")
     }
+}
+
+/// Whether `text` can be a daemon's name.
+pub(crate) fn is_key(text: &str) -> bool {
+    dirs::check_key(&ServerKey(text.to_owned())).is_ok()
 }
 
 impl std::fmt::Display for ServerKey {

@@ -1,5 +1,6 @@
 //! Before a container starts: its daemon answers and admits its share.
 
+use std::path::Path;
 use std::time::Duration;
 
 use super::control::{AskError, Control, listens};
@@ -10,6 +11,7 @@ use crate::ledger::{Lease, Server, ServerState, Store};
 use crate::own::OwnError;
 use crate::process::epoch_seconds;
 use crate::request::Percent;
+use crate::selinux;
 
 /// Makes sure that the daemon of `lease` (already in the ledger) answers and admits its SM share.
 ///
@@ -20,6 +22,9 @@ use crate::request::Percent;
 /// The daemon cannot be started or does not answer in `[mps] start_timeout`.
 pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
     let Some(key) = &lease.server else { return Ok(Vec::new()) };
+    if selinux::bars_mps(Path::new("/")) {
+        return Err(MpsError::SeLinux);
+    }
     if serves(lease, store, config)? {
         return Ok(Vec::new());
     }

@@ -25,6 +25,8 @@ use enter::Inside;
 use host::HostSide;
 use target::Rootfs;
 
+pub(crate) use systemd::command as systemctl;
+
 /// A container between its creation and its start.
 #[derive(Clone, Copy, Debug)]
 pub struct Live<'a> {

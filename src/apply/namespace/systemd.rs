@@ -6,12 +6,17 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::NamespaceError;
-use crate::child::{self, ChildError};
+use crate::child::ChildError;
 use crate::inventory::Node;
-use crate::own;
+use crate::{confine, own};
 
 /// systemd answers within milliseconds.
 const LIMIT: Duration = Duration::from_secs(10);
+
+/// What is asked of systemctl(1): before a unit, and before a unit and rules for it.
+const SHOW: [&str; 4] = ["show", "--property=ControlGroup", "--value", "--"];
+const SET: [&str; 3] = ["set-property", "--runtime", "--"];
+const RULE: &str = "DeviceAllow=/dev/char/";
 
 /// Whether `unit` is systemd's and has the cgroup `below` (as /proc/PID/cgroup writes it).
 pub(super) fn owns(unit: &str, below: &str) -> bool {
@@ -19,14 +24,13 @@ pub(super) fn owns(unit: &str, below: &str) -> bool {
     if !Path::new("/run/systemd/system").is_dir() {
         return false;
     }
-    systemctl(&["show", "--property=ControlGroup", "--value", "--", unit])
-        .is_ok_and(|answer| answer.trim() == below)
+    systemctl(&[&SHOW[..], &[unit]].concat()).is_ok_and(|answer| answer.trim() == below)
 }
 
 /// Adds `nodes` to the devices that `unit` may use, until it ends.
 pub(super) fn allow(unit: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
     let rules: Vec<String> = nodes.iter().map(|node| rule(node)).collect();
-    let mut arguments = vec!["set-property", "--runtime", "--", unit];
+    let mut arguments = [&SET[..], &[unit]].concat();
     arguments.extend(rules.iter().map(String::as_str));
     systemctl(&arguments)
         .map(drop)
@@ -35,13 +39,26 @@ pub(super) fn allow(unit: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
 
 /// By number: systemd looks for no node then (`systemd.resource-control(5)`, `DeviceAllow`).
 fn rule(node: &Node) -> String {
-    format!("DeviceAllow=/dev/char/{}:{} rw", node.major, node.minor)
+    format!("{RULE}{}:{} rw", node.major, node.minor)
+}
+
+/// `systemctl` with `arguments`, where they are ones that are used here.
+pub(crate) fn command(arguments: &[&str]) -> Option<Command> {
+    let unit = arguments.strip_prefix(&SHOW).filter(|rest| rest.len() == 1);
+    let rules = arguments.strip_prefix(&SET).and_then(|rest| rest.split_first()).map(|(_, rules)| rules);
+    let is_rule = |rule: &&str| rule.starts_with(RULE);
+    (unit.is_some() || rules.is_some_and(|rules| rules.iter().all(is_rule))).then(|| with(arguments))
+}
+
+fn with(arguments: &[&str]) -> Command {
+    let mut command = Command::new("systemctl");
+    command.args(arguments).env_clear().env("PATH", own::PATH).current_dir("/");
+    command
 }
 
 fn systemctl(arguments: &[&str]) -> Result<String, String> {
-    let mut command = Command::new("systemctl");
-    command.args(arguments).env_clear().env("PATH", own::PATH).current_dir("/");
-    match child::run(&mut command, "", LIMIT) {
+    let words: Vec<&str> = std::iter::once("systemctl").chain(arguments.iter().copied()).collect();
+    match confine::run(&words, || with(arguments), "", LIMIT) {
         Ok(finished) if finished.status.success() => Ok(finished.stdout),
         Ok(finished) => Err(crate::text::safe(finished.stderr.lines().last().unwrap_or("systemctl failed"))),
         Err(ChildError::Timeout) => Err(format!("no answer within {} s", LIMIT.as_secs())),

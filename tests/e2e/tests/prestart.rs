@@ -166,10 +166,8 @@ fn in_a_user_namespace_the_nodes_are_the_hosts_own() {
     let mut bundle = plain(&world, "mapped", &["createRuntime", "poststop"], &annotations, HOLD);
     bundle.map_users();
     bundle.up();
-    assert_eq!(
-        bundle.exec(&["/bin/cat", "/proc/self/uid_map"]).stdout.split_whitespace().nth(1),
-        Some("100000")
-    );
+    let map = bundle.exec(&["/bin/cat", "/proc/self/uid_map"]);
+    assert_eq!(map.stdout.split_whitespace().nth(1), Some("100000"), "{map:?}");
     let minor = world.status()["devices"][0]["minor"].as_u64().expect("minor");
     let nodes = [format!("/dev/nvidia{minor}"), "/dev/nvidiactl".into()];
     let nodes: Vec<&str> = nodes.iter().map(String::as_str).collect();
