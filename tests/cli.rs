@@ -73,6 +73,11 @@ fn setup(dir: &tempfile::TempDir, engine: &str, file: &str, options: &[&str]) ->
     sublet(dir, &arguments).output().unwrap()
 }
 
+/// What is to be done is said in words that this host knows.
+fn has_systemd() -> bool {
+    std::path::Path::new("/run/systemd/system").is_dir()
+}
+
 /// `sublet-runtime` as setup finds it: beside `sublet`.
 const RUNTIME: &str = env!("CARGO_BIN_EXE_sublet-runtime");
 
@@ -92,7 +97,12 @@ fn setup_edits_daemon_json_and_undo_gives_back_the_file() {
     assert_eq!((text(&shown.stdout), ended(&shown)), (expected, (Some(0), String::new())));
     assert_eq!(fs::read_to_string(&file).unwrap(), found);
     let done = setup(&dir, "docker", "daemon.json", &["--default"]);
-    let line = format!("{path}: sublet is in; `systemctl reload docker` puts it in force.\n");
+    let force = if has_systemd() {
+        "`systemctl reload docker` puts it in force"
+    } else {
+        "in force when dockerd gets SIGHUP (`kill -HUP $(cat /var/run/docker.pid)`)"
+    };
+    let line = format!("{path}: sublet is in; {force}.\n");
     assert_eq!((text(&done.stdout), ended(&done)), (line, (Some(0), String::new())));
     let record = "{\"made_file\":false,\"made\":[\"runtimes\"],\"replaced\":{\"default-runtime\":null,\"runtimes.sublet\":null}}\n";
     assert_eq!(fs::read_to_string(&before).unwrap(), record);
@@ -120,7 +130,7 @@ fn setup_refuses_what_it_cannot_parse_and_touches_nothing() {
             "{\n  // by hand\n}",
             "it is no valid JSON (key must be a string at line 2 column 3; JSON has no comments)",
         ),
-        ("", "it is no valid JSON (it is empty)"),
+        ("[]", "the file is no object, not { … }"),
     ] {
         fs::write(&file, found).unwrap();
         for option in ["--default", "--undo"] {
@@ -134,6 +144,22 @@ fn setup_refuses_what_it_cannot_parse_and_touches_nothing() {
 }
 
 #[test]
+fn an_empty_daemon_json_is_one_without_settings() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("daemon.json");
+    for found in ["", " \n"] {
+        fs::write(&file, found).unwrap();
+        assert_eq!(ended(&setup(&dir, "docker", "daemon.json", &[])), (Some(0), String::new()));
+        let expected = format!("{{\n  \"runtimes\": {{ \"sublet\": {{ \"path\": \"{RUNTIME}\" }} }}\n}}\n");
+        assert_eq!(fs::read_to_string(&file).unwrap(), expected);
+        assert_eq!(ended(&setup(&dir, "docker", "daemon.json", &["--undo"])), (Some(0), String::new()));
+        assert_eq!(fs::read_to_string(&file).unwrap(), found);
+        let again = setup(&dir, "docker", "daemon.json", &["--undo"]);
+        assert!(text(&again.stdout).ends_with("nothing to do.\n"), "{again:?}");
+    }
+}
+
+#[test]
 fn setup_follows_a_link_and_takes_cdi_from_the_shares() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join("real")).unwrap();
@@ -142,7 +168,12 @@ fn setup_follows_a_link_and_takes_cdi_from_the_shares() {
     assert!(lost.contains("cannot read") && lost.contains("No such file"), "a link to nowhere: {lost}");
     fs::write(dir.path().join("real/daemon.json"), "{}").unwrap();
     let with_cdi = setup(&dir, "docker", "daemon.json", &["--cdi"]);
-    assert!(text(&with_cdi.stdout).contains("`systemctl restart docker` puts it in force"));
+    let restart = if has_systemd() {
+        "`systemctl restart docker` puts it in force"
+    } else {
+        "in force when dockerd is started again"
+    };
+    assert!(text(&with_cdi.stdout).contains(restart), "{with_cdi:?}");
     assert!(fs::symlink_metadata(dir.path().join("daemon.json")).unwrap().is_symlink());
     let is = fs::read_to_string(dir.path().join("real/daemon.json")).unwrap();
     let expected = format!(

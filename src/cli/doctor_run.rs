@@ -3,12 +3,16 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::io::ErrorKind;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use clap::ValueEnum;
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use super::output::{self, Format};
 use super::probe::Probed;
@@ -61,7 +65,9 @@ const LOADER: &str =
 /// # Errors
 /// The engine's words, or the probe's.
 pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> anyhow::Result<ExitCode> {
-    let made = Made::image(engine.program())?;
+    // Before anything is made, so that it goes again.
+    let stop = Stop::listen()?;
+    let made = Made::image(engine.program(), &stop)?;
     let probed = made.probe(engine.options(), annotations, RUN_LIMIT)?;
     match format {
         Format::Json => output::json(&probed)?,
@@ -105,8 +111,25 @@ fn table(probed: &Probed) -> String {
     output::table(&["PROBE", "SAW"], rows.map(|(name, value)| vec![name.to_owned(), value]).to_vec())
 }
 
+/// Whether somebody wants us to end (Ctrl-C, `systemctl stop`, a terminal that is closed).
+struct Stop(SignalFd);
+
+impl Stop {
+    /// From now on these signals are heard here and end nobody.
+    fn listen() -> anyhow::Result<Self> {
+        let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().collect();
+        signals.thread_block()?;
+        Ok(Self(SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?))
+    }
+
+    fn is_wanted(&self) -> bool {
+        matches!(self.0.read_signal(), Ok(Some(_)))
+    }
+}
+
 /// The image, the directory that it is made in, and the container; gone with this.
 struct Made<'a> {
+    stop: &'a Stop,
     engine: &'a str,
     container: String,
     image: String,
@@ -114,20 +137,23 @@ struct Made<'a> {
 }
 
 impl<'a> Made<'a> {
-    fn new(engine: &'a str) -> anyhow::Result<Self> {
+    fn new(engine: &'a str, stop: &'a Stop) -> anyhow::Result<Self> {
         let container = format!("sublet-doctor-{}", std::process::id());
         let dir = std::env::temp_dir().join(&container);
         // Not one that is there: it may be somebody's link.
         fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
-        Ok(Self { engine, image: format!("{container}:probe"), container, dir })
+        Ok(Self { stop, engine, image: format!("{container}:probe"), container, dir })
     }
 
-    fn image(engine: &'a str) -> anyhow::Result<Self> {
-        let made = Self::new(engine)?;
+    fn image(engine: &'a str, stop: &'a Stop) -> anyhow::Result<Self> {
+        let made = Self::new(engine, stop)?;
         let (root, archive) = (made.dir.join("root"), made.dir.join("root.tar"));
         lay_out(&root)?;
-        answer(Command::new("tar").arg("-C").arg(&root).arg("-cf").arg(&archive).arg("."), STEP_LIMIT)?;
-        answer(Command::new(engine).arg("import").arg(&archive).arg(&made.image), STEP_LIMIT)?;
+        // Neither is cut short: an engine that is left in the middle of an import may finish it after our clearing.
+        let whole = || false;
+        let mut tar = Command::new("tar");
+        answer(tar.arg("-C").arg(&root).arg("-cf").arg(&archive).arg("."), STEP_LIMIT, &whole)?;
+        answer(Command::new(engine).arg("import").arg(&archive).arg(&made.image), STEP_LIMIT, &whole)?;
         Ok(made)
     }
 
@@ -142,7 +168,8 @@ impl<'a> Made<'a> {
         for (key, value) in annotations {
             command.arg("--annotation").arg(format!("{key}={value}"));
         }
-        let told = answer(command.args([&self.image, "/sublet", "probe"]), limit)?;
+        let stop = || self.stop.is_wanted();
+        let told = answer(command.args([&self.image, "/sublet", "probe"]), limit, &stop)?;
         serde_json::from_str(&told).context("the probe's answer")
     }
 }
@@ -151,7 +178,8 @@ impl Drop for Made<'_> {
     fn drop(&mut self) {
         // An engine that was cut off has not removed its container.
         for [verb, what] in [["rm", &self.container], ["rmi", &self.image]] {
-            let _ = child::run_deaf(Command::new(self.engine).args([verb, "--force", what]), STEP_LIMIT);
+            let mut clear = Command::new(self.engine);
+            let _ = child::run_deaf(clear.args([verb, "--force", what]).process_group(0), STEP_LIMIT);
         }
         let _ = fs::remove_dir_all(&self.dir);
     }
@@ -192,10 +220,14 @@ fn mapped(maps: &str) -> BTreeSet<PathBuf> {
 }
 
 /// What a program says; where it fails, its words.
-fn answer(command: &mut Command, limit: Duration) -> anyhow::Result<String> {
+fn answer(command: &mut Command, limit: Duration, stop: &dyn Fn() -> bool) -> anyhow::Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
-    let finished = match child::run(command, "", limit) {
+    // A group of its own: Ctrl-C at a terminal goes to the whole group, and is ours to hear.
+    let finished = match child::run_until(command.process_group(0), limit, stop) {
         Ok(finished) => finished,
+        Err(ChildError::Io(error)) if error.kind() == ErrorKind::Interrupted => {
+            bail!("interrupted: its container and image are removed")
+        }
         Err(ChildError::Io(error)) => return Err(error).with_context(|| format!("cannot run {name}")),
         Err(ChildError::Timeout) => {
             bail!(
@@ -218,8 +250,8 @@ mod tests {
     use super::*;
     use crate::config::Config;
 
-    #[test]
-    fn an_engine_that_hangs_is_cut_off_and_nothing_is_left() {
+    /// What an engine that never comes to an end of `run` is told in the end, after the error `expected`.
+    fn cut_off(limit: Duration, stop: &Stop, expected: &str) {
         let dir = tempfile::tempdir().unwrap();
         let (engine, log) = (dir.path().join("engine"), dir.path().join("log"));
         let script = format!(
@@ -229,10 +261,10 @@ mod tests {
         );
         // Written by another process: one of ours, forked for another test, would have it open for writing.
         assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
-        let made = Made::new(engine.to_str().unwrap()).unwrap();
+        let made = Made::new(engine.to_str().unwrap(), stop).unwrap();
         let (name, left) = (made.container.clone(), made.dir.clone());
-        let Err(error) = made.probe(&["--x"], &[], Duration::from_millis(300)) else { panic!() };
-        assert!(error.to_string().contains("took longer than"), "{error}");
+        let Err(error) = made.probe(&["--x"], &[], limit) else { panic!() };
+        assert!(error.to_string().contains(expected), "{error}");
         drop(made);
         let told = fs::read_to_string(log).unwrap();
         let calls = format!(
@@ -241,6 +273,18 @@ mod tests {
         );
         assert_eq!(told, calls);
         assert!(!left.exists());
+    }
+
+    /// One test: the directory is named by our pid.
+    #[test]
+    fn an_engine_that_hangs_or_that_nobody_waits_for_is_cut_off_and_nothing_is_left() {
+        let stop = Stop::listen().unwrap();
+        cut_off(Duration::from_millis(300), &stop, "took longer than");
+        for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+            // To this thread, which has them blocked.
+            nix::sys::signal::raise(signal).unwrap();
+            cut_off(Duration::from_secs(60), &stop, "interrupted");
+        }
     }
 
     #[test]

@@ -68,13 +68,18 @@ impl Engine {
 
     /// What has the engine read the file again. A reload of dockerd takes new values only: what is gone from
     /// the file stays in force, and it looks for CDI devices at its start alone (seen with 26.1).
-    const fn restart(self, whole: bool) -> &'static str {
+    const fn restart(self, whole: bool, systemd: bool) -> &'static str {
         match self {
-            Self::Docker if whole => "`systemctl restart docker` puts it in force",
-            Self::Docker => "`systemctl reload docker` puts it in force",
             Self::Podman => "in force for the next container; nothing has to be restarted",
-            Self::Containerd => "`systemctl restart containerd` puts it in force; containers run on",
-            Self::Crio => "`systemctl restart crio` puts it in force; containers run on",
+            Self::Docker if systemd && whole => "`systemctl restart docker` puts it in force",
+            Self::Docker if systemd => "`systemctl reload docker` puts it in force",
+            Self::Docker if whole => "in force when dockerd is started again",
+            Self::Docker => "in force when dockerd gets SIGHUP (`kill -HUP $(cat /var/run/docker.pid)`)",
+            Self::Containerd if systemd => {
+                "`systemctl restart containerd` puts it in force; containers run on"
+            }
+            Self::Crio if systemd => "`systemctl restart crio` puts it in force; containers run on",
+            Self::Containerd | Self::Crio => "in force when it is started again; containers run on",
         }
     }
 }
@@ -101,11 +106,16 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let text = wanted.as_deref().unwrap_or("{}");
     let whole = arguments.undo || docker_cdi(text) && !docker_cdi(found.as_deref().unwrap_or("{}"));
     let done = if arguments.undo { "sublet is out" } else { "sublet is in" };
-    println!("{}: {done}; {}.", path.display(), arguments.engine.restart(whole));
+    println!("{}: {done}; {}.", path.display(), arguments.engine.restart(whole, has_systemd()));
     for note in notes(arguments, &path, found.as_deref()) {
         println!("{note}");
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// `sd_booted(3)`.
+fn has_systemd() -> bool {
+    Path::new("/run/systemd/system").is_dir()
 }
 
 fn docker_cdi(text: &str) -> bool {

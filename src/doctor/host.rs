@@ -198,8 +198,11 @@ pub(super) fn state(host: &Host<'_>) -> Outcome {
 
 /// Times that lie ahead confuse what is older than what.
 pub(super) fn clock(host: &Host<'_>) -> Outcome {
+    clock_at(host, SystemTime::now())
+}
+
+fn clock_at(host: &Host<'_>, now: SystemTime) -> Outcome {
     let fix = "timedatectl set-ntp true";
-    let now = SystemTime::now();
     if now < SystemTime::UNIX_EPOCH + Duration::from_secs(EARLIEST) {
         return warn("the clock is before 2025", fix);
     }
@@ -215,6 +218,7 @@ pub(super) fn clock(host: &Host<'_>) -> Outcome {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
     use std::os::unix::net::UnixListener;
 
     use super::super::Verdict::{Fail, Warn};
@@ -321,8 +325,28 @@ mod tests {
     }
 
     #[test]
+    fn a_guard_that_does_not_see_all_says_why() {
+        let blind = Sight::Blind(vec!["GPU 0 gives no list of processes\u{1b}".into()]);
+        let (found, _) = told(unguarded(&blind).unwrap(), Warn);
+        assert_eq!(found, "the guard is blind: GPU 0 gives no list of processes\\u{1b}");
+        assert!(unguarded(&Sight::All).is_none());
+    }
+
+    #[test]
+    fn a_state_directory_that_others_may_write_fails() {
+        let fake = Fake::new();
+        fake.file("/run/sublet/x", "");
+        let open = fs::Permissions::from_mode(0o777);
+        fs::set_permissions(&fake.config.state_dir, open).unwrap();
+        let host = Host::of(&fake.config, true, |_| None, || Err("not asked".into()));
+        let (found, fix) = told(state(&host), Fail);
+        assert!(found.contains("others may write it (uid") && fix.starts_with("sublet gc"), "{found} {fix}");
+    }
+
+    #[test]
     fn a_clock_that_went_back_is_noticed() {
         let fake = Fake::new();
+        assert_eq!(told(clock_at(&fake.host(), SystemTime::UNIX_EPOCH), Warn).0, "the clock is before 2025");
         passed(clock(&fake.host()));
         fake.file("/run/sublet/ledger.json", "");
         passed(clock(&fake.host()));

@@ -13,12 +13,18 @@ const RUNTIME: [&str; 2] = ["runtimes", NAME];
 const DEFAULT: [&str; 1] = ["default-runtime"];
 const CDI: [&str; 2] = ["features", "cdi"];
 
+/// A file that says nothing.
+const EMPTY: &str = "{\n}\n";
+
 /// What setups have put in. Keys are joined with dots.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Record {
     /// Whether there was no file.
     #[serde(default)]
     made_file: bool,
+    /// What stood in the file, where that was white space.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    blank: Option<String>,
     /// Objects that were not there.
     #[serde(default)]
     made: BTreeSet<String>,
@@ -68,11 +74,12 @@ pub fn set_up(
     record: Option<&str>,
     wish: &Wish,
 ) -> Result<(String, String), SetupError> {
-    let mut text = found.unwrap_or("{\n}\n").to_owned();
+    let blank = found.filter(|found| is_blank(found));
+    let mut text = found.map_or(EMPTY, object).to_owned();
     let mut record = match record.filter(|_| is_set_up(&text) == Ok(true)) {
         Some(record) => Record::parse(record)?,
         // One that is there is of a setup that somebody has undone by hand.
-        None => Record { made_file: found.is_none(), ..Record::default() },
+        None => Record { made_file: found.is_none(), blank: blank.map(str::to_owned), ..Record::default() },
     };
     json::check(&text)?;
     // All that an undo looks at: what it could not read then is refused now.
@@ -103,6 +110,9 @@ pub fn set_up(
 /// It is no JSON object, or what we put in is none any more.
 pub fn undo(found: Option<&str>, record: Option<&str>) -> Result<Option<String>, SetupError> {
     let Some(found) = found else { return Ok(None) };
+    if is_blank(found) {
+        return Ok(Some(found.to_owned()));
+    }
     json::check(found)?;
     let known = record.is_some();
     let record = record.map_or(Ok(Record::default()), Record::parse)?;
@@ -121,7 +131,19 @@ pub fn undo(found: Option<&str>, record: Option<&str>) -> Result<Option<String>,
         }
     }
     json::check(&text)?;
-    Ok(if record.made_file && json::is_empty(&text, &[])? { None } else { Some(text) })
+    if !json::is_empty(&text, &[])? {
+        return Ok(Some(text));
+    }
+    Ok(if record.made_file { None } else { record.blank.or(Some(text)) })
+}
+
+/// dockerd takes a file of white space for one that says nothing (seen with `dockerd --validate`, 26.1).
+fn is_blank(text: &str) -> bool {
+    text.trim().is_empty()
+}
+
+fn object(text: &str) -> &str {
+    if is_blank(text) { EMPTY } else { text }
 }
 
 /// The program of the runtime sublet, where there is that runtime.
@@ -129,6 +151,7 @@ pub fn undo(found: Option<&str>, record: Option<&str>) -> Result<Option<String>,
 /// # Errors
 /// It is no JSON object.
 pub fn runtime(text: &str) -> Result<Option<String>, SetupError> {
+    let text = object(text);
     json::check(text)?;
     let path = json::get(text, &["runtimes", NAME, "path"])?;
     Ok(path.and_then(|path| serde_json::from_str(path).ok()))
@@ -139,7 +162,7 @@ pub fn runtime(text: &str) -> Result<Option<String>, SetupError> {
 /// # Errors
 /// A key that stands twice.
 pub fn default_runtime(text: &str) -> Result<Option<String>, SetupError> {
-    Ok(json::get(text, &DEFAULT)?.and_then(|value| serde_json::from_str(value).ok()))
+    Ok(json::get(object(text), &DEFAULT)?.and_then(|value| serde_json::from_str(value).ok()))
 }
 
 /// Whether the daemon is to take CDI devices.
@@ -147,7 +170,7 @@ pub fn default_runtime(text: &str) -> Result<Option<String>, SetupError> {
 /// # Errors
 /// A key that stands twice.
 pub fn has_cdi(text: &str) -> Result<bool, SetupError> {
-    Ok(json::get(text, &CDI)? == Some("true"))
+    Ok(json::get(object(text), &CDI)? == Some("true"))
 }
 
 fn is_default(text: &str) -> Result<bool, SetupError> {
@@ -159,6 +182,7 @@ fn is_default(text: &str) -> Result<bool, SetupError> {
 /// # Errors
 /// It is no JSON object.
 pub fn is_set_up(text: &str) -> Result<bool, SetupError> {
+    let text = object(text);
     json::check(text)?;
     Ok(json::get(text, &RUNTIME)?.is_some())
 }
@@ -195,6 +219,21 @@ mod tests {
         let (text, record) = set_up(None, None, &all()).unwrap();
         assert_eq!(undo(Some(&text), Some(&record)).unwrap(), None);
         assert_eq!(undo(None, None).unwrap(), None);
+    }
+
+    #[test]
+    fn a_file_of_white_space_is_one_that_says_nothing() {
+        for found in ["", " \n", "\n\n\t"] {
+            assert_eq!((is_set_up(found), runtime(found), has_cdi(found)), (Ok(false), Ok(None), Ok(false)));
+            assert_eq!(undo(Some(found), None).unwrap().as_deref(), Some(found));
+            let (text, record) = set_up(Some(found), None, &all()).unwrap();
+            assert_eq!(text, set_up(None, None, &all()).unwrap().0);
+            assert_eq!(undo(Some(&text), Some(&record)).unwrap().as_deref(), Some(found));
+            let (again, record) = set_up(Some(&text), Some(&record), &all()).unwrap();
+            assert_eq!(again, text);
+            let edited = again.replacen('{', "{ \"debug\": true,", 1);
+            assert_eq!(undo(Some(&edited), Some(&record)).unwrap().unwrap(), "{ \"debug\": true\n}\n");
+        }
     }
 
     #[test]
@@ -338,7 +377,8 @@ mod tests {
         fn a_torn_file_is_refused(found in file(), cut: prop::sample::Index) {
             let upto = found.trim_end().len();
             let cut = (0..=cut.index(upto)).rev().find(|at| found.is_char_boundary(*at));
-            prop_assert!(set_up(Some(&found[..cut.unwrap_or(0)]), None, &wish()).is_err());
+            let torn = &found[..cut.unwrap_or(0)];
+            prop_assert_eq!(set_up(Some(torn), None, &wish()).is_err(), !is_blank(torn));
         }
     }
 }

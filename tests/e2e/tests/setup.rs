@@ -2,13 +2,15 @@
 //! the engine knows nothing of sublet and the file is what it was.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::Command;
 
 use serde_json::json;
 use sublet_e2e::docker::{self, Docker, skip_unless_engines};
 use sublet_e2e::podman::{self, Podman};
-use sublet_e2e::{World, bin_dir, eventually};
+use sublet_e2e::{World, bin_dir, eventually, programs, skip_unless_root};
 
 const SHARE: [&str; 2] = ["sublet.sm=25", "sublet.memory=8GiB"];
 const PROBE: [&str; 2] = ["cuda-probe", "info"];
@@ -130,4 +132,35 @@ fn containerd_reads_what_setup_writes() {
     }
     setup(&world, &["containerd", "--config", path, "--undo"]);
     assert_eq!(fs::read_to_string(&file).expect("config.toml"), default);
+}
+
+#[test]
+fn a_read_only_etc_and_a_user_who_is_not_root_are_told_what_to_do() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let script = "mount --bind \"$1\" \"$1\" && mount -o remount,bind,ro \"$1\" && shift && exec \"$@\"";
+    let file = world.dir.path().join("etc/daemon.json");
+    fs::create_dir_all(file.parent().expect("a directory")).expect("a directory");
+    fs::write(&file, "{}").expect("daemon.json");
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", script, "sh"]).arg(file.parent().expect("a directory"));
+    command.arg(bin_dir().join("sublet")).args(["setup", "docker", "--config"]).arg(&file);
+    let refused = command.env("SUBLET_CONFIG", &world.config).output().expect("unshare runs");
+    let line = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!((refused.status.code(), line.lines().count()), (Some(1), 1), "{line}");
+    assert!(line.contains("read-only file system") && line.contains("--dry-run"), "{line}");
+    let dry = command.arg("--dry-run").output().expect("unshare runs");
+    assert!(dry.status.success() && String::from_utf8_lossy(&dry.stdout).contains("+{"), "{dry:?}");
+    assert_eq!(fs::read_to_string(&file).expect("daemon.json"), "{}");
+    // Somebody who has Docker without root.
+    let copy = world.dir.path().join("sublet");
+    programs::copy(&bin_dir().join("sublet"), &copy);
+    fs::set_permissions(world.dir.path(), fs::Permissions::from_mode(0o755)).expect("chmod");
+    let user = Command::new(&copy).args(["setup", "docker"]).uid(1000).output().expect("it runs");
+    let line = String::from_utf8_lossy(&user.stderr).into_owned();
+    assert_eq!((user.status.code(), line.lines().count()), (Some(1), 1), "{line}");
+    assert!(line.contains("rootless Docker reads another: --config ~/.config/docker/daemon.json"), "{line}");
+    assert!(line.contains("CDI devices and containers.toml do not work"), "{line}");
 }
