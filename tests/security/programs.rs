@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
-use sublet_e2e::hooked::precreated;
+use sublet_e2e::hooked::{HOSTILE_ENVIRONMENT, precreated};
 use sublet_e2e::{Bundle, World, bin_dir, programs, skip_unless_root};
 
 const WHOLE: &[(&str, &str)] = &[("sublet.gpu", "0")];
@@ -172,18 +172,6 @@ fn a6_nothing_of_the_image_is_run_or_parsed() {
     world.assert_empty();
 }
 
-/// What an image can set: variables that loaders, libc and sublet itself know.
-const ENVIRONMENT: [&str; 8] = [
-    "LD_PRELOAD=/proc/self/cwd/x.so",
-    "LD_AUDIT=/proc/self/cwd/x.so",
-    "LD_LIBRARY_PATH=/proc/self/cwd",
-    "GCONV_PATH=/proc/self/cwd",
-    "RUST_LOG=trace",
-    "SUBLET_CONFIG=/proc/self/cwd/config.toml",
-    "CUDA_MPS_PIPE_DIRECTORY=/proc/self/cwd",
-    "PATH=/proc/self/cwd:/bin:/usr/bin",
-];
-
 /// Programs of this build in a directory of their own. What else sublet calls there, `sublet-hook` and `sublet`,
 /// are dynamic programs (scripts of the shell) that write down their environment and become the real ones.
 struct Own(PathBuf);
@@ -233,10 +221,10 @@ impl Own {
     }
 }
 
-/// A container whose image sets all of [`ENVIRONMENT`], with an x.so in its root and a configuration.
+/// A container whose image sets all of [`HOSTILE_ENVIRONMENT`], with an x.so in its root and a configuration.
 fn hostile<'a>(world: &'a World, id: &str, args: &[&str]) -> Bundle<'a> {
     let mut bundle = world.bundle(id, SHARE, args);
-    bundle.spec["process"]["env"] = json!(ENVIRONMENT);
+    bundle.spec["process"]["env"] = json!(HOSTILE_ENVIRONMENT);
     bundle.spec["root"]["path"] = json!(bundle.dir.join("rootfs"));
     for name in ["x.so", "config.toml", "sublet"] {
         fs::write(bundle.dir.join("rootfs").join(name), "[nonsense\n").expect("a file of the image's");
@@ -290,7 +278,7 @@ fn a8_a_hook_hands_no_environment_on_and_looks_at_no_working_directory() {
     // It has no inventory yet: the hook calls `sublet`. And `sublet` starts the daemon of the container's share.
     let mut hook = own.command(&world, "sublet-hook");
     hook.current_dir(bundle.dir.join("rootfs"));
-    for variable in ENVIRONMENT.iter().filter(|variable| !variable.starts_with("SUBLET_CONFIG")) {
+    for variable in HOSTILE_ENVIRONMENT.iter().filter(|variable| !variable.starts_with("SUBLET_CONFIG")) {
         let (name, value) = variable.split_once('=').expect("a variable");
         hook.env(name, value);
     }
