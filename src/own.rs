@@ -56,7 +56,10 @@ pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, 
 /// With a clean environment; `SUBLET_CONFIG` only where we honour it ourselves.
 pub(crate) fn command(program: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(program);
-    command.args(arguments).env_clear().env("PATH", PATH).current_dir("/");
+    if !cfg!(sublet_without = "a8-child") {
+        command.env_clear();
+    }
+    command.args(arguments).env("PATH", PATH).current_dir("/");
     if let Some(config) = config::honoured() {
         command.env(config::VARIABLE, config);
     }

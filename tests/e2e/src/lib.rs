@@ -8,7 +8,7 @@ pub mod containerd;
 pub mod cri;
 pub mod docker;
 pub mod door;
-mod hooked;
+pub mod hooked;
 pub mod installed;
 pub mod killing;
 pub mod mig;
