@@ -191,11 +191,19 @@ impl World {
     /// Command lines of MPS processes of this world.
     #[must_use]
     pub fn daemons(&self) -> Vec<String> {
+        self.daemon_pids("").into_iter().map(|pid| read(pid, "cmdline")).collect()
+    }
+
+    /// Those of them that have `part` in their environment.
+    #[must_use]
+    pub fn daemon_pids(&self, part: &str) -> Vec<Pid> {
         let ours = self.dir.path().to_string_lossy().into_owned();
         let is_ours = |pid: &Pid| {
-            read(*pid, "comm").starts_with("nvidia-cuda-mps") && read(*pid, "environ").contains(&ours)
+            let environment = read(*pid, "environ");
+            let of_world = environment.contains(&ours) && environment.contains(part);
+            of_world && read(*pid, "comm").starts_with("nvidia-cuda-mps") && processes::is_alive(*pid)
         };
-        processes::all().filter(is_ours).map(|pid| read(pid, "cmdline")).collect()
+        processes::all().filter(is_ours).collect()
     }
 }
 
