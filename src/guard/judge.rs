@@ -101,13 +101,17 @@ impl Judge {
 
     fn of_lease(&self, lease: &Lease, look: &Look, rules: &Guard) -> Vec<Verdict> {
         let own: Vec<&Holder> = of(lease, look).collect();
+        let own_action = |configured| action(lease, configured);
         if look.gone.contains(&lease.id) {
-            return own.into_iter().map(|holder| verdict(Offence::Left, rules.left, look, holder)).collect();
+            return own
+                .into_iter()
+                .map(|holder| verdict(Offence::Left, own_action(rules.left), look, holder))
+                .collect();
         }
         let served = look.knows_clients && lease.server.is_some();
         let outside = own.iter().filter(|holder| served && !holder.is_client);
         let mut found: Vec<Verdict> =
-            outside.map(|holder| verdict(Offence::Bypass, rules.bypass, look, holder)).collect();
+            outside.map(|holder| verdict(Offence::Bypass, own_action(rules.bypass), look, holder)).collect();
         found.extend(self.memory(lease, &own, look, rules));
         found
     }
@@ -138,7 +142,7 @@ impl Judge {
         let found = crossed.map(|holder| Verdict {
             used,
             allowed,
-            ..verdict(Offence::Memory, rules.memory, look, holder)
+            ..verdict(Offence::Memory, action(lease, rules.memory), look, holder)
         });
         found.collect()
     }
@@ -169,7 +173,7 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         found.extend(ended.map(|holder| Verdict {
             used,
             allowed,
-            ..verdict(Offence::Clients, rules.clients, look, holder)
+            ..verdict(Offence::Clients, action(lease, rules.clients), look, holder)
         }));
     }
     found
@@ -191,6 +195,11 @@ fn strangers(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
 
 fn of<'a>(lease: &'a Lease, look: &'a Look) -> impl Iterator<Item = &'a Holder> {
     look.holders.iter().filter(|holder| !holder.is_server && holder.lease.as_ref() == Some(&lease.id))
+}
+
+/// What is done about a process of `lease`'s: its share may say otherwise than `[guard]`.
+fn action(lease: &Lease, configured: Action) -> Action {
+    lease.guard.map_or(configured, |own| own.over(configured))
 }
 
 fn verdict(offence: Offence, action: Action, look: &Look, holder: &Holder) -> Verdict {

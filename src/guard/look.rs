@@ -58,6 +58,7 @@ impl Looker {
         let clients = listed_if_known(|| handle.mps_running_compute_processes())?;
         let knows_clients = clients.is_some();
         let clients = clients.unwrap_or_default();
+        let client_pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
         let holder = |(pid, memory_bytes): (u32, u64)| {
             let process = Process::find(i32::try_from(pid).ok()?)?;
             let told = match seen.get(&process).or_else(|| self.known.get(&process)) {
@@ -67,7 +68,7 @@ impl Looker {
             let lease = lease_of(process, &told, ledger).map(|lease| lease.id.clone());
             // A container may call its program what it likes.
             let is_server = told.mps_server && lease.is_none();
-            let is_client = clients.iter().any(|client| client.pid == pid);
+            let is_client = client_pids.contains(&pid);
             let name = told.name.clone();
             seen.insert(process, told);
             Some(Holder { process, name, memory_bytes, is_server, is_client, lease })
@@ -113,7 +114,14 @@ mod tests {
 
     fn told(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
         let name = "python3".to_owned();
-        GpuProcess { pid, name, memory_bytes: 0, pid_namespace, cgroup: cgroup.to_owned(), mps_server: false }
+        GpuProcess {
+            pid,
+            name,
+            memory_bytes: 0,
+            pid_namespace,
+            cgroups: vec![cgroup.to_owned()],
+            mps_server: false,
+        }
     }
 
     fn held(n: u64, init: Process, pid_namespace: u64, cgroup: Option<&str>) -> Lease {
@@ -158,5 +166,78 @@ mod tests {
         let dead = Process { start_time: alive.start_time + 1, ..alive };
         let ending = |init| Lease { state: LeaseState::Ending, ..held(1, init, 77, None) };
         assert!(has_gone(&ending(dead)) && !has_gone(&ending(alive)) && !has_gone(&held(1, dead, 77, None)));
+    }
+
+    /// The cgroup directory that a runtime records, what /proc says of a process in the container, and of one that
+    /// is outside of it and near.
+    const LAYOUTS: [(&str, &str, &str, &str); 9] = [
+        (
+            "Docker, v2, systemd",
+            "/sys/fs/cgroup/system.slice/docker-ab.scope",
+            "0::/system.slice/docker-ab.scope",
+            "0::/system.slice/docker.service",
+        ),
+        (
+            "Docker, v1",
+            "/sys/fs/cgroup/devices/docker/ab",
+            "12:pids:/docker/ab\n5:devices:/docker/ab\n1:name=systemd:/docker/ab",
+            "12:pids:/docker/abc\n5:devices:/docker/abc\n1:name=systemd:/docker/abc",
+        ),
+        (
+            "Docker, hybrid, left in its engine's cgroup in v2",
+            "/sys/fs/cgroup/devices/docker/ab",
+            "5:cpu,devices:/docker/ab/init\n0::/system.slice/containerd.service",
+            "5:cpu,devices:/system.slice/containerd.service\n0::/system.slice/containerd.service",
+        ),
+        (
+            "Podman, crun, v2",
+            "/sys/fs/cgroup/machine.slice/libpod-ab.scope/container",
+            "0::/machine.slice/libpod-ab.scope/container",
+            "0::/machine.slice/libpod-conmon-ab.scope",
+        ),
+        (
+            "Podman without root, v2",
+            "/sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-ab.scope",
+            "0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-ab.scope/container",
+            "0::/user.slice/user-1000.slice/user@1000.service/user.slice/podman-1.scope",
+        ),
+        (
+            "Podman without root, hybrid",
+            "/sys/fs/cgroup/systemd/user.slice/user-1000.slice/user@1000.service/libpod-ab.scope",
+            "9:devices:/user.slice\n1:name=systemd:/user.slice/user-1000.slice/user@1000.service/libpod-ab.scope",
+            "9:devices:/user.slice\n1:name=systemd:/user.slice/user-1000.slice/session-2.scope\n0::/user.slice",
+        ),
+        (
+            "a pod's container, containerd, v2",
+            "/sys/fs/cgroup/kubepods.slice/kubepods-burstable.slice/kubepods-pod1.slice/cri-containerd-ab.scope",
+            "0::/kubepods.slice/kubepods-burstable.slice/kubepods-pod1.slice/cri-containerd-ab.scope",
+            "0::/kubepods.slice/kubepods-burstable.slice/kubepods-pod1.slice/cri-containerd-cd.scope",
+        ),
+        (
+            "a pod's container, CRI-O, v2",
+            "/sys/fs/cgroup/kubepods.slice/kubepods-pod1.slice/crio-ab.scope",
+            "0::/kubepods.slice/kubepods-pod1.slice/crio-ab.scope",
+            "0::/kubepods.slice/kubepods-pod1.slice/crio-conmon-ab.scope",
+        ),
+        (
+            "a pod's container, v1",
+            "/sys/fs/cgroup/pids/kubepods/besteffort/pod1/ab",
+            "12:pids:/kubepods/besteffort/pod1/ab\n5:devices:/kubepods/besteffort/pod1/ab",
+            "12:pids:/kubepods/besteffort/pod1\n5:devices:/kubepods/besteffort/pod1",
+        ),
+    ];
+
+    #[test]
+    fn in_every_layout_of_cgroups_a_process_is_its_containers_and_no_neighbours() {
+        let (alive, other) = (Process::current().unwrap(), Process { pid: 4_000_000, start_time: 9 });
+        for (layout, recorded, inside, outside) in LAYOUTS {
+            let ledger = ledger(vec![held(1, alive, 77, Some(recorded))]);
+            // In the container's PID namespace both: it may be shared.
+            let of = |text: &str| {
+                let told = GpuProcess { cgroups: inventory::cgroups(text), ..told(5, 77, "") };
+                lease_of(other, &told, &ledger).is_some()
+            };
+            assert_eq!((of(inside), of(outside), of("")), (true, false, false), "{layout}");
+        }
     }
 }
