@@ -2,8 +2,8 @@
 #   make demo    containers sharing a GPU (a simulated one where there is none)
 #   make test    all tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
 # The rest: engines (the part of test with Docker, Podman and containerd), check (needs no root, network,
-# engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; deb, rpm, dist and test-packages
-# (docs/packaging.md).
+# engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth (docs/security.md); deb,
+# rpm, dist and test-packages (docs/packaging.md).
 
 SHELL := /bin/bash
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
@@ -32,14 +32,16 @@ endif
 hot_program = --no-default-features --bin sublet-runtime
 
 TEST_BIN := $(CURDIR)/target/test-bin
+# Where cargo builds what tests run.
+TEST_TARGET := $(CURDIR)/target
 BIN := $(CURDIR)/target/bin
 ifneq ($(TARGET),$(HOST))
 BIN := $(CURDIR)/target/bin-$(TARGET)
 endif
 GENERATED := $(CURDIR)/target/generated
 
-.PHONY: all build test-build sim-build check lint unit test engines book demo bench fuzz gpu-test install deb rpm dist \
-    test-packages generate clean needs
+.PHONY: all build test-build tested-build sim-build check lint unit test engines book demo bench fuzz gpu-test install deb rpm dist \
+    test-packages test-teeth generate clean needs
 
 all: build
 
@@ -59,13 +61,15 @@ $(GENERATED)/man/sublet.1: $(shell find src/cli packaging/generate -name '*.rs')
 	$(CARGO) run $(CARGO_FLAGS) -p sublet-generate -- $(GENERATED)
 
 # What the tests run: the same programs without optimisation, and the simulated driver.
-test-build: sim-build
+test-build: sim-build tested-build
+
+tested-build:
 	@echo "== Building the programs under test"
-	cargo build --bin sublet
-	RUSTFLAGS="$(static_flags)" cargo build --target $(HOST) $(hot_program)
+	cargo build --bin sublet --target-dir $(TEST_TARGET)
+	RUSTFLAGS="$(static_flags)" cargo build --target $(HOST) $(hot_program) --target-dir $(TEST_TARGET)
 	@mkdir -p $(TEST_BIN)
 	rm -f $(TEST_BIN)/sublet-hook
-	cp target/debug/sublet target/$(HOST)/debug/sublet-runtime $(TEST_BIN)/
+	cp $(TEST_TARGET)/debug/sublet $(TEST_TARGET)/$(HOST)/debug/sublet-runtime $(TEST_BIN)/
 	ln -s sublet-runtime $(TEST_BIN)/sublet-hook
 
 sim-build:
@@ -110,6 +114,11 @@ test: needs unit test-build
 # Real engines in Debian roots of their own, which are made once (about a minute each) and kept in /var/cache.
 engines: needs test-build
 	@SUBLET_BIN_DIR=$(TEST_BIN) tests/engines/run
+
+# The tests of tests/security against builds that lack one defence each: are they able to fail? SWITCHES: some.
+SWITCHES ?=
+test-teeth: needs test-build
+	@tests/security/teeth $(SWITCHES)
 
 # The docs and the README as one book in target/book; mdBook is `cargo install mdbook`.
 book:

@@ -1,5 +1,5 @@
-//! State files that are damaged, foreign or out of date while containers run: what runs is found again,
-//! nothing is given twice, and nobody's file is written through a link.
+//! C3 and C4: state files that are damaged, foreign or out of date while containers run, and pids that are used
+//! again. What runs is found again, nothing is given twice, and nobody's file is written through a link.
 
 use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
 use std::path::{Path, PathBuf};
@@ -87,7 +87,7 @@ fn lease_id(bundle: &Bundle<'_>) -> Value {
 }
 
 #[test]
-fn a_ledger_that_is_none_is_rebuilt_from_what_runs() {
+fn c3_a_ledger_that_is_none_is_rebuilt_from_what_runs() {
     if skip_unless_root() {
         return;
     }
@@ -128,7 +128,7 @@ fn a_ledger_that_is_none_is_rebuilt_from_what_runs() {
 }
 
 #[test]
-fn a_ledger_that_is_a_link_is_neither_read_nor_written_through() {
+fn c3_a_ledger_that_is_a_link_is_neither_read_nor_written_through() {
     if skip_unless_root() {
         return;
     }
@@ -150,7 +150,7 @@ fn a_ledger_that_is_a_link_is_neither_read_nor_written_through() {
 }
 
 #[test]
-fn a_container_ends_although_its_ledger_is_corrupt() {
+fn c3_a_container_ends_although_its_ledger_is_corrupt() {
     if skip_unless_root() {
         return;
     }
@@ -167,7 +167,7 @@ fn a_container_ends_although_its_ledger_is_corrupt() {
 }
 
 #[test]
-fn of_a_ledger_of_another_boot_only_what_people_said_counts() {
+fn c3_of_a_ledger_of_another_boot_only_what_people_said_counts() {
     if skip_unless_root() {
         return;
     }
@@ -194,7 +194,7 @@ fn of_a_ledger_of_another_boot_only_what_people_said_counts() {
 }
 
 #[test]
-fn an_inventory_that_does_not_hold_is_made_anew() {
+fn c3_an_inventory_that_does_not_hold_is_made_anew() {
     if skip_unless_root() {
         return;
     }
@@ -241,74 +241,7 @@ fn an_inventory_that_does_not_hold_is_made_anew() {
 }
 
 #[test]
-fn a_driver_that_was_upgraded_and_not_reloaded_is_refused_with_both_versions() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = World::simulated("h200", "");
-    let bundle = world.bundle("one", &[("sublet.sm", "25")], SLEEP);
-    bundle.up();
-    let root = world.driver_root.as_ref().expect("simulated");
-    let version = root.join("proc/driver/nvidia/version");
-    let text = std::fs::read_to_string(&version).expect("the module's version");
-    assert!(text.contains("580.159.04"));
-    std::fs::write(&version, text.replace("580.159.04", "575.57.08")).expect("written");
-    let late = world.bundle("late", &[("sublet.sm", "25")], SLEEP);
-    let refused = late.create();
-    assert!(!refused.ok);
-    for word in ["580.159.04", "575.57.08", "reboot, or reload the modules"] {
-        assert!(refused.stderr.contains(word), "{word} is not in: {}", refused.stderr);
-    }
-    assert_eq!(refused.stderr.lines().count(), 1, "{}", refused.stderr);
-    assert_eq!(late.config(), late.spec);
-    // The container that runs is not stopped, and can end.
-    bundle.down();
-    std::fs::write(&version, text).expect("written");
-    world.assert_empty();
-}
-
-#[test]
-fn the_lease_of_a_gpu_that_fell_off_the_bus_is_lost() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = World::simulated("h200x8", "");
-    let share = [("sublet.gpu", "3"), ("sublet.mode", "time-slice")];
-    let bundle = world.bundle("unlucky", &share, SLEEP);
-    bundle.up();
-    let other = world.bundle("lucky", &[("sublet.gpu", "4"), ("sublet.mode", "time-slice")], SLEEP);
-    other.up();
-    // The fourth of `h200x8.toml` by index.
-    let gone = "GPU-5b1e7000-0000-4000-8000-000000000803";
-    let inventory: Value =
-        serde_json::from_slice(&std::fs::read(world.state_dir().join("inventory.json")).expect("inventory"))
-            .expect("JSON");
-    assert_eq!(inventory["devices"][3]["uuid"], gone);
-    let bus = inventory["devices"][3]["bus_id"].as_str().expect("bus id");
-    let root = world.driver_root.as_ref().expect("simulated");
-    let config = root.join("sys/bus/pci/devices").join(bus).join("config");
-    std::fs::write(&config, [0xff; 256]).expect("written");
-    let states = |world: &World| {
-        let mut states: Vec<Value> =
-            world.leases().iter().map(|lease| json!([lease["container_id"], lease["state"]])).collect();
-        states.sort_by_key(ToString::to_string);
-        states
-    };
-    assert_eq!(states(&world), [json!(["lucky", "active"]), json!(["unlucky", "lost"])]);
-    assert_eq!(world.status()["devices"].as_array().map(Vec::len), Some(7));
-    let again = world.bundle("again", &[("sublet.gpu", gone)], SLEEP);
-    let refused = again.create();
-    assert!(!refused.ok && refused.stderr.contains(gone), "{refused:?}");
-    assert_eq!(again.config(), again.spec);
-    let all = world.bundle("all", &[("sublet.gpu", "any:7")], SLEEP);
-    let created = all.create();
-    assert!(created.ok, "seven are left: {created:?}");
-    [&bundle, &other, &all].into_iter().for_each(Bundle::down);
-    world.assert_empty();
-}
-
-#[test]
-fn a_pid_that_another_process_got_holds_no_lease() {
+fn c4_a_pid_that_another_process_got_holds_no_lease() {
     if skip_unless_root() {
         return;
     }
