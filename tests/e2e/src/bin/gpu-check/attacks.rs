@@ -192,7 +192,9 @@ impl<'a> By<'a> {
 
 /// One attack beside a neighbour: how long it lasts, and what the neighbour notices.
 fn beside(world: &World, nvml: &Nvml, table: &Table, attack: &Attack, by: By<'_>) -> Line {
-    let neighbour = by.bundle(world, "neighbour", 0, &[PROBE, "lat", "100", &format!("/{STOP}")]);
+    // Its next program starts in it whatever becomes of the first.
+    let measures = format!("{PROBE} lat 100 /{STOP}; exec sleep 100");
+    let neighbour = by.bundle(world, "neighbour", 0, &["/bin/sh", "-c", &measures]);
     let _ = std::fs::remove_file(neighbour.dir.join("rootfs").join(STOP));
     neighbour.up();
     neighbour.event("info");
