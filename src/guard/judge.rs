@@ -51,6 +51,8 @@ pub enum Offence {
     Left,
     /// No lease explains it.
     Stranger,
+    /// None of the container's: the MPS server that it computed through ended.
+    Server,
 }
 
 /// What is to be done about one process.
@@ -102,13 +104,13 @@ impl Judge {
     fn of_lease(&self, lease: &Lease, look: &Look, rules: &Guard) -> Vec<Verdict> {
         let own: Vec<&Holder> = of(lease, look).collect();
         let own_action = |configured| action(lease, configured);
-        if look.gone.contains(&lease.id) {
+        if look.gone.contains(&lease.id) && !cfg!(sublet_without = "b10-guard") {
             return own
                 .into_iter()
                 .map(|holder| verdict(Offence::Left, own_action(rules.left), look, holder))
                 .collect();
         }
-        let served = look.knows_clients && lease.server.is_some();
+        let served = look.knows_clients && lease.server.is_some() && !cfg!(sublet_without = "b2-guard");
         let outside = own.iter().filter(|holder| served && !holder.is_client);
         let mut found: Vec<Verdict> =
             outside.map(|holder| verdict(Offence::Bypass, own_action(rules.bypass), look, holder)).collect();
@@ -121,8 +123,9 @@ impl Judge {
     /// share. The instance holds a MIG device's own tenant.
     fn memory(&self, lease: &Lease, own: &[&Holder], look: &Look, rules: &Guard) -> Vec<Verdict> {
         let Some(allowed) = lease.memory_bytes.filter(|_| lease.mode != Mode::Mig) else { return Vec::new() };
-        let used: u64 = own.iter().map(|holder| holder.memory_bytes).sum();
-        if used <= allowed.saturating_add(rules.memory_tolerance) {
+        let each = own.iter().map(|holder| holder.memory_bytes);
+        let used: u64 = if cfg!(sublet_without = "b5") { each.max().unwrap_or_default() } else { each.sum() };
+        if used <= allowed.saturating_add(rules.memory_tolerance) || cfg!(sublet_without = "b3") {
             return Vec::new();
         }
         let grew = |holder: &Holder| {
@@ -160,7 +163,9 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     let all = look.holders.iter().filter(|holder| holder.is_client).count() as u64;
     let booked: u64 =
         leases.iter().map(|lease| u64::from(lease.processes).saturating_sub(connected(lease))).sum();
-    let Some(most) = look.most_clients else { return Vec::new() };
+    let Some(most) = look.most_clients.filter(|_| !cfg!(sublet_without = "b9-guard")) else {
+        return Vec::new();
+    };
     let mut missing = (all + booked).saturating_sub(u64::from(most));
     let mut found = Vec::new();
     for lease in leases {

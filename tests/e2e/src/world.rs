@@ -161,10 +161,16 @@ impl World {
     /// A process on the host that holds a context of the simulated GPU and no lease.
     #[must_use]
     pub fn stranger(&self) -> std::process::Child {
+        self.stranger_by(Command::new("env"))
+    }
+
+    /// The same, run by a program that takes it as its last arguments.
+    #[must_use]
+    pub fn stranger_by(&self, mut command: Command) -> std::process::Child {
         let root = self.driver_root.as_ref().expect("a simulated driver");
-        let mut command = Command::new(root.join("usr/bin/cuda-probe"));
         let libraries = root.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH));
         command
+            .arg(root.join("usr/bin/cuda-probe"))
             .args(["hold", "300"])
             .env("SUBLET_SIM_DEV", root.join("dev"))
             .env("LD_LIBRARY_PATH", libraries);
