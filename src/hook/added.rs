@@ -79,6 +79,9 @@ pub(crate) fn add(
 
 /// What a hook of ours is run with; `config` names its configuration.
 pub(crate) fn environment(config: Option<&Path>) -> Vec<String> {
+    if cfg!(sublet_without = "a8") {
+        return Vec::new();
+    }
     let config = config.map(|config| format!("{}={}", config::VARIABLE, config.display()));
     [PATH.to_owned()].into_iter().chain(config).collect()
 }

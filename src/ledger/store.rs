@@ -97,7 +97,7 @@ impl Store {
         if !meta.is_dir() {
             return Err(unusable("is no directory".to_owned()));
         }
-        if !is_ours(meta.uid()) || meta.mode() & 0o022 != 0 {
+        if (!is_ours(meta.uid()) || meta.mode() & 0o022 != 0) && !cfg!(sublet_without = "c3-directory") {
             return Err(unusable(format!(
                 "others may write it (uid {}, mode {:o})",
                 meta.uid(),
@@ -138,10 +138,13 @@ impl Store {
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
         let boot = Self::boot_id()?;
         let _lock = self.lock()?;
-        crate::replace::sweep(&self.state_dir);
+        if !cfg!(sublet_without = "c5-sweep") {
+            crate::replace::sweep(&self.state_dir);
+        }
         let (before, mut ledger) = match self.load()? {
             Loaded::Missing => (None, Ledger::empty(&boot)),
             Loaded::Sound(ledger) => (Some((*ledger).clone()), of_this_boot(*ledger, &boot)),
+            Loaded::Corrupt(_) if cfg!(sublet_without = "c3") => (None, Ledger::empty(&boot)),
             Loaded::Corrupt(why) => (None, self.rebuilt(&why, &boot)?),
         };
         let freed = reclaim(&mut ledger);
@@ -308,11 +311,14 @@ fn remove(path: &Path) -> io::Result<()> {
 
 /// Why a ledger with this metadata is not believed.
 fn distrust(meta: &fs::Metadata) -> Option<String> {
-    if !meta.is_file() {
+    if !meta.is_file() && !(cfg!(sublet_without = "c3-link") && meta.is_symlink()) {
         return Some("it is no regular file".to_owned());
     }
     if meta.len() > LARGEST {
         return Some(format!("it has {} bytes", meta.len()));
+    }
+    if cfg!(sublet_without = "c3-owner") {
+        return None;
     }
     if !is_ours(meta.uid()) {
         return Some(format!("it belongs to uid {}", meta.uid()));
@@ -323,11 +329,11 @@ fn distrust(meta: &fs::Metadata) -> Option<String> {
 /// A ledger, or why `content` is none. Ids become names of directories and are checked for that.
 pub(super) fn parse(content: &[u8]) -> Result<Ledger, String> {
     let ledger: Ledger = serde_json::from_slice(content).map_err(|error| safe(&error.to_string()))?;
-    if ledger.schema != SCHEMA {
+    if ledger.schema != SCHEMA && !cfg!(sublet_without = "c3-version") {
         return Err(format!("its schema is {}, not {SCHEMA}", safe(&ledger.schema)));
     }
     let bad_id = ledger.leases.iter().find(|lease| LeaseId::parse(lease.id.as_str()).is_none());
-    if let Some(lease) = bad_id {
+    if let Some(lease) = bad_id.filter(|_| !cfg!(sublet_without = "c3-id")) {
         return Err(format!("{} is no lease id", safe(lease.id.as_str())));
     }
     let wanted = ledger.leases.iter().filter_map(|lease| lease.server.as_ref());

@@ -36,6 +36,14 @@ fn link_away(path: &Path) -> PathBuf {
     target
 }
 
+/// What no inventory of ours has.
+const LIE: &str = "a GPU that is not here";
+
+/// Has an inventory that is sound otherwise tell of another GPU.
+fn lie(inventory: &Path) {
+    edit(inventory, |inventory| inventory["devices"][0]["name"] = json!(LIE));
+}
+
 /// Its name, and what does it to a file.
 type Damage = (&'static str, fn(&Path));
 
@@ -200,8 +208,7 @@ fn c3_an_inventory_that_does_not_hold_is_made_anew() {
     }
     let world = World::simulated("h200", "");
     let inventory = world.state_dir().join("inventory.json");
-    let elsewhere = r#"{"schema":"sublet.inventory/1"}"#;
-    let damages: [Damage; 9] = [
+    let damages: [Damage; 10] = [
         ("missing", |path| std::fs::remove_file(path).expect("removed")),
         ("truncated", truncate),
         ("garbage", |path| std::fs::write(path, [0xff, 0, 0x1b]).expect("written")),
@@ -215,28 +222,32 @@ fn c3_an_inventory_that_does_not_hold_is_made_anew() {
         ("of other GPUs", |path| {
             edit(path, |inventory| inventory["fingerprint"]["gpus"] = json!(["0000:99:00.0"]));
         }),
-        ("another owner's", |path| chown(path, Some(1000), Some(1000)).expect("chown")),
-        ("a link", |path| drop(link_away(path))),
+        ("another owner's", |path| {
+            lie(path);
+            chown(path, Some(1000), Some(1000)).expect("chown");
+        }),
+        ("writable for all", |path| {
+            lie(path);
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666)).expect("chmod");
+        }),
+        ("a link", |path| lie(&link_away(path))),
     ];
     assert!(world.sublet(&["refresh"]).status.success());
     let sound: Value = serde_json::from_slice(&std::fs::read(&inventory).expect("inventory")).expect("JSON");
     for (damage, apply) in damages {
         apply(&inventory);
-        let target = world.state_dir().join("elsewhere");
-        if target.exists() {
-            std::fs::write(&target, elsewhere).expect("written");
-        }
         let bundle = world.bundle("one", &[("sublet.sm", "25")], SLEEP);
         let created = bundle.create();
         assert!(created.ok, "{damage}: {created:?}");
         let now: Value =
             serde_json::from_slice(&std::fs::read(&inventory).expect("inventory")).expect("JSON");
         assert_eq!(now["fingerprint"], sound["fingerprint"], "{damage}");
+        assert_eq!(now["devices"][0]["name"], sound["devices"][0]["name"], "{damage}");
         assert!(std::fs::symlink_metadata(&inventory).expect("an inventory").is_file(), "{damage}");
         bundle.down();
     }
     let target = std::fs::read_to_string(world.state_dir().join("elsewhere")).expect("the link's target");
-    assert_eq!(target, elsewhere, "written through the link");
+    assert!(target.contains(LIE), "written through the link");
     world.assert_empty();
 }
 
@@ -287,6 +298,36 @@ fn c4_a_pid_that_another_process_got_holds_no_lease() {
     edit(&ledger, |ledger| ledger["leases"][0]["owner"]["start_time"] = json!(ours + 1));
     world.assert_empty();
     drop((first, second));
+}
+
+#[test]
+fn c3_a_state_directory_that_others_can_write_is_not_used() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let [first, second] = two(&world);
+    let dir = world.state_dir();
+    let ledger = std::fs::read(dir.join("ledger.json")).expect("the ledger");
+    let bundle = world.bundle("one", &[("sublet.sm", "10")], SLEEP);
+    let damages: [Damage; 2] = [
+        ("writable for all", |dir| {
+            std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o777)).expect("chmod");
+        }),
+        ("another user's", |dir| chown(dir, Some(1000), Some(1000)).expect("chown")),
+    ];
+    for (damage, apply) in damages {
+        apply(&dir);
+        let refused = bundle.create();
+        assert!(!refused.ok && refused.stderr.contains("others may write it"), "{damage}: {refused:?}");
+        assert_eq!(bundle.config(), bundle.spec, "{damage}");
+        assert_eq!(std::fs::read(dir.join("ledger.json")).expect("the ledger"), ledger, "{damage}");
+        chown(&dir, Some(0), Some(0)).expect("chown");
+        std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    }
+    first.down();
+    second.down();
+    world.assert_empty();
 }
 
 /// When this process started: field 22 of its stat, the 20th behind the name.

@@ -9,7 +9,47 @@ use serde_json::{Value, json};
 
 use crate::{Bundle, Finished, bin_dir};
 
+/// The container's id in [`Bundle::podmans`].
+pub const PODMANS_ID: &str = "452325ed5f7f35588a551450be5d67fde0f40a94317f3f8f8a275a3aebf20f2a";
+
+/// Runs `stage` of the hook that `command` is, with `input` on its standard input.
+#[must_use]
+pub fn fed(mut command: Command, stage: &str, input: &[u8]) -> Finished {
+    command.arg(stage).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("sublet-hook runs");
+    let mut stdin = child.stdin.take().expect("piped");
+    let input = input.to_vec();
+    // It may stop reading before the end.
+    let writer = std::thread::spawn(move || stdin.write_all(&input));
+    let output = child.wait_with_output().expect("it ends");
+    let _ = writer.join().expect("no panic");
+    Finished::of(&output)
+}
+
+/// What precreate makes of a spec.
+#[must_use]
+pub fn precreated(command: Command, spec: &Value) -> Value {
+    let done = fed(command, "precreate", &serde_json::to_vec(spec).expect("JSON"));
+    assert!(done.ok, "precreate: {done:?}");
+    serde_json::from_str(&done.stdout).expect("a spec")
+}
+
+/// What precreate has refused the container of `spec` with.
+#[must_use]
+pub fn refusal(spec: &Value) -> &str {
+    spec["hooks"]["createRuntime"][0]["path"].as_str().unwrap_or_default()
+}
+
 impl Bundle<'_> {
+    /// The spec as Podman hands it over: an absolute rootfs, the id in the name of the cgroup.
+    #[must_use]
+    pub fn podmans(&self) -> Value {
+        let mut spec = self.spec.clone();
+        spec["root"]["path"] = json!(self.dir.join("rootfs"));
+        spec["linux"]["cgroupsPath"] = json!(format!("/libpod_parent/libpod-{PODMANS_ID}"));
+        spec
+    }
+
     /// The low-level runtime itself is called, with our hook at `stages` of config.json.
     pub fn hook(&mut self, stages: &[&str]) {
         self.plain = true;
@@ -26,14 +66,7 @@ impl Bundle<'_> {
     pub fn precreate(&mut self) {
         self.plain = true;
         self.spec["root"]["path"] = json!(self.dir.join("rootfs"));
-        let mut command = self.world.command("sublet-hook");
-        command.arg("precreate").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().expect("sublet-hook runs");
-        let input = serde_json::to_vec(&self.spec).expect("a spec is JSON");
-        child.stdin.take().expect("piped").write_all(&input).expect("it reads");
-        let done = Finished::of(&child.wait_with_output().expect("it ends"));
-        assert!(done.ok, "precreate: {done:?}");
-        self.spec = serde_json::from_str::<Value>(&done.stdout).expect("a spec");
+        self.spec = precreated(self.world.command("sublet-hook"), &self.spec);
     }
 
     /// A user namespace whose root is the host's uid and gid 100000. The rootfs becomes its own, and the way

@@ -9,7 +9,7 @@ pub mod cri;
 pub mod docker;
 pub mod door;
 pub mod guarded;
-mod hooked;
+pub mod hooked;
 pub mod installed;
 pub mod killing;
 pub mod mig;

@@ -208,65 +208,6 @@ fn a_process_of_the_hosts_keeps_a_gpu_from_being_exclusive() {
     world.assert_empty();
 }
 
-/// A mount over a directory, taken off again.
-struct Mounted(PathBuf);
-
-impl Mounted {
-    fn read_only(dir: &Path) -> Self {
-        std::fs::create_dir_all(dir).expect("a mount point");
-        let mount = |arguments: &[&str]| {
-            let status = std::process::Command::new("mount").args(arguments).arg(dir).status();
-            assert!(status.expect("mount runs").success(), "mount {arguments:?} {}", dir.display());
-        };
-        mount(&["--bind", dir.to_str().expect("UTF-8")]);
-        mount(&["-o", "remount,bind,ro"]);
-        Self(dir.to_owned())
-    }
-}
-
-impl Drop for Mounted {
-    fn drop(&mut self) {
-        let _ = std::process::Command::new("umount").arg(&self.0).status();
-    }
-}
-
-#[test]
-fn a_state_directory_that_cannot_be_used() {
-    if skip_unless_root() {
-        return;
-    }
-    let mut seen = Vec::new();
-    let world = World::simulated("h200", "");
-    {
-        let _mounted = Mounted::read_only(&world.state_dir());
-        seen.push(bad(&world, SHARE).refused());
-    }
-    assert!(world.sublet(&["refresh"]).status.success());
-    {
-        let _mounted = Mounted::read_only(&world.state_dir());
-        seen.push(bad(&world, SHARE).refused());
-    }
-    let state_dir = world.state_dir();
-    let below = world.dir.path().join("file");
-    std::fs::write(&below, "").expect("a file");
-    reconfigure(&world, state_dir.to_str().expect("UTF-8"), below.to_str().expect("UTF-8"));
-    seen.push(bad(&world, SHARE).refused());
-    let deep = world.dir.path().join("d".repeat(90));
-    reconfigure(&world, below.to_str().expect("UTF-8"), deep.to_str().expect("UTF-8"));
-    seen.push(bad(&world, SHARE).refused());
-    let deep = deep.file_name().expect("a name").to_string_lossy().into_owned();
-    let seen: Vec<_> = seen.iter().map(|line| line.replace(&deep, "$DEEP")).collect();
-    assert_lines(
-        &seen,
-        &[
-            "cannot write $DIR/sim/run/refresh.lock: Read-only file system (os error 30); run as root, or set state_dir to a directory that can be written",
-            "$DIR/sim/run/lock cannot be locked: Read-only file system (os error 30); run as root, or set state_dir to a directory that can be written",
-            "state directory $DIR/file: is no directory; run as root, or set state_dir in the configuration",
-            "configuration $DIR/sim/config.toml:1:1: state_dir must be at most 38 bytes long: paths of MPS sockets below it end at 107",
-        ],
-    );
-}
-
 #[test]
 fn a_low_level_runtime_that_is_missing() {
     if skip_unless_root() {

@@ -3,7 +3,6 @@
 
 use std::fs;
 use std::io::Write as _;
-use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -55,22 +54,6 @@ fn assert_refused(world: &World, bundle: &Bundle<'_>, why: &str) {
     let forgotten = command.arg("--root").arg(world.runtime_root()).args(["delete", "--force", &bundle.id]);
     let _ = forgotten.output();
     world.assert_empty();
-}
-
-/// The host's mounts that could be of `world`'s containers: tests run side by side.
-fn mount_table(world: &World) -> Vec<String> {
-    let dir = world.dir.path().to_string_lossy().into_owned();
-    let table = fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
-    let ours = |line: &&str| line.contains(&dir) || line.contains("nvidia") || line.contains("/run/sublet");
-    table.lines().filter(ours).map(str::to_owned).collect()
-}
-
-/// Every path below `dir` with its kind, size and content.
-fn listing(dir: &Path) -> Vec<String> {
-    let output = Command::new("find").arg(dir).args(["-printf", "%p %y %s %m %l\n"]).output().expect("find");
-    let mut lines: Vec<_> = String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect();
-    lines.sort();
-    lines
 }
 
 #[test]
@@ -269,106 +252,6 @@ fn a_share_that_is_refused_stops_the_container_with_our_line() {
 }
 
 #[test]
-fn links_of_the_image_lead_nowhere_but_into_the_rootfs() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = World::simulated("h200", "");
-    let host = world.dir.path().join("host");
-    fs::create_dir_all(host.join("dir")).expect("host directory");
-    fs::write(host.join("file"), "the host's").expect("host file");
-    let triplet = format!("{}-linux-gnu", std::env::consts::ARCH);
-    let annotations = [("sublet.sm", "25")];
-    let out = |target: &str| format!("../../../../../../../../..{}/{target}", host.display());
-    // What stands in the image, and where it leads: to the host if it were followed there.
-    let attacks: [(&str, &str); 7] = [
-        ("usr/bin/nvidia-smi", &out("file")),
-        ("usr/bin/nvidia-smi", &format!("{}/new", host.display())),
-        ("tmp/nvidia-mps", &format!("{}/dir", host.display())),
-        ("tmp/nvidia-mps", "/proc/1/cwd"),
-        ("run", &out("dir")),
-        ("run", "/proc/self/root/run"),
-        (&format!("usr/lib/{triplet}/libcuda.so.1"), &out("new")),
-    ];
-    for (number, (link, target)) in attacks.iter().enumerate() {
-        for readonly in [false, true] {
-            let id = format!("attack{number}{readonly}");
-            let mut bundle = plain(&world, &id, &["createRuntime", "poststop"], &annotations, HOLD);
-            bundle.spec["root"]["readonly"] = json!(readonly);
-            let link = bundle.dir.join("rootfs").join(link);
-            fs::create_dir_all(link.parent().expect("a directory")).expect("directories");
-            let _ = fs::remove_dir_all(&link);
-            symlink(target, &link).expect("link");
-            let (before, mounts) = (listing(&host), mount_table(&world));
-            let created = bundle.create();
-            if created.ok {
-                assert!(bundle.start().ok);
-                let seen = bundle.event("info");
-                assert_eq!(seen["mps"], json!(true), "{link:?} -> {target}: {seen}");
-            } else {
-                assert!(created.stderr.contains("sublet-hook"), "{link:?} -> {target}: {created:?}");
-            }
-            assert_eq!(listing(&host), before, "{link:?} -> {target}");
-            assert_eq!(mount_table(&world), mounts, "{link:?} -> {target}");
-            bundle.down();
-            assert_eq!(mount_table(&world), mounts, "{link:?} -> {target}");
-        }
-    }
-    assert_eq!(fs::read_to_string(host.join("file")).expect("host file"), "the host's");
-    world.assert_empty();
-}
-
-#[test]
-fn nothing_is_mounted_where_it_would_appear_on_the_host() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = World::simulated("h200", "");
-    let volume = world.dir.path().join("volume");
-    fs::create_dir_all(&volume).expect("volume");
-    let mounted = |args: &[&str]| {
-        let done = Command::new("mount").args(args).arg(&volume).status().expect("mount");
-        assert!(done.success());
-    };
-    mounted(&["-t", "tmpfs", "tmpfs"]);
-    mounted(&["--make-shared"]);
-    let before = mount_table(&world);
-    let mut bundle = plain(&world, "shared", &["createRuntime", "poststop"], &[("sublet.sm", "25")], HOLD);
-    let mount =
-        json!({"destination": "/run", "type": "bind", "source": volume, "options": ["rbind", "rshared"]});
-    bundle.spec["mounts"].as_array_mut().expect("mounts").push(mount);
-    assert_refused(&world, &bundle, "is shared with the host");
-    assert_eq!(mount_table(&world), before);
-    // The same volume as a private one is a directory like any other.
-    let mounts = bundle.spec["mounts"].as_array_mut().expect("mounts");
-    mounts.last_mut().expect("the volume")["options"] = json!(["rbind", "rprivate"]);
-    bundle.up();
-    assert_eq!(bundle.event("info")["mps"], json!(true));
-    assert_eq!(mount_table(&world), before);
-    bundle.down();
-    assert_eq!(mount_table(&world), before);
-    let unmounted = Command::new("umount").arg(&volume).status().expect("umount");
-    assert!(unmounted.success());
-    world.assert_empty();
-}
-
-#[test]
-fn the_images_environment_does_not_reach_the_hook() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = World::simulated("h200", "");
-    let mut bundle = plain(&world, "env", &["createRuntime", "poststop"], &[("sublet.sm", "25")], HOLD);
-    let env = ["LD_PRELOAD=/proc/self/cwd/x.so", "SUBLET_CONFIG=/x", "RUST_LOG=trace", "PATH=/bin"];
-    bundle.spec["process"]["env"] = json!(env);
-    bundle.up();
-    assert_eq!(bundle.event("info")["sm"], json!(32));
-    assert_eq!(world.leases().len(), 1, "the hook has read its own configuration");
-    bundle.down();
-    world.assert_empty();
-}
-
-#[test]
 fn a_lease_ends_with_its_container_even_if_no_hook_says_so() {
     if skip_unless_root() {
         return;
@@ -386,45 +269,6 @@ fn a_lease_ends_with_its_container_even_if_no_hook_says_so() {
     assert_eq!(world.leases().len(), 1);
     bundle.down();
     assert!(sublet_e2e::eventually(|| world.leases().is_empty()));
-    world.assert_empty();
-}
-
-#[test]
-fn what_is_no_state_is_refused_and_changes_nothing() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = World::simulated("h200", "");
-    let bundle = plain(&world, "input", &[], &[("sublet.sm", "25")], HOLD);
-    bundle.write();
-    let dir = bundle.dir.display();
-    let huge = " ".repeat((1 << 20) + 1);
-    let cases = [
-        (String::new(), "it is empty"),
-        ("{\"id\":\"c\",".into(), "EOF"),
-        (huge, "longer than 1 MiB"),
-        (format!(r#"{{"id":"c","status":"creating","bundle":"{dir}"}}"#), "has no `pid`"),
-        (format!(r#"{{"id":"c","status":"strange","pid":1,"bundle":"{dir}"}}"#), "unknown variant"),
-        (format!(r#"{{"id":"c","status":"running","pid":1,"bundle":"{dir}"}}"#), "it runs already"),
-        (r#"{"id":"c","status":"creating","pid":1,"bundle":"/nowhere"}"#.into(), "bundle /nowhere"),
-        (format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, i32::MAX), "is gone"),
-        // Our own process is on the host: nothing may be mounted there.
-        (
-            format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, std::process::id()),
-            "no mount namespace of its own",
-        ),
-    ];
-    for (input, why) in cases {
-        let mut command = world.command("sublet-hook");
-        command.arg("prestart").stdin(Stdio::piped()).stderr(Stdio::piped());
-        let mut hook = command.spawn().expect("sublet-hook runs");
-        // It may have stopped reading.
-        let _ = hook.stdin.take().expect("piped").write_all(input.as_bytes());
-        let output = hook.wait_with_output().expect("it ends");
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success(), "{why}");
-        assert!(stderr.contains(why) && stderr.lines().count() == 1, "{why}: {stderr}");
-    }
     world.assert_empty();
 }
 

@@ -1,4 +1,4 @@
-//! The shim killed with SIGKILL before and after each system call by which `create` and `delete` change
+//! C5: the shim killed with SIGKILL before and after each system call by which `create` and `delete` change
 //! something: the next command alone, `sublet gc`, must put everything right.
 //!
 //! strace lists the calls of one undisturbed run; each run after that is killed at the entry of one of
@@ -436,35 +436,35 @@ fn report(what: &str, warm: bool, engine: Engine, calls: &[Call], points: &[Call
 }
 
 #[test]
-fn create_with_a_warm_daemon() {
+fn c5_create_with_a_warm_daemon() {
     if !skip_unless_root() {
         create(true);
     }
 }
 
 #[test]
-fn create_with_a_cold_daemon() {
+fn c5_create_with_a_cold_daemon() {
     if !skip_unless_root() {
         create(false);
     }
 }
 
 #[test]
-fn delete_beside_another_container() {
+fn c5_delete_beside_another_container() {
     if !skip_unless_root() {
         delete(true, false);
     }
 }
 
 #[test]
-fn delete_of_the_last_container() {
+fn c5_delete_of_the_last_container() {
     if !skip_unless_root() {
         delete(false, false);
     }
 }
 
 #[test]
-fn delete_of_a_stopped_container() {
+fn c5_delete_of_a_stopped_container() {
     if !skip_unless_root() {
         delete(false, true);
     }

@@ -1,0 +1,221 @@
+//! C5: a full disk, a read-only state directory, no descriptors left. The container is refused or starts with its
+//! share, and no lease is lost or there twice. (SIGKILL: kill.rs.)
+
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, Finished, World, skip_unless_root};
+
+const SLEEP: &[&str] = &["/bin/sleep", "120"];
+const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
+
+fn bad<'a>(world: &'a World, annotations: &[(&str, &str)]) -> Bundle<'a> {
+    world.bundle("bad", annotations, SLEEP)
+}
+
+/// Compares all at once: one run shows every message that changed.
+fn assert_lines(seen: &[String], expected: &[&str]) {
+    let differ: Vec<_> = seen.iter().zip(expected).filter(|(seen, expected)| seen != expected).collect();
+    assert!(differ.is_empty() && seen.len() == expected.len(), "{differ:#?}\nall: {seen:#?}");
+}
+
+/// `config.toml` with `from` replaced.
+fn reconfigure(world: &World, from: &Path, to: &Path) {
+    let text = fs::read_to_string(&world.config).expect("config.toml");
+    let (from, to) = (from.display().to_string(), to.display().to_string());
+    assert!(text.contains(&from), "{from} is not in {text}");
+    fs::write(&world.config, text.replace(&from, &to)).expect("config.toml");
+}
+
+/// A mount over a directory, taken off again.
+struct Mounted(PathBuf);
+
+impl Mounted {
+    fn new(dir: PathBuf, arguments: &[&[&str]]) -> Self {
+        fs::create_dir_all(&dir).expect("a mount point");
+        for arguments in arguments {
+            let status = Command::new("mount").args(*arguments).arg(&dir).status();
+            assert!(status.expect("mount runs").success(), "mount {arguments:?} {}", dir.display());
+        }
+        Self(dir)
+    }
+
+    fn read_only(dir: PathBuf) -> Self {
+        let itself = dir.display().to_string();
+        fs::create_dir_all(&dir).expect("a mount point");
+        Self::new(dir, &[&["--bind", &itself], &["-o", "remount,bind,ro"]])
+    }
+
+    /// A file system of its own.
+    fn small(dir: PathBuf) -> Self {
+        Self::new(dir, &[&["-t", "tmpfs", "-o", "size=1m,mode=755", "tmpfs"]])
+    }
+
+    /// Takes all its room; the file to remove.
+    fn fill(&self) -> PathBuf {
+        let filler = self.0.join("filler");
+        let mut file = File::create(&filler).expect("a file");
+        for size in [1 << 16, 1] {
+            while file.write_all(&vec![0; size]).is_ok() {}
+        }
+        filler
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+/// The ids of the containers in the ledger as it is, without a command that would put it right.
+fn booked(world: &World) -> Vec<Value> {
+    let text = fs::read(world.state_dir().join("ledger.json")).expect("the ledger");
+    let ledger: Value = serde_json::from_slice(&text).expect("the ledger is whole");
+    ledger["leases"]
+        .as_array()
+        .expect("leases")
+        .iter()
+        .map(|lease| lease["container"]["id"].clone())
+        .collect()
+}
+
+#[test]
+fn c5_a_full_state_directory() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mounted = Mounted::small(world.state_dir());
+    let keeper = world.bundle("keeper", SHARE, SLEEP);
+    keeper.up();
+    let filler = mounted.fill();
+    let line = bad(&world, SHARE).refused();
+    assert_lines(
+        &[line],
+        &[
+            "$DIR/sim/run/ledger.json cannot be written: No space left on device (os error 28); run as root, or set state_dir to a directory that can be written",
+        ],
+    );
+    assert_eq!(booked(&world), [json!("keeper")]);
+    assert_eq!(world.leases()[0]["state"], "active");
+    // A container ends all the same, and its lease with the next command.
+    keeper.down();
+    fs::remove_file(filler).expect("the file");
+    world.assert_empty();
+    let after = bad(&world, SHARE);
+    after.up();
+    after.down();
+    world.assert_empty();
+}
+
+#[test]
+fn c5_a_bundle_on_a_full_disk() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = bad(&world, SHARE);
+    let rootfs = world.bundle("elsewhere", &[], SLEEP).dir.join("rootfs");
+    bundle.spec["root"]["path"] = json!(rootfs);
+    let mounted = Mounted::small(bundle.dir.clone());
+    bundle.write();
+    let before = fs::read(bundle.dir.join("config.json")).expect("config.json");
+    let filler = mounted.fill();
+    let mut command = world.runtime();
+    command.arg("create").arg("--bundle").arg(&bundle.dir).arg("bad").stdin(Stdio::null());
+    let line = bundle.line(&Finished::of(&command.output().expect("it runs")));
+    assert_lines(
+        &[line],
+        &[
+            "cannot write $DIR/bundles/bad/config.json, it is as it was: No space left on device (os error 28)",
+        ],
+    );
+    assert_eq!(fs::read(bundle.dir.join("config.json")).expect("config.json"), before);
+    assert_eq!(booked(&world), Vec::<Value>::new(), "it gives its lease back by itself");
+    fs::remove_file(filler).expect("the file");
+    world.assert_empty();
+}
+
+#[test]
+fn c5_no_descriptors_left() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let keeper = world.bundle("keeper", SHARE, SLEEP);
+    keeper.up();
+    let (mut started, mut refused) = (0, 0);
+    for limit in (3..24).chain([64]) {
+        let bundle = bad(&world, SHARE);
+        bundle.write();
+        let mut command = Command::new("prlimit");
+        let shim = world.runtime();
+        command.arg(format!("--nofile={limit}")).arg(shim.get_program()).args(shim.get_args());
+        command.envs(shim.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        command.arg("create").arg("--bundle").arg(&bundle.dir).arg("bad");
+        let null = Stdio::null;
+        let created = command.stdin(null()).stdout(null()).stderr(null()).status().expect("prlimit runs");
+        let leases = world.leases();
+        let states: Vec<_> = leases.iter().map(|lease| (&lease["container_id"], &lease["state"])).collect();
+        let active = json!("active");
+        let (ours, others) = ((&json!("bad"), &active), (&json!("keeper"), &active));
+        if created.success() {
+            started += 1;
+            assert!(bundle.start().ok, "{limit}");
+            assert!(
+                states.contains(&ours) && states.contains(&others) && states.len() == 2,
+                "{limit}: {states:?}"
+            );
+            assert_eq!(bundle.exec(&["/usr/bin/cuda-probe", "info"]).json()[0]["sm"], json!(32), "{limit}");
+        } else {
+            refused += 1;
+            assert_eq!(states, [others], "{limit}");
+        }
+        bundle.down();
+        assert_eq!(booked(&world), [json!("keeper")], "{limit}");
+    }
+    assert!(started > 0 && refused > 5, "{started} started, {refused} refused");
+    keeper.down();
+    world.assert_empty();
+}
+
+#[test]
+fn c5_a_state_directory_that_cannot_be_used() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut seen = Vec::new();
+    let world = World::simulated("h200", "");
+    {
+        let _mounted = Mounted::read_only(world.state_dir());
+        seen.push(bad(&world, SHARE).refused());
+    }
+    assert!(world.sublet(&["refresh"]).status.success());
+    {
+        let _mounted = Mounted::read_only(world.state_dir());
+        seen.push(bad(&world, SHARE).refused());
+    }
+    let state_dir = world.state_dir();
+    let below = world.dir.path().join("file");
+    std::fs::write(&below, "").expect("a file");
+    reconfigure(&world, &state_dir, &below);
+    seen.push(bad(&world, SHARE).refused());
+    let deep = world.dir.path().join("d".repeat(90));
+    reconfigure(&world, &below, &deep);
+    seen.push(bad(&world, SHARE).refused());
+    let deep = deep.file_name().expect("a name").to_string_lossy().into_owned();
+    let seen: Vec<_> = seen.iter().map(|line| line.replace(&deep, "$DEEP")).collect();
+    assert_lines(
+        &seen,
+        &[
+            "cannot write $DIR/sim/run/refresh.lock: Read-only file system (os error 30); run as root, or set state_dir to a directory that can be written",
+            "$DIR/sim/run/lock cannot be locked: Read-only file system (os error 30); run as root, or set state_dir to a directory that can be written",
+            "state directory $DIR/file: is no directory; run as root, or set state_dir in the configuration",
+            "configuration $DIR/sim/config.toml:1:1: state_dir must be at most 38 bytes long: paths of MPS sockets below it end at 107",
+        ],
+    );
+}

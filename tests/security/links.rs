@@ -1,0 +1,416 @@
+//! A1 to A4, A7 and A9: links of the image's where sublet or a low-level runtime looks for something or mounts
+//! it, swapped meanwhile or not, and volumes whose mounts the host would see. By the shim, where runc and crun
+//! do the mounting, and by the hook, where sublet does. Afterwards the host is as it was, and whatever was
+//! mounted is inside.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+use serde_json::json;
+use sublet_e2e::{Bundle, Finished, World, eventually, skip_unless_root};
+
+const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
+const SLEEP: &[&str] = &["/bin/sleep", "120"];
+const DIR: &str =
+    if cfg!(target_arch = "aarch64") { "/lib/aarch64-linux-gnu" } else { "/lib/x86_64-linux-gnu" };
+
+/// Who mounts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Door {
+    /// The low-level runtime, told by the shim.
+    Shim,
+    /// `sublet-hook`, in the container's mount namespace.
+    Hook,
+}
+
+const DOORS: [Door; 2] = [Door::Shim, Door::Hook];
+
+/// A world, and a directory in it that stands for the host.
+struct Host {
+    world: World,
+    canary: PathBuf,
+    before: Vec<String>,
+}
+
+impl Host {
+    fn new() -> Self {
+        let world = World::simulated("h200", "");
+        let canary = world.dir.path().join("canary");
+        fs::create_dir_all(canary.join("dir")).expect("a directory");
+        fs::write(canary.join("secret"), "of the host").expect("a file");
+        // What sublet would take for a mount point that it has left behind.
+        fs::write(canary.join("libcuda.so.1"), "").expect("a file");
+        let mut host = Self { world, canary, before: Vec::new() };
+        host.before = host.now();
+        host
+    }
+
+    /// Everything below the canary, the mount table, and what mounts at wrong places would leave.
+    fn now(&self) -> Vec<String> {
+        let find = Command::new("find").arg(&self.canary).args(["-printf", "%p %y %s %m %l\n"]).output();
+        let mut lines: Vec<_> =
+            String::from_utf8_lossy(&find.expect("find").stdout).lines().map(str::to_owned).collect();
+        lines.sort();
+        let table = fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
+        let dir = self.world.dir.path().to_string_lossy().into_owned();
+        // Tests run side by side: those of this world's containers.
+        let ours =
+            |line: &&str| line.contains(&dir) || line.contains("nvidia") || line.contains("/run/sublet");
+        lines.extend(table.lines().filter(ours).map(str::to_owned));
+        let left = ["/run/sublet", "/run/opengl-driver", "/run/control", "/etc/control"];
+        lines.extend(left.iter().filter(|path| Path::new(path).exists()).map(|path| (*path).to_owned()));
+        lines
+    }
+
+    fn assert_unchanged(&self, what: &str) {
+        assert_eq!(self.now(), self.before, "{what}: the host changed");
+        let secret = fs::read_to_string(self.canary.join("secret")).expect("the canary");
+        assert_eq!(secret, "of the host", "{what}");
+    }
+
+    /// A file of the canary's, as an absolute path.
+    fn at(&self, name: &str) -> String {
+        self.canary.join(name).display().to_string()
+    }
+
+    /// The same, up and out of the root filesystem.
+    fn up_and_out(&self, name: &str) -> String {
+        format!("{}{}", "../".repeat(20), &self.at(name)[1..])
+    }
+
+    fn bundle(&self, door: Door, args: &[&str]) -> Bundle<'_> {
+        let mut bundle = self.world.bundle("hostile", SHARE, args);
+        if door == Door::Hook {
+            bundle.hook(&["createRuntime", "poststop"]);
+        }
+        bundle
+    }
+
+    /// A container whose image has a link at `place` to `target`: whether it started. If it did it has what it
+    /// is given, and nothing of the host's.
+    fn attack(&self, door: Door, place: &str, target: &str, readonly: bool) -> bool {
+        self.attack_with(door, readonly, &format!("{place} -> {target}"), |bundle| {
+            link(bundle, place, target)
+        })
+    }
+
+    fn attack_with(&self, door: Door, readonly: bool, what: &str, image: impl FnOnce(&Bundle<'_>)) -> bool {
+        let what = format!("{door:?}: {what}{}", if readonly { ", read-only" } else { "" });
+        let mut bundle = self.bundle(door, SLEEP);
+        bundle.spec["root"]["readonly"] = json!(readonly);
+        image(&bundle);
+        let created = bundle.create();
+        if created.ok {
+            self.assert_given(door, &bundle, &what);
+        } else {
+            assert!(!created.stderr.contains("panicked"), "{what}: {created:?}");
+            let said = created.stderr.contains("sublet-") || created.stderr.contains("container");
+            assert!(said, "{what}: no word of why: {created:?}");
+        }
+        self.assert_unchanged(&what);
+        bundle.down();
+        self.assert_unchanged(&format!("{what}, after its end"));
+        fs::remove_dir_all(&bundle.dir).expect("the next starts afresh");
+        self.world.assert_empty();
+        created.ok
+    }
+
+    /// What it has, it has inside; nothing of the image or of the canary is a mount's source.
+    fn assert_given(&self, door: Door, bundle: &Bundle<'_>, what: &str) {
+        if door == Door::Shim {
+            self.assert_sources(bundle, what);
+        }
+        assert!(bundle.start().ok, "{what}");
+        let sh = |script: &str| bundle.exec(&["/bin/sh", "-c", script]);
+        let given = sh(&format!(
+            "[ ! -e {DIR}/libc.so.6 ] || grep -q ELF {DIR}/libcuda.so.1 && ls /tmp/nvidia-mps /run/sublet/mps"
+        ));
+        let dirs = "/run/sublet/mps:\ncontrol\n\n/tmp/nvidia-mps:\ncontrol\n";
+        let swapped = "/tmp/nvidia-mps:\ncontrol\n\n/run/sublet/mps:\ncontrol\n";
+        assert!([dirs, swapped].contains(&given.stdout.as_str()), "{what}: {given:?}");
+        let canary = self.canary.display();
+        let found = sh(&format!(
+            "cat {canary}/secret /secret /run/secret /tmp/secret {DIR}/secret /usr/bin/secret {DIR}/libcuda.so.1"
+        ));
+        assert!(!found.stdout.contains("of the host"), "{what}: {found:?}");
+        let table = sh("cat /proc/self/mountinfo").stdout;
+        // mountinfo(5): the fourth field is the directory of the file system that is mounted.
+        let shows = |line: &&str| {
+            let fields: Vec<&str> = line.split(' ').collect();
+            fields[3].contains("/canary") || (fields[4] != "/" && ["/run", "/etc"].contains(&fields[3]))
+        };
+        assert_eq!(table.lines().find(shows), None, "{what}");
+    }
+
+    /// Ours come from the driver and from our state directory.
+    fn assert_sources(&self, bundle: &Bundle<'_>, what: &str) {
+        let engines = bundle.spec["mounts"].as_array().expect("mounts").len();
+        let driver = self.world.driver_root.as_ref().expect("simulated");
+        let state = self.world.state_dir().join("mps");
+        for mount in &bundle.config()["mounts"].as_array().expect("mounts")[engines..] {
+            let source = Path::new(mount["source"].as_str().expect("a source"));
+            assert!(source.starts_with(driver) || source.starts_with(&state), "{what}: {mount}");
+        }
+    }
+}
+
+/// `path` of the container, on the host.
+fn inside(bundle: &Bundle<'_>, path: &str) -> PathBuf {
+    bundle.dir.join("rootfs").join(path.trim_start_matches('/'))
+}
+
+/// Puts a link of the image's at `place`, over what is there.
+fn link(bundle: &Bundle<'_>, place: &str, target: &str) {
+    let link = cleared(bundle, place);
+    symlink(target, link).expect("a link of the image's");
+}
+
+/// The place, with its parents and with nothing there.
+fn cleared(bundle: &Bundle<'_>, place: &str) -> PathBuf {
+    let at = inside(bundle, place);
+    fs::create_dir_all(at.parent().expect("a directory")).expect("directories");
+    if fs::symlink_metadata(&at).is_ok_and(|there| there.is_dir()) {
+        fs::remove_dir_all(&at).expect("removed");
+    } else {
+        let _ = fs::remove_file(&at);
+    }
+    at
+}
+
+#[test]
+fn a1_links_in_a_library_directory_show_nothing_of_the_host() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = Host::new();
+    let secret = host.at("secret");
+    let targets = [
+        secret.clone(),
+        host.up_and_out("secret"),
+        format!("/proc/1/cwd{secret}"),
+        format!("/proc/self/root{secret}"),
+        format!("/proc/1/root{secret}"),
+    ];
+    let mut started = 0;
+    for door in DOORS {
+        for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+            for target in &targets {
+                started += usize::from(host.attack(door, &format!("{DIR}/{library}"), target, false));
+            }
+        }
+    }
+    assert!(started >= 8, "{started}: links that lead to nothing but a path are followed inside");
+}
+
+#[test]
+fn a2_what_a_driver_file_lands_on_is_inside() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = Host::new();
+    let places = [DIR, &format!("{DIR}/libcuda.so.1"), "/usr/bin/nvidia-smi", "/tmp/nvidia-mps"];
+    let mut started = 0;
+    for door in DOORS {
+        for place in places {
+            for target in ["/", "/run", "/etc", &host.at("dir")] {
+                started += usize::from(host.attack(door, place, target, false));
+            }
+        }
+        // A file of the kernel's own is no place for a driver's: the runtime may write there.
+        let kernels = host.attack(door, "/usr/bin/nvidia-smi", "/proc/version", false);
+        assert!(door == Door::Shim || !kernels, "mounted over /proc");
+    }
+    assert!(started > 8, "{started}");
+}
+
+#[test]
+fn a3_parents_of_mount_points_lead_nowhere_else() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = Host::new();
+    let out = host.at("dir");
+    let targets = [
+        out.clone(),
+        host.at("new"),
+        host.up_and_out("dir"),
+        format!("/proc/self/root{out}"),
+        "/proc/1/cwd".to_owned(),
+    ];
+    let mut started = 0;
+    for door in DOORS {
+        for place in ["/run", "/run/sublet", "/tmp", "/usr/bin"] {
+            for target in &targets {
+                for readonly in [false, true] {
+                    started += usize::from(host.attack(door, place, target, readonly));
+                }
+            }
+        }
+    }
+    assert!(started > 40, "{started}");
+}
+
+#[test]
+fn a4_what_is_at_a_mount_point_already_is_refused_or_stays_inside() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = Host::new();
+    let files = [format!("{DIR}/libcuda.so"), "/usr/bin/nvidia-smi".to_owned()];
+    let directories = ["/tmp/nvidia-mps".to_owned(), "/run/sublet/mps".to_owned()];
+    for door in DOORS {
+        for place in files.iter().chain(&directories) {
+            for target in ["new", "dir/new", "libcuda.so.1", "secret"] {
+                for target in [host.at(target), host.up_and_out(target)] {
+                    host.attack(door, place, &target, false);
+                }
+            }
+        }
+        for place in &files {
+            let directory =
+                |bundle: &Bundle<'_>| fs::create_dir(cleared(bundle, place)).expect("a directory");
+            assert!(!host.attack_with(door, false, &format!("{place} is a directory"), directory));
+        }
+        for place in &directories {
+            let file = |bundle: &Bundle<'_>| fs::write(cleared(bundle, place), "x").expect("a file");
+            assert!(!host.attack_with(door, false, &format!("{place} is a file"), file));
+        }
+    }
+}
+
+/// Has the swapping end, however the test does.
+struct Done<'a>(&'a AtomicBool);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// CVE-2025-23359: somebody swaps parts of the image, and of a volume that another container has too.
+#[test]
+fn a7_ten_thousand_swaps_lead_nowhere_else() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = Host::new();
+    let volume = host.world.dir.path().join("volume");
+    let rootfs = host.world.dir.path().join("bundles/hostile/rootfs");
+    let libraries = rootfs.join(&DIR[1..]);
+    let pairs = [
+        (volume.join("bin"), volume.join("evil")),
+        (libraries.clone(), libraries.with_file_name("evil")),
+        (rootfs.join("tmp"), rootfs.join("evil")),
+    ];
+    let (count, done) = (AtomicU64::new(0), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                for (good, evil) in &pairs {
+                    // They are not there between two containers.
+                    let swapped = renameat2(AT_FDCWD, good, AT_FDCWD, evil, RenameFlags::RENAME_EXCHANGE);
+                    count.fetch_add(u64::from(swapped.is_ok()), Ordering::Relaxed);
+                }
+            }
+        });
+        let _done = Done(&done);
+        let mut round = 0;
+        while round < 8 || count.load(Ordering::Relaxed) < 10_000 {
+            for door in DOORS {
+                race(&host, door, &volume, &format!("{door:?}, round {round}"));
+            }
+            round += 1;
+        }
+    });
+    host.world.assert_empty();
+}
+
+/// One container while its paths are swapped; it may be refused.
+fn race(host: &Host, door: Door, volume: &Path, what: &str) {
+    fs::create_dir_all(volume.join("bin")).expect("the volume");
+    symlink(&host.canary, volume.join("evil")).expect("a link");
+    let mut bundle = host.bundle(door, SLEEP);
+    link(&bundle, "/usr/bin", "../srv/bin");
+    let mount = json!({"destination": "/srv", "type": "bind", "source": volume, "options": ["rbind", "rw"]});
+    bundle.spec["mounts"].as_array_mut().expect("mounts").push(mount);
+    link(&bundle, "/lib/evil", &host.at(""));
+    link(&bundle, "/evil", &host.at("dir"));
+    let created = bundle.create();
+    if created.ok && door == Door::Shim {
+        host.assert_sources(&bundle, what);
+    }
+    host.assert_unchanged(what);
+    bundle.down();
+    host.assert_unchanged(&format!("{what}, after its end"));
+    for dir in [volume, &bundle.dir] {
+        let gone = || fs::remove_dir_all(dir).is_ok() || !dir.exists();
+        assert!(eventually(gone), "the next starts afresh");
+    }
+}
+
+/// A tmpfs that is shared with the host (`mount_namespaces(7)`), taken off again.
+struct Shared(PathBuf);
+
+impl Shared {
+    fn new(dir: PathBuf) -> Self {
+        fs::create_dir_all(&dir).expect("a directory");
+        let mount = |args: &[&str]| {
+            let done = Command::new("mount").args(args).arg(&dir).status().expect("mount");
+            assert!(done.success(), "{args:?}");
+        };
+        mount(&["-t", "tmpfs", "tmpfs"]);
+        mount(&["--make-shared"]);
+        Self(dir)
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").args(["-R", "-l"]).arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a9_shared_volumes_leave_no_mount_on_the_host() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = Host::new();
+    let volume = Shared::new(host.world.dir.path().join("volume"));
+    host.before = host.now();
+    for door in DOORS {
+        for (destination, propagation) in
+            [("/run", "rshared"), ("/usr/bin", "rshared"), ("/run", "rslave"), ("/run", "rprivate")]
+        {
+            let what = format!("{door:?}: {destination} {propagation}");
+            let mut bundle = host.bundle(door, SLEEP);
+            bundle.spec["mounts"].as_array_mut().expect("mounts").push(json!({"destination": destination,
+                "type": "bind", "source": volume.0, "options": ["rbind", propagation]}));
+            let created = bundle.create();
+            assert!(created.ok || propagation == "rshared", "{what}: {created:?}");
+            assert!(created.ok || said(&host, &created, "is shared with the host"), "{what}: {created:?}");
+            host.assert_unchanged(&what);
+            if created.ok {
+                assert!(bundle.start().ok, "{what}");
+                let seen = bundle.exec(&["/bin/sh", "-c", "ls /run/sublet/mps"]);
+                assert_eq!(seen.stdout, "control\n", "{what}: {seen:?}");
+            }
+            host.assert_unchanged(&what);
+            bundle.down();
+            host.assert_unchanged(&format!("{what}, after its end"));
+            fs::remove_dir_all(&bundle.dir).expect("the next starts afresh");
+        }
+    }
+    drop(volume);
+    host.world.assert_empty();
+}
+
+/// Whether the refusal says so; crun keeps what hooks say to itself.
+fn said(host: &Host, created: &Finished, why: &str) -> bool {
+    let last = host.world.sublet(&["status", "--last-error"]);
+    created.stderr.contains(why) || String::from_utf8_lossy(&last.stdout).contains(why)
+}
