@@ -1,21 +1,30 @@
 //! Who computes on a device now: NVML's two lists, and /proc of each process that is on them.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
 use super::judge::{Holder, Look};
 use crate::inventory::{self, GpuProcess, Inventory, listed, listed_if_known};
-use crate::ledger::{Lease, LeaseState, Ledger};
+use crate::ledger::{Lease, LeaseId, LeaseState, Ledger};
 use crate::place::client_limit;
 use crate::process::Process;
 use crate::text::safe;
 
-/// Looks again and again; what /proc says of a process is read once.
+/// Looks again and again. What /proc says of a process is read once, and whose it is, asked once for each ledger:
+/// whoever acts upon it asks again.
 #[derive(Default)]
 pub(super) struct Looker {
-    known: BTreeMap<Process, GpuProcess>,
+    known: BTreeMap<Process, Known>,
+    ledger: Option<Rc<Ledger>>,
+}
+
+/// A process that was seen.
+struct Known {
+    told: GpuProcess,
+    lease: Option<LeaseId>,
 }
 
 impl Looker {
@@ -23,9 +32,15 @@ impl Looker {
     pub fn look(
         &mut self,
         nvml: &Nvml,
-        ledger: &Ledger,
+        ledger: &Rc<Ledger>,
         inventory: &Inventory,
     ) -> (Vec<Look>, BTreeSet<String>) {
+        if !self.ledger.as_ref().is_some_and(|before| Rc::ptr_eq(before, ledger)) {
+            for (process, known) in &mut self.known {
+                known.lease = lease_of(*process, &known.told, ledger).map(|lease| lease.id.clone());
+            }
+            self.ledger = Some(Rc::clone(ledger));
+        }
         let devices: BTreeSet<&String> = ledger.leases.iter().flat_map(|lease| &lease.devices).collect();
         let (mut looks, mut failures) = (Vec::new(), BTreeSet::new());
         let mut seen = BTreeMap::new();
@@ -46,11 +61,11 @@ impl Looker {
     }
 
     fn of_device(
-        &self,
+        &mut self,
         nvml: &Nvml,
         device: &str,
         ledger: &Ledger,
-        seen: &mut BTreeMap<Process, GpuProcess>,
+        seen: &mut BTreeMap<Process, Known>,
     ) -> Result<Look, NvmlError> {
         let handle = nvml.device_by_uuid(device)?;
         // Clients last: one that has connected meanwhile is on their list, and is not taken for one beside MPS.
@@ -59,32 +74,39 @@ impl Looker {
         let knows_clients = clients.is_some();
         let clients = clients.unwrap_or_default();
         let client_pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
-        let holder = |(pid, memory_bytes): (u32, u64)| {
+        let mut holder = |(pid, memory_bytes): (u32, u64)| {
             let process = Process::find(i32::try_from(pid).ok()?)?;
-            let told = match seen.get(&process).or_else(|| self.known.get(&process)) {
-                Some(told) => told.clone(),
-                None => inventory::describe(process.pid, 0)?,
+            let known = match seen.remove(&process).or_else(|| self.known.remove(&process)) {
+                Some(known) => known,
+                None => Known::of(process, ledger)?,
             };
-            let lease = lease_of(process, &told, ledger).map(|lease| lease.id.clone());
+            let (name, lease) = (known.told.name.clone(), known.lease.clone());
             // A container may call its program what it likes.
-            let is_server = told.mps_server && lease.is_none();
+            let is_server = known.told.mps_server && lease.is_none();
             let is_client = client_pids.contains(&pid);
-            let name = told.name.clone();
-            seen.insert(process, told);
+            seen.insert(process, known);
             Some(Holder { process, name, memory_bytes, is_server, is_client, lease })
         };
         let holders =
-            inventory::joined(running.iter().chain(&clients)).into_iter().filter_map(holder).collect();
-        let gone =
-            ledger.leases.iter().filter(|lease| has_gone(lease)).map(|lease| lease.id.clone()).collect();
+            inventory::joined(running.iter().chain(&clients)).into_iter().filter_map(&mut holder).collect();
+        let here = ledger.leases.iter().filter(|lease| lease.devices.iter().any(|own| own == device));
+        let gone = here.filter(|lease| has_gone(lease)).map(|lease| lease.id.clone()).collect();
         Ok(Look { device: device.to_owned(), most_clients: None, knows_clients, gone, holders })
+    }
+}
+
+impl Known {
+    /// `None`: it has gone meanwhile.
+    fn of(process: Process, ledger: &Ledger) -> Option<Self> {
+        let told = inventory::describe(process.pid, 0)?;
+        let lease = lease_of(process, &told, ledger).map(|lease| lease.id.clone());
+        Some(Self { told, lease })
     }
 }
 
 /// Whether its container has ended. One that is only marked as ending may live on: its delete may fail.
 fn has_gone(lease: &Lease) -> bool {
-    let ended = lease.init.as_ref().is_some_and(|init| !init.process.is_alive());
-    lease.state == LeaseState::Ending && ended
+    lease.state == LeaseState::Ending && lease.init.as_ref().is_some_and(|init| !init.process.is_alive())
 }
 
 /// The lease of a process, where that is certain: by its container's cgroup or first process. The PID namespace

@@ -27,6 +27,9 @@ const REREAD: Duration = Duration::from_secs(5);
 /// What was acted upon and is still there is acted upon again after this long.
 const AGAIN: Duration = Duration::from_secs(5);
 
+/// A file that is just being replaced is there after this long.
+const MOMENT: Duration = Duration::from_millis(50);
+
 /// Between two looks for a lease where the kernel does not tell that the ledger changes.
 const IDLE: Duration = Duration::from_millis(500);
 
@@ -101,7 +104,12 @@ impl Guard {
             return Pause::For(REREAD);
         }
         self.changes.follow(&config.state_dir);
-        let (ledger, store) = match self.read(config) {
+        // The first ledger of all comes after its copy: in between it seems to be gone.
+        let opened = self.read(config).or_else(|_| {
+            thread::sleep(MOMENT);
+            self.read(config)
+        });
+        let (ledger, store) = match opened {
             Ok(opened) => opened,
             Err(error) => return self.sees_nothing(&error.to_string(), config),
         };
@@ -133,7 +141,7 @@ impl Guard {
         *self = Self { last_sign, blind, ledger, changes, ..Self::default() };
     }
 
-    fn look(&mut self, ledger: &Ledger, config: &Config) -> Result<Seen, String> {
+    fn look(&mut self, ledger: &Rc<Ledger>, config: &Config) -> Result<Seen, String> {
         let file = inventory::cache_path(config);
         let known =
             self.inventory.get(&file, || inventory::last(config)).map_err(|error| error.to_string())?;

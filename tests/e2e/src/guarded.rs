@@ -1,6 +1,10 @@
 //! Containers beside the guard of `sublet serve`: what they run, what it wrote down, and a neighbour who must not
-//! notice.
+//! notice; and what its looks cost.
 
+use std::time::{Duration, Instant};
+
+use nix::time::{ClockId, clock_gettime};
+use nvml_wrapper::Nvml;
 use serde_json::{Value, json};
 
 use crate::bundle::Bundle;
@@ -72,4 +76,47 @@ impl Neighbour<'_> {
         assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{info}");
         bundle.down();
     }
+}
+
+/// Median milliseconds, and of CPU, of what the guard asks about one device in each look.
+#[must_use]
+pub fn nvml_calls(nvml: &Nvml, uuid: &str, times: usize) -> (f64, f64) {
+    let (mut wall, mut cpu) = (Vec::new(), Vec::new());
+    for _ in 0..times {
+        let (start, before) = (Instant::now(), thread_cpu());
+        let device = nvml.device_by_uuid(uuid).expect("the GPU is there");
+        let _ = device.running_compute_processes();
+        let _ = device.mps_running_compute_processes();
+        wall.push(start.elapsed());
+        cpu.push(thread_cpu() - before);
+    }
+    (median(wall), median(cpu))
+}
+
+fn thread_cpu() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("a clock of Linux").into()
+}
+
+fn median(mut times: Vec<Duration>) -> f64 {
+    times.sort_unstable();
+    times[times.len() / 2].as_secs_f64() * 1e3
+}
+
+/// Percent of one core that the thread `guard` of process `serve` takes for so long; `None`: this kernel does
+/// not tell.
+#[must_use]
+pub fn guard_cpu(serve: u32, watched: Duration) -> Option<f64> {
+    let before = thread_nanoseconds(serve)?;
+    let start = Instant::now();
+    std::thread::sleep(watched);
+    let spent = thread_nanoseconds(serve)?.saturating_sub(before);
+    Some(Duration::from_nanos(spent).as_secs_f64() / start.elapsed().as_secs_f64() * 100.0)
+}
+
+/// Nanoseconds on a CPU: the first field of schedstat (the kernel's sched-stats.rst).
+fn thread_nanoseconds(process: u32) -> Option<u64> {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).ok()?;
+    let read = |task: &std::fs::DirEntry, name: &str| std::fs::read_to_string(task.path().join(name)).ok();
+    let guard = tasks.flatten().find(|task| read(task, "comm").is_some_and(|comm| comm == "guard\n"))?;
+    read(&guard, "schedstat")?.split_whitespace().next()?.parse().ok()
 }

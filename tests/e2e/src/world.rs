@@ -5,6 +5,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::unistd::Pid;
+use nvml_wrapper::Nvml;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -184,6 +185,18 @@ impl World {
         std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut line).expect("a line");
         assert!(line.contains("\"error\":null"), "{line}");
         child
+    }
+
+    /// NVML of this world: the host's, or the simulator's.
+    #[must_use]
+    pub fn nvml(&self) -> Nvml {
+        let simulated = self.driver_root.as_ref().and_then(|root| {
+            let dirs = ["x86_64-linux-gnu", "aarch64-linux-gnu"]
+                .map(|dir| root.join("usr/lib").join(dir).join("libnvidia-ml.so.1"));
+            dirs.into_iter().find(|path| path.exists())
+        });
+        let library = simulated.unwrap_or_else(|| PathBuf::from("libnvidia-ml.so.1"));
+        Nvml::builder().lib_path(library.as_os_str()).init().expect("NVML loads")
     }
 
     /// Nothing may be left: no lease, no daemon, no process of one.

@@ -7,7 +7,7 @@ mod two_users;
 use serde_json::{Value, json};
 use sublet_e2e::guarded::{SHARE, SPOIL, probes};
 use sublet_e2e::user::Host;
-use sublet_e2e::{eventually, skip_unless_root};
+use sublet_e2e::{eventually, is_alive, skip_unless_root};
 use two_users::{ALICE, HOLD, serving};
 
 fn guarded(extra: &str) -> Host {
@@ -94,4 +94,161 @@ fn status_says_whether_there_is_a_guard() {
     host.start();
     assert!(eventually(|| table(&host).contains("\nGuard: on.\n")), "{}", table(&host));
     host.stop();
+}
+
+#[test]
+fn a_share_says_what_is_done() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("[share.debug]\nguard = \"report\"\nsm = 25\nmemory = \"4GiB\"\n");
+    let script = format!("{SPOIL} cuda-probe alloc 52000 600 & wait; exec sleep 600");
+    let up = |id: &str, annotations: &[(&str, &str)]| {
+        let bundle = host.world.bundle(id, annotations, &["/bin/sh", "-c", &script]);
+        bundle.up();
+        bundle.event("alloc");
+        assert!(eventually(|| host.event("memory").is_some()), "{:?}", host.events());
+        bundle
+    };
+    let refused = host.world.bundle("spared", &[SHARE[0], ("sublet.guard", "report")], HOLD).create();
+    assert!(refused.stderr.contains("sublet.guard=report does not go with [guard]"), "{refused:?}");
+    let spared = up("spared", &[("sublet.share", "debug")]);
+    assert_eq!(host.events()[0]["action"], json!("report"), "{:?}", host.events());
+    assert_eq!(probes(&spared), 1);
+    spared.down();
+    std::fs::remove_file(host.world.state_dir().join("guard.json")).expect("it is there");
+    let ended = up("ended", &[SHARE[0], SHARE[1], ("sublet.guard", "container")]);
+    assert_eq!(host.events()[0]["action"], json!("container"), "{:?}", host.events());
+    assert!(eventually(|| host.world.leases().is_empty()), "{:?}", host.world.leases());
+    ended.down();
+    host.world.assert_empty();
+}
+
+/// What `sublet status` says of the guard.
+fn sight(host: &Host) -> Value {
+    host.world.status()["guard"].clone()
+}
+
+#[test]
+fn nvml_that_goes_away_is_told_and_looked_for_until_it_is_back() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("");
+    let neighbour = host.neighbour();
+    assert!(eventually(|| sight(&host)["watching"] == json!(true)), "{}", sight(&host));
+    let fail = host.world.driver_root.as_ref().expect("simulated").join("sim/fail");
+    // NVML_ERROR_DRIVER_NOT_LOADED, then NVML_ERROR_UNINITIALIZED: whatever is asked, and by whom.
+    for code in ["9", "1"] {
+        std::fs::write(&fail, format!("* 0 {code}\n")).expect("written");
+        assert!(eventually(|| !sight(&host)["blind"].as_array().expect("a list").is_empty()), "{code}");
+        let table = host.world.sublet(&["status"]).stdout;
+        assert!(String::from_utf8_lossy(&table).contains("\nGUARD OFF: "), "{code}");
+        std::fs::remove_file(&fail).expect("it is there");
+        assert!(eventually(|| sight(&host)["watching"] == json!(true)), "{code}: {}", sight(&host));
+    }
+    let hostile = host.waiting("hostile", &format!("{SPOIL} cuda-probe alloc 52000 600 &"));
+    assert!(eventually(|| host.event("memory").is_some()), "{:?}", host.events());
+    hostile.down();
+    neighbour.lives();
+    host.world.assert_empty();
+}
+
+#[test]
+fn a_gpu_that_is_lost_leaves_the_others_guarded() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = two_users::host("h200x8");
+    host.start();
+    let on = |gpu: &'static str| [("sublet.gpu", gpu), SHARE[0], SHARE[1]];
+    let lost = host.world.bundle("lost", &on("0"), HOLD);
+    lost.up();
+    lost.event("info");
+    let script = format!("sleep 2; {SPOIL} cuda-probe alloc 52000 600 & wait; exec sleep 600");
+    let hostile = host.world.bundle("hostile", &on("1"), &["/bin/sh", "-c", &script]);
+    hostile.up();
+    // As an Xid 79 leaves it: its PCI configuration space reads ffff, and NVML answers that it is lost.
+    let devices = host.world.driver_root.as_ref().expect("simulated").join("sys/bus/pci/devices");
+    let mut all: Vec<_> =
+        std::fs::read_dir(&devices).expect("GPUs").flatten().map(|gpu| gpu.path()).collect();
+    all.sort();
+    std::fs::write(all[0].join("config"), [0xff; 64]).expect("written");
+    assert!(eventually(|| host.event("memory").is_some()), "{:?}", host.events());
+    let blind = sight(&host)["blind"].clone();
+    assert!(blind.as_array().is_some_and(|blind| blind.len() == 1), "{blind}");
+    assert_eq!(host.events().len(), 1, "{:?}", host.events());
+    assert!(is_alive(nix::unistd::Pid::from_raw(lost.pid())), "nobody was taken for an offender");
+    hostile.down();
+    lost.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn without_a_lease_nvml_is_closed_and_nothing_is_asked() {
+    if skip_unless_root() {
+        return;
+    }
+    // Whose GPU cannot do MIG: on others the service looks for instances, now and then.
+    let mut host = two_users::host("pascal");
+    host.start();
+    let serve = host.serve.as_ref().expect("it runs").id();
+    let is_open = || {
+        let maps = std::fs::read_to_string(format!("/proc/{serve}/maps")).expect("/proc");
+        maps.contains("libnvidia-ml")
+    };
+    let trace = host.world.driver_root.as_ref().expect("simulated").join("sim/trace");
+    let slice = host.world.bundle("slice", &[("sublet.gpu", "0")], HOLD);
+    slice.up();
+    assert!(eventually(is_open), "it looks");
+    slice.down();
+    assert!(eventually(|| !is_open()), "nobody is left");
+    std::fs::write(&trace, "").expect("written");
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    assert_eq!(std::fs::read_to_string(&trace).expect("it is there"), "");
+    std::fs::remove_file(&trace).expect("it is there");
+    // The next lease is looked after all the same.
+    slice.up();
+    assert!(eventually(is_open), "it looks");
+    slice.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn a_daemon_or_server_that_dies_is_there_again_and_who_was_hit_is_told() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("");
+    let computing =
+        host.world.bundle("computing", SHARE, &["/bin/sh", "-c", "cuda-probe hold 600; exec sleep 600"]);
+    computing.up();
+    let idle = host.waiting("idle", "");
+    for (what, others) in [("nvidia-cuda-mps-control", 1), ("nvidia-cuda-mps-server", 2)] {
+        assert!(eventually(|| probes(&computing) >= 1), "{what}");
+        // The guard has seen it compute.
+        std::thread::sleep(std::time::Duration::from_secs(2));
+        let pids = host.world.daemon_pids("");
+        let named = |pid: &&nix::unistd::Pid| {
+            std::fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(what))
+        };
+        let victim = pids.iter().find(named).expect("it runs");
+        nix::sys::signal::kill(*victim, nix::sys::signal::Signal::SIGKILL).expect("it is ours");
+        // No command of ours is run: the service alone puts it right.
+        let hit = || host.events().iter().filter(|event| event["offence"] == "server").count();
+        assert!(eventually(|| hit() == others), "{what}: {:?}", host.events());
+        let whose: Vec<Value> = host.events().iter().map(|event| event["container_id"].clone()).collect();
+        assert!(whose.iter().all(|id| id == "computing"), "{whose:?}");
+        let info = || idle.exec(&["/usr/bin/cuda-probe", "info"]).json().remove(0);
+        assert!(eventually(|| info()["mps"] == json!(true)), "{what}: {}", info());
+        let again =
+            computing.exec(&["/bin/sh", "-c", "busybox setsid cuda-probe hold 600 >/dev/null 2>&1 &"]);
+        assert!(again.ok, "{again:?}");
+    }
+    let explained = host.world.sublet(&["explain", "--container", "computing"]);
+    let explained = String::from_utf8_lossy(&explained.stdout).into_owned();
+    assert!(explained.contains("the GPU work of container computing went with it"), "{explained}");
+    computing.down();
+    idle.down();
+    host.world.assert_empty();
 }

@@ -12,7 +12,7 @@ use sublet_e2e::{Bundle, World, copy_program, is_alive};
 
 use super::beside::{Held, Line};
 use super::plain::{self, PlainMps};
-use super::{PROBE, Table, number, nvml};
+use super::{PROBE, Table, number};
 
 /// MiB that a container may have, and what the guard lets pass.
 const LIMIT: u64 = 4096;
@@ -146,7 +146,7 @@ fn attacks(slots: usize) -> Vec<Attack> {
 
 /// The rows.
 pub(super) fn table(world: &World, table: &mut Table) {
-    let nvml = nvml(world);
+    let nvml = world.nvml();
     let whole = plain::whole(world);
     for attack in attacks(slots(&nvml)) {
         let mps = PlainMps::start(world, &whole, LIMIT);

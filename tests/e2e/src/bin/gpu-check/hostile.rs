@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, eventually};
 
-use super::{PROBE, Table, attacks, cost, number, nvml, up};
+use super::{PROBE, Table, attacks, cost, number, up};
 
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "4GiB")];
 
@@ -60,7 +60,7 @@ fn honest(world: &World, table: &mut Table) {
     full.up();
     let filled = || full.output().contains("\"mib\"") && full.output().contains("\"CUDA_SUCCESS\"");
     let _ = eventually(filled);
-    let nvml = nvml(world);
+    let nvml = world.nvml();
     let device = nvml.device_by_index(0).expect("a GPU");
     let mut most = 0;
     for _ in 0..30 {

@@ -19,7 +19,6 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use nvml_wrapper::Nvml;
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, eventually};
 
@@ -323,7 +322,7 @@ fn daemon(world: &World) -> Pid {
 /// How long a killed client's memory takes to come back: an ended lease may only be booked again then.
 fn memory_back(world: &World, table: &mut Table) {
     const MIB: &str = "8000";
-    let nvml = nvml(world);
+    let nvml = world.nvml();
     let used = || {
         nvml.device_by_index(0).and_then(|device| device.memory_info()).map_or(0, |memory| memory.used >> 20)
     };
@@ -347,17 +346,6 @@ fn memory_back(world: &World, table: &mut Table) {
         format!("median {} ms, worst {} ms of {}", taken[2], taken[4], taken.len()),
         taken[4] < 5000,
     );
-}
-
-/// NVML of this world: the host's, or the simulator's.
-fn nvml(world: &World) -> Nvml {
-    let simulated = world.driver_root.as_ref().and_then(|root| {
-        let dirs = ["x86_64-linux-gnu", "aarch64-linux-gnu"]
-            .map(|dir| root.join("usr/lib").join(dir).join("libnvidia-ml.so.1"));
-        dirs.into_iter().find(|path| path.exists())
-    });
-    let library = simulated.unwrap_or_else(|| PathBuf::from("libnvidia-ml.so.1"));
-    Nvml::builder().lib_path(library.as_os_str()).init().expect("NVML loads")
 }
 
 fn gone(world: &World, table: &mut Table) {
