@@ -138,7 +138,7 @@ impl Guard {
     fn rest(&mut self) {
         let (last_sign, blind) = (self.last_sign, std::mem::take(&mut self.blind));
         let (ledger, changes) = (std::mem::take(&mut self.ledger), std::mem::take(&mut self.changes));
-        *self = Self { last_sign, blind, ledger, changes, ..Self::default() };
+        *self = Self { ledger, changes, blind, last_sign, ..Self::default() };
     }
 
     fn look(&mut self, ledger: &Rc<Ledger>, config: &Config) -> Result<Seen, String> {

@@ -213,10 +213,15 @@ fn b8_a_fault_ends_the_neighbours_of_a_shared_server_and_none_of_a_dedicated_one
         return;
     }
     let host = guarded("");
-    for (isolation, expected) in [("dedicated", "CUDA_SUCCESS"), ("shared", "CUDA_ERROR_ILLEGAL_ADDRESS")] {
+    for (isolation, seconds, expected) in
+        [("dedicated", "5", "CUDA_SUCCESS"), ("shared", "60", "CUDA_ERROR_ILLEGAL_ADDRESS")]
+    {
         let share = [("sublet.mode", "mps"), ("sublet.isolation", isolation), ("sublet.sm", "25")];
-        let neighbour =
-            host.world.bundle(&format!("beside-{isolation}"), &share, &["/usr/bin/cuda-probe", "hold", "3"]);
+        let neighbour = host.world.bundle(
+            &format!("beside-{isolation}"),
+            &share,
+            &["/usr/bin/cuda-probe", "hold", seconds],
+        );
         neighbour.up();
         neighbour.event("info");
         let faulty =

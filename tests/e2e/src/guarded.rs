@@ -88,7 +88,7 @@ pub fn nvml_calls(nvml: &Nvml, uuid: &str, times: usize) -> (f64, f64) {
         let _ = device.running_compute_processes();
         let _ = device.mps_running_compute_processes();
         wall.push(start.elapsed());
-        cpu.push(thread_cpu() - before);
+        cpu.push(thread_cpu().saturating_sub(before));
     }
     (median(wall), median(cpu))
 }
