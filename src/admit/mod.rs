@@ -215,8 +215,9 @@ pub fn end(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
         return rootless::end(lease, config);
     }
     let store = Store::open(&config.state_dir)?;
-    let Some(held) = read(&store)?.lease(lease).cloned() else {
-        clear_for_others(&store);
+    let ledger = read(&store)?;
+    let Some(held) = ledger.lease(lease).cloned() else {
+        clear_for_others(&ledger, &store);
         return Ok(());
     };
     let deadline = Instant::now() + EMPTY_CGROUP;
@@ -247,15 +248,20 @@ fn free(lease: &LeaseId, store: &Store, config: &Config) -> Result<(), AdmitErro
     freed.extend(removed);
     tidy(&freed, store, config);
     if freed.is_empty() {
-        clear_for_others(store);
+        clear_for_others(&read(store)?, store);
     }
     Ok(())
 }
 
-/// Another command has just freed the lease: it may have done so too late to clear what hung on it, or be killed.
-fn clear_for_others(store: &Store) {
-    clear_leftovers(store);
-    clear_made(store);
+/// Another command has just freed the lease, as `ledger` has it: it may have done so too late to clear what hung on
+/// it, or be killed.
+fn clear_for_others(ledger: &Ledger, store: &Store) {
+    if !ledger.clearable().is_empty() {
+        clear_leftovers(store);
+    }
+    if ledger.has_unneeded() {
+        clear_made(store);
+    }
 }
 
 /// After leases were freed: settles their servers, removes the mount points they left in a rootfs and
@@ -333,8 +339,9 @@ fn mark(
     config: &Config,
 ) -> Result<Option<LeaseId>, AdmitError> {
     let store = Store::open(&config.state_dir)?;
-    if read(&store)?.of_record(uid, id, record).is_none() {
-        clear_for_others(&store);
+    let ledger = read(&store)?;
+    if ledger.of_record(uid, id, record).is_none() {
+        clear_for_others(&ledger, &store);
         return Ok(None);
     }
     let (marked, freed) = store.update(|ledger| {

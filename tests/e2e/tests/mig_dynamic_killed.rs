@@ -164,6 +164,24 @@ fn a_delete_whose_helper_is_killed_leaves_the_rest_to_the_next_command() {
     world.assert_empty();
 }
 
+/// As when several end at once, and one that frees another's lease too comes too late to see its instance.
+#[test]
+fn a_delete_destroys_what_another_command_has_freed_and_not_destroyed_yet() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = world(HOPPER);
+    let one = up(&world, "one", SMALL);
+    assert!(one.kill("KILL").ok);
+    let mut freed = ledger(&world);
+    freed["leases"].as_array_mut().expect("leases").pop().expect("one");
+    std::fs::write(world.state_dir().join("ledger.json"), freed.to_string()).expect("ledger.json");
+    assert_eq!(bare(&world).len(), 1);
+    assert!(eventually(|| one.delete().ok), "its first process has ended");
+    assert_nothing_made(&world);
+    world.assert_empty();
+}
+
 #[test]
 fn one_that_is_in_use_is_tried_again_and_said() {
     if skip_unless_root() {

@@ -1,0 +1,67 @@
+//! `sublet refresh --boot`: the nodes and links that a host is to have before its engines start.
+
+use std::path::Path;
+use std::process::Output;
+
+use sublet_e2e::{World, skip_unless_root};
+
+#[test]
+fn a_boot_makes_the_nodes_and_their_links() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let dev = world.driver_root.as_ref().expect("a simulated driver").join("dev");
+    for node in ["nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-uvm-tools"] {
+        std::fs::remove_file(dev.join(node)).expect("a node of the simulated driver");
+    }
+    let refused = world.sublet(&["refresh"]);
+    assert!(!refused.status.success() && text_of(&refused).contains("/dev/"), "{}", text_of(&refused));
+    for _ in 0..2 {
+        let booted = world.sublet(&["refresh", "--boot"]);
+        let told = text_of(&booted);
+        assert!(booted.status.success() && told.contains(": 2 GPUs, "), "{told}");
+        assert_eq!(device(&dev.join("nvidia0")), (195, 0, 0o666));
+        assert_eq!(device(&dev.join("nvidiactl")), (195, 255, 0o666));
+        let (uvm, minor, mode) = device(&dev.join("nvidia-uvm"));
+        assert_eq!((minor, mode), (0, 0o666));
+        let link = |number: &str| std::fs::read_link(dev.join("char").join(number)).expect(number);
+        assert_eq!(link("195:0"), Path::new("../nvidia0"));
+        assert_eq!(link("195:1"), Path::new("../nvidia1"));
+        assert_eq!(link(&format!("{uvm}:0")), Path::new("../nvidia-uvm"));
+        let caps = std::fs::read_dir(dev.join("char")).expect("/dev/char").flatten();
+        let caps = caps.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+        let caps = caps.filter(|target| target.starts_with("../nvidia-caps")).count();
+        // A GPU instance's and a compute instance's for each of the seven MIG devices at most.
+        assert!((2..=14).contains(&caps), "{caps}");
+    }
+}
+
+/// (major, minor, mode) of a character device.
+fn device(path: &Path) -> (u64, u64, u32) {
+    use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+    let there = std::fs::metadata(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    assert!(there.file_type().is_char_device());
+    let number = there.rdev();
+    (nix::sys::stat::major(number), nix::sys::stat::minor(number), there.mode() & 0o777)
+}
+
+#[test]
+fn a_boot_without_a_gpu_passes() {
+    let root = tempfile::tempdir().expect("a directory");
+    let config = root.path().join("config.toml");
+    let text = format!("state_dir = \"{0}/s\"\n[driver]\nroot = \"{0}\"\n", root.path().display());
+    std::fs::write(&config, text).expect("a configuration");
+    let mut command = std::process::Command::new(sublet_e2e::bin_dir().join("sublet"));
+    let output = command.args(["refresh", "--boot"]).env("SUBLET_CONFIG", &config).output().expect("sublet");
+    assert_eq!(
+        (output.status.code(), text_of(&output)),
+        (Some(0), "This host has no NVIDIA GPU.\n".to_owned())
+    );
+    assert!(!root.path().join("s").exists());
+}
+
+/// Both streams.
+fn text_of(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
