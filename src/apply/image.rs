@@ -54,6 +54,13 @@ pub enum ImageError {
     /// The MPS directory cannot be mounted over a file.
     #[error("the image has a file at {}, where the MPS directory is mounted: remove it from the image", shown(.0))]
     NotDirectory(PathBuf),
+    /// A mount would show on the host.
+    #[error(
+        "{} lies on a volume that is shared with the host (bind-propagation shared), or behind a link that may \
+         lead there, and the share's mounts would appear on the host: use rslave or rprivate for that volume",
+        shown(.0)
+    )]
+    Shared(PathBuf),
     /// The kernel cannot follow the path: a loop of links, a file where a directory must be.
     #[error(
         "the image's {} cannot be a mount point for sublet: {source}; remove it from the image",

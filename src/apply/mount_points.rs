@@ -24,6 +24,9 @@ pub(super) fn check(
     let (mut created, mut impossible) = (Vec::new(), Vec::new());
     let all = files.iter().map(|path| (path, false)).chain(directories.iter().map(|path| (path, true)));
     for (path, directory) in all {
+        if tree.is_shared(path) && !cfg!(sublet_without = "a9") {
+            return Err(ImageError::Shared(path.clone()));
+        }
         match tree.find(path) {
             Ok(found) if found.is(SFlag::S_IFDIR) == directory => {}
             Ok(_) if directory => return Err(ImageError::NotDirectory(path.clone())),

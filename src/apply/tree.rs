@@ -2,6 +2,7 @@
 //! is resolved by the kernel inside the rootfs (openat2, `RESOLVE_IN_ROOT`, no magic links), and what was
 //! found is used by its descriptor, never by its path again.
 
+use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
@@ -9,8 +10,8 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat, openat2};
-use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
+use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat, openat2};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
 use nix::sys::statvfs::{FsFlags, fstatvfs};
 use serde_json::Value;
 
@@ -33,6 +34,8 @@ struct Volume {
     /// On the host; `None`: a file system of its own, empty as far as we know.
     source: Option<PathBuf>,
     read_only: bool,
+    /// What is mounted in it is mounted on the host too (`mount_namespaces(7)`).
+    shared: bool,
 }
 
 /// Something that is there.
@@ -62,11 +65,14 @@ impl Tree {
     fn volume(&self, mount: &Value) -> Option<Volume> {
         let destination = plain(mount.get("destination")?.as_str()?);
         let options = mount.get("options").and_then(Value::as_array);
+        let is =
+            |name: &str| options.is_some_and(|all| all.iter().any(|option| option.as_str() == Some(name)));
         let source = mount.get("source").and_then(Value::as_str).filter(|_| is_bind(mount));
         Some(Volume {
             destination: self.in_rootfs(&destination).map_or(destination, |(_, path)| path),
             source: source.map(PathBuf::from),
-            read_only: options.is_some_and(|all| all.iter().any(|option| option.as_str() == Some("ro"))),
+            read_only: is("ro"),
+            shared: is("shared") || is("rshared"),
         })
     }
 
@@ -101,6 +107,20 @@ impl Tree {
         parent.map_or((false, false), |parent| (parent.read_only, parent.in_volume))
     }
 
+    /// Whether something mounted at `path` would, or could, appear on the host: it lies in a shared volume, or
+    /// behind a link of which only the runtime will know where it leads.
+    pub fn is_shared(&self, path: &Path) -> bool {
+        let mut missing = None;
+        for ancestor in path.ancestors().filter(|_| self.volumes.iter().any(|volume| volume.shared)) {
+            if let Ok(found) = self.find(ancestor) {
+                let within = self.covering(&found.path).is_some_and(|(volume, _)| volume.shared);
+                return within || missing.is_some_and(|name| found.has_link(name));
+            }
+            missing = ancestor.file_name();
+        }
+        false
+    }
+
     /// Whether `path` lies in a directory of the host's.
     pub fn is_of_the_host(&self, path: &Path) -> bool {
         let real = self.in_rootfs(path).map_or_else(|_| path.to_owned(), |(_, real)| real);
@@ -117,6 +137,11 @@ impl Tree {
 impl Found {
     pub fn stat(&self) -> io::Result<FileStat> {
         Ok(fstat(&self.fd)?)
+    }
+
+    fn has_link(&self, name: &OsStr) -> bool {
+        fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW)
+            .is_ok_and(|stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == SFlag::S_IFLNK)
     }
 
     pub fn is(&self, kind: SFlag) -> bool {

@@ -311,7 +311,10 @@ fn remove(path: &Path) -> io::Result<()> {
 
 /// Why a ledger with this metadata is not believed.
 fn distrust(meta: &fs::Metadata) -> Option<String> {
-    if !meta.is_file() && !(cfg!(sublet_without = "c3-link") && meta.is_symlink()) {
+    if cfg!(sublet_without = "c3-link") && meta.is_symlink() {
+        return None;
+    }
+    if !meta.is_file() {
         return Some("it is no regular file".to_owned());
     }
     if meta.len() > LARGEST {

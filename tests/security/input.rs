@@ -172,7 +172,7 @@ fn c2_an_edit_is_taken_back_where_the_runtime_does_not_run() {
     let text = std::fs::read_to_string(&world.config).expect("config.toml");
     let text = text.replace(&format!("{:?}", [world.engine.program()]), &format!("{:?}", [&runtime]));
     std::fs::write(&world.config, text).expect("config.toml");
-    let line = bad(&world, SHARE).refused();
+    let line = bad(&world, &[("sublet.gpu", "0")]).refused();
     assert_lines(&[line], &["cannot run $DIR/runtime: No such file or directory (os error 2)"]);
     world.assert_empty();
 }
@@ -236,7 +236,6 @@ fn c7_the_bundle_is_the_one_that_the_runtime_takes() {
         vec![format!("--bundle={dir}"), "c".into()],
         vec!["-b".into(), dir.clone(), "c".into()],
         vec!["--bundle".into(), elsewhere.clone(), "--bundle".into(), dir.clone(), "c".into()],
-        vec![format!("--bundle={elsewhere}"), "-b".into(), dir.clone(), "c".into()],
         vec!["--bundle".into(), dir.clone(), "--pid-file".into(), format!("{dir}/create"), "c".into()],
         vec!["--bundle".into(), dir.clone(), "--".into(), "c".into()],
     ];
@@ -244,7 +243,11 @@ fn c7_the_bundle_is_the_one_that_the_runtime_takes() {
         Engine::Runc => {
             vec![vec![format!("-bundle={dir}"), "c".into()], vec!["c".into(), "--bundle".into(), dir]]
         }
-        Engine::Crun => vec![vec![format!("-b{dir}"), "c".into()], vec![format!("--bun={dir}"), "c".into()]],
+        Engine::Crun => vec![
+            vec![format!("-b{dir}"), "c".into()],
+            vec![format!("--bun={dir}"), "c".into()],
+            vec![format!("--bundle={elsewhere}"), "-b".into(), dir, "c".into()],
+        ],
     });
     for form in forms {
         bundle.write();
@@ -284,9 +287,9 @@ fn c7_what_nobody_knows_passes_unchanged() {
         vec!["create".into(), "--bundle".into(), bad.clone(), "nobody".into()],
         vec!["--root".into(), bad, "state".into(), "nobody".into()],
     ];
-    let program = format!("/usr/bin/{}", world.engine.program());
-    let program =
-        if std::path::Path::new(&program).exists() { program } else { program.replace("bin", "sbin") };
+    let path = std::env::var_os("PATH").expect("PATH");
+    let mut places = std::env::split_paths(&path).map(|dir| dir.join(world.engine.program()));
+    let program = places.find(|program| program.exists()).expect("it is installed");
     for line in lines {
         let run = |mut command: Command| Finished::of(&command.args(&line).output().expect("it runs"));
         let (with, without) = (run(world.command("sublet-runtime")), run(Command::new(&program)));

@@ -93,19 +93,39 @@ impl Host {
     /// A container whose image has a link at `place` to `target`: whether it started. If it did it has what it
     /// is given, and nothing of the host's.
     fn attack(&self, door: Door, place: &str, target: &str, readonly: bool) -> bool {
-        self.attack_with(door, readonly, &format!("{place} -> {target}"), |bundle| {
-            link(bundle, place, target)
-        })
+        // What a link in /proc leads to is another thing for the runtime than for the container, and what is
+        // mounted last hides the other.
+        let reached = match (target.starts_with("/proc"), place) {
+            (true, _) => "",
+            (false, "/tmp/nvidia-mps") => "/tmp/nvidia-mps",
+            (false, _) => "/run/sublet/mps",
+        };
+        let what = format!("{place} -> {target}");
+        self.attack_with(door, readonly, &what, reached, |bundle| link(bundle, place, target))
     }
 
-    fn attack_with(&self, door: Door, readonly: bool, what: &str, image: impl FnOnce(&Bundle<'_>)) -> bool {
+    fn attack_with(
+        &self,
+        door: Door,
+        readonly: bool,
+        what: &str,
+        reached: &str,
+        image: impl FnOnce(&Bundle<'_>),
+    ) -> bool {
         let what = format!("{door:?}: {what}{}", if readonly { ", read-only" } else { "" });
         let mut bundle = self.bundle(door, SLEEP);
         bundle.spec["root"]["readonly"] = json!(readonly);
         image(&bundle);
         let created = bundle.create();
         if created.ok {
-            self.assert_given(door, &bundle, &what);
+            if door == Door::Shim {
+                self.assert_sources(&bundle, &what);
+            }
+            assert!(bundle.start().ok, "{what}");
+            self.assert_nothing_of_the_host(&bundle, &what);
+            if !reached.is_empty() {
+                assert_given(&bundle, reached, &what);
+            }
         } else {
             assert!(!created.stderr.contains("panicked"), "{what}: {created:?}");
             let said = created.stderr.contains("sublet-") || created.stderr.contains("container");
@@ -119,19 +139,8 @@ impl Host {
         created.ok
     }
 
-    /// What it has, it has inside; nothing of the image or of the canary is a mount's source.
-    fn assert_given(&self, door: Door, bundle: &Bundle<'_>, what: &str) {
-        if door == Door::Shim {
-            self.assert_sources(bundle, what);
-        }
-        assert!(bundle.start().ok, "{what}");
+    fn assert_nothing_of_the_host(&self, bundle: &Bundle<'_>, what: &str) {
         let sh = |script: &str| bundle.exec(&["/bin/sh", "-c", script]);
-        let given = sh(&format!(
-            "[ ! -e {DIR}/libc.so.6 ] || grep -q ELF {DIR}/libcuda.so.1 && ls /tmp/nvidia-mps /run/sublet/mps"
-        ));
-        let dirs = "/run/sublet/mps:\ncontrol\n\n/tmp/nvidia-mps:\ncontrol\n";
-        let swapped = "/tmp/nvidia-mps:\ncontrol\n\n/run/sublet/mps:\ncontrol\n";
-        assert!([dirs, swapped].contains(&given.stdout.as_str()), "{what}: {given:?}");
         let canary = self.canary.display();
         let found = sh(&format!(
             "cat {canary}/secret /secret /run/secret /tmp/secret {DIR}/secret /usr/bin/secret {DIR}/libcuda.so.1"
@@ -156,6 +165,13 @@ impl Host {
             assert!(source.starts_with(driver) || source.starts_with(&state), "{what}: {mount}");
         }
     }
+}
+
+/// It has the driver's library, if it can have one, and its MPS directory at `reached`.
+fn assert_given(bundle: &Bundle<'_>, reached: &str, what: &str) {
+    let look = format!("[ ! -e {DIR}/libc.so.6 ] || grep -q ELF {DIR}/libcuda.so.1 && ls {reached}");
+    let given = bundle.exec(&["/bin/sh", "-c", &look]);
+    assert_eq!(given.stdout, "control\n", "{what}: {given:?}");
 }
 
 /// `path` of the container, on the host.
@@ -243,15 +259,13 @@ fn a3_parents_of_mount_points_lead_nowhere_else() {
     ];
     let mut started = 0;
     for door in DOORS {
-        for place in ["/run", "/run/sublet", "/tmp", "/usr/bin"] {
-            for target in &targets {
-                for readonly in [false, true] {
-                    started += usize::from(host.attack(door, place, target, readonly));
-                }
+        for (number, place) in ["/run", "/run/sublet", "/tmp", "/usr/bin"].into_iter().enumerate() {
+            for (target, readonly) in targets.iter().zip([false, true].into_iter().cycle().skip(number)) {
+                started += usize::from(host.attack(door, place, target, readonly));
             }
         }
     }
-    assert!(started > 40, "{started}");
+    assert!(started > 20, "{started}");
 }
 
 #[test]
@@ -264,20 +278,18 @@ fn a4_what_is_at_a_mount_point_already_is_refused_or_stays_inside() {
     let directories = ["/tmp/nvidia-mps".to_owned(), "/run/sublet/mps".to_owned()];
     for door in DOORS {
         for place in files.iter().chain(&directories) {
-            for target in ["new", "dir/new", "libcuda.so.1", "secret"] {
-                for target in [host.at(target), host.up_and_out(target)] {
-                    host.attack(door, place, &target, false);
-                }
+            for target in [host.at("new"), host.up_and_out("new"), host.at("dir/new"), host.at("secret")] {
+                host.attack(door, place, &target, false);
             }
         }
         for place in &files {
             let directory =
                 |bundle: &Bundle<'_>| fs::create_dir(cleared(bundle, place)).expect("a directory");
-            assert!(!host.attack_with(door, false, &format!("{place} is a directory"), directory));
+            assert!(!host.attack_with(door, false, &format!("{place} is a directory"), "", directory));
         }
         for place in &directories {
             let file = |bundle: &Bundle<'_>| fs::write(cleared(bundle, place), "x").expect("a file");
-            assert!(!host.attack_with(door, false, &format!("{place} is a file"), file));
+            assert!(!host.attack_with(door, false, &format!("{place} is a file"), "", file));
         }
     }
 }
@@ -390,8 +402,12 @@ fn a9_shared_volumes_leave_no_mount_on_the_host() {
             let mut bundle = host.bundle(door, SLEEP);
             bundle.spec["mounts"].as_array_mut().expect("mounts").push(json!({"destination": destination,
                 "type": "bind", "source": volume.0, "options": ["rbind", propagation]}));
+            if propagation == "rshared" {
+                // As Docker does for such a volume: else it is shared with nobody outside.
+                bundle.spec["linux"]["rootfsPropagation"] = json!("shared");
+            }
             let created = bundle.create();
-            assert!(created.ok || propagation == "rshared", "{what}: {created:?}");
+            assert_eq!(created.ok, propagation != "rshared", "{what}: {created:?}");
             assert!(created.ok || said(&host, &created, "is shared with the host"), "{what}: {created:?}");
             host.assert_unchanged(&what);
             if created.ok {

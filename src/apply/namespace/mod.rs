@@ -56,7 +56,7 @@ pub enum NamespaceError {
     /// A mount would show on the host.
     #[error(
         "{} lies on a mount that is shared with the host (bind-propagation shared), where the share's mounts \
-         would appear too: use rslave or rprivate for that volume, or start the container through sublet-runtime",
+         would appear too: use rslave or rprivate for that volume",
         shown(.0)
     )]
     Shared(PathBuf),

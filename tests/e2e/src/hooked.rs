@@ -9,6 +9,18 @@ use serde_json::{Value, json};
 
 use crate::{Bundle, Finished, bin_dir};
 
+/// What an image can set: variables that loaders, libc and sublet itself know.
+pub const HOSTILE_ENVIRONMENT: [&str; 8] = [
+    "LD_PRELOAD=/proc/self/cwd/x.so",
+    "LD_AUDIT=/proc/self/cwd/x.so",
+    "LD_LIBRARY_PATH=/proc/self/cwd",
+    "GCONV_PATH=/proc/self/cwd",
+    "RUST_LOG=trace",
+    "SUBLET_CONFIG=/proc/self/cwd/config.toml",
+    "CUDA_MPS_PIPE_DIRECTORY=/proc/self/cwd",
+    "PATH=/proc/self/cwd:/bin:/usr/bin",
+];
+
 /// The container's id in [`Bundle::podmans`].
 pub const PODMANS_ID: &str = "452325ed5f7f35588a551450be5d67fde0f40a94317f3f8f8a275a3aebf20f2a";
 

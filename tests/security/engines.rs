@@ -1,0 +1,94 @@
+//! A8 and A9 with real Docker and Podman, in the root that tests/engines/enter gives: what an image sets reaches
+//! no hook, and a shared volume spreads no mount of ours.
+
+use serde_json::{Value, json};
+use sublet_e2e::docker::{Docker, skip_unless_engines};
+use sublet_e2e::hooked::HOSTILE_ENVIRONMENT;
+use sublet_e2e::podman::Podman;
+use sublet_e2e::{World, eventually};
+
+const QUARTER: &[&str] = &["sublet.sm=25"];
+
+fn environment() -> Vec<String> {
+    HOSTILE_ENVIRONMENT.iter().map(|variable| format!("--env={variable}")).collect()
+}
+
+/// By sublet's own configuration: the image names another, which is nonsense.
+fn assert_share(info: &Value) {
+    assert_eq!(
+        (&info["error"], &info["mps"], &info["sm"]),
+        (&Value::Null, &json!(true), &json!(32)),
+        "{info}"
+    );
+}
+
+#[test]
+fn a8_podman() {
+    if skip_unless_engines() {
+        return;
+    }
+    let podman = Podman::up(World::simulated("h200", ""));
+    let environment = environment();
+    let options: Vec<&str> = environment.iter().map(String::as_str).collect();
+    for runtime in [None, Some("--runtime=sublet")] {
+        let options = [&options[..], runtime.as_slice()].concat();
+        let id = podman.hold("hostile", QUARTER, &options);
+        assert_share(&podman.event("hostile", "info"));
+        assert_eq!(podman.lease(&id).expect("a lease")["state"], "active");
+        podman.done(&["rm", "-f", "-t0", "hostile"]);
+        assert_eq!(podman.ledger()["leases"], json!([]), "the end was told, by a hook or by the shim");
+        podman.assert_empty();
+    }
+}
+
+#[test]
+fn a8_docker() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = Docker::up(World::simulated("h200", ""), &json!({}));
+    let environment = environment();
+    let options: Vec<&str> = environment.iter().map(String::as_str).collect();
+    let id = docker.hold("hostile", QUARTER, &options);
+    assert_share(&docker.event("hostile", "info"));
+    let lease = || docker.lease(&id).is_some_and(|lease| lease["state"] == "active");
+    assert!(eventually(lease), "{:?}", docker.world.leases());
+    docker.done(&["rm", "-f", "hostile"]);
+    assert!(eventually(|| docker.world.leases().is_empty()), "{:?}", docker.world.leases());
+    docker.world.assert_empty();
+}
+
+#[test]
+fn a9_docker() {
+    if skip_unless_engines() {
+        return;
+    }
+    let docker = Docker::up(World::simulated("h200", ""), &json!({}));
+    let volume = docker.world.dir.path().join("volume");
+    std::fs::create_dir_all(&volume).expect("a directory");
+    let within = volume.display().to_string();
+    let mounts = || {
+        let table = std::fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
+        let of_ours = |line: &&str| line.contains(&within) || line.contains("/sim/");
+        table.lines().filter(of_ours).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let before = mounts();
+    // The root's mounts are shared there, as on a machine that systemd booted.
+    let run = |at: &str| {
+        let volume = format!("--volume={within}:{at}:shared");
+        docker.run("shared", QUARTER, &[&volume], &["cuda-probe", "hold", "600"])
+    };
+    let refused = run("/run");
+    assert!(!refused.ok && refused.stderr.contains("is shared with the host"), "{refused:?}");
+    assert_eq!(mounts(), before, "refused");
+    docker.done(&["rm", "-f", "shared"]);
+    // Elsewhere it is nobody's business.
+    let started = run("/srv");
+    assert!(started.ok, "{started:?}");
+    assert_share(&docker.event("shared", "info"));
+    assert_eq!(mounts(), before, "while it runs");
+    docker.done(&["rm", "-f", "shared"]);
+    assert!(eventually(|| docker.world.leases().is_empty()), "{:?}", docker.world.leases());
+    assert_eq!(mounts(), before, "after its end");
+    docker.world.assert_empty();
+}
