@@ -21,6 +21,13 @@ impl Process {
         stat(pid).map(|stat| Self { pid, start_time: stat.start_time })
     }
 
+    /// Its parent's pid; `None` when it has gone.
+    #[cfg(feature = "cli")]
+    #[must_use]
+    pub fn parent(&self) -> Option<i32> {
+        stat(self.pid).filter(|stat| stat.start_time == self.start_time).map(|stat| stat.parent)
+    }
+
     /// This process.
     ///
     /// # Errors
@@ -53,6 +60,8 @@ pub fn uptime_seconds() -> u64 {
 
 struct Stat {
     state: char,
+    #[cfg_attr(not(feature = "cli"), expect(dead_code, reason = "the guard asks"))]
+    parent: i32,
     start_time: u64,
 }
 
@@ -66,7 +75,11 @@ fn stat(pid: i32) -> Option<Stat> {
 /// The command name in field 2 may hold spaces and parentheses: fields are counted from the last `)`.
 fn parse_stat(text: &str) -> Option<Stat> {
     let mut fields = text[text.rfind(')')? + 1..].split_ascii_whitespace();
-    Some(Stat { state: fields.next()?.chars().next()?, start_time: fields.nth(18)?.parse().ok()? })
+    Some(Stat {
+        state: fields.next()?.chars().next()?,
+        parent: fields.next()?.parse().ok()?,
+        start_time: fields.nth(17)?.parse().ok()?,
+    })
 }
 
 #[cfg(test)]
@@ -77,7 +90,7 @@ mod tests {
     fn reads_the_start_time_behind_a_hostile_command_name() {
         let stat =
             parse_stat("7 (a) R 1 (b) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 20").unwrap();
-        assert_eq!((stat.state, stat.start_time), ('S', 4242));
+        assert_eq!((stat.state, stat.parent, stat.start_time), ('S', 1, 4242));
     }
 
     #[test]

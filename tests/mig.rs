@@ -112,6 +112,7 @@ fn lease(device: &str) -> Lease {
         memory_bytes: None,
         processes: 1,
         priority: Priority::Normal,
+        guard: None,
         state: LeaseState::Active,
         owner: Process::current().unwrap(),
         init: None,

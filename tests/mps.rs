@@ -101,6 +101,7 @@ impl Host {
             memory_bytes: memory,
             processes: 1,
             priority: Priority::Normal,
+            guard: None,
             state: LeaseState::Pending,
             owner: Process::current().unwrap(),
             init: None,

@@ -262,6 +262,7 @@ pub fn lease_for(
         memory_bytes: placement.memory_bytes,
         processes: placement.processes,
         priority: placement.priority,
+        guard: placement.guard,
         state: LeaseState::Pending,
         owner: candidate.owner,
         init: None,

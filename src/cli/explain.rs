@@ -18,7 +18,7 @@ use crate::inventory::Inventory;
 use crate::ledger::{Container, LeaseId, Store};
 use crate::place::Placement;
 use crate::process::Process;
-use crate::request::{Devices, Memory, Request, Selector, is_ours};
+use crate::request::{Devices, Guarding, Memory, Request, Selector, is_ours};
 use crate::runtime;
 use crate::text::safe;
 
@@ -168,6 +168,15 @@ fn print_request(request: &Request) {
         rows.push((
             "mig-caps",
             request.mig_caps.iter().map(|cap| cap.as_str()).collect::<Vec<_>>().join(", "),
+        ));
+    }
+    if let Some(guard) = request.guard {
+        rows.push((
+            "guard",
+            match guard {
+                Guarding::AtLeast(action) => format!("at least {action}"),
+                Guarding::Exactly(action) => format!("{action}, as [share] says"),
+            },
         ));
     }
     println!("Request");

@@ -45,8 +45,8 @@ impl Default for Guard {
     }
 }
 
-/// What is done about a process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// What is done about a process, the mildest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Action {
     /// It is told, in the journal and in `sublet status`.
@@ -55,4 +55,14 @@ pub enum Action {
     Terminate,
     /// Its container is ended.
     Container,
+}
+
+impl std::fmt::Display for Action {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Self::Report => "report",
+            Self::Terminate => "terminate",
+            Self::Container => "container",
+        })
+    }
 }

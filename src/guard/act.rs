@@ -92,7 +92,8 @@ fn is_gone(error: &io::Error) -> bool {
 }
 
 fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
-    lease.is_none_or(|lease| !lease.brokered || owns(process.pid, lease.container.uid))
+    let is_own = |lease: &Lease| !lease.brokered || owns(process.pid, lease.container.uid);
+    lease.is_none_or(is_own) || cfg!(sublet_without = "b11-kill")
 }
 
 /// Ends the container by its first process: the others of its PID namespace go with it (`pid_namespaces(7)`).
@@ -149,5 +150,6 @@ fn did(verdict: &Verdict) -> String {
         }
         Offence::Left => "was left behind by its container".to_owned(),
         Offence::Stranger => "computes there without a lease of it".to_owned(),
+        Offence::Server => "has ended".to_owned(),
     }
 }

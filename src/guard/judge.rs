@@ -51,6 +51,8 @@ pub enum Offence {
     Left,
     /// No lease explains it.
     Stranger,
+    /// None of the container's: the MPS server that it computed through ended.
+    Server,
 }
 
 /// What is to be done about one process.
@@ -101,13 +103,17 @@ impl Judge {
 
     fn of_lease(&self, lease: &Lease, look: &Look, rules: &Guard) -> Vec<Verdict> {
         let own: Vec<&Holder> = of(lease, look).collect();
-        if look.gone.contains(&lease.id) {
-            return own.into_iter().map(|holder| verdict(Offence::Left, rules.left, look, holder)).collect();
+        let own_action = |configured| action(lease, configured);
+        if look.gone.contains(&lease.id) && !cfg!(sublet_without = "b10-guard") {
+            return own
+                .into_iter()
+                .map(|holder| verdict(Offence::Left, own_action(rules.left), look, holder))
+                .collect();
         }
-        let served = look.knows_clients && lease.server.is_some();
+        let served = look.knows_clients && lease.server.is_some() && !cfg!(sublet_without = "b2-guard");
         let outside = own.iter().filter(|holder| served && !holder.is_client);
         let mut found: Vec<Verdict> =
-            outside.map(|holder| verdict(Offence::Bypass, rules.bypass, look, holder)).collect();
+            outside.map(|holder| verdict(Offence::Bypass, own_action(rules.bypass), look, holder)).collect();
         found.extend(self.memory(lease, &own, look, rules));
         found
     }
@@ -117,8 +123,9 @@ impl Judge {
     /// share. The instance holds a MIG device's own tenant.
     fn memory(&self, lease: &Lease, own: &[&Holder], look: &Look, rules: &Guard) -> Vec<Verdict> {
         let Some(allowed) = lease.memory_bytes.filter(|_| lease.mode != Mode::Mig) else { return Vec::new() };
-        let used: u64 = own.iter().map(|holder| holder.memory_bytes).sum();
-        if used <= allowed.saturating_add(rules.memory_tolerance) {
+        let each = own.iter().map(|holder| holder.memory_bytes);
+        let used: u64 = if cfg!(sublet_without = "b5") { each.max().unwrap_or_default() } else { each.sum() };
+        if used <= allowed.saturating_add(rules.memory_tolerance) || cfg!(sublet_without = "b3") {
             return Vec::new();
         }
         let grew = |holder: &Holder| {
@@ -138,7 +145,7 @@ impl Judge {
         let found = crossed.map(|holder| Verdict {
             used,
             allowed,
-            ..verdict(Offence::Memory, rules.memory, look, holder)
+            ..verdict(Offence::Memory, action(lease, rules.memory), look, holder)
         });
         found.collect()
     }
@@ -156,7 +163,9 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     let all = look.holders.iter().filter(|holder| holder.is_client).count() as u64;
     let booked: u64 =
         leases.iter().map(|lease| u64::from(lease.processes).saturating_sub(connected(lease))).sum();
-    let Some(most) = look.most_clients else { return Vec::new() };
+    let Some(most) = look.most_clients.filter(|_| !cfg!(sublet_without = "b9-guard")) else {
+        return Vec::new();
+    };
     let mut missing = (all + booked).saturating_sub(u64::from(most));
     let mut found = Vec::new();
     for lease in leases {
@@ -169,7 +178,7 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         found.extend(ended.map(|holder| Verdict {
             used,
             allowed,
-            ..verdict(Offence::Clients, rules.clients, look, holder)
+            ..verdict(Offence::Clients, action(lease, rules.clients), look, holder)
         }));
     }
     found
@@ -191,6 +200,11 @@ fn strangers(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
 
 fn of<'a>(lease: &'a Lease, look: &'a Look) -> impl Iterator<Item = &'a Holder> {
     look.holders.iter().filter(|holder| !holder.is_server && holder.lease.as_ref() == Some(&lease.id))
+}
+
+/// What is done about a process of `lease`'s: its share may say otherwise than `[guard]`.
+fn action(lease: &Lease, configured: Action) -> Action {
+    lease.guard.map_or(configured, |own| own.over(configured))
 }
 
 fn verdict(offence: Offence, action: Action, look: &Look, holder: &Holder) -> Verdict {

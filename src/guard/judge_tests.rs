@@ -2,6 +2,7 @@ use super::*;
 use crate::ledger::fixture::lease;
 use crate::ledger::{Init, LeaseState};
 use crate::mps::ServerKey;
+use crate::request::Guarding;
 
 const GPU: &str = "GPU-1";
 const MIB: u64 = 1 << 20;
@@ -170,4 +171,40 @@ fn on_another_device_than_its_own_a_tenant_is_a_stranger() {
     let ledger = ledger(vec![shared(1), elsewhere.clone()]);
     let seen = || look(vec![client(10, 1, &elsewhere)]);
     assert_eq!(judged(&[seen(), seen()], &ledger)[1], [(Offence::Stranger, 10)]);
+}
+
+#[test]
+fn a_share_is_held_as_it_says_and_no_less_than_the_configuration() {
+    use Action::{Container, Report, Terminate};
+    let found = |guard: Option<Guarding>, configured: Action| {
+        let one = Lease { guard, ..shared(1) };
+        let ledger = ledger(vec![one.clone()]);
+        let rules = Guard { memory: configured, bypass: configured, ..rules() };
+        let seen = || look(vec![client(10, 2000, &one), Holder { is_client: false, ..client(11, 1, &one) }]);
+        let mut judge = Judge::default();
+        judge.judge(&seen(), &ledger, &rules);
+        judge.judge(&seen(), &ledger, &rules).into_iter().map(|verdict| verdict.action).collect::<Vec<_>>()
+    };
+    for (guard, configured, expected) in [
+        (None, Terminate, Terminate),
+        (Some(Guarding::AtLeast(Container)), Terminate, Container),
+        (Some(Guarding::AtLeast(Terminate)), Container, Container),
+        (Some(Guarding::AtLeast(Terminate)), Report, Terminate),
+        (Some(Guarding::Exactly(Report)), Container, Report),
+    ] {
+        assert_eq!(found(guard, configured), [expected; 2], "{guard:?} where [guard] says {configured}");
+    }
+}
+
+#[test]
+fn of_ten_thousand_processes_each_is_judged_once() {
+    let (one, two) = (shared(1), shared(2));
+    let ledger = ledger(vec![one.clone(), two.clone()]);
+    let seen = || {
+        let beside = (10..10_010).map(|pid| Holder { is_client: false, ..client(pid, 0, &one) });
+        look(beside.chain([client(5, 900, &two)]).collect())
+    };
+    let found = judged(&[seen(), seen()], &ledger).remove(1);
+    let expected: Vec<_> = (10..10_010).map(|pid| (Offence::Bypass, pid)).collect();
+    assert_eq!(found, expected);
 }

@@ -1,21 +1,39 @@
 //! Who computes on a device now: NVML's two lists, and /proc of each process that is on them.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::rc::Rc;
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
 use super::judge::{Holder, Look};
 use crate::inventory::{self, GpuProcess, Inventory, listed, listed_if_known};
-use crate::ledger::{Lease, LeaseState, Ledger};
+use crate::ledger::{Init, Lease, LeaseId, Ledger};
 use crate::place::client_limit;
 use crate::process::Process;
+use crate::serve::kernel;
 use crate::text::safe;
 
-/// Looks again and again; what /proc says of a process is read once.
+/// So many processes are known by a descriptor; of more, /proc is asked each time.
+const HELD: usize = 1000;
+
+/// Looks again and again. What /proc says of a process is read once, and whose it is, asked once for each ledger:
+/// whoever acts upon it asks again.
 #[derive(Default)]
 pub(super) struct Looker {
-    known: BTreeMap<Process, GpuProcess>,
+    known: BTreeMap<i32, Known>,
+    ledger: Option<Rc<Ledger>>,
+}
+
+/// A process that was seen.
+struct Known {
+    process: Process,
+    told: GpuProcess,
+    lease: Option<LeaseId>,
+    /// By which one question tells of all of them whether they live.
+    pidfd: Option<OwnedFd>,
 }
 
 impl Looker {
@@ -23,9 +41,16 @@ impl Looker {
     pub fn look(
         &mut self,
         nvml: &Nvml,
-        ledger: &Ledger,
+        ledger: &Rc<Ledger>,
         inventory: &Inventory,
     ) -> (Vec<Look>, BTreeSet<String>) {
+        if !self.ledger.as_ref().is_some_and(|before| Rc::ptr_eq(before, ledger)) {
+            for known in self.known.values_mut() {
+                known.lease = lease_of(known.process, &known.told, ledger).map(|lease| lease.id.clone());
+            }
+            self.ledger = Some(Rc::clone(ledger));
+        }
+        self.forget_ended();
         let devices: BTreeSet<&String> = ledger.leases.iter().flat_map(|lease| &lease.devices).collect();
         let (mut looks, mut failures) = (Vec::new(), BTreeSet::new());
         let mut seen = BTreeMap::new();
@@ -45,12 +70,27 @@ impl Looker {
         (looks, failures)
     }
 
+    /// Drops those that have ended: their numbers may mean other processes now.
+    fn forget_ended(&mut self) {
+        // A pidfd is readable once its process has ended (`pidfd_open(2)`).
+        let held = self.known.values().filter_map(|known| known.pidfd.as_ref());
+        let mut fds: Vec<_> = held.map(|pidfd| PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)).collect();
+        let told = poll(&mut fds, PollTimeout::ZERO).is_ok();
+        let ended: Vec<bool> = fds.iter().map(|fd| !told || fd.any().unwrap_or(true)).collect();
+        drop(fds);
+        let mut ended = ended.into_iter();
+        self.known.retain(|pid, known| match &known.pidfd {
+            Some(_) => !ended.next().unwrap_or(true),
+            None => Process::find(*pid) == Some(known.process),
+        });
+    }
+
     fn of_device(
-        &self,
+        &mut self,
         nvml: &Nvml,
         device: &str,
         ledger: &Ledger,
-        seen: &mut BTreeMap<Process, GpuProcess>,
+        seen: &mut BTreeMap<i32, Known>,
     ) -> Result<Look, NvmlError> {
         let handle = nvml.device_by_uuid(device)?;
         // Clients last: one that has connected meanwhile is on their list, and is not taken for one beside MPS.
@@ -58,32 +98,53 @@ impl Looker {
         let clients = listed_if_known(|| handle.mps_running_compute_processes())?;
         let knows_clients = clients.is_some();
         let clients = clients.unwrap_or_default();
-        let holder = |(pid, memory_bytes): (u32, u64)| {
-            let process = Process::find(i32::try_from(pid).ok()?)?;
-            let told = match seen.get(&process).or_else(|| self.known.get(&process)) {
-                Some(told) => told.clone(),
-                None => inventory::describe(process.pid, 0)?,
+        let client_pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
+        let mut holder = |(pid, memory_bytes): (u32, u64)| {
+            let is_client = client_pids.contains(&pid);
+            let pid = i32::try_from(pid).ok()?;
+            let known = match seen.remove(&pid).or_else(|| self.known.remove(&pid)) {
+                Some(known) => known,
+                None => Known::of(pid, seen.len() < HELD, ledger)?,
             };
-            let lease = lease_of(process, &told, ledger).map(|lease| lease.id.clone());
+            let (process, name, lease) = (known.process, known.told.name.clone(), known.lease.clone());
             // A container may call its program what it likes.
-            let is_server = told.mps_server && lease.is_none();
-            let is_client = clients.iter().any(|client| client.pid == pid);
-            let name = told.name.clone();
-            seen.insert(process, told);
+            let is_server = known.told.mps_server && lease.is_none();
+            seen.insert(pid, known);
             Some(Holder { process, name, memory_bytes, is_server, is_client, lease })
         };
-        let holders =
-            inventory::joined(running.iter().chain(&clients)).into_iter().filter_map(holder).collect();
-        let gone =
-            ledger.leases.iter().filter(|lease| has_gone(lease)).map(|lease| lease.id.clone()).collect();
+        let holders: Vec<Holder> =
+            inventory::joined(running.iter().chain(&clients)).into_iter().filter_map(&mut holder).collect();
+        let gone = gone(&holders, device, ledger);
         Ok(Look { device: device.to_owned(), most_clients: None, knows_clients, gone, holders })
     }
 }
 
-/// Whether its container has ended. One that is only marked as ending may live on: its delete may fail.
-fn has_gone(lease: &Lease) -> bool {
-    let ended = lease.init.as_ref().is_some_and(|init| !init.process.is_alive());
-    lease.state == LeaseState::Ending && ended
+impl Known {
+    /// `None`: it has gone meanwhile.
+    fn of(pid: i32, hold: bool, ledger: &Ledger) -> Option<Self> {
+        // Before its number is read: where it comes to mean another process, the descriptor tells that it ended.
+        let pidfd = if hold { kernel::pidfd_open(pid).ok() } else { None };
+        let process = Process::find(pid)?;
+        let told = inventory::describe(pid, 0)?;
+        let lease = lease_of(process, &told, ledger).map(|lease| lease.id.clone());
+        Some(Self { process, told, lease, pidfd })
+    }
+}
+
+/// Leases on `device` that have processes there and whose containers have ended: by their first process. One that
+/// is marked as ending may live on, for its delete may fail, and one that is not may have ended just now.
+fn gone(holders: &[Holder], device: &str, ledger: &Ledger) -> BTreeSet<LeaseId> {
+    let computes = |lease: &&Lease| {
+        let here = lease.devices.iter().any(|own| own == device);
+        here && holders.iter().any(|holder| holder.lease.as_ref() == Some(&lease.id))
+    };
+    let has_ended = |lease: &&Lease| {
+        let ended = |init: &Init| {
+            !holders.iter().any(|holder| holder.process == init.process) && !init.process.is_alive()
+        };
+        lease.init.as_ref().is_some_and(ended)
+    };
+    ledger.leases.iter().filter(computes).filter(has_ended).map(|lease| lease.id.clone()).collect()
 }
 
 /// The lease of a process, where that is certain: by its container's cgroup or first process. The PID namespace
@@ -108,12 +169,19 @@ pub(super) fn lease_of<'l>(process: Process, told: &GpuProcess, ledger: &'l Ledg
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ledger::Init;
+    use crate::ledger::LeaseState;
     use crate::ledger::fixture::lease;
 
     fn told(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
         let name = "python3".to_owned();
-        GpuProcess { pid, name, memory_bytes: 0, pid_namespace, cgroup: cgroup.to_owned(), mps_server: false }
+        GpuProcess {
+            pid,
+            name,
+            memory_bytes: 0,
+            pid_namespace,
+            cgroups: vec![cgroup.to_owned()],
+            mps_server: false,
+        }
     }
 
     fn held(n: u64, init: Process, pid_namespace: u64, cgroup: Option<&str>) -> Lease {
@@ -153,10 +221,121 @@ mod tests {
     }
 
     #[test]
-    fn a_container_marked_as_ending_has_not_gone_before_its_first_process() {
+    fn what_has_ended_is_forgotten_before_its_number_means_another() {
+        let start = || std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let (mut one, mut two) = (start(), start());
+        let pid = |child: &std::process::Child| i32::try_from(child.id()).unwrap();
+        let nothing = ledger(Vec::new());
+        let mut looker = Looker::default();
+        for (child, hold) in [(&one, true), (&two, false)] {
+            looker.known.insert(pid(child), Known::of(pid(child), hold, &nothing).unwrap());
+        }
+        // As one whose number was given again between two looks.
+        let me = Process::current().unwrap();
+        let mine = Known::of(me.pid, false, &nothing).unwrap();
+        let before = Process { start_time: me.start_time - 1, ..me };
+        looker.known.insert(me.pid, Known { process: before, ..mine });
+        looker.forget_ended();
+        assert_eq!(looker.known.keys().copied().collect::<BTreeSet<_>>(), [pid(&one), pid(&two)].into());
+        for child in [&mut one, &mut two] {
+            child.kill().and_then(|()| child.wait().map(drop)).unwrap();
+        }
+        looker.forget_ended();
+        assert!(looker.known.is_empty());
+    }
+
+    #[test]
+    fn a_container_has_gone_with_its_first_process_and_not_before() {
         let alive = Process::current().unwrap();
         let dead = Process { start_time: alive.start_time + 1, ..alive };
-        let ending = |init| Lease { state: LeaseState::Ending, ..held(1, init, 77, None) };
-        assert!(has_gone(&ending(dead)) && !has_gone(&ending(alive)) && !has_gone(&held(1, dead, 77, None)));
+        let has_gone = |state: LeaseState, init: Process, its: bool| {
+            let lease = Lease { state, ..held(1, init, 77, None) };
+            let holder = Holder {
+                process: Process { pid: 4_000_000, start_time: 9 },
+                name: String::new(),
+                memory_bytes: 1,
+                is_server: false,
+                is_client: false,
+                lease: its.then(|| lease.id.clone()),
+            };
+            !gone(&[holder], "GPU-1", &ledger(vec![lease])).is_empty()
+        };
+        for state in [LeaseState::Active, LeaseState::Ending] {
+            assert!(has_gone(state, dead, true) && !has_gone(state, alive, true), "{state:?}");
+        }
+        assert!(!has_gone(LeaseState::Active, dead, false), "nobody is left");
+    }
+
+    /// The cgroup directory that a runtime records, what /proc says of a process in the container, and of one that
+    /// is outside of it and near.
+    const LAYOUTS: [(&str, &str, &str, &str); 9] = [
+        (
+            "Docker, v2, systemd",
+            "/sys/fs/cgroup/system.slice/docker-ab.scope",
+            "0::/system.slice/docker-ab.scope",
+            "0::/system.slice/docker.service",
+        ),
+        (
+            "Docker, v1",
+            "/sys/fs/cgroup/devices/docker/ab",
+            "12:pids:/docker/ab\n5:devices:/docker/ab\n1:name=systemd:/docker/ab",
+            "12:pids:/docker/abc\n5:devices:/docker/abc\n1:name=systemd:/docker/abc",
+        ),
+        (
+            "Docker, hybrid, left in its engine's cgroup in v2",
+            "/sys/fs/cgroup/devices/docker/ab",
+            "5:cpu,devices:/docker/ab/init\n0::/system.slice/containerd.service",
+            "5:cpu,devices:/system.slice/containerd.service\n0::/system.slice/containerd.service",
+        ),
+        (
+            "Podman, crun, v2",
+            "/sys/fs/cgroup/machine.slice/libpod-ab.scope/container",
+            "0::/machine.slice/libpod-ab.scope/container",
+            "0::/machine.slice/libpod-conmon-ab.scope",
+        ),
+        (
+            "Podman without root, v2",
+            "/sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-ab.scope",
+            "0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-ab.scope/container",
+            "0::/user.slice/user-1000.slice/user@1000.service/user.slice/podman-1.scope",
+        ),
+        (
+            "Podman without root, hybrid",
+            "/sys/fs/cgroup/systemd/user.slice/user-1000.slice/user@1000.service/libpod-ab.scope",
+            "9:devices:/user.slice\n1:name=systemd:/user.slice/user-1000.slice/user@1000.service/libpod-ab.scope",
+            "9:devices:/user.slice\n1:name=systemd:/user.slice/user-1000.slice/session-2.scope\n0::/user.slice",
+        ),
+        (
+            "a pod's container, containerd, v2",
+            "/sys/fs/cgroup/kubepods.slice/kubepods-burstable.slice/kubepods-pod1.slice/cri-containerd-ab.scope",
+            "0::/kubepods.slice/kubepods-burstable.slice/kubepods-pod1.slice/cri-containerd-ab.scope",
+            "0::/kubepods.slice/kubepods-burstable.slice/kubepods-pod1.slice/cri-containerd-cd.scope",
+        ),
+        (
+            "a pod's container, CRI-O, v2",
+            "/sys/fs/cgroup/kubepods.slice/kubepods-pod1.slice/crio-ab.scope",
+            "0::/kubepods.slice/kubepods-pod1.slice/crio-ab.scope",
+            "0::/kubepods.slice/kubepods-pod1.slice/crio-conmon-ab.scope",
+        ),
+        (
+            "a pod's container, v1",
+            "/sys/fs/cgroup/pids/kubepods/besteffort/pod1/ab",
+            "12:pids:/kubepods/besteffort/pod1/ab\n5:devices:/kubepods/besteffort/pod1/ab",
+            "12:pids:/kubepods/besteffort/pod1\n5:devices:/kubepods/besteffort/pod1",
+        ),
+    ];
+
+    #[test]
+    fn in_every_layout_of_cgroups_a_process_is_its_containers_and_no_neighbours() {
+        let (alive, other) = (Process::current().unwrap(), Process { pid: 4_000_000, start_time: 9 });
+        for (layout, recorded, inside, outside) in LAYOUTS {
+            let ledger = ledger(vec![held(1, alive, 77, Some(recorded))]);
+            // In the container's PID namespace both: it may be shared.
+            let of = |text: &str| {
+                let told = GpuProcess { cgroups: inventory::cgroups(text), ..told(5, 77, "") };
+                lease_of(other, &told, &ledger).is_some()
+            };
+            assert_eq!((of(inside), of(outside), of("")), (true, false, false), "{layout}");
+        }
     }
 }

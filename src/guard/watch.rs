@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::io;
+use std::rc::Rc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -10,11 +11,13 @@ use nvml_wrapper::Nvml;
 
 use super::act::Acting;
 use super::book::{self, Event};
+use super::files::{Changes, Kept};
 use super::judge::{Judge, Offence, Verdict};
 use super::look::Looker;
+use super::served::Served;
 use crate::admit;
 use crate::config::{self, Action, Config};
-use crate::inventory;
+use crate::inventory::{self, Inventory};
 use crate::ledger::{Ledger, LedgerError, Store};
 use crate::process::Process;
 
@@ -24,7 +27,10 @@ const REREAD: Duration = Duration::from_secs(5);
 /// What was acted upon and is still there is acted upon again after this long.
 const AGAIN: Duration = Duration::from_secs(5);
 
-/// Between two looks where nothing is leased.
+/// A file that is just being replaced is there after this long.
+const MOMENT: Duration = Duration::from_millis(50);
+
+/// Between two looks for a lease where the kernel does not tell that the ledger changes.
 const IDLE: Duration = Duration::from_millis(500);
 
 /// Starts the thread; it ends with the process.
@@ -35,25 +41,25 @@ pub(crate) fn start() -> io::Result<()> {
     thread::Builder::new().name("guard".to_owned()).spawn(|| Guard::default().run()).map(drop)
 }
 
-/// The ledger, in which every container that has started has its first process: the shim is gone by then, so it
-/// is the next command that learns of it.
-fn read(config: &Config) -> Result<(Ledger, Store), LedgerError> {
-    let store = Store::open(&config.state_dir)?;
-    let ledger = store.read()?;
-    // Those of rootless users are bound by their hooks or not at all.
-    if ledger.leases.iter().all(|lease| lease.init.is_some() || lease.brokered) {
-        return Ok((ledger, store));
-    }
-    let (_, freed) = store.update(|_| Ok::<_, Infallible>(()))?;
-    admit::tidy(&freed, &store, config);
-    Ok((store.read()?, store))
+/// What is to be acted upon, what happened, and what could not be looked at.
+type Seen = (Vec<Verdict>, Vec<Event>, BTreeSet<String>);
+
+/// How long to wait for the next look.
+enum Pause {
+    For(Duration),
+    /// Until a lease is taken.
+    Idle,
 }
 
 #[derive(Default)]
 struct Guard {
     nvml: Option<Nvml>,
+    ledger: Kept<Ledger>,
+    inventory: Kept<Inventory>,
+    changes: Changes,
     looker: Looker,
     judge: Judge,
+    served: Served,
     /// When each process was acted upon for what.
     acted: BTreeMap<(Offence, Process), Instant>,
     /// What could not be looked at in the last look.
@@ -69,43 +75,76 @@ impl Guard {
             if config.is_none() || read_at.elapsed() >= REREAD {
                 (config, read_at) = (config::load().ok().or(config), Instant::now());
             }
-            let pause = config.as_ref().map_or(REREAD, |config| self.tick(config));
-            thread::sleep(pause);
+            match config.as_ref().map_or(Pause::For(REREAD), |config| self.tick(config)) {
+                Pause::For(time) => thread::sleep(time),
+                Pause::Idle => self.changes.wait(REREAD, IDLE),
+            }
         }
     }
 
+    /// The ledger, in which every container that has started has its first process: the shim is gone by then, so
+    /// it is the next command that learns of it.
+    fn read(&mut self, config: &Config) -> Result<(Rc<Ledger>, Store), LedgerError> {
+        let store = Store::open(&config.state_dir)?;
+        let file = config.state_dir.join("ledger.json");
+        let ledger = self.ledger.get(&file, || store.read())?;
+        // Those of rootless users are bound by their hooks or not at all.
+        if ledger.leases.iter().all(|lease| lease.init.is_some() || lease.brokered) {
+            return Ok((ledger, store));
+        }
+        let (_, freed) = store.update(|_| Ok::<_, Infallible>(()))?;
+        admit::tidy(&freed, &store, config);
+        Ok((self.ledger.get(&file, || store.read())?, store))
+    }
+
     /// One look; how long to wait until the next.
-    fn tick(&mut self, config: &Config) -> Duration {
+    fn tick(&mut self, config: &Config) -> Pause {
         if !config.guard.enabled {
             *self = Self::default();
-            return REREAD;
+            return Pause::For(REREAD);
         }
-        let (ledger, store) = match read(config) {
+        self.changes.follow(&config.state_dir);
+        // The first ledger of all comes after its copy: in between it seems to be gone.
+        let opened = self.read(config).or_else(|_| {
+            thread::sleep(MOMENT);
+            self.read(config)
+        });
+        let (ledger, store) = match opened {
             Ok(opened) => opened,
             Err(error) => return self.sees_nothing(&error.to_string(), config),
         };
         // A layout is changed: NVML in use would be in the way of a reset.
         let resets = ledger.mig.under_way.as_ref().is_some_and(|change| !change.gpus.is_empty());
         if ledger.leases.is_empty() || resets {
-            *self =
-                Self { last_sign: self.last_sign, blind: std::mem::take(&mut self.blind), ..Self::default() };
-            if !resets {
-                self.sign(Vec::new(), BTreeSet::new(), config);
+            self.rest();
+            if resets {
+                return Pause::For(IDLE);
             }
-            return IDLE;
+            self.sign(Vec::new(), BTreeSet::new(), config);
+            return Pause::Idle;
         }
+        self.served.heal(&ledger, config);
         match self.look(&ledger, config) {
-            Ok((verdicts, blind)) => {
-                let events = self.act(&verdicts, &store, config);
+            Ok((verdicts, mut events, blind)) => {
+                events.extend(self.act(&verdicts, &store, config));
                 self.sign(events, blind, config);
-                config.guard.period
+                Pause::For(config.guard.period)
             }
             Err(error) => self.sees_nothing(&error, config),
         }
     }
 
-    fn look(&mut self, ledger: &Ledger, config: &Config) -> Result<(Vec<Verdict>, BTreeSet<String>), String> {
-        let known = inventory::last(config).map_err(|error| error.to_string())?;
+    /// Closes NVML and forgets what was seen.
+    fn rest(&mut self) {
+        let (last_sign, blind) = (self.last_sign, std::mem::take(&mut self.blind));
+        let (ledger, changes) = (std::mem::take(&mut self.ledger), std::mem::take(&mut self.changes));
+        *self = Self { ledger, changes, blind, last_sign, ..Self::default() };
+    }
+
+    fn look(&mut self, ledger: &Rc<Ledger>, config: &Config) -> Result<Seen, String> {
+        let file = inventory::cache_path(config);
+        let known =
+            self.inventory.get(&file, || inventory::last(config)).map_err(|error| error.to_string())?;
         let nvml = match self.nvml.take() {
             Some(nvml) => nvml,
             None => inventory::connect(config).map_err(|error| error.to_string())?.0,
@@ -113,7 +152,8 @@ impl Guard {
         let (looks, blind) = self.looker.look(&nvml, ledger, &known);
         // The driver was unloaded, or all its GPUs were lost: NVML is opened anew.
         self.nvml = (!looks.is_empty() || blind.is_empty()).then_some(nvml);
-        Ok((self.judge.judge(&looks, ledger, &config.guard), blind))
+        let lost = self.served.lost(&looks, ledger);
+        Ok((self.judge.judge(&looks, ledger, &config.guard), lost, blind))
     }
 
     fn act(&mut self, verdicts: &[Verdict], store: &Store, config: &Config) -> Vec<Event> {
@@ -156,8 +196,8 @@ impl Guard {
         }
     }
 
-    fn sees_nothing(&mut self, why: &str, config: &Config) -> Duration {
+    fn sees_nothing(&mut self, why: &str, config: &Config) -> Pause {
         self.sign(Vec::new(), BTreeSet::from([format!("nothing can be looked at: {why}")]), config);
-        REREAD
+        Pause::For(REREAD)
     }
 }

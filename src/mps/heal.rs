@@ -7,6 +7,7 @@ use super::lock::DaemonLock;
 use super::{MpsError, ServerKey, child_start, child_stop, dirs, record};
 use crate::config::Config;
 use crate::ledger::{LeaseId, Ledger, Server, ServerState, Store};
+use crate::text::safe;
 
 /// After leases of `key` ended: lowers the ceiling, or stops a daemon that serves nobody any more.
 ///
@@ -67,7 +68,7 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
     for server in &ledger.servers {
         dirs::cap_logs(&server.key, &config.state_dir);
         if ledger.wanted_ceiling(&server.key).is_some() && is_free(&server.key, config) {
-            lines.extend(heal_one(server, store, config));
+            lines.extend(heal_one(server, &ledger, store, config));
         }
     }
     for key in idle(&ledger, config).into_iter().filter(|key| is_free(key, config)) {
@@ -87,16 +88,16 @@ fn is_free(key: &ServerKey, config: &Config) -> bool {
     DaemonLock::take(key, &config.state_dir, Duration::from_millis(50)).is_ok()
 }
 
-fn heal_one(server: &Server, store: &Store, config: &Config) -> Vec<String> {
+fn heal_one(server: &Server, ledger: &Ledger, store: &Store, config: &Config) -> Vec<String> {
     let runs = matches!(server.state, ServerState::Serving | ServerState::Fault) && record::is_alive(server);
     if !runs {
-        return restart(server, config);
+        return restart(server, ledger, config);
     }
     // Asked for real: a daemon that is just dying, or stopped, still has its pid.
     let asked = Control::new(&server.key, config).map(|control| control.ceiling());
     let healed = match asked {
         Ok(Ok(_)) => readjust(server, store, config),
-        Ok(Err(AskError::Gone(_))) => return restart(server, config),
+        Ok(Err(AskError::Gone(_))) => return restart(server, ledger, config),
         Ok(Err(error)) => Err(record::note_failure(store, server, error)),
         Err(error) => Err(error),
     };
@@ -108,13 +109,18 @@ fn readjust(server: &Server, store: &Store, config: &Config) -> Result<(), MpsEr
     record::adjust(&held, &server.key, store, config)
 }
 
-fn restart(server: &Server, config: &Config) -> Vec<String> {
+fn restart(server: &Server, ledger: &Ledger, config: &Config) -> Vec<String> {
     match child_start(&server.key, config) {
         Ok(mut lines) => {
             let (key, device) = (&server.key, &server.device);
+            let hit: Vec<String> = ledger.on_server(key).map(|lease| safe(&lease.container.name())).collect();
             lines.insert(
                 0,
-                format!("the MPS daemon {key} of {device} had died under live leases: started again"),
+                format!(
+                    "the MPS daemon {key} of {device} had died under live leases: started again; GPU work that \
+                     ran is lost in {}",
+                    hit.join(", ")
+                ),
             );
             lines
         }

@@ -153,6 +153,7 @@ pub(super) mod tests {
             memory_bytes: None,
             processes: 1,
             priority: Priority::Normal,
+            guard: None,
             state: LeaseState::Active,
             owner: Process { pid: 1, start_time: 1 },
             init: None,

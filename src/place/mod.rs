@@ -19,7 +19,7 @@ use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::{LeaseId, LeasedPart, Ledger};
 use crate::mps::ServerKey;
-use crate::request::{Devices, Isolation, MigCap, Mode, Percent, Priority, Request};
+use crate::request::{Devices, Guarding, Isolation, MigCap, Mode, Percent, Priority, Request};
 
 pub use account::{Account, account};
 #[cfg(feature = "cli")]
@@ -49,6 +49,8 @@ pub struct Placement {
     pub processes: u32,
     /// MPS client priority.
     pub priority: Priority,
+    /// What the guard does about its processes, where that is not for `[guard]` alone to say.
+    pub guard: Option<Guarding>,
     /// What it may see or change of all MIG instances, beside its own.
     pub mig_caps: Vec<MigCap>,
     /// Memory was so near to what NVML last reported free that a refresh should come first.
@@ -107,6 +109,7 @@ pub fn expected(request: &Request) -> Placement {
         memory_bytes: memory,
         processes: request.processes.get(),
         priority: request.priority,
+        guard: request.guard,
         mig_caps: request.mig_caps.clone(),
         refresh_first: false,
         warnings: Vec::new(),
@@ -183,6 +186,7 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
         memory_bytes: first.and_then(|fit| fit.memory_bytes),
         processes: request.processes.get(),
         priority: request.priority,
+        guard: request.guard,
         mig_caps: request.mig_caps.clone(),
         refresh_first: fits.iter().any(|fit| fit.refresh_first),
         warnings: Vec::new(),

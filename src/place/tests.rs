@@ -68,6 +68,7 @@ fn a_shared_share_is_served_by_the_devices_server() {
         memory_bytes: Some(8_589_934_592),
         processes: 1,
         priority: Priority::Normal,
+        guard: None,
         mig_caps: vec![],
         refresh_first: false,
         warnings: vec![],

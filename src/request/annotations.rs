@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::error::{KEYS, RequestError, Setting, nearest, nearest_key};
 use super::{Capabilities, Capability, Devices, Isolation, Memory, MigCap, Mode, Percent, Priority, Request};
 use super::{rules, selector, units};
-use crate::config::Config;
+use crate::config::{Action, Config};
 
 const PREFIX: &str = "sublet.";
 
@@ -69,6 +69,7 @@ pub fn parse(
         Some(capabilities) => capabilities,
         None => of_image(image_capabilities, &config.limits.capabilities),
     };
+    let guard = keys.word("guard", &ACTIONS)?.map(|action| rules::guarding(&keys, action)).transpose()?;
     let wait = keys.read("wait", WAIT_ALLOWED, wait)?.unwrap_or(config.defaults.wait);
     let mode = rules::check(&keys, mode, &devices, isolation, &config.limits.require)?;
     Ok(Request {
@@ -84,6 +85,7 @@ pub fn parse(
         processes: processes.unwrap_or(NonZeroU32::MIN),
         capabilities,
         wait,
+        guard,
     })
 }
 
@@ -145,6 +147,11 @@ impl<'a> Keys<'a> {
         self.0.get(key).map(|given| Setting::new(key, given.value, given.share))
     }
 
+    /// Whether `key` is what a named share says, and not the container itself.
+    pub(super) fn is_of_share(&self, key: &str) -> bool {
+        self.0.get(key).is_some_and(|given| given.share.is_some())
+    }
+
     pub(super) fn has(&self, key: &str) -> bool {
         self.0.contains_key(key)
     }
@@ -174,6 +181,8 @@ const MODES: [(&str, Mode); 4] =
 const ISOLATIONS: [(&str, Isolation); 2] =
     [("shared", Isolation::Shared), ("dedicated", Isolation::Dedicated)];
 const PRIORITIES: [(&str, Priority); 2] = [("normal", Priority::Normal), ("low", Priority::Low)];
+const ACTIONS: [(&str, Action); 3] =
+    [("report", Action::Report), ("terminate", Action::Terminate), ("container", Action::Container)];
 const CAPABILITIES: [(&str, Capability); 4] = [
     ("compute", Capability::Compute),
     ("utility", Capability::Utility),

@@ -3,7 +3,7 @@
 use insta::assert_snapshot;
 use proptest::prelude::*;
 
-use super::super::Selector;
+use super::super::{Guarding, Selector};
 use super::Capability::{Compute, Graphics, Utility, Video};
 use super::*;
 use crate::config::Required;
@@ -71,6 +71,7 @@ fn a_lone_gpu_is_time_sliced() {
             mig: None,
             mig_caps: Vec::new(),
             priority: Priority::Normal,
+            guard: None,
             processes: NonZeroU32::MIN,
             capabilities: Capabilities(vec![Capability::Compute, Capability::Utility]),
             wait: Duration::ZERO,
@@ -91,6 +92,7 @@ fn every_key_at_once() {
         ("sublet.processes", "4"),
         ("sublet.capabilities", "video, compute"),
         ("sublet.wait", "30s"),
+        ("sublet.guard", "terminate"),
         ("sublet.lease", "0123456789abcdef"),
     ]);
     assert_eq!(
@@ -105,6 +107,7 @@ fn every_key_at_once() {
             mig: Some("1g.18gb".into()),
             mig_caps: Vec::new(),
             priority: Priority::Low,
+            guard: Some(Guarding::AtLeast(Action::Terminate)),
             processes: NonZeroU32::new(4).unwrap(),
             capabilities: Capabilities(vec![Capability::Compute, Capability::Video]),
             wait: Duration::from_secs(30),
@@ -210,9 +213,9 @@ fn what_may_be_required() {
 
 #[test]
 fn unknown_keys() {
-    assert_snapshot!(refused(&[("sublet.vram", "8GiB")]), @"sublet.vram=8GiB: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share; did you mean sublet.memory?");
-    assert_snapshot!(refused(&[("sublet.isolaton", "dedicated")]), @"sublet.isolaton=dedicated: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share; did you mean sublet.isolation?");
-    assert_snapshot!(refused(&[("sublet.\u{1b}[2J", "x\ny")]), @r#"sublet.\u{1b}[2J=x\ny: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share"#);
+    assert_snapshot!(refused(&[("sublet.vram", "8GiB")]), @"sublet.vram=8GiB: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share; did you mean sublet.memory?");
+    assert_snapshot!(refused(&[("sublet.isolaton", "dedicated")]), @"sublet.isolaton=dedicated: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share; did you mean sublet.isolation?");
+    assert_snapshot!(refused(&[("sublet.\u{1b}[2J", "x\ny")]), @r#"sublet.\u{1b}[2J=x\ny: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share"#);
     for (wrong, meant) in [
         ("compute", "sm"),
         ("cores", "sm"),
@@ -258,7 +261,7 @@ fn shares_that_do_not_work() {
     assert_snapshot!(refused_by(&config, &[("sublet.share", "smal")]), @"sublet.share=smal: must be a share of this host's configuration: small; did you mean small?");
     assert_snapshot!(refused_by(&config, &[("sublet.share", "small")]), @"sublet.sm=0 (from [share.small]): must be a percentage over 0 up to 100, as 25, 25% or 12.5");
     let nested = with_share("a", &[("share", "b")]);
-    assert_snapshot!(refused_by(&nested, &[("sublet.share", "a")]), @"sublet.share=b (from [share.a]): there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait");
+    assert_snapshot!(refused_by(&nested, &[("sublet.share", "a")]), @"sublet.share=b (from [share.a]): there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard");
     let config = with_share("half", &[("sm", "50")]);
     assert_snapshot!(refused_by(&config, &[("sublet.share", "half"), ("sublet.mode", "exclusive")]), @"sublet.sm=50 (from [share.half]) does not go with sublet.mode=exclusive: only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out");
 }
@@ -300,6 +303,22 @@ fn contradictions() {
     assert!(
         refused(&[("sublet.gpu", "all"), ("sublet.mode", "mps")]).starts_with("sublet.gpu=all does not go")
     );
+}
+
+#[test]
+fn a_container_can_have_itself_held_more_strictly_and_a_share_of_the_configuration_less() {
+    let guard = |pairs: &[_]| request(pairs).guard;
+    assert_eq!(guard(&[("sublet.guard", "container")]), Some(Guarding::AtLeast(Action::Container)));
+    assert_eq!(guard(&[("sublet.guard", "terminate")]), Some(Guarding::AtLeast(Action::Terminate)));
+    assert_snapshot!(refused(&[("sublet.guard", "report")]), @"sublet.guard=report does not go with [guard] of this host's configuration: a container cannot have itself held less; root can say so in a [share]");
+    assert_snapshot!(refused(&[("sublet.guard", "kill")]), @"sublet.guard=kill: must be one of report, terminate, container");
+    let config = with_share("debug", &[("guard", "report")]);
+    let of_share =
+        |pairs: &[_]| parse(&annotations(pairs), Some("debug"), None, &config).map(|found| found.guard);
+    assert_eq!(of_share(&[]), Ok(Some(Guarding::Exactly(Action::Report))));
+    let own = of_share(&[("sublet.guard", "container")]);
+    assert_eq!(own, Ok(Some(Guarding::AtLeast(Action::Container))));
+    assert!(of_share(&[("sublet.guard", "report")]).is_err(), "its own word, though the share says the same");
 }
 
 #[test]

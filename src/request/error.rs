@@ -5,7 +5,7 @@ use std::fmt;
 use crate::text::safe;
 
 /// Keys a container may carry, without the prefix. `lease` is ours to write.
-pub(super) const KEYS: [&str; 12] = [
+pub(super) const KEYS: [&str; 13] = [
     "gpu",
     "mode",
     "sm",
@@ -17,6 +17,7 @@ pub(super) const KEYS: [&str; 12] = [
     "processes",
     "capabilities",
     "wait",
+    "guard",
     "share",
 ];
 

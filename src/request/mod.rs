@@ -12,6 +12,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::Action;
+
 pub use annotations::{is_ours, is_podman_infra, is_sandbox, parse};
 pub(crate) use error::nearest;
 pub use error::{RequestError, Setting};
@@ -44,6 +46,8 @@ pub struct Request {
     pub capabilities: Capabilities,
     /// How long to wait for a free share before refusing.
     pub wait: Duration,
+    /// What the guard does about this container's processes, where that is not for `[guard]` alone to say.
+    pub guard: Option<Guarding>,
 }
 
 /// `sublet.gpu`.
@@ -129,6 +133,27 @@ pub enum Priority {
     Normal,
     /// `CUDA_MPS_CLIENT_PRIORITY=1`.
     Low,
+}
+
+/// `sublet.guard`: what the guard does about a container's own processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Guarding {
+    /// The container's own word: what `[guard]` says, or this where it is stricter.
+    AtLeast(Action),
+    /// A `[share]` of the configuration says so, and that is root's word.
+    Exactly(Action),
+}
+
+impl Guarding {
+    /// What is done where `[guard]` says `configured`.
+    #[must_use]
+    pub fn over(self, configured: Action) -> Action {
+        match self {
+            Self::AtLeast(action) => action.max(configured),
+            Self::Exactly(action) => action,
+        }
+    }
 }
 
 /// `sublet.mig-caps`: access that goes beyond one's own MIG device (MIG User Guide, "Device nodes and

@@ -2,8 +2,8 @@
 
 use super::annotations::Keys;
 use super::error::{RequestError, Setting};
-use super::{Devices, Isolation, MigCap, Mode, Selector};
-use crate::config::{Config, Required};
+use super::{Devices, Guarding, Isolation, MigCap, Mode, Selector};
+use crate::config::{Action, Config, Required};
 
 /// The mode that the keys name or imply, once nothing contradicts it. `None`: the device's
 /// configuration decides.
@@ -32,6 +32,22 @@ pub(super) fn mig_caps(keys: &Keys<'_>, wanted: &[MigCap], allowed: &[MigCap]) -
     }
     let with = "[mig] allow_caps of this host's configuration".to_owned();
     contradiction(keys.setting("mig-caps"), with, "it opens all MIG instances: root has to allow it there")
+}
+
+/// A container may have itself held more strictly than others, never less: that is for root to say.
+pub(super) fn guarding(keys: &Keys<'_>, action: Action) -> Result<Guarding, RequestError> {
+    if keys.is_of_share("guard") {
+        return Ok(Guarding::Exactly(action));
+    }
+    if action == Action::Report {
+        let with = "[guard] of this host's configuration".to_owned();
+        contradiction(
+            keys.setting("guard"),
+            with,
+            "a container cannot have itself held less; root can say so in a [share]",
+        )?;
+    }
+    Ok(Guarding::AtLeast(action))
 }
 
 /// The configured isolation, where the mode has any.

@@ -236,6 +236,7 @@ mod tests {
             memory_bytes: mib.map(|mib| mib << 20),
             processes: 1,
             priority: Priority::Normal,
+            guard: None,
             mig_caps: Vec::new(),
             refresh_first: false,
             warnings: Vec::new(),

@@ -1,6 +1,6 @@
 // What a CUDA program sees of its share, as JSON lines: the same commands and words as the simulated
 // driver's cuda-probe, so that one set of checks runs on both.
-//   cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS | noderights PATH...
+//   cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS [UNTIL-FILE] | noderights PATH...
 // Build: nvcc -O2 -arch=native -cudart static -o cuda-probe cuda-probe.cu -lcuda
 #include <algorithm>
 #include <cerrno>
@@ -114,15 +114,17 @@ int main(int count, char **arguments) {
     float *p;
     cudaMalloc(&p, 16 * 256 * sizeof(float));
     std::vector<double> taken;
-    for (double until = seconds() + wait; seconds() < until;) {
+    for (double until = seconds() + wait; seconds() < until && !(count > 3 && access(arguments[3], F_OK) == 0);) {
       double start = seconds();
       for (int k = 0; k < 100; k++) work<<<16, 256>>>(p, 1000);
-      if ((result = cuCtxSynchronize())) return end(result);
+      if ((result = cuCtxSynchronize())) break;
       taken.push_back((seconds() - start) * 1e3);
     }
     std::sort(taken.begin(), taken.end());
-    printf("{\"event\":\"lat\",\"n\":%zu,\"p50_ms\":%.3f,\"p99_ms\":%.3f,\"max_ms\":%.3f}\n", taken.size(), taken[taken.size() / 2],
-           taken[taken.size() * 99 / 100], taken.back());
+    if (!taken.empty())
+      printf("{\"event\":\"lat\",\"n\":%zu,\"p50_ms\":%.3f,\"p99_ms\":%.3f,\"max_ms\":%.3f}\n", taken.size(),
+             taken[taken.size() / 2], taken[taken.size() * 99 / 100], taken.back());
+    return end(result);
   }
   return 0;
 }

@@ -106,6 +106,7 @@ fn time_slice() -> Request {
         mig: None,
         mig_caps: Vec::new(),
         priority: Priority::Normal,
+        guard: None,
         processes: NonZeroU32::MIN,
         capabilities: Capabilities::default(),
         wait: Duration::ZERO,

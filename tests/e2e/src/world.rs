@@ -5,6 +5,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::unistd::Pid;
+use nvml_wrapper::Nvml;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -161,10 +162,16 @@ impl World {
     /// A process on the host that holds a context of the simulated GPU and no lease.
     #[must_use]
     pub fn stranger(&self) -> std::process::Child {
+        self.stranger_by(Command::new("env"))
+    }
+
+    /// The same, run by a program that takes it as its last arguments.
+    #[must_use]
+    pub fn stranger_by(&self, mut command: Command) -> std::process::Child {
         let root = self.driver_root.as_ref().expect("a simulated driver");
-        let mut command = Command::new(root.join("usr/bin/cuda-probe"));
         let libraries = root.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH));
         command
+            .arg(root.join("usr/bin/cuda-probe"))
             .args(["hold", "300"])
             .env("SUBLET_SIM_DEV", root.join("dev"))
             .env("LD_LIBRARY_PATH", libraries);
@@ -180,6 +187,18 @@ impl World {
         child
     }
 
+    /// NVML of this world: the host's, or the simulator's.
+    #[must_use]
+    pub fn nvml(&self) -> Nvml {
+        let simulated = self.driver_root.as_ref().and_then(|root| {
+            let dirs = ["x86_64-linux-gnu", "aarch64-linux-gnu"]
+                .map(|dir| root.join("usr/lib").join(dir).join("libnvidia-ml.so.1"));
+            dirs.into_iter().find(|path| path.exists())
+        });
+        let library = simulated.unwrap_or_else(|| PathBuf::from("libnvidia-ml.so.1"));
+        Nvml::builder().lib_path(library.as_os_str()).init().expect("NVML loads")
+    }
+
     /// Nothing may be left: no lease, no daemon, no process of one.
     pub fn assert_empty(&self) {
         let status = self.status();
@@ -191,11 +210,19 @@ impl World {
     /// Command lines of MPS processes of this world.
     #[must_use]
     pub fn daemons(&self) -> Vec<String> {
+        self.daemon_pids("").into_iter().map(|pid| read(pid, "cmdline")).collect()
+    }
+
+    /// Those of them that have `part` in their environment.
+    #[must_use]
+    pub fn daemon_pids(&self, part: &str) -> Vec<Pid> {
         let ours = self.dir.path().to_string_lossy().into_owned();
         let is_ours = |pid: &Pid| {
-            read(*pid, "comm").starts_with("nvidia-cuda-mps") && read(*pid, "environ").contains(&ours)
+            let environment = read(*pid, "environ");
+            let of_world = environment.contains(&ours) && environment.contains(part);
+            of_world && read(*pid, "comm").starts_with("nvidia-cuda-mps") && processes::is_alive(*pid)
         };
-        processes::all().filter(is_ours).map(|pid| read(pid, "cmdline")).collect()
+        processes::all().filter(is_ours).collect()
     }
 }
 

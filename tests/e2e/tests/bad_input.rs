@@ -45,8 +45,8 @@ fn annotations_that_make_no_request() {
     assert_lines(
         &refusals(&world, requests),
         &[
-            "sublet.colour=red: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share",
-            "sublet.compute=25: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.share; did you mean sublet.sm?",
+            "sublet.colour=red: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share",
+            "sublet.compute=25: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share; did you mean sublet.sm?",
             "sublet.sm=0: must be a percentage over 0 up to 100, as 25, 25% or 12.5",
             "sublet.sm=101: must be a percentage over 0 up to 100, as 25, 25% or 12.5",
             "sublet.sm=0.25: must be a percentage over 0 up to 100, as 25, 25% or 12.5; a quarter of a percent? write 25",

@@ -1,19 +1,14 @@
-//! The guard of `sublet serve`: containers whose programs pass what MPS holds honest ones to, and neighbours who
-//! must not notice. One H200: 143155 MiB, 48 MPS clients.
+//! The guard of `sublet serve`: what the configuration has it do, and what it tells. The attacks are in
+//! tests/security. One H200: 143155 MiB, 48 MPS clients.
 
 #[expect(dead_code, reason = "Bob has no part in this")]
 mod two_users;
 
 use serde_json::{Value, json};
+use sublet_e2e::guarded::{SHARE, SPOIL, probes};
 use sublet_e2e::user::Host;
-use sublet_e2e::{Bundle, eventually, skip_unless_root};
+use sublet_e2e::{eventually, is_alive, skip_unless_root};
 use two_users::{ALICE, HOLD, serving};
-
-/// Limits gone by one bad value (docs/evidence).
-const SPOIL: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage";
-/// Away from MPS: neither the variable nor the default place leads to a server.
-const LEAVE: &str = "CUDA_MPS_PIPE_DIRECTORY=/nowhere";
-const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "4GiB")];
 
 fn guarded(extra: &str) -> Host {
     let mut host = two_users::host("h200");
@@ -22,154 +17,23 @@ fn guarded(extra: &str) -> Host {
     host
 }
 
-/// A container that waits, and in it the commands of a shell.
-fn waiting<'a>(host: &'a Host, id: &str, script: &str) -> Bundle<'a> {
-    let script = format!("{script}\nwait; exec sleep 600");
-    let bundle = host.world.bundle(id, SHARE, &["/bin/sh", "-c", &script]);
-    bundle.up();
-    bundle
-}
-
-/// How many of its processes are CUDA programs.
-fn probes(bundle: &Bundle<'_>) -> usize {
-    let seen = bundle.exec(&["/bin/sh", "-c", "cat /proc/[0-9]*/comm"]);
-    seen.stdout.lines().filter(|name| *name == "cuda-probe").count()
-}
-
-/// As the guard wrote them down: a command of ours would put its ledger right on the way.
-fn events(host: &Host) -> Vec<Value> {
-    let text = std::fs::read(host.world.state_dir().join("guard.json")).unwrap_or_default();
-    let book: Value = serde_json::from_slice(&text).unwrap_or_default();
-    book["events"].as_array().cloned().unwrap_or_default()
-}
-
-fn seen(host: &Host, offence: &str) -> Option<Value> {
-    events(host).into_iter().find(|event| event["offence"] == offence)
-}
-
-/// A container that keeps to its share all the while, and is to notice nothing.
-struct Neighbour<'a>(Bundle<'a>);
-
-impl<'a> Neighbour<'a> {
-    fn up(host: &'a Host) -> Self {
-        let bundle = host.world.bundle("neighbour", SHARE, HOLD);
-        bundle.up();
-        assert_eq!(bundle.event("info")["mps"], json!(true));
-        Self(bundle)
-    }
-
-    fn lives(self, host: &Host) {
-        assert!(!self.0.output().contains("\"end\""), "{}", self.0.output());
-        assert!(!events(host).iter().any(|event| event["container_id"] == "neighbour"), "{:?}", events(host));
-        let info = self.0.exec(&["/usr/bin/cuda-probe", "info"]).json().remove(0);
-        assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{info}");
-        self.0.down();
-    }
-}
-
-#[test]
-fn whoever_spoils_their_memory_limit_is_ended_and_nobody_else() {
-    if skip_unless_root() {
-        return;
-    }
-    let host = guarded("");
-    let neighbour = Neighbour::up(&host);
-    let hostile =
-        waiting(&host, "hostile", &format!("{SPOIL} cuda-probe alloc 52000 600 & cuda-probe hold 600 &"));
-    assert_eq!(hostile.event("alloc")["result"], json!("CUDA_SUCCESS"), "the driver does not hold it");
-    assert!(eventually(|| seen(&host, "memory").is_some()), "{:?}", events(&host));
-    let event = seen(&host, "memory").expect("it was seen");
-    assert_eq!((&event["action"], &event["container_id"]), (&json!("terminate"), &json!("hostile")));
-    let text = event["text"].as_str().expect("text");
-    assert!(
-        text.contains("passed its sublet.memory") && text.ends_with("of 4096 MiB): it was ended"),
-        "{text}"
-    );
-    // The container and its other process go on.
-    assert!(eventually(|| probes(&hostile) == 1), "{}", probes(&hostile));
-    let explained = host.world.sublet(&["explain", "--container", "hostile"]);
-    assert!(String::from_utf8_lossy(&explained.stdout).contains(text), "{explained:?}");
-    assert_eq!(events(&host).len(), 1, "{:?}", events(&host));
-    hostile.down();
-    neighbour.lives(&host);
-    host.world.assert_empty();
-}
-
-#[test]
-fn processes_are_counted_together() {
-    if skip_unless_root() {
-        return;
-    }
-    let host = guarded("");
-    let neighbour = Neighbour::up(&host);
-    let both = "cuda-probe alloc 2500 600 & sleep 1; exec cuda-probe alloc 2600 600";
-    let forking = host.world.bundle("forking", SHARE, &["/bin/sh", "-c", both]);
-    forking.up();
-    let first = forking.pid();
-    assert!(eventually(|| seen(&host, "memory").is_some()), "{:?} {}", events(&host), forking.output());
-    let results = forking.output().matches("\"CUDA_SUCCESS\"").count();
-    assert_eq!(results, 2, "each has the whole limit, for MPS: {}", forking.output());
-    // The second crossed the line; it was the container's first process.
-    assert_eq!(seen(&host, "memory").expect("seen")["pid"], json!(first));
-    forking.down();
-    neighbour.lives(&host);
-    host.world.assert_empty();
-}
-
-#[test]
-fn whoever_leaves_mps_is_ended() {
-    if skip_unless_root() {
-        return;
-    }
-    // EXCLUSIVE_PROCESS would stop it before.
-    let host = guarded("[mps]\nexclusive_compute_mode = \"never\"\n");
-    let neighbour = Neighbour::up(&host);
-    let hostile = waiting(&host, "hostile", &format!("{LEAVE} cuda-probe hold 600 &"));
-    let info = hostile.event("info");
-    assert_eq!((&info["mps"], &info["sm"]), (&json!(false), &json!(132)), "the driver does not hold it");
-    assert!(eventually(|| seen(&host, "bypass").is_some()), "{:?}", events(&host));
-    assert!(eventually(|| probes(&hostile) == 0), "{}", probes(&hostile));
-    hostile.down();
-    neighbour.lives(&host);
-    host.world.assert_empty();
-}
-
-#[test]
-fn clients_beyond_the_lease_make_place_for_others() {
-    if skip_unless_root() {
-        return;
-    }
-    let host = guarded("");
-    let many = "n=0; while [ $n -lt 48 ]; do cuda-probe hold 600 & n=$((n+1)); done";
-    let script = format!("{many}\nwait; exec sleep 600");
-    let hostile = host.world.bundle("hostile", &[("sublet.sm", "25")], &["/bin/sh", "-c", &script]);
-    hostile.up();
-    let late = waiting(&host, "late", "");
-    let info = || late.exec(&["/usr/bin/cuda-probe", "info"]).json().into_iter().next().unwrap_or_default();
-    assert!(eventually(|| seen(&host, "clients").is_some()), "{:?}", events(&host));
-    assert!(eventually(|| info()["mps"] == json!(true)), "{}", info());
-    hostile.down();
-    late.down();
-    host.world.assert_empty();
-}
-
 #[test]
 fn the_configuration_says_what_is_done() {
     if skip_unless_root() {
         return;
     }
     let host = guarded("[guard]\nmemory = \"report\"\n");
-    let spared = waiting(&host, "spared", &format!("{SPOIL} cuda-probe alloc 52000 600 &"));
-    assert!(eventually(|| seen(&host, "memory").is_some()), "{:?}", events(&host));
-    let text = seen(&host, "memory").expect("seen")["text"].clone();
+    let spared = host.waiting("spared", &format!("{SPOIL} cuda-probe alloc 52000 600 &"));
+    assert!(eventually(|| host.event("memory").is_some()), "{:?}", host.events());
+    let text = host.event("memory").expect("seen")["text"].clone();
     assert!(text.as_str().expect("text").ends_with("reported only"), "{text}");
     std::thread::sleep(std::time::Duration::from_secs(2));
-    assert_eq!(events(&host).len(), 1, "told once: {:?}", events(&host));
+    assert_eq!(host.events().len(), 1, "told once: {:?}", host.events());
     assert_eq!(probes(&spared), 1);
     spared.down();
     let host = guarded("[guard]\nmemory = \"container\"\n");
-    let ended = waiting(&host, "ended", &format!("{SPOIL} cuda-probe alloc 52000 600 &"));
-    assert!(eventually(|| seen(&host, "memory").is_some()), "{:?}", events(&host));
+    let ended = host.waiting("ended", &format!("{SPOIL} cuda-probe alloc 52000 600 &"));
+    assert!(eventually(|| host.event("memory").is_some()), "{:?}", host.events());
     assert!(eventually(|| host.world.leases().is_empty()), "{:?}", host.world.leases());
     ended.down();
     host.world.assert_empty();
@@ -185,8 +49,8 @@ fn a_stranger_is_told_of_and_left_alone() {
     slice.up();
     slice.event("info");
     let mut stranger = host.world.stranger();
-    assert!(eventually(|| seen(&host, "stranger").is_some()), "{:?}", events(&host));
-    let event = seen(&host, "stranger").expect("seen");
+    assert!(eventually(|| host.event("stranger").is_some()), "{:?}", host.events());
+    let event = host.event("stranger").expect("seen");
     assert_eq!((&event["pid"], &event["container_id"]), (&json!(stranger.id()), &Value::Null));
     assert!(stranger.try_wait().expect("it can be asked").is_none(), "it runs on");
     stranger.kill().expect("it runs");
@@ -201,17 +65,17 @@ fn rootless_containers_are_held_as_well() {
         return;
     }
     let host = serving("h200");
-    let neighbour = Neighbour::up(&host);
+    let neighbour = host.neighbour();
     let script = format!("{SPOIL} cuda-probe alloc 52000 600 & wait; exec sleep 600");
     let hostile = host.bundle(ALICE, "alices", SHARE, &["/bin/sh", "-c", &script]);
     hostile.up();
     hostile.event("alloc");
-    assert!(eventually(|| seen(&host, "memory").is_some()), "{:?}", events(&host));
-    let event = seen(&host, "memory").expect("seen");
+    assert!(eventually(|| host.event("memory").is_some()), "{:?}", host.events());
+    let event = host.event("memory").expect("seen");
     assert_eq!((&event["uid"], &event["container_id"]), (&json!(ALICE), &json!("alices")));
     assert!(event["text"].as_str().expect("text").ends_with("it was ended"), "{event}");
     hostile.down();
-    neighbour.lives(&host);
+    neighbour.lives();
     host.world.assert_empty();
 }
 
@@ -230,4 +94,161 @@ fn status_says_whether_there_is_a_guard() {
     host.start();
     assert!(eventually(|| table(&host).contains("\nGuard: on.\n")), "{}", table(&host));
     host.stop();
+}
+
+#[test]
+fn a_share_says_what_is_done() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("[share.debug]\nguard = \"report\"\nsm = 25\nmemory = \"4GiB\"\n");
+    let script = format!("{SPOIL} cuda-probe alloc 52000 600 & wait; exec sleep 600");
+    let up = |id: &str, annotations: &[(&str, &str)]| {
+        let bundle = host.world.bundle(id, annotations, &["/bin/sh", "-c", &script]);
+        bundle.up();
+        bundle.event("alloc");
+        assert!(eventually(|| host.event("memory").is_some()), "{:?}", host.events());
+        bundle
+    };
+    let refused = host.world.bundle("spared", &[SHARE[0], ("sublet.guard", "report")], HOLD).create();
+    assert!(refused.stderr.contains("sublet.guard=report does not go with [guard]"), "{refused:?}");
+    let spared = up("spared", &[("sublet.share", "debug")]);
+    assert_eq!(host.events()[0]["action"], json!("report"), "{:?}", host.events());
+    assert_eq!(probes(&spared), 1);
+    spared.down();
+    std::fs::remove_file(host.world.state_dir().join("guard.json")).expect("it is there");
+    let ended = up("ended", &[SHARE[0], SHARE[1], ("sublet.guard", "container")]);
+    assert_eq!(host.events()[0]["action"], json!("container"), "{:?}", host.events());
+    assert!(eventually(|| host.world.leases().is_empty()), "{:?}", host.world.leases());
+    ended.down();
+    host.world.assert_empty();
+}
+
+/// What `sublet status` says of the guard.
+fn sight(host: &Host) -> Value {
+    host.world.status()["guard"].clone()
+}
+
+#[test]
+fn nvml_that_goes_away_is_told_and_looked_for_until_it_is_back() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("");
+    let neighbour = host.neighbour();
+    assert!(eventually(|| sight(&host)["watching"] == json!(true)), "{}", sight(&host));
+    let fail = host.world.driver_root.as_ref().expect("simulated").join("sim/fail");
+    // NVML_ERROR_DRIVER_NOT_LOADED, then NVML_ERROR_UNINITIALIZED: whatever is asked, and by whom.
+    for code in ["9", "1"] {
+        std::fs::write(&fail, format!("* 0 {code}\n")).expect("written");
+        assert!(eventually(|| !sight(&host)["blind"].as_array().expect("a list").is_empty()), "{code}");
+        let table = host.world.sublet(&["status"]).stdout;
+        assert!(String::from_utf8_lossy(&table).contains("\nGUARD OFF: "), "{code}");
+        std::fs::remove_file(&fail).expect("it is there");
+        assert!(eventually(|| sight(&host)["watching"] == json!(true)), "{code}: {}", sight(&host));
+    }
+    let hostile = host.waiting("hostile", &format!("{SPOIL} cuda-probe alloc 52000 600 &"));
+    assert!(eventually(|| host.event("memory").is_some()), "{:?}", host.events());
+    hostile.down();
+    neighbour.lives();
+    host.world.assert_empty();
+}
+
+#[test]
+fn a_gpu_that_is_lost_leaves_the_others_guarded() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = two_users::host("h200x8");
+    host.start();
+    let on = |gpu: &'static str| [("sublet.gpu", gpu), SHARE[0], SHARE[1]];
+    let lost = host.world.bundle("lost", &on("0"), HOLD);
+    lost.up();
+    lost.event("info");
+    let script = format!("sleep 2; {SPOIL} cuda-probe alloc 52000 600 & wait; exec sleep 600");
+    let hostile = host.world.bundle("hostile", &on("1"), &["/bin/sh", "-c", &script]);
+    hostile.up();
+    // As an Xid 79 leaves it: its PCI configuration space reads ffff, and NVML answers that it is lost.
+    let devices = host.world.driver_root.as_ref().expect("simulated").join("sys/bus/pci/devices");
+    let mut all: Vec<_> =
+        std::fs::read_dir(&devices).expect("GPUs").flatten().map(|gpu| gpu.path()).collect();
+    all.sort();
+    std::fs::write(all[0].join("config"), [0xff; 64]).expect("written");
+    assert!(eventually(|| host.event("memory").is_some()), "{:?}", host.events());
+    let blind = sight(&host)["blind"].clone();
+    assert!(blind.as_array().is_some_and(|blind| blind.len() == 1), "{blind}");
+    assert_eq!(host.events().len(), 1, "{:?}", host.events());
+    assert!(is_alive(nix::unistd::Pid::from_raw(lost.pid())), "nobody was taken for an offender");
+    hostile.down();
+    lost.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn without_a_lease_nvml_is_closed_and_nothing_is_asked() {
+    if skip_unless_root() {
+        return;
+    }
+    // Whose GPU cannot do MIG: on others the service looks for instances, now and then.
+    let mut host = two_users::host("pascal");
+    host.start();
+    let serve = host.serve.as_ref().expect("it runs").id();
+    let is_open = || {
+        let maps = std::fs::read_to_string(format!("/proc/{serve}/maps")).expect("/proc");
+        maps.contains("libnvidia-ml")
+    };
+    let trace = host.world.driver_root.as_ref().expect("simulated").join("sim/trace");
+    let slice = host.world.bundle("slice", &[("sublet.gpu", "0")], HOLD);
+    slice.up();
+    assert!(eventually(is_open), "it looks");
+    slice.down();
+    assert!(eventually(|| !is_open()), "nobody is left");
+    std::fs::write(&trace, "").expect("written");
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    assert_eq!(std::fs::read_to_string(&trace).expect("it is there"), "");
+    std::fs::remove_file(&trace).expect("it is there");
+    // The next lease is looked after all the same.
+    slice.up();
+    assert!(eventually(is_open), "it looks");
+    slice.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn a_daemon_or_server_that_dies_is_there_again_and_who_was_hit_is_told() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("");
+    let computing =
+        host.world.bundle("computing", SHARE, &["/bin/sh", "-c", "cuda-probe hold 600; exec sleep 600"]);
+    computing.up();
+    let idle = host.waiting("idle", "");
+    for (what, others) in [("nvidia-cuda-mps-control", 1), ("nvidia-cuda-mps-server", 2)] {
+        assert!(eventually(|| probes(&computing) >= 1), "{what}");
+        // The guard has seen it compute.
+        std::thread::sleep(std::time::Duration::from_secs(2));
+        let pids = host.world.daemon_pids("");
+        let named = |pid: &&nix::unistd::Pid| {
+            std::fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(what))
+        };
+        let victim = pids.iter().find(named).expect("it runs");
+        nix::sys::signal::kill(*victim, nix::sys::signal::Signal::SIGKILL).expect("it is ours");
+        // No command of ours is run: the service alone puts it right.
+        let hit = || host.events().iter().filter(|event| event["offence"] == "server").count();
+        assert!(eventually(|| hit() == others), "{what}: {:?}", host.events());
+        let whose: Vec<Value> = host.events().iter().map(|event| event["container_id"].clone()).collect();
+        assert!(whose.iter().all(|id| id == "computing"), "{whose:?}");
+        let info = || idle.exec(&["/usr/bin/cuda-probe", "info"]).json().remove(0);
+        assert!(eventually(|| info()["mps"] == json!(true)), "{what}: {}", info());
+        let again =
+            computing.exec(&["/bin/sh", "-c", "busybox setsid cuda-probe hold 600 >/dev/null 2>&1 &"]);
+        assert!(again.ok, "{again:?}");
+    }
+    let explained = host.world.sublet(&["explain", "--container", "computing"]);
+    let explained = String::from_utf8_lossy(&explained.stdout).into_owned();
+    assert!(explained.contains("the GPU work of container computing went with it"), "{explained}");
+    computing.down();
+    idle.down();
+    host.world.assert_empty();
 }

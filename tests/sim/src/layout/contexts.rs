@@ -3,12 +3,16 @@
 //! it.
 //!
 //! The name: `sublet-sim:<tag>:<minor>:<C|M|M+C>:<MiB>`; on a MIG device `<minor>.<gi>.<ci>`.
+//!
+//! For measurements, `DIR/sim/contexts` says it instead, where there is such a file: lines `<pid> <minor>:<kind>:<MiB>`.
+//! Looking through /proc costs more than a driver's answer does.
 
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::str::FromStr;
 
+use super::Root;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 /// What a process has a context for.
@@ -66,6 +70,18 @@ pub fn list(tag: &str) -> Vec<Held> {
     held
 }
 
+/// Every context of the simulated driver `tag` below `root`, as NVML tells it.
+#[must_use]
+pub fn told(tag: &str, root: Option<&Root>) -> Vec<Held> {
+    let written = root.and_then(|root| fs::read_to_string(root.join("sim/contexts")).ok());
+    let Some(written) = written else { return list(tag) };
+    let line = |line: &str| {
+        let (pid, held) = line.split_once(' ')?;
+        of_text(pid.parse().ok()?, held)
+    };
+    written.lines().filter_map(line).collect()
+}
+
 /// A process that is between two announcements shows both: the larger counts.
 fn of_process(tag: &str, pid: i32) -> Vec<Held> {
     let mut found: Vec<Held> = Vec::new();
@@ -85,7 +101,11 @@ fn of_process(tag: &str, pid: i32) -> Vec<Held> {
 
 fn parse(tag: &str, pid: i32, link: &str) -> Option<Held> {
     let name = link.strip_prefix("/memfd:sublet-sim:")?.strip_suffix(" (deleted)")?;
-    let mut parts = name.strip_prefix(tag)?.strip_prefix(':')?.split(':');
+    of_text(pid, name.strip_prefix(tag)?.strip_prefix(':')?)
+}
+
+fn of_text(pid: i32, text: &str) -> Option<Held> {
+    let mut parts = text.split(':');
     let on = parts.next()?.parse().ok()?;
     let kind = parts.next()?.parse().ok()?;
     let mib = parts.next()?.parse().ok()?;

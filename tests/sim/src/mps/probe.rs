@@ -24,7 +24,8 @@ use crate::layout::Root;
 use crate::layout::contexts::{self, Kind};
 use crate::layout::trailer;
 
-const USAGE: &str = "cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS | noderights PATH…";
+const USAGE: &str =
+    "cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS [UNTIL-FILE] | noderights PATH…";
 
 /// Status of a program that met a CUDA error.
 const CUDA_ERROR: u8 = 10;
@@ -96,7 +97,7 @@ enum Task<'a> {
     Hold(Duration),
     Alloc(u64, Duration),
     Fault,
-    Latency(Duration),
+    Latency(Duration, Option<&'a Path>),
     NodeRights(Vec<&'a str>),
 }
 
@@ -109,7 +110,8 @@ impl<'a> Task<'a> {
             ["alloc", mib] => Self::Alloc(mib.parse().ok()?, Duration::ZERO),
             ["alloc", mib, secs] => Self::Alloc(mib.parse().ok()?, time(secs)?),
             ["fault"] => Self::Fault,
-            ["lat", secs] => Self::Latency(time(secs)?),
+            ["lat", secs] => Self::Latency(time(secs)?, None),
+            &["lat", secs, until] => Self::Latency(time(secs)?, Some(Path::new(until))),
             ["noderights", paths @ ..] => Self::NodeRights(paths.to_vec()),
             _ => return None,
         })
@@ -184,7 +186,7 @@ impl Program {
         let result = match *task {
             Task::Info | Task::NodeRights(_) => return ExitCode::SUCCESS,
             Task::Hold(time) => self.hold(time),
-            Task::Latency(time) => self.latency(time),
+            Task::Latency(time, until) => self.latency(time, until),
             Task::Fault => return self.fault(),
             Task::Alloc(mib, time) => {
                 let result = self.alloc(mib);
@@ -208,16 +210,23 @@ impl Program {
         Ok(())
     }
 
-    /// Pretends to launch kernels of a millisecond each.
-    fn latency(&self, time: Duration) -> Result<(), String> {
-        let (start, mut rounds) = (Instant::now(), 0_u32);
-        while start.elapsed() < time {
-            self.hold(Duration::from_millis(1))?;
-            rounds += 1;
+    /// Pretends to launch kernels of a millisecond each, for so long or until there is such a file.
+    fn latency(&self, time: Duration, until: Option<&Path>) -> Result<(), String> {
+        let (start, mut rounds) = (Instant::now(), Vec::new());
+        let mut result = Ok(());
+        while result.is_ok() && start.elapsed() < time && !until.is_some_and(Path::exists) {
+            let round = Instant::now();
+            result = self.hold(Duration::from_millis(1));
+            rounds.push(round.elapsed().as_secs_f64() * 1000.0);
         }
-        let mean = start.elapsed().as_secs_f64() * 1000.0 / f64::from(rounds.max(1));
-        say(&json!({"event": "lat", "iterations": rounds, "mean_ms": mean}));
-        Ok(())
+        rounds.sort_by(f64::total_cmp);
+        if let Some(worst) = rounds.last() {
+            let at = |percent: usize| rounds[rounds.len() * percent / 100];
+            say(
+                &json!({"event": "lat", "n": rounds.len(), "p50_ms": at(50), "p99_ms": at(99), "max_ms": worst}),
+            );
+        }
+        result
     }
 
     fn alloc(&mut self, mib: u64) -> Result<(), String> {

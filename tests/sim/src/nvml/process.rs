@@ -58,7 +58,7 @@ pub unsafe extern "C" fn nvmlDeviceGetMPSComputeRunningProcesses_v2(
 }
 
 fn infos_of(target: &Target<'_>, wanted: impl Fn(&Held) -> bool) -> Vec<nvmlProcessInfo_t> {
-    let held = contexts::list(&target.session.topology.tag);
+    let held = contexts::told(&target.session.topology.tag, target.session.root.as_ref());
     held.iter().filter(|held| wanted(held) && is_on(held, target)).map(info).collect()
 }
 

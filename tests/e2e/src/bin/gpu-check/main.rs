@@ -3,9 +3,15 @@
 //!
 //!   gpu-check --probe PATH      on the GPU of this host
 //!   gpu-check --simulated       on the simulated H200
+//!
+//! With `ONLY` in the environment: only the hostile containers, and what the guard costs.
 
+mod attacks;
+mod beside;
+mod cost;
 mod doors;
 mod hostile;
+mod plain;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -13,9 +19,10 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use nvml_wrapper::Nvml;
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, eventually};
+
+use beside::Line;
 
 /// The GPU's compute mode is left alone.
 const CONFIG: &str = "[mps]\nexclusive_compute_mode = \"never\"\n";
@@ -33,6 +40,8 @@ struct Row {
 /// The table, and the hardware's numbers that its expectations are made of.
 struct Table {
     rows: Vec<Row>,
+    /// sublet beside plain MPS.
+    lines: Vec<Line>,
     sms: u64,
     total_mib: u64,
 }
@@ -42,6 +51,16 @@ impl Table {
         let row = Row { check: check.into(), expected: expected.to_string(), seen: seen.to_string(), ok };
         eprintln!("{} {}: {}", if row.ok { "ok  " } else { "FAIL" }, row.check, row.seen);
         self.rows.push(row);
+    }
+
+    fn beside(&mut self, line: Line) {
+        eprintln!("{} {}", if line.is_ok() { "ok  " } else { "FAIL" }, line.text());
+        self.lines.push(line);
+    }
+
+    fn verdict(&self) -> ExitCode {
+        let ok = self.rows.iter().all(|row| row.ok) && self.lines.iter().all(Line::is_ok);
+        if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
 
     fn same(&mut self, check: &str, expected: &Value, seen: &Value) {
@@ -59,6 +78,8 @@ impl Table {
             let verdict = if row.ok { "ok" } else { "**FAILED**" };
             println!("| {} | {} | {} | {verdict} |", row.check, row.expected, row.seen);
         }
+        println!("\n{}", beside::HEADING);
+        self.lines.iter().for_each(|line| println!("{}", line.text()));
     }
 }
 
@@ -74,12 +95,14 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     };
     let heading = heading(&world);
-    let mut table = Table { rows: Vec::new(), sms: 0, total_mib: 0 };
-    if std::env::var("ONLY").is_ok() {
-        hostile::table(&world, &mut table);
-        return ExitCode::SUCCESS;
-    }
+    let mut table = Table { rows: Vec::new(), lines: Vec::new(), sms: 0, total_mib: 0 };
     whole_gpu(&world, &mut table);
+    if std::env::var_os("ONLY").is_some() {
+        hostile::table(&world, &mut table);
+        gone(&world, &mut table);
+        table.print(&heading);
+        return table.verdict();
+    }
     three_shares(&world, &mut table);
     two_users(&world, &mut table);
     faults(&world, &mut table);
@@ -93,7 +116,7 @@ fn main() -> ExitCode {
     drop(world);
     by_uuid(new_world, &mut table);
     table.print(&heading);
-    if table.rows.iter().all(|row| row.ok) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    table.verdict()
 }
 
 fn heading(world: &World) -> String {
@@ -299,7 +322,7 @@ fn daemon(world: &World) -> Pid {
 /// How long a killed client's memory takes to come back: an ended lease may only be booked again then.
 fn memory_back(world: &World, table: &mut Table) {
     const MIB: &str = "8000";
-    let nvml = nvml(world);
+    let nvml = world.nvml();
     let used = || {
         nvml.device_by_index(0).and_then(|device| device.memory_info()).map_or(0, |memory| memory.used >> 20)
     };
@@ -323,17 +346,6 @@ fn memory_back(world: &World, table: &mut Table) {
         format!("median {} ms, worst {} ms of {}", taken[2], taken[4], taken.len()),
         taken[4] < 5000,
     );
-}
-
-/// NVML of this world: the host's, or the simulator's.
-fn nvml(world: &World) -> Nvml {
-    let simulated = world.driver_root.as_ref().and_then(|root| {
-        let dirs = ["x86_64-linux-gnu", "aarch64-linux-gnu"]
-            .map(|dir| root.join("usr/lib").join(dir).join("libnvidia-ml.so.1"));
-        dirs.into_iter().find(|path| path.exists())
-    });
-    let library = simulated.unwrap_or_else(|| PathBuf::from("libnvidia-ml.so.1"));
-    Nvml::builder().lib_path(library.as_os_str()).init().expect("NVML loads")
 }
 
 fn gone(world: &World, table: &mut Table) {

@@ -1,5 +1,6 @@
-//! What users must not be able to do to each other by way of `sublet serve`, nor to the service.
+//! B11 and B12: what users must not be able to do to each other by way of `sublet serve`, nor to the service.
 
+#[path = "../e2e/tests/two_users/mod.rs"]
 mod two_users;
 
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -11,7 +12,7 @@ use sublet_e2e::{eventually, skip_unless_root};
 use two_users::{ALICE, BOB, HOLD, QUARTER, serving};
 
 #[test]
-fn nobody_acts_on_what_is_somebody_elses() {
+fn b11_nobody_acts_on_what_is_somebody_elses() {
     if skip_unless_root() {
         return;
     }
@@ -90,7 +91,7 @@ fn nobody_acts_on_what_is_somebody_elses() {
 }
 
 #[test]
-fn no_path_of_a_users_is_opened_by_root() {
+fn b11_no_path_of_a_users_is_opened_by_root() {
     if skip_unless_root() {
         return;
     }
@@ -113,7 +114,7 @@ fn no_path_of_a_users_is_opened_by_root() {
 }
 
 #[test]
-fn bad_lines_are_answered_and_the_next_one_too() {
+fn b12_bad_lines_are_answered_and_the_next_one_too() {
     if skip_unless_root() {
         return;
     }
@@ -132,7 +133,7 @@ fn bad_lines_are_answered_and_the_next_one_too() {
 }
 
 #[test]
-fn one_uid_holds_sixteen_connections() {
+fn b12_one_uid_holds_sixteen_connections() {
     if skip_unless_root() {
         return;
     }
@@ -152,7 +153,7 @@ fn one_uid_holds_sixteen_connections() {
 
 /// What it costs the others is measured by `tests/bench hanging`.
 #[test]
-fn hanging_connections_hold_nobody() {
+fn b12_hanging_connections_hold_nobody() {
     if skip_unless_root() {
         return;
     }
@@ -205,7 +206,7 @@ fn pid(child: &std::process::Child) -> i32 {
 }
 
 #[test]
-fn a_process_is_a_users_only_if_it_is_theirs_alone() {
+fn b11_a_process_is_a_users_only_if_it_is_theirs_alone() {
     if skip_unless_root() {
         return;
     }
@@ -244,7 +245,7 @@ fn a_process_is_a_users_only_if_it_is_theirs_alone() {
 }
 
 #[test]
-fn a_lease_of_anothers_is_no_grant_and_a_user_without_a_policy_gets_nothing() {
+fn b11_a_lease_of_anothers_is_no_grant_and_a_user_without_a_policy_gets_nothing() {
     if skip_unless_root() {
         return;
     }
@@ -273,7 +274,7 @@ fn a_lease_of_anothers_is_no_grant_and_a_user_without_a_policy_gets_nothing() {
 }
 
 #[test]
-fn clients_that_never_read_hold_nobody() {
+fn b12_clients_that_never_read_hold_nobody() {
     if skip_unless_root() {
         return;
     }
@@ -299,7 +300,7 @@ fn clients_that_never_read_hold_nobody() {
 }
 
 #[test]
-fn a_service_that_is_killed_leaves_whole_containers_or_none() {
+fn c5_a_service_that_is_killed_leaves_whole_containers_or_none() {
     if skip_unless_root() {
         return;
     }
@@ -324,5 +325,29 @@ fn a_service_that_is_killed_leaves_whole_containers_or_none() {
             bundle.down();
         }
     }
+    host.world.assert_empty();
+}
+
+#[test]
+fn b11_what_is_not_the_users_own_is_not_ended_for_their_lease() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    host.world.configure("[mps]\nexclusive_compute_mode = \"never\"\n");
+    let bundle = host.bundle(ALICE, "mine", QUARTER, HOLD);
+    bundle.up();
+    bundle.event("info");
+    // Root's own program, which has joined the PID namespace of her container, and computes beside her server.
+    let mut program = std::process::Command::new("nsenter");
+    program.args(["--pid", "--target", &bundle.pid().to_string(), "--"]);
+    let mut roots = host.world.stranger_by(program);
+    let told = || host.event("bypass");
+    assert!(eventually(|| told().is_some()), "{:?}", host.events());
+    let text = told().expect("told")["text"].clone();
+    assert!(text.as_str().expect("text").ends_with("it is not the container's user's own"), "{text}");
+    assert!(roots.try_wait().expect("it can be asked").is_none(), "it runs on");
+    roots.kill().and_then(|()| roots.wait().map(drop)).expect("it ends");
+    bundle.down();
     host.world.assert_empty();
 }

@@ -1,0 +1,84 @@
+//! What the guard's looks cost with 8 GPUs and 100 leases, as one table: its own work (/proc, the ledger, judging) by
+//! the CPU time of its thread, with a driver whose answers cost next to nothing; what a real driver's cost is
+//! measured by `gpu-check` and added by whoever reads it.
+//!
+//! `bench-guard [SECONDS]`, as root: 30 by default. Everything that it runs is built already and found in
+//! `SUBLET_BIN_DIR` and `SUBLET_SIM_DIR`. It judges nothing: the limit in the table is for whoever reads it.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use sublet_e2e::guarded::{guard_cpu, nvml_calls};
+use sublet_e2e::{Bundle, World, eventually};
+
+const SECONDS: u64 = 30;
+const LEASES: usize = 100;
+const GPUS: usize = 8;
+
+/// Looks in a second.
+const LOOKS: f64 = 2.0;
+
+fn main() -> Result<()> {
+    let seconds = match std::env::args().nth(1) {
+        Some(seconds) => seconds.parse().context("usage: bench-guard [SECONDS]")?,
+        None => SECONDS,
+    };
+    ensure!(nix::unistd::geteuid().is_root(), "bench-guard starts containers: run it as root");
+    let world = World::simulated("h200x8", "");
+    let bundles: Vec<Bundle<'_>> = (0..LEASES).map(|number| up(&world, number)).collect();
+    let nvml = world.nvml();
+    let root = world.driver_root.as_ref().context("simulated")?;
+    std::fs::write(root.join("sim/contexts"), contexts(&nvml)?)?;
+    let mut serve = world.command("sublet").arg("serve").spawn()?;
+    let watching = || world.status()["guard"]["watching"] == serde_json::json!(true);
+    ensure!(eventually(watching), "the guard does not watch: {}", world.status()["guard"]);
+    let percent = guard_cpu(serve.id(), Duration::from_secs(seconds)).context("no schedstat in /proc")?;
+    let uuid = nvml.device_by_index(0)?.uuid()?;
+    let (_, simulated) = nvml_calls(&nvml, &uuid, 200);
+    serve.kill()?;
+    serve.wait()?;
+    std::fs::remove_file(root.join("sim/contexts"))?;
+    bundles.iter().for_each(Bundle::down);
+    print(seconds, percent, simulated * GPUS as f64);
+    Ok(())
+}
+
+fn up(world: &World, number: usize) -> Bundle<'_> {
+    let gpu = (number % GPUS).to_string();
+    let share = [("sublet.gpu", gpu.as_str()), ("sublet.sm", "7"), ("sublet.memory", "8GiB")];
+    let bundle = world.bundle(&format!("c{number}"), &share, &["/usr/bin/cuda-probe", "hold", "86400"]);
+    bundle.up();
+    bundle.event("info");
+    bundle
+}
+
+/// What NVML tells now, as the simulated driver reads it back.
+fn contexts(nvml: &nvml_wrapper::Nvml) -> Result<String> {
+    let mut text = String::new();
+    for index in 0..nvml.device_count()? {
+        let device = nvml.device_by_index(index)?;
+        let clients = device.mps_running_compute_processes()?;
+        for process in device.running_compute_processes()? {
+            let is_client = clients.iter().any(|client| client.pid == process.pid);
+            let kind = if is_client { "M+C" } else { "M" };
+            writeln!(text, "{} {}:{kind}:144", process.pid, device.minor_number()?)?;
+        }
+    }
+    Ok(text)
+}
+
+/// `simulated`: milliseconds that the simulated driver's own answers take in a look.
+fn print(seconds: u64, percent: f64, simulated: f64) {
+    let look = percent / 100.0 * 1000.0 / LOOKS;
+    println!("{GPUS} GPUs, {LEASES} leases with a process each, a look every 500 ms, over {seconds} s:\n");
+    println!("| what | CPU ms in a look | % of one core | limit |");
+    println!("|---|---|---|---|");
+    println!("| the guard's thread | {look:.2} | {percent:.3} | |");
+    println!("| of it the simulated driver's answers | {simulated:.2} | {:.3} | |", simulated * LOOKS / 10.0);
+    let own = look - simulated;
+    println!(
+        "| the rest: /proc, ledger, judging | {own:.2} | {:.3} | 0.5 with a real driver's answers |",
+        own * LOOKS / 10.0
+    );
+}

@@ -1,0 +1,122 @@
+//! Containers beside the guard of `sublet serve`: what they run, what it wrote down, and a neighbour who must not
+//! notice; and what its looks cost.
+
+use std::time::{Duration, Instant};
+
+use nix::time::{ClockId, clock_gettime};
+use nvml_wrapper::Nvml;
+use serde_json::{Value, json};
+
+use crate::bundle::Bundle;
+use crate::user::Host;
+
+/// Limits gone by one bad value (docs/evidence).
+pub const SPOIL: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage";
+/// Away from MPS: neither the variable nor the default place leads to a server.
+pub const LEAVE: &str = "CUDA_MPS_PIPE_DIRECTORY=/nowhere";
+/// What each asks for; 25 % of an H200 are 32 SMs.
+pub const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "4GiB")];
+
+impl Host {
+    /// A container with [`SHARE`] that waits, and in it the commands of a shell.
+    #[must_use]
+    pub fn waiting(&self, id: &str, script: &str) -> Bundle<'_> {
+        let script = format!("{script}\nwait; exec sleep 600");
+        let bundle = self.world.bundle(id, SHARE, &["/bin/sh", "-c", &script]);
+        bundle.up();
+        bundle
+    }
+
+    /// What the guard did, as it wrote it down: a command of ours would put its ledger right on the way.
+    #[must_use]
+    pub fn events(&self) -> Vec<Value> {
+        let text = std::fs::read(self.world.state_dir().join("guard.json")).unwrap_or_default();
+        let book: Value = serde_json::from_slice(&text).unwrap_or_default();
+        book["events"].as_array().cloned().unwrap_or_default()
+    }
+
+    /// The first of them about `offence`.
+    #[must_use]
+    pub fn event(&self, offence: &str) -> Option<Value> {
+        self.events().into_iter().find(|event| event["offence"] == offence)
+    }
+
+    /// A container that keeps to its share all the while.
+    #[must_use]
+    pub fn neighbour(&self) -> Neighbour<'_> {
+        let args = ["/usr/bin/cuda-probe", "hold", "120"];
+        let bundle = self.world.bundle("neighbour", SHARE, &args);
+        bundle.up();
+        assert_eq!(bundle.event("info")["mps"], json!(true));
+        Neighbour { host: self, bundle }
+    }
+}
+
+/// How many of a container's processes are CUDA programs.
+#[must_use]
+pub fn probes(bundle: &Bundle<'_>) -> usize {
+    let seen = bundle.exec(&["/bin/sh", "-c", "cat /proc/[0-9]*/comm"]);
+    seen.stdout.lines().filter(|name| *name == "cuda-probe").count()
+}
+
+/// Somebody who is to notice nothing.
+pub struct Neighbour<'a> {
+    host: &'a Host,
+    bundle: Bundle<'a>,
+}
+
+impl Neighbour<'_> {
+    /// Its program runs on, and its next one gets what the first got; then it goes.
+    pub fn lives(self) {
+        let Self { host, bundle } = self;
+        assert!(!bundle.output().contains("\"end\""), "{}", bundle.output());
+        let events = host.events();
+        assert!(!events.iter().any(|event| event["container_id"] == "neighbour"), "{events:?}");
+        let info = bundle.exec(&["/usr/bin/cuda-probe", "info"]).json().remove(0);
+        assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{info}");
+        bundle.down();
+    }
+}
+
+/// Median milliseconds, and of CPU, of what the guard asks about one device in each look.
+#[must_use]
+pub fn nvml_calls(nvml: &Nvml, uuid: &str, times: usize) -> (f64, f64) {
+    let (mut wall, mut cpu) = (Vec::new(), Vec::new());
+    for _ in 0..times {
+        let (start, before) = (Instant::now(), thread_cpu());
+        let device = nvml.device_by_uuid(uuid).expect("the GPU is there");
+        let _ = device.running_compute_processes();
+        let _ = device.mps_running_compute_processes();
+        wall.push(start.elapsed());
+        cpu.push(thread_cpu().saturating_sub(before));
+    }
+    (median(wall), median(cpu))
+}
+
+fn thread_cpu() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("a clock of Linux").into()
+}
+
+fn median(mut times: Vec<Duration>) -> f64 {
+    times.sort_unstable();
+    times[times.len() / 2].as_secs_f64() * 1e3
+}
+
+/// Percent of one core that the thread `guard` of process `serve` takes for so long; `None`: this kernel does
+/// not tell.
+#[must_use]
+pub fn guard_cpu(serve: u32, watched: Duration) -> Option<f64> {
+    let before = thread_nanoseconds(serve)?;
+    let start = Instant::now();
+    std::thread::sleep(watched);
+    let spent = thread_nanoseconds(serve)?.saturating_sub(before);
+    Some(Duration::from_nanos(spent).as_secs_f64() / start.elapsed().as_secs_f64() * 100.0)
+}
+
+/// Nanoseconds on a CPU: the first field of schedstat (the kernel's sched-stats.rst).
+fn thread_nanoseconds(process: u32) -> Option<u64> {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).ok()?;
+    let read = |task: &std::fs::DirEntry, name: &str| std::fs::read_to_string(task.path().join(name)).ok();
+    let guard = tasks.flatten().find(|task| read(task, "comm").is_some_and(|comm| comm == "guard\n"))?;
+    read(&guard, "schedstat")?.split_whitespace().next()?.parse().ok()
+}
