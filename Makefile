@@ -157,7 +157,7 @@ deb rpm: build $(GENERATED)/man/sublet.1
 dist:
 	@packaging/dist "$(VERSION)"
 
-test-packages: needs test-build deb
+test-packages: needs test-build build generate
 	@tests/packages/run
 
 # Man pages and completions alone.
