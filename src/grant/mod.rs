@@ -103,8 +103,10 @@ pub fn grant(
 ) -> Grant {
     let devices = files::devices(&lease.devices, inventory);
     let libraries = image.libraries().filter(|_| config.driver.inject == Inject::Builtin);
-    let mut mounts = mps_mounts(lease, image, config);
-    mounts.extend(libraries.into_iter().flat_map(|dir| driver_files(dir, capabilities, inventory, config)));
+    let mut mounts: Vec<_> =
+        libraries.into_iter().flat_map(|dir| driver_files(dir, capabilities, inventory, config)).collect();
+    // Last: a link of the image's may have it cover other mount points, and crun would make those in it, on the host.
+    mounts.extend(mps_mounts(lease, image, config));
     Grant {
         lease: lease.id.to_string(),
         record: lease.to_annotation(),

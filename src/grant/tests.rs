@@ -331,18 +331,18 @@ fn files_by_soname_into_the_libraries_directory() {
     assert_eq!(
         destinations(&grant),
         [
-            "/run/sublet/mps",
-            "/tmp/nvidia-mps",
             "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
             "/usr/lib/x86_64-linux-gnu/libcuda.so",
             "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1",
             "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so",
             "/usr/bin/nvidia-smi",
+            "/run/sublet/mps",
+            "/tmp/nvidia-mps",
         ]
     );
-    assert_eq!(grant.mounts[0].source, PathBuf::from("/run/sublet/mps/GPU-0/public"));
-    assert_eq!(grant.mounts[1].source, PathBuf::from("/run/sublet/mps/GPU-0/public"));
-    assert_eq!(grant.mounts[3].source, PathBuf::from("/host/libcuda.so.1.580"));
+    assert_eq!(grant.mounts[1].source, PathBuf::from("/host/libcuda.so.1.580"));
+    assert_eq!(grant.mounts[5].source, PathBuf::from("/run/sublet/mps/GPU-0/public"));
+    assert_eq!(grant.mounts[6].source, PathBuf::from("/run/sublet/mps/GPU-0/public"));
     assert_eq!(grant.warnings, ["from the placement"]);
 }
 
