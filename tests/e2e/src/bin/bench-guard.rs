@@ -13,8 +13,8 @@ use sublet_e2e::guarded::{guard_cpu, nvml_calls};
 use sublet_e2e::{Bundle, World, eventually};
 
 const SECONDS: u64 = 30;
-const LEASES: usize = 100;
-const GPUS: usize = 8;
+const LEASES: u32 = 100;
+const GPUS: u32 = 8;
 
 /// Looks in a second.
 const LOOKS: f64 = 2.0;
@@ -40,11 +40,11 @@ fn main() -> Result<()> {
     serve.wait()?;
     std::fs::remove_file(root.join("sim/contexts"))?;
     bundles.iter().for_each(Bundle::down);
-    print(seconds, percent, simulated * GPUS as f64);
+    print(seconds, percent, simulated * f64::from(GPUS));
     Ok(())
 }
 
-fn up(world: &World, number: usize) -> Bundle<'_> {
+fn up(world: &World, number: u32) -> Bundle<'_> {
     let gpu = (number % GPUS).to_string();
     let share = [("sublet.gpu", gpu.as_str()), ("sublet.sm", "7"), ("sublet.memory", "8GiB")];
     let bundle = world.bundle(&format!("c{number}"), &share, &["/usr/bin/cuda-probe", "hold", "86400"]);
@@ -75,10 +75,13 @@ fn print(seconds: u64, percent: f64, simulated: f64) {
     println!("| what | CPU ms in a look | % of one core | limit |");
     println!("|---|---|---|---|");
     println!("| the guard's thread | {look:.2} | {percent:.3} | |");
-    println!("| of it the simulated driver's answers | {simulated:.2} | {:.3} | |", simulated * LOOKS / 10.0);
+    println!(
+        "| of it the simulated driver's answers, at least | {simulated:.2} | {:.3} | |",
+        simulated * LOOKS / 10.0
+    );
     let own = look - simulated;
     println!(
-        "| the rest: /proc, ledger, judging | {own:.2} | {:.3} | 0.5 with a real driver's answers |",
+        "| the rest at most: /proc, ledger, judging | {own:.2} | {:.3} | 0.5 with a real driver's answers |",
         own * LOOKS / 10.0
     );
 }

@@ -94,7 +94,7 @@ fn attacks(slots: usize) -> Vec<Attack> {
             "memory limit spoilt, 52000 MiB taken of 4096",
             "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage exec cuda-probe alloc 52000 100",
             ("\"alloc\"", 1),
-            |scene| scene.is_too_large(),
+            is_too_large,
         ),
         attack(
             "B4",
@@ -108,7 +108,7 @@ fn attacks(slots: usize) -> Vec<Attack> {
             "two processes of 2500 MiB each",
             "cuda-probe alloc 2500 100 & sleep 1; exec cuda-probe alloc 2500 100",
             ("\"alloc\"", 2),
-            |scene| scene.is_too_large(),
+            is_too_large,
         ),
         Attack {
             shares: &[
@@ -166,6 +166,7 @@ fn slots(nvml: &Nvml) -> usize {
 }
 
 /// Who holds the containers.
+#[derive(Clone, Copy)]
 enum By<'a> {
     Plain(&'a PlainMps<'a>),
     Sublet(&'static str, &'static Shares, bool),
@@ -291,10 +292,6 @@ impl Scene<'_> {
         running.iter().filter(|process| is_ours(process.pid)).map(tenant).collect()
     }
 
-    fn is_too_large(&self) -> bool {
-        self.tenants().iter().map(|tenant| tenant.mib).sum::<u64>() > LIMIT + TOLERANCE
-    }
-
     fn settings(&self) -> String {
         settings(self.world, &self.pipe)
     }
@@ -304,6 +301,10 @@ impl Scene<'_> {
         let mut lines = output.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
         lines.find(|line| line["event"] == "info").map_or(0, |info| number(&info, "sm"))
     }
+}
+
+fn is_too_large(scene: &Scene<'_>) -> bool {
+    scene.tenants().iter().map(|tenant| tenant.mib).sum::<u64>() > LIMIT + TOLERANCE
 }
 
 fn settings(world: &World, pipe: &std::path::Path) -> String {
