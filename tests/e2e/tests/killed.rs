@@ -175,7 +175,7 @@ fn rootless(shim: bool) {
     let engine = world.engine.program();
     let rootless = Rootless::serving(world);
     // The runtime that stops says so there, and is the user's.
-    std::fs::set_permissions(rootless.dir(), std::fs::Permissions::from_mode(0o777)).expect("chmod");
+    std::fs::set_permissions(rootless.dir(), std::fs::Permissions::from_mode(0o1777)).expect("chmod");
     let dir = rootless.dir();
     let runtime = if shim {
         std::fs::remove_file(dir.join("hooks/sublet.json")).expect("the hook is there");
