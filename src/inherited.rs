@@ -62,12 +62,17 @@ pub(crate) fn forget_environment(kept: &[&str]) {
 mod tests {
     use std::os::fd::AsRawFd as _;
     use std::process::Stdio;
+    use std::sync::Mutex;
 
     use super::*;
+
+    /// Both tests concern the one table of this process.
+    static TABLE: Mutex<()> = Mutex::new(());
 
     #[cfg(feature = "cli")]
     #[test]
     fn a_descriptor_that_would_be_inherited_is_not() {
+        let _alone = TABLE.lock().unwrap();
         let file = std::fs::File::open("/dev/null").unwrap();
         // dup(2) makes an inheritable copy.
         let copy = nix::unistd::dup(&file).unwrap();
@@ -80,6 +85,7 @@ mod tests {
 
     #[test]
     fn a_child_gets_three_descriptors_and_we_keep_ours() {
+        let _alone = TABLE.lock().unwrap();
         let file = std::fs::File::open("/dev/null").unwrap();
         let copy = nix::unistd::dup(&file).unwrap();
         let mut list = Command::new("ls");

@@ -218,8 +218,11 @@ fn clock_at(host: &Host<'_>, now: SystemTime) -> Outcome {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd as _;
     use std::os::unix::fs::PermissionsExt as _;
     use std::os::unix::net::UnixListener;
+
+    use nix::sys::socket::{Shutdown, shutdown};
 
     use super::super::Verdict::{Fail, Warn};
     use super::super::fixture::{Fake, passed, told};
@@ -294,7 +297,8 @@ mod tests {
         assert!(passed(serve(&quick)).ends_with("is there"));
         listener.set_nonblocking(true).unwrap();
         assert_eq!(listener.accept().unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "nobody came");
-        drop(listener);
+        // Closed it would live on where another test has just forked.
+        shutdown(listener.as_raw_fd(), Shutdown::Both).unwrap();
         assert!(told(serve(&fake.host()), Warn).0.contains("Connection refused"));
     }
 

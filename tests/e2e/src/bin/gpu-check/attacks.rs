@@ -124,8 +124,12 @@ fn attacks(slots: usize) -> Vec<Attack> {
             ..attack(
                 "B9",
                 &format!("{many} MPS clients where {slots} find a place"),
-                &format!("n=0; while [ $n -lt {many} ]; do cuda-probe hold 100 & n=$((n+1)); done; wait"),
-                ("\"info\"", many),
+                // Of those that the guard ends at their start nothing is heard.
+                &format!(
+                    "n=0; while [ $n -lt {many} ]; do cuda-probe hold 100 & n=$((n+1)); done; \
+                     sleep 20; echo '\"tried\"'; wait"
+                ),
+                ("\"tried\"", 1),
                 // The neighbour has one, and expects one more.
                 |scene| scene.tenants().iter().filter(|tenant| tenant.is_client).count() + 2 > scene.slots,
             )
