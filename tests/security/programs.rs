@@ -97,11 +97,20 @@ fn trap(world: &World, bundle: &Bundle<'_>) -> PathBuf {
     told
 }
 
-/// The programs that the traced process ran, and the files that it opened, up to the first program that is none of
-/// ours: the low-level runtime. It has no children here, which strace does not follow: it would wait for them.
-fn traced(log: &Path) -> (Vec<String>, Vec<String>) {
+/// The programs that the traced processes ran, and the files that they opened, each up to the first program that is
+/// none of ours: the low-level runtime. `logs` has a file for each of them; the shim, whose daemon and container
+/// strace would wait for, is not followed, and has no other children here.
+fn traced(logs: &Path, followed: bool) -> (Vec<String>, Vec<String>) {
     let (mut ran, mut opened) = (Vec::new(), Vec::new());
-    for line in fs::read_to_string(log).expect("strace writes its log").lines() {
+    for log in fs::read_dir(logs).expect("strace writes its logs").flatten() {
+        let log = fs::read_to_string(log.path()).expect("a log");
+        read(&log, followed, &mut ran, &mut opened);
+    }
+    (ran, opened)
+}
+
+fn read(log: &str, followed: bool, ran: &mut Vec<String>, opened: &mut Vec<String>) {
+    for line in log.lines() {
         if line.starts_with("execve(") && line.contains(" = 0") {
             let program = line.split('"').nth(1).expect("a path").to_owned();
             let name = program.rsplit('/').next().expect("a name").to_owned();
@@ -112,14 +121,15 @@ fn traced(log: &Path) -> (Vec<String>, Vec<String>) {
         } else if line.starts_with("open") {
             opened.push(line.to_owned());
         } else {
-            assert!(line.starts_with("+++") || line.contains("exec"), "{line}");
+            let is_child = ["clone", "fork", "vfork"].iter().any(|call| line.starts_with(call));
+            let is_end = line.starts_with("+++") || line.starts_with("---");
+            assert!(is_end || line.contains("exec") || followed && is_child, "{line}");
         }
     }
-    (ran, opened)
 }
 
-fn assert_untouched(what: &str, log: &Path, bundle: &Bundle<'_>) {
-    let (ran, opened) = traced(log);
+fn assert_untouched(what: &str, logs: &Path, followed: bool, bundle: &Bundle<'_>) {
+    let (ran, opened) = traced(logs, followed);
     let rootfs = bundle.dir.join("rootfs").display().to_string();
     let of_the_image = |path: &&String| path.contains(&rootfs) || !path.starts_with('/');
     assert_eq!(ran.iter().find(of_the_image), None, "{what}: {ran:?}");
@@ -137,15 +147,17 @@ fn a6_nothing_of_the_image_is_run_or_parsed() {
     }
     let world = World::simulated("h200", "");
     assert!(world.sublet(&["refresh"]).status.success());
-    let log = world.dir.path().join("strace");
     let options = ["-y", "-s", "500", "-e", CALLS];
     for late in [false, true] {
         let mut bundle = world.bundle(if late { "hook" } else { "shim" }, WHOLE, HOLD);
         let told = trap(&world, &bundle);
+        let logs = world.dir.path().join(if late { "of-the-hook" } else { "of-the-shim" });
+        fs::create_dir(&logs).expect("a directory");
+        let log = logs.join("strace");
         let created = if late {
             bundle.hook(&["createRuntime", "poststop"]);
             let hook = &mut bundle.spec["hooks"]["createRuntime"][0];
-            let mut args = vec![json!("strace"), json!("-o"), json!(log)];
+            let mut args = vec![json!("strace"), json!("-ff"), json!("-o"), json!(log)];
             args.extend(options.iter().map(|option| json!(option)));
             args.extend([json!("--"), hook["path"].clone(), json!("createRuntime")]);
             hook["args"] = json!(args);
@@ -162,7 +174,7 @@ fn a6_nothing_of_the_image_is_run_or_parsed() {
             command.stdin(Stdio::null()).stdout(out).status().expect("strace is installed").success()
         };
         assert!(created && bundle.start().ok, "late: {late}");
-        assert_untouched(if late { "hook" } else { "shim" }, &log, &bundle);
+        assert_untouched(if late { "hook" } else { "shim" }, &logs, late, &bundle);
         let info = bundle.event("info");
         assert_eq!(info["error"], Value::Null, "the driver's libraries are found without ldconfig: {info}");
         bundle.down();
