@@ -70,18 +70,6 @@ impl Drop for Mounted {
     }
 }
 
-/// The ids of the containers in the ledger as it is, without a command that would put it right.
-fn booked(world: &World) -> Vec<Value> {
-    let text = fs::read(world.state_dir().join("ledger.json")).expect("the ledger");
-    let ledger: Value = serde_json::from_slice(&text).expect("the ledger is whole");
-    ledger["leases"]
-        .as_array()
-        .expect("leases")
-        .iter()
-        .map(|lease| lease["container"]["id"].clone())
-        .collect()
-}
-
 #[test]
 fn c5_a_full_state_directory() {
     if skip_unless_root() {
@@ -100,7 +88,7 @@ fn c5_a_full_state_directory() {
             "$DIR/sim/run/ledger.json cannot be written: No space left on device (os error 28); run as root, or set state_dir to a directory that can be written",
         ],
     );
-    assert_eq!(booked(&world), [json!("keeper")]);
+    assert_eq!(world.booked(), [json!("keeper")]);
     // A container ends all the same, and its lease with the next command.
     keeper.down();
     fs::remove_file(filler).expect("the file");
@@ -134,7 +122,7 @@ fn c5_a_bundle_on_a_full_disk() {
         ],
     );
     assert_eq!(fs::read(bundle.dir.join("config.json")).expect("config.json"), before);
-    assert_eq!(booked(&world), Vec::<Value>::new(), "it gives its lease back by itself");
+    assert_eq!(world.booked(), Vec::<Value>::new(), "it gives its lease back by itself");
     fs::remove_file(filler).expect("the file");
     world.assert_empty();
 }
@@ -179,7 +167,7 @@ fn c5_no_descriptors_left() {
             assert_eq!(states, [others], "{limit}");
         }
         bundle.down();
-        assert_eq!(booked(&world), [json!("keeper")], "{limit}");
+        assert_eq!(world.booked(), [json!("keeper")], "{limit}");
     }
     assert!(started > 0 && refused > 5, "{started} started, {refused} refused");
     keeper.down();

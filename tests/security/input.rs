@@ -6,17 +6,11 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::process::Command;
 
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, Engine, Finished, World, skip_unless_root};
+use sublet_e2e::{Bundle, Engine, Finished, World, assert_lines, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const SLEEP: &[&str] = &["/bin/sleep", "120"];
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
-
-/// Compares all at once: one run shows every message that changed.
-fn assert_lines(seen: &[String], expected: &[&str]) {
-    let differ: Vec<_> = seen.iter().zip(expected).filter(|(seen, expected)| seen != expected).collect();
-    assert!(differ.is_empty() && seen.len() == expected.len(), "{differ:#?}\nall: {seen:#?}");
-}
 
 fn bad<'a>(world: &'a World, annotations: &[(&str, &str)]) -> Bundle<'a> {
     world.bundle("bad", annotations, HOLD)
@@ -191,18 +185,6 @@ fn detached(mut command: Command) -> Finished {
     Finished { ok: status.success(), code: status.code(), stdout: String::new(), stderr: String::new() }
 }
 
-/// The ids of the containers in the ledger as it is, without a command that would put it right.
-fn booked(world: &World) -> Vec<Value> {
-    let text = std::fs::read(world.state_dir().join("ledger.json")).expect("the ledger");
-    let ledger: Value = serde_json::from_slice(&text).expect("JSON");
-    ledger["leases"]
-        .as_array()
-        .expect("leases")
-        .iter()
-        .map(|lease| lease["container"]["id"].clone())
-        .collect()
-}
-
 #[test]
 fn c7_containers_named_like_commands() {
     if skip_unless_root() {
@@ -212,12 +194,12 @@ fn c7_containers_named_like_commands() {
     for id in ["create", "run", "delete", "exec", "state", "checkpoint"] {
         let bundle = world.bundle(id, SHARE, SLEEP);
         bundle.up();
-        assert_eq!(booked(&world), [json!(id)]);
+        assert_eq!(world.booked(), [json!(id)]);
         let seen = bundle.exec(&["/usr/bin/cuda-probe", "info"]);
         assert_eq!(seen.json()[0]["sm"], json!(32), "{id}: {seen:?}");
         assert!(bundle.kill("KILL").ok, "{id}");
         assert!(sublet_e2e::eventually(|| bundle.delete().ok), "{id}");
-        assert_eq!(booked(&world), Vec::<Value>::new(), "{id}: its lease ends with delete");
+        assert_eq!(world.booked(), Vec::<Value>::new(), "{id}: its lease ends with delete");
     }
     world.assert_empty();
 }
@@ -255,7 +237,7 @@ fn c7_the_bundle_is_the_one_that_the_runtime_takes() {
         command.arg("--log").arg(bundle.dir.join("create")).arg("create").args(&form);
         let created = detached(command);
         assert!(created.ok, "{form:?}");
-        assert_eq!(booked(&world), [json!("c")], "{form:?}");
+        assert_eq!(world.booked(), [json!("c")], "{form:?}");
         assert!(bundle.config()["annotations"]["sublet.lease"].is_string(), "{form:?}");
         assert_eq!(other.config(), other.spec, "{form:?}");
         bundle.down();

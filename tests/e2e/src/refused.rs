@@ -8,6 +8,15 @@ use serde_json::Value;
 
 use crate::bundle::{Bundle, Finished};
 
+/// Compares messages all at once: one run shows every one that changed.
+///
+/// # Panics
+/// They differ.
+pub fn assert_lines(seen: &[String], expected: &[&str]) {
+    let differ: Vec<_> = seen.iter().zip(expected).filter(|(seen, expected)| seen != expected).collect();
+    assert!(differ.is_empty() && seen.len() == expected.len(), "{differ:#?}\nall: {seen:#?}");
+}
+
 /// What a refusal may write or refresh in the state directory: records, no daemon's directory.
 const RECORDS: [&str; 7] =
     ["inventory.json", "ledger.json", "ledger.json.copy", "lock", "refusals.json", "refresh.lock", "roots"];

@@ -138,6 +138,18 @@ impl World {
         self.command("sublet").args(arguments).output().expect("sublet runs")
     }
 
+    /// The ids of the containers in the ledger as it is, without a command that would put it right.
+    ///
+    /// # Panics
+    /// There is no ledger, or it is not whole.
+    #[must_use]
+    pub fn booked(&self) -> Vec<Value> {
+        let text = std::fs::read(self.state_dir().join("ledger.json")).expect("the ledger");
+        let ledger: Value = serde_json::from_slice(&text).expect("the ledger is whole");
+        let leases = ledger["leases"].as_array().expect("leases");
+        leases.iter().map(|lease| lease["container"]["id"].clone()).collect()
+    }
+
     /// `sublet status --format json`.
     #[must_use]
     pub fn status(&self) -> Value {

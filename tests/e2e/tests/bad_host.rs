@@ -4,16 +4,10 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, World, skip_unless_root};
+use sublet_e2e::{Bundle, World, assert_lines, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
-
-/// Compares all at once: one run shows every message that changed.
-fn assert_lines(seen: &[String], expected: &[&str]) {
-    let differ: Vec<_> = seen.iter().zip(expected).filter(|(seen, expected)| seen != expected).collect();
-    assert!(differ.is_empty() && seen.len() == expected.len(), "{differ:#?}\nall: {seen:#?}");
-}
 
 fn bad<'a>(world: &'a World, annotations: &[(&str, &str)]) -> Bundle<'a> {
     world.bundle("bad", annotations, HOLD)
