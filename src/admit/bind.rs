@@ -100,8 +100,8 @@ pub fn clear_unbound(bundle: &Path, config: &Config) {
 /// Whether a lease has that root filesystem. Everybody may read the ledger, those too who may not open the
 /// store.
 fn may_be_in_use(rootfs: &Path, config: &Config) -> bool {
-    let text = std::fs::read(config.state_dir.join("ledger.json")).unwrap_or_default();
-    let ledger: Value = serde_json::from_slice(&text).unwrap_or_default();
+    let ledger: Value =
+        serde_json::from_slice(&crate::ledger::written(&config.state_dir)).unwrap_or_default();
     let Some(leases) = ledger["leases"].as_array() else { return true };
     leases.iter().any(|lease| lease["container"]["rootfs"].as_str().map(Path::new) == Some(rootfs))
 }

@@ -252,7 +252,7 @@ fn may_have_lease(id: &str, config: &Config) -> bool {
 }
 
 fn is_mentioned(text: &str, config: &Config) -> bool {
-    let ledger = std::fs::read(config.state_dir.join("ledger.json")).unwrap_or_default();
+    let ledger = crate::ledger::written(&config.state_dir);
     ledger.windows(text.len().max(1)).any(|window| window == text.as_bytes())
 }
 

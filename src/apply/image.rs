@@ -72,6 +72,18 @@ pub enum ImageError {
         /// Why.
         source: io::Error,
     },
+    /// One mount would lie in another that is a directory of the host's.
+    #[error(
+        "by a link of the image's, {} comes to lie in or under what is mounted at {}: remove the link from the image",
+        shown(inner),
+        shown(outer)
+    )]
+    Nested {
+        /// A directory of ours.
+        outer: PathBuf,
+        /// What would be mounted there, too.
+        inner: PathBuf,
+    },
     /// Mount points that the runtime could not make.
     #[error(
         "the container's root filesystem (or a volume over it) is mounted read-only and lacks mount points: \

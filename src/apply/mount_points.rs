@@ -39,7 +39,30 @@ pub(super) fn check(
             Err(source) => return Err(ImageError::Unusable { path: path.clone(), source }),
         }
     }
-    if impossible.is_empty() { Ok(created) } else { Err(ImageError::ReadOnly(impossible)) }
+    if !impossible.is_empty() {
+        return Err(ImageError::ReadOnly(impossible));
+    }
+    check_directories(tree, files, directories)?;
+    Ok(created)
+}
+
+/// Refuses links by which something would be made in a directory of ours that is mounted already: it is the host's.
+fn check_directories(tree: &Tree, files: &[PathBuf], directories: &[PathBuf]) -> Result<(), ImageError> {
+    let lead = |path: &PathBuf| {
+        tree.leads_to(path).map_err(|source| ImageError::Unusable { path: path.clone(), source })
+    };
+    for asked in directories {
+        let own = lead(asked)?;
+        let inner = directories
+            .iter()
+            .find(|other| lead(other).is_ok_and(|other| other != own && other.starts_with(&own)));
+        let mut others = tree.volumes().map(Path::to_owned).chain(files.iter().flat_map(lead));
+        let covered = || others.find(|other| own != *asked && other.starts_with(&own));
+        if let Some(inner) = inner.cloned().or_else(covered) {
+            return Err(ImageError::Nested { outer: asked.clone(), inner });
+        }
+    }
+    Ok(())
 }
 
 /// Removes the empty files that the runtime made for our mounts in a rootfs that outlives its container;

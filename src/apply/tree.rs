@@ -10,8 +10,8 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, open, openat, openat2};
-use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat, openat2, readlinkat};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
 use nix::sys::statvfs::{FsFlags, fstatvfs};
 use serde_json::Value;
 
@@ -114,11 +114,35 @@ impl Tree {
         for ancestor in path.ancestors().filter(|_| self.volumes.iter().any(|volume| volume.shared)) {
             if let Ok(found) = self.find(ancestor) {
                 let within = self.covering(&found.path).is_some_and(|(volume, _)| volume.shared);
-                return within || missing.is_some_and(|name| found.has_link(name));
+                return within || missing.is_some_and(|name| found.link(name).is_some());
             }
             missing = ancestor.file_name();
         }
         false
+    }
+
+    /// Where the runtime comes to when it makes what is missing of `path`: its links, those to nothing too, followed
+    /// inside.
+    pub fn leads_to(&self, path: &Path) -> io::Result<PathBuf> {
+        let mut path = path.to_owned();
+        for _ in 0..ROUNDS {
+            let there = path.ancestors().find_map(|above| Some((self.find(above).ok()?, above)));
+            let Some((found, above)) = there else { return Ok(path) };
+            let missing = path.strip_prefix(above).unwrap_or(&path);
+            let mut names = missing.components();
+            match names.next().and_then(|name| found.link(name.as_os_str())) {
+                Some(target) => {
+                    path = plain(&found.path.join(target).join(names.as_path()).to_string_lossy());
+                }
+                None => return Ok(found.path.join(missing)),
+            }
+        }
+        Err(Errno::ELOOP.into())
+    }
+
+    /// Where the spec's own mounts lie.
+    pub fn volumes(&self) -> impl Iterator<Item = &Path> {
+        self.volumes.iter().map(|volume| volume.destination.as_path())
     }
 
     /// Whether `path` lies in a directory of the host's.
@@ -139,9 +163,9 @@ impl Found {
         Ok(fstat(&self.fd)?)
     }
 
-    fn has_link(&self, name: &OsStr) -> bool {
-        fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW)
-            .is_ok_and(|stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == SFlag::S_IFLNK)
+    /// Where the link `name` in this directory leads.
+    fn link(&self, name: &OsStr) -> Option<PathBuf> {
+        readlinkat(&self.fd, name).ok().map(PathBuf::from)
     }
 
     pub fn is(&self, kind: SFlag) -> bool {

@@ -9,6 +9,7 @@ use crate::config::{Action, Config};
 use crate::inventory::boot_id;
 use crate::process::{epoch_seconds, uptime_seconds};
 use crate::replace::replace;
+use crate::state_dir;
 
 /// How many events are kept.
 const KEPT: usize = 64;
@@ -18,6 +19,9 @@ const KEPT_OF_ONE: usize = 16;
 
 /// A sign of life older than this, in seconds, is none.
 const LIMIT: u64 = 15;
+
+/// As many bytes as any book has: its events hold no text without end.
+const LARGEST: u64 = 1 << 20;
 
 /// `guard.json`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -109,7 +113,8 @@ fn thin_out(events: &mut Vec<Event>) {
 }
 
 fn read(config: &Config) -> Book {
-    serde_json::from_slice(&std::fs::read(path(config)).unwrap_or_default()).unwrap_or_default()
+    let text = state_dir::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
+    serde_json::from_slice(&text).unwrap_or_default()
 }
 
 fn path(config: &Config) -> PathBuf {

@@ -9,7 +9,7 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
 use super::judge::{Holder, Look};
-use crate::inventory::{self, GpuProcess, Inventory, listed, listed_if_known};
+use crate::inventory::{self, GpuProcess, Inventory};
 use crate::ledger::{Init, Lease, LeaseId, Ledger};
 use crate::place::client_limit;
 use crate::process::Process;
@@ -94,8 +94,8 @@ impl Looker {
     ) -> Result<Look, NvmlError> {
         let handle = nvml.device_by_uuid(device)?;
         // Clients last: one that has connected meanwhile is on their list, and is not taken for one beside MPS.
-        let running = listed(|| handle.running_compute_processes())?;
-        let clients = listed_if_known(|| handle.mps_running_compute_processes())?;
+        let running = inventory::compute_processes(&handle)?;
+        let clients = inventory::mps_clients(&handle)?;
         let knows_clients = clients.is_some();
         let clients = clients.unwrap_or_default();
         let client_pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();

@@ -22,6 +22,8 @@ mod part;
 mod probe;
 #[cfg(feature = "cli")]
 mod processes;
+#[cfg(feature = "cli")]
+mod running;
 mod seen;
 mod watched;
 
@@ -40,7 +42,7 @@ pub use make::{has_gpu, is_loaded, link_nodes, make_nodes};
 pub(crate) use mig_ids::instance_ids;
 pub use nodes::{NodeError, check_node, ensure_node};
 #[cfg(feature = "cli")]
-pub(crate) use nvml::{init as open, joined, listed, listed_if_known, mig_handles, unless_unsupported};
+pub(crate) use nvml::{init as open, joined, mig_handles, unless_unsupported};
 pub use part::Part;
 #[cfg(feature = "cli")]
 pub(crate) use probe::connect;
@@ -52,6 +54,8 @@ pub use probe::{ProbeError, probe};
 pub(crate) use processes::cgroups;
 #[cfg(feature = "cli")]
 pub(crate) use processes::describe;
+#[cfg(feature = "cli")]
+pub(crate) use running::{compute_processes, graphics_processes, mps_clients};
 #[cfg(feature = "cli")]
 pub(crate) use seen::can_do_mig;
 #[cfg(feature = "cli")]

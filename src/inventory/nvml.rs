@@ -11,6 +11,7 @@ use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
 use super::mig_ids::instance_ids;
+use super::running::{compute_processes, mps_clients};
 use super::{ComputeMode, Device, GpuProcess, MigGpus, Node, Part, Virtualization, caps, majors, processes};
 
 /// Loads and initializes the library, with whatever GPUs answer.
@@ -151,32 +152,13 @@ impl Virtualization {
 /// Processes with compute contexts. The compute list holds MPS servers and who bypasses MPS, the MPS
 /// list its clients, which drivers name in the first as well: each once, by pid.
 fn running(device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
-    let compute = listed(|| device.running_compute_processes())?;
-    let mps = listed(|| device.mps_running_compute_processes())?;
+    let compute = compute_processes(device)?;
+    let mps = mps_clients(device)?.unwrap_or_default();
     let found = joined(compute.iter().chain(&mps));
     Ok(found
         .into_iter()
         .filter_map(|(pid, memory)| processes::describe(i32::try_from(pid).ok()?, memory))
         .collect())
-}
-
-/// A list that grew between being counted and being read is asked for again. Empty where the driver has no such
-/// list.
-pub(crate) fn listed(
-    ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>,
-) -> Result<Vec<ProcessInfo>, NvmlError> {
-    Ok(listed_if_known(ask)?.unwrap_or_default())
-}
-
-/// [`listed`]; `None` where the driver has no such list.
-pub(crate) fn listed_if_known(
-    ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>,
-) -> Result<Option<Vec<ProcessInfo>>, NvmlError> {
-    let answer = std::iter::repeat_with(ask)
-        .take(6)
-        .find(|answer| !matches!(answer, Err(NvmlError::InsufficientSize(_))))
-        .unwrap_or(Err(NvmlError::InsufficientSize(None)));
-    unless_unsupported(answer)
 }
 
 const fn memory(process: &ProcessInfo) -> u64 {

@@ -28,6 +28,7 @@ pub use made::{Awaited, Made};
 pub use mig::{MigBusy, MigChange, MigChanges};
 #[cfg(feature = "cli")]
 pub(crate) use record::read_up_to;
+pub(crate) use store::written;
 pub use store::{Freed, LedgerError, Store};
 
 use crate::inventory::ComputeMode;

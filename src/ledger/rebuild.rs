@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use super::alive::{has_processes, init_of};
-use super::record::{Record, read_bounded};
+use super::record::{LARGEST, Record, read_bounded};
 use super::{Lease, LeaseId, LeaseState, Ledger, Server, ServerState};
 use crate::inventory::{Device, GpuProcess, Inventory};
 use crate::mps::ServerKey;
@@ -85,7 +85,7 @@ fn is_explained(process: &GpuProcess, device: &Device, ledger: &Ledger) -> bool 
 
 /// The inventory of this boot, however old: it says which devices there are and who was on them.
 fn inventory(state_dir: &Path, boot_id: &str) -> Option<Inventory> {
-    let content = read_bounded(&state_dir.join("inventory.json")).ok()??;
+    let content = crate::state_dir::read_if_trusted(&state_dir.join("inventory.json"), LARGEST)?;
     let inventory: Inventory = serde_json::from_slice(&content).ok()?;
     (inventory.fingerprint.boot_id.trim() == boot_id).then_some(inventory)
 }
@@ -183,7 +183,8 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()
 }
 
 fn further_roots(state_dir: &Path) -> Vec<PathBuf> {
-    let content = read_bounded(&state_dir.join(FURTHER_ROOTS)).ok().flatten().unwrap_or_default();
+    let content =
+        crate::state_dir::read_if_trusted(&state_dir.join(FURTHER_ROOTS), LARGEST).unwrap_or_default();
     let text = String::from_utf8_lossy(&content).into_owned();
     text.lines().filter(|line| line.starts_with('/')).map(PathBuf::from).collect()
 }

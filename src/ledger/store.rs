@@ -334,3 +334,9 @@ fn text(path: &Path) -> String {
 fn failed(verb: &'static str, path: &Path, source: io::Error) -> LedgerError {
     LedgerError::Io { verb, path: text(path), source }
 }
+
+/// The ledger as it is written, which everybody may read: a hint for those who may not open the store. Empty where it
+/// is not believed.
+pub(crate) fn written(state_dir: &Path) -> Vec<u8> {
+    state_dir::read_if_trusted(&state_dir.join("ledger.json"), LARGEST).unwrap_or_default()
+}

@@ -15,7 +15,7 @@ use super::calls::{self, CiProfile, Gi};
 use super::{Compute, ComputeProfile, Driver, DriverError, Gpu, Instance, Mode, Profile, Running, Span};
 use crate::child::{self, ChildError};
 use crate::config::Config;
-use crate::inventory::{self, Inventory, ProbeError, instance_ids, listed, unless_unsupported};
+use crate::inventory::{self, Inventory, ProbeError, instance_ids, unless_unsupported};
 use crate::own::PATH;
 use crate::text::safe;
 
@@ -286,15 +286,14 @@ fn uuids(device: &Device<'_>) -> Result<Vec<(u32, u32, String)>, NvmlError> {
 /// Processes of the GPU and of each MIG device: without privileges only the latter list any.
 fn running(device: &Device<'_>) -> Result<Vec<Running>, NvmlError> {
     let mut found = Vec::new();
-    let whole =
-        [listed(|| device.running_compute_processes())?, listed(|| device.running_graphics_processes())?];
+    let whole = [inventory::compute_processes(device)?, inventory::graphics_processes(device)?];
     for process in whole.into_iter().flatten() {
         let (gi, ci) = (process.gpu_instance_id, process.compute_instance_id);
         found.push(Running { pid: process.pid, gi, ci });
     }
     for mig in inventory::mig_handles(device)? {
         let (gi, ci) = instance_ids(&mig)?;
-        for process in listed(|| mig.running_compute_processes())? {
+        for process in inventory::compute_processes(&mig)? {
             found.push(Running { pid: process.pid, gi: Some(gi), ci: Some(ci) });
         }
     }

@@ -9,7 +9,7 @@ use nvml_wrapper::{Device as NvmlDevice, Nvml};
 
 use super::{MpsError, ServerKey, record};
 use crate::config::{Config, ExclusiveComputeMode};
-use crate::inventory::{ComputeMode, Inventory};
+use crate::inventory::{self, ComputeMode, Inventory};
 use crate::ledger::{ChangedComputeMode, Lease, Ledger, Store};
 use crate::text::safe;
 
@@ -156,8 +156,8 @@ pub(super) fn beside_mps(key: &ServerKey, device: &str, ledger: &Ledger, config:
     let look = || -> Option<Vec<String>> {
         let nvml = open(config).ok()?;
         let device = nvml.device_by_uuid(device).ok()?;
-        let clients = device.mps_running_compute_processes().unwrap_or_default();
-        let running = device.running_compute_processes().ok()?;
+        let clients = inventory::mps_clients(&device).ok()?.unwrap_or_default();
+        let running = inventory::compute_processes(&device).ok()?;
         let alone = running.iter().filter(|process| !clients.iter().any(|client| client.pid == process.pid));
         let found = alone.filter_map(|process| {
             let lease = ledger.on_server(key).find(|lease| belongs(process.pid, lease))?;
@@ -176,7 +176,7 @@ pub(super) fn beside_mps(key: &ServerKey, device: &str, ledger: &Ledger, config:
 
 /// Who holds a context on the device without a lease, as `python3 (pid 7)`.
 fn strangers(device: &NvmlDevice<'_>, ledger: &Ledger) -> Vec<String> {
-    let running = device.running_compute_processes().unwrap_or_default();
+    let running = inventory::compute_processes(device).unwrap_or_default();
     let stranger = |pid: &u32| !ledger.leases.iter().any(|lease| belongs(*pid, lease));
     let mut names: Vec<String> =
         running.iter().map(|process| process.pid).filter(stranger).map(described).collect();

@@ -189,6 +189,9 @@ fn c5_a_state_directory_that_cannot_be_used() {
     {
         let _mounted = Mounted::read_only(world.state_dir());
         seen.push(bad(&world, SHARE).refused());
+        let doctor = world.sublet(&["doctor"]);
+        let told = String::from_utf8_lossy(&doctor.stdout).into_owned();
+        assert!(!doctor.status.success() && told.contains("is on a read-only file system"), "{told}");
     }
     let state_dir = world.state_dir();
     let below = world.dir.path().join("file");

@@ -79,6 +79,21 @@ impl Host {
         assert_eq!(secret, "of the host", "{what}");
     }
 
+    /// Takes away what runc before 1.1.14 leaves outside where the path of a mount point is swapped, whoever asked
+    /// for the mount (CVE-2024-45310): empty files and directories. Nothing of ours has a say in it.
+    fn clear_after_old_runc(&self) {
+        let canary = self.canary.display().to_string();
+        for line in
+            self.now().iter().rev().filter(|line| line.starts_with(&canary) && !self.before.contains(line))
+        {
+            match line.split(' ').collect::<Vec<_>>()[..] {
+                [path, "f", "0", ..] => fs::remove_file(path).expect("an empty file of runc's"),
+                [path, "d", ..] => fs::remove_dir(path).expect("an empty directory of runc's"),
+                _ => panic!("not from runc: {line}"),
+            }
+        }
+    }
+
     /// A file of the canary's, as an absolute path.
     fn at(&self, name: &str) -> String {
         self.canary.join(name).display().to_string()
@@ -175,9 +190,10 @@ impl Host {
 
 /// It has the driver's library, if it can have one, and its MPS directory at `reached`.
 fn assert_given(bundle: &Bundle<'_>, reached: &str, what: &str) {
-    let look = format!("[ ! -e {DIR}/libc.so.6 ] || grep -q ELF {DIR}/libcuda.so.1 && ls {reached}");
+    let look =
+        format!("[ ! -e {DIR}/libc.so.6 ] || grep -q ELF {DIR}/libcuda.so.1 && [ -S {reached}/control ]");
     let given = bundle.exec(&["/bin/sh", "-c", &look]);
-    assert_eq!(given.stdout, "control\n", "{what}: {given:?}");
+    assert!(given.ok, "{what}: {given:?}");
 }
 
 /// `path` of the container, on the host.
@@ -241,6 +257,12 @@ fn a2_what_a_driver_file_lands_on_is_inside() {
             for target in ["/", "/run", "/etc", &host.at("dir")] {
                 started += usize::from(host.attack(door, place, target, false));
             }
+        }
+        // What is mounted in an MPS directory is made in the daemon's.
+        for (place, target) in
+            [("/tmp", "/run/sublet/mps"), ("/run/sublet/mps", "/tmp"), ("/run/sublet/mps", "/dev")]
+        {
+            assert!(!host.attack(door, place, target, false), "{door:?}: {place} -> {target}");
         }
         // A file of the kernel's own is no place for a driver's: the runtime may write there.
         let kernels = host.attack(door, "/usr/bin/nvidia-smi", "/proc/version", false);
@@ -347,6 +369,15 @@ fn a7_ten_thousand_swaps_lead_nowhere_else() {
     host.world.assert_empty();
 }
 
+fn is_old_runc(world: &World) -> bool {
+    let told = Command::new(world.engine.program()).arg("--version").output().expect("a runtime");
+    let told = String::from_utf8_lossy(&told.stdout).into_owned();
+    let number =
+        |part: &str| part.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<u32>();
+    let version = told.lines().next().and_then(|line| line.strip_prefix("runc version "));
+    version.is_some_and(|version| version.split('.').map_while(|part| number(part).ok()).lt([1, 1, 14]))
+}
+
 /// One container while its paths are swapped; it may be refused.
 fn race(host: &Host, door: Door, volume: &Path, what: &str) {
     fs::create_dir_all(volume.join("bin")).expect("the volume");
@@ -360,6 +391,9 @@ fn race(host: &Host, door: Door, volume: &Path, what: &str) {
     let created = bundle.create();
     if created.ok && door == Door::Shim {
         host.assert_sources(&bundle, what);
+    }
+    if door == Door::Shim && is_old_runc(&host.world) {
+        host.clear_after_old_runc();
     }
     host.assert_unchanged(what);
     bundle.down();
@@ -418,8 +452,7 @@ fn a9_shared_volumes_leave_no_mount_on_the_host() {
             host.assert_unchanged(&what);
             if created.ok {
                 assert!(bundle.start().ok, "{what}");
-                let seen = bundle.exec(&["/bin/sh", "-c", "ls /run/sublet/mps"]);
-                assert_eq!(seen.stdout, "control\n", "{what}: {seen:?}");
+                assert_given(&bundle, "/run/sublet/mps", &what);
             }
             host.assert_unchanged(&what);
             bundle.down();

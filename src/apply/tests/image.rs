@@ -296,6 +296,41 @@ fn mount_points_that_cannot_be_are_named() {
 }
 
 #[test]
+fn links_lead_nothing_into_a_directory_of_ours() {
+    let volumes = json!({"mounts": [{"destination": "/dev", "type": "tmpfs", "source": "tmpfs"}]});
+    let refused = [
+        ("tmp", "/run/sublet/mps", "/tmp/nvidia-mps", "/run/sublet/mps"),
+        ("tmp/nvidia-mps", "../run/sublet/mps/a", "/tmp/nvidia-mps", "/run/sublet/mps"),
+        ("run/sublet/mps", "/tmp", "/tmp/nvidia-mps", "/run/sublet/mps"),
+        ("run/sublet/mps", "/dev", "/dev", "/run/sublet/mps"),
+        ("run", "/dev/../tmp/nvidia-mps", "/run/sublet/mps", "/tmp/nvidia-mps"),
+        ("tmp/nvidia-mps", "/", "/run/sublet/mps", "/tmp/nvidia-mps"),
+    ];
+    for (place, target, inner, outer) in refused {
+        let root = Root::debian();
+        let _ = fs::remove_dir(root.path(&format!("rootfs/{place}")));
+        root.link(target, &format!("rootfs/{place}"));
+        let error = root.inspect_as(&volumes, &mps(), &Config::default()).unwrap_err().to_string();
+        let expected = format!(
+            "by a link of the image's, {inner} comes to lie in or under what is mounted at {outer}: "
+        );
+        assert!(error.starts_with(&expected), "{place} -> {target}: {error}");
+        assert!(root.inspect(&volumes).is_ok(), "{place} -> {target}, without a server");
+    }
+    for (place, target) in [
+        ("tmp/nvidia-mps", "/run/sublet/mps"),
+        ("run", "/var/run"),
+        ("tmp", "/var/tmp"),
+        ("tmp", "/run/sublet"),
+    ] {
+        let root = Root::debian();
+        let _ = fs::remove_dir(root.path(&format!("rootfs/{place}")));
+        root.link(target, &format!("rootfs/{place}"));
+        root.inspect_as(&volumes, &mps(), &Config::default()).unwrap();
+    }
+}
+
+#[test]
 fn a_rootfs_that_is_not_there_is_an_error() {
     let error =
         inspect(&json!({}), Path::new("/nonexistent"), &time_slice(), &inventory(), &Config::default());
