@@ -89,6 +89,11 @@ impl Judge {
         found.into_iter().filter(|verdict| before.contains(&suspicion(verdict))).collect()
     }
 
+    /// Whether something was wrong in the last looks: it is to be looked at anew.
+    pub fn suspects(&self) -> bool {
+        !self.suspicions.is_empty()
+    }
+
     fn of_device(&self, look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         let mut found = Vec::new();
         for lease in &ledger.leases {

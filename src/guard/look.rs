@@ -9,6 +9,7 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
 use super::judge::{Holder, Look};
+use super::lists::Lists;
 use crate::inventory::{self, GpuProcess, Inventory};
 use crate::ledger::{Init, Lease, LeaseId, Ledger};
 use crate::place::client_limit;
@@ -24,6 +25,7 @@ const HELD: usize = 1000;
 #[derive(Default)]
 pub(super) struct Looker {
     known: BTreeMap<i32, Known>,
+    lists: Lists,
     ledger: Option<Rc<Ledger>>,
 }
 
@@ -70,6 +72,11 @@ impl Looker {
         (looks, failures)
     }
 
+    /// The next look asks NVML whatever it said in this one.
+    pub fn forget_lists(&mut self) {
+        self.lists.forget();
+    }
+
     /// Drops those that have ended: their numbers may mean other processes now.
     fn forget_ended(&mut self) {
         // A pidfd is readable once its process has ended (`pidfd_open(2)`).
@@ -79,10 +86,14 @@ impl Looker {
         let ended: Vec<bool> = fds.iter().map(|fd| !told || fd.any().unwrap_or(true)).collect();
         drop(fds);
         let mut ended = ended.into_iter();
+        let before = self.known.len();
         self.known.retain(|pid, known| match &known.pidfd {
             Some(_) => !ended.next().unwrap_or(true),
             None => Process::find(*pid) == Some(known.process),
         });
+        if self.known.len() < before {
+            self.lists.forget();
+        }
     }
 
     fn of_device(
@@ -92,12 +103,9 @@ impl Looker {
         ledger: &Ledger,
         seen: &mut BTreeMap<i32, Known>,
     ) -> Result<Look, NvmlError> {
-        let handle = nvml.device_by_uuid(device)?;
-        // Clients last: one that has connected meanwhile is on their list, and is not taken for one beside MPS.
-        let running = inventory::compute_processes(&handle)?;
-        let clients = inventory::mps_clients(&handle)?;
-        let knows_clients = clients.is_some();
-        let clients = clients.unwrap_or_default();
+        let told = self.lists.of(device, &nvml.device_by_uuid(device)?)?;
+        let knows_clients = told.clients.is_some();
+        let clients = told.clients.as_deref().unwrap_or_default();
         let client_pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
         let mut holder = |(pid, memory_bytes): (u32, u64)| {
             let is_client = client_pids.contains(&pid);
@@ -112,8 +120,10 @@ impl Looker {
             seen.insert(pid, known);
             Some(Holder { process, name, memory_bytes, is_server, is_client, lease })
         };
-        let holders: Vec<Holder> =
-            inventory::joined(running.iter().chain(&clients)).into_iter().filter_map(&mut holder).collect();
+        let holders: Vec<Holder> = inventory::joined(told.running.iter().chain(clients))
+            .into_iter()
+            .filter_map(&mut holder)
+            .collect();
         let gone = gone(&holders, device, ledger);
         Ok(Look { device: device.to_owned(), most_clients: None, knows_clients, gone, holders })
     }

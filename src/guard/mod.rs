@@ -10,6 +10,7 @@ mod act;
 mod book;
 mod files;
 mod judge;
+mod lists;
 mod look;
 mod served;
 mod watch;

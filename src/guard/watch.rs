@@ -153,7 +153,11 @@ impl Guard {
         // The driver was unloaded, or all its GPUs were lost: NVML is opened anew.
         self.nvml = (!looks.is_empty() || blind.is_empty()).then_some(nvml);
         let lost = self.served.lost(&looks, ledger);
-        Ok((self.judge.judge(&looks, ledger, &config.guard), lost, blind))
+        let verdicts = self.judge.judge(&looks, ledger, &config.guard);
+        if self.judge.suspects() {
+            self.looker.forget_lists();
+        }
+        Ok((verdicts, lost, blind))
     }
 
     fn act(&mut self, verdicts: &[Verdict], store: &Store, config: &Config) -> Vec<Event> {

@@ -59,6 +59,36 @@ fn a_stranger_is_told_of_and_left_alone() {
     host.world.assert_empty();
 }
 
+/// By execve(2), with its pid and as much memory as before: nothing that the guard looks at each time differs.
+#[test]
+fn a_client_that_leaves_mps_unseen_is_ended() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("");
+    let leaver = host.world.bundle("leaver", SHARE, HOLD);
+    leaver.up();
+    leaver.event("info");
+    let clients = || {
+        let nvml = host.world.nvml();
+        let clients = nvml.device_by_index(0).and_then(|gpu| gpu.mps_running_compute_processes());
+        clients.expect("a list").iter().map(|client| client.pid).collect::<Vec<_>>()
+    };
+    assert!(eventually(|| clients().len() == 1));
+    let pid = clients()[0];
+    let contexts = host.world.driver_root.as_ref().expect("simulated").join("sim/contexts");
+    let told = |kind: &str| std::fs::write(&contexts, format!("{pid} 0:{kind}:500\n")).expect("a file");
+    told("M+C");
+    // It is looked at as a client once and again.
+    std::thread::sleep(std::time::Duration::from_millis(1500));
+    assert_eq!(host.events(), [Value::Null; 0], "all is well");
+    told("C");
+    assert!(eventually(|| host.event("bypass").is_some()), "{:?}", host.events());
+    assert_eq!(host.event("bypass").expect("seen")["pid"], json!(pid));
+    leaver.down();
+    host.world.assert_empty();
+}
+
 #[test]
 fn rootless_containers_are_held_as_well() {
     if skip_unless_root() {
