@@ -149,7 +149,7 @@ pub unsafe extern "C" fn nvmlDeviceGetNumGpuCores(device: nvmlDevice_t, cores: *
 
 /// Total, reserved and allocated memory in MiB.
 fn memory(target: &Target<'_>) -> (u64, u64, u64) {
-    let held = contexts::list(&target.session.topology.tag);
+    let held = contexts::told(&target.session.topology.tag, target.session.root.as_ref());
     let here = held.iter().filter(|held| held.on.minor == target.gpu.minor);
     match &target.mig {
         Some(mig) => {
