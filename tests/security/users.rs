@@ -1,4 +1,4 @@
-//! B11 and B12: what users must not be able to do to each other by way of `sublet serve`, nor to the service.
+//! B11, B12 and C1: what users must not be able to do to each other by way of `sublet serve`, nor to the service.
 
 #[path = "../e2e/tests/two_users/mod.rs"]
 mod two_users;
@@ -263,13 +263,21 @@ fn b11_a_lease_of_anothers_is_no_grant_and_a_user_without_a_policy_gets_nothing(
     for answer in host.say(4321, &asks) {
         assert!(reason(&answer).contains("uid 4321 has no [[policy]]"), "{answer}");
     }
-    // What a user tells of refusals is text: bounded, safe to print, and theirs.
+    assert_eq!(host.leases().len(), 1);
+    bundle.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn c1_what_a_user_tells_of_a_refusal_is_safe_to_print() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
     let told = json!({"v": 1, "do": "refused", "id": "x\u{1b}[2J", "reason": format!("\u{7}\n{}", "y".repeat(9000))});
     assert_eq!(host.say(4321, &[told])[0]["done"], true);
     let last = host.world.sublet(&["status", "--last-error"]).stdout;
     assert!(last.len() < 3000 && last.iter().filter(|byte| **byte < b' ').count() == 1, "{last:?}");
-    assert_eq!(host.leases().len(), 1);
-    bundle.down();
     host.world.assert_empty();
 }
 
