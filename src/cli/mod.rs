@@ -82,7 +82,7 @@ enum Command {
     Probe,
     /// Make an engine use sublet, or undo that
     Setup(setup::Arguments),
-    /// Take leases and hold MPS daemons for users without root, keep CDI devices current; systemd runs it
+    /// Guard shares, take leases for users without root, keep CDI devices current; systemd runs it
     Serve,
     /// Check or show the configuration
     #[command(subcommand)]
