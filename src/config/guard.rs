@@ -24,6 +24,8 @@ pub struct Guard {
     pub bypass: Action,
     /// For MPS clients beyond `sublet.processes`, where others need their places.
     pub clients: Action,
+    /// The same where nobody needs them: each client has an SM ceiling of its own.
+    pub strict_clients: bool,
     /// For one whose container is gone.
     pub left: Action,
     /// For one that no lease explains; there is no container to end.
@@ -39,6 +41,7 @@ impl Default for Guard {
             memory: Action::Terminate,
             bypass: Action::Terminate,
             clients: Action::Terminate,
+            strict_clients: false,
             left: Action::Terminate,
             strangers: Action::Report,
         }

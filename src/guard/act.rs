@@ -145,7 +145,7 @@ fn did(verdict: &Verdict) -> String {
         Offence::Bypass => "computes beside its MPS server, without limits".to_owned(),
         Offence::Clients => {
             format!(
-                "is one of {used} MPS clients, where sublet.processes says {allowed}, and others need the place"
+                "is one of {used} MPS clients, where sublet.processes says {allowed}, and others may need the place"
             )
         }
         Offence::Left => "was left behind by its container".to_owned(),

@@ -134,6 +134,20 @@ fn clients_too_many_go_only_where_others_need_their_places_and_the_youngest_firs
 }
 
 #[test]
+fn strict_rules_want_no_place_to_be_missing() {
+    let two = Lease { processes: 2, ..shared(2) };
+    let ledger = ledger(vec![two.clone()]);
+    let rules = Guard { strict_clients: true, ..rules() };
+    let mut judge = Judge::default();
+    let seen = look((30..33).map(|pid| client(pid, 1, &two)).collect());
+    assert!(judge.judge(&seen, &ledger, &rules).is_empty());
+    let found = judge.judge(&seen, &ledger, &rules);
+    let brief: Vec<_> = found.iter().map(|verdict| (verdict.offence, verdict.holder.process.pid)).collect();
+    assert_eq!(brief, [(Offence::Clients, 32)]);
+    assert_eq!((found[0].used, found[0].allowed), (3, 2));
+}
+
+#[test]
 fn what_is_only_reported_is_found_all_the_same() {
     let one = shared(1);
     let ledger = ledger(vec![one.clone()]);

@@ -59,6 +59,26 @@ fn a_stranger_is_told_of_and_left_alone() {
     host.world.assert_empty();
 }
 
+/// Each process has an SM ceiling of its own.
+#[test]
+fn strict_clients_are_as_many_as_the_lease_says() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("[guard]\nstrict_clients = true\n");
+    let neighbour = host.world.bundle("neighbour", SHARE, HOLD);
+    neighbour.up();
+    neighbour.event("info");
+    let many = host.waiting("many", "cuda-probe hold 600 & sleep 1; cuda-probe hold 600 &");
+    assert!(eventually(|| host.event("clients").is_some()), "{:?}", host.events());
+    assert_eq!(host.event("clients").expect("seen")["container_id"], json!("many"));
+    assert!(eventually(|| probes(&many) == 1), "{:?}", host.events());
+    assert_eq!((host.events().len(), probes(&neighbour)), (1, 1), "{:?}", host.events());
+    many.down();
+    neighbour.down();
+    host.world.assert_empty();
+}
+
 /// By execve(2), with its pid and as much memory as before: nothing that the guard looks at each time differs.
 #[test]
 fn a_client_that_leaves_mps_unseen_is_ended() {
