@@ -12,7 +12,7 @@ use nix::libc::O_NOFOLLOW;
 
 use super::alive::reclaim;
 use super::rebuild::{rebuild, remember_roots, unexplained};
-use super::record::LARGEST;
+use super::record::{LARGEST, read_up_to};
 use super::{Lease, LeaseId, Ledger, SCHEMA};
 use crate::state_dir;
 use crate::text::safe;
@@ -335,8 +335,8 @@ fn failed(verb: &'static str, path: &Path, source: io::Error) -> LedgerError {
     LedgerError::Io { verb, path: text(path), source }
 }
 
-/// The ledger as it is written, which everybody may read: a hint for those who may not open the store. Empty where it
-/// is not believed.
+/// The ledger as it is written, which everybody may read: a hint for those who may not open the store. Whose it is
+/// cannot be asked: in a user namespace root's files are nobody's (`user_namespaces(7)`).
 pub(crate) fn written(state_dir: &Path) -> Vec<u8> {
-    state_dir::read_if_trusted(&state_dir.join("ledger.json"), LARGEST).unwrap_or_default()
+    read_up_to(&state_dir.join("ledger.json"), LARGEST).ok().flatten().unwrap_or_default()
 }
