@@ -49,6 +49,7 @@ const HARMLESS: &[&str] = &[
     "poll",
     "ppoll",
     "prctl",
+    "pread64",
     "prlimit64",
     "read",
     "readlink",
