@@ -51,14 +51,21 @@ fn check_directories(tree: &Tree, files: &[PathBuf], directories: &[PathBuf]) ->
     let lead = |path: &PathBuf| {
         tree.leads_to(path).map_err(|source| ImageError::Unusable { path: path.clone(), source })
     };
-    for asked in directories {
-        let own = lead(asked)?;
-        let inner = directories
-            .iter()
-            .find(|other| lead(other).is_ok_and(|other| other != own && other.starts_with(&own)));
-        let mut others = tree.volumes().map(Path::to_owned).chain(files.iter().flat_map(lead));
-        let covered = || others.find(|other| own != *asked && other.starts_with(&own));
-        if let Some(inner) = inner.cloned().or_else(covered) {
+    let led = directories.iter().map(lead).collect::<Result<Vec<_>, _>>()?;
+    for (asked, own) in directories.iter().zip(&led) {
+        let mut ours = directories.iter().zip(&led);
+        let inner = ours.find(|(_, other)| *other != own && other.starts_with(own));
+        // Nearly every image has no such link: then nothing more is resolved.
+        let covered = || {
+            let mut others = tree.volumes().map(Path::to_owned).chain(files.iter().flat_map(lead));
+            others.find(|other| other.starts_with(own))
+        };
+        let inner = match inner {
+            Some((inner, _)) => Some(inner.clone()),
+            None if own == asked => None,
+            None => covered(),
+        };
+        if let Some(inner) = inner {
             return Err(ImageError::Nested { outer: asked.clone(), inner });
         }
     }
