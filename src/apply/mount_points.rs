@@ -51,9 +51,9 @@ fn check_directories(tree: &Tree, files: &[PathBuf], directories: &[PathBuf]) ->
     let lead = |path: &PathBuf| {
         tree.leads_to(path).map_err(|source| ImageError::Unusable { path: path.clone(), source })
     };
-    let led = directories.iter().map(lead).collect::<Result<Vec<_>, _>>()?;
-    for (asked, own) in directories.iter().zip(&led) {
-        let mut ours = directories.iter().zip(&led);
+    let landings = directories.iter().map(lead).collect::<Result<Vec<_>, _>>()?;
+    for (asked, own) in directories.iter().zip(&landings) {
+        let mut ours = directories.iter().zip(&landings);
         let inner = ours.find(|(_, other)| *other != own && other.starts_with(own));
         // Nearly every image has no such link: then nothing more is resolved.
         let covered = || {
@@ -95,7 +95,7 @@ fn remove(root: &OwnedFd, path: &Path) -> io::Result<bool> {
 }
 
 /// The directory entry behind `path`, its last links followed inside the root: where a dangling link of
-/// the image's led, the runtime made its file at the link's end.
+/// the image's landings, the runtime made its file at the link's end.
 fn entry(root: &OwnedFd, path: &Path) -> io::Result<(OwnedFd, OsString, FileStat)> {
     let mut path = path.to_owned();
     for _ in 0..8 {
