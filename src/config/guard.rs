@@ -22,7 +22,7 @@ pub struct Guard {
     pub memory: Action,
     /// For one that computes beside its MPS server.
     pub bypass: Action,
-    /// For MPS clients beyond `sublet.processes`, where others need their places.
+    /// For MPS clients beyond `sublet.processes`, where others need their places; elsewhere they are reported.
     pub clients: Action,
     /// The same where nobody needs them: each client has an SM ceiling of its own.
     pub strict_clients: bool,

@@ -144,9 +144,7 @@ fn did(verdict: &Verdict) -> String {
         ),
         Offence::Bypass => "computes beside its MPS server, without limits".to_owned(),
         Offence::Clients => {
-            format!(
-                "is one of {used} MPS clients, where sublet.processes says {allowed}, and others may need the place"
-            )
+            format!("is one of {used} MPS clients, where sublet.processes says {allowed}")
         }
         Offence::Left => "was left behind by its container".to_owned(),
         Offence::Stranger => "computes there without a lease of it".to_owned(),

@@ -45,7 +45,7 @@ pub enum Offence {
     Memory,
     /// It computes beside its MPS server, and so without limits.
     Bypass,
-    /// It is one of more MPS clients than `sublet.processes`, and takes the place of a neighbour's.
+    /// It is one of more MPS clients than `sublet.processes`.
     Clients,
     /// Its container is gone.
     Left,
@@ -77,6 +77,8 @@ pub(super) struct Judge {
     /// Memory of each process on each device.
     memory: BTreeMap<(String, Process), u64>,
     suspicions: BTreeSet<Suspicion>,
+    /// Whether one of them is new.
+    unsure: bool,
 }
 
 impl Judge {
@@ -86,12 +88,13 @@ impl Judge {
         let found: Vec<Verdict> = looks.iter().flat_map(|look| self.of_device(look, ledger, rules)).collect();
         self.memory = looks.iter().flat_map(memory_of).collect();
         let before = std::mem::replace(&mut self.suspicions, found.iter().map(suspicion).collect());
+        self.unsure = !self.suspicions.is_subset(&before);
         found.into_iter().filter(|verdict| before.contains(&suspicion(verdict))).collect()
     }
 
-    /// Whether something was wrong in the last looks: it is to be looked at anew.
-    pub fn suspects(&self) -> bool {
-        !self.suspicions.is_empty()
+    /// Whether something wrong was seen for the first time: it is to be looked at anew.
+    pub fn is_unsure(&self) -> bool {
+        self.unsure
     }
 
     fn of_device(&self, look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
@@ -156,20 +159,20 @@ impl Judge {
     }
 }
 
-/// The youngest clients of containers that have more than their lease says, as many as it takes until every other
-/// container finds the places that it booked; all of them where the rules are strict.
+/// Of containers that have more clients than their lease says, the youngest are acted upon, as many as it takes until
+/// every other container finds the places that it booked; all of them where the rules are strict. Where some may stay,
+/// the first of these, which passed the number, is reported.
 fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     let leases: Vec<&Lease> = ledger
         .leases
         .iter()
         .filter(|lease| lease.server.is_some() && lease.devices.contains(&look.device))
         .collect();
-    let connected = |lease: &Lease| of(lease, look).filter(|holder| holder.is_client).count() as u64;
-    let all = look.holders.iter().filter(|holder| holder.is_client).count() as u64;
-    let booked: u64 =
-        leases.iter().map(|lease| u64::from(lease.processes).saturating_sub(connected(lease))).sum();
-    let most = look.most_clients.map_or(u64::MAX, u64::from);
-    let mut missing = if rules.strict_clients { u64::MAX } else { (all + booked).saturating_sub(most) };
+    let connected = |lease: &Lease| of(lease, look).filter(|holder| holder.is_client).count();
+    let all = look.holders.iter().filter(|holder| holder.is_client).count();
+    let booked: usize = leases.iter().map(|lease| places(lease).saturating_sub(connected(lease))).sum();
+    let most = look.most_clients.map_or(usize::MAX, |most| most as usize);
+    let mut missing = if rules.strict_clients { usize::MAX } else { (all + booked).saturating_sub(most) };
     if cfg!(sublet_without = "b9-guard") {
         missing = 0;
     }
@@ -177,17 +180,24 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     for lease in leases {
         let mut own: Vec<&Holder> = of(lease, look).filter(|holder| holder.is_client).collect();
         own.sort_by_key(|holder| std::cmp::Reverse((holder.process.start_time, holder.process.pid)));
-        let (used, allowed) = (own.len() as u64, u64::from(lease.processes));
-        let surplus = used.saturating_sub(allowed).min(missing);
-        missing -= surplus;
-        let ended = own.into_iter().take(usize::try_from(surplus).unwrap_or(usize::MAX));
-        found.extend(ended.map(|holder| Verdict {
-            used,
-            allowed,
-            ..verdict(Offence::Clients, action(lease, rules.clients), look, holder)
-        }));
+        let surplus = own.len().saturating_sub(places(lease));
+        let acted = surplus.min(missing);
+        missing -= acted;
+        let tell = |holder: &&Holder, action| Verdict {
+            used: own.len() as u64,
+            allowed: u64::from(lease.processes),
+            ..verdict(Offence::Clients, action, look, holder)
+        };
+        found.extend(own.iter().take(acted).map(|holder| tell(holder, action(lease, rules.clients))));
+        let passed = own[acted..surplus].last();
+        found.extend(passed.map(|holder| tell(holder, Action::Report)));
     }
     found
+}
+
+/// MPS clients that a lease may have.
+fn places(lease: &Lease) -> usize {
+    lease.processes as usize
 }
 
 /// Whom no lease of this device explains. Where a container is starting it may be that one's.

@@ -30,7 +30,7 @@ pub(super) struct Told {
 }
 
 impl Lists {
-    /// They are asked for anew: something was wrong, or a process has ended and its number may mean another.
+    /// They are asked for anew: something was wrong for the first time, or a process has ended and its number may mean another.
     pub fn forget(&mut self) {
         self.0.clear();
     }

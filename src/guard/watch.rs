@@ -60,8 +60,8 @@ struct Guard {
     looker: Looker,
     judge: Judge,
     served: Served,
-    /// When each process was acted upon for what.
-    acted: BTreeMap<(Offence, Process), Instant>,
+    /// When what was done about each process for what.
+    acted: BTreeMap<(Offence, Action, Process), Instant>,
     /// What could not be looked at in the last look.
     blind: BTreeSet<String>,
     last_sign: Option<Instant>,
@@ -154,14 +154,14 @@ impl Guard {
         self.nvml = (!looks.is_empty() || blind.is_empty()).then_some(nvml);
         let lost = self.served.lost(&looks, ledger);
         let verdicts = self.judge.judge(&looks, ledger, &config.guard);
-        if self.judge.suspects() {
+        if self.judge.is_unsure() {
             self.looker.forget_lists();
         }
         Ok((verdicts, lost, blind))
     }
 
     fn act(&mut self, verdicts: &[Verdict], store: &Store, config: &Config) -> Vec<Event> {
-        let of = |verdict: &Verdict| (verdict.offence, verdict.holder.process);
+        let of = |verdict: &Verdict| (verdict.offence, verdict.action, verdict.holder.process);
         let current: BTreeSet<_> = verdicts.iter().map(of).collect();
         self.acted.retain(|key, _| current.contains(key));
         let again =

@@ -59,6 +59,22 @@ fn a_stranger_is_told_of_and_left_alone() {
     host.world.assert_empty();
 }
 
+#[test]
+fn clients_beyond_the_lease_are_told_of_once_where_nobody_needs_their_places() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("");
+    let many = host.waiting("many", "for n in 1 2 3; do cuda-probe hold 600 & sleep 0.2; done");
+    assert!(eventually(|| host.event("clients").is_some()), "{:?}", host.events());
+    let event = host.event("clients").expect("seen");
+    assert_eq!((&event["action"], &event["container_id"]), (&json!("report"), &json!("many")));
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    assert_eq!((host.events().len(), probes(&many)), (1, 3), "{:?}", host.events());
+    many.down();
+    host.world.assert_empty();
+}
+
 /// Each process has an SM ceiling of its own.
 #[test]
 fn strict_clients_are_as_many_as_the_lease_says() {

@@ -12,14 +12,25 @@ const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "4GiB")]
 
 /// The rows. The compute mode is left alone, so whoever leaves MPS gets onto the GPU.
 pub(super) fn table(world: &World, table: &mut Table) {
-    let serve = Serve(world.command("sublet").arg("serve").spawn().expect("sublet serve runs"));
-    let watching = || world.status()["guard"]["watching"] == json!(true);
-    table.row("sublet serve watches", "yes", if eventually(watching) { "yes" } else { "no" }, watching());
+    let serve = serve(world, table);
     let (quiet, worst) = alone(world);
     table.row("a neighbour alone: 100 small kernels", "", format!("median {quiet}, worst {worst} ms"), true);
     honest(world, table);
     cost::table(world, table, serve.0.id());
     attacks::table(world, table);
+}
+
+/// What the guard's looks cost, alone.
+pub(super) fn cost(world: &World, table: &mut Table) {
+    let serve = serve(world, table);
+    cost::table(world, table, serve.0.id());
+}
+
+fn serve(world: &World, table: &mut Table) -> Serve {
+    let serve = Serve(world.command("sublet").arg("serve").spawn().expect("sublet serve runs"));
+    let watching = || world.status()["guard"]["watching"] == json!(true);
+    table.row("sublet serve watches", "yes", if eventually(watching) { "yes" } else { "no" }, watching());
+    serve
 }
 
 /// Ended when dropped.

@@ -4,7 +4,8 @@
 //!   gpu-check --probe PATH      on the GPU of this host
 //!   gpu-check --simulated       on the simulated H200
 //!
-//! With `ONLY` in the environment: only the hostile containers, and what the guard costs.
+//! With `ONLY=hostile` in the environment: only the hostile containers, and what the guard costs; with `ONLY=cost`: that
+//! alone.
 
 mod attacks;
 mod beside;
@@ -97,8 +98,12 @@ fn main() -> ExitCode {
     let heading = heading(&world);
     let mut table = Table { rows: Vec::new(), lines: Vec::new(), sms: 0, total_mib: 0 };
     whole_gpu(&world, &mut table);
-    if std::env::var_os("ONLY").is_some() {
-        hostile::table(&world, &mut table);
+    if let Ok(only) = std::env::var("ONLY") {
+        if only == "cost" {
+            hostile::cost(&world, &mut table);
+        } else {
+            hostile::table(&world, &mut table);
+        }
         gone(&world, &mut table);
         table.print(&heading);
         return table.verdict();
