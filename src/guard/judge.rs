@@ -77,8 +77,8 @@ pub(super) struct Judge {
     /// Memory of each process on each device.
     memory: BTreeMap<(String, Process), u64>,
     suspicions: BTreeSet<Suspicion>,
-    /// Whether one of them is new.
-    unsure: bool,
+    /// Devices of those that are new.
+    unsure: BTreeSet<String>,
 }
 
 impl Judge {
@@ -88,13 +88,13 @@ impl Judge {
         let found: Vec<Verdict> = looks.iter().flat_map(|look| self.of_device(look, ledger, rules)).collect();
         self.memory = looks.iter().flat_map(memory_of).collect();
         let before = std::mem::replace(&mut self.suspicions, found.iter().map(suspicion).collect());
-        self.unsure = !self.suspicions.is_subset(&before);
+        self.unsure = self.suspicions.difference(&before).map(|(device, ..)| device.clone()).collect();
         found.into_iter().filter(|verdict| before.contains(&suspicion(verdict))).collect()
     }
 
-    /// Whether something wrong was seen for the first time: it is to be looked at anew.
-    pub fn is_unsure(&self) -> bool {
-        self.unsure
+    /// Devices on which something wrong was seen for the first time: they are to be looked at anew.
+    pub fn unsure(&self) -> &BTreeSet<String> {
+        &self.unsure
     }
 
     fn of_device(&self, look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {

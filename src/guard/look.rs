@@ -39,12 +39,14 @@ struct Known {
 }
 
 impl Looker {
-    /// Every leased device, and why some could not be looked at.
+    /// Every leased device, and why some could not be looked at. Growth of less than `tolerance` bytes may be seen
+    /// later ([`Lists`]).
     pub fn look(
         &mut self,
         nvml: &Nvml,
         ledger: &Rc<Ledger>,
         inventory: &Inventory,
+        tolerance: u64,
     ) -> (Vec<Look>, BTreeSet<String>) {
         if !self.ledger.as_ref().is_some_and(|before| Rc::ptr_eq(before, ledger)) {
             for known in self.known.values_mut() {
@@ -54,6 +56,7 @@ impl Looker {
         }
         self.forget_ended();
         let devices: BTreeSet<&String> = ledger.leases.iter().flat_map(|lease| &lease.devices).collect();
+        self.lists.tolerance = tolerance;
         let (mut looks, mut failures) = (Vec::new(), BTreeSet::new());
         let mut seen = BTreeMap::new();
         for device in devices {
@@ -72,9 +75,9 @@ impl Looker {
         (looks, failures)
     }
 
-    /// The next look asks NVML whatever it said in this one.
-    pub fn forget_lists(&mut self) {
-        self.lists.forget();
+    /// The next look asks NVML for the lists of `device` whatever it said in this one.
+    pub fn forget_lists(&mut self, device: &str) {
+        self.lists.forget(device);
     }
 
     /// Drops those that have ended: their numbers may mean other processes now.
@@ -86,13 +89,17 @@ impl Looker {
         let ended: Vec<bool> = fds.iter().map(|fd| !told || fd.any().unwrap_or(true)).collect();
         drop(fds);
         let mut ended = ended.into_iter();
-        let before = self.known.len();
-        self.known.retain(|pid, known| match &known.pidfd {
-            Some(_) => !ended.next().unwrap_or(true),
-            None => Process::find(*pid) == Some(known.process),
+        let mut gone = BTreeSet::new();
+        self.known.retain(|pid, known| {
+            let lives = match &known.pidfd {
+                Some(_) => !ended.next().unwrap_or(true),
+                None => Process::find(*pid) == Some(known.process),
+            };
+            gone.extend((!lives).then_some(pid.unsigned_abs()));
+            lives
         });
-        if self.known.len() < before {
-            self.lists.forget();
+        if !gone.is_empty() {
+            self.lists.drop_ended(&gone);
         }
     }
 
@@ -107,12 +114,14 @@ impl Looker {
         let knows_clients = told.clients.is_some();
         let clients = told.clients.as_deref().unwrap_or_default();
         let client_pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
-        let mut holder = |(pid, memory_bytes): (u32, u64)| {
-            let is_client = client_pids.contains(&pid);
-            let pid = i32::try_from(pid).ok()?;
-            let known = match seen.remove(&pid).or_else(|| self.known.remove(&pid)) {
-                Some(known) => known,
-                None => Known::of(pid, seen.len() < HELD, ledger)?,
+        let mut gone_since = BTreeSet::new();
+        let mut holder = |(number, memory_bytes): (u32, u64)| {
+            let is_client = client_pids.contains(&number);
+            let pid = i32::try_from(number).ok()?;
+            let before = seen.remove(&pid).or_else(|| self.known.remove(&pid));
+            let Some(known) = before.or_else(|| Known::of(pid, seen.len() < HELD, ledger)) else {
+                gone_since.insert(number);
+                return None;
             };
             let (process, name, lease) = (known.process, known.told.name.clone(), known.lease.clone());
             // A container may call its program what it likes.
@@ -124,6 +133,7 @@ impl Looker {
             .into_iter()
             .filter_map(&mut holder)
             .collect();
+        self.lists.drop_ended(&gone_since);
         let gone = gone(&holders, device, ledger);
         Ok(Look { device: device.to_owned(), most_clients: None, knows_clients, gone, holders })
     }

@@ -149,13 +149,13 @@ impl Guard {
             Some(nvml) => nvml,
             None => inventory::connect(config).map_err(|error| error.to_string())?.0,
         };
-        let (looks, blind) = self.looker.look(&nvml, ledger, &known);
+        let (looks, blind) = self.looker.look(&nvml, ledger, &known, config.guard.memory_tolerance);
         // The driver was unloaded, or all its GPUs were lost: NVML is opened anew.
         self.nvml = (!looks.is_empty() || blind.is_empty()).then_some(nvml);
         let lost = self.served.lost(&looks, ledger);
         let verdicts = self.judge.judge(&looks, ledger, &config.guard);
-        if self.judge.is_unsure() {
-            self.looker.forget_lists();
+        for device in self.judge.unsure() {
+            self.looker.forget_lists(device);
         }
         Ok((verdicts, lost, blind))
     }

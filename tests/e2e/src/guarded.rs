@@ -1,10 +1,12 @@
 //! Containers beside the guard of `sublet serve`: what they run, what it wrote down, and a neighbour who must not
 //! notice; and what its looks cost.
 
+use std::ffi::c_uint;
 use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
 use nvml_wrapper::{Device, Nvml};
+use nvml_wrapper_sys::bindings::{nvmlDevice_t, nvmlProcessInfo_t, nvmlReturn_t};
 use serde_json::{Value, json};
 
 use crate::bundle::Bundle;
@@ -78,35 +80,51 @@ impl Neighbour<'_> {
     }
 }
 
-/// Median milliseconds, and of CPU, of what the guard asks about one device in a look that spares nothing.
+/// `nvmlDeviceGet…RunningProcesses_v3` (nvml.h).
+type GetList = unsafe extern "C" fn(nvmlDevice_t, *mut c_uint, *mut nvmlProcessInfo_t) -> nvmlReturn_t;
+
+/// What the guard asks about one device in a look that spares nothing.
+pub const CALLS: [&str; 4] = ["handle", "used memory", "compute processes", "MPS clients"];
+
+/// Median milliseconds of CPU of each of [`CALLS`] for each of the first `gpus`, asked `times` with `pause` between.
 #[must_use]
-pub fn nvml_calls(nvml: &Nvml, uuid: &str, times: usize) -> (f64, f64) {
-    let (mut wall, mut cpu) = (Vec::new(), Vec::new());
+pub fn nvml_calls(nvml: &Nvml, gpus: u32, times: usize, pause: Duration) -> Vec<[f64; 4]> {
+    let uuid = |gpu| nvml.device_by_index(gpu).and_then(|device| device.uuid()).expect("a GPU with a UUID");
+    let uuids: Vec<String> = (0..gpus).map(uuid).collect();
+    let mut spent = vec![[const { Vec::new() }; 4]; uuids.len()];
     for _ in 0..times {
-        let (start, before) = (Instant::now(), thread_cpu());
-        let device = nvml.device_by_uuid(uuid).expect("the GPU is there");
-        let _ = device.memory_info();
-        list_once(&device);
-        wall.push(start.elapsed());
-        cpu.push(thread_cpu().saturating_sub(before));
+        std::thread::sleep(pause);
+        for (uuid, spent) in uuids.iter().zip(&mut spent) {
+            let mut before = thread_cpu();
+            let mut lap = |call: usize| {
+                let now = thread_cpu();
+                spent[call].push(now.saturating_sub(before));
+                before = now;
+            };
+            let device = nvml.device_by_uuid(uuid.as_str()).expect("the GPU is there");
+            lap(0);
+            let _ = device.memory_info();
+            lap(1);
+            let library = device.nvml().lib();
+            list(&device, library.nvmlDeviceGetComputeRunningProcesses_v3.as_ref());
+            lap(2);
+            list(&device, library.nvmlDeviceGetMPSComputeRunningProcesses_v3.as_ref());
+            lap(3);
+        }
     }
-    (median(wall), median(cpu))
+    spent.into_iter().map(|calls| calls.map(median)).collect()
 }
 
-/// NVML's two lists, each by one call as sublet makes it; nvml-wrapper makes two.
+/// One of NVML's lists, by one call as sublet makes it; nvml-wrapper makes two.
 #[allow(unsafe_code, reason = "NVML by its C ABI")]
-fn list_once(device: &Device<'_>) {
-    let library = device.nvml().lib();
-    let compute = library.nvmlDeviceGetComputeRunningProcesses_v3.as_ref().expect("a driver since 510");
-    let clients = library.nvmlDeviceGetMPSComputeRunningProcesses_v3.as_ref().expect("a driver since 510");
-    for call in [compute, clients] {
-        // SAFETY: zeros are a value of this struct of numbers.
-        let mut list = [unsafe { std::mem::zeroed() }; 128];
-        let mut count = 128;
-        // SAFETY: an array of `count` elements; the handle is of the library that `device` borrows.
-        let answer = unsafe { call(device.handle(), &raw mut count, list.as_mut_ptr()) };
-        assert_eq!(answer, 0, "a list of {count}");
-    }
+fn list<E: std::fmt::Debug>(device: &Device<'_>, call: Result<&GetList, E>) {
+    let call = call.expect("a driver since 510");
+    // SAFETY: zeros are a value of this struct of numbers.
+    let mut list = [unsafe { std::mem::zeroed() }; 128];
+    let mut count = 128;
+    // SAFETY: an array of `count` elements; the handle is of the library that `device` borrows.
+    let answer = unsafe { call(device.handle(), &raw mut count, list.as_mut_ptr()) };
+    assert_eq!(answer, 0, "a list of {count}");
 }
 
 fn thread_cpu() -> Duration {
