@@ -1,5 +1,5 @@
 //! NVML's two lists of who computes on a device, asked for only where something may have changed: they are nearly all
-//! that a look costs (docs/evidence/2026-11-21-guard-cost.md).
+//! that a look costs (docs/evidence/2026-11-22-guard-cost.md).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};

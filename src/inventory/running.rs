@@ -1,5 +1,5 @@
 //! NVML's lists of processes on a device, each by one call: nvml-wrapper asks for its length before, which costs about
-//! half as much again (docs/evidence/2026-11-21-guard-cost.md).
+//! half as much again (docs/evidence/2026-11-22-guard-cost.md).
 #![allow(unsafe_code, reason = "NVML by its C ABI")]
 
 use std::ffi::c_uint;

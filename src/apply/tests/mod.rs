@@ -3,4 +3,5 @@
 mod conflict;
 mod file;
 mod image;
+mod mount_points;
 mod spec;
