@@ -95,7 +95,7 @@ fn remove(root: &OwnedFd, path: &Path) -> io::Result<bool> {
 }
 
 /// The directory entry behind `path`, its last links followed inside the root: where a dangling link of
-/// the image's landings, the runtime made its file at the link's end.
+/// the image's led, the runtime made its file at the link's end.
 fn entry(root: &OwnedFd, path: &Path) -> io::Result<(OwnedFd, OsString, FileStat)> {
     let mut path = path.to_owned();
     for _ in 0..8 {
