@@ -8,6 +8,7 @@ use std::path::Path;
 
 use nix::libc::{ELOOP, O_NOFOLLOW, O_NONBLOCK};
 
+use crate::selinux;
 use crate::text::safe;
 
 /// Makes `dir` where it is missing (0755, whatever the umask), and looks whether it can be trusted.
@@ -22,7 +23,7 @@ pub(crate) fn make(dir: &Path) -> Result<(), String> {
         }
         meta => meta,
     };
-    check(dir, &meta.map_err(|error| error.to_string())?)
+    check(dir, &meta.map_err(|error| selinux::explained(error).to_string())?)
 }
 
 /// Why `dir`, if it is there, cannot be trusted.
@@ -90,7 +91,7 @@ pub(crate) fn read(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8
         Err(error) if error.raw_os_error() == Some(ELOOP) => {
             return Ok(Some(Err("it is no regular file".to_owned())));
         }
-        Err(error) => return Err(error),
+        Err(error) => return Err(selinux::explained(error)),
     };
     let meta = file.metadata()?;
     if let Some(why) = distrust_file(&meta, largest) {

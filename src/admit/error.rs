@@ -54,7 +54,7 @@ pub enum AdmitError {
     WouldMake { refused: Box<AdmitError>, what: String },
     #[error("the MIG layout changed while a place was looked for: start the container again")]
     LayoutChanged,
-    #[error("no random lease id: /dev/urandom: {0}")]
+    #[error("no random lease id: getrandom: {0}")]
     Random(std::io::Error),
     #[error(transparent)]
     Node(#[from] NodeError),

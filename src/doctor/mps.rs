@@ -14,10 +14,11 @@ pub(super) fn programs(host: &Host<'_>) -> Outcome {
     if !control.with_file_name("nvidia-cuda-mps-server").exists() {
         return warn(format!("{} has no nvidia-cuda-mps-server beside it", shown(control)), INSTALL);
     }
-    // The programs themselves do not tell; the server serves no client of another version.
+    // The programs themselves do not tell; the server serves no client of another version. dpkg-query prints nothing
+    // of a package that it knows by others' dependencies alone.
     let package = (host.ask)(&["dpkg-query", "-W", "-f=${Version}", "nvidia-cuda-mps"]);
     match package {
-        Some(version) if !version.contains(&inventory.driver.version) => warn(
+        Some(version) if !version.is_empty() && !version.contains(&inventory.driver.version) => warn(
             format!(
                 "nvidia-cuda-mps is {}, the driver {}",
                 crate::text::safe(&version),
@@ -53,6 +54,8 @@ mod tests {
         assert!(
             told(programs(&other), Warn).0.starts_with("nvidia-cuda-mps is 535.216.03-1, the driver 580")
         );
+        let unpacked = Host { ask: |_| Some(String::new()), ..with(inventory.clone()) };
+        passed(programs(&unpacked));
         let same = Host { ask: |_| Some("580.159.04-1".into()), ..with(inventory) };
         passed(programs(&same));
     }

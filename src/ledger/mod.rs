@@ -164,13 +164,15 @@ pub struct LeasedPart {
 pub struct LeaseId(String);
 
 impl LeaseId {
-    /// A random one.
+    /// A random one. The kernel is asked, not /dev/urandom, which `SELinux` keeps from some engines' domains
+    /// (docs/evidence/2026-11-22-selinux-apparmor.md).
     ///
     /// # Errors
-    /// /dev/urandom cannot be read.
+    /// getrandom(2) fails, as where a seccomp filter of whoever started the engine has not heard of it.
     pub fn random() -> std::io::Result<Self> {
         let mut bytes = [0_u8; 8];
-        std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut bytes)?;
+        // Up to 256 bytes come whole (getrandom(2)).
+        rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
         Ok(Self(format!("{:016x}", u64::from_ne_bytes(bytes))))
     }
 

@@ -21,11 +21,15 @@ pub enum MpsError {
     },
     /// Its clients would not reach it.
     #[error(
-        "SELinux enforces on this host without sublet's policy module, so containers would not reach their MPS \
-         server and would run without limits: {}; or take a share without sm and memory (mode time-slice)",
+        "SELinux enforces on this host without sublet's policy module for {}/mps, so containers would not reach \
+         their MPS server and would run without limits: {}; or take a share without sm and memory (mode time-slice)",
+        .state_dir.display(),
         crate::selinux::FIX
     )]
-    SeLinux,
+    SeLinux {
+        /// The state directory.
+        state_dir: PathBuf,
+    },
     /// A key that is neither a device's UUID nor a lease id could name a path outside the state directory.
     #[error("'{key}' names no MPS daemon: a GPU-… or MIG-… UUID or a lease id is expected (sublet mps list)")]
     BadKey {

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use nix::fcntl::{Flock, FlockArg};
+use rustix::fs::{XattrFlags, setxattr};
 use serde_json::json;
 use sublet_e2e::{Bundle, World, eventually, programs, skip_unless_root};
 
@@ -323,27 +324,27 @@ fn a_hook_that_its_engine_kills_does_not_work_on() {
     world.assert_empty();
 }
 
-/// `command` on a host where `SELinux` enforces, with our module among the policy's or not.
-fn under_selinux(world: &World, command: &Command, module: bool) -> Command {
-    let dir = world.dir.path().join("selinux");
-    let (sys, lib) = (dir.join("sys"), dir.join("lib"));
-    let modules = lib.join("selinux/targeted/active/modules/400");
-    for path in
-        [&sys.join("selinux"), &sys.join("cgroup"), &modules.join("container"), &modules.join("sublet")]
-    {
-        fs::create_dir_all(path).expect("directories");
-    }
-    if !module {
-        fs::remove_dir_all(modules.join("sublet")).expect("it was there");
+/// `command` on a host where `SELinux` enforces.
+fn under_selinux(world: &World, command: &Command) -> Command {
+    let sys = world.dir.path().join("selinux");
+    for path in ["selinux", "cgroup"] {
+        fs::create_dir_all(sys.join(path)).expect("directories");
     }
     fs::write(sys.join("selinux/enforce"), "1").expect("written");
-    let script = "mount --rbind /sys/fs/cgroup $1/cgroup && mount --rbind $1 /sys/fs && mount --bind $2 /var/lib && \
-                  shift 2 && exec \"$@\"";
+    let script = "mount --rbind /sys/fs/cgroup $1/cgroup && mount --rbind $1 /sys/fs && shift && exec \"$@\"";
     let mut inside = Command::new("unshare");
-    inside.args(["--mount", "sh", "-c", script, "sh"]).args([&sys, &lib]);
+    inside.args(["--mount", "sh", "-c", script, "sh"]).arg(&sys);
     inside.arg(command.get_program()).args(command.get_args());
     inside.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
     inside
+}
+
+/// Gives the MPS daemons' directory a context of the type `kind`, which our policy module gives it or not.
+fn label(world: &World, kind: &str) {
+    let mps = world.state_dir().join("mps");
+    fs::create_dir_all(&mps).expect("the state directory is ours");
+    let context = format!("system_u:object_r:{kind}:s0");
+    setxattr(&mps, "security.selinux", context.as_bytes(), XattrFlags::empty()).expect("root may");
 }
 
 #[test]
@@ -352,31 +353,33 @@ fn where_selinux_enforces_without_our_module_shares_of_mps_are_refused() {
         return;
     }
     let world = world();
-    let create = |annotations: &[(&str, &str)], module: bool| {
+    let create = |annotations: &[(&str, &str)], kind: &str| {
+        label(&world, kind);
         let bundle = world.bundle("selinux", annotations, SLEEP);
         bundle.write();
         let mut command = world.runtime();
         command.args(["create", "--bundle"]).arg(&bundle.dir).arg(&bundle.id);
-        let mut command = under_selinux(&world, &command, module);
+        let mut command = under_selinux(&world, &command);
         let error = world.dir.path().join("error");
         let file = File::create(&error).expect("a file");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file);
         let done = command.status().expect("unshare runs").success();
         (bundle, done, fs::read_to_string(error).expect("a file"))
     };
-    let (_, done, line) = create(SHARE, false);
+    let (_, done, line) = create(SHARE, "var_run_t");
     assert!(!done, "it was created");
     let why = "SELinux enforces on this host without sublet's policy module";
     assert!(line.contains(why) && line.contains("sublet-selinux") && line.lines().count() == 1, "{line}");
     world.assert_empty();
-    for (annotations, module) in [(&[("sublet.gpu", "0")][..], false), (SHARE, true)] {
-        let (bundle, done, line) = create(annotations, module);
+    for (annotations, kind) in [(&[("sublet.gpu", "0")][..], "var_run_t"), (SHARE, "sublet_mps_t")] {
+        let (bundle, done, line) = create(annotations, kind);
         assert!(done, "{line}");
         bundle.down();
         world.assert_empty();
     }
     let doctor = world.command("sublet");
-    let mut doctor = under_selinux(&world, &doctor, false);
+    label(&world, "var_run_t");
+    let mut doctor = under_selinux(&world, &doctor);
     let told = doctor.args(["doctor", "--format", "json"]).output().expect("it runs");
     let told = String::from_utf8_lossy(&told.stdout).into_owned();
     assert!(told.contains("SELinux enforces without sublet's policy module"), "{told}");
