@@ -3,7 +3,7 @@
 #   make test    all tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
 # The rest: engines (the part of test with Docker, Podman and containerd), check (needs no root, network,
 # engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth (docs/security.md); deb,
-# rpm, dist and test-packages (docs/packaging.md).
+# rpm, dist and test-packages (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's GPUs.
 
 SHELL := /bin/bash
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
@@ -41,7 +41,7 @@ BIN := $(CURDIR)/target/bin-$(TARGET)
 endif
 GENERATED := $(CURDIR)/target/generated
 
-.PHONY: all build test-build tested-build sim-build check lint unit test engines book demo bench fuzz gpu-test install deb rpm dist \
+.PHONY: all build test-build tested-build sim-build check lint unit test engines book demo bench fuzz gpu-test real-test install deb rpm dist \
     test-packages test-teeth generate clean needs
 
 all: build
@@ -146,6 +146,10 @@ fuzz:
 
 gpu-test: build
 	@tests/gpu/run
+
+# Real engines and frameworks in containers on this machine's GPUs, as root: tests/real/README.md.
+real-test:
+	@tests/real/run
 
 install: build $(GENERATED)/man/sublet.1
 	@packaging/install "$(DESTDIR)" "$(PREFIX)" "$(LIBEXECDIR)" "$(UNITDIR)" "$(BIN)" "$(GENERATED)"

@@ -65,7 +65,14 @@ pub(crate) fn run_whole(command: &mut Command, limit: Duration, most: usize) -> 
 /// As [`run`], with nothing fed and nothing heard: for programs that leave a daemon behind.
 #[cfg_attr(not(feature = "cli"), allow(dead_code, reason = "for `sublet` alone"))]
 pub(crate) fn run_deaf(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    run_unheard(command, limit)
+}
+
+/// As [`run_deaf`], with what it prints going where `command` says: no pipe, whose end a daemon would hold open.
+#[cfg_attr(not(feature = "cli"), allow(dead_code, reason = "for `sublet` alone"))]
+pub(crate) fn run_unheard(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
+    command.stdin(Stdio::null());
     supervise(command, "", limit, KEPT, &|| false).map(|finished| finished.status)
 }
 

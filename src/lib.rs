@@ -20,6 +20,7 @@ pub mod config;
 mod confine;
 #[cfg(feature = "cli")]
 pub mod doctor;
+mod engine;
 mod glob;
 pub mod grant;
 #[cfg(feature = "cli")]

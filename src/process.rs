@@ -1,8 +1,11 @@
 //! A process named so that its id being used again cannot deceive: pid and start time.
 
 use std::fs::File;
-use std::io::Read as _;
+use std::io::{self, Read as _};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 
+use nix::libc::ESRCH;
 use serde::{Deserialize, Serialize};
 
 /// A process of this boot.
@@ -18,14 +21,13 @@ impl Process {
     /// The running process `pid`, or `None` when there is none.
     #[must_use]
     pub fn find(pid: i32) -> Option<Self> {
-        stat(pid).map(|stat| Self { pid, start_time: stat.start_time })
+        stat(pid).ok()?.map(|stat| Self { pid, start_time: stat.start_time })
     }
 
     /// Its parent's pid; `None` when it has gone.
-    #[cfg(feature = "cli")]
     #[must_use]
     pub fn parent(&self) -> Option<i32> {
-        stat(self.pid).filter(|stat| stat.start_time == self.start_time).map(|stat| stat.parent)
+        stat(self.pid).ok()?.filter(|stat| stat.start_time == self.start_time).map(|stat| stat.parent)
     }
 
     /// This process.
@@ -37,11 +39,36 @@ impl Process {
         Self::find(pid).ok_or_else(|| std::io::Error::other(format!("/proc/{pid}/stat cannot be read")))
     }
 
-    /// Whether this very process still runs. A zombie does not: it holds nothing any more.
+    /// Whether it was started with this variable; `false` also where we may not look.
+    #[must_use]
+    pub fn has_environment(&self, name: &str, value: &Path) -> bool {
+        let wanted = [name.as_bytes(), b"=", value.as_os_str().as_bytes()].concat();
+        let environment = std::fs::read(format!("/proc/{}/environ", self.pid)).unwrap_or_default();
+        environment.split(|byte| *byte == 0).any(|entry| entry == wanted) && self.is_alive()
+    }
+
+    /// Whether process `pid`, whichever that is, runs or cannot be looked at.
+    #[must_use]
+    pub fn may_run(pid: i32) -> bool {
+        stat(pid).map_or(true, |stat| stat.is_some_and(|stat| !stat.has_ended()))
+    }
+
+    /// Whether this very process still runs. A zombie does not: it holds nothing any more. One that cannot be looked at,
+    /// as where this process has no descriptor left, may.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         let same = |stat: &Stat| stat.start_time == self.start_time || cfg!(sublet_without = "c4");
-        stat(self.pid).is_some_and(|stat| same(&stat) && !matches!(stat.state, 'Z' | 'X'))
+        let runs = |stat: Stat| same(&stat) && !stat.has_ended();
+        stat(self.pid).map_or(true, |stat| stat.is_some_and(runs))
+    }
+
+    /// Whether this very process is stopped, by a signal or by who traces it (proc(5)).
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        stat(self.pid)
+            .ok()
+            .flatten()
+            .is_some_and(|stat| stat.start_time == self.start_time && matches!(stat.state, 'T' | 't'))
     }
 }
 
@@ -60,16 +87,30 @@ pub fn uptime_seconds() -> u64 {
 
 struct Stat {
     state: char,
-    #[cfg_attr(not(feature = "cli"), expect(dead_code, reason = "the guard asks"))]
     parent: i32,
     start_time: u64,
 }
 
-fn stat(pid: i32) -> Option<Stat> {
+impl Stat {
+    fn has_ended(&self) -> bool {
+        matches!(self.state, 'Z' | 'X')
+    }
+}
+
+/// `None`: there is no such process.
+fn stat(pid: i32) -> io::Result<Option<Stat>> {
     // One read: the line has 52 numbers at most and a command name of 15 bytes (proc(5)).
     let mut line = [0; 1024];
-    let length = File::open(format!("/proc/{pid}/stat")).ok()?.read(&mut line).ok()?;
-    parse_stat(&String::from_utf8_lossy(&line[..length]))
+    match File::open(format!("/proc/{pid}/stat")).and_then(|mut file| file.read(&mut line)) {
+        Ok(length) => parse_stat(&String::from_utf8_lossy(&line[..length]))
+            .map(Some)
+            .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat is no process's"))),
+        // One that ends while its file is open answers ESRCH.
+        Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH) => {
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// The command name in field 2 may hold spaces and parentheses: fields are counted from the last `)`.

@@ -4,6 +4,7 @@ use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, fchown};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::process::Process;
 
@@ -46,15 +47,19 @@ fn replaced(path: &Path, content: &[u8], mode: u32, settle: fn(&File) -> io::Res
     written
 }
 
-/// A name beside `path` that no other process uses: the process id is in it.
+/// The calls in this process so far: `sublet serve` has threads.
+static CALLS: AtomicU64 = AtomicU64::new(0);
+
+/// A name beside `path` that no other process uses, and no other call in this one: `.NAME.PID-CALL.tmp`.
 fn temporary_name(path: &Path) -> io::Result<PathBuf> {
     if cfg!(sublet_without = "c5-replace") {
         return Ok(path.to_owned());
     }
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
     let name = path.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     let mut hidden = std::ffi::OsString::from(".");
     hidden.push(name);
-    hidden.push(format!(".{}.tmp", std::process::id()));
+    hidden.push(format!(".{}-{call}.tmp", std::process::id()));
     Ok(path.with_file_name(hidden))
 }
 
@@ -67,9 +72,14 @@ pub fn sweep(dir: &Path) {
     }
 }
 
-/// The process whose temporary file is called `name`; `None` where that is no name of ours.
+/// The process whose temporary file is called `name`; `None` where that is no name of ours. An older sublet
+/// wrote the pid alone.
 fn writer(name: &str) -> Option<i32> {
-    name.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?.1.parse().ok()
+    let writer = name.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?.1;
+    match writer.split_once('-') {
+        Some((pid, call)) => call.parse::<u64>().ok().and(pid.parse().ok()),
+        None => writer.parse().ok(),
+    }
 }
 
 fn write_new(temporary: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<File> {
@@ -131,16 +141,35 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();
-        let ours = format!(".a.json.{}.tmp", std::process::id());
-        let left = format!(".a.json.{}.tmp", child.id());
-        for name in [&ours, &left, "a.json.1.tmp", ".a.json.tmp", "a.json"] {
+        let ours = format!(".a.json.{}-7.tmp", std::process::id());
+        let left = [format!(".a.json.{}-7.tmp", child.id()), format!(".a.json.{}.tmp", child.id())];
+        let foreign = ["a.json.1.tmp", ".a.json.tmp", "a.json", ".a.json.1-x.tmp"];
+        for name in foreign.into_iter().chain([ours.as_str(), left[0].as_str(), left[1].as_str()]) {
             fs::write(dir.path().join(name), "").unwrap();
         }
         sweep(dir.path());
         let mut names: Vec<_> =
             fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         names.sort();
-        assert_eq!(names, [ours.as_str(), ".a.json.tmp", "a.json", "a.json.1.tmp"]);
+        let mut kept = [&foreign[..], &[ours.as_str()]].concat();
+        kept.sort_unstable();
+        assert_eq!(names, kept);
+    }
+
+    /// Threads of one process that write the same file: the last one's content counts, whole.
+    #[test]
+    fn threads_do_not_share_a_temporary() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        std::thread::scope(|scope| {
+            for byte in b'a'..b'e' {
+                let path = &path;
+                scope.spawn(move || (0..100).for_each(|_| replace(path, &vec![byte; 9999], 0o644).unwrap()));
+            }
+        });
+        let content = fs::read(&path).unwrap();
+        assert!(content.len() == 9999 && content.iter().all(|byte| *byte == content[0]));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
     #[test]

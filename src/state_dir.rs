@@ -21,6 +21,12 @@ pub(crate) fn make(dir: &Path) -> Result<(), String> {
             create(dir).map_err(|error| format!("cannot be created: {error}"))?;
             fs::symlink_metadata(dir)
         }
+        // Made under somebody's umask, or by a sublet that was killed before it set the mode.
+        Ok(meta) if is_closed(&meta) => {
+            fs::set_permissions(dir, Permissions::from_mode(meta.mode() & 0o7777 | 0o755))
+                .map_err(|error| format!("cannot be opened to others: {error}"))?;
+            fs::symlink_metadata(dir)
+        }
         meta => meta,
     };
     check(dir, &meta.map_err(|error| selinux::explained(error).to_string())?)
@@ -31,9 +37,22 @@ pub(crate) fn distrust(dir: &Path) -> Option<String> {
     check(dir, &fs::symlink_metadata(dir).ok()?).err()
 }
 
-fn create(dir: &Path) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(0o755).create(dir)?;
-    fs::set_permissions(dir, Permissions::from_mode(0o755))
+/// Makes `dir` and what is missing above it, each 0755 whatever the umask.
+pub(crate) fn create(dir: &Path) -> io::Result<()> {
+    if let Some(above) = dir.parent().filter(|above| !above.as_os_str().is_empty() && !above.exists()) {
+        create(above)?;
+    }
+    match DirBuilder::new().mode(0o755).create(dir) {
+        Ok(()) => fs::set_permissions(dir, Permissions::from_mode(0o755)),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether it is a directory of this user's that others cannot look into, as clients of MPS and users without
+/// root have to.
+fn is_closed(meta: &Metadata) -> bool {
+    meta.is_dir() && meta.uid() == nix::unistd::geteuid().as_raw() && meta.mode() & 0o755 != 0o755
 }
 
 fn check(dir: &Path, meta: &Metadata) -> Result<(), String> {
@@ -133,6 +152,19 @@ mod tests {
         mode(&state, 0o775);
         assert!(make(&state).unwrap_err().starts_with("others may write it"));
         assert_eq!(distrust(&dir.path().join("none")), None);
+    }
+
+    #[test]
+    fn what_a_umask_closed_is_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = dir.path().join("a/b");
+        make(&state).unwrap();
+        let modes =
+            || [dir.path().join("a"), state.clone()].map(|dir| fs::metadata(dir).unwrap().mode() & 0o7777);
+        assert_eq!(modes(), [0o755, 0o755]);
+        mode(&state, 0o700);
+        make(&state).unwrap();
+        assert_eq!(modes(), [0o755, 0o755]);
     }
 
     #[test]

@@ -13,7 +13,9 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sublet::config::Config;
 use sublet::inventory::ComputeMode;
-use sublet::ledger::{Container, Lease, LeaseId, LeaseState, Ledger, Server, ServerState, Store};
+use sublet::ledger::{
+    Container, Lease, LeaseId, LeaseState, Ledger, MemoryCeiling, Server, ServerState, Store,
+};
 use sublet::mps::{self, ServerKey};
 use sublet::process::Process;
 use sublet::request::{Isolation, Mode, Percent, Priority};
@@ -137,10 +139,9 @@ impl Host {
         self.store.read().unwrap().servers.into_iter().find(|server| server.key.0 == key)
     }
 
-    /// What the daemon itself says.
+    /// What the daemon itself says, to a control program from elsewhere: the host's may have been moved.
     fn ask(&self, key: &str, command: &str) -> String {
-        let script =
-            format!("echo {command} | {}", self.root.join("usr/bin/nvidia-cuda-mps-control").display());
+        let script = format!("echo {command} | {}", built("nvidia-cuda-mps-control").display());
         let output = Command::new("/bin/sh")
             .args(["-c", &script])
             .env("CUDA_MPS_PIPE_DIRECTORY", self.root.join("run/mps").join(key).join("pipe"))
@@ -170,6 +171,8 @@ fn daemons_follow_their_leases() {
     unsafe { std::env::set_var("SUBLET_CONFIG", host.root.join("config.toml")) };
     a_cold_daemon_is_started_and_a_warm_one_asked_nothing(&host);
     the_ceiling_follows_the_leases(&host);
+    the_memory_ceiling_follows_the_leases(&host);
+    a_ceiling_that_is_not_known_to_be_in_force_is_set_anew(&host);
     a_stopped_daemon_is_found_out(&host);
     a_dead_daemon_comes_back_under_the_same_directory(&host);
     a_start_that_was_killed_is_taken_up(&host);
@@ -177,6 +180,10 @@ fn daemons_follow_their_leases() {
     many_at_once_start_one_daemon(&host);
     starts_and_stops_killed_at_any_moment_are_put_right(&host);
     a_daemon_that_never_answers_leaves_nothing_changed(&host);
+    programs_of_container_hosts_are_found(&host);
+    a_wrapper_in_place_of_the_control_program_works(&host);
+    a_server_that_ends_as_it_starts_is_named(&host);
+    half_of_the_programs_is_named_at_once(&host);
     a_driver_without_mps_is_named(&host);
 }
 
@@ -249,6 +256,75 @@ fn the_ceiling_follows_the_leases(host: &Host) {
     assert!(host.names(&format!("mps/{GPU}/public")).is_empty());
 }
 
+/// Memory limits as the daemon has them: for servers that start later, and of the one that runs.
+fn memory_limits(host: &Host) -> [String; 2] {
+    let pid = host.ask(GPU, "get_server_list");
+    ["get_default_device_pinned_mem_limit 0".into(), format!("get_device_pinned_mem_limit {pid} 0")]
+        .map(|command| host.ask(GPU, &command))
+}
+
+fn the_memory_ceiling_follows_the_leases(host: &Host) {
+    let key = ServerKey(GPU.into());
+    let settle = || mps::settle(&key, &host.store, &host.config).unwrap();
+    let small = host.take("00000000000000a4", GPU, Some(25), Some(4 << 30));
+    host.ready(&small).unwrap();
+    assert_eq!(memory_limits(host), ["4096M", "4096M"], "set before the server starts");
+    let mut large = host.take("00000000000000a5", GPU, Some(25), Some(17 << 30));
+    host.edit(|ledger| ledger.lease_mut(&large.id).unwrap().processes = 2);
+    large.processes = 2;
+    host.ready(&large).unwrap();
+    assert_eq!(memory_limits(host), ["8704M", "8704M"], "the part of one process");
+    let unlimited = host.take("00000000000000a6", GPU, Some(10), None);
+    host.ready(&unlimited).unwrap();
+    assert_eq!(memory_limits(host), ["", ""], "before its container starts");
+    assert_eq!(host.server(GPU).unwrap().ceiling.memory, MemoryCeiling::Unlimited);
+    host.give_back(&unlimited);
+    settle();
+    assert_eq!(memory_limits(host), ["8704M", "8704M"]);
+    host.give_back(&large);
+    settle();
+    assert_eq!(memory_limits(host), ["4096M", "4096M"]);
+    // What the ceiling admits costs no process: there is none to be had.
+    let program = host.root.join("usr/bin/nvidia-cuda-mps-control");
+    let aside = program.with_extension("aside");
+    fs::rename(&program, &aside).unwrap();
+    let other = host.take("00000000000000a7", GPU, Some(25), Some(4 << 30));
+    assert!(host.ready(&other).unwrap().is_empty());
+    fs::rename(&aside, &program).unwrap();
+    host.give_back(&other);
+    settle();
+}
+
+/// After a crash between two commands to the daemon, and after an upgrade.
+fn a_ceiling_that_is_not_known_to_be_in_force_is_set_anew(host: &Host) {
+    let key = ServerKey(GPU.into());
+    let lease = host.store.read().unwrap().leases[0].clone();
+    let settle = || mps::settle(&key, &host.store, &host.config).unwrap();
+    let start = || assert!(host.sublet(&["mps", "start", GPU]).0);
+    let ready = || assert!(host.ready(&lease).unwrap().is_empty());
+    for put_right in [&settle as &dyn Fn(), &start, &ready] {
+        // It was being lowered: the record is, the daemon is told in part.
+        host.edit(|ledger| ledger.servers[0].answered_at = 0);
+        host.ask(GPU, &format!("set_device_pinned_mem_limit {} 0 8G", host.ask(GPU, "get_server_list")));
+        put_right();
+        assert_eq!(memory_limits(host), ["4096M", "4096M"]);
+    }
+    let ledger = host.root.join("run/ledger.json");
+    for put_right in [&settle as &dyn Fn(), &ready] {
+        // As the version before wrote it, which set none.
+        let mut old: serde_json::Value = serde_json::from_slice(&fs::read(&ledger).unwrap()).unwrap();
+        assert!(old["servers"][0].as_object_mut().unwrap().remove("memory_ceiling").is_some());
+        fs::write(&ledger, serde_json::to_vec(&old).unwrap()).unwrap();
+        host.ask(GPU, &format!("set_device_pinned_mem_limit {} 0 0", host.ask(GPU, "get_server_list")));
+        host.ask(GPU, "set_default_device_pinned_mem_limit 0 0");
+        put_right();
+        assert_eq!(memory_limits(host), ["4096M", "4096M"]);
+    }
+    host.give_back(&lease);
+    settle();
+    assert!(host.server(GPU).is_none());
+}
+
 fn a_stopped_daemon_is_found_out(host: &Host) {
     let lease = host.take("00000000000000b1", GPU, Some(50), None);
     host.ready(&lease).unwrap();
@@ -291,7 +367,7 @@ fn a_dead_daemon_comes_back_under_the_same_directory(host: &Host) {
     assert_eq!(inode(&public), directory);
     assert_ne!(inode(&public.join("control")), socket);
     let server = host.server(GPU).unwrap();
-    assert_eq!((server.state, server.ceiling), (ServerState::Serving, Percent::from_thousandths(50_000)));
+    assert_eq!((server.state, server.ceiling.sm), (ServerState::Serving, Percent::from_thousandths(50_000)));
     assert_eq!(host.store.read().unwrap().compute_modes[0].found, ComputeMode::Default);
     assert!(mps::heal(&host.store, &host.config).is_empty());
 }
@@ -385,15 +461,16 @@ fn a_daemon_that_never_answers_leaves_nothing_changed(host: &Host) {
     let program = host.root.join("usr/bin/nvidia-cuda-mps-control");
     let aside = program.with_extension("aside");
     fs::rename(&program, &aside).unwrap();
-    fs::copy("/bin/true", &program).unwrap();
+    script(&program, "echo 'no such device' >>$CUDA_MPS_LOG_DIRECTORY/control.log; echo oops >&2");
     let settings = host.root.join("config.toml");
     let before = fs::read_to_string(&settings).unwrap();
     fs::write(&settings, format!("{before}\n[mps]\nstart_timeout = \"1s\"\n")).unwrap();
-    fs::write(host.root.join("run/mps").join(GPU).join("log/control.log"), "first\nno such device\n")
-        .unwrap();
+    fs::write(host.root.join("run/mps").join(GPU).join("log/control.log"), "of an earlier start\n").unwrap();
     let lease = host.take("00000000000000f1", GPU, Some(25), None);
     let message = host.ready(&lease).unwrap_err();
-    assert!(message.contains("did not come up in 1 s") && message.contains("no such device"), "{message}");
+    assert!(message.contains("did not come up in 1 s"), "{message}");
+    assert!(message.contains("output.log: oops; control.log: no such device"), "{message}");
+    assert!(!message.contains("earlier") && !message.contains("hold"), "{message}");
     assert_eq!(host.compute_mode(), ComputeMode::Default);
     assert!(host.store.read().unwrap().compute_modes.is_empty());
     assert_eq!(host.server(GPU).unwrap().state, ServerState::Down);
@@ -403,6 +480,130 @@ fn a_daemon_that_never_answers_leaves_nothing_changed(host: &Host) {
     host.give_back(&lease);
     mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
     assert!(host.server(GPU).is_none());
+}
+
+/// Moves both programs to `dir` below the root, where one of the driver's layouts has them.
+fn move_programs(host: &Host, from: &str, dir: &str) {
+    fs::create_dir_all(host.root.join(dir)).unwrap();
+    for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
+        fs::rename(host.root.join(from).join(name), host.root.join(dir).join(name)).unwrap();
+    }
+}
+
+fn script(path: &Path, text: &str) {
+    use std::os::unix::fs::PermissionsExt as _;
+    fs::write(path, format!("#!/bin/sh\n{text}\n")).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+/// A start, its one server, and the end of both; the server's program and the first of the daemon's PATH.
+fn served(host: &Host) -> (PathBuf, String) {
+    let lease = host.take("00000000000000d3", GPU, Some(25), None);
+    host.ready(&lease).unwrap();
+    let server = host.ask(GPU, "get_server_list");
+    let program = fs::read_link(format!("/proc/{server}/exe")).unwrap();
+    let daemon = host.server(GPU).unwrap().daemon.unwrap();
+    let environment = String::from_utf8(fs::read(format!("/proc/{}/environ", daemon.pid)).unwrap()).unwrap();
+    let path = environment.split('\0').find_map(|entry| entry.strip_prefix("PATH=")).unwrap();
+    let first = path.split(':').next().unwrap().to_owned();
+    host.give_back(&lease);
+    mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
+    assert!(host.server(GPU).is_none() && !daemon.is_alive());
+    assert_eq!(running(program.to_str().unwrap()), 0);
+    (program, first)
+}
+
+fn programs_of_container_hosts_are_found(host: &Host) {
+    let dir = "usr/local/nvidia/bin";
+    move_programs(host, "usr/bin", dir);
+    let expected = host.root.join(dir);
+    let (program, first) = served(host);
+    assert_eq!((program, first), (expected.join("nvidia-cuda-mps-server"), expected.display().to_string()));
+    // As Debian has them: the server among the administrator's programs.
+    move_programs(host, dir, "usr/bin");
+    let sbin = host.root.join("usr/sbin");
+    fs::create_dir_all(&sbin).unwrap();
+    let server = |dir: &Path| dir.join("nvidia-cuda-mps-server");
+    fs::rename(server(&host.root.join("usr/bin")), server(&sbin)).unwrap();
+    assert_eq!(served(host), (server(&sbin), sbin.display().to_string()));
+    fs::rename(server(&sbin), server(&host.root.join("usr/bin"))).unwrap();
+}
+
+/// Whatever the program behind it is called: found, asked, stopped, and taken up after a loss of the ledger.
+fn a_wrapper_in_place_of_the_control_program_works(host: &Host) {
+    let program = host.root.join("usr/bin/nvidia-cuda-mps-control");
+    let real = host.root.join("usr/lib/the-real-one");
+    fs::rename(&program, &real).unwrap();
+    script(&program, &format!("exec {} \"$@\"", real.display()));
+    let (_, first) = served(host);
+    assert_eq!(first, host.root.join("usr/bin").display().to_string());
+    let lease = host.take("00000000000000d4", GPU, Some(25), None);
+    host.ready(&lease).unwrap();
+    let before = host.server(GPU).unwrap();
+    fs::remove_file(host.root.join("run/ledger.json")).unwrap();
+    // A change makes it anew, of what runs.
+    host.edit(|_| {});
+    assert_eq!(host.server(GPU).unwrap().daemon, before.daemon, "by its own pid file");
+    host.edit(|ledger| ledger.leases.clear());
+    mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
+    assert!(host.server(GPU).is_none() && !before.daemon.unwrap().is_alive());
+    fs::rename(&real, &program).unwrap();
+}
+
+/// At once, with the server's own words; and what a fault left does not stay.
+fn a_server_that_ends_as_it_starts_is_named(host: &Host) {
+    let fault = host.root.join("sim/mps-server-fault");
+    fs::write(&fault, "invalid argument").unwrap();
+    let lease = host.take("00000000000000d5", GPU, Some(25), None);
+    let begun = std::time::Instant::now();
+    let message = host.ready(&lease).unwrap_err();
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    let program = host.root.join("usr/bin/nvidia-cuda-mps-server").display().to_string();
+    for words in [
+        "has no server",
+        &program,
+        "exited with status 1",
+        "server.log: Startup | Failed to start : invalid argument",
+        "libcuda.so.1",
+        "of the loaded driver 580.159.04",
+    ] {
+        assert!(message.contains(words), "{words}: {message}");
+    }
+    assert!(!message.contains('\n') && !message.contains("held by"), "{message}");
+    assert_eq!(host.compute_mode(), ComputeMode::Default);
+    assert_eq!(running(host.root.join("usr/bin/nvidia-cuda-mps-control").to_str().unwrap()), 0);
+    fs::remove_file(&fault).unwrap();
+    host.ready(&lease).unwrap();
+    host.give_back(&lease);
+    mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
+}
+
+/// Before a daemon is started, and not while one runs.
+fn half_of_the_programs_is_named_at_once(host: &Host) {
+    let server = host.root.join("usr/bin/nvidia-cuda-mps-server");
+    let lease = host.take("00000000000000d6", GPU, Some(25), None);
+    host.ready(&lease).unwrap();
+    let aside = server.with_extension("aside");
+    fs::rename(&server, &aside).unwrap();
+    host.edit(|ledger| ledger.servers[0].answered_at = 1);
+    host.ready(&lease).unwrap();
+    host.give_back(&lease);
+    mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
+    assert!(host.server(GPU).is_none());
+    let lease = host.take("00000000000000d7", GPU, Some(25), None);
+    let begun = std::time::Instant::now();
+    let message = host.ready(&lease).unwrap_err();
+    assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+    let control = host.root.join("usr/bin/nvidia-cuda-mps-control");
+    for words in [control.to_str().unwrap(), "nvidia-cuda-mps-server, which it starts, is not", "apt install"]
+    {
+        assert!(message.contains(words), "{words}: {message}");
+    }
+    assert!(!message.contains('\n'));
+    assert_eq!(host.server(GPU).unwrap().state, ServerState::Down);
+    host.give_back(&lease);
+    mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
+    fs::rename(&aside, &server).unwrap();
 }
 
 fn a_driver_without_mps_is_named(host: &Host) {

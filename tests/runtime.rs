@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, Permissions};
-use std::os::unix::ffi::OsStringExt as _;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
@@ -163,6 +163,73 @@ fn an_annotated_bundle_is_not_restored() {
          cannot be saved; recreate the container\n"
     );
     assert!(!host.path("argv").exists());
+}
+
+#[test]
+fn a_pods_pause_container_is_ours_at_no_door() {
+    let host = Host::new();
+    let spec = r#"{"annotations":{"sublet.sm":"25","io.kubernetes.cri.container-type":"sandbox"}}"#;
+    fs::write(host.path("bundle/config.json"), spec).unwrap();
+    for line in ["restore c", "create c", "run c"] {
+        let output = host.run(line);
+        assert!(output.status.success(), "{line}: {}", stderr(&output));
+        assert_eq!(host.argv(), line.split(' ').map(OsString::from).collect::<Vec<_>>());
+    }
+    assert_eq!(fs::read_to_string(host.path("bundle/config.json")).unwrap(), spec);
+}
+
+#[test]
+fn a_bundle_named_by_nothing_is_where_runc_is() {
+    let host = Host::new();
+    let spec = r#"{ "annotations":{"sublet.colour":"red"}, "root":{"path":"rootfs"},
+        "linux":{"namespaces":[{"type":"mount"}]} }"#;
+    fs::write(host.path("bundle/config.json"), spec).unwrap();
+    let args = ["create", "--bundle", "", "c"].map(OsString::from);
+    let output = host.command(&args).output().unwrap();
+    assert!(stderr(&output).contains("sublet.colour=red: there is no such key"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_bundle_whose_name_is_no_text_is_named_as_that() {
+    let host = Host::new();
+    let bundle = host.dir.path().join(std::ffi::OsStr::from_bytes(b"b\xff"));
+    fs::create_dir_all(bundle.join("rootfs")).unwrap();
+    let spec = r#"{ "annotations":{"sublet.sm":"25"}, "root":{"path":"rootfs"}, "process":{} }"#;
+    fs::write(bundle.join("config.json"), spec).unwrap();
+    let args = ["create".into(), "--bundle".into(), bundle.clone().into_os_string(), "c".into()];
+    let output = host.command(&args).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let line = stderr(&output);
+    assert!(
+        line.contains("is no UTF-8: give the container with a share a directory of another name"),
+        "{line}"
+    );
+    assert_eq!(fs::read_to_string(bundle.join("config.json")).unwrap(), spec);
+}
+
+#[test]
+fn a_lock_that_is_no_file_is_named_as_that() {
+    let host = Host::new();
+    let store = Store::open(&host.path("state")).unwrap();
+    nix::unistd::mkfifo(&host.path("state/lock"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let error = store.update(|_| Ok::<_, ()>(())).unwrap_err().to_string();
+    assert!(error.contains("it is no regular file: remove it") && !error.contains("made it"), "{error}");
+}
+
+/// What is no file is neither waited for nor read without end, for whatever container.
+#[test]
+fn a_configuration_that_is_no_file_holds_nobody_up() {
+    let host = Host::new();
+    let pipe = host.path("pipe");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    for config in [pipe.as_path(), Path::new("/dev/zero"), host.dir.path()] {
+        let began = std::time::Instant::now();
+        let args = ["create".into(), "c".into()];
+        let output = host.command(&args).env("SUBLET_CONFIG", config).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{config:?}");
+        assert!(stderr(&output).contains("it is no regular file"), "{}", stderr(&output));
+        assert!(began.elapsed() < std::time::Duration::from_secs(5), "{config:?}");
+    }
 }
 
 #[test]

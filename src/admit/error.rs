@@ -38,6 +38,11 @@ pub enum AdmitError {
     NotBound(#[from] NotBound),
     #[error(transparent)]
     Mps(#[from] MpsError),
+    #[error(
+        "its MPS daemon cannot be had, and without it a process would have the whole GPU without limits: {0} ([mps] \
+         exec_without_daemon = \"no-gpu\" starts it without the GPU instead)"
+    )]
+    NoDaemon(Box<AdmitError>),
     #[error(transparent)]
     Cap(Box<CapError>),
     #[error("your [[policy]] on this host allows devices, and none of them is here: ask root to look at it")]
@@ -46,6 +51,8 @@ pub enum AdmitError {
     Broker(Box<BrokerError>),
     #[error("no lease {0} is held by you, or it has ended: create the container again")]
     NoLease(LeaseId),
+    #[error("`sublet serve` knows of no lease of this container's: create the container again")]
+    NotHeld,
     #[error("lease {lease} cannot be bound to the container: {why}")]
     Unbound { lease: LeaseId, why: String },
     #[error("{refused}; and no instance can be made for it: {}", why)]
@@ -54,6 +61,14 @@ pub enum AdmitError {
     WouldMake { refused: Box<AdmitError>, what: String },
     #[error("the MIG layout changed while a place was looked for: start the container again")]
     LayoutChanged,
+    #[error("who asked for the container has ended meanwhile, so it is not created")]
+    NoEngine,
+    #[error(
+        "its runtime's record {} cannot be looked at ({source}), so nobody could tell when it has ended: use another \
+         --root, or a shorter id",
+        safe(path)
+    )]
+    Record { path: String, source: std::io::Error },
     #[error("no random lease id: getrandom: {0}")]
     Random(std::io::Error),
     #[error(transparent)]
@@ -64,6 +79,11 @@ pub enum AdmitError {
         safe(id)
     )]
     ForgedLease { id: String },
+    #[error(
+        "its config.json has the edits for a share of an earlier run, and does not say which they are: put the file \
+         back that the container was created with"
+    )]
+    Edited,
     #[error(transparent)]
     Cdi(Box<CdiError>),
     #[error(transparent)]

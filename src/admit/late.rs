@@ -13,8 +13,9 @@ use super::{AdmitError, Candidate, already_granted, grant, read, ready, refusals
 use crate::apply::{self, Live};
 use crate::cdi::{self, Asked, CdiError};
 use crate::config::Config;
+use crate::engine::Engine;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
-use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, Store};
+use crate::ledger::{self, Container, Init, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, Store};
 use crate::process::Process;
 use crate::request::{Isolation, Mode, Priority, Request};
 
@@ -38,7 +39,7 @@ pub enum Late {
 
 /// Finds `container`, whose first process is `init`, its share and gives it to the live container. `spec`
 /// is its config.json, with the annotations that its runtime told; `by_cdi` what a hook of a CDI device was
-/// told.
+/// told; `engine` who waits for it.
 ///
 /// # Errors
 /// Any reason not to start it; the lease is given back then, and `sublet status --last-error` has it.
@@ -47,6 +48,7 @@ pub fn late(
     init: Process,
     spec: &Value,
     by_cdi: Option<&Asked>,
+    engine: Option<&Engine>,
     config: &Config,
 ) -> Result<Late, AdmitError> {
     let annotations = apply::annotations(spec)?;
@@ -54,8 +56,8 @@ pub fn late(
         return Ok(Late::NotOurs);
     }
     let admitted = confirm(by_cdi, spec).and_then(|()| match annotations.get(LEASE_ANNOTATION) {
-        Some(id) => already_granted(id, container, config).map(|_| granted_before(id)),
-        None => admit_live(container, init, spec, config),
+        Some(id) => already_granted(id, container, config).map(Late::AlreadyGranted),
+        None => admit_live(container, init, spec, engine, config),
     });
     if let Err(error) = &admitted {
         refusals::record(&container.id, error, config);
@@ -71,15 +73,11 @@ fn confirm(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), AdmitError> {
     Err(CdiError::NotAsked.into())
 }
 
-/// `id` was found in the ledger, so it is one.
-fn granted_before(id: &str) -> Late {
-    LeaseId::parse(id).map_or(Late::NotOurs, Late::AlreadyGranted)
-}
-
 fn admit_live(
     container: &Container,
     init: Process,
     spec: &Value,
+    engine: Option<&Engine>,
     config: &Config,
 ) -> Result<Late, AdmitError> {
     let store = Store::open(&config.state_dir)?;
@@ -88,7 +86,7 @@ fn admit_live(
     }
     let (asked, request) = (cdi::asked(spec)?, wish(spec, None, config)?);
     let request = if asked.is_some() { request } else { dedicated(request, spec, config)? };
-    let candidate = Candidate { container: container.clone(), owner: init, share: None };
+    let candidate = Candidate { container: container.clone(), owner: init, share: None, engine };
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
     let taken = wish::taken(take::take(&candidate, &request, terms, &store, config), spec, config)?;
     let applied = bind(&taken.lease.id, Init::of(init), &store)
@@ -99,6 +97,7 @@ fn admit_live(
                 None => fits(&taken, spec)?,
             }
             let warnings = ready(&taken, &grant, &store, config)?;
+            candidate.check_wanted()?;
             apply::apply(&grant, Live { init, rootfs: &container.rootfs })?;
             Ok(Grant { warnings, ..grant })
         });
@@ -189,7 +188,7 @@ fn environment(grant: &Grant, lease: &Lease) -> String {
 /// The ledger cannot be read.
 pub fn end_of(container: &Container, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
     // To a rootless container no hook gives a share late.
-    if rootless::applies(config) || !config.state_dir.join("ledger.json").exists() {
+    if rootless::applies(config) || !ledger::is_there(&config.state_dir) {
         return Ok(None);
     }
     let ledger = read(&Store::open(&config.state_dir)?)?;

@@ -9,6 +9,7 @@
 
 mod bind;
 mod dynamic;
+mod enter;
 mod error;
 mod fresh;
 mod late;
@@ -27,17 +28,19 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::apply;
+use crate::apply::{self, SpecError};
 use crate::config::Config;
-use crate::grant::{self, Environment, Grant};
-use crate::inventory::{self, Inventory};
+use crate::engine::Engine;
+use crate::grant::{self, Grant};
+use crate::hook::added;
+use crate::inventory;
 use crate::ledger::{
-    Container, Freed, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, LedgerError, Store,
+    Container, Freed, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Lease, LeaseId, LeaseState, Ledger,
+    LedgerError, Store,
 };
 use crate::mps;
 use crate::process::Process;
 use crate::request::Request;
-use crate::text::safe;
 
 use take::{Rootfs, Terms};
 
@@ -45,6 +48,9 @@ pub use bind::{abandon, bind, clear_unbound, hand_over};
 pub use dynamic::clear_made;
 #[cfg(feature = "cli")]
 pub(crate) use dynamic::{Answer as MakeAnswer, Ask as MakeAsk, PutOff, at_once};
+#[cfg(feature = "cli")]
+pub(crate) use enter::enter_told;
+pub use enter::{EnterError, Share, enter, may_have_share, share_of};
 pub use error::AdmitError;
 #[cfg(feature = "cli")]
 pub use fresh::confirmed_inventory;
@@ -75,6 +81,27 @@ pub struct Candidate<'a> {
     pub owner: Process,
     /// The share that the door's name means (`sublet-<share>`).
     pub share: Option<&'a str>,
+    /// Who waits for it, where that can be told.
+    pub engine: Option<&'a Engine>,
+}
+
+impl Candidate<'_> {
+    /// Whether somebody waits for it still.
+    ///
+    /// # Errors
+    /// [`AdmitError::NoEngine`].
+    pub fn check_wanted(&self) -> Result<(), AdmitError> {
+        let gone = self.engine.is_some_and(Engine::is_gone) && !cfg!(sublet_without = "c5-engine");
+        if gone { Err(AdmitError::NoEngine) } else { Ok(()) }
+    }
+
+    /// Waits before the next look for a share.
+    fn wait(&self, pause: Duration) {
+        match self.engine {
+            Some(engine) => engine.wait(pause),
+            None => std::thread::sleep(pause),
+        }
+    }
 }
 
 /// What came of it.
@@ -93,12 +120,12 @@ pub enum Admission {
     },
 }
 
-/// Whether the container that `spec` describes asks for a share.
+/// Whether the container that `spec` describes asks for a share, or comes for `share` without saying so.
 ///
 /// # Errors
 /// Its annotations are none.
-pub fn is_ours(spec: &Value) -> Result<bool, AdmitError> {
-    Ok(wish::is_ours(spec, &apply::annotations(spec)?, None))
+pub fn is_ours(spec: &Value, share: Option<&str>) -> Result<bool, SpecError> {
+    Ok(wish::is_ours(spec, &apply::annotations(spec)?, share))
 }
 
 /// Finds the container its share and edits `spec` for it.
@@ -110,23 +137,77 @@ pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Re
     if !wish::is_ours(spec, &annotations, candidate.share) {
         return Ok(Admission::NotOurs);
     }
-    let admitted = match annotations.get(LEASE_ANNOTATION) {
+    let admitted = has_place_for_mounts(spec, &candidate.container, config).and_then(|()| match annotations
+        .get(LEASE_ANNOTATION)
+    {
         _ if rootless::applies(config) => rootless::admit(candidate, &annotations, spec, config),
-        Some(id) => already_granted(id, &candidate.container, config),
+        Some(id) => admit_again(id, candidate, spec, config),
         None => admit_ours(candidate, spec, config),
-    };
+    });
     if let Err(error) = &admitted {
         refusals::record(&candidate.container.name(), error, config);
     }
     admitted
 }
 
-/// A spec with a lease id is granted only if the ledger holds that live lease for this container.
-fn already_granted(id: &str, container: &Container, config: &Config) -> Result<Admission, AdmitError> {
-    let ledger = read(&Store::open(&config.state_dir)?)?;
+/// Whether what is mounted for the container stays in it, and what another entry point has mounted is seen there.
+fn has_place_for_mounts(spec: &Value, container: &Container, config: &Config) -> Result<(), AdmitError> {
+    apply::own_mount_namespace(spec)?;
+    Ok(apply::uncovered(spec, &container.rootfs, &config.state_dir)?)
+}
+
+/// A spec that carries a lease: another door has been there, or its bundle is run once more.
+fn admit_again(
+    id: &str,
+    candidate: &Candidate<'_>,
+    spec: &mut Value,
+    config: &Config,
+) -> Result<Admission, AdmitError> {
+    match already_granted(id, &candidate.container, config) {
+        Ok(lease) => {
+            let store = Store::open(&config.state_dir)?;
+            // It was ready when the lease was taken, which may be a while ago.
+            if let Some(lease) = read(&store)?.lease(&lease).filter(|lease| lease.server.is_some()) {
+                mps::ready(lease, &store, config)?;
+            }
+            Ok(Admission::AlreadyGranted(lease))
+        }
+        Err(error @ AdmitError::ForgedLease { .. }) => {
+            if !is_of_bundle(id, spec, &candidate.container) {
+                return Err(error);
+            }
+            undo(spec)?;
+            admit_ours(candidate, spec, config)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// A spec with a lease id is granted only if the ledger holds that live lease for this container: not one whose
+/// container never came to be, which only the next command would free.
+fn already_granted(id: &str, container: &Container, config: &Config) -> Result<LeaseId, AdmitError> {
+    let (ledger, _) = read(&Store::open(&config.state_dir)?)?.settled();
     let granted =
         LeaseId::parse(id).filter(|id| ledger.lease(id).is_some_and(|lease| holds(lease, container)));
-    granted.map(Admission::AlreadyGranted).ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
+    granted.ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
+}
+
+/// Whether lease `id` in `spec` was written into this very bundle's.
+fn is_of_bundle(id: &str, spec: &Value, container: &Container) -> bool {
+    let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
+    let lease = record.and_then(Value::as_str).and_then(Lease::from_annotation);
+    let bundle = &container.bundle;
+    !bundle.as_os_str().is_empty()
+        && lease.is_some_and(|lease| lease.id.as_str() == id && lease.container.bundle == *bundle)
+}
+
+/// Rids `spec` of what an earlier run of its bundle was granted.
+fn undo(spec: &mut Value) -> Result<(), AdmitError> {
+    if !apply::undo(spec) {
+        return Err(AdmitError::Edited);
+    }
+    added::remove(spec);
+    Ok(())
 }
 
 /// Between the hook that took a lease and the container, other doors may be passed: one that knows the
@@ -173,15 +254,18 @@ fn grant(taken: &take::Taken, request: &Request, config: &Config) -> Result<Gran
     Ok(grant)
 }
 
-/// Its daemon, last: none is started for a container that cannot be served. All the warnings there are.
+/// Its daemon, last, after those in its way: none is started for a container that cannot be served. All the warnings
+/// there are.
 fn ready(
     taken: &take::Taken,
     grant: &Grant,
     store: &Store,
     config: &Config,
 ) -> Result<Vec<String>, AdmitError> {
-    let mut warnings =
-        if taken.lease.server.is_some() { mps::ready(&taken.lease, store, config)? } else { Vec::new() };
+    let mut warnings = mps::make_way(&taken.in_the_way, store)?;
+    if taken.lease.server.is_some() {
+        warnings.extend(mps::ready(&taken.lease, store, config)?);
+    }
     warnings.extend(grant.warnings.iter().cloned());
     Ok(warnings)
 }
@@ -339,7 +423,8 @@ fn mark(
     config: &Config,
 ) -> Result<Option<LeaseId>, AdmitError> {
     let store = Store::open(&config.state_dir)?;
-    let ledger = read(&store)?;
+    // Wherever we are: a container that is not ours is none of our business, and the change below is refused.
+    let ledger = store.peek().or_else(|_| read(&store))?;
     if ledger.of_record(uid, id, record).is_none() {
         clear_for_others(&ledger, &store);
         return Ok(None);
@@ -391,32 +476,4 @@ pub fn read(store: &Store) -> Result<Ledger, LedgerError> {
         }
         read => read,
     }
-}
-
-/// The environment edit that exec'd processes of container `id` need, or `None` when it has no lease.
-///
-/// # Errors
-/// Ledger or inventory cannot be read.
-pub fn exec_environment(
-    uid: u32,
-    id: &str,
-    record: &Path,
-    config: &Config,
-) -> Result<Option<Environment>, AdmitError> {
-    if !config.state_dir.join("ledger.json").exists() {
-        return Ok(None);
-    }
-    if rootless::applies(config) {
-        return rootless::exec_environment(id, record, config);
-    }
-    let store = Store::open(&config.state_dir)?;
-    let ledger = read(&store)?;
-    let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(None) };
-    // Without its daemon the new process would run on the whole GPU, unlimited.
-    if let Err(error) = mps::ready(lease, &store, config) {
-        tracing::warn!("container {}: {error}", safe(id));
-    }
-    // A driver that changed since the container started is the container's trouble, not this exec's.
-    let inventory: Inventory = inventory::last(config)?;
-    Ok(Some(grant::environment(lease, &inventory, config)))
 }

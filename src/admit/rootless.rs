@@ -8,12 +8,13 @@ use std::time::{Duration, Instant};
 use nix::unistd::geteuid;
 use serde_json::Value;
 
-use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP, wish};
+use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP, is_of_bundle, undo, wish};
 use crate::apply;
 use crate::config::Config;
-use crate::grant::{Environment, Image};
+use crate::grant::Image;
 use crate::inventory::Inventory;
 use crate::ledger::{Binding, LEASE_ANNOTATION, Lease, LeaseId};
+use crate::mps;
 use crate::process::Process;
 use crate::request::Request;
 use crate::serve::client::{Broker, BrokerError};
@@ -49,15 +50,31 @@ pub(super) fn admit(
     let mut broker = Broker::new(config);
     // Looked at here as well as there: the first has the spec, the last has the say.
     let request = wish(spec, candidate.share, config)?;
+    let mut annotations = annotations.clone();
     let deadline = Instant::now() + request.wait;
     loop {
-        let error = match look(candidate, annotations, &request, spec, &mut broker, config) {
+        candidate.check_wanted()?;
+        let error = match look(candidate, &annotations, &request, spec, &mut broker, config) {
+            // The lease of an earlier run of this bundle is none any more.
+            Err(AdmitError::Broker(_)) if is_of_earlier_run(&annotations, spec, candidate) => {
+                undo(spec)?;
+                annotations.retain(|key, _| key != LEASE_ANNOTATION);
+                continue;
+            }
             Err(error) if error.is_temporary() && Instant::now() < deadline => error,
             done => return done,
         };
         tracing::debug!("looking again: {error}");
-        std::thread::sleep(LOOK_AGAIN.min(deadline.saturating_duration_since(Instant::now())));
+        candidate.wait(LOOK_AGAIN.min(deadline.saturating_duration_since(Instant::now())));
     }
+}
+
+fn is_of_earlier_run(
+    annotations: &BTreeMap<String, String>,
+    spec: &Value,
+    candidate: &Candidate<'_>,
+) -> bool {
+    annotations.get(LEASE_ANNOTATION).is_some_and(|id| is_of_bundle(id, spec, &candidate.container))
 }
 
 fn look(
@@ -88,7 +105,9 @@ fn look(
 
 fn ask(candidate: &Candidate<'_>, annotations: &BTreeMap<String, String>, spec: &Value, image: Image) -> Ask {
     let container = &candidate.container;
-    let ours = annotations.iter().filter(|(key, _)| key.starts_with("sublet."));
+    // What we wrote for ourselves is long, and nobody asks for it there.
+    let told = |key: &str| key.starts_with("sublet.") && !key.starts_with("sublet.lease.");
+    let ours = annotations.iter().filter(|(key, _)| told(key));
     let us = std::process::id();
     Ask::Admit(Box::new(Admit {
         container: ContainerNames {
@@ -229,19 +248,21 @@ pub(super) fn unmark(lease: &LeaseId, config: &Config) -> Result<(), AdmitError>
     done(&Ask::Unmark { lease: lease.clone() }, config)
 }
 
-/// As [`super::exec_environment`].
-pub(super) fn exec_environment(
-    id: &str,
-    record: &Path,
-    config: &Config,
-) -> Result<Option<Environment>, AdmitError> {
-    if !may_have_lease(id, config) {
-        return Ok(None);
-    }
-    let ask = Ask::ExecEnvironment { id: id.to_owned(), record: record.to_owned() };
-    match Broker::new(config).ask(&ask)? {
-        Answer::Environment(environment) => Ok(environment),
-        _ => unfitting(),
+/// As [`super::enter`]: the service brings a daemon back. Where it is not there itself, a daemon that answers needs
+/// nobody to do that.
+pub(super) fn enter(public: &Path, id: &str, record: &Path, config: &Config) -> Result<(), AdmitError> {
+    let ask = Ask::Enter { id: id.to_owned(), record: record.to_owned() };
+    let missing = match Broker::new(config).ask(&ask) {
+        Ok(Answer::Done(true)) => return Ok(()),
+        Ok(Answer::Done(false)) => None,
+        Ok(_) => return unfitting(),
+        Err(refused @ BrokerError::Refused { .. }) => return Err(refused.into()),
+        Err(error) => Some(error),
+    };
+    match (mps::answers(public, config)?, missing) {
+        (true, _) => Ok(()),
+        (false, Some(error)) => Err(error.into()),
+        (false, None) => Err(AdmitError::NotHeld),
     }
 }
 
@@ -251,9 +272,13 @@ fn may_have_lease(id: &str, config: &Config) -> bool {
     !id.is_empty() && is_mentioned(id, config)
 }
 
+/// What cannot be read may mention it.
 fn is_mentioned(text: &str, config: &Config) -> bool {
+    if !crate::ledger::is_there(&config.state_dir) {
+        return false;
+    }
     let ledger = crate::ledger::written(&config.state_dir);
-    ledger.windows(text.len().max(1)).any(|window| window == text.as_bytes())
+    ledger.is_empty() || ledger.windows(text.len().max(1)).any(|window| window == text.as_bytes())
 }
 
 #[cfg(test)]
@@ -275,7 +300,7 @@ mod tests {
     fn containers_that_the_ledger_does_not_mention_need_no_service() {
         let dir = tempfile::tempdir().unwrap();
         let config = config(dir.path());
-        assert_eq!(exec_environment("c1", Path::new("/r/c1"), &config).unwrap(), None);
+        assert_eq!(mark_ending("c1", Path::new("/r/c1"), &config).unwrap(), None);
         std::fs::write(dir.path().join("ledger.json"), r#"{"leases":[{"id":"c1"}]}"#).unwrap();
         assert_eq!(mark_ending("c2", Path::new("/r/c2"), &config).unwrap(), None);
         let error = mark_ending("c1", Path::new("/r/c1"), &config).unwrap_err();

@@ -1,6 +1,7 @@
 //! Taking a share: a place is found and booked under one lock, or waited for with no lock held.
 
 use std::borrow::Cow;
+use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -12,6 +13,7 @@ use crate::config::{Config, Inject};
 use crate::grant::Image;
 use crate::inventory::{Device, Inventory, is_watched};
 use crate::ledger::{Lease, LeaseId, LeaseState, Ledger, Store};
+use crate::mps::{self, ServerKey};
 use crate::place::{Order, Placement, Refusal, named, place};
 use crate::process::epoch_seconds;
 use crate::request::Request;
@@ -32,6 +34,8 @@ pub(super) struct Taken {
     pub placement: Placement,
     pub image: Image,
     pub inventory: Inventory,
+    /// MPS daemons that serve nobody and have to end before the container starts.
+    pub in_the_way: Vec<ServerKey>,
 }
 
 /// On what terms a share is taken: root's own, or those of a user who asks `sublet serve`.
@@ -90,8 +94,12 @@ pub(super) fn take(
     store: &Store,
     config: &Config,
 ) -> Result<Taken, AdmitError> {
+    if matches!(terms.rootfs, Rootfs::OfSpec(_)) {
+        can_be_recorded(candidate)?;
+    }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
-    let mut search = Search { candidate, request, terms, id, store, config, made: false };
+    let mut search =
+        Search { candidate, request, terms, id, store, config, made: false, strays_ended: false };
     let taken = search.run();
     if config.mig.dynamic && taken.is_err() {
         dynamic::give_up(&search.id, store);
@@ -102,10 +110,23 @@ pub(super) fn take(
     taken
 }
 
+/// Whether a record of the container can be found again: a lease of one that cannot would never end.
+fn can_be_recorded(candidate: &Candidate<'_>) -> Result<(), AdmitError> {
+    let path = &candidate.container.record;
+    match path.symlink_metadata() {
+        Err(source) if !matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Err(AdmitError::Record { path: path.to_string_lossy().into_owned(), source })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Why one look found no share.
 enum Look {
     /// It hangs on how much memory NVML last reported free.
     RefreshFirst,
+    /// After a loss of the ledger a daemon that serves nobody may be all that is in the way.
+    EndStrays,
     /// MIG instances came or went since the inventory was written.
     Changed,
     /// It may have a MIG instance made; else this is why not.
@@ -133,6 +154,8 @@ struct Search<'a> {
     config: &'a Config,
     /// A MIG instance was made for it.
     made: bool,
+    /// Daemons that serve nobody since the ledger was lost have been ended.
+    strays_ended: bool,
 }
 
 impl Search<'_> {
@@ -141,8 +164,15 @@ impl Search<'_> {
         let deadline = began + self.request.wait;
         let mut refreshed = None;
         loop {
+            self.candidate.check_wanted()?;
             let (failed, pause) = match self.look(refreshed.take()) {
                 Ok(taken) => return Ok(taken),
+                Err(Look::EndStrays) => {
+                    self.strays_ended = true;
+                    mps::end_unexplained(self.store, self.config)?;
+                    refreshed = Some(refresh(self.config)?);
+                    continue;
+                }
                 Err(Look::RefreshFirst) => {
                     refreshed = Some(refresh(self.config)?);
                     continue;
@@ -168,7 +198,7 @@ impl Search<'_> {
                 return Err(failed);
             }
             tracing::debug!("looking again: {failed}");
-            std::thread::sleep(pause.min(left));
+            self.candidate.wait(pause.min(left));
         }
     }
 
@@ -212,11 +242,12 @@ impl Search<'_> {
                 Lease { brokered, ..lease_for(candidate, &placement, &image, self.id.clone(), config) };
             ledger.insert(lease.clone())?;
             ledger.await_no_more(&self.id);
-            Ok((lease, placement))
+            let in_the_way = ledger.in_the_way(&lease).cloned().collect();
+            Ok((lease, placement, in_the_way))
         })?;
         tidy(&freed, store, config);
-        let (lease, placement) = booked?;
-        Ok(Taken { lease, placement, image, inventory })
+        let (lease, placement, in_the_way) = booked?;
+        Ok(Taken { lease, placement, image, inventory, in_the_way })
     }
 
     fn refused(
@@ -226,6 +257,9 @@ impl Search<'_> {
         allowed: &Inventory,
         ledger: &Ledger,
     ) -> Look {
+        if !ledger.unexplained.is_empty() && !self.strays_ended {
+            return Look::EndStrays;
+        }
         if refusal.refresh_first && may_refresh {
             return Look::RefreshFirst;
         }

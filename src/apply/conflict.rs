@@ -48,6 +48,12 @@ pub enum Conflict {
          `--device-cgroup-rule`, or set `[limits] allow_privileged = true`"
     )]
     Rule(String),
+    /// Mounts would be the host's.
+    #[error(
+        "the container has no mount namespace of its own, so its devices and driver files would be mounted on the \
+         host: add a namespace of type `mount`, without a path, to its config.json"
+    )]
+    MountNamespace,
 }
 
 /// Finds an engine's own GPU request, an allow-all device rule, or NVIDIA nodes outside our grant; `given`
@@ -187,8 +193,7 @@ fn is_allowed(rule: &Value) -> bool {
 
 /// `{"allow": false, "access": "rwm"}`: what came before it is void.
 fn denies_all(rule: &Value) -> bool {
-    let everything = number(rule, "major").is_none() && number(rule, "minor").is_none();
-    !is_allowed(rule) && is_of_every_kind(rule) && everything && opens(rule)
+    !is_allowed(rule) && is_of_every_kind(rule) && is_every(rule) && opens(rule)
 }
 
 /// Rules that let character devices be opened, behind the last one that denies all.
@@ -198,9 +203,33 @@ fn opening_rules(spec: &Value) -> impl Iterator<Item = &Value> {
     in_force.iter().filter(|rule| is_allowed(rule) && is_of_characters(rule) && opens(rule))
 }
 
+fn is_every(rule: &Value) -> bool {
+    number(rule, "major").is_none() && number(rule, "minor").is_none()
+}
+
 fn every_device(spec: &Value) -> Result<(), Conflict> {
-    let is_every = |rule: &&Value| number(rule, "major").is_none() && number(rule, "minor").is_none();
-    opening_rules(spec).find(is_every).map_or(Ok(()), |rule| Err(Conflict::EveryDevice(describe(rule))))
+    let mut every = opening_rules(spec).filter(|rule| is_every(rule));
+    every.next().map_or(Ok(()), |rule| Err(Conflict::EveryDevice(describe(rule))))
+}
+
+/// Whether `rules` say what happens to a device that none of them names. Where they do not, crun 1.8 to 1.21
+/// installs no filter at all: every node that the container makes can be opened.
+pub(super) fn have_a_default(rules: &[Value]) -> bool {
+    rules.iter().any(|rule| denies_all(rule) || is_allowed(rule) && is_of_every_kind(rule) && is_every(rule))
+}
+
+/// Refuses a spec without a mount namespace of its own: what is mounted for the container would be mounted on
+/// the host, and stay there.
+///
+/// # Errors
+/// `linux.namespaces` has no new one.
+pub fn own_mount_namespace(spec: &Value) -> Result<(), Conflict> {
+    let is_new = |entry: &Value| {
+        entry.get("type").and_then(Value::as_str) == Some("mount")
+            && matches!(entry.get("path").map(Value::as_str), None | Some(Some("")))
+    };
+    let new = entries(spec, "/linux/namespaces").iter().any(is_new);
+    if new { Ok(()) } else { Err(Conflict::MountNamespace) }
 }
 
 fn rules(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {

@@ -85,17 +85,13 @@ impl JsonFile {
         Ok(Self { path, text })
     }
 
-    /// Whether the text may hold a `sublet.` annotation or name `sublet-hook` at all: a scan, no parse.
+    /// Whether the text may hold a `sublet.` annotation, or one that is misspelt, or name `sublet-hook` at all: a
+    /// scan, no parse.
     ///
     /// An escape that could stand for one of its characters counts as a hit.
     #[must_use]
     pub fn mentions_sublet(&self) -> bool {
-        let hit = |window: &[u8]| match window[0] {
-            b's' => window == b"sublet." || window == b"sublet-",
-            b'\\' => window[1..].starts_with(b"u00") && matches!(window[4], b'2' | b'6' | b'7'),
-            _ => false,
-        };
-        self.text.windows(b"sublet.".len()).any(hit)
+        mentions(&self.text)
     }
 
     /// The value, fields in their order; refuses what could not be given back as it was: keys that stand
@@ -121,6 +117,48 @@ impl JsonFile {
         // The mode is for a file that is not there any more; engines make theirs for root alone or 0644.
         crate::replace::replace(&self.path, &text, 0o600).map_err(error)
     }
+}
+
+/// Length of `sublet.`.
+const WORD: usize = 7;
+
+fn mentions(text: &[u8]) -> bool {
+    let hit = |window: &[u8]| match window[0] {
+        b's' | b'S' => {
+            matches!(window[6], b'.' | b'-' | b'_' | b'/' | b'\\')
+                && window[..6].eq_ignore_ascii_case(b"sublet")
+        }
+        b'\\' => window[1..].starts_with(b"u00") && matches!(window[4], b'2' | b'4' | b'5' | b'6' | b'7'),
+        _ => false,
+    };
+    text.windows(WORD).any(hit)
+}
+
+/// [`JsonFile::mentions_sublet`] of a regular file that is too large to be edited; one that cannot be read may.
+#[must_use]
+pub fn mentions_sublet(path: &Path) -> bool {
+    let scan = || -> io::Result<bool> {
+        let (_, mut file) = open(path)?;
+        let mut part = vec![0; 1 << 20];
+        let mut kept = 0;
+        loop {
+            let read = match file.read(&mut part[kept..]) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                read => read?,
+            };
+            if read == 0 {
+                return Ok(false);
+            }
+            if mentions(&part[..kept + read]) {
+                return Ok(true);
+            }
+            // What begins at the end of one part goes on in the next.
+            let end = kept + read;
+            kept = end.min(WORD - 1);
+            part.copy_within(end - kept..end, 0);
+        }
+    };
+    scan().unwrap_or(true)
 }
 
 /// Opens what `path` leads to, with the path that replacing it must name. A FIFO does not block.

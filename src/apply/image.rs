@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use nix::sys::stat::SFlag;
 use serde_json::Value;
 
+use super::covered;
 use super::mount_points;
 use super::spec::environment_value;
-use super::tree::Tree;
+use super::tree::{Tree, is_of_the_image};
 use crate::config::{Config, Inject};
 use crate::grant::{Image, MPS_DEFAULT_DIR, MPS_DIR, driver_files};
 use crate::inventory::Inventory;
@@ -63,8 +64,9 @@ pub enum ImageError {
     Shared(PathBuf),
     /// The kernel cannot follow the path: a loop of links, a file where a directory must be.
     #[error(
-        "the image's {} cannot be a mount point for sublet: {source}; remove it from the image",
-        shown(path)
+        "the image's {} cannot be a mount point for sublet: {source}{}",
+        shown(path),
+        if is_of_the_image(source) { "; remove it from the image" } else { ": that is this host's trouble, not the image's" }
     )]
     Unusable {
         /// In the container.
@@ -83,6 +85,19 @@ pub enum ImageError {
         outer: PathBuf,
         /// What would be mounted there, too.
         inner: PathBuf,
+    },
+    /// Processes would not find their MPS server and run without limits.
+    #[error(
+        "{} hides the MPS directory {} from the container, whose programs would run on the whole GPU: remove that {}",
+        shown(by), shown(directory), if *mask { "mask (`--security-opt mask=…`, linux.maskedPaths)" } else { "mount" }
+    )]
+    Covered {
+        /// The MPS directory, in the container.
+        directory: PathBuf,
+        /// What is masked or mounted over it.
+        by: PathBuf,
+        /// Masked, not mounted.
+        mask: bool,
     },
     /// Mount points that the runtime could not make.
     #[error(
@@ -125,7 +140,9 @@ pub fn inspect(
         image.warnings = rivals(&tree, spec, image.libraries());
     }
     let files: Vec<_> = files.into_iter().map(|mount| mount.destination).collect();
-    image.created = mount_points::check(&tree, &files, &mps_directories(request, &image, config))?;
+    let directories = mps_directories(request, &image, config);
+    image.created = mount_points::check(&tree, &files, &directories)?;
+    covered::unmasked(spec, &tree, &directories)?;
     Ok(image)
 }
 

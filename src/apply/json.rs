@@ -12,7 +12,7 @@ use crate::text::safe;
 pub(super) fn parse(text: &[u8]) -> Result<Value, String> {
     let floats = Cell::new(false);
     let mut deserializer = serde_json::Deserializer::from_slice(text);
-    let value = Faithful { floats: &floats }
+    let value = Faithful { floats: &floats, fields: true }
         .deserialize(&mut deserializer)
         .and_then(|value| deserializer.end().map(|()| value))
         .map_err(|error| safe(&error.to_string()))?;
@@ -28,6 +28,74 @@ pub(super) fn parse(text: &[u8]) -> Result<Value, String> {
 struct Faithful<'a> {
     /// Set when a number was no integer of 64 bits.
     floats: &'a Cell<bool>,
+    /// Keys are the specification's, and not the user's own.
+    fields: bool,
+}
+
+/// The fields that we read or write.
+const FIELDS: [&str; 47] = [
+    "access",
+    "allow",
+    "annotations",
+    "args",
+    "bounding",
+    "capabilities",
+    "cgroupsPath",
+    "createContainer",
+    "createRuntime",
+    "cwd",
+    "destination",
+    "devices",
+    "effective",
+    "env",
+    "fileMode",
+    "gid",
+    "gidMappings",
+    "hooks",
+    "linux",
+    "major",
+    "maskedPaths",
+    "minor",
+    "mounts",
+    "namespaces",
+    "ociVersion",
+    "options",
+    "path",
+    "permitted",
+    "poststart",
+    "poststop",
+    "prestart",
+    "process",
+    "readonly",
+    "readonlyPaths",
+    "resources",
+    "root",
+    "rootfsPropagation",
+    "seccomp",
+    "source",
+    "startContainer",
+    "timeout",
+    "type",
+    "uid",
+    "uidMappings",
+    "user",
+    "value",
+    "weight",
+];
+
+/// Fields whose own keys are the user's.
+const MAPS: [&str; 5] = ["annotations", "rdma", "sysctl", "timeOffsets", "unified"];
+
+/// The field that Go takes `key` for, and C does not: encoding/json looks for a field in the same case first, and
+/// then in any (`foldName` in its fold.go; of letters beyond ASCII two fold to one of it).
+fn mistaken(key: &str) -> Option<&'static str> {
+    let fold = |letter: char| match letter {
+        '\u{17f}' => 's',
+        '\u{212a}' => 'k',
+        letter => letter.to_ascii_lowercase(),
+    };
+    let same = |field: &str| key.chars().map(fold).eq(field.chars().map(fold));
+    FIELDS.into_iter().find(|field| same(field)).filter(|field| *field != key)
 }
 
 impl<'de> DeserializeSeed<'de> for Faithful<'_> {
@@ -88,7 +156,14 @@ impl<'de> Visitor<'de> for Faithful<'_> {
             if entries.contains_key(&key) && !cfg!(sublet_without = "c2-twice") {
                 return Err(A::Error::custom(format!("the key `{}` stands twice in one object", safe(&key))));
             }
-            let value = access.next_value_seed(self)?;
+            if let Some(field) = mistaken(&key).filter(|_| self.fields && !cfg!(sublet_without = "c2-case")) {
+                let key = safe(&key);
+                return Err(A::Error::custom(format!(
+                    "runc takes the key `{key}` for `{field}`, crun does not"
+                )));
+            }
+            let within = Self { fields: self.fields && !MAPS.contains(&key.as_str()), ..self };
+            let value = access.next_value_seed(within)?;
             entries.insert(key, value);
         }
         Ok(Value::Object(entries))
@@ -121,4 +196,26 @@ fn changed_number(text: &[u8]) -> Option<&str> {
 
 fn survives(number: &str) -> bool {
     serde_json::from_str::<serde_json::Number>(number).is_ok_and(|parsed| parsed.to_string() == number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_what_both_runtimes_take_it_for() {
+        for (text, field) in [
+            (r#"{"Env":[]}"#, "env"),
+            (r#"{"linux":{"resources":{"devices":[{"allow":false,"Allow":true}]}}}"#, "allow"),
+            (r#"{"proceſs":{}}"#, "process"),
+            (r#"{"mounts":[{"DESTINATION":"/"}]}"#, "destination"),
+            (r#"{"MaskedPaths":[]}"#, "maskedPaths"),
+        ] {
+            let error = parse(text.as_bytes()).unwrap_err();
+            assert!(error.contains(&format!("for `{field}`, crun does not")), "{error}");
+        }
+        let users =
+            r#"{"annotations":{"Env":"1","env":"2","PATH":"3"},"linux":{"sysctl":{"Type":"x"}},"Other":{}}"#;
+        assert_eq!(parse(users.as_bytes()).unwrap().to_string(), users);
+    }
 }

@@ -2,6 +2,7 @@
 //! a live container's namespaces.
 
 mod conflict;
+mod covered;
 mod file;
 mod image;
 mod json;
@@ -9,9 +10,11 @@ mod mount_points;
 mod namespace;
 mod spec;
 mod tree;
+mod undo;
 
-pub use conflict::{Conflict, conflict};
-pub use file::{FileError, JsonFile};
+pub use conflict::{Conflict, conflict, own_mount_namespace};
+pub use covered::uncovered;
+pub use file::{FileError, JsonFile, mentions_sublet};
 pub use image::{ImageError, inspect};
 pub use mount_points::cleanup_mount_points;
 pub(crate) use namespace::systemctl;
@@ -20,6 +23,7 @@ pub use namespace::{Live, NamespaceError, apply};
 pub use spec::edit_within;
 pub(crate) use spec::in_user_namespace;
 pub use spec::{SpecError, annotations, edit, edit_environment, environment_value};
+pub use undo::undo;
 
 #[cfg(test)]
 mod tests;

@@ -9,13 +9,15 @@ use oci_spec::runtime::{
 };
 use serde_json::{Map, Value};
 
-use crate::grant::{Environment, Grant, GrantedNode, Mount};
-use crate::ledger::{LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
+use super::conflict;
+use super::undo::Edits;
+use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
+use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
 
 /// How our read-only mounts are made. `bind`, not `rbind`: nothing mounted below a source comes along.
-const MOUNT_OPTIONS: [&str; 5] = ["bind", "ro", "nosuid", "nodev", "rprivate"];
+pub(super) const MOUNT_OPTIONS: [&str; 5] = ["bind", "ro", "nosuid", "nodev", "rprivate"];
 /// How a device node of the host is brought into a user namespace: `nodev` would close it.
-const NODE_OPTIONS: [&str; 4] = ["bind", "nosuid", "noexec", "rprivate"];
+pub(super) const NODE_OPTIONS: [&str; 4] = ["bind", "nosuid", "noexec", "rprivate"];
 
 /// A spec whose shape is not what the OCI runtime specification says; names the field.
 #[derive(Debug, thiserror::Error)]
@@ -92,6 +94,7 @@ pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
 /// [`edit`]; `nested` says that we run in a user namespace ourselves, as under rootless engines.
 pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), SpecError> {
     let root = object(spec, "the spec")?;
+    let edits = serde_json::to_string(&Edits::of(grant, root))?;
     let process = root.get_mut("process").ok_or(SpecError::NoProcess)?;
     edit_environment(process, &grant.env)?;
     devices(root, &grant.nodes, nested)?;
@@ -103,6 +106,7 @@ pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), 
     if !grant.record.is_empty() {
         annotations.insert(LEASE_RECORD_ANNOTATION.to_owned(), Value::from(grant.record.as_str()));
     }
+    annotations.insert(LEASE_EDITS_ANNOTATION.to_owned(), Value::from(edits));
     Ok(())
 }
 
@@ -127,8 +131,14 @@ pub fn edit_environment(process: &mut Value, environment: &Environment) -> Resul
             out.push(entry);
         }
     }
-    for (name, value) in environment.set.iter().chain(&environment.default) {
+    for (name, value) in &environment.set {
         if seen.insert(name.clone()) {
+            out.push(Value::from(format!("{name}={value}")));
+        }
+    }
+    for (name, value) in &environment.default {
+        let is_refused = refused_beside(name).is_some_and(|other| seen.contains(other));
+        if !is_refused && seen.insert(name.clone()) {
             out.push(Value::from(format!("{name}={value}")));
         }
     }
@@ -164,8 +174,15 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
         return Ok(());
     }
     let resources = child(linux, "resources", "linux.resources")?;
-    let rules = nodes.iter().map(rule_value).collect::<Result<Vec<_>, _>>()?;
-    append(resources, "devices", "linux.resources.devices", rules)
+    let rules = array(resources, "devices", "linux.resources.devices")?;
+    // The rest is denied first, as engines do and as runc does by itself.
+    if !nested && !conflict::have_a_default(rules) && !cfg!(sublet_without = "b6-default") {
+        rules.insert(0, deny_rule()?);
+    }
+    for granted in nodes {
+        rules.push(rule_value(granted)?);
+    }
+    Ok(())
 }
 
 /// Whether `entry` of linux.devices has the path of `granted`.
@@ -199,8 +216,14 @@ fn device_value(granted: &GrantedNode) -> Result<Value, SpecError> {
     Ok(serde_json::to_value(device)?)
 }
 
+/// For every device that no later rule names.
+fn deny_rule() -> Result<Value, SpecError> {
+    let rule = LinuxDeviceCgroupBuilder::default().allow(false).access("rwm").build()?;
+    Ok(serde_json::to_value(rule)?)
+}
+
 /// No `m`: the runtime makes the node, the container does not.
-fn rule_value(granted: &GrantedNode) -> Result<Value, SpecError> {
+pub(super) fn rule_value(granted: &GrantedNode) -> Result<Value, SpecError> {
     let rule = LinuxDeviceCgroupBuilder::default()
         .allow(true)
         .typ(LinuxDeviceType::C)

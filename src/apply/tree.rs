@@ -56,24 +56,39 @@ impl Tree {
         let host_path = host_path(&rootfs)?;
         let mut tree = Self { rootfs, host_path, volumes: Vec::new() };
         let mounts = spec.get("mounts").and_then(Value::as_array);
-        let volumes = mounts.into_iter().flatten().filter_map(|mount| tree.volume(mount)).collect();
-        tree.volumes = volumes;
+        let volumes = mounts.into_iter().flatten().filter_map(|mount| tree.volume(mount).transpose());
+        tree.volumes = volumes.collect::<io::Result<_>>()?;
         Ok(tree)
     }
 
     /// A mount of the spec, its destination resolved as the runtime will resolve it.
-    fn volume(&self, mount: &Value) -> Option<Volume> {
-        let destination = plain(mount.get("destination")?.as_str()?);
-        let options = mount.get("options").and_then(Value::as_array);
-        let is =
-            |name: &str| options.is_some_and(|all| all.iter().any(|option| option.as_str() == Some(name)));
+    fn volume(&self, mount: &Value) -> io::Result<Option<Volume>> {
+        let Some(destination) = mount.get("destination").and_then(Value::as_str).map(plain) else {
+            return Ok(None);
+        };
+        let options = mount.get("options").and_then(Value::as_array).into_iter().flatten();
+        let options: Vec<&str> = options.filter_map(Value::as_str).collect();
+        // Of options that exclude each other the last one counts. `rro` is `ro` for what is mounted below, too
+        // (runtime-spec, config.md, "Linux mount options").
+        let is_last = |yes: &str, no: &str| {
+            options
+                .iter()
+                .rev()
+                .find(|option| [yes, no].contains(option))
+                .is_some_and(|option| *option == yes)
+        };
         let source = mount.get("source").and_then(Value::as_str).filter(|_| is_bind(mount));
-        Some(Volume {
-            destination: self.in_rootfs(&destination).map_or(destination, |(_, path)| path),
+        let destination = match self.in_rootfs(&destination) {
+            Ok((_, path)) => path,
+            Err(error) if is_of_the_image(&error) => destination,
+            Err(error) => return Err(error),
+        };
+        Ok(Some(Volume {
+            destination,
             source: source.map(PathBuf::from),
-            read_only: is("ro"),
-            shared: is("shared") || is("rshared"),
-        })
+            read_only: is_last("ro", "rw") || is_last("rro", "rrw"),
+            shared: options.iter().any(|option| ["shared", "rshared"].contains(option)),
+        }))
     }
 
     /// The volume that `path` lies in, and the path in it. Later mounts cover earlier ones.
@@ -185,6 +200,12 @@ impl Found {
         file.take(limit).read_to_end(&mut bytes)?;
         Ok(bytes)
     }
+}
+
+/// Whether a look-up failed by what is, or is not, in the tree. Everything else says nothing of it.
+pub(super) fn is_of_the_image(error: &io::Error) -> bool {
+    let kinds = [Errno::ENOENT, Errno::ENOTDIR, Errno::ELOOP, Errno::ENAMETOOLONG, Errno::EACCES];
+    error.raw_os_error().is_some_and(|number| kinds.contains(&Errno::from_raw(number)))
 }
 
 fn in_volume(volume: &Volume, below: &Path) -> io::Result<Found> {

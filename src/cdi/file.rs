@@ -86,7 +86,7 @@ pub fn write(path: &Path, text: &str) -> Result<bool, FileError> {
         State::Ours(_) | State::Missing => {}
     }
     let failed = |source| FileError::Io { what: "write", path: path.to_owned(), source };
-    fs::create_dir_all(path.parent().unwrap_or(Path::new("/"))).map_err(failed)?;
+    crate::state_dir::create(path.parent().unwrap_or(Path::new("/"))).map_err(failed)?;
     crate::replace::replace(path, text.as_bytes(), 0o644).map_err(failed)?;
     Ok(true)
 }

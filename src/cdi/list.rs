@@ -139,7 +139,7 @@ fn on_device(
         rootfs: PathBuf::new(),
         record: PathBuf::new(),
     };
-    let candidate = Candidate { container, owner: Process::current()?, share: None };
+    let candidate = Candidate { container, owner: Process::current()?, share: None, engine: None };
     let image = Image::default();
     let lease = lease_for(&candidate, &placement, &image, id, config);
     Ok(Ok(grant(&placement, &lease, &request.capabilities, &image, inventory, config)))

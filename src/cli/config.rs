@@ -22,6 +22,9 @@ pub enum Command {
 /// The first error in the files, with file and line.
 pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
     let loaded = config::load()?;
+    for warning in loaded.warnings() {
+        eprintln!("sublet: warning: {warning}");
+    }
     let containers = config::load_containers()?;
     let mut sources = config::sources()?;
     if let Some(containers) = &containers {

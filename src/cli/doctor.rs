@@ -48,9 +48,11 @@ pub struct Arguments {
 /// The result cannot be printed.
 pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(engine) = arguments.run {
-        let quarter = [("sublet.sm".to_owned(), "25".to_owned())];
+        // A limit of each kind, small enough for any GPU.
+        let small = [("sublet.sm", "25"), ("sublet.memory", "2GiB")];
+        let small = small.map(|(key, value)| (key.to_owned(), value.to_owned()));
         let given = &arguments.annotations;
-        return doctor_run::run(engine, if given.is_empty() { &quarter } else { given }, arguments.format);
+        return doctor_run::run(engine, if given.is_empty() { &small } else { given }, arguments.format);
     }
     let loaded = config::load();
     if arguments.inventory {

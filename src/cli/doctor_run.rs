@@ -2,8 +2,9 @@
 //! network: its root filesystem is this program and the C library that it runs with.
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, DirBuilder};
 use std::io::ErrorKind;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -17,7 +18,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use super::output::{self, Format};
 use super::probe::Probed;
 use crate::child::{self, ChildError};
-use crate::request::{self, Mode, Request};
+use crate::request::{self, Memory, Mode, Request};
 use crate::text::safe;
 
 /// The longest `sublet.wait`, the making of a MIG instance, and an engine's start of a container.
@@ -60,7 +61,7 @@ const LOADER: &str =
     if cfg!(target_arch = "x86_64") { "lib64/ld-linux-x86-64.so.2" } else { "lib/ld-linux-aarch64.so.1" };
 
 /// Runs the probe with `annotations`; it fails where the container gets no GPU, sees a neighbour's, or has no
-/// MPS server where its share is one of MPS.
+/// MPS server or more memory than its limit where its share is one of MPS.
 ///
 /// # Errors
 /// The engine's words, or the probe's.
@@ -73,21 +74,41 @@ pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> 
         Format::Json => output::json(&probed)?,
         Format::Table => println!("{}", table(&probed)),
     }
-    if !probed.seen.mps && wants_mps(annotations) {
+    let request = understood(annotations).filter(is_of_mps);
+    if !probed.seen.mps && request.is_some() {
         bail!(
             "the container is no client of an MPS server: the limits of its share are not in force; sublet status"
+        );
+    }
+    let limit = request.and_then(|request| memory_limit(&request, probed.seen.memory_total_bytes));
+    if let Some(limit) = limit.filter(|limit| probed.seen.memory_free_bytes > *limit) {
+        bail!(
+            "the container may take {}, and {} is the limit of its share: it is not in force; sublet status",
+            output::memory(probed.seen.memory_free_bytes),
+            output::memory(limit)
         );
     }
     Ok(if probed.neighbours_hidden { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Whether the share is certainly one of MPS, whichever device serves it.
-fn wants_mps(annotations: &[(String, String)]) -> bool {
-    let Ok(config) = crate::config::load() else { return false };
-    let request = request::parse(&annotations.iter().cloned().collect(), None, None, &config);
-    request.is_ok_and(|request| is_of_mps(&request))
+/// The share, where this host's configuration can be read.
+fn understood(annotations: &[(String, String)]) -> Option<Request> {
+    let config = crate::config::load().ok()?;
+    request::parse(&annotations.iter().cloned().collect(), None, None, &config).ok()
 }
 
+/// What one process may take of a device of `total` bytes.
+fn memory_limit(request: &Request, total: u64) -> Option<u64> {
+    let all = match request.memory? {
+        Memory::Bytes(bytes) => bytes,
+        Memory::Share(share) => {
+            u64::try_from(u128::from(total) * u128::from(share.thousandths()) / 100_000).ok()?
+        }
+    };
+    Some(all / u64::from(request.processes.get()))
+}
+
+/// Whether the share is certainly one of MPS, whichever device serves it.
 fn is_of_mps(request: &Request) -> bool {
     match request.mode {
         Some(Mode::Mps) => true,
@@ -141,7 +162,10 @@ impl<'a> Made<'a> {
         let container = format!("sublet-doctor-{}", std::process::id());
         let dir = std::env::temp_dir().join(&container);
         // Not one that is there: it may be somebody's link.
-        fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        DirBuilder::new()
+            .mode(0o700)
+            .create(&dir)
+            .with_context(|| format!("cannot make {}", dir.display()))?;
         Ok(Self { stop, engine, image: format!("{container}:probe"), container, dir })
     }
 
@@ -285,6 +309,19 @@ mod tests {
             nix::sys::signal::raise(signal).unwrap();
             cut_off(Duration::from_secs(60), &stop, "interrupted");
         }
+    }
+
+    #[test]
+    fn the_limit_of_one_process() {
+        let limit = |memory: &str, processes: &str| {
+            let annotations = [("sublet.memory", memory), ("sublet.processes", processes)];
+            let annotations = annotations.into_iter().map(|(key, value)| (key.into(), value.into()));
+            let request = request::parse(&annotations.collect(), None, None, &Config::default()).unwrap();
+            memory_limit(&request, 80 << 30)
+        };
+        assert_eq!(limit("8GiB", "1"), Some(8 << 30));
+        assert_eq!(limit("8GiB", "4"), Some(2 << 30));
+        assert_eq!(limit("25%", "2"), Some(10 << 30));
     }
 
     #[test]

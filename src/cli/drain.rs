@@ -7,6 +7,7 @@ use anyhow::bail;
 use crate::admit::fresh_inventory;
 use crate::config::Config;
 use crate::ledger::Store;
+use crate::mps;
 use crate::place;
 use crate::text::safe;
 
@@ -40,7 +41,12 @@ pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Resul
         Ok::<_, std::convert::Infallible>(())
     })?;
     let Ok(()) = done;
-    crate::admit::tidy(&freed, &Store::open(&config.state_dir)?, config);
+    let store = Store::open(&config.state_dir)?;
+    crate::admit::tidy(&freed, &store, config);
+    // A daemon that waits for a lease has none to wait for.
+    for line in mps::end_overdue(&store, config) {
+        eprintln!("sublet: warning: {line}");
+    }
     let now = if drain { "takes no new lease; what runs there goes on" } else { "takes leases again" };
     for uuid in &uuids {
         println!("{uuid} {now}.");

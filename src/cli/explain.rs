@@ -12,7 +12,7 @@ use super::protection::{does_not_protect, protects};
 use crate::admit::{Candidate, confirmed_inventory, lease_for, preview, wish};
 use crate::apply::{self, JsonFile};
 use crate::config::{self, Config};
-use crate::grant::{Grant, grant};
+use crate::grant::{Grant, grant, refused_beside};
 use crate::guard::{self, Event};
 use crate::inventory::Inventory;
 use crate::ledger::{Container, LeaseId, Store};
@@ -60,7 +60,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     print_request(&request);
     let inventory = confirmed_inventory(config)?;
     let image = apply::inspect(&spec, &rootfs, &request, &inventory, config)?;
-    let ledger = Store::open(&config.state_dir)?.read()?;
+    let ledger = Store::open(&config.state_dir)?.peek()?;
     let id = LeaseId::random()?;
     let placement = preview(&request, &id, &inventory, &ledger, config)?;
     print_placement(&placement, &inventory);
@@ -137,7 +137,7 @@ fn candidate(arguments: &Arguments, rootfs: PathBuf) -> anyhow::Result<Candidate
         rootfs,
         record: PathBuf::new(),
     };
-    Ok(Candidate { container, owner: Process::current()?, share: None })
+    Ok(Candidate { container, owner: Process::current()?, share: None, engine: None })
 }
 
 fn print_request(request: &Request) {
@@ -213,7 +213,7 @@ fn print_placement(placement: &Placement, inventory: &Inventory) {
         println!("  {uuid} {kind} ({label}), mode {}", placement.mode);
     }
     if let Some(server) = &placement.server {
-        println!("  served by MPS daemon {server}");
+        println!("  served by MPS daemon {server}{}", over_several(placement));
     }
     println!("\nThis share protects");
     for line in protects(placement) {
@@ -226,13 +226,23 @@ fn print_placement(placement: &Placement, inventory: &Inventory) {
     println!();
 }
 
+/// What a server of several devices holds on each.
+fn over_several(placement: &Placement) -> String {
+    match (placement.devices.len(), placement.memory_bytes) {
+        (0 | 1, _) => String::new(),
+        (count, None) => format!(", its own over all {count}"),
+        (count, Some(bytes)) => format!(", its own over all {count}, {} on each", output::memory(bytes)),
+    }
+}
+
 fn print_grant(grant: &Grant) {
     println!("Environment");
     for (name, value) in &grant.env.set {
         println!("  {name}={value}");
     }
     for (name, value) in &grant.env.default {
-        println!("  {name}={value} (where unset)");
+        let beside = refused_beside(name).map(|other| format!(", and {other} too")).unwrap_or_default();
+        println!("  {name}={value} (where unset{beside})");
     }
     println!("Device nodes");
     for granted in &grant.nodes {
@@ -254,7 +264,7 @@ fn diff(before: &Value, after: &Value) -> anyhow::Result<String> {
 }
 
 fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
-    let ledger = Store::open(&config.state_dir)?.read()?;
+    let ledger = Store::open(&config.state_dir)?.peek()?;
     let held: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.id.starts_with(id)).collect();
     for lease in &held {
         let memory = output::memory_limit(lease.memory_bytes);

@@ -23,7 +23,7 @@ pub enum Command {
     Release {
         /// The lease id
         id: String,
-        /// Even though its container still runs: its processes keep the GPU, and nobody counts them
+        /// Even though its container runs, or nobody can tell: its processes keep the GPU, and nobody counts them
         #[arg(long)]
         force: bool,
     },
@@ -57,8 +57,11 @@ fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode>
         bail!("there is no lease {id}; `sublet lease list` shows them")
     };
     if !force {
-        let container = output::short(&lease.container.id);
-        bail!("lease {id} is held by container {container}, which still runs: end the container, or --force");
+        let (container, signs) = (output::short(&lease.container.name()), lease.signs_of_life());
+        let signs = if signs.is_empty() { "it was just started".to_owned() } else { signs.join("; ") };
+        bail!(
+            "lease {id} is held by container {container}: {signs}; end the container, or --force if it is gone"
+        );
     }
     admit::withdraw(&id, config)?;
     println!("Lease {id} released.");

@@ -13,6 +13,7 @@ use crate::config::Config;
 use crate::inventory::Inventory;
 use crate::ledger::{Ledger, Store};
 use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Nvml, Plan, Target, Uninterrupted};
+use crate::process::Process;
 
 /// Subcommands of `sublet mig`.
 #[derive(Debug, clap::Subcommand)]
@@ -95,9 +96,18 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
 pub(super) fn seen(nvml: &mut Nvml, inventory: &Inventory, ledger: &Ledger) -> anyhow::Result<Vec<Gpu>> {
     let mut gpus = nvml.gpus(inventory)?;
     for gpu in &mut gpus {
+        // A server that waits for a lease ends before a layout changes.
+        gpu.running.retain(|running| !waits(running.pid, ledger));
         mig::mark(gpu, ledger);
     }
     Ok(gpus)
+}
+
+/// Whether `pid` is the server of a daemon that serves no lease.
+fn waits(pid: u32, ledger: &Ledger) -> bool {
+    let parent = i32::try_from(pid).ok().and_then(Process::find).and_then(|process| process.parent());
+    let unused = ledger.servers.iter().filter(|server| ledger.on_server(&server.key).next().is_none());
+    parent.is_some() && unused.filter_map(|server| server.daemon).any(|daemon| Some(daemon.pid) == parent)
 }
 
 /// The layout asked for; `None` where nobody asked for one.
@@ -198,6 +208,9 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     let uuids: Vec<String> = targets.iter().map(|target| target.gpu.clone()).collect();
     let (fence, ledger, freed) = Fence::raise(&uuids, &store)?;
     admit::settle(&freed, &store, config);
+    for device in inventory.devices.iter().filter(|device| uuids.iter().any(|gpu| gpu == device.gpu())) {
+        mig_made::stop_servers(&device.uuid, &store, config);
+    }
     let gpus = seen(&mut nvml, &inventory, &ledger)?;
     let plans = plans(&gpus, &targets, &ledger).into_iter().collect::<Result<Vec<_>, _>>()?;
     let done = change(&plans, &settled(&gpus, &ledger), allow_reset, &mut nvml, config);

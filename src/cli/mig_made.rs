@@ -89,10 +89,11 @@ fn has_room(ask: &MakeAsk, nvml: &mut Nvml, ledger: &Ledger, config: &Config) ->
     }
 }
 
-/// No daemon outlives its device, though daemons otherwise stay (`[mps] stop_when_idle = false`).
-fn stop_servers(uuid: &str, store: &Store, config: &Config) {
+/// No daemon outlives its device, though it may otherwise wait for its next lease (`[mps] idle`).
+pub(super) fn stop_servers(uuid: &str, store: &Store, config: &Config) {
     let Ok(ledger) = store.read() else { return };
-    for server in ledger.servers.iter().filter(|server| server.device == uuid) {
+    let of_device = ledger.servers.iter().filter(|server| server.serves(uuid));
+    for server in of_device.filter(|server| ledger.on_server(&server.key).next().is_none()) {
         match mps::stop(&server.key, false, store, config) {
             Ok(warnings) => warnings.iter().for_each(|line| eprintln!("sublet: warning: {line}")),
             Err(error) => eprintln!("sublet: warning: {error}"),

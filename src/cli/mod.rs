@@ -151,8 +151,17 @@ fn settled_ledger(config: &Config) -> anyhow::Result<crate::ledger::Ledger> {
     if crate::admit::is_brokered(config) {
         return users_ledger(config);
     }
+    for warning in config.warnings() {
+        eprintln!("sublet: warning: {warning}");
+    }
     let store = crate::ledger::Store::open(&config.state_dir)?;
-    let (_, freed) = store.update(|_| Ok::<_, std::convert::Infallible>(()))?;
+    let freed = match store.update(|_| Ok::<_, std::convert::Infallible>(())) {
+        Err(error) if error.is_elsewhere() => {
+            eprintln!("sublet: {error}; this is what it says");
+            return Ok(store.peek()?);
+        }
+        updated => updated?.1,
+    };
     crate::admit::tidy(&freed, &store, config);
     crate::admit::clear_leftovers(&store);
     crate::admit::clear_made(&store);
@@ -168,7 +177,7 @@ fn users_ledger(config: &Config) -> anyhow::Result<crate::ledger::Ledger> {
         // Nobody with the rights to make it has run yet.
         crate::admit::own_status(config)?;
     }
-    Ok(crate::ledger::Store::open(&config.state_dir)?.read()?)
+    Ok(crate::ledger::Store::open(&config.state_dir)?.peek()?)
 }
 
 /// The last refusals: all of them for root, a user's own for a user.

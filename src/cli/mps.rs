@@ -6,7 +6,7 @@ use super::output::{self, Format};
 use crate::admit::fresh_inventory;
 use crate::config::Config;
 use crate::ledger::Store;
-use crate::mps::{self, ServerKey};
+use crate::mps::{self, MpsError, ServerKey};
 
 /// Subcommands of `sublet mps`.
 #[derive(Debug, clap::Subcommand)]
@@ -29,6 +29,15 @@ pub enum Command {
         /// Even though it serves leases or does not answer: the work of its clients ends
         #[arg(long)]
         force: bool,
+        /// One that is not there is no error: for our own programs
+        #[arg(long = "if-there", hide = true)]
+        if_there: bool,
+    },
+    /// Put the compute mode back under a daemon that waits for its next lease; not for people
+    #[command(hide = true)]
+    Rest {
+        /// A device's UUID
+        key: String,
     },
     /// Print a daemon's logs
     Logs {
@@ -46,7 +55,14 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     match command {
         Command::List { format } => list(*format, &store, config)?,
         Command::Start { key } => warn(mps::start(&ServerKey(key.clone()), &store, config)?),
-        Command::Stop { key, force } => warn(mps::stop(&ServerKey(key.clone()), *force, &store, config)?),
+        Command::Stop { key, force, if_there } => {
+            let key = ServerKey(key.clone());
+            if !if_there && !mps::exists(&key, &store, config)? {
+                return Err(MpsError::NoDaemon { key: key.to_string() }.into());
+            }
+            warn(mps::stop(&key, *force, &store, config)?);
+        }
+        Command::Rest { key } => warn(mps::rest(&ServerKey(key.clone()), &store, config)?),
         Command::Logs { key } => {
             for (file, text) in mps::logs(&ServerKey(key.clone()), config)? {
                 println!("== {file}\n{}", text.trim_end());

@@ -24,14 +24,17 @@ pub struct Probed {
 /// # Errors
 /// What CUDA says.
 pub fn run() -> anyhow::Result<ExitCode> {
+    // What the container was given, before CUDA starts.
+    let shown = shown(Path::new("/"));
     let seen = cuda::look().map_err(anyhow::Error::msg)?;
-    let neighbours_hidden = hidden(Path::new("/"), seen.devices);
+    let neighbours_hidden = shown <= seen.devices;
     output::json(&Probed { seen, neighbours_hidden })?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether there are no more GPUs than CUDA sees.
-fn hidden(root: &Path, devices: usize) -> bool {
+/// How many GPUs show, by their nodes or by what the driver tells of them. The directory of one that is hidden is
+/// empty, its file cannot be read, or is empty itself.
+fn shown(root: &Path) -> usize {
     let names = |path: &str| {
         let entries = fs::read_dir(root.join(path)).into_iter().flatten().flatten();
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect::<Vec<_>>()
@@ -39,9 +42,10 @@ fn hidden(root: &Path, devices: usize) -> bool {
     let minor = |name: &String| name.strip_prefix("nvidia").is_some_and(|minor| minor.parse::<u32>().is_ok());
     let nodes = names("dev").iter().filter(|name| minor(name)).count();
     let gpus = "proc/driver/nvidia/gpus";
-    let told =
-        names(gpus).iter().filter(|bus| root.join(gpus).join(bus).join("information").exists()).count();
-    nodes <= devices && told <= devices
+    let is_told = |bus: &&String| {
+        fs::read(root.join(gpus).join(bus).join("information")).is_ok_and(|text| !text.is_empty())
+    };
+    nodes.max(names(gpus).iter().filter(is_told).count())
 }
 
 #[cfg(test)]
@@ -51,20 +55,25 @@ mod tests {
     #[test]
     fn a_neighbour_shows_by_its_node_or_its_information() {
         let root = tempfile::tempdir().unwrap();
-        let file = |path: &str| {
+        let file = |path: &str, text: &str| {
             let path = root.path().join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, "").unwrap();
+            fs::write(path, text).unwrap();
         };
-        file("dev/nvidia0");
-        file("dev/nvidiactl");
-        file("proc/driver/nvidia/gpus/0000:10:00.0/information");
-        assert!(hidden(root.path(), 1));
-        file("proc/driver/nvidia/gpus/0000:11:00.0/information");
-        assert!(!hidden(root.path(), 1));
-        assert!(hidden(root.path(), 2));
-        file("dev/nvidia1");
-        file("dev/nvidia2");
-        assert!(!hidden(root.path(), 2));
+        let gpus = "proc/driver/nvidia/gpus";
+        assert_eq!(shown(root.path()), 0);
+        file("dev/nvidia0", "");
+        file("dev/nvidiactl", "");
+        file("dev/nvidia-caps/nvidia-cap1", "");
+        file(&format!("{gpus}/0000:10:00.0/information"), "Model: NVIDIA H200\n");
+        // A tmpfs over the neighbour's directory, or /dev/null over its file.
+        fs::create_dir_all(root.path().join(gpus).join("0000:11:00.0")).unwrap();
+        file(&format!("{gpus}/0000:12:00.0/information"), "");
+        assert_eq!(shown(root.path()), 1);
+        file(&format!("{gpus}/0000:11:00.0/information"), "Model: NVIDIA H200\n");
+        assert_eq!(shown(root.path()), 2);
+        file("dev/nvidia1", "");
+        file("dev/nvidia2", "");
+        assert_eq!(shown(root.path()), 3);
     }
 }

@@ -27,6 +27,12 @@ pub fn protects(placement: &Placement) -> Vec<&'static str> {
     }
     if placement.memory_bytes.is_some() && placement.server.is_some() {
         lines.push("the driver holds the memory limit for programs that leave their environment as it is");
+        lines.push(match placement.isolation {
+            Isolation::Shared if placement.mode == Mode::Mps => {
+                "a program without that environment is held to the largest share of its MPS server"
+            }
+            _ => "a program without that environment is held to it as well",
+        });
     }
     lines
 }
@@ -36,6 +42,11 @@ pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
     let mut lines = Vec::new();
     if placement.mode == Mode::Mps && placement.isolation == Isolation::Shared {
         lines.push("a GPU fault in any container of this MPS server ends the work of all of them; sublet.isolation=dedicated does not");
+    }
+    if placement.memory_bytes.is_some()
+        && (placement.mode, placement.isolation) == (Mode::Mps, Isolation::Shared)
+    {
+        lines.push("while a share of the same MPS server has no sublet.memory, a program without its container's environment has no memory limit");
     }
     if placement.memory_bytes.is_some() && placement.server.is_some() {
         lines.push(

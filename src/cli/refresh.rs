@@ -1,7 +1,8 @@
 //! `sublet refresh`: looks at the driver afresh and writes the inventory.
 
-use std::fs::{DirBuilder, File, OpenOptions};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant, SystemTime};
@@ -16,6 +17,7 @@ use crate::inventory::{self, Inventory, InventoryError};
 use crate::ledger::{MigChanges, Store};
 use crate::own::PATH;
 use crate::place;
+use crate::state_dir;
 use crate::text::safe;
 
 /// nvidia-smi may have to wake the driver first.
@@ -94,6 +96,8 @@ fn set_time_slice(uuid: &str, slice: TimeSlice, inventory: &Inventory) -> Result
 /// # Errors
 /// The driver cannot be asked (see `ProbeError`), or the state directory cannot be written.
 pub fn refresh(config: &Config) -> anyhow::Result<Inventory> {
+    // It would list none of the processes that hold contexts.
+    Store::open(&config.state_dir)?.is_of_here()?;
     refresh_asked(config, SystemTime::now(), |config| {
         let began = Instant::now();
         loop {
@@ -158,10 +162,8 @@ fn began_after(path: &Path, asked: SystemTime) -> bool {
 /// Waits for the refresh that runs, if any. 0600: nobody else may hold us up.
 fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
     let path = state_dir.join("refresh.lock");
-    let file = DirBuilder::new()
-        .recursive(true)
-        .mode(0o755)
-        .create(state_dir)
+    let file = state_dir::make(state_dir)
+        .map_err(|why| io::Error::other(format!("its directory {why}")))
         .and_then(|()| {
             OpenOptions::new()
                 .write(true)
@@ -204,6 +206,7 @@ mod tests {
                 cuda: (13, 0),
                 simulated: false,
                 mps_control: None,
+                mps_missing: None,
                 smi: None,
                 majors: Majors::default(),
                 mig_caps: [None, None],

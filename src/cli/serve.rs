@@ -14,6 +14,9 @@ pub fn run(config: &Config) -> anyhow::Result<ExitCode> {
     if !nix::unistd::geteuid().is_root() {
         bail!("serve holds the ledger and the MPS daemons for others: run it as root, or by systemd");
     }
+    for warning in config.warnings() {
+        tracing::warn!("{warning}");
+    }
     crate::serve::serve(config)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -262,7 +262,7 @@ fn store(
         move |error: io::Error| cannot("write", &path, &error)
     };
     if let Some(directory) = path.parent() {
-        fs::DirBuilder::new().recursive(true).mode(0o755).create(directory).map_err(failed(directory))?;
+        crate::state_dir::create(directory).map_err(failed(directory))?;
     }
     let before = record.and_then(|_| fs::read(&beside).ok());
     if let Some(record) = record {

@@ -246,17 +246,28 @@ pub(super) fn daemon_table(daemons: &[Listed], inventory: &Inventory) -> String 
     let row = |daemon: &Listed| {
         vec![
             daemon.key.to_string(),
-            device_label(&daemon.device, inventory),
-            word(&daemon.state),
+            daemon.devices.iter().map(|uuid| device_label(uuid, inventory)).collect::<Vec<_>>().join(", "),
+            daemon_state(daemon),
             or_dash(daemon.pid.map(|pid| pid.to_string())),
             format!("{} %", daemon.ceiling_percent),
+            output::memory_limit(daemon.ceiling_memory_bytes),
             or_dash(daemon.clients.map(|clients| clients.to_string())),
         ]
     };
     output::table(
-        &["MPS DAEMON", "GPU", "STATE", "PID", "SM CEILING", "CLIENTS"],
+        &["MPS DAEMON", "GPU", "STATE", "PID", "SM CEILING", "MEMORY CEILING", "CLIENTS"],
         daemons.iter().map(row).collect(),
     )
+}
+
+/// With how long it waits for a lease still.
+fn daemon_state(daemon: &Listed) -> String {
+    let state = word(&daemon.state);
+    match (daemon.idle_seconds, daemon.ends_in_seconds) {
+        (None, _) => state,
+        (Some(idle), None) => format!("{state}, idle for {idle} s"),
+        (Some(_), Some(left)) => format!("{state}, idle, ends in {left} s"),
+    }
 }
 
 fn device_label(uuid: &str, inventory: &Inventory) -> String {

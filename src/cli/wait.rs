@@ -54,10 +54,14 @@ fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
     let Some(request) = request else { return Ok(()) };
     let store = Store::open(&config.state_dir)?;
     if !is_brokered(config) {
-        let (_, freed) = store.update(|_| Ok::<_, std::convert::Infallible>(()))?;
-        crate::admit::tidy(&freed, &store, config);
+        match store.update(|_| Ok::<_, std::convert::Infallible>(())) {
+            Ok((_, freed)) => crate::admit::tidy(&freed, &store, config),
+            // What it says is all that can be known here.
+            Err(error) if error.is_elsewhere() => {}
+            Err(error) => return Err(error.into()),
+        }
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
-    preview(request, &id, &inventory, &store.read()?, config)?;
+    preview(request, &id, &inventory, &store.peek()?, config)?;
     Ok(())
 }

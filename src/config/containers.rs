@@ -95,8 +95,8 @@ pub fn load_containers() -> Result<Option<Containers>, ConfigError> {
 }
 
 fn read(path: &Path) -> Result<Option<Containers>, ConfigError> {
-    let text = match std::fs::read(path) {
-        Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
+    let text = match super::load::text(path) {
+        Ok(text) => text,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(ConfigError::Unreadable { path: path.to_owned(), source }),
     };

@@ -8,7 +8,9 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::io::ErrorKind;
+use std::fs::OpenOptions;
+use std::io::{ErrorKind, Read as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -16,7 +18,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::check::{self, Problem};
-use super::{Config, ConfigError, Grant, Runtime, caller};
+use super::{Config, ConfigError, Grant, Runtime, Stay, caller};
 
 /// Names one file instead of all others.
 pub const VARIABLE: &str = "SUBLET_CONFIG";
@@ -109,12 +111,33 @@ impl File {
 }
 
 fn read(paths: &[PathBuf]) -> Result<Vec<File>, ConfigError> {
-    let file = |path: &PathBuf| match std::fs::read(path) {
-        // Bytes that are not UTF-8 become characters that no key has and no parser takes for others.
-        Ok(bytes) => Ok(File { path: path.clone(), text: String::from_utf8_lossy(&bytes).into_owned() }),
+    let file = |path: &PathBuf| match text(path) {
+        Ok(text) => Ok(File { path: path.clone(), text }),
         Err(source) => Err(ConfigError::Unreadable { path: path.clone(), source }),
     };
     paths.iter().map(file).collect()
+}
+
+/// More than any configuration has, in bytes.
+const LARGEST: u64 = 1 << 20;
+
+/// What stands in a configuration file. Every container is created by way of this: nothing is waited for, and
+/// nothing read without end. /dev/null says nothing, and is a common name for that.
+pub(super) fn text(path: &Path) -> std::io::Result<String> {
+    let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
+    let meta = file.metadata()?;
+    let null =
+        std::fs::metadata("/dev/null").is_ok_and(|null| null.rdev() == meta.rdev() && meta.rdev() != 0);
+    if !meta.is_file() && !null {
+        return Err(std::io::Error::other("it is no regular file"));
+    }
+    let mut bytes = Vec::new();
+    file.take(LARGEST + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > LARGEST {
+        return Err(std::io::Error::other("it is larger than 1 MiB"));
+    }
+    // Bytes that are not UTF-8 become characters that no key has and no parser takes for others.
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// What `text`, the only file, says: all of it, and `[runtime]` alone.
@@ -138,6 +161,9 @@ fn merge(files: &[File]) -> Result<Config, ConfigError> {
         [.., last] => of_table(merged).map_err(|error| last.merged(&error))?,
     };
     shipped_environment(&mut config);
+    if let Stay::For(idle) = config.mps.after_last_lease() {
+        config.mps.idle = Some(idle);
+    }
     // Values that were good alone may contradict each other in one share.
     let strongest_first: Vec<_> = files.iter().rev().collect();
     check::check(&config).map_err(|problem| locate(&strongest_first, &problem))?;

@@ -72,6 +72,40 @@ fn the_shipped_file_names_every_key() {
     assert_eq!(wanted, Vec::<String>::new());
 }
 
+#[test]
+fn how_long_daemons_wait() {
+    use crate::config::Stay::{Always, For};
+    let says = |text: &str| {
+        let config = one(text);
+        (config.mps.after_last_lease(), config.warnings().len())
+    };
+    let seconds = std::time::Duration::from_secs;
+    assert_eq!(says(""), (For(seconds(60)), 0));
+    assert_eq!(says("[mps]\nidle = \"0\"\n"), (For(seconds(0)), 0));
+    assert_eq!(says("[mps]\nidle = \"5m\"\n"), (For(seconds(300)), 0));
+    assert_eq!(says("[mps]\nstop_when_idle = true\n"), (For(seconds(0)), 1));
+    assert_eq!(says("[mps]\nstop_when_idle = false\n"), (Always, 1));
+    let files =
+        ["[mps]\nidle = \"5s\"\n", "[mps]\nstop_when_idle = true\n"].map(|text| file("/c.toml", text));
+    let both = merge(&files).unwrap();
+    assert_eq!(both.mps.after_last_lease(), For(seconds(5)), "the new key wins, wherever it stands");
+    assert_snapshot!(both.warnings()[0], @r#"configuration: [mps] stop_when_idle has become [mps] idle: take it out; in force is idle = "5s""#);
+    assert_snapshot!(refused("[mps]\nidle = 60\n"), @r#"configuration /c.toml:2:8: "60" must be 0 or a whole number of ms, s or m, as 10s"#);
+    assert_snapshot!(refused("[mps]\nidle = \"\"\n"), @r#"configuration /c.toml:2:8: "" must be 0 or a whole number of ms, s or m, as 10s"#);
+}
+
+#[cfg(feature = "cli")]
+#[test]
+fn what_is_shown_of_how_long_daemons_wait_can_be_read_again() {
+    let shown = |text: &str| crate::config::to_toml(&one(text)).unwrap();
+    for (text, line) in [("true", "idle = \"0\""), ("false", "stop_when_idle = false")] {
+        let text = format!("[mps]\nstop_when_idle = {text}\n");
+        let (again, was) = (one(&shown(&text)), one(&text));
+        assert!(shown(&text).contains(line), "{}", shown(&text));
+        assert_eq!(again.mps.after_last_lease(), was.mps.after_last_lease());
+    }
+}
+
 #[cfg(feature = "cli")]
 #[test]
 fn what_is_shown_can_be_read_again() {
@@ -171,9 +205,11 @@ fn stronger_values_replace_weaker_ones_and_device_rules_add_up() {
 
 #[test]
 fn environment_of_frameworks_adds_up_too() {
-    let config = one("[grant.env]\nMINE = \"${SUBLET_SM_PERCENT}\"\nXLA_CLIENT_MEM_FRACTION = \"\"\n");
+    let config = one("[grant.env]\nMINE = \"${SUBLET_SM_PERCENT}\"\n");
     let names: Vec<_> = config.grant.env.keys().map(String::as_str).collect();
     assert_eq!(names, ["MINE", "XLA_PYTHON_CLIENT_MEM_FRACTION"]);
+    let none = one("[grant.env]\nXLA_PYTHON_CLIENT_MEM_FRACTION = \"\"\n");
+    assert!(none.grant.env.is_empty());
 }
 
 #[test]

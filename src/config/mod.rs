@@ -28,6 +28,7 @@ pub use load::of_text;
 pub use load::{VARIABLE, honoured, load, load_runtime, sources};
 pub use policy::PolicyRule;
 
+use crate::request::units::show_duration;
 use crate::request::{Capability, Isolation, MigCap, Mode, Percent};
 
 /// The whole configuration.
@@ -247,8 +248,15 @@ pub enum Policy {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mps {
-    /// Stop a daemon when its last lease has ended.
-    pub stop_when_idle: bool,
+    /// How long a shared daemon outlives its last lease while `sublet serve` runs; see [`Mps::after_last_lease`].
+    /// `None` once loaded: `stop_when_idle = false` says so.
+    #[serde(default, with = "values::some_duration", skip_serializing_if = "Option::is_none")]
+    pub idle: Option<Duration>,
+    /// What `idle` replaces: still read, with a warning.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_when_idle: Option<bool>,
+    /// What becomes of a process that comes to a container whose daemon cannot be had.
+    pub exec_without_daemon: WithoutDaemon,
     /// Compute mode `EXCLUSIVE_PROCESS` under shared servers of whole GPUs.
     pub exclusive_compute_mode: ExclusiveComputeMode,
     /// How long a daemon may take to answer after its start.
@@ -261,12 +269,49 @@ pub struct Mps {
 impl Default for Mps {
     fn default() -> Self {
         Self {
-            stop_when_idle: true,
+            idle: Some(Self::IDLE),
+            stop_when_idle: None,
+            exec_without_daemon: WithoutDaemon::Refuse,
             exclusive_compute_mode: ExclusiveComputeMode::Auto,
             start_timeout: Duration::from_secs(10),
             allow_vgpu: false,
         }
     }
+}
+
+/// How long a shared daemon waits for the next lease after its last one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stay {
+    /// So long, and only while `sublet serve` runs to end it.
+    For(Duration),
+    /// Until somebody stops it: `stop_when_idle = false`.
+    Always,
+}
+
+impl Mps {
+    /// Where `[mps]` says nothing.
+    const IDLE: Duration = Duration::from_secs(60);
+
+    /// What `idle` and, without it, `stop_when_idle` say.
+    #[must_use]
+    pub fn after_last_lease(&self) -> Stay {
+        match (self.idle, self.stop_when_idle) {
+            (Some(idle), _) => Stay::For(idle),
+            (None, Some(true)) => Stay::For(Duration::ZERO),
+            (None, Some(false)) => Stay::Always,
+            (None, None) => Stay::For(Self::IDLE),
+        }
+    }
+}
+
+/// `[mps] exec_without_daemon`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WithoutDaemon {
+    /// It is not started.
+    Refuse,
+    /// It is started without a way to the GPU.
+    NoGpu,
 }
 
 /// `[mps] exclusive_compute_mode`.
@@ -294,14 +339,9 @@ pub struct Grant {
 
 impl Default for Grant {
     fn default() -> Self {
-        let fraction = || "${SUBLET_MEMORY_FRACTION}".to_owned();
-        Self {
-            visible_devices: None,
-            env: BTreeMap::from([
-                ("XLA_CLIENT_MEM_FRACTION".to_owned(), fraction()),
-                ("XLA_PYTHON_CLIENT_MEM_FRACTION".to_owned(), fraction()),
-            ]),
-        }
+        // The one of JAX's two names that every version reads (docs/recipes.md, "What the frameworks read").
+        let jax = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "${SUBLET_MEMORY_FRACTION}");
+        Self { visible_devices: None, env: BTreeMap::from([(jax.0.to_owned(), jax.1.to_owned())]) }
     }
 }
 
@@ -343,6 +383,22 @@ impl Default for Cdi {
 }
 
 impl Config {
+    /// What is read and should be written otherwise, one line each.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<String> {
+        let advice = match (self.mps.stop_when_idle, self.mps.after_last_lease()) {
+            (None, _) => return Vec::new(),
+            (Some(_), Stay::For(idle)) => {
+                format!("take it out; in force is idle = \"{}\"", show_duration(idle))
+            }
+            (Some(_), Stay::Always) => {
+                "daemons stay until somebody stops them, as it says; write how long instead, as idle = \"10m\""
+                    .to_owned()
+            }
+        };
+        vec![format!("configuration: [mps] stop_when_idle has become [mps] idle: {advice}")]
+    }
+
     /// The ceiling on the sum of SM shares on one MPS device.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from over 0 to 100 times")]
@@ -363,5 +419,7 @@ pub fn to_toml(config: &Config) -> Result<String, toml::ser::Error> {
     for name in Grant::default().env.into_keys() {
         config.grant.env.entry(name).or_default();
     }
+    // What it says stands in `idle`.
+    config.mps.stop_when_idle = config.mps.stop_when_idle.filter(|_| config.mps.idle.is_none());
     toml::to_string(&config)
 }

@@ -55,7 +55,8 @@ fn command(words: &[&str]) -> io::Result<Command> {
 fn is_ours(arguments: &[&str]) -> bool {
     match arguments {
         ["refresh", "--quiet"] | ["mig", "make" | "clear"] => true,
-        ["mps", "start" | "stop", key] => mps::is_key(key),
+        ["mps", "start" | "rest", key] => mps::is_key(key),
+        ["mps", "stop", word, key] => *word == mps::IF_THERE && mps::is_key(key),
         _ => false,
     }
 }
@@ -121,7 +122,7 @@ mod tests {
             &["sublet", "gc"],
             &["sublet", "refresh", "--quiet", "--boot"],
             &["sublet", "mps", "start", "--help"],
-            &["sublet", "mps", "stop", "../x"],
+            &["sublet", "mps", "stop", "--if-there", "../x"],
             &["sublet", "mig", "apply", "x"],
             &["nvidia-cuda-mps-control", "../../tmp"],
             &["systemctl", "stop", "docker"],
@@ -135,6 +136,7 @@ mod tests {
         for words in [
             &["sublet", "refresh", "--quiet"][..],
             &["sublet", "mps", "start", "GPU-0"],
+            &["sublet", "mps", "stop", "--if-there", "GPU-0"],
             &["systemctl", "show", "--property=ControlGroup", "--value", "--", "x.scope"],
             &["systemctl", "set-property", "--runtime", "--", "x.scope", "DeviceAllow=/dev/char/195:0 rw"],
         ] {

@@ -109,28 +109,35 @@ const WITH: [(c_long, c_long); 2] =
 
 /// The architecture that the kernel has to name (linux/audit.h): numbers mean other calls on others.
 #[cfg(target_arch = "x86_64")]
-const ARCH: u32 = 0xc000_003e;
+pub(super) const ARCH: u32 = 0xc000_003e;
 #[cfg(target_arch = "aarch64")]
-const ARCH: u32 = 0xc000_00b7;
+pub(super) const ARCH: u32 = 0xc000_00b7;
 
 /// Numbers of the x32 interface, which are those of x86-64 with this bit (asm/unistd.h).
 #[cfg(target_arch = "x86_64")]
 const X32: u32 = 0x4000_0000;
 
 /// `struct seccomp_data` (linux/seccomp.h): where number, architecture and the first argument's lower half are.
-const NUMBER: u32 = 0;
-const ARCHITECTURE: u32 = 4;
+pub(super) const NUMBER: u32 = 0;
+pub(super) const ARCHITECTURE: u32 = 4;
 const ARGUMENT: u32 = 16;
 
-const ALLOW: u32 = libc::SECCOMP_RET_ALLOW;
-const REFUSE: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+pub(super) const ALLOW: u32 = libc::SECCOMP_RET_ALLOW;
+pub(super) const REFUSE: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
 
 /// Refuses this thread, for good, what `rights` have no use for. `no_new_privs` has to be set.
 ///
 /// # Errors
 /// EINVAL from a kernel without seccomp.
 pub(super) fn install(rights: Rights) -> io::Result<()> {
-    let mut program = program(rights);
+    set(&mut program(rights))
+}
+
+/// Has every system call of this thread, and of what it becomes and starts, judged by `program`.
+///
+/// # Errors
+/// EACCES without `no_new_privs` and the right to do without, EINVAL from a kernel without seccomp.
+pub(super) fn set(program: &mut [sock_filter]) -> io::Result<()> {
     let length = u16::try_from(program.len()).map_err(io::Error::other)?;
     let program = sock_fprog { len: length, filter: program.as_mut_ptr() };
     // SAFETY: the program has as many instructions as it says and outlives the call, which copies it; the other
@@ -164,17 +171,17 @@ fn own_pid() -> c_long {
 }
 
 /// As the virtual machine sees it; numbers of calls are small.
-fn number(call: c_long) -> u32 {
+pub(super) fn number(call: c_long) -> u32 {
     u32::try_from(call).unwrap_or(u32::MAX)
 }
 
 /// Loads a word of `seccomp_data`.
-fn load(offset: u32) -> sock_filter {
+pub(super) fn load(offset: u32) -> sock_filter {
     step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset, 0, 0)
 }
 
 /// Goes on `then` steps further where the word is `value`, else `other`.
-fn when(value: u32, then: u8, other: u8) -> sock_filter {
+pub(super) fn when(value: u32, then: u8, other: u8) -> sock_filter {
     step(libc::BPF_JMP | libc::BPF_JEQ, value, then, other)
 }
 
@@ -182,12 +189,12 @@ fn skip(steps: u32) -> sock_filter {
     step(libc::BPF_JMP | libc::BPF_JA, steps, 0, 0)
 }
 
-fn ret(verdict: u32) -> sock_filter {
+pub(super) fn ret(verdict: u32) -> sock_filter {
     step(libc::BPF_RET | libc::BPF_K, verdict, 0, 0)
 }
 
 /// An operation, which has 16 bits.
-fn step(code: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
+pub(super) fn step(code: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
     sock_filter { code: u16::try_from(code).unwrap_or_default(), jt, jf, k }
 }
 

@@ -5,11 +5,13 @@
 //! `no_new_privs` is set. So the process that the engine started keeps what it has and does nothing but wait, and
 //! run the few commands of ours that are asked of it ([`errand`]); the work is a child's.
 
+mod drivers;
 mod errand;
 mod filter;
 mod rights;
 mod split;
 
+pub(crate) use drivers::refuse as refuse_drivers;
 pub(crate) use errand::run;
 pub(crate) use rights::Rights;
 pub(crate) use split::{engine, work};

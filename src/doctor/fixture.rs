@@ -1,6 +1,7 @@
 //! A host in a temporary directory, where nothing is wrong until a test makes it so.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use super::{Host, Outcome, Verdict};
@@ -33,6 +34,13 @@ impl Fake {
         let path = self.path(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, content).unwrap();
+        self
+    }
+
+    /// A file that can be run.
+    pub fn program(&self, path: &str) -> &Self {
+        self.file(path, "");
+        fs::set_permissions(self.path(path), fs::Permissions::from_mode(0o755)).unwrap();
         self
     }
 

@@ -93,7 +93,7 @@ impl<'a> Host<'a> {
             if quick { inventory::load(config).map_err(|error| error.to_string()) } else { probe() };
         // Opening would make it.
         let ledger = if config.state_dir.exists() {
-            Store::open(&config.state_dir).and_then(|store| store.read()).map_err(|error| error.to_string())
+            Store::open(&config.state_dir).and_then(|store| store.peek()).map_err(|error| error.to_string())
         } else {
             Ok(Ledger::empty(""))
         };

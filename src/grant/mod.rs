@@ -5,6 +5,7 @@ mod files;
 
 use std::path::{Path, PathBuf};
 
+pub use environment::{TRITON_PATH, is_own_name, own_prefixes, refused_beside};
 pub use files::driver_files;
 
 use serde::{Deserialize, Serialize};
@@ -57,7 +58,7 @@ pub struct Mount {
 pub struct Environment {
     /// Set, whatever was there: each name stands once afterwards.
     pub set: Vec<(String, String)>,
-    /// Set only where the name is absent.
+    /// Set only where the name is absent, and the one that no framework takes beside it ([`refused_beside`]).
     pub default: Vec<(String, String)>,
     /// Removed if a name begins so and is not in `set`.
     pub remove_prefixes: Vec<String>,
@@ -109,7 +110,7 @@ pub fn grant(
     mounts.extend(mps_mounts(lease, image, config));
     Grant {
         lease: lease.id.to_string(),
-        record: lease.to_annotation(),
+        record: lease.to_annotation(&config.state_dir),
         nodes: files::nodes(&devices, capabilities, &placement.mig_caps, inventory, config),
         mounts,
         env: environment::environment(lease, libraries, inventory, config),
@@ -124,12 +125,6 @@ pub fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Vec<Node>
     let devices = files::devices(&[uuid.to_owned()], inventory);
     let all = Capabilities(Capability::ALL.to_vec());
     files::nodes(&devices, &all, &[], inventory, config).into_iter().map(|granted| granted.node).collect()
-}
-
-/// The environment part alone, from what the ledger and the inventory say: for `exec`.
-#[must_use]
-pub fn environment(lease: &Lease, inventory: &Inventory, config: &Config) -> Environment {
-    environment::environment(lease, lease.library_dir.as_deref(), inventory, config)
 }
 
 /// The public directory of its server, twice: exec'd processes have no environment of ours, CUDA's

@@ -1,4 +1,7 @@
 use super::*;
+#[path = "../../tests/e2e/src/frameworks.rs"]
+mod frameworks;
+
 use crate::config::VisibleDevices;
 use crate::inventory::{
     ComputeMode, Driver, DriverFile, FileKind, Fingerprint, Majors, Node, Virtualization,
@@ -8,6 +11,11 @@ use crate::mps::ServerKey;
 use crate::place::fixture::part;
 use crate::process::Process;
 use crate::request::{Capability, Isolation, Mode, Percent, Priority};
+
+/// The environment of what is granted for `lease`.
+fn environment(lease: &Lease, inventory: &Inventory, config: &Config) -> Environment {
+    super::environment::environment(lease, lease.library_dir.as_deref(), inventory, config)
+}
 
 const MIB: u64 = 1 << 20;
 
@@ -61,6 +69,7 @@ fn inventory() -> Inventory {
             cuda: (13, 0),
             simulated: false,
             mps_control: None,
+            mps_missing: None,
             smi: None,
             majors: Majors { nvidia: Some(195), uvm: Some(510), caps: Some(241) },
             mig_caps: [None, None],
@@ -172,6 +181,40 @@ fn a_share_of_an_mps_server() {
 }
 
 #[test]
+fn several_devices_are_limited_by_their_server_and_not_by_the_environment() {
+    let lease = Lease {
+        devices: vec!["GPU-1".to_owned(), "GPU-0".to_owned()],
+        isolation: Isolation::Dedicated,
+        server: Some(ServerKey("0123456789abcdef".to_owned())),
+        ..lease()
+    };
+    let mut inventory = inventory();
+    let env = |inventory: &Inventory| {
+        let env = environment(&lease, inventory, &Config::default()).set;
+        env.into_iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>()
+    };
+    let expected = [
+        "CUDA_VISIBLE_DEVICES=0,1",
+        "NVIDIA_VISIBLE_DEVICES=void",
+        "SUBLET_DEVICES=GPU-1,GPU-0",
+        "CUDA_MPS_PIPE_DIRECTORY=/run/sublet/mps",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
+        "SUBLET_MEMORY_BYTES=8589934592",
+        "SUBLET_MEMORY_FRACTION=0.056",
+        "SUBLET_SM_PERCENT=25",
+    ];
+    assert_eq!(env(&inventory), expected);
+    // A fraction that stays inside the share on both: that of the larger.
+    inventory.devices[1].memory_bytes /= 2;
+    assert_eq!(env(&inventory), expected);
+    inventory.devices[1].memory_bytes *= 4;
+    assert!(env(&inventory).contains(&"SUBLET_MEMORY_FRACTION=0.028".to_owned()));
+    // Of a device that is not known none can be told.
+    inventory.devices.pop();
+    assert!(!env(&inventory).iter().any(|entry| entry.starts_with("SUBLET_MEMORY_FRACTION")));
+}
+
+#[test]
 fn each_process_gets_its_part() {
     let lease = Lease {
         processes: 3,
@@ -244,8 +287,47 @@ fn templates_are_filled_or_left_out() {
 #[test]
 fn jax_is_told_by_default() {
     let default = environment(&lease(), &inventory(), &Config::default()).default;
-    let pair = |name: &str| (name.to_owned(), "0.056".to_owned());
-    assert_eq!(default, [pair("XLA_CLIENT_MEM_FRACTION"), pair("XLA_PYTHON_CLIENT_MEM_FRACTION")]);
+    assert_eq!(default, [("XLA_PYTHON_CLIENT_MEM_FRACTION".to_owned(), "0.056".to_owned())]);
+}
+
+/// What a container gets that brings `own`, in the first process and by exec alike.
+fn given(own: &[&str], lease: &Lease, config: &Config) -> Vec<String> {
+    let mut process = serde_json::json!({ "env": own });
+    crate::apply::edit_environment(&mut process, &environment(lease, &inventory(), config)).unwrap();
+    serde_json::from_value(process["env"].take()).unwrap()
+}
+
+#[test]
+fn no_framework_refuses_what_a_container_is_given() {
+    let both = |value: &str| {
+        let names = ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"];
+        let mut config = Config::default();
+        config.grant.env = names.map(|name| (name.to_owned(), value.to_owned())).into();
+        config
+    };
+    let configs = [Config::default(), both("${SUBLET_MEMORY_FRACTION}"), both("0.5")];
+    let many = Lease { processes: 3, ..lease() };
+    let two = Lease { devices: vec!["GPU-0".to_owned(), "GPU-1".to_owned()], ..time_slice() };
+    let mig = Lease { devices: vec!["MIG-7".to_owned()], ..lease() };
+    for lease in [lease(), time_slice(), many, two, mig] {
+        for config in &configs {
+            let users: [&[&str]; 4] = [
+                &[],
+                &["XLA_CLIENT_MEM_FRACTION=0.9"],
+                &["XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"],
+                &["CUDA_VISIBLE_DEVICES=3", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=99G,1=x"],
+            ];
+            for user in users {
+                let env = given(user, &lease, config);
+                assert_eq!(frameworks::refusals(&env), Vec::<String>::new(), "{env:?}");
+                let own = user.iter().filter(|entry| entry.starts_with("XLA_"));
+                assert!(own.into_iter().all(|entry| env.iter().any(|given| given == entry)), "{env:?}");
+            }
+        }
+    }
+    // The frameworks do refuse something.
+    let env = ["XLA_CLIENT_MEM_FRACTION=0.1", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.1"].map(str::to_owned);
+    assert_eq!(frameworks::refusals(&env).len(), 1);
 }
 
 #[test]

@@ -50,6 +50,22 @@ fn judged(looks: &[Vec<Look>], ledger: &Ledger) -> Vec<Vec<(Offence, i32)>> {
 }
 
 #[test]
+fn each_of_several_devices_is_held_to_the_share_by_itself() {
+    let both = Lease { devices: vec![GPU.to_owned(), "GPU-2".to_owned()], ..shared(1) };
+    let ledger = ledger(vec![both.clone()]);
+    let looks = |first: Vec<Holder>, second: Vec<Holder>| {
+        let mut looks = look(first);
+        looks.push(Look { device: "GPU-2".to_owned(), ..look(second).remove(0) });
+        looks
+    };
+    // One worker for each GPU: 2000 MiB and two processes in all.
+    let within = || looks(vec![client(10, 1000, &both)], vec![client(11, 1000, &both)]);
+    assert_eq!(judged(&[within(), within()], &ledger), [[], []] as [[_; 0]; 2]);
+    let past = || looks(vec![client(10, 1000, &both)], vec![client(11, 1200, &both)]);
+    assert_eq!(judged(&[past(), past()], &ledger), [vec![], vec![(Offence::Memory, 11)]]);
+}
+
+#[test]
 fn whoever_keeps_to_the_share_is_left_alone() {
     let one = shared(1);
     let slice = Lease { mode: Mode::TimeSlice, server: None, memory_bytes: None, ..shared(2) };

@@ -35,7 +35,14 @@ pub(super) struct Served {
 impl Served {
     /// One event for each container whose work went with its server since the look before.
     pub fn lost(&mut self, looks: &[Look], ledger: &Ledger) -> Vec<Event> {
-        let now = looks.iter().flat_map(|look| known(look, ledger)).collect();
+        let mut now: BTreeMap<Process, Known> = BTreeMap::new();
+        for (process, found) in looks.iter().flat_map(|look| known(look, ledger)) {
+            match now.get_mut(&process) {
+                // A server of several devices, one of which a lease may have no client on.
+                Some(server) => server.clients.extend(found.clients),
+                None => drop(now.insert(process, found)),
+            }
+        }
         let before = std::mem::replace(&mut self.servers, now);
         let ended = before.into_iter().filter(|(process, _)| !process.is_alive());
         ended.flat_map(|(process, known)| events(process, &known, ledger)).collect()

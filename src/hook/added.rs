@@ -77,6 +77,19 @@ pub(crate) fn add(
     Ok(())
 }
 
+/// Takes out what [`add`] put in, whichever program it was.
+pub(crate) fn remove(spec: &mut Value) {
+    for stage in [Stage::CreateRuntime, Stage::Poststop] {
+        let ours = |hook: &Value| {
+            hook["args"] == json!(["sublet-hook", stage.name()]) && hook["timeout"] == stage.timeout()
+        };
+        let hooks = spec.pointer_mut("/hooks").and_then(|hooks| hooks.get_mut(stage.name()));
+        if let Some(hooks) = hooks.and_then(Value::as_array_mut) {
+            hooks.retain(|hook| !ours(hook));
+        }
+    }
+}
+
 /// What a hook of ours is run with; `config` names its configuration.
 pub(crate) fn environment(config: Option<&Path>) -> Vec<String> {
     if cfg!(sublet_without = "a8") {

@@ -10,18 +10,21 @@ pub mod fuzzing;
 mod journal;
 mod precreate;
 mod prestart;
-mod state;
+pub(crate) mod state;
 
 use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use nix::unistd::getppid;
+
 use crate::admit::{self, AdmitError};
 use crate::apply::FileError;
 use crate::cdi::{self, Asked, CdiError};
 use crate::config::{self, ConfigError};
 use crate::confine::{self, Rights};
+use crate::engine::Engine;
 use crate::ledger::LeaseId;
 use crate::runtime::Global;
 use crate::runtime::log::{self, Level, Log};
@@ -156,8 +159,10 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     let own = config::load_runtime().ok().and_then(|runtime| runtime.log);
     let log = Log::new("sublet-hook", &Global::default(), own.as_deref());
     log::trace_to(log.clone(), false);
+    // Here, for the process that works may look into no other.
+    let engine = Engine::of(getppid().as_raw()).filter(|_| starts(&args));
     let said = |done: Result<(), HookError>| done.inspect_err(|error| complain(&log, error)).is_ok();
-    let done = confine::work(rights(&args), || said(run(&args, &log)));
+    let done = confine::work(rights(&args), || said(run(&args, engine.as_ref(), &log)));
     let done = done.unwrap_or_else(|error| said(Err(HookError::Work(error))));
     if done { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
@@ -177,6 +182,11 @@ fn rights(args: &[String]) -> Rights {
     }
 }
 
+/// Whether somebody waits for what the stage does.
+fn starts(args: &[String]) -> bool {
+    args.first().is_some_and(|stage| stage != "poststop")
+}
+
 /// The answer to `--help` and `--version`, which are no stages.
 fn told(args: &[String]) -> Option<String> {
     match args.first()?.as_str() {
@@ -186,14 +196,14 @@ fn told(args: &[String]) -> Option<String> {
     }
 }
 
-fn run(args: &[String], log: &Log) -> Result<(), HookError> {
+fn run(args: &[String], engine: Option<&Engine>, log: &Log) -> Result<(), HookError> {
     let stage = args.first().map(String::as_str).unwrap_or_default();
     let asked = || Asked::parse(args[1..].iter().map(String::as_str));
     match stage {
-        "precreate" => precreate::precreate(log),
-        "createRuntime" => create_runtime(&read_state()?, log),
-        "prestart" => prestart::prestart(&read_state()?, None, log),
-        cdi::STAGE => by_cdi(&read_state()?, asked(), log),
+        "precreate" => precreate::precreate(engine, log),
+        "createRuntime" => create_runtime(&read_state()?, engine, log),
+        "prestart" => prestart::prestart(&read_state()?, None, engine, log),
+        cdi::STAGE => by_cdi(&read_state()?, asked(), engine, log),
         // For containers of CDI devices, with the same arguments as before their start.
         "poststop" => poststop(&read_state()?, asked().is_ok()),
         _ => Err(HookError::UnknownStage(crate::text::safe(stage))),
@@ -201,20 +211,25 @@ fn run(args: &[String], log: &Log) -> Result<(), HookError> {
 }
 
 /// The container exists: binds the lease that it was given before, or gives it its share now.
-fn create_runtime(state: &State, log: &Log) -> Result<(), HookError> {
+fn create_runtime(state: &State, engine: Option<&Engine>, log: &Log) -> Result<(), HookError> {
     match lease(state)? {
         Some(lease) => {
             confine::narrow(Rights::Ledger);
             create_runtime::bind(state, &lease)
         }
-        None => prestart::prestart(state, None, log),
+        None => prestart::prestart(state, None, engine, log),
     }
 }
 
 /// The container has a CDI device of ours: gives it that share, unless another door was first.
-fn by_cdi(state: &State, asked: Result<Asked, CdiError>, log: &Log) -> Result<(), HookError> {
+fn by_cdi(
+    state: &State,
+    asked: Result<Asked, CdiError>,
+    engine: Option<&Engine>,
+    log: &Log,
+) -> Result<(), HookError> {
     let asked = asked.map_err(|source| HookError::Cdi { id: name(state), source })?;
-    prestart::prestart(state, Some(&asked), log)
+    prestart::prestart(state, Some(&asked), engine, log)
 }
 
 /// The container's state from standard input.

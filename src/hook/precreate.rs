@@ -15,6 +15,7 @@ use crate::admit::{self, Admission, Candidate};
 use crate::apply::JsonFile;
 use crate::config::{self, Config};
 use crate::confine;
+use crate::engine::Engine;
 use crate::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use crate::process::Process;
 use crate::runtime::log::{Level, Log, one_line};
@@ -29,12 +30,12 @@ const LONGEST: usize = 16 << 20;
 ///
 /// A refusal is no failure of this program: Podman would show its exit status and nothing else. The
 /// config.json that it gets makes the container's creation fail with the reason.
-pub(super) fn precreate(log: &Log) -> Result<(), HookError> {
+pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> Result<(), HookError> {
     // Before anything else: the process that is to answer for the lease.
     let engine = Process::find(confine::engine());
     let file = read()?;
     let mut spec = file.parse()?;
-    let refusal = match admitted(&spec, engine, log) {
+    let refusal = match admitted(&spec, engine, waits, log) {
         Ok(None) => return print(&file.text),
         Ok(Some(granted)) => match granted.finish(engine) {
             Ok(()) => return Ok(()),
@@ -64,13 +65,18 @@ struct Granted {
 }
 
 /// Finds the container its share. `None`: it is none of ours, or another door was first.
-fn admitted(spec: &Value, engine: Option<Process>, log: &Log) -> Result<Option<Granted>, HookError> {
-    if !admit::is_ours(spec)? {
+fn admitted(
+    spec: &Value,
+    engine: Option<Process>,
+    waits: Option<&Engine>,
+    log: &Log,
+) -> Result<Option<Granted>, HookError> {
+    if !admit::is_ours(spec, None).map_err(admit::AdmitError::from)? {
         return Ok(None);
     }
     let config = config::load()?;
     let owner = Process::current().map_err(HookError::Process)?;
-    let candidate = Candidate { container: container(spec)?, owner, share: None };
+    let candidate = Candidate { container: container(spec)?, owner, share: None, engine: waits };
     let is_first = spec.pointer("/annotations").is_none_or(|all| all.get(LEASE_ANNOTATION).is_none());
     if let Some(engine) = engine.filter(|_| is_first) {
         admit::abandon(candidate.container.uid, &candidate.container.id, engine, &config)?;

@@ -11,13 +11,19 @@ use crate::admit::{self, Late};
 use crate::apply::JsonFile;
 use crate::cdi::Asked;
 use crate::config;
+use crate::engine::Engine;
 use crate::ledger::Container;
 use crate::process::Process;
 use crate::runtime::log::{Level, Log};
 use crate::text::safe;
 
 /// Gives the container its share, if it asks for one: by its annotations, or `by_cdi`.
-pub(super) fn prestart(state: &State, by_cdi: Option<&Asked>, log: &Log) -> Result<(), HookError> {
+pub(super) fn prestart(
+    state: &State,
+    by_cdi: Option<&Asked>,
+    engine: Option<&Engine>,
+    log: &Log,
+) -> Result<(), HookError> {
     let id = safe(&state.id);
     let failed = |why: String| HookError::Start { id: id.clone(), why };
     let bundle = bundle(state).map_err(failed)?;
@@ -34,7 +40,8 @@ pub(super) fn prestart(state: &State, by_cdi: Option<&Asked>, log: &Log) -> Resu
     let config = config::load()?;
     let container = container(state, &bundle, &spec).map_err(failed)?;
     let say = |level, text: &str| log.write(level, &format!("container {id}: {text}"));
-    match admit::late(&container, init, &spec, by_cdi, &config).map_err(|error| failed(error.to_string()))? {
+    let admitted = admit::late(&container, init, &spec, by_cdi, engine, &config);
+    match admitted.map_err(|error| failed(error.to_string()))? {
         Late::NotOurs => {}
         Late::AlreadyGranted(lease) => say(Level::Debug, &format!("it has lease {lease} already")),
         Late::Granted { warnings, environment, .. } => {

@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{Fingerprint, Inventory, seen};
+use super::{Fingerprint, Inventory, MpsPrograms, seen};
 use crate::config::{Config, Inject};
 use crate::replace::replace;
 use crate::state_dir::{self, distrust_file};
@@ -121,7 +121,10 @@ pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
     if let Some(bus_id) = seen.lost.into_iter().find(|lost| inventory.fingerprint.gpus.contains(lost)) {
         return Err(InventoryError::FellOffTheBus { bus_id });
     }
-    match difference(&inventory.fingerprint, &seen.fingerprint).or_else(|| missing_file(config, &inventory)) {
+    let changed = difference(&inventory.fingerprint, &seen.fingerprint)
+        .or_else(|| missing_file(config, &inventory))
+        .or_else(|| new_programs(config, &inventory));
+    match changed {
         Some(changed) => Err(InventoryError::Stale { path, changed }),
         None => Ok(inventory),
     }
@@ -209,6 +212,13 @@ fn missing_file(config: &Config, inventory: &Inventory) -> Option<String> {
     };
     let source = inventory.files.iter().map(|file| &file.source).find(|source| gone(source))?;
     Some(format!("driver file {} is gone", safe(&source.display().to_string())))
+}
+
+/// Whoever is told to install the MPS programs has done so.
+fn new_programs(config: &Config, inventory: &Inventory) -> Option<String> {
+    let root = &config.driver.root;
+    let found = inventory.driver.mps_control.is_none() && MpsPrograms::find(root).both(root).is_ok();
+    found.then(|| "the driver's MPS programs were not there then".to_owned())
 }
 
 #[cfg(test)]

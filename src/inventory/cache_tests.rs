@@ -31,6 +31,7 @@ fn inventory(config: &Config) -> Inventory {
             cuda: (13, 0),
             simulated: true,
             mps_control: None,
+            mps_missing: None,
             smi: None,
             majors: Majors { nvidia: Some(195), uvm: Some(510), caps: Some(241) },
             mig_caps: [None, None],
@@ -88,6 +89,19 @@ fn stale_when_the_module_was_reloaded_in_another_version() {
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  590.44.01  x\n",
     );
     assert_eq!(stale(&config), "driver 580.159.04 then, 590.44.01 now");
+}
+
+#[test]
+fn stale_once_both_mps_programs_are_installed() {
+    let (root, config) = stored();
+    root.program("/usr/bin/nvidia-cuda-mps-control");
+    load(&config).unwrap();
+    root.program("/usr/sbin/nvidia-cuda-mps-server");
+    assert_eq!(stale(&config), "the driver's MPS programs were not there then");
+    rewrite(&config, |inventory| {
+        inventory.driver.mps_control = Some("/usr/bin/nvidia-cuda-mps-control".into());
+    });
+    load(&config).unwrap();
 }
 
 #[test]

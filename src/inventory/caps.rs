@@ -8,7 +8,7 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
@@ -92,7 +92,7 @@ fn capability(root: &Path, file: &str, minor: u32) -> io::Result<u32> {
 pub(super) fn make_node(root: &Path, node: &Node, mode: u32) -> io::Result<()> {
     let path: PathBuf = under(root, &node.path.to_string_lossy());
     if let Some(dir) = path.parent() {
-        fs::DirBuilder::new().recursive(true).mode(0o755).create(dir)?;
+        crate::state_dir::create(dir)?;
     }
     match mknod(&path, SFlag::S_IFCHR, Mode::empty(), makedev(node.major.into(), node.minor.into())) {
         // The umask has no say in it.

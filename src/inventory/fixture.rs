@@ -1,6 +1,7 @@
 //! A driver root in a temporary directory, for this module's tests.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use tempfile::TempDir;
@@ -43,7 +44,13 @@ impl Root {
         self
     }
 
-    #[cfg(feature = "cli")]
+    /// A file that can be run.
+    pub fn program(&self, path: &str) -> &Self {
+        self.file(path, "");
+        fs::set_permissions(super::under(self.path(), path), fs::Permissions::from_mode(0o755)).unwrap();
+        self
+    }
+
     pub fn link(&self, path: &str, target: &str) -> &Self {
         let path = super::under(self.path(), path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();

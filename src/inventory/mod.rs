@@ -22,6 +22,8 @@ mod part;
 mod probe;
 #[cfg(feature = "cli")]
 mod processes;
+mod programs;
+mod resolve;
 #[cfg(feature = "cli")]
 mod running;
 mod seen;
@@ -54,6 +56,8 @@ pub use probe::{ProbeError, probe};
 pub(crate) use processes::cgroups;
 #[cfg(feature = "cli")]
 pub(crate) use processes::describe;
+pub use programs::MissingPrograms;
+pub(crate) use programs::MpsPrograms;
 #[cfg(feature = "cli")]
 pub(crate) use running::{compute_processes, graphics_processes, mps_clients};
 #[cfg(feature = "cli")]
@@ -108,8 +112,11 @@ pub struct Driver {
     pub cuda: (u32, u32),
     /// Whether the kernel module says that it is simulated.
     pub simulated: bool,
-    /// `nvidia-cuda-mps-control`, where it is installed.
+    /// `nvidia-cuda-mps-control`, where it and its server are installed.
     pub mps_control: Option<PathBuf>,
+    /// What of the MPS programs is missing where one of them is there.
+    #[serde(default)]
+    pub mps_missing: Option<String>,
     /// `nvidia-smi`, where it is installed.
     pub smi: Option<PathBuf>,
     /// Majors from /proc/devices.
@@ -303,6 +310,12 @@ impl Device {
     pub fn sms_at(&self, share: Percent) -> Option<u64> {
         let all = u64::from(self.sm_count?);
         Some((share.of(all) / 2 * 2).max(FEWEST_SMS.min(all)))
+    }
+
+    /// Whether MPS knows no limits on it (CUDA MPS documentation, "Volta MPS").
+    #[must_use]
+    pub fn is_before_volta(&self) -> bool {
+        self.compute_capability < (7, 0)
     }
 }
 

@@ -13,6 +13,7 @@ use super::cache::SCHEMA;
 use super::files::{Found, Machine};
 use super::kernel::KernelModule;
 use super::nodes::{NodeError, check_node};
+use super::programs::{self, MissingPrograms, MpsPrograms};
 use super::seen::{self, Seen};
 use super::{
     Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, caps, files, kernel, nvml, under,
@@ -142,6 +143,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     let nvml = asked.init()?;
     let cuda = nvml::cuda_version(&nvml).map_err(|error| asked.failed("tell CUDA's version", &error))?;
     let devices = asked.devices(&nvml, &seen, majors)?;
+    let (mps_control, mps_missing) = mps_programs(root);
     Ok(Inventory {
         schema: SCHEMA.to_owned(),
         fingerprint: seen.fingerprint,
@@ -151,14 +153,24 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
             version: module.version.clone(),
             cuda,
             simulated: module.simulated,
-            mps_control: files::program(root, "nvidia-cuda-mps-control"),
-            smi: files::program(root, "nvidia-smi"),
+            mps_control,
+            mps_missing,
+            smi: programs::program(root, "nvidia-smi"),
             majors: majors.all,
             mig_caps: caps::privileged(root, majors.all.caps),
         },
         devices,
         files: found.files,
     })
+}
+
+/// The control program, if it has its server; else what to say where half of them is there.
+fn mps_programs(root: &Path) -> (Option<PathBuf>, Option<String>) {
+    match MpsPrograms::find(root).both(root) {
+        Ok((control, _)) => (Some(control.to_owned()), None),
+        Err(MissingPrograms::Control { .. }) => (None, None),
+        Err(missing) => (None, Some(missing.to_string())),
+    }
 }
 
 /// GPUs in MIG mode and their MIG devices, by NVML alone.

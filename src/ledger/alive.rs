@@ -114,7 +114,6 @@ fn is_of(record: &Record, lease: &Lease) -> bool {
     }
 }
 
-#[cfg(feature = "cli")]
 impl Ledger {
     /// As it would be after [`super::Store::update`], and what that would free; nothing is written.
     #[must_use]
@@ -126,6 +125,37 @@ impl Ledger {
 }
 
 impl Lease {
+    /// What says that its container may live, for whoever wants the lease to be freed: each place that was looked at.
+    #[cfg(feature = "cli")]
+    #[must_use]
+    pub fn signs_of_life(&self) -> Vec<String> {
+        let path = |path: &Path| safe(&path.to_string_lossy());
+        let mut signs = Vec::new();
+        match &self.init {
+            Some(init) if init.process.is_alive() => {
+                signs.push(format!("its process {} runs", init.process.pid));
+            }
+            Some(init) if has_processes(init) => {
+                let (pid, cgroup) = (init.process.pid, init.cgroup.as_deref().map(path).unwrap_or_default());
+                signs.push(format!("its first process {pid} is gone, but not all in its cgroup {cgroup}"));
+            }
+            _ => {}
+        }
+        if self.init.is_none() && self.owner.is_alive() && !self.is_overdue() {
+            signs.push(format!("process {} is starting it", self.owner.pid));
+        }
+        if let (None, false, Err(error)) = (&self.init, self.brokered, Record::read(&self.container.record)) {
+            signs.push(format!(
+                "its runtime's record {} cannot be read ({}), so nobody can tell; the process that started it, {}, is {}",
+                path(&self.container.record),
+                safe(&error.to_string()),
+                self.owner.pid,
+                if self.owner.is_alive() { "there still" } else { "gone" },
+            ));
+        }
+        signs
+    }
+
     /// Whether its container's first process, or anything in its cgroup, still runs.
     #[must_use]
     pub fn has_processes(&self) -> bool {
@@ -179,8 +209,12 @@ fn is_populated_v1(dir: &Path) -> io::Result<bool> {
             Err(error) if is_removed(&error) => continue,
             entries => entries?,
         };
-        let directories = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-        open.extend(directories.map(|entry| entry.path()));
+        for entry in entries {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                open.push(entry.path());
+            }
+        }
     }
     Ok(false)
 }
@@ -193,7 +227,7 @@ fn has_live_process(dir: &Path) -> io::Result<bool> {
     };
     let pids = String::from_utf8_lossy(&pids).into_owned();
     let mut pids = pids.lines().filter_map(|line| line.parse().ok());
-    Ok(pids.any(|pid| Process::find(pid).is_some_and(|process| process.is_alive())))
+    Ok(pids.any(Process::may_run))
 }
 
 /// A cgroup removed while it is open answers ENODEV.
@@ -203,10 +237,12 @@ fn is_removed(error: &io::Error) -> bool {
 
 fn warn(lease: &Lease, error: &io::Error) {
     tracing::warn!(
-        "container {}: its record {} cannot be read ({}): lease {} is kept, `sublet lease release` frees it",
-        safe(&lease.container.id),
+        "container {}: its record {} cannot be read ({}): lease {} is kept; `sublet lease release --force {}` frees it, \
+         if you know that the container is gone",
+        safe(&lease.container.name()),
         safe(&lease.container.record.to_string_lossy()),
         safe(&error.to_string()),
+        lease.id,
         lease.id
     );
 }

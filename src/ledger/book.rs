@@ -2,7 +2,10 @@
 
 use std::path::Path;
 
-use super::{Container, Lease, LeaseId, Ledger, Leftover, SCHEMA};
+use super::{
+    Ceiling, Container, DEFAULT_STATE_DIR, Lease, LeaseId, Ledger, Leftover, MemoryCeiling, SCHEMA,
+    STATE_DIR, Server,
+};
 use crate::inventory::GpuProcess;
 use crate::mps::ServerKey;
 use crate::request::Percent;
@@ -28,13 +31,16 @@ impl Ledger {
         Self {
             schema: SCHEMA.to_owned(),
             boot_id: boot_id.to_owned(),
+            namespaces: None,
             leases: Vec::new(),
             servers: Vec::new(),
             compute_modes: Vec::new(),
             drained: Vec::new(),
             unexplained: Vec::new(),
+            lost: false,
             leftovers: Vec::new(),
             mig: super::MigChanges::default(),
+            keeper: None,
         }
     }
 
@@ -72,12 +78,46 @@ impl Ledger {
         self.leases.iter().filter(move |lease| lease.server.as_ref() == Some(key))
     }
 
-    /// The SM ceiling that the server `key` should have: its largest lease's, 100 % if one has no
-    /// ceiling; `None` when it serves nobody.
+    /// The ceiling that the server `key` should have: the least that admits all its leases; `None` when it
+    /// serves nobody.
     #[must_use]
-    pub fn wanted_ceiling(&self, key: &ServerKey) -> Option<Percent> {
-        let whole = |_: &Lease| Percent::WHOLE;
-        self.on_server(key).map(if cfg!(sublet_without = "b4") { whole } else { Lease::ceiling }).max()
+    pub fn wanted_ceiling(&self, key: &ServerKey) -> Option<Ceiling> {
+        let none = |_: &Lease| Ceiling::NONE;
+        let of = if cfg!(sublet_without = "b4") { none } else { Lease::ceiling };
+        self.on_server(key).map(of).reduce(Ceiling::or)
+    }
+
+    /// How many devices the server `key` serves its leases on: as many ordinals have a memory ceiling each.
+    #[must_use]
+    pub fn devices_of(&self, key: &ServerKey) -> usize {
+        self.on_server(key).map(|lease| lease.devices.len()).max().unwrap_or(1)
+    }
+
+    /// Daemons for all of a device that serve nobody, on the devices of `lease` and not its own: they are to end
+    /// before its container starts.
+    pub fn in_the_way<'a>(&'a self, lease: &'a Lease) -> impl Iterator<Item = &'a ServerKey> {
+        let shared = self.servers.iter().filter(|server| LeaseId::parse(&server.key.0).is_none());
+        let on_its = shared.filter(|server| lease.devices.iter().any(|device| server.serves(device)));
+        let others = on_its.filter(|server| lease.server.as_ref() != Some(&server.key));
+        others.map(|server| &server.key).filter(|key| self.on_server(key).next().is_none())
+    }
+
+    /// Whether `server` runs on a device that was closed after a loss, or on nobody knows which.
+    pub(crate) fn is_unexplained(&self, server: &Server) -> bool {
+        self.unexplained.iter().any(|device| server.devices.is_empty() || server.serves(device))
+    }
+
+    /// Writes down which servers have begun, or ceased, to wait for a lease; `now`: seconds since boot.
+    pub(super) fn note_idle(&mut self, now: impl Fn() -> u64) {
+        let leases = &self.leases;
+        for server in &mut self.servers {
+            let idle = !leases.iter().any(|lease| lease.server.as_ref() == Some(&server.key));
+            match (idle, server.idle_since) {
+                (true, None) => (server.idle_since, server.mode_left) = (Some(now()), true),
+                (false, Some(_)) => server.idle_since = None,
+                _ => {}
+            }
+        }
     }
 
     /// Adds `lease`.
@@ -148,13 +188,14 @@ impl Ledger {
 }
 
 impl Lease {
-    /// The SM ceiling that this lease wants of its server. A server of its own has that of each of its
-    /// processes as ceiling: it holds for those that come without the lease's environment, too.
+    /// The ceiling that this lease wants of its server, which holds for processes without the lease's
+    /// environment, too. Memory is the part of one process; SMs are that on a server of its own alone.
     #[must_use]
-    pub fn ceiling(&self) -> Percent {
+    pub fn ceiling(&self) -> Ceiling {
         let own = self.server.as_ref().is_some_and(|key| key.0 == self.id.as_str());
         let clients = if own { self.processes.max(1) } else { 1 };
-        self.sm.map_or(Percent::WHOLE, |sm| Percent::from_thousandths(sm.thousandths() / clients))
+        let sm = self.sm.map_or(Percent::WHOLE, |sm| Percent::from_thousandths(sm.thousandths() / clients));
+        Ceiling { sm, memory: MemoryCeiling::of_each(self.memory_bytes, self.processes) }
     }
 
     /// Whether a process is in its container's cgroup or below it.
@@ -163,11 +204,15 @@ impl Lease {
         has_cgroup(self, process)
     }
 
-    /// The value of [`super::LEASE_RECORD_ANNOTATION`].
+    /// The value of [`super::LEASE_RECORD_ANNOTATION`], in the ledger of `state_dir`.
     #[must_use]
-    pub fn to_annotation(&self) -> String {
+    pub fn to_annotation(&self, state_dir: &Path) -> String {
+        let mut value = serde_json::to_value(self).unwrap_or_default();
+        if let Some(lease) = value.as_object_mut().filter(|_| state_dir != Path::new(DEFAULT_STATE_DIR)) {
+            lease.insert(STATE_DIR.to_owned(), state_dir.to_string_lossy().into());
+        }
         // Only maps with other keys than strings cannot be JSON, and a lease has none.
-        serde_json::to_string(self).unwrap_or_default()
+        serde_json::to_string(&value).unwrap_or_default()
     }
 }
 
@@ -241,7 +286,7 @@ pub(crate) mod fixture {
 mod tests {
     use super::fixture::lease;
     use super::*;
-    use crate::ledger::Init;
+    use crate::ledger::{Init, Server, ServerState};
     use crate::process::Process;
 
     fn ledger(leases: Vec<Lease>) -> Ledger {
@@ -301,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ceiling_is_the_largest_lease_and_whole_where_one_has_none() {
+    fn the_ceiling_is_the_largest_lease_and_none_where_one_has_none() {
         let key = ServerKey("GPU-a".into());
         let with = |n, sm: Option<u32>| Lease {
             server: Some(key.clone()),
@@ -310,21 +355,35 @@ mod tests {
         };
         let mut ledger = ledger(vec![]);
         assert_eq!(ledger.wanted_ceiling(&key), None);
-        ledger.leases = vec![with(1, Some(25_000)), with(2, Some(60_000))];
-        assert_eq!(ledger.wanted_ceiling(&key), Some(Percent::from_thousandths(60_000)));
-        ledger.leases.push(with(3, None));
-        assert_eq!(ledger.wanted_ceiling(&key), Some(Percent::from_thousandths(100_000)));
+        let wanted = |ledger: &Ledger| {
+            let ceiling = ledger.wanted_ceiling(&key).unwrap();
+            (ceiling.sm.thousandths(), ceiling.memory)
+        };
+        let memory = |n, bytes| Lease { memory_bytes: Some(bytes), processes: 2, ..with(n, Some(25_000)) };
+        ledger.leases = vec![memory(1, 4 << 30), Lease { processes: 1, ..memory(2, 3 << 30) }];
+        assert_eq!(
+            wanted(&ledger),
+            (25_000, MemoryCeiling::Mebibytes(3072)),
+            "each process has 2 GiB of the 4"
+        );
+        ledger.leases.push(with(3, Some(60_000)));
+        assert_eq!(wanted(&ledger), (60_000, MemoryCeiling::Unlimited));
+        ledger.leases.push(Lease { sm: None, ..memory(4, 8 << 30) });
+        ledger.leases.remove(2);
+        assert_eq!(wanted(&ledger), (100_000, MemoryCeiling::Mebibytes(4096)));
     }
 
     #[test]
     fn a_server_of_its_own_has_the_part_of_one_process_as_ceiling() {
         let key = |text: &str| Some(ServerKey(text.into()));
         let (sm, processes) = (Some(Percent::from_thousandths(25_000)), 2);
-        let own = Lease { server: key("0000000000000001"), sm, processes, ..lease(1, "GPU-a") };
-        assert_eq!(own.ceiling(), Percent::from_thousandths(12_500));
+        let memory_bytes = Some(8 << 30);
+        let own = Lease { server: key("0000000000000001"), sm, memory_bytes, processes, ..lease(1, "GPU-a") };
+        let memory = MemoryCeiling::Mebibytes(4096);
+        assert_eq!(own.ceiling(), Ceiling { sm: Percent::from_thousandths(12_500), memory });
         let shared = Lease { server: key("GPU-a"), ..own.clone() };
-        assert_eq!(shared.ceiling(), Percent::from_thousandths(25_000));
-        assert_eq!(Lease { sm: None, ..own }.ceiling(), Percent::WHOLE);
+        assert_eq!(shared.ceiling(), Ceiling { sm: Percent::from_thousandths(25_000), memory });
+        assert_eq!(Lease { sm: None, memory_bytes: None, ..own }.ceiling(), Ceiling::NONE);
     }
 
     fn process(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
@@ -336,6 +395,40 @@ mod tests {
             cgroups: vec![cgroup.into()],
             mps_server: false,
         }
+    }
+
+    #[test]
+    fn a_server_is_idle_from_its_last_lease_to_its_next() {
+        let served = |n| Lease { server: Some(ServerKey("GPU-a".into())), ..lease(n, "GPU-a") };
+        let mut ledger = ledger(vec![served(1)]);
+        ledger.servers.push(Server {
+            key: ServerKey("GPU-a".into()),
+            devices: vec!["GPU-a".into()],
+            daemon: None,
+            state: ServerState::Serving,
+            ceiling: crate::ledger::Ceiling::NONE,
+            answered_at: 0,
+            idle_since: None,
+            mode_left: false,
+        });
+        let mut seen = Vec::new();
+        let mut at = |ledger: &mut Ledger, now| {
+            ledger.note_idle(|| now);
+            seen.push((ledger.servers[0].idle_since, ledger.servers[0].mode_left));
+        };
+        at(&mut ledger, 1);
+        let lease = ledger.leases.pop();
+        at(&mut ledger, 2);
+        at(&mut ledger, 3);
+        ledger.leases.extend(lease);
+        at(&mut ledger, 4);
+        assert_eq!(seen, [(None, false), (Some(2), true), (Some(2), true), (None, true)]);
+        let other = Lease { server: None, ..served(2) };
+        assert_eq!(ledger.in_the_way(&other).count(), 0, "it serves");
+        ledger.leases.clear();
+        assert_eq!(ledger.in_the_way(&other).count(), 1);
+        assert_eq!(ledger.in_the_way(&served(3)).count(), 0, "its own");
+        assert_eq!(ledger.in_the_way(&Lease { devices: vec!["GPU-b".into()], ..other }).count(), 0);
     }
 
     #[test]

@@ -2,14 +2,21 @@
 
 use std::path::Path;
 
-use super::Lease;
 use super::record::Record;
+use super::{DEFAULT_STATE_DIR, Lease, STATE_DIR};
 
 impl Lease {
     /// The lease that [`Lease::to_annotation`] wrote; nothing where it did not.
     #[must_use]
     pub fn from_annotation(text: &str) -> Option<Self> {
         serde_json::from_str(text).ok()
+    }
+
+    /// Whether `text`, which [`Lease::to_annotation`] wrote, is of the ledger in `state_dir`. What cannot be read may be.
+    pub(super) fn is_annotation_of(text: &str, state_dir: &Path) -> bool {
+        let Ok(value) = serde_json::from_str::<serde_json::Value>(text) else { return true };
+        let of = value.get(STATE_DIR).and_then(serde_json::Value::as_str).unwrap_or(DEFAULT_STATE_DIR);
+        Path::new(of) == state_dir
     }
 
     /// The lease of a container that its low-level runtime has a record of in `dir` still, and whose first
@@ -37,7 +44,7 @@ mod tests {
             std::fs::write(dir.path().join("status"), status).unwrap();
         };
         assert_eq!(Lease::of_ended(dir.path()), None);
-        let config = serde_json::json!({"annotations": {"sublet.lease.record": held.to_annotation()}});
+        let config = serde_json::json!({"annotations": {"sublet.lease.record": held.to_annotation(Path::new(DEFAULT_STATE_DIR))}});
         std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
         let me = Process::current().unwrap();
         write(me);

@@ -3,11 +3,15 @@
 mod alive;
 mod bind;
 mod book;
+mod ceiling;
+mod devices;
 mod ended;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod made;
+mod mark;
 mod mig;
+mod namespaces;
 mod rebuild;
 mod record;
 mod store;
@@ -22,14 +26,17 @@ pub use bind::{Binding, NotBound};
 pub use book::Doubled;
 #[cfg(test)]
 pub(crate) use book::fixture;
+pub use ceiling::{Ceiling, MemoryCeiling};
 #[cfg(test)]
 pub(crate) use made::fixture as made_fixture;
 pub use made::{Awaited, Made};
 pub use mig::{MigBusy, MigChange, MigChanges};
+pub use namespaces::Namespaces;
+pub(crate) use record::Record;
 #[cfg(feature = "cli")]
 pub(crate) use record::read_up_to;
-pub(crate) use store::written;
 pub use store::{Freed, LedgerError, Store};
+pub(crate) use store::{is_there, written};
 
 use crate::inventory::ComputeMode;
 use crate::mps::ServerKey;
@@ -47,6 +54,13 @@ pub const LEASE_ANNOTATION: &str = "sublet.lease";
 /// Nobody reads it while the ledger is sound. runc and crun keep the annotations with their record of a
 /// container, so that a lost ledger is rebuilt from what really runs.
 pub const LEASE_RECORD_ANNOTATION: &str = "sublet.lease.record";
+/// Where the ledger is that a lease without [`STATE_DIR`] in its annotation stands in (`state_dir` of the configuration).
+const DEFAULT_STATE_DIR: &str = "/run/sublet";
+/// The key in that annotation that says where the ledger is: runtimes keep the records of all of them together.
+const STATE_DIR: &str = "state_dir";
+
+/// The annotation that says what else stands in a config.json for a share: a bundle that is run anew is rid of it first.
+pub const LEASE_EDITS_ANNOTATION: &str = "sublet.lease.edits";
 
 /// `ledger.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -55,6 +69,9 @@ pub struct Ledger {
     pub schema: String,
     /// A ledger of another boot holds nothing that lives.
     pub boot_id: String,
+    /// Where its process ids mean what they say; nothing while it names no process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub namespaces: Option<Namespaces>,
     /// Every lease that has not ended.
     pub leases: Vec<Lease>,
     /// Every MPS daemon we started and have not seen the end of.
@@ -65,12 +82,18 @@ pub struct Ledger {
     pub drained: Vec<String>,
     /// Devices that take no new lease because a rebuild could not explain what runs there.
     pub unexplained: Vec<String>,
+    /// It was rebuilt without its copy, and no inventory from before tells who has come to the devices since.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lost: bool,
     /// What ended containers left in their directories, until it is cleared away: a crash must not lose it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub leftovers: Vec<Leftover>,
     /// Changes of MIG layouts.
     #[serde(default, skip_serializing_if = "MigChanges::are_none")]
     pub mig: MigChanges,
+    /// `sublet serve`, while it runs: who ends daemons that wait for the next lease.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keeper: Option<Process>,
 }
 
 /// Files of ours in places that outlive the container.
@@ -251,16 +274,33 @@ pub struct Init {
 pub struct Server {
     /// Its directory's name under `mps/`: the device's UUID, or the lease id.
     pub key: ServerKey,
-    /// The device it serves.
-    pub device: String,
+    /// The devices it serves, in the order its clients count them: one, or all of a lease that has several. None
+    /// where a rebuild could not tell.
+    #[serde(rename = "device", with = "devices")]
+    pub devices: Vec<String>,
     /// The control daemon.
     pub daemon: Option<Process>,
     /// Its state.
     pub state: ServerState,
-    /// SM ceiling in force for new clients.
-    pub ceiling: Percent,
+    /// In force for new clients: never more than is.
+    #[serde(flatten)]
+    pub ceiling: Ceiling,
     /// When it last gave a real answer, in seconds since the epoch.
     pub answered_at: u64,
+    /// Since when it serves no lease, in seconds since boot: [`Store::update`] keeps it so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_since: Option<u64>,
+    /// It has been without a lease since the compute mode was looked at: that is to be done again before it serves.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub mode_left: bool,
+}
+
+impl Server {
+    /// Whether it serves `device`, a UUID.
+    #[must_use]
+    pub fn serves(&self, device: &str) -> bool {
+        self.devices.iter().any(|own| own == device)
+    }
 }
 
 /// States of a daemon.

@@ -12,7 +12,6 @@ use super::{Lease, LeaseId, LeaseState, Ledger, Server, ServerState};
 use crate::inventory::{Device, GpuProcess, Inventory};
 use crate::mps::ServerKey;
 use crate::process::Process;
-use crate::request::Percent;
 use crate::text::safe;
 
 /// Where root's runtimes keep their records: `ROOT/ID`. A `*` ends a component and stands for its rest.
@@ -29,6 +28,12 @@ const ROOTS: [&str; 4] = [
     "/run/containerd/runc/*",
 ];
 
+/// Where a daemon writes its pid, in its directory below `mps/`.
+const PID_FILE: &str = "pipe/nvidia-cuda-mps-control.pid";
+
+/// As the kernel cuts `nvidia-cuda-mps-control` (proc(5), comm).
+const MPS_COMM: &[u8] = b"nvidia-cuda-mps";
+
 /// The file in the state directory that names further roots, one in a line.
 const FURTHER_ROOTS: &str = "roots";
 
@@ -36,7 +41,7 @@ const FURTHER_ROOTS: &str = "roots";
 /// still live is for the caller to see, as with any ledger.
 pub(super) fn rebuild(state_dir: &Path, boot_id: &str, last: Option<Ledger>) -> Ledger {
     let mut ledger = last.unwrap_or_else(|| Ledger::empty(boot_id));
-    for lease in roots(state_dir).iter().flat_map(|root| leases_in(root)) {
+    for lease in roots(state_dir).iter().flat_map(|root| leases_in(root, state_dir)) {
         if ledger.lease(&lease.id).is_some() {
             continue;
         }
@@ -53,18 +58,42 @@ pub(super) fn rebuild(state_dir: &Path, boot_id: &str, last: Option<Ledger>) -> 
     ledger
 }
 
+/// What tells that there was a ledger since boot, where there is none: it was lost then. Without a trace it is the
+/// first.
+pub(super) fn trace(state_dir: &Path) -> Option<String> {
+    let name = |path: &Path| safe(&path.to_string_lossy());
+    let further = state_dir.join(FURTHER_ROOTS);
+    if !further_roots(state_dir).is_empty() {
+        return Some(format!("{} is there", name(&further)));
+    }
+    // A command that only asks makes the directories for the sake of their lock; a daemon writes down its pid.
+    let started = |entry: &fs::DirEntry| fs::symlink_metadata(entry.path().join(PID_FILE)).is_ok();
+    if let Some(entry) = fs::read_dir(state_dir.join("mps")).into_iter().flatten().flatten().find(started) {
+        return Some(format!("{} was an MPS daemon's", name(&entry.path())));
+    }
+    if let Some((_, daemon)) = running_daemons(state_dir).first() {
+        return Some(format!("its MPS daemon {} runs", daemon.pid));
+    }
+    let ours = |dir: &PathBuf| {
+        let record = Record::read(dir).ok().flatten();
+        record.is_some_and(|record| record.lease.is_some() && is_of(&record, state_dir))
+    };
+    let record = roots(state_dir).iter().flat_map(|root| records_in(root)).find(ours)?;
+    Some(format!("{} is the record of a container with a share", name(&record)))
+}
+
 /// Devices on which something runs that no lease of `ledger` explains, by UUID.
 pub(super) fn unexplained(state_dir: &Path, ledger: &Ledger) -> Vec<String> {
     let devices =
         inventory(state_dir, &ledger.boot_id).map(|inventory| inventory.devices).unwrap_or_default();
     let stray: Vec<&Server> = ledger.servers.iter().filter(|server| is_stray(server, ledger)).collect();
     // A server without a device may be on any.
-    let anywhere = stray.iter().any(|server| server.device.is_empty());
+    let anywhere = stray.iter().any(|server| server.devices.is_empty());
     let closed = |device: &&Device| {
         anywhere || device.processes.iter().any(|process| !is_explained(process, device, ledger))
     };
     let mut uuids: Vec<String> = devices.iter().filter(closed).map(|device| device.uuid.clone()).collect();
-    uuids.extend(stray.iter().map(|server| server.device.clone()).filter(|uuid| !uuid.is_empty()));
+    uuids.extend(stray.iter().flat_map(|server| server.devices.iter().cloned()));
     uuids.sort();
     uuids.dedup();
     uuids
@@ -77,26 +106,42 @@ fn is_stray(server: &Server, ledger: &Ledger) -> bool {
 
 fn is_explained(process: &GpuProcess, device: &Device, ledger: &Ledger) -> bool {
     let served =
-        |server: &Server| server.device == device.uuid && ledger.on_server(&server.key).next().is_some();
+        |server: &Server| server.serves(&device.uuid) && ledger.on_server(&server.key).next().is_some();
     ledger.lease_of_process(process).is_some()
         || (process.mps_server && ledger.servers.iter().any(served))
-        || Process::find(process.pid).is_none_or(|process| !process.is_alive())
+        || !Process::may_run(process.pid)
 }
 
 /// The inventory of this boot, however old: it says which devices there are and who was on them.
-fn inventory(state_dir: &Path, boot_id: &str) -> Option<Inventory> {
+pub(super) fn inventory(state_dir: &Path, boot_id: &str) -> Option<Inventory> {
     let content = crate::state_dir::read_if_trusted(&state_dir.join("inventory.json"), LARGEST)?;
     let inventory: Inventory = serde_json::from_slice(&content).ok()?;
     (inventory.fingerprint.boot_id.trim() == boot_id).then_some(inventory)
 }
 
-fn leases_in(root: &Path) -> Vec<Lease> {
-    let Ok(entries) = fs::read_dir(root) else { return Vec::new() };
-    entries.flatten().filter_map(|entry| restore(&entry.path())).collect()
+fn leases_in(root: &Path, state_dir: &Path) -> Vec<Lease> {
+    records_in(root).iter().filter_map(|dir| restore(dir, state_dir)).collect()
+}
+
+/// Whether the container's lease stands in the ledger of `state_dir`, and not in another one of this host.
+fn is_of(record: &Record, state_dir: &Path) -> bool {
+    record.restorable.as_deref().is_none_or(|text| Lease::is_annotation_of(text, state_dir))
+}
+
+/// The directories of a runtime's records.
+fn records_in(root: &Path) -> Vec<PathBuf> {
+    match fs::read_dir(root) {
+        Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
+        Err(error) => {
+            let root = safe(&root.to_string_lossy());
+            tracing::warn!("rebuilding the ledger: containers in {root} cannot be listed: {error}");
+            Vec::new()
+        }
+    }
 }
 
 /// The lease of the container whose record is in `dir`, if it has one and lives.
-fn restore(dir: &Path) -> Option<Lease> {
+fn restore(dir: &Path, state_dir: &Path) -> Option<Lease> {
     let trusted =
         fs::symlink_metadata(dir).is_ok_and(|meta| meta.is_dir() && crate::state_dir::is_ours(meta.uid()));
     let record = match Record::read(dir) {
@@ -107,6 +152,9 @@ fn restore(dir: &Path) -> Option<Lease> {
             return None;
         }
     };
+    if !is_of(&record, state_dir) {
+        return None;
+    }
     let id = LeaseId::parse(record.lease.as_deref()?)?;
     let mut lease = Lease::from_annotation(record.restorable.as_deref()?)?;
     let init = init_of(&record);
@@ -126,37 +174,78 @@ fn restore(dir: &Path) -> Option<Lease> {
 }
 
 fn servers(state_dir: &Path, ledger: &Ledger) -> Vec<Server> {
-    let Ok(entries) = fs::read_dir(state_dir.join("mps")) else { return Vec::new() };
-    entries.flatten().filter_map(|entry| server(&entry.path(), ledger)).collect()
+    let entries = fs::read_dir(state_dir.join("mps")).into_iter().flatten().flatten();
+    let written = entries.filter_map(|entry| {
+        let key = ServerKey(entry.file_name().to_str()?.to_owned());
+        Some((key, daemon(&entry.path())?))
+    });
+    let mut found: Vec<(ServerKey, Process)> = written.collect();
+    for running in running_daemons(state_dir) {
+        if !found.iter().any(|(key, _)| *key == running.0) {
+            found.push(running);
+        }
+    }
+    found.into_iter().map(|(key, daemon)| server(key, daemon, ledger)).collect()
 }
 
-/// The daemon of the directory `dir`, if it runs. Its ceiling is unknown: 0 has it set anew.
-fn server(dir: &Path, ledger: &Ledger) -> Option<Server> {
-    let key = ServerKey(dir.file_name()?.to_str()?.to_owned());
-    let daemon = daemon(&dir.join("pipe/nvidia-cuda-mps-control.pid"))?;
-    let lease = ledger.on_server(&key).next().and_then(|lease| lease.devices.first().cloned());
-    let device = if key.0.starts_with("GPU-") { Some(key.0.clone()) } else { lease };
-    let device = device.or_else(|| visible_device(daemon.pid)).unwrap_or_default();
-    let ceiling = Percent::default();
-    Some(Server { key, device, daemon: Some(daemon), state: ServerState::Serving, ceiling, answered_at: 0 })
+/// Daemons that were started for a directory of ours, which may be gone by now.
+fn running_daemons(state_dir: &Path) -> Vec<(ServerKey, Process)> {
+    let ours = state_dir.join("mps");
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    pids.filter_map(|pid| {
+        // The control program alone has a command of its own: `-d`, `-f`; servers end with it.
+        let words = fs::read(format!("/proc/{pid}/comm"))
+            .ok()
+            .filter(|comm| comm.starts_with(MPS_COMM))
+            .and(fs::read(format!("/proc/{pid}/cmdline")).ok())?;
+        words.split(|byte| *byte == 0).find(|word| matches!(*word, b"-d" | b"-f"))?;
+        let pipe = PathBuf::from(variable(pid, "CUDA_MPS_PIPE_DIRECTORY=")?);
+        let key = pipe.strip_prefix(&ours).ok()?.parent()?.to_str().filter(|key| !key.is_empty())?;
+        Some((ServerKey(key.to_owned()), Process::find(pid).filter(Process::is_alive)?))
+    })
+    .collect()
 }
 
-/// The control daemon that wrote `pid_file`, and not another process that got its pid.
-fn daemon(pid_file: &Path) -> Option<Process> {
-    let text = String::from_utf8(read_bounded(pid_file).ok()??).ok()?;
+/// The record of a daemon that runs. Its ceiling is unknown: the default has it set anew.
+fn server(key: ServerKey, daemon: Process, ledger: &Ledger) -> Server {
+    let lease = ledger.on_server(&key).next().map(|lease| lease.devices.clone());
+    let devices = if key.0.starts_with("GPU-") { Some(vec![key.0.clone()]) } else { lease };
+    let devices = devices.unwrap_or_else(|| visible_devices(daemon.pid));
+    let ceiling = super::Ceiling::default();
+    let daemon = Some(daemon);
+    let state = ServerState::Serving;
+    Server { key, devices, daemon, state, ceiling, answered_at: 0, idle_since: None, mode_left: false }
+}
+
+/// The control daemon that wrote its pid into the directory `dir`, and not another process that got the same.
+fn daemon(dir: &Path) -> Option<Process> {
+    let text = String::from_utf8(read_bounded(&dir.join(PID_FILE)).ok()??).ok()?;
     let process = Process::find(text.trim().parse().ok()?)?;
-    let name = fs::read_to_string(format!("/proc/{}/comm", process.pid)).ok()?;
-    // The kernel keeps 15 characters of `nvidia-cuda-mps-control`.
-    (process.is_alive() && name.starts_with("nvidia-cuda-mps")).then_some(process)
+    let name = fs::read(format!("/proc/{}/comm", process.pid)).ok()?;
+    // Behind a wrapper the program has any name.
+    let ours =
+        name.starts_with(MPS_COMM) || process.has_environment("CUDA_MPS_PIPE_DIRECTORY", &dir.join("pipe"));
+    (process.is_alive() && ours).then_some(process)
 }
 
-/// The device that the daemon `pid` was started for.
-fn visible_device(pid: i32) -> Option<String> {
+/// The devices that the daemon `pid` was started for; none where it does not tell.
+fn visible_devices(pid: i32) -> Vec<String> {
+    variable(pid, "CUDA_VISIBLE_DEVICES=").map_or_else(Vec::new, |list| of_list(list.as_bytes()))
+}
+
+/// What follows `name=` in the environment that `pid` was started with.
+fn variable(pid: i32, name: &str) -> Option<String> {
     let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
-    let value = environment
-        .split(|byte| *byte == 0)
-        .find_map(|entry| entry.strip_prefix(b"CUDA_VISIBLE_DEVICES="))?;
-    std::str::from_utf8(value).ok().filter(|uuid| uuid.starts_with("GPU-")).map(str::to_owned)
+    let value = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(name.as_bytes()))?;
+    String::from_utf8(value.to_owned()).ok()
+}
+
+/// UUIDs of whole GPUs alone: what else there is leaves the daemon unexplained, on whatever device.
+fn of_list(value: &[u8]) -> Vec<String> {
+    let uuids: Vec<&str> = std::str::from_utf8(value).unwrap_or_default().split(',').collect();
+    let known = uuids.iter().all(|uuid| uuid.starts_with("GPU-"));
+    if known { uuids.into_iter().map(str::to_owned).collect() } else { Vec::new() }
 }
 
 /// Writes down where the runtimes of `ledger`'s leases keep their records, if it is no usual place.
@@ -269,23 +358,25 @@ mod tests {
         let mut child = Command::new("sleep").arg("600").spawn().unwrap();
         let init = Process::find(i32::try_from(child.id()).unwrap()).unwrap();
         let state = |id: &str| {
-            let annotation = lease(1, "GPU-a").to_annotation();
+            let annotation = lease(1, "GPU-a").to_annotation(Path::new("/run/sublet"));
             let labels = [format!("sublet.lease={id}"), format!("sublet.lease.record={annotation}")];
             serde_json::json!({"init_process_pid": init.pid, "init_process_start": init.start_time,
                 "config": {"labels": labels}})
         };
         fs::write(dir.join("state.json"), state("0000000000000001").to_string()).unwrap();
-        let restored = leases_in(root.path());
+        let default = Path::new("/run/sublet");
+        let restored = leases_in(root.path(), default);
         assert_eq!(restored.len(), 1);
         assert_eq!(restored[0].devices, ["GPU-a"]);
         assert_eq!(restored[0].state, LeaseState::Active);
         assert_eq!(restored[0].container.record, dir);
         fs::write(dir.join("state.json"), state("0000000000000002").to_string()).unwrap();
-        assert!(leases_in(root.path()).is_empty(), "the record is another lease's");
+        assert!(leases_in(root.path(), default).is_empty(), "the record is another lease's");
         fs::write(dir.join("state.json"), state("0000000000000001").to_string()).unwrap();
+        assert!(leases_in(root.path(), Path::new("/srv/sublet")).is_empty(), "it stands in another ledger");
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(leases_in(root.path()).is_empty(), "its container is gone");
+        assert!(leases_in(root.path(), default).is_empty(), "its container is gone");
     }
 
     #[test]
@@ -295,9 +386,9 @@ mod tests {
         // A link, not a copy: a copy just written may still be open for writing in a child of another test.
         std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
         let mut child =
-            Command::new(&program).arg("600").env("CUDA_VISIBLE_DEVICES", "GPU-b").spawn().unwrap();
+            Command::new(&program).arg("600").env("CUDA_VISIBLE_DEVICES", "GPU-b,GPU-c").spawn().unwrap();
         // The parent goes on before the kernel has laid out the child's environment.
-        while visible_device(i32::try_from(child.id()).unwrap()).is_none() {
+        while visible_devices(i32::try_from(child.id()).unwrap()).is_empty() {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         for key in ["GPU-a", "00000000000000aa"] {
@@ -306,11 +397,11 @@ mod tests {
             fs::write(pipe.join("nvidia-cuda-mps-control.pid"), format!("{}\n", child.id())).unwrap();
         }
         let mut ledger = rebuild(state.path(), "boot", None);
-        assert_eq!(ledger.unexplained, ["GPU-a", "GPU-b"]);
+        assert_eq!(ledger.unexplained, ["GPU-a", "GPU-b", "GPU-c"]);
         assert_eq!(ledger.servers.len(), 2);
         let server = Some(ServerKey("GPU-a".into()));
         ledger.leases.push(Lease { server, ..lease(1, "GPU-a") });
-        assert_eq!(unexplained(state.path(), &ledger), ["GPU-b"]);
+        assert_eq!(unexplained(state.path(), &ledger), ["GPU-b", "GPU-c"]);
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(unexplained(state.path(), &ledger).is_empty());

@@ -6,7 +6,7 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
-use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
+use nix::libc::{ENAMETOOLONG, O_NOFOLLOW, O_NONBLOCK};
 use serde::Deserialize;
 
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
@@ -20,7 +20,7 @@ const MOUNT: &str = "/sys/fs/cgroup";
 
 /// What a low-level runtime knows of one container.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Record {
+pub(crate) struct Record {
     /// The container's first process.
     pub init: Process,
     /// Its cgroup directory; `None` where it has none of its own.
@@ -68,17 +68,19 @@ pub(super) struct CrunConfig {
 }
 
 impl Record {
-    /// The record in `dir`, or `None` where the runtime keeps none (yet, or any more).
+    /// The record in `dir`, or `None` where the runtime keeps none (yet, or any more), or cannot keep one.
     ///
     /// # Errors
     /// There is one and it cannot be read: the container may well live.
-    pub(super) fn read(dir: &Path) -> io::Result<Option<Self>> {
+    pub(crate) fn read(dir: &Path) -> io::Result<Option<Self>> {
         if !dir.is_absolute() {
             return Ok(None);
         }
-        if let Some(state) = read_bounded(&dir.join("state.json"))? {
-            return Ok(Some(from_runc(parse(&state)?)));
-        }
+        match read_bounded(&dir.join("state.json")) {
+            Ok(Some(state)) => return Ok(Some(from_runc(parse(&state)?))),
+            Err(error) if has_no_such_name(dir, &error) => return Ok(None),
+            state => state?,
+        };
         let Some(status) = read_bounded(&dir.join("status"))? else { return Ok(None) };
         let annotations = match read_bounded(&dir.join("config.json"))? {
             Some(config) => parse::<CrunConfig>(&config)?.annotations,
@@ -86,6 +88,14 @@ impl Record {
         };
         Ok(Some(from_crun(parse(&status)?, annotations.unwrap_or_default())))
     }
+}
+
+/// Whether `error` says that the file system of `dir` has no names as long as one in it: runc takes ids of up to 1024
+/// characters and fails to make their directories. A path that is too long as a whole may be had in parts.
+fn has_no_such_name(dir: &Path, error: &io::Error) -> bool {
+    let longest = dir.components().map(|part| part.as_os_str().len()).max().unwrap_or(0);
+    // NAME_MAX of Linux; the few file systems with longer names give no such error.
+    error.raw_os_error() == Some(ENAMETOOLONG) && longest > 255
 }
 
 impl Init {
@@ -322,5 +332,17 @@ mod tests {
         fs::remove_file(&state).unwrap();
         nix::unistd::mkfifo(&state, nix::sys::stat::Mode::S_IRUSR).unwrap();
         assert!(Record::read(dir.path()).is_err());
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_is_none_and_one_behind_a_loop_of_links_may_be() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(Record::read(&dir.path().join("a".repeat(256))).unwrap(), None);
+        let long = dir.path().join("b/".repeat(2100));
+        assert!(Record::read(&long).is_err(), "whoever goes there step by step finds it");
+        let (one, other) = (dir.path().join("one"), dir.path().join("other"));
+        std::os::unix::fs::symlink(&one, &other).unwrap();
+        std::os::unix::fs::symlink(&other, &one).unwrap();
+        assert!(Record::read(&one.join("c1")).is_err());
     }
 }

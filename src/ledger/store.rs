@@ -11,9 +11,12 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc::O_NOFOLLOW;
 
 use super::alive::reclaim;
-use super::rebuild::{rebuild, remember_roots, unexplained};
+use super::mark::Mark;
+use super::namespaces::{self, Namespaces};
+use super::rebuild::{inventory, rebuild, remember_roots, trace, unexplained};
 use super::record::{LARGEST, read_up_to};
 use super::{Lease, LeaseId, Ledger, SCHEMA};
+use crate::process::uptime_seconds;
 use crate::state_dir;
 use crate::text::safe;
 use serde_json::Value;
@@ -53,6 +56,26 @@ pub enum LedgerError {
         /// What the system said.
         source: io::Error,
     },
+    /// Process ids in it are of other namespaces than ours.
+    #[error(
+        "the ledger's process ids are of {theirs}, and this process is in {ours}: containers that live seem gone here, \
+         so nothing is changed; run it on the host (in a container: --pid=host), or where the ledger's containers run"
+    )]
+    Elsewhere {
+        /// The ledger's namespaces.
+        theirs: String,
+        /// Ours.
+        ours: String,
+    },
+    /// Ours cannot be told.
+    #[error(
+        "nobody can tell in which PID namespace this is ({source}), so nothing is changed: is /proc mounted, and of \
+         this namespace?"
+    )]
+    NoNamespaces {
+        /// What the system said.
+        source: io::Error,
+    },
     /// Its content is no ledger.
     #[error("ledger {path} cannot be used: {why}; `sublet gc` rebuilds it from what runs")]
     Corrupt {
@@ -61,6 +84,15 @@ pub enum LedgerError {
         /// What is wrong with it.
         why: String,
     },
+}
+
+impl LedgerError {
+    /// Whether process ids mean other processes here, so that the ledger can be shown and not changed.
+    #[cfg(feature = "cli")]
+    #[must_use]
+    pub const fn is_elsewhere(&self) -> bool {
+        matches!(self, Self::Elsewhere { .. } | Self::NoNamespaces { .. })
+    }
 }
 
 /// The ledger of one state directory.
@@ -94,8 +126,30 @@ impl Store {
     /// The ledger as it stands, without the lock.
     ///
     /// # Errors
-    /// It cannot be read or parsed.
+    /// It cannot be read or parsed, or its process ids are of other namespaces than ours.
     pub fn read(&self) -> Result<Ledger, LedgerError> {
+        let ledger = self.peek()?;
+        ledger.check_namespaces(Namespaces::current()?)?;
+        Ok(ledger)
+    }
+
+    /// Whether its processes can be seen from here. What else may be wrong with it is for others to say.
+    ///
+    /// # Errors
+    /// [`LedgerError::Elsewhere`], [`LedgerError::NoNamespaces`].
+    #[cfg(feature = "cli")]
+    pub fn is_of_here(&self) -> Result<(), LedgerError> {
+        match self.read() {
+            Err(error) if error.is_elsewhere() => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// [`Store::read`] wherever we are: to be shown, not to be acted upon.
+    ///
+    /// # Errors
+    /// It cannot be read or parsed.
+    pub fn peek(&self) -> Result<Ledger, LedgerError> {
         let boot = Self::boot_id()?;
         match self.load()? {
             Loaded::Missing => Ok(Ledger::empty(&boot)),
@@ -115,13 +169,15 @@ impl Store {
     /// file stays beside it as `ledger.json.corrupt-<seconds since the epoch>`, one of them.
     ///
     /// # Errors
-    /// The lock is not to be had in 5 s, or the file cannot be read or written.
+    /// The lock is not to be had in 5 s, the file cannot be read or written, or its process ids are of other namespaces
+    /// than ours: nothing is changed then.
     pub fn update<T, E>(
         &self,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
     ) -> Result<(Result<T, E>, Freed), LedgerError> {
-        let boot = Self::boot_id()?;
-        let _lock = self.lock()?;
+        let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
+        let lock = self.lock()?;
+        let mark = Mark::read(&lock, &boot);
         if !cfg!(sublet_without = "c5-sweep") {
             crate::replace::sweep(&self.state_dir);
         }
@@ -129,22 +185,39 @@ impl Store {
             Loaded::Missing => (None, Ledger::empty(&boot)),
             Loaded::Sound(ledger) => (Some((*ledger).clone()), of_this_boot(*ledger, &boot)),
             Loaded::Corrupt(_) if cfg!(sublet_without = "c3") => (None, Ledger::empty(&boot)),
-            Loaded::Corrupt(why) => (None, self.rebuilt(&why, &boot)?),
+            Loaded::Corrupt(why) => (None, self.rebuilt(&why, &boot, ours, mark.as_ref())?),
         };
+        ledger.check_namespaces(ours)?;
         let freed = reclaim(&mut ledger);
         self.explain(&mut ledger);
         let mut changed = ledger.clone();
         let outcome = change(&mut changed);
-        let after = if outcome.is_ok() { changed } else { ledger };
+        let mut after = if outcome.is_ok() { changed } else { ledger };
+        after.note_idle(uptime_seconds);
+        after.namespaces = after.names_processes().then_some(ours);
         if before.as_ref() != Some(&after) {
             self.write(&after)?;
+        }
+        // Last: without the files it means that they were lost.
+        let wanted = after.namespaces.map(|namespaces| Mark::of(&boot, namespaces));
+        if mark != wanted {
+            Mark::write(wanted.as_ref(), &lock)
+                .map_err(|error| failed("written", &self.lock_file(), error))?;
         }
         Ok((outcome, freed))
     }
 
-    /// Opens closed devices again as soon as nothing unexplained runs there.
+    /// Opens closed devices again as soon as nothing unexplained runs there. After a loss the first new inventory
+    /// tells which ones are closed.
     fn explain(&self, ledger: &mut Ledger) {
-        if !ledger.unexplained.is_empty() {
+        let is_new = |ledger: &Ledger| {
+            inventory(&self.state_dir, &ledger.boot_id)
+                .is_some_and(|inventory| inventory.mig_changes == ledger.mig.count)
+        };
+        if ledger.lost && is_new(ledger) {
+            ledger.lost = false;
+            ledger.unexplained = unexplained(&self.state_dir, ledger);
+        } else if !ledger.unexplained.is_empty() {
             let still = unexplained(&self.state_dir, ledger);
             ledger.unexplained.retain(|uuid| still.contains(uuid));
         }
@@ -152,6 +225,10 @@ impl Store {
 
     fn file(&self) -> PathBuf {
         self.state_dir.join("ledger.json")
+    }
+
+    fn lock_file(&self) -> PathBuf {
+        self.state_dir.join("lock")
     }
 
     /// Where a bad ledger waits while it is rebuilt: without it a crash in between would leave a missing
@@ -167,9 +244,14 @@ impl Store {
     }
 
     /// The copy, if it is sound and of this boot.
-    fn last(&self, boot: &str) -> Option<Ledger> {
-        let ledger = parse(&state_dir::read_if_trusted(&self.copy(), LARGEST)?).ok()?;
-        (ledger.boot_id == boot).then_some(ledger)
+    ///
+    /// # Errors
+    /// It is there and cannot be read: it may be sound.
+    fn last(&self, boot: &str) -> Result<Option<Ledger>, LedgerError> {
+        let path = self.copy();
+        let content = state_dir::read(&path, LARGEST).map_err(|error| failed("read", &path, error))?;
+        let ledger = content.and_then(Result::ok).and_then(|content| parse(&content).ok());
+        Ok(ledger.filter(|ledger| ledger.boot_id == boot))
     }
 
     fn boot_id() -> Result<String, LedgerError> {
@@ -180,7 +262,7 @@ impl Store {
 
     /// The lock, released when it is dropped. The descriptor is closed on exec.
     fn lock(&self) -> Result<Flock<File>, LedgerError> {
-        let path = self.state_dir.join("lock");
+        let path = self.lock_file();
         let mut file = open_lock(&path).map_err(|error| failed("locked", &path, error))?;
         let deadline = Instant::now() + LOCK_TIMEOUT;
         let mut nap = SHORTEST_NAP;
@@ -203,34 +285,61 @@ impl Store {
         let content = match state_dir::read(&path, LARGEST).map_err(|error| failed("read", &path, error))? {
             Some(Ok(content)) => content,
             Some(Err(why)) => return Ok(Loaded::Corrupt(why)),
-            None => return Ok(self.missing()),
+            None => return self.missing(),
         };
         Ok(parse(&content).map_or_else(Loaded::Corrupt, |ledger| Loaded::Sound(Box::new(ledger))))
     }
 
-    /// What it means that there is no ledger.
-    fn missing(&self) -> Loaded {
-        let is_there = |path: PathBuf| fs::symlink_metadata(path).is_ok();
-        match (is_there(self.aside()), is_there(self.copy())) {
-            (true, _) => Loaded::Corrupt("its rebuild was cut short".into()),
-            (false, true) => Loaded::Corrupt("it is gone".into()),
-            (false, false) => Loaded::Missing,
+    /// What it means that there is no ledger: that it was lost, where something tells of it. Else it is the first.
+    fn missing(&self) -> Result<Loaded, LedgerError> {
+        for (path, why) in [(self.aside(), "its rebuild was cut short"), (self.copy(), "it is gone")] {
+            match fs::symlink_metadata(&path) {
+                Ok(_) => return Ok(Loaded::Corrupt(why.into())),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(failed("read", &path, error)),
+            }
         }
+        if cfg!(sublet_without = "c3-traces") {
+            return Ok(Loaded::Missing);
+        }
+        let marked = Mark::read_in(&self.lock_file(), &Self::boot_id()?).is_some();
+        let found = if marked { Some("its lock names it".to_owned()) } else { trace(&self.state_dir) };
+        Ok(found
+            .map_or(Loaded::Missing, |what| Loaded::Corrupt(format!("it and its copy are gone, but {what}"))))
     }
 
     /// Rebuilds the ledger, writes it and puts the bad file by.
-    fn rebuilt(&self, why: &str, boot: &str) -> Result<Ledger, LedgerError> {
+    fn rebuilt(
+        &self,
+        why: &str,
+        boot: &str,
+        ours: Namespaces,
+        mark: Option<&Mark>,
+    ) -> Result<Ledger, LedgerError> {
         let (path, aside) = (self.file(), self.aside());
+        let last = self.last(boot)?;
+        // Before anything is looked for that cannot be seen from here.
+        match (&last, mark) {
+            (Some(last), _) => last.check_namespaces(ours)?,
+            (None, Some(mark)) => namespaces::same(mark.namespaces, ours)?,
+            (None, None) => {}
+        }
         tracing::warn!("ledger {} cannot be used ({why}): rebuilding it from what runs", text(&path));
-        let last = self.last(boot);
         let has_last = last.is_some();
         let mut ledger = rebuild(&self.state_dir, boot, last);
+        // What the mark says of a ledger that is lost was looked at above.
+        ledger.namespaces = mark.filter(|_| !has_last).map_or(ledger.namespaces, |_| Some(ours));
+        ledger.check_namespaces(ours)?;
         if fs::symlink_metadata(&path).is_ok() {
             let _ = remove(&aside);
             fs::rename(&path, &aside).map_err(|error| failed("written", &path, error))?;
         }
         if !has_last {
             salvage(&aside, &mut ledger);
+            // Every inventory there is becomes out of date.
+            let counted = inventory(&self.state_dir, boot).map_or(0, |inventory| inventory.mig_changes);
+            ledger.mig.count = ledger.mig.count.max(counted).saturating_add(1);
+            ledger.lost = true;
             // Somebody else's would stay theirs.
             let _ = remove(&self.copy());
         }
@@ -275,7 +384,10 @@ fn open_lock(path: &Path) -> io::Result<File> {
         .custom_flags(O_NOFOLLOW)
         .open(path)?;
     let meta = file.metadata()?;
-    if !meta.is_file() || !state_dir::is_ours(meta.uid()) {
+    if !meta.is_file() {
+        return Err(io::Error::other("it is no regular file: remove it, sublet makes it anew"));
+    }
+    if !state_dir::is_ours(meta.uid()) {
         return Err(io::Error::other(format!("uid {} made it: remove it", meta.uid())));
     }
     if meta.mode() & 0o077 != 0 {
@@ -333,6 +445,15 @@ fn text(path: &Path) -> String {
 
 fn failed(verb: &'static str, path: &Path, source: io::Error) -> LedgerError {
     LedgerError::Io { verb, path: text(path), source }
+}
+
+/// Whether there is a ledger in `state_dir`, or was one that is lost: what cannot be looked at may be one.
+pub(crate) fn is_there(state_dir: &Path) -> bool {
+    let files =
+        ["ledger.json", "ledger.json.copy", "ledger.json.rebuilding"].map(|name| state_dir.join(name));
+    let absent =
+        |path: &Path| fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+    !files.iter().all(|path| absent(path))
 }
 
 /// The ledger as it is written, which everybody may read: a hint for those who may not open the store. Whose it is

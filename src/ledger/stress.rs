@@ -294,7 +294,7 @@ fn promoted_rebuilt_and_freed(runtime: &str) {
     let plain = lease(1, "GPU-0");
     let container = Container { record: record.clone(), id: name.clone(), ..plain.container.clone() };
     let taken = Lease { container, owner: Process::current().unwrap(), ..plain };
-    let annotations = serde_json::json!({LEASE_ANNOTATION: taken.id.as_str(), LEASE_RECORD_ANNOTATION: taken.to_annotation()});
+    let annotations = serde_json::json!({LEASE_ANNOTATION: taken.id.as_str(), LEASE_RECORD_ANNOTATION: taken.to_annotation(&dir.path().join("state"))});
     let run = |args: &[&str]| {
         let mut command = command(runtime);
         command.arg("--root").arg(&root).args(args);

@@ -11,6 +11,7 @@ use super::{MpsError, ServerKey, record};
 use crate::config::{Config, ExclusiveComputeMode};
 use crate::inventory::{self, ComputeMode, Inventory};
 use crate::ledger::{ChangedComputeMode, Lease, Ledger, Store};
+use crate::process::Process;
 use crate::text::safe;
 
 /// What became of compute mode before a start.
@@ -20,6 +21,8 @@ pub(super) struct Entered {
     pub changed: bool,
     /// Why it was left alone although configuration wants it.
     pub warning: Option<String>,
+    /// The driver does not change it while the daemon's server has the GPU: without that it may.
+    pub beside_server: bool,
 }
 
 /// Sets `EXCLUSIVE_PROCESS` for a shared server of a whole GPU as `[mps] exclusive_compute_mode` says.
@@ -39,18 +42,29 @@ pub(super) fn enter(
         return Ok(Entered::default());
     }
     match try_enter(key, policy, store, config) {
-        Err(Attempt::Unable(why)) if policy == ExclusiveComputeMode::Auto => {
-            Ok(Entered { changed: false, warning: Some(left_alone(&key.0, &why)) })
+        Err(Attempt::Refused(_)) if server_runs(key, &store.read()?) => {
+            Ok(Entered { beside_server: true, ..Entered::default() })
         }
-        Err(Attempt::Unable(why)) => Err(MpsError::ComputeMode { device: key.0.clone(), why }),
+        Err(Attempt::Unable(why) | Attempt::Refused(why)) if policy == ExclusiveComputeMode::Auto => {
+            Ok(Entered { warning: Some(left_alone(&key.0, &why)), ..Entered::default() })
+        }
+        Err(Attempt::Unable(why) | Attempt::Refused(why)) => {
+            Err(MpsError::ComputeMode { device: key.0.clone(), why })
+        }
         Err(Attempt::Failed(error)) => Err(error),
-        Ok(changed) => Ok(Entered { changed, warning: None }),
+        Ok(changed) => Ok(Entered { changed, ..Entered::default() }),
     }
+}
+
+fn server_runs(key: &ServerKey, ledger: &Ledger) -> bool {
+    record::server(ledger, key).is_some_and(record::is_alive)
 }
 
 /// Why the mode was not set.
 enum Attempt {
     Unable(String),
+    /// By the driver, when it was to change.
+    Refused(String),
     Failed(MpsError),
 }
 
@@ -81,7 +95,7 @@ fn try_enter(
         return Ok(false);
     }
     let ledger = store.read().map_err(MpsError::from)?;
-    let strangers = strangers(&device, &ledger);
+    let strangers = strangers(&device, key, &ledger);
     let display = device.is_display_active().unwrap_or(false);
     if let Some(why) = obstacle(policy, found, display, &strangers) {
         return Err(Attempt::Unable(why));
@@ -95,7 +109,7 @@ fn try_enter(
     })?;
     if let Err(error) = device.set_compute_mode(NvmlMode::ExclusiveProcess) {
         forget(&key.0, store)?;
-        return Err(Attempt::Unable(error.to_string()));
+        return Err(Attempt::Refused(error.to_string()));
     }
     Ok(true)
 }
@@ -174,10 +188,24 @@ pub(super) fn beside_mps(key: &ServerKey, device: &str, ledger: &Ledger, config:
     look().unwrap_or_default()
 }
 
-/// Who holds a context on the device without a lease, as `python3 (pid 7)`.
-fn strangers(device: &NvmlDevice<'_>, ledger: &Ledger) -> Vec<String> {
+/// Processes without a lease on a GPU that takes one process alone, and so no server beside them.
+pub(super) fn holders(key: &ServerKey, device: &str, ledger: &Ledger, config: &Config) -> Vec<String> {
+    let look = || -> Option<Vec<String>> {
+        let nvml = open(config).ok()?;
+        let device = nvml.device_by_uuid(device).ok()?;
+        (mode(&device).ok()? == ComputeMode::ExclusiveProcess).then(|| strangers(&device, key, ledger))
+    };
+    look().unwrap_or_default()
+}
+
+/// Who holds a context on the device without a lease, as `python3 (pid 7)`; the server that the daemon of `key` has
+/// already is none.
+fn strangers(device: &NvmlDevice<'_>, key: &ServerKey, ledger: &Ledger) -> Vec<String> {
     let running = inventory::compute_processes(device).unwrap_or_default();
-    let stranger = |pid: &u32| !ledger.leases.iter().any(|lease| belongs(*pid, lease));
+    let daemon = record::server(ledger, key).filter(|server| record::is_alive(server));
+    let daemon = daemon.and_then(|server| server.daemon).map(|daemon| daemon.pid);
+    let is_server = |pid: u32| daemon.is_some() && parent(pid) == daemon;
+    let stranger = |pid: &u32| !is_server(*pid) && !ledger.leases.iter().any(|lease| belongs(*pid, lease));
     let mut names: Vec<String> =
         running.iter().map(|process| process.pid).filter(stranger).map(described).collect();
     if names.len() > 4 {
@@ -186,6 +214,10 @@ fn strangers(device: &NvmlDevice<'_>, ledger: &Ledger) -> Vec<String> {
         names.push(format!("{more} more"));
     }
     names
+}
+
+fn parent(pid: u32) -> Option<i32> {
+    Process::find(i32::try_from(pid).ok()?)?.parent()
 }
 
 fn described(pid: u32) -> String {

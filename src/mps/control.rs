@@ -11,10 +11,12 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, soc
 use super::{MpsError, ServerKey, dirs};
 use crate::child::ChildError;
 use crate::config::{self, Config};
-use crate::own::PATH;
+use crate::confine;
+use crate::inventory::{MissingPrograms, MpsPrograms};
+use crate::ledger::{Ceiling, MemoryCeiling};
+use crate::process::Process;
 use crate::request::Percent;
 use crate::text::safe;
-use crate::{confine, inventory};
 
 /// A daemon that lives answers in 3 ms (docs/evidence); a stopped one never does.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
@@ -61,14 +63,45 @@ impl std::fmt::Display for AskError {
 pub(super) struct Control {
     key: String,
     program: PathBuf,
+    programs: MpsPrograms,
     pipe: PathBuf,
 }
 
 impl Control {
     /// # Errors
-    /// The driver's MPS programs are not installed.
+    /// The driver's control program is not installed. To ask a daemon that runs takes no server program.
     pub fn new(key: &ServerKey, config: &Config) -> Result<Self, MpsError> {
-        Ok(Self { key: key.0.clone(), program: installed(config)?, pipe: dirs::pipe(key, &config.state_dir) })
+        let root = &config.driver.root;
+        let programs = MpsPrograms::find(root);
+        let program =
+            programs.control.clone().ok_or_else(|| MissingPrograms::Control { root: root.clone() })?;
+        Ok(Self { key: key.0.clone(), program, programs, pipe: dirs::pipe(key, &config.state_dir) })
+    }
+
+    /// The server program that a daemon started now finds first.
+    ///
+    /// # Errors
+    /// There is none: the daemon would answer, and never have a server.
+    #[cfg(feature = "cli")]
+    pub fn server_program(&self, config: &Config) -> Result<&Path, MpsError> {
+        Ok(self.programs.both(&config.driver.root)?.1)
+    }
+
+    /// The program that runs as `daemon`, for where nothing else tells which one is installed.
+    pub fn of(key: &ServerKey, config: &Config, daemon: Process) -> Option<Self> {
+        let program = std::fs::read_link(format!("/proc/{}/exe", daemon.pid)).ok()?;
+        let installed = program.is_file() && daemon.is_alive();
+        let (programs, pipe) = (MpsPrograms::find(&config.driver.root), dirs::pipe(key, &config.state_dir));
+        installed.then(|| Self { key: key.0.clone(), program, programs, pipe })
+    }
+
+    /// The same, by way of what its clients see of it where who is not root has no other: what only reads is
+    /// answered there, too (docs/evidence).
+    pub fn or_by(mut self, public: &Path) -> Self {
+        if std::fs::symlink_metadata(self.pipe.join("control")).is_err() {
+            public.clone_into(&mut self.pipe);
+        }
+        self
     }
 
     /// The program's absolute path.
@@ -80,15 +113,24 @@ impl Control {
     /// The program as it asks: commands are its input.
     fn asking(&self) -> Command {
         let mut program = Command::new(&self.program);
-        program.env_clear().env("PATH", PATH).env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe).current_dir("/");
+        program
+            .env_clear()
+            .env("PATH", self.path())
+            .env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe)
+            .current_dir("/");
         program
     }
 
-    /// One command and its answer, trimmed.
-    pub fn ask(&self, command: &str, limit: Duration) -> Result<String, AskError> {
+    /// PATH for the daemon, which finds its server by it alone.
+    pub fn path(&self) -> String {
+        self.programs.path()
+    }
+
+    /// One command, or several, a line each, and what is said to them, trimmed.
+    pub fn ask(&self, commands: &str, limit: Duration) -> Result<String, AskError> {
         let words = ["nvidia-cuda-mps-control", &self.key];
-        match confine::run(&words, || self.asking(), &format!("{command}\n"), limit) {
-            Ok(finished) => judge(command, finished.status.success(), &finished.stdout, &finished.stderr),
+        match confine::run(&words, || self.asking(), &format!("{commands}\n"), limit) {
+            Ok(finished) => judge(commands, finished.status.success(), &finished.stdout, &finished.stderr),
             Err(ChildError::Timeout) => Err(AskError::Silent),
             Err(ChildError::Io(error)) => Err(AskError::Program(error)),
         }
@@ -103,6 +145,7 @@ impl Control {
     }
 
     /// Pids of the servers that run now.
+    #[cfg(feature = "cli")]
     pub fn servers(&self) -> Result<Vec<i32>, AskError> {
         self.ask("get_server_list", ANSWER_LIMIT).map(|answer| parse_pids(&answer))
     }
@@ -135,13 +178,33 @@ impl Control {
     }
 
     /// Ceiling for clients that connect from now on, to servers that run and to those that start later.
-    pub fn set_ceiling(&self, ceiling: Percent) -> Result<(), AskError> {
-        self.ask(&format!("set_default_active_thread_percentage {ceiling}"), ANSWER_LIMIT)?;
-        for server in self.servers()? {
-            self.ask(&format!("set_active_thread_percentage {server} {ceiling}"), ANSWER_LIMIT)?;
+    ///
+    /// The defaults come first: a server that starts after the list was made has them already.
+    pub fn set_ceiling(&self, ceiling: Ceiling, devices: usize) -> Result<(), AskError> {
+        let mut commands = limit_commands(None, devices, ceiling);
+        commands.push("get_server_list".to_owned());
+        let servers = parse_pids(&self.ask(&commands.join("\n"), ANSWER_LIMIT)?);
+        let of_servers =
+            servers.into_iter().flat_map(|server| limit_commands(Some(server), devices, ceiling));
+        let of_servers: Vec<String> = of_servers.collect();
+        if of_servers.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        self.ask(&of_servers.join("\n"), ANSWER_LIMIT).map(drop)
     }
+}
+
+/// What sets `ceiling` on `server`, `None`: on those that start later; memory by the ordinals of `devices`.
+fn limit_commands(server: Option<i32>, devices: usize, ceiling: Ceiling) -> Vec<String> {
+    let (of_all, of_one) = server.map_or(("_default", String::new()), |pid| ("", format!("{pid} ")));
+    let memory = match ceiling.memory {
+        MemoryCeiling::Mebibytes(amount) => format!("{amount}M"),
+        // 0 lifts what was set before (docs/evidence).
+        MemoryCeiling::Unlimited => "0".to_owned(),
+    };
+    let sm = format!("set{of_all}_active_thread_percentage {of_one}{}", ceiling.sm);
+    let limit = |ordinal| format!("set{of_all}_device_pinned_mem_limit {of_one}{ordinal} {memory}");
+    std::iter::once(sm).chain((0..devices).map(limit)).collect()
 }
 
 /// The program that asks the daemon of `key`, by the configuration in force; `None`: there is none.
@@ -149,16 +212,6 @@ pub(crate) fn command(key: &str) -> Option<Command> {
     let key = ServerKey(key.to_owned());
     dirs::check_key(&key).ok()?;
     Control::new(&key, &config::load().ok()?).ok().map(|control| control.asking())
-}
-
-/// `nvidia-cuda-mps-control` as the inventory found it, else where packages put it.
-fn installed(config: &Config) -> Result<PathBuf, MpsError> {
-    let known = inventory::load(config).ok().and_then(|inventory| inventory.driver.mps_control);
-    let usual = || Some(inventory::under(&config.driver.root, "/usr/bin/nvidia-cuda-mps-control"));
-    known
-        .or_else(usual)
-        .filter(|program| program.is_file())
-        .ok_or_else(|| MpsError::NotInstalled { root: config.driver.root.clone() })
 }
 
 fn judge(command: &str, success: bool, stdout: &str, stderr: &str) -> Result<String, AskError> {
@@ -169,7 +222,7 @@ fn judge(command: &str, success: bool, stdout: &str, stderr: &str) -> Result<Str
         return Err(AskError::Gone(safe(if words.is_empty() { "the daemon is not running" } else { words })));
     }
     if REFUSALS.iter().any(|refusal| lower.contains(refusal)) {
-        return Err(AskError::Refused { command: command.to_owned(), answer: safe(words) });
+        return Err(AskError::Refused { command: command.replace('\n', "; "), answer: safe(words) });
     }
     Ok(answer.to_owned())
 }
@@ -205,6 +258,24 @@ mod tests {
         for bad in ["", "nan", "-1", "101", "1e9", "what?"] {
             assert_eq!(parse_percent(bad), None, "{bad}");
         }
+    }
+
+    #[test]
+    fn a_ceiling_is_told_of_every_ordinal_and_lifted_by_0() {
+        let memory = MemoryCeiling::Mebibytes(2730);
+        let ceiling = Ceiling { sm: Percent::from_thousandths(12_500), memory };
+        assert_eq!(
+            limit_commands(None, 2, ceiling),
+            [
+                "set_default_active_thread_percentage 12.5",
+                "set_default_device_pinned_mem_limit 0 2730M",
+                "set_default_device_pinned_mem_limit 1 2730M"
+            ]
+        );
+        assert_eq!(
+            limit_commands(Some(77), 1, Ceiling::NONE),
+            ["set_active_thread_percentage 77 100", "set_device_pinned_mem_limit 77 0 0"]
+        );
     }
 
     #[test]

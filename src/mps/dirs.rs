@@ -14,6 +14,9 @@ use super::{MpsError, ServerKey};
 /// What `sun_path` holds beside its NUL: unix(7).
 const LONGEST_SOCKET_PATH: usize = 107;
 
+/// What the control program itself prints, in [`log`].
+pub(super) const OUTPUT: &str = "output.log";
+
 /// A log that has grown past this is moved to `<name>.old`, in bytes.
 const LOG_CAP: u64 = 1 << 20;
 
@@ -141,7 +144,7 @@ pub(super) fn clear(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
 /// The daemon holds its logs open, so they are copied and truncated, never renamed.
 pub(super) fn cap_logs(key: &ServerKey, state_dir: &Path) {
     let dir = log(key, state_dir);
-    for name in ["control.log", "server.log"] {
+    for name in ["control.log", "server.log", OUTPUT] {
         if let Err(error) = cap_log(&dir.join(name), LOG_CAP) {
             tracing::debug!("{}: {error}", dir.join(name).display());
         }
@@ -175,15 +178,29 @@ fn open_log(path: &Path) -> io::Result<File> {
 /// The last `most` bytes of a log of the daemon; empty where there is none.
 #[cfg_attr(not(feature = "cli"), allow(dead_code, reason = "for `sublet` alone"))]
 pub(super) fn log_tail(key: &ServerKey, state_dir: &Path, name: &str, most: u64) -> String {
+    log_since(key, state_dir, name, 0, most)
+}
+
+/// What was written to a log behind its first `from` bytes, the last `most` bytes of it.
+#[cfg_attr(not(feature = "cli"), allow(dead_code, reason = "for `sublet` alone"))]
+pub(super) fn log_since(key: &ServerKey, state_dir: &Path, name: &str, from: u64, most: u64) -> String {
     let read = || -> io::Result<Vec<u8>> {
         let mut file = open_log(&log(key, state_dir).join(name))?;
         let length = file.metadata()?.len();
-        file.seek(SeekFrom::Start(length.saturating_sub(most)))?;
+        file.seek(SeekFrom::Start(length.saturating_sub(most).max(from)))?;
         let mut tail = Vec::new();
         file.take(most).read_to_end(&mut tail)?;
         Ok(tail)
     };
     String::from_utf8_lossy(&read().unwrap_or_default()).replace('\0', "")
+}
+
+/// Where the control program's own words go; `None`: nowhere.
+#[cfg(feature = "cli")]
+pub(super) fn output(key: &ServerKey, state_dir: &Path) -> Option<File> {
+    let mut options = OpenOptions::new();
+    options.append(true).create(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    options.open(log(key, state_dir).join(OUTPUT)).ok()
 }
 
 #[cfg(test)]

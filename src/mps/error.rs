@@ -3,22 +3,16 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::inventory::InventoryError;
+use crate::inventory::{InventoryError, MissingPrograms};
 use crate::ledger::LedgerError;
 use crate::own::OwnError;
 
 /// Why an MPS daemon does not serve; every message says what would help.
 #[derive(Debug, thiserror::Error)]
 pub enum MpsError {
-    /// The driver came without its MPS programs.
-    #[error(
-        "mode mps and memory limits need nvidia-cuda-mps-control, which is not installed below {root}: \
-         Debian: apt install nvidia-cuda-mps; elsewhere it comes with the driver's compute package"
-    )]
-    NotInstalled {
-        /// The driver root.
-        root: PathBuf,
-    },
+    /// The driver came without its MPS programs, or with half of them.
+    #[error(transparent)]
+    Programs(#[from] MissingPrograms),
     /// Its clients would not reach it.
     #[error(
         "SELinux enforces on this host without sublet's policy module for {}/mps, so containers would not reach \
@@ -55,6 +49,15 @@ pub enum MpsError {
         /// The daemon's words.
         why: String,
     },
+    /// There is nothing to stop.
+    #[error(
+        "there is no MPS daemon {key}: a daemon is named by its device's UUID or, where it is dedicated, by its \
+         lease (sublet mps list)"
+    )]
+    NoDaemon {
+        /// Its key.
+        key: String,
+    },
     /// Nobody needs it.
     #[error("no lease wants an MPS daemon {key}: it is started with its first container, not before")]
     NotWanted {
@@ -72,6 +75,15 @@ pub enum MpsError {
         /// How many.
         leases: usize,
     },
+    /// Its device is to be used in another way.
+    #[error(
+        "the MPS daemon {key}, which serves nobody, is still on the device: `sublet mps stop {key}` says why, \
+         `sublet mps stop --force {key}` ends it and the GPU work of its clients"
+    )]
+    InTheWay {
+        /// Its key.
+        key: String,
+    },
     /// Somebody else works on this daemon for too long.
     #[error(
         "the MPS daemon {key} is being started or stopped by another sublet for more than {seconds} s: \
@@ -82,6 +94,12 @@ pub enum MpsError {
         key: String,
         /// How long we waited.
         seconds: u64,
+    },
+    /// It ended at once.
+    #[error("the MPS daemon {key} was started again and does not serve: see `sublet mps logs {key}`")]
+    Gone {
+        /// Its key.
+        key: String,
     },
     /// It runs and says nothing.
     #[error(
@@ -105,8 +123,16 @@ pub enum MpsError {
         seconds: u64,
         /// What was being waited for.
         why: String,
-        /// The last lines of control.log, or nothing.
+        /// The last lines of its logs and its server's.
         log: String,
+    },
+    /// It answers, and has no server for any client.
+    #[error("the MPS daemon of {device} has no server: {why}")]
+    NoServer {
+        /// The device.
+        device: String,
+        /// The server program, how it ended, its last words, and what to look at.
+        why: String,
     },
     /// It answers, and says no.
     #[error("the MPS daemon {key} refused `{command}`: {answer}")]

@@ -1,17 +1,19 @@
-//! After leases ended or something crashed: ceilings come down, idle daemons end, dead ones come back.
+//! After leases ended or something crashed: ceilings come down, daemons end that nobody needs, dead ones come back.
 
 use std::time::Duration;
 
 use super::control::{AskError, Control};
+use super::idle::{self, errands};
 use super::lock::DaemonLock;
-use super::{MpsError, ServerKey, child_start, child_stop, dirs, record};
+use super::{MpsError, ServerKey, child_start, dirs, record};
 use crate::config::Config;
 use crate::ledger::{LeaseId, Ledger, Server, ServerState, Store};
 use crate::text::safe;
 
-/// After leases of `key` ended: lowers the ceiling, or stops a daemon that serves nobody any more.
+/// After leases of `key` ended: lowers the ceiling; a daemon that serves nobody any more stops, or waits with the
+/// compute mode put back (see [`idle`]).
 ///
-/// Other daemons that were left idle, by leases found gone on the way, are stopped as well.
+/// Other daemons that were left without a lease, by leases found gone on the way, are seen to as well.
 ///
 /// # Errors
 /// The daemon does not answer or does not stop; it is then recorded as in fault.
@@ -25,37 +27,20 @@ pub fn settle(key: &ServerKey, store: &Store, config: &Config) -> Result<(), Mps
         }
     }
     let mut result = Ok(());
-    for idle in idle(&ledger, config) {
-        result = result.and(child_stop(&idle).map(drop));
+    for errand in errands(&ledger, config) {
+        result = result.and(idle::run(&errand).map(drop));
     }
     result
 }
 
-/// Whether the ceiling can be changed now: a start sets it itself, a dead daemon has none.
+/// Whether the ceiling can and has to be changed now: a start sets it itself, a dead daemon has none.
 fn is_settled(ledger: &Ledger, server: &Server) -> bool {
     matches!(server.state, ServerState::Serving | ServerState::Fault)
         && (ledger.wanted_ceiling(&server.key) != Some(server.ceiling) || server.answered_at == 0)
 }
 
-/// Whether the daemon of `key` stays when its last lease ends. A dedicated one is of no use to anybody else.
-pub(super) fn stays(key: &ServerKey, config: &Config) -> bool {
-    !config.mps.stop_when_idle && LeaseId::parse(&key.0).is_none()
-}
-
-/// Daemons without a lease that have to go, and devices whose compute mode was left behind by a crash.
-fn idle(ledger: &Ledger, config: &Config) -> Vec<ServerKey> {
-    let kept = |server: &Server| {
-        stays(&server.key, config) && server.state == ServerState::Serving && record::is_alive(server)
-    };
-    let unused = |key: &ServerKey| ledger.wanted_ceiling(key).is_none();
-    let servers = ledger.servers.iter().filter(|server| unused(&server.key) && !kept(server));
-    let modes = ledger.compute_modes.iter().map(|changed| ServerKey(changed.device.clone()));
-    let left = modes.filter(|key| unused(key) && record::server(ledger, key).is_none());
-    servers.map(|server| server.key.clone()).chain(left).collect()
-}
-
 /// Puts right what crashes left: daemons that died under live leases come back under the directory that
-/// their containers have mounted, idle ones end, compute modes are put back, logs are capped.
+/// their containers have mounted, those that nobody waits for end, compute modes are put back, logs are capped.
 ///
 /// Returns what was found and done, one line each; what could not be done is among it.
 #[must_use]
@@ -71,13 +56,20 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
             lines.extend(heal_one(server, &ledger, store, config));
         }
     }
-    for key in idle(&ledger, config).into_iter().filter(|key| is_free(key, config)) {
-        match child_stop(&key) {
+    lines.extend(run_errands(&ledger, config));
+    remove_strays(|| store.read().ok(), config);
+    lines
+}
+
+/// What has to be done about daemons that serve nobody, as `ledger` has them; what there is to say of it.
+pub(super) fn run_errands(ledger: &Ledger, config: &Config) -> Vec<String> {
+    let mut lines = Vec::new();
+    for errand in errands(ledger, config).iter().filter(|(key, _)| is_free(key, config)) {
+        match idle::run(errand) {
             Ok(warnings) => lines.extend(warnings),
             Err(error) => lines.push(error.to_string()),
         }
     }
-    remove_strays(|| store.read().ok(), config);
     lines
 }
 
@@ -112,7 +104,7 @@ fn readjust(server: &Server, store: &Store, config: &Config) -> Result<(), MpsEr
 fn restart(server: &Server, ledger: &Ledger, config: &Config) -> Vec<String> {
     match child_start(&server.key, config) {
         Ok(mut lines) => {
-            let (key, device) = (&server.key, &server.device);
+            let (key, device) = (&server.key, server.devices.join(", "));
             let hit: Vec<String> = ledger.on_server(key).map(|lease| safe(&lease.container.name())).collect();
             lines.insert(
                 0,
@@ -152,44 +144,6 @@ fn remove_strays(read: impl Fn() -> Option<Ledger>, config: &Config) {
 mod tests {
     use super::super::record::tests::{lease, ledger};
     use super::*;
-    use crate::inventory::ComputeMode;
-    use crate::ledger::ChangedComputeMode;
-    use crate::process::Process;
-    use crate::request::Percent;
-
-    fn server(key: &str, daemon: Option<Process>) -> Server {
-        Server {
-            key: ServerKey(key.into()),
-            device: "GPU-1".into(),
-            daemon,
-            state: ServerState::Serving,
-            ceiling: Percent::WHOLE,
-            answered_at: 1,
-        }
-    }
-
-    #[test]
-    fn daemons_without_a_lease_and_modes_without_a_daemon_have_to_go() {
-        let mut held = ledger(vec![lease("0000000000000001", "GPU-1", None)]);
-        let me = Process::current().unwrap();
-        let dead = Process { start_time: me.start_time + 1, ..me };
-        held.servers = vec![
-            server("GPU-1", Some(me)),
-            server("GPU-2", Some(me)),
-            server("GPU-3", Some(dead)),
-            server("GPU-4", None),
-            server("0000000000000002", Some(me)),
-        ];
-        held.compute_modes = ["GPU-1", "GPU-2", "GPU-5"]
-            .map(|device| ChangedComputeMode { device: device.into(), found: ComputeMode::Default })
-            .to_vec();
-        let mut config = Config::default();
-        let names = |config: &Config| idle(&held, config).into_iter().map(|key| key.0).collect::<Vec<_>>();
-        assert_eq!(names(&config), ["GPU-2", "GPU-3", "GPU-4", "0000000000000002", "GPU-5"]);
-        config.mps.stop_when_idle = false;
-        assert_eq!(names(&config), ["GPU-3", "GPU-4", "0000000000000002", "GPU-5"], "nobody else can use it");
-    }
-
     #[test]
     fn directories_of_leases_that_never_came_to_be_are_removed() {
         let state = tempfile::tempdir().unwrap();

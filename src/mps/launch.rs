@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, geteuid};
 
 use super::control::Control;
+use super::logs::Logs;
 use super::{MpsError, ServerKey, detach, dirs};
 use crate::child::{self, ChildError};
 use crate::own::PATH;
@@ -24,9 +25,12 @@ const QUIT_LIMIT: Duration = Duration::from_secs(5);
 /// Where and for whom a daemon runs.
 pub(super) struct Launch<'a> {
     pub key: &'a ServerKey,
-    pub device: &'a str,
+    /// In the order its clients count them.
+    pub devices: &'a [String],
     pub state_dir: &'a Path,
     pub control: &'a Control,
+    /// From before this start.
+    pub logs: &'a Logs<'a>,
     /// We are in the host's mount namespace: systemd sees the same state directory.
     pub host_mounts: bool,
 }
@@ -40,7 +44,9 @@ impl Launch<'_> {
         let warnings = detach::leave_cgroups();
         let mut daemon = Command::new(self.control.program());
         daemon.arg("-d").args(multiuser()).env_clear().envs(self.environment()).current_dir("/");
-        match child::run_deaf(&mut daemon, LAUNCH_LIMIT) {
+        let output = || dirs::output(self.key, self.state_dir).map_or_else(Stdio::null, Stdio::from);
+        daemon.stdout(output()).stderr(output());
+        match child::run_unheard(&mut daemon, LAUNCH_LIMIT) {
             Ok(status) if status.success() => Ok(warnings),
             Ok(status) => Err(self.failed(&status.to_string())),
             Err(ChildError::Timeout) => Err(self.failed("nvidia-cuda-mps-control -d did not return")),
@@ -64,7 +70,7 @@ impl Launch<'_> {
         let _ = child::run_deaf(stop.env_clear().env("PATH", PATH), LAUNCH_LIMIT);
         let mut run = Command::new("systemd-run");
         run.args(["--quiet", "--collect", "--unit", &unit])
-            .arg(format!("--description=CUDA MPS for {}", self.device));
+            .arg(format!("--description=CUDA MPS for {}", self.devices.join(", ")));
         for property in ["KillMode=mixed", "TimeoutStopSec=5", "StandardOutput=null", "StandardError=null"] {
             run.arg(format!("--property={property}"));
         }
@@ -76,35 +82,23 @@ impl Launch<'_> {
 
     fn environment(&self) -> [(&'static str, String); 4] {
         [
-            ("PATH", PATH.to_owned()),
+            ("PATH", self.control.path()),
             ("CUDA_MPS_PIPE_DIRECTORY", dirs::pipe(self.key, self.state_dir).display().to_string()),
             ("CUDA_MPS_LOG_DIRECTORY", dirs::log(self.key, self.state_dir).display().to_string()),
-            ("CUDA_VISIBLE_DEVICES", self.device.to_owned()),
+            ("CUDA_VISIBLE_DEVICES", self.devices.join(",")),
         ]
     }
 
-    /// The daemon never came up; with the end of its log.
-    pub fn failed(&self, why: &str) -> MpsError {
-        not_up(self.key, self.device, self.state_dir, LAUNCH_LIMIT, why)
+    fn failed(&self, why: &str) -> MpsError {
+        let why = format!("{}: {why}", self.control.program().display());
+        not_up(self.devices, LAUNCH_LIMIT, &why, self.logs)
     }
 }
 
 /// See [`MpsError::NotUp`].
-pub(super) fn not_up(
-    key: &ServerKey,
-    device: &str,
-    state_dir: &Path,
-    limit: Duration,
-    why: &str,
-) -> MpsError {
-    let tail = dirs::log_tail(key, state_dir, "control.log", 400);
-    let lines: Vec<String> = tail.lines().rev().take(3).map(crate::text::safe).collect();
-    let log = if lines.is_empty() {
-        format!("; its log {} is empty", dirs::log(key, state_dir).join("control.log").display())
-    } else {
-        format!("; its log ends: {}", lines.into_iter().rev().collect::<Vec<_>>().join(" | "))
-    };
-    MpsError::NotUp { device: device.to_owned(), seconds: limit.as_secs(), why: why.to_owned(), log }
+pub(super) fn not_up(devices: &[String], limit: Duration, why: &str, logs: &Logs<'_>) -> MpsError {
+    let (device, why) = (devices.join(", "), why.to_owned());
+    MpsError::NotUp { device, seconds: limit.as_secs(), why, log: logs.ends() }
 }
 
 /// `-M`: clients of every uid at once; it takes root. Without it they wait for one another.
@@ -122,20 +116,23 @@ pub(super) enum Kind {
 /// The daemon and the servers of this pipe directory, by what they were started with: a start that was
 /// killed left no record of them.
 pub(super) fn find(pipe: &Path) -> Vec<(Process, Kind)> {
-    let wanted = format!("CUDA_MPS_PIPE_DIRECTORY={}", pipe.display());
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    // Behind a wrapper the program may have any name; the daemon writes down who it is.
+    let written = fs::read_to_string(pipe.join("nvidia-cuda-mps-control.pid")).ok();
+    let written = written.and_then(|text| text.trim().parse::<i32>().ok());
     pids.filter_map(|pid| {
-        let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).ok();
-        // The first 15 bytes of the program's name: proc(5).
-        if read("comm")?.trim_ascii_end() != b"nvidia-cuda-mps" {
-            return None;
-        }
-        let kind = kind(&read("cmdline")?)?;
-        let has = read("environ")?.split(|byte| *byte == 0).any(|entry| entry == wanted.as_bytes());
-        has.then(|| Process::find(pid)).flatten().map(|process| (process, kind))
+        let kind = if written == Some(pid) { Kind::Daemon } else { kind_of(pid)? };
+        let process = Process::find(pid)?;
+        process.has_environment("CUDA_MPS_PIPE_DIRECTORY", pipe).then_some((process, kind))
     })
     .collect()
+}
+
+/// By its name: proc(5) has the first 15 bytes of the file's.
+fn kind_of(pid: i32) -> Option<Kind> {
+    let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).ok();
+    (read("comm")?.trim_ascii_end() == b"nvidia-cuda-mps").then(|| kind(&read("cmdline")?)).flatten()
 }
 
 /// From the command line; a control program without `-d` or `-f` only asks.

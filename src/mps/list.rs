@@ -1,17 +1,19 @@
 //! `sublet mps list` and `logs`: what the daemons are doing, as seen now.
 
+use std::time::Duration;
+
 use serde::Serialize;
 
 use super::control::{AskError, Control, listens};
-use super::{MpsError, ServerKey, dirs};
+use super::{MpsError, ServerKey, dirs, idle};
 use crate::config::Config;
-use crate::ledger::{LeaseId, Server, ServerState, Store};
-use crate::process::Process;
+use crate::ledger::{LeaseId, Ledger, Server, ServerState, Store};
+use crate::process::uptime_seconds;
 
 /// One daemon; the first five are an element of `mps` in `sublet status --format json`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Listed {
-    /// The device it serves.
+    /// The device it serves; of several the first.
     pub device: String,
     /// The lease that a dedicated daemon belongs to.
     pub lease: Option<LeaseId>,
@@ -21,10 +23,18 @@ pub struct Listed {
     pub state: ServerState,
     /// Clients of all its servers; `None` where it does not answer.
     pub clients: Option<usize>,
+    /// All the devices it serves, in the order its clients count them.
+    pub devices: Vec<String>,
     /// Its key, for `sublet mps stop` and `logs`.
     pub key: ServerKey,
     /// SM ceiling for new clients.
     pub ceiling_percent: f64,
+    /// Memory ceiling for new clients, each and on each device; `None`: none.
+    pub ceiling_memory_bytes: Option<u64>,
+    /// How long it has been without a lease; `None` while it has one.
+    pub idle_seconds: Option<u64>,
+    /// How long it waits for the next one still; `None`: it does not, or without end.
+    pub ends_in_seconds: Option<u64>,
 }
 
 /// Every daemon, each asked for its clients (at most 1 s).
@@ -32,24 +42,45 @@ pub struct Listed {
 /// # Errors
 /// The ledger cannot be read.
 pub fn list(store: &Store, config: &Config) -> Result<Vec<Listed>, MpsError> {
-    Ok(store.read()?.servers.iter().map(|server| listed(server, config)).collect())
+    let ledger = store.peek()?;
+    let elsewhere = store.is_of_here().is_err();
+    let look = |server: &Server| {
+        let recorded = shown(server, &ledger, config);
+        if elsewhere { recorded } else { listed(server, recorded, config) }
+    };
+    Ok(ledger.servers.iter().map(look).collect())
 }
 
-fn listed(server: &Server, config: &Config) -> Listed {
-    let pid = server.daemon.filter(Process::is_alive).map(|daemon| daemon.pid);
+/// `recorded`, with what can be seen of the daemon now.
+fn listed(server: &Server, recorded: Listed, config: &Config) -> Listed {
+    let alive = server.daemon.is_some_and(|daemon| daemon.is_alive());
     let (state, clients) = match server.state {
-        ServerState::Serving | ServerState::Fault => seen(server, pid.is_some(), config),
+        ServerState::Serving | ServerState::Fault => seen(server, alive, config),
         other => (other, None),
     };
+    Listed { pid: recorded.pid.filter(|_| alive), state, clients, ..recorded }
+}
+
+/// As the ledger has it.
+fn shown(server: &Server, ledger: &Ledger, config: &Config) -> Listed {
     Listed {
-        device: server.device.clone(),
+        device: server.devices.first().cloned().unwrap_or_default(),
+        devices: server.devices.clone(),
         lease: LeaseId::parse(&server.key.0),
-        pid,
-        state,
-        clients,
+        pid: server.daemon.map(|daemon| daemon.pid),
+        state: server.state,
+        clients: None,
         key: server.key.clone(),
-        ceiling_percent: server.ceiling.as_f64(),
+        ceiling_percent: server.ceiling.sm.as_f64(),
+        ceiling_memory_bytes: server.ceiling.memory.bytes(),
+        idle_seconds: server.idle_since.map(|since| uptime_seconds().saturating_sub(since)),
+        ends_in_seconds: server.idle_since.and_then(|_| ends_in(server, ledger, config)),
     }
+}
+
+fn ends_in(server: &Server, ledger: &Ledger, config: &Config) -> Option<u64> {
+    let left = idle::left(server, ledger, config);
+    (left > Duration::ZERO && left < Duration::MAX).then_some(left.as_secs())
 }
 
 fn seen(server: &Server, alive: bool, config: &Config) -> (ServerState, Option<usize>) {
@@ -87,7 +118,7 @@ pub fn logs(key: &ServerKey, config: &Config) -> Result<Vec<(String, String)>, M
         return Err(MpsError::BadKey { key: key.to_string() });
     }
     dirs::cap_logs(key, &config.state_dir);
-    let names = ["control.log.old", "control.log", "server.log.old", "server.log"];
+    let names = [dirs::OUTPUT, "control.log.old", "control.log", "server.log.old", "server.log"];
     let texts = names.map(|name| (name.to_owned(), dirs::log_tail(key, &config.state_dir, name, 1 << 20)));
     let readable = |text: String| {
         text.lines()

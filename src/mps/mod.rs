@@ -6,8 +6,10 @@
 
 mod control;
 mod dirs;
+mod enter;
 mod error;
 mod heal;
+mod idle;
 mod lock;
 mod ready;
 mod record;
@@ -20,6 +22,10 @@ mod detach;
 mod launch;
 #[cfg(feature = "cli")]
 mod list;
+#[cfg(feature = "cli")]
+mod logs;
+#[cfg(feature = "cli")]
+mod rest;
 #[cfg(feature = "cli")]
 mod start;
 #[cfg(feature = "cli")]
@@ -34,17 +40,23 @@ use crate::config::Config;
 use crate::own;
 
 pub(crate) use control::command as control_command;
+pub use enter::{answers, enter};
 pub use error::MpsError;
 pub use heal::{heal, settle};
+#[cfg(feature = "cli")]
+pub use idle::{end_overdue, keep, keep_no_more};
+pub use idle::{end_unexplained, make_way};
 #[cfg(feature = "cli")]
 pub(crate) use list::terminate_client;
 #[cfg(feature = "cli")]
 pub use list::{Listed, list, logs};
 pub use ready::ready;
 #[cfg(feature = "cli")]
+pub use rest::rest;
+#[cfg(feature = "cli")]
 pub use start::start;
 #[cfg(feature = "cli")]
-pub use stop::stop;
+pub use stop::{exists, stop};
 
 /// A daemon's name: the device's UUID (shared) or the lease id (dedicated).
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -76,6 +88,9 @@ impl std::fmt::Display for ServerKey {
     }
 }
 
+/// `sublet mps stop`'s own word for our programs: another one may have been first.
+pub(crate) const IF_THERE: &str = "--if-there";
+
 /// Longest that `sublet mps stop` may take.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
@@ -88,5 +103,10 @@ fn child_start(key: &ServerKey, config: &Config) -> Result<Vec<String>, MpsError
 
 /// Runs `sublet mps stop KEY`; its warnings.
 fn child_stop(key: &ServerKey) -> Result<Vec<String>, MpsError> {
-    Ok(own::sublet(&["mps", "stop", &key.0], STOP_LIMIT)?)
+    Ok(own::sublet(&["mps", "stop", IF_THERE, &key.0], STOP_LIMIT)?)
+}
+
+/// Runs `sublet mps rest KEY`, which has NVML; its warnings.
+fn child_rest(key: &ServerKey) -> Result<Vec<String>, MpsError> {
+    Ok(own::sublet(&["mps", "rest", &key.0], STOP_LIMIT)?)
 }

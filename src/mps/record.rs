@@ -4,9 +4,9 @@ use super::control::{AskError, Control};
 use super::lock::DaemonLock;
 use super::{MpsError, ServerKey};
 use crate::config::Config;
-use crate::ledger::{Lease, Ledger, Server, ServerState, Store};
+use crate::inventory::{self, Device};
+use crate::ledger::{Ledger, Server, ServerState, Store};
 use crate::process::epoch_seconds;
-use crate::request::Percent;
 
 /// A real answer older than this proves nothing any more, in seconds.
 const TRUSTED: u64 = 30;
@@ -18,11 +18,6 @@ pub(super) fn is_recent(answered_at: u64, now: u64) -> bool {
 
 pub(super) fn server<'a>(ledger: &'a Ledger, key: &ServerKey) -> Option<&'a Server> {
     ledger.servers.iter().find(|server| server.key == *key)
-}
-
-/// What a lease needs of its server's ceiling.
-pub(super) fn needed(lease: &Lease) -> Percent {
-    lease.ceiling()
 }
 
 /// The daemon of `server` is that very process still.
@@ -52,13 +47,15 @@ pub(super) fn note(store: &Store, key: &ServerKey, what: impl FnOnce(&mut Server
     })
 }
 
-/// Records that the daemon gave a real answer just now.
+/// Records that the daemon gave a real answer just now. That ends no change of its ceiling ([`adjust`]).
 pub(super) fn note_answer(store: &Store, server: &Server) -> Result<(), MpsError> {
     let daemon = server.daemon;
     note(store, &server.key, |server| {
         if server.daemon == daemon {
             server.state = ServerState::Serving;
-            server.answered_at = epoch_seconds();
+            if server.answered_at != 0 {
+                server.answered_at = epoch_seconds();
+            }
         }
     })
 }
@@ -70,7 +67,7 @@ pub(super) fn note_failure(store: &Store, server: &Server, error: AskError) -> M
             return error;
         }
         return MpsError::Silent {
-            device: server.device.clone(),
+            device: server.devices.join(", "),
             key: server.key.to_string(),
             pid: server.daemon.map_or(0, |daemon| daemon.pid),
         };
@@ -112,12 +109,17 @@ pub(super) fn adjust(
         if server.ceiling == wanted && server.answered_at != 0 && server.state == ServerState::Serving {
             return Ok(None);
         }
-        server.ceiling = server.ceiling.min(wanted);
+        server.ceiling = server.ceiling.and(wanted);
         server.answered_at = 0;
-        Ok(Some((wanted, server.clone())))
+        let server = server.clone();
+        Ok(Some((wanted, ledger.devices_of(key), server)))
     })?;
-    let Some((wanted, server)) = begun else { return Ok(()) };
-    let set = Control::new(key, config)?.set_ceiling(wanted);
+    let Some((wanted, devices, server)) = begun else { return Ok(()) };
+    let control = Control::new(key, config)?;
+    let known = inventory::load(config)?;
+    let old = server.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
+    // GPUs before Volta know no ceiling and refuse to hear of one.
+    let set = if old { control.ceiling().map(drop) } else { control.set_ceiling(wanted, devices) };
     set.map_err(|error| note_failure(store, &server, error))?;
     note(store, key, |server| {
         server.ceiling = wanted;
@@ -131,9 +133,9 @@ pub(super) mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::ledger::{Container, LeaseId, LeaseState};
+    use crate::ledger::{Container, Lease, LeaseId, LeaseState};
     use crate::process::Process;
-    use crate::request::{Isolation, Mode, Priority};
+    use crate::request::{Isolation, Mode, Percent, Priority};
 
     pub(in crate::mps) fn lease(id: &str, key: &str, sm: Option<u32>) -> Lease {
         Lease {
@@ -167,17 +169,7 @@ pub(super) mod tests {
     }
 
     pub(in crate::mps) fn ledger(leases: Vec<Lease>) -> Ledger {
-        Ledger {
-            schema: "sublet.ledger/1".into(),
-            boot_id: String::new(),
-            leases,
-            servers: Vec::new(),
-            compute_modes: Vec::new(),
-            drained: Vec::new(),
-            unexplained: Vec::new(),
-            leftovers: Vec::new(),
-            mig: crate::ledger::MigChanges::default(),
-        }
+        Ledger { leases, ..Ledger::empty("") }
     }
 
     #[test]

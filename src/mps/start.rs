@@ -6,19 +6,23 @@ use std::time::{Duration, Instant};
 use nix::unistd::geteuid;
 
 use super::control::{AskError, Control, listens};
-use super::heal::stays;
+use super::idle::waits;
 use super::launch::{self, Kind, Launch};
 use super::lock::DaemonLock;
+use super::logs::Logs;
 use super::ready::lock_limit;
+use super::rest::rest_held;
 use super::stop::stop_held;
 use super::{MpsError, ServerKey, child_start, compute_mode, detach, dirs, record};
 use crate::config::Config;
 use crate::inventory;
-use crate::ledger::{Lease, LeaseId, Server, ServerState, Store};
+use crate::ledger::{Ceiling, LeaseId, Ledger, Server, ServerState, Store};
 use crate::process::Process;
 use crate::process::epoch_seconds;
-use crate::request::Percent;
-use crate::request::units::MIB;
+
+/// A server is ready 75 ms after its start (T4: 280 ms; kubernetes-sigs/dra-driver-nvidia-gpu, pull request 1153;
+/// bottlerocket-kernel-kit, 415); its first client would wait as long. One that cannot have its GPU has ended by then.
+const READY_LIMIT: Duration = Duration::from_millis(500);
 
 /// Starts the daemon of `key`, which a lease must want, and brings it to what its leases want.
 ///
@@ -34,10 +38,15 @@ pub fn start(key: &ServerKey, store: &Store, config: &Config) -> Result<Vec<Stri
         return child_start(key, config);
     }
     let control = Control::new(key, config)?;
+    // Before the lock, which makes a directory: nothing is left of a key that nobody knows.
+    let ledger = store.read()?;
+    if ledger.on_server(key).next().is_none() && record::server(&ledger, key).is_none() {
+        return Err(MpsError::NotWanted { key: key.to_string() });
+    }
     let host_mounts = detach::leave(&[&config.state_dir, control.program()]);
     let held = DaemonLock::take(key, &config.state_dir, lock_limit(config))?;
-    if serves_already(key, &held, &control, store, config)? {
-        return Ok(Vec::new());
+    if let Some(warnings) = serves_already(key, &held, &control, store, config)? {
+        return Ok(warnings);
     }
     let claim = claim(key, store).inspect_err(|_| forget_directory(key, config))?;
     let started = bring_up(&claim, &control, host_mounts, store, config);
@@ -63,8 +72,9 @@ fn stop_unwanted(
     store: &Store,
     config: &Config,
 ) -> Result<bool, MpsError> {
-    if serves && stays(key, config) {
-        return Ok(false);
+    let ledger = store.read()?;
+    if serves && record::server(&ledger, key).is_some_and(|server| waits(server, &ledger, config)) {
+        return rest_held(held, key, store, config).map(|_| false);
     }
     match stop_held(held, key, false, store, config) {
         Err(MpsError::InUse { .. }) => Ok(false),
@@ -81,38 +91,64 @@ fn forget_directory(key: &ServerKey, config: &Config) {
     }
 }
 
-/// A daemon that answers is kept: it is published again and its ceiling set.
+/// A daemon that answers is kept: it is published again, and mode and ceiling are set. Warnings; `None`: there is none.
 fn serves_already(
     key: &ServerKey,
     held: &DaemonLock,
     control: &Control,
     store: &Store,
     config: &Config,
-) -> Result<bool, MpsError> {
+) -> Result<Option<Vec<String>>, MpsError> {
     let ledger = store.read()?;
     let running = |server: &&Server| {
         matches!(server.state, ServerState::Serving | ServerState::Fault) && record::is_alive(server)
     };
-    let Some(server) = record::server(&ledger, key).filter(running) else { return Ok(false) };
+    let Some(server) = record::server(&ledger, key).filter(running) else { return Ok(None) };
     match control.ceiling() {
         Ok(_) => {}
-        Err(AskError::Gone(_) | AskError::Refused { .. }) => return Ok(false),
+        Err(AskError::Gone(_) | AskError::Refused { .. }) => return Ok(None),
         Err(error) => return Err(record::note_failure(store, server, error)),
     }
     dirs::publish(key, &config.state_dir)?;
     record::note_answer(store, server)?;
+    let Some(warnings) = enter_again(server, &ledger, store, config)? else { return Ok(None) };
     record::adjust(held, key, store, config)?;
-    Ok(true)
+    Ok(Some(warnings))
+}
+
+/// The compute mode under a daemon that has waited for a lease, and now has one; `None`: not while its server has
+/// the GPU.
+fn enter_again(
+    server: &Server,
+    ledger: &Ledger,
+    store: &Store,
+    config: &Config,
+) -> Result<Option<Vec<String>>, MpsError> {
+    let key = &server.key;
+    if !server.mode_left || ledger.on_server(key).next().is_none() {
+        return Ok(Some(Vec::new()));
+    }
+    let entered = compute_mode::enter(key, store, &inventory::load(config)?, config)?;
+    if entered.beside_server {
+        return Ok(None);
+    }
+    record::change(store, |ledger| {
+        let wanted = ledger.on_server(key).next().is_some();
+        if let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key && wanted) {
+            server.mode_left = false;
+        }
+        Ok(())
+    })?;
+    Ok(Some(entered.warning.into_iter().collect()))
 }
 
 /// What a start is for.
 struct Claim {
     key: ServerKey,
-    device: String,
+    /// What it serves, in the order its clients count them.
+    devices: Vec<String>,
     /// A daemon that is recorded and does not serve.
     before: Option<Process>,
-    /// The one lease of a dedicated daemon.
-    own: Option<Lease>,
     /// Containers live that had an earlier daemon.
     returns: bool,
 }
@@ -120,29 +156,28 @@ struct Claim {
 /// Under the ledger's lock: a lease wants the daemon, and it is recorded as starting.
 fn claim(key: &ServerKey, store: &Store) -> Result<Claim, MpsError> {
     record::change(store, |ledger| {
-        let Some(first) = ledger.on_server(key).next().cloned() else {
+        let Some(first) = ledger.on_server(key).next() else {
             return Err(MpsError::NotWanted { key: key.to_string() });
         };
         let known = record::server(ledger, key);
-        let device = match known {
-            Some(server) => server.device.clone(),
-            None => first.devices.first().cloned().unwrap_or_else(|| key.0.clone()),
-        };
+        // Of a device's common server's leases each has that one device.
+        let devices = first.devices.clone();
         let claim = Claim {
             key: key.clone(),
-            device: device.clone(),
+            devices: devices.clone(),
             before: known.and_then(|server| server.daemon),
-            own: LeaseId::parse(&key.0).map(|_| first),
             returns: known.is_some(),
         };
         ledger.servers.retain(|server| server.key != *key);
         ledger.servers.push(Server {
             key: key.clone(),
-            device,
+            devices,
             daemon: None,
             state: ServerState::Starting,
-            ceiling: Percent::default(),
+            ceiling: Ceiling::default(),
             answered_at: 0,
+            idle_since: None,
+            mode_left: false,
         });
         Ok(claim)
     })
@@ -156,6 +191,7 @@ fn bring_up(
     config: &Config,
 ) -> Result<Vec<String>, MpsError> {
     let key = &claim.key;
+    control.server_program(config)?;
     launch::end(key, &config.state_dir, claim.before, None)?;
     dirs::clear_pipe(key, &config.state_dir)?;
     dirs::cap_logs(key, &config.state_dir);
@@ -173,7 +209,10 @@ fn bring_up(
         }
     }
     if claim.returns {
-        warnings.extend(compute_mode::beside_mps(key, &claim.device, &store.read()?, config));
+        let ledger = store.read()?;
+        for device in &claim.devices {
+            warnings.extend(compute_mode::beside_mps(key, device, &ledger, config));
+        }
     }
     Ok(warnings)
 }
@@ -195,23 +234,26 @@ fn run_daemon(
 ) -> Result<Vec<String>, MpsError> {
     let (key, state_dir) = (&claim.key, config.state_dir.as_path());
     let deadline = Instant::now() + config.mps.start_timeout;
-    let warnings = Launch { key, device: &claim.device, state_dir, control, host_mounts }.start()?;
-    let not_up = |why: &str| launch::not_up(key, &claim.device, state_dir, config.mps.start_timeout, why);
+    let logs = Logs::from_now_on(key, state_dir);
+    let warnings =
+        Launch { key, devices: &claim.devices, state_dir, control, logs: &logs, host_mounts }.start()?;
+    let not_up = |why: &str| launch::not_up(&claim.devices, config.mps.start_timeout, why, &logs);
     wait_for_answer(key, control, deadline, config).map_err(|why| not_up(&why))?;
     let daemon = launch::find(&super::dirs::pipe(key, state_dir))
         .into_iter()
         .find_map(|(process, kind)| (kind == Kind::Daemon).then_some(process))
         .ok_or_else(|| not_up("it answers, and its process is not to be found in /proc"))?;
     let refused = |error| record::refused(key, error);
-    let ceiling = store.read()?.wanted_ceiling(key).unwrap_or(Percent::WHOLE);
-    for command in claim.own.iter().flat_map(own_limits) {
-        control.ask(&command, super::control::ANSWER_LIMIT).map_err(refused)?;
+    let ledger = store.read()?;
+    let ceiling = ledger.wanted_ceiling(key).unwrap_or(Ceiling::NONE);
+    // GPUs before Volta know no ceiling and refuse to hear of one; a new daemon has none.
+    if ceiling != Ceiling::NONE {
+        control.set_ceiling(ceiling, ledger.devices_of(key)).map_err(refused)?;
     }
-    // GPUs before Volta know no ceiling and refuse to hear of one; 100 % is what a new daemon has.
-    if ceiling < Percent::WHOLE {
-        control.set_ceiling(ceiling).map_err(refused)?;
-    }
-    prewarm(control, deadline).map_err(|why| not_up(&why))?;
+    prewarm(control, deadline, &logs).map_err(|unready| match unready {
+        Unready::Late(why) => not_up(&format!("{why}{}", holders(claim, store, config))),
+        Unready::Ended { pid, how } => no_server(pid, &how, claim, control, &logs, store, config),
+    })?;
     dirs::publish(key, state_dir)?;
     record::note(store, key, |server| {
         server.daemon = Some(daemon);
@@ -242,43 +284,91 @@ fn wait_for_answer(
     Err(why)
 }
 
-/// The defaults of a dedicated daemon are its lease's own limits: a client that drops the limits in its
-/// environment still has these.
-fn own_limits(lease: &Lease) -> Vec<String> {
-    let processes = u64::from(lease.processes.max(1));
-    let mebibytes = lease.memory_bytes.map(|bytes| bytes / MIB / processes);
-    mebibytes.map(|limit| format!("set_default_device_pinned_mem_limit 0 {limit}M")).into_iter().collect()
+/// Why a daemon that answers has no server.
+enum Unready {
+    /// None in time, or no answer.
+    Late(String),
+    /// One was started and is gone.
+    Ended { pid: i32, how: String },
 }
 
 /// A server that is there already saves the first client a tenth of a second (docs/evidence), and shows
 /// before any container starts that the GPU can be had.
-fn prewarm(control: &Control, deadline: Instant) -> Result<(), String> {
+fn prewarm(control: &Control, deadline: Instant, logs: &Logs<'_>) -> Result<(), Unready> {
+    let late = |error: AskError| Unready::Late(error.to_string());
     let command = format!("start_server -uid {}", geteuid());
     let limit = deadline.saturating_duration_since(Instant::now()).max(Duration::from_secs(1));
-    control.ask(&command, limit).map_err(|error| error.to_string())?;
-    loop {
-        let servers = control.servers().map_err(|error| error.to_string())?;
-        if !servers.is_empty() {
-            return Ok(());
+    control.ask(&command, limit).map_err(late)?;
+    let server = loop {
+        if let Some(&server) = control.servers().map_err(late)?.first() {
+            break server;
         }
+        still_there(logs)?;
         if Instant::now() >= deadline {
-            return Err("its server does not start; another process may hold the GPU".into());
+            return Err(Unready::Late("its server does not start".into()));
         }
         sleep(Duration::from_millis(5));
+    };
+    let patience = (Instant::now() + READY_LIMIT).min(deadline);
+    while !logs.is_ready(server) {
+        still_there(logs)?;
+        if Instant::now() >= patience {
+            // A driver that words it otherwise.
+            let there = control.servers().map_err(late)?.contains(&server);
+            let how = "is gone".to_owned();
+            return if there { Ok(()) } else { Err(Unready::Ended { pid: server, how }) };
+        }
+        sleep(Duration::from_millis(2));
     }
+    Ok(())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::super::record::tests::lease;
-    use super::*;
+fn still_there(logs: &Logs<'_>) -> Result<(), Unready> {
+    logs.ended().map_or(Ok(()), |(pid, how)| Err(Unready::Ended { pid, how }))
+}
 
-    #[test]
-    fn a_dedicated_daemons_default_is_the_part_of_one_process() {
-        let mut own = lease("0000000000000001", "0000000000000001", None);
-        assert!(own_limits(&own).is_empty());
-        own.memory_bytes = Some(8 << 30);
-        own.processes = 3;
-        assert_eq!(own_limits(&own), ["set_default_device_pinned_mem_limit 0 2730M"]);
+/// See [`MpsError::NoServer`].
+fn no_server(
+    pid: i32,
+    how: &str,
+    claim: &Claim,
+    control: &Control,
+    logs: &Logs<'_>,
+    store: &Store,
+    config: &Config,
+) -> MpsError {
+    let program = match control.server_program(config) {
+        Ok(program) => program,
+        Err(error) => return error,
+    };
+    let mut advice = format!("see {}", logs.of_server().display());
+    match holders(claim, store, config) {
+        seen if seen.is_empty() => {
+            let driver =
+                inventory::load(config).map(|inventory| inventory.driver.version).unwrap_or_default();
+            let library = "and whether the libcuda.so.1 that it loads (ldconfig -p | grep libcuda)";
+            advice = format!("{advice}, {library} is of the loaded driver {driver}");
+        }
+        seen => advice.push_str(&seen),
+    }
+    let why = format!("{} (pid {pid}) {how}{}; {advice}", program.display(), logs.ends());
+    MpsError::NoServer { device: claim.devices.join(", "), why }
+}
+
+/// Who keeps a server off the GPU, where somebody was seen; no server of our own.
+fn holders(claim: &Claim, store: &Store, config: &Config) -> String {
+    let Ok(ledger) = store.read() else { return String::new() };
+    let own = launch::find(&dirs::pipe(&claim.key, &config.state_dir));
+    let is_own =
+        |name: &String| own.iter().any(|(process, _)| name.ends_with(&format!("(pid {})", process.pid)));
+    let devices = claim.devices.iter();
+    let mut names: Vec<String> =
+        devices.flat_map(|device| compute_mode::holders(&claim.key, device, &ledger, config)).collect();
+    names.retain(|name| !is_own(name));
+    names.dedup();
+    if names.is_empty() {
+        String::new()
+    } else {
+        format!("; the GPU is held by {}: end it", names.join(", "))
     }
 }

@@ -6,10 +6,11 @@ use super::control::Control;
 use super::lock::DaemonLock;
 use super::{MpsError, ServerKey, compute_mode, dirs, launch, record};
 use crate::config::Config;
+use crate::inventory::{self, Device, Inventory};
 use crate::ledger::{Server, ServerState, Store};
 
 /// Somebody who starts or stops it is nearly always done by then; else the next command stops it.
-const LOCK_LIMIT: Duration = Duration::from_millis(1500);
+pub(super) const LOCK_LIMIT: Duration = Duration::from_millis(1500);
 
 /// Stops the daemon of `key`, puts the device's compute mode back and forgets the record.
 ///
@@ -37,16 +38,19 @@ pub(super) fn stop_held(
 ) -> Result<Vec<String>, MpsError> {
     let Claim { server, leases, unexplained } = claim(key, force, store)?;
     let daemon = server.as_ref().and_then(|server| server.daemon);
-    let answers = server.is_some_and(|server| server.state != ServerState::Fault);
+    let answers = server.as_ref().is_some_and(|server| server.state != ServerState::Fault);
     let control = Control::new(key, config).ok().filter(|_| answers);
-    let clients = || control.as_ref().and_then(|control| control.count_clients().ok()).unwrap_or(0);
-    if unexplained && !force && clients() > 0 {
-        // Their containers' next processes would run without any limit.
-        record::note(store, key, |server| server.state = ServerState::Serving)?;
-        return Ok(vec![format!(
-            "MPS daemon {key} has clients that no lease explains, since the ledger was lost: its device takes \
-             no new lease until they have ended (`sublet mps stop {key} --force` ends them)"
-        )]);
+    if let Some(server) = server.filter(|_| unexplained && !force) {
+        let clients = clients(&server.devices, control.as_ref(), config);
+        if clients != Some(0) {
+            // Their containers' next processes would run without any limit.
+            record::note(store, key, |server| server.state = ServerState::Serving)?;
+            let has = if clients.is_some() { "has clients" } else { "may have clients, it does not tell," };
+            return Ok(vec![format!(
+                "MPS daemon {key} {has} that no lease explains, since the ledger was lost: its device takes \
+                 no new lease until they have ended (`sublet mps stop {key} --force` ends them)"
+            )]);
+        }
     }
     if let Err(error) = launch::end(key, &config.state_dir, daemon, control.as_ref()) {
         record::note(store, key, |server| server.state = ServerState::Fault)?;
@@ -67,6 +71,32 @@ pub(super) fn stop_held(
     forget(key, store)?;
     dirs::clear(key, &config.state_dir)?;
     Ok(warnings.into_iter().collect())
+}
+
+/// How many clients a daemon for `devices` has; where it does not tell, as without its directory, how many contexts
+/// beside its servers' there are on them. `None`: nobody tells.
+fn clients(devices: &[String], control: Option<&Control>, config: &Config) -> Option<usize> {
+    let told = control.and_then(|control| control.count_clients().ok());
+    told.or_else(|| contexts(devices, &inventory::probe(config).ok()?))
+}
+
+/// Contexts on `devices` that are no MPS server's; without any, on whatever device. `None`: one of them is not there.
+fn contexts(devices: &[String], inventory: &Inventory) -> Option<usize> {
+    let on = |device: &Device| device.processes.iter().filter(|process| !process.mps_server).count();
+    if devices.is_empty() {
+        return Some(inventory.devices.iter().map(on).sum());
+    }
+    devices.iter().map(|uuid| inventory.device(uuid).map(on)).sum()
+}
+
+/// Whether there is, or may have been, a daemon of `key`: one to stop, or one that is stopped already.
+///
+/// # Errors
+/// The ledger cannot be read, or `key` is no key.
+pub fn exists(key: &ServerKey, store: &Store, config: &Config) -> Result<bool, MpsError> {
+    dirs::check_key(key)?;
+    let is_device = || inventory::last(config).is_ok_and(|inventory| inventory.device(&key.0).is_some());
+    Ok(is_known(key, store, config)? || is_device())
 }
 
 /// Anything at all is left of it.
@@ -94,7 +124,7 @@ fn claim(key: &ServerKey, force: bool, store: &Store) -> Result<Claim, MpsError>
         if let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) {
             server.state = ServerState::Stopping;
         }
-        let unexplained = server.as_ref().is_some_and(|server| ledger.unexplained.contains(&server.device));
+        let unexplained = server.as_ref().is_some_and(|server| ledger.is_unexplained(server));
         Ok(Claim { server, leases, unexplained })
     })
 }

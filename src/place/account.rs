@@ -105,7 +105,7 @@ pub(super) fn servers<'a>(device: &'a Device, ledger: &'a Ledger) -> BTreeSet<&'
     let running = ledger
         .servers
         .iter()
-        .filter(|server| device.sharing_memory().any(|uuid| uuid == server.device))
+        .filter(|server| device.sharing_memory().any(|uuid| server.serves(uuid)))
         .filter(|server| !matches!(server.state, ServerState::Down));
     wanted.chain(running.map(|server| &server.key)).collect()
 }
@@ -254,11 +254,13 @@ mod tests {
     fn a_server_that_still_runs_counts_though_nobody_uses_it() {
         let server = |state| Server {
             key: ServerKey("GPU-0".into()),
-            device: "GPU-0".into(),
+            devices: vec!["GPU-0".into()],
             daemon: None,
             state,
-            ceiling: Percent::WHOLE,
+            ceiling: crate::ledger::Ceiling::NONE,
             answered_at: 0,
+            idle_since: None,
+            mode_left: false,
         };
         let booked = |state| {
             let ledger = Ledger { servers: vec![server(state)], ..Ledger::empty("boot") };

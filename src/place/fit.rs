@@ -6,7 +6,7 @@ use super::select::rule;
 use crate::config::{Config, Policy};
 use crate::inventory::context_bytes;
 use crate::inventory::{ComputeMode, Device, Driver, Inventory, Virtualization};
-use crate::ledger::{Lease, LeaseId, LeasedPart, Ledger};
+use crate::ledger::{Lease, LeaseId, LeasedPart, Ledger, ServerState};
 use crate::mps::ServerKey;
 use crate::request::units::MIB;
 use crate::request::{Isolation, Mode, Percent, Priority, Request};
@@ -87,6 +87,18 @@ struct Want<'a> {
     several: bool,
 }
 
+impl Want<'_> {
+    /// Memory of shared servers that serve nobody and end for this use of their device ([`Ledger::in_the_way`]).
+    fn making_way(&self, ledger: &Ledger) -> u64 {
+        let shared = ledger.servers.iter().filter(|server| {
+            let uuid = &self.device.uuid;
+            server.serves(uuid) && server.key.0 == *uuid && server.state != ServerState::Down
+        });
+        let unused = shared.filter(|server| ledger.on_server(&server.key).next().is_none());
+        SERVER_BYTES * unused.filter(|server| self.server.as_ref() != Some(&server.key)).count() as u64
+    }
+}
+
 /// What `request` comes to on `device`; `several`: it is one of several.
 pub(super) fn fit(
     request: &Request,
@@ -120,7 +132,9 @@ fn want<'a>(
     let default = if device.is_mig() { Mode::Mig } else { request.default_mode };
     let mode = request.mode.or(fixed).unwrap_or(default);
     let limited_turns = mode == Mode::TimeSlice && request.memory.is_some();
-    let isolation = if limited_turns { Isolation::Dedicated } else { request.isolation };
+    // A process speaks to one daemon, so one of its own serves all its devices.
+    let own_server = limited_turns || several && mode == Mode::Mps;
+    let isolation = if own_server { Isolation::Dedicated } else { request.isolation };
     let server = (mode == Mode::Mps || limited_turns).then(|| match isolation {
         Isolation::Dedicated if !cfg!(sublet_without = "b8") => ServerKey(id.to_string()),
         Isolation::Shared | Isolation::Dedicated => ServerKey(device.uuid.clone()),
@@ -159,6 +173,8 @@ fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
             "is kept for {fixed} by [[device]] use{}",
             if want.mode == want.used_as {
                 ""
+            } else if want.several {
+                ", and the MPS server of several devices takes turns (time-slice)"
             } else {
                 ", and dedicated MPS servers take turns (time-slice)"
             }
@@ -218,8 +234,10 @@ fn in_mig_mode(gpu: &Device, inventory: &Inventory) -> Misfit {
 /// What contradicts the mode that the device's configuration has brought in.
 fn sense(want: &Want<'_>) -> Result<(), Misfit> {
     let exclusive = want.mode == Mode::Exclusive;
-    if want.several && want.server.is_some() {
-        return Err(Misfit::never("cannot be one of several under MPS: a process speaks to one daemon"));
+    if want.several && want.server.is_some() && want.device.is_mig() {
+        return Err(Misfit::never(
+            "cannot be one of several under MPS: of MIG devices an MPS server has one; name one, or whole GPUs",
+        ));
     }
     if exclusive && (want.memory.is_some() || want.request.sm.is_some()) {
         return Err(Misfit::never("is given whole in mode exclusive: leave out sublet.sm and sublet.memory"));
@@ -265,9 +283,12 @@ fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) -> Result<(),
         return Ok(());
     }
     if inventory.driver.mps_control.is_none() {
-        return Err(Misfit::never(
-            "needs an MPS server, and nvidia-cuda-mps-control is not installed (Debian: apt install nvidia-cuda-mps)",
-        ));
+        let missing = inventory.driver.mps_missing.as_deref();
+        return Err(Misfit::never(format!(
+            "needs an MPS server, and {}",
+            missing
+                .unwrap_or("nvidia-cuda-mps-control is not installed (Debian: apt install nvidia-cuda-mps)")
+        )));
     }
     if want.device.virtualization == Virtualization::Vgpu && !config.mps.allow_vgpu {
         return Err(Misfit::never(
@@ -276,16 +297,12 @@ fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) -> Result<(),
     }
     let limits =
         want.request.sm.is_some() || want.memory.is_some() || want.request.priority != Priority::Normal;
-    if before_volta(want.device) && limits {
+    if want.device.is_before_volta() && limits {
         return Err(Misfit::never(
             "is older than Volta, where MPS knows no limits: leave out sublet.sm, memory and priority",
         ));
     }
     Ok(())
-}
-
-fn before_volta(device: &Device) -> bool {
-    device.compute_capability < (7, 0)
 }
 
 /// A mode that we changed ourselves will be put back: what was found counts.
@@ -352,7 +369,7 @@ fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit
 /// from CUDA 13.1; a MIG device in proportion to its SMs).
 pub(crate) fn client_limit(device: &Device, driver: &Driver) -> u32 {
     let whole = match () {
-        () if before_volta(device) => 16,
+        () if device.is_before_volta() => 16,
         () if driver.cuda >= (13, 1) => 60,
         () => 48,
     };
@@ -369,14 +386,19 @@ fn present_use(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(
     match account.used_as {
         Some(Mode::Exclusive | Mode::Mig) => return Err(Misfit::now("is taken whole")),
         Some(used) if used != want.used_as => {
-            return Err(Misfit::now(format!("is used as {used} now")));
+            let turns = if want.several && want.server.is_some() {
+                ", and the MPS server of several devices takes turns (time-slice)"
+            } else {
+                ""
+            };
+            return Err(Misfit::now(format!("is used as {used} now{turns}")));
         }
         _ => {}
     }
     if !matches!(want.mode, Mode::Exclusive | Mode::Mig) {
         return Ok(());
     }
-    let ours = world.ledger.servers.iter().any(|server| server.device == want.device.uuid);
+    let ours = world.ledger.servers.iter().any(|server| server.serves(&want.device.uuid));
     let mut others = want.device.processes.iter().filter(|process| !(process.mps_server && ours));
     match others.find(|process| world.ledger.lease_of_process(process).is_none()) {
         Some(process) => Err(Misfit::as_reported(format!(
@@ -415,7 +437,9 @@ fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
     if want.books == 0 {
         return Ok(false);
     }
-    let accounts = by_accounts(want.device, ledger, config);
+    // What servers hold that end before the container starts.
+    let ending = want.making_way(ledger);
+    let accounts = by_accounts(want.device, ledger, config).saturating_add(ending);
     if want.books > accounts {
         return Err(Misfit::now(format!(
             "has {} left to book, {} wanted",
@@ -426,7 +450,7 @@ fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
     if want.mode == Mode::Mig {
         return Ok(false);
     }
-    let free = by_driver(want.device, ledger, config);
+    let free = by_driver(want.device, ledger, config).saturating_add(ending);
     if want.books > free {
         return Err(Misfit::as_reported(format!(
             "has {} free by the driver's account, {} wanted",

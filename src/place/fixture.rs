@@ -78,6 +78,7 @@ pub fn host(devices: Vec<Device>) -> Inventory {
             cuda: (13, 0),
             simulated: false,
             mps_control: Some("/usr/bin/nvidia-cuda-mps-control".into()),
+            mps_missing: None,
             smi: None,
             majors: Majors::default(),
             mig_caps: [None, None],

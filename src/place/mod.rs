@@ -13,13 +13,15 @@ mod select;
 #[cfg(test)]
 pub(crate) mod tests;
 
+use std::collections::BTreeSet;
+
 use fit::{Fit, Misfit, World};
 
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::{LeaseId, LeasedPart, Ledger};
 use crate::mps::ServerKey;
-use crate::request::{Devices, Guarding, Isolation, MigCap, Mode, Percent, Priority, Request};
+use crate::request::{Devices, Guarding, Isolation, Memory, MigCap, Mode, Percent, Priority, Request};
 
 pub use account::{Account, account};
 #[cfg(feature = "cli")]
@@ -79,18 +81,54 @@ pub fn place(
         Box::new(Refusal { refresh_first: wants_mig(request), ..Refusal::never(request, &why) })
     })?;
     let world = World { inventory, ledger, config };
+    let mut verdicts = Vec::new();
+    for smallest in smallest(request, &slots, inventory) {
+        let alike = smallest.map(|bytes| alike(request, bytes));
+        verdicts = judge(alike.as_ref().unwrap_or(request), id, &slots, smallest, world);
+        let memory = |index: &usize| inventory.devices[*index].memory_bytes;
+        match choose(&slots, &verdicts, smallest, world) {
+            // Of larger ones alone the percentage is more, and that they did not have.
+            Some((devices, _)) if smallest.is_some() && devices.iter().map(memory).min() != smallest => {}
+            Some((devices, fits)) => return Ok(placement(request, inventory, devices, &fits)),
+            None => {}
+        }
+    }
+    Err(Box::new(refuse(request, &slots, &verdicts, world)))
+}
+
+/// Which memory the smallest of the devices may have that are taken together, the largest first. A percentage is of
+/// it, for all of them have one amount; else it does not matter.
+fn smallest(request: &Request, slots: &[Vec<usize>], inventory: &Inventory) -> Vec<Option<u64>> {
+    if slots.len() < 2 || wants_mig(request) || !matches!(request.memory, Some(Memory::Share(_))) {
+        return vec![None];
+    }
+    let sizes = slots.iter().flatten().filter_map(|index| inventory.devices.get(*index));
+    let sizes: BTreeSet<u64> = sizes.map(|device| device.memory_bytes).collect();
+    sizes.into_iter().rev().map(Some).collect()
+}
+
+/// `request` with its percentage of a device with `smallest` bytes as an amount.
+fn alike(request: &Request, smallest: u64) -> Request {
+    let memory = request.memory.map(|memory| Memory::Bytes(memory.on(smallest)));
+    Request { memory, ..request.clone() }
+}
+
+/// What `request` comes to on each device that it may have: those with at least `smallest` bytes, where that is
+/// given.
+fn judge(
+    request: &Request,
+    id: &LeaseId,
+    slots: &[Vec<usize>],
+    smallest: Option<u64>,
+    world: World<'_>,
+) -> Vec<Option<Result<Fit, Misfit>>> {
     let several = slots.len() > 1;
-    let verdicts: Vec<Option<Result<Fit, Misfit>>> = (0..)
-        .zip(&inventory.devices)
-        .map(|(index, device)| {
-            let wanted = slots.iter().any(|slot| slot.contains(&index));
-            wanted.then(|| fit::fit(request, id, device, several, world))
-        })
-        .collect();
-    choose(&slots, &verdicts, world).map_or_else(
-        || Err(Box::new(refuse(request, &slots, &verdicts, world))),
-        |(devices, fits)| Ok(placement(request, inventory, devices, &fits)),
-    )
+    let verdict = |(index, device): (usize, &Device)| {
+        let large_enough = smallest.is_none_or(|smallest| device.memory_bytes >= smallest);
+        let wanted = large_enough && slots.iter().any(|slot| slot.contains(&index));
+        wanted.then(|| fit::fit(request, id, device, several, world))
+    };
+    (0..).zip(&world.inventory.devices).map(verdict).collect()
 }
 
 /// What `request` would come to on one MIG device that is not there yet, as far as it says: what hangs on the size
@@ -116,16 +154,20 @@ pub fn expected(request: &Request) -> Placement {
     }
 }
 
-/// The best devices for all slots, all in one mode: indices, and what the request comes to on each.
+/// The best devices for all slots, all in one mode: indices, and what the request comes to on each. One with
+/// `smallest` bytes is among them, where it can be: the amount is a percentage of that.
 fn choose<'a>(
     slots: &[Vec<usize>],
     verdicts: &'a [Option<Result<Fit, Misfit>>],
+    smallest: Option<u64>,
     world: World<'_>,
 ) -> Option<(Vec<usize>, Vec<&'a Fit>)> {
     let fit_of = |index: usize| verdicts[index].as_ref().and_then(|verdict| verdict.as_ref().ok());
     let mut fits: Vec<(usize, &Fit)> =
         (0..verdicts.len()).filter_map(|index| Some((index, fit_of(index)?))).collect();
-    fits.sort_by_key(|(_, fit)| fit.rank(world.config.placement.policy));
+    let larger =
+        |index: usize| smallest.is_some_and(|bytes| world.inventory.devices[index].memory_bytes > bytes);
+    fits.sort_by_key(|(index, fit)| (larger(*index), fit.rank(world.config.placement.policy)));
     if slots.len() > 1 {
         one_of_each_instance(&mut fits, world.inventory);
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::error::{KEYS, RequestError, Setting, nearest, nearest_key};
 use super::{Capabilities, Capability, Devices, Isolation, Memory, MigCap, Mode, Percent, Priority, Request};
-use super::{rules, selector, units};
+use super::{misspelt, rules, selector, units};
 use crate::config::{Action, Config};
 
 const PREFIX: &str = "sublet.";
@@ -14,10 +14,11 @@ const PREFIX: &str = "sublet.";
 /// Longest `sublet.wait`: engines and people give a start up that takes longer.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// Whether any of `annotations` asks for a share: a key beginning `sublet.`.
+/// Whether any of `annotations` asks for a share: a key beginning `sublet.`, or one that is meant to and is
+/// refused by [`parse`].
 #[must_use]
 pub fn is_ours(annotations: &BTreeMap<String, String>) -> bool {
-    annotations.keys().any(|key| key.starts_with(PREFIX))
+    annotations.keys().any(|key| key.starts_with(PREFIX) || misspelt::meant(key).is_some())
 }
 
 /// Whether this is a pod's pause container, which containerd's CRI and CRI-O mark as such: never ours.
@@ -46,13 +47,16 @@ pub fn is_podman_infra(annotations: &BTreeMap<String, String>, process_args: &[&
 /// where `sublet.capabilities` is absent. `sublet.lease` is passed over: doors look at it themselves.
 ///
 /// # Errors
-/// An unknown key, a value that does not parse, a contradiction.
+/// An unknown or misspelt key, a value that does not parse, a contradiction.
 pub fn parse(
     annotations: &BTreeMap<String, String>,
     share: Option<&str>,
     image_capabilities: Option<&str>,
     config: &Config,
 ) -> Result<Request, RequestError> {
+    if let Some(error) = misspelt::find(annotations) {
+        return Err(error);
+    }
     let keys = Keys::gather(annotations, share, config)?;
     let sm = keys.read("sm", units::PERCENT_ALLOWED, percent)?;
     let memory = keys.read("memory", units::MEMORY_ALLOWED, memory)?;
@@ -73,10 +77,10 @@ pub fn parse(
     let wait = keys.read("wait", WAIT_ALLOWED, wait)?.unwrap_or(config.defaults.wait);
     let mode = rules::check(&keys, mode, &devices, isolation, &config.limits.require)?;
     Ok(Request {
+        isolation: isolation.unwrap_or_else(|| rules::default_isolation(mode, &devices, config)),
         devices,
         mode,
         default_mode: config.defaults.mode,
-        isolation: isolation.unwrap_or_else(|| rules::default_isolation(mode, config)),
         sm,
         memory,
         mig,
@@ -107,7 +111,7 @@ impl<'a> Keys<'a> {
         let own: BTreeMap<_, _> = annotations
             .iter()
             .filter_map(|(key, value)| Some((key.strip_prefix(PREFIX)?, Given { value, share: None })))
-            .filter(|(key, _)| !matches!(*key, "lease" | "lease.record"))
+            .filter(|(key, _)| !matches!(*key, "lease" | "lease.record" | "lease.edits"))
             .collect();
         let named = own.get("share").map(|given| given.value).or(door);
         let mut keys = Self(BTreeMap::new());

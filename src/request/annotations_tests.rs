@@ -37,8 +37,14 @@ fn only_annotated_containers_are_ours() {
     assert!(!is_ours(&annotations(&[
         ("sublets.gpu", "any"),
         ("subletgpu", "any"),
-        ("io.sublet.gpu", "any")
+        ("io.foo.sublet.color", "any")
     ])));
+    for misspelt in ["io.sublet.gpu", "Sublet.sm", "SUBLET_SM", "sublet/mig_caps"] {
+        let meant = annotations(&[(misspelt, "25")]);
+        assert!(is_ours(&meant));
+        let error = parse(&meant, None, None, &Config::default()).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("{misspelt}=25: sublet's keys are in lower case")), "{error}");
+    }
 }
 
 #[test]
@@ -298,11 +304,27 @@ fn contradictions() {
     assert_snapshot!(refused(&[("sublet.gpu", "0:1"), ("sublet.mode", "exclusive")]), @"sublet.gpu=0:1 does not go with sublet.mode=exclusive: a MIG device is the container's alone with sublet.mode=mig");
     assert_snapshot!(refused(&[("sublet.isolation", "dedicated"), ("sublet.mode", "exclusive")]), @"sublet.isolation=dedicated does not go with sublet.mode=exclusive: it needs sublet.mode=mps or sublet.mode=time-slice; leave it out");
     assert_snapshot!(refused(&[("sublet.isolation", "dedicated"), ("sublet.gpu", "MIG-9a1b2c3d")]), @"sublet.isolation=dedicated does not go with mode mig, which sublet.gpu=MIG-9a1b2c3d means: it needs sublet.mode=mps or sublet.mode=time-slice; leave it out");
-    assert_snapshot!(refused(&[("sublet.gpu", "any:2"), ("sublet.sm", "25")]), @"sublet.gpu=any:2 does not go with mode mps, which sublet.sm=25 means: a process speaks to one MPS daemon and so to one device; name one");
-    assert_snapshot!(refused(&[("sublet.gpu", "0,1"), ("sublet.memory", "8GiB")]), @"sublet.gpu=0,1 does not go with sublet.memory=8GiB: a process speaks to one MPS daemon and so to one device; name one");
-    assert!(
-        refused(&[("sublet.gpu", "all"), ("sublet.mode", "mps")]).starts_with("sublet.gpu=all does not go")
-    );
+    assert_snapshot!(refused(&[("sublet.gpu", "any:2"), ("sublet.sm", "25"), ("sublet.isolation", "shared")]), @"sublet.isolation=shared does not go with sublet.gpu=any:2: a process speaks to one MPS daemon, and a shared one has one device; leave sublet.isolation out, several devices have a server of their own");
+    for gpu in ["0,1", "all"] {
+        let refused =
+            refused(&[("sublet.gpu", gpu), ("sublet.memory", "8GiB"), ("sublet.isolation", "shared")]);
+        assert!(refused.starts_with(&format!("sublet.isolation=shared does not go with sublet.gpu={gpu}")));
+    }
+}
+
+#[test]
+fn several_devices_under_mps_have_a_server_of_their_own() {
+    for gpu in ["any:2", "0,1", "all"] {
+        for key in ["sublet.sm", "sublet.processes"] {
+            let wanted = request(&[("sublet.gpu", gpu), (key, "25"), ("sublet.memory", "25%")]);
+            assert_eq!((wanted.mode, wanted.isolation), (Some(Mode::Mps), Isolation::Dedicated), "{gpu}");
+        }
+    }
+    let one = request(&[("sublet.gpu", "any:1"), ("sublet.sm", "25"), ("sublet.isolation", "shared")]);
+    assert_eq!(one.isolation, Isolation::Shared);
+    let whole =
+        request(&[("sublet.gpu", "any:2"), ("sublet.mode", "exclusive"), ("sublet.isolation", "shared")]);
+    assert_eq!(whole.mode, Some(Mode::Exclusive), "there is no server to share");
 }
 
 #[test]

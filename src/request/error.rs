@@ -34,6 +34,18 @@ pub enum RequestError {
         /// The keys that would do, without the prefix.
         allowed: Vec<&'static str>,
     },
+    /// A key that is none of ours and was meant to be.
+    #[error(
+        "{key}={value}: sublet's keys are in lower case, with a dot and no prefix: write sublet.{right}={value}"
+    )]
+    Misspelt {
+        /// The key as it stands there, safe to print.
+        key: String,
+        /// Its value, safe to print.
+        value: String,
+        /// The key that was meant, without the prefix.
+        right: &'static str,
+    },
     /// A value that its key does not take.
     #[error("{setting}: must be {allowed}{}", after_semicolon(hint.as_deref()))]
     Value {
@@ -72,7 +84,7 @@ impl RequestError {
             Self::UnknownKey { setting, .. }
             | Self::Value { setting, .. }
             | Self::Contradiction { setting, .. } => Some(setting),
-            Self::Missing { .. } => None,
+            Self::Misspelt { .. } | Self::Missing { .. } => None,
         }
     }
 }
@@ -126,7 +138,10 @@ pub(super) fn nearest_key(wrong: &str) -> Option<&'static str> {
         "compute" | "cores" | "percent" | "sms" => Some("sm"),
         "vram" | "mem" => Some("memory"),
         "gpus" | "device" | "devices" => Some("gpu"),
-        _ => nearest(wrong, KEYS),
+        word => KEYS
+            .into_iter()
+            .find(|key| *key == word.replace(['.', '_', '/'], "-"))
+            .or_else(|| nearest(wrong, KEYS)),
     }
 }
 

@@ -3,6 +3,7 @@
 
 pub mod annotations;
 mod error;
+mod misspelt;
 mod rules;
 mod selector;
 pub mod units;

@@ -19,7 +19,7 @@ pub(super) fn check(
         goes_with_mode(keys, mode, devices, isolation)?;
     }
     if several(devices) {
-        one_device(keys, mode)?;
+        several_devices(keys, mode, isolation)?;
     }
     required(keys, mode, require)?;
     Ok(mode)
@@ -50,9 +50,10 @@ pub(super) fn guarding(keys: &Keys<'_>, action: Action) -> Result<Guarding, Requ
     Ok(Guarding::AtLeast(action))
 }
 
-/// The configured isolation, where the mode has any.
-pub(super) fn default_isolation(mode: Option<Mode>, config: &Config) -> Isolation {
+/// The configured isolation, where the mode has any; several devices have an MPS server of their own.
+pub(super) fn default_isolation(mode: Option<Mode>, devices: &Devices, config: &Config) -> Isolation {
     match mode {
+        Some(Mode::Mps) if several(devices) => Isolation::Dedicated,
         Some(Mode::Exclusive | Mode::Mig) => Isolation::Shared,
         Some(Mode::Mps | Mode::TimeSlice) | None => config.defaults.isolation,
     }
@@ -119,13 +120,21 @@ fn goes_with_mode(
     Ok(())
 }
 
-fn one_device(keys: &Keys<'_>, mode: Option<Mode>) -> Result<(), RequestError> {
-    const REMEDY: &str = "a process speaks to one MPS daemon and so to one device; name one";
-    if mode == Some(Mode::Mps) {
-        contradiction(keys.setting("gpu"), name(keys, Mode::Mps), REMEDY)?;
-    }
-    match keys.setting("memory").filter(|_| mode != Some(Mode::Mig)) {
-        Some(memory) => contradiction(keys.setting("gpu"), memory.to_string(), REMEDY),
+/// A process speaks to one MPS daemon, so one of the container's own serves all its devices. Modes without one have
+/// no isolation to choose.
+fn several_devices(
+    keys: &Keys<'_>,
+    mode: Option<Mode>,
+    isolation: Option<Isolation>,
+) -> Result<(), RequestError> {
+    let has_servers = !matches!(mode, Some(Mode::Exclusive | Mode::Mig));
+    match keys.setting("gpu").filter(|_| has_servers && isolation == Some(Isolation::Shared)) {
+        Some(gpu) => contradiction(
+            keys.setting("isolation"),
+            gpu.to_string(),
+            "a process speaks to one MPS daemon, and a shared one has one device; leave sublet.isolation out, several \
+             devices have a server of their own",
+        ),
         None => Ok(()),
     }
 }

@@ -49,6 +49,12 @@ pub enum Command {
 }
 
 impl Command {
+    /// Whether it makes a container.
+    #[must_use]
+    pub const fn begins(&self) -> bool {
+        matches!(self, Self::Create(_) | Self::Run(_) | Self::Restore(_))
+    }
+
     /// The container.
     #[must_use]
     pub fn id(&self) -> Option<&OsStr> {
@@ -77,6 +83,8 @@ pub struct Start {
 pub struct Exec {
     /// The container.
     pub id: Option<OsString>,
+    /// What may be its id, where an option that we do not know keeps us from telling.
+    pub names: Vec<OsString>,
     /// `--process`.
     pub process: Option<PathBuf>,
     /// Each `--env`.
@@ -181,9 +189,14 @@ fn start(args: &[OsString], table: &[flags::Flag], dialect: Dialect) -> Option<S
     let scan = flags::of_command(args, table, dialect);
     (!scan.wants_help()).then(|| Start {
         id: only_operand(&scan),
-        bundle: scan.value("bundle").map(PathBuf::from),
+        bundle: scan.value("bundle").filter(|dir| !is_no_bundle(dir, dialect)).map(PathBuf::from),
         config: scan.value("config").filter(|_| dialect == Dialect::Crun).map(PathBuf::from),
     })
+}
+
+/// runc stays where it is for an empty `--bundle` (`setupSpec` in `utils_linux.go`).
+fn is_no_bundle(dir: &OsStr, dialect: Dialect) -> bool {
+    dir.is_empty() && dialect == Dialect::Runc
 }
 
 /// With `--regex` the operand is no id: the runtime does it alone, the next command frees the leases.
@@ -202,8 +215,10 @@ fn exec(args: &[OsString], behind: usize, dialect: Dialect) -> Option<Exec> {
         (true, Some(_)) => only_operand(&scan),
         (true, None) => None,
     };
+    let names = if id.is_some() { &[][..] } else { &scan.operands };
+    let names = names.iter().map(|name| (*name).to_owned()).collect();
     let env = scan.values("env").map(OsStr::to_owned).collect();
-    (!scan.wants_help()).then(|| Exec { id, process, env, options_end: behind + scan.end })
+    (!scan.wants_help()).then(|| Exec { id, names, process, env, options_end: behind + scan.end })
 }
 
 /// The id, where there is one operand: with more the runtime refuses, or one of them is an unknown

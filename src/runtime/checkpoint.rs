@@ -5,16 +5,18 @@ use std::path::PathBuf;
 
 use super::{Call, RuntimeError, Start, create, uid};
 use crate::admit;
+use crate::config;
 
-/// Refuses a container with a lease.
+/// Refuses a container with a share.
 pub(super) fn checkpoint(
     call: &Call<'_>,
     container: Option<(&str, PathBuf)>,
 ) -> Result<Infallible, RuntimeError> {
-    let (Some((id, record)), Some(config)) = (container, call.config_with_leases()) else {
+    let Some((id, record)) = container else { return call.pass_on() };
+    if !admit::may_have_share(&record)? {
         return call.pass_on();
-    };
-    match admit::exec_environment(uid(), id, &record, &config)? {
+    }
+    match admit::share_of(uid(), id, &record, &config::load())? {
         Some(_) => Err(RuntimeError::NoCheckpoint("checkpoint")),
         None => call.pass_on(),
     }

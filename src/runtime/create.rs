@@ -3,18 +3,18 @@
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 
+use nix::unistd::getppid;
 use serde_json::Value;
 
 use super::log::Level;
 use super::{Call, Door, RuntimeError, Start, mapped, uid};
 use crate::admit::{self, Admission, Candidate};
-use crate::apply::{self, JsonFile};
-use crate::cdi;
+use crate::apply::{self, FileError, JsonFile};
 use crate::config::{self, Config};
+use crate::engine::Engine;
 use crate::hook::added::{self, Stage};
 use crate::ledger::Container;
 use crate::process::Process;
-use crate::request;
 use crate::text::safe;
 
 /// Which of the two.
@@ -32,10 +32,12 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
         return call.pass_on();
     };
     let config = config::load()?;
+    let engine = Engine::of(getppid().as_raw());
     let candidate = Candidate {
         container: container(call, start, &spec)?,
         owner: Process::current().map_err(RuntimeError::Process)?,
         share: share.as_deref(),
+        engine: engine.as_ref(),
     };
     match admit::admit(&candidate, &mut spec, &config)? {
         Admission::NotOurs | Admission::AlreadyGranted(_) => call.pass_on(),
@@ -43,7 +45,10 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
             for warning in warnings {
                 call.warn(&format!("container {}: {warning}", candidate.container.id));
             }
-            let error = hand_over(call, &file, spec, &hooks(kind, &config));
+            let error = match candidate.check_wanted() {
+                Ok(()) => hand_over(call, &file, spec, &hooks(kind, &config)),
+                Err(error) => error.into(),
+            };
             let withdrawn =
                 if cfg!(sublet_without = "c5") { Ok(()) } else { admit::withdraw(&lease, &config) };
             if let Err(error) = withdrawn {
@@ -62,24 +67,16 @@ pub(super) struct Ours {
     share: Option<String>,
 }
 
-/// The container, if it may be ours: annotated, with a CDI device of ours, come by a share's door, or mapped to
-/// a share by `containers.toml`.
+/// The container, if it is ours: annotated, with a CDI device of ours, come by a share's door, or mapped to
+/// a share by `containers.toml`, and no pod's pause container.
 ///
 /// A file that the runtime will not be able to read either is left to it to complain about.
 pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, RuntimeError> {
     let share = call.door.share().map(str::to_owned);
-    let file = match JsonFile::read(&config_path(start)) {
-        Ok(file) => file,
-        Err(error) if share.is_some() => return Err(error.into()),
-        Err(error) => {
-            call.log.write(Level::Info, &format!("{error}; no GPU given"));
-            return Ok(None);
-        }
-    };
+    let Some(file) = read(call, start, share.is_some())? else { return Ok(None) };
     if share.is_some() || file.mentions_sublet() {
         let spec = file.parse()?;
-        let annotated = request::is_ours(&apply::annotations(&spec)?);
-        if share.is_some() || annotated || cdi::is_asked(&spec) {
+        if admit::is_ours(&spec, share.as_deref())? {
             return Ok(Some(Ours { file, spec, share }));
         }
     }
@@ -89,6 +86,26 @@ pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, Runti
     if call.door == Door::Other {
         call.log.write(Level::Info, "no sublet.* annotation, no GPU given");
     }
+    Ok(None)
+}
+
+/// config.json; `None`: the runtime will refuse it, or it cannot be of a container of ours.
+fn read(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFile>, RuntimeError> {
+    let path = config_path(start);
+    let error = match JsonFile::read(&path) {
+        Ok(file) => return Ok(Some(file)),
+        Err(error) => error,
+    };
+    // What the runtime can read and we cannot may ask for a share.
+    let may_be_ours = match &error {
+        FileError::TooLarge { .. } => apply::mentions_sublet(&path),
+        FileError::NotRegular { .. } => !path.is_dir(),
+        _ => false,
+    };
+    if has_share || may_be_ours {
+        return Err(error.into());
+    }
+    call.log.write(Level::Info, &format!("{error}; no GPU given"));
     Ok(None)
 }
 
@@ -123,6 +140,11 @@ fn container(call: &Call<'_>, start: &Start, spec: &Value) -> Result<Container, 
     let bundle = canonical("bundle", bundle(start))?;
     let root = spec.pointer("/root/path").and_then(Value::as_str).ok_or(RuntimeError::NoRoot)?;
     let rootfs = canonical("root.path", &bundle.join(root))?;
+    for (what, path) in [("bundle", &bundle), ("root.path", &rootfs), ("--root", &record)] {
+        if path.to_str().is_none() {
+            return Err(RuntimeError::NotUtf8 { what, path: safe(&path.to_string_lossy()) });
+        }
+    }
     Ok(Container { uid: uid(), id: id.to_owned(), bundle, rootfs, record })
 }
 

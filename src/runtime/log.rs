@@ -4,6 +4,7 @@
 use std::fmt::Write as _;
 use std::fs::OpenOptions;
 use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -70,7 +71,7 @@ impl Log {
 
 /// Lines of other processes stand in the file too: one write each, at its end.
 fn append(file: &Path, line: &str) {
-    let opened = OpenOptions::new().append(true).create(true).open(file);
+    let opened = OpenOptions::new().append(true).create(true).mode(0o644).open(file);
     let _ = opened.and_then(|mut file| file.write_all(line.as_bytes()));
 }
 

@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use super::flags::Dialect;
 
@@ -157,7 +157,45 @@ pub fn record(dialect: Dialect, root: Option<&Path>, id: &str, host: &Host) -> O
         return None;
     }
     let root = root.map_or_else(|| host.state_dir(dialect), Path::to_owned);
-    Some(std::path::absolute(&root).unwrap_or(root).join(id))
+    Some(real(&std::path::absolute(dialect.seen(&root)).ok()?).join(id))
+}
+
+impl Dialect {
+    /// Whether `record` is of a container of its program's.
+    pub(super) fn keeps(self, record: &Path) -> bool {
+        record.join(if self == Self::Crun { "status" } else { "state.json" }).is_file()
+    }
+
+    /// `path` as its program takes it from its command line: Go's `filepath.Abs`, which runc calls, takes `..` and
+    /// nothing at all by the text; crun leaves it to the kernel.
+    fn seen(self, path: &Path) -> PathBuf {
+        if self == Self::Crun {
+            return path.to_owned();
+        }
+        let mut clean = std::path::absolute(if path.as_os_str().is_empty() { Path::new(".") } else { path })
+            .unwrap_or_default();
+        if clean.components().any(|part| part == Component::ParentDir) {
+            clean = clean.components().fold(PathBuf::new(), |mut above, part| {
+                if part == Component::ParentDir {
+                    above.pop();
+                } else {
+                    above.push(part);
+                }
+                above
+            });
+        }
+        clean
+    }
+}
+
+/// `path` with no link in it, so that two names of a directory are one. What is not there yet the runtime makes, as
+/// it is written.
+fn real(path: &Path) -> PathBuf {
+    let found = path.ancestors().find_map(|above| Some((above.canonicalize().ok()?, above)));
+    found.map_or_else(
+        || path.to_owned(),
+        |(real, above)| path.strip_prefix(above).map_or_else(|_| path.to_owned(), |below| real.join(below)),
+    )
 }
 
 #[cfg(test)]
@@ -246,6 +284,26 @@ mod tests {
         assert_eq!(at(Dialect::Crun, &xdg(true, false, None)), Path::new("/run/user/7/crun/c"));
         let given = record(Dialect::Runc, Some(Path::new("/r")), "c", &plain);
         assert_eq!(given.unwrap(), Path::new("/r/c"));
+    }
+
+    #[test]
+    fn a_root_is_one_by_whatever_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        std::fs::create_dir_all(dir.join("real/runc/x")).unwrap();
+        std::os::unix::fs::symlink(dir.join("real"), dir.join("link")).unwrap();
+        let at = |dialect, root: &str| record(dialect, Some(&dir.join(root)), "c", &Host::default()).unwrap();
+        for dialect in [Dialect::Runc, Dialect::Crun] {
+            for root in ["real/runc", "link/runc", "link/runc/", "link/./runc", "real/runc/x/.."] {
+                assert_eq!(at(dialect, root), dir.join("real/runc/c"), "{root}");
+            }
+            assert_eq!(at(dialect, "link/not/yet"), dir.join("real/not/yet/c"));
+        }
+        // Go takes `..` by the text, the kernel by the directory.
+        assert_eq!(at(Dialect::Runc, "link/../real/runc"), dir.join("real/runc/c"));
+        std::os::unix::fs::symlink(dir.join("real/runc/x"), dir.join("deep")).unwrap();
+        assert_eq!(at(Dialect::Runc, "deep/.."), dir.join("c"));
+        assert_eq!(at(Dialect::Crun, "deep/.."), dir.join("real/runc/c"));
     }
 
     #[test]

@@ -24,10 +24,11 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use crate::admit::AdmitError;
+use crate::admit::{AdmitError, EnterError};
 use crate::apply::{FileError, SpecError};
 use crate::config::{self, Config, ConfigError};
 use crate::hook::added::BadHooks;
+use crate::ledger;
 
 pub use argv::{Command, CommandLine, Exec, Global, Start, parse};
 pub use flags::Dialect;
@@ -47,6 +48,37 @@ pub enum RuntimeError {
     /// No share for it.
     #[error(transparent)]
     Admit(#[from] AdmitError),
+    /// What share a running container has.
+    #[error(transparent)]
+    Enter(#[from] EnterError),
+    /// The process file of exec.
+    #[error("the process file {path} cannot be used: {why}")]
+    ProcessFile {
+        /// Which.
+        path: String,
+        /// Why not.
+        why: String,
+    },
+    /// Its edited copy.
+    #[error("no copy of the process file can be made: {0}")]
+    Copy(io::Error),
+    /// The kernel does not let us.
+    #[error("the process cannot be kept from the GPU, as `[mps] exec_without_daemon` wants it: seccomp: {0}")]
+    NoFilter(io::Error),
+    /// An option of a later runtime's.
+    #[error(
+        "exec has an option that this sublet does not know, and one of the words behind it is a container with a \
+         share of a GPU: give the process by --process, or leave the option out"
+    )]
+    UnknownOption,
+    /// Names of a share's container go into JSON.
+    #[error("{what} {path} is no UTF-8: give the container with a share a directory of another name")]
+    NotUtf8 {
+        /// What it is.
+        what: &'static str,
+        /// As far as it can be shown.
+        path: String,
+    },
     /// config.json or the process file.
     #[error(transparent)]
     File(#[from] FileError),
@@ -158,14 +190,19 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
         let _ = io::stdout().write_all(USAGE.as_bytes());
         return ExitCode::SUCCESS;
     }
-    let found = configured();
+    let runtime = config::load_runtime();
     // Engines write the options that concern the log alike for both.
-    let dialect = found.as_ref().map_or(Dialect::Runc, |(low_level, _)| low_level.dialect);
-    let line = parse(args, dialect);
-    let own_log = found.as_ref().ok().and_then(|(_, log)| log.as_deref());
+    let found = runtime.as_ref().map_err(|_| ()).and_then(|runtime| find(&runtime.low_level).map_err(|_| ()));
+    let line = parse(args, found.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect));
+    let own_log = runtime.as_ref().ok().and_then(|runtime| runtime.log.as_deref());
     let log = Log::new("sublet-runtime", &line.global, own_log);
     log::trace_to(log.clone(), line.global.debug);
-    let done = found.and_then(|(low_level, _)| {
+    let (line, low_level) = match runtime {
+        Ok(runtime) => (line, find(&runtime.low_level).map_err(RuntimeError::from)),
+        Err(error) if line.command.begins() => (line, Err(error.into())),
+        Err(error) => by_record(args, &error, &log),
+    };
+    let done = low_level.and_then(|low_level| {
         let call = Call { args, door: Door::from_name(name), low_level, global: &line.global, log: &log };
         dispatch(&call, &line.command)
     });
@@ -175,12 +212,34 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     })
 }
 
-/// `[runtime]` of the configuration: the low-level runtime and our log file.
-fn configured() -> Result<(LowLevel, Option<PathBuf>), RuntimeError> {
-    let runtime = config::load_runtime()?;
+fn find(names: &[String]) -> Result<LowLevel, MissingRuntime> {
     let own = std::fs::metadata("/proc/self/exe").ok();
-    let low_level = low_level::find(&runtime.low_level, std::env::var_os("PATH").as_deref(), own.as_ref())?;
-    Ok((low_level, runtime.log))
+    low_level::find(names, std::env::var_os("PATH").as_deref(), own.as_ref())
+}
+
+/// What runs is not kept from ending, nor looked at less, because nobody knows which runtime the next container shall
+/// have: the one that has a record of this container, else the first that is installed.
+fn by_record(
+    args: &[OsString],
+    error: &ConfigError,
+    log: &Log,
+) -> (CommandLine, Result<LowLevel, RuntimeError>) {
+    log.write(Level::Info, &format!("{error}; going on with the runtime that is there"));
+    let names = config::Runtime::default().low_level;
+    let found: Vec<LowLevel> =
+        names.iter().filter_map(|name| find(std::slice::from_ref(name)).ok()).collect();
+    let host = low_level::Host::current();
+    let has_record = |low_level: &&LowLevel| {
+        let root = parse(args, low_level.dialect).global.root;
+        // Commands that do not concern us have the id where we do not look for it.
+        let mut records = args
+            .iter()
+            .filter_map(|word| low_level::record(low_level.dialect, root.as_deref(), word.to_str()?, &host));
+        records.any(|record| low_level.dialect.keeps(&record))
+    };
+    let low_level = found.iter().find(has_record).or(found.first()).cloned();
+    let dialect = low_level.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect);
+    (parse(args, dialect), low_level.map_or_else(|| find(&names).map_err(RuntimeError::from), Ok))
 }
 
 /// Everything but `delete` of a container of ours ends in becoming the low-level runtime.
@@ -237,12 +296,11 @@ impl Call<'_> {
         )
     }
 
-    /// The configuration, where there are leases at all: the commands on running containers cost nothing
-    /// on a host without. They go on without us when the configuration is broken: it must not stop health
-    /// checks and ends of containers, most of which are not ours.
+    /// The configuration, where there are leases at all. `delete` goes on without us when it is broken: that must not
+    /// stop the ends of containers, most of which are not ours, and the next command finds that they are gone.
     fn config_with_leases(&self) -> Option<Config> {
         match config::load() {
-            Ok(config) => config.state_dir.join("ledger.json").exists().then_some(config),
+            Ok(config) => ledger::is_there(&config.state_dir).then_some(config),
             Err(error) => {
                 self.warn(&format!("{error}; going on without it"));
                 None

@@ -103,9 +103,7 @@ fn carry_out(ask: &Ask, peer: Peer) -> Result<Answer, No> {
         Ask::End { lease } | Ask::Withdraw { lease } => {
             Ok(Answer::Freed(admit::free_told(peer.uid, lease, &config)?))
         }
-        Ask::ExecEnvironment { id, record } => {
-            Ok(Answer::Environment(admit::exec_environment(peer.uid, id, record, &config)?))
-        }
+        Ask::Enter { id, record } => Ok(Answer::Done(admit::enter_told(peer.uid, id, record, &config)?)),
         Ask::Refused { id, reason } => {
             admit::record_told(peer.uid, id, reason, &config);
             Ok(Answer::Done(true))
@@ -128,7 +126,7 @@ fn admit(told: &Admit, peer: Peer, config: &Config) -> Result<Answer, No> {
     let owner: Process = Pinned::of(told.owner.unwrap_or(peer.pid), peer.uid)?.process;
     let ContainerNames { id, bundle, rootfs, record } = told.container.clone();
     let container = Container { uid: peer.uid, id, bundle, rootfs, record };
-    let candidate = Candidate { container, owner, share: told.share.as_deref() };
+    let candidate = Candidate { container, owner, share: told.share.as_deref(), engine: None };
     Ok(admit::admit_told(&candidate, told, cap, config)?)
 }
 

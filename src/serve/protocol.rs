@@ -12,7 +12,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::grant::{Environment, Grant, Image};
+use crate::grant::{Grant, Image};
 use crate::inventory::Inventory;
 use crate::ledger::{LeaseId, Leftover};
 use crate::text::safe;
@@ -79,8 +79,8 @@ pub enum Ask {
         /// The lease.
         lease: LeaseId,
     },
-    /// What a process that is started in the container needs in its environment.
-    ExecEnvironment {
+    /// A process is about to be started in the container: its MPS daemon has to answer.
+    Enter {
         /// The container's id.
         id: String,
         /// As in [`ContainerNames::record`].
@@ -145,11 +145,9 @@ pub enum Answer {
     Lease(Option<LeaseId>),
     /// To `end` and `withdraw`: what is left for the client to clear, if anything.
     Freed(Option<Leftover>),
-    /// To `exec-environment`; `None`: the container has no lease.
-    Environment(Option<Environment>),
     /// To `status`.
     Status(serde_json::Value),
-    /// To `bind` and `unmark`.
+    /// To `bind` and `unmark`, and to `enter`, where `false` says that the container has no lease.
     Done(bool),
     /// No, in one line.
     Refused(Refused),
@@ -323,7 +321,7 @@ mod tests {
 
         #[test]
         fn any_json_about_right_is_answered_in_one_safe_line(
-            verb in "(admit|bind|ending|unmark|end|withdraw|exec-environment|status|[a-z]{1,5})",
+            verb in "(admit|bind|ending|unmark|end|withdraw|enter|status|[a-z]{1,5})",
             key in "(lease|pid|id|record|container|annotations|image|[a-z]{1,4})",
             value in "(null|true|-?[0-9]{1,30}|\"[^\"\\\\]{0,20}\"|\\[\\]|\\{\\}|\\{\"id\":1\\})",
         ) {

@@ -42,7 +42,8 @@ const SETTLED: Duration = Duration::from_secs(1);
 /// How often what `sublet gc` does is done.
 const GC: Duration = Duration::from_secs(10);
 
-/// How often MIG devices are compared with the inventory, on hosts that have GPUs in MIG mode.
+/// How often MIG devices are compared with the inventory, on hosts that have GPUs in MIG mode, and daemons ended
+/// whose time is up.
 const WATCH: Duration = Duration::from_secs(2);
 
 /// How long an end waits for asks that are being answered.
@@ -87,7 +88,11 @@ fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> ServeErro
 /// It cannot begin to.
 pub fn serve(config: &Config) -> Result<(), ServeError> {
     raise_descriptors();
-    Store::open(&config.state_dir)?;
+    // A service that sees other processes than the ledger's is of no use to anybody.
+    Store::open(&config.state_dir)?.is_of_here()?;
+    // From now on daemons may wait for their next lease.
+    let (kept, _) = Store::open(&config.state_dir)?.update(mps::keep)?;
+    kept.map_err(system("/proc"))?;
     // Before anybody hears that we are ready: engines may wait for that (sublet.service).
     keep_cdi(config);
     let path = super::socket(config);
@@ -114,7 +119,11 @@ pub fn serve(config: &Config) -> Result<(), ServeError> {
         next: FIRST_CONNECTION,
         stopping: None,
     };
-    server.watch_own().and_then(|()| server.run()).map_err(system("epoll"))
+    let ended = server.watch_own().and_then(|()| server.run()).map_err(system("epoll"));
+    for line in mps::keep_no_more(&Store::open(&config.state_dir)?, config) {
+        tracing::warn!("{line}");
+    }
+    ended
 }
 
 /// Thousands of connections need as many descriptors; what cannot be had limits them below.
@@ -130,8 +139,8 @@ fn raise_descriptors() {
 fn housekeeping() {
     let done = crate::config::load().map_err(|error| error.to_string()).and_then(|config| {
         let store = Store::open(&config.state_dir).map_err(|error| error.to_string())?;
-        let (_, freed) =
-            store.update(|_| Ok::<_, std::convert::Infallible>(())).map_err(|error| error.to_string())?;
+        // A ledger that was lost knows nobody.
+        let (_, freed) = store.update(mps::keep).map_err(|error| error.to_string())?;
         admit::tidy(&freed, &store, &config);
         admit::clear_leftovers(&store);
         admit::clear_made(&store);
@@ -141,6 +150,17 @@ fn housekeeping() {
     match done {
         Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),
         Err(error) => tracing::warn!("{error}"),
+    }
+}
+
+/// What cannot wait for the next housekeeping.
+fn watch() {
+    mig::watch();
+    let Ok(config) = crate::config::load() else { return };
+    let ended = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
+    match ended {
+        Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),
+        Err(error) => tracing::debug!("{error}"),
     }
 }
 
@@ -196,7 +216,7 @@ impl Server {
                 next_gc = now + GC;
             }
             if now >= next_watch && self.stopping.is_none() && !self.pool.is_behind() {
-                self.pool.push(Job::Own(mig::watch));
+                self.pool.push(Job::Own(watch));
                 next_watch = now + WATCH;
             }
             self.expire(now);

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use sublet_e2e::guarded::{LEAVE, SHARE, SPOIL, probes};
 use sublet_e2e::mig::{self, By};
 use sublet_e2e::user::Host;
-use sublet_e2e::{Bundle, copy_program, eventually, is_alive, skip_unless_root};
+use sublet_e2e::{Bundle, World, copy_program, eventually, is_alive, skip_unless_root};
 use two_users::HOLD;
 
 fn guarded(extra: &str) -> Host {
@@ -130,7 +130,7 @@ fn b3_whoever_spoils_their_memory_limit_is_ended_and_nobody_else() {
 }
 
 #[test]
-fn b4_no_client_has_more_sms_than_the_largest_share_of_its_server() {
+fn b4_no_client_has_more_than_the_largest_share_of_its_server() {
     if skip_unless_root() {
         return;
     }
@@ -139,6 +139,7 @@ fn b4_no_client_has_more_sms_than_the_largest_share_of_its_server() {
     for asks in ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=abc", "X=y"] {
         let info = hostile.exec(&["/bin/env", "-i", asks, "/usr/bin/cuda-probe", "info"]).json().remove(0);
         assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{asks}: {info}");
+        assert_eq!(info["free_mib"], json!(4096 - 146), "{asks}: {info}");
     }
     hostile.down();
     host.world.assert_empty();
@@ -180,6 +181,44 @@ fn b6_nodes_that_a_container_makes_open_no_more_than_its_own() {
     assert_eq!(mig::rights(&bundle, &own), ["ENXIO"; 3]);
     assert_eq!(mig::rights(&bundle, &others), ["EPERM"; 6]);
     bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn b6_holds_where_the_engine_wrote_no_rule_that_denies_the_rest() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    for (number, rules) in [
+        json!([]),
+        Value::Null,
+        json!([{"allow": false, "type": "b", "access": "rwm"}]),
+        json!([{"allow": true, "type": "c", "major": 10, "minor": 229, "access": "rwm"}]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut bundle = world.bundle(&format!("hostile{number}"), &[("sublet.gpu", "0")], HOLD);
+        bundle.spec["linux"]["resources"]["devices"] = rules.clone();
+        bundle.up();
+        bundle.event("info");
+        assert_eq!(mig::rights(&bundle, &[(195, 0)]), ["ENXIO"], "{rules}");
+        assert_eq!(mig::rights(&bundle, &[(195, 1), (195, 7)]), ["EPERM"; 2], "{rules}");
+        let usual = bundle.exec(&[
+            "/bin/sh",
+            "-c",
+            "echo x >/dev/null && busybox head -c 4 /dev/zero | busybox wc -c",
+        ]);
+        assert_eq!(usual.stdout.trim(), "4", "{rules}: {usual:?}");
+        bundle.down();
+    }
+    let mut none = world.bundle("hostile", &[("sublet.gpu", "0")], HOLD);
+    none.spec["linux"].as_object_mut().expect("an object").remove("resources");
+    none.up();
+    none.event("info");
+    assert_eq!(mig::rights(&none, &[(195, 1)]), ["EPERM"]);
+    none.down();
     world.assert_empty();
 }
 

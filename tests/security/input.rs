@@ -125,16 +125,24 @@ fn c2_files_that_no_engine_writes() {
     std::fs::write(&file, &path).expect("config.json");
     let line = bundle.refused_as_written(&["create"]);
     assert!(line.starts_with("cannot edit $DIR/bundles/bad/config.json: invalid unicode"), "{line}");
-    // 100 MB: it goes to the runtime as it is, without a share.
+    // 100 MB that ask for a share: nobody can edit that, and without a share it must not start.
     let mut large = whole.clone();
     large.resize(100 << 20, b' ');
     std::fs::write(&file, &large).expect("config.json");
-    let created = create(&bundle);
-    assert_eq!(world.leases(), Vec::<Value>::new(), "{created:?}");
-    assert!(std::fs::read(&file).expect("config.json") == large, "it was edited");
-    if created.ok {
-        bundle.down();
-    }
+    let line = bundle.refused_as_written(&["create"]);
+    assert_eq!(
+        line,
+        "$DIR/bundles/bad/config.json is larger than 16 MiB: no engine writes such a file, it was not read"
+    );
+    // The same that do not ask: they are none of our business.
+    let plain = world.bundle("plain", &[], SLEEP);
+    let mut large = serde_json::to_vec(&plain.spec).expect("JSON");
+    large.resize(17 << 20, b' ');
+    std::fs::write(plain.dir.join("config.json"), &large).expect("config.json");
+    let created = create(&plain);
+    assert!(created.ok, "{created:?}");
+    assert!(std::fs::read(plain.dir.join("config.json")).expect("config.json") == large, "it was edited");
+    plain.down();
     // A pipe that nobody writes to: neither we nor anybody waits for it here.
     std::fs::remove_file(&file).expect("config.json");
     nix::unistd::mkfifo(&file, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
@@ -145,6 +153,33 @@ fn c2_files_that_no_engine_writes() {
     std::fs::write(&world.config, low_level_stub(&world)).expect("config.toml");
     let output = command.arg("create").arg("--bundle").arg(&bundle.dir).arg("bad").output().expect("it runs");
     assert_ne!(output.status.code(), Some(124), "it waits for the pipe");
+}
+
+/// Keys that runc takes for others, whatever their case, and crun does not.
+#[test]
+fn c2_keys_in_another_case() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    let bundle = bad(&world, SHARE);
+    let whole = serde_json::to_string(&bundle.spec).expect("JSON");
+    let rule =
+        r#"{"Allow":true,"Type":"c","Major":195,"Minor":5,"Access":"rw"},{"allow":false,"access":"rwm"}"#;
+    let texts = [
+        whole.replacen(r#"{"allow":false,"access":"rwm"}"#, rule, 1),
+        whole.replacen(r#""mounts":["#, r#""Mounts":[],"mounts":["#, 1),
+        whole.replacen(r#""env":["#, r#""ENV":["CUDA_MPS_PIPE_DIRECTORY=/nowhere"],"env":["#, 1),
+        whole.replacen(r#""annotations":"#, r#""Annotations":"#, 1),
+        whole.replacen(r#""process":"#, "\"proce\u{17f}s\":{},\"process\":", 1),
+    ];
+    for (text, key) in texts.iter().zip(["Allow", "Mounts", "ENV", "Annotations", "proce"]) {
+        assert_ne!(*text, whole, "{key}");
+        std::fs::write(bundle.dir.join("config.json"), text).expect("config.json");
+        let line = bundle.refused_as_written(&["create"]);
+        assert!(line.contains(&format!("runc takes the key `{key}")), "{line}");
+    }
+    world.assert_empty();
 }
 
 /// `config.toml` with a low-level runtime that does nothing.

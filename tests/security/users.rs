@@ -37,10 +37,10 @@ fn b11_nobody_acts_on_what_is_somebody_elses() {
     }
     let asks = [
         json!({"v": 1, "do": "ending", "id": "mine", "record": record}),
-        json!({"v": 1, "do": "exec-environment", "id": "mine", "record": record}),
+        json!({"v": 1, "do": "enter", "id": "mine", "record": record}),
     ];
     let answers = host.say(BOB, &asks);
-    assert_eq!((&answers[0]["lease"], &answers[1]["environment"]), (&Value::Null, &Value::Null));
+    assert_eq!((&answers[0]["lease"], &answers[1]["done"]), (&Value::Null, &json!(false)));
     assert_eq!(host.leases()[0]["state"], "active");
 
     // Processes that are not Bob's: Alice's container, root's first process, none.

@@ -12,7 +12,7 @@ use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmodat, fstat, fstatat, maked
 use nix::sys::statfs::{
     CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC, FsType, PROC_SUPER_MAGIC, SYSFS_MAGIC, fstatfs,
 };
-use nix::unistd::{setfsgid, setfsuid};
+use nix::unistd::{Gid, Uid, setfsgid, setfsuid};
 use rustix::mount::{MoveMountFlags, move_mount};
 
 use super::host::HostSide;
@@ -117,14 +117,35 @@ impl<'a> Rootfs<'a> {
     }
 
     /// Does `make` as the root of the container's user namespace, as its runtime would.
-    fn as_owner<T>(&self, make: impl FnOnce() -> T) -> T {
-        let Some((uid, gid)) = self.host.owner else { return make() };
-        let before = (setfsgid(gid), setfsuid(uid));
-        let result = make();
-        setfsuid(before.1);
-        setfsgid(before.0);
-        result
+    fn as_owner<T>(&self, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        match self.host.owner {
+            Some((uid, gid)) => acting_as(uid, gid, make),
+            None => make(),
+        }
     }
+}
+
+/// Does `make` with these ids for the file system, and refuses where they, or those before, cannot be had.
+fn acting_as<T>(uid: Uid, gid: Gid, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let before = acting();
+    let result = act_as(uid, gid).and_then(|()| make());
+    act_as(before.0, before.1)?;
+    result
+}
+
+/// Neither call tells that it failed: what they made of it is asked afterwards (setfsuid(2), "BUGS").
+fn act_as(uid: Uid, gid: Gid) -> io::Result<()> {
+    setfsgid(gid);
+    setfsuid(uid);
+    if acting() == (uid, gid) {
+        return Ok(());
+    }
+    Err(io::Error::other(format!("the kernel does not let us act as uid {uid} and gid {gid} there")))
+}
+
+/// Ids that nobody has change nothing, and the answer is what stands.
+fn acting() -> (Uid, Gid) {
+    (setfsuid(Uid::from_raw(u32::MAX)), setfsgid(Gid::from_raw(u32::MAX)))
 }
 
 fn is_node(dir: &OwnedFd, name: &std::ffi::OsStr, device: nix::libc::dev_t) -> bool {
@@ -136,4 +157,42 @@ fn is_node(dir: &OwnedFd, name: &std::ffi::OsStr, device: nix::libc::dev_t) -> b
 fn is_of_the_kernel(target: impl AsFd) -> bool {
     const KERNEL: [FsType; 4] = [PROC_SUPER_MAGIC, SYSFS_MAGIC, CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC];
     fstatfs(target).map_or(true, |stat| KERNEL.contains(&stat.filesystem_type()))
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
+
+    use super::*;
+
+    /// Both belong to a thread.
+    fn in_a_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+        std::thread::spawn(work).join().unwrap()
+    }
+
+    #[test]
+    fn nothing_is_made_as_somebody_whom_we_cannot_act_as() {
+        let refused = in_a_thread(|| {
+            let mut sets = capabilities(None).unwrap();
+            let ids = CapabilitySet::SETUID | CapabilitySet::SETGID;
+            (sets.effective, sets.permitted) = (sets.effective - ids, sets.permitted - ids);
+            set_capabilities(None, sets).unwrap();
+            acting_as(Uid::from_raw(4321), Gid::from_raw(4321), || -> io::Result<()> { panic!("it is made") })
+        });
+        let line = "the kernel does not let us act as uid 4321 and gid 4321 there";
+        assert_eq!(refused.unwrap_err().to_string(), line);
+    }
+
+    #[test]
+    fn the_ids_before_come_back() {
+        if !Uid::effective().is_root() {
+            return;
+        }
+        let (within, after) = in_a_thread(|| {
+            let within = acting_as(Uid::from_raw(4321), Gid::from_raw(1234), || Ok(acting())).unwrap();
+            (within, acting())
+        });
+        assert_eq!(within, (Uid::from_raw(4321), Gid::from_raw(1234)));
+        assert_eq!(after, (Uid::effective(), Gid::effective()));
+    }
 }

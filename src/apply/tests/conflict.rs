@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::apply::{Conflict, conflict};
+use crate::apply::{Conflict, conflict, own_mount_namespace};
 use crate::config::Config;
 use crate::inventory::Node;
 
@@ -56,6 +56,22 @@ fn ordinary_specs_pass() {
         "hooks": {"prestart": [{"path": "/usr/bin/dockerd"}]}
     });
     assert_eq!(found(&cuda_image), Ok(()));
+}
+
+#[test]
+fn a_container_without_a_mount_namespace_of_its_own_is_refused() {
+    let of = |namespaces: Value| own_mount_namespace(&json!({"linux": {"namespaces": namespaces}}));
+    assert_eq!(of(json!([{"type": "pid"}, {"type": "mount"}])), Ok(()));
+    assert_eq!(of(json!([{"type": "mount", "path": ""}])), Ok(()));
+    for shared in [
+        json!([]),
+        json!(null),
+        json!([{"type": "pid"}]),
+        json!([{"type": "mount", "path": "/proc/1/ns/mnt"}]),
+    ] {
+        assert_eq!(of(shared), Err(Conflict::MountNamespace));
+    }
+    assert_eq!(own_mount_namespace(&json!({})), Err(Conflict::MountNamespace));
 }
 
 #[test]

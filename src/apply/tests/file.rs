@@ -60,6 +60,11 @@ fn a_mention_is_found_however_it_is_written() {
     assert!(text(r#"{"annotations":{"\u0073ublet.sm":"25"}}"#).mentions_sublet());
     assert!(text(r#"{"annotations":{"sublet\u002esm":"25"}}"#).mentions_sublet());
     assert!(text(r#"{"hooks":[{"path":"/usr/libexec/sublet/sublet-hook"}]}"#).mentions_sublet());
+    for misspelt in
+        ["Sublet.sm", "SUBLET_SM", "io.sublet/sm", r"sublet\/sm", r"sublet\u005fsm", r"\u0053ublet.sm"]
+    {
+        assert!(text(&format!(r#"{{"annotations":{{"{misspelt}":"25"}}}}"#)).mentions_sublet(), "{misspelt}");
+    }
     assert!(!text(r#"{"args":["\u00e9","a\n","subletter"]}"#).mentions_sublet());
     assert!(!text("").mentions_sublet());
 }

@@ -134,6 +134,7 @@ fn inventory() -> Inventory {
             cuda: (13, 0),
             simulated: false,
             mps_control: None,
+            mps_missing: None,
             smi: None,
             majors: Majors::default(),
             mig_caps: [None, None],
@@ -330,6 +331,12 @@ fn volumes_over_the_library_directory_are_looked_into() {
     assert_eq!(image.library_dir, Some(Path::new("/usr/lib").join(TRIPLET)));
     assert_eq!(image.created, [PathBuf::from("/usr/bin/nvidia-smi")]);
     // Read-only: named, all that are missing.
+    for options in
+        [&["rbind", "rro"][..], &["rbind", "rw", "rro"], &["ro", "rrw", "rbind"], &["rw", "ro", "bind"]]
+    {
+        assert!(matches!(root.inspect(&volume(options)), Err(ImageError::ReadOnly(_))), "{options:?}");
+    }
+    assert!(root.inspect(&volume(&["rbind", "ro", "rw"])).is_ok(), "the last one counts");
     let error = root.inspect(&volume(&["rbind", "ro"])).unwrap_err();
     let listed = format!(": /usr/lib/{TRIPLET}/libcuda.so.1 /usr/lib/{TRIPLET}/libcuda.so");
     assert!(error.to_string().ends_with(&listed), "{error}");

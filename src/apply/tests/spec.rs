@@ -43,6 +43,24 @@ fn edited(spec: &Value, nested: bool) -> Value {
 }
 
 #[test]
+fn of_two_names_that_jax_refuses_together_one_is_set() {
+    let names = ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"];
+    let env = |own: &[&str], default: &[&str]| {
+        let default = default.iter().map(|name| pair(name, "0.1")).collect();
+        let mut process = json!({ "env": own });
+        edit_environment(&mut process, &Environment { default, ..Environment::default() }).unwrap();
+        process["env"].to_string()
+    };
+    assert_eq!(env(&[], &names), r#"["XLA_CLIENT_MEM_FRACTION=0.1"]"#);
+    assert_eq!(env(&[], &names[1..]), r#"["XLA_PYTHON_CLIENT_MEM_FRACTION=0.1"]"#);
+    for own in
+        ["XLA_CLIENT_MEM_FRACTION=0.9", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9", "XLA_CLIENT_MEM_FRACTION="]
+    {
+        assert_eq!(env(&[own], &names), json!([own]).to_string());
+    }
+}
+
+#[test]
 fn everything_is_made_in_a_bare_spec() {
     // As text: the order of fields counts too.
     assert_eq!(
@@ -52,12 +70,16 @@ fn everything_is_made_in_a_bare_spec() {
             r#""TRITON_LIBCUDA_PATH=/usr/lib"]},"#,
             r#""linux":{"devices":[{"path":"/dev/nvidia0","type":"c","major":195,"minor":0,"fileMode":438,"#,
             r#""uid":0,"gid":0}],"#,
-            r#""resources":{"devices":[{"allow":true,"type":"c","major":195,"minor":0,"access":"rw"}]},"#,
+            r#""resources":{"devices":[{"allow":false,"access":"rwm"},{"allow":true,"type":"c","major":195,"minor":0,"access":"rw"}]},"#,
             r#""maskedPaths":["/proc/driver/nvidia/gpus/0000:86:00.0"]},"#,
             r#""mounts":[{"destination":"/usr/lib/libcuda.so.1","type":"bind","source":"/host/libcuda.so.580","#,
             r#""options":["bind","ro","nosuid","nodev","rprivate"]}],"#,
             r#""annotations":{"sublet.lease":"0123456789abcdef","#,
-            r#""sublet.lease.record":"{\"id\":\"0123456789abcdef\"}"}}"#,
+            r#""sublet.lease.record":"{\"id\":\"0123456789abcdef\"}","#,
+            r#""sublet.lease.edits":"{\"mounts\":[\"/usr/lib/libcuda.so.1\"],"#,
+            r#"\"nodes\":[{\"path\":\"/dev/nvidia0\",\"major\":195,\"minor\":0}],"#,
+            r#"\"masks\":[\"/proc/driver/nvidia/gpus/0000:86:00.0\"],"#,
+            r#"\"defaults\":[[\"TRITON_LIBCUDA_PATH\",\"/usr/lib\"]]}"}}"#,
         )
     );
 }
@@ -95,7 +117,7 @@ fn user_namespaces_get_the_real_node_and_a_rule() {
                "options": ["bind", "nosuid", "noexec", "rprivate"]})
     );
     assert_eq!(spec["linux"].get("devices"), None);
-    assert_eq!(spec["linux"]["resources"]["devices"][0]["access"], "rw");
+    assert_eq!(spec["linux"]["resources"]["devices"][1]["access"], "rw");
 }
 
 #[test]
@@ -105,6 +127,30 @@ fn inside_a_user_namespace_rules_go_only_where_there_are_resources() {
     assert_eq!(bare["linux"], json!({"maskedPaths": ["/proc/driver/nvidia/gpus/0000:86:00.0"]}));
     let limited = edited(&json!({"process": {}, "linux": {"resources": {}}}), true);
     assert_eq!(limited["linux"]["resources"]["devices"][0]["minor"], 0);
+}
+
+#[test]
+fn what_no_rule_names_is_denied_first() {
+    let deny = json!({"allow": false, "access": "rwm"});
+    let rules = |rules: Value, nested| {
+        let spec = json!({"process": {}, "linux": {"resources": {"devices": rules}}});
+        edited(&spec, nested)["linux"]["resources"]["devices"].clone()
+    };
+    for lacking in [
+        json!(null),
+        json!([]),
+        json!([{"allow": false, "type": "b"}]),
+        json!([{"allow": true, "type": "c", "major": 1}]),
+    ] {
+        let before = lacking.as_array().map_or(0, Vec::len);
+        let written = rules(lacking.clone(), false);
+        assert_eq!(written[0], deny, "{lacking}");
+        assert_eq!(written.as_array().unwrap().len(), before + 2, "{lacking}");
+        assert_eq!(rules(lacking, true).as_array().unwrap().len(), before + 1, "rootless: no device cgroup");
+    }
+    // `--privileged`, where the configuration allows it, stays that.
+    let all = json!([{"allow": true, "access": "rwm"}]);
+    assert_eq!(rules(all.clone(), false)[0], all[0]);
 }
 
 #[test]
@@ -265,13 +311,51 @@ fn undo(spec: &mut Value, before: &Value) {
     take_back(linux, old, "devices", 1);
     take_back(linux, old, "maskedPaths", 1);
     let resources = linux["resources"].as_object_mut().unwrap();
+    let rules = resources["devices"].as_array_mut().unwrap();
+    if !before
+        .pointer("/linux/resources/devices")
+        .and_then(Value::as_array)
+        .is_some_and(|all| all.first() == rules.first())
+    {
+        assert_eq!(rules.remove(0), json!({"allow": false, "access": "rwm"}));
+    }
     take_back(resources, old.and_then(|old| old.get("resources")), "devices", 1);
     drop_new(linux, old, "resources");
     drop_new(spec, Some(before), "linux");
     let annotations = spec["annotations"].as_object_mut().unwrap();
     annotations.shift_remove("sublet.lease").unwrap();
     annotations.shift_remove("sublet.lease.record").unwrap();
+    annotations.shift_remove("sublet.lease.edits").unwrap();
     drop_new(spec, Some(before), "annotations");
+}
+
+/// With its environment in order: variables that were replaced in their place come last the second time.
+fn sorted(spec: &Value) -> Value {
+    let mut spec = spec.clone();
+    let env = spec.pointer_mut("/process/env").and_then(Value::as_array_mut).unwrap();
+    env.sort_by_key(ToString::to_string);
+    spec
+}
+
+#[test]
+fn nothing_of_the_engines_is_taken_for_ours() {
+    let mut spec = json!({
+        "process": {"env": ["PATH=/bin", "CUDA_VISIBLE_DEVICES=0", "TRITON_LIBCUDA_PATH=/mine"]},
+        "mounts": [
+            {"destination": "/usr/lib/libcuda.so.1", "source": "/a", "options": ["rbind", "ro"]},
+            {"destination": "/data", "source": "/b", "options": ["bind", "ro", "nosuid", "nodev", "rprivate"]},
+        ],
+        "linux": {"maskedPaths": ["/proc/kcore", "/proc/driver/nvidia/gpus/0000:86:00.0"]},
+        "annotations": {"sublet.sm": "25", "sublet.lease.edits":
+            json!({"mounts": ["/usr/lib/libcuda.so.1"], "masks": ["/proc/kcore", "/proc/driver/nvidia/gpus/0000:86:00.0"],
+                "defaults": [["TRITON_LIBCUDA_PATH", "/usr/lib"]]}).to_string()},
+    });
+    let mounts = spec["mounts"].clone();
+    assert!(crate::apply::undo(&mut spec));
+    assert_eq!(spec["process"]["env"], json!(["PATH=/bin", "TRITON_LIBCUDA_PATH=/mine"]));
+    assert_eq!(spec["mounts"], mounts);
+    assert_eq!(spec["linux"]["maskedPaths"], json!(["/proc/kcore"]));
+    assert_eq!(spec["annotations"], json!({"sublet.sm": "25"}));
 }
 
 proptest! {
@@ -286,6 +370,19 @@ proptest! {
         edit_within(&mut value, &grant(), false).unwrap();
         undo(&mut value, &spec);
         prop_assert_eq!(value.to_string(), text);
+    }
+
+    #[test]
+    fn what_was_edited_is_taken_back(spec in any_spec(), nested: bool) {
+        let mut value = spec.clone();
+        edit_within(&mut value, &grant(), nested).unwrap();
+        let once = value.clone();
+        prop_assert!(crate::apply::undo(&mut value));
+        prop_assert!(!value.to_string().contains("sublet"), "{}", value);
+        prop_assert!(!crate::apply::undo(&mut value), "it says nothing any more");
+        // Granted anew it is as it was when it was granted first.
+        edit_within(&mut value, &grant(), nested).unwrap();
+        prop_assert_eq!(sorted(&value), sorted(&once));
     }
 
     #[test]

@@ -1,18 +1,17 @@
 //! Finding the driver's files on the host, whatever distribution laid them there.
 
 mod elf;
-mod resolve;
 mod table;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 pub(super) use elf::Machine;
-use resolve::resolve;
 use table::Library;
 
 use super::kernel::is_driver_version;
-use super::{DriverFile, FileKind};
+use super::resolve::resolve;
+use super::{DriverFile, FileKind, programs};
 
 /// What was found.
 #[derive(Debug)]
@@ -47,7 +46,7 @@ pub(super) fn find(root: &Path, version: &str, machine: Machine) -> Found {
         })
         .collect();
     files.extend(table::PROGRAMS.iter().filter_map(|&(name, capability)| {
-        let source = resolve(root, &program_path(root, name)?)?;
+        let source = real(root, &programs::program(root, name)?)?;
         Some(DriverFile { source, kind: FileKind::Program { name: name.to_owned() }, capability })
     }));
     files.extend(table::DATA.iter().filter_map(|&(path, capability)| {
@@ -57,25 +56,9 @@ pub(super) fn find(root: &Path, version: &str, machine: Machine) -> Found {
     Found { files, other_versions }
 }
 
-/// A program of the driver's as the host starts it, root included: links in it are not resolved.
-pub(super) fn program(root: &Path, name: &str) -> Option<PathBuf> {
-    program_path(root, name).map(|path| super::under(root, &path))
-}
-
-/// Where programs are: the usual place, Debian's before its alternatives are set, NixOS,
-/// Google's Container-Optimized OS.
-fn program_path(root: &Path, name: &str) -> Option<String> {
-    let directories = [
-        "/usr/bin",
-        "/usr/lib/nvidia/current",
-        "/run/current-system/sw/bin",
-        "/usr/local/bin",
-        "/usr/local/nvidia/bin",
-    ];
-    directories
-        .iter()
-        .map(|directory| format!("{directory}/{name}"))
-        .find(|path| resolve(root, path).is_some_and(|real| real.is_file()))
+/// The file that a program below `root` leads to, root included.
+fn real(root: &Path, program: &Path) -> Option<PathBuf> {
+    resolve(root, program.strip_prefix(root).ok()?.to_str()?)
 }
 
 struct Host<'a> {

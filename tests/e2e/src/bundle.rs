@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use crate::frameworks;
 use crate::world::World;
 
 /// A bundle and the container made of it.
@@ -113,7 +114,13 @@ impl<'a> Bundle<'a> {
         self.write();
         let mut command = self.runtime();
         command.arg("create").arg("--bundle").arg(&self.dir).arg(&self.id);
-        self.detached(command)
+        let created = self.detached(command);
+        if created.ok && self.config().pointer("/annotations/sublet.lease").is_some() {
+            let env: Vec<String> =
+                serde_json::from_value(self.config()["process"]["env"].take()).expect("strings");
+            assert_eq!(frameworks::refusals(&env), Vec::<String>::new(), "{env:?}");
+        }
+        created
     }
 
     /// `start`.
@@ -144,6 +151,14 @@ impl<'a> Bundle<'a> {
     pub fn exec(&self, args: &[&str]) -> Finished {
         let mut command = self.runtime();
         command.arg("exec").arg(&self.id).args(args);
+        Finished::of(&command.output().expect("sublet-runtime runs"))
+    }
+
+    /// `exec` of a command, with options of `exec` before it.
+    #[must_use]
+    pub fn exec_with(&self, options: &[&str], args: &[&str]) -> Finished {
+        let mut command = self.runtime();
+        command.arg("exec").args(options).arg(&self.id).args(args);
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
 

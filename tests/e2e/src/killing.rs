@@ -72,6 +72,7 @@ pub fn end_all(world: &World) {
 /// No MPS daemon is left. A stop that is under way holds other commands off, on a busy machine for longer than
 /// they wait, and may be killed half way: it is the next command that ends the daemon then.
 pub fn assert_no_daemons(world: &World, at: &str) {
+    world.stop_waiting();
     let mut said = Vec::new();
     let gone = || {
         let left = !world.daemons().is_empty();

@@ -8,6 +8,7 @@ pub mod containerd;
 pub mod cri;
 pub mod docker;
 pub mod door;
+pub mod frameworks;
 pub mod guarded;
 pub mod hooked;
 pub mod installed;

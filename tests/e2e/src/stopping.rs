@@ -59,17 +59,13 @@ impl Stopping {
     }
 }
 
-/// The MPS programs get a copy, the server beside the daemon that starts it; the simulator finds its root
-/// two levels above them.
+/// The control program is moved aside, and a wrapper put in its place.
 fn slow_daemon(dir: &Path, driver_root: &Path) {
     let aside = driver_root.join("usr/aside");
     std::fs::create_dir(&aside).expect("a directory");
     let bin = driver_root.join("usr/bin");
-    for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
-        programs::copy(&bin.join(name), &aside.join(name));
-    }
     let program = bin.join("nvidia-cuda-mps-control");
-    std::fs::remove_file(&program).expect("it was there");
+    std::fs::rename(&program, aside.join("nvidia-cuda-mps-control")).expect("it was there");
     let script = format!(
         "if [ \"$1\" = -d ] && [ \"$(cat {dir}/stop-at 2>/dev/null)\" = daemon ]; then stop; fi\n\
          exec {aside}/nvidia-cuda-mps-control \"$@\"\n",

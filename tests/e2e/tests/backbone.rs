@@ -257,6 +257,71 @@ fn the_ceiling_of_a_shared_server_follows_its_leases() {
 }
 
 #[test]
+fn a_process_without_environment_has_at_most_what_the_largest_neighbour_may() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let share =
+        |id: &str, more: &[(&str, &str)]| world.bundle(id, &[&[("sublet.sm", "25")], more].concat(), HOLD);
+    let first = share("first", &[("sublet.memory", "4GiB")]);
+    let large = share("large", &[("sublet.memory", "17GiB"), ("sublet.processes", "2")]);
+    let unlimited = share("unlimited", &[]);
+    // What the probe sees with a context of 32 SMs, 146 MiB, inside the limit.
+    let free = |assignment: &str| {
+        let seen =
+            first.exec(&["/bin/env", "-i", assignment, "/usr/bin/cuda-probe", "info"]).json().remove(0);
+        assert_eq!((&seen["mps"], &seen["sm"]), (&json!(true), &json!(32)), "{seen}");
+        seen["free_mib"].as_i64().expect("free_mib")
+    };
+    first.up();
+    assert_eq!(free("A=1"), 4096 - 146);
+    large.up();
+    assert_eq!(free("A=1"), 8704 - 146, "raised before the other started: 17 GiB for two processes");
+    assert_eq!(free("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=90G"), 8704 - 146, "its own is clamped");
+    assert_eq!(exec_info(&first)["free_mib"], json!(4096 - 146), "with its environment it has its own");
+    let hog = first.exec(&["/bin/env", "-i", "/usr/bin/cuda-probe", "alloc", "9000"]);
+    assert_eq!(hog.json()[1]["result"], "CUDA_ERROR_OUT_OF_MEMORY");
+    unlimited.up();
+    assert!(free("A=1") > 100_000, "no ceiling beside a share that has no limit");
+    assert!(unlimited.event("info")["free_mib"].as_i64() > Some(100_000), "lifted before it started");
+    unlimited.down();
+    assert_eq!(free("A=1"), 8704 - 146);
+    assert_eq!(world.status()["mps"][0]["ceiling_memory_bytes"], json!(8704_u64 << 20));
+    large.down();
+    assert_eq!(free("A=1"), 4096 - 146, "and down again");
+    first.down();
+    world.assert_empty();
+}
+
+/// A server that the daemon starts anew has the same ceiling: it is the default, too.
+#[test]
+fn a_server_that_died_comes_back_with_the_memory_ceiling() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let share = |id, memory| {
+        world.bundle(id, &[("sublet.sm", "25"), ("sublet.memory", memory)], &["/bin/sleep", "120"])
+    };
+    let (first, large) = (share("first", "4GiB"), share("large", "8GiB"));
+    [&first, &large].into_iter().for_each(Bundle::up);
+    let is_server = |pid: &nix::unistd::Pid| {
+        let comm = std::fs::read_to_string(format!("/proc/{pid}/comm"));
+        let control = i64::from(pid.as_raw()) == world.status()["mps"][0]["pid"].as_i64().expect("pid");
+        comm.is_ok_and(|comm| comm.starts_with("nvidia-cuda-mps")) && !control
+    };
+    let servers = || world.daemon_pids("").into_iter().filter(is_server).collect::<Vec<_>>();
+    let before = servers();
+    nix::sys::signal::kill(before[0], nix::sys::signal::Signal::SIGKILL).expect("SIGKILL");
+    let bare = || first.exec(&["/bin/env", "-i", "/usr/bin/cuda-probe", "info"]).json().remove(0);
+    assert!(eventually(|| bare()["free_mib"] == json!(8192 - 146)), "{}", bare());
+    assert_ne!(servers(), before);
+    [&first, &large].into_iter().for_each(Bundle::down);
+    world.assert_empty();
+}
+
+#[test]
 fn a_daemon_that_died_is_brought_back_under_a_running_container() {
     if skip_unless_root() {
         return;

@@ -41,6 +41,87 @@ fn topology(name: &str, change: impl FnOnce(String) -> String) -> (tempfile::Tem
     (dir, name)
 }
 
+/// Programs and their bundle work the same wherever a driver's layout has its MPS programs.
+#[test]
+fn mps_programs_outside_the_usual_path() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let names = ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"];
+    let aside = driver(&world, "usr/local/nvidia/bin");
+    std::fs::create_dir_all(&aside).expect("a directory");
+    for name in names {
+        std::fs::rename(driver(&world, "usr/bin").join(name), aside.join(name)).expect("moved");
+    }
+    let bundle = world.bundle("one", &[("sublet.sm", "25"), ("sublet.memory", "8GiB")], HOLD);
+    bundle.up();
+    assert_eq!(
+        (bundle.event("info")["mps"].clone(), bundle.event("info")["sm"].clone()),
+        (json!(true), json!(32))
+    );
+    bundle.down();
+    world.assert_empty();
+    // Of three copies the first whole installation runs; doctor says so.
+    let other = driver(&world, "opt/bin");
+    std::fs::create_dir_all(&other).expect("a directory");
+    for name in names {
+        std::fs::copy(aside.join(name), other.join(name)).expect("copied");
+    }
+    std::fs::copy(aside.join(names[0]), driver(&world, "usr/bin").join(names[0])).expect("copied");
+    let doctor = world.sublet(&["doctor", "--quick"]);
+    let said =
+        String::from_utf8_lossy(&doctor.stdout).replace(world.dir.path().to_str().expect("UTF-8"), "$DIR");
+    let line = said.lines().find(|line| line.contains("mps-programs")).expect("the check");
+    assert_lines(
+        &[line.split("daemons run").nth(1).unwrap_or(line).trim().to_owned()],
+        &[
+            "$DIR/sim/usr/local/nvidia/bin/nvidia-cuda-mps-control, which starts $DIR/sim/usr/local/nvidia/bin/nvidia-cuda-mps-server; not used: $DIR/sim/usr/bin/nvidia-cuda-mps-control, $DIR/sim/opt/bin/nvidia-cuda-mps-control, $DIR/sim/opt/bin/nvidia-cuda-mps-server",
+        ],
+    );
+    let again = world.bundle("again", SHARE, HOLD);
+    again.up();
+    assert_eq!(again.event("info")["mps"], json!(true));
+    again.down();
+    world.assert_empty();
+}
+
+/// As with a libcuda of another driver. The logs stay, to tell what happened.
+#[test]
+fn an_mps_server_that_ends_as_it_starts_is_named_at_once() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let fault = driver(&world, "sim/mps-server-fault");
+    std::fs::write(&fault, "").expect("written");
+    let one = bad(&world, SHARE);
+    let begun = std::time::Instant::now();
+    let refused = one.create();
+    assert!(!refused.ok && begun.elapsed() < std::time::Duration::from_secs(8), "{refused:?}");
+    assert_eq!(one.config(), one.spec);
+    let pid = refused.stderr.split("(pid ").nth(1).and_then(|rest| rest.split(')').next());
+    let said = refused.stderr.trim().replace(pid.expect("its pid"), "$PID");
+    let said = said.replace(world.dir.path().to_str().expect("UTF-8"), "$DIR");
+    assert!(
+        said.ends_with(
+            "the MPS daemon of GPU-5b1e7000-0000-4000-8000-000000000100 has no server: \
+             $DIR/sim/usr/bin/nvidia-cuda-mps-server (pid $PID) exited with status 1; control.log: Starting new \
+             server $PID for user 0 | Server $PID exited with status 1; see $DIR/sim/run/mps/\
+             GPU-5b1e7000-0000-4000-8000-000000000100/log/server.log, and whether the libcuda.so.1 that it loads \
+             (ldconfig -p | grep libcuda) is of the loaded driver 580.159.04"
+        ),
+        "{said}"
+    );
+    assert_eq!(said.lines().count(), 1, "{said}");
+    world.assert_empty();
+    std::fs::remove_file(fault).expect("removed");
+    let again = world.bundle("again", SHARE, HOLD);
+    again.up();
+    again.down();
+    world.assert_empty();
+}
+
 /// `config.toml` with `from` replaced.
 fn reconfigure(world: &World, from: &str, to: &str) {
     let text = std::fs::read_to_string(&world.config).expect("config.toml");
@@ -62,6 +143,9 @@ fn hosts_whose_driver_is_not_whole() {
         ("no libcuda", |world| remove_library(world, "libcuda.so")),
         ("no MPS", |world| {
             std::fs::remove_file(driver(world, "usr/bin/nvidia-cuda-mps-control")).expect("removed");
+        }),
+        ("no MPS server", |world| {
+            std::fs::remove_file(driver(world, "usr/bin/nvidia-cuda-mps-server")).expect("removed");
         }),
         ("no node of the GPU", |world| std::fs::remove_file(driver(world, "dev/nvidia0")).expect("removed")),
         ("no nvidiactl", |world| std::fs::remove_file(driver(world, "dev/nvidiactl")).expect("removed")),
@@ -87,6 +171,7 @@ fn hosts_whose_driver_is_not_whole() {
             "no NVML: NVML is missing: [driver] nvml names $DIR/sim/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1, which does not exist; Debian: apt install libnvidia-ml1, Red Hat: dnf install nvidia-driver-cuda-libs",
             "no libcuda: libcuda.so.1 of driver 580.159.04 is not in any library directory below $DIR/sim; Debian: apt install libcuda1, Red Hat: dnf install nvidia-driver-cuda-libs",
             "no MPS: no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) needs an MPS server, and nvidia-cuda-mps-control is not installed (Debian: apt install nvidia-cuda-mps)",
+            "no MPS server: no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) needs an MPS server, and $DIR/sim/usr/bin/nvidia-cuda-mps-control is there and nvidia-cuda-mps-server, which it starts, is not: install it from the same package (Debian: apt install nvidia-cuda-mps), or link it into $DIR/sim/usr/bin (looked below $DIR/sim in /usr/bin /usr/sbin /bin /sbin /usr/lib/nvidia/current /run/current-system/sw/bin /run/opengl-driver/bin /usr/local/bin /usr/local/sbin /usr/local/glibc/usr/bin /usr/local/nvidia/bin /home/kubernetes/bin/nvidia/bin /var/lib/nvidia/bin /opt/bin)",
             "no node of the GPU: device node $DIR/sim/dev/nvidia0 is missing; run `nvidia-modprobe -c 0`",
             "no nvidiactl: device node $DIR/sim/dev/nvidiactl is missing; run `nvidia-modprobe`",
             "no uvm: device node $DIR/sim/dev/nvidia-uvm is missing; run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`",
@@ -216,6 +301,34 @@ fn a_low_level_runtime_that_is_missing() {
             "missing nowhere: no executable nowhere or /opt/no/runc found; install runc or crun, or set [runtime] low_level",
         ],
     );
+    world.assert_empty();
+}
+
+/// Nobody is told to mend an image for what is this process's trouble.
+#[test]
+fn too_few_descriptors_are_not_the_images_fault() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    assert!(world.sublet(&["refresh"]).status.success());
+    let bundle = bad(&world, SHARE);
+    bundle.write();
+    let shim = world.runtime();
+    let mut blamed = Vec::new();
+    for most in 4..9 {
+        let mut command = std::process::Command::new("prlimit");
+        command.arg(format!("--nofile={most}:{most}")).arg(shim.get_program()).args(shim.get_args());
+        command.envs(shim.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        command.arg("create").arg("--bundle").arg(&bundle.dir).arg("bad");
+        let output = command.stdin(std::process::Stdio::null()).output().expect("prlimit runs");
+        let line = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success(), "{most}: {line}");
+        blamed.extend(line.lines().filter(|line| line.contains("from the image")).map(str::to_owned));
+        assert!(world.sublet(&["gc"]).status.success());
+        bundle.write();
+    }
+    assert_eq!(blamed, Vec::<String>::new());
     world.assert_empty();
 }
 

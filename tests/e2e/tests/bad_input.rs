@@ -138,6 +138,13 @@ fn specs_that_contradict_a_share() {
         |spec| spec["annotations"]["cdi.k8s.io/docker"] = json!("nvidia.com/gpu=0"),
         |spec| spec["annotations"]["sublet.lease"] = json!("0123456789abcdef"),
         |spec| spec["annotations"]["sublet.lease"] = json!("../../etc"),
+        // podman run --security-opt mask=/run/sublet
+        |spec| spec["linux"]["maskedPaths"] = json!(["/proc/kcore", "/run/sublet"]),
+        |spec| spec["linux"]["maskedPaths"] = json!(["/tmp"]),
+        |spec| {
+            let namespaces = spec["linux"]["namespaces"].as_array_mut().expect("namespaces");
+            namespaces.retain(|namespace| namespace["type"] != "mount");
+        },
     ];
     let seen: Vec<_> = edits
         .iter()
@@ -159,6 +166,9 @@ fn specs_that_contradict_a_share() {
             "the engine was asked for an NVIDIA CDI device as well (nvidia.com/gpu=0): remove `--device nvidia.com/gpu=…` (`--gpus` with newer engines), the sublet annotations alone give the share",
             "annotation sublet.lease=0123456789abcdef: no live lease of this container has that id; sublet writes this annotation itself: remove it",
             "annotation sublet.lease=../../etc: no live lease of this container has that id; sublet writes this annotation itself: remove it",
+            "/run/sublet hides the MPS directory /run/sublet/mps from the container, whose programs would run on the whole GPU: remove that mask (`--security-opt mask=…`, linux.maskedPaths)",
+            "/tmp hides the MPS directory /tmp/nvidia-mps from the container, whose programs would run on the whole GPU: remove that mask (`--security-opt mask=…`, linux.maskedPaths)",
+            "the container has no mount namespace of its own, so its devices and driver files would be mounted on the host: add a namespace of type `mount`, without a path, to its config.json",
         ],
     );
     world.assert_empty();

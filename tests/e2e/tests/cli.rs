@@ -1,11 +1,12 @@
 //! `sublet` from a shell: what it prints, in which form, with which exit code.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::process::Output;
 
 use serde_json::{Value, json};
-use sublet_e2e::{World, eventually, skip_unless_root};
+use sublet_e2e::{World, bin_dir, eventually, skip_unless_root};
 
 const SLEEP: &[&str] = &["/bin/sleep", "120"];
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
@@ -82,8 +83,9 @@ fn status_as_json_is_the_documented_schema() {
             "leases": [{"id": "ID", "container_id": "shown", "device": GPU, "mode": "mps",
                 "isolation": "shared", "sm_percent": 25.0, "memory_bytes": 8_589_934_592_u64,
                 "state": "active", "pid": bundle.pid(), "since": "SINCE"}],
-            "mps": [{"device": GPU, "lease": null, "pid": 0, "state": "serving", "clients": 1,
-                "key": GPU, "ceiling_percent": 25.0}],
+            "mps": [{"device": GPU, "devices": [GPU], "lease": null, "pid": 0, "state": "serving", "clients": 1,
+                "key": GPU, "ceiling_percent": 25.0, "ceiling_memory_bytes": 8_589_934_592_u64,
+                "idle_seconds": null, "ends_in_seconds": null}],
             "guard": {"watching": false, "blind": [], "events": []},
             "mig_made": []})
     );
@@ -143,8 +145,8 @@ fn status_as_tables() {
          0 NVIDIA H200 GPU-5b1e7000-0000-4000-8000-000000000100 mps 1 87.5 % 139.8 GiB of 140.4 GiB\n\n\
          LEASE CONTAINER GPU MODE ISOLATION SM MEMORY STATE PID SINCE\n\
          LEASE a-container- 0 mps shared 12.5 % unlimited active PID AGO\n\n\
-         MPS DAEMON GPU STATE PID SM CEILING CLIENTS\n\
-         GPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % 0\n\n\
+         MPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING CLIENTS\n\
+         GPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % unlimited 0\n\n\
          GUARD OFF: limits bind honest programs only; systemctl enable --now sublet.service"
     );
     bundle.down();
@@ -289,9 +291,11 @@ fn leases_are_listed_and_released() {
     let id = listed[0]["id"].as_str().expect("an id").to_owned();
     assert!(stdout(&world, &["lease", "list"]).contains(&id));
     let kept = failure(&world, &["lease", "release", &id]).replace(&id, "LEASE");
+    let kept = kept.replace(&bundle.pid().to_string(), "PID");
     assert_eq!(
         kept,
-        "sublet: lease LEASE is held by container tenant, which still runs: end the container, or --force"
+        "sublet: lease LEASE is held by container tenant: its process PID runs; end the container, or --force if it \
+         is gone"
     );
     assert_eq!(
         failure(&world, &["lease", "release", "0123456789abcdef"]),
@@ -347,6 +351,24 @@ fn mps_daemons_by_hand() {
             "sublet: no lease wants an MPS daemon {GPU}: it is started with its first container, not before"
         )
     );
+    // Nothing is left of a key that nobody knows.
+    assert_eq!(
+        failure(&world, &["mps", "start", "0"]),
+        "sublet: no lease wants an MPS daemon 0: it is started with its first container, not before"
+    );
+    let known = std::fs::read_dir(world.state_dir().join("mps")).into_iter().flatten().flatten();
+    assert_eq!(known.map(|entry| entry.file_name()).collect::<Vec<_>>(), Vec::<std::ffi::OsString>::new());
+    for unknown in ["0", "anything", "0123456789abcdef"] {
+        assert_eq!(
+            failure(&world, &["mps", "stop", unknown]),
+            format!(
+                "sublet: there is no MPS daemon {unknown}: a daemon is named by its device's UUID or, where it is \
+                 dedicated, by its lease (sublet mps list)"
+            )
+        );
+    }
+    let _ = stdout(&world, &["refresh", "--quiet"]);
+    assert_eq!(stdout(&world, &["mps", "stop", GPU]), "", "a device's that does not run is no error");
     assert_eq!(
         failure(&world, &["mps", "logs", "../../etc"]),
         "sublet: '../../etc' names no MPS daemon: a GPU-… or MIG-… UUID or a lease id is expected (sublet mps list)"
@@ -370,6 +392,22 @@ fn mps_daemons_by_hand() {
     assert_eq!(world.status()["mps"][0]["state"], "serving", "it is kept: stop_when_idle = false");
     let _ = stdout(&world, &["mps", "stop", GPU]);
     assert!(eventually(|| world.daemons().is_empty()));
+    assert_eq!(stdout(&world, &["mps", "stop", GPU]), "", "one that is stopped already is no error");
+    world.assert_empty();
+}
+
+#[test]
+fn the_state_directory_is_open_to_others_whatever_the_umask() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let _ = std::fs::remove_dir_all(world.state_dir());
+    let mut refresh = std::process::Command::new("/bin/sh");
+    refresh.args(["-c", "umask 077; exec \"$0\" refresh --quiet"]).arg(bin_dir().join("sublet"));
+    assert!(refresh.env("SUBLET_CONFIG", &world.config).status().expect("sh").success());
+    let mode = |path: &str| std::fs::metadata(world.state_dir().join(path)).expect("there").mode() & 0o7777;
+    assert_eq!((mode("."), mode("inventory.json"), mode("refresh.lock")), (0o755, 0o644, 0o600));
     world.assert_empty();
 }
 

@@ -284,6 +284,8 @@ fn docker_runs_a_probe_without_an_image() {
     let seen = probe(&docker.world, run(&[]));
     assert_eq!((&seen["devices"], &seen["sms"], &seen["mps"]), (&json!(1), &json!(32), &json!(true)));
     assert_eq!(seen["neighbours_hidden"], true);
+    let free = seen["memory_free_bytes"].as_u64().expect("a number") >> 20;
+    assert!((1800..2048).contains(&free), "its share has a memory limit: {free} MiB");
     let seen = probe(&docker.world, run(&["sublet.gpu=any:2"]));
     assert_eq!((&seen["devices"], &seen["sms"], &seen["mps"]), (&json!(2), &json!(132), &json!(false)));
     let refused = run(&["sublet.sm=0"]).output().expect("it runs");
@@ -300,7 +302,11 @@ fn podman_runs_a_probe_without_an_image() {
     if skip_unless_engines() {
         return;
     }
-    let podman = Podman::up(World::simulated("h200", ""));
+    let podman = Podman::up(World::simulated("h200x8", ""));
+    let seen = probe(&podman.world, by_podman(&podman, &[]));
+    assert_eq!((&seen["sms"], &seen["neighbours_hidden"]), (&json!(32), &json!(true)));
+    let free = seen["memory_free_bytes"].as_u64().expect("a number") >> 20;
+    assert!((1800..2048).contains(&free), "its share has a memory limit: {free} MiB");
     let command = by_podman(&podman, &["sublet.memory=8GiB", "sublet.sm=12.5"]);
     let seen = probe(&podman.world, command);
     assert_eq!(

@@ -162,6 +162,7 @@ fn sees(process: &Value, cuda: Option<Cuda>, share: &Share, said: &str) {
 fn gone(door: &dyn Door, request: &Request) {
     let world = door.world();
     assert!(eventually(|| world.leases().is_empty()), "{}: {:?}", request.name, world.leases());
+    world.stop_waiting();
     assert!(eventually(|| world.daemons().is_empty()), "{}: {:?}", request.name, world.daemons());
     assert!(eventually(|| traces(world).is_empty()), "{}: {:#?}", request.name, traces(world));
     door.remove(request);
@@ -175,6 +176,7 @@ fn normal(mut spec: Value) -> Value {
     spec.as_object_mut().expect("an object").remove("hooks");
     let annotations = spec["annotations"].as_object_mut().expect("annotations");
     assert!(annotations.remove("sublet.lease.record").is_some());
+    assert!(annotations.remove("sublet.lease.edits").is_some());
     let lease = annotations.remove("sublet.lease").expect("a lease");
     // Podman 4's.
     annotations.remove("io.kubernetes.cri-o.Created");

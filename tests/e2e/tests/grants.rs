@@ -4,6 +4,7 @@
 use std::os::unix::fs::symlink;
 
 use serde_json::{Value, json};
+use sublet_e2e::frameworks::refusals;
 use sublet_e2e::{Bundle, Engine, World, bin_dir, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
@@ -69,6 +70,37 @@ fn graphics_and_video_bring_their_files_and_nodes() {
         let script = "cd /dev; for n in dri/* nvidia*; do [ -c $n ] && echo $n; done";
         let listed = bundle.exec(&["/bin/sh", "-c", script]).stdout;
         assert_eq!(listed.split_whitespace().collect::<Vec<_>>().join(" "), nodes, "{capabilities}");
+        bundle.down();
+    }
+    world.assert_empty();
+}
+
+/// JAX refuses its two names together, by exec as well as in the first process.
+#[test]
+fn jax_is_told_by_one_name_or_the_users_own() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let told = |env: &str| {
+        let jax = env.lines().filter(|line| line.starts_with("XLA_")).map(str::to_owned);
+        assert_eq!(refusals(&env.lines().map(str::to_owned).collect::<Vec<_>>()), Vec::<String>::new());
+        jax.collect::<Vec<_>>()
+    };
+    let share = [("sublet.sm", "25"), ("sublet.memory", "10GiB")];
+    let ours = ["XLA_PYTHON_CLIENT_MEM_FRACTION=0.070"];
+    let users = ["XLA_CLIENT_MEM_FRACTION=0.5"];
+    let plain = world.bundle("plain", &share, SLEEP);
+    let mut own = world.bundle("own", &share, SLEEP);
+    own.spec["process"]["env"].as_array_mut().expect("env").push(json!(users[0]));
+    // By exec as in the first process: nothing of ours where the container has the user's.
+    for (bundle, first, by_exec) in [(&plain, ours, &ours[..]), (&own, users, &[])] {
+        bundle.up();
+        assert_eq!(told(&bundle.exec(&["/bin/env"]).stdout), first);
+        assert_eq!(told(&bundle.exec_file(&["/bin/env"], &["PATH=/usr/bin"]).stdout), by_exec);
+        assert_eq!(told(&bundle.exec_file(&["/bin/env"], &users).stdout), users);
+        let given = bundle.exec_with(&["--env", users[0]], &["/bin/env"]).stdout;
+        assert!(told(&given).contains(&users[0].to_owned()), "{given}");
         bundle.down();
     }
     world.assert_empty();

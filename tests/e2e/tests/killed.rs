@@ -215,3 +215,73 @@ fn rootless_podman_by_runtime() {
         rootless(true);
     }
 }
+
+/// Podman killed while its container waits for a share at `door`: who waits notices, and nothing is made.
+fn waiting(door: &str) {
+    let world = with_log(World::simulated("h200", ""));
+    let podman = Podman::up(world);
+    let world = &podman.world;
+    let dir = world.dir.path();
+    let hook = dir.join("hooks/sublet.json");
+    let mut runtime: &[&str] = &[];
+    match door {
+        "sublet-runtime" => {
+            std::fs::remove_file(hook).expect("the hook is there");
+            runtime = &["--runtime=sublet"];
+        }
+        // Run by the low-level runtime, which conmon runs.
+        "createRuntime" => {
+            let mut late = podman.hook();
+            late["stages"] = serde_json::json!([door]);
+            late["hook"]["args"] = serde_json::json!(["sublet-hook", door]);
+            std::fs::write(hook, late.to_string()).expect("the hook is written");
+        }
+        _ => {}
+    }
+    let holder = world.bundle("holder", &[("sublet.mode", "exclusive")], &["/bin/sleep", "600"]);
+    holder.up();
+    let run = ["run", "-d", "--name=victim", "--annotation=sublet.sm=25", "--annotation=sublet.wait=60s"];
+    let mut command = podman.command();
+    command
+        .args(runtime)
+        .args(run)
+        .args(["probe", "sleep", "600"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    let mut client = command.spawn().expect("podman runs");
+    let program = if door == "sublet-runtime" { door } else { "sublet-hook" };
+    let waits = || engine(world, Some(program));
+    assert!(eventually(|| !waits().is_empty()), "nobody waits: {:?}", engine(world, None));
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    end(&engine(world, Some("podman")));
+    let _ = client.wait();
+    assert!(eventually(|| waits().is_empty()), "it waits on");
+    holder.down();
+    // Whoever would have got the share has it now.
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    assert_eq!(contained(world), Vec::<Pid>::new(), "a container that nobody knows");
+    assert_eq!(world.leases(), Vec::<serde_json::Value>::new());
+    let _ = podman.cli(&["rm", "-f", "-t0", "victim"]);
+    podman.world.assert_empty();
+}
+
+#[test]
+fn podman_while_its_container_waits_by_runtime() {
+    if !skip_unless_engines() {
+        waiting("sublet-runtime");
+    }
+}
+
+#[test]
+fn podman_while_its_container_waits_by_hook() {
+    if !skip_unless_engines() {
+        waiting("precreate");
+    }
+}
+
+#[test]
+fn podman_while_its_container_waits_in_a_hook_of_the_runtimes() {
+    if !skip_unless_engines() {
+        waiting("createRuntime");
+    }
+}

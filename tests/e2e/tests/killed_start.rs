@@ -12,11 +12,14 @@ fn ledger(world: &World) -> Value {
     serde_json::from_slice(&text).expect("JSON")
 }
 
+const ONE: &[(&str, &str)] = &[("sublet.sm", "25")];
+const TWO: &[(&str, &str)] = &[("sublet.gpu", "any:2"), ("sublet.sm", "25"), ("sublet.memory", "8GiB")];
+
 /// `comes_up`: once the next command is over; else the start gives up in its own time.
-fn killed(comes_up: bool) {
-    let world = World::simulated("h200", "");
+fn killed(share: &[(&str, &str)], comes_up: bool) {
+    let world = World::simulated("h200x8", "");
     let stopping = Stopping::install(&world);
-    let bundle = world.bundle("victim", &[("sublet.sm", "25")], &["/bin/sleep", "600"]);
+    let bundle = world.bundle("victim", share, &["/bin/sleep", "600"]);
     bundle.write();
     stopping.at("daemon");
     let mut command = bundle.runtime();
@@ -54,13 +57,15 @@ fn killed(comes_up: bool) {
 #[test]
 fn a_daemon_that_comes_up_for_nobody_ends() {
     if !skip_unless_root() {
-        killed(true);
+        killed(ONE, true);
+        killed(TWO, true);
     }
 }
 
 #[test]
 fn a_daemon_that_does_not_come_up_for_nobody_is_forgotten() {
     if !skip_unless_root() {
-        killed(false);
+        killed(ONE, false);
+        killed(TWO, false);
     }
 }

@@ -54,10 +54,16 @@ fn the_first_process_execs_and_health_checks_see_the_share() {
         (&json!("active"), podman.inspect("first", ".State.Pid"))
     );
     // What Podman execs has the image's environment alone: MPS at CUDA's default place, the server's
-    // ceiling. Its memory limit comes by environment only.
-    for info in [podman.exec_info("first", &[]), podman.exec_info("first", &["env", "-i"])] {
-        assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{info}");
+    // ceiling, which is the largest share's.
+    for before in [&[][..], &["env", "-i"]] {
+        is_share(&podman.exec_info("first", before));
     }
+    let more = podman.hold("more", &["sublet.sm=25", "sublet.memory=16GiB"], &[]);
+    let free = podman.exec_info("first", &["env", "-i"])["free_mib"].as_i64();
+    assert!(free > Some(16_000) && free < Some(16_384), "the largest neighbour's: {free:?} MiB");
+    assert!(podman.lease(&more).is_some());
+    podman.done(&["rm", "-f", "-t0", "more"]);
+    is_share(&podman.exec_info("first", &["env", "-i"]));
     podman.done(&["healthcheck", "run", "first"]);
     let log = podman.inspect("first", "json .State.Health.Log");
     assert!(log.contains(r#"\"sm\":32"#), "{log}");
@@ -138,10 +144,24 @@ fn a_refusal_reaches_whoever_started_the_container() {
     for (annotation, word) in [
         ("sublet.smm=25", "did you mean"),
         ("sublet.lease=0123456789abcdef", "no live lease of this container"),
+        ("Sublet.sm=25", "write sublet.sm=25"),
+        ("SUBLET_SM=25", "write sublet.sm=25"),
+        ("io.sublet/mig-caps=monitor", "write sublet.mig-caps=monitor"),
     ] {
         let refused = Podman::arguments(&["run", "--rm"], "bad", &[annotation], &[], SLEEP);
         let refused = podman.cli(&refused);
         assert!(!refused.ok && refused.stderr.contains(word), "{refused:?}");
+    }
+    for foreign in ["io.foo.sublet.color=red", "sublette.sm=1", "x.kubernetes.io/sublet-gpu=1"] {
+        let run = Podman::arguments(&["run", "--rm"], "foreign", &[foreign], &[], &["true"]);
+        let run = podman.cli(&run);
+        assert!(run.ok, "{foreign}: {run:?}");
+    }
+    let masks = ["--security-opt", "mask=/run/sublet"];
+    for door in [&[][..], &["--runtime=sublet"]] {
+        let masked = Podman::arguments(&["run", "--rm"], "bad", &["sublet.sm=10"], &masks, SLEEP);
+        let masked = podman.cli(&[door, &masked[..]].concat());
+        assert!(!masked.ok && masked.stderr.contains("hides the MPS directory"), "{masked:?}");
     }
     podman.done(&["rm", "-f", "-t0", "large"]);
     podman.done(&["start", "small"]);

@@ -102,6 +102,27 @@ fn a_share_for_several_processes_is_divided_by_the_servers_own_defaults() {
     world.assert_empty();
 }
 
+/// The only limits that it can have are its server's.
+#[test]
+fn a_share_of_several_gpus_is_bound_on_each() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    let annotations = [("sublet.gpu", "any:2"), ("sublet.sm", "25"), ("sublet.memory", "4GiB")];
+    let bundle = plain(&world, "two", &["createRuntime", "poststop"], &annotations, HOLD);
+    bundle.up();
+    for seen in [bundle.event("info"), info(&bundle, BARE)] {
+        assert_eq!((&seen["mps"], &seen["count"]), (&json!(true), &json!(2)), "{seen}");
+        for device in seen["devices"].as_array().expect("devices") {
+            let free = device["free_mib"].as_i64().expect("free_mib");
+            assert!(device["sm"] == 32 && (3900..4096).contains(&free), "{seen}");
+        }
+    }
+    bundle.down();
+    world.assert_empty();
+}
+
 #[test]
 fn only_the_containers_own_nodes_open() {
     if skip_unless_root() {

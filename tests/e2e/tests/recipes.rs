@@ -56,8 +56,17 @@ fn each_asks_for_a_share_that_is_granted_and_for_the_same_by_both() {
     let world = World::simulated("h100x2-mig-off", "");
     let recipes = recipes();
     let names: Vec<&str> = recipes.iter().map(|recipe| recipe.name).collect();
-    let all =
-        ["Ollama", "vLLM", "JAX", "TensorFlow", "PyTorch", "Triton Inference Server", "Jupyter", "ffmpeg"];
+    let all = [
+        "Ollama",
+        "vLLM",
+        "vLLM on two GPUs",
+        "JAX",
+        "TensorFlow",
+        "PyTorch",
+        "Triton Inference Server",
+        "Jupyter",
+        "ffmpeg",
+    ];
     assert_eq!(names, all);
     for recipe in recipes {
         let annotations = recipe.compose_annotations();

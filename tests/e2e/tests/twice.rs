@@ -107,13 +107,101 @@ fn a_lease_that_has_ended_or_is_another_containers_is_none() {
         let leases = world.leases();
         assert_eq!((leases.len(), &leases[0]["container_id"]), (1, &json!("first")), "{stage}");
     }
-    // What it had itself, once it has ended.
+    // What it had itself, once it has ended, is no other bundle's either.
     first.down();
     world.assert_empty();
-    std::fs::write(first.dir.join("config.json"), granted.to_string()).expect("config.json");
-    let refused = first.refused_as_written(&["create"]);
+    let refused = stolen("heir").refused();
     assert!(refused.contains(why), "{refused}");
     world.assert_empty();
+}
+
+/// `create` and `start` of what stands in config.json, as [`Bundle::up`] does with a spec of its own.
+fn up_as_written(bundle: &Bundle<'_>) {
+    std::fs::remove_file(bundle.dir.join("out")).expect("its output");
+    let mut command = bundle.runtime();
+    command.arg("create").arg("--bundle").arg(&bundle.dir).arg(&bundle.id).stdin(std::process::Stdio::null());
+    let open = |name: &str| std::fs::File::create(bundle.dir.join(name)).expect("an output file");
+    let created = command.stdout(open("out")).stderr(open("err")).status().expect("it runs");
+    assert!(created.success(), "{}", std::fs::read_to_string(bundle.dir.join("err")).unwrap_or_default());
+    assert!(bundle.start().ok);
+}
+
+#[test]
+fn a_bundle_that_is_run_again_is_granted_anew() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "");
+    for share in [SHARE, &[("sublet.gpu", "any"), ("sublet.mode", "exclusive")]] {
+        let bundle = world.bundle("again", share, HOLD);
+        bundle.up();
+        bundle.event("info");
+        let first = bundle.config();
+        bundle.down();
+        world.assert_empty();
+        // On another GPU: what was granted before must be gone.
+        let device = first["annotations"]["sublet.lease.record"].as_str().expect("a record").to_owned();
+        let device: Value = serde_json::from_str(&device).expect("JSON");
+        let gone = device["devices"][0].as_str().expect("a device").to_owned();
+        assert!(world.sublet(&["drain", &gone]).status.success());
+        for _ in 0..2 {
+            up_as_written(&bundle);
+            let info = bundle.event("info");
+            assert_eq!((&info["error"], &info["count"]), (&Value::Null, &json!(1)), "{info}");
+            assert_ne!(info["uuid"], json!(gone));
+            let (config, mut before) = (bundle.config(), first.clone());
+            assert_ne!(config["annotations"]["sublet.lease"], before["annotations"]["sublet.lease"]);
+            for key in ["/mounts", "/linux/devices", "/linux/resources/devices", "/linux/maskedPaths"] {
+                let length = |spec: &Value| spec.pointer(key).and_then(Value::as_array).map(Vec::len);
+                assert_eq!(length(&config), length(&before), "{key}");
+            }
+            let names = |spec: &mut Value| {
+                let env = spec["process"]["env"].as_array().expect("env").iter();
+                let mut names: Vec<String> =
+                    env.map(|entry| entry.to_string().split('=').next().unwrap_or("").to_owned()).collect();
+                names.sort();
+                names
+            };
+            assert_eq!(names(&mut config.clone()), names(&mut before));
+            bundle.down();
+            world.assert_empty();
+        }
+        assert!(world.sublet(&["undrain", &gone]).status.success());
+    }
+}
+
+#[test]
+fn a_bundle_whose_create_failed_is_granted_anew_when_it_is_mended() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    for collected in [false, true] {
+        let mut bundle = world.bundle("mended", SHARE, HOLD);
+        let nowhere =
+            json!({"destination": "/x", "type": "bind", "source": "/nowhere/at/all", "options": ["bind"]});
+        bundle.spec["mounts"].as_array_mut().expect("mounts").push(nowhere.clone());
+        let failed = bundle.create();
+        assert!(!failed.ok, "{failed:?}");
+        let mut config = bundle.config();
+        assert!(config["annotations"]["sublet.lease"].is_string(), "the runtime failed, not we");
+        for pid in world.daemon_pids("") {
+            let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+        }
+        if collected {
+            assert!(world.sublet(&["gc"]).status.success());
+        }
+        config["mounts"].as_array_mut().expect("mounts").retain(|mount| *mount != nowhere);
+        std::fs::write(bundle.dir.join("config.json"), config.to_string()).expect("config.json");
+        up_as_written(&bundle);
+        assert_once(&bundle, 1);
+        assert!(world.sublet(&["gc"]).status.success());
+        assert_eq!(world.leases().len(), 1, "it is held as long as the container lives");
+        let beside = world.bundle("beside", &[("sublet.sm", "90")], HOLD).create();
+        assert!(!beside.ok, "{beside:?}");
+        bundle.down();
+        world.assert_empty();
+    }
 }
 
 #[test]

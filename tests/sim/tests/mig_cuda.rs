@@ -25,6 +25,7 @@ fn program(driver: &Driver, name: &str, env: &[(&str, &str)]) -> Command {
     let mut command = Command::new(driver.root.join("usr/bin").join(name));
     command
         .env_clear()
+        .env("PATH", driver.root.join("usr/bin"))
         .env("CUDA_MPS_PIPE_DIRECTORY", driver.root.join("mps"))
         .env("CUDA_MPS_LOG_DIRECTORY", driver.root.join("sim"))
         .env("SUBLET_SIM_DEV", driver.root.join("dev"))

@@ -13,7 +13,7 @@ use nix::unistd::Pid;
 use nvidia_ml::layout::contexts::Kind;
 use nvidia_ml::mps::wire::Conn;
 use rig::{H200, Rig, output_of};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const PERCENTAGE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 const PINNED: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
@@ -197,6 +197,49 @@ fn defaults_are_for_later_servers_and_settings_for_later_clients() {
     rig.ask(&format!("set_device_pinned_mem_limit {server} 0 3G"));
     assert_eq!(rig.info(&[(PERCENTAGE, "25")])["free_mib"], 3072 - 146);
     assert_eq!(rig.server(), server, "all that with one server");
+}
+
+#[test]
+fn a_servers_memory_limit_holds_clients_without_their_own_and_goes_up_down_and_away() {
+    let Some(rig) = rig_with_daemon() else { return };
+    rig.ask("start_server -uid 0");
+    let server = rig.server();
+    let free = |env: &[(&str, &str)]| rig.info(&[&[(PERCENTAGE, "25")], env].concat())["free_mib"].clone();
+    let set = |device: &str, value: &str| {
+        rig.ask(&format!("set_device_pinned_mem_limit {server} {device} {value}"));
+    };
+    let mut running = rig.start("hold 30", &[(PERCENTAGE, "25")]);
+    set("0", "8G");
+    assert_eq!(running.info["free_mib"], 142_943, "for clients that connect later");
+    assert_eq!(free(&[]), 8192 - 146);
+    set(H200, "40G");
+    assert_eq!((free(&[]), free(&[(PINNED, "0=9G")])), (json!(40_960 - 146), json!(9216 - 146)));
+    set("0", "4G");
+    assert_eq!(free(&[(PINNED, "0=9G")]), 4096 - 146, "a client's own is clamped");
+    running.child.kill().unwrap();
+    running.child.wait().unwrap();
+    until("a bad entry drops the server's limit", || free(&[(PINNED, "garbage")]) == 142_943);
+    set("0", "0");
+    assert_eq!(free(&[]), 142_943, "lifted");
+    // Defaults are for servers that start later: these alone.
+    rig.ask("set_default_device_pinned_mem_limit 0 8G");
+    assert_eq!(free(&[]), 142_943);
+    rig.ask(&format!("shutdown_server {server} -f"));
+    assert_eq!(free(&[]), 8192 - 146);
+    rig.ask("set_default_device_pinned_mem_limit 0 0");
+    assert_eq!(free(&[]), 8192 - 146);
+    rig.ask(&format!("shutdown_server {} -f", rig.server()));
+    assert_eq!(free(&[]), 142_943);
+}
+
+#[test]
+fn several_commands_are_carried_out_in_one_run() {
+    let Some(rig) = rig_with_daemon() else { return };
+    let commands = "set_default_active_thread_percentage 40\nset_default_device_pinned_mem_limit 0 2G\n\
+                    start_server -uid 0\nget_server_list";
+    let said = rig.ask(commands);
+    assert_eq!(said, rig.server());
+    assert_eq!(rig.info(&[])["sm"], 52);
 }
 
 #[test]
@@ -425,6 +468,8 @@ fn the_49th_client_is_refused() {
 fn before_volta_there_are_16_clients_and_no_limits() {
     let Some(rig) = Rig::with("6.0") else { return };
     rig.daemon("a", &["-M"]);
+    assert!(rig.ask("set_default_device_pinned_mem_limit 0 2G").starts_with("Failed to"));
+    assert!(rig.ask("set_default_active_thread_percentage 50").starts_with("Failed to"));
     assert_eq!(
         seen(&rig.info(&[(PERCENTAGE, "25"), (PINNED, "0=2G")])),
         (Some(132), Some(142_575), true, None)
@@ -477,4 +522,33 @@ fn without_a_node_there_is_no_device() {
     assert_eq!(seen(&rig.info(&[("CUDA_VISIBLE_DEVICES", "0")])).3, None);
     assert_eq!(seen(&rig.info(&[("CUDA_VISIBLE_DEVICES", H200)])).3, None);
     assert_eq!(seen(&rig.info(&[("CUDA_VISIBLE_DEVICES", "1")])).3, Some("CUDA_ERROR_NO_DEVICE"));
+}
+
+#[test]
+fn the_server_is_found_by_path_alone() {
+    let Some(rig) = Rig::new() else { return };
+    let mut daemon = rig.program("nvidia-cuda-mps-control", "a");
+    assert!(daemon.arg("-d").env("PATH", "/usr/bin:/bin").output().unwrap().status.success());
+    assert_eq!(rig.ask("get_default_active_thread_percentage"), "100.0", "it answers");
+    assert_eq!(rig.ask_with_status("a", "start_server -uid 0"), (String::new(), Some(0)));
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    assert_eq!(rig.server(), "", "and no server ever appears");
+    let log = fs::read_to_string(rig.path("log/control.log")).unwrap();
+    assert!(log.contains(" exited with status 1\n") && !rig.path("log/server.log").exists(), "{log}");
+}
+
+#[test]
+fn a_server_that_ends_as_it_starts_says_why_and_its_daemon_that_it_ended() {
+    let Some(rig) = Rig::new() else { return };
+    fs::write(rig.path("sim/mps-server-fault"), "invalid argument\n").unwrap();
+    assert!(rig.daemon("a", &["-M"]).status.success());
+    assert_eq!(rig.ask("start_server -uid 0"), "");
+    let log = |name: &str| fs::read_to_string(rig.path("log").join(name)).unwrap_or_default();
+    until("the end of the server", || log("control.log").contains(" exited with status 1\n"));
+    assert!(log("server.log").contains("] Failed to start : invalid argument\n"), "{}", log("server.log"));
+    fs::remove_file(rig.path("sim/mps-server-fault")).unwrap();
+    rig.ask("start_server -uid 0");
+    until("a server", || !rig.server().is_empty());
+    let ready = format!("] NEW SERVER {}: Ready\n", rig.server());
+    until("its word", || log("control.log").contains(&ready));
 }

@@ -106,7 +106,7 @@ pub struct Column {
     /// refused and `priority` orders nobody (docs/prestart.md).
     pub environment: bool,
     /// Exec'd processes and health checks get the environment too. Where they do not, a shared server's
-    /// ceiling holds them and no memory limit does (docs/podman.md).
+    /// ceiling holds them (docs/podman.md).
     pub exec_environment: bool,
     /// There is a device cgroup. Where there is none, a container can make no nodes either (docs/rootless.md).
     pub device_cgroup: bool,

@@ -42,7 +42,7 @@ pub struct Share {
     pub files: &'static [&'static str],
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Cuda {
     pub sm: u32,
     /// Free memory.
@@ -53,8 +53,8 @@ pub struct Cuda {
 pub enum Server {
     /// Time-slices of the driver's.
     None,
-    /// The device's, with its ceiling in SMs.
-    Shared(u32),
+    /// The device's, with its ceiling.
+    Shared(Cuda),
     /// A server of its own.
     Own,
 }
@@ -84,7 +84,7 @@ impl Cuda {
     /// What a process gets without any environment: all that the server holds by itself.
     pub fn by_server(self, server: Server) -> Self {
         match server {
-            Server::Shared(sm) => Self { sm, mib: WHOLE_MIB },
+            Server::Shared(ceiling) => ceiling,
             Server::None | Server::Own => self,
         }
     }
@@ -164,7 +164,7 @@ const SLICE: Share = Share {
 /// A quarter of a GPU on its common server.
 const QUARTER: Share = Share {
     cuda: Some(Cuda { sm: 32, mib: 8046 }),
-    server: Server::Shared(32),
+    server: Server::Shared(Cuda { sm: 32, mib: 8046 }),
     environment: &[
         "CUDA_MPS_PIPE_DIRECTORY=/run/sublet/mps",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
@@ -202,7 +202,7 @@ pub const ROWS: &[Row] = &[
         Gets::Share(Share {
             minors: &[3],
             cuda: Some(Cuda { sm: 16, mib: WHOLE_MIB }),
-            server: Server::Shared(16),
+            server: Server::Shared(Cuda { sm: 16, mib: WHOLE_MIB }),
             environment: &["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=12.5", "CUDA_VISIBLE_DEVICES=0"],
             ..SLICE
         }),
@@ -221,7 +221,7 @@ pub const ROWS: &[Row] = &[
         request("two-processes", &[("gpu", "0"), ("sm", "50"), ("memory", "8GiB"), ("processes", "2")]),
         Gets::Share(Share {
             cuda: Some(Cuda { sm: 32, mib: 3950 }),
-            server: Server::Shared(66),
+            server: Server::Shared(Cuda { sm: 66, mib: 3823 }),
             environment: &[
                 "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
                 "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=4096M",
@@ -235,7 +235,7 @@ pub const ROWS: &[Row] = &[
             request("low", &[("gpu", "1"), ("priority", "low")]),
             Gets::Share(Share {
                 minors: &[1],
-                server: Server::Shared(132),
+                server: Server::Shared(Cuda { sm: 132, mib: WHOLE_MIB }),
                 environment: &["CUDA_MPS_CLIENT_PRIORITY=1"],
                 ..SLICE
             }),
@@ -279,7 +279,7 @@ pub const ROWS: &[Row] = &[
     annotated(request("no-number", &[("sm", "150")]), Gets::Refused("sublet.sm")),
     annotated(request("contradiction", &[("mode", "exclusive"), ("sm", "25")]), Gets::Refused("exclusive")),
     annotated(
-        request("two-daemons", &[("gpu", "any:2"), ("sm", "25")]),
+        request("two-daemons", &[("gpu", "any:2"), ("sm", "25"), ("isolation", "shared")]),
         Gets::Refused("a process speaks to one MPS daemon"),
     ),
     annotated(

@@ -46,12 +46,12 @@ impl Root {
         Self(dir)
     }
 
-    /// The root that the calling program was laid out in: it is `DIR/usr/bin/<program>` or
-    /// `DIR/sim/bin/<program>`; else `SUBLET_SIM_ROOT`.
+    /// The root that the calling program lies in, wherever a driver's layout has it; else `SUBLET_SIM_ROOT`.
     #[must_use]
     pub fn of_program() -> Option<Self> {
         let program = std::env::current_exe().ok()?;
-        Self::above(&program, 3).or_else(Self::from_env)
+        let above = program.ancestors().skip(1).map(|dir| Self(dir.to_owned()));
+        above.into_iter().find(Self::exists).or_else(Self::from_env)
     }
 
     /// The root that a library file was laid out in: it is `DIR/usr/lib/<triplet>/<file>`; else
@@ -91,6 +91,13 @@ impl Root {
     #[must_use]
     pub fn topology(&self) -> PathBuf {
         self.join("sim/topology.json")
+    }
+
+    /// While this file is there, MPS servers end as they start, with its text as the reason in their log;
+    /// without text as with another driver's libcuda: not a word (docs/evidence).
+    #[must_use]
+    pub fn server_fault(&self) -> PathBuf {
+        self.join("sim/mps-server-fault")
     }
 
     /// Where the driver's libraries lie.

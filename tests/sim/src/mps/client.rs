@@ -52,12 +52,12 @@ impl Client {
         }
     }
 
-    /// Takes memory; whether there was as much.
+    /// Takes memory of a device that it has a context on; whether there was as much.
     ///
     /// # Errors
     /// The `CUDA_ERROR_…` of a context that ended meanwhile.
-    pub fn alloc(&self, mib: u64) -> Result<bool, String> {
-        match self.ask(&Ask::Alloc { mib })? {
+    pub fn alloc(&self, device: &str, mib: u64) -> Result<bool, String> {
+        match self.ask(&Ask::Alloc { device: device.to_owned(), mib })? {
             Say::Memory { granted } => Ok(granted),
             _ => Err(RPC_FAILURE.into()),
         }

@@ -67,6 +67,10 @@ fn ask(servers: &Servers, words: &[&str]) -> Option<String> {
 
 fn change(servers: &Arc<Servers>, words: &[&str]) -> Option<String> {
     let done = String::new;
+    if words.first().is_some_and(|word| is_limit(word)) && !servers.limits {
+        // Its words were not seen: nobody here has a GPU that old.
+        return Some("Failed to set a limit: the device is older than Volta".into());
+    }
     match words {
         ["start_server", "-uid", uid] => return Some(servers.prewarm(uid.parse().ok()?)),
         ["shutdown_server", pid] => servers.shut_down(pid.parse().ok()?, false),
@@ -80,8 +84,8 @@ fn change(servers: &Arc<Servers>, words: &[&str]) -> Option<String> {
         }
         ["set_default_client_priority", value] => servers.table().defaults.priority = priority(value)?,
         ["set_default_device_pinned_mem_limit", device, value] => {
-            let device = limits::named(device, &servers.devices)?;
-            set_pinned(&mut servers.table().defaults, device, value)?;
+            let ordinal = limits::ordinal(device, &servers.devices)?;
+            set_pinned(&mut servers.table().defaults, ordinal, value)?;
         }
         ["set_active_thread_percentage", pid, value] => {
             let value = limits::percentage(value)?;
@@ -89,9 +93,9 @@ fn change(servers: &Arc<Servers>, words: &[&str]) -> Option<String> {
             return Some(format!("{value:.1}"));
         }
         ["set_device_pinned_mem_limit", pid, device, value] => {
-            let device = limits::named(device, &servers.devices)?;
+            let ordinal = limits::ordinal(device, &servers.devices)?;
             let mut table = servers.table();
-            set_pinned(&mut table.servers.get_mut(&pid.parse().ok()?)?.settings, device, value)?;
+            set_pinned(&mut table.servers.get_mut(&pid.parse().ok()?)?.settings, ordinal, value)?;
         }
         _ => return None,
     }
@@ -102,16 +106,25 @@ fn priority(value: &str) -> Option<u32> {
     value.parse().ok().filter(|value| *value <= 1)
 }
 
-/// Keeps the value in the words it was given.
-fn set_pinned(settings: &mut Settings, device: &str, value: &str) -> Option<()> {
+/// Whether a command sets what GPUs before Volta do not know.
+fn is_limit(word: &str) -> bool {
+    word.starts_with("set_") && (word.ends_with("_thread_percentage") || word.ends_with("_mem_limit"))
+}
+
+/// Keeps the value in the words it was given; 0 lifts the limit (docs/evidence).
+fn set_pinned(settings: &mut Settings, ordinal: usize, value: &str) -> Option<()> {
+    if value == "0" {
+        settings.pinned.remove(&ordinal);
+        return Some(());
+    }
     limits::size(value)?;
-    settings.pinned.insert(device.to_owned(), value.to_owned());
+    settings.pinned.insert(ordinal, value.to_owned());
     Some(())
 }
 
 fn pinned(servers: &Servers, settings: &Settings, device: &str) -> Option<String> {
-    let device = limits::named(device, &servers.devices)?;
-    Some(settings.pinned.get(device).cloned().unwrap_or_default())
+    let ordinal = limits::ordinal(device, &servers.devices)?;
+    Some(settings.pinned.get(&ordinal).cloned().unwrap_or_default())
 }
 
 fn lines<T: ToString>(values: impl IntoIterator<Item = T>) -> String {
@@ -123,14 +136,15 @@ fn clients_of<'a>(
     server: Option<&str>,
 ) -> impl Iterator<Item = &'a Client> {
     let server = server.map(|pid| pid.parse().unwrap_or(0));
-    clients
-        .filter(move |client| client.device.is_some() && server.is_none_or(|server| server == client.server))
+    clients.filter(move |client| {
+        !client.devices.is_empty() && server.is_none_or(|server| server == client.server)
+    })
 }
 
 fn by_device<'a>(servers: &Servers, clients: impl Iterator<Item = &'a Client>) -> String {
     let clients: Vec<&Client> = clients.collect();
     let of = |device: &String| {
-        let pids = clients.iter().filter(|client| client.device.as_ref() == Some(device));
+        let pids = clients.iter().filter(|client| client.devices.contains(device));
         pids.fold(device.clone(), |line, client| format!("{line} {}", client.pid))
     };
     lines(servers.devices.iter().map(of))
@@ -140,8 +154,9 @@ fn by_device<'a>(servers: &Servers, clients: impl Iterator<Item = &'a Client>) -
 fn ps<'a>(clients: impl Iterator<Item = &'a Client>) -> String {
     let mut table =
         format!("{:<8}{:<5}{:<9}{:<25}{:<13}COMMAND", "PID", "ID", "SERVER", "DEVICE", "NAMESPACE");
-    for client in clients {
-        let device: String = client.device.iter().flat_map(|uuid| uuid.chars().take(22)).collect();
+    let each = clients.flat_map(|client| client.devices.iter().map(move |device| (client, device)));
+    for (client, device) in each {
+        let device: String = device.chars().take(22).collect();
         let (pid, server, namespace) = (client.pid, client.server, client.namespace);
         let command = command_of(pid);
         // Writing to a String cannot fail.

@@ -65,9 +65,10 @@ impl Daemon {
             "To connect CUDA applications to this daemon, set env CUDA_MPS_PIPE_DIRECTORY={}",
             directory.display()
         ));
-        let devices = devices()?;
-        let defaults = defaults(&devices);
-        let servers = Servers::new(devices, multiuser, defaults, log);
+        let root = Root::of_program().context("not below the root of a simulated driver")?;
+        let devices = host_devices(&root)?;
+        let uuids: Vec<String> = devices.iter().map(|device| device.uuid.clone()).collect();
+        let servers = Servers::new(&devices, multiuser, defaults(&uuids), log);
         Ok(Self { servers, control: Arc::new(control), privileged: Arc::new(privileged), lock })
     }
 
@@ -95,12 +96,6 @@ fn make_directory(directory: &Path) -> Result<()> {
     DirBuilder::new().mode(0o755).create(directory).with_context(|| format!("{}", directory.display()))
 }
 
-/// UUIDs of what `CUDA_VISIBLE_DEVICES` names on this host.
-fn devices() -> Result<Vec<String>> {
-    let root = Root::of_program().context("not below the root of a simulated driver")?;
-    Ok(host_devices(&root)?.into_iter().map(|device| device.uuid).collect())
-}
-
 /// What a program on the host sees.
 ///
 /// # Errors
@@ -121,8 +116,8 @@ fn defaults(devices: &[String]) -> Settings {
     }
     let pinned = std::env::var("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT").unwrap_or_default();
     for (device, value) in pinned.split(',').filter_map(|entry| entry.split_once('=')) {
-        if let (Some(device), Some(_)) = (limits::named(device, devices), limits::size(value)) {
-            settings.pinned.insert(device.clone(), value.to_owned());
+        if let (Some(ordinal), Some(_)) = (limits::ordinal(device, devices), limits::size(value)) {
+            settings.pinned.insert(ordinal, value.to_owned());
         }
     }
     settings

@@ -1,9 +1,10 @@
 //! Finds libcuda as every CUDA program does: by its bare soname, through the dynamic loader.
 
-#![allow(unsafe_code, reason = "dlopen")]
+#![allow(unsafe_code, reason = "dlopen, ioctl")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd as _;
 use std::path::PathBuf;
 
 use nix::libc;
@@ -31,6 +32,17 @@ pub fn load() -> Result<PathBuf, String> {
         0 => file_of(symbol),
         number => Err(format!("cuInit: {number}")),
     }
+}
+
+/// Whether a filter of system calls keeps this process from asking a driver: with an ioctl of its own NVIDIA's library
+/// begins, and none of what it does goes without (kernel-open/nvidia/nv.c, `NV_ESC_CHECK_VERSION_STR`). Nothing here
+/// has such a driver: the kernel itself says then that the file knows no such request.
+pub fn is_out_of_reach() -> bool {
+    const CHECK_VERSION: u64 = 0xc048_46d2;
+    let Ok(file) = std::fs::File::open("/dev/null") else { return true };
+    // SAFETY: no device answers this request on /dev/null, so nobody reads or writes by the null pointer.
+    let asked = unsafe { libc::ioctl(file.as_raw_fd(), CHECK_VERSION, std::ptr::null_mut::<u8>()) };
+    asked < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::EPERM)
 }
 
 fn file_of(symbol: *const c_void) -> Result<PathBuf, String> {

@@ -21,8 +21,12 @@ pub fn sm(all: u32, settings: &Settings, asked: Option<&str>) -> u32 {
 
 /// The memory a client may use, in MiB: its own limit within its server's. One entry of its own that cannot
 /// be read, or that names a device that it does not see, and no limit holds at all, the server's included.
+///
+/// The server's limits go by the client's ordinals, however they were set: a client that sees the server's second
+/// device alone has the limit of the first (two H200s, docs/evidence).
 pub fn memory(settings: &Settings, open: &Open) -> Option<u64> {
-    let server = settings.pinned.get(&open.device).and_then(|value| size(value));
+    let ordinal = open.visible.iter().position(|uuid| *uuid == open.device);
+    let server = ordinal.and_then(|ordinal| settings.pinned.get(&ordinal)).and_then(|value| size(value));
     let Some(own) = &open.pinned else { return server };
     let entries: Option<Vec<_>> = own.split(',').map(|entry| pinned_entry(entry, &open.visible)).collect();
     let own = entries?.into_iter().find(|(device, _)| **device == open.device).map(|(_, mib)| mib);
@@ -36,11 +40,16 @@ fn pinned_entry<'a>(entry: &str, visible: &'a [String]) -> Option<(&'a String, u
 }
 
 /// The device that an index or a UUID names.
-pub fn named<'a>(device: &str, devices: &'a [String]) -> Option<&'a String> {
+fn named<'a>(device: &str, devices: &'a [String]) -> Option<&'a String> {
+    ordinal(device, devices).and_then(|ordinal| devices.get(ordinal))
+}
+
+/// The ordinal among `devices` of the one that an index or a UUID names.
+pub fn ordinal(device: &str, devices: &[String]) -> Option<usize> {
     let device = device.trim();
     match device.parse::<usize>() {
-        Ok(index) => devices.get(index),
-        Err(_) => devices.iter().find(|uuid| *uuid == device),
+        Ok(index) => Some(index).filter(|index| *index < devices.len()),
+        Err(_) => devices.iter().position(|uuid| *uuid == device),
     }
 }
 
@@ -80,7 +89,7 @@ mod tests {
 
     #[test]
     fn one_bad_entry_drops_every_limit() {
-        let server = Settings { pinned: [(OWN.into(), "3G".into())].into(), ..Settings::default() };
+        let server = Settings { pinned: [(0, "3G".into())].into(), ..Settings::default() };
         assert_eq!(memory(&server, &open("")), Some(3072));
         assert_eq!(memory(&server, &open("0=2G")), Some(2048));
         assert_eq!(memory(&server, &open("GPU-1=2048M")), Some(2048));
@@ -89,5 +98,23 @@ mod tests {
             assert_eq!(memory(&server, &open(bad)), None, "{bad}");
         }
         assert_eq!(memory(&Settings::default(), &open("0=2G")), Some(2048));
+    }
+
+    #[test]
+    fn a_servers_limits_are_for_the_clients_ordinals() {
+        let server = Settings { pinned: [(0, "4G".into()), (1, "6G".into())].into(), ..Settings::default() };
+        let seen = |visible: &[&str], pinned: Option<&str>| {
+            let visible: Vec<String> = visible.iter().map(|uuid| (*uuid).to_owned()).collect();
+            let pinned = pinned.map(str::to_owned);
+            let open = Open { visible: visible.clone(), pinned, ..Open::default() };
+            let each = visible.into_iter().map(|device| memory(&server, &Open { device, ..open.clone() }));
+            each.collect::<Vec<_>>()
+        };
+        assert_eq!(seen(&["GPU-0", "GPU-1"], None), [Some(4096), Some(6144)]);
+        assert_eq!(seen(&["GPU-1"], None), [Some(4096)]);
+        assert_eq!(seen(&["GPU-1", "GPU-0"], None), [Some(4096), Some(6144)]);
+        assert_eq!(seen(&["GPU-1"], Some("0=9G")), [Some(4096)], "clamped");
+        assert_eq!(seen(&["GPU-1"], Some("0=2G")), [Some(2048)]);
+        assert_eq!(seen(&["GPU-1"], Some("0=2G,1=3G")), [None]);
     }
 }

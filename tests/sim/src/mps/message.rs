@@ -29,6 +29,8 @@ pub enum Ask {
     Open(Open),
     /// So much memory. Answered by [`Say::Memory`].
     Alloc {
+        /// UUID of the device that it has a context on.
+        device: String,
         /// MiB.
         mib: u64,
     },
@@ -90,6 +92,8 @@ pub enum Order {
 /// The server to its daemon.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Report {
+    /// It takes clients.
+    Ready,
     /// A client has a context.
     Opened {
         /// The daemon's number for it.
@@ -109,8 +113,9 @@ pub enum Report {
 pub struct Settings {
     /// Active thread percentage.
     pub percentage: f64,
-    /// Pinned memory limits as they were set, by UUID.
-    pub pinned: std::collections::BTreeMap<String, String>,
+    /// Pinned memory limits as they were set, by ordinal: of the server's devices where they are set, of the client's
+    /// where they hold (docs/evidence).
+    pub pinned: std::collections::BTreeMap<usize, String>,
     /// Client priority, 0 normal, 1 below normal.
     pub priority: u32,
 }

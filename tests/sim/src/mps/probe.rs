@@ -77,10 +77,10 @@ pub struct Got {
 pub fn got() -> Result<Got, String> {
     let program = Program::start(&mut None)?;
     Ok(Got {
-        devices: program.count,
-        sm: program.sm,
-        free_mib: program.free_mib,
-        total_mib: program.device.total_mib,
+        devices: program.count(),
+        sm: program.first.sm,
+        free_mib: program.first.free_mib,
+        total_mib: program.first.device.total_mib,
         mps: program.mps.is_some(),
         _context: program,
     })
@@ -118,17 +118,25 @@ impl<'a> Task<'a> {
     }
 }
 
-/// A program with a context.
+/// A program with a context on each device that it sees.
 #[derive(Debug)]
 struct Program {
     tag: String,
+    /// The first, on which it works.
+    first: Made,
+    /// On the other devices; `Err`: why there is none.
+    others: Vec<(Device, Result<Made, String>)>,
+    /// Nothing where it runs without MPS.
+    mps: Option<Client>,
+}
+
+/// A context.
+#[derive(Debug)]
+struct Made {
     device: Device,
-    count: usize,
     sm: u32,
     free_mib: u64,
     used_mib: u64,
-    /// Nothing where it runs without MPS.
-    mps: Option<Client>,
     shown: OwnedFd,
     _claim: Option<Claim>,
 }
@@ -146,40 +154,25 @@ impl Program {
             None => devices,
         };
         let visible = device::visible(&devices, named.as_deref());
-        match mps {
-            Some(client) => Self::with_mps(topology.tag, visible, client),
-            None => Self::alone(topology.tag, visible, &file),
-        }
-    }
-
-    fn with_mps(tag: String, visible: Vec<Device>, client: Client) -> Result<Self, String> {
-        let count = visible.len();
         let open = Open {
             visible: visible.iter().map(|device| device.uuid.clone()).collect(),
             percentage: std::env::var("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").ok(),
             pinned: std::env::var("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT").ok(),
             ..Open::default()
         };
-        let device = visible.into_iter().next().ok_or("CUDA_ERROR_NO_DEVICE")?;
-        let (sm, free_mib) = client.open(Open { device: device.uuid.clone(), ..open })?;
-        let used_mib = context_mib(sm);
-        let shown = show(&tag, &device, Kind::Client, used_mib)?;
-        Ok(Self { tag, device, count, sm, free_mib, used_mib, mps: Some(client), shown, _claim: None })
+        let make = |device: &Device| match &mps {
+            Some(client) => Made::with_mps(&topology.tag, device, client, &open),
+            None => Made::alone(&topology.tag, device, &file),
+        };
+        let (first, others) = visible.split_first().ok_or("CUDA_ERROR_NO_DEVICE")?;
+        let first = make(first)?;
+        let others = others.iter().map(|device| (device.clone(), make(device))).collect();
+        Ok(Self { tag: topology.tag, first, others, mps })
     }
 
-    fn alone(tag: String, visible: Vec<Device>, libcuda: &Path) -> Result<Self, String> {
-        let count = visible.len();
-        let device = visible.into_iter().next().ok_or("CUDA_ERROR_NO_DEVICE")?;
-        let root = Root::of_library(libcuda);
-        let claim = claim(&device, root.as_ref(), libcuda).ok_or("CUDA_ERROR_DEVICE_UNAVAILABLE")?;
-        let (sm, used_mib) = (device.sm, context_mib(device.sm));
-        let all = contexts::list(&tag);
-        let held =
-            all.iter().filter(|held| held.on.memory() == device.on.memory()).map(|held| held.mib).sum();
-        let free_mib = device.total_mib.saturating_sub(held);
-        let free_mib = free_mib.checked_sub(used_mib).ok_or("CUDA_ERROR_OUT_OF_MEMORY")?;
-        let shown = show(&tag, &device, Kind::Compute, used_mib)?;
-        Ok(Self { tag, device, count, sm, free_mib, used_mib, mps: None, shown, _claim: Some(claim) })
+    /// How many devices it sees.
+    fn count(&self) -> usize {
+        1 + self.others.len()
     }
 
     fn run(&mut self, task: &Task) -> ExitCode {
@@ -231,16 +224,16 @@ impl Program {
 
     fn alloc(&mut self, mib: u64) -> Result<(), String> {
         let granted = match &self.mps {
-            Some(client) => client.alloc(mib)?,
-            None => mib <= self.free_mib,
+            Some(client) => client.alloc(&self.first.device.uuid, mib)?,
+            None => mib <= self.first.free_mib,
         };
         if !granted {
             return Err("CUDA_ERROR_OUT_OF_MEMORY".into());
         }
-        self.free_mib = self.free_mib.saturating_sub(mib);
-        self.used_mib += mib;
         let kind = if self.mps.is_some() { Kind::Client } else { Kind::Compute };
-        self.shown = show(&self.tag, &self.device, kind, self.used_mib)?;
+        self.first.free_mib = self.first.free_mib.saturating_sub(mib);
+        self.first.used_mib += mib;
+        self.first.shown = show(&self.tag, &self.first.device, kind, self.first.used_mib)?;
         Ok(())
     }
 
@@ -249,6 +242,33 @@ impl Program {
         let error = self.mps.as_ref().map_or_else(illegal, Client::fault);
         say(&json!({"event": "fault", "result": error}));
         ExitCode::from(CUDA_ERROR)
+    }
+}
+
+impl Made {
+    fn with_mps(tag: &str, device: &Device, client: &Client, open: &Open) -> Result<Self, String> {
+        let (sm, free_mib) = client.open(Open { device: device.uuid.clone(), ..open.clone() })?;
+        let used_mib = context_mib(sm);
+        let shown = show(tag, device, Kind::Client, used_mib)?;
+        Ok(Self { device: device.clone(), sm, free_mib, used_mib, shown, _claim: None })
+    }
+
+    fn alone(tag: &str, device: &Device, libcuda: &Path) -> Result<Self, String> {
+        let root = Root::of_library(libcuda);
+        let claim = claim(device, root.as_ref(), libcuda).ok_or("CUDA_ERROR_DEVICE_UNAVAILABLE")?;
+        let (sm, used_mib) = (device.sm, context_mib(device.sm));
+        let all = contexts::list(tag);
+        let held =
+            all.iter().filter(|held| held.on.memory() == device.on.memory()).map(|held| held.mib).sum();
+        let free_mib = device.total_mib.saturating_sub(held);
+        let free_mib = free_mib.checked_sub(used_mib).ok_or("CUDA_ERROR_OUT_OF_MEMORY")?;
+        let shown = show(tag, device, Kind::Compute, used_mib)?;
+        Ok(Self { device: device.clone(), sm, free_mib, used_mib, shown, _claim: Some(claim) })
+    }
+
+    fn json(&self) -> Value {
+        let Device { uuid, total_mib, .. } = &self.device;
+        json!({"uuid": uuid, "sm": self.sm, "free_mib": self.free_mib, "total_mib": total_mib, "error": null})
     }
 }
 
@@ -265,15 +285,25 @@ fn info(program: Result<&Program, &String>, libcuda: Option<&Path>) -> Value {
     json!({
         "event": "info",
         "error": program.err(),
-        "count": found.map_or(0, |program| program.count),
-        "sm": found.map(|program| program.sm),
-        "free_mib": found.map(|program| program.free_mib),
-        "total_mib": found.map(|program| program.device.total_mib),
-        "uuid": found.map(|program| program.device.uuid.as_str()),
+        "count": found.map_or(0, Program::count),
+        "sm": found.map(|program| program.first.sm),
+        "free_mib": found.map(|program| program.first.free_mib),
+        "total_mib": found.map(|program| program.first.device.total_mib),
+        "uuid": found.map(|program| program.first.device.uuid.as_str()),
+        "devices": found.map_or_else(Vec::new, devices),
         "mps": found.is_some_and(|program| program.mps.is_some()),
         "libcuda": libcuda,
         "pid": std::process::id(),
     })
+}
+
+/// What it got on each device, in its order.
+fn devices(program: &Program) -> Vec<Value> {
+    let other = |(device, made): &(Device, Result<Made, String>)| match made {
+        Ok(made) => made.json(),
+        Err(error) => json!({"uuid": device.uuid, "error": error}),
+    };
+    std::iter::once(program.first.json()).chain(program.others.iter().map(other)).collect()
 }
 
 /// The devices whose nodes open, as cuInit finds them.
@@ -287,6 +317,9 @@ fn usable(devices: &[Device]) -> Result<Vec<Device>, String> {
     }
     if !opens("nvidia-uvm") {
         return Err("CUDA_ERROR_UNKNOWN".into());
+    }
+    if driver::is_out_of_reach() {
+        return Err("CUDA_ERROR_NO_DEVICE".into());
     }
     Ok(found)
 }

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 
@@ -19,6 +20,9 @@ use super::{SERVER_MIB, context_mib, limits};
 use crate::layout::Root;
 use crate::layout::contexts::{self, Kind};
 use crate::layout::topology::Topology;
+
+/// Between two looks at the compute modes.
+const MODES: Duration = Duration::from_millis(50);
 
 /// One server, shared by the threads of its clients.
 #[derive(Debug)]
@@ -43,10 +47,11 @@ struct State {
 struct Client {
     pid: i32,
     conn: Arc<Conn>,
-    /// Its device, its memory in MiB and its limit, once it has a context.
-    context: Option<Share>,
+    /// Its contexts, one on each device that it uses.
+    contexts: Vec<Share>,
 }
 
+/// A context: its device, its memory in MiB and its limit.
 #[derive(Clone, Debug)]
 struct Share {
     device: Device,
@@ -63,11 +68,21 @@ pub fn main() -> Result<()> {
     let root = Root::of_program().context("not below the root of a simulated driver")?;
     let (tag, devices) = (Topology::load(&root)?.tag, host_devices(&root)?);
     let log = Log::new("server.log", "Server");
+    if let Ok(reason) = std::fs::read_to_string(root.server_fault()) {
+        if !reason.trim().is_empty() {
+            log.line("Startup");
+            log.line(&format!("Failed to start : {}", reason.trim()));
+        }
+        std::process::exit(1);
+    }
     let server = Arc::new(Server { root, tag, devices, daemon, log, state: Mutex::default() });
     server.log.line("Startup");
     for device in &server.devices {
         server.hold(&mut server.state(), device);
     }
+    server.report(&Report::Ready);
+    let watching = Arc::clone(&server);
+    thread::spawn(move || watching.watch_modes());
     while let Some((order, conn)) = server.daemon.recv() {
         match (order, conn) {
             (Order::Attach { id, pid, settings }, Some(conn)) => server.attach(id, pid, settings, conn),
@@ -106,9 +121,21 @@ impl Server {
         held
     }
 
+    /// A compute mode that is set takes effect at once (NVML, `nvmlDeviceSetComputeMode`), whoever has a context.
+    fn watch_modes(&self) -> ! {
+        loop {
+            thread::sleep(MODES);
+            for (uuid, (claim, _)) in &self.state().contexts {
+                if let Some(device) = self.devices.iter().find(|device| device.uuid == *uuid) {
+                    claim.refresh(device, Some(&self.root));
+                }
+            }
+        }
+    }
+
     fn attach(self: &Arc<Self>, id: u64, pid: i32, settings: Settings, conn: Conn) {
         let conn = Arc::new(conn);
-        let client = Client { pid, conn: Arc::clone(&conn), context: None };
+        let client = Client { pid, conn: Arc::clone(&conn), contexts: Vec::new() };
         self.state().clients.insert(id, client);
         self.log.line(&format!("Received new client connection from {pid}"));
         let server = Arc::clone(self);
@@ -121,7 +148,7 @@ impl Server {
                 Ask::Open(open) => {
                     self.open(id, settings, &open).unwrap_or_else(|error| Say::Ended(error.into()))
                 }
-                Ask::Alloc { mib } => Say::Memory { granted: self.alloc(id, mib) },
+                Ask::Alloc { device, mib } => Say::Memory { granted: self.alloc(id, &device, mib) },
                 Ask::Fault => {
                     self.fault();
                     continue;
@@ -153,16 +180,21 @@ impl Server {
         let context = Share { device, used_mib: 0, limit_mib };
         let free_mib = self.free(&state, &context).checked_sub(used_mib).ok_or("CUDA_ERROR_OUT_OF_MEMORY")?;
         self.report(&Report::Opened { id, device: open.device.clone() });
-        state.clients.get_mut(&id).ok_or("CUDA_ERROR_MPS_CLIENT_TERMINATED")?.context =
-            Some(Share { used_mib, ..context });
+        let client = state.clients.get_mut(&id).ok_or("CUDA_ERROR_MPS_CLIENT_TERMINATED")?;
+        client.contexts.push(Share { used_mib, ..context });
         Ok(Say::Context { sm, free_mib })
     }
 
-    fn alloc(&self, id: u64, mib: u64) -> bool {
+    fn alloc(&self, id: u64, device: &str, mib: u64) -> bool {
         let mut state = self.state();
-        let context = state.clients.get(&id).and_then(|client| client.context.clone());
-        let granted = context.is_some_and(|context| self.free(&state, &context) >= mib);
-        if let Some(context) = state.clients.get_mut(&id).and_then(|client| client.context.as_mut()) {
+        let context =
+            state.clients.get(&id).and_then(|client| client.contexts.iter().find(|one| one.is_on(device)));
+        let granted = context.is_some_and(|context| self.free(&state, context) >= mib);
+        let context = state
+            .clients
+            .get_mut(&id)
+            .and_then(|client| client.contexts.iter_mut().find(|one| one.is_on(device)));
+        if let Some(context) = context {
             context.used_mib += if granted { mib } else { 0 };
         }
         granted
@@ -199,11 +231,16 @@ impl Server {
     }
 }
 
+impl Share {
+    fn is_on(&self, device: &str) -> bool {
+        self.device.uuid == device
+    }
+}
+
 impl State {
     /// Pid and context of every client on this device.
     fn on<'a>(&'a self, device: &'a Device) -> impl Iterator<Item = (i32, &'a Share)> {
-        let contexts =
-            self.clients.values().filter_map(|client| Some((client.pid, client.context.as_ref()?)));
-        contexts.filter(|(_, context)| context.device.uuid == device.uuid)
+        let of = |client: &'a Client| client.contexts.iter().map(|context| (client.pid, context));
+        self.clients.values().flat_map(of).filter(|(_, context)| context.is_on(&device.uuid))
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use super::device::Device;
 use super::log::Log;
 use super::message::{Order, Report, Settings, Welcome};
 use super::wire::{Conn, Peer};
@@ -19,6 +20,8 @@ use super::wire::{Conn, Peer};
 pub struct Servers {
     /// UUIDs of the devices of every server, in order.
     pub devices: Vec<String>,
+    /// Whether they know limits: from Volta on.
+    pub limits: bool,
     /// Whether one server is for all users.
     pub multiuser: bool,
     /// The daemon's log.
@@ -58,17 +61,19 @@ pub struct Client {
     pub pid: i32,
     /// Its server's pid.
     pub server: i32,
-    /// UUID, once it has a context.
-    pub device: Option<String>,
+    /// UUIDs of those that it has a context on.
+    pub devices: Vec<String>,
     /// Inode of its PID namespace.
     pub namespace: u64,
 }
 
 impl Servers {
     /// No servers yet.
-    pub fn new(devices: Vec<String>, multiuser: bool, defaults: Settings, log: Log) -> Arc<Self> {
+    pub fn new(devices: &[Device], multiuser: bool, defaults: Settings, log: Log) -> Arc<Self> {
         let table = Mutex::new(Table { defaults, ..Table::default() });
-        Arc::new(Self { devices, multiuser, log, table, changed: Condvar::new() })
+        let limits = devices.iter().all(|device| device.limits);
+        let devices = devices.iter().map(|device| device.uuid.clone()).collect();
+        Arc::new(Self { devices, limits, multiuser, log, table, changed: Condvar::new() })
     }
 
     /// The table, locked.
@@ -109,7 +114,9 @@ impl Servers {
                 let (near, far) = Conn::pair().ok()?;
                 if table.hand_over(server, id, peer.pid, &far) {
                     let namespace = namespace(peer.pid);
-                    table.clients.insert(id, Client { pid: peer.pid, server, device: None, namespace });
+                    table
+                        .clients
+                        .insert(id, Client { pid: peer.pid, server, devices: Vec::new(), namespace });
                     drop(table);
                     conn.send_with(&Welcome { devices: self.devices.clone() }, &near).ok();
                     return Some(id);
@@ -140,14 +147,14 @@ impl Servers {
         None
     }
 
-    /// Starts a server. One that cannot be started is logged, and its clients go on waiting.
+    /// Starts a server. One that is not found ends at once, and its clients go on waiting.
     fn start(self: &Arc<Self>, table: &mut Table, uid: u32) -> Option<i32> {
-        let (near, child) = match spawn() {
-            Ok(started) => started,
-            Err(error) => {
-                self.log.line(&format!("Failed to start server: {error}"));
-                return None;
-            }
+        let Ok((near, child)) = spawn() else {
+            // The child that finds no program to run has a pid all the same.
+            let pid = std::process::id() + 1;
+            self.log.line(&format!("Starting new server {pid} for user {uid}"));
+            self.log.line(&format!("Server {pid} exited with status 1"));
+            return None;
         };
         let pid = i32::try_from(child.id()).ok()?;
         self.log.line(&format!("Starting new server {pid} for user {uid}"));
@@ -171,22 +178,24 @@ impl Servers {
         while let Some((report, _)) = conn.recv() {
             let mut table = self.table();
             match report {
+                Report::Ready => self.log.line(&format!("NEW SERVER {pid}: Ready")),
                 Report::Opened { id, device } => {
                     if let Some(client) = table.clients.get_mut(&id) {
-                        client.device = Some(device);
+                        client.devices.push(device);
                     }
                 }
                 Report::Closed { id } => drop(table.clients.remove(&id)),
             }
             self.changed.notify_all();
         }
-        let status = child.wait();
+        let status = child.wait().map_or(-1, ExitStatusExt::into_raw);
         let mut table = self.table();
         table.servers.remove(&pid);
         table.clients.retain(|_, client| client.server != pid);
         self.changed.notify_all();
         drop(table);
-        self.log.line(&format!("Server {pid} exited with {status:?}"));
+        // The wait status: its upper byte is the code that the server exits with.
+        self.log.line(&format!("Server {pid} exited with status {}", (status >> 8) & 0xff));
     }
 
     /// Ends one client's work and returns when that is done; whether there was such a client.
@@ -240,12 +249,11 @@ impl Table {
     }
 }
 
-/// The server program beside this one, with one end of a connection as its standard input.
+/// The server program that PATH has (docs/evidence), with one end of a connection as its standard input.
 fn spawn() -> std::io::Result<(Conn, Child)> {
     let (near, far) = Conn::pair()?;
-    let program = std::env::current_exe()?.with_file_name("nvidia-cuda-mps-server");
-    let mut command = Command::new(program);
-    command.arg0("nvidia-cuda-mps-server").current_dir("/");
+    let mut command = Command::new("nvidia-cuda-mps-server");
+    command.current_dir("/");
     command.stdin(far.into_fd()).stdout(Stdio::null()).stderr(Stdio::null());
     Ok((near, command.spawn()?))
 }

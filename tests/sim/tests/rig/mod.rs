@@ -1,5 +1,7 @@
 //! A root of the simulated driver made by hand, and the programs in it.
 
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
 #[path = "../libcuda/mod.rs"]
 mod libcuda;
 
@@ -24,6 +26,9 @@ use tempfile::TempDir;
 
 pub const H200: &str = "GPU-11111111-2222-3333-4444-555555555555";
 
+/// The second GPU of [`Rig::pair`].
+pub const OTHER: &str = "GPU-22222222-2222-3333-4444-555555555555";
+
 static COUNT: AtomicU32 = AtomicU32::new(0);
 
 pub struct Rig {
@@ -37,7 +42,16 @@ impl Rig {
         Self::with("9.0")
     }
 
+    /// Two H200s.
+    pub fn pair() -> Option<Self> {
+        Self::of(&json!([gpu(0, 3, H200, "9.0"), gpu(1, 4, OTHER, "9.0")]))
+    }
+
     pub fn with(compute_capability: &str) -> Option<Self> {
+        Self::of(&json!([gpu(0, 3, H200, compute_capability)]))
+    }
+
+    fn of(gpus: &Value) -> Option<Self> {
         if !nix::unistd::geteuid().is_root() {
             eprintln!("skipped: needs root to make device nodes");
             return None;
@@ -45,18 +59,9 @@ impl Rig {
         let tag = format!("{:04x}{:04x}", std::process::id() & 0xffff, COUNT.fetch_add(1, Ordering::Relaxed));
         let rig = Self { dir: tempfile::Builder::new().prefix("mps").tempdir().unwrap(), tag };
         fs::set_permissions(rig.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
-        rig.lay_out(&rig.topology(compute_capability));
+        let topology = json!({"tag": rig.tag, "driver": "580.159.04", "cuda": "13.0", "gpu": gpus});
+        rig.lay_out(&serde_json::from_value(topology).unwrap());
         Some(rig)
-    }
-
-    fn topology(&self, compute_capability: &str) -> Topology {
-        serde_json::from_value(json!({
-            "tag": self.tag, "driver": "580.159.04", "cuda": "13.0",
-            "gpu": [{"index": 0, "minor": 3, "uuid": H200, "name": "NVIDIA H200", "bus_id": "0000:3b:00.0",
-                     "memory_mib": 143_771, "cuda_total_mib": 143_155, "sm_count": 132,
-                     "compute_capability": compute_capability, "arch": "hopper"}],
-        }))
-        .unwrap()
     }
 
     fn lay_out(&self, topology: &Topology) {
@@ -72,7 +77,9 @@ impl Rig {
         State::initial(topology).write(&root).unwrap();
         trailer::append(libcuda::built(), &root.libraries().join("libcuda.so.580.159.04"), topology).unwrap();
         symlink("libcuda.so.580.159.04", root.libraries().join("libcuda.so.1")).unwrap();
-        for (name, major, minor) in [("nvidiactl", 195, 255), ("nvidia3", 195, 3), ("nvidia-uvm", 510, 0)] {
+        let common = [("nvidiactl".to_owned(), 195, 255), ("nvidia-uvm".to_owned(), 510, 0)];
+        let own = topology.gpu.iter().map(|gpu| (format!("nvidia{}", gpu.minor), 195, u64::from(gpu.minor)));
+        for (name, major, minor) in common.into_iter().chain(own) {
             let mode = Mode::from_bits_truncate(0o666);
             let node = self.path("dev").join(name);
             mknod(&node, SFlag::S_IFCHR, mode, makedev(major, minor)).unwrap();
@@ -95,6 +102,7 @@ impl Rig {
         let libraries = format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH);
         command
             .env_clear()
+            .env("PATH", self.path("usr/bin"))
             .env("CUDA_MPS_PIPE_DIRECTORY", self.path(pipe))
             .env("CUDA_MPS_LOG_DIRECTORY", self.path("log"))
             .env("SUBLET_SIM_DEV", self.path("dev"))
@@ -187,6 +195,12 @@ impl Rig {
             })
             .collect()
     }
+}
+
+fn gpu(index: u32, minor: u32, uuid: &str, compute_capability: &str) -> Value {
+    json!({"index": index, "minor": minor, "uuid": uuid, "name": "NVIDIA H200",
+           "bus_id": format!("0000:{:02x}:00.0", 0x3b + index), "memory_mib": 143_771, "cuda_total_mib": 143_155,
+           "sm_count": 132, "compute_capability": compute_capability, "arch": "hopper"})
 }
 
 impl Drop for Rig {

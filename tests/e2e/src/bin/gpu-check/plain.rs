@@ -23,9 +23,14 @@ impl<'a> PlainMps<'a> {
     pub fn start(world: &'a World, whole: &'a Value, mib: u64) -> Self {
         let plain = Self { world, dir: world.dir.path().join("plain"), whole };
         std::fs::create_dir_all(plain.pipe()).expect("a pipe directory");
-        let mut daemon = Command::new(control(world));
+        let program = control(world);
+        let beside = program.parent().expect("a directory").to_owned();
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let path = std::iter::once(beside).chain(std::env::split_paths(&path));
+        let mut daemon = Command::new(program);
         let daemon = daemon
             .arg("-d")
+            .env("PATH", std::env::join_paths(path).expect("a PATH"))
             .env("CUDA_MPS_PIPE_DIRECTORY", plain.pipe())
             .env("CUDA_MPS_LOG_DIRECTORY", plain.dir.join("log"))
             .env_remove("CUDA_VISIBLE_DEVICES")

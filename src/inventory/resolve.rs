@@ -53,7 +53,7 @@ fn components(path: &Path) -> VecDeque<OsString> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::fixture::Root;
+    use super::super::fixture::Root;
     use super::*;
 
     #[test]

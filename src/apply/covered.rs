@@ -1,0 +1,76 @@
+//! What hides a container's MPS directories from it. A CUDA program that finds no MPS server runs all the same,
+//! on the whole GPU (docs/evidence), so a container whose directories are hidden does not start.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::conflict::plain;
+use super::image::ImageError;
+use super::tree::Tree;
+use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
+
+/// Looks whether a spec that has its MPS directories already (from `state_dir`) hides them: by a mount that
+/// somebody added behind ours, or by a mask.
+///
+/// # Errors
+/// What hides them; the root filesystem cannot be looked into.
+pub fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result<(), ImageError> {
+    let text = |mount: &Value, key| mount.get(key).and_then(Value::as_str).map(PathBuf::from);
+    let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
+    let mounts: Vec<(PathBuf, bool)> = mounts
+        .filter_map(|mount| {
+            let of_ours =
+                text(mount, "source").is_some_and(|source| source.starts_with(state_dir.join("mps")));
+            Some((text(mount, "destination")?, of_ours))
+        })
+        .collect();
+    let given: Vec<(usize, PathBuf)> = [MPS_DIR, MPS_DEFAULT_DIR]
+        .iter()
+        .filter_map(|ours| {
+            let last = mounts.iter().rposition(|(path, of_ours)| *of_ours && path == Path::new(ours))?;
+            Some((last, PathBuf::from(ours)))
+        })
+        .collect();
+    if given.is_empty() {
+        return Ok(());
+    }
+    let open = |spec| {
+        Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })
+    };
+    // Without the mounts: one that hides something stands in the way of finding out where it leads.
+    let image = open(&Value::Null)?;
+    for (last, directory) in &given {
+        let by =
+            mounts.iter().skip(last + 1).map(|(path, _)| path).find(|path| hides(path, directory, &image));
+        if let Some(by) = by {
+            return Err(ImageError::Covered { directory: directory.clone(), by: by.clone(), mask: false });
+        }
+    }
+    let directories: Vec<PathBuf> = given.into_iter().map(|(_, directory)| directory).collect();
+    unmasked(spec, &open(spec)?, &directories)
+}
+
+/// Looks whether `linux.maskedPaths` hides one of `directories`, which are about to be mounted. The runtime
+/// masks last and follows links inside the root filesystem.
+pub(super) fn unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Result<(), ImageError> {
+    let masks = spec.pointer("/linux/maskedPaths").and_then(Value::as_array).into_iter().flatten();
+    for mask in masks.filter_map(Value::as_str).map(Path::new) {
+        // Of the two directories either is enough to lead a program past its limits.
+        if let Some(directory) = directories.iter().find(|directory| hides(mask, directory, tree)) {
+            return Err(ImageError::Covered {
+                directory: directory.clone(),
+                by: mask.to_owned(),
+                mask: true,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Whether what is mounted at `path` hides `directory`, as both are written or where links lead them.
+fn hides(path: &Path, directory: &Path, tree: &Tree) -> bool {
+    let path = plain(&path.to_string_lossy());
+    let lead = |path: &Path| tree.leads_to(path).unwrap_or_else(|_| path.to_owned());
+    directory.starts_with(&path) || lead(directory).starts_with(lead(&path))
+}

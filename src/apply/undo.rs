@@ -1,0 +1,104 @@
+//! Taking our edits out of a config.json again: a bundle that was granted a share is run anew after its container has
+//! ended, or never came to be, and somebody may have mended the file meanwhile. What stands in it beside our edits stays.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::spec::{MOUNT_OPTIONS, NODE_OPTIONS, rule_value};
+use crate::grant::{self, Grant, GrantedNode};
+use crate::inventory::Node;
+use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
+
+/// Where masks of ours lie. What else is masked is the engine's, whatever an annotation says.
+const MASKS: &str = "/proc/driver/nvidia/gpus";
+
+/// What of a grant cannot be told from the engine's own, as compact JSON in `sublet.lease.edits`. The variables are
+/// known by their names.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(super) struct Edits {
+    /// Destinations of our mounts.
+    mounts: Vec<PathBuf>,
+    nodes: Vec<Node>,
+    masks: Vec<PathBuf>,
+    /// Variables that were not set, and what we set them to.
+    defaults: Vec<(String, String)>,
+}
+
+impl Edits {
+    /// Those of `grant` to `root`, which is as it was before.
+    pub(super) fn of(grant: &Grant, root: &Map<String, Value>) -> Self {
+        let spec = |pointer: &[&str]| {
+            let found = pointer.iter().try_fold(None::<&Value>, |at, key| {
+                at.map_or_else(|| root.get(*key), |value| value.get(*key)).map(Some)
+            });
+            found.flatten().and_then(Value::as_array).map_or(&[][..], Vec::as_slice)
+        };
+        let env = spec(&["process", "env"]);
+        let is_set = |name: &str| env.iter().filter_map(Value::as_str).any(|entry| name_of(entry) == name);
+        let masked = spec(&["linux", "maskedPaths"]);
+        let is_masked = |path: &Path| masked.iter().any(|old| old.as_str().map(Path::new) == Some(path));
+        Self {
+            mounts: grant.mounts.iter().map(|mount| mount.destination.clone()).collect(),
+            nodes: grant.nodes.iter().map(|granted| granted.node.clone()).collect(),
+            masks: grant.masked_paths.iter().filter(|path| !is_masked(path)).cloned().collect(),
+            defaults: grant.env.default.iter().filter(|(name, _)| !is_set(name)).cloned().collect(),
+        }
+    }
+}
+
+fn name_of(entry: &str) -> &str {
+    entry.split('=').next().unwrap_or_default()
+}
+
+/// Takes all edits of an earlier grant out of `spec`; `false`: it does not say which they were, and is as it was.
+#[must_use]
+pub fn undo(spec: &mut Value) -> bool {
+    let text =
+        spec.pointer("/annotations").and_then(|all| all.get(LEASE_EDITS_ANNOTATION)).and_then(Value::as_str);
+    let Some(edits) = text.and_then(|text| serde_json::from_str::<Edits>(text).ok()) else { return false };
+    retain(spec, "/process/env", |entry| !is_ours(entry.as_str().unwrap_or_default(), &edits));
+    let is_node = |path: &Value| edits.nodes.iter().any(|node| is_path(path, &node.path));
+    retain(spec, "/mounts", |mount| {
+        let of_file = has_options(mount, &MOUNT_OPTIONS)
+            && edits.mounts.iter().any(|path| is_path(&mount["destination"], path));
+        let of_node = has_options(mount, &NODE_OPTIONS) && is_node(&mount["destination"]);
+        !of_file && !of_node
+    });
+    retain(spec, "/linux/devices", |device| !is_node(&device["path"]));
+    let rule = |node: &Node| rule_value(&GrantedNode { node: node.clone(), source: PathBuf::new() }).ok();
+    let rules: Vec<Value> = edits.nodes.iter().filter_map(rule).collect();
+    retain(spec, "/linux/resources/devices", |entry| !rules.contains(entry));
+    retain(spec, "/linux/maskedPaths", |path| {
+        !edits.masks.iter().any(|mask| mask.starts_with(MASKS) && is_path(path, mask))
+    });
+    if let Some(annotations) = spec.get_mut("annotations").and_then(Value::as_object_mut) {
+        for key in [LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, LEASE_EDITS_ANNOTATION] {
+            annotations.shift_remove(key);
+        }
+    }
+    true
+}
+
+fn is_ours(entry: &str, edits: &Edits) -> bool {
+    let is_default = |(name, value): &(String, String)| entry.split_once('=') == Some((name, value));
+    grant::is_own_name(name_of(entry)) || edits.defaults.iter().any(is_default)
+}
+
+fn is_path(value: &Value, path: &Path) -> bool {
+    value.as_str().map(Path::new) == Some(path)
+}
+
+fn has_options(mount: &Value, options: &[&str]) -> bool {
+    let own = mount.get("options").and_then(Value::as_array);
+    own.is_some_and(|own| own.iter().map(Value::as_str).eq(options.iter().map(|option| Some(*option))))
+}
+
+/// Keeps what `keep` says of the array at `pointer`, if there is one.
+fn retain(spec: &mut Value, pointer: &str, keep: impl Fn(&Value) -> bool) {
+    if let Some(entries) = spec.pointer_mut(pointer).and_then(Value::as_array_mut) {
+        entries.retain(keep);
+    }
+}

@@ -1,0 +1,118 @@
+//! What a server lets each of its clients have: SMs and memory, compared and merged as one thing.
+
+use serde::{Deserialize, Serialize};
+
+use crate::request::Percent;
+use crate::request::units::MIB;
+
+/// A server's ceiling, or what a lease needs of it. The default admits nobody: nothing is known to be in force.
+///
+/// It binds clients that connect from now on, those without an environment of ours as well (docs/evidence).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ceiling {
+    /// Share of the SMs.
+    #[serde(rename = "ceiling")]
+    pub sm: Percent,
+    /// Memory of a client on each device.
+    #[serde(rename = "memory_ceiling", default)]
+    pub memory: MemoryCeiling,
+}
+
+/// Memory that one client may have on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MemoryCeiling {
+    /// In MiB. 0 is no ceiling of any server: it says that none is known to be in force.
+    Mebibytes(u64),
+    /// As much as there is.
+    Unlimited,
+}
+
+impl Default for MemoryCeiling {
+    fn default() -> Self {
+        Self::Mebibytes(0)
+    }
+}
+
+impl MemoryCeiling {
+    /// The part of one of `processes` that have `bytes` together, in whole MiB.
+    #[must_use]
+    pub fn of_each(bytes: Option<u64>, processes: u32) -> Self {
+        // 0 would lift the limit (docs/evidence): a part below 1 MiB, which no context fits in, is 1 MiB.
+        bytes.map_or(Self::Unlimited, |bytes| {
+            Self::Mebibytes((bytes / MIB / u64::from(processes.max(1))).max(1))
+        })
+    }
+
+    /// In bytes; `None`: unlimited.
+    #[must_use]
+    pub fn bytes(self) -> Option<u64> {
+        match self {
+            Self::Mebibytes(amount) => Some(amount.saturating_mul(MIB)),
+            Self::Unlimited => None,
+        }
+    }
+}
+
+impl Ceiling {
+    /// What a new server has: nobody is held to less than the device.
+    pub const NONE: Self = Self { sm: Percent::WHOLE, memory: MemoryCeiling::Unlimited };
+
+    /// Whether nobody who needs `needed` is held to less by it.
+    #[must_use]
+    pub fn admits(self, needed: Self) -> bool {
+        needed.sm <= self.sm && needed.memory <= self.memory
+    }
+
+    /// What admits both.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self { sm: self.sm.max(other.sm), memory: self.memory.max(other.memory) }
+    }
+
+    /// What both admit.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self { sm: self.sm.min(other.sm), memory: self.memory.min(other.memory) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ceiling(sm: u32, memory: MemoryCeiling) -> Ceiling {
+        Ceiling { sm: Percent::from_thousandths(sm * 1000), memory }
+    }
+
+    #[test]
+    fn each_part_is_compared_and_merged_by_itself() {
+        use MemoryCeiling::{Mebibytes, Unlimited};
+        let (wide, deep) = (ceiling(60, Mebibytes(2048)), ceiling(25, Unlimited));
+        assert!(wide.admits(wide) && !wide.admits(deep) && !deep.admits(wide));
+        assert_eq!(wide.or(deep), ceiling(60, Unlimited));
+        assert_eq!(wide.and(deep), ceiling(25, Mebibytes(2048)));
+        assert!(Ceiling::NONE.admits(wide) && !Ceiling::default().admits(ceiling(0, Mebibytes(1))));
+    }
+
+    #[test]
+    fn a_part_is_in_whole_mebibytes_and_never_the_0_that_lifts_a_limit() {
+        let each = |bytes, processes| MemoryCeiling::of_each(bytes, processes);
+        assert_eq!(each(Some(8 << 30), 3), MemoryCeiling::Mebibytes(2730));
+        assert_eq!(each(Some(8 << 30), 0), MemoryCeiling::Mebibytes(8192));
+        assert_eq!(each(Some(MIB), 2), MemoryCeiling::Mebibytes(1));
+        assert_eq!(each(None, 2), MemoryCeiling::Unlimited);
+    }
+
+    #[test]
+    fn a_record_of_the_version_before_says_nothing_of_memory() {
+        let old: Ceiling = serde_json::from_str(r#"{"ceiling":25000}"#).unwrap();
+        assert_eq!(old, ceiling(25, MemoryCeiling::default()));
+        let written = serde_json::to_string(&ceiling(25, MemoryCeiling::Mebibytes(8192))).unwrap();
+        assert_eq!(written, r#"{"ceiling":25000,"memory_ceiling":{"mebibytes":8192}}"#);
+        let read: Ceiling = serde_json::from_str(&written).unwrap();
+        assert_eq!(read.memory.bytes(), Some(8 << 30));
+        let lifted = serde_json::to_string(&Ceiling::NONE).unwrap();
+        assert_eq!(lifted, r#"{"ceiling":100000,"memory_ceiling":"unlimited"}"#);
+    }
+}

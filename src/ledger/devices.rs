@@ -1,0 +1,56 @@
+//! The devices of an MPS server in `ledger.json`: a string where it is one, as every release has read and written it,
+//! and a list where there are several.
+
+use serde::{Deserialize, Deserializer, Serialize as _, Serializer};
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Written {
+    One(String),
+    Several(Vec<String>),
+}
+
+pub(super) fn serialize<S: Serializer>(devices: &[String], to: S) -> Result<S::Ok, S::Error> {
+    match devices {
+        [] => to.serialize_str(""),
+        [one] => to.serialize_str(one),
+        several => several.serialize(to),
+    }
+}
+
+pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<String>, D::Error> {
+    Ok(match Written::deserialize(from)? {
+        Written::One(device) if device.is_empty() => Vec::new(),
+        Written::One(device) => vec![device],
+        Written::Several(devices) => devices,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Ceiling, Server, ServerState};
+    use crate::mps::ServerKey;
+
+    #[test]
+    fn one_device_is_written_as_it_always_was_and_several_are_a_list() {
+        for (devices, written) in [
+            (&[][..], "\"device\":\"\""),
+            (&["GPU-a"], "\"device\":\"GPU-a\""),
+            (&["GPU-a", "GPU-b"], "\"device\":[\"GPU-a\",\"GPU-b\"]"),
+        ] {
+            let server = Server {
+                key: ServerKey("0000000000000001".into()),
+                devices: devices.iter().map(|uuid| (*uuid).to_owned()).collect(),
+                daemon: None,
+                state: ServerState::Serving,
+                ceiling: Ceiling::NONE,
+                answered_at: 1,
+                idle_since: None,
+                mode_left: false,
+            };
+            let text = serde_json::to_string(&server).unwrap();
+            assert!(text.contains(written), "{text}");
+            assert_eq!(serde_json::from_str::<Server>(&text).unwrap(), server);
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! In which namespaces the process ids and start times of a ledger mean what they say: elsewhere a live container
+//! seems to be gone. A management container that shares the state directory has a PID namespace of its own.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::sync::OnceLock;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Ledger, LedgerError};
+
+/// Inode of the first PID namespace (Linux, `PROC_PID_INIT_INO`): it sees every process.
+const FIRST_PID: u64 = 0xEFFF_FFFC;
+
+/// Inode of the first time namespace (Linux, `PROC_TIME_INIT_INO`).
+const FIRST_TIME: u64 = 0xEFFF_FFFA;
+
+/// The namespaces of a process that names others: by inode, as /proc/PID/ns shows them (namespaces(7)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Namespaces {
+    /// Process ids are of it.
+    pid: u64,
+    /// Start times are of its clocks (`time_namespaces(7)`); 0 where the kernel has none.
+    time: u64,
+}
+
+impl Namespaces {
+    /// Ours.
+    ///
+    /// # Errors
+    /// /proc is not mounted, or is that of another PID namespace.
+    pub(super) fn current() -> Result<Self, LedgerError> {
+        static OURS: OnceLock<Namespaces> = OnceLock::new();
+        if let Some(ours) = OURS.get() {
+            return Ok(*ours);
+        }
+        // By our own id: where /proc is another PID namespace's, it has no such thread of ours.
+        let us = format!("/proc/self/task/{}/ns", std::process::id());
+        let ours = Self::of(Path::new(&us)).map_err(|source| LedgerError::NoNamespaces { source })?;
+        Ok(*OURS.get_or_init(|| ours))
+    }
+
+    /// Those in the directory `ns` of a process.
+    fn of(ns: &Path) -> io::Result<Self> {
+        // The link's text: to follow it takes rights on the namespace's own file (SELinux, nsfs_t).
+        let inode = |name: &str| {
+            let link = fs::read_link(ns.join(name))?;
+            let digits = link.to_str().and_then(|link| link.split(['[', ']']).nth(1)?.parse().ok());
+            digits.ok_or_else(|| io::Error::other(format!("{} names no namespace", link.display())))
+        };
+        let time = match inode("time") {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
+            time => time?,
+        };
+        Ok(Self { pid: inode("pid")?, time })
+    }
+
+    /// Whether no process of the host is hidden from whoever has them, nor its start time another.
+    fn are_the_first(self) -> bool {
+        self.pid == FIRST_PID && matches!(self.time, 0 | FIRST_TIME)
+    }
+
+    /// Whether no process is left in them, as far as `ours` can tell: with a PID namespace's first process all others
+    /// die, in those below it too (`pid_namespaces(7)`).
+    fn are_left_by_all(self, ours: Self) -> bool {
+        let Ok(entries) = fs::read_dir("/proc") else { return false };
+        if !ours.are_the_first() {
+            return false;
+        }
+        let is_pid = |name: &[u8]| name.iter().all(u8::is_ascii_digit);
+        let pids = entries.flatten().filter(|entry| is_pid(entry.file_name().as_encoded_bytes()));
+        pids.map(|entry| Self::of(&entry.path().join("ns"))).all(|its| match its {
+            Ok(its) => its != self,
+            // It ended meanwhile; a zombie has no namespaces any more either.
+            Err(error) => error.kind() == io::ErrorKind::NotFound,
+        })
+    }
+}
+
+impl fmt::Display for Namespaces {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "pid:[{}], time:[{}]", self.pid, self.time)
+    }
+}
+
+impl Ledger {
+    /// Whether something in it is known by a process, which other namespaces see otherwise.
+    pub(super) fn names_processes(&self) -> bool {
+        let mig = self.mig.under_way.is_some() || self.mig.made.iter().any(|made| made.awaited.is_some());
+        mig || !(self.leases.is_empty() && self.servers.is_empty() && self.unexplained.is_empty())
+    }
+
+    /// Whether process ids in it mean what they say where `ours` are. An empty ledger names none, and is anybody's.
+    ///
+    /// # Errors
+    /// They are of other namespaces, or nobody can tell.
+    pub(super) fn check_namespaces(&self, ours: Namespaces) -> Result<(), LedgerError> {
+        if !self.names_processes() {
+            return Ok(());
+        }
+        match self.namespaces {
+            Some(theirs) => same(theirs, ours),
+            // One of a version that did not write them down, or rebuilt from traces alone.
+            None if ours.are_the_first() || self.has_living() => Ok(()),
+            None => Err(LedgerError::Elsewhere { theirs: "unknown ones".to_owned(), ours: ours.to_string() }),
+        }
+    }
+
+    /// Whether a process that it names lives here: id and start time together are no other's by chance.
+    fn has_living(&self) -> bool {
+        let inits = self.leases.iter().filter_map(|lease| lease.init.as_ref()).map(|init| init.process);
+        let owners = self.leases.iter().map(|lease| lease.owner);
+        let daemons = self.servers.iter().filter_map(|server| server.daemon);
+        inits.chain(owners).chain(daemons).any(|process| process.is_alive())
+    }
+}
+
+/// Whether what was written down in `theirs` holds in `ours`.
+pub(super) fn same(theirs: Namespaces, ours: Namespaces) -> Result<(), LedgerError> {
+    if theirs == ours || theirs.are_left_by_all(ours) || cfg!(sublet_without = "c3-namespaces") {
+        return Ok(());
+    }
+    Err(LedgerError::Elsewhere { theirs: theirs.to_string(), ours: ours.to_string() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::lease;
+    use super::*;
+    use crate::ledger::Lease;
+    use crate::process::Process;
+
+    const HERE: Namespaces = Namespaces { pid: 5, time: 6 };
+
+    fn ledger(leases: Vec<Lease>, namespaces: Option<Namespaces>) -> Ledger {
+        Ledger { namespaces, leases, ..Ledger::empty("boot") }
+    }
+
+    #[test]
+    fn ours_are_told_and_those_of_the_host_are_left_by_nobody() {
+        let ours = Namespaces::current().unwrap();
+        assert!(ours.pid != 0);
+        assert!(!ours.are_left_by_all(ours));
+        // Nobody can have an inode of this number. (Where we may not look at each process, nobody can tell.)
+        let nowhere = Namespaces { pid: 1, time: 0 };
+        assert!(!nowhere.are_left_by_all(ours) || ours.are_the_first());
+        assert!(!nowhere.are_left_by_all(HERE), "who does not see all processes cannot tell");
+    }
+
+    #[test]
+    fn process_ids_of_other_namespaces_are_not_believed() {
+        let held = || vec![lease(1, "GPU-a")];
+        let moved =
+            [Namespaces { pid: 7, ..HERE }, Namespaces { time: 7, ..HERE }, Namespaces { time: 0, ..HERE }];
+        assert!(ledger(held(), Some(HERE)).check_namespaces(HERE).is_ok());
+        for theirs in moved {
+            let checked = ledger(held(), Some(theirs)).check_namespaces(HERE);
+            assert!(matches!(checked, Err(LedgerError::Elsewhere { .. })), "{theirs}");
+            assert!(ledger(Vec::new(), Some(theirs)).check_namespaces(HERE).is_ok(), "it names no process");
+        }
+    }
+
+    #[test]
+    fn a_ledger_that_does_not_say_is_ours_where_something_in_it_lives_or_everything_can_be_seen() {
+        let mut old = ledger(vec![lease(1, "GPU-a")], None);
+        assert!(old.check_namespaces(HERE).is_err());
+        assert!(old.check_namespaces(Namespaces { pid: FIRST_PID, time: FIRST_TIME }).is_ok());
+        assert!(old.check_namespaces(Namespaces { pid: FIRST_PID, time: 7 }).is_err());
+        old.leases[0].owner = Process::current().unwrap();
+        assert!(old.check_namespaces(HERE).is_ok());
+    }
+}

@@ -1,0 +1,163 @@
+//! Before a process comes to a container that runs: its daemon answers, or is brought back at once. What the
+//! container itself tells is enough: neither ledger nor inventory nor configuration has to be readable.
+
+use std::convert::Infallible;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::control::{AskError, Control, listens};
+use super::{MpsError, ServerKey, dirs, record};
+use crate::config::Config;
+use crate::ledger::{LedgerError, Server, ServerState, Store};
+use crate::own;
+use crate::process::{Process, epoch_seconds};
+use crate::selinux;
+
+/// How long a daemon may take to come back: whoever types at the other end waits meanwhile.
+const LIMIT: Duration = Duration::from_secs(3);
+
+/// Longest pid file that is read.
+const LONGEST_PID: u64 = 64;
+
+/// Makes sure that the daemon behind `public`, the directory that a container sees of it, answers.
+///
+/// A healthy one costs a `connect()` and no process, as long as it was asked lately.
+///
+/// # Errors
+/// It does not answer and does not come back in three seconds, or nobody can tell.
+pub fn enter(public: &Path, config: &Config) -> Result<(), MpsError> {
+    let began = Instant::now();
+    let daemon = Daemon::behind(public, config)?;
+    if selinux::bars_mps(Path::new("/"), &daemon.config.state_dir) {
+        return Err(MpsError::SeLinux { state_dir: daemon.config.state_dir });
+    }
+    if daemon.answers()? {
+        return Ok(());
+    }
+    let store = Store::open(&daemon.config.state_dir)?;
+    if let Err(LedgerError::Corrupt { .. }) = store.read() {
+        // A start wants to see the lease: the ledger is rebuilt from what runs.
+        let (Ok(()), _freed) = store.update(|_| Ok::<_, Infallible>(()))?;
+    }
+    own::sublet(&["mps", "start", &daemon.key.0], LIMIT.saturating_sub(began.elapsed()))?;
+    if daemon.answers()? {
+        return Ok(());
+    }
+    Err(MpsError::Gone { key: daemon.key.0 })
+}
+
+/// Whether the daemon behind `public` answers now; for who may not bring it back.
+///
+/// # Errors
+/// It is there and does not answer, or nobody can tell.
+pub fn answers(public: &Path, config: &Config) -> Result<bool, MpsError> {
+    Daemon::behind(public, config)?.answers()
+}
+
+/// A daemon as its container knows it.
+struct Daemon<'a> {
+    key: ServerKey,
+    public: &'a Path,
+    /// Of the state directory that `public` lies in.
+    config: Config,
+}
+
+impl<'a> Daemon<'a> {
+    /// `public` is `<state directory>/mps/<key>/public` ([`ServerKey::public`]).
+    fn behind(public: &'a Path, config: &Config) -> Result<Self, MpsError> {
+        let name = public.parent().and_then(Path::file_name).unwrap_or_default();
+        let key = ServerKey(name.to_string_lossy().into_owned());
+        dirs::check_key(&key)?;
+        let state_dir = public.ancestors().nth(3).unwrap_or(Path::new("")).to_owned();
+        if key.public(&state_dir) != public {
+            return Err(MpsError::BadKey { key: crate::text::safe(&public.to_string_lossy()) });
+        }
+        Ok(Self { key, public, config: Config { state_dir, ..config.clone() } })
+    }
+
+    /// `false`: there is none.
+    fn answers(&self) -> Result<bool, MpsError> {
+        if !listens(&self.public.join("control")) {
+            return Ok(false);
+        }
+        // What the ledger says is believed where it can be read, and asked of the daemon where it cannot.
+        let store = Store::open(&self.config.state_dir).ok();
+        let ledger = store.as_ref().and_then(|store| store.read().ok());
+        let known = ledger.as_ref().and_then(|ledger| record::server(ledger, &self.key));
+        let process = known.and_then(|server| server.daemon).or_else(|| self.process());
+        // connect(2) to the socket of a stopped process succeeds (docs/evidence).
+        if let Some(daemon) = process.filter(Process::is_stopped) {
+            return Err(self.silent(known, Some(daemon)));
+        }
+        if known.is_some_and(answered_lately) {
+            return Ok(true);
+        }
+        let control = match Control::new(&self.key, &self.config) {
+            Err(error) => {
+                process.and_then(|daemon| Control::of(&self.key, &self.config, daemon)).ok_or(error)?
+            }
+            Ok(control) => control,
+        };
+        match control.or_by(self.public).ceiling() {
+            Ok(_) => {
+                // Whoever comes next need not ask again; where that cannot be written, they will.
+                if let (Some(store), Some(server)) = (&store, known) {
+                    let _ = record::note_answer(store, server);
+                }
+                Ok(true)
+            }
+            Err(AskError::Gone(_)) => Ok(false),
+            Err(AskError::Silent) => Err(self.silent(known, process)),
+            Err(error) => Err(record::refused(&self.key, error)),
+        }
+    }
+
+    /// The daemon that wrote its pid down, where we may read that.
+    fn process(&self) -> Option<Process> {
+        let file = dirs::pipe(&self.key, &self.config.state_dir).join("nvidia-cuda-mps-control.pid");
+        let text = crate::state_dir::read_if_trusted(&file, LONGEST_PID)?;
+        Process::find(std::str::from_utf8(&text).ok()?.trim().parse().ok()?)
+    }
+
+    fn silent(&self, known: Option<&Server>, process: Option<Process>) -> MpsError {
+        let device = known.map_or_else(|| self.key.0.clone(), |server| server.devices.join(", "));
+        MpsError::Silent { device, key: self.key.0.clone(), pid: process.map_or(0, |process| process.pid) }
+    }
+}
+
+fn answered_lately(server: &Server) -> bool {
+    server.state == ServerState::Serving
+        && record::is_alive(server)
+        && record::is_recent(server.answered_at, epoch_seconds())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_daemon_is_known_by_the_directory_that_its_container_sees() {
+        let behind = |path: &str| {
+            Daemon::behind(Path::new(path), &Config::default())
+                .map(|daemon| (daemon.key.0, daemon.config.state_dir.display().to_string()))
+        };
+        assert_eq!(behind("/run/sublet/mps/GPU-1/public").unwrap(), ("GPU-1".into(), "/run/sublet".into()));
+        for bad in [
+            "",
+            "/",
+            "/mps/public",
+            "/run/sublet/mps/../public",
+            "/run/sublet/GPU-1/public",
+            "/a/mps/GPU-1/pipe",
+        ] {
+            assert!(behind(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn where_nobody_listens_there_is_no_daemon() {
+        let state = tempfile::tempdir().unwrap();
+        let public = state.path().join("mps/GPU-1/public");
+        assert!(!answers(&public, &Config::default()).unwrap());
+    }
+}

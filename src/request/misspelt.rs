@@ -1,0 +1,132 @@
+//! Annotation keys that differ from ours only in case, separator or prefix: somebody meant us.
+
+use std::collections::BTreeMap;
+
+use super::error::{KEYS, RequestError};
+use crate::text::safe;
+
+/// What `key` was meant for, without the prefix: `Sublet.sm`, `sublet_sm`, `sublet/sm`, `io.sublet.sm` mean `sm`.
+///
+/// Exactly: in any case, an optional prefix of labels (letters, digits, `-`) that dots join, none of them an
+/// orchestrator's; `sublet`; one of `.` `-` `_` `/`; a key that we know, with any of these for its own `-`. What
+/// begins `sublet.` is ours already, and every other key somebody else's.
+pub(super) fn meant(key: &str) -> Option<&'static str> {
+    if key.len() > LONGEST || key.starts_with("sublet.") {
+        return None;
+    }
+    let key = key.to_ascii_lowercase();
+    let at = key.rfind("sublet")?;
+    let (prefix, name) = (&key[..at], key[at + "sublet".len()..].strip_prefix(SEPARATORS)?);
+    if !prefix.is_empty() && !is_prefix(prefix.strip_suffix('.')?) {
+        return None;
+    }
+    let name = name.replace(SEPARATORS, "-");
+    KEYS.into_iter().find(|known| *known == name)
+}
+
+/// Kubernetes allows 253 + 1 + 63 (its "Annotations", syntax).
+const LONGEST: usize = 317;
+
+const SEPARATORS: [char; 4] = ['.', '-', '_', '/'];
+
+/// Their keys may end in the name of somebody's container, which may be called `sublet.sm`.
+const ORCHESTRATORS: [&str; 6] = ["kubernetes", "k8s", "cri-o", "containerd", "podman", "openshift"];
+
+fn is_prefix(labels: &str) -> bool {
+    let is_label = |label: &str| {
+        let plain = label.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
+        !label.is_empty() && plain && !ORCHESTRATORS.contains(&label)
+    };
+    labels.split('.').all(is_label)
+}
+
+/// The first of `annotations` whose key is misspelt.
+pub(super) fn find(annotations: &BTreeMap<String, String>) -> Option<RequestError> {
+    annotations.iter().find_map(|(key, value)| {
+        let right = meant(key)?;
+        Some(RequestError::Misspelt { key: safe(key), value: safe(value), right })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Keys that mean us, and whom.
+    const OURS: [(&str, &str); 15] = [
+        ("Sublet.sm", "sm"),
+        ("SUBLET.SM", "sm"),
+        ("sublet_sm", "sm"),
+        ("sublet-sm", "sm"),
+        ("sublet/sm", "sm"),
+        ("SUBLET_GPU", "gpu"),
+        ("io.sublet.sm", "sm"),
+        ("com.sublet.sm", "sm"),
+        ("com.example.sublet/memory", "memory"),
+        ("Io.Sublet-Mode", "mode"),
+        ("sublet_mig_caps", "mig-caps"),
+        ("SUBLET.MIG.CAPS", "mig-caps"),
+        ("a-b.sublet.share", "share"),
+        ("sublet.sublet.sm", "sm"),
+        ("org.sublet_wait", "wait"),
+    ];
+
+    const OTHERS: [&str; 24] = [
+        "",
+        "sublet",
+        "Sublet.",
+        "sublet_",
+        "io.foo.sublet.color",
+        "sublette.sm",
+        "mysublet.sm",
+        "my-sublet.sm",
+        "io.sublet.smm",
+        "Sublet.lease",
+        "subletsm",
+        "sublet:sm",
+        "Sublet.sm.x",
+        ".sublet.sm",
+        "io..sublet.sm",
+        "example.com/sublet.sm",
+        "container.apparmor.security.beta.kubernetes.io/sublet-gpu",
+        "seccomp-profile.kubernetes.cri-o.io/sublet.gpu",
+        "io.kubernetes.container.sublet.gpu",
+        "io.podman.annotations.sublet.sm",
+        "cdi.k8s.io/sublet_share",
+        "io.kubernetes.cri-o.sublet.mode",
+        "org.opencontainers.image.title",
+        "sublet\u{17f}.sm",
+    ];
+
+    #[test]
+    fn keys_that_mean_us_and_keys_of_others() {
+        for (key, expected) in OURS {
+            let expected = if key.starts_with("sublet.") { None } else { Some(expected) };
+            assert_eq!(meant(key), expected, "{key}");
+        }
+        for key in OTHERS {
+            assert_eq!(meant(key), None, "{key}");
+        }
+        for key in KEYS {
+            assert_eq!(meant(&format!("sublet.{key}")), None);
+            assert_eq!(meant(&format!("sublet_{key}")), Some(key));
+        }
+    }
+
+    /// Engines call our hooks by a pattern over keys (RE2): it has every key of ours and every misspelt one.
+    #[test]
+    fn the_hooks_patterns_name_every_key() {
+        let hooks = ["sublet.json", "prestart/sublet-createRuntime.json", "prestart/sublet-poststop.json"];
+        for hook in hooks {
+            let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("hooks").join(hook);
+            let hook: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+            let patterns: Vec<&String> = hook["when"]["annotations"].as_object().unwrap().keys().collect();
+            assert_eq!(patterns, [&pattern()], "all of several patterns would have to fit");
+        }
+    }
+
+    fn pattern() -> String {
+        let keys = KEYS.map(|key| key.replace('-', "[._/-]")).join("|");
+        format!(r"^sublet\.|^(?i:([a-z0-9-]+\.)*sublet[._/-]({keys}))$")
+    }
+}

@@ -1,0 +1,324 @@
+//! C3: commands that see other processes than the ledger names, and a ledger that is gone with its copy. What cannot be
+//! known is not taken for gone or empty.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, World, bin_dir, eventually, is_alive, skip_unless_root};
+
+const SLEEP: &[&str] = &["/bin/sleep", "600"];
+const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
+const QUARTER: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
+const WHOLE: &[(&str, &str)] = &[("sublet.sm", "100")];
+
+/// Whether `output` says that process ids mean others there, or that with the host's /proc nobody can tell.
+fn says_elsewhere(output: &Output) -> bool {
+    let said = stderr(output);
+    said.contains("the ledger's process ids are of ") || said.contains("is /proc mounted")
+}
+
+/// Ways into other namespaces: with a /proc of its own, with the host's, with another clock.
+const NAMESPACES: [&[&str]; 3] =
+    [&["--pid", "--fork", "--mount-proc"], &["--pid", "--fork"], &["--time", "--boottime", "5000", "--fork"]];
+
+/// A program of ours there.
+fn elsewhere(world: &World, namespaces: &[&str], program: &str) -> Command {
+    let mut command = Command::new("unshare");
+    command.args(namespaces).arg(bin_dir().join(program)).env("SUBLET_CONFIG", &world.config);
+    command
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Where the kernel has no such namespaces nobody can be in them.
+fn can(namespaces: &[&str]) -> bool {
+    Command::new("unshare").args(namespaces).arg("true").status().is_ok_and(|status| status.success())
+}
+
+fn runtime(bundle: &Bundle<'_>, namespaces: &[&str]) -> Command {
+    let mut command = elsewhere(bundle.world(), namespaces, "sublet-runtime");
+    command.arg("--root").arg(bundle.world().runtime_root());
+    command
+}
+
+#[test]
+fn c3_in_other_namespaces_nothing_is_changed() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("first", QUARTER, HOLD);
+    bundle.up();
+    bundle.event("info");
+    let leases = world.leases();
+    let (id, device) =
+        (leases[0]["id"].as_str().expect("an id"), leases[0]["device"].as_str().expect("a GPU"));
+    let daemons = world.daemon_pids("");
+    let file = world.state_dir().join("ledger.json");
+    let ledger = std::fs::read(&file).expect("the ledger");
+    let changing: [&[&str]; 6] = [
+        &["gc"],
+        &["refresh"],
+        &["drain", "0"],
+        &["lease", "release", "--force", id],
+        &["mps", "stop", "--force", device],
+        &["serve"],
+    ];
+    for namespaces in NAMESPACES.into_iter().filter(|namespaces| can(namespaces)) {
+        for arguments in changing {
+            let done = elsewhere(&world, namespaces, "sublet").args(arguments).output().expect("unshare");
+            assert!(!done.status.success(), "{namespaces:?} {arguments:?}: {done:?}");
+            assert!(says_elsewhere(&done), "{namespaces:?} {arguments:?}: {done:?}");
+        }
+        let status = elsewhere(&world, namespaces, "sublet").args(["status", "--format", "json"]).output();
+        let status = status.expect("unshare");
+        assert!(status.status.success() && says_elsewhere(&status), "{namespaces:?}: {status:?}");
+        let told: Value = serde_json::from_slice(&status.stdout).expect("JSON");
+        assert_eq!(told["leases"].as_array(), Some(&leases), "{namespaces:?}");
+        let other = world.bundle("other", &[("sublet.sm", "10")], SLEEP);
+        other.write();
+        let mut create = runtime(&other, namespaces);
+        let create =
+            create.args(["create", "--bundle"]).arg(&other.dir).arg("other").output().expect("unshare");
+        assert!(!create.status.success() && says_elsewhere(&create), "{namespaces:?}: {create:?}");
+        assert_eq!(other.config(), other.spec, "{namespaces:?}");
+        assert_eq!(std::fs::read(&file).expect("the ledger"), ledger, "{namespaces:?}");
+        assert_eq!(world.daemon_pids(""), daemons, "{namespaces:?}");
+        assert_eq!(world.leases(), leases, "{namespaces:?}");
+    }
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn c3_a_container_is_deleted_in_other_namespaces_and_its_lease_left_to_the_host() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    for namespaces in NAMESPACES.into_iter().filter(|namespaces| can(namespaces)) {
+        let bundle = world.bundle("first", QUARTER, SLEEP);
+        bundle.up();
+        assert_eq!(world.leases().len(), 1);
+        assert!(bundle.kill("KILL").ok);
+        let pid = Pid::from_raw(bundle.pid());
+        assert!(eventually(|| !is_alive(pid)), "the container's process ends");
+        let ledger = std::fs::read(world.state_dir().join("ledger.json")).expect("the ledger");
+        let deleted = runtime(&bundle, namespaces).args(["delete", "first"]).output().expect("unshare");
+        assert!(deleted.status.success() && says_elsewhere(&deleted), "{namespaces:?}: {deleted:?}");
+        assert!(!world.runtime_root().join("first").exists(), "{namespaces:?}: its record is gone");
+        assert_eq!(std::fs::read(world.state_dir().join("ledger.json")).expect("the ledger"), ledger);
+        world.assert_empty();
+    }
+}
+
+#[test]
+fn c3_an_empty_ledger_is_anybodys() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    for namespaces in NAMESPACES.into_iter().filter(|namespaces| can(namespaces)) {
+        let gc = elsewhere(&world, namespaces, "sublet").arg("gc").output().expect("unshare");
+        // With the host's /proc nobody can tell.
+        assert!(gc.status.success() || says_elsewhere(&gc), "{namespaces:?}: {gc:?}");
+        let bundle = world.bundle("first", QUARTER, SLEEP);
+        bundle.up();
+        bundle.down();
+        world.assert_empty();
+    }
+}
+
+/// Removes these from the state directory.
+fn lose(world: &World, names: &[&str]) {
+    for name in names {
+        let path = world.state_dir().join(name);
+        let _ = if path.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) };
+    }
+}
+
+/// A whole GPU's share is refused beside the container that runs, for `why`.
+fn assert_refused(world: &World, why: &str) {
+    let refused = world.bundle("other", WHOLE, SLEEP).create();
+    assert!(!refused.ok && refused.stderr.contains(why), "{why}: {refused:?}");
+}
+
+#[test]
+fn c3_a_ledger_that_is_gone_with_its_copy_is_rebuilt_from_what_is_left() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("first", QUARTER, HOLD);
+    bundle.up();
+    bundle.event("info");
+    let leases = world.leases();
+    let ledger = std::fs::read(world.state_dir().join("ledger.json")).expect("a ledger");
+    let ledger: Value = serde_json::from_slice(&ledger).expect("JSON");
+    let daemon = ledger["servers"][0]["daemon"]["pid"].as_i64().expect("an MPS daemon");
+    let daemon = Pid::from_raw(i32::try_from(daemon).expect("a pid"));
+    let files = ["ledger.json", "ledger.json.copy"];
+    for more in [&[][..], &["lock"], &["mps-nothing", "inventory.json"]] {
+        lose(&world, &[&files[..], more].concat());
+        assert_refused(&world, "75");
+        assert_eq!(world.leases(), leases, "{more:?}");
+    }
+    // Without the list of roots its runtime's record is not found: the daemon is nobody's, and its GPU closed.
+    for more in [&[][..], &["mps"]] {
+        lose(&world, &[&["ledger.json", "ledger.json.copy", "roots", "lock"], more].concat());
+        assert_refused(&world, "the ledger was lost");
+        assert!(is_alive(daemon), "{more:?}: it serves the container still");
+    }
+    bundle.down();
+    assert!(eventually(|| world.leases().is_empty() && world.sublet(&["gc"]).status.success()));
+    assert!(eventually(|| world.bundle("later", QUARTER, SLEEP).create().ok), "{}", world.status());
+    world.bundle("later", QUARTER, SLEEP).down();
+    world.assert_empty();
+}
+
+#[test]
+fn c3_after_a_loss_a_context_that_nobody_explains_closes_its_gpu() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut late = world.bundle("late", &[("sublet.mode", "time-slice"), ("sublet.gpu", "0")], HOLD);
+    late.plain = true;
+    let env = ["PATH=/usr/bin:/bin".to_owned(), format!("SUBLET_CONFIG={}", world.config.display())];
+    let hook = json!([{"path": bin_dir().join("sublet-hook"), "args": ["sublet-hook", "createRuntime"], "env": env}]);
+    late.spec["hooks"]["createRuntime"] = hook;
+    late.up();
+    late.event("info");
+    // No record of its runtime names its lease, it has no daemon, and the inventory is from before it came.
+    lose(&world, &["ledger.json", "ledger.json.copy"]);
+    assert_refused(&world, "the ledger was lost");
+    late.down();
+    let bundle = world.bundle("other", WHOLE, SLEEP);
+    assert!(eventually(|| bundle.create().ok), "it opens when that is gone");
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn c3_without_a_trace_it_is_the_first_start_and_the_hosts_processes_block_nothing() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "[mps]\nexclusive_compute_mode = \"never\"\n");
+    let mut stranger = world.stranger();
+    let bundle = world.bundle("first", QUARTER, SLEEP);
+    bundle.up();
+    bundle.down();
+    stranger.kill().expect("it is ours");
+    stranger.wait().expect("it is ours");
+    world.assert_empty();
+}
+
+#[test]
+fn c3_a_container_whose_record_could_not_be_found_again_gets_no_lease() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("first", QUARTER, SLEEP);
+    bundle.write();
+    let root = world.dir.path().join("loop");
+    std::os::unix::fs::symlink(&root, &root).expect("a loop");
+    let (long, own) = ("a".repeat(1000), world.runtime_root());
+    // Where the root is not there yet, the low-level runtime finds out.
+    let (runtimes, ours) = ("", "when it has ended");
+    for (root, id, why) in [(&own, long.as_str(), runtimes), (&own, &long, ours), (&root, "first", ours)] {
+        let mut create = world.command("sublet-runtime");
+        let create =
+            create.arg("--root").arg(root).args(["create", "--bundle"]).arg(&bundle.dir).arg(id).output();
+        let create = create.expect("it runs");
+        assert!(!create.status.success() && stderr(&create).contains(why), "{id}: {create:?}");
+        world.assert_empty();
+        bundle.write();
+        std::fs::create_dir_all(&own).expect("a root");
+    }
+}
+
+#[test]
+fn c3_a_lease_whose_record_cannot_be_read_any_more_is_kept_until_it_is_released() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("first", QUARTER, SLEEP);
+    bundle.up();
+    let (root, aside) = (world.runtime_root(), world.dir.path().join("aside"));
+    std::fs::rename(&root, &aside).expect("moved");
+    std::os::unix::fs::symlink(&root, &root).expect("a loop");
+    let gc = world.sublet(&["gc"]);
+    assert!(gc.status.success() && stderr(&gc).contains("lease release --force"), "{gc:?}");
+    let leases = world.leases();
+    let id = leases[0]["id"].as_str().expect("an id");
+    let kept = stderr(&world.sublet(&["lease", "release", id]));
+    for said in
+        ["record", &root.to_string_lossy(), "symbolic links", "the process that started it", "is gone"]
+    {
+        assert!(kept.contains(said), "{said}: {kept}");
+    }
+    assert_eq!(world.leases(), leases);
+    put_back(&root, &aside);
+    assert_eq!(world.leases()[0]["state"], "active", "and nothing was lost");
+    bundle.down();
+    world.assert_empty();
+    // Where its user knows better.
+    let bundle = world.bundle("second", QUARTER, SLEEP);
+    bundle.up();
+    std::fs::rename(&root, &aside).expect("moved");
+    std::os::unix::fs::symlink(&root, &root).expect("a loop");
+    let leases = world.leases();
+    let released = world.sublet(&["lease", "release", "--force", leases[0]["id"].as_str().expect("an id")]);
+    assert!(released.status.success(), "{released:?}");
+    assert_eq!(world.leases(), Vec::<Value>::new());
+    put_back(&root, &aside);
+    bundle.down();
+    world.assert_empty();
+}
+
+fn put_back(root: &Path, aside: &Path) {
+    std::fs::remove_file(root).and_then(|()| std::fs::rename(aside, root)).expect("put back");
+}
+
+#[test]
+fn c5_a_container_that_nobody_waits_for_any_more_is_not_made() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let holder = world.bundle("holder", &[("sublet.mode", "exclusive")], SLEEP);
+    holder.up();
+    let waiting = world.bundle("waiting", &[("sublet.sm", "25"), ("sublet.wait", "60s")], SLEEP);
+    waiting.write();
+    // A caller that waits for the shim, as engines do.
+    let mut shell = Command::new("/bin/sh");
+    shell.args(["-c", "\"$@\"; exit $?", "sh"]).arg(bin_dir().join("sublet-runtime"));
+    shell
+        .env("SUBLET_CONFIG", &world.config)
+        .arg("--root")
+        .arg(world.runtime_root())
+        .args(["create", "--bundle"]);
+    let said = std::fs::File::create(waiting.dir.join("said")).expect("a file");
+    let mut shell = shell.arg(&waiting.dir).arg("waiting").stderr(said).spawn().expect("sh runs");
+    let pid = shell.id();
+    let children = || std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    assert!(eventually(|| !children().is_empty()));
+    let shim = Pid::from_raw(children().trim().parse().expect("one child"));
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    kill(Pid::from_raw(i32::try_from(pid).expect("a pid")), Signal::SIGKILL).expect("it runs");
+    shell.wait().expect("it is ours");
+    assert!(eventually(|| kill(shim, None).is_err()), "it waits on");
+    let said = std::fs::read_to_string(waiting.dir.join("said")).expect("what it said");
+    assert!(said.contains("has ended meanwhile"), "{said}");
+    holder.down();
+    world.assert_empty();
+    assert!(!world.runtime_root().join("waiting").exists());
+}
