@@ -56,7 +56,7 @@ pub fn late(
         return Ok(Late::NotOurs);
     }
     let admitted = confirm(by_cdi, spec).and_then(|()| match annotations.get(LEASE_ANNOTATION) {
-        Some(id) => already_granted(id, container, config).map(Late::AlreadyGranted),
+        Some(id) => already_granted(id, container, config).map(|lease| Late::AlreadyGranted(lease.id)),
         None => admit_live(container, init, spec, engine, config),
     });
     if let Err(error) = &admitted {

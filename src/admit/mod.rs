@@ -165,12 +165,11 @@ fn admit_again(
 ) -> Result<Admission, AdmitError> {
     match already_granted(id, &candidate.container, config) {
         Ok(lease) => {
-            let store = Store::open(&config.state_dir)?;
             // It was ready when the lease was taken, which may be a while ago.
-            if let Some(lease) = read(&store)?.lease(&lease).filter(|lease| lease.server.is_some()) {
-                mps::ready(lease, &store, config)?;
+            if lease.server.is_some() {
+                mps::ready(&lease, &Store::open(&config.state_dir)?, config)?;
             }
-            Ok(Admission::AlreadyGranted(lease))
+            Ok(Admission::AlreadyGranted(lease.id))
         }
         Err(error @ AdmitError::ForgedLease { .. }) => {
             if !is_of_bundle(id, spec, &candidate.container) {
@@ -185,11 +184,10 @@ fn admit_again(
 
 /// A spec with a lease id is granted only if the ledger holds that live lease for this container: not one whose
 /// container never came to be, which only the next command would free.
-fn already_granted(id: &str, container: &Container, config: &Config) -> Result<LeaseId, AdmitError> {
+fn already_granted(id: &str, container: &Container, config: &Config) -> Result<Lease, AdmitError> {
     let (ledger, _) = read(&Store::open(&config.state_dir)?)?.settled();
-    let granted =
-        LeaseId::parse(id).filter(|id| ledger.lease(id).is_some_and(|lease| holds(lease, container)));
-    granted.ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
+    let granted = LeaseId::parse(id).and_then(|id| ledger.lease(&id).filter(|lease| holds(lease, container)));
+    granted.cloned().ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
 }
 
 /// Whether lease `id` in `spec` was written into this very bundle's.

@@ -23,7 +23,9 @@ pub(crate) fn admit_told(
     config: &Config,
 ) -> Result<Answer, AdmitError> {
     match told.annotations.get(LEASE_ANNOTATION) {
-        Some(id) => already_granted(id, &candidate.container, config).map(Answer::AlreadyGranted),
+        Some(id) => {
+            already_granted(id, &candidate.container, config).map(|lease| Answer::AlreadyGranted(lease.id))
+        }
         None => grant(candidate, told, cap, config),
     }
 }
