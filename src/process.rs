@@ -2,6 +2,8 @@
 
 use std::fs::File;
 use std::io::{self, Read as _};
+#[cfg(feature = "cli")]
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
@@ -121,6 +123,21 @@ fn parse_stat(text: &str) -> Option<Stat> {
         parent: fields.next()?.parse().ok()?,
         start_time: fields.nth(17)?.parse().ok()?,
     })
+}
+
+/// A descriptor that means process `pid` and never another one that gets its number (`pidfd_open(2)`, Linux 5.3; closed
+/// on exec).
+#[cfg(feature = "cli")]
+pub(crate) fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    use rustix::process::{Pid, PidfdFlags};
+    let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?)
+}
+
+/// SIGKILL for the process that `pidfd` means, and nobody else (`pidfd_send_signal(2)`, Linux 5.1).
+#[cfg(feature = "cli")]
+pub(crate) fn pidfd_kill(pidfd: impl AsFd) -> io::Result<()> {
+    Ok(rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL)?)
 }
 
 #[cfg(test)]

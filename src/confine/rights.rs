@@ -2,7 +2,7 @@
 
 use std::io;
 
-use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
+use caps::{CapSet, Capability, CapsHashSet};
 
 /// The rights that one kind of work needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,28 +16,35 @@ pub(crate) enum Rights {
 }
 
 /// Files of any owner: images', bundles', and users' below them.
-const FILES: CapabilitySet =
-    CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::DAC_READ_SEARCH).union(CapabilitySet::FOWNER);
+const FILES: [Capability; 3] =
+    [Capability::CAP_DAC_OVERRIDE, Capability::CAP_DAC_READ_SEARCH, Capability::CAP_FOWNER];
+
+/// What the namespaces, environment and root of a process with more rights are read by (proc(5)); ptrace(2) itself is
+/// refused by the filter.
+const PROCESSES: [Capability; 1] = [Capability::CAP_SYS_PTRACE];
+
+/// Device nodes of the host.
+const NODES: [Capability; 2] = [Capability::CAP_MKNOD, Capability::CAP_CHOWN];
+
+/// setns(2) asks for both of the first; files are made as the root of the container's user namespace (setfsuid(2)); a
+/// device program is attached with `NET_ADMIN` before Linux 6.9 (kernel/bpf/syscall.c, `bpf_prog_attach`).
+const NAMESPACES: [Capability; 5] = [
+    Capability::CAP_SYS_ADMIN,
+    Capability::CAP_SYS_CHROOT,
+    Capability::CAP_SETUID,
+    Capability::CAP_SETGID,
+    Capability::CAP_NET_ADMIN,
+];
 
 impl Rights {
-    const fn capabilities(self) -> CapabilitySet {
-        // SYS_PTRACE is what the namespaces, environment and root of a process with more rights are read by
-        // (proc(5)); ptrace(2) itself is refused by the filter.
-        let ledger = FILES.union(CapabilitySet::SYS_PTRACE);
-        let share = ledger.union(CapabilitySet::MKNOD).union(CapabilitySet::CHOWN);
-        match self {
-            Self::Ledger => ledger,
-            Self::Share => share,
-            // setns(2) asks for both of the first; files are made as the root of the container's user namespace
-            // (setfsuid(2)); a device program is attached with NET_ADMIN before Linux 6.9
-            // (kernel/bpf/syscall.c, bpf_prog_attach).
-            Self::Container => share
-                .union(CapabilitySet::SYS_ADMIN)
-                .union(CapabilitySet::SYS_CHROOT)
-                .union(CapabilitySet::SETUID)
-                .union(CapabilitySet::SETGID)
-                .union(CapabilitySet::NET_ADMIN),
-        }
+    fn capabilities(self) -> CapsHashSet {
+        let (nodes, namespaces): (&[_], &[_]) = match self {
+            Self::Ledger => (&[], &[]),
+            Self::Share => (&NODES, &[]),
+            Self::Container => (&NODES, &NAMESPACES),
+        };
+        let sets: [&[Capability]; 4] = [&FILES, &PROCESSES, nodes, namespaces];
+        sets.into_iter().flatten().copied().collect()
     }
 
     /// Whether mounts, other namespaces and the cgroup's programs are a matter of this work.
@@ -47,9 +54,15 @@ impl Rights {
 
     /// Keeps these capabilities, as far as there are any: nothing brings the others back.
     pub(super) fn keep(self) -> io::Result<()> {
-        let kept = capabilities(None)?.permitted.intersection(self.capabilities());
-        let sets = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
-        Ok(set_capabilities(None, sets)?)
+        let failed = |error: caps::errors::CapsError| io::Error::other(error.to_string());
+        let permitted = caps::read(None, CapSet::Permitted).map_err(failed)?;
+        let kept = permitted.intersection(&self.capabilities()).copied().collect();
+        caps::set(None, CapSet::Inheritable, &CapsHashSet::new()).map_err(failed)?;
+        // Effective ones first: they have to be permitted.
+        [CapSet::Effective, CapSet::Permitted]
+            .into_iter()
+            .try_for_each(|set| caps::set(None, set, &kept))
+            .map_err(failed)
     }
 }
 
@@ -59,19 +72,20 @@ mod tests {
 
     #[test]
     fn rights_once_given_up_do_not_come_back() {
+        let have = |set| caps::read(None, set).unwrap();
         // Capabilities are a thread's own.
-        let seen = std::thread::spawn(|| {
-            let before = capabilities(None).unwrap().permitted;
+        let seen = std::thread::spawn(move || {
+            let before = have(CapSet::Permitted);
             Rights::Share.keep().unwrap();
             Rights::Ledger.keep().unwrap();
-            let after = capabilities(None).unwrap();
+            let after = (have(CapSet::Permitted), have(CapSet::Effective));
             Rights::Container.keep().unwrap();
-            (before, after, capabilities(None).unwrap())
+            assert!(have(CapSet::Inheritable).is_empty());
+            (before, after, (have(CapSet::Permitted), have(CapSet::Effective)))
         });
         let (before, after, last) = seen.join().unwrap();
-        let ledger = before.intersection(Rights::Ledger.capabilities());
-        assert_eq!((after.permitted, after.effective), (ledger, ledger));
+        let ledger: CapsHashSet = before.intersection(&Rights::Ledger.capabilities()).copied().collect();
+        assert_eq!(after, (ledger.clone(), ledger));
         assert_eq!(after, last);
-        assert!(after.inheritable.is_empty());
     }
 }

@@ -1,7 +1,7 @@
 //! What is done about a process: reported, ended, or ended with its container.
 
 use std::io;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use nix::libc;
 
@@ -12,8 +12,8 @@ use crate::config::{Action, Config};
 use crate::inventory;
 use crate::ledger::{Lease, Ledger, Store};
 use crate::mps;
-use crate::process::Process;
-use crate::serve::{kernel, owns};
+use crate::process::{Process, pidfd_kill, pidfd_open};
+use crate::serve::owns;
 use crate::text::safe;
 
 /// What is done in one look.
@@ -69,7 +69,7 @@ impl<'a> Acting<'a> {
                 tracing::debug!("terminate_client: {error}");
             }
         }
-        match kernel::kill(pidfd.as_fd()) {
+        match pidfd_kill(pidfd) {
             Ok(()) => "it was ended".to_owned(),
             // By the end of its context.
             Err(error) if is_gone(&error) => "it was ended".to_owned(),
@@ -80,7 +80,7 @@ impl<'a> Acting<'a> {
 
 /// A descriptor of the process, which cannot come to mean another one; `None`: it has gone.
 fn hold(process: Process) -> io::Result<Option<OwnedFd>> {
-    match kernel::pidfd_open(process.pid) {
+    match pidfd_open(process.pid) {
         Ok(pidfd) => Ok(Some(pidfd)),
         Err(error) if is_gone(&error) => Ok(None),
         Err(error) => Err(error),
@@ -99,8 +99,8 @@ fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
 /// Ends the container by its first process: the others of its PID namespace go with it (`pid_namespaces(7)`).
 fn end_container(lease: &Lease) -> Option<String> {
     let init = lease.init.as_ref()?.process;
-    let pidfd = kernel::pidfd_open(init.pid).ok()?;
-    let ended = (init.is_alive() && is_theirs(init, Some(lease))).then(|| kernel::kill(pidfd.as_fd()))?;
+    let pidfd = pidfd_open(init.pid).ok()?;
+    let ended = (init.is_alive() && is_theirs(init, Some(lease))).then(|| pidfd_kill(pidfd))?;
     Some(match ended {
         Ok(()) => "its container was ended".to_owned(),
         Err(error) => format!("its container cannot be ended: {error}"),

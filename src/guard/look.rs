@@ -13,8 +13,7 @@ use super::lists::Lists;
 use crate::inventory::{self, GpuProcess, Inventory};
 use crate::ledger::{Init, Lease, LeaseId, Ledger};
 use crate::place::client_limit;
-use crate::process::Process;
-use crate::serve::kernel;
+use crate::process::{Process, pidfd_open};
 use crate::text::safe;
 
 /// So many processes are known by a descriptor; of more, /proc is asked each time.
@@ -143,7 +142,7 @@ impl Known {
     /// `None`: it has gone meanwhile.
     fn of(pid: i32, hold: bool, ledger: &Ledger) -> Option<Self> {
         // Before its number is read: where it comes to mean another process, the descriptor tells that it ended.
-        let pidfd = if hold { kernel::pidfd_open(pid).ok() } else { None };
+        let pidfd = if hold { pidfd_open(pid).ok() } else { None };
         let process = Process::find(pid)?;
         let told = inventory::describe(pid, 0)?;
         let lease = lease_of(process, &told, ledger).map(|lease| lease.id.clone());

@@ -1,5 +1,5 @@
-//! Three things for which neither the standard library nor nix has a safe function: pidfds, the owners of
-//! user namespaces, and the socket that systemd hands over.
+//! Two things for which nobody has a safe function: the owners of user namespaces, and the socket that systemd
+//! hands over.
 #![allow(unsafe_code, reason = "system calls; each block says why it is sound")]
 
 use std::io;
@@ -10,25 +10,6 @@ use nix::libc;
 /// `NS_GET_PARENT` and `NS_GET_OWNER_UID` of linux/nsfs.h: `_IO(0xb7, 2)` and `_IO(0xb7, 4)`.
 const NS_GET_PARENT: libc::Ioctl = 0xb702;
 const NS_GET_OWNER_UID: libc::Ioctl = 0xb704;
-
-/// A descriptor that means process `pid` and never another one that gets its number (`pidfd_open(2)`,
-/// Linux 5.3; closed on exec).
-pub(crate) fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
-    // SAFETY: the system call takes two integers and touches no memory of ours.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    let fd = RawFd::try_from(fd).ok().filter(|fd| *fd >= 0).ok_or_else(io::Error::last_os_error)?;
-    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows of it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// SIGKILL for the process that `pidfd` means, and nobody else (`pidfd_send_signal(2)`, Linux 5.1).
-pub(crate) fn kill(pidfd: BorrowedFd<'_>) -> io::Result<()> {
-    let no_info = std::ptr::null::<libc::siginfo_t>();
-    // SAFETY: a null siginfo means that of kill(2); the system call touches no memory of ours.
-    let done =
-        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_raw_fd(), libc::SIGKILL, no_info, 0) };
-    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
 
 /// Who made the user namespace `namespace`, as a uid in our own (`ioctl_ns(2)`).
 pub(super) fn owner_of(namespace: BorrowedFd<'_>) -> io::Result<u32> {
@@ -50,16 +31,8 @@ pub(super) fn parent_of(namespace: BorrowedFd<'_>) -> io::Result<OwnedFd> {
 }
 
 /// Takes over a descriptor that our parent left us, as `sd_listen_fds(3)` describes. Once, at the start.
-///
-/// # Errors
-/// It is not open.
-pub(super) fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: fcntl takes integers only; it fails with EBADF where the descriptor is not open. After it the
-    // descriptor is not inherited by our own children.
-    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: it is open, and by the protocol of sd_listen_fds(3) ours alone: the caller has checked that
-    // LISTEN_PID names this process, and nothing of ours has opened files as 3 since the start.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+pub(super) fn inherited(fd: RawFd) -> OwnedFd {
+    // SAFETY: by the protocol of sd_listen_fds(3) it is open and ours alone: the caller has it from what has checked
+    // that LISTEN_PID names this process, and nothing of ours has opened files as 3 since the start.
+    unsafe { OwnedFd::from_raw_fd(fd) }
 }

@@ -8,9 +8,6 @@ use std::path::{Path, PathBuf};
 
 use super::kernel;
 
-/// The first descriptor that is handed over (`SD_LISTEN_FDS_START`).
-const FIRST: i32 = 3;
-
 /// Where connections come from.
 #[derive(Debug)]
 pub(super) struct Listener {
@@ -32,17 +29,18 @@ impl Drop for Listener {
 /// # Errors
 /// Another service listens there, or the socket cannot be made.
 pub(super) fn listen(path: &Path) -> io::Result<Listener> {
-    let listener = match handed_over() {
-        Some(fd) => Listener { socket: kernel::inherited(fd)?.into(), path: None },
+    let listener = match handed_over()? {
+        Some(fd) => Listener { socket: kernel::inherited(fd).into(), path: None },
         None => Listener { socket: bind(path)?, path: Some(path.to_owned()) },
     };
     listener.socket.set_nonblocking(true)?;
     Ok(listener)
 }
 
-fn handed_over() -> Option<i32> {
-    let number = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
-    (number("LISTEN_PID") == Some(std::process::id()) && number("LISTEN_FDS") == Some(1)).then_some(FIRST)
+/// The one socket of sublet-serve.socket.
+fn handed_over() -> io::Result<Option<i32>> {
+    let mut handed = sd_notify::listen_fds()?;
+    Ok(handed.next().filter(|_| handed.len() == 0))
 }
 
 fn bind(path: &Path) -> io::Result<UnixListener> {

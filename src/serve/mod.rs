@@ -20,13 +20,12 @@ mod broker;
 #[cfg(feature = "cli")]
 mod connection;
 #[cfg(feature = "cli")]
-pub(crate) mod kernel;
+mod kernel;
 #[cfg(feature = "cli")]
 mod listen;
 #[cfg(feature = "cli")]
 mod mig;
 #[cfg(feature = "cli")]
-mod notify;
 #[cfg(feature = "cli")]
 mod peer;
 #[cfg(feature = "cli")]

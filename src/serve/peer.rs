@@ -10,7 +10,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
 use super::kernel;
-use crate::process::Process;
+use crate::process::{Process, pidfd_open};
 
 /// User namespaces are nested 32 deep at most (`user_namespaces(7)`).
 const DEEPEST: usize = 33;
@@ -66,7 +66,7 @@ impl Pinned {
             Some(nix::libc::ESRCH | nix::libc::ENOENT) => Foreign::Gone(pid),
             _ => Foreign::Unknown { pid, source },
         };
-        let pidfd = kernel::pidfd_open(pid).map_err(unknown)?;
+        let pidfd = pidfd_open(pid).map_err(unknown)?;
         let process = Process::find(pid).ok_or(Foreign::Gone(pid))?;
         if !is_of(pid, uid).map_err(unknown)? && !cfg!(sublet_without = "b11") {
             return Err(Foreign::Other { pid, uid });

@@ -13,12 +13,12 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
+use sd_notify::NotifyState;
 
 use super::broker;
 use super::connection::{Connection, Phase, Progress};
 use super::listen::{Listener, listen};
 use super::mig;
-use super::notify::{Notify, watchdog};
 use super::peer::Peer;
 use super::pool::{Done, Job, Pool};
 use super::protocol::{self, Answer};
@@ -200,15 +200,14 @@ impl Server {
     }
 
     fn run(mut self) -> nix::Result<()> {
-        let notify = Notify::from_environment();
-        notify.say("READY=1");
+        tell_systemd(NotifyState::Ready);
         let beat = watchdog();
         let (mut next_beat, mut next_gc, mut next_watch) = (Instant::now(), Instant::now(), Instant::now());
         let mut events = [EpollEvent::empty(); 64];
         while !self.is_done() {
             let now = Instant::now();
             if let Some(beat) = beat.filter(|_| now >= next_beat) {
-                notify.say("WATCHDOG=1");
+                tell_systemd(NotifyState::Watchdog);
                 next_beat = now + beat;
             }
             if now >= next_gc && self.stopping.is_none() {
@@ -228,17 +227,17 @@ impl Server {
                 waited => waited?,
             };
             for event in &events[..count] {
-                self.handle(event.data(), &notify);
+                self.handle(event.data());
             }
         }
         Ok(())
     }
 
-    fn handle(&mut self, token: u64, notify: &Notify) {
+    fn handle(&mut self, token: u64) {
         match token {
             LISTENER => self.accept(),
             WAKE => self.deliver(),
-            SIGNALS => self.stop(notify),
+            SIGNALS => self.stop(),
             token => self.serve_one(token),
         }
     }
@@ -373,9 +372,9 @@ impl Server {
     }
 
     /// Begins to end: nobody is let in any more, whoever has not asked yet is told to come back.
-    fn stop(&mut self, notify: &Notify) {
+    fn stop(&mut self) {
         let _ = self.signals.read_signal();
-        notify.say("STOPPING=1");
+        tell_systemd(NotifyState::Stopping);
         self.listener = None;
         self.stopping = Some(Instant::now());
         let asking: Vec<u64> = self
@@ -394,6 +393,18 @@ impl Server {
         let delivered = self.pool.is_idle() && self.connections.is_empty();
         self.stopping.is_some_and(|since| delivered || late(since))
     }
+}
+
+/// Tells systemd, if it started us. Nobody waits for us to tell: failure is worth a line, no more.
+fn tell_systemd(state: NotifyState<'_>) {
+    if let Err(error) = sd_notify::notify(&[state]) {
+        tracing::debug!("NOTIFY_SOCKET: {error}");
+    }
+}
+
+/// How often the watchdog wants to hear of us (`sd_watchdog_enabled(3)`: twice in the time given); `None`: never.
+fn watchdog() -> Option<Duration> {
+    sd_notify::watchdog_enabled().filter(|limit| !limit.is_zero()).map(|limit| limit / 2)
 }
 
 /// One line that fits into any socket's buffer; the end comes with the drop of the stream.
