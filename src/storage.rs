@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::apply::JsonFile;
+use crate::state_dir;
 use crate::text::safe;
 
 /// How the name begins (Podman, `libpod/container_internal_common.go`).
@@ -19,6 +19,9 @@ const INTERMEDIATE: &str = "intermediate-mountpoint-";
 
 /// What a container's own directories end in, in the storage and below /run alike.
 const USERDATA: &str = "userdata";
+
+/// Each container takes some hundred bytes.
+const LARGEST: u64 = 64 << 20;
 
 /// The storage says nothing of the container, or its root filesystem is not of the storage.
 #[derive(Debug, thiserror::Error)]
@@ -81,10 +84,11 @@ impl<'a> Userdata<'a> {
     }
 }
 
-/// What cannot be read says nothing.
+/// What cannot be read says nothing, and so does a file that others can write: a volume's path could be chosen to look
+/// like Podman's.
 fn entries<T: DeserializeOwned>(path: &Path) -> Vec<T> {
-    let file = JsonFile::read(path).ok();
-    file.and_then(|file| serde_json::from_slice(&file.text).ok()).unwrap_or_default()
+    let file = state_dir::read_if_trusted(path, LARGEST);
+    file.and_then(|file| serde_json::from_slice(&file).ok()).unwrap_or_default()
 }
 
 /// The root filesystem of the container of `spec` and `bundle`, for which config.json says `root`.
@@ -113,6 +117,7 @@ fn find(spec: &Value, bundle: &Path) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::unix::fs::PermissionsExt as _;
 
     use serde_json::json;
 
@@ -209,5 +214,7 @@ mod tests {
             fs::write(host.path(file), before).unwrap();
         }
         assert!(host.find(HOSTNAME).is_some());
+        fs::set_permissions(host.path(files[1]), fs::Permissions::from_mode(0o666)).unwrap();
+        assert_eq!(host.find(HOSTNAME), None, "anybody may have written it");
     }
 }
