@@ -43,4 +43,5 @@ pub mod serve;
 #[cfg(feature = "cli")]
 pub mod setup;
 mod state_dir;
+mod storage;
 pub mod text;

@@ -12,6 +12,7 @@ use crate::config::Config;
 use crate::inventory;
 use crate::ledger::{Binding, LeaseId, Store};
 use crate::process::Process;
+use crate::storage;
 
 /// Gives up what `owner`, an engine that starts container `id` of `uid` anew, holds for it from a start
 /// that came to nothing.
@@ -81,9 +82,9 @@ pub(super) fn bind_here(lease: &LeaseId, binding: &Binding, config: &Config) -> 
 pub fn clear_unbound(bundle: &Path, config: &Config) {
     let spec = JsonFile::read(&bundle.join("config.json")).and_then(|file| file.parse()).unwrap_or_default();
     let Some(root) = spec.pointer("/root/path").and_then(Value::as_str) else { return };
-    let (Ok(rootfs), Ok(inventory)) = (bundle.join(root).canonicalize(), inventory::last(config)) else {
-        return;
-    };
+    let Ok(root) = bundle.join(root).canonicalize() else { return };
+    let rootfs = storage::root_filesystem(root, &spec, bundle);
+    let (Ok(rootfs), Ok(inventory)) = (rootfs, inventory::last(config)) else { return };
     if may_be_in_use(&rootfs, config) {
         return;
     }

@@ -10,6 +10,7 @@ use crate::place::Refusal;
 use crate::request::RequestError;
 use crate::serve::caps::CapError;
 use crate::serve::client::BrokerError;
+use crate::storage;
 use crate::text::safe;
 
 /// Why a container is not started, or its lease not ended.
@@ -22,6 +23,8 @@ pub enum AdmitError {
     Conflict(#[from] Conflict),
     #[error(transparent)]
     Image(#[from] ImageError),
+    #[error(transparent)]
+    Storage(#[from] storage::Unknown),
     #[error(transparent)]
     Spec(#[from] SpecError),
     #[error(transparent)]

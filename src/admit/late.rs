@@ -18,6 +18,7 @@ use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
 use crate::ledger::{self, Container, Init, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, Store};
 use crate::process::Process;
 use crate::request::{Isolation, Mode, Priority, Request};
+use crate::storage;
 
 /// What came of it.
 #[derive(Debug, PartialEq, Eq)]
@@ -86,7 +87,10 @@ fn admit_live(
     }
     let (asked, request) = (cdi::asked(spec)?, wish(spec, None, config)?);
     let request = if asked.is_some() { request } else { dedicated(request, spec, config)? };
-    let candidate = Candidate { container: container.clone(), owner: init, share: None, engine };
+    // What is done now is done where config.json says that it is, what is left to do later where that will be gone.
+    let rootfs = storage::root_filesystem(container.rootfs.clone(), spec, &container.bundle)?;
+    let lasting = Container { rootfs, ..container.clone() };
+    let candidate = Candidate { container: lasting, owner: init, share: None, engine };
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
     let taken = wish::taken(take::take(&candidate, &request, terms, &store, config), spec, config)?;
     let applied = bind(&taken.lease.id, Init::of(init), &store)

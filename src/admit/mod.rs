@@ -41,6 +41,7 @@ use crate::ledger::{
 use crate::mps;
 use crate::process::Process;
 use crate::request::Request;
+use crate::storage;
 
 use take::{Rootfs, Terms};
 
@@ -126,6 +127,24 @@ pub enum Admission {
 /// Its annotations are none.
 pub fn is_ours(spec: &Value, share: Option<&str>) -> Result<bool, SpecError> {
     Ok(wish::is_ours(spec, &apply::annotations(spec)?, share))
+}
+
+/// `container` with its root filesystem as it can be looked into now: config.json may name a place where it is mounted
+/// later.
+///
+/// # Errors
+/// Nobody says where it is; `sublet status --last-error` has it.
+pub fn located(
+    container: Container,
+    spec: &Value,
+    bundle: &Path,
+    config: &Config,
+) -> Result<Container, AdmitError> {
+    let found = storage::root_filesystem(container.rootfs.clone(), spec, bundle).map_err(AdmitError::from);
+    if let Err(error) = &found {
+        refusals::record(&container.name(), error, config);
+    }
+    Ok(Container { rootfs: found?, ..container })
 }
 
 /// Finds the container its share and edits `spec` for it.

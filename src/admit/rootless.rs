@@ -48,24 +48,40 @@ pub(super) fn admit(
     config: &Config,
 ) -> Result<Admission, AdmitError> {
     let mut broker = Broker::new(config);
+    let mut annotations = annotations.clone();
+    // First of all: the nodes that another entry point has put there are bind mounts, like those of somebody's own.
+    if annotations.contains_key(LEASE_ANNOTATION) {
+        match granted_before(candidate, &annotations, spec, &mut broker) {
+            // The lease of an earlier run of this bundle is none any more.
+            Err(AdmitError::Broker(_)) if is_of_earlier_run(&annotations, spec, candidate) => undo(spec)?,
+            done => return done,
+        }
+        annotations.remove(LEASE_ANNOTATION);
+    }
     // Looked at here as well as there: the first has the spec, the last has the say.
     let request = wish(spec, candidate.share, config)?;
-    let mut annotations = annotations.clone();
     let deadline = Instant::now() + request.wait;
     loop {
         candidate.check_wanted()?;
         let error = match look(candidate, &annotations, &request, spec, &mut broker, config) {
-            // The lease of an earlier run of this bundle is none any more.
-            Err(AdmitError::Broker(_)) if is_of_earlier_run(&annotations, spec, candidate) => {
-                undo(spec)?;
-                annotations.retain(|key, _| key != LEASE_ANNOTATION);
-                continue;
-            }
             Err(error) if error.is_temporary() && Instant::now() < deadline => error,
             done => return done,
         };
         tracing::debug!("looking again: {error}");
         candidate.wait(LOOK_AGAIN.min(deadline.saturating_duration_since(Instant::now())));
+    }
+}
+
+/// A spec that carries a lease: the service knows whether it is this container's.
+fn granted_before(
+    candidate: &Candidate<'_>,
+    annotations: &BTreeMap<String, String>,
+    spec: &Value,
+    broker: &mut Broker,
+) -> Result<Admission, AdmitError> {
+    match broker.ask(&ask(candidate, annotations, spec, Image::default()))? {
+        Answer::AlreadyGranted(lease) => Ok(Admission::AlreadyGranted(lease)),
+        _ => unfitting(),
     }
 }
 
@@ -85,16 +101,10 @@ fn look(
     broker: &mut Broker,
     config: &Config,
 ) -> Result<Admission, AdmitError> {
-    let image = if annotations.contains_key(LEASE_ANNOTATION) {
-        Image::default()
-    } else {
-        let Answer::Inventory(inventory) = broker.ask(&Ask::Inventory)? else { return unfitting() };
-        apply::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?
-    };
-    let granted = match broker.ask(&ask(candidate, annotations, spec, image))? {
-        Answer::AlreadyGranted(lease) => return Ok(Admission::AlreadyGranted(lease)),
-        Answer::Granted(granted) => granted,
-        _ => return unfitting(),
+    let Answer::Inventory(inventory) = broker.ask(&Ask::Inventory)? else { return unfitting() };
+    let image = apply::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?;
+    let Answer::Granted(granted) = broker.ask(&ask(candidate, annotations, spec, image))? else {
+        return unfitting();
     };
     if let Err(error) = apply::edit(spec, &granted.grant) {
         let _ = broker.ask(&Ask::Withdraw { lease: granted.lease });

@@ -20,6 +20,7 @@ use crate::place::Placement;
 use crate::process::Process;
 use crate::request::{Devices, Guarding, Memory, Request, Selector, is_ours};
 use crate::runtime;
+use crate::storage;
 use crate::text::safe;
 
 /// Arguments of `sublet explain`.
@@ -115,7 +116,7 @@ fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
             let spec = JsonFile::read(&bundle.join("config.json"))?.parse()?;
             let root =
                 spec.pointer("/root/path").and_then(Value::as_str).context("config.json has no root.path")?;
-            let rootfs = bundle.join(root);
+            let rootfs = storage::root_filesystem(bundle.join(root), &spec, &bundle.canonicalize()?)?;
             (spec, rootfs)
         }
     };

@@ -1,7 +1,8 @@
 //! The hook's stages, for engines without the shim and for `run`, which deletes by itself.
 //!
 //! Standard input is all that a stage believes: the working directory and the environment of a hook may
-//! be the image's (CVE-2025-23266).
+//! be the image's (CVE-2025-23266). But for precreate in a user namespace: Podman runs it in the container's bundle,
+//! beside which its storage tells of the container, and is asked only if standard input names the same container.
 
 pub(crate) mod added;
 mod create_runtime;

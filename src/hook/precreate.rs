@@ -76,7 +76,10 @@ fn admitted(
     }
     let config = config::load()?;
     let owner = Process::current().map_err(HookError::Process)?;
-    let candidate = Candidate { container: container(spec)?, owner, share: None, engine: waits };
+    // Podman 5 runs the hook in the bundle.
+    let bundle = std::env::current_dir().unwrap_or_default();
+    let container = admit::located(container(spec)?, spec, &bundle, &config)?;
+    let candidate = Candidate { container, owner, share: None, engine: waits };
     let is_first = spec.pointer("/annotations").is_none_or(|all| all.get(LEASE_ANNOTATION).is_none());
     if let Some(engine) = engine.filter(|_| is_first) {
         admit::abandon(candidate.container.uid, &candidate.container.id, engine, &config)?;

@@ -33,8 +33,10 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
     };
     let config = config::load()?;
     let engine = Engine::of(getppid().as_raw());
+    let container = container(call, start, &spec)?;
+    let bundle = container.bundle.clone();
     let candidate = Candidate {
-        container: container(call, start, &spec)?,
+        container: admit::located(container, &spec, &bundle, &config)?,
         owner: Process::current().map_err(RuntimeError::Process)?,
         share: share.as_deref(),
         engine: engine.as_ref(),

@@ -20,6 +20,8 @@ pub struct Podman {
     pub world: World,
     /// The low-level runtime, by name or path.
     pub runtime: PathBuf,
+    /// How its storage keeps root filesystems.
+    storage: &'static str,
 }
 
 /// For [`CdiOffer`].
@@ -44,8 +46,14 @@ impl Podman {
     /// Gives Podman the hook and the image.
     #[must_use]
     pub fn up(world: World) -> Self {
+        Self::up_on(world, "vfs")
+    }
+
+    /// [`Self::up`] with the storage driver `storage`.
+    #[must_use]
+    pub fn up_on(world: World, storage: &'static str) -> Self {
         let runtime = PathBuf::from(world.engine.program());
-        let podman = Self { world, runtime };
+        let podman = Self { world, runtime, storage };
         let dir = podman.world.dir.path();
         std::fs::create_dir_all(dir.join("hooks")).expect("a directory");
         std::fs::write(dir.join("hooks/sublet.json"), podman.hook().to_string())
@@ -123,7 +131,8 @@ impl Podman {
         let dir = self.world.dir.path();
         let mut command = Command::new(program);
         command
-            .arg("--storage-driver=vfs")
+            .arg("--storage-driver")
+            .arg(self.storage)
             .arg("--root")
             .arg(dir.join("storage"))
             .arg("--runroot")

@@ -1,6 +1,8 @@
 //! Rootless Podman as a real uid with subordinate ids, `sublet serve` as root: by hook and by shim. Runs in
 //! the root that tests/engines/enter gives.
 
+use std::os::unix::fs::PermissionsExt;
+
 use serde_json::json;
 use sublet_e2e::docker::skip_unless_engines;
 use sublet_e2e::rootless::{Rootless, done, text};
@@ -87,6 +89,34 @@ fn by_the_shim() {
     let shim = rootless.dir().join("bin/shim");
     let option = format!("--runtime={}", shim.display());
     lives(&rootless, "shimmed", &[&option]);
+}
+
+#[test]
+fn by_both_at_once() {
+    if skip_unless_engines() {
+        return;
+    }
+    let rootless = serving();
+    let option = format!("--runtime={}", rootless.dir().join("bin/shim").display());
+    lives(&rootless, "both", &[&option]);
+}
+
+/// The user is nobody in the container: Podman 5 mounts its root filesystem after the hook has run.
+#[test]
+fn in_a_user_namespace_without_the_user_by_every_door() {
+    if skip_unless_engines() {
+        return;
+    }
+    let rootless = serving();
+    for below in ["home", "home/xdg"] {
+        std::fs::set_permissions(rootless.dir().join(below), PermissionsExt::from_mode(0o711))
+            .expect("chmod");
+    }
+    let option = format!("--runtime={}", rootless.dir().join("bin/shim").display());
+    lives(&rootless, "hooked", &["--uidmap=0:1:60000"]);
+    lives(&rootless, "both", &["--uidmap=0:1:60000", &option]);
+    std::fs::remove_file(rootless.dir().join("hooks/sublet.json")).expect("the hook is there");
+    lives(&rootless, "shimmed", &["--uidmap=0:1:60000", &option]);
 }
 
 #[test]

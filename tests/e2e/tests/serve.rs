@@ -46,6 +46,31 @@ fn a_user_takes_a_share_sees_it_and_gives_it_back() {
     assert!(!made.exists(), "a mount point is left");
 }
 
+/// Its device nodes are bind mounts, as somebody's own would be.
+#[test]
+fn a_bundle_that_is_run_again_is_granted_anew() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let bundle = host.bundle(ALICE, "again", QUARTER, HOLD);
+    bundle.up();
+    bundle.event("info");
+    let first = bundle.config();
+    bundle.down();
+    host.world.assert_empty();
+    let created = bundle.runtime(&["create", "--bundle", text(&bundle.dir), "again"]);
+    assert!(created.ok, "{created:?}");
+    assert!(bundle.runtime(&["start", "again"]).ok);
+    assert_eq!(bundle.event("info")["sm"], json!(32));
+    let second = bundle.config();
+    assert_ne!(second["annotations"]["sublet.lease"], first["annotations"]["sublet.lease"]);
+    assert_eq!(second["mounts"].as_array().map(Vec::len), first["mounts"].as_array().map(Vec::len));
+    assert_eq!(second["hooks"], first["hooks"]);
+    bundle.down();
+    host.world.assert_empty();
+}
+
 #[test]
 fn run_frees_its_share_by_itself() {
     if skip_unless_root() {
