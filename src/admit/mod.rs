@@ -182,14 +182,8 @@ fn admit_again(
     spec: &mut Value,
     config: &Config,
 ) -> Result<Admission, AdmitError> {
-    match already_granted(id, &candidate.container, config) {
-        Ok(lease) => {
-            // It was ready when the lease was taken, which may be a while ago.
-            if lease.server.is_some() {
-                mps::ready(&lease, &Store::open(&config.state_dir)?, config)?;
-            }
-            Ok(Admission::AlreadyGranted(lease.id))
-        }
+    match granted_still(id, &candidate.container, config) {
+        Ok(lease) => Ok(Admission::AlreadyGranted(lease)),
         Err(error @ AdmitError::ForgedLease { .. }) => {
             if !is_of_bundle(id, spec, &candidate.container) {
                 return Err(error);
@@ -199,6 +193,15 @@ fn admit_again(
         }
         Err(error) => Err(error),
     }
+}
+
+/// [`already_granted`], and its daemon serves: it was ready when the lease was taken, which may be a while ago.
+fn granted_still(id: &str, container: &Container, config: &Config) -> Result<LeaseId, AdmitError> {
+    let lease = already_granted(id, container, config)?;
+    if lease.server.is_some() {
+        mps::ready(&lease, &Store::open(&config.state_dir)?, config)?;
+    }
+    Ok(lease.id)
 }
 
 /// A spec with a lease id is granted only if the ledger holds that live lease for this container: not one whose

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::take::{self, Rootfs, Terms};
-use super::{AdmitError, Candidate, already_granted, free, give_back, mark, read, ready};
+use super::{AdmitError, Candidate, free, give_back, granted_still, mark, read, ready};
 use crate::config::Config;
 use crate::ledger::{Binding, Init, LEASE_ANNOTATION, LeaseId, Leftover, Store};
 use crate::process::Process;
@@ -23,9 +23,7 @@ pub(crate) fn admit_told(
     config: &Config,
 ) -> Result<Answer, AdmitError> {
     match told.annotations.get(LEASE_ANNOTATION) {
-        Some(id) => {
-            already_granted(id, &candidate.container, config).map(|lease| Answer::AlreadyGranted(lease.id))
-        }
+        Some(id) => granted_still(id, &candidate.container, config).map(Answer::AlreadyGranted),
         None => grant(candidate, told, cap, config),
     }
 }
