@@ -12,6 +12,8 @@
 //! - whatever is expected, afterwards nothing may be left (lease, container, process, mount, daemon of its own), and
 //!   the neighbour has its share, its process and its daemon as before (`.harming()`: the case itself ends the daemon).
 
+#[path = "cases/around.rs"]
+mod around;
 #[path = "cases/bundles.rs"]
 mod bundles;
 #[path = "cases/exec.rs"]

@@ -24,10 +24,14 @@ said() { for i in {1..100}; do grep -q '"event":"info"' "$BUNDLE/out" && break; 
 up() { create "$@" && runtime start "${1:-c}" && said; }
 swap() { local f=${3:-$BUNDLE/config.json} t; t=$(<"$f"); [[ $t == *"$1"* ]] && printf %s "${t/"$1"/"$2"}" >"$f"; }
 annotate() { swap '"sublet.sm":"25"' "$1"; }
+mounted() { swap '"mounts":[' "\"mounts\":[$1,"; }
+variables() { swap '"env":[' "\"env\":[$1,"; }
 aside() { mv "$1" "$1.aside"; }
 alone() { unshare --mount --propagation private bash -c "$1"; }
-daemons() { for p in /proc/[0-9]*; do [[ $(cat $p/comm 2>/dev/null) == nvidia-cuda-mps* ]] && grep -qz "$DIR" $p/environ && echo "${p#/proc/}"; done; }
-export -f runtime create said up swap annotate aside alone daemons
+daemons() { for p in /proc/[0-9]*; do [[ $(cat $p/comm 2>/dev/null) == nvidia-cuda-mps* ]] && grep -qz "$DIR" $p/environ 2>/dev/null && echo "${p#/proc/}"; done; }
+end_daemons() { kill -9 $(daemons) 2>/dev/null; while [ -n "$(daemons)" ]; do sleep 0.01; done; }
+stop_daemons() { local p; for p in $(daemons); do kill -STOP $p; until grep -q '^State:.T' /proc/$p/status; do sleep 0.01; done; done; }
+export -f runtime create said up swap annotate mounted variables aside alone daemons end_daemons stop_daemons
 ```"#;
 
 /// One GPU, a neighbour on it, and room for a container.
@@ -91,6 +95,8 @@ impl Stage for Bundles {
         if !self.stands {
             return bundle.write();
         }
+        self.world.bundle("p", &[], &["/bin/sleep", "60"]).write();
+        self.world.bundle("q", SHARE, &["/bin/sleep", "60"]).write();
         // It outlives the daemon, which a program at work on the GPU does not.
         bundle.spec["process"]["args"] = json!(["/bin/sleep", "60"]);
         bundle.up();

@@ -93,6 +93,13 @@ pub fn put_back(stage: &dyn Stage, before: &Before) {
     for pid in daemons(stage) {
         let _ = kill(pid, Signal::SIGCONT);
     }
+    // A container that a killed runtime has half made waits for ever; it is the runtime's own, and has no program yet.
+    let half_made = format!("{} --root", stage.world().engine.program());
+    for (pid, line) in strays(stage) {
+        if line.contains(&half_made) || line.ends_with("runc init") {
+            let _ = kill(pid, Signal::SIGKILL);
+        }
+    }
     put_back_asides(stage.world().dir.path(), 6);
     let _ = std::fs::remove_file(&stage.world().config);
     std::fs::write(&stage.world().config, &before.config).expect("config.toml");
@@ -134,7 +141,7 @@ fn mounts() -> Vec<String> {
 }
 
 /// Processes of a case: by the variable that its shell has, or in a container of this world's.
-fn strays(stage: &dyn Stage) -> BTreeSet<String> {
+fn strays(stage: &dyn Stage) -> BTreeSet<(Pid, String)> {
     let world = stage.world().dir.path().file_name().expect("a name").to_string_lossy().into_owned();
     let read = |pid: i32, name: &str| {
         let text = std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
@@ -148,7 +155,7 @@ fn strays(stage: &dyn Stage) -> BTreeSet<String> {
     };
     let entries = std::fs::read_dir("/proc").expect("/proc").flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    pids.filter(is_of_case).map(|pid| format!("{pid} {}", read(pid, "cmdline"))).collect()
+    pids.filter(is_of_case).map(|pid| (Pid::from_raw(pid), read(pid, "cmdline"))).collect()
 }
 
 /// Waits for what is to become empty.
