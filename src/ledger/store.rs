@@ -287,7 +287,15 @@ impl Store {
             Some(Err(why)) => return Ok(Loaded::Corrupt(why)),
             None => return self.missing(),
         };
-        Ok(parse(&content).map_or_else(Loaded::Corrupt, |ledger| Loaded::Sound(Box::new(ledger))))
+        let ledger = match parse(&content) {
+            Ok(ledger) => ledger,
+            Err(why) => return Ok(Loaded::Corrupt(why)),
+        };
+        let boot = Self::boot_id()?;
+        if ledger.boot_id != boot && Mark::read_in(&self.lock_file(), &boot).is_some() {
+            return Ok(Loaded::Corrupt("it is of another boot, and its lock names one of this boot".into()));
+        }
+        Ok(Loaded::Sound(Box::new(ledger)))
     }
 
     /// What it means that there is no ledger: that it was lost, where something tells of it. Else it is the first.

@@ -75,10 +75,14 @@ fn could_serve(server: &Server, config: &Config) -> bool {
         && listens(&server.key.public(&config.state_dir).join("control"))
 }
 
-/// The ceiling in force; asked for when the last real answer is too old, since a stopped daemon listens
+/// The ceiling in force; asked for when the last real answer is too old, since one that hangs listens
 /// too. `None`: there is no daemon after all.
 fn confirmed_ceiling(server: &Server, store: &Store, config: &Config) -> Result<Option<Ceiling>, MpsError> {
     if server.state == ServerState::Serving && record::is_recent(server.answered_at, epoch_seconds()) {
+        // Its programs would wait for it for ever.
+        if server.daemon.is_some_and(|daemon| daemon.is_stopped()) {
+            return Err(record::note_failure(store, server, AskError::Silent));
+        }
         return Ok(Some(server.ceiling));
     }
     match Control::new(&server.key, config)?.ceiling() {

@@ -89,6 +89,8 @@ pub struct Exec {
     pub process: Option<PathBuf>,
     /// Each `--env`.
     pub env: Vec<OsString>,
+    /// Options that runc is given by their letter: it refuses the same ones in their other form beside.
+    pub letters: Vec<&'static str>,
     /// Where, among all arguments behind the program's name, more options may be inserted.
     pub options_end: usize,
 }
@@ -218,7 +220,8 @@ fn exec(args: &[OsString], behind: usize, dialect: Dialect) -> Option<Exec> {
     let names = if id.is_some() { &[][..] } else { &scan.operands };
     let names = names.iter().map(|name| (*name).to_owned()).collect();
     let env = scan.values("env").map(OsStr::to_owned).collect();
-    (!scan.wants_help()).then(|| Exec { id, names, process, env, options_end: behind + scan.end })
+    let options_end = behind + scan.end;
+    (!scan.wants_help()).then_some(Exec { id, names, process, env, letters: scan.letters, options_end })
 }
 
 /// The id, where there is one operand: with more the runtime refuses, or one of them is an unknown

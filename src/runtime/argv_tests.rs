@@ -45,6 +45,13 @@ fn what_docker_containerd_and_podman_write() {
         let Command::Exec(exec) = command_of(exec, dialect) else { panic!() };
         assert_eq!(Exec { options_end: 0, ..exec }, expected);
     }
+    // runc refuses `--env` beside `-e`.
+    for (line, letters) in
+        [("exec -e A=1 --cwd -p c1", vec!["env"]), ("exec -p=f --env A=1 c1", vec!["process"])]
+    {
+        let Command::Exec(exec) = command_of(line, Runc) else { panic!() };
+        assert_eq!(exec.letters, letters, "{line}");
+    }
     assert_eq!(command_of("--root /r delete --force c1", Runc), Command::Delete(Some("c1".into())));
     for other in
         ["features", "--version", "-v list", "--help create c", "kill c 9", "start c", "ps create", ""]

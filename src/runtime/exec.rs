@@ -48,12 +48,19 @@ pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<Infallible, RuntimeEr
         }
         Err(error) => return Err(error.into()),
     };
-    let options = match &exec.process {
-        Some(file) => vec!["--process".into(), edited(file, &environment)?],
-        None => options(&environment, &share, &exec.env, call.low_level.dialect),
+    let options = if let Some(file) = &exec.process {
+        vec![form(exec, "process", "-p", "--process").into(), edited(file, &environment)?]
+    } else {
+        let option = form(exec, "env", "-e", "--env");
+        options(&environment, &share, &exec.env, call.low_level.dialect, option)
     };
     let (before, behind) = call.args.split_at(exec.options_end);
     Err(call.become_low_level(&[before, &options, behind].concat()))
+}
+
+/// The form in which the option stands already, if it does.
+fn form<'f>(exec: &Exec, name: &str, letter: &'f str, long: &'f str) -> &'f str {
+    if exec.letters.contains(&name) { letter } else { long }
 }
 
 /// The configuration, read where it is needed: most containers have no share.
@@ -141,11 +148,17 @@ fn in_memory(text: &[u8]) -> io::Result<String> {
     Ok(format!("/proc/self/fd/{number}"))
 }
 
-/// `--env` options to stand behind the user's own `given`: in both runtimes the last one counts.
+/// Options, in the form of `option`, to stand behind the user's own `given`: in both runtimes the last one counts.
 ///
 /// runc adds the options to config.json's environment, which has ours already (utils and `getProcess` in exec.go);
 /// crun puts them in its place (libcrun/container.c, `if (process->env_len)`). With none, both take config.json's.
-fn options(environment: &Environment, share: &Share, given: &[OsString], dialect: Dialect) -> Vec<OsString> {
+fn options(
+    environment: &Environment,
+    share: &Share,
+    given: &[OsString],
+    dialect: Dialect,
+    option: &str,
+) -> Vec<OsString> {
     if given.is_empty() && *environment == share.environment {
         return Vec::new();
     }
@@ -165,7 +178,7 @@ fn options(environment: &Environment, share: &Share, given: &[OsString], dialect
         }
     });
     let entries = first.cloned().chain(environment.set.iter().map(pair)).chain(defaults);
-    entries.flat_map(|entry| [OsString::from("--env"), OsString::from(entry)]).collect()
+    entries.flat_map(|entry| [OsString::from(option), OsString::from(entry)]).collect()
 }
 
 fn name_of(entry: &[u8]) -> &[u8] {
@@ -195,18 +208,21 @@ mod tests {
     #[test]
     fn options_for_the_command_line() {
         let (share, given) = (share(), ["XLA=0.9".into(), "CUDA_VISIBLE_DEVICES=3".into()]);
-        let with = |dialect| options(&share.environment, &share, &given, dialect);
+        let with = |dialect| options(&share.environment, &share, &given, dialect, "--env");
         assert_eq!(with(Dialect::Runc), ["--env", "CUDA_VISIBLE_DEVICES=0"]);
         assert_eq!(with(Dialect::Crun), ["--env", "CUDA_VISIBLE_DEVICES=0", "--env", "XLB=0.2"]);
         for dialect in [Dialect::Runc, Dialect::Crun] {
-            assert!(options(&share.environment, &share, &[], dialect).is_empty(), "config.json has it");
+            assert!(
+                options(&share.environment, &share, &[], dialect, "--env").is_empty(),
+                "config.json has it"
+            );
         }
     }
 
     #[test]
     fn without_a_gpu_no_device_is_seen_and_all_else_is_as_before() {
         let share = share();
-        let without = |dialect| options(&without_gpu(&share.environment), &share, &[], dialect);
+        let without = |dialect| options(&without_gpu(&share.environment), &share, &[], dialect, "--env");
         assert_eq!(without(Dialect::Runc), ["--env", "CUDA_VISIBLE_DEVICES="]);
         let whole = ["--env", "PATH=/bin", "--env", "XLA=0.1", "--env", "CUDA_VISIBLE_DEVICES="];
         assert_eq!(without(Dialect::Crun), whole);
@@ -245,7 +261,8 @@ mod tests {
         let share = Share { environment, ..Share::default() };
         let given = ["XLA_CLIENT_MEM_FRACTION=0.5".into()];
         let runc = ["--env", "XLA_PYTHON_CLIENT_MEM_FRACTION="];
-        assert_eq!(options(&share.environment, &share, &given, Dialect::Runc), runc);
-        assert!(options(&share.environment, &share, &given, Dialect::Crun).is_empty());
+        let with = |dialect| options(&share.environment, &share, &given, dialect, "--env");
+        assert_eq!(with(Dialect::Runc), runc);
+        assert!(with(Dialect::Crun).is_empty());
     }
 }

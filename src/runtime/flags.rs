@@ -179,6 +179,8 @@ pub(super) const CRIU: &[Flag] = &[
 pub(super) struct Scan<'a> {
     /// Options in their order, by long name.
     given: Vec<(&'static str, Option<&'a OsStr>)>,
+    /// Those of them that runc is given by their letter: it takes an option in one form alone.
+    pub letters: Vec<&'static str>,
     /// What is no option.
     pub operands: Vec<&'a OsStr>,
     /// Index of the argument that ended the options: the first operand, or `--`.
@@ -262,15 +264,18 @@ fn go<'a>(args: &[&'a OsStr], flags: &[Flag]) -> Scan<'a> {
     let mut next = 0;
     while let Some((name, attached)) = args.get(next).and_then(|arg| go_name(arg.as_bytes())) {
         next += 1;
-        match find_go(flags, name) {
-            None => scan.unknown = true,
-            Some(flag) if flag.takes == Takes::Nothing || attached.is_some() => {
-                scan.given.push((flag.name, attached));
-            }
-            Some(flag) => {
-                scan.given.push((flag.name, args.get(next).copied()));
-                next += 1;
-            }
+        let Some(flag) = find_go(flags, name) else {
+            scan.unknown = true;
+            continue;
+        };
+        if name != flag.name.as_bytes() {
+            scan.letters.push(flag.name);
+        }
+        if flag.takes == Takes::Nothing || attached.is_some() {
+            scan.given.push((flag.name, attached));
+        } else {
+            scan.given.push((flag.name, args.get(next).copied()));
+            next += 1;
         }
     }
     scan.finish(args, next)

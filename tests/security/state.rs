@@ -201,6 +201,26 @@ fn c3_of_a_ledger_of_another_boot_only_what_people_said_counts() {
     world.assert_empty();
 }
 
+/// As where somebody puts an old copy of the directory back.
+#[test]
+fn c3_a_ledger_of_another_boot_is_rebuilt_where_the_lock_is_of_this_one() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let [first, second] = two(&world);
+    for name in ["ledger.json", "ledger.json.copy"] {
+        edit(&world.state_dir().join(name), |ledger| {
+            ledger["boot_id"] = json!("00000000-0000-4000-8000-000000000000");
+        });
+    }
+    assert!(world.sublet(&["gc"]).status.success());
+    assert_eq!(world.leases().len(), 2, "both run");
+    first.down();
+    second.down();
+    world.assert_empty();
+}
+
 #[test]
 fn c3_an_inventory_that_does_not_hold_is_made_anew() {
     if skip_unless_root() {

@@ -180,6 +180,29 @@ fn hosts_whose_driver_is_not_whole() {
     );
 }
 
+/// connect(2) to it succeeds, and programs would wait for it for ever.
+#[test]
+fn a_daemon_that_is_stopped_serves_no_new_container() {
+    use nix::sys::signal::{Signal, kill};
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let keeper = world.bundle("keeper", SHARE, &["/bin/sleep", "120"]);
+    keeper.up();
+    let all = |signal| world.daemon_pids("").into_iter().for_each(|pid| kill(pid, signal).expect("it lives"));
+    all(Signal::SIGSTOP);
+    let line = bad(&world, SHARE).refused();
+    all(Signal::SIGCONT);
+    assert!(line.contains("does not answer"), "{line}");
+    let again = world.bundle("again", SHARE, HOLD);
+    again.up();
+    assert_eq!(again.event("info")["mps"], json!(true));
+    again.down();
+    keeper.down();
+    world.assert_empty();
+}
+
 fn remove_library(world: &World, stem: &str) {
     let entries = std::fs::read_dir(libraries(world)).expect("libraries").flatten();
     for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(stem)) {

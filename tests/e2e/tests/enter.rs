@@ -21,12 +21,18 @@ const IMAGES: &[&str] = &["PATH=/usr/bin:/bin"];
 /// Every way in which a process comes.
 fn ways(bundle: &Bundle<'_>) -> Vec<(&'static str, Finished)> {
     let with_env = bundle.runtime_with(&["exec", "--env", "MINE=1", "--env", "CUDA_VISIBLE_DEVICES=7"], INFO);
+    let by_letter = bundle.runtime_with(&["exec", "-e", "MINE=1"], INFO);
+    let mut file_by_letter = bundle.runtime();
+    let file_by_letter = file_by_letter.args(["exec", "-p"]).arg(process_file(bundle)).arg(&bundle.id);
+    let file_by_letter = Finished::of(&file_by_letter.output().expect("it runs"));
     let stdin = by_stdin(bundle, Stdio::from(std::fs::File::open(process_file(bundle)).expect("a file")));
     let mut piped = by_pipe(bundle);
     vec![
         ("--process", bundle.exec_file(INFO, IMAGES)),
         ("alone", bundle.exec(INFO)),
         ("--env", with_env),
+        ("-e", by_letter),
+        ("-p", file_by_letter),
         ("--process /dev/stdin", stdin),
         ("a pipe", piped.remove(0)),
     ]

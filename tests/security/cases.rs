@@ -1,0 +1,48 @@
+//! An hour of bad luck and bad intent at every door: hostile and unlucky cases, each a line of shell with what is
+//! expected of it, run one after the other into a table (docs/evidence/2026-11-22-cases.md). Not among the ordinary
+//! tests: `tests/security/try-cases` runs it.
+//!
+//! To add a door: a module below `cases/` with a `Stage` (a machine with a neighbour on its GPU, what the shell of a
+//! case knows, and how to find and remove containers) and a list of cases; a line in `DOORS` here, and one in
+//! `try-cases` that says by what it is entered. A case is `case(what, command, expectation)`:
+//!
+//! - the command is bash, one line, as a reader could type it after the stage's prelude, which stands above the table;
+//! - it changes what it likes of `$STATE`, `$CONFIG`, `$DRIVER`, and moves aside (`aside FILE`) what it wants gone: all
+//!   of that is put back afterwards, the containers are removed, and `sublet gc` runs;
+//! - whatever is expected, afterwards nothing may be left (lease, container, process, mount, daemon of its own), and
+//!   the neighbour has its share, its process and its daemon as before (`.harming()`: the case itself ends the daemon).
+
+#[path = "cases/around.rs"]
+mod around;
+#[path = "cases/bundles.rs"]
+mod bundles;
+#[path = "cases/exec.rs"]
+mod exec;
+#[path = "cases/frame.rs"]
+mod frame;
+#[path = "cases/shim.rs"]
+mod shim;
+#[path = "cases/watch.rs"]
+mod watch;
+
+use frame::Door;
+use sublet_e2e::skip_unless_root;
+
+const DOORS: &[Door] = &[
+    Door { name: "shim", open: bundles::empty, cases: shim::cases },
+    Door { name: "exec", open: bundles::with_container, cases: exec::cases },
+];
+
+/// `SUBLET_CASES` names the doors, `SUBLET_CASES_TO` the file that gets their tables, and `SUBLET_CASES_ONLY` some
+/// words of the cases that are wanted.
+#[test]
+#[ignore = "hundreds of cases: tests/security/try-cases"]
+fn doors() {
+    if skip_unless_root() {
+        return;
+    }
+    let wanted = std::env::var("SUBLET_CASES").unwrap_or_default();
+    let is_wanted = |door: &&Door| wanted.split_whitespace().any(|name| name == door.name);
+    let failed: usize = DOORS.iter().filter(is_wanted).map(frame::try_door).sum();
+    assert_eq!(failed, 0, "cases FAILED: see their rows");
+}

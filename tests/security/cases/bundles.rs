@@ -1,0 +1,128 @@
+//! The stage of plain bundles: the shim called as an engine would, at a prompt.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use serde_json::json;
+use sublet_e2e::{Finished, World, bin_dir, programs};
+
+use crate::frame::{NEIGHBOUR, Seen, Stage};
+
+const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
+
+/// Says what nodes there are, and then what CUDA has.
+const PROBE: &str = "echo nodes: $(ls /dev | grep nvidia)\nexec cuda-probe \"$@\"\n";
+
+const PRELUDE: &str = r#"`$DIR` has all: the bundle `$BUNDLE` of a container that asks for `sublet.sm=25` and `sublet.memory=8GiB`, the runtime's
+records `$ROOT`, sublet's `$STATE` and `$CONFIG`, and the driver `$DRIVER`. The container's program prints the nodes it
+sees, then what CUDA has, and holds on. A neighbour with the same share runs beside it all the time.
+
+```sh
+runtime() { sublet-runtime --root "$ROOT" "$@"; }
+create() { runtime create --bundle "$BUNDLE" "${1:-c}" </dev/null >"$BUNDLE/out" 2>"$BUNDLE/err"; local rc=$?; cat "$BUNDLE/err" >&2; return $rc; }
+said() { for i in {1..100}; do grep -q '"event":"info"' "$BUNDLE/out" && break; sleep 0.05; done; cat "$BUNDLE/out"; }
+up() { create "$@" && runtime start "${1:-c}" && said; }
+swap() { local f=${3:-$BUNDLE/config.json} t; t=$(<"$f"); [[ $t == *"$1"* ]] && printf %s "${t/"$1"/"$2"}" >"$f"; }
+annotate() { swap '"sublet.sm":"25"' "$1"; }
+mounted() { swap '"mounts":[' "\"mounts\":[$1,"; }
+variables() { swap '"env":[' "\"env\":[$1,"; }
+aside() { mv "$1" "$1.aside"; }
+alone() { unshare --mount --propagation private bash -c "$1"; }
+daemons() { for p in /proc/[0-9]*; do [[ $(cat $p/comm 2>/dev/null) == nvidia-cuda-mps* ]] && grep -qz "$DIR" $p/environ 2>/dev/null && echo "${p#/proc/}"; done; }
+end_daemons() { kill -9 $(daemons) 2>/dev/null; while [ -n "$(daemons)" ]; do sleep 0.01; done; }
+stop_daemons() { local p; for p in $(daemons); do kill -STOP $p; until grep -q '^State:.T' /proc/$p/status; do sleep 0.01; done; done; }
+export -f runtime create said up swap annotate mounted variables aside alone daemons end_daemons stop_daemons
+```"#;
+
+/// One GPU, a neighbour on it, and room for a container.
+struct Bundles {
+    world: World,
+    /// Whether that runs before each case.
+    stands: bool,
+}
+
+pub fn empty() -> Box<dyn Stage> {
+    Box::new(Bundles::new(false))
+}
+
+pub fn with_container() -> Box<dyn Stage> {
+    Box::new(Bundles::new(true))
+}
+
+impl Bundles {
+    fn new(stands: bool) -> Self {
+        let world = World::simulated("h200", "");
+        programs::script(&world.dir.path().join("rootfs/usr/bin/probe"), PROBE);
+        world.bundle(NEIGHBOUR, SHARE, &["/bin/sleep", "3600"]).up();
+        Self { world, stands }
+    }
+
+    fn scratch(&self) -> PathBuf {
+        self.world.dir.path().join("scratch")
+    }
+}
+
+impl Stage for Bundles {
+    fn world(&self) -> &World {
+        &self.world
+    }
+
+    fn prelude(&self) -> &str {
+        PRELUDE
+    }
+
+    fn variables(&self) -> Vec<(&'static str, PathBuf)> {
+        let dir = self.world.dir.path();
+        let path = std::env::var("PATH").expect("PATH");
+        vec![
+            ("DIR", dir.to_owned()),
+            ("BUNDLE", dir.join("bundles/c")),
+            ("ROOT", self.world.runtime_root()),
+            ("STATE", self.world.state_dir()),
+            ("CONFIG", self.world.config.clone()),
+            ("SUBLET_CONFIG", self.world.config.clone()),
+            ("DRIVER", self.world.driver_root.clone().expect("a simulated driver")),
+            ("PATH", PathBuf::from(format!("{}:{path}", bin_dir().display()))),
+        ]
+    }
+
+    fn before(&self) {
+        for dir in [self.scratch(), self.world.dir.path().join("bundles/c")] {
+            let _ = std::fs::remove_dir_all(&dir);
+        }
+        std::fs::create_dir(self.scratch()).expect("a directory");
+        let mut bundle = self.world.bundle("c", SHARE, &["/usr/bin/probe", "hold", "60"]);
+        if !self.stands {
+            return bundle.write();
+        }
+        self.world.bundle("p", &[], &["/bin/sleep", "60"]).write();
+        self.world.bundle("q", SHARE, &["/bin/sleep", "60"]).write();
+        // It outlives the daemon, which a program at work on the GPU does not.
+        bundle.spec["process"]["args"] = json!(["/bin/sleep", "60"]);
+        bundle.up();
+        let process = json!({"cwd": "/", "args": ["/usr/bin/probe", "info"], "env": ["PATH=/usr/bin:/bin"],
+            "user": {"uid": 0, "gid": 0}, "capabilities": bundle.spec["process"]["capabilities"]});
+        std::fs::write(self.scratch().join("p.json"), process.to_string()).expect("p.json");
+    }
+
+    fn containers(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.world.runtime_root()).into_iter().flatten().flatten();
+        let mut ids: Vec<_> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+        ids.sort();
+        ids
+    }
+
+    fn remove(&self, id: &str) -> Result<(), String> {
+        let output = self.world.runtime().args(["delete", "--force", id]).output().expect("it runs");
+        let why = || format!("delete --force: {}", String::from_utf8_lossy(&output.stderr).trim());
+        if output.status.success() { Ok(()) } else { Err(why()) }
+    }
+
+    fn neighbour(&self) -> Seen {
+        let mut command: Command = self.world.runtime();
+        let finished = Finished::of(
+            &command.args(["exec", NEIGHBOUR, "/usr/bin/probe", "info"]).output().expect("it runs"),
+        );
+        Seen { code: finished.code, stdout: finished.stdout, stderr: finished.stderr }
+    }
+}

@@ -1,0 +1,250 @@
+//! A case, what may be expected of it, and the table of what was seen.
+
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use serde_json::{Value, json};
+use sublet_e2e::World;
+
+use crate::watch::{Before, put_back};
+
+/// A command that takes longer hangs.
+const LONGEST: &str = "25";
+
+/// What the table has room for of one line.
+const SHOWN: usize = 230;
+
+/// One line of the table.
+pub struct Case {
+    what: &'static str,
+    command: &'static str,
+    expected: Expect,
+    harms: bool,
+}
+
+/// All that may be expected.
+pub enum Expect {
+    /// The command fails with one line of ours that has these words, before there is a container or a lease.
+    Refused(&'static str),
+    /// What is below us fails the command in its own words, these among them.
+    Fails(&'static str),
+    /// The program inside has exactly this share, and this GPU's nodes alone.
+    Share(Share),
+    /// A container without our keys runs, and sees no GPU.
+    Plain,
+    /// Exit status 0, and these words on standard output.
+    Works(&'static str),
+    /// Whatever becomes of the command, nothing is left of it.
+    Still,
+}
+
+/// A share on the one GPU of the machine.
+pub struct Share {
+    pub sm: u64,
+    /// `None`: no limit.
+    pub gib: Option<u64>,
+}
+
+/// What the containers of the cases ask for.
+pub const QUARTER: Expect = Expect::Share(Share { sm: 32, gib: Some(8) });
+
+/// The nodes of a share of that GPU.
+const NODES: &str = "nodes: nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
+
+pub const fn case(what: &'static str, command: &'static str, expected: Expect) -> Case {
+    Case { what, command, expected, harms: false }
+}
+
+impl Case {
+    /// The case itself ends or stops the neighbour's daemon.
+    pub const fn harming(mut self) -> Self {
+        self.harms = true;
+        self
+    }
+}
+
+/// A machine with a neighbour on its GPU, and what a case knows of it.
+pub trait Stage {
+    fn world(&self) -> &World;
+    /// What the table's reader has to know and to type first.
+    fn prelude(&self) -> &str;
+    fn variables(&self) -> Vec<(&'static str, PathBuf)>;
+    /// As every case finds it.
+    fn before(&self);
+    /// The ids of the containers there are, the neighbour's among them.
+    fn containers(&self) -> Vec<String>;
+    fn remove(&self, id: &str) -> Result<(), String>;
+    /// What a process in the neighbour's container says of its GPU.
+    fn neighbour(&self) -> Seen;
+}
+
+/// The neighbour's container.
+pub const NEIGHBOUR: &str = "neighbour";
+
+/// A way to a share.
+pub struct Door {
+    pub name: &'static str,
+    pub open: fn() -> Box<dyn Stage>,
+    pub cases: fn() -> Vec<Case>,
+}
+
+/// What a command came to.
+pub struct Seen {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Seen {
+    fn info(&self) -> Option<Value> {
+        let mut lines = self.stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        lines.find(|line| line["event"] == "info")
+    }
+
+    fn nodes(&self) -> &str {
+        self.stdout.lines().find(|line| line.starts_with("nodes:")).unwrap_or("no line of nodes").trim_end()
+    }
+
+    /// In one line, for the table.
+    fn shown(&self, world: &World) -> String {
+        let dir = world.dir.path().display().to_string();
+        let said = match self.info() {
+            Some(info) if info["error"].is_null() => {
+                let mps = if info["mps"] == true { ", MPS" } else { "" };
+                format!("{} SMs, {} MiB free{mps}; {}", info["sm"], info["free_mib"], self.nodes())
+            }
+            Some(info) => format!("{}; {}", info["error"].as_str().unwrap_or("?"), self.nodes()),
+            None if self.stderr.trim().is_empty() => self.stdout.trim().to_owned(),
+            None => self.stderr.trim().to_owned(),
+        };
+        let said = said.replace(&dir, "$DIR").replace('\n', " ⏎ ");
+        let said: String = said.chars().map(|c| if c.is_control() { '␛' } else { c }).collect();
+        let short: String = said.chars().take(SHOWN).collect();
+        let more = if short.len() < said.len() { "…" } else { "" };
+        let code = self.code.map_or_else(|| "a signal".to_owned(), |code| code.to_string());
+        format!("{code}: {short}{more}")
+    }
+}
+
+impl Share {
+    pub fn check(&self, seen: &Seen) -> Result<(), String> {
+        let info = seen.info().ok_or("no program said what it has")?;
+        let free = info["free_mib"].as_u64().unwrap_or_default();
+        let is_free = self.gib.map_or(free > 130_000, |gib| free <= gib << 10 && free + 700 > gib << 10);
+        let of_share = [&info["error"], &info["sm"], &info["mps"], &info["count"]];
+        if of_share != [&Value::Null, &json!(self.sm), &json!(true), &json!(1)] || !is_free {
+            return Err(format!("another share: {info}"));
+        }
+        if seen.nodes() == NODES { Ok(()) } else { Err(format!("other nodes: {}", seen.nodes())) }
+    }
+}
+
+impl Expect {
+    fn said(&self) -> String {
+        match self {
+            Self::Refused(words) => format!("refused: “{words}”"),
+            Self::Fails(words) => format!("the runtime below fails: “{words}”"),
+            Self::Share(share) => {
+                let memory = share.gib.map_or("no limit".to_owned(), |gib| format!("{gib} GiB"));
+                format!("its share: {} SMs, {memory}", share.sm)
+            }
+            Self::Plain => "it runs, and sees no GPU".to_owned(),
+            Self::Works("") => "it works".to_owned(),
+            Self::Works(words) => format!("it works: “{words}”"),
+            Self::Still => "nothing is left of it".to_owned(),
+        }
+    }
+
+    fn check(&self, seen: &Seen) -> Result<(), String> {
+        let fails = |words: &str| match seen.code {
+            Some(1..) if seen.info().is_none() && seen.stderr.contains(words) => Ok(()),
+            Some(1..) if seen.info().is_none() => Err("other words".to_owned()),
+            _ => Err("it did not fail".to_owned()),
+        };
+        match self {
+            Self::Refused(words) => match seen.stderr.lines().count() {
+                1 => fails(words),
+                lines => Err(format!("{lines} lines")),
+            },
+            Self::Fails(words) => fails(words),
+            Self::Share(_) | Self::Plain | Self::Works(_) if seen.code != Some(0) => {
+                Err("it failed".to_owned())
+            }
+            Self::Share(share) => share.check(seen),
+            Self::Plain => match seen.info() {
+                Some(info) if !info["error"].is_null() && seen.nodes() == "nodes:" => Ok(()),
+                _ => Err("it sees something".to_owned()),
+            },
+            Self::Works(words) if seen.stdout.contains(words) => Ok(()),
+            Self::Works(_) => Err("other words".to_owned()),
+            Self::Still => Ok(()),
+        }
+    }
+}
+
+/// Tries every case of a door; how many FAILED.
+pub fn try_door(door: &Door) -> usize {
+    let only = std::env::var("SUBLET_CASES_ONLY").unwrap_or_default();
+    let mut stage = (door.open)();
+    let engine = stage.world().engine.program();
+    let mut text = format!(
+        "## {}, {engine}\n\n{}\n\n| | what | command | expected | seen | |\n|---|---|---|---|---|---|\n",
+        door.name,
+        stage.prelude()
+    );
+    let mut failed = 0;
+    for (at, case) in (door.cases)().iter().enumerate().filter(|(_, case)| case.what.contains(&only)) {
+        let (seen, problems) = try_case(&*stage, case);
+        let verdict = if problems.is_empty() { "ok".to_owned() } else { format!("FAILED: {problems}") };
+        let (number, expected) = (at + 1, case.expected.said());
+        let cells = [case.what, &format!("`{}`", case.command), &expected, &seen, &verdict];
+        let cells = cells.map(|cell| cell.replace('|', "\\|")).join(" | ");
+        println!("{} {engine} {number} | {cells}", door.name);
+        writeln!(text, "| {number} | {cells} |").expect("a String");
+        if !problems.is_empty() {
+            failed += 1;
+            // Whatever it broke, the next one is not its victim.
+            stage = (door.open)();
+        }
+    }
+    text.push('\n');
+    if let Some(to) = std::env::var_os("SUBLET_CASES_TO") {
+        let file = File::options().create(true).append(true).open(to);
+        file.and_then(|mut file| file.write_all(text.as_bytes())).expect("the table is written");
+    }
+    failed
+}
+
+/// What was seen, and what is wrong with it.
+fn try_case(stage: &dyn Stage, case: &Case) -> (String, String) {
+    stage.before();
+    let before = Before::look(stage);
+    let seen = run(stage, case.command);
+    let mut problems: Vec<String> = case.expected.check(&seen).err().into_iter().collect();
+    if matches!(case.expected, Expect::Refused(_)) {
+        problems.extend(before.changed(stage));
+    }
+    put_back(stage, &before);
+    problems.extend(before.left(stage, case.harms));
+    (seen.shown(stage.world()), problems.join("; "))
+}
+
+/// The command, typed after the prelude in a directory of its own.
+fn run(stage: &dyn Stage, command: &str) -> Seen {
+    let scratch = stage.world().dir.path().join("scratch");
+    let open = |name: &str| File::create(stage.world().dir.path().join(name)).expect("an output file");
+    let functions = stage.prelude().split("```").nth(1).expect("a block of shell").trim_start_matches("sh\n");
+    let mut bash = Command::new("timeout");
+    bash.args(["--signal=KILL", LONGEST, "bash", "-c"]).arg(format!("{functions}\n{command}"));
+    bash.current_dir(scratch).envs(stage.variables()).env("SUBLET_CASE", "1");
+    // Files: whoever keeps them open keeps nobody waiting.
+    let status = bash.stdin(Stdio::null()).stdout(open("said")).stderr(open("complained")).status();
+    let read = |name: &str| {
+        let text = std::fs::read(stage.world().dir.path().join(name)).unwrap_or_default();
+        String::from_utf8_lossy(&text).into_owned()
+    };
+    Seen { code: status.expect("bash runs").code(), stdout: read("said"), stderr: read("complained") }
+}

@@ -1,0 +1,171 @@
+//! What the machine is like before a case, and what is left of the case after it.
+
+use std::collections::BTreeSet;
+use std::fs::Permissions;
+use std::os::unix::fs::{PermissionsExt as _, chown};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+use sublet_e2e::is_alive;
+
+use crate::frame::{Expect, NEIGHBOUR, QUARTER, Stage};
+
+/// How long processes may take to end.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The machine before a case.
+pub struct Before {
+    state: PathBuf,
+    config: Vec<u8>,
+    containers: Vec<String>,
+    leases: Option<Vec<Value>>,
+    daemons: Vec<Pid>,
+    mounts: Vec<String>,
+}
+
+impl Before {
+    pub fn look(stage: &dyn Stage) -> Self {
+        let dir = stage.world().state_dir();
+        Self {
+            config: std::fs::read(&stage.world().config).expect("config.toml"),
+            containers: stage.containers(),
+            leases: leases(&dir),
+            daemons: daemons(stage),
+            mounts: mounts(),
+            state: dir,
+        }
+    }
+
+    /// What a refused command changed all the same.
+    pub fn changed(&self, stage: &dyn Stage) -> Vec<String> {
+        let mut problems = Vec::new();
+        let containers = stage.containers();
+        if containers != self.containers {
+            problems.push(format!("containers {containers:?}"));
+        }
+        // One that cannot be read is looked at when it has been put right.
+        match leases(&self.state) {
+            Some(leases) if Some(&leases) != self.leases.as_ref() => {
+                problems.push(format!("leases {leases:?}"));
+            }
+            _ => {}
+        }
+        problems
+    }
+
+    /// What is left when every container but the neighbour's is removed, and what became of the neighbour.
+    pub fn left(&self, stage: &dyn Stage, harmed: bool) -> Vec<String> {
+        let mut problems = Vec::new();
+        for id in stage.containers().iter().filter(|id| *id != NEIGHBOUR) {
+            problems.extend(stage.remove(id).err());
+        }
+        let gc = stage.world().sublet(&["gc"]);
+        if !gc.status.success() {
+            problems.push(format!("sublet gc: {}", String::from_utf8_lossy(&gc.stderr)));
+        }
+        let Expect::Share(share) = QUARTER else { unreachable!("it is one") };
+        let neighbour = share.check(&stage.neighbour());
+        problems.extend(neighbour.err().map(|error| format!("the neighbour: {error}")));
+        if leases(&self.state) != Some(vec![json!(NEIGHBOUR)]) {
+            problems.push(format!("leases {:?}", leases(&self.state)));
+        }
+        let strays = within_patience(|| strays(stage));
+        if !strays.is_empty() {
+            problems.push(format!("processes {strays:?}"));
+        }
+        let left: Vec<_> = mounts().into_iter().filter(|mount| !self.mounts.contains(mount)).collect();
+        if !left.is_empty() {
+            problems.push(format!("mounts {left:?}"));
+        }
+        let now = daemons(stage);
+        if !harmed && now != self.daemons || now.len() != self.daemons.len() {
+            problems.push(format!("MPS processes {now:?}, before {:?}", self.daemons));
+        }
+        problems
+    }
+}
+
+/// Undoes what the case did to the machine: what it moved aside, wrote into the configuration, or stopped.
+pub fn put_back(stage: &dyn Stage, before: &Before) {
+    for pid in daemons(stage) {
+        let _ = kill(pid, Signal::SIGCONT);
+    }
+    // A container that a killed runtime has half made waits for ever; it is the runtime's own, and has no program yet.
+    let half_made = format!("{} --root", stage.world().engine.program());
+    for (pid, line) in strays(stage) {
+        if line.contains(&half_made) || line.ends_with("runc init") {
+            let _ = kill(pid, Signal::SIGKILL);
+        }
+    }
+    put_back_asides(stage.world().dir.path(), 6);
+    let _ = std::fs::remove_file(&stage.world().config);
+    std::fs::write(&stage.world().config, &before.config).expect("config.toml");
+    std::fs::set_permissions(&stage.world().config, Permissions::from_mode(0o644)).expect("chmod");
+    let _ = std::fs::create_dir(&before.state);
+    chown(&before.state, Some(0), Some(0)).expect("chown");
+    std::fs::set_permissions(&before.state, Permissions::from_mode(0o755)).expect("chmod");
+}
+
+/// Whatever lies in the place of something that was moved aside makes room for it.
+fn put_back_asides(dir: &Path, depth: usize) {
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if path.extension().is_some_and(|extension| extension == "aside") {
+            let place = path.with_extension("");
+            let _ = std::fs::remove_file(&place).or_else(|_| std::fs::remove_dir_all(&place));
+            std::fs::rename(&path, place).expect("it is put back");
+        } else if depth > 0 && entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            put_back_asides(&path, depth - 1);
+        }
+    }
+}
+
+/// The containers in the ledger as it is.
+fn leases(state: &Path) -> Option<Vec<Value>> {
+    let ledger: Value = serde_json::from_slice(&std::fs::read(state.join("ledger.json")).ok()?).ok()?;
+    Some(ledger["leases"].as_array()?.iter().map(|lease| lease["container"]["id"].clone()).collect())
+}
+
+fn daemons(stage: &dyn Stage) -> Vec<Pid> {
+    let mut pids = stage.world().daemon_pids("");
+    pids.sort();
+    pids
+}
+
+fn mounts() -> Vec<String> {
+    let table = std::fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
+    table.lines().filter_map(|line| line.split(' ').nth(4)).map(str::to_owned).collect()
+}
+
+/// Processes of a case: by the variable that its shell has, or in a container of this world's.
+fn strays(stage: &dyn Stage) -> BTreeSet<(Pid, String)> {
+    let world = stage.world().dir.path().file_name().expect("a name").to_string_lossy().into_owned();
+    let read = |pid: i32, name: &str| {
+        let text = std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        String::from_utf8_lossy(&text).replace('\0', " ").trim().to_owned()
+    };
+    let is_of_case = |pid: &i32| {
+        let (cgroup, environ) = (read(*pid, "cgroup"), read(*pid, "environ"));
+        let marked = environ.contains("SUBLET_CASE=") && environ.contains(&world);
+        let inside = cgroup.contains(&world) && !cgroup.contains(&format!("{world}-{NEIGHBOUR}"));
+        (marked || inside) && is_alive(Pid::from_raw(*pid))
+    };
+    let entries = std::fs::read_dir("/proc").expect("/proc").flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    pids.filter(is_of_case).map(|pid| (Pid::from_raw(pid), read(pid, "cmdline"))).collect()
+}
+
+/// Waits for what is to become empty.
+fn within_patience<T>(mut look: impl FnMut() -> BTreeSet<T>) -> BTreeSet<T> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let seen = look();
+        if seen.is_empty() || Instant::now() > end {
+            return seen;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
