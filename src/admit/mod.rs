@@ -244,7 +244,7 @@ fn same(a: &Container, b: &Container) -> bool {
 
 fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
     let request = wish(spec, candidate.share, config)?;
-    let store = Store::open(&config.state_dir)?;
+    let store = Store::open(&config.state_dir)?.beside(&candidate.container.record);
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
     let taken = wish::taken(take::take(candidate, &request, terms, &store, config), spec, config)?;
     let served = grant(&taken, &request, config).and_then(|grant| {

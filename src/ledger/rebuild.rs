@@ -38,10 +38,10 @@ const MPS_COMM: &[u8] = b"nvidia-cuda-mps";
 const FURTHER_ROOTS: &str = "roots";
 
 /// The ledger as far as `last`, its copy, and the running system tell it. Whether the leases of the copy
-/// still live is for the caller to see, as with any ledger.
-pub(super) fn rebuild(state_dir: &Path, boot_id: &str, last: Option<Ledger>) -> Ledger {
+/// still live is for the caller to see, as with any ledger. `root`: one more place where a runtime keeps its records.
+pub(super) fn rebuild(state_dir: &Path, root: Option<&Path>, boot_id: &str, last: Option<Ledger>) -> Ledger {
     let mut ledger = last.unwrap_or_else(|| Ledger::empty(boot_id));
-    for lease in roots(state_dir).iter().flat_map(|root| leases_in(root, state_dir)) {
+    for lease in roots(state_dir, root).iter().flat_map(|root| leases_in(root, state_dir)) {
         if ledger.lease(&lease.id).is_some() {
             continue;
         }
@@ -60,7 +60,7 @@ pub(super) fn rebuild(state_dir: &Path, boot_id: &str, last: Option<Ledger>) -> 
 
 /// What tells that there was a ledger since boot, where there is none: it was lost then. Without a trace it is the
 /// first.
-pub(super) fn trace(state_dir: &Path) -> Option<String> {
+pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Option<String> {
     let name = |path: &Path| safe(&path.to_string_lossy());
     let further = state_dir.join(FURTHER_ROOTS);
     if !further_roots(state_dir).is_empty() {
@@ -78,7 +78,7 @@ pub(super) fn trace(state_dir: &Path) -> Option<String> {
         let record = Record::read(dir).ok().flatten();
         record.is_some_and(|record| record.lease.is_some() && is_of(&record, state_dir))
     };
-    let record = roots(state_dir).iter().flat_map(|root| records_in(root)).find(ours)?;
+    let record = roots(state_dir, root).iter().flat_map(|root| records_in(root)).find(ours)?;
     Some(format!("{} is the record of a container with a share", name(&record)))
 }
 
@@ -279,10 +279,13 @@ fn further_roots(state_dir: &Path) -> Vec<PathBuf> {
 }
 
 /// Every root there is, each once whatever links lead to it.
-fn roots(state_dir: &Path) -> Vec<PathBuf> {
+fn roots(state_dir: &Path, further: Option<&Path>) -> Vec<PathBuf> {
     let usual = ROOTS.iter().flat_map(|pattern| expand(pattern));
-    let mut roots: Vec<PathBuf> =
-        usual.chain(further_roots(state_dir)).filter_map(|root| root.canonicalize().ok()).collect();
+    let mut roots: Vec<PathBuf> = usual
+        .chain(further_roots(state_dir))
+        .chain(further.map(Path::to_owned))
+        .filter_map(|root| root.canonicalize().ok())
+        .collect();
     roots.sort();
     roots.dedup();
     roots
@@ -396,7 +399,7 @@ mod tests {
             fs::create_dir_all(&pipe).unwrap();
             fs::write(pipe.join("nvidia-cuda-mps-control.pid"), format!("{}\n", child.id())).unwrap();
         }
-        let mut ledger = rebuild(state.path(), "boot", None);
+        let mut ledger = rebuild(state.path(), None, "boot", None);
         assert_eq!(ledger.unexplained, ["GPU-a", "GPU-b", "GPU-c"]);
         assert_eq!(ledger.servers.len(), 2);
         let server = Some(ServerKey("GPU-a".into()));

@@ -99,6 +99,8 @@ impl LedgerError {
 #[derive(Debug)]
 pub struct Store {
     state_dir: PathBuf,
+    /// Where the caller's runtime keeps its records.
+    root: Option<PathBuf>,
 }
 
 /// Leases that an update found gone and freed: their servers may have to be settled.
@@ -120,7 +122,13 @@ impl Store {
     pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
         let unusable = |why| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
         state_dir::make(state_dir).map_err(unusable)?;
-        Ok(Self { state_dir: state_dir.to_owned() })
+        Ok(Self { state_dir: state_dir.to_owned(), root: None })
+    }
+
+    /// The same, for who knows a container's `record`: after a loss those beside it are looked at, too.
+    #[must_use]
+    pub fn beside(self, record: &Path) -> Self {
+        Self { root: record.parent().map(Path::to_owned), ..self }
     }
 
     /// The ledger as it stands, without the lock.
@@ -311,7 +319,11 @@ impl Store {
             return Ok(Loaded::Missing);
         }
         let marked = Mark::read_in(&self.lock_file(), &Self::boot_id()?).is_some();
-        let found = if marked { Some("its lock names it".to_owned()) } else { trace(&self.state_dir) };
+        let found = if marked {
+            Some("its lock names it".to_owned())
+        } else {
+            trace(&self.state_dir, self.root.as_deref())
+        };
         Ok(found
             .map_or(Loaded::Missing, |what| Loaded::Corrupt(format!("it and its copy are gone, but {what}"))))
     }
@@ -334,7 +346,7 @@ impl Store {
         }
         tracing::warn!("ledger {} cannot be used ({why}): rebuilding it from what runs", text(&path));
         let has_last = last.is_some();
-        let mut ledger = rebuild(&self.state_dir, boot, last);
+        let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), boot, last);
         // What the mark says of a ledger that is lost was looked at above.
         ledger.namespaces = mark.filter(|_| !has_last).map_or(ledger.namespaces, |_| Some(ours));
         ledger.check_namespaces(ours)?;
