@@ -60,7 +60,7 @@ fn state() -> Vec<Case> {
         case(
             "ledger, copy and the list of roots are gone",
             "rm $STATE/ledger.json $STATE/ledger.json.copy $STATE/roots; up",
-            Still,
+            QUARTER,
         ),
         case(
             "the ledger is of a later version",
