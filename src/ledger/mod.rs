@@ -8,6 +8,7 @@ mod devices;
 mod ended;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+mod leftovers;
 mod made;
 mod mark;
 mod mig;
