@@ -64,6 +64,24 @@ fn a_volume_is_left_as_it_was_and_serves_the_next_container() {
     world.assert_empty();
 }
 
+/// The hook mounts by itself, on a live container.
+#[test]
+fn a_volume_is_left_as_it_was_by_the_hook_too() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let volume = volume(&world);
+    let before = tree(&volume);
+    let mut bundle = with(&world, "hooked", &volume);
+    bundle.hook(&["createRuntime", "poststop"]);
+    up(&bundle);
+    assert!(volume.join("libcuda.so.1").exists(), "a mount point is there while it runs");
+    bundle.down();
+    assert_eq!(tree(&volume), before);
+    world.assert_empty();
+}
+
 /// Unlinking a file takes away every mount on it, in all mount namespaces.
 #[test]
 fn a_volume_that_another_container_has_too_is_cleared_after_both() {
