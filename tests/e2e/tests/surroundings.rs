@@ -32,6 +32,15 @@ fn starter() -> Command {
     command
 }
 
+/// Then they are units of its own, and nobody's but the host's configuration counts.
+fn systemd_starts_daemons() -> bool {
+    let runs = Path::new("/run/systemd/system").is_dir();
+    if runs {
+        eprintln!("skipped: systemd starts the daemons of this host");
+    }
+    runs
+}
+
 fn read(pid: Pid, file: &str) -> String {
     std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join(file))
         .expect("the process is there")
@@ -96,7 +105,7 @@ fn init(bundle: &Bundle<'_>) -> Vec<String> {
 
 #[test]
 fn the_daemon_has_a_services_surroundings_and_the_container_its_starters() {
-    if skip_unless_root() {
+    if skip_unless_root() || systemd_starts_daemons() {
         return;
     }
     for policy in ["--batch", "--idle"] {
@@ -133,7 +142,7 @@ fn the_daemon_has_a_services_surroundings_and_the_container_its_starters() {
 /// client, is refused; others are warned of.
 #[test]
 fn limits_that_may_not_be_raised() {
-    if skip_unless_root() {
+    if skip_unless_root() || systemd_starts_daemons() {
         return;
     }
     let world = World::simulated("h200", "");
