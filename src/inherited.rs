@@ -1,11 +1,15 @@
-//! What a caller left open and set: descriptors and environment.
-#![allow(unsafe_code, reason = "descriptors that nobody owns, fork hooks, the process's environment")]
+//! What a caller left open and set: descriptors, environment, a limit on the size of files.
+#![allow(
+    unsafe_code,
+    reason = "descriptors that nobody owns, fork hooks, the process's environment, a signal"
+)]
 
 use std::os::fd::RawFd;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
 use nix::libc;
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 
 /// Closes every descriptor but standard input, output and error: for a program that has just begun, and that is
 /// given nothing by number.
@@ -55,6 +59,20 @@ pub(crate) fn forget_environment(kept: &[&str]) {
             // SAFETY: no other thread reads the environment meanwhile, for there is none.
             unsafe { std::env::remove_var(name) };
         }
+    }
+}
+
+/// Has a write beyond the caller's `RLIMIT_FSIZE` fail, as on a full disk, where it would end this process in the middle
+/// of its work (SIGXFSZ). Whatever it becomes by exec, or starts, has the signal as the caller left it: handlers do not
+/// outlive exec, and a signal that is ignored stays so.
+pub(crate) fn outlive_file_limit() {
+    extern "C" fn nothing(_: libc::c_int) {}
+    let handler = SigAction::new(SigHandler::Handler(nothing), SaFlags::SA_RESTART, SigSet::empty());
+    // SAFETY: the handler does nothing, so it may run at any moment.
+    let before = unsafe { sigaction(Signal::SIGXFSZ, &handler) };
+    if let Some(before) = before.ok().filter(|before| matches!(before.handler(), SigHandler::SigIgn)) {
+        // SAFETY: no handler is installed.
+        let _ = unsafe { sigaction(Signal::SIGXFSZ, &before) };
     }
 }
 

@@ -120,6 +120,7 @@ fn lease(device: &str) -> Lease {
         since: 0,
         library_dir: None,
         mount_points: Vec::new(),
+        volumes: Vec::new(),
         brokered: false,
         parts: Vec::new(),
     }

@@ -110,6 +110,7 @@ impl Host {
             bind_by: None,
             since: 0,
             mount_points: Vec::new(),
+            volumes: Vec::new(),
             library_dir: None,
             brokered: false,
             parts: Vec::new(),

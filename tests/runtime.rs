@@ -303,6 +303,18 @@ fn a_delete_that_succeeds_frees_the_lease() {
     assert_eq!(host.states(), []);
 }
 
+/// Signals that we wait for meanwhile are not blocked for it, nor for the hooks that it runs.
+#[test]
+fn the_runtime_that_deletes_has_the_callers_signal_mask() {
+    let host = Host::new();
+    host.lease();
+    // Where sh is dash it clears its mask as it begins.
+    fs::write(host.path("low-level"), "#!/bin/bash\ngrep SigBlk /proc/self/status\n").unwrap();
+    let output = host.run(&host.delete());
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "SigBlk:\t0000000000000000\n");
+    assert_eq!(host.states(), []);
+}
+
 #[test]
 fn a_delete_that_fails_leaves_the_lease_as_it_was() {
     let host = Host::new();

@@ -10,7 +10,7 @@ use super::{AdmitError, read, rootless, tidy};
 use crate::apply::{self, JsonFile};
 use crate::config::Config;
 use crate::inventory;
-use crate::ledger::{Binding, LeaseId, Store};
+use crate::ledger::{Binding, LEASE_RECORD_ANNOTATION, Lease, LeaseId, Store};
 use crate::process::Process;
 use crate::storage;
 
@@ -96,6 +96,28 @@ pub fn clear_unbound(bundle: &Path, config: &Config) {
     let points: Vec<PathBuf> =
         mounts.filter_map(|mount| mount["destination"].as_str().map(PathBuf::from)).collect();
     apply::cleanup_mount_points(&rootfs, &points);
+    let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
+    if let Some(lease) = record.and_then(Value::as_str).and_then(Lease::from_annotation) {
+        clear_volumes(&lease, config);
+    }
+}
+
+/// Takes away what the runtime has made for our mounts in volumes of the container that had `lease`, where no lease
+/// has one of the same file system.
+pub(super) fn clear_volumes(lease: &Lease, config: &Config) {
+    let volumes = lease.made_in_volumes();
+    if volumes.is_empty() {
+        return;
+    }
+    let ledger: Value =
+        serde_json::from_slice(&crate::ledger::written(&config.state_dir)).unwrap_or_default();
+    let Some(leases) = ledger["leases"].as_array() else { return };
+    let others: Vec<u64> = leases
+        .iter()
+        .flat_map(|lease| lease["volumes"].as_array().into_iter().flatten())
+        .filter_map(|volume| volume["device"].as_u64())
+        .collect();
+    volumes.iter().filter(|volume| !others.contains(&volume.device)).for_each(apply::clear_volume);
 }
 
 /// Whether a lease has that root filesystem. Everybody may read the ledger, those too who may not open the

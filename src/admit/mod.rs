@@ -407,10 +407,10 @@ pub fn clear_leftovers(store: &Store) {
     }
     for left in &clearable {
         crate::replace::sweep(&left.bundle);
-        apply::cleanup_mount_points(&left.rootfs, &left.mount_points);
+        apply::clear(left);
     }
     let forgotten = store.update(|ledger| {
-        ledger.leftovers.retain(|left| !clearable.contains(left));
+        ledger.forget(&clearable);
         Ok::<_, Infallible>(())
     });
     if let Err(error) = forgotten {

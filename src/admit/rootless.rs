@@ -161,7 +161,7 @@ fn freed(ask: &Ask, config: &Config) -> Result<(), AdmitError> {
     let Answer::Freed(left) = Broker::new(config).ask(ask)? else { return unfitting() };
     if let Some(left) = left {
         crate::replace::sweep(&left.bundle);
-        apply::cleanup_mount_points(&left.rootfs, &left.mount_points);
+        apply::clear(&left);
     }
     Ok(())
 }
@@ -174,6 +174,7 @@ pub(super) fn clear_after(lease: &Lease, config: &Config) {
     if !in_use {
         apply::cleanup_mount_points(rootfs, &lease.mount_points);
     }
+    super::bind::clear_volumes(lease, config);
 }
 
 /// As [`super::bind`].

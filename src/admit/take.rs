@@ -303,6 +303,7 @@ pub fn lease_for(
         bind_by: None,
         since: epoch_seconds(),
         mount_points: image.created.clone(),
+        volumes: image.volumes.clone(),
         library_dir: libraries.map(Path::to_owned),
         brokered: false,
         parts: placement.parts.clone(),

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::take::{self, Rootfs, Terms};
 use super::{AdmitError, Candidate, free, give_back, granted_still, mark, read, ready};
 use crate::config::Config;
-use crate::ledger::{Binding, Init, LEASE_ANNOTATION, LeaseId, Leftover, Store};
+use crate::ledger::{Binding, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Leftover, Store, VolumeFiles};
 use crate::process::Process;
 use crate::request;
 use crate::serve::caps::Cap;
@@ -77,7 +77,15 @@ pub(crate) fn free_told(uid: u32, lease: &LeaseId, config: &Config) -> Result<Op
         bundle: held.container.bundle.clone(),
         rootfs: rootfs.clone(),
         mount_points: held.mount_points.clone(),
+        volumes: free_volumes(held, &ledger),
     }))
+}
+
+/// What the user is to remove from volumes that no other container with a share has.
+fn free_volumes(held: &Lease, ledger: &Ledger) -> Vec<VolumeFiles> {
+    let others = ledger.leases.iter().filter(|other| other.id != held.id);
+    let used: Vec<u64> = others.flat_map(|other| &other.volumes).map(|volume| volume.device).collect();
+    held.made_in_volumes().into_iter().filter(|volume| !used.contains(&volume.device)).collect()
 }
 
 /// As [`super::mark_ending`], where `deleter` deletes the container.

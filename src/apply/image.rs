@@ -141,7 +141,7 @@ pub fn inspect(
     }
     let files: Vec<_> = files.into_iter().map(|mount| mount.destination).collect();
     let directories = mps_directories(request, &image, config);
-    image.created = mount_points::check(&tree, &files, &directories)?;
+    (image.created, image.volumes) = mount_points::check(&tree, &files, &directories)?;
     covered::unmasked(spec, &tree, &directories)?;
     Ok(image)
 }

@@ -16,7 +16,7 @@ pub use conflict::{Conflict, conflict, own_mount_namespace};
 pub use covered::uncovered;
 pub use file::{FileError, JsonFile, mentions_sublet};
 pub use image::{ImageError, inspect};
-pub use mount_points::cleanup_mount_points;
+pub use mount_points::{cleanup_mount_points, clear, clear_volume};
 pub(crate) use namespace::systemctl;
 pub use namespace::{Live, NamespaceError, apply};
 #[cfg(fuzzing)]

@@ -1,42 +1,56 @@
 //! Where our mounts land in a container's tree: whether they can, and taking away what they leave behind.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, readlinkat};
+use nix::fcntl::{AtFlags, OFlag, ResolveFlag, readlinkat};
 use nix::sys::stat::{FileStat, SFlag, fstatat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use super::image::ImageError;
-use super::tree::{Tree, open_in, open_root};
+use super::tree::{Tree, open_below, open_directory, open_in, open_root};
+use crate::ledger::{Leftover, VolumeFiles};
 
-/// Looks at each mount point. Files that are not there yet and will be made in the rootfs come back.
+/// Looks at each mount point. Files that are not there yet and will be made in the rootfs come back, and the directories
+/// of volumes that files are mounted in.
 ///
 /// A link is fine wherever it leads: the runtime resolves it inside the rootfs, as the kernel did here.
 pub(super) fn check(
     tree: &Tree,
     files: &[PathBuf],
     directories: &[PathBuf],
-) -> Result<Vec<PathBuf>, ImageError> {
-    let (mut created, mut impossible) = (Vec::new(), Vec::new());
+) -> Result<(Vec<PathBuf>, Vec<VolumeFiles>), ImageError> {
+    let (mut created, mut impossible, mut volumes) = (Vec::new(), Vec::new(), Vec::new());
     let all = files.iter().map(|path| (path, false)).chain(directories.iter().map(|path| (path, true)));
     for (path, directory) in all {
         if tree.is_shared(path) && !cfg!(sublet_without = "a9") {
             return Err(ImageError::Shared(path.clone()));
         }
+        let unusable = |source| ImageError::Unusable { path: path.clone(), source };
         match tree.find(path) {
-            Ok(found) if found.is(SFlag::S_IFDIR) == directory => {}
+            Ok(found) if found.is(SFlag::S_IFDIR) == directory => {
+                if found.in_volume && !directory {
+                    if let (Some(place), _) = tree.place_in_volume(path).map_err(unusable)? {
+                        note(place, None, &mut volumes);
+                    }
+                }
+            }
             Ok(_) if directory => return Err(ImageError::NotDirectory(path.clone())),
             Ok(_) => return Err(ImageError::Directory(path.clone())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => match tree.place_for(path) {
                 (true, _) => impossible.push(path.clone()),
                 (false, false) if !directory => created.push(path.clone()),
+                (false, true) if !directory => match tree.place_in_volume(path).map_err(unusable)? {
+                    (Some(place), file) => note(place, Some(file), &mut volumes),
+                    // A link of the volume's leads back to the image's own files; a tmpfs goes with the container.
+                    (None, landing) => created.extend(Some(landing).filter(|path| !tree.is_covered(path))),
+                },
                 (false, _) => {}
             },
-            Err(source) => return Err(ImageError::Unusable { path: path.clone(), source }),
+            Err(source) => return Err(unusable(source)),
         }
     }
     if !impossible.is_empty() {
@@ -45,7 +59,21 @@ pub(super) fn check(
     if !cfg!(sublet_without = "a2-nested") {
         check_directories(tree, files, directories)?;
     }
-    Ok(created)
+    Ok((created, volumes))
+}
+
+/// Adds the directory of a volume that something of ours is mounted in, and the file that will be made there. What is no
+/// text cannot be written down: it stays.
+fn note(mut place: VolumeFiles, made: Option<PathBuf>, volumes: &mut Vec<VolumeFiles>) {
+    let made = made.filter(|file| file.to_str().is_some());
+    match volumes.iter_mut().find(|known| known.directory == place.directory) {
+        Some(known) => known.files.extend(made),
+        None if place.directory.to_str().is_some() => {
+            place.files.extend(made);
+            volumes.push(place);
+        }
+        None => {}
+    }
 }
 
 /// Refuses links by which something would be made in a directory of ours that is mounted already: it is the host's.
@@ -86,13 +114,41 @@ pub fn cleanup_mount_points(rootfs: &Path, created: &[PathBuf]) -> usize {
     created.iter().filter(|path| remove(&root, path).is_ok_and(|removed| removed)).count()
 }
 
+/// Removes what an ended container left. No live lease may have its root filesystem, nor one of its volumes.
+pub fn clear(left: &Leftover) {
+    cleanup_mount_points(&left.rootfs, &left.mount_points);
+    left.volumes.iter().for_each(clear_volume);
+}
+
+/// As [`cleanup_mount_points`], for what the runtime made in a volume: its content is the tenant's, so no link is
+/// followed any more, and nothing is removed but from the very directory that it was in.
+pub fn clear_volume(place: &VolumeFiles) {
+    let Ok(directory) = open_directory(place) else { return };
+    for file in &place.files {
+        let _ = remove_below(&directory, file);
+    }
+}
+
+fn remove_below(directory: &OwnedFd, file: &Path) -> io::Result<bool> {
+    let (Some(parent), Some(name)) = (file.parent(), file.file_name()) else { return Ok(false) };
+    let parent = Path::new(".").join(parent);
+    let inside = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_XDEV;
+    let parent = open_below(directory, &parent, inside)?;
+    let stat = fstatat(&parent, name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
+    remove_empty(&parent, name, &stat)
+}
+
 fn remove(root: &OwnedFd, path: &Path) -> io::Result<bool> {
     let (parent, name, stat) = entry(root, path)?;
+    remove_empty(&parent, &name, &stat)
+}
+
+fn remove_empty(parent: &OwnedFd, name: &OsStr, stat: &FileStat) -> io::Result<bool> {
     let is_file = SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == SFlag::S_IFREG;
     if !is_file || stat.st_size != 0 || stat.st_nlink != 1 {
         return Ok(false);
     }
-    unlinkat(&parent, name.as_os_str(), UnlinkatFlags::NoRemoveDir)?;
+    unlinkat(parent, name, UnlinkatFlags::NoRemoveDir)?;
     Ok(true)
 }
 

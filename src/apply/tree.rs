@@ -16,6 +16,7 @@ use nix::sys::statvfs::{FsFlags, fstatvfs};
 use serde_json::Value;
 
 use super::conflict::{is_bind, plain};
+use crate::ledger::VolumeFiles;
 
 /// How often a rename in the tree may disturb one look-up, and symbolic links lead into volumes.
 const ROUNDS: usize = 16;
@@ -111,6 +112,27 @@ impl Tree {
             path = real;
         }
         Err(Errno::ELOOP.into())
+    }
+
+    /// The directory in which what is mounted at `path` lies, or is to be made, and the path below it. `None`: it is none
+    /// of a volume's, and the path is the container's.
+    pub fn place_in_volume(&self, path: &Path) -> io::Result<(Option<VolumeFiles>, PathBuf)> {
+        let landing = self.leads_to(path)?;
+        let mut above = landing.ancestors().skip(1);
+        let place = above.find_map(|above| Some((self.find(above).ok()?, above)));
+        let Some((directory, above)) = place.filter(|(found, _)| found.in_volume) else {
+            return Ok((None, landing));
+        };
+        let stat = directory.stat()?;
+        let below = landing.strip_prefix(above).unwrap_or(&landing).to_owned();
+        let directory = host_path(&directory.fd)?;
+        let place = VolumeFiles { directory, device: stat.st_dev, inode: stat.st_ino, files: Vec::new() };
+        Ok((Some(place), below))
+    }
+
+    /// Whether `path`, which has no links, is not the root filesystem's own.
+    pub fn is_covered(&self, path: &Path) -> bool {
+        self.covering(path).is_some()
     }
 
     /// Whether something new at `path` could not be made, and whether it would lie in a volume.
@@ -226,6 +248,23 @@ fn in_volume(volume: &Volume, below: &Path) -> io::Result<Found> {
 pub(super) fn open_root(rootfs: &Path) -> io::Result<OwnedFd> {
     let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     Ok(open(rootfs, flags, Mode::empty())?)
+}
+
+/// Opens a directory of a volume, if it is still the very one and no link leads there: its owner may have moved it.
+pub(super) fn open_directory(place: &VolumeFiles) -> io::Result<OwnedFd> {
+    let here = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    let root = open("/", here, Mode::empty())?;
+    let fd = open_below(&root, &place.directory, ResolveFlag::empty())?;
+    let stat = fstat(&fd)?;
+    if (stat.st_dev, stat.st_ino) == (place.device, place.inode) { Ok(fd) } else { Err(Errno::ESTALE.into()) }
+}
+
+/// Opens a directory to which no link leads.
+pub(super) fn open_below(root: impl AsFd, path: &Path, more: ResolveFlag) -> io::Result<OwnedFd> {
+    let how = OpenHow::new()
+        .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_MAGICLINKS | more);
+    Ok(openat2(root.as_fd(), path, how)?)
 }
 
 /// Opens `path` with `O_PATH` as if `root` were /.

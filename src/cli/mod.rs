@@ -98,6 +98,7 @@ pub fn command() -> clap::Command {
 /// Runs the program; exit codes: 0 done, 1 failed, 2 bad usage (clap's).
 #[must_use]
 pub fn main() -> ExitCode {
+    crate::inherited::outlive_file_limit();
     let arguments = Arguments::parse();
     // What the library warns of, a rebuilt ledger say, is for whoever ran the command.
     log::trace_to(Log::new("sublet", &Global::default(), None), false);

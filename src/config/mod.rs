@@ -318,7 +318,7 @@ pub enum WithoutDaemon {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ExclusiveComputeMode {
-    /// Unless the GPU drives a display or a process without a lease holds a context.
+    /// Unless the GPU drives a display or a process without a lease holds a context, or nobody can tell.
     Auto,
     /// Always; the container is refused where it cannot be had.
     Always,

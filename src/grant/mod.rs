@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{Config, Inject};
 use crate::inventory::{Device, Inventory, Node};
-use crate::ledger::Lease;
+use crate::ledger::{Lease, VolumeFiles};
 use crate::place::Placement;
 use crate::request::{Capabilities, Capability};
 
@@ -75,6 +75,9 @@ pub struct Image {
     pub tmp_is_host: bool,
     /// Mount points for files that the rootfs lacked: the runtime makes empty files there.
     pub created: Vec<PathBuf>,
+    /// Directories of volumes in which files of ours come to be mounted, with what is made there.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<VolumeFiles>,
     /// One line each: what of the image will win over our files.
     pub warnings: Vec<String>,
 }

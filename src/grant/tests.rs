@@ -119,6 +119,7 @@ fn lease() -> Lease {
         brokered: false,
         parts: Vec::new(),
         mount_points: Vec::new(),
+        volumes: Vec::new(),
     }
 }
 

@@ -85,14 +85,19 @@ impl Looker {
         let held = self.known.values().filter_map(|known| known.pidfd.as_ref());
         let mut fds: Vec<_> = held.map(|pidfd| PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)).collect();
         let told = poll(&mut fds, PollTimeout::ZERO).is_ok();
-        let ended: Vec<bool> = fds.iter().map(|fd| !told || fd.any().unwrap_or(true)).collect();
+        let ended: Vec<bool> = fds.iter().map(|fd| fd.any().unwrap_or(true)).collect();
         drop(fds);
         let mut ended = ended.into_iter();
         let mut gone = BTreeSet::new();
+        if !told {
+            // Nobody knows who has ended: all of them are looked up again.
+            self.known.clear();
+            return;
+        }
         self.known.retain(|pid, known| {
             let lives = match &known.pidfd {
                 Some(_) => !ended.next().unwrap_or(true),
-                None => Process::find(*pid) == Some(known.process),
+                None => known.process.is_alive(),
             };
             gone.extend((!lives).then_some(pid.unsigned_abs()));
             lives

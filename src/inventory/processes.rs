@@ -1,8 +1,11 @@
 //! Processes with contexts: what /proc of this host says of each that NVML lists.
 
 use std::fs;
+use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
+
+use nix::libc::ESRCH;
 
 use super::GpuProcess;
 
@@ -12,17 +15,25 @@ const MPS_SERVER: &str = "nvidia-cuda-mps-server";
 /// As much of it as a command name holds (`TASK_COMM_LEN` less one, proc(5)).
 const MPS_SERVER_COMM: &str = "nvidia-cuda-mps";
 
-/// The process `pid` with `memory_bytes` on a device; `None` when it has gone meanwhile.
+/// The process `pid` with `memory_bytes` on a device; `None` when it has gone meanwhile. One that cannot be looked at has
+/// no name, and is of no container's.
 pub(crate) fn describe(pid: i32, memory_bytes: u64) -> Option<GpuProcess> {
     let proc = Path::new("/proc").join(pid.to_string());
-    let comm = fs::read(proc.join("comm")).ok()?;
-    let name = String::from_utf8_lossy(&comm).trim_end().to_owned();
+    let name = name(fs::read(proc.join("comm")))?;
     let pid_namespace = pid_namespace(&proc);
     let cgroups = fs::read_to_string(proc.join("cgroup")).map(|text| cgroups(&text)).unwrap_or_default();
     // A tenant can call its program what it likes, but not put it into the host's PID namespace.
     let ours = pid_namespace == 0 || pid_namespace == self::pid_namespace(Path::new("/proc/self"));
     let mps_server = ours && is_mps_server(fs::read_link(proc.join("exe")).ok().as_deref(), &name);
     Some(GpuProcess { pid, name, memory_bytes, pid_namespace, cgroups, mps_server })
+}
+
+fn name(comm: io::Result<Vec<u8>>) -> Option<String> {
+    match comm {
+        Ok(comm) => Some(String::from_utf8_lossy(&comm).trim_end().to_owned()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH) => None,
+        Err(_) => Some(String::new()),
+    }
 }
 
 /// Inode of a process's PID namespace; 0 where we may not look.
@@ -90,6 +101,16 @@ mod tests {
         assert_eq!(link.to_str().unwrap(), format!("pid:[{}]", found.pid_namespace));
         assert_eq!((found.pid, found.memory_bytes, found.mps_server), (pid, 42, false));
         assert!(!found.name.is_empty() && !found.name.ends_with('\n'));
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_looked_at_is_there() {
+        let failed = |number| name(Err(io::Error::from_raw_os_error(number)));
+        assert_eq!((failed(nix::libc::ENOENT), failed(ESRCH)), (None, None));
+        assert_eq!(
+            (failed(nix::libc::EMFILE), failed(nix::libc::EACCES)),
+            (Some(String::new()), Some(String::new()))
+        );
     }
 
     #[test]

@@ -3,8 +3,7 @@
 use std::path::Path;
 
 use super::{
-    Ceiling, Container, DEFAULT_STATE_DIR, Lease, LeaseId, Ledger, Leftover, MemoryCeiling, SCHEMA,
-    STATE_DIR, Server,
+    Ceiling, Container, DEFAULT_STATE_DIR, Lease, LeaseId, Ledger, MemoryCeiling, SCHEMA, STATE_DIR, Server,
 };
 use crate::inventory::GpuProcess;
 use crate::mps::ServerKey;
@@ -145,38 +144,6 @@ impl Ledger {
         Some(lease)
     }
 
-    /// Writes down what `lease`, which is no more, may have left behind.
-    ///
-    /// What a rootless user's container left is the user's own to clear: root removes nothing where a user
-    /// points.
-    pub(super) fn leave(&mut self, lease: &Lease) {
-        if lease.brokered || lease.init.is_some() && lease.mount_points.is_empty() {
-            return;
-        }
-        let Container { bundle, rootfs, .. } = &lease.container;
-        // A container that an engine starts again and again has the same ones each time.
-        let known = self.leftovers.iter_mut().find(|left| left.bundle == *bundle && left.rootfs == *rootfs);
-        match known {
-            Some(left) => {
-                let new = lease.mount_points.iter().filter(|path| !left.mount_points.contains(path));
-                let new: Vec<_> = new.cloned().collect();
-                left.mount_points.extend(new);
-            }
-            None => self.leftovers.push(Leftover {
-                bundle: bundle.clone(),
-                rootfs: rootfs.clone(),
-                mount_points: lease.mount_points.clone(),
-            }),
-        }
-    }
-
-    /// Leftovers that no live container's root filesystem is in the way of.
-    #[must_use]
-    pub fn clearable(&self) -> Vec<Leftover> {
-        let in_use = |left: &&Leftover| self.leases.iter().any(|lease| lease.container.rootfs == left.rootfs);
-        self.leftovers.iter().filter(|left| !in_use(left)).cloned().collect()
-    }
-
     /// The lease that a process on a GPU belongs to: by its pid, else its cgroup, else its PID namespace
     /// (which several containers may share).
     #[must_use]
@@ -275,6 +242,7 @@ pub(crate) mod fixture {
             bind_by: None,
             since: 0,
             mount_points: Vec::new(),
+            volumes: Vec::new(),
             library_dir: None,
             brokered: false,
             parts: Vec::new(),
@@ -302,19 +270,6 @@ mod tests {
             ledger.insert(unnamed).unwrap();
         }
         assert_eq!(ledger.leases.len(), 2);
-    }
-
-    #[test]
-    fn a_container_that_starts_again_and_again_leaves_its_things_once() {
-        let mut ledger = ledger(Vec::new());
-        for file in ["/lib/a", "/lib/b", "/lib/a"] {
-            let lease = Lease { mount_points: vec![file.into()], ..lease(1, "GPU-a") };
-            let id = lease.id.clone();
-            ledger.insert(lease).unwrap();
-            ledger.remove(&id);
-        }
-        assert_eq!(ledger.leftovers.len(), 1);
-        assert_eq!(ledger.leftovers[0].mount_points, [Path::new("/lib/a"), Path::new("/lib/b")]);
     }
 
     #[test]

@@ -8,6 +8,7 @@ mod devices;
 mod ended;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+mod leftovers;
 mod made;
 mod mark;
 mod mig;
@@ -105,6 +106,23 @@ pub struct Leftover {
     pub rootfs: PathBuf,
     /// As in [`Lease::mount_points`].
     pub mount_points: Vec<PathBuf>,
+    /// As in [`Lease::volumes`], those with files.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<VolumeFiles>,
+}
+
+/// A directory of a volume over the image's, in which files of ours are mounted. Another container may have the same
+/// volume, and a file that is unlinked takes every mount on it along.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeFiles {
+    /// On the host, without links.
+    pub directory: PathBuf,
+    /// Its file system (`st_dev`).
+    pub device: u64,
+    /// Which directory of it (`st_ino`).
+    pub inode: u64,
+    /// Files that it lacked, made by the runtime to mount over: ours to remove. Below `directory`.
+    pub files: Vec<PathBuf>,
 }
 
 /// One container's share.
@@ -155,6 +173,9 @@ pub struct Lease {
     /// Files the rootfs lacked, made by the runtime to mount over; ours to remove where it persists.
     #[serde(default)]
     pub mount_points: Vec<PathBuf>,
+    /// The same in volumes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<VolumeFiles>,
     /// Taken by way of `sublet serve`: paths in it are a user's word, which root neither reads nor cleans.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub brokered: bool,

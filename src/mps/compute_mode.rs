@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 
 use nvml_wrapper::enum_wrappers::device::ComputeMode as NvmlMode;
+use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device as NvmlDevice, Nvml};
 
 use super::{MpsError, ServerKey, record};
@@ -95,8 +96,10 @@ fn try_enter(
         return Ok(false);
     }
     let ledger = store.read().map_err(MpsError::from)?;
-    let strangers = strangers(&device, key, &ledger);
-    let display = device.is_display_active().unwrap_or(false);
+    let strangers = strangers(&device, key, &ledger).map_err(unable)?;
+    let display = inventory::unless_unsupported(device.is_display_active());
+    let display = display.map_err(|error| unable(format!("whether it drives a display: {error}")))?;
+    let display = display.unwrap_or(false);
     if let Some(why) = obstacle(policy, found, display, &strangers) {
         return Err(Attempt::Unable(why));
     }
@@ -146,7 +149,7 @@ pub(super) fn restore(device: &str, store: &Store, config: &Config) -> Result<()
     let nvml = open(config).map_err(failed)?;
     match nvml.device_by_uuid(device) {
         // The GPU is gone, and its mode with it.
-        Err(nvml_wrapper::error::NvmlError::NotFound) => {}
+        Err(NvmlError::NotFound) => {}
         Err(error) => return Err(failed(error.to_string())),
         Ok(mut device) => {
             if mode(&device).map_err(failed)? == ComputeMode::ExclusiveProcess {
@@ -165,13 +168,16 @@ fn forget(device: &str, store: &Store) -> Result<(), MpsError> {
     })
 }
 
-/// Processes of `key`'s leases that compute on the GPU without MPS: they lost their daemon and went on alone.
+/// Processes of `key`'s leases that compute on the GPU without MPS: they lost their daemon and went on alone. A line
+/// each, or one that says why nobody can tell.
 pub(super) fn beside_mps(key: &ServerKey, device: &str, ledger: &Ledger, config: &Config) -> Vec<String> {
-    let look = || -> Option<Vec<String>> {
-        let nvml = open(config).ok()?;
-        let device = nvml.device_by_uuid(device).ok()?;
-        let clients = inventory::mps_clients(&device).ok()?.unwrap_or_default();
-        let running = inventory::compute_processes(&device).ok()?;
+    let look = || -> Result<Vec<String>, String> {
+        let nvml = open(config)?;
+        let told = |error: NvmlError| error.to_string();
+        let device = nvml.device_by_uuid(device).map_err(told)?;
+        let clients = inventory::mps_clients(&device).map_err(told)?;
+        let clients = clients.ok_or("the driver does not list clients of MPS")?;
+        let running = inventory::compute_processes(&device).map_err(told)?;
         let alone = running.iter().filter(|process| !clients.iter().any(|client| client.pid == process.pid));
         let found = alone.filter_map(|process| {
             let lease = ledger.on_server(key).find(|lease| belongs(process.pid, lease))?;
@@ -183,25 +189,32 @@ pub(super) fn beside_mps(key: &ServerKey, device: &str, ledger: &Ledger, config:
                 key,
             ))
         });
-        Some(found.collect())
+        Ok(found.collect())
     };
-    look().unwrap_or_default()
+    look().unwrap_or_else(|why| {
+        vec![format!(
+            "its daemon was gone, and whether a process of its containers has begun to run on {key} beside MPS \
+             meanwhile, without limits, cannot be told: {}",
+            safe(&why)
+        )]
+    })
 }
 
-/// Processes without a lease on a GPU that takes one process alone, and so no server beside them.
+/// For the reason of a refusal that stands without it: processes without a lease on a GPU that takes one process alone, and so no server beside them.
 pub(super) fn holders(key: &ServerKey, device: &str, ledger: &Ledger, config: &Config) -> Vec<String> {
     let look = || -> Option<Vec<String>> {
         let nvml = open(config).ok()?;
         let device = nvml.device_by_uuid(device).ok()?;
-        (mode(&device).ok()? == ComputeMode::ExclusiveProcess).then(|| strangers(&device, key, ledger))
+        (mode(&device).ok()? == ComputeMode::ExclusiveProcess)
+            .then(|| strangers(&device, key, ledger).ok())?
     };
     look().unwrap_or_default()
 }
 
 /// Who holds a context on the device without a lease, as `python3 (pid 7)`; the server that the daemon of `key` has
-/// already is none.
-fn strangers(device: &NvmlDevice<'_>, key: &ServerKey, ledger: &Ledger) -> Vec<String> {
-    let running = inventory::compute_processes(device).unwrap_or_default();
+/// already is none. A process that cannot be looked at is one.
+fn strangers(device: &NvmlDevice<'_>, key: &ServerKey, ledger: &Ledger) -> Result<Vec<String>, String> {
+    let running = inventory::compute_processes(device).map_err(|error| format!("who is on it: {error}"))?;
     let daemon = record::server(ledger, key).filter(|server| record::is_alive(server));
     let daemon = daemon.and_then(|server| server.daemon).map(|daemon| daemon.pid);
     let is_server = |pid: u32| daemon.is_some() && parent(pid) == daemon;
@@ -213,7 +226,7 @@ fn strangers(device: &NvmlDevice<'_>, key: &ServerKey, ledger: &Ledger) -> Vec<S
         names.truncate(3);
         names.push(format!("{more} more"));
     }
-    names
+    Ok(names)
 }
 
 fn parent(pid: u32) -> Option<i32> {

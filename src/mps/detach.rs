@@ -11,25 +11,35 @@ use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{chdir, getpgrp, getpid, setsid};
 
+use super::service::{Kept, become_service};
+
 /// Whether setsid(2) would fail: a shell makes each of its jobs the leader of a process group.
 pub(super) fn is_group_leader() -> bool {
     getpgrp() == getpid()
 }
 
-/// Leaves the caller's session, directory, mount namespace and descriptors, before any thread exists.
-///
-/// `true`: we are in the mount namespace of process 1, where a service of the host's would be.
-pub(super) fn leave(must_be_same: &[&Path]) -> bool {
+/// Where this process is, once it has left its caller.
+pub(super) struct Left {
+    /// In the mount namespace of process 1, where a service of the host's would be.
+    pub host_mounts: bool,
+    /// What a daemon that we start would have of our caller's all the same.
+    pub kept: Kept,
+}
+
+/// Leaves the caller's limits and priorities, session, directory, mount namespace and descriptors, before any thread
+/// exists.
+pub(super) fn leave(must_be_same: &[&Path]) -> Left {
+    let kept = become_service();
     if let Err(error) = setsid() {
         tracing::debug!("setsid: {error}");
     }
-    let host = leave_mounts(must_be_same);
+    let host_mounts = leave_mounts(must_be_same);
     if let Err(error) = chdir("/") {
         tracing::debug!("chdir /: {error}");
     }
     umask(Mode::from_bits_truncate(0o022));
     crate::inherited::keep_from_children();
-    host
+    Left { host_mounts, kept }
 }
 
 /// Into the namespace of process 1 where it shows the same files, else into one of our own, in which

@@ -126,6 +126,18 @@ pub enum MpsError {
         /// The last lines of its logs and its server's.
         log: String,
     },
+    /// It would end, or fail its clients, for what its starter may not do.
+    #[error(
+        "the MPS daemon of {device}, which others share, would run with the limits of whoever starts it: {limits}; \
+         they may not be raised here, so start this container with higher hard limits (ulimit -H; prlimit(1)) or \
+         with CAP_SYS_RESOURCE"
+    )]
+    Limits {
+        /// The device.
+        device: String,
+        /// Each with what the system says.
+        limits: String,
+    },
     /// It answers, and has no server for any client.
     #[error("the MPS daemon of {device} has no server: {why}")]
     NoServer {

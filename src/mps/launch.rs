@@ -10,8 +10,9 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, geteuid};
 
 use super::control::Control;
+use super::detach::{self, Left};
 use super::logs::Logs;
-use super::{MpsError, ServerKey, detach, dirs};
+use super::{MpsError, ServerKey, dirs};
 use crate::child::{self, ChildError};
 use crate::own::PATH;
 use crate::process::Process;
@@ -31,8 +32,8 @@ pub(super) struct Launch<'a> {
     pub control: &'a Control,
     /// From before this start.
     pub logs: &'a Logs<'a>,
-    /// We are in the host's mount namespace: systemd sees the same state directory.
-    pub host_mounts: bool,
+    /// In the host's mount namespace systemd sees the same state directory.
+    pub left: &'a Left,
 }
 
 impl Launch<'_> {
@@ -41,7 +42,12 @@ impl Launch<'_> {
         if self.systemd_runs() && self.start_unit() {
             return Ok(Vec::new());
         }
-        let warnings = detach::leave_cgroups();
+        let kept = &self.left.kept;
+        if !kept.deadly.is_empty() {
+            return Err(MpsError::Limits { device: self.devices.join(", "), limits: kept.deadly.join(", ") });
+        }
+        let mut warnings = kept.warnings.clone();
+        warnings.extend(detach::leave_cgroups());
         let mut daemon = Command::new(self.control.program());
         daemon.arg("-d").args(multiuser()).env_clear().envs(self.environment()).current_dir("/");
         let output = || dirs::output(self.key, self.state_dir).map_or_else(Stdio::null, Stdio::from);
@@ -59,7 +65,7 @@ impl Launch<'_> {
 
     /// `sd_booted(3)`, and with the rights to start a unit of the system's.
     fn systemd_runs(&self) -> bool {
-        self.host_mounts && geteuid().is_root() && Path::new("/run/systemd/system").is_dir()
+        self.left.host_mounts && geteuid().is_root() && Path::new("/run/systemd/system").is_dir()
     }
 
     /// A transient unit in the foreground: systemd ends it with the host, and with nothing else.

@@ -27,6 +27,10 @@ mod logs;
 #[cfg(feature = "cli")]
 mod rest;
 #[cfg(feature = "cli")]
+mod service;
+#[cfg(feature = "cli")]
+mod service_calls;
+#[cfg(feature = "cli")]
 mod start;
 #[cfg(feature = "cli")]
 mod stop;

@@ -162,6 +162,7 @@ pub(super) mod tests {
             bind_by: None,
             since: 0,
             mount_points: Vec::new(),
+            volumes: Vec::new(),
             library_dir: None,
             brokered: false,
             parts: Vec::new(),

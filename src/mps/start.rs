@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use nix::unistd::geteuid;
 
 use super::control::{AskError, Control, listens};
+use super::detach::{self, Left};
 use super::idle::waits;
 use super::launch::{self, Kind, Launch};
 use super::lock::DaemonLock;
@@ -13,7 +14,7 @@ use super::logs::Logs;
 use super::ready::lock_limit;
 use super::rest::rest_held;
 use super::stop::stop_held;
-use super::{MpsError, ServerKey, child_start, compute_mode, detach, dirs, record};
+use super::{MpsError, ServerKey, child_start, compute_mode, dirs, record};
 use crate::config::Config;
 use crate::inventory;
 use crate::ledger::{Ceiling, LeaseId, Ledger, Server, ServerState, Store};
@@ -43,13 +44,13 @@ pub fn start(key: &ServerKey, store: &Store, config: &Config) -> Result<Vec<Stri
     if ledger.on_server(key).next().is_none() && record::server(&ledger, key).is_none() {
         return Err(MpsError::NotWanted { key: key.to_string() });
     }
-    let host_mounts = detach::leave(&[&config.state_dir, control.program()]);
+    let left = detach::leave(&[&config.state_dir, control.program()]);
     let held = DaemonLock::take(key, &config.state_dir, lock_limit(config))?;
     if let Some(warnings) = serves_already(key, &held, &control, store, config)? {
         return Ok(warnings);
     }
     let claim = claim(key, store).inspect_err(|_| forget_directory(key, config))?;
-    let started = bring_up(&claim, &control, host_mounts, store, config);
+    let started = bring_up(&claim, &control, &left, store, config);
     if started.is_err() {
         let down = |server: &mut Server| {
             server.state = ServerState::Down;
@@ -186,7 +187,7 @@ fn claim(key: &ServerKey, store: &Store) -> Result<Claim, MpsError> {
 fn bring_up(
     claim: &Claim,
     control: &Control,
-    host_mounts: bool,
+    left: &Left,
     store: &Store,
     config: &Config,
 ) -> Result<Vec<String>, MpsError> {
@@ -197,7 +198,7 @@ fn bring_up(
     dirs::cap_logs(key, &config.state_dir);
     let entered = compute_mode::enter(key, store, &inventory::load(config)?, config)?;
     let mut warnings: Vec<String> = entered.warning.into_iter().collect();
-    match run_daemon(claim, control, host_mounts, store, config) {
+    match run_daemon(claim, control, left, store, config) {
         Ok(more) => warnings.extend(more),
         Err(error) => {
             let mut error = error;
@@ -228,15 +229,14 @@ fn undo(key: &ServerKey, mode_changed: bool, store: &Store, config: &Config) -> 
 fn run_daemon(
     claim: &Claim,
     control: &Control,
-    host_mounts: bool,
+    left: &Left,
     store: &Store,
     config: &Config,
 ) -> Result<Vec<String>, MpsError> {
     let (key, state_dir) = (&claim.key, config.state_dir.as_path());
     let deadline = Instant::now() + config.mps.start_timeout;
     let logs = Logs::from_now_on(key, state_dir);
-    let warnings =
-        Launch { key, devices: &claim.devices, state_dir, control, logs: &logs, host_mounts }.start()?;
+    let warnings = Launch { key, devices: &claim.devices, state_dir, control, logs: &logs, left }.start()?;
     let not_up = |why: &str| launch::not_up(&claim.devices, config.mps.start_timeout, why, &logs);
     wait_for_answer(key, control, deadline, config).map_err(|why| not_up(&why))?;
     let daemon = launch::find(&super::dirs::pipe(key, state_dir))

@@ -262,10 +262,14 @@ fn large_enough(want: &Want<'_>) -> Result<(), Misfit> {
         }
     }
     let sms = device.sm_count.unwrap_or(0);
-    match want.request.sm.zip(part.gpu_sm_count) {
-        Some((sm, all)) if u64::from(sms) < sm.of(all.into()) => {
+    match (want.request.sm, part.gpu_sm_count) {
+        (Some(sm), Some(all)) if u64::from(sms) < sm.of(all.into()) => {
             Err(Misfit::never(format!("has {sms} of the GPU's {all} SMs, {sm} % wanted")))
         }
+        (Some(sm), None) => Err(Misfit::never(format!(
+            "is of a GPU whose number of SMs is not known, so nobody can tell {sm} % of them: leave out sublet.sm, or \
+             name a profile (sublet.mig)"
+        ))),
         _ => Ok(()),
     }
 }

@@ -113,6 +113,27 @@ fn compute_instances_account_for_one_memory() {
     assert_eq!(half.memory_bytes, Some(10 * GIB));
 }
 
+/// As of a GPU of a generation that is not in our table.
+#[test]
+fn a_percentage_of_nobody_knows_how_many_sms_is_refused() {
+    let mut inventory = cut();
+    inventory.devices[0].sm_count = None;
+    for device in &mut inventory.devices {
+        device.part.iter_mut().for_each(|part| part.gpu_sm_count = None);
+    }
+    let wanted = Request { sm: Some(Percent::from_thousandths(10_000)), ..named(0, Mode::Mig) };
+    let placed = |wanted: &Request| place(wanted, &id(), &inventory, &ledger(vec![]), &config());
+    let refusal = placed(&wanted).unwrap_err();
+    assert!(refusal.message.contains("whose number of SMs is not known"), "{refusal}");
+    assert!(placed(&named(0, Mode::Mig)).is_ok());
+    let any = Request { devices: Devices::Any(std::num::NonZeroU32::MIN), ..wanted };
+    assert_eq!(
+        Order::of(&any, &inventory, &ledger(vec![]), &config()).unwrap().sites,
+        [],
+        "none is made for it"
+    );
+}
+
 #[test]
 fn clients_are_limited_in_proportion() {
     let clients = |n| {

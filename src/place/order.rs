@@ -89,6 +89,8 @@ impl Order {
         }
         let sites = hosts(request, inventory, config)
             .filter(|gpu| gpu.mig_enabled && !ledger.drained.contains(&gpu.uuid))
+            // Whatever was made there would be refused.
+            .filter(|gpu| !is_alone(request) || request.sm.is_none() || gpu.sm_count.is_some())
             .map(|gpu| site(request, gpu))
             .collect();
         Some(Self { sites, profile: request.mig.clone() })

@@ -23,22 +23,23 @@ pub(super) fn run(program: &Path, args: &[OsString]) -> io::Result<ExitStatus> {
     // SAFETY: no handler is installed, so no code of ours runs in signal context.
     unsafe { signal::signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
     let before = signals.thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
-    let status = spawn(program, args).and_then(|child| wait(child, &signals));
+    let status = spawn(program, args, before).and_then(|child| wait(child, &signals));
     before.thread_set_mask()?;
     status
 }
 
-/// Starts it with an empty signal mask (which the standard library sees to), to be killed when we are.
-fn spawn(program: &Path, args: &[OsString]) -> io::Result<Child> {
+/// Starts it with the signal mask `before` ours, to be killed when we are.
+fn spawn(program: &Path, args: &[OsString], before: SigSet) -> io::Result<Child> {
     let parent = getpid();
     let mut command = Command::new(program);
     command.args(args);
     let die_with_parent = move || {
+        before.thread_set_mask()?;
         nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
         // The parent may have died before that.
         if getppid() == parent { Ok(()) } else { Err(io::Error::from(io::ErrorKind::NotFound)) }
     };
-    // SAFETY: between fork and exec the closure makes two system calls, prctl and getppid, both
+    // SAFETY: between fork and exec the closure makes three system calls, sigprocmask, prctl and getppid, all
     // async-signal-safe; it allocates nothing and takes no lock.
     unsafe { command.pre_exec(die_with_parent) };
     command.spawn()

@@ -134,8 +134,11 @@ fn admit(told: &Admit, peer: Peer, config: &Config) -> Result<Answer, No> {
 fn check(told: &Admit) -> Result<(), No> {
     check_names(&told.container)?;
     let image = &told.image;
-    let sound = image.created.len() <= MOST_MOUNT_POINTS
-        && image.created.iter().chain(&image.library_dir).all(|path| is_path(path));
+    let in_volumes = image.volumes.iter().flat_map(|volume| &volume.files);
+    let sound = image.created.len() + in_volumes.clone().count() + image.volumes.len() <= MOST_MOUNT_POINTS
+        && image.created.iter().chain(&image.library_dir).all(|path| is_path(path))
+        && image.volumes.iter().all(|volume| is_path(&volume.directory))
+        && in_volumes.clone().all(|path| is_path(&Path::new("/").join(path)));
     if sound {
         Ok(())
     } else {

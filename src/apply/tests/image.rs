@@ -326,10 +326,13 @@ fn volumes_over_the_library_directory_are_looked_into() {
             "options": options
         }]})
     };
-    // Writable: the runtime makes the files in the volume, which is not ours to clean.
+    // Writable: the runtime makes the files in the volume.
     let image = root.inspect(&volume(&["rbind", "rw"])).unwrap();
     assert_eq!(image.library_dir, Some(Path::new("/usr/lib").join(TRIPLET)));
     assert_eq!(image.created, [PathBuf::from("/usr/bin/nvidia-smi")]);
+    assert_eq!(image.volumes.len(), 1);
+    assert_eq!(image.volumes[0].directory, root.path("volume").canonicalize().unwrap());
+    assert_eq!(image.volumes[0].files, ["libcuda.so.1", "libcuda.so"].map(PathBuf::from));
     // Read-only: named, all that are missing.
     for options in
         [&["rbind", "rro"][..], &["rbind", "rw", "rro"], &["ro", "rrw", "rbind"], &["rw", "ro", "bind"]]
@@ -342,7 +345,33 @@ fn volumes_over_the_library_directory_are_looked_into() {
     assert!(error.to_string().ends_with(&listed), "{error}");
     root.file("volume/libcuda.so", "");
     root.link("libcuda.so", "volume/libcuda.so.1");
-    assert!(root.inspect(&volume(&["rbind", "ro"])).is_ok());
+    // What is there already is not ours to remove, and still has a mount on it.
+    let image = root.inspect(&volume(&["rbind", "ro"])).unwrap();
+    assert_eq!((image.volumes.len(), image.volumes[0].files.len()), (1, 0));
+}
+
+#[test]
+fn what_is_made_in_a_volume_is_known_by_where_it_really_is() {
+    let root = Root::debian();
+    root.libc("volume/libs");
+    root.dir("volume/real");
+    root.link("/srv/real/cuda", "volume/libs/libcuda.so.1");
+    root.link("/etc/cuda", "volume/libs/libcuda.so");
+    let spec = json!({"mounts": [
+        {"destination": format!("/usr/lib/{TRIPLET}"), "type": "bind", "source": root.path("volume/libs")},
+        {"destination": "/srv", "type": "bind", "source": root.path("volume")},
+        {"destination": "/usr/bin", "type": "bind", "source": root.path("volume/bin")}
+    ]});
+    root.dir("volume/bin");
+    let image = root.inspect(&spec).unwrap();
+    let found: Vec<_> = image
+        .volumes
+        .iter()
+        .map(|volume| (volume.directory.strip_prefix(root.path("volume")).unwrap(), volume.files.as_slice()))
+        .collect();
+    let path = Path::new;
+    assert_eq!(found, [(path("real"), &["cuda".into()][..]), (path("bin"), &["nvidia-smi".into()][..])]);
+    assert_eq!(image.created, [PathBuf::from("/etc/cuda")], "a link of the volume's leads there");
 }
 
 #[test]

@@ -1,14 +1,15 @@
 //! Mount points in crafted root filesystems: what can be one, what a runtime would make, and what is cleaned away.
 
 use std::fs;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{MetadataExt as _, symlink};
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
 use super::image::{Root, TRIPLET, in_triplet, mps, time_slice};
-use crate::apply::{ImageError, cleanup_mount_points};
+use crate::apply::{ImageError, cleanup_mount_points, clear_volume};
 use crate::config::{Config, Inject};
+use crate::ledger::VolumeFiles;
 use crate::request::{Memory, Percent, Request};
 
 #[test]
@@ -158,4 +159,49 @@ fn cleaning_never_leaves_the_rootfs() {
     symlink("outside", root.path("link")).unwrap();
     assert_eq!(cleanup_mount_points(&root.path("link"), &["/empty".into()]), 0);
     assert!(root.path("outside/empty").exists());
+}
+
+#[test]
+fn cleaning_a_volume_follows_no_link() {
+    let root = Root::new();
+    root.file("outside/empty", "");
+    root.file("volume/ours", "");
+    root.file("volume/full", "x");
+    root.file("volume/below/ours", "");
+    root.file("volume/theirs", "");
+    root.link("theirs", "volume/link");
+    root.link(root.path("outside").to_str().unwrap(), "volume/away");
+    root.link("../outside", "volume/relative");
+    let place = |directory: &str| {
+        let directory = root.path(directory).canonicalize().unwrap();
+        let stat = fs::metadata(&directory).unwrap();
+        let files = [
+            "ours",
+            "full",
+            "below/ours",
+            "link",
+            "away/empty",
+            "relative/empty",
+            "../outside/empty",
+            "gone",
+        ];
+        let files = files.map(PathBuf::from).into();
+        VolumeFiles { directory, device: stat.dev(), inode: stat.ino(), files }
+    };
+    let volume = place("volume");
+    // Another directory in its place, and a link to it.
+    for other in [
+        VolumeFiles { inode: volume.inode + 1, ..volume.clone() },
+        VolumeFiles { device: volume.device + 1, ..volume.clone() },
+    ] {
+        clear_volume(&other);
+    }
+    root.link("volume", "linked");
+    clear_volume(&VolumeFiles { directory: root.path("linked"), ..volume.clone() });
+    assert!(root.path("volume/ours").exists() && root.path("volume/below/ours").exists());
+    clear_volume(&volume);
+    assert!(!root.path("volume/ours").exists() && !root.path("volume/below/ours").exists());
+    for kept in ["volume/full", "volume/theirs", "volume/link", "outside/empty"] {
+        assert!(fs::symlink_metadata(root.path(kept)).is_ok(), "{kept}");
+    }
 }

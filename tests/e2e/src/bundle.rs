@@ -123,6 +123,17 @@ impl<'a> Bundle<'a> {
         created
     }
 
+    /// `create`, run by a program that takes the command as its last arguments.
+    #[must_use]
+    pub fn create_by(&self, mut command: Command) -> Finished {
+        self.write();
+        let runtime = self.runtime();
+        command.arg(runtime.get_program()).args(runtime.get_args());
+        command.args(["create", "--bundle"]).arg(&self.dir).arg(&self.id);
+        command.env("SUBLET_CONFIG", &self.world.config);
+        self.detached(command)
+    }
+
     /// `start`.
     #[must_use]
     pub fn start(&self) -> Finished {

@@ -110,6 +110,61 @@ fn exclusive_mode_is_off_beside_strangers_and_where_it_is_forbidden() {
     always.assert_empty();
 }
 
+/// A list that NVML does not give is not an empty one, nor is a GPU that does not say so without a display.
+#[test]
+fn exclusive_mode_is_off_where_nobody_can_tell_who_is_there() {
+    if skip_unless_root() {
+        return;
+    }
+    for (call, why) in [
+        ("nvmlDeviceGetComputeRunningProcesses_v3", "who is on it"),
+        ("nvmlDeviceGetDisplayActive", "whether it drives a display"),
+    ] {
+        for policy in ["auto", "always"] {
+            let world = World::simulated("h200", &format!("[mps]\nexclusive_compute_mode = \"{policy}\"\n"));
+            assert!(world.sublet(&["refresh"]).status.success());
+            let fail = world.driver_root.as_ref().expect("simulated").join("sim/fail");
+            std::fs::write(&fail, format!("{call} 0 999\n")).expect("written");
+            let bundle = world.bundle("one", &[("sublet.sm", "25")], HOLD);
+            let created = bundle.create();
+            assert_eq!(created.ok, policy == "auto", "{created:?}");
+            assert!(created.stderr.contains(why), "{call}, {policy}: {created:?}");
+            assert_eq!(compute_mode(&world), "Default", "{call}, {policy}");
+            std::fs::remove_file(&fail).expect("removed");
+            bundle.down();
+            world.assert_empty();
+        }
+    }
+}
+
+/// A daemon that comes back tells of containers that went on without it, or that nobody knows of any.
+#[test]
+fn a_daemon_that_comes_back_says_what_cannot_be_told() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    // It lives on when its server ends.
+    let bundle = world.bundle("one", &[("sublet.sm", "25")], &["/bin/sleep", "120"]);
+    bundle.up();
+    let key = world.status()["mps"][0]["key"].as_str().expect("a key").to_owned();
+    let fail = world.driver_root.as_ref().expect("simulated").join("sim/fail");
+    for (lines, said) in [("", ""), ("nvmlDeviceGetMPSComputeRunningProcesses_v3 0 999\n", "cannot be told")]
+    {
+        for daemon in world.daemon_pids("") {
+            kill(daemon, Signal::SIGKILL).expect("SIGKILL");
+        }
+        std::fs::write(&fail, lines).expect("written");
+        let started = world.sublet(&["mps", "start", &key]);
+        let stderr = String::from_utf8_lossy(&started.stderr).into_owned();
+        assert!(started.status.success() && stderr.contains(said), "{stderr}");
+        assert_eq!(stderr.is_empty(), said.is_empty(), "{stderr}");
+    }
+    std::fs::remove_file(&fail).expect("removed");
+    bundle.down();
+    world.assert_empty();
+}
+
 #[test]
 fn the_time_slice_of_a_device_is_set_at_refresh() {
     if skip_unless_root() {

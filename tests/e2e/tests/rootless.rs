@@ -1,12 +1,12 @@
 //! Rootless Podman as a real uid with subordinate ids, `sublet serve` as root: by hook and by shim. Runs in
 //! the root that tests/engines/enter gives.
 
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
 
 use serde_json::json;
 use sublet_e2e::docker::skip_unless_engines;
 use sublet_e2e::rootless::{Rootless, done, text};
-use sublet_e2e::{World, eventually};
+use sublet_e2e::{World, eventually, tree};
 
 const SHARE: &[&str] = &["sublet.sm=25", "sublet.memory=8GiB"];
 const POLICY: &str = "[[policy]]\nuser = \"tester\"\nsm = 50\nmemory = \"16GiB\"\nleases = 8\n";
@@ -52,6 +52,41 @@ fn by_the_hook() {
         return;
     }
     lives(&serving(), "hooked", &[]);
+}
+
+/// What the runtime makes in a user's volume the user's own hook or shim removes: root does not go there.
+#[test]
+fn a_users_volume_is_left_as_it_was() {
+    if skip_unless_engines() {
+        return;
+    }
+    let rootless = serving();
+    let dir = format!("/lib/{}-linux-gnu", std::env::consts::ARCH);
+    let home = rootless.world.dir.path().join("home");
+    let (image, volume) = (home.join("image"), home.join("volume"));
+    rootless.world.rootfs.clone_to(&image);
+    std::fs::rename(image.join(dir.trim_start_matches('/')), &volume).expect("its libraries");
+    let owner = std::fs::metadata(&home).expect("the home directory");
+    let everything = std::process::Command::new("chown")
+        .args(["-R", &format!("{}:{}", owner.uid(), owner.gid())])
+        .arg(&volume)
+        .status();
+    assert!(everything.expect("chown runs").success());
+    let before = tree(&volume);
+    let option = format!("-v={}:{dir}", volume.display());
+    let shim = format!("--runtime={}", rootless.dir().join("bin/shim").display());
+    for (name, door) in [("hooked", &[][..]), ("shimmed", &[shim.as_str()])] {
+        let options = [&[option.as_str()], door].concat();
+        let started = rootless.run(name, &options, SHARE, &["cuda-probe", "hold", "600"]);
+        assert!(started.status.success(), "{}", text(&started.stderr));
+        assert!(volume.join("libcuda.so.1").exists(), "a mount point is there while it runs");
+        done(&mut rootless.podman(&["rm", "-f", "-t0", name]));
+        assert!(eventually(|| rootless.world.leases().is_empty()), "{:?}", rootless.world.leases());
+        assert!(eventually(|| tree(&volume) == before), "{name}: {:?}", tree(&volume));
+        // The next comes by the shim alone.
+        let _ = std::fs::remove_file(rootless.dir().join("hooks/sublet.json"));
+    }
+    rootless.world.assert_empty();
 }
 
 #[test]

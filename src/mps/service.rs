@@ -1,0 +1,132 @@
+//! What a process inherits and a daemon of everybody's must not: the limits, priorities and signals of whoever
+//! happened to start the first container. Where systemd starts the daemon, it has a service's; here it gets the same.
+//!
+//! `sublet mps start` does this to itself, once, when a daemon has to be started. The low-level runtime and the
+//! container are started by others and keep what their caller gave them.
+//!
+//! What this process has no right to change (a hard limit without `CAP_SYS_RESOURCE`, a nice value without
+//! `CAP_SYS_NICE`) is warned of: such a daemon is slower, or ended first when memory is short. Limits that would end
+//! it under everybody's work, or have it fail for some of them, are refused instead ([`DEADLY`]).
+//!
+//! Left as they are: what cannot be undone and does not matter to these programs (`no_new_privs`, locked securebits,
+//! the capability bounding set, seccomp filters: who has those started us in a container), and what exec or fork reset
+//! anyway (dumpable, the parent-death signal, handlers of signals).
+
+use std::{fs, io};
+
+use nix::libc::{RLIM_INFINITY, rlim_t};
+use nix::sched::{CpuSet, sched_setaffinity};
+use nix::sys::prctl::set_timerslack;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::signal::SigSet;
+use nix::unistd::Pid;
+use rustix::process::setpriority_process;
+
+use super::service_calls as calls;
+
+/// Timer slack of a process, in nanoseconds: the kernel's and systemd's default.
+const TIMER_SLACK: u64 = 50_000;
+
+/// Limits that end a process (SIGXCPU, SIGXFSZ), or have it fail when the next client comes.
+const DEADLY: [Resource; 5] = [
+    Resource::RLIMIT_CPU,
+    Resource::RLIMIT_FSIZE,
+    Resource::RLIMIT_DATA,
+    Resource::RLIMIT_AS,
+    Resource::RLIMIT_NOFILE,
+];
+
+/// What stays as the caller left it.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    /// Limits of [`DEADLY`]: no daemon is to be started with them.
+    pub deadly: Vec<String>,
+    /// The rest, a line each.
+    pub warnings: Vec<String>,
+}
+
+/// Gives this process, which has one thread, what systemd gives to services: systemd.exec(5).
+pub(super) fn become_service() -> Kept {
+    let mut kept = Kept::default();
+    for (resource, soft, hard) in limits() {
+        if let Some(left) = limit(resource, soft, hard) {
+            let lists = if DEADLY.contains(&resource) { &mut kept.deadly } else { &mut kept.warnings };
+            lists.push(left);
+        }
+    }
+    // The policy before the nice value and the timer slack: both mean nothing under some policies.
+    let steps: [(&str, io::Result<()>); 11] = [
+        ("scheduling policy", calls::schedule_normally()),
+        ("nice value", setpriority_process(None, 0).map_err(Into::into)),
+        ("CPU affinity", every_cpu()),
+        ("memory policy", calls::any_memory()),
+        ("I/O priority", calls::no_io_priority()),
+        ("timer slack", set_timerslack(TIMER_SLACK).map_err(Into::into)),
+        ("personality", calls::plain_personality()),
+        ("session keyring", calls::own_keyring()),
+        ("oom_score_adj", fs::write("/proc/self/oom_score_adj", "0")),
+        ("ignored signals", calls::heed_signals()),
+        ("signal mask", SigSet::empty().thread_set_mask().map_err(Into::into)),
+    ];
+    for (what, done) in steps {
+        match done {
+            // A kernel built without it.
+            Err(error) if error.raw_os_error() != Some(nix::libc::ENOSYS) => {
+                kept.warnings.push(format!("{what} ({error})"));
+            }
+            _ => {}
+        }
+    }
+    for warning in &mut kept.warnings {
+        *warning = format!("the MPS daemon keeps its starter's {warning}");
+    }
+    kept
+}
+
+/// Soft and hard: systemd-system.conf(5), and the kernel's for the first process, which systemd hands on.
+fn limits() -> Vec<(Resource, rlim_t, rlim_t)> {
+    const NONE: rlim_t = RLIM_INFINITY;
+    let mut limits = vec![
+        (Resource::RLIMIT_CPU, NONE, NONE),
+        (Resource::RLIMIT_FSIZE, NONE, NONE),
+        (Resource::RLIMIT_DATA, NONE, NONE),
+        (Resource::RLIMIT_STACK, 8 << 20, NONE),
+        (Resource::RLIMIT_CORE, 0, NONE),
+        (Resource::RLIMIT_RSS, NONE, NONE),
+        (Resource::RLIMIT_NOFILE, 1024, 512 << 10),
+        (Resource::RLIMIT_MEMLOCK, 8 << 20, 8 << 20),
+        (Resource::RLIMIT_AS, NONE, NONE),
+        (Resource::RLIMIT_LOCKS, NONE, NONE),
+        (Resource::RLIMIT_MSGQUEUE, 819_200, 819_200),
+        (Resource::RLIMIT_NICE, 0, 0),
+        (Resource::RLIMIT_RTPRIO, 0, 0),
+        (Resource::RLIMIT_RTTIME, NONE, NONE),
+    ];
+    // Half of what the kernel can have; where it does not say, the caller's stay: they hold no root process.
+    let tasks = fs::read_to_string("/proc/sys/kernel/threads-max").ok();
+    if let Some(tasks) = tasks.and_then(|text| text.trim().parse::<rlim_t>().ok()) {
+        let each = [Resource::RLIMIT_NPROC, Resource::RLIMIT_SIGPENDING];
+        limits.extend(each.map(|resource| (resource, tasks / 2, tasks / 2)));
+    }
+    limits
+}
+
+/// Sets a limit; what is left of the caller's, where it may not be raised as far as a service's soft one.
+fn limit(resource: Resource, soft: rlim_t, hard: rlim_t) -> Option<String> {
+    let Err(error) = setrlimit(resource, soft, hard) else { return None };
+    let most = getrlimit(resource).map_or(0, |(_, most)| most);
+    match setrlimit(resource, soft.min(most), most) {
+        Ok(()) if soft <= most => None,
+        Ok(()) => Some(format!("{resource:?} of {most} ({error})")),
+        Err(_) => Some(format!("{resource:?} ({error})")),
+    }
+}
+
+/// The kernel leaves out what is not there, or not in our cpuset.
+fn every_cpu() -> io::Result<()> {
+    let mut all = CpuSet::new();
+    for cpu in 0..CpuSet::count() {
+        all.set(cpu)?;
+    }
+    Ok(sched_setaffinity(Pid::from_raw(0), &all)?)
+}
