@@ -200,7 +200,8 @@ pub(super) fn beside_mps(key: &ServerKey, device: &str, ledger: &Ledger, config:
     })
 }
 
-/// For the reason of a refusal that stands without it: processes without a lease on a GPU that takes one process alone, and so no server beside them.
+/// Processes without a lease on a GPU that takes one process alone, and so no server beside them: words for a refusal
+/// that stands without them.
 pub(super) fn holders(key: &ServerKey, device: &str, ledger: &Ledger, config: &Config) -> Vec<String> {
     let look = || -> Option<Vec<String>> {
         let nvml = open(config).ok()?;
