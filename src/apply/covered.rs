@@ -1,6 +1,7 @@
 //! What hides a container's MPS directories from it. A CUDA program that finds no MPS server runs all the same,
 //! on the whole GPU (docs/evidence), so a container whose directories are hidden does not start.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -55,11 +56,22 @@ pub fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result<(), Im
 /// masks last and follows links inside the root filesystem.
 pub(super) fn unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Result<(), ImageError> {
     let masks = spec.pointer("/linux/maskedPaths").and_then(Value::as_array).into_iter().flatten();
-    for mask in masks.filter_map(Value::as_str).map(Path::new) {
+    // Engines mask a dozen files of the kernel's in every container, and looking where paths lead takes time.
+    let masks: Vec<&Path> =
+        masks.filter_map(Value::as_str).map(Path::new).filter(|mask| !stays_with_the_kernel(mask)).collect();
+    if masks.is_empty() {
+        return Ok(());
+    }
+    let directories: Vec<(&PathBuf, PathBuf)> =
+        directories.iter().map(|directory| (directory, lead(directory, tree))).collect();
+    for mask in masks {
         // Of the two directories either is enough to lead a program past its limits.
-        if let Some(directory) = directories.iter().find(|directory| hides(mask, directory, tree)) {
+        let hidden = directories.iter().find(|(directory, led)| {
+            plain(&mask.to_string_lossy()).starts_with("/proc") || hides_led(mask, directory, led, tree)
+        });
+        if let Some((directory, _)) = hidden {
             return Err(ImageError::Covered {
-                directory: directory.clone(),
+                directory: directory.to_path_buf(),
                 by: mask.to_owned(),
                 mask: true,
             });
@@ -68,9 +80,25 @@ pub(super) fn unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Re
     Ok(())
 }
 
+/// A path in /proc or /sys that leads nowhere else: no link there but those of processes does (proc(5)).
+fn stays_with_the_kernel(mask: &Path) -> bool {
+    const LINKS: [&str; 5] = ["root", "cwd", "fd", "exe", "map_files"];
+    let path = plain(&mask.to_string_lossy());
+    let is_link = |part: &OsStr| LINKS.iter().any(|link| part == *link);
+    path.starts_with("/sys") || path.starts_with("/proc") && !mask.iter().any(is_link)
+}
+
 /// Whether what is mounted at `path` hides `directory`, as both are written or where links lead them.
 fn hides(path: &Path, directory: &Path, tree: &Tree) -> bool {
+    hides_led(path, directory, &lead(directory, tree), tree)
+}
+
+/// [`hides`], for a directory of which is known where it leads.
+fn hides_led(path: &Path, directory: &Path, led: &Path, tree: &Tree) -> bool {
     let path = plain(&path.to_string_lossy());
-    let lead = |path: &Path| tree.leads_to(path).unwrap_or_else(|_| path.to_owned());
-    directory.starts_with(&path) || lead(directory).starts_with(lead(&path))
+    directory.starts_with(&path) || led.starts_with(lead(&path, tree))
+}
+
+fn lead(path: &Path, tree: &Tree) -> PathBuf {
+    tree.leads_to(path).unwrap_or_else(|_| path.to_owned())
 }

@@ -4,6 +4,7 @@ use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use nix::errno::Errno;
@@ -262,10 +263,15 @@ impl Store {
         Ok(ledger.filter(|ledger| ledger.boot_id == boot))
     }
 
+    /// This boot's, which a process does not outlive.
     fn boot_id() -> Result<String, LedgerError> {
+        static ID: OnceLock<String> = OnceLock::new();
+        if let Some(id) = ID.get() {
+            return Ok(id.clone());
+        }
         let path = Path::new("/proc/sys/kernel/random/boot_id");
         let id = fs::read_to_string(path).map_err(|error| failed("read", path, error))?;
-        Ok(id.trim().to_owned())
+        Ok(ID.get_or_init(|| id.trim().to_owned()).clone())
     }
 
     /// The lock, released when it is dropped. The descriptor is closed on exec.

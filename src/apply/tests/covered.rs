@@ -22,7 +22,14 @@ fn a_mask_over_an_mps_directory_is_refused_and_named() {
         let error = masked(&root, &[mask]).unwrap_err();
         assert!(error.starts_with(mask) && error.contains("hides the MPS directory"), "{error}");
     }
-    assert_eq!(masked(&root, &["/proc/kcore", "/run/sublet-other", "/tmp/nvidia-mps-log"]), Ok(()));
+    assert_eq!(
+        masked(&root, &["/proc/kcore", "/sys/firmware", "/run/sublet-other", "/tmp/nvidia-mps-log"]),
+        Ok(())
+    );
+    // What a process's link leads to nobody knows before there is the process.
+    for mask in ["/proc/self/root/run/sublet", "/proc/1/cwd/../run", "/sys/../run/sublet"] {
+        assert!(masked(&root, &[mask]).unwrap_err().contains("hides the MPS directory"), "{mask}");
+    }
     let spec = json!({"linux": {"maskedPaths": ["/run/sublet"]}});
     assert!(root.inspect_as(&spec, &time_slice(), &Config::default()).is_ok(), "no server is needed");
 }
