@@ -19,9 +19,10 @@ CARGO_HOME ?= $(HOME)/.cargo
 CARGO_FLAGS ?= --locked
 VERSION := $(shell sed -n '/^\[workspace.package\]/,/^\[/s/^version = "\(.*\)"/\1/p' Cargo.toml)
 
-# The shim and the hook start for every container: static, they load nothing. `sublet` loads NVML.
+# The shim and the hook start for every container: static, they load nothing, and relocate themselves from a packed table
+# (GNU ld 2.38, glibc 2.36; an older linker ignores it with a warning). `sublet` loads NVML.
 ifeq ($(STATIC),1)
-static_flags = -C target-feature=+crt-static
+static_flags = -C target-feature=+crt-static -C link-arg=-Wl,-z,pack-relative-relocs
 endif
 # The same bytes wherever they are built, an id by which a core dump finds its symbols, and no unwind tables.
 release_flags = -C link-arg=-Wl,--build-id=sha1 -C link-arg=-Wl,-T,packaging/no-unwind.ld \
