@@ -79,6 +79,15 @@ pub trait Stage {
     fn remove(&self, id: &str) -> Result<(), String>;
     /// What a process in the neighbour's container says of its GPU.
     fn neighbour(&self) -> Seen;
+    /// What the ledger and [`Self::containers`] call it.
+    fn neighbour_id(&self) -> String {
+        NEIGHBOUR.to_owned()
+    }
+    /// What is in the path of its cgroup alone.
+    fn neighbour_cgroup(&self) -> String {
+        let world = self.world().dir.path().file_name().expect("a name").to_string_lossy();
+        format!("{world}-{NEIGHBOUR}")
+    }
 }
 
 /// The neighbour's container.
