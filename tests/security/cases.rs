@@ -16,6 +16,10 @@
 mod around;
 #[path = "cases/bundles.rs"]
 mod bundles;
+#[path = "cases/docker.rs"]
+mod docker;
+#[path = "cases/engine.rs"]
+mod engine;
 #[path = "cases/exec.rs"]
 mod exec;
 #[path = "cases/frame.rs"]
@@ -31,6 +35,7 @@ use sublet_e2e::skip_unless_root;
 const DOORS: &[Door] = &[
     Door { name: "shim", open: bundles::empty, cases: shim::cases },
     Door { name: "exec", open: bundles::with_container, cases: exec::cases },
+    Door { name: "docker", open: engine::docker, cases: docker::cases },
 ];
 
 /// `SUBLET_CASES` names the doors, `SUBLET_CASES_TO` the file that gets their tables, and `SUBLET_CASES_ONLY` some

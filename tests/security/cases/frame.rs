@@ -46,10 +46,12 @@ pub struct Share {
     pub sm: u64,
     /// `None`: no limit.
     pub gib: Option<u64>,
+    /// As the program inside lists them.
+    pub nodes: &'static str,
 }
 
 /// What the containers of the cases ask for.
-pub const QUARTER: Expect = Expect::Share(Share { sm: 32, gib: Some(8) });
+pub const QUARTER: Expect = Expect::Share(Share { sm: 32, gib: Some(8), nodes: NODES });
 
 /// The nodes of a share of that GPU.
 const NODES: &str = "nodes: nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
@@ -83,6 +85,13 @@ pub trait Stage {
     fn neighbour_id(&self) -> String {
         NEIGHBOUR.to_owned()
     }
+    /// What it has.
+    fn neighbour_share(&self) -> Share {
+        let Expect::Share(share) = QUARTER else { unreachable!("it is one") };
+        share
+    }
+    /// Starts again what the case has ended of the engine.
+    fn mend(&mut self) {}
     /// What is in the path of its cgroup alone.
     fn neighbour_cgroup(&self) -> String {
         let world = self.world().dir.path().file_name().expect("a name").to_string_lossy();
@@ -147,7 +156,7 @@ impl Share {
         if of_share != [&Value::Null, &json!(self.sm), &json!(true), &json!(1)] || !is_free {
             return Err(format!("another share: {info}"));
         }
-        if seen.nodes() == NODES { Ok(()) } else { Err(format!("other nodes: {}", seen.nodes())) }
+        if seen.nodes() == self.nodes { Ok(()) } else { Err(format!("other nodes: {}", seen.nodes())) }
     }
 }
 
@@ -206,7 +215,7 @@ pub fn try_door(door: &Door) -> usize {
     );
     let mut failed = 0;
     for (at, case) in (door.cases)().iter().enumerate().filter(|(_, case)| case.what.contains(&only)) {
-        let (seen, problems) = try_case(&*stage, case);
+        let (seen, problems) = try_case(&mut *stage, case);
         let verdict = if problems.is_empty() { "ok".to_owned() } else { format!("FAILED: {problems}") };
         let (number, expected) = (at + 1, case.expected.said());
         let cells = [case.what, &format!("`{}`", case.command), &expected, &seen, &verdict];
@@ -228,10 +237,11 @@ pub fn try_door(door: &Door) -> usize {
 }
 
 /// What was seen, and what is wrong with it.
-fn try_case(stage: &dyn Stage, case: &Case) -> (String, String) {
+fn try_case(stage: &mut dyn Stage, case: &Case) -> (String, String) {
     stage.before();
     let before = Before::look(stage);
     let seen = run(stage, case.command);
+    stage.mend();
     let mut problems: Vec<String> = case.expected.check(&seen).err().into_iter().collect();
     if matches!(case.expected, Expect::Refused(_)) {
         problems.extend(before.changed(stage));

@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::is_alive;
 
-use crate::frame::{Expect, QUARTER, Stage};
+use crate::frame::Stage;
 
 /// How long processes may take to end.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -67,8 +67,7 @@ impl Before {
         if !gc.status.success() {
             problems.push(format!("sublet gc: {}", String::from_utf8_lossy(&gc.stderr)));
         }
-        let Expect::Share(share) = QUARTER else { unreachable!("it is one") };
-        let neighbour = share.check(&stage.neighbour());
+        let neighbour = stage.neighbour_share().check(&stage.neighbour());
         problems.extend(neighbour.err().map(|error| format!("the neighbour: {error}")));
         if leases(&self.state) != Some(vec![json!(neighbour_id)]) {
             problems.push(format!("leases {:?}", leases(&self.state)));
