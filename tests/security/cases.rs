@@ -16,6 +16,10 @@
 mod around;
 #[path = "cases/bundles.rs"]
 mod bundles;
+#[path = "cases/containerd.rs"]
+mod containerd;
+#[path = "cases/ctr.rs"]
+mod ctr;
 #[path = "cases/docker.rs"]
 mod docker;
 #[path = "cases/engine.rs"]
@@ -36,6 +40,7 @@ const DOORS: &[Door] = &[
     Door { name: "shim", open: bundles::empty, cases: shim::cases },
     Door { name: "exec", open: bundles::with_container, cases: exec::cases },
     Door { name: "docker", open: engine::docker, cases: docker::cases },
+    Door { name: "containerd", open: ctr::containerd, cases: containerd::cases },
 ];
 
 /// `SUBLET_CASES` names the doors, `SUBLET_CASES_TO` the file that gets their tables, and `SUBLET_CASES_ONLY` some
