@@ -16,6 +16,8 @@
 mod around;
 #[path = "cases/bundles.rs"]
 mod bundles;
+#[path = "cases/cdi.rs"]
+mod cdi;
 #[path = "cases/containerd.rs"]
 mod containerd;
 #[path = "cases/ctr.rs"]
@@ -41,6 +43,7 @@ const DOORS: &[Door] = &[
     Door { name: "exec", open: bundles::with_container, cases: exec::cases },
     Door { name: "docker", open: engine::docker, cases: docker::cases },
     Door { name: "containerd", open: ctr::containerd, cases: containerd::cases },
+    Door { name: "cdi", open: engine::cdi, cases: cdi::cases },
 ];
 
 /// `SUBLET_CASES` names the doors, `SUBLET_CASES_TO` the file that gets their tables, and `SUBLET_CASES_ONLY` some

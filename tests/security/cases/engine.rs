@@ -11,15 +11,19 @@ use sublet_e2e::{World, bin_dir, programs};
 use crate::bundles::{PROBE, functions};
 use crate::frame::{NEIGHBOUR, Seen, Stage};
 
-const PRELUDE: &str = r#"A dockerd of its own (`live-restore`, CDI, the runtimes `sublet` and `low`, which is runc), with its files in `$DIR` and
+const INTRO: &str = "A dockerd of its own (`live-restore`, CDI, the runtimes `sublet` and `low`, which is runc), with its files in `$DIR` and
 `$RUN`; sublet's `$STATE` and `$CONFIG`, and the driver `$DRIVER`. The image `probe` prints the nodes it sees, then what CUDA
-has, and holds on. `up OPTIONS` is `docker run` of it with `sublet.sm=25` and `sublet.memory=8GiB`. A neighbour with the same
-share, a container of the same dockerd, runs beside it all the time.
+has, and holds on. A neighbour with a share of the same GPU, a container of the same dockerd, runs beside it all the time.";
 
-```sh
-brief() { grep -v -e '^$' -e "^See 'docker" -e "^Run 'docker" | sed -E 's/([0-9a-f]{12})[0-9a-f]{52}/\1…/g; s/failed to create task for container: failed to create shim task: /… /'; }
+const ASK: &str =
+    r#"ask() { run --runtime sublet --annotation sublet.sm=25 --annotation sublet.memory=8GiB "$@"; }"#;
+
+const ASK_CDI: &str = r#"SPEC=$DIR/cdi/sublet.json
+ask() { run --runtime low --device "${DEVICE:-sublet/share=small}" "$@"; }
+last() { local rc=$?; sublet status --last-error >&2; return $rc; }"#;
+
+const FUNCTIONS: &str = r#"brief() { grep -v -e '^$' -e "^See 'docker" -e "^Run 'docker" | sed -E 's/([0-9a-f]{12})[0-9a-f]{52}/\1…/g; s/failed to create task for container: failed to create shim task: /… /'; }
 run() { docker run -d --name "${NAME:-job}" --network none "$@" >o 2>e && return; local rc=$?; brief <e >&2; docker rm -f "${NAME:-job}" >/dev/null 2>&1; return $rc; }
-ask() { run --runtime sublet --annotation sublet.sm=25 --annotation sublet.memory=8GiB "$@"; }
 said() { for i in {1..60}; do docker logs job 2>/dev/null | grep -q '"event":"info"' && break; sleep 0.1; done; docker logs job; }
 up() { ask "$@" "${IMAGE:-probe}" probe hold 60 && said; }
 info() { docker exec "$@" probe info >i 2>&1; local rc=$?; grep -E '^(nodes:|\{)' i; [ $rc = 0 ] || brief <i >&2; return $rc; }
@@ -34,21 +38,31 @@ image() { docker create --name tmp probe true >/dev/null && eval "$1" && docker 
 /// Options of `docker run` for the container of a case, and for the neighbour.
 const SHARE: &[&str] = &["--runtime=sublet", "--annotation=sublet.sm=25", "--annotation=sublet.memory=8GiB"];
 
+/// What the CDI devices are made of.
+const SHARES: &str = "[share.small]\nsm = 25\nmemory = \"8GiB\"\n[share.large]\nsm = 60\n";
+
 /// One dockerd, a neighbour, and room for a container.
 struct Engine {
     docker: Docker,
     prelude: String,
     neighbour: String,
+    /// Whether there are CDI devices.
+    cdi: bool,
     /// The dockerd that runs; a case may have started another.
     pid: String,
 }
 
 pub fn docker() -> Box<dyn Stage> {
-    Box::new(Engine::new(World::simulated("h200", ""), PRELUDE, SHARE))
+    Box::new(Engine::new(World::simulated("h200", ""), ASK, SHARE, false))
+}
+
+pub fn cdi() -> Box<dyn Stage> {
+    let share = &["--runtime=sublet", "--device=sublet/share=small"];
+    Box::new(Engine::new(World::simulated("h200", SHARES), ASK_CDI, share, true))
 }
 
 impl Engine {
-    fn new(world: World, prelude: &str, share: &[&str]) -> Self {
+    fn new(world: World, ask: &str, share: &[&str], cdi: bool) -> Self {
         programs::script(&world.dir.path().join("rootfs/usr/bin/probe"), PROBE);
         // dockerd offers --gpus where it finds this program.
         let bin = world.dir.path().join("bin");
@@ -65,11 +79,14 @@ impl Engine {
                 "runtimes": {"sublet": {"path": bin_dir().join("sublet-runtime")}, "low": {"path": low}},
             }),
         );
+        if cdi {
+            docker.world.generate_cdi();
+        }
         let run = ["run", "-d", "--name", NEIGHBOUR, "--network=none"];
         let neighbour = docker.ask(&[&run, share, &["probe", "sleep", "3600"]].concat());
         let shared = functions(&["aside", "daemons", "end_daemons", "stop_daemons"]);
-        let mut stage =
-            Self { docker, prelude: format!("{prelude}{shared}```"), neighbour, pid: String::new() };
+        let prelude = format!("{INTRO}\n\n```sh\n{ask}\n{FUNCTIONS}{shared}```");
+        let mut stage = Self { docker, prelude, neighbour, cdi, pid: String::new() };
         stage.pid = stage.pid_file();
         stage
     }
@@ -112,6 +129,13 @@ impl Stage for Engine {
         let scratch = self.world().dir.path().join("scratch");
         let _ = std::fs::remove_dir_all(&scratch);
         std::fs::create_dir(&scratch).expect("a directory");
+        if self.cdi {
+            let dir = self.world().dir.path().join("cdi");
+            for entry in std::fs::read_dir(&dir).into_iter().flatten().flatten() {
+                let _ = std::fs::remove_file(entry.path());
+            }
+            self.world().generate_cdi();
+        }
     }
 
     fn mend(&mut self) {

@@ -54,7 +54,7 @@ pub struct Share {
 pub const QUARTER: Expect = Expect::Share(Share { sm: 32, gib: Some(8), nodes: NODES });
 
 /// The nodes of a share of that GPU.
-const NODES: &str = "nodes: nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
+pub const NODES: &str = "nodes: nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
 
 pub const fn case(what: &'static str, command: &'static str, expected: Expect) -> Case {
     Case { what, command, expected, harms: false }
