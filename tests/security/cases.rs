@@ -30,6 +30,8 @@ mod engine;
 mod exec;
 #[path = "cases/frame.rs"]
 mod frame;
+#[path = "cases/mig.rs"]
+mod mig;
 #[path = "cases/shim.rs"]
 mod shim;
 #[path = "cases/watch.rs"]
@@ -44,6 +46,7 @@ const DOORS: &[Door] = &[
     Door { name: "docker", open: engine::docker, cases: docker::cases },
     Door { name: "containerd", open: ctr::containerd, cases: containerd::cases },
     Door { name: "cdi", open: engine::cdi, cases: cdi::cases },
+    Door { name: "mig", open: engine::mig, cases: mig::cases },
 ];
 
 /// `SUBLET_CASES` names the doors, `SUBLET_CASES_TO` the file that gets their tables, and `SUBLET_CASES_ONLY` some

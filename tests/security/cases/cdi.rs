@@ -1,7 +1,7 @@
 //! Named shares as CDI devices of Docker, with runc as the runtime: the file that the engine reads, and who else asks.
 
 use crate::frame::Expect::{Fails, Refused, Share, Still, Works};
-use crate::frame::{Case, QUARTER, Share as Of, case};
+use crate::frame::{Case, OF_H200, QUARTER, Share as Of, case};
 
 pub fn cases() -> Vec<Case> {
     [devices(), file(), options(), beside(), life(), around()].into_iter().flatten().collect()
@@ -98,7 +98,7 @@ fn file() -> Vec<Case> {
         case(
             "the same, generated anew",
             "sed -i 's/sm = 25/sm = 50/' $CONFIG; sublet cdi generate --output $SPEC >/dev/null && up",
-            Share(Of { sm: 66, ..OF_SMALL }),
+            Share(Of { sm: 66, ..OF_H200 }),
         ),
         case(
             "out of date: the share is gone",
@@ -117,9 +117,6 @@ fn file() -> Vec<Case> {
         ),
     ]
 }
-
-/// `small`.
-const OF_SMALL: Of = Of { sm: 32, gib: Some(8), nodes: crate::frame::NODES };
 
 /// Options that fight it.
 fn options() -> Vec<Case> {
@@ -221,7 +218,7 @@ fn beside() -> Vec<Case> {
         case(
             "the shim and a file that is out of date",
             "sed -i 's/sm = 25/sm = 50/' $CONFIG; up --runtime sublet",
-            Share(Of { sm: 66, ..OF_SMALL }),
+            Share(Of { sm: 66, ..OF_H200 }),
         ),
     ]
 }

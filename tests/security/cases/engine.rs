@@ -9,7 +9,8 @@ use sublet_e2e::docker::Docker;
 use sublet_e2e::{World, bin_dir, programs};
 
 use crate::bundles::{PROBE, functions};
-use crate::frame::{NEIGHBOUR, Seen, Stage};
+use crate::frame::{NEIGHBOUR, OF_H200, Seen, Share, Stage};
+use crate::mig;
 
 const INTRO: &str = "A dockerd of its own (`live-restore`, CDI, the runtimes `sublet` and `low`, which is runc), with its files in `$DIR` and
 `$RUN`; sublet's `$STATE` and `$CONFIG`, and the driver `$DRIVER`. The image `probe` prints the nodes it sees, then what CUDA
@@ -21,6 +22,15 @@ const ASK: &str =
 const ASK_CDI: &str = r#"SPEC=$DIR/cdi/sublet.json
 ask() { run --runtime low --device "${DEVICE:-sublet/share=small}" "$@"; }
 last() { local rc=$?; sublet status --last-error >&2; return $rc; }"#;
+
+const ASK_MIG: &str = r#"of() { printf -- '--annotation sublet.%s ' "$@"; }
+QUARTER=$(of mig=4g.20gb sm=25 memory=4GiB)
+ask() { run --runtime sublet "$@"; }
+smi() { $DRIVER/usr/bin/nvidia-smi "$@" >/dev/null; }
+destroy() { smi mig -i 0 -dci -gi 9 -ci 0 && smi mig -i 0 -dgi -gi 9; }
+make() { smi mig -i 0 -cgi 1g.5gb -C; }
+instances() { ls -d $DRIVER/proc/driver/nvidia/capabilities/gpu0/mig/gi* | wc -l; }
+sees() { up "$@" >o3 || return; echo $(docker exec job ls /dev/nvidia-caps) $(sed -n 's/.*"error":null,"count":\([0-9]*\),"sm":\([0-9]*\),.*"mps":\([a-z]*\).*/with \1 device of \2 SMs, MPS \3/p' o3); }"#;
 
 const FUNCTIONS: &str = r#"brief() { grep -v -e '^$' -e "^See 'docker" -e "^Run 'docker" | sed -E 's/([0-9a-f]{12})[0-9a-f]{52}/\1…/g; s/failed to create task for container: failed to create shim task: /… /'; }
 run() { docker run -d --name "${NAME:-job}" --network none "$@" >o 2>e && return; local rc=$?; brief <e >&2; docker rm -f "${NAME:-job}" >/dev/null 2>&1; return $rc; }
@@ -41,11 +51,16 @@ const SHARE: &[&str] = &["--runtime=sublet", "--annotation=sublet.sm=25", "--ann
 /// What the CDI devices are made of.
 const SHARES: &str = "[share.small]\nsm = 25\nmemory = \"8GiB\"\n[share.large]\nsm = 60\n";
 
+const MIG_SHARES: &str =
+    "[share.one]\nmig = \"1g.5gb\"\n[share.quarter]\ngpu = \"0:0\"\nsm = 25\nmemory = \"4GiB\"\n";
+
 /// One dockerd, a neighbour, and room for a container.
 struct Engine {
     docker: Docker,
     prelude: String,
     neighbour: String,
+    /// The neighbour's.
+    share: Share,
     /// Whether there are CDI devices.
     cdi: bool,
     /// The dockerd that runs; a case may have started another.
@@ -59,6 +74,15 @@ pub fn docker() -> Box<dyn Stage> {
 pub fn cdi() -> Box<dyn Stage> {
     let share = &["--runtime=sublet", "--device=sublet/share=small"];
     Box::new(Engine::new(World::simulated("h200", SHARES), ASK_CDI, share, true))
+}
+
+/// The neighbour has a share of the 4g.20gb, beside which there are two parts of a 2g.10gb and a 1g.5gb.
+pub fn mig() -> Box<dyn Stage> {
+    let share = ["--runtime=sublet", "--annotation=sublet.mig=4g.20gb", "--annotation=sublet.sm=25"];
+    let share = [&share[..], &["--annotation=sublet.memory=4GiB"]].concat();
+    let mut stage = Engine::new(World::simulated("a100x2-mig", MIG_SHARES), ASK_MIG, &share, true);
+    stage.share = mig::QUARTER;
+    Box::new(stage)
 }
 
 impl Engine {
@@ -86,7 +110,7 @@ impl Engine {
         let neighbour = docker.ask(&[&run, share, &["probe", "sleep", "3600"]].concat());
         let shared = functions(&["aside", "daemons", "end_daemons", "stop_daemons"]);
         let prelude = format!("{INTRO}\n\n```sh\n{ask}\n{FUNCTIONS}{shared}```");
-        let mut stage = Self { docker, prelude, neighbour, cdi, pid: String::new() };
+        let mut stage = Self { docker, prelude, neighbour, share: OF_H200, cdi, pid: String::new() };
         stage.pid = stage.pid_file();
         stage
     }
@@ -166,6 +190,10 @@ impl Stage for Engine {
     fn neighbour(&self) -> Seen {
         let finished = self.docker.cli(&["exec", NEIGHBOUR, "probe", "info"]);
         Seen { code: finished.code, stdout: finished.stdout, stderr: finished.stderr }
+    }
+
+    fn neighbour_share(&self) -> Share {
+        self.share
     }
 
     fn neighbour_id(&self) -> String {

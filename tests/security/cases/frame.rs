@@ -41,7 +41,8 @@ pub enum Expect {
     Still,
 }
 
-/// A share on the one GPU of the machine.
+/// A share of a GPU, or of a MIG device.
+#[derive(Clone, Copy)]
 pub struct Share {
     pub sm: u64,
     /// `None`: no limit.
@@ -51,10 +52,11 @@ pub struct Share {
 }
 
 /// What the containers of the cases ask for.
-pub const QUARTER: Expect = Expect::Share(Share { sm: 32, gib: Some(8), nodes: NODES });
+pub const QUARTER: Expect = Expect::Share(OF_H200);
+pub const OF_H200: Share = Share { sm: 32, gib: Some(8), nodes: NODES };
 
 /// The nodes of a share of that GPU.
-pub const NODES: &str = "nodes: nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
+const NODES: &str = "nodes: nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
 
 pub const fn case(what: &'static str, command: &'static str, expected: Expect) -> Case {
     Case { what, command, expected, harms: false }
@@ -87,8 +89,7 @@ pub trait Stage {
     }
     /// What it has.
     fn neighbour_share(&self) -> Share {
-        let Expect::Share(share) = QUARTER else { unreachable!("it is one") };
-        share
+        OF_H200
     }
     /// Starts again what the case has ended of the engine.
     fn mend(&mut self) {}
@@ -171,7 +172,7 @@ impl Expect {
             }
             Self::Plain => "it runs, and sees no GPU".to_owned(),
             Self::Works("") => "it works".to_owned(),
-            Self::Works(words) => format!("it works: “{words}”"),
+            Self::Works(words) => format!("it works: “{}”", words.replace('\n', " ⏎ ")),
             Self::Still => "nothing is left of it".to_owned(),
         }
     }
