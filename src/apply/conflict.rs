@@ -71,7 +71,7 @@ pub fn conflict(spec: &Value, given: &[Node], config: &Config) -> Result<(), Con
     // `--privileged` brings nodes too, and an engine's `--device` a rule: the message names what was said.
     every_device(spec)?;
     nodes(spec, &host)?;
-    binds(spec, &host)?;
+    mounts(spec, &host)?;
     rules(spec, &host)
 }
 
@@ -265,15 +265,21 @@ fn nodes(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
     Ok(())
 }
 
-fn binds(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
-    for mount in entries(spec, "/mounts").iter().filter(|mount| is_bind(mount)) {
-        for key in ["source", "destination"] {
-            let path = mount.get(key).and_then(Value::as_str).unwrap_or_default();
+fn mounts(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
+    for mount in entries(spec, "/mounts") {
+        let path = |key| mount.get(key).and_then(Value::as_str).unwrap_or_default();
+        let dev = [Path::new("/dev"), &host.dev];
+        let brings_nodes = |path: &&str| {
             let plain = plain(path);
-            let dev = [Path::new("/dev"), &host.dev];
-            if dev.iter().any(|dev| plain == **dev || is_nvidia_node(&plain, dev)) {
+            dev.iter().any(|dev| plain == **dev || is_nvidia_node(&plain, dev))
+        };
+        if is_bind(mount) {
+            if let Some(path) = [path("source"), path("destination")].iter().find(|path| brings_nodes(path)) {
                 return Err(Conflict::Node(format!("the bind mount of {}", safe(path))));
             }
+        } else if is_nvidia_node(&plain(path("destination")), Path::new("/dev")) {
+            // Docker's `--tmpfs` is `nodev`: the nodes that are made in it do not open.
+            return Err(Conflict::Node(format!("a mount over {}", safe(path("destination")))));
         }
     }
     Ok(())

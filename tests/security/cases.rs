@@ -16,10 +16,22 @@
 mod around;
 #[path = "cases/bundles.rs"]
 mod bundles;
+#[path = "cases/cdi.rs"]
+mod cdi;
+#[path = "cases/containerd.rs"]
+mod containerd;
+#[path = "cases/ctr.rs"]
+mod ctr;
+#[path = "cases/docker.rs"]
+mod docker;
+#[path = "cases/engine.rs"]
+mod engine;
 #[path = "cases/exec.rs"]
 mod exec;
 #[path = "cases/frame.rs"]
 mod frame;
+#[path = "cases/mig.rs"]
+mod mig;
 #[path = "cases/shim.rs"]
 mod shim;
 #[path = "cases/watch.rs"]
@@ -31,6 +43,10 @@ use sublet_e2e::skip_unless_root;
 const DOORS: &[Door] = &[
     Door { name: "shim", open: bundles::empty, cases: shim::cases },
     Door { name: "exec", open: bundles::with_container, cases: exec::cases },
+    Door { name: "docker", open: engine::docker, cases: docker::cases },
+    Door { name: "containerd", open: ctr::containerd, cases: containerd::cases },
+    Door { name: "cdi", open: engine::cdi, cases: cdi::cases },
+    Door { name: "mig", open: engine::mig, cases: mig::cases },
 ];
 
 /// `SUBLET_CASES` names the doors, `SUBLET_CASES_TO` the file that gets their tables, and `SUBLET_CASES_ONLY` some

@@ -231,6 +231,23 @@ fn nvidia_nodes_are_refused_as_bind_mounts() {
 }
 
 #[test]
+fn what_would_hide_nvidia_nodes_is_refused() {
+    let over = |destination: &str| {
+        found(&json!({"mounts": [{"destination": destination, "type": "tmpfs", "source": "tmpfs"}]}))
+    };
+    for hidden in ["/dev/nvidia-caps", "/dev/./nvidia0", "/dev/nvidiactl/"] {
+        let error = over(hidden).unwrap_err();
+        assert!(
+            error.to_string().contains(&format!("given a mount over {hidden} beside its share")),
+            "{error}"
+        );
+    }
+    for other in ["/dev", "/dev/shm", "/srv/dev/nvidia0"] {
+        assert_eq!(over(other), Ok(()));
+    }
+}
+
+#[test]
 fn foreign_text_is_made_safe() {
     let spec = json!({"linux": {"devices": [{"path": "/dev/nvidia\u{1b}[2J\n", "type": "c"}]}});
     let message = found(&spec).unwrap_err().to_string();

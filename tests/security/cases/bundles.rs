@@ -11,7 +11,7 @@ use crate::frame::{NEIGHBOUR, Seen, Stage};
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
 
 /// Says what nodes there are, and then what CUDA has.
-const PROBE: &str = "echo nodes: $(ls /dev | grep nvidia)\nexec cuda-probe \"$@\"\n";
+pub const PROBE: &str = "echo nodes: $(ls /dev | grep nvidia)\nexec cuda-probe \"$@\"\n";
 
 const PRELUDE: &str = r#"`$DIR` has all: the bundle `$BUNDLE` of a container that asks for `sublet.sm=25` and `sublet.memory=8GiB`, the runtime's
 records `$ROOT`, sublet's `$STATE` and `$CONFIG`, and the driver `$DRIVER`. The container's program prints the nodes it
@@ -33,6 +33,12 @@ end_daemons() { kill -9 $(daemons) 2>/dev/null; while [ -n "$(daemons)" ]; do sl
 stop_daemons() { local p; for p in $(daemons); do kill -STOP $p; until grep -q '^State:.T' /proc/$p/status; do sleep 0.01; done; done; }
 export -f runtime create said up swap annotate mounted variables aside alone daemons end_daemons stop_daemons
 ```"#;
+
+/// Those of the prelude's functions that other stages have too.
+pub fn functions(names: &[&str]) -> String {
+    let is_one = |line: &&str| names.iter().any(|name| line.starts_with(&format!("{name}() ")));
+    PRELUDE.split_inclusive('\n').filter(is_one).collect()
+}
 
 /// One GPU, a neighbour on it, and room for a container.
 struct Bundles {

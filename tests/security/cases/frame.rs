@@ -41,15 +41,19 @@ pub enum Expect {
     Still,
 }
 
-/// A share on the one GPU of the machine.
+/// A share of a GPU, or of a MIG device.
+#[derive(Clone, Copy)]
 pub struct Share {
     pub sm: u64,
     /// `None`: no limit.
     pub gib: Option<u64>,
+    /// As the program inside lists them.
+    pub nodes: &'static str,
 }
 
 /// What the containers of the cases ask for.
-pub const QUARTER: Expect = Expect::Share(Share { sm: 32, gib: Some(8) });
+pub const QUARTER: Expect = Expect::Share(OF_H200);
+pub const OF_H200: Share = Share { sm: 32, gib: Some(8), nodes: NODES };
 
 /// The nodes of a share of that GPU.
 const NODES: &str = "nodes: nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
@@ -79,6 +83,21 @@ pub trait Stage {
     fn remove(&self, id: &str) -> Result<(), String>;
     /// What a process in the neighbour's container says of its GPU.
     fn neighbour(&self) -> Seen;
+    /// What the ledger and [`Self::containers`] call it.
+    fn neighbour_id(&self) -> String {
+        NEIGHBOUR.to_owned()
+    }
+    /// What it has.
+    fn neighbour_share(&self) -> Share {
+        OF_H200
+    }
+    /// Starts again what the case has ended of the engine.
+    fn mend(&mut self) {}
+    /// What is in the path of its cgroup alone.
+    fn neighbour_cgroup(&self) -> String {
+        let world = self.world().dir.path().file_name().expect("a name").to_string_lossy();
+        format!("{world}-{NEIGHBOUR}")
+    }
 }
 
 /// The neighbour's container.
@@ -138,7 +157,7 @@ impl Share {
         if of_share != [&Value::Null, &json!(self.sm), &json!(true), &json!(1)] || !is_free {
             return Err(format!("another share: {info}"));
         }
-        if seen.nodes() == NODES { Ok(()) } else { Err(format!("other nodes: {}", seen.nodes())) }
+        if seen.nodes() == self.nodes { Ok(()) } else { Err(format!("other nodes: {}", seen.nodes())) }
     }
 }
 
@@ -153,7 +172,7 @@ impl Expect {
             }
             Self::Plain => "it runs, and sees no GPU".to_owned(),
             Self::Works("") => "it works".to_owned(),
-            Self::Works(words) => format!("it works: “{words}”"),
+            Self::Works(words) => format!("it works: “{}”", words.replace('\n', " ⏎ ")),
             Self::Still => "nothing is left of it".to_owned(),
         }
     }
@@ -197,7 +216,7 @@ pub fn try_door(door: &Door) -> usize {
     );
     let mut failed = 0;
     for (at, case) in (door.cases)().iter().enumerate().filter(|(_, case)| case.what.contains(&only)) {
-        let (seen, problems) = try_case(&*stage, case);
+        let (seen, problems) = try_case(&mut *stage, case);
         let verdict = if problems.is_empty() { "ok".to_owned() } else { format!("FAILED: {problems}") };
         let (number, expected) = (at + 1, case.expected.said());
         let cells = [case.what, &format!("`{}`", case.command), &expected, &seen, &verdict];
@@ -219,10 +238,11 @@ pub fn try_door(door: &Door) -> usize {
 }
 
 /// What was seen, and what is wrong with it.
-fn try_case(stage: &dyn Stage, case: &Case) -> (String, String) {
+fn try_case(stage: &mut dyn Stage, case: &Case) -> (String, String) {
     stage.before();
     let before = Before::look(stage);
     let seen = run(stage, case.command);
+    stage.mend();
     let mut problems: Vec<String> = case.expected.check(&seen).err().into_iter().collect();
     if matches!(case.expected, Expect::Refused(_)) {
         problems.extend(before.changed(stage));
