@@ -79,6 +79,21 @@ pub trait Stage {
     fn remove(&self, id: &str) -> Result<(), String>;
     /// What a process in the neighbour's container says of its GPU.
     fn neighbour(&self) -> Seen;
+
+    /// Its container's id.
+    fn neighbour_id(&self) -> String {
+        NEIGHBOUR.to_owned()
+    }
+
+    /// What the cgroups of this stage's containers, and of nothing else, have in their paths.
+    fn cgroups(&self) -> String {
+        self.world().dir.path().file_name().expect("a name").to_string_lossy().into_owned()
+    }
+
+    /// What that of the neighbour alone has.
+    fn neighbour_cgroup(&self) -> String {
+        format!("{}-{NEIGHBOUR}", self.cgroups())
+    }
 }
 
 /// The neighbour's container.

@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::is_alive;
 
-use crate::frame::{Expect, NEIGHBOUR, QUARTER, Stage};
+use crate::frame::{Expect, QUARTER, Stage};
 
 /// How long processes may take to end.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -59,7 +59,8 @@ impl Before {
     /// What is left when every container but the neighbour's is removed, and what became of the neighbour.
     pub fn left(&self, stage: &dyn Stage, harmed: bool) -> Vec<String> {
         let mut problems = Vec::new();
-        for id in stage.containers().iter().filter(|id| *id != NEIGHBOUR) {
+        let kept = stage.neighbour_id();
+        for id in stage.containers().iter().filter(|id| **id != kept) {
             problems.extend(stage.remove(id).err());
         }
         let gc = stage.world().sublet(&["gc"]);
@@ -69,7 +70,7 @@ impl Before {
         let Expect::Share(share) = QUARTER else { unreachable!("it is one") };
         let neighbour = share.check(&stage.neighbour());
         problems.extend(neighbour.err().map(|error| format!("the neighbour: {error}")));
-        if leases(&self.state) != Some(vec![json!(NEIGHBOUR)]) {
+        if leases(&self.state) != Some(vec![json!(kept)]) {
             problems.push(format!("leases {:?}", leases(&self.state)));
         }
         let strays = within_patience(|| strays(stage));
@@ -142,7 +143,8 @@ fn mounts() -> Vec<String> {
 
 /// Processes of a case: by the variable that its shell has, or in a container of this world's.
 fn strays(stage: &dyn Stage) -> BTreeSet<(Pid, String)> {
-    let world = stage.world().dir.path().file_name().expect("a name").to_string_lossy().into_owned();
+    let world = stage.world().dir.path().display().to_string();
+    let (of_stage, of_neighbour) = (stage.cgroups(), stage.neighbour_cgroup());
     let read = |pid: i32, name: &str| {
         let text = std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
         String::from_utf8_lossy(&text).replace('\0', " ").trim().to_owned()
@@ -150,7 +152,7 @@ fn strays(stage: &dyn Stage) -> BTreeSet<(Pid, String)> {
     let is_of_case = |pid: &i32| {
         let (cgroup, environ) = (read(*pid, "cgroup"), read(*pid, "environ"));
         let marked = environ.contains("SUBLET_CASE=") && environ.contains(&world);
-        let inside = cgroup.contains(&world) && !cgroup.contains(&format!("{world}-{NEIGHBOUR}"));
+        let inside = cgroup.contains(&of_stage) && !cgroup.contains(&of_neighbour);
         (marked || inside) && is_alive(Pid::from_raw(*pid))
     };
     let entries = std::fs::read_dir("/proc").expect("/proc").flatten();
