@@ -20,6 +20,18 @@ mod bundles;
 mod exec;
 #[path = "cases/frame.rs"]
 mod frame;
+#[path = "cases/podman.rs"]
+mod podman;
+#[path = "cases/podman_cases.rs"]
+mod podman_cases;
+#[path = "cases/podman_lives.rs"]
+mod podman_lives;
+#[path = "cases/prestart.rs"]
+mod prestart;
+#[path = "cases/rootless.rs"]
+mod rootless;
+#[path = "cases/rootless_cases.rs"]
+mod rootless_cases;
 #[path = "cases/shim.rs"]
 mod shim;
 #[path = "cases/watch.rs"]
@@ -31,6 +43,9 @@ use sublet_e2e::skip_unless_root;
 const DOORS: &[Door] = &[
     Door { name: "shim", open: bundles::empty, cases: shim::cases },
     Door { name: "exec", open: bundles::with_container, cases: exec::cases },
+    Door { name: "podman", open: podman::stand, cases: podman_cases::cases },
+    Door { name: "prestart", open: bundles::hooked, cases: prestart::cases },
+    Door { name: "rootless", open: rootless::stand, cases: rootless_cases::cases },
 ];
 
 /// `SUBLET_CASES` names the doors, `SUBLET_CASES_TO` the file that gets their tables, and `SUBLET_CASES_ONLY` some

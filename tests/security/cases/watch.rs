@@ -97,7 +97,7 @@ pub fn put_back(stage: &dyn Stage, before: &Before) {
     // A container that a killed runtime has half made waits for ever; it is the runtime's own, and has no program yet.
     let half_made = format!("{} --root", stage.world().engine.program());
     for (pid, line) in strays(stage) {
-        if line.contains(&half_made) || line.ends_with("runc init") {
+        if line.contains(&half_made) || line.contains(" create --bundle ") || line.ends_with("runc init") {
             let _ = kill(pid, Signal::SIGKILL);
         }
     }
@@ -144,6 +144,7 @@ fn mounts() -> Vec<String> {
 /// Processes of a case: by the variable that its shell has, or in a container of this world's.
 fn strays(stage: &dyn Stage) -> BTreeSet<(Pid, String)> {
     let world = stage.world().dir.path().display().to_string();
+    let kept = stage.neighbour_id();
     let (of_stage, of_neighbour) = (stage.cgroups(), stage.neighbour_cgroup());
     let read = |pid: i32, name: &str| {
         let text = std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
@@ -153,7 +154,9 @@ fn strays(stage: &dyn Stage) -> BTreeSet<(Pid, String)> {
         let (cgroup, environ) = (read(*pid, "cgroup"), read(*pid, "environ"));
         let marked = environ.contains("SUBLET_CASE=") && environ.contains(&world);
         let inside = cgroup.contains(&of_stage) && !cgroup.contains(&of_neighbour);
-        (marked || inside) && is_alive(Pid::from_raw(*pid))
+        let line = read(*pid, "cmdline");
+        let monitors = line.contains("conmon ") && line.contains(&world) && !line.contains(&kept);
+        (marked || inside || monitors) && is_alive(Pid::from_raw(*pid))
     };
     let entries = std::fs::read_dir("/proc").expect("/proc").flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
