@@ -71,7 +71,7 @@ pub(super) fn unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Re
         });
         if let Some((directory, _)) = hidden {
             return Err(ImageError::Covered {
-                directory: directory.to_path_buf(),
+                directory: (*directory).clone(),
                 by: mask.to_owned(),
                 mask: true,
             });

@@ -33,6 +33,10 @@ pub(super) fn prestart(
     }
     let mut spec = file.parse().map_err(|error| failed(error.to_string()))?;
     add_annotations(&mut spec, state);
+    // The hook's own name in config.json speaks of sublet, too.
+    if by_cdi.is_none() && !admit::is_ours(&spec, None).map_err(|error| failed(error.to_string()))? {
+        return Ok(());
+    }
     let init = init(state).map_err(failed)?;
     if is_rootless() {
         return Err(HookError::Rootless { id });

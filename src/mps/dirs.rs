@@ -44,6 +44,12 @@ pub(super) fn make(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
     make_one(&log(key, state_dir), 0o700)
 }
 
+/// Whether containers, whoever they run as, come by to the daemon: who cannot reach it runs on the whole GPU.
+pub(super) fn is_open(key: &ServerKey, state_dir: &Path) -> bool {
+    let way = [state_dir.join("mps"), key.dir(state_dir), key.public(state_dir)];
+    way.iter().all(|dir| fs::metadata(dir).is_ok_and(|found| found.mode() & 0o005 == 0o005))
+}
+
 /// The key becomes a path: letters, digits and `-` only, as UUIDs and lease ids are.
 pub(super) fn check_key(key: &ServerKey) -> Result<(), MpsError> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';

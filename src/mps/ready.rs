@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::control::{AskError, Control, listens};
 use super::lock::DaemonLock;
-use super::{MpsError, STOP_LIMIT, child_start, record};
+use super::{MpsError, STOP_LIMIT, child_start, dirs, record};
 use crate::config::{Config, ExclusiveComputeMode};
 use crate::ledger::{Ceiling, Lease, Server, ServerState, Store};
 use crate::own::OwnError;
@@ -72,6 +72,7 @@ fn could_serve(server: &Server, config: &Config) -> bool {
     matches!(server.state, ServerState::Serving | ServerState::Fault)
         && !has_mode_to_enter(server, config)
         && record::is_alive(server)
+        && dirs::is_open(&server.key, &config.state_dir)
         && listens(&server.key.public(&config.state_dir).join("control"))
 }
 

@@ -32,6 +32,18 @@ mod exec;
 mod frame;
 #[path = "cases/mig.rs"]
 mod mig;
+#[path = "cases/podman.rs"]
+mod podman;
+#[path = "cases/podman_cases.rs"]
+mod podman_cases;
+#[path = "cases/podman_lives.rs"]
+mod podman_lives;
+#[path = "cases/prestart.rs"]
+mod prestart;
+#[path = "cases/rootless.rs"]
+mod rootless;
+#[path = "cases/rootless_cases.rs"]
+mod rootless_cases;
 #[path = "cases/shim.rs"]
 mod shim;
 #[path = "cases/watch.rs"]
@@ -47,6 +59,9 @@ const DOORS: &[Door] = &[
     Door { name: "containerd", open: ctr::containerd, cases: containerd::cases },
     Door { name: "cdi", open: engine::cdi, cases: cdi::cases },
     Door { name: "mig", open: engine::mig, cases: mig::cases },
+    Door { name: "podman", open: podman::stand, cases: podman_cases::cases },
+    Door { name: "prestart", open: bundles::hooked, cases: prestart::cases },
+    Door { name: "rootless", open: rootless::stand, cases: rootless_cases::cases },
 ];
 
 /// `SUBLET_CASES` names the doors, `SUBLET_CASES_TO` the file that gets their tables, and `SUBLET_CASES_ONLY` some

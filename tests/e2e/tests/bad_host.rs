@@ -1,6 +1,8 @@
 //! Bad hosts: a driver that is not whole, GPUs that cannot do what is asked, directories that cannot be
 //! written, a configuration that cannot be used; each refused in one line with the way out.
 
+use std::fs::Permissions;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
@@ -452,5 +454,26 @@ fn the_lease_of_a_gpu_that_fell_off_the_bus_is_lost() {
     let created = all.create();
     assert!(created.ok, "seven are left: {created:?}");
     [&bundle, &other, &all].into_iter().for_each(Bundle::down);
+    world.assert_empty();
+}
+
+/// CUDA that cannot reach its daemon runs on the whole GPU, or not at all.
+#[test]
+fn a_daemon_that_was_closed_to_containers_is_open_again_before_the_next_starts() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let first = world.bundle("first", &[("sublet.sm", "25")], &["/bin/sleep", "60"]);
+    first.up();
+    let daemons = std::fs::read_dir(world.state_dir().join("mps")).expect("mps").flatten();
+    let public = daemons.map(|daemon| daemon.path().join("public")).find(|public| public.is_dir());
+    let public = public.expect("a daemon");
+    std::fs::set_permissions(&public, Permissions::from_mode(0o700)).expect("chmod");
+    let second = world.bundle("second", &[("sublet.sm", "25")], &["/bin/sleep", "60"]);
+    second.up();
+    assert_eq!(std::fs::metadata(&public).expect("public").mode() & 0o777, 0o755);
+    second.down();
+    first.down();
     world.assert_empty();
 }

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
+use sublet_e2e::hooked::fed;
 use sublet_e2e::{Bundle, Engine, World, bin_dir, by_systemd, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
@@ -247,6 +248,26 @@ fn a_container_that_is_not_ours_is_left_alone() {
     assert_eq!(stranger.exec(&["/bin/sh", "-c", "ls /dev | grep -c nvidia"]).stdout, "0\n");
     stranger.down();
     assert!(!world.state_dir().join("ledger.json").exists(), "nothing was written down");
+    world.configure("[limits\n");
+    stranger.up();
+    stranger.down();
+}
+
+/// As where the hook is called by hand, or by an engine that renames its containers.
+#[test]
+fn a_process_that_has_a_share_takes_no_other_by_another_name() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = plain(&world, "late", &["createRuntime", "poststop"], &[("sublet.sm", "25")], HOLD);
+    bundle.up();
+    let state = json!({"id": "other", "status": "creating", "pid": bundle.pid(), "bundle": bundle.dir});
+    let done = fed(world.command("sublet-hook"), "createRuntime", state.to_string().as_bytes());
+    assert!(done.ok, "{done:?}");
+    assert_eq!(world.leases().len(), 1);
+    bundle.down();
+    world.assert_empty();
 }
 
 #[test]

@@ -40,27 +40,65 @@ pub fn functions(names: &[&str]) -> String {
     PRELUDE.split_inclusive('\n').filter(is_one).collect()
 }
 
+/// What the hook's door has besides.
+const BY_HAND: &str = r#"state() { printf '{"ociVersion":"1.0.2","id":"%s","status":"%s","pid":%s,"bundle":"%s"}' "$1" "$2" "$3" "${4-$BUNDLE}"; }
+neighbours() { sed -n 's/.*"init":{"process":{"pid":\([0-9]*\).*/\1/p' $STATE/ledger.json; }
+"#;
+
+/// How a case finds the container.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Not made yet.
+    Empty,
+    /// It runs.
+    Standing,
+    /// Not made yet, and it will be without the shim: its config.json names our hook.
+    Hooked,
+}
+
 /// One GPU, a neighbour on it, and room for a container.
 struct Bundles {
     world: World,
-    /// Whether that runs before each case.
-    stands: bool,
+    kind: Kind,
+    prelude: String,
 }
 
 pub fn empty() -> Box<dyn Stage> {
-    Box::new(Bundles::new(false))
+    Box::new(Bundles::new(Kind::Empty))
 }
 
 pub fn with_container() -> Box<dyn Stage> {
-    Box::new(Bundles::new(true))
+    Box::new(Bundles::new(Kind::Standing))
+}
+
+pub fn hooked() -> Box<dyn Stage> {
+    Box::new(Bundles::new(Kind::Hooked))
 }
 
 impl Bundles {
-    fn new(stands: bool) -> Self {
+    fn new(kind: Kind) -> Self {
         let world = World::simulated("h200", "");
         programs::script(&world.dir.path().join("rootfs/usr/bin/probe"), PROBE);
-        world.bundle(NEIGHBOUR, SHARE, &["/bin/sleep", "3600"]).up();
-        Self { world, stands }
+        let stages = ["createRuntime", "poststop"];
+        let mut neighbour = world.bundle(NEIGHBOUR, SHARE, &["/bin/sleep", "3600"]);
+        let mut prelude = PRELUDE.to_owned();
+        if kind == Kind::Hooked {
+            neighbour.hook(&stages);
+            let low = format!("runtime() {{ {} --root", world.engine.program());
+            prelude = prelude.replace("runtime() { sublet-runtime --root", &format!("{BY_HAND}{low}"));
+        }
+        neighbour.up();
+        Self { world, kind, prelude }
+    }
+
+    /// The runtime that the containers are made by.
+    fn runtime(&self) -> Command {
+        if self.kind != Kind::Hooked {
+            return self.world.runtime();
+        }
+        let mut command = Command::new(self.world.engine.program());
+        command.arg("--root").arg(self.world.runtime_root());
+        command
     }
 
     fn scratch(&self) -> PathBuf {
@@ -74,7 +112,7 @@ impl Stage for Bundles {
     }
 
     fn prelude(&self) -> &str {
-        PRELUDE
+        &self.prelude
     }
 
     fn variables(&self) -> Vec<(&'static str, PathBuf)> {
@@ -98,7 +136,10 @@ impl Stage for Bundles {
         }
         std::fs::create_dir(self.scratch()).expect("a directory");
         let mut bundle = self.world.bundle("c", SHARE, &["/usr/bin/probe", "hold", "60"]);
-        if !self.stands {
+        if self.kind == Kind::Hooked {
+            bundle.hook(&["createRuntime", "poststop"]);
+        }
+        if self.kind != Kind::Standing {
             return bundle.write();
         }
         self.world.bundle("p", &[], &["/bin/sleep", "60"]).write();
@@ -119,13 +160,13 @@ impl Stage for Bundles {
     }
 
     fn remove(&self, id: &str) -> Result<(), String> {
-        let output = self.world.runtime().args(["delete", "--force", id]).output().expect("it runs");
+        let output = self.runtime().args(["delete", "--force", id]).output().expect("it runs");
         let why = || format!("delete --force: {}", String::from_utf8_lossy(&output.stderr).trim());
         if output.status.success() { Ok(()) } else { Err(why()) }
     }
 
     fn neighbour(&self) -> Seen {
-        let mut command: Command = self.world.runtime();
+        let mut command = self.runtime();
         let finished = Finished::of(
             &command.args(["exec", NEIGHBOUR, "/usr/bin/probe", "info"]).output().expect("it runs"),
         );

@@ -87,16 +87,23 @@ pub trait Stage {
     fn neighbour_id(&self) -> String {
         NEIGHBOUR.to_owned()
     }
+
     /// What it has.
     fn neighbour_share(&self) -> Share {
         OF_H200
     }
+
     /// Starts again what the case has ended of the engine.
     fn mend(&mut self) {}
-    /// What is in the path of its cgroup alone.
+
+    /// What the cgroups of this stage's containers, and of nothing else, have in their paths.
+    fn cgroups(&self) -> String {
+        self.world().dir.path().file_name().expect("a name").to_string_lossy().into_owned()
+    }
+
+    /// What that of the neighbour alone has.
     fn neighbour_cgroup(&self) -> String {
-        let world = self.world().dir.path().file_name().expect("a name").to_string_lossy();
-        format!("{world}-{NEIGHBOUR}")
+        format!("{}-{NEIGHBOUR}", self.cgroups())
     }
 }
 

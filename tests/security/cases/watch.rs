@@ -59,8 +59,8 @@ impl Before {
     /// What is left when every container but the neighbour's is removed, and what became of the neighbour.
     pub fn left(&self, stage: &dyn Stage, harmed: bool) -> Vec<String> {
         let mut problems = Vec::new();
-        let neighbour_id = stage.neighbour_id();
-        for id in stage.containers().iter().filter(|id| **id != neighbour_id) {
+        let kept = stage.neighbour_id();
+        for id in stage.containers().iter().filter(|id| **id != kept) {
             problems.extend(stage.remove(id).err());
         }
         let gc = stage.world().sublet(&["gc"]);
@@ -69,7 +69,7 @@ impl Before {
         }
         let neighbour = stage.neighbour_share().check(&stage.neighbour());
         problems.extend(neighbour.err().map(|error| format!("the neighbour: {error}")));
-        if leases(&self.state) != Some(vec![json!(neighbour_id)]) {
+        if leases(&self.state) != Some(vec![json!(kept)]) {
             problems.push(format!("leases {:?}", leases(&self.state)));
         }
         let strays = within_patience(|| strays(stage));
@@ -96,7 +96,7 @@ pub fn put_back(stage: &dyn Stage, before: &Before) {
     // A container that a killed runtime has half made waits for ever; it is the runtime's own, and has no program yet.
     let half_made = format!("{} --root", stage.world().engine.program());
     for (pid, line) in strays(stage) {
-        if line.contains(&half_made) || line.ends_with("runc init") {
+        if line.contains(&half_made) || line.contains(" create --bundle ") || line.ends_with("runc init") {
             let _ = kill(pid, Signal::SIGKILL);
         }
     }
@@ -142,8 +142,9 @@ fn mounts() -> Vec<String> {
 
 /// Processes of a case: by the variable that its shell has, or in a container of this world's.
 fn strays(stage: &dyn Stage) -> BTreeSet<(Pid, String)> {
-    let world = stage.world().dir.path().file_name().expect("a name").to_string_lossy().into_owned();
-    let neighbour = stage.neighbour_cgroup();
+    let world = stage.world().dir.path().display().to_string();
+    let kept = stage.neighbour_id();
+    let (of_stage, of_neighbour) = (stage.cgroups(), stage.neighbour_cgroup());
     let read = |pid: i32, name: &str| {
         let text = std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
         String::from_utf8_lossy(&text).replace('\0', " ").trim().to_owned()
@@ -151,8 +152,10 @@ fn strays(stage: &dyn Stage) -> BTreeSet<(Pid, String)> {
     let is_of_case = |pid: &i32| {
         let (cgroup, environ) = (read(*pid, "cgroup"), read(*pid, "environ"));
         let marked = environ.contains("SUBLET_CASE=") && environ.contains(&world);
-        let inside = cgroup.contains(&world) && !cgroup.contains(&neighbour);
-        (marked || inside) && is_alive(Pid::from_raw(*pid))
+        let inside = cgroup.contains(&of_stage) && !cgroup.contains(&of_neighbour);
+        let line = read(*pid, "cmdline");
+        let monitors = line.contains("conmon ") && line.contains(&world) && !line.contains(&kept);
+        (marked || inside || monitors) && is_alive(Pid::from_raw(*pid))
     };
     let entries = std::fs::read_dir("/proc").expect("/proc").flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());

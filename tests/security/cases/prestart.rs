@@ -1,0 +1,397 @@
+//! The hook at createRuntime and prestart: bundles that the low-level runtime itself starts, and the hook called by hand.
+
+use sublet_e2e::Engine;
+
+use crate::frame::Expect::{self, Fails, Plain, Refused, Still, Works};
+use crate::frame::{Case, QUARTER, case};
+
+pub fn cases() -> Vec<Case> {
+    [bundles(), refusals(), by_hand(), strangers(), around(), lives()].into_iter().flatten().collect()
+}
+
+/// config.json and the root filesystem.
+fn bundles() -> Vec<Case> {
+    vec![
+        case("nothing is wrong", "up", QUARTER),
+        case("no key of ours", r#"swap '"sublet.sm":"25","sublet.memory":"8GiB"' ''; up"#, Plain),
+        case("as prestart", "sed -i s/createRuntime/prestart/g $BUNDLE/config.json; up", QUARTER),
+        case(
+            "as both",
+            r#"h=$(grep -o '{"path":"[^}]*createRuntime[^}]*}' $BUNDLE/config.json); swap '"hooks":{' "\"hooks\":{\"prestart\":[${h/createRuntime/prestart}],"; up"#,
+            QUARTER,
+        ),
+        case(
+            "twice",
+            r#"h=$(grep -o '{[^{]*"createRuntime"\],*[^}]*}' $BUNDLE/config.json | head -n1); swap '"createRuntime":[' "\"createRuntime\":[$h,"; up"#,
+            QUARTER,
+        ),
+        case(
+            "config.json may not be written, and is as it was",
+            "chmod 0400 $BUNDLE/config.json; cp $BUNDLE/config.json .; up; r=$?; cmp config.json $BUNDLE/config.json && exit $r",
+            QUARTER,
+        ),
+        case(
+            "config.json goes as the container is made",
+            "(sleep 0.03; mv $BUNDLE/config.json gone) & up; wait",
+            Still,
+        ),
+        case(
+            "the root filesystem by a link",
+            "mv $BUNDLE/rootfs r; ln -s $PWD/r $BUNDLE/rootfs; up",
+            linked(),
+        ),
+        case(
+            "the root filesystem by two links and ..",
+            "mv $BUNDLE/rootfs r; ln -s $PWD/r l; ln -s ../../scratch/l $BUNDLE/rootfs; up",
+            linked(),
+        ),
+        case(
+            "the root filesystem by an absolute path",
+            r#"swap '"path":"rootfs"' "\"path\":\"$BUNDLE/rootfs\""; up"#,
+            QUARTER,
+        ),
+        case(
+            "a link to the host where the MPS directory is to be",
+            "rm -rf $BUNDLE/rootfs/run; ln -s /proc/1/root/etc $BUNDLE/rootfs/run; up; r=$?; ls -d /etc/sublet/mps 2>/dev/null || exit $r",
+            Still,
+        ),
+        case(
+            "a link to the host where libcuda is to be",
+            "mkdir -p $BUNDLE/rootfs/usr/lib/x86_64-linux-gnu; ln -s /proc/1/root$PWD/out $BUNDLE/rootfs/usr/lib/x86_64-linux-gnu/libcuda.so.1; up; r=$?; [ ! -e out ] && exit $r",
+            QUARTER,
+        ),
+        case("a file where a node is to be", ": >$BUNDLE/rootfs/dev/nvidiactl; up", QUARTER),
+        case(
+            "a node of its own where ours is to be",
+            r#"swap '"linux":{' '"linux":{"devices":[{"path":"/dev/nvidiactl","type":"c","major":1,"minor":3}],'; up"#,
+            Fails(""),
+        ),
+        case(
+            "variables of the image's that loaders and we know",
+            r#"variables '"LD_PRELOAD=/proc/self/cwd/x.so","SUBLET_CONFIG=/nowhere","RUST_LOG=trace"'; up"#,
+            QUARTER,
+        ),
+        case(
+            "a hook before it that keeps its input",
+            r#"swap '"createRuntime":[' '"createRuntime":[{"path":"/bin/sh","args":["sh","-c","cat >/dev/null"]},'; up"#,
+            QUARTER,
+        ),
+        case(
+            "a hook behind it that fails",
+            r#"sed -i 's|"poststop":\[|"createContainer":[{"path":"/bin/false"}],&|' $BUNDLE/config.json; up"#,
+            Fails(""),
+        ),
+        case(
+            "the hook without an environment",
+            r#"sed -i 's/"env":\["PATH=[^]]*\],*//' $BUNDLE/config.json; up"#,
+            Still,
+        ),
+        case(
+            "the program is gone",
+            "sed -i 's|/sublet-hook\"|/sublet-gone\"|g' $BUNDLE/config.json; up",
+            Fails(""),
+        ),
+        case(
+            "the hook has a second to live, and waits for a place",
+            r#"annotate '"sublet.sm":"95","sublet.mode":"exclusive","sublet.wait":"60s"'; sed -i 's|"args":\["sublet-hook","createRuntime"\]|&,"timeout":1|' $BUNDLE/config.json; up"#,
+            Fails(""),
+        ),
+    ]
+}
+
+/// What a late share cannot be.
+fn refusals() -> Vec<Case> {
+    vec![
+        case("a misspelt key", r#"annotate '"sublet.smm":"25"'; up"#, refused("no such key")),
+        case(
+            "a share of a server of several",
+            r#"annotate '"sublet.sm":"25","sublet.isolation":"shared"'; up"#,
+            refused("does not go with a hook"),
+        ),
+        case(
+            "a priority among several",
+            r#"annotate '"sublet.sm":"25","sublet.priority":"low"'; up"#,
+            refused("does not go with a hook"),
+        ),
+        case(
+            "another MPS directory in its environment",
+            r#"variables '"CUDA_MPS_PIPE_DIRECTORY=/nowhere"'; up"#,
+            refused("its environment has CUDA_MPS_PIPE_DIRECTORY"),
+        ),
+        case(
+            "the host's /tmp",
+            r#"mkdir t; mounted "{\"destination\":\"/tmp\",\"type\":\"bind\",\"source\":\"$PWD/t\",\"options\":[\"rbind\"]}"; up"#,
+            refused("its /tmp comes from the host"),
+        ),
+        case(
+            "no mount namespace of its own",
+            r#"swap '{"type":"mount"}' '{"type":"cgroup"}'; alone up"#,
+            Fails(""),
+        ),
+        case(
+            "a GPU that there is not",
+            r#"annotate '"sublet.sm":"25","sublet.gpu":"7"'; up"#,
+            refused("no place for"),
+        ),
+        case(
+            "the neighbour's lease as its own",
+            r#"annotate "\"sublet.sm\":\"25\",\"sublet.lease\":\"$(sublet lease list --format json | grep -o '"id": *"[^"]*' | grep -o '[^"]*$')\""; up"#,
+            Fails("error"),
+        ),
+        case(
+            "a lease that is none",
+            r#"annotate '"sublet.sm":"25","sublet.lease":"../../etc"'; up"#,
+            refused("no lease id"),
+        ),
+        case(
+            "a volume that is shared with the host",
+            r#"mkdir s; mount --bind s s; mount --make-shared s; mounted "{\"destination\":\"/run\",\"type\":\"bind\",\"source\":\"$PWD/s\",\"options\":[\"rbind\",\"rshared\"]}"; up; r=$?; umount s; exit $r"#,
+            refused("shared with the host"),
+        ),
+    ]
+}
+
+/// The hook with whatever on its standard input.
+fn by_hand() -> Vec<Case> {
+    vec![
+        case("nothing on standard input", "sublet-hook createRuntime </dev/null", Refused("it is empty")),
+        case("standard input is closed", "sublet-hook createRuntime <&-", Refused("standard input")),
+        case("no end of zeros", "sublet-hook createRuntime </dev/zero", Refused("longer than 1 MiB")),
+        case(
+            "no end in time",
+            "(state c creating $$; sleep 7) | sublet-hook createRuntime",
+            Refused("did not come in time"),
+        ),
+        case(
+            "a byte a second",
+            "for i in 1 2 3 4 5 6 7; do printf x; sleep 1; done 2>/dev/null | sublet-hook prestart",
+            Refused("did not come in time"),
+        ),
+        case("a directory", "sublet-hook createRuntime <.", Refused("directory")),
+        case("a list", "echo '[]' | sublet-hook createRuntime", Refused("standard input")),
+        case("500 lists deep", "printf '[%.0s' {1..500} | sublet-hook prestart", Refused("standard input")),
+        case(
+            "an id twice",
+            r#"echo '{"id":"c","id":"d","status":"creating"}' | sublet-hook prestart"#,
+            Refused("duplicate field"),
+        ),
+        case(
+            "an id that rewrites the terminal",
+            r#"state "$(printf 'c\\u001b[2J')" creating 0 | sublet-hook prestart"#,
+            Refused("has no `pid`"),
+        ),
+        case("no stage", "state c creating $$ | sublet-hook", Refused("no stage")),
+        case(
+            "a stage that there is not",
+            "state c creating $$ | sublet-hook startContainer",
+            Refused("no stage startContainer"),
+        ),
+    ]
+}
+
+/// The hook with somebody else's container, or with what is none.
+fn strangers() -> Vec<Case> {
+    vec![
+        case(
+            "a process that there is not",
+            "state c creating 4194303 | sublet-hook createRuntime",
+            Refused("is gone"),
+        ),
+        case(
+            "a negative process",
+            "state c creating -1 | sublet-hook createRuntime",
+            Refused("has no `pid`"),
+        ),
+        case(
+            "a process of the host's",
+            "state c creating $$ | sublet-hook createRuntime",
+            Refused("no mount namespace of its own"),
+        ),
+        case("the host's first process", "state c creating 1 | sublet-hook createRuntime", Fails("")),
+        case(
+            "the neighbour's process, which has its share",
+            "state c creating $(neighbours) | sublet-hook createRuntime",
+            Works(""),
+        ),
+        case(
+            "the neighbour's process and bundle, under another id",
+            "state c creating $(neighbours) $DIR/bundles/neighbour | sublet-hook createRuntime; sublet lease list --format json | grep -c container_id",
+            Works("1"),
+        ),
+        case(
+            "the neighbour itself, which has its share",
+            "state neighbour creating $(neighbours) $DIR/bundles/neighbour | sublet-hook createRuntime",
+            Works(""),
+        ),
+        case(
+            "a container that runs",
+            "state c running $$ | sublet-hook createRuntime",
+            Refused("it runs already"),
+        ),
+        case(
+            "a container that has stopped",
+            "state c stopped 0 | sublet-hook prestart",
+            Refused("it has stopped"),
+        ),
+        case(
+            "no such bundle",
+            "state c creating $$ /nowhere | sublet-hook createRuntime",
+            Refused("cannot be used"),
+        ),
+        case(
+            "a relative bundle",
+            "state c creating $$ bundles/c | sublet-hook createRuntime",
+            Refused("no absolute path"),
+        ),
+        case(
+            "a bundle that is a file",
+            "state c creating $$ $CONFIG | sublet-hook createRuntime",
+            Refused(""),
+        ),
+        case(
+            "poststop for the neighbour, which runs",
+            "state neighbour stopped 0 $DIR/bundles/neighbour | sublet-hook poststop; sublet lease list --format json | grep -c container_id",
+            Works("1"),
+        ),
+        case("poststop for nobody", "state nobody stopped 0 | sublet-hook poststop", Works("")),
+        case(
+            "in a user namespace",
+            "state c creating $$ | unshare --user --map-root-user sublet-hook createRuntime",
+            Refused("cannot give a rootless container"),
+        ),
+        case(
+            "in another PID namespace",
+            "unshare --pid --fork --mount-proc bash -c 'state() { printf %s \"{\\\"id\\\":\\\"c\\\",\\\"status\\\":\\\"creating\\\",\\\"pid\\\":$$,\\\"bundle\\\":\\\"$BUNDLE\\\"}\"; }; state | sublet-hook createRuntime'",
+            Fails(""),
+        ),
+        case("8 descriptors", "(ulimit -n 8; state c creating $$ | sublet-hook createRuntime)", Fails("")),
+    ]
+}
+
+/// What is ours, broken.
+fn around() -> Vec<Case> {
+    vec![
+        case("the configuration is broken", "echo '[limits' >>$CONFIG; up", refused("config.toml")),
+        case(
+            "the configuration is broken, and no key of ours",
+            r#"echo '[limits' >>$CONFIG; swap '"sublet.sm":"25","sublet.memory":"8GiB"' ''; up"#,
+            Plain,
+        ),
+        case("no configuration", "aside $CONFIG; up", Fails("")),
+        case(
+            "the state directory is read-only",
+            "alone 'mount --bind $STATE $STATE; mount -o remount,bind,ro $STATE; up'",
+            Fails(""),
+        ),
+        case(
+            "anybody may write the state directory",
+            "chmod 0777 $STATE; up",
+            refused("others may write it"),
+        ),
+        case(
+            "somebody keeps the lock",
+            "flock $STATE/lock sh -c ': >held; sleep 7' & until [ -e held ]; do sleep 0.01; done; up",
+            refused("held by another process"),
+        ),
+        case("the ledger is noise", "head -c 4k /dev/urandom >$STATE/ledger.json; up", QUARTER),
+        case("the ledger is gone", "rm $STATE/ledger.json; up", QUARTER),
+        case(
+            "the ledger goes while it runs",
+            "up >o; rm $STATE/ledger.json; runtime exec c probe info",
+            QUARTER,
+        ),
+        case("no inventory", "rm $STATE/inventory.json; up", QUARTER),
+        case(
+            "the daemon's program is gone",
+            "aside $DRIVER/usr/bin/nvidia-cuda-mps-control; up",
+            refused("nvidia-cuda-mps-control"),
+        ),
+        case(
+            "the daemon's server ends at once",
+            "aside $DRIVER/usr/bin/nvidia-cuda-mps-server; cp /bin/false $DRIVER/usr/bin/nvidia-cuda-mps-server; up",
+            refused("has no server"),
+        ),
+        case(
+            "the driver's library is gone",
+            "aside $(readlink -f $DRIVER/usr/lib/$(uname -m)-linux-gnu/libcuda.so.1); up",
+            refused("libcuda"),
+        ),
+        case(
+            "a node of the driver's is gone",
+            "aside $DRIVER/dev/nvidia-uvm; up",
+            refused("nvidia-uvm is missing"),
+        ),
+    ]
+}
+
+/// Its life, and SIGKILL.
+fn lives() -> Vec<Case> {
+    vec![
+        case(
+            "exec without an environment",
+            "up >o; runtime exec c env -i PATH=/usr/bin:/bin probe info",
+            QUARTER,
+        ),
+        case(
+            "another GPU's node, made inside",
+            "up >o; runtime exec --cap CAP_MKNOD c mknod /tmp/x c 195 7; runtime exec c cuda-probe noderights /tmp/x",
+            Still,
+        ),
+        case(
+            "no poststop: the next command frees it",
+            r#"sed -i 's/"poststop"/"poststart"/; s/"sublet-hook","poststop"/"sublet-hook","--version"/' $BUNDLE/config.json; up >o; runtime delete --force c; sublet gc; sublet lease list --format json | grep -c container_id"#,
+            Works("1"),
+        ),
+        case(
+            "deleted while it is made",
+            "create & sleep 0.05; runtime delete --force c 2>/dev/null; wait",
+            Still,
+        ),
+        case(
+            "killed, and deleted with a broken configuration",
+            "up >o; echo '[' >>$CONFIG; runtime kill c KILL; sleep 0.3; runtime delete c",
+            Works(""),
+        ),
+        case(
+            "the hook is killed after 10 ms",
+            r#"printf '#!/bin/sh\nexec timeout -s KILL 0.01 %s "$@"\n' $(command -v sublet-hook) >h; chmod 755 h; sed -i "0,/\"path\":\"[^\"]*sublet-hook/s||\"path\":\"$PWD/h|" $BUNDLE/config.json; up"#,
+            Fails(""),
+        ),
+        case(
+            "the hook is killed after 50 ms",
+            r#"printf '#!/bin/sh\nexec timeout -s KILL 0.05 %s "$@"\n' $(command -v sublet-hook) >h; chmod 755 h; sed -i "0,/\"path\":\"[^\"]*sublet-hook/s||\"path\":\"$PWD/h|" $BUNDLE/config.json; up"#,
+            Still,
+        ),
+        case(
+            "the runtime is killed after 50 ms",
+            "timeout -s KILL 0.05 ${LOW-runc} --root $ROOT create --bundle $BUNDLE c </dev/null >o 2>&1",
+            Still,
+        ),
+        case(
+            "its daemon is killed",
+            "up >o; for p in $(daemons); do grep -qz /mps/$(ls $STATE/mps | grep -v \"$(sublet lease list --format json | grep -o '\"id\": *\"[^\"]*' | head -n1 | grep -o '[^\"]*$')\") $p/environ 2>/dev/null; done; runtime delete --force c",
+            Works(""),
+        ),
+        case(
+            "twelve at once, of which eight servers fit a GPU",
+            r#"for i in {1..12}; do cp -al $BUNDLE b$i; cp --remove-destination $BUNDLE/config.json b$i; swap '"sublet.memory":"8GiB"' '"sublet.memory":"1GiB"' b$i/config.json; swap '-c"' "-c$i\"" b$i/config.json; BUNDLE=$PWD/b$i create c$i 2>/dev/null & done; wait; sublet lease list --format json | grep -c container_id"#,
+            Works("8"),
+        ),
+    ]
+}
+
+/// crun says nothing of what a hook says.
+fn refused(words: &'static str) -> Expect {
+    match Engine::chosen() {
+        Engine::Runc => Fails(words),
+        Engine::Crun => Fails("error executing hook"),
+    }
+}
+
+/// runc takes no link as a root filesystem.
+fn linked() -> Expect {
+    match Engine::chosen() {
+        Engine::Runc => Fails("invalid rootfs"),
+        Engine::Crun => QUARTER,
+    }
+}
