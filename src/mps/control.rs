@@ -1,12 +1,14 @@
 //! Speaking to a control daemon: `connect()` to see that somebody listens, `nvidia-cuda-mps-control` to ask.
 
 use std::io;
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+#[cfg(feature = "cli")]
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
 use super::{MpsError, ServerKey, dirs};
 use crate::child::ChildError;
@@ -28,10 +30,19 @@ const REFUSALS: [&str; 6] =
 /// Whether anybody listens at `control`, a SEQPACKET socket. Costs microseconds and does the daemon no harm;
 /// the listener may be stopped all the same.
 pub(super) fn listens(control: &Path) -> bool {
+    connected(control).is_some()
+}
+
+/// Who listens there: the pid of the process that said so (unix(7), `SO_PEERCRED`).
+#[cfg(feature = "cli")]
+pub(super) fn listener(control: &Path) -> Option<i32> {
+    getsockopt(&connected(control)?, PeerCredentials).ok().map(|peer| peer.pid())
+}
+
+fn connected(control: &Path) -> Option<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let Ok(fd) = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None) else { return false };
-    let Ok(address) = UnixAddr::new(control) else { return false };
-    connect(fd.as_raw_fd(), &address) == Ok(())
+    let socket = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).ok()?;
+    connect(socket.as_raw_fd(), &UnixAddr::new(control).ok()?).ok().map(|()| socket)
 }
 
 /// Why a question has no answer.

@@ -25,6 +25,8 @@ mod list;
 #[cfg(feature = "cli")]
 mod logs;
 #[cfg(feature = "cli")]
+mod mounted;
+#[cfg(feature = "cli")]
 mod rest;
 #[cfg(feature = "cli")]
 mod service;

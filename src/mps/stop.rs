@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use super::control::Control;
 use super::lock::DaemonLock;
+use super::mounted::is_mounted;
 use super::{MpsError, ServerKey, compute_mode, dirs, launch, record};
 use crate::config::Config;
-use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 use crate::inventory::{self, Device, Inventory};
 use crate::ledger::{Server, ServerState, Store};
 
@@ -43,7 +43,7 @@ pub(super) fn stop_held(
     let control = Control::new(key, config).ok().filter(|_| answers);
     if let Some(server) = server.filter(|_| unexplained && !force) {
         let clients = clients(&server.devices, control.as_ref(), config);
-        if clients != Some(0) || is_mounted(key) {
+        if clients != Some(0) || is_mounted(key, &config.state_dir, daemon) {
             // Their containers' next processes would run without any limit.
             record::note(store, key, |server| server.state = ServerState::Serving)?;
             return Ok(vec![format!(
@@ -87,22 +87,6 @@ fn contexts(devices: &[String], inventory: &Inventory) -> Option<usize> {
         return Some(inventory.devices.iter().map(on).sum());
     }
     devices.iter().map(|uuid| inventory.device(uuid).map(on)).sum()
-}
-
-/// Whether some process has the directory of `key` where containers have theirs: a container of it runs, whether or not
-/// it computes now. By the mounts that the kernel names (proc(5), mountinfo): the directory itself may be gone.
-fn is_mounted(key: &ServerKey) -> bool {
-    let public = format!("/{key}/public");
-    let is_its = |line: &str| {
-        let mut fields = line.split(' ').skip(3);
-        let (root, at) = (fields.next().unwrap_or_default(), fields.next().unwrap_or_default());
-        [MPS_DIR, MPS_DEFAULT_DIR].contains(&at) && root.trim_end_matches("//deleted").ends_with(&public)
-    };
-    // Where nobody can tell there may be one.
-    let Ok(entries) = std::fs::read_dir("/proc") else { return true };
-    let mut mounts =
-        entries.flatten().filter_map(|entry| std::fs::read_to_string(entry.path().join("mountinfo")).ok());
-    mounts.any(|mounts| mounts.lines().any(is_its))
 }
 
 /// Whether there is, or may have been, a daemon of `key`: one to stop, or one that is stopped already.

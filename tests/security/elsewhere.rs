@@ -200,8 +200,15 @@ fn c3_after_a_loss_a_daemon_whose_container_nobody_knows_is_left_alone_and_close
             assert!(is_alive(daemon), "{program:?} {more:?}: it serves the container still");
         }
         bundle.down();
-        assert!(eventually(|| world.bundle("later", QUARTER, SLEEP).create().ok), "{}", world.status());
-        world.bundle("later", QUARTER, SLEEP).down();
+        let later = world.bundle("later", QUARTER, SLEEP);
+        let mut said = Vec::new();
+        let opened = eventually(|| {
+            let create = later.create();
+            said.push(create.stderr);
+            create.ok
+        });
+        assert!(opened, "{said:?} {}", world.status());
+        later.down();
         world.assert_empty();
     }
 }
