@@ -210,10 +210,10 @@ fn deaths() -> Vec<Case> {
             "up >o2; p=$(pid) s=$(shim); containerd_ends; ends $s; ends $p; leases",
             Works("1"),
         ),
-        // How far it comes is chance: what is left counts.
+        // How far it comes is chance: what is left counts, once containerd is done with what it was asked for.
         case(
             "the client, while it waits",
-            "timeout -s KILL 0.1 ctr run --detach --snapshotter native --cpu-shares 0 --runc-binary $(command -v sublet-runtime) --annotation sublet.sm=25 $IMAGE job sleep 60",
+            "timeout -s KILL 0.1 ctr run --detach --snapshotter native --cpu-shares 0 --runc-binary $(command -v sublet-runtime) --annotation sublet.sm=25 $IMAGE job sleep 60; sleep 1",
             Still,
         ),
         // How far it comes is chance: what is left counts.
