@@ -210,10 +210,11 @@ fn deaths() -> Vec<Case> {
             "up >o2; p=$(pid) s=$(shim); containerd_ends; ends $s; ends $p; leases",
             Works("1"),
         ),
-        // How far it comes is chance: what is left counts, once containerd is done with what it was asked for.
+        // How far it comes is chance: what is left counts, once containerd is done; itself it leaves
+        // the mount of a root filesystem then, with plain runc too.
         case(
             "the client, while it waits",
-            "timeout -s KILL 0.1 ctr run --detach --snapshotter native --cpu-shares 0 --runc-binary $(command -v sublet-runtime) --annotation sublet.sm=25 $IMAGE job sleep 60; sleep 1",
+            "timeout -s KILL 0.1 ctr run --detach --snapshotter native --cpu-shares 0 --runc-binary $(command -v sublet-runtime) --annotation sublet.sm=25 $IMAGE job sleep 60; sleep 1; ctr tasks ls -q | grep -qx job || umount $RUN/io.containerd.runtime.v2.task/$CONTAINERD_NAMESPACE/job/rootfs",
             Still,
         ),
         // How far it comes is chance: what is left counts.
