@@ -136,7 +136,7 @@ fn shares() -> Vec<Case> {
         ),
         case(
             "five at once for the only one",
-            "for i in 1 2 3 4 5; do docker run -d --name c$i --network none --runtime sublet $(of mig=1g.5gb) probe sleep 60 >/dev/null 2>&1 & done; wait; leases",
+            "for i in 1 2 3 4 5; do docker run -d --name job$i --network none --runtime sublet $(of mig=1g.5gb) probe sleep 60 >/dev/null 2>&1 & done; wait; leases",
             Works("2"),
         ),
         case(
@@ -288,7 +288,7 @@ fn instances() -> Vec<Case> {
         ),
         case(
             "made for three at once, where there is room for one",
-            r"printf '[mig]\ndynamic = true\n' >>$CONFIG; destroy; for i in 1 2 3; do docker run -d --name c$i --network none --runtime sublet $(of mig=1g.5gb) probe sleep 60 >/dev/null 2>&1 & done; wait; leases; docker rm -f c1 c2 c3 >/dev/null; instances; make",
+            r"printf '[mig]\ndynamic = true\n' >>$CONFIG; destroy; for i in 1 2 3; do docker run -d --name job$i --network none --runtime sublet $(of mig=1g.5gb) probe sleep 60 >/dev/null 2>&1 & done; wait; leases; docker rm -f job1 job2 job3 >/dev/null; instances; make",
             Works("2\n2"),
         ),
         case(
