@@ -16,6 +16,10 @@
 mod around;
 #[path = "cases/bundles.rs"]
 mod bundles;
+#[path = "cases/checkpoint.rs"]
+mod checkpoint;
+#[path = "cases/clock.rs"]
+mod clock;
 #[path = "cases/exec.rs"]
 mod exec;
 #[path = "cases/frame.rs"]
@@ -45,6 +49,8 @@ const DOORS: &[Door] = &[
     Door { name: "exec", open: bundles::with_container, cases: exec::cases },
     Door { name: "podman", open: podman::stand, cases: podman_cases::cases },
     Door { name: "prestart", open: bundles::hooked, cases: prestart::cases },
+    Door { name: "checkpoint", open: bundles::with_container, cases: checkpoint::cases },
+    Door { name: "clock", open: bundles::clocks, cases: clock::cases },
     Door { name: "rootless", open: rootless::stand, cases: rootless_cases::cases },
 ];
 
