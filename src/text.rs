@@ -1,9 +1,13 @@
 //! Text that is safe to print whatever a container, an image or a file put into it.
 
 use std::fmt::Write as _;
+use std::time::{Duration, UNIX_EPOCH};
 
 /// Longest piece of foreign text that a message repeats, in characters.
 const LONGEST: usize = 120;
+
+/// The last second of the year 9999, since the epoch: RFC 3339 has four digits for a year.
+const LAST_SECOND: u64 = 253_402_300_799;
 
 /// `text` with control characters and other unprintables escaped, cut to a readable length.
 ///
@@ -35,6 +39,14 @@ fn is_invisible(character: char) -> bool {
         | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
+/// Seconds since the epoch as RFC 3339 in UTC. What has no such form, as a clock that is set wrong may say, is the last
+/// second that has one.
+#[must_use]
+pub fn timestamp(seconds: u64) -> String {
+    let time = UNIX_EPOCH + Duration::from_secs(seconds.min(LAST_SECOND));
+    humantime::format_rfc3339_seconds(time).to_string()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -49,5 +61,13 @@ mod tests {
     #[test]
     fn cuts_long_text() {
         assert_eq!(safe(&"x".repeat(1 << 20)).chars().count(), LONGEST + 1);
+    }
+
+    #[test]
+    fn times_of_wrong_clocks_are_told_as_far_as_they_can_be() {
+        assert_eq!(timestamp(0), "1970-01-01T00:00:00Z");
+        for late in [LAST_SECOND, LAST_SECOND + 1, u64::MAX] {
+            assert_eq!(timestamp(late), "9999-12-31T23:59:59Z");
+        }
     }
 }

@@ -74,11 +74,7 @@ pub fn ago(since: u64) -> String {
     humantime::format_duration(std::time::Duration::from_secs(seconds)).to_string()
 }
 
-/// RFC 3339, in UTC.
-pub fn timestamp(seconds: u64) -> String {
-    let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
-    humantime::format_rfc3339_seconds(time).to_string()
-}
+pub use crate::text::timestamp;
 
 /// An error with what caused it, on one line. Many of ours repeat their cause in their own text already.
 pub fn chain(error: &anyhow::Error) -> String {

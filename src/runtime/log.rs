@@ -6,7 +6,7 @@ use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::argv::Global;
 
@@ -76,7 +76,7 @@ fn append(file: &Path, line: &str) {
 }
 
 fn format_line(json: bool, level: Level, message: &str, time: SystemTime) -> String {
-    let time = humantime::format_rfc3339_seconds(time).to_string();
+    let time = crate::text::timestamp(time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()));
     if json {
         let line = serde_json::json!({"level": level.as_str(), "msg": message, "time": time});
         return format!("{line}\n");
@@ -196,5 +196,11 @@ mod tests {
         assert!(
             std::fs::read_to_string(own).unwrap().ends_with(" level=info msg=\"sublet-runtime: hello\"\n")
         );
+    }
+
+    #[test]
+    fn a_clock_before_its_epoch_stops_no_line() {
+        let line = format_line(false, Level::Info, "m", UNIX_EPOCH - Duration::from_secs(1));
+        assert!(line.starts_with("time=\"1970-01-01T00:00:00Z\""), "{line}");
     }
 }

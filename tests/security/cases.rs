@@ -18,6 +18,10 @@ mod around;
 mod bundles;
 #[path = "cases/cdi.rs"]
 mod cdi;
+#[path = "cases/checkpoint.rs"]
+mod checkpoint;
+#[path = "cases/clock.rs"]
+mod clock;
 #[path = "cases/containerd.rs"]
 mod containerd;
 #[path = "cases/ctr.rs"]
@@ -61,6 +65,8 @@ const DOORS: &[Door] = &[
     Door { name: "mig", open: engine::mig, cases: mig::cases },
     Door { name: "podman", open: podman::stand, cases: podman_cases::cases },
     Door { name: "prestart", open: bundles::hooked, cases: prestart::cases },
+    Door { name: "checkpoint", open: bundles::with_container, cases: checkpoint::cases },
+    Door { name: "clock", open: bundles::clocks, cases: clock::cases },
     Door { name: "rootless", open: rootless::stand, cases: rootless_cases::cases },
 ];
 

@@ -45,6 +45,29 @@ const BY_HAND: &str = r#"state() { printf '{"ociVersion":"1.0.2","id":"%s","stat
 neighbours() { sed -n 's/.*"init":{"process":{"pid":\([0-9]*\).*/\1/p' $STATE/ledger.json; }
 "#;
 
+/// What the door of clocks has besides; `clock.so` is made of [`CLOCK`].
+const CLOCKS: &str = r#"at() { local years=$1; shift; SHIFT=$((years * 31557600)) LD_PRELOAD=$DIR/clock.so "$@"; }
+aged() { sed -i -E "s/\"(since|answered_at)\":([0-9]+)/\"\1\":@\2$1@/g" $STATE/ledger.json; while read -r n; do swap "@$n@" $(($n)) $STATE/ledger.json; done < <(grep -oE '@[0-9+-]+@' $STATE/ledger.json | tr -d @); cp $STATE/ledger.json $STATE/ledger.json.copy; }
+since() { sed -i "s/\"since\":[0-9]*/\"since\":$1/" $STATE/ledger.json $STATE/ledger.json.copy; }
+first() { runtime state c | sed -n 's/.*"pid": *\([0-9]*\).*/\1/p'; }
+key() { sublet status --format json | grep -o '"key": *"[^"]*' | grep -o '[^"]*$'; }
+leases() { sublet lease list --format json | grep -c container_id; }
+"#;
+
+/// A wall clock that is `$SHIFT` seconds off, for dynamic programs.
+const CLOCK: &str = r#"#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <time.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int (*real)(clockid_t, struct timespec *) = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+    int done = real(clock, now);
+    const char *shift = getenv("SHIFT");
+    if (clock == CLOCK_REALTIME && shift) now->tv_sec += atoll(shift);
+    return done;
+}
+"#;
+
 /// How a case finds the container.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
@@ -69,6 +92,17 @@ pub fn empty() -> Box<dyn Stage> {
 
 pub fn with_container() -> Box<dyn Stage> {
     Box::new(Bundles::new(Kind::Standing))
+}
+
+pub fn clocks() -> Box<dyn Stage> {
+    let mut stage = Bundles::new(Kind::Empty);
+    let dir = stage.world.dir.path();
+    std::fs::write(dir.join("clock.c"), CLOCK).expect("clock.c");
+    let mut cc = Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-o"]).args([dir.join("clock.so"), dir.join("clock.c")]);
+    assert!(cc.status().expect("cc runs").success());
+    stage.prelude = stage.prelude.replace("runtime() {", &format!("{CLOCKS}runtime() {{"));
+    Box::new(stage)
 }
 
 pub fn hooked() -> Box<dyn Stage> {

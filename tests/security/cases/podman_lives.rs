@@ -105,6 +105,12 @@ fn visits() -> Vec<Case> {
             "rest --cap-add SYS_ADMIN; podman exec --privileged c umount /run/sublet/mps; podman exec c probe info",
             Still,
         ),
+        case("a checkpoint, where there is no criu", "rest; podman container checkpoint c", Fails("")),
+        case(
+            "a checkpoint that fails leaves it its share",
+            "rest; podman container checkpoint c 2>/dev/null; podman exec c probe info",
+            QUARTER,
+        ),
         case(
             "its storage is unmounted",
             "rest; podman unmount -f c >/dev/null; podman exec c probe info",
