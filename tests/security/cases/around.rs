@@ -35,7 +35,7 @@ fn state() -> Vec<Case> {
         case("anybody may write it", "chmod 0777 $STATE; up", Refused("others may write it")),
         case("somebody else's", "chown 1000 $STATE; up", Refused("others may write it")),
         case("without a mode", "chmod 0 $STATE; up", QUARTER),
-        case("gone, while the neighbour runs", "aside $STATE; up", Refused("")).harming(),
+        case("gone, while the neighbour runs", "aside $STATE; up", QUARTER).harming(),
         case("the lock is a pipe", "aside $STATE/lock; mkfifo $STATE/lock; up", Refused("lock")),
         case(
             "the lock is a link to somebody's file",
