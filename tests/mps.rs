@@ -491,10 +491,15 @@ fn move_programs(host: &Host, from: &str, dir: &str) {
     }
 }
 
+/// Written by another process: what we had open for writing, a child that another test is just starting would hold open
+/// too, and the program could not be run (ETXTBSY, execve(2)).
 fn script(path: &Path, text: &str) {
-    use std::os::unix::fs::PermissionsExt as _;
-    fs::write(path, format!("#!/bin/sh\n{text}\n")).unwrap();
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    use std::io::Write as _;
+    let mut install = Command::new("install");
+    let mut install =
+        install.args(["-m", "0755", "/dev/stdin"]).arg(path).stdin(Stdio::piped()).spawn().unwrap();
+    install.stdin.take().unwrap().write_all(format!("#!/bin/sh\n{text}\n").as_bytes()).unwrap();
+    assert!(install.wait().unwrap().success());
 }
 
 /// A start, its one server, and the end of both; the server's program and the first of the daemon's PATH.

@@ -227,7 +227,7 @@ fn systemd_is_told_and_its_socket_is_taken() {
     let mut buffer = [0; 64];
     while heard.len() < 3 {
         let length = notify.recv(&mut buffer).expect("a word in time");
-        heard.push(String::from_utf8_lossy(&buffer[..length]).into_owned());
+        heard.push(String::from_utf8_lossy(&buffer[..length]).trim_end().to_owned());
     }
     assert_eq!(heard, ["READY=1", "WATCHDOG=1", "WATCHDOG=1"]);
     run("kill", &["-TERM", &child.id().to_string()]);

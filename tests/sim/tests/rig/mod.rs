@@ -71,7 +71,10 @@ impl Rig {
         }
         fs::create_dir_all(root.libraries()).unwrap();
         for (name, program) in PROGRAMS {
-            fs::copy(program, self.path("usr/bin").join(name)).unwrap();
+            // By another process: what we had open for writing, a child that another test is just starting would hold
+            // open too, and the program could not be run (ETXTBSY, execve(2)).
+            let copied = Command::new("cp").arg(program).arg(self.path("usr/bin").join(name)).status();
+            assert!(copied.unwrap().success());
         }
         fs::write(root.topology(), serde_json::to_vec(topology).unwrap()).unwrap();
         State::initial(topology).write(&root).unwrap();
