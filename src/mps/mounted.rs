@@ -38,9 +38,12 @@ impl<'a> Mounted<'a> {
         [MPS_DIR, MPS_DEFAULT_DIR].contains(&at).then_some(Self { what, at })
     }
 
-    /// The very directory, by the name that it has, or had when it was removed.
+    /// The very directory, by the name that it has, or had when it was removed. What is mounted at a directory of ours is
+    /// named from there, and we may be in a root that is a directory of the file system's.
     fn is(&self, public: &Path) -> bool {
-        self.what.strip_prefix("/").is_ok_and(|what| public.ends_with(what))
+        let ends_with =
+            |long: &Path, short: &Path| short.strip_prefix("/").is_ok_and(|short| long.ends_with(short));
+        ends_with(public, self.what) || ends_with(self.what, public)
     }
 
     /// One of the same key, of whatever state directory.
@@ -68,6 +71,7 @@ mod tests {
             ("/sublet/mps/GPU-1/public", true, true),
             ("/sublet/mps/GPU-1/public//deleted", true, true),
             ("/run/sublet/mps/GPU-1/public", true, true),
+            ("/roots/one/run/sublet/mps/GPU-1/public//deleted", true, true),
             ("/sublet.moved/mps/GPU-1/public", false, true),
             ("/other/mps/GPU-1/public", false, true),
             ("/sublet/mps/GPU-2/public", false, false),
