@@ -25,7 +25,7 @@ pub mod user;
 mod world;
 
 pub use bundle::{Bundle, Finished, by_systemd};
-pub use processes::is_alive;
+pub use processes::{is_alive, stop};
 pub use refused::{assert_lines, tree};
 pub use rootfs::{Rootfs, copy_program};
 pub use stopping::Stopping;

@@ -22,6 +22,16 @@ pub fn is_alive(pid: Pid) -> bool {
     read(pid, "stat").rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
+/// Stops `pid`, and waits until it is: the signal is on its way for a moment.
+///
+/// # Panics
+/// It does not stop.
+pub fn stop(pid: Pid) {
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).expect("it lives");
+    let stands = || read(pid, "stat").rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'));
+    assert!(crate::eventually(stands), "{pid} does not stop");
+}
+
 /// Every process in a cgroup whose path has `part` in it.
 #[must_use]
 pub(crate) fn in_cgroup(part: &str) -> Vec<Pid> {

@@ -355,7 +355,7 @@ fn a_stopped_daemon_is_found_out_and_the_container_refused() {
     let mut text: Value = serde_json::from_slice(&std::fs::read(&ledger).expect("ledger")).expect("JSON");
     text["servers"][0]["answered_at"] = json!(1);
     std::fs::write(&ledger, serde_json::to_vec(&text).expect("JSON")).expect("ledger");
-    nix::sys::signal::kill(daemon, nix::sys::signal::Signal::SIGSTOP).expect("SIGSTOP");
+    sublet_e2e::stop(daemon);
     let second = world.bundle("second", &[("sublet.sm", "25")], HOLD);
     let refused = second.create();
     assert!(!refused.ok && refused.stderr.contains("does not answer"), "{refused:?}");

@@ -192,10 +192,12 @@ fn a_daemon_that_is_stopped_serves_no_new_container() {
     let world = World::simulated("h200", "");
     let keeper = world.bundle("keeper", SHARE, &["/bin/sleep", "120"]);
     keeper.up();
-    let all = |signal| world.daemon_pids("").into_iter().for_each(|pid| kill(pid, signal).expect("it lives"));
-    all(Signal::SIGSTOP);
+    let daemons = world.daemon_pids("");
+    daemons.iter().copied().for_each(sublet_e2e::stop);
     let line = bad(&world, SHARE).refused();
-    all(Signal::SIGCONT);
+    for pid in daemons {
+        kill(pid, Signal::SIGCONT).expect("it lives");
+    }
     assert!(line.contains("does not answer"), "{line}");
     let again = world.bundle("again", SHARE, HOLD);
     again.up();

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, Finished, World, eventually, skip_unless_root};
+use sublet_e2e::{Bundle, Finished, World, eventually, skip_unless_root, stop};
 
 /// Outlives the MPS daemon, which a program at work on the GPU does not.
 const SLEEP: &[&str] = &["/bin/sleep", "300"];
@@ -263,7 +263,7 @@ fn a_daemon_that_is_stopped_is_found_out_whenever_it_answered_last() {
     let daemon = Pid::from_raw(
         i32::try_from(world.status()["mps"][0]["pid"].as_i64().expect("a pid")).expect("a pid"),
     );
-    kill(daemon, Signal::SIGSTOP).expect("SIGSTOP");
+    stop(daemon);
     assert_refused("just answered", &bundle, "does not answer");
     forget_answers(&world);
     assert_refused("answered long ago", &bundle, "does not answer");
