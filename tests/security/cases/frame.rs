@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
-use sublet_e2e::World;
+use sublet_e2e::{World, bin_dir};
 
 use crate::watch::{Before, put_back};
 
@@ -137,6 +137,7 @@ impl Seen {
     /// In one line, for the table.
     fn shown(&self, world: &World) -> String {
         let dir = world.dir.path().display().to_string();
+        let programs = bin_dir().display().to_string();
         let said = match self.info() {
             Some(info) if info["error"].is_null() => {
                 let mps = if info["mps"] == true { ", MPS" } else { "" };
@@ -146,7 +147,7 @@ impl Seen {
             None if self.stderr.trim().is_empty() => self.stdout.trim().to_owned(),
             None => self.stderr.trim().to_owned(),
         };
-        let said = said.replace(&dir, "$DIR").replace('\n', " ⏎ ");
+        let said = said.replace(&dir, "$DIR").replace(&programs, "$BIN").replace('\n', " ⏎ ");
         let said: String = said.chars().map(|c| if c.is_control() { '␛' } else { c }).collect();
         let short: String = said.chars().take(SHOWN).collect();
         let more = if short.len() < said.len() { "…" } else { "" };
