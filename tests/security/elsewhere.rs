@@ -2,7 +2,7 @@
 //! known is not taken for gone or empty.
 
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -194,9 +194,13 @@ fn c3_after_a_loss_a_daemon_whose_container_nobody_knows_is_left_alone_and_close
             other.write();
             let mut create = world.command("sublet-runtime");
             create.arg("--root").arg(world.dir.path().join("another")).args(["create", "--bundle"]);
-            let refused = create.arg(&other.dir).arg("other").output().expect("it runs");
-            let is_refused = !refused.status.success() && stderr(&refused).contains("the ledger was lost");
-            assert!(is_refused, "{program:?} {more:?}: {refused:?}");
+            // Into a file: a container that is made all the same would keep a pipe open.
+            let said = std::fs::File::create(other.dir.join("said")).expect("a file");
+            let create = create.arg(&other.dir).arg("other").stdin(Stdio::null()).stdout(Stdio::null());
+            let refused = create.stderr(said).status().expect("it runs");
+            let said = std::fs::read_to_string(other.dir.join("said")).expect("what it said");
+            let is_refused = !refused.success() && said.contains("the ledger was lost");
+            assert!(is_refused, "{program:?} {more:?}: {refused}: {said}");
             assert!(is_alive(daemon), "{program:?} {more:?}: it serves the container still");
         }
         bundle.down();
