@@ -95,7 +95,25 @@ def bare(rows, machine, engine, part):
     command = ["env", "-i", "PATH=/usr/bin", path, *words[1:]]
     rows.ask("exec, env -i", shares.wanted(machine, 25, machine.memory_mib),
              lambda: shares.sees(machine, report(engine.execute(name, command)), 25, machine.memory_mib, 1))
+    rows.ask("limits of the MPS daemon and its server", f"a service's: {SERVICE}", mps_limits)
     engine.remove(name)
+
+
+SERVICE = "1024 open files, 8388608 bytes locked"
+
+
+def mps_limits():
+    """Not those of the engine that started the container: src/mps/service.rs."""
+    found = []
+    for of in Path("/proc").glob("[0-9]*"):
+        try:
+            name, limits = (of / "cmdline").read_text().split("\0")[0], (of / "limits").read_text()
+        except OSError:
+            continue
+        if Path(name).name.startswith("nvidia-cuda-mps-"):
+            soft = {line[:26].strip(): line[26:].split()[0] for line in limits.splitlines()}
+            found.append(f"{soft['Max open files']} open files, {soft['Max locked memory']} bytes locked")
+    return "; ".join(found), len(found) >= 2 and set(found) == {SERVICE}
 
 
 def doctor(engine):
