@@ -338,11 +338,12 @@ fn a_fault_without_mps_stays_with_its_process() {
 #[test]
 fn a_client_is_terminated() {
     let Some(rig) = rig_with_daemon() else { return };
-    let (mut one, mut other) = (rig.start("hold 30", &[]), rig.start("hold 1", &[]));
+    let (mut one, mut other) = (rig.start("hold 30", &[]), rig.start("hold 5", &[]));
     let server = rig.server();
+    until("two clients", || rig.ask("ps").lines().count() == 3);
     assert_eq!(rig.ask(&format!("terminate_client {server} {}", one.pid())), "0");
     assert_eq!((one.result(), one.status()), ("CUDA_ERROR_MPS_CLIENT_TERMINATED".into(), 10));
-    assert_eq!(rig.ask(&format!("get_client_list {server}")), other.pid().to_string());
+    until("one client", || rig.ask(&format!("get_client_list {server}")) == other.pid().to_string());
     assert_eq!(other.result(), "CUDA_SUCCESS");
 }
 
@@ -372,6 +373,13 @@ fn a_server_is_shut_down() {
     assert_eq!(rig.info(&[])["mps"], true);
 }
 
+/// The row of the only client. A client goes on as soon as its server has answered it; the daemon hears of it from the
+/// server, by another connection.
+fn only_client(rig: &Rig) -> Vec<String> {
+    until("one client", || rig.ask("ps").lines().count() == 2);
+    rig.ask("ps").lines().last().unwrap().split_whitespace().map(str::to_owned).collect()
+}
+
 #[test]
 fn ps_names_clients_by_host_pid_and_namespace() {
     let Some(rig) = rig_with_daemon() else { return };
@@ -381,8 +389,7 @@ fn ps_names_clients_by_host_pid_and_namespace() {
     );
     let client = rig.start("hold 30", &[]);
     let namespace = fs::read_link(format!("/proc/{}/ns/pid", client.pid())).unwrap();
-    let table = rig.ask("ps");
-    let row: Vec<_> = table.lines().nth(1).unwrap().split_whitespace().collect();
+    let row = only_client(&rig);
     assert_eq!(row[..4], [&client.pid().to_string(), "0", &rig.server(), "GPU-11111111-2222-3333"]);
     assert_eq!(format!("pid:[{}]", row[4]), namespace.to_string_lossy());
     assert!(row[5].ends_with("cuda-probe"), "{row:?}");
@@ -394,8 +401,7 @@ fn clients_in_namespaces_of_their_own_connect_and_are_traced() {
     for uid in [0, 1000] {
         let client = rig.start_in_namespaces("hold 30", uid);
         assert_eq!((&client.info["mps"], &client.info["pid"]), (&true.into(), &1.into()));
-        let table = rig.ask("ps");
-        let row: Vec<_> = table.lines().last().unwrap().split_whitespace().collect();
+        let row = only_client(&rig);
         let pid: i32 = row[0].parse().unwrap();
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         assert!(status.contains(&format!("\nNSpid:\t{pid}\t1\n")), "{status}");
@@ -403,6 +409,7 @@ fn clients_in_namespaces_of_their_own_connect_and_are_traced() {
         assert_eq!(format!("pid:[{}]", row[4]), namespace.to_string_lossy());
         assert!(rig.contexts().iter().any(|held| held.pid == pid && held.kind == Kind::Client));
         assert_eq!(rig.ask(&format!("terminate_client {} {pid}", rig.server())), "0");
+        until("no client", || rig.ask("ps").lines().count() == 1);
     }
 }
 
