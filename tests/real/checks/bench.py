@@ -118,8 +118,9 @@ def by_hand(machine, percent):
         source, target = volume.split(":")[:2]
         make = f"mkdir -p .{target}" if os.path.isdir(source) else f"mkdir -p .{os.path.dirname(target)}; touch .{target}"
         binds.append(f"{make}; mount --rbind {source} .{target}")
-    # Where the driver's files lie among the distribution's, their names for the loader are made.
-    enter = "set -e; " + "; ".join(binds) + '; chroot . /sbin/ldconfig; exec chroot . "$@"'
+    # Where the driver's files lie among the distribution's, their names for the loader are made; by one at a time, as
+    # all have the same files.
+    enter = "set -e; " + "; ".join(binds) + '; flock /srv chroot . /sbin/ldconfig; exec chroot . "$@"'
     if percent:
         process.must([*control, "-d"], env=environment)
         environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = percent
