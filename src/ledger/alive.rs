@@ -1,16 +1,12 @@
 //! Whether a lease's container still lives: its processes, its runtime's record, its cgroup.
 
-use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::record::{Record, pid_namespace, read_bounded};
+use super::cgroup::{is_populated, process_of};
+use super::record::{Record, pid_namespace};
 use super::{Freed, Init, Lease, LeaseState, Ledger};
-use crate::process::Process;
 use crate::text::safe;
-
-/// A v1 cgroup with more below it is taken for populated: nobody waits for the rest of the walk.
-const MOST_CGROUPS: usize = 1000;
 
 /// What became of a lease's container.
 #[derive(Debug, PartialEq, Eq)]
@@ -88,9 +84,10 @@ fn fate_without_init(lease: &Lease) -> Fate {
         return if owned { Fate::Unchanged } else { Fate::Gone };
     }
     let record = match Record::read(&lease.container.record) {
+        Ok(None) if !owned => return fate_without_record(lease),
         Ok(record) => record.filter(|record| is_of(record, lease)),
         Err(error) => {
-            warn(lease, &error);
+            warn(lease, &lease.container.record, &error);
             return Fate::Unchanged;
         }
     };
@@ -103,6 +100,21 @@ fn fate_without_init(lease: &Lease) -> Fate {
         (false, false) if has_processes(&init) => Fate::Ending(Some(init)),
         (false, false) => Fate::Gone,
     }
+}
+
+/// runc in another time namespace takes every container for stopped: its `delete` removes the record there and ends
+/// nothing. So where there is no record, a process in the container's cgroup keeps the lease.
+fn fate_without_record(lease: &Lease) -> Fate {
+    match process_of(&lease.container) {
+        Ok(None) => return Fate::Gone,
+        Ok(Some(pid)) => tracing::warn!(
+            "container {}: its runtime has no record of it, and process {pid} is in its cgroup: lease {} is kept",
+            safe(&lease.container.name()),
+            lease.id
+        ),
+        Err(error) => warn(lease, &lease.container.bundle, &error),
+    }
+    Fate::Unchanged
 }
 
 /// Whether `record` is of the container that `lease` was taken for, and not of another one of its id. Where
@@ -144,16 +156,29 @@ impl Lease {
         if self.init.is_none() && self.owner.is_alive() && !self.is_overdue() {
             signs.push(format!("process {} is starting it", self.owner.pid));
         }
-        if let (None, false, Err(error)) = (&self.init, self.brokered, Record::read(&self.container.record)) {
-            signs.push(format!(
+        if self.init.is_none() && !self.brokered {
+            signs.extend(self.signs_without_init());
+        }
+        signs
+    }
+
+    #[cfg(feature = "cli")]
+    fn signs_without_init(&self) -> Option<String> {
+        let path = |path: &Path| safe(&path.to_string_lossy());
+        match Record::read(&self.container.record) {
+            Ok(None) => {
+                let pid = process_of(&self.container).ok().flatten()?;
+                Some(format!("its runtime has no record of it, but process {pid} is in its cgroup"))
+            }
+            Ok(Some(_)) => None,
+            Err(error) => Some(format!(
                 "its runtime's record {} cannot be read ({}), so nobody can tell; the process that started it, {}, is {}",
                 path(&self.container.record),
                 safe(&error.to_string()),
                 self.owner.pid,
                 if self.owner.is_alive() { "there still" } else { "gone" },
-            ));
+            )),
         }
-        signs
     }
 
     /// Whether its container's first process, or anything in its cgroup, still runs.
@@ -186,61 +211,12 @@ pub(super) fn has_processes(init: &Init) -> bool {
     })
 }
 
-/// Whether a process lives in the cgroup `dir` or below. An absent cgroup is empty.
-fn is_populated(dir: &Path) -> io::Result<bool> {
-    match read_bounded(&dir.join("cgroup.events")) {
-        // cgroup v2 counts the descendants in (cgroups(7)).
-        Ok(Some(events)) => Ok(String::from_utf8_lossy(&events).lines().any(|line| line == "populated 1")),
-        Ok(None) => is_populated_v1(dir),
-        Err(error) if is_removed(&error) => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
-fn is_populated_v1(dir: &Path) -> io::Result<bool> {
-    let mut open = vec![dir.to_owned()];
-    let mut seen = 0;
-    while let Some(dir) = open.pop() {
-        seen += 1;
-        if seen > MOST_CGROUPS || has_live_process(&dir)? {
-            return Ok(true);
-        }
-        let entries = match fs::read_dir(&dir) {
-            Err(error) if is_removed(&error) => continue,
-            entries => entries?,
-        };
-        for entry in entries {
-            let entry = entry?;
-            if entry.file_type()?.is_dir() {
-                open.push(entry.path());
-            }
-        }
-    }
-    Ok(false)
-}
-
-/// v1 lists zombies, which hold nothing any more.
-fn has_live_process(dir: &Path) -> io::Result<bool> {
-    let pids = match read_bounded(&dir.join("cgroup.procs")) {
-        Err(error) if is_removed(&error) => return Ok(false),
-        pids => pids?.unwrap_or_default(),
-    };
-    let pids = String::from_utf8_lossy(&pids).into_owned();
-    let mut pids = pids.lines().filter_map(|line| line.parse().ok());
-    Ok(pids.any(Process::may_run))
-}
-
-/// A cgroup removed while it is open answers ENODEV.
-fn is_removed(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(nix::libc::ENODEV)
-}
-
-fn warn(lease: &Lease, error: &io::Error) {
+fn warn(lease: &Lease, unread: &Path, error: &io::Error) {
     tracing::warn!(
-        "container {}: its record {} cannot be read ({}): lease {} is kept; `sublet lease release --force {}` frees it, \
+        "container {}: what {} says of it cannot be read ({}): lease {} is kept; `sublet lease release --force {}` frees it, \
          if you know that the container is gone",
         safe(&lease.container.name()),
-        safe(&lease.container.record.to_string_lossy()),
+        safe(&unread.to_string_lossy()),
         safe(&error.to_string()),
         lease.id,
         lease.id
@@ -249,11 +225,13 @@ fn warn(lease: &Lease, error: &io::Error) {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::process::{Child, Command};
 
     use super::super::fixture::lease;
     use super::*;
     use crate::ledger::Container;
+    use crate::process::Process;
 
     /// A process that runs until it is dropped.
     struct Running(Child);

@@ -4,6 +4,7 @@ mod alive;
 mod bind;
 mod book;
 mod ceiling;
+mod cgroup;
 mod devices;
 mod ended;
 #[cfg(fuzzing)]

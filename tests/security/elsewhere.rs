@@ -289,6 +289,34 @@ fn c3_a_container_whose_record_could_not_be_found_again_gets_no_lease() {
 }
 
 #[test]
+fn c3_a_container_that_its_runtime_forgot_at_once_keeps_its_lease() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("forgotten-at-once", QUARTER, SLEEP);
+    bundle.up();
+    let pid = Pid::from_raw(bundle.pid());
+    // As runc's delete does in another time namespace; nobody has looked at the lease before.
+    let (record, aside) = (world.runtime_root().join("forgotten-at-once"), world.dir.path().join("aside"));
+    std::fs::rename(&record, &aside).expect("moved");
+    let gc = world.sublet(&["gc"]);
+    assert!(gc.status.success() && stderr(&gc).contains("is in its cgroup"), "{gc:?}");
+    let leases = world.leases();
+    let kept = world.sublet(&["lease", "release", leases[0]["id"].as_str().expect("an id")]);
+    assert!(stderr(&kept).contains("no record of it, but process"), "{kept:?}");
+    assert_eq!(world.leases(), leases);
+    let all = world.bundle("other", &[("sublet.sm", "95")], SLEEP);
+    assert!(all.create().stderr.contains("no place"), "its share is not anybody else's");
+    kill(pid, Signal::SIGKILL).expect("killed");
+    assert!(eventually(|| !is_alive(pid)), "the container's process ends");
+    assert_eq!(world.leases(), Vec::<Value>::new());
+    std::fs::rename(&aside, &record).expect("put back");
+    bundle.down();
+    world.assert_empty();
+}
+
+#[test]
 fn c3_a_lease_whose_record_cannot_be_read_any_more_is_kept_until_it_is_released() {
     if skip_unless_root() {
         return;

@@ -1,0 +1,160 @@
+//! Whether processes live in a container's cgroup, and which cgroup that is where no record says so.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::Container;
+use super::record::read_bounded;
+use crate::process::Process;
+
+/// A v1 cgroup with more below it is taken for populated: nobody waits for the rest of the walk.
+const MOST_CGROUPS: usize = 1000;
+
+/// Whether a process lives in the cgroup `dir` or below. An absent cgroup is empty.
+pub(super) fn is_populated(dir: &Path) -> io::Result<bool> {
+    match read_bounded(&dir.join("cgroup.events")) {
+        // cgroup v2 counts the descendants in (cgroups(7)).
+        Ok(Some(events)) => Ok(String::from_utf8_lossy(&events).lines().any(|line| line == "populated 1")),
+        Ok(None) => is_populated_v1(dir),
+        Err(error) if is_removed(&error) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+fn is_populated_v1(dir: &Path) -> io::Result<bool> {
+    let mut open = vec![dir.to_owned()];
+    let mut seen = 0;
+    while let Some(dir) = open.pop() {
+        seen += 1;
+        if seen > MOST_CGROUPS || has_live_process(&dir)? {
+            return Ok(true);
+        }
+        let entries = match fs::read_dir(&dir) {
+            Err(error) if is_removed(&error) => continue,
+            entries => entries?,
+        };
+        for entry in entries {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                open.push(entry.path());
+            }
+        }
+    }
+    Ok(false)
+}
+
+/// v1 lists zombies, which hold nothing any more.
+fn has_live_process(dir: &Path) -> io::Result<bool> {
+    let pids = match read_bounded(&dir.join("cgroup.procs")) {
+        Err(error) if is_removed(&error) => return Ok(false),
+        pids => pids?.unwrap_or_default(),
+    };
+    let pids = String::from_utf8_lossy(&pids).into_owned();
+    let mut pids = pids.lines().filter_map(|line| line.parse().ok());
+    Ok(pids.any(Process::may_run))
+}
+
+/// A cgroup removed while it is open answers ENODEV.
+fn is_removed(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(nix::libc::ENODEV)
+}
+
+/// A process in `container`'s cgroup, by its pid: the cgroup that its config.json asks for, or one that has the
+/// container's id in its name. Every process is looked at.
+///
+/// # Errors
+/// config.json or /proc cannot be read.
+pub(super) fn process_of(container: &Container) -> io::Result<Option<i32>> {
+    let asked = cgroups_path(&container.bundle)?;
+    if container.id.is_empty() && asked.is_none() {
+        return Ok(None);
+    }
+    for entry in fs::read_dir("/proc")? {
+        let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        // One that cannot be read has ended.
+        let table = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        let mut paths = table.lines().filter_map(|line| line.splitn(3, ':').nth(2));
+        let is_in = |path: &str| match &asked {
+            Some(asked) => format!("{path}/").contains(&format!("/{asked}/")),
+            None => path.split('/').any(|name| is_named_for(name, &container.id)),
+        };
+        if paths.any(is_in) && Process::may_run(pid) {
+            return Ok(Some(pid));
+        }
+    }
+    Ok(None)
+}
+
+/// The last part of the path of the cgroup that `bundle`'s config.json asks for, as /proc/PID/cgroup (cgroups(7)) has
+/// it; `None` where it asks for none, or is gone.
+fn cgroups_path(bundle: &Path) -> io::Result<Option<String>> {
+    let Some(config) = read_bounded(&bundle.join("config.json"))? else { return Ok(None) };
+    let config: Value = serde_json::from_slice(&config)?;
+    Ok(config.pointer("/linux/cgroupsPath").and_then(Value::as_str).and_then(below))
+}
+
+/// A path, or systemd's `SLICE:PREFIX:NAME`, which becomes the scope `PREFIX-NAME.scope` (runc's documentation,
+/// "systemd cgroup driver").
+fn below(path: &str) -> Option<String> {
+    let parts: Vec<_> = path.split(':').collect();
+    let asked = match parts[..] {
+        [_, "", name] => format!("{name}.scope"),
+        [_, prefix, name] => format!("{prefix}-{name}.scope"),
+        _ => path.trim_matches('/').to_owned(),
+    };
+    Some(asked).filter(|asked| !asked.is_empty())
+}
+
+/// Whether a cgroup is called `ID`, or `ENGINE-ID` or `ENGINE-ID.scope` as engines and systemd do. Podman's monitor, which
+/// is no part of the container, is in `libpod-conmon-ID.scope`.
+fn is_named_for(name: &str, id: &str) -> bool {
+    let name = name.strip_suffix(".scope").unwrap_or(name);
+    let engine = name.strip_suffix(id);
+    engine.is_some_and(|engine| engine.is_empty() || engine.ends_with('-') && engine != "libpod-conmon-")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::lease;
+    use super::*;
+
+    #[test]
+    fn cgroups_are_named_for_containers_in_every_engines_way() {
+        for name in ["c1", "docker-c1.scope", "libpod-c1.scope", "libpod-payload-c1"] {
+            assert!(is_named_for(name, "c1"), "{name}");
+        }
+        for name in ["", "c12", "xc1", "libpod-conmon-c1.scope", "c1.slice"] {
+            assert!(!is_named_for(name, "c1"), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_config_asks_for_a_cgroup_by_path_or_by_systemds_words() {
+        let asked = [
+            ("/docker/c1", Some("docker/c1")),
+            ("system.slice:docker:c1", Some("docker-c1.scope")),
+            ("machine.slice::c1", Some("c1.scope")),
+            ("", None),
+            ("/", None),
+        ];
+        for (path, expected) in asked {
+            assert_eq!(below(path).as_deref(), expected, "{path}");
+        }
+    }
+
+    #[test]
+    fn without_a_process_there_is_nothing_in_it_and_what_cannot_be_read_is_an_error() {
+        let bundle = tempfile::tempdir().unwrap();
+        let container = Container { bundle: bundle.path().to_owned(), ..lease(1, "GPU-a").container };
+        let none = Container { id: String::new(), ..container.clone() };
+        assert_eq!(process_of(&none).unwrap(), None);
+        let file = bundle.path().join("config.json");
+        fs::write(&file, r#"{"linux": {"cgroupsPath": "/sublet-test-of-no-container"}}"#).unwrap();
+        assert_eq!(process_of(&none).unwrap(), None);
+        fs::write(&file, "{").unwrap();
+        assert!(process_of(&container).is_err());
+    }
+}
