@@ -91,6 +91,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn stored_refusals_are_read_and_written_again_alike() {
+        let stored = include_str!("../../tests/formats/mig/refusals.json");
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: Vec<RefusalRecord> = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
+
+    #[test]
     fn a_user_who_is_refused_again_and_again_drives_out_only_their_own() {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };

@@ -145,6 +145,14 @@ mod tests {
     }
 
     #[test]
+    fn a_stored_book_is_read_and_written_again_alike() {
+        let stored = include_str!("../../tests/formats/every-key/guard.json");
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: Book = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
+
+    #[test]
     fn a_container_that_is_ended_again_and_again_drives_out_only_its_own() {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };

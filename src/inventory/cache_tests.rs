@@ -234,3 +234,15 @@ fn a_file_of_another_user_is_not_believed() {
         assert_eq!(fs::metadata(&path).unwrap().uid(), 0);
     }
 }
+
+#[test]
+fn stored_inventories_are_read_and_written_again_alike() {
+    for stored in [
+        include_str!("../../tests/formats/gpus/inventory.json"),
+        include_str!("../../tests/formats/mig/inventory.json"),
+    ] {
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: Inventory = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
+}

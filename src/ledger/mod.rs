@@ -7,6 +7,8 @@ mod ceiling;
 mod cgroup;
 mod devices;
 mod ended;
+#[cfg(test)]
+mod formats;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod leftovers;
