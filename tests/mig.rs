@@ -6,12 +6,12 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use sublet::config::Config;
-use sublet::inventory;
-use sublet::ledger::{Container, Lease, LeaseId, LeaseState, Ledger};
 use sublet::mig::{self, Driver as _, Gpu, Nvml, Target, Want};
-use sublet::process::Process;
-use sublet::request::{Isolation, Mode, Priority};
+use sublet_core::config::Config;
+use sublet_core::inventory;
+use sublet_core::ledger::{Container, Lease, LeaseId, LeaseState, Ledger};
+use sublet_core::process::Process;
+use sublet_core::request::{Isolation, Mode, Priority};
 
 /// The simulated driver, ended when dropped.
 struct Host {
@@ -141,7 +141,7 @@ fn content(gpu: &Gpu) -> Vec<(u32, Vec<u32>)> {
 /// Walks from layout to layout; how many changes were made, and how many refused for what is held.
 fn walk(topology: &str, changes: usize) -> Option<(usize, usize)> {
     let host = Host::up(topology)?;
-    let inventory = inventory::probe(&host.config).unwrap();
+    let inventory = sublet::probe::probe(&host.config).unwrap();
     let uuid = inventory.devices[0].uuid.clone();
     let mut driver = Nvml::open(&host.config, &inventory).unwrap();
     let (mut random, mut ledger) = (Random(1), Ledger::empty("boot"));

@@ -11,14 +11,14 @@ use std::time::Duration;
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sublet::config::Config;
-use sublet::inventory::ComputeMode;
-use sublet::ledger::{
+use sublet::mps::{self, ServerKey};
+use sublet_core::config::Config;
+use sublet_core::inventory::ComputeMode;
+use sublet_core::ledger::{
     Container, Lease, LeaseId, LeaseState, Ledger, MemoryCeiling, Server, ServerState, Store,
 };
-use sublet::mps::{self, ServerKey};
-use sublet::process::Process;
-use sublet::request::{Isolation, Mode, Percent, Priority};
+use sublet_core::process::Process;
+use sublet_core::request::{Isolation, Mode, Percent, Priority};
 
 /// The GPU of topologies/h200.toml.
 const GPU: &str = "GPU-5b1e7000-0000-4000-8000-000000000100";
@@ -159,7 +159,7 @@ impl Host {
     }
 
     fn compute_mode(&self) -> ComputeMode {
-        sublet::inventory::probe(&self.config).unwrap().devices[0].compute_mode
+        sublet::probe::probe(&self.config).unwrap().devices[0].compute_mode
     }
 }
 

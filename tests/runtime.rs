@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use proptest::prelude::*;
-use sublet::ledger::{Lease, LeaseState, Ledger, Store};
-use sublet::process::Process;
+use sublet_core::ledger::{Lease, LeaseState, Ledger, Store};
+use sublet_core::process::Process;
 
 /// A host: a low-level runtime, a configuration, and a bundle without annotations.
 struct Host {
@@ -458,4 +458,22 @@ proptest! {
         prop_assert_eq!(host.argv(), args);
         prop_assert_eq!(fs::read(host.path("bundle/config.json")).unwrap(), PLAIN.as_bytes());
     }
+}
+
+#[test]
+fn the_programs_of_engines_say_what_they_are() {
+    // The same program, by the name of its link.
+    let runtime = || Command::new(env!("CARGO_BIN_EXE_sublet-runtime"));
+    let hook = |argument| runtime().arg0("sublet-hook").arg(argument).output().unwrap();
+    let help = hook("--help");
+    assert_eq!((help.status.code(), help.stderr.as_slice()), (Some(0), &[][..]));
+    let help = String::from_utf8_lossy(&help.stdout);
+    assert!(help.starts_with("The OCI hook of sublet") && help.contains("sublet-hook STAGE"), "{help}");
+    assert_eq!(
+        String::from_utf8_lossy(&hook("--version").stdout),
+        format!("sublet-hook {}\n", env!("CARGO_PKG_VERSION"))
+    );
+    let runtime = runtime().arg("--help").output().unwrap();
+    assert_eq!((runtime.status.code(), runtime.stderr.as_slice()), (Some(0), &[][..]));
+    assert!(String::from_utf8_lossy(&runtime.stdout).starts_with("The OCI runtime shim of sublet"));
 }

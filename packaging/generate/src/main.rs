@@ -8,7 +8,7 @@ use clap_complete::Shell;
 
 fn main() -> Result<()> {
     let directory = std::env::args_os().nth(1).context("usage: sublet-generate DIRECTORY")?;
-    let command = sublet::cli::command();
+    let command = sublet::commands::command();
     let completions = Path::new(&directory).join("completions");
     std::fs::create_dir_all(&completions)?;
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {

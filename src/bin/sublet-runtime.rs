@@ -1,5 +1,0 @@
-//! The OCI runtime shim, and by the name `sublet-hook` the OCI hook.
-
-fn main() -> std::process::ExitCode {
-    sublet::called::main(std::env::args_os())
-}

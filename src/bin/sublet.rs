@@ -1,5 +1,0 @@
-//! `sublet`: what people and systemd run.
-
-fn main() -> std::process::ExitCode {
-    sublet::cli::main()
-}

@@ -1,0 +1,63 @@
+//! `sublet refresh --boot`: what sublet-refresh.service does before the first container.
+
+use crate::probe;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use sublet_core::child::{self, ChildError};
+use sublet_core::config::Config;
+use sublet_core::inventory::{self, Inventory};
+use sublet_core::own::PATH;
+use sublet_core::text::safe;
+
+/// modprobe waits for the driver to find its GPUs.
+const MODPROBE_LIMIT: Duration = Duration::from_secs(30);
+/// The unit is ended after 60 s; the last try has to be over by then.
+const LIMIT: Duration = Duration::from_secs(50);
+/// Between two tries.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// Loads the driver's modules, makes its nodes and their links in /dev/char, and writes the inventory; `None` on a
+/// host without a GPU.
+///
+/// # Errors
+/// The driver is not loaded; or it is, and cannot be asked for [`LIMIT`].
+pub fn boot(config: &Config) -> anyhow::Result<Option<Inventory>> {
+    let root = &config.driver.root;
+    let deadline = Instant::now() + LIMIT;
+    if !probe::has_gpu(root) {
+        return Ok(None);
+    }
+    if root.as_os_str() == "/" {
+        load_modules();
+    }
+    loop {
+        warn(probe::make_nodes(root));
+        match super::refresh(config) {
+            Ok(inventory) => {
+                warn(probe::link_nodes(root, &inventory));
+                return Ok(Some(inventory));
+            }
+            Err(error) if !probe::is_loaded(root) || Instant::now() >= deadline => return Err(error),
+            Err(_) => std::thread::sleep(AGAIN),
+        }
+    }
+}
+
+/// nvidia-uvm brings the others. Where there is no such module, or no modprobe, the refresh says what is missing.
+fn load_modules() {
+    let mut modprobe = Command::new("modprobe");
+    modprobe.env_clear().env("PATH", PATH).arg("nvidia-uvm");
+    match child::run(&mut modprobe, "", MODPROBE_LIMIT) {
+        Ok(done) if done.status.success() => {}
+        Ok(done) => warn(vec![safe(done.stderr.trim())]),
+        Err(ChildError::Timeout) => warn(vec!["modprobe nvidia-uvm takes too long".to_owned()]),
+        Err(ChildError::Io(error)) => warn(vec![format!("modprobe nvidia-uvm: {error}")]),
+    }
+}
+
+fn warn(warnings: Vec<String>) {
+    for warning in warnings {
+        eprintln!("sublet: warning: {warning}");
+    }
+}

@@ -1,0 +1,121 @@
+//! `sublet cdi generate|list`: named shares as CDI devices.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, bail};
+use serde_json::json;
+
+use super::output::{self, Format};
+use crate::cdi::{self, FileError, Listing, Named, State};
+use sublet_core::admit::fresh_inventory;
+use sublet_core::cdi::KIND;
+use sublet_core::config::{self, Config};
+use sublet_core::hooks;
+use sublet_core::text::safe;
+
+/// Subcommands of `sublet cdi`.
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    /// Write the CDI specification of the named shares: sublet/share=<share>.<GPU or G:M>
+    Generate {
+        /// The file, in a directory that the engines read; [cdi] spec of the configuration by default
+        #[arg(long, value_name = "FILE")]
+        output: Option<PathBuf>,
+    },
+    /// Show the CDI devices that there are, and why a share has none
+    List {
+        /// How to print it
+        #[arg(long, value_enum, default_value_t)]
+        format: Format,
+    },
+}
+
+/// Runs it.
+///
+/// # Errors
+/// No inventory; the file cannot be written.
+pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Generate { output } => generate(output.as_ref().unwrap_or(&config.cdi.spec), config),
+        Command::List { format } => print(*format, config),
+    }
+}
+
+fn generate(path: &Path, config: &Config) -> anyhow::Result<ExitCode> {
+    let (listing, text) = specification(config)?;
+    let shown = safe(&path.to_string_lossy());
+    if listing.devices.is_empty() {
+        // A specification without devices is an error to engines.
+        let removed = if cdi::remove(path)? { format!("; {shown} is removed") } else { String::new() };
+        bail!("{}{removed}", nothing(&listing));
+    }
+    let changed = cdi::write(path, &text)?;
+    let state = if changed { "written" } else { "is current" };
+    println!("{shown} {state}: {} CDI devices of {KIND}.", listing.devices.len());
+    Ok(ExitCode::SUCCESS)
+}
+
+fn specification(config: &Config) -> anyhow::Result<(Listing, String)> {
+    let listing = cdi::list(config, &fresh_inventory(config)?).map_err(FileError::List)?;
+    let program = hooks::program().context(FileError::NoHook)?;
+    let text = cdi::render(&listing, &program, config::honoured().as_deref());
+    Ok((listing, text))
+}
+
+fn nothing(listing: &Listing) -> String {
+    match listing.without.first() {
+        None => "the configuration has no [share.<name>], and so there is no CDI device".to_owned(),
+        Some(first) => format!(
+            "no named share fits a device of this host (`sublet cdi list` tells all); {}: {}",
+            safe(&first.name),
+            first.why
+        ),
+    }
+}
+
+fn print(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+    let (listing, text) = specification(config)?;
+    let spec = state(&text, &listing, config);
+    match format {
+        Format::Json => output::json(&document(&listing, spec, config))?,
+        Format::Table => {
+            let rows = listing.devices.iter().map(row).collect();
+            println!("{}", output::table(&["CDI DEVICE", "DEVICE", "UUID"], rows));
+            for without in &listing.without {
+                println!("No {KIND}={}: {}", safe(&without.name), without.why);
+            }
+            println!("{}: {spec}", safe(&config.cdi.spec.to_string_lossy()));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn row(named: &Named) -> Vec<String> {
+    vec![format!("{KIND}={}", named.name), named.number.clone(), named.asked.device.clone()]
+}
+
+/// What engines read now, beside what they should.
+fn state(text: &str, listing: &Listing, config: &Config) -> &'static str {
+    match cdi::state(&config.cdi.spec) {
+        State::Ours(found) if found == text.as_bytes() => "current",
+        State::Ours(_) => "out of date, run `sublet cdi generate`",
+        State::Missing if listing.devices.is_empty() => "absent, as it should be",
+        State::Missing => "absent, run `sublet cdi generate`",
+        State::Foreign => "not sublet's",
+    }
+}
+
+fn document(listing: &Listing, spec: &str, config: &Config) -> serde_json::Value {
+    let devices = listing.devices.iter().map(|named| {
+        json!({"name": format!("{KIND}={}", named.name), "share": named.asked.share,
+               "device": named.asked.device, "index": named.index,
+               "number": named.number})
+    });
+    let without = listing
+        .without
+        .iter()
+        .map(|without| json!({"name": format!("{KIND}={}", without.name), "why": without.why}));
+    json!({"schema": "sublet.cdi/1", "devices": devices.collect::<Vec<_>>(),
+           "without": without.collect::<Vec<_>>(), "file": config.cdi.spec, "state": spec})
+}

@@ -1,0 +1,72 @@
+//! `sublet config check|show`.
+
+use std::process::ExitCode;
+
+use anyhow::bail;
+
+use sublet_core::config::{self, Config, Containers};
+use sublet_core::text::safe;
+
+/// Subcommands of `sublet config`.
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    /// Whether the files can be used; the pre-flight before containers start
+    Check,
+    /// The configuration in force, defaults included
+    Show,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// The first error in the files, with file and line.
+pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
+    let loaded = config::load()?;
+    for warning in loaded.warnings() {
+        eprintln!("sublet: warning: {warning}");
+    }
+    let containers = config::load_containers()?;
+    let mut sources = config::sources()?;
+    if let Some(containers) = &containers {
+        check_shares(containers, &loaded)?;
+        sources.push(config::containers_path());
+    }
+    match command {
+        Command::Check if sources.is_empty() => {
+            println!("No configuration file: built-in defaults are in force.");
+        }
+        Command::Check => {
+            for source in sources {
+                println!("{}: ok", source.display());
+            }
+        }
+        Command::Show => {
+            for source in sources {
+                println!("# from {}", source.display());
+            }
+            print!("{}", toml::to_string(&config::written_out(&loaded))?);
+            show_containers(containers.as_ref())?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A mapped container whose share is not there is refused, so better say it before.
+fn check_shares(containers: &Containers, config: &Config) -> anyhow::Result<()> {
+    let Some(share) = containers.unknown_share(config) else { return Ok(()) };
+    bail!(
+        "configuration {}: there is no [share.{share}] in the configuration: add it, or name another share",
+        config::containers_path().display(),
+        share = safe(share)
+    )
+}
+
+/// As comments: the rest of what is shown is a configuration, and this is another file.
+fn show_containers(containers: Option<&Containers>) -> anyhow::Result<()> {
+    let Some(containers) = containers else { return Ok(()) };
+    println!("\n# {}:", config::containers_path().display());
+    for line in toml::to_string(containers)?.lines() {
+        println!("{}", format!("# {line}").trim_end());
+    }
+    Ok(())
+}

@@ -1,0 +1,138 @@
+//! `sublet doctor`: what stands between this host and containers with GPU shares.
+
+use crate::probe;
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::doctor_run::{self, Engine};
+use super::output::{self, Format};
+use crate::doctor::{self, Check, Host, Verdict};
+use sublet_core::child::{self, ChildError};
+use sublet_core::config::{self, Config};
+use sublet_core::inventory::{self, Inventory};
+use sublet_core::own::PATH;
+
+/// An engine that is asked and hangs is not waited for longer.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// A driver that sleeps is woken within seconds; one that hangs does not answer at all.
+const NVML_LIMIT: Duration = Duration::from_secs(60);
+
+/// More than the inventory of 16 GPUs full of processes has, in bytes.
+const LONGEST: usize = 8 << 20;
+
+/// Arguments of `sublet doctor`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// Read files alone, in under a second: no NVML, no engine is asked, no process looked at
+    #[arg(long)]
+    quick: bool,
+    /// Instead of looking: run a container that says what it got, without an image or network
+    #[arg(long, value_enum, value_name = "ENGINE", conflicts_with = "quick")]
+    run: Option<Engine>,
+    /// An annotation for that container: KEY=VALUE; sublet.sm=25 where none is given
+    #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE", requires = "run")]
+    annotations: Vec<(String, String)>,
+    /// What NVML says, for the doctor that started this one
+    #[arg(long, hide = true, conflicts_with_all = ["quick", "run"])]
+    inventory: bool,
+    /// How to print it
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+}
+
+/// Runs it; it fails where a check does.
+///
+/// # Errors
+/// The result cannot be printed.
+pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    if let Some(engine) = arguments.run {
+        // A limit of each kind, small enough for any GPU.
+        let small = [("sublet.sm", "25"), ("sublet.memory", "2GiB")];
+        let small = small.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let given = &arguments.annotations;
+        return doctor_run::run(engine, if given.is_empty() { &small } else { given }, arguments.format);
+    }
+    let loaded = config::load();
+    if arguments.inventory {
+        output::json(&probe::probe(&loaded.unwrap_or_default())?)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut checks = vec![match &loaded {
+        Ok(_) => check(Verdict::Pass, "valid".to_owned(), None),
+        Err(error) => {
+            check(Verdict::Fail, error.to_string(), Some("correct it; `sublet config check`".to_owned()))
+        }
+    }];
+    let config = loaded.unwrap_or_else(|_| Config::default());
+    checks.extend(doctor::run(&Host::of(&config, arguments.quick, ask, probe)));
+    match arguments.format {
+        Format::Json => output::json(&json!({"schema": "sublet.doctor/1", "checks": checks}))?,
+        Format::Table => println!("{}", table(&checks)),
+    }
+    let failed = checks.iter().any(|check| check.result == Verdict::Fail);
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn check(result: Verdict, found: String, fix: Option<String>) -> Check {
+    Check { check: "configuration", result, found, fix }
+}
+
+/// A line a check, the fix at its end.
+fn table(checks: &[Check]) -> String {
+    let row = |check: &Check| {
+        let fix = check.fix.as_ref().map(|fix| format!("  -> {fix}")).unwrap_or_default();
+        let result = format!("{:?}", check.result).to_uppercase();
+        vec![result, check.check.to_owned(), format!("{}{fix}", check.found)]
+    };
+    output::table(&["RESULT", "CHECK", "FOUND  -> FIX"], checks.iter().map(row).collect())
+}
+
+/// What NVML says, in a process of its own: one that hangs with the driver is left behind.
+fn probe() -> Result<Inventory, String> {
+    let mut command = Command::new("/proc/self/exe");
+    answered(command.args(["doctor", "--inventory", "--format=json"]), NVML_LIMIT)
+}
+
+fn answered(command: &mut Command, limit: Duration) -> Result<Inventory, String> {
+    let finished = match child::run_whole(command, limit, LONGEST) {
+        Ok(finished) => finished,
+        Err(ChildError::Timeout) => return Err(format!("NVML gave no answer in {} s", limit.as_secs())),
+        Err(ChildError::Io(error)) => return Err(format!("NVML cannot be asked: {error}")),
+    };
+    if !finished.status.success() {
+        let words = finished.stderr.lines().last().unwrap_or("the process that asks it ended");
+        return Err(words.strip_prefix("sublet: ").unwrap_or(words).to_owned());
+    }
+    serde_json::from_str(&finished.stdout).map_err(|error| format!("NVML's answer: {error}"))
+}
+
+/// What a program of this host says on its standard output, where it succeeds.
+fn ask(argv: &[&str]) -> Option<String> {
+    let (program, arguments) = argv.split_first()?;
+    let mut command = Command::new(program);
+    command.env_clear().env("PATH", PATH).env("LC_ALL", "C.UTF-8").args(arguments);
+    for name in ["HOME", "DOCKER_HOST", "XDG_RUNTIME_DIR"] {
+        command.envs(std::env::var_os(name).map(|value| (name, value)));
+    }
+    let finished = child::run(&mut command, "", ANSWER_LIMIT).ok()?;
+    finished.status.success().then_some(finished.stdout)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_that_hangs_is_said() {
+        let asked =
+            |script: &str, limit| answered(Command::new("sh").args(["-c", script]), limit).unwrap_err();
+        let brief = Duration::from_millis(200);
+        assert_eq!(asked("exec sleep 60", brief), "NVML gave no answer in 0 s");
+        let long = Duration::from_secs(10);
+        assert_eq!(asked("echo sublet: it is missing >&2; exit 1", long), "it is missing");
+        assert!(asked("echo {}", long).starts_with("NVML's answer: missing field"));
+    }
+}

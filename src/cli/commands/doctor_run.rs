@@ -1,0 +1,338 @@
+//! `sublet doctor --run`: a container that gets a share and tells what it got. It needs no image and no
+//! network: its root filesystem is this program and the C library that it runs with.
+
+use std::collections::BTreeSet;
+use std::fs::{self, DirBuilder};
+use std::io::ErrorKind;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use clap::ValueEnum;
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+
+use super::output::{self, Format};
+use super::probe::Probed;
+use sublet_core::child::{self, ChildError};
+use sublet_core::request::{self, Memory, Mode, Request};
+use sublet_core::text::safe;
+
+/// The longest `sublet.wait`, the making of a MIG instance, and an engine's start of a container.
+const RUN_LIMIT: Duration = Duration::from_secs(240);
+
+/// A tar of a few files, an import of it, a removal.
+const STEP_LIMIT: Duration = Duration::from_secs(60);
+
+/// An engine that a probe can be run by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Engine {
+    /// By the runtime sublet
+    Docker,
+    /// By the hook
+    Podman,
+}
+
+impl Engine {
+    const fn program(self) -> &'static str {
+        match self {
+            Self::Docker => "docker",
+            Self::Podman => "podman",
+        }
+    }
+
+    /// Options that lead to sublet.
+    const fn options(self) -> &'static [&'static str] {
+        match self {
+            Self::Docker => &["--runtime=sublet"],
+            Self::Podman => &[],
+        }
+    }
+}
+
+/// What libcuda wants of the C library (glibc before 2.34 has it in several files).
+const LIBRARIES: [&str; 5] = ["libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"];
+
+/// Where programs name their loader (the psABI of each machine).
+const LOADER: &str =
+    if cfg!(target_arch = "x86_64") { "lib64/ld-linux-x86-64.so.2" } else { "lib/ld-linux-aarch64.so.1" };
+
+/// Runs the probe with `annotations`; it fails where the container gets no GPU, sees a neighbour's, or has no
+/// MPS server or more memory than its limit where its share is one of MPS.
+///
+/// # Errors
+/// The engine's words, or the probe's.
+pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> anyhow::Result<ExitCode> {
+    // Before anything is made, so that it goes again.
+    let stop = Stop::listen()?;
+    let made = Made::image(engine.program(), &stop)?;
+    let probed = made.probe(engine.options(), annotations, RUN_LIMIT)?;
+    match format {
+        Format::Json => output::json(&probed)?,
+        Format::Table => println!("{}", table(&probed)),
+    }
+    let request = understood(annotations).filter(is_of_mps);
+    if !probed.seen.mps && request.is_some() {
+        bail!(
+            "the container is no client of an MPS server: the limits of its share are not in force; sublet status"
+        );
+    }
+    let limit = request.and_then(|request| memory_limit(&request, probed.seen.memory_total_bytes));
+    if let Some(limit) = limit.filter(|limit| probed.seen.memory_free_bytes > *limit) {
+        bail!(
+            "the container may take {}, and {} is the limit of its share: it is not in force; sublet status",
+            output::memory(probed.seen.memory_free_bytes),
+            output::memory(limit)
+        );
+    }
+    Ok(if probed.neighbours_hidden { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The share, where this host's configuration can be read.
+fn understood(annotations: &[(String, String)]) -> Option<Request> {
+    let config = sublet_core::config::load().ok()?;
+    request::parse(&annotations.iter().cloned().collect(), None, None, &config).ok()
+}
+
+/// What one process may take of a device of `total` bytes.
+fn memory_limit(request: &Request, total: u64) -> Option<u64> {
+    let all = match request.memory? {
+        Memory::Bytes(bytes) => bytes,
+        Memory::Share(share) => {
+            u64::try_from(u128::from(total) * u128::from(share.thousandths()) / 100_000).ok()?
+        }
+    };
+    Some(all / u64::from(request.processes.get()))
+}
+
+/// Whether the share is certainly one of MPS, whichever device serves it.
+fn is_of_mps(request: &Request) -> bool {
+    match request.mode {
+        Some(Mode::Mps) => true,
+        Some(Mode::TimeSlice) => request.memory.is_some(),
+        Some(Mode::Mig | Mode::Exclusive) | None => false,
+    }
+}
+
+fn table(probed: &Probed) -> String {
+    let seen = &probed.seen;
+    let memory =
+        format!("{} of {}", output::memory(seen.memory_free_bytes), output::memory(seen.memory_total_bytes));
+    let yes = |is: bool| if is { "yes" } else { "no" }.to_owned();
+    let rows = [
+        ("devices", seen.devices.to_string()),
+        ("SMs seen", seen.sms.to_string()),
+        ("memory free", memory),
+        ("MPS", yes(seen.mps)),
+        ("neighbours hidden", yes(probed.neighbours_hidden)),
+    ];
+    output::table(&["PROBE", "SAW"], rows.map(|(name, value)| vec![name.to_owned(), value]).to_vec())
+}
+
+/// Whether somebody wants us to end (Ctrl-C, `systemctl stop`, a terminal that is closed).
+struct Stop(SignalFd);
+
+impl Stop {
+    /// From now on these signals are heard here and end nobody.
+    fn listen() -> anyhow::Result<Self> {
+        let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().collect();
+        signals.thread_block()?;
+        Ok(Self(SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?))
+    }
+
+    fn is_wanted(&self) -> bool {
+        matches!(self.0.read_signal(), Ok(Some(_)))
+    }
+}
+
+/// The image, the directory that it is made in, and the container; gone with this.
+struct Made<'a> {
+    stop: &'a Stop,
+    engine: &'a str,
+    container: String,
+    image: String,
+    dir: PathBuf,
+}
+
+impl<'a> Made<'a> {
+    fn new(engine: &'a str, stop: &'a Stop) -> anyhow::Result<Self> {
+        let container = format!("sublet-doctor-{}", std::process::id());
+        let dir = std::env::temp_dir().join(&container);
+        // Not one that is there: it may be somebody's link.
+        DirBuilder::new()
+            .mode(0o700)
+            .create(&dir)
+            .with_context(|| format!("cannot make {}", dir.display()))?;
+        Ok(Self { stop, engine, image: format!("{container}:probe"), container, dir })
+    }
+
+    fn image(engine: &'a str, stop: &'a Stop) -> anyhow::Result<Self> {
+        let made = Self::new(engine, stop)?;
+        let (root, archive) = (made.dir.join("root"), made.dir.join("root.tar"));
+        lay_out(&root)?;
+        // Neither is cut short: an engine that is left in the middle of an import may finish it after our clearing.
+        let whole = || false;
+        let mut tar = Command::new("tar");
+        answer(tar.arg("-C").arg(&root).arg("-cf").arg(&archive).arg("."), STEP_LIMIT, &whole)?;
+        answer(Command::new(engine).arg("import").arg(&archive).arg(&made.image), STEP_LIMIT, &whole)?;
+        Ok(made)
+    }
+
+    fn probe(
+        &self,
+        options: &[&str],
+        annotations: &[(String, String)],
+        limit: Duration,
+    ) -> anyhow::Result<Probed> {
+        let mut command = Command::new(self.engine);
+        command.args(["run", "--rm", "--network=none", "--name", &self.container]).args(options);
+        for (key, value) in annotations {
+            command.arg("--annotation").arg(format!("{key}={value}"));
+        }
+        let stop = || self.stop.is_wanted();
+        let told = answer(command.args([&self.image, "/sublet", "probe"]), limit, &stop)?;
+        serde_json::from_str(&told).context("the probe's answer")
+    }
+}
+
+impl Drop for Made<'_> {
+    fn drop(&mut self) {
+        // An engine that was cut off has not removed its container.
+        for [verb, what] in [["rm", &self.container], ["rmi", &self.image]] {
+            let mut clear = Command::new(self.engine);
+            let _ = child::run_deaf(clear.args([verb, "--force", what]).process_group(0), STEP_LIMIT);
+        }
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}
+
+/// This program at /sublet, and each library where the loader has it here.
+fn lay_out(root: &Path) -> anyhow::Result<()> {
+    for name in ["dev", "proc", "sys", "tmp", "run", "etc"] {
+        fs::create_dir_all(root.join(name))?;
+    }
+    let copy = |from: &Path, to: &Path| {
+        fs::create_dir_all(to.parent().unwrap_or(root))?;
+        fs::copy(from, to).with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))
+    };
+    copy(Path::new("/proc/self/exe"), &root.join("sublet"))?;
+    let mapped = mapped(&fs::read_to_string("/proc/self/maps")?);
+    let libc = mapped.iter().find(|path| path.ends_with("libc.so.6")).and_then(|path| path.parent());
+    let Some(directory) = libc else {
+        bail!("this sublet is static: a program without a loader cannot load libcuda")
+    };
+    let others = LIBRARIES.iter().map(|name| directory.join(name)).filter(|path| path.is_file());
+    let all: BTreeSet<PathBuf> = others.chain(mapped.iter().cloned()).collect();
+    for path in &all {
+        copy(path, &root.join(path.strip_prefix("/").unwrap_or(path)))?;
+    }
+    copy(&Path::new("/").join(LOADER), &root.join(LOADER))?;
+    Ok(())
+}
+
+/// The libraries in the text of `/proc/self/maps`.
+fn mapped(maps: &str) -> BTreeSet<PathBuf> {
+    let paths = maps.lines().filter_map(|line| line.find('/').map(|at| PathBuf::from(&line[at..])));
+    let library = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.contains(".so.") && path.is_file()
+    };
+    paths.filter(library).collect()
+}
+
+/// What a program says; where it fails, its words.
+fn answer(command: &mut Command, limit: Duration, stop: &dyn Fn() -> bool) -> anyhow::Result<String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    // A group of its own: Ctrl-C at a terminal goes to the whole group, and is ours to hear.
+    let finished = match child::run_until(command.process_group(0), limit, stop) {
+        Ok(finished) => finished,
+        Err(ChildError::Io(error)) if error.kind() == ErrorKind::Interrupted => {
+            bail!("interrupted: its container and image are removed")
+        }
+        Err(ChildError::Io(error)) => return Err(error).with_context(|| format!("cannot run {name}")),
+        Err(ChildError::Timeout) => {
+            bail!(
+                "{name} took longer than {} s and was ended: does it answer to `{name} ps`?",
+                limit.as_secs()
+            )
+        }
+    };
+    if !finished.status.success() {
+        let words = finished.stderr.trim().replace('\n', " ");
+        let pieces: Vec<char> = words.chars().take(1000).collect();
+        let words: String = pieces.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect();
+        bail!("{name}: {words}");
+    }
+    Ok(finished.stdout)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sublet_core::config::Config;
+
+    /// What an engine that never comes to an end of `run` is told in the end, after the error `expected`.
+    fn cut_off(limit: Duration, stop: &Stop, expected: &str) {
+        let dir = tempfile::tempdir().unwrap();
+        let (engine, log) = (dir.path().join("engine"), dir.path().join("log"));
+        let script = format!(
+            "cat > {0} <<'E' && chmod 755 {0}\n#!/bin/sh\necho \"$@\" >> {1}\n[ $1 != run ] || exec sleep 60\nE\n",
+            engine.display(),
+            log.display()
+        );
+        // Written by another process: one of ours, forked for another test, would have it open for writing.
+        assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
+        let made = Made::new(engine.to_str().unwrap(), stop).unwrap();
+        let (name, left) = (made.container.clone(), made.dir.clone());
+        let Err(error) = made.probe(&["--x"], &[], limit) else { panic!() };
+        assert!(error.to_string().contains(expected), "{error}");
+        drop(made);
+        let told = fs::read_to_string(log).unwrap();
+        let calls = format!(
+            "run --rm --network=none --name {name} --x {name}:probe /sublet probe\nrm --force {name}\n\
+             rmi --force {name}:probe\n"
+        );
+        assert_eq!(told, calls);
+        assert!(!left.exists());
+    }
+
+    /// One test: the directory is named by our pid.
+    #[test]
+    fn an_engine_that_hangs_or_that_nobody_waits_for_is_cut_off_and_nothing_is_left() {
+        let stop = Stop::listen().unwrap();
+        cut_off(Duration::from_millis(300), &stop, "took longer than");
+        for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+            // To this thread, which has them blocked.
+            nix::sys::signal::raise(signal).unwrap();
+            cut_off(Duration::from_secs(60), &stop, "interrupted");
+        }
+    }
+
+    #[test]
+    fn the_limit_of_one_process() {
+        let limit = |memory: &str, processes: &str| {
+            let annotations = [("sublet.memory", memory), ("sublet.processes", processes)];
+            let annotations = annotations.into_iter().map(|(key, value)| (key.into(), value.into()));
+            let request = request::parse(&annotations.collect(), None, None, &Config::default()).unwrap();
+            memory_limit(&request, 80 << 30)
+        };
+        assert_eq!(limit("8GiB", "1"), Some(8 << 30));
+        assert_eq!(limit("8GiB", "4"), Some(2 << 30));
+        assert_eq!(limit("25%", "2"), Some(10 << 30));
+    }
+
+    #[test]
+    fn a_share_of_mps_is_known() {
+        let of_mps = |annotations: &[(&str, &str)]| {
+            let annotations = annotations.iter().map(|(key, value)| ((*key).into(), (*value).into()));
+            is_of_mps(&request::parse(&annotations.collect(), None, None, &Config::default()).unwrap())
+        };
+        assert!(of_mps(&[("sublet.sm", "25")]));
+        assert!(of_mps(&[("sublet.mode", "time-slice"), ("sublet.memory", "8GiB")]));
+        assert!(!of_mps(&[("sublet.mode", "exclusive")]));
+        assert!(!of_mps(&[("sublet.gpu", "any:2")]));
+    }
+}

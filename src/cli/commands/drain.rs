@@ -1,0 +1,55 @@
+//! `sublet drain|undrain`: whether a device takes new leases.
+
+use std::process::ExitCode;
+
+use anyhow::bail;
+
+use crate::mps;
+use sublet_core::admit::fresh_inventory;
+use sublet_core::config::Config;
+use sublet_core::ledger::Store;
+use sublet_core::place;
+use sublet_core::text::safe;
+
+/// Arguments of both.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// Devices, named as in `sublet.gpu`: an index, `GPU-…`, a PCI bus id, `all`
+    #[arg(required = true)]
+    devices: Vec<String>,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// A device that does not exist.
+pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Result<ExitCode> {
+    let inventory = fresh_inventory(config)?;
+    let mut uuids = Vec::new();
+    for name in &arguments.devices {
+        let found = place::named(name, &inventory, config);
+        if found.is_empty() {
+            bail!("no device is called {}; `sublet status` lists them", safe(name));
+        }
+        uuids.extend(found.into_iter().map(|device| device.uuid.clone()));
+    }
+    let (done, freed) = Store::open(&config.state_dir)?.update(|ledger| {
+        ledger.drained.retain(|uuid| !uuids.contains(uuid));
+        if drain {
+            ledger.drained.extend(uuids.iter().cloned());
+        }
+        Ok::<_, std::convert::Infallible>(())
+    })?;
+    let Ok(()) = done;
+    let store = Store::open(&config.state_dir)?;
+    sublet_core::admit::tidy(&freed, &store, config);
+    // A daemon that waits for a lease has none to wait for.
+    for line in mps::end_overdue(&store, config) {
+        eprintln!("sublet: warning: {line}");
+    }
+    let now = if drain { "takes no new lease; what runs there goes on" } else { "takes leases again" };
+    for uuid in &uuids {
+        println!("{uuid} {now}.");
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,297 @@
+//! `sublet explain`: the request as understood, the placement, what it protects, the edits. Changes
+//! nothing. With `--container`: why it was refused, or what it holds.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, bail};
+use serde_json::{Value, json};
+
+use super::output;
+use super::protection::{does_not_protect, protects};
+use crate::guard::{self, Event};
+use crate::preview::preview;
+use sublet_core::admit::{Candidate, confirmed_inventory, lease_for, wish};
+use sublet_core::apply::{self, JsonFile};
+use sublet_core::config::{self, Config};
+use sublet_core::grant::{Grant, grant, refused_beside};
+use sublet_core::inventory::Inventory;
+use sublet_core::ledger::{Container, LeaseId, Store};
+use sublet_core::mapped;
+use sublet_core::place::Placement;
+use sublet_core::process::Process;
+use sublet_core::request::{Devices, Guarding, Memory, Request, Selector, is_ours};
+use sublet_core::storage;
+use sublet_core::text::safe;
+
+/// Arguments of `sublet explain`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// A bundle whose config.json is to be explained, edits included
+    #[arg(long, value_name = "DIR")]
+    bundle: Option<PathBuf>,
+    /// An annotation as given to a container, over the bundle's: KEY=VALUE
+    #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE")]
+    annotations: Vec<(String, String)>,
+    /// A container without annotations: what containers.toml gives one of this name
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["bundle", "annotations"])]
+    name: Option<String>,
+    /// The same, of this image
+    #[arg(long, value_name = "IMAGE", conflicts_with_all = ["bundle", "annotations"])]
+    image: Option<String>,
+    /// A container that was refused or that runs
+    #[arg(long, value_name = "ID", conflicts_with_all = ["bundle", "annotations", "name", "image"])]
+    container: Option<String>,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// A request that would be refused is refused here with the same words.
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    if let Some(container) = &arguments.container {
+        return explain_container(container, config);
+    }
+    let named = arguments.name.is_some() || arguments.image.is_some();
+    if arguments.bundle.is_none() && arguments.annotations.is_empty() && !named {
+        bail!("nothing to explain: give --annotation KEY=VALUE, --bundle DIR, --name NAME or --container ID");
+    }
+    let (mut spec, rootfs) = read_spec(arguments)?;
+    let share = mapped(arguments, &spec)?;
+    let request = wish(&spec, share.as_deref(), config)?;
+    print_request(&request);
+    let inventory = confirmed_inventory(config)?;
+    let image = apply::inspect(&spec, &rootfs, &request, &inventory, config)?;
+    let ledger = Store::open(&config.state_dir)?.peek()?;
+    let id = LeaseId::random()?;
+    let placement = preview(&request, &id, &inventory, &ledger, config)?;
+    print_placement(&placement, &inventory);
+    let candidate = candidate(arguments, rootfs)?;
+    let lease = lease_for(&candidate, &placement, &image, id, config);
+    let grant = grant(&placement, &lease, &request.capabilities, &image, &inventory, config);
+    if arguments.bundle.is_none() {
+        print_grant(&grant);
+    } else {
+        let before = spec.clone();
+        apply::edit(&mut spec, &grant)?;
+        println!("Edits to config.json\n{}", diff(&before, &spec)?);
+    }
+    for warning in image.warnings.iter().chain(&placement.warnings) {
+        println!("Warning: {warning}");
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The share that containers.toml gives a container without annotations.
+fn mapped(arguments: &Arguments, spec: &Value) -> anyhow::Result<Option<String>> {
+    if is_ours(&apply::annotations(spec)?) {
+        return Ok(None);
+    }
+    let share = match &arguments.bundle {
+        Some(bundle) => {
+            let bundle = bundle.canonicalize()?;
+            let id = bundle.file_name().unwrap_or_default().to_string_lossy();
+            mapped::share(&id, &bundle, &JsonFile::read(&bundle.join("config.json"))?)?
+        }
+        None => config::load_containers()?.and_then(|containers| {
+            let text = |given: &Option<String>| given.clone().unwrap_or_default();
+            containers.share(&text(&arguments.name), &text(&arguments.image)).map(str::to_owned)
+        }),
+    };
+    let path = config::containers_path();
+    let Some(share) = share else {
+        bail!("it has no sublet.* annotation, and no rule of {} fits it: no GPU is given", path.display());
+    };
+    println!("It has no sublet.* annotation; {} gives it share {}.\n", path.display(), safe(&share));
+    Ok(Some(share))
+}
+
+/// The bundle's spec, or the smallest there is; the annotations given go over it.
+fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
+    let (mut spec, rootfs) = match &arguments.bundle {
+        None => (
+            json!({"ociVersion": "1.0.2", "process": {"env": []}, "root": {"path": "/"}}),
+            PathBuf::from("/"),
+        ),
+        Some(bundle) => {
+            let spec = JsonFile::read(&bundle.join("config.json"))?.parse()?;
+            let root =
+                spec.pointer("/root/path").and_then(Value::as_str).context("config.json has no root.path")?;
+            let rootfs = storage::root_filesystem(bundle.join(root), &spec, &bundle.canonicalize()?)?;
+            (spec, rootfs)
+        }
+    };
+    let annotations = spec.as_object_mut().context("config.json is no object")?.entry("annotations");
+    let annotations = annotations.or_insert_with(|| json!({}));
+    let annotations = annotations.as_object_mut().context("annotations of config.json is no object")?;
+    for (key, value) in &arguments.annotations {
+        annotations.insert(key.clone(), Value::String(value.clone()));
+    }
+    Ok((spec, rootfs))
+}
+
+fn candidate(arguments: &Arguments, rootfs: PathBuf) -> anyhow::Result<Candidate<'static>> {
+    let bundle = arguments.bundle.clone().unwrap_or_default();
+    let container = Container {
+        uid: nix::unistd::geteuid().as_raw(),
+        id: "explain".into(),
+        bundle,
+        rootfs,
+        record: PathBuf::new(),
+    };
+    Ok(Candidate { container, owner: Process::current()?, share: None, engine: None })
+}
+
+fn print_request(request: &Request) {
+    let memory = |memory: Memory| match memory {
+        Memory::Bytes(bytes) => output::memory(bytes),
+        Memory::Share(share) => format!("{share} % of the device"),
+    };
+    let mut rows = vec![
+        ("devices", devices(&request.devices)),
+        (
+            "mode",
+            request.mode.map_or_else(
+                || format!("the device's own, else {}", request.default_mode),
+                |mode| mode.to_string(),
+            ),
+        ),
+        ("isolation", format!("{:?}", request.isolation).to_lowercase()),
+        ("sm", request.sm.map_or_else(|| "no ceiling".into(), |sm| format!("at most {sm} %"))),
+        ("memory", request.memory.map_or_else(|| "unlimited".into(), memory)),
+        ("processes", request.processes.to_string()),
+        ("priority", format!("{:?}", request.priority).to_lowercase()),
+        ("wait", humantime::format_duration(request.wait).to_string()),
+    ];
+    if let Some(profile) = &request.mig {
+        rows.push(("mig", profile.clone()));
+    }
+    if !request.mig_caps.is_empty() {
+        rows.push((
+            "mig-caps",
+            request.mig_caps.iter().map(|cap| cap.as_str()).collect::<Vec<_>>().join(", "),
+        ));
+    }
+    if let Some(guard) = request.guard {
+        rows.push((
+            "guard",
+            match guard {
+                Guarding::AtLeast(action) => format!("at least {action}"),
+                Guarding::Exactly(action) => format!("{action}, as [share] says"),
+            },
+        ));
+    }
+    println!("Request");
+    for (name, value) in rows {
+        println!("  {name:<10} {value}");
+    }
+    println!();
+}
+
+fn devices(devices: &Devices) -> String {
+    match devices {
+        Devices::Any(count) if count.get() == 1 => "any".to_owned(),
+        Devices::Any(count) => format!("any {count}"),
+        Devices::All => "all".to_owned(),
+        Devices::These(selectors) => selectors.iter().map(selector).collect::<Vec<_>>().join(", "),
+    }
+}
+
+fn selector(selector: &Selector) -> String {
+    match selector {
+        Selector::Index(index) => format!("GPU {index}"),
+        Selector::Uuid(text) | Selector::BusId(text) | Selector::MigUuid(text) => text.clone(),
+        Selector::MigIndex(gpu, mig) => format!("MIG device {mig} of GPU {gpu}"),
+        Selector::Name(name) => format!("the device named {name}"),
+        Selector::Model(glob) => format!("a {glob}"),
+    }
+}
+
+fn print_placement(placement: &Placement, inventory: &Inventory) {
+    println!("Placement");
+    for uuid in &placement.devices {
+        let device = inventory.device(uuid);
+        let (kind, label) = device.map_or(("", String::new()), |device| (device.kind(), device.label()));
+        println!("  {uuid} {kind} ({label}), mode {}", placement.mode);
+    }
+    if let Some(server) = &placement.server {
+        println!("  served by MPS daemon {server}{}", over_several(placement));
+    }
+    println!("\nThis share protects");
+    for line in protects(placement) {
+        println!("  + {line}");
+    }
+    println!("It does not protect");
+    for line in does_not_protect(placement) {
+        println!("  - {line}");
+    }
+    println!();
+}
+
+/// What a server of several devices holds on each.
+fn over_several(placement: &Placement) -> String {
+    match (placement.devices.len(), placement.memory_bytes) {
+        (0 | 1, _) => String::new(),
+        (count, None) => format!(", its own over all {count}"),
+        (count, Some(bytes)) => format!(", its own over all {count}, {} on each", output::memory(bytes)),
+    }
+}
+
+fn print_grant(grant: &Grant) {
+    println!("Environment");
+    for (name, value) in &grant.env.set {
+        println!("  {name}={value}");
+    }
+    for (name, value) in &grant.env.default {
+        let beside = refused_beside(name).map(|other| format!(", and {other} too")).unwrap_or_default();
+        println!("  {name}={value} (where unset{beside})");
+    }
+    println!("Device nodes");
+    for granted in &grant.nodes {
+        println!("  {} {}:{}", granted.node.path.display(), granted.node.major, granted.node.minor);
+    }
+    println!("Mounts, read-only");
+    for mount in &grant.mounts {
+        println!("  {} from {}", mount.destination.display(), mount.source.display());
+    }
+    for path in &grant.masked_paths {
+        println!("  {} hidden", path.display());
+    }
+}
+
+fn diff(before: &Value, after: &Value) -> anyhow::Result<String> {
+    let (before, after) = (serde_json::to_string_pretty(before)?, serde_json::to_string_pretty(after)?);
+    let diff = similar::TextDiff::from_lines(&before, &after);
+    Ok(diff.unified_diff().context_radius(2).header("config.json", "config.json for this share").to_string())
+}
+
+fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
+    let ledger = Store::open(&config.state_dir)?.peek()?;
+    let held: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.id.starts_with(id)).collect();
+    for lease in &held {
+        let memory = output::memory_limit(lease.memory_bytes);
+        println!(
+            "Container {} holds lease {}: mode {}, memory {memory}.",
+            lease.container.id, lease.id, lease.mode
+        );
+    }
+    let refused: Vec<_> = super::own_refusals(config)
+        .into_iter()
+        .filter(|record| record.container_id.starts_with(id))
+        .collect();
+    for record in &refused {
+        println!("{}  refused: {}", output::timestamp(record.time), record.reason);
+    }
+    let is_its = |event: &Event| event.container_id.as_deref().is_some_and(|name| name.starts_with(id));
+    let guarded: Vec<_> = guard::events(config).into_iter().filter(is_its).collect();
+    for event in &guarded {
+        println!("{}", super::guarded::line(event));
+    }
+    if held.is_empty() && refused.is_empty() && guarded.is_empty() {
+        bail!(
+            "container {} holds no lease, and no refusal and nothing of the guard's is known of it",
+            safe(id)
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}

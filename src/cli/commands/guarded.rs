@@ -1,0 +1,44 @@
+//! What `sublet status` and `sublet explain` say of the guard.
+
+use serde_json::{Value, json};
+
+use super::output;
+use crate::guard::{self, Event, Sight};
+use sublet_core::config::Config;
+
+/// The last of these are in the tables.
+const SHOWN: usize = 5;
+
+/// `guard` in `sublet status --format json`.
+pub fn document(config: &Config) -> Value {
+    let sight = guard::sight(config);
+    let blind = if let Sight::Blind(why) = &sight { why.clone() } else { Vec::new() };
+    json!({"watching": sight == Sight::All, "blind": blind, "events": guard::events(config)})
+}
+
+/// What stands below the tables: whether there is a guard, and what it did last.
+pub fn lines(config: &Config) -> Vec<String> {
+    let mut lines = state(config);
+    let events = guard::events(config);
+    lines.extend(events[events.len().saturating_sub(SHOWN)..].iter().map(line));
+    lines
+}
+
+fn state(config: &Config) -> Vec<String> {
+    match guard::sight(config) {
+        Sight::All => vec!["Guard: on.".to_owned()],
+        Sight::Blind(why) => why.into_iter().map(|why| format!("GUARD OFF: {why}")).collect(),
+        Sight::None if config.guard.enabled => vec![
+            "GUARD OFF: limits bind honest programs only; systemctl enable --now sublet.service".to_owned(),
+        ],
+        Sight::None => vec![
+            "GUARD OFF: limits bind honest programs only; [guard] enabled = false in the configuration"
+                .to_owned(),
+        ],
+    }
+}
+
+/// One event.
+pub fn line(event: &Event) -> String {
+    format!("{}  {}", output::timestamp(event.time), event.text)
+}

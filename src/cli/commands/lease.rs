@@ -1,0 +1,69 @@
+//! `sublet lease list|release`.
+
+use std::process::ExitCode;
+
+use anyhow::bail;
+
+use super::output::{self, Format};
+use sublet_core::admit;
+use sublet_core::config::Config;
+use sublet_core::ledger::LeaseId;
+use sublet_core::text::safe;
+
+/// Subcommands of `sublet lease`.
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    /// Who holds what
+    List {
+        /// How to print it
+        #[arg(long, value_enum, default_value_t)]
+        format: Format,
+    },
+    /// Give a lease back whose container is gone
+    Release {
+        /// The lease id
+        id: String,
+        /// Even though its container runs, or nobody can tell: its processes keep the GPU, and nobody counts them
+        #[arg(long)]
+        force: bool,
+    },
+}
+
+/// Runs it.
+///
+/// # Errors
+/// No such lease; its container lives.
+pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::List { format } => list(*format, config),
+        Command::Release { id, force } => release(id, *force, config),
+    }
+}
+
+fn list(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+    let ledger = super::settled_ledger(config)?;
+    let inventory = admit::fresh_inventory(config)?;
+    match format {
+        Format::Json => output::json(&super::status::leases_json(&inventory, &ledger))?,
+        Format::Table => println!("{}", super::status::lease_table(&inventory, &ledger)),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode> {
+    let Some(id) = LeaseId::parse(text) else { bail!("{}: a lease id is sixteen hex digits", safe(text)) };
+    let ledger = super::settled_ledger(config)?;
+    let Some(lease) = ledger.lease(&id) else {
+        bail!("there is no lease {id}; `sublet lease list` shows them")
+    };
+    if !force {
+        let (container, signs) = (output::short(&lease.container.name()), lease.signs_of_life());
+        let signs = if signs.is_empty() { "it was just started".to_owned() } else { signs.join("; ") };
+        bail!(
+            "lease {id} is held by container {container}: {signs}; end the container, or --force if it is gone"
+        );
+    }
+    admit::withdraw(&id, config)?;
+    println!("Lease {id} released.");
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,274 @@
+//! `sublet mig list|plan|apply|assert|export`: what GPUs are cut into, and what they should be.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, bail};
+use serde_json::{Value, json};
+
+use super::output::{self, Format};
+use super::{mig_list, mig_made};
+use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Nvml, Plan, Target, Uninterrupted};
+use sublet_core::admit::{self, fresh_inventory};
+use sublet_core::config::Config;
+use sublet_core::inventory::Inventory;
+use sublet_core::ledger::{Ledger, Store};
+use sublet_core::process::Process;
+
+/// Subcommands of `sublet mig`.
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    /// What each GPU can be cut into, and its instances
+    List {
+        /// How to print it
+        #[arg(long, value_enum, default_value_t)]
+        format: Format,
+    },
+    /// Show what `apply` would do and what stands in the way; changes nothing
+    Plan {
+        #[command(flatten)]
+        file: LayoutFile,
+        /// How to print it
+        #[arg(long, value_enum, default_value_t)]
+        format: Format,
+    },
+    /// Cut GPUs as a layout file says, around instances in use; all of it or nothing
+    Apply {
+        #[command(flatten)]
+        file: LayoutFile,
+        /// Reset GPUs where that is what it takes to switch MIG mode
+        #[arg(long)]
+        allow_reset: bool,
+    },
+    /// Exit with 0 if the GPUs are as a layout file says, with 1 if not
+    Assert {
+        #[command(flatten)]
+        file: LayoutFile,
+    },
+    /// Print the present state as a layout file
+    Export,
+    /// Make an instance for a container (sublet's own programs call this)
+    #[command(hide = true)]
+    Make,
+    /// Destroy instances that were made for containers which have ended (sublet's own programs call this)
+    #[command(hide = true)]
+    Clear,
+}
+
+/// Which layout.
+#[derive(Debug, clap::Args)]
+pub struct LayoutFile {
+    /// A layout in TOML, or mig-parted's YAML; default: [mig] layout of the configuration
+    file: Option<PathBuf>,
+    /// Which of the configurations in mig-parted's YAML
+    #[arg(long)]
+    name: Option<String>,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// No driver; a layout that makes no sense or cannot be had here.
+pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::List { format } => mig_list::run(*format, config),
+        Command::Plan { file, format } => show(file, *format, config),
+        Command::Apply { file, allow_reset } => apply(file, *allow_reset, config),
+        Command::Assert { file } => assert(file, config),
+        Command::Make => mig_made::make(config),
+        Command::Clear => mig_made::clear(config),
+        Command::Export => {
+            let ledger = super::settled_ledger(config)?;
+            let inventory = fresh_inventory(config)?;
+            print!(
+                "{}",
+                mig::export(&settled(
+                    &seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?,
+                    &ledger
+                ))
+            );
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// GPUs, and who holds what of them.
+pub(super) fn seen(nvml: &mut Nvml, inventory: &Inventory, ledger: &Ledger) -> anyhow::Result<Vec<Gpu>> {
+    let mut gpus = nvml.gpus(inventory)?;
+    for gpu in &mut gpus {
+        // A server that waits for a lease ends before a layout changes.
+        gpu.running.retain(|running| !waits(running.pid, ledger));
+        mig::mark(gpu, ledger);
+    }
+    Ok(gpus)
+}
+
+/// Whether `pid` is the server of a daemon that serves no lease.
+fn waits(pid: u32, ledger: &Ledger) -> bool {
+    let parent = i32::try_from(pid).ok().and_then(Process::find).and_then(|process| process.parent());
+    let unused = ledger.servers.iter().filter(|server| ledger.on_server(&server.key).next().is_none());
+    parent.is_some() && unused.filter_map(|server| server.daemon).any(|daemon| Some(daemon.pid) == parent)
+}
+
+/// The layout asked for; `None` where nobody asked for one.
+fn read(file: &LayoutFile, config: &Config) -> anyhow::Result<Layout> {
+    let path: Option<&Path> = file.file.as_deref().or(config.mig.layout.as_deref());
+    let path = path.context("no layout: name a file, or set [mig] layout in the configuration")?;
+    Ok(Layout::read(path, file.name.as_deref())?)
+}
+
+/// The GPUs without what was made for containers: that goes by itself.
+fn settled(gpus: &[Gpu], ledger: &Ledger) -> Vec<Gpu> {
+    let mut gpus = gpus.to_vec();
+    for gpu in &mut gpus {
+        let made = mig::made(gpu, ledger);
+        gpu.instances.retain(|one| !made.contains(&one.span));
+    }
+    gpus
+}
+
+/// The plans for all GPUs that have a target.
+fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<Result<Plan, mig::Obstacle>> {
+    let gpu = |target: &Target| gpus.iter().find(|gpu| gpu.uuid == target.gpu);
+    let plan = |gpu: &Gpu, target: &Target| {
+        // What was made for containers is no difference, unless it is in the way.
+        let around = mig::plan(gpu, &target.beside(gpu, &mig::made(gpu, ledger)));
+        around.or_else(|_| mig::plan(gpu, target))
+    };
+    targets.iter().filter_map(|target| Some(plan(gpu(target)?, target))).collect()
+}
+
+/// What `apply` would find now, and do.
+fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<Result<Plan, mig::Obstacle>>> {
+    let layout = read(file, config)?;
+    let ledger = super::settled_ledger(config)?;
+    let inventory = fresh_inventory(config)?;
+    let gpus = seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
+    let targets = mig::targets(&layout, &gpus, &inventory, config)?;
+    Ok(plans(&gpus, &targets, &ledger))
+}
+
+fn show(file: &LayoutFile, format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+    let plans = planned(file, config)?;
+    let refused = plans.iter().any(Result::is_err);
+    match format {
+        Format::Json => output::json(&plans.iter().map(plan_json).collect::<Vec<_>>())?,
+        Format::Table if plans.is_empty() => println!("The layout names no GPU of this host."),
+        Format::Table => plans.iter().for_each(|plan| println!("{}", lines(plan))),
+    }
+    Ok(if refused { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn plan_json(plan: &Result<Plan, mig::Obstacle>) -> Value {
+    match plan {
+        Ok(plan) => json!({
+            "gpu": plan.gpu,
+            "reset": plan.reset,
+            "steps": plan.steps.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            "obstacle": null,
+        }),
+        Err(obstacle) => json!({"obstacle": obstacle.to_string()}),
+    }
+}
+
+fn lines(plan: &Result<Plan, mig::Obstacle>) -> String {
+    match plan {
+        Err(obstacle) => obstacle.to_string(),
+        Ok(plan) if plan.steps.is_empty() => format!("GPU {}: as it should be", plan.index),
+        Ok(plan) => {
+            let reset = if plan.reset { " (takes a reset of the GPU: --allow-reset)" } else { "" };
+            let first = format!("GPU {}: {} steps{reset}", plan.index, plan.steps.len());
+            let steps = plan.steps.iter().map(|step| format!("  {step}"));
+            [first].into_iter().chain(steps).collect::<Vec<_>>().join("\n")
+        }
+    }
+}
+
+fn assert(file: &LayoutFile, config: &Config) -> anyhow::Result<ExitCode> {
+    let plans = planned(file, config)?;
+    let differ: Vec<_> =
+        plans.iter().filter(|plan| !matches!(plan, Ok(plan) if plan.steps.is_empty())).collect();
+    for plan in &differ {
+        eprintln!("sublet: {}", lines(plan));
+    }
+    Ok(if differ.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Result<ExitCode> {
+    if admit::is_brokered(config) {
+        bail!("MIG layouts are root's to change: run `sublet mig apply` as root");
+    }
+    let layout = read(file, config)?;
+    super::settled_ledger(config)?;
+    let inventory = fresh_inventory(config)?;
+    let store = Store::open(&config.state_dir)?;
+    let mut nvml = Nvml::open(config, &inventory)?;
+    // Which GPUs there are to be fenced; what they hold is looked at behind the fence.
+    let targets = mig::targets(&layout, &nvml.gpus(&inventory)?, &inventory, config)?;
+    let uuids: Vec<String> = targets.iter().map(|target| target.gpu.clone()).collect();
+    let (fence, ledger, freed) = Fence::raise(&uuids, &store)?;
+    admit::settle(&freed, &store, config);
+    for device in inventory.devices.iter().filter(|device| uuids.iter().any(|gpu| gpu == device.gpu())) {
+        mig_made::stop_servers(&device.uuid, &store, config);
+    }
+    let gpus = seen(&mut nvml, &inventory, &ledger)?;
+    let plans = plans(&gpus, &targets, &ledger).into_iter().collect::<Result<Vec<_>, _>>()?;
+    let done = change(&plans, &settled(&gpus, &ledger), allow_reset, &mut nvml, config);
+    // Leases wait for the fence, and then find the inventory out of date: the order is the safe one.
+    drop(fence);
+    if let Err(error) = super::refresh(config) {
+        // The next container that starts tries it again.
+        eprintln!("sublet: warning: the inventory is not refreshed: {}", output::chain(&error));
+    }
+    admit::clear_made(&store);
+    done?;
+    if layout.path() == before(config) {
+        // What it was kept for is done; a change that was killed may have had nothing to undo.
+        let _ = std::fs::remove_file(layout.path());
+    }
+    for plan in &plans {
+        println!("{}", if plan.steps.is_empty() { lines(&Ok(plan.clone())) } else { summary(plan) });
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn summary(plan: &Plan) -> String {
+    format!("GPU {}: done, {} steps", plan.index, plan.steps.len())
+}
+
+/// Where the state that a change found is kept until it is over.
+fn before(config: &Config) -> PathBuf {
+    config.state_dir.join("mig-before.toml")
+}
+
+/// Changes, with what was found written down beside: a kill in the middle cannot lose it.
+fn change(
+    plans: &[Plan],
+    gpus: &[Gpu],
+    allow_reset: bool,
+    nvml: &mut Nvml,
+    config: &Config,
+) -> anyhow::Result<()> {
+    let changed: Vec<Gpu> =
+        gpus.iter().filter(|gpu| plans.iter().any(|plan| plan.gpu == gpu.uuid)).cloned().collect();
+    if plans.iter().all(|plan| plan.steps.is_empty()) {
+        return Ok(());
+    }
+    let found = before(config);
+    sublet_core::replace::replace(&found, mig::export(&changed).as_bytes(), 0o644)
+        .with_context(|| format!("cannot write {}", found.display()))?;
+    let held = Uninterrupted::begin();
+    let done = mig::apply(plans, allow_reset, nvml);
+    drop(held);
+    match done {
+        Err(error @ ApplyError::Left { .. }) => {
+            let repair =
+                format!("{error}; what was found is in {0}: `sublet mig apply {0}`", found.display());
+            Err(anyhow::Error::msg(repair))
+        }
+        done => {
+            std::fs::remove_file(&found).with_context(|| format!("cannot remove {}", found.display()))?;
+            Ok(done?)
+        }
+    }
+}

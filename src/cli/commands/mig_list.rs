@@ -1,0 +1,125 @@
+//! `sublet mig list`: what each GPU can be cut into, and what it is cut into.
+
+use std::process::ExitCode;
+
+use serde_json::{Value, json};
+
+use super::output::{self, Format};
+use crate::mig::{Compute, Gpu, Instance, Nvml, Profile, device_name};
+use sublet_core::admit::fresh_inventory;
+use sublet_core::config::Config;
+use sublet_core::text::safe;
+
+/// Runs it.
+///
+/// # Errors
+/// No driver.
+pub fn run(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+    let ledger = super::settled_ledger(config)?;
+    let inventory = fresh_inventory(config)?;
+    let gpus = super::mig::seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
+    match format {
+        Format::Json => output::json(&gpus.iter().map(gpu_json).collect::<Vec<_>>())?,
+        Format::Table => println!("{}", tables(&gpus)),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn gpu_json(gpu: &Gpu) -> Value {
+    json!({
+        "uuid": gpu.uuid,
+        "index": gpu.index,
+        "name": gpu.name,
+        "mig": gpu.mode.map(|mode| json!({"enabled": mode.current, "pending": mode.pending})),
+        "profiles": gpu.profiles,
+        "instances": gpu.instances.iter().map(|one| instance_json(gpu, one)).collect::<Vec<_>>(),
+    })
+}
+
+fn instance_json(gpu: &Gpu, one: &Instance) -> Value {
+    let part = |part: &Compute| {
+        json!({
+            "uuid": part.uuid,
+            "ci": part.ci,
+            "profile": name(gpu, one, part.slices),
+            "placement": part.span,
+            "held_by": part.held.as_ref().or(one.held.as_ref()),
+        })
+    };
+    json!({
+        "gi": one.gi,
+        "profile": gpu.profile_name(one.profile),
+        "placement": one.span,
+        "compute": one.compute.iter().map(part).collect::<Vec<_>>(),
+    })
+}
+
+fn name(gpu: &Gpu, one: &Instance, slices: u32) -> String {
+    gpu.profile(one.profile).map_or_else(|| gpu.profile_name(one.profile), |whole| device_name(whole, slices))
+}
+
+fn tables(gpus: &[Gpu]) -> String {
+    let mode = |gpu: &Gpu| match gpu.mode {
+        None => "not supported".to_owned(),
+        Some(mode) if mode.current == mode.pending => word(mode.current).to_owned(),
+        Some(mode) => format!("{}, {} after a reset", word(mode.current), word(mode.pending)),
+    };
+    let rows = gpus.iter().map(|gpu| vec![gpu.index.to_string(), safe(&gpu.name), mode(gpu)]).collect();
+    let mut parts = vec![output::table(&["GPU", "NAME", "MIG MODE"], rows)];
+    let profiles: Vec<_> =
+        gpus.iter().flat_map(|gpu| gpu.profiles.iter().map(|one| profile_row(gpu, one))).collect();
+    if !profiles.is_empty() {
+        let header = ["GPU", "PROFILE", "ID", "FREE/TOTAL", "SMS", "MEMORY", "PLACEMENTS"];
+        parts.push(output::table(&header, profiles));
+    }
+    let instances: Vec<_> =
+        gpus.iter().flat_map(|gpu| gpu.instances.iter().flat_map(|one| instance_rows(gpu, one))).collect();
+    if !instances.is_empty() {
+        let header = ["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "UUID", "HELD BY"];
+        parts.push(output::table(&header, instances));
+    }
+    parts.join("\n\n")
+}
+
+const fn word(on: bool) -> &'static str {
+    if on { "on" } else { "off" }
+}
+
+/// Placements as nvidia-smi writes them: `{0,2,4}:2`.
+fn profile_row(gpu: &Gpu, one: &Profile) -> Vec<String> {
+    let starts: Vec<_> = one.placements.iter().map(|at| at.start.to_string()).collect();
+    let size = one.placements.first().map_or(0, |at| at.size);
+    vec![
+        gpu.index.to_string(),
+        safe(&one.name),
+        one.id.to_string(),
+        format!("{}/{}", one.free, one.instances),
+        one.sms.to_string(),
+        format!("{} MiB", one.memory_mib),
+        format!("{{{}}}:{size}", starts.join(",")),
+    ]
+}
+
+/// A row a compute instance; one that says so where there is none.
+fn instance_rows(gpu: &Gpu, one: &Instance) -> Vec<Vec<String>> {
+    let row = |ci: String, profile: String, uuid: &str, held: &Option<String>| {
+        let held = held.clone().unwrap_or_else(|| "-".to_owned());
+        vec![
+            gpu.index.to_string(),
+            one.gi.to_string(),
+            ci,
+            profile,
+            one.span.to_string(),
+            safe(uuid),
+            safe(&held),
+        ]
+    };
+    if one.compute.is_empty() {
+        return vec![row("-".to_owned(), gpu.profile_name(one.profile), "-", &one.held)];
+    }
+    let part = |part: &Compute| {
+        let held = part.held.clone().or_else(|| one.held.clone());
+        row(part.ci.to_string(), name(gpu, one, part.slices), &part.uuid, &held)
+    };
+    one.compute.iter().map(part).collect()
+}

@@ -1,0 +1,102 @@
+//! `sublet mig make|clear`: what the doors have done for containers under `[mig] dynamic`; not for people.
+
+use std::io::Read as _;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+
+use crate::mig::{self, Fence, Making, NotMade, Nvml, Uninterrupted};
+use crate::mps;
+use sublet_core::admit::{self, MakeAnswer, MakeAsk, fresh_inventory};
+use sublet_core::config::Config;
+use sublet_core::inventory;
+use sublet_core::ledger::{Ledger, Store};
+
+/// Makes an instance for the ask on standard input; the answer goes to standard output.
+///
+/// # Errors
+/// The ask cannot be read.
+pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
+    let mut text = String::new();
+    std::io::stdin().take(1 << 16).read_to_string(&mut text).context("standard input")?;
+    let ask: MakeAsk = serde_json::from_str(&text).context("sublet's own programs alone call this")?;
+    let store = Store::open(&config.state_dir)?;
+    let answer = match changed(&store, config, Some(&ask)) {
+        Ok(()) => {
+            // The door that waits reads it, and so does everybody else.
+            super::refresh(config)?;
+            MakeAnswer::Made
+        }
+        Err(error) => {
+            let temporary = error.downcast_ref::<NotMade>().is_none_or(|error| error.temporary);
+            MakeAnswer::NotMade { reason: super::output::chain(&error), temporary }
+        }
+    };
+    // Who waited for it may have been killed meanwhile.
+    admit::clear_made(&store);
+    println!("{}", serde_json::to_string(&answer)?);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Destroys those that nobody needs any more.
+///
+/// # Errors
+/// The driver does not answer, or one is in use still.
+pub fn clear(config: &Config) -> anyhow::Result<ExitCode> {
+    let store = Store::open(&config.state_dir)?;
+    changed(&store, config, None)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Behind the fence: destroys what nobody needs, and then makes what is asked for.
+fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Result<()> {
+    // As last written: the driver's library is all that is needed of it.
+    let inventory = inventory::last(config).or_else(|_| fresh_inventory(config))?;
+    let mut nvml = Nvml::open(config, &inventory)?;
+    if let Some(ask) = ask {
+        has_room(ask, &mut nvml, &store.read()?, config)?;
+    }
+    let (mut fence, _, freed) = Fence::raise(&[], store)?;
+    admit::settle(&freed, store, config);
+    let held = Uninterrupted::begin();
+    let mut making = Making::new(&mut nvml, store);
+    let cleared = making.clear(&mut |uuid| stop_servers(uuid, store, config));
+    let made = cleared.map_err(anyhow::Error::from).and_then(|left| {
+        for line in left {
+            eprintln!("sublet: warning: {line}");
+        }
+        Ok(ask.map_or(Ok(()), |ask| making.make(&ask.order, &ask.awaited, config.placement.policy))?)
+    });
+    drop(held);
+    if !making.touched {
+        fence.nothing_changed();
+    }
+    let freed = making.freed;
+    drop(fence);
+    admit::settle(&freed, store, config);
+    made
+}
+
+/// Where there is none, nobody else is kept waiting to hear so.
+fn has_room(ask: &MakeAsk, nvml: &mut Nvml, ledger: &Ledger, config: &Config) -> Result<(), NotMade> {
+    // Others' comings and goings do not count, and neither does a driver that stumbles over them.
+    if ledger.has_unneeded() || ledger.mig.under_way.is_some() {
+        return Ok(());
+    }
+    match mig::foresee(&ask.order, nvml, ledger, config.placement.policy) {
+        Ok(Err(none)) => Err(NotMade { reason: none.reason, temporary: none.temporary }),
+        _ => Ok(()),
+    }
+}
+
+/// No daemon outlives its device, though it may otherwise wait for its next lease (`[mps] idle`).
+pub(super) fn stop_servers(uuid: &str, store: &Store, config: &Config) {
+    let Ok(ledger) = store.read() else { return };
+    let of_device = ledger.servers.iter().filter(|server| server.serves(uuid));
+    for server in of_device.filter(|server| ledger.on_server(&server.key).next().is_none()) {
+        match mps::stop(&server.key, false, store, config) {
+            Ok(warnings) => warnings.iter().for_each(|line| eprintln!("sublet: warning: {line}")),
+            Err(error) => eprintln!("sublet: warning: {error}"),
+        }
+    }
+}

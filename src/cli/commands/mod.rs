@@ -1,0 +1,188 @@
+//! The `sublet` command: one file a command.
+
+#[macro_use]
+mod print;
+
+mod boot;
+mod cdi;
+mod config;
+mod doctor;
+mod doctor_run;
+mod drain;
+mod explain;
+mod gc;
+mod guarded;
+mod lease;
+mod mig;
+mod mig_list;
+mod mig_made;
+mod mps;
+mod output;
+mod own;
+mod probe;
+mod protection;
+mod refresh;
+mod serve;
+mod setup;
+mod status;
+mod wait;
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::{CommandFactory as _, Parser, Subcommand};
+
+use sublet_core::config::Config;
+use sublet_core::log::{self, Log};
+use sublet_core::text::safe;
+
+pub use refresh::refresh;
+
+/// Share NVIDIA GPUs among plain Docker and Podman containers.
+#[derive(Debug, Parser)]
+#[command(name = "sublet", version, disable_help_subcommand = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Show devices, who holds what, and MPS daemons
+    Status(status::Arguments),
+    /// Look at driver and devices afresh and write the inventory
+    Refresh(refresh::Arguments),
+    /// Show what a share would get, what it protects and what not; changes nothing
+    Explain(explain::Arguments),
+    /// Wait until the driver is up and a share would be free
+    Wait(wait::Arguments),
+    /// List leases, or release one
+    #[command(subcommand)]
+    Lease(lease::Command),
+    /// Free what is gone, bring back what has died under live leases
+    Gc,
+    /// Give a device no new lease
+    Drain(drain::Arguments),
+    /// Give a drained device leases again
+    Undrain(drain::Arguments),
+    /// List, start and stop MPS daemons, show their logs
+    #[command(subcommand)]
+    Mps(mps::Command),
+    /// Offer named shares as CDI devices: docker run --device sublet/share=small.0
+    #[command(subcommand)]
+    Cdi(cdi::Command),
+    /// List, plan and change what GPUs are cut into
+    #[command(subcommand)]
+    Mig(mig::Command),
+    /// Look for what keeps containers from their shares, with the fix to type; exit 1 where a check fails
+    Doctor(doctor::Arguments),
+    /// Say what this container got; `sublet doctor --run` puts it there
+    #[command(hide = true)]
+    Probe,
+    /// Make an engine use sublet, or undo that
+    Setup(setup::Arguments),
+    /// Guard shares, take leases for users without root, keep CDI devices current; systemd runs it
+    Serve,
+    /// Check or show the configuration
+    #[command(subcommand)]
+    Config(config::Command),
+}
+
+/// The command line, for whoever documents it.
+#[must_use]
+pub fn command() -> clap::Command {
+    Arguments::command()
+}
+
+/// Runs the program; exit codes: 0 done, 1 failed, 2 bad usage (clap's).
+#[must_use]
+pub fn main() -> ExitCode {
+    sublet_core::inherited::outlive_file_limit();
+    let arguments = Arguments::parse();
+    // What the library warns of, a rebuilt ledger say, is for whoever ran the command.
+    log::trace_to(Log::new("sublet", None, false, None), false);
+    let code = run(arguments.command).unwrap_or_else(|error| {
+        eprintln!("sublet: {}", output::chain(&error));
+        ExitCode::FAILURE
+    });
+    if print::finish() { code } else { ExitCode::FAILURE }
+}
+
+fn run(command: Command) -> anyhow::Result<ExitCode> {
+    if let Command::Config(command) = command {
+        return config::run(&command);
+    }
+    if let Command::Doctor(arguments) = command {
+        return doctor::run(&arguments);
+    }
+    if let Command::Probe = command {
+        return probe::run();
+    }
+    let config = sublet_core::config::load()?;
+    match command {
+        Command::Status(arguments) => status::run(&arguments, &config),
+        Command::Refresh(arguments) => refresh::run(&arguments, &config),
+        Command::Explain(arguments) => explain::run(&arguments, &config),
+        Command::Wait(arguments) => wait::run(&arguments, &config),
+        Command::Lease(command) => lease::run(&command, &config),
+        Command::Gc => gc::run(&config),
+        Command::Drain(arguments) => drain::run(&arguments, true, &config),
+        Command::Undrain(arguments) => drain::run(&arguments, false, &config),
+        Command::Mps(command) => mps::run(&command, &config),
+        Command::Cdi(command) => cdi::run(&command, &config),
+        Command::Mig(command) => mig::run(&command, &config),
+        Command::Setup(arguments) => setup::run(&arguments, &config),
+        Command::Serve => serve::run(&config),
+        Command::Config(_) | Command::Doctor(_) | Command::Probe => {
+            unreachable!("handled above, before the configuration has to be valid")
+        }
+    }
+}
+
+/// `K=V` of `--annotation`.
+fn annotation(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or_else(|| format!("{}: write KEY=VALUE", safe(text)))?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+/// The ledger after what is gone has been freed and what died under live leases has come back: what every
+/// command that reports should show. What had to be done goes to standard error.
+fn settled_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger> {
+    if sublet_core::admit::is_brokered(config) {
+        return users_ledger(config);
+    }
+    for warning in config.warnings() {
+        eprintln!("sublet: warning: {warning}");
+    }
+    let store = sublet_core::ledger::Store::open(&config.state_dir)?;
+    let freed = match store.update(|_| Ok::<_, std::convert::Infallible>(())) {
+        Err(error) if error.is_elsewhere() => {
+            eprintln!("sublet: {error}; this is what it says");
+            return Ok(store.peek()?);
+        }
+        updated => updated?.1,
+    };
+    sublet_core::admit::tidy(&freed, &store, config);
+    sublet_core::admit::clear_leftovers(&store);
+    sublet_core::admit::clear_made(&store);
+    for line in crate::mps::heal(&store, config) {
+        eprintln!("sublet: {line}");
+    }
+    store.read().context("after freeing what is gone")
+}
+
+/// What a user without root may see: `sublet serve` frees what is gone.
+fn users_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger> {
+    if !config.state_dir.exists() {
+        // Nobody with the rights to make it has run yet.
+        sublet_core::admit::own_status(config)?;
+    }
+    Ok(sublet_core::ledger::Store::open(&config.state_dir)?.peek()?)
+}
+
+/// The last refusals: all of them for root, a user's own for a user.
+fn own_refusals(config: &Config) -> Vec<sublet_core::admit::RefusalRecord> {
+    let us = nix::unistd::geteuid().as_raw();
+    let all = !sublet_core::admit::is_brokered(config);
+    sublet_core::admit::refusals(config).into_iter().filter(|record| all || record.uid == us).collect()
+}

@@ -1,0 +1,91 @@
+//! `sublet mps list|start|stop|logs`.
+
+use std::process::ExitCode;
+
+use super::output::{self, Format};
+use crate::mps::{self, MpsError, ServerKey};
+use sublet_core::admit::fresh_inventory;
+use sublet_core::config::Config;
+use sublet_core::ledger::Store;
+
+/// Subcommands of `sublet mps`.
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    /// Every daemon of ours
+    List {
+        /// How to print it
+        #[arg(long, value_enum, default_value_t)]
+        format: Format,
+    },
+    /// Start the daemon that a lease waits for, or bring it back
+    Start {
+        /// A device's UUID, or a lease id for a dedicated daemon
+        key: String,
+    },
+    /// Stop a daemon that serves no lease
+    Stop {
+        /// A device's UUID, or a lease id for a dedicated daemon
+        key: String,
+        /// Even though it serves leases or does not answer: the work of its clients ends
+        #[arg(long)]
+        force: bool,
+        /// One that is not there is no error: for our own programs
+        #[arg(long = "if-there", hide = true)]
+        if_there: bool,
+    },
+    /// Put the compute mode back under a daemon that waits for its next lease; not for people
+    #[command(hide = true)]
+    Rest {
+        /// A device's UUID
+        key: String,
+    },
+    /// Print a daemon's logs
+    Logs {
+        /// A device's UUID, or a lease id for a dedicated daemon
+        key: String,
+    },
+}
+
+/// Runs it.
+///
+/// # Errors
+/// The daemon does not start, stop or exist.
+pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
+    let store = Store::open(&config.state_dir)?;
+    match command {
+        Command::List { format } => list(*format, &store, config)?,
+        Command::Start { key } => warn(mps::start(&ServerKey(key.clone()), &store, config)?),
+        Command::Stop { key, force, if_there } => {
+            let key = ServerKey(key.clone());
+            if !if_there && !mps::exists(&key, &store, config)? {
+                return Err(MpsError::NoDaemon { key: key.to_string() }.into());
+            }
+            warn(mps::stop(&key, *force, &store, config)?);
+        }
+        Command::Rest { key } => warn(mps::rest(&ServerKey(key.clone()), &store, config)?),
+        Command::Logs { key } => {
+            for (file, text) in mps::logs(&ServerKey(key.clone()), config)? {
+                println!("== {file}\n{}", text.trim_end());
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Standard error is what our own programs read: a line a warning.
+fn warn(warnings: Vec<String>) {
+    for warning in warnings {
+        eprintln!("sublet: warning: {warning}");
+    }
+}
+
+fn list(format: Format, store: &Store, config: &Config) -> anyhow::Result<()> {
+    super::settled_ledger(config)?;
+    let daemons = mps::list(store, config)?;
+    match format {
+        Format::Json => output::json(&daemons)?,
+        Format::Table if daemons.is_empty() => println!("No MPS daemons."),
+        Format::Table => println!("{}", super::status::daemon_table(&daemons, &fresh_inventory(config)?)),
+    }
+    Ok(())
+}

@@ -1,0 +1,117 @@
+//! Tables for people, JSON for machines.
+
+use std::io::IsTerminal as _;
+
+use clap::ValueEnum;
+use comfy_table::{Table, presets};
+
+/// `--format`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// Aligned columns.
+    #[default]
+    Table,
+    /// One JSON document.
+    Json,
+}
+
+/// A table without lines; the header is bold on a terminal that wants it.
+pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    table.set_header(header);
+    table.add_rows(rows);
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    let mut lines: Vec<_> = table.lines().map(|line| line.trim_end().to_owned()).collect();
+    if let Some(header) = lines.first_mut().filter(|_| colour()) {
+        *header = format!("\u{1b}[1m{header}\u{1b}[0m");
+    }
+    lines.join("\n")
+}
+
+/// Colour only on a terminal, and not against `NO_COLOR` (no-color.org).
+fn colour() -> bool {
+    std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+}
+
+/// Prints `value` as one JSON document.
+///
+/// # Errors
+/// It cannot be serialised.
+pub fn json(value: &impl serde::Serialize) -> anyhow::Result<()> {
+    println!("{}", serde_json::to_string_pretty(value)?);
+    Ok(())
+}
+
+/// Memory as `8 GiB`, `1.5 GiB`, `512 MiB`: exact where it is short, else rounded to a tenth.
+pub fn memory(bytes: u64) -> String {
+    const GIB: u64 = 1 << 30;
+    if bytes < GIB {
+        return format!("{} MiB", bytes >> 20);
+    }
+    if bytes % GIB == 0 {
+        return format!("{} GiB", bytes / GIB);
+    }
+    let tenths = bytes / (GIB / 10);
+    format!("{}.{} GiB", tenths / 10, tenths % 10)
+}
+
+/// Memory of a lease: `unlimited` where it has no limit.
+pub fn memory_limit(bytes: Option<u64>) -> String {
+    bytes.map_or_else(|| "unlimited".to_owned(), memory)
+}
+
+/// The first twelve characters of a container id, as engines show it.
+pub fn short(id: &str) -> String {
+    sublet_core::text::safe(&id.chars().take(12).collect::<String>())
+}
+
+/// How long ago, as `3m 20s`.
+pub fn ago(since: u64) -> String {
+    let seconds = sublet_core::process::epoch_seconds().saturating_sub(since);
+    humantime::format_duration(std::time::Duration::from_secs(seconds)).to_string()
+}
+
+pub use sublet_core::text::timestamp;
+
+/// An error with what caused it, on one line. Many of ours repeat their cause in their own text already.
+pub fn chain(error: &anyhow::Error) -> String {
+    let mut line = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !line.contains(&cause) {
+            line = format!("{line}: {cause}");
+        }
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_reads_as_people_write_it() {
+        let shown = [512 << 20, 8 << 30, 1536 << 20, 143_155 << 20].map(memory);
+        assert_eq!(shown, ["512 MiB", "8 GiB", "1.5 GiB", "139.7 GiB"]);
+        assert_eq!(memory_limit(None), "unlimited");
+    }
+
+    #[test]
+    fn causes_are_told_once() {
+        let cause = || std::io::Error::other("disk on fire");
+        assert_eq!(
+            chain(&anyhow::Error::new(cause()).context("cannot write x")),
+            "cannot write x: disk on fire"
+        );
+        let told = anyhow::Error::new(cause()).context("cannot write x: disk on fire; call somebody");
+        assert_eq!(chain(&told), "cannot write x: disk on fire; call somebody");
+    }
+
+    #[test]
+    fn columns_are_aligned_and_lines_have_no_trailing_space() {
+        let shown = table(&["A", "LONG"], vec![vec!["xyz".into(), "1".into()], vec!["x".into(), "2".into()]]);
+        assert_eq!(shown, "A    LONG\nxyz  1\nx    2");
+    }
+}

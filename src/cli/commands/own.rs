@@ -1,0 +1,68 @@
+//! What a user without root sees beside the tables: their own policy, and what of it is left.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::output;
+use sublet_core::admit;
+use sublet_core::broker::caps::Left;
+use sublet_core::config::{Config, PolicyRule};
+use sublet_core::text::safe;
+
+/// `own` in `sublet status --format json`.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Own {
+    /// The rule that names the user; `None`: there is none, see `refused`.
+    policy: Option<PolicyRule>,
+    /// What it leaves.
+    left: Option<Left>,
+    /// Why the user can take nothing, in one line.
+    refused: Option<String>,
+}
+
+impl Own {
+    /// As `sublet serve` tells it.
+    pub fn ask(config: &Config) -> Self {
+        let refused = |reason: String| Self { refused: Some(reason), ..Self::default() };
+        match admit::own_status(config).map(serde_json::from_value) {
+            Ok(Ok(own)) => own,
+            Ok(Err(error)) => refused(format!("sublet serve: {}", safe(&error.to_string()))),
+            Err(error) => refused(error.to_string()),
+        }
+    }
+}
+
+impl fmt::Display for Own {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(reason) = &self.refused {
+            return write!(f, "You can take no share: {reason}");
+        }
+        let (Some(rule), Some(left)) = (&self.policy, &self.left) else {
+            return f.write_str("Nothing caps what you take.");
+        };
+        let caps = caps(rule, left);
+        if caps.is_empty() {
+            return f.write_str("Your policy caps nothing.");
+        }
+        write!(f, "Your policy: {}", caps.join("; "))
+    }
+}
+
+fn caps(rule: &PolicyRule, left: &Left) -> Vec<String> {
+    let words = |words: Vec<&str>| safe(&words.join(", "));
+    let modes = rule.modes.as_ref().map(|modes| modes.iter().map(|mode| mode.as_str()).collect());
+    let devices = rule.devices.as_ref().map(|devices| devices.iter().map(|device| &**device).collect());
+    [
+        modes.map(|modes| format!("modes {}", words(modes))),
+        rule.sm.zip(left.sm_percent).map(|(cap, left)| format!("sm {cap} %, {left} % of it left")),
+        rule.memory.zip(left.memory_bytes).map(|(cap, left)| {
+            format!("memory {}, {} of it left", output::memory(cap), output::memory(left))
+        }),
+        devices.map(|devices| format!("devices {}", words(devices))),
+        rule.leases.zip(left.leases).map(|(cap, left)| format!("leases {cap}, {left} of them left")),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}

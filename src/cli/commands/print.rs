@@ -1,0 +1,47 @@
+//! What a command prints may be cut off (`sublet status | head -1`); what it does must not be.
+//!
+//! The standard library's `println!` panics when nobody reads any more, in the middle of whatever is being
+//! done; SIGPIPE's default would kill there. These macros stand in their place in all of `cli`: what cannot be
+//! written is dropped, and any other reason than a reader who left is told at the end and by the exit status.
+
+use std::fmt::Arguments;
+use std::io::{ErrorKind, Write, stderr, stdout};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+static FAILED: AtomicBool = AtomicBool::new(false);
+
+macro_rules! print {
+    ($($text:tt)*) => { $crate::commands::print::out(format_args!($($text)*)) };
+}
+
+macro_rules! println {
+    () => { $crate::commands::print::out(format_args!("\n")) };
+    ($format:literal $($rest:tt)*) => {
+        $crate::commands::print::out(format_args!("{}\n", format_args!($format $($rest)*)))
+    };
+}
+
+macro_rules! eprintln {
+    ($($text:tt)*) => { $crate::commands::print::err(format_args!($($text)*)) };
+}
+
+pub(super) fn out(text: Arguments<'_>) {
+    heard(stdout().lock().write_fmt(text));
+}
+
+pub(super) fn err(text: Arguments<'_>) {
+    let _ = writeln!(stderr().lock(), "{text}");
+}
+
+/// Whether all that was printed has been taken, or nobody wanted it; says so where not.
+pub(super) fn finish() -> bool {
+    heard(stdout().lock().flush());
+    !FAILED.load(Ordering::Relaxed)
+}
+
+fn heard(written: std::io::Result<()>) {
+    let Err(error) = written else { return };
+    if error.kind() != ErrorKind::BrokenPipe && !FAILED.swap(true, Ordering::Relaxed) {
+        err(format_args!("sublet: cannot write to standard output: {error}"));
+    }
+}

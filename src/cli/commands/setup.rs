@@ -1,0 +1,329 @@
+//! `sublet setup`: makes an engine use sublet, and undoes it.
+
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, bail};
+use clap::ValueEnum;
+
+use crate::setup::{self, Wish, containerd, crio, docker, files, podman};
+use sublet_core::config::Config;
+use sublet_core::replace::{replace_durably as replace, sync_directory};
+use sublet_core::text::safe;
+
+/// Arguments of `sublet setup`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// The engine
+    #[arg(value_enum)]
+    engine: Engine,
+    #[command(flatten)]
+    wanted: Wanted,
+    /// Take out what an earlier setup put in, and nothing else
+    #[arg(long)]
+    undo: bool,
+    /// Show what would change, and change nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// The engine's configuration, where it is elsewhere
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+/// What the engine is told beside the runtime.
+#[derive(Debug, clap::Args)]
+struct Wanted {
+    /// Make sublet the runtime of containers that name none (those without annotations start as before)
+    #[arg(long, conflicts_with = "undo")]
+    default: bool,
+    /// Have the engine take CDI devices, also where the configuration has no [share]
+    #[arg(long, conflicts_with = "undo")]
+    cdi: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Engine {
+    /// /etc/docker/daemon.json
+    Docker,
+    /// /etc/containers/containers.conf.d/sublet.conf
+    Podman,
+    /// /etc/containerd/config.toml
+    Containerd,
+    /// /etc/crio/crio.conf.d/sublet.conf
+    Crio,
+}
+
+impl Engine {
+    const fn path(self) -> &'static str {
+        match self {
+            Self::Docker => "/etc/docker/daemon.json",
+            Self::Podman => "/etc/containers/containers.conf.d/sublet.conf",
+            Self::Containerd => "/etc/containerd/config.toml",
+            Self::Crio => "/etc/crio/crio.conf.d/sublet.conf",
+        }
+    }
+
+    /// What has the engine read the file again. A reload of dockerd takes new values only: what is gone from
+    /// the file stays in force, and it looks for CDI devices at its start alone (seen with 26.1).
+    const fn restart(self, whole: bool, systemd: bool) -> &'static str {
+        match self {
+            Self::Podman => "in force for the next container; nothing has to be restarted",
+            Self::Docker if systemd && whole => "`systemctl restart docker` puts it in force",
+            Self::Docker if systemd => "`systemctl reload docker` puts it in force",
+            Self::Docker if whole => "in force when dockerd is started again",
+            Self::Docker => "in force when dockerd gets SIGHUP (`kill -HUP $(cat /var/run/docker.pid)`)",
+            Self::Containerd if systemd => {
+                "`systemctl restart containerd` puts it in force; containers run on"
+            }
+            Self::Crio if systemd => "`systemctl restart crio` puts it in force; containers run on",
+            Self::Containerd | Self::Crio => "in force when it is started again; containers run on",
+        }
+    }
+}
+
+/// Runs it.
+///
+/// # Errors
+/// A file that cannot be parsed, read or written, or an engine that cannot use sublet. Nothing is changed then.
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    let path = path(arguments)?;
+    let found = files::read(&path).map_err(|error| cannot("read", &path, &error))?;
+    let wanted =
+        edited(arguments, &path, found.as_deref(), config).with_context(|| safe(&path.to_string_lossy()))?;
+    let Edited { text: wanted, record } = wanted;
+    if wanted == found {
+        println!("{}: nothing to do.", path.display());
+        return Ok(ExitCode::SUCCESS);
+    }
+    if arguments.dry_run {
+        print!("{}", diff(&path, found.as_deref(), wanted.as_deref()));
+        return Ok(ExitCode::SUCCESS);
+    }
+    store(arguments, &path, found.as_deref(), (wanted.as_deref(), record.as_deref()))?;
+    let text = wanted.as_deref().unwrap_or("{}");
+    let whole = arguments.undo || docker_cdi(text) && !docker_cdi(found.as_deref().unwrap_or("{}"));
+    let done = if arguments.undo { "sublet is out" } else { "sublet is in" };
+    println!("{}: {done}; {}.", path.display(), arguments.engine.restart(whole, has_systemd()));
+    for note in notes(arguments, &path, found.as_deref()) {
+        println!("{note}");
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// `sd_booted(3)`.
+fn has_systemd() -> bool {
+    Path::new("/run/systemd/system").is_dir()
+}
+
+fn docker_cdi(text: &str) -> bool {
+    docker::has_cdi(text).unwrap_or(false)
+}
+
+/// The file to edit: what a link leads to, for the link itself is somebody's wish.
+fn path(arguments: &Arguments) -> anyhow::Result<PathBuf> {
+    if arguments.config.is_none() {
+        refuse_unserved(arguments.engine)?;
+    }
+    let path = arguments.config.clone().unwrap_or_else(|| PathBuf::from(arguments.engine.path()));
+    match (fs::canonicalize(&path), fs::symlink_metadata(&path)) {
+        (Ok(path), _) => Ok(path),
+        (Err(error), Ok(_)) => Err(cannot("read", &path, &error)),
+        (Err(_), Err(_)) => Ok(std::path::absolute(path)?),
+    }
+}
+
+/// Engines that would not read the file, or could not do what it says.
+fn refuse_unserved(engine: Engine) -> anyhow::Result<()> {
+    if let Some(snap) = files::docker_snap(Path::new("/")).filter(|_| engine == Engine::Docker) {
+        bail!(
+            "Docker is a snap here ({}): its confinement runs no program of the host's, so neither sublet's runtime \
+             nor its CDI hooks; install Docker as a package (Debian: docker.io)",
+            snap.display()
+        );
+    }
+    if nix::unistd::geteuid().is_root() {
+        return Ok(());
+    }
+    match engine {
+        Engine::Docker => bail!(
+            "{} is root's; rootless Docker reads another: --config ~/.config/docker/daemon.json. There containers \
+             take shares by annotations, with `sublet serve` running; CDI devices and containers.toml do not work",
+            engine.path()
+        ),
+        Engine::Podman => bail!(
+            "{} is root's and serves all users; for your own Podman alone: --config \
+             ~/.config/containers/containers.conf.d/sublet.conf",
+            engine.path()
+        ),
+        Engine::Containerd | Engine::Crio => bail!("{} is root's: run it as root", engine.path()),
+    }
+}
+
+/// The file as it should be (`None`: gone), and the record beside it.
+struct Edited {
+    text: Option<String>,
+    record: Option<String>,
+}
+
+fn edited(
+    arguments: &Arguments,
+    path: &Path,
+    found: Option<&str>,
+    config: &Config,
+) -> anyhow::Result<Edited> {
+    let record =
+        files::read(&files::record(path)).map_err(|error| cannot("read", &files::record(path), &error))?;
+    let record = record.as_deref();
+    if arguments.undo {
+        let text = match arguments.engine {
+            Engine::Docker => docker::undo(found, record)?,
+            Engine::Containerd => containerd::undo(found)?,
+            Engine::Podman | Engine::Crio => setup::undo_drop_in(found)?,
+        };
+        return Ok(Edited { text, record: None });
+    }
+    let wish = wish(arguments, config)?;
+    let text = match arguments.engine {
+        Engine::Docker => {
+            let (text, record) = docker::set_up(found, record, &wish)?;
+            return Ok(Edited { text: Some(text), record: Some(record) });
+        }
+        Engine::Containerd => containerd::set_up(found, &wish)?,
+        Engine::Crio => in_directory(path, found, crio::set_up(found, &wish)?),
+        Engine::Podman => in_directory(path, found, podman::set_up(found, &weaker(path)?, &wish)?),
+    };
+    Ok(Edited { text: Some(text), record: None })
+}
+
+/// The drop-in `text`, with a note where its directory is made for it, now or by the setup before.
+fn in_directory(path: &Path, found: Option<&str>, text: String) -> String {
+    let missing = path.parent().is_some_and(|directory| !directory.exists());
+    let ours = missing || found.is_some_and(setup::made_directory);
+    if ours { text + setup::MADE_DIRECTORY } else { text }
+}
+
+fn wish(arguments: &Arguments, config: &Config) -> anyhow::Result<Wish> {
+    let own = std::env::current_exe().context("sublet cannot find itself")?;
+    let beside = own.with_file_name("sublet-runtime");
+    let runtime = [beside, PathBuf::from("/usr/bin/sublet-runtime")].into_iter().find(|path| path.is_file());
+    let Some(runtime) = runtime else {
+        bail!("sublet-runtime is neither beside this program nor in /usr/bin: install it first");
+    };
+    let hooks_dir = hooks_dir(&own);
+    if arguments.engine == Engine::Podman && !hooks_dir.join("sublet.json").is_file() {
+        bail!("the hook {} is missing: install it first", hooks_dir.join("sublet.json").display());
+    }
+    let cdi = arguments.wanted.cdi || !config.share.is_empty();
+    Ok(Wish { runtime, hooks_dir, default: arguments.wanted.default, cdi })
+}
+
+/// The hook's directory of the installation that `own` belongs to.
+fn hooks_dir(own: &Path) -> PathBuf {
+    let prefix = own.parent().and_then(Path::parent).unwrap_or(Path::new("/usr"));
+    let of_prefix = prefix.join("share/sublet/hooks.d");
+    if of_prefix.is_dir() { of_prefix } else { PathBuf::from("/usr/share/sublet/hooks.d") }
+}
+
+/// What Podman reads before the drop-in at `path`. A file of a user's own comes after all of root's.
+fn weaker(path: &Path) -> anyhow::Result<Vec<String>> {
+    let mut files = files::podmans(Path::new("/"));
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    if !files.iter().any(|file| file.parent() == Some(directory)) {
+        files.extend(directory.parent().map(|above| above.join("containers.conf")));
+        files.extend(files::drop_ins(directory, "conf"));
+    }
+    let mut texts = Vec::new();
+    for file in files.iter().filter(|file| file.parent() != Some(directory) || file.as_path() < path) {
+        texts.extend(files::read(file).map_err(|error| cannot("read", file, &error))?);
+    }
+    Ok(texts)
+}
+
+fn diff(path: &Path, found: Option<&str>, wanted: Option<&str>) -> String {
+    let name = |text: Option<&str>| text.map_or("/dev/null".to_owned(), |_| path.display().to_string());
+    let (before, after) = (found.unwrap_or_default(), wanted.unwrap_or_default());
+    let diff = similar::TextDiff::from_lines(before, after);
+    diff.unified_diff().header(&name(found), &name(wanted)).to_string()
+}
+
+/// Writes it, with what an undo will ask for beside it first.
+fn store(
+    arguments: &Arguments,
+    path: &Path,
+    found: Option<&str>,
+    (wanted, record): (Option<&str>, Option<&str>),
+) -> anyhow::Result<()> {
+    let beside = files::record(path);
+    let failed = |path: &Path| {
+        let path = path.to_owned();
+        move |error: io::Error| cannot("write", &path, &error)
+    };
+    if let Some(directory) = path.parent() {
+        sublet_core::state_dir::create(directory).map_err(failed(directory))?;
+    }
+    let before = record.and_then(|_| fs::read(&beside).ok());
+    if let Some(record) = record {
+        let mode = fs::metadata(path).map_or(0o644, |there| there.mode() & 0o7777);
+        replace(&beside, record.as_bytes(), mode).map_err(failed(&beside))?;
+    }
+    let written = match wanted {
+        Some(text) => replace(path, text.as_bytes(), 0o644),
+        None => fs::remove_file(path).map(|()| sync_directory(path)),
+    };
+    if written.is_err() && record.is_some() {
+        // As it was: an undo of what has not been done would go by it.
+        let _ = match before {
+            Some(before) => replace(&beside, &before, 0o644),
+            None => fs::remove_file(&beside),
+        };
+    }
+    written.map_err(failed(path))?;
+    if arguments.undo {
+        let _ = fs::remove_file(beside);
+        if found.is_some_and(setup::made_directory) {
+            // Only where it is empty now.
+            let _ = path.parent().map(fs::remove_dir);
+        }
+    }
+    Ok(())
+}
+
+/// What to know besides.
+fn notes(arguments: &Arguments, path: &Path, found: Option<&str>) -> Vec<String> {
+    let mut notes = Vec::new();
+    let was = found.and_then(|text| docker::default_runtime(text).ok().flatten());
+    if arguments.undo {
+        notes.push(
+            "Containers that were made with the runtime sublet need it to start again: remove them."
+                .to_owned(),
+        );
+    } else if let Some(was) =
+        was.filter(|was| arguments.wanted.default && was != setup::NAME && was != "runc")
+    {
+        notes.push(format!(
+            "The default runtime was {}: containers without sublet.* annotations run with runc or crun from now on.",
+            safe(&was)
+        ));
+    }
+    if arguments.engine == Engine::Docker && path.to_string_lossy().contains("/.config/") {
+        notes.push(
+            "Rootless Docker: shares by annotations, with `sublet serve` running; no CDI devices, no containers.toml."
+                .to_owned(),
+        );
+    }
+    notes
+}
+
+fn cannot(verb: &str, path: &Path, error: &io::Error) -> anyhow::Error {
+    let hint = match error.kind() {
+        ErrorKind::ReadOnlyFilesystem => {
+            "; it is on a read-only file system: change it where that is made (`--dry-run` shows the lines)"
+        }
+        ErrorKind::PermissionDenied => "; run as root",
+        _ => "",
+    };
+    anyhow::anyhow!("cannot {verb} {}: {error}{hint}; nothing was changed", safe(&path.to_string_lossy()))
+}

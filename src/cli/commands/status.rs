@@ -1,0 +1,280 @@
+//! `sublet status`: devices, leases, MPS daemons; `--last-error`: why the last container was refused.
+
+use std::process::ExitCode;
+
+use serde_json::{Value, json};
+
+use super::output::{self, Format};
+use super::own::Own;
+use crate::mps::{self, Listed};
+use sublet_core::admit::{confirmed_inventory, is_brokered};
+use sublet_core::config::Config;
+use sublet_core::inventory::{Device, Inventory, Part};
+use sublet_core::ledger::{Lease, LeaseState, Ledger, Made, Store};
+use sublet_core::place::account;
+use sublet_core::request::Mode;
+use sublet_core::text::safe;
+
+/// Arguments of `sublet status`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// How to print it
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+    /// Show why the last container was not started
+    #[arg(long)]
+    last_error: bool,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// No driver, no ledger.
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    if arguments.last_error {
+        return last_error(arguments.format, config);
+    }
+    let ledger = super::settled_ledger(config)?;
+    let inventory = confirmed_inventory(config)?;
+    let daemons = mps::list(&Store::open(&config.state_dir)?, config)?;
+    let own = is_brokered(config).then(|| Own::ask(config));
+    match arguments.format {
+        Format::Json => {
+            let mut document = document(&inventory, &ledger, &daemons, config);
+            if let Some(own) = own {
+                document["own"] = json!(own);
+            }
+            output::json(&document)?;
+        }
+        Format::Table => {
+            print_tables(&inventory, &ledger, &daemons, config);
+            if let Some(own) = own {
+                println!("\n{own}");
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
+    let last = super::own_refusals(config).pop();
+    match (format, last) {
+        (Format::Json, last) => output::json(&last)?,
+        (Format::Table, None) if is_brokered(config) => println!("No container of yours has been refused."),
+        (Format::Table, None) => println!("No container has been refused since boot."),
+        (Format::Table, Some(last)) => {
+            println!("{}  container {}: {}", output::timestamp(last.time), last.container_id, last.reason);
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The schema `sublet.status/1`: keys may be added, never changed.
+fn document(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: &Config) -> Value {
+    let device = |device: &Device| device_json(device, inventory, ledger, config);
+    json!({
+        "schema": "sublet.status/1",
+        "driver": {"version": inventory.driver.version, "simulated": inventory.driver.simulated},
+        "devices": inventory.gpus().map(device).collect::<Vec<_>>(),
+        "leases": leases_json(inventory, ledger),
+        "mps": daemons,
+        "guard": super::guarded::document(config),
+        "mig_made": ledger.mig.made.iter().map(|made| made_json(made, ledger)).collect::<Vec<_>>(),
+    })
+}
+
+/// An instance that was made for a container.
+fn made_json(made: &Made, ledger: &Ledger) -> Value {
+    let state = match (&made.awaited, made.going) {
+        (_, true) => "going",
+        (Some(_), false) if made.uuid.is_none() => "making",
+        (Some(_), false) => "awaited",
+        (None, false) if ledger.needs(made) => "leased",
+        (None, false) => "left",
+    };
+    json!({
+        "gpu": made.gpu,
+        "profile": made.name,
+        "placement": made.placement,
+        "uuid": made.uuid,
+        "state": state,
+        "error": made.stuck,
+    })
+}
+
+fn device_json(device: &Device, inventory: &Inventory, ledger: &Ledger, config: &Config) -> Value {
+    let account = account(device, ledger, config);
+    let mig = |(device, part): (&Device, &Part)| mig_json(device, part, ledger, config);
+    json!({
+        "uuid": device.uuid,
+        "index": device.index,
+        "minor": device.minor,
+        "name": device.name,
+        "mode": mode(device, account.used_as),
+        "memory_bytes": device.memory_bytes,
+        "free": {"sm_percent": account.sm_free.as_f64(), "memory_bytes": account.memory_free},
+        "mig_enabled": device.mig_enabled,
+        "mig": inventory.parts(&device.uuid).map(mig).collect::<Vec<_>>(),
+        "drained": ledger.drained.contains(&device.uuid),
+    })
+}
+
+/// What is free is that of the instance; compute instances of one GPU instance have the same memory.
+fn mig_json(device: &Device, part: &Part, ledger: &Ledger, config: &Config) -> Value {
+    let account = account(device, ledger, config);
+    json!({
+        "uuid": device.uuid,
+        "profile": part.profile,
+        "gi": part.gi,
+        "ci": part.ci,
+        "free": account.leases == 0,
+        "number": device.number(),
+        "mode": mode(device, account.used_as),
+        "memory_bytes": device.memory_bytes,
+        "sm_percent_free": account.sm_free.as_f64(),
+        "memory_bytes_free": account.memory_free,
+        "drained": ledger.drained.iter().any(|drained| *drained == device.uuid || drained == device.gpu()),
+        "fault": part.fault,
+        "dynamic": ledger.made(device).is_some(),
+    })
+}
+
+fn mode(device: &Device, used_as: Option<Mode>) -> &'static str {
+    if device.mig_enabled && !device.is_mig() { "mig" } else { used_as.map_or("idle", Mode::as_str) }
+}
+
+/// One element per container and device, same id.
+pub(super) fn leases_json(inventory: &Inventory, ledger: &Ledger) -> Value {
+    let each = |lease: &Lease| {
+        let lease = lease.clone();
+        let known = inventory.clone();
+        lease.devices.clone().into_iter().map(move |device| {
+            json!({
+                "id": lease.id,
+                "container_id": lease.container.id,
+                "device": device,
+                "mode": lease.mode,
+                "isolation": lease.isolation,
+                "sm_percent": lease.sm.map(sublet_core::request::Percent::as_f64),
+                "memory_bytes": lease.memory_bytes,
+                "state": state(&lease, &device, &known),
+                "pid": lease.init.as_ref().map(|init| init.process.pid),
+                "since": output::timestamp(lease.since),
+            })
+        })
+    };
+    ledger.leases.iter().flat_map(each).collect()
+}
+
+/// A lease whose device is gone is lost, whatever else it is.
+fn state(lease: &Lease, device: &str, inventory: &Inventory) -> LeaseState {
+    if inventory.device(device).is_some() { lease.state } else { LeaseState::Lost }
+}
+
+fn print_tables(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: &Config) {
+    let simulated = if inventory.driver.simulated { "  SIMULATED" } else { "" };
+    println!("Driver {}{simulated}\n", inventory.driver.version);
+    println!("{}", device_table(inventory, ledger, config));
+    println!("\n{}", lease_table(inventory, ledger));
+    if !daemons.is_empty() {
+        println!("\n{}", daemon_table(daemons, inventory));
+    }
+    for (made, why) in ledger.mig.made.iter().filter_map(|made| Some((made, made.stuck.as_ref()?))) {
+        println!(
+            "\nMIG instance {} of GPU {} was made for a container that has ended, and cannot be destroyed yet: {}; \
+             every sublet command tries again",
+            made.label(),
+            safe(&made.gpu),
+            safe(why)
+        );
+    }
+    println!("\n{}", super::guarded::lines(config).join("\n"));
+}
+
+fn device_table(inventory: &Inventory, ledger: &Ledger, config: &Config) -> String {
+    let row = |device: &Device| {
+        let account = account(device, ledger, config);
+        let mut mode = mode(device, account.used_as).to_owned();
+        if ledger.drained.iter().any(|drained| *drained == device.uuid || drained == device.gpu()) {
+            mode.push_str(" (drained)");
+        }
+        vec![
+            device.number(),
+            device.kind().to_owned(),
+            device.uuid.clone(),
+            mode,
+            account.leases.to_string(),
+            format!("{} %", account.sm_free),
+            format!("{} of {}", output::memory(account.memory_free), output::memory(device.memory_bytes)),
+        ]
+    };
+    let rows = inventory.devices.iter().map(row).collect();
+    output::table(&["GPU", "NAME", "UUID", "MODE", "LEASES", "SM FREE", "MEMORY FREE"], rows)
+}
+
+/// The table of leases, or a line where there is none.
+pub(super) fn lease_table(inventory: &Inventory, ledger: &Ledger) -> String {
+    if ledger.leases.is_empty() {
+        return "No leases.".to_owned();
+    }
+    let mut rows = Vec::new();
+    for lease in &ledger.leases {
+        for device in &lease.devices {
+            rows.push(vec![
+                lease.id.to_string(),
+                output::short(&lease.container.id),
+                device_label(device, inventory),
+                lease.mode.to_string(),
+                word(&lease.isolation),
+                lease.sm.map_or_else(|| "no ceiling".to_owned(), |sm| format!("{sm} %")),
+                output::memory_limit(lease.memory_bytes),
+                word(&state(lease, device, inventory)),
+                lease.init.as_ref().map_or_else(|| "-".to_owned(), |init| init.process.pid.to_string()),
+                output::ago(lease.since),
+            ]);
+        }
+    }
+    output::table(
+        &["LEASE", "CONTAINER", "GPU", "MODE", "ISOLATION", "SM", "MEMORY", "STATE", "PID", "SINCE"],
+        rows,
+    )
+}
+
+/// The table of MPS daemons.
+pub(super) fn daemon_table(daemons: &[Listed], inventory: &Inventory) -> String {
+    let or_dash = |number: Option<String>| number.unwrap_or_else(|| "-".to_owned());
+    let row = |daemon: &Listed| {
+        vec![
+            daemon.key.to_string(),
+            daemon.devices.iter().map(|uuid| device_label(uuid, inventory)).collect::<Vec<_>>().join(", "),
+            daemon_state(daemon),
+            or_dash(daemon.pid.map(|pid| pid.to_string())),
+            format!("{} %", daemon.ceiling_percent),
+            output::memory_limit(daemon.ceiling_memory_bytes),
+            or_dash(daemon.clients.map(|clients| clients.to_string())),
+        ]
+    };
+    output::table(
+        &["MPS DAEMON", "GPU", "STATE", "PID", "SM CEILING", "MEMORY CEILING", "CLIENTS"],
+        daemons.iter().map(row).collect(),
+    )
+}
+
+/// With how long it waits for a lease still.
+fn daemon_state(daemon: &Listed) -> String {
+    let state = word(&daemon.state);
+    match (daemon.idle_seconds, daemon.ends_in_seconds) {
+        (None, _) => state,
+        (Some(idle), None) => format!("{state}, idle for {idle} s"),
+        (Some(_), Some(left)) => format!("{state}, idle, ends in {left} s"),
+    }
+}
+
+fn device_label(uuid: &str, inventory: &Inventory) -> String {
+    inventory.device(uuid).map_or_else(|| uuid.to_owned(), Device::number)
+}
+
+/// The word that JSON has for it.
+fn word(value: &impl serde::Serialize) -> String {
+    serde_json::to_value(value).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
+}

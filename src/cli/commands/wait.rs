@@ -1,0 +1,68 @@
+//! `sublet wait`: until the driver is up and, with annotations, until their share would be free.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use crate::preview::preview;
+use sublet_core::admit::{AdmitError, fresh_inventory, is_brokered};
+use sublet_core::config::Config;
+use sublet_core::ledger::{LeaseId, Store};
+use sublet_core::request::{self, Request};
+
+/// Between two looks.
+const LOOK_AGAIN: Duration = Duration::from_millis(250);
+
+/// Arguments of `sublet wait`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// The share that has to be free, as given to a container: KEY=VALUE
+    #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE")]
+    annotations: Vec<(String, String)>,
+    /// How long, as 30s or 2m
+    #[arg(long, default_value = "60s", value_parser = humantime::parse_duration)]
+    timeout: Duration,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// Time is up; the message is the last refusal.
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    let annotations = arguments.annotations.iter().cloned().collect();
+    let request = if arguments.annotations.is_empty() {
+        None
+    } else {
+        Some(request::parse(&annotations, None, None, config)?)
+    };
+    let deadline = Instant::now() + arguments.timeout;
+    loop {
+        match look(request.as_ref(), config) {
+            // It would be made.
+            Ok(()) | Err(AdmitError::WouldMake { .. }) => return Ok(ExitCode::SUCCESS),
+            Err(error @ (AdmitError::Refused(_) | AdmitError::Cap(_) | AdmitError::Unmade { .. }))
+                if !error.is_temporary() =>
+            {
+                return Err(error.into());
+            }
+            Err(error) if Instant::now() >= deadline => return Err(error.into()),
+            Err(_) => std::thread::sleep(LOOK_AGAIN),
+        }
+    }
+}
+
+fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
+    let inventory = fresh_inventory(config)?;
+    let Some(request) = request else { return Ok(()) };
+    let store = Store::open(&config.state_dir)?;
+    if !is_brokered(config) {
+        match store.update(|_| Ok::<_, std::convert::Infallible>(())) {
+            Ok((_, freed)) => sublet_core::admit::tidy(&freed, &store, config),
+            // What it says is all that can be known here.
+            Err(error) if error.is_elsewhere() => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let id = LeaseId::random().map_err(AdmitError::Random)?;
+    preview(request, &id, &inventory, &store.peek()?, config)?;
+    Ok(())
+}

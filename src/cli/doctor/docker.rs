@@ -1,0 +1,109 @@
+//! Docker: its version, and whether it knows sublet.
+
+use super::{Host, Outcome, fail, pass, version, warn};
+use crate::setup::{docker as daemon_json, files};
+use sublet_core::text::safe;
+
+const FILE: &str = "/etc/docker/daemon.json";
+
+/// `--annotation` came with it.
+const OLDEST: u32 = 24;
+
+/// Everything between `docker run` and the shim.
+pub(super) fn docker(host: &Host<'_>) -> Outcome {
+    if let Some(snap) = files::docker_snap(&host.root) {
+        return warn(
+            format!("a snap ({}), which runs no program of the host's", snap.display()),
+            "apt install docker.io",
+        );
+    }
+    if host.program("dockerd").is_none() {
+        return pass("not installed");
+    }
+    let text = host.text(FILE).unwrap_or_else(|| "{}".to_owned());
+    match daemon_json::runtime(&text) {
+        Err(error) => fail(format!("{FILE}: {error}"), format!("correct {FILE}")),
+        Ok(None) if shares_by_cdi(host, &text) => pass("no runtime sublet; CDI devices of shares"),
+        Ok(None) => warn(format!("{FILE} has no runtime sublet"), "sublet setup docker"),
+        Ok(Some(path)) if !is_there(host, &path) => fail(
+            format!("runtime sublet is {}, which is not there", safe(&path)),
+            "sublet setup docker --undo, then sublet setup docker",
+        ),
+        Ok(Some(_)) if host.quick => pass("runtime sublet is in daemon.json"),
+        Ok(Some(_)) => daemon(host),
+    }
+}
+
+/// A program without a slash is looked up in PATH, as dockerd does.
+fn is_there(host: &Host<'_>, program: &str) -> bool {
+    if program.contains('/') { host.at(program).is_file() } else { host.program(program).is_some() }
+}
+
+fn shares_by_cdi(host: &Host<'_>, text: &str) -> bool {
+    !host.config.share.is_empty() && daemon_json::has_cdi(text).unwrap_or(false)
+}
+
+/// What the daemon that runs says.
+fn daemon(host: &Host<'_>) -> Outcome {
+    let Some(told) = (host.ask)(&["docker", "version", "--format", "{{.Server.Version}}"]) else {
+        return warn("dockerd does not answer", "systemctl start docker");
+    };
+    let told = told.trim();
+    if version(told).is_some_and(|parts| parts[0] < OLDEST) {
+        return fail(
+            format!("Docker {} knows no --annotation", safe(told)),
+            format!(
+                "install Docker {OLDEST} or later, or take shares by name: docs/docker.md, \"Without annotations\""
+            ),
+        );
+    }
+    let runtimes = (host.ask)(&["docker", "info", "--format", "{{json .Runtimes}}"]).unwrap_or_default();
+    if !runtimes.contains("\"sublet\"") {
+        return warn(format!("dockerd has not read {FILE} yet"), "systemctl reload docker");
+    }
+    pass(format!("{}, runtime sublet", safe(told)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Verdict::{Fail, Warn};
+    use super::super::fixture::{Fake, passed, told};
+    use super::*;
+
+    #[test]
+    fn each_step_to_the_shim_is_looked_at() {
+        let fake = Fake::new();
+        assert_eq!(passed(docker(&fake.host())), "not installed");
+        fake.file("/var/snap/docker/x", "");
+        assert!(told(docker(&fake.host()), Warn).0.starts_with("a snap"));
+        fake.file("/usr/bin/dockerd", "");
+        assert_eq!(told(docker(&fake.host()), Warn).1, "sublet setup docker");
+        fake.file(FILE, " \n");
+        assert_eq!(told(docker(&fake.host()), Warn).1, "sublet setup docker");
+        fake.file(FILE, "{ \"runtimes\": ");
+        assert!(told(docker(&fake.host()), Fail).0.contains("it is no valid JSON"));
+        fake.file(FILE, r#"{"runtimes": {"sublet": {"path": "/usr/bin/sublet-runtime"}}}"#);
+        assert!(told(docker(&fake.host()), Fail).0.contains("which is not there"));
+        fake.file("/usr/bin/sublet-runtime", "");
+        assert_eq!(told(docker(&fake.host()), Warn).1, "systemctl start docker");
+        fake.file(FILE, r#"{"runtimes": {"sublet": {"path": "sublet-runtime"}}}"#);
+        assert_eq!(told(docker(&fake.host()), Warn).1, "systemctl start docker");
+        let old = Host { ask: |_| Some("20.10.24+dfsg1\n".into()), ..fake.host() };
+        assert!(told(docker(&old), Fail).0.contains("knows no --annotation"));
+        let unread = Host { ask: |_| Some("26.1.5\n".into()), ..fake.host() };
+        assert_eq!(told(docker(&unread), Warn).1, "systemctl reload docker");
+        let read = |argv: &[&str]| {
+            Some(if argv[1] == "info" { r#"{"runc":{},"sublet":{}}"# } else { "26.1.5+dfsg1\n" }.to_owned())
+        };
+        assert_eq!(passed(docker(&Host { ask: read, ..fake.host() })), "26.1.5+dfsg1, runtime sublet");
+    }
+
+    #[test]
+    fn shares_by_cdi_need_no_runtime() {
+        let mut fake = Fake::new();
+        fake.file("/usr/bin/dockerd", "").file(FILE, r#"{"features": {"cdi": true}}"#);
+        told(docker(&fake.host()), Warn);
+        fake.config.share.insert("small".into(), std::collections::BTreeMap::new());
+        passed(docker(&fake.host()));
+    }
+}

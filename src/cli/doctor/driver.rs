@@ -1,0 +1,333 @@
+//! The driver: its modules, nodes and settings.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::PathBuf;
+
+use super::{Host, Outcome, fail, pass, shown, warn};
+use sublet_core::inventory::{self, ComputeMode, Majors, Node, check_node};
+
+/// The oldest driver branch that sublet serves.
+const OLDEST_BRANCH: u32 = 535;
+
+/// The kernel module and its version.
+pub(super) fn loaded(host: &Host<'_>) -> Outcome {
+    let version = match inventory::fingerprint(host.config) {
+        Ok(seen) => seen.driver_version,
+        Err(error) => return fail(error.to_string(), "modprobe nvidia (no such module: install the driver)"),
+    };
+    let branch: u32 = version.split('.').next().and_then(|part| part.parse().ok()).unwrap_or(0);
+    if branch < OLDEST_BRANCH {
+        return fail(
+            format!("{version} is too old"),
+            format!("install a driver of branch {OLDEST_BRANCH} or later"),
+        );
+    }
+    pass(version)
+}
+
+/// The modules beside it, by their majors.
+pub(super) fn modules(host: &Host<'_>) -> Outcome {
+    let majors = majors(host);
+    if majors.nvidia.is_none() {
+        return fail("nvidia is not loaded (not in /proc/devices)", "modprobe nvidia");
+    }
+    if majors.uvm.is_none() {
+        return fail(
+            "nvidia-uvm is not loaded: no CUDA program starts",
+            "modprobe nvidia-uvm && nvidia-modprobe -u -c0",
+        );
+    }
+    let mig = host.inventory.as_ref().is_ok_and(|inventory| inventory.gpus().any(|gpu| gpu.mig_enabled));
+    if mig && majors.caps.is_none() {
+        return fail(
+            "/proc/devices has no nvidia-caps: no access to MIG instances",
+            "load the driver anew, or reboot",
+        );
+    }
+    pass("nvidia and nvidia-uvm are loaded")
+}
+
+fn majors(host: &Host<'_>) -> Majors {
+    Majors::parse(&fs::read_to_string(host.driver("/proc/devices")).unwrap_or_default())
+}
+
+/// Every node that containers get of whole GPUs.
+fn wanted(host: &Host<'_>) -> Vec<Node> {
+    let majors = majors(host);
+    let node =
+        |name: String, major, minor| Node { path: PathBuf::from(format!("/dev/{name}")), major, minor };
+    let mut nodes = Vec::new();
+    if let Some(major) = majors.nvidia {
+        nodes.push(node("nvidiactl".into(), major, 255));
+        nodes.extend(minors(host).into_iter().map(|minor| node(format!("nvidia{minor}"), major, minor)));
+    }
+    if let Some(major) = majors.uvm {
+        nodes.push(node("nvidia-uvm".into(), major, 0));
+    }
+    nodes
+}
+
+/// `Device Minor` of every GPU that the driver lists.
+fn minors(host: &Host<'_>) -> Vec<u32> {
+    let gpus = fs::read_dir(host.driver("/proc/driver/nvidia/gpus")).into_iter().flatten().flatten();
+    let minor = |text: String| {
+        let line = text.lines().find_map(|line| line.strip_prefix("Device Minor:"))?;
+        line.trim().parse().ok()
+    };
+    let mut minors: Vec<u32> =
+        gpus.filter_map(|gpu| minor(fs::read_to_string(gpu.path().join("information")).ok()?)).collect();
+    minors.sort_unstable();
+    minors
+}
+
+/// Whether they are there, and who may open them.
+pub(super) fn nodes(host: &Host<'_>) -> Outcome {
+    let nodes = wanted(host);
+    if nodes.is_empty() {
+        return fail("none: no module is loaded", "see kernel-modules");
+    }
+    let wrong: Vec<String> = nodes
+        .iter()
+        .filter_map(|node| check_node(&host.config.driver.root, node).err().map(|error| error.to_string()))
+        .collect();
+    if !wrong.is_empty() {
+        return fail(wrong.join("; "), "nvidia-smi, as root, makes them (or `nvidia-modprobe -u -c0`)");
+    }
+    let path = |node: &Node| host.driver(&node.path.to_string_lossy());
+    let modes =
+        nodes.iter().filter_map(|node| fs::metadata(path(node)).ok()).map(|there| there.mode() & 0o777);
+    permissions(nodes.len(), modes.fold(0o777, |all, mode| all & mode))
+}
+
+/// Of `count` nodes that have the permissions `mode` in common.
+fn permissions(count: usize, mode: u32) -> Outcome {
+    match mode {
+        _ if mode & 0o600 != 0o600 => {
+            fail(format!("mode {mode:04o}: root itself may not open all {count}"), "chmod 0666 /dev/nvidia*")
+        }
+        _ if mode & 0o006 == 0o006 => pass(format!(
+            "{count} nodes, mode {mode:04o}: users of this host may use GPUs beside sublet (NVreg_DeviceFileMode=0660 \
+             keeps them out)"
+        )),
+        _ => pass(format!(
+            "{count} nodes, mode {mode:04o}: containers whose user is neither root nor in the nodes' group get no GPU"
+        )),
+    }
+}
+
+/// What the driver answers.
+pub(super) fn nvml(host: &Host<'_>) -> Outcome {
+    match &host.inventory {
+        Ok(inventory) => pass(format!("{} GPUs answer", inventory.gpus().count())),
+        Err(error) => fail(error.clone(), "as it says; then `sublet refresh`"),
+    }
+}
+
+/// What was written down of it for the shim and the hook.
+pub(super) fn inventory(host: &Host<'_>) -> Outcome {
+    match inventory::load(host.config) {
+        Ok(inventory) => pass(format!("{} devices, still true", inventory.devices.len())),
+        Err(error) if error.wants_refresh() => warn(error.to_string(), "sublet refresh"),
+        Err(error) => fail(error.to_string(), "see driver"),
+    }
+}
+
+/// The nodes of MIG instances.
+pub(super) fn caps(host: &Host<'_>) -> Outcome {
+    let Ok(inventory) = &host.inventory else { return pass("unknown without an inventory") };
+    let parts: Vec<_> = inventory.devices.iter().filter(|device| device.is_mig()).collect();
+    let missing: Vec<String> = parts
+        .iter()
+        .flat_map(|device| &device.nodes)
+        .filter(|node| check_node(&host.config.driver.root, node).is_err())
+        .map(|node| shown(&node.path))
+        .collect();
+    match (parts.len(), missing.is_empty()) {
+        (0, _) => pass("no MIG instances"),
+        (count, true) => pass(format!("all nodes of {count} MIG instances")),
+        (_, false) => warn(format!("missing: {}", missing.join(" ")), "nvidia-smi -L, as root, makes them"),
+    }
+}
+
+/// The nodes that systemd would not find when it applies a scope's rules again.
+pub(super) fn unlinked(host: &Host<'_>) -> Vec<Node> {
+    let there = |node: &Node| host.driver(&format!("/dev/char/{}:{}", node.major, node.minor)).exists();
+    wanted(host).into_iter().filter(|node| !there(node)).collect()
+}
+
+/// `/dev/char/MAJOR:MINOR` of every node.
+pub(super) fn links(host: &Host<'_>) -> Outcome {
+    let missing = unlinked(host);
+    if missing.is_empty() {
+        return pass(if wanted(host).is_empty() { "no nodes" } else { "every node has its link" });
+    }
+    let names: Vec<String> = missing.iter().map(|node| format!("{}:{}", node.major, node.minor)).collect();
+    warn(format!("no link in /dev/char for {}", names.join(" ")), make_links(&missing))
+}
+
+/// The command that makes them.
+pub(super) fn make_links(nodes: &[Node]) -> String {
+    let link = |node: &Node| {
+        let name = node.path.strip_prefix("/dev").unwrap_or(&node.path);
+        format!("ln -s ../{} /dev/char/{}:{}", shown(name), node.major, node.minor)
+    };
+    nodes.iter().map(link).collect::<Vec<_>>().join(" && ")
+}
+
+/// Whether the driver stays awake between containers.
+pub(super) fn persistence(host: &Host<'_>) -> Outcome {
+    if host.at("/run/nvidia-persistenced/socket").exists() {
+        return pass("nvidia-persistenced runs");
+    }
+    if host.quick {
+        return pass("no nvidia-persistenced; a quick look does not ask for the persistence mode");
+    }
+    let smi = host.inventory.as_ref().ok().and_then(|inventory| inventory.driver.smi.clone());
+    let query = ["--query-gpu=persistence_mode", "--format=csv,noheader"];
+    let told = smi.and_then(|smi| (host.ask)(&[&*smi.to_string_lossy(), query[0], query[1]]));
+    match told {
+        Some(told) if told.contains("Enabled") && !told.contains("Disabled") => {
+            pass("persistence mode is on")
+        }
+        _ => warn(
+            "the driver is unloaded when nobody uses it: each first container waits, settings are lost",
+            "systemctl enable --now nvidia-persistenced (or `nvidia-smi -pm 1`)",
+        ),
+    }
+}
+
+/// Compute modes that are neither the driver's default nor ours.
+pub(super) fn compute_modes(host: &Host<'_>) -> Outcome {
+    let (Ok(inventory), Ok(ledger)) = (&host.inventory, &host.ledger) else {
+        return pass("unknown without an inventory and a ledger");
+    };
+    let ours = |uuid: &str| ledger.compute_modes.iter().any(|changed| changed.device == uuid);
+    let strange: Vec<_> =
+        inventory.gpus().filter(|gpu| gpu.compute_mode != ComputeMode::Default && !ours(&gpu.uuid)).collect();
+    if strange.is_empty() {
+        return pass("DEFAULT, or set by sublet");
+    }
+    let found = strange.iter().map(|gpu| format!("GPU {} is {}", gpu.index, gpu.compute_mode.as_str()));
+    let fix = strange.iter().map(|gpu| format!("nvidia-smi -i {} -c DEFAULT", gpu.uuid));
+    warn(
+        format!("{}: no time-slicing, no dedicated MPS servers there", found.collect::<Vec<_>>().join(", ")),
+        fix.collect::<Vec<_>>().join(" && "),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Verdict::{Fail, Warn};
+    use super::super::fixture::{Fake, passed, told};
+    use super::*;
+    use sublet_core::ledger::ChangedComputeMode;
+    use sublet_core::place::fixture::{device, host, part};
+
+    const VERSION: &str = "/proc/driver/nvidia/version";
+
+    /// What the fixtures' nodes are: real ones take root to make.
+    const DEVICES: &str = "Character devices:\n195 nvidia\n235 nvidia-uvm\n\nBlock devices:\n";
+
+    #[test]
+    fn the_driver_is_loaded_and_new_enough() {
+        let fake = Fake::new();
+        let (found, fix) = told(loaded(&fake.host()), Fail);
+        assert!(found.starts_with("no NVIDIA driver is loaded"), "{found}");
+        assert!(fix.starts_with("modprobe nvidia"), "{fix}");
+        fake.file(VERSION, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  x\n");
+        assert_eq!(told(loaded(&fake.host()), Fail).0, "470.82.01 is too old");
+        fake.file(VERSION, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  x\n");
+        assert_eq!(passed(loaded(&fake.host())), "580.159.04");
+    }
+
+    #[test]
+    fn modules_are_known_by_their_majors() {
+        let fake = Fake::new();
+        assert_eq!(told(modules(&fake.host()), Fail).1, "modprobe nvidia");
+        fake.file("/proc/devices", "Character devices:\n195 nvidia\n");
+        assert_eq!(told(modules(&fake.host()), Fail).1, "modprobe nvidia-uvm && nvidia-modprobe -u -c0");
+        fake.file("/proc/devices", DEVICES);
+        passed(modules(&fake.host()));
+        let mut gpu = device(0);
+        gpu.mig_enabled = true;
+        let mig = Host { inventory: Ok(host(vec![gpu])), ..fake.host() };
+        assert!(told(modules(&mig), Fail).0.contains("no nvidia-caps"));
+    }
+
+    #[test]
+    fn nodes_are_looked_for_by_minor() {
+        let fake = Fake::new();
+        assert_eq!(told(nodes(&fake.host()), Fail).1, "see kernel-modules");
+        fake.file("/proc/devices", DEVICES);
+        fake.file("/proc/driver/nvidia/gpus/0000:3b:00.0/information", "Model: \t X\nDevice Minor: \t 3\n");
+        let (found, _) = told(nodes(&fake.host()), Fail);
+        for name in ["nvidiactl is missing", "nvidia3 is missing", "nvidia-uvm is missing"] {
+            assert!(found.contains(name), "{found}");
+        }
+        assert!(told(permissions(3, 0o060), Fail).0.contains("root itself"));
+        assert!(passed(permissions(3, 0o666)).contains("users of this host may use GPUs beside sublet"));
+        assert!(passed(permissions(3, 0o660)).contains("neither root nor in the nodes' group"));
+    }
+
+    #[test]
+    fn nvml_and_the_inventory_say_why() {
+        let fake = Fake::new();
+        assert_eq!(passed(nvml(&fake.host())), "1 GPUs answer");
+        let broken = Host { inventory: Err("NVML is missing".into()), ..fake.host() };
+        assert_eq!(told(nvml(&broken), Fail).0, "NVML is missing");
+        assert_eq!(told(inventory(&fake.host()), Warn).1, "sublet refresh");
+        fake.link("/run/sublet/inventory.json", "elsewhere");
+        told(inventory(&fake.host()), Warn);
+    }
+
+    #[test]
+    fn missing_nodes_of_instances_are_named() {
+        let fake = Fake::new();
+        assert_eq!(passed(caps(&fake.host())), "no MIG instances");
+        let mut instance = part(&device(0), 3, "1g.18gb");
+        instance.nodes = vec![Node { path: "/dev/nvidia-caps/nvidia-cap30".into(), major: 241, minor: 30 }];
+        let host = Host { inventory: Ok(host(vec![device(0), instance])), ..fake.host() };
+        assert_eq!(told(caps(&host), Warn).0, "missing: /dev/nvidia-caps/nvidia-cap30");
+    }
+
+    #[test]
+    fn missing_links_come_with_the_command() {
+        let fake = Fake::new();
+        fake.file("/proc/devices", DEVICES).file("/dev/char/195:255", "");
+        let (found, fix) = told(links(&fake.host()), Warn);
+        assert_eq!(found, "no link in /dev/char for 235:0");
+        assert_eq!(fix, "ln -s ../nvidia-uvm /dev/char/235:0");
+        fake.file("/dev/char/235:0", "");
+        passed(links(&fake.host()));
+    }
+
+    #[test]
+    fn persistence_is_the_daemons_or_the_old_mode() {
+        let fake = Fake::new();
+        told(persistence(&fake.host()), Warn);
+        passed(persistence(&Host { quick: true, ..fake.host() }));
+        let mut inventory = host(vec![device(0)]);
+        inventory.driver.smi = Some("/usr/bin/nvidia-smi".into());
+        let with = |ask| Host { ask, inventory: Ok(inventory.clone()), ..fake.host() };
+        passed(persistence(&with(|_| Some("Enabled\n".into()))));
+        told(persistence(&with(|_| Some("Enabled\nDisabled\n".into()))), Warn);
+        fake.file("/run/nvidia-persistenced/socket", "");
+        passed(persistence(&fake.host()));
+    }
+
+    #[test]
+    fn a_compute_mode_of_somebody_else_is_named() {
+        let fake = Fake::new();
+        passed(compute_modes(&fake.host()));
+        let mut gpu = device(0);
+        gpu.compute_mode = ComputeMode::ExclusiveProcess;
+        let mut with = Host { inventory: Ok(host(vec![gpu])), ..fake.host() };
+        let (found, fix) = told(compute_modes(&with), Warn);
+        assert!(found.starts_with("GPU 0 is EXCLUSIVE_PROCESS"), "{found}");
+        assert_eq!(fix, "nvidia-smi -i GPU-0 -c DEFAULT");
+        let ours = ChangedComputeMode { device: "GPU-0".into(), found: ComputeMode::Default };
+        with.ledger.as_mut().unwrap().compute_modes.push(ours);
+        passed(compute_modes(&with));
+    }
+}

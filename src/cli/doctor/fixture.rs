@@ -1,0 +1,79 @@
+//! A host in a temporary directory, where nothing is wrong until a test makes it so.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use super::{Host, Outcome, Verdict};
+use sublet_core::config::{Config, Driver};
+use sublet_core::inventory::under;
+use sublet_core::ledger::Ledger;
+use sublet_core::place::fixture::{device, host};
+
+pub(super) struct Fake {
+    dir: tempfile::TempDir,
+    pub config: Config,
+}
+
+impl Fake {
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config {
+            state_dir: dir.path().join("run/sublet"),
+            driver: Driver { root: dir.path().to_owned(), ..Driver::default() },
+            ..Config::default()
+        };
+        Self { dir, config }
+    }
+
+    pub fn path(&self, path: &str) -> PathBuf {
+        under(self.dir.path(), path)
+    }
+
+    pub fn file(&self, path: &str, content: &str) -> &Self {
+        let path = self.path(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+        self
+    }
+
+    /// A file that can be run.
+    pub fn program(&self, path: &str) -> &Self {
+        self.file(path, "");
+        fs::set_permissions(self.path(path), fs::Permissions::from_mode(0o755)).unwrap();
+        self
+    }
+
+    pub fn link(&self, path: &str, target: impl AsRef<Path>) -> &Self {
+        let path = self.path(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink(target, path).unwrap();
+        self
+    }
+
+    /// One H200 that is idle, no leases, no programs.
+    pub fn host(&self) -> Host<'_> {
+        Host {
+            root: self.dir.path().to_owned(),
+            config: &self.config,
+            quick: false,
+            ask: |_| None,
+            inventory: Ok(host(vec![device(0)])),
+            ledger: Ok(Ledger::empty("")),
+        }
+    }
+}
+
+/// What it found, where it passed.
+#[track_caller]
+pub(super) fn passed(outcome: Outcome) -> String {
+    assert_eq!(outcome.0, Verdict::Pass, "{outcome:?}");
+    outcome.1
+}
+
+/// What it found and the fix, where it did not.
+#[track_caller]
+pub(super) fn told(outcome: Outcome, verdict: Verdict) -> (String, String) {
+    assert_eq!(outcome.0, verdict, "{outcome:?}");
+    (outcome.1, outcome.2.unwrap())
+}

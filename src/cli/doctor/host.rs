@@ -1,0 +1,361 @@
+//! What is sublet's own, and what is nobody's: runtimes, cgroups, the service, the state, the clock.
+
+use std::fs;
+use std::os::unix::fs::FileTypeExt as _;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+use nix::sys::statvfs::{FsFlags, statvfs};
+use nix::unistd::{Group, User};
+
+use super::driver::{make_links, unlinked};
+use super::{Host, Outcome, fail, pass, shown, version, warn};
+use crate::guard::{self, Sight};
+use sublet_core::broker::client::{Broker, BrokerError};
+use sublet_core::config::PolicyRule;
+use sublet_core::text::safe;
+
+/// A service that takes longer for a word is wedged.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// The oldest that the tests run.
+const OLDEST: [(&str, [u32; 2]); 2] = [("runc", [1, 1]), ("crun", [1, 8])];
+
+/// 2025: no clock of a host with this program is before.
+const EARLIEST: u64 = 1_735_689_600;
+
+/// The low-level runtimes of `[runtime] low_level`.
+pub(super) fn runtimes(host: &Host<'_>) -> Outcome {
+    let names = &host.config.runtime.low_level;
+    let path = |name: &String| {
+        if name.contains('/') {
+            Some(PathBuf::from(name)).filter(|path| path.is_file())
+        } else {
+            host.program(name)
+        }
+    };
+    let there: Vec<_> = names.iter().filter_map(path).collect();
+    let Some(first) = there.first() else {
+        return fail(
+            format!("none of {} is there", safe(&names.join(", "))),
+            "apt install runc (or crun), or set [runtime] low_level",
+        );
+    };
+    let mut found = Vec::new();
+    for program in &there {
+        let told = (host.ask)(&[&*program.to_string_lossy(), "--version"]).unwrap_or_default();
+        let line = safe(told.lines().next().unwrap_or_default());
+        let oldest =
+            OLDEST.iter().find(|(name, _)| told.starts_with(name)).map(|(_, oldest)| oldest.to_vec());
+        if version(&told).zip(oldest.clone()).is_some_and(|(has, oldest)| has < oldest) {
+            let oldest: Vec<String> = oldest.unwrap_or_default().iter().map(ToString::to_string).collect();
+            return warn(
+                format!("{line}: older than any that is tested"),
+                format!("install {} or later", oldest.join(".")),
+            );
+        }
+        found.extend(Some(line).filter(|line| !line.is_empty()));
+    }
+    found.insert(0, format!("{} is taken", shown(first)));
+    pass(found.join("; "))
+}
+
+/// The version of cgroups, and whether the runtime can do with it.
+pub(super) fn cgroup(host: &Host<'_>) -> Outcome {
+    let systemd = host.at("/run/systemd/system").is_dir();
+    let driver = if systemd { "systemd's drivers" } else { "cgroupfs drivers" };
+    if host.at("/sys/fs/cgroup/cgroup.controllers").exists() {
+        return pass(format!("v2, {driver} by default"));
+    }
+    let names = &host.config.runtime.low_level;
+    let first = names.iter().find(|name| name.contains('/') || host.program(name).is_some());
+    if first.is_some_and(|name| name.ends_with("crun")) {
+        return warn(
+            "v1 or hybrid: crun refuses hybrid hosts",
+            "boot with systemd.unified_cgroup_hierarchy=1, or low_level = [\"runc\"]",
+        );
+    }
+    pass(format!("v1, {driver} by default"))
+}
+
+/// Whether `systemctl daemon-reload` would take GPUs from running containers.
+pub(super) fn daemon_reload(host: &Host<'_>) -> Outcome {
+    if !host.at("/run/systemd/system").is_dir() {
+        return pass("no systemd here");
+    }
+    let missing = unlinked(host);
+    if missing.is_empty() {
+        return pass("systemd finds every node again");
+    }
+    warn(
+        "`systemctl daemon-reload` takes GPUs from running containers (\"Failed to initialize NVML: Unknown Error\"): systemd \
+         looks rules up in /dev/char",
+        make_links(&missing),
+    )
+}
+
+/// The service: needed for the guard, for users without root, and to keep CDI devices current. A quick look does
+/// not speak to it: that would start one that its socket stands for.
+pub(super) fn serve(host: &Host<'_>) -> Outcome {
+    let sight = if host.config.guard.enabled { guard::sight(host.config) } else { Sight::All };
+    let path = sublet_core::broker::socket(host.config);
+    let Ok(there) = fs::metadata(&path) else { return without_socket(host, &sight) };
+    if !there.file_type().is_socket() {
+        return fail(
+            format!("{} is no socket", shown(&path)),
+            format!("rm {} && systemctl restart sublet.socket", shown(&path)),
+        );
+    }
+    let asked = if host.quick { Ok(()) } else { Broker::answers(host.config, ANSWER_LIMIT) };
+    match asked {
+        Err(error @ BrokerError::NotRunning { .. }) => {
+            warn(error.to_string(), "systemctl restart sublet.socket")
+        }
+        Err(error) => warn(error.to_string(), "systemctl restart sublet.service"),
+        Ok(()) => {
+            let verb = if host.quick { "is there" } else { "answers" };
+            unguarded(&sight).unwrap_or_else(|| pass(format!("{} {verb}", shown(&path))))
+        }
+    }
+}
+
+fn without_socket(host: &Host<'_>, sight: &Sight) -> Outcome {
+    if !host.config.policy.is_empty() {
+        return warn(
+            "no socket, and [[policy]] promises shares to users",
+            "systemctl enable --now sublet.socket sublet.service",
+        );
+    }
+    if !host.config.share.is_empty() {
+        return warn(
+            "no service: CDI devices of [share] are not kept current",
+            "systemctl enable --now sublet.service (or `sublet cdi generate` after each change)",
+        );
+    }
+    unguarded(sight).unwrap_or_else(|| pass("no socket; nothing of this configuration needs it"))
+}
+
+/// What the guard does not see.
+fn unguarded(sight: &Sight) -> Option<Outcome> {
+    match sight {
+        Sight::All => None,
+        Sight::Blind(why) => {
+            Some(warn(format!("the guard is blind: {}", safe(&why.join("; "))), "as it says"))
+        }
+        Sight::None => Some(warn(
+            "the guard ([guard], part of the service) does not watch: limits bind honest programs only",
+            "systemctl enable --now sublet.service (or [guard] enabled = false)",
+        )),
+    }
+}
+
+/// Who may take shares without root.
+pub(super) fn policy(host: &Host<'_>) -> Outcome {
+    let unknown: Vec<String> = host.config.policy.iter().filter_map(unknown).collect();
+    if !unknown.is_empty() {
+        return warn(format!("[[policy]] names {}", unknown.join(", ")), "correct the names in /etc/sublet");
+    }
+    match host.config.policy.len() {
+        0 => pass("none: root alone takes shares"),
+        count => pass(format!("{count} rules, whose users and groups exist")),
+    }
+}
+
+/// The user or group of a rule that this host does not have.
+fn unknown(rule: &PolicyRule) -> Option<String> {
+    let number = |name: &String| name == "*" || name.parse::<u32>().is_ok();
+    let user =
+        rule.user.as_ref().filter(|name| !number(name) && !matches!(User::from_name(name), Ok(Some(_))));
+    let group =
+        rule.group.as_ref().filter(|name| !number(name) && !matches!(Group::from_name(name), Ok(Some(_))));
+    user.map(|name| format!("user {}", safe(name)))
+        .or_else(|| group.map(|name| format!("group {}", safe(name))))
+}
+
+/// The state directory and the ledger in it.
+pub(super) fn state(host: &Host<'_>) -> Outcome {
+    let dir = &host.config.state_dir;
+    let path = shown(dir);
+    let ledger = match &host.ledger {
+        Err(error) => return fail(error.clone(), "sublet gc (see the message)"),
+        Ok(ledger) => ledger,
+    };
+    if !dir.exists() {
+        return pass(format!("{path} is not there yet: the first command makes it"));
+    }
+    if statvfs(dir).is_ok_and(|at| at.flags().contains(FsFlags::ST_RDONLY)) {
+        return fail(format!("{path} is on a read-only file system"), "mount it writable, or set state_dir");
+    }
+    if !ledger.unexplained.is_empty() {
+        let devices = safe(&ledger.unexplained.join(", "));
+        return warn(
+            format!("the ledger was rebuilt, and {devices} is in use by what it cannot explain"),
+            "end that process; then sublet gc",
+        );
+    }
+    pass(format!("{path}, {} leases", ledger.leases.len()))
+}
+
+/// Times that lie ahead confuse what is older than what.
+pub(super) fn clock(host: &Host<'_>) -> Outcome {
+    clock_at(host, SystemTime::now())
+}
+
+fn clock_at(host: &Host<'_>, now: SystemTime) -> Outcome {
+    let fix = "timedatectl set-ntp true";
+    if now < SystemTime::UNIX_EPOCH + Duration::from_secs(EARLIEST) {
+        return warn("the clock is before 2025", fix);
+    }
+    let ahead = |name: &&str| {
+        let written = fs::metadata(host.config.state_dir.join(name)).and_then(|there| there.modified());
+        written.is_ok_and(|written| written > now + Duration::from_secs(60))
+    };
+    match ["ledger.json", "inventory.json"].into_iter().find(ahead) {
+        Some(name) => warn(format!("{name} was written in the future: the clock went back"), fix),
+        None => pass("ahead of all that was written"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::net::UnixListener;
+
+    use nix::sys::socket::{Shutdown, shutdown};
+
+    use super::super::Verdict::{Fail, Warn};
+    use super::super::fixture::{Fake, passed, told};
+    use super::*;
+
+    #[test]
+    fn a_runtime_is_there_and_new_enough() {
+        let fake = Fake::new();
+        assert!(told(runtimes(&fake.host()), Fail).0.starts_with("none of runc, crun"));
+        fake.file("/usr/bin/runc", "").file("/usr/bin/crun", "");
+        let old = |argv: &[&str]| {
+            Some(
+                if argv[0].ends_with("runc") { "runc version 1.1.5\n" } else { "crun version 1.4.5\n" }
+                    .into(),
+            )
+        };
+        let host = Host { ask: old, ..fake.host() };
+        // `crun` ends in `run` alone.
+        assert!(told(runtimes(&host), Warn).0.starts_with("crun version 1.4.5: older"));
+        let host = Host { ask: |_| Some("runc version 1.1.5+ds1\ncommit: x\n".into()), ..fake.host() };
+        assert!(passed(runtimes(&host)).contains("runc version 1.1.5+ds1"));
+    }
+
+    #[test]
+    fn crun_wants_the_second_cgroups() {
+        let mut fake = Fake::new();
+        fake.file("/usr/bin/crun", "");
+        assert!(told(cgroup(&fake.host()), Warn).0.contains("crun refuses"));
+        fake.config.runtime.low_level = vec!["runc".into()];
+        passed(cgroup(&fake.host()));
+        fake.file("/sys/fs/cgroup/cgroup.controllers", "");
+        assert_eq!(passed(cgroup(&fake.host())), "v2, cgroupfs drivers by default");
+    }
+
+    #[test]
+    fn a_daemon_reload_is_harmless_where_nodes_have_links() {
+        let fake = Fake::new();
+        fake.file("/proc/devices", "Character devices:\n195 nvidia\n");
+        assert_eq!(passed(daemon_reload(&fake.host())), "no systemd here");
+        fake.file("/run/systemd/system/x", "");
+        let (found, fix) = told(daemon_reload(&fake.host()), Warn);
+        assert!(found.starts_with("`systemctl daemon-reload` takes GPUs"), "{found}");
+        assert_eq!(fix, "ln -s ../nvidiactl /dev/char/195:255");
+        fake.file("/dev/char/195:255", "");
+        passed(daemon_reload(&fake.host()));
+    }
+
+    #[test]
+    fn the_service_is_there_where_it_is_needed() {
+        let mut fake = Fake::new();
+        let (found, fix) = told(serve(&fake.host()), Warn);
+        assert!(found.starts_with("the guard") && fix.contains("sublet.service"), "{found} {fix}");
+        fake.config.guard.enabled = false;
+        passed(serve(&fake.host()));
+        fake.config.share.insert("small".into(), std::collections::BTreeMap::new());
+        assert!(told(serve(&fake.host()), Warn).1.contains("sublet.service"));
+        fake.config.policy.push(PolicyRule { user: Some("*".into()), ..PolicyRule::default() });
+        assert!(told(serve(&fake.host()), Warn).1.contains("sublet.socket"));
+        fake.file("/run/sublet/sublet.sock", "");
+        assert!(told(serve(&fake.host()), Fail).0.ends_with("is no socket"));
+    }
+
+    #[test]
+    fn a_service_is_asked_but_not_in_a_quick_look() {
+        let mut fake = Fake::new();
+        fake.file("/run/sublet/x", "");
+        let listener = UnixListener::bind(fake.path("/run/sublet/sublet.sock")).unwrap();
+        let quick = Host { quick: true, ..fake.host() };
+        assert!(told(serve(&quick), Warn).0.starts_with("the guard"));
+        fake.config.guard.enabled = false;
+        let quick = Host { quick: true, ..fake.host() };
+        assert!(passed(serve(&quick)).ends_with("is there"));
+        listener.set_nonblocking(true).unwrap();
+        assert_eq!(listener.accept().unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "nobody came");
+        // Closed it would live on where another test has just forked.
+        shutdown(listener.as_raw_fd(), Shutdown::Both).unwrap();
+        assert!(told(serve(&fake.host()), Warn).0.contains("Connection refused"));
+    }
+
+    #[test]
+    fn policies_name_people_who_exist() {
+        let mut fake = Fake::new();
+        passed(policy(&fake.host()));
+        let rule = |user: &str| PolicyRule { user: Some(user.into()), ..PolicyRule::default() };
+        fake.config.policy = vec![rule("root"), rule("*"), rule("4242")];
+        passed(policy(&fake.host()));
+        fake.config.policy.push(PolicyRule { group: Some("no-such-group".into()), ..PolicyRule::default() });
+        fake.config.policy.push(rule("no-such-user"));
+        let (found, _) = told(policy(&fake.host()), Warn);
+        assert_eq!(found, "[[policy]] names group no-such-group, user no-such-user");
+    }
+
+    #[test]
+    fn a_ledger_that_cannot_be_used_fails() {
+        let fake = Fake::new();
+        assert!(passed(state(&fake.host())).ends_with("the first command makes it"));
+        fake.file("/run/sublet/x", "");
+        passed(state(&fake.host()));
+        let mut host = fake.host();
+        host.ledger.as_mut().unwrap().unexplained.push("GPU-0".into());
+        assert!(told(state(&host), Warn).0.contains("GPU-0 is in use"));
+        host.ledger = Err("ledger cannot be used".into());
+        assert_eq!(told(state(&host), Fail).0, "ledger cannot be used");
+    }
+
+    #[test]
+    fn a_guard_that_does_not_see_all_says_why() {
+        let blind = Sight::Blind(vec!["GPU 0 gives no list of processes\u{1b}".into()]);
+        let (found, _) = told(unguarded(&blind).unwrap(), Warn);
+        assert_eq!(found, "the guard is blind: GPU 0 gives no list of processes\\u{1b}");
+        assert!(unguarded(&Sight::All).is_none());
+    }
+
+    #[test]
+    fn a_state_directory_that_others_may_write_fails() {
+        let fake = Fake::new();
+        fake.file("/run/sublet/x", "");
+        let open = fs::Permissions::from_mode(0o777);
+        fs::set_permissions(&fake.config.state_dir, open).unwrap();
+        let host = Host::of(&fake.config, true, |_| None, || Err("not asked".into()));
+        let (found, fix) = told(state(&host), Fail);
+        assert!(found.contains("others may write it (uid") && fix.starts_with("sublet gc"), "{found} {fix}");
+    }
+
+    #[test]
+    fn a_clock_that_went_back_is_noticed() {
+        let fake = Fake::new();
+        assert_eq!(told(clock_at(&fake.host(), SystemTime::UNIX_EPOCH), Warn).0, "the clock is before 2025");
+        passed(clock(&fake.host()));
+        fake.file("/run/sublet/ledger.json", "");
+        passed(clock(&fake.host()));
+        let file = fs::File::options().write(true).open(fake.path("/run/sublet/ledger.json")).unwrap();
+        file.set_modified(SystemTime::now() + Duration::from_secs(3600)).unwrap();
+        assert!(told(clock(&fake.host()), Warn).0.starts_with("ledger.json was written in the future"));
+    }
+}

@@ -1,0 +1,187 @@
+//! Leases without containers, and containers without leases.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::unix::fs::FileTypeExt as _;
+use std::path::{Path, PathBuf};
+
+use super::stray::processes;
+use super::{Host, Outcome, pass, warn};
+use sublet_core::ledger::Ledger;
+use sublet_core::text::safe;
+
+/// Leases that nothing holds any more: the next command frees them, where one comes.
+pub(super) fn without_containers(host: &Host<'_>) -> Outcome {
+    let Ok(ledger) = &host.ledger else { return pass("unknown without a ledger") };
+    // A container's first process may stand in its runtime's record alone until somebody looks.
+    let (Ledger { leases: held, .. }, gone) = ledger.settled();
+    if gone.is_empty() {
+        return pass(format!("{}, each of a container", held.len()));
+    }
+    let names: Vec<String> =
+        gone.iter().map(|lease| format!("{} of {}", lease.id, lease.container.name())).collect();
+    warn(format!("their containers are gone: {}", safe(&names.join(", "))), "sublet gc")
+}
+
+/// A process in a container that may use a GPU.
+struct User {
+    pid: i32,
+    name: String,
+    node: String,
+    container: String,
+    pid_namespace: u64,
+}
+
+/// Running containers with GPUs that no lease accounts for.
+pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
+    let Ok(ledger) = &host.ledger else { return pass("unknown without a ledger") };
+    let proc = host.at("/proc");
+    let own = namespace(&proc.join("self"), "mnt");
+    let mut found: BTreeMap<String, User> = BTreeMap::new();
+    let leased = &leased(ledger) | &leased(&ledger.settled().0);
+    for pid in processes(&proc) {
+        let process = proc.join(pid.to_string());
+        let in_container = namespace(&process, "mnt").is_some_and(|mounts| Some(mounts) != own);
+        if let Some(user) = in_container.then(|| user(pid, &process)).flatten() {
+            let ours = leased.contains(&user.pid_namespace) || is_of_a_lease(&user.container, ledger);
+            if !ours {
+                found.entry(user.container.clone()).or_insert(user);
+            }
+        }
+    }
+    if found.is_empty() {
+        return pass("no container has a GPU beside sublet");
+    }
+    let names: Vec<String> = found.values().map(told).collect();
+    warn(
+        format!("containers with a GPU and no lease: {}", names.join(", ")),
+        "start them with sublet.* annotations and without --gpus or --device (docs/docker.md)",
+    )
+}
+
+fn told(user: &User) -> String {
+    format!("{} (pid {} {}, {})", safe(&user.container), user.pid, safe(&user.name), user.node)
+}
+
+/// PID namespaces of containers with leases.
+fn leased(ledger: &Ledger) -> BTreeSet<u64> {
+    ledger.leases.iter().filter_map(|lease| lease.init.as_ref()).map(|init| init.pid_namespace).collect()
+}
+
+/// By the id that engines put into cgroups' names, for those that share a PID namespace.
+fn is_of_a_lease(container: &str, ledger: &Ledger) -> bool {
+    ledger.leases.iter().any(|lease| lease.container.id.starts_with(container))
+}
+
+/// `process`, if it is in a container by its cgroup, with a GPU's node within reach.
+fn user(pid: i32, process: &Path) -> Option<User> {
+    let cgroup = fs::read_to_string(process.join("cgroup")).ok()?;
+    let container = id(&cgroup)?;
+    let node = node(process)?;
+    let name = fs::read_to_string(process.join("comm")).unwrap_or_default().trim().to_owned();
+    Some(User { pid, name, node, container, pid_namespace: namespace(process, "pid").unwrap_or(0) })
+}
+
+/// The first 64 hex digits in a cgroup's path: how Docker, Podman, containerd and CRI-O name containers.
+fn id(cgroup: &str) -> Option<String> {
+    let hex = |word: &&str| word.len() == 64 && word.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let word = cgroup.split(|c: char| !c.is_ascii_alphanumeric()).find(hex)?;
+    Some(word[..12].to_owned())
+}
+
+/// A GPU's own node that the process has open, or that stands in its /dev.
+fn node(process: &Path) -> Option<String> {
+    let is_gpu = |path: &Path| {
+        let rest = path.to_str().and_then(|path| path.strip_prefix("/dev/nvidia"));
+        rest.is_some_and(|minor| !minor.is_empty() && minor.bytes().all(|byte| byte.is_ascii_digit()))
+    };
+    let entries = |path: PathBuf| fs::read_dir(path).into_iter().flatten().flatten();
+    let open =
+        entries(process.join("fd")).filter_map(|fd| fs::read_link(fd.path()).ok()).find(|path| is_gpu(path));
+    let standing = || {
+        let nodes = entries(process.join("root/dev"))
+            .filter(|entry| is_gpu(&Path::new("/dev").join(entry.file_name())));
+        let mut nodes = nodes.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_char_device()));
+        nodes.next().map(|entry| Path::new("/dev").join(entry.file_name()))
+    };
+    open.or_else(standing).map(|path| path.to_string_lossy().into_owned())
+}
+
+/// The inode in a link such as `mnt:[4026531841]`.
+pub(super) fn namespace(process: &Path, kind: &str) -> Option<u64> {
+    let link = fs::read_link(process.join("ns").join(kind)).ok()?;
+    link.to_str()?.strip_prefix(kind)?.strip_prefix(":[")?.strip_suffix(']')?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Verdict::Warn;
+    use super::super::fixture::{Fake, passed, told};
+    use super::*;
+    use sublet_core::ledger::Init;
+    use sublet_core::ledger::fixture::lease;
+    use sublet_core::process::Process;
+
+    #[test]
+    fn a_lease_whose_owner_is_gone_is_named() {
+        let fake = Fake::new();
+        let mut host = fake.host();
+        assert_eq!(passed(without_containers(&host)), "0, each of a container");
+        let mut held = lease(1, "GPU-0");
+        held.owner = Process::current().unwrap();
+        host.ledger.as_mut().unwrap().leases = vec![held, lease(2, "GPU-0")];
+        let (found, fix) = told(without_containers(&host), Warn);
+        assert_eq!(found, "their containers are gone: 0000000000000002 of container-2");
+        assert_eq!(fix, "sublet gc");
+        host.ledger.as_mut().unwrap().leases.pop();
+        passed(without_containers(&host));
+    }
+
+    #[test]
+    fn a_container_that_only_its_runtime_knows_of_is_none_that_is_gone() {
+        let fake = Fake::new();
+        let us = Process::current().unwrap();
+        let status =
+            format!(r#"{{"pid": {}, "process-start-time": {}, "cgroup-path": "/x"}}"#, us.pid, us.start_time);
+        fake.file("/run/crun/c/status", &status);
+        let mut lease = lease(1, "GPU-0");
+        lease.container.record = fake.path("/run/crun/c");
+        let mut host = fake.host();
+        host.ledger.as_mut().unwrap().leases.push(lease);
+        assert_eq!(passed(without_containers(&host)), "1, each of a container");
+    }
+
+    const ID: &str = "d55c611b20c2aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
+
+    fn process(fake: &Fake, pid: u32, mounts: u64, cgroup: &str) {
+        let path = |name: &str| format!("/proc/{pid}/{name}");
+        fake.file(&path("cgroup"), &format!("0::{cgroup}\n")).file(&path("comm"), "python3\n");
+        fake.link(&path("ns/mnt"), format!("mnt:[{mounts}]"));
+        fake.link(&path("ns/pid"), format!("pid:[{}]", mounts + 1));
+    }
+
+    #[test]
+    fn a_container_with_a_gpu_needs_a_lease() {
+        let fake = Fake::new();
+        fake.link("/proc/self/ns/mnt", "mnt:[100]");
+        process(&fake, 1, 100, "/init.scope");
+        fake.link("/proc/1/fd/3", "/dev/nvidia0");
+        process(&fake, 7, 200, &format!("/system.slice/docker-{ID}.scope"));
+        fake.link("/proc/7/fd/3", "/dev/nvidiactl");
+        process(&fake, 8, 300, "/user.slice/sandboxed");
+        fake.link("/proc/8/fd/3", "/dev/nvidia0");
+        passed(containers_without(&fake.host()));
+        fake.link("/proc/7/fd/4", "/dev/nvidia1");
+        let (found, _) = told(containers_without(&fake.host()), Warn);
+        assert_eq!(found, "containers with a GPU and no lease: d55c611b20c2 (pid 7 python3, /dev/nvidia1)");
+        let mut host = fake.host();
+        let mut ours = lease(1, "GPU-0");
+        ours.init =
+            Some(Init { process: Process { pid: 7, start_time: 1 }, pid_namespace: 201, cgroup: None });
+        host.ledger.as_mut().unwrap().leases.push(ours);
+        passed(containers_without(&host));
+        host.ledger.as_mut().unwrap().leases[0].init = None;
+        host.ledger.as_mut().unwrap().leases[0].container.id = ID.to_owned();
+        passed(containers_without(&host));
+    }
+}

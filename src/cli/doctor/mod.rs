@@ -1,0 +1,211 @@
+//! What stands between this host and containers with GPU shares: one function a check, each over roots and
+//! answers that a test can make up. Looks, and changes nothing.
+
+pub mod cuda;
+mod docker;
+mod driver;
+#[cfg(test)]
+mod fixture;
+mod host;
+mod leases;
+mod mps;
+mod podman;
+mod security;
+mod stray;
+mod toolkit;
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use sublet_core::config::Config;
+use sublet_core::inventory::{self, Inventory, under};
+use sublet_core::ledger::{Ledger, Store};
+
+/// How a check went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verdict {
+    /// As it should be, or not there and not needed.
+    Pass,
+    /// Something does not work, or may not one day.
+    Warn,
+    /// No container gets a share, or none of an engine that is there.
+    Fail,
+}
+
+/// What one check found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Check {
+    /// As `device-nodes`.
+    pub check: &'static str,
+    /// How it went.
+    pub result: Verdict,
+    /// In one line.
+    pub found: String,
+    /// What to type, or to do.
+    pub fix: Option<String>,
+}
+
+/// A [`Check`] without its name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Outcome(Verdict, String, Option<String>);
+
+fn pass(found: impl Into<String>) -> Outcome {
+    Outcome(Verdict::Pass, found.into(), None)
+}
+
+fn warn(found: impl Into<String>, fix: impl Into<String>) -> Outcome {
+    Outcome(Verdict::Warn, found.into(), Some(fix.into()))
+}
+
+fn fail(found: impl Into<String>, fix: impl Into<String>) -> Outcome {
+    Outcome(Verdict::Fail, found.into(), Some(fix.into()))
+}
+
+/// The host that is looked at.
+#[derive(Debug)]
+pub struct Host<'a> {
+    /// Where /etc, /proc and /usr are; the driver's own are below `[driver] root`.
+    pub root: PathBuf,
+    /// The configuration in force.
+    pub config: &'a Config,
+    /// Whether files alone are to be read.
+    pub quick: bool,
+    /// The standard output of a program of this host; `None`: it is not there, or it failed.
+    pub ask: fn(&[&str]) -> Option<String>,
+    /// What the driver says, or last said; else why there is none.
+    pub inventory: Result<Inventory, String>,
+    /// The ledger as it stands.
+    pub ledger: Result<Ledger, String>,
+}
+
+impl<'a> Host<'a> {
+    /// This machine. `probe` asks NVML, whose calls may hang with the driver. `quick`: by the inventory as it was
+    /// written down last, NVML is not asked.
+    pub fn of(
+        config: &'a Config,
+        quick: bool,
+        ask: fn(&[&str]) -> Option<String>,
+        probe: fn() -> Result<Inventory, String>,
+    ) -> Self {
+        let inventory =
+            if quick { inventory::load(config).map_err(|error| error.to_string()) } else { probe() };
+        // Opening would make it.
+        let ledger = if config.state_dir.exists() {
+            Store::open(&config.state_dir).and_then(|store| store.peek()).map_err(|error| error.to_string())
+        } else {
+            Ok(Ledger::empty(""))
+        };
+        Self {
+            root: PathBuf::from("/"),
+            config,
+            quick,
+            ask: if quick { |_| None } else { ask },
+            inventory,
+            ledger,
+        }
+    }
+
+    fn at(&self, path: &str) -> PathBuf {
+        under(&self.root, path)
+    }
+
+    fn driver(&self, path: &str) -> PathBuf {
+        under(&self.config.driver.root, path)
+    }
+
+    fn text(&self, path: &str) -> Option<String> {
+        std::fs::read(self.at(path)).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// A program where administrators' paths have it.
+    fn program(&self, name: &str) -> Option<PathBuf> {
+        let directories = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
+        directories.iter().map(|dir| self.at(dir).join(name)).find(|path| path.is_file())
+    }
+}
+
+type Test = fn(&Host<'_>) -> Outcome;
+
+/// Every check; those with `true` read files alone and are part of a quick look.
+const CHECKS: [(&str, bool, Test); 25] = [
+    ("driver", true, driver::loaded),
+    ("kernel-modules", true, driver::modules),
+    ("device-nodes", true, driver::nodes),
+    ("nvml", false, driver::nvml),
+    ("inventory", true, driver::inventory),
+    ("cap-nodes", true, driver::caps),
+    ("dev-char", true, driver::links),
+    ("persistence", true, driver::persistence),
+    ("compute-modes", true, driver::compute_modes),
+    ("mps-programs", true, mps::programs),
+    ("stray-mps", false, stray::daemons),
+    ("toolkit", true, toolkit::beside),
+    ("runtimes", true, host::runtimes),
+    ("docker", true, docker::docker),
+    ("podman", true, podman::hook),
+    ("hook-files", true, podman::precreate),
+    ("cgroup", true, host::cgroup),
+    ("daemon-reload", true, host::daemon_reload),
+    ("serve", true, host::serve),
+    ("policy", true, host::policy),
+    ("security", false, security::modules),
+    ("state", true, host::state),
+    ("clock", true, host::clock),
+    ("leases", true, leases::without_containers),
+    ("unleased", false, leases::containers_without),
+];
+
+/// Every check, or those that take no time, in the order in which to put things right.
+#[must_use]
+pub fn run(host: &Host<'_>) -> Vec<Check> {
+    let chosen = CHECKS.iter().filter(|(_, is_quick, _)| *is_quick || !host.quick);
+    chosen
+        .map(|(check, _, test)| {
+            let Outcome(result, found, fix) = test(host);
+            Check { check, result, found, fix }
+        })
+        .collect()
+}
+
+/// Numeric parts of the first version in a program's words: `Docker version 26.1.5+dfsg1` is [26, 1, 5].
+fn version(words: &str) -> Option<Vec<u32>> {
+    let digits = |word: &str| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.');
+    let word = words.split([' ', '\n', '"', ',', 'v']).find(|word| digits(word))?;
+    let end = word.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(word.len());
+    Some(word[..end].split('.').filter_map(|part| part.parse().ok()).collect())
+}
+
+/// A path as messages show it.
+fn shown(path: &Path) -> String {
+    sublet_core::text::safe(&path.to_string_lossy())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_found_in_what_programs_say() {
+        let cases = [
+            ("Docker version 26.1.5+dfsg1, build 411e817", vec![26, 1, 5]),
+            ("podman version 5.4.2\n", vec![5, 4, 2]),
+            ("runc version 1.1.15+ds1\ncommit: 1.1", vec![1, 1, 15]),
+            ("crun version 1.21\n", vec![1, 21]),
+            ("28.0.0-rc1", vec![28, 0, 0]),
+        ];
+        for (words, expected) in cases {
+            assert_eq!(version(words), Some(expected), "{words}");
+        }
+        assert_eq!(version("no such thing"), None);
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let mut names: Vec<_> = CHECKS.iter().map(|(name, ..)| name).collect();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), CHECKS.len());
+    }
+}

@@ -1,0 +1,213 @@
+//! Podman: its version, the hook it is to run, and hooks where they do harm.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::{Host, Outcome, fail, pass, shown, version, warn};
+use crate::setup::files::{drop_ins, podmans, read};
+use crate::setup::podman::merge;
+use sublet_core::ledger::read_up_to;
+use sublet_core::text::safe;
+
+type Reader = fn(&Path) -> io::Result<Option<String>>;
+
+/// Files of a user's that are looked at, and how much of each: a user may put anything there.
+const FILES: usize = 32;
+const LARGEST: u64 = 1 << 20;
+
+/// What every Podman, buildah and CRI-O reads.
+const SHARED: [&str; 2] = ["/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d"];
+
+/// Whether Podman runs the hook, for root and for users with settings of their own.
+pub(super) fn hook(host: &Host<'_>) -> Outcome {
+    if host.program("podman").is_none() {
+        return pass("not installed");
+    }
+    let told = (host.ask)(&["podman", "--version"]).unwrap_or_default();
+    if version(&told).is_some_and(|parts| parts < vec![4, 3]) {
+        return fail(format!("{}: older than 4.3", safe(told.trim())), "install Podman 4.3 or later");
+    }
+    let (directories, by) = match effective(&podmans(&host.root), read, vec![SHARED[0].to_owned()]) {
+        Ok(effective) => effective,
+        Err(error) => return fail(error, "correct that file"),
+    };
+    let Some(ours) =
+        directories.iter().map(|dir| host.at(dir).join("sublet.json")).find(|path| path.is_file())
+    else {
+        let by = by.map(|file| format!(", says {}", shown(&file))).unwrap_or_default();
+        return warn(
+            format!("hooks_dir is {}{by}: sublet's hook is in none of them", safe(&directories.join(" "))),
+            "sublet setup podman",
+        );
+    };
+    if let Some(missing) = program(&ours).filter(|path| !host.at(path).is_file()) {
+        // Podman passes over it in silence.
+        return fail(
+            format!("{} runs {}, which is not there", shown(&ours), safe(&missing)),
+            "install sublet-hook there",
+        );
+    }
+    users(host, &directories).unwrap_or_else(|| pass(format!("{} runs {}", safe(told.trim()), shown(&ours))))
+}
+
+/// The program of a hook's file.
+fn program(hook: &Path) -> Option<String> {
+    let value: Value = serde_json::from_slice(&std::fs::read(hook).ok()?).ok()?;
+    value.pointer("/hook/path")?.as_str().map(str::to_owned)
+}
+
+/// `hooks_dir` after all of `files`, and which of them said it last.
+fn effective(
+    files: &[PathBuf],
+    read: Reader,
+    mut list: Vec<String>,
+) -> Result<(Vec<String>, Option<PathBuf>), String> {
+    let mut by = None;
+    for file in files {
+        let text = read(file).map_err(|error| format!("{}: {error}", shown(file)))?.unwrap_or_default();
+        let table: toml::Table = toml::from_str(&text)
+            .map_err(|error| format!("{} is no valid TOML: {}", shown(file), safe(error.message())))?;
+        let before = list.clone();
+        merge(&mut list, &table, "hooks_dir");
+        if list != before {
+            by = Some(file.clone());
+        }
+    }
+    Ok((list, by))
+}
+
+/// A user whose own settings leave our hook out.
+fn users(host: &Host<'_>, directories: &[String]) -> Option<Outcome> {
+    let ours = |list: &[String]| list.iter().any(|dir| host.at(dir).join("sublet.json").is_file());
+    for home in homes(host) {
+        let own = home.join(".config/containers");
+        let files =
+            [vec![own.join("containers.conf")], drop_ins(&own.join("containers.conf.d"), "conf")].concat();
+        let some = &files[..files.len().min(FILES)];
+        let Ok((list, Some(by))) = effective(some, read_users, directories.to_vec()) else { continue };
+        if !ours(&list) {
+            let found = format!("{} leaves sublet's hook out of hooks_dir", shown(&by));
+            return Some(warn(found, "add /usr/share/sublet/hooks.d to hooks_dir there"));
+        }
+    }
+    None
+}
+
+/// A file that a user may have made anything of: a pipe that nobody writes to, a link to /dev/zero.
+fn read_users(path: &Path) -> io::Result<Option<String>> {
+    let bytes = read_up_to(path, LARGEST)?;
+    bytes.map(|bytes| String::from_utf8(bytes).map_err(io::Error::other)).transpose()
+}
+
+/// The home directories of people.
+fn homes(host: &Host<'_>) -> Vec<PathBuf> {
+    let passwd = host.text("/etc/passwd").unwrap_or_default();
+    let home = |line: &str| {
+        let fields: Vec<&str> = line.split(':').collect();
+        let uid: u32 = fields.get(2)?.parse().ok()?;
+        (uid >= 1000).then(|| fields.get(5).map(|home| host.at(home)))?
+    };
+    passwd.lines().filter_map(home).collect()
+}
+
+/// Hooks in the shared directories that make engines fail.
+pub(super) fn precreate(host: &Host<'_>) -> Outcome {
+    let files: Vec<PathBuf> = SHARED.iter().flat_map(|dir| drop_ins(&host.at(dir), "json")).collect();
+    for file in &files {
+        let text = std::fs::read(file).unwrap_or_default();
+        let Ok(value) = serde_json::from_slice::<Value>(&text) else {
+            return fail(
+                format!("{} is no JSON: Podman and CRI-O start no container at all", shown(file)),
+                format!("rm {}", shown(file)),
+            );
+        };
+        let stages = value.get("stages").and_then(Value::as_array).cloned().unwrap_or_default();
+        if stages.iter().any(|stage| stage == "precreate") {
+            return fail(
+                format!(
+                    "{} has the stage precreate: podman build, buildah and CRI-O fail on it",
+                    shown(file)
+                ),
+                format!("rm {} (sublet's hook belongs in /usr/share/sublet/hooks.d)", shown(file)),
+            );
+        }
+    }
+    pass(format!("{} in the shared directories, none of them precreate", files.len()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Verdict::{Fail, Warn};
+    use super::super::fixture::{Fake, passed, told};
+    use super::*;
+
+    const DROP_IN: &str = "/etc/containers/containers.conf.d/sublet.conf";
+    const HOOK: &str = "/usr/share/sublet/hooks.d/sublet.json";
+
+    #[test]
+    fn the_hook_is_named_there_and_can_be_run() {
+        let fake = Fake::new();
+        assert_eq!(passed(hook(&fake.host())), "not installed");
+        fake.file("/usr/bin/podman", "");
+        let old = Host { ask: |_| Some("podman version 3.4.4".into()), ..fake.host() };
+        assert!(told(hook(&old), Fail).0.contains("older than 4.3"));
+        assert_eq!(told(hook(&fake.host()), Warn).1, "sublet setup podman");
+        fake.file(DROP_IN, "[engine]\nhooks_dir = [\"/usr/share/sublet/hooks.d\"]\n");
+        assert_eq!(told(hook(&fake.host()), Warn).1, "sublet setup podman");
+        fake.file(HOOK, r#"{"hook": {"path": "/usr/libexec/sublet/sublet-hook"}}"#);
+        assert!(told(hook(&fake.host()), Fail).0.contains("which is not there"));
+        fake.file("/usr/libexec/sublet/sublet-hook", "");
+        passed(hook(&fake.host()));
+        fake.file("/etc/containers/containers.conf.d/zz.conf", "[engine]\nhooks_dir = [\"/elsewhere\"]\n");
+        let (found, _) = told(hook(&fake.host()), Warn);
+        assert!(found.contains("hooks_dir is /elsewhere, says ") && found.contains("zz.conf"), "{found}");
+        fake.file("/etc/containers/containers.conf.d/zz.conf", "[engine\n");
+        assert!(told(hook(&fake.host()), Fail).0.contains("is no valid TOML"));
+    }
+
+    #[test]
+    fn a_user_may_have_left_it_out() {
+        let fake = Fake::new();
+        fake.file("/usr/bin/podman", "").file(HOOK, "{}");
+        fake.file(DROP_IN, "[engine]\nhooks_dir = [\"/usr/share/sublet/hooks.d\"]\n");
+        fake.file("/etc/passwd", "root:x:0:0::/root:/bin/sh\nalice:x:1000:1000::/home/alice:/bin/sh\n");
+        passed(hook(&fake.host()));
+        fake.file(
+            "/home/alice/.config/containers/containers.conf",
+            "[engine]\nhooks_dir = [\"/mine\", {append=true}]\n",
+        );
+        passed(hook(&fake.host()));
+        fake.file("/home/alice/.config/containers/containers.conf", "[engine]\nhooks_dir = [\"/mine\"]\n");
+        assert!(told(hook(&fake.host()), Warn).0.contains("/home/alice/"));
+    }
+
+    #[test]
+    fn what_a_user_has_put_there_does_not_hold_us() {
+        let fake = Fake::new();
+        fake.file("/usr/bin/podman", "").file(HOOK, "{}");
+        fake.file(DROP_IN, "[engine]\nhooks_dir = [\"/usr/share/sublet/hooks.d\"]\n");
+        fake.file("/etc/passwd", "eve:x:1000:1000::/home/eve:/bin/sh\nbob:x:1001:1001::/home/bob:/bin/sh\n");
+        let own = "/home/eve/.config/containers/containers.conf.d";
+        fake.file(&format!("{own}/a.conf"), "");
+        let pipe = fake.path(&format!("{own}/b.conf"));
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        fake.link("/home/bob/.config/containers/containers.conf", "/dev/zero");
+        passed(hook(&fake.host()));
+        assert!(read_users(&pipe).unwrap_err().to_string().contains("no regular file"));
+        fake.file("/large", &" ".repeat((1 << 20) + 1));
+        assert!(read_users(&fake.path("/large")).unwrap_err().to_string().contains("larger than 1 MiB"));
+    }
+
+    #[test]
+    fn hooks_that_break_engines_are_found() {
+        let fake = Fake::new();
+        fake.file("/usr/share/containers/oci/hooks.d/a.json", r#"{"stages": ["prestart"]}"#);
+        passed(precreate(&fake.host()));
+        fake.file("/etc/containers/oci/hooks.d/b.json", r#"{"stages": ["precreate"]}"#);
+        assert!(told(precreate(&fake.host()), Fail).0.contains("podman build"));
+        fake.file("/etc/containers/oci/hooks.d/b.json", "{");
+        assert!(told(precreate(&fake.host()), Fail).0.contains("start no container at all"));
+    }
+}

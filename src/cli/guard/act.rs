@@ -1,0 +1,154 @@
+//! What is done about a process: reported, ended, or ended with its container.
+
+use crate::probe;
+use std::io;
+use std::os::fd::OwnedFd;
+
+use nix::libc;
+
+use super::book::{Event, now};
+use super::judge::{Offence, Verdict};
+use super::look::lease_of;
+use crate::mps;
+use crate::serve::owns;
+use sublet_core::config::{Action, Config};
+use sublet_core::inventory;
+use sublet_core::ledger::{Lease, Ledger, Store};
+use sublet_core::process::{Process, pidfd_kill, pidfd_open};
+use sublet_core::text::safe;
+
+/// What is done in one look.
+pub(super) struct Acting<'a> {
+    config: &'a Config,
+    /// Read anew: a lease may have ended since the look.
+    ledger: Ledger,
+    /// MPS daemons that did not answer are not asked again in this look: the signal alone ends a client.
+    asks: bool,
+}
+
+impl<'a> Acting<'a> {
+    /// `None`: the ledger cannot be read now.
+    pub fn begin(store: &Store, config: &'a Config) -> Option<Self> {
+        Some(Self { config, ledger: store.read().ok()?, asks: true })
+    }
+
+    /// Does what `verdict` says, and tells it. `None`: the process has gone by itself, or it is not that lease's
+    /// any more.
+    pub fn act(&mut self, verdict: &Verdict) -> Option<Event> {
+        let process = verdict.holder.process;
+        let held = hold(process);
+        let told = probe::describe(process.pid, 0)?;
+        let lease = lease_of(process, &told, &self.ledger).cloned();
+        // What was read by its number was its own only if it is the same process still.
+        if lease.as_ref().map(|lease| &lease.id) != verdict.holder.lease.as_ref() || !process.is_alive() {
+            return None;
+        }
+        let lease = lease.as_ref();
+        let done = match (verdict.action, held) {
+            (_, Ok(None)) => return None,
+            (Action::Report, _) => "reported only".to_owned(),
+            (_, Err(error)) => format!("it cannot be ended: {error}"),
+            // A user names the processes of their containers: root ends none that are not the user's own.
+            (_, Ok(Some(_))) if !is_theirs(process, lease) => {
+                "it is not ended, for it is not the container's user's own".to_owned()
+            }
+            (action, Ok(Some(pidfd))) => {
+                let ended = self.end(&pidfd, verdict, lease);
+                let container = lease.filter(|_| action == Action::Container).and_then(end_container);
+                container.unwrap_or(ended)
+            }
+        };
+        Some(event(verdict, lease, &done))
+    }
+
+    /// MPS lets go of a client that it ends itself; the signal ends what goes on. Neither harms the others.
+    fn end(&mut self, pidfd: &OwnedFd, verdict: &Verdict, lease: Option<&Lease>) -> String {
+        let key = lease.and_then(|lease| lease.server.as_ref()).filter(|_| verdict.holder.is_client);
+        if let Some(key) = key.filter(|_| self.asks) {
+            if let Err(error) = mps::terminate_client(key, verdict.holder.process.pid, self.config) {
+                self.asks = false;
+                tracing::debug!("terminate_client: {error}");
+            }
+        }
+        match pidfd_kill(pidfd) {
+            Ok(()) => "it was ended".to_owned(),
+            // By the end of its context.
+            Err(error) if is_gone(&error) => "it was ended".to_owned(),
+            Err(error) => format!("it cannot be ended: {error}"),
+        }
+    }
+}
+
+/// A descriptor of the process, which cannot come to mean another one; `None`: it has gone.
+fn hold(process: Process) -> io::Result<Option<OwnedFd>> {
+    match pidfd_open(process.pid) {
+        Ok(pidfd) => Ok(Some(pidfd)),
+        Err(error) if is_gone(&error) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::ESRCH)
+}
+
+fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
+    let is_own = |lease: &Lease| !lease.brokered || owns(process.pid, lease.container.uid);
+    lease.is_none_or(is_own) || cfg!(sublet_without = "b11-kill")
+}
+
+/// Ends the container by its first process: the others of its PID namespace go with it (`pid_namespaces(7)`).
+fn end_container(lease: &Lease) -> Option<String> {
+    let init = lease.init.as_ref()?.process;
+    let pidfd = pidfd_open(init.pid).ok()?;
+    let ended = (init.is_alive() && is_theirs(init, Some(lease))).then(|| pidfd_kill(pidfd))?;
+    Some(match ended {
+        Ok(()) => "its container was ended".to_owned(),
+        Err(error) => format!("its container cannot be ended: {error}"),
+    })
+}
+
+fn event(verdict: &Verdict, lease: Option<&Lease>, done: &str) -> Event {
+    let holder = &verdict.holder;
+    let container = lease.map(|lease| safe(&lease.container.name()));
+    let whose =
+        container.as_ref().map_or_else(|| "of no lease".to_owned(), |name| format!("of container {name}"));
+    let text = format!(
+        "process {} (pid {}) {whose} on {} {}: {done}",
+        safe(&holder.name),
+        holder.process.pid,
+        safe(&verdict.device),
+        did(verdict)
+    );
+    Event {
+        time: now(),
+        offence: verdict.offence,
+        action: verdict.action,
+        container_id: container,
+        uid: lease.map_or(0, |lease| lease.container.uid),
+        device: verdict.device.clone(),
+        pid: holder.process.pid,
+        name: safe(&holder.name),
+        text,
+    }
+}
+
+fn did(verdict: &Verdict) -> String {
+    let mib = |bytes: u64| bytes >> 20;
+    let (used, allowed) = (verdict.used, verdict.allowed);
+    match verdict.offence {
+        Offence::Memory => format!(
+            "has {} MiB, with which its container passed its sublet.memory ({} of {} MiB)",
+            mib(verdict.holder.memory_bytes),
+            mib(used),
+            mib(allowed)
+        ),
+        Offence::Bypass => "computes beside its MPS server, without limits".to_owned(),
+        Offence::Clients => {
+            format!("is one of {used} MPS clients, where sublet.processes says {allowed}")
+        }
+        Offence::Left => "was left behind by its container".to_owned(),
+        Offence::Stranger => "computes there without a lease of it".to_owned(),
+        Offence::Server => "has ended".to_owned(),
+    }
+}

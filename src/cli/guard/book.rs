@@ -1,0 +1,172 @@
+//! What the guard did, for whoever asks why a container's process ended; and that it watches at all.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::judge::Offence;
+use sublet_core::config::{Action, Config};
+use sublet_core::inventory::boot_id;
+use sublet_core::process::{epoch_seconds, uptime_seconds};
+use sublet_core::replace::replace;
+use sublet_core::state_dir;
+
+/// How many events are kept.
+const KEPT: usize = 64;
+
+/// How many of these may be of one container: it drives out nobody else's.
+const KEPT_OF_ONE: usize = 16;
+
+/// A sign of life older than this, in seconds, is none.
+const LIMIT: u64 = 15;
+
+/// As many bytes as any book has: its events hold no text without end.
+const LARGEST: u64 = 1 << 20;
+
+/// `guard.json`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Book {
+    /// Seconds since boot at the last look.
+    looked_at: u64,
+    boot_id: String,
+    /// What could not be looked at then, and why.
+    #[serde(default)]
+    blind: Vec<String>,
+    events: Vec<Event>,
+}
+
+/// One thing that the guard found and did.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Event {
+    /// Seconds since the epoch.
+    pub time: u64,
+    /// What the process did.
+    pub offence: Offence,
+    /// What was done about it.
+    pub action: Action,
+    /// Whose it was; `None`: no lease's.
+    pub container_id: Option<String>,
+    /// The uid of the container's engine.
+    pub uid: u32,
+    /// The device's UUID.
+    pub device: String,
+    /// The process on the host.
+    pub pid: i32,
+    /// Its command name.
+    pub name: String,
+    /// The same for people, in one line.
+    pub text: String,
+}
+
+/// The last events, oldest first; none where the file cannot be read.
+#[must_use]
+pub fn events(config: &Config) -> Vec<Event> {
+    read(config).events
+}
+
+/// What the guard sees now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Sight {
+    /// Everything that is leased.
+    All,
+    /// Not these, and why.
+    Blind(Vec<String>),
+    /// There is none: no service, or it hangs.
+    None,
+}
+
+/// What the guard sees now.
+#[must_use]
+pub fn sight(config: &Config) -> Sight {
+    let book = read(config);
+    let now = uptime_seconds();
+    let recent = book.looked_at <= now && now - book.looked_at <= LIMIT;
+    match () {
+        () if book.boot_id.is_empty() || book.boot_id != boot_id() || !recent => Sight::None,
+        () if book.blind.is_empty() => Sight::All,
+        () => Sight::Blind(book.blind),
+    }
+}
+
+/// Adds `new` events and a sign of life; `blind`: what cannot be looked at.
+pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std::io::Result<()> {
+    let mut book = read(config);
+    for event in new {
+        book.events.push(event);
+        thin_out(&mut book.events);
+    }
+    book.looked_at = uptime_seconds();
+    book.boot_id = boot_id();
+    book.blind = blind;
+    replace(&path(config), &serde_json::to_vec(&book)?, 0o644)
+}
+
+/// Drops the oldest, first those of the last one's container beyond its part.
+fn thin_out(events: &mut Vec<Event>) {
+    let Some(last) = events.last().map(|event| event.container_id.clone()) else { return };
+    let of_last = |event: &Event| event.container_id == last;
+    if events.iter().filter(|event| of_last(event)).count() > KEPT_OF_ONE {
+        let oldest = events.iter().position(of_last).unwrap_or(0);
+        events.remove(oldest);
+    }
+    events.drain(..events.len().saturating_sub(KEPT));
+}
+
+fn read(config: &Config) -> Book {
+    let text = state_dir::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
+    serde_json::from_slice(&text).unwrap_or_default()
+}
+
+fn path(config: &Config) -> PathBuf {
+    config.state_dir.join("guard.json")
+}
+
+/// Now, as events have it.
+pub(super) fn now() -> u64 {
+    epoch_seconds()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event(container: &str, number: i32) -> Event {
+        Event {
+            time: 1,
+            offence: Offence::Memory,
+            action: Action::Terminate,
+            container_id: Some(container.to_owned()),
+            uid: 0,
+            device: "GPU-1".to_owned(),
+            pid: number,
+            name: "x".to_owned(),
+            text: "x".to_owned(),
+        }
+    }
+
+    #[test]
+    fn a_stored_book_is_read_and_written_again_alike() {
+        let stored = include_str!("../../../tests/formats/every-key/guard.json");
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: Book = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
+
+    #[test]
+    fn a_container_that_is_ended_again_and_again_drives_out_only_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
+        assert_eq!(sight(&config), Sight::None);
+        write(vec![event("quiet", 1)], Vec::new(), &config).unwrap();
+        assert_eq!(sight(&config), Sight::All);
+        write((0..100).map(|number| event("forks", number)).collect(), vec!["GPU-1: lost".into()], &config)
+            .unwrap();
+        let kept = events(&config);
+        assert_eq!((kept.len(), kept[0].container_id.as_deref(), kept[16].pid), (17, Some("quiet"), 99));
+        assert_eq!(sight(&config), Sight::Blind(vec!["GPU-1: lost".into()]));
+        for number in 0..100 {
+            write(vec![event(&number.to_string(), 1)], Vec::new(), &config).unwrap();
+        }
+        assert_eq!(events(&config).len(), 64);
+    }
+}

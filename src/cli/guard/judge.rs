@@ -1,0 +1,246 @@
+//! What the processes on a device do that their leases do not allow. No I/O.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use sublet_core::config::{Action, Guard};
+use sublet_core::ledger::{Lease, LeaseId, Ledger};
+use sublet_core::process::Process;
+use sublet_core::request::Mode;
+
+/// A process with a context on a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Holder {
+    pub process: Process,
+    /// Its command name.
+    pub name: String,
+    pub memory_bytes: u64,
+    /// An MPS server, which is nobody's.
+    pub is_server: bool,
+    /// Whether it computes through an MPS server.
+    pub is_client: bool,
+    /// Whose it is; `None`: no lease's, or that of several containers that share a PID namespace.
+    pub lease: Option<LeaseId>,
+}
+
+/// All processes on one device, at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Look {
+    pub device: String,
+    /// MPS clients that it takes, where that is known.
+    pub most_clients: Option<u32>,
+    /// Whether the driver tells MPS clients from others.
+    pub knows_clients: bool,
+    /// Leases whose containers have ended.
+    pub gone: BTreeSet<LeaseId>,
+    pub holders: Vec<Holder>,
+}
+
+/// What a process does that its lease does not allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Offence {
+    /// Its container's processes have more memory together than `sublet.memory`.
+    Memory,
+    /// It computes beside its MPS server, and so without limits.
+    Bypass,
+    /// It is one of more MPS clients than `sublet.processes`.
+    Clients,
+    /// Its container is gone.
+    Left,
+    /// No lease explains it.
+    Stranger,
+    /// None of the container's: the MPS server that it computed through ended.
+    Server,
+}
+
+/// What is to be done about one process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Verdict {
+    pub offence: Offence,
+    pub action: Action,
+    pub device: String,
+    pub holder: Holder,
+    /// For [`Offence::Memory`]: what the container has on the device and may have, in bytes; for
+    /// [`Offence::Clients`] the same in clients.
+    pub used: u64,
+    pub allowed: u64,
+}
+
+/// What was seen in the look before: device, offence, lease, and the process but for memory.
+type Suspicion = (String, Offence, Option<LeaseId>, Option<Process>);
+
+/// What has to be remembered from one look to the next.
+#[derive(Debug, Default)]
+pub(super) struct Judge {
+    /// Memory of each process on each device.
+    memory: BTreeMap<(String, Process), u64>,
+    suspicions: BTreeSet<Suspicion>,
+    /// Devices of those that are new.
+    unsure: BTreeSet<String>,
+}
+
+impl Judge {
+    /// What is wrong in `looks` and was so in the looks before: a process that starts or ends between two of
+    /// NVML's answers is in one of them only.
+    pub fn judge(&mut self, looks: &[Look], ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
+        let found: Vec<Verdict> = looks.iter().flat_map(|look| self.of_device(look, ledger, rules)).collect();
+        self.memory = looks.iter().flat_map(memory_of).collect();
+        let before = std::mem::replace(&mut self.suspicions, found.iter().map(suspicion).collect());
+        self.unsure = self.suspicions.difference(&before).map(|(device, ..)| device.clone()).collect();
+        found.into_iter().filter(|verdict| before.contains(&suspicion(verdict))).collect()
+    }
+
+    /// Devices on which something wrong was seen for the first time: they are to be looked at anew.
+    pub fn unsure(&self) -> &BTreeSet<String> {
+        &self.unsure
+    }
+
+    fn of_device(&self, look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
+        let mut found = Vec::new();
+        for lease in &ledger.leases {
+            if lease.devices.contains(&look.device) {
+                found.extend(self.of_lease(lease, look, rules));
+            }
+        }
+        found.extend(clients(look, ledger, rules));
+        found.extend(strangers(look, ledger, rules));
+        found
+    }
+
+    fn of_lease(&self, lease: &Lease, look: &Look, rules: &Guard) -> Vec<Verdict> {
+        let own: Vec<&Holder> = of(lease, look).collect();
+        let own_action = |configured| action(lease, configured);
+        if look.gone.contains(&lease.id) && !cfg!(sublet_without = "b10-guard") {
+            return own
+                .into_iter()
+                .map(|holder| verdict(Offence::Left, own_action(rules.left), look, holder))
+                .collect();
+        }
+        let served = look.knows_clients && lease.server.is_some() && !cfg!(sublet_without = "b2-guard");
+        let outside = own.iter().filter(|holder| served && !holder.is_client);
+        let mut found: Vec<Verdict> =
+            outside.map(|holder| verdict(Offence::Bypass, own_action(rules.bypass), look, holder)).collect();
+        found.extend(self.memory(lease, &own, look, rules));
+        found
+    }
+
+    /// The processes that crossed the line, where the container is past it: the largest of those that grew since
+    /// the look before, as the kernel would have stopped it there, then the largest, until the rest is within the
+    /// share. The instance holds a MIG device's own tenant.
+    fn memory(&self, lease: &Lease, own: &[&Holder], look: &Look, rules: &Guard) -> Vec<Verdict> {
+        let Some(allowed) = lease.memory_bytes.filter(|_| lease.mode != Mode::Mig) else { return Vec::new() };
+        let each = own.iter().map(|holder| holder.memory_bytes);
+        let used: u64 = if cfg!(sublet_without = "b5") { each.max().unwrap_or_default() } else { each.sum() };
+        if used <= allowed.saturating_add(rules.memory_tolerance) || cfg!(sublet_without = "b3") {
+            return Vec::new();
+        }
+        let grew = |holder: &Holder| {
+            let before = self.memory.get(&key(&look.device, holder)).copied();
+            holder.memory_bytes > before.unwrap_or(0)
+        };
+        let mut order = own.to_vec();
+        order.sort_by_key(|holder| {
+            std::cmp::Reverse((grew(holder), holder.memory_bytes, holder.process.start_time))
+        });
+        let mut left = used;
+        let crossed = order.into_iter().take_while(|holder| {
+            let past = left > allowed;
+            left = left.saturating_sub(holder.memory_bytes);
+            past
+        });
+        let found = crossed.map(|holder| Verdict {
+            used,
+            allowed,
+            ..verdict(Offence::Memory, action(lease, rules.memory), look, holder)
+        });
+        found.collect()
+    }
+}
+
+/// Of containers that have more clients than their lease says, the youngest are acted upon, as many as it takes until
+/// every other container finds the places that it booked; all of them where the rules are strict. Where some may stay,
+/// the first of these, which passed the number, is reported.
+fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
+    let leases: Vec<&Lease> = ledger
+        .leases
+        .iter()
+        .filter(|lease| lease.server.is_some() && lease.devices.contains(&look.device))
+        .collect();
+    let connected = |lease: &Lease| of(lease, look).filter(|holder| holder.is_client).count();
+    let all = look.holders.iter().filter(|holder| holder.is_client).count();
+    let booked: usize = leases.iter().map(|lease| places(lease).saturating_sub(connected(lease))).sum();
+    let most = look.most_clients.map_or(usize::MAX, |most| most as usize);
+    let mut missing = if rules.strict_clients { usize::MAX } else { (all + booked).saturating_sub(most) };
+    if cfg!(sublet_without = "b9-guard") {
+        missing = 0;
+    }
+    let mut found = Vec::new();
+    for lease in leases {
+        let mut own: Vec<&Holder> = of(lease, look).filter(|holder| holder.is_client).collect();
+        own.sort_by_key(|holder| std::cmp::Reverse((holder.process.start_time, holder.process.pid)));
+        let surplus = own.len().saturating_sub(places(lease));
+        let acted = surplus.min(missing);
+        missing -= acted;
+        let tell = |holder: &&Holder, action| Verdict {
+            used: own.len() as u64,
+            allowed: u64::from(lease.processes),
+            ..verdict(Offence::Clients, action, look, holder)
+        };
+        found.extend(own.iter().take(acted).map(|holder| tell(holder, action(lease, rules.clients))));
+        let passed = own[acted..surplus].last();
+        found.extend(passed.map(|holder| tell(holder, Action::Report)));
+    }
+    found
+}
+
+/// MPS clients that a lease may have.
+fn places(lease: &Lease) -> usize {
+    lease.processes as usize
+}
+
+/// Whom no lease of this device explains. Where a container is starting it may be that one's.
+fn strangers(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
+    let here = |lease: &&Lease| lease.devices.contains(&look.device);
+    if ledger.leases.iter().filter(here).any(|lease| lease.init.is_none()) {
+        return Vec::new();
+    }
+    let explained = |holder: &Holder| {
+        let of = |lease: &Lease| holder.lease.as_ref() == Some(&lease.id);
+        holder.is_server || ledger.leases.iter().filter(here).any(of)
+    };
+    let strangers = look.holders.iter().filter(|holder| !explained(holder));
+    strangers.map(|holder| verdict(Offence::Stranger, rules.strangers, look, holder)).collect()
+}
+
+fn of<'a>(lease: &'a Lease, look: &'a Look) -> impl Iterator<Item = &'a Holder> {
+    look.holders.iter().filter(|holder| !holder.is_server && holder.lease.as_ref() == Some(&lease.id))
+}
+
+/// What is done about a process of `lease`'s: its share may say otherwise than `[guard]`.
+fn action(lease: &Lease, configured: Action) -> Action {
+    lease.guard.map_or(configured, |own| own.over(configured))
+}
+
+fn verdict(offence: Offence, action: Action, look: &Look, holder: &Holder) -> Verdict {
+    Verdict { offence, action, device: look.device.clone(), holder: holder.clone(), used: 0, allowed: 0 }
+}
+
+fn key(device: &str, holder: &Holder) -> (String, Process) {
+    (device.to_owned(), holder.process)
+}
+
+fn memory_of(look: &Look) -> impl Iterator<Item = ((String, Process), u64)> {
+    look.holders.iter().map(|holder| (key(&look.device, holder), holder.memory_bytes))
+}
+
+/// A container that stays past its memory is suspected as a whole: another of its processes may have grown.
+fn suspicion(verdict: &Verdict) -> Suspicion {
+    let process = (verdict.offence != Offence::Memory).then_some(verdict.holder.process);
+    (verdict.device.clone(), verdict.offence, verdict.holder.lease.clone(), process)
+}
+
+#[cfg(test)]
+#[path = "judge_tests.rs"]
+mod tests;

@@ -1,0 +1,138 @@
+//! NVML's two lists of who computes on a device, asked for only where something may have changed: they are nearly all
+//! that a look costs (docs/evidence/2026-11-22-guard-cost.md).
+
+use crate::probe;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use nvml_wrapper::Device;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+
+use sublet_core::inventory;
+
+/// What was told before counts for so long at most, whatever the device's used memory says: one process may have given
+/// back what another has taken. Two seconds, less what a look may come too early.
+const FRESH: Duration = Duration::from_millis(1_900);
+
+/// The same for the clients, where the processes are the same: one may leave MPS by execve(2), with its pid.
+const CLIENTS_FRESH: Duration = Duration::from_millis(3_900);
+
+/// The lists of each device, as they were told last.
+#[derive(Default)]
+pub(super) struct Lists {
+    /// Where more bytes than this have been taken since, they are asked for anew: so much a container may have beyond
+    /// its share.
+    pub tolerance: u64,
+    /// By UUID.
+    told: BTreeMap<String, Told>,
+}
+
+/// What was told of one device.
+pub(super) struct Told {
+    /// Processes with compute contexts.
+    pub running: Vec<ProcessInfo>,
+    /// MPS clients; `None` where the driver has no such list.
+    pub clients: Option<Vec<ProcessInfo>>,
+    at: Instant,
+    clients_at: Instant,
+    /// The device's used memory then, in bytes; `None` where the driver cannot tell.
+    used: Option<u64>,
+}
+
+impl Lists {
+    /// They are asked for anew: something was wrong for the first time.
+    pub fn forget(&mut self, uuid: &str) {
+        self.told.remove(uuid);
+    }
+
+    /// Processes that have ended are on none of them: their numbers may mean others now.
+    pub fn drop_ended(&mut self, ended: &BTreeSet<u32>) {
+        for told in self.told.values_mut() {
+            told.running.retain(|process| !ended.contains(&process.pid));
+            told.clients.iter_mut().for_each(|list| list.retain(|process| !ended.contains(&process.pid)));
+        }
+    }
+
+    /// The lists of `device`, whose UUID is `uuid`.
+    ///
+    /// # Errors
+    /// NVML's.
+    pub fn of(&mut self, uuid: &str, device: &Device<'_>) -> Result<&Told, NvmlError> {
+        // Every context takes memory of the device.
+        let used = device.memory_info().ok().map(|memory| memory.used);
+        let told = match self.told.remove(uuid) {
+            Some(told) if told.counts(used, self.tolerance) => told,
+            before => ask(device, used, before)?,
+        };
+        Ok(self.told.entry(uuid.to_owned()).or_insert(told))
+    }
+}
+
+impl Told {
+    /// Whether it counts still, where `used` bytes of the device are taken now.
+    fn counts(&self, used: Option<u64>, tolerance: u64) -> bool {
+        let few = |(now, then): (u64, u64)| now <= then.saturating_add(tolerance);
+        self.at.elapsed() < FRESH && used.zip(self.used).is_some_and(few)
+    }
+}
+
+/// The clients are asked for last: one that has connected meanwhile is on their list, and is not taken for one beside
+/// MPS. And only where processes came: none changes sides.
+fn ask(device: &Device<'_>, used: Option<u64>, before: Option<Told>) -> Result<Told, NvmlError> {
+    let (running, at) = (probe::compute_processes(device)?, Instant::now());
+    let (clients, clients_at) = match before {
+        Some(told) if told.clients_at.elapsed() < CLIENTS_FRESH && pids(&told.running) == pids(&running) => {
+            (told.clients, told.clients_at)
+        }
+        _ => (probe::mps_clients(device)?, Instant::now()),
+    };
+    Ok(Told { running, clients, at, clients_at, used })
+}
+
+fn pids(list: &[ProcessInfo]) -> BTreeSet<u32> {
+    list.iter().map(|process| process.pid).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use nvml_wrapper::enums::device::UsedGpuMemory;
+
+    use super::*;
+
+    fn told(pids: &[u32], used: Option<u64>) -> Told {
+        let process = |pid: &u32| ProcessInfo {
+            pid: *pid,
+            used_gpu_memory: UsedGpuMemory::Used(1),
+            gpu_instance_id: None,
+            compute_instance_id: None,
+        };
+        let running: Vec<_> = pids.iter().map(process).collect();
+        let now = Instant::now();
+        Told { clients: Some(running.clone()), running, at: now, clients_at: now, used }
+    }
+
+    #[test]
+    fn the_lists_count_until_more_than_the_tolerance_has_been_taken_and_two_seconds_at_most() {
+        let now = told(&[1], Some(1000));
+        for (used, counts) in [(Some(1000), true), (Some(10), true), (Some(1100), true), (Some(1101), false)]
+        {
+            assert_eq!(now.counts(used, 100), counts, "{used:?}");
+        }
+        assert!(
+            !now.counts(None, 100) && !told(&[1], None).counts(Some(1000), 100),
+            "the driver cannot tell"
+        );
+        let before = Told { at: Instant::now().checked_sub(Duration::from_secs(2)).unwrap(), ..now };
+        assert!(!before.counts(Some(1000), 100));
+    }
+
+    #[test]
+    fn who_has_ended_is_on_no_list() {
+        let mut lists = Lists { tolerance: 0, told: [("GPU-1".to_owned(), told(&[1, 2, 3], None))].into() };
+        lists.drop_ended(&[2, 9].into());
+        let told = &lists.told["GPU-1"];
+        assert_eq!(pids(&told.running), [1, 3].into());
+        assert_eq!(told.clients.as_deref().map(pids), Some([1, 3].into()));
+    }
+}

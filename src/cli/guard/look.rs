@@ -1,0 +1,364 @@
+//! Who computes on a device now: NVML's two lists, and /proc of each process that is on them.
+
+use crate::probe;
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::rc::Rc;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nvml_wrapper::Nvml;
+use nvml_wrapper::error::NvmlError;
+
+use super::judge::{Holder, Look};
+use super::lists::Lists;
+use sublet_core::inventory::{self, GpuProcess, Inventory};
+use sublet_core::ledger::{Init, Lease, LeaseId, Ledger};
+use sublet_core::place::client_limit;
+use sublet_core::process::{Process, pidfd_open};
+use sublet_core::text::safe;
+
+/// So many processes are known by a descriptor; of more, /proc is asked each time.
+const HELD: usize = 1000;
+
+/// Looks again and again. What /proc says of a process is read once, and whose it is, asked once for each ledger:
+/// whoever acts upon it asks again.
+#[derive(Default)]
+pub(super) struct Looker {
+    known: BTreeMap<i32, Known>,
+    lists: Lists,
+    ledger: Option<Rc<Ledger>>,
+}
+
+/// A process that was seen.
+struct Known {
+    process: Process,
+    told: GpuProcess,
+    lease: Option<LeaseId>,
+    /// By which one question tells of all of them whether they live.
+    pidfd: Option<OwnedFd>,
+}
+
+impl Looker {
+    /// Every leased device, and why some could not be looked at. Growth of less than `tolerance` bytes may be seen
+    /// later ([`Lists`]).
+    pub fn look(
+        &mut self,
+        nvml: &Nvml,
+        ledger: &Rc<Ledger>,
+        inventory: &Inventory,
+        tolerance: u64,
+    ) -> (Vec<Look>, BTreeSet<String>) {
+        if !self.ledger.as_ref().is_some_and(|before| Rc::ptr_eq(before, ledger)) {
+            for known in self.known.values_mut() {
+                known.lease = lease_of(known.process, &known.told, ledger).map(|lease| lease.id.clone());
+            }
+            self.ledger = Some(Rc::clone(ledger));
+        }
+        self.forget_ended();
+        let devices: BTreeSet<&String> = ledger.leases.iter().flat_map(|lease| &lease.devices).collect();
+        self.lists.tolerance = tolerance;
+        let (mut looks, mut failures) = (Vec::new(), BTreeSet::new());
+        let mut seen = BTreeMap::new();
+        for device in devices {
+            match self.of_device(nvml, device, ledger, &mut seen) {
+                Ok(mut look) => {
+                    let known = inventory.device(device);
+                    look.most_clients = known.map(|known| client_limit(known, &inventory.driver));
+                    looks.push(look);
+                }
+                // A MIG device that was destroyed under its lease: nobody computes there.
+                Err(NvmlError::NotFound) => {}
+                Err(error) => drop(failures.insert(format!("{}: {error}", safe(device)))),
+            }
+        }
+        self.known = seen;
+        (looks, failures)
+    }
+
+    /// The next look asks NVML for the lists of `device` whatever it said in this one.
+    pub fn forget_lists(&mut self, device: &str) {
+        self.lists.forget(device);
+    }
+
+    /// Drops those that have ended: their numbers may mean other processes now.
+    fn forget_ended(&mut self) {
+        // A pidfd is readable once its process has ended (`pidfd_open(2)`).
+        let held = self.known.values().filter_map(|known| known.pidfd.as_ref());
+        let mut fds: Vec<_> = held.map(|pidfd| PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)).collect();
+        let told = poll(&mut fds, PollTimeout::ZERO).is_ok();
+        let ended: Vec<bool> = fds.iter().map(|fd| fd.any().unwrap_or(true)).collect();
+        drop(fds);
+        let mut ended = ended.into_iter();
+        let mut gone = BTreeSet::new();
+        if !told {
+            // Nobody knows who has ended: all of them are looked up again.
+            self.known.clear();
+            return;
+        }
+        self.known.retain(|pid, known| {
+            let lives = match &known.pidfd {
+                Some(_) => !ended.next().unwrap_or(true),
+                None => known.process.is_alive(),
+            };
+            gone.extend((!lives).then_some(pid.unsigned_abs()));
+            lives
+        });
+        if !gone.is_empty() {
+            self.lists.drop_ended(&gone);
+        }
+    }
+
+    fn of_device(
+        &mut self,
+        nvml: &Nvml,
+        device: &str,
+        ledger: &Ledger,
+        seen: &mut BTreeMap<i32, Known>,
+    ) -> Result<Look, NvmlError> {
+        let told = self.lists.of(device, &nvml.device_by_uuid(device)?)?;
+        let knows_clients = told.clients.is_some();
+        let clients = told.clients.as_deref().unwrap_or_default();
+        let client_pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
+        let mut gone_since = BTreeSet::new();
+        let mut holder = |(number, memory_bytes): (u32, u64)| {
+            let is_client = client_pids.contains(&number);
+            let pid = i32::try_from(number).ok()?;
+            let before = seen.remove(&pid).or_else(|| self.known.remove(&pid));
+            let Some(known) = before.or_else(|| Known::of(pid, seen.len() < HELD, ledger)) else {
+                gone_since.insert(number);
+                return None;
+            };
+            let (process, name, lease) = (known.process, known.told.name.clone(), known.lease.clone());
+            // A container may call its program what it likes.
+            let is_server = known.told.mps_server && lease.is_none();
+            seen.insert(pid, known);
+            Some(Holder { process, name, memory_bytes, is_server, is_client, lease })
+        };
+        let holders: Vec<Holder> =
+            probe::joined(told.running.iter().chain(clients)).into_iter().filter_map(&mut holder).collect();
+        self.lists.drop_ended(&gone_since);
+        let gone = gone(&holders, device, ledger);
+        Ok(Look { device: device.to_owned(), most_clients: None, knows_clients, gone, holders })
+    }
+}
+
+impl Known {
+    /// `None`: it has gone meanwhile.
+    fn of(pid: i32, hold: bool, ledger: &Ledger) -> Option<Self> {
+        // Before its number is read: where it comes to mean another process, the descriptor tells that it ended.
+        let pidfd = if hold { pidfd_open(pid).ok() } else { None };
+        let process = Process::find(pid)?;
+        let told = probe::describe(pid, 0)?;
+        let lease = lease_of(process, &told, ledger).map(|lease| lease.id.clone());
+        Some(Self { process, told, lease, pidfd })
+    }
+}
+
+/// Leases on `device` that have processes there and whose containers have ended: by their first process. One that
+/// is marked as ending may live on, for its delete may fail, and one that is not may have ended just now.
+fn gone(holders: &[Holder], device: &str, ledger: &Ledger) -> BTreeSet<LeaseId> {
+    let computes = |lease: &&Lease| {
+        let here = lease.devices.iter().any(|own| own == device);
+        here && holders.iter().any(|holder| holder.lease.as_ref() == Some(&lease.id))
+    };
+    let has_ended = |lease: &&Lease| {
+        let ended = |init: &Init| {
+            !holders.iter().any(|holder| holder.process == init.process) && !init.process.is_alive()
+        };
+        lease.init.as_ref().is_some_and(ended)
+    };
+    ledger.leases.iter().filter(computes).filter(has_ended).map(|lease| lease.id.clone()).collect()
+}
+
+/// The lease of a process, where that is certain: by its container's cgroup or first process. The PID namespace
+/// tells only of containers that have no cgroup of their own and live: others may have joined it, and the number
+/// of one that has ended is given to the next.
+pub(super) fn lease_of<'l>(process: Process, told: &GpuProcess, ledger: &'l Ledger) -> Option<&'l Lease> {
+    let is_init = |lease: &&Lease| lease.init.as_ref().is_some_and(|init| init.process == process);
+    let in_cgroup = |lease: &&Lease| lease.has_in_cgroup(told);
+    if let Some(lease) = ledger.leases.iter().find(is_init).or_else(|| ledger.leases.iter().find(in_cgroup)) {
+        return Some(lease);
+    }
+    let in_namespace = |lease: &&Lease| {
+        lease.init.as_ref().is_some_and(|init| {
+            told.pid_namespace != 0 && init.pid_namespace == told.pid_namespace && init.process.is_alive()
+        })
+    };
+    let mut found = ledger.leases.iter().filter(in_namespace);
+    let lease = found.next().filter(|lease| lease.init.as_ref().is_some_and(|init| init.cgroup.is_none()))?;
+    found.next().is_none().then_some(lease)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sublet_core::ledger::LeaseState;
+    use sublet_core::ledger::fixture::lease;
+
+    fn told(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
+        let name = "python3".to_owned();
+        GpuProcess {
+            pid,
+            name,
+            memory_bytes: 0,
+            pid_namespace,
+            cgroups: vec![cgroup.to_owned()],
+            mps_server: false,
+        }
+    }
+
+    fn held(n: u64, init: Process, pid_namespace: u64, cgroup: Option<&str>) -> Lease {
+        let init = Some(Init { process: init, pid_namespace, cgroup: cgroup.map(Into::into) });
+        Lease { init, state: LeaseState::Active, ..lease(n, "GPU-1") }
+    }
+
+    fn ledger(leases: Vec<Lease>) -> Ledger {
+        Ledger { leases, ..Ledger::empty("boot") }
+    }
+
+    #[test]
+    fn a_process_is_a_leases_only_where_that_is_certain() {
+        let alive = Process::current().unwrap();
+        let dead = Process { start_time: alive.start_time + 1, ..alive };
+        let other = Process { pid: 4_000_000, start_time: 9 };
+        let id = |of: Process, told: &GpuProcess, leases: &[Lease]| {
+            lease_of(of, told, &ledger(leases.to_vec())).map(|lease| lease.id.to_string())
+        };
+        let with_cgroup = held(1, alive, 77, Some("/sys/fs/cgroup/c1"));
+        let ours = Some(with_cgroup.id.to_string());
+        assert_eq!(id(other, &told(5, 99, "/c1"), std::slice::from_ref(&with_cgroup)), ours, "its cgroup");
+        assert_eq!(id(other, &told(5, 99, "/c1/below"), std::slice::from_ref(&with_cgroup)), ours);
+        assert_eq!(id(alive, &told(alive.pid, 77, "/x"), std::slice::from_ref(&with_cgroup)), ours, "init");
+        // One that has joined the PID namespace, and one that has got the number of an init that is gone.
+        assert_eq!(id(other, &told(5, 77, "/other"), std::slice::from_ref(&with_cgroup)), None);
+        assert_eq!(id(alive, &told(alive.pid, 5, "/x"), &[held(1, dead, 77, None)]), None);
+        // Without a cgroup the namespace tells, while its first process lives and one lease has it.
+        let without = held(2, alive, 77, None);
+        assert_eq!(
+            id(other, &told(5, 77, "/"), std::slice::from_ref(&without)),
+            Some(without.id.to_string())
+        );
+        assert_eq!(id(other, &told(5, 77, "/"), &[held(2, dead, 77, None)]), None, "its number is free");
+        assert_eq!(id(other, &told(5, 77, "/"), &[without.clone(), held(3, alive, 77, None)]), None);
+        assert_eq!(id(other, &told(5, 0, "/"), &[held(2, alive, 0, None)]), None, "the host's");
+    }
+
+    #[test]
+    fn what_has_ended_is_forgotten_before_its_number_means_another() {
+        let start = || std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let (mut one, mut two) = (start(), start());
+        let pid = |child: &std::process::Child| i32::try_from(child.id()).unwrap();
+        let nothing = ledger(Vec::new());
+        let mut looker = Looker::default();
+        for (child, hold) in [(&one, true), (&two, false)] {
+            looker.known.insert(pid(child), Known::of(pid(child), hold, &nothing).unwrap());
+        }
+        // As one whose number was given again between two looks.
+        let me = Process::current().unwrap();
+        let mine = Known::of(me.pid, false, &nothing).unwrap();
+        let before = Process { start_time: me.start_time - 1, ..me };
+        looker.known.insert(me.pid, Known { process: before, ..mine });
+        looker.forget_ended();
+        assert_eq!(looker.known.keys().copied().collect::<BTreeSet<_>>(), [pid(&one), pid(&two)].into());
+        for child in [&mut one, &mut two] {
+            child.kill().and_then(|()| child.wait().map(drop)).unwrap();
+        }
+        looker.forget_ended();
+        assert!(looker.known.is_empty());
+    }
+
+    #[test]
+    fn a_container_has_gone_with_its_first_process_and_not_before() {
+        let alive = Process::current().unwrap();
+        let dead = Process { start_time: alive.start_time + 1, ..alive };
+        let has_gone = |state: LeaseState, init: Process, its: bool| {
+            let lease = Lease { state, ..held(1, init, 77, None) };
+            let holder = Holder {
+                process: Process { pid: 4_000_000, start_time: 9 },
+                name: String::new(),
+                memory_bytes: 1,
+                is_server: false,
+                is_client: false,
+                lease: its.then(|| lease.id.clone()),
+            };
+            !gone(&[holder], "GPU-1", &ledger(vec![lease])).is_empty()
+        };
+        for state in [LeaseState::Active, LeaseState::Ending] {
+            assert!(has_gone(state, dead, true) && !has_gone(state, alive, true), "{state:?}");
+        }
+        assert!(!has_gone(LeaseState::Active, dead, false), "nobody is left");
+    }
+
+    /// The cgroup directory that a runtime records, what /proc says of a process in the container, and of one that
+    /// is outside of it and near.
+    const LAYOUTS: [(&str, &str, &str, &str); 9] = [
+        (
+            "Docker, v2, systemd",
+            "/sys/fs/cgroup/system.slice/docker-ab.scope",
+            "0::/system.slice/docker-ab.scope",
+            "0::/system.slice/docker.service",
+        ),
+        (
+            "Docker, v1",
+            "/sys/fs/cgroup/devices/docker/ab",
+            "12:pids:/docker/ab\n5:devices:/docker/ab\n1:name=systemd:/docker/ab",
+            "12:pids:/docker/abc\n5:devices:/docker/abc\n1:name=systemd:/docker/abc",
+        ),
+        (
+            "Docker, hybrid, left in its engine's cgroup in v2",
+            "/sys/fs/cgroup/devices/docker/ab",
+            "5:cpu,devices:/docker/ab/init\n0::/system.slice/containerd.service",
+            "5:cpu,devices:/system.slice/containerd.service\n0::/system.slice/containerd.service",
+        ),
+        (
+            "Podman, crun, v2",
+            "/sys/fs/cgroup/machine.slice/libpod-ab.scope/container",
+            "0::/machine.slice/libpod-ab.scope/container",
+            "0::/machine.slice/libpod-conmon-ab.scope",
+        ),
+        (
+            "Podman without root, v2",
+            "/sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-ab.scope",
+            "0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-ab.scope/container",
+            "0::/user.slice/user-1000.slice/user@1000.service/user.slice/podman-1.scope",
+        ),
+        (
+            "Podman without root, hybrid",
+            "/sys/fs/cgroup/systemd/user.slice/user-1000.slice/user@1000.service/libpod-ab.scope",
+            "9:devices:/user.slice\n1:name=systemd:/user.slice/user-1000.slice/user@1000.service/libpod-ab.scope",
+            "9:devices:/user.slice\n1:name=systemd:/user.slice/user-1000.slice/session-2.scope\n0::/user.slice",
+        ),
+        (
+            "a pod's container, containerd, v2",
+            "/sys/fs/cgroup/kubepods.slice/kubepods-burstable.slice/kubepods-pod1.slice/cri-containerd-ab.scope",
+            "0::/kubepods.slice/kubepods-burstable.slice/kubepods-pod1.slice/cri-containerd-ab.scope",
+            "0::/kubepods.slice/kubepods-burstable.slice/kubepods-pod1.slice/cri-containerd-cd.scope",
+        ),
+        (
+            "a pod's container, CRI-O, v2",
+            "/sys/fs/cgroup/kubepods.slice/kubepods-pod1.slice/crio-ab.scope",
+            "0::/kubepods.slice/kubepods-pod1.slice/crio-ab.scope",
+            "0::/kubepods.slice/kubepods-pod1.slice/crio-conmon-ab.scope",
+        ),
+        (
+            "a pod's container, v1",
+            "/sys/fs/cgroup/pids/kubepods/besteffort/pod1/ab",
+            "12:pids:/kubepods/besteffort/pod1/ab\n5:devices:/kubepods/besteffort/pod1/ab",
+            "12:pids:/kubepods/besteffort/pod1\n5:devices:/kubepods/besteffort/pod1",
+        ),
+    ];
+
+    #[test]
+    fn in_every_layout_of_cgroups_a_process_is_its_containers_and_no_neighbours() {
+        let (alive, other) = (Process::current().unwrap(), Process { pid: 4_000_000, start_time: 9 });
+        for (layout, recorded, inside, outside) in LAYOUTS {
+            let ledger = ledger(vec![held(1, alive, 77, Some(recorded))]);
+            // In the container's PID namespace both: it may be shared.
+            let of = |text: &str| {
+                let told = GpuProcess { cgroups: probe::cgroups(text), ..told(5, 77, "") };
+                lease_of(other, &told, &ledger).is_some()
+            };
+            assert_eq!((of(inside), of(outside), of("")), (true, false, false), "{layout}");
+        }
+    }
+}

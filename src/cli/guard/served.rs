@@ -1,0 +1,113 @@
+//! MPS servers under live leases: who computed through one that has ended, and daemons that have died.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::book::{Event, now};
+use super::judge::{Look, Offence};
+use crate::mps::{self, ServerKey};
+use sublet_core::config::{Action, Config};
+use sublet_core::ledger::{LeaseId, Ledger, ServerState, Store};
+use sublet_core::process::Process;
+use sublet_core::text::safe;
+
+/// A daemon that cannot be started is tried again after this long.
+const AGAIN: Duration = Duration::from_secs(5);
+
+/// A server as it was in the last look.
+#[derive(Debug)]
+struct Known {
+    device: String,
+    name: String,
+    key: ServerKey,
+    /// Leases that had clients of it.
+    clients: BTreeSet<LeaseId>,
+}
+
+/// What has to be remembered from one look to the next.
+#[derive(Debug, Default)]
+pub(super) struct Served {
+    servers: BTreeMap<Process, Known>,
+    healing: Option<(JoinHandle<()>, Instant)>,
+}
+
+impl Served {
+    /// One event for each container whose work went with its server since the look before.
+    pub fn lost(&mut self, looks: &[Look], ledger: &Ledger) -> Vec<Event> {
+        let mut now: BTreeMap<Process, Known> = BTreeMap::new();
+        for (process, found) in looks.iter().flat_map(|look| known(look, ledger)) {
+            match now.get_mut(&process) {
+                // A server of several devices, one of which a lease may have no client on.
+                Some(server) => server.clients.extend(found.clients),
+                None => drop(now.insert(process, found)),
+            }
+        }
+        let before = std::mem::replace(&mut self.servers, now);
+        let ended = before.into_iter().filter(|(process, _)| !process.is_alive());
+        ended.flat_map(|(process, known)| events(process, &known, ledger)).collect()
+    }
+
+    /// Has daemons started again that died under live leases, beside the looks: that takes time.
+    pub fn heal(&mut self, ledger: &Ledger, config: &Config) {
+        let dead = |server: &sublet_core::ledger::Server| {
+            let ran = matches!(server.state, ServerState::Serving | ServerState::Fault);
+            ran && server.daemon.is_some_and(|daemon| !daemon.is_alive())
+                && ledger.wanted_ceiling(&server.key).is_some()
+        };
+        let busy =
+            |(thread, began): &(JoinHandle<()>, Instant)| !thread.is_finished() || began.elapsed() < AGAIN;
+        if !ledger.servers.iter().any(dead) || self.healing.as_ref().is_some_and(busy) {
+            return;
+        }
+        let config = config.clone();
+        let started = thread::Builder::new().name("heal".to_owned()).spawn(move || {
+            let healed = Store::open(&config.state_dir).map(|store| mps::heal(&store, &config));
+            healed
+                .unwrap_or_else(|error| vec![error.to_string()])
+                .iter()
+                .for_each(|line| tracing::warn!("{line}"));
+        });
+        self.healing = started.ok().map(|thread| (thread, Instant::now()));
+    }
+}
+
+/// The servers on one device: each is its daemon's child.
+fn known(look: &Look, ledger: &Ledger) -> Vec<(Process, Known)> {
+    let servers = look.holders.iter().filter(|holder| holder.is_server);
+    let known = servers.filter_map(|holder| {
+        let parent = holder.process.parent()?;
+        let is_its =
+            |server: &&sublet_core::ledger::Server| server.daemon.is_some_and(|daemon| daemon.pid == parent);
+        let key = ledger.servers.iter().find(is_its)?.key.clone();
+        let of_server: BTreeSet<&LeaseId> = ledger.on_server(&key).map(|lease| &lease.id).collect();
+        let clients = look.holders.iter().filter(|holder| holder.is_client);
+        let clients = clients.filter_map(|holder| holder.lease.clone()).filter(|id| of_server.contains(id));
+        let clients = clients.collect();
+        Some((holder.process, Known { device: look.device.clone(), name: holder.name.clone(), key, clients }))
+    });
+    known.collect()
+}
+
+fn events(process: Process, known: &Known, ledger: &Ledger) -> Vec<Event> {
+    let hit = ledger.on_server(&known.key).filter(|lease| known.clients.contains(&lease.id));
+    let event = |lease: &sublet_core::ledger::Lease| {
+        let container = safe(&lease.container.name());
+        let (pid, device) = (process.pid, safe(&known.device));
+        Event {
+            time: now(),
+            offence: Offence::Server,
+            action: Action::Report,
+            text: format!(
+                "the MPS server (pid {pid}) of {device} ended: the GPU work of container {container} went with it, \
+                 and what the container starts now is served again"
+            ),
+            container_id: Some(container),
+            uid: lease.container.uid,
+            device: known.device.clone(),
+            pid,
+            name: safe(&known.name),
+        }
+    };
+    hit.map(event).collect()
+}

@@ -1,0 +1,208 @@
+//! The guard's own thread: looks, judges, acts, a few times a second while there are leases.
+
+use crate::probe;
+use std::collections::{BTreeMap, BTreeSet};
+use std::convert::Infallible;
+use std::io;
+use std::rc::Rc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvml_wrapper::Nvml;
+
+use super::act::Acting;
+use super::book::{self, Event};
+use super::files::{Changes, Kept};
+use super::judge::{Judge, Offence, Verdict};
+use super::look::Looker;
+use super::served::Served;
+use sublet_core::admit;
+use sublet_core::config::{self, Action, Config};
+use sublet_core::inventory::{self, Inventory};
+use sublet_core::ledger::{Ledger, LedgerError, Store};
+use sublet_core::process::Process;
+
+/// How often the configuration is read again, and a sign of life given.
+const REREAD: Duration = Duration::from_secs(5);
+
+/// What was acted upon and is still there is acted upon again after this long.
+const AGAIN: Duration = Duration::from_secs(5);
+
+/// A file that is just being replaced is there after this long.
+const MOMENT: Duration = Duration::from_millis(50);
+
+/// Between two looks for a lease where the kernel does not tell that the ledger changes.
+const IDLE: Duration = Duration::from_millis(500);
+
+/// Starts the thread; it ends with the process.
+///
+/// # Errors
+/// There can be no more threads.
+pub(crate) fn start() -> io::Result<()> {
+    thread::Builder::new().name("guard".to_owned()).spawn(|| Guard::default().run()).map(drop)
+}
+
+/// What is to be acted upon, what happened, and what could not be looked at.
+type Seen = (Vec<Verdict>, Vec<Event>, BTreeSet<String>);
+
+/// How long to wait for the next look.
+enum Pause {
+    For(Duration),
+    /// Until a lease is taken.
+    Idle,
+}
+
+#[derive(Default)]
+struct Guard {
+    nvml: Option<Nvml>,
+    ledger: Kept<Ledger>,
+    inventory: Kept<Inventory>,
+    changes: Changes,
+    looker: Looker,
+    judge: Judge,
+    served: Served,
+    /// When what was done about each process for what.
+    acted: BTreeMap<(Offence, Action, Process), Instant>,
+    /// What could not be looked at in the last look.
+    blind: BTreeSet<String>,
+    last_sign: Option<Instant>,
+}
+
+impl Guard {
+    fn run(mut self) {
+        let mut config = None;
+        let mut read_at = Instant::now();
+        loop {
+            if config.is_none() || read_at.elapsed() >= REREAD {
+                (config, read_at) = (config::load().ok().or(config), Instant::now());
+            }
+            match config.as_ref().map_or(Pause::For(REREAD), |config| self.tick(config)) {
+                Pause::For(time) => thread::sleep(time),
+                Pause::Idle => self.changes.wait(REREAD, IDLE),
+            }
+        }
+    }
+
+    /// The ledger, in which every container that has started has its first process: the shim is gone by then, so
+    /// it is the next command that learns of it.
+    fn read(&mut self, config: &Config) -> Result<(Rc<Ledger>, Store), LedgerError> {
+        let store = Store::open(&config.state_dir)?;
+        let file = config.state_dir.join("ledger.json");
+        let ledger = self.ledger.get(&file, || store.read())?;
+        // Those of rootless users are bound by their hooks or not at all.
+        if ledger.leases.iter().all(|lease| lease.init.is_some() || lease.brokered) {
+            return Ok((ledger, store));
+        }
+        let (_, freed) = store.update(|_| Ok::<_, Infallible>(()))?;
+        admit::tidy(&freed, &store, config);
+        Ok((self.ledger.get(&file, || store.read())?, store))
+    }
+
+    /// One look; how long to wait until the next.
+    fn tick(&mut self, config: &Config) -> Pause {
+        if !config.guard.enabled {
+            *self = Self::default();
+            return Pause::For(REREAD);
+        }
+        self.changes.follow(&config.state_dir);
+        // The first ledger of all comes after its copy: in between it seems to be gone.
+        let opened = self.read(config).or_else(|_| {
+            thread::sleep(MOMENT);
+            self.read(config)
+        });
+        let (ledger, store) = match opened {
+            Ok(opened) => opened,
+            Err(error) => return self.sees_nothing(&error.to_string(), config),
+        };
+        // A layout is changed: NVML in use would be in the way of a reset.
+        let resets = ledger.mig.under_way.as_ref().is_some_and(|change| !change.gpus.is_empty());
+        if ledger.leases.is_empty() || resets {
+            self.rest();
+            if resets {
+                return Pause::For(IDLE);
+            }
+            self.sign(Vec::new(), BTreeSet::new(), config);
+            return Pause::Idle;
+        }
+        self.served.heal(&ledger, config);
+        match self.look(&ledger, config) {
+            Ok((verdicts, mut events, blind)) => {
+                events.extend(self.act(&verdicts, &store, config));
+                self.sign(events, blind, config);
+                Pause::For(config.guard.period)
+            }
+            Err(error) => self.sees_nothing(&error, config),
+        }
+    }
+
+    /// Closes NVML and forgets what was seen.
+    fn rest(&mut self) {
+        let (last_sign, blind) = (self.last_sign, std::mem::take(&mut self.blind));
+        let (ledger, changes) = (std::mem::take(&mut self.ledger), std::mem::take(&mut self.changes));
+        *self = Self { ledger, changes, blind, last_sign, ..Self::default() };
+    }
+
+    fn look(&mut self, ledger: &Rc<Ledger>, config: &Config) -> Result<Seen, String> {
+        let file = inventory::cache_path(config);
+        let known =
+            self.inventory.get(&file, || inventory::last(config)).map_err(|error| error.to_string())?;
+        let nvml = match self.nvml.take() {
+            Some(nvml) => nvml,
+            None => probe::connect(config).map_err(|error| error.to_string())?.0,
+        };
+        let (looks, blind) = self.looker.look(&nvml, ledger, &known, config.guard.memory_tolerance);
+        // The driver was unloaded, or all its GPUs were lost: NVML is opened anew.
+        self.nvml = (!looks.is_empty() || blind.is_empty()).then_some(nvml);
+        let lost = self.served.lost(&looks, ledger);
+        let verdicts = self.judge.judge(&looks, ledger, &config.guard);
+        for device in self.judge.unsure() {
+            self.looker.forget_lists(device);
+        }
+        Ok((verdicts, lost, blind))
+    }
+
+    fn act(&mut self, verdicts: &[Verdict], store: &Store, config: &Config) -> Vec<Event> {
+        let of = |verdict: &Verdict| (verdict.offence, verdict.action, verdict.holder.process);
+        let current: BTreeSet<_> = verdicts.iter().map(of).collect();
+        self.acted.retain(|key, _| current.contains(key));
+        let again =
+            |at: &Instant, verdict: &Verdict| verdict.action != Action::Report && at.elapsed() >= AGAIN;
+        let due: Vec<&Verdict> = verdicts
+            .iter()
+            .filter(|verdict| self.acted.get(&of(verdict)).is_none_or(|at| again(at, verdict)))
+            .collect();
+        if due.is_empty() {
+            return Vec::new();
+        }
+        let Some(mut acting) = Acting::begin(store, config) else { return Vec::new() };
+        self.acted.extend(due.iter().map(|verdict| (of(verdict), Instant::now())));
+        due.into_iter().filter_map(|verdict| acting.act(verdict)).collect()
+    }
+
+    /// Tells events and what cannot be seen, and writes both down at once; else a sign of life now and then.
+    fn sign(&mut self, events: Vec<Event>, blind: BTreeSet<String>, config: &Config) {
+        for event in &events {
+            tracing::warn!(
+                offence = ?event.offence, action = ?event.action, pid = event.pid, device = event.device,
+                container = event.container_id.as_deref().unwrap_or("-"), "guard: {}", event.text
+            );
+        }
+        for why in blind.difference(&self.blind) {
+            tracing::warn!("not guarded: {why}");
+        }
+        let changed = !events.is_empty() || blind != self.blind;
+        if !changed && self.last_sign.is_some_and(|at| at.elapsed() < REREAD) {
+            return;
+        }
+        self.last_sign = Some(Instant::now());
+        self.blind = blind;
+        if let Err(error) = book::write(events, self.blind.iter().cloned().collect(), config) {
+            tracing::warn!("guard.json is not written: {error}");
+        }
+    }
+
+    fn sees_nothing(&mut self, why: &str, config: &Config) -> Pause {
+        self.sign(Vec::new(), BTreeSet::from([format!("nothing can be looked at: {why}")]), config);
+        Pause::For(REREAD)
+    }
+}

@@ -1,0 +1,12 @@
+//! The program `sublet`: what people and systemd run, and all that needs NVML.
+
+pub mod cdi;
+pub mod commands;
+pub mod doctor;
+pub mod guard;
+pub mod mig;
+pub mod mps;
+mod preview;
+pub mod probe;
+pub mod serve;
+pub mod setup;

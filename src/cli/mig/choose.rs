@@ -1,0 +1,229 @@
+//! Which instance to make for a container, and where: so that what is there stays, and as many places for large
+//! profiles as can be. Pure.
+
+use super::plan::room_left;
+use super::target::unknown;
+use super::{Driver, DriverError, Gpu, Instance, Profile, Span, Step, Target, Want, device_name, mark, plan};
+use sublet_core::config::Policy;
+use sublet_core::ledger::Ledger;
+use sublet_core::place::{Order, Site, Size};
+use sublet_core::request::units::MIB;
+use sublet_core::text::safe;
+
+/// Instances of one GPU that a message names.
+const NAMED: usize = 4;
+
+/// An instance that can be made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// `GPU-…`.
+    pub gpu: String,
+    /// Its profile's id.
+    pub profile: u32,
+    /// As `1g.18gb` or `1c.2g.35gb`.
+    pub name: String,
+    /// Where.
+    pub span: Span,
+    /// Compute slices of its compute instance.
+    pub slices: u32,
+}
+
+/// Why there is none, in one line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NoChoice {
+    /// The line.
+    pub reason: String,
+    /// Whether it may be there when others have ended.
+    pub temporary: bool,
+}
+
+/// What can be made for `order` on `gpus`, best first: the smallest profile that will do; of the places for it the
+/// one that leaves the most room for large ones.
+///
+/// # Errors
+/// Nothing can.
+pub fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice>, NoChoice> {
+    let mut found = Vec::new();
+    let (mut missing, mut full, mut capped) = (Vec::new(), Vec::new(), Vec::new());
+    for (site, gpu) in order.sites.iter().filter_map(|site| Some((site, on_site(site, gpus)?))) {
+        let suited = suited(order, site, gpu);
+        if suited.is_empty() {
+            missing.push(never(order, site, gpu));
+        }
+        for (profile, slices) in &suited {
+            if let Some(over) = over(site, gpu, profile, *slices) {
+                capped.push(over);
+                continue;
+            }
+            match place(gpu, profile, *slices) {
+                Some((span, lost)) => {
+                    let spread = if policy == Policy::Spread { gpu.instances.len() } else { 0 };
+                    let rank = (size(profile), *slices, spread, lost, gpu.index);
+                    found.push((rank, choice(gpu, profile, *slices, span)));
+                }
+                None => full.push(no_room(gpu, profile, *slices)),
+            }
+        }
+    }
+    found.sort_by(|a, b| a.0.cmp(&b.0));
+    if found.is_empty() {
+        return Err(nothing(&missing, &full, capped));
+    }
+    Ok(found.into_iter().map(|(_, choice)| choice).collect())
+}
+
+/// The best of [`choices`] as things are, in words: `1g.18gb at 6:1 of GPU 0`.
+///
+/// # Errors
+/// The driver does not answer; the inner ones are those of [`choices`].
+pub fn foresee(
+    order: &Order,
+    driver: &mut dyn Driver,
+    ledger: &Ledger,
+    policy: Policy,
+) -> Result<Result<String, NoChoice>, DriverError> {
+    let gpus = seen(order, driver, ledger)?;
+    let in_words = |best: &Choice| {
+        let label = gpus.iter().find(|gpu| gpu.uuid == best.gpu).map(Gpu::label).unwrap_or_default();
+        format!("{} at {} of {label}", best.name, best.span)
+    };
+    Ok(choices(order, &gpus, policy).map(|found| found.first().map(in_words).unwrap_or_default()))
+}
+
+/// The GPUs that may have it, with who holds what.
+pub(super) fn seen(order: &Order, driver: &mut dyn Driver, ledger: &Ledger) -> Result<Vec<Gpu>, DriverError> {
+    let gpus = order.sites.iter().map(|site| {
+        let mut gpu = driver.gpu(&site.gpu)?;
+        mark(&mut gpu, ledger);
+        Ok(gpu)
+    });
+    gpus.collect()
+}
+
+fn on_site<'g>(site: &Site, gpus: &'g [Gpu]) -> Option<&'g Gpu> {
+    gpus.iter().find(|gpu| gpu.uuid == site.gpu && gpu.mode.is_some_and(|mode| mode.current))
+}
+
+/// Profiles that would do, each with the compute slices of its compute instance.
+fn suited<'g>(order: &Order, site: &Site, gpu: &'g Gpu) -> Vec<(&'g Profile, u32)> {
+    let slices = |profile: &Profile| match &order.profile {
+        None => Some(profile.slices),
+        Some(name) => (1..=profile.slices).rev().find(|&slices| device_name(profile, slices) == *name),
+    };
+    let large = |profile: &Profile| {
+        profile.memory_mib.saturating_mul(MIB) >= site.memory_bytes && u64::from(profile.sms) >= site.sms
+    };
+    let fits = gpu.profiles.iter().filter(|profile| large(profile));
+    let mut suited: Vec<_> = fits.filter_map(|profile| Some((profile, slices(profile)?))).collect();
+    suited.sort_by_key(|(profile, _)| size(profile));
+    suited
+}
+
+/// Of two with as much memory and as many SMs the one without engines that others may need.
+fn size(profile: &Profile) -> (u64, u32, u32, usize) {
+    (profile.memory_mib, profile.sms, profile.media.iter().sum(), profile.name.len())
+}
+
+/// The best place for one more of `profile` beside all that is there, and how many places each profile loses by
+/// it, largest first.
+fn place(gpu: &Gpu, profile: &Profile, slices: u32) -> Option<(Span, Vec<u32>)> {
+    let mut settled = gpu.clone();
+    for one in &mut settled.instances {
+        one.held = Some(String::new());
+    }
+    settled.mode = settled.mode.map(|mode| super::Mode { pending: mode.current, ..mode });
+    let mut want: Vec<Want> = settled.instances.iter().map(Want::of).collect();
+    want.push(Want { profile: profile.id, start: None, compute: vec![slices] });
+    let plan = plan(&settled, &Target { gpu: gpu.uuid.clone(), on: true, want }).ok()?;
+    let span = plan.steps.iter().find_map(|step| match step {
+        Step::CreateInstance { span, .. } => Some(*span),
+        _ => None,
+    })?;
+    let taken: Vec<_> = gpu.instances.iter().map(|one| (0, one.span)).chain([(0, span)]).collect();
+    let before = room_left(gpu, &taken[..taken.len() - 1]);
+    let lost = before.iter().zip(room_left(gpu, &taken)).map(|(before, after)| before - after).collect();
+    Some((span, lost))
+}
+
+fn choice(gpu: &Gpu, profile: &Profile, slices: u32, span: Span) -> Choice {
+    let name = device_name(profile, slices);
+    Choice { gpu: gpu.uuid.clone(), profile: profile.id, name, span, slices }
+}
+
+fn never(order: &Order, site: &Site, gpu: &Gpu) -> String {
+    let known = |name: &&String| {
+        let of =
+            |profile: &Profile| (1..=profile.slices).any(|slices| device_name(profile, slices) == **name);
+        gpu.profiles.iter().any(of)
+    };
+    match &order.profile {
+        Some(name) if !known(&name) => unknown(name, gpu),
+        _ => {
+            let (mib, sms, label) = (site.memory_bytes / MIB, site.sms, gpu.label());
+            let what = order.profile.as_deref().map_or_else(|| "profile".to_owned(), safe);
+            format!("no {what} of {label} ({}) has {mib} MiB and {sms} SMs", safe(&gpu.name))
+        }
+    }
+}
+
+fn no_room(gpu: &Gpu, profile: &Profile, slices: u32) -> String {
+    let one = |one: &Instance| {
+        let holder = one.holder().map(|who| format!(" ({})", safe(who))).unwrap_or_default();
+        format!("{} at {}{holder}", safe(&gpu.profile_name(one.profile)), one.span.start)
+    };
+    let mut there: Vec<String> = gpu.instances.iter().take(NAMED).map(one).collect();
+    let others = gpu.instances.len().saturating_sub(NAMED);
+    there.extend((others > 0).then(|| format!("{others} more")));
+    let beside = if there.is_empty() { String::new() } else { format!(" beside {}", there.join(", ")) };
+    format!("{} has no room for a {}{beside}", gpu.label(), safe(&device_name(profile, slices)))
+}
+
+/// Why a user's policy does not let them have it.
+fn over(site: &Site, gpu: &Gpu, profile: &Profile, slices: u32) -> Option<NoChoice> {
+    let most = site.most?;
+    let (sms, memory) = (sms(gpu, profile, slices), profile.memory_mib.saturating_mul(MIB));
+    let within = |size: Size| sms <= size.sms && memory <= size.memory_bytes;
+    let (left, has) = if sms > most.now.sms {
+        (format!("{} SMs", most.now.sms), format!("{sms}"))
+    } else {
+        (format!("{} MiB", most.now.memory_bytes / MIB), format!("{}", profile.memory_mib))
+    };
+    let temporary = within(most.ever);
+    let or_wait = if temporary { ", or end a container first" } else { "" };
+    let (name, label) = (safe(&device_name(profile, slices)), gpu.label());
+    let reason = format!(
+        "your [[policy]] on this host leaves you {left} of {label}, and a {name} has {has}: ask for less{or_wait}"
+    );
+    (!within(most.now)).then_some(NoChoice { reason, temporary })
+}
+
+/// SMs of such a compute instance at least: only inside its GPU instance does the driver tell (of the 60 of an
+/// H100's `3g` one slice has 16, as `1g` has).
+fn sms(gpu: &Gpu, profile: &Profile, slices: u32) -> u64 {
+    let alike = gpu.profiles.iter().filter(|other| other.slices == slices).map(|other| other.sms);
+    let part = profile.sms * slices / profile.slices.max(1);
+    let least = if slices == profile.slices { part } else { alike.fold(part, u32::min) };
+    u64::from(least)
+}
+
+/// Of several profiles that would do, the smallest tells enough.
+fn nothing(missing: &[String], full: &[String], capped: Vec<NoChoice>) -> NoChoice {
+    if let Some(least) = capped.into_iter().next().filter(|_| full.is_empty()) {
+        return least;
+    }
+    let mut lines: Vec<String> = Vec::new();
+    for line in full.iter().chain(missing) {
+        let gpu = line.split_once(" has no ").map(|(gpu, _)| gpu);
+        if !lines.iter().any(|known| gpu.is_some_and(|gpu| known.starts_with(&format!("{gpu} has no ")))) {
+            lines.push(line.clone());
+        }
+    }
+    if lines.is_empty() {
+        lines.push("MIG mode is off on every GPU that may serve it".to_owned());
+    }
+    NoChoice { reason: lines.join("; "), temporary: !full.is_empty() }
+}
+
+#[cfg(test)]
+#[path = "choose_tests.rs"]
+mod tests;

@@ -1,0 +1,93 @@
+//! Which instances stay where they are: those with a lease, or a process that somebody runs in them, or which are
+//! made or destroyed for a container at this moment.
+
+use super::{Gpu, Instance, Span};
+use sublet_core::ledger::{Lease, Ledger, Made};
+use sublet_core::text::safe;
+
+/// Writes down in `gpu` who holds what of it.
+pub fn mark(gpu: &mut Gpu, ledger: &Ledger) {
+    for lease in &ledger.leases {
+        for device in &lease.devices {
+            if *device == gpu.uuid {
+                gpu.held.push(named(lease));
+            }
+            let parts = gpu.instances.iter_mut().flat_map(|one| &mut one.compute);
+            for part in parts.filter(|part| part.uuid == *device) {
+                part.held = Some(named(lease));
+            }
+        }
+    }
+    for made in ledger.mig.made.iter().filter(|made| made.gpu == gpu.uuid) {
+        let at = |one: &&mut Instance| (one.span.start, one.span.size) == made.placement;
+        if let Some(one) = gpu.instances.iter_mut().find(at).filter(|one| one.holder().is_none()) {
+            one.held = kept(made);
+        }
+    }
+    for running in gpu.running.clone() {
+        let who = || format!("process {}", running.pid);
+        let instance = gpu.instances.iter_mut().find(|one| Some(one.gi) == running.gi);
+        let Some(instance) = instance else {
+            gpu.held.push(who());
+            continue;
+        };
+        match instance.compute.iter_mut().find(|part| Some(part.ci) == running.ci) {
+            Some(part) => _ = part.held.get_or_insert_with(who),
+            None => _ = instance.held.get_or_insert_with(who),
+        }
+    }
+}
+
+/// Where the instances of `gpu` lie that were made for containers.
+#[must_use]
+pub fn made(gpu: &Gpu, ledger: &Ledger) -> Vec<Span> {
+    let is = |made: &Made, one: &Instance| {
+        let same = made.gpu == gpu.uuid && (one.span.start, one.span.size) == made.placement;
+        same && one.compute.iter().any(|part| Some(&part.uuid) == made.uuid.as_ref())
+    };
+    let ours = |one: &&Instance| ledger.mig.made.iter().any(|made| is(made, one));
+    gpu.instances.iter().filter(ours).map(|one| one.span).collect()
+}
+
+/// Why an instance of ours that has no lease stays.
+fn kept(made: &Made) -> Option<String> {
+    if let Some(awaited) = &made.awaited {
+        return Some(format!("made for container {}, which is being started", safe(&awaited.container)));
+    }
+    made.going.then(|| "sublet, which is destroying it: `sublet gc` tries again".to_owned())
+}
+
+fn named(lease: &Lease) -> String {
+    let container: String = lease.container.id.chars().take(12).collect();
+    format!("lease {} of container {}", lease.id, safe(&container))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Running;
+    use super::super::double::{Double, profile};
+    use super::*;
+    use sublet_core::ledger::fixture;
+
+    #[test]
+    fn leases_hold_their_instance_and_processes_theirs() {
+        let mut gpu =
+            Double::with(&[(profile("2g.35gb"), 0), (profile("2g.35gb"), 2), (profile("3g.71gb"), 4)])
+                .gpus
+                .remove(0);
+        let mut ledger = Ledger::empty("boot");
+        let mut lease = fixture::lease(0xaa, "GPU-9");
+        lease.devices = vec![gpu.instances[1].compute[0].uuid.clone()];
+        ledger.leases.push(lease);
+        let in_part = Running { pid: 7, gi: Some(gpu.instances[0].gi), ci: Some(0) };
+        let in_none = Running { pid: 8, gi: Some(gpu.instances[2].gi), ci: None };
+        let nowhere = Running { pid: 9, gi: None, ci: None };
+        gpu.running = vec![in_part, in_none, nowhere];
+        mark(&mut gpu, &ledger);
+        let holders: Vec<_> = gpu.instances.iter().map(|one| one.holder().unwrap_or("")).collect();
+        assert_eq!(holders[0], "process 7");
+        assert!(holders[1].starts_with("lease 00000000000000aa of container "), "{holders:?}");
+        assert_eq!(holders[2], "process 8");
+        assert_eq!(gpu.held, ["process 9"]);
+    }
+}

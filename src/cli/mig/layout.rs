@@ -1,0 +1,204 @@
+//! Layout files: what each GPU of a host is to be cut into (docs/mig.md).
+
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use toml::Spanned;
+
+use super::parted;
+use sublet_core::config::{explain, position};
+use sublet_core::text::safe;
+
+/// Larger files are no layouts.
+const LARGEST: u64 = 1 << 20;
+
+/// More than any GPU has; the driver says how many one can have.
+const MOST: usize = 100;
+
+/// What a file says, before anybody looked at the GPUs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Where it stands, for messages.
+    pub(super) path: PathBuf,
+    /// In the order of the file.
+    pub(super) entries: Vec<Entry>,
+}
+
+/// What some GPUs should be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Entry {
+    /// Of the file, from 1 on.
+    pub line: usize,
+    /// Which GPUs: names as in `sublet.gpu`, or `all`.
+    pub devices: Vec<String>,
+    /// Only those with one of these PCI ids, device in the upper half (mig-parted's `device-filter`).
+    pub pci_devices: Option<Vec<u32>>,
+    /// MIG mode.
+    pub mig: bool,
+    /// All instances that they should have.
+    pub instances: Vec<Wish>,
+}
+
+/// Some GPU instances.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Wish {
+    /// Of the file, from 1 on.
+    pub line: usize,
+    /// The profile's name.
+    pub profile: String,
+    /// How many of them.
+    pub count: usize,
+    /// The first memory slice, where it matters.
+    pub start: Option<u32>,
+    /// Its compute instances; `None`: one that has all of it.
+    pub compute: Option<Vec<String>>,
+}
+
+/// Why a layout file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum LayoutError {
+    /// It cannot be read.
+    #[error("layout {}: cannot be read: {source}", safe(&path.to_string_lossy()))]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Something in it does not make sense.
+    #[error("layout {}:{line}: {message}", safe(&path.to_string_lossy()))]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// From 1 on.
+        line: usize,
+        /// What is wrong, and what would do.
+        message: String,
+    },
+}
+
+impl Layout {
+    /// The layout in `path`: TOML, or mig-parted's YAML where the name ends in `.yaml` or `.yml`, of whose
+    /// configurations `name` chooses one.
+    ///
+    /// # Errors
+    /// It cannot be read, or is no layout; with file and line.
+    pub fn read(path: &Path, name: Option<&str>) -> Result<Self, LayoutError> {
+        let text = text(path).map_err(|source| LayoutError::Unreadable { path: path.to_owned(), source })?;
+        Self::parse(path, &text, name)
+    }
+
+    pub(super) fn parse(path: &Path, text: &str, name: Option<&str>) -> Result<Self, LayoutError> {
+        let layout = Self { path: path.to_owned(), entries: Vec::new() };
+        let yaml = path.extension().is_some_and(|extension| extension == "yaml" || extension == "yml");
+        let parsed = match (yaml, name) {
+            (true, name) => parted::parse(text, name),
+            (false, None) => from_toml(text),
+            (false, Some(_)) => {
+                Err((1, "--name chooses from mig-parted's YAML: a TOML layout is one".into()))
+            }
+        };
+        let entries = parsed.map_err(|(line, message)| layout.error(line, message))?;
+        Ok(Self { entries, ..layout })
+    }
+
+    /// The file it stands in.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is wrong in one line of it.
+    pub(super) fn error(&self, line: usize, message: String) -> LayoutError {
+        LayoutError::Invalid { path: self.path.clone(), line, message }
+    }
+}
+
+/// A line, and what is wrong there.
+pub(super) type Wrong = (usize, String);
+
+fn text(path: &Path) -> io::Result<String> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(LARGEST + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > LARGEST {
+        return Err(io::Error::other("it is larger than 1 MiB"));
+    }
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Document {
+    gpu: Vec<Spanned<GpuTable>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GpuTable {
+    #[serde(rename = "match")]
+    matches: String,
+    mig: bool,
+    #[serde(default)]
+    instances: Vec<Spanned<InstanceTable>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct InstanceTable {
+    profile: String,
+    count: Option<usize>,
+    start: Option<u32>,
+    compute: Option<Vec<String>>,
+}
+
+fn from_toml(text: &str) -> Result<Vec<Entry>, Wrong> {
+    let line = |offset: usize| position(text, offset).0;
+    let document: Document = toml::from_str(text).map_err(|error| {
+        let message = explain(error.message()).replace("missing field", "missing key");
+        (line(error.span().map_or(0, |span| span.start)), message)
+    })?;
+    document
+        .gpu
+        .into_iter()
+        .map(|table| {
+            let at = line(table.span().start);
+            let GpuTable { matches, mig, instances } = table.into_inner();
+            let wish = |table: Spanned<InstanceTable>| wish(line(table.span().start), table.into_inner());
+            let instances: Vec<Wish> = instances.into_iter().map(wish).collect::<Result<_, _>>()?;
+            let devices = matches.split(',').map(|name| name.trim().to_owned()).collect();
+            entry(Entry { line: at, devices, pci_devices: None, mig, instances })
+        })
+        .collect()
+}
+
+/// `entry`, if it does not contradict itself.
+pub(super) fn entry(entry: Entry) -> Result<Entry, Wrong> {
+    match entry.instances.first() {
+        Some(wish) if !entry.mig => Err((wish.line, "instances need MIG mode: mig = true".to_owned())),
+        _ => Ok(entry),
+    }
+}
+
+fn wish(line: usize, table: InstanceTable) -> Result<Wish, Wrong> {
+    let InstanceTable { profile, count, start, compute } = table;
+    let count = count.unwrap_or(1);
+    counted(&profile, count).map_err(|message| (line, message))?;
+    match start {
+        Some(start) if count > 1 => Err((line, format!("{count} instances cannot all start at {start}"))),
+        _ => Ok(Wish { line, profile, count, start, compute }),
+    }
+}
+
+/// Whether a GPU could have so many at all.
+pub(super) fn counted(profile: &str, count: usize) -> Result<(), String> {
+    if (1..=MOST).contains(&count) {
+        return Ok(());
+    }
+    Err(format!("{count} × {}: the count is from 1 to what the GPU can have", safe(profile)))
+}
+
+#[cfg(test)]
+#[path = "layout_tests.rs"]
+mod tests;

@@ -1,0 +1,264 @@
+//! Instances made for containers, and destroyed when nobody needs them: every step of it stands in the ledger
+//! before it is taken, so that whoever is killed leaves it to the next command.
+
+use std::time::{Duration, Instant};
+
+use super::choose::{Choice, choices, seen};
+use super::{Compute, Driver, DriverError, Gpu, Instance, Span};
+use sublet_core::config::Policy;
+use sublet_core::ledger::{Awaited, Freed, Ledger, LedgerError, Made, Store};
+use sublet_core::place::Order;
+use sublet_core::text::safe;
+
+/// How long a driver may take to see that the last process has left an instance.
+const LEAVING: Duration = Duration::from_secs(2);
+
+/// Between two tries.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+
+/// Why no instance was made, in one line.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{reason}")]
+pub struct NotMade {
+    /// The line.
+    pub reason: String,
+    /// Whether it may be otherwise when others have ended.
+    pub temporary: bool,
+}
+
+impl From<LedgerError> for NotMade {
+    fn from(error: LedgerError) -> Self {
+        Self { reason: error.to_string(), temporary: true }
+    }
+}
+
+/// Instances of ours: in the driver and in the ledger. Only behind a [`super::Fence`].
+pub struct Making<'a> {
+    /// The driver.
+    pub driver: &'a mut dyn Driver,
+    /// The ledger.
+    pub store: &'a Store,
+    /// Leases that were found gone on the way.
+    pub freed: Freed,
+    /// Whether any instance came or went.
+    pub touched: bool,
+}
+
+impl<'a> Making<'a> {
+    /// On `driver` and in `store`.
+    pub fn new(driver: &'a mut dyn Driver, store: &'a Store) -> Self {
+        Self { driver, store, freed: Freed::new(), touched: false }
+    }
+
+    /// Makes an instance for `order`, kept for `awaited`; the way back from whatever fails is taken at once.
+    ///
+    /// # Errors
+    /// There is no room, or the driver refuses; what had been made is destroyed again, or the message says that
+    /// it is not.
+    pub fn make(&mut self, order: &Order, awaited: &Awaited, policy: Policy) -> Result<(), NotMade> {
+        let ledger = self.change(|ledger| ledger.clone())?;
+        let gpus = seen(order, self.driver, &ledger)
+            .map_err(|error| NotMade { reason: error.to_string(), temporary: true })?;
+        let choices = choices(order, &gpus, policy)
+            .map_err(|none| NotMade { reason: none.reason, temporary: none.temporary })?;
+        let (mut tried, mut errors) = (Vec::new(), Vec::new());
+        for choice in &choices {
+            // What one GPU's driver refuses another's may do.
+            if tried.contains(&&choice.gpu) {
+                continue;
+            }
+            tried.push(&choice.gpu);
+            match self.make_one(choice, awaited)? {
+                Ok(()) => return Ok(()),
+                Err(error) => errors.push(format!("{}: {error}", gpu_of(choice, &gpus))),
+            }
+        }
+        Err(NotMade { reason: errors.join("; "), temporary: true })
+    }
+
+    /// The inner error is the driver's, after the way back.
+    fn make_one(&mut self, choice: &Choice, awaited: &Awaited) -> Result<Result<(), String>, LedgerError> {
+        let made = Made {
+            gpu: choice.gpu.clone(),
+            profile: choice.profile,
+            name: choice.name.clone(),
+            placement: (choice.span.start, choice.span.size),
+            slices: choice.slices,
+            gi: None,
+            uuid: None,
+            awaited: Some(awaited.clone()),
+            going: false,
+            emptied: false,
+            stuck: None,
+        };
+        self.touched = true;
+        self.change(|ledger| {
+            // The driver says that the place is free: one of ours that was there somebody has destroyed.
+            ledger.forget_made(&made);
+            ledger.mig.made.push(made.clone());
+        })?;
+        let Err(error) = self.steps(choice, &made)? else { return Ok(Ok(())) };
+        let made = self.change(|ledger| ledger.made_mut(&made).cloned())?.unwrap_or(made);
+        let left = self.unmake(&made)?;
+        let left =
+            left.map(|why| format!("; and what had been made is still there: {why}")).unwrap_or_default();
+        Ok(Err(format!("a {} at {} cannot be made: {error}{left}", safe(&choice.name), choice.span)))
+    }
+
+    fn steps(&mut self, choice: &Choice, made: &Made) -> Result<Result<(), String>, LedgerError> {
+        let gi = match self.driver.create_instance(&choice.gpu, choice.profile, choice.span) {
+            Ok(gi) => gi,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        self.note(made, |made| made.gi = Some(gi))?;
+        let created = self
+            .driver
+            .create_compute(&choice.gpu, gi, choice.slices, None)
+            .and_then(|()| self.driver.instances(&choice.gpu));
+        let instances = match created {
+            Ok(instances) => instances,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let now = instances.into_iter().find(|one| one.gi == gi);
+        let uuid = now.and_then(|now| now.compute.into_iter().next()).map(|part| part.uuid);
+        match uuid.filter(|uuid| !uuid.is_empty()) {
+            Some(uuid) => {
+                self.note(made, |made| made.uuid = Some(uuid))?;
+                Ok(Ok(()))
+            }
+            None => Ok(Err("the driver does not tell its UUID".to_owned())),
+        }
+    }
+
+    /// Destroys every instance of ours that nobody needs; `before` is done to each first, by its UUID. Why some
+    /// are still there, a line each.
+    ///
+    /// # Errors
+    /// The ledger.
+    pub fn clear(&mut self, before: &mut dyn FnMut(&str)) -> Result<Vec<String>, LedgerError> {
+        let mut lines = Vec::new();
+        for made in self.change(Ledger::condemn_unneeded)? {
+            if let Some(uuid) = &made.uuid {
+                before(uuid);
+            }
+            if let Some(why) = self.unmake(&made)? {
+                lines.push(format!(
+                    "MIG instance {} of GPU {}, which was made for a container that has ended, cannot be destroyed \
+                     yet, and is tried again by the next command: {why}",
+                    made.label(),
+                    safe(&made.gpu)
+                ));
+            }
+        }
+        Ok(lines)
+    }
+
+    /// Destroys it and forgets it; why not.
+    fn unmake(&mut self, made: &Made) -> Result<Option<String>, LedgerError> {
+        let deadline = Instant::now() + if made.stuck.is_some() { Duration::ZERO } else { LEAVING };
+        let mut made = Made { going: true, ..made.clone() };
+        self.write(&made)?;
+        let why = loop {
+            match self.destroy(&mut made)? {
+                Ok(()) => {
+                    self.touched = true;
+                    self.change(|ledger| ledger.forget_made(&made))?;
+                    return Ok(None);
+                }
+                Err(error) if Instant::now() >= deadline => break error.to_string(),
+                Err(_) => std::thread::sleep(LOOK_AGAIN),
+            }
+        };
+        // What is whole still may be emptied by others from now on.
+        made.emptied &= !self.is_whole(&made);
+        made.stuck = Some(why.clone());
+        self.write(&made)?;
+        Ok(Some(why))
+    }
+
+    /// Destroys what `made` tells of, as far as it is there and nobody else's; the inner error is the driver's.
+    fn destroy(&mut self, made: &mut Made) -> Result<Result<(), DriverError>, LedgerError> {
+        let now = match there(made, self.driver) {
+            Ok(now) => now.filter(|now| is_ours(made, now)),
+            Err(error) => return Ok(Err(error)),
+        };
+        let Some(now) = now else { return Ok(Ok(())) };
+        let part = now.compute.iter().find(|part| made.uuid.as_ref().is_none_or(|uuid| part.uuid == *uuid));
+        let seen = recognized(made, &now, part);
+        if seen != *made {
+            self.write(&seen)?;
+            *made = seen;
+        }
+        if let Some(Err(error)) = part.map(|part| self.driver.destroy_compute(&made.gpu, now.gi, part.ci)) {
+            return Ok(Err(error));
+        }
+        // Others' compute instances in it keep it.
+        Ok(if now.compute.len() <= 1 { self.driver.destroy_instance(&made.gpu, now.gi) } else { Ok(()) })
+    }
+
+    /// Whether its compute instance is there, as far as the driver says.
+    fn is_whole(&mut self, made: &Made) -> bool {
+        let is_part = |uuid: &String| made.uuid.as_ref() == Some(uuid);
+        let now = there(made, self.driver).ok().flatten();
+        now.is_some_and(|now| now.compute.iter().any(|part| is_part(&part.uuid)))
+    }
+
+    fn write(&mut self, made: &Made) -> Result<(), LedgerError> {
+        let Made { gi, uuid, going, emptied, stuck, .. } = made.clone();
+        // Who waits for it is others' to say.
+        self.note(made, |one| {
+            (one.gi, one.uuid, one.going, one.emptied, one.stuck) = (gi, uuid, going, emptied, stuck);
+        })
+    }
+
+    fn note(&mut self, made: &Made, change: impl FnOnce(&mut Made)) -> Result<(), LedgerError> {
+        self.change(|ledger| ledger.made_mut(made).map(change)).map(drop)
+    }
+
+    fn change<T>(&mut self, change: impl FnOnce(&mut Ledger) -> T) -> Result<T, LedgerError> {
+        let (done, freed) = self.store.update(|ledger| Ok::<_, std::convert::Infallible>(change(ledger)))?;
+        self.freed.extend(freed);
+        let Ok(done) = done;
+        Ok(done)
+    }
+}
+
+fn gpu_of(choice: &Choice, gpus: &[Gpu]) -> String {
+    gpus.iter().find(|gpu| gpu.uuid == choice.gpu).map(Gpu::label).unwrap_or_default()
+}
+
+/// What is at its place now.
+fn there(made: &Made, driver: &mut dyn Driver) -> Result<Option<Instance>, DriverError> {
+    let span = Span { start: made.placement.0, size: made.placement.1 };
+    Ok(driver.instances(&made.gpu)?.into_iter().find(|one| one.span == span))
+}
+
+/// `made` as the driver shows it, with `part` as its compute instance, right before that is destroyed: what the next
+/// command finds there is ours only if it is this one, or without a compute instance.
+fn recognized(made: &Made, now: &Instance, part: Option<&Compute>) -> Made {
+    let uuid = part.map(|part| part.uuid.clone()).filter(|uuid| !uuid.is_empty());
+    let nameless = part.is_some() && uuid.is_none();
+    Made {
+        gi: Some(now.gi),
+        emptied: made.emptied || !nameless,
+        uuid: uuid.or_else(|| made.uuid.clone()),
+        ..made.clone()
+    }
+}
+
+/// Ids and places are given to other instances later. What had no UUID yet has at most the one compute instance
+/// that we were making, and none before we knew its id; what had one is empty only by our own hand.
+fn is_ours(made: &Made, now: &Instance) -> bool {
+    let same = now.profile == made.profile && made.gi.is_none_or(|gi| gi == now.gi);
+    let ours = match (&made.uuid, made.gi) {
+        _ if now.compute.is_empty() => made.uuid.is_none() || made.emptied,
+        (Some(uuid), _) => now.compute.iter().any(|part| part.uuid == *uuid),
+        (None, Some(_)) if !made.emptied => matches!(&now.compute[..], [one] if one.slices == made.slices),
+        (None, _) => false,
+    };
+    same && ours
+}
+
+#[cfg(test)]
+#[path = "making_tests.rs"]
+mod tests;

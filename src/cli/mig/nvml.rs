@@ -1,0 +1,308 @@
+//! The real driver, by NVML.
+
+use crate::probe;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::{Device, Nvml as Library};
+use nvml_wrapper_sys::bindings::{NVML_COMPUTE_INSTANCE_PROFILE_COUNT, NVML_GPU_INSTANCE_PROFILE_COUNT};
+
+use super::calls::{self, CiProfile, Gi};
+use super::{Compute, ComputeProfile, Driver, DriverError, Gpu, Instance, Mode, Profile, Running, Span};
+use crate::probe::{ProbeError, instance_ids, unless_unsupported};
+use sublet_core::child::{self, ChildError};
+use sublet_core::config::Config;
+use sublet_core::inventory::{self, Inventory};
+use sublet_core::own::PATH;
+use sublet_core::text::safe;
+
+/// A reset of a large GPU takes some ten seconds.
+const RESET_LIMIT: Duration = Duration::from_secs(120);
+
+/// Architectures from this compute capability on change MIG mode without a reset (MIG User Guide, "MIG mode
+/// is persistent until reset" and what follows: Ampere needs one, Hopper and later do not).
+const NO_RESET_FROM: i32 = 9;
+
+/// NVML, and what a reset needs beside it.
+pub struct Nvml {
+    /// Gone only while a GPU is reset: it would be in the way.
+    library: Option<Library>,
+    path: PathBuf,
+    smi: Option<PathBuf>,
+    /// By GPU.
+    known: BTreeMap<String, Known>,
+}
+
+/// What a GPU can have, which is asked for once: it is the same before and after every step.
+#[derive(Default)]
+struct Known {
+    profiles: Vec<Profile>,
+    /// By id of the GPU instance's profile.
+    kinds: BTreeMap<u32, Vec<(CiProfile, Vec<Span>)>>,
+}
+
+impl Nvml {
+    /// Loads and initializes it.
+    ///
+    /// # Errors
+    /// No driver, no NVML.
+    pub fn open(config: &Config, inventory: &Inventory) -> Result<Self, ProbeError> {
+        let (library, path) = probe::connect(config)?;
+        Ok(Self { library: Some(library), path, smi: inventory.driver.smi.clone(), known: BTreeMap::new() })
+    }
+
+    /// Every GPU of the inventory.
+    ///
+    /// # Errors
+    /// One does not answer.
+    pub fn gpus(&mut self, inventory: &Inventory) -> Result<Vec<Gpu>, DriverError> {
+        inventory.gpus().map(|device| self.gpu(&device.uuid)).collect()
+    }
+
+    fn on<T>(
+        &self,
+        gpu: &str,
+        what: &str,
+        ask: impl FnOnce(&Device<'_>) -> Result<T, NvmlError>,
+    ) -> Result<T, DriverError> {
+        let library = self.library.as_ref().ok_or_else(|| failed(what, &NvmlError::Uninitialized))?;
+        library.device_by_uuid(gpu).and_then(|device| ask(&device)).map_err(|error| failed(what, &error))
+    }
+}
+
+fn failed(what: &str, error: &NvmlError) -> DriverError {
+    let (why, hint) = match error {
+        NvmlError::NoPermission => (error.to_string(), "; run as root"),
+        NvmlError::InUse => {
+            (error.to_string(), "; something has it open: `nvidia-smi` and `fuser -v /dev/nvidia*` name it")
+        }
+        NvmlError::UnexpectedVariant(NO_ROOM) => ("there is no room for it".to_owned(), ""),
+        NvmlError::UnexpectedVariant(code) => (format!("NVML error {code}"), ""),
+        other => (safe(&other.to_string()), ""),
+    };
+    DriverError { what: format!("NVML, {what}"), why: format!("{why}{hint}") }
+}
+
+/// `NVML_ERROR_INSUFFICIENT_RESOURCES` (nvml.h), which nvml-wrapper has no name for.
+const NO_ROOM: u32 = 23;
+
+impl Driver for Nvml {
+    fn gpu(&mut self, gpu: &str) -> Result<Gpu, DriverError> {
+        self.on(gpu, &format!("looking at {gpu}"), describe)
+    }
+
+    fn instances(&mut self, gpu: &str) -> Result<Vec<Instance>, DriverError> {
+        let mut known = self.known.remove(gpu).unwrap_or_default();
+        let found = self.on(gpu, "listing the instances", |device| {
+            if known.profiles.is_empty() {
+                known.profiles = profiles(device)?;
+            }
+            instances(device, &mut known)
+        });
+        self.known.insert(gpu.to_owned(), known);
+        found
+    }
+
+    fn mode(&mut self, gpu: &str) -> Result<Option<Mode>, DriverError> {
+        self.on(gpu, "asking for the MIG mode", mode)
+    }
+
+    fn set_mode(&mut self, gpu: &str, on: bool) -> Result<(), DriverError> {
+        self.known.remove(gpu);
+        // What became of it is asked for afterwards: drivers differ in what they return here.
+        self.on(gpu, "switching MIG mode", |device| device.set_mig_mode(on).map(drop))
+    }
+
+    fn reset(&mut self, gpu: &str) -> Result<(), DriverError> {
+        let error = |why: String| DriverError { what: "nvidia-smi --gpu-reset".to_owned(), why };
+        let Some(smi) = &self.smi else { return Err(error("nvidia-smi is not installed".to_owned())) };
+        let mut command = Command::new(smi);
+        command.env_clear().env("PATH", PATH).args(["--gpu-reset", "-i", gpu]);
+        // Whoever has the GPU open is in the way of its reset, and NVML has.
+        self.library = None;
+        let done = child::run(&mut command, "", RESET_LIMIT);
+        let again = probe::open(&self.path).map_err(|error| failed("starting again", &error));
+        self.library = Some(again?);
+        match done {
+            Ok(done) if done.status.success() => Ok(()),
+            Ok(done) => Err(error(safe(format!("{}{}", done.stdout, done.stderr).trim()))),
+            Err(ChildError::Timeout) => Err(error(format!("no end after {} s", RESET_LIMIT.as_secs()))),
+            Err(ChildError::Io(why)) => Err(error(why.to_string())),
+        }
+    }
+
+    fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Result<u32, DriverError> {
+        self.on(
+            gpu,
+            "creating a GPU instance",
+            |device| Ok(calls::create_instance(device, profile, span)?.id),
+        )
+    }
+
+    fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Result<(), DriverError> {
+        self.on(gpu, "destroying a GPU instance", |device| calls::instance(device, gi)?.destroy())
+    }
+
+    fn create_compute(
+        &mut self,
+        gpu: &str,
+        gi: u32,
+        slices: u32,
+        span: Option<Span>,
+    ) -> Result<(), DriverError> {
+        self.on(gpu, "creating a compute instance", |device| {
+            let gi = calls::instance(device, gi)?;
+            let kind = kinds(&gi)?.into_iter().find(|(kind, _)| kind.slices == slices);
+            gi.create(kind.ok_or(NvmlError::NotSupported)?.0, span)
+        })
+    }
+
+    fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Result<(), DriverError> {
+        self.on(gpu, "destroying a compute instance", |device| {
+            calls::instance(device, gi)?.compute_instance(ci)?.destroy()
+        })
+    }
+}
+
+fn describe(device: &Device<'_>) -> Result<Gpu, NvmlError> {
+    let mode = mode(device)?;
+    let profiles = if mode.is_some() { profiles(device)? } else { Vec::new() };
+    let mut known = Known { profiles, kinds: BTreeMap::new() };
+    let on = mode.is_some_and(|mode| mode.current);
+    let instances = if on { instances(device, &mut known)? } else { Vec::new() };
+    Ok(Gpu {
+        uuid: device.uuid()?,
+        index: device.index()?,
+        name: device.name()?,
+        pci_device: device.pci_info()?.pci_device_id,
+        mode,
+        resets: device.cuda_compute_capability()?.major < NO_RESET_FROM,
+        profiles: known.profiles,
+        instances,
+        running: running(device)?,
+        held: Vec::new(),
+    })
+}
+
+fn mode(device: &Device<'_>) -> Result<Option<Mode>, NvmlError> {
+    let mode = unless_unsupported(device.mig_mode())?;
+    Ok(mode.map(|mode| Mode { current: mode.current == 1, pending: mode.pending == 1 }))
+}
+
+/// Of a list of kinds most are unknown to any one GPU, and the later ones, and calls, to older drivers.
+fn unless_unknown<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+    match answer {
+        Ok(value) => Ok(Some(value)),
+        Err(
+            NvmlError::InvalidArg
+            | NvmlError::NotSupported
+            | NvmlError::FunctionNotFound
+            | NvmlError::FailedToLoadSymbol(_),
+        ) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// What the GPU can have, largest first.
+fn profiles(device: &Device<'_>) -> Result<Vec<Profile>, NvmlError> {
+    let mut found: Vec<Profile> = Vec::new();
+    for index in 0..NVML_GPU_INSTANCE_PROFILE_COUNT {
+        let Some(mut profile) = unless_unknown(calls::profile(device, index))? else { continue };
+        profile.placements = unless_unknown(calls::placements(device, profile.id))?.unwrap_or_default();
+        // For people alone: planning does not ask, and a driver that does not say is no reason to fail.
+        profile.free = calls::remaining(device, profile.id).unwrap_or(0);
+        found.push(profile);
+    }
+    found.sort_by(|a, b| {
+        let size = |one: &Profile| Reverse((one.slices, one.memory_mib));
+        (size(a), &a.name).cmp(&(size(b), &b.name))
+    });
+    Ok(found)
+}
+
+fn instances(device: &Device<'_>, known: &mut Known) -> Result<Vec<Instance>, NvmlError> {
+    let uuids = uuids(device)?;
+    let mut found = Vec::new();
+    for profile in &known.profiles {
+        for gi in unless_unknown(calls::instances(device, profile))?.unwrap_or_default() {
+            let kinds = match known.kinds.entry(gi.profile) {
+                Entry::Occupied(kinds) => kinds.into_mut(),
+                Entry::Vacant(none) => none.insert(kinds(&gi)?),
+            };
+            found.push(instance(&gi, kinds, &uuids)?);
+        }
+    }
+    found.sort_by_key(|one: &Instance| one.span);
+    Ok(found)
+}
+
+/// Kinds of compute instance, each once: some drivers have the same one under two indexes.
+fn kinds(gi: &Gi<'_>) -> Result<Vec<(CiProfile, Vec<Span>)>, NvmlError> {
+    let mut found: Vec<(CiProfile, Vec<Span>)> = Vec::new();
+    for index in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
+        let Some(kind) = unless_unknown(gi.profile_at(index))? else { continue };
+        if !found.iter().any(|(known, _)| known.id == kind.id) {
+            found.push((kind, unless_unknown(gi.placements(kind))?.unwrap_or_default()));
+        }
+    }
+    Ok(found)
+}
+
+fn instance(
+    gi: &Gi<'_>,
+    kinds: &[(CiProfile, Vec<Span>)],
+    uuids: &[(u32, u32, String)],
+) -> Result<Instance, NvmlError> {
+    let mut compute = Vec::new();
+    for &(kind, _) in kinds {
+        for ci in gi.compute(kind)? {
+            let known = uuids.iter().find(|(g, c, _)| (*g, *c) == (gi.id, ci.id));
+            let uuid = known.map(|(_, _, uuid)| uuid.clone()).unwrap_or_default();
+            compute.push(Compute { ci: ci.id, slices: kind.slices, span: ci.span, uuid, held: None });
+        }
+    }
+    compute.sort_by_key(|one| one.span);
+    let kind = |(kind, placements): &(CiProfile, Vec<Span>)| ComputeProfile {
+        slices: kind.slices,
+        placements: placements.clone(),
+    };
+    let kinds = kinds.iter().map(kind).collect();
+    Ok(Instance { gi: gi.id, profile: gi.profile, span: gi.span, held: None, kinds, compute })
+}
+
+/// The MIG devices: (GPU instance, compute instance, UUID). Their indexes have gaps.
+fn uuids(device: &Device<'_>) -> Result<Vec<(u32, u32, String)>, NvmlError> {
+    let mut found = Vec::new();
+    for mig in probe::mig_handles(device)? {
+        let (gi, ci) = instance_ids(&mig)?;
+        found.push((gi, ci, mig.uuid()?));
+    }
+    Ok(found)
+}
+
+/// Processes of the GPU and of each MIG device: without privileges only the latter list any.
+fn running(device: &Device<'_>) -> Result<Vec<Running>, NvmlError> {
+    let mut found = Vec::new();
+    let whole = [probe::compute_processes(device)?, probe::graphics_processes(device)?];
+    for process in whole.into_iter().flatten() {
+        let (gi, ci) = (process.gpu_instance_id, process.compute_instance_id);
+        found.push(Running { pid: process.pid, gi, ci });
+    }
+    for mig in probe::mig_handles(device)? {
+        let (gi, ci) = instance_ids(&mig)?;
+        for process in probe::compute_processes(&mig)? {
+            found.push(Running { pid: process.pid, gi: Some(gi), ci: Some(ci) });
+        }
+    }
+    // The same process by way of the GPU, which may not say where.
+    let told: Vec<u32> = found.iter().filter(|one| one.ci.is_some()).map(|one| one.pid).collect();
+    found.retain(|one| one.ci.is_some() || !told.contains(&one.pid));
+    found.sort_by_key(|one| (one.pid, one.gi, one.ci));
+    found.dedup();
+    Ok(found)
+}

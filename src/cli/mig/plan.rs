@@ -1,0 +1,468 @@
+//! From what a GPU is cut into to what it should be: the fewest steps, around whatever is held. Pure.
+
+use std::fmt;
+
+use super::arrange::{Group, Placed, Terms, arrange};
+use super::{Compute, Gpu, Instance, Profile, Span, Target, Want, device_name};
+use sublet_core::text::safe;
+
+/// What has to be done to one GPU, in this order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// `GPU-…`.
+    pub gpu: String,
+    /// NVML's index.
+    pub index: u32,
+    /// Whether it takes a reset of the GPU.
+    pub reset: bool,
+    /// Nothing where the GPU is as it should be.
+    pub steps: Vec<Step>,
+}
+
+/// One call to the driver. GPU instances are named by their place: ids change when one is made again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Switches MIG mode.
+    Mode(bool),
+    /// Destroys a compute instance.
+    DestroyCompute {
+        /// Its GPU instance.
+        instance: Instance,
+        /// It.
+        compute: Compute,
+        /// Its name for people.
+        name: String,
+    },
+    /// Destroys a GPU instance, empty by then.
+    DestroyInstance {
+        /// It.
+        instance: Instance,
+        /// Its name for people.
+        name: String,
+    },
+    /// Makes a GPU instance.
+    CreateInstance {
+        /// Its profile's id.
+        profile: u32,
+        /// Where.
+        span: Span,
+        /// Its name for people.
+        name: String,
+    },
+    /// Makes a compute instance.
+    CreateCompute {
+        /// Where its GPU instance lies.
+        at: Span,
+        /// Compute slices.
+        slices: u32,
+        /// Which of the GPU instance's; `None`: the driver's choice.
+        span: Option<Span>,
+        /// Its name for people.
+        name: String,
+    },
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Mode(true) => write!(f, "switch MIG mode on"),
+            Self::Mode(false) => write!(f, "switch MIG mode off"),
+            Self::DestroyCompute { instance, compute, name } => {
+                write!(
+                    f,
+                    "destroy compute instance {name} ({}) in the GPU instance at {}",
+                    compute.uuid, instance.span
+                )
+            }
+            Self::DestroyInstance { instance, name } => {
+                write!(f, "destroy GPU instance {name} at {}", instance.span)
+            }
+            Self::CreateInstance { span, name, .. } => write!(f, "create GPU instance {name} at {span}"),
+            Self::CreateCompute { at, name, .. } => {
+                write!(f, "create compute instance {name} in the GPU instance at {at}")
+            }
+        }
+    }
+}
+
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.start, self.size)
+    }
+}
+
+/// Why a GPU cannot be cut as wanted; begins with the GPU.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Obstacle {
+    /// No MIG here.
+    #[error("GPU {index} ({}) cannot do MIG: leave it out of the layout, or mig = false", safe(name))]
+    NotCapable {
+        /// NVML's index.
+        index: u32,
+        /// Its model.
+        name: String,
+    },
+    /// A change of mode under somebody's feet.
+    #[error("GPU {index}: MIG mode cannot be switched {to} while {} the GPU: end it first", safe(who))]
+    InUse {
+        /// NVML's index.
+        index: u32,
+        /// `on` or `off`.
+        to: &'static str,
+        /// As `process 4711 holds`.
+        who: String,
+    },
+    /// More of a profile than any GPU of this model can have.
+    #[error("GPU {index}: {asked} {profile} are wanted, and it can have at most {most}")]
+    TooMany {
+        /// NVML's index.
+        index: u32,
+        /// The profile's name.
+        profile: String,
+        /// How many are wanted.
+        asked: usize,
+        /// How many there can be.
+        most: u32,
+    },
+    /// A start that the driver does not allow.
+    #[error("GPU {index}: a {profile} cannot start at {start}, only at {allowed}")]
+    NoSuchPlace {
+        /// NVML's index.
+        index: u32,
+        /// The profile's name.
+        profile: String,
+        /// What is wanted.
+        start: u32,
+        /// What would do.
+        allowed: String,
+    },
+    /// Too much compute in one instance.
+    #[error("GPU {index}: {cut} do not fit a {profile} together, which has {slices} compute slices")]
+    NoSuchCut {
+        /// NVML's index.
+        index: u32,
+        /// The profile's name.
+        profile: String,
+        /// The compute instances wanted.
+        cut: String,
+        /// What there is.
+        slices: u32,
+    },
+    /// More of the engines that only some profiles have than there are.
+    #[error("GPU {index}: {wanted} want more {engines} than this GPU has")]
+    Media {
+        /// NVML's index.
+        index: u32,
+        /// The instances wanted.
+        wanted: String,
+        /// What is short.
+        engines: &'static str,
+    },
+    /// Not even an empty GPU could have these.
+    #[error("GPU {index}: {wanted} do not fit this GPU together, wherever they lie")]
+    DoesNotFit {
+        /// NVML's index.
+        index: u32,
+        /// The instances wanted.
+        wanted: String,
+    },
+    /// Something held has no place in the layout, or the rest no place around it.
+    #[error(
+        "GPU {index}: there is no way to {wanted} around {held}: end that first, or give it a place in the layout"
+    )]
+    InTheWay {
+        /// NVML's index.
+        index: u32,
+        /// The instances wanted.
+        wanted: String,
+        /// The instances that stay, each with its holder.
+        held: String,
+    },
+}
+
+/// The steps from `gpu` as it is to `target`.
+///
+/// # Errors
+/// Why there are none.
+pub fn plan(gpu: &Gpu, target: &Target) -> Result<Plan, Obstacle> {
+    let index = gpu.index;
+    let done = |reset, steps| Plan { gpu: gpu.uuid.clone(), index, reset, steps };
+    let Some(mode) = gpu.mode else {
+        let refused = Obstacle::NotCapable { index, name: gpu.name.clone() };
+        return if target.on { Err(refused) } else { Ok(done(false, Vec::new())) };
+    };
+    let switch = mode.current != target.on;
+    if switch {
+        unused(gpu, target.on)?;
+    }
+    // A change that waits for a reset and is not wanted any more is taken back, which needs none.
+    let asks = switch || mode.pending != target.on;
+    let mut steps = Vec::new();
+    if !target.on {
+        steps.extend(gpu.instances.iter().flat_map(|instance| destroy(gpu, instance)));
+        steps.extend(asks.then_some(Step::Mode(false)));
+        return Ok(done(switch && gpu.resets, steps));
+    }
+    steps.extend(asks.then_some(Step::Mode(true)));
+    steps.extend(cut(gpu, &target.want)?);
+    Ok(done(switch && gpu.resets, steps))
+}
+
+/// The mode of a GPU that somebody uses stays.
+fn unused(gpu: &Gpu, on: bool) -> Result<(), Obstacle> {
+    let instance = gpu.instances.iter().find_map(Instance::holder);
+    match gpu.held.first().map(String::as_str).or(instance) {
+        None => Ok(()),
+        Some(who) => Err(Obstacle::InUse {
+            index: gpu.index,
+            to: if on { "on" } else { "off" },
+            who: format!("{who} holds"),
+        }),
+    }
+}
+
+fn cut(gpu: &Gpu, want: &[Want]) -> Result<Vec<Step>, Obstacle> {
+    sensible(gpu, want)?;
+    let kinds = kinds(want);
+    let Some(placed) = placed(gpu, &kinds, &|instance| instance.holder().is_some()) else {
+        return Err(why_not(gpu, &kinds, want));
+    };
+    let kept = |instance: &Instance| {
+        placed.iter().find(|(kind, span)| *span == instance.span && kinds[*kind].profile == instance.profile)
+    };
+    let (mut destroyed, mut created) = (Vec::new(), Vec::new());
+    for instance in &gpu.instances {
+        match kept(instance).and_then(|(kind, _)| recut(gpu, instance, &kinds[*kind].compute)) {
+            Some((_, gone, new)) => {
+                destroyed.extend(gone);
+                created.extend(new);
+            }
+            None => destroyed.extend(destroy(gpu, instance)),
+        }
+    }
+    let new = placed.iter().filter(|(kind, span)| {
+        let same = |old: &Instance| old.span == *span && old.profile == kinds[*kind].profile;
+        !gpu.instances.iter().any(same)
+    });
+    created.extend(new.flat_map(|&(kind, span)| create(gpu, kinds[kind], span)));
+    Ok(destroyed.into_iter().chain(created).collect())
+}
+
+/// What no arrangement changes.
+fn sensible(gpu: &Gpu, want: &[Want]) -> Result<(), Obstacle> {
+    let index = gpu.index;
+    for one in want {
+        let Some(profile) = gpu.profile(one.profile) else { continue };
+        let name = || profile.name.clone();
+        let asked = want.iter().filter(|other| other.profile == one.profile).count();
+        if asked > profile.instances as usize {
+            return Err(Obstacle::TooMany { index, profile: name(), asked, most: profile.instances });
+        }
+        if let Some(start) = one.start.filter(|start| !profile.placements.iter().any(|at| at.start == *start))
+        {
+            let allowed: Vec<_> = profile.placements.iter().map(|at| at.start.to_string()).collect();
+            return Err(Obstacle::NoSuchPlace { index, profile: name(), start, allowed: allowed.join(", ") });
+        }
+        if one.compute.iter().sum::<u32>() > profile.slices {
+            let cut: Vec<_> = one.compute.iter().map(|&slices| device_name(profile, slices)).collect();
+            let (cut, slices) = (cut.join(" and "), profile.slices);
+            return Err(Obstacle::NoSuchCut { index, profile: name(), cut, slices });
+        }
+    }
+    for (at, engines) in ["JPEG engines", "optical flow accelerators"].into_iter().enumerate() {
+        let all = gpu.profiles.iter().map(|profile| profile.media[at]).max().unwrap_or(0);
+        let asked = want.iter().filter_map(|one| gpu.profile(one.profile)).map(|profile| profile.media[at]);
+        if asked.sum::<u32>() > all {
+            return Err(Obstacle::Media { index, wanted: listed(gpu, want), engines });
+        }
+    }
+    Ok(())
+}
+
+/// Each kind once; equal ones are counted by [`groups`].
+fn kinds(want: &[Want]) -> Vec<&Want> {
+    let mut kinds: Vec<&Want> = want.iter().collect();
+    kinds.sort_by(|a, b| (a.profile, a.start, &a.compute).cmp(&(b.profile, b.start, &b.compute)));
+    kinds
+}
+
+/// Where each of `kinds` goes; `stays` says which instances must stay.
+fn placed(gpu: &Gpu, kinds: &[&Want], stays: &dyn Fn(&Instance) -> bool) -> Option<Vec<Placed>> {
+    // Index of the first of those that are alike, which stands for all of them.
+    let firsts: Vec<usize> = (0..kinds.len()).filter(|&at| at == 0 || kinds[at - 1] != kinds[at]).collect();
+    let groups: Vec<Group> = firsts
+        .iter()
+        .map(|&first| {
+            let want = kinds[first];
+            let all = gpu.profile(want.profile).map(|profile| profile.placements.clone()).unwrap_or_default();
+            let fits = |span: &Span| want.start.is_none_or(|start| span.start == start);
+            Group {
+                places: all.into_iter().filter(fits).collect(),
+                count: kinds.iter().filter(|other| **other == want).count(),
+            }
+        })
+        .collect();
+    let fixed: Vec<Span> = gpu.instances.iter().filter(|one| stays(one)).map(|one| one.span).collect();
+    let price = |group: usize, span: Span| price(gpu, kinds[firsts[group]], span, stays);
+    let terms = Terms { price: &price, worth: &|placed| room_left(gpu, placed) };
+    let (_, placed) = arrange(&groups, &fixed, &terms)?;
+    Some(placed.into_iter().map(|(group, span)| (firsts[group], span)).collect())
+}
+
+/// More than one instance and all its compute instances can cost, so that no price is negative.
+const BASE: u32 = 100;
+
+/// Steps that `want` costs at `span`, less those that it saves.
+fn price(gpu: &Gpu, want: &Want, span: Span, stays: &dyn Fn(&Instance) -> bool) -> Option<u32> {
+    let new = BASE + 1 + u32::try_from(want.compute.len()).ok()?;
+    let Some(instance) = gpu.instances.iter().find(|one| one.span == span && one.profile == want.profile)
+    else {
+        let other = gpu.instances.iter().any(|one| stays(one) && one.span == span);
+        return (!other).then_some(new);
+    };
+    match recut(gpu, instance, &want.compute) {
+        Some((steps, ..)) => {
+            let saved = 1 + u32::try_from(instance.compute.len()).ok()?;
+            Some((BASE + steps).saturating_sub(saved))
+        }
+        None => (!stays(instance)).then_some(new),
+    }
+}
+
+/// What an arrangement leaves room for: for each profile, largest first, how many places stay free.
+pub(super) fn room_left(gpu: &Gpu, placed: &[Placed]) -> Vec<u32> {
+    let free = |span: &&Span| !placed.iter().any(|(_, taken)| taken.overlaps(**span));
+    let count = |profile: &Profile| profile.placements.iter().filter(free).count();
+    gpu.profiles.iter().map(|profile| u32::try_from(count(profile)).unwrap_or(u32::MAX)).collect()
+}
+
+/// The steps that give `instance` these compute instances, and how many they are.
+fn recut(gpu: &Gpu, instance: &Instance, compute: &[u32]) -> Option<(u32, Vec<Step>, Vec<Step>)> {
+    let mut sizes: Vec<u32> = compute.to_vec();
+    sizes.sort_unstable();
+    sizes.dedup();
+    let groups: Vec<Group> = sizes
+        .iter()
+        .map(|&slices| Group {
+            places: places(instance, slices),
+            count: compute.iter().filter(|one| **one == slices).count(),
+        })
+        .collect();
+    let there = |group: usize, span: Span| {
+        instance.compute.iter().find(|one| one.span == span && one.slices == sizes[group])
+    };
+    let price = |group: usize, span: Span| {
+        let other = |one: &Compute| one.held.is_some() && one.span == span;
+        match there(group, span) {
+            Some(_) => Some(0),
+            None => (!instance.compute.iter().any(other)).then_some(1),
+        }
+    };
+    // Nobody knows which of them a process is in: all stay.
+    let stays = |one: &&Compute| instance.held.is_some() || one.held.is_some();
+    let fixed: Vec<Span> = instance.compute.iter().filter(stays).map(|one| one.span).collect();
+    let (_, placed) = arrange(&groups, &fixed, &Terms { price: &price, worth: &|_| Vec::new() })?;
+    let name = |slices| named(gpu, instance.profile, slices);
+    let gone: Vec<Step> = instance
+        .compute
+        .iter()
+        .filter(|one| !placed.iter().any(|&(group, span)| span == one.span && sizes[group] == one.slices))
+        .map(|one| Step::DestroyCompute {
+            instance: instance.clone(),
+            compute: one.clone(),
+            name: name(one.slices),
+        })
+        .collect();
+    let new: Vec<Step> = placed
+        .iter()
+        .filter(|&&(group, span)| there(group, span).is_none())
+        .map(|&(group, span)| Step::CreateCompute {
+            at: instance.span,
+            slices: sizes[group],
+            span: Some(span),
+            name: name(sizes[group]),
+        })
+        .collect();
+    Some((u32::try_from(gone.len() + new.len()).ok()?, gone, new))
+}
+
+/// Where a compute instance of that size may lie: where the driver says, and where one does.
+fn places(instance: &Instance, slices: u32) -> Vec<Span> {
+    let kinds = instance.kinds.iter().filter(|kind| kind.slices == slices);
+    let there = instance.compute.iter().filter(|one| one.slices == slices).map(|one| one.span);
+    let mut places: Vec<Span> = kinds.flat_map(|kind| kind.placements.clone()).chain(there).collect();
+    places.sort_unstable();
+    places.dedup();
+    places
+}
+
+fn named(gpu: &Gpu, profile: u32, slices: u32) -> String {
+    gpu.profile(profile).map_or_else(|| gpu.profile_name(profile), |profile| device_name(profile, slices))
+}
+
+fn destroy(gpu: &Gpu, instance: &Instance) -> Vec<Step> {
+    let compute = instance.compute.iter().map(|compute| Step::DestroyCompute {
+        instance: instance.clone(),
+        compute: compute.clone(),
+        name: named(gpu, instance.profile, compute.slices),
+    });
+    let whole =
+        Step::DestroyInstance { instance: instance.clone(), name: gpu.profile_name(instance.profile) };
+    compute.chain([whole]).collect()
+}
+
+/// The largest compute instance first: the driver places them one after the other.
+fn create(gpu: &Gpu, want: &Want, span: Span) -> Vec<Step> {
+    let name = gpu.profile_name(want.profile);
+    let mut sizes = want.compute.clone();
+    sizes.sort_unstable_by(|a, b| b.cmp(a));
+    let compute = sizes.into_iter().map(|slices| Step::CreateCompute {
+        at: span,
+        slices,
+        span: None,
+        name: named(gpu, want.profile, slices),
+    });
+    [Step::CreateInstance { profile: want.profile, span, name }].into_iter().chain(compute).collect()
+}
+
+/// What stands in the way: that which alone, were it gone, would let the layout be; else all that stays.
+fn why_not(gpu: &Gpu, kinds: &[&Want], want: &[Want]) -> Obstacle {
+    let wanted = listed(gpu, want);
+    let held: Vec<&Instance> = gpu.instances.iter().filter(|one| one.holder().is_some()).collect();
+    if placed(gpu, kinds, &|_| false).is_none() {
+        return Obstacle::DoesNotFit { index: gpu.index, wanted };
+    }
+    let alone = |one: &&&Instance| {
+        placed(gpu, kinds, &|other| other.holder().is_some() && other.span != one.span).is_some()
+    };
+    let culprits: Vec<&Instance> = held.iter().filter(alone).copied().collect();
+    let named: Vec<String> = if culprits.is_empty() { held } else { culprits }
+        .iter()
+        .map(|one| {
+            let name = gpu.profile_name(one.profile);
+            format!("{name} at {} ({})", one.span.start, safe(one.holder().unwrap_or_default()))
+        })
+        .collect();
+    let wanted = if want.is_empty() { "have no instance".to_owned() } else { format!("place {wanted}") };
+    Obstacle::InTheWay { index: gpu.index, wanted, held: named.join(", ") }
+}
+
+/// As `2 × 1g.18gb, 3g.71gb at 4`.
+fn listed(gpu: &Gpu, want: &[Want]) -> String {
+    let mut names: Vec<(String, usize)> = Vec::new();
+    for one in want {
+        let place = one.start.map(|start| format!(" at {start}")).unwrap_or_default();
+        let name = format!("{}{place}", gpu.profile_name(one.profile));
+        match names.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, count)) => *count += 1,
+            None => names.push((name, 1)),
+        }
+    }
+    let counted =
+        |(name, count): (String, usize)| if count == 1 { name } else { format!("{count} × {name}") };
+    names.into_iter().map(counted).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;

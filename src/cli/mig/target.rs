@@ -1,0 +1,173 @@
+//! From a layout to what each GPU of this host should be: selectors, profile names and counts resolved.
+
+use super::layout::{Entry, Layout, LayoutError, Wish};
+use super::{Gpu, Instance, Profile, Span, device_name};
+use sublet_core::config::Config;
+use sublet_core::inventory::Inventory;
+use sublet_core::place::named;
+use sublet_core::request::nearest;
+use sublet_core::text::safe;
+
+/// What one GPU should be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// `GPU-…`.
+    pub gpu: String,
+    /// MIG mode.
+    pub on: bool,
+    /// Its instances, all of them.
+    pub want: Vec<Want>,
+}
+
+/// One GPU instance that is wanted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Want {
+    /// Its profile's id.
+    pub profile: u32,
+    /// Where it begins; anywhere if that is all the same.
+    pub start: Option<u32>,
+    /// Compute slices of its compute instances, smallest first.
+    pub compute: Vec<u32>,
+}
+
+impl Want {
+    /// `one` as it is.
+    #[must_use]
+    pub fn of(one: &Instance) -> Self {
+        let mut compute: Vec<u32> = one.compute.iter().map(|part| part.slices).collect();
+        compute.sort_unstable();
+        Self { profile: one.profile, start: Some(one.span.start), compute }
+    }
+}
+
+impl Target {
+    /// The same, and the instances of `gpu` that lie at `spans` as they are.
+    #[must_use]
+    pub fn beside(&self, gpu: &Gpu, spans: &[Span]) -> Self {
+        let there = gpu.instances.iter().filter(|one| spans.contains(&one.span)).map(Want::of);
+        let want = self.want.iter().cloned().chain(there.filter(|_| self.on)).collect();
+        Self { want, ..self.clone() }
+    }
+}
+
+/// What `layout` wants of each GPU that it names, by NVML's index; the others stay as they are.
+///
+/// # Errors
+/// A GPU that is not here, one that is named twice, a profile that it does not have: with file and line.
+pub fn targets(
+    layout: &Layout,
+    gpus: &[Gpu],
+    inventory: &Inventory,
+    config: &Config,
+) -> Result<Vec<Target>, LayoutError> {
+    let mut found: Vec<(Target, usize)> = Vec::new();
+    for entry in &layout.entries {
+        for gpu in selected(layout, entry, gpus, inventory, config)? {
+            if let Some((_, line)) = found.iter().find(|(target, _)| target.gpu == gpu.uuid) {
+                let text = format!("{} is named already in line {line}: each GPU once", gpu.label());
+                return Err(layout.error(entry.line, text));
+            }
+            found.push((target(layout, entry, gpu)?, entry.line));
+        }
+    }
+    let index = |uuid: &str| gpus.iter().position(|gpu| gpu.uuid == uuid);
+    found.sort_by_key(|(target, _)| index(&target.gpu));
+    Ok(found.into_iter().map(|(target, _)| target).collect())
+}
+
+fn selected<'g>(
+    layout: &Layout,
+    entry: &Entry,
+    gpus: &'g [Gpu],
+    inventory: &Inventory,
+    config: &Config,
+) -> Result<Vec<&'g Gpu>, LayoutError> {
+    let mut selected: Vec<&Gpu> = Vec::new();
+    for name in &entry.devices {
+        let devices = named(name, inventory, config);
+        // Models that are not here are for other hosts with the same file.
+        if devices.is_empty() && !name.starts_with("model:") && name != "all" {
+            let have: Vec<_> =
+                gpus.iter().map(|gpu| format!("{} ({})", gpu.label(), safe(&gpu.uuid))).collect();
+            let text = format!("no GPU here is {}; this host has {}", safe(name), have.join(", "));
+            return Err(layout.error(entry.line, text));
+        }
+        for device in devices {
+            let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == device.uuid) else { continue };
+            if selected.iter().any(|known| known.uuid == gpu.uuid) {
+                return Err(layout.error(entry.line, format!("{} is named twice", gpu.label())));
+            }
+            selected.push(gpu);
+        }
+    }
+    if let Some(ids) = &entry.pci_devices {
+        selected.retain(|gpu| ids.contains(&gpu.pci_device));
+    }
+    Ok(selected)
+}
+
+fn target(layout: &Layout, entry: &Entry, gpu: &Gpu) -> Result<Target, LayoutError> {
+    let mut want = Vec::new();
+    // A GPU that cannot do MIG has no profiles: planning says so.
+    if gpu.mode.is_some() {
+        for wish in &entry.instances {
+            let one = wanted(layout, wish, gpu)?;
+            want.extend(std::iter::repeat_n(one, wish.count));
+        }
+    }
+    Ok(Target { gpu: gpu.uuid.clone(), on: entry.mig, want })
+}
+
+fn wanted(layout: &Layout, wish: &Wish, gpu: &Gpu) -> Result<Want, LayoutError> {
+    let Some(profile) = gpu.profiles.iter().find(|profile| profile.name == wish.profile) else {
+        return Err(layout.error(wish.line, unknown(&wish.profile, gpu)));
+    };
+    let mut compute = Vec::new();
+    for part in wish.compute.as_deref().unwrap_or(&[]) {
+        let slices =
+            slices(part, profile).ok_or_else(|| layout.error(wish.line, unknown_part(part, profile)))?;
+        compute.push(slices);
+    }
+    if wish.compute.is_none() {
+        compute.push(profile.slices);
+    }
+    compute.sort_unstable();
+    Ok(Want { profile: profile.id, start: wish.start, compute })
+}
+
+/// `1c.2g.35gb` or, within its GPU instance, `1c`; the profile's own name for the whole.
+fn slices(part: &str, profile: &Profile) -> Option<u32> {
+    if part == profile.name {
+        return Some(profile.slices);
+    }
+    let (slices, rest) = part.split_once('c')?;
+    let slices: u32 = slices.parse().ok()?;
+    let same = rest.is_empty() || rest.strip_prefix('.') == Some(&profile.name);
+    (same && (1..=profile.slices).contains(&slices)).then_some(slices)
+}
+
+fn unknown_part(part: &str, profile: &Profile) -> String {
+    let known: Vec<_> = (1..=profile.slices).map(|slices| device_name(profile, slices)).collect();
+    format!("a {} cannot have a compute instance {}: it takes {}", profile.name, safe(part), known.join(", "))
+}
+
+/// Says what was probably meant: other tools' spellings, then the nearest name.
+pub(super) fn unknown(name: &str, gpu: &Gpu) -> String {
+    let known: Vec<&str> = gpu.profiles.iter().map(|profile| profile.name.as_str()).collect();
+    let plain = name.trim().to_ascii_lowercase();
+    let plain = plain.strip_prefix("mig ").or_else(|| plain.strip_prefix("mig-")).unwrap_or(&plain).trim();
+    let whole = plain.split_once("c.").filter(|(slices, _)| slices.parse::<u32>().is_ok());
+    let hint =
+        match whole.and_then(|(slices, whole)| Some((slices, known.iter().find(|one| **one == whole)?))) {
+            Some((slices, whole)) => format!("; write profile = \"{whole}\", compute = [\"{slices}c\"]"),
+            None => nearest(plain, known.iter().copied())
+                .map(|near| format!("; did you mean {near}?"))
+                .unwrap_or_default(),
+        };
+    let (label, model, known) = (gpu.label(), safe(&gpu.name), known.join(", "));
+    format!("{label} ({model}) has no profile {}{hint} (it has {known})", safe(name))
+}
+
+#[cfg(test)]
+#[path = "target_tests.rs"]
+mod tests;

@@ -1,0 +1,70 @@
+//! Where a share would be placed, for commands that change nothing: with the caller's own policy, where the
+//! caller is a user without root.
+
+use nix::unistd::geteuid;
+
+use crate::mig::{self, Nvml};
+use crate::serve::rule_of;
+use sublet_core::admit::dynamic::NO_SITE;
+use sublet_core::admit::take::allowed;
+use sublet_core::admit::{AdmitError, dynamic, rootless};
+use sublet_core::broker::caps::Cap;
+use sublet_core::broker::client::BrokerError;
+use sublet_core::config::Config;
+use sublet_core::inventory::Inventory;
+use sublet_core::ledger::{LeaseId, Ledger};
+use sublet_core::place::{Order, Placement, place};
+use sublet_core::request::Request;
+
+/// Where `request` would be placed now.
+///
+/// # Errors
+/// Why it would be refused, in the same words.
+pub fn preview(
+    request: &Request,
+    id: &LeaseId,
+    inventory: &Inventory,
+    ledger: &Ledger,
+    config: &Config,
+) -> Result<Placement, AdmitError> {
+    let uid = geteuid().as_raw();
+    let rule = rootless::applies(config).then(|| rule_of(uid, config)).transpose();
+    let rule = rule.map_err(|reason| BrokerError::Refused { reason, temporary: false })?;
+    let cap = rule.map(|rule| Cap { uid, rule });
+    let allowed = allowed(cap, inventory, config)?;
+    let placement = place(request, id, &allowed, ledger, config).map_err(|refusal| {
+        match dynamic::order(request, cap, &allowed, ledger, config) {
+            Some(Ok(order)) => foreseen(&order, refusal.into(), inventory, ledger, config),
+            Some(Err(error)) => error,
+            None => refusal.into(),
+        }
+    })?;
+    cap.map_or(Ok(()), |cap| cap.check(&placement, ledger))
+        .map_err(|error| AdmitError::Cap(Box::new(error)))?;
+    Ok(placement)
+}
+
+/// What would come of having an instance made.
+fn foreseen(
+    order: &Order,
+    refused: AdmitError,
+    inventory: &Inventory,
+    ledger: &Ledger,
+    config: &Config,
+) -> AdmitError {
+    let refused = Box::new(refused);
+    let opened = if order.sites.is_empty() { Err(NO_SITE.to_owned()) } else { open(config, inventory) };
+    let mut nvml = match opened {
+        Ok(nvml) => nvml,
+        Err(why) => return AdmitError::Unmade { refused, why, temporary: false },
+    };
+    match mig::foresee(order, &mut nvml, ledger, config.placement.policy) {
+        Ok(Ok(what)) => AdmitError::WouldMake { refused, what },
+        Ok(Err(none)) => AdmitError::Unmade { refused, why: none.reason, temporary: none.temporary },
+        Err(error) => AdmitError::Unmade { refused, why: error.to_string(), temporary: true },
+    }
+}
+
+fn open(config: &Config, inventory: &Inventory) -> Result<Nvml, String> {
+    Nvml::open(config, inventory).map_err(|error| error.to_string())
+}

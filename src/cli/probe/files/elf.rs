@@ -1,0 +1,40 @@
+//! Whether a file is a library of this machine's: the first 20 bytes of its ELF header.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::Path;
+
+/// A machine that drivers are made for, always in its 64-bit little-endian form.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::probe) enum Machine {
+    X86_64,
+    Aarch64,
+}
+
+impl Machine {
+    /// The one we run on.
+    pub const HOST: Self = if cfg!(target_arch = "aarch64") { Self::Aarch64 } else { Self::X86_64 };
+
+    /// Debian's name for its library directory (Multi-Arch specification).
+    pub const fn triplet(self) -> &'static str {
+        match self {
+            Self::X86_64 => "x86_64-linux-gnu",
+            Self::Aarch64 => "aarch64-linux-gnu",
+        }
+    }
+
+    /// `e_machine`: `EM_X86_64`, `EM_AARCH64` (elf.h).
+    const fn number(self) -> u8 {
+        match self {
+            Self::X86_64 => 62,
+            Self::Aarch64 => 183,
+        }
+    }
+
+    /// Whether `path` is a 64-bit little-endian ELF file for this machine (`e_ident` and `e_machine`).
+    pub fn made(self, path: &Path) -> bool {
+        let mut header = [0; 20];
+        let read = File::open(path).and_then(|mut file| file.read_exact(&mut header));
+        read.is_ok() && header.starts_with(b"\x7fELF\x02\x01") && header[18..] == [self.number(), 0]
+    }
+}

@@ -1,0 +1,175 @@
+//! The driver's device nodes and their links in /dev/char, where nobody has made them yet: nvidia-modprobe makes
+//! nodes when a program asks for them, which may be after the first container, and udev makes no links for them.
+//!
+//! Without the links systemd cannot name the devices of a container's cgroup, and takes them away from it with
+//! the next daemon-reload (systemd.resource-control(5), `DeviceAllow=`).
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{chown, symlink};
+use std::path::Path;
+
+use super::caps::{make_node, value};
+use super::nodes::check_node;
+use super::{Inventory, Majors, Node, NodeError, under};
+
+/// NVIDIA's number among PCI vendors.
+const VENDOR: &str = "0x10de";
+/// Class of display controllers, 3D ones too (PCI Code and ID Assignment Specification).
+const DISPLAY: &str = "0x03";
+
+/// Whether this host has a GPU of NVIDIA's, with its driver loaded or not.
+#[must_use]
+pub fn has_gpu(root: &Path) -> bool {
+    let Ok(devices) = fs::read_dir(under(root, "/sys/bus/pci/devices")) else { return is_loaded(root) };
+    let is_gpu = |device: &Path| {
+        let begins =
+            |file, with| fs::read_to_string(device.join(file)).is_ok_and(|text| text.starts_with(with));
+        begins("vendor", VENDOR) && begins("class", DISPLAY)
+    };
+    is_loaded(root) || devices.flatten().any(|device| is_gpu(&device.path()))
+}
+
+/// Whether the driver is loaded.
+#[must_use]
+pub fn is_loaded(root: &Path) -> bool {
+    under(root, super::kernel::VERSION_FILE).exists()
+}
+
+/// Makes the nodes that are missing, as nvidia-modprobe would; a warning for each that cannot be made. None where
+/// the driver is told to leave that to the administrator (`NVreg_ModifyDeviceFiles=0`).
+#[must_use]
+pub fn make_nodes(root: &Path) -> Vec<String> {
+    let params = fs::read_to_string(under(root, "/proc/driver/nvidia/params")).unwrap_or_default();
+    if value(&params, "ModifyDeviceFiles") == Some(0) {
+        return Vec::new();
+    }
+    let missing = |node: &Node| matches!(check_node(root, node), Err(NodeError::Missing { .. }));
+    let made = wanted(root)
+        .into_iter()
+        .filter(missing)
+        .map(|node| make(root, &node, &params).map_err(|error| (node, error)));
+    let failed = made.filter_map(Result::err);
+    failed
+        .map(|(node, error)| format!("device node {} cannot be made: {error}", node.path.display()))
+        .collect()
+}
+
+/// With owner and mode of the module's parameters.
+fn make(root: &Path, node: &Node, params: &str) -> io::Result<()> {
+    make_node(root, node, value(params, "DeviceFileMode").unwrap_or(0o666) & 0o777)?;
+    let owner = (value(params, "DeviceFileUID"), value(params, "DeviceFileGID"));
+    chown(under(root, &node.path.to_string_lossy()), owner.0.or(Some(0)), owner.1.or(Some(0)))
+}
+
+/// Those of the driver and of every GPU it lists.
+fn wanted(root: &Path) -> Vec<Node> {
+    let majors = Majors::parse(&fs::read_to_string(under(root, "/proc/devices")).unwrap_or_default());
+    let gpus = minors(root).into_iter().map(|minor| (format!("nvidia{minor}"), majors.nvidia, minor));
+    let common = [
+        ("nvidiactl", majors.nvidia, 255),
+        ("nvidia-uvm", majors.uvm, 0),
+        ("nvidia-uvm-tools", majors.uvm, 1),
+    ];
+    let common = common.into_iter().map(|(name, major, minor)| (name.to_owned(), major, minor));
+    let node = |(name, major, minor): (String, Option<u32>, u32)| {
+        Some(Node { path: Path::new("/dev").join(name), major: major?, minor })
+    };
+    common.chain(gpus).filter_map(node).collect()
+}
+
+fn minors(root: &Path) -> Vec<u32> {
+    let Ok(gpus) = fs::read_dir(under(root, "/proc/driver/nvidia/gpus")) else { return Vec::new() };
+    let minor =
+        |gpu: fs::DirEntry| value(&fs::read_to_string(gpu.path().join("information")).ok()?, "Device Minor");
+    gpus.flatten().filter_map(minor).collect()
+}
+
+/// Links every node of the driver and of `inventory` in /dev/char; a warning for each that cannot be linked.
+#[must_use]
+pub fn link_nodes(root: &Path, inventory: &Inventory) -> Vec<String> {
+    let mut nodes = wanted(root);
+    nodes.extend(inventory.devices.iter().flat_map(|device| device.nodes.iter().cloned()));
+    nodes.retain(|node| check_node(root, node).is_ok());
+    let failed = nodes.iter().filter_map(|node| link(root, node).err().map(|error| (node, error)));
+    failed
+        .map(|(node, error)| format!("{} cannot be linked in /dev/char: {error}", node.path.display()))
+        .collect()
+}
+
+fn link(root: &Path, node: &Node) -> io::Result<()> {
+    let link = under(root, &format!("/dev/char/{}:{}", node.major, node.minor));
+    let target = Path::new("..").join(node.path.strip_prefix("/dev").unwrap_or(&node.path));
+    if fs::read_link(&link).is_ok_and(|there| there == target) {
+        return Ok(());
+    }
+    sublet_core::state_dir::create(&under(root, "/dev/char"))?;
+    // A major that is dynamic may have been another driver's in an earlier life of this /dev.
+    match fs::remove_file(&link) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => symlink(target, link),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::Root;
+    use super::*;
+
+    #[test]
+    fn a_gpu_is_known_without_its_driver() {
+        let root = Root::new();
+        assert!(!has_gpu(root.path()));
+        let pci = |device: &str, vendor: &str, class: &str| {
+            root.file(&format!("/sys/bus/pci/devices/{device}/vendor"), vendor);
+            root.file(&format!("/sys/bus/pci/devices/{device}/class"), class);
+        };
+        pci("0000:00:02.0", "0x8086\n", "0x030000\n");
+        pci("0000:3b:00.1", "0x10de\n", "0x040300\n");
+        assert!(!has_gpu(root.path()));
+        pci("0000:3b:00.0", "0x10de\n", "0x030200\n");
+        assert!(has_gpu(root.path()));
+        assert!(has_gpu(Root::with_driver("580.65").path()));
+    }
+
+    #[test]
+    fn the_nodes_are_those_of_the_driver_and_of_each_gpu() {
+        let root = Root::new();
+        root.file("/proc/devices", "Character devices:\n195 nvidia\n510 nvidia-uvm\n\nBlock devices:\n");
+        root.file(
+            "/proc/driver/nvidia/gpus/0000:3b:00.0/information",
+            "Model: \t H200\nDevice Minor: \t 3\n",
+        );
+        let nodes = wanted(root.path());
+        let text = |node: &Node| format!("{} {}:{}", node.path.display(), node.major, node.minor);
+        let expected = [
+            "/dev/nvidiactl 195:255",
+            "/dev/nvidia-uvm 510:0",
+            "/dev/nvidia-uvm-tools 510:1",
+            "/dev/nvidia3 195:3",
+        ];
+        assert_eq!(nodes.iter().map(text).collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn nothing_is_made_where_the_administrator_does() {
+        let root = Root::new();
+        root.file("/proc/devices", "Character devices:\n195 nvidia\n");
+        root.file("/proc/driver/nvidia/params", "ModifyDeviceFiles: 0\n");
+        assert_eq!(make_nodes(root.path()), [""; 0]);
+        assert!(!root.path().join("dev").exists());
+    }
+
+    #[test]
+    fn a_link_is_relative_and_replaces_another() {
+        let root = Root::new();
+        let node = Node { path: "/dev/nvidia-caps/nvidia-cap1".into(), major: 241, minor: 1 };
+        for _ in 0..2 {
+            link(root.path(), &node).unwrap();
+            let there = fs::read_link(root.path().join("dev/char/241:1")).unwrap();
+            assert_eq!(there, Path::new("../nvidia-caps/nvidia-cap1"));
+        }
+        link(root.path(), &Node { path: "/dev/other".into(), ..node }).unwrap();
+        assert_eq!(fs::read_link(root.path().join("dev/char/241:1")).unwrap(), Path::new("../other"));
+    }
+}

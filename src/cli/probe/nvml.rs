@@ -1,0 +1,332 @@
+//! What NVML says of each GPU.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use nvml_wrapper::bitmasks::InitFlags;
+use nvml_wrapper::enum_wrappers::device::{ComputeMode as NvmlComputeMode, GpuVirtualizationMode};
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
+
+use super::mig_ids::instance_ids;
+use super::running::{compute_processes, mps_clients};
+use super::{ComputeMode, Device, GpuProcess, MigGpus, Node, Part, Virtualization, caps, majors, processes};
+
+/// Loads and initializes the library, with whatever GPUs answer.
+pub(crate) fn init(library: &Path) -> Result<Nvml, NvmlError> {
+    Nvml::builder().lib_path(library.as_os_str()).flags(InitFlags::empty()).init()
+}
+
+/// CUDA's version, of NVML's 13000 for 13.0.
+pub(super) fn cuda_version(nvml: &Nvml) -> Result<(u32, u32), NvmlError> {
+    let version = nvml.sys_cuda_driver_version()?;
+    let part = |number: i32| u32::try_from(number).unwrap_or(0);
+    Ok((part(cuda_driver_version_major(version)), part(cuda_driver_version_minor(version))))
+}
+
+/// The PCI address as the kernel spells it.
+pub(super) fn bus_id(device: &NvmlDevice<'_>) -> Result<String, NvmlError> {
+    Ok(kernel_bus_id(&device.pci_info()?.bus_id))
+}
+
+/// NVML writes eight digits of domain and capitals, the kernel at least four and small letters.
+fn kernel_bus_id(nvml: &str) -> String {
+    let lower = nvml.to_ascii_lowercase();
+    match lower.split_once(':').and_then(|(domain, rest)| Some((u32::from_str_radix(domain, 16).ok()?, rest)))
+    {
+        Some((domain, rest)) => format!("{domain:04x}:{rest}"),
+        None => lower,
+    }
+}
+
+/// Everything of one GPU. `nvidia_major` is that of its node.
+pub(super) fn describe(
+    device: &NvmlDevice<'_>,
+    index: u32,
+    root: &Path,
+    nvidia_major: u32,
+) -> Result<Device, NvmlError> {
+    let bus_id = bus_id(device)?;
+    let minor = device.minor_number()?;
+    let capability = device.cuda_compute_capability()?;
+    let compute_capability =
+        (u32::try_from(capability.major).unwrap_or(0), u32::try_from(capability.minor).unwrap_or(0));
+    let memory = device.memory_info()?;
+    let mig_enabled = is_mig_enabled(device)?;
+    Ok(Device {
+        uuid: device.uuid()?,
+        index,
+        minor,
+        name: device.name()?,
+        compute_capability,
+        sm_count: unless_unsupported(device.num_cores())?
+            .and_then(|cores| sm_count(cores, compute_capability)),
+        memory_bytes: memory.total,
+        memory_free_bytes: memory.free,
+        mig_enabled,
+        compute_mode: unless_unsupported(device.compute_mode())?.map_or(ComputeMode::Default, compute_mode),
+        display_active: unless_unsupported(device.is_display_active())?.unwrap_or(false),
+        virtualization: unless_unsupported(device.virtualization_mode())?
+            .as_ref()
+            .map_or(Virtualization::None, virtualization),
+        dri_nodes: majors::dri(root, &bus_id),
+        nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
+        // Those of a GPU in MIG mode are its MIG devices'.
+        processes: if mig_enabled { Vec::new() } else { running(device)? },
+        part: None,
+        bus_id,
+    })
+}
+
+/// `None` where this device or this driver has no such thing to say.
+pub(crate) fn unless_unsupported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+    match answer {
+        Ok(value) => Ok(Some(value)),
+        Err(
+            NvmlError::NotSupported
+            | NvmlError::FunctionNotFound
+            | NvmlError::FailedToLoadSymbol(_)
+            | NvmlError::UnexpectedVariant(_),
+        ) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// CUDA cores per SM and the compute capabilities that have them: `_ConvertSMVer2Cores` of NVIDIA's CUDA
+/// samples (`Common/helper_cuda.h`).
+const CORES_PER_SM: [(u32, &[(u32, u32)]); 3] = [
+    (192, &[(3, 0), (3, 2), (3, 5), (3, 7)]),
+    (64, &[(6, 0), (7, 0), (7, 2), (7, 5), (8, 0)]),
+    (
+        128,
+        &[
+            (5, 0),
+            (5, 2),
+            (5, 3),
+            (6, 1),
+            (6, 2),
+            (8, 6),
+            (8, 7),
+            (8, 9),
+            (9, 0),
+            (10, 0),
+            (10, 1),
+            (10, 3),
+            (11, 0),
+            (12, 0),
+            (12, 1),
+        ],
+    ),
+];
+
+/// SMs of a GPU with this many CUDA cores; a generation that is not in the table is unknown, not guessed.
+fn sm_count(cores: u32, compute_capability: (u32, u32)) -> Option<u32> {
+    let (per_sm, _) = CORES_PER_SM.iter().find(|(_, known)| known.contains(&compute_capability))?;
+    Some(cores / per_sm).filter(|&count| count > 0)
+}
+
+const fn compute_mode(mode: NvmlComputeMode) -> ComputeMode {
+    match mode {
+        NvmlComputeMode::Default => ComputeMode::Default,
+        NvmlComputeMode::Prohibited => ComputeMode::Prohibited,
+        NvmlComputeMode::ExclusiveThread | NvmlComputeMode::ExclusiveProcess => ComputeMode::ExclusiveProcess,
+    }
+}
+
+const fn virtualization(mode: &GpuVirtualizationMode) -> Virtualization {
+    match mode {
+        GpuVirtualizationMode::Bare => Virtualization::None,
+        GpuVirtualizationMode::PassThrough => Virtualization::Passthrough,
+        GpuVirtualizationMode::Vgpu => Virtualization::Vgpu,
+        GpuVirtualizationMode::HostVgpu | GpuVirtualizationMode::HostVsga => Virtualization::Host,
+    }
+}
+
+/// Processes with compute contexts. The compute list holds MPS servers and who bypasses MPS, the MPS
+/// list its clients, which drivers name in the first as well: each once, by pid.
+fn running(device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
+    let compute = compute_processes(device)?;
+    let mps = mps_clients(device)?.unwrap_or_default();
+    let found = joined(compute.iter().chain(&mps));
+    Ok(found
+        .into_iter()
+        .filter_map(|(pid, memory)| processes::describe(i32::try_from(pid).ok()?, memory))
+        .collect())
+}
+
+const fn memory(process: &ProcessInfo) -> u64 {
+    match process.used_gpu_memory {
+        UsedGpuMemory::Used(bytes) => bytes,
+        UsedGpuMemory::Unavailable => 0,
+    }
+}
+
+/// Each pid once, with the larger memory it is listed with.
+pub(crate) fn joined<'p>(listed: impl Iterator<Item = &'p ProcessInfo>) -> BTreeMap<u32, u64> {
+    listed.fold(BTreeMap::new(), |mut found, process| {
+        let known = found.entry(process.pid).or_default();
+        *known = memory(process).max(*known);
+        found
+    })
+}
+
+/// The MIG devices of a GPU; none where MIG mode is off or unknown. Their indexes have gaps.
+pub(crate) fn mig_handles<'n>(device: &NvmlDevice<'n>) -> Result<Vec<NvmlDevice<'n>>, NvmlError> {
+    let mut found = Vec::new();
+    for index in 0..unless_unsupported(device.mig_device_count())?.unwrap_or(0) {
+        match device.mig_device_by_index(index) {
+            Ok(mig) => found.push(mig),
+            Err(NvmlError::NotFound | NvmlError::InvalidArg) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(found)
+}
+
+/// [`MigGpus`] as NVML has them.
+pub(super) fn mig_gpus(nvml: &Nvml) -> Result<MigGpus, NvmlError> {
+    let mut found = MigGpus::new();
+    for index in 0..nvml.device_count()? {
+        let device = match nvml.device_by_index(index) {
+            Err(NvmlError::GpuLost) => continue,
+            device => device?,
+        };
+        if !is_mig_enabled(&device)? {
+            continue;
+        }
+        let parts = mig_handles(&device)?.into_iter().map(|mig| {
+            let (gi, ci) = instance_ids(&mig)?;
+            Ok((mig.uuid()?, gi, ci))
+        });
+        found.insert(device.uuid()?, parts.collect::<Result<_, NvmlError>>()?);
+    }
+    Ok(found)
+}
+
+fn is_mig_enabled(device: &NvmlDevice<'_>) -> Result<bool, NvmlError> {
+    Ok(unless_unsupported(device.mig_mode())?.is_some_and(|mode| mode.current == 1))
+}
+
+/// The MIG devices of `gpu`, each a device of its own. `caps_major` is that of the capabilities' nodes.
+pub(super) fn parts(
+    device: &NvmlDevice<'_>,
+    gpu: &Device,
+    root: &Path,
+    caps_major: Option<u32>,
+) -> Result<Vec<Device>, NvmlError> {
+    if !gpu.mig_enabled {
+        return Ok(Vec::new());
+    }
+    let found = mig_handles(device)?;
+    let mut parts =
+        found.iter().map(|mig| part(device, mig, gpu, root, caps_major)).collect::<Result<Vec<_>, _>>()?;
+    let known = parts.clone();
+    for device in &mut parts {
+        let Some(part) = &mut device.part else { continue };
+        let sibling = |other: &&Device| {
+            other.uuid != device.uuid && other.part.as_ref().is_some_and(|other| other.gi == part.gi)
+        };
+        let siblings: Vec<&Device> = known.iter().filter(sibling).collect();
+        let processes = siblings.iter().flat_map(|sibling| sibling.processes.clone()).collect();
+        part.siblings = siblings.iter().map(|sibling| sibling.uuid.clone()).collect();
+        part.sibling_processes = processes;
+    }
+    Ok(parts)
+}
+
+fn part(
+    device: &NvmlDevice<'_>,
+    mig: &NvmlDevice<'_>,
+    gpu: &Device,
+    root: &Path,
+    caps_major: Option<u32>,
+) -> Result<Device, NvmlError> {
+    let ((gi, ci), attributes, memory) = (instance_ids(mig)?, mig.attributes()?, mig.memory_info()?);
+    let mut nodes = gpu.nodes.clone();
+    let fault = match caps::nodes(root, caps_major, gpu.minor, gi, ci) {
+        Ok(caps) => {
+            nodes.extend(caps);
+            None
+        }
+        Err(why) => Some(why),
+    };
+    let part = Part {
+        gpu: gpu.uuid.clone(),
+        // nvml.h: what nvmlDeviceGetMigDeviceHandleByIndex takes.
+        index: mig.index()?,
+        profile: profile(&mig.name()?).to_ascii_lowercase(),
+        gi,
+        ci,
+        // For root alone, nvml.h says.
+        placement: crate::mig::placement(device, gi).ok().map(|span| (span.start, span.size)),
+        slices: (attributes.compute_instance_slice_count, attributes.gpu_instance_slice_count),
+        gpu_sm_count: gpu.sm_count,
+        gpu_memory_bytes: gpu.memory_bytes,
+        siblings: Vec::new(),
+        sibling_processes: Vec::new(),
+        fault,
+    };
+    Ok(Device {
+        uuid: mig.uuid()?,
+        sm_count: Some(attributes.multiprocessor_count),
+        memory_bytes: memory.total,
+        memory_free_bytes: memory.free,
+        // There is none in MIG mode: nvml.h, nvmlDeviceSetComputeMode.
+        compute_mode: ComputeMode::Default,
+        display_active: false,
+        dri_nodes: Vec::new(),
+        nodes,
+        processes: running(mig)?,
+        part: Some(part),
+        ..gpu.clone()
+    })
+}
+
+/// `1g.5gb` of `NVIDIA A100-SXM4-40GB MIG 1g.5gb`.
+fn profile(name: &str) -> &str {
+    name.rsplit_once("MIG ").map_or(name, |(_, profile)| profile)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sm_counts_of_known_gpus() {
+        assert_eq!(sm_count(16_896, (9, 0)), Some(132), "H200");
+        assert_eq!(sm_count(6912, (8, 0)), Some(108), "A100");
+        assert_eq!(sm_count(5120, (7, 0)), Some(80), "V100");
+        assert_eq!(sm_count(3584, (6, 0)), Some(56), "P100");
+        assert_eq!(sm_count(16_384, (8, 9)), Some(128), "RTX 4090");
+        assert_eq!(sm_count(16_896, (99, 0)), None);
+        assert_eq!(sm_count(0, (9, 0)), None);
+    }
+
+    #[test]
+    fn bus_ids_become_the_kernels() {
+        assert_eq!(kernel_bus_id("00000000:3B:00.0"), "0000:3b:00.0");
+        assert_eq!(kernel_bus_id("00010000:AF:00.0"), "10000:af:00.0");
+        assert_eq!(kernel_bus_id("0000:3b:00.0"), "0000:3b:00.0");
+    }
+
+    #[test]
+    fn mig_profiles_are_taken_from_names() {
+        assert_eq!(profile("NVIDIA A100-SXM4-40GB MIG 1g.5gb"), "1g.5gb");
+        assert_eq!(profile("NVIDIA H200 MIG 1c.2g.35gb"), "1c.2g.35gb");
+        assert_eq!(profile("MIG 1g.18gb+me"), "1g.18gb+me");
+    }
+
+    #[test]
+    fn a_process_in_both_lists_counts_once() {
+        let process = |(pid, memory)| ProcessInfo {
+            pid,
+            used_gpu_memory: UsedGpuMemory::Used(memory),
+            gpu_instance_id: None,
+            compute_instance_id: None,
+        };
+        let found = joined([(7, 66), (9, 500), (9, 0), (4, 1)].map(process).iter());
+        assert_eq!(found.into_iter().collect::<Vec<_>>(), [(4, 1), (7, 66), (9, 500)]);
+    }
+}

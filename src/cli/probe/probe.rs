@@ -1,0 +1,397 @@
+//! Asking NVML, /proc, /dev and the library directories. `sublet` alone does this.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use nvml_wrapper::Nvml;
+use nvml_wrapper::error::NvmlError;
+
+use super::cache::SCHEMA;
+use super::files::{Found, Machine};
+use super::kernel::KernelModule;
+use super::nodes::{NodeError, check_node};
+use super::programs::{self, MissingPrograms, MpsPrograms};
+use super::seen::{self, Seen};
+use super::{
+    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, caps, files, kernel, nvml, under,
+};
+use sublet_core::config::{Config, Inject};
+use sublet_core::text::safe;
+
+/// The oldest driver branch served: MPS as measured, and every NVML call made here.
+const OLDEST_BRANCH: u32 = 535;
+
+/// Minor of `/dev/nvidiactl` (`NV_CTL_DEVICE_MINOR` in the kernel module's nv.h).
+const CTL_MINOR: u32 = 255;
+
+/// Why the driver could not be asked.
+#[derive(Debug, thiserror::Error)]
+pub enum ProbeError {
+    /// Jetson's GPUs have another driver.
+    #[error("this is a Jetson ({} without /dev/nvidiactl): sublet serves PCI GPUs only", .path.display())]
+    Jetson {
+        /// What gave it away.
+        path: PathBuf,
+    },
+    /// Windows' GPUs have another driver.
+    #[error("this is WSL2 ({}): sublet serves Linux hosts only", .path.display())]
+    Wsl {
+        /// What gave it away.
+        path: PathBuf,
+    },
+    /// No driver, or its /proc and /sys files cannot be read.
+    #[error(transparent)]
+    Driver(#[from] InventoryError),
+    /// A driver older than any we know to work.
+    #[error(
+        "NVIDIA driver {version} is too old: sublet needs {OLDEST_BRANCH} or later; install a newer driver"
+    )]
+    TooOld {
+        /// Of the kernel module.
+        version: String,
+    },
+    /// Upgraded, and the old module is still loaded.
+    #[error(
+        "the loaded NVIDIA kernel module is {loaded}, the driver's files are {installed}: reboot, or \
+         reload the modules"
+    )]
+    Mismatch {
+        /// Of the kernel module.
+        loaded: String,
+        /// Of the files.
+        installed: String,
+    },
+    /// A library of the driver's is not installed.
+    #[error("{library} of driver {version} is not in any library directory below {}; {package}", .root.display())]
+    NoLibrary {
+        /// As `libcuda.so.1`.
+        library: &'static str,
+        /// Of the kernel module.
+        version: String,
+        /// The driver root.
+        root: PathBuf,
+        /// What installs it.
+        package: &'static str,
+    },
+    /// The library that `[driver] nvml` names.
+    #[error("NVML is missing: [driver] nvml names {}, which does not exist; {package}", .library.display())]
+    NoNvml {
+        /// The library.
+        library: PathBuf,
+        /// What installs it.
+        package: &'static str,
+    },
+    /// A module is not loaded: /proc/devices has no major.
+    #[error("the kernel module {module} is not loaded (no {module} in {}); {remedy}", .path.display())]
+    NoMajor {
+        /// As `nvidia-uvm`.
+        module: &'static str,
+        /// /proc/devices.
+        path: PathBuf,
+        /// What loads it.
+        remedy: &'static str,
+    },
+    /// A node is missing or is something else.
+    #[error(transparent)]
+    Node(#[from] NodeError),
+    /// A file cannot be read.
+    #[error("cannot read {}: {source}", .path.display())]
+    Unreadable {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The driver is there and has no GPU that answers.
+    #[error("NVIDIA driver {version} is loaded and no GPU answers{lost}; see `dmesg | grep -i nvrm`")]
+    NoGpu {
+        /// Of the kernel module.
+        version: String,
+        /// Which were there.
+        lost: String,
+    },
+    /// NVML answered with an error.
+    #[error("NVML ({}) failed to {what}: {why}", .library.display())]
+    Nvml {
+        /// The library.
+        library: PathBuf,
+        /// As `initialize`.
+        what: String,
+        /// In NVML's words.
+        why: String,
+    },
+}
+
+/// Looks at everything afresh. GPUs that fell off the bus are left out, with a warning in the log.
+///
+/// # Errors
+/// No driver, no NVML, a driver whose files and kernel module differ, nodes that nobody made, an
+/// unsupported platform.
+pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
+    let root = &config.driver.root;
+    refuse_platforms(root)?;
+    let module = module(root)?;
+    // Before NVML is asked: what changes meanwhile makes the result stale, not wrong.
+    let seen = seen::read(root)?;
+    let found = files::find(root, &module.version, Machine::HOST);
+    check_libraries(config, &module, &found)?;
+    let majors = majors(root)?;
+    let asked = Asked { library: nvml_library(config, &module, &found)?, module: &module, root };
+    let nvml = asked.init()?;
+    let cuda = nvml::cuda_version(&nvml).map_err(|error| asked.failed("tell CUDA's version", &error))?;
+    let devices = asked.devices(&nvml, &seen, majors)?;
+    let (mps_control, mps_missing) = mps_programs(root);
+    Ok(Inventory {
+        schema: SCHEMA.to_owned(),
+        fingerprint: seen.fingerprint,
+        probed_at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        mig_changes: 0,
+        driver: Driver {
+            version: module.version.clone(),
+            cuda,
+            simulated: module.simulated,
+            mps_control,
+            mps_missing,
+            smi: programs::program(root, "nvidia-smi"),
+            majors: majors.all,
+            mig_caps: caps::privileged(root, majors.all.caps),
+        },
+        devices,
+        files: found.files,
+    })
+}
+
+/// The control program, if it has its server; else what to say where half of them is there.
+fn mps_programs(root: &Path) -> (Option<PathBuf>, Option<String>) {
+    match MpsPrograms::find(root).both(root) {
+        Ok((control, _)) => (Some(control.to_owned()), None),
+        Err(MissingPrograms::Control { .. }) => (None, None),
+        Err(missing) => (None, Some(missing.to_string())),
+    }
+}
+
+/// GPUs in MIG mode and their MIG devices, by NVML alone.
+///
+/// # Errors
+/// As [`probe`], as far as NVML goes.
+pub(crate) fn mig_gpus(config: &Config) -> Result<MigGpus, ProbeError> {
+    let (nvml, library) = connect(config)?;
+    nvml::mig_gpus(&nvml).map_err(|error| ProbeError::Nvml {
+        library,
+        what: "list the MIG devices".to_owned(),
+        why: safe(&error.to_string()),
+    })
+}
+
+/// NVML of this host, and the library it is in.
+///
+/// # Errors
+/// As [`probe`], as far as NVML goes.
+pub(crate) fn connect(config: &Config) -> Result<(Nvml, PathBuf), ProbeError> {
+    let root = &config.driver.root;
+    let module = module(root)?;
+    let found = files::find(root, &module.version, Machine::HOST);
+    let asked = Asked { library: nvml_library(config, &module, &found)?, module: &module, root };
+    Ok((asked.init()?, asked.library))
+}
+
+fn refuse_platforms(root: &Path) -> Result<(), ProbeError> {
+    let there = |path: &str| Some(under(root, path)).filter(|path| path.exists());
+    if let Some(path) = there("/dev/dxg") {
+        return Err(ProbeError::Wsl { path });
+    }
+    match there("/dev/nvmap") {
+        Some(path) if there("/dev/nvidiactl").is_none() => Err(ProbeError::Jetson { path }),
+        _ => Ok(()),
+    }
+}
+
+fn module(root: &Path) -> Result<KernelModule, ProbeError> {
+    let path = under(root, kernel::VERSION_FILE);
+    let module = match kernel::loaded(root) {
+        Ok(Some(module)) => module,
+        Ok(None) => return Err(InventoryError::NoDriver { path }.into()),
+        Err(source) => return Err(InventoryError::Unreadable { path, source }.into()),
+    };
+    let branch = module.version.split('.').next().and_then(|branch| branch.parse::<u32>().ok());
+    if branch.is_some_and(|branch| branch < OLDEST_BRANCH) {
+        return Err(ProbeError::TooOld { version: module.version });
+    }
+    Ok(module)
+}
+
+/// An upgrade that was not followed by a reload leaves only files of another version; NVML would refuse
+/// with `NVML_ERROR_LIB_RM_VERSION_MISMATCH`, and CUDA in each container after it.
+fn check_libraries(config: &Config, module: &KernelModule, found: &Found) -> Result<(), ProbeError> {
+    if !found.other_versions.is_empty() {
+        return Err(mismatch(module, &found.other_versions));
+    }
+    if config.driver.inject == Inject::None {
+        return Ok(());
+    }
+    if found.library("libcuda.so.1").is_none() {
+        let package = "Debian: apt install libcuda1, Red Hat: dnf install nvidia-driver-cuda-libs";
+        return Err(no_library("libcuda.so.1", package, config, module));
+    }
+    if found.library("libnvidia-ptxjitcompiler.so.1").is_none() {
+        tracing::warn!("libnvidia-ptxjitcompiler.so.1 is not installed: PTX kernels fail in containers");
+    }
+    Ok(())
+}
+
+fn mismatch(module: &KernelModule, installed: &BTreeSet<String>) -> ProbeError {
+    let installed = installed.iter().map(String::as_str).collect::<Vec<_>>().join(" and ");
+    ProbeError::Mismatch { loaded: module.version.clone(), installed }
+}
+
+fn no_library(
+    library: &'static str,
+    package: &'static str,
+    config: &Config,
+    module: &KernelModule,
+) -> ProbeError {
+    ProbeError::NoLibrary {
+        library,
+        version: module.version.clone(),
+        root: config.driver.root.clone(),
+        package,
+    }
+}
+
+/// The configured library, else the one below the root, else on the host itself whatever its loader
+/// finds by name.
+fn nvml_library(config: &Config, module: &KernelModule, found: &Found) -> Result<PathBuf, ProbeError> {
+    let library = "libnvidia-ml.so.1";
+    if let Some(configured) = &config.driver.nvml {
+        return Ok(configured.clone());
+    }
+    if let Some(found) = found.library(library) {
+        return Ok(found.to_owned());
+    }
+    if config.driver.root == Path::new("/") {
+        return Ok(library.into());
+    }
+    Err(no_library(library, NVML_PACKAGE, config, module))
+}
+
+const NVML_PACKAGE: &str = "Debian: apt install libnvidia-ml1, Red Hat: dnf install nvidia-driver-cuda-libs";
+
+/// The majors needed, and those that may be absent.
+#[derive(Clone, Copy)]
+struct KnownMajors {
+    nvidia: u32,
+    uvm: u32,
+    all: Majors,
+}
+
+fn majors(root: &Path) -> Result<KnownMajors, ProbeError> {
+    let path = under(root, "/proc/devices");
+    let text =
+        fs::read_to_string(&path).map_err(|source| ProbeError::Unreadable { path: path.clone(), source })?;
+    let all = Majors::parse(&text);
+    let missing = |module, remedy| ProbeError::NoMajor { module, path: path.clone(), remedy };
+    Ok(KnownMajors {
+        nvidia: all.nvidia.ok_or_else(|| missing("nvidia", "run `modprobe nvidia`"))?,
+        uvm: all.uvm.ok_or_else(|| {
+            missing("nvidia-uvm", "run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`")
+        })?,
+        all,
+    })
+}
+
+/// One conversation with NVML, and what its errors have to name.
+struct Asked<'a> {
+    library: PathBuf,
+    module: &'a KernelModule,
+    root: &'a Path,
+}
+
+impl Asked<'_> {
+    fn init(&self) -> Result<Nvml, ProbeError> {
+        nvml::init(&self.library).map_err(|error| match error {
+            NvmlError::LibRmVersionMismatch => {
+                let installed = BTreeSet::from([format!("another version ({})", self.library.display())]);
+                mismatch(self.module, &installed)
+            }
+            // By its bare name: neither below the root nor where the host's loader looks.
+            NvmlError::LibloadingError(_) if self.library.is_relative() => ProbeError::NoLibrary {
+                library: "libnvidia-ml.so.1",
+                version: self.module.version.clone(),
+                root: self.root.to_owned(),
+                package: NVML_PACKAGE,
+            },
+            // The loader says in its own words that a file is missing; ours say what brings it.
+            NvmlError::LibloadingError(_) if !self.library.exists() => {
+                ProbeError::NoNvml { library: self.library.clone(), package: NVML_PACKAGE }
+            }
+            NvmlError::LibloadingError(why) => self.failed("load", &NvmlError::LibloadingError(why)),
+            other => self.failed("initialize", &other),
+        })
+    }
+
+    fn failed(&self, what: impl Into<String>, error: &NvmlError) -> ProbeError {
+        ProbeError::Nvml { library: self.library.clone(), what: what.into(), why: safe(&error.to_string()) }
+    }
+
+    /// Every GPU that answers, each with its nodes on this host.
+    fn devices(&self, nvml: &Nvml, seen: &Seen, majors: KnownMajors) -> Result<Vec<Device>, ProbeError> {
+        for bus_id in &seen.lost {
+            tracing::warn!(
+                "GPU {} fell off the bus and is left out; a power cycle may bring it back",
+                safe(bus_id)
+            );
+        }
+        let node = |path: &str, major, minor| Node { path: path.into(), major, minor };
+        check_node(self.root, &node("/dev/nvidiactl", majors.nvidia, CTL_MINOR))?;
+        check_node(self.root, &node("/dev/nvidia-uvm", majors.uvm, 0))?;
+        let count = nvml.device_count().map_err(|error| self.failed("count the GPUs", &error))?;
+        let mut devices = Vec::new();
+        for index in 0..count {
+            let Some((gpu, parts)) = self.device(nvml, index, seen, majors)? else { continue };
+            gpu.nodes.iter().try_for_each(|node| check_node(self.root, node))?;
+            devices.push(gpu);
+            devices.extend(parts);
+        }
+        if devices.is_empty() {
+            let lost = if seen.lost.is_empty() {
+                String::new()
+            } else {
+                format!(" ({} fell off the bus)", safe(&seen.lost.join(" ")))
+            };
+            return Err(ProbeError::NoGpu { version: self.module.version.clone(), lost });
+        }
+        Ok(devices)
+    }
+
+    /// GPU `index` and its MIG devices, or `None` where it is lost.
+    fn device(
+        &self,
+        nvml: &Nvml,
+        index: u32,
+        seen: &Seen,
+        majors: KnownMajors,
+    ) -> Result<Option<(Device, Vec<Device>)>, ProbeError> {
+        let asked = nvml.device_by_index(index).and_then(|device| {
+            if seen.lost.contains(&nvml::bus_id(&device)?) {
+                return Ok(None);
+            }
+            let gpu = nvml::describe(&device, index, self.root, majors.nvidia)?;
+            let parts = nvml::parts(&device, &gpu, self.root, majors.all.caps)?;
+            Ok(Some((gpu, parts)))
+        });
+        match asked {
+            Err(NvmlError::GpuLost) => {
+                tracing::warn!("GPU {index} is lost and left out; see `dmesg | grep -i xid`");
+                Ok(None)
+            }
+            other => other.map_err(|error| self.failed(format!("describe GPU {index}"), &error)),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "probe_tests.rs"]
+mod tests;

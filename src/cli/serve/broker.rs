@@ -1,0 +1,246 @@
+//! From an ask to its answer, for one peer. Everything here may take its time, but waits for no client and
+//! for no container.
+
+use std::path::Path;
+
+use serde_json::json;
+
+use super::caps::Cap;
+use super::peer::{Peer, Pinned};
+use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
+use super::users::rule_of;
+use sublet_core::admit::{self, AdmitError, Candidate};
+use sublet_core::config::{self, Config};
+use sublet_core::ledger::{Container, LeaseId, Store};
+use sublet_core::process::Process;
+
+/// Longest container id (runc: 1024) and path (`PATH_MAX`), in bytes; most mount points of one image.
+const LONGEST_ID: usize = 1024;
+const LONGEST_PATH: usize = 4096;
+const MOST_MOUNT_POINTS: usize = 512;
+
+/// The answer to one line of `peer`'s, as a line.
+pub(super) fn answer(line: &[u8], peer: Peer) -> Vec<u8> {
+    let answer = match protocol::parse::<Ask>(line) {
+        Ok(ask) => carry_out(&ask, peer).unwrap_or_else(no),
+        Err(error) => no(error.to_string()),
+    };
+    let unwritable = |error: protocol::ProtocolError| protocol::line(&no(error.to_string()));
+    // A refusal is plain text, which is always JSON.
+    protocol::line(&answer).or_else(unwritable).unwrap_or_default()
+}
+
+/// Destroys the MIG instances that nobody needs any more.
+pub(super) fn clear() {
+    let store = config::load()
+        .map_err(|error| error.to_string())
+        .and_then(|config| Store::open(&config.state_dir).map_err(|error| error.to_string()));
+    match store {
+        Ok(store) => admit::clear_made(&store),
+        Err(error) => tracing::warn!("{error}"),
+    }
+}
+
+/// A refusal.
+pub(super) fn no(refusal: impl Into<No>) -> Answer {
+    let No { reason, temporary } = refusal.into();
+    Answer::Refused(Refused { reason, temporary })
+}
+
+/// Why not, in one line, and whether waiting may help.
+pub(super) struct No {
+    reason: String,
+    temporary: bool,
+}
+
+impl From<String> for No {
+    fn from(reason: String) -> Self {
+        Self { reason, temporary: false }
+    }
+}
+
+impl From<AdmitError> for No {
+    fn from(error: AdmitError) -> Self {
+        Self { reason: error.to_string(), temporary: error.is_temporary() }
+    }
+}
+
+impl From<super::peer::Foreign> for No {
+    fn from(error: super::peer::Foreign) -> Self {
+        error.to_string().into()
+    }
+}
+
+/// The configuration is read anew for each ask: a policy holds from the moment it is written.
+fn carry_out(ask: &Ask, peer: Peer) -> Result<Answer, No> {
+    let config = config::load().map_err(|error| error.to_string())?;
+    match ask {
+        Ask::Inventory => {
+            // Whoever may not have a share has no need of it, and shall not have it looked for.
+            cap(peer, &config)?;
+            Ok(Answer::Inventory(Box::new(admit::fresh_inventory(&config)?)))
+        }
+        Ask::Admit(told) => admit(told, peer, &config),
+        Ask::Bind { lease, container, pid } => bind(lease, container, *pid, peer, &config),
+        Ask::HandOver { lease, owner } => {
+            own(lease, peer, &config)?;
+            admit::hand_over(lease, Pinned::of(*owner, peer.uid)?.process, &config)?;
+            Ok(Answer::Done(true))
+        }
+        Ask::Abandon { id, owner } => {
+            admit::abandon(peer.uid, id, Pinned::of(*owner, peer.uid)?.process, &config)?;
+            Ok(Answer::Done(true))
+        }
+        Ask::Ending { id, record } => {
+            let deleter = Pinned::of(peer.pid, peer.uid)?.process;
+            Ok(Answer::Lease(admit::mark_ending_by(deleter, peer.uid, id, record, &config)?))
+        }
+        Ask::Unmark { lease } => {
+            own(lease, peer, &config)?;
+            admit::unmark(lease, &config)?;
+            Ok(Answer::Done(true))
+        }
+        Ask::End { lease } | Ask::Withdraw { lease } => {
+            Ok(Answer::Freed(admit::free_told(peer.uid, lease, &config)?))
+        }
+        Ask::Enter { id, record } => Ok(Answer::Done(admit::enter_told(peer.uid, id, record, &config)?)),
+        Ask::Refused { id, reason } => {
+            admit::record_told(peer.uid, id, reason, &config);
+            Ok(Answer::Done(true))
+        }
+        Ask::Status => status(peer, &config),
+    }
+}
+
+/// What `peer` may take; `None`: root takes what it likes.
+fn cap(peer: Peer, config: &Config) -> Result<Option<Cap<'_>>, No> {
+    if peer.uid == 0 {
+        return Ok(None);
+    }
+    Ok(Some(Cap { uid: peer.uid, rule: rule_of(peer.uid, config)? }))
+}
+
+fn admit(told: &Admit, peer: Peer, config: &Config) -> Result<Answer, No> {
+    let cap = cap(peer, config)?;
+    check(told)?;
+    let owner: Process = Pinned::of(told.owner.unwrap_or(peer.pid), peer.uid)?.process;
+    let ContainerNames { id, bundle, rootfs, record } = told.container.clone();
+    let container = Container { uid: peer.uid, id, bundle, rootfs, record };
+    let candidate = Candidate { container, owner, share: told.share.as_deref(), engine: None };
+    Ok(admit::admit_told(&candidate, told, cap, config)?)
+}
+
+/// What goes into the ledger is bounded and names what it should.
+fn check(told: &Admit) -> Result<(), No> {
+    check_names(&told.container)?;
+    let image = &told.image;
+    let in_volumes = image.volumes.iter().flat_map(|volume| &volume.files);
+    let sound = image.created.len() + in_volumes.clone().count() + image.volumes.len() <= MOST_MOUNT_POINTS
+        && image.created.iter().chain(&image.library_dir).all(|path| is_path(path))
+        && image.volumes.iter().all(|volume| is_path(&volume.directory))
+        && in_volumes.clone().all(|path| is_path(&Path::new("/").join(path)));
+    if sound {
+        Ok(())
+    } else {
+        Err("a mount point of the image is no path, or there are too many".to_owned().into())
+    }
+}
+
+/// What is not known yet may be empty.
+fn check_names(names: &ContainerNames) -> Result<(), No> {
+    let paths = [&names.bundle, &names.rootfs, &names.record];
+    let sound = names.id.len() <= LONGEST_ID && paths.into_iter().all(|path| is_path(path));
+    if sound {
+        Ok(())
+    } else {
+        Err("the container's id or one of its paths is none or too long".to_owned().into())
+    }
+}
+
+fn is_path(path: &Path) -> bool {
+    let text = path.as_os_str().as_encoded_bytes();
+    text.len() <= LONGEST_PATH && !text.contains(&0) && (path.is_absolute() || text.is_empty())
+}
+
+fn bind(
+    lease: &LeaseId,
+    names: &ContainerNames,
+    pid: i32,
+    peer: Peer,
+    config: &Config,
+) -> Result<Answer, No> {
+    own(lease, peer, config)?;
+    check_names(names)?;
+    let pinned = Pinned::of(pid, peer.uid)
+        .map_err(|error| AdmitError::Unbound { lease: lease.clone(), why: error.to_string() })?;
+    admit::bind_told(lease, names, pinned.process, peer.pid, config)?;
+    Ok(Answer::Done(true))
+}
+
+/// Leases of others are none of `peer`'s business, not even whether there are any.
+fn own(lease: &LeaseId, peer: Peer, config: &Config) -> Result<(), No> {
+    let store = Store::open(&config.state_dir).map_err(AdmitError::from)?;
+    let ledger = admit::read(&store).map_err(AdmitError::from)?;
+    let held = ledger.lease(lease).filter(|lease| lease.brokered && lease.container.uid == peer.uid);
+    held.map(drop).ok_or_else(|| AdmitError::NoLease(lease.clone()).into())
+}
+
+fn status(peer: Peer, config: &Config) -> Result<Answer, No> {
+    let store = Store::open(&config.state_dir).map_err(AdmitError::from)?;
+    let ledger = admit::read(&store).map_err(AdmitError::from)?;
+    let own: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.uid == peer.uid).collect();
+    let cap = cap(peer, config);
+    let (cap, refused) = cap.map_or_else(|no| (None, Some(no.reason)), |cap| (cap, None));
+    Ok(Answer::Status(json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "uid": peer.uid,
+        "policy": cap.map(|cap| cap.rule),
+        "left": cap.map(|cap| cap.left(&ledger)),
+        "refused": refused,
+        "leases": own,
+    })))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told() -> Admit {
+        let container = ContainerNames {
+            id: "c".into(),
+            bundle: "/b".into(),
+            rootfs: "/b/rootfs".into(),
+            record: "/r/c".into(),
+        };
+        Admit { container, ..Admit::default() }
+    }
+
+    #[test]
+    fn names_are_bounded_and_paths_are_paths() {
+        assert!(check(&told()).is_ok());
+        let broken: [fn(&mut Admit); 6] = [
+            |told| told.container.id = "x".repeat(1025),
+            |told| told.container.bundle = "relative".into(),
+            |told| told.container.rootfs = format!("/{}", "x".repeat(4096)).into(),
+            |told| told.container.record = "/a\0b".into(),
+            |told| told.image.created = vec!["/x".into(); 513],
+            |told| told.image.library_dir = Some("../lib".into()),
+        ];
+        for (number, breaks) in broken.into_iter().enumerate() {
+            let mut told = told();
+            breaks(&mut told);
+            assert!(check(&told).is_err(), "case {number}");
+        }
+    }
+
+    #[test]
+    fn whatever_is_no_ask_is_answered_with_a_line() {
+        let peer = Peer { pid: 1, uid: 4_000_000_000 };
+        let answer = String::from_utf8(answer(b"\x00\x1b[2J", peer)).unwrap();
+        assert_eq!(
+            answer,
+            "{\"v\":1,\"refused\":{\"reason\":\"the line cannot be understood: expected value at line 1 \
+             column 1\",\"temporary\":false}}\n"
+        );
+    }
+}

@@ -1,0 +1,91 @@
+//! Whether the GPUs in MIG mode and the MIG devices of the inventory are those of the driver: destroyed instances'
+//! ids are given to new ones, and only their UUIDs tell; nor does /proc show MIG mode where there is no instance.
+//!
+//! NVML is loaded for each look and let go of: who has it open is in the way of a GPU's reset, and so of other
+//! tools' switching MIG mode, and of unloading the driver.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+
+use crate::probe::mig_gpus;
+use sublet_core::admit;
+use sublet_core::config::Config;
+use sublet_core::inventory::{self, Inventory, can_do_mig};
+use sublet_core::ledger::{Ledger, Store};
+use sublet_core::process::uptime_seconds;
+use sublet_core::text::safe;
+
+/// Whether the last failure was told: the next one, two seconds later, is the same.
+static TOLD: AtomicBool = AtomicBool::new(false);
+
+/// Seconds between two looks where no GPU is in MIG mode: nobody's lease is at stake, and a GPU that nothing
+/// uses and nothing keeps initialized is woken by each.
+const SELDOM: u64 = 30;
+
+/// When it looked last on such a host, in seconds since boot.
+static LOOKED: AtomicU64 = AtomicU64::new(0);
+
+/// Compares them, on a host with GPUs that can do MIG, and refreshes the inventory where they differ.
+pub(super) fn watch() {
+    let watched = sublet_core::config::load().map_err(|error| error.to_string()).and_then(|config| {
+        // Before the first refresh there is nothing to compare.
+        let Ok(known) = inventory::last(&config) else { return Ok(()) };
+        if !known.gpus().any(|gpu| gpu.mig_enabled) && !is_due(&config) {
+            return Ok(());
+        }
+        compare(&known, &config).inspect_err(|_| inventory::unwatch(&config))
+    });
+    match watched {
+        Ok(()) => TOLD.store(false, Relaxed),
+        Err(error) if !TOLD.swap(true, Relaxed) => {
+            tracing::warn!("MIG devices are not looked after: {error}");
+        }
+        Err(error) => tracing::debug!("MIG devices are not looked after: {error}"),
+    }
+}
+
+fn is_due(config: &Config) -> bool {
+    let (now, last) = (uptime_seconds(), LOOKED.load(Relaxed));
+    let due = (last == 0 || now >= last + SELDOM) && can_do_mig(&config.driver.root);
+    if due {
+        LOOKED.store(now, Relaxed);
+    }
+    due
+}
+
+fn compare(known: &Inventory, config: &Config) -> Result<(), String> {
+    let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
+    let ledger = ledger.map_err(|error| error.to_string())?;
+    // Who changes the layout tells the others; and NVML would be in the way of a reset.
+    if ledger.mig.under_way.is_some() {
+        inventory::unwatch(config);
+        return Ok(());
+    }
+    let since = uptime_seconds();
+    let seen = mig_gpus(config).map_err(|error| error.to_string())?;
+    let stale = inventory::load(config).is_err_and(|error| error.wants_refresh());
+    if stale || seen != known.mig_gpus() {
+        inventory::unwatch(config);
+        let now = admit::refresh(config).map_err(|error| error.to_string())?;
+        for line in lost(&ledger, known, &now) {
+            tracing::warn!("{line}");
+        }
+        return Ok(());
+    }
+    inventory::watch(config, since).map_err(|error| error.to_string())
+}
+
+/// A line for each lease that has lost its MIG device between `before` and `now`.
+fn lost(ledger: &Ledger, before: &Inventory, now: &Inventory) -> Vec<String> {
+    let went = |uuid: &&String| before.device(uuid).is_some() && now.device(uuid).is_none();
+    let lines = ledger.leases.iter().flat_map(|lease| {
+        lease.devices.iter().filter(went).map(move |uuid| {
+            format!(
+                "container {}: MIG device {} was destroyed, its lease {} is lost: end the container",
+                safe(&lease.container.id),
+                safe(uuid),
+                lease.id
+            )
+        })
+    });
+    lines.collect()
+}

@@ -1,0 +1,201 @@
+//! Who asks, and whose a process is: what the kernel says, never what a client says.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::UnixStream;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+
+use super::kernel;
+use sublet_core::process::{Process, pidfd_open};
+
+/// User namespaces are nested 32 deep at most (`user_namespaces(7)`).
+const DEEPEST: usize = 33;
+
+/// The process that opened the connection (`SO_PEERCRED`, `unix(7)`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Peer {
+    /// In our PID namespace; 0 where it is in none that we see.
+    pub pid: i32,
+    /// Its effective uid, in our user namespace.
+    pub uid: u32,
+}
+
+impl Peer {
+    pub(super) fn of(stream: &UnixStream) -> io::Result<Self> {
+        let credentials = getsockopt(stream, PeerCredentials)?;
+        Ok(Self { pid: credentials.pid(), uid: credentials.uid() })
+    }
+}
+
+/// Why a process that a client names is not taken for theirs.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Foreign {
+    #[error("there is no process {0} (any more)")]
+    Gone(i32),
+    #[error("process {pid} is not uid {uid}'s")]
+    Other { pid: i32, uid: u32 },
+    #[error("process {pid} cannot be looked at: {source}")]
+    Unknown { pid: i32, source: io::Error },
+}
+
+/// A process that is a user's own, held: its number cannot come to mean another one meanwhile.
+#[derive(Debug)]
+pub(super) struct Pinned {
+    pub process: Process,
+    pidfd: OwnedFd,
+}
+
+impl Pinned {
+    /// Process `pid`, if it is `uid`'s: it runs as `uid` alone, or in a user namespace that `uid` made, or
+    /// in one below such.
+    ///
+    /// To be called again before anything is done to a process that was found to be a user's before.
+    ///
+    /// # Errors
+    /// It is somebody else's, or gone.
+    pub(super) fn of(pid: i32, uid: u32) -> Result<Self, Foreign> {
+        // 0 and -1 mean groups of processes elsewhere.
+        if pid <= 0 {
+            return Err(Foreign::Gone(pid));
+        }
+        let unknown = |source: io::Error| match source.raw_os_error() {
+            Some(nix::libc::ESRCH | nix::libc::ENOENT) => Foreign::Gone(pid),
+            _ => Foreign::Unknown { pid, source },
+        };
+        let pidfd = pidfd_open(pid).map_err(unknown)?;
+        let process = Process::find(pid).ok_or(Foreign::Gone(pid))?;
+        if !is_of(pid, uid).map_err(unknown)? && !cfg!(sublet_without = "b11") {
+            return Err(Foreign::Other { pid, uid });
+        }
+        let pinned = Self { process, pidfd };
+        // All that was read by its number was its own only if it has not ended since.
+        if pinned.is_alive() { Ok(pinned) } else { Err(Foreign::Gone(pid)) }
+    }
+
+    /// A pidfd is readable once its process has ended (`pidfd_open(2)`).
+    fn is_alive(&self) -> bool {
+        let mut fds = [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::ZERO) == Ok(0)
+    }
+}
+
+/// Whether process `pid` is `uid`'s own, as [`Pinned::of`] has it.
+pub(crate) fn owns(pid: i32, uid: u32) -> bool {
+    Pinned::of(pid, uid).is_ok()
+}
+
+fn is_of(pid: i32, uid: u32) -> io::Result<bool> {
+    let own = identity(&File::open("/proc/self/ns/user")?)?;
+    let mut namespace = OwnedFd::from(File::open(format!("/proc/{pid}/ns/user"))?);
+    if identity(&namespace)? == own {
+        return runs_as(pid, uid);
+    }
+    for _ in 0..DEEPEST {
+        if kernel::owner_of(namespace.as_fd())? == uid {
+            return Ok(true);
+        }
+        namespace = kernel::parent_of(namespace.as_fd())?;
+        if identity(&namespace)? == own {
+            break;
+        }
+    }
+    Ok(false)
+}
+
+fn identity(namespace: &impl AsFd) -> io::Result<(u64, u64)> {
+    let found = File::from(namespace.as_fd().try_clone_to_owned()?).metadata()?;
+    Ok((found.dev(), found.ino()))
+}
+
+/// Whether its real, effective, saved and file system uids are all `uid`: a set-user-ID program that the
+/// user started is root's to rule.
+fn runs_as(pid: i32, uid: u32) -> io::Result<bool> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let uids = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
+    let mut uids = uids.split_ascii_whitespace().map(str::parse).peekable();
+    Ok(uids.peek().is_some() && uids.all(|found| found == Ok(uid)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command, Stdio};
+
+    use super::*;
+
+    struct Running(Child);
+
+    impl Running {
+        fn start(program: &str, args: &[&str]) -> Self {
+            Self(Command::new(program).args(args).stdin(Stdio::null()).spawn().unwrap())
+        }
+
+        fn pid(&self) -> i32 {
+            i32::try_from(self.0.id()).unwrap()
+        }
+    }
+
+    impl Drop for Running {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn us() -> u32 {
+        nix::unistd::geteuid().as_raw()
+    }
+
+    #[test]
+    fn the_kernel_says_who_asks() {
+        let (one, _other) = UnixStream::pair().unwrap();
+        let pid = i32::try_from(std::process::id()).unwrap();
+        assert_eq!(Peer::of(&one).unwrap(), Peer { pid, uid: us() });
+    }
+
+    #[test]
+    fn our_own_processes_are_ours_and_nobody_elses() {
+        let sleep = Running::start("sleep", &["60"]);
+        assert_eq!(Pinned::of(sleep.pid(), us()).unwrap().process.pid, sleep.pid());
+        let error = Pinned::of(sleep.pid(), us() + 4242).unwrap_err();
+        assert!(matches!(error, Foreign::Other { .. }), "{error}");
+        let pid = sleep.pid();
+        drop(sleep);
+        assert!(matches!(Pinned::of(pid, us()).unwrap_err(), Foreign::Gone(_)));
+        for pid in [0, -1, i32::MIN] {
+            assert!(matches!(Pinned::of(pid, us()).unwrap_err(), Foreign::Gone(_)));
+        }
+    }
+
+    #[test]
+    fn what_has_ended_since_it_was_held_is_not_alive() {
+        let mut sleep = Running::start("sleep", &["60"]);
+        let pinned = Pinned::of(sleep.pid(), us()).unwrap();
+        assert!(pinned.is_alive());
+        sleep.0.kill().unwrap();
+        sleep.0.wait().unwrap();
+        assert!(!pinned.is_alive());
+    }
+
+    #[test]
+    fn processes_in_namespaces_that_a_user_made_are_the_users() {
+        // Two deep: the inner one is made by root of the outer one, which is us.
+        let inner = Running::start("unshare", &["-Ur", "unshare", "-Ur", "sleep", "60"]);
+        let pid = inner.pid();
+        let deep = || {
+            let comm = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            comm.trim() == "sleep"
+        };
+        for _ in 0..500 {
+            if deep() {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        assert!(Pinned::of(pid, us()).is_ok());
+        assert!(matches!(Pinned::of(pid, us() + 4242).unwrap_err(), Foreign::Other { .. }));
+    }
+}

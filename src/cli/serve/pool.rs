@@ -1,0 +1,252 @@
+//! Threads for what takes time: two for asks, one at a time for each user, and every ten seconds `sublet gc`; a third
+//! for MIG instances that come and go, which may take minutes.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use nix::sys::eventfd::EventFd;
+
+use super::broker;
+use super::peer::Peer;
+use sublet_core::admit::{PutOff, at_once};
+
+/// One user's asks leave the other thread to everybody else.
+const THREADS: usize = 2;
+
+/// Something to do.
+pub(super) enum Job {
+    /// Answer a line of connection `token`.
+    Ask { token: u64, peer: Peer, line: Vec<u8> },
+    /// The same, which has an instance made.
+    Make { token: u64, peer: Peer, line: Vec<u8> },
+    /// Free what is gone, bring back what died, look after MIG devices: the service's own work.
+    Own(fn()),
+    /// Destroy instances that nobody needs.
+    Clear,
+}
+
+/// Something done.
+pub(super) enum Done {
+    /// The answer for connection `token`.
+    Answer { token: u64, line: Vec<u8> },
+    /// The service's own work.
+    Own,
+}
+
+/// What a thread has done.
+struct Finished {
+    who: Who,
+    done: Option<Done>,
+    /// What it has left to the third thread.
+    left: Vec<Job>,
+}
+
+/// For whom something is done: one thing at a time for each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Who {
+    User { uid: u32, makes: bool },
+    Us,
+    Clearing,
+}
+
+impl Who {
+    const fn is_slow(self) -> bool {
+        matches!(self, Self::User { makes: true, .. } | Self::Clearing)
+    }
+
+    fn is_same(self, other: Self) -> bool {
+        match (self, other) {
+            (Self::User { uid: one, .. }, Self::User { uid: other, .. }) => one == other,
+            _ => self == other,
+        }
+    }
+}
+
+/// The threads, and what waits for them.
+pub(super) struct Pool {
+    waiting: VecDeque<Job>,
+    busy: Vec<Who>,
+    to_threads: Sender<Job>,
+    from_threads: Receiver<Finished>,
+}
+
+impl Pool {
+    /// Starts the threads; each thing done is announced by `wake`.
+    pub(super) fn start(wake: &Arc<EventFd>) -> io::Result<Self> {
+        let (to_threads, jobs) = mpsc::channel();
+        let (done, from_threads) = mpsc::channel();
+        let jobs = Arc::new(Mutex::new(jobs));
+        for number in 0..=THREADS {
+            let (jobs, done, wake) = (Arc::clone(&jobs), done.clone(), Arc::clone(wake));
+            let name = format!("worker-{number}");
+            thread::Builder::new().name(name).spawn(move || work(&jobs, &done, &wake))?;
+        }
+        Ok(Self { waiting: VecDeque::new(), busy: Vec::new(), to_threads, from_threads })
+    }
+
+    /// Puts `job` at the end of the queue.
+    pub(super) fn push(&mut self, job: Job) {
+        self.waiting.push_back(job);
+        self.hand_out();
+    }
+
+    /// What has been done since the last call.
+    pub(super) fn done(&mut self) -> Vec<Done> {
+        let mut all = Vec::new();
+        while let Ok(Finished { who, done, left }) = self.from_threads.try_recv() {
+            if let Some(at) = self.busy.iter().position(|busy| *busy == who) {
+                self.busy.swap_remove(at);
+            }
+            all.extend(done);
+            for job in left {
+                // One that waits does what another would.
+                if !(matches!(job, Job::Clear) && self.waiting.iter().any(|job| matches!(job, Job::Clear))) {
+                    self.waiting.push_back(job);
+                }
+            }
+        }
+        self.hand_out();
+        all
+    }
+
+    /// Whether work of the service's own waits for its turn.
+    pub(super) fn is_behind(&self) -> bool {
+        self.waiting.iter().any(|job| matches!(job, Job::Own(_)))
+    }
+
+    /// Whether nothing waits and nothing is being done.
+    pub(super) fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.busy.is_empty()
+    }
+
+    fn hand_out(&mut self) {
+        while let Some(job) = next(&mut self.waiting, &self.busy) {
+            self.busy.push(who(&job));
+            // The threads end with the process: somebody listens.
+            let _ = self.to_threads.send(job);
+        }
+    }
+}
+
+const fn who(job: &Job) -> Who {
+    match job {
+        Job::Ask { peer, .. } => Who::User { uid: peer.uid, makes: false },
+        Job::Make { peer, .. } => Who::User { uid: peer.uid, makes: true },
+        Job::Own(_) => Who::Us,
+        Job::Clear => Who::Clearing,
+    }
+}
+
+/// The first that waits for which there is a thread, and whose user has no ask being answered, or one before it
+/// that waits for its instance.
+fn next(waiting: &mut VecDeque<Job>, busy: &[Who]) -> Option<Job> {
+    let slow = busy.iter().filter(|who| who.is_slow()).count();
+    let quick = busy.len() - slow;
+    let mut before = busy.to_vec();
+    let at = waiting.iter().position(|job| {
+        let who = who(job);
+        let room = if who.is_slow() { slow == 0 } else { quick < THREADS };
+        let first = !before.iter().any(|other| other.is_same(who));
+        before.push(who);
+        room && first
+    })?;
+    waiting.remove(at)
+}
+
+fn work(jobs: &Mutex<Receiver<Job>>, done: &Sender<Finished>, wake: &EventFd) {
+    loop {
+        let Ok(job) = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv() else { return };
+        if done.send(finish(job)).is_err() {
+            return;
+        }
+        if let Err(error) = wake.write(1) {
+            tracing::warn!("eventfd {}: {error}", wake.as_raw_fd());
+        }
+    }
+}
+
+/// Does it, or leaves it to the thread that may wait.
+fn finish(job: Job) -> Finished {
+    let who = who(&job);
+    let (done, put_off) = match job {
+        Job::Ask { token, peer, line } => {
+            let (answer, put_off) = at_once(|| broker::answer(&line, peer));
+            if put_off.make {
+                return Finished { who, done: None, left: vec![Job::Make { token, peer, line }] };
+            }
+            (Done::Answer { token, line: answer }, put_off)
+        }
+        Job::Own(task) => {
+            let ((), put_off) = at_once(task);
+            (Done::Own, put_off)
+        }
+        Job::Make { token, peer, line } => {
+            (Done::Answer { token, line: broker::answer(&line, peer) }, PutOff::default())
+        }
+        Job::Clear => {
+            broker::clear();
+            (Done::Own, PutOff::default())
+        }
+    };
+    let left = if put_off.clear { vec![Job::Clear] } else { Vec::new() };
+    Finished { who, done: Some(done), left }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ask(token: u64, uid: u32) -> Job {
+        Job::Ask { token, peer: Peer { pid: 1, uid }, line: Vec::new() }
+    }
+
+    fn make(token: u64, uid: u32) -> Job {
+        Job::Make { token, peer: Peer { pid: 1, uid }, line: Vec::new() }
+    }
+
+    fn user(uid: u32, makes: bool) -> Who {
+        Who::User { uid, makes }
+    }
+
+    fn token(job: Option<Job>) -> Option<u64> {
+        job.map(|job| match job {
+            Job::Ask { token, .. } | Job::Make { token, .. } => token,
+            Job::Own(_) | Job::Clear => 0,
+        })
+    }
+
+    #[test]
+    fn one_user_has_one_thread_and_the_others_pass() {
+        let mut waiting: VecDeque<Job> = [ask(1, 7), ask(2, 7), ask(3, 8), Job::Own(|| ())].into();
+        assert_eq!(token(next(&mut waiting, &[])), Some(1));
+        assert_eq!(token(next(&mut waiting, &[user(7, false)])), Some(3));
+        assert_eq!(token(next(&mut waiting, &[user(7, false)])), Some(0));
+        assert_eq!(token(next(&mut waiting, &[user(7, false)])), None);
+        assert_eq!(token(next(&mut waiting, &[])), Some(2));
+    }
+
+    #[test]
+    fn what_has_an_instance_made_or_destroyed_leaves_both_threads_to_the_others() {
+        let mut waiting: VecDeque<Job> =
+            [make(1, 7), Job::Clear, make(2, 8), ask(3, 8), ask(4, 9), Job::Own(|| ()), ask(5, 10)].into();
+        let mut busy = Vec::new();
+        let mut started = || {
+            let next = next(&mut waiting, &busy)?;
+            busy.push(who(&next));
+            token(Some(next))
+        };
+        assert_eq!([started(), started(), started(), started()], [Some(1), Some(4), Some(0), None]);
+        busy.remove(0);
+        assert_eq!(token(next(&mut waiting, &busy)), Some(0), "clearing");
+        assert_eq!(token(next(&mut waiting, &busy)), Some(2));
+        assert_eq!(
+            token(next(&mut waiting, &[user(9, false), user(8, true)])),
+            Some(5),
+            "3 waits for its user"
+        );
+    }
+}

@@ -1,0 +1,420 @@
+//! The one thread that does all input and output: it waits in `epoll_wait(2)` and nowhere else.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use sd_notify::NotifyState;
+
+use super::broker;
+use super::connection::{Connection, Phase, Progress};
+use super::listen::{Listener, listen};
+use super::mig;
+use super::peer::Peer;
+use super::pool::{Done, Job, Pool};
+use super::protocol::{self, Answer};
+use crate::{cdi, guard, mps};
+use sublet_core::admit;
+use sublet_core::config::Config;
+use sublet_core::ledger::{LedgerError, Store};
+
+/// Connections that one uid may hold at once.
+const MOST_OF_ONE: usize = 16;
+
+/// Connections in all, and descriptors: some are left for the work itself.
+const MOST: usize = 4000;
+const DESCRIPTORS: u64 = 4096;
+
+/// Bytes kept for clients that are in the middle of a line or an answer.
+const HEAVIEST: usize = 8 << 20;
+
+/// Whoever has been connected for this long without having sent a line has to make place for another.
+const SETTLED: Duration = Duration::from_secs(1);
+
+/// How often what `sublet gc` does is done.
+const GC: Duration = Duration::from_secs(10);
+
+/// How often MIG devices are compared with the inventory, on hosts that have GPUs in MIG mode, and daemons ended
+/// whose time is up.
+const WATCH: Duration = Duration::from_secs(2);
+
+/// How long an end waits for asks that are being answered.
+const LAST_ANSWERS: Duration = Duration::from_secs(60);
+
+const LISTENER: u64 = 0;
+const WAKE: u64 = 1;
+const SIGNALS: u64 = 2;
+const FIRST_CONNECTION: u64 = 3;
+
+/// Why the service ended.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The socket.
+    #[error("cannot listen at {}: {source}", path.display())]
+    Listen {
+        /// Where.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The state directory.
+    #[error(transparent)]
+    State(#[from] LedgerError),
+    /// Something that the kernel does not refuse.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> ServeError {
+    move |source| ServeError::System { what, source: source.into() }
+}
+
+/// Serves until SIGTERM or SIGINT; asks that are being answered then are answered still.
+///
+/// # Errors
+/// It cannot begin to.
+pub fn serve(config: &Config) -> Result<(), ServeError> {
+    raise_descriptors();
+    // A service that sees other processes than the ledger's is of no use to anybody.
+    Store::open(&config.state_dir)?.is_of_here()?;
+    // From now on daemons may wait for their next lease.
+    let (kept, _) = Store::open(&config.state_dir)?.update(mps::keep)?;
+    kept.map_err(system("/proc"))?;
+    // Before anybody hears that we are ready: engines may wait for that (sublet.service).
+    keep_cdi(config);
+    let path = super::socket(config);
+    let listener = listen(&path).map_err(|source| ServeError::Listen { path, source })?;
+    // Before the threads are there, which inherit the mask.
+    let mut ends = SigSet::empty();
+    ends.add(Signal::SIGTERM);
+    ends.add(Signal::SIGINT);
+    ends.thread_block().map_err(system("sigprocmask"))?;
+    let signals = SignalFd::with_flags(&ends, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
+        .map_err(system("signalfd"))?;
+    let flags = EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC;
+    let wake = Arc::new(EventFd::from_value_and_flags(0, flags).map_err(system("eventfd"))?);
+    let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(system("epoll_create"))?;
+    let pool = Pool::start(&wake).map_err(system("threads"))?;
+    guard::start().map_err(system("threads"))?;
+    let server = Server {
+        epoll,
+        listener: Some(listener),
+        signals,
+        wake,
+        pool,
+        connections: BTreeMap::new(),
+        next: FIRST_CONNECTION,
+        stopping: None,
+    };
+    let ended = server.watch_own().and_then(|()| server.run()).map_err(system("epoll"));
+    for line in mps::keep_no_more(&Store::open(&config.state_dir)?, config) {
+        tracing::warn!("{line}");
+    }
+    ended
+}
+
+/// Thousands of connections need as many descriptors; what cannot be had limits them below.
+fn raise_descriptors() {
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
+        if let Err(error) = setrlimit(Resource::RLIMIT_NOFILE, soft.max(DESCRIPTORS.min(hard)), hard) {
+            tracing::debug!("RLIMIT_NOFILE: {error}");
+        }
+    }
+}
+
+/// What `sublet gc` does, and the CDI devices; what it found goes to the journal.
+fn housekeeping() {
+    let done = sublet_core::config::load().map_err(|error| error.to_string()).and_then(|config| {
+        let store = Store::open(&config.state_dir).map_err(|error| error.to_string())?;
+        // A ledger that was lost knows nobody.
+        let (_, freed) = store.update(mps::keep).map_err(|error| error.to_string())?;
+        admit::tidy(&freed, &store, &config);
+        admit::clear_leftovers(&store);
+        admit::clear_made(&store);
+        keep_cdi(&config);
+        Ok(mps::heal(&store, &config))
+    });
+    match done {
+        Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),
+        Err(error) => tracing::warn!("{error}"),
+    }
+}
+
+/// What cannot wait for the next housekeeping.
+fn watch() {
+    mig::watch();
+    let Ok(config) = sublet_core::config::load() else { return };
+    let ended = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
+    match ended {
+        Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),
+        Err(error) => tracing::debug!("{error}"),
+    }
+}
+
+/// GPUs and shares come and go while the service runs.
+fn keep_cdi(config: &Config) {
+    match cdi::keep(config) {
+        Ok(true) => tracing::info!("{} follows the named shares and GPUs", config.cdi.spec.display()),
+        Ok(false) => {}
+        // Without a driver nobody needs to be told every ten seconds: `sublet cdi list` says it when asked.
+        Err(error @ cdi::FileError::Admit(_)) => tracing::debug!("{error}"),
+        Err(error) => tracing::warn!("{error}"),
+    }
+}
+
+struct Server {
+    epoll: Epoll,
+    /// Dropped when the end begins.
+    listener: Option<Listener>,
+    signals: SignalFd,
+    wake: Arc<EventFd>,
+    pool: Pool,
+    /// By token, and so by age.
+    connections: BTreeMap<u64, Connection>,
+    next: u64,
+    /// Since when we are ending.
+    stopping: Option<Instant>,
+}
+
+impl Server {
+    fn watch_own(&self) -> nix::Result<()> {
+        let readable = |token| EpollEvent::new(EpollFlags::EPOLLIN, token);
+        if let Some(listener) = &self.listener {
+            self.epoll.add(&listener.socket, readable(LISTENER))?;
+        }
+        self.epoll.add(self.wake.as_fd(), readable(WAKE))?;
+        self.epoll.add(self.signals.as_fd(), readable(SIGNALS))
+    }
+
+    fn run(mut self) -> nix::Result<()> {
+        tell_systemd(NotifyState::Ready);
+        let beat = watchdog();
+        let (mut next_beat, mut next_gc, mut next_watch) = (Instant::now(), Instant::now(), Instant::now());
+        let mut events = [EpollEvent::empty(); 64];
+        while !self.is_done() {
+            let now = Instant::now();
+            if let Some(beat) = beat.filter(|_| now >= next_beat) {
+                tell_systemd(NotifyState::Watchdog);
+                next_beat = now + beat;
+            }
+            if now >= next_gc && self.stopping.is_none() {
+                self.pool.push(Job::Own(housekeeping));
+                next_gc = now + GC;
+            }
+            if now >= next_watch && self.stopping.is_none() && !self.pool.is_behind() {
+                self.pool.push(Job::Own(watch));
+                next_watch = now + WATCH;
+            }
+            self.expire(now);
+            let due = beat.map_or(next_gc, |_| next_gc.min(next_beat));
+            let wait = due.saturating_duration_since(now).clamp(Duration::from_millis(10), SETTLED);
+            let timeout = EpollTimeout::try_from(wait).unwrap_or(EpollTimeout::ZERO);
+            let count = match self.epoll.wait(&mut events, timeout) {
+                Err(nix::errno::Errno::EINTR) => 0,
+                waited => waited?,
+            };
+            for event in &events[..count] {
+                self.handle(event.data());
+            }
+        }
+        Ok(())
+    }
+
+    fn handle(&mut self, token: u64) {
+        match token {
+            LISTENER => self.accept(),
+            WAKE => self.deliver(),
+            SIGNALS => self.stop(),
+            token => self.serve_one(token),
+        }
+    }
+
+    /// Lets in whoever waits, but for those who take more than their part.
+    fn accept(&mut self) {
+        loop {
+            let Some(listener) = &self.listener else { return };
+            match listener.socket.accept() {
+                Ok((stream, _)) => self.let_in(stream),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) => {
+                    // Out of descriptors: the next round tries again, with one place more.
+                    tracing::warn!("accept: {error}");
+                    self.make_place(|_| true, Duration::ZERO);
+                    return;
+                }
+            }
+        }
+    }
+
+    fn let_in(&mut self, stream: UnixStream) {
+        let prepared = stream.set_nonblocking(true).and_then(|()| Peer::of(&stream));
+        let Ok(peer) = prepared else { return };
+        let of_peer = |connection: &Connection| connection.peer.uid == peer.uid;
+        let count = self.connections.values().filter(|connection| of_peer(connection)).count();
+        let full = count >= MOST_OF_ONE && !cfg!(sublet_without = "b12");
+        if full && !self.make_place(of_peer, SETTLED) {
+            let text = format!("uid {} holds {MOST_OF_ONE} connections to sublet serve already", peer.uid);
+            return turn_away(&stream, text);
+        }
+        if self.connections.len() >= MOST && !self.make_place(|_| true, Duration::ZERO) {
+            return turn_away(&stream, "sublet serve has too many connections".to_owned());
+        }
+        let token = self.next;
+        if self.watch(&stream, token, EpollFlags::EPOLLIN) {
+            self.next += 1;
+            self.connections.insert(token, Connection::new(stream, peer));
+        }
+    }
+
+    /// Closes the oldest of these connections that has not sent a line for `idle`: a door sends its line at
+    /// once. Whether there was one.
+    fn make_place(&mut self, of: impl Fn(&Connection) -> bool, idle: Duration) -> bool {
+        let hangs = |connection: &Connection| {
+            connection.phase != Phase::Waiting && connection.since.elapsed() >= idle && of(connection)
+        };
+        let oldest =
+            self.connections.iter().find(|(_, connection)| hangs(connection)).map(|(token, _)| *token);
+        oldest.is_some_and(|token| self.connections.remove(&token).is_some())
+    }
+
+    fn serve_one(&mut self, token: u64) {
+        let Some(connection) = self.connections.get_mut(&token) else { return };
+        let progress = match connection.phase {
+            Phase::Asking => connection.read(),
+            Phase::Reading => connection.write(),
+            Phase::Waiting => return,
+        };
+        self.proceed(token, progress);
+    }
+
+    fn proceed(&mut self, token: u64, progress: Progress) {
+        match progress {
+            Progress::More => self.lighten(),
+            Progress::Line(line) => self.ask(token, line),
+            Progress::Sent => self.listen_again(token),
+            Progress::TooLong => {
+                let answer = refusal("a line to sublet serve is at most 64 KiB long");
+                if let Some(mut connection) = self.connections.remove(&token) {
+                    connection.answer(answer);
+                }
+            }
+            Progress::Gone => drop(self.connections.remove(&token)),
+        }
+    }
+
+    /// While a client waits it is not listened to: it may neither fill our memory nor keep us awake.
+    fn ask(&mut self, token: u64, line: Vec<u8>) {
+        let Some(connection) = self.connections.get(&token) else { return };
+        if let Err(error) = self.epoll.delete(&connection.stream) {
+            tracing::debug!("epoll: {error}");
+        }
+        self.pool.push(Job::Ask { token, peer: connection.peer, line });
+    }
+
+    fn listen_again(&mut self, token: u64) {
+        let Some(connection) = self.connections.get_mut(&token) else { return };
+        if self.stopping.is_some() {
+            self.connections.remove(&token);
+        } else if let Some(line) = connection.line() {
+            self.ask(token, line);
+        } else {
+            let interest = EpollEvent::new(EpollFlags::EPOLLIN, token);
+            if self.epoll.modify(&connection.stream, &mut interest.clone()).is_err() {
+                self.connections.remove(&token);
+            }
+        }
+    }
+
+    /// Answers go out as far as they are taken.
+    fn deliver(&mut self) {
+        let _ = self.wake.read();
+        for done in self.pool.done() {
+            let Done::Answer { token, line, .. } = done else { continue };
+            let Some(mut connection) = self.connections.remove(&token) else { continue };
+            if !self.watch(&connection.stream, token, EpollFlags::EPOLLOUT) {
+                continue;
+            }
+            let progress = connection.answer(line);
+            self.connections.insert(token, connection);
+            self.proceed(token, progress);
+        }
+    }
+
+    fn watch(&self, stream: &UnixStream, token: u64, flags: EpollFlags) -> bool {
+        let added = self.epoll.add(stream, EpollEvent::new(flags, token));
+        added.inspect_err(|error| tracing::warn!("epoll: {error}")).is_ok()
+    }
+
+    /// Keeps the memory for half a line each within bounds, at the cost of the oldest.
+    fn lighten(&mut self) {
+        let weight = |server: &Self| server.connections.values().map(Connection::weight).sum::<usize>();
+        while weight(self) > HEAVIEST && self.make_place(|connection| connection.weight() > 0, Duration::ZERO)
+        {
+        }
+    }
+
+    fn expire(&mut self, now: Instant) {
+        self.connections.retain(|_, connection| !connection.is_overdue(now));
+    }
+
+    /// Begins to end: nobody is let in any more, whoever has not asked yet is told to come back.
+    fn stop(&mut self) {
+        let _ = self.signals.read_signal();
+        tell_systemd(NotifyState::Stopping);
+        self.listener = None;
+        self.stopping = Some(Instant::now());
+        let asking: Vec<u64> = self
+            .connections
+            .iter()
+            .filter(|(_, connection)| connection.phase == Phase::Asking)
+            .map(|(token, _)| *token)
+            .collect();
+        for connection in asking.iter().filter_map(|token| self.connections.remove(token)) {
+            turn_away(&connection.stream, "sublet serve is restarting".to_owned());
+        }
+    }
+
+    fn is_done(&self) -> bool {
+        let late = |since: Instant| since.elapsed() > LAST_ANSWERS;
+        let delivered = self.pool.is_idle() && self.connections.is_empty();
+        self.stopping.is_some_and(|since| delivered || late(since))
+    }
+}
+
+/// Tells systemd, if it started us. Nobody waits for us to tell: failure is worth a line, no more.
+fn tell_systemd(state: NotifyState<'_>) {
+    if let Err(error) = sd_notify::notify(&[state]) {
+        tracing::debug!("NOTIFY_SOCKET: {error}");
+    }
+}
+
+/// How often the watchdog wants to hear of us (`sd_watchdog_enabled(3)`: twice in the time given); `None`: never.
+fn watchdog() -> Option<Duration> {
+    sd_notify::watchdog_enabled().filter(|limit| !limit.is_zero()).map(|limit| limit / 2)
+}
+
+/// One line that fits into any socket's buffer; the end comes with the drop of the stream.
+fn turn_away(mut stream: &UnixStream, why: String) {
+    use std::io::Write as _;
+    let line = protocol::line(&Answer::Busy(why)).unwrap_or_default();
+    let _ = stream.write_all(&line);
+}
+
+fn refusal(why: &str) -> Vec<u8> {
+    protocol::line(&broker::no(why.to_owned())).unwrap_or_default()
+}

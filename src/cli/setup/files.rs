@@ -1,0 +1,101 @@
+//! Where engines' configurations are, and what stands in the way of editing them.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use sublet_core::inventory::under;
+
+/// Where a setup of Docker writes down what it put into `path`, for its undo.
+#[must_use]
+pub fn record(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".before-sublet");
+    PathBuf::from(name)
+}
+
+/// The text of `path`; `None`: no such file.
+///
+/// # Errors
+/// It cannot be read, or is no UTF-8.
+pub fn read(path: &Path) -> io::Result<Option<String>> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// The files that Podman as root reads below `root`, weakest first (containers.conf(5)).
+#[must_use]
+pub fn podmans(root: &Path) -> Vec<PathBuf> {
+    let mut files: Vec<PathBuf> =
+        ["/usr/share/containers/containers.conf", "/etc/containers/containers.conf"]
+            .map(|path| under(root, path))
+            .into_iter()
+            .filter(|path| path.is_file())
+            .collect();
+    files.extend(drop_ins(&under(root, "/etc/containers/containers.conf.d"), "conf"));
+    files
+}
+
+/// The files of this extension in a directory, by name.
+#[must_use]
+pub fn drop_ins(directory: &Path, extension: &str) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut files: Vec<PathBuf> = entries
+        .map(|entry| entry.path())
+        .filter(|path| path.extension() == Some(OsStr::new(extension)))
+        .collect();
+    files.sort();
+    files
+}
+
+/// Where Docker is only there as a snap: confined, so that it runs no program of the host's (snapcraft.io,
+/// "Docker snap").
+#[must_use]
+pub fn docker_snap(root: &Path) -> Option<PathBuf> {
+    let has = |path: &str| under(root, path).exists();
+    if ["/usr/bin/dockerd", "/usr/sbin/dockerd", "/usr/local/bin/dockerd"].into_iter().any(has) {
+        return None;
+    }
+    ["/snap/bin/docker", "/var/snap/docker"].into_iter().find(|path| has(path)).map(PathBuf::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_docker_of_a_snap_is_known_unless_there_is_another() {
+        let root = tempfile::tempdir().unwrap();
+        assert_eq!(docker_snap(root.path()), None);
+        fs::create_dir_all(root.path().join("var/snap/docker")).unwrap();
+        assert_eq!(docker_snap(root.path()), Some(PathBuf::from("/var/snap/docker")));
+        fs::create_dir_all(root.path().join("usr/bin")).unwrap();
+        fs::write(root.path().join("usr/bin/dockerd"), "").unwrap();
+        assert_eq!(docker_snap(root.path()), None);
+    }
+
+    #[test]
+    fn podmans_files_come_weakest_first() {
+        let root = tempfile::tempdir().unwrap();
+        let file = |path: &str| {
+            let path = under(root.path(), path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, "").unwrap();
+            path
+        };
+        let expected = [
+            file("/usr/share/containers/containers.conf"),
+            file("/etc/containers/containers.conf"),
+            file("/etc/containers/containers.conf.d/10-a.conf"),
+            file("/etc/containers/containers.conf.d/sublet.conf"),
+        ];
+        file("/etc/containers/containers.conf.d/sublet.conf.dpkg-old");
+        assert_eq!(podmans(root.path()), expected);
+    }
+}

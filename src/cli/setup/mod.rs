@@ -1,0 +1,145 @@
+//! Making an engine use sublet: edits of its configuration, text in, text out. One file per engine.
+//!
+//! What is not ours keeps every byte, and an undo after a setup gives back the very same file. The edits do no
+//! I/O: `sublet setup` does it.
+
+pub mod containerd;
+pub mod crio;
+pub mod docker;
+pub mod files;
+mod json;
+pub mod podman;
+
+use std::path::PathBuf;
+
+/// The runtime's name in every engine.
+pub const NAME: &str = "sublet";
+
+/// What an engine is to be told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wish {
+    /// Absolute path of `sublet-runtime`.
+    pub runtime: PathBuf,
+    /// The directory of sublet's own OCI hook, for Podman.
+    pub hooks_dir: PathBuf,
+    /// Whether sublet is to be the runtime of containers that name none.
+    pub default: bool,
+    /// Whether the engine is to take CDI devices.
+    pub cdi: bool,
+}
+
+/// Why a configuration is not edited. It is as it was.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SetupError {
+    /// Half written, with comments where there are none, or something else.
+    #[error("it is no valid {language} ({why}): correct it, then try again; nothing was changed")]
+    Unparsable {
+        /// `JSON` or `TOML`.
+        language: &'static str,
+        /// The parser's words, with the line.
+        why: String,
+    },
+    /// Valid, but not what the engine would take.
+    #[error("{what} is {found}, not {expected}: correct it, then try again; nothing was changed")]
+    Shape {
+        /// The key.
+        what: String,
+        /// What it is.
+        found: &'static str,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// A runtime of our name that somebody else registered.
+    #[error("{what} is there already, and is not what this sublet would write: take it out, then try again")]
+    Taken {
+        /// The key.
+        what: String,
+    },
+    /// A key stands twice.
+    #[error("{0} stands there twice: take one out, then try again; nothing was changed")]
+    Twice(String),
+    /// containerd's first format, or none named.
+    #[error(
+        "it is not of version 2 or 3 (containerd takes a file without `version` for version 1): \
+         `containerd config migrate` prints it in the present version; nothing was changed"
+    )]
+    Version,
+    /// Tables written in a way that takes no further lines.
+    #[error(
+        "it cannot be edited line by line ({why}): are there inline tables or dotted keys? Write them as \
+         [tables]; nothing was changed"
+    )]
+    Inline {
+        /// What the parser said of the result.
+        why: String,
+    },
+    /// Somebody has edited what a setup put in.
+    #[error("what `sublet setup` put in is no longer as it was: {why}; nothing was changed")]
+    Altered {
+        /// What is different, and what to do.
+        why: String,
+    },
+    /// The drop-in's name is taken.
+    #[error("it was not written by `sublet setup`: remove or rename it, then try again; nothing was changed")]
+    Foreign,
+    /// A path that the file's language cannot hold.
+    #[error("the path {0} has characters that cannot be written there: install sublet elsewhere")]
+    Path(String),
+}
+
+/// `path` as a string in double quotes, which JSON and TOML read alike.
+fn quoted(path: &std::path::Path) -> Result<String, SetupError> {
+    let plain = path.to_str().filter(|text| !text.chars().any(|c| c.is_control() || matches!(c, '"' | '\\')));
+    plain
+        .map(|text| format!("\"{text}\""))
+        .ok_or_else(|| SetupError::Path(sublet_core::text::safe(&path.to_string_lossy())))
+}
+
+/// A TOML file.
+fn toml(text: &str) -> Result<toml::Table, SetupError> {
+    toml::from_str(text).map_err(|error| SetupError::Unparsable {
+        language: "TOML",
+        why: sublet_core::text::safe(error.to_string().lines().next().unwrap_or_default()),
+    })
+}
+
+/// A drop-in of our own after the undo: none. One that we did not write is left alone.
+///
+/// # Errors
+/// It is somebody else's.
+pub fn undo_drop_in(found: Option<&str>) -> Result<Option<String>, SetupError> {
+    own_drop_in(found).map(|()| None)
+}
+
+/// Whether the drop-in that is there, if any, is ours.
+fn own_drop_in(found: Option<&str>) -> Result<(), SetupError> {
+    match found {
+        Some(text) if !(text.starts_with(DROP_IN) || text.starts_with(PACKAGED)) => Err(SetupError::Foreign),
+        _ => Ok(()),
+    }
+}
+
+/// How a drop-in ends whose directory a setup has made.
+pub const MADE_DIRECTORY: &str = "# Its directory was made for it.\n";
+
+/// Whether the directory of the drop-in `text` goes with it, where nothing else is in it.
+#[must_use]
+pub fn made_directory(text: &str) -> bool {
+    text.ends_with(MADE_DIRECTORY)
+}
+
+/// How a drop-in of ours begins.
+const DROP_IN: &str = "# Written by `sublet setup";
+
+/// How the one begins that the package sublet-podman brings (hooks/containers.conf).
+const PACKAGED: &str = "# sublet's drop-in for Podman";
+
+#[cfg(test)]
+fn wish() -> Wish {
+    Wish {
+        runtime: "/usr/bin/sublet-runtime".into(),
+        hooks_dir: "/usr/share/sublet/hooks.d".into(),
+        default: false,
+        cdi: false,
+    }
+}

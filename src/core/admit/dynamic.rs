@@ -1,0 +1,167 @@
+//! A MIG instance of its own for a request that finds none, and its end (`[mig] dynamic`). The driver is `sublet`'s
+//! alone to speak to; here it is asked to.
+
+use std::cell::Cell;
+use std::convert::Infallible;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::AdmitError;
+use crate::broker::caps::Cap;
+use crate::config::Config;
+use crate::inventory::{Device, Inventory};
+use crate::ledger::{Awaited, LeaseId, Ledger, Store};
+use crate::own;
+use crate::place::{Most, Order, Size, expected};
+use crate::process::Process;
+use crate::request::Request;
+
+/// It waits for others that do the same, and asks the driver for a new inventory at the end.
+const MAKE_LIMIT: Duration = Duration::from_secs(90);
+
+/// MPS daemons end first, and others' changes.
+const CLEAR_LIMIT: Duration = Duration::from_secs(60);
+
+/// Why not even the driver is asked.
+pub const NO_SITE: &str =
+    "every GPU that may serve it is drained, or not in MIG mode (`sublet mig apply` switches it on)";
+
+/// What `sublet mig make` is told.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Ask {
+    /// Which.
+    pub order: Order,
+    /// For whom.
+    pub awaited: Awaited,
+}
+
+/// What it answers.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Answer {
+    /// It is there, kept for the lease, and in the inventory.
+    Made,
+    /// Why not.
+    NotMade {
+        /// One line.
+        reason: String,
+        /// Whether waiting may help.
+        temporary: bool,
+    },
+}
+
+/// What a thread that must not wait has left to another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PutOff {
+    /// An instance would have had to be made: the answer is none.
+    pub make: bool,
+    /// An instance has to be destroyed.
+    pub clear: bool,
+}
+
+thread_local! {
+    /// Where this thread must not wait.
+    static PUT_OFF: Cell<Option<PutOff>> = const { Cell::new(None) };
+}
+
+/// Does `work`, but has no instance made or destroyed meanwhile, which takes the driver's time and that of all who
+/// have one made as well; what there would have been.
+pub fn at_once<T>(work: impl FnOnce() -> T) -> (T, PutOff) {
+    PUT_OFF.set(Some(PutOff::default()));
+    let done = work();
+    (done, PUT_OFF.take().unwrap_or_default())
+}
+
+/// Whether that is to be put off; `note` says what.
+fn is_put_off(note: impl FnOnce(&mut PutOff)) -> bool {
+    let Some(mut put_off) = PUT_OFF.get() else { return false };
+    note(&mut put_off);
+    PUT_OFF.set(Some(put_off));
+    true
+}
+
+/// What would have to be made for `request`, which has just found no place; `None`: nothing is made for it.
+pub fn order(
+    request: &Request,
+    cap: Option<Cap<'_>>,
+    inventory: &Inventory,
+    ledger: &Ledger,
+    config: &Config,
+) -> Option<Result<Order, AdmitError>> {
+    let mut order = Order::of(request, inventory, ledger, config).filter(|_| config.mig.dynamic)?;
+    let Some(cap) = cap else { return Some(Ok(order)) };
+    if !cap.rule.dynamic {
+        return None;
+    }
+    // Whoever may not have it in the end shall not have it made.
+    for site in &mut order.sites {
+        let gpu = inventory.device(&site.gpu);
+        site.most = gpu.map(|gpu| most(request, gpu, cap, ledger));
+    }
+    let may = cap.check(&expected(request), ledger).map_err(|error| AdmitError::Cap(Box::new(error)));
+    Some(may.map(|()| order))
+}
+
+/// How large an instance on `gpu` the user may have.
+fn most(request: &Request, gpu: &Device, cap: Cap<'_>, ledger: &Ledger) -> Most {
+    let beside = |ledger: &Ledger| Size::within(request, gpu, cap.room(ledger));
+    Most { now: beside(ledger), ever: beside(&Ledger::empty(&ledger.boot_id)) }
+}
+
+/// Makes it, kept for lease `id` of `container` until that is taken or given up.
+///
+/// # Errors
+/// Why not, and whether waiting may help.
+pub(super) fn make(order: Order, id: &LeaseId, container: &str) -> Result<(), (String, bool)> {
+    if order.sites.is_empty() {
+        return Err((NO_SITE.to_owned(), false));
+    }
+    if is_put_off(|put_off| put_off.make = true) {
+        return Err(("it is put off".to_owned(), true));
+    }
+    let asked = Process::current().map_err(|error| error.to_string()).and_then(|owner| {
+        let awaited = Awaited { lease: id.clone(), container: container.to_owned(), owner };
+        let ask = serde_json::to_string(&Ask { order, awaited }).map_err(|error| error.to_string())?;
+        let (answer, warnings) =
+            own::ask(&["mig", "make"], &ask, MAKE_LIMIT).map_err(|error| error.to_string())?;
+        for warning in warnings {
+            tracing::warn!("{warning}");
+        }
+        serde_json::from_str(&answer).map_err(|error| format!("`sublet mig make`: {error}"))
+    });
+    match asked.map_err(|why| (why, true))? {
+        Answer::Made => Ok(()),
+        Answer::NotMade { reason, temporary } => Err((reason, temporary)),
+    }
+}
+
+/// Nothing is kept for lease `id` any more: it is not taken after all.
+pub(super) fn give_up(id: &LeaseId, store: &Store) {
+    let awaits = |ledger: &Ledger| {
+        ledger.mig.made.iter().any(|made| made.awaited.as_ref().is_some_and(|awaited| awaited.lease == *id))
+    };
+    if !store.read().is_ok_and(|ledger| awaits(&ledger)) {
+        return;
+    }
+    let given_up = store.update(|ledger| {
+        ledger.await_no_more(id);
+        Ok::<_, Infallible>(())
+    });
+    match given_up {
+        Ok(_) => clear_made(store),
+        Err(error) => tracing::warn!("{error}"),
+    }
+}
+
+/// Destroys the instances that were made for containers and that nobody needs any more; what cannot be destroyed
+/// now is tried again by the next command.
+pub fn clear_made(store: &Store) {
+    let has_unneeded = store.read().is_ok_and(|ledger| ledger.has_unneeded());
+    if !has_unneeded || is_put_off(|put_off| put_off.clear = true) {
+        return;
+    }
+    match own::sublet(&["mig", "clear"], CLEAR_LIMIT) {
+        Ok(warnings) => warnings.iter().for_each(|warning| tracing::warn!("{warning}")),
+        Err(error) => tracing::warn!("{error}"),
+    }
+}

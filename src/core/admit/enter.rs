@@ -1,0 +1,259 @@
+//! A process that comes to a container that runs. What share it has is told by the container itself: its low-level
+//! runtime's record says that it has one, and the config.json that it was made from which. So neither ledger nor
+//! inventory has to be readable for `exec`, nor anything of the configuration.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::{AdmitError, read, rootless, wish};
+use crate::apply::{self, FileError, JsonFile};
+use crate::config::{Config, ConfigError};
+use crate::grant::{self, Environment};
+use crate::ledger::{self, LEASE_ANNOTATION, Record, Store};
+use crate::mps;
+use crate::text::safe;
+
+/// Why nobody can tell what share a container has that has one.
+#[derive(Debug, thiserror::Error)]
+pub enum EnterError {
+    /// Its runtime's record.
+    #[error(
+        "it has a share of a GPU, and its record {} cannot be read ({why}): without knowing the share nothing is \
+         started in it",
+        safe(&path.to_string_lossy())
+    )]
+    Record {
+        /// The record.
+        path: PathBuf,
+        /// Why not.
+        why: String,
+    },
+    /// What it was made from.
+    #[error("it has a share of a GPU, and what it was made from cannot be read: {0}")]
+    Spec(#[from] FileError),
+    /// That is another container's, or was edited since.
+    #[error(
+        "it has the share of lease {}, and {} does not say so any more: put the file back that it was created with, \
+         or create the container anew",
+        safe(lease),
+        safe(&path.to_string_lossy())
+    )]
+    Changed {
+        /// By the record.
+        lease: String,
+        /// What it was made from.
+        path: PathBuf,
+    },
+    /// It has annotations and no lease in them: only the ledger tells.
+    #[error("it has sublet.* annotations, and whether it has a share cannot be told: {0}")]
+    Untold(String),
+}
+
+/// What processes of a container with a share need.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Share {
+    /// The edit to their environment.
+    pub environment: Environment,
+    /// All that the first process has in its own.
+    pub all: Vec<String>,
+    /// What the container sees of its MPS daemon, on the host; `None`: its share needs none.
+    pub server: Option<PathBuf>,
+}
+
+/// The share of the container that its low-level runtime keeps its record of in `record`; `None`: it has none.
+///
+/// # Errors
+/// It has one, or may have, and nobody can tell which.
+pub fn share_of(
+    uid: u32,
+    id: &str,
+    record: &Path,
+    config: &Result<Config, ConfigError>,
+) -> Result<Option<Share>, EnterError> {
+    let unreadable = |why: String| EnterError::Record { path: record.to_owned(), why };
+    let known = Record::read(record).map_err(|error| unreadable(safe(&error.to_string())))?;
+    let names = default_names(config);
+    if let Some((lease, known)) = known.as_ref().and_then(|known| Some((known.lease.clone()?, known))) {
+        let spec = spec(record, known.bundle.as_deref())?.map(|(path, spec)| {
+            let said = spec.pointer("/annotations").and_then(|all| all.get(LEASE_ANNOTATION));
+            let is_its_own = said.and_then(Value::as_str) == Some(lease.as_str());
+            if is_its_own { Ok(spec) } else { Err(EnterError::Changed { lease: lease.clone(), path }) }
+        });
+        let spec = spec.ok_or_else(|| unreadable("it names no bundle".to_owned()))??;
+        return Ok(Some(of_spec(&spec, &names)));
+    }
+    by_ledger(uid, id, record, known.as_ref().and_then(|known| known.bundle.as_deref()), config)
+}
+
+/// Whether the runtime's record speaks of sublet at all: a scan, no parse, for most containers have no share. A
+/// container without a record is no container, or one of a runtime that keeps others.
+///
+/// # Errors
+/// It does, and is too large to be read.
+pub fn may_have_share(record: &Path) -> Result<bool, EnterError> {
+    for name in ["state.json", "config.json"] {
+        let path = record.join(name);
+        match JsonFile::read(&path) {
+            Ok(file) => return Ok(file.mentions_sublet()),
+            Err(FileError::Read { source, .. }) if source.kind() == ErrorKind::NotFound => {}
+            Err(FileError::TooLarge { .. }) if apply::mentions_sublet(&path) => {
+                return Err(EnterError::Record { path, why: "it is larger than 16 MiB".to_owned() });
+            }
+            // The runtime cannot read it either.
+            Err(_) => return Ok(false),
+        }
+    }
+    Ok(true)
+}
+
+/// What the container was made from, as its runtime reads it for `exec`: crun its own copy, runc that in the bundle
+/// (`getProcess` of runc's `utils_linux.go`, `libcrun_container_exec_process_file` of crun).
+fn spec(record: &Path, bundle: Option<&Path>) -> Result<Option<(PathBuf, Value)>, EnterError> {
+    let copy = record.join("config.json");
+    let path = if copy.is_file() { Some(copy) } else { bundle.map(|bundle| bundle.join("config.json")) };
+    path.map(|path| Ok((path.clone(), JsonFile::read(&path)?.parse()?))).transpose()
+}
+
+/// The share as it stands in `spec`.
+fn of_spec(spec: &Value, default_names: &[String]) -> Share {
+    let env = spec.pointer("/process/env").and_then(Value::as_array).into_iter().flatten();
+    let all: Vec<String> = env.filter_map(Value::as_str).map(str::to_owned).collect();
+    let pairs = || all.iter().filter_map(|entry| entry.split_once('='));
+    let owned = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
+    let set = pairs().filter(|(name, _)| grant::is_own_name(name)).map(owned).collect();
+    let default = pairs().filter(|(name, _)| default_names.iter().any(|known| known == name)).map(owned);
+    let default = default.collect();
+    let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
+    // Ours come last, and what comes last lies on top.
+    let server = mounts.rev().find(|mount| mount["destination"] == grant::MPS_DIR);
+    let server = server.and_then(|mount| mount["source"].as_str()).map(PathBuf::from);
+    let environment = Environment { set, default, remove_prefixes: grant::own_prefixes() };
+    Share { environment, all, server }
+}
+
+/// The names of variables that a share only brings where they are not set.
+fn default_names(config: &Result<Config, ConfigError>) -> Vec<String> {
+    let of_config = config.as_ref().map(|config| config.grant.env.clone());
+    let names = of_config.unwrap_or_else(|_| Config::default().grant.env).into_keys();
+    names.chain([grant::TRITON_PATH.to_owned()]).collect()
+}
+
+/// For a container whose record names no lease: a hook may have given it one that only the ledger knows.
+fn by_ledger(
+    uid: u32,
+    id: &str,
+    record: &Path,
+    bundle: Option<&Path>,
+    config: &Result<Config, ConfigError>,
+) -> Result<Option<Share>, EnterError> {
+    let spec = spec(record, bundle).ok().flatten().map(|(_, spec)| spec).unwrap_or_default();
+    let untold = |error: String| {
+        let annotations = apply::annotations(&spec).unwrap_or_default();
+        // Nothing of ours is known of it: whatever is broken here is not its own.
+        if wish::is_ours(&spec, &annotations, None) { Err(EnterError::Untold(error)) } else { Ok(None) }
+    };
+    let config = match config {
+        Ok(config) => config,
+        Err(error) => return untold(error.to_string()),
+    };
+    // To a rootless container no hook gives a share late.
+    if rootless::applies(config) || !ledger::is_there(&config.state_dir) {
+        return Ok(None);
+    }
+    let ledger = match Store::open(&config.state_dir).and_then(|store| read(&store)) {
+        Ok(ledger) => ledger,
+        Err(error) => return untold(error.to_string()),
+    };
+    let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(None) };
+    let server = lease.server.as_ref().map(|key| key.public(&config.state_dir));
+    // Another runtime than runc and crun keeps a record of its own kind.
+    let own = JsonFile::read(&lease.container.bundle.join("config.json")).and_then(|file| file.parse());
+    let spec = if spec.is_null() { own.unwrap_or_default() } else { spec };
+    Ok(Some(Share { server, ..of_spec(&spec, &default_names(&Ok(config.clone()))) }))
+}
+
+/// Has the daemon of `share` answer before a process comes to its container.
+///
+/// # Errors
+/// It does not, and cannot be brought back at once.
+pub fn enter(share: &Share, id: &str, record: &Path, config: Option<&Config>) -> Result<(), AdmitError> {
+    let Some(public) = &share.server else { return Ok(()) };
+    let entered = match config {
+        Some(config) if rootless::applies(config) => rootless::enter(public, id, record, config),
+        Some(config) => mps::enter(public, config).map_err(AdmitError::from),
+        None => mps::enter(public, &Config::default()).map_err(AdmitError::from),
+    };
+    entered.map_err(|error| AdmitError::NoDaemon(Box::new(error)))
+}
+
+/// As [`enter`] for container `id` of `uid`, who asks `sublet serve`; `false`: it has no lease that is known here.
+///
+/// # Errors
+/// As [`enter`].
+pub fn enter_told(uid: u32, id: &str, record: &Path, config: &Config) -> Result<bool, AdmitError> {
+    let ledger = read(&Store::open(&config.state_dir)?)?;
+    let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(false) };
+    if let Some(key) = &lease.server {
+        mps::enter(&key.public(&config.state_dir), config)?;
+    }
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn granted() -> Value {
+        json!({
+            "process": {"env": ["PATH=/bin", "CUDA_VISIBLE_DEVICES=0", "CUDA_MPS_PIPE_DIRECTORY=/run/sublet/mps",
+                "SUBLET_DEVICES=GPU-1", "SUBLET_MEMORY_BYTES=9", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.1", "MINE=1"]},
+            "mounts": [{"destination": "/run/sublet/mps", "source": "/elsewhere"},
+                {"destination": "/run/sublet/mps", "source": "/run/sublet/mps/GPU-1/public"}],
+            "annotations": {"sublet.sm": "25", "sublet.lease": "0123456789abcdef"},
+        })
+    }
+
+    #[test]
+    fn a_containers_own_config_json_tells_its_share() {
+        let config = Ok(Config::default());
+        let share = of_spec(&granted(), &default_names(&config));
+        let names =
+            |pairs: &[(String, String)]| pairs.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        assert_eq!(
+            names(&share.environment.set),
+            ["CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "SUBLET_DEVICES", "SUBLET_MEMORY_BYTES"]
+        );
+        assert_eq!(names(&share.environment.default), ["XLA_PYTHON_CLIENT_MEM_FRACTION"]);
+        assert_eq!(share.all.len(), 7);
+        assert_eq!(share.server.as_deref(), Some(Path::new("/run/sublet/mps/GPU-1/public")));
+    }
+
+    fn record(lease: &str, bundle: &Path) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let labels = [format!("sublet.lease={lease}"), format!("bundle={}", bundle.display())];
+        let state = json!({"init_process_pid": 1, "init_process_start": 1, "config": {"labels": labels}});
+        std::fs::write(dir.path().join("state.json"), state.to_string()).unwrap();
+        dir
+    }
+
+    #[test]
+    fn what_it_was_made_from_has_to_be_its_own() {
+        let (bundle, config) = (tempfile::tempdir().unwrap(), Ok(Config::default()));
+        let of = |dir: &tempfile::TempDir| share_of(0, "c", dir.path(), &config);
+        let speaks = |dir: &tempfile::TempDir| may_have_share(dir.path()).unwrap();
+        let own = record("0123456789abcdef", bundle.path());
+        assert!(matches!(of(&own), Err(EnterError::Spec(_))), "there is none");
+        std::fs::write(bundle.path().join("config.json"), granted().to_string()).unwrap();
+        assert!(speaks(&own) && of(&own).unwrap().unwrap().server.is_some());
+        let other = record("00000000000000aa", bundle.path());
+        assert!(matches!(of(&other), Err(EnterError::Changed { .. })));
+        std::fs::write(own.path().join("state.json"), "{\"sublet.lease\":").unwrap();
+        assert!(matches!(of(&own), Err(EnterError::Record { .. })));
+        std::fs::write(own.path().join("state.json"), "{\"init_process_pid\":1}").unwrap();
+        assert!(!speaks(&own));
+    }
+}

@@ -1,0 +1,59 @@
+//! An inventory that is true now: the cached one, or a new one by way of `sublet refresh`.
+
+use std::time::{Duration, Instant};
+
+use super::{AdmitError, rootless};
+use crate::config::Config;
+use crate::inventory::{self, Inventory, InventoryError};
+use crate::own;
+
+/// NVML may have to load firmware on a machine without the persistence daemon.
+const REFRESH_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long an inventory may be out of date as soon as it is written.
+const SETTLING: Duration = Duration::from_secs(10);
+
+/// The cached inventory if it still holds, else a refreshed one.
+///
+/// # Errors
+/// The driver's own trouble, in its own words.
+pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
+    match inventory::load(config) {
+        Err(error) if error.wants_refresh() && rootless::applies(config) => rootless::inventory(config),
+        Err(error) if error.wants_refresh() => refresh(config),
+        loaded => Ok(loaded?),
+    }
+}
+
+/// [`fresh_inventory`] for who shows what there is: of MIG devices that another tool has destroyed and made again
+/// NVML alone can tell.
+///
+/// # Errors
+/// As [`fresh_inventory`].
+pub fn confirmed_inventory(config: &Config) -> Result<Inventory, AdmitError> {
+    let inventory = fresh_inventory(config)?;
+    let mig = inventory.gpus().any(|gpu| gpu.mig_enabled);
+    if !mig || inventory::is_watched(config) || rootless::applies(config) {
+        Ok(inventory)
+    } else {
+        refresh(config)
+    }
+}
+
+/// Runs `sublet refresh` by absolute path with a clean environment, and reads what it wrote.
+///
+/// # Errors
+/// What `sublet refresh` said.
+pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
+    let began = Instant::now();
+    loop {
+        for warning in own::sublet(&["refresh", "--quiet"], REFRESH_LIMIT)? {
+            tracing::warn!("{warning}");
+        }
+        match inventory::load(config) {
+            // MIG instances come and go as containers do.
+            Err(InventoryError::Stale { .. }) if config.mig.dynamic && began.elapsed() < SETTLING => {}
+            loaded => return Ok(loaded?),
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! The last refusals, for `sublet status --last-error`: engines do not always show what a hook said.
+
+use nix::unistd::geteuid;
+use serde::{Deserialize, Serialize};
+
+use super::{AdmitError, rootless};
+use crate::config::Config;
+use crate::replace::replace;
+use crate::state_dir;
+use crate::text::safe;
+
+/// Far more than [`KEPT`] have, in bytes.
+const LARGEST: u64 = 1 << 20;
+
+/// How many are kept.
+const KEPT: usize = 32;
+
+/// How many of these may be of one user without root: nobody drives out everybody else's.
+const KEPT_OF_ONE: usize = 8;
+
+/// Longest reason of a user's that is kept, in characters.
+const LONGEST: usize = 2000;
+
+/// A container that was not started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RefusalRecord {
+    /// Seconds since the epoch.
+    pub time: u64,
+    /// Which container; where its id is not known, its bundle or root filesystem.
+    pub container_id: String,
+    /// The one line that said why.
+    pub reason: String,
+    /// Whose container it was.
+    #[serde(default)]
+    pub uid: u32,
+}
+
+/// The last refusals, oldest first; none when the file cannot be read.
+#[must_use]
+pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
+    let text = state_dir::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
+    serde_json::from_slice(&text).unwrap_or_default()
+}
+
+/// Adds one of ours. A lost record is no reason to fail: the caller reports the error itself.
+pub(super) fn record(container_id: &str, error: &AdmitError, config: &Config) {
+    if rootless::applies(config) {
+        return rootless::refused(container_id, error, config);
+    }
+    add(geteuid().as_raw(), container_id, error.to_string(), config);
+}
+
+/// Adds one that user `uid` tells of.
+pub fn record_told(uid: u32, container_id: &str, reason: &str, config: &Config) {
+    let characters: Vec<char> = reason.chars().take(LONGEST).collect();
+    let reason = characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect();
+    add(uid, container_id, reason, config);
+}
+
+fn add(uid: u32, container_id: &str, reason: String, config: &Config) {
+    let mut all = refusals(config);
+    let container_id = safe(container_id);
+    all.push(RefusalRecord { time: crate::process::epoch_seconds(), container_id, reason, uid });
+    thin_out(&mut all, uid);
+    let written = serde_json::to_vec(&all).map_err(Into::into);
+    if let Err(error) = written.and_then(|text| replace(&path(config), &text, 0o644)) {
+        tracing::debug!("refusals.json is not written: {error}");
+    }
+}
+
+/// Drops the oldest, first those of `uid` beyond its part.
+fn thin_out(all: &mut Vec<RefusalRecord>, uid: u32) {
+    let of_one = all.iter().filter(|record| record.uid == uid).count();
+    let mut surplus = if uid == 0 { 0 } else { of_one.saturating_sub(KEPT_OF_ONE) };
+    all.retain(|record| {
+        let drops = surplus > 0 && record.uid == uid;
+        surplus -= usize::from(drops);
+        !drops
+    });
+    all.drain(..all.len().saturating_sub(KEPT));
+}
+
+fn path(config: &Config) -> std::path::PathBuf {
+    config.state_dir.join("refusals.json")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stored_refusals_are_read_and_written_again_alike() {
+        let stored = include_str!("../../../tests/formats/mig/refusals.json");
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: Vec<RefusalRecord> = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
+
+    #[test]
+    fn a_user_who_is_refused_again_and_again_drives_out_only_their_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
+        add(0, "root", "no".into(), &config);
+        for number in 0..20 {
+            record_told(1000, &format!("c{number}\u{1b}"), &"x".repeat(9000), &config);
+        }
+        let all = refusals(&config);
+        assert_eq!((all.len(), all[0].uid), (9, 0));
+        assert_eq!((all[8].container_id.as_str(), all[8].reason.len()), ("c19\\u{1b}", 2000));
+        for number in 0..40 {
+            add(0, &number.to_string(), "no".into(), &config);
+        }
+        assert_eq!(refusals(&config).len(), 32);
+    }
+}

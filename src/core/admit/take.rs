@@ -1,0 +1,310 @@
+//! Taking a share: a place is found and booked under one lock, or waited for with no lock held.
+
+use std::borrow::Cow;
+use std::io::ErrorKind;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use super::{AdmitError, Candidate, clear_made, dynamic, fresh_inventory, refresh, tidy};
+use crate::apply;
+use crate::broker::caps::Cap;
+use crate::config::{Config, Inject};
+use crate::grant::Image;
+use crate::inventory::{Device, Inventory, is_watched};
+use crate::ledger::{Lease, LeaseId, LeaseState, Ledger, Store};
+use crate::mps::{self, ServerKey};
+use crate::place::{Order, Placement, Refusal, named, place};
+use crate::process::epoch_seconds;
+use crate::request::Request;
+
+/// Between two looks for a free share.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// Between two tries to have an instance made: each asks the driver.
+const MAKE_AGAIN: Duration = Duration::from_secs(1);
+
+/// How long MIG instances may come and go between the look at the driver and the lease, without `sublet.wait`.
+const SETTLING: Duration = Duration::from_secs(20);
+
+/// A lease in the ledger, and what it was decided by.
+pub(super) struct Taken {
+    pub lease: Lease,
+    pub placement: Placement,
+    pub image: Image,
+    pub inventory: Inventory,
+    /// MPS daemons that serve nobody and have to end before the container starts.
+    pub in_the_way: Vec<ServerKey>,
+}
+
+/// On what terms a share is taken: root's own, or those of a user who asks `sublet serve`.
+#[derive(Clone, Copy)]
+pub(super) struct Terms<'a> {
+    pub rootfs: Rootfs<'a>,
+    /// The user's policy.
+    pub cap: Option<Cap<'a>>,
+}
+
+/// How the root filesystem is known.
+#[derive(Clone, Copy)]
+pub(super) enum Rootfs<'a> {
+    /// By looking into that of this spec.
+    OfSpec(&'a Value),
+    /// By what its user says: it concerns their own container alone.
+    Told(&'a Image),
+}
+
+impl Terms<'_> {
+    fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), Look> {
+        let Some(Err(error)) = self.cap.map(|cap| cap.check(placement, ledger)) else { return Ok(()) };
+        let temporary = error.is_temporary();
+        let error = AdmitError::Cap(Box::new(error));
+        Err(if temporary { Look::Temporary(error) } else { Look::Final(error) })
+    }
+}
+
+/// The inventory with the devices that a user may have.
+pub fn allowed<'i>(
+    cap: Option<Cap<'_>>,
+    inventory: &'i Inventory,
+    config: &Config,
+) -> Result<Cow<'i, Inventory>, AdmitError> {
+    let Some(names) = cap.and_then(|cap| cap.rule.devices.as_ref()) else {
+        return Ok(Cow::Borrowed(inventory));
+    };
+    let allowed: Vec<&Device> = names.iter().flat_map(|name| named(name, inventory, config)).collect();
+    if allowed.is_empty() {
+        return Err(AdmitError::NoDeviceAllowed);
+    }
+    // Who may use a GPU may use its MIG devices.
+    let may = |device: &&Device| {
+        allowed.iter().any(|allowed| allowed.uuid == device.uuid || allowed.uuid == device.gpu())
+    };
+    let devices = inventory.devices.iter().filter(may).cloned().collect();
+    Ok(Cow::Owned(Inventory { devices, ..inventory.clone() }))
+}
+
+/// Takes a share, waiting for one as long as the request says.
+pub(super) fn take(
+    candidate: &Candidate<'_>,
+    request: &Request,
+    terms: Terms<'_>,
+    store: &Store,
+    config: &Config,
+) -> Result<Taken, AdmitError> {
+    if matches!(terms.rootfs, Rootfs::OfSpec(_)) {
+        can_be_recorded(candidate)?;
+    }
+    let id = LeaseId::random().map_err(AdmitError::Random)?;
+    let mut search =
+        Search { candidate, request, terms, id, store, config, made: false, strays_ended: false };
+    let taken = search.run();
+    if config.mig.dynamic && taken.is_err() {
+        dynamic::give_up(&search.id, store);
+    } else if search.made {
+        // It may have found another place in the end.
+        clear_made(store);
+    }
+    taken
+}
+
+/// Whether a record of the container can be found again: a lease of one that cannot would never end.
+fn can_be_recorded(candidate: &Candidate<'_>) -> Result<(), AdmitError> {
+    let path = &candidate.container.record;
+    match path.symlink_metadata() {
+        Err(source) if !matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Err(AdmitError::Record { path: path.to_string_lossy().into_owned(), source })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Why one look found no share.
+enum Look {
+    /// It hangs on how much memory NVML last reported free.
+    RefreshFirst,
+    /// After a loss of the ledger a daemon that serves nobody may be all that is in the way.
+    EndStrays,
+    /// MIG instances came or went since the inventory was written.
+    Changed,
+    /// It may have a MIG instance made; else this is why not.
+    Make(Box<(Order, AdmitError)>),
+    /// Waiting may help.
+    Temporary(AdmitError),
+    /// Nothing will change it.
+    Final(AdmitError),
+}
+
+impl<E: Into<AdmitError>> From<E> for Look {
+    fn from(error: E) -> Self {
+        Self::Final(error.into())
+    }
+}
+
+/// One request on its way to a lease.
+struct Search<'a> {
+    candidate: &'a Candidate<'a>,
+    request: &'a Request,
+    terms: Terms<'a>,
+    /// The lease that it will have.
+    id: LeaseId,
+    store: &'a Store,
+    config: &'a Config,
+    /// A MIG instance was made for it.
+    made: bool,
+    /// Daemons that serve nobody since the ledger was lost have been ended.
+    strays_ended: bool,
+}
+
+impl Search<'_> {
+    fn run(&mut self) -> Result<Taken, AdmitError> {
+        let began = Instant::now();
+        let deadline = began + self.request.wait;
+        let mut refreshed = None;
+        loop {
+            self.candidate.check_wanted()?;
+            let (failed, pause) = match self.look(refreshed.take()) {
+                Ok(taken) => return Ok(taken),
+                Err(Look::EndStrays) => {
+                    self.strays_ended = true;
+                    mps::end_unexplained(self.store, self.config)?;
+                    refreshed = Some(refresh(self.config)?);
+                    continue;
+                }
+                Err(Look::RefreshFirst) => {
+                    refreshed = Some(refresh(self.config)?);
+                    continue;
+                }
+                Err(Look::Changed) if began.elapsed() < SETTLING => {
+                    refreshed = Some(refresh(self.config)?);
+                    continue;
+                }
+                Err(Look::Make(order)) => match self.make(*order) {
+                    Ok(inventory) => {
+                        refreshed = Some(inventory);
+                        continue;
+                    }
+                    Err(error) if error.is_temporary() => (error, MAKE_AGAIN),
+                    Err(error) => return Err(error),
+                },
+                Err(Look::Changed) => (AdmitError::LayoutChanged, LOOK_AGAIN),
+                Err(Look::Temporary(error)) => (error, LOOK_AGAIN),
+                Err(Look::Final(error)) => return Err(error),
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(failed);
+            }
+            tracing::debug!("looking again: {failed}");
+            self.candidate.wait(pause.min(left));
+        }
+    }
+
+    /// Has an instance made, once; the inventory with it.
+    fn make(&mut self, (order, refused): (Order, AdmitError)) -> Result<Inventory, AdmitError> {
+        let made = dynamic::make(order, &self.id, &self.candidate.container.name());
+        made.map_err(|(why, temporary)| AdmitError::Unmade { refused: Box::new(refused), why, temporary })?;
+        self.made = true;
+        fresh_inventory(self.config)
+    }
+
+    /// One look: inventory, image, place, lease. `refreshed` is an inventory of just now.
+    fn look(&self, refreshed: Option<Inventory>) -> Result<Taken, Look> {
+        let Self { candidate, request, terms, store, config, .. } = *self;
+        let may_refresh = refreshed.is_none();
+        // A driver that is not up yet may come: `sublet.wait` waits for it too.
+        let inventory = refreshed.map_or_else(|| fresh_inventory(config).map_err(Look::Temporary), Ok)?;
+        let image = match terms.rootfs {
+            Rootfs::OfSpec(spec) => {
+                apply::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?
+            }
+            Rootfs::Told(image) => image.clone(),
+        };
+        // Destroyed instances' ids are given to new ones, and /proc looks the same then.
+        let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
+        let allowed = allowed(terms.cap, &inventory, config)?;
+        let (booked, freed) = store.update(|ledger| {
+            // Instances may have been destroyed and made again since, under the same ids.
+            if inventory.mig_changes != ledger.mig.count {
+                return Err(Look::Changed);
+            }
+            let placement = place(request, &self.id, &allowed, ledger, config)
+                .map_err(|refusal| self.refused(refusal, may_refresh, &allowed, ledger))?;
+            let unconfirmed = !placement.parts.is_empty() && !confirmed;
+            if unconfirmed || placement.refresh_first && may_refresh {
+                return Err(Look::RefreshFirst);
+            }
+            terms.check(&placement, ledger)?;
+            let brokered = matches!(terms.rootfs, Rootfs::Told(_));
+            let lease =
+                Lease { brokered, ..lease_for(candidate, &placement, &image, self.id.clone(), config) };
+            ledger.insert(lease.clone())?;
+            ledger.await_no_more(&self.id);
+            let in_the_way = ledger.in_the_way(&lease).cloned().collect();
+            Ok((lease, placement, in_the_way))
+        })?;
+        tidy(&freed, store, config);
+        let (lease, placement, in_the_way) = booked?;
+        Ok(Taken { lease, placement, image, inventory, in_the_way })
+    }
+
+    fn refused(
+        &self,
+        refusal: Box<Refusal>,
+        may_refresh: bool,
+        allowed: &Inventory,
+        ledger: &Ledger,
+    ) -> Look {
+        if !ledger.unexplained.is_empty() && !self.strays_ended {
+            return Look::EndStrays;
+        }
+        if refusal.refresh_first && may_refresh {
+            return Look::RefreshFirst;
+        }
+        let temporary = refusal.temporary;
+        let order = || dynamic::order(self.request, self.terms.cap, allowed, ledger, self.config);
+        match (if self.made { None } else { order() }, temporary) {
+            (Some(Ok(order)), _) => Look::Make(Box::new((order, refusal.into()))),
+            (Some(Err(error)), _) if error.is_temporary() => Look::Temporary(error),
+            (Some(Err(error)), _) => Look::Final(error),
+            (None, true) => Look::Temporary(refusal.into()),
+            (None, false) => Look::Final(refusal.into()),
+        }
+    }
+}
+
+/// The lease that a placement becomes.
+#[must_use]
+pub fn lease_for(
+    candidate: &Candidate<'_>,
+    placement: &Placement,
+    image: &Image,
+    id: LeaseId,
+    config: &Config,
+) -> Lease {
+    let libraries = image.libraries().filter(|_| config.driver.inject == Inject::Builtin);
+    Lease {
+        id,
+        container: candidate.container.clone(),
+        devices: placement.devices.clone(),
+        mode: placement.mode,
+        isolation: placement.isolation,
+        server: placement.server.clone(),
+        sm: placement.sm,
+        memory_bytes: placement.memory_bytes,
+        processes: placement.processes,
+        priority: placement.priority,
+        guard: placement.guard,
+        state: LeaseState::Pending,
+        owner: candidate.owner,
+        init: None,
+        bind_by: None,
+        since: epoch_seconds(),
+        mount_points: image.created.clone(),
+        volumes: image.volumes.clone(),
+        library_dir: libraries.map(Path::to_owned),
+        brokered: false,
+        parts: placement.parts.clone(),
+    }
+}

@@ -1,0 +1,29 @@
+//! Carrying out a [`Grant`](crate::grant::Grant): on a bundle's config.json, losing nothing of it, or on
+//! a live container's namespaces.
+
+mod conflict;
+mod covered;
+mod file;
+mod image;
+mod json;
+mod mount_points;
+mod namespace;
+mod spec;
+mod tree;
+mod undo;
+
+pub use conflict::{Conflict, conflict, own_mount_namespace};
+pub use covered::uncovered;
+pub use file::{FileError, JsonFile, mentions_sublet};
+pub use image::{ImageError, inspect};
+pub use mount_points::{cleanup_mount_points, clear, clear_volume};
+pub use namespace::systemctl;
+pub use namespace::{Live, NamespaceError, apply};
+#[cfg(fuzzing)]
+pub use spec::edit_within;
+pub use spec::in_user_namespace;
+pub use spec::{SpecError, annotations, edit, edit_environment, environment_value};
+pub use undo::undo;
+
+#[cfg(test)]
+mod tests;

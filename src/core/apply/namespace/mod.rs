@@ -1,0 +1,139 @@
+//! Carrying out a [`Grant`] on a live container, whose namespaces exist and whose own program does not run
+//! yet: the stage of prestart and createRuntime hooks.
+//!
+//! Whatever comes from the host is opened on the host, as detached mounts. Then this process enters the
+//! container's mount namespace and attaches them to descriptors that were resolved inside the rootfs; no
+//! path of the image is ever used twice.
+
+mod bpf;
+mod cgroup;
+mod enter;
+mod filter;
+mod host;
+mod place;
+mod setattr;
+mod systemd;
+mod target;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::grant::Grant;
+use crate::process::Process;
+use crate::text::safe;
+use enter::Inside;
+use host::HostSide;
+use target::Rootfs;
+
+pub use systemd::command as systemctl;
+
+/// A container between its creation and its start.
+#[derive(Clone, Copy, Debug)]
+pub struct Live<'a> {
+    /// Its first process, which waits for its runtime.
+    pub init: Process,
+    /// Its root filesystem on the host, canonical.
+    pub rootfs: &'a Path,
+}
+
+/// Why a grant cannot be carried out on a live container.
+#[derive(Debug, thiserror::Error)]
+pub enum NamespaceError {
+    /// The container ended meanwhile.
+    #[error("its first process {0} is gone: see the container runtime's own messages")]
+    Gone(i32),
+    /// Mounts would be the host's.
+    #[error(
+        "it has no mount namespace of its own, so its devices would appear on the host: add a namespace of \
+         type `mount` to its config.json"
+    )]
+    NoNamespace,
+    /// It is not where the specification has it at this stage.
+    #[error(
+        "its root filesystem {} is not what its mount namespace has there: run sublet-hook as prestart or \
+         createRuntime hook, or start the container through sublet-runtime",
+        shown(.0)
+    )]
+    Rootfs(PathBuf),
+    /// A mount would show on the host.
+    #[error(
+        "{} lies on a mount that is shared with the host (bind-propagation shared), where the share's mounts \
+         would appear too: use rslave or rprivate for that volume",
+        shown(.0)
+    )]
+    Shared(PathBuf),
+    /// The image leads a mount point into /proc or the like.
+    #[error("the image's {} leads into a file system of the kernel's: remove that link from the image", shown(.0))]
+    Kernel(PathBuf),
+    /// Something of the image's stands where a node must be.
+    #[error("the container has something else at {}: remove it from the image", shown(.0))]
+    Occupied(PathBuf),
+    /// systemd refused.
+    #[error("systemd does not open the devices for unit {unit}: {message}")]
+    Systemd {
+        /// The container's scope.
+        unit: String,
+        /// systemctl's last words.
+        message: String,
+    },
+    /// A system call failed.
+    #[error("cannot {what}: {source}{}", hint(source))]
+    Io {
+        /// As "mount /usr/lib/libcuda.so.1".
+        what: String,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+fn shown(path: &Path) -> String {
+    safe(&path.to_string_lossy())
+}
+
+fn hint(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(nix::libc::ENOSYS) => {
+            " (the prestart hook needs Linux 5.12; start the container through sublet-runtime)"
+        }
+        Some(nix::libc::EROFS) => " (read-only root filesystem: create the mount point in the image)",
+        _ => "",
+    }
+}
+
+/// `error`, from an attempt to do `what`.
+fn failed(what: impl Into<String>, error: impl Into<io::Error>) -> NamespaceError {
+    NamespaceError::Io { what: what.into(), source: error.into() }
+}
+
+/// Gives `container` the nodes, mounts and masks of `grant`, and opens its device cgroup for the nodes.
+///
+/// This process enters another mount namespace and comes back: it must have one thread only.
+///
+/// # Errors
+/// Whatever is missing then, the container must not start.
+pub fn apply(grant: &Grant, container: Live<'_>) -> Result<(), NamespaceError> {
+    let host = HostSide::open(grant, container)?;
+    let nodes: Vec<_> = grant.nodes.iter().map(|granted| &granted.node).collect();
+    cgroup::open_devices(container.init.pid, &nodes)?;
+    let inside = Inside::enter(&host.namespace)?;
+    let attached = Rootfs::find(container.rootfs, &host).and_then(|rootfs| attach(grant, &host, &rootfs));
+    inside.leave();
+    attached
+}
+
+/// Everything that happens in the container's mount namespace.
+fn attach(grant: &Grant, host: &HostSide, rootfs: &Rootfs<'_>) -> Result<(), NamespaceError> {
+    for (granted, source) in grant.nodes.iter().zip(&host.nodes) {
+        match source {
+            Some(mount) => rootfs.mount(mount, &granted.node.path)?,
+            None => rootfs.make_node(&granted.node)?,
+        }
+    }
+    for (mount, source) in grant.mounts.iter().zip(&host.mounts) {
+        rootfs.mount(source, &mount.destination)?;
+    }
+    for (path, mask) in grant.masked_paths.iter().zip(&host.masks) {
+        rootfs.mask(mask, path)?;
+    }
+    Ok(())
+}

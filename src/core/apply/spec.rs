@@ -1,0 +1,328 @@
+//! Edits to config.json as a `serde_json::Value`: every field that was there stays, in its order.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use oci_spec::OciSpecError;
+use oci_spec::runtime::{
+    LinuxDeviceBuilder, LinuxDeviceCgroupBuilder, LinuxDeviceType, MountBuilder as OciMountBuilder,
+};
+use serde_json::{Map, Value};
+
+use super::conflict;
+use super::undo::Edits;
+use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
+use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
+
+/// How our read-only mounts are made. `bind`, not `rbind`: nothing mounted below a source comes along.
+pub(super) const MOUNT_OPTIONS: [&str; 5] = ["bind", "ro", "nosuid", "nodev", "rprivate"];
+/// How a device node of the host is brought into a user namespace: `nodev` would close it.
+pub(super) const NODE_OPTIONS: [&str; 4] = ["bind", "nosuid", "noexec", "rprivate"];
+
+/// A spec whose shape is not what the OCI runtime specification says; names the field.
+#[derive(Debug, thiserror::Error)]
+pub enum SpecError {
+    /// A field of another type.
+    #[error(
+        "the container's spec: `{field}` is {found} where the OCI runtime specification has {wanted}: \
+         whatever wrote the file is at fault, try the container without its other hooks and wrappers"
+    )]
+    Type {
+        /// As `linux.resources.devices`.
+        field: &'static str,
+        /// What the specification says.
+        wanted: &'static str,
+        /// What stands there.
+        found: &'static str,
+    },
+    /// An environment can only be given to a process.
+    #[error("the container's spec has no `process`: a container without one cannot be given a GPU share")]
+    NoProcess,
+    /// A path of ours that cannot stand in JSON.
+    #[error("cannot write a device or mount into the container's spec: {0}")]
+    Fragment(String),
+}
+
+impl From<OciSpecError> for SpecError {
+    fn from(error: OciSpecError) -> Self {
+        Self::Fragment(crate::text::safe(&error.to_string()))
+    }
+}
+
+impl From<serde_json::Error> for SpecError {
+    fn from(error: serde_json::Error) -> Self {
+        Self::Fragment(crate::text::safe(&error.to_string()))
+    }
+}
+
+/// The spec's annotations.
+///
+/// # Errors
+/// They are no object of strings.
+pub fn annotations(spec: &Value) -> Result<BTreeMap<String, String>, SpecError> {
+    let entries = match spec.get("annotations") {
+        None | Some(Value::Null) => return Ok(BTreeMap::new()),
+        Some(Value::Object(entries)) => entries,
+        Some(other) => return Err(wrong("annotations", "an object", other)),
+    };
+    let entry = |(key, value): (&String, &Value)| match value {
+        Value::String(text) => Ok((key.clone(), text.clone())),
+        other => Err(wrong("annotations.*", "a string", other)),
+    };
+    entries.iter().map(entry).collect()
+}
+
+/// The value of `name` in `process.env`, the last one if it stands several times.
+#[must_use]
+pub fn environment_value(spec: &Value, name: &str) -> Option<String> {
+    let entries = spec.get("process")?.get("env")?.as_array()?;
+    let value = |entry: &Value| {
+        let (key, value) = entry.as_str()?.split_once('=')?;
+        (key == name).then(|| value.to_owned())
+    };
+    entries.iter().rev().find_map(value)
+}
+
+/// Applies all of `grant`.
+///
+/// # Errors
+/// A field we edit has another type than the specification's; `spec` may then be half edited: drop it.
+pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
+    edit_within(spec, grant, in_user_namespace())
+}
+
+/// [`edit`]; `nested` says that we run in a user namespace ourselves, as under rootless engines.
+pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), SpecError> {
+    let root = object(spec, "the spec")?;
+    let edits = serde_json::to_string(&Edits::of(grant, root))?;
+    let process = root.get_mut("process").ok_or(SpecError::NoProcess)?;
+    edit_environment(process, &grant.env)?;
+    devices(root, &grant.nodes, nested)?;
+    let mounts = grant.mounts.iter().map(mount_value).collect::<Result<Vec<_>, _>>()?;
+    append(root, "mounts", "mounts", mounts)?;
+    mask(root, &grant.masked_paths)?;
+    let annotations = child(root, "annotations", "annotations")?;
+    annotations.insert(LEASE_ANNOTATION.to_owned(), Value::from(grant.lease.as_str()));
+    if !grant.record.is_empty() {
+        annotations.insert(LEASE_RECORD_ANNOTATION.to_owned(), Value::from(grant.record.as_str()));
+    }
+    annotations.insert(LEASE_EDITS_ANNOTATION.to_owned(), Value::from(edits));
+    Ok(())
+}
+
+/// Applies the environment to a process object (`process` of config.json, or exec's process file).
+///
+/// # Errors
+/// `env` is no array of strings.
+pub fn edit_environment(process: &mut Value, environment: &Environment) -> Result<(), SpecError> {
+    let process = object(process, "process")?;
+    let env = array(process, "env", "process.env")?;
+    let mut seen = BTreeSet::new();
+    let mut out = Vec::with_capacity(env.len() + environment.set.len() + environment.default.len());
+    for entry in env.drain(..) {
+        let Value::String(text) = &entry else { return Err(wrong("process.env[]", "a string", &entry)) };
+        let name = text.split_once('=').map_or(text.as_str(), |(name, _)| name).to_owned();
+        if let Some((_, value)) = environment.set.iter().find(|(ours, _)| *ours == name) {
+            if seen.insert(name.clone()) {
+                out.push(Value::from(format!("{name}={value}")));
+            }
+        } else if !environment.remove_prefixes.iter().any(|prefix| name.starts_with(prefix.as_str())) {
+            seen.insert(name);
+            out.push(entry);
+        }
+    }
+    for (name, value) in &environment.set {
+        if seen.insert(name.clone()) {
+            out.push(Value::from(format!("{name}={value}")));
+        }
+    }
+    for (name, value) in &environment.default {
+        let is_refused = refused_beside(name).is_some_and(|other| seen.contains(other));
+        if !is_refused && seen.insert(name.clone()) {
+            out.push(Value::from(format!("{name}={value}")));
+        }
+    }
+    *env = out;
+    Ok(())
+}
+
+/// The nodes with their cgroup rules. In a user namespace mknod is not allowed: the real nodes are
+/// bind-mounted there, and the cgroup, if there is one, still wants its rule.
+fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -> Result<(), SpecError> {
+    if nodes.is_empty() {
+        return Ok(());
+    }
+    if nested || has_user_namespace(root) {
+        let mounts = nodes.iter().map(node_mount_value).collect::<Result<Vec<_>, _>>()?;
+        append(root, "mounts", "mounts", mounts)?;
+        // A CDI device has put them there: the runtime would bind what stands at their path on the host.
+        if let Some(linux) = root.get_mut("linux").filter(|linux| linux.get("devices").is_some()) {
+            let present = array(object(linux, "linux")?, "devices", "linux.devices")?;
+            present.retain(|entry| !nodes.iter().any(|granted| is_at(entry, granted)));
+        }
+    } else {
+        let linux = child(root, "linux", "linux")?;
+        let present = array(linux, "devices", "linux.devices")?;
+        for granted in nodes {
+            if !present.iter().any(|entry| is_at(entry, granted)) {
+                present.push(device_value(granted)?);
+            }
+        }
+    }
+    let linux = child(root, "linux", "linux")?;
+    if nested && !linux.get("resources").is_some_and(Value::is_object) {
+        return Ok(());
+    }
+    let resources = child(linux, "resources", "linux.resources")?;
+    let rules = array(resources, "devices", "linux.resources.devices")?;
+    // The rest is denied first, as engines do and as runc does by itself.
+    if !nested && !conflict::have_a_default(rules) && !cfg!(sublet_without = "b6-default") {
+        rules.insert(0, deny_rule()?);
+    }
+    for granted in nodes {
+        rules.push(rule_value(granted)?);
+    }
+    Ok(())
+}
+
+/// Whether `entry` of linux.devices has the path of `granted`.
+fn is_at(entry: &Value, granted: &GrantedNode) -> bool {
+    entry.get("path").and_then(Value::as_str).map(Path::new) == Some(granted.node.path.as_path())
+}
+
+fn has_user_namespace(root: &Map<String, Value>) -> bool {
+    let namespaces = root.get("linux").and_then(|linux| linux.get("namespaces")).and_then(Value::as_array);
+    let is_user = |entry: &Value| entry.get("type").and_then(Value::as_str) == Some("user");
+    namespaces.is_some_and(|entries| entries.iter().any(is_user))
+}
+
+/// Whether this process runs in a user namespace other than the first: only that one maps every id to
+/// itself (`user_namespaces(7)`).
+pub fn in_user_namespace() -> bool {
+    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    !map.is_empty() && map.split_whitespace().ne(["0", "0", "4294967295"])
+}
+
+fn device_value(granted: &GrantedNode) -> Result<Value, SpecError> {
+    let device = LinuxDeviceBuilder::default()
+        .path(granted.node.path.clone())
+        .typ(LinuxDeviceType::C)
+        .major(i64::from(granted.node.major))
+        .minor(i64::from(granted.node.minor))
+        .file_mode(0o666_u32)
+        .uid(0_u32)
+        .gid(0_u32)
+        .build()?;
+    Ok(serde_json::to_value(device)?)
+}
+
+/// For every device that no later rule names.
+fn deny_rule() -> Result<Value, SpecError> {
+    let rule = LinuxDeviceCgroupBuilder::default().allow(false).access("rwm").build()?;
+    Ok(serde_json::to_value(rule)?)
+}
+
+/// No `m`: the runtime makes the node, the container does not.
+pub(super) fn rule_value(granted: &GrantedNode) -> Result<Value, SpecError> {
+    let rule = LinuxDeviceCgroupBuilder::default()
+        .allow(true)
+        .typ(LinuxDeviceType::C)
+        .major(i64::from(granted.node.major))
+        .minor(if cfg!(sublet_without = "b6") { -1 } else { i64::from(granted.node.minor) })
+        .access("rw")
+        .build()?;
+    Ok(serde_json::to_value(rule)?)
+}
+
+fn mount_value(mount: &Mount) -> Result<Value, SpecError> {
+    bind(mount.source.clone(), mount.destination.clone(), &MOUNT_OPTIONS)
+}
+
+fn node_mount_value(granted: &GrantedNode) -> Result<Value, SpecError> {
+    bind(granted.source.clone(), granted.node.path.clone(), &NODE_OPTIONS)
+}
+
+fn bind(source: PathBuf, destination: PathBuf, options: &[&str]) -> Result<Value, SpecError> {
+    let mount = OciMountBuilder::default()
+        .destination(destination)
+        .typ("bind")
+        .source(source)
+        .options(options.iter().map(|&option| option.to_owned()).collect::<Vec<_>>())
+        .build()?;
+    Ok(serde_json::to_value(mount)?)
+}
+
+fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecError> {
+    if paths.is_empty() {
+        return Ok(());
+    }
+    let masked = array(child(root, "linux", "linux")?, "maskedPaths", "linux.maskedPaths")?;
+    for path in paths {
+        let path = serde_json::to_value(path)?;
+        if !masked.contains(&path) {
+            masked.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// Our entries come last: mounts and rules act in their order, so nothing of the engine's covers them.
+fn append(
+    parent: &mut Map<String, Value>,
+    key: &str,
+    field: &'static str,
+    values: Vec<Value>,
+) -> Result<(), SpecError> {
+    if !values.is_empty() {
+        array(parent, key, field)?.extend(values);
+    }
+    Ok(())
+}
+
+/// The array `key`, made if it is not there. Go's nil is `null` and counts as not there.
+fn array<'a>(
+    parent: &'a mut Map<String, Value>,
+    key: &str,
+    field: &'static str,
+) -> Result<&'a mut Vec<Value>, SpecError> {
+    let value = parent.entry(key).or_insert(Value::Null);
+    if value.is_null() {
+        *value = Value::Array(Vec::new());
+    }
+    match value {
+        Value::Array(entries) => Ok(entries),
+        other => Err(wrong(field, "an array", other)),
+    }
+}
+
+/// As [`array`], for an object.
+fn child<'a>(
+    parent: &'a mut Map<String, Value>,
+    key: &str,
+    field: &'static str,
+) -> Result<&'a mut Map<String, Value>, SpecError> {
+    let value = parent.entry(key).or_insert(Value::Null);
+    if value.is_null() {
+        *value = Value::Object(Map::new());
+    }
+    object(value, field)
+}
+
+fn object<'a>(value: &'a mut Value, field: &'static str) -> Result<&'a mut Map<String, Value>, SpecError> {
+    match value {
+        Value::Object(entries) => Ok(entries),
+        other => Err(wrong(field, "an object", other)),
+    }
+}
+
+fn wrong(field: &'static str, wanted: &'static str, value: &Value) -> SpecError {
+    let found = match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    };
+    SpecError::Type { field, wanted, found }
+}

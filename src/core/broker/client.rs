@@ -1,0 +1,274 @@
+//! A door's side: one connection to the service, on which asks and answers take turns.
+
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use super::protocol::{self, Answer, Ask, LONGEST_ANSWER, LONGEST_ASK, ProtocolError};
+use crate::config::Config;
+use crate::text::safe;
+
+/// The slowest answer waits for a refresh of the inventory and then for the start of an MPS daemon.
+const ANSWER_LIMIT: Duration = Duration::from_secs(150);
+
+/// A service that is restarting, or at work for as many of this user's containers as it does at once.
+const BUSY_LIMIT: Duration = Duration::from_secs(30);
+
+/// Between two tries.
+const NAP: Duration = Duration::from_millis(20);
+
+/// Why the service did not do what it was asked; each is one line.
+#[derive(Debug, thiserror::Error)]
+pub enum BrokerError {
+    /// Nobody listens.
+    #[error(
+        "sublet serve is not running ({}: {source}): systemctl enable --now sublet.socket; containers without \
+         root get their GPU share from it",
+        socket.display()
+    )]
+    NotRunning {
+        /// Where it would listen.
+        socket: PathBuf,
+        /// What connect(2) said.
+        source: io::Error,
+    },
+    /// The connection broke.
+    #[error("sublet serve gave no answer ({0}): `journalctl -u sublet.service` may say why")]
+    Broken(io::Error),
+    /// It took too long.
+    #[error("sublet serve gave no answer in {} s: `systemctl status sublet.service` shows what it does", .0.as_secs())]
+    Late(Duration),
+    /// Either side speaks another version.
+    #[error("sublet serve: {0}")]
+    Protocol(#[from] ProtocolError),
+    /// More than it would read.
+    #[error("sublet serve takes lines of at most 64 KiB: use fewer and shorter annotations")]
+    TooLong,
+    /// Its refusal, already one line of its own.
+    #[error("{reason}")]
+    Refused {
+        /// The line.
+        reason: String,
+        /// Whether waiting may help.
+        temporary: bool,
+    },
+    /// An answer to another question.
+    #[error("sublet serve gave an answer that does not fit the question: is it of another version?")]
+    Unfitting,
+}
+
+/// A connection to the service.
+#[derive(Debug)]
+pub struct Broker {
+    socket: PathBuf,
+    stream: Option<UnixStream>,
+}
+
+impl Broker {
+    /// The service of this configuration; the connection is made by the first ask.
+    #[must_use]
+    pub fn new(config: &Config) -> Self {
+        Self { socket: super::socket(config), stream: None }
+    }
+
+    /// Asks, and asks again while the service is busy.
+    ///
+    /// # Errors
+    /// It is not running, breaks off, or refuses.
+    pub fn ask(&mut self, ask: &Ask) -> Result<Answer, BrokerError> {
+        let line = protocol::line(ask)?;
+        if line.len() > LONGEST_ASK {
+            return Err(BrokerError::TooLong);
+        }
+        let deadline = Instant::now() + BUSY_LIMIT;
+        loop {
+            match self.once(&line)? {
+                Answer::Busy(_) if Instant::now() < deadline => {
+                    self.stream = None;
+                    std::thread::sleep(NAP);
+                }
+                Answer::Busy(reason) => return Err(refused(&reason, true)),
+                Answer::Refused(answer) => return Err(refused(&answer.reason, answer.temporary)),
+                answer => return Ok(answer),
+            }
+        }
+    }
+
+    /// Whether the service answers within `limit`, be it that it is busy. A connection that is not taken at once,
+    /// for too many wait for theirs, counts as no answer.
+    ///
+    /// # Errors
+    /// It does not, or in words of another version.
+    pub fn answers(config: &Config, limit: Duration) -> Result<(), BrokerError> {
+        let socket = super::socket(config);
+        let mut stream = connect_now(&socket).map_err(|source| BrokerError::NotRunning { socket, source })?;
+        stream.set_write_timeout(Some(limit)).map_err(BrokerError::Broken)?;
+        stream.write_all(&protocol::line(&Ask::Status)?).map_err(BrokerError::Broken)?;
+        protocol::parse::<Answer>(&receive(&mut stream, limit)?)?;
+        Ok(())
+    }
+
+    fn once(&mut self, line: &[u8]) -> Result<Answer, BrokerError> {
+        let mut stream = match self.stream.take() {
+            Some(stream) => stream,
+            None => self.connect()?,
+        };
+        // Whoever is turned away at the door is told why before we have said a word.
+        let sent = stream.write_all(line);
+        let answer = receive(&mut stream, ANSWER_LIMIT);
+        let answer = match (answer, sent) {
+            (Err(BrokerError::Broken(_)), Err(error)) => Err(BrokerError::Broken(error)),
+            (answer, _) => answer,
+        }?;
+        self.stream = Some(stream);
+        Ok(protocol::parse(&answer)?)
+    }
+
+    fn connect(&self) -> Result<UnixStream, BrokerError> {
+        let stream = UnixStream::connect(&self.socket)
+            .map_err(|source| BrokerError::NotRunning { socket: self.socket.clone(), source })?;
+        stream.set_write_timeout(Some(Duration::from_secs(10))).map_err(BrokerError::Broken)?;
+        Ok(stream)
+    }
+}
+
+/// connect(2) that does not wait for room among those that wait to be accepted.
+fn connect_now(path: &std::path::Path) -> io::Result<UnixStream> {
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    connect(std::os::fd::AsRawFd::as_raw_fd(&socket), &UnixAddr::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+/// A refusal is the service's own line; it may be longer than one piece of foreign text.
+fn refused(reason: &str, temporary: bool) -> BrokerError {
+    let characters: Vec<char> = reason.chars().take(2000).collect();
+    let reason = characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect();
+    BrokerError::Refused { reason, temporary }
+}
+
+/// One line, without its end.
+fn receive(stream: &mut UnixStream, limit: Duration) -> Result<Vec<u8>, BrokerError> {
+    let deadline = Instant::now() + limit;
+    let (mut line, mut part) = (Vec::new(), [0_u8; 16 << 10]);
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(BrokerError::Late(limit));
+        }
+        stream.set_read_timeout(Some(left)).map_err(BrokerError::Broken)?;
+        match stream.read(&mut part) {
+            Ok(0) => return Err(BrokerError::Broken(io::ErrorKind::UnexpectedEof.into())),
+            Ok(count) => line.extend_from_slice(&part[..count]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Err(BrokerError::Late(limit));
+            }
+            Err(error) => return Err(BrokerError::Broken(error)),
+        }
+        if line.last() == Some(&b'\n') {
+            line.pop();
+            return Ok(line);
+        }
+        if line.len() > LONGEST_ANSWER {
+            return Err(BrokerError::Unfitting);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::BufRead as _;
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    fn config(dir: &tempfile::TempDir) -> Config {
+        Config { state_dir: dir.path().to_owned(), ..Config::default() }
+    }
+
+    /// A service that says these lines, one for each ask; a connection ends after its last line.
+    fn service(config: &Config, connections: Vec<Vec<&'static str>>) -> std::thread::JoinHandle<Vec<String>> {
+        let listener = UnixListener::bind(super::super::socket(config)).unwrap();
+        std::thread::spawn(move || {
+            let mut heard = Vec::new();
+            for answers in connections {
+                let (stream, _) = listener.accept().unwrap();
+                let mut lines = io::BufReader::new(stream);
+                for answer in answers {
+                    let mut line = String::new();
+                    lines.read_line(&mut line).unwrap();
+                    heard.push(line);
+                    lines.get_mut().write_all(answer.as_bytes()).unwrap();
+                }
+            }
+            heard
+        })
+    }
+
+    #[test]
+    fn says_what_to_do_where_nobody_listens() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = Broker::new(&config(&dir)).ask(&Ask::Status).unwrap_err().to_string();
+        let socket = dir.path().join("sublet.sock");
+        assert_eq!(
+            error,
+            format!(
+                "sublet serve is not running ({}: No such file or directory (os error 2)): systemctl enable \
+                 --now sublet.socket; containers without root get their GPU share from it",
+                socket.display()
+            )
+        );
+    }
+
+    #[test]
+    fn asks_again_on_a_new_connection_while_the_service_is_busy() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(&dir);
+        let busy = vec!["{\"v\":1,\"busy\":\"restarting\"}\n"];
+        let done = vec!["{\"v\":1,\"done\":true}\n", "{\"v\":1,\"lease\":null}\n"];
+        let service = service(&config, vec![busy, done]);
+        let mut broker = Broker::new(&config);
+        assert_eq!(broker.ask(&Ask::Status).unwrap(), Answer::Done(true));
+        assert_eq!(broker.ask(&Ask::Inventory).unwrap(), Answer::Lease(None));
+        let status = "{\"v\":1,\"do\":\"status\"}\n";
+        assert_eq!(service.join().unwrap(), [status, status, "{\"v\":1,\"do\":\"inventory\"}\n"]);
+    }
+
+    #[test]
+    fn a_refusal_is_one_safe_line_and_a_broken_connection_is_said() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(&dir);
+        let no = vec!["{\"v\":1,\"refused\":{\"reason\":\"no\\u001b[2J\\nplace\"}}\n", "{\"v\":1"];
+        let service = service(&config, vec![no]);
+        let mut broker = Broker::new(&config);
+        assert_eq!(broker.ask(&Ask::Status).unwrap_err().to_string(), "no\\u{1b}[2J\\nplace");
+        let error = broker.ask(&Ask::Status).unwrap_err();
+        assert!(matches!(error, BrokerError::Broken(_)), "{error}");
+        service.join().unwrap();
+    }
+
+    #[test]
+    fn a_service_that_is_wedged_does_not_answer() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(&dir);
+        let listener = UnixListener::bind(super::super::socket(&config)).unwrap();
+        let limit = Duration::from_millis(50);
+        let error = Broker::answers(&config, limit).unwrap_err();
+        assert!(matches!(error, BrokerError::Late(_)), "{error}");
+        // As many as it takes before nobody gets in any more.
+        let waiting: Vec<_> =
+            std::iter::from_fn(|| connect_now(&super::super::socket(&config)).ok()).collect();
+        let error = Broker::answers(&config, limit).unwrap_err().to_string();
+        assert!(error.contains("Resource temporarily unavailable"), "{error}");
+        drop((listener, waiting));
+        std::fs::remove_file(super::super::socket(&config)).unwrap();
+        let service = service(&config, vec![vec!["{\"v\":1,\"busy\":\"x\"}\n"]]);
+        Broker::answers(&config, Duration::from_secs(10)).unwrap();
+        service.join().unwrap();
+    }
+}

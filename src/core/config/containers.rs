@@ -1,0 +1,192 @@
+//! `containers.toml` beside `config.toml`: shares for containers whose clients cannot pass annotations.
+//!
+//! A file of its own, because a container without annotations needs nothing but `[runtime]` of the
+//! configuration: where this file is absent, looking for it is all that it costs.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Config, ConfigError, load};
+use crate::glob::glob_matches;
+use crate::text::safe;
+
+/// The whole file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Containers {
+    /// Docker's `data-root`, where it writes down the names of its containers.
+    pub docker_root: PathBuf,
+    /// The first rule that fits counts.
+    pub container: Vec<ContainerRule>,
+}
+
+impl Default for Containers {
+    fn default() -> Self {
+        Self { docker_root: PathBuf::from("/var/lib/docker"), container: Vec::new() }
+    }
+}
+
+/// `[[container]]`: a container fits where each of the globs that are given does.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "RawRule")]
+pub struct ContainerRule {
+    /// A glob for the container's name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// A glob for the image's name as the engine writes it down, with its tag.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub image: Option<String>,
+    /// A `[share.<name>]` of the configuration.
+    pub share: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawRule {
+    name: Option<String>,
+    image: Option<String>,
+    share: String,
+}
+
+impl TryFrom<RawRule> for ContainerRule {
+    type Error = &'static str;
+
+    fn try_from(raw: RawRule) -> Result<Self, &'static str> {
+        let RawRule { name, image, share } = raw;
+        if name.is_none() && image.is_none() {
+            return Err("a [[container]] needs a name, an image or both; name = \"*\" is every container");
+        }
+        Ok(Self { name, image, share })
+    }
+}
+
+impl Containers {
+    /// The share of the container that its engine knows by `name` and `image`.
+    #[must_use]
+    pub fn share(&self, name: &str, image: &str) -> Option<&str> {
+        let fits = |glob: &Option<String>, text| glob.as_deref().is_none_or(|glob| glob_matches(glob, text));
+        let rule = self.container.iter().find(|rule| fits(&rule.name, name) && fits(&rule.image, image));
+        rule.map(|rule| rule.share.as_str())
+    }
+
+    /// The first share that `config` does not have.
+    #[must_use]
+    pub fn unknown_share<'a>(&'a self, config: &Config) -> Option<&'a str> {
+        let shares = self.container.iter().map(|rule| rule.share.as_str());
+        shares.into_iter().find(|share| !config.share.contains_key(*share))
+    }
+}
+
+/// Where the file is, or would be: beside the one that [`load::VARIABLE`] names, else in `/etc/sublet`.
+#[must_use]
+pub fn containers_path() -> PathBuf {
+    let beside = load::honoured().and_then(|file| Some(file.parent()?.join("containers.toml")));
+    beside.unwrap_or_else(|| PathBuf::from("/etc/sublet/containers.toml"))
+}
+
+/// The file; `None` where there is none.
+///
+/// # Errors
+/// It cannot be read or parsed.
+pub fn load_containers() -> Result<Option<Containers>, ConfigError> {
+    read(&containers_path())
+}
+
+fn read(path: &Path) -> Result<Option<Containers>, ConfigError> {
+    let text = match super::load::text(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(ConfigError::Unreadable { path: path.to_owned(), source }),
+    };
+    parse(path, &text).map(Some)
+}
+
+/// The file `path`, in which `text` stands.
+///
+/// # Errors
+/// It cannot be parsed.
+pub fn parse(path: &Path, text: &str) -> Result<Containers, ConfigError> {
+    let parsed: Containers =
+        super::load::parse(text).map_err(|error| ConfigError::toml(path, text, &error))?;
+    if parsed.docker_root.is_absolute() {
+        return Ok(parsed);
+    }
+    let message = format!(
+        "docker_root {} must be an absolute path, Docker's data-root",
+        safe(&parsed.docker_root.to_string_lossy())
+    );
+    Err(ConfigError::invalid(path, text, None, message))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(text: &str) -> Result<Option<Containers>, String> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("containers.toml");
+        std::fs::write(&path, text).unwrap();
+        let name = format!("{}/", dir.path().display());
+        read(&path).map_err(|error| error.to_string().replace(&name, ""))
+    }
+
+    #[test]
+    fn the_first_rule_that_fits_counts() {
+        let text = "[[container]]\nname = \"web-*\"\nimage = \"r.io/*\"\nshare = \"both\"\n\
+                    [[container]]\nname = \"web-?\"\nshare = \"name\"\n\
+                    [[container]]\nimage = \"*/ollama:*\"\nshare = \"image\"\n";
+        let containers = parsed(text).unwrap().unwrap();
+        let share = |name, image| containers.share(name, image);
+        assert_eq!(share("web-1", "r.io/x:1"), Some("both"));
+        assert_eq!(share("web-1", "ollama"), Some("name"));
+        assert_eq!(share("db", "ollama/ollama:latest"), Some("image"));
+        assert_eq!((share("db", "ollama"), share("", "")), (None, None));
+        assert_eq!(containers.unknown_share(&Config::default()), Some("both"));
+        let shown = toml::to_string(&containers).unwrap();
+        assert_eq!(parsed(&shown).unwrap().unwrap(), containers, "what is shown is the same file");
+    }
+
+    #[test]
+    fn an_empty_file_is_no_rule_and_none_is_none() {
+        assert_eq!(parsed("").unwrap(), Some(Containers::default()));
+        assert_eq!(
+            parsed(include_str!("../../../config/containers.toml")).unwrap(),
+            Some(Containers::default())
+        );
+        assert_eq!(read(Path::new("/nowhere/containers.toml")).unwrap(), None);
+        // What stands behind the comment signs is an example that works.
+        let example: String = include_str!("../../../config/containers.toml")
+            .lines()
+            .map(|line| line.strip_prefix('#').filter(|key| !key.starts_with(' ')).unwrap_or(line))
+            .flat_map(|line| [line, "\n"])
+            .collect();
+        let example = parsed(&example).unwrap().unwrap();
+        assert_eq!(example.share("trainer-7", "x"), Some("small"));
+        assert_eq!(example.docker_root, Path::new("/var/lib/docker"));
+    }
+
+    #[test]
+    fn errors_name_the_file_and_the_line() {
+        for (text, expected) in [
+            (
+                "[[container]]\nshare = \"s\"\n",
+                "configuration containers.toml:1:1: a [[container]] needs a name, an image or both; name = \"*\" \
+                 is every container",
+            ),
+            (
+                "\n[[container]]\nnames = \"a\"\nshare = \"s\"\n",
+                "configuration containers.toml:3:1: unknown key `names`, expected one of `name`, `image`, \
+                 `share`; did you mean name?",
+            ),
+            (
+                "docker_root = \"docker\"\n",
+                "configuration containers.toml:1:1: docker_root docker must be an absolute path, Docker's data-root",
+            ),
+        ] {
+            assert_eq!(parsed(text).unwrap_err(), expected);
+        }
+        assert!(parsed("[[container").unwrap_err().starts_with("configuration containers.toml:1:"));
+    }
+}

@@ -1,0 +1,117 @@
+//! No way to a driver: for a process that joins a container whose device nodes it must not use. The nodes stand there
+//! and its cgroup may open them; what a driver does for a process it is asked for by ioctl(2), and that is refused.
+//!
+//! NVIDIA's driver goes by the number of a request and the size in it, whatever its type, and every request of its has a
+//! size (open-gpu-kernel-modules, `nvidia_ioctl` in kernel-open/nvidia/nv.c, `RmIoctl` in escape.c; UVM's `UVM_INITIALIZE`
+//! is 0x30000001). So requests with a size are refused, but for a few that shells make of terminals and files, none of
+//! which has a number and size of the driver's. Most of what programs ask of terminals and sockets has none.
+#![allow(unsafe_code, reason = "one system call, wrapped here and nowhere else")]
+
+use std::io;
+
+use nix::libc::{self, sock_filter};
+
+use super::filter::{ALLOW, ARCH, ARCHITECTURE, NUMBER, REFUSE, load, number, ret, set, step, when};
+
+/// Where the second argument's lower half is in `struct seccomp_data`: the kernel takes no more of a request.
+const REQUEST: u32 = 24;
+
+/// The size in a request (asm-generic/ioctl.h).
+const SIZE: u32 = 0x3fff_0000;
+
+/// Requests with a size that have nothing to do with a GPU.
+const HARMLESS: [u32; 9] = [
+    0x8004_5430, // TIOCGPTN: the number of a new terminal
+    0x4004_5431, // TIOCSPTLCK
+    0x8004_5439, // TIOCGPTLCK
+    0x802c_542a, // TCGETS2
+    0x402c_542b, // TCSETS2
+    0x402c_542c, // TCSETSW2
+    0x402c_542d, // TCSETSF2
+    0x8008_6601, // FS_IOC_GETFLAGS
+    0x4004_9409, // FICLONE, as cp makes it
+];
+
+/// ioctl(2) by the numbers of 32-bit programs, x86's and Arm's alike.
+const IOCTL_32: u32 = 54;
+
+/// The same on x86-64's x32 (`asm/unistd_x32.h`).
+#[cfg(target_arch = "x86_64")]
+const IOCTL_X32: u32 = 0x4000_0000 + 514;
+#[cfg(not(target_arch = "x86_64"))]
+const IOCTL_X32: u32 = u32::MAX;
+
+/// Refuses drivers' requests to this process and to what it becomes and starts, for good.
+///
+/// # Errors
+/// EACCES without the right to (`CAP_SYS_ADMIN` in its user namespace), EINVAL from a kernel without seccomp.
+pub fn refuse() -> io::Result<()> {
+    set(&mut program())
+}
+
+fn program() -> Vec<sock_filter> {
+    let ioctl = number(libc::SYS_ioctl);
+    let most = u8::try_from(HARMLESS.len()).unwrap_or(u8::MAX);
+    // The number of ioctl(2) is another one on each architecture.
+    let mut program = vec![
+        load(ARCHITECTURE),
+        when(ARCH, 0, 4),
+        load(NUMBER),
+        when(ioctl, 4, 0),
+        when(IOCTL_X32, 3, 0),
+        ret(ALLOW),
+        load(NUMBER),
+        when(IOCTL_32, 0, 3 + most),
+        load(REQUEST),
+        step(libc::BPF_JMP | libc::BPF_JSET, SIZE, 0, 1 + most),
+    ];
+    // Each skips those behind it, and the refusal.
+    program.extend(HARMLESS.iter().zip((1..=most).rev()).map(|(request, left)| when(*request, left, 0)));
+    program.extend([ret(REFUSE), ret(ALLOW)]);
+    program
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd as _;
+
+    use super::*;
+
+    /// What requests come to in a thread with the filter, of a file that knows none of them.
+    fn answers(requests: &'static [u32]) -> Vec<i32> {
+        let asked = std::thread::spawn(move || {
+            rustix::thread::set_no_new_privs(true).unwrap();
+            refuse().unwrap();
+            let null = std::fs::File::open("/dev/null").unwrap();
+            let ask = |request: &u32| {
+                // SAFETY: /dev/null answers none of these requests, so nothing is read or written by the null pointer.
+                let done =
+                    unsafe { libc::ioctl(null.as_raw_fd(), (*request).into(), std::ptr::null_mut::<u8>()) };
+                if done < 0 { io::Error::last_os_error().raw_os_error().unwrap_or(0) } else { 0 }
+            };
+            requests.iter().map(ask).collect()
+        });
+        asked.join().unwrap()
+    }
+
+    #[test]
+    fn what_a_driver_is_asked_for_is_refused_whatever_its_type() {
+        // NV_ESC_CHECK_VERSION_STR, NV_ESC_RM_ALLOC and NV_ESC_RM_CONTROL, the last as a terminal's and without a
+        // direction, and UVM_INITIALIZE.
+        let all: &[u32] = &[0xc048_46d2, 0xc030_462b, 0xc020_462a, 0xc020_542a, 0x0020_462a, 0x3000_0001];
+        assert_eq!(answers(all), [libc::EPERM; 6]);
+    }
+
+    #[test]
+    fn terminals_and_files_are_asked_as_before() {
+        // TCGETS, TIOCGWINSZ, FIONREAD, SIOCGIFCONF, FIFREEZE's neighbour FICLONE, and the rest of the list.
+        assert_eq!(answers(&[0x5401, 0x5413, 0x541b, 0x8912]), [libc::ENOTTY; 4]);
+        assert!(answers(&HARMLESS).iter().all(|answer| *answer != libc::EPERM));
+        let listed = std::thread::spawn(|| {
+            rustix::thread::set_no_new_privs(true).unwrap();
+            refuse().unwrap();
+            std::process::Command::new("ls").arg("/proc/self/fd").output().unwrap().status.success()
+        });
+        assert!(listed.join().unwrap());
+    }
+}

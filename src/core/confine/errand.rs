@@ -1,0 +1,161 @@
+//! The programs that the library starts. A process that may start none asks the one that waits for it, which knows
+//! these few commands and makes them itself, of words that it has looked at: what it is told cannot become another
+//! program, another environment or another option.
+
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::{Command, ExitStatus};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::apply::systemctl;
+use crate::child::{self, ChildError, Finished};
+use crate::{mps, own};
+
+/// More than the longest question (64 KiB of input) and answer (twice 64 KiB) have, each byte escaped.
+const LONGEST: u64 = 1 << 20;
+
+/// What the process with no programs of its own asks.
+static OUTSIDE: OnceLock<UnixStream> = OnceLock::new();
+
+/// From now on this process asks `outside`.
+pub(super) fn ask_of(outside: UnixStream) {
+    let _ = OUTSIDE.set(outside);
+}
+
+/// As [`child::run`], for `command`; `words`, the program's name and what makes this command of it, are what is asked
+/// for where this process may not run it itself.
+pub fn run(
+    words: &[&str],
+    command: impl FnOnce() -> Command,
+    input: &str,
+    limit: Duration,
+) -> Result<Finished, ChildError> {
+    match OUTSIDE.get() {
+        Some(outside) => ask(outside, words, input, limit),
+        None => child::run(&mut command(), input, limit),
+    }
+}
+
+/// The command that `words` ask for, with an environment of its own.
+fn command(words: &[&str]) -> io::Result<Command> {
+    let known = match words {
+        ["sublet", arguments @ ..] if is_ours(arguments) => Some(own::command(&own::program(), arguments)),
+        ["nvidia-cuda-mps-control", key] => mps::control_command(key),
+        ["systemctl", arguments @ ..] => systemctl(arguments),
+        _ => None,
+    };
+    known.ok_or_else(|| io::Error::other(format!("no hook runs `{}`", crate::text::safe(&words.join(" ")))))
+}
+
+/// Commands of `sublet` that other programs of ours run.
+fn is_ours(arguments: &[&str]) -> bool {
+    match arguments {
+        ["refresh", "--quiet"] | ["mig", "make" | "clear"] => true,
+        ["mps", "start" | "rest", key] => mps::is_key(key),
+        ["mps", "stop", word, key] => *word == mps::IF_THERE && mps::is_key(key),
+        _ => false,
+    }
+}
+
+fn ask(
+    mut outside: &UnixStream,
+    words: &[&str],
+    input: &str,
+    limit: Duration,
+) -> Result<Finished, ChildError> {
+    let limit = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+    writeln!(outside, "{}", json!([words, input, limit]))?;
+    let mut answer = String::new();
+    BufReader::new(outside).take(LONGEST).read_line(&mut answer)?;
+    match serde_json::from_str(&answer).map_err(io::Error::from)? {
+        Value::Null => Err(ChildError::Timeout),
+        Value::String(error) => Err(io::Error::other(error).into()),
+        answer => finished(&answer)
+            .ok_or_else(|| io::Error::other("the process that starts programs gave no answer").into()),
+    }
+}
+
+fn finished(answer: &Value) -> Option<Finished> {
+    let text = |at: usize| answer.get(at)?.as_str().map(str::to_owned);
+    let status = i32::try_from(answer.get(0)?.as_i64()?).ok()?;
+    Some(Finished { status: ExitStatus::from_raw(status), stdout: text(1)?, stderr: text(2)? })
+}
+
+/// Runs what the process at the other end asks for, until it is gone.
+pub(super) fn serve(mut inside: &UnixStream) {
+    let mut asked = BufReader::new(inside);
+    let mut line = String::new();
+    while matches!(asked.by_ref().take(LONGEST).read_line(&mut line), Ok(1..)) {
+        let answer = match done(&line) {
+            Ok(Finished { status, stdout, stderr }) => json!([status.into_raw(), stdout, stderr]),
+            Err(ChildError::Timeout) => Value::Null,
+            Err(ChildError::Io(error)) => Value::String(error.to_string()),
+        };
+        if writeln!(inside, "{answer}").is_err() {
+            return;
+        }
+        line.clear();
+    }
+}
+
+fn done(line: &str) -> Result<Finished, ChildError> {
+    let (words, input, limit): (Vec<&str>, String, u64) =
+        serde_json::from_str(line).map_err(io::Error::from)?;
+    child::run(&mut command(&words)?, &input, Duration::from_millis(limit))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_run_but_what_hooks_run() {
+        let words: [&[&str]; 14] = [
+            &[],
+            &["sh", "-c", "true"],
+            &["/bin/true"],
+            &["sublet"],
+            &["sublet", "gc"],
+            &["sublet", "refresh", "--quiet", "--boot"],
+            &["sublet", "mps", "start", "--help"],
+            &["sublet", "mps", "stop", "--if-there", "../x"],
+            &["sublet", "mig", "apply", "x"],
+            &["nvidia-cuda-mps-control", "../../tmp"],
+            &["systemctl", "stop", "docker"],
+            &["systemctl", "show", "--property=ControlGroup", "--value", "-H", "host"],
+            &["systemctl", "set-property", "--runtime", "--", "x.scope", "ExecStart=/bin/true"],
+            &["systemctl", "set-property", "--runtime", "--", "x.scope", "DeviceAllow=/dev/sda rw"],
+        ];
+        for words in words {
+            assert!(command(words).is_err(), "{words:?}");
+        }
+        for words in [
+            &["sublet", "refresh", "--quiet"][..],
+            &["sublet", "mps", "start", "GPU-0"],
+            &["sublet", "mps", "stop", "--if-there", "GPU-0"],
+            &["systemctl", "show", "--property=ControlGroup", "--value", "--", "x.scope"],
+            &["systemctl", "set-property", "--runtime", "--", "x.scope", "DeviceAllow=/dev/char/195:0 rw"],
+        ] {
+            assert!(command(words).is_ok(), "{words:?}");
+        }
+    }
+
+    #[test]
+    fn who_asks_gets_the_answer_of_the_program_or_why_there_is_none() {
+        let (outside, inside) = UnixStream::pair().unwrap();
+        let server = std::thread::spawn(move || serve(&outside));
+        let limit = Duration::from_secs(10);
+        let refused = ask(&inside, &["sh", "-c", "true"], "", limit);
+        let Err(ChildError::Io(error)) = refused else { panic!("{refused:?}") };
+        assert_eq!(error.to_string(), "no hook runs `sh -c true`");
+        let asked = ["systemctl", "show", "--property=ControlGroup", "--value", "--", "x.scope"];
+        // Whether there is a systemd or not, or a systemctl at all: there is an answer.
+        assert!(!matches!(ask(&inside, &asked, "in\\nput", limit), Err(ChildError::Timeout)));
+        drop(inside);
+        server.join().unwrap();
+    }
+}

@@ -1,0 +1,226 @@
+//! `inventory.json`: writing it, reading it, and whether it is still true.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::{Fingerprint, Inventory, MpsPrograms, seen};
+use crate::config::{Config, Inject};
+use crate::replace::replace;
+use crate::state_dir::{self, distrust_file};
+use crate::text::safe;
+
+/// `Inventory::schema` of this build.
+pub const SCHEMA: &str = "sublet.inventory/2";
+
+/// Far more than 16 GPUs full of processes need.
+const LARGEST: u64 = 8 << 20;
+
+/// Why there is no usable inventory.
+#[derive(Debug, thiserror::Error)]
+pub enum InventoryError {
+    /// Never written on this boot.
+    #[error("{} is missing; run `sublet refresh`", .path.display())]
+    Missing {
+        /// `inventory.json`.
+        path: PathBuf,
+    },
+    /// Something differs from what it was written for.
+    #[error("{} is stale: {changed}; run `sublet refresh`", .path.display())]
+    Stale {
+        /// `inventory.json`.
+        path: PathBuf,
+        /// What differs, then and now.
+        changed: String,
+    },
+    /// It is not what `sublet refresh` writes.
+    #[error("{} is corrupt ({why}); run `sublet refresh`", .path.display())]
+    Corrupt {
+        /// `inventory.json`.
+        path: PathBuf,
+        /// How.
+        why: String,
+    },
+    /// Somebody else could have written it: it is not read at all.
+    #[error("{} is not trusted: {why}; remove it and run `sublet refresh`", .path.display())]
+    Untrusted {
+        /// `inventory.json`.
+        path: PathBuf,
+        /// What about it.
+        why: String,
+    },
+    /// A GPU of the inventory no longer answers on the PCI bus.
+    #[error(
+        "GPU {bus_id} fell off the bus (its PCI configuration reads ffff); `sublet refresh` leaves it \
+         out, a power cycle may bring it back"
+    )]
+    FellOffTheBus {
+        /// As `0000:3b:00.0`.
+        bus_id: String,
+    },
+    /// There is nothing to share.
+    #[error(
+        "no NVIDIA driver is loaded: {} is missing; install the driver or load it with `modprobe nvidia`",
+        .path.display()
+    )]
+    NoDriver {
+        /// Where the kernel module would say its version.
+        path: PathBuf,
+    },
+    /// A file or directory that is there cannot be read.
+    #[error("cannot read {}: {source}", .path.display())]
+    Unreadable {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// `inventory.json` cannot be written.
+    #[error("cannot write {}: {source}; run as root, or set state_dir to a directory that can be written", .path.display())]
+    Unwritable {
+        /// `inventory.json` or its directory.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl InventoryError {
+    /// Whether `sublet refresh` is the way out, rather than the administrator.
+    #[must_use]
+    pub const fn wants_refresh(&self) -> bool {
+        matches!(
+            self,
+            Self::Missing { .. }
+                | Self::Stale { .. }
+                | Self::Corrupt { .. }
+                | Self::Untrusted { .. }
+                | Self::FellOffTheBus { .. }
+        )
+    }
+}
+
+/// The inventory as last written, whether or not it still holds: for containers that run already.
+///
+/// # Errors
+/// There is none, or it cannot be read.
+pub fn last(config: &Config) -> Result<Inventory, InventoryError> {
+    let path = path(config);
+    parse(&path, &read(&path)?)
+}
+
+/// The inventory as last refreshed, checked against the running system in a few short file reads.
+///
+/// # Errors
+/// Where [`InventoryError::wants_refresh`] says so, `sublet refresh` helps; others are the driver's own
+/// trouble.
+pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
+    let path = path(config);
+    let inventory = parse(&path, &read(&path)?)?;
+    let seen = seen::read(&config.driver.root)?;
+    if let Some(bus_id) = seen.lost.into_iter().find(|lost| inventory.fingerprint.gpus.contains(lost)) {
+        return Err(InventoryError::FellOffTheBus { bus_id });
+    }
+    let changed = difference(&inventory.fingerprint, &seen.fingerprint)
+        .or_else(|| missing_file(config, &inventory))
+        .or_else(|| new_programs(config, &inventory));
+    match changed {
+        Some(changed) => Err(InventoryError::Stale { path, changed }),
+        None => Ok(inventory),
+    }
+}
+
+/// Writes `inventory.json` atomically, mode 0644; the state directory is made if need be.
+///
+/// # Errors
+/// The state directory cannot be written.
+pub fn store(config: &Config, inventory: &Inventory) -> Result<(), InventoryError> {
+    let path = path(config);
+    write(config, &path, inventory).map_err(|source| InventoryError::Unwritable { path, source })
+}
+
+/// The fingerprint as it is now. GPUs that fell off the bus are not in it.
+///
+/// # Errors
+/// No driver is loaded, or what it says cannot be read.
+pub fn fingerprint(config: &Config) -> Result<Fingerprint, InventoryError> {
+    seen::read(&config.driver.root).map(|seen| seen.fingerprint)
+}
+
+/// `inventory.json` of this configuration.
+pub fn path(config: &Config) -> PathBuf {
+    config.state_dir.join("inventory.json")
+}
+
+fn write(config: &Config, path: &Path, inventory: &Inventory) -> io::Result<()> {
+    state_dir::make(&config.state_dir).map_err(|why| io::Error::other(format!("its directory: {why}")))?;
+    // `replace` keeps mode and owner of what is there: what we would not read must not lend us its own.
+    if fs::symlink_metadata(path).is_ok_and(|there| distrust_file(&there, LARGEST).is_some()) {
+        fs::remove_file(path)?;
+    }
+    replace(path, &serde_json::to_vec(inventory)?, 0o644)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, InventoryError> {
+    let untrusted = |why| InventoryError::Untrusted { path: path.to_owned(), why };
+    if let Some(why) = path.parent().and_then(state_dir::distrust) {
+        return Err(untrusted(format!("its directory: {why}")));
+    }
+    match state_dir::read(path, LARGEST) {
+        Ok(Some(content)) => content.map_err(untrusted),
+        Ok(None) => Err(InventoryError::Missing { path: path.to_owned() }),
+        Err(source) => Err(InventoryError::Unreadable { path: path.to_owned(), source }),
+    }
+}
+
+fn parse(path: &Path, text: &[u8]) -> Result<Inventory, InventoryError> {
+    let corrupt = |why| InventoryError::Corrupt { path: path.to_owned(), why };
+    let inventory: Inventory =
+        serde_json::from_slice(text).map_err(|error| corrupt(safe(&error.to_string())))?;
+    if inventory.schema != SCHEMA {
+        return Err(corrupt(format!("schema {}, not {SCHEMA}", safe(&inventory.schema))));
+    }
+    Ok(inventory)
+}
+
+/// The first thing that differs, for people.
+fn difference(then: &Fingerprint, now: &Fingerprint) -> Option<String> {
+    if then.boot_id != now.boot_id {
+        Some("it is from an earlier boot".to_owned())
+    } else if then.driver_version != now.driver_version {
+        Some(format!("driver {} then, {} now", safe(&then.driver_version), safe(&now.driver_version)))
+    } else if then.gpus != now.gpus {
+        Some(format!("GPUs {} then, {} now", listed(&then.gpus), listed(&now.gpus)))
+    } else if then.mig != now.mig {
+        Some(format!("MIG instances {} then, {} now", listed(&then.mig), listed(&now.mig)))
+    } else {
+        None
+    }
+}
+
+fn listed(names: &[String]) -> String {
+    if names.is_empty() { "none".to_owned() } else { safe(&names.join(" ")) }
+}
+
+/// A driver package that was upgraded, with the old module still loaded, took the old files away.
+fn missing_file(config: &Config, inventory: &Inventory) -> Option<String> {
+    if config.driver.inject == Inject::None {
+        return None;
+    }
+    let gone = |source: &PathBuf| {
+        !source.starts_with(&config.driver.root) || !fs::metadata(source).is_ok_and(|there| there.is_file())
+    };
+    let source = inventory.files.iter().map(|file| &file.source).find(|source| gone(source))?;
+    Some(format!("driver file {} is gone", safe(&source.display().to_string())))
+}
+
+/// Whoever is told to install the MPS programs has done so.
+fn new_programs(config: &Config, inventory: &Inventory) -> Option<String> {
+    let root = &config.driver.root;
+    let found = inventory.driver.mps_control.is_none() && MpsPrograms::find(root).both(root).is_ok();
+    found.then(|| "the driver's MPS programs were not there then".to_owned())
+}
+
+#[cfg(test)]
+#[path = "cache_tests.rs"]
+mod tests;

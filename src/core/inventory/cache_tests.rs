@@ -1,0 +1,248 @@
+//! Tests of the cache: when an inventory is believed and when not.
+
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
+
+use super::super::fixture::Root;
+use super::super::{Driver, DriverFile, FileKind, Majors};
+use super::*;
+use crate::request::Capability;
+
+const GPU: &str = "0000:3b:00.0";
+const ACCESS: &str = "/proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci0/access";
+const LIBCUDA: &str = "/usr/lib64/libcuda.so.580.159.04";
+
+/// A root with one GPU, one MIG instance and one driver file, and its inventory stored.
+fn stored() -> (Root, Config) {
+    let root = Root::with_driver("580.159.04");
+    root.gpu(GPU, [0xde, 0x10]).file(ACCESS, "DeviceFileMinor: 21").file(LIBCUDA, "");
+    let config = root.config();
+    store(&config, &inventory(&config)).unwrap();
+    (root, config)
+}
+
+fn inventory(config: &Config) -> Inventory {
+    Inventory {
+        schema: SCHEMA.into(),
+        fingerprint: fingerprint(config).unwrap(),
+        probed_at: 1_795_251_600,
+        mig_changes: 0,
+        driver: Driver {
+            version: "580.159.04".into(),
+            cuda: (13, 0),
+            simulated: true,
+            mps_control: None,
+            mps_missing: None,
+            smi: None,
+            majors: Majors { nvidia: Some(195), uvm: Some(510), caps: Some(241) },
+            mig_caps: [None, None],
+        },
+        devices: Vec::new(),
+        files: vec![DriverFile {
+            source: super::super::under(&config.driver.root, LIBCUDA),
+            kind: FileKind::Library { soname: "libcuda.so.1".into(), also: vec!["libcuda.so".into()] },
+            capability: Capability::Compute,
+        }],
+    }
+}
+
+fn stale(config: &Config) -> String {
+    match load(config).unwrap_err() {
+        InventoryError::Stale { changed, .. } => changed,
+        other => panic!("{other}"),
+    }
+}
+
+fn rewrite(config: &Config, change: impl FnOnce(&mut Inventory)) {
+    let mut inventory = inventory(config);
+    change(&mut inventory);
+    store(config, &inventory).unwrap();
+}
+
+#[test]
+fn what_was_stored_is_loaded() {
+    let (_root, config) = stored();
+    assert_eq!(load(&config).unwrap(), inventory(&config));
+    let mode = fs::metadata(config.state_dir.join("inventory.json")).unwrap().mode();
+    assert_eq!(mode & 0o7777, 0o644);
+    assert_eq!(fs::metadata(&config.state_dir).unwrap().mode() & 0o7777 & !0o755, 0);
+}
+
+#[test]
+fn nothing_stored_is_missing() {
+    let root = Root::with_driver("580.159.04");
+    let error = load(&root.config()).unwrap_err();
+    assert!(matches!(error, InventoryError::Missing { .. }) && error.wants_refresh(), "{error}");
+}
+
+#[test]
+fn stale_after_a_reboot() {
+    let (_root, config) = stored();
+    rewrite(&config, |inventory| inventory.fingerprint.boot_id = "another".into());
+    assert_eq!(stale(&config), "it is from an earlier boot");
+}
+
+#[test]
+fn stale_when_the_module_was_reloaded_in_another_version() {
+    let (root, config) = stored();
+    root.file(
+        "/proc/driver/nvidia/version",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  590.44.01  x\n",
+    );
+    assert_eq!(stale(&config), "driver 580.159.04 then, 590.44.01 now");
+}
+
+#[test]
+fn stale_once_both_mps_programs_are_installed() {
+    let (root, config) = stored();
+    root.program("/usr/bin/nvidia-cuda-mps-control");
+    load(&config).unwrap();
+    root.program("/usr/sbin/nvidia-cuda-mps-server");
+    assert_eq!(stale(&config), "the driver's MPS programs were not there then");
+    rewrite(&config, |inventory| {
+        inventory.driver.mps_control = Some("/usr/bin/nvidia-cuda-mps-control".into());
+    });
+    load(&config).unwrap();
+}
+
+#[test]
+fn stale_when_a_gpu_came_or_went() {
+    let (root, config) = stored();
+    root.gpu("0000:5e:00.0", [0xde, 0x10]);
+    assert_eq!(stale(&config), "GPUs 0000:3b:00.0 then, 0000:3b:00.0 0000:5e:00.0 now");
+    fs::remove_dir_all(root.path().join("proc/driver/nvidia/gpus")).unwrap();
+    assert_eq!(stale(&config), "GPUs 0000:3b:00.0 then, none now");
+}
+
+#[test]
+fn stale_when_a_mig_instance_came_or_went() {
+    let (root, config) = stored();
+    root.file("/proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci1/access", "DeviceFileMinor: 22");
+    assert_eq!(stale(&config), "MIG instances gpu0/gi2/ci0 then, gpu0/gi2/ci0 gpu0/gi2/ci1 now");
+    fs::remove_dir_all(root.path().join("proc/driver/nvidia/capabilities/gpu0/mig/gi2")).unwrap();
+    assert_eq!(stale(&config), "MIG instances gpu0/gi2/ci0 then, none now");
+}
+
+#[test]
+fn stale_when_an_upgrade_took_a_driver_file_away() {
+    let (root, mut config) = stored();
+    fs::remove_file(root.path().join("usr/lib64/libcuda.so.580.159.04")).unwrap();
+    assert!(stale(&config).ends_with("usr/lib64/libcuda.so.580.159.04 is gone"));
+    config.driver.inject = Inject::None;
+    assert!(load(&config).is_ok());
+}
+
+#[test]
+fn a_gpu_that_falls_off_the_bus_is_named_and_left_out_by_the_next_refresh() {
+    let (root, config) = stored();
+    root.gpu(GPU, [0xff, 0xff]);
+    let error = load(&config).unwrap_err();
+    assert!(matches!(&error, InventoryError::FellOffTheBus { bus_id } if bus_id == GPU), "{error}");
+    assert!(error.to_string().starts_with("GPU 0000:3b:00.0 fell off the bus"), "{error}");
+    rewrite(&config, |_| ());
+    assert_eq!(load(&config).unwrap().fingerprint.gpus, Vec::<String>::new());
+}
+
+#[test]
+fn an_unloaded_driver_is_no_reason_to_refresh() {
+    let (root, config) = stored();
+    fs::remove_file(root.path().join("proc/driver/nvidia/version")).unwrap();
+    let error = load(&config).unwrap_err();
+    assert!(matches!(error, InventoryError::NoDriver { .. }) && !error.wants_refresh(), "{error}");
+}
+
+#[test]
+fn garbage_is_corrupt_and_healed_by_storing() {
+    let (_root, config) = stored();
+    let path = config.state_dir.join("inventory.json");
+    let whole = fs::read(&path).unwrap();
+    let cut = &whole[..whole.len() / 2];
+    for garbage in [&b""[..], b"{}", b"[", b"null", b"\xff\xfe\0", cut] {
+        fs::write(&path, garbage).unwrap();
+        let error = load(&config).unwrap_err();
+        assert!(matches!(error, InventoryError::Corrupt { .. }) && error.wants_refresh(), "{error}");
+    }
+    store(&config, &inventory(&config)).unwrap();
+    assert!(load(&config).is_ok());
+}
+
+#[test]
+fn another_schema_is_corrupt() {
+    let (_root, config) = stored();
+    rewrite(&config, |inventory| inventory.schema = "sublet.inventory/3\n".into());
+    let error = load(&config).unwrap_err().to_string();
+    assert!(error.contains("schema sublet.inventory/3\\n, not sublet.inventory/2"), "{error}");
+}
+
+#[test]
+fn nesting_and_size_are_bounded() {
+    let (_root, config) = stored();
+    let path = config.state_dir.join("inventory.json");
+    fs::write(&path, "[".repeat(100_000)).unwrap();
+    assert!(matches!(load(&config).unwrap_err(), InventoryError::Corrupt { .. }));
+    fs::write(&path, vec![b' '; (8 << 20) + 1]).unwrap();
+    assert!(load(&config).unwrap_err().to_string().contains("it has 8388609 bytes"));
+}
+
+#[test]
+fn a_link_is_not_followed_and_replaced_by_storing() {
+    let (root, config) = stored();
+    let path = config.state_dir.join("inventory.json");
+    let elsewhere = root.path().join("elsewhere.json");
+    fs::rename(&path, &elsewhere).unwrap();
+    symlink(&elsewhere, &path).unwrap();
+    let before = fs::read(&elsewhere).unwrap();
+    let error = load(&config).unwrap_err().to_string();
+    assert!(error.contains("it is no regular file"), "{error}");
+    store(&config, &inventory(&config)).unwrap();
+    assert!(load(&config).is_ok());
+    assert!(fs::symlink_metadata(&path).unwrap().is_file());
+    assert_eq!(fs::read(&elsewhere).unwrap(), before);
+}
+
+#[test]
+fn a_file_others_may_write_is_not_believed() {
+    let (_root, config) = stored();
+    let path = config.state_dir.join("inventory.json");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
+    let error = load(&config).unwrap_err().to_string();
+    assert!(error.contains("others may write it (mode "), "{error}");
+    store(&config, &inventory(&config)).unwrap();
+    assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o644);
+}
+
+#[test]
+fn a_fifo_or_directory_is_refused_without_waiting() {
+    let (_root, config) = stored();
+    let path = config.state_dir.join("inventory.json");
+    fs::remove_file(&path).unwrap();
+    nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRUSR | nix::sys::stat::Mode::S_IWUSR).unwrap();
+    assert!(load(&config).unwrap_err().to_string().contains("it is no regular file"));
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    assert!(load(&config).unwrap_err().to_string().contains("it is no regular file"));
+    assert!(matches!(store(&config, &inventory(&config)), Err(InventoryError::Unwritable { .. })));
+}
+
+#[test]
+fn a_file_of_another_user_is_not_believed() {
+    let (_root, config) = stored();
+    let path = config.state_dir.join("inventory.json");
+    // Only root can give a file away; as another user the owner check cannot be provoked.
+    if std::os::unix::fs::chown(&path, Some(65534), None).is_ok() {
+        assert!(load(&config).unwrap_err().to_string().contains("it belongs to uid 65534"));
+        store(&config, &inventory(&config)).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().uid(), 0);
+    }
+}
+
+#[test]
+fn stored_inventories_are_read_and_written_again_alike() {
+    for stored in [
+        include_str!("../../../tests/formats/gpus/inventory.json"),
+        include_str!("../../../tests/formats/mig/inventory.json"),
+    ] {
+        let stored: serde_json::Value = serde_json::from_str(stored).unwrap();
+        let read: Inventory = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(serde_json::to_value(read).unwrap(), stored);
+    }
+}

@@ -1,0 +1,66 @@
+//! A driver root in a temporary directory, for this module's tests.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use tempfile::TempDir;
+
+use crate::config::{Config, Driver};
+
+pub struct Root(TempDir);
+
+impl Root {
+    pub fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    pub fn with_driver(version: &str) -> Self {
+        let root = Self::new();
+        root.file(
+            "/proc/driver/nvidia/version",
+            format!("NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  SIMULATED\n"),
+        );
+        root
+    }
+
+    pub fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    /// State below `run` and the driver below this root; everything else as the defaults have it.
+    pub fn config(&self) -> Config {
+        Config {
+            state_dir: self.path().join("run"),
+            driver: Driver { root: self.path().to_owned(), ..Driver::default() },
+            ..Config::default()
+        }
+    }
+
+    pub fn file(&self, path: &str, content: impl AsRef<[u8]>) -> &Self {
+        let path = super::under(self.path(), path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+        self
+    }
+
+    /// A file that can be run.
+    pub fn program(&self, path: &str) -> &Self {
+        self.file(path, "");
+        fs::set_permissions(super::under(self.path(), path), fs::Permissions::from_mode(0o755)).unwrap();
+        self
+    }
+
+    pub fn link(&self, path: &str, target: &str) -> &Self {
+        let path = super::under(self.path(), path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink(target, path).unwrap();
+        self
+    }
+
+    /// A GPU that the driver lists, with the first two bytes of its PCI configuration.
+    pub fn gpu(&self, bus_id: &str, vendor: [u8; 2]) -> &Self {
+        self.file(&format!("/proc/driver/nvidia/gpus/{bus_id}/information"), "Model: NVIDIA H200\n");
+        self.file(&format!("/sys/bus/pci/devices/{bus_id}/config"), [&vendor[..], &[0; 254]].concat())
+    }
+}

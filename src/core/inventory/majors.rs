@@ -1,0 +1,85 @@
+//! Majors from /proc/devices, and the DRI nodes that belong to a GPU.
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+
+use nix::sys::stat::{major, minor};
+
+use super::{Majors, Node, under};
+
+impl Majors {
+    /// From the text of /proc/devices. The `nvidia-frontend` of drivers up to 535 became `nvidia`.
+    pub fn parse(devices: &str) -> Self {
+        let characters = devices.split("Block devices:").next().unwrap_or_default();
+        let find = |names: &[&str]| {
+            characters.lines().find_map(|line| {
+                let (number, name) = line.trim().split_once(' ')?;
+                names.contains(&name.trim()).then(|| number.parse().ok())?
+            })
+        };
+        Self {
+            nvidia: find(&["nvidia", "nvidia-frontend", "nvidiactl"]),
+            uvm: find(&["nvidia-uvm"]),
+            caps: find(&["nvidia-caps"]),
+        }
+    }
+}
+
+/// The nodes under /dev/dri of the GPU at `bus_id`; those that nobody made are left out.
+pub fn dri(root: &Path, bus_id: &str) -> Vec<Node> {
+    let Ok(entries) = fs::read_dir(under(root, &format!("/sys/bus/pci/devices/{bus_id}/drm"))) else {
+        return Vec::new();
+    };
+    let mut nodes: Vec<Node> = entries
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| name.starts_with("card") || name.starts_with("renderD"))
+        .filter_map(|name| character_device(root, Path::new("/dev/dri").join(name)))
+        .collect();
+    nodes.sort_by(|a, b| a.path.cmp(&b.path));
+    nodes
+}
+
+fn character_device(root: &Path, path: PathBuf) -> Option<Node> {
+    let there = fs::metadata(under(root, path.to_str()?)).ok()?;
+    let number = |part: u64| u32::try_from(part).ok();
+    there.file_type().is_char_device().then_some(())?;
+    Some(Node { path, major: number(major(there.rdev()))?, minor: number(minor(there.rdev()))? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn majors_of_new_and_old_drivers() {
+        let new = "Character devices:\n  1 mem\n195 nvidia\n195 nvidia-modeset\n195 nvidiactl\n\
+                   241 nvidia-caps\n240 nvidia-caps-imex-channels\n510 nvidia-uvm\n\n\
+                   Block devices:\n  8 sd\n";
+        assert_eq!(Majors::parse(new), Majors { nvidia: Some(195), uvm: Some(510), caps: Some(241) });
+        let old = "Character devices:\n195 nvidia-frontend\n235 nvidia-uvm\n";
+        assert_eq!(Majors::parse(old), Majors { nvidia: Some(195), uvm: Some(235), caps: None });
+    }
+
+    #[test]
+    fn a_block_device_or_garbage_is_no_major() {
+        let block = "Character devices:\n  1 mem\n\nBlock devices:\n195 nvidia\n";
+        assert_eq!(Majors::parse(block), Majors::default());
+        assert_eq!(Majors::parse("Character devices:\nx nvidia\nnvidia\n195\n"), Majors::default());
+    }
+
+    #[test]
+    fn dri_nodes_are_numbered_as_found_and_left_out_where_nobody_made_them() {
+        let root = super::super::fixture::Root::new();
+        let drm = "/sys/bus/pci/devices/0000:3b:00.0/drm";
+        for name in ["card1", "card2", "renderD128", "controlD64", "version"] {
+            root.file(&format!("{drm}/{name}/dev"), "");
+        }
+        // /dev/null stands for a node: 1:3 on every Linux.
+        root.link("/dev/dri/renderD128", "/dev/null").link("/dev/dri/controlD64", "/dev/null");
+        root.file("/dev/dri/card1", "no device");
+        let expected = Node { path: "/dev/dri/renderD128".into(), major: 1, minor: 3 };
+        assert_eq!(dri(root.path(), "0000:3b:00.0"), [expected]);
+        assert_eq!(dri(root.path(), "0000:5e:00.0"), []);
+    }
+}

@@ -1,0 +1,290 @@
+//! What this host has: the driver, its files, its devices. `sublet refresh` writes it (NVML), the shim
+//! and the hook read it and check in a few file reads that it is still true.
+
+pub mod cache;
+pub mod caps;
+#[cfg(any(test, feature = "fixtures"))]
+pub mod fixture;
+pub mod kernel;
+pub mod majors;
+pub mod nodes;
+mod part;
+pub mod programs;
+pub mod resolve;
+pub mod seen;
+pub mod watched;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+pub use cache::path as cache_path;
+pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
+pub use nodes::{NodeError, check_node, ensure_node};
+pub use part::Part;
+pub use programs::{MissingPrograms, MpsPrograms};
+pub use seen::can_do_mig;
+pub use watched::{boot_id, is_watched, unwatch, watch};
+
+use crate::request::{Capability, Percent};
+
+/// `inventory.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Inventory {
+    /// `sublet.inventory/2`.
+    pub schema: String,
+    /// What has to be unchanged for all else to be believed.
+    pub fingerprint: Fingerprint,
+    /// When NVML was asked, in seconds since the epoch.
+    pub probed_at: u64,
+    /// Changes of MIG layouts that had ended before (`MigChanges::count` of the ledger).
+    #[serde(default)]
+    pub mig_changes: u64,
+    /// The driver.
+    pub driver: Driver,
+    /// Every GPU, by NVML index, each followed by its MIG devices.
+    pub devices: Vec<Device>,
+    /// The driver's files, each with the soname it is mounted by.
+    pub files: Vec<DriverFile>,
+}
+
+/// Cheap to read again, without NVML. Stale as soon as any of it differs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fingerprint {
+    /// `/proc/sys/kernel/random/boot_id`.
+    pub boot_id: String,
+    /// Version of the loaded kernel module.
+    pub driver_version: String,
+    /// Bus ids under `/proc/driver/nvidia/gpus`, sorted.
+    pub gpus: Vec<String>,
+    /// `gpu<minor>/gi<G>/ci<C>` present under `/proc/driver/nvidia/capabilities`, sorted.
+    pub mig: Vec<String>,
+}
+
+/// The driver as a whole.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Driver {
+    /// As `580.159.04`.
+    pub version: String,
+    /// CUDA version the driver speaks, as (13, 0).
+    pub cuda: (u32, u32),
+    /// Whether the kernel module says that it is simulated.
+    pub simulated: bool,
+    /// `nvidia-cuda-mps-control`, where it and its server are installed.
+    pub mps_control: Option<PathBuf>,
+    /// What of the MPS programs is missing where one of them is there.
+    #[serde(default)]
+    pub mps_missing: Option<String>,
+    /// `nvidia-smi`, where it is installed.
+    pub smi: Option<PathBuf>,
+    /// Majors from /proc/devices.
+    pub majors: Majors,
+    /// The nodes by which all MIG instances are watched, and changed: `monitor`, `config`.
+    pub mig_caps: [Option<Node>; 2],
+}
+
+/// Character device majors; `None` where the module is not loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Majors {
+    /// `nvidia` or `nvidia-frontend`: nvidiactl and the GPUs.
+    pub nvidia: Option<u32>,
+    /// `nvidia-uvm`.
+    pub uvm: Option<u32>,
+    /// `nvidia-caps`.
+    pub caps: Option<u32>,
+}
+
+/// One GPU, or one MIG device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Device {
+    /// `GPU-…` or `MIG-…`.
+    pub uuid: String,
+    /// NVML's index of the GPU.
+    pub index: u32,
+    /// The number in `/dev/nvidia<minor>`.
+    pub minor: u32,
+    /// As /proc/driver/nvidia/gpus spells it: `0000:3b:00.0`, lower case.
+    pub bus_id: String,
+    /// As `NVIDIA H200`, the GPU's for a MIG device too.
+    pub name: String,
+    /// As (9, 0).
+    pub compute_capability: (u32, u32),
+    /// Streaming multiprocessors, where NVML says.
+    pub sm_count: Option<u32>,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Memory nobody had at the last refresh, in bytes.
+    pub memory_free_bytes: u64,
+    /// Whether MIG mode is on: then it is used through its MIG devices alone.
+    pub mig_enabled: bool,
+    /// Compute mode as found.
+    pub compute_mode: ComputeMode,
+    /// Whether it drives a display.
+    pub display_active: bool,
+    /// How it is virtualized.
+    pub virtualization: Virtualization,
+    /// Its own nodes under /dev/dri, for `graphics`.
+    pub dri_nodes: Vec<Node>,
+    /// Its nodes: `nvidia<minor>`, and the two capabilities of a MIG device.
+    pub nodes: Vec<Node>,
+    /// Who had contexts at the last refresh, MPS servers and clients too.
+    pub processes: Vec<GpuProcess>,
+    /// What makes it a MIG device; `None`: a whole GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part: Option<Part>,
+}
+
+/// A character device node of the host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Node {
+    /// Its path in host and container, as `/dev/nvidia0`: without the driver root.
+    pub path: PathBuf,
+    /// Device major.
+    pub major: u32,
+    /// Device minor.
+    pub minor: u32,
+}
+
+/// NVML's compute mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "SCREAMING_SNAKE_CASE")]
+pub enum ComputeMode {
+    /// Any number of contexts.
+    Default,
+    /// No contexts at all.
+    Prohibited,
+    /// One process; the MPS server counts as one.
+    ExclusiveProcess,
+}
+
+impl ComputeMode {
+    /// The word NVML and nvidia-smi use.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Default => "DEFAULT",
+            Self::Prohibited => "PROHIBITED",
+            Self::ExclusiveProcess => "EXCLUSIVE_PROCESS",
+        }
+    }
+}
+
+/// NVML's GPU virtualization mode, as far as it matters here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Virtualization {
+    /// Bare metal.
+    #[default]
+    None,
+    /// Passed through to this virtual machine whole.
+    Passthrough,
+    /// A vGPU in this virtual machine.
+    Vgpu,
+    /// A host that gives vGPUs away.
+    Host,
+}
+
+/// A process that had a context at the last refresh.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuProcess {
+    /// Host pid.
+    pub pid: i32,
+    /// Its command name, for messages.
+    pub name: String,
+    /// Device memory in bytes.
+    pub memory_bytes: u64,
+    /// Inode of its PID namespace, which joins it to a lease; 0 where it could not be read.
+    pub pid_namespace: u64,
+    /// Its cgroup paths in all hierarchies, each once and no root: they join it to a lease as well.
+    #[serde(default)]
+    pub cgroups: Vec<String>,
+    /// Whether it is an MPS server.
+    pub mps_server: bool,
+}
+
+/// One file of the driver's that containers may get.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DriverFile {
+    /// The real file on the host, driver root included.
+    pub source: PathBuf,
+    /// What it is to the container.
+    pub kind: FileKind,
+    /// Which capability brings it.
+    pub capability: Capability,
+}
+
+/// What a driver file is to the container.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "kind")]
+pub enum FileKind {
+    /// A library, mounted under its soname into the directory of the container's libc.
+    Library {
+        /// As `libcuda.so.1`.
+        soname: String,
+        /// Further names it must be found by, as `libcuda.so`.
+        also: Vec<String>,
+    },
+    /// A program, mounted into /usr/bin.
+    Program {
+        /// As `nvidia-smi`.
+        name: String,
+    },
+    /// Data, mounted at its own path: ICD and EGL descriptions, firmware.
+    Data {
+        /// Its path in the container.
+        path: PathBuf,
+    },
+}
+
+/// UUIDs of the GPUs in MIG mode, each with its MIG devices: UUID, GPU instance, compute instance.
+pub type MigGpus = BTreeMap<String, BTreeSet<(String, u32, u32)>>;
+
+impl Inventory {
+    /// Its GPUs in MIG mode.
+    pub fn mig_gpus(&self) -> MigGpus {
+        let parts = |gpu: &Device| {
+            self.parts(&gpu.uuid).map(|(device, part)| (device.uuid.clone(), part.gi, part.ci)).collect()
+        };
+        self.gpus().filter(|gpu| gpu.mig_enabled).map(|gpu| (gpu.uuid.clone(), parts(gpu))).collect()
+    }
+
+    /// The device with this UUID.
+    #[must_use]
+    pub fn device(&self, uuid: &str) -> Option<&Device> {
+        self.devices.iter().find(|device| device.uuid == uuid)
+    }
+}
+
+/// SMs come in pairs, and a context sees no fewer than this (H200; docs/evidence).
+const FEWEST_SMS: u64 = 8;
+
+impl Device {
+    /// The SMs that a context sees at an MPS thread percentage: whole pairs, rounded down, and never
+    /// fewer than the driver's least (measured, docs/evidence). `None` where NVML does not say how many
+    /// there are.
+    #[must_use]
+    pub fn sms_at(&self, share: Percent) -> Option<u64> {
+        let all = u64::from(self.sm_count?);
+        Some((share.of(all) / 2 * 2).max(FEWEST_SMS.min(all)))
+    }
+
+    /// Whether MPS knows no limits on it (CUDA MPS documentation, "Volta MPS").
+    #[must_use]
+    pub fn is_before_volta(&self) -> bool {
+        self.compute_capability < (7, 0)
+    }
+}
+
+/// About what a CUDA context that sees `sms` takes of its memory limit: 29 MiB and 3.7 MiB for each SM
+/// (H200, driver 580, docs/evidence: 58 MiB at 8 SMs, 145 at 32, 514 at 132).
+#[must_use]
+pub const fn context_bytes(sms: u64) -> u64 {
+    (29_000 + sms * 3_700) * (1 << 20) / 1000
+}
+
+/// `path` (absolute) below the driver root.
+#[must_use]
+pub fn under(root: &Path, path: &str) -> PathBuf {
+    root.join(path.trim_start_matches('/'))
+}

@@ -1,0 +1,277 @@
+//! Where the driver's programs lie, whoever laid them there: the one place that looks any of them up.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use super::resolve::resolve;
+use super::under;
+use crate::own::PATH;
+
+/// Starts MPS servers, and asks a daemon that does.
+const CONTROL: &str = "nvidia-cuda-mps-control";
+
+/// Looked for by the control daemon in its PATH, and nowhere else (docs/evidence).
+const SERVER: &str = "nvidia-cuda-mps-server";
+
+/// Each entry is the directories of one way of installing the driver, the first that has a program wins.
+const LAYOUTS: [&[&str]; 10] = [
+    // Fedora, SUSE, Arch and NVIDIA's installer have all in /usr/bin; Debian the server in /usr/sbin
+    // (packages.debian.org: file list of nvidia-cuda-mps). The others are links to these, or hosts without /usr merged.
+    &["/usr/bin", "/usr/sbin", "/bin", "/sbin"],
+    // Debian before its alternatives are set.
+    &["/usr/lib/nvidia/current"],
+    // NixOS: `hardware.nvidia` puts its programs among those of the system.
+    &["/run/current-system/sw/bin"],
+    &["/run/opengl-driver/bin"],
+    // Talos (siderolabs/extensions, nvidia-pkgs: `--utility-prefix=/usr/local`), or an installer told the same.
+    &["/usr/local/bin", "/usr/local/sbin"],
+    // Talos again (siderolabs/extensions, nvidia-driver/userspace): beside its glibc.
+    &["/usr/local/glibc/usr/bin"],
+    // Where the drivers of container hosts are mounted; a host measured for this project (docs/evidence).
+    &["/usr/local/nvidia/bin"],
+    // Google Kubernetes Engine (container-engine-accelerators, nvidia-driver-installer).
+    &["/home/kubernetes/bin/nvidia/bin"],
+    // Container-Optimized OS (cos_gpu_installer: `-host-dir=/var/lib/nvidia`).
+    &["/var/lib/nvidia/bin"],
+    // Flatcar (coreos-overlay, setup-nvidia): the libraries are in /opt/nvidia.
+    &["/opt/bin"],
+];
+
+/// The driver's MPS programs: which are taken, and which are there besides.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MpsPrograms {
+    /// `nvidia-cuda-mps-control`.
+    pub control: Option<PathBuf>,
+    /// `nvidia-cuda-mps-server`, of the same installation where one has both.
+    pub server: Option<PathBuf>,
+    /// Other files of these names.
+    pub others: Vec<PathBuf>,
+}
+
+/// What of the MPS programs is missing.
+#[derive(Debug, thiserror::Error)]
+pub enum MissingPrograms {
+    /// The driver came without them.
+    #[error(
+        "mode mps and memory limits need nvidia-cuda-mps-control, which is not installed below {}: \
+         Debian: apt install nvidia-cuda-mps; elsewhere it comes with the driver's compute package (looked in {})",
+        .root.display(),
+        looked_in()
+    )]
+    Control {
+        /// The driver root.
+        root: PathBuf,
+    },
+    /// Half of them: the daemon would start and never have a server.
+    #[error(
+        "{} is there and nvidia-cuda-mps-server, which it starts, is not: install it from the same package \
+         (Debian: apt install nvidia-cuda-mps), or link it into {} (looked below {} in {})",
+        .control.display(),
+        .control.parent().unwrap_or(.root).display(),
+        .root.display(),
+        looked_in()
+    )]
+    Server {
+        /// The control program that is there.
+        control: PathBuf,
+        /// The driver root.
+        root: PathBuf,
+    },
+}
+
+fn looked_in() -> String {
+    LAYOUTS.concat().join(" ")
+}
+
+impl MpsPrograms {
+    /// What a daemon would be started with below `root`: an installation that has both programs, else
+    /// the first of each.
+    pub fn find(root: &Path) -> Self {
+        let each = |name| LAYOUTS.map(|layout| layout.iter().find_map(|dir| runnable(root, dir, name)));
+        let (controls, servers) = (each(CONTROL), each(SERVER));
+        let whole = (0..LAYOUTS.len()).find(|&at| controls[at].is_some() && servers[at].is_some());
+        let taken = |found: &[Option<PathBuf>]| match whole {
+            Some(at) => found[at].clone(),
+            None => found.iter().flatten().next().cloned(),
+        };
+        let (control, server) = (taken(&controls), taken(&servers));
+        let real = |path: &PathBuf| fs::canonicalize(path).ok();
+        let known: Vec<_> = control.iter().chain(&server).filter_map(real).collect();
+        let others = controls.into_iter().chain(servers).flatten();
+        let others = others.filter(|path| !real(path).is_some_and(|path| known.contains(&path))).collect();
+        Self { control, server, others }
+    }
+
+    /// Both programs.
+    ///
+    /// # Errors
+    /// One is missing; `root` is where they were looked for.
+    pub fn both(&self, root: &Path) -> Result<(&Path, &Path), MissingPrograms> {
+        let control =
+            self.control.as_deref().ok_or_else(|| MissingPrograms::Control { root: root.to_owned() })?;
+        match self.server.as_deref() {
+            Some(server) => Ok((control, server)),
+            None => Err(MissingPrograms::Server { control: control.to_owned(), root: root.to_owned() }),
+        }
+    }
+
+    /// A PATH by which the control program finds this server first, and a wrapper what it wraps.
+    pub fn path(&self) -> String {
+        let mut dirs: Vec<&str> = Vec::new();
+        let own = [&self.server, &self.control].into_iter().flatten();
+        let own = own.filter_map(|program| program.parent()?.to_str());
+        for dir in own.chain(PATH.split(':')) {
+            if !dirs.contains(&dir) {
+                dirs.push(dir);
+            }
+        }
+        dirs.join(":")
+    }
+}
+
+/// A program of the driver's as the host starts it, root included.
+pub fn program(root: &Path, name: &str) -> Option<PathBuf> {
+    LAYOUTS.concat().iter().find_map(|dir| runnable(root, dir, name))
+}
+
+/// The program in `dir`: by its name there, since wrappers and package managers go by it, unless the kernel would
+/// follow a link in it out of `root`.
+fn runnable(root: &Path, dir: &str, name: &str) -> Option<PathBuf> {
+    let path = format!("{dir}/{name}");
+    let real = resolve(root, &path)?;
+    let found = fs::metadata(&real).ok()?;
+    if !found.is_file() || found.permissions().mode() & 0o111 == 0 {
+        return None;
+    }
+    let named = under(root, &path);
+    // The second is always there.
+    let is_same = fs::canonicalize(&named).ok() == fs::canonicalize(&real).ok();
+    Some(if is_same { named } else { real })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::Root;
+    use super::*;
+
+    fn found(root: &Root) -> (Option<PathBuf>, Option<PathBuf>, Vec<PathBuf>) {
+        let cut = |path: PathBuf| Path::new("/").join(path.strip_prefix(root.path()).unwrap());
+        let MpsPrograms { control, server, others } = MpsPrograms::find(root.path());
+        (control.map(cut), server.map(cut), others.into_iter().map(cut).collect())
+    }
+
+    fn install(root: &Root, dir: &str) {
+        root.program(&format!("{dir}/{CONTROL}")).program(&format!("{dir}/{SERVER}"));
+    }
+
+    #[test]
+    fn every_layout_has_its_pair() {
+        for dir in LAYOUTS.concat() {
+            let root = Root::new();
+            install(&root, dir);
+            let at = |name: &str| Some(Path::new(dir).join(name));
+            assert_eq!(found(&root), (at(CONTROL), at(SERVER), Vec::new()), "{dir}");
+        }
+    }
+
+    #[test]
+    fn debian_has_the_server_among_the_administrators_programs() {
+        let root = Root::new();
+        root.program(&format!("/usr/bin/{CONTROL}")).program(&format!("/usr/sbin/{SERVER}"));
+        let expected = (
+            Some("/usr/bin/nvidia-cuda-mps-control".into()),
+            Some("/usr/sbin/nvidia-cuda-mps-server".into()),
+        );
+        let (control, server, others) = found(&root);
+        assert_eq!(((control, server), others), (expected, Vec::new()));
+    }
+
+    #[test]
+    fn a_whole_installation_is_taken_before_half_of_one_and_the_rest_is_named() {
+        let root = Root::new();
+        root.program(&format!("/usr/bin/{CONTROL}"));
+        install(&root, "/usr/local/nvidia/bin");
+        install(&root, "/opt/bin");
+        let (control, server, others) = found(&root);
+        assert_eq!(control.unwrap(), Path::new("/usr/local/nvidia/bin").join(CONTROL));
+        assert_eq!(server.unwrap(), Path::new("/usr/local/nvidia/bin").join(SERVER));
+        let named = [
+            "/usr/bin/nvidia-cuda-mps-control",
+            "/opt/bin/nvidia-cuda-mps-control",
+            "/opt/bin/nvidia-cuda-mps-server",
+        ];
+        assert_eq!(others, named.map(PathBuf::from));
+    }
+
+    #[test]
+    fn halves_of_two_installations_are_a_whole() {
+        let root = Root::new();
+        root.program(&format!("/usr/local/bin/{CONTROL}")).program(&format!("/opt/bin/{SERVER}"));
+        let (control, server, others) = found(&root);
+        assert_eq!(control.unwrap(), Path::new("/usr/local/bin").join(CONTROL));
+        assert_eq!(server.unwrap(), Path::new("/opt/bin").join(SERVER));
+        assert!(others.is_empty());
+    }
+
+    #[test]
+    fn the_daemon_finds_its_server_before_any_other() {
+        let dirs = |control: &str, server: &str| {
+            let programs = MpsPrograms {
+                control: Some(control.into()),
+                server: Some(server.into()),
+                others: Vec::new(),
+            };
+            programs.path()
+        };
+        assert_eq!(dirs("/opt/bin/c", "/opt/bin/s"), format!("/opt/bin:{PATH}"));
+        assert_eq!(dirs("/usr/local/bin/c", "/opt/bin/s"), format!("/opt/bin:/usr/local/bin:{PATH}"));
+        assert_eq!(dirs("/usr/bin/c", "/usr/sbin/s"), "/usr/sbin:/usr/bin:/sbin:/bin");
+        assert_eq!(MpsPrograms::default().path(), PATH);
+    }
+
+    #[test]
+    fn links_to_one_program_are_one_program() {
+        let root = Root::new();
+        install(&root, "/usr/bin");
+        root.link("/bin", "usr/bin").link("/opt/bin", "../usr/bin");
+        assert!(found(&root).2.is_empty());
+    }
+
+    #[test]
+    fn nix_is_links_into_the_store_and_none_leads_out_of_the_root() {
+        let root = Root::new();
+        let store = "/nix/store/abc-nvidia-bin/bin";
+        install(&root, store);
+        root.link("/run/current-system/sw/bin", store);
+        // Below another root than `/` the kernel would look for the store of the host.
+        assert_eq!(found(&root).0.unwrap(), Path::new(store).join(CONTROL));
+        let relative = Root::new();
+        install(&relative, store);
+        relative.link("/run/current-system/sw/bin", &format!("../../..{store}"));
+        assert_eq!(found(&relative).0.unwrap(), Path::new("/run/current-system/sw/bin").join(CONTROL));
+    }
+
+    #[test]
+    fn what_cannot_be_run_is_no_program() {
+        let root = Root::new();
+        root.file(&format!("/usr/bin/{CONTROL}"), "").file(&format!("/opt/bin/{CONTROL}/x"), "");
+        root.link(&format!("/usr/sbin/{CONTROL}"), "/nowhere");
+        assert_eq!(found(&root), (None, None, Vec::new()));
+        let missing = MpsPrograms::find(root.path()).both(root.path()).unwrap_err().to_string();
+        assert!(missing.contains("apt install nvidia-cuda-mps") && missing.contains("/opt/bin"), "{missing}");
+    }
+
+    #[test]
+    fn half_an_installation_is_named_with_where_the_rest_was_looked_for() {
+        let root = Root::new();
+        root.program(&format!("/usr/local/nvidia/bin/{CONTROL}"));
+        let missing = MpsPrograms::find(root.path()).both(root.path()).unwrap_err().to_string();
+        let control = root.path().join("usr/local/nvidia/bin").join(CONTROL);
+        assert!(missing.starts_with(control.to_str().unwrap()), "{missing}");
+        for word in [SERVER, "/usr/sbin", "/home/kubernetes/bin/nvidia/bin", "apt install nvidia-cuda-mps"] {
+            assert!(missing.contains(word), "{word}: {missing}");
+        }
+        assert!(!missing.contains('\n'));
+    }
+}

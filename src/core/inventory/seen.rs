@@ -1,0 +1,131 @@
+//! What has to be unchanged for an inventory to be believed, read in a few short file reads.
+
+use std::fs::{self, File};
+use std::io::{self, Read as _};
+use std::path::Path;
+
+use super::{Fingerprint, InventoryError, kernel, under};
+
+/// The fingerprint as it is now, and what it leaves out.
+#[derive(Debug)]
+pub struct Seen {
+    pub fingerprint: Fingerprint,
+    /// Bus ids of GPUs the driver lists that no longer answer on the PCI bus; not in the fingerprint.
+    pub lost: Vec<String>,
+}
+
+/// Reads boot id, kernel module version, GPUs and MIG instances below the driver root.
+///
+/// # Errors
+/// No driver is loaded, or one of its directories cannot be read.
+pub fn read(root: &Path) -> Result<Seen, InventoryError> {
+    let boot_id = read_text(Path::new("/proc/sys/kernel/random/boot_id"))?;
+    let version_file = under(root, kernel::VERSION_FILE);
+    let module = kernel::loaded(root)
+        .map_err(|source| InventoryError::Unreadable { path: version_file.clone(), source })?
+        .ok_or(InventoryError::NoDriver { path: version_file })?;
+    let (lost, gpus) = names(&under(root, "/proc/driver/nvidia/gpus"))?
+        .into_iter()
+        .partition(|bus_id| fell_off_the_bus(root, bus_id));
+    let mig = mig_instances(&under(root, "/proc/driver/nvidia/capabilities"))?;
+    Ok(Seen { fingerprint: Fingerprint { boot_id, driver_version: module.version, gpus, mig }, lost })
+}
+
+/// Whether some GPU can do MIG, be it in MIG mode or not: it has its directory of instances, empty or not (H200
+/// with MIG off; docs/evidence).
+pub fn can_do_mig(root: &Path) -> bool {
+    let capabilities = under(root, "/proc/driver/nvidia/capabilities");
+    let gpus = names(&capabilities).unwrap_or_default();
+    gpus.iter().any(|name| is_numbered(name, "gpu") && capabilities.join(name).join("mig").is_dir())
+}
+
+/// A device that is gone answers every configuration read with ones (PCI Local Bus Specification 3.0,
+/// 6.1: the vendor id `0xFFFF` is invalid). A file that cannot be read proves nothing.
+fn fell_off_the_bus(root: &Path, bus_id: &str) -> bool {
+    let mut vendor = [0; 2];
+    File::open(under(root, &format!("/sys/bus/pci/devices/{bus_id}/config")))
+        .and_then(|mut config| config.read_exact(&mut vendor))
+        .is_ok_and(|()| vendor == [0xff, 0xff])
+}
+
+/// `gpu<minor>/gi<G>/ci<C>` for each compute instance under `gpu<minor>/mig/gi<G>/ci<C>`.
+fn mig_instances(capabilities: &Path) -> Result<Vec<String>, InventoryError> {
+    let mut found = Vec::new();
+    for gpu in names(capabilities)?.iter().filter(|name| is_numbered(name, "gpu")) {
+        let mig = capabilities.join(gpu).join("mig");
+        for gi in names(&mig)?.iter().filter(|name| is_numbered(name, "gi")) {
+            let instances = names(&mig.join(gi))?;
+            found.extend(
+                instances.iter().filter(|name| is_numbered(name, "ci")).map(|ci| format!("{gpu}/{gi}/{ci}")),
+            );
+        }
+    }
+    Ok(found)
+}
+
+fn is_numbered(name: &str, prefix: &str) -> bool {
+    name.strip_prefix(prefix)
+        .is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+/// Sorted names in `dir`; none where there is no such directory.
+fn names(dir: &Path) -> Result<Vec<String>, InventoryError> {
+    let unreadable = |source| InventoryError::Unreadable { path: dir.to_owned(), source };
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(unreadable(error)),
+    };
+    let mut names = entries
+        .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
+        .collect::<io::Result<Vec<_>>>()
+        .map_err(unreadable)?;
+    names.sort_unstable();
+    Ok(names)
+}
+
+fn read_text(path: &Path) -> Result<String, InventoryError> {
+    fs::read_to_string(path)
+        .map(|text| text.trim().to_owned())
+        .map_err(|source| InventoryError::Unreadable { path: path.to_owned(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::Root;
+    use super::*;
+
+    #[test]
+    fn sees_gpus_and_mig_instances_in_order() {
+        let root = Root::with_driver("580.159.04");
+        root.gpu("0000:b3:00.0", [0xde, 0x10]).gpu("0000:3b:00.0", [0xde, 0x10]);
+        for access in ["gi2/ci0/access", "gi10/ci0/access", "gi10/ci1/access", "gi2/access", "gi11/access"] {
+            root.file(&format!("/proc/driver/nvidia/capabilities/gpu1/mig/{access}"), "DeviceFileMinor: 1");
+        }
+        root.file("/proc/driver/nvidia/capabilities/mig/config", "")
+            .file("/proc/driver/nvidia/capabilities/fabric-imex-mgmt", "");
+        let seen = read(root.path()).unwrap();
+        assert_eq!(seen.fingerprint.driver_version, "580.159.04");
+        assert_eq!(seen.fingerprint.gpus, ["0000:3b:00.0", "0000:b3:00.0"]);
+        assert_eq!(seen.fingerprint.mig, ["gpu1/gi10/ci0", "gpu1/gi10/ci1", "gpu1/gi2/ci0"]);
+        assert_eq!(seen.fingerprint.boot_id.len(), 36);
+        assert!(seen.lost.is_empty());
+    }
+
+    #[test]
+    fn a_gpu_that_answers_with_ones_is_lost() {
+        let root = Root::with_driver("580.159.04");
+        root.gpu("0000:3b:00.0", [0xff, 0xff]).gpu("0000:5e:00.0", [0xde, 0x10]);
+        let seen = read(root.path()).unwrap();
+        assert_eq!(seen.lost, ["0000:3b:00.0"]);
+        assert_eq!(seen.fingerprint.gpus, ["0000:5e:00.0"]);
+    }
+
+    #[test]
+    fn no_kernel_module_is_named() {
+        let root = Root::new();
+        let error = read(root.path()).unwrap_err().to_string();
+        assert!(error.starts_with("no NVIDIA driver is loaded: "), "{error}");
+        assert!(error.contains("/proc/driver/nvidia/version is missing"), "{error}");
+    }
+}

@@ -1,0 +1,385 @@
+//! Whether a lease's container still lives: its processes, its runtime's record, its cgroup.
+
+use std::io;
+use std::path::Path;
+
+use super::cgroup::{is_populated, process_of};
+use super::record::{Record, pid_namespace};
+use super::{Freed, Init, Lease, LeaseState, Ledger};
+use crate::text::safe;
+
+/// What became of a lease's container.
+#[derive(Debug, PartialEq, Eq)]
+enum Fate {
+    /// As it was, or not to be told.
+    Unchanged,
+    /// The runtime's record shows it.
+    Exists(Init),
+    /// Its first process is gone, others are not.
+    Ending(Option<Init>),
+    /// Nothing of it is left.
+    Gone,
+}
+
+/// Brings every lease's state up to date and takes out those whose containers are gone.
+pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
+    let (mut kept, mut freed) = (Vec::with_capacity(ledger.leases.len()), Freed::new());
+    for mut lease in ledger.leases.drain(..) {
+        match fate(&lease) {
+            Fate::Gone => {
+                freed.push(lease);
+                continue;
+            }
+            Fate::Exists(init) => exists(&mut lease, init),
+            Fate::Ending(init) => {
+                lease.init = init.or(lease.init);
+                lease.state = LeaseState::Ending;
+            }
+            Fate::Unchanged if was_not_deleted(&lease) => lease.state = LeaseState::Active,
+            Fate::Unchanged => {}
+        }
+        kept.push(lease);
+    }
+    ledger.leases = kept;
+    ledger.mig.end_of_the_dead();
+    ledger.mig.await_nothing_for_the_dead();
+    for lease in &freed {
+        ledger.leave(lease);
+    }
+    freed
+}
+
+/// A lease that a `delete` has marked as ending meanwhile stays so.
+fn exists(lease: &mut Lease, init: Init) {
+    lease.init = Some(init);
+    if lease.state == LeaseState::Pending {
+        lease.state = LeaseState::Active;
+    }
+}
+
+/// A `delete` that was killed leaves a lease marked as ending whose container may live on: its runtime has
+/// a record of it still.
+fn was_not_deleted(lease: &Lease) -> bool {
+    let lives = lease.init.as_ref().is_some_and(|init| init.process.is_alive());
+    let recorded = || lease.brokered || matches!(Record::read(&lease.container.record), Ok(Some(_)));
+    lease.state == LeaseState::Ending && lives && !lease.owner.is_alive() && recorded()
+}
+
+fn fate(lease: &Lease) -> Fate {
+    match &lease.init {
+        Some(init) if init.process.is_alive() => Fate::Unchanged,
+        Some(init) if has_processes(init) => Fate::Ending(None),
+        Some(_) => Fate::Gone,
+        None => fate_without_init(lease),
+    }
+}
+
+/// The owner is looked at before the record: the other way round, a container that was created and whose
+/// owner ended in between would seem never to have been.
+fn fate_without_init(lease: &Lease) -> Fate {
+    let owned = lease.owner.is_alive() && !lease.is_overdue();
+    if lease.brokered {
+        // Bound by its hook or not at all: a user's record says what the user likes, and reading it may
+        // take as long as the user likes.
+        return if owned { Fate::Unchanged } else { Fate::Gone };
+    }
+    let record = match Record::read(&lease.container.record) {
+        Ok(None) if !owned => return fate_without_record(lease),
+        Ok(record) => record.filter(|record| is_of(record, lease)),
+        Err(error) => {
+            warn(lease, &lease.container.record, &error);
+            return Fate::Unchanged;
+        }
+    };
+    let Some(init) = record.map(|record| init_of(&record)) else {
+        return if owned { Fate::Unchanged } else { Fate::Gone };
+    };
+    match (init.process.is_alive(), owned) {
+        (true, _) => Fate::Exists(init),
+        (false, true) => Fate::Unchanged,
+        (false, false) if has_processes(&init) => Fate::Ending(Some(init)),
+        (false, false) => Fate::Gone,
+    }
+}
+
+/// runc in another time namespace takes every container for stopped: its `delete` removes the record there and ends
+/// nothing. So where there is no record, a process in the container's cgroup keeps the lease.
+fn fate_without_record(lease: &Lease) -> Fate {
+    match process_of(&lease.container) {
+        Ok(None) => return Fate::Gone,
+        Ok(Some(pid)) => tracing::warn!(
+            "container {}: its runtime has no record of it, and process {pid} is in its cgroup: lease {} is kept",
+            safe(&lease.container.name()),
+            lease.id
+        ),
+        Err(error) => warn(lease, &lease.container.bundle, &error),
+    }
+    Fate::Unchanged
+}
+
+/// Whether `record` is of the container that `lease` was taken for, and not of another one of its id. Where
+/// the record does not name a lease, its container must be younger than the process that creates it.
+fn is_of(record: &Record, lease: &Lease) -> bool {
+    match &record.lease {
+        Some(id) => id == lease.id.as_str(),
+        None => record.init.start_time >= lease.owner.start_time,
+    }
+}
+
+impl Ledger {
+    /// As it would be after [`super::Store::update`], and what that would free; nothing is written.
+    #[must_use]
+    pub fn settled(&self) -> (Self, Freed) {
+        let mut ledger = self.clone();
+        let freed = reclaim(&mut ledger);
+        (ledger, freed)
+    }
+}
+
+impl Lease {
+    /// What says that its container may live, for whoever wants the lease to be freed: each place that was looked at.
+    #[must_use]
+    pub fn signs_of_life(&self) -> Vec<String> {
+        let path = |path: &Path| safe(&path.to_string_lossy());
+        let mut signs = Vec::new();
+        match &self.init {
+            Some(init) if init.process.is_alive() => {
+                signs.push(format!("its process {} runs", init.process.pid));
+            }
+            Some(init) if has_processes(init) => {
+                let (pid, cgroup) = (init.process.pid, init.cgroup.as_deref().map(path).unwrap_or_default());
+                signs.push(format!("its first process {pid} is gone, but not all in its cgroup {cgroup}"));
+            }
+            _ => {}
+        }
+        if self.init.is_none() && self.owner.is_alive() && !self.is_overdue() {
+            signs.push(format!("process {} is starting it", self.owner.pid));
+        }
+        if self.init.is_none() && !self.brokered {
+            signs.extend(self.signs_without_init());
+        }
+        signs
+    }
+
+    fn signs_without_init(&self) -> Option<String> {
+        let path = |path: &Path| safe(&path.to_string_lossy());
+        match Record::read(&self.container.record) {
+            Ok(None) => {
+                let pid = process_of(&self.container).ok().flatten()?;
+                Some(format!("its runtime has no record of it, but process {pid} is in its cgroup"))
+            }
+            Ok(Some(_)) => None,
+            Err(error) => Some(format!(
+                "its runtime's record {} cannot be read ({}), so nobody can tell; the process that started it, {}, is {}",
+                path(&self.container.record),
+                safe(&error.to_string()),
+                self.owner.pid,
+                if self.owner.is_alive() { "there still" } else { "gone" },
+            )),
+        }
+    }
+
+    /// Whether its container's first process, or anything in its cgroup, still runs.
+    #[must_use]
+    pub fn has_processes(&self) -> bool {
+        self.init.as_ref().is_some_and(|init| init.process.is_alive() || has_processes(init))
+    }
+}
+
+/// `record`'s container as a lease remembers it.
+pub(super) fn init_of(record: &Record) -> Init {
+    Init {
+        process: record.init,
+        pid_namespace: pid_namespace(record.init.pid),
+        cgroup: record.cgroup.clone(),
+    }
+}
+
+/// Whether `init`'s cgroup holds processes; one that cannot be read may.
+pub(super) fn has_processes(init: &Init) -> bool {
+    let Some(cgroup) = init.cgroup.as_ref().filter(|_| !cfg!(sublet_without = "b10-lease")) else {
+        return false;
+    };
+    is_populated(cgroup).unwrap_or_else(|error| {
+        tracing::warn!(
+            "cgroup {} cannot be read ({error}): its lease is kept",
+            safe(&cgroup.to_string_lossy())
+        );
+        true
+    })
+}
+
+fn warn(lease: &Lease, unread: &Path, error: &io::Error) {
+    tracing::warn!(
+        "container {}: what {} says of it cannot be read ({}): lease {} is kept; `sublet lease release --force {}` frees it, \
+         if you know that the container is gone",
+        safe(&lease.container.name()),
+        safe(&unread.to_string_lossy()),
+        safe(&error.to_string()),
+        lease.id,
+        lease.id
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::process::{Child, Command};
+
+    use super::super::fixture::lease;
+    use super::*;
+    use crate::ledger::Container;
+    use crate::process::Process;
+
+    /// A process that runs until it is dropped.
+    struct Running(Child);
+
+    impl Running {
+        fn start() -> Self {
+            Self(Command::new("sleep").arg("600").spawn().unwrap())
+        }
+
+        fn process(&self) -> Process {
+            Process::find(i32::try_from(self.0.id()).unwrap()).unwrap()
+        }
+    }
+
+    impl Drop for Running {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn dead() -> Process {
+        Running::start().process()
+    }
+
+    fn with_record(dir: &Path, owner: Process) -> Lease {
+        let plain = lease(1, "GPU-a");
+        Lease { container: Container { record: dir.to_owned(), ..plain.container.clone() }, owner, ..plain }
+    }
+
+    fn write_state(dir: &Path, init: Process, label: &str) {
+        let state = format!(
+            r#"{{"init_process_pid":{},"init_process_start":{},"config":{{"labels":["{label}"]}}}}"#,
+            init.pid, init.start_time
+        );
+        fs::write(dir.join("state.json"), state).unwrap();
+    }
+
+    #[test]
+    fn a_pending_lease_lives_with_its_owner() {
+        let (dir, owner) = (tempfile::tempdir().unwrap(), Running::start());
+        assert_eq!(fate(&with_record(dir.path(), owner.process())), Fate::Unchanged);
+        let reused = Process { start_time: owner.process().start_time - 1, ..owner.process() };
+        assert_eq!(fate(&with_record(dir.path(), reused)), Fate::Gone, "the pid is another process now");
+        assert_eq!(fate(&with_record(dir.path(), dead())), Fate::Gone);
+    }
+
+    #[test]
+    fn the_record_of_a_live_container_makes_it_active() {
+        let (dir, gone, init) = (tempfile::tempdir().unwrap(), dead(), Running::start());
+        write_state(dir.path(), init.process(), "sublet.lease=0000000000000001");
+        let mut ledger = Ledger { leases: vec![with_record(dir.path(), gone)], ..Ledger::empty("boot") };
+        assert!(reclaim(&mut ledger).is_empty());
+        assert_eq!(ledger.leases[0].state, LeaseState::Active);
+        assert_eq!(ledger.leases[0].init.as_ref().unwrap().process, init.process());
+        drop(init);
+        assert_eq!(reclaim(&mut ledger).len(), 1);
+        assert!(ledger.leases.is_empty());
+    }
+
+    #[test]
+    fn the_record_of_another_container_with_this_id_counts_for_nothing() {
+        let (dir, gone, init) = (tempfile::tempdir().unwrap(), dead(), Running::start());
+        write_state(dir.path(), init.process(), "sublet.lease=0000000000000002");
+        assert_eq!(fate(&with_record(dir.path(), gone)), Fate::Gone);
+        write_state(dir.path(), init.process(), "bundle=/b");
+        assert!(matches!(fate(&with_record(dir.path(), gone)), Fate::Exists(_)));
+        let younger = Process { start_time: init.process().start_time + 1, ..gone };
+        assert_eq!(fate(&with_record(dir.path(), younger)), Fate::Gone, "older than its creator");
+    }
+
+    #[test]
+    fn a_living_owner_does_not_keep_a_lease_that_nothing_was_bound_to_in_time() {
+        let nowhere = Path::new("");
+        let owner = Process::current().unwrap();
+        let late = Lease { bind_by: Some(0), ..with_record(nowhere, owner) };
+        assert_eq!(fate(&late), Fate::Gone);
+        let in_time = Lease { bind_by: Some(crate::process::uptime_seconds() + 30), ..late };
+        assert_eq!(fate(&in_time), Fate::Unchanged);
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_read_keeps_the_lease() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("state.json"), "garbage").unwrap();
+        assert_eq!(fate(&with_record(dir.path(), dead())), Fate::Unchanged);
+    }
+
+    #[test]
+    fn a_lease_that_a_delete_marked_stays_ending() {
+        let (dir, init) = (tempfile::tempdir().unwrap(), Running::start());
+        write_state(dir.path(), init.process(), "bundle=/b");
+        let marked = Lease { state: LeaseState::Ending, ..with_record(dir.path(), init.process()) };
+        let mut ledger = Ledger { leases: vec![marked], ..Ledger::empty("boot") };
+        reclaim(&mut ledger);
+        assert_eq!(ledger.leases[0].state, LeaseState::Ending);
+        assert!(ledger.leases[0].init.is_some());
+    }
+
+    #[test]
+    fn a_delete_that_was_killed_leaves_an_active_lease() {
+        let (dir, container, deleter) = (tempfile::tempdir().unwrap(), Running::start(), Running::start());
+        let init = Init { process: container.process(), pid_namespace: 0, cgroup: None };
+        let marked = with_record(dir.path(), deleter.process());
+        let marked = Lease { init: Some(init), state: LeaseState::Ending, ..marked };
+        let mut ledger = Ledger { leases: vec![marked], ..Ledger::empty("boot") };
+        reclaim(&mut ledger);
+        assert_eq!(ledger.leases[0].state, LeaseState::Ending);
+        drop(deleter);
+        reclaim(&mut ledger);
+        assert_eq!(ledger.leases[0].state, LeaseState::Ending, "its runtime has forgotten it");
+        write_state(dir.path(), container.process(), "bundle=/b");
+        reclaim(&mut ledger);
+        assert_eq!(ledger.leases[0].state, LeaseState::Active);
+    }
+
+    #[test]
+    fn what_it_left_behind_stays_written_down_until_nobody_has_its_rootfs() {
+        let mut gone = lease(1, "GPU-a");
+        (gone.owner, gone.mount_points) = (dead(), vec!["/usr/lib/libcuda.so.1".into()]);
+        let init = Init { process: Running::start().process(), pid_namespace: 0, cgroup: None };
+        gone.init = Some(init);
+        let mut neighbour = lease(2, "GPU-a");
+        neighbour.container.rootfs = gone.container.rootfs.clone();
+        neighbour.owner = Process::current().unwrap();
+        let mut ledger = Ledger { leases: vec![gone, neighbour], ..Ledger::empty("boot") };
+        assert_eq!(reclaim(&mut ledger).len(), 1);
+        assert_eq!(ledger.leftovers[0].mount_points, [Path::new("/usr/lib/libcuda.so.1")]);
+        assert!(ledger.clearable().is_empty());
+        let id = ledger.leases[0].id.clone();
+        ledger.remove(&id);
+        assert_eq!(ledger.clearable().len(), 2);
+    }
+
+    #[test]
+    fn what_is_left_in_the_cgroup_holds_the_lease() {
+        let (cgroup, left) = (tempfile::tempdir().unwrap(), Running::start());
+        let below = cgroup.path().join("a/b");
+        fs::create_dir_all(&below).unwrap();
+        fs::write(below.join("cgroup.procs"), format!("{}\n", left.process().pid)).unwrap();
+        let init = Init { process: dead(), pid_namespace: 0, cgroup: Some(cgroup.path().to_owned()) };
+        let active = Lease { state: LeaseState::Active, init: Some(init), ..lease(1, "GPU-a") };
+        assert_eq!(fate(&active), Fate::Ending(None));
+        drop(left);
+        assert_eq!(fate(&active), Fate::Gone);
+        fs::write(cgroup.path().join("cgroup.events"), "populated 1\nfrozen 0\n").unwrap();
+        assert_eq!(fate(&active), Fate::Ending(None));
+        fs::write(cgroup.path().join("cgroup.events"), "populated 0\nfrozen 1\n").unwrap();
+        assert_eq!(fate(&active), Fate::Gone);
+        fs::remove_dir_all(cgroup.path()).unwrap();
+        assert_eq!(fate(&active), Fate::Gone);
+    }
+}

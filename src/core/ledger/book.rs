@@ -1,0 +1,411 @@
+//! Questions to a ledger in memory and changes to it: pure.
+
+use std::path::Path;
+
+use super::{
+    Ceiling, Container, DEFAULT_STATE_DIR, Lease, LeaseId, Ledger, MemoryCeiling, SCHEMA, STATE_DIR, Server,
+};
+use crate::inventory::GpuProcess;
+use crate::mps::ServerKey;
+use crate::request::Percent;
+use crate::text::safe;
+
+/// A container that holds a live lease already: a live lease is never replaced.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "container {} holds the live lease {lease} already: delete it before it is created again",
+    safe(container)
+)]
+pub struct Doubled {
+    /// The lease it holds.
+    pub lease: LeaseId,
+    /// The container's id.
+    pub container: String,
+}
+
+impl Ledger {
+    /// A ledger of this boot in which nobody holds anything.
+    #[must_use]
+    pub fn empty(boot_id: &str) -> Self {
+        Self {
+            schema: SCHEMA.to_owned(),
+            boot_id: boot_id.to_owned(),
+            namespaces: None,
+            leases: Vec::new(),
+            servers: Vec::new(),
+            compute_modes: Vec::new(),
+            drained: Vec::new(),
+            unexplained: Vec::new(),
+            lost: false,
+            leftovers: Vec::new(),
+            mig: super::MigChanges::default(),
+            keeper: None,
+        }
+    }
+
+    /// The lease with this id.
+    #[must_use]
+    pub fn lease(&self, id: &LeaseId) -> Option<&Lease> {
+        self.leases.iter().find(|lease| lease.id == *id)
+    }
+
+    /// The lease with this id, to be changed.
+    pub fn lease_mut(&mut self, id: &LeaseId) -> Option<&mut Lease> {
+        self.leases.iter_mut().find(|lease| lease.id == *id)
+    }
+
+    /// Leases of container `id` of `uid`: more than one where two runtime roots use the same id.
+    pub fn of_container<'a>(&'a self, uid: u32, id: &'a str) -> impl Iterator<Item = &'a Lease> {
+        self.leases.iter().filter(move |lease| lease.container.uid == uid && lease.container.id == id)
+    }
+
+    /// The lease of container `id` of `uid` whose runtime keeps its record in `record`.
+    #[must_use]
+    pub fn of_record(&self, uid: u32, id: &str, record: &Path) -> Option<&Lease> {
+        self.leases.iter().find(|lease| {
+            lease.container.uid == uid && lease.container.id == id && lease.container.record == record
+        })
+    }
+
+    /// Leases on `device` (a UUID), in the order they were taken.
+    pub fn on_device<'a>(&'a self, device: &'a str) -> impl Iterator<Item = &'a Lease> {
+        self.leases.iter().filter(move |lease| lease.devices.iter().any(|uuid| uuid == device))
+    }
+
+    /// Leases that the MPS server `key` serves.
+    pub fn on_server<'a>(&'a self, key: &'a ServerKey) -> impl Iterator<Item = &'a Lease> {
+        self.leases.iter().filter(move |lease| lease.server.as_ref() == Some(key))
+    }
+
+    /// The ceiling that the server `key` should have: the least that admits all its leases; `None` when it
+    /// serves nobody.
+    #[must_use]
+    pub fn wanted_ceiling(&self, key: &ServerKey) -> Option<Ceiling> {
+        let none = |_: &Lease| Ceiling::NONE;
+        let of = if cfg!(sublet_without = "b4") { none } else { Lease::ceiling };
+        self.on_server(key).map(of).reduce(Ceiling::or)
+    }
+
+    /// How many devices the server `key` serves its leases on: as many ordinals have a memory ceiling each.
+    #[must_use]
+    pub fn devices_of(&self, key: &ServerKey) -> usize {
+        self.on_server(key).map(|lease| lease.devices.len()).max().unwrap_or(1)
+    }
+
+    /// Daemons for all of a device that serve nobody, on the devices of `lease` and not its own: they are to end
+    /// before its container starts.
+    pub fn in_the_way<'a>(&'a self, lease: &'a Lease) -> impl Iterator<Item = &'a ServerKey> {
+        let shared = self.servers.iter().filter(|server| LeaseId::parse(&server.key.0).is_none());
+        let on_its = shared.filter(|server| lease.devices.iter().any(|device| server.serves(device)));
+        let others = on_its.filter(|server| lease.server.as_ref() != Some(&server.key));
+        others.map(|server| &server.key).filter(|key| self.on_server(key).next().is_none())
+    }
+
+    /// Whether `server` runs on a device that was closed after a loss, or on nobody knows which.
+    pub fn is_unexplained(&self, server: &Server) -> bool {
+        self.unexplained.iter().any(|device| server.devices.is_empty() || server.serves(device))
+    }
+
+    /// Writes down which servers have begun, or ceased, to wait for a lease; `now`: seconds since boot.
+    pub(super) fn note_idle(&mut self, now: impl Fn() -> u64) {
+        let leases = &self.leases;
+        for server in &mut self.servers {
+            let idle = !leases.iter().any(|lease| lease.server.as_ref() == Some(&server.key));
+            match (idle, server.idle_since) {
+                (true, None) => (server.idle_since, server.mode_left) = (Some(now()), true),
+                (false, Some(_)) => server.idle_since = None,
+                _ => {}
+            }
+        }
+    }
+
+    /// Adds `lease`.
+    ///
+    /// # Errors
+    /// [`Doubled`]: the same user's container of that id and bundle, or that lease id, is there already.
+    pub fn insert(&mut self, lease: Lease) -> Result<(), Doubled> {
+        // Containers that nobody knows the id of yet are not the same: rootless Podman starts several at once.
+        let same = |a: &Container, b: &Container| {
+            !a.id.is_empty() && a.uid == b.uid && a.id == b.id && a.bundle == b.bundle
+        };
+        let taken = |old: &&Lease| old.id == lease.id || same(&old.container, &lease.container);
+        if let Some(old) = self.leases.iter().find(taken) {
+            return Err(Doubled { lease: old.id.clone(), container: lease.container.id });
+        }
+        self.leases.push(lease);
+        Ok(())
+    }
+
+    /// Removes the lease with this id and returns it; an unknown id is no error: late ends come twice.
+    pub fn remove(&mut self, id: &LeaseId) -> Option<Lease> {
+        let at = self.leases.iter().position(|lease| lease.id == *id)?;
+        let lease = self.leases.remove(at);
+        self.leave(&lease);
+        Some(lease)
+    }
+
+    /// The lease that a process on a GPU belongs to: by its pid, else its cgroup, else its PID namespace
+    /// (which several containers may share).
+    #[must_use]
+    pub fn lease_of_process(&self, process: &GpuProcess) -> Option<&Lease> {
+        let by =
+            |test: fn(&Lease, &GpuProcess) -> bool| self.leases.iter().find(|lease| test(lease, process));
+        by(has_pid).or_else(|| by(has_cgroup)).or_else(|| by(has_pid_namespace))
+    }
+}
+
+impl Lease {
+    /// The ceiling that this lease wants of its server, which holds for processes without the lease's
+    /// environment, too. Memory is the part of one process; SMs are that on a server of its own alone.
+    #[must_use]
+    pub fn ceiling(&self) -> Ceiling {
+        let own = self.server.as_ref().is_some_and(|key| key.0 == self.id.as_str());
+        let clients = if own { self.processes.max(1) } else { 1 };
+        let sm = self.sm.map_or(Percent::WHOLE, |sm| Percent::from_thousandths(sm.thousandths() / clients));
+        Ceiling { sm, memory: MemoryCeiling::of_each(self.memory_bytes, self.processes) }
+    }
+
+    /// Whether a process is in its container's cgroup or below it.
+    #[must_use]
+    pub fn has_in_cgroup(&self, process: &GpuProcess) -> bool {
+        has_cgroup(self, process)
+    }
+
+    /// The value of [`super::LEASE_RECORD_ANNOTATION`], in the ledger of `state_dir`.
+    #[must_use]
+    pub fn to_annotation(&self, state_dir: &Path) -> String {
+        let mut value = serde_json::to_value(self).unwrap_or_default();
+        if let Some(lease) = value.as_object_mut().filter(|_| state_dir != Path::new(DEFAULT_STATE_DIR)) {
+            lease.insert(STATE_DIR.to_owned(), state_dir.to_string_lossy().into());
+        }
+        // Only maps with other keys than strings cannot be JSON, and a lease has none.
+        serde_json::to_string(&value).unwrap_or_default()
+    }
+}
+
+fn has_pid(lease: &Lease, process: &GpuProcess) -> bool {
+    lease.init.as_ref().is_some_and(|init| init.process.pid == process.pid)
+}
+
+fn has_pid_namespace(lease: &Lease, process: &GpuProcess) -> bool {
+    process.pid_namespace != 0
+        && lease.init.as_ref().is_some_and(|init| init.pid_namespace == process.pid_namespace)
+}
+
+fn has_cgroup(lease: &Lease, process: &GpuProcess) -> bool {
+    let Some(cgroup) = lease.init.as_ref().and_then(|init| init.cgroup.as_deref()) else { return false };
+    within_hierarchy(cgroup).any(|own| process.cgroups.iter().any(|path| Path::new(path).starts_with(&own)))
+}
+
+/// The paths that /proc/PID/cgroup may show for the cgroup directory `dir`: below the mount of cgroup v2,
+/// of v2 beside v1, or of the hierarchies of v1 that a record names ([`super::Init::cgroup`]). Never a root, which
+/// would hold every process.
+fn within_hierarchy(dir: &Path) -> impl Iterator<Item = std::path::PathBuf> {
+    ["devices", "pids", "systemd", "unified", ""]
+        .into_iter()
+        .filter_map(move |hierarchy| dir.strip_prefix(Path::new("/sys/fs/cgroup").join(hierarchy)).ok())
+        .filter(|below| !below.as_os_str().is_empty())
+        .map(|below| Path::new("/").join(below))
+}
+
+#[cfg(any(test, feature = "fixtures"))]
+pub mod fixture {
+    //! Leases for tests.
+
+    use super::super::{Container, Lease, LeaseId, LeaseState};
+    use crate::process::Process;
+    use crate::request::{Isolation, Mode, Priority};
+
+    /// A plain time-slice lease number `n` on `device`, owned by a process that cannot be.
+    pub fn lease(n: u64, device: &str) -> Lease {
+        Lease {
+            id: LeaseId::parse(&format!("{n:016x}")).unwrap(),
+            container: Container {
+                uid: 0,
+                id: format!("container-{n}"),
+                bundle: format!("/run/bundles/{n}").into(),
+                rootfs: format!("/run/bundles/{n}/rootfs").into(),
+                record: format!("/nonexistent/runc/container-{n}").into(),
+            },
+            devices: vec![device.to_owned()],
+            mode: Mode::TimeSlice,
+            isolation: Isolation::Shared,
+            server: None,
+            sm: None,
+            memory_bytes: None,
+            processes: 1,
+            priority: Priority::Normal,
+            guard: None,
+            state: LeaseState::Pending,
+            owner: Process { pid: i32::MAX, start_time: 1 },
+            init: None,
+            bind_by: None,
+            since: 0,
+            mount_points: Vec::new(),
+            volumes: Vec::new(),
+            library_dir: None,
+            brokered: false,
+            parts: Vec::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fixture::lease;
+    use super::*;
+    use crate::ledger::{Init, Server, ServerState};
+    use crate::process::Process;
+
+    fn ledger(leases: Vec<Lease>) -> Ledger {
+        Ledger { leases, ..Ledger::empty("boot") }
+    }
+
+    #[test]
+    fn containers_without_an_id_yet_are_not_each_other() {
+        let mut ledger = Ledger::empty("boot");
+        for n in 1..=2 {
+            let mut unnamed = lease(n, "GPU-a");
+            (unnamed.container.id, unnamed.container.bundle) = (String::new(), "".into());
+            ledger.insert(unnamed).unwrap();
+        }
+        assert_eq!(ledger.leases.len(), 2);
+    }
+
+    #[test]
+    fn a_live_lease_is_never_replaced_and_freeing_twice_is_no_error() {
+        let mut ledger = ledger(vec![lease(1, "GPU-a")]);
+        let again = Lease { id: lease(2, "GPU-a").id, ..lease(1, "GPU-a") };
+        let doubled = ledger.insert(again.clone()).unwrap_err();
+        assert_eq!(doubled.lease.as_str(), "0000000000000001");
+        assert!(ledger.insert(lease(1, "GPU-b")).is_err(), "the same lease id twice");
+        let other_bundle =
+            Lease { container: Container { bundle: "/b".into(), ..again.container.clone() }, ..again };
+        ledger.insert(other_bundle).unwrap();
+        let id = LeaseId::parse("0000000000000001").unwrap();
+        assert_eq!(ledger.remove(&id).map(|lease| lease.id), Some(id.clone()));
+        assert_eq!(ledger.remove(&id), None);
+        assert_eq!(ledger.leases.len(), 1);
+    }
+
+    #[test]
+    fn a_container_is_named_by_user_id_and_record() {
+        let ledger = ledger(vec![lease(1, "GPU-a"), lease(2, "GPU-b")]);
+        let record = Path::new("/nonexistent/runc/container-1");
+        assert!(ledger.of_record(0, "container-1", record).is_some());
+        assert!(ledger.of_record(0, "container-1", Path::new("/run/crun/container-1")).is_none());
+        assert!(ledger.of_record(1000, "container-1", record).is_none());
+        assert_eq!(ledger.of_container(0, "container-2").count(), 1);
+        assert_eq!(ledger.of_container(1, "container-2").count(), 0);
+        assert_eq!(ledger.on_device("GPU-b").count(), 1);
+    }
+
+    #[test]
+    fn the_ceiling_is_the_largest_lease_and_none_where_one_has_none() {
+        let key = ServerKey("GPU-a".into());
+        let with = |n, sm: Option<u32>| Lease {
+            server: Some(key.clone()),
+            sm: sm.map(Percent::from_thousandths),
+            ..lease(n, "GPU-a")
+        };
+        let mut ledger = ledger(vec![]);
+        assert_eq!(ledger.wanted_ceiling(&key), None);
+        let wanted = |ledger: &Ledger| {
+            let ceiling = ledger.wanted_ceiling(&key).unwrap();
+            (ceiling.sm.thousandths(), ceiling.memory)
+        };
+        let memory = |n, bytes| Lease { memory_bytes: Some(bytes), processes: 2, ..with(n, Some(25_000)) };
+        ledger.leases = vec![memory(1, 4 << 30), Lease { processes: 1, ..memory(2, 3 << 30) }];
+        assert_eq!(
+            wanted(&ledger),
+            (25_000, MemoryCeiling::Mebibytes(3072)),
+            "each process has 2 GiB of the 4"
+        );
+        ledger.leases.push(with(3, Some(60_000)));
+        assert_eq!(wanted(&ledger), (60_000, MemoryCeiling::Unlimited));
+        ledger.leases.push(Lease { sm: None, ..memory(4, 8 << 30) });
+        ledger.leases.remove(2);
+        assert_eq!(wanted(&ledger), (100_000, MemoryCeiling::Mebibytes(4096)));
+    }
+
+    #[test]
+    fn a_server_of_its_own_has_the_part_of_one_process_as_ceiling() {
+        let key = |text: &str| Some(ServerKey(text.into()));
+        let (sm, processes) = (Some(Percent::from_thousandths(25_000)), 2);
+        let memory_bytes = Some(8 << 30);
+        let own = Lease { server: key("0000000000000001"), sm, memory_bytes, processes, ..lease(1, "GPU-a") };
+        let memory = MemoryCeiling::Mebibytes(4096);
+        assert_eq!(own.ceiling(), Ceiling { sm: Percent::from_thousandths(12_500), memory });
+        let shared = Lease { server: key("GPU-a"), ..own.clone() };
+        assert_eq!(shared.ceiling(), Ceiling { sm: Percent::from_thousandths(25_000), memory });
+        assert_eq!(Lease { sm: None, memory_bytes: None, ..own }.ceiling(), Ceiling::NONE);
+    }
+
+    fn process(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
+        GpuProcess {
+            pid,
+            name: "python".into(),
+            memory_bytes: 1,
+            pid_namespace,
+            cgroups: vec![cgroup.into()],
+            mps_server: false,
+        }
+    }
+
+    #[test]
+    fn a_server_is_idle_from_its_last_lease_to_its_next() {
+        let served = |n| Lease { server: Some(ServerKey("GPU-a".into())), ..lease(n, "GPU-a") };
+        let mut ledger = ledger(vec![served(1)]);
+        ledger.servers.push(Server {
+            key: ServerKey("GPU-a".into()),
+            devices: vec!["GPU-a".into()],
+            daemon: None,
+            state: ServerState::Serving,
+            ceiling: crate::ledger::Ceiling::NONE,
+            answered_at: 0,
+            idle_since: None,
+            mode_left: false,
+        });
+        let mut seen = Vec::new();
+        let mut at = |ledger: &mut Ledger, now| {
+            ledger.note_idle(|| now);
+            seen.push((ledger.servers[0].idle_since, ledger.servers[0].mode_left));
+        };
+        at(&mut ledger, 1);
+        let lease = ledger.leases.pop();
+        at(&mut ledger, 2);
+        at(&mut ledger, 3);
+        ledger.leases.extend(lease);
+        at(&mut ledger, 4);
+        assert_eq!(seen, [(None, false), (Some(2), true), (Some(2), true), (None, true)]);
+        let other = Lease { server: None, ..served(2) };
+        assert_eq!(ledger.in_the_way(&other).count(), 0, "it serves");
+        ledger.leases.clear();
+        assert_eq!(ledger.in_the_way(&other).count(), 1);
+        assert_eq!(ledger.in_the_way(&served(3)).count(), 0, "its own");
+        assert_eq!(ledger.in_the_way(&Lease { devices: vec!["GPU-b".into()], ..other }).count(), 0);
+    }
+
+    #[test]
+    fn processes_are_joined_by_pid_then_cgroup_then_pid_namespace() {
+        let with = |n, pid, pid_namespace, cgroup: &str| Lease {
+            init: Some(Init {
+                process: Process { pid, start_time: 9 },
+                pid_namespace,
+                cgroup: Some(cgroup.into()),
+            }),
+            ..lease(n, "GPU-a")
+        };
+        let ledger = ledger(vec![
+            with(1, 100, 7, "/sys/fs/cgroup/docker/one"),
+            with(2, 200, 7, "/sys/fs/cgroup/devices/docker/two"),
+            with(3, 300, 0, "/sys/fs/cgroup/devices"),
+        ]);
+        let found = |process| ledger.lease_of_process(&process).map(|lease| lease.id.as_str().to_owned());
+        assert_eq!(found(process(200, 7, "/docker/one")).unwrap(), "0000000000000002");
+        assert_eq!(found(process(5, 7, "/docker/two/sub")).unwrap(), "0000000000000002");
+        assert_eq!(found(process(5, 7, "/elsewhere")).unwrap(), "0000000000000001");
+        assert_eq!(found(process(5, 8, "/docker/one-more")), None);
+        assert_eq!(found(process(5, 0, "/")), None);
+    }
+}

@@ -1,0 +1,132 @@
+//! What ended containers left in places that outlive them, until it is cleared away: pure.
+
+use super::{Container, Lease, Ledger, Leftover, VolumeFiles};
+
+impl Ledger {
+    /// Writes down what `lease`, which is no more, may have left behind.
+    ///
+    /// What a rootless user's container left is the user's own to clear: root removes nothing where a user
+    /// points.
+    pub(super) fn leave(&mut self, lease: &Lease) {
+        let volumes = lease.made_in_volumes();
+        let nothing = lease.mount_points.is_empty() && volumes.is_empty();
+        if lease.brokered || lease.init.is_some() && nothing {
+            return;
+        }
+        let Container { bundle, rootfs, .. } = &lease.container;
+        // A container that an engine starts again and again has the same ones each time.
+        let known = self.leftovers.iter_mut().find(|left| left.bundle == *bundle && left.rootfs == *rootfs);
+        match known {
+            Some(left) => {
+                let new = lease.mount_points.iter().filter(|path| !left.mount_points.contains(path));
+                let new: Vec<_> = new.cloned().collect();
+                left.mount_points.extend(new);
+                let new = volumes.into_iter().filter(|volume| !left.volumes.contains(volume));
+                let new: Vec<_> = new.collect();
+                left.volumes.extend(new);
+            }
+            None => self.leftovers.push(Leftover {
+                bundle: bundle.clone(),
+                rootfs: rootfs.clone(),
+                mount_points: lease.mount_points.clone(),
+                volumes,
+            }),
+        }
+    }
+
+    /// Leftovers that no live container's root filesystem is in the way of, as far as no volume is.
+    #[must_use]
+    pub fn clearable(&self) -> Vec<Leftover> {
+        let in_use = |left: &&Leftover| self.leases.iter().any(|lease| lease.container.rootfs == left.rootfs);
+        // A container may have a volume by another path. On the same file system it counts as the same.
+        let used: Vec<u64> =
+            self.leases.iter().flat_map(|lease| &lease.volumes).map(|volume| volume.device).collect();
+        let free = |left: &Leftover| {
+            let volumes = left.volumes.iter().filter(|volume| !used.contains(&volume.device));
+            let free = Leftover { volumes: volumes.cloned().collect(), ..left.clone() };
+            let waits = free.volumes.is_empty() && free.mount_points.is_empty() && !left.volumes.is_empty();
+            (!waits).then_some(free)
+        };
+        self.leftovers.iter().filter(|left| !in_use(left)).filter_map(free).collect()
+    }
+
+    /// Forgets leftovers that are cleared away.
+    pub fn forget(&mut self, cleared: &[Leftover]) {
+        self.leftovers.retain_mut(|left| {
+            let same = |other: &&Leftover| other.bundle == left.bundle && other.rootfs == left.rootfs;
+            let Some(done) = cleared.iter().find(same) else { return true };
+            left.mount_points.retain(|path| !done.mount_points.contains(path));
+            left.volumes.retain(|volume| !done.volumes.contains(volume));
+            !left.mount_points.is_empty() || !left.volumes.is_empty()
+        });
+    }
+}
+
+impl Lease {
+    /// What is to be removed from volumes after it.
+    pub fn made_in_volumes(&self) -> Vec<VolumeFiles> {
+        self.volumes.iter().filter(|volume| !volume.files.is_empty()).cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::ledger::fixture::lease;
+
+    fn ledger(leases: Vec<Lease>) -> Ledger {
+        Ledger { leases, ..Ledger::empty("boot") }
+    }
+
+    #[test]
+    fn a_container_that_starts_again_and_again_leaves_its_things_once() {
+        let mut ledger = ledger(Vec::new());
+        for file in ["/lib/a", "/lib/b", "/lib/a"] {
+            let lease = Lease { mount_points: vec![file.into()], ..lease(1, "GPU-a") };
+            let id = lease.id.clone();
+            ledger.insert(lease).unwrap();
+            ledger.remove(&id);
+        }
+        assert_eq!(ledger.leftovers.len(), 1);
+        assert_eq!(ledger.leftovers[0].mount_points, [Path::new("/lib/a"), Path::new("/lib/b")]);
+    }
+
+    /// Containers that share a volume: its files wait for the last of them, what lies in the root filesystem does not.
+    #[test]
+    fn what_is_left_in_a_volume_waits_for_whoever_has_the_volume_too() {
+        let volume = |device, file: &str| VolumeFiles {
+            directory: "/srv/v".into(),
+            device,
+            inode: 7,
+            files: vec![file.into()],
+        };
+        let with = |n, volumes| Lease { volumes, mount_points: vec!["/lib/a".into()], ..lease(n, "GPU-a") };
+        let first = with(1, vec![volume(1, "x"), volume(2, "y")]);
+        let other =
+            with(2, vec![VolumeFiles { directory: "/alias".into(), files: Vec::new(), ..volume(2, "") }]);
+        let mut ledger = ledger(vec![first.clone(), other.clone()]);
+        ledger.remove(&first.id);
+        let clearable = ledger.clearable();
+        assert_eq!((clearable.len(), &clearable[0].volumes[..]), (1, &[volume(1, "x")][..]));
+        assert_eq!(clearable[0].mount_points, [Path::new("/lib/a")]);
+        ledger.forget(&clearable);
+        assert!(ledger.clearable().is_empty(), "nothing to do until the other has ended");
+        ledger.remove(&other.id);
+        let clearable = ledger.clearable();
+        assert!(clearable.iter().any(|left| left.volumes == [volume(2, "y")]), "{clearable:?}");
+        ledger.forget(&clearable);
+        assert_eq!(ledger.leftovers, []);
+    }
+
+    /// As an older sublet wrote them.
+    #[test]
+    fn leases_and_leftovers_without_volumes_are_read() {
+        let mut ledger = ledger(vec![lease(1, "GPU-a"), lease(2, "GPU-a")]);
+        ledger.remove(&lease(2, "GPU-a").id);
+        let text = serde_json::to_string(&ledger).unwrap();
+        assert!(!text.contains("volumes"), "{text}");
+        assert_eq!(serde_json::from_str::<Ledger>(&text).unwrap(), ledger);
+    }
+}

@@ -1,0 +1,348 @@
+//! The low-level runtime's own record of a container: runc `state.json`, crun `status`.
+
+use std::collections::BTreeMap;
+use std::fs::{self, OpenOptions};
+use std::io::{self, Read as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Component, Path, PathBuf};
+
+use nix::libc::{ENAMETOOLONG, O_NOFOLLOW, O_NONBLOCK};
+use serde::Deserialize;
+
+use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
+use crate::process::Process;
+
+/// Larger records are no records: runc's hold the whole specification, at most some MiB.
+pub(super) const LARGEST: u64 = 16 << 20;
+
+/// Where every Linux system mounts cgroups (systemd, file-hierarchy(7)).
+const MOUNT: &str = "/sys/fs/cgroup";
+
+/// What a low-level runtime knows of one container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// The container's first process.
+    pub init: Process,
+    /// Its cgroup directory; `None` where it has none of its own.
+    pub cgroup: Option<PathBuf>,
+    /// The value of `sublet.lease` that the container was created with.
+    pub lease: Option<String>,
+    /// The value of `sublet.lease.record` that the container was created with.
+    pub restorable: Option<String>,
+    /// Its bundle.
+    pub bundle: Option<PathBuf>,
+}
+
+/// runc's `state.json`, as of 1.1 and 1.2 (libcontainer `State`).
+#[derive(Deserialize)]
+pub(super) struct Runc {
+    init_process_pid: i32,
+    init_process_start: u64,
+    /// By v1 controller; the key of v2 is empty.
+    cgroup_paths: Option<BTreeMap<String, PathBuf>>,
+    config: Option<RuncConfig>,
+}
+
+#[derive(Deserialize)]
+struct RuncConfig {
+    /// `bundle=DIR` and every annotation as `key=value`.
+    labels: Option<Vec<String>>,
+}
+
+/// crun's `status`, as of 1.8 and later (`libcrun_container_status_t`).
+#[derive(Deserialize)]
+pub(super) struct Crun {
+    pid: i32,
+    #[serde(rename = "process-start-time")]
+    process_start_time: u64,
+    /// Relative to each hierarchy.
+    #[serde(rename = "cgroup-path")]
+    cgroup_path: Option<String>,
+    bundle: Option<PathBuf>,
+}
+
+/// What we need of the config.json that crun copies beside its `status`.
+#[derive(Deserialize)]
+pub(super) struct CrunConfig {
+    pub(super) annotations: Option<BTreeMap<String, String>>,
+}
+
+impl Record {
+    /// The record in `dir`, or `None` where the runtime keeps none (yet, or any more), or cannot keep one.
+    ///
+    /// # Errors
+    /// There is one and it cannot be read: the container may well live.
+    pub fn read(dir: &Path) -> io::Result<Option<Self>> {
+        if !dir.is_absolute() {
+            return Ok(None);
+        }
+        match read_bounded(&dir.join("state.json")) {
+            Ok(Some(state)) => return Ok(Some(from_runc(parse(&state)?))),
+            Err(error) if has_no_such_name(dir, &error) => return Ok(None),
+            state => state?,
+        };
+        let Some(status) = read_bounded(&dir.join("status"))? else { return Ok(None) };
+        let annotations = match read_bounded(&dir.join("config.json"))? {
+            Some(config) => parse::<CrunConfig>(&config)?.annotations,
+            None => None,
+        };
+        Ok(Some(from_crun(parse(&status)?, annotations.unwrap_or_default())))
+    }
+}
+
+/// Whether `error` says that the file system of `dir` has no names as long as one in it: runc takes ids of up to 1024
+/// characters and fails to make their directories. A path that is too long as a whole may be had in parts.
+fn has_no_such_name(dir: &Path, error: &io::Error) -> bool {
+    let longest = dir.components().map(|part| part.as_os_str().len()).max().unwrap_or(0);
+    // NAME_MAX of Linux; the few file systems with longer names give no such error.
+    error.raw_os_error() == Some(ENAMETOOLONG) && longest > 255
+}
+
+impl Init {
+    /// What /proc tells of a container's first process. A cgroup that we are in too is not its own.
+    #[must_use]
+    pub fn of(process: Process) -> Self {
+        Self::beside(process, nix::unistd::getpid().as_raw())
+    }
+
+    /// [`Init::of`], where `outside` is a process that is not the container's: its hook.
+    #[must_use]
+    pub fn beside(process: Process, outside: i32) -> Self {
+        let table = |pid: i32| fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        let cgroup = cgroup_of(Path::new(MOUNT), &table(process.pid), &table(outside));
+        Self { process, pid_namespace: pid_namespace(process.pid), cgroup }
+    }
+}
+
+/// The cgroup directory that `table`, a /proc/PID/cgroup (cgroups(7)), names and `outside` does not, in the
+/// hierarchies that [`runc_cgroup`] prefers.
+fn cgroup_of(mount: &Path, table: &str, outside: &str) -> Option<PathBuf> {
+    let unified = if mount.join("cgroup.controllers").exists() { "" } else { "unified" };
+    let hierarchies = [("devices", "devices"), ("pids", "pids"), ("name=systemd", "systemd"), ("", unified)];
+    let own = |&(key, dir): &(&str, &str)| {
+        let path = cgroup_line(table, key).filter(|path| cgroup_line(outside, key) != Some(path))?;
+        let below = path.trim_start_matches('/');
+        (!below.is_empty()).then(|| mount.join(dir).join(below))
+    };
+    hierarchies.iter().filter_map(own).find(|dir| dir.is_dir() && is_own_cgroup(mount, dir))
+}
+
+/// The path in the hierarchy `controller` in the text of /proc/PID/cgroup (cgroups(7)).
+fn cgroup_line<'a>(text: &'a str, controller: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let controllers = parts.next()?;
+        parts.next().filter(|_| controllers.split(',').any(|name| name == controller))
+    })
+}
+
+pub(super) fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> io::Result<T> {
+    serde_json::from_slice(bytes).map_err(io::Error::from)
+}
+
+pub(super) fn from_runc(state: Runc) -> Record {
+    let labels = state.config.and_then(|config| config.labels).unwrap_or_default();
+    let label = |key: &str| {
+        labels.iter().find_map(|label| label.strip_prefix(key)?.strip_prefix('=')).map(str::to_owned)
+    };
+    Record {
+        init: Process { pid: state.init_process_pid, start_time: state.init_process_start },
+        cgroup: runc_cgroup(&state.cgroup_paths.unwrap_or_default()),
+        lease: label(LEASE_ANNOTATION),
+        restorable: label(LEASE_RECORD_ANNOTATION),
+        bundle: label("bundle").map(PathBuf::from),
+    }
+}
+
+/// Where v1 hierarchies exist the container is in all of them; `devices` is the one by which the inventory
+/// joins processes to leases, and in hybrid mode v2 may be left out.
+fn runc_cgroup(paths: &BTreeMap<String, PathBuf>) -> Option<PathBuf> {
+    let path = ["devices", "pids", "name=systemd", ""].iter().find_map(|key| paths.get(*key));
+    path.or_else(|| paths.values().next()).filter(|path| is_own_cgroup(Path::new(MOUNT), path)).cloned()
+}
+
+pub(super) fn from_crun(status: Crun, mut annotations: BTreeMap<String, String>) -> Record {
+    Record {
+        init: Process { pid: status.pid, start_time: status.process_start_time },
+        cgroup: status.cgroup_path.and_then(|path| crun_cgroup(Path::new(MOUNT), &path)),
+        lease: annotations.remove(LEASE_ANNOTATION),
+        restorable: annotations.remove(LEASE_RECORD_ANNOTATION),
+        bundle: status.bundle,
+    }
+}
+
+/// The directory of `path` in the first hierarchy under `mount` that has it.
+fn crun_cgroup(mount: &Path, path: &str) -> Option<PathBuf> {
+    let below = path.trim_start_matches('/');
+    if below.is_empty() {
+        return None;
+    }
+    let hierarchies: &[&str] = if mount.join("cgroup.controllers").exists() {
+        &[""]
+    } else {
+        &["devices", "pids", "systemd", "unified"]
+    };
+    let mut directories = hierarchies.iter().map(|name| mount.join(name).join(below));
+    let first = directories.next()?;
+    let existing = if first.exists() { None } else { directories.find(|dir| dir.exists()) };
+    Some(existing.unwrap_or(first)).filter(|path| is_own_cgroup(mount, path))
+}
+
+/// Not a hierarchy's root, which every process of the host is in, and nowhere but among cgroups.
+fn is_own_cgroup(mount: &Path, path: &Path) -> bool {
+    let Ok(below) = path.strip_prefix(mount) else { return false };
+    let plain = below.components().all(|part| matches!(part, Component::Normal(_)));
+    // The roots of v1's hierarchies have this file, their children have not (cgroup-v1 documentation).
+    let is_root = below.as_os_str().is_empty() || path.join("cgroup.sane_behavior").exists();
+    plain && !is_root
+}
+
+/// [`read_up_to`] as much as any record or ledger has.
+pub(super) fn read_bounded(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    read_up_to(path, LARGEST)
+}
+
+/// The content of a regular file, `None` where there is none. Links, pipes and what has more than `largest`
+/// bytes are errors.
+pub fn read_up_to(path: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
+    let file = match OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path) {
+        Ok(file) => file,
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            return Ok(None);
+        }
+        Err(error) => return Err(error),
+    };
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(io::Error::other("it is no regular file"));
+    }
+    let mut content = Vec::with_capacity(usize::try_from(metadata.len().min(largest)).unwrap_or(0) + 1);
+    file.take(largest + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > largest {
+        return Err(io::Error::other(format!("it is larger than {} MiB", largest >> 20)));
+    }
+    Ok(Some(content))
+}
+
+/// Inode of the PID namespace of `pid`; 0 where it is ours or cannot be read.
+pub(super) fn pid_namespace(pid: i32) -> u64 {
+    let inode = |who: &str| fs::metadata(format!("/proc/{who}/ns/pid")).map(|meta| meta.ino()).ok();
+    inode(&pid.to_string()).filter(|its| Some(*its) != inode("self")).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Cut down from runc 1.1.5's own, on a host with cgroup v1 and v2.
+    const RUNC: &str = r#"{"id":"lt1","init_process_pid":11303,"init_process_start":196158,
+        "created":"2026-11-21T10:17:03Z","config":{"no_pivot_root":false,
+        "labels":["sublet.leasehold=x","sublet.lease=00000000000000aa","sublet.lease.record={\"a\":\"=\"}","bundle=/b"]},
+        "cgroup_paths":{"":"/sys/fs/cgroup/unified/lt1","devices":"/sys/fs/cgroup/devices/lt1",
+        "pids":"/sys/fs/cgroup/pids/lt1"}}"#;
+
+    /// crun 1.8.1's own, in a cgroup v2 mount.
+    const CRUN: &str = r#"{"pid":11870,"process-start-time":198751,"cgroup-path":"/lt2","scope":"",
+        "rootfs":"rootfs","systemd-cgroup":false,"bundle":"/tmp/b2","created":"2026-11-21T10:17:29.57Z",
+        "owner":"root","detached":true,"external_descriptors":"[]"}"#;
+
+    #[test]
+    fn reads_what_runc_writes() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(Record::read(dir.path()).unwrap(), None);
+        fs::write(dir.path().join("state.json"), RUNC).unwrap();
+        let record = Record::read(dir.path()).unwrap().unwrap();
+        assert_eq!(record.init, Process { pid: 11303, start_time: 196_158 });
+        assert_eq!(record.cgroup.as_deref(), Some(Path::new("/sys/fs/cgroup/devices/lt1")));
+        assert_eq!(record.lease.as_deref(), Some("00000000000000aa"));
+        assert_eq!(record.restorable.as_deref(), Some(r#"{"a":"="}"#));
+        assert_eq!(record.bundle.as_deref(), Some(Path::new("/b")));
+        assert_eq!(Record::read(Path::new("")).unwrap(), None, "never from the working directory");
+    }
+
+    #[test]
+    fn reads_what_crun_writes() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("status"), CRUN).unwrap();
+        let config = r#"{"ociVersion":"1.0","annotations":{"sublet.lease":"00000000000000bb"}}"#;
+        fs::write(dir.path().join("config.json"), config).unwrap();
+        let record = Record::read(dir.path()).unwrap().unwrap();
+        assert_eq!(record.init, Process { pid: 11870, start_time: 198_751 });
+        assert_eq!(record.cgroup.unwrap().file_name().unwrap(), "lt2");
+        assert_eq!(record.bundle.as_deref(), Some(Path::new("/tmp/b2")));
+        assert_eq!(record.lease.as_deref(), Some("00000000000000bb"));
+    }
+
+    #[test]
+    fn crun_cgroups_are_found_in_either_layout_and_a_root_is_none_of_its_own() {
+        let mount = tempfile::tempdir().unwrap();
+        fs::create_dir_all(mount.path().join("systemd/a.scope")).unwrap();
+        let found = |path| crun_cgroup(mount.path(), path);
+        assert_eq!(found("/a.scope"), Some(mount.path().join("systemd/a.scope")));
+        assert_eq!(found("/none"), Some(mount.path().join("devices/none")));
+        fs::write(mount.path().join("cgroup.controllers"), "").unwrap();
+        assert_eq!(found("a.scope/container"), Some(mount.path().join("a.scope/container")));
+        assert_eq!((found(""), found("/")), (None, None));
+        assert_eq!(found("/../../tmp"), None);
+        assert!(!is_own_cgroup(Path::new("/sys/fs/cgroup"), Path::new("/tmp/a.scope")));
+    }
+
+    #[test]
+    fn lines_of_proc_cgroup() {
+        let text = "9:name=systemd:/a\n4:cpu,devices:/b:c\n0::/d\n";
+        assert_eq!(cgroup_line(text, "devices"), Some("/b:c"));
+        assert_eq!(cgroup_line(text, "name=systemd"), Some("/a"));
+        assert_eq!(cgroup_line(text, ""), Some("/d"));
+        assert_eq!(cgroup_line(text, "pids"), None);
+        let me = Process::current().unwrap();
+        assert_eq!(Init::of(me).cgroup, None, "ours is nobody else's");
+    }
+
+    #[test]
+    fn the_cgroup_of_a_process_is_the_one_its_runtime_would_record() {
+        let mount = tempfile::tempdir().unwrap();
+        let ours = "9:name=systemd:/h\n5:misc,devices:/h\n0::/h\n";
+        let found = |table| cgroup_of(mount.path(), table, ours);
+        let dir = |path: &str| Some(mount.path().join(path));
+        for path in ["devices/c1", "devices/h", "unified/c1", "unified/h", "c2.scope", "h"] {
+            fs::create_dir_all(mount.path().join(path)).unwrap();
+        }
+        assert_eq!(found("9:name=systemd:/c1\n5:misc,devices:/c1\n0::/c1\n"), dir("devices/c1"));
+        assert_eq!(found("5:devices:/gone\n0::/c1\n"), dir("unified/c1"));
+        assert_eq!(found("5:devices:/h\n0::/c1\n"), dir("unified/c1"), "ours is not its own");
+        assert_eq!(found("5:devices:/\n0::/../c1\n"), None);
+        fs::write(mount.path().join("cgroup.controllers"), "").unwrap();
+        assert_eq!(found("0::/c2.scope\n"), dir("c2.scope"));
+        assert_eq!(found("0::/h\n"), None, "ours is not its own");
+        assert_eq!(found("0::/\n"), None, "a root is nobody's own");
+        assert_eq!(found("garbage"), None);
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_read_is_an_error_and_never_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = dir.path().join("state.json");
+        for garbage in ["", "{", "null", r#"{"init_process_pid":"x"}"#] {
+            fs::write(&state, garbage).unwrap();
+            assert!(Record::read(dir.path()).is_err(), "{garbage:?}");
+        }
+        fs::remove_file(&state).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", &state).unwrap();
+        assert!(Record::read(dir.path()).is_err());
+        fs::remove_file(&state).unwrap();
+        nix::unistd::mkfifo(&state, nix::sys::stat::Mode::S_IRUSR).unwrap();
+        assert!(Record::read(dir.path()).is_err());
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_is_none_and_one_behind_a_loop_of_links_may_be() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(Record::read(&dir.path().join("a".repeat(256))).unwrap(), None);
+        let long = dir.path().join("b/".repeat(2100));
+        assert!(Record::read(&long).is_err(), "whoever goes there step by step finds it");
+        let (one, other) = (dir.path().join("one"), dir.path().join("other"));
+        std::os::unix::fs::symlink(&one, &other).unwrap();
+        std::os::unix::fs::symlink(&other, &one).unwrap();
+        assert!(Record::read(&one.join("c1")).is_err());
+    }
+}

@@ -1,0 +1,487 @@
+//! The file, its lock, and the one way to change it.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use nix::libc::O_NOFOLLOW;
+
+use super::alive::reclaim;
+use super::mark::Mark;
+use super::namespaces::{self, Namespaces};
+use super::rebuild::{inventory, rebuild, remember_roots, trace, unexplained};
+use super::record::{LARGEST, read_up_to};
+use super::{Lease, LeaseId, Ledger, SCHEMA};
+use crate::process::uptime_seconds;
+use crate::state_dir;
+use crate::text::safe;
+use serde_json::Value;
+
+/// Nobody holds the lock for longer than a few file reads and one write: 5 s of it is a fault.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+/// The waits between two tries at the lock.
+const SHORTEST_NAP: Duration = Duration::from_millis(1);
+const LONGEST_NAP: Duration = Duration::from_millis(20);
+
+/// Why the ledger could not be read or changed.
+#[derive(Debug, thiserror::Error)]
+pub enum LedgerError {
+    /// The state directory cannot be used.
+    #[error("state directory {path}: {why}; run as root, or set state_dir in the configuration")]
+    Directory {
+        /// The directory.
+        path: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Somebody holds the lock for too long.
+    #[error("ledger lock {path} is held by another process for more than 5 s; `fuser -v {path}` names it")]
+    Locked {
+        /// The lock file.
+        path: String,
+    },
+    /// A system call failed.
+    #[error(
+        "{path} cannot be {verb}: {source}; run as root, or set state_dir to a directory that can be written"
+    )]
+    Io {
+        /// `read`, `locked` or `written`.
+        verb: &'static str,
+        /// The file.
+        path: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Process ids in it are of other namespaces than ours.
+    #[error(
+        "the ledger's process ids are of {theirs}, and this process is in {ours}: containers that live seem gone here, \
+         so nothing is changed; run it on the host (in a container: --pid=host), or where the ledger's containers run"
+    )]
+    Elsewhere {
+        /// The ledger's namespaces.
+        theirs: String,
+        /// Ours.
+        ours: String,
+    },
+    /// Ours cannot be told.
+    #[error(
+        "nobody can tell in which PID namespace this is ({source}), so nothing is changed: is /proc mounted, and of \
+         this namespace?"
+    )]
+    NoNamespaces {
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Its content is no ledger.
+    #[error("ledger {path} cannot be used: {why}; `sublet gc` rebuilds it from what runs")]
+    Corrupt {
+        /// The file.
+        path: String,
+        /// What is wrong with it.
+        why: String,
+    },
+}
+
+impl LedgerError {
+    /// Whether process ids mean other processes here, so that the ledger can be shown and not changed.
+    #[must_use]
+    pub const fn is_elsewhere(&self) -> bool {
+        matches!(self, Self::Elsewhere { .. } | Self::NoNamespaces { .. })
+    }
+}
+
+/// The ledger of one state directory.
+#[derive(Debug)]
+pub struct Store {
+    state_dir: PathBuf,
+    /// Where the caller's runtime keeps its records.
+    root: Option<PathBuf>,
+}
+
+/// Leases that an update found gone and freed: their servers may have to be settled.
+pub type Freed = Vec<Lease>;
+
+/// What stands in `ledger.json`.
+enum Loaded {
+    Missing,
+    Sound(Box<Ledger>),
+    /// Why it is no ledger.
+    Corrupt(String),
+}
+
+impl Store {
+    /// The ledger in `state_dir`, which is created if need be (0755).
+    ///
+    /// # Errors
+    /// The directory cannot be made or is not ours.
+    pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
+        let unusable = |why| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
+        state_dir::make(state_dir).map_err(unusable)?;
+        Ok(Self { state_dir: state_dir.to_owned(), root: None })
+    }
+
+    /// The same, for who knows a container's `record`: after a loss those beside it are looked at, too.
+    #[must_use]
+    pub fn beside(self, record: &Path) -> Self {
+        Self { root: record.parent().map(Path::to_owned), ..self }
+    }
+
+    /// The ledger as it stands, without the lock.
+    ///
+    /// # Errors
+    /// It cannot be read or parsed, or its process ids are of other namespaces than ours.
+    pub fn read(&self) -> Result<Ledger, LedgerError> {
+        let ledger = self.peek()?;
+        ledger.check_namespaces(Namespaces::current()?)?;
+        Ok(ledger)
+    }
+
+    /// Whether its processes can be seen from here. What else may be wrong with it is for others to say.
+    ///
+    /// # Errors
+    /// [`LedgerError::Elsewhere`], [`LedgerError::NoNamespaces`].
+    pub fn is_of_here(&self) -> Result<(), LedgerError> {
+        match self.read() {
+            Err(error) if error.is_elsewhere() => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// [`Store::read`] wherever we are: to be shown, not to be acted upon.
+    ///
+    /// # Errors
+    /// It cannot be read or parsed.
+    pub fn peek(&self) -> Result<Ledger, LedgerError> {
+        let boot = Self::boot_id()?;
+        match self.load()? {
+            Loaded::Missing => Ok(Ledger::empty(&boot)),
+            Loaded::Sound(ledger) => Ok(of_this_boot(*ledger, &boot)),
+            Loaded::Corrupt(why) => Err(LedgerError::Corrupt { path: text(&self.file()), why }),
+        }
+    }
+
+    /// Takes the lock, frees what is gone, lets `change` work and writes the ledger if it differs.
+    ///
+    /// When `change` fails its changes are dropped, what was freed stays freed, and its error is the
+    /// inner one. `change` must not start, ask or wait for a process: everybody waits meanwhile.
+    ///
+    /// Temporary files that killed processes left in the state directory are removed on the way.
+    ///
+    /// A ledger that is no ledger, or that is gone, is rebuilt from its copy and from what runs; the bad
+    /// file stays beside it as `ledger.json.corrupt-<seconds since the epoch>`, one of them.
+    ///
+    /// # Errors
+    /// The lock is not to be had in 5 s, the file cannot be read or written, or its process ids are of other namespaces
+    /// than ours: nothing is changed then.
+    pub fn update<T, E>(
+        &self,
+        change: impl FnOnce(&mut Ledger) -> Result<T, E>,
+    ) -> Result<(Result<T, E>, Freed), LedgerError> {
+        let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
+        let lock = self.lock()?;
+        let mark = Mark::read(&lock, &boot);
+        if !cfg!(sublet_without = "c5-sweep") {
+            crate::replace::sweep(&self.state_dir);
+        }
+        let (before, mut ledger) = match self.load()? {
+            Loaded::Missing => (None, Ledger::empty(&boot)),
+            Loaded::Sound(ledger) => (Some((*ledger).clone()), of_this_boot(*ledger, &boot)),
+            Loaded::Corrupt(_) if cfg!(sublet_without = "c3") => (None, Ledger::empty(&boot)),
+            Loaded::Corrupt(why) => (None, self.rebuilt(&why, &boot, ours, mark.as_ref())?),
+        };
+        ledger.check_namespaces(ours)?;
+        let freed = reclaim(&mut ledger);
+        self.explain(&mut ledger);
+        let mut changed = ledger.clone();
+        let outcome = change(&mut changed);
+        let mut after = if outcome.is_ok() { changed } else { ledger };
+        after.note_idle(uptime_seconds);
+        after.namespaces = after.names_processes().then_some(ours);
+        if before.as_ref() != Some(&after) {
+            self.write(&after)?;
+        }
+        // Last: without the files it means that they were lost.
+        let wanted = after.namespaces.map(|namespaces| Mark::of(&boot, namespaces));
+        if mark != wanted {
+            Mark::write(wanted.as_ref(), &lock)
+                .map_err(|error| failed("written", &self.lock_file(), error))?;
+        }
+        Ok((outcome, freed))
+    }
+
+    /// Opens closed devices again as soon as nothing unexplained runs there. After a loss the first new inventory
+    /// tells which ones are closed.
+    fn explain(&self, ledger: &mut Ledger) {
+        let is_new = |ledger: &Ledger| {
+            inventory(&self.state_dir, &ledger.boot_id)
+                .is_some_and(|inventory| inventory.mig_changes == ledger.mig.count)
+        };
+        if ledger.lost && is_new(ledger) {
+            ledger.lost = false;
+            ledger.unexplained = unexplained(&self.state_dir, ledger);
+        } else if !ledger.unexplained.is_empty() {
+            let still = unexplained(&self.state_dir, ledger);
+            ledger.unexplained.retain(|uuid| still.contains(uuid));
+        }
+    }
+
+    fn file(&self) -> PathBuf {
+        self.state_dir.join("ledger.json")
+    }
+
+    fn lock_file(&self) -> PathBuf {
+        self.state_dir.join("lock")
+    }
+
+    /// Where a bad ledger waits while it is rebuilt: without it a crash in between would leave a missing
+    /// ledger, which means an empty one.
+    fn aside(&self) -> PathBuf {
+        self.state_dir.join("ledger.json.rebuilding")
+    }
+
+    /// What was written last, once more: leases that no record of root's runtimes tells of (pending ones, a
+    /// prestart hook's, those of rootless users) are found here alone when the ledger is lost.
+    fn copy(&self) -> PathBuf {
+        self.state_dir.join("ledger.json.copy")
+    }
+
+    /// The copy, if it is sound and of this boot.
+    ///
+    /// # Errors
+    /// It is there and cannot be read: it may be sound.
+    fn last(&self, boot: &str) -> Result<Option<Ledger>, LedgerError> {
+        let path = self.copy();
+        let content = state_dir::read(&path, LARGEST).map_err(|error| failed("read", &path, error))?;
+        let ledger = content.and_then(Result::ok).and_then(|content| parse(&content).ok());
+        Ok(ledger.filter(|ledger| ledger.boot_id == boot))
+    }
+
+    /// This boot's, which a process does not outlive.
+    fn boot_id() -> Result<String, LedgerError> {
+        static ID: OnceLock<String> = OnceLock::new();
+        if let Some(id) = ID.get() {
+            return Ok(id.clone());
+        }
+        let path = Path::new("/proc/sys/kernel/random/boot_id");
+        let id = fs::read_to_string(path).map_err(|error| failed("read", path, error))?;
+        Ok(ID.get_or_init(|| id.trim().to_owned()).clone())
+    }
+
+    /// The lock, released when it is dropped. The descriptor is closed on exec.
+    fn lock(&self) -> Result<Flock<File>, LedgerError> {
+        let path = self.lock_file();
+        let mut file = open_lock(&path).map_err(|error| failed("locked", &path, error))?;
+        let deadline = Instant::now() + LOCK_TIMEOUT;
+        let mut nap = SHORTEST_NAP;
+        loop {
+            file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) => return Ok(lock),
+                Err((file, Errno::EWOULDBLOCK | Errno::EINTR)) => file,
+                Err((_, errno)) => return Err(failed("locked", &path, errno.into())),
+            };
+            if Instant::now() >= deadline {
+                return Err(LedgerError::Locked { path: text(&path) });
+            }
+            std::thread::sleep(nap);
+            nap = (nap * 2).min(LONGEST_NAP);
+        }
+    }
+
+    fn load(&self) -> Result<Loaded, LedgerError> {
+        let path = self.file();
+        let content = match state_dir::read(&path, LARGEST).map_err(|error| failed("read", &path, error))? {
+            Some(Ok(content)) => content,
+            Some(Err(why)) => return Ok(Loaded::Corrupt(why)),
+            None => return self.missing(),
+        };
+        let ledger = match parse(&content) {
+            Ok(ledger) => ledger,
+            Err(why) => return Ok(Loaded::Corrupt(why)),
+        };
+        let boot = Self::boot_id()?;
+        if ledger.boot_id != boot && Mark::read_in(&self.lock_file(), &boot).is_some() {
+            return Ok(Loaded::Corrupt("it is of another boot, and its lock names one of this boot".into()));
+        }
+        Ok(Loaded::Sound(Box::new(ledger)))
+    }
+
+    /// What it means that there is no ledger: that it was lost, where something tells of it. Else it is the first.
+    fn missing(&self) -> Result<Loaded, LedgerError> {
+        for (path, why) in [(self.aside(), "its rebuild was cut short"), (self.copy(), "it is gone")] {
+            match fs::symlink_metadata(&path) {
+                Ok(_) => return Ok(Loaded::Corrupt(why.into())),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(failed("read", &path, error)),
+            }
+        }
+        if cfg!(sublet_without = "c3-traces") {
+            return Ok(Loaded::Missing);
+        }
+        let marked = Mark::read_in(&self.lock_file(), &Self::boot_id()?).is_some();
+        let found = if marked {
+            Some("its lock names it".to_owned())
+        } else {
+            trace(&self.state_dir, self.root.as_deref())
+        };
+        Ok(found
+            .map_or(Loaded::Missing, |what| Loaded::Corrupt(format!("it and its copy are gone, but {what}"))))
+    }
+
+    /// Rebuilds the ledger, writes it and puts the bad file by.
+    fn rebuilt(
+        &self,
+        why: &str,
+        boot: &str,
+        ours: Namespaces,
+        mark: Option<&Mark>,
+    ) -> Result<Ledger, LedgerError> {
+        let (path, aside) = (self.file(), self.aside());
+        let last = self.last(boot)?;
+        // Before anything is looked for that cannot be seen from here.
+        match (&last, mark) {
+            (Some(last), _) => last.check_namespaces(ours)?,
+            (None, Some(mark)) => namespaces::same(mark.namespaces, ours)?,
+            (None, None) => {}
+        }
+        tracing::warn!("ledger {} cannot be used ({why}): rebuilding it from what runs", text(&path));
+        let has_last = last.is_some();
+        let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), boot, last);
+        // What the mark says of a ledger that is lost was looked at above.
+        ledger.namespaces = mark.filter(|_| !has_last).map_or(ledger.namespaces, |_| Some(ours));
+        ledger.check_namespaces(ours)?;
+        if fs::symlink_metadata(&path).is_ok() {
+            let _ = remove(&aside);
+            fs::rename(&path, &aside).map_err(|error| failed("written", &path, error))?;
+        }
+        if !has_last {
+            salvage(&aside, &mut ledger);
+            // Every inventory there is becomes out of date.
+            let counted = inventory(&self.state_dir, boot).map_or(0, |inventory| inventory.mig_changes);
+            ledger.mig.count = ledger.mig.count.max(counted).saturating_add(1);
+            ledger.lost = true;
+            // Somebody else's would stay theirs.
+            let _ = remove(&self.copy());
+        }
+        self.write(&ledger)?;
+        self.keep_one_corrupt();
+        Ok(ledger)
+    }
+
+    /// The evidence is a courtesy: failing to keep it stops nobody.
+    fn keep_one_corrupt(&self) {
+        let old = fs::read_dir(&self.state_dir).into_iter().flatten().flatten();
+        for entry in
+            old.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"ledger.json.corrupt-"))
+        {
+            let _ = remove(&entry.path());
+        }
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let _ = fs::rename(self.aside(), self.state_dir.join(format!("ledger.json.corrupt-{now}")));
+    }
+
+    fn write(&self, ledger: &Ledger) -> Result<(), LedgerError> {
+        let path = self.file();
+        let written = remember_roots(&self.state_dir, ledger).and_then(|()| {
+            let content = serde_json::to_vec(ledger)?;
+            // First: what the ledger has is in the copy, whenever we are killed.
+            crate::replace::replace(&self.copy(), &content, 0o600)?;
+            crate::replace::replace(&path, &content, 0o644)
+        });
+        written.map_err(|error| failed("written", &path, error))
+    }
+}
+
+/// Whoever can open the lock can stop every create: it is root's alone, also where it was not. One that somebody
+/// else made may be held for ever.
+fn open_lock(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(O_NOFOLLOW)
+        .open(path)?;
+    let meta = file.metadata()?;
+    if !meta.is_file() {
+        return Err(io::Error::other("it is no regular file: remove it, sublet makes it anew"));
+    }
+    if !state_dir::is_ours(meta.uid()) {
+        return Err(io::Error::other(format!("uid {} made it: remove it", meta.uid())));
+    }
+    if meta.mode() & 0o077 != 0 {
+        file.set_permissions(Permissions::from_mode(0o600))?;
+    }
+    Ok(file)
+}
+
+/// Removes a file or a directory, whatever stands at `path`.
+fn remove(path: &Path) -> io::Result<()> {
+    if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
+}
+
+/// A ledger, or why `content` is none. Ids become names of directories and are checked for that.
+pub(super) fn parse(content: &[u8]) -> Result<Ledger, String> {
+    let ledger: Ledger = serde_json::from_slice(content).map_err(|error| safe(&error.to_string()))?;
+    if ledger.schema != SCHEMA && !cfg!(sublet_without = "c3-version") {
+        return Err(format!("its schema is {}, not {SCHEMA}", safe(&ledger.schema)));
+    }
+    let bad_id = ledger.leases.iter().find(|lease| LeaseId::parse(lease.id.as_str()).is_none());
+    if let Some(lease) = bad_id.filter(|_| !cfg!(sublet_without = "c3-id")) {
+        return Err(format!("{} is no lease id", safe(lease.id.as_str())));
+    }
+    let wanted = ledger.leases.iter().filter_map(|lease| lease.server.as_ref());
+    let mut keys = wanted.chain(ledger.servers.iter().map(|server| &server.key));
+    match keys.find(|key| key.0.is_empty() || key.0.starts_with('.') || key.0.contains('/')) {
+        Some(key) => Err(format!("{} is no MPS server's key", safe(&key.0))),
+        None => Ok(ledger),
+    }
+}
+
+/// What people and the driver were told stays, where a ledger of another version still tells it.
+fn salvage(path: &Path, ledger: &mut Ledger) {
+    let content = state_dir::read_if_trusted(path, LARGEST).unwrap_or_default();
+    let Ok(Value::Object(mut old)) = serde_json::from_slice(&content) else { return };
+    let mut list = |name| old.remove(name).unwrap_or_default();
+    ledger.drained = serde_json::from_value(list("drained")).unwrap_or_default();
+    if list("boot_id") == ledger.boot_id.as_str() {
+        ledger.compute_modes = serde_json::from_value(list("compute_modes")).unwrap_or_default();
+        ledger.mig = serde_json::from_value(list("mig")).unwrap_or_default();
+    }
+}
+
+/// Nothing survives a boot but what people decided.
+fn of_this_boot(ledger: Ledger, boot: &str) -> Ledger {
+    if ledger.boot_id == boot {
+        return ledger;
+    }
+    Ledger { drained: ledger.drained, ..Ledger::empty(boot) }
+}
+
+fn text(path: &Path) -> String {
+    safe(&path.to_string_lossy())
+}
+
+fn failed(verb: &'static str, path: &Path, source: io::Error) -> LedgerError {
+    LedgerError::Io { verb, path: text(path), source }
+}
+
+/// Whether there is a ledger in `state_dir`, or was one that is lost: what cannot be looked at may be one.
+pub fn is_there(state_dir: &Path) -> bool {
+    let files =
+        ["ledger.json", "ledger.json.copy", "ledger.json.rebuilding"].map(|name| state_dir.join(name));
+    let absent =
+        |path: &Path| fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+    !files.iter().all(|path| absent(path))
+}
+
+/// The ledger as it is written, which everybody may read: a hint for those who may not open the store. Whose it is
+/// cannot be asked: in a user namespace root's files are nobody's (`user_namespaces(7)`).
+pub fn written(state_dir: &Path) -> Vec<u8> {
+    read_up_to(&state_dir.join("ledger.json"), LARGEST).ok().flatten().unwrap_or_default()
+}

@@ -1,0 +1,204 @@
+//! Our lines on stderr, in the engine's `--log` file and in `[runtime] log`, in the form that runc writes
+//! and engines read: `{"level":…,"msg":…,"time":…}`, or logrus text.
+
+use std::fmt::Write as _;
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// How grave a line is; the words are logrus's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    /// Only with `--debug`.
+    Debug,
+    /// To the files alone.
+    Info,
+    /// To the files and stderr.
+    Warning,
+    /// To the files and stderr.
+    Error,
+}
+
+impl Level {
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Debug => "debug",
+            Self::Info => "info",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        }
+    }
+}
+
+/// Where one invocation's lines go.
+#[derive(Clone, Debug, Default)]
+pub struct Log {
+    program: &'static str,
+    engine: Option<PathBuf>,
+    json: bool,
+    own: Option<PathBuf>,
+}
+
+impl Log {
+    /// For `program`, whose engine said `--log` with `engine` and `--log-format json`, with `[runtime] log` in `own`.
+    #[must_use]
+    pub fn new(program: &'static str, engine: Option<&Path>, json: bool, own: Option<&Path>) -> Self {
+        // runc's default, and what we write to anyway.
+        let engine = engine.filter(|log| *log != Path::new("/dev/stderr")).map(Path::to_owned);
+        Self { program, engine, json, own: own.map(Path::to_owned) }
+    }
+
+    /// Writes one line to all places that `level` goes to. A place that cannot be written is passed over:
+    /// a full disk must not keep containers from ending.
+    pub fn write(&self, level: Level, message: &str) {
+        let message = format!("{}: {}", self.program, one_line(message));
+        if matches!(level, Level::Warning | Level::Error) || level == Level::Debug && self.engine.is_none() {
+            let _ = writeln!(std::io::stderr(), "{message}");
+        }
+        let time = SystemTime::now();
+        if let Some(file) = &self.engine {
+            append(file, &format_line(self.json, level, &message, time));
+        }
+        if let Some(file) = &self.own {
+            append(file, &format_line(false, level, &message, time));
+        }
+    }
+}
+
+/// Lines of other processes stand in the file too: one write each, at its end.
+fn append(file: &Path, line: &str) {
+    let opened = OpenOptions::new().append(true).create(true).mode(0o644).open(file);
+    let _ = opened.and_then(|mut file| file.write_all(line.as_bytes()));
+}
+
+fn format_line(json: bool, level: Level, message: &str, time: SystemTime) -> String {
+    let time = crate::text::timestamp(time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()));
+    if json {
+        let line = serde_json::json!({"level": level.as_str(), "msg": message, "time": time});
+        return format!("{line}\n");
+    }
+    let quoted = message.replace('\\', "\\\\").replace('"', "\\\"");
+    format!("time=\"{time}\" level={} msg=\"{quoted}\"\n", level.as_str())
+}
+
+/// Control characters escaped: whatever foreign text a message repeats, it stays one line.
+pub fn one_line(message: &str) -> String {
+    let mut line = String::with_capacity(message.len());
+    for character in message.chars() {
+        if character.is_control() {
+            let _ = write!(line, "{}", character.escape_default());
+        } else {
+            line.push(character);
+        }
+    }
+    line
+}
+
+/// Sends what the library traces to `log`: warnings always, debug lines with `--debug`.
+pub fn trace_to(log: Log, debug: bool) {
+    let most = if debug { tracing::Level::DEBUG } else { tracing::Level::WARN };
+    // A second call in one process keeps the first log: only tests do that.
+    let _ = tracing::subscriber::set_global_default(Tracer { log, most });
+}
+
+/// The smallest subscriber there is: no spans, each event one line.
+struct Tracer {
+    log: Log,
+    most: tracing::Level,
+}
+
+impl tracing::Subscriber for Tracer {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.is_event() && *metadata.level() <= self.most
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut text = Text::default();
+        event.record(&mut text);
+        let level = match *event.metadata().level() {
+            tracing::Level::ERROR | tracing::Level::WARN => Level::Warning,
+            tracing::Level::INFO => Level::Info,
+            _ => Level::Debug,
+        };
+        self.log.write(level, &(text.message + &text.fields));
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[derive(Default)]
+struct Text {
+    message: String,
+    fields: String,
+}
+
+impl tracing::field::Visit for Text {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        let _ = if field.name() == "message" {
+            write!(self.message, "{value:?}")
+        } else {
+            write!(self.fields, " {}={value:?}", field.name())
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    /// 2026-11-21T09:00:00Z
+    fn time() -> SystemTime {
+        SystemTime::UNIX_EPOCH + Duration::from_secs(1_795_251_600)
+    }
+
+    #[test]
+    fn lines_have_the_form_that_engines_read() {
+        assert_eq!(
+            format_line(true, Level::Error, "a \"b\" \\", time()),
+            "{\"level\":\"error\",\"msg\":\"a \\\"b\\\" \\\\\",\"time\":\"2026-11-21T09:00:00Z\"}\n"
+        );
+        assert_eq!(
+            format_line(false, Level::Warning, "a \"b\" \\", time()),
+            "time=\"2026-11-21T09:00:00Z\" level=warning msg=\"a \\\"b\\\" \\\\\"\n"
+        );
+    }
+
+    #[test]
+    fn a_message_stays_one_line() {
+        assert_eq!(one_line("a\nb\u{1b}[2J"), "a\\nb\\u{1b}[2J");
+    }
+
+    #[test]
+    fn lines_are_appended_to_both_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let (engine, own) = (dir.path().join("engine"), dir.path().join("own"));
+        std::fs::write(&engine, "{}\n").unwrap();
+
+        Log::new("sublet-runtime", Some(&engine), true, Some(&own)).write(Level::Info, "hello");
+        let engine = std::fs::read_to_string(engine).unwrap();
+        assert!(engine.starts_with("{}\n{\"level\":\"info\",\"msg\":\"sublet-runtime: hello\","), "{engine}");
+        assert!(
+            std::fs::read_to_string(own).unwrap().ends_with(" level=info msg=\"sublet-runtime: hello\"\n")
+        );
+    }
+
+    #[test]
+    fn a_clock_before_its_epoch_stops_no_line() {
+        let line = format_line(false, Level::Info, "m", UNIX_EPOCH - Duration::from_secs(1));
+        assert!(line.starts_with("time=\"1970-01-01T00:00:00Z\""), "{line}");
+    }
+}

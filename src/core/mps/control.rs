@@ -1,0 +1,315 @@
+//! Speaking to a control daemon: `connect()` to see that somebody listens, `nvidia-cuda-mps-control` to ask.
+
+use std::io;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+
+use super::{MpsError, ServerKey, dirs};
+use crate::child::ChildError;
+use crate::config::{self, Config};
+use crate::confine;
+use crate::inventory::{MissingPrograms, MpsPrograms};
+use crate::ledger::{Ceiling, MemoryCeiling};
+use crate::process::Process;
+use crate::request::Percent;
+use crate::text::safe;
+
+/// A daemon that lives answers in 3 ms (docs/evidence); a stopped one never does.
+pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+
+/// Words by which the control program says no; it exits 0 all the same (docs/evidence).
+const REFUSALS: [&str; 6] =
+    ["insufficient priv", "not enough priv", "cannot find", "failed to", "invalid", "unknown command"];
+
+/// Whether anybody listens at `control`, a SEQPACKET socket. Costs microseconds and does the daemon no harm;
+/// the listener may be stopped all the same.
+pub fn listens(control: &Path) -> bool {
+    connected(control).is_some()
+}
+
+/// Who listens there: the pid of the process that said so (unix(7), `SO_PEERCRED`).
+pub fn listener(control: &Path) -> Option<i32> {
+    getsockopt(&connected(control)?, PeerCredentials).ok().map(|peer| peer.pid())
+}
+
+fn connected(control: &Path) -> Option<OwnedFd> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let socket = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).ok()?;
+    connect(socket.as_raw_fd(), &UnixAddr::new(control).ok()?).ok().map(|()| socket)
+}
+
+/// Why a question has no answer.
+#[derive(Debug)]
+pub enum AskError {
+    /// Nothing came in time: the daemon is stopped or hangs.
+    Silent,
+    /// There is no daemon: its words or the system's.
+    Gone(String),
+    /// It said no.
+    Refused { command: String, answer: String },
+    /// The program cannot be run.
+    Program(io::Error),
+}
+
+impl std::fmt::Display for AskError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Silent => f.write_str("it does not answer"),
+            Self::Gone(words) => f.write_str(words),
+            Self::Refused { command, answer } => write!(f, "it refused `{command}`: {answer}"),
+            Self::Program(error) => write!(f, "nvidia-cuda-mps-control cannot be run: {error}"),
+        }
+    }
+}
+
+/// The control program, for one daemon.
+#[derive(Debug)]
+pub struct Control {
+    key: String,
+    program: PathBuf,
+    programs: MpsPrograms,
+    pipe: PathBuf,
+}
+
+impl Control {
+    /// # Errors
+    /// The driver's control program is not installed. To ask a daemon that runs takes no server program.
+    pub fn new(key: &ServerKey, config: &Config) -> Result<Self, MpsError> {
+        let root = &config.driver.root;
+        let programs = MpsPrograms::find(root);
+        let program =
+            programs.control.clone().ok_or_else(|| MissingPrograms::Control { root: root.clone() })?;
+        Ok(Self { key: key.0.clone(), program, programs, pipe: dirs::pipe(key, &config.state_dir) })
+    }
+
+    /// The server program that a daemon started now finds first.
+    ///
+    /// # Errors
+    /// There is none: the daemon would answer, and never have a server.
+    pub fn server_program(&self, config: &Config) -> Result<&Path, MpsError> {
+        Ok(self.programs.both(&config.driver.root)?.1)
+    }
+
+    /// The program that runs as `daemon`, for where nothing else tells which one is installed.
+    pub fn of(key: &ServerKey, config: &Config, daemon: Process) -> Option<Self> {
+        let program = std::fs::read_link(format!("/proc/{}/exe", daemon.pid)).ok()?;
+        let installed = program.is_file() && daemon.is_alive();
+        let (programs, pipe) = (MpsPrograms::find(&config.driver.root), dirs::pipe(key, &config.state_dir));
+        installed.then(|| Self { key: key.0.clone(), program, programs, pipe })
+    }
+
+    /// The same, by way of what its clients see of it where who is not root has no other: what only reads is
+    /// answered there, too (docs/evidence).
+    pub fn or_by(mut self, public: &Path) -> Self {
+        if std::fs::symlink_metadata(self.pipe.join("control")).is_err() {
+            public.clone_into(&mut self.pipe);
+        }
+        self
+    }
+
+    /// The program's absolute path.
+    pub fn program(&self) -> &Path {
+        &self.program
+    }
+
+    /// The program as it asks: commands are its input.
+    fn asking(&self) -> Command {
+        let mut program = Command::new(&self.program);
+        program
+            .env_clear()
+            .env("PATH", self.path())
+            .env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe)
+            .current_dir("/");
+        program
+    }
+
+    /// PATH for the daemon, which finds its server by it alone.
+    pub fn path(&self) -> String {
+        self.programs.path()
+    }
+
+    /// One command, or several, a line each, and what is said to them, trimmed.
+    pub fn ask(&self, commands: &str, limit: Duration) -> Result<String, AskError> {
+        let words = ["nvidia-cuda-mps-control", &self.key];
+        match confine::run(&words, || self.asking(), &format!("{commands}\n"), limit) {
+            Ok(finished) => judge(commands, finished.status.success(), &finished.stdout, &finished.stderr),
+            Err(ChildError::Timeout) => Err(AskError::Silent),
+            Err(ChildError::Io(error)) => Err(AskError::Program(error)),
+        }
+    }
+
+    /// A real answer: the ceiling for servers that start from now on.
+    pub fn ceiling(&self) -> Result<Percent, AskError> {
+        let command = "get_default_active_thread_percentage";
+        let answer = self.ask(command, ANSWER_LIMIT)?;
+        parse_percent(&answer)
+            .ok_or_else(|| AskError::Refused { command: command.into(), answer: safe(&answer) })
+    }
+
+    /// Pids of the servers that run now.
+    pub fn servers(&self) -> Result<Vec<i32>, AskError> {
+        self.ask("get_server_list", ANSWER_LIMIT).map(|answer| parse_pids(&answer))
+    }
+
+    /// Pids of a server's clients.
+    pub fn clients(&self, server: i32) -> Result<Vec<i32>, AskError> {
+        self.ask(&format!("get_client_list {server}"), ANSWER_LIMIT).map(|answer| parse_pids(&answer))
+    }
+
+    /// Clients of all its servers.
+    pub fn count_clients(&self) -> Result<usize, AskError> {
+        let mut count = 0;
+        for server in self.servers()? {
+            count += self.clients(server)?.len();
+        }
+        Ok(count)
+    }
+
+    /// Ends the client `pid`, whichever server it is at, without harm to the server's others (docs/evidence).
+    pub fn terminate(&self, pid: i32) -> Result<(), AskError> {
+        for server in self.servers()? {
+            if self.clients(server)?.contains(&pid) {
+                self.ask(&format!("terminate_client {server} {pid}"), ANSWER_LIMIT)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ceiling for clients that connect from now on, to servers that run and to those that start later.
+    ///
+    /// The defaults come first: a server that starts after the list was made has them already.
+    pub fn set_ceiling(&self, ceiling: Ceiling, devices: usize) -> Result<(), AskError> {
+        let mut commands = limit_commands(None, devices, ceiling);
+        commands.push("get_server_list".to_owned());
+        let servers = parse_pids(&self.ask(&commands.join("\n"), ANSWER_LIMIT)?);
+        let of_servers =
+            servers.into_iter().flat_map(|server| limit_commands(Some(server), devices, ceiling));
+        let of_servers: Vec<String> = of_servers.collect();
+        if of_servers.is_empty() {
+            return Ok(());
+        }
+        self.ask(&of_servers.join("\n"), ANSWER_LIMIT).map(drop)
+    }
+}
+
+/// What sets `ceiling` on `server`, `None`: on those that start later; memory by the ordinals of `devices`.
+fn limit_commands(server: Option<i32>, devices: usize, ceiling: Ceiling) -> Vec<String> {
+    let (of_all, of_one) = server.map_or(("_default", String::new()), |pid| ("", format!("{pid} ")));
+    let memory = match ceiling.memory {
+        MemoryCeiling::Mebibytes(amount) => format!("{amount}M"),
+        // 0 lifts what was set before (docs/evidence).
+        MemoryCeiling::Unlimited => "0".to_owned(),
+    };
+    let sm = format!("set{of_all}_active_thread_percentage {of_one}{}", ceiling.sm);
+    let limit = |ordinal| format!("set{of_all}_device_pinned_mem_limit {of_one}{ordinal} {memory}");
+    std::iter::once(sm).chain((0..devices).map(limit)).collect()
+}
+
+/// The program that asks the daemon of `key`, by the configuration in force; `None`: there is none.
+pub fn command(key: &str) -> Option<Command> {
+    let key = ServerKey(key.to_owned());
+    dirs::check_key(&key).ok()?;
+    Control::new(&key, &config::load().ok()?).ok().map(|control| control.asking())
+}
+
+fn judge(command: &str, success: bool, stdout: &str, stderr: &str) -> Result<String, AskError> {
+    let (answer, complaint) = (stdout.trim(), stderr.trim());
+    let words = if complaint.is_empty() { answer } else { complaint };
+    let lower = format!("{answer}\n{complaint}").to_lowercase();
+    if lower.contains("cannot find mps control daemon") || !success {
+        return Err(AskError::Gone(safe(if words.is_empty() { "the daemon is not running" } else { words })));
+    }
+    if REFUSALS.iter().any(|refusal| lower.contains(refusal)) {
+        return Err(AskError::Refused { command: command.replace('\n', "; "), answer: safe(words) });
+    }
+    Ok(answer.to_owned())
+}
+
+/// `25`, `25.0`, `12.5%`, or the last word of a sentence that ends so.
+fn parse_percent(answer: &str) -> Option<Percent> {
+    let word = answer.split_whitespace().last()?.trim_end_matches(['%', '.']);
+    let number: f64 = word.parse().ok()?;
+    // Rounded, not cut: 16.1 times 1000 may be a little less than 16100.
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "in range, nothing is lost")]
+    (0.0..=100.0).contains(&number).then(|| Percent::from_thousandths((number * 1000.0).round() as u32))
+}
+
+/// One pid a line; lines that hold anything else are headings or remarks.
+fn parse_pids(answer: &str) -> Vec<i32> {
+    answer.lines().filter_map(|line| line.trim().parse().ok()).filter(|pid| *pid > 0).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentages_as_daemons_write_them() {
+        assert_eq!(parse_percent("100.0"), Some(Percent::WHOLE));
+        assert_eq!(parse_percent("12.5"), Some(Percent::from_thousandths(12_500)));
+        assert_eq!(parse_percent("30"), Some(Percent::from_thousandths(30_000)));
+        assert_eq!(parse_percent("16.1"), Some(Percent::from_thousandths(16_100)));
+        assert_eq!(
+            parse_percent("Default active thread percentage: 25.0%"),
+            Some(Percent::from_thousandths(25_000))
+        );
+        for bad in ["", "nan", "-1", "101", "1e9", "what?"] {
+            assert_eq!(parse_percent(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_ceiling_is_told_of_every_ordinal_and_lifted_by_0() {
+        let memory = MemoryCeiling::Mebibytes(2730);
+        let ceiling = Ceiling { sm: Percent::from_thousandths(12_500), memory };
+        assert_eq!(
+            limit_commands(None, 2, ceiling),
+            [
+                "set_default_active_thread_percentage 12.5",
+                "set_default_device_pinned_mem_limit 0 2730M",
+                "set_default_device_pinned_mem_limit 1 2730M"
+            ]
+        );
+        assert_eq!(
+            limit_commands(Some(77), 1, Ceiling::NONE),
+            ["set_active_thread_percentage 77 100", "set_device_pinned_mem_limit 77 0 0"]
+        );
+    }
+
+    #[test]
+    fn pids_line_by_line() {
+        assert_eq!(parse_pids("1234\n 77 \n\nServer list:\n-3\n99999999999\n"), [1234, 77]);
+        assert!(parse_pids("").is_empty());
+    }
+
+    #[test]
+    fn a_no_is_heard_although_the_program_exits_zero() {
+        let said = |answer: &str| judge("quit", true, answer, "");
+        assert!(matches!(said("Insufficient privileges"), Err(AskError::Refused { .. })));
+        assert!(matches!(said("Not enough privilege to quit"), Err(AskError::Refused { .. })));
+        assert!(matches!(said("Cannot find MPS control daemon process"), Err(AskError::Gone(_))));
+        assert_eq!(said(" 25.0\n").unwrap(), "25.0");
+        assert_eq!(said("").unwrap(), "");
+        assert!(matches!(judge("x", false, "", ""), Err(AskError::Gone(_))));
+    }
+
+    #[test]
+    fn a_socket_without_a_listener_is_nobody() {
+        use nix::sys::socket::{Backlog, bind, listen};
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control");
+        assert!(!listens(&path));
+        let fd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        bind(fd.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+        assert!(!listens(&path));
+        listen(&fd, Backlog::new(4).unwrap()).unwrap();
+        assert!(listens(&path));
+        drop(fd);
+        assert!(path.exists() && !listens(&path));
+    }
+}

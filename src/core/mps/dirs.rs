@@ -1,0 +1,323 @@
+//! A daemon's directories: `pipe/` and `log/` for itself, `public/` for containers, and their contents.
+
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+
+use nix::libc;
+
+use super::error::io_at;
+use super::{MpsError, ServerKey};
+
+/// What `sun_path` holds beside its NUL: unix(7).
+const LONGEST_SOCKET_PATH: usize = 107;
+
+/// What the control program itself prints, in [`log`].
+pub const OUTPUT: &str = "output.log";
+
+/// A log that has grown past this is moved to `<name>.old`, in bytes.
+const LOG_CAP: u64 = 1 << 20;
+
+/// The daemon's pipe directory: whoever can write its `control_privileged` rules the daemon.
+pub fn pipe(key: &ServerKey, state_dir: &Path) -> PathBuf {
+    key.dir(state_dir).join("pipe")
+}
+
+/// The daemon's logs.
+pub fn log(key: &ServerKey, state_dir: &Path) -> PathBuf {
+    key.dir(state_dir).join("log")
+}
+
+/// Makes what is missing, with the modes that keep clients able to reach `public/` and nothing else.
+///
+/// # Errors
+/// A key that is no plain name, a socket path too long, a directory that cannot be made or is not ours.
+pub fn make(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
+    check_key(key)?;
+    check_length(&pipe(key, state_dir).join("control_privileged"))?;
+    make_one(&state_dir.join("mps"), 0o755)?;
+    make_one(&key.dir(state_dir), 0o755)?;
+    make_one(&key.public(state_dir), 0o755)?;
+    make_one(&pipe(key, state_dir), 0o700)?;
+    make_one(&log(key, state_dir), 0o700)
+}
+
+/// Whether containers, whoever they run as, come by to the daemon: who cannot reach it runs on the whole GPU.
+pub(super) fn is_open(key: &ServerKey, state_dir: &Path) -> bool {
+    let way = [state_dir.join("mps"), key.dir(state_dir), key.public(state_dir)];
+    way.iter().all(|dir| fs::metadata(dir).is_ok_and(|found| found.mode() & 0o005 == 0o005))
+}
+
+/// The key becomes a path: letters, digits and `-` only, as UUIDs and lease ids are.
+pub fn check_key(key: &ServerKey) -> Result<(), MpsError> {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+    if !key.0.is_empty() && key.0.len() <= 80 && !key.0.starts_with('-') && key.0.bytes().all(plain) {
+        return Ok(());
+    }
+    Err(MpsError::BadKey { key: crate::text::safe(&key.0) })
+}
+
+fn check_length(socket: &Path) -> Result<(), MpsError> {
+    let length = socket.as_os_str().as_bytes().len();
+    if length <= LONGEST_SOCKET_PATH {
+        return Ok(());
+    }
+    Err(MpsError::PathTooLong { path: socket.to_owned(), length })
+}
+
+fn make_one(path: &Path, mode: u32) -> Result<(), MpsError> {
+    match DirBuilder::new().mode(mode).create(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+            return Err(io_at("make the directory", path)(error));
+        }
+        _ => {}
+    }
+    let found = fs::symlink_metadata(path).map_err(io_at("look at", path))?;
+    if !found.is_dir() || found.uid() != nix::unistd::geteuid().as_raw() {
+        let error = io::Error::other("it is no directory of this user's: remove it, sublet makes it anew");
+        return Err(io_at("use", path)(error));
+    }
+    if found.mode() & 0o7777 != mode {
+        // A umask took bits away, or somebody changed them: a parent that a client cannot traverse lets it
+        // run beside MPS on the whole GPU without a word.
+        fs::set_permissions(path, Permissions::from_mode(mode)).map_err(io_at("set the mode of", path))?;
+    }
+    Ok(())
+}
+
+/// Puts a hard link of the daemon's `control` into `public/`, in place of one of an earlier daemon.
+///
+/// Running containers have `public/` mounted: they see the new socket under the old name at once.
+pub fn publish(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
+    let public = key.public(state_dir);
+    let control = pipe(key, state_dir).join("control");
+    let link = public.join("control");
+    // Outside `public/`, which containers see.
+    let temporary = key.dir(state_dir).join(".control");
+    remove_if_there(&temporary)?;
+    fs::hard_link(&control, &temporary).map_err(io_at("link", &control))?;
+    fs::rename(&temporary, &link).map_err(io_at("replace", &link))?;
+    // rename(2) of two links to the same file does nothing and leaves both.
+    remove_if_there(&temporary)?;
+    remove_others(&public, "control")
+}
+
+fn remove_others(dir: &Path, keep: &str) -> Result<(), MpsError> {
+    for entry in fs::read_dir(dir).map_err(io_at("read", dir))?.flatten() {
+        if entry.file_name() != keep {
+            remove_if_there(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+fn remove_if_there(path: &Path) -> Result<(), MpsError> {
+    let removed = match fs::symlink_metadata(path) {
+        Ok(found) if found.is_dir() => fs::remove_dir_all(path),
+        Ok(_) => fs::remove_file(path),
+        Err(error) => Err(error),
+    };
+    match removed {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(io_at("remove", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+/// Removes the sockets and fifos that a dead daemon left: they would be taken for a living one's.
+pub fn clear_pipe(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
+    let dir = pipe(key, state_dir);
+    if dir.exists() { remove_others(&dir, "") } else { Ok(()) }
+}
+
+/// After the daemon's end: no socket is left. A lease's own daemon leaves nothing at all; a device's keeps
+/// its log, which tells what happened, and its lock.
+pub fn clear(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
+    if crate::ledger::LeaseId::parse(&key.0).is_some() {
+        return remove_if_there(&key.dir(state_dir));
+    }
+    let public = key.public(state_dir);
+    if public.exists() {
+        remove_others(&public, "")?;
+    }
+    clear_pipe(key, state_dir)
+}
+
+/// Caps each log of the daemon: what is past the cap is kept once as `<name>.old`.
+///
+/// The daemon holds its logs open, so they are copied and truncated, never renamed.
+pub fn cap_logs(key: &ServerKey, state_dir: &Path) {
+    let dir = log(key, state_dir);
+    for name in ["control.log", "server.log", OUTPUT] {
+        if let Err(error) = cap_log(&dir.join(name), LOG_CAP) {
+            tracing::debug!("{}: {error}", dir.join(name).display());
+        }
+    }
+}
+
+fn cap_log(path: &Path, cap: u64) -> io::Result<()> {
+    let mut file = match open_log(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        opened => opened?,
+    };
+    let found = file.metadata()?;
+    // A daemon that does not append leaves a hole when its log is cut: blocks tell what is really there.
+    if !found.is_file() || found.len().min(found.blocks() * 512) <= cap {
+        return Ok(());
+    }
+    file.seek(SeekFrom::Start(found.len().saturating_sub(cap)))?;
+    let mut tail = Vec::new();
+    (&mut file).take(cap).read_to_end(&mut tail)?;
+    let old = path.with_extension("log.old");
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+    options.open(old)?.write_all(&tail)?;
+    file.set_len(0)
+}
+
+fn open_log(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)
+}
+
+/// The last `most` bytes of a log of the daemon; empty where there is none.
+pub fn log_tail(key: &ServerKey, state_dir: &Path, name: &str, most: u64) -> String {
+    log_since(key, state_dir, name, 0, most)
+}
+
+/// What was written to a log behind its first `from` bytes, the last `most` bytes of it.
+pub fn log_since(key: &ServerKey, state_dir: &Path, name: &str, from: u64, most: u64) -> String {
+    let read = || -> io::Result<Vec<u8>> {
+        let mut file = open_log(&log(key, state_dir).join(name))?;
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(most).max(from)))?;
+        let mut tail = Vec::new();
+        file.take(most).read_to_end(&mut tail)?;
+        Ok(tail)
+    };
+    String::from_utf8_lossy(&read().unwrap_or_default()).replace('\0', "")
+}
+
+/// Where the control program's own words go; `None`: nowhere.
+pub fn output(key: &ServerKey, state_dir: &Path) -> Option<File> {
+    let mut options = OpenOptions::new();
+    options.append(true).create(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    options.open(log(key, state_dir).join(OUTPUT)).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    fn key() -> ServerKey {
+        ServerKey("GPU-11111111-2222-3333-4444-555555555555".into())
+    }
+
+    fn mode(path: PathBuf) -> u32 {
+        fs::metadata(path).unwrap().mode() & 0o7777
+    }
+
+    #[test]
+    fn clients_reach_public_and_nothing_else() {
+        let state = tempfile::tempdir().unwrap();
+        let state = state.path();
+        make(&key(), state).unwrap();
+        let dir = state.join("mps/GPU-11111111-2222-3333-4444-555555555555");
+        fs::set_permissions(dir.join("pipe"), Permissions::from_mode(0o777)).unwrap();
+        fs::set_permissions(dir.join("public"), Permissions::from_mode(0o700)).unwrap();
+        make(&key(), state).unwrap();
+        assert_eq!(mode(state.join("mps")), 0o755);
+        assert_eq!(mode(dir.clone()), 0o755);
+        assert_eq!(mode(dir.join("public")), 0o755);
+        assert_eq!(mode(dir.join("pipe")), 0o700);
+        assert_eq!(mode(dir.join("log")), 0o700);
+    }
+
+    #[test]
+    fn a_symbolic_link_in_place_of_a_directory_is_not_followed() {
+        let (state, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        std::os::unix::fs::symlink(elsewhere.path(), state.path().join("mps")).unwrap();
+        let error = make(&key(), state.path()).unwrap_err().to_string();
+        assert!(error.contains("no directory of this user's"), "{error}");
+        assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn keys_that_would_be_paths_are_refused() {
+        for bad in ["", "..", ".", "a/b", "-x", "a b", "GPU-1\n"] {
+            assert!(check_key(&ServerKey(bad.into())).is_err(), "{bad:?}");
+        }
+        assert!(check_key(&ServerKey("00f1e2d3c4b5a697".into())).is_ok());
+    }
+
+    #[test]
+    fn a_socket_path_holds_107_bytes() {
+        let path = |length: usize| PathBuf::from(format!("/{}", "x".repeat(length - 1)));
+        assert!(check_length(&path(107)).is_ok());
+        let error = check_length(&path(108)).unwrap_err().to_string();
+        assert!(error.contains("108 bytes") && error.contains("state_dir"), "{error}");
+    }
+
+    #[test]
+    fn a_new_daemons_socket_takes_the_old_ones_name() {
+        let state = tempfile::tempdir().unwrap();
+        let state = state.path();
+        make(&key(), state).unwrap();
+        let control = pipe(&key(), state).join("control");
+        let link = key().public(state).join("control");
+        let inode = |path: &Path| fs::symlink_metadata(path).unwrap().ino();
+        let old = UnixListener::bind(&control).unwrap();
+        publish(&key(), state).unwrap();
+        assert_eq!(inode(&control), inode(&link));
+        // Again, with both names for the same socket already.
+        publish(&key(), state).unwrap();
+        clear_pipe(&key(), state).unwrap();
+        assert!(!control.exists() && link.exists());
+        drop(old);
+        let _new = UnixListener::bind(&control).unwrap();
+        fs::write(key().public(state).join("stray"), "").unwrap();
+        publish(&key(), state).unwrap();
+        assert_eq!(inode(&control), inode(&link));
+        let names = |dir: PathBuf| {
+            fs::read_dir(dir)
+                .unwrap()
+                .map(|e| e.unwrap().file_name().into_string().unwrap())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(names(key().public(state)), ["control"]);
+        assert!(!names(key().dir(state)).contains(&".control".to_owned()));
+    }
+
+    #[test]
+    fn a_long_log_is_cut_and_its_end_kept_once() {
+        let state = tempfile::tempdir().unwrap();
+        let path = state.path().join("control.log");
+        let mut held = OpenOptions::new().append(true).create(true).open(&path).unwrap();
+        held.write_all(&vec![b'a'; 40_000]).unwrap();
+        held.write_all(b"the end").unwrap();
+        cap_log(&path, 20_000).unwrap();
+        let old = fs::read(state.path().join("control.log.old")).unwrap();
+        assert_eq!((old.len(), &old[old.len() - 7..]), (20_000, &b"the end"[..]));
+        assert_eq!(fs::metadata(&path).unwrap().len(), 0);
+        held.write_all(b"more").unwrap();
+        cap_log(&path, 20_000).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"more");
+    }
+
+    #[test]
+    fn a_leases_own_daemon_leaves_nothing() {
+        let state = tempfile::tempdir().unwrap();
+        let own = ServerKey("00f1e2d3c4b5a697".into());
+        for key in [&own, &key()] {
+            make(key, state.path()).unwrap();
+            fs::write(key.public(state.path()).join("control"), "").unwrap();
+            fs::write(pipe(key, state.path()).join("log"), "").unwrap();
+            clear(key, state.path()).unwrap();
+        }
+        assert!(!own.dir(state.path()).exists());
+        assert_eq!(fs::read_dir(key().public(state.path())).unwrap().count(), 0);
+        assert_eq!(fs::read_dir(pipe(&key(), state.path())).unwrap().count(), 0);
+    }
+}

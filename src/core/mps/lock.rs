@@ -1,0 +1,97 @@
+//! The daemon's own lock, `mps/<key>/lock`: held by whoever starts, adjusts or stops the daemon.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::Path;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use nix::libc;
+
+use super::error::io_at;
+use super::{MpsError, ServerKey, dirs};
+
+/// Held until dropped. No other program inherits it: the descriptor is close-on-exec.
+pub struct DaemonLock {
+    _file: Flock<File>,
+}
+
+impl DaemonLock {
+    /// Waits for the lock of `key`, at most `limit`; its directories are made if need be.
+    ///
+    /// # Errors
+    /// [`MpsError::Busy`] when it is not to be had in time.
+    pub fn take(key: &ServerKey, state_dir: &Path, limit: Duration) -> Result<Self, MpsError> {
+        let deadline = Instant::now() + limit;
+        loop {
+            if let Some(lock) = Self::try_take(key, state_dir)? {
+                return Ok(lock);
+            }
+            if Instant::now() >= deadline {
+                return Err(MpsError::Busy { key: key.to_string(), seconds: limit.as_secs() });
+            }
+            sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// The lock of `key`, or `None` while somebody else has it.
+    pub fn try_take(key: &ServerKey, state_dir: &Path) -> Result<Option<Self>, MpsError> {
+        dirs::make(key, state_dir)?;
+        let path = key.dir(state_dir).join("lock");
+        match lock_now(&path) {
+            Ok(file) => Ok(file.map(|file| Self { _file: file })),
+            // A stop removed the directory of a dedicated daemon in this moment: the next round makes it.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(io_at("lock", &path)(error)),
+        }
+    }
+}
+
+fn lock_now(path: &Path) -> io::Result<Option<Flock<File>>> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC).open(path)?;
+    let held = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(held) => held,
+        Err((_, Errno::EWOULDBLOCK | Errno::EINTR)) => return Ok(None),
+        Err((_, error)) => return Err(error.into()),
+    };
+    // The last holder may have removed the file: a lock on what is no longer there holds nobody off.
+    let (ours, there) = (held.metadata()?, std::fs::symlink_metadata(path)?);
+    Ok((ours.ino() == there.ino() && ours.dev() == there.dev()).then_some(held))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key() -> ServerKey {
+        ServerKey("GPU-11111111-2222-3333-4444-555555555555".into())
+    }
+
+    #[test]
+    fn one_holder_at_a_time_and_a_limit_on_waiting() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = DaemonLock::take(&key(), dir.path(), Duration::from_secs(1)).unwrap();
+        assert!(DaemonLock::try_take(&key(), dir.path()).unwrap().is_none());
+        let begun = Instant::now();
+        let refused = DaemonLock::take(&key(), dir.path(), Duration::from_millis(60));
+        assert!(matches!(refused, Err(MpsError::Busy { .. })));
+        assert!(begun.elapsed() < Duration::from_secs(2));
+        drop(held);
+        assert!(DaemonLock::try_take(&key(), dir.path()).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_lock_on_a_removed_file_is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = DaemonLock::take(&key(), dir.path(), Duration::ZERO).unwrap();
+        std::fs::remove_file(key().dir(dir.path()).join("lock")).unwrap();
+        let second = DaemonLock::try_take(&key(), dir.path()).unwrap();
+        assert!(second.is_some(), "the new file is another lock");
+        drop(held);
+    }
+}

@@ -1,0 +1,179 @@
+//! What the ledger says of a daemon, and changing it; the ceiling that its leases want.
+
+use super::control::{AskError, Control};
+use super::lock::DaemonLock;
+use super::{MpsError, ServerKey};
+use crate::config::Config;
+use crate::inventory::{self, Device};
+use crate::ledger::{Ledger, Server, ServerState, Store};
+use crate::process::epoch_seconds;
+
+/// A real answer older than this proves nothing any more, in seconds.
+const TRUSTED: u64 = 30;
+
+/// Whether an answer of `answered_at` still counts. One from the future does not: the clock was set back.
+pub(super) fn is_recent(answered_at: u64, now: u64) -> bool {
+    answered_at <= now && now - answered_at <= TRUSTED
+}
+
+pub fn server<'a>(ledger: &'a Ledger, key: &ServerKey) -> Option<&'a Server> {
+    ledger.servers.iter().find(|server| server.key == *key)
+}
+
+/// The daemon of `server` is that very process still.
+pub fn is_alive(server: &Server) -> bool {
+    server.daemon.is_some_and(|daemon| daemon.is_alive())
+}
+
+/// Changes the ledger; leases that were found gone meanwhile leave idle servers for [`super::settle`].
+pub fn change<T>(
+    store: &Store,
+    change: impl FnOnce(&mut Ledger) -> Result<T, MpsError>,
+) -> Result<T, MpsError> {
+    let (changed, freed) = store.update(change)?;
+    for lease in freed {
+        tracing::debug!("lease {} was found gone", lease.id);
+    }
+    changed
+}
+
+/// Changes the record of `key`, where there is one.
+pub fn note(store: &Store, key: &ServerKey, what: impl FnOnce(&mut Server)) -> Result<(), MpsError> {
+    change(store, |ledger| {
+        if let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) {
+            what(server);
+        }
+        Ok(())
+    })
+}
+
+/// Records that the daemon gave a real answer just now. That ends no change of its ceiling ([`adjust`]).
+pub fn note_answer(store: &Store, server: &Server) -> Result<(), MpsError> {
+    let daemon = server.daemon;
+    note(store, &server.key, |server| {
+        if server.daemon == daemon {
+            server.state = ServerState::Serving;
+            if server.answered_at != 0 {
+                server.answered_at = epoch_seconds();
+            }
+        }
+    })
+}
+
+/// What a failed question means: a silent daemon is recorded as in fault and named to the user.
+pub fn note_failure(store: &Store, server: &Server, error: AskError) -> MpsError {
+    if matches!(error, AskError::Silent) {
+        if let Err(error) = note(store, &server.key, |server| server.state = ServerState::Fault) {
+            return error;
+        }
+        return MpsError::Silent {
+            device: server.devices.join(", "),
+            key: server.key.to_string(),
+            pid: server.daemon.map_or(0, |daemon| daemon.pid),
+        };
+    }
+    refused(&server.key, error)
+}
+
+/// A failed question of a daemon that should have answered.
+pub fn refused(key: &ServerKey, error: AskError) -> MpsError {
+    match error {
+        AskError::Refused { command, answer } => MpsError::Refused { key: key.to_string(), command, answer },
+        AskError::Program(source) => {
+            MpsError::Io { what: "cannot run nvidia-cuda-mps-control".into(), source }
+        }
+        other => MpsError::Refused {
+            key: key.to_string(),
+            command: "get_server_list".into(),
+            answer: other.to_string(),
+        },
+    }
+}
+
+/// Brings the ceiling in force to what the leases want now. The caller holds the daemon's lock.
+///
+/// The record never says more than is in force: it is lowered before the daemon is told and raised after,
+/// so a lease that is taken meanwhile and needs more sees that, and waits for the lock. An `answered_at` of
+/// 0 says that this was begun: after a crash whoever needs the daemon next does it again.
+pub fn adjust(_held: &DaemonLock, key: &ServerKey, store: &Store, config: &Config) -> Result<(), MpsError> {
+    let begun = change(store, |ledger| {
+        let Some(wanted) = ledger.wanted_ceiling(key) else { return Ok(None) };
+        let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) else {
+            return Ok(None);
+        };
+        if server.ceiling == wanted && server.answered_at != 0 && server.state == ServerState::Serving {
+            return Ok(None);
+        }
+        server.ceiling = server.ceiling.and(wanted);
+        server.answered_at = 0;
+        let server = server.clone();
+        Ok(Some((wanted, ledger.devices_of(key), server)))
+    })?;
+    let Some((wanted, devices, server)) = begun else { return Ok(()) };
+    let control = Control::new(key, config)?;
+    let known = inventory::load(config)?;
+    let old = server.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
+    // GPUs before Volta know no ceiling and refuse to hear of one.
+    let set = if old { control.ceiling().map(drop) } else { control.set_ceiling(wanted, devices) };
+    set.map_err(|error| note_failure(store, &server, error))?;
+    note(store, key, |server| {
+        server.ceiling = wanted;
+        server.answered_at = epoch_seconds();
+        server.state = ServerState::Serving;
+    })
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::ledger::{Container, Lease, LeaseId, LeaseState};
+    use crate::process::Process;
+    use crate::request::{Isolation, Mode, Percent, Priority};
+
+    pub(in crate::mps) fn lease(id: &str, key: &str, sm: Option<u32>) -> Lease {
+        Lease {
+            id: LeaseId::parse(id).unwrap(),
+            container: Container {
+                uid: 0,
+                id: format!("c-{id}"),
+                bundle: PathBuf::from("/b"),
+                rootfs: PathBuf::from("/b/rootfs"),
+                record: PathBuf::from("/r"),
+            },
+            devices: vec!["GPU-1".into()],
+            mode: Mode::Mps,
+            isolation: Isolation::Shared,
+            server: Some(ServerKey(key.into())),
+            sm: sm.map(Percent::from_thousandths),
+            memory_bytes: None,
+            processes: 1,
+            priority: Priority::Normal,
+            guard: None,
+            state: LeaseState::Active,
+            owner: Process { pid: 1, start_time: 1 },
+            init: None,
+            bind_by: None,
+            since: 0,
+            mount_points: Vec::new(),
+            volumes: Vec::new(),
+            library_dir: None,
+            brokered: false,
+            parts: Vec::new(),
+        }
+    }
+
+    pub(in crate::mps) fn ledger(leases: Vec<Lease>) -> Ledger {
+        Ledger { leases, ..Ledger::empty("") }
+    }
+
+    #[test]
+    fn an_answer_counts_for_thirty_seconds() {
+        assert!(is_recent(1000, 1000));
+        assert!(is_recent(1000, 1030));
+        assert!(!is_recent(1000, 1031));
+        assert!(!is_recent(1000, 999), "the clock went back");
+        assert!(!is_recent(0, 1_700_000_000));
+    }
+}

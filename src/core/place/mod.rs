@@ -1,0 +1,260 @@
+//! Which device serves a request: [`Request`], [`Inventory`] and [`Ledger`] in, [`Placement`] out. Pure.
+
+mod account;
+mod fit;
+#[cfg(any(test, feature = "fixtures"))]
+pub mod fixture;
+#[cfg(test)]
+mod mig_tests;
+mod order;
+mod refusal;
+mod select;
+#[cfg(test)]
+pub mod tests;
+
+use std::collections::BTreeSet;
+
+use fit::{Fit, Misfit, World};
+
+use crate::config::Config;
+use crate::inventory::{Device, Inventory};
+use crate::ledger::{LeaseId, LeasedPart, Ledger};
+use crate::mps::ServerKey;
+use crate::request::{Devices, Guarding, Isolation, Memory, MigCap, Mode, Percent, Priority, Request};
+
+pub use account::{Account, account};
+pub use fit::client_limit;
+pub use order::{Most, Order, Site, Size};
+pub use refusal::Refusal;
+pub use select::{named, only, rule, wants_mig};
+
+/// Where a request finds its place.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Placement {
+    /// Device UUIDs in the order the container sees them.
+    pub devices: Vec<String>,
+    /// Those of them that are MIG devices.
+    pub parts: Vec<LeasedPart>,
+    /// The mode in force.
+    pub mode: Mode,
+    /// Shared or dedicated.
+    pub isolation: Isolation,
+    /// The MPS server it needs: mode mps, or time-slice with memory.
+    pub server: Option<ServerKey>,
+    /// SM ceiling of the whole container.
+    pub sm: Option<Percent>,
+    /// Memory of the whole container on each device, in bytes (whole MiB).
+    pub memory_bytes: Option<u64>,
+    /// CUDA processes expected at once.
+    pub processes: u32,
+    /// MPS client priority.
+    pub priority: Priority,
+    /// What the guard does about its processes, where that is not for `[guard]` alone to say.
+    pub guard: Option<Guarding>,
+    /// What it may see or change of all MIG instances, beside its own.
+    pub mig_caps: Vec<MigCap>,
+    /// Memory was so near to what NVML last reported free that a refresh should come first.
+    pub refresh_first: bool,
+    /// One line each, for whoever starts the container.
+    pub warnings: Vec<String>,
+}
+
+/// Finds `request` a place. `id` is the lease id that it will have (it names a dedicated server).
+///
+/// # Errors
+/// [`Refusal`]: what was asked, what each device has left, who holds it, what would fit now.
+pub fn place(
+    request: &Request,
+    id: &LeaseId,
+    inventory: &Inventory,
+    ledger: &Ledger,
+    config: &Config,
+) -> Result<Placement, Box<Refusal>> {
+    if let Some(cap) = request.mig_caps.iter().find(|cap| inventory.driver.mig_cap(**cap).is_none()) {
+        let why =
+            format!("the driver tells of no MIG capability `{}`: leave out sublet.mig-caps", cap.as_str());
+        return Err(Box::new(Refusal::never(request, &why)));
+    }
+    let slots = select::slots(request, inventory, config).map_err(|why| {
+        Box::new(Refusal { refresh_first: wants_mig(request), ..Refusal::never(request, &why) })
+    })?;
+    let world = World { inventory, ledger, config };
+    let mut verdicts = Vec::new();
+    for smallest in smallest(request, &slots, inventory) {
+        let alike = smallest.map(|bytes| alike(request, bytes));
+        verdicts = judge(alike.as_ref().unwrap_or(request), id, &slots, smallest, world);
+        let memory = |index: &usize| inventory.devices[*index].memory_bytes;
+        match choose(&slots, &verdicts, smallest, world) {
+            // Of larger ones alone the percentage is more, and that they did not have.
+            Some((devices, _)) if smallest.is_some() && devices.iter().map(memory).min() != smallest => {}
+            Some((devices, fits)) => return Ok(placement(request, inventory, devices, &fits)),
+            None => {}
+        }
+    }
+    Err(Box::new(refuse(request, &slots, &verdicts, world)))
+}
+
+/// Which memory the smallest of the devices may have that are taken together, the largest first. A percentage is of
+/// it, for all of them have one amount; else it does not matter.
+fn smallest(request: &Request, slots: &[Vec<usize>], inventory: &Inventory) -> Vec<Option<u64>> {
+    if slots.len() < 2 || wants_mig(request) || !matches!(request.memory, Some(Memory::Share(_))) {
+        return vec![None];
+    }
+    let sizes = slots.iter().flatten().filter_map(|index| inventory.devices.get(*index));
+    let sizes: BTreeSet<u64> = sizes.map(|device| device.memory_bytes).collect();
+    sizes.into_iter().rev().map(Some).collect()
+}
+
+/// `request` with its percentage of a device with `smallest` bytes as an amount.
+fn alike(request: &Request, smallest: u64) -> Request {
+    let memory = request.memory.map(|memory| Memory::Bytes(memory.on(smallest)));
+    Request { memory, ..request.clone() }
+}
+
+/// What `request` comes to on each device that it may have: those with at least `smallest` bytes, where that is
+/// given.
+fn judge(
+    request: &Request,
+    id: &LeaseId,
+    slots: &[Vec<usize>],
+    smallest: Option<u64>,
+    world: World<'_>,
+) -> Vec<Option<Result<Fit, Misfit>>> {
+    let several = slots.len() > 1;
+    let verdict = |(index, device): (usize, &Device)| {
+        let large_enough = smallest.is_none_or(|smallest| device.memory_bytes >= smallest);
+        let wanted = large_enough && slots.iter().any(|slot| slot.contains(&index));
+        wanted.then(|| fit::fit(request, id, device, several, world))
+    };
+    (0..).zip(&world.inventory.devices).map(verdict).collect()
+}
+
+/// What `request` would come to on one MIG device that is not there yet, as far as it says: what hangs on the size
+/// of that is in [`Size::within`].
+#[must_use]
+pub fn expected(request: &Request) -> Placement {
+    let mode = request.mode.unwrap_or(Mode::Mig);
+    let memory = request.memory.filter(|_| mode != Mode::Mig).map(|memory| memory.on(0));
+    Placement {
+        devices: vec![String::new()],
+        parts: Vec::new(),
+        mode,
+        isolation: request.isolation,
+        server: None,
+        sm: request.sm,
+        memory_bytes: memory,
+        processes: request.processes.get(),
+        priority: request.priority,
+        guard: request.guard,
+        mig_caps: request.mig_caps.clone(),
+        refresh_first: false,
+        warnings: Vec::new(),
+    }
+}
+
+/// The best devices for all slots, all in one mode: indices, and what the request comes to on each. One with
+/// `smallest` bytes is among them, where it can be: the amount is a percentage of that.
+fn choose<'a>(
+    slots: &[Vec<usize>],
+    verdicts: &'a [Option<Result<Fit, Misfit>>],
+    smallest: Option<u64>,
+    world: World<'_>,
+) -> Option<(Vec<usize>, Vec<&'a Fit>)> {
+    let fit_of = |index: usize| verdicts[index].as_ref().and_then(|verdict| verdict.as_ref().ok());
+    let mut fits: Vec<(usize, &Fit)> =
+        (0..verdicts.len()).filter_map(|index| Some((index, fit_of(index)?))).collect();
+    let larger =
+        |index: usize| smallest.is_some_and(|bytes| world.inventory.devices[index].memory_bytes > bytes);
+    fits.sort_by_key(|(index, fit)| (larger(*index), fit.rank(world.config.placement.policy)));
+    if slots.len() > 1 {
+        one_of_each_instance(&mut fits, world.inventory);
+    }
+    fits.iter().find_map(|(_, best)| {
+        let ranked: Vec<usize> =
+            fits.iter().filter(|(_, fit)| fit.mode == best.mode).map(|(index, _)| *index).collect();
+        let devices = select::assign(slots, &ranked)?;
+        let chosen = devices.iter().filter_map(|index| fit_of(*index)).collect();
+        Some((devices, chosen))
+    })
+}
+
+/// A process sees one compute instance of each GPU instance (MIG User Guide, "CUDA visible devices").
+fn one_of_each_instance(fits: &mut Vec<(usize, &Fit)>, inventory: &Inventory) {
+    let mut seen = Vec::new();
+    fits.retain(|(index, _)| {
+        let device = &inventory.devices[*index];
+        let Some(part) = &device.part else { return true };
+        let instance = (device.gpu(), part.gi);
+        let first = !seen.contains(&instance);
+        seen.push(instance);
+        first
+    });
+}
+
+/// What a lease keeps of the MIG devices among those chosen.
+fn parts(inventory: &Inventory, devices: &[usize]) -> Vec<LeasedPart> {
+    let leased = |index: &usize| {
+        let device = &inventory.devices[*index];
+        let part = device.part.as_ref()?;
+        Some(LeasedPart {
+            uuid: device.uuid.clone(),
+            gpu: part.gpu.clone(),
+            gi: part.gi,
+            ci: part.ci,
+            placement: part.placement,
+            sm: part.gpu_sm_count.zip(device.sm_count).map(|(all, own)| Percent::of_all(own, all)),
+            memory_bytes: Some(device.part_of(device.memory_bytes)),
+        })
+    };
+    devices.iter().filter_map(leased).collect()
+}
+
+fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, fits: &[&Fit]) -> Placement {
+    if matches!(request.devices, Devices::Any(_)) {
+        devices.sort_unstable();
+    }
+    let first = fits.first();
+    let mode = first.map_or(request.default_mode, |fit| fit.mode);
+    Placement {
+        parts: parts(inventory, &devices),
+        devices: devices.iter().map(|index| inventory.devices[*index].uuid.clone()).collect(),
+        mode,
+        isolation: first.map_or(request.isolation, |fit| fit.isolation),
+        server: first.and_then(|fit| fit.server.clone()),
+        // With mode mig it said which device to take, and limits nobody on it.
+        sm: request.sm.filter(|_| mode != Mode::Mig),
+        memory_bytes: first.and_then(|fit| fit.memory_bytes),
+        processes: request.processes.get(),
+        priority: request.priority,
+        guard: request.guard,
+        mig_caps: request.mig_caps.clone(),
+        refresh_first: fits.iter().any(|fit| fit.refresh_first),
+        warnings: Vec::new(),
+    }
+}
+
+/// Waiting helps if there would be a place as soon as all that is temporary has passed.
+fn refuse(
+    request: &Request,
+    slots: &[Vec<usize>],
+    verdicts: &[Option<Result<Fit, Misfit>>],
+    world: World<'_>,
+) -> Refusal {
+    let devices = &world.inventory.devices;
+    let (mut misfits, mut in_time): (Vec<(&Device, &Misfit)>, Vec<usize>) = (Vec::new(), Vec::new());
+    for (index, verdict) in verdicts.iter().enumerate() {
+        match verdict {
+            Some(Err(misfit)) => {
+                misfits.push((&devices[index], misfit));
+                in_time.extend(misfit.temporary.then_some(index));
+            }
+            Some(Ok(_)) => in_time.push(index),
+            None => {}
+        }
+    }
+    if misfits.is_empty() {
+        return Refusal::never(request, "the devices' modes differ ([[device]] use): name sublet.mode");
+    }
+    let temporary = select::assign(slots, &in_time).is_some();
+    Refusal::of(request, &misfits, temporary, world.ledger, world.config)
+}

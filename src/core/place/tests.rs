@@ -1,0 +1,609 @@
+//! Tests of the whole of `place`, with values written out, and of the accounts under random orders.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroU32;
+
+use proptest::prelude::*;
+
+use super::fixture::{GIB, device, host, process, request};
+use super::*;
+use crate::config::{DeviceRule, Policy};
+use crate::inventory::{ComputeMode, Virtualization};
+use crate::ledger::fixture::lease;
+use crate::ledger::{ChangedComputeMode, Lease};
+use crate::request::{Memory, Selector};
+
+type Change = fn(&mut Inventory);
+
+pub fn id() -> LeaseId {
+    LeaseId::parse("00000000000000ff").unwrap()
+}
+
+fn percent(thousandths: u32) -> Percent {
+    Percent::from_thousandths(thousandths)
+}
+
+pub fn ledger(leases: Vec<Lease>) -> Ledger {
+    Ledger { leases, ..Ledger::empty("boot") }
+}
+
+fn mps(sm: u32, gib: u64) -> Request {
+    Request { sm: Some(percent(sm)), memory: Some(Memory::Bytes(gib * GIB)), ..request(Mode::Mps) }
+}
+
+fn leased(n: u64, gpu: &str, sm: u32, gib: u64) -> Lease {
+    Lease {
+        mode: Mode::Mps,
+        server: Some(ServerKey(gpu.into())),
+        sm: Some(percent(sm)),
+        memory_bytes: Some(gib * GIB),
+        ..lease(n, gpu)
+    }
+}
+
+fn placed(request: &Request, inventory: &Inventory, ledger: &Ledger) -> Result<Placement, Box<Refusal>> {
+    place(request, &id(), inventory, ledger, &Config::default())
+}
+
+fn refused(request: &Request, inventory: &Inventory, ledger: &Ledger) -> Refusal {
+    *placed(request, inventory, ledger).unwrap_err()
+}
+
+fn rule(matches: &str, fixed_use: Mode) -> Config {
+    let rule =
+        DeviceRule { matches: matches.into(), name: None, fixed_use: Some(fixed_use), time_slice: None };
+    Config { device: vec![rule], ..Config::default() }
+}
+
+#[test]
+fn a_shared_share_is_served_by_the_devices_server() {
+    let placement = placed(&mps(25_000, 8), &host(vec![device(0)]), &ledger(vec![])).unwrap();
+    let expected = Placement {
+        devices: vec!["GPU-0".into()],
+        parts: vec![],
+        mode: Mode::Mps,
+        isolation: Isolation::Shared,
+        server: Some(ServerKey("GPU-0".into())),
+        sm: Some(percent(25_000)),
+        memory_bytes: Some(8_589_934_592),
+        processes: 1,
+        priority: Priority::Normal,
+        guard: None,
+        mig_caps: vec![],
+        refresh_first: false,
+        warnings: vec![],
+    };
+    assert_eq!(placement, expected);
+}
+
+#[test]
+fn time_slice_with_memory_gets_a_server_of_its_own_and_without_none() {
+    let host = host(vec![device(0)]);
+    let plain = placed(&request(Mode::TimeSlice), &host, &ledger(vec![])).unwrap();
+    assert_eq!((plain.server, plain.isolation), (None, Isolation::Shared));
+    let limited = Request { memory: Some(Memory::Share(percent(25_000))), ..request(Mode::TimeSlice) };
+    let limited = placed(&limited, &host, &ledger(vec![])).unwrap();
+    assert_eq!(limited.server, Some(ServerKey("00000000000000ff".into())));
+    assert_eq!(limited.isolation, Isolation::Dedicated);
+    assert_eq!(limited.memory_bytes, Some(25 * GIB));
+}
+
+#[test]
+fn the_mode_is_the_requests_or_the_devices_or_the_default() {
+    let host = host(vec![device(0)]);
+    let mode = |request: &Request, config: &Config| place(request, &id(), &host, &ledger(vec![]), config);
+    let open = Request { mode: None, ..request(Mode::Mps) };
+    assert_eq!(mode(&open, &Config::default()).unwrap().mode, Mode::TimeSlice);
+    assert_eq!(mode(&open, &rule("0", Mode::Exclusive)).unwrap().mode, Mode::Exclusive);
+    assert_eq!(mode(&request(Mode::Mps), &rule("GPU-0", Mode::Mps)).unwrap().mode, Mode::Mps);
+    let kept = mode(&request(Mode::Mps), &rule("all", Mode::TimeSlice)).unwrap_err();
+    assert_eq!(
+        kept.message,
+        "no place for mps on any GPU: GPU 0 (NVIDIA H200) is kept for time-slice by [[device]] use"
+    );
+    assert!(!kept.temporary);
+    let dedicated = Request { isolation: Isolation::Dedicated, ..request(Mode::Mps) };
+    assert!(mode(&dedicated, &rule("all", Mode::TimeSlice)).is_ok(), "dedicated servers take turns");
+    assert!(mode(&dedicated, &rule("all", Mode::Mps)).is_err());
+    let with_memory = Request { memory: Some(Memory::Bytes(GIB)), ..open };
+    assert!(mode(&with_memory, &rule("all", Mode::Exclusive)).unwrap_err().message.contains("leave out"));
+}
+
+#[test]
+fn a_refusal_says_what_is_left_who_holds_it_and_what_would_fit() {
+    let mut holder = leased(1, "GPU-0", 60_000, 16);
+    holder.container.id = "3f2a9c1b2d4e5f60718293a4b5c6d7e8".into();
+    let refusal = refused(&mps(50_000, 8), &host(vec![device(0)]), &ledger(vec![holder]));
+    assert_eq!(
+        refusal.message,
+        "no place for mps, 50 % SM, 8 GiB on any GPU: GPU 0 (NVIDIA H200) has 40 % SM left \
+         [left: 40 % SM, 85438 MiB; held by 3f2a9c1b2d4e (mps, 60 % SM, 16 GiB)]; would fit now: \
+         mps with at most 40 % SM and 85438 MiB on GPU 0; sublet.wait=60s waits for a place"
+    );
+    assert!(refusal.temporary);
+    assert!(!refusal.refresh_first);
+}
+
+#[test]
+fn shares_fit_to_the_last_thousandth_and_byte() {
+    let host = host(vec![device(0)]);
+    let full = ledger(vec![leased(1, "GPU-0", 75_000, 50)]);
+    // 100 GiB less 512 MiB, 50 GiB and the server's 66 MiB.
+    let wants = |sm, mib: u64| Request { memory: Some(Memory::Bytes(mib << 20)), ..mps(sm, 0) };
+    // NVML has 512 MiB more, which is within 10 %.
+    assert!(placed(&wants(25_000, 50_622), &host, &full).unwrap().refresh_first);
+    assert!(placed(&wants(25_000, 50_623), &host, &full).is_err());
+    assert!(placed(&wants(25_001, 8192), &host, &full).is_err());
+}
+
+#[test]
+fn one_use_at_a_time() {
+    let host = host(vec![device(0)]);
+    let whole = Lease { mode: Mode::Exclusive, ..lease(1, "GPU-0") };
+    for (wanted, held) in [
+        (request(Mode::TimeSlice), leased(1, "GPU-0", 1000, 1)),
+        (request(Mode::Exclusive), leased(1, "GPU-0", 1000, 1)),
+        (request(Mode::Mps), lease(1, "GPU-0")),
+        (Request { isolation: Isolation::Dedicated, ..request(Mode::Mps) }, leased(1, "GPU-0", 1000, 1)),
+        (request(Mode::TimeSlice), whole.clone()),
+        (request(Mode::Exclusive), whole),
+    ] {
+        let refusal = refused(&wanted, &host, &ledger(vec![held.clone()]));
+        assert!(refusal.temporary, "{wanted:?} beside {held:?}");
+        assert!(refusal.message.contains("is used as") || refusal.message.contains("is taken whole"));
+    }
+}
+
+#[test]
+fn turns_are_counted_dedicated_servers_too() {
+    let host = host(vec![device(0)]);
+    let mut leases: Vec<Lease> = (1..=7).map(|n| lease(n, "GPU-0")).collect();
+    leases.push(Lease { isolation: Isolation::Dedicated, ..leased(8, "GPU-0", 50_000, 1) });
+    let refusal = refused(&request(Mode::TimeSlice), &host, &ledger(leases.clone()));
+    assert!(refusal.message.contains("8 containers taking turns"), "{}", refusal.message);
+    leases.pop();
+    assert!(placed(&request(Mode::TimeSlice), &host, &ledger(leases)).is_ok());
+}
+
+#[test]
+fn clients_stay_within_the_drivers_limit() {
+    let many = |n: u32| Request { processes: NonZeroU32::new(n).unwrap(), ..request(Mode::Mps) };
+    let held = ledger(vec![Lease { processes: 40, ..leased(1, "GPU-0", 1000, 1) }]);
+    let mut host = host(vec![device(0)]);
+    assert!(placed(&many(8), &host, &held).is_ok());
+    assert!(refused(&many(9), &host, &held).message.contains("has 8 of 48 MPS clients left"));
+    assert!(!refused(&many(49), &host, &ledger(vec![])).temporary);
+    host.driver.cuda = (13, 1);
+    assert!(placed(&many(20), &host, &held).is_ok());
+    assert!(placed(&many(21), &host, &held).is_err());
+    host.devices[0].compute_capability = (6, 1);
+    assert!(placed(&many(16), &host, &ledger(vec![])).is_ok());
+    assert!(refused(&many(17), &host, &ledger(vec![])).message.contains("at most 16"));
+}
+
+#[test]
+fn what_nvml_reported_binds_and_asks_for_a_refresh() {
+    let mut host = host(vec![device(0)]);
+    host.devices[0].memory_free_bytes = 10 * GIB;
+    let refusal = refused(&mps(25_000, 10), &host, &ledger(vec![]));
+    assert!(refusal.refresh_first && refusal.temporary, "{refusal:?}");
+    assert!(placed(&mps(25_000, 9), &host, &ledger(vec![])).unwrap().refresh_first);
+    assert!(!placed(&mps(25_000, 8), &host, &ledger(vec![])).unwrap().refresh_first);
+}
+
+#[test]
+fn compute_modes() {
+    let in_mode = |mode| host(vec![crate::inventory::Device { compute_mode: mode, ..device(0) }]);
+    let empty = ledger(vec![]);
+    let exclusive = in_mode(ComputeMode::ExclusiveProcess);
+    for ok in [Mode::Mps, Mode::Exclusive] {
+        assert!(placed(&request(ok), &exclusive, &empty).is_ok());
+    }
+    let refusal = refused(&request(Mode::TimeSlice), &exclusive, &empty);
+    assert_eq!(
+        refusal.message,
+        "no place for time-slice on any GPU: GPU 0 (NVIDIA H200) has compute mode EXCLUSIVE_PROCESS: \
+         `nvidia-smi -i GPU-0 -c DEFAULT` opens it"
+    );
+    let dedicated = Request { isolation: Isolation::Dedicated, ..request(Mode::Mps) };
+    assert!(placed(&dedicated, &exclusive, &empty).is_err());
+    let ours = ChangedComputeMode { device: "GPU-0".into(), found: ComputeMode::Default };
+    let ours = Ledger { compute_modes: vec![ours], ..Ledger::empty("boot") };
+    assert!(placed(&request(Mode::TimeSlice), &exclusive, &ours).is_ok(), "we changed it ourselves");
+    for mode in [Mode::Mps, Mode::Exclusive, Mode::TimeSlice] {
+        assert!(placed(&request(mode), &in_mode(ComputeMode::Prohibited), &empty).is_err());
+    }
+}
+
+#[test]
+fn exclusive_names_the_process_that_is_in_the_way() {
+    let mut host = host(vec![device(0)]);
+    host.devices[0].processes = vec![process(4242, 0, GIB)];
+    let refusal = refused(&request(Mode::Exclusive), &host, &ledger(vec![]));
+    assert!(refusal.message.contains("process 4242 (python3) has a context there"), "{}", refusal.message);
+    assert!(refusal.temporary && refusal.refresh_first);
+    assert!(placed(&request(Mode::TimeSlice), &host, &ledger(vec![])).is_ok());
+}
+
+#[test]
+fn what_the_driver_or_the_hardware_cannot_do_is_never_temporary() {
+    let limited = mps(25_000, 8);
+    let low = Request { priority: Priority::Low, ..request(Mode::Mps) };
+    let slice = Request { memory: Some(Memory::Bytes(GIB)), ..request(Mode::TimeSlice) };
+    let pascal = |d: &mut Inventory| d.devices[0].compute_capability = (6, 1);
+    let vgpu = |d: &mut Inventory| d.devices[0].virtualization = Virtualization::Vgpu;
+    let no_mps = |d: &mut Inventory| d.driver.mps_control = None;
+    let mig = |d: &mut Inventory| d.devices[0].mig_enabled = true;
+    let cases: [(&Request, Change, &str); 8] = [
+        (&limited, pascal, "older than Volta"),
+        (&low, pascal, "older than Volta"),
+        (&slice, pascal, "older than Volta"),
+        (&limited, vgpu, "[mps] allow_vgpu"),
+        (&slice, vgpu, "[mps] allow_vgpu"),
+        (&limited, no_mps, "Debian: apt install nvidia-cuda-mps"),
+        (&slice, no_mps, "Debian: apt install nvidia-cuda-mps"),
+        (&limited, mig, "is in MIG mode and used through its MIG devices alone"),
+    ];
+    for (request, change, expected) in cases {
+        let mut inventory = host(vec![device(0)]);
+        change(&mut inventory);
+        let refusal = refused(request, &inventory, &ledger(vec![]));
+        assert!(refusal.message.contains(expected), "{}", refusal.message);
+        assert!(!refusal.temporary && !refusal.message.contains('\n'));
+    }
+    for change in [pascal, no_mps, vgpu] {
+        let mut inventory = host(vec![device(0)]);
+        change(&mut inventory);
+        assert!(placed(&request(Mode::TimeSlice), &inventory, &ledger(vec![])).is_ok());
+    }
+    let mut old = host(vec![device(0)]);
+    pascal(&mut old);
+    assert!(placed(&request(Mode::Mps), &old, &ledger(vec![])).is_ok(), "without limits it works");
+    let mut guest = host(vec![device(0)]);
+    vgpu(&mut guest);
+    let mut config = Config::default();
+    config.mps.allow_vgpu = true;
+    assert!(place(&limited, &id(), &guest, &ledger(vec![]), &config).is_ok());
+}
+
+#[test]
+fn shares_too_small_to_start_in_are_refused() {
+    let host = host(vec![device(0)]);
+    let with = |sm: u32, mib: u64, processes: u32| Request {
+        sm: Some(percent(sm)),
+        memory: Some(Memory::Bytes(mib << 20)),
+        processes: NonZeroU32::new(processes).unwrap(),
+        ..request(Mode::Mps)
+    };
+    let why = |request: &Request| refused(request, &host, &ledger(vec![])).message;
+    // 1.5 % of 132 SMs is one; 2 % are two.
+    assert!(why(&with(1500, 8192, 1)).contains("under 2"));
+    assert!(placed(&with(2000, 8192, 1), &host, &ledger(vec![])).is_ok());
+    assert!(why(&with(4000, 8192, 3)).contains("under 2"));
+    // 25 % are 32 SMs: 29 MiB and 118.4 MiB.
+    assert!(why(&with(25_000, 147, 1)).contains("needs 148 MiB"));
+    assert!(placed(&with(25_000, 148, 1), &host, &ledger(vec![])).is_ok());
+    // Two processes at 12 SMs each: 73.4 MiB each.
+    assert!(why(&with(20_000, 146, 2)).contains("needs 147 MiB"));
+    let whole = |mib: u64| Request { memory: Some(Memory::Bytes(mib << 20)), ..request(Mode::TimeSlice) };
+    assert!(why(&whole(517)).contains("needs 518 MiB"));
+    assert!(placed(&whole(518), &host, &ledger(vec![])).is_ok());
+    let larger = refused(&mps(50_000, 101), &host, &ledger(vec![]));
+    assert!(larger.message.contains("has 100 GiB in all") && !larger.temporary, "{}", larger.message);
+}
+
+#[test]
+fn closed_devices_are_passed_over_with_the_reason() {
+    let host = host(vec![device(0), device(1), device(2)]);
+    let closed =
+        Ledger { drained: vec!["GPU-0".into()], unexplained: vec!["GPU-1".into()], ..Ledger::empty("boot") };
+    assert_eq!(placed(&mps(1_0000, 8), &host, &closed).unwrap().devices, ["GPU-2"]);
+    let all = Request { devices: Devices::All, ..request(Mode::TimeSlice) };
+    let refusal = refused(&all, &host, &closed);
+    assert!(refusal.message.contains("GPU 0 (NVIDIA H200) is drained"), "{}", refusal.message);
+    assert!(refusal.message.contains("GPU 1 (NVIDIA H200) takes no new lease"), "{}", refusal.message);
+    assert!(!refusal.temporary, "a drained device opens for no waiting");
+}
+
+#[test]
+fn mig_is_refused_where_there_is_none() {
+    let host = host(vec![device(0)]);
+    let profile = Request { mig: Some("1g.18gb".into()), ..request(Mode::Mps) };
+    let named = Devices::These(vec![Selector::MigIndex(0, 1)]);
+    for wanted in [request(Mode::Mig), profile, Request { devices: named, ..request(Mode::TimeSlice) }] {
+        let refusal = refused(&wanted, &host, &ledger(vec![]));
+        assert!(refusal.message.contains("no GPU here is in MIG mode") && !refusal.temporary);
+        assert!(refusal.refresh_first, "it may be by now");
+    }
+}
+
+#[test]
+fn binpack_fills_what_is_used_and_spread_what_is_empty() {
+    let host = host(vec![device(0), device(1), device(2)]);
+    let held = ledger(vec![leased(1, "GPU-1", 30_000, 8), leased(2, "GPU-2", 60_000, 8)]);
+    let mut config = Config::default();
+    let take = |request: &Request, config: &Config| {
+        place(request, &id(), &host, &held, config).unwrap().devices.join(" ")
+    };
+    assert_eq!(take(&mps(40_000, 8), &config), "GPU-2");
+    assert_eq!(take(&mps(50_000, 8), &config), "GPU-1");
+    assert_eq!(take(&mps(90_000, 8), &config), "GPU-0");
+    config.placement.policy = Policy::Spread;
+    assert_eq!(take(&mps(40_000, 8), &config), "GPU-0");
+    let smaller = crate::inventory::Device { memory_bytes: 50 * GIB, ..device(2) };
+    let mixed = super::fixture::host(vec![device(0), device(1), smaller]);
+    let one =
+        |config: &Config| place(&mps(40_000, 8), &id(), &mixed, &ledger(vec![]), config).unwrap().devices;
+    assert_eq!(one(&config), ["GPU-0"]);
+    assert_eq!(one(&Config::default()), ["GPU-2"]);
+}
+
+#[test]
+fn several_devices_are_taken_all_or_none() {
+    let host = host(vec![device(0), device(1), device(2)]);
+    let held = ledger(vec![leased(1, "GPU-1", 30_000, 8)]);
+    let wants = |devices, mode| Request { devices, ..request(mode) };
+    let two = || Devices::Any(NonZeroU32::new(2).unwrap());
+    assert_eq!(placed(&wants(two(), Mode::Exclusive), &host, &held).unwrap().devices, ["GPU-0", "GPU-2"]);
+    let named = Devices::These(vec![Selector::Index(2), Selector::Index(0)]);
+    assert_eq!(placed(&wants(named, Mode::TimeSlice), &host, &held).unwrap().devices, ["GPU-2", "GPU-0"]);
+    let refusal = refused(&wants(Devices::All, Mode::TimeSlice), &host, &held);
+    assert!(refusal.temporary && refusal.message.contains("GPU 1 (NVIDIA H200) is used as mps now"));
+    let nine = refused(&wants(Devices::Any(NonZeroU32::new(9).unwrap()), Mode::TimeSlice), &host, &held);
+    assert!(nine.message.ends_with("9 devices were asked for, and there are 3") && !nine.temporary);
+    let empty = refused(&request(Mode::TimeSlice), &super::fixture::host(vec![]), &held);
+    assert!(!empty.temporary);
+}
+
+/// `GPU-<n>` with so many GiB.
+fn sized(n: u32, gib: u64) -> Device {
+    Device { memory_bytes: gib * GIB, memory_free_bytes: gib * GIB, ..device(n) }
+}
+
+fn two() -> Devices {
+    Devices::Any(NonZeroU32::new(2).unwrap())
+}
+
+#[test]
+fn several_devices_have_one_server_of_the_leases_own_and_one_amount_each() {
+    let host = host(vec![device(0), device(1), device(2)]);
+    for request in [
+        Request { devices: two(), ..mps(25_000, 8) },
+        Request { devices: two(), memory: Some(Memory::Bytes(8 * GIB)), ..request(Mode::TimeSlice) },
+    ] {
+        let placement = placed(&request, &host, &ledger(vec![])).unwrap();
+        assert_eq!(placement.devices, ["GPU-0", "GPU-1"]);
+        assert_eq!(placement.server, Some(ServerKey(id().to_string())));
+        assert_eq!((placement.isolation, placement.memory_bytes), (Isolation::Dedicated, Some(8 * GIB)));
+        let held = ledger(vec![lease_of(1, placement)]);
+        for device in &host.devices[..2] {
+            let account = account(device, &held, &Config::default());
+            assert_eq!(account.used_as, Some(Mode::TimeSlice));
+            // The server has its own 66 MiB on each.
+            assert_eq!(account.memory_booked, 8 * GIB + (66 << 20));
+        }
+        assert_eq!(account(&host.devices[2], &held, &Config::default()).memory_booked, 0);
+    }
+    let plain = Request { devices: two(), ..request(Mode::TimeSlice) };
+    assert_eq!(placed(&plain, &host, &ledger(vec![])).unwrap().server, None);
+}
+
+#[test]
+fn a_share_of_several_devices_is_refused_for_what_one_of_them_lacks() {
+    let all = |change: fn(&mut Device)| {
+        let mut gpus = vec![device(0), device(1)];
+        change(&mut gpus[1]);
+        host(gpus)
+    };
+    let wanted = Request { devices: Devices::All, ..mps(25_000, 8) };
+    let says = |host: &Inventory, ledger: &Ledger, words: &str, temporary: bool| {
+        let refusal = refused(&wanted, host, ledger);
+        let (message, one) = (&refusal.message, format!("GPU 1 (NVIDIA H200) {words}"));
+        assert!(message.contains(&one) && !message.contains("GPU 0 "), "{message}");
+        assert!(refusal.temporary == temporary && !message.contains('\n'), "{message}");
+    };
+    let empty = ledger(vec![]);
+    let drained = Ledger { drained: vec!["GPU-1".into()], ..Ledger::empty("boot") };
+    says(&all(|_| {}), &drained, "is drained", false);
+    says(&all(|gpu| gpu.compute_mode = ComputeMode::ExclusiveProcess), &empty, "has compute mode", false);
+    says(&all(|gpu| gpu.compute_capability = (6, 1)), &empty, "is older than Volta", false);
+    let shared = ledger(vec![leased(1, "GPU-1", 30_000, 8)]);
+    says(
+        &all(|_| {}),
+        &shared,
+        "is used as mps now, and the MPS server of several devices takes turns",
+        true,
+    );
+    let full = Lease { mode: Mode::TimeSlice, memory_bytes: Some(98 * GIB), ..lease(1, "GPU-1") };
+    says(&all(|_| {}), &ledger(vec![full]), "has 1536 MiB left to book", true);
+    // A GPU in MIG mode is none that `all` means beside others: it is named.
+    let named = Devices::These(vec![Selector::Index(0), Selector::Index(1)]);
+    let refusal =
+        refused(&Request { devices: named, ..wanted.clone() }, &all(|gpu| gpu.mig_enabled = true), &empty);
+    assert!(refusal.message.contains("GPU 1 (NVIDIA H200) is in MIG mode"), "{}", refusal.message);
+}
+
+#[test]
+fn a_device_kept_for_mps_takes_no_share_of_several() {
+    let host = host(vec![device(0), device(1)]);
+    let wanted = Request { devices: two(), ..mps(25_000, 8) };
+    let refusal = place(&wanted, &id(), &host, &ledger(vec![]), &rule("GPU-1", Mode::Mps)).unwrap_err();
+    let why = "is kept for mps by [[device]] use, and the MPS server of several devices takes turns";
+    assert!(refusal.message.contains(why), "{}", refusal.message);
+}
+
+#[test]
+fn a_percentage_of_several_devices_is_of_the_smallest() {
+    let share =
+        |devices, share| Request { devices, memory: Some(Memory::Share(percent(share))), ..mps(25_000, 1) };
+    let mixed = host(vec![sized(0, 80), sized(1, 40), sized(2, 80)]);
+    let amount = |request: &Request, held: &Ledger| {
+        placed(request, &mixed, held)
+            .map(|placement| (placement.devices, placement.memory_bytes.unwrap() / GIB))
+    };
+    let named = |a, b| Devices::These(vec![Selector::Index(a), Selector::Index(b)]);
+    let gpus = |a: u32, b: u32| vec![format!("GPU-{a}"), format!("GPU-{b}")];
+    let empty = ledger(vec![]);
+    assert_eq!(amount(&share(named(0, 1), 50_000), &empty).unwrap(), (gpus(0, 1), 20));
+    assert_eq!(amount(&share(Devices::All, 25_000), &empty).unwrap().1, 10);
+    // Of any, those on which it is most.
+    assert_eq!(amount(&share(two(), 50_000), &empty).unwrap(), (gpus(0, 2), 40));
+    // What is left of the larger need only hold the part of the smallest.
+    let turns =
+        |n, gpu: &str, gib| Lease { mode: Mode::TimeSlice, memory_bytes: Some(gib * GIB), ..lease(n, gpu) };
+    let held = ledger(vec![turns(1, "GPU-0", 50)]);
+    assert_eq!(amount(&share(named(0, 1), 50_000), &held).unwrap(), (gpus(0, 1), 20));
+    assert_eq!(amount(&share(two(), 50_000), &held).unwrap().1, 20);
+    let full = ledger(vec![turns(1, "GPU-0", 65)]);
+    let refusal = amount(&share(named(0, 1), 50_000), &full).unwrap_err();
+    assert!(refusal.message.contains("50 % of the memory on the 2 GPUs named: GPU 0"), "{}", refusal.message);
+    // Never less than the percentage of those that are taken, though the full ones' would fit there.
+    let full = ledger(vec![turns(1, "GPU-0", 50), turns(2, "GPU-1", 25)]);
+    assert!(amount(&share(two(), 50_000), &full).is_err());
+    // An amount is the same on all.
+    let bytes = Request { devices: named(0, 1), ..mps(25_000, 39) };
+    assert_eq!(amount(&bytes, &empty).unwrap().1, 39);
+    let large = Request { devices: named(0, 1), ..mps(25_000, 41) };
+    assert!(amount(&large, &empty).unwrap_err().message.contains("GPU 1 (NVIDIA H200) has 40 GiB in all"));
+}
+
+/// A percentage is of the smallest device, and all devices have that amount.
+fn assert_share(request: &Request, placement: &Placement, inventory: &Inventory) {
+    let sizes =
+        placement.devices.iter().filter_map(|uuid| inventory.device(uuid)).map(|one| one.memory_bytes);
+    let (Some(memory), Some(smallest)) = (request.memory, sizes.min()) else { return };
+    assert_eq!(placement.memory_bytes, Some(memory.on(smallest)));
+    if placement.devices.len() > 1 {
+        assert_eq!(placement.isolation, Isolation::Dedicated);
+        assert!(placement.server.as_ref().is_some_and(|key| LeaseId::parse(&key.0).is_some()));
+    }
+}
+
+/// The table of accounts, written without a look at [`account`].
+#[expect(clippy::cast_precision_loss, reason = "bytes of device memory are far below 2^53")]
+pub fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &Config) {
+    for device in &inventory.devices {
+        let on: Vec<&Lease> =
+            ledger.leases.iter().filter(|lease| lease.devices.contains(&device.uuid)).collect();
+        let uses: BTreeSet<&str> = on
+            .iter()
+            .map(|lease| match (lease.mode, lease.isolation) {
+                (Mode::Exclusive, _) => "exclusive",
+                (Mode::Mps, Isolation::Shared) => "mps",
+                (Mode::Mps, Isolation::Dedicated) | (Mode::TimeSlice, _) => "time-slice",
+                (Mode::Mig, _) => "mig",
+            })
+            .collect();
+        assert!(uses.len() <= 1, "{}: {uses:?}", device.uuid);
+        if uses.contains("exclusive") {
+            assert_eq!(on.len(), 1);
+        }
+        if uses.contains("time-slice") {
+            assert!(on.len() <= config.limits.time_slice_max as usize);
+        }
+        if uses.contains("mps") {
+            let sum: f64 = on.iter().filter_map(|lease| lease.sm).map(Percent::as_f64).sum();
+            assert!(sum <= 100.0 * config.limits.sm_overcommit + 0.001, "{}: {sum} % SM", device.uuid);
+        }
+        let servers: BTreeMap<_, u64> =
+            on.iter().filter_map(|lease| lease.server.as_ref()).map(|key| (key, 66 << 20)).collect();
+        let memory: u64 =
+            on.iter().filter_map(|lease| lease.memory_bytes).sum::<u64>() + servers.values().sum::<u64>();
+        let capacity = (device.memory_bytes - config.limits.reserve.min(device.memory_bytes)) as f64;
+        assert!(memory as f64 <= capacity * config.limits.memory_overcommit, "{}: {memory}", device.uuid);
+        let reported = device.memory_free_bytes as f64 * config.limits.memory_overcommit.max(1.0);
+        assert!(memory as f64 <= reported, "{}: {memory} of {reported} reported free", device.uuid);
+        let clients: u32 =
+            on.iter().filter(|lease| lease.server.is_some()).map(|lease| lease.processes).sum();
+        assert!(clients <= if device.compute_capability.0 < 7 { 16 } else { 48 });
+    }
+}
+
+fn any_device() -> impl Strategy<Value = (u64, u64, bool)> {
+    (1_u64..200, 50_u64..=100, prop::bool::weighted(0.2))
+}
+
+fn any_request() -> impl Strategy<Value = Request> {
+    let memory = prop_oneof![
+        Just(None),
+        (1_u64..60).prop_map(|gib| Some(Memory::Bytes(gib * GIB))),
+        (1_u32..=100_000).prop_map(|share| Some(Memory::Share(percent(share)))),
+    ];
+    let mode = prop_oneof![
+        1 => Just(Some(Mode::TimeSlice)),
+        3 => Just(Some(Mode::Mps)),
+        1 => Just(Some(Mode::Exclusive)),
+        1 => Just(None),
+    ];
+    let devices = prop_oneof![
+        4 => Just(Devices::Any(NonZeroU32::MIN)),
+        1 => Just(Devices::Any(NonZeroU32::new(2).unwrap())),
+        1 => Just(Devices::All),
+        1 => (0_u32..4).prop_map(|index| Devices::These(vec![Selector::Index(index)])),
+    ];
+    (devices, mode, prop::option::of(1_u32..=100_000), memory, 1_u32..20, prop::bool::ANY).prop_map(
+        |(devices, mode, sm, memory, processes, dedicated)| Request {
+            devices,
+            mode,
+            sm: sm.filter(|_| mode == Some(Mode::Mps)).map(percent),
+            memory: memory.filter(|_| mode != Some(Mode::Exclusive)),
+            processes: NonZeroU32::new(if mode == Some(Mode::Mps) { processes } else { 1 }).unwrap(),
+            isolation: if dedicated { Isolation::Dedicated } else { Isolation::Shared },
+            ..request(Mode::TimeSlice)
+        },
+    )
+}
+
+pub fn lease_of(n: u64, placement: Placement) -> Lease {
+    Lease {
+        devices: placement.devices,
+        mode: placement.mode,
+        isolation: placement.isolation,
+        server: placement.server,
+        sm: placement.sm,
+        memory_bytes: placement.memory_bytes,
+        processes: placement.processes,
+        ..lease(n, "")
+    }
+}
+
+proptest! {
+    #[test]
+    fn the_accounts_hold_in_any_order_of_events(
+        devices in prop::collection::vec(any_device(), 1..4),
+        events in prop::collection::vec((any_request(), prop::option::of(0_usize..8)), 1..40),
+        sm_overcommit in 0.5_f64..2.0,
+        memory_overcommit in 0.5_f64..2.0,
+        time_slice_max in 1_u32..4,
+        spread in prop::bool::ANY,
+    ) {
+        let devices = (0..).zip(devices).map(|(n, (gib, free, old))| crate::inventory::Device {
+            memory_bytes: gib * GIB,
+            memory_free_bytes: gib * GIB / 100 * free,
+            compute_capability: if old { (6, 1) } else { (9, 0) },
+            ..device(n)
+        });
+        let inventory = host(devices.collect());
+        let mut config = Config::default();
+        config.limits.sm_overcommit = sm_overcommit;
+        config.limits.memory_overcommit = memory_overcommit;
+        config.limits.time_slice_max = time_slice_max;
+        config.placement.policy = if spread { Policy::Spread } else { Policy::Binpack };
+        let mut ledger = ledger(vec![]);
+        for (n, (request, remove)) in (1..).zip(events) {
+            if let Some(index) = remove.filter(|index| *index < ledger.leases.len()) {
+                let id = ledger.leases[index].id.clone();
+                ledger.remove(&id);
+            }
+            let lease_id = lease(n, "").id;
+            match place(&request, &lease_id, &inventory, &ledger, &config) {
+                Ok(placement) => {
+                    assert_share(&request, &placement, &inventory);
+                    ledger.insert(lease_of(n, placement)).unwrap();
+                }
+                Err(refusal) => prop_assert!(!refusal.message.contains('\n')),
+            }
+            assert_accounts(&inventory, &ledger, &config);
+        }
+    }
+}

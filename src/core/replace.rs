@@ -1,0 +1,184 @@
+//! Atomic replacement of a file: readers see the old content or the new, never a part.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, fchown};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::process::Process;
+
+/// Writes `content` to `path` by way of a temporary file in the same directory.
+///
+/// An existing file keeps its mode and owner; a new one gets `mode`. A symbolic link at `path` is
+/// replaced, not followed.
+///
+/// # Errors
+/// Any failing system call; the old file is then untouched and the temporary one removed.
+pub fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    replaced(path, content, mode, |_| Ok(()))
+}
+
+/// As [`replace`], for what has to outlive a power failure: on disk when this returns, file and name.
+///
+/// # Errors
+/// As [`replace`]'s.
+pub fn replace_durably(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    replaced(path, content, mode, File::sync_all)?;
+    sync_directory(path);
+    Ok(())
+}
+
+/// Has the names in the directory of `path` on disk, where its file system can do that: they are in place anyway.
+pub fn sync_directory(path: &Path) {
+    let _ = path.parent().map(|directory| File::open(directory).and_then(|directory| directory.sync_all()));
+}
+
+fn replaced(path: &Path, content: &[u8], mode: u32, settle: fn(&File) -> io::Result<()>) -> io::Result<()> {
+    let temporary = temporary_name(path)?;
+    let written = write_new(&temporary, path, content, mode)
+        .and_then(|file| settle(&file))
+        .and_then(|()| fs::rename(&temporary, path));
+    if written.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    written
+}
+
+/// The calls in this process so far: `sublet serve` has threads.
+static CALLS: AtomicU64 = AtomicU64::new(0);
+
+/// A name beside `path` that no other process uses, and no other call in this one: `.NAME.PID-CALL.tmp`.
+fn temporary_name(path: &Path) -> io::Result<PathBuf> {
+    if cfg!(sublet_without = "c5-replace") {
+        return Ok(path.to_owned());
+    }
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
+    let name = path.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+    let mut hidden = std::ffi::OsString::from(".");
+    hidden.push(name);
+    hidden.push(format!(".{}-{call}.tmp", std::process::id()));
+    Ok(path.with_file_name(hidden))
+}
+
+/// Removes from `dir` the temporary files of processes that were killed in the middle of [`replace`].
+pub fn sweep(dir: &Path) {
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        if entry.file_name().to_str().and_then(writer).is_some_and(|pid| Process::find(pid).is_none()) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// The process whose temporary file is called `name`; `None` where that is no name of ours. An older sublet
+/// wrote the pid alone.
+fn writer(name: &str) -> Option<i32> {
+    let writer = name.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?.1;
+    match writer.split_once('-') {
+        Some((pid, call)) => call.parse::<u64>().ok().and(pid.parse().ok()),
+        None => writer.parse().ok(),
+    }
+}
+
+fn write_new(temporary: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<File> {
+    let mut file = create(temporary)?;
+    match fs::symlink_metadata(path) {
+        Ok(old) if old.is_file() => {
+            fchown(&file, Some(old.uid()), Some(old.gid()))?;
+            file.set_permissions(Permissions::from_mode(old.mode() & 0o7777))?;
+        }
+        _ => file.set_permissions(Permissions::from_mode(mode))?,
+    }
+    file.write_all(content)?;
+    Ok(file)
+}
+
+/// Creates `temporary` anew; what a killed process with the same id left behind is removed first.
+fn create(temporary: &Path) -> io::Result<File> {
+    let open = || OpenOptions::new().write(true).create_new(true).mode(0o600).open(temporary);
+    open().or_else(|error| {
+        if error.kind() == io::ErrorKind::AlreadyExists {
+            fs::remove_file(temporary)?;
+            return open();
+        }
+        Err(error)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keeps_the_mode_of_an_existing_file_and_leaves_no_temporary() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        fs::write(&path, "old").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
+        replace(&path, b"new", 0o600).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn what_cannot_be_settled_is_not_in_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("daemon.json");
+        fs::write(&path, "old").unwrap();
+        let full = |_: &File| Err(io::Error::from(io::ErrorKind::StorageFull));
+        replaced(&path, b"new", 0o644, full).unwrap_err();
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        replaced(&path, b"new", 0o644, File::sync_all).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+    }
+
+    #[test]
+    fn sweeps_what_the_dead_left_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let ours = format!(".a.json.{}-7.tmp", std::process::id());
+        let left = [format!(".a.json.{}-7.tmp", child.id()), format!(".a.json.{}.tmp", child.id())];
+        let foreign = ["a.json.1.tmp", ".a.json.tmp", "a.json", ".a.json.1-x.tmp"];
+        for name in foreign.into_iter().chain([ours.as_str(), left[0].as_str(), left[1].as_str()]) {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        sweep(dir.path());
+        let mut names: Vec<_> =
+            fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        let mut kept = [&foreign[..], &[ours.as_str()]].concat();
+        kept.sort_unstable();
+        assert_eq!(names, kept);
+    }
+
+    /// Threads of one process that write the same file: the last one's content counts, whole.
+    #[test]
+    fn threads_do_not_share_a_temporary() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        std::thread::scope(|scope| {
+            for byte in b'a'..b'e' {
+                let path = &path;
+                scope.spawn(move || (0..100).for_each(|_| replace(path, &vec![byte; 9999], 0o644).unwrap()));
+            }
+        });
+        let content = fs::read(&path).unwrap();
+        assert!(content.len() == 9999 && content.iter().all(|byte| *byte == content[0]));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn replaces_a_symbolic_link_and_not_its_target() {
+        let dir = tempfile::tempdir().unwrap();
+        let (target, link) = (dir.path().join("target"), dir.path().join("link"));
+        fs::write(&target, "untouched").unwrap();
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        replace(&link, b"new", 0o644).unwrap();
+        assert_eq!(fs::read(&target).unwrap(), b"untouched");
+        assert_eq!(fs::read(&link).unwrap(), b"new");
+        assert_eq!(fs::metadata(&link).unwrap().mode() & 0o7777, 0o644);
+    }
+}

@@ -1,0 +1,161 @@
+//! Why annotations do not make a request: one line that names the key, the value and the way out.
+
+use std::fmt;
+
+use crate::text::safe;
+
+/// Keys a container may carry, without the prefix. `lease` is ours to write.
+pub(super) const KEYS: [&str; 13] = [
+    "gpu",
+    "mode",
+    "sm",
+    "memory",
+    "mig",
+    "mig-caps",
+    "isolation",
+    "priority",
+    "processes",
+    "capabilities",
+    "wait",
+    "guard",
+    "share",
+];
+
+/// Why annotations do not make a request. Every message names the key, the value and what is allowed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RequestError {
+    /// A key that does not exist, or not in this place.
+    #[error("{setting}: there is no such key; the keys are {}{}", known(allowed), ask(nearest.as_deref()))]
+    UnknownKey {
+        /// The key and its value.
+        setting: Setting,
+        /// The key that was probably meant, without the prefix.
+        nearest: Option<String>,
+        /// The keys that would do, without the prefix.
+        allowed: Vec<&'static str>,
+    },
+    /// A key that is none of ours and was meant to be.
+    #[error(
+        "{key}={value}: sublet's keys are in lower case, with a dot and no prefix: write sublet.{right}={value}"
+    )]
+    Misspelt {
+        /// The key as it stands there, safe to print.
+        key: String,
+        /// Its value, safe to print.
+        value: String,
+        /// The key that was meant, without the prefix.
+        right: &'static str,
+    },
+    /// A value that its key does not take.
+    #[error("{setting}: must be {allowed}{}", after_semicolon(hint.as_deref()))]
+    Value {
+        /// The key and its value.
+        setting: Setting,
+        /// What the key takes.
+        allowed: String,
+        /// What was probably meant.
+        hint: Option<String>,
+    },
+    /// A key that another one leaves no room for.
+    #[error("{setting} does not go with {with}: {remedy}")]
+    Contradiction {
+        /// The key and its value.
+        setting: Setting,
+        /// What it does not go with.
+        with: String,
+        /// What to change.
+        remedy: &'static str,
+    },
+    /// `[limits] require` asks for a key that is not there.
+    #[error("sublet.{key} is missing: this host's configuration asks for it ([limits] require); {remedy}")]
+    Missing {
+        /// The key, without the prefix.
+        key: &'static str,
+        /// What to add.
+        remedy: &'static str,
+    },
+}
+
+impl RequestError {
+    /// The key and value it is about; `None` where a key is missing.
+    #[must_use]
+    pub const fn setting(&self) -> Option<&Setting> {
+        match self {
+            Self::UnknownKey { setting, .. }
+            | Self::Value { setting, .. }
+            | Self::Contradiction { setting, .. } => Some(setting),
+            Self::Misspelt { .. } | Self::Missing { .. } => None,
+        }
+    }
+}
+
+/// A key with its value as a message shows them, and the named share that brought them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Setting {
+    key: String,
+    value: String,
+    share: Option<String>,
+}
+
+impl Setting {
+    /// `key` is without the prefix. All three may be foreign text.
+    pub(super) fn new(key: &str, value: &str, share: Option<&str>) -> Self {
+        Self { key: safe(key), value: safe(value), share: share.map(safe) }
+    }
+
+    /// The key without the prefix, safe to print.
+    #[must_use]
+    pub fn key(&self) -> &str {
+        &self.key
+    }
+}
+
+impl fmt::Display for Setting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sublet.{}={}", self.key, self.value)?;
+        match &self.share {
+            Some(share) => write!(f, " (from [share.{share}])"),
+            None => Ok(()),
+        }
+    }
+}
+
+fn ask(nearest: Option<&str>) -> String {
+    nearest.map(|key| format!("; did you mean sublet.{key}?")).unwrap_or_default()
+}
+
+fn after_semicolon(hint: Option<&str>) -> String {
+    hint.map(|hint| format!("; {hint}")).unwrap_or_default()
+}
+
+fn known(keys: &[&str]) -> String {
+    keys.iter().map(|key| format!("sublet.{key}")).collect::<Vec<_>>().join(", ")
+}
+
+/// The key that `wrong` was probably meant for: other tools' words, then the nearest spelling.
+pub(super) fn nearest_key(wrong: &str) -> Option<&'static str> {
+    match wrong.to_ascii_lowercase().as_str() {
+        "compute" | "cores" | "percent" | "sms" => Some("sm"),
+        "vram" | "mem" => Some("memory"),
+        "gpus" | "device" | "devices" => Some("gpu"),
+        word => KEYS
+            .into_iter()
+            .find(|key| *key == word.replace(['.', '_', '/'], "-"))
+            .or_else(|| nearest(wrong, KEYS)),
+    }
+}
+
+/// The candidate spelt most like `word`, if any is spelt like it at all.
+pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    // The distance costs a product of lengths, and nothing that long is a slip of one of our words.
+    if word.len() > 40 {
+        return None;
+    }
+    let word = word.to_ascii_lowercase();
+    candidates
+        .into_iter()
+        .map(|candidate| (strsim::damerau_levenshtein(&word, &candidate.to_ascii_lowercase()), candidate))
+        .filter(|(distance, candidate)| *distance <= (candidate.chars().count() / 3).max(1))
+        .min_by_key(|(distance, _)| *distance)
+        .map(|(_, candidate)| candidate)
+}

@@ -1,0 +1,31 @@
+//! `createRuntime`: the container exists and has not started. Binds the lease that precreate took.
+
+use super::HookError;
+use super::state::State;
+use crate::shim;
+use sublet_core::admit;
+use sublet_core::config;
+use sublet_core::confine;
+use sublet_core::ledger::{Binding, Init, LeaseId};
+use sublet_core::process::Process;
+
+/// Binds `lease` to the container of `state`. What fails here keeps the container from starting: without
+/// a lease it would run unaccounted.
+pub(super) fn bind(state: &State, lease: &LeaseId) -> Result<(), HookError> {
+    let config = config::load()?;
+    let binding = binding(state)?;
+    admit::bind(lease, &binding, &config).map_err(|source| {
+        admit::clear_unbound(&binding.bundle, &config);
+        HookError::Bind { id: super::name(state), source }
+    })
+}
+
+fn binding(state: &State) -> Result<Binding, HookError> {
+    let pid = state.pid.filter(|pid| *pid > 0).ok_or_else(|| HookError::NoPid(super::name(state)))?;
+    let process = Process::find(pid).filter(Process::is_alive);
+    let process = process.ok_or_else(|| HookError::NoPid(super::name(state)))?;
+    let bundle = state.bundle.as_ref().and_then(|bundle| bundle.canonicalize().ok());
+    let bundle = bundle.ok_or_else(|| HookError::NoBundle(super::name(state)))?;
+    let record = shim::record_of(confine::engine(), &state.id);
+    Ok(Binding { id: state.id.clone(), bundle, record: record.unwrap_or_default(), init: Init::of(process) })
+}

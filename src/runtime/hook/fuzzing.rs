@@ -1,0 +1,33 @@
+//! What the fuzz targets look at: what stands on the hook's standard input, and what it puts into config.json.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::{HookError, State, lease, precreate};
+use sublet_core::hooks::{self, Stage};
+
+/// What a stage reads out of the container's state: the first word of its lease, or of its annotations.
+///
+/// # Errors
+/// It is no state, or has a lease that is none.
+pub fn state(text: &[u8]) -> Result<(), HookError> {
+    let state = State::parse(text)?;
+    lease(&state)?;
+    let _ = (state.annotations().count(), state.is_ours(), state.lease_record());
+    Ok(())
+}
+
+/// Puts all of our hooks, and a refusal, into `spec`; the container's id as precreate reads it is hex digits.
+///
+/// # Errors
+/// `hooks` has another shape.
+pub fn hooks(spec: &mut Value) -> Result<(), HookError> {
+    let id = precreate::id(spec);
+    assert!(id.is_empty() || id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit()), "{id:?}");
+    for stage in [Stage::CreateRuntime, Stage::Poststop] {
+        hooks::add(spec, stage, "/usr/libexec/sublet/sublet-hook", Some(Path::new("/etc/x.toml")))?;
+    }
+    hooks::add_refusal(spec, "no")?;
+    Ok(())
+}

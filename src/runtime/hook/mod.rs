@@ -1,0 +1,263 @@
+//! The hook's stages, for engines without the shim and for `run`, which deletes by itself.
+//!
+//! Standard input is all that a stage believes: the working directory and the environment of a hook may
+//! be the image's (CVE-2025-23266). But for precreate in a user namespace: Podman runs it in the container's bundle,
+//! beside which its storage tells of the container, and is asked only if standard input names the same container.
+
+mod create_runtime;
+#[cfg(fuzzing)]
+pub mod fuzzing;
+mod journal;
+mod precreate;
+mod prestart;
+pub(crate) mod state;
+
+use std::ffi::OsString;
+use std::io::{self, Write as _};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use nix::unistd::getppid;
+
+use crate::shim::Global;
+use state::{State, StateError};
+use sublet_core::admit::{self, AdmitError};
+use sublet_core::apply::FileError;
+use sublet_core::cdi::{self, Asked, CdiError};
+use sublet_core::config::{self, ConfigError};
+use sublet_core::confine::{self, Rights};
+use sublet_core::engine::Engine;
+use sublet_core::hooks::{self, BadHooks};
+use sublet_core::ledger::LeaseId;
+use sublet_core::log::{self, Level, Log};
+
+/// How long the runtime may take to write the state.
+const INPUT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Why a stage failed, or why it refuses the container.
+#[derive(Debug, thiserror::Error)]
+pub enum HookError {
+    /// The first argument.
+    #[error("no stage {0}: the first argument is precreate, prestart, createRuntime, poststop or cdi")]
+    UnknownStage(String),
+    /// Standard input.
+    #[error("the container's state on standard input: {0}")]
+    State(#[from] StateError),
+    /// Standard input of precreate.
+    #[error("config.json on standard input: {0}")]
+    Spec(StateError),
+    /// What it says.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Its hooks.
+    #[error(transparent)]
+    Hooks(#[from] BadHooks),
+    /// Its root filesystem.
+    #[error("root.path of config.json is no absolute path of a directory")]
+    NoRootfs,
+    /// An annotation.
+    #[error("container {id}: sublet.lease={lease} is no lease id of 16 hex digits")]
+    Lease {
+        /// The container.
+        id: String,
+        /// What it has instead.
+        lease: String,
+    },
+    /// The state has no live process.
+    #[error("container {0}: its state names no process that lives (pid): the lease cannot be bound")]
+    NoPid(String),
+    /// Nor a bundle.
+    #[error("container {0}: its state names no bundle that is there: the lease cannot be bound")]
+    NoBundle(String),
+    /// No share for it.
+    #[error("container {id}: {why}")]
+    Start {
+        /// The container.
+        id: String,
+        /// Why not.
+        why: String,
+    },
+    /// A CDI device.
+    #[error("container {id}: {source}")]
+    Cdi {
+        /// The container.
+        id: String,
+        /// Why not.
+        source: CdiError,
+    },
+    /// Not root on the host.
+    #[error(
+        "container {id}: a prestart hook or CDI device cannot give a rootless container its share: the hook \
+         may neither open devices nor enter other namespaces; use annotations, with Podman's precreate hook \
+         or sublet-runtime"
+    )]
+    Rootless {
+        /// The container.
+        id: String,
+    },
+    /// The configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// No share for it.
+    #[error(transparent)]
+    Admit(#[from] AdmitError),
+    /// Who started us is gone.
+    #[error("the engine that ran this hook has ended")]
+    NoEngine,
+    /// Our own program.
+    #[error("sublet-hook cannot find itself; install it as /usr/libexec/sublet/sublet-hook")]
+    NoProgram,
+    /// Our own /proc entry.
+    #[error("cannot find out when this process started, is /proc mounted? {0}")]
+    Process(io::Error),
+    /// The process that does the work.
+    #[error("the hook came to no end: {0}")]
+    Work(io::Error),
+    /// Standard output.
+    #[error("cannot hand config.json back: {0}")]
+    Output(io::Error),
+    /// The lease cannot be bound.
+    #[error("container {id}: {source}")]
+    Bind {
+        /// The container.
+        id: String,
+        /// Why not.
+        source: AdmitError,
+    },
+    /// The lease cannot be freed.
+    #[error("container {id}: {source}; the next sublet command frees its lease once it is gone")]
+    End {
+        /// The container.
+        id: String,
+        /// Why not.
+        source: AdmitError,
+    },
+}
+
+/// For people; engines never ask.
+const USAGE: &str = "\
+The OCI hook of sublet, run by engines: `sublet-hook STAGE`, with the container's state on standard input
+(`precreate`: its config.json, which is printed edited).
+
+  precreate      Podman, before the container exists: take its share and edit config.json
+  createRuntime  any OCI runtime: bind the share that precreate took, or take it now
+  prestart       any OCI runtime: take the share and mount it into the container
+  cdi            createRuntime for a CDI device, with the share and the GPU as further arguments
+  poststop       any OCI runtime: give the share back
+
+`sublet setup podman` has Podman run it; `sublet --help` lists the commands for people.
+";
+
+/// Runs the hook; `args` begin with the program's name.
+pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
+    let args: Vec<String> = args.skip(1).map(|arg| arg.to_string_lossy().into_owned()).collect();
+    if let Some(text) = told(&args) {
+        let _ = io::stdout().write_all(text.as_bytes());
+        return ExitCode::SUCCESS;
+    }
+    confine::clean();
+    let own = config::load_runtime().ok().and_then(|runtime| runtime.log);
+    let log = Log::new("sublet-hook", None, false, own.as_deref());
+    log::trace_to(log.clone(), false);
+    // Here, for the process that works may look into no other.
+    let engine = Engine::of(getppid().as_raw()).filter(|_| starts(&args));
+    let said = |done: Result<(), HookError>| done.inspect_err(|error| complain(&log, error)).is_ok();
+    let done = confine::work(rights(&args), || said(run(&args, engine.as_ref(), &log)));
+    let done = done.unwrap_or_else(|error| said(Err(HookError::Work(error))));
+    if done { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn complain(log: &Log, error: &HookError) {
+    log.write(Level::Error, &error.to_string());
+    // Podman and crun drop what hooks say.
+    journal::write(Level::Error, &error.to_string());
+}
+
+/// What the stage may need; it gives up more where it turns out to need less.
+fn rights(args: &[String]) -> Rights {
+    match args.first().map(String::as_str) {
+        Some("createRuntime" | "prestart" | cdi::STAGE) => Rights::Container,
+        Some("precreate") => Rights::Share,
+        _ => Rights::Ledger,
+    }
+}
+
+/// Whether somebody waits for what the stage does.
+fn starts(args: &[String]) -> bool {
+    args.first().is_some_and(|stage| stage != "poststop")
+}
+
+/// The answer to `--help` and `--version`, which are no stages.
+fn told(args: &[String]) -> Option<String> {
+    match args.first()?.as_str() {
+        "--help" | "-h" => Some(USAGE.to_owned()),
+        "--version" | "-V" => Some(format!("sublet-hook {}\n", env!("CARGO_PKG_VERSION"))),
+        _ => None,
+    }
+}
+
+fn run(args: &[String], engine: Option<&Engine>, log: &Log) -> Result<(), HookError> {
+    let stage = args.first().map(String::as_str).unwrap_or_default();
+    let asked = || Asked::parse(args[1..].iter().map(String::as_str));
+    match stage {
+        "precreate" => precreate::precreate(engine, log),
+        "createRuntime" => create_runtime(&read_state()?, engine, log),
+        "prestart" => prestart::prestart(&read_state()?, None, engine, log),
+        cdi::STAGE => by_cdi(&read_state()?, asked(), engine, log),
+        // For containers of CDI devices, with the same arguments as before their start.
+        "poststop" => poststop(&read_state()?, asked().is_ok()),
+        _ => Err(HookError::UnknownStage(sublet_core::text::safe(stage))),
+    }
+}
+
+/// The container exists: binds the lease that it was given before, or gives it its share now.
+fn create_runtime(state: &State, engine: Option<&Engine>, log: &Log) -> Result<(), HookError> {
+    match lease(state)? {
+        Some(lease) => {
+            confine::narrow(Rights::Ledger);
+            create_runtime::bind(state, &lease)
+        }
+        None => prestart::prestart(state, None, engine, log),
+    }
+}
+
+/// The container has a CDI device of ours: gives it that share, unless another door was first.
+fn by_cdi(
+    state: &State,
+    asked: Result<Asked, CdiError>,
+    engine: Option<&Engine>,
+    log: &Log,
+) -> Result<(), HookError> {
+    let asked = asked.map_err(|source| HookError::Cdi { id: name(state), source })?;
+    prestart::prestart(state, Some(&asked), engine, log)
+}
+
+/// The container's state from standard input.
+fn read_state() -> Result<State, HookError> {
+    let text = state::read(std::io::stdin(), state::LONGEST, Instant::now() + INPUT_TIMEOUT)?;
+    Ok(State::parse(&text)?)
+}
+
+fn name(state: &State) -> String {
+    sublet_core::text::safe(&state.id)
+}
+
+/// The lease that the container's annotation names.
+fn lease(state: &State) -> Result<Option<LeaseId>, HookError> {
+    state.lease().map_err(|lease| HookError::Lease { id: name(state), lease })
+}
+
+/// The container is gone: frees the lease that its annotation names, or that a hook took for it, as it did
+/// for one `by_cdi`.
+fn poststop(state: &State, by_cdi: bool) -> Result<(), HookError> {
+    match lease(state)? {
+        Some(lease) => {
+            let config = config::load()?;
+            admit::end(&lease, &config).map_err(|source| HookError::End { id: name(state), source })?;
+            admit::clear_after(state.lease_record(), &config);
+            Ok(())
+        }
+        None if by_cdi || state.is_ours() => prestart::ended(state),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,234 @@
+//! `precreate`: Podman hands over the whole config.json before it starts anything, and takes back the one
+//! to use. The environment can be edited here as the shim would; the container's pid is not known yet.
+
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use nix::unistd::geteuid;
+use serde_json::Value;
+
+use super::state::{self, StateError};
+use super::{HookError, journal};
+use sublet_core::admit::{self, Admission, Candidate};
+use sublet_core::apply::JsonFile;
+use sublet_core::config::{self, Config};
+use sublet_core::confine;
+use sublet_core::engine::Engine;
+use sublet_core::hooks::{self, Stage};
+use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
+use sublet_core::log::{Level, Log, one_line};
+use sublet_core::process::Process;
+
+/// How long Podman may take to write config.json.
+const INPUT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Longest config.json that is read, as for the shim.
+const LONGEST: usize = 16 << 20;
+
+/// Reads config.json from standard input and writes the one to use to standard output.
+///
+/// A refusal is no failure of this program: Podman would show its exit status and nothing else. The
+/// config.json that it gets makes the container's creation fail with the reason.
+pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> Result<(), HookError> {
+    // Before anything else: the process that is to answer for the lease.
+    let engine = Process::find(confine::engine());
+    let file = read()?;
+    let mut spec = file.parse()?;
+    let refusal = match admitted(&spec, engine, waits, log) {
+        Ok(None) => return print(&file.text),
+        Ok(Some(granted)) => match granted.finish(engine) {
+            Ok(()) => return Ok(()),
+            Err(error) => error,
+        },
+        Err(error) => error,
+    };
+    say(log, Level::Error, &spec, &refusal.to_string());
+    hooks::add_refusal(&mut spec, &one_line(&refusal.to_string()))?;
+    print(&serde_json::to_vec(&spec).map_err(|error| HookError::Output(error.into()))?)
+}
+
+fn read() -> Result<JsonFile, HookError> {
+    let text =
+        state::read(std::io::stdin(), LONGEST, Instant::now() + INPUT_TIMEOUT).map_err(HookError::Spec)?;
+    if text.trim_ascii().is_empty() {
+        return Err(HookError::Spec(StateError::Empty));
+    }
+    Ok(JsonFile { path: PathBuf::from("config.json from standard input"), text })
+}
+
+/// A container with a share that Podman does not know of yet.
+struct Granted {
+    spec: Value,
+    lease: LeaseId,
+    config: Config,
+}
+
+/// Finds the container its share. `None`: it is none of ours, or another door was first.
+fn admitted(
+    spec: &Value,
+    engine: Option<Process>,
+    waits: Option<&Engine>,
+    log: &Log,
+) -> Result<Option<Granted>, HookError> {
+    if !admit::is_ours(spec, None).map_err(admit::AdmitError::from)? {
+        return Ok(None);
+    }
+    let config = config::load()?;
+    let owner = Process::current().map_err(HookError::Process)?;
+    // Podman 5 runs the hook in the bundle.
+    let bundle = std::env::current_dir().unwrap_or_default();
+    let container = admit::located(container(spec)?, spec, &bundle, &config)?;
+    let candidate = Candidate { container, owner, share: None, engine: waits };
+    let is_first = spec.pointer("/annotations").is_none_or(|all| all.get(LEASE_ANNOTATION).is_none());
+    if let Some(engine) = engine.filter(|_| is_first) {
+        admit::abandon(candidate.container.uid, &candidate.container.id, engine, &config)?;
+    }
+    let mut edited = spec.clone();
+    let Admission::Granted { lease, mut warnings } = admit::admit(&candidate, &mut edited, &config)? else {
+        return Ok(None);
+    };
+    warnings.extend(neighbour(spec, &config));
+    for warning in warnings {
+        say(log, Level::Warning, spec, &warning);
+    }
+    Ok(Some(Granted { spec: edited, lease, config }))
+}
+
+impl Granted {
+    /// Adds our hooks, makes `engine` answer for the lease and hands the container over to it.
+    fn finish(mut self, engine: Option<Process>) -> Result<(), HookError> {
+        let finished = self.add_hooks().and_then(|()| {
+            // Without its engine nobody will read what we print.
+            let engine = engine.filter(Process::is_alive).ok_or(HookError::NoEngine)?;
+            let text = serde_json::to_vec(&self.spec).map_err(|error| HookError::Output(error.into()))?;
+            admit::hand_over(&self.lease, engine, &self.config)?;
+            print(&text)
+        });
+        if finished.is_err() {
+            if let Err(error) = admit::withdraw(&self.lease, &self.config) {
+                tracing::warn!("{error}");
+            }
+        }
+        finished
+    }
+
+    fn add_hooks(&mut self) -> Result<(), HookError> {
+        let program = hooks::program().ok_or(HookError::NoProgram)?;
+        for stage in [Stage::CreateRuntime, Stage::Poststop] {
+            hooks::add(&mut self.spec, stage, &program, config::honoured().as_deref())?;
+        }
+        Ok(())
+    }
+}
+
+/// As far as it is known: the hook that binds the lease tells the rest.
+fn container(spec: &Value) -> Result<Container, HookError> {
+    let root = spec.pointer("/root/path").and_then(Value::as_str).map(PathBuf::from);
+    let rootfs = root.filter(|root| root.is_absolute()).and_then(|root| root.canonicalize().ok());
+    Ok(Container {
+        uid: geteuid().as_raw(),
+        id: id(spec).to_owned(),
+        bundle: PathBuf::new(),
+        rootfs: rootfs.ok_or(HookError::NoRootfs)?,
+        record: PathBuf::new(),
+    })
+}
+
+/// The container's id, which Podman tells nowhere but in the name of the cgroup (`…/libpod-<id>`,
+/// `…:libpod:<id>`, `…/libpod-payload-<id>`); empty where it makes none.
+pub(super) fn id(spec: &Value) -> &str {
+    ids(spec).last().unwrap_or_default()
+}
+
+/// The pod's id: its containers' cgroups are below its own (`…/<pod>/libpod-<id>`,
+/// `…-libpod_pod_<pod>.slice:libpod:<id>`).
+fn pod(spec: &Value) -> Option<&str> {
+    let ids: Vec<&str> = ids(spec).collect();
+    ids.len().checked_sub(2).map(|at| ids[at])
+}
+
+/// Podman's ids, 64 hex digits each, in the name of the cgroup.
+fn ids(spec: &Value) -> impl Iterator<Item = &str> {
+    let path = spec.pointer("/linux/cgroupsPath").and_then(Value::as_str).unwrap_or_default();
+    let pieces = path.split(|character: char| !character.is_ascii_alphanumeric());
+    pieces.filter(|piece| piece.len() == 64 && piece.bytes().all(|byte| byte.is_ascii_hexdigit()))
+}
+
+/// A warning where another container of the same pod has a share already: annotations of a pod go to each
+/// of its containers.
+fn neighbour(spec: &Value, config: &Config) -> Option<String> {
+    let pod = pod(spec)?;
+    let ledger = Store::open(&config.state_dir).ok()?.read().ok()?;
+    let is_in_pod = |path: &PathBuf| path.to_string_lossy().contains(pod);
+    let in_pod = |lease: &&sublet_core::ledger::Lease| {
+        lease.init.as_ref().and_then(|init| init.cgroup.as_ref()).is_some_and(is_in_pod)
+    };
+    let other = ledger.leases.iter().find(in_pod)?;
+    Some(format!(
+        "container {} of the same pod holds a share too: sublet.* annotations of a pod give each of its \
+         containers a share of its own",
+        sublet_core::text::safe(&other.container.id)
+    ))
+}
+
+/// To our own log and the system's: Podman throws away what is said on standard error.
+fn say(log: &Log, level: Level, spec: &Value, message: &str) {
+    let place = || container(spec).ok().map(|container| sublet_core::text::safe(&container.name()));
+    let name = Some(id(spec).to_owned()).filter(|id| !id.is_empty()).or_else(place);
+    let line = match name {
+        Some(name) => format!("container {name}: {message}"),
+        None => format!("a Podman container: {message}"),
+    };
+    log.write(level, &line);
+    journal::write(level, &line);
+}
+
+fn print(text: &[u8]) -> Result<(), HookError> {
+    let mut output = std::io::stdout().lock();
+    output.write_all(text).and_then(|()| output.flush()).map_err(HookError::Output)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    const ID: &str = "452325ed5f7f35588a551450be5d67fde0f40a94317f3f8f8a275a3aebf20f2a";
+
+    #[test]
+    fn the_id_is_in_the_name_of_the_cgroup() {
+        let paths = ["/libpod_parent/libpod-", "/a/b/libpod-payload-", "machine.slice:libpod:"];
+        for path in paths {
+            assert_eq!(id(&json!({"linux": {"cgroupsPath": format!("{path}{ID}")}})), ID, "{path}");
+        }
+        let in_pod = format!("/machine-libpod_pod_{}.slice:libpod:{ID}", ID.replace('4', "5"));
+        let in_pod = json!({"linux": {"cgroupsPath": in_pod}});
+        assert_eq!((id(&in_pod), pod(&in_pod)), (ID, Some(ID.replace('4', "5").as_str())));
+        assert_eq!(pod(&json!({"linux": {"cgroupsPath": format!("/libpod-{ID}")}})), None);
+        let others = [
+            json!({}),
+            json!({"linux": {"cgroupsPath": null}}),
+            json!({"linux": {"cgroupsPath": "/user.slice"}}),
+            json!({"linux": {"cgroupsPath": format!("/libpod-{}", &ID[1..])}}),
+            json!({"linux": {"cgroupsPath": ["x"]}}),
+        ];
+        for other in others {
+            assert_eq!(id(&other), "", "{other}");
+        }
+    }
+
+    #[test]
+    fn a_rootfs_is_absolute_and_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let found = container(&json!({"root": {"path": dir.path()}})).unwrap();
+        assert_eq!(found.rootfs, dir.path().canonicalize().unwrap());
+        assert_eq!((found.id.as_str(), found.bundle.to_str()), ("", Some("")));
+        for spec in
+            [json!({}), json!({"root": {"path": "rootfs"}}), json!({"root": {"path": "/none/at/all"}})]
+        {
+            assert!(matches!(container(&spec), Err(HookError::NoRootfs)), "{spec}");
+        }
+    }
+}

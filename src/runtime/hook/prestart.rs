@@ -1,0 +1,176 @@
+//! `prestart` and `createRuntime`: the container's namespaces exist, its own program does not run yet, and
+//! nothing has edited its config.json.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::HookError;
+use super::state::{State, Status};
+use sublet_core::admit::{self, Late};
+use sublet_core::apply::JsonFile;
+use sublet_core::cdi::Asked;
+use sublet_core::config;
+use sublet_core::engine::Engine;
+use sublet_core::ledger::Container;
+use sublet_core::log::{Level, Log};
+use sublet_core::process::Process;
+use sublet_core::text::safe;
+
+/// Gives the container its share, if it asks for one: by its annotations, or `by_cdi`.
+pub(super) fn prestart(
+    state: &State,
+    by_cdi: Option<&Asked>,
+    engine: Option<&Engine>,
+    log: &Log,
+) -> Result<(), HookError> {
+    let id = safe(&state.id);
+    let failed = |why: String| HookError::Start { id: id.clone(), why };
+    let bundle = bundle(state).map_err(failed)?;
+    let file = JsonFile::read(&bundle.join("config.json")).map_err(|error| failed(error.to_string()))?;
+    if by_cdi.is_none() && !file.mentions_sublet() && !state.is_ours() {
+        return Ok(());
+    }
+    let mut spec = file.parse().map_err(|error| failed(error.to_string()))?;
+    add_annotations(&mut spec, state);
+    // The hook's own name in config.json speaks of sublet, too.
+    if by_cdi.is_none() && !admit::is_ours(&spec, None).map_err(|error| failed(error.to_string()))? {
+        return Ok(());
+    }
+    let init = init(state).map_err(failed)?;
+    if is_rootless() {
+        return Err(HookError::Rootless { id });
+    }
+    let config = config::load()?;
+    let container = container(state, &bundle, &spec).map_err(failed)?;
+    let say = |level, text: &str| log.write(level, &format!("container {id}: {text}"));
+    let admitted = admit::late(&container, init, &spec, by_cdi, engine, &config);
+    match admitted.map_err(|error| failed(error.to_string()))? {
+        Late::NotOurs => {}
+        Late::AlreadyGranted(lease) => say(Level::Debug, &format!("it has lease {lease} already")),
+        Late::Granted { warnings, environment, .. } => {
+            for warning in &warnings {
+                say(Level::Warning, warning);
+            }
+            if let Some(environment) = environment {
+                say(Level::Info, &environment);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The lease of a container that ended and whose config.json names none.
+pub(super) fn ended(state: &State) -> Result<(), HookError> {
+    let id = safe(&state.id);
+    let Some(bundle) = state.bundle.as_ref().and_then(|bundle| bundle.canonicalize().ok()) else {
+        return Ok(());
+    };
+    let config = config::load()?;
+    let container = named(state, bundle);
+    let end = admit::end_of(&container, &config).and_then(|lease| match lease {
+        Some(lease) => admit::end(&lease, &config),
+        None => Ok(()),
+    });
+    end.map_err(|source| HookError::End { id, source })
+}
+
+fn bundle(state: &State) -> Result<PathBuf, String> {
+    let bundle = state.bundle.as_ref().filter(|bundle| bundle.is_absolute());
+    let bundle = bundle.ok_or("the state on standard input has no absolute path as `bundle`")?;
+    bundle
+        .canonicalize()
+        .map_err(|error| format!("bundle {} cannot be used: {error}", safe(&bundle.to_string_lossy())))
+}
+
+/// The first process, as it was before we looked at anything else of it.
+fn init(state: &State) -> Result<Process, String> {
+    match state.status {
+        Status::Creating | Status::Created => {}
+        Status::Running => return Err("it runs already: a share is given before it starts".to_owned()),
+        Status::Stopped => return Err("it has stopped".to_owned()),
+    }
+    let pid = state.pid.filter(|&pid| pid > 0).ok_or("the state on standard input has no `pid`")?;
+    Process::find(pid).ok_or_else(|| format!("its first process {pid} is gone"))
+}
+
+/// What the runtime tells wins: it is what the container was created with.
+fn add_annotations(spec: &mut Value, state: &State) {
+    let Some(spec) = spec.as_object_mut() else { return };
+    let entry = spec.entry("annotations").or_insert(Value::Null);
+    if entry.is_null() {
+        *entry = Value::Object(Map::new());
+    }
+    if let Some(annotations) = entry.as_object_mut() {
+        for (key, value) in state.annotations() {
+            annotations.insert(key.clone(), Value::from(value.as_str()));
+        }
+    }
+}
+
+/// Without root's rights over the host there is no device cgroup and no way into other namespaces; a
+/// user namespace other than the first maps ids (`user_namespaces(7)`).
+fn is_rootless() -> bool {
+    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    !nix::unistd::geteuid().is_root() || map.split_whitespace().ne(["0", "0", "4294967295"])
+}
+
+fn container(state: &State, bundle: &Path, spec: &Value) -> Result<Container, String> {
+    let root = spec.pointer("/root/path").and_then(Value::as_str).ok_or("config.json has no root.path")?;
+    let rootfs = bundle.join(root);
+    let rootfs = rootfs
+        .canonicalize()
+        .map_err(|error| format!("root.path {} cannot be used: {error}", safe(&rootfs.to_string_lossy())))?;
+    Ok(Container { rootfs, ..named(state, bundle.to_owned()) })
+}
+
+/// By what containers are told apart. Hooks are not told where the runtime keeps its record.
+fn named(state: &State, bundle: PathBuf) -> Container {
+    Container {
+        uid: nix::unistd::geteuid().as_raw(),
+        id: state.id.clone(),
+        bundle,
+        rootfs: PathBuf::new(),
+        record: PathBuf::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn state(text: &Value) -> State {
+        State::parse(text.to_string().as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn what_the_runtime_tells_wins_over_the_file() {
+        let state = state(&json!({"id": "c", "status": "creating", "annotations": {"a": "1", "b": "2"}}));
+        for (mut spec, expected) in [
+            (json!({"annotations": {"b": "x", "c": "3"}}), json!({"b": "2", "c": "3", "a": "1"})),
+            (json!({"annotations": null}), json!({"a": "1", "b": "2"})),
+            (json!({}), json!({"a": "1", "b": "2"})),
+        ] {
+            add_annotations(&mut spec, &state);
+            assert_eq!(spec["annotations"], expected);
+        }
+    }
+
+    #[test]
+    fn a_state_without_a_process_or_of_a_running_container_is_refused() {
+        let of = |more: &Value| {
+            let mut text = json!({"id": "c", "status": "creating"});
+            text.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            init(&state(&text)).unwrap_err()
+        };
+        assert_eq!(of(&json!({})), "the state on standard input has no `pid`");
+        assert_eq!(of(&json!({"pid": 0})), "the state on standard input has no `pid`");
+        assert_eq!(of(&json!({"pid": i32::MAX})), "its first process 2147483647 is gone");
+        assert_eq!(of(&json!({"status": "stopped", "pid": 1})), "it has stopped");
+        assert!(of(&json!({"status": "running", "pid": 1})).starts_with("it runs already"));
+        let no_bundle = state(&json!({"id": "c", "status": "creating", "bundle": "b"}));
+        assert!(bundle(&no_bundle).unwrap_err().contains("no absolute path"));
+    }
+}

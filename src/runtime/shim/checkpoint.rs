@@ -1,0 +1,31 @@
+//! `checkpoint` and `restore`: what is on a GPU cannot be saved, so a container with a share is refused.
+
+use std::convert::Infallible;
+use std::path::PathBuf;
+
+use super::{Call, RuntimeError, Start, create, uid};
+use sublet_core::admit;
+use sublet_core::config;
+
+/// Refuses a container with a share.
+pub(super) fn checkpoint(
+    call: &Call<'_>,
+    container: Option<(&str, PathBuf)>,
+) -> Result<Infallible, RuntimeError> {
+    let Some((id, record)) = container else { return call.pass_on() };
+    if !admit::may_have_share(&record)? {
+        return call.pass_on();
+    }
+    match admit::share_of(uid(), id, &record, &config::load())? {
+        Some(_) => Err(RuntimeError::NoCheckpoint("checkpoint")),
+        None => call.pass_on(),
+    }
+}
+
+/// Refuses a bundle that asks for a share.
+pub(super) fn restore(call: &Call<'_>, start: &Start) -> Result<Infallible, RuntimeError> {
+    match create::find(call, start)? {
+        Some(_) => Err(RuntimeError::NoCheckpoint("restore")),
+        None => call.pass_on(),
+    }
+}

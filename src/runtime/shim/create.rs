@@ -1,0 +1,215 @@
+//! `create` and `run`: finds the container its share, edits config.json, becomes the low-level runtime.
+
+use std::convert::Infallible;
+use std::path::{Path, PathBuf};
+
+use nix::unistd::getppid;
+use serde_json::Value;
+
+use super::{Call, Door, RuntimeError, Start, mapped, uid};
+use sublet_core::admit::{self, Admission, Candidate};
+use sublet_core::apply::{self, FileError, JsonFile};
+use sublet_core::config::{self, Config};
+use sublet_core::engine::Engine;
+use sublet_core::hooks::{self, Stage};
+use sublet_core::ledger::Container;
+use sublet_core::log::Level;
+use sublet_core::process::Process;
+use sublet_core::text::safe;
+
+/// Which of the two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The engine calls `delete` later.
+    Create,
+    /// The runtime deletes by itself: only a hook tells us.
+    Run,
+}
+
+/// Admits the container if it is ours.
+pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infallible, RuntimeError> {
+    let Some(Ours { file, mut spec, share }) = find(call, start)? else {
+        return call.pass_on();
+    };
+    let config = config::load()?;
+    let engine = Engine::of(getppid().as_raw());
+    let container = container(call, start, &spec)?;
+    let bundle = container.bundle.clone();
+    let candidate = Candidate {
+        container: admit::located(container, &spec, &bundle, &config)?,
+        owner: Process::current().map_err(RuntimeError::Process)?,
+        share: share.as_deref(),
+        engine: engine.as_ref(),
+    };
+    match admit::admit(&candidate, &mut spec, &config)? {
+        Admission::NotOurs | Admission::AlreadyGranted(_) => call.pass_on(),
+        Admission::Granted { lease, warnings } => {
+            for warning in warnings {
+                call.warn(&format!("container {}: {warning}", candidate.container.id));
+            }
+            let error = match candidate.check_wanted() {
+                Ok(()) => hand_over(call, &file, spec, &hooks(kind, &config)),
+                Err(error) => error.into(),
+            };
+            let withdrawn =
+                if cfg!(sublet_without = "c5") { Ok(()) } else { admit::withdraw(&lease, &config) };
+            if let Err(error) = withdrawn {
+                call.warn(&format!("container {}: {error}", candidate.container.id));
+            }
+            Err(error)
+        }
+    }
+}
+
+/// A container that asks for a share.
+pub(super) struct Ours {
+    file: JsonFile,
+    spec: Value,
+    /// The share that it comes for without saying so.
+    share: Option<String>,
+}
+
+/// The container, if it is ours: annotated, with a CDI device of ours, come by a share's door, or mapped to
+/// a share by `containers.toml`, and no pod's pause container.
+///
+/// A file that the runtime will not be able to read either is left to it to complain about.
+pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, RuntimeError> {
+    let share = call.door.share().map(str::to_owned);
+    let Some(file) = read(call, start, share.is_some())? else { return Ok(None) };
+    if share.is_some() || file.mentions_sublet() {
+        let spec = file.parse()?;
+        if admit::is_ours(&spec, share.as_deref())? {
+            return Ok(Some(Ours { file, spec, share }));
+        }
+    }
+    if let Some(share) = mapped(call, start, &file) {
+        return Ok(Some(Ours { spec: file.parse()?, file, share: Some(share) }));
+    }
+    if call.door == Door::Other {
+        call.log.write(Level::Info, "no sublet.* annotation, no GPU given");
+    }
+    Ok(None)
+}
+
+/// config.json; `None`: the runtime will refuse it, or it cannot be of a container of ours.
+fn read(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFile>, RuntimeError> {
+    let path = config_path(start);
+    let error = match JsonFile::read(&path) {
+        Ok(file) => return Ok(Some(file)),
+        Err(error) => error,
+    };
+    // What the runtime can read and we cannot may ask for a share.
+    let may_be_ours = match &error {
+        FileError::TooLarge { .. } => apply::mentions_sublet(&path),
+        FileError::NotRegular { .. } => !path.is_dir(),
+        _ => false,
+    };
+    if has_share || may_be_ours {
+        return Err(error.into());
+    }
+    call.log.write(Level::Info, &format!("{error}; no GPU given"));
+    Ok(None)
+}
+
+/// The share in `containers.toml`. A mistake there must stop no container that has nothing to do with
+/// sublet, and which ones have is what nobody knows then: each goes on as it is, without a GPU.
+fn mapped(call: &Call<'_>, start: &Start, file: &JsonFile) -> Option<String> {
+    let id = start.id.as_ref()?.to_str()?;
+    // Engines give absolute bundles; without one there is no engine that knows the container's name.
+    mapped::share(id, start.bundle.as_deref()?, file).unwrap_or_else(|error| {
+        let message = format!("container {}: {error}; it is mapped to no share and gets no GPU", safe(id));
+        call.log.write(Level::Warning, &message);
+        None
+    })
+}
+
+/// crun takes a relative `--config` from where it was called, all else from the bundle (create.c).
+fn config_path(start: &Start) -> PathBuf {
+    match start.config.as_deref() {
+        Some(config) if config != Path::new("config.json") => config.to_owned(),
+        _ => bundle(start).join("config.json"),
+    }
+}
+
+fn bundle(start: &Start) -> &Path {
+    start.bundle.as_deref().unwrap_or(Path::new("."))
+}
+
+/// Who it is and where it lives.
+fn container(call: &Call<'_>, start: &Start, spec: &Value) -> Result<Container, RuntimeError> {
+    let id = start.id.as_ref().and_then(|id| id.to_str()).ok_or(RuntimeError::NoId)?;
+    let record = call.record(id).ok_or(RuntimeError::NoId)?;
+    let bundle = canonical("bundle", bundle(start))?;
+    let root = spec.pointer("/root/path").and_then(Value::as_str).ok_or(RuntimeError::NoRoot)?;
+    let rootfs = canonical("root.path", &bundle.join(root))?;
+    for (what, path) in [("bundle", &bundle), ("root.path", &rootfs), ("--root", &record)] {
+        if path.to_str().is_none() {
+            return Err(RuntimeError::NotUtf8 { what, path: safe(&path.to_string_lossy()) });
+        }
+    }
+    Ok(Container { uid: uid(), id: id.to_owned(), bundle, rootfs, record })
+}
+
+fn canonical(what: &'static str, path: &Path) -> Result<PathBuf, RuntimeError> {
+    path.canonicalize().map_err(|source| RuntimeError::Path {
+        what,
+        path: safe(&path.to_string_lossy()),
+        source,
+    })
+}
+
+/// Our hooks: who deletes by itself tells nobody, and a lease that is held by `sublet serve` is bound by a
+/// hook, for the service believes no record of a user's.
+fn hooks(kind: Kind, config: &Config) -> Vec<Stage> {
+    let binds = admit::is_brokered(config).then_some(Stage::CreateRuntime);
+    let ends = (kind == Kind::Run).then_some(Stage::Poststop);
+    binds.into_iter().chain(ends).collect()
+}
+
+/// Writes the edited spec and becomes the low-level runtime. Returns on failure, the file as it was.
+fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> RuntimeError {
+    if let Err(error) = write(call, file, spec, hooks) {
+        return error;
+    }
+    let error = call.become_low_level(call.args);
+    let as_it_was: &[u8] = if cfg!(sublet_without = "c2-back") { b"{}" } else { &file.text };
+    if let Err(error) = sublet_core::replace::replace(&file.path, as_it_was, 0o644) {
+        call.warn(&format!("cannot put {} back: {error}", safe(&file.path.to_string_lossy())));
+    }
+    error
+}
+
+fn write(call: &Call<'_>, file: &JsonFile, mut spec: Value, hooks: &[Stage]) -> Result<(), RuntimeError> {
+    let program = if hooks.is_empty() { None } else { hooks::program() };
+    match program {
+        Some(program) => {
+            for stage in hooks {
+                hooks::add(&mut spec, *stage, &program, config::honoured().as_deref())?;
+            }
+        }
+        None if hooks.contains(&Stage::CreateRuntime) => return Err(RuntimeError::NoHook),
+        None if !hooks.is_empty() => {
+            call.warn("sublet-hook is missing: the share is freed by the next sublet command only");
+        }
+        None => {}
+    }
+    Ok(file.replace(&spec)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn start(bundle: Option<&str>, config: Option<&str>) -> Start {
+        Start { id: None, bundle: bundle.map(Into::into), config: config.map(Into::into) }
+    }
+
+    #[test]
+    fn the_file_that_is_edited() {
+        assert_eq!(config_path(&start(Some("/b"), None)), Path::new("/b/config.json"));
+        assert_eq!(config_path(&start(None, None)), Path::new("./config.json"));
+        assert_eq!(config_path(&start(Some("/b"), Some("/f.json"))), Path::new("/f.json"));
+        assert_eq!(config_path(&start(Some("/b"), Some("f.json"))), Path::new("f.json"));
+        assert_eq!(config_path(&start(Some("/b"), Some("config.json"))), Path::new("/b/config.json"));
+    }
+}

@@ -1,0 +1,268 @@
+//! `exec`: config.json's environment reaches only a container's first process, so processes that come
+//! later get the same edit here, in a copy of the engine's process file or on the command line.
+
+use std::cell::OnceCell;
+use std::convert::Infallible;
+use std::ffi::{OsStr, OsString};
+use std::fs::OpenOptions;
+use std::io::{self, Write as _};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+use super::{Call, Dialect, Exec, RuntimeError, uid};
+use crate::hook::state;
+use sublet_core::admit::{self, Share};
+use sublet_core::apply::{self, JsonFile};
+use sublet_core::config::{self, Config, ConfigError, WithoutDaemon};
+use sublet_core::confine;
+use sublet_core::grant::{Environment, refused_beside};
+use sublet_core::text::safe;
+
+/// How long a process file that is a pipe may take to come to its end.
+const FILE_LIMIT: Duration = Duration::from_secs(10);
+
+/// Longest process file that is read: the container's whole environment, and Linux gives a process 6 MiB of that.
+const LONGEST: usize = 16 << 20;
+
+/// Above what `--preserve-fds` may mean by number.
+const HIGH: i32 = 500;
+
+/// Gives a process in a container with a share what the share is made of, or does not start it.
+pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<Infallible, RuntimeError> {
+    let config = Lazy::default();
+    let Some(Found { id, record, share }) = find(call, exec, &config)? else {
+        return call.pass_on();
+    };
+    let config = config.get().as_ref().ok();
+    let environment = match admit::enter(&share, id, &record, config) {
+        Ok(()) => share.environment.clone(),
+        Err(error) if may_go_without(config) => {
+            confine::refuse_drivers().map_err(RuntimeError::NoFilter)?;
+            call.warn(&format!("container {}: {error}: it starts without the GPU", safe(id)));
+            without_gpu(&share.environment)
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let options = if let Some(file) = &exec.process {
+        vec![form(exec, "process", "-p", "--process").into(), edited(file, &environment)?]
+    } else {
+        let option = form(exec, "env", "-e", "--env");
+        options(&environment, &share, &exec.env, call.low_level.dialect, option)
+    };
+    let (before, behind) = call.args.split_at(exec.options_end);
+    Err(call.become_low_level(&[before, &options, behind].concat()))
+}
+
+/// The form in which the option stands already, if it does.
+fn form<'f>(exec: &Exec, name: &str, letter: &'f str, long: &'f str) -> &'f str {
+    if exec.letters.contains(&name) { letter } else { long }
+}
+
+/// The configuration, read where it is needed: most containers have no share.
+#[derive(Default)]
+struct Lazy(OnceCell<Result<Config, ConfigError>>);
+
+impl Lazy {
+    fn get(&self) -> &Result<Config, ConfigError> {
+        self.0.get_or_init(config::load)
+    }
+}
+
+/// A container with a share.
+struct Found<'a> {
+    id: &'a str,
+    record: PathBuf,
+    share: Share,
+}
+
+fn find<'e>(call: &Call<'_>, exec: &'e Exec, config: &Lazy) -> Result<Option<Found<'e>>, RuntimeError> {
+    if let Some(id) = &exec.id {
+        return found(call, id, config);
+    }
+    let mut certain = None;
+    for name in &exec.names {
+        let Some(next) = found(call, name, config)? else { continue };
+        if exec.process.is_none() || certain.is_some() {
+            return Err(RuntimeError::UnknownOption);
+        }
+        certain = Some(next);
+    }
+    Ok(certain)
+}
+
+/// The container `id`, if it has a share. An id that is none the runtime refuses itself.
+fn found<'e>(call: &Call<'_>, id: &'e OsStr, config: &Lazy) -> Result<Option<Found<'e>>, RuntimeError> {
+    let Some((id, record)) = id.to_str().and_then(|id| Some((id, call.record(id)?))) else { return Ok(None) };
+    if !admit::may_have_share(&record)? {
+        return Ok(None);
+    }
+    let share = admit::share_of(uid(), id, &record, config.get())?;
+    Ok(share.map(|share| Found { id, record, share }))
+}
+
+fn may_go_without(config: Option<&Config>) -> bool {
+    config.is_some_and(|config| config.mps.exec_without_daemon == WithoutDaemon::NoGpu)
+}
+
+/// As `share`, for who sees no device.
+fn without_gpu(share: &Environment) -> Environment {
+    let mut environment = share.clone();
+    environment.set.retain(|(name, _)| name != "CUDA_VISIBLE_DEVICES");
+    environment.set.insert(0, ("CUDA_VISIBLE_DEVICES".to_owned(), String::new()));
+    environment
+}
+
+/// The path of a copy of `file` with the environment: what is the caller's own, or a pipe, is only read.
+fn edited(file: &Path, environment: &Environment) -> Result<OsString, RuntimeError> {
+    let file = read(file)?;
+    let mut process = file.parse()?;
+    apply::edit_environment(&mut process, environment)?;
+    let copied = serde_json::to_vec(&process).map_err(io::Error::from).and_then(|text| in_memory(&text));
+    Ok(copied.map_err(RuntimeError::Copy)?.into())
+}
+
+/// Follows links: `/dev/stdin` is one, to a pipe often enough.
+fn read(path: &Path) -> Result<JsonFile, RuntimeError> {
+    let failed = |why: String| RuntimeError::ProcessFile { path: safe(&path.to_string_lossy()), why };
+    let mut options = OpenOptions::new();
+    let file = options.read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY).open(path);
+    let file = file.map_err(|error| failed(error.to_string()))?;
+    let text = state::read(file, LONGEST, Instant::now() + FILE_LIMIT);
+    Ok(JsonFile { path: path.to_owned(), text: text.map_err(|error| failed(error.to_string()))? })
+}
+
+/// A file that only this process has, and what it becomes: the path by which that can open it.
+fn in_memory(text: &[u8]) -> io::Result<String> {
+    let mut file = std::fs::File::from(memfd_create(c"sublet-process", MFdFlags::empty())?);
+    file.write_all(text)?;
+    // Kept open for good, unless there are no such numbers here: then at its own.
+    let number = match fcntl(&file, FcntlArg::F_DUPFD(HIGH)) {
+        Ok(number) => number,
+        Err(_) => std::os::fd::IntoRawFd::into_raw_fd(file),
+    };
+    Ok(format!("/proc/self/fd/{number}"))
+}
+
+/// Options, in the form of `option`, to stand behind the user's own `given`: in both runtimes the last one counts.
+///
+/// runc adds the options to config.json's environment, which has ours already (utils and `getProcess` in exec.go);
+/// crun puts them in its place (libcrun/container.c, `if (process->env_len)`). With none, both take config.json's.
+fn options(
+    environment: &Environment,
+    share: &Share,
+    given: &[OsString],
+    dialect: Dialect,
+    option: &str,
+) -> Vec<OsString> {
+    if given.is_empty() && *environment == share.environment {
+        return Vec::new();
+    }
+    let is_given = |name: &str| given.iter().any(|entry| name_of(entry.as_bytes()) == name.as_bytes());
+    let is_set = |name: &str| environment.set.iter().any(|(set, _)| set == name);
+    let pair = |(name, value): &(String, String)| format!("{name}={value}");
+    let whole = dialect == Dialect::Crun && given.is_empty();
+    let first =
+        share.all.iter().filter(|entry| whole && !is_set(entry.split('=').next().unwrap_or_default()));
+    let defaults = environment.default.iter().filter(|(name, _)| !whole && !is_given(name));
+    let defaults = defaults.filter_map(|default| {
+        let is_refused = refused_beside(&default.0).is_some_and(is_given);
+        match dialect {
+            Dialect::Crun => (!is_refused).then(|| pair(default)),
+            // No option takes a variable away; frameworks count an empty one as none.
+            Dialect::Runc => is_refused.then(|| format!("{}=", default.0)),
+        }
+    });
+    let entries = first.cloned().chain(environment.set.iter().map(pair)).chain(defaults);
+    entries.flat_map(|entry| [OsString::from(option), OsString::from(entry)]).collect()
+}
+
+fn name_of(entry: &[u8]) -> &[u8] {
+    entry.split(|byte| *byte == b'=').next().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd as _;
+
+    use super::*;
+
+    fn pairs(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
+        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+    }
+
+    fn share() -> Share {
+        let environment = Environment {
+            set: pairs(&[("CUDA_VISIBLE_DEVICES", "0")]),
+            default: pairs(&[("XLA", "0.1"), ("XLB", "0.2")]),
+            remove_prefixes: Vec::new(),
+        };
+        let all = ["PATH=/bin", "CUDA_VISIBLE_DEVICES=0", "XLA=0.1"].map(str::to_owned).to_vec();
+        Share { environment, all, server: None }
+    }
+
+    #[test]
+    fn options_for_the_command_line() {
+        let (share, given) = (share(), ["XLA=0.9".into(), "CUDA_VISIBLE_DEVICES=3".into()]);
+        let with = |dialect| options(&share.environment, &share, &given, dialect, "--env");
+        assert_eq!(with(Dialect::Runc), ["--env", "CUDA_VISIBLE_DEVICES=0"]);
+        assert_eq!(with(Dialect::Crun), ["--env", "CUDA_VISIBLE_DEVICES=0", "--env", "XLB=0.2"]);
+        for dialect in [Dialect::Runc, Dialect::Crun] {
+            assert!(
+                options(&share.environment, &share, &[], dialect, "--env").is_empty(),
+                "config.json has it"
+            );
+        }
+    }
+
+    #[test]
+    fn without_a_gpu_no_device_is_seen_and_all_else_is_as_before() {
+        let share = share();
+        let without = |dialect| options(&without_gpu(&share.environment), &share, &[], dialect, "--env");
+        assert_eq!(without(Dialect::Runc), ["--env", "CUDA_VISIBLE_DEVICES="]);
+        let whole = ["--env", "PATH=/bin", "--env", "XLA=0.1", "--env", "CUDA_VISIBLE_DEVICES="];
+        assert_eq!(without(Dialect::Crun), whole);
+    }
+
+    #[test]
+    fn a_process_file_is_read_and_never_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("process.json");
+        let text = r#"{"env":["A=1"],"args":["x"]}"#;
+        std::fs::write(&file, text).unwrap();
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        let copy = edited(&link, &share().environment).unwrap();
+        let expected = r#"{"env":["A=1","CUDA_VISIBLE_DEVICES=0","XLA=0.1","XLB=0.2"],"args":["x"]}"#;
+        assert_eq!(std::fs::read_to_string(&copy).unwrap(), expected);
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), text);
+        let number: i32 = Path::new(&copy).file_name().unwrap().to_str().unwrap().parse().unwrap();
+        assert!(number >= HIGH);
+        nix::unistd::close(number).unwrap();
+        assert!(matches!(edited(dir.path(), &share().environment), Err(RuntimeError::ProcessFile { .. })));
+    }
+
+    #[test]
+    fn a_pipe_is_a_process_file_too() {
+        let (from, to) = nix::unistd::pipe().unwrap();
+        std::fs::File::from(to).write_all(br#"{"env":[]}"#).unwrap();
+        let path = format!("/proc/self/fd/{}", from.as_raw_fd());
+        assert_eq!(read(Path::new(&path)).unwrap().text, br#"{"env":[]}"#);
+    }
+
+    #[test]
+    fn a_default_that_is_refused_beside_the_users_own_gives_way() {
+        let default = pairs(&[("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.1")]);
+        let environment = Environment { default, ..Environment::default() };
+        let share = Share { environment, ..Share::default() };
+        let given = ["XLA_CLIENT_MEM_FRACTION=0.5".into()];
+        let runc = ["--env", "XLA_PYTHON_CLIENT_MEM_FRACTION="];
+        let with = |dialect| options(&share.environment, &share, &given, dialect, "--env");
+        assert_eq!(with(Dialect::Runc), runc);
+        assert!(with(Dialect::Crun).is_empty());
+    }
+}

@@ -1,0 +1,321 @@
+//! The runtime that does the work: where it is, whose command line it reads, where it keeps its state.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::Metadata;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::path::{Component, Path, PathBuf};
+
+use super::flags::Dialect;
+
+/// Where names are looked up when there is no PATH.
+const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// None of the configured runtimes is there.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "missing {first}: no executable {names} found{ourselves}; install runc or crun, or set [runtime] low_level"
+)]
+pub struct MissingRuntime {
+    first: String,
+    names: String,
+    ourselves: &'static str,
+}
+
+/// A low-level runtime.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LowLevel {
+    /// Its program.
+    pub program: PathBuf,
+    /// Its command line.
+    pub dialect: Dialect,
+}
+
+/// The first of `names` that is there and is not sublet itself, looked up in `path`.
+///
+/// # Errors
+/// There is none.
+pub fn find(
+    names: &[String],
+    path: Option<&OsStr>,
+    own: Option<&Metadata>,
+) -> Result<LowLevel, MissingRuntime> {
+    let mut met_ourselves = false;
+    for name in names {
+        for program in candidates(name, path) {
+            let Some(metadata) = executable(&program) else { continue };
+            if is_ourselves(&program, &metadata, own) {
+                met_ourselves = true;
+                continue;
+            }
+            return Ok(LowLevel { dialect: dialect(&program), program });
+        }
+    }
+    Err(MissingRuntime {
+        first: names.first().map_or_else(|| "runc".to_owned(), |name| sublet_core::text::safe(name)),
+        names: sublet_core::text::safe(&names.join(" or ")),
+        ourselves: if met_ourselves { " but sublet itself" } else { "" },
+    })
+}
+
+/// The paths that `name` may mean. Relative directories in PATH are passed over.
+fn candidates(name: &str, path: Option<&OsStr>) -> Vec<PathBuf> {
+    if name.contains('/') {
+        return vec![PathBuf::from(name)];
+    }
+    let path = path.filter(|path| !path.is_empty()).unwrap_or(OsStr::new(DEFAULT_PATH));
+    std::env::split_paths(path).filter(|dir| dir.is_absolute()).map(|dir| dir.join(name)).collect()
+}
+
+fn executable(program: &Path) -> Option<Metadata> {
+    let metadata = std::fs::metadata(program).ok()?;
+    (metadata.is_file() && metadata.permissions().mode() & 0o111 != 0).then_some(metadata)
+}
+
+/// Whether running `program` would run us again, without end.
+fn is_ourselves(program: &Path, metadata: &Metadata, own: Option<&Metadata>) -> bool {
+    let same = own.is_some_and(|own| (own.dev(), own.ino()) == (metadata.dev(), metadata.ino()));
+    same || file_name(program).starts_with("sublet-")
+}
+
+/// By the name of the program or of what it links to: distributions link `runc` to crun.
+pub(super) fn dialect(program: &Path) -> Dialect {
+    let target = std::fs::canonicalize(program).unwrap_or_default();
+    let is_crun = |path: &Path| {
+        let name = file_name(path);
+        name.contains("crun") || name.contains("krun")
+    };
+    if is_crun(program) || is_crun(&target) { Dialect::Crun } else { Dialect::Runc }
+}
+
+fn file_name(path: &Path) -> std::borrow::Cow<'_, str> {
+    path.file_name().unwrap_or_default().to_string_lossy()
+}
+
+/// What the runtimes' default state directory depends on.
+#[derive(Debug, Default)]
+pub struct Host {
+    xdg_runtime_dir: Option<OsString>,
+    user: Option<OsString>,
+    root: bool,
+    user_namespace: bool,
+}
+
+impl Host {
+    /// This process's surroundings.
+    #[must_use]
+    pub fn current() -> Self {
+        Self::with(|name| std::env::var_os(name))
+    }
+
+    /// As [`Host::current`], for a process of our user with this `environment`.
+    #[must_use]
+    pub fn of(environment: &[OsString]) -> Self {
+        Self::with(|name| {
+            let value = |entry: &OsString| {
+                let rest = entry.as_bytes().strip_prefix(name.as_bytes())?;
+                rest.strip_prefix(b"=").map(|value| OsStr::from_bytes(value).to_owned())
+            };
+            environment.iter().find_map(value)
+        })
+    }
+
+    fn with(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+        let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+        Self {
+            xdg_runtime_dir: variable("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()),
+            user: variable("USER"),
+            root: nix::unistd::geteuid().is_root(),
+            user_namespace: is_user_namespace(&map),
+        }
+    }
+
+    /// runc's rule (`shouldHonorXDGRuntimeDir` in `rootless_linux.go`) and crun's (`get_run_directory` in
+    /// libcrun/status.c, which honours `XDG_RUNTIME_DIR` for root too).
+    fn state_dir(&self, dialect: Dialect) -> PathBuf {
+        let not_named_root = self.user.as_deref() != Some(OsStr::new("root"));
+        let (name, honoured) = match dialect {
+            Dialect::Crun => ("crun", true),
+            Dialect::Runc => ("runc", !self.root || self.user_namespace && not_named_root),
+        };
+        let base = self.xdg_runtime_dir.as_ref().filter(|_| honoured);
+        base.map_or_else(|| PathBuf::from("/run"), PathBuf::from).join(name)
+    }
+}
+
+/// The initial namespace maps every id to itself (`user_namespaces(7)`).
+fn is_user_namespace(map: &str) -> bool {
+    !map.split_ascii_whitespace().eq(["0", "0", "4294967295"])
+}
+
+/// The directory in which `dialect` keeps the state of container `id`: ROOT/ID, absolute.
+///
+/// `None` for ids that are no single path component: both runtimes refuse those.
+#[must_use]
+pub fn record(dialect: Dialect, root: Option<&Path>, id: &str, host: &Host) -> Option<PathBuf> {
+    if id.is_empty() || id.contains(['/', '\0']) || matches!(id, "." | "..") {
+        return None;
+    }
+    let root = root.map_or_else(|| host.state_dir(dialect), Path::to_owned);
+    Some(real(&std::path::absolute(dialect.seen(&root)).ok()?).join(id))
+}
+
+impl Dialect {
+    /// Whether `record` is of a container of its program's.
+    pub(super) fn keeps(self, record: &Path) -> bool {
+        record.join(if self == Self::Crun { "status" } else { "state.json" }).is_file()
+    }
+
+    /// `path` as its program takes it from its command line: Go's `filepath.Abs`, which runc calls, takes `..` and
+    /// nothing at all by the text; crun leaves it to the kernel.
+    fn seen(self, path: &Path) -> PathBuf {
+        if self == Self::Crun {
+            return path.to_owned();
+        }
+        let mut clean = std::path::absolute(if path.as_os_str().is_empty() { Path::new(".") } else { path })
+            .unwrap_or_default();
+        if clean.components().any(|part| part == Component::ParentDir) {
+            clean = clean.components().fold(PathBuf::new(), |mut above, part| {
+                if part == Component::ParentDir {
+                    above.pop();
+                } else {
+                    above.push(part);
+                }
+                above
+            });
+        }
+        clean
+    }
+}
+
+/// `path` with no link in it, so that two names of a directory are one. What is not there yet the runtime makes, as
+/// it is written.
+fn real(path: &Path) -> PathBuf {
+    let found = path.ancestors().find_map(|above| Some((above.canonicalize().ok()?, above)));
+    found.map_or_else(
+        || path.to_owned(),
+        |(real, above)| path.strip_prefix(above).map_or_else(|_| path.to_owned(), |below| real.join(below)),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+
+    use super::*;
+
+    fn program(dir: &Path, name: &str, mode: u32) -> PathBuf {
+        let path = dir.join(name);
+        fs::write(&path, "#!/bin/sh\n").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+        path
+    }
+
+    fn names(names: &[&str]) -> Vec<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    #[test]
+    fn takes_the_first_name_that_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let crun = program(dir.path(), "crun", 0o755);
+        program(dir.path(), "runc", 0o644);
+        let path = Some(dir.path().as_os_str());
+        let found = find(&names(&["runc", "crun"]), path, None).unwrap();
+        assert_eq!(found, LowLevel { program: crun, dialect: Dialect::Crun });
+        let runc = program(dir.path(), "runc", 0o755);
+        let found = find(&names(&["runc", "crun"]), path, None).unwrap();
+        assert_eq!(found, LowLevel { program: runc, dialect: Dialect::Runc });
+    }
+
+    #[test]
+    fn never_takes_sublet_itself() {
+        let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let shim = program(first.path(), "the-shim", 0o755);
+        std::os::unix::fs::symlink(&shim, first.path().join("runc")).unwrap();
+        program(first.path(), "sublet-quarter", 0o755);
+        let own = fs::metadata(&shim).unwrap();
+        let path = std::env::join_paths([first.path(), second.path()]).unwrap();
+        let error = find(&names(&["runc", "sublet-quarter"]), Some(&path), Some(&own)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "missing runc: no executable runc or sublet-quarter found but sublet itself; install runc or crun, \
+             or set [runtime] low_level"
+        );
+        let real = program(second.path(), "runc", 0o755);
+        assert_eq!(find(&names(&["runc"]), Some(&path), Some(&own)).unwrap().program, real);
+    }
+
+    #[test]
+    fn absolute_paths_need_no_path_and_relative_directories_are_passed_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let runc = program(dir.path(), "my-runtime", 0o755);
+        let found = find(&[runc.to_str().unwrap().to_owned()], Some(OsStr::new("")), None).unwrap();
+        assert_eq!(found.program, runc);
+        assert_eq!(candidates("x", Some(OsStr::new(".:bin::/a"))), [PathBuf::from("/a/x")]);
+        assert_eq!(candidates("x", None)[0], PathBuf::from("/usr/local/sbin/x"));
+    }
+
+    #[test]
+    fn a_runc_that_links_to_crun_reads_cruns_command_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let crun = program(dir.path(), "crun", 0o755);
+        std::os::unix::fs::symlink(crun, dir.path().join("runc")).unwrap();
+        let found = find(&names(&["runc"]), Some(dir.path().as_os_str()), None).unwrap();
+        assert_eq!(found.dialect, Dialect::Crun);
+    }
+
+    #[test]
+    fn records_are_where_the_runtimes_keep_them() {
+        let plain = Host { root: true, ..Host::default() };
+        let xdg = |root, user_namespace, user: Option<&str>| Host {
+            xdg_runtime_dir: Some("/run/user/7".into()),
+            user: user.map(OsString::from),
+            root,
+            user_namespace,
+        };
+        let at = |dialect, host: &Host| record(dialect, None, "c", host).unwrap();
+        assert_eq!(at(Dialect::Runc, &plain), Path::new("/run/runc/c"));
+        assert_eq!(at(Dialect::Crun, &plain), Path::new("/run/crun/c"));
+        assert_eq!(at(Dialect::Runc, &xdg(true, false, None)), Path::new("/run/runc/c"));
+        assert_eq!(at(Dialect::Runc, &xdg(true, true, None)), Path::new("/run/user/7/runc/c"));
+        assert_eq!(at(Dialect::Runc, &xdg(true, true, Some("root"))), Path::new("/run/runc/c"));
+        assert_eq!(at(Dialect::Runc, &xdg(false, false, None)), Path::new("/run/user/7/runc/c"));
+        assert_eq!(at(Dialect::Crun, &xdg(true, false, None)), Path::new("/run/user/7/crun/c"));
+        let given = record(Dialect::Runc, Some(Path::new("/r")), "c", &plain);
+        assert_eq!(given.unwrap(), Path::new("/r/c"));
+    }
+
+    #[test]
+    fn a_root_is_one_by_whatever_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        std::fs::create_dir_all(dir.join("real/runc/x")).unwrap();
+        std::os::unix::fs::symlink(dir.join("real"), dir.join("link")).unwrap();
+        let at = |dialect, root: &str| record(dialect, Some(&dir.join(root)), "c", &Host::default()).unwrap();
+        for dialect in [Dialect::Runc, Dialect::Crun] {
+            for root in ["real/runc", "link/runc", "link/runc/", "link/./runc", "real/runc/x/.."] {
+                assert_eq!(at(dialect, root), dir.join("real/runc/c"), "{root}");
+            }
+            assert_eq!(at(dialect, "link/not/yet"), dir.join("real/not/yet/c"));
+        }
+        // Go takes `..` by the text, the kernel by the directory.
+        assert_eq!(at(Dialect::Runc, "link/../real/runc"), dir.join("real/runc/c"));
+        std::os::unix::fs::symlink(dir.join("real/runc/x"), dir.join("deep")).unwrap();
+        assert_eq!(at(Dialect::Runc, "deep/.."), dir.join("c"));
+        assert_eq!(at(Dialect::Crun, "deep/.."), dir.join("real/runc/c"));
+    }
+
+    #[test]
+    fn ids_that_leave_the_root_have_no_record() {
+        for id in ["", ".", "..", "a/b", "../a", "a\0b"] {
+            assert_eq!(record(Dialect::Runc, None, id, &Host::default()), None, "{id:?}");
+        }
+    }
+
+    #[test]
+    fn only_the_initial_namespace_maps_every_id_to_itself() {
+        assert!(!is_user_namespace("         0          0 4294967295\n"));
+        assert!(is_user_namespace("         0       1000          1\n"));
+    }
+}

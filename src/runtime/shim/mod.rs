@@ -1,0 +1,344 @@
+//! The OCI runtime shim: edits what `create`, `run` and `exec` are given, then becomes runc or crun.
+//!
+//! The name it is called by is its door. `sublet-<share>` gives every container that named share.
+//! `sublet-runtime` may be the engine's default runtime and is silent about containers that are not
+//! ours; under any other name (a link registered as a runtime of its own) somebody chose it on purpose,
+//! and a container without annotations gets one line in the log.
+
+mod argv;
+mod checkpoint;
+mod child;
+mod create;
+mod delete;
+mod exec;
+mod flags;
+mod low_level;
+mod watch;
+
+use std::convert::Infallible;
+use std::ffi::OsString;
+use std::io::{self, Write as _};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use sublet_core::admit::{AdmitError, EnterError};
+use sublet_core::apply::{FileError, SpecError};
+use sublet_core::config::{self, Config, ConfigError};
+use sublet_core::hooks::BadHooks;
+use sublet_core::ledger;
+
+pub use argv::{Command, CommandLine, Exec, Global, Start, parse};
+pub use flags::Dialect;
+use low_level::{LowLevel, MissingRuntime};
+use sublet_core::log::{self, Level, Log};
+use sublet_core::mapped;
+pub(crate) use watch::record_of;
+
+/// Why a command is not carried out.
+#[derive(Debug, thiserror::Error)]
+pub enum RuntimeError {
+    /// The configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// No runc or crun.
+    #[error(transparent)]
+    LowLevel(#[from] MissingRuntime),
+    /// No share for it.
+    #[error(transparent)]
+    Admit(#[from] AdmitError),
+    /// What share a running container has.
+    #[error(transparent)]
+    Enter(#[from] EnterError),
+    /// The process file of exec.
+    #[error("the process file {path} cannot be used: {why}")]
+    ProcessFile {
+        /// Which.
+        path: String,
+        /// Why not.
+        why: String,
+    },
+    /// Its edited copy.
+    #[error("no copy of the process file can be made: {0}")]
+    Copy(io::Error),
+    /// The kernel does not let us.
+    #[error("the process cannot be kept from the GPU, as `[mps] exec_without_daemon` wants it: seccomp: {0}")]
+    NoFilter(io::Error),
+    /// An option of a later runtime's.
+    #[error(
+        "exec has an option that this sublet does not know, and one of the words behind it is a container with a \
+         share of a GPU: give the process by --process, or leave the option out"
+    )]
+    UnknownOption,
+    /// Names of a share's container go into JSON.
+    #[error("{what} {path} is no UTF-8: give the container with a share a directory of another name")]
+    NotUtf8 {
+        /// What it is.
+        what: &'static str,
+        /// As far as it can be shown.
+        path: String,
+    },
+    /// config.json or the process file.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// What stands in them.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// It asks for a share, and we do not know who it is.
+    #[error(
+        "the command line does not say which container it is: one id of letters, digits and . _ + - is needed"
+    )]
+    NoId,
+    /// A path that the spec or the command line names.
+    #[error("{what} {path} cannot be used: {source}")]
+    Path {
+        /// What it is.
+        what: &'static str,
+        /// Where it is said to be.
+        path: String,
+        /// Why not.
+        source: io::Error,
+    },
+    /// `root` of config.json.
+    #[error(
+        "config.json has no root.path, which the OCI runtime specification requires: create the container anew"
+    )]
+    NoRoot,
+    /// `hooks` of config.json.
+    #[error(transparent)]
+    Hooks(#[from] BadHooks),
+    /// Without it the lease would not be bound.
+    #[error(
+        "sublet-hook is missing: it is needed for containers without root; install it as /usr/libexec/sublet/sublet-hook"
+    )]
+    NoHook,
+    /// Our own /proc entry.
+    #[error("cannot find out when this process started, is /proc mounted? {0}")]
+    Process(io::Error),
+    /// checkpoint or restore.
+    #[error(
+        "{0} of a container with a GPU share is not possible: the GPU's state cannot be saved; recreate the container"
+    )]
+    NoCheckpoint(&'static str),
+    /// The low-level runtime.
+    #[error("cannot run {program}: {source}")]
+    Exec {
+        /// Its program.
+        program: String,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+/// What the name we are called by means.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Door {
+    /// `sublet-runtime`.
+    Runtime,
+    /// `sublet-<share>`.
+    Share(String),
+    /// Any other name.
+    Other,
+}
+
+impl Door {
+    fn from_name(name: &Path) -> Self {
+        let name = name.file_name().unwrap_or_default().to_string_lossy();
+        match name.strip_prefix("sublet-") {
+            Some("runtime") => Self::Runtime,
+            Some(share) if !share.is_empty() && share != "hook" => Self::Share(share.to_owned()),
+            _ => Self::Other,
+        }
+    }
+
+    fn share(&self) -> Option<&str> {
+        match self {
+            Self::Share(share) => Some(share),
+            _ => None,
+        }
+    }
+}
+
+/// One invocation of the shim.
+struct Call<'a> {
+    /// Without the program's name.
+    args: &'a [OsString],
+    door: Door,
+    low_level: LowLevel,
+    global: &'a Global,
+    log: &'a Log,
+}
+
+/// For people, who may ask for it before there is a runc; engines never do.
+const USAGE: &str = "\
+The OCI runtime shim of sublet, run by engines in place of runc or crun: it gives containers with sublet.*
+annotations their share of a GPU, then becomes the runtime below ([runtime] low_level in
+/etc/sublet/config.toml), whose command line it takes. Called by the name sublet-SHARE it gives every container
+the named share.
+
+`sublet setup docker|podman|containerd|crio` has an engine use it; `sublet --help` lists the commands for people;
+`runc --help` those of the runtime.
+";
+
+/// Runs the shim; `args` begin with the program's name.
+pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
+    let args: Vec<OsString> = args.collect();
+    let (name, args) =
+        args.split_first().map_or((Path::new(""), args.as_slice()), |(name, args)| (Path::new(name), args));
+    if args.len() == 1 && (args[0] == "--help" || args[0] == "-h") {
+        let _ = io::stdout().write_all(USAGE.as_bytes());
+        return ExitCode::SUCCESS;
+    }
+    let runtime = config::load_runtime();
+    // Engines write the options that concern the log alike for both.
+    let found = runtime.as_ref().map_err(|_| ()).and_then(|runtime| find(&runtime.low_level).map_err(|_| ()));
+    let line = parse(args, found.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect));
+    let own_log = runtime.as_ref().ok().and_then(|runtime| runtime.log.as_deref());
+    let log = Log::new("sublet-runtime", line.global.log.as_deref(), line.global.log_json, own_log);
+    log::trace_to(log.clone(), line.global.debug);
+    let (line, low_level) = match runtime {
+        Ok(runtime) => (line, find(&runtime.low_level).map_err(RuntimeError::from)),
+        Err(error) if line.command.begins() => (line, Err(error.into())),
+        Err(error) => by_record(args, &error, &log),
+    };
+    let done = low_level.and_then(|low_level| {
+        let call = Call { args, door: Door::from_name(name), low_level, global: &line.global, log: &log };
+        dispatch(&call, &line.command)
+    });
+    done.unwrap_or_else(|error| {
+        log.write(Level::Error, &about(&line.command, &error));
+        ExitCode::FAILURE
+    })
+}
+
+fn find(names: &[String]) -> Result<LowLevel, MissingRuntime> {
+    let own = std::fs::metadata("/proc/self/exe").ok();
+    low_level::find(names, std::env::var_os("PATH").as_deref(), own.as_ref())
+}
+
+/// What runs is not kept from ending, nor looked at less, because nobody knows which runtime the next container shall
+/// have: the one that has a record of this container, else the first that is installed.
+fn by_record(
+    args: &[OsString],
+    error: &ConfigError,
+    log: &Log,
+) -> (CommandLine, Result<LowLevel, RuntimeError>) {
+    log.write(Level::Info, &format!("{error}; going on with the runtime that is there"));
+    let names = config::Runtime::default().low_level;
+    let found: Vec<LowLevel> =
+        names.iter().filter_map(|name| find(std::slice::from_ref(name)).ok()).collect();
+    let host = low_level::Host::current();
+    let has_record = |low_level: &&LowLevel| {
+        let root = parse(args, low_level.dialect).global.root;
+        // Commands that do not concern us have the id where we do not look for it.
+        let mut records = args
+            .iter()
+            .filter_map(|word| low_level::record(low_level.dialect, root.as_deref(), word.to_str()?, &host));
+        records.any(|record| low_level.dialect.keeps(&record))
+    };
+    let low_level = found.iter().find(has_record).or(found.first()).cloned();
+    let dialect = low_level.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect);
+    (parse(args, dialect), low_level.map_or_else(|| find(&names).map_err(RuntimeError::from), Ok))
+}
+
+/// Everything but `delete` of a container of ours ends in becoming the low-level runtime.
+fn dispatch(call: &Call<'_>, command: &Command) -> Result<ExitCode, RuntimeError> {
+    let never = match command {
+        Command::Create(start) => create::create(call, start, create::Kind::Create)?,
+        Command::Run(start) => create::create(call, start, create::Kind::Run)?,
+        Command::Exec(exec) => exec::exec(call, exec)?,
+        Command::Restore(start) => checkpoint::restore(call, start)?,
+        Command::Checkpoint(_) => checkpoint::checkpoint(call, call.container(command))?,
+        Command::Delete(_) => return delete::delete(call, call.container(command)),
+        Command::Other => call.pass_on()?,
+    };
+    match never {}
+}
+
+/// The error with its container.
+fn about(command: &Command, error: &RuntimeError) -> String {
+    match command.id() {
+        Some(id) => format!("container {}: {error}", sublet_core::text::safe(&id.to_string_lossy())),
+        None => error.to_string(),
+    }
+}
+
+impl Call<'_> {
+    /// Becomes the low-level runtime, with the arguments as they came.
+    fn pass_on(&self) -> Result<Infallible, RuntimeError> {
+        Err(self.become_low_level(self.args))
+    }
+
+    /// Returns only on failure. `exec` of the standard library also puts back the one signal
+    /// disposition that it changed at our start, SIGPIPE; all else is inherited as we got it.
+    fn become_low_level(&self, args: &[OsString]) -> RuntimeError {
+        let source = std::process::Command::new(&self.low_level.program).args(args).exec();
+        self.cannot_run(source)
+    }
+
+    fn cannot_run(&self, source: io::Error) -> RuntimeError {
+        RuntimeError::Exec { program: self.low_level.program.display().to_string(), source }
+    }
+
+    /// The id and the record of the container that `command` names; `None` where there can be no lease.
+    fn container<'c>(&self, command: &'c Command) -> Option<(&'c str, PathBuf)> {
+        let id = command.id()?.to_str()?;
+        Some((id, self.record(id)?))
+    }
+
+    fn record(&self, id: &str) -> Option<PathBuf> {
+        low_level::record(
+            self.low_level.dialect,
+            self.global.root.as_deref(),
+            id,
+            &low_level::Host::current(),
+        )
+    }
+
+    /// The configuration, where there are leases at all. `delete` goes on without us when it is broken: that must not
+    /// stop the ends of containers, most of which are not ours, and the next command finds that they are gone.
+    fn config_with_leases(&self) -> Option<Config> {
+        match config::load() {
+            Ok(config) => ledger::is_there(&config.state_dir).then_some(config),
+            Err(error) => {
+                self.warn(&format!("{error}; going on without it"));
+                None
+            }
+        }
+    }
+
+    fn warn(&self, message: &str) {
+        self.log.write(Level::Warning, message);
+    }
+}
+
+/// Our effective user: ids of containers are unique for each user only.
+fn uid() -> u32 {
+    nix::unistd::geteuid().as_raw()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_is_the_door() {
+        let door = |name: &str| Door::from_name(Path::new(name));
+        assert_eq!(door("/usr/bin/sublet-runtime"), Door::Runtime);
+        assert_eq!(door("sublet-quarter"), Door::Share("quarter".into()));
+        assert_eq!(door("/x/sublet-a-b"), Door::Share("a-b".into()));
+        for other in ["sublet", "sublet-", "sublet-hook", "nvidia", "", "/"] {
+            assert_eq!(door(other), Door::Other, "{other}");
+        }
+    }
+
+    #[test]
+    fn errors_name_the_container() {
+        let error = RuntimeError::NoCheckpoint("checkpoint");
+        assert_eq!(
+            about(&Command::Checkpoint(Some("c\u{1b}1".into())), &error),
+            "container c\\u{1b}1: checkpoint of a container with a GPU share is not possible: the GPU's state \
+             cannot be saved; recreate the container"
+        );
+    }
+}
