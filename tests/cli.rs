@@ -2,7 +2,6 @@
 
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::process::CommandExt as _;
 use std::process::{Command, Output, Stdio};
 
 /// A command of ours with a configuration and nothing else.

@@ -1,6 +1,5 @@
 //! MIG layouts on the simulated driver, by way of NVML: thousands of changes around what is held.
 //! Skipped, with a line that says so, where the simulator is not built or we are not root.
-#![cfg(feature = "cli")]
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -8,7 +7,6 @@ use std::process::{Command, Stdio};
 
 use sublet::mig::{self, Driver as _, Gpu, Nvml, Target, Want};
 use sublet_core::config::Config;
-use sublet_core::inventory;
 use sublet_core::ledger::{Container, Lease, LeaseId, LeaseState, Ledger};
 use sublet_core::process::Process;
 use sublet_core::request::{Isolation, Mode, Priority};

@@ -1,6 +1,5 @@
 //! MPS daemons from first start to last stop, against the simulated driver: real processes, a real ledger.
 //! Skipped, with a line that says so, where the simulator is not built or we are not root.
-#![cfg(feature = "cli")]
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, symlink};

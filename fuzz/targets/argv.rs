@@ -5,7 +5,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt as _;
 
 use libfuzzer_sys::fuzz_target;
-use sublet::runtime::{Command, Dialect, parse};
+use sublet_runtime::shim::{Command, Dialect, parse};
 
 fuzz_target!(|data: &[u8]| {
     let mut words = data.split(|byte| *byte == b'\n').map(|word| OsString::from_vec(word.to_vec()));

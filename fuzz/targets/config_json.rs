@@ -6,10 +6,10 @@ use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Map, Value};
-use sublet::apply::{JsonFile, annotations, conflict, edit_within};
-use sublet::config::{Config, Driver};
-use sublet::grant::Grant;
-use sublet::hook::fuzzing::hooks;
+use sublet_core::apply::{JsonFile, annotations, conflict, edit_within};
+use sublet_core::config::{Config, Driver};
+use sublet_core::grant::Grant;
+use sublet_runtime::hook::fuzzing::hooks;
 use sublet_fuzz::{is_safe, ok};
 
 static CONFIG: LazyLock<Config> = LazyLock::new(|| {
@@ -27,7 +27,7 @@ fuzz_target!(|text: &[u8]| {
     assert_eq!(plain, spec);
     let written = serde_json::to_vec(&spec).expect("it can be written");
     assert_eq!(read(&written), spec);
-    if annotations(&spec).is_ok_and(|all| sublet::request::is_ours(&all)) {
+    if annotations(&spec).is_ok_and(|all| sublet_core::request::is_ours(&all)) {
         assert!(file.mentions_sublet(), "a share that would be overlooked");
     }
     ok(conflict(&spec, &[], &CONFIG));

@@ -4,5 +4,5 @@
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &[u8]| {
-    sublet_fuzz::ok(sublet::hook::fuzzing::state(text));
+    sublet_fuzz::ok(sublet_runtime::hook::fuzzing::state(text));
 });

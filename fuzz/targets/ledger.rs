@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use libfuzzer_sys::fuzz_target;
-use sublet::ledger::{Lease, LeaseId, fuzzing};
+use sublet_core::ledger::{Lease, LeaseId, fuzzing};
 
 fuzz_target!(|content: &[u8]| {
     fuzzing::records(content);

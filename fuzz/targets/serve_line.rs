@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use sublet::serve::protocol::{Ask, line, parse};
+use sublet_core::broker::protocol::{Ask, line, parse};
 
 fuzz_target!(|text: &[u8]| {
     let Some(ask) = sublet_fuzz::ok(parse::<Ask>(text)) else { return };

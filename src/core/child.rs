@@ -17,8 +17,11 @@ const TICK: Duration = Duration::from_millis(5);
 /// What a program said and how it ended.
 #[derive(Debug)]
 pub struct Finished {
+    /// How it ended.
     pub status: ExitStatus,
+    /// What it printed, as far as it was kept.
     pub stdout: String,
+    /// Its errors, as far as they were kept.
     pub stderr: String,
 }
 
@@ -38,6 +41,9 @@ impl From<io::Error> for ChildError {
 }
 
 /// Runs `command` with `input` on its standard input (less than a pipe holds, 64 KiB) for at most `limit`.
+///
+/// # Errors
+/// It cannot be started, or does not end in time.
 pub fn run(command: &mut Command, input: &str, limit: Duration) -> Result<Finished, ChildError> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     supervise(command, input, limit, KEPT, &|| false)
@@ -45,6 +51,9 @@ pub fn run(command: &mut Command, input: &str, limit: Duration) -> Result<Finish
 
 /// As [`run`], with nothing fed, for as long as `stop` does not say so: then it is killed, and the error is
 /// [`io::ErrorKind::Interrupted`].
+///
+/// # Errors
+/// It cannot be started, or does not end in time.
 pub fn run_until(
     command: &mut Command,
     limit: Duration,
@@ -55,18 +64,27 @@ pub fn run_until(
 }
 
 /// As [`run`], with nothing fed and up to `most` bytes kept of each stream: for what is useless in part.
+///
+/// # Errors
+/// It cannot be started, or does not end in time.
 pub fn run_whole(command: &mut Command, limit: Duration, most: usize) -> Result<Finished, ChildError> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     supervise(command, "", limit, most, &|| false)
 }
 
 /// As [`run`], with nothing fed and nothing heard: for programs that leave a daemon behind.
+///
+/// # Errors
+/// It cannot be started, or does not end in time.
 pub fn run_deaf(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
     command.stdout(Stdio::null()).stderr(Stdio::null());
     run_unheard(command, limit)
 }
 
 /// As [`run_deaf`], with what it prints going where `command` says: no pipe, whose end a daemon would hold open.
+///
+/// # Errors
+/// It cannot be started, or does not end in time.
 pub fn run_unheard(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
     command.stdin(Stdio::null());
     supervise(command, "", limit, KEPT, &|| false).map(|finished| finished.status)

@@ -30,6 +30,7 @@ impl Engine {
     /// Who runs process `caller`, which runs us; `None` where that is gone already.
     ///
     /// What the kernel (`pidfd_getfd(2)`, Linux 5.6) or our rights keep us from looking at is not known to be gone.
+    #[must_use]
     pub fn of(caller: i32) -> Option<Self> {
         let caller = Process::find(caller)?;
         let pipe = sync_pipe(caller.pid).or_else(|| sync_pipe(caller.parent()?));

@@ -1,6 +1,7 @@
 //! Globs, as in `model:<glob>` of selectors and in `containers.toml`.
 
 /// `*` stands for any run of characters, `?` for one; letters in either case.
+#[must_use]
 pub fn glob_matches(glob: &str, text: &str) -> bool {
     let (glob, text) = (glob.as_bytes(), text.as_bytes());
     let (mut g, mut t) = (0, 0);

@@ -84,6 +84,7 @@ fn format_line(json: bool, level: Level, message: &str, time: SystemTime) -> Str
 }
 
 /// Control characters escaped: whatever foreign text a message repeats, it stays one line.
+#[must_use]
 pub fn one_line(message: &str) -> String {
     let mut line = String::with_capacity(message.len());
     for character in message.chars() {

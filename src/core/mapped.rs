@@ -14,14 +14,23 @@ use crate::text::safe;
 /// Why nobody knows whether a container is mapped.
 #[derive(Debug, thiserror::Error)]
 pub enum MappedError {
+    /// The configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// config.json.
     #[error(transparent)]
     File(#[from] FileError),
+    /// What stands in config.json.
     #[error(transparent)]
     Spec(#[from] SpecError),
+    /// The engine's own record of the container.
     #[error("{} is no record of a Docker container: {source}", safe(path))]
-    Docker { path: String, source: serde_json::Error },
+    Docker {
+        /// Its path.
+        path: String,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
 }
 
 /// What an engine calls a container.
@@ -32,6 +41,9 @@ struct Names {
 }
 
 /// The share of the container `id`, whose config.json in `bundle` is `file`.
+///
+/// # Errors
+/// `containers.toml`, config.json or the engine's record cannot be read.
 pub fn share(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<String>, MappedError> {
     let Some(containers) = config::load_containers()? else { return Ok(None) };
     let names = match docker(id, &containers)? {

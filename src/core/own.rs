@@ -54,6 +54,7 @@ pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, 
 }
 
 /// With a clean environment; `SUBLET_CONFIG` only where we honour it ourselves.
+#[must_use]
 pub fn command(program: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(program);
     if !cfg!(sublet_without = "a8-child") {

@@ -126,6 +126,9 @@ fn parse_stat(text: &str) -> Option<Stat> {
 
 /// A descriptor that means process `pid` and never another one that gets its number (`pidfd_open(2)`, Linux 5.3; closed
 /// on exec).
+///
+/// # Errors
+/// There is no such process.
 pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     use rustix::process::{Pid, PidfdFlags};
     let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
@@ -133,6 +136,9 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
 }
 
 /// SIGKILL for the process that `pidfd` means, and nobody else (`pidfd_send_signal(2)`, Linux 5.1).
+///
+/// # Errors
+/// It has ended, or is not ours to end.
 pub fn pidfd_kill(pidfd: impl AsFd) -> io::Result<()> {
     Ok(rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL)?)
 }

@@ -20,12 +20,14 @@ const STATE_TYPE: &str = "sublet_run_t";
 
 /// Whether containers of the host at `root` cannot reach MPS daemons, which have their files in `state_dir`: `SELinux`
 /// enforces, and these are not of our module's type. (Which modules there are stands where engines may not read it.)
+#[must_use]
 pub fn bars_mps(root: &Path, state_dir: &Path) -> bool {
     is_enforcing(root) && !is_labelled(type_of(&state_dir.join("mps")), || type_of(state_dir))
 }
 
 /// `/sys/fs/selinux/enforce` says 1 (selinux(8)); there is none where `SELinux` is off. From whom it is kept, that is
 /// kept by what enforces.
+#[must_use]
 pub fn is_enforcing(root: &Path) -> bool {
     match std::fs::read_to_string(under(root, "/sys/fs/selinux/enforce")) {
         Ok(text) => text.trim() == "1",
@@ -35,6 +37,7 @@ pub fn is_enforcing(root: &Path) -> bool {
 
 /// `error`, with the way out where this host's policy refused an engine what its shim or hook needs: nothing else
 /// refuses root.
+#[must_use]
 pub fn explained(error: io::Error) -> io::Error {
     let refused = error.kind() == io::ErrorKind::PermissionDenied && nix::unistd::geteuid().is_root();
     if refused && is_enforcing(Path::new("/")) {

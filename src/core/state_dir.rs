@@ -33,11 +33,15 @@ pub fn make(dir: &Path) -> Result<(), String> {
 }
 
 /// Why `dir`, if it is there, cannot be trusted.
+#[must_use]
 pub fn distrust(dir: &Path) -> Option<String> {
     check(dir, &fs::symlink_metadata(dir).ok()?).err()
 }
 
 /// Makes `dir` and what is missing above it, each 0755 whatever the umask.
+///
+/// # Errors
+/// One of them cannot be made.
 pub fn create(dir: &Path) -> io::Result<()> {
     if let Some(above) = dir.parent().filter(|above| !above.as_os_str().is_empty() && !above.exists()) {
         create(above)?;
@@ -77,11 +81,13 @@ fn can_be_swapped(dir: &Path) -> bool {
 }
 
 /// Root's, or this user's.
+#[must_use]
 pub fn is_ours(uid: u32) -> bool {
     uid == 0 || uid == nix::unistd::geteuid().as_raw()
 }
 
 /// Why a file of the state directory with this metadata is not believed.
+#[must_use]
 pub fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
     if !meta.is_file() {
         return Some("it is no regular file".to_owned());
@@ -122,6 +128,7 @@ pub fn read(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, Stri
 }
 
 /// [`read`] for what nobody needs: nothing where it is not there or not believed.
+#[must_use]
 pub fn read_if_trusted(path: &Path, largest: u64) -> Option<Vec<u8>> {
     read(path, largest).ok()??.ok()
 }

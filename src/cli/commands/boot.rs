@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use sublet_core::child::{self, ChildError};
 use sublet_core::config::Config;
-use sublet_core::inventory::{self, Inventory};
+use sublet_core::inventory::Inventory;
 use sublet_core::own::PATH;
 use sublet_core::text::safe;
 

@@ -11,7 +11,7 @@ use super::output::{self, Format};
 use crate::doctor::{self, Check, Host, Verdict};
 use sublet_core::child::{self, ChildError};
 use sublet_core::config::{self, Config};
-use sublet_core::inventory::{self, Inventory};
+use sublet_core::inventory::Inventory;
 use sublet_core::own::PATH;
 
 /// An engine that is asked and hangs is not waited for longer.

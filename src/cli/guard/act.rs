@@ -12,7 +12,6 @@ use super::look::lease_of;
 use crate::mps;
 use crate::serve::owns;
 use sublet_core::config::{Action, Config};
-use sublet_core::inventory;
 use sublet_core::ledger::{Lease, Ledger, Store};
 use sublet_core::process::{Process, pidfd_kill, pidfd_open};
 use sublet_core::text::safe;

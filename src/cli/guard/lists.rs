@@ -9,8 +9,6 @@ use nvml_wrapper::Device;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 
-use sublet_core::inventory;
-
 /// What was told before counts for so long at most, whatever the device's used memory says: one process may have given
 /// back what another has taken. Two seconds, less what a look may come too early.
 const FRESH: Duration = Duration::from_millis(1_900);

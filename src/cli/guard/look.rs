@@ -11,7 +11,7 @@ use nvml_wrapper::error::NvmlError;
 
 use super::judge::{Holder, Look};
 use super::lists::Lists;
-use sublet_core::inventory::{self, GpuProcess, Inventory};
+use sublet_core::inventory::{GpuProcess, Inventory};
 use sublet_core::ledger::{Init, Lease, LeaseId, Ledger};
 use sublet_core::place::client_limit;
 use sublet_core::process::{Process, pidfd_open};

@@ -17,7 +17,7 @@ use super::{Compute, ComputeProfile, Driver, DriverError, Gpu, Instance, Mode, P
 use crate::probe::{ProbeError, instance_ids, unless_unsupported};
 use sublet_core::child::{self, ChildError};
 use sublet_core::config::Config;
-use sublet_core::inventory::{self, Inventory};
+use sublet_core::inventory::Inventory;
 use sublet_core::own::PATH;
 use sublet_core::text::safe;
 

@@ -11,7 +11,7 @@ use nvml_wrapper::{Device as NvmlDevice, Nvml};
 
 use super::{MpsError, ServerKey, record};
 use sublet_core::config::{Config, ExclusiveComputeMode};
-use sublet_core::inventory::{self, ComputeMode, Inventory};
+use sublet_core::inventory::{ComputeMode, Inventory};
 use sublet_core::ledger::{ChangedComputeMode, Lease, Ledger, Store};
 use sublet_core::process::Process;
 use sublet_core::text::safe;

@@ -113,7 +113,7 @@ fn link(root: &Path, node: &Node) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::fixture::Root;
+    use sublet_core::inventory::fixture::Root;
     use super::*;
 
     #[test]

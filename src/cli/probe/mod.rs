@@ -2,22 +2,24 @@
 //! everybody else reads from its file ([`sublet_core::inventory`]).
 
 mod files;
+mod inventory;
 mod make;
 mod mig_ids;
 mod nvml;
-#[expect(clippy::module_inception, reason = "until it has a better name")]
-mod probe;
 mod processes;
 mod running;
 
-use sublet_core::inventory::*;
+use sublet_core::inventory::{
+    ComputeMode, Device, Driver, DriverFile, FileKind, GpuProcess, Inventory, InventoryError, Majors,
+    MigGpus, Node, NodeError, Part, Virtualization, cache, caps, kernel, majors, nodes, programs, seen,
+    under,
+};
 
+pub use inventory::{ProbeError, probe};
+pub(crate) use inventory::{connect, mig_gpus};
 pub use make::{has_gpu, is_loaded, link_nodes, make_nodes};
 pub(crate) use mig_ids::instance_ids;
 pub(crate) use nvml::{init as open, joined, mig_handles, unless_unsupported};
-pub(crate) use probe::connect;
-pub(crate) use probe::mig_gpus;
-pub use probe::{ProbeError, probe};
 #[cfg(test)]
 pub(crate) use processes::cgroups;
 pub(crate) use processes::describe;

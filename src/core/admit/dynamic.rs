@@ -81,6 +81,7 @@ fn is_put_off(note: impl FnOnce(&mut PutOff)) -> bool {
 }
 
 /// What would have to be made for `request`, which has just found no place; `None`: nothing is made for it.
+#[must_use]
 pub fn order(
     request: &Request,
     cap: Option<Cap<'_>>,

@@ -65,6 +65,9 @@ impl Terms<'_> {
 }
 
 /// The inventory with the devices that a user may have.
+///
+/// # Errors
+/// A cap of the policy names devices that are not there.
 pub fn allowed<'i>(
     cap: Option<Cap<'_>>,
     inventory: &'i Inventory,

@@ -198,6 +198,7 @@ fn has_user_namespace(root: &Map<String, Value>) -> bool {
 
 /// Whether this process runs in a user namespace other than the first: only that one maps every id to
 /// itself (`user_namespaces(7)`).
+#[must_use]
 pub fn in_user_namespace() -> bool {
     let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
     !map.is_empty() && map.split_whitespace().ne(["0", "0", "4294967295"])

@@ -43,6 +43,7 @@ impl ConfigError {
 }
 
 /// Line and column of the byte at `offset`, both from 1 on.
+#[must_use]
 pub fn position(text: &str, offset: usize) -> (usize, usize) {
     let before = text.get(..offset).unwrap_or(text);
     let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);

@@ -28,6 +28,9 @@ pub(super) fn ask_of(outside: UnixStream) {
 
 /// As [`child::run`], for `command`; `words`, the program's name and what makes this command of it, are what is asked
 /// for where this process may not run it itself.
+///
+/// # Errors
+/// As [`child::run`]; or whoever runs commands for this process has gone.
 pub fn run(
     words: &[&str],
     command: impl FnOnce() -> Command,

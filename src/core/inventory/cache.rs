@@ -148,6 +148,7 @@ pub fn fingerprint(config: &Config) -> Result<Fingerprint, InventoryError> {
 }
 
 /// `inventory.json` of this configuration.
+#[must_use]
 pub fn path(config: &Config) -> PathBuf {
     config.state_dir.join("inventory.json")
 }

@@ -54,6 +54,7 @@ pub fn nodes(root: &Path, major: Option<u32>, gpu: u32, gi: u32, ci: u32) -> Res
 }
 
 /// The nodes by which all instances are watched and changed: `monitor`, `config`.
+#[must_use]
 pub fn privileged(root: &Path, major: Option<u32>) -> [Option<Node>; 2] {
     let minors = read(root, MINORS).unwrap_or_default();
     ["monitor", "config"].map(|name| node(&minors, name, major?))
@@ -80,6 +81,10 @@ fn capability(root: &Path, file: &str, minor: u32) -> io::Result<u32> {
     Ok(value(&text, "DeviceFileMode").unwrap_or(MODE) & 0o777)
 }
 
+/// Makes the device node with `mode`, and the directory that it is in.
+///
+/// # Errors
+/// There is something else by that name, or it cannot be made.
 pub fn make_node(root: &Path, node: &Node, mode: u32) -> io::Result<()> {
     let path: PathBuf = under(root, &node.path.to_string_lossy());
     if let Some(dir) = path.parent() {
@@ -110,6 +115,7 @@ fn lines(minors: &str) -> impl Iterator<Item = (&str, u32)> {
 }
 
 /// The number after `KEY:`.
+#[must_use]
 pub fn value(text: &str, key: &str) -> Option<u32> {
     text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':')?.trim().parse().ok())
 }

@@ -1,4 +1,11 @@
 //! A driver root in a temporary directory, for this module's tests.
+#![allow(
+    missing_docs,
+    clippy::missing_panics_doc,
+    clippy::must_use_candidate,
+    clippy::new_without_default,
+    reason = "for tests: the names say it, and a panic is what they are for"
+)]
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;

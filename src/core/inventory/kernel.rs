@@ -43,6 +43,7 @@ fn parse(text: &str) -> Option<KernelModule> {
 
 /// Whether `text` has the form of a driver's version: `580.65`, `580.159.04`. The first number of three
 /// digits or more tells it from a library's own version, as the `1.1.13` of libnvidia-egl-wayland.
+#[must_use]
 pub fn is_driver_version(text: &str) -> bool {
     let parts: Vec<&str> = text.split('.').collect();
     let digits = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());

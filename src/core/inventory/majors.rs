@@ -10,6 +10,7 @@ use super::{Majors, Node, under};
 
 impl Majors {
     /// From the text of /proc/devices. The `nvidia-frontend` of drivers up to 535 became `nvidia`.
+    #[must_use]
     pub fn parse(devices: &str) -> Self {
         let characters = devices.split("Block devices:").next().unwrap_or_default();
         let find = |names: &[&str]| {
@@ -27,6 +28,7 @@ impl Majors {
 }
 
 /// The nodes under /dev/dri of the GPU at `bus_id`; those that nobody made are left out.
+#[must_use]
 pub fn dri(root: &Path, bus_id: &str) -> Vec<Node> {
     let Ok(entries) = fs::read_dir(under(root, &format!("/sys/bus/pci/devices/{bus_id}/drm"))) else {
         return Vec::new();

@@ -242,6 +242,7 @@ pub type MigGpus = BTreeMap<String, BTreeSet<(String, u32, u32)>>;
 
 impl Inventory {
     /// Its GPUs in MIG mode.
+    #[must_use]
     pub fn mig_gpus(&self) -> MigGpus {
         let parts = |gpu: &Device| {
             self.parts(&gpu.uuid).map(|(device, part)| (device.uuid.clone(), part.gi, part.ci)).collect()

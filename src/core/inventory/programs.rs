@@ -87,6 +87,7 @@ fn looked_in() -> String {
 impl MpsPrograms {
     /// What a daemon would be started with below `root`: an installation that has both programs, else
     /// the first of each.
+    #[must_use]
     pub fn find(root: &Path) -> Self {
         let each = |name| LAYOUTS.map(|layout| layout.iter().find_map(|dir| runnable(root, dir, name)));
         let (controls, servers) = (each(CONTROL), each(SERVER));
@@ -117,6 +118,7 @@ impl MpsPrograms {
     }
 
     /// A PATH by which the control program finds this server first, and a wrapper what it wraps.
+    #[must_use]
     pub fn path(&self) -> String {
         let mut dirs: Vec<&str> = Vec::new();
         let own = [&self.server, &self.control].into_iter().flatten();
@@ -131,6 +133,7 @@ impl MpsPrograms {
 }
 
 /// A program of the driver's as the host starts it, root included.
+#[must_use]
 pub fn program(root: &Path, name: &str) -> Option<PathBuf> {
     LAYOUTS.concat().iter().find_map(|dir| runnable(root, dir, name))
 }

@@ -11,6 +11,7 @@ const MOST_LINKS: usize = 40;
 ///
 /// Debian's driver is reached through absolute links in /etc/alternatives: below another root than `/`
 /// the kernel would follow them out of it.
+#[must_use]
 pub fn resolve(root: &Path, path: &str) -> Option<PathBuf> {
     let mut todo = components(Path::new(path));
     let mut done = PathBuf::new();

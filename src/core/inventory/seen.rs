@@ -9,6 +9,7 @@ use super::{Fingerprint, InventoryError, kernel, under};
 /// The fingerprint as it is now, and what it leaves out.
 #[derive(Debug)]
 pub struct Seen {
+    /// As the inventory keeps it.
     pub fingerprint: Fingerprint,
     /// Bus ids of GPUs the driver lists that no longer answer on the PCI bus; not in the fingerprint.
     pub lost: Vec<String>,
@@ -33,6 +34,7 @@ pub fn read(root: &Path) -> Result<Seen, InventoryError> {
 
 /// Whether some GPU can do MIG, be it in MIG mode or not: it has its directory of instances, empty or not (H200
 /// with MIG off; docs/evidence).
+#[must_use]
 pub fn can_do_mig(root: &Path) -> bool {
     let capabilities = under(root, "/proc/driver/nvidia/capabilities");
     let gpus = names(&capabilities).unwrap_or_default();

@@ -41,6 +41,7 @@ fn path(config: &Config) -> PathBuf {
 }
 
 /// The id of this boot; empty where /proc does not say.
+#[must_use]
 pub fn boot_id() -> String {
     let text = fs::read_to_string(Path::new("/proc/sys/kernel/random/boot_id")).unwrap_or_default();
     text.trim().to_owned()

@@ -102,6 +102,7 @@ impl Ledger {
     }
 
     /// Whether `server` runs on a device that was closed after a loss, or on nobody knows which.
+    #[must_use]
     pub fn is_unexplained(&self, server: &Server) -> bool {
         self.unexplained.iter().any(|device| server.devices.is_empty() || server.serves(device))
     }
@@ -211,6 +212,7 @@ fn within_hierarchy(dir: &Path) -> impl Iterator<Item = std::path::PathBuf> {
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture {
     //! Leases for tests.
+    #![allow(clippy::missing_panics_doc, clippy::must_use_candidate, reason = "for tests")]
 
     use super::super::{Container, Lease, LeaseId, LeaseState};
     use crate::process::Process;

@@ -64,6 +64,7 @@ impl Ledger {
 
 impl Lease {
     /// What is to be removed from volumes after it.
+    #[must_use]
     pub fn made_in_volumes(&self) -> Vec<VolumeFiles> {
         self.volumes.iter().filter(|volume| !volume.files.is_empty()).cloned().collect()
     }

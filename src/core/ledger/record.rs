@@ -204,6 +204,9 @@ pub(super) fn read_bounded(path: &Path) -> io::Result<Option<Vec<u8>>> {
 
 /// The content of a regular file, `None` where there is none. Links, pipes and what has more than `largest`
 /// bytes are errors.
+///
+/// # Errors
+/// It is no regular file, larger than `largest`, or cannot be read.
 pub fn read_up_to(path: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
     let file = match OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path) {
         Ok(file) => file,

@@ -472,6 +472,7 @@ fn failed(verb: &'static str, path: &Path, source: io::Error) -> LedgerError {
 }
 
 /// Whether there is a ledger in `state_dir`, or was one that is lost: what cannot be looked at may be one.
+#[must_use]
 pub fn is_there(state_dir: &Path) -> bool {
     let files =
         ["ledger.json", "ledger.json.copy", "ledger.json.rebuilding"].map(|name| state_dir.join(name));
@@ -482,6 +483,7 @@ pub fn is_there(state_dir: &Path) -> bool {
 
 /// The ledger as it is written, which everybody may read: a hint for those who may not open the store. Whose it is
 /// cannot be asked: in a user namespace root's files are nobody's (`user_namespaces(7)`).
+#[must_use]
 pub fn written(state_dir: &Path) -> Vec<u8> {
     read_up_to(&state_dir.join("ledger.json"), LARGEST).ok().flatten().unwrap_or_default()
 }

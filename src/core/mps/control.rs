@@ -28,11 +28,13 @@ const REFUSALS: [&str; 6] =
 
 /// Whether anybody listens at `control`, a SEQPACKET socket. Costs microseconds and does the daemon no harm;
 /// the listener may be stopped all the same.
+#[must_use]
 pub fn listens(control: &Path) -> bool {
     connected(control).is_some()
 }
 
 /// Who listens there: the pid of the process that said so (unix(7), `SO_PEERCRED`).
+#[must_use]
 pub fn listener(control: &Path) -> Option<i32> {
     getsockopt(&connected(control)?, PeerCredentials).ok().map(|peer| peer.pid())
 }
@@ -51,7 +53,12 @@ pub enum AskError {
     /// There is no daemon: its words or the system's.
     Gone(String),
     /// It said no.
-    Refused { command: String, answer: String },
+    Refused {
+        /// What it was asked.
+        command: String,
+        /// What it said.
+        answer: String,
+    },
     /// The program cannot be run.
     Program(io::Error),
 }
@@ -96,6 +103,7 @@ impl Control {
     }
 
     /// The program that runs as `daemon`, for where nothing else tells which one is installed.
+    #[must_use]
     pub fn of(key: &ServerKey, config: &Config, daemon: Process) -> Option<Self> {
         let program = std::fs::read_link(format!("/proc/{}/exe", daemon.pid)).ok()?;
         let installed = program.is_file() && daemon.is_alive();
@@ -105,6 +113,7 @@ impl Control {
 
     /// The same, by way of what its clients see of it where who is not root has no other: what only reads is
     /// answered there, too (docs/evidence).
+    #[must_use]
     pub fn or_by(mut self, public: &Path) -> Self {
         if std::fs::symlink_metadata(self.pipe.join("control")).is_err() {
             public.clone_into(&mut self.pipe);
@@ -113,6 +122,7 @@ impl Control {
     }
 
     /// The program's absolute path.
+    #[must_use]
     pub fn program(&self) -> &Path {
         &self.program
     }
@@ -129,11 +139,15 @@ impl Control {
     }
 
     /// PATH for the daemon, which finds its server by it alone.
+    #[must_use]
     pub fn path(&self) -> String {
         self.programs.path()
     }
 
     /// One command, or several, a line each, and what is said to them, trimmed.
+    ///
+    /// # Errors
+    /// The daemon is silent, gone or says no.
     pub fn ask(&self, commands: &str, limit: Duration) -> Result<String, AskError> {
         let words = ["nvidia-cuda-mps-control", &self.key];
         match confine::run(&words, || self.asking(), &format!("{commands}\n"), limit) {
@@ -144,6 +158,9 @@ impl Control {
     }
 
     /// A real answer: the ceiling for servers that start from now on.
+    ///
+    /// # Errors
+    /// The daemon is silent, gone or says no.
     pub fn ceiling(&self) -> Result<Percent, AskError> {
         let command = "get_default_active_thread_percentage";
         let answer = self.ask(command, ANSWER_LIMIT)?;
@@ -152,16 +169,25 @@ impl Control {
     }
 
     /// Pids of the servers that run now.
+    ///
+    /// # Errors
+    /// The daemon is silent, gone or says no.
     pub fn servers(&self) -> Result<Vec<i32>, AskError> {
         self.ask("get_server_list", ANSWER_LIMIT).map(|answer| parse_pids(&answer))
     }
 
     /// Pids of a server's clients.
+    ///
+    /// # Errors
+    /// The daemon is silent, gone or says no.
     pub fn clients(&self, server: i32) -> Result<Vec<i32>, AskError> {
         self.ask(&format!("get_client_list {server}"), ANSWER_LIMIT).map(|answer| parse_pids(&answer))
     }
 
     /// Clients of all its servers.
+    ///
+    /// # Errors
+    /// The daemon is silent, gone or says no.
     pub fn count_clients(&self) -> Result<usize, AskError> {
         let mut count = 0;
         for server in self.servers()? {
@@ -171,6 +197,9 @@ impl Control {
     }
 
     /// Ends the client `pid`, whichever server it is at, without harm to the server's others (docs/evidence).
+    ///
+    /// # Errors
+    /// The daemon is silent, gone or says no.
     pub fn terminate(&self, pid: i32) -> Result<(), AskError> {
         for server in self.servers()? {
             if self.clients(server)?.contains(&pid) {
@@ -183,6 +212,9 @@ impl Control {
     /// Ceiling for clients that connect from now on, to servers that run and to those that start later.
     ///
     /// The defaults come first: a server that starts after the list was made has them already.
+    ///
+    /// # Errors
+    /// The daemon is silent, gone or says no.
     pub fn set_ceiling(&self, ceiling: Ceiling, devices: usize) -> Result<(), AskError> {
         let mut commands = limit_commands(None, devices, ceiling);
         commands.push("get_server_list".to_owned());
@@ -211,6 +243,7 @@ fn limit_commands(server: Option<i32>, devices: usize, ceiling: Ceiling) -> Vec<
 }
 
 /// The program that asks the daemon of `key`, by the configuration in force; `None`: there is none.
+#[must_use]
 pub fn command(key: &str) -> Option<Command> {
     let key = ServerKey(key.to_owned());
     dirs::check_key(&key).ok()?;

@@ -21,11 +21,13 @@ pub const OUTPUT: &str = "output.log";
 const LOG_CAP: u64 = 1 << 20;
 
 /// The daemon's pipe directory: whoever can write its `control_privileged` rules the daemon.
+#[must_use]
 pub fn pipe(key: &ServerKey, state_dir: &Path) -> PathBuf {
     key.dir(state_dir).join("pipe")
 }
 
 /// The daemon's logs.
+#[must_use]
 pub fn log(key: &ServerKey, state_dir: &Path) -> PathBuf {
     key.dir(state_dir).join("log")
 }
@@ -51,6 +53,9 @@ pub(super) fn is_open(key: &ServerKey, state_dir: &Path) -> bool {
 }
 
 /// The key becomes a path: letters, digits and `-` only, as UUIDs and lease ids are.
+///
+/// # Errors
+/// It is no such key.
 pub fn check_key(key: &ServerKey) -> Result<(), MpsError> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     if !key.0.is_empty() && key.0.len() <= 80 && !key.0.starts_with('-') && key.0.bytes().all(plain) {
@@ -90,6 +95,9 @@ fn make_one(path: &Path, mode: u32) -> Result<(), MpsError> {
 /// Puts a hard link of the daemon's `control` into `public/`, in place of one of an earlier daemon.
 ///
 /// Running containers have `public/` mounted: they see the new socket under the old name at once.
+///
+/// # Errors
+/// The link cannot be made.
 pub fn publish(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
     let public = key.public(state_dir);
     let control = pipe(key, state_dir).join("control");
@@ -126,6 +134,9 @@ fn remove_if_there(path: &Path) -> Result<(), MpsError> {
 }
 
 /// Removes the sockets and fifos that a dead daemon left: they would be taken for a living one's.
+///
+/// # Errors
+/// Something cannot be removed.
 pub fn clear_pipe(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
     let dir = pipe(key, state_dir);
     if dir.exists() { remove_others(&dir, "") } else { Ok(()) }
@@ -133,6 +144,9 @@ pub fn clear_pipe(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
 
 /// After the daemon's end: no socket is left. A lease's own daemon leaves nothing at all; a device's keeps
 /// its log, which tells what happened, and its lock.
+///
+/// # Errors
+/// Something cannot be removed.
 pub fn clear(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
     if crate::ledger::LeaseId::parse(&key.0).is_some() {
         return remove_if_there(&key.dir(state_dir));
@@ -181,11 +195,13 @@ fn open_log(path: &Path) -> io::Result<File> {
 }
 
 /// The last `most` bytes of a log of the daemon; empty where there is none.
+#[must_use]
 pub fn log_tail(key: &ServerKey, state_dir: &Path, name: &str, most: u64) -> String {
     log_since(key, state_dir, name, 0, most)
 }
 
 /// What was written to a log behind its first `from` bytes, the last `most` bytes of it.
+#[must_use]
 pub fn log_since(key: &ServerKey, state_dir: &Path, name: &str, from: u64, most: u64) -> String {
     let read = || -> io::Result<Vec<u8>> {
         let mut file = open_log(&log(key, state_dir).join(name))?;
@@ -199,6 +215,7 @@ pub fn log_since(key: &ServerKey, state_dir: &Path, name: &str, from: u64, most:
 }
 
 /// Where the control program's own words go; `None`: nowhere.
+#[must_use]
 pub fn output(key: &ServerKey, state_dir: &Path) -> Option<File> {
     let mut options = OpenOptions::new();
     options.append(true).create(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);

@@ -16,6 +16,7 @@ use crate::process::uptime_seconds;
 const AGAIN: Duration = Duration::from_millis(50);
 
 /// Whether the daemon of `server`, which serves no lease, waits for the next one.
+#[must_use]
 pub fn waits(server: &Server, ledger: &Ledger, config: &Config) -> bool {
     // A dedicated one is of no use to anybody else.
     let useful = LeaseId::parse(&server.key.0).is_none()
@@ -25,6 +26,7 @@ pub fn waits(server: &Server, ledger: &Ledger, config: &Config) -> bool {
 }
 
 /// How long the daemon of `server` may wait still: [`Duration::MAX`] without end, nothing where nobody would end it.
+#[must_use]
 pub fn left(server: &Server, ledger: &Ledger, config: &Config) -> Duration {
     match config.mps.after_last_lease() {
         Stay::Always => Duration::MAX,

@@ -38,6 +38,9 @@ impl DaemonLock {
     }
 
     /// The lock of `key`, or `None` while somebody else has it.
+    ///
+    /// # Errors
+    /// The lock cannot be made or asked.
     pub fn try_take(key: &ServerKey, state_dir: &Path) -> Result<Option<Self>, MpsError> {
         dirs::make(key, state_dir)?;
         let path = key.dir(state_dir).join("lock");

@@ -49,6 +49,7 @@ impl ServerKey {
 }
 
 /// Whether `text` can be a daemon's name.
+#[must_use]
 pub fn is_key(text: &str) -> bool {
     dirs::check_key(&ServerKey(text.to_owned())).is_ok()
 }
@@ -66,6 +67,9 @@ pub const IF_THERE: &str = "--if-there";
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 /// Runs `sublet mps start KEY`, which has NVML and need not live where we do; its warnings.
+///
+/// # Errors
+/// The command failed: what it said last.
 pub fn child_start(key: &ServerKey, config: &Config) -> Result<Vec<String>, MpsError> {
     // It may first wait for a stop and for another start to end.
     let limit = config.mps.start_timeout * 2 + STOP_LIMIT + Duration::from_secs(5);

@@ -56,6 +56,7 @@ fn serves(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsErro
 }
 
 /// A start or a stop by somebody else may have to end first.
+#[must_use]
 pub fn lock_limit(config: &Config) -> Duration {
     config.mps.start_timeout + STOP_LIMIT
 }

@@ -16,16 +16,22 @@ pub(super) fn is_recent(answered_at: u64, now: u64) -> bool {
     answered_at <= now && now - answered_at <= TRUSTED
 }
 
+/// The record of daemon `key`.
+#[must_use]
 pub fn server<'a>(ledger: &'a Ledger, key: &ServerKey) -> Option<&'a Server> {
     ledger.servers.iter().find(|server| server.key == *key)
 }
 
 /// The daemon of `server` is that very process still.
+#[must_use]
 pub fn is_alive(server: &Server) -> bool {
     server.daemon.is_some_and(|daemon| daemon.is_alive())
 }
 
 /// Changes the ledger; leases that were found gone meanwhile leave idle servers for [`super::settle`].
+///
+/// # Errors
+/// The ledger cannot be read or written.
 pub fn change<T>(
     store: &Store,
     change: impl FnOnce(&mut Ledger) -> Result<T, MpsError>,
@@ -38,6 +44,9 @@ pub fn change<T>(
 }
 
 /// Changes the record of `key`, where there is one.
+///
+/// # Errors
+/// The ledger cannot be read or written.
 pub fn note(store: &Store, key: &ServerKey, what: impl FnOnce(&mut Server)) -> Result<(), MpsError> {
     change(store, |ledger| {
         if let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) {
@@ -48,6 +57,9 @@ pub fn note(store: &Store, key: &ServerKey, what: impl FnOnce(&mut Server)) -> R
 }
 
 /// Records that the daemon gave a real answer just now. That ends no change of its ceiling ([`adjust`]).
+///
+/// # Errors
+/// The ledger cannot be read or written.
 pub fn note_answer(store: &Store, server: &Server) -> Result<(), MpsError> {
     let daemon = server.daemon;
     note(store, &server.key, |server| {
@@ -61,6 +73,7 @@ pub fn note_answer(store: &Store, server: &Server) -> Result<(), MpsError> {
 }
 
 /// What a failed question means: a silent daemon is recorded as in fault and named to the user.
+#[must_use]
 pub fn note_failure(store: &Store, server: &Server, error: AskError) -> MpsError {
     if matches!(error, AskError::Silent) {
         if let Err(error) = note(store, &server.key, |server| server.state = ServerState::Fault) {
@@ -76,6 +89,7 @@ pub fn note_failure(store: &Store, server: &Server, error: AskError) -> MpsError
 }
 
 /// A failed question of a daemon that should have answered.
+#[must_use]
 pub fn refused(key: &ServerKey, error: AskError) -> MpsError {
     match error {
         AskError::Refused { command, answer } => MpsError::Refused { key: key.to_string(), command, answer },
@@ -95,6 +109,9 @@ pub fn refused(key: &ServerKey, error: AskError) -> MpsError {
 /// The record never says more than is in force: it is lowered before the daemon is told and raised after,
 /// so a lease that is taken meanwhile and needs more sees that, and waits for the lock. An `answered_at` of
 /// 0 says that this was begun: after a crash whoever needs the daemon next does it again.
+///
+/// # Errors
+/// The ledger cannot be written, or the daemon does not take the ceiling.
 pub fn adjust(_held: &DaemonLock, key: &ServerKey, store: &Store, config: &Config) -> Result<(), MpsError> {
     let begun = change(store, |ledger| {
         let Some(wanted) = ledger.wanted_ceiling(key) else { return Ok(None) };

@@ -371,6 +371,7 @@ fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit
 
 /// MPS clients that a device takes (CUDA MPS documentation, "Limitations": 16 before Volta, 48 since, 60
 /// from CUDA 13.1; a MIG device in proportion to its SMs).
+#[must_use]
 pub fn client_limit(device: &Device, driver: &Driver) -> u32 {
     let whole = match () {
         () if device.is_before_volta() => 16,

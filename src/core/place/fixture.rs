@@ -1,4 +1,11 @@
 //! Devices and requests for tests.
+#![allow(
+    missing_docs,
+    clippy::missing_panics_doc,
+    clippy::must_use_candidate,
+    clippy::new_without_default,
+    reason = "for tests: the names say it, and a panic is what they are for"
+)]
 
 use std::num::NonZeroU32;
 use std::time::Duration;

@@ -15,7 +15,7 @@ use crate::request::{Memory, Selector};
 
 type Change = fn(&mut Inventory);
 
-pub fn id() -> LeaseId {
+pub(crate) fn id() -> LeaseId {
     LeaseId::parse("00000000000000ff").unwrap()
 }
 
@@ -23,7 +23,7 @@ fn percent(thousandths: u32) -> Percent {
     Percent::from_thousandths(thousandths)
 }
 
-pub fn ledger(leases: Vec<Lease>) -> Ledger {
+pub(crate) fn ledger(leases: Vec<Lease>) -> Ledger {
     Ledger { leases, ..Ledger::empty("boot") }
 }
 
@@ -481,7 +481,7 @@ fn assert_share(request: &Request, placement: &Placement, inventory: &Inventory)
 
 /// The table of accounts, written without a look at [`account`].
 #[expect(clippy::cast_precision_loss, reason = "bytes of device memory are far below 2^53")]
-pub fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &Config) {
+pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &Config) {
     for device in &inventory.devices {
         let on: Vec<&Lease> =
             ledger.leases.iter().filter(|lease| lease.devices.contains(&device.uuid)).collect();
@@ -554,7 +554,7 @@ fn any_request() -> impl Strategy<Value = Request> {
     )
 }
 
-pub fn lease_of(n: u64, placement: Placement) -> Lease {
+pub(crate) fn lease_of(n: u64, placement: Placement) -> Lease {
     Lease {
         devices: placement.devices,
         mode: placement.mode,

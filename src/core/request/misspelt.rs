@@ -118,7 +118,7 @@ mod tests {
     fn the_hooks_patterns_name_every_key() {
         let hooks = ["sublet.json", "prestart/sublet-createRuntime.json", "prestart/sublet-poststop.json"];
         for hook in hooks {
-            let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("hooks").join(hook);
+            let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hooks").join(hook);
             let hook: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
             let patterns: Vec<&String> = hook["when"]["annotations"].as_object().unwrap().keys().collect();
             assert_eq!(patterns, [&pattern()], "all of several patterns would have to fit");

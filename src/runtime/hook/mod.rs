@@ -19,7 +19,6 @@ use std::time::{Duration, Instant};
 
 use nix::unistd::getppid;
 
-use crate::shim::Global;
 use state::{State, StateError};
 use sublet_core::admit::{self, AdmitError};
 use sublet_core::apply::FileError;
@@ -27,7 +26,7 @@ use sublet_core::cdi::{self, Asked, CdiError};
 use sublet_core::config::{self, ConfigError};
 use sublet_core::confine::{self, Rights};
 use sublet_core::engine::Engine;
-use sublet_core::hooks::{self, BadHooks};
+use sublet_core::hooks::BadHooks;
 use sublet_core::ledger::LeaseId;
 use sublet_core::log::{self, Level, Log};
 

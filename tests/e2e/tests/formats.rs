@@ -114,9 +114,9 @@ fn of_mps_and_time_slices() {
     let documents = documents(&world, &shared);
     assert_eq!(documents["ledger.json"]["leases"].as_array().map(Vec::len), Some(3));
     compare("gpus", &documents);
-    [shared, one, sliced].iter().for_each(|bundle| {
+    for bundle in [shared, one, sliced] {
         bundle.down();
-    });
+    }
     world.assert_empty();
 }
 

@@ -1,6 +1,6 @@
 //! Each distribution's layout, as small trees of ELF headers.
 
-use super::super::fixture::Root;
+use sublet_core::inventory::fixture::Root;
 use super::*;
 use sublet_core::request::Capability;
 

@@ -43,6 +43,7 @@ fn rule(node: &Node) -> String {
 }
 
 /// `systemctl` with `arguments`, where they are ones that are used here.
+#[must_use]
 pub fn command(arguments: &[&str]) -> Option<Command> {
     let unit = arguments.strip_prefix(&SHOW).filter(|rest| rest.len() == 1);
     let rules = arguments.strip_prefix(&SET).and_then(|rest| rest.split_first()).map(|(_, rules)| rules);

@@ -393,5 +393,5 @@ impl Asked<'_> {
 }
 
 #[cfg(test)]
-#[path = "probe_tests.rs"]
+#[path = "inventory_tests.rs"]
 mod tests;

@@ -1,6 +1,6 @@
 //! Tests of what is refused before NVML is asked; NVML itself is asked end to end.
 
-use super::super::fixture::Root;
+use sublet_core::inventory::fixture::Root;
 use super::*;
 
 const DEVICES: &str = "Character devices:\n195 nvidia\n195 nvidiactl\n510 nvidia-uvm\n\nBlock devices:\n";
