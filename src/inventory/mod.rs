@@ -38,6 +38,7 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "cli")]
 pub(crate) use cache::path as cache_path;
 pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
+pub(crate) use cache::{NO_CHECKPOINT_FILE, no_checkpoint};
 #[cfg(feature = "cli")]
 pub use make::{has_gpu, is_loaded, link_nodes, make_nodes};
 #[cfg(feature = "cli")]
@@ -73,7 +74,7 @@ use crate::request::{Capability, Percent};
 /// `inventory.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Inventory {
-    /// `sublet.inventory/2`.
+    /// `sublet.inventory/3`.
     pub schema: String,
     /// What has to be unchanged for all else to be believed.
     pub fingerprint: Fingerprint,
