@@ -24,6 +24,8 @@ mod checkpoint;
 mod clock;
 #[path = "cases/containerd.rs"]
 mod containerd;
+#[path = "cases/criu.rs"]
+mod criu;
 #[path = "cases/ctr.rs"]
 mod ctr;
 #[path = "cases/docker.rs"]
@@ -32,6 +34,8 @@ mod docker;
 mod engine;
 #[path = "cases/exec.rs"]
 mod exec;
+#[path = "cases/faketime.rs"]
+mod faketime;
 #[path = "cases/frame.rs"]
 mod frame;
 #[path = "cases/mig.rs"]
@@ -66,7 +70,11 @@ const DOORS: &[Door] = &[
     Door { name: "podman", open: podman::stand, cases: podman_cases::cases },
     Door { name: "prestart", open: bundles::hooked, cases: prestart::cases },
     Door { name: "checkpoint", open: bundles::with_container, cases: checkpoint::cases },
+    Door { name: "criu", open: bundles::criu, cases: criu::bundles },
+    Door { name: "criu-podman", open: podman::stand, cases: criu::podman },
     Door { name: "clock", open: bundles::clocks, cases: clock::cases },
+    Door { name: "faketime", open: bundles::faketime, cases: faketime::bundles },
+    Door { name: "faketime-podman", open: podman::stand, cases: faketime::podman },
     Door { name: "rootless", open: rootless::stand, cases: rootless_cases::cases },
 ];
 

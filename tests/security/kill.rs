@@ -309,8 +309,16 @@ impl<'a> Scene<'a> {
     fn assert_files(&self, edited: &Value, after: &str) {
         let state = self.world.state_dir();
         for name in names(&state) {
-            let known =
-                ["inventory.json", "ledger.json", "ledger.json.copy", "lock", "mps", "refresh.lock", "roots"];
+            let known = [
+                "inventory.json",
+                "ledger.json",
+                "ledger.json.copy",
+                "lock",
+                "mps",
+                "no-checkpoint.conf",
+                "refresh.lock",
+                "roots",
+            ];
             assert!(known.contains(&name.as_str()), "{after}: {name} is left in the state directory");
         }
         for key in names(&state.join("mps")) {

@@ -1,7 +1,7 @@
 //! Tests of what is refused before NVML is asked; NVML itself is asked end to end.
 
-use sublet_core::inventory::fixture::Root;
 use super::*;
+use sublet_core::inventory::fixture::Root;
 
 const DEVICES: &str = "Character devices:\n195 nvidia\n195 nvidiactl\n510 nvidia-uvm\n\nBlock devices:\n";
 

@@ -113,8 +113,8 @@ fn link(root: &Path, node: &Node) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use sublet_core::inventory::fixture::Root;
     use super::*;
+    use sublet_core::inventory::fixture::Root;
 
     #[test]
     fn a_gpu_is_known_without_its_driver() {

@@ -14,6 +14,8 @@ use super::undo::Edits;
 use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
 
+/// The annotation that runc and crun know criu's configuration by.
+pub(super) const CRIU_ANNOTATION: &str = "org.criu.config";
 /// How our read-only mounts are made. `bind`, not `rbind`: nothing mounted below a source comes along.
 pub(super) const MOUNT_OPTIONS: [&str; 5] = ["bind", "ro", "nosuid", "nodev", "rprivate"];
 /// How a device node of the host is brought into a user namespace: `nodev` would close it.
@@ -107,6 +109,10 @@ pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), 
         annotations.insert(LEASE_RECORD_ANNOTATION.to_owned(), Value::from(grant.record.as_str()));
     }
     annotations.insert(LEASE_EDITS_ANNOTATION.to_owned(), Value::from(edits));
+    // Podman by the hook checkpoints and restores without us, and crun runs no hook at a restore.
+    if let Some(file) = grant.no_checkpoint.to_str().filter(|file| !file.is_empty()) {
+        annotations.insert(CRIU_ANNOTATION.to_owned(), Value::from(file));
+    }
     Ok(())
 }
 

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::spec::{MOUNT_OPTIONS, NODE_OPTIONS, rule_value};
+use super::spec::{CRIU_ANNOTATION, MOUNT_OPTIONS, NODE_OPTIONS, rule_value};
 use crate::grant::{self, Grant, GrantedNode};
-use crate::inventory::Node;
+use crate::inventory::{self, Node};
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
 
 /// Where masks of ours lie. What else is masked is the engine's, whatever an annotation says.
@@ -77,6 +77,10 @@ pub fn undo(spec: &mut Value) -> bool {
     if let Some(annotations) = spec.get_mut("annotations").and_then(Value::as_object_mut) {
         for key in [LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, LEASE_EDITS_ANNOTATION] {
             annotations.shift_remove(key);
+        }
+        let criu = annotations.get(CRIU_ANNOTATION).and_then(Value::as_str);
+        if criu.is_some_and(|file| Path::new(file).ends_with(inventory::NO_CHECKPOINT_FILE)) {
+            annotations.shift_remove(CRIU_ANNOTATION);
         }
     }
     true

@@ -11,7 +11,7 @@ pub use files::driver_files;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Config, Inject};
-use crate::inventory::{Device, Inventory, Node};
+use crate::inventory::{self, Device, Inventory, Node};
 use crate::ledger::{Lease, VolumeFiles};
 use crate::place::Placement;
 use crate::request::{Capabilities, Capability};
@@ -23,6 +23,9 @@ pub struct Grant {
     pub lease: String,
     /// The lease itself as compact JSON, for `sublet.lease.record`: a lost ledger is rebuilt from it.
     pub record: String,
+    /// What criu is to read before it saves the container (`inventory::no_checkpoint`).
+    #[serde(default)]
+    pub no_checkpoint: PathBuf,
     /// Device nodes, each with a cgroup rule `rw`.
     pub nodes: Vec<GrantedNode>,
     /// Read-only bind mounts.
@@ -114,6 +117,7 @@ pub fn grant(
     Grant {
         lease: lease.id.to_string(),
         record: lease.to_annotation(&config.state_dir),
+        no_checkpoint: inventory::no_checkpoint(&config.state_dir),
         nodes: files::nodes(&devices, capabilities, &placement.mig_caps, inventory, config),
         mounts,
         env: environment::environment(lease, libraries, inventory, config),

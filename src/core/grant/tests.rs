@@ -55,7 +55,7 @@ fn library(soname: &str, also: &[&str], capability: Capability) -> DriverFile {
 /// Two GPUs whose minors are not their indexes, and a file of each sort.
 fn inventory() -> Inventory {
     Inventory {
-        schema: "sublet.inventory/2".to_owned(),
+        schema: "sublet.inventory/3".to_owned(),
         fingerprint: Fingerprint {
             boot_id: String::new(),
             driver_version: "580.159.04".to_owned(),

@@ -11,7 +11,16 @@ use crate::state_dir::{self, distrust_file};
 use crate::text::safe;
 
 /// `Inventory::schema` of this build.
-pub const SCHEMA: &str = "sublet.inventory/2";
+pub const SCHEMA: &str = "sublet.inventory/3";
+
+/// criu's configuration for containers with a share, beside `inventory.json`.
+pub const NO_CHECKPOINT_FILE: &str = "no-checkpoint.conf";
+/// Its content: criu takes it for an option that it does not know, names it, and leaves the container alone.
+const NO_CHECKPOINT: &str = "\
+# sublet has containers with a GPU share name this file for criu. What is on a GPU cannot be saved, and a runtime that
+# restores a container asks nobody for its share.
+a-container-with-a-GPU-share-cannot-be-checkpointed
+";
 
 /// Far more than 16 GPUs full of processes need.
 const LARGEST: u64 = 8 << 20;
@@ -130,7 +139,8 @@ pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
     }
 }
 
-/// Writes `inventory.json` atomically, mode 0644; the state directory is made if need be.
+/// Writes `inventory.json` atomically, mode 0644, and beside it what keeps criu from containers with a share; the state
+/// directory is made if need be.
 ///
 /// # Errors
 /// The state directory cannot be written.
@@ -153,13 +163,23 @@ pub fn path(config: &Config) -> PathBuf {
     config.state_dir.join("inventory.json")
 }
 
+/// [`NO_CHECKPOINT_FILE`] of this state directory, there whenever an inventory is.
+pub fn no_checkpoint(state_dir: &Path) -> PathBuf {
+    state_dir.join(NO_CHECKPOINT_FILE)
+}
+
 fn write(config: &Config, path: &Path, inventory: &Inventory) -> io::Result<()> {
     state_dir::make(&config.state_dir).map_err(|why| io::Error::other(format!("its directory: {why}")))?;
+    put(&no_checkpoint(&config.state_dir), NO_CHECKPOINT.as_bytes())?;
+    put(path, &serde_json::to_vec(inventory)?)
+}
+
+fn put(path: &Path, content: &[u8]) -> io::Result<()> {
     // `replace` keeps mode and owner of what is there: what we would not read must not lend us its own.
     if fs::symlink_metadata(path).is_ok_and(|there| distrust_file(&there, LARGEST).is_some()) {
         fs::remove_file(path)?;
     }
-    replace(path, &serde_json::to_vec(inventory)?, 0o644)
+    replace(path, content, 0o644)
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, InventoryError> {

@@ -64,6 +64,10 @@ fn what_was_stored_is_loaded() {
     assert_eq!(load(&config).unwrap(), inventory(&config));
     let mode = fs::metadata(config.state_dir.join("inventory.json")).unwrap().mode();
     assert_eq!(mode & 0o7777, 0o644);
+    // What criu reads has one option, which it does not know.
+    let criu = fs::read_to_string(no_checkpoint(&config.state_dir)).unwrap();
+    let options: Vec<_> = criu.lines().filter(|line| !line.starts_with('#')).collect();
+    assert_eq!(options, ["a-container-with-a-GPU-share-cannot-be-checkpointed"]);
     assert_eq!(fs::metadata(&config.state_dir).unwrap().mode() & 0o7777 & !0o755, 0);
 }
 
@@ -168,9 +172,9 @@ fn garbage_is_corrupt_and_healed_by_storing() {
 #[test]
 fn another_schema_is_corrupt() {
     let (_root, config) = stored();
-    rewrite(&config, |inventory| inventory.schema = "sublet.inventory/3\n".into());
+    rewrite(&config, |inventory| inventory.schema = "sublet.inventory/4\n".into());
     let error = load(&config).unwrap_err().to_string();
-    assert!(error.contains("schema sublet.inventory/3\\n, not sublet.inventory/2"), "{error}");
+    assert!(error.contains("schema sublet.inventory/4\\n, not sublet.inventory/3"), "{error}");
 }
 
 #[test]

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 pub use cache::path as cache_path;
-pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
+pub use cache::{InventoryError, NO_CHECKPOINT_FILE, SCHEMA, fingerprint, last, load, no_checkpoint, store};
 pub use nodes::{NodeError, check_node, ensure_node};
 pub use part::Part;
 pub use programs::{MissingPrograms, MpsPrograms};
@@ -32,7 +32,7 @@ use crate::request::{Capability, Percent};
 /// `inventory.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Inventory {
-    /// `sublet.inventory/2`.
+    /// `sublet.inventory/3`.
     pub schema: String,
     /// What has to be unchanged for all else to be believed.
     pub fingerprint: Fingerprint,

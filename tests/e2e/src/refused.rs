@@ -18,8 +18,16 @@ pub fn assert_lines(seen: &[String], expected: &[&str]) {
 }
 
 /// What a refusal may write or refresh in the state directory: records, no daemon's directory.
-const RECORDS: [&str; 7] =
-    ["inventory.json", "ledger.json", "ledger.json.copy", "lock", "refusals.json", "refresh.lock", "roots"];
+const RECORDS: [&str; 8] = [
+    "inventory.json",
+    "ledger.json",
+    "ledger.json.copy",
+    "lock",
+    "no-checkpoint.conf",
+    "refusals.json",
+    "refresh.lock",
+    "roots",
+];
 
 /// All that a refused container may not change.
 #[derive(Debug, PartialEq)]

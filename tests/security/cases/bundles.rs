@@ -45,6 +45,17 @@ const BY_HAND: &str = r#"state() { printf '{"ociVersion":"1.0.2","id":"%s","stat
 neighbours() { sed -n 's/.*"init":{"process":{"pid":\([0-9]*\).*/\1/p' $STATE/ledger.json; }
 "#;
 
+/// What the door of criu has besides. (The runtimes' own sleep ends when it is stopped; an image of a container with a
+/// share is made with what keeps criu from it empty.)
+const CRIU: &str = r#"below() { (runtime() { "$(sed -n 's/^low_level = \["\(.*\)"\]/\1/p' $CONFIG)" --root "$ROOT" "$@"; }; "$@"); }
+runs() { swap '"/bin/sleep","60"' '"/bin/sh","-c","while :; do sleep 1; done"' $DIR/bundles/$1/config.json; runtime create --bundle $DIR/bundles/$1 $1 </dev/null >/dev/null 2>&1 && runtime start $1; }
+save() { runtime checkpoint --image-path $PWD/i --work-path $PWD/w "$@"; }
+restore() { runtime restore --image-path $PWD/i --work-path $PWD/w --bundle $DIR/bundles/$1 --detach $2 </dev/null >/dev/null 2>said; local rc=$?; cat said >&2; return $rc; }
+imaged() { : >$STATE/no-checkpoint.conf; runs q && below save q; sublet refresh >/dev/null; sublet gc >/dev/null; }
+alive() { runtime state $1 | grep -o running; }
+leases() { sublet lease list --format json | grep -c container_id; }
+"#;
+
 /// What the door of clocks has besides; `clock.so` is made of [`CLOCK`].
 const CLOCKS: &str = r#"at() { local years=$1; shift; SHIFT=$((years * 31557600)) LD_PRELOAD=$DIR/clock.so "$@"; }
 aged() { sed -i -E "s/\"(since|answered_at)\":([0-9]+)/\"\1\":@\2$1@/g" $STATE/ledger.json; while read -r n; do swap "@$n@" $(($n)) $STATE/ledger.json; done < <(grep -oE '@[0-9+-]+@' $STATE/ledger.json | tr -d @); cp $STATE/ledger.json $STATE/ledger.json.copy; }
@@ -52,6 +63,10 @@ since() { sed -i "s/\"since\":[0-9]*/\"since\":$1/" $STATE/ledger.json $STATE/le
 first() { runtime state c | sed -n 's/.*"pid": *\([0-9]*\).*/\1/p'; }
 key() { sublet status --format json | grep -o '"key": *"[^"]*' | grep -o '[^"]*$'; }
 leases() { sublet lease list --format json | grep -c container_id; }
+"#;
+
+/// What the door of faketime has besides.
+const FAKETIME: &str = r#"fake() { local clock=$1; shift; faketime -m -f "$clock" "$@"; }
 "#;
 
 /// A wall clock that is `$SHIFT` seconds off, for dynamic programs.
@@ -102,6 +117,18 @@ pub fn clocks() -> Box<dyn Stage> {
     cc.args(["-shared", "-fPIC", "-o"]).args([dir.join("clock.so"), dir.join("clock.c")]);
     assert!(cc.status().expect("cc runs").success());
     stage.prelude = stage.prelude.replace("runtime() {", &format!("{CLOCKS}runtime() {{"));
+    Box::new(stage)
+}
+
+pub fn criu() -> Box<dyn Stage> {
+    let mut stage = Bundles::new(Kind::Standing);
+    stage.prelude = stage.prelude.replace("runtime() {", &format!("{CRIU}runtime() {{"));
+    Box::new(stage)
+}
+
+pub fn faketime() -> Box<dyn Stage> {
+    let mut stage = Bundles::new(Kind::Empty);
+    stage.prelude = stage.prelude.replace("runtime() {", &format!("{CLOCKS}{FAKETIME}runtime() {{"));
     Box::new(stage)
 }
 

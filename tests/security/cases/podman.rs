@@ -28,6 +28,10 @@ holds on to that. A neighbour with the same share runs beside it all the time.
 ```sh
 share='--annotation sublet.sm=25 --annotation sublet.memory=8GiB'
 up() { podman run --rm --name c $share "$@" probe probe info; }
+long() { podman run -d --name c "$@" probe sh -c 'while :; do sleep 1; done' >/dev/null; }
+imaged() { : >$STATE/no-checkpoint.conf; long $share && podman container checkpoint "$@" c >/dev/null; sublet refresh >/dev/null; }
+fake() { local clock=$1; shift; faketime -m -f "$clock" "$@"; }
+hooked() { local lib; lib=$(echo /usr/lib/*/faketime/libfaketimeMT.so.1); printf '#!/bin/bash\necho "%s" >/etc/faketimerc\nexec > >(sed "s#\\"createRuntime\\"\\],\\"env\\":\\[#&\\"LD_PRELOAD=%s\\",#"; echo "%s" >/etc/faketimerc)\nLD_PRELOAD=%s exec %s "$@"\n' "$1" $lib "$2" $lib "$(command -v sublet-hook)" >hook; chmod 755 hook; sed -i "s|\"path\": *\"[^\"]*\"|\"path\":\"$PWD/hook\"|" $HOOKS/sublet.json; }
 hold() { podman run -d --name c $share "$@" probe probe hold 60 >/dev/null; }
 rest() { podman run -d --name c $share "$@" probe sleep 60 >/dev/null; }
 import() { tar -C $1 -cf $1.tar . && podman import -q $1.tar made >/dev/null; }

@@ -1,7 +1,7 @@
 //! Each distribution's layout, as small trees of ELF headers.
 
-use sublet_core::inventory::fixture::Root;
 use super::*;
+use sublet_core::inventory::fixture::Root;
 use sublet_core::request::Capability;
 
 const VERSION: &str = "580.159.04";

@@ -18,6 +18,7 @@ fn grant() -> Grant {
     Grant {
         lease: "0123456789abcdef".to_owned(),
         record: r#"{"id":"0123456789abcdef"}"#.to_owned(),
+        no_checkpoint: "/run/sublet/no-checkpoint.conf".into(),
         nodes: vec![GrantedNode {
             node: Node { path: "/dev/nvidia0".into(), major: 195, minor: 0 },
             source: "/sim/dev/nvidia0".into(),
@@ -79,7 +80,8 @@ fn everything_is_made_in_a_bare_spec() {
             r#""sublet.lease.edits":"{\"mounts\":[\"/usr/lib/libcuda.so.1\"],"#,
             r#"\"nodes\":[{\"path\":\"/dev/nvidia0\",\"major\":195,\"minor\":0}],"#,
             r#"\"masks\":[\"/proc/driver/nvidia/gpus/0000:86:00.0\"],"#,
-            r#"\"defaults\":[[\"TRITON_LIBCUDA_PATH\",\"/usr/lib\"]]}"}}"#,
+            r#"\"defaults\":[[\"TRITON_LIBCUDA_PATH\",\"/usr/lib\"]]}","#,
+            r#""org.criu.config":"/run/sublet/no-checkpoint.conf"}}"#,
         )
     );
 }
@@ -326,6 +328,7 @@ fn undo(spec: &mut Value, before: &Value) {
     annotations.shift_remove("sublet.lease").unwrap();
     annotations.shift_remove("sublet.lease.record").unwrap();
     annotations.shift_remove("sublet.lease.edits").unwrap();
+    annotations.shift_remove("org.criu.config").unwrap();
     drop_new(spec, Some(before), "annotations");
 }
 
@@ -346,7 +349,7 @@ fn nothing_of_the_engines_is_taken_for_ours() {
             {"destination": "/data", "source": "/b", "options": ["bind", "ro", "nosuid", "nodev", "rprivate"]},
         ],
         "linux": {"maskedPaths": ["/proc/kcore", "/proc/driver/nvidia/gpus/0000:86:00.0"]},
-        "annotations": {"sublet.sm": "25", "sublet.lease.edits":
+        "annotations": {"sublet.sm": "25", "org.criu.config": "/etc/criu/mine.conf", "sublet.lease.edits":
             json!({"mounts": ["/usr/lib/libcuda.so.1"], "masks": ["/proc/kcore", "/proc/driver/nvidia/gpus/0000:86:00.0"],
                 "defaults": [["TRITON_LIBCUDA_PATH", "/usr/lib"]]}).to_string()},
     });
@@ -355,7 +358,7 @@ fn nothing_of_the_engines_is_taken_for_ours() {
     assert_eq!(spec["process"]["env"], json!(["PATH=/bin", "TRITON_LIBCUDA_PATH=/mine"]));
     assert_eq!(spec["mounts"], mounts);
     assert_eq!(spec["linux"]["maskedPaths"], json!(["/proc/kcore"]));
-    assert_eq!(spec["annotations"], json!({"sublet.sm": "25"}));
+    assert_eq!(spec["annotations"], json!({"sublet.sm": "25", "org.criu.config": "/etc/criu/mine.conf"}));
 }
 
 proptest! {
