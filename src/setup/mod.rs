@@ -97,10 +97,16 @@ fn quoted(path: &std::path::Path) -> Result<String, SetupError> {
 
 /// A TOML file.
 fn toml(text: &str) -> Result<toml::Table, SetupError> {
-    toml::from_str(text).map_err(|error| SetupError::Unparsable {
-        language: "TOML",
-        why: crate::text::safe(error.to_string().lines().next().unwrap_or_default()),
-    })
+    toml::from_str(text).map_err(no_toml)
+}
+
+fn no_toml(error: impl std::fmt::Display) -> SetupError {
+    SetupError::Unparsable { language: "TOML", why: first_line(error) }
+}
+
+/// The parser's words, without the picture of the line below them.
+fn first_line(error: impl std::fmt::Display) -> String {
+    crate::text::safe(error.to_string().lines().next().unwrap_or_default())
 }
 
 /// A drop-in of our own after the undo: none. One that we did not write is left alone.
