@@ -55,6 +55,12 @@ pub enum SetupError {
         /// The key.
         what: String,
     },
+    /// Docker's default runtime is of our name, without the runtime: dockerd does not start with that.
+    #[error(
+        "default-runtime is sublet, which is not among the runtimes: `sublet setup docker --undo` takes it out, \
+         then try again; nothing was changed"
+    )]
+    Orphan,
     /// A key stands twice.
     #[error("{0} stands there twice: take one out, then try again; nothing was changed")]
     Twice(String),
