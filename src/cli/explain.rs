@@ -18,6 +18,7 @@ use crate::inventory::Inventory;
 use crate::ledger::{Container, LeaseId, Store};
 use crate::place::Placement;
 use crate::process::Process;
+use crate::request::units::show_duration;
 use crate::request::{Devices, Guarding, Memory, Request, Selector, is_ours};
 use crate::runtime;
 use crate::storage;
@@ -160,7 +161,7 @@ fn print_request(request: &Request) {
         ("memory", request.memory.map_or_else(|| "unlimited".into(), memory)),
         ("processes", request.processes.to_string()),
         ("priority", format!("{:?}", request.priority).to_lowercase()),
-        ("wait", humantime::format_duration(request.wait).to_string()),
+        ("wait", show_duration(request.wait)),
     ];
     if let Some(profile) = &request.mig {
         rows.push(("mig", profile.clone()));
