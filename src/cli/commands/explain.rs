@@ -20,6 +20,7 @@ use sublet_core::ledger::{Container, LeaseId, Store};
 use sublet_core::mapped;
 use sublet_core::place::Placement;
 use sublet_core::process::Process;
+use sublet_core::request::units::show_duration;
 use sublet_core::request::{Devices, Guarding, Memory, Request, Selector, is_ours};
 use sublet_core::storage;
 use sublet_core::text::safe;
@@ -161,7 +162,7 @@ fn print_request(request: &Request) {
         ("memory", request.memory.map_or_else(|| "unlimited".into(), memory)),
         ("processes", request.processes.to_string()),
         ("priority", format!("{:?}", request.priority).to_lowercase()),
-        ("wait", humantime::format_duration(request.wait).to_string()),
+        ("wait", show_duration(request.wait)),
     ];
     if let Some(profile) = &request.mig {
         rows.push(("mig", profile.clone()));

@@ -7,7 +7,11 @@ use crate::preview::preview;
 use sublet_core::admit::{AdmitError, fresh_inventory, is_brokered};
 use sublet_core::config::Config;
 use sublet_core::ledger::{LeaseId, Store};
+use sublet_core::request::units::{DURATION_ALLOWED, parse_duration};
 use sublet_core::request::{self, Request};
+
+/// A day: a time that the clock can tell.
+const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Between two looks.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
@@ -18,9 +22,14 @@ pub struct Arguments {
     /// The share that has to be free, as given to a container: KEY=VALUE
     #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE")]
     annotations: Vec<(String, String)>,
-    /// How long, as 30s or 2m
-    #[arg(long, default_value = "60s", value_parser = humantime::parse_duration)]
+    /// How long, as 30s or 2m, a day at most
+    #[arg(long, default_value = "60s", value_parser = timeout)]
     timeout: Duration,
+}
+
+fn timeout(text: &str) -> Result<Duration, String> {
+    let allowed = || format!("must be {DURATION_ALLOWED}, and a day at most");
+    parse_duration(text, LONGEST).map_err(|malformed| malformed.hint.unwrap_or_else(allowed))
 }
 
 /// Runs it.
@@ -65,4 +74,20 @@ fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
     let id = LeaseId::random().map_err(AdmitError::Random)?;
     preview(request, &id, &inventory, &store.peek()?, config)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_timeout_is_written_as_a_wait_is() {
+        assert_eq!(timeout("0"), Ok(Duration::ZERO));
+        assert_eq!(timeout("2m"), Ok(Duration::from_secs(120)));
+        assert_eq!(timeout("10").unwrap_err(), "a bare number says no unit: write 10s");
+        for text in ["soon", "1m 30s", "1441m", "18446744073709551615s"] {
+            let why = timeout(text).unwrap_err();
+            assert_eq!(why, "must be 0 or a whole number of ms, s or m, as 10s, and a day at most", "{text}");
+        }
+    }
 }

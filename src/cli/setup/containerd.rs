@@ -3,7 +3,12 @@
 //! Our tables stand in a block of their own at the end. A line of ours in somebody else's table ends in
 //! [`MARK`]; the line that it replaces is kept below it as a comment.
 
-use super::{NAME, SetupError, Wish, quoted, toml};
+use std::ops::Range;
+
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::{NAME, SetupError, Wish, first_line, no_toml, quoted};
 
 const BEGIN: &str = "# >>> sublet setup: `sublet setup containerd --undo` takes this block out";
 /// The same, where the file did not end with a newline.
@@ -45,32 +50,44 @@ pub fn set_up(found: Option<&str>, wish: &Wish) -> Result<String, SetupError> {
 
 fn added(found: Option<&str>, wish: &Wish) -> Result<String, SetupError> {
     let version = if found.is_none() { "version = 2\n" } else { "" };
-    let found = found.unwrap_or_default();
-    let plugin = plugin(&toml(&format!("{version}{found}"))?)?;
+    let file = parsed(found.unwrap_or(version))?;
+    let plugin = plugin(&file)?;
     let cri = format!("plugins.\"{plugin}\"");
-    if lookup(found, &[plugin, "containerd", "runtimes", NAME])?.is_some() {
+    if at(&file, &["plugins", plugin, "containerd", "runtimes", NAME]).is_some() {
         return Err(SetupError::Taken { what: format!("[{cri}.containerd.runtimes.{NAME}]") });
     }
-    let begin = if found.is_empty() || found.ends_with('\n') { BEGIN } else { BEGIN_ON_OPEN_LINE };
-    let mut text = found.to_owned();
+    let mut text = found.unwrap_or_default().to_owned();
+    let begin = if text.is_empty() || text.ends_with('\n') { BEGIN } else { BEGIN_ON_OPEN_LINE };
     if begin == BEGIN_ON_OPEN_LINE {
         text.push('\n');
     }
     let mut block = format!("{version}{}", handler(&cri, wish)?);
     if wish.default {
         let wanted = ("default_runtime_name", format!("\"{NAME}\""));
-        assign(&mut text, &mut block, &["plugins", plugin, "containerd"], &wanted);
+        assign(&mut text, &mut block, &["plugins", plugin, "containerd"], &wanted)?;
     }
     if wish.cdi {
-        assign(&mut text, &mut block, &["plugins", plugin], &("enable_cdi", "true".to_owned()));
+        assign(&mut text, &mut block, &["plugins", plugin], &("enable_cdi", "true".to_owned()))?;
     }
     let text = format!("{text}{begin}\n{block}{END}");
-    confirmed(text, plugin, wish)
+    confirmed(&text, plugin, wish)?;
+    Ok(text)
+}
+
+fn parsed(text: &str) -> Result<DeTable<'_>, SetupError> {
+    DeTable::parse(text).map(Spanned::into_inner).map_err(no_toml)
+}
+
+/// What stands at `path`.
+fn at<'f, 't>(file: &'f DeTable<'t>, path: &[&str]) -> Option<&'f Spanned<DeValue<'t>>> {
+    let (first, rest) = path.split_first()?;
+    rest.iter().try_fold(file.get(*first)?, |value, name| value.get_ref().get(*name))
 }
 
 /// The plugin that serves pods.
-fn plugin(file: &::toml::Table) -> Result<&'static str, SetupError> {
-    match file.get("version").and_then(::toml::Value::as_integer) {
+fn plugin(file: &DeTable<'_>) -> Result<&'static str, SetupError> {
+    let version = file.get("version").and_then(|value| value.get_ref().as_integer());
+    match version.and_then(|version| i64::from_str_radix(version.as_str(), version.radix()).ok()) {
         Some(2) => Ok(PLUGINS[0]),
         Some(3) => Ok(PLUGINS[1]),
         _ => Err(SetupError::Version),
@@ -89,73 +106,56 @@ fn handler(cri: &str, wish: &Wish) -> Result<String, SetupError> {
     ))
 }
 
-/// Puts `key = value` into `table`: in place of the line that is there, below the table's header, or as a
-/// table of `block`.
-fn assign(text: &mut String, block: &mut String, table: &[&str], (key, value): &(&str, String)) {
-    let mut lines: Vec<String> = text.split_inclusive('\n').map(str::to_owned).collect();
-    let Some(header) = lines.iter().position(|line| heads(line, table)) else {
-        let names: Vec<String> = table[1..].iter().map(|name| format!("\"{name}\"")).collect();
-        let header = format!("[{}.{}]", table[0], names.join("."));
-        *block = format!("{block}{header}\n{key} = {value}\n");
-        return;
+/// Puts `key = value` into the table at `path`: in place of the lines that say it now, below the table's header,
+/// or as a table of `block`.
+fn assign(
+    text: &mut String,
+    block: &mut String,
+    path: &[&str],
+    (key, value): &(&str, String),
+) -> Result<(), SetupError> {
+    let file = parsed(text)?;
+    // One without a header has the place of a key.
+    let table = at(&file, path).filter(|table| text.get(table.span()).is_some_and(|at| at.starts_with('[')));
+    let Some((header, table)) = table.and_then(|table| Some((table.span(), table.get_ref().as_table()?)))
+    else {
+        let names: Vec<String> = path[1..].iter().map(|name| format!("\"{name}\"")).collect();
+        *block = format!("{block}[{}.{}]\n{key} = {value}\n", path[0], names.join("."));
+        return Ok(());
     };
-    let body = lines[header + 1..].iter().take_while(|line| !line.trim_start().starts_with('['));
-    let at = body.clone().position(|line| toml(line).is_ok_and(|line| line.contains_key(*key)));
-    let line = at.map_or(header, |at| header + 1 + at);
-    let indent: String = lines[line].chars().take_while(|c| matches!(c, ' ' | '\t')).collect();
+    let there = table.get_key_value(*key).filter(|(_, value)| !value.get_ref().is_table());
+    let there = there.map(|(key, value)| key.span().start..value.span().end);
+    let Range { start, end } = there.clone().unwrap_or(header);
+    let start = text[..start].rfind('\n').map_or(0, |before| before + 1);
+    let end = text[end..].find('\n').map_or(text.len(), |rest| end + rest + 1);
+    let lines = &text[start..end];
+    let indent = &lines[..lines.len() - lines.trim_start_matches([' ', '\t']).len()];
     let ours = format!("{indent}{key} = {value}{MARK}");
-    lines[line] = match at {
-        Some(_) => format!("{ours}{KEPT}{}", lines[line]),
-        None => format!("{}{ours}", lines[line]),
+    let lines = match there {
+        Some(_) => lines.split_inclusive('\n').fold(ours, |all, line| all + KEPT + line),
+        None => format!("{lines}{ours}"),
     };
-    *text = lines.concat();
+    text.replace_range(start..end, &lines);
+    Ok(())
 }
 
-/// Whether `line` is the header of `table`.
-fn heads(line: &str, table: &[&str]) -> bool {
-    if !line.trim_start().starts_with('[') {
-        return false;
-    }
-    let Ok(mut inner) = toml(line) else { return false };
-    for name in table {
-        let Some(::toml::Value::Table(next)) = inner.remove(*name) else { return false };
-        inner = next;
-    }
-    inner.is_empty()
-}
-
-/// `text`, if containerd will read in it what was wished for.
-fn confirmed(text: String, plugin: &str, wish: &Wish) -> Result<String, SetupError> {
+/// Whether containerd will read in `text` what was wished for.
+fn confirmed(text: &str, plugin: &str, wish: &Wish) -> Result<(), SetupError> {
     let inline = |why: String| SetupError::Inline { why };
-    let value = |path: &[&str]| lookup(&text, path).map_err(|error| inline(error.to_string()));
-    let runtime = value(&[plugin, "containerd", "runtimes", NAME, "options", "BinaryName"])?;
-    let default = value(&[plugin, "containerd", "default_runtime_name"])?;
-    let cdi = value(&[plugin, "enable_cdi"])?;
-    if runtime.and_then(|value| value.as_str().map(str::to_owned)).as_deref() != wish.runtime.to_str() {
+    let file = parsed(text).map_err(|error| inline(error.to_string()))?;
+    let value = |path: &[&str]| at(&file, &[&["plugins", plugin], path].concat()).map(Spanned::get_ref);
+    let runtime = value(&["containerd", "runtimes", NAME, "options", "BinaryName"]);
+    if runtime.and_then(DeValue::as_str) != wish.runtime.to_str() {
         return Err(inline("the runtime is not found again".to_owned()));
     }
-    if wish.default && default.as_ref().and_then(::toml::Value::as_str) != Some(NAME) {
+    let default = value(&["containerd", "default_runtime_name"]);
+    if wish.default && default.and_then(DeValue::as_str) != Some(NAME) {
         return Err(inline("default_runtime_name is not found again".to_owned()));
     }
-    if wish.cdi && cdi.as_ref().and_then(::toml::Value::as_bool) != Some(true) {
+    if wish.cdi && value(&["enable_cdi"]).and_then(DeValue::as_bool) != Some(true) {
         return Err(inline("enable_cdi is not found again".to_owned()));
     }
-    Ok(text)
-}
-
-/// The value at `path` below `plugins`.
-fn lookup(text: &str, path: &[&str]) -> Result<Option<::toml::Value>, SetupError> {
-    let mut value = ::toml::Value::Table(toml(text)?);
-    for name in std::iter::once(&"plugins").chain(path) {
-        match value {
-            ::toml::Value::Table(mut table) => match table.remove(*name) {
-                Some(inner) => value = inner,
-                None => return Ok(None),
-            },
-            _ => return Ok(None),
-        }
-    }
-    Ok(Some(value))
+    Ok(())
 }
 
 /// `config.toml` without sublet; `None`: no such file.
@@ -164,7 +164,11 @@ fn lookup(text: &str, path: &[&str]) -> Result<Option<::toml::Value>, SetupError
 /// It is no TOML, or would be none then; lines of others stand in our block.
 pub fn undo(found: Option<&str>) -> Result<Option<String>, SetupError> {
     let Some(found) = found else { return Ok(None) };
-    toml(found)?;
+    if parsed(found)?.values().any(|value| has_lines_like_ours(found, value)) {
+        return Err(altered(
+            "a line inside a value looks like one of its lines: write that another way".to_owned(),
+        ));
+    }
     let mut left = String::new();
     let mut ours = false;
     for line in found.split_inclusive('\n') {
@@ -191,8 +195,8 @@ pub fn undo(found: Option<&str>) -> Result<Option<String>, SetupError> {
         return Err(altered(format!("its block has no end: put `{end}` behind its last line")));
     }
     // Kept lines and those that replaced them: one may have been edited into a key of its own.
-    ::toml::from_str::<::toml::Table>(&left).map_err(|error| {
-        let why = sublet_core::text::safe(error.to_string().lines().next().unwrap_or_default());
+    DeTable::parse(&left).map_err(|error| {
+        let why = first_line(error);
         altered(format!(
             "the rest is no valid TOML ({why}): `sublet setup kept` marks the lines that come back"
         ))
@@ -222,8 +226,18 @@ pub fn is_set_up(text: &str) -> bool {
 
 /// Whether an undo would take anything out: our block, or lines of ours that outlived it.
 fn has_lines_of_ours(text: &str) -> bool {
-    let is_ours = |line: &str| line.starts_with(KEPT) || line.ends_with(MARK.trim_end());
-    is_set_up(text) || text.lines().map(str::trim_end).any(is_ours)
+    let is_ours = |line: &str| line.starts_with(KEPT) || line.trim_end().ends_with(MARK.trim_end());
+    is_set_up(text) || text.lines().any(is_ours)
+}
+
+/// Whether an undo, which goes by lines, would take lines out of `value`.
+fn has_lines_like_ours(text: &str, value: &Spanned<DeValue<'_>>) -> bool {
+    text.get(value.span()).is_none_or(has_lines_of_ours)
+        || match value.get_ref() {
+            DeValue::Table(table) => table.values().any(|value| has_lines_like_ours(text, value)),
+            DeValue::Array(array) => array.iter().any(|value| has_lines_like_ours(text, value)),
+            _ => false,
+        }
 }
 
 #[cfg(test)]
@@ -325,8 +339,44 @@ mod tests {
         assert_eq!(set_up(Some(&text), &all()).unwrap(), text, "a second time changes nothing");
         let left = undo(Some(&text)).unwrap().unwrap();
         assert_eq!(left, "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\"]\nenable_cdi = false\n");
+        let open = "version = 2\n# sublet setup kept: ";
+        let text = set_up(Some(open), &all()).unwrap();
+        assert_eq!(set_up(Some(&text), &all()).unwrap(), text, "a kept line that was empty");
         let nested = "version = 2\n# sublet setup kept: # sublet setup kept: x\n";
         assert!(set_up(Some(nested), &all()).is_err());
+    }
+
+    /// An undo goes by lines, and would take these out of somebody's value.
+    #[test]
+    fn a_value_with_lines_like_ours_is_refused() {
+        for value in [
+            "'''\n# sublet setup kept: x\n'''".to_owned(),
+            "\"\"\"a # sublet setup\n\"\"\"".to_owned(),
+            format!("'''\n{BEGIN}\n{END}'''"),
+            "[\n  1, # sublet setup\n  2]".to_owned(),
+        ] {
+            let found = format!("version = 2\n[proxy]\nx = {value}\n");
+            let why = set_up(Some(&found), &wish()).unwrap_err().to_string();
+            assert!(why.contains("a line inside a value looks like one of its lines"), "{found}: {why}");
+            undo(Some(&found)).unwrap_err();
+        }
+        let found = "version = 2\nroot = '/srv # sublet setup' # mine\n";
+        let text = set_up(Some(found), &wish()).unwrap();
+        assert_eq!(undo(Some(&text)).unwrap().as_deref(), Some(found));
+    }
+
+    /// What looks like a table's header in a string is none, and a value may go on for lines.
+    #[test]
+    fn tables_and_values_are_found_where_the_parser_finds_them() {
+        let found = "\u{feff}version = 2\nx = '''\n[plugins.\"io.containerd.grpc.v1.cri\".containerd]\n'''\n\
+                     [plugins.\"io.containerd.grpc.v1.cri\"]\n  \"enable_cdi\" = [\n    false,\r\n  ]\n\
+                     [plugins.\"io.containerd.grpc.v1.cri\".containerd]\n";
+        let text = set_up(Some(found), &all()).unwrap();
+        let cdi = "  enable_cdi = true # sublet setup\n# sublet setup kept:   \"enable_cdi\" = [\n\
+                   # sublet setup kept:     false,\r\n# sublet setup kept:   ]\n";
+        assert!(text.contains(cdi), "{text}");
+        assert!(text.contains("containerd]\ndefault_runtime_name = \"sublet\" # sublet setup\n"), "{text}");
+        assert_eq!(undo(Some(&text)).unwrap().as_deref(), Some(found));
     }
 
     proptest! {

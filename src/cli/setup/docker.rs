@@ -68,7 +68,7 @@ impl Record {
 /// before wrote down, if there was one.
 ///
 /// # Errors
-/// It is no JSON object, or its `runtimes.sublet` is another one.
+/// It is no JSON object, its `runtimes.sublet` is another one, or its default runtime is a sublet that it has not.
 pub fn set_up(
     found: Option<&str>,
     record: Option<&str>,
@@ -90,6 +90,8 @@ pub fn set_up(
             return Err(SetupError::Taken { what: RUNTIME.join(".") });
         }
         Some(_) => {}
+        // An undo takes out a default of our name, whoever wrote it.
+        None if default => return Err(SetupError::Orphan),
         None => text = record.put(&text, &RUNTIME, &runtime)?,
     }
     if wish.default && !default {
@@ -299,6 +301,17 @@ mod tests {
             set_up(Some(found), None, &wish()).unwrap_err().to_string(),
             "runtimes.sublet is there already, and is not what this sublet would write: take it out, then try again"
         );
+    }
+
+    #[test]
+    fn a_default_without_its_runtime_is_refused() {
+        let found = r#"{ "default-runtime": "sublet", "features": { "cdi": true } }"#;
+        assert_eq!(set_up(Some(found), None, &wish()), Err(SetupError::Orphan));
+        let (text, record) = set_up(Some(r#"{"default-runtime": "kata"}"#), None, &all()).unwrap();
+        let torn = json::remove(&text, &["runtimes"]).unwrap();
+        assert_eq!(set_up(Some(&torn), Some(&record), &all()), Err(SetupError::Orphan));
+        let mended = undo(Some(&torn), Some(&record)).unwrap();
+        assert_eq!(mended.as_deref(), Some(r#"{"default-runtime": "kata"}"#), "what the message says to do");
     }
 
     #[test]

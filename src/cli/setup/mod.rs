@@ -55,6 +55,12 @@ pub enum SetupError {
         /// The key.
         what: String,
     },
+    /// Docker's default runtime is of our name, without the runtime: dockerd does not start with that.
+    #[error(
+        "default-runtime is sublet, which is not among the runtimes: `sublet setup docker --undo` takes it out, \
+         then try again; nothing was changed"
+    )]
+    Orphan,
     /// A key stands twice.
     #[error("{0} stands there twice: take one out, then try again; nothing was changed")]
     Twice(String),
@@ -97,10 +103,16 @@ fn quoted(path: &std::path::Path) -> Result<String, SetupError> {
 
 /// A TOML file.
 fn toml(text: &str) -> Result<toml::Table, SetupError> {
-    toml::from_str(text).map_err(|error| SetupError::Unparsable {
-        language: "TOML",
-        why: sublet_core::text::safe(error.to_string().lines().next().unwrap_or_default()),
-    })
+    toml::from_str(text).map_err(no_toml)
+}
+
+fn no_toml(error: impl std::fmt::Display) -> SetupError {
+    SetupError::Unparsable { language: "TOML", why: first_line(error) }
+}
+
+/// The parser's words, without the picture of the line below them.
+fn first_line(error: impl std::fmt::Display) -> String {
+    sublet_core::text::safe(error.to_string().lines().next().unwrap_or_default())
 }
 
 /// A drop-in of our own after the undo: none. One that we did not write is left alone.
