@@ -95,7 +95,7 @@ lint:
 
 unit:
 	@echo "== Unit and property tests; the shim with a low-level runtime that only writes down its call"
-	cargo test -p sublet --lib --test runtime --test cli
+	cargo test -p sublet --lib --test runtime --test programs_alone
 
 check: lint unit
 	@echo "Skipped, because they need root and engines (make test): the simulated driver's tests and the"
@@ -104,7 +104,7 @@ check: lint unit
 test: needs unit test-build
 	@echo "== The simulated driver, and MPS daemons and MIG layouts on it"
 	cargo test -p sublet-sim
-	cargo test -p sublet --test mps --test mig
+	cargo test -p sublet --test mps_daemons --test mig_layouts
 	@for engine in runc crun; do \
 	    echo "== End to end with $$engine"; \
 	    SUBLET_BIN_DIR=$(TEST_BIN) tests/e2e/enter $$engine cargo test -p sublet-e2e || exit 1; \
@@ -136,7 +136,7 @@ demo: needs
 	@tests/demo
 
 bench: needs build sim-build
-	@tests/bench
+	@tests/bench/run
 
 # What comes from whom nobody trusts; `make fuzz FUZZ_TARGETS=all` for the rest too.
 FUZZ_SECONDS ?= 60
