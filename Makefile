@@ -1,8 +1,8 @@
 # sublet: two commands to begin with, as root on Debian 12 or 13 with git, make, curl and Rust:
 #   make demo    containers sharing a GPU (a simulated one where there is none)
 #   make test    the tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
-# The rest: test-GROUP (one group of them: unit, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security),
-# test-all (the groups `real` and `packages` too, as CI has it), check (needs no root, network, engine or GPU), build,
+# The rest: test-GROUP (one group of them: unit, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security,
+# real), test-all (the group `packages`, too, as CI has it), check (needs no root, network, engine or GPU), build,
 # bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth (docs/security.md); deb, rpm and dist (docs/packaging.md);
 # real-test, frameworks in Docker and Podman on this machine's GPUs.
 
