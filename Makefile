@@ -1,9 +1,10 @@
 # sublet: two commands to begin with, as root on Debian 12 or 13 with git, make, curl and Rust:
 #   make demo    containers sharing a GPU (a simulated one where there is none)
-#   make test    all tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
-# The rest: engines (the part of test with Docker, Podman and containerd), check (needs no root, network,
-# engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth (docs/security.md); deb,
-# rpm, dist and test-packages (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's GPUs.
+#   make test    the tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
+# The rest: test-GROUP (one group of them: unit, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security,
+# real), test-all (the group `packages`, too, as CI has it), check (needs no root, network, engine or GPU), build,
+# bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth (docs/security.md); deb, rpm and dist (docs/packaging.md);
+# real-test, frameworks in Docker and Podman on this machine's GPUs.
 
 SHELL := /bin/bash
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
@@ -42,8 +43,11 @@ BIN := $(CURDIR)/target/bin-$(TARGET)
 endif
 GENERATED := $(CURDIR)/target/generated
 
-.PHONY: all build test-build tested-build sim-build check lint unit test engines book demo bench fuzz gpu-test real-test install deb rpm dist \
-    test-packages test-teeth generate clean needs
+# Those of tests/jobs.
+test_groups := $(addprefix test-,unit sim e2e-runc e2e-crun docker podman containerd systemd security real packages)
+
+.PHONY: all build test-build tested-build sim-build check lint unit test test-all book demo bench fuzz gpu-test real-test install deb rpm dist \
+    test-teeth generate clean needs $(test_groups)
 
 all: build
 
@@ -80,6 +84,8 @@ sim-build:
 	@mkdir -p $(TEST_BIN)
 	cp target/debug/{sublet-sim,nvidia-smi,nvidia-cuda-mps-control,nvidia-cuda-mps-server,cuda-probe} $(TEST_BIN)/
 	cp target/debug/{libnvidia_ml,libcuda}.so $(TEST_BIN)/
+	@# Engines copy them with every image and container.
+	strip --strip-debug $(TEST_BIN)/{cuda-probe,nvidia-*,*.so}
 
 needs:
 	@tests/install-needs
@@ -92,27 +98,22 @@ lint:
 unit:
 	@echo "== Unit and property tests; the shim with a low-level runtime that only writes down its call"
 	cargo test -p sublet-core -p sublet-runtime
-	cargo test -p sublet --lib --test cli
+	cargo test -p sublet --lib --test programs_alone
 
 check: lint unit
 	@echo "Skipped, because they need root and engines (make test): the simulated driver's tests and the"
 	@echo "end-to-end tests with runc and crun. Skipped, because they need a GPU (make gpu-test): tests/gpu."
 
-test: needs unit test-build
-	@echo "== The simulated driver, and MPS daemons and MIG layouts on it"
-	cargo test -p sublet-sim
-	cargo test -p sublet --test mps --test mig
-	@for engine in runc crun; do \
-	    echo "== End to end with $$engine"; \
-	    SUBLET_BIN_DIR=$(TEST_BIN) tests/e2e/enter $$engine cargo test -p sublet-e2e || exit 1; \
-	    echo "== The checks of tests/gpu on the simulated driver, with $$engine"; \
-	    SUBLET_BIN_DIR=$(TEST_BIN) tests/e2e/enter $$engine target/debug/gpu-check --simulated || exit 1; \
-	done
-	@SUBLET_BIN_DIR=$(TEST_BIN) tests/engines/run
+# The groups of tests/jobs side by side, as tests/run says; `test-all` is that, and then the rest.
+test: needs test-build
+	@SUBLET_BIN_DIR=$(TEST_BIN) tests/run
 
-# Real engines in Debian roots of their own, which are made once (about a minute each) and kept in /var/cache.
-engines: needs test-build
-	@SUBLET_BIN_DIR=$(TEST_BIN) tests/engines/run
+test-all: test build generate
+	@SUBLET_BIN_DIR=$(TEST_BIN) tests/run rest
+
+test-packages: build generate
+$(test_groups): needs test-build
+	@SUBLET_BIN_DIR=$(TEST_BIN) tests/run $(@:test-%=%)
 
 # The tests of tests/security against builds that lack one defence each: are they able to fail? SWITCHES: some.
 SWITCHES ?=
@@ -133,7 +134,7 @@ demo: needs
 	@tests/demo
 
 bench: needs build sim-build
-	@tests/bench
+	@tests/bench/run
 
 # What comes from whom nobody trusts; `make fuzz FUZZ_TARGETS=all` for the rest too.
 FUZZ_SECONDS ?= 60
@@ -158,9 +159,6 @@ deb rpm: build $(GENERATED)/man/sublet.1
 
 dist:
 	@packaging/dist "$(VERSION)"
-
-test-packages: needs test-build build generate
-	@tests/packages/run
 
 # Man pages and completions alone.
 generate: $(GENERATED)/man/sublet.1

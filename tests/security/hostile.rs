@@ -2,7 +2,7 @@
 //! server who must not notice. One H200: 143155 MiB, 132 SMs, 48 MPS clients.
 
 #[expect(dead_code, reason = "users without root have no part in this")]
-#[path = "../e2e/tests/two_users/mod.rs"]
+#[path = "../e2e/two_users/mod.rs"]
 mod two_users;
 
 use std::process::{Command, Stdio};

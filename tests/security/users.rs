@@ -1,6 +1,6 @@
 //! B11, B12 and C1: what users must not be able to do to each other by way of `sublet serve`, nor to the service.
 
-#[path = "../e2e/tests/two_users/mod.rs"]
+#[path = "../e2e/two_users/mod.rs"]
 mod two_users;
 
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -151,7 +151,7 @@ fn b12_one_uid_holds_sixteen_connections() {
     host.world.assert_empty();
 }
 
-/// What it costs the others is measured by `tests/bench hanging`.
+/// What it costs the others is measured by `tests/bench/run hanging`.
 #[test]
 fn b12_hanging_connections_hold_nobody() {
     if skip_unless_root() {

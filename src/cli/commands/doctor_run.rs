@@ -291,11 +291,10 @@ mod tests {
         assert!(error.to_string().contains(expected), "{error}");
         drop(made);
         let told = fs::read_to_string(log).unwrap();
-        let calls = format!(
-            "run --rm --network=none --name {name} --x {name}:probe /sublet probe\nrm --force {name}\n\
-             rmi --force {name}:probe\n"
-        );
-        assert_eq!(told, calls);
+        let run = format!("run --rm --network=none --name {name} --x {name}:probe /sublet probe\n");
+        // On a busy machine it is cut off before it has written anything.
+        let told = told.strip_prefix(&run).unwrap_or(&told);
+        assert_eq!(told, format!("rm --force {name}\nrmi --force {name}:probe\n"));
         assert!(!left.exists());
     }
 

@@ -1,5 +1,5 @@
 use super::*;
-#[path = "../../../tests/e2e/src/frameworks.rs"]
+#[path = "../../../tests/harness/src/frameworks.rs"]
 mod frameworks;
 
 use crate::config::VisibleDevices;

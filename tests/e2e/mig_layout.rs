@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::Output;
 
 use serde_json::{Value, json};
-use sublet_e2e::mig::{SMALL, listed, process_on, remake_small, shape};
+use sublet_e2e::mig::{SMALL, listed, namespaces, process_on, remake_small, shape};
 use sublet_e2e::user::Host;
 use sublet_e2e::{World, skip_unless_root};
 
@@ -295,6 +295,7 @@ fn leases_and_changes_keep_out_of_each_others_way() {
     let mut busy = read();
     let device = world.status()["devices"][0]["uuid"].clone();
     let owner = json!({"pid": std::process::id(), "start_time": start});
+    busy["namespaces"] = namespaces();
     busy["mig"] = json!({"count": 0, "under_way": {"gpus": [device], "owner": owner}});
     std::fs::write(&ledger, busy.to_string()).expect("written");
     let error = refused(&world, &["apply", path(&off)]);

@@ -86,7 +86,7 @@ fn the_specification_is_valid_by_cdis_own_schema() {
                   schema, defs, spec = map(read, sys.argv[1:4])\n\
                   resolver = jsonschema.RefResolver('', schema, store={'defs.json': defs})\n\
                   jsonschema.Draft7Validator(schema, resolver=resolver).validate(spec)\n";
-    let schema = Path::new(env!("CARGO_MANIFEST_DIR")).join("cdi-schema");
+    let schema = Path::new(env!("CARGO_MANIFEST_DIR")).join("../e2e/cdi-schema");
     let judge = |spec: &Path| {
         let files = [&schema.join("schema.json"), &schema.join("defs.json"), spec];
         Command::new("python3")

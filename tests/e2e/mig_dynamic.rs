@@ -4,8 +4,8 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use sublet_e2e::mig::{
-    By, HOLD, SLEEP, altered, assert_nothing_made, bare, created, devices, ledger, listed, nodes, refused,
-    shape, up,
+    By, HOLD, SLEEP, altered, assert_nothing_made, bare, created, devices, ledger, listed, namespaces, nodes,
+    refused, shape, up,
 };
 use sublet_e2e::user::Host;
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
@@ -277,6 +277,7 @@ fn hold_changes(world: &World, process: u32) {
     let start_time: u64 =
         stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(19)?.parse().ok()).unwrap();
     let mut held = ledger(world);
+    held["namespaces"] = namespaces();
     held["mig"]["under_way"] = json!({"gpus": [], "owner": {"pid": process, "start_time": start_time}});
     held["mig"]["made"] = json!([{
         "gpu": GPU, "profile": 19, "name": "1g.18gb", "placement": [0, 1], "slices": 1, "gi": 7, "uuid": "MIG-gone"

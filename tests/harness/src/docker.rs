@@ -30,7 +30,7 @@ pub struct Docker {
 pub fn skip_unless_engines() -> bool {
     let inside = Path::new("/.sublet-root").exists();
     if !inside {
-        eprintln!("skipped: needs tests/engines/enter (make engines)");
+        eprintln!("skipped: needs tests/engines/enter (make test-docker)");
     }
     !inside
 }

@@ -140,7 +140,7 @@ fn without_annotations_nothing_is_touched() {
         let started = containerd.run("plain", &[], &["--runc-binary", runtime], &["sleep", "600"]);
         assert!(started.ok, "{started:?}");
         let text = containerd.config("plain");
-        let nodes = containerd.exec("plain", &["sh", "-c", "ls /dev | grep -c nvidia || true"]);
+        let nodes = containerd.exec_heard("plain", &["sh", "-c", "ls /dev | grep -c nvidia || true"]);
         assert_eq!(nodes.stdout.trim_end(), "0");
         containerd.remove("plain");
         text

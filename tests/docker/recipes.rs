@@ -6,7 +6,7 @@ use std::process::Command;
 use sublet_e2e::docker::skip_unless_engines;
 use sublet_e2e::{World, skip_unless_root};
 
-const RECIPES: &str = include_str!("../../../docs/recipes.md");
+const RECIPES: &str = include_str!("../../docs/recipes.md");
 
 /// A program's name, its Compose file and its Quadlet unit.
 struct Recipe {

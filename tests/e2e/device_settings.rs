@@ -152,7 +152,8 @@ fn a_daemon_that_comes_back_says_what_cannot_be_told() {
     for (lines, said) in [("", ""), ("nvmlDeviceGetMPSComputeRunningProcesses_v3 0 999\n", "cannot be told")]
     {
         for daemon in world.daemon_pids("") {
-            kill(daemon, Signal::SIGKILL).expect("SIGKILL");
+            // A server may have ended with its daemon.
+            let _ = kill(daemon, Signal::SIGKILL);
         }
         std::fs::write(&fail, lines).expect("written");
         let started = world.sublet(&["mps", "start", &key]);

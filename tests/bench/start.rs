@@ -23,7 +23,7 @@ const ID: &str = "5c2a0f7d9e31b84c6a1d0e92f7b35846c0d9a1e27f6b8354d1c0e9f2a7b368
 
 /// As Docker 26 writes it for a CUDA image: its mounts, capabilities, masked paths and environment, and
 /// a seccomp list of the size of its default one.
-const DOCKER_CONFIG: &str = include_str!("../../data/docker-config.json");
+const DOCKER_CONFIG: &str = include_str!("docker-config.json");
 
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
 
