@@ -26,7 +26,7 @@ ifeq ($(STATIC),1)
 static_flags = -C target-feature=+crt-static -C link-arg=-Wl,-z,pack-relative-relocs
 endif
 # The same bytes wherever they are built, an id by which a core dump finds its symbols, and no unwind tables.
-release_flags = -C link-arg=-Wl,--build-id=sha1 -C link-arg=-Wl,-T,packaging/no-unwind.ld \
+release_flags = -C llvm-args=-enable-machine-outliner=always -C link-arg=-Wl,--build-id=sha1 -C link-arg=-Wl,-T,packaging/no-unwind.ld \
     -C link-arg=-Wl,--no-eh-frame-hdr --remap-path-prefix=$(CURDIR)=/sublet \
     --remap-path-prefix=$(CARGO_HOME)=/cargo --remap-path-prefix=$(shell rustc --print sysroot)=/rust
 ifneq ($(TARGET),$(HOST))

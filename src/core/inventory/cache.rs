@@ -164,6 +164,7 @@ pub fn path(config: &Config) -> PathBuf {
 }
 
 /// [`NO_CHECKPOINT_FILE`] of this state directory, there whenever an inventory is.
+#[must_use]
 pub fn no_checkpoint(state_dir: &Path) -> PathBuf {
     state_dir.join(NO_CHECKPOINT_FILE)
 }
