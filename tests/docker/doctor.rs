@@ -1,5 +1,5 @@
 //! `sublet doctor` on a host whose driver is simulated: what it says when all is well, and what when not.
-//! Each check by itself fails in the unit tests of `src/doctor`.
+//! Each check by itself fails in the unit tests of `src/cli/doctor`.
 
 use std::fs;
 use std::process::{Command, Output, Stdio};
