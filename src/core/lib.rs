@@ -7,7 +7,7 @@
 //!   request      place       ledger    grant    apply     the runtime's shim | hook
 //! ```
 //!
-//! [`admit`] walks that way for every door. `request`, `place` and `grant` do no I/O.
+//! [`admit`] walks that way for every entry point. `request`, `place` and `grant` do no I/O.
 
 pub mod admit;
 pub mod apply;

@@ -21,12 +21,12 @@ const STATE_TYPE: &str = "sublet_run_t";
 /// Whether containers of the host at `root` cannot reach MPS daemons, which have their files in `state_dir`: `SELinux`
 /// enforces, and these are not of our module's type. (Which modules there are stands where engines may not read it.)
 #[must_use]
-pub fn bars_mps(root: &Path, state_dir: &Path) -> bool {
+pub fn denies_mps_sockets(root: &Path, state_dir: &Path) -> bool {
     is_enforcing(root) && !is_labelled(type_of(&state_dir.join("mps")), || type_of(state_dir))
 }
 
-/// `/sys/fs/selinux/enforce` says 1 (selinux(8)); there is none where `SELinux` is off. From whom it is kept, that is
-/// kept by what enforces.
+/// `/sys/fs/selinux/enforce` says 1 (selinux(8)); there is none where `SELinux` is off. If reading is denied,
+/// `SELinux` is enforcing.
 #[must_use]
 pub fn is_enforcing(root: &Path) -> bool {
     match std::fs::read_to_string(under(root, "/sys/fs/selinux/enforce")) {
@@ -76,11 +76,11 @@ mod tests {
             fs::create_dir_all(root.path().join("sys/fs/selinux")).unwrap();
             fs::write(root.path().join("sys/fs/selinux/enforce"), text).unwrap();
         };
-        assert!(!bars_mps(root.path(), &state), "no SELinux");
+        assert!(!denies_mps_sockets(root.path(), &state), "no SELinux");
         enforce("0");
-        assert!(!bars_mps(root.path(), &state), "permissive");
+        assert!(!denies_mps_sockets(root.path(), &state), "permissive");
         enforce("1");
-        assert!(bars_mps(root.path(), &state));
+        assert!(denies_mps_sockets(root.path(), &state));
     }
 
     #[test]

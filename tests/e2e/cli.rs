@@ -129,7 +129,7 @@ fn status_as_tables() {
         squeezed(&stdout(&world, &["status"]), &[]),
         "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n\
          0 NVIDIA H200 GPU-5b1e7000-0000-4000-8000-000000000100 idle 0 100 % 139.9 GiB of 140.4 GiB\n\nNo leases.\n\n\
-         GUARD OFF: limits bind honest programs only; systemctl enable --now sublet.service"
+         GUARD OFF: programs that tamper with their MPS limits are not stopped; systemctl enable --now sublet.service"
     );
     let bundle = world.bundle("a-container-with-a-long-name", &[("sublet.sm", "12.5")], SLEEP);
     bundle.up();
@@ -147,7 +147,7 @@ fn status_as_tables() {
          LEASE a-container- 0 mps shared 12.5 % unlimited active PID AGO\n\n\
          MPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING CLIENTS\n\
          GPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % unlimited 0\n\n\
-         GUARD OFF: limits bind honest programs only; systemctl enable --now sublet.service"
+         GUARD OFF: programs that tamper with their MPS limits are not stopped; systemctl enable --now sublet.service"
     );
     bundle.down();
     assert_eq!(stdout(&world, &["lease", "list"]), "No leases.\n");
@@ -219,7 +219,7 @@ fn explain_says_what_would_come_of_it_and_changes_nothing() {
     );
     assert_eq!(
         failure(&world, &["explain", "--container", "nobody"]),
-        "sublet: container nobody holds no lease, and no refusal and nothing of the guard's is known of it"
+        "sublet: container nobody holds no lease, no refusal of it is recorded, and the guard recorded nothing about it"
     );
     let after = (contents(&world.state_dir()), contents(&bundle.dir));
     let changed: Vec<_> = before.0.iter().filter(|(path, text)| after.0.get(*path) != Some(text)).collect();

@@ -56,9 +56,13 @@ fn killed(bundle: &Bundle<'_>, stopping: &Stopping, stage: &str, victim: Option<
     // Without its runtime none starts; one whose delete was killed has ended.
     assert!(eventually(|| contained(world).is_empty() || world.leases().len() == 1), "{at}: unaccounted");
     end_all(world);
-    let gc = world.sublet(&["gc"]);
-    assert!(gc.status.success(), "{at}: {gc:?}");
-    assert!(eventually(|| world.leases().is_empty()), "{at}: {:?}", world.leases());
+    // What was killed is in its cgroup for a moment after it has let go of everything else.
+    let freed = || {
+        let gc = world.sublet(&["gc"]);
+        assert!(gc.status.success(), "{at}: {gc:?}");
+        world.booked().is_empty()
+    };
+    assert!(eventually(freed), "{at}: {:?}", world.booked());
     assert_no_daemons(world, &at);
     world.assert_empty();
     assert_eq!(mount_points(&bundle.dir), "", "{at}: mount points are left in the root filesystem");

@@ -75,8 +75,13 @@ impl Side<'_> {
         }
         self.assert_accounted(&at);
         end_all(self.world);
-        let gc = self.world.sublet(&["gc"]);
-        assert!(gc.status.success(), "{at}: {gc:?}");
+        // What was killed is in its cgroup for a moment after it has let go of everything else.
+        let freed = || {
+            let gc = self.world.sublet(&["gc"]);
+            assert!(gc.status.success(), "{at}: {gc:?}");
+            self.world.booked().is_empty()
+        };
+        assert!(eventually(freed), "{at}: {:?}", self.world.booked());
         self.assert_nothing_left(&at);
         // Podman may need a second look to find out what has become of its container.
         for _ in 0..2 {

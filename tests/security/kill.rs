@@ -287,12 +287,24 @@ impl<'a> Scene<'a> {
     /// crun forgets a container that it has killed before its process is gone; its lease is kept till then.
     fn wait_for_death(&self) {
         let ledger = ledger(self.world);
-        let init = lease_of(&ledger, "victim").map(|lease| &lease["init"]["process"]["pid"]);
-        let Some(pid) = init.and_then(Value::as_i64).filter(|_| !exists(self.world, "victim")) else {
+        if exists(self.world, "victim") {
             return;
-        };
+        }
+        let init = lease_of(&ledger, "victim").map(|lease| &lease["init"]["process"]["pid"]);
+        let pid = init.and_then(Value::as_i64).unwrap_or(0);
         let stat = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         assert!(eventually(|| stat().is_empty() || stat().contains(") Z ")), "{}", stat());
+        assert!(eventually(|| !self.is_populated()), "nothing is left in its cgroup");
+    }
+
+    /// Whether the kernel still counts a process in the container's cgroup: it does for a moment after its end.
+    fn is_populated(&self) -> bool {
+        let below =
+            self.bundle.spec["linux"]["cgroupsPath"].as_str().expect("a path").trim_start_matches('/');
+        ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"].iter().any(|mount| {
+            let events = Path::new(mount).join(below).join("cgroup.events");
+            std::fs::read_to_string(events).is_ok_and(|events| events.contains("populated 1"))
+        })
     }
 
     /// One daemon of control and server where a lease wants it, none where not. One that was on its way

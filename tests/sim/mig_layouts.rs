@@ -35,7 +35,7 @@ impl Host {
             return None;
         }
         let root = PathBuf::from(format!("/tmp/sublet-mig-{}-{topology}", std::process::id()));
-        let topology = format!("{}/tests/sim/topologies/{topology}.toml", env!("CARGO_MANIFEST_DIR"));
+        let topology = format!("{}/../../tests/sim/topologies/{topology}.toml", env!("CARGO_MANIFEST_DIR"));
         let mut up = Command::new(built("sublet-sim"));
         up.args(["up", "--topology", &topology, "--root"]).arg(&root).stdout(Stdio::null());
         assert!(up.status().unwrap().success());

@@ -52,7 +52,7 @@ impl Host {
         // Daemons move to the root of their cgroup namespace, and this is to be one of the test's own.
         unshare(CloneFlags::CLONE_NEWCGROUP).unwrap();
         let root = PathBuf::from(format!("/tmp/sublet-mps-{}-{name}", std::process::id()));
-        let topology = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/sim/topologies/h200.toml");
+        let topology = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/sim/topologies/h200.toml");
         let up = Command::new(built("sublet-sim"))
             .args(["up", "--topology"])
             .arg(topology)

@@ -290,7 +290,7 @@ fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
     }
     if held.is_empty() && refused.is_empty() && guarded.is_empty() {
         bail!(
-            "container {} holds no lease, and no refusal and nothing of the guard's is known of it",
+            "container {} holds no lease, no refusal of it is recorded, and the guard recorded nothing about it",
             safe(id)
         );
     }

@@ -29,10 +29,10 @@ fn state(config: &Config) -> Vec<String> {
         Sight::All => vec!["Guard: on.".to_owned()],
         Sight::Blind(why) => why.into_iter().map(|why| format!("GUARD OFF: {why}")).collect(),
         Sight::None if config.guard.enabled => vec![
-            "GUARD OFF: limits bind honest programs only; systemctl enable --now sublet.service".to_owned(),
+            "GUARD OFF: programs that tamper with their MPS limits are not stopped; systemctl enable --now sublet.service".to_owned(),
         ],
         Sight::None => vec![
-            "GUARD OFF: limits bind honest programs only; [guard] enabled = false in the configuration"
+            "GUARD OFF: programs that tamper with their MPS limits are not stopped; [guard] enabled = false in the configuration"
                 .to_owned(),
         ],
     }

@@ -1,4 +1,4 @@
-//! `sublet mig make|clear`: what the doors have done for containers under `[mig] dynamic`; not for people.
+//! `sublet mig make|clear`: what the entry points have done for containers under `[mig] dynamic`; not for people.
 
 use std::io::Read as _;
 use std::process::ExitCode;
@@ -23,7 +23,7 @@ pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
     let store = Store::open(&config.state_dir)?;
     let answer = match changed(&store, config, Some(&ask)) {
         Ok(()) => {
-            // The door that waits reads it, and so does everybody else.
+            // The entry point that waits reads it, and so does everybody else.
             super::refresh(config)?;
             MakeAnswer::Made
         }

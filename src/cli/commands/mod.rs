@@ -59,7 +59,7 @@ enum Command {
     /// List leases, or release one
     #[command(subcommand)]
     Lease(lease::Command),
-    /// Free what is gone, bring back what has died under live leases
+    /// Release leases of exited containers and restart crashed MPS daemons
     Gc,
     /// Give a device no new lease
     Drain(drain::Arguments),

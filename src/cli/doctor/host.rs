@@ -143,7 +143,7 @@ fn unguarded(sight: &Sight) -> Option<Outcome> {
             Some(warn(format!("the guard is blind: {}", safe(&why.join("; "))), "as it says"))
         }
         Sight::None => Some(warn(
-            "the guard ([guard], part of the service) does not watch: limits bind honest programs only",
+            "the guard ([guard], part of the service) does not watch: programs that tamper with their MPS limits are not stopped",
             "systemctl enable --now sublet.service (or [guard] enabled = false)",
         )),
     }
@@ -212,7 +212,7 @@ fn clock_at(host: &Host<'_>, now: SystemTime) -> Outcome {
     };
     match ["ledger.json", "inventory.json"].into_iter().find(ahead) {
         Some(name) => warn(format!("{name} was written in the future: the clock went back"), fix),
-        None => pass("ahead of all that was written"),
+        None => pass("the system clock is not behind recorded state"),
     }
 }
 

@@ -16,7 +16,7 @@ const LOGS: [&str; 3] = ["/var/log/audit/audit.log", "/var/log/kern.log", "/var/
 /// What is enforced, and denials of what sublet needs.
 pub(super) fn modules(host: &Host<'_>) -> Outcome {
     let enforcing = selinux::is_enforcing(&host.root);
-    if selinux::bars_mps(&host.root, &host.config.state_dir) {
+    if selinux::denies_mps_sockets(&host.root, &host.config.state_dir) {
         return warn(
             "SELinux enforces without sublet's policy module: shares with an MPS server are refused",
             selinux::FIX,

@@ -200,7 +200,7 @@ fn places(lease: &Lease) -> usize {
     lease.processes as usize
 }
 
-/// Whom no lease of this device explains. Where a container is starting it may be that one's.
+/// Processes not attributable to any lease on this device. While a container is starting, they may be its own.
 fn strangers(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     let here = |lease: &&Lease| lease.devices.contains(&look.device);
     if ledger.leases.iter().filter(here).any(|lease| lease.init.is_none()) {

@@ -137,7 +137,7 @@ impl<'a> Making<'a> {
     /// The ledger.
     pub fn clear(&mut self, before: &mut dyn FnMut(&str)) -> Result<Vec<String>, LedgerError> {
         let mut lines = Vec::new();
-        for made in self.change(Ledger::condemn_unneeded)? {
+        for made in self.change(Ledger::mark_unneeded_for_removal)? {
             if let Some(uuid) = &made.uuid {
                 before(uuid);
             }

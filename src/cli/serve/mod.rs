@@ -1,6 +1,6 @@
 //! `sublet serve`: the broker between users without root and the ledger, and the client's side of it.
 //!
-//! A user without root can neither write the ledger nor start MPS daemons. What a door would do to the
+//! A user without root can neither write the ledger nor start MPS daemons. What an entry point would do to the
 //! files it asks of this service instead, over a Unix socket that everybody may open: one JSON object a
 //! line each way ([`protocol`]). The service believes nothing of it but the kernel: who asks is told by
 //! `SO_PEERCRED`, and a process that is named is held by a pidfd while it is checked ([`peer`]). Paths are

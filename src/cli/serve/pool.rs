@@ -23,7 +23,7 @@ pub(super) enum Job {
     Ask { token: u64, peer: Peer, line: Vec<u8> },
     /// The same, which has an instance made.
     Make { token: u64, peer: Peer, line: Vec<u8> },
-    /// Free what is gone, bring back what died, look after MIG devices: the service's own work.
+    /// Release leases of exited containers, restart crashed MPS daemons, look after MIG devices: the service's own work.
     Own(fn()),
     /// Destroy instances that nobody needs.
     Clear,

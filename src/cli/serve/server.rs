@@ -281,7 +281,7 @@ impl Server {
         }
     }
 
-    /// Closes the oldest of these connections that has not sent a line for `idle`: a door sends its line at
+    /// Closes the oldest of these connections that has not sent a line for `idle`: an entry point sends its line at
     /// once. Whether there was one.
     fn make_place(&mut self, of: impl Fn(&Connection) -> bool, idle: Duration) -> bool {
         let hangs = |connection: &Connection| {

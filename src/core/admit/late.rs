@@ -25,7 +25,7 @@ use crate::storage;
 pub enum Late {
     /// Not ours: nothing was touched.
     NotOurs,
-    /// Another door has been there: nothing was touched.
+    /// Another entry point has been there: nothing was touched.
     AlreadyGranted(LeaseId),
     /// It has its share.
     Granted {
@@ -66,7 +66,7 @@ pub fn late(
     admitted
 }
 
-/// What the hook was told is what all doors read in config.json.
+/// What the hook was told is what all entry points read in config.json.
 fn confirm(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), AdmitError> {
     if by_cdi.is_none() || cdi::asked(spec)?.as_ref() == by_cdi {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The one way through, for every door: from a container's spec to a lease and an edited spec, and back.
+//! The one way through, for every entry point: from a container's spec to a lease and an edited spec, and back.
 //!
 //! [`admit`] takes a share, [`end`] gives it back; what lies between is the container's life. Each step
 //! that fails undoes those before it, and a crash between them is put right by the next command,
@@ -58,14 +58,14 @@ pub use wish::wish;
 /// How long the last processes of an ended container may take to go.
 const EMPTY_CGROUP: Duration = Duration::from_secs(5);
 
-/// A container that a door brings.
+/// A container that an entry point brings.
 #[derive(Debug)]
 pub struct Candidate<'a> {
     /// Whose it is.
     pub container: Container,
     /// The process whose end without a container means that the lease is gone: the low-level runtime's.
     pub owner: Process,
-    /// The share that the door's name means (`sublet-<share>`).
+    /// The share that the entry point's name means (`sublet-<share>`).
     pub share: Option<&'a str>,
     /// Who waits for it, where that can be told.
     pub engine: Option<&'a Engine>,
@@ -160,7 +160,7 @@ fn has_place_for_mounts(spec: &Value, container: &Container, config: &Config) ->
     Ok(apply::uncovered(spec, &container.rootfs, &config.state_dir)?)
 }
 
-/// A spec that carries a lease: another door has been there, or its bundle is run once more.
+/// A spec that carries a lease: another entry point has been there, or its bundle is run once more.
 fn admit_again(
     id: &str,
     candidate: &Candidate<'_>,
@@ -215,7 +215,7 @@ fn undo(spec: &mut Value) -> Result<(), AdmitError> {
     Ok(())
 }
 
-/// Between the hook that took a lease and the container, other doors may be passed: one that knows the
+/// Between the hook that took a lease and the container, other entry points may be passed: one that knows the
 /// container better than the lease does changes nothing either.
 fn holds(lease: &Lease, container: &Container) -> bool {
     let held = &lease.container;

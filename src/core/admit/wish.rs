@@ -42,14 +42,19 @@ pub fn wish(spec: &Value, share: Option<&str>, config: &Config) -> Result<Reques
 }
 
 /// The share of a CDI device, on its device alone, whose nodes are there already.
-fn by_cdi(spec: &Value, asked: &Asked, door: Option<&str>, config: &Config) -> Result<Request, AdmitError> {
+fn by_cdi(
+    spec: &Value,
+    asked: &Asked,
+    entry_point: Option<&str>,
+    config: &Config,
+) -> Result<Request, AdmitError> {
     if rootless::applies(config) {
         return Err(CdiError::Rootless.into());
     }
     let mut annotations = apply::annotations(spec)?;
     let said = annotations.clone();
-    if let (Some(door), false) = (door, annotations.contains_key("sublet.share")) {
-        annotations.insert("sublet.share".to_owned(), door.to_owned());
+    if let (Some(entry_point), false) = (entry_point, annotations.contains_key("sublet.share")) {
+        annotations.insert("sublet.share".to_owned(), entry_point.to_owned());
     }
     let capabilities = apply::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
     let parse =
@@ -59,7 +64,7 @@ fn by_cdi(spec: &Value, asked: &Asked, door: Option<&str>, config: &Config) -> R
     let same =
         Request { wait: alone.wait, capabilities: alone.capabilities.clone(), ..request.clone() } == alone;
     if !same {
-        return Err(contradiction(asked, &said, door).into());
+        return Err(contradiction(asked, &said, entry_point).into());
     }
     let inventory = fresh_inventory(config)?;
     let request = only(&request, &asked.device, &inventory, config).map_err(|why| out_of_date(asked, why))?;
@@ -91,10 +96,14 @@ fn beside(asked: &Asked, conflict: Conflict) -> AdmitError {
     }
 }
 
-fn contradiction(asked: &Asked, said: &BTreeMap<String, String>, door: Option<&str>) -> CdiError {
+fn contradiction(asked: &Asked, said: &BTreeMap<String, String>, entry_point: Option<&str>) -> CdiError {
     let ours = said.iter().filter(|(key, _)| key.starts_with("sublet."));
     let mut words: Vec<String> = ours.map(|(key, value)| format!("{key}={value}")).collect();
-    words.extend(door.filter(|_| words.is_empty()).map(|door| format!("the runtime sublet-{door}")));
+    words.extend(
+        entry_point
+            .filter(|_| words.is_empty())
+            .map(|entry_point| format!("the runtime sublet-{entry_point}")),
+    );
     CdiError::Contradiction { share: safe(&asked.share), annotations: safe(&words.join(", ")) }
 }
 

@@ -1,4 +1,4 @@
-//! A door's side: one connection to the service, on which asks and answers take turns.
+//! An entry point's side: one connection to the service, on which asks and answers take turns.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -114,7 +114,7 @@ impl Broker {
             Some(stream) => stream,
             None => self.connect()?,
         };
-        // Whoever is turned away at the door is told why before we have said a word.
+        // Whoever is turned away at once is told why before we have said a word.
         let sent = stream.write_all(line);
         let answer = receive(&mut stream, ANSWER_LIMIT);
         let answer = match (answer, sent) {

@@ -1,4 +1,4 @@
-//! The lines between a door without root and the service: one JSON object each, with the version `v`.
+//! The lines between an entry point without root and the service: one JSON object each, with the version `v`.
 //!
 //! ```text
 //! {"v":1,"do":"admit","container":{…},"annotations":{"sublet.sm":"25"},"image":{…},…}
@@ -105,7 +105,7 @@ pub struct Admit {
     /// The process whose end without a container means that the share is free again; absent: the client.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<i32>,
-    /// The share that the door's name means (`sublet-<share>`).
+    /// The share that the entry point's name means (`sublet-<share>`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub share: Option<String>,
     /// Those that begin with `sublet.`.

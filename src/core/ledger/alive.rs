@@ -41,8 +41,8 @@ pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
         kept.push(lease);
     }
     ledger.leases = kept;
-    ledger.mig.end_of_the_dead();
-    ledger.mig.await_nothing_for_the_dead();
+    ledger.mig.end_change_of_dead_process();
+    ledger.mig.forget_dead_waiters();
     for lease in &freed {
         ledger.leave(lease);
     }

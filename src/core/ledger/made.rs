@@ -74,7 +74,7 @@ impl Made {
 
 impl MigChanges {
     /// Nobody waits who is dead.
-    pub(super) fn await_nothing_for_the_dead(&mut self) {
+    pub(super) fn forget_dead_waiters(&mut self) {
         for made in &mut self.made {
             made.awaited = made.awaited.take().filter(|awaited| awaited.owner.is_alive());
         }
@@ -126,7 +126,7 @@ impl Ledger {
     }
 
     /// From now on nobody gets those that nobody needs: they are to be destroyed.
-    pub fn condemn_unneeded(&mut self) -> Vec<Made> {
+    pub fn mark_unneeded_for_removal(&mut self) -> Vec<Made> {
         let unneeded: Vec<bool> = self.mig.made.iter().map(|made| !self.needs(made)).collect();
         let of_them = self.mig.made.iter_mut().zip(unneeded).filter(|(_, unneeded)| *unneeded);
         let condemned = of_them.map(|(made, _)| {
@@ -188,8 +188,8 @@ mod tests {
         let awaited = |owner| Some(Awaited { lease: id.clone(), container: "c".into(), owner });
         ledger.mig.made[1].awaited = awaited(me);
         ledger.mig.made[2].awaited = awaited(Process { start_time: 1, ..me });
-        ledger.mig.await_nothing_for_the_dead();
-        let gone = ledger.condemn_unneeded();
+        ledger.mig.forget_dead_waiters();
+        let gone = ledger.mark_unneeded_for_removal();
         assert_eq!(gone.iter().map(|made| made.placement.0).collect::<Vec<_>>(), [2]);
         ledger.forget_made(&gone[0]);
         assert!(!ledger.has_unneeded());
@@ -197,7 +197,7 @@ mod tests {
         assert!(!ledger.has_unneeded(), "the other lease is there");
         ledger.leases.pop();
         ledger.await_no_more(&id);
-        assert_eq!(ledger.condemn_unneeded().len(), 2);
+        assert_eq!(ledger.mark_unneeded_for_removal().len(), 2);
         assert!(ledger.mig.made.iter().all(|made| made.going));
     }
     #[test]
@@ -208,7 +208,7 @@ mod tests {
         ledger.mig.made = vec![made(0, Some("MIG-0"))];
         std::fs::write(dir.path().join("ledger.json"), serde_json::to_vec(&ledger).unwrap()).unwrap();
         assert_eq!(store.read().unwrap().mig.made, []);
-        let (condemned, _) = store.update(|ledger| Ok::<_, ()>(ledger.condemn_unneeded())).unwrap();
+        let (condemned, _) = store.update(|ledger| Ok::<_, ()>(ledger.mark_unneeded_for_removal())).unwrap();
         assert_eq!(condemned, Ok(vec![]));
     }
 }

@@ -47,7 +47,7 @@ impl MigChanges {
     }
 
     /// Ends what a process that was killed has begun.
-    pub(super) fn end_of_the_dead(&mut self) {
+    pub(super) fn end_change_of_dead_process(&mut self) {
         if self.under_way.as_ref().is_some_and(|change| !change.owner.is_alive()) {
             self.end(true);
         }
@@ -98,13 +98,13 @@ mod tests {
         ledger.begin_mig(change.clone()).unwrap();
         assert_eq!(ledger.begin_mig(change.clone()), Err(MigBusy { pid: me.pid, brief: false }));
         assert!(ledger.mig_change("GPU-1").is_some() && ledger.mig_change("GPU-2").is_none());
-        ledger.mig.end_of_the_dead();
+        ledger.mig.end_change_of_dead_process();
         ledger.end_mig(Process { start_time: 1, ..me }, true);
         assert!(ledger.mig.under_way.is_some(), "another process's end is not ours");
         ledger.end_mig(me, true);
         assert_eq!(ledger.mig, MigChanges { count: 1, ..MigChanges::default() });
         ledger.begin_mig(MigChange { owner: Process { start_time: 1, ..me }, ..change }).unwrap();
-        ledger.mig.end_of_the_dead();
+        ledger.mig.end_change_of_dead_process();
         assert_eq!(ledger.mig, MigChanges { count: 2, ..MigChanges::default() });
     }
 }

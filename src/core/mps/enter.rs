@@ -28,7 +28,7 @@ const LONGEST_PID: u64 = 64;
 pub fn enter(public: &Path, config: &Config) -> Result<(), MpsError> {
     let began = Instant::now();
     let daemon = Daemon::behind(public, config)?;
-    if selinux::bars_mps(Path::new("/"), &daemon.config.state_dir) {
+    if selinux::denies_mps_sockets(Path::new("/"), &daemon.config.state_dir) {
         return Err(MpsError::SeLinux { state_dir: daemon.config.state_dir });
     }
     if daemon.answers()? {

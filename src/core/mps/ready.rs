@@ -22,7 +22,7 @@ use crate::selinux;
 /// The daemon cannot be started or does not answer in `[mps] start_timeout`.
 pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
     let Some(key) = &lease.server else { return Ok(Vec::new()) };
-    if selinux::bars_mps(Path::new("/"), &config.state_dir) {
+    if selinux::denies_mps_sockets(Path::new("/"), &config.state_dir) {
         return Err(MpsError::SeLinux { state_dir: config.state_dir.clone() });
     }
     if serves(lease, store, config)? {

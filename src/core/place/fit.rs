@@ -180,7 +180,7 @@ fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
             }
         ))),
         _ if world.ledger.unexplained.contains(uuid) => Err(Misfit::as_reported(
-            "takes no new lease: the ledger was lost and what runs there is nobody's; end it, then `sublet gc`",
+            "takes no new lease: the ledger was lost, and processes without a lease are running on it; stop them, then run `sublet gc`",
         )),
         _ => Ok(()),
     }

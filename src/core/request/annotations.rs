@@ -42,9 +42,9 @@ pub fn is_podman_infra(annotations: &BTreeMap<String, String>, process_args: &[&
 
 /// Reads `annotations` (others than `sublet.*` are passed over) into a request.
 ///
-/// `share` is the named share that the door already knows (`sublet-<share>`), which `sublet.share`
+/// `share` is the named share that the entry point already knows (`sublet-<share>`), which `sublet.share`
 /// overrides like every other key; `image_capabilities` is the image's `NVIDIA_DRIVER_CAPABILITIES`, used
-/// where `sublet.capabilities` is absent. `sublet.lease` is passed over: doors look at it themselves.
+/// where `sublet.capabilities` is absent. `sublet.lease` is passed over: entry points look at it themselves.
 ///
 /// # Errors
 /// An unknown or misspelt key, a value that does not parse, a contradiction.
@@ -105,7 +105,7 @@ struct Given<'a> {
 impl<'a> Keys<'a> {
     fn gather(
         annotations: &'a BTreeMap<String, String>,
-        door: Option<&'a str>,
+        entry_point: Option<&'a str>,
         config: &'a Config,
     ) -> Result<Self, RequestError> {
         let own: BTreeMap<_, _> = annotations
@@ -113,7 +113,7 @@ impl<'a> Keys<'a> {
             .filter_map(|(key, value)| Some((key.strip_prefix(PREFIX)?, Given { value, share: None })))
             .filter(|(key, _)| !matches!(*key, "lease" | "lease.record" | "lease.edits"))
             .collect();
-        let named = own.get("share").map(|given| given.value).or(door);
+        let named = own.get("share").map(|given| given.value).or(entry_point);
         let mut keys = Self(BTreeMap::new());
         if let Some(name) = named {
             keys.add_share(name, config)?;

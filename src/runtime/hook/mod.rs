@@ -220,7 +220,7 @@ fn create_runtime(state: &State, engine: Option<&Engine>, log: &Log) -> Result<(
     }
 }
 
-/// The container has a CDI device of ours: gives it that share, unless another door was first.
+/// The container has a CDI device of ours: gives it that share, unless another entry point was first.
 fn by_cdi(
     state: &State,
     asked: Result<Asked, CdiError>,

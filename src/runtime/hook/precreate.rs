@@ -64,7 +64,7 @@ struct Granted {
     config: Config,
 }
 
-/// Finds the container its share. `None`: it is none of ours, or another door was first.
+/// Finds the container its share. `None`: it is none of ours, or another entry point was first.
 fn admitted(
     spec: &Value,
     engine: Option<Process>,

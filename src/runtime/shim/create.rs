@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use nix::unistd::getppid;
 use serde_json::Value;
 
-use super::{Call, Door, RuntimeError, Start, mapped, uid};
+use super::{Call, EntryPoint, RuntimeError, Start, mapped, uid};
 use sublet_core::admit::{self, Admission, Candidate};
 use sublet_core::apply::{self, FileError, JsonFile};
 use sublet_core::config::{self, Config};
@@ -69,12 +69,12 @@ pub(super) struct Ours {
     share: Option<String>,
 }
 
-/// The container, if it is ours: annotated, with a CDI device of ours, come by a share's door, or mapped to
+/// The container, if it is ours: annotated, with a CDI device of ours, come by a share's entry point, or mapped to
 /// a share by `containers.toml`, and no pod's pause container.
 ///
 /// A file that the runtime will not be able to read either is left to it to complain about.
 pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, RuntimeError> {
-    let share = call.door.share().map(str::to_owned);
+    let share = call.entry_point.share().map(str::to_owned);
     let Some(file) = read(call, start, share.is_some())? else { return Ok(None) };
     if share.is_some() || file.mentions_sublet() {
         let spec = file.parse()?;
@@ -85,7 +85,7 @@ pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, Runti
     if let Some(share) = mapped(call, start, &file) {
         return Ok(Some(Ours { spec: file.parse()?, file, share: Some(share) }));
     }
-    if call.door == Door::Other {
+    if call.entry_point == EntryPoint::Other {
         call.log.write(Level::Info, "no sublet.* annotation, no GPU given");
     }
     Ok(None)

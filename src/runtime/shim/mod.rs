@@ -1,6 +1,6 @@
 //! The OCI runtime shim: edits what `create`, `run` and `exec` are given, then becomes runc or crun.
 //!
-//! The name it is called by is its door. `sublet-<share>` gives every container that named share.
+//! The name it is called by is its entry point. `sublet-<share>` gives every container that named share.
 //! `sublet-runtime` may be the engine's default runtime and is silent about containers that are not
 //! ours; under any other name (a link registered as a runtime of its own) somebody chose it on purpose,
 //! and a container without annotations gets one line in the log.
@@ -132,7 +132,7 @@ pub enum RuntimeError {
 
 /// What the name we are called by means.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Door {
+enum EntryPoint {
     /// `sublet-runtime`.
     Runtime,
     /// `sublet-<share>`.
@@ -141,7 +141,7 @@ enum Door {
     Other,
 }
 
-impl Door {
+impl EntryPoint {
     fn from_name(name: &Path) -> Self {
         let name = name.file_name().unwrap_or_default().to_string_lossy();
         match name.strip_prefix("sublet-") {
@@ -163,7 +163,7 @@ impl Door {
 struct Call<'a> {
     /// Without the program's name.
     args: &'a [OsString],
-    door: Door,
+    entry_point: EntryPoint,
     low_level: LowLevel,
     global: &'a Global,
     log: &'a Log,
@@ -202,7 +202,13 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
         Err(error) => by_record(args, &error, &log),
     };
     let done = low_level.and_then(|low_level| {
-        let call = Call { args, door: Door::from_name(name), low_level, global: &line.global, log: &log };
+        let call = Call {
+            args,
+            entry_point: EntryPoint::from_name(name),
+            low_level,
+            global: &line.global,
+            log: &log,
+        };
         dispatch(&call, &line.command)
     });
     done.unwrap_or_else(|error| {
@@ -323,12 +329,12 @@ mod tests {
 
     #[test]
     fn the_name_is_the_door() {
-        let door = |name: &str| Door::from_name(Path::new(name));
-        assert_eq!(door("/usr/bin/sublet-runtime"), Door::Runtime);
-        assert_eq!(door("sublet-quarter"), Door::Share("quarter".into()));
-        assert_eq!(door("/x/sublet-a-b"), Door::Share("a-b".into()));
+        let entry_point = |name: &str| EntryPoint::from_name(Path::new(name));
+        assert_eq!(entry_point("/usr/bin/sublet-runtime"), EntryPoint::Runtime);
+        assert_eq!(entry_point("sublet-quarter"), EntryPoint::Share("quarter".into()));
+        assert_eq!(entry_point("/x/sublet-a-b"), EntryPoint::Share("a-b".into()));
         for other in ["sublet", "sublet-", "sublet-hook", "nvidia", "", "/"] {
-            assert_eq!(door(other), Door::Other, "{other}");
+            assert_eq!(entry_point(other), EntryPoint::Other, "{other}");
         }
     }
 

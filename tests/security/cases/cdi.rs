@@ -304,7 +304,7 @@ fn around() -> Vec<Case> {
         case(
             "the same: nothing new on the GPU while nobody knows whose it is",
             "up >o2; rm $STATE/ledger.json $STATE/ledger.json.copy; NAME=other ask probe sleep 60",
-            Fails("the ledger was lost and what runs there is nobody's"),
+            Fails("the ledger was lost, and processes without a lease are running on it"),
         ),
         // A warning that the ledger is rebuilt stands before it.
         case(
