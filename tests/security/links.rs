@@ -83,15 +83,22 @@ impl Host {
     /// for the mount (CVE-2024-45310): empty files and directories. Nothing of ours has a say in it.
     fn clear_after_old_runc(&self) {
         let canary = self.canary.display().to_string();
-        for line in
-            self.now().iter().rev().filter(|line| line.starts_with(&canary) && !self.before.contains(line))
-        {
-            match line.split(' ').collect::<Vec<_>>()[..] {
-                [path, "f", "0", ..] => fs::remove_file(path).expect("an empty file of runc's"),
-                [path, "d", ..] => fs::remove_dir(path).expect("an empty directory of runc's"),
-                _ => panic!("not from runc: {line}"),
+        let left = || {
+            let is_new = |line: &String| line.starts_with(&canary) && !self.before.contains(line);
+            self.now().into_iter().rev().filter(is_new).collect::<Vec<_>>()
+        };
+        // One that is ending may make another in a directory that was just looked at.
+        let cleared = eventually(|| {
+            for line in left() {
+                match line.split(' ').collect::<Vec<_>>()[..] {
+                    [path, "f", "0", ..] => drop(fs::remove_file(path)),
+                    [path, "d", ..] => drop(fs::remove_dir(path)),
+                    _ => panic!("not from runc: {line}"),
+                }
             }
-        }
+            left().is_empty()
+        });
+        assert!(cleared, "{:?}", left());
     }
 
     /// A file of the canary's, as an absolute path.
