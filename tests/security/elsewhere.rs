@@ -301,10 +301,10 @@ fn c3_a_container_that_its_runtime_forgot_at_once_keeps_its_lease() {
     let (record, aside) = (world.runtime_root().join("forgotten-at-once"), world.dir.path().join("aside"));
     std::fs::rename(&record, &aside).expect("moved");
     let gc = world.sublet(&["gc"]);
-    assert!(gc.status.success() && stderr(&gc).contains("is in its cgroup"), "{gc:?}");
+    assert!(gc.status.success() && stderr(&gc).contains("in its cgroup"), "{gc:?}");
     let leases = world.leases();
     let kept = world.sublet(&["lease", "release", leases[0]["id"].as_str().expect("an id")]);
-    assert!(stderr(&kept).contains("no record of it, but process"), "{kept:?}");
+    assert!(stderr(&kept).contains("no record of it, but"), "{kept:?}");
     assert_eq!(world.leases(), leases);
     let all = world.bundle("other", &[("sublet.sm", "95")], SLEEP);
     assert!(all.create().stderr.contains("no place"), "its share is not anybody else's");

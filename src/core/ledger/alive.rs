@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use super::cgroup::{is_populated, process_of};
+use super::cgroup::{is_populated, sign_of_life};
 use super::record::{Record, pid_namespace};
 use super::{Freed, Init, Lease, LeaseState, Ledger};
 use crate::text::safe;
@@ -105,10 +105,10 @@ fn fate_without_init(lease: &Lease) -> Fate {
 /// runc in another time namespace takes every container for stopped: its `delete` removes the record there and ends
 /// nothing. So where there is no record, a process in the container's cgroup keeps the lease.
 fn fate_without_record(lease: &Lease) -> Fate {
-    match process_of(&lease.container) {
+    match sign_of_life(&lease.container) {
         Ok(None) => return Fate::Gone,
-        Ok(Some(pid)) => tracing::warn!(
-            "container {}: its runtime has no record of it, and process {pid} is in its cgroup: lease {} is kept",
+        Ok(Some(sign)) => tracing::warn!(
+            "container {}: its runtime has no record of it, and {sign}: lease {} is kept",
             safe(&lease.container.name()),
             lease.id
         ),
@@ -165,8 +165,8 @@ impl Lease {
         let path = |path: &Path| safe(&path.to_string_lossy());
         match Record::read(&self.container.record) {
             Ok(None) => {
-                let pid = process_of(&self.container).ok().flatten()?;
-                Some(format!("its runtime has no record of it, but process {pid} is in its cgroup"))
+                let sign = sign_of_life(&self.container).ok().flatten()?;
+                Some(format!("its runtime has no record of it, but {sign}"))
             }
             Ok(Some(_)) => None,
             Err(error) => Some(format!(

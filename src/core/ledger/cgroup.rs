@@ -2,13 +2,14 @@
 
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
 use super::Container;
 use super::record::read_bounded;
 use crate::process::Process;
+use crate::text::safe;
 
 /// A v1 cgroup with more below it is taken for populated: nobody waits for the rest of the walk.
 const MOST_CGROUPS: usize = 1000;
@@ -62,50 +63,78 @@ fn is_removed(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(nix::libc::ENODEV)
 }
 
-/// A process in `container`'s cgroup, by its pid: the cgroup that its config.json asks for, or one that has the
-/// container's id in its name. Every process is looked at.
+/// Where every Linux system mounts cgroups (systemd, file-hierarchy(7)): v2, or directories of v1's hierarchies.
+const MOUNT: &str = "/sys/fs/cgroup";
+
+/// What says that processes live in `container`'s cgroup: the one that its config.json asks for, or, where it asks for
+/// none, one that has the container's id in its name; for that every process is looked at.
 ///
 /// # Errors
-/// config.json or /proc cannot be read.
-pub(super) fn process_of(container: &Container) -> io::Result<Option<i32>> {
-    let asked = cgroups_path(&container.bundle)?;
-    if container.id.is_empty() && asked.is_none() {
+/// config.json, cgroups or /proc cannot be read.
+pub(super) fn sign_of_life(container: &Container) -> io::Result<Option<String>> {
+    if let Some(below) = cgroups_path(&container.bundle)? {
+        for dir in everywhere(Path::new(MOUNT), &below)? {
+            if is_populated(&dir)? {
+                return Ok(Some(format!("processes are in its cgroup {}", safe(&dir.to_string_lossy()))));
+            }
+        }
         return Ok(None);
     }
+    let pid = if container.id.is_empty() { None } else { process_named_for(&container.id)? };
+    Ok(pid.map(|pid| format!("process {pid} is in its cgroup")))
+}
+
+/// The directories that the cgroup `below` may have under `mount`.
+fn everywhere(mount: &Path, below: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut all = vec![mount.join(below)];
+    if !mount.join("cgroup.controllers").exists() {
+        for hierarchy in fs::read_dir(mount)? {
+            all.push(hierarchy?.path().join(below));
+        }
+    }
+    Ok(all)
+}
+
+fn process_named_for(id: &str) -> io::Result<Option<i32>> {
     for entry in fs::read_dir("/proc")? {
         let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         // One that cannot be read has ended.
         let table = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
         let mut paths = table.lines().filter_map(|line| line.splitn(3, ':').nth(2));
-        let is_in = |path: &str| match &asked {
-            Some(asked) => format!("{path}/").contains(&format!("/{asked}/")),
-            None => path.split('/').any(|name| is_named_for(name, &container.id)),
-        };
-        if paths.any(is_in) && Process::may_run(pid) {
+        if paths.any(|path| path.split('/').any(|name| is_named_for(name, id))) && Process::may_run(pid) {
             return Ok(Some(pid));
         }
     }
     Ok(None)
 }
 
-/// The last part of the path of the cgroup that `bundle`'s config.json asks for, as /proc/PID/cgroup (cgroups(7)) has
-/// it; `None` where it asks for none, or is gone.
-fn cgroups_path(bundle: &Path) -> io::Result<Option<String>> {
+/// The cgroup that `bundle`'s config.json asks for, below a hierarchy's root; `None` where it asks for none, or is gone.
+fn cgroups_path(bundle: &Path) -> io::Result<Option<PathBuf>> {
     let Some(config) = read_bounded(&bundle.join("config.json"))? else { return Ok(None) };
     let config: Value = serde_json::from_slice(&config)?;
     Ok(config.pointer("/linux/cgroupsPath").and_then(Value::as_str).and_then(below))
 }
 
-/// A path, or systemd's `SLICE:PREFIX:NAME`, which becomes the scope `PREFIX-NAME.scope` (runc's documentation,
-/// "systemd cgroup driver").
-fn below(path: &str) -> Option<String> {
+/// A path, or systemd's `SLICE:PREFIX:NAME`, which becomes the scope `PREFIX-NAME.scope` in that slice (runc's
+/// documentation, "systemd cgroup driver").
+fn below(path: &str) -> Option<PathBuf> {
     let parts: Vec<_> = path.split(':').collect();
     let asked = match parts[..] {
-        [_, "", name] => format!("{name}.scope"),
-        [_, prefix, name] => format!("{prefix}-{name}.scope"),
-        _ => path.trim_matches('/').to_owned(),
+        [slice, "", name] => in_slice(slice).join(format!("{name}.scope")),
+        [slice, prefix, name] => in_slice(slice).join(format!("{prefix}-{name}.scope")),
+        _ => path.trim_matches('/').into(),
     };
-    Some(asked).filter(|asked| !asked.is_empty())
+    Some(asked).filter(|asked| !asked.as_os_str().is_empty())
+}
+
+/// `a-b.slice` is in `a.slice` (systemd.slice(5)). Without a name it is runc's default.
+fn in_slice(slice: &str) -> PathBuf {
+    let name = match slice {
+        "" => "system",
+        slice => slice.strip_suffix(".slice").unwrap_or(slice),
+    };
+    let ends = name.match_indices('-').map(|(at, _)| at).filter(|at| *at > 0).chain([name.len()]);
+    ends.filter(|_| name != "-").map(|end| format!("{}.slice", &name[..end])).collect()
 }
 
 /// Whether a cgroup is called `ID`, or `ENGINE-ID` or `ENGINE-ID.scope` as engines and systemd do. Podman's monitor, which
@@ -135,13 +164,16 @@ mod tests {
     fn a_config_asks_for_a_cgroup_by_path_or_by_systemds_words() {
         let asked = [
             ("/docker/c1", Some("docker/c1")),
-            ("system.slice:docker:c1", Some("docker-c1.scope")),
-            ("machine.slice::c1", Some("c1.scope")),
+            ("system.slice:docker:c1", Some("system.slice/docker-c1.scope")),
+            ("machine.slice::c1", Some("machine.slice/c1.scope")),
+            ("a-b.slice:x:c1", Some("a.slice/a-b.slice/x-c1.scope")),
+            (":x:c1", Some("system.slice/x-c1.scope")),
+            ("-.slice:x:c1", Some("x-c1.scope")),
             ("", None),
             ("/", None),
         ];
         for (path, expected) in asked {
-            assert_eq!(below(path).as_deref(), expected, "{path}");
+            assert_eq!(below(path).as_deref(), expected.map(Path::new), "{path}");
         }
     }
 
@@ -150,11 +182,11 @@ mod tests {
         let bundle = tempfile::tempdir().unwrap();
         let container = Container { bundle: bundle.path().to_owned(), ..lease(1, "GPU-a").container };
         let none = Container { id: String::new(), ..container.clone() };
-        assert_eq!(process_of(&none).unwrap(), None);
+        assert_eq!(sign_of_life(&none).unwrap(), None);
         let file = bundle.path().join("config.json");
         fs::write(&file, r#"{"linux": {"cgroupsPath": "/sublet-test-of-no-container"}}"#).unwrap();
-        assert_eq!(process_of(&none).unwrap(), None);
+        assert_eq!(sign_of_life(&none).unwrap(), None);
         fs::write(&file, "{").unwrap();
-        assert!(process_of(&container).is_err());
+        assert!(sign_of_life(&container).is_err());
     }
 }
