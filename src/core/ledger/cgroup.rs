@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use serde::Deserialize;
 
 use super::Container;
 use super::record::read_bounded;
@@ -74,7 +74,7 @@ const MOUNT: &str = "/sys/fs/cgroup";
 pub(super) fn sign_of_life(container: &Container) -> io::Result<Option<String>> {
     if let Some(below) = cgroups_path(&container.bundle)? {
         for dir in everywhere(Path::new(MOUNT), &below)? {
-            if is_populated(&dir)? {
+            if dir.exists() && is_populated(&dir)? {
                 return Ok(Some(format!("processes are in its cgroup {}", safe(&dir.to_string_lossy()))));
             }
         }
@@ -108,11 +108,23 @@ fn process_named_for(id: &str) -> io::Result<Option<i32>> {
     Ok(None)
 }
 
+/// The part of config.json that matters here; the rest is passed over, not kept.
+#[derive(Deserialize)]
+struct Config {
+    linux: Option<Linux>,
+}
+
+#[derive(Deserialize)]
+struct Linux {
+    #[serde(rename = "cgroupsPath")]
+    cgroups_path: Option<String>,
+}
+
 /// The cgroup that `bundle`'s config.json asks for, below a hierarchy's root; `None` where it asks for none, or is gone.
 fn cgroups_path(bundle: &Path) -> io::Result<Option<PathBuf>> {
     let Some(config) = read_bounded(&bundle.join("config.json"))? else { return Ok(None) };
-    let config: Value = serde_json::from_slice(&config)?;
-    Ok(config.pointer("/linux/cgroupsPath").and_then(Value::as_str).and_then(below))
+    let config: Config = serde_json::from_slice(&config)?;
+    Ok(config.linux.and_then(|linux| linux.cgroups_path).and_then(|path| below(&path)))
 }
 
 /// A path, or systemd's `SLICE:PREFIX:NAME`, which becomes the scope `PREFIX-NAME.scope` in that slice (runc's
