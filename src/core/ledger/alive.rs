@@ -164,10 +164,14 @@ impl Lease {
     fn signs_without_init(&self) -> Option<String> {
         let path = |path: &Path| safe(&path.to_string_lossy());
         match Record::read(&self.container.record) {
-            Ok(None) => {
-                let sign = sign_of_life(&self.container).ok().flatten()?;
-                Some(format!("its runtime has no record of it, but {sign}"))
-            }
+            Ok(None) => match sign_of_life(&self.container) {
+                Ok(sign) => sign.map(|sign| format!("its runtime has no record of it, but {sign}")),
+                Err(error) => Some(format!(
+                    "its runtime has no record of it, and its config.json in {} cannot be read ({}), so nobody can tell",
+                    path(&self.container.bundle),
+                    safe(&error.to_string())
+                )),
+            },
             Ok(Some(_)) => None,
             Err(error) => Some(format!(
                 "its runtime's record {} cannot be read ({}), so nobody can tell; the process that started it, {}, is {}",
@@ -316,6 +320,18 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("state.json"), "garbage").unwrap();
         assert_eq!(fate(&with_record(dir.path(), dead())), Fate::Unchanged);
+    }
+
+    #[test]
+    fn a_config_that_cannot_be_read_is_a_sign_that_keeps_the_lease() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut lease = with_record(&dir.path().join("none"), dead());
+        lease.container.bundle = dir.path().to_owned();
+        fs::write(dir.path().join("config.json"), "{").unwrap();
+        assert_eq!(fate(&lease), Fate::Unchanged);
+        assert!(lease.signs_of_life()[0].contains("config.json"), "{:?}", lease.signs_of_life());
+        fs::remove_file(dir.path().join("config.json")).unwrap();
+        assert_eq!((fate(&lease), lease.signs_of_life()), (Fate::Gone, vec![]));
     }
 
     #[test]
