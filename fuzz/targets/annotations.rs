@@ -7,9 +7,10 @@ use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
 use sublet_core::config::{Config, of_text};
-use sublet_core::request::annotations::LONGEST_WAIT;
-use sublet_core::request::units::{MIB, Percent, parse_duration, parse_percent, show_duration};
-use sublet_core::request::{Devices, Memory, MigCap, is_ours, is_podman_infra, is_sandbox, parse};
+use sublet_core::share::LONGEST_WAIT;
+use sublet_core::share::units::{MIB, Percent, parse_duration, parse_percent, show_duration};
+use sublet_core::request::{is_ours, is_podman_infra, is_sandbox, parse};
+use sublet_core::share::{Devices, Memory, MigCap};
 
 static CONFIG: LazyLock<Config> = LazyLock::new(|| {
     let text = "[share.small]\nmode = \"mps\"\nsm = \"25\"\nmemory = \"8GiB\"\n\

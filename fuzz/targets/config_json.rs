@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Map, Value};
-use sublet_core::apply::{JsonFile, annotations, conflict, edit_within};
+use sublet_core::oci::{JsonFile, annotations, conflict, edit_within};
 use sublet_core::config::{Config, Driver};
 use sublet_core::grant::Grant;
 use sublet_runtime::hook::fuzzing::hooks;

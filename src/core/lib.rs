@@ -9,29 +9,33 @@
 //!
 //! [`admit`] walks that way for every entry point. `request`, `place` and `grant` do no I/O.
 
-pub mod admit;
-pub mod apply;
-pub mod broker;
-pub mod cdi;
-pub mod child;
-pub mod config;
-pub mod confine;
-pub mod engine;
-pub mod glob;
-pub mod grant;
-pub mod hooks;
-pub mod inherited;
-pub mod inventory;
-pub mod ledger;
-pub mod log;
-pub mod mapped;
-pub mod mps;
-pub mod own;
-pub mod place;
-pub mod process;
-pub mod replace;
-pub mod request;
-pub mod selinux;
-pub mod state_dir;
-pub mod storage;
 pub mod text;
+
+pub mod log;
+
+pub mod process;
+
+pub mod fs;
+pub mod host;
+
+pub mod share;
+
+pub mod config;
+
+pub mod request;
+
+pub mod inventory;
+
+pub mod ledger;
+
+pub mod place;
+
+pub mod grant;
+
+pub mod oci;
+
+pub mod mps;
+
+pub mod broker;
+
+pub mod admit;

@@ -47,6 +47,22 @@ pub fn timestamp(seconds: u64) -> String {
     humantime::format_rfc3339_seconds(time).to_string()
 }
 
+/// The candidate spelt most like `word`, if any is spelt like it at all.
+#[must_use]
+pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    // The distance costs a product of lengths, and nothing that long is a slip of one of our words.
+    if word.len() > 40 {
+        return None;
+    }
+    let word = word.to_ascii_lowercase();
+    candidates
+        .into_iter()
+        .map(|candidate| (strsim::damerau_levenshtein(&word, &candidate.to_ascii_lowercase()), candidate))
+        .filter(|(distance, candidate)| *distance <= (candidate.chars().count() / 3).max(1))
+        .min_by_key(|(distance, _)| *distance)
+        .map(|(_, candidate)| candidate)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -13,7 +13,7 @@ const HOOK: &str = "sublet-hook";
 
 /// Runs the program that was asked for; `args` begin with the program's name.
 pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
-    sublet_core::inherited::outlive_file_limit();
+    sublet_core::process::inheritance::outlive_file_limit();
     let args: Vec<OsString> = args.collect();
     let named = args.first().map_or(Path::new(""), Path::new);
     if is_hook(named) || executed().is_some_and(is_hook) {

@@ -9,7 +9,7 @@ use sublet::mig::{self, Driver as _, Gpu, Nvml, Target, Want};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Container, Lease, LeaseId, LeaseState, Ledger};
 use sublet_core::process::Process;
-use sublet_core::request::{Isolation, Mode, Priority};
+use sublet_core::share::{Isolation, Mode, Priority};
 
 /// The simulated driver, ended when dropped.
 struct Host {

@@ -10,14 +10,14 @@ use std::time::Duration;
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sublet::mps::{self, ServerKey};
 use sublet_core::config::Config;
 use sublet_core::inventory::ComputeMode;
 use sublet_core::ledger::{
-    Container, Lease, LeaseId, LeaseState, Ledger, MemoryCeiling, Server, ServerState, Store,
+    Container, DaemonKey, Lease, LeaseId, LeaseState, Ledger, MemoryCeiling, Server, ServerState, Store,
 };
+use sublet_core::mps;
 use sublet_core::process::Process;
-use sublet_core::request::{Isolation, Mode, Percent, Priority};
+use sublet_core::share::{Isolation, Mode, Percent, Priority};
 
 /// The GPU of topologies/h200.toml.
 const GPU: &str = "GPU-5b1e7000-0000-4000-8000-000000000100";
@@ -97,7 +97,7 @@ impl Host {
             devices: vec![GPU.into()],
             mode: Mode::Mps,
             isolation: Isolation::Shared,
-            server: Some(ServerKey(key.into())),
+            server: Some(DaemonKey(key.into())),
             sm: sm.map(|percent| Percent::from_thousandths(percent * 1000)),
             memory_bytes: memory,
             processes: 1,
@@ -237,7 +237,7 @@ fn the_ceiling_follows_the_leases(host: &Host) {
     assert_eq!((ceiling(), of_server()), ("60.0".into(), "60.0".into()));
     let third = host.take("00000000000000a3", GPU, Some(25), None);
     host.ready(&third).unwrap();
-    let key = ServerKey(GPU.into());
+    let key = DaemonKey(GPU.into());
     host.give_back(&first);
     mps::settle(&key, &host.store, &host.config).unwrap();
     assert_eq!((ceiling(), of_server()), ("60.0".into(), "60.0".into()));
@@ -264,7 +264,7 @@ fn memory_limits(host: &Host) -> [String; 2] {
 }
 
 fn the_memory_ceiling_follows_the_leases(host: &Host) {
-    let key = ServerKey(GPU.into());
+    let key = DaemonKey(GPU.into());
     let settle = || mps::settle(&key, &host.store, &host.config).unwrap();
     let small = host.take("00000000000000a4", GPU, Some(25), Some(4 << 30));
     host.ready(&small).unwrap();
@@ -297,7 +297,7 @@ fn the_memory_ceiling_follows_the_leases(host: &Host) {
 
 /// After a crash between two commands to the daemon, and after an upgrade.
 fn a_ceiling_that_is_not_known_to_be_in_force_is_set_anew(host: &Host) {
-    let key = ServerKey(GPU.into());
+    let key = DaemonKey(GPU.into());
     let lease = host.store.read().unwrap().leases[0].clone();
     let settle = || mps::settle(&key, &host.store, &host.config).unwrap();
     let start = || assert!(host.sublet(&["mps", "start", GPU]).0);
@@ -398,7 +398,7 @@ fn a_dedicated_daemon_has_its_leases_limits_and_leaves_nothing(host: &Host) {
     assert!(host.ask(id, "get_default_device_pinned_mem_limit 0").starts_with('3'));
     assert_eq!(host.compute_mode(), ComputeMode::Default, "never changed for dedicated servers");
     host.give_back(&lease);
-    mps::settle(&ServerKey(id.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(id.into()), &host.store, &host.config).unwrap();
     assert_eq!(host.names("mps"), [GPU]);
     assert!(host.store.read().unwrap().servers.is_empty());
 }
@@ -415,7 +415,7 @@ fn many_at_once_start_one_daemon(host: &Host) {
     let pattern = format!("{}/usr/bin/nvidia-cuda-mps-server", host.root.display());
     assert_eq!(running(&pattern), 1);
     host.edit(|ledger| ledger.leases.clear());
-    mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
     assert_eq!(running(&pattern), 0);
 }
 
@@ -478,7 +478,7 @@ fn a_daemon_that_never_answers_leaves_nothing_changed(host: &Host) {
     fs::write(&settings, before).unwrap();
     host.ready(&lease).unwrap();
     host.give_back(&lease);
-    mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
     assert!(host.server(GPU).is_none());
 }
 
@@ -512,7 +512,7 @@ fn served(host: &Host) -> (PathBuf, String) {
     let path = environment.split('\0').find_map(|entry| entry.strip_prefix("PATH=")).unwrap();
     let first = path.split(':').next().unwrap().to_owned();
     host.give_back(&lease);
-    mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
     assert!(host.server(GPU).is_none() && !daemon.is_alive());
     assert_eq!(running(program.to_str().unwrap()), 0);
     (program, first)
@@ -550,7 +550,7 @@ fn a_wrapper_in_place_of_the_control_program_works(host: &Host) {
     host.edit(|_| {});
     assert_eq!(host.server(GPU).unwrap().daemon, before.daemon, "by its own pid file");
     host.edit(|ledger| ledger.leases.clear());
-    mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
     assert!(host.server(GPU).is_none() && !before.daemon.unwrap().is_alive());
     fs::rename(&real, &program).unwrap();
 }
@@ -580,7 +580,7 @@ fn a_server_that_ends_as_it_starts_is_named(host: &Host) {
     fs::remove_file(&fault).unwrap();
     host.ready(&lease).unwrap();
     host.give_back(&lease);
-    mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
 }
 
 /// Before a daemon is started, and not while one runs.
@@ -593,7 +593,7 @@ fn half_of_the_programs_is_named_at_once(host: &Host) {
     host.edit(|ledger| ledger.servers[0].answered_at = 1);
     host.ready(&lease).unwrap();
     host.give_back(&lease);
-    mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
     assert!(host.server(GPU).is_none());
     let lease = host.take("00000000000000d7", GPU, Some(25), None);
     let begun = std::time::Instant::now();
@@ -607,7 +607,7 @@ fn half_of_the_programs_is_named_at_once(host: &Host) {
     assert!(!message.contains('\n'));
     assert_eq!(host.server(GPU).unwrap().state, ServerState::Down);
     host.give_back(&lease);
-    mps::settle(&ServerKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
     fs::rename(&aside, &server).unwrap();
 }
 

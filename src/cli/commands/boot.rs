@@ -4,10 +4,10 @@ use crate::probe;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use sublet_core::child::{self, ChildError};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
-use sublet_core::own::PATH;
+use sublet_core::process::child::{self, ChildError};
+use sublet_core::process::sublet::PATH;
 use sublet_core::text::safe;
 
 /// modprobe waits for the driver to find its GPUs.

@@ -7,11 +7,12 @@ use anyhow::{Context as _, bail};
 use serde_json::json;
 
 use super::output::{self, Format};
-use crate::cdi::{self, FileError, Listing, Named, State};
+use crate::cdi_spec::{self, FileError, Listing, Named, State};
 use sublet_core::admit::fresh_inventory;
-use sublet_core::cdi::KIND;
-use sublet_core::config::{self, Config};
-use sublet_core::hooks;
+use sublet_core::config::Config;
+use sublet_core::oci::cdi::KIND;
+use sublet_core::oci::hooks;
+use sublet_core::process::environment;
 use sublet_core::text::safe;
 
 /// Subcommands of `sublet cdi`.
@@ -47,19 +48,19 @@ fn generate(path: &Path, config: &Config) -> anyhow::Result<ExitCode> {
     let shown = safe(&path.to_string_lossy());
     if listing.devices.is_empty() {
         // A specification without devices is an error to engines.
-        let removed = if cdi::remove(path)? { format!("; {shown} is removed") } else { String::new() };
+        let removed = if cdi_spec::remove(path)? { format!("; {shown} is removed") } else { String::new() };
         bail!("{}{removed}", nothing(&listing));
     }
-    let changed = cdi::write(path, &text)?;
+    let changed = cdi_spec::write(path, &text)?;
     let state = if changed { "written" } else { "is current" };
     println!("{shown} {state}: {} CDI devices of {KIND}.", listing.devices.len());
     Ok(ExitCode::SUCCESS)
 }
 
 fn specification(config: &Config) -> anyhow::Result<(Listing, String)> {
-    let listing = cdi::list(config, &fresh_inventory(config)?).map_err(FileError::List)?;
+    let listing = cdi_spec::list(config, &fresh_inventory(config)?).map_err(FileError::List)?;
     let program = hooks::program().context(FileError::NoHook)?;
-    let text = cdi::render(&listing, &program, config::honoured().as_deref());
+    let text = cdi_spec::render(&listing, &program, environment::honoured().as_deref());
     Ok((listing, text))
 }
 
@@ -97,7 +98,7 @@ fn row(named: &Named) -> Vec<String> {
 
 /// What engines read now, beside what they should.
 fn state(text: &str, listing: &Listing, config: &Config) -> &'static str {
-    match cdi::state(&config.cdi.spec) {
+    match cdi_spec::state(&config.cdi.spec) {
         State::Ours(found) if found == text.as_bytes() => "current",
         State::Ours(_) => "out of date, run `sublet cdi generate`",
         State::Missing if listing.devices.is_empty() => "absent, as it should be",

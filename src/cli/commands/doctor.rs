@@ -9,10 +9,10 @@ use serde_json::json;
 use super::doctor_run::{self, Engine};
 use super::output::{self, Format};
 use crate::doctor::{self, Check, Host, Verdict};
-use sublet_core::child::{self, ChildError};
 use sublet_core::config::{self, Config};
 use sublet_core::inventory::Inventory;
-use sublet_core::own::PATH;
+use sublet_core::process::child::{self, ChildError};
+use sublet_core::process::sublet::PATH;
 
 /// An engine that is asked and hangs is not waited for longer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);

@@ -17,8 +17,9 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use super::output::{self, Format};
 use super::probe::Probed;
-use sublet_core::child::{self, ChildError};
-use sublet_core::request::{self, Memory, Mode, Request};
+use sublet_core::process::child::{self, ChildError};
+use sublet_core::request::{self, Request};
+use sublet_core::share::{Memory, Mode};
 use sublet_core::text::safe;
 
 /// The longest `sublet.wait`, the making of a MIG instance, and an engine's start of a container.

@@ -4,10 +4,10 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 
-use crate::mps;
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::ledger::Store;
+use sublet_core::mps;
 use sublet_core::place;
 use sublet_core::text::safe;
 

@@ -12,17 +12,18 @@ use super::protection::{does_not_protect, protects};
 use crate::guard::{self, Event};
 use crate::preview::preview;
 use sublet_core::admit::{Candidate, confirmed_inventory, lease_for, wish};
-use sublet_core::apply::{self, JsonFile};
 use sublet_core::config::{self, Config};
 use sublet_core::grant::{Grant, grant, refused_beside};
 use sublet_core::inventory::Inventory;
 use sublet_core::ledger::{Container, LeaseId, Store};
-use sublet_core::mapped;
+use sublet_core::oci::mapped;
+use sublet_core::oci::podman_storage;
+use sublet_core::oci::{self, JsonFile};
 use sublet_core::place::Placement;
 use sublet_core::process::Process;
-use sublet_core::request::units::show_duration;
-use sublet_core::request::{Devices, Guarding, Memory, Request, Selector, is_ours};
-use sublet_core::storage;
+use sublet_core::request::{Request, is_ours};
+use sublet_core::share::units::show_duration;
+use sublet_core::share::{Devices, Guarding, Memory, Selector};
 use sublet_core::text::safe;
 
 /// Arguments of `sublet explain`.
@@ -62,7 +63,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let request = wish(&spec, share.as_deref(), config)?;
     print_request(&request);
     let inventory = confirmed_inventory(config)?;
-    let image = apply::inspect(&spec, &rootfs, &request, &inventory, config)?;
+    let image = oci::inspect(&spec, &rootfs, &request, &inventory, config)?;
     let ledger = Store::open(&config.state_dir)?.peek()?;
     let id = LeaseId::random()?;
     let placement = preview(&request, &id, &inventory, &ledger, config)?;
@@ -74,7 +75,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         print_grant(&grant);
     } else {
         let before = spec.clone();
-        apply::edit(&mut spec, &grant)?;
+        oci::edit(&mut spec, &grant)?;
         println!("Edits to config.json\n{}", diff(&before, &spec)?);
     }
     for warning in image.warnings.iter().chain(&placement.warnings) {
@@ -85,7 +86,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
 
 /// The share that containers.toml gives a container without annotations.
 fn mapped(arguments: &Arguments, spec: &Value) -> anyhow::Result<Option<String>> {
-    if is_ours(&apply::annotations(spec)?) {
+    if is_ours(&oci::annotations(spec)?) {
         return Ok(None);
     }
     let share = match &arguments.bundle {
@@ -118,7 +119,7 @@ fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
             let spec = JsonFile::read(&bundle.join("config.json"))?.parse()?;
             let root =
                 spec.pointer("/root/path").and_then(Value::as_str).context("config.json has no root.path")?;
-            let rootfs = storage::root_filesystem(bundle.join(root), &spec, &bundle.canonicalize()?)?;
+            let rootfs = podman_storage::root_filesystem(bundle.join(root), &spec, &bundle.canonicalize()?)?;
             (spec, rootfs)
         }
     };

@@ -2,10 +2,10 @@
 
 use std::process::ExitCode;
 
-use crate::mps;
 use sublet_core::admit;
 use sublet_core::config::Config;
 use sublet_core::ledger::Store;
+use sublet_core::mps;
 
 /// Frees what is gone, brings back daemons that died under live leases, and says what it did.
 ///

@@ -255,7 +255,7 @@ fn change(
         return Ok(());
     }
     let found = before(config);
-    sublet_core::replace::replace(&found, mig::export(&changed).as_bytes(), 0o644)
+    sublet_core::fs::atomic::replace(&found, mig::export(&changed).as_bytes(), 0o644)
         .with_context(|| format!("cannot write {}", found.display()))?;
     let held = Uninterrupted::begin();
     let done = mig::apply(plans, allow_reset, nvml);

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 
 use crate::mig::{self, Fence, Making, NotMade, Nvml, Uninterrupted};
-use crate::mps;
+use crate::mps_daemons;
 use sublet_core::admit::{self, MakeAnswer, MakeAsk, fresh_inventory};
 use sublet_core::config::Config;
 use sublet_core::inventory;
@@ -94,7 +94,7 @@ pub(super) fn stop_servers(uuid: &str, store: &Store, config: &Config) {
     let Ok(ledger) = store.read() else { return };
     let of_device = ledger.servers.iter().filter(|server| server.serves(uuid));
     for server in of_device.filter(|server| ledger.on_server(&server.key).next().is_none()) {
-        match mps::stop(&server.key, false, store, config) {
+        match mps_daemons::stop(&server.key, false, store, config) {
             Ok(warnings) => warnings.iter().for_each(|line| eprintln!("sublet: warning: {line}")),
             Err(error) => eprintln!("sublet: warning: {error}"),
         }

@@ -97,7 +97,7 @@ pub fn command() -> clap::Command {
 /// Runs the program; exit codes: 0 done, 1 failed, 2 bad usage (clap's).
 #[must_use]
 pub fn main() -> ExitCode {
-    sublet_core::inherited::outlive_file_limit();
+    sublet_core::process::inheritance::outlive_file_limit();
     let arguments = Arguments::parse();
     // What the library warns of, a rebuilt ledger say, is for whoever ran the command.
     log::trace_to(Log::new("sublet", None, false, None), false);
@@ -165,7 +165,7 @@ fn settled_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger
     sublet_core::admit::tidy(&freed, &store, config);
     sublet_core::admit::clear_leftovers(&store);
     sublet_core::admit::clear_made(&store);
-    for line in crate::mps::heal(&store, config) {
+    for line in sublet_core::mps::heal(&store, config) {
         eprintln!("sublet: {line}");
     }
     store.read().context("after freeing what is gone")

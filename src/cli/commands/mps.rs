@@ -3,10 +3,12 @@
 use std::process::ExitCode;
 
 use super::output::{self, Format};
-use crate::mps::{self, MpsError, ServerKey};
+use crate::mps_daemons;
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
+use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::Store;
+use sublet_core::mps::MpsError;
 
 /// Subcommands of `sublet mps`.
 #[derive(Debug, clap::Subcommand)]
@@ -54,17 +56,17 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     let store = Store::open(&config.state_dir)?;
     match command {
         Command::List { format } => list(*format, &store, config)?,
-        Command::Start { key } => warn(mps::start(&ServerKey(key.clone()), &store, config)?),
+        Command::Start { key } => warn(mps_daemons::start(&DaemonKey(key.clone()), &store, config)?),
         Command::Stop { key, force, if_there } => {
-            let key = ServerKey(key.clone());
-            if !if_there && !mps::exists(&key, &store, config)? {
+            let key = DaemonKey(key.clone());
+            if !if_there && !mps_daemons::exists(&key, &store, config)? {
                 return Err(MpsError::NoDaemon { key: key.to_string() }.into());
             }
-            warn(mps::stop(&key, *force, &store, config)?);
+            warn(mps_daemons::stop(&key, *force, &store, config)?);
         }
-        Command::Rest { key } => warn(mps::rest(&ServerKey(key.clone()), &store, config)?),
+        Command::Rest { key } => warn(mps_daemons::rest(&DaemonKey(key.clone()), &store, config)?),
         Command::Logs { key } => {
-            for (file, text) in mps::logs(&ServerKey(key.clone()), config)? {
+            for (file, text) in mps_daemons::logs(&DaemonKey(key.clone()), config)? {
                 println!("== {file}\n{}", text.trim_end());
             }
         }
@@ -81,7 +83,7 @@ fn warn(warnings: Vec<String>) {
 
 fn list(format: Format, store: &Store, config: &Config) -> anyhow::Result<()> {
     super::settled_ledger(config)?;
-    let daemons = mps::list(store, config)?;
+    let daemons = mps_daemons::list(store, config)?;
     match format {
         Format::Json => output::json(&daemons)?,
         Format::Table if daemons.is_empty() => println!("No MPS daemons."),

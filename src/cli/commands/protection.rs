@@ -2,7 +2,7 @@
 //! docs/evidence or follows from the driver's documents; nothing here is hoped for.
 
 use sublet_core::place::Placement;
-use sublet_core::request::{Isolation, Mode};
+use sublet_core::share::{Isolation, Mode};
 
 /// What holds.
 pub fn protects(placement: &Placement) -> Vec<&'static str> {

@@ -12,13 +12,13 @@ use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
 
-use sublet_core::child::{self, ChildError};
 use sublet_core::config::{Config, TimeSlice};
+use sublet_core::fs::trusted;
 use sublet_core::inventory::{self, Inventory, InventoryError};
 use sublet_core::ledger::{MigChanges, Store};
-use sublet_core::own::PATH;
 use sublet_core::place;
-use sublet_core::state_dir;
+use sublet_core::process::child::{self, ChildError};
+use sublet_core::process::sublet::PATH;
 use sublet_core::text::safe;
 
 /// nvidia-smi may have to wake the driver first.
@@ -163,7 +163,7 @@ fn began_after(path: &Path, asked: SystemTime) -> bool {
 /// Waits for the refresh that runs, if any. 0600: nobody else may hold us up.
 fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
     let path = state_dir.join("refresh.lock");
-    let file = state_dir::make(state_dir)
+    let file = trusted::make(state_dir)
         .map_err(|why| io::Error::other(format!("its directory {why}")))
         .and_then(|()| {
             OpenOptions::new()

@@ -11,7 +11,7 @@ use clap::ValueEnum;
 
 use crate::setup::{self, Wish, containerd, crio, docker, files, podman};
 use sublet_core::config::Config;
-use sublet_core::replace::{replace_durably as replace, sync_directory};
+use sublet_core::fs::atomic::{replace_durably as replace, sync_directory};
 use sublet_core::text::safe;
 
 /// Arguments of `sublet setup`.
@@ -262,7 +262,7 @@ fn store(
         move |error: io::Error| cannot("write", &path, &error)
     };
     if let Some(directory) = path.parent() {
-        sublet_core::state_dir::create(directory).map_err(failed(directory))?;
+        sublet_core::fs::trusted::create(directory).map_err(failed(directory))?;
     }
     let before = record.and_then(|_| fs::read(&beside).ok());
     if let Some(record) = record {

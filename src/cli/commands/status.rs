@@ -6,13 +6,13 @@ use serde_json::{Value, json};
 
 use super::output::{self, Format};
 use super::own::Own;
-use crate::mps::{self, Listed};
+use crate::mps_daemons::{self, Listed};
 use sublet_core::admit::{confirmed_inventory, is_brokered};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory, Part};
 use sublet_core::ledger::{Lease, LeaseState, Ledger, Made, Store};
 use sublet_core::place::account;
-use sublet_core::request::Mode;
+use sublet_core::share::Mode;
 use sublet_core::text::safe;
 
 /// Arguments of `sublet status`.
@@ -36,7 +36,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     let ledger = super::settled_ledger(config)?;
     let inventory = confirmed_inventory(config)?;
-    let daemons = mps::list(&Store::open(&config.state_dir)?, config)?;
+    let daemons = mps_daemons::list(&Store::open(&config.state_dir)?, config)?;
     let own = is_brokered(config).then(|| Own::ask(config));
     match arguments.format {
         Format::Json => {
@@ -155,7 +155,7 @@ pub(super) fn leases_json(inventory: &Inventory, ledger: &Ledger) -> Value {
                 "device": device,
                 "mode": lease.mode,
                 "isolation": lease.isolation,
-                "sm_percent": lease.sm.map(sublet_core::request::Percent::as_f64),
+                "sm_percent": lease.sm.map(sublet_core::share::Percent::as_f64),
                 "memory_bytes": lease.memory_bytes,
                 "state": state(&lease, &device, &known),
                 "pid": lease.init.as_ref().map(|init| init.process.pid),

@@ -7,8 +7,8 @@ use crate::preview::preview;
 use sublet_core::admit::{AdmitError, fresh_inventory, is_brokered};
 use sublet_core::config::Config;
 use sublet_core::ledger::{LeaseId, Store};
-use sublet_core::request::units::{DURATION_ALLOWED, parse_duration};
 use sublet_core::request::{self, Request};
+use sublet_core::share::units::{DURATION_ALLOWED, parse_duration};
 
 /// A day: a time that the clock can tell.
 const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);

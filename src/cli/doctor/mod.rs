@@ -19,7 +19,8 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use sublet_core::config::Config;
-use sublet_core::inventory::{self, Inventory, under};
+use sublet_core::fs::below::under;
+use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Ledger, Store};
 
 /// How a check went.

@@ -1,5 +1,6 @@
 //! What is done about a process: reported, ended, or ended with its container.
 
+use crate::mps_daemons;
 use crate::probe;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -9,11 +10,11 @@ use nix::libc;
 use super::book::{Event, now};
 use super::judge::{Offence, Verdict};
 use super::look::lease_of;
-use crate::mps;
 use crate::serve::owns;
-use sublet_core::config::{Action, Config};
+use sublet_core::config::Config;
 use sublet_core::ledger::{Lease, Ledger, Store};
 use sublet_core::process::{Process, pidfd_kill, pidfd_open};
+use sublet_core::share::Action;
 use sublet_core::text::safe;
 
 /// What is done in one look.
@@ -64,7 +65,7 @@ impl<'a> Acting<'a> {
     fn end(&mut self, pidfd: &OwnedFd, verdict: &Verdict, lease: Option<&Lease>) -> String {
         let key = lease.and_then(|lease| lease.server.as_ref()).filter(|_| verdict.holder.is_client);
         if let Some(key) = key.filter(|_| self.asks) {
-            if let Err(error) = mps::terminate_client(key, verdict.holder.process.pid, self.config) {
+            if let Err(error) = mps_daemons::terminate_client(key, verdict.holder.process.pid, self.config) {
                 self.asks = false;
                 tracing::debug!("terminate_client: {error}");
             }

@@ -5,11 +5,12 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::judge::Offence;
-use sublet_core::config::{Action, Config};
+use sublet_core::config::Config;
+use sublet_core::fs::atomic::replace;
+use sublet_core::fs::trusted;
 use sublet_core::inventory::boot_id;
 use sublet_core::process::{epoch_seconds, uptime_seconds};
-use sublet_core::replace::replace;
-use sublet_core::state_dir;
+use sublet_core::share::Action;
 
 /// How many events are kept.
 const KEPT: usize = 64;
@@ -113,7 +114,7 @@ fn thin_out(events: &mut Vec<Event>) {
 }
 
 fn read(config: &Config) -> Book {
-    let text = state_dir::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
+    let text = trusted::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
     serde_json::from_slice(&text).unwrap_or_default()
 }
 

@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use sublet_core::config::{Action, Guard};
+use sublet_core::config::Guard;
 use sublet_core::ledger::{Lease, LeaseId, Ledger};
 use sublet_core::process::Process;
-use sublet_core::request::Mode;
+use sublet_core::share::Action;
+use sublet_core::share::Mode;
 
 /// A process with a context on a device.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 use super::*;
-use crate::mps::ServerKey;
+use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::fixture::lease;
 use sublet_core::ledger::{Init, LeaseState};
-use sublet_core::request::Guarding;
+use sublet_core::share::Guarding;
 
 const GPU: &str = "GPU-1";
 const MIB: u64 = 1 << 20;
@@ -15,7 +15,7 @@ fn rules() -> Guard {
 
 /// Lease number `n` on a shared server, with 1000 MiB and one process.
 fn shared(n: u64) -> Lease {
-    let server = Some(ServerKey(GPU.to_owned()));
+    let server = Some(DaemonKey(GPU.to_owned()));
     let state = LeaseState::Active;
     let init = Some(Init { process: Process { pid: 1, start_time: n }, pid_namespace: n, cgroup: None });
     Lease { mode: Mode::Mps, server, memory_bytes: Some(1000 * MIB), state, init, ..lease(n, GPU) }

@@ -6,10 +6,12 @@ use std::time::{Duration, Instant};
 
 use super::book::{Event, now};
 use super::judge::{Look, Offence};
-use crate::mps::{self, ServerKey};
-use sublet_core::config::{Action, Config};
+use sublet_core::config::Config;
+use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::{LeaseId, Ledger, ServerState, Store};
+use sublet_core::mps;
 use sublet_core::process::Process;
+use sublet_core::share::Action;
 use sublet_core::text::safe;
 
 /// A daemon that cannot be started is tried again after this long.
@@ -20,7 +22,7 @@ const AGAIN: Duration = Duration::from_secs(5);
 struct Known {
     device: String,
     name: String,
-    key: ServerKey,
+    key: DaemonKey,
     /// Leases that had clients of it.
     clients: BTreeSet<LeaseId>,
 }

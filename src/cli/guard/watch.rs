@@ -17,10 +17,11 @@ use super::judge::{Judge, Offence, Verdict};
 use super::look::Looker;
 use super::served::Served;
 use sublet_core::admit;
-use sublet_core::config::{self, Action, Config};
+use sublet_core::config::{self, Config};
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Ledger, LedgerError, Store};
 use sublet_core::process::Process;
+use sublet_core::share::Action;
 
 /// How often the configuration is read again, and a sign of life given.
 const REREAD: Duration = Duration::from_secs(5);

@@ -7,7 +7,7 @@ use super::{Driver, DriverError, Gpu, Instance, Profile, Span, Step, Target, Wan
 use sublet_core::config::Policy;
 use sublet_core::ledger::Ledger;
 use sublet_core::place::{Order, Site, Size};
-use sublet_core::request::units::MIB;
+use sublet_core::share::units::MIB;
 use sublet_core::text::safe;
 
 /// Instances of one GPU that a message names.

@@ -15,10 +15,10 @@ use nvml_wrapper_sys::bindings::{NVML_COMPUTE_INSTANCE_PROFILE_COUNT, NVML_GPU_I
 use super::calls::{self, CiProfile, Gi};
 use super::{Compute, ComputeProfile, Driver, DriverError, Gpu, Instance, Mode, Profile, Running, Span};
 use crate::probe::{ProbeError, instance_ids, unless_unsupported};
-use sublet_core::child::{self, ChildError};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
-use sublet_core::own::PATH;
+use sublet_core::process::child::{self, ChildError};
+use sublet_core::process::sublet::PATH;
 use sublet_core::text::safe;
 
 /// A reset of a large GPU takes some ten seconds.

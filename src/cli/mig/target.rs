@@ -5,7 +5,7 @@ use super::{Gpu, Instance, Profile, Span, device_name};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
 use sublet_core::place::named;
-use sublet_core::request::nearest;
+use sublet_core::text::nearest;
 use sublet_core::text::safe;
 
 /// What one GPU should be.

@@ -103,7 +103,7 @@ fn link(root: &Path, node: &Node) -> io::Result<()> {
     if fs::read_link(&link).is_ok_and(|there| there == target) {
         return Ok(());
     }
-    sublet_core::state_dir::create(&under(root, "/dev/char"))?;
+    sublet_core::fs::trusted::create(&under(root, "/dev/char"))?;
     // A major that is dynamic may have been another driver's in an earlier life of this /dev.
     match fs::remove_file(&link) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),

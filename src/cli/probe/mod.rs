@@ -9,10 +9,10 @@ mod nvml;
 mod processes;
 mod running;
 
+use sublet_core::fs::below::under;
 use sublet_core::inventory::{
     ComputeMode, Device, Driver, DriverFile, FileKind, GpuProcess, Inventory, InventoryError, Majors,
     MigGpus, Node, NodeError, Part, Virtualization, cache, caps, kernel, majors, nodes, programs, seen,
-    under,
 };
 
 pub use inventory::{ProbeError, probe};

@@ -22,10 +22,12 @@ use super::mig;
 use super::peer::Peer;
 use super::pool::{Done, Job, Pool};
 use super::protocol::{self, Answer};
-use crate::{cdi, guard, mps};
+use crate::cdi_spec;
+use crate::guard;
 use sublet_core::admit;
 use sublet_core::config::Config;
 use sublet_core::ledger::{LedgerError, Store};
+use sublet_core::mps;
 
 /// Connections that one uid may hold at once.
 const MOST_OF_ONE: usize = 16;
@@ -167,11 +169,11 @@ fn watch() {
 
 /// GPUs and shares come and go while the service runs.
 fn keep_cdi(config: &Config) {
-    match cdi::keep(config) {
+    match cdi_spec::keep(config) {
         Ok(true) => tracing::info!("{} follows the named shares and GPUs", config.cdi.spec.display()),
         Ok(false) => {}
         // Without a driver nobody needs to be told every ten seconds: `sublet cdi list` says it when asked.
-        Err(error @ cdi::FileError::Admit(_)) => tracing::debug!("{error}"),
+        Err(error @ cdi_spec::FileError::Admit(_)) => tracing::debug!("{error}"),
         Err(error) => tracing::warn!("{error}"),
     }
 }

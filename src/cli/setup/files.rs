@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use sublet_core::inventory::under;
+use sublet_core::fs::below::under;
 
 /// Where a setup of Docker writes down what it put into `path`, for its undo.
 #[must_use]

@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::{AdmitError, read, rootless, tidy};
-use crate::apply::{self, JsonFile};
 use crate::config::Config;
 use crate::inventory;
 use crate::ledger::{Binding, LEASE_RECORD_ANNOTATION, Lease, LeaseId, Store};
+use crate::oci::podman_storage;
+use crate::oci::{self, JsonFile};
 use crate::process::Process;
-use crate::storage;
 
 /// Gives up what `owner`, an engine that starts container `id` of `uid` anew, holds for it from a start
 /// that came to nothing.
@@ -83,7 +83,7 @@ pub fn clear_unbound(bundle: &Path, config: &Config) {
     let spec = JsonFile::read(&bundle.join("config.json")).and_then(|file| file.parse()).unwrap_or_default();
     let Some(root) = spec.pointer("/root/path").and_then(Value::as_str) else { return };
     let Ok(root) = bundle.join(root).canonicalize() else { return };
-    let rootfs = storage::root_filesystem(root, &spec, bundle);
+    let rootfs = podman_storage::root_filesystem(root, &spec, bundle);
     let (Ok(rootfs), Ok(inventory)) = (rootfs, inventory::last(config)) else { return };
     if may_be_in_use(&rootfs, config) {
         return;
@@ -95,7 +95,7 @@ pub fn clear_unbound(bundle: &Path, config: &Config) {
     let mounts = spec["mounts"].as_array().into_iter().flatten().filter(ours);
     let points: Vec<PathBuf> =
         mounts.filter_map(|mount| mount["destination"].as_str().map(PathBuf::from)).collect();
-    apply::cleanup_mount_points(&rootfs, &points);
+    oci::cleanup_mount_points(&rootfs, &points);
     let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
     if let Some(lease) = record.and_then(Value::as_str).and_then(Lease::from_annotation) {
         clear_volumes(&lease, config);
@@ -117,7 +117,7 @@ pub(super) fn clear_volumes(lease: &Lease, config: &Config) {
         .flat_map(|lease| lease["volumes"].as_array().into_iter().flatten())
         .filter_map(|volume| volume["device"].as_u64())
         .collect();
-    volumes.iter().filter(|volume| !others.contains(&volume.device)).for_each(apply::clear_volume);
+    volumes.iter().filter(|volume| !others.contains(&volume.device)).for_each(oci::clear_volume);
 }
 
 /// Whether a lease has that root filesystem. Everybody may read the ledger, those too who may not open the

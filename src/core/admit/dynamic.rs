@@ -12,9 +12,9 @@ use crate::broker::caps::Cap;
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::{Awaited, LeaseId, Ledger, Store};
-use crate::own;
 use crate::place::{Most, Order, Size, expected};
 use crate::process::Process;
+use crate::process::sublet;
 use crate::request::Request;
 
 /// It waits for others that do the same, and asks the driver for a new inventory at the end.
@@ -124,7 +124,7 @@ pub(super) fn make(order: Order, id: &LeaseId, container: &str) -> Result<(), (S
         let awaited = Awaited { lease: id.clone(), container: container.to_owned(), owner };
         let ask = serde_json::to_string(&Ask { order, awaited }).map_err(|error| error.to_string())?;
         let (answer, warnings) =
-            own::ask(&["mig", "make"], &ask, MAKE_LIMIT).map_err(|error| error.to_string())?;
+            sublet::ask(&["mig", "make"], &ask, MAKE_LIMIT).map_err(|error| error.to_string())?;
         for warning in warnings {
             tracing::warn!("{warning}");
         }
@@ -161,7 +161,7 @@ pub fn clear_made(store: &Store) {
     if !has_unneeded || is_put_off(|put_off| put_off.clear = true) {
         return;
     }
-    match own::sublet(&["mig", "clear"], CLEAR_LIMIT) {
+    match sublet::run(&["mig", "clear"], CLEAR_LIMIT) {
         Ok(warnings) => warnings.iter().for_each(|warning| tracing::warn!("{warning}")),
         Err(error) => tracing::warn!("{error}"),
     }

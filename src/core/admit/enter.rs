@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::{AdmitError, read, rootless, wish};
-use crate::apply::{self, FileError, JsonFile};
 use crate::config::{Config, ConfigError};
 use crate::grant::{self, Environment};
 use crate::ledger::{self, LEASE_ANNOTATION, Record, Store};
 use crate::mps;
+use crate::oci::{self, FileError, JsonFile};
 use crate::text::safe;
 
 /// Why nobody can tell what share a container has that has one.
@@ -98,7 +98,7 @@ pub fn may_have_share(record: &Path) -> Result<bool, EnterError> {
         match JsonFile::read(&path) {
             Ok(file) => return Ok(file.mentions_sublet()),
             Err(FileError::Read { source, .. }) if source.kind() == ErrorKind::NotFound => {}
-            Err(FileError::TooLarge { .. }) if apply::mentions_sublet(&path) => {
+            Err(FileError::TooLarge { .. }) if oci::mentions_sublet(&path) => {
                 return Err(EnterError::Record { path, why: "it is larger than 16 MiB".to_owned() });
             }
             // The runtime cannot read it either.
@@ -150,7 +150,7 @@ fn by_ledger(
 ) -> Result<Option<Share>, EnterError> {
     let spec = spec(record, bundle).ok().flatten().map(|(_, spec)| spec).unwrap_or_default();
     let untold = |error: String| {
-        let annotations = apply::annotations(&spec).unwrap_or_default();
+        let annotations = oci::annotations(&spec).unwrap_or_default();
         // Nothing of ours is known of it: whatever is broken here is not its own.
         if wish::is_ours(&spec, &annotations, None) { Err(EnterError::Untold(error)) } else { Ok(None) }
     };

@@ -1,16 +1,16 @@
 //! Every reason not to start a container, each one line for whoever started it.
 
-use crate::apply::{Conflict, ImageError, NamespaceError, SpecError};
 use crate::broker::caps::CapError;
 use crate::broker::client::BrokerError;
-use crate::cdi::CdiError;
 use crate::inventory::{InventoryError, NodeError};
 use crate::ledger::{Doubled, LeaseId, LedgerError, NotBound};
 use crate::mps::MpsError;
-use crate::own::OwnError;
+use crate::oci::cdi::CdiError;
+use crate::oci::podman_storage;
+use crate::oci::{Conflict, ImageError, NamespaceError, SpecError};
 use crate::place::Refusal;
+use crate::process::sublet::SubletError;
 use crate::request::RequestError;
-use crate::storage;
 use crate::text::safe;
 
 /// Why a container is not started, or its lease not ended.
@@ -24,13 +24,13 @@ pub enum AdmitError {
     #[error(transparent)]
     Image(#[from] ImageError),
     #[error(transparent)]
-    Storage(#[from] storage::Unknown),
+    Storage(#[from] podman_storage::Unknown),
     #[error(transparent)]
     Spec(#[from] SpecError),
     #[error(transparent)]
     Inventory(#[from] InventoryError),
     #[error(transparent)]
-    Own(#[from] OwnError),
+    Own(#[from] SubletError),
     #[error(transparent)]
     Refused(#[from] Box<Refusal>),
     #[error(transparent)]

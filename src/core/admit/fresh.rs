@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::{AdmitError, rootless};
 use crate::config::Config;
 use crate::inventory::{self, Inventory, InventoryError};
-use crate::own;
+use crate::process::sublet;
 
 /// NVML may have to load firmware on a machine without the persistence daemon.
 const REFRESH_LIMIT: Duration = Duration::from_secs(60);
@@ -47,7 +47,7 @@ pub fn confirmed_inventory(config: &Config) -> Result<Inventory, AdmitError> {
 pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
     let began = Instant::now();
     loop {
-        for warning in own::sublet(&["refresh", "--quiet"], REFRESH_LIMIT)? {
+        for warning in sublet::run(&["refresh", "--quiet"], REFRESH_LIMIT)? {
             tracing::warn!("{warning}");
         }
         match inventory::load(config) {

@@ -10,15 +10,16 @@ use serde_json::Value;
 use super::take::{self, Rootfs, Terms};
 use super::wish::has_environment;
 use super::{AdmitError, Candidate, already_granted, grant, read, ready, refusals, rootless, same, wish};
-use crate::apply::{self, Live};
-use crate::cdi::{self, Asked, CdiError};
 use crate::config::Config;
-use crate::engine::Engine;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
 use crate::ledger::{self, Container, Init, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, Store};
+use crate::oci::cdi::{self, Asked, CdiError};
+use crate::oci::engine::Engine;
+use crate::oci::podman_storage;
+use crate::oci::{self, Live};
 use crate::process::Process;
-use crate::request::{Isolation, Mode, Priority, Request};
-use crate::storage;
+use crate::request::Request;
+use crate::share::{Isolation, Mode, Priority};
 
 /// What came of it.
 #[derive(Debug, PartialEq, Eq)]
@@ -52,7 +53,7 @@ pub fn late(
     engine: Option<&Engine>,
     config: &Config,
 ) -> Result<Late, AdmitError> {
-    let annotations = apply::annotations(spec)?;
+    let annotations = oci::annotations(spec)?;
     if by_cdi.is_none() && !wish::is_ours(spec, &annotations, None) {
         return Ok(Late::NotOurs);
     }
@@ -88,7 +89,7 @@ fn admit_live(
     let (asked, request) = (cdi::asked(spec)?, wish(spec, None, config)?);
     let request = if asked.is_some() { request } else { dedicated(request, spec, config)? };
     // What is done now is done where config.json says that it is, what is left to do later where that will be gone.
-    let rootfs = storage::root_filesystem(container.rootfs.clone(), spec, &container.bundle)?;
+    let rootfs = podman_storage::root_filesystem(container.rootfs.clone(), spec, &container.bundle)?;
     let lasting = Container { rootfs, ..container.clone() };
     let candidate = Candidate { container: lasting, owner: init, share: None, engine };
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
@@ -102,7 +103,7 @@ fn admit_live(
             }
             let warnings = ready(&taken, &grant, &store, config)?;
             candidate.check_wanted()?;
-            apply::apply(&grant, Live { init, rootfs: &container.rootfs })?;
+            oci::apply(&grant, Live { init, rootfs: &container.rootfs })?;
             Ok(Grant { warnings, ..grant })
         });
     if applied.is_err() {
@@ -121,7 +122,7 @@ fn lease_of(ledger: &Ledger, init: Process) -> Option<&Lease> {
 /// Mode mps without an environment means a server of the container's own: the limits of a shared one are
 /// told by its clients.
 fn dedicated(request: Request, spec: &Value, config: &Config) -> Result<Request, AdmitError> {
-    let annotations = apply::annotations(spec)?;
+    let annotations = oci::annotations(spec)?;
     let of_share = annotations.get("sublet.share").and_then(|name| config.share.get(name)?.get("isolation"));
     let wanted = annotations.get("sublet.isolation").or(of_share);
     if wanted.is_some_and(|isolation| isolation == "shared") {

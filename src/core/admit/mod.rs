@@ -25,20 +25,20 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::apply::{self, SpecError};
 use crate::config::Config;
-use crate::engine::Engine;
 use crate::grant::{self, Grant};
-use crate::hooks;
 use crate::inventory;
 use crate::ledger::{
     Container, Freed, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Lease, LeaseId, LeaseState, Ledger,
     LedgerError, Store,
 };
 use crate::mps;
+use crate::oci::engine::Engine;
+use crate::oci::hooks;
+use crate::oci::podman_storage;
+use crate::oci::{self, SpecError};
 use crate::process::Process;
 use crate::request::Request;
-use crate::storage;
 
 use take::{Rootfs, Terms};
 
@@ -111,7 +111,7 @@ pub enum Admission {
 /// # Errors
 /// Its annotations are none.
 pub fn is_ours(spec: &Value, share: Option<&str>) -> Result<bool, SpecError> {
-    Ok(wish::is_ours(spec, &apply::annotations(spec)?, share))
+    Ok(wish::is_ours(spec, &oci::annotations(spec)?, share))
 }
 
 /// `container` with its root filesystem as it can be looked into now: config.json may name a place where it is mounted
@@ -125,7 +125,8 @@ pub fn located(
     bundle: &Path,
     config: &Config,
 ) -> Result<Container, AdmitError> {
-    let found = storage::root_filesystem(container.rootfs.clone(), spec, bundle).map_err(AdmitError::from);
+    let found =
+        podman_storage::root_filesystem(container.rootfs.clone(), spec, bundle).map_err(AdmitError::from);
     if let Err(error) = &found {
         refusals::record(&container.name(), error, config);
     }
@@ -137,7 +138,7 @@ pub fn located(
 /// # Errors
 /// Any reason not to start it; nothing is left behind then, and `sublet status --last-error` has it.
 pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
-    let annotations = apply::annotations(spec)?;
+    let annotations = oci::annotations(spec)?;
     if !wish::is_ours(spec, &annotations, candidate.share) {
         return Ok(Admission::NotOurs);
     }
@@ -156,8 +157,8 @@ pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Re
 
 /// Whether what is mounted for the container stays in it, and what another entry point has mounted is seen there.
 fn has_place_for_mounts(spec: &Value, container: &Container, config: &Config) -> Result<(), AdmitError> {
-    apply::own_mount_namespace(spec)?;
-    Ok(apply::uncovered(spec, &container.rootfs, &config.state_dir)?)
+    oci::own_mount_namespace(spec)?;
+    Ok(oci::uncovered(spec, &container.rootfs, &config.state_dir)?)
 }
 
 /// A spec that carries a lease: another entry point has been there, or its bundle is run once more.
@@ -208,7 +209,7 @@ fn is_of_bundle(id: &str, spec: &Value, container: &Container) -> bool {
 
 /// Rids `spec` of what an earlier run of its bundle was granted.
 fn undo(spec: &mut Value) -> Result<(), AdmitError> {
-    if !apply::undo(spec) {
+    if !oci::undo(spec) {
         return Err(AdmitError::Edited);
     }
     hooks::remove(spec);
@@ -233,7 +234,7 @@ fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> R
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
     let taken = wish::taken(take::take(candidate, &request, terms, &store, config), spec, config)?;
     let served = grant(&taken, &request, config).and_then(|grant| {
-        apply::edit(spec, &grant)?;
+        oci::edit(spec, &grant)?;
         ready(&taken, &grant, &store, config)
     });
     if served.is_err() {
@@ -391,8 +392,8 @@ pub fn clear_leftovers(store: &Store) {
         return;
     }
     for left in &clearable {
-        crate::replace::sweep(&left.bundle);
-        apply::clear(left);
+        crate::fs::atomic::sweep(&left.bundle);
+        oci::clear(left);
     }
     let forgotten = store.update(|ledger| {
         ledger.forget(&clearable);

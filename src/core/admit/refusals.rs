@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{AdmitError, rootless};
 use crate::config::Config;
-use crate::replace::replace;
-use crate::state_dir;
+use crate::fs::atomic::replace;
+use crate::fs::trusted;
 use crate::text::safe;
 
 /// Far more than [`KEPT`] have, in bytes.
@@ -38,7 +38,7 @@ pub struct RefusalRecord {
 /// The last refusals, oldest first; none when the file cannot be read.
 #[must_use]
 pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
-    let text = state_dir::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
+    let text = trusted::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
     serde_json::from_slice(&text).unwrap_or_default()
 }
 

@@ -9,7 +9,6 @@ use nix::unistd::geteuid;
 use serde_json::Value;
 
 use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP, is_of_bundle, undo, wish};
-use crate::apply;
 use crate::broker::client::{Broker, BrokerError};
 use crate::broker::protocol::{Admit, Answer, Ask, ContainerNames};
 use crate::config::Config;
@@ -17,6 +16,7 @@ use crate::grant::Image;
 use crate::inventory::Inventory;
 use crate::ledger::{Binding, LEASE_ANNOTATION, Lease, LeaseId};
 use crate::mps;
+use crate::oci;
 use crate::process::Process;
 use crate::request::Request;
 
@@ -32,7 +32,7 @@ const STILL_THERE: Duration = Duration::from_millis(20);
 #[must_use]
 pub fn applies(config: &Config) -> bool {
     let us = geteuid();
-    if us.is_root() && !apply::in_user_namespace() {
+    if us.is_root() && !oci::in_user_namespace() {
         return false;
     }
     // One that is not there yet would have to be made by whoever owns what it is made in.
@@ -102,11 +102,11 @@ fn look(
     config: &Config,
 ) -> Result<Admission, AdmitError> {
     let Answer::Inventory(inventory) = broker.ask(&Ask::Inventory)? else { return unfitting() };
-    let image = apply::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?;
+    let image = oci::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?;
     let Answer::Granted(granted) = broker.ask(&ask(candidate, annotations, spec, image))? else {
         return unfitting();
     };
-    if let Err(error) = apply::edit(spec, &granted.grant) {
+    if let Err(error) = oci::edit(spec, &granted.grant) {
         let _ = broker.ask(&Ask::Withdraw { lease: granted.lease });
         return Err(error.into());
     }
@@ -129,7 +129,7 @@ fn ask(candidate: &Candidate<'_>, annotations: &BTreeMap<String, String>, spec: 
         owner: Some(candidate.owner.pid).filter(|owner| u32::try_from(*owner) != Ok(us)),
         share: candidate.share.map(str::to_owned),
         annotations: ours.map(|(key, value)| (key.clone(), value.clone())).collect(),
-        capabilities: apply::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES"),
+        capabilities: oci::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES"),
         image,
     }))
 }
@@ -160,8 +160,8 @@ pub(super) fn end(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
 fn freed(ask: &Ask, config: &Config) -> Result<(), AdmitError> {
     let Answer::Freed(left) = Broker::new(config).ask(ask)? else { return unfitting() };
     if let Some(left) = left {
-        crate::replace::sweep(&left.bundle);
-        apply::clear(&left);
+        crate::fs::atomic::sweep(&left.bundle);
+        oci::clear(&left);
     }
     Ok(())
 }
@@ -172,7 +172,7 @@ pub(super) fn clear_after(lease: &Lease, config: &Config) {
     // A container of the same image's directory may hold a share; where no path is, nothing is in the way.
     let in_use = rootfs.to_str().is_none_or(|rootfs| is_mentioned(rootfs, config));
     if !in_use {
-        apply::cleanup_mount_points(rootfs, &lease.mount_points);
+        oci::cleanup_mount_points(rootfs, &lease.mount_points);
     }
     super::bind::clear_volumes(lease, config);
 }

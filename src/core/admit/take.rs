@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::{AdmitError, Candidate, clear_made, dynamic, fresh_inventory, refresh, tidy};
-use crate::apply;
 use crate::broker::caps::Cap;
 use crate::config::{Config, Inject};
 use crate::grant::Image;
 use crate::inventory::{Device, Inventory, is_watched};
+use crate::ledger::DaemonKey;
 use crate::ledger::{Lease, LeaseId, LeaseState, Ledger, Store};
-use crate::mps::{self, ServerKey};
+use crate::mps;
+use crate::oci;
 use crate::place::{Order, Placement, Refusal, named, place};
 use crate::process::epoch_seconds;
 use crate::request::Request;
@@ -35,7 +36,7 @@ pub(super) struct Taken {
     pub image: Image,
     pub inventory: Inventory,
     /// MPS daemons that serve nobody and have to end before the container starts.
-    pub in_the_way: Vec<ServerKey>,
+    pub in_the_way: Vec<DaemonKey>,
 }
 
 /// On what terms a share is taken: root's own, or those of a user who asks `sublet serve`.
@@ -220,7 +221,7 @@ impl Search<'_> {
         let inventory = refreshed.map_or_else(|| fresh_inventory(config).map_err(Look::Temporary), Ok)?;
         let image = match terms.rootfs {
             Rootfs::OfSpec(spec) => {
-                apply::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?
+                oci::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?
             }
             Rootfs::Told(image) => image.clone(),
         };

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use super::{AdmitError, fresh_inventory, rootless};
-use crate::apply::{self, Conflict};
-use crate::cdi::{self, Asked, CdiError};
 use crate::config::Config;
 use crate::grant::{Grant, nodes_of};
 use crate::inventory;
+use crate::oci::cdi::{self, Asked, CdiError};
+use crate::oci::{self, Conflict};
 use crate::place::only;
 use crate::request::{self, Request};
 use crate::text::safe;
@@ -34,10 +34,10 @@ pub fn wish(spec: &Value, share: Option<&str>, config: &Config) -> Result<Reques
     if let Some(asked) = cdi::asked(spec)? {
         return by_cdi(spec, &asked, share, config);
     }
-    let annotations = apply::annotations(spec)?;
-    let capabilities = apply::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
+    let annotations = oci::annotations(spec)?;
+    let capabilities = oci::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
     let request = request::parse(&annotations, share, capabilities.as_deref(), config)?;
-    apply::conflict(spec, &[], config)?;
+    oci::conflict(spec, &[], config)?;
     Ok(request)
 }
 
@@ -51,12 +51,12 @@ fn by_cdi(
     if rootless::applies(config) {
         return Err(CdiError::Rootless.into());
     }
-    let mut annotations = apply::annotations(spec)?;
+    let mut annotations = oci::annotations(spec)?;
     let said = annotations.clone();
     if let (Some(entry_point), false) = (entry_point, annotations.contains_key("sublet.share")) {
         annotations.insert("sublet.share".to_owned(), entry_point.to_owned());
     }
-    let capabilities = apply::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
+    let capabilities = oci::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
     let parse =
         |annotations| request::parse(annotations, Some(&asked.share), capabilities.as_deref(), config);
     let (request, alone) = (parse(&annotations)?, parse(&BTreeMap::new())?);
@@ -69,7 +69,7 @@ fn by_cdi(
     let inventory = fresh_inventory(config)?;
     let request = only(&request, &asked.device, &inventory, config).map_err(|why| out_of_date(asked, why))?;
     let given = nodes_of(&asked.device, &inventory, config);
-    apply::conflict(spec, &given, config).map_err(|conflict| beside(asked, conflict))?;
+    oci::conflict(spec, &given, config).map_err(|conflict| beside(asked, conflict))?;
     Ok(request)
 }
 
@@ -114,7 +114,7 @@ fn contradiction(asked: &Asked, said: &BTreeMap<String, String>, entry_point: Op
 pub(super) fn has_environment(spec: &Value, asked: &Asked, grant: &Grant) -> Result<(), CdiError> {
     let (share, env) = (safe(&asked.share), &grant.env);
     let differs =
-        |(name, value): &&(String, String)| apply::environment_value(spec, name).as_ref() != Some(value);
+        |(name, value): &&(String, String)| oci::environment_value(spec, name).as_ref() != Some(value);
     if let Some((name, _)) = env.set.iter().find(differs) {
         return Err(CdiError::Environment { share, name: safe(name) });
     }

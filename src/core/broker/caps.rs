@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use crate::config::PolicyRule;
 use crate::ledger::{Lease, LeasedPart, Ledger};
 use crate::place::Placement;
-use crate::request::units::MIB;
-use crate::request::{Mode, Percent};
+use crate::share::units::MIB;
+use crate::share::{Mode, Percent};
 
 /// A user's cap.
 #[derive(Clone, Copy, Debug)]
@@ -223,7 +223,7 @@ fn mib(bytes: u64) -> String {
 mod tests {
     use super::*;
     use crate::ledger::fixture::lease;
-    use crate::request::{Isolation, Priority};
+    use crate::share::{Isolation, Priority};
 
     fn placement(mode: Mode, sm: Option<u32>, mib: Option<u64>) -> Placement {
         Placement {

@@ -5,9 +5,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::Duration;
 
-use super::{Action, Config, DeviceRule, PolicyRule};
-use crate::request::annotations::LONGEST_WAIT;
-use crate::request::{self, Selector};
+use super::{Config, DeviceRule, PolicyRule};
+use crate::request;
+use crate::share::Action;
+use crate::share::LONGEST_WAIT;
+use crate::share::Selector;
 use crate::text::safe;
 
 /// The longest path that a Unix socket can be bound to (unix(7): 108 bytes with the NUL), less the

@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Config, ConfigError, load};
-use crate::glob::glob_matches;
+use super::{Config, ConfigError};
+use crate::process::environment::honoured;
+use crate::share::glob::glob_matches;
 use crate::text::safe;
 
 /// The whole file.
@@ -79,10 +80,10 @@ impl Containers {
     }
 }
 
-/// Where the file is, or would be: beside the one that [`load::VARIABLE`] names, else in `/etc/sublet`.
+/// Where the file is, or would be: beside the one that [`VARIABLE`](crate::process::environment::VARIABLE) names, else in `/etc/sublet`.
 #[must_use]
 pub fn containers_path() -> PathBuf {
-    let beside = load::honoured().and_then(|file| Some(file.parent()?.join("containers.toml")));
+    let beside = honoured().and_then(|file| Some(file.parent()?.join("containers.toml")));
     beside.unwrap_or_else(|| PathBuf::from("/etc/sublet/containers.toml"))
 }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use crate::request::nearest;
+use crate::text::nearest;
 use crate::text::safe;
 
 /// Why the configuration cannot be used; names the file and, where there is one, the line.

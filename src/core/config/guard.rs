@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::share::Action;
 use serde::{Deserialize, Serialize};
 
 use super::values;
@@ -45,27 +46,5 @@ impl Default for Guard {
             left: Action::Terminate,
             strangers: Action::Report,
         }
-    }
-}
-
-/// What is done about a process, the mildest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Action {
-    /// It is told, in the journal and in `sublet status`.
-    Report,
-    /// The process is ended.
-    Terminate,
-    /// Its container is ended.
-    Container,
-}
-
-impl std::fmt::Display for Action {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(match self {
-            Self::Report => "report",
-            Self::Terminate => "terminate",
-            Self::Container => "container",
-        })
     }
 }

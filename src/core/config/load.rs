@@ -18,21 +18,8 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::check::{self, Problem};
-use super::{Config, ConfigError, Grant, Runtime, Stay, caller};
-
-/// Names one file instead of all others.
-pub const VARIABLE: &str = "SUBLET_CONFIG";
-
-/// The value of [`VARIABLE`], absolute, where it is honoured: never with more rights than our caller's.
-#[must_use]
-pub fn honoured() -> Option<PathBuf> {
-    let file = std::env::var_os(VARIABLE).filter(|file| !file.is_empty())?;
-    if !caller::has_our_rights() {
-        tracing::warn!("{VARIABLE} is not honoured in a program with more rights than its caller");
-        return None;
-    }
-    std::path::absolute(file).ok()
-}
+use super::{Config, ConfigError, Grant, Runtime, Stay};
+use crate::process::environment::honoured;
 
 /// The merged configuration. With no file at all: the defaults.
 ///

@@ -6,7 +6,7 @@ use toml::{Table, Value};
 
 use super::*;
 use crate::config::{DeviceRule, Policy, TimeSlice};
-use crate::request::Mode;
+use crate::share::Mode;
 
 fn file(path: &str, text: &str) -> File {
     File { path: path.into(), text: text.to_owned() }

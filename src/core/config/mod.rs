@@ -1,7 +1,6 @@
 //! `/etc/sublet/config.toml` and its `conf.d` directories. The documented default file is
 //! `config/config.toml`; everything here works with no file at all.
 
-mod caller;
 mod check;
 mod containers;
 mod error;
@@ -21,14 +20,14 @@ pub use containers::parse as parse_containers;
 pub use containers::{ContainerRule, Containers, containers_path, load_containers};
 pub use error::ConfigError;
 pub use error::{explain, position};
-pub use guard::{Action, Guard};
+pub use guard::Guard;
 #[cfg(fuzzing)]
 pub use load::of_text;
-pub use load::{VARIABLE, honoured, load, load_runtime, sources};
+pub use load::{load, load_runtime, sources};
 pub use policy::PolicyRule;
 
-use crate::request::units::show_duration;
-use crate::request::{Capability, Isolation, MigCap, Mode, Percent};
+use crate::share::units::show_duration;
+use crate::share::{Capability, Isolation, MigCap, Mode, Percent};
 
 /// The whole configuration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::values;
-use crate::request::{Mode, Percent};
+use crate::share::{Mode, Percent};
 
 /// One rule; of all rules the first whose user or group fits counts. A key that is absent caps nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -11,7 +11,7 @@ pub(super) mod duration {
     use std::time::Duration;
 
     use super::{Deserializer, Error, Serializer};
-    use crate::request::units::{DURATION_ALLOWED, parse_duration, show_duration};
+    use crate::share::units::{DURATION_ALLOWED, parse_duration, show_duration};
     use crate::text::safe;
 
     pub fn serialize<S: Serializer>(value: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
@@ -46,7 +46,7 @@ pub(super) mod some_duration {
 /// Amounts of memory as `512MiB`, in bytes; whole MiB, as all that is booked.
 pub(super) mod memory {
     use super::{Deserializer, Error, Serializer};
-    use crate::request::units::{MIB, parse_bytes};
+    use crate::share::units::{MIB, parse_bytes};
     use crate::text::safe;
 
     #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
@@ -112,7 +112,7 @@ pub(super) mod some_memory {
 /// A sum of percentages over several devices: `50`, `12.5`, `150%`.
 pub(super) mod percent_sum {
     use super::{Deserializer, Error, Serializer};
-    use crate::request::Percent;
+    use crate::share::Percent;
     use crate::text::safe;
 
     #[expect(clippy::ref_option, clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]

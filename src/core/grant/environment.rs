@@ -7,8 +7,8 @@ use crate::config::{Config, VisibleDevices};
 use crate::inventory::context_bytes;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::Lease;
-use crate::request::units::MIB;
-use crate::request::{Percent, Priority};
+use crate::share::units::MIB;
+use crate::share::{Percent, Priority};
 
 /// Where NVML does not say how many SMs there are: as many as any GPU has, so that the memory fraction is
 /// rather too small.

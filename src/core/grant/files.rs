@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use super::{GrantedNode, Mount};
 use crate::config::{Config, Inject};
-use crate::inventory::{Device, DriverFile, FileKind, Inventory, Node, under};
-use crate::request::{Capabilities, Capability, MigCap};
+use crate::fs::below::under;
+use crate::inventory::{Device, DriverFile, FileKind, Inventory, Node};
+use crate::share::{Capabilities, Capability, MigCap};
 
 /// Minor of /dev/nvidiactl (nvidia-modprobe-utils.h, `NV_CTL_DEVICE_MINOR`).
 const CTL_MINOR: u32 = 255;

@@ -14,7 +14,7 @@ use crate::config::{Config, Inject};
 use crate::inventory::{self, Device, Inventory, Node};
 use crate::ledger::{Lease, VolumeFiles};
 use crate::place::Placement;
-use crate::request::{Capabilities, Capability};
+use crate::share::{Capabilities, Capability};
 
 /// All edits to one container, for the appliers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

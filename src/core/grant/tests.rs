@@ -6,11 +6,11 @@ use crate::config::VisibleDevices;
 use crate::inventory::{
     ComputeMode, Driver, DriverFile, FileKind, Fingerprint, Majors, Node, Virtualization,
 };
+use crate::ledger::DaemonKey;
 use crate::ledger::{Container, LeaseId, LeaseState};
-use crate::mps::ServerKey;
 use crate::place::fixture::part;
 use crate::process::Process;
-use crate::request::{Capability, Isolation, Mode, Percent, Priority};
+use crate::share::{Capability, Isolation, Mode, Percent, Priority};
 
 /// The environment of what is granted for `lease`.
 fn environment(lease: &Lease, inventory: &Inventory, config: &Config) -> Environment {
@@ -104,7 +104,7 @@ fn lease() -> Lease {
         devices: vec!["GPU-0".to_owned()],
         mode: Mode::Mps,
         isolation: Isolation::Shared,
-        server: Some(ServerKey("GPU-0".to_owned())),
+        server: Some(DaemonKey("GPU-0".to_owned())),
         sm: Some(Percent::from_thousandths(25_000)),
         memory_bytes: Some(8192 * MIB),
         processes: 1,
@@ -186,7 +186,7 @@ fn several_devices_are_limited_by_their_server_and_not_by_the_environment() {
     let lease = Lease {
         devices: vec!["GPU-1".to_owned(), "GPU-0".to_owned()],
         isolation: Isolation::Dedicated,
-        server: Some(ServerKey("0123456789abcdef".to_owned())),
+        server: Some(DaemonKey("0123456789abcdef".to_owned())),
         ..lease()
     };
     let mut inventory = inventory();
@@ -294,7 +294,7 @@ fn jax_is_told_by_default() {
 /// What a container gets that brings `own`, in the first process and by exec alike.
 fn given(own: &[&str], lease: &Lease, config: &Config) -> Vec<String> {
     let mut process = serde_json::json!({ "env": own });
-    crate::apply::edit_environment(&mut process, &environment(lease, &inventory(), config)).unwrap();
+    crate::oci::edit_environment(&mut process, &environment(lease, &inventory(), config)).unwrap();
     serde_json::from_value(process["env"].take()).unwrap()
 }
 

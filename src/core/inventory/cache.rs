@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use super::{Fingerprint, Inventory, MpsPrograms, seen};
 use crate::config::{Config, Inject};
-use crate::replace::replace;
-use crate::state_dir::{self, distrust_file};
+use crate::fs::atomic::replace;
+use crate::fs::trusted::{self, distrust_file};
 use crate::text::safe;
 
 /// `Inventory::schema` of this build.
@@ -170,7 +170,7 @@ pub fn no_checkpoint(state_dir: &Path) -> PathBuf {
 }
 
 fn write(config: &Config, path: &Path, inventory: &Inventory) -> io::Result<()> {
-    state_dir::make(&config.state_dir).map_err(|why| io::Error::other(format!("its directory: {why}")))?;
+    trusted::make(&config.state_dir).map_err(|why| io::Error::other(format!("its directory: {why}")))?;
     put(&no_checkpoint(&config.state_dir), NO_CHECKPOINT.as_bytes())?;
     put(path, &serde_json::to_vec(inventory)?)
 }
@@ -185,10 +185,10 @@ fn put(path: &Path, content: &[u8]) -> io::Result<()> {
 
 fn read(path: &Path) -> Result<Vec<u8>, InventoryError> {
     let untrusted = |why| InventoryError::Untrusted { path: path.to_owned(), why };
-    if let Some(why) = path.parent().and_then(state_dir::distrust) {
+    if let Some(why) = path.parent().and_then(trusted::distrust) {
         return Err(untrusted(format!("its directory: {why}")));
     }
-    match state_dir::read(path, LARGEST) {
+    match trusted::read(path, LARGEST) {
         Ok(Some(content)) => content.map_err(untrusted),
         Ok(None) => Err(InventoryError::Missing { path: path.to_owned() }),
         Err(source) => Err(InventoryError::Unreadable { path: path.to_owned(), source }),

@@ -5,7 +5,7 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use super::super::fixture::Root;
 use super::super::{Driver, DriverFile, FileKind, Majors};
 use super::*;
-use crate::request::Capability;
+use crate::share::Capability;
 
 const GPU: &str = "0000:3b:00.0";
 const ACCESS: &str = "/proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci0/access";
@@ -38,7 +38,7 @@ fn inventory(config: &Config) -> Inventory {
         },
         devices: Vec::new(),
         files: vec![DriverFile {
-            source: super::super::under(&config.driver.root, LIBCUDA),
+            source: crate::fs::below::under(&config.driver.root, LIBCUDA),
             kind: FileKind::Library { soname: "libcuda.so.1".into(), also: vec!["libcuda.so".into()] },
             capability: Capability::Compute,
         }],

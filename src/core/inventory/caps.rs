@@ -14,7 +14,8 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 
-use super::{Node, under};
+use super::Node;
+use crate::fs::below::under;
 
 const MINORS: &str = "/proc/driver/nvidia-caps/mig-minors";
 
@@ -88,7 +89,7 @@ fn capability(root: &Path, file: &str, minor: u32) -> io::Result<u32> {
 pub fn make_node(root: &Path, node: &Node, mode: u32) -> io::Result<()> {
     let path: PathBuf = under(root, &node.path.to_string_lossy());
     if let Some(dir) = path.parent() {
-        crate::state_dir::create(dir)?;
+        crate::fs::trusted::create(dir)?;
     }
     match mknod(&path, SFlag::S_IFCHR, Mode::empty(), makedev(node.major.into(), node.minor.into())) {
         // The umask has no say in it.

@@ -45,7 +45,7 @@ impl Root {
     }
 
     pub fn file(&self, path: &str, content: impl AsRef<[u8]>) -> &Self {
-        let path = super::under(self.path(), path);
+        let path = crate::fs::below::under(self.path(), path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, content).unwrap();
         self
@@ -54,12 +54,13 @@ impl Root {
     /// A file that can be run.
     pub fn program(&self, path: &str) -> &Self {
         self.file(path, "");
-        fs::set_permissions(super::under(self.path(), path), fs::Permissions::from_mode(0o755)).unwrap();
+        fs::set_permissions(crate::fs::below::under(self.path(), path), fs::Permissions::from_mode(0o755))
+            .unwrap();
         self
     }
 
     pub fn link(&self, path: &str, target: &str) -> &Self {
-        let path = super::under(self.path(), path);
+        let path = crate::fs::below::under(self.path(), path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::os::unix::fs::symlink(target, path).unwrap();
         self

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use super::under;
+use crate::fs::below::under;
 
 /// The `nvidia` kernel module as it says itself.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::stat::{major, minor};
 
-use super::{Majors, Node, under};
+use super::{Majors, Node};
+use crate::fs::below::under;
 
 impl Majors {
     /// From the text of /proc/devices. The `nvidia-frontend` of drivers up to 535 became `nvidia`.

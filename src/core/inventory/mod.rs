@@ -15,7 +15,7 @@ pub mod seen;
 pub mod watched;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +27,7 @@ pub use programs::{MissingPrograms, MpsPrograms};
 pub use seen::can_do_mig;
 pub use watched::{boot_id, is_watched, unwatch, watch};
 
-use crate::request::{Capability, Percent};
+use crate::share::{Capability, Percent};
 
 /// `inventory.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -282,10 +282,4 @@ impl Device {
 #[must_use]
 pub const fn context_bytes(sms: u64) -> u64 {
     (29_000 + sms * 3_700) * (1 << 20) / 1000
-}
-
-/// `path` (absolute) below the driver root.
-#[must_use]
-pub fn under(root: &Path, path: &str) -> PathBuf {
-    root.join(path.trim_start_matches('/'))
 }

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::stat::{major, minor};
 
-use super::{Node, caps, under};
+use super::{Node, caps};
+use crate::fs::below::under;
 
 /// Why a node cannot be given to a container.
 #[derive(Debug, thiserror::Error)]

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Device, Driver, GpuProcess, Inventory, Node};
-use crate::request::MigCap;
+use crate::share::MigCap;
 
 /// What a MIG device is a part of, and which.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -5,8 +5,8 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use super::resolve::resolve;
-use super::under;
-use crate::own::PATH;
+use crate::fs::below::under;
+use crate::process::sublet::PATH;
 
 /// Starts MPS servers, and asks a daemon that does.
 const CONTROL: &str = "nvidia-cuda-mps-control";

@@ -4,7 +4,8 @@ use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::path::Path;
 
-use super::{Fingerprint, InventoryError, kernel, under};
+use super::{Fingerprint, InventoryError, kernel};
+use crate::fs::below::under;
 
 /// The fingerprint as it is now, and what it leaves out.
 #[derive(Debug)]

@@ -7,8 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::config::Config;
+use crate::fs::trusted;
 use crate::process::uptime_seconds;
-use crate::state_dir;
 
 /// A word older than this, in seconds, is none: the service gives it every two.
 const LIMIT: u64 = 5;
@@ -19,7 +19,7 @@ const LONGEST: u64 = 100;
 /// Whether the service has compared them just now.
 #[must_use]
 pub fn is_watched(config: &Config) -> bool {
-    let word = state_dir::read_if_trusted(&path(config), LONGEST).unwrap_or_default();
+    let word = trusted::read_if_trusted(&path(config), LONGEST).unwrap_or_default();
     is_recent(&String::from_utf8_lossy(&word), &boot_id(), uptime_seconds())
 }
 
@@ -28,7 +28,7 @@ pub fn is_watched(config: &Config) -> bool {
 /// # Errors
 /// The state directory cannot be written.
 pub fn watch(config: &Config, since: u64) -> std::io::Result<()> {
-    crate::replace::replace(&path(config), format!("{} {since}\n", boot_id()).as_bytes(), 0o644)
+    crate::fs::atomic::replace(&path(config), format!("{} {since}\n", boot_id()).as_bytes(), 0o644)
 }
 
 /// Takes it back.

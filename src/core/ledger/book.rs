@@ -6,8 +6,8 @@ use super::{
     Ceiling, Container, DEFAULT_STATE_DIR, Lease, LeaseId, Ledger, MemoryCeiling, SCHEMA, STATE_DIR, Server,
 };
 use crate::inventory::GpuProcess;
-use crate::mps::ServerKey;
-use crate::request::Percent;
+use crate::ledger::DaemonKey;
+use crate::share::Percent;
 use crate::text::safe;
 
 /// A container that holds a live lease already: a live lease is never replaced.
@@ -73,14 +73,14 @@ impl Ledger {
     }
 
     /// Leases that the MPS server `key` serves.
-    pub fn on_server<'a>(&'a self, key: &'a ServerKey) -> impl Iterator<Item = &'a Lease> {
+    pub fn on_server<'a>(&'a self, key: &'a DaemonKey) -> impl Iterator<Item = &'a Lease> {
         self.leases.iter().filter(move |lease| lease.server.as_ref() == Some(key))
     }
 
     /// The ceiling that the server `key` should have: the least that admits all its leases; `None` when it
     /// serves nobody.
     #[must_use]
-    pub fn wanted_ceiling(&self, key: &ServerKey) -> Option<Ceiling> {
+    pub fn wanted_ceiling(&self, key: &DaemonKey) -> Option<Ceiling> {
         let none = |_: &Lease| Ceiling::NONE;
         let of = if cfg!(sublet_without = "b4") { none } else { Lease::ceiling };
         self.on_server(key).map(of).reduce(Ceiling::or)
@@ -88,13 +88,13 @@ impl Ledger {
 
     /// How many devices the server `key` serves its leases on: as many ordinals have a memory ceiling each.
     #[must_use]
-    pub fn devices_of(&self, key: &ServerKey) -> usize {
+    pub fn devices_of(&self, key: &DaemonKey) -> usize {
         self.on_server(key).map(|lease| lease.devices.len()).max().unwrap_or(1)
     }
 
     /// Daemons for all of a device that serve nobody, on the devices of `lease` and not its own: they are to end
     /// before its container starts.
-    pub fn in_the_way<'a>(&'a self, lease: &'a Lease) -> impl Iterator<Item = &'a ServerKey> {
+    pub fn in_the_way<'a>(&'a self, lease: &'a Lease) -> impl Iterator<Item = &'a DaemonKey> {
         let shared = self.servers.iter().filter(|server| LeaseId::parse(&server.key.0).is_none());
         let on_its = shared.filter(|server| lease.devices.iter().any(|device| server.serves(device)));
         let others = on_its.filter(|server| lease.server.as_ref() != Some(&server.key));
@@ -216,7 +216,7 @@ pub mod fixture {
 
     use super::super::{Container, Lease, LeaseId, LeaseState};
     use crate::process::Process;
-    use crate::request::{Isolation, Mode, Priority};
+    use crate::share::{Isolation, Mode, Priority};
 
     /// A plain time-slice lease number `n` on `device`, owned by a process that cannot be.
     pub fn lease(n: u64, device: &str) -> Lease {
@@ -304,7 +304,7 @@ mod tests {
 
     #[test]
     fn the_ceiling_is_the_largest_lease_and_none_where_one_has_none() {
-        let key = ServerKey("GPU-a".into());
+        let key = DaemonKey("GPU-a".into());
         let with = |n, sm: Option<u32>| Lease {
             server: Some(key.clone()),
             sm: sm.map(Percent::from_thousandths),
@@ -332,7 +332,7 @@ mod tests {
 
     #[test]
     fn a_server_of_its_own_has_the_part_of_one_process_as_ceiling() {
-        let key = |text: &str| Some(ServerKey(text.into()));
+        let key = |text: &str| Some(DaemonKey(text.into()));
         let (sm, processes) = (Some(Percent::from_thousandths(25_000)), 2);
         let memory_bytes = Some(8 << 30);
         let own = Lease { server: key("0000000000000001"), sm, memory_bytes, processes, ..lease(1, "GPU-a") };
@@ -356,10 +356,10 @@ mod tests {
 
     #[test]
     fn a_server_is_idle_from_its_last_lease_to_its_next() {
-        let served = |n| Lease { server: Some(ServerKey("GPU-a".into())), ..lease(n, "GPU-a") };
+        let served = |n| Lease { server: Some(DaemonKey("GPU-a".into())), ..lease(n, "GPU-a") };
         let mut ledger = ledger(vec![served(1)]);
         ledger.servers.push(Server {
-            key: ServerKey("GPU-a".into()),
+            key: DaemonKey("GPU-a".into()),
             devices: vec!["GPU-a".into()],
             daemon: None,
             state: ServerState::Serving,

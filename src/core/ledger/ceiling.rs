@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::request::Percent;
-use crate::request::units::MIB;
+use crate::share::Percent;
+use crate::share::units::MIB;
 
 /// A server's ceiling, or what a lease needs of it. The default admits nobody: nothing is known to be in force.
 ///

@@ -29,7 +29,7 @@ pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Stri
 #[cfg(test)]
 mod tests {
     use super::super::{Ceiling, Server, ServerState};
-    use crate::mps::ServerKey;
+    use crate::ledger::DaemonKey;
 
     #[test]
     fn one_device_is_written_as_it_always_was_and_several_are_a_list() {
@@ -39,7 +39,7 @@ mod tests {
             (&["GPU-a", "GPU-b"], "\"device\":[\"GPU-a\",\"GPU-b\"]"),
         ] {
             let server = Server {
-                key: ServerKey("0000000000000001".into()),
+                key: DaemonKey("0000000000000001".into()),
                 devices: devices.iter().map(|uuid| (*uuid).to_owned()).collect(),
                 daemon: None,
                 state: ServerState::Serving,

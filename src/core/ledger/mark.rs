@@ -9,7 +9,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::Namespaces;
-use crate::state_dir;
+use crate::fs::trusted;
 
 /// More than it ever has.
 const LONGEST: usize = 512;
@@ -35,7 +35,7 @@ impl Mark {
 
     /// [`Mark::read`] without the lock: not for users, who may not open it.
     pub fn read_in(path: &Path, boot_id: &str) -> Option<Self> {
-        Self::parse(&state_dir::read_if_trusted(path, LONGEST as u64)?, boot_id)
+        Self::parse(&trusted::read_if_trusted(path, LONGEST as u64)?, boot_id)
     }
 
     fn parse(content: &[u8], boot_id: &str) -> Option<Self> {

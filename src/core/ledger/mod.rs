@@ -5,6 +5,7 @@ mod bind;
 mod book;
 mod ceiling;
 mod cgroup;
+mod daemon_key;
 mod devices;
 mod ended;
 #[cfg(test)]
@@ -31,6 +32,7 @@ pub use book::Doubled;
 #[cfg(any(test, feature = "fixtures"))]
 pub use book::fixture;
 pub use ceiling::{Ceiling, MemoryCeiling};
+pub use daemon_key::DaemonKey;
 #[cfg(any(test, feature = "fixtures"))]
 pub use made::fixture as made_fixture;
 pub use made::{Awaited, Made};
@@ -42,9 +44,8 @@ pub use store::{Freed, LedgerError, Store};
 pub use store::{is_there, written};
 
 use crate::inventory::ComputeMode;
-use crate::mps::ServerKey;
 use crate::process::Process;
-use crate::request::{Guarding, Isolation, Mode, Percent, Priority};
+use crate::share::{Guarding, Isolation, Mode, Percent, Priority};
 
 /// [`Ledger::schema`] of what this build writes and reads.
 pub const SCHEMA: &str = "sublet.ledger/1";
@@ -144,7 +145,7 @@ pub struct Lease {
     /// Which MPS server, where mode or memory needs one.
     pub isolation: Isolation,
     /// The MPS server that serves it.
-    pub server: Option<ServerKey>,
+    pub server: Option<DaemonKey>,
     /// SM ceiling of the whole container; `None`: no ceiling.
     pub sm: Option<Percent>,
     /// Device memory of the whole container on each device, in bytes; `None`: no limit.
@@ -296,7 +297,7 @@ pub struct Init {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Server {
     /// Its directory's name under `mps/`: the device's UUID, or the lease id.
-    pub key: ServerKey,
+    pub key: DaemonKey,
     /// The devices it serves, in the order its clients count them: one, or all of a lease that has several. None
     /// where a rebuild could not tell.
     #[serde(rename = "device", with = "devices")]

@@ -10,7 +10,7 @@ use super::alive::{has_processes, init_of};
 use super::record::{LARGEST, Record, read_bounded};
 use super::{Lease, LeaseId, LeaseState, Ledger, Server, ServerState};
 use crate::inventory::{Device, GpuProcess, Inventory};
-use crate::mps::ServerKey;
+use crate::ledger::DaemonKey;
 use crate::process::Process;
 use crate::text::safe;
 
@@ -114,7 +114,7 @@ fn is_explained(process: &GpuProcess, device: &Device, ledger: &Ledger) -> bool 
 
 /// The inventory of this boot, however old: it says which devices there are and who was on them.
 pub(super) fn inventory(state_dir: &Path, boot_id: &str) -> Option<Inventory> {
-    let content = crate::state_dir::read_if_trusted(&state_dir.join("inventory.json"), LARGEST)?;
+    let content = crate::fs::trusted::read_if_trusted(&state_dir.join("inventory.json"), LARGEST)?;
     let inventory: Inventory = serde_json::from_slice(&content).ok()?;
     (inventory.fingerprint.boot_id.trim() == boot_id).then_some(inventory)
 }
@@ -143,7 +143,7 @@ fn records_in(root: &Path) -> Vec<PathBuf> {
 /// The lease of the container whose record is in `dir`, if it has one and lives.
 fn restore(dir: &Path, state_dir: &Path) -> Option<Lease> {
     let trusted =
-        fs::symlink_metadata(dir).is_ok_and(|meta| meta.is_dir() && crate::state_dir::is_ours(meta.uid()));
+        fs::symlink_metadata(dir).is_ok_and(|meta| meta.is_dir() && crate::fs::trusted::is_ours(meta.uid()));
     let record = match Record::read(dir) {
         Ok(record) => record.filter(|_| trusted)?,
         Err(error) => {
@@ -176,10 +176,10 @@ fn restore(dir: &Path, state_dir: &Path) -> Option<Lease> {
 fn servers(state_dir: &Path, ledger: &Ledger) -> Vec<Server> {
     let entries = fs::read_dir(state_dir.join("mps")).into_iter().flatten().flatten();
     let written = entries.filter_map(|entry| {
-        let key = ServerKey(entry.file_name().to_str()?.to_owned());
+        let key = DaemonKey(entry.file_name().to_str()?.to_owned());
         Some((key, daemon(&entry.path())?))
     });
-    let mut found: Vec<(ServerKey, Process)> = written.collect();
+    let mut found: Vec<(DaemonKey, Process)> = written.collect();
     for running in running_daemons(state_dir) {
         if !found.iter().any(|(key, _)| *key == running.0) {
             found.push(running);
@@ -189,7 +189,7 @@ fn servers(state_dir: &Path, ledger: &Ledger) -> Vec<Server> {
 }
 
 /// Daemons that were started for a directory of ours, which may be gone by now.
-fn running_daemons(state_dir: &Path) -> Vec<(ServerKey, Process)> {
+fn running_daemons(state_dir: &Path) -> Vec<(DaemonKey, Process)> {
     let ours = state_dir.join("mps");
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
@@ -202,13 +202,13 @@ fn running_daemons(state_dir: &Path) -> Vec<(ServerKey, Process)> {
         words.split(|byte| *byte == 0).find(|word| matches!(*word, b"-d" | b"-f"))?;
         let pipe = PathBuf::from(variable(pid, "CUDA_MPS_PIPE_DIRECTORY=")?);
         let key = pipe.strip_prefix(&ours).ok()?.parent()?.to_str().filter(|key| !key.is_empty())?;
-        Some((ServerKey(key.to_owned()), Process::find(pid).filter(Process::is_alive)?))
+        Some((DaemonKey(key.to_owned()), Process::find(pid).filter(Process::is_alive)?))
     })
     .collect()
 }
 
 /// The record of a daemon that runs. Its ceiling is unknown: the default has it set anew.
-fn server(key: ServerKey, daemon: Process, ledger: &Ledger) -> Server {
+fn server(key: DaemonKey, daemon: Process, ledger: &Ledger) -> Server {
     let lease = ledger.on_server(&key).next().map(|lease| lease.devices.clone());
     let devices = if key.0.starts_with("GPU-") { Some(vec![key.0.clone()]) } else { lease };
     let devices = devices.unwrap_or_else(|| visible_devices(daemon.pid));
@@ -265,7 +265,7 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()
             known.push(root.to_owned());
             let lines: Vec<&str> = known.iter().filter_map(|root| root.to_str()).collect();
             let lines = lines.join("\n");
-            crate::replace::replace(&state_dir.join(FURTHER_ROOTS), lines.as_bytes(), 0o644)?;
+            crate::fs::atomic::replace(&state_dir.join(FURTHER_ROOTS), lines.as_bytes(), 0o644)?;
         }
     }
     Ok(())
@@ -273,7 +273,7 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger) -> io::Result<()
 
 fn further_roots(state_dir: &Path) -> Vec<PathBuf> {
     let content =
-        crate::state_dir::read_if_trusted(&state_dir.join(FURTHER_ROOTS), LARGEST).unwrap_or_default();
+        crate::fs::trusted::read_if_trusted(&state_dir.join(FURTHER_ROOTS), LARGEST).unwrap_or_default();
     let text = String::from_utf8_lossy(&content).into_owned();
     text.lines().filter(|line| line.starts_with('/')).map(PathBuf::from).collect()
 }
@@ -402,7 +402,7 @@ mod tests {
         let mut ledger = rebuild(state.path(), None, "boot", None);
         assert_eq!(ledger.unexplained, ["GPU-a", "GPU-b", "GPU-c"]);
         assert_eq!(ledger.servers.len(), 2);
-        let server = Some(ServerKey("GPU-a".into()));
+        let server = Some(DaemonKey("GPU-a".into()));
         ledger.leases.push(Lease { server, ..lease(1, "GPU-a") });
         assert_eq!(unexplained(state.path(), &ledger), ["GPU-b", "GPU-c"]);
         child.kill().unwrap();

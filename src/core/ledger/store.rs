@@ -17,8 +17,8 @@ use super::namespaces::{self, Namespaces};
 use super::rebuild::{inventory, rebuild, remember_roots, trace, unexplained};
 use super::record::{LARGEST, read_up_to};
 use super::{Lease, LeaseId, Ledger, SCHEMA};
+use crate::fs::trusted;
 use crate::process::uptime_seconds;
-use crate::state_dir;
 use crate::text::safe;
 use serde_json::Value;
 
@@ -121,7 +121,7 @@ impl Store {
     /// The directory cannot be made or is not ours.
     pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
         let unusable = |why| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
-        state_dir::make(state_dir).map_err(unusable)?;
+        trusted::make(state_dir).map_err(unusable)?;
         Ok(Self { state_dir: state_dir.to_owned(), root: None })
     }
 
@@ -186,7 +186,7 @@ impl Store {
         let lock = self.lock()?;
         let mark = Mark::read(&lock, &boot);
         if !cfg!(sublet_without = "c5-sweep") {
-            crate::replace::sweep(&self.state_dir);
+            crate::fs::atomic::sweep(&self.state_dir);
         }
         let (before, mut ledger) = match self.load()? {
             Loaded::Missing => (None, Ledger::empty(&boot)),
@@ -256,7 +256,7 @@ impl Store {
     /// It is there and cannot be read: it may be sound.
     fn last(&self, boot: &str) -> Result<Option<Ledger>, LedgerError> {
         let path = self.copy();
-        let content = state_dir::read(&path, LARGEST).map_err(|error| failed("read", &path, error))?;
+        let content = trusted::read(&path, LARGEST).map_err(|error| failed("read", &path, error))?;
         let ledger = content.and_then(Result::ok).and_then(|content| parse(&content).ok());
         Ok(ledger.filter(|ledger| ledger.boot_id == boot))
     }
@@ -294,7 +294,7 @@ impl Store {
 
     fn load(&self) -> Result<Loaded, LedgerError> {
         let path = self.file();
-        let content = match state_dir::read(&path, LARGEST).map_err(|error| failed("read", &path, error))? {
+        let content = match trusted::read(&path, LARGEST).map_err(|error| failed("read", &path, error))? {
             Some(Ok(content)) => content,
             Some(Err(why)) => return Ok(Loaded::Corrupt(why)),
             None => return self.missing(),
@@ -389,8 +389,8 @@ impl Store {
         let written = remember_roots(&self.state_dir, ledger).and_then(|()| {
             let content = serde_json::to_vec(ledger)?;
             // First: what the ledger has is in the copy, whenever we are killed.
-            crate::replace::replace(&self.copy(), &content, 0o600)?;
-            crate::replace::replace(&path, &content, 0o644)
+            crate::fs::atomic::replace(&self.copy(), &content, 0o600)?;
+            crate::fs::atomic::replace(&path, &content, 0o644)
         });
         written.map_err(|error| failed("written", &path, error))
     }
@@ -411,7 +411,7 @@ fn open_lock(path: &Path) -> io::Result<File> {
     if !meta.is_file() {
         return Err(io::Error::other("it is no regular file: remove it, sublet makes it anew"));
     }
-    if !state_dir::is_ours(meta.uid()) {
+    if !trusted::is_ours(meta.uid()) {
         return Err(io::Error::other(format!("uid {} made it: remove it", meta.uid())));
     }
     if meta.mode() & 0o077 != 0 {
@@ -445,7 +445,7 @@ pub(super) fn parse(content: &[u8]) -> Result<Ledger, String> {
 
 /// What people and the driver were told stays, where a ledger of another version still tells it.
 fn salvage(path: &Path, ledger: &mut Ledger) {
-    let content = state_dir::read_if_trusted(path, LARGEST).unwrap_or_default();
+    let content = trusted::read_if_trusted(path, LARGEST).unwrap_or_default();
     let Ok(Value::Object(mut old)) = serde_json::from_slice(&content) else { return };
     let mut list = |name| old.remove(name).unwrap_or_default();
     ledger.drained = serde_json::from_value(list("drained")).unwrap_or_default();

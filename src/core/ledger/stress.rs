@@ -12,7 +12,8 @@ use crate::config::Config;
 use crate::inventory::Inventory;
 use crate::place::fixture::{GIB, device, host, request};
 use crate::place::tests::{assert_accounts, lease_of};
-use crate::request::{Memory, Request};
+use crate::request::Request;
+use crate::share::Memory;
 
 type Nothing = std::convert::Infallible;
 

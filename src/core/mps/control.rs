@@ -9,14 +9,15 @@ use std::time::Duration;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
-use super::{MpsError, ServerKey, dirs};
-use crate::child::ChildError;
+use super::{MpsError, dirs};
 use crate::config::{self, Config};
-use crate::confine;
 use crate::inventory::{MissingPrograms, MpsPrograms};
+use crate::ledger::DaemonKey;
 use crate::ledger::{Ceiling, MemoryCeiling};
 use crate::process::Process;
-use crate::request::Percent;
+use crate::process::child::ChildError;
+use crate::process::confine;
+use crate::share::Percent;
 use crate::text::safe;
 
 /// A daemon that lives answers in 3 ms (docs/evidence); a stopped one never does.
@@ -86,7 +87,7 @@ pub struct Control {
 impl Control {
     /// # Errors
     /// The driver's control program is not installed. To ask a daemon that runs takes no server program.
-    pub fn new(key: &ServerKey, config: &Config) -> Result<Self, MpsError> {
+    pub fn new(key: &DaemonKey, config: &Config) -> Result<Self, MpsError> {
         let root = &config.driver.root;
         let programs = MpsPrograms::find(root);
         let program =
@@ -104,7 +105,7 @@ impl Control {
 
     /// The program that runs as `daemon`, for where nothing else tells which one is installed.
     #[must_use]
-    pub fn of(key: &ServerKey, config: &Config, daemon: Process) -> Option<Self> {
+    pub fn of(key: &DaemonKey, config: &Config, daemon: Process) -> Option<Self> {
         let program = std::fs::read_link(format!("/proc/{}/exe", daemon.pid)).ok()?;
         let installed = program.is_file() && daemon.is_alive();
         let (programs, pipe) = (MpsPrograms::find(&config.driver.root), dirs::pipe(key, &config.state_dir));
@@ -245,7 +246,7 @@ fn limit_commands(server: Option<i32>, devices: usize, ceiling: Ceiling) -> Vec<
 /// The program that asks the daemon of `key`, by the configuration in force; `None`: there is none.
 #[must_use]
 pub fn command(key: &str) -> Option<Command> {
-    let key = ServerKey(key.to_owned());
+    let key = DaemonKey(key.to_owned());
     dirs::check_key(&key).ok()?;
     Control::new(&key, &config::load().ok()?).ok().map(|control| control.asking())
 }

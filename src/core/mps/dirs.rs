@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 
 use nix::libc;
 
+use super::MpsError;
 use super::error::io_at;
-use super::{MpsError, ServerKey};
+use crate::ledger::DaemonKey;
 
 /// What `sun_path` holds beside its NUL: unix(7).
 const LONGEST_SOCKET_PATH: usize = 107;
@@ -22,13 +23,13 @@ const LOG_CAP: u64 = 1 << 20;
 
 /// The daemon's pipe directory: whoever can write its `control_privileged` rules the daemon.
 #[must_use]
-pub fn pipe(key: &ServerKey, state_dir: &Path) -> PathBuf {
+pub fn pipe(key: &DaemonKey, state_dir: &Path) -> PathBuf {
     key.dir(state_dir).join("pipe")
 }
 
 /// The daemon's logs.
 #[must_use]
-pub fn log(key: &ServerKey, state_dir: &Path) -> PathBuf {
+pub fn log(key: &DaemonKey, state_dir: &Path) -> PathBuf {
     key.dir(state_dir).join("log")
 }
 
@@ -36,7 +37,7 @@ pub fn log(key: &ServerKey, state_dir: &Path) -> PathBuf {
 ///
 /// # Errors
 /// A key that is no plain name, a socket path too long, a directory that cannot be made or is not ours.
-pub fn make(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
+pub fn make(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     check_key(key)?;
     check_length(&pipe(key, state_dir).join("control_privileged"))?;
     make_one(&state_dir.join("mps"), 0o755)?;
@@ -47,7 +48,7 @@ pub fn make(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
 }
 
 /// Whether containers, whoever they run as, come by to the daemon: who cannot reach it runs on the whole GPU.
-pub(super) fn is_open(key: &ServerKey, state_dir: &Path) -> bool {
+pub(super) fn is_open(key: &DaemonKey, state_dir: &Path) -> bool {
     let way = [state_dir.join("mps"), key.dir(state_dir), key.public(state_dir)];
     way.iter().all(|dir| fs::metadata(dir).is_ok_and(|found| found.mode() & 0o005 == 0o005))
 }
@@ -56,7 +57,7 @@ pub(super) fn is_open(key: &ServerKey, state_dir: &Path) -> bool {
 ///
 /// # Errors
 /// It is no such key.
-pub fn check_key(key: &ServerKey) -> Result<(), MpsError> {
+pub fn check_key(key: &DaemonKey) -> Result<(), MpsError> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     if !key.0.is_empty() && key.0.len() <= 80 && !key.0.starts_with('-') && key.0.bytes().all(plain) {
         return Ok(());
@@ -98,7 +99,7 @@ fn make_one(path: &Path, mode: u32) -> Result<(), MpsError> {
 ///
 /// # Errors
 /// The link cannot be made.
-pub fn publish(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
+pub fn publish(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     let public = key.public(state_dir);
     let control = pipe(key, state_dir).join("control");
     let link = public.join("control");
@@ -137,7 +138,7 @@ fn remove_if_there(path: &Path) -> Result<(), MpsError> {
 ///
 /// # Errors
 /// Something cannot be removed.
-pub fn clear_pipe(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
+pub fn clear_pipe(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     let dir = pipe(key, state_dir);
     if dir.exists() { remove_others(&dir, "") } else { Ok(()) }
 }
@@ -147,7 +148,7 @@ pub fn clear_pipe(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
 ///
 /// # Errors
 /// Something cannot be removed.
-pub fn clear(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
+pub fn clear(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     if crate::ledger::LeaseId::parse(&key.0).is_some() {
         return remove_if_there(&key.dir(state_dir));
     }
@@ -161,7 +162,7 @@ pub fn clear(key: &ServerKey, state_dir: &Path) -> Result<(), MpsError> {
 /// Caps each log of the daemon: what is past the cap is kept once as `<name>.old`.
 ///
 /// The daemon holds its logs open, so they are copied and truncated, never renamed.
-pub fn cap_logs(key: &ServerKey, state_dir: &Path) {
+pub fn cap_logs(key: &DaemonKey, state_dir: &Path) {
     let dir = log(key, state_dir);
     for name in ["control.log", "server.log", OUTPUT] {
         if let Err(error) = cap_log(&dir.join(name), LOG_CAP) {
@@ -196,13 +197,13 @@ fn open_log(path: &Path) -> io::Result<File> {
 
 /// The last `most` bytes of a log of the daemon; empty where there is none.
 #[must_use]
-pub fn log_tail(key: &ServerKey, state_dir: &Path, name: &str, most: u64) -> String {
+pub fn log_tail(key: &DaemonKey, state_dir: &Path, name: &str, most: u64) -> String {
     log_since(key, state_dir, name, 0, most)
 }
 
 /// What was written to a log behind its first `from` bytes, the last `most` bytes of it.
 #[must_use]
-pub fn log_since(key: &ServerKey, state_dir: &Path, name: &str, from: u64, most: u64) -> String {
+pub fn log_since(key: &DaemonKey, state_dir: &Path, name: &str, from: u64, most: u64) -> String {
     let read = || -> io::Result<Vec<u8>> {
         let mut file = open_log(&log(key, state_dir).join(name))?;
         let length = file.metadata()?.len();
@@ -216,7 +217,7 @@ pub fn log_since(key: &ServerKey, state_dir: &Path, name: &str, from: u64, most:
 
 /// Where the control program's own words go; `None`: nowhere.
 #[must_use]
-pub fn output(key: &ServerKey, state_dir: &Path) -> Option<File> {
+pub fn output(key: &DaemonKey, state_dir: &Path) -> Option<File> {
     let mut options = OpenOptions::new();
     options.append(true).create(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
     options.open(log(key, state_dir).join(OUTPUT)).ok()
@@ -228,8 +229,8 @@ mod tests {
 
     use super::*;
 
-    fn key() -> ServerKey {
-        ServerKey("GPU-11111111-2222-3333-4444-555555555555".into())
+    fn key() -> DaemonKey {
+        DaemonKey("GPU-11111111-2222-3333-4444-555555555555".into())
     }
 
     fn mode(path: PathBuf) -> u32 {
@@ -264,9 +265,9 @@ mod tests {
     #[test]
     fn keys_that_would_be_paths_are_refused() {
         for bad in ["", "..", ".", "a/b", "-x", "a b", "GPU-1\n"] {
-            assert!(check_key(&ServerKey(bad.into())).is_err(), "{bad:?}");
+            assert!(check_key(&DaemonKey(bad.into())).is_err(), "{bad:?}");
         }
-        assert!(check_key(&ServerKey("00f1e2d3c4b5a697".into())).is_ok());
+        assert!(check_key(&DaemonKey("00f1e2d3c4b5a697".into())).is_ok());
     }
 
     #[test]
@@ -326,7 +327,7 @@ mod tests {
     #[test]
     fn a_leases_own_daemon_leaves_nothing() {
         let state = tempfile::tempdir().unwrap();
-        let own = ServerKey("00f1e2d3c4b5a697".into());
+        let own = DaemonKey("00f1e2d3c4b5a697".into());
         for key in [&own, &key()] {
             make(key, state.path()).unwrap();
             fs::write(key.public(state.path()).join("control"), "").unwrap();

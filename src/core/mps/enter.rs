@@ -6,12 +6,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::control::{AskError, Control, listens};
-use super::{MpsError, ServerKey, dirs, record};
+use super::{MpsError, dirs, record};
 use crate::config::Config;
+use crate::host::selinux;
+use crate::ledger::DaemonKey;
 use crate::ledger::{LedgerError, Server, ServerState, Store};
-use crate::own;
+use crate::process::sublet;
 use crate::process::{Process, epoch_seconds};
-use crate::selinux;
 
 /// How long a daemon may take to come back: whoever types at the other end waits meanwhile.
 const LIMIT: Duration = Duration::from_secs(3);
@@ -39,7 +40,7 @@ pub fn enter(public: &Path, config: &Config) -> Result<(), MpsError> {
         // A start wants to see the lease: the ledger is rebuilt from what runs.
         let (Ok(()), _freed) = store.update(|_| Ok::<_, Infallible>(()))?;
     }
-    own::sublet(&["mps", "start", &daemon.key.0], LIMIT.saturating_sub(began.elapsed()))?;
+    sublet::run(&["mps", "start", &daemon.key.0], LIMIT.saturating_sub(began.elapsed()))?;
     if daemon.answers()? {
         return Ok(());
     }
@@ -56,17 +57,17 @@ pub fn answers(public: &Path, config: &Config) -> Result<bool, MpsError> {
 
 /// A daemon as its container knows it.
 struct Daemon<'a> {
-    key: ServerKey,
+    key: DaemonKey,
     public: &'a Path,
     /// Of the state directory that `public` lies in.
     config: Config,
 }
 
 impl<'a> Daemon<'a> {
-    /// `public` is `<state directory>/mps/<key>/public` ([`ServerKey::public`]).
+    /// `public` is `<state directory>/mps/<key>/public` ([`DaemonKey::public`]).
     fn behind(public: &'a Path, config: &Config) -> Result<Self, MpsError> {
         let name = public.parent().and_then(Path::file_name).unwrap_or_default();
-        let key = ServerKey(name.to_string_lossy().into_owned());
+        let key = DaemonKey(name.to_string_lossy().into_owned());
         dirs::check_key(&key)?;
         let state_dir = public.ancestors().nth(3).unwrap_or(Path::new("")).to_owned();
         if key.public(&state_dir) != public {
@@ -115,7 +116,7 @@ impl<'a> Daemon<'a> {
     /// The daemon that wrote its pid down, where we may read that.
     fn process(&self) -> Option<Process> {
         let file = dirs::pipe(&self.key, &self.config.state_dir).join("nvidia-cuda-mps-control.pid");
-        let text = crate::state_dir::read_if_trusted(&file, LONGEST_PID)?;
+        let text = crate::fs::trusted::read_if_trusted(&file, LONGEST_PID)?;
         Process::find(std::str::from_utf8(&text).ok()?.trim().parse().ok()?)
     }
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::inventory::{InventoryError, MissingPrograms};
 use crate::ledger::LedgerError;
-use crate::own::OwnError;
+use crate::process::sublet::SubletError;
 
 /// Why an MPS daemon does not serve; every message says what would help.
 #[derive(Debug, thiserror::Error)]
@@ -18,7 +18,7 @@ pub enum MpsError {
         "SELinux enforces on this host without sublet's policy module for {}/mps, so containers would not reach \
          their MPS server and would run without limits: {}; or take a share without sm and memory (mode time-slice)",
         .state_dir.display(),
-        crate::selinux::FIX
+        crate::host::selinux::FIX
     )]
     SeLinux {
         /// The state directory.
@@ -158,7 +158,7 @@ pub enum MpsError {
     },
     /// `sublet mps start` or `stop` failed.
     #[error(transparent)]
-    Own(#[from] OwnError),
+    Own(#[from] SubletError),
     /// It cannot be brought to an end.
     #[error(
         "the MPS daemon {key} (pid {pid}) does not end, not even by SIGKILL: \

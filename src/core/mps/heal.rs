@@ -5,8 +5,9 @@ use std::time::Duration;
 use super::control::{AskError, Control};
 use super::idle::{self, errands};
 use super::lock::DaemonLock;
-use super::{MpsError, ServerKey, child_start, dirs, record};
+use super::{MpsError, child_start, dirs, record};
 use crate::config::Config;
+use crate::ledger::DaemonKey;
 use crate::ledger::{LeaseId, Ledger, Server, ServerState, Store};
 use crate::text::safe;
 
@@ -17,7 +18,7 @@ use crate::text::safe;
 ///
 /// # Errors
 /// The daemon does not answer or does not stop; it is then recorded as in fault.
-pub fn settle(key: &ServerKey, store: &Store, config: &Config) -> Result<(), MpsError> {
+pub fn settle(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
     let ledger = store.read()?;
     if let (Some(_), Some(server)) = (ledger.wanted_ceiling(key), record::server(&ledger, key)) {
         dirs::cap_logs(key, &config.state_dir);
@@ -76,7 +77,7 @@ pub(super) fn run_errands(ledger: &Ledger, config: &Config) -> Vec<String> {
 /// Nobody is starting or stopping it at this moment.
 ///
 /// A holder that was killed while it forked leaves the lock to a child until that has exec'd: hence the wait.
-fn is_free(key: &ServerKey, config: &Config) -> bool {
+fn is_free(key: &DaemonKey, config: &Config) -> bool {
     DaemonLock::take(key, &config.state_dir, Duration::from_millis(50)).is_ok()
 }
 
@@ -124,7 +125,7 @@ fn restart(server: &Server, ledger: &Ledger, config: &Config) -> Vec<String> {
 fn remove_strays(read: impl Fn() -> Option<Ledger>, config: &Config) {
     let Ok(entries) = std::fs::read_dir(config.state_dir.join("mps")) else { return };
     for name in entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()) {
-        let key = ServerKey(name);
+        let key = DaemonKey(name);
         if LeaseId::parse(&key.0).is_none() {
             continue;
         }
@@ -149,7 +150,7 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         let config = Config { state_dir: state.path().to_owned(), ..Config::default() };
         for name in ["0000000000000001", "0000000000000002", "GPU-1"] {
-            dirs::make(&ServerKey(name.into()), state.path()).unwrap();
+            dirs::make(&DaemonKey(name.into()), state.path()).unwrap();
         }
         let held = ledger(vec![lease("0000000000000001", "0000000000000001", None)]);
         remove_strays(|| Some(held.clone()), &config);

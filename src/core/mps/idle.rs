@@ -6,8 +6,9 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::{MpsError, STOP_LIMIT, ServerKey, child_rest, child_stop, record};
+use super::{MpsError, STOP_LIMIT, child_rest, child_stop, record};
 use crate::config::{Config, Stay};
+use crate::ledger::DaemonKey;
 use crate::ledger::{LeaseId, Ledger, Server, ServerState, Store};
 use crate::process::Process;
 use crate::process::uptime_seconds;
@@ -60,21 +61,21 @@ pub(super) enum Errand {
 }
 
 /// What is due: daemons that have to go, and compute modes that a last lease or a crash left behind.
-pub(super) fn errands(ledger: &Ledger, config: &Config) -> Vec<(ServerKey, Errand)> {
-    let unused = |key: &ServerKey| ledger.on_server(key).next().is_none();
-    let changed = |key: &ServerKey| ledger.compute_modes.iter().any(|changed| changed.device == key.0);
+pub(super) fn errands(ledger: &Ledger, config: &Config) -> Vec<(DaemonKey, Errand)> {
+    let unused = |key: &DaemonKey| ledger.on_server(key).next().is_none();
+    let changed = |key: &DaemonKey| ledger.compute_modes.iter().any(|changed| changed.device == key.0);
     let servers = ledger.servers.iter().filter(|server| unused(&server.key)).filter_map(|server| {
         let errand = if waits(server, ledger, config) { Errand::Rest } else { Errand::Stop };
         let due = errand == Errand::Stop || changed(&server.key);
         due.then(|| (server.key.clone(), errand))
     });
-    let modes = ledger.compute_modes.iter().map(|changed| ServerKey(changed.device.clone()));
+    let modes = ledger.compute_modes.iter().map(|changed| DaemonKey(changed.device.clone()));
     let left = modes.filter(|key| unused(key) && record::server(ledger, key).is_none());
     servers.chain(left.map(|key| (key, Errand::Stop))).collect()
 }
 
 /// Has it done by `sublet`; its warnings.
-pub(super) fn run((key, errand): &(ServerKey, Errand)) -> Result<Vec<String>, MpsError> {
+pub(super) fn run((key, errand): &(DaemonKey, Errand)) -> Result<Vec<String>, MpsError> {
     match errand {
         Errand::Stop => child_stop(key),
         Errand::Rest => child_rest(key),
@@ -86,7 +87,7 @@ pub(super) fn run((key, errand): &(ServerKey, Errand)) -> Result<Vec<String>, Mp
 ///
 /// # Errors
 /// One does not end.
-pub fn make_way(keys: &[ServerKey], store: &Store) -> Result<Vec<String>, MpsError> {
+pub fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>, MpsError> {
     let deadline = Instant::now() + STOP_LIMIT;
     let mut warnings = Vec::new();
     for key in keys {
@@ -111,7 +112,7 @@ pub fn make_way(keys: &[ServerKey], store: &Store) -> Result<Vec<String>, MpsErr
 /// The ledger cannot be read.
 pub fn end_unexplained(store: &Store, config: &Config) -> Result<(), MpsError> {
     let ledger = store.read()?;
-    let strays = |(key, _): &&(ServerKey, Errand)| {
+    let strays = |(key, _): &&(DaemonKey, Errand)| {
         record::server(&ledger, key).is_some_and(|server| ledger.is_unexplained(server))
     };
     for errand in errands(&ledger, config).iter().filter(strays) {
@@ -165,7 +166,7 @@ mod tests {
 
     fn server(key: &str, daemon: Option<Process>, idle_since: u64) -> Server {
         Server {
-            key: ServerKey(key.into()),
+            key: DaemonKey(key.into()),
             devices: vec![key.into()],
             daemon,
             state: ServerState::Serving,
@@ -197,7 +198,7 @@ mod tests {
     }
 
     fn due(held: &Ledger, config: &Config) -> Vec<String> {
-        let line = |(key, errand): (ServerKey, Errand)| format!("{errand:?} {key}");
+        let line = |(key, errand): (DaemonKey, Errand)| format!("{errand:?} {key}");
         errands(held, config).into_iter().map(line).collect()
     }
 

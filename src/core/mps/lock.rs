@@ -12,7 +12,8 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
 
 use super::error::io_at;
-use super::{MpsError, ServerKey, dirs};
+use super::{MpsError, dirs};
+use crate::ledger::DaemonKey;
 
 /// Held until dropped. No other program inherits it: the descriptor is close-on-exec.
 pub struct DaemonLock {
@@ -24,7 +25,7 @@ impl DaemonLock {
     ///
     /// # Errors
     /// [`MpsError::Busy`] when it is not to be had in time.
-    pub fn take(key: &ServerKey, state_dir: &Path, limit: Duration) -> Result<Self, MpsError> {
+    pub fn take(key: &DaemonKey, state_dir: &Path, limit: Duration) -> Result<Self, MpsError> {
         let deadline = Instant::now() + limit;
         loop {
             if let Some(lock) = Self::try_take(key, state_dir)? {
@@ -41,7 +42,7 @@ impl DaemonLock {
     ///
     /// # Errors
     /// The lock cannot be made or asked.
-    pub fn try_take(key: &ServerKey, state_dir: &Path) -> Result<Option<Self>, MpsError> {
+    pub fn try_take(key: &DaemonKey, state_dir: &Path) -> Result<Option<Self>, MpsError> {
         dirs::make(key, state_dir)?;
         let path = key.dir(state_dir).join("lock");
         match lock_now(&path) {
@@ -71,8 +72,8 @@ fn lock_now(path: &Path) -> io::Result<Option<Flock<File>>> {
 mod tests {
     use super::*;
 
-    fn key() -> ServerKey {
-        ServerKey("GPU-11111111-2222-3333-4444-555555555555".into())
+    fn key() -> DaemonKey {
+        DaemonKey("GPU-11111111-2222-3333-4444-555555555555".into())
     }
 
     #[test]

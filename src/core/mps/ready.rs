@@ -7,10 +7,10 @@ use super::control::{AskError, Control, listens};
 use super::lock::DaemonLock;
 use super::{MpsError, STOP_LIMIT, child_start, dirs, record};
 use crate::config::{Config, ExclusiveComputeMode};
+use crate::host::selinux;
 use crate::ledger::{Ceiling, Lease, Server, ServerState, Store};
-use crate::own::OwnError;
 use crate::process::epoch_seconds;
-use crate::selinux;
+use crate::process::sublet::SubletError;
 
 /// Makes sure that the daemon of `lease` (already in the ledger) answers and admits its share.
 ///
@@ -32,7 +32,7 @@ pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String
     if serves(lease, store, config)? {
         return Ok(warnings);
     }
-    Err(MpsError::Own(OwnError(format!(
+    Err(MpsError::Own(SubletError(format!(
         "`sublet mps start {key}` ended well and the daemon still does not serve: see `sublet mps logs {key}`"
     ))))
 }

@@ -1,10 +1,11 @@
 //! What the ledger says of a daemon, and changing it; the ceiling that its leases want.
 
+use super::MpsError;
 use super::control::{AskError, Control};
 use super::lock::DaemonLock;
-use super::{MpsError, ServerKey};
 use crate::config::Config;
 use crate::inventory::{self, Device};
+use crate::ledger::DaemonKey;
 use crate::ledger::{Ledger, Server, ServerState, Store};
 use crate::process::epoch_seconds;
 
@@ -18,7 +19,7 @@ pub(super) fn is_recent(answered_at: u64, now: u64) -> bool {
 
 /// The record of daemon `key`.
 #[must_use]
-pub fn server<'a>(ledger: &'a Ledger, key: &ServerKey) -> Option<&'a Server> {
+pub fn server<'a>(ledger: &'a Ledger, key: &DaemonKey) -> Option<&'a Server> {
     ledger.servers.iter().find(|server| server.key == *key)
 }
 
@@ -47,7 +48,7 @@ pub fn change<T>(
 ///
 /// # Errors
 /// The ledger cannot be read or written.
-pub fn note(store: &Store, key: &ServerKey, what: impl FnOnce(&mut Server)) -> Result<(), MpsError> {
+pub fn note(store: &Store, key: &DaemonKey, what: impl FnOnce(&mut Server)) -> Result<(), MpsError> {
     change(store, |ledger| {
         if let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) {
             what(server);
@@ -90,7 +91,7 @@ pub fn note_failure(store: &Store, server: &Server, error: AskError) -> MpsError
 
 /// A failed question of a daemon that should have answered.
 #[must_use]
-pub fn refused(key: &ServerKey, error: AskError) -> MpsError {
+pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
     match error {
         AskError::Refused { command, answer } => MpsError::Refused { key: key.to_string(), command, answer },
         AskError::Program(source) => {
@@ -112,7 +113,7 @@ pub fn refused(key: &ServerKey, error: AskError) -> MpsError {
 ///
 /// # Errors
 /// The ledger cannot be written, or the daemon does not take the ceiling.
-pub fn adjust(_held: &DaemonLock, key: &ServerKey, store: &Store, config: &Config) -> Result<(), MpsError> {
+pub fn adjust(_held: &DaemonLock, key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
     let begun = change(store, |ledger| {
         let Some(wanted) = ledger.wanted_ceiling(key) else { return Ok(None) };
         let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) else {
@@ -147,7 +148,7 @@ pub(super) mod tests {
     use super::*;
     use crate::ledger::{Container, Lease, LeaseId, LeaseState};
     use crate::process::Process;
-    use crate::request::{Isolation, Mode, Percent, Priority};
+    use crate::share::{Isolation, Mode, Percent, Priority};
 
     pub(in crate::mps) fn lease(id: &str, key: &str, sm: Option<u32>) -> Lease {
         Lease {
@@ -162,7 +163,7 @@ pub(super) mod tests {
             devices: vec!["GPU-1".into()],
             mode: Mode::Mps,
             isolation: Isolation::Shared,
-            server: Some(ServerKey(key.into())),
+            server: Some(DaemonKey(key.into())),
             sm: sm.map(Percent::from_thousandths),
             memory_bytes: None,
             processes: 1,

@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 
 use crate::config::Config;
 use crate::inventory::Device;
+use crate::ledger::DaemonKey;
 use crate::ledger::{Lease, Ledger, ServerState};
-use crate::mps::ServerKey;
-use crate::request::units::MIB;
-use crate::request::{Isolation, Mode, Percent};
+use crate::share::units::MIB;
+use crate::share::{Isolation, Mode, Percent};
 
 /// Device memory of an MPS server itself: measured, docs/evidence.
 pub(super) const SERVER_BYTES: u64 = 66 * MIB;
@@ -100,7 +100,7 @@ fn memory_booked(device: &Device, ledger: &Ledger) -> u64 {
 }
 
 /// Every MPS server that has or will have memory of the device: leases' own, and such as still run.
-pub(super) fn servers<'a>(device: &'a Device, ledger: &'a Ledger) -> BTreeSet<&'a ServerKey> {
+pub(super) fn servers<'a>(device: &'a Device, ledger: &'a Ledger) -> BTreeSet<&'a DaemonKey> {
     let wanted = on_memory(device, ledger).filter_map(|lease| lease.server.as_ref());
     let running = ledger
         .servers
@@ -167,7 +167,7 @@ mod tests {
     fn shared(n: u64, sm: u32, gib: u64) -> Lease {
         Lease {
             mode: Mode::Mps,
-            server: Some(ServerKey("GPU-0".into())),
+            server: Some(DaemonKey("GPU-0".into())),
             sm: Some(Percent::from_thousandths(sm)),
             memory_bytes: Some(gib * GIB),
             processes: 2,
@@ -200,7 +200,7 @@ mod tests {
     fn dedicated_servers_take_turns_and_each_has_its_own_memory() {
         let dedicated = |n| Lease {
             isolation: Isolation::Dedicated,
-            server: Some(ServerKey(format!("{n:016x}"))),
+            server: Some(DaemonKey(format!("{n:016x}"))),
             ..shared(n, 50_000, 1)
         };
         let account = account(&device(0), &with(vec![dedicated(1), dedicated(2)]), &Config::default());
@@ -253,7 +253,7 @@ mod tests {
     #[test]
     fn a_server_that_still_runs_counts_though_nobody_uses_it() {
         let server = |state| Server {
-            key: ServerKey("GPU-0".into()),
+            key: DaemonKey("GPU-0".into()),
             devices: vec!["GPU-0".into()],
             daemon: None,
             state,

@@ -6,10 +6,11 @@ use super::select::rule;
 use crate::config::{Config, Policy};
 use crate::inventory::context_bytes;
 use crate::inventory::{ComputeMode, Device, Driver, Inventory, Virtualization};
+use crate::ledger::DaemonKey;
 use crate::ledger::{Lease, LeaseId, LeasedPart, Ledger, ServerState};
-use crate::mps::ServerKey;
-use crate::request::units::MIB;
-use crate::request::{Isolation, Mode, Percent, Priority, Request};
+use crate::request::Request;
+use crate::share::units::MIB;
+use crate::share::{Isolation, Mode, Percent, Priority};
 use crate::text::safe;
 
 /// The first driver branch with which a process sees several MIG devices (MIG User Guide, "CUDA visible
@@ -32,7 +33,7 @@ pub(super) struct World<'a> {
 pub(super) struct Fit {
     pub mode: Mode,
     pub isolation: Isolation,
-    pub server: Option<ServerKey>,
+    pub server: Option<DaemonKey>,
     pub memory_bytes: Option<u64>,
     pub refresh_first: bool,
     /// Whether the device is in that use already.
@@ -79,7 +80,7 @@ struct Want<'a> {
     isolation: Isolation,
     /// Row of the accounts that it will be in.
     used_as: Mode,
-    server: Option<ServerKey>,
+    server: Option<DaemonKey>,
     memory: Option<u64>,
     /// Bytes that it adds to the accounts, a new server's included.
     books: u64,
@@ -136,8 +137,8 @@ fn want<'a>(
     let own_server = limited_turns || several && mode == Mode::Mps;
     let isolation = if own_server { Isolation::Dedicated } else { request.isolation };
     let server = (mode == Mode::Mps || limited_turns).then(|| match isolation {
-        Isolation::Dedicated if !cfg!(sublet_without = "b8") => ServerKey(id.to_string()),
-        Isolation::Shared | Isolation::Dedicated => ServerKey(device.uuid.clone()),
+        Isolation::Dedicated if !cfg!(sublet_without = "b8") => DaemonKey(id.to_string()),
+        Isolation::Shared | Isolation::Dedicated => DaemonKey(device.uuid.clone()),
     });
     let memory = match mode {
         Mode::Mig => shared_part(device, world.config),

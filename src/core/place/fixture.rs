@@ -13,7 +13,8 @@ use std::time::Duration;
 use crate::inventory::{
     ComputeMode, Device, Driver, Fingerprint, GpuProcess, Inventory, Majors, Part, Virtualization,
 };
-use crate::request::{Capabilities, Devices, Isolation, Mode, Priority, Request};
+use crate::request::Request;
+use crate::share::{Capabilities, Devices, Isolation, Mode, Priority};
 
 /// One GiB in bytes.
 pub const GIB: u64 = 1 << 30;

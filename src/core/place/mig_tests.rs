@@ -6,7 +6,7 @@ use super::*;
 use crate::inventory::Part;
 use crate::ledger::Lease;
 use crate::ledger::fixture::lease;
-use crate::request::{Memory, Selector};
+use crate::share::{Memory, Selector};
 
 /// GPU 0 in MIG mode: two 1g.18gb, and two compute instances in the third GPU instance.
 fn cut() -> Inventory {
@@ -140,7 +140,7 @@ fn clients_are_limited_in_proportion() {
         let wanted = Request { processes: std::num::NonZeroU32::new(n).unwrap(), ..named(0, Mode::Mps) };
         placed(&wanted, vec![]).map(|placement| placement.server)
     };
-    assert_eq!(clients(5).unwrap(), Some(ServerKey("MIG-0".into())));
+    assert_eq!(clients(5).unwrap(), Some(DaemonKey("MIG-0".into())));
     let refusal = clients(6).unwrap_err();
     assert!(refusal.message.contains("takes at most 5 MPS clients, not 6"), "48 * 16 / 132: {refusal}");
 }

@@ -18,9 +18,10 @@ use fit::{Fit, Misfit, World};
 
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
+use crate::ledger::DaemonKey;
 use crate::ledger::{LeaseId, LeasedPart, Ledger};
-use crate::mps::ServerKey;
-use crate::request::{Devices, Guarding, Isolation, Memory, MigCap, Mode, Percent, Priority, Request};
+use crate::request::Request;
+use crate::share::{Devices, Guarding, Isolation, Memory, MigCap, Mode, Percent, Priority};
 
 pub use account::{Account, account};
 pub use fit::client_limit;
@@ -40,7 +41,7 @@ pub struct Placement {
     /// Shared or dedicated.
     pub isolation: Isolation,
     /// The MPS server it needs: mode mps, or time-slice with memory.
-    pub server: Option<ServerKey>,
+    pub server: Option<DaemonKey>,
     /// SM ceiling of the whole container.
     pub sm: Option<Percent>,
     /// Memory of the whole container on each device, in bytes (whole MiB).

@@ -7,8 +7,9 @@ use super::select::{hosts, wants_mig};
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::Ledger;
-use crate::request::units::MIB;
-use crate::request::{Devices, Memory, Mode, Percent, Request};
+use crate::request::Request;
+use crate::share::units::MIB;
+use crate::share::{Devices, Memory, Mode, Percent};
 
 /// An instance that would serve.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -114,7 +115,7 @@ const fn is_alone(request: &Request) -> bool {
 mod tests {
     use super::super::fixture::{GIB, device, host, request};
     use super::*;
-    use crate::request::Selector;
+    use crate::share::Selector;
 
     fn mig_host() -> Inventory {
         let mut gpus: Vec<Device> = (0..3).map(device).collect();

@@ -6,8 +6,9 @@ use super::select::wants_mig;
 use crate::config::Config;
 use crate::inventory::Device;
 use crate::ledger::{Lease, Ledger};
-use crate::request::units::MIB;
-use crate::request::{Devices, Isolation, Memory, Mode, Percent, Request};
+use crate::request::Request;
+use crate::share::units::MIB;
+use crate::share::{Devices, Isolation, Memory, Mode, Percent};
 use crate::text::safe;
 
 /// A message names this many devices, and holders of each, and counts the others.

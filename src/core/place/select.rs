@@ -1,9 +1,10 @@
 //! From selectors to devices: which ones a request may have, and which of those it takes.
 
 use crate::config::{Config, DeviceRule};
-use crate::glob::glob_matches;
 use crate::inventory::{Device, Inventory};
-use crate::request::{Devices, Mode, Request, Selector};
+use crate::request::Request;
+use crate::share::glob::glob_matches;
+use crate::share::{Devices, Mode, Selector};
 use crate::text::safe;
 
 /// The first rule of the configuration that matches `device`.

@@ -11,7 +11,7 @@ use crate::config::{DeviceRule, Policy};
 use crate::inventory::{ComputeMode, Virtualization};
 use crate::ledger::fixture::lease;
 use crate::ledger::{ChangedComputeMode, Lease};
-use crate::request::{Memory, Selector};
+use crate::share::{Memory, Selector};
 
 type Change = fn(&mut Inventory);
 
@@ -34,7 +34,7 @@ fn mps(sm: u32, gib: u64) -> Request {
 fn leased(n: u64, gpu: &str, sm: u32, gib: u64) -> Lease {
     Lease {
         mode: Mode::Mps,
-        server: Some(ServerKey(gpu.into())),
+        server: Some(DaemonKey(gpu.into())),
         sm: Some(percent(sm)),
         memory_bytes: Some(gib * GIB),
         ..lease(n, gpu)
@@ -63,7 +63,7 @@ fn a_shared_share_is_served_by_the_devices_server() {
         parts: vec![],
         mode: Mode::Mps,
         isolation: Isolation::Shared,
-        server: Some(ServerKey("GPU-0".into())),
+        server: Some(DaemonKey("GPU-0".into())),
         sm: Some(percent(25_000)),
         memory_bytes: Some(8_589_934_592),
         processes: 1,
@@ -83,7 +83,7 @@ fn time_slice_with_memory_gets_a_server_of_its_own_and_without_none() {
     assert_eq!((plain.server, plain.isolation), (None, Isolation::Shared));
     let limited = Request { memory: Some(Memory::Share(percent(25_000))), ..request(Mode::TimeSlice) };
     let limited = placed(&limited, &host, &ledger(vec![])).unwrap();
-    assert_eq!(limited.server, Some(ServerKey("00000000000000ff".into())));
+    assert_eq!(limited.server, Some(DaemonKey("00000000000000ff".into())));
     assert_eq!(limited.isolation, Isolation::Dedicated);
     assert_eq!(limited.memory_bytes, Some(25 * GIB));
 }
@@ -373,7 +373,7 @@ fn several_devices_have_one_server_of_the_leases_own_and_one_amount_each() {
     ] {
         let placement = placed(&request, &host, &ledger(vec![])).unwrap();
         assert_eq!(placement.devices, ["GPU-0", "GPU-1"]);
-        assert_eq!(placement.server, Some(ServerKey(id().to_string())));
+        assert_eq!(placement.server, Some(DaemonKey(id().to_string())));
         assert_eq!((placement.isolation, placement.memory_bytes), (Isolation::Dedicated, Some(8 * GIB)));
         let held = ledger(vec![lease_of(1, placement)]);
         for device in &host.devices[..2] {

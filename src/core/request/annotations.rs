@@ -4,15 +4,17 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::error::{KEYS, RequestError, Setting, nearest, nearest_key};
-use super::{Capabilities, Capability, Devices, Isolation, Memory, MigCap, Mode, Percent, Priority, Request};
-use super::{misspelt, rules, selector, units};
-use crate::config::{Action, Config};
+use super::Request;
+use super::error::{KEYS, RequestError, Setting, nearest_key};
+use super::{misspelt, rules};
+use crate::config::Config;
+use crate::share::{
+    Action, Capabilities, Capability, Devices, Isolation, LONGEST_WAIT, Memory, MigCap, Mode, Percent,
+    Priority, SELECTORS_ALLOWED, parse_devices, units,
+};
+use crate::text::nearest;
 
 const PREFIX: &str = "sublet.";
-
-/// Longest `sublet.wait`: engines and people give a start up that takes longer.
-pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// Whether any of `annotations` asks for a share: a key beginning `sublet.`, or one that is meant to and is
 /// refused by [`parse`].
@@ -63,7 +65,7 @@ pub fn parse(
     let mig = keys.read("mig", "a MIG profile, as 1g.18gb or 1c.2g.35gb", mig_profile)?;
     let mig_caps = keys.read("mig-caps", MIG_CAPS_ALLOWED, mig_caps)?.unwrap_or_default();
     rules::mig_caps(&keys, &mig_caps, &config.mig.allow_caps)?;
-    let devices = keys.read("gpu", selector::ALLOWED, selector::parse_devices)?;
+    let devices = keys.read("gpu", SELECTORS_ALLOWED, parse_devices)?;
     let devices = devices.unwrap_or(Devices::Any(NonZeroU32::MIN));
     let mode = keys.word("mode", &MODES)?;
     let isolation = keys.word("isolation", &ISOLATIONS)?;

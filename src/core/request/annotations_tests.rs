@@ -3,10 +3,10 @@
 use insta::assert_snapshot;
 use proptest::prelude::*;
 
-use super::super::{Guarding, Selector};
 use super::Capability::{Compute, Graphics, Utility, Video};
 use super::*;
 use crate::config::Required;
+use crate::share::{Guarding, Selector};
 
 fn annotations(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
     pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::text::safe;
+use crate::text::{nearest, safe};
 
 /// Keys a container may carry, without the prefix. `lease` is ours to write.
 pub(super) const KEYS: [&str; 13] = [
@@ -143,19 +143,4 @@ pub(super) fn nearest_key(wrong: &str) -> Option<&'static str> {
             .find(|key| *key == word.replace(['.', '_', '/'], "-"))
             .or_else(|| nearest(wrong, KEYS)),
     }
-}
-
-/// The candidate spelt most like `word`, if any is spelt like it at all.
-pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    // The distance costs a product of lengths, and nothing that long is a slip of one of our words.
-    if word.len() > 40 {
-        return None;
-    }
-    let word = word.to_ascii_lowercase();
-    candidates
-        .into_iter()
-        .map(|candidate| (strsim::damerau_levenshtein(&word, &candidate.to_ascii_lowercase()), candidate))
-        .filter(|(distance, candidate)| *distance <= (candidate.chars().count() / 3).max(1))
-        .min_by_key(|(distance, _)| *distance)
-        .map(|(_, candidate)| candidate)
 }

@@ -5,20 +5,14 @@ pub mod annotations;
 mod error;
 mod misspelt;
 mod rules;
-mod selector;
-pub mod units;
 
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
-use crate::config::Action;
+use crate::share::{Capabilities, Devices, Guarding, Isolation, Memory, MigCap, Mode, Percent, Priority};
 
 pub use annotations::{is_ours, is_podman_infra, is_sandbox, parse};
-pub use error::nearest;
 pub use error::{RequestError, Setting};
-pub use units::{Memory, Percent};
 
 /// What one container asks for, complete and free of contradictions.
 #[derive(Clone, Debug, PartialEq)]
@@ -49,173 +43,4 @@ pub struct Request {
     pub wait: Duration,
     /// What the guard does about this container's processes, where that is not for `[guard]` alone to say.
     pub guard: Option<Guarding>,
-}
-
-/// `sublet.gpu`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Devices {
-    /// Any devices, this many.
-    Any(NonZeroU32),
-    /// Every device of the host.
-    All,
-    /// These, all or none.
-    These(Vec<Selector>),
-}
-
-/// One device as a user names it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Selector {
-    /// NVML's index.
-    Index(u32),
-    /// `GPU-…`, whole or an unambiguous beginning.
-    Uuid(String),
-    /// PCI bus id, in any of the usual widths.
-    BusId(String),
-    /// `MIG-…`, the old form `MIG-GPU-<uuid>/<gi>/<ci>` too.
-    MigUuid(String),
-    /// `G:M`: the M-th MIG device of GPU index G.
-    MigIndex(u32, u32),
-    /// `name:<alias>` from `[[device]]`.
-    Name(String),
-    /// `model:<glob>` on the device's name; any one device that matches.
-    Model(String),
-}
-
-/// How a device is shared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Mode {
-    /// The driver's round robin; with memory, behind an MPS server of the container's own.
-    TimeSlice,
-    /// CUDA Multi-Process Service.
-    Mps,
-    /// A MIG instance.
-    Mig,
-    /// The whole device for one container.
-    Exclusive,
-}
-
-impl Mode {
-    /// The word used in annotations, configuration and JSON.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::TimeSlice => "time-slice",
-            Self::Mps => "mps",
-            Self::Mig => "mig",
-            Self::Exclusive => "exclusive",
-        }
-    }
-}
-
-impl std::fmt::Display for Mode {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(self.as_str())
-    }
-}
-
-/// `sublet.isolation`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Isolation {
-    /// The device's common MPS server: cheap, and a fault in one client ends all.
-    #[default]
-    Shared,
-    /// An MPS server of the container's own: its faults stay with it; servers take turns.
-    Dedicated,
-}
-
-/// `sublet.priority`: MPS client priority.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Priority {
-    /// `CUDA_MPS_CLIENT_PRIORITY=0`.
-    #[default]
-    Normal,
-    /// `CUDA_MPS_CLIENT_PRIORITY=1`.
-    Low,
-}
-
-/// `sublet.guard`: what the guard does about a container's own processes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Guarding {
-    /// The container's own word: what `[guard]` says, or this where it is stricter.
-    AtLeast(Action),
-    /// A `[share]` of the configuration says so, and that is root's word.
-    Exactly(Action),
-}
-
-impl Guarding {
-    /// What is done where `[guard]` says `configured`.
-    #[must_use]
-    pub fn over(self, configured: Action) -> Action {
-        match self {
-            Self::AtLeast(action) => action.max(configured),
-            Self::Exactly(action) => action,
-        }
-    }
-}
-
-/// `sublet.mig-caps`: access that goes beyond one's own MIG device (MIG User Guide, "Device nodes and
-/// capabilities").
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum MigCap {
-    /// Watching all instances of all GPUs.
-    Monitor,
-    /// Making and destroying them.
-    Config,
-}
-
-impl MigCap {
-    /// Both.
-    pub const ALL: [Self; 2] = [Self::Monitor, Self::Config];
-
-    /// The word used in annotations, configuration and by the driver.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Monitor => "monitor",
-            Self::Config => "config",
-        }
-    }
-}
-
-/// One class of driver files, as `NVIDIA_DRIVER_CAPABILITIES` names them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Capability {
-    /// CUDA and `OpenCL`.
-    Compute,
-    /// NVML and nvidia-smi.
-    Utility,
-    /// OpenGL, EGL, Vulkan, with nvidia-modeset and the GPU's own /dev/dri nodes.
-    Graphics,
-    /// Video codecs and optical flow.
-    Video,
-}
-
-impl Capability {
-    /// Every class there is.
-    pub const ALL: [Self; 4] = [Self::Compute, Self::Utility, Self::Graphics, Self::Video];
-}
-
-/// A set of [`Capability`], in their order, each once.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Capabilities(pub Vec<Capability>);
-
-impl Capabilities {
-    /// Whether `capability` is in the set.
-    #[must_use]
-    pub fn has(&self, capability: Capability) -> bool {
-        self.0.contains(&capability)
-    }
-}
-
-impl Default for Capabilities {
-    /// `compute,utility`.
-    fn default() -> Self {
-        Self(vec![Capability::Compute, Capability::Utility])
-    }
 }

@@ -2,8 +2,8 @@
 
 use super::annotations::Keys;
 use super::error::{RequestError, Setting};
-use super::{Devices, Guarding, Isolation, MigCap, Mode, Selector};
-use crate::config::{Action, Config, Required};
+use crate::config::{Config, Required};
+use crate::share::{Action, Devices, Guarding, Isolation, MigCap, Mode, Selector};
 
 /// The mode that the keys name or imply, once nothing contradicts it. `None`: the device's
 /// configuration decides.

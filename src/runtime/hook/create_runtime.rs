@@ -5,9 +5,9 @@ use super::state::State;
 use crate::shim;
 use sublet_core::admit;
 use sublet_core::config;
-use sublet_core::confine;
 use sublet_core::ledger::{Binding, Init, LeaseId};
 use sublet_core::process::Process;
+use sublet_core::process::confine;
 
 /// Binds `lease` to the container of `state`. What fails here keeps the container from starting: without
 /// a lease it would run unaccounted.

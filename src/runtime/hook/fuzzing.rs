@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::{HookError, State, lease, precreate};
-use sublet_core::hooks::{self, Stage};
+use sublet_core::oci::hooks::{self, Stage};
 
 /// What a stage reads out of the container's state: the first word of its lease, or of its annotations.
 ///

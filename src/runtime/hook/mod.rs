@@ -4,6 +4,7 @@
 //! be the image's (CVE-2025-23266). But for precreate in a user namespace: Podman runs it in the container's bundle,
 //! beside which its storage tells of the container, and is asked only if standard input names the same container.
 
+mod commands;
 mod create_runtime;
 #[cfg(fuzzing)]
 pub mod fuzzing;
@@ -21,14 +22,14 @@ use nix::unistd::getppid;
 
 use state::{State, StateError};
 use sublet_core::admit::{self, AdmitError};
-use sublet_core::apply::FileError;
-use sublet_core::cdi::{self, Asked, CdiError};
 use sublet_core::config::{self, ConfigError};
-use sublet_core::confine::{self, Rights};
-use sublet_core::engine::Engine;
-use sublet_core::hooks::BadHooks;
 use sublet_core::ledger::LeaseId;
 use sublet_core::log::{self, Level, Log};
+use sublet_core::oci::FileError;
+use sublet_core::oci::cdi::{self, Asked, CdiError};
+use sublet_core::oci::engine::Engine;
+use sublet_core::oci::hooks::BadHooks;
+use sublet_core::process::confine::{self, Rights};
 
 /// How long the runtime may take to write the state.
 const INPUT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -161,7 +162,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     // Here, for the process that works may look into no other.
     let engine = Engine::of(getppid().as_raw()).filter(|_| starts(&args));
     let said = |done: Result<(), HookError>| done.inspect_err(|error| complain(&log, error)).is_ok();
-    let done = confine::work(rights(&args), || said(run(&args, engine.as_ref(), &log)));
+    let done = confine::work(rights(&args), commands::command, || said(run(&args, engine.as_ref(), &log)));
     let done = done.unwrap_or_else(|error| said(Err(HookError::Work(error))));
     if done { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -11,14 +11,15 @@ use serde_json::Value;
 use super::state::{self, StateError};
 use super::{HookError, journal};
 use sublet_core::admit::{self, Admission, Candidate};
-use sublet_core::apply::JsonFile;
 use sublet_core::config::{self, Config};
-use sublet_core::confine;
-use sublet_core::engine::Engine;
-use sublet_core::hooks::{self, Stage};
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use sublet_core::log::{Level, Log, one_line};
+use sublet_core::oci::JsonFile;
+use sublet_core::oci::engine::Engine;
+use sublet_core::oci::hooks::{self, Stage};
 use sublet_core::process::Process;
+use sublet_core::process::confine;
+use sublet_core::process::environment;
 
 /// How long Podman may take to write config.json.
 const INPUT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -116,7 +117,7 @@ impl Granted {
     fn add_hooks(&mut self) -> Result<(), HookError> {
         let program = hooks::program().ok_or(HookError::NoProgram)?;
         for stage in [Stage::CreateRuntime, Stage::Poststop] {
-            hooks::add(&mut self.spec, stage, &program, config::honoured().as_deref())?;
+            hooks::add(&mut self.spec, stage, &program, environment::honoured().as_deref())?;
         }
         Ok(())
     }

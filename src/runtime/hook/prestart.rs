@@ -8,12 +8,12 @@ use serde_json::{Map, Value};
 use super::HookError;
 use super::state::{State, Status};
 use sublet_core::admit::{self, Late};
-use sublet_core::apply::JsonFile;
-use sublet_core::cdi::Asked;
 use sublet_core::config;
-use sublet_core::engine::Engine;
 use sublet_core::ledger::Container;
 use sublet_core::log::{Level, Log};
+use sublet_core::oci::JsonFile;
+use sublet_core::oci::cdi::Asked;
+use sublet_core::oci::engine::Engine;
 use sublet_core::process::Process;
 use sublet_core::text::safe;
 

@@ -8,13 +8,14 @@ use serde_json::Value;
 
 use super::{Call, EntryPoint, RuntimeError, Start, mapped, uid};
 use sublet_core::admit::{self, Admission, Candidate};
-use sublet_core::apply::{self, FileError, JsonFile};
 use sublet_core::config::{self, Config};
-use sublet_core::engine::Engine;
-use sublet_core::hooks::{self, Stage};
 use sublet_core::ledger::Container;
 use sublet_core::log::Level;
+use sublet_core::oci::engine::Engine;
+use sublet_core::oci::hooks::{self, Stage};
+use sublet_core::oci::{self, FileError, JsonFile};
 use sublet_core::process::Process;
+use sublet_core::process::environment;
 use sublet_core::text::safe;
 
 /// Which of the two.
@@ -100,7 +101,7 @@ fn read(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFi
     };
     // What the runtime can read and we cannot may ask for a share.
     let may_be_ours = match &error {
-        FileError::TooLarge { .. } => apply::mentions_sublet(&path),
+        FileError::TooLarge { .. } => oci::mentions_sublet(&path),
         FileError::NotRegular { .. } => !path.is_dir(),
         _ => false,
     };
@@ -173,7 +174,7 @@ fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> 
     }
     let error = call.become_low_level(call.args);
     let as_it_was: &[u8] = if cfg!(sublet_without = "c2-back") { b"{}" } else { &file.text };
-    if let Err(error) = sublet_core::replace::replace(&file.path, as_it_was, 0o644) {
+    if let Err(error) = sublet_core::fs::atomic::replace(&file.path, as_it_was, 0o644) {
         call.warn(&format!("cannot put {} back: {error}", safe(&file.path.to_string_lossy())));
     }
     error
@@ -184,7 +185,7 @@ fn write(call: &Call<'_>, file: &JsonFile, mut spec: Value, hooks: &[Stage]) -> 
     match program {
         Some(program) => {
             for stage in hooks {
-                hooks::add(&mut spec, *stage, &program, config::honoured().as_deref())?;
+                hooks::add(&mut spec, *stage, &program, environment::honoured().as_deref())?;
             }
         }
         None if hooks.contains(&Stage::CreateRuntime) => return Err(RuntimeError::NoHook),

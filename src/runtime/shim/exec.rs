@@ -17,10 +17,10 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use super::{Call, Dialect, Exec, RuntimeError, uid};
 use crate::hook::state;
 use sublet_core::admit::{self, Share};
-use sublet_core::apply::{self, JsonFile};
 use sublet_core::config::{self, Config, ConfigError, WithoutDaemon};
-use sublet_core::confine;
 use sublet_core::grant::{Environment, refused_beside};
+use sublet_core::oci::{self, JsonFile};
+use sublet_core::process::confine;
 use sublet_core::text::safe;
 
 /// How long a process file that is a pipe may take to come to its end.
@@ -121,7 +121,7 @@ fn without_gpu(share: &Environment) -> Environment {
 fn edited(file: &Path, environment: &Environment) -> Result<OsString, RuntimeError> {
     let file = read(file)?;
     let mut process = file.parse()?;
-    apply::edit_environment(&mut process, environment)?;
+    oci::edit_environment(&mut process, environment)?;
     let copied = serde_json::to_vec(&process).map_err(io::Error::from).and_then(|text| in_memory(&text));
     Ok(copied.map_err(RuntimeError::Copy)?.into())
 }

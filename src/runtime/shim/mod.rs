@@ -23,16 +23,16 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use sublet_core::admit::{AdmitError, EnterError};
-use sublet_core::apply::{FileError, SpecError};
 use sublet_core::config::{self, Config, ConfigError};
-use sublet_core::hooks::BadHooks;
 use sublet_core::ledger;
+use sublet_core::oci::hooks::BadHooks;
+use sublet_core::oci::{FileError, SpecError};
 
 pub use argv::{Command, CommandLine, Exec, Global, Start, parse};
 pub use flags::Dialect;
 use low_level::{LowLevel, MissingRuntime};
 use sublet_core::log::{self, Level, Log};
-use sublet_core::mapped;
+use sublet_core::oci::mapped;
 pub(crate) use watch::record_of;
 
 /// Why a command is not carried out.

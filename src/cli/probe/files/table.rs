@@ -3,7 +3,7 @@
 //! From the driver's README, chapter "Installed Components", of 535 to 580. The daemons
 //! (nv-fabricmanager, nvidia-cuda-mps-*) and what needs an X server stay on the host.
 
-use sublet_core::request::Capability::{self, Compute, Graphics, Utility, Video};
+use sublet_core::share::Capability::{self, Compute, Graphics, Utility, Video};
 
 /// A library as containers look for it.
 pub(super) struct Library {

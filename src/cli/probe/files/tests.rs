@@ -2,7 +2,7 @@
 
 use super::*;
 use sublet_core::inventory::fixture::Root;
-use sublet_core::request::Capability;
+use sublet_core::share::Capability;
 
 const VERSION: &str = "580.159.04";
 

@@ -1,0 +1,152 @@
+//! The file that engines read: replaced whole and only where it changes, removed where no share is left,
+//! and nobody else's file is touched.
+
+use std::fs::{self, File};
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::{list, render};
+use sublet_core::admit::{AdmitError, fresh_inventory};
+use sublet_core::config::Config;
+use sublet_core::oci::cdi::KIND;
+use sublet_core::oci::hooks;
+use sublet_core::process::environment;
+use sublet_core::text::safe;
+
+/// Longer ones are not ours.
+const LONGEST: u64 = 16 << 20;
+
+/// Why the specification is not written.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    /// Somebody else's.
+    #[error("{} is no CDI specification of kind {KIND}, it is left as it is: choose another --output", safe(&.0.to_string_lossy()))]
+    NotOurs(PathBuf),
+    /// A system call failed.
+    #[error("cannot {what} {}: {source}", safe(&path.to_string_lossy()))]
+    Io {
+        /// As "write".
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The driver, or the shares.
+    #[error(transparent)]
+    Admit(#[from] AdmitError),
+    /// No program for the engines to run.
+    #[error(
+        "sublet-hook is missing, which the CDI devices need: install it as /usr/libexec/sublet/sublet-hook"
+    )]
+    NoHook,
+    /// Our own doing.
+    #[error("cannot list the shares: {0}")]
+    List(io::Error),
+}
+
+/// A specification at some place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum State {
+    /// None there.
+    Missing,
+    /// Ours, with this text.
+    Ours(Vec<u8>),
+    /// Another file.
+    Foreign,
+}
+
+/// What is at `path` now; whatever cannot be read is not ours.
+#[must_use]
+pub fn state(path: &Path) -> State {
+    #[derive(Deserialize)]
+    struct Kind {
+        kind: String,
+    }
+    let mut text = Vec::new();
+    let read = match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return State::Missing,
+        Ok(found) if found.is_file() => {
+            File::open(path).and_then(|file| file.take(LONGEST).read_to_end(&mut text))
+        }
+        _ => return State::Foreign,
+    };
+    let ours = read.is_ok() && serde_json::from_slice::<Kind>(&text).is_ok_and(|spec| spec.kind == KIND);
+    if ours { State::Ours(text) } else { State::Foreign }
+}
+
+/// Puts `text` at `path`, its directory made if need be; whether that changed anything.
+///
+/// # Errors
+/// It cannot be written, or a file of somebody else's is there.
+pub fn write(path: &Path, text: &str) -> Result<bool, FileError> {
+    match state(path) {
+        State::Ours(before) if before == text.as_bytes() => return Ok(false),
+        State::Foreign => return Err(FileError::NotOurs(path.to_owned())),
+        State::Ours(_) | State::Missing => {}
+    }
+    let failed = |source| FileError::Io { what: "write", path: path.to_owned(), source };
+    sublet_core::fs::trusted::create(path.parent().unwrap_or(Path::new("/"))).map_err(failed)?;
+    sublet_core::fs::atomic::replace(path, text.as_bytes(), 0o644).map_err(failed)?;
+    Ok(true)
+}
+
+/// Takes our specification at `path` away; whether there was one.
+///
+/// # Errors
+/// It cannot be removed.
+pub fn remove(path: &Path) -> Result<bool, FileError> {
+    if !matches!(state(path), State::Ours(_)) {
+        return Ok(false);
+    }
+    let failed = |source| FileError::Io { what: "remove", path: path.to_owned(), source };
+    fs::remove_file(path).map_err(failed)?;
+    Ok(true)
+}
+
+/// Makes the file that `config` names what its shares and the devices of now say: what `sublet serve` does
+/// every few seconds. Without a named share nothing of the driver is looked at.
+///
+/// # Errors
+/// The driver's trouble, with the file as it was; or it cannot be written.
+pub fn keep(config: &Config) -> Result<bool, FileError> {
+    let path = &config.cdi.spec;
+    if config.share.is_empty() {
+        return remove(path);
+    }
+    let listing = list(config, &fresh_inventory(config)?).map_err(FileError::List)?;
+    if listing.devices.is_empty() {
+        return remove(path);
+    }
+    let program = hooks::program().ok_or(FileError::NoHook)?;
+    write(path, &render(&listing, &program, environment::honoured().as_deref()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_our_own_file_is_replaced_or_removed_and_only_where_it_changes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("new/cdi/sublet.json");
+        let ours = |n: u32| format!("{{\"kind\":\"sublet/share\",\"n\":{n}}}");
+        assert!(!remove(&path).unwrap());
+        assert!(write(&path, &ours(1)).unwrap());
+        assert!(!write(&path, &ours(1)).unwrap());
+        assert!(write(&path, &ours(2)).unwrap());
+        assert_eq!(state(&path), State::Ours(ours(2).into_bytes()));
+        assert!(remove(&path).unwrap());
+        for foreign in ["", "{}", "{\"kind\":\"nvidia.com/gpu\"}"] {
+            fs::write(&path, foreign).unwrap();
+            assert!(matches!(write(&path, &ours(1)), Err(FileError::NotOurs(_))));
+            assert!(!remove(&path).unwrap());
+            assert_eq!(fs::read_to_string(&path).unwrap(), foreign);
+        }
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("/etc/hostname", &path).unwrap();
+        assert_eq!(state(&path), State::Foreign);
+    }
+}

@@ -1,0 +1,255 @@
+//! Which CDI devices there are: each named share on each device that it fits, and why not on the others.
+//! Pure: what others hold at the moment does not count, a device that is full stays one of the share's.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use sublet_core::admit::{Candidate, lease_for};
+use sublet_core::config::Config;
+use sublet_core::grant::{Grant, Image, grant};
+use sublet_core::inventory::{ComputeMode, Device, Inventory, Part};
+use sublet_core::ledger::{Container, LeaseId, Ledger};
+use sublet_core::oci::cdi::Asked;
+use sublet_core::place::{only, place, wants_mig};
+use sublet_core::process::Process;
+use sublet_core::request::{self, Request};
+
+/// All there is to say.
+#[derive(Debug, Default)]
+pub struct Listing {
+    /// The devices, by share and GPU.
+    pub devices: Vec<Named>,
+    /// Where there is none.
+    pub without: Vec<Without>,
+}
+
+/// One CDI device.
+#[derive(Clone, Debug)]
+pub struct Named {
+    /// Behind `sublet/share=`.
+    pub name: String,
+    /// Share and device.
+    pub asked: Asked,
+    /// NVML's index of the GPU.
+    pub index: u32,
+    /// The number that names the device in `sublet.gpu`: `0`, or `0:2` of a MIG device.
+    pub number: String,
+    /// What every container of it gets alike: the nodes and `env.set` of this.
+    pub grant: Grant,
+}
+
+/// A share that has no CDI device, or not on this device, or not by its plain name.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Without {
+    /// The name that there is not.
+    pub name: String,
+    /// Why.
+    pub why: String,
+}
+
+/// The CDI devices of `config`'s named shares on the devices of `inventory`.
+///
+/// # Errors
+/// No random number, no /proc.
+pub fn list(config: &Config, inventory: &Inventory) -> std::io::Result<Listing> {
+    let idle = idle(inventory);
+    let mut listing = Listing::default();
+    for share in config.share.keys() {
+        match wanted(share, config, &idle) {
+            Ok(request) => of_share(share, &request, &idle, config, &mut listing)?,
+            Err(why) => listing.without.push(Without { name: share.clone(), why }),
+        }
+    }
+    Ok(listing)
+}
+
+/// What `share` asks for, if one device can give it and CDI can name it.
+fn wanted(share: &str, config: &Config, inventory: &Inventory) -> Result<Request, String> {
+    // SPEC.md, "Kind requirements": a device's name ends as it begins.
+    if !share.ends_with(|last: char| last.is_ascii_alphanumeric()) {
+        return Err("a CDI device's name ends with a letter or digit: rename the share".to_owned());
+    }
+    let of_another = share.rsplit_once('.').filter(|(before, index)| {
+        config.share.contains_key(*before) && index.bytes().all(|byte| byte.is_ascii_digit() || byte == b':')
+    });
+    if let Some((before, index)) = of_another {
+        return Err(format!("it would read as share {before} on GPU {index}: rename one of them"));
+    }
+    let request = request::parse(&BTreeMap::new(), Some(share), None, config);
+    let request = request.map_err(|error| error.to_string())?;
+    if inventory.gpus().next().is_none() { Err("this host has no GPU".to_owned()) } else { Ok(request) }
+}
+
+fn of_share(
+    share: &str,
+    request: &Request,
+    inventory: &Inventory,
+    config: &Config,
+    listing: &mut Listing,
+) -> std::io::Result<()> {
+    let (mut here, mig) = (Vec::new(), wants_mig(request));
+    if mig && !inventory.devices.iter().any(Device::is_mig) {
+        let why = "it is for MIG devices, and this host has none: `sublet mig apply` makes them".to_owned();
+        listing.without.push(Without { name: share.to_owned(), why });
+    }
+    for device in inventory.devices.iter().filter(|device| device.is_mig() == mig) {
+        let name = format!("{share}.{}", device.number());
+        match on_device(request, device, inventory, config)? {
+            Ok(grant) => {
+                let asked = Asked { share: share.to_owned(), device: device.uuid.clone() };
+                here.push(Named { name, asked, index: device.index, number: device.number(), grant });
+            }
+            Err(why) => listing.without.push(Without { name, why }),
+        }
+    }
+    match &here[..] {
+        [] => {}
+        [one] => here.insert(0, Named { name: share.to_owned(), ..one.clone() }),
+        several => {
+            let names: Vec<&str> = several.iter().map(|named| named.name.as_str()).collect();
+            let kind = if mig { "MIG devices" } else { "GPUs" };
+            let why = format!("{} {kind} can serve it: name one, as {}", several.len(), names[0]);
+            listing.without.push(Without { name: share.to_owned(), why });
+        }
+    }
+    listing.devices.append(&mut here);
+    Ok(())
+}
+
+/// What a container with that share on `device` is given, whatever its image.
+fn on_device(
+    request: &Request,
+    device: &Device,
+    inventory: &Inventory,
+    config: &Config,
+) -> std::io::Result<Result<Grant, String>> {
+    let request = match only(request, &device.uuid, inventory, config) {
+        Ok(request) => request,
+        Err(why) => return Ok(Err(why)),
+    };
+    let id = LeaseId::random()?;
+    let placement = match place(&request, &id, inventory, &Ledger::empty(""), config) {
+        Ok(placement) => placement,
+        Err(refusal) => return Ok(Err(refusal.to_string())),
+    };
+    let container = Container {
+        uid: 0,
+        id: String::new(),
+        bundle: PathBuf::new(),
+        rootfs: PathBuf::new(),
+        record: PathBuf::new(),
+    };
+    let candidate = Candidate { container, owner: Process::current()?, share: None, engine: None };
+    let image = Image::default();
+    let lease = lease_for(&candidate, &placement, &image, id, config);
+    Ok(Ok(grant(&placement, &lease, &request.capabilities, &image, inventory, config)))
+}
+
+/// The devices as if nobody used them: what is so for the moment is the hook's to find out.
+fn idle(inventory: &Inventory) -> Inventory {
+    let idle = |device: &Device| Device {
+        memory_free_bytes: device.memory_bytes,
+        compute_mode: ComputeMode::Default,
+        processes: Vec::new(),
+        part: device.part.clone().map(|part| Part { sibling_processes: Vec::new(), ..part }),
+        ..device.clone()
+    };
+    Inventory { devices: inventory.devices.iter().map(idle).collect(), ..inventory.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sublet_core::place::fixture::{GIB, device, host, part, process};
+
+    fn listed(toml: &str, inventory: &Inventory) -> Listing {
+        list(&toml::from_str(toml).unwrap(), inventory).unwrap()
+    }
+
+    fn names(listing: &Listing) -> Vec<(&str, &str)> {
+        listing.devices.iter().map(|named| (named.name.as_str(), named.asked.device.as_str())).collect()
+    }
+
+    fn why<'a>(listing: &'a Listing, name: &str) -> &'a str {
+        let found = listing.without.iter().find(|without| without.name == name);
+        &found.unwrap_or_else(|| panic!("{name}: {:?}", listing.without)).why
+    }
+
+    #[test]
+    fn a_share_has_a_device_wherever_it_fits_and_its_plain_name_where_that_is_one() {
+        let mut small = device(1);
+        small.memory_bytes = 10 * GIB;
+        let host = host(vec![device(0), small]);
+        let listing = listed("[share.a]\nsm = 25\n[share.b]\nmemory = '20GiB'\n[share.c]\ngpu = 1\n", &host);
+        assert_eq!(
+            names(&listing),
+            [
+                ("a.0", "GPU-0"),
+                ("a.1", "GPU-1"),
+                ("b", "GPU-0"),
+                ("b.0", "GPU-0"),
+                ("c", "GPU-1"),
+                ("c.1", "GPU-1")
+            ]
+        );
+        assert_eq!(why(&listing, "a"), "2 GPUs can serve it: name one, as a.0");
+        assert!(why(&listing, "b.1").contains("10 GiB in all"), "{:?}", listing.without);
+        assert_eq!(why(&listing, "c.0"), "its sublet.gpu names other GPUs");
+    }
+
+    #[test]
+    fn what_is_so_for_the_moment_changes_nothing() {
+        let mut busy = device(0);
+        busy.memory_free_bytes = 0;
+        busy.compute_mode = ComputeMode::ExclusiveProcess;
+        busy.processes = vec![process(1, 1, GIB)];
+        let toml =
+            "[share.a]\nmode = 'exclusive'\n[share.b]\nmemory = '20GiB'\n[share.c]\nmode = 'time-slice'\n";
+        let (busy, idle) = (listed(toml, &host(vec![busy])), listed(toml, &host(vec![device(0)])));
+        assert_eq!(names(&busy), names(&idle));
+        assert_eq!(busy.devices.len(), 6);
+        assert_eq!(busy.without, []);
+    }
+
+    #[test]
+    fn shares_of_mig_devices_have_one_on_each_that_fits() {
+        let gpu = Device { mig_enabled: true, ..device(0) };
+        let parts = [part(&gpu, 0, "1g.18gb"), part(&gpu, 1, "1g.18gb"), part(&gpu, 2, "2g.35gb")];
+        let mut host = host(vec![gpu, device(1)]);
+        host.devices.splice(1..1, parts);
+        let toml = "[share.a]\nmig = '1g.18gb'\n[share.b]\nmig = '2g.35gb'\nsm = 50\n[share.c]\ngpu = '0:1'\n\
+                    [share.d]\nsm = 25\n[share.e]\nmode = 'mig'\ngpu = 1\n[share.'a.0:9']\nsm = 5\n";
+        let listing = listed(toml, &host);
+        let expected = [
+            ("a.0:0", "MIG-0"),
+            ("a.0:1", "MIG-1"),
+            ("b", "MIG-2"),
+            ("b.0:2", "MIG-2"),
+            ("c", "MIG-1"),
+            ("c.0:1", "MIG-1"),
+            ("d", "GPU-1"),
+            ("d.1", "GPU-1"),
+        ];
+        assert_eq!(names(&listing), expected);
+        assert_eq!(why(&listing, "a"), "2 MIG devices can serve it: name one, as a.0:0");
+        assert!(why(&listing, "a.0:2").contains("none is a 1g.18gb: 0:2 is a 2g.35gb"));
+        assert!(why(&listing, "d.0").contains("is in MIG mode"), "{:?}", listing.without);
+        assert_eq!(why(&listing, "e.0:0"), "its sublet.gpu names other GPUs");
+        assert!(why(&listing, "a.0:9").contains("it would read as share a on GPU 0:9"));
+    }
+
+    #[test]
+    fn shares_of_several_devices_of_mig_and_with_ambiguous_names_have_none() {
+        let host = host(vec![device(0), device(1)]);
+        let toml = "[share.two]\ngpu = 'any:2'\n[share.all]\ngpu = 'all'\n[share.mig]\nmig = '1g.18gb'\n\
+                    [share.end-]\nsm = 5\n[share.a]\nsm = 5\n[share.'a.7']\nsm = 5\n[share.'a.b']\nsm = 5\n";
+        let listing = listed(toml, &host);
+        let found: Vec<_> = names(&listing).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(found, ["a.0", "a.1", "a.b.0", "a.b.1"]);
+        assert!(why(&listing, "two.0").contains("several"), "{:?}", listing.without);
+        assert!(why(&listing, "all.1").contains("several"));
+        assert!(why(&listing, "mig").contains("it is for MIG devices, and this host has none"));
+        assert!(why(&listing, "end-").contains("rename"));
+        assert_eq!(why(&listing, "a.7"), "it would read as share a on GPU 7: rename one of them");
+    }
+}

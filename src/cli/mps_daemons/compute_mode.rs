@@ -1,0 +1,314 @@
+//! Compute mode `EXCLUSIVE_PROCESS` under a shared server, so that nobody runs beside it: set, written down
+//! before, put back. And who does run beside it, where it could not be had.
+
+use crate::probe;
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+
+use nvml_wrapper::enum_wrappers::device::ComputeMode as NvmlMode;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::{Device as NvmlDevice, Nvml};
+
+use sublet_core::config::{Config, ExclusiveComputeMode};
+use sublet_core::inventory::{ComputeMode, Inventory};
+use sublet_core::ledger::DaemonKey;
+use sublet_core::ledger::{ChangedComputeMode, Lease, Ledger, Store};
+use sublet_core::mps::{MpsError, record};
+use sublet_core::process::Process;
+use sublet_core::text::safe;
+
+/// What became of compute mode before a start.
+#[derive(Debug, Default)]
+pub(super) struct Entered {
+    /// We changed it now: a failed start puts it back.
+    pub changed: bool,
+    /// Why it was left alone although configuration wants it.
+    pub warning: Option<String>,
+    /// The driver does not change it while the daemon's server has the GPU: without that it may.
+    pub beside_server: bool,
+}
+
+/// Sets `EXCLUSIVE_PROCESS` for a shared server of a whole GPU as `[mps] exclusive_compute_mode` says.
+///
+/// # Errors
+/// `always`, and it cannot be had; a GPU whose mode allows no contexts at all.
+pub(super) fn enter(
+    key: &DaemonKey,
+    store: &Store,
+    inventory: &Inventory,
+    config: &Config,
+) -> Result<Entered, MpsError> {
+    let policy = config.mps.exclusive_compute_mode;
+    // Dedicated servers exclude each other by it, and MIG devices have no compute mode of their own.
+    let whole = inventory.device(&key.0).is_some_and(|device| !device.is_mig() && !device.mig_enabled);
+    if policy == ExclusiveComputeMode::Never || !whole || cfg!(sublet_without = "b2-exclusive") {
+        return Ok(Entered::default());
+    }
+    match try_enter(key, policy, store, config) {
+        Err(Attempt::Refused(_)) if server_runs(key, &store.read()?) => {
+            Ok(Entered { beside_server: true, ..Entered::default() })
+        }
+        Err(Attempt::Unable(why) | Attempt::Refused(why)) if policy == ExclusiveComputeMode::Auto => {
+            Ok(Entered { warning: Some(left_alone(&key.0, &why)), ..Entered::default() })
+        }
+        Err(Attempt::Unable(why) | Attempt::Refused(why)) => {
+            Err(MpsError::ComputeMode { device: key.0.clone(), why })
+        }
+        Err(Attempt::Failed(error)) => Err(error),
+        Ok(changed) => Ok(Entered { changed, ..Entered::default() }),
+    }
+}
+
+fn server_runs(key: &DaemonKey, ledger: &Ledger) -> bool {
+    record::server(ledger, key).is_some_and(record::is_alive)
+}
+
+/// Why the mode was not set.
+enum Attempt {
+    Unable(String),
+    /// By the driver, when it was to change.
+    Refused(String),
+    Failed(MpsError),
+}
+
+impl From<MpsError> for Attempt {
+    fn from(error: MpsError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+fn left_alone(device: &str, why: &str) -> String {
+    format!(
+        "compute mode of {device} is left alone ({why}): a container that leaves MPS is not held by its share; \
+         [mps] exclusive_compute_mode = \"never\" silences this"
+    )
+}
+
+fn try_enter(
+    key: &DaemonKey,
+    policy: ExclusiveComputeMode,
+    store: &Store,
+    config: &Config,
+) -> Result<bool, Attempt> {
+    let unable = |error: String| Attempt::Unable(error);
+    let nvml = open(config).map_err(unable)?;
+    let mut device = nvml.device_by_uuid(key.0.as_str()).map_err(|error| unable(error.to_string()))?;
+    let found = mode(&device).map_err(unable)?;
+    if found == ComputeMode::ExclusiveProcess {
+        return Ok(false);
+    }
+    let ledger = store.read().map_err(MpsError::from)?;
+    let strangers = strangers(&device, key, &ledger).map_err(unable)?;
+    let display = probe::unless_unsupported(device.is_display_active());
+    let display = display.map_err(|error| unable(format!("whether it drives a display: {error}")))?;
+    let display = display.unwrap_or(false);
+    if let Some(why) = obstacle(policy, found, display, &strangers) {
+        return Err(Attempt::Unable(why));
+    }
+    record::change(store, |ledger| {
+        // An older record is the true one: whatever stands there now was put there by us.
+        if !ledger.compute_modes.iter().any(|changed| changed.device == key.0) {
+            ledger.compute_modes.push(ChangedComputeMode { device: key.0.clone(), found });
+        }
+        Ok(())
+    })?;
+    if let Err(error) = device.set_compute_mode(NvmlMode::ExclusiveProcess) {
+        forget(&key.0, store)?;
+        return Err(Attempt::Refused(error.to_string()));
+    }
+    Ok(true)
+}
+
+/// Why the mode has to stay as it is; `None`: it may be changed.
+fn obstacle(
+    policy: ExclusiveComputeMode,
+    found: ComputeMode,
+    display: bool,
+    strangers: &[String],
+) -> Option<String> {
+    if found == ComputeMode::Prohibited {
+        return Some("it is PROHIBITED, which somebody set to keep work off this GPU".into());
+    }
+    if policy == ExclusiveComputeMode::Always && strangers.is_empty() {
+        return None;
+    }
+    if display && policy == ExclusiveComputeMode::Auto {
+        return Some("the GPU drives a display".into());
+    }
+    (!strangers.is_empty()).then(|| format!("without a lease it is used by {}", strangers.join(", ")))
+}
+
+/// Puts back what [`enter`] found; where somebody changed the mode meanwhile theirs stays.
+///
+/// # Errors
+/// NVML cannot be used; the record then stays, and the next command tries again.
+pub(super) fn restore(device: &str, store: &Store, config: &Config) -> Result<(), MpsError> {
+    let ledger = store.read()?;
+    let Some(changed) = ledger.compute_modes.iter().find(|changed| changed.device == device) else {
+        return Ok(());
+    };
+    let failed = |why: String| MpsError::ComputeMode { device: device.to_owned(), why };
+    let nvml = open(config).map_err(failed)?;
+    match nvml.device_by_uuid(device) {
+        // The GPU is gone, and its mode with it.
+        Err(NvmlError::NotFound) => {}
+        Err(error) => return Err(failed(error.to_string())),
+        Ok(mut device) => {
+            if mode(&device).map_err(failed)? == ComputeMode::ExclusiveProcess {
+                let found = to_nvml(changed.found);
+                device.set_compute_mode(found).map_err(|error| failed(error.to_string()))?;
+            }
+        }
+    }
+    forget(device, store)
+}
+
+fn forget(device: &str, store: &Store) -> Result<(), MpsError> {
+    record::change(store, |ledger| {
+        ledger.compute_modes.retain(|changed| changed.device != device);
+        Ok(())
+    })
+}
+
+/// Processes of `key`'s leases that compute on the GPU without MPS: they lost their daemon and went on alone. A line
+/// each, or one that says why nobody can tell.
+pub(super) fn beside_mps(key: &DaemonKey, device: &str, ledger: &Ledger, config: &Config) -> Vec<String> {
+    let look = || -> Result<Vec<String>, String> {
+        let nvml = open(config)?;
+        let told = |error: NvmlError| error.to_string();
+        let device = nvml.device_by_uuid(device).map_err(told)?;
+        let clients = probe::mps_clients(&device).map_err(told)?;
+        let clients = clients.ok_or("the driver does not list clients of MPS")?;
+        let running = probe::compute_processes(&device).map_err(told)?;
+        let alone = running.iter().filter(|process| !clients.iter().any(|client| client.pid == process.pid));
+        let found = alone.filter_map(|process| {
+            let lease = ledger.on_server(key).find(|lease| belongs(process.pid, lease))?;
+            Some(format!(
+                "process {} of container {} runs on {} beside MPS, without limits, since its daemon was gone \
+                 when it started: end it",
+                described(process.pid),
+                safe(&lease.container.id),
+                key,
+            ))
+        });
+        Ok(found.collect())
+    };
+    look().unwrap_or_else(|why| {
+        vec![format!(
+            "its daemon was gone, and whether a process of its containers has begun to run on {key} beside MPS \
+             meanwhile, without limits, cannot be told: {}",
+            safe(&why)
+        )]
+    })
+}
+
+/// Processes without a lease on a GPU that takes one process alone, and so no server beside them: words for a refusal
+/// that stands without them.
+pub(super) fn holders(key: &DaemonKey, device: &str, ledger: &Ledger, config: &Config) -> Vec<String> {
+    let look = || -> Option<Vec<String>> {
+        let nvml = open(config).ok()?;
+        let device = nvml.device_by_uuid(device).ok()?;
+        (mode(&device).ok()? == ComputeMode::ExclusiveProcess)
+            .then(|| strangers(&device, key, ledger).ok())?
+    };
+    look().unwrap_or_default()
+}
+
+/// Who holds a context on the device without a lease, as `python3 (pid 7)`; the server that the daemon of `key` has
+/// already is none. A process that cannot be looked at is one.
+fn strangers(device: &NvmlDevice<'_>, key: &DaemonKey, ledger: &Ledger) -> Result<Vec<String>, String> {
+    let running = probe::compute_processes(device).map_err(|error| format!("who is on it: {error}"))?;
+    let daemon = record::server(ledger, key).filter(|server| record::is_alive(server));
+    let daemon = daemon.and_then(|server| server.daemon).map(|daemon| daemon.pid);
+    let is_server = |pid: u32| daemon.is_some() && parent(pid) == daemon;
+    let stranger = |pid: &u32| !is_server(*pid) && !ledger.leases.iter().any(|lease| belongs(*pid, lease));
+    let mut names: Vec<String> =
+        running.iter().map(|process| process.pid).filter(stranger).map(described).collect();
+    if names.len() > 4 {
+        let more = names.len() - 3;
+        names.truncate(3);
+        names.push(format!("{more} more"));
+    }
+    Ok(names)
+}
+
+fn parent(pid: u32) -> Option<i32> {
+    Process::find(i32::try_from(pid).ok()?)?.parent()
+}
+
+fn described(pid: u32) -> String {
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    format!("{} (pid {pid})", safe(name.trim_end()))
+}
+
+/// By PID namespace, which containers that use the host's share with everybody; or by cgroup.
+fn belongs(pid: u32, lease: &Lease) -> bool {
+    let Some(init) = &lease.init else { return false };
+    let namespace = |pid: &str| fs::metadata(format!("/proc/{pid}/ns/pid")).ok().map(|found| found.ino());
+    let theirs = namespace(&pid.to_string());
+    if theirs == Some(init.pid_namespace) && theirs != namespace("self") {
+        return true;
+    }
+    let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+    init.cgroup.as_ref().and_then(|dir| dir.to_str()).is_some_and(|dir| in_cgroup(&cgroups, dir))
+}
+
+/// Whether `/proc/PID/cgroup` names `dir`, a directory in some hierarchy's mount, or one below it.
+fn in_cgroup(cgroups: &str, dir: &str) -> bool {
+    cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2)).any(|path| {
+        let mut ancestors = std::path::Path::new(path).ancestors().filter_map(|above| above.to_str());
+        ancestors.any(|above| above != "/" && dir.ends_with(above))
+    })
+}
+
+fn open(config: &Config) -> Result<Nvml, String> {
+    let mut builder = Nvml::builder();
+    if let Some(library) = &config.driver.nvml {
+        builder.lib_path(library.as_os_str());
+    }
+    builder.init().map_err(|error| format!("NVML: {error}"))
+}
+
+fn mode(device: &NvmlDevice<'_>) -> Result<ComputeMode, String> {
+    match device.compute_mode().map_err(|error| error.to_string())? {
+        NvmlMode::ExclusiveProcess => Ok(ComputeMode::ExclusiveProcess),
+        NvmlMode::Prohibited => Ok(ComputeMode::Prohibited),
+        // EXCLUSIVE_THREAD left the driver long before 535.
+        NvmlMode::Default | NvmlMode::ExclusiveThread => Ok(ComputeMode::Default),
+    }
+}
+
+const fn to_nvml(mode: ComputeMode) -> NvmlMode {
+    match mode {
+        ComputeMode::Default => NvmlMode::Default,
+        ComputeMode::Prohibited => NvmlMode::Prohibited,
+        ComputeMode::ExclusiveProcess => NvmlMode::ExclusiveProcess,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn auto_gives_way_to_displays_and_strangers_and_names_them() {
+        use ExclusiveComputeMode::{Always, Auto};
+        let python = ["python3 (pid 7)".to_owned()];
+        let default = ComputeMode::Default;
+        assert_eq!(obstacle(Auto, default, false, &[]), None);
+        assert_eq!(obstacle(Auto, default, true, &[]).unwrap(), "the GPU drives a display");
+        assert!(obstacle(Auto, default, false, &python).unwrap().contains("python3 (pid 7)"));
+        assert_eq!(obstacle(Always, default, true, &[]), None);
+        assert!(obstacle(Always, default, false, &python).is_some());
+        assert!(obstacle(Always, ComputeMode::Prohibited, false, &[]).is_some());
+    }
+
+    #[test]
+    fn a_process_is_in_the_cgroup_that_is_its_containers_or_below() {
+        let dir = "/sys/fs/cgroup/system.slice/docker-abc.scope";
+        assert!(in_cgroup("0::/system.slice/docker-abc.scope\n", dir));
+        assert!(in_cgroup("0::/system.slice/docker-abc.scope/sub/sub\n", dir));
+        assert!(!in_cgroup("0::/system.slice/docker-abcd.scope\n", dir));
+        assert!(!in_cgroup("0::/system.slice\n0::/\n", dir));
+    }
+}

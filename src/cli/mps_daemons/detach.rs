@@ -1,0 +1,149 @@
+//! Leaving the engine: a daemon must not end, be frozen, limited or held with whoever started the container.
+//!
+//! `sublet mps start` does this to itself before it starts the daemon, which inherits it.
+
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::stat::{Mode, umask};
+use nix::unistd::{chdir, getpgrp, getpid, setsid};
+
+use super::service::{Kept, become_service};
+
+/// Whether setsid(2) would fail: a shell makes each of its jobs the leader of a process group.
+pub(super) fn is_group_leader() -> bool {
+    getpgrp() == getpid()
+}
+
+/// Where this process is, once it has left its caller.
+pub(super) struct Left {
+    /// In the mount namespace of process 1, where a service of the host's would be.
+    pub host_mounts: bool,
+    /// What a daemon that we start would have of our caller's all the same.
+    pub kept: Kept,
+}
+
+/// Leaves the caller's limits and priorities, session, directory, mount namespace and descriptors, before any thread
+/// exists.
+pub(super) fn leave(must_be_same: &[&Path]) -> Left {
+    let kept = become_service();
+    if let Err(error) = setsid() {
+        tracing::debug!("setsid: {error}");
+    }
+    let host_mounts = leave_mounts(must_be_same);
+    if let Err(error) = chdir("/") {
+        tracing::debug!("chdir /: {error}");
+    }
+    umask(Mode::from_bits_truncate(0o022));
+    sublet_core::process::inheritance::keep_from_children();
+    Left { host_mounts, kept }
+}
+
+/// Into the namespace of process 1 where it shows the same files, else into one of our own, in which
+/// unmounts on the host still arrive: a copy that kept them would keep container filesystems busy.
+fn leave_mounts(must_be_same: &[&Path]) -> bool {
+    if same_file(Path::new("/proc/self/ns/mnt"), Path::new("/proc/1/ns/mnt")) {
+        return true;
+    }
+    let same = |path: &&Path| {
+        same_file(path, &Path::new("/proc/1/root").join(path.strip_prefix("/").unwrap_or(path)))
+    };
+    if must_be_same.iter().all(same) {
+        let joined = File::open("/proc/1/ns/mnt").map(|host| setns(host, CloneFlags::CLONE_NEWNS));
+        if matches!(joined, Ok(Ok(()))) {
+            return true;
+        }
+    }
+    let none = None::<&str>;
+    let left = unshare(CloneFlags::CLONE_NEWNS)
+        .and_then(|()| mount(none, "/", none, MsFlags::MS_SLAVE | MsFlags::MS_REC, none));
+    if let Err(error) = left {
+        tracing::warn!("the MPS daemon stays in this mount namespace: {error}");
+    }
+    false
+}
+
+fn same_file(one: &Path, other: &Path) -> bool {
+    let identity = |path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+    identity(one).is_some_and(|one| identity(other) == Some(one))
+}
+
+/// Moves this process to the root of every cgroup hierarchy; what fails is warned of and no more.
+pub(super) fn leave_cgroups() -> Vec<String> {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    let mut warnings = Vec::new();
+    for procs in foreign_hierarchies(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo")) {
+        // 0 is the writing process: cgroups(7).
+        if let Err(error) = fs::write(&procs, "0") {
+            warnings
+                .push(format!("the MPS daemon stays in its starter's cgroup: {}: {error}", procs.display()));
+        }
+    }
+    warnings
+}
+
+/// `cgroup.procs` at the root of each hierarchy in which we are not at the root.
+fn foreign_hierarchies(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
+    let entries = cgroup.lines().filter_map(|line| {
+        let mut fields = line.splitn(3, ':');
+        let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
+        (path != "/").then_some(controllers)
+    });
+    entries
+        .filter_map(|controllers| mounted_at(controllers, mountinfo))
+        .map(|dir| dir.join("cgroup.procs"))
+        .collect()
+}
+
+/// Where the hierarchy with these controllers (none: cgroup v2) is mounted: proc(5) on mountinfo.
+fn mounted_at(controllers: &str, mountinfo: &str) -> Option<PathBuf> {
+    let first = controllers.split(',').next()?;
+    mountinfo.lines().find_map(|line| {
+        let (mount, kind) = line.split_once(" - ")?;
+        let mut mount = mount.split(' ').skip(3);
+        let (root, point) = (mount.next()?, mount.next()?);
+        let mut kind = kind.split(' ');
+        let (kind, options) = (kind.next()?, kind.nth(1)?);
+        let right = match kind {
+            "cgroup2" => first.is_empty(),
+            "cgroup" => !first.is_empty() && options.split(',').any(|option| option == first),
+            _ => false,
+        };
+        (right && root == "/").then(|| PathBuf::from(point))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HYBRID: &str = "\
+30 23 0:26 / /sys/fs/cgroup ro,nosuid - tmpfs tmpfs ro,mode=755
+31 30 0:27 / /sys/fs/cgroup/unified rw,relatime shared:9 - cgroup2 cgroup2 rw
+32 30 0:28 / /sys/fs/cgroup/systemd rw,relatime - cgroup cgroup rw,xattr,name=systemd
+33 30 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct
+34 30 0:30 /docker/x /sys/fs/cgroup/pids rw,relatime - cgroup cgroup rw,pids
+";
+
+    #[test]
+    fn every_hierarchy_in_which_we_are_not_at_the_root() {
+        let cgroup = "9:name=systemd:/system.slice/docker.service\n8:pids:/x\n4:cpu,cpuacct:/docker/abc\n3:cpuset:/\n0::/a:b\n";
+        let expected = [
+            "/sys/fs/cgroup/systemd/cgroup.procs",
+            "/sys/fs/cgroup/cpu,cpuacct/cgroup.procs",
+            "/sys/fs/cgroup/unified/cgroup.procs",
+        ];
+        assert_eq!(foreign_hierarchies(cgroup, HYBRID), expected.map(PathBuf::from));
+    }
+
+    #[test]
+    fn unified_hosts_have_one_hierarchy() {
+        let mountinfo = "31 30 0:27 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n";
+        let procs = [PathBuf::from("/sys/fs/cgroup/cgroup.procs")];
+        assert_eq!(foreign_hierarchies("0::/system.slice/docker.service\n", mountinfo), procs);
+        assert!(foreign_hierarchies("0::/\n", mountinfo).is_empty());
+    }
+}

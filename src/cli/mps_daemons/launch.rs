@@ -1,0 +1,240 @@
+//! Starting the daemon's process where it belongs, finding it, and ending it.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::{Pid, geteuid};
+
+use super::detach::{self, Left};
+use super::logs::Logs;
+use sublet_core::ledger::DaemonKey;
+use sublet_core::mps::control::Control;
+use sublet_core::mps::{MpsError, dirs};
+use sublet_core::process::Process;
+use sublet_core::process::child::{self, ChildError};
+use sublet_core::process::sublet::PATH;
+
+/// A launch that takes longer than this has failed: both ways return as soon as the daemon runs.
+const LAUNCH_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long `quit` may take; it waits for running clients.
+const QUIT_LIMIT: Duration = Duration::from_secs(5);
+
+/// Where and for whom a daemon runs.
+pub(super) struct Launch<'a> {
+    pub key: &'a DaemonKey,
+    /// In the order its clients count them.
+    pub devices: &'a [String],
+    pub state_dir: &'a Path,
+    pub control: &'a Control,
+    /// From before this start.
+    pub logs: &'a Logs<'a>,
+    /// In the host's mount namespace systemd sees the same state directory.
+    pub left: &'a Left,
+}
+
+impl Launch<'_> {
+    /// Starts the daemon: as a unit of its own where systemd runs, else detached. Returns warnings.
+    pub fn start(&self) -> Result<Vec<String>, MpsError> {
+        if self.systemd_runs() && self.start_unit() {
+            return Ok(Vec::new());
+        }
+        let kept = &self.left.kept;
+        if !kept.deadly.is_empty() {
+            return Err(MpsError::Limits { device: self.devices.join(", "), limits: kept.deadly.join(", ") });
+        }
+        let mut warnings = kept.warnings.clone();
+        warnings.extend(detach::leave_cgroups());
+        let mut daemon = Command::new(self.control.program());
+        daemon.arg("-d").args(multiuser()).env_clear().envs(self.environment()).current_dir("/");
+        let output = || dirs::output(self.key, self.state_dir).map_or_else(Stdio::null, Stdio::from);
+        daemon.stdout(output()).stderr(output());
+        match child::run_unheard(&mut daemon, LAUNCH_LIMIT) {
+            Ok(status) if status.success() => Ok(warnings),
+            Ok(status) => Err(self.failed(&status.to_string())),
+            Err(ChildError::Timeout) => Err(self.failed("nvidia-cuda-mps-control -d did not return")),
+            Err(ChildError::Io(source)) => {
+                let what = format!("cannot run {}", self.control.program().display());
+                Err(MpsError::Io { what, source })
+            }
+        }
+    }
+
+    /// `sd_booted(3)`, and with the rights to start a unit of the system's.
+    fn systemd_runs(&self) -> bool {
+        self.left.host_mounts && geteuid().is_root() && Path::new("/run/systemd/system").is_dir()
+    }
+
+    /// A transient unit in the foreground: systemd ends it with the host, and with nothing else.
+    fn start_unit(&self) -> bool {
+        let unit = format!("sublet-mps-{}.service", self.key);
+        let mut stop = Command::new("systemctl");
+        stop.args(["--quiet", "stop", &unit]);
+        let _ = child::run_deaf(stop.env_clear().env("PATH", PATH), LAUNCH_LIMIT);
+        let mut run = Command::new("systemd-run");
+        run.args(["--quiet", "--collect", "--unit", &unit])
+            .arg(format!("--description=CUDA MPS for {}", self.devices.join(", ")));
+        for property in ["KillMode=mixed", "TimeoutStopSec=5", "StandardOutput=null", "StandardError=null"] {
+            run.arg(format!("--property={property}"));
+        }
+        run.args(self.environment().map(|(name, value)| format!("--setenv={name}={value}")));
+        run.arg("--").arg(self.control.program()).arg("-f").args(multiuser());
+        let started = child::run_deaf(run.env_clear().env("PATH", PATH).current_dir("/"), LAUNCH_LIMIT);
+        matches!(started, Ok(status) if status.success())
+    }
+
+    fn environment(&self) -> [(&'static str, String); 4] {
+        [
+            ("PATH", self.control.path()),
+            ("CUDA_MPS_PIPE_DIRECTORY", dirs::pipe(self.key, self.state_dir).display().to_string()),
+            ("CUDA_MPS_LOG_DIRECTORY", dirs::log(self.key, self.state_dir).display().to_string()),
+            ("CUDA_VISIBLE_DEVICES", self.devices.join(",")),
+        ]
+    }
+
+    fn failed(&self, why: &str) -> MpsError {
+        let why = format!("{}: {why}", self.control.program().display());
+        not_up(self.devices, LAUNCH_LIMIT, &why, self.logs)
+    }
+}
+
+/// See [`MpsError::NotUp`].
+pub(super) fn not_up(devices: &[String], limit: Duration, why: &str, logs: &Logs<'_>) -> MpsError {
+    let (device, why) = (devices.join(", "), why.to_owned());
+    MpsError::NotUp { device, seconds: limit.as_secs(), why, log: logs.ends() }
+}
+
+/// `-M`: clients of every uid at once; it takes root. Without it they wait for one another.
+fn multiuser() -> Option<&'static str> {
+    geteuid().is_root().then_some("-M")
+}
+
+/// What a process of NVIDIA's MPS programs is to a pipe directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Daemon,
+    Server,
+}
+
+/// The daemon and the servers of this pipe directory, by what they were started with: a start that was
+/// killed left no record of them.
+pub(super) fn find(pipe: &Path) -> Vec<(Process, Kind)> {
+    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
+    let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    // Behind a wrapper the program may have any name; the daemon writes down who it is.
+    let written = fs::read_to_string(pipe.join("nvidia-cuda-mps-control.pid")).ok();
+    let written = written.and_then(|text| text.trim().parse::<i32>().ok());
+    pids.filter_map(|pid| {
+        let kind = if written == Some(pid) { Kind::Daemon } else { kind_of(pid)? };
+        let process = Process::find(pid)?;
+        process.has_environment("CUDA_MPS_PIPE_DIRECTORY", pipe).then_some((process, kind))
+    })
+    .collect()
+}
+
+/// By its name: proc(5) has the first 15 bytes of the file's.
+fn kind_of(pid: i32) -> Option<Kind> {
+    let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).ok();
+    (read("comm")?.trim_ascii_end() == b"nvidia-cuda-mps").then(|| kind(&read("cmdline")?)).flatten()
+}
+
+/// From the command line; a control program without `-d` or `-f` only asks.
+fn kind(cmdline: &[u8]) -> Option<Kind> {
+    let mut words = cmdline.split(|byte| *byte == 0);
+    let program = words.next()?;
+    if program.ends_with(b"nvidia-cuda-mps-server") {
+        return Some(Kind::Server);
+    }
+    words.any(|word| word == b"-d" || word == b"-f").then_some(Kind::Daemon)
+}
+
+/// Ends the daemon of `key` and its servers: what is recorded, and whatever else has its pipe directory.
+/// `gently` asks it first.
+pub(super) fn end(
+    key: &DaemonKey,
+    state_dir: &Path,
+    recorded: Option<Process>,
+    gently: Option<&Control>,
+) -> Result<(), MpsError> {
+    let pipe = dirs::pipe(key, state_dir);
+    if let (Some(control), true) = (gently, recorded.is_some_and(|daemon| daemon.is_alive())) {
+        let all = processes(&pipe, recorded);
+        let _ = control.ask("quit", QUIT_LIMIT);
+        if gone(&all, Duration::from_millis(500)) {
+            return Ok(());
+        }
+    }
+    for (signal, patience) in [(Signal::SIGTERM, 500), (Signal::SIGKILL, 2000)] {
+        let left = processes(&pipe, recorded);
+        for process in left.iter().filter(|process| process.is_alive()) {
+            let _ = kill(Pid::from_raw(process.pid), signal);
+        }
+        if gone(&left, Duration::from_millis(patience)) && processes(&pipe, recorded).is_empty() {
+            return Ok(());
+        }
+    }
+    match processes(&pipe, recorded).first() {
+        Some(process) => Err(MpsError::WontEnd { key: key.to_string(), pid: process.pid }),
+        None => Ok(()),
+    }
+}
+
+fn processes(pipe: &Path, recorded: Option<Process>) -> Vec<Process> {
+    let mut all: Vec<Process> = find(pipe).into_iter().map(|(process, _)| process).collect();
+    all.extend(recorded.filter(|daemon| !all.contains(daemon)));
+    all.retain(Process::is_alive);
+    all
+}
+
+fn gone(processes: &[Process], patience: Duration) -> bool {
+    let deadline = Instant::now() + patience;
+    loop {
+        if !processes.iter().any(Process::is_alive) {
+            return true;
+        }
+        if Instant::now() >= deadline {
+            return false;
+        }
+        sleep(Duration::from_millis(2));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn daemons_servers_and_those_who_only_ask() {
+        assert_eq!(kind(b"/usr/bin/nvidia-cuda-mps-control\0-d\0-M\0"), Some(Kind::Daemon));
+        assert_eq!(kind(b"nvidia-cuda-mps-control\0-f\0"), Some(Kind::Daemon));
+        assert_eq!(kind(b"nvidia-cuda-mps-server\0"), Some(Kind::Server));
+        assert_eq!(kind(b"nvidia-cuda-mps-control\0"), None);
+        assert_eq!(kind(b""), None);
+    }
+
+    #[test]
+    fn ends_exactly_what_has_the_pipe_directory_and_what_is_recorded() {
+        let (state, bin) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let key = DaemonKey("GPU-1".into());
+        dirs::make(&key, state.path()).unwrap();
+        let program = bin.path().join("nvidia-cuda-mps-server");
+        fs::copy("/bin/sleep", &program).unwrap();
+        let start = |pipe: &Path| {
+            Command::new(&program).arg("60").env("CUDA_MPS_PIPE_DIRECTORY", pipe).spawn().unwrap()
+        };
+        let (mut ours, mut other) = (start(&dirs::pipe(&key, state.path())), start(bin.path()));
+        let mut recorded = Command::new("/bin/sleep").arg("60").spawn().unwrap();
+        let process = |child: &std::process::Child| Process::find(child.id().try_into().unwrap()).unwrap();
+        sleep(Duration::from_millis(100));
+        assert_eq!(find(&dirs::pipe(&key, state.path())), [(process(&ours), Kind::Server)]);
+        end(&key, state.path(), Some(process(&recorded)), None).unwrap();
+        assert!(ours.try_wait().unwrap().is_some() && recorded.try_wait().unwrap().is_some());
+        assert!(other.try_wait().unwrap().is_none());
+        other.kill().unwrap();
+        other.wait().unwrap();
+    }
+}

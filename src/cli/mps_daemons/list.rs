@@ -1,0 +1,134 @@
+//! `sublet mps list` and `logs`: what the daemons are doing, as seen now.
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+use sublet_core::config::Config;
+use sublet_core::ledger::DaemonKey;
+use sublet_core::ledger::{LeaseId, Ledger, Server, ServerState, Store};
+use sublet_core::mps::control::{AskError, Control, listens};
+use sublet_core::mps::{MpsError, dirs, idle};
+use sublet_core::process::uptime_seconds;
+
+/// One daemon; the first five are an element of `mps` in `sublet status --format json`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Listed {
+    /// The device it serves; of several the first.
+    pub device: String,
+    /// The lease that a dedicated daemon belongs to.
+    pub lease: Option<LeaseId>,
+    /// The control daemon, while it runs.
+    pub pid: Option<i32>,
+    /// As recorded, or as seen where that is worse.
+    pub state: ServerState,
+    /// Clients of all its servers; `None` where it does not answer.
+    pub clients: Option<usize>,
+    /// All the devices it serves, in the order its clients count them.
+    pub devices: Vec<String>,
+    /// Its key, for `sublet mps stop` and `logs`.
+    pub key: DaemonKey,
+    /// SM ceiling for new clients.
+    pub ceiling_percent: f64,
+    /// Memory ceiling for new clients, each and on each device; `None`: none.
+    pub ceiling_memory_bytes: Option<u64>,
+    /// How long it has been without a lease; `None` while it has one.
+    pub idle_seconds: Option<u64>,
+    /// How long it waits for the next one still; `None`: it does not, or without end.
+    pub ends_in_seconds: Option<u64>,
+}
+
+/// Every daemon, each asked for its clients (at most 1 s).
+///
+/// # Errors
+/// The ledger cannot be read.
+pub fn list(store: &Store, config: &Config) -> Result<Vec<Listed>, MpsError> {
+    let ledger = store.peek()?;
+    let elsewhere = store.is_of_here().is_err();
+    let look = |server: &Server| {
+        let recorded = shown(server, &ledger, config);
+        if elsewhere { recorded } else { listed(server, recorded, config) }
+    };
+    Ok(ledger.servers.iter().map(look).collect())
+}
+
+/// `recorded`, with what can be seen of the daemon now.
+fn listed(server: &Server, recorded: Listed, config: &Config) -> Listed {
+    let alive = server.daemon.is_some_and(|daemon| daemon.is_alive());
+    let (state, clients) = match server.state {
+        ServerState::Serving | ServerState::Fault => seen(server, alive, config),
+        other => (other, None),
+    };
+    Listed { pid: recorded.pid.filter(|_| alive), state, clients, ..recorded }
+}
+
+/// As the ledger has it.
+fn shown(server: &Server, ledger: &Ledger, config: &Config) -> Listed {
+    Listed {
+        device: server.devices.first().cloned().unwrap_or_default(),
+        devices: server.devices.clone(),
+        lease: LeaseId::parse(&server.key.0),
+        pid: server.daemon.map(|daemon| daemon.pid),
+        state: server.state,
+        clients: None,
+        key: server.key.clone(),
+        ceiling_percent: server.ceiling.sm.as_f64(),
+        ceiling_memory_bytes: server.ceiling.memory.bytes(),
+        idle_seconds: server.idle_since.map(|since| uptime_seconds().saturating_sub(since)),
+        ends_in_seconds: server.idle_since.and_then(|_| ends_in(server, ledger, config)),
+    }
+}
+
+fn ends_in(server: &Server, ledger: &Ledger, config: &Config) -> Option<u64> {
+    let left = idle::left(server, ledger, config);
+    (left > Duration::ZERO && left < Duration::MAX).then_some(left.as_secs())
+}
+
+fn seen(server: &Server, alive: bool, config: &Config) -> (ServerState, Option<usize>) {
+    if !alive || !listens(&server.key.public(&config.state_dir).join("control")) {
+        return (ServerState::Down, None);
+    }
+    let control = dirs::pipe(&server.key, &config.state_dir).join("control");
+    if std::fs::metadata(control).is_err_and(|error| error.kind() == std::io::ErrorKind::PermissionDenied) {
+        // Only its owner may ask.
+        return (server.state, None);
+    }
+    match Control::new(&server.key, config).map(|control| control.count_clients()) {
+        Ok(Ok(count)) => (ServerState::Serving, Some(count)),
+        Ok(Err(AskError::Gone(_))) => (ServerState::Down, None),
+        _ => (ServerState::Fault, None),
+    }
+}
+
+/// Ends one client of daemon `key`.
+///
+/// # Errors
+/// The daemon does not answer or says no.
+pub fn terminate_client(key: &DaemonKey, pid: i32, config: &Config) -> Result<(), MpsError> {
+    let asked = Control::new(key, config)?.terminate(pid);
+    asked.map_err(|error| MpsError::Client { pid, why: error.to_string() })
+}
+
+/// The logs of daemon `key` as (file name, last part of its text), oldest first; terminal-safe line by line.
+///
+/// # Errors
+/// A key that names no daemon's directory.
+pub fn logs(key: &DaemonKey, config: &Config) -> Result<Vec<(String, String)>, MpsError> {
+    dirs::check_key(key)?;
+    if !dirs::log(key, &config.state_dir).is_dir() {
+        return Err(MpsError::BadKey { key: key.to_string() });
+    }
+    dirs::cap_logs(key, &config.state_dir);
+    let names = [dirs::OUTPUT, "control.log.old", "control.log", "server.log.old", "server.log"];
+    let texts = names.map(|name| (name.to_owned(), dirs::log_tail(key, &config.state_dir, name, 1 << 20)));
+    let readable = |text: String| {
+        text.lines()
+            .map(|line| line.chars().filter(|c| !c.is_control() || *c == '\t').collect::<String>() + "\n")
+            .collect()
+    };
+    Ok(texts
+        .into_iter()
+        .filter(|(_, text)| !text.is_empty())
+        .map(|(name, text)| (name, readable(text)))
+        .collect())
+}

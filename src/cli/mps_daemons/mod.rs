@@ -1,0 +1,19 @@
+//! MPS control daemons started, stopped, listed and left: what `sublet mps` and `sublet serve` do. The shim calls these
+//! commands where it needs them; what it does itself is [`sublet_core::mps`].
+
+mod compute_mode;
+mod detach;
+mod launch;
+mod list;
+mod logs;
+mod mounted;
+mod rest;
+mod service;
+mod service_calls;
+mod start;
+mod stop;
+
+pub use list::{Listed, list, logs, terminate_client};
+pub use rest::rest;
+pub use start::start;
+pub use stop::{exists, stop};

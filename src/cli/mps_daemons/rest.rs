@@ -1,0 +1,48 @@
+//! `sublet mps rest KEY`: the daemon waits for its next lease, and its device is as it was found meanwhile.
+
+use super::compute_mode;
+use super::stop::{LOCK_LIMIT, stop_held};
+use sublet_core::config::Config;
+use sublet_core::ledger::DaemonKey;
+use sublet_core::ledger::Store;
+use sublet_core::mps::lock::DaemonLock;
+use sublet_core::mps::{MpsError, dirs, record};
+
+/// Puts the compute mode back under the daemon of `key`, which serves no lease. Returns warnings, one line each.
+///
+/// # Errors
+/// It cannot be put back, and the daemon does not end.
+pub fn rest(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
+    dirs::check_key(key)?;
+    if record::server(&store.read()?, key).is_none() {
+        return Ok(Vec::new());
+    }
+    let held = DaemonLock::take(key, &config.state_dir, LOCK_LIMIT)?;
+    rest_held(&held, key, store, config)
+}
+
+/// [`rest`] by the holder of the daemon's lock.
+pub(super) fn rest_held(
+    held: &DaemonLock,
+    key: &DaemonKey,
+    store: &Store,
+    config: &Config,
+) -> Result<Vec<String>, MpsError> {
+    let unused = record::change(store, |ledger| {
+        let unused = ledger.on_server(key).next().is_none();
+        let server = ledger.servers.iter_mut().find(|server| server.key == *key);
+        // A lease that is taken from now on waits for our lock and sets the mode anew.
+        Ok(server.filter(|_| unused).map(|server| server.mode_left = true).is_some())
+    })?;
+    if !unused {
+        return Ok(Vec::new());
+    }
+    match compute_mode::restore(&key.0, store, config) {
+        Ok(()) => Ok(Vec::new()),
+        // Without the server there is nothing left that it could hang on.
+        Err(error) => {
+            tracing::warn!("{error}");
+            stop_held(held, key, false, store, config)
+        }
+    }
+}

@@ -1,0 +1,376 @@
+//! `sublet mps start KEY`: from nothing, or from what a crash left, to a daemon that serves.
+
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use nix::unistd::geteuid;
+
+use super::compute_mode;
+use super::detach::{self, Left};
+use super::launch::{self, Kind, Launch};
+use super::logs::Logs;
+use super::rest::rest_held;
+use super::stop::stop_held;
+use sublet_core::config::Config;
+use sublet_core::inventory;
+use sublet_core::ledger::DaemonKey;
+use sublet_core::ledger::{Ceiling, LeaseId, Ledger, Server, ServerState, Store};
+use sublet_core::mps::control::{AskError, Control, listens};
+use sublet_core::mps::idle::waits;
+use sublet_core::mps::lock::DaemonLock;
+use sublet_core::mps::ready::lock_limit;
+use sublet_core::mps::{MpsError, child_start, dirs, record};
+use sublet_core::process::Process;
+use sublet_core::process::epoch_seconds;
+
+/// A server is ready 75 ms after its start (T4: 280 ms; kubernetes-sigs/dra-driver-nvidia-gpu, pull request 1153;
+/// bottlerocket-kernel-kit, 415); its first client would wait as long. One that cannot have its GPU has ended by then.
+const READY_LIMIT: Duration = Duration::from_millis(500);
+
+/// Starts the daemon of `key`, which a lease must want, and brings it to what its leases want.
+///
+/// This process leaves its caller's session, cgroups, mount namespace and descriptors for good: call it
+/// from a program that does nothing else, before it has threads. Returns warnings, one line each.
+///
+/// # Errors
+/// The daemon cannot be started; everything is then as it was, and the record says `down`.
+pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
+    dirs::check_key(key)?;
+    if detach::is_group_leader() {
+        // A shell's job cannot leave its session; its child can.
+        return child_start(key, config);
+    }
+    let control = Control::new(key, config)?;
+    // Before the lock, which makes a directory: nothing is left of a key that nobody knows.
+    let ledger = store.read()?;
+    if ledger.on_server(key).next().is_none() && record::server(&ledger, key).is_none() {
+        return Err(MpsError::NotWanted { key: key.to_string() });
+    }
+    let left = detach::leave(&[&config.state_dir, control.program()]);
+    let held = DaemonLock::take(key, &config.state_dir, lock_limit(config))?;
+    if let Some(warnings) = serves_already(key, &held, &control, store, config)? {
+        return Ok(warnings);
+    }
+    let claim = claim(key, store).inspect_err(|_| forget_directory(key, config))?;
+    let started = bring_up(&claim, &control, &left, store, config);
+    if started.is_err() {
+        let down = |server: &mut Server| {
+            server.state = ServerState::Down;
+            server.daemon = None;
+        };
+        record::note(store, key, down)?;
+    }
+    if stop_unwanted(&held, key, started.is_ok(), store, config)? {
+        return started.and(Err(MpsError::NotWanted { key: key.to_string() }));
+    }
+    started
+}
+
+/// Its container may have ended, or its starter been killed, while the daemon came up: who freed the lease
+/// found our lock taken and went on. `true`: no lease wants it, and nothing is left of it.
+fn stop_unwanted(
+    held: &DaemonLock,
+    key: &DaemonKey,
+    serves: bool,
+    store: &Store,
+    config: &Config,
+) -> Result<bool, MpsError> {
+    let ledger = store.read()?;
+    if serves && record::server(&ledger, key).is_some_and(|server| waits(server, &ledger, config)) {
+        return rest_held(held, key, store, config).map(|_| false);
+    }
+    match stop_held(held, key, false, store, config) {
+        Err(MpsError::InUse { .. }) => Ok(false),
+        stopped => stopped.map(|_| true),
+    }
+}
+
+/// A dedicated daemon whose lease is gone leaves no directory either.
+fn forget_directory(key: &DaemonKey, config: &Config) {
+    if LeaseId::parse(&key.0).is_some() {
+        if let Err(error) = dirs::clear(key, &config.state_dir) {
+            tracing::debug!("{error}");
+        }
+    }
+}
+
+/// A daemon that answers is kept: it is published again, and mode and ceiling are set. Warnings; `None`: there is none.
+fn serves_already(
+    key: &DaemonKey,
+    held: &DaemonLock,
+    control: &Control,
+    store: &Store,
+    config: &Config,
+) -> Result<Option<Vec<String>>, MpsError> {
+    let ledger = store.read()?;
+    let running = |server: &&Server| {
+        matches!(server.state, ServerState::Serving | ServerState::Fault) && record::is_alive(server)
+    };
+    let Some(server) = record::server(&ledger, key).filter(running) else { return Ok(None) };
+    match control.ceiling() {
+        Ok(_) => {}
+        Err(AskError::Gone(_) | AskError::Refused { .. }) => return Ok(None),
+        Err(error) => return Err(record::note_failure(store, server, error)),
+    }
+    dirs::publish(key, &config.state_dir)?;
+    record::note_answer(store, server)?;
+    let Some(warnings) = enter_again(server, &ledger, store, config)? else { return Ok(None) };
+    record::adjust(held, key, store, config)?;
+    Ok(Some(warnings))
+}
+
+/// The compute mode under a daemon that has waited for a lease, and now has one; `None`: not while its server has
+/// the GPU.
+fn enter_again(
+    server: &Server,
+    ledger: &Ledger,
+    store: &Store,
+    config: &Config,
+) -> Result<Option<Vec<String>>, MpsError> {
+    let key = &server.key;
+    if !server.mode_left || ledger.on_server(key).next().is_none() {
+        return Ok(Some(Vec::new()));
+    }
+    let entered = compute_mode::enter(key, store, &inventory::load(config)?, config)?;
+    if entered.beside_server {
+        return Ok(None);
+    }
+    record::change(store, |ledger| {
+        let wanted = ledger.on_server(key).next().is_some();
+        if let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key && wanted) {
+            server.mode_left = false;
+        }
+        Ok(())
+    })?;
+    Ok(Some(entered.warning.into_iter().collect()))
+}
+
+/// What a start is for.
+struct Claim {
+    key: DaemonKey,
+    /// What it serves, in the order its clients count them.
+    devices: Vec<String>,
+    /// A daemon that is recorded and does not serve.
+    before: Option<Process>,
+    /// Containers live that had an earlier daemon.
+    returns: bool,
+}
+
+/// Under the ledger's lock: a lease wants the daemon, and it is recorded as starting.
+fn claim(key: &DaemonKey, store: &Store) -> Result<Claim, MpsError> {
+    record::change(store, |ledger| {
+        let Some(first) = ledger.on_server(key).next() else {
+            return Err(MpsError::NotWanted { key: key.to_string() });
+        };
+        let known = record::server(ledger, key);
+        // Of a device's common server's leases each has that one device.
+        let devices = first.devices.clone();
+        let claim = Claim {
+            key: key.clone(),
+            devices: devices.clone(),
+            before: known.and_then(|server| server.daemon),
+            returns: known.is_some(),
+        };
+        ledger.servers.retain(|server| server.key != *key);
+        ledger.servers.push(Server {
+            key: key.clone(),
+            devices,
+            daemon: None,
+            state: ServerState::Starting,
+            ceiling: Ceiling::default(),
+            answered_at: 0,
+            idle_since: None,
+            mode_left: false,
+        });
+        Ok(claim)
+    })
+}
+
+fn bring_up(
+    claim: &Claim,
+    control: &Control,
+    left: &Left,
+    store: &Store,
+    config: &Config,
+) -> Result<Vec<String>, MpsError> {
+    let key = &claim.key;
+    control.server_program(config)?;
+    launch::end(key, &config.state_dir, claim.before, None)?;
+    dirs::clear_pipe(key, &config.state_dir)?;
+    dirs::cap_logs(key, &config.state_dir);
+    let entered = compute_mode::enter(key, store, &inventory::load(config)?, config)?;
+    let mut warnings: Vec<String> = entered.warning.into_iter().collect();
+    match run_daemon(claim, control, left, store, config) {
+        Ok(more) => warnings.extend(more),
+        Err(error) => {
+            let mut error = error;
+            if let Err(worse) = undo(key, entered.changed, store, config) {
+                tracing::warn!("{error}");
+                error = worse;
+            }
+            return Err(error);
+        }
+    }
+    if claim.returns {
+        let ledger = store.read()?;
+        for device in &claim.devices {
+            warnings.extend(compute_mode::beside_mps(key, device, &ledger, config));
+        }
+    }
+    Ok(warnings)
+}
+
+/// Containers may have `public/` mounted: the directory stays, its contents lead nowhere any more.
+fn undo(key: &DaemonKey, mode_changed: bool, store: &Store, config: &Config) -> Result<(), MpsError> {
+    launch::end(key, &config.state_dir, None, None)?;
+    dirs::clear_pipe(key, &config.state_dir)?;
+    if mode_changed { compute_mode::restore(&key.0, store, config) } else { Ok(()) }
+}
+
+/// From the process to the record `serving`.
+fn run_daemon(
+    claim: &Claim,
+    control: &Control,
+    left: &Left,
+    store: &Store,
+    config: &Config,
+) -> Result<Vec<String>, MpsError> {
+    let (key, state_dir) = (&claim.key, config.state_dir.as_path());
+    let deadline = Instant::now() + config.mps.start_timeout;
+    let logs = Logs::from_now_on(key, state_dir);
+    let warnings = Launch { key, devices: &claim.devices, state_dir, control, logs: &logs, left }.start()?;
+    let not_up = |why: &str| launch::not_up(&claim.devices, config.mps.start_timeout, why, &logs);
+    wait_for_answer(key, control, deadline, config).map_err(|why| not_up(&why))?;
+    let daemon = launch::find(&sublet_core::mps::dirs::pipe(key, state_dir))
+        .into_iter()
+        .find_map(|(process, kind)| (kind == Kind::Daemon).then_some(process))
+        .ok_or_else(|| not_up("it answers, and its process is not to be found in /proc"))?;
+    let refused = |error| record::refused(key, error);
+    let ledger = store.read()?;
+    let ceiling = ledger.wanted_ceiling(key).unwrap_or(Ceiling::NONE);
+    // GPUs before Volta know no ceiling and refuse to hear of one; a new daemon has none.
+    if ceiling != Ceiling::NONE {
+        control.set_ceiling(ceiling, ledger.devices_of(key)).map_err(refused)?;
+    }
+    prewarm(control, deadline, &logs).map_err(|unready| match unready {
+        Unready::Late(why) => not_up(&format!("{why}{}", holders(claim, store, config))),
+        Unready::Ended { pid, how } => no_server(pid, &how, claim, control, &logs, store, config),
+    })?;
+    dirs::publish(key, state_dir)?;
+    record::note(store, key, |server| {
+        server.daemon = Some(daemon);
+        server.state = ServerState::Serving;
+        server.ceiling = ceiling;
+        server.answered_at = epoch_seconds();
+    })?;
+    Ok(warnings)
+}
+
+fn wait_for_answer(
+    key: &DaemonKey,
+    control: &Control,
+    deadline: Instant,
+    config: &Config,
+) -> Result<(), String> {
+    let socket = dirs::pipe(key, &config.state_dir).join("control");
+    let mut why = "nobody listens at its socket".to_owned();
+    while Instant::now() < deadline {
+        if listens(&socket) {
+            match control.ceiling() {
+                Ok(_) => return Ok(()),
+                Err(error) => why = error.to_string(),
+            }
+        }
+        sleep(Duration::from_millis(5));
+    }
+    Err(why)
+}
+
+/// Why a daemon that answers has no server.
+enum Unready {
+    /// None in time, or no answer.
+    Late(String),
+    /// One was started and is gone.
+    Ended { pid: i32, how: String },
+}
+
+/// A server that is there already saves the first client a tenth of a second (docs/evidence), and shows
+/// before any container starts that the GPU can be had.
+fn prewarm(control: &Control, deadline: Instant, logs: &Logs<'_>) -> Result<(), Unready> {
+    let late = |error: AskError| Unready::Late(error.to_string());
+    let command = format!("start_server -uid {}", geteuid());
+    let limit = deadline.saturating_duration_since(Instant::now()).max(Duration::from_secs(1));
+    control.ask(&command, limit).map_err(late)?;
+    let server = loop {
+        if let Some(&server) = control.servers().map_err(late)?.first() {
+            break server;
+        }
+        still_there(logs)?;
+        if Instant::now() >= deadline {
+            return Err(Unready::Late("its server does not start".into()));
+        }
+        sleep(Duration::from_millis(5));
+    };
+    let patience = (Instant::now() + READY_LIMIT).min(deadline);
+    while !logs.is_ready(server) {
+        still_there(logs)?;
+        if Instant::now() >= patience {
+            // A driver that words it otherwise.
+            let there = control.servers().map_err(late)?.contains(&server);
+            let how = "is gone".to_owned();
+            return if there { Ok(()) } else { Err(Unready::Ended { pid: server, how }) };
+        }
+        sleep(Duration::from_millis(2));
+    }
+    Ok(())
+}
+
+fn still_there(logs: &Logs<'_>) -> Result<(), Unready> {
+    logs.ended().map_or(Ok(()), |(pid, how)| Err(Unready::Ended { pid, how }))
+}
+
+/// See [`MpsError::NoServer`].
+fn no_server(
+    pid: i32,
+    how: &str,
+    claim: &Claim,
+    control: &Control,
+    logs: &Logs<'_>,
+    store: &Store,
+    config: &Config,
+) -> MpsError {
+    let program = match control.server_program(config) {
+        Ok(program) => program,
+        Err(error) => return error,
+    };
+    let mut advice = format!("see {}", logs.of_server().display());
+    match holders(claim, store, config) {
+        seen if seen.is_empty() => {
+            let driver =
+                inventory::load(config).map(|inventory| inventory.driver.version).unwrap_or_default();
+            let library = "and whether the libcuda.so.1 that it loads (ldconfig -p | grep libcuda)";
+            advice = format!("{advice}, {library} is of the loaded driver {driver}");
+        }
+        seen => advice.push_str(&seen),
+    }
+    let why = format!("{} (pid {pid}) {how}{}; {advice}", program.display(), logs.ends());
+    MpsError::NoServer { device: claim.devices.join(", "), why }
+}
+
+/// Who keeps a server off the GPU, where somebody was seen; no server of our own.
+fn holders(claim: &Claim, store: &Store, config: &Config) -> String {
+    let Ok(ledger) = store.read() else { return String::new() };
+    let own = launch::find(&dirs::pipe(&claim.key, &config.state_dir));
+    let is_own =
+        |name: &String| own.iter().any(|(process, _)| name.ends_with(&format!("(pid {})", process.pid)));
+    let devices = claim.devices.iter();
+    let mut names: Vec<String> =
+        devices.flat_map(|device| compute_mode::holders(&claim.key, device, &ledger, config)).collect();
+    names.retain(|name| !is_own(name));
+    names.dedup();
+    if names.is_empty() {
+        String::new()
+    } else {
+        format!("; the GPU is held by {}: end it", names.join(", "))
+    }
+}

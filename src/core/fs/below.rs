@@ -1,0 +1,67 @@
+//! Paths below a root. Those of an image are resolved by the kernel inside it (openat2(2), `RESOLVE_IN_ROOT`, no magic
+//! links), and what was found is used by its descriptor, never by its path again.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat, openat2};
+use nix::sys::stat::Mode;
+
+/// How often a rename in the tree may disturb one look-up, and symbolic links lead into volumes.
+pub(crate) const ROUNDS: usize = 16;
+
+/// `path` (absolute) below `root`.
+#[must_use]
+pub fn under(root: &Path, path: &str) -> PathBuf {
+    root.join(path.trim_start_matches('/'))
+}
+
+/// The root itself comes from the engine and is trusted, but for being a link.
+pub(crate) fn open_root(rootfs: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    Ok(open(rootfs, flags, Mode::empty())?)
+}
+
+/// Opens a directory to which no link leads.
+pub(crate) fn open_below(root: impl AsFd, path: &Path, more: ResolveFlag) -> io::Result<OwnedFd> {
+    let how = OpenHow::new()
+        .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_MAGICLINKS | more);
+    Ok(openat2(root.as_fd(), path, how)?)
+}
+
+/// Opens `path` with `O_PATH` as if `root` were /.
+pub(crate) fn open_in(root: impl AsFd, path: &Path, flags: OFlag) -> io::Result<OwnedFd> {
+    if cfg!(sublet_without = "a1") {
+        let below = Path::new(".").join(path.strip_prefix("/").unwrap_or(path));
+        return Ok(openat(root, &below, OFlag::O_PATH | OFlag::O_CLOEXEC | flags, Mode::empty())?);
+    }
+    let how = OpenHow::new()
+        .flags(OFlag::O_PATH | OFlag::O_CLOEXEC | flags)
+        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+    let mut last = Errno::EAGAIN;
+    for _ in 0..ROUNDS {
+        match openat2(root.as_fd(), path, how) {
+            Ok(fd) => return Ok(fd),
+            // A rename or mount elsewhere while `..` was walked (openat2(2)).
+            Err(Errno::EAGAIN | Errno::EINTR) => last = Errno::EAGAIN,
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Err(last.into())
+}
+
+/// Where `fd` is on the host, as the kernel names it.
+pub(crate) fn host_path(fd: &OwnedFd) -> io::Result<PathBuf> {
+    std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+}
+
+/// The path of `fd` as seen from inside the root at `host_path`.
+pub(crate) fn inside(root: &Path, fd: &OwnedFd) -> io::Result<PathBuf> {
+    let path = host_path(fd)?;
+    // Moved away while we looked: as good as not there.
+    let below = path.strip_prefix(root).map_err(|_| Errno::ENOENT)?;
+    Ok(Path::new("/").join(below))
+}

@@ -1,0 +1,198 @@
+//! The state directory and the files in it are believed only where nobody but root, or this user, can have written
+//! them. Looked at each time that something is opened there: by descriptor, for a path may be another file by then.
+
+use std::fs::{self, DirBuilder, Metadata, OpenOptions, Permissions};
+use std::io::{self, Read as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::Path;
+
+use nix::libc::{ELOOP, O_NOFOLLOW, O_NONBLOCK};
+
+use crate::host::selinux;
+use crate::text::safe;
+
+/// Makes `dir` where it is missing (0755, whatever the umask), and looks whether it can be trusted.
+///
+/// # Errors
+/// Why it cannot be made or trusted.
+pub fn make(dir: &Path) -> Result<(), String> {
+    let meta = match fs::symlink_metadata(dir) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            create(dir).map_err(|error| format!("cannot be created: {error}"))?;
+            fs::symlink_metadata(dir)
+        }
+        // Made under somebody's umask, or by a sublet that was killed before it set the mode.
+        Ok(meta) if is_closed(&meta) => {
+            fs::set_permissions(dir, Permissions::from_mode(meta.mode() & 0o7777 | 0o755))
+                .map_err(|error| format!("cannot be opened to others: {error}"))?;
+            fs::symlink_metadata(dir)
+        }
+        meta => meta,
+    };
+    check(dir, &meta.map_err(|error| selinux::explained(error).to_string())?)
+}
+
+/// Why `dir`, if it is there, cannot be trusted.
+#[must_use]
+pub fn distrust(dir: &Path) -> Option<String> {
+    check(dir, &fs::symlink_metadata(dir).ok()?).err()
+}
+
+/// Makes `dir` and what is missing above it, each 0755 whatever the umask.
+///
+/// # Errors
+/// One of them cannot be made.
+pub fn create(dir: &Path) -> io::Result<()> {
+    if let Some(above) = dir.parent().filter(|above| !above.as_os_str().is_empty() && !above.exists()) {
+        create(above)?;
+    }
+    match DirBuilder::new().mode(0o755).create(dir) {
+        Ok(()) => fs::set_permissions(dir, Permissions::from_mode(0o755)),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether it is a directory of this user's that others cannot look into, as clients of MPS and users without
+/// root have to.
+fn is_closed(meta: &Metadata) -> bool {
+    meta.is_dir() && meta.uid() == nix::unistd::geteuid().as_raw() && meta.mode() & 0o755 != 0o755
+}
+
+fn check(dir: &Path, meta: &Metadata) -> Result<(), String> {
+    if !meta.is_dir() {
+        return Err("is no directory".to_owned());
+    }
+    if (!is_ours(meta.uid()) || meta.mode() & 0o022 != 0) && !cfg!(sublet_without = "c3-directory") {
+        return Err(format!("others may write it (uid {}, mode {:o})", meta.uid(), meta.mode() & 0o7777));
+    }
+    match dir.ancestors().skip(1).find(|above| can_be_swapped(above)) {
+        Some(above) => Err(format!(
+            "everybody may write {}, which is above it, and put another in its place",
+            safe(&above.to_string_lossy())
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Whether everybody may rename what is in `dir`: not where it is sticky, as /tmp is.
+fn can_be_swapped(dir: &Path) -> bool {
+    fs::metadata(dir).is_ok_and(|meta| meta.mode() & 0o1002 == 0o002)
+}
+
+/// Root's, or this user's.
+#[must_use]
+pub fn is_ours(uid: u32) -> bool {
+    uid == 0 || uid == nix::unistd::geteuid().as_raw()
+}
+
+/// Why a file of the state directory with this metadata is not believed.
+#[must_use]
+pub fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
+    if !meta.is_file() {
+        return Some("it is no regular file".to_owned());
+    }
+    if meta.len() > largest {
+        return Some(format!("it has {} bytes", meta.len()));
+    }
+    if cfg!(sublet_without = "c3-owner") {
+        return None;
+    }
+    if !is_ours(meta.uid()) {
+        return Some(format!("it belongs to uid {}", meta.uid()));
+    }
+    (meta.mode() & 0o022 != 0).then(|| format!("others may write it (mode {:o})", meta.mode() & 0o7777))
+}
+
+/// The content of `path`; `Err` inside: why it is not believed. `None`: there is no such file.
+///
+/// # Errors
+/// It is there and cannot be read.
+pub fn read(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, String>>> {
+    let no_links = if cfg!(sublet_without = "c3-link") { 0 } else { O_NOFOLLOW };
+    let file = match OpenOptions::new().read(true).custom_flags(no_links | O_NONBLOCK).open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.raw_os_error() == Some(ELOOP) => {
+            return Ok(Some(Err("it is no regular file".to_owned())));
+        }
+        Err(error) => return Err(selinux::explained(error)),
+    };
+    let meta = file.metadata()?;
+    if let Some(why) = distrust_file(&meta, largest) {
+        return Ok(Some(Err(why)));
+    }
+    let mut content = Vec::with_capacity(usize::try_from(meta.len()).unwrap_or(0) + 1);
+    file.take(largest).read_to_end(&mut content)?;
+    Ok(Some(Ok(content)))
+}
+
+/// [`read`] for what nobody needs: nothing where it is not there or not believed.
+#[must_use]
+pub fn read_if_trusted(path: &Path, largest: u64) -> Option<Vec<u8>> {
+    read(path, largest).ok()??.ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode(path: &Path, mode: u32) {
+        fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn a_directory_that_others_could_exchange_is_not_trusted() {
+        let dir = tempfile::tempdir().unwrap();
+        let (above, state) = (dir.path().join("a"), dir.path().join("a/sublet"));
+        make(&state).unwrap();
+        assert_eq!(distrust(&state), None);
+        mode(&above, 0o777);
+        let expected = format!(
+            "everybody may write {}, which is above it, and put another in its place",
+            above.display()
+        );
+        assert_eq!(make(&state), Err(expected.clone()));
+        assert_eq!(distrust(&state), Some(expected));
+        mode(&above, 0o1777);
+        make(&state).unwrap();
+        mode(&state, 0o775);
+        assert!(make(&state).unwrap_err().starts_with("others may write it"));
+        assert_eq!(distrust(&dir.path().join("none")), None);
+    }
+
+    #[test]
+    fn what_a_umask_closed_is_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = dir.path().join("a/b");
+        make(&state).unwrap();
+        let modes =
+            || [dir.path().join("a"), state.clone()].map(|dir| fs::metadata(dir).unwrap().mode() & 0o7777);
+        assert_eq!(modes(), [0o755, 0o755]);
+        mode(&state, 0o700);
+        make(&state).unwrap();
+        assert_eq!(modes(), [0o755, 0o755]);
+    }
+
+    #[test]
+    fn a_file_is_believed_by_its_descriptor() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        assert!(read(&path, 9).unwrap().is_none());
+        fs::write(&path, "content").unwrap();
+        mode(&path, 0o644);
+        assert_eq!(read(&path, 9).unwrap().unwrap().unwrap(), b"content");
+        let why = |path: &Path, largest| read(path, largest).unwrap().unwrap().unwrap_err();
+        assert_eq!(why(&path, 6), "it has 7 bytes");
+        mode(&path, 0o664);
+        assert_eq!(why(&path, 9), "others may write it (mode 664)");
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        assert_eq!(why(&link, 9), "it is no regular file");
+        assert_eq!(why(dir.path(), 9), "it is no regular file");
+        let pipe = dir.path().join("pipe");
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert_eq!(why(&pipe, 9), "it is no regular file");
+        assert_eq!(read_if_trusted(&pipe, 9), None);
+    }
+}

@@ -1,0 +1,3 @@
+//! What the host's kernel says of itself and of its processes.
+
+pub mod selinux;

@@ -1,0 +1,207 @@
+//! Named shares as CDI devices (Container Device Interface, SPEC.md 0.5.0): `sublet/share=small.0` is the
+//! share `small` on GPU 0.
+//!
+//! The device nodes and the environment stand in the specification that `sublet cdi generate` writes, for
+//! every container of that device alike. The rest hangs on the image or the lease, and is the work of
+//! `sublet-hook cdi`, which the specification names: arguments of its own tell it which share of which
+//! device is meant, and nothing of the container's annotations or environment does.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::oci::Conflict;
+use crate::text::safe;
+
+/// Vendor and class of all our devices.
+pub const KIND: &str = "sublet/share";
+
+/// The hook's stage, its first argument.
+pub const STAGE: &str = "cdi";
+
+/// A share on a device, as one of our CDI devices means it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Asked {
+    /// The share's name in the configuration.
+    pub share: String,
+    /// UUID of the device.
+    pub device: String,
+}
+
+/// A CDI device that cannot be served.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CdiError {
+    /// Not the arguments that we write.
+    #[error(
+        "sublet-hook has other arguments than `sublet cdi generate` writes: generate the CDI specification \
+         anew"
+    )]
+    Arguments,
+    /// Two different ones of ours.
+    #[error(
+        "two CDI devices of {KIND} are asked for, {0} and {1}: a container has one share, remove one of them"
+    )]
+    Several(String, String),
+    /// The hook runs for a container whose config.json does not have it.
+    #[error(
+        "its config.json asks for no CDI device of {KIND}: sublet-hook cdi is for what `sublet cdi generate` \
+         writes; as a hook of your own use sublet-hook createRuntime"
+    )]
+    NotAsked,
+    /// Annotations for another share than the device's.
+    #[error(
+        "{annotations} beside the CDI device {KIND}={share} would make another share of it: remove one of \
+         the two"
+    )]
+    Contradiction {
+        /// The share.
+        share: String,
+        /// As `sublet.sm=50`.
+        annotations: String,
+    },
+    /// The device that the specification was written for.
+    #[error(
+        "share {share} is for {device} in the CDI specification, {why}: it is out of date, run \
+         `sublet cdi generate`"
+    )]
+    Device {
+        /// The share.
+        share: String,
+        /// UUID.
+        device: String,
+        /// Why not.
+        why: String,
+    },
+    /// The environment in config.json is another one.
+    #[error(
+        "its environment has not the {name} of the CDI device {KIND}={share}: either the container sets it \
+         itself, then remove it there, or the CDI specification is out of date, then run `sublet cdi \
+         generate`"
+    )]
+    Environment {
+        /// The share.
+        share: String,
+        /// The variable.
+        name: String,
+    },
+    /// A variable that a CDI device cannot take away.
+    #[error("its environment has {name}, which would contradict the CDI device {KIND}={share}: remove it")]
+    Strange {
+        /// The share.
+        share: String,
+        /// The variable.
+        name: String,
+    },
+    /// Nodes of NVIDIA's beside those of the device.
+    #[error("{conflict} (if it is of the CDI device {KIND}={share}, run `sublet cdi generate`)")]
+    Conflict {
+        /// The share.
+        share: String,
+        /// What was found.
+        conflict: Conflict,
+    },
+    /// Neither the hook nor the nodes would do there.
+    #[error("CDI devices of {KIND} need root: remove the device and ask by annotations (docs/rootless.md)")]
+    Rootless,
+}
+
+impl Asked {
+    /// Reads the hook's arguments, its own name and stage left out.
+    ///
+    /// # Errors
+    /// They are not those of [`Asked::arguments`].
+    pub fn parse<'a>(arguments: impl Iterator<Item = &'a str>) -> Result<Self, CdiError> {
+        match arguments.collect::<Vec<_>>()[..] {
+            ["--share", share, "--device", device] if !share.is_empty() && !device.is_empty() => {
+                Ok(Self { share: share.to_owned(), device: device.to_owned() })
+            }
+            _ => Err(CdiError::Arguments),
+        }
+    }
+
+    /// What the hook is called with at `stage`.
+    #[must_use]
+    pub fn arguments<'a>(&'a self, stage: &'a str) -> [&'a str; 6] {
+        ["sublet-hook", stage, "--share", &self.share, "--device", &self.device]
+    }
+
+    /// For messages.
+    fn name(&self) -> String {
+        safe(&format!("{} on {}", self.share, self.device))
+    }
+}
+
+/// The CDI device of ours that an engine has put into `spec`: by our hook in it, which no image can add.
+///
+/// # Errors
+/// Two that differ; arguments that we do not write.
+pub fn asked(spec: &Value) -> Result<Option<Asked>, CdiError> {
+    let hooks = spec.pointer("/hooks/createRuntime").and_then(Value::as_array);
+    let mut found: Option<Asked> = None;
+    for arguments in hooks.into_iter().flatten().filter_map(arguments_of_ours) {
+        let asked = Asked::parse(arguments.into_iter())?;
+        match &found {
+            Some(first) if *first != asked => return Err(CdiError::Several(first.name(), asked.name())),
+            _ => found = Some(asked),
+        }
+    }
+    Ok(found)
+}
+
+/// Whether `spec` has any CDI device of ours, be it one that cannot be served.
+#[must_use]
+pub fn is_asked(spec: &Value) -> bool {
+    asked(spec).map_or(true, |asked| asked.is_some())
+}
+
+/// The arguments behind the stage, if `hook` is ours and at it.
+fn arguments_of_ours(hook: &Value) -> Option<Vec<&str>> {
+    let program = Path::new(hook.get("path")?.as_str()?).file_name()?;
+    let arguments: Vec<&str> = hook.get("args")?.as_array()?.iter().filter_map(Value::as_str).collect();
+    (program == "sublet-hook" && arguments.get(1) == Some(&STAGE)).then(|| arguments[2..].to_vec())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn hook(share: &str, device: &str) -> Value {
+        let asked = Asked { share: share.into(), device: device.into() };
+        json!({"path": "/usr/libexec/sublet/sublet-hook", "args": asked.arguments(STAGE)})
+    }
+
+    fn of(hooks: &[Value]) -> Result<Option<Asked>, CdiError> {
+        asked(&json!({"hooks": {"createRuntime": hooks}}))
+    }
+
+    #[test]
+    fn the_hook_in_the_spec_tells_which_share_is_meant() {
+        let small = Asked { share: "small".into(), device: "GPU-a".into() };
+        let other = json!({"path": "/usr/bin/other-hook", "args": ["sublet-hook", "cdi", "--share", "x"]});
+        let bind = json!({"path": "/x/sublet-hook", "args": ["sublet-hook", "createRuntime"]});
+        assert_eq!(asked(&json!({})), Ok(None));
+        assert_eq!(asked(&json!({"hooks": {"createRuntime": {"a": 1}}})), Ok(None));
+        assert_eq!(of(&[other.clone(), bind.clone(), json!({"path": 1}), json!(null)]), Ok(None));
+        assert_eq!(of(&[other, hook("small", "GPU-a"), bind]), Ok(Some(small.clone())));
+        assert_eq!(of(&[hook("small", "GPU-a"), hook("small", "GPU-a")]), Ok(Some(small)));
+    }
+
+    #[test]
+    fn two_shares_and_strange_arguments_are_refused() {
+        for other in [hook("small", "GPU-b"), hook("large", "GPU-a")] {
+            assert!(matches!(of(&[hook("small", "GPU-a"), other]), Err(CdiError::Several(..))));
+        }
+        let with = |arguments: &[&str]| of(&[json!({"path": "/sublet-hook", "args": arguments})]);
+        for arguments in [
+            &["sublet-hook", "cdi"][..],
+            &["sublet-hook", "cdi", "--share", "small"],
+            &["sublet-hook", "cdi", "--share", "", "--device", "GPU-a"],
+            &["sublet-hook", "cdi", "--device", "GPU-a", "--share", "small"],
+            &["sublet-hook", "cdi", "--share", "small", "--device", "GPU-a", "--device", "GPU-b"],
+        ] {
+            assert_eq!(with(arguments), Err(CdiError::Arguments), "{arguments:?}");
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! What in a container's spec contradicts a share of ours.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Component, Path, PathBuf};
+
+use serde_json::Value;
+
+use super::spec::environment_value;
+use crate::config::Config;
+use crate::fs::below::under;
+use crate::inventory::Node;
+use crate::text::safe;
+
+/// Major of /dev/nvidiactl and the GPUs' nodes, fixed by the kernel (Documentation/admin-guide/devices.txt).
+const NVIDIA_MAJOR: i64 = 195;
+
+/// Something in the spec that must go before we serve it; the message names the line to remove.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Conflict {
+    /// The GPU request of Docker, `ctr` or nerdctl.
+    #[error(
+        "the engine was asked for GPUs as well (hook {0}): remove `--gpus` (Compose: \
+         deploy.resources.reservations.devices), the sublet annotations alone give the share"
+    )]
+    GpuOption(String),
+    /// A CDI device of NVIDIA's.
+    #[error(
+        "the engine was asked for an NVIDIA CDI device as well ({0}): remove `--device nvidia.com/gpu=…` \
+         (`--gpus` with newer engines), the sublet annotations alone give the share"
+    )]
+    Cdi(String),
+    /// A device rule that allows everything.
+    #[error(
+        "the container may open every device of the host ({0}), so no share would hold it: remove \
+         `--privileged` (or the device cgroup rule), or set `[limits] allow_privileged = true`"
+    )]
+    EveryDevice(String),
+    /// A node of NVIDIA's beside ours.
+    #[error(
+        "the container is given {0} beside its share: remove that `--device` or volume, sublet adds the \
+         nodes it needs, or set `[limits] allow_privileged = true`"
+    )]
+    Node(String),
+    /// A rule for nodes of NVIDIA's.
+    #[error(
+        "the container's device cgroup rule `{0}` opens NVIDIA devices beside its share: remove that \
+         `--device-cgroup-rule`, or set `[limits] allow_privileged = true`"
+    )]
+    Rule(String),
+    /// Mounts would be the host's.
+    #[error(
+        "the container has no mount namespace of its own, so its devices and driver files would be mounted on the \
+         host: add a namespace of type `mount`, without a path, to its config.json"
+    )]
+    MountNamespace,
+}
+
+/// Finds an engine's own GPU request, an allow-all device rule, or NVIDIA nodes outside our grant; `given`
+/// are those that a CDI device of ours has put there.
+///
+/// # Errors
+/// The first conflict found.
+pub fn conflict(spec: &Value, given: &[Node], config: &Config) -> Result<(), Conflict> {
+    engine_request(spec)?;
+    if config.limits.allow_privileged {
+        return Ok(());
+    }
+    let host =
+        Host { majors: nvidia_majors(&config.driver.root), dev: under(&config.driver.root, "/dev"), given };
+    // `--privileged` brings nodes too, and an engine's `--device` a rule: the message names what was said.
+    every_device(spec)?;
+    nodes(spec, &host)?;
+    mounts(spec, &host)?;
+    rules(spec, &host)
+}
+
+/// What tells an NVIDIA node on this host.
+struct Host<'a> {
+    majors: BTreeSet<i64>,
+    /// Where the host's nodes are, driver root included.
+    dev: PathBuf,
+    /// Nodes that are the container's by right.
+    given: &'a [Node],
+}
+
+impl Host<'_> {
+    /// Whether `entry`, a device or a rule, is for a node that is given.
+    fn gives(&self, entry: &Value) -> bool {
+        let numbers = (number(entry, "major"), number(entry, "minor"));
+        let is = |node: &&Node| numbers == (Some(node.major.into()), Some(node.minor.into()));
+        let path = entry.get("path").map(|path| path.as_str().map(Path::new));
+        self.given.iter().filter(is).any(|node| path.is_none_or(|path| path == Some(&node.path)))
+    }
+}
+
+/// Majors in /proc/devices whose driver is one of NVIDIA's; 195 always.
+fn nvidia_majors(root: &Path) -> BTreeSet<i64> {
+    let mut text = String::new();
+    if let Ok(file) = File::open(under(root, "/proc/devices")) {
+        // What cannot be read leaves 195: placement has refused a host without a driver before this.
+        let _ = file.take(1 << 16).read_to_string(&mut text);
+    }
+    let characters = text.split("Block devices:").next().unwrap_or_default();
+    let major = |line: &str| {
+        let (major, name) = line.trim().split_once(' ')?;
+        name.trim().starts_with("nvidia").then(|| major.parse().ok())?
+    };
+    characters.lines().filter_map(major).chain([NVIDIA_MAJOR]).collect()
+}
+
+/// Docker's `--gpus` adds the legacy hook and `NVIDIA_VISIBLE_DEVICES` (moby, `daemon/nvidia_linux.go`); CDI
+/// edits bring hooks and annotations (nvidia-ctk, cdi). Podman translates `--gpus` to CDI: a legacy hook
+/// there comes from a hooks directory, for every container, and does nothing once we have said `void`. `ctr`
+/// and nerdctl have containerd run NVIDIA's program itself as a hook (containerd, `contrib/nvidia`).
+fn engine_request(spec: &Value) -> Result<(), Conflict> {
+    for program in hook_programs(spec) {
+        match program {
+            "nvidia-container-runtime-hook" | "nvidia-container-toolkit"
+                if asks_for_gpus(spec) && !is_podman(spec) =>
+            {
+                return Err(Conflict::GpuOption(safe(program)));
+            }
+            "nvidia-container-cli" => return Err(Conflict::GpuOption(safe(program))),
+            "nvidia-cdi-hook" | "nvidia-ctk" => {
+                return Err(Conflict::Cdi(format!("hook {}", safe(program))));
+            }
+            _ => {}
+        }
+    }
+    let annotations = spec.get("annotations").and_then(Value::as_object);
+    for (key, value) in annotations.into_iter().flatten() {
+        let device = value.as_str().unwrap_or_default();
+        if key.starts_with("cdi.k8s.io/") && device.contains("nvidia.com/") {
+            return Err(Conflict::Cdi(safe(device)));
+        }
+    }
+    Ok(())
+}
+
+/// File names of all hooks of all stages, and of the program that containerd's `oci-hook` runs.
+fn hook_programs(spec: &Value) -> impl Iterator<Item = &str> {
+    let stages = spec.get("hooks").and_then(Value::as_object);
+    let hooks = stages.into_iter().flatten().filter_map(|(_, hooks)| hooks.as_array()).flatten();
+    hooks.flat_map(|hook| {
+        let args = entries(hook, "/args").iter().filter_map(Value::as_str);
+        let ran = args.skip_while(|arg| *arg != "oci-hook").find(|arg| arg.starts_with('/'));
+        hook.get("path").and_then(Value::as_str).into_iter().chain(ran).filter_map(file_name)
+    })
+}
+
+fn file_name(path: &str) -> Option<&str> {
+    Path::new(path).file_name()?.to_str()
+}
+
+/// The values for which the legacy hook does nothing (nvidia-container-toolkit, `image/cuda_image.go`).
+fn asks_for_gpus(spec: &Value) -> bool {
+    let value = environment_value(spec, "NVIDIA_VISIBLE_DEVICES");
+    !matches!(value.as_deref(), None | Some("" | "void"))
+}
+
+fn is_podman(spec: &Value) -> bool {
+    let manager = spec.get("annotations").and_then(|entries| entries.get("io.container.manager"));
+    manager.and_then(Value::as_str) == Some("libpod")
+}
+
+fn entries<'a>(spec: &'a Value, pointer: &str) -> &'a [Value] {
+    spec.pointer(pointer).and_then(Value::as_array).map_or(&[], Vec::as_slice)
+}
+
+/// A device number of a rule; -1 and none at all are wildcards.
+fn number(rule: &Value, key: &str) -> Option<i64> {
+    rule.get(key).and_then(Value::as_i64).filter(|&number| number >= 0)
+}
+
+fn opens(rule: &Value) -> bool {
+    // No access at all means all of it (runc and crun alike).
+    let access = rule.get("access").and_then(Value::as_str).filter(|access| !access.is_empty());
+    access.is_none_or(|access| access.contains(['r', 'w']))
+}
+
+fn is_of_every_kind(rule: &Value) -> bool {
+    matches!(rule.get("type").and_then(Value::as_str), None | Some("" | "a"))
+}
+
+fn is_of_characters(rule: &Value) -> bool {
+    is_of_every_kind(rule) || rule.get("type").and_then(Value::as_str) == Some("c")
+}
+
+fn is_allowed(rule: &Value) -> bool {
+    rule.get("allow").and_then(Value::as_bool) == Some(true)
+}
+
+/// `{"allow": false, "access": "rwm"}`: what came before it is void.
+fn denies_all(rule: &Value) -> bool {
+    !is_allowed(rule) && is_of_every_kind(rule) && is_every(rule) && opens(rule)
+}
+
+/// Rules that let character devices be opened, behind the last one that denies all.
+fn opening_rules(spec: &Value) -> impl Iterator<Item = &Value> {
+    let all = entries(spec, "/linux/resources/devices");
+    let in_force = all.iter().rposition(denies_all).map_or(all, |last| &all[last + 1..]);
+    in_force.iter().filter(|rule| is_allowed(rule) && is_of_characters(rule) && opens(rule))
+}
+
+fn is_every(rule: &Value) -> bool {
+    number(rule, "major").is_none() && number(rule, "minor").is_none()
+}
+
+fn every_device(spec: &Value) -> Result<(), Conflict> {
+    let mut every = opening_rules(spec).filter(|rule| is_every(rule));
+    every.next().map_or(Ok(()), |rule| Err(Conflict::EveryDevice(describe(rule))))
+}
+
+/// Whether `rules` say what happens to a device that none of them names. Where they do not, crun 1.8 to 1.21
+/// installs no filter at all: every node that the container makes can be opened.
+pub(super) fn have_a_default(rules: &[Value]) -> bool {
+    rules.iter().any(|rule| denies_all(rule) || is_allowed(rule) && is_of_every_kind(rule) && is_every(rule))
+}
+
+/// Refuses a spec without a mount namespace of its own: what is mounted for the container would be mounted on
+/// the host, and stay there.
+///
+/// # Errors
+/// `linux.namespaces` has no new one.
+pub fn own_mount_namespace(spec: &Value) -> Result<(), Conflict> {
+    let is_new = |entry: &Value| {
+        entry.get("type").and_then(Value::as_str) == Some("mount")
+            && matches!(entry.get("path").map(Value::as_str), None | Some(Some("")))
+    };
+    let new = entries(spec, "/linux/namespaces").iter().any(is_new);
+    if new { Ok(()) } else { Err(Conflict::MountNamespace) }
+}
+
+fn rules(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
+    let is_ours = |rule: &&Value| {
+        number(rule, "major").is_none_or(|major| host.majors.contains(&major)) && !host.gives(rule)
+    };
+    opening_rules(spec).find(is_ours).map_or(Ok(()), |rule| Err(Conflict::Rule(describe(rule))))
+}
+
+/// As `--device-cgroup-rule` is written.
+fn describe(rule: &Value) -> String {
+    let part = |key| number(rule, key).map_or_else(|| "*".to_owned(), |number| number.to_string());
+    let text = |key| rule.get(key).and_then(Value::as_str).filter(|text| !text.is_empty());
+    let line = [
+        text("type").unwrap_or("a"),
+        &format!("{}:{}", part("major"), part("minor")),
+        text("access").unwrap_or("rwm"),
+    ]
+    .join(" ");
+    safe(&line)
+}
+
+fn nodes(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
+    for device in entries(spec, "/linux/devices").iter().filter(|device| !host.gives(device)) {
+        let path = device.get("path").and_then(Value::as_str).unwrap_or_default();
+        let kind = device.get("type").and_then(Value::as_str);
+        let by_number = matches!(kind, Some("c" | "u"))
+            && device.get("major").and_then(Value::as_i64).is_some_and(|major| host.majors.contains(&major));
+        if by_number || is_nvidia_node(&plain(path), Path::new("/dev")) {
+            return Err(Conflict::Node(format!("the device {}", safe(path))));
+        }
+    }
+    Ok(())
+}
+
+fn mounts(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
+    for mount in entries(spec, "/mounts") {
+        let path = |key| mount.get(key).and_then(Value::as_str).unwrap_or_default();
+        let dev = [Path::new("/dev"), &host.dev];
+        let brings_nodes = |path: &&str| {
+            let plain = plain(path);
+            dev.iter().any(|dev| plain == **dev || is_nvidia_node(&plain, dev))
+        };
+        if is_bind(mount) {
+            if let Some(path) = [path("source"), path("destination")].iter().find(|path| brings_nodes(path)) {
+                return Err(Conflict::Node(format!("the bind mount of {}", safe(path))));
+            }
+        } else if is_nvidia_node(&plain(path("destination")), Path::new("/dev")) {
+            // Docker's `--tmpfs` is `nodev`: the nodes that are made in it do not open.
+            return Err(Conflict::Node(format!("a mount over {}", safe(path("destination")))));
+        }
+    }
+    Ok(())
+}
+
+/// Whether the runtime bind-mounts it (OCI runtime specification, config.md, "Mounts").
+pub(super) fn is_bind(mount: &Value) -> bool {
+    let options = mount.get("options").and_then(Value::as_array);
+    let is_option = |option: &Value| matches!(option.as_str(), Some("bind" | "rbind"));
+    mount.get("type").and_then(Value::as_str) == Some("bind")
+        || options.is_some_and(|options| options.iter().any(is_option))
+}
+
+/// `/dev/nvidia0`, `/dev/nvidiactl`, `/dev/nvidia-caps/…`.
+fn is_nvidia_node(path: &Path, dev: &Path) -> bool {
+    let below = path.strip_prefix(dev).ok().and_then(|below| below.components().next());
+    below.is_some_and(|first| first.as_os_str().to_string_lossy().starts_with("nvidia"))
+}
+
+/// `path` as an absolute one without `.`, `..` and doubled slashes, as text: no link is looked at.
+pub(super) fn plain(path: &str) -> PathBuf {
+    let mut out = PathBuf::from("/");
+    for component in Path::new(path).components() {
+        match component {
+            Component::Normal(name) => out.push(name),
+            Component::ParentDir => {
+                out.pop();
+            }
+            Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
+        }
+    }
+    out
+}

@@ -1,0 +1,163 @@
+//! The hooks that we put into a config.json: ours, and the one that makes a refused container fail
+//! (OCI runtime-spec, config.md, "POSIX-platform Hooks").
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use crate::process::environment::VARIABLE;
+
+/// All that the hook needs; without an `env` of its own it would get the image's (CVE-2025-23266).
+const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// No program can be below a file that is no directory.
+const NO_PROGRAM: &str = "/dev/null/sublet refuses this container: ";
+
+/// `hooks` of config.json has another shape than the specification's.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("config.json: hooks.{0} is no array of hooks")]
+pub struct BadHooks(&'static str);
+
+/// A stage that we add ourselves to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// The container exists and has not started.
+    CreateRuntime,
+    /// The container is deleted.
+    Poststop,
+}
+
+impl Stage {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::CreateRuntime => "createRuntime",
+            Self::Poststop => "poststop",
+        }
+    }
+
+    /// Seconds that the hook may take: one waits for the container's processes to be gone, the other
+    /// may have to stop daemons of containers that it finds gone.
+    const fn timeout(self) -> u32 {
+        match self {
+            Self::CreateRuntime => 30,
+            Self::Poststop => 10,
+        }
+    }
+}
+
+/// The hook that belongs to this build: beside our own program, or where `make install` puts it for the same
+/// prefix, else where packages put it.
+pub fn program() -> Option<String> {
+    let own = std::env::current_exe().ok();
+    let beside = own.as_deref().map(|own| own.with_file_name("sublet-hook"));
+    let prefix = own.as_deref().and_then(|own| own.parent()?.parent());
+    let same_prefix = prefix.map(|prefix| prefix.join("libexec/sublet/sublet-hook"));
+    let packaged = ["/usr/libexec/sublet/sublet-hook", "/usr/bin/sublet-hook"].map(PathBuf::from);
+    let program = beside.into_iter().chain(same_prefix).chain(packaged).find(|program| program.is_file())?;
+    program.into_os_string().into_string().ok()
+}
+
+/// Adds `program` to `stage`, behind the hooks that are there; `config` names its configuration.
+///
+/// # Errors
+/// `hooks` is no object of arrays.
+pub fn add(spec: &mut Value, stage: Stage, program: &str, config: Option<&Path>) -> Result<(), BadHooks> {
+    let hook = json!({
+        "path": program,
+        "args": ["sublet-hook", stage.name()],
+        "env": environment(config),
+        "timeout": stage.timeout(),
+    });
+    array(spec, stage)?.push(hook);
+    Ok(())
+}
+
+/// Takes out what [`add`] put in, whichever program it was.
+pub fn remove(spec: &mut Value) {
+    for stage in [Stage::CreateRuntime, Stage::Poststop] {
+        let ours = |hook: &Value| {
+            hook["args"] == json!(["sublet-hook", stage.name()]) && hook["timeout"] == stage.timeout()
+        };
+        let hooks = spec.pointer_mut("/hooks").and_then(|hooks| hooks.get_mut(stage.name()));
+        if let Some(hooks) = hooks.and_then(Value::as_array_mut) {
+            hooks.retain(|hook| !ours(hook));
+        }
+    }
+}
+
+/// What a hook of ours is run with; `config` names its configuration.
+#[must_use]
+pub fn environment(config: Option<&Path>) -> Vec<String> {
+    if cfg!(sublet_without = "a8") {
+        return Vec::new();
+    }
+    let config = config.map(|config| format!("{}={}", VARIABLE, config.display()));
+    [PATH.to_owned()].into_iter().chain(config).collect()
+}
+
+/// Makes the container's creation fail with `reason` in the runtime's message.
+///
+/// Podman throws away what a precreate hook says, and crun what a hook of the container's says. Both
+/// runtimes name the path of a hook that they cannot run, and Podman shows that to whoever started the
+/// container, over its API too.
+///
+/// # Errors
+/// As [`add`].
+pub fn add_refusal(spec: &mut Value, reason: &str) -> Result<(), BadHooks> {
+    let hook = json!({"path": format!("{NO_PROGRAM}{reason}"), "args": ["sublet-hook"], "env": [PATH]});
+    // First: no other hook has anything to do any more.
+    array(spec, Stage::CreateRuntime)?.insert(0, hook);
+    Ok(())
+}
+
+fn array(spec: &mut Value, stage: Stage) -> Result<&mut Vec<Value>, BadHooks> {
+    let bad = BadHooks(stage.name());
+    let hooks = member(spec, "hooks", || json!({})).ok_or(BadHooks(stage.name()))?;
+    member(hooks, stage.name(), || json!([])).and_then(Value::as_array_mut).ok_or(bad)
+}
+
+/// `object[name]`, made anew where it is absent or null.
+fn member<'a>(object: &'a mut Value, name: &str, new: impl Fn() -> Value) -> Option<&'a mut Value> {
+    let member = object.as_object_mut()?.entry(name).or_insert_with(&new);
+    if member.is_null() {
+        *member = new();
+    }
+    Some(member)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hook_stands_last_and_has_its_own_environment() {
+        let mut spec = json!({"hooks": {"x": 1, "poststop": [{"path": "/a"}]}, "y": 2});
+        add(&mut spec, Stage::Poststop, "/usr/bin/sublet-hook", None).unwrap();
+        let expected = r#"{"hooks":{"x":1,"poststop":[{"path":"/a"},{"path":"/usr/bin/sublet-hook","args":["sublet-hook","poststop"],"env":["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],"timeout":10}]},"y":2}"#;
+        assert_eq!(spec.to_string(), expected);
+    }
+
+    #[test]
+    fn hooks_are_made_where_there_are_none() {
+        for mut spec in [json!({}), json!({"hooks": null}), json!({"hooks": {"createRuntime": null}})] {
+            add(&mut spec, Stage::CreateRuntime, "/h", Some(Path::new("/etc/x.toml"))).unwrap();
+            let hook = &spec["hooks"]["createRuntime"][0];
+            assert_eq!((&hook["path"], &hook["args"][1]), (&json!("/h"), &json!("createRuntime")));
+            assert_eq!(hook["env"][1], "SUBLET_CONFIG=/etc/x.toml");
+        }
+        for mut spec in [json!([]), json!({"hooks": []}), json!({"hooks": {"poststop": {}}})] {
+            assert_eq!(add(&mut spec, Stage::Poststop, "/h", None), Err(BadHooks("poststop")));
+        }
+    }
+
+    #[test]
+    fn a_refusal_comes_first_and_can_be_no_program() {
+        let mut spec = json!({"hooks": {"createRuntime": [{"path": "/a"}]}});
+        add_refusal(&mut spec, "../../bin/sh is no share").unwrap();
+        let path = spec["hooks"]["createRuntime"][0]["path"].as_str().unwrap();
+        assert_eq!(path, "/dev/null/sublet refuses this container: ../../bin/sh is no share");
+        let error = std::process::Command::new(path).spawn().unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(nix::libc::ENOTDIR));
+        assert_eq!(spec["hooks"]["createRuntime"][1]["path"], "/a");
+    }
+}

@@ -1,0 +1,220 @@
+//! What we must know of a container's root filesystem, read without ever leaving it (openat2). Nothing
+//! of the image is executed, parsed as code, or taken as the source of a mount.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use nix::sys::stat::SFlag;
+use serde_json::Value;
+
+use super::covered;
+use super::mount_points;
+use super::spec::environment_value;
+use super::tree::{Tree, is_of_the_image};
+use crate::config::{Config, Inject};
+use crate::grant::{Image, MPS_DEFAULT_DIR, MPS_DIR, driver_files};
+use crate::inventory::Inventory;
+use crate::request::Request;
+use crate::share::Mode;
+use crate::text::safe;
+
+/// Looked through for names, never parsed; ld.so.conf, a text with commands of its own, is not read at all.
+const CACHE: &str = if cfg!(sublet_without = "a6") { "/etc/ld.so.conf" } else { "/etc/ld.so.cache" };
+/// Most of an image's ld.so.cache that is looked at, in bytes. A full desktop has a few hundred KiB.
+const LONGEST_CACHE: u64 = 4 << 20;
+/// Most directories of one `LD_LIBRARY_PATH` that are looked at.
+const MOST_DIRECTORIES: usize = 64;
+
+/// Debian's name of the host's architecture, and the driver's `e_machine` (elf.h).
+#[cfg(target_arch = "x86_64")]
+const HOST: (&str, u16) = ("x86_64-linux-gnu", 62);
+/// As above.
+#[cfg(target_arch = "aarch64")]
+const HOST: (&str, u16) = ("aarch64-linux-gnu", 183);
+/// NVIDIA has no driver for others: nothing matches.
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+const HOST: (&str, u16) = ("none", 0);
+
+/// Why this image cannot be served; names the path.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// The rootfs cannot be looked into.
+    #[error("cannot look into the container's root filesystem {}: {source}", shown(path))]
+    Rootfs {
+        /// On the host.
+        path: PathBuf,
+        /// Why; ENOSYS on kernels before 5.6, which have no openat2.
+        source: io::Error,
+    },
+    /// A file of ours cannot be mounted over a directory.
+    #[error(
+        "the image has a directory at {}, where a file of the driver's is mounted: remove it from the image, \
+         or leave out the capability that brings the file (sublet.capabilities)",
+        shown(.0)
+    )]
+    Directory(PathBuf),
+    /// The MPS directory cannot be mounted over a file.
+    #[error("the image has a file at {}, where the MPS directory is mounted: remove it from the image", shown(.0))]
+    NotDirectory(PathBuf),
+    /// A mount would show on the host.
+    #[error(
+        "{} lies on a volume that is shared with the host (bind-propagation shared), or behind a link that may \
+         lead there, and the share's mounts would appear on the host: use rslave or rprivate for that volume",
+        shown(.0)
+    )]
+    Shared(PathBuf),
+    /// The kernel cannot follow the path: a loop of links, a file where a directory must be.
+    #[error(
+        "the image's {} cannot be a mount point for sublet: {source}{}",
+        shown(path),
+        if is_of_the_image(source) { "; remove it from the image" } else { ": that is this host's trouble, not the image's" }
+    )]
+    Unusable {
+        /// In the container.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// One mount would lie in another that is a directory of the host's.
+    #[error(
+        "by a link of the image's, {} comes to lie in or under what is mounted at {}: remove the link from the image",
+        shown(inner),
+        shown(outer)
+    )]
+    Nested {
+        /// A directory of ours.
+        outer: PathBuf,
+        /// What would be mounted there, too.
+        inner: PathBuf,
+    },
+    /// Processes would not find their MPS server and run without limits.
+    #[error(
+        "{} hides the MPS directory {} from the container, whose programs would run on the whole GPU: remove that {}",
+        shown(by), shown(directory), if *mask { "mask (`--security-opt mask=…`, linux.maskedPaths)" } else { "mount" }
+    )]
+    Covered {
+        /// The MPS directory, in the container.
+        directory: PathBuf,
+        /// What is masked or mounted over it.
+        by: PathBuf,
+        /// Masked, not mounted.
+        mask: bool,
+    },
+    /// Mount points that the runtime could not make.
+    #[error(
+        "the container's root filesystem (or a volume over it) is mounted read-only and lacks mount points: \
+         create these in the image, empty, or mount it writable: {}",
+        listed(.0)
+    )]
+    ReadOnly(Vec<PathBuf>),
+}
+
+fn shown(path: &Path) -> String {
+    safe(&path.to_string_lossy())
+}
+
+fn listed(paths: &[PathBuf]) -> String {
+    paths.iter().map(|path| shown(path)).collect::<Vec<_>>().join(" ")
+}
+
+/// Looks into `rootfs`, with the spec's volumes over it, for all that `request` will have mounted there.
+///
+/// # Errors
+/// A mount point of ours is a directory where a file must be, or cannot be created on a read-only root.
+pub fn inspect(
+    spec: &Value,
+    rootfs: &Path,
+    request: &Request,
+    inventory: &Inventory,
+    config: &Config,
+) -> Result<Image, ImageError> {
+    let tree =
+        Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })?;
+    let mut image = Image { tmp_is_host: tree.is_of_the_host(Path::new("/tmp")), ..Image::default() };
+    let mut files = Vec::new();
+    if config.driver.inject == Inject::Builtin {
+        image.library_dir = library_dir(&tree);
+        image.nix = image.library_dir.is_none() && is_nix(&tree);
+        if let Some(dir) = image.libraries() {
+            files = driver_files(dir, &request.capabilities, inventory, config);
+        }
+        image.warnings = rivals(&tree, spec, image.libraries());
+    }
+    let files: Vec<_> = files.into_iter().map(|mount| mount.destination).collect();
+    let directories = mps_directories(request, &image, config);
+    (image.created, image.volumes) = mount_points::check(&tree, &files, &directories)?;
+    covered::unmasked(spec, &tree, &directories)?;
+    Ok(image)
+}
+
+/// The MPS directories, where the request may come to need a server: its device is not chosen yet.
+fn mps_directories(request: &Request, image: &Image, config: &Config) -> Vec<PathBuf> {
+    let by_device = config.device.iter().any(|rule| rule.fixed_use == Some(Mode::Mps));
+    let by_default = request.default_mode == Mode::Mps || by_device;
+    let mps = request.mode.map_or(by_default, |mode| mode == Mode::Mps);
+    if !mps && request.memory.is_none() {
+        return Vec::new();
+    }
+    let default = (!image.tmp_is_host).then_some(MPS_DEFAULT_DIR);
+    [MPS_DIR].into_iter().chain(default).map(PathBuf::from).collect()
+}
+
+/// The directory, links resolved, with the libc.so.6 that can load the driver's libraries: ld.so searches
+/// its built-in directories after the cache, so a soname there is found with no ldconfig.
+fn library_dir(tree: &Tree) -> Option<PathBuf> {
+    let (triplet, _) = HOST;
+    let candidates =
+        [&format!("/usr/lib/{triplet}"), &format!("/lib/{triplet}"), "/usr/lib64", "/lib64", "/usr/lib"];
+    candidates.into_iter().find_map(|candidate| {
+        let dir = tree.find(Path::new(candidate)).ok()?;
+        let libc = tree.find(&dir.path.join("libc.so.6")).ok()?;
+        let header = libc.read(20).ok()?;
+        (is_for_host(&header) && dir.path.to_str().is_some()).then_some(dir.path)
+    })
+}
+
+/// Whether an ELF header is 64-bit, little-endian and for this machine (elf(5): `e_ident`, `e_machine`).
+fn is_for_host(header: &[u8]) -> bool {
+    let (_, machine) = HOST;
+    header.starts_with(b"\x7fELF\x02\x01") && header.get(18..20) == Some(&machine.to_le_bytes())
+}
+
+fn is_nix(tree: &Tree) -> bool {
+    tree.find(Path::new("/nix/store")).is_ok_and(|found| found.is(SFlag::S_IFDIR))
+}
+
+/// Libraries of the image's that its loader will take before ours. They are left as they are: forward
+/// compatibility packages mean it so.
+fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<String> {
+    let path = environment_value(spec, "LD_LIBRARY_PATH").unwrap_or_default();
+    // ld.so(8): separated by colons or semicolons.
+    let by_path = path.split([':', ';']).filter(|dir| dir.starts_with('/')).take(MOST_DIRECTORIES);
+    let by_path =
+        by_path.map(|dir| (format!("{}/libcuda.so.1", dir.trim_end_matches('/')), "LD_LIBRARY_PATH"));
+    let cache = tree.find(Path::new(CACHE)).and_then(|found| found.read(LONGEST_CACHE));
+    let by_cache = cached(&cache.unwrap_or_default()).into_iter().map(|path| (path, "/etc/ld.so.cache"));
+    let mut seen = Vec::new();
+    let mut warnings = Vec::new();
+    for (path, origin) in by_path.chain(by_cache) {
+        let Ok(found) = tree.find(Path::new(&path)) else { continue };
+        let elsewhere = Path::new(&path).parent().and_then(|dir| tree.find(dir).ok());
+        if elsewhere.is_none_or(|dir| Some(dir.path.as_path()) == ours) || seen.contains(&found.path) {
+            continue;
+        }
+        seen.push(found.path);
+        warnings.push(format!(
+            "the image's own {} (by its {origin}) wins over the host driver's libcuda: if CUDA fails, remove it \
+             from the image or use an image without CUDA forward compatibility",
+            safe(&path)
+        ));
+    }
+    warnings
+}
+
+/// Paths of a libcuda among the strings of an ld.so.cache (dl-cache.h): plain data, looked through.
+fn cached(cache: &[u8]) -> Vec<String> {
+    let strings = cache.split(|&byte| byte == 0).filter(|text| text.ends_with(b"/libcuda.so.1"));
+    let paths =
+        strings.filter_map(|text| std::str::from_utf8(text).ok().filter(|text| text.starts_with('/')));
+    paths.take(MOST_DIRECTORIES).map(str::to_owned).collect()
+}

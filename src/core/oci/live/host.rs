@@ -1,0 +1,141 @@
+//! What is opened on the host before a container's namespace is entered: its namespace, and every source
+//! as a detached mount. Sources are paths of the host's alone.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
+use nix::libc;
+use nix::sys::stat::{FileStat, fstat};
+use nix::unistd::{Gid, Uid};
+use rustix::fs::CWD;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, OpenTreeFlags, fsconfig_create, fsmount, fsopen, open_tree,
+};
+
+use super::{Live, NamespaceError, failed, setattr};
+use crate::fs::below::open_root;
+use crate::grant::Grant;
+
+/// For files and directories.
+const READ_ONLY: u64 = libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV;
+/// For device nodes, which `nodev` would close.
+const NODE: u64 = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC;
+
+/// Descriptors of the host's side.
+pub(super) struct HostSide {
+    /// The container's mount namespace.
+    pub namespace: OwnedFd,
+    /// The container's rootfs as the host sees it: told apart from whatever else may stand at its path.
+    pub rootfs: FileStat,
+    /// /proc of our own PID namespace: the container's is another one.
+    pub proc: OwnedFd,
+    /// Uid and gid on the host of the root of the container's user namespace, where it has one: what is
+    /// made on file systems that were mounted in there must be somebody's whom they know.
+    pub owner: Option<(Uid, Gid)>,
+    /// One for each node of the grant; `None`: it is made by mknod.
+    pub nodes: Vec<Option<OwnedFd>>,
+    /// One for each mount of the grant.
+    pub mounts: Vec<OwnedFd>,
+    /// One for each masked path.
+    pub masks: Vec<OwnedFd>,
+}
+
+impl HostSide {
+    pub fn open(grant: &Grant, container: Live<'_>) -> Result<Self, NamespaceError> {
+        let namespace = namespace(container)?;
+        let rootfs = open_root(container.rootfs)
+            .and_then(|fd| Ok(fstat(&fd)?))
+            .map_err(|error| failed("look at its root filesystem", error))?;
+        let proc = open_root(Path::new("/proc")).map_err(|error| failed("open /proc", error))?;
+        let owner = owner(container.init.pid)?;
+        let nodes = grant.nodes.iter().map(|node| owner.map(|_| detached(&node.source, NODE)).transpose());
+        let mounts = grant.mounts.iter().map(|mount| detached(&mount.source, READ_ONLY));
+        let masks = grant.masked_paths.iter().map(|_| empty());
+        Ok(Self {
+            namespace,
+            rootfs,
+            proc,
+            owner,
+            nodes: nodes.collect::<Result<_, _>>()?,
+            mounts: mounts.collect::<Result<_, _>>()?,
+            masks: masks.collect::<Result<_, _>>().map_err(|error| failed("make an empty mount", error))?,
+        })
+    }
+}
+
+/// The mount namespace of the container's first process, and not of another one that got its pid.
+fn namespace(container: Live<'_>) -> Result<OwnedFd, NamespaceError> {
+    let pid = container.init.pid;
+    let namespace = File::open(format!("/proc/{pid}/ns/mnt"));
+    if !container.init.is_alive() {
+        return Err(NamespaceError::Gone(pid));
+    }
+    let namespace = namespace.map_err(|error| failed("open its mount namespace", error))?;
+    let inode = |metadata: io::Result<fs::Metadata>| metadata.map(|metadata| metadata.ino());
+    let (its, ours) = (inode(namespace.metadata()), inode(fs::metadata("/proc/self/ns/mnt")));
+    match (its, ours) {
+        (Ok(its), Ok(ours)) if its != ours => Ok(namespace.into()),
+        (Ok(_), Ok(_)) => Err(NamespaceError::NoNamespace),
+        (Err(error), _) | (_, Err(error)) => Err(failed("look at its mount namespace", error)),
+    }
+}
+
+/// `None` without a user namespace of its own. Nodes made by mknod could not be opened in one (mount(2)).
+fn owner(pid: i32) -> Result<Option<(Uid, Gid)>, NamespaceError> {
+    let owner = || {
+        let inode = |who: &str| fs::metadata(format!("/proc/{who}/ns/user")).map(|metadata| metadata.ino());
+        if inode(&pid.to_string())? == inode("self")? {
+            return Ok(None);
+        }
+        let root = |map: &str| root_of(&fs::read_to_string(format!("/proc/{pid}/{map}"))?);
+        Ok(Some((Uid::from_raw(root("uid_map")?), Gid::from_raw(root("gid_map")?))))
+    };
+    owner().map_err(|error: io::Error| failed("read its user namespace", error))
+}
+
+/// What id 0 is outside (`user_namespaces(7)`, "User and group ID mappings").
+fn root_of(map: &str) -> io::Result<u32> {
+    let outside = |line: &str| {
+        let mut numbers = line.split_whitespace();
+        (numbers.next() == Some("0")).then(|| numbers.next()?.parse().ok())?
+    };
+    map.lines().find_map(outside).ok_or_else(|| io::Error::other("its root is nobody on the host"))
+}
+
+/// A copy of the mount at `source`, attached nowhere, without what is mounted below it.
+fn detached(source: &Path, attributes: u64) -> Result<OwnedFd, NamespaceError> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    let open = || {
+        let mount = open_tree(CWD, source, flags)?;
+        setattr::set(&mount, attributes)?;
+        Ok::<_, io::Error>(mount)
+    };
+    open().map_err(|error| failed(format!("take {} from the host", super::shown(source)), error))
+}
+
+/// An empty read-only directory, mounted nowhere.
+fn empty() -> io::Result<OwnedFd> {
+    let tmpfs = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    fsconfig_create(&tmpfs)?;
+    let attributes = MountAttrFlags::MOUNT_ATTR_RDONLY
+        | MountAttrFlags::MOUNT_ATTR_NOSUID
+        | MountAttrFlags::MOUNT_ATTR_NODEV
+        | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    Ok(fsmount(&tmpfs, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::root_of;
+
+    #[test]
+    fn the_root_of_a_user_namespace_is_found_among_its_mappings() {
+        assert_eq!(root_of("         0     100000      65536\n").unwrap(), 100_000);
+        assert_eq!(root_of("1 5 1\n0 7 1\n").unwrap(), 7);
+        assert!(root_of("1 0 5\n").is_err());
+        assert!(root_of("").is_err());
+    }
+}

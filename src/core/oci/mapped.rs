@@ -1,0 +1,161 @@
+//! The share that `containers.toml` gives a container without annotations, by the names under which its
+//! engine knows it. Only what the engine wrote down itself counts: never the container's environment, nor
+//! labels and annotations, which may be its image's.
+
+use std::io::ErrorKind;
+use std::path::Path;
+
+use serde::Deserialize;
+
+use crate::config::{self, ConfigError, Containers};
+use crate::oci::{self, FileError, JsonFile, SpecError};
+use crate::text::safe;
+
+/// Why nobody knows whether a container is mapped.
+#[derive(Debug, thiserror::Error)]
+pub enum MappedError {
+    /// The configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// config.json.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// What stands in config.json.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// The engine's own record of the container.
+    #[error("{} is no record of a Docker container: {source}", safe(path))]
+    Docker {
+        /// Its path.
+        path: String,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+}
+
+/// What an engine calls a container.
+#[derive(Debug, PartialEq, Eq)]
+struct Names {
+    name: String,
+    image: String,
+}
+
+/// The share of the container `id`, whose config.json in `bundle` is `file`.
+///
+/// # Errors
+/// `containers.toml`, config.json or the engine's record cannot be read.
+pub fn share(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<String>, MappedError> {
+    let Some(containers) = config::load_containers()? else { return Ok(None) };
+    let names = match docker(id, &containers)? {
+        Some(names) => Some(names),
+        None => containerd(id, bundle, file)?,
+    };
+    let share = names.and_then(|names| containers.share(&names.name, &names.image).map(str::to_owned));
+    Ok(share)
+}
+
+/// Docker's own record (moby, `container/container.go`, `toDisk`): `Name` begins with a slash, and
+/// `Config.Image` is what `docker run` was given.
+fn docker(id: &str, containers: &Containers) -> Result<Option<Names>, MappedError> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "PascalCase")]
+    struct Record {
+        name: String,
+        config: Config,
+    }
+    #[derive(Deserialize)]
+    #[serde(rename_all = "PascalCase")]
+    struct Config {
+        image: String,
+    }
+    if id.len() != 64 || !id.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
+        return Ok(None);
+    }
+    let path = containers.docker_root.join("containers").join(id).join("config.v2.json");
+    let file = match JsonFile::read(&path) {
+        Ok(file) => file,
+        Err(FileError::Read { source, .. }) if is_nobodys(&source) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    let record: Record = serde_json::from_slice(&file.text)
+        .map_err(|source| MappedError::Docker { path: path.to_string_lossy().into_owned(), source })?;
+    let name = record.name.strip_prefix('/').unwrap_or(&record.name).to_owned();
+    Ok(Some(Names { name, image: record.config.image }))
+}
+
+/// Another engine's container, or one of a user who may not read Docker's.
+fn is_nobodys(error: &std::io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory | ErrorKind::PermissionDenied)
+}
+
+/// Annotations of containerd's CRI, which writes its own over what a pod brought
+/// (`DefaultCRIAnnotations` comes last in `buildLinuxSpec` of `container_create.go`). Other engines let a
+/// user or, as Podman 4.3, an image write the same annotations: the bundle tells whose it is.
+fn containerd(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<Names>, MappedError> {
+    if !bundle.ends_with(Path::new("io.containerd.runtime.v2.task/k8s.io").join(id)) {
+        return Ok(None);
+    }
+    let mut annotations = oci::annotations(&file.parse()?)?;
+    let mut take = |key: &str| annotations.remove(&format!("io.kubernetes.cri.{key}")).unwrap_or_default();
+    let is_container = take("container-type") == "container";
+    Ok(is_container.then(|| Names { name: take("container-name"), image: take("image-name") }))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const ID: &str = "452325ed5f7f35588a551450be5d67fde0f40a94317f3f8f8a275a3aebf20f2a";
+
+    fn in_docker(record: &str) -> Result<Option<Names>, MappedError> {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("containers").join(ID);
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::write(dir.join("config.v2.json"), record).unwrap();
+        docker(ID, &Containers { docker_root: root.path().to_owned(), ..Containers::default() })
+    }
+
+    #[test]
+    fn docker_writes_down_the_names() {
+        let names = Names { name: "web-1".into(), image: "probe:1".into() };
+        let record = json!({"ID": ID, "Config": {"Image": "probe:1", "Labels": {"name": "x"}},
+            "Image": "sha256:0", "Name": "/web-1"});
+        assert_eq!(in_docker(&record.to_string()).unwrap(), Some(names));
+        let broken = in_docker("{\"Name\":").unwrap_err().to_string();
+        assert!(broken.contains("config.v2.json is no record of a Docker container"), "{broken}");
+    }
+
+    #[test]
+    fn what_is_no_docker_container_is_left_alone() {
+        let nowhere = Containers { docker_root: "/nowhere".into(), ..Containers::default() };
+        for id in [ID, "job", "../../etc", "", &ID[1..], &ID.to_uppercase()] {
+            assert_eq!(docker(id, &nowhere).unwrap(), None, "{id}");
+        }
+    }
+
+    fn in_containerd(bundle: &str, annotations: &Value) -> Option<Names> {
+        let text = json!({"annotations": annotations}).to_string().into_bytes();
+        let file = JsonFile { path: "config.json".into(), text };
+        containerd("c", Path::new(bundle), &file).unwrap()
+    }
+
+    #[test]
+    fn containerds_own_annotations_count_in_its_own_bundles_alone() {
+        let ours = "/run/containerd/io.containerd.runtime.v2.task/k8s.io/c";
+        let all = |kind| {
+            json!({"io.kubernetes.cri.container-type": kind,
+            "io.kubernetes.cri.container-name": "web", "io.kubernetes.cri.image-name": "docker.io/x:1"})
+        };
+        let names = Names { name: "web".into(), image: "docker.io/x:1".into() };
+        assert_eq!(in_containerd(ours, &all("container")), Some(names));
+        assert_eq!(in_containerd(ours, &all("sandbox")), None);
+        assert_eq!(in_containerd(ours, &json!({})), None);
+        for other in
+            ["/run/containerd/io.containerd.runtime.v2.task/moby/c", "/var/lib/c/userdata", "k8s.io/c"]
+        {
+            assert_eq!(in_containerd(other, &all("container")), None, "{other}");
+        }
+    }
+}

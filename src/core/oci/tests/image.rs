@@ -1,0 +1,389 @@
+//! Looking into crafted root filesystems: every family's layout, and images that try to lead us out.
+
+use std::fs;
+use std::num::NonZeroU32;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::config::Config;
+use crate::grant::Image;
+use crate::inventory::{Driver, DriverFile, FileKind, Fingerprint, Inventory, Majors};
+use crate::oci::{ImageError, inspect};
+use crate::request::Request;
+use crate::share::{Capabilities, Capability, Devices, Isolation, Mode, Priority};
+
+#[cfg(target_arch = "x86_64")]
+pub(super) const TRIPLET: &str = "x86_64-linux-gnu";
+#[cfg(target_arch = "aarch64")]
+pub(super) const TRIPLET: &str = "aarch64-linux-gnu";
+
+/// A rootfs to be filled.
+pub(super) struct Root(tempfile::TempDir);
+
+impl Root {
+    pub fn new() -> Self {
+        let root = Self(tempfile::tempdir().unwrap());
+        root.dir("rootfs");
+        root
+    }
+
+    /// Debian with merged /usr.
+    pub fn debian() -> Self {
+        let root = Self::new();
+        root.libc(&format!("rootfs/usr/lib/{TRIPLET}"));
+        root.link("usr/lib", "rootfs/lib");
+        root.dir("rootfs/usr/bin");
+        root.dir("rootfs/tmp");
+        root
+    }
+
+    pub fn path(&self, path: &str) -> PathBuf {
+        self.0.path().join(path)
+    }
+
+    pub fn dir(&self, path: &str) {
+        fs::create_dir_all(self.path(path)).unwrap();
+    }
+
+    pub fn file(&self, path: &str, content: impl AsRef<[u8]>) {
+        let path = self.path(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+
+    pub fn link(&self, target: &str, path: &str) {
+        let path = self.path(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        symlink(target, path).unwrap();
+    }
+
+    pub fn fifo(&self, path: &str) {
+        let path = self.path(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    }
+
+    fn libc(&self, dir: &str) {
+        self.file(&format!("{dir}/libc.so.6"), elf(2, machine()));
+    }
+
+    pub fn inspect_as(&self, spec: &Value, request: &Request, config: &Config) -> Result<Image, ImageError> {
+        inspect(spec, &self.path("rootfs"), request, &inventory(), config)
+    }
+
+    pub fn inspect(&self, spec: &Value) -> Result<Image, ImageError> {
+        self.inspect_as(spec, &time_slice(), &Config::default())
+    }
+
+    fn library_dir(&self) -> Option<PathBuf> {
+        self.inspect(&json!({})).unwrap().library_dir
+    }
+}
+
+fn machine() -> u16 {
+    if cfg!(target_arch = "x86_64") { 62 } else { 183 }
+}
+
+fn elf(class: u8, machine: u16) -> Vec<u8> {
+    let mut header = vec![0x7f, b'E', b'L', b'F', class, 1, 1];
+    header.resize(64, 0);
+    header[18..20].copy_from_slice(&machine.to_le_bytes());
+    header
+}
+
+pub(super) fn time_slice() -> Request {
+    Request {
+        devices: Devices::Any(NonZeroU32::MIN),
+        mode: Some(Mode::TimeSlice),
+        default_mode: Mode::TimeSlice,
+        isolation: Isolation::Shared,
+        sm: None,
+        memory: None,
+        mig: None,
+        mig_caps: Vec::new(),
+        priority: Priority::Normal,
+        guard: None,
+        processes: NonZeroU32::MIN,
+        capabilities: Capabilities::default(),
+        wait: Duration::ZERO,
+    }
+}
+
+pub(super) fn mps() -> Request {
+    Request { mode: Some(Mode::Mps), ..time_slice() }
+}
+
+fn inventory() -> Inventory {
+    let library = FileKind::Library { soname: "libcuda.so.1".to_owned(), also: Vec::new() };
+    let program = FileKind::Program { name: "nvidia-smi".to_owned() };
+    let file = |source: &str, kind, capability| DriverFile { source: source.into(), kind, capability };
+    Inventory {
+        schema: String::new(),
+        fingerprint: Fingerprint {
+            boot_id: String::new(),
+            driver_version: String::new(),
+            gpus: Vec::new(),
+            mig: Vec::new(),
+        },
+        probed_at: 0,
+        mig_changes: 0,
+        driver: Driver {
+            version: String::new(),
+            cuda: (13, 0),
+            simulated: false,
+            mps_control: None,
+            mps_missing: None,
+            smi: None,
+            majors: Majors::default(),
+            mig_caps: [None, None],
+        },
+        devices: Vec::new(),
+        files: vec![
+            file("/host/libcuda.so.580", library, Capability::Compute),
+            file("/host/nvidia-smi", program, Capability::Utility),
+        ],
+    }
+}
+
+pub(super) fn in_triplet(name: &str) -> PathBuf {
+    Path::new("/usr/lib").join(TRIPLET).join(name)
+}
+
+#[test]
+fn each_familys_directory_is_found() {
+    let debian = Root::debian();
+    assert_eq!(debian.library_dir(), Some(in_triplet("").components().collect()));
+
+    let old_debian = Root::new();
+    old_debian.libc(&format!("rootfs/lib/{TRIPLET}"));
+    assert_eq!(old_debian.library_dir(), Some(Path::new("/lib").join(TRIPLET)));
+
+    let red_hat = Root::new();
+    red_hat.libc("rootfs/usr/lib64");
+    red_hat.link("usr/lib64", "rootfs/lib64");
+    red_hat.file("rootfs/usr/lib/libc.so.6", elf(1, 3));
+    assert_eq!(red_hat.library_dir(), Some("/usr/lib64".into()));
+
+    let suse = Root::new();
+    suse.dir("rootfs/usr/lib64");
+    suse.libc("rootfs/lib64");
+    assert_eq!(suse.library_dir(), Some("/lib64".into()));
+
+    let arch = Root::new();
+    arch.libc("rootfs/usr/lib");
+    arch.link("lib", "rootfs/usr/lib64");
+    assert_eq!(arch.library_dir(), Some("/usr/lib".into()));
+}
+
+#[test]
+fn only_the_hosts_kind_of_libc_counts() {
+    let alpine = Root::new();
+    alpine.file("rootfs/lib/ld-musl-x86_64.so.1", elf(2, machine()));
+    assert_eq!(alpine.inspect(&json!({})).unwrap(), Image::default());
+
+    for (class, machine) in [(1, machine()), (2, 3), (2, 8)] {
+        let root = Root::new();
+        root.file("rootfs/usr/lib64/libc.so.6", elf(class, machine));
+        assert_eq!(root.library_dir(), None, "{class} {machine}");
+    }
+    for content in ["", "\x7fELF", "/* GNU ld script */ GROUP ( /lib/libc.so.6 )"] {
+        let root = Root::new();
+        root.file("rootfs/usr/lib64/libc.so.6", content);
+        assert_eq!(root.library_dir(), None);
+    }
+}
+
+#[test]
+fn nix_is_told_by_its_store() {
+    let root = Root::new();
+    root.dir("rootfs/nix/store");
+    let image = root.inspect(&json!({})).unwrap();
+    assert!(image.nix && image.library_dir.is_none());
+    assert_eq!(
+        image.created,
+        ["/run/opengl-driver/lib/libcuda.so.1", "/run/opengl-driver/lib/libcuda.so", "/usr/bin/nvidia-smi"]
+            .map(PathBuf::from)
+    );
+    let with_libc = Root::debian();
+    with_libc.dir("rootfs/nix/store");
+    assert!(!with_libc.inspect(&json!({})).unwrap().nix);
+}
+
+#[test]
+fn what_is_missing_is_remembered() {
+    let root = Root::debian();
+    root.file(&format!("rootfs/usr/lib/{TRIPLET}/libcuda.so.1"), "");
+    let image = root.inspect(&json!({})).unwrap();
+    assert_eq!(image.created, [in_triplet("libcuda.so"), "/usr/bin/nvidia-smi".into()]);
+    assert_eq!(fs::read_dir(root.path("rootfs/usr/bin")).unwrap().count(), 0);
+}
+
+#[test]
+fn links_lead_nowhere_but_into_the_rootfs() {
+    let root = Root::new();
+    // A libc that only someone who left the rootfs would see.
+    root.libc("outside");
+    let outside = root.path("outside");
+    let outside = outside.to_str().unwrap();
+    for target in [outside, "../../../outside", "/proc/self/root", "/proc/self/cwd"] {
+        let link = root.path("rootfs/usr/lib64");
+        root.link(target, "rootfs/usr/lib64");
+        assert_eq!(root.library_dir(), None, "{target}");
+        fs::remove_file(link).unwrap();
+    }
+    // `..` beyond the top stays at the top, an absolute link starts there.
+    root.libc("rootfs/real");
+    for target in ["../../../../real", "/real", "/../real"] {
+        root.link(target, "rootfs/usr/lib64");
+        assert_eq!(root.library_dir(), Some("/real".into()), "{target}");
+        fs::remove_file(root.path("rootfs/usr/lib64")).unwrap();
+    }
+    assert_eq!(fs::read_dir(root.path("outside")).unwrap().count(), 1);
+}
+
+#[test]
+fn a_libc_outside_is_not_read_through_a_link() {
+    let root = Root::new();
+    root.libc("outside");
+    let target = root.path("outside/libc.so.6");
+    root.link(target.to_str().unwrap(), "rootfs/usr/lib64/libc.so.6");
+    assert_eq!(root.library_dir(), None);
+}
+
+#[test]
+fn loops_fifos_and_devices_do_not_hold_us() {
+    let root = Root::new();
+    root.link("lib64", "rootfs/usr/lib64");
+    root.fifo("rootfs/usr/lib/libc.so.6");
+    root.fifo("rootfs/etc/ld.so.cache");
+    assert_eq!(root.inspect(&json!({})).unwrap(), Image::default());
+}
+
+#[test]
+fn a_rootfs_that_is_not_there_is_an_error() {
+    let error =
+        inspect(&json!({}), Path::new("/nonexistent"), &time_slice(), &inventory(), &Config::default());
+    assert!(matches!(error, Err(ImageError::Rootfs { .. })));
+}
+
+#[test]
+fn rival_libraries_are_named_once() {
+    let root = Root::debian();
+    root.file("rootfs/usr/local/cuda/compat/libcuda.so.1.1", "x");
+    root.link("libcuda.so.1.1", "rootfs/usr/local/cuda/compat/libcuda.so.1");
+    root.file("rootfs/opt/fwd/libcuda.so.1", "x");
+    root.file(&format!("rootfs/usr/lib/{TRIPLET}/libcuda.so.1"), "");
+    let cache = format!(
+        "glibc-ld.so.cache1.1\0\x01\x02\0libcuda.so.1\0/usr/local/cuda/compat/libcuda.so.1\0\
+         /usr/lib/{TRIPLET}/libcuda.so.1\0/gone/libcuda.so.1\0/opt/fwd/libcuda.so.1\0"
+    );
+    root.file("rootfs/etc/ld.so.cache", cache);
+    let path = format!("LD_LIBRARY_PATH=relative::/opt/fwd/:/lib/{TRIPLET};/missing");
+    let warnings = root.inspect(&json!({"process": {"env": [path]}})).unwrap().warnings;
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    assert!(warnings[0].starts_with("the image's own /opt/fwd/libcuda.so.1 (by its LD_LIBRARY_PATH) wins"));
+    assert!(
+        warnings[1]
+            .starts_with("the image's own /usr/local/cuda/compat/libcuda.so.1 (by its /etc/ld.so.cache)")
+    );
+}
+
+#[test]
+fn a_huge_cache_is_read_to_its_bound() {
+    let root = Root::debian();
+    root.file("rootfs/opt/libcuda.so.1", "x");
+    let mut cache = vec![0; 4 << 20];
+    cache.extend_from_slice(b"\0/opt/libcuda.so.1\0");
+    root.file("rootfs/etc/ld.so.cache", &cache);
+    assert_eq!(root.inspect(&json!({})).unwrap().warnings, Vec::<String>::new());
+    root.file("rootfs/etc/ld.so.cache", &cache[1024..]);
+    assert_eq!(root.inspect(&json!({})).unwrap().warnings.len(), 1);
+}
+
+#[test]
+fn tmp_of_the_host_is_seen() {
+    let tmp = |mount: Value, root: &Root| root.inspect(&json!({"mounts": [mount]})).unwrap().tmp_is_host;
+    let root = Root::debian();
+    assert!(tmp(json!({"destination": "/tmp", "type": "bind", "source": "/tmp"}), &root));
+    assert!(tmp(json!({"destination": "/tmp/", "source": "/srv", "options": ["rbind"]}), &root));
+    assert!(!tmp(json!({"destination": "/tmp", "type": "tmpfs", "source": "tmpfs"}), &root));
+    assert!(!tmp(json!({"destination": "/tmp/x", "type": "bind", "source": "/tmp"}), &root));
+    let linked = Root::new();
+    linked.dir("rootfs/var/tmp");
+    linked.link("var/tmp", "rootfs/tmp");
+    assert!(tmp(json!({"destination": "/var/tmp", "type": "bind", "source": "/var/tmp"}), &linked));
+}
+
+#[test]
+fn volumes_over_the_library_directory_are_looked_into() {
+    let root = Root::debian();
+    root.libc("volume");
+    let volume = |options: &[&str]| {
+        json!({"mounts": [{
+            "destination": format!("/lib/{TRIPLET}"), "type": "bind", "source": root.path("volume"),
+            "options": options
+        }]})
+    };
+    // Writable: the runtime makes the files in the volume.
+    let image = root.inspect(&volume(&["rbind", "rw"])).unwrap();
+    assert_eq!(image.library_dir, Some(Path::new("/usr/lib").join(TRIPLET)));
+    assert_eq!(image.created, [PathBuf::from("/usr/bin/nvidia-smi")]);
+    assert_eq!(image.volumes.len(), 1);
+    assert_eq!(image.volumes[0].directory, root.path("volume").canonicalize().unwrap());
+    assert_eq!(image.volumes[0].files, ["libcuda.so.1", "libcuda.so"].map(PathBuf::from));
+    // Read-only: named, all that are missing.
+    for options in
+        [&["rbind", "rro"][..], &["rbind", "rw", "rro"], &["ro", "rrw", "rbind"], &["rw", "ro", "bind"]]
+    {
+        assert!(matches!(root.inspect(&volume(options)), Err(ImageError::ReadOnly(_))), "{options:?}");
+    }
+    assert!(root.inspect(&volume(&["rbind", "ro", "rw"])).is_ok(), "the last one counts");
+    let error = root.inspect(&volume(&["rbind", "ro"])).unwrap_err();
+    let listed = format!(": /usr/lib/{TRIPLET}/libcuda.so.1 /usr/lib/{TRIPLET}/libcuda.so");
+    assert!(error.to_string().ends_with(&listed), "{error}");
+    root.file("volume/libcuda.so", "");
+    root.link("libcuda.so", "volume/libcuda.so.1");
+    // What is there already is not ours to remove, and still has a mount on it.
+    let image = root.inspect(&volume(&["rbind", "ro"])).unwrap();
+    assert_eq!((image.volumes.len(), image.volumes[0].files.len()), (1, 0));
+}
+
+#[test]
+fn what_is_made_in_a_volume_is_known_by_where_it_really_is() {
+    let root = Root::debian();
+    root.libc("volume/libs");
+    root.dir("volume/real");
+    root.link("/srv/real/cuda", "volume/libs/libcuda.so.1");
+    root.link("/etc/cuda", "volume/libs/libcuda.so");
+    let spec = json!({"mounts": [
+        {"destination": format!("/usr/lib/{TRIPLET}"), "type": "bind", "source": root.path("volume/libs")},
+        {"destination": "/srv", "type": "bind", "source": root.path("volume")},
+        {"destination": "/usr/bin", "type": "bind", "source": root.path("volume/bin")}
+    ]});
+    root.dir("volume/bin");
+    let image = root.inspect(&spec).unwrap();
+    let found: Vec<_> = image
+        .volumes
+        .iter()
+        .map(|volume| (volume.directory.strip_prefix(root.path("volume")).unwrap(), volume.files.as_slice()))
+        .collect();
+    let path = Path::new;
+    assert_eq!(found, [(path("real"), &["cuda".into()][..]), (path("bin"), &["nvidia-smi".into()][..])]);
+    assert_eq!(image.created, [PathBuf::from("/etc/cuda")], "a link of the volume's leads there");
+}
+
+#[test]
+fn a_volume_does_not_lead_out_either() {
+    let root = Root::new();
+    root.libc("outside");
+    root.dir("volume");
+    let target = root.path("outside/libc.so.6");
+    root.link(target.to_str().unwrap(), "volume/libc.so.6");
+    let spec = json!({"mounts": [
+        {"destination": "/usr/lib64", "type": "bind", "source": root.path("volume")}
+    ]});
+    assert_eq!(root.inspect(&spec).unwrap().library_dir, None);
+}

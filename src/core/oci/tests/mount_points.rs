@@ -1,0 +1,208 @@
+//! Mount points in crafted root filesystems: what can be one, what a runtime would make, and what is cleaned away.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt as _, symlink};
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use super::image::{Root, TRIPLET, in_triplet, mps, time_slice};
+use crate::config::{Config, Inject};
+use crate::ledger::VolumeFiles;
+use crate::oci::{ImageError, cleanup_mount_points, clear_volume};
+use crate::request::Request;
+use crate::share::{Memory, Percent};
+
+#[test]
+fn mount_points_that_are_links_are_accepted() {
+    let root = Root::debian();
+    let libraries = format!("rootfs/usr/lib/{TRIPLET}");
+    root.file(&format!("{libraries}/libcuda.so.1.1"), "old");
+    root.link("libcuda.so.1.1", &format!("{libraries}/libcuda.so.1"));
+    root.link("/nowhere/libcuda.so", &format!("{libraries}/libcuda.so"));
+    assert_eq!(
+        root.inspect(&json!({})).unwrap().created,
+        [in_triplet("libcuda.so"), "/usr/bin/nvidia-smi".into()]
+    );
+}
+
+#[test]
+fn mount_points_that_cannot_be_are_named() {
+    let directory = Root::debian();
+    directory.dir(&format!("rootfs/usr/lib/{TRIPLET}/libcuda.so.1"));
+    let error = directory.inspect(&json!({})).unwrap_err();
+    let expected = format!("the image has a directory at /usr/lib/{TRIPLET}/libcuda.so.1, where");
+    assert!(error.to_string().starts_with(&expected), "{error}");
+
+    let looping = Root::debian();
+    looping.link("nvidia-smi", "rootfs/usr/bin/nvidia-smi");
+    let error = looping.inspect(&json!({})).unwrap_err();
+    assert!(matches!(&error, ImageError::Unusable { path, .. } if path == Path::new("/usr/bin/nvidia-smi")));
+
+    let file = Root::debian();
+    file.file("rootfs/run/sublet/mps", "");
+    let error = file.inspect_as(&json!({}), &mps(), &Config::default()).unwrap_err();
+    assert!(matches!(&error, ImageError::NotDirectory(path) if path == Path::new("/run/sublet/mps")));
+    assert!(file.inspect(&json!({})).is_ok());
+}
+
+#[test]
+fn links_lead_nothing_into_a_directory_of_ours() {
+    let volumes = json!({"mounts": [{"destination": "/dev", "type": "tmpfs", "source": "tmpfs"}]});
+    let refused = [
+        ("tmp", "/run/sublet/mps", "/tmp/nvidia-mps", "/run/sublet/mps"),
+        ("tmp/nvidia-mps", "../run/sublet/mps/a", "/tmp/nvidia-mps", "/run/sublet/mps"),
+        ("run/sublet/mps", "/tmp", "/tmp/nvidia-mps", "/run/sublet/mps"),
+        ("run/sublet/mps", "/dev", "/dev", "/run/sublet/mps"),
+        ("run", "/dev/../tmp/nvidia-mps", "/run/sublet/mps", "/tmp/nvidia-mps"),
+        ("tmp/nvidia-mps", "/", "/run/sublet/mps", "/tmp/nvidia-mps"),
+    ];
+    for (place, target, inner, outer) in refused {
+        let root = Root::debian();
+        let _ = fs::remove_dir(root.path(&format!("rootfs/{place}")));
+        root.link(target, &format!("rootfs/{place}"));
+        let error = root.inspect_as(&volumes, &mps(), &Config::default()).unwrap_err().to_string();
+        let expected = format!(
+            "by a link of the image's, {inner} comes to lie in or under what is mounted at {outer}: "
+        );
+        assert!(error.starts_with(&expected), "{place} -> {target}: {error}");
+        assert!(root.inspect(&volumes).is_ok(), "{place} -> {target}, without a server");
+    }
+    for (place, target) in [
+        ("tmp/nvidia-mps", "/run/sublet/mps"),
+        ("run", "/var/run"),
+        ("tmp", "/var/tmp"),
+        ("tmp", "/run/sublet"),
+    ] {
+        let root = Root::debian();
+        let _ = fs::remove_dir(root.path(&format!("rootfs/{place}")));
+        root.link(target, &format!("rootfs/{place}"));
+        root.inspect_as(&volumes, &mps(), &Config::default()).unwrap();
+    }
+}
+
+#[test]
+fn a_tmpfs_takes_mount_points_and_leaves_none() {
+    let root = Root::debian();
+    let spec = json!({"mounts": [{"destination": "/usr/bin", "type": "tmpfs", "source": "tmpfs"}]});
+    let created = root.inspect(&spec).unwrap().created;
+    assert_eq!(created, [in_triplet("libcuda.so.1"), in_triplet("libcuda.so")]);
+}
+
+/// Bind-mounts the rootfs read-only in a mount namespace of this test's own thread.
+fn make_read_only(path: &Path) -> nix::Result<()> {
+    use nix::mount::{MsFlags, mount};
+    nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS)?;
+    let none: Option<&str> = None;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+    mount(Some(path), path, none, MsFlags::MS_BIND, none)?;
+    mount(none, path, none, MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY, none)
+}
+
+#[test]
+fn a_read_only_rootfs_needs_every_mount_point() {
+    let root = Root::debian();
+    if make_read_only(&root.path("rootfs")).is_err() {
+        eprintln!("skipped: a read-only mount needs root");
+        return;
+    }
+    let memory = Request { memory: Some(Memory::Share(Percent::WHOLE)), ..time_slice() };
+    let by_mode = Request { mode: None, ..time_slice() };
+    let count = |request: &Request| match root.inspect_as(&json!({}), request, &Config::default()) {
+        Err(ImageError::ReadOnly(paths)) => paths.len(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!([count(&time_slice()), count(&by_mode), count(&mps()), count(&memory)], [3, 3, 5, 5]);
+    // What is mounted over it does not count, nor what another one injects.
+    let tmpfs = json!({"mounts": [{"destination": "/usr", "type": "tmpfs", "source": "tmpfs"}]});
+    assert!(root.inspect(&tmpfs).is_ok());
+    let mut config = Config::default();
+    config.driver.inject = Inject::None;
+    assert!(root.inspect_as(&json!({}), &time_slice(), &config).is_ok());
+}
+
+#[test]
+fn cleaning_takes_only_our_empty_files() {
+    let root = Root::new();
+    root.file("rootfs/usr/lib/empty", "");
+    root.file("rootfs/usr/lib/full", "x");
+    root.file("rootfs/usr/lib/twice", "");
+    fs::hard_link(root.path("rootfs/usr/lib/twice"), root.path("rootfs/usr/lib/other")).unwrap();
+    root.dir("rootfs/usr/lib/directory");
+    root.fifo("rootfs/usr/lib/fifo");
+    root.file("rootfs/opt/target", "");
+    root.link("/opt/target", "rootfs/usr/lib/link");
+    root.link("link", "rootfs/usr/lib/chain");
+    root.link("loop", "rootfs/usr/lib/loop");
+    let names = ["empty", "full", "twice", "directory", "fifo", "chain", "loop", "gone"];
+    let paths = names.map(|name| Path::new("/usr/lib").join(name));
+    assert_eq!(cleanup_mount_points(&root.path("rootfs"), &paths), 2);
+    assert!(!root.path("rootfs/usr/lib/empty").exists());
+    assert!(!root.path("rootfs/opt/target").exists());
+    for kept in ["full", "twice", "other", "directory", "fifo", "link", "chain", "loop"] {
+        assert!(fs::symlink_metadata(root.path("rootfs/usr/lib").join(kept)).is_ok(), "{kept}");
+    }
+    assert_eq!(cleanup_mount_points(&root.path("gone"), &paths), 0);
+}
+
+#[test]
+fn cleaning_never_leaves_the_rootfs() {
+    let root = Root::new();
+    root.file("outside/empty", "");
+    let outside = root.path("outside");
+    root.link(outside.to_str().unwrap(), "rootfs/absolute");
+    root.link("../outside", "rootfs/relative");
+    root.link("../../outside/empty", "rootfs/usr/file");
+    let paths = ["/absolute/empty", "/relative/empty", "/usr/file", "/../outside/empty"].map(PathBuf::from);
+    assert_eq!(cleanup_mount_points(&root.path("rootfs"), &paths), 0);
+    assert!(root.path("outside/empty").exists());
+    // Nor is a link in the rootfs's own place followed.
+    symlink("outside", root.path("link")).unwrap();
+    assert_eq!(cleanup_mount_points(&root.path("link"), &["/empty".into()]), 0);
+    assert!(root.path("outside/empty").exists());
+}
+
+#[test]
+fn cleaning_a_volume_follows_no_link() {
+    let root = Root::new();
+    root.file("outside/empty", "");
+    root.file("volume/ours", "");
+    root.file("volume/full", "x");
+    root.file("volume/below/ours", "");
+    root.file("volume/theirs", "");
+    root.link("theirs", "volume/link");
+    root.link(root.path("outside").to_str().unwrap(), "volume/away");
+    root.link("../outside", "volume/relative");
+    let place = |directory: &str| {
+        let directory = root.path(directory).canonicalize().unwrap();
+        let stat = fs::metadata(&directory).unwrap();
+        let files = [
+            "ours",
+            "full",
+            "below/ours",
+            "link",
+            "away/empty",
+            "relative/empty",
+            "../outside/empty",
+            "gone",
+        ];
+        let files = files.map(PathBuf::from).into();
+        VolumeFiles { directory, device: stat.dev(), inode: stat.ino(), files }
+    };
+    let volume = place("volume");
+    // Another directory in its place, and a link to it.
+    for other in [
+        VolumeFiles { inode: volume.inode + 1, ..volume.clone() },
+        VolumeFiles { device: volume.device + 1, ..volume.clone() },
+    ] {
+        clear_volume(&other);
+    }
+    root.link("volume", "linked");
+    clear_volume(&VolumeFiles { directory: root.path("linked"), ..volume.clone() });
+    assert!(root.path("volume/ours").exists() && root.path("volume/below/ours").exists());
+    clear_volume(&volume);
+    assert!(!root.path("volume/ours").exists() && !root.path("volume/below/ours").exists());
+    for kept in ["volume/full", "volume/theirs", "volume/link", "outside/empty"] {
+        assert!(fs::symlink_metadata(root.path(kept)).is_ok(), "{kept}");
+    }
+}

@@ -1,0 +1,256 @@
+//! A container's file tree before it exists: its rootfs and the volumes over it. Every path of the image
+//! is resolved by the kernel inside the rootfs (openat2, `RESOLVE_IN_ROOT`, no magic links), and what was
+//! found is used by its descriptor, never by its path again.
+
+use std::ffi::OsStr;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read as _};
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, ResolveFlag, open, readlinkat};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
+use nix::sys::statvfs::{FsFlags, fstatvfs};
+use serde_json::Value;
+
+use super::conflict::{is_bind, plain};
+use crate::fs::below::{ROUNDS, host_path, inside, open_below, open_in, open_root};
+use crate::ledger::VolumeFiles;
+
+/// The tree.
+pub(super) struct Tree {
+    rootfs: OwnedFd,
+    /// Where `rootfs` is on the host, as the kernel names it.
+    host_path: PathBuf,
+    volumes: Vec<Volume>,
+}
+
+/// Something mounted over a part of the rootfs.
+struct Volume {
+    destination: PathBuf,
+    /// On the host; `None`: a file system of its own, empty as far as we know.
+    source: Option<PathBuf>,
+    read_only: bool,
+    /// What is mounted in it is mounted on the host too (`mount_namespaces(7)`).
+    shared: bool,
+}
+
+/// Something that is there.
+pub(super) struct Found {
+    /// Opened with `O_PATH`: neither read nor, for a device or a FIFO, woken.
+    fd: OwnedFd,
+    /// Where it is in the container, links resolved.
+    pub path: PathBuf,
+    /// Whether it belongs to a volume and not to the rootfs.
+    pub in_volume: bool,
+    /// Whether nothing can be made beside or below it.
+    pub read_only: bool,
+}
+
+impl Tree {
+    pub fn open(spec: &Value, rootfs: &Path) -> io::Result<Self> {
+        let rootfs = open_root(rootfs)?;
+        let host_path = host_path(&rootfs)?;
+        let mut tree = Self { rootfs, host_path, volumes: Vec::new() };
+        let mounts = spec.get("mounts").and_then(Value::as_array);
+        let volumes = mounts.into_iter().flatten().filter_map(|mount| tree.volume(mount).transpose());
+        tree.volumes = volumes.collect::<io::Result<_>>()?;
+        Ok(tree)
+    }
+
+    /// A mount of the spec, its destination resolved as the runtime will resolve it.
+    fn volume(&self, mount: &Value) -> io::Result<Option<Volume>> {
+        let Some(destination) = mount.get("destination").and_then(Value::as_str).map(plain) else {
+            return Ok(None);
+        };
+        let options = mount.get("options").and_then(Value::as_array).into_iter().flatten();
+        let options: Vec<&str> = options.filter_map(Value::as_str).collect();
+        // Of options that exclude each other the last one counts. `rro` is `ro` for what is mounted below, too
+        // (runtime-spec, config.md, "Linux mount options").
+        let is_last = |yes: &str, no: &str| {
+            options
+                .iter()
+                .rev()
+                .find(|option| [yes, no].contains(option))
+                .is_some_and(|option| *option == yes)
+        };
+        let source = mount.get("source").and_then(Value::as_str).filter(|_| is_bind(mount));
+        let destination = match self.in_rootfs(&destination) {
+            Ok((_, path)) => path,
+            Err(error) if is_of_the_image(&error) => destination,
+            Err(error) => return Err(error),
+        };
+        Ok(Some(Volume {
+            destination,
+            source: source.map(PathBuf::from),
+            read_only: is_last("ro", "rw") || is_last("rro", "rrw"),
+            shared: options.iter().any(|option| ["shared", "rshared"].contains(option)),
+        }))
+    }
+
+    /// The volume that `path` lies in, and the path in it. Later mounts cover earlier ones.
+    fn covering<'a>(&self, path: &'a Path) -> Option<(&Volume, &'a Path)> {
+        let covers = |volume: &'_ Volume| path.strip_prefix(&volume.destination).ok();
+        self.volumes.iter().rev().find_map(|volume| covers(volume).map(|below| (volume, below)))
+    }
+
+    /// What is at `path` (absolute, in the container), links followed.
+    pub fn find(&self, path: &Path) -> io::Result<Found> {
+        let mut path = path.to_owned();
+        for _ in 0..ROUNDS {
+            if let Some((volume, below)) = self.covering(&path) {
+                return in_volume(volume, below);
+            }
+            let (fd, real) = self.in_rootfs(&path)?;
+            if self.covering(&real).is_none() {
+                return Ok(Found { read_only: is_read_only(&fd)?, fd, path: real, in_volume: false });
+            }
+            path = real;
+        }
+        Err(Errno::ELOOP.into())
+    }
+
+    /// The directory in which what is mounted at `path` lies, or is to be made, and the path below it. `None`: it is none
+    /// of a volume's, and the path is the container's.
+    pub fn place_in_volume(&self, path: &Path) -> io::Result<(Option<VolumeFiles>, PathBuf)> {
+        let landing = self.leads_to(path)?;
+        let mut above = landing.ancestors().skip(1);
+        let place = above.find_map(|above| Some((self.find(above).ok()?, above)));
+        let Some((directory, above)) = place.filter(|(found, _)| found.in_volume) else {
+            return Ok((None, landing));
+        };
+        let stat = directory.stat()?;
+        let below = landing.strip_prefix(above).unwrap_or(&landing).to_owned();
+        let directory = host_path(&directory.fd)?;
+        let place = VolumeFiles { directory, device: stat.st_dev, inode: stat.st_ino, files: Vec::new() };
+        Ok((Some(place), below))
+    }
+
+    /// Whether `path`, which has no links, is not the root filesystem's own.
+    pub fn is_covered(&self, path: &Path) -> bool {
+        self.covering(path).is_some()
+    }
+
+    /// Whether something new at `path` could not be made, and whether it would lie in a volume.
+    pub fn place_for(&self, path: &Path) -> (bool, bool) {
+        if let Some((volume, _)) = self.covering(path).filter(|(volume, _)| volume.source.is_none()) {
+            return (volume.read_only, true);
+        }
+        let parent = path.ancestors().skip(1).find_map(|parent| self.find(parent).ok());
+        parent.map_or((false, false), |parent| (parent.read_only, parent.in_volume))
+    }
+
+    /// Whether something mounted at `path` would, or could, appear on the host: it lies in a shared volume, or
+    /// behind a link of which only the runtime will know where it leads.
+    pub fn is_shared(&self, path: &Path) -> bool {
+        let mut missing = None;
+        for ancestor in path.ancestors().filter(|_| self.volumes.iter().any(|volume| volume.shared)) {
+            if let Ok(found) = self.find(ancestor) {
+                let within = self.covering(&found.path).is_some_and(|(volume, _)| volume.shared);
+                return within || missing.is_some_and(|name| found.link(name).is_some());
+            }
+            missing = ancestor.file_name();
+        }
+        false
+    }
+
+    /// Where the runtime comes to when it makes what is missing of `path`: its links, those to nothing too, followed
+    /// inside.
+    pub fn leads_to(&self, path: &Path) -> io::Result<PathBuf> {
+        let mut path = path.to_owned();
+        for _ in 0..ROUNDS {
+            let there = path.ancestors().find_map(|above| Some((self.find(above).ok()?, above)));
+            let Some((found, above)) = there else { return Ok(path) };
+            let missing = path.strip_prefix(above).unwrap_or(&path);
+            let mut names = missing.components();
+            match names.next().and_then(|name| found.link(name.as_os_str())) {
+                Some(target) => {
+                    path = plain(&found.path.join(target).join(names.as_path()).to_string_lossy());
+                }
+                None => return Ok(found.path.join(missing)),
+            }
+        }
+        Err(Errno::ELOOP.into())
+    }
+
+    /// Where the spec's own mounts lie.
+    pub fn volumes(&self) -> impl Iterator<Item = &Path> {
+        self.volumes.iter().map(|volume| volume.destination.as_path())
+    }
+
+    /// Whether `path` lies in a directory of the host's.
+    pub fn is_of_the_host(&self, path: &Path) -> bool {
+        let real = self.in_rootfs(path).map_or_else(|_| path.to_owned(), |(_, real)| real);
+        self.covering(&real).is_some_and(|(volume, _)| volume.source.is_some())
+    }
+
+    fn in_rootfs(&self, path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
+        let fd = open_in(&self.rootfs, path, OFlag::empty())?;
+        let real = inside(&self.host_path, &fd)?;
+        Ok((fd, real))
+    }
+}
+
+impl Found {
+    pub fn stat(&self) -> io::Result<FileStat> {
+        Ok(fstat(&self.fd)?)
+    }
+
+    /// Where the link `name` in this directory leads.
+    fn link(&self, name: &OsStr) -> Option<PathBuf> {
+        readlinkat(&self.fd, name).ok().map(PathBuf::from)
+    }
+
+    pub fn is(&self, kind: SFlag) -> bool {
+        self.stat().is_ok_and(|stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == kind)
+    }
+
+    /// At most `limit` bytes from its beginning; an error for anything but a regular file.
+    pub fn read(&self, limit: u64) -> io::Result<Vec<u8>> {
+        if !self.is(SFlag::S_IFREG) {
+            return Err(Errno::EINVAL.into());
+        }
+        // Our own descriptor, so the magic link leads where it was resolved.
+        let flags = nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY | nix::libc::O_CLOEXEC;
+        let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
+        let file: File = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+        let mut bytes = Vec::new();
+        file.take(limit).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+/// Whether a look-up failed by what is, or is not, in the tree. Everything else says nothing of it.
+pub(super) fn is_of_the_image(error: &io::Error) -> bool {
+    let kinds = [Errno::ENOENT, Errno::ENOTDIR, Errno::ELOOP, Errno::ENAMETOOLONG, Errno::EACCES];
+    error.raw_os_error().is_some_and(|number| kinds.contains(&Errno::from_raw(number)))
+}
+
+fn in_volume(volume: &Volume, below: &Path) -> io::Result<Found> {
+    let source = volume.source.as_deref().ok_or(Errno::ENOENT)?;
+    let root = open(source, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?;
+    let (fd, path) = if below.as_os_str().is_empty() {
+        (root, volume.destination.clone())
+    } else {
+        let fd = open_in(&root, below, OFlag::empty())?;
+        let real = inside(&host_path(&root)?, &fd)?;
+        let below = real.strip_prefix("/").unwrap_or(&real).to_owned();
+        (fd, volume.destination.join(below))
+    };
+    Ok(Found { read_only: volume.read_only || is_read_only(&fd)?, fd, path, in_volume: true })
+}
+
+/// Opens a directory of a volume, if it is still the very one and no link leads there: its owner may have moved it.
+pub(super) fn open_directory(place: &VolumeFiles) -> io::Result<OwnedFd> {
+    let here = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    let root = open("/", here, Mode::empty())?;
+    let fd = open_below(&root, &place.directory, ResolveFlag::empty())?;
+    let stat = fstat(&fd)?;
+    if (stat.st_dev, stat.st_ino) == (place.device, place.inode) { Ok(fd) } else { Err(Errno::ESTALE.into()) }
+}
+
+fn is_read_only(fd: &OwnedFd) -> io::Result<bool> {
+    Ok(fstatvfs(fd)?.flags().contains(FsFlags::ST_RDONLY))
+}

@@ -1,0 +1,269 @@
+//! Running a program with a time limit: fed, heard with bounds, and always reaped.
+
+use std::io::{self, Read, Write as _};
+use std::os::fd::AsFd;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+/// Most that is kept of each output stream, in bytes; the rest is read and dropped.
+const KEPT: usize = 64 << 10;
+
+/// How often an open stream is left to see whether the child is gone: a grandchild may hold it open.
+const TICK: Duration = Duration::from_millis(5);
+
+/// What a program said and how it ended.
+#[derive(Debug)]
+pub struct Finished {
+    /// How it ended.
+    pub status: ExitStatus,
+    /// What it printed, as far as it was kept.
+    pub stdout: String,
+    /// Its errors, as far as they were kept.
+    pub stderr: String,
+}
+
+/// Why there is no result.
+#[derive(Debug)]
+pub enum ChildError {
+    /// It could not be started, or waiting failed.
+    Io(io::Error),
+    /// It did not end in time and was killed.
+    Timeout,
+}
+
+impl From<io::Error> for ChildError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+/// Runs `command` with `input` on its standard input (less than a pipe holds, 64 KiB) for at most `limit`.
+///
+/// # Errors
+/// It cannot be started, or does not end in time.
+pub fn run(command: &mut Command, input: &str, limit: Duration) -> Result<Finished, ChildError> {
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    supervise(command, input, limit, KEPT, &|| false)
+}
+
+/// As [`run`], with nothing fed, for as long as `stop` does not say so: then it is killed, and the error is
+/// [`io::ErrorKind::Interrupted`].
+///
+/// # Errors
+/// It cannot be started, or does not end in time.
+pub fn run_until(
+    command: &mut Command,
+    limit: Duration,
+    stop: &dyn Fn() -> bool,
+) -> Result<Finished, ChildError> {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    supervise(command, "", limit, KEPT, stop)
+}
+
+/// As [`run`], with nothing fed and up to `most` bytes kept of each stream: for what is useless in part.
+///
+/// # Errors
+/// It cannot be started, or does not end in time.
+pub fn run_whole(command: &mut Command, limit: Duration, most: usize) -> Result<Finished, ChildError> {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    supervise(command, "", limit, most, &|| false)
+}
+
+/// As [`run`], with nothing fed and nothing heard: for programs that leave a daemon behind.
+///
+/// # Errors
+/// It cannot be started, or does not end in time.
+pub fn run_deaf(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    run_unheard(command, limit)
+}
+
+/// As [`run_deaf`], with what it prints going where `command` says: no pipe, whose end a daemon would hold open.
+///
+/// # Errors
+/// It cannot be started, or does not end in time.
+pub fn run_unheard(command: &mut Command, limit: Duration) -> Result<ExitStatus, ChildError> {
+    command.stdin(Stdio::null());
+    supervise(command, "", limit, KEPT, &|| false).map(|finished| finished.status)
+}
+
+fn supervise(
+    command: &mut Command,
+    input: &str,
+    limit: Duration,
+    most: usize,
+    stop: &dyn Fn() -> bool,
+) -> Result<Finished, ChildError> {
+    let deadline = Instant::now() + limit;
+    crate::process::inheritance::keep_from(command);
+    let mut child = command.spawn()?;
+    let result = listen(&mut child, input, deadline, most, stop);
+    if result.is_err() {
+        end(&mut child);
+    }
+    result
+}
+
+fn listen(
+    child: &mut Child,
+    input: &str,
+    deadline: Instant,
+    most: usize,
+    stop: &dyn Fn() -> bool,
+) -> Result<Finished, ChildError> {
+    if let Some(mut stdin) = child.stdin.take() {
+        // A child that does not read its input is judged by how it ends.
+        let _ = stdin.write_all(input.as_bytes());
+    }
+    let mut out = Stream::new(child.stdout.take(), most);
+    let mut err = Stream::new(child.stderr.take(), most);
+    loop {
+        let ended = child.try_wait()?;
+        let wait = if ended.is_some() { Duration::ZERO } else { TICK };
+        let heard = hear(&mut out, &mut err, wait)?;
+        if let (Some(status), false) = (ended, heard) {
+            return Ok(Finished { status, stdout: out.text(), stderr: err.text() });
+        }
+        if Instant::now() >= deadline {
+            return Err(ChildError::Timeout);
+        }
+        if stop() {
+            return Err(io::Error::from(io::ErrorKind::Interrupted).into());
+        }
+    }
+}
+
+/// Waits up to `wait` for output and reads what there is; whether there was any.
+fn hear<O: Read + AsFd, E: Read + AsFd>(
+    out: &mut Stream<O>,
+    err: &mut Stream<E>,
+    wait: Duration,
+) -> io::Result<bool> {
+    let (out_ready, err_ready) = {
+        let mut open: Vec<PollFd> = Vec::with_capacity(2);
+        let listen_to = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        open.extend(out.from.as_ref().map(|from| listen_to(from.as_fd())));
+        open.extend(err.from.as_ref().map(|from| listen_to(from.as_fd())));
+        if open.is_empty() {
+            // Both streams are closed: the end itself is a matter of microseconds, or of the limit.
+            sleep(wait.min(Duration::from_micros(500)));
+            return Ok(false);
+        }
+        let timeout = PollTimeout::try_from(wait).unwrap_or(PollTimeout::ZERO);
+        match poll(&mut open, timeout) {
+            Err(nix::errno::Errno::EINTR) | Ok(0) => return Ok(false),
+            Err(error) => return Err(error.into()),
+            Ok(_) => {}
+        }
+        let mut ready = open.iter().map(|fd| fd.any().unwrap_or(true));
+        let out_ready = out.from.is_some() && ready.next().unwrap_or(false);
+        (out_ready, err.from.is_some() && ready.next().unwrap_or(false))
+    };
+    let from_out = out_ready && out.read()?;
+    let from_err = err_ready && err.read()?;
+    Ok(from_out || from_err)
+}
+
+struct Stream<T> {
+    from: Option<T>,
+    kept: Vec<u8>,
+    most: usize,
+}
+
+impl<T: Read> Stream<T> {
+    fn new(from: Option<T>, most: usize) -> Self {
+        Self { from, kept: Vec::new(), most }
+    }
+
+    /// Reads once; `false` at the end, where the stream is closed.
+    fn read(&mut self) -> io::Result<bool> {
+        let Some(from) = &mut self.from else { return Ok(false) };
+        let mut buffer = [0_u8; 4096];
+        match from.read(&mut buffer) {
+            Ok(0) => self.from = None,
+            Ok(count) => {
+                let room = self.most.saturating_sub(self.kept.len()).min(count);
+                self.kept.extend_from_slice(&buffer[..room]);
+                return Ok(true);
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(true),
+            Err(error) => return Err(error),
+        }
+        Ok(false)
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.kept).into_owned()
+    }
+}
+
+/// Kills and reaps. A child that hangs in the kernel is left behind rather than waited for.
+fn end(child: &mut Child) {
+    let _ = child.kill();
+    for _ in 0..200 {
+        if !matches!(child.try_wait(), Ok(None)) {
+            return;
+        }
+        sleep(Duration::from_millis(5));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn a_program_past_its_limit_is_killed_and_reaped() {
+        let begun = Instant::now();
+        let mut command = shell("echo $$ >&2; exec sleep 30");
+        let error = run(&mut command, "", Duration::from_millis(150)).unwrap_err();
+        assert!(matches!(error, ChildError::Timeout));
+        assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+    }
+
+    #[test]
+    fn feeds_and_hears() {
+        let finished =
+            run(&mut shell("cat; echo oops >&2; exit 3"), "ask\n", Duration::from_secs(10)).unwrap();
+        assert_eq!((finished.stdout.as_str(), finished.stderr.as_str()), ("ask\n", "oops\n"));
+        assert_eq!(finished.status.code(), Some(3));
+    }
+
+    #[test]
+    fn a_flood_is_read_to_its_end_and_kept_in_part() {
+        let mut command = shell("head -c 1000000 /dev/zero; echo end >&2");
+        let finished = run(&mut command, "", Duration::from_secs(10)).unwrap();
+        assert_eq!(finished.stdout.len(), 65536);
+        assert_eq!(finished.stderr, "end\n");
+        assert_eq!(
+            run_whole(&mut command, Duration::from_secs(10), 1 << 20).unwrap().stdout.len(),
+            1_000_000
+        );
+    }
+
+    #[test]
+    fn a_grandchild_that_keeps_the_pipe_does_not_hold_us() {
+        let begun = Instant::now();
+        let finished = run(&mut shell("sleep 20 & echo done"), "", Duration::from_secs(15)).unwrap();
+        assert_eq!(finished.stdout, "done\n");
+        assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    }
+
+    #[test]
+    fn a_program_that_reads_nothing_is_no_error() {
+        assert!(run_deaf(&mut Command::new("/bin/true"), Duration::from_secs(5)).unwrap().success());
+        assert!(matches!(
+            run_deaf(&mut Command::new("/nowhere"), Duration::from_secs(5)),
+            Err(ChildError::Io(_))
+        ));
+    }
+}

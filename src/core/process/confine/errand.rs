@@ -1,0 +1,112 @@
+//! Programs for a process that may start none: it asks the one that waits for it, which knows a few commands and makes
+//! them itself, of words that it has looked at. What it is told cannot become another program, another environment or
+//! another option.
+
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::{Command, ExitStatus};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::Commands;
+use crate::process::child::{self, ChildError, Finished};
+use crate::text::safe;
+
+/// More than the longest question (64 KiB of input) and answer (twice 64 KiB) have, each byte escaped.
+const LONGEST: u64 = 1 << 20;
+
+/// What the process with no programs of its own asks.
+static OUTSIDE: OnceLock<UnixStream> = OnceLock::new();
+
+/// From now on this process asks `outside`.
+pub(super) fn ask_of(outside: UnixStream) {
+    let _ = OUTSIDE.set(outside);
+}
+
+/// As [`child::run`], for `command`; `words`, the program's name and what makes this command of it, are what is asked
+/// for where this process may not run it itself.
+///
+/// # Errors
+/// As [`child::run`]; or whoever runs commands for this process has gone.
+pub fn run(
+    words: &[&str],
+    command: impl FnOnce() -> Command,
+    input: &str,
+    limit: Duration,
+) -> Result<Finished, ChildError> {
+    match OUTSIDE.get() {
+        Some(outside) => ask(outside, words, input, limit),
+        None => child::run(&mut command(), input, limit),
+    }
+}
+
+fn ask(
+    mut outside: &UnixStream,
+    words: &[&str],
+    input: &str,
+    limit: Duration,
+) -> Result<Finished, ChildError> {
+    let limit = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+    writeln!(outside, "{}", json!([words, input, limit]))?;
+    let mut answer = String::new();
+    BufReader::new(outside).take(LONGEST).read_line(&mut answer)?;
+    match serde_json::from_str(&answer).map_err(io::Error::from)? {
+        Value::Null => Err(ChildError::Timeout),
+        Value::String(error) => Err(io::Error::other(error).into()),
+        answer => finished(&answer)
+            .ok_or_else(|| io::Error::other("the process that starts programs gave no answer").into()),
+    }
+}
+
+fn finished(answer: &Value) -> Option<Finished> {
+    let text = |at: usize| answer.get(at)?.as_str().map(str::to_owned);
+    let status = i32::try_from(answer.get(0)?.as_i64()?).ok()?;
+    Some(Finished { status: ExitStatus::from_raw(status), stdout: text(1)?, stderr: text(2)? })
+}
+
+/// Runs those of `commands` that the process at the other end asks for, until it is gone.
+pub(super) fn serve(mut inside: &UnixStream, commands: Commands) {
+    let mut asked = BufReader::new(inside);
+    let mut line = String::new();
+    while matches!(asked.by_ref().take(LONGEST).read_line(&mut line), Ok(1..)) {
+        let answer = match done(&line, commands) {
+            Ok(Finished { status, stdout, stderr }) => json!([status.into_raw(), stdout, stderr]),
+            Err(ChildError::Timeout) => Value::Null,
+            Err(ChildError::Io(error)) => Value::String(error.to_string()),
+        };
+        if writeln!(inside, "{answer}").is_err() {
+            return;
+        }
+        line.clear();
+    }
+}
+
+fn done(line: &str, commands: Commands) -> Result<Finished, ChildError> {
+    let (words, input, limit): (Vec<&str>, String, u64) =
+        serde_json::from_str(line).map_err(io::Error::from)?;
+    let unknown = || io::Error::other(format!("no hook runs `{}`", safe(&words.join(" "))));
+    child::run(&mut commands(&words).ok_or_else(unknown)?, &input, Duration::from_millis(limit))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_asks_gets_the_answer_of_the_program_or_why_there_is_none() {
+        let (outside, inside) = UnixStream::pair().unwrap();
+        let commands: Commands = |words| (words == ["cat"]).then(|| Command::new("cat"));
+        let server = std::thread::spawn(move || serve(&outside, commands));
+        let limit = Duration::from_secs(10);
+        let refused = ask(&inside, &["sh", "-c", "true"], "", limit);
+        let Err(ChildError::Io(error)) = refused else { panic!("{refused:?}") };
+        assert_eq!(error.to_string(), "no hook runs `sh -c true`");
+        let answer = ask(&inside, &["cat"], "in\\n\nput", limit).unwrap();
+        assert_eq!((answer.stdout.as_str(), answer.status.success()), ("in\\n\nput", true));
+        drop(inside);
+        server.join().unwrap();
+    }
+}

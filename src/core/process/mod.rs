@@ -1,0 +1,170 @@
+//! Processes: one named so that its id being used again cannot deceive (pid and start time), running commands, what is
+//! inherited, and a process that gives up its rights.
+
+pub mod child;
+pub mod confine;
+pub mod environment;
+pub mod inheritance;
+pub mod sublet;
+
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+
+use nix::libc::ESRCH;
+use serde::{Deserialize, Serialize};
+
+/// A process of this boot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Process {
+    /// Its id in our PID namespace.
+    pub pid: i32,
+    /// When it started, in clock ticks since boot: field 22 of `/proc/PID/stat` (proc(5)).
+    pub start_time: u64,
+}
+
+impl Process {
+    /// The running process `pid`, or `None` when there is none.
+    #[must_use]
+    pub fn find(pid: i32) -> Option<Self> {
+        stat(pid).ok()?.map(|stat| Self { pid, start_time: stat.start_time })
+    }
+
+    /// Its parent's pid; `None` when it has gone.
+    #[must_use]
+    pub fn parent(&self) -> Option<i32> {
+        stat(self.pid).ok()?.filter(|stat| stat.start_time == self.start_time).map(|stat| stat.parent)
+    }
+
+    /// This process.
+    ///
+    /// # Errors
+    /// When /proc is not mounted or hides us.
+    pub fn current() -> std::io::Result<Self> {
+        let pid = i32::try_from(std::process::id()).unwrap_or(i32::MAX);
+        Self::find(pid).ok_or_else(|| std::io::Error::other(format!("/proc/{pid}/stat cannot be read")))
+    }
+
+    /// Whether it was started with this variable; `false` also where we may not look.
+    #[must_use]
+    pub fn has_environment(&self, name: &str, value: &Path) -> bool {
+        let wanted = [name.as_bytes(), b"=", value.as_os_str().as_bytes()].concat();
+        let environment = std::fs::read(format!("/proc/{}/environ", self.pid)).unwrap_or_default();
+        environment.split(|byte| *byte == 0).any(|entry| entry == wanted) && self.is_alive()
+    }
+
+    /// Whether process `pid`, whichever that is, runs or cannot be looked at.
+    #[must_use]
+    pub fn may_run(pid: i32) -> bool {
+        stat(pid).map_or(true, |stat| stat.is_some_and(|stat| !stat.has_ended()))
+    }
+
+    /// Whether this very process still runs. A zombie does not: it holds nothing any more. One that cannot be looked at,
+    /// as where this process has no descriptor left, may.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        let same = |stat: &Stat| stat.start_time == self.start_time || cfg!(sublet_without = "c4");
+        let runs = |stat: Stat| same(&stat) && !stat.has_ended();
+        stat(self.pid).map_or(true, |stat| stat.is_some_and(runs))
+    }
+
+    /// Whether this very process is stopped, by a signal or by who traces it (proc(5)).
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        stat(self.pid)
+            .ok()
+            .flatten()
+            .is_some_and(|stat| stat.start_time == self.start_time && matches!(stat.state, 'T' | 't'))
+    }
+}
+
+/// Seconds since the epoch; 0 on a clock before it.
+#[must_use]
+pub fn epoch_seconds() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// Seconds since boot, on the clock that nobody can set (proc(5), `/proc/uptime`); 0 without /proc.
+#[must_use]
+pub fn uptime_seconds() -> u64 {
+    let text = std::fs::read_to_string("/proc/uptime").unwrap_or_default();
+    text.split('.').next().and_then(|seconds| seconds.parse().ok()).unwrap_or(0)
+}
+
+struct Stat {
+    state: char,
+    parent: i32,
+    start_time: u64,
+}
+
+impl Stat {
+    fn has_ended(&self) -> bool {
+        matches!(self.state, 'Z' | 'X')
+    }
+}
+
+/// `None`: there is no such process.
+fn stat(pid: i32) -> io::Result<Option<Stat>> {
+    // One read: the line has 52 numbers at most and a command name of 15 bytes (proc(5)).
+    let mut line = [0; 1024];
+    match File::open(format!("/proc/{pid}/stat")).and_then(|mut file| file.read(&mut line)) {
+        Ok(length) => parse_stat(&String::from_utf8_lossy(&line[..length]))
+            .map(Some)
+            .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat is no process's"))),
+        // One that ends while its file is open answers ESRCH.
+        Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH) => {
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// The command name in field 2 may hold spaces and parentheses: fields are counted from the last `)`.
+fn parse_stat(text: &str) -> Option<Stat> {
+    let mut fields = text[text.rfind(')')? + 1..].split_ascii_whitespace();
+    Some(Stat {
+        state: fields.next()?.chars().next()?,
+        parent: fields.next()?.parse().ok()?,
+        start_time: fields.nth(17)?.parse().ok()?,
+    })
+}
+
+/// A descriptor that means process `pid` and never another one that gets its number (`pidfd_open(2)`, Linux 5.3; closed
+/// on exec).
+///
+/// # Errors
+/// There is no such process.
+pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    use rustix::process::{Pid, PidfdFlags};
+    let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?)
+}
+
+/// SIGKILL for the process that `pidfd` means, and nobody else (`pidfd_send_signal(2)`, Linux 5.1).
+///
+/// # Errors
+/// It has ended, or is not ours to end.
+pub fn pidfd_kill(pidfd: impl AsFd) -> io::Result<()> {
+    Ok(rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_the_start_time_behind_a_hostile_command_name() {
+        let stat =
+            parse_stat("7 (a) R 1 (b) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 20").unwrap();
+        assert_eq!((stat.state, stat.parent, stat.start_time), ('S', 1, 4242));
+    }
+
+    #[test]
+    fn a_reused_pid_is_another_process() {
+        let me = Process::current().unwrap();
+        assert!(me.is_alive());
+        assert!(!Process { start_time: me.start_time + 1, ..me }.is_alive());
+    }
+}

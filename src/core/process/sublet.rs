@@ -1,0 +1,114 @@
+//! sublet's own other programs, run as children: what needs NVML, or must not live where the engine lives.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use super::child::{ChildError, Finished};
+use super::{confine, environment};
+use crate::text::safe;
+
+/// Where programs are looked up; nothing of the caller's environment is trusted.
+pub const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// A `sublet` command that did not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct SubletError(
+    /// Its last words, which name what is wrong; where it has none, the command and how it ended.
+    pub String,
+);
+
+/// Absolute path of the `sublet` that belongs to this program: the one beside it, else the packaged one.
+#[must_use]
+pub fn program() -> PathBuf {
+    let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("sublet")));
+    beside.filter(|program| program.is_file()).unwrap_or_else(|| PathBuf::from("/usr/bin/sublet"))
+}
+
+/// Runs `sublet ARGUMENTS` for at most `limit`, with a clean environment; its warnings.
+///
+/// Standard error is the protocol: a warning a line, and where it fails the error as the last one.
+///
+/// # Errors
+/// It cannot be started, fails, or takes too long.
+pub fn run(arguments: &[&str], limit: Duration) -> Result<Vec<String>, SubletError> {
+    ask(arguments, "", limit).map(|(_, warnings)| warnings)
+}
+
+/// As [`sublet`], with `input` (less than 64 KiB) on its standard input; what it printed, and its warnings.
+///
+/// # Errors
+/// As [`sublet`].
+pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, Vec<String>), SubletError> {
+    let words: Vec<&str> = std::iter::once("sublet").chain(arguments.iter().copied()).collect();
+    let named = |how: String| format!("`sublet {}`: {how}", arguments.join(" "));
+    Err(SubletError(match confine::run(&words, || command(&program(), arguments), input, limit) {
+        Ok(finished) if finished.status.success() => {
+            return Ok((finished.stdout, remarks(&finished.stderr)));
+        }
+        Ok(finished) => last_words(&finished).unwrap_or_else(|| named(finished.status.to_string())),
+        Err(ChildError::Timeout) => named(format!("no end after {} s", limit.as_secs())),
+        Err(ChildError::Io(error)) => named(format!("{}: {error}", program().display())),
+    }))
+}
+
+/// With a clean environment; `SUBLET_CONFIG` only where we honour it ourselves.
+#[must_use]
+pub fn command(program: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(program);
+    if !cfg!(sublet_without = "a8-child") {
+        command.env_clear();
+    }
+    command.args(arguments).env("PATH", PATH).current_dir("/");
+    if let Some(config) = environment::honoured() {
+        command.env(environment::VARIABLE, config);
+    }
+    command
+}
+
+/// The last line is the error: warnings come before it.
+fn last_words(finished: &Finished) -> Option<String> {
+    remarks(&finished.stderr).pop()
+}
+
+/// The lines of a `sublet` child's standard error, without who says so.
+fn remarks(stderr: &str) -> Vec<String> {
+    let bare = |line: &str| {
+        let mut rest = line.trim();
+        for prefix in ["sublet: ", "error: ", "warning: "] {
+            rest = rest.strip_prefix(prefix).unwrap_or(rest);
+        }
+        long_safe(rest)
+    };
+    stderr.lines().map(bare).filter(|line| !line.is_empty()).collect()
+}
+
+/// Our own program's message, but it quotes logs: made safe piece by piece, since it may be longer than
+/// the piece of foreign text that a message usually repeats.
+fn long_safe(line: &str) -> String {
+    let characters: Vec<char> = line.chars().take(1000).collect();
+    characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_childs_remarks_lose_their_prefix_and_their_escapes() {
+        let stderr = "sublet: warning: one\n\nerror: two\u{1b}[2J\n";
+        assert_eq!(remarks(stderr), ["one", "two\\u{1b}[2J"]);
+        let long = "x".repeat(300);
+        assert_eq!(remarks(&long), [long]);
+    }
+
+    #[test]
+    fn the_child_sees_no_environment_of_ours() {
+        let mut env = command(Path::new("/usr/bin/env"), &[]);
+        let finished = crate::process::child::run(&mut env, "", Duration::from_secs(5)).unwrap();
+        let others: Vec<&str> =
+            finished.stdout.lines().filter(|line| !line.starts_with("SUBLET_CONFIG=")).collect();
+        assert_eq!(others, ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"]);
+    }
+}

@@ -1,0 +1,233 @@
+//! `sublet.gpu`: which devices, as users name them.
+
+use std::num::NonZeroU32;
+
+use super::{Devices, Selector};
+
+/// What [`parse_devices`] takes, for messages.
+pub const SELECTORS_ALLOWED: &str = "any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or \
+     more), PCI bus id, MIG-<uuid>, \"G:M\" (quoted in YAML), name:<alias>, model:<glob>";
+
+/// Longest alias or glob.
+const LONGEST: usize = 128;
+
+/// A whole value of `sublet.gpu`.
+///
+/// # Errors
+/// It names no devices; with a hint, if there is one.
+pub fn parse_devices(text: &str) -> Result<Devices, Option<String>> {
+    match text {
+        "any" => return Ok(Devices::Any(NonZeroU32::MIN)),
+        "all" => return Ok(Devices::All),
+        _ => {}
+    }
+    if let Some(count) = text.strip_prefix("any:") {
+        return digits(count).and_then(NonZeroU32::new).map(Devices::Any).ok_or(None);
+    }
+    parse_list(text).map(Devices::These)
+}
+
+fn parse_list(text: &str) -> Result<Vec<Selector>, Option<String>> {
+    let mut selectors = Vec::new();
+    for item in text.split(',').map(|item| item.trim_matches(' ')) {
+        let selector = Selector::parse(item).ok_or_else(|| hint(item))?;
+        if selectors.contains(&selector) {
+            return Err(Some("the same device stands in it twice".to_owned()));
+        }
+        selectors.push(selector);
+        // No host has more: what is longer is an attack on the quadratic search above.
+        if selectors.len() > 1024 {
+            return Err(None);
+        }
+    }
+    Ok(selectors)
+}
+
+fn hint(item: &str) -> Option<String> {
+    if item == "all" || item.starts_with("any") {
+        return Some("any and all stand alone".to_owned());
+    }
+    crate::text::nearest(item, ["any", "all"]).map(|word| format!("did you mean {word}?"))
+}
+
+impl Selector {
+    /// One device as users name it, hexadecimal digits in lower case, or `None`.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        if let Some(index) = digits(text) {
+            return Some(Self::Index(index));
+        }
+        if let Some(uuid) = text.strip_prefix("GPU-") {
+            return uuid_prefix(uuid).map(|uuid| Self::Uuid(format!("GPU-{uuid}")));
+        }
+        if let Some(uuid) = text.strip_prefix("MIG-") {
+            return mig_uuid(uuid).map(|uuid| Self::MigUuid(format!("MIG-{uuid}")));
+        }
+        if let Some(name) = text.strip_prefix("name:") {
+            return word(name).map(Self::Name);
+        }
+        if let Some(glob) = text.strip_prefix("model:") {
+            return word(glob).map(Self::Model);
+        }
+        mig_index(text).or_else(|| bus_id(text).map(Self::BusId))
+    }
+
+    /// Whether it names a MIG device rather than a GPU.
+    #[must_use]
+    pub const fn is_mig(&self) -> bool {
+        matches!(self, Self::MigUuid(_) | Self::MigIndex(..))
+    }
+}
+
+fn digits(text: &str) -> Option<u32> {
+    // `parse` alone would take a leading `+` and any number of zeros.
+    if text.len() <= 10 && text.bytes().all(|byte| byte.is_ascii_digit()) { text.parse().ok() } else { None }
+}
+
+fn word(text: &str) -> Option<String> {
+    let fits = !text.is_empty() && text.len() <= LONGEST && !text.contains(char::is_control);
+    fits.then(|| text.to_owned())
+}
+
+/// The beginning of a UUID (8-4-4-4-12), eight digits of it at least.
+fn uuid_prefix(text: &str) -> Option<String> {
+    let fits = (8..=36).contains(&text.len())
+        && text.bytes().enumerate().all(|(position, byte)| match position {
+            8 | 13 | 18 | 23 => byte == b'-',
+            _ => byte.is_ascii_hexdigit(),
+        });
+    fits.then(|| text.to_ascii_lowercase())
+}
+
+/// `<uuid>`, or the form of drivers before R470: `GPU-<uuid>/<gi>/<ci>`.
+fn mig_uuid(text: &str) -> Option<String> {
+    let Some(old) = text.strip_prefix("GPU-") else { return uuid_prefix(text) };
+    let mut parts = old.split('/');
+    let uuid = uuid_prefix(parts.next()?).filter(|uuid| uuid.len() == 36)?;
+    let (gi, ci) = (digits(parts.next()?)?, digits(parts.next()?)?);
+    parts.next().is_none().then(|| format!("GPU-{uuid}/{gi}/{ci}"))
+}
+
+fn mig_index(text: &str) -> Option<Selector> {
+    let (gpu, device) = text.split_once(':')?;
+    Some(Selector::MigIndex(digits(gpu)?, digits(device)?))
+}
+
+/// `3b:00.0`, `0000:3b:00.0` and `00000000:3B:00.0` are one: the form of /proc/driver/nvidia/gpus.
+fn bus_id(text: &str) -> Option<String> {
+    let text = text.to_ascii_lowercase();
+    let (domain, rest) = match text.len() {
+        7 => ("0000", text.as_str()),
+        12 | 16 => text.split_once(':')?,
+        _ => return None,
+    };
+    let domain = match (domain.len(), domain.strip_prefix("0000")) {
+        (8, Some(short)) => short,
+        _ => domain,
+    };
+    let shape = |(byte, wanted)| if wanted == b'x' { u8::is_ascii_hexdigit(&byte) } else { byte == wanted };
+    let fits = domain.bytes().all(|byte| byte.is_ascii_hexdigit())
+        && rest.len() == 7
+        && rest.bytes().zip(*b"xx:xx.x").all(shape);
+    fits.then(|| format!("{domain}:{rest}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UUID: &str = "GPU-8d2e5f1a-0b3c-4d5e-8f90-a1b2c3d4e5f6";
+
+    fn one(text: &str) -> Selector {
+        match parse_devices(text) {
+            Ok(Devices::These(selectors)) if selectors.len() == 1 => selectors[0].clone(),
+            other => panic!("{text}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn any_and_all() {
+        assert_eq!(parse_devices("any"), Ok(Devices::Any(NonZeroU32::MIN)));
+        assert_eq!(parse_devices("any:2"), Ok(Devices::Any(NonZeroU32::new(2).unwrap())));
+        assert_eq!(parse_devices("all"), Ok(Devices::All));
+        for text in ["any:0", "any:", "any:+1", "any:4294967296"] {
+            assert_eq!(parse_devices(text), Err(None), "{text}");
+        }
+        for text in ["0,any", "all,1", "any,any", "0,any:2"] {
+            assert_eq!(parse_devices(text), Err(Some("any and all stand alone".into())), "{text}");
+        }
+        assert_eq!(parse_devices("ALL"), Err(Some("did you mean all?".into())));
+    }
+
+    #[test]
+    fn every_way_to_name_a_device() {
+        assert_eq!(one("0"), Selector::Index(0));
+        assert_eq!(one(UUID), Selector::Uuid(UUID.into()));
+        assert_eq!(one("GPU-8D2E5F1A"), Selector::Uuid("GPU-8d2e5f1a".into()));
+        assert_eq!(one("GPU-8d2e5f1a-0b"), Selector::Uuid("GPU-8d2e5f1a-0b".into()));
+        assert_eq!(one("3b:00.0"), Selector::BusId("0000:3b:00.0".into()));
+        assert_eq!(one("0000:3b:00.0"), Selector::BusId("0000:3b:00.0".into()));
+        assert_eq!(one("00000000:3B:00.0"), Selector::BusId("0000:3b:00.0".into()));
+        assert_eq!(one("00010000:3b:00.0"), Selector::BusId("00010000:3b:00.0".into()));
+        assert_eq!(
+            one("MIG-9a1b2c3d-0b3c-4d5e-8f90-a1b2c3d4e5f6"),
+            Selector::MigUuid("MIG-9a1b2c3d-0b3c-4d5e-8f90-a1b2c3d4e5f6".into())
+        );
+        assert_eq!(
+            one("MIG-GPU-8d2e5f1a-0b3c-4d5e-8f90-a1b2c3d4e5f6/7/0"),
+            Selector::MigUuid("MIG-GPU-8d2e5f1a-0b3c-4d5e-8f90-a1b2c3d4e5f6/7/0".into())
+        );
+        assert_eq!(one("0:1"), Selector::MigIndex(0, 1));
+        assert_eq!(one("name:left"), Selector::Name("left".into()));
+        assert_eq!(one("model:*H200*"), Selector::Model("*H200*".into()));
+    }
+
+    #[test]
+    fn lists() {
+        assert_eq!(
+            parse_devices("1, 0,name:left"),
+            Ok(Devices::These(vec![Selector::Index(1), Selector::Index(0), Selector::Name("left".into())]))
+        );
+        let twice = Err(Some("the same device stands in it twice".to_owned()));
+        assert_eq!(parse_devices("0,1,0"), twice);
+        assert_eq!(parse_devices("3b:00.0,0000:3B:00.0"), twice);
+        let endless = (0..5000).map(|index| index.to_string()).collect::<Vec<_>>().join(",");
+        assert_eq!(parse_devices(&endless), Err(None));
+    }
+
+    #[test]
+    fn refuses_what_names_no_device() {
+        for text in [
+            "",
+            ",",
+            "0,",
+            "-1",
+            "+1",
+            "1.0",
+            "4294967296",
+            "GPU-",
+            "GPU-8d2e5f1",
+            "GPU-8d2e5f1ag",
+            "gpu-8d2e5f1a",
+            "GPU-8d2e5f1a0b3c",
+            "GPU-8d2e5f1a-0b3c-4d5e-8f90-a1b2c3d4e5f60",
+            "MIG-",
+            "MIG-GPU-8d2e5f1a/7/0",
+            "MIG-GPU-8d2e5f1a-0b3c-4d5e-8f90-a1b2c3d4e5f6/7",
+            "MIG-GPU-8d2e5f1a-0b3c-4d5e-8f90-a1b2c3d4e5f6/7/0/1",
+            "0:",
+            ":1",
+            "0:1:2",
+            "3b:00",
+            "3b:00.g",
+            "03b:00.0",
+            "name:",
+            "model:",
+            "name:a\u{1b}b",
+            "١",
+            "nvidia0",
+        ] {
+            assert_eq!(parse_devices(text), Err(None), "{text:?}");
+        }
+    }
+}

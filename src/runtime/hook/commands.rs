@@ -1,0 +1,65 @@
+//! The commands that a hook has run. Its own process may start none ([`sublet_core::process::confine`]).
+
+use std::process::Command;
+
+use sublet_core::process::sublet;
+use sublet_core::{mps, oci};
+
+/// The command that `words` ask for, with an environment of its own.
+pub(super) fn command(words: &[&str]) -> Option<Command> {
+    match words {
+        ["sublet", arguments @ ..] if is_ours(arguments) => {
+            Some(sublet::command(&sublet::program(), arguments))
+        }
+        ["nvidia-cuda-mps-control", key] => mps::control_command(key),
+        ["systemctl", arguments @ ..] => oci::systemctl(arguments),
+        _ => None,
+    }
+}
+
+/// Commands of `sublet` that other programs of ours run.
+fn is_ours(arguments: &[&str]) -> bool {
+    match arguments {
+        ["refresh", "--quiet"] | ["mig", "make" | "clear"] => true,
+        ["mps", "start" | "rest", key] => mps::is_key(key),
+        ["mps", "stop", word, key] => *word == mps::IF_THERE && mps::is_key(key),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_run_but_what_hooks_run() {
+        let words: [&[&str]; 14] = [
+            &[],
+            &["sh", "-c", "true"],
+            &["/bin/true"],
+            &["sublet"],
+            &["sublet", "gc"],
+            &["sublet", "refresh", "--quiet", "--boot"],
+            &["sublet", "mps", "start", "--help"],
+            &["sublet", "mps", "stop", "--if-there", "../x"],
+            &["sublet", "mig", "apply", "x"],
+            &["nvidia-cuda-mps-control", "../../tmp"],
+            &["systemctl", "stop", "docker"],
+            &["systemctl", "show", "--property=ControlGroup", "--value", "-H", "host"],
+            &["systemctl", "set-property", "--runtime", "--", "x.scope", "ExecStart=/bin/true"],
+            &["systemctl", "set-property", "--runtime", "--", "x.scope", "DeviceAllow=/dev/sda rw"],
+        ];
+        for words in words {
+            assert!(command(words).is_none(), "{words:?}");
+        }
+        for words in [
+            &["sublet", "refresh", "--quiet"][..],
+            &["sublet", "mps", "start", "GPU-0"],
+            &["sublet", "mps", "stop", "--if-there", "GPU-0"],
+            &["systemctl", "show", "--property=ControlGroup", "--value", "--", "x.scope"],
+            &["systemctl", "set-property", "--runtime", "--", "x.scope", "DeviceAllow=/dev/char/195:0 rw"],
+        ] {
+            assert!(command(words).is_some(), "{words:?}");
+        }
+    }
+}
