@@ -94,11 +94,14 @@ lint:
 	@echo "== Formatting and lints"
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	@echo "== Layers of modules, and what is exported for nobody"
+	cargo run --quiet -p sublet-lint
 
 unit:
 	@echo "== Unit and property tests; the shim with a low-level runtime that only writes down its call"
 	cargo test -p sublet-core -p sublet-runtime
 	cargo test -p sublet --lib --test programs_alone
+	cargo test --quiet -p sublet-lint
 
 check: lint unit
 	@echo "Skipped, because they need root and engines (make test): the simulated driver's tests and the"

@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
-use sublet_core::config::{Config, of_text};
+use sublet_core::config::Config;
+use sublet_core::config_files::of_text;
 use sublet_core::share::LONGEST_WAIT;
 use sublet_core::share::units::{MIB, Percent, parse_duration, parse_percent, show_duration};
 use sublet_core::request::{is_ours, is_podman_infra, is_sandbox, parse};

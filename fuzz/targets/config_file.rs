@@ -4,7 +4,8 @@
 use std::path::Path;
 
 use libfuzzer_sys::fuzz_target;
-use sublet_core::config::{of_text, parse_containers, written_out};
+use sublet_core::config::written_out;
+use sublet_core::config_files::{of_text, parse_containers};
 use sublet_fuzz::ok;
 
 fuzz_target!(|text: &str| {

@@ -1,12 +1,26 @@
 //! The program `sublet`: what people and systemd run, and all that needs NVML.
 
-pub mod cdi_spec;
-pub mod commands;
-pub mod doctor;
-pub mod guard;
-pub mod mig;
-pub mod mps_daemons;
-mod preview;
+// Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
+
+mod nvml_mig;
+mod peer;
+
 pub mod probe;
+
+pub mod mig;
+
+pub mod cdi_spec;
+pub mod mps_daemons;
+
+pub mod refresh;
+
+pub mod guard;
+
 pub mod serve;
+
+mod preview;
 pub mod setup;
+
+pub mod doctor;
+
+pub mod commands;

@@ -4,10 +4,12 @@
 //!
 //! ```text
 //! annotations → Request → Placement → Lease → Grant → edits → exec
-//!   request      place       ledger    grant    apply     the runtime's shim | hook
+//!   request      place       ledger    grant     oci      the runtime's shim | hook
 //! ```
 //!
 //! [`admit`] walks that way for every entry point. `request`, `place` and `grant` do no I/O.
+
+// Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
 
 pub mod text;
 
@@ -16,13 +18,14 @@ pub mod log;
 pub mod process;
 
 pub mod fs;
-pub mod host;
 
 pub mod share;
 
 pub mod config;
 
 pub mod request;
+
+pub mod config_files;
 
 pub mod inventory;
 

@@ -111,7 +111,7 @@ pub fn remove(path: &Path) -> Result<bool, FileError> {
 ///
 /// # Errors
 /// The driver's trouble, with the file as it was; or it cannot be written.
-pub fn keep(config: &Config) -> Result<bool, FileError> {
+pub(crate) fn keep(config: &Config) -> Result<bool, FileError> {
     let path = &config.cdi.spec;
     if config.share.is_empty() {
         return remove(path);

@@ -5,6 +5,7 @@ mod file;
 mod list;
 mod spec;
 
-pub use file::{FileError, State, keep, remove, state, write};
+pub(crate) use file::keep;
+pub use file::{FileError, State, remove, state, write};
 pub use list::{Listing, Named, Without, list};
 pub use spec::render;

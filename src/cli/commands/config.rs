@@ -4,7 +4,9 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 
-use sublet_core::config::{self, Config, Containers};
+use sublet_core::config::{self, Config};
+use sublet_core::config_files;
+use sublet_core::config_files::Containers;
 use sublet_core::text::safe;
 
 /// Subcommands of `sublet config`.
@@ -21,15 +23,15 @@ pub enum Command {
 /// # Errors
 /// The first error in the files, with file and line.
 pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
-    let loaded = config::load()?;
+    let loaded = config_files::load()?;
     for warning in loaded.warnings() {
         eprintln!("sublet: warning: {warning}");
     }
-    let containers = config::load_containers()?;
-    let mut sources = config::sources()?;
+    let containers = config_files::load_containers()?;
+    let mut sources = config_files::sources()?;
     if let Some(containers) = &containers {
         check_shares(containers, &loaded)?;
-        sources.push(config::containers_path());
+        sources.push(config_files::containers_path());
     }
     match command {
         Command::Check if sources.is_empty() => {
@@ -56,7 +58,7 @@ fn check_shares(containers: &Containers, config: &Config) -> anyhow::Result<()> 
     let Some(share) = containers.unknown_share(config) else { return Ok(()) };
     bail!(
         "configuration {}: there is no [share.{share}] in the configuration: add it, or name another share",
-        config::containers_path().display(),
+        config_files::containers_path().display(),
         share = safe(share)
     )
 }
@@ -64,7 +66,7 @@ fn check_shares(containers: &Containers, config: &Config) -> anyhow::Result<()> 
 /// As comments: the rest of what is shown is a configuration, and this is another file.
 fn show_containers(containers: Option<&Containers>) -> anyhow::Result<()> {
     let Some(containers) = containers else { return Ok(()) };
-    println!("\n# {}:", config::containers_path().display());
+    println!("\n# {}:", config_files::containers_path().display());
     for line in toml::to_string(containers)?.lines() {
         println!("{}", format!("# {line}").trim_end());
     }

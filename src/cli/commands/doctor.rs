@@ -3,13 +3,14 @@
 use crate::probe;
 use std::process::{Command, ExitCode};
 use std::time::Duration;
+use sublet_core::config_files;
 
 use serde_json::json;
 
 use super::doctor_run::{self, Engine};
 use super::output::{self, Format};
 use crate::doctor::{self, Check, Host, Verdict};
-use sublet_core::config::{self, Config};
+use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::process::sublet::PATH;
@@ -55,7 +56,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         let given = &arguments.annotations;
         return doctor_run::run(engine, if given.is_empty() { &small } else { given }, arguments.format);
     }
-    let loaded = config::load();
+    let loaded = config_files::load();
     if arguments.inventory {
         output::json(&probe::probe(&loaded.unwrap_or_default())?)?;
         return Ok(ExitCode::SUCCESS);

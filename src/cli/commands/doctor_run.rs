@@ -94,7 +94,7 @@ pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> 
 
 /// The share, where this host's configuration can be read.
 fn understood(annotations: &[(String, String)]) -> Option<Request> {
-    let config = sublet_core::config::load().ok()?;
+    let config = sublet_core::config_files::load().ok()?;
     request::parse(&annotations.iter().cloned().collect(), None, None, &config).ok()
 }
 

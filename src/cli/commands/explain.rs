@@ -12,7 +12,8 @@ use super::protection::{does_not_protect, protects};
 use crate::guard::{self, Event};
 use crate::preview::preview;
 use sublet_core::admit::{Candidate, confirmed_inventory, lease_for, wish};
-use sublet_core::config::{self, Config};
+use sublet_core::config::Config;
+use sublet_core::config_files;
 use sublet_core::grant::{Grant, grant, refused_beside};
 use sublet_core::inventory::Inventory;
 use sublet_core::ledger::{Container, LeaseId, Store};
@@ -95,12 +96,12 @@ fn mapped(arguments: &Arguments, spec: &Value) -> anyhow::Result<Option<String>>
             let id = bundle.file_name().unwrap_or_default().to_string_lossy();
             mapped::share(&id, &bundle, &JsonFile::read(&bundle.join("config.json"))?)?
         }
-        None => config::load_containers()?.and_then(|containers| {
+        None => config_files::load_containers()?.and_then(|containers| {
             let text = |given: &Option<String>| given.clone().unwrap_or_default();
             containers.share(&text(&arguments.name), &text(&arguments.image)).map(str::to_owned)
         }),
     };
-    let path = config::containers_path();
+    let path = config_files::containers_path();
     let Some(share) = share else {
         bail!("it has no sublet.* annotation, and no rule of {} fits it: no GPU is given", path.display());
     };

@@ -11,9 +11,7 @@ use super::{mig_list, mig_made};
 use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Nvml, Plan, Target, Uninterrupted};
 use sublet_core::admit::{self, fresh_inventory};
 use sublet_core::config::Config;
-use sublet_core::inventory::Inventory;
 use sublet_core::ledger::{Ledger, Store};
-use sublet_core::process::Process;
 
 /// Subcommands of `sublet mig`.
 #[derive(Debug, clap::Subcommand)]
@@ -83,31 +81,13 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
             print!(
                 "{}",
                 mig::export(&settled(
-                    &seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?,
+                    &mig::seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?,
                     &ledger
                 ))
             );
             Ok(ExitCode::SUCCESS)
         }
     }
-}
-
-/// GPUs, and who holds what of them.
-pub(super) fn seen(nvml: &mut Nvml, inventory: &Inventory, ledger: &Ledger) -> anyhow::Result<Vec<Gpu>> {
-    let mut gpus = nvml.gpus(inventory)?;
-    for gpu in &mut gpus {
-        // A server that waits for a lease ends before a layout changes.
-        gpu.running.retain(|running| !waits(running.pid, ledger));
-        mig::mark(gpu, ledger);
-    }
-    Ok(gpus)
-}
-
-/// Whether `pid` is the server of a daemon that serves no lease.
-fn waits(pid: u32, ledger: &Ledger) -> bool {
-    let parent = i32::try_from(pid).ok().and_then(Process::find).and_then(|process| process.parent());
-    let unused = ledger.servers.iter().filter(|server| ledger.on_server(&server.key).next().is_none());
-    parent.is_some() && unused.filter_map(|server| server.daemon).any(|daemon| Some(daemon.pid) == parent)
 }
 
 /// The layout asked for; `None` where nobody asked for one.
@@ -143,7 +123,7 @@ fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<Result<Plan
     let layout = read(file, config)?;
     let ledger = super::settled_ledger(config)?;
     let inventory = fresh_inventory(config)?;
-    let gpus = seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
+    let gpus = mig::seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
     let targets = mig::targets(&layout, &gpus, &inventory, config)?;
     Ok(plans(&gpus, &targets, &ledger))
 }
@@ -211,12 +191,12 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     for device in inventory.devices.iter().filter(|device| uuids.iter().any(|gpu| gpu == device.gpu())) {
         mig_made::stop_servers(&device.uuid, &store, config);
     }
-    let gpus = seen(&mut nvml, &inventory, &ledger)?;
+    let gpus = mig::seen(&mut nvml, &inventory, &ledger)?;
     let plans = plans(&gpus, &targets, &ledger).into_iter().collect::<Result<Vec<_>, _>>()?;
     let done = change(&plans, &settled(&gpus, &ledger), allow_reset, &mut nvml, config);
     // Leases wait for the fence, and then find the inventory out of date: the order is the safe one.
     drop(fence);
-    if let Err(error) = super::refresh(config) {
+    if let Err(error) = crate::refresh::refresh(config) {
         // The next container that starts tries it again.
         eprintln!("sublet: warning: the inventory is not refreshed: {}", output::chain(&error));
     }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use serde_json::{Value, json};
 
 use super::output::{self, Format};
-use crate::mig::{Compute, Gpu, Instance, Nvml, Profile, device_name};
+use crate::mig::{Compute, Gpu, Instance, Nvml, Profile, device_name, seen};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::text::safe;
@@ -17,7 +17,7 @@ use sublet_core::text::safe;
 pub fn run(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let ledger = super::settled_ledger(config)?;
     let inventory = fresh_inventory(config)?;
-    let gpus = super::mig::seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
+    let gpus = seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
     match format {
         Format::Json => output::json(&gpus.iter().map(gpu_json).collect::<Vec<_>>())?,
         Format::Table => println!("{}", tables(&gpus)),

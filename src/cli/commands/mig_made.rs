@@ -24,7 +24,7 @@ pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
     let answer = match changed(&store, config, Some(&ask)) {
         Ok(()) => {
             // The entry point that waits reads it, and so does everybody else.
-            super::refresh(config)?;
+            crate::refresh::refresh(config)?;
             MakeAnswer::Made
         }
         Err(error) => {

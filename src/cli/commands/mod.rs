@@ -3,7 +3,6 @@
 #[macro_use]
 mod print;
 
-mod boot;
 mod cdi;
 mod config;
 mod doctor;
@@ -35,8 +34,6 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 use sublet_core::config::Config;
 use sublet_core::log::{self, Log};
 use sublet_core::text::safe;
-
-pub use refresh::refresh;
 
 /// Share NVIDIA GPUs among plain Docker and Podman containers.
 #[derive(Debug, Parser)]
@@ -118,7 +115,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
     if let Command::Probe = command {
         return probe::run();
     }
-    let config = sublet_core::config::load()?;
+    let config = sublet_core::config_files::load()?;
     match command {
         Command::Status(arguments) => status::run(&arguments, &config),
         Command::Refresh(arguments) => refresh::run(&arguments, &config),

@@ -1,34 +1,19 @@
 //! `sublet refresh`: looks at the driver afresh and writes the inventory.
 
-use crate::probe;
-use std::fs::{File, OpenOptions};
-use std::io;
-use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::Path;
 use std::process::{Command, ExitCode};
-use std::time::{Duration, Instant, SystemTime};
-
-use anyhow::Context as _;
-use nix::fcntl::{Flock, FlockArg};
-use nix::libc;
+use std::time::Duration;
 
 use sublet_core::config::{Config, TimeSlice};
-use sublet_core::fs::trusted;
-use sublet_core::inventory::{self, Inventory, InventoryError};
-use sublet_core::ledger::{MigChanges, Store};
+use sublet_core::inventory::Inventory;
 use sublet_core::place;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::process::sublet::PATH;
 use sublet_core::text::safe;
 
+use crate::refresh::{boot, refresh};
+
 /// nvidia-smi may have to wake the driver first.
 const SMI_LIMIT: Duration = Duration::from_secs(20);
-
-/// How long a driver is asked again while MIG instances are made and destroyed.
-const SETTLING: Duration = Duration::from_secs(10);
-
-/// Between two such questions.
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Arguments of `sublet refresh`.
 #[derive(Debug, clap::Args)]
@@ -45,9 +30,9 @@ pub struct Arguments {
 /// Runs it.
 ///
 /// # Errors
-/// See [`refresh`] and [`super::boot::boot`].
+/// See [`refresh`] and [`boot`].
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
-    let found = if arguments.boot { super::boot::boot(config)? } else { Some(refresh(config)?) };
+    let found = if arguments.boot { boot(config)? } else { Some(refresh(config)?) };
     let Some(inventory) = found else {
         println!("This host has no NVIDIA GPU.");
         return Ok(ExitCode::SUCCESS);
@@ -88,184 +73,5 @@ fn set_time_slice(uuid: &str, slice: TimeSlice, inventory: &Inventory) -> Result
         Ok(done) => Err(safe(format!("{}{}", done.stdout, done.stderr).trim())),
         Err(ChildError::Timeout) => Err(format!("nvidia-smi took longer than {} s", SMI_LIMIT.as_secs())),
         Err(ChildError::Io(error)) => Err(format!("{}: {error}", smi.display())),
-    }
-}
-
-/// Probes and stores, one refresh at a time. Who waited for another's refresh that began after being
-/// asked for takes its result: many containers starting on a stale inventory ask NVML twice at most.
-///
-/// # Errors
-/// The driver cannot be asked (see `ProbeError`), or the state directory cannot be written.
-pub fn refresh(config: &Config) -> anyhow::Result<Inventory> {
-    // It would list none of the processes that hold contexts.
-    Store::open(&config.state_dir)?.is_of_here()?;
-    refresh_asked(config, SystemTime::now(), |config| {
-        let began = Instant::now();
-        loop {
-            // Counted before NVML is asked: a change that ends meanwhile makes the result out of date.
-            let before = mig_changes(config);
-            let probed = probe::probe(config);
-            // An instance that goes while it is asked about, or is not whole yet, is no fault of the driver's.
-            let halfway = probed.as_ref().map_or(true, has_fault);
-            if halfway && changes(&before, config) && began.elapsed() < SETTLING {
-                std::thread::sleep(LOOK_AGAIN);
-                continue;
-            }
-            return Ok(Inventory { mig_changes: before.count, ..probed? });
-        }
-    })
-}
-
-fn has_fault(inventory: &Inventory) -> bool {
-    inventory.devices.iter().any(|device| device.part.as_ref().is_some_and(|part| part.fault.is_some()))
-}
-
-/// Whether instances for containers come or go.
-fn changes(before: &MigChanges, config: &Config) -> bool {
-    let brief = before.under_way.as_ref().is_some_and(|change| change.gpus.is_empty());
-    brief || mig_changes(config) != *before
-}
-
-/// A ledger that cannot be read counts nothing, and neither does the one it is rebuilt to.
-fn mig_changes(config: &Config) -> MigChanges {
-    let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
-    ledger.map(|ledger| ledger.mig).unwrap_or_default()
-}
-
-fn refresh_asked(
-    config: &Config,
-    asked: SystemTime,
-    probe: impl FnOnce(&Config) -> anyhow::Result<Inventory>,
-) -> anyhow::Result<Inventory> {
-    let _lock = lock(&config.state_dir)?;
-    let path = inventory::cache_path(config);
-    if began_after(&path, asked) {
-        if let Ok(inventory) = inventory::load(config) {
-            return Ok(inventory);
-        }
-    }
-    let began = SystemTime::now();
-    let inventory = probe(config)?;
-    inventory::store(config, &inventory)?;
-    // The file's time says when its probe began: who waits on the lock compares it with its own start.
-    File::open(&path)
-        .and_then(|file| file.set_modified(began))
-        .with_context(|| format!("cannot set the time of {}", path.display()))?;
-    Ok(inventory)
-}
-
-fn began_after(path: &Path, asked: SystemTime) -> bool {
-    std::fs::symlink_metadata(path)
-        .and_then(|there| there.modified())
-        .is_ok_and(|began| began > asked && began <= SystemTime::now())
-}
-
-/// Waits for the refresh that runs, if any. 0600: nobody else may hold us up.
-fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
-    let path = state_dir.join("refresh.lock");
-    let file = trusted::make(state_dir)
-        .map_err(|why| io::Error::other(format!("its directory {why}")))
-        .and_then(|()| {
-            OpenOptions::new()
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .mode(0o600)
-                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-                .open(&path)
-        })
-        .map_err(|source| InventoryError::Unwritable { path: path.clone(), source })?;
-    Flock::lock(file, FlockArg::LockExclusive)
-        .map_err(|(_, error)| error)
-        .with_context(|| format!("cannot lock {}", path.display()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use sublet_core::inventory::{Driver, Majors, SCHEMA};
-
-    /// A driver root without GPUs, and an inventory of it as a probe would make.
-    fn root() -> (tempfile::TempDir, Config) {
-        let root = tempfile::tempdir().unwrap();
-        let version = root.path().join("proc/driver/nvidia/version");
-        std::fs::create_dir_all(version.parent().unwrap()).unwrap();
-        std::fs::write(version, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  x\n").unwrap();
-        let driver = sublet_core::config::Driver { root: root.path().to_owned(), ..Default::default() };
-        let config = Config { state_dir: root.path().join("run"), driver, ..Config::default() };
-        (root, config)
-    }
-
-    fn probed(config: &Config, probed_at: u64) -> anyhow::Result<Inventory> {
-        Ok(Inventory {
-            schema: SCHEMA.into(),
-            fingerprint: inventory::fingerprint(config)?,
-            probed_at,
-            mig_changes: 0,
-            driver: Driver {
-                version: "580.159.04".into(),
-                cuda: (13, 0),
-                simulated: false,
-                mps_control: None,
-                mps_missing: None,
-                smi: None,
-                majors: Majors::default(),
-                mig_caps: [None, None],
-            },
-            devices: Vec::new(),
-            files: Vec::new(),
-        })
-    }
-
-    #[test]
-    fn a_refresh_that_began_after_asking_is_joined() {
-        let (_root, config) = root();
-        let asked = SystemTime::now();
-        assert_eq!(refresh_asked(&config, asked, |config| probed(config, 1)).unwrap().probed_at, 1);
-        let joined = refresh_asked(&config, asked, |_| panic!("asked again")).unwrap();
-        assert_eq!(joined.probed_at, 1);
-        let later = refresh_asked(&config, SystemTime::now(), |config| probed(config, 2)).unwrap();
-        assert_eq!(later.probed_at, 2);
-        assert_eq!(inventory::load(&config).unwrap().probed_at, 2);
-    }
-
-    #[test]
-    fn a_refresh_that_began_before_asking_is_not_enough() {
-        let (_root, config) = root();
-        let began_before = |config: &Config| {
-            let inventory = probed(config, 1);
-            std::thread::sleep(std::time::Duration::from_millis(2));
-            inventory
-        };
-        refresh_asked(&config, SystemTime::now(), began_before).unwrap();
-        let asked = SystemTime::now() - std::time::Duration::from_millis(1);
-        assert_eq!(refresh_asked(&config, asked, |config| probed(config, 2)).unwrap().probed_at, 2);
-    }
-
-    #[test]
-    fn a_probe_that_fails_keeps_what_was_there() {
-        let (_root, config) = root();
-        refresh_asked(&config, SystemTime::now(), |config| probed(config, 1)).unwrap();
-        let failed = refresh_asked(&config, SystemTime::now(), |_| anyhow::bail!("no driver"));
-        assert_eq!(failed.unwrap_err().to_string(), "no driver");
-        assert_eq!(inventory::load(&config).unwrap().probed_at, 1);
-    }
-
-    #[test]
-    fn an_inventory_gone_stale_meanwhile_is_not_joined() {
-        let (root, config) = root();
-        let asked = SystemTime::now();
-        refresh_asked(&config, asked, |config| probed(config, 1)).unwrap();
-        std::fs::create_dir_all(root.path().join("proc/driver/nvidia/gpus/0000:3b:00.0")).unwrap();
-        assert_eq!(refresh_asked(&config, asked, |config| probed(config, 2)).unwrap().probed_at, 2);
-    }
-
-    #[test]
-    fn a_state_directory_that_cannot_be_made_is_named() {
-        let (root, mut config) = root();
-        std::fs::write(root.path().join("file"), "").unwrap();
-        config.state_dir = root.path().join("file/run");
-        let error = refresh_asked(&config, SystemTime::now(), |config| probed(config, 1)).unwrap_err();
-        assert!(format!("{error:#}").contains("file/run/refresh.lock: "), "{error:#}");
     }
 }

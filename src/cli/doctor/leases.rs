@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
-use super::stray::processes;
+use super::proc::{namespace, processes};
 use super::{Host, Outcome, pass, warn};
 use sublet_core::ledger::Ledger;
 use sublet_core::text::safe;
@@ -105,12 +105,6 @@ fn node(process: &Path) -> Option<String> {
         nodes.next().map(|entry| Path::new("/dev").join(entry.file_name()))
     };
     open.or_else(standing).map(|path| path.to_string_lossy().into_owned())
-}
-
-/// The inode in a link such as `mnt:[4026531841]`.
-pub(super) fn namespace(process: &Path, kind: &str) -> Option<u64> {
-    let link = fs::read_link(process.join("ns").join(kind)).ok()?;
-    link.to_str()?.strip_prefix(kind)?.strip_prefix(":[")?.strip_suffix(']')?.parse().ok()
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ mod host;
 mod leases;
 mod mps;
 mod podman;
+mod proc;
 mod security;
 mod stray;
 mod toolkit;

@@ -5,7 +5,7 @@ use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::Path;
 
 use super::{Host, Outcome, pass, warn};
-use sublet_core::host::selinux;
+use sublet_core::fs::selinux;
 use sublet_core::text::safe;
 
 /// As much of a log's end as is looked at.

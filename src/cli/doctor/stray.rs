@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::leases::namespace;
+use super::proc::{namespace, processes};
 use super::{Host, Outcome, pass, shown, warn};
 
 /// CUDA's default.
@@ -37,12 +37,6 @@ fn quit(pipe: &Path) -> String {
 /// Mounts and pids: whoever shares both with us is in no container, whose files and words are not the host's.
 fn namespaces(process: &Path) -> Option<(u64, u64)> {
     Some((namespace(process, "mnt")?, namespace(process, "pid")?))
-}
-
-/// The pids in a /proc.
-pub(super) fn processes(proc: &Path) -> Vec<i32> {
-    let entries = fs::read_dir(proc).into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
 /// The pipe directory, if it is an MPS control daemon: by its program, for anybody may call themselves so. What

@@ -10,7 +10,7 @@ use nix::libc;
 use super::book::{Event, now};
 use super::judge::{Offence, Verdict};
 use super::look::lease_of;
-use crate::serve::owns;
+use crate::peer::owns;
 use sublet_core::config::Config;
 use sublet_core::ledger::{Lease, Ledger, Store};
 use sublet_core::process::{Process, pidfd_kill, pidfd_open};

@@ -7,6 +7,7 @@ use std::io;
 use std::rc::Rc;
 use std::thread;
 use std::time::{Duration, Instant};
+use sublet_core::config_files;
 
 use nvml_wrapper::Nvml;
 
@@ -17,7 +18,7 @@ use super::judge::{Judge, Offence, Verdict};
 use super::look::Looker;
 use super::served::Served;
 use sublet_core::admit;
-use sublet_core::config::{self, Config};
+use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Ledger, LedgerError, Store};
 use sublet_core::process::Process;
@@ -75,7 +76,7 @@ impl Guard {
         let mut read_at = Instant::now();
         loop {
             if config.is_none() || read_at.elapsed() >= REREAD {
-                (config, read_at) = (config::load().ok().or(config), Instant::now());
+                (config, read_at) = (config_files::load().ok().or(config), Instant::now());
             }
             match config.as_ref().map_or(Pause::For(REREAD), |config| self.tick(config)) {
                 Pause::For(time) => thread::sleep(time),

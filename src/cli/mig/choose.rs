@@ -76,7 +76,7 @@ pub fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice
 ///
 /// # Errors
 /// The driver does not answer; the inner ones are those of [`choices`].
-pub fn foresee(
+pub(crate) fn foresee(
     order: &Order,
     driver: &mut dyn Driver,
     ledger: &Ledger,

@@ -13,7 +13,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
 /// Held while a layout changes; it falls when it is dropped, and with the process.
 #[derive(Debug)]
-pub struct Fence<'a> {
+pub(crate) struct Fence<'a> {
     store: &'a Store,
     owner: Process,
     changed: bool,
@@ -21,7 +21,7 @@ pub struct Fence<'a> {
 
 /// Why a layout cannot be changed now.
 #[derive(Debug, thiserror::Error)]
-pub enum FenceError {
+pub(crate) enum FenceError {
     /// Somebody else is at it.
     #[error(transparent)]
     Busy(#[from] MigBusy),
@@ -63,7 +63,7 @@ impl<'a> Fence<'a> {
 
 impl Fence<'_> {
     /// Nothing was changed behind it: inventories from before hold still.
-    pub fn nothing_changed(&mut self) {
+    pub(crate) fn nothing_changed(&mut self) {
         self.changed = false;
     }
 }

@@ -1,9 +1,32 @@
 //! Which instances stay where they are: those with a lease, or a process that somebody runs in them, or which are
 //! made or destroyed for a container at this moment.
 
-use super::{Gpu, Instance, Span};
+use super::{DriverError, Gpu, Instance, Nvml, Span};
+use sublet_core::inventory::Inventory;
 use sublet_core::ledger::{Lease, Ledger, Made};
+use sublet_core::process::Process;
 use sublet_core::text::safe;
+
+/// The host's GPUs, and who holds what of them.
+///
+/// # Errors
+/// The driver does not answer.
+pub fn seen(nvml: &mut Nvml, inventory: &Inventory, ledger: &Ledger) -> Result<Vec<Gpu>, DriverError> {
+    let mut gpus = nvml.gpus(inventory)?;
+    for gpu in &mut gpus {
+        // A server that waits for a lease ends before a layout changes.
+        gpu.running.retain(|running| !waits(running.pid, ledger));
+        mark(gpu, ledger);
+    }
+    Ok(gpus)
+}
+
+/// Whether `pid` is the server of a daemon that serves no lease.
+fn waits(pid: u32, ledger: &Ledger) -> bool {
+    let parent = i32::try_from(pid).ok().and_then(Process::find).and_then(|process| process.parent());
+    let unused = ledger.servers.iter().filter(|server| ledger.on_server(&server.key).next().is_none());
+    parent.is_some() && unused.filter_map(|server| server.daemon).any(|daemon| Some(daemon.pid) == parent)
+}
 
 /// Writes down in `gpu` who holds what of it.
 pub fn mark(gpu: &mut Gpu, ledger: &Ledger) {

@@ -7,15 +7,13 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use toml::Spanned;
 
+use super::layout_entry::{Entry, Wish, Wrong, counted, entry};
 use super::parted;
-use sublet_core::config::{explain, position};
+use sublet_core::config_files::{explain, position};
 use sublet_core::text::safe;
 
 /// Larger files are no layouts.
 const LARGEST: u64 = 1 << 20;
-
-/// More than any GPU has; the driver says how many one can have.
-const MOST: usize = 100;
 
 /// What a file says, before anybody looked at the GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,36 +22,6 @@ pub struct Layout {
     pub(super) path: PathBuf,
     /// In the order of the file.
     pub(super) entries: Vec<Entry>,
-}
-
-/// What some GPUs should be.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
-    /// Of the file, from 1 on.
-    pub line: usize,
-    /// Which GPUs: names as in `sublet.gpu`, or `all`.
-    pub devices: Vec<String>,
-    /// Only those with one of these PCI ids, device in the upper half (mig-parted's `device-filter`).
-    pub pci_devices: Option<Vec<u32>>,
-    /// MIG mode.
-    pub mig: bool,
-    /// All instances that they should have.
-    pub instances: Vec<Wish>,
-}
-
-/// Some GPU instances.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Wish {
-    /// Of the file, from 1 on.
-    pub line: usize,
-    /// The profile's name.
-    pub profile: String,
-    /// How many of them.
-    pub count: usize,
-    /// The first memory slice, where it matters.
-    pub start: Option<u32>,
-    /// Its compute instances; `None`: one that has all of it.
-    pub compute: Option<Vec<String>>,
 }
 
 /// Why a layout file cannot be used.
@@ -116,9 +84,6 @@ impl Layout {
     }
 }
 
-/// A line, and what is wrong there.
-pub(super) type Wrong = (usize, String);
-
 fn text(path: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     File::open(path)?.take(LARGEST + 1).read_to_end(&mut bytes)?;
@@ -173,14 +138,6 @@ fn from_toml(text: &str) -> Result<Vec<Entry>, Wrong> {
         .collect()
 }
 
-/// `entry`, if it does not contradict itself.
-pub(super) fn entry(entry: Entry) -> Result<Entry, Wrong> {
-    match entry.instances.first() {
-        Some(wish) if !entry.mig => Err((wish.line, "instances need MIG mode: mig = true".to_owned())),
-        _ => Ok(entry),
-    }
-}
-
 fn wish(line: usize, table: InstanceTable) -> Result<Wish, Wrong> {
     let InstanceTable { profile, count, start, compute } = table;
     let count = count.unwrap_or(1);
@@ -189,14 +146,6 @@ fn wish(line: usize, table: InstanceTable) -> Result<Wish, Wrong> {
         Some(start) if count > 1 => Err((line, format!("{count} instances cannot all start at {start}"))),
         _ => Ok(Wish { line, profile, count, start, compute }),
     }
-}
-
-/// Whether a GPU could have so many at all.
-pub(super) fn counted(profile: &str, count: usize) -> Result<(), String> {
-    if (1..=MOST).contains(&count) {
-        return Ok(());
-    }
-    Err(format!("{count} × {}: the count is from 1 to what the GPU can have", safe(profile)))
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// Why no instance was made, in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
-pub struct NotMade {
+pub(crate) struct NotMade {
     /// The line.
     pub reason: String,
     /// Whether it may be otherwise when others have ended.
@@ -33,7 +33,7 @@ impl From<LedgerError> for NotMade {
 }
 
 /// Instances of ours: in the driver and in the ledger. Only behind a [`super::Fence`].
-pub struct Making<'a> {
+pub(crate) struct Making<'a> {
     /// The driver.
     pub driver: &'a mut dyn Driver,
     /// The ledger.

@@ -10,7 +10,6 @@
 
 mod apply;
 mod arrange;
-mod calls;
 mod choose;
 #[cfg(any(test, fuzzing))]
 #[cfg_attr(fuzzing, allow(dead_code, reason = "the fuzz targets need a part of it"))]
@@ -21,6 +20,7 @@ mod fence;
 pub mod fuzzing;
 mod held;
 mod layout;
+mod layout_entry;
 mod making;
 mod nvml;
 mod parted;
@@ -28,67 +28,19 @@ mod plan;
 mod target;
 mod uninterrupted;
 
-use nvml_wrapper::error::NvmlError;
-use serde::Serialize;
-
+pub use crate::nvml_mig::{Profile, Span};
 pub use apply::{ApplyError, apply};
-pub use choose::foresee;
+pub(crate) use choose::foresee;
 pub use export::export;
-pub use fence::{Fence, FenceError};
-pub use held::{made, mark};
+pub(crate) use fence::Fence;
+pub use held::{made, mark, seen};
 pub use layout::{Layout, LayoutError};
-pub use making::{Making, NotMade};
+pub(crate) use making::Making;
+pub(crate) use making::NotMade;
 pub use nvml::Nvml;
 pub use plan::{Obstacle, Plan, Step, plan};
 pub use target::{Target, Want, targets};
-pub use uninterrupted::Uninterrupted;
-
-/// Slices of a GPU's memory, or of a GPU instance's compute: from `start` on, `size` of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-pub struct Span {
-    /// The first slice.
-    pub start: u32,
-    /// How many.
-    pub size: u32,
-}
-
-impl Span {
-    /// The first slice after it.
-    #[must_use]
-    pub const fn end(self) -> u32 {
-        self.start.saturating_add(self.size)
-    }
-
-    /// Whether both need one slice.
-    #[must_use]
-    pub const fn overlaps(self, other: Self) -> bool {
-        self.start < other.end() && other.start < self.end()
-    }
-}
-
-/// A kind of GPU instance that a GPU can have, in the driver's words.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Profile {
-    /// As nvidia-smi takes it.
-    pub id: u32,
-    /// As `1g.18gb`.
-    pub name: String,
-    /// Compute slices.
-    pub slices: u32,
-    /// Streaming multiprocessors.
-    pub sms: u32,
-    /// Memory in MiB.
-    pub memory_mib: u64,
-    /// How many an empty GPU can have.
-    pub instances: u32,
-    /// JPEG engines and optical flow accelerators.
-    #[serde(skip)]
-    pub media: [u32; 2],
-    /// How many more it can have now, in the driver's words; with MIG mode off driver 580 says how many could be.
-    pub free: u32,
-    /// Where one may lie.
-    pub placements: Vec<Span>,
-}
+pub(crate) use uninterrupted::Uninterrupted;
 
 /// A kind of compute instance that a GPU instance can have.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -193,7 +145,7 @@ impl Gpu {
 
     /// Its name for people: the profile's, or its id where the driver has no name for it.
     #[must_use]
-    pub fn profile_name(&self, id: u32) -> String {
+    pub(crate) fn profile_name(&self, id: u32) -> String {
         self.profile(id).map_or_else(|| format!("profile {id}"), |profile| profile.name.clone())
     }
 
@@ -206,7 +158,7 @@ impl Gpu {
 
 /// `1c.2g.35gb` for a part of a `2g.35gb`, its own name for the whole.
 #[must_use]
-pub fn device_name(profile: &Profile, slices: u32) -> String {
+pub(crate) fn device_name(profile: &Profile, slices: u32) -> String {
     if slices == profile.slices { profile.name.clone() } else { format!("{slices}c.{}", profile.name) }
 }
 
@@ -218,14 +170,6 @@ pub struct DriverError {
     pub what: String,
     /// In the driver's words.
     pub why: String,
-}
-
-/// Where the GPU instance `gi` of `device` lies.
-///
-/// # Errors
-/// There is none, or we may not know.
-pub(crate) fn placement(device: &nvml_wrapper::Device<'_>, gi: u32) -> Result<Span, NvmlError> {
-    Ok(calls::instance(device, gi)?.span)
 }
 
 /// What is needed of the driver. GPUs are named by UUID: their order may change with a reset.

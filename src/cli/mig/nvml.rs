@@ -12,8 +12,8 @@ use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml as Library};
 use nvml_wrapper_sys::bindings::{NVML_COMPUTE_INSTANCE_PROFILE_COUNT, NVML_GPU_INSTANCE_PROFILE_COUNT};
 
-use super::calls::{self, CiProfile, Gi};
 use super::{Compute, ComputeProfile, Driver, DriverError, Gpu, Instance, Mode, Profile, Running, Span};
+use crate::nvml_mig::{self, CiProfile, Gi};
 use crate::probe::{ProbeError, instance_ids, unless_unsupported};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
@@ -137,15 +137,13 @@ impl Driver for Nvml {
     }
 
     fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Result<u32, DriverError> {
-        self.on(
-            gpu,
-            "creating a GPU instance",
-            |device| Ok(calls::create_instance(device, profile, span)?.id),
-        )
+        self.on(gpu, "creating a GPU instance", |device| {
+            Ok(nvml_mig::create_instance(device, profile, span)?.id)
+        })
     }
 
     fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Result<(), DriverError> {
-        self.on(gpu, "destroying a GPU instance", |device| calls::instance(device, gi)?.destroy())
+        self.on(gpu, "destroying a GPU instance", |device| nvml_mig::instance(device, gi)?.destroy())
     }
 
     fn create_compute(
@@ -156,7 +154,7 @@ impl Driver for Nvml {
         span: Option<Span>,
     ) -> Result<(), DriverError> {
         self.on(gpu, "creating a compute instance", |device| {
-            let gi = calls::instance(device, gi)?;
+            let gi = nvml_mig::instance(device, gi)?;
             let kind = kinds(&gi)?.into_iter().find(|(kind, _)| kind.slices == slices);
             gi.create(kind.ok_or(NvmlError::NotSupported)?.0, span)
         })
@@ -164,7 +162,7 @@ impl Driver for Nvml {
 
     fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Result<(), DriverError> {
         self.on(gpu, "destroying a compute instance", |device| {
-            calls::instance(device, gi)?.compute_instance(ci)?.destroy()
+            nvml_mig::instance(device, gi)?.compute_instance(ci)?.destroy()
         })
     }
 }
@@ -212,10 +210,10 @@ fn unless_unknown<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlErro
 fn profiles(device: &Device<'_>) -> Result<Vec<Profile>, NvmlError> {
     let mut found: Vec<Profile> = Vec::new();
     for index in 0..NVML_GPU_INSTANCE_PROFILE_COUNT {
-        let Some(mut profile) = unless_unknown(calls::profile(device, index))? else { continue };
-        profile.placements = unless_unknown(calls::placements(device, profile.id))?.unwrap_or_default();
+        let Some(mut profile) = unless_unknown(nvml_mig::profile(device, index))? else { continue };
+        profile.placements = unless_unknown(nvml_mig::placements(device, profile.id))?.unwrap_or_default();
         // For people alone: planning does not ask, and a driver that does not say is no reason to fail.
-        profile.free = calls::remaining(device, profile.id).unwrap_or(0);
+        profile.free = nvml_mig::remaining(device, profile.id).unwrap_or(0);
         found.push(profile);
     }
     found.sort_by(|a, b| {
@@ -229,7 +227,7 @@ fn instances(device: &Device<'_>, known: &mut Known) -> Result<Vec<Instance>, Nv
     let uuids = uuids(device)?;
     let mut found = Vec::new();
     for profile in &known.profiles {
-        for gi in unless_unknown(calls::instances(device, profile))?.unwrap_or_default() {
+        for gi in unless_unknown(nvml_mig::instances(device, profile))?.unwrap_or_default() {
             let kinds = match known.kinds.entry(gi.profile) {
                 Entry::Occupied(kinds) => kinds.into_mut(),
                 Entry::Vacant(none) => none.insert(kinds(&gi)?),

@@ -2,7 +2,7 @@
 
 use saphyr_parser::{Event, Parser};
 
-use super::layout::{Entry, Wish, Wrong, counted, entry};
+use super::layout_entry::{Entry, Wish, Wrong, counted, entry};
 use sublet_core::text::safe;
 
 /// Deeper documents are attacks.

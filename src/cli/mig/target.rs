@@ -1,6 +1,7 @@
 //! From a layout to what each GPU of this host should be: selectors, profile names and counts resolved.
 
-use super::layout::{Entry, Layout, LayoutError, Wish};
+use super::layout::{Layout, LayoutError};
+use super::layout_entry::{Entry, Wish};
 use super::{Gpu, Instance, Profile, Span, device_name};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;

@@ -4,7 +4,7 @@ use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 
 /// While it lives, the polite signals wait: half a layout is nobody's wish.
 #[derive(Debug)]
-pub struct Uninterrupted {
+pub(crate) struct Uninterrupted {
     before: Option<SigSet>,
 }
 

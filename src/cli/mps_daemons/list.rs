@@ -104,7 +104,7 @@ fn seen(server: &Server, alive: bool, config: &Config) -> (ServerState, Option<u
 ///
 /// # Errors
 /// The daemon does not answer or says no.
-pub fn terminate_client(key: &DaemonKey, pid: i32, config: &Config) -> Result<(), MpsError> {
+pub(crate) fn terminate_client(key: &DaemonKey, pid: i32, config: &Config) -> Result<(), MpsError> {
     let asked = Control::new(key, config)?.terminate(pid);
     asked.map_err(|error| MpsError::Client { pid, why: error.to_string() })
 }

@@ -13,7 +13,8 @@ mod service_calls;
 mod start;
 mod stop;
 
-pub use list::{Listed, list, logs, terminate_client};
+pub(crate) use list::terminate_client;
+pub use list::{Listed, list, logs};
 pub use rest::rest;
 pub use start::start;
 pub use stop::{exists, stop};

@@ -20,7 +20,7 @@ const DISPLAY: &str = "0x03";
 
 /// Whether this host has a GPU of NVIDIA's, with its driver loaded or not.
 #[must_use]
-pub fn has_gpu(root: &Path) -> bool {
+pub(crate) fn has_gpu(root: &Path) -> bool {
     let Ok(devices) = fs::read_dir(under(root, "/sys/bus/pci/devices")) else { return is_loaded(root) };
     let is_gpu = |device: &Path| {
         let begins =
@@ -32,14 +32,14 @@ pub fn has_gpu(root: &Path) -> bool {
 
 /// Whether the driver is loaded.
 #[must_use]
-pub fn is_loaded(root: &Path) -> bool {
+pub(crate) fn is_loaded(root: &Path) -> bool {
     under(root, super::kernel::VERSION_FILE).exists()
 }
 
 /// Makes the nodes that are missing, as nvidia-modprobe would; a warning for each that cannot be made. None where
 /// the driver is told to leave that to the administrator (`NVreg_ModifyDeviceFiles=0`).
 #[must_use]
-pub fn make_nodes(root: &Path) -> Vec<String> {
+pub(crate) fn make_nodes(root: &Path) -> Vec<String> {
     let params = fs::read_to_string(under(root, "/proc/driver/nvidia/params")).unwrap_or_default();
     if value(&params, "ModifyDeviceFiles") == Some(0) {
         return Vec::new();
@@ -87,7 +87,7 @@ fn minors(root: &Path) -> Vec<u32> {
 
 /// Links every node of the driver and of `inventory` in /dev/char; a warning for each that cannot be linked.
 #[must_use]
-pub fn link_nodes(root: &Path, inventory: &Inventory) -> Vec<String> {
+pub(crate) fn link_nodes(root: &Path, inventory: &Inventory) -> Vec<String> {
     let mut nodes = wanted(root);
     nodes.extend(inventory.devices.iter().flat_map(|device| device.nodes.iter().cloned()));
     nodes.retain(|node| check_node(root, node).is_ok());

@@ -17,7 +17,7 @@ use sublet_core::inventory::{
 
 pub use inventory::{ProbeError, probe};
 pub(crate) use inventory::{connect, mig_gpus};
-pub use make::{has_gpu, is_loaded, link_nodes, make_nodes};
+pub(crate) use make::{has_gpu, is_loaded, link_nodes, make_nodes};
 pub(crate) use mig_ids::instance_ids;
 pub(crate) use nvml::{init as open, joined, mig_handles, unless_unsupported};
 #[cfg(test)]

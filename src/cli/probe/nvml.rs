@@ -260,7 +260,7 @@ fn part(
         gi,
         ci,
         // For root alone, nvml.h says.
-        placement: crate::mig::placement(device, gi).ok().map(|span| (span.start, span.size)),
+        placement: crate::nvml_mig::placement(device, gi).ok().map(|span| (span.start, span.size)),
         slices: (attributes.compute_instance_slice_count, attributes.gpu_instance_slice_count),
         gpu_sm_count: gpu.sm_count,
         gpu_memory_bytes: gpu.memory_bytes,

@@ -6,11 +6,12 @@ use std::path::Path;
 use serde_json::json;
 
 use super::caps::Cap;
-use super::peer::{Peer, Pinned};
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
 use super::users::rule_of;
+use crate::peer::{Peer, Pinned};
 use sublet_core::admit::{self, AdmitError, Candidate};
-use sublet_core::config::{self, Config};
+use sublet_core::config::Config;
+use sublet_core::config_files;
 use sublet_core::ledger::{Container, LeaseId, Store};
 use sublet_core::process::Process;
 
@@ -32,7 +33,7 @@ pub(super) fn answer(line: &[u8], peer: Peer) -> Vec<u8> {
 
 /// Destroys the MIG instances that nobody needs any more.
 pub(super) fn clear() {
-    let store = config::load()
+    let store = config_files::load()
         .map_err(|error| error.to_string())
         .and_then(|config| Store::open(&config.state_dir).map_err(|error| error.to_string()));
     match store {
@@ -65,15 +66,15 @@ impl From<AdmitError> for No {
     }
 }
 
-impl From<super::peer::Foreign> for No {
-    fn from(error: super::peer::Foreign) -> Self {
+impl From<crate::peer::Foreign> for No {
+    fn from(error: crate::peer::Foreign) -> Self {
         error.to_string().into()
     }
 }
 
 /// The configuration is read anew for each ask: a policy holds from the moment it is written.
 fn carry_out(ask: &Ask, peer: Peer) -> Result<Answer, No> {
-    let config = config::load().map_err(|error| error.to_string())?;
+    let config = config_files::load().map_err(|error| error.to_string())?;
     match ask {
         Ask::Inventory => {
             // Whoever may not have a share has no need of it, and shall not have it looked for.

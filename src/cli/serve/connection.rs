@@ -4,8 +4,8 @@ use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use super::peer::Peer;
 use super::protocol::LONGEST_ASK;
+use crate::peer::Peer;
 
 /// How long a client may take to send a line, or to read an answer.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);

@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-use super::kernel;
+use super::handed_over;
 
 /// Where connections come from.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ impl Drop for Listener {
 /// Another service listens there, or the socket cannot be made.
 pub(super) fn listen(path: &Path) -> io::Result<Listener> {
     let listener = match handed_over()? {
-        Some(fd) => Listener { socket: kernel::inherited(fd).into(), path: None },
+        Some(fd) => Listener { socket: handed_over::inherited(fd).into(), path: None },
         None => Listener { socket: bind(path)?, path: Some(path.to_owned()) },
     };
     listener.socket.set_nonblocking(true)?;

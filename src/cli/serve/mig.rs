@@ -26,7 +26,7 @@ static LOOKED: AtomicU64 = AtomicU64::new(0);
 
 /// Compares them, on a host with GPUs that can do MIG, and refreshes the inventory where they differ.
 pub(super) fn watch() {
-    let watched = sublet_core::config::load().map_err(|error| error.to_string()).and_then(|config| {
+    let watched = sublet_core::config_files::load().map_err(|error| error.to_string()).and_then(|config| {
         // Before the first refresh there is nothing to compare.
         let Ok(known) = inventory::last(&config) else { return Ok(()) };
         if !known.gpus().any(|gpu| gpu.mig_enabled) && !is_due(&config) {

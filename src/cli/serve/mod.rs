@@ -13,15 +13,13 @@
 
 mod broker;
 mod connection;
-mod kernel;
+mod handed_over;
 mod listen;
 mod mig;
-mod peer;
 mod pool;
 mod server;
 mod users;
 
-pub(crate) use peer::owns;
 pub use server::{ServeError, serve};
 pub(crate) use users::rule_of;
 

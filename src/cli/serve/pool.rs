@@ -11,7 +11,7 @@ use std::thread;
 use nix::sys::eventfd::EventFd;
 
 use super::broker;
-use super::peer::Peer;
+use crate::peer::Peer;
 use sublet_core::admit::{PutOff, at_once};
 
 /// One user's asks leave the other thread to everybody else.

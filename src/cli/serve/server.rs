@@ -19,11 +19,11 @@ use super::broker;
 use super::connection::{Connection, Phase, Progress};
 use super::listen::{Listener, listen};
 use super::mig;
-use super::peer::Peer;
 use super::pool::{Done, Job, Pool};
 use super::protocol::{self, Answer};
 use crate::cdi_spec;
 use crate::guard;
+use crate::peer::Peer;
 use sublet_core::admit;
 use sublet_core::config::Config;
 use sublet_core::ledger::{LedgerError, Store};
@@ -140,7 +140,7 @@ fn raise_descriptors() {
 
 /// What `sublet gc` does, and the CDI devices; what it found goes to the journal.
 fn housekeeping() {
-    let done = sublet_core::config::load().map_err(|error| error.to_string()).and_then(|config| {
+    let done = sublet_core::config_files::load().map_err(|error| error.to_string()).and_then(|config| {
         let store = Store::open(&config.state_dir).map_err(|error| error.to_string())?;
         // A ledger that was lost knows nobody.
         let (_, freed) = store.update(mps::keep).map_err(|error| error.to_string())?;
@@ -159,7 +159,7 @@ fn housekeeping() {
 /// What cannot wait for the next housekeeping.
 fn watch() {
     mig::watch();
-    let Ok(config) = sublet_core::config::load() else { return };
+    let Ok(config) = sublet_core::config_files::load() else { return };
     let ended = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
     match ended {
         Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),

@@ -163,7 +163,7 @@ pub fn runtime(text: &str) -> Result<Option<String>, SetupError> {
 ///
 /// # Errors
 /// A key that stands twice.
-pub fn default_runtime(text: &str) -> Result<Option<String>, SetupError> {
+pub(crate) fn default_runtime(text: &str) -> Result<Option<String>, SetupError> {
     Ok(json::get(object(text), &DEFAULT)?.and_then(|value| serde_json::from_str(value).ok()))
 }
 
@@ -171,7 +171,7 @@ pub fn default_runtime(text: &str) -> Result<Option<String>, SetupError> {
 ///
 /// # Errors
 /// A key that stands twice.
-pub fn has_cdi(text: &str) -> Result<bool, SetupError> {
+pub(crate) fn has_cdi(text: &str) -> Result<bool, SetupError> {
     Ok(json::get(object(text), &CDI)? == Some("true"))
 }
 

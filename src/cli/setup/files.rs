@@ -44,7 +44,7 @@ pub fn podmans(root: &Path) -> Vec<PathBuf> {
 
 /// The files of this extension in a directory, by name.
 #[must_use]
-pub fn drop_ins(directory: &Path, extension: &str) -> Vec<PathBuf> {
+pub(crate) fn drop_ins(directory: &Path, extension: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut files: Vec<PathBuf> = entries
         .map(|entry| entry.path())
@@ -57,7 +57,7 @@ pub fn drop_ins(directory: &Path, extension: &str) -> Vec<PathBuf> {
 /// Where Docker is only there as a snap: confined, so that it runs no program of the host's (snapcraft.io,
 /// "Docker snap").
 #[must_use]
-pub fn docker_snap(root: &Path) -> Option<PathBuf> {
+pub(crate) fn docker_snap(root: &Path) -> Option<PathBuf> {
     let has = |path: &str| under(root, path).exists();
     if ["/usr/bin/dockerd", "/usr/sbin/dockerd", "/usr/local/bin/dockerd"].into_iter().any(has) {
         return None;

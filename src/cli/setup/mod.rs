@@ -119,7 +119,7 @@ fn first_line(error: impl std::fmt::Display) -> String {
 ///
 /// # Errors
 /// It is somebody else's.
-pub fn undo_drop_in(found: Option<&str>) -> Result<Option<String>, SetupError> {
+pub(crate) fn undo_drop_in(found: Option<&str>) -> Result<Option<String>, SetupError> {
     own_drop_in(found).map(|()| None)
 }
 
@@ -132,11 +132,11 @@ fn own_drop_in(found: Option<&str>) -> Result<(), SetupError> {
 }
 
 /// How a drop-in ends whose directory a setup has made.
-pub const MADE_DIRECTORY: &str = "# Its directory was made for it.\n";
+pub(crate) const MADE_DIRECTORY: &str = "# Its directory was made for it.\n";
 
 /// Whether the directory of the drop-in `text` goes with it, where nothing else is in it.
 #[must_use]
-pub fn made_directory(text: &str) -> bool {
+pub(crate) fn made_directory(text: &str) -> bool {
     text.ends_with(MADE_DIRECTORY)
 }
 

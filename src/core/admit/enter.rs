@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::{AdmitError, read, rootless, wish};
-use crate::config::{Config, ConfigError};
+use crate::config::Config;
+use crate::config_files::ConfigError;
 use crate::grant::{self, Environment};
 use crate::ledger::{self, LEASE_ANNOTATION, Record, Store};
 use crate::mps;

@@ -24,7 +24,7 @@ pub const VERSION: u32 = 1;
 pub const LONGEST_ASK: usize = 64 << 10;
 
 /// Longest line the service sends, in bytes: an inventory of 16 GPUs full of processes.
-pub const LONGEST_ANSWER: usize = 8 << 20;
+pub(crate) const LONGEST_ANSWER: usize = 8 << 20;
 
 /// What a client wants.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

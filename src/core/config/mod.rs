@@ -1,11 +1,7 @@
-//! `/etc/sublet/config.toml` and its `conf.d` directories. The documented default file is
-//! `config/config.toml`; everything here works with no file at all.
+//! What can be configured, and the defaults: the documented file is `config/config.toml`. Where the files are and how they
+//! are read: [`crate::config_files`].
 
-mod check;
-mod containers;
-mod error;
 mod guard;
-mod load;
 mod policy;
 mod values;
 
@@ -15,15 +11,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-#[cfg(fuzzing)]
-pub use containers::parse as parse_containers;
-pub use containers::{ContainerRule, Containers, containers_path, load_containers};
-pub use error::ConfigError;
-pub use error::{explain, position};
 pub use guard::Guard;
-#[cfg(fuzzing)]
-pub use load::of_text;
-pub use load::{load, load_runtime, sources};
 pub use policy::PolicyRule;
 
 use crate::share::units::show_duration;
@@ -279,7 +267,7 @@ impl Default for Mps {
 
 /// How long a shared daemon waits for the next lease after its last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stay {
+pub(crate) enum Stay {
     /// So long, and only while `sublet serve` runs to end it.
     For(Duration),
     /// Until somebody stops it: `stop_when_idle = false`.
@@ -292,7 +280,7 @@ impl Mps {
 
     /// What `idle` and, without it, `stop_when_idle` say.
     #[must_use]
-    pub fn after_last_lease(&self) -> Stay {
+    pub(crate) fn after_last_lease(&self) -> Stay {
         match (self.idle, self.stop_when_idle) {
             (Some(idle), _) => Stay::For(idle),
             (None, Some(true)) => Stay::For(Duration::ZERO),
@@ -400,7 +388,7 @@ impl Config {
     /// The ceiling on the sum of SM shares on one MPS device.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from over 0 to 100 times")]
-    pub fn sm_ceiling(&self) -> Percent {
+    pub(crate) fn sm_ceiling(&self) -> Percent {
         // Rounded, for 1.15 × 100 000 is 114 999.999…; loading a file keeps it within 100 times.
         Percent::from_thousandths((self.limits.sm_overcommit * 100_000.0).round() as u32)
     }

@@ -3,4 +3,5 @@
 
 pub mod atomic;
 pub mod below;
+pub mod selinux;
 pub mod trusted;

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use nix::libc::{ELOOP, O_NOFOLLOW, O_NONBLOCK};
 
-use crate::host::selinux;
+use crate::fs::selinux;
 use crate::text::safe;
 
 /// Makes `dir` where it is missing (0755, whatever the umask), and looks whether it can be trusted.
@@ -34,7 +34,7 @@ pub fn make(dir: &Path) -> Result<(), String> {
 
 /// Why `dir`, if it is there, cannot be trusted.
 #[must_use]
-pub fn distrust(dir: &Path) -> Option<String> {
+pub(crate) fn distrust(dir: &Path) -> Option<String> {
     check(dir, &fs::symlink_metadata(dir).ok()?).err()
 }
 
@@ -88,7 +88,7 @@ pub fn is_ours(uid: u32) -> bool {
 
 /// Why a file of the state directory with this metadata is not believed.
 #[must_use]
-pub fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
+pub(crate) fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
     if !meta.is_file() {
         return Some("it is no regular file".to_owned());
     }

@@ -36,18 +36,18 @@ pub fn refused_beside(name: &str) -> Option<&'static str> {
 
 /// Whether `name` is set by shares alone.
 #[must_use]
-pub fn is_own_name(name: &str) -> bool {
+pub(crate) fn is_own_name(name: &str) -> bool {
     OWN_NAMES.contains(&name) || OURS.iter().any(|prefix| name.starts_with(prefix))
 }
 
 /// Names that begin so and are not in a share's environment are taken away.
 #[must_use]
-pub fn own_prefixes() -> Vec<String> {
+pub(crate) fn own_prefixes() -> Vec<String> {
     OURS.map(str::to_owned).to_vec()
 }
 
 /// Tells Triton where libcuda is, where nobody has.
-pub const TRITON_PATH: &str = "TRITON_LIBCUDA_PATH";
+pub(crate) const TRITON_PATH: &str = "TRITON_LIBCUDA_PATH";
 
 /// What every share sets.
 const OWN_NAMES: [&str; 3] = ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SUBLET_DEVICES"];

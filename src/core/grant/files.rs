@@ -58,7 +58,7 @@ pub(super) fn nodes(
 
 /// The driver's files for `capabilities`, libraries into `library_dir`, each destination once.
 #[must_use]
-pub fn driver_files(
+pub(crate) fn driver_files(
     library_dir: &Path,
     capabilities: &Capabilities,
     inventory: &Inventory,

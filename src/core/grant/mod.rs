@@ -5,8 +5,9 @@ mod files;
 
 use std::path::{Path, PathBuf};
 
-pub use environment::{TRITON_PATH, is_own_name, own_prefixes, refused_beside};
-pub use files::driver_files;
+pub use environment::refused_beside;
+pub(crate) use environment::{TRITON_PATH, is_own_name, own_prefixes};
+pub(crate) use files::driver_files;
 
 use serde::{Deserialize, Serialize};
 
@@ -128,7 +129,7 @@ pub fn grant(
 
 /// Every node that a container with `uuid` can be given, whatever its capabilities.
 #[must_use]
-pub fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Vec<Node> {
+pub(crate) fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Vec<Node> {
     let devices = files::devices(&[uuid.to_owned()], inventory);
     let all = Capabilities(Capability::ALL.to_vec());
     files::nodes(&devices, &all, &[], inventory, config).into_iter().map(|granted| granted.node).collect()

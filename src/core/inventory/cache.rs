@@ -14,7 +14,7 @@ use crate::text::safe;
 pub const SCHEMA: &str = "sublet.inventory/3";
 
 /// criu's configuration for containers with a share, beside `inventory.json`.
-pub const NO_CHECKPOINT_FILE: &str = "no-checkpoint.conf";
+pub(crate) const NO_CHECKPOINT_FILE: &str = "no-checkpoint.conf";
 /// Its content: criu takes it for an option that it does not know, names it, and leaves the container alone.
 const NO_CHECKPOINT: &str = "\
 # sublet has containers with a GPU share name this file for criu. What is on a GPU cannot be saved, and a runtime that
@@ -165,7 +165,7 @@ pub fn path(config: &Config) -> PathBuf {
 
 /// [`NO_CHECKPOINT_FILE`] of this state directory, there whenever an inventory is.
 #[must_use]
-pub fn no_checkpoint(state_dir: &Path) -> PathBuf {
+pub(crate) fn no_checkpoint(state_dir: &Path) -> PathBuf {
     state_dir.join(NO_CHECKPOINT_FILE)
 }
 

@@ -20,12 +20,15 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use cache::path as cache_path;
-pub use cache::{InventoryError, NO_CHECKPOINT_FILE, SCHEMA, fingerprint, last, load, no_checkpoint, store};
-pub use nodes::{NodeError, check_node, ensure_node};
+pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
+pub(crate) use cache::{NO_CHECKPOINT_FILE, no_checkpoint};
+pub(crate) use nodes::ensure_node;
+pub use nodes::{NodeError, check_node};
 pub use part::Part;
 pub use programs::{MissingPrograms, MpsPrograms};
 pub use seen::can_do_mig;
-pub use watched::{boot_id, is_watched, unwatch, watch};
+pub(crate) use watched::is_watched;
+pub use watched::{boot_id, unwatch, watch};
 
 use crate::share::{Capability, Percent};
 
@@ -272,7 +275,7 @@ impl Device {
 
     /// Whether MPS knows no limits on it (CUDA MPS documentation, "Volta MPS").
     #[must_use]
-    pub fn is_before_volta(&self) -> bool {
+    pub(crate) fn is_before_volta(&self) -> bool {
         self.compute_capability < (7, 0)
     }
 }
@@ -280,6 +283,6 @@ impl Device {
 /// About what a CUDA context that sees `sms` takes of its memory limit: 29 MiB and 3.7 MiB for each SM
 /// (H200, driver 580, docs/evidence: 58 MiB at 8 SMs, 145 at 32, 514 at 132).
 #[must_use]
-pub const fn context_bytes(sms: u64) -> u64 {
+pub(crate) const fn context_bytes(sms: u64) -> u64 {
     (29_000 + sms * 3_700) * (1 << 20) / 1000
 }

@@ -85,7 +85,7 @@ pub fn check_node(root: &Path, node: &Node) -> Result<(), NodeError> {
 ///
 /// # Errors
 /// As [`check_node`], or it cannot be made.
-pub fn ensure_node(root: &Path, node: &Node) -> Result<(), NodeError> {
+pub(crate) fn ensure_node(root: &Path, node: &Node) -> Result<(), NodeError> {
     match check_node(root, node) {
         Err(NodeError::Missing { path }) if caps::is_cap(node) => {
             caps::make(root, node).map_err(|(file, source)| NodeError::Unmade { path, file, source })?;

@@ -69,20 +69,20 @@ impl Device {
     }
 
     /// UUIDs of all devices that have its memory: itself, and other compute instances of its GPU instance.
-    pub fn sharing_memory(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn sharing_memory(&self) -> impl Iterator<Item = &str> {
         let siblings = self.part.iter().flat_map(|part| &part.siblings);
         std::iter::once(&self.uuid).chain(siblings).map(String::as_str)
     }
 
     /// Who had contexts on any of them at the last refresh.
-    pub fn memory_users(&self) -> impl Iterator<Item = &GpuProcess> {
+    pub(crate) fn memory_users(&self) -> impl Iterator<Item = &GpuProcess> {
         self.processes.iter().chain(self.part.iter().flat_map(|part| &part.sibling_processes))
     }
 
     /// Its part of `bytes` of memory that other compute instances of its GPU instance have as well: as its
     /// part of the compute slices.
     #[must_use]
-    pub fn part_of(&self, bytes: u64) -> u64 {
+    pub(crate) fn part_of(&self, bytes: u64) -> u64 {
         match self.part.as_ref().filter(|part| !part.siblings.is_empty()) {
             Some(part) => {
                 let (own, all) = (u64::from(part.slices.0), u64::from(part.slices.1));
@@ -96,7 +96,7 @@ impl Device {
 impl Driver {
     /// The node of a capability over all MIG instances.
     #[must_use]
-    pub const fn mig_cap(&self, cap: MigCap) -> Option<&Node> {
+    pub(crate) const fn mig_cap(&self, cap: MigCap) -> Option<&Node> {
         let [monitor, config] = &self.mig_caps;
         match cap {
             MigCap::Monitor => monitor.as_ref(),

@@ -18,7 +18,7 @@ const LONGEST: u64 = 100;
 
 /// Whether the service has compared them just now.
 #[must_use]
-pub fn is_watched(config: &Config) -> bool {
+pub(crate) fn is_watched(config: &Config) -> bool {
     let word = trusted::read_if_trusted(&path(config), LONGEST).unwrap_or_default();
     is_recent(&String::from_utf8_lossy(&word), &boot_id(), uptime_seconds())
 }

@@ -185,7 +185,7 @@ impl Lease {
 
     /// Whether its container's first process, or anything in its cgroup, still runs.
     #[must_use]
-    pub fn has_processes(&self) -> bool {
+    pub(crate) fn has_processes(&self) -> bool {
         self.init.as_ref().is_some_and(|init| init.process.is_alive() || has_processes(init))
     }
 }

@@ -47,7 +47,7 @@ pub enum NotBound {
 impl Lease {
     /// Whether no container is bound to it yet, and one is awaited.
     #[must_use]
-    pub fn is_unbound(&self) -> bool {
+    pub(crate) fn is_unbound(&self) -> bool {
         self.init.is_none() && self.container.bundle.as_os_str().is_empty()
     }
 

@@ -54,14 +54,9 @@ impl Ledger {
         self.leases.iter_mut().find(|lease| lease.id == *id)
     }
 
-    /// Leases of container `id` of `uid`: more than one where two runtime roots use the same id.
-    pub fn of_container<'a>(&'a self, uid: u32, id: &'a str) -> impl Iterator<Item = &'a Lease> {
-        self.leases.iter().filter(move |lease| lease.container.uid == uid && lease.container.id == id)
-    }
-
     /// The lease of container `id` of `uid` whose runtime keeps its record in `record`.
     #[must_use]
-    pub fn of_record(&self, uid: u32, id: &str, record: &Path) -> Option<&Lease> {
+    pub(crate) fn of_record(&self, uid: u32, id: &str, record: &Path) -> Option<&Lease> {
         self.leases.iter().find(|lease| {
             lease.container.uid == uid && lease.container.id == id && lease.container.record == record
         })
@@ -94,7 +89,7 @@ impl Ledger {
 
     /// Daemons for all of a device that serve nobody, on the devices of `lease` and not its own: they are to end
     /// before its container starts.
-    pub fn in_the_way<'a>(&'a self, lease: &'a Lease) -> impl Iterator<Item = &'a DaemonKey> {
+    pub(crate) fn in_the_way<'a>(&'a self, lease: &'a Lease) -> impl Iterator<Item = &'a DaemonKey> {
         let shared = self.servers.iter().filter(|server| LeaseId::parse(&server.key.0).is_none());
         let on_its = shared.filter(|server| lease.devices.iter().any(|device| server.serves(device)));
         let others = on_its.filter(|server| lease.server.as_ref() != Some(&server.key));
@@ -148,7 +143,7 @@ impl Ledger {
     /// The lease that a process on a GPU belongs to: by its pid, else its cgroup, else its PID namespace
     /// (which several containers may share).
     #[must_use]
-    pub fn lease_of_process(&self, process: &GpuProcess) -> Option<&Lease> {
+    pub(crate) fn lease_of_process(&self, process: &GpuProcess) -> Option<&Lease> {
         let by =
             |test: fn(&Lease, &GpuProcess) -> bool| self.leases.iter().find(|lease| test(lease, process));
         by(has_pid).or_else(|| by(has_cgroup)).or_else(|| by(has_pid_namespace))
@@ -297,8 +292,6 @@ mod tests {
         assert!(ledger.of_record(0, "container-1", record).is_some());
         assert!(ledger.of_record(0, "container-1", Path::new("/run/crun/container-1")).is_none());
         assert!(ledger.of_record(1000, "container-1", record).is_none());
-        assert_eq!(ledger.of_container(0, "container-2").count(), 1);
-        assert_eq!(ledger.of_container(1, "container-2").count(), 0);
         assert_eq!(ledger.on_device("GPU-b").count(), 1);
     }
 

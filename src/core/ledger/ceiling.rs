@@ -37,7 +37,7 @@ impl Default for MemoryCeiling {
 impl MemoryCeiling {
     /// The part of one of `processes` that have `bytes` together, in whole MiB.
     #[must_use]
-    pub fn of_each(bytes: Option<u64>, processes: u32) -> Self {
+    pub(crate) fn of_each(bytes: Option<u64>, processes: u32) -> Self {
         // 0 would lift the limit (docs/evidence): a part below 1 MiB, which no context fits in, is 1 MiB.
         bytes.map_or(Self::Unlimited, |bytes| {
             Self::Mebibytes((bytes / MIB / u64::from(processes.max(1))).max(1))
@@ -60,7 +60,7 @@ impl Ceiling {
 
     /// Whether nobody who needs `needed` is held to less by it.
     #[must_use]
-    pub fn admits(self, needed: Self) -> bool {
+    pub(crate) fn admits(self, needed: Self) -> bool {
         needed.sm <= self.sm && needed.memory <= self.memory
     }
 

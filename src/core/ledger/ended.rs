@@ -22,7 +22,7 @@ impl Lease {
     /// The lease of a container that its low-level runtime has a record of in `dir` still, and whose first
     /// process is gone.
     #[must_use]
-    pub fn of_ended(dir: &Path) -> Option<Self> {
+    pub(crate) fn of_ended(dir: &Path) -> Option<Self> {
         let record = Record::read(dir).ok()??;
         let lease = Self::from_annotation(record.restorable.as_deref()?)?;
         (!record.init.is_alive()).then_some(lease)

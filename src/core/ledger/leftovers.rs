@@ -36,7 +36,7 @@ impl Ledger {
 
     /// Leftovers that no live container's root filesystem is in the way of, as far as no volume is.
     #[must_use]
-    pub fn clearable(&self) -> Vec<Leftover> {
+    pub(crate) fn clearable(&self) -> Vec<Leftover> {
         let in_use = |left: &&Leftover| self.leases.iter().any(|lease| lease.container.rootfs == left.rootfs);
         // A container may have a volume by another path. On the same file system it counts as the same.
         let used: Vec<u64> =
@@ -65,7 +65,7 @@ impl Ledger {
 impl Lease {
     /// What is to be removed from volumes after it.
     #[must_use]
-    pub fn made_in_volumes(&self) -> Vec<VolumeFiles> {
+    pub(crate) fn made_in_volumes(&self) -> Vec<VolumeFiles> {
         self.volumes.iter().filter(|volume| !volume.files.is_empty()).cloned().collect()
     }
 }

@@ -103,7 +103,7 @@ impl Ledger {
 
     /// Why lease `id` cannot have `device`, an instance of ours.
     #[must_use]
-    pub fn kept_from(&self, id: &LeaseId, device: &Device) -> Option<String> {
+    pub(crate) fn kept_from(&self, id: &LeaseId, device: &Device) -> Option<String> {
         let made = self.made(device)?;
         if made.going {
             return Some("is being destroyed: it was made for a container that has ended".to_owned());

@@ -42,7 +42,7 @@ pub struct MigBusy {
 impl MigChanges {
     /// Whether there has never been one.
     #[must_use]
-    pub fn are_none(&self) -> bool {
+    pub(crate) fn are_none(&self) -> bool {
         *self == Self::default()
     }
 
@@ -62,7 +62,7 @@ impl MigChanges {
 impl Ledger {
     /// The change that is under way on this GPU.
     #[must_use]
-    pub fn mig_change(&self, gpu: &str) -> Option<&MigChange> {
+    pub(crate) fn mig_change(&self, gpu: &str) -> Option<&MigChange> {
         self.mig.under_way.as_ref().filter(|change| change.gpus.iter().any(|uuid| uuid == gpu))
     }
 

@@ -64,7 +64,7 @@ const DEFAULT_STATE_DIR: &str = "/run/sublet";
 const STATE_DIR: &str = "state_dir";
 
 /// The annotation that says what else stands in a config.json for a share: a bundle that is run anew is rid of it first.
-pub const LEASE_EDITS_ANNOTATION: &str = "sublet.lease.edits";
+pub(crate) const LEASE_EDITS_ANNOTATION: &str = "sublet.lease.edits";
 
 /// `ledger.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -10,7 +10,8 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, soc
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
 use super::{MpsError, dirs};
-use crate::config::{self, Config};
+use crate::config::Config;
+use crate::config_files;
 use crate::inventory::{MissingPrograms, MpsPrograms};
 use crate::ledger::DaemonKey;
 use crate::ledger::{Ceiling, MemoryCeiling};
@@ -115,7 +116,7 @@ impl Control {
     /// The same, by way of what its clients see of it where who is not root has no other: what only reads is
     /// answered there, too (docs/evidence).
     #[must_use]
-    pub fn or_by(mut self, public: &Path) -> Self {
+    pub(crate) fn or_by(mut self, public: &Path) -> Self {
         if std::fs::symlink_metadata(self.pipe.join("control")).is_err() {
             public.clone_into(&mut self.pipe);
         }
@@ -248,7 +249,7 @@ fn limit_commands(server: Option<i32>, devices: usize, ceiling: Ceiling) -> Vec<
 pub fn command(key: &str) -> Option<Command> {
     let key = DaemonKey(key.to_owned());
     dirs::check_key(&key).ok()?;
-    Control::new(&key, &config::load().ok()?).ok().map(|control| control.asking())
+    Control::new(&key, &config_files::load().ok()?).ok().map(|control| control.asking())
 }
 
 fn judge(command: &str, success: bool, stdout: &str, stderr: &str) -> Result<String, AskError> {

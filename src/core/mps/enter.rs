@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::control::{AskError, Control, listens};
 use super::{MpsError, dirs, record};
 use crate::config::Config;
-use crate::host::selinux;
+use crate::fs::selinux;
 use crate::ledger::DaemonKey;
 use crate::ledger::{LedgerError, Server, ServerState, Store};
 use crate::process::sublet;

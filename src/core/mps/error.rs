@@ -18,7 +18,7 @@ pub enum MpsError {
         "SELinux enforces on this host without sublet's policy module for {}/mps, so containers would not reach \
          their MPS server and would run without limits: {}; or take a share without sm and memory (mode time-slice)",
         .state_dir.display(),
-        crate::host::selinux::FIX
+        crate::fs::selinux::FIX
     )]
     SeLinux {
         /// The state directory.

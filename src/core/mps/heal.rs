@@ -9,6 +9,7 @@ use super::{MpsError, child_start, dirs, record};
 use crate::config::Config;
 use crate::ledger::DaemonKey;
 use crate::ledger::{LeaseId, Ledger, Server, ServerState, Store};
+use crate::process::Process;
 use crate::text::safe;
 
 /// After leases of `key` ended: lowers the ceiling; a daemon that serves nobody any more stops, or waits with the
@@ -62,8 +63,31 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
     lines
 }
 
+/// Ends daemons whose time is up; what could not be done, one line each.
+#[must_use]
+pub fn end_overdue(store: &Store, config: &Config) -> Vec<String> {
+    let ledger = match store.read() {
+        Ok(ledger) => ledger,
+        Err(error) => return vec![error.to_string()],
+    };
+    run_errands(&ledger, config)
+}
+
+/// The end of `sublet serve`, and of all daemons that wait.
+#[must_use]
+pub fn keep_no_more(store: &Store, config: &Config) -> Vec<String> {
+    let own = Process::current().ok();
+    let left = record::change(store, |ledger| {
+        ledger.keeper = ledger.keeper.filter(|keeper| Some(*keeper) != own);
+        Ok(())
+    });
+    let mut lines: Vec<String> = left.err().map(|error| error.to_string()).into_iter().collect();
+    lines.extend(end_overdue(store, config));
+    lines
+}
+
 /// What has to be done about daemons that serve nobody, as `ledger` has them; what there is to say of it.
-pub(super) fn run_errands(ledger: &Ledger, config: &Config) -> Vec<String> {
+fn run_errands(ledger: &Ledger, config: &Config) -> Vec<String> {
     let mut lines = Vec::new();
     for errand in errands(ledger, config).iter().filter(|(key, _)| is_free(key, config)) {
         match idle::run(errand) {

@@ -87,7 +87,7 @@ pub(super) fn run((key, errand): &(DaemonKey, Errand)) -> Result<Vec<String>, Mp
 ///
 /// # Errors
 /// One does not end.
-pub fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>, MpsError> {
+pub(crate) fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>, MpsError> {
     let deadline = Instant::now() + STOP_LIMIT;
     let mut warnings = Vec::new();
     for key in keys {
@@ -110,7 +110,7 @@ pub fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>, MpsErr
 ///
 /// # Errors
 /// The ledger cannot be read.
-pub fn end_unexplained(store: &Store, config: &Config) -> Result<(), MpsError> {
+pub(crate) fn end_unexplained(store: &Store, config: &Config) -> Result<(), MpsError> {
     let ledger = store.read()?;
     let strays = |(key, _): &&(DaemonKey, Errand)| {
         record::server(&ledger, key).is_some_and(|server| ledger.is_unexplained(server))
@@ -130,29 +130,6 @@ pub fn end_unexplained(store: &Store, config: &Config) -> Result<(), MpsError> {
 pub fn keep(ledger: &mut Ledger) -> std::io::Result<()> {
     ledger.keeper = Some(Process::current()?);
     Ok(())
-}
-
-/// Ends daemons whose time is up; what could not be done, one line each.
-#[must_use]
-pub fn end_overdue(store: &Store, config: &Config) -> Vec<String> {
-    let ledger = match store.read() {
-        Ok(ledger) => ledger,
-        Err(error) => return vec![error.to_string()],
-    };
-    super::heal::run_errands(&ledger, config)
-}
-
-/// The end of `sublet serve`, and of all daemons that wait.
-#[must_use]
-pub fn keep_no_more(store: &Store, config: &Config) -> Vec<String> {
-    let own = Process::current().ok();
-    let left = record::change(store, |ledger| {
-        ledger.keeper = ledger.keeper.filter(|keeper| Some(*keeper) != own);
-        Ok(())
-    });
-    let mut lines: Vec<String> = left.err().map(|error| error.to_string()).into_iter().collect();
-    lines.extend(end_overdue(store, config));
-    lines
 }
 
 #[cfg(test)]

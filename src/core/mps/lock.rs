@@ -42,7 +42,7 @@ impl DaemonLock {
     ///
     /// # Errors
     /// The lock cannot be made or asked.
-    pub fn try_take(key: &DaemonKey, state_dir: &Path) -> Result<Option<Self>, MpsError> {
+    pub(crate) fn try_take(key: &DaemonKey, state_dir: &Path) -> Result<Option<Self>, MpsError> {
         dirs::make(key, state_dir)?;
         let path = key.dir(state_dir).join("lock");
         match lock_now(&path) {

@@ -23,8 +23,9 @@ use crate::process::sublet;
 pub use control::command as control_command;
 pub use enter::{answers, enter};
 pub use error::MpsError;
-pub use heal::{heal, settle};
-pub use idle::{end_overdue, end_unexplained, keep, keep_no_more, make_way};
+pub use heal::{end_overdue, heal, keep_no_more, settle};
+pub use idle::keep;
+pub(crate) use idle::{end_unexplained, make_way};
 pub use ready::ready;
 
 /// Whether `text` can be a daemon's name.

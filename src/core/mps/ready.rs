@@ -7,7 +7,7 @@ use super::control::{AskError, Control, listens};
 use super::lock::DaemonLock;
 use super::{MpsError, STOP_LIMIT, child_start, dirs, record};
 use crate::config::{Config, ExclusiveComputeMode};
-use crate::host::selinux;
+use crate::fs::selinux;
 use crate::ledger::{Ceiling, Lease, Server, ServerState, Store};
 use crate::process::epoch_seconds;
 use crate::process::sublet::SubletError;

@@ -150,7 +150,7 @@ pub fn asked(spec: &Value) -> Result<Option<Asked>, CdiError> {
 
 /// Whether `spec` has any CDI device of ours, be it one that cannot be served.
 #[must_use]
-pub fn is_asked(spec: &Value) -> bool {
+pub(crate) fn is_asked(spec: &Value) -> bool {
     asked(spec).map_or(true, |asked| asked.is_some())
 }
 

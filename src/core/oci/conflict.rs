@@ -7,7 +7,7 @@ use std::path::{Component, Path, PathBuf};
 
 use serde_json::Value;
 
-use super::spec::environment_value;
+use super::environment::environment_value;
 use crate::config::Config;
 use crate::fs::below::under;
 use crate::inventory::Node;
@@ -224,7 +224,7 @@ pub(super) fn have_a_default(rules: &[Value]) -> bool {
 ///
 /// # Errors
 /// `linux.namespaces` has no new one.
-pub fn own_mount_namespace(spec: &Value) -> Result<(), Conflict> {
+pub(crate) fn own_mount_namespace(spec: &Value) -> Result<(), Conflict> {
     let is_new = |entry: &Value| {
         entry.get("type").and_then(Value::as_str) == Some("mount")
             && matches!(entry.get("path").map(Value::as_str), None | Some(Some("")))

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::conflict::plain;
-use super::image::ImageError;
+use super::image_error::ImageError;
 use super::tree::Tree;
 use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 
@@ -16,7 +16,7 @@ use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 ///
 /// # Errors
 /// What hides them; the root filesystem cannot be looked into.
-pub fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result<(), ImageError> {
+pub(crate) fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result<(), ImageError> {
     let text = |mount: &Value, key| mount.get(key).and_then(Value::as_str).map(PathBuf::from);
     let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
     let mounts: Vec<(PathBuf, bool)> = mounts

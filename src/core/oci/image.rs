@@ -1,16 +1,16 @@
 //! What we must know of a container's root filesystem, read without ever leaving it (openat2). Nothing
 //! of the image is executed, parsed as code, or taken as the source of a mount.
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use nix::sys::stat::SFlag;
 use serde_json::Value;
 
 use super::covered;
+use super::environment::environment_value;
+use super::image_error::ImageError;
 use super::mount_points;
-use super::spec::environment_value;
-use super::tree::{Tree, is_of_the_image};
+use super::tree::Tree;
 use crate::config::{Config, Inject};
 use crate::grant::{Image, MPS_DEFAULT_DIR, MPS_DIR, driver_files};
 use crate::inventory::Inventory;
@@ -34,88 +34,6 @@ const HOST: (&str, u16) = ("aarch64-linux-gnu", 183);
 /// NVIDIA has no driver for others: nothing matches.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 const HOST: (&str, u16) = ("none", 0);
-
-/// Why this image cannot be served; names the path.
-#[derive(Debug, thiserror::Error)]
-pub enum ImageError {
-    /// The rootfs cannot be looked into.
-    #[error("cannot look into the container's root filesystem {}: {source}", shown(path))]
-    Rootfs {
-        /// On the host.
-        path: PathBuf,
-        /// Why; ENOSYS on kernels before 5.6, which have no openat2.
-        source: io::Error,
-    },
-    /// A file of ours cannot be mounted over a directory.
-    #[error(
-        "the image has a directory at {}, where a file of the driver's is mounted: remove it from the image, \
-         or leave out the capability that brings the file (sublet.capabilities)",
-        shown(.0)
-    )]
-    Directory(PathBuf),
-    /// The MPS directory cannot be mounted over a file.
-    #[error("the image has a file at {}, where the MPS directory is mounted: remove it from the image", shown(.0))]
-    NotDirectory(PathBuf),
-    /// A mount would show on the host.
-    #[error(
-        "{} lies on a volume that is shared with the host (bind-propagation shared), or behind a link that may \
-         lead there, and the share's mounts would appear on the host: use rslave or rprivate for that volume",
-        shown(.0)
-    )]
-    Shared(PathBuf),
-    /// The kernel cannot follow the path: a loop of links, a file where a directory must be.
-    #[error(
-        "the image's {} cannot be a mount point for sublet: {source}{}",
-        shown(path),
-        if is_of_the_image(source) { "; remove it from the image" } else { ": that is this host's trouble, not the image's" }
-    )]
-    Unusable {
-        /// In the container.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// One mount would lie in another that is a directory of the host's.
-    #[error(
-        "by a link of the image's, {} comes to lie in or under what is mounted at {}: remove the link from the image",
-        shown(inner),
-        shown(outer)
-    )]
-    Nested {
-        /// A directory of ours.
-        outer: PathBuf,
-        /// What would be mounted there, too.
-        inner: PathBuf,
-    },
-    /// Processes would not find their MPS server and run without limits.
-    #[error(
-        "{} hides the MPS directory {} from the container, whose programs would run on the whole GPU: remove that {}",
-        shown(by), shown(directory), if *mask { "mask (`--security-opt mask=…`, linux.maskedPaths)" } else { "mount" }
-    )]
-    Covered {
-        /// The MPS directory, in the container.
-        directory: PathBuf,
-        /// What is masked or mounted over it.
-        by: PathBuf,
-        /// Masked, not mounted.
-        mask: bool,
-    },
-    /// Mount points that the runtime could not make.
-    #[error(
-        "the container's root filesystem (or a volume over it) is mounted read-only and lacks mount points: \
-         create these in the image, empty, or mount it writable: {}",
-        listed(.0)
-    )]
-    ReadOnly(Vec<PathBuf>),
-}
-
-fn shown(path: &Path) -> String {
-    safe(&path.to_string_lossy())
-}
-
-fn listed(paths: &[PathBuf]) -> String {
-    paths.iter().map(|path| shown(path)).collect::<Vec<_>>().join(" ")
-}
 
 /// Looks into `rootfs`, with the spec's volumes over it, for all that `request` will have mounted there.
 ///

@@ -7,7 +7,8 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use crate::config::{self, ConfigError, Containers};
+use crate::config_files;
+use crate::config_files::{ConfigError, Containers};
 use crate::oci::{self, FileError, JsonFile, SpecError};
 use crate::text::safe;
 
@@ -45,7 +46,7 @@ struct Names {
 /// # Errors
 /// `containers.toml`, config.json or the engine's record cannot be read.
 pub fn share(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<String>, MappedError> {
-    let Some(containers) = config::load_containers()? else { return Ok(None) };
+    let Some(containers) = config_files::load_containers()? else { return Ok(None) };
     let names = match docker(id, &containers)? {
         Some(names) => Some(names),
         None => containerd(id, bundle, file)?,

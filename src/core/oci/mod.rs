@@ -4,10 +4,13 @@
 pub mod cdi;
 mod conflict;
 mod covered;
+mod edits;
 pub mod engine;
+mod environment;
 mod file;
 pub mod hooks;
 mod image;
+mod image_error;
 mod json;
 mod live;
 pub mod mapped;
@@ -17,17 +20,21 @@ mod spec;
 mod tree;
 mod undo;
 
-pub use conflict::{Conflict, conflict, own_mount_namespace};
-pub use covered::uncovered;
+pub(crate) use conflict::own_mount_namespace;
+pub use conflict::{Conflict, conflict};
+pub(crate) use covered::uncovered;
+pub(crate) use environment::environment_value;
 pub use file::{FileError, JsonFile, mentions_sublet};
-pub use image::{ImageError, inspect};
+pub use image::inspect;
+pub use image_error::ImageError;
 pub use live::systemctl;
 pub use live::{Live, NamespaceError, apply};
-pub use mount_points::{cleanup_mount_points, clear, clear_volume};
+pub use mount_points::clear;
+pub(crate) use mount_points::{cleanup_mount_points, clear_volume};
 #[cfg(fuzzing)]
 pub use spec::edit_within;
-pub use spec::in_user_namespace;
-pub use spec::{SpecError, annotations, edit, edit_environment, environment_value};
+pub(crate) use spec::in_user_namespace;
+pub use spec::{SpecError, annotations, edit, edit_environment};
 pub use undo::undo;
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use nix::fcntl::{AtFlags, OFlag, ResolveFlag, readlinkat};
 use nix::sys::stat::{FileStat, SFlag, fstatat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
-use super::image::ImageError;
+use super::image_error::ImageError;
 use super::tree::{Tree, open_directory};
 use crate::fs::below::{open_below, open_in, open_root};
 use crate::ledger::{Leftover, VolumeFiles};
@@ -109,8 +109,7 @@ fn check_directories(tree: &Tree, files: &[PathBuf], directories: &[PathBuf]) ->
 /// `created` is what [`inspect`](super::inspect) found missing. Only regular files of length 0 with one
 /// link go, whatever else stands there stays; so does everything if the rootfs is gone. No live lease may
 /// have the rootfs.
-#[expect(clippy::must_use_candidate, reason = "the count is for the curious")]
-pub fn cleanup_mount_points(rootfs: &Path, created: &[PathBuf]) -> usize {
+pub(crate) fn cleanup_mount_points(rootfs: &Path, created: &[PathBuf]) -> usize {
     let Ok(root) = open_root(rootfs) else { return 0 };
     created.iter().filter(|path| remove(&root, path).is_ok_and(|removed| removed)).count()
 }
@@ -123,7 +122,7 @@ pub fn clear(left: &Leftover) {
 
 /// As [`cleanup_mount_points`], for what the runtime made in a volume: its content is the tenant's, so no link is
 /// followed any more, and nothing is removed but from the very directory that it was in.
-pub fn clear_volume(place: &VolumeFiles) {
+pub(crate) fn clear_volume(place: &VolumeFiles) {
     let Ok(directory) = open_directory(place) else { return };
     for file in &place.files {
         let _ = remove_below(&directory, file);

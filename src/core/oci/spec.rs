@@ -10,7 +10,7 @@ use oci_spec::runtime::{
 use serde_json::{Map, Value};
 
 use super::conflict;
-use super::undo::Edits;
+use super::edits::Edits;
 use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
 
@@ -72,17 +72,6 @@ pub fn annotations(spec: &Value) -> Result<BTreeMap<String, String>, SpecError> 
         other => Err(wrong("annotations.*", "a string", other)),
     };
     entries.iter().map(entry).collect()
-}
-
-/// The value of `name` in `process.env`, the last one if it stands several times.
-#[must_use]
-pub fn environment_value(spec: &Value, name: &str) -> Option<String> {
-    let entries = spec.get("process")?.get("env")?.as_array()?;
-    let value = |entry: &Value| {
-        let (key, value) = entry.as_str()?.split_once('=')?;
-        (key == name).then(|| value.to_owned())
-    };
-    entries.iter().rev().find_map(value)
 }
 
 /// Applies all of `grant`.
@@ -205,7 +194,7 @@ fn has_user_namespace(root: &Map<String, Value>) -> bool {
 /// Whether this process runs in a user namespace other than the first: only that one maps every id to
 /// itself (`user_namespaces(7)`).
 #[must_use]
-pub fn in_user_namespace() -> bool {
+pub(crate) fn in_user_namespace() -> bool {
     let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
     !map.is_empty() && map.split_whitespace().ne(["0", "0", "4294967295"])
 }

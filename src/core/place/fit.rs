@@ -1,7 +1,6 @@
 //! Whether one device can serve a request: first what no waiting changes, then what others hold.
 
 use super::account::{Account, SERVER_BYTES, account, bookable, by_accounts, by_driver, servers, use_of};
-use super::refusal::amount;
 use super::select::rule;
 use crate::config::{Config, Policy};
 use crate::inventory::context_bytes;
@@ -9,7 +8,7 @@ use crate::inventory::{ComputeMode, Device, Driver, Inventory, Virtualization};
 use crate::ledger::DaemonKey;
 use crate::ledger::{Lease, LeaseId, LeasedPart, Ledger, ServerState};
 use crate::request::Request;
-use crate::share::units::MIB;
+use crate::share::units::{MIB, show_bytes};
 use crate::share::{Isolation, Mode, Percent, Priority};
 use crate::text::safe;
 
@@ -259,7 +258,7 @@ fn large_enough(want: &Want<'_>) -> Result<(), Misfit> {
     let own = device.part_of(device.memory_bytes);
     if let Some(least) = want.request.memory.map(|memory| memory.on(part.gpu_memory_bytes)) {
         if own < least {
-            return Err(Misfit::never(format!("has {}, {} wanted", amount(own), amount(least))));
+            return Err(Misfit::never(format!("has {}, {} wanted", show_bytes(own), show_bytes(least))));
         }
     }
     let sms = device.sm_count.unwrap_or(0);
@@ -357,14 +356,14 @@ fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit
         let least = (context * processes).div_ceil(MIB);
         return Err(Misfit::never(format!(
             "needs {least} MiB for the context(s) of {processes} process(es) alone at that SM share, {} is too little",
-            amount(memory)
+            show_bytes(memory)
         )));
     }
     if want.books > bookable(device, config) {
         return Err(Misfit::never(format!(
             "has {} in all, of which {} can be booked ([limits] reserve, memory_overcommit)",
-            amount(device.memory_bytes),
-            amount(bookable(device, config))
+            show_bytes(device.memory_bytes),
+            show_bytes(bookable(device, config))
         )));
     }
     Ok(())
@@ -449,8 +448,8 @@ fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
     if want.books > accounts {
         return Err(Misfit::now(format!(
             "has {} left to book, {} wanted",
-            amount(accounts),
-            amount(want.books)
+            show_bytes(accounts),
+            show_bytes(want.books)
         )));
     }
     if want.mode == Mode::Mig {
@@ -460,8 +459,8 @@ fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
     if want.books > free {
         return Err(Misfit::as_reported(format!(
             "has {} free by the driver's account, {} wanted",
-            amount(free),
-            amount(want.books)
+            show_bytes(free),
+            show_bytes(want.books)
         )));
     }
     Ok(want.books > free / 10 * 9)

@@ -7,7 +7,7 @@ use crate::config::Config;
 use crate::inventory::Device;
 use crate::ledger::{Lease, Ledger};
 use crate::request::Request;
-use crate::share::units::MIB;
+use crate::share::units::{MIB, show_bytes};
 use crate::share::{Devices, Isolation, Memory, Mode, Percent};
 use crate::text::safe;
 
@@ -61,7 +61,7 @@ fn asked(request: &Request) -> String {
     parts.extend((request.isolation == Isolation::Dedicated).then(|| "dedicated".to_owned()));
     parts.extend(request.sm.map(|sm| format!("{sm} % SM")));
     parts.extend(request.memory.map(|memory| match memory {
-        Memory::Bytes(bytes) => amount(bytes),
+        Memory::Bytes(bytes) => show_bytes(bytes),
         Memory::Share(share) => format!("{share} % of the memory"),
     }));
     parts.extend((request.processes.get() > 1).then(|| format!("{} processes", request.processes)));
@@ -86,7 +86,7 @@ fn describe(device: &Device, misfit: &Misfit, ledger: &Ledger, config: &Config) 
     let holders: Vec<String> = ledger.on_device(&device.uuid).map(holder).collect();
     let held = if holders.is_empty() { String::new() } else { "; held by ".to_owned() };
     let holders = some(holders.into_iter(), ", ");
-    format!("{text} [left: {} % SM, {}{held}{holders}]", account.sm_free, amount(account.memory_free))
+    format!("{text} [left: {} % SM, {}{held}{holders}]", account.sm_free, show_bytes(account.memory_free))
 }
 
 /// As `3f2a9c1b2d4e (mps, 25 % SM, 8 GiB)`.
@@ -94,7 +94,7 @@ fn holder(lease: &Lease) -> String {
     let short: String = lease.container.id.chars().take(12).collect();
     let mut parts = vec![lease.mode.to_string()];
     parts.extend(lease.sm.map(|sm| format!("{sm} % SM")));
-    parts.extend(lease.memory_bytes.map(amount));
+    parts.extend(lease.memory_bytes.map(show_bytes));
     format!("{} ({})", safe(&short), parts.join(", "))
 }
 
@@ -105,7 +105,7 @@ fn room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
         return None;
     }
     let account = account(device, ledger, config);
-    let (on, memory) = (device.label(), |bytes: u64| amount(bytes / MIB * MIB));
+    let (on, memory) = (device.label(), |bytes: u64| show_bytes(bytes / MIB * MIB));
     let turns = (config.limits.time_slice_max as usize).saturating_sub(account.leases);
     match account.used_as {
         Some(Mode::Mps) => {
@@ -131,14 +131,4 @@ fn some(texts: impl Iterator<Item = String>, between: &str) -> String {
     texts.truncate(NAMED);
     let named = texts.join(between);
     if others == 0 { named } else { format!("{named}{between}and {others} more") }
-}
-
-/// `bytes` as people write them: whole GiB, or MiB.
-pub(super) fn amount(bytes: u64) -> String {
-    const GIB: u64 = 1024 * MIB;
-    if bytes > 0 && bytes % GIB == 0 {
-        format!("{} GiB", bytes / GIB)
-    } else {
-        format!("{} MiB", bytes / MIB)
-    }
 }

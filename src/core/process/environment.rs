@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use nix::unistd::{getresgid, getresuid};
 
 /// The variable that names one configuration file instead of all others.
-pub const VARIABLE: &str = "SUBLET_CONFIG";
+pub(crate) const VARIABLE: &str = "SUBLET_CONFIG";
 
 /// The value of [`VARIABLE`], absolute, where it is honoured: never with more rights than our caller's.
 #[must_use]

@@ -41,7 +41,7 @@ fn descriptors() -> Vec<RawFd> {
 /// that it is to become (runc's `--preserve-fds`, listening sockets).
 ///
 /// Before Linux 5.11, which cannot mark them all at once, the child has them for as long as it runs.
-pub fn keep_from(command: &mut Command) {
+pub(crate) fn keep_from(command: &mut Command) {
     let mark = || {
         // SAFETY: close_range(2) takes numbers alone and changes flags in the child's own descriptor table.
         unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
@@ -52,7 +52,7 @@ pub fn keep_from(command: &mut Command) {
 }
 
 /// Takes every variable but `kept` out of the environment of this process, which has one thread.
-pub fn forget_environment(kept: &[&str]) {
+pub(crate) fn forget_environment(kept: &[&str]) {
     for (name, _) in std::env::vars_os() {
         if !kept.iter().any(|kept| name == *kept) {
             // SAFETY: no other thread reads the environment meanwhile, for there is none.

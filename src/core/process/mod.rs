@@ -57,7 +57,7 @@ impl Process {
 
     /// Whether process `pid`, whichever that is, runs or cannot be looked at.
     #[must_use]
-    pub fn may_run(pid: i32) -> bool {
+    pub(crate) fn may_run(pid: i32) -> bool {
         stat(pid).map_or(true, |stat| stat.is_some_and(|stat| !stat.has_ended()))
     }
 
@@ -72,7 +72,7 @@ impl Process {
 
     /// Whether this very process is stopped, by a signal or by who traces it (proc(5)).
     #[must_use]
-    pub fn is_stopped(&self) -> bool {
+    pub(crate) fn is_stopped(&self) -> bool {
         stat(self.pid)
             .ok()
             .flatten()

@@ -5,16 +5,14 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::Request;
-use super::error::{KEYS, RequestError, Setting, nearest_key};
+use super::error::RequestError;
+use super::keys::{Keys, PREFIX, one_word};
 use super::{misspelt, rules};
 use crate::config::Config;
 use crate::share::{
     Action, Capabilities, Capability, Devices, Isolation, LONGEST_WAIT, Memory, MigCap, Mode, Percent,
     Priority, SELECTORS_ALLOWED, parse_devices, units,
 };
-use crate::text::nearest;
-
-const PREFIX: &str = "sublet.";
 
 /// Whether any of `annotations` asks for a share: a key beginning `sublet.`, or one that is meant to and is
 /// refused by [`parse`].
@@ -95,93 +93,6 @@ pub fn parse(
     })
 }
 
-/// What the container and its named share say, one value a key.
-pub(super) struct Keys<'a>(BTreeMap<&'a str, Given<'a>>);
-
-#[derive(Clone, Copy)]
-struct Given<'a> {
-    value: &'a str,
-    share: Option<&'a str>,
-}
-
-impl<'a> Keys<'a> {
-    fn gather(
-        annotations: &'a BTreeMap<String, String>,
-        entry_point: Option<&'a str>,
-        config: &'a Config,
-    ) -> Result<Self, RequestError> {
-        let own: BTreeMap<_, _> = annotations
-            .iter()
-            .filter_map(|(key, value)| Some((key.strip_prefix(PREFIX)?, Given { value, share: None })))
-            .filter(|(key, _)| !matches!(*key, "lease" | "lease.record" | "lease.edits"))
-            .collect();
-        let named = own.get("share").map(|given| given.value).or(entry_point);
-        let mut keys = Self(BTreeMap::new());
-        if let Some(name) = named {
-            keys.add_share(name, config)?;
-        }
-        for (key, given) in own {
-            keys.add(key, given, &KEYS)?;
-        }
-        Ok(keys)
-    }
-
-    fn add_share(&mut self, name: &'a str, config: &'a Config) -> Result<(), RequestError> {
-        // A share does not stand on another one.
-        let allowed = &KEYS[..KEYS.len() - 1];
-        let share = config.share.get(name).ok_or_else(|| unknown_share(name, config))?;
-        for (key, value) in share {
-            self.add(key, Given { value, share: Some(name) }, allowed)?;
-        }
-        Ok(())
-    }
-
-    fn add(&mut self, key: &'a str, given: Given<'a>, allowed: &[&'static str]) -> Result<(), RequestError> {
-        if allowed.contains(&key) {
-            self.0.insert(key, given);
-            return Ok(());
-        }
-        Err(RequestError::UnknownKey {
-            setting: Setting::new(key, given.value, given.share),
-            nearest: nearest_key(key).filter(|key| allowed.contains(key)).map(str::to_owned),
-            allowed: allowed.to_vec(),
-        })
-    }
-
-    /// What a message calls `key`, if it is given.
-    pub(super) fn setting(&self, key: &str) -> Option<Setting> {
-        self.0.get(key).map(|given| Setting::new(key, given.value, given.share))
-    }
-
-    /// Whether `key` is what a named share says, and not the container itself.
-    pub(super) fn is_of_share(&self, key: &str) -> bool {
-        self.0.get(key).is_some_and(|given| given.share.is_some())
-    }
-
-    pub(super) fn has(&self, key: &str) -> bool {
-        self.0.contains_key(key)
-    }
-
-    /// The value of `key` through `parse`, whose error is a hint.
-    fn read<T>(
-        &self,
-        key: &str,
-        allowed: &str,
-        parse: impl FnOnce(&str) -> Result<T, Option<String>>,
-    ) -> Result<Option<T>, RequestError> {
-        let Some(given) = self.0.get(key) else { return Ok(None) };
-        parse(given.value).map(Some).map_err(|hint| RequestError::Value {
-            setting: Setting::new(key, given.value, given.share),
-            allowed: allowed.to_owned(),
-            hint,
-        })
-    }
-
-    fn word<T: Copy>(&self, key: &str, words: &[(&str, T)]) -> Result<Option<T>, RequestError> {
-        self.read(key, &one_of(words), |text| one_word(text, words))
-    }
-}
-
 const MODES: [(&str, Mode); 4] =
     [("time-slice", Mode::TimeSlice), ("mps", Mode::Mps), ("mig", Mode::Mig), ("exclusive", Mode::Exclusive)];
 const ISOLATIONS: [(&str, Isolation); 2] =
@@ -198,27 +109,6 @@ const CAPABILITIES: [(&str, Capability); 4] = [
 const CAPABILITIES_ALLOWED: &str = "a list of compute, utility, graphics, video, or all";
 const MIG_CAPS_ALLOWED: &str = "monitor, config, or both";
 const WAIT_ALLOWED: &str = "0 or a whole number of ms, s or m up to 60s, as 10s";
-
-fn one_of<T>(words: &[(&str, T)]) -> String {
-    let words: Vec<_> = words.iter().map(|(word, _)| *word).collect();
-    format!("one of {}", words.join(", "))
-}
-
-fn one_word<T: Copy>(text: &str, words: &[(&str, T)]) -> Result<T, Option<String>> {
-    words.iter().find(|(word, _)| *word == text).map(|(_, value)| *value).ok_or_else(|| {
-        nearest(text, words.iter().map(|(word, _)| *word)).map(|word| format!("did you mean {word}?"))
-    })
-}
-
-fn unknown_share(name: &str, config: &Config) -> RequestError {
-    let names: Vec<_> = config.share.keys().map(String::as_str).collect();
-    let allowed = match names.as_slice() {
-        [] => "a share, but this host's configuration has no [share.<name>]".to_owned(),
-        names => format!("a share of this host's configuration: {}", crate::text::safe(&names.join(", "))),
-    };
-    let hint = nearest(name, names).map(|name| format!("did you mean {}?", crate::text::safe(name)));
-    RequestError::Value { setting: Setting::new("share", name, None), allowed, hint }
-}
 
 fn percent(text: &str) -> Result<Percent, Option<String>> {
     units::parse_percent(text).map_err(|malformed| malformed.hint)

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use super::Capability::{Compute, Graphics, Utility, Video};
 use super::*;
 use crate::config::Required;
+use crate::request::error::KEYS;
 use crate::share::{Guarding, Selector};
 
 fn annotations(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {

@@ -3,6 +3,7 @@
 
 pub mod annotations;
 mod error;
+mod keys;
 mod misspelt;
 mod rules;
 

@@ -1,7 +1,7 @@
 //! The rules between the keys of a request: which mode it means and what does not go together.
 
-use super::annotations::Keys;
 use super::error::{RequestError, Setting};
+use super::keys::Keys;
 use crate::config::{Config, Required};
 use crate::share::{Action, Devices, Guarding, Isolation, MigCap, Mode, Selector};
 

@@ -2,7 +2,7 @@
 
 /// `*` stands for any run of characters, `?` for one; letters in either case.
 #[must_use]
-pub fn glob_matches(glob: &str, text: &str) -> bool {
+pub(crate) fn glob_matches(glob: &str, text: &str) -> bool {
     let (glob, text) = (glob.as_bytes(), text.as_bytes());
     let (mut g, mut t) = (0, 0);
     let mut star: Option<(usize, usize)> = None;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use selector::{SELECTORS_ALLOWED, parse_devices};
+pub(crate) use selector::{SELECTORS_ALLOWED, parse_devices};
 pub use units::{Memory, Percent};
 
 /// Longest `sublet.wait`: engines and people give a start up that takes longer.

@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use super::{Devices, Selector};
 
 /// What [`parse_devices`] takes, for messages.
-pub const SELECTORS_ALLOWED: &str = "any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or \
+pub(crate) const SELECTORS_ALLOWED: &str = "any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or \
      more), PCI bus id, MIG-<uuid>, \"G:M\" (quoted in YAML), name:<alias>, model:<glob>";
 
 /// Longest alias or glob.
@@ -15,7 +15,7 @@ const LONGEST: usize = 128;
 ///
 /// # Errors
 /// It names no devices; with a hint, if there is one.
-pub fn parse_devices(text: &str) -> Result<Devices, Option<String>> {
+pub(crate) fn parse_devices(text: &str) -> Result<Devices, Option<String>> {
     match text {
         "any" => return Ok(Devices::Any(NonZeroU32::MIN)),
         "all" => return Ok(Devices::All),

@@ -24,7 +24,7 @@ impl Percent {
 
     /// `part` of `all`, rounded up.
     #[must_use]
-    pub fn of_all(part: u32, all: u32) -> Self {
+    pub(crate) fn of_all(part: u32, all: u32) -> Self {
         let thousandths = (u64::from(part) * 100_000).div_ceil(u64::from(all.max(1)));
         Self(u32::try_from(thousandths).unwrap_or(u32::MAX))
     }
@@ -95,10 +95,10 @@ impl Malformed {
 }
 
 /// What [`parse_percent`] takes, for messages.
-pub const PERCENT_ALLOWED: &str = "a percentage over 0 up to 100, as 25, 25% or 12.5";
+pub(crate) const PERCENT_ALLOWED: &str = "a percentage over 0 up to 100, as 25, 25% or 12.5";
 
 /// What [`parse_memory`] takes, for messages.
-pub const MEMORY_ALLOWED: &str =
+pub(crate) const MEMORY_ALLOWED: &str =
     "an amount with a unit from 1MiB on, as 8GiB or 8192MiB, or up to 100%, as 25%";
 
 /// What [`parse_duration`] takes, for messages.
@@ -142,7 +142,7 @@ fn decimal_percent(text: &str) -> Option<Percent> {
 /// # Errors
 /// Anything else; less than 1 MiB, for amounts are booked in whole MiB; a bare number, for nobody can
 /// know whether it counts GiB, MiB, bytes or percent.
-pub fn parse_memory(text: &str) -> Result<Memory, Malformed> {
+pub(crate) fn parse_memory(text: &str) -> Result<Memory, Malformed> {
     if let Some(share) = text.strip_suffix('%') {
         return decimal_percent(share).map(Memory::Share).ok_or_else(Malformed::default);
     }
@@ -159,7 +159,7 @@ pub fn parse_memory(text: &str) -> Result<Memory, Malformed> {
 
 /// An amount with a unit in bytes, rounded down; `None` for anything else and for what passes a `u64`.
 #[must_use]
-pub fn parse_bytes(text: &str) -> Option<u64> {
+pub(crate) fn parse_bytes(text: &str) -> Option<u64> {
     let end = text.find(|c: char| c.is_ascii_alphabetic())?;
     let (number, unit) = text.split_at(end);
     let power = match unit.to_ascii_lowercase().as_str() {
@@ -233,6 +233,17 @@ impl Decimal {
     fn times(self, factor: u64) -> Option<u64> {
         let product = u128::from(self.digits) * u128::from(factor) / 10_u128.pow(self.places);
         u64::try_from(if cfg!(sublet_without = "c1-overflow") { product % (1 << 64) } else { product }).ok()
+    }
+}
+
+/// `bytes` as people write them: whole GiB, or MiB.
+#[must_use]
+pub(crate) fn show_bytes(bytes: u64) -> String {
+    const GIB: u64 = 1024 * MIB;
+    if bytes > 0 && bytes % GIB == 0 {
+        format!("{} GiB", bytes / GIB)
+    } else {
+        format!("{} MiB", bytes / MIB)
     }
 }
 

@@ -4,7 +4,7 @@ use super::HookError;
 use super::state::State;
 use crate::shim;
 use sublet_core::admit;
-use sublet_core::config;
+use sublet_core::config_files;
 use sublet_core::ledger::{Binding, Init, LeaseId};
 use sublet_core::process::Process;
 use sublet_core::process::confine;
@@ -12,7 +12,7 @@ use sublet_core::process::confine;
 /// Binds `lease` to the container of `state`. What fails here keeps the container from starting: without
 /// a lease it would run unaccounted.
 pub(super) fn bind(state: &State, lease: &LeaseId) -> Result<(), HookError> {
-    let config = config::load()?;
+    let config = config_files::load()?;
     let binding = binding(state)?;
     admit::bind(lease, &binding, &config).map_err(|source| {
         admit::clear_unbound(&binding.bundle, &config);

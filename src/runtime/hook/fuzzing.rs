@@ -4,16 +4,16 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{HookError, State, lease, precreate};
-use sublet_core::oci::hooks::{self, Stage};
+use super::{State, lease, precreate};
+use sublet_core::oci::hooks::{self, BadHooks, Stage};
 
 /// What a stage reads out of the container's state: the first word of its lease, or of its annotations.
 ///
 /// # Errors
 /// It is no state, or has a lease that is none.
-pub fn state(text: &[u8]) -> Result<(), HookError> {
-    let state = State::parse(text)?;
-    lease(&state)?;
+pub fn state(text: &[u8]) -> Result<(), String> {
+    let state = State::parse(text).map_err(|error| error.to_string())?;
+    lease(&state).map_err(|error| error.to_string())?;
     let _ = (state.annotations().count(), state.is_ours(), state.lease_record());
     Ok(())
 }
@@ -22,7 +22,7 @@ pub fn state(text: &[u8]) -> Result<(), HookError> {
 ///
 /// # Errors
 /// `hooks` has another shape.
-pub fn hooks(spec: &mut Value) -> Result<(), HookError> {
+pub fn hooks(spec: &mut Value) -> Result<(), BadHooks> {
     let id = precreate::id(spec);
     assert!(id.is_empty() || id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit()), "{id:?}");
     for stage in [Stage::CreateRuntime, Stage::Poststop] {

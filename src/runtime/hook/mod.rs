@@ -21,8 +21,11 @@ use std::time::{Duration, Instant};
 use nix::unistd::getppid;
 
 use state::{State, StateError};
+
+use crate::input;
 use sublet_core::admit::{self, AdmitError};
-use sublet_core::config::{self, ConfigError};
+use sublet_core::config_files;
+use sublet_core::config_files::ConfigError;
 use sublet_core::ledger::LeaseId;
 use sublet_core::log::{self, Level, Log};
 use sublet_core::oci::FileError;
@@ -36,7 +39,7 @@ const INPUT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why a stage failed, or why it refuses the container.
 #[derive(Debug, thiserror::Error)]
-pub enum HookError {
+pub(crate) enum HookError {
     /// The first argument.
     #[error("no stage {0}: the first argument is precreate, prestart, createRuntime, poststop or cdi")]
     UnknownStage(String),
@@ -156,7 +159,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     confine::clean();
-    let own = config::load_runtime().ok().and_then(|runtime| runtime.log);
+    let own = config_files::load_runtime().ok().and_then(|runtime| runtime.log);
     let log = Log::new("sublet-hook", None, false, own.as_deref());
     log::trace_to(log.clone(), false);
     // Here, for the process that works may look into no other.
@@ -234,7 +237,8 @@ fn by_cdi(
 
 /// The container's state from standard input.
 fn read_state() -> Result<State, HookError> {
-    let text = state::read(std::io::stdin(), state::LONGEST, Instant::now() + INPUT_TIMEOUT)?;
+    let text = input::read(std::io::stdin(), state::LONGEST, Instant::now() + INPUT_TIMEOUT)
+        .map_err(StateError::from)?;
     Ok(State::parse(&text)?)
 }
 
@@ -252,7 +256,7 @@ fn lease(state: &State) -> Result<Option<LeaseId>, HookError> {
 fn poststop(state: &State, by_cdi: bool) -> Result<(), HookError> {
     match lease(state)? {
         Some(lease) => {
-            let config = config::load()?;
+            let config = config_files::load()?;
             admit::end(&lease, &config).map_err(|source| HookError::End { id: name(state), source })?;
             admit::clear_after(state.lease_record(), &config);
             Ok(())

@@ -8,10 +8,12 @@ use std::time::{Duration, Instant};
 use nix::unistd::geteuid;
 use serde_json::Value;
 
-use super::state::{self, StateError};
+use super::state::StateError;
 use super::{HookError, journal};
+use crate::input;
 use sublet_core::admit::{self, Admission, Candidate};
-use sublet_core::config::{self, Config};
+use sublet_core::config::Config;
+use sublet_core::config_files;
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
 use sublet_core::log::{Level, Log, one_line};
 use sublet_core::oci::JsonFile;
@@ -50,8 +52,8 @@ pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> Result<(), HookErr
 }
 
 fn read() -> Result<JsonFile, HookError> {
-    let text =
-        state::read(std::io::stdin(), LONGEST, Instant::now() + INPUT_TIMEOUT).map_err(HookError::Spec)?;
+    let text = input::read(std::io::stdin(), LONGEST, Instant::now() + INPUT_TIMEOUT)
+        .map_err(|error| HookError::Spec(error.into()))?;
     if text.trim_ascii().is_empty() {
         return Err(HookError::Spec(StateError::Empty));
     }
@@ -75,7 +77,7 @@ fn admitted(
     if !admit::is_ours(spec, None).map_err(admit::AdmitError::from)? {
         return Ok(None);
     }
-    let config = config::load()?;
+    let config = config_files::load()?;
     let owner = Process::current().map_err(HookError::Process)?;
     // Podman 5 runs the hook in the bundle.
     let bundle = std::env::current_dir().unwrap_or_default();

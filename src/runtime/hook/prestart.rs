@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use super::HookError;
 use super::state::{State, Status};
 use sublet_core::admit::{self, Late};
-use sublet_core::config;
+use sublet_core::config_files;
 use sublet_core::ledger::Container;
 use sublet_core::log::{Level, Log};
 use sublet_core::oci::JsonFile;
@@ -41,7 +41,7 @@ pub(super) fn prestart(
     if is_rootless() {
         return Err(HookError::Rootless { id });
     }
-    let config = config::load()?;
+    let config = config_files::load()?;
     let container = container(state, &bundle, &spec).map_err(failed)?;
     let say = |level, text: &str| log.write(level, &format!("container {id}: {text}"));
     let admitted = admit::late(&container, init, &spec, by_cdi, engine, &config);
@@ -66,7 +66,7 @@ pub(super) fn ended(state: &State) -> Result<(), HookError> {
     let Some(bundle) = state.bundle.as_ref().and_then(|bundle| bundle.canonicalize().ok()) else {
         return Ok(());
     };
-    let config = config::load()?;
+    let config = config_files::load()?;
     let container = named(state, bundle);
     let end = admit::end_of(&container, &config).and_then(|lease| match lease {
         Some(lease) => admit::end(&lease, &config),

@@ -2,15 +2,11 @@
 //! runtime.md, "State"). Untrusted: bounded in size and time.
 
 use std::collections::BTreeMap;
-use std::io;
-use std::os::fd::AsFd;
 use std::path::PathBuf;
-use std::time::Instant;
 
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::Deserialize;
 
+use crate::input::InputError;
 use sublet_core::ledger::{LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, LeaseId};
 
 /// Longest state that is read: far more than any engine's annotations.
@@ -22,15 +18,9 @@ pub enum StateError {
     /// Nothing came.
     #[error("it is empty")]
     Empty,
-    /// More than is read.
-    #[error("it is longer than {} MiB", .0 >> 20)]
-    TooLong(usize),
-    /// It did not end.
-    #[error("its end did not come in time")]
-    Timeout,
-    /// It cannot be read.
-    #[error("{0}")]
-    Read(#[from] io::Error),
+    /// It cannot be read, is too long, or did not end in time.
+    #[error(transparent)]
+    Input(#[from] InputError),
     /// No JSON, or not that of a state.
     #[error("{}", sublet_core::text::safe(&.0.to_string()))]
     Json(#[from] serde_json::Error),
@@ -103,46 +93,8 @@ impl State {
     }
 }
 
-/// Everything up to the end of `input`.
-///
-/// # Errors
-/// It is longer than `longest`, or does not end before `deadline`.
-pub fn read(input: impl AsFd, longest: usize, deadline: Instant) -> Result<Vec<u8>, StateError> {
-    let mut text = Vec::new();
-    let mut part = [0_u8; 16384];
-    loop {
-        wait(&input, deadline)?;
-        match nix::unistd::read(&input, &mut part) {
-            Ok(0) => return Ok(text),
-            Ok(count) => text.extend_from_slice(&part[..count]),
-            Err(Errno::EINTR | Errno::EAGAIN) => {}
-            Err(error) => return Err(io::Error::from(error).into()),
-        }
-        if text.len() > longest && !cfg!(sublet_without = "c6-size") {
-            return Err(StateError::TooLong(longest));
-        }
-    }
-}
-
-/// Waits until a read will not block.
-fn wait(input: &impl AsFd, deadline: Instant) -> Result<(), StateError> {
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
-        match poll(&mut [PollFd::new(input.as_fd(), PollFlags::POLLIN)], timeout) {
-            Ok(0) if cfg!(sublet_without = "c6-time") => {}
-            Ok(0) => return Err(StateError::Timeout),
-            Ok(_) => return Ok(()),
-            Err(Errno::EINTR) => {}
-            Err(error) => return Err(io::Error::from(error).into()),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use proptest::prelude::*;
 
     use super::*;
@@ -190,24 +142,6 @@ mod tests {
         for (text, message) in cases {
             assert_eq!(State::parse(text.as_bytes()).unwrap_err().to_string(), message, "{text}");
         }
-    }
-
-    #[test]
-    fn reads_to_the_end_and_no_further_than_the_bound() {
-        let (reader, writer) = nix::unistd::pipe().unwrap();
-        nix::unistd::write(&writer, b"abc").unwrap();
-        drop(writer);
-        assert_eq!(read(reader, LONGEST, Instant::now() + Duration::from_secs(5)).unwrap(), b"abc");
-        let zeros = std::fs::File::open("/dev/zero").unwrap();
-        let error = read(zeros, LONGEST, Instant::now() + Duration::from_secs(5)).unwrap_err();
-        assert!(matches!(error, StateError::TooLong(LONGEST)));
-    }
-
-    #[test]
-    fn does_not_wait_for_a_writer_that_keeps_silent() {
-        let (reader, _writer) = nix::unistd::pipe().unwrap();
-        let error = read(reader, LONGEST, Instant::now() + Duration::from_millis(20)).unwrap_err();
-        assert!(matches!(error, StateError::Timeout));
     }
 
     proptest! {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use super::{Call, RuntimeError, Start, create, uid};
 use sublet_core::admit;
-use sublet_core::config;
+use sublet_core::config_files;
 
 /// Refuses a container with a share.
 pub(super) fn checkpoint(
@@ -16,7 +16,7 @@ pub(super) fn checkpoint(
     if !admit::may_have_share(&record)? {
         return call.pass_on();
     }
-    match admit::share_of(uid(), id, &record, &config::load())? {
+    match admit::share_of(uid(), id, &record, &config_files::load())? {
         Some(_) => Err(RuntimeError::NoCheckpoint("checkpoint")),
         None => call.pass_on(),
     }

@@ -8,7 +8,8 @@ use serde_json::Value;
 
 use super::{Call, EntryPoint, RuntimeError, Start, mapped, uid};
 use sublet_core::admit::{self, Admission, Candidate};
-use sublet_core::config::{self, Config};
+use sublet_core::config::Config;
+use sublet_core::config_files;
 use sublet_core::ledger::Container;
 use sublet_core::log::Level;
 use sublet_core::oci::engine::Engine;
@@ -32,7 +33,7 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
     let Some(Ours { file, mut spec, share }) = find(call, start)? else {
         return call.pass_on();
     };
-    let config = config::load()?;
+    let config = config_files::load()?;
     let engine = Engine::of(getppid().as_raw());
     let container = container(call, start, &spec)?;
     let bundle = container.bundle.clone();

@@ -15,9 +15,11 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::{Call, Dialect, Exec, RuntimeError, uid};
-use crate::hook::state;
+use crate::input;
 use sublet_core::admit::{self, Share};
-use sublet_core::config::{self, Config, ConfigError, WithoutDaemon};
+use sublet_core::config::{Config, WithoutDaemon};
+use sublet_core::config_files;
+use sublet_core::config_files::ConfigError;
 use sublet_core::grant::{Environment, refused_beside};
 use sublet_core::oci::{self, JsonFile};
 use sublet_core::process::confine;
@@ -69,7 +71,7 @@ struct Lazy(OnceCell<Result<Config, ConfigError>>);
 
 impl Lazy {
     fn get(&self) -> &Result<Config, ConfigError> {
-        self.0.get_or_init(config::load)
+        self.0.get_or_init(config_files::load)
     }
 }
 
@@ -132,7 +134,7 @@ fn read(path: &Path) -> Result<JsonFile, RuntimeError> {
     let mut options = OpenOptions::new();
     let file = options.read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY).open(path);
     let file = file.map_err(|error| failed(error.to_string()))?;
-    let text = state::read(file, LONGEST, Instant::now() + FILE_LIMIT);
+    let text = input::read(file, LONGEST, Instant::now() + FILE_LIMIT);
     Ok(JsonFile { path: path.to_owned(), text: text.map_err(|error| failed(error.to_string()))? })
 }
 

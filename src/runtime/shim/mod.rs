@@ -13,7 +13,7 @@ mod delete;
 mod exec;
 mod flags;
 mod low_level;
-mod watch;
+mod running_runtime;
 
 use std::convert::Infallible;
 use std::ffi::OsString;
@@ -23,7 +23,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use sublet_core::admit::{AdmitError, EnterError};
-use sublet_core::config::{self, Config, ConfigError};
+use sublet_core::config::{self, Config};
+use sublet_core::config_files;
+use sublet_core::config_files::ConfigError;
 use sublet_core::ledger;
 use sublet_core::oci::hooks::BadHooks;
 use sublet_core::oci::{FileError, SpecError};
@@ -31,13 +33,13 @@ use sublet_core::oci::{FileError, SpecError};
 pub use argv::{Command, CommandLine, Exec, Global, Start, parse};
 pub use flags::Dialect;
 use low_level::{LowLevel, MissingRuntime};
+pub(crate) use running_runtime::record_of;
 use sublet_core::log::{self, Level, Log};
 use sublet_core::oci::mapped;
-pub(crate) use watch::record_of;
 
 /// Why a command is not carried out.
 #[derive(Debug, thiserror::Error)]
-pub enum RuntimeError {
+pub(crate) enum RuntimeError {
     /// The configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -189,7 +191,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
         let _ = io::stdout().write_all(USAGE.as_bytes());
         return ExitCode::SUCCESS;
     }
-    let runtime = config::load_runtime();
+    let runtime = config_files::load_runtime();
     // Engines write the options that concern the log alike for both.
     let found = runtime.as_ref().map_err(|_| ()).and_then(|runtime| find(&runtime.low_level).map_err(|_| ()));
     let line = parse(args, found.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect));
@@ -304,7 +306,7 @@ impl Call<'_> {
     /// The configuration, where there are leases at all. `delete` goes on without us when it is broken: that must not
     /// stop the ends of containers, most of which are not ours, and the next command finds that they are gone.
     fn config_with_leases(&self) -> Option<Config> {
-        match config::load() {
+        match config_files::load() {
             Ok(config) => ledger::is_there(&config.state_dir).then_some(config),
             Err(error) => {
                 self.warn(&format!("{error}; going on without it"));

@@ -45,7 +45,7 @@ const IOCTL_X32: u32 = u32::MAX;
 ///
 /// # Errors
 /// EACCES without the right to (`CAP_SYS_ADMIN` in its user namespace), EINVAL from a kernel without seccomp.
-pub fn refuse() -> io::Result<()> {
+pub fn refuse_drivers() -> io::Result<()> {
     set(&mut program())
 }
 
@@ -81,7 +81,7 @@ mod tests {
     fn answers(requests: &'static [u32]) -> Vec<i32> {
         let asked = std::thread::spawn(move || {
             rustix::thread::set_no_new_privs(true).unwrap();
-            refuse().unwrap();
+            refuse_drivers().unwrap();
             let null = std::fs::File::open("/dev/null").unwrap();
             let ask = |request: &u32| {
                 // SAFETY: /dev/null answers none of these requests, so nothing is read or written by the null pointer.
@@ -109,7 +109,7 @@ mod tests {
         assert!(answers(&HARMLESS).iter().all(|answer| *answer != libc::EPERM));
         let listed = std::thread::spawn(|| {
             rustix::thread::set_no_new_privs(true).unwrap();
-            refuse().unwrap();
+            refuse_drivers().unwrap();
             std::process::Command::new("ls").arg("/proc/self/fd").output().unwrap().status.success()
         });
         assert!(listed.join().unwrap());

@@ -15,7 +15,7 @@ use std::process::Command;
 
 use super::{environment, inheritance};
 
-pub use drivers::refuse as refuse_drivers;
+pub use drivers::refuse_drivers;
 pub use errand::run;
 pub use rights::Rights;
 pub use split::{engine, work};

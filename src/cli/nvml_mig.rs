@@ -15,7 +15,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlReturn_t,
 };
 
-use super::{Profile, Span};
+use serde::Serialize;
 
 type Answer<T> = Result<T, NvmlError>;
 
@@ -24,8 +24,55 @@ const PROFILE_INFO_V2: c_uint = 0x98 | 2 << 24;
 const _: () =
     assert!(size_of::<nvmlGpuInstanceProfileInfo_v2_t>() == 0x98, "nvml.h's version is of its size");
 
+/// Slices of a GPU's memory, or of a GPU instance's compute: from `start` on, `size` of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Span {
+    /// The first slice.
+    pub start: u32,
+    /// How many.
+    pub size: u32,
+}
+
+impl Span {
+    /// The first slice after it.
+    #[must_use]
+    pub const fn end(self) -> u32 {
+        self.start.saturating_add(self.size)
+    }
+
+    /// Whether both need one slice.
+    #[must_use]
+    pub const fn overlaps(self, other: Self) -> bool {
+        self.start < other.end() && other.start < self.end()
+    }
+}
+
+/// A kind of GPU instance that a GPU can have, in the driver's words.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Profile {
+    /// As nvidia-smi takes it.
+    pub id: u32,
+    /// As `1g.18gb`.
+    pub name: String,
+    /// Compute slices.
+    pub slices: u32,
+    /// Streaming multiprocessors.
+    pub sms: u32,
+    /// Memory in MiB.
+    pub memory_mib: u64,
+    /// How many an empty GPU can have.
+    pub instances: u32,
+    /// JPEG engines and optical flow accelerators.
+    #[serde(skip)]
+    pub media: [u32; 2],
+    /// How many more it can have now, in the driver's words; with MIG mode off driver 580 says how many could be.
+    pub free: u32,
+    /// Where one may lie.
+    pub placements: Vec<Span>,
+}
+
 /// A GPU instance. Its handle is the library's, valid until the instance is destroyed.
-pub(super) struct Gi<'n> {
+pub(crate) struct Gi<'n> {
     library: &'n NvmlLib,
     handle: nvmlGpuInstance_t,
     pub id: u32,
@@ -34,7 +81,7 @@ pub(super) struct Gi<'n> {
 }
 
 /// A compute instance; its handle as in [`Gi`].
-pub(super) struct Ci<'n> {
+pub(crate) struct Ci<'n> {
     library: &'n NvmlLib,
     handle: nvmlComputeInstance_t,
     pub id: u32,
@@ -43,7 +90,7 @@ pub(super) struct Ci<'n> {
 
 /// A kind of compute instance in one GPU instance.
 #[derive(Clone, Copy)]
-pub(super) struct CiProfile {
+pub(crate) struct CiProfile {
     pub id: u32,
     pub slices: u32,
     instances: u32,
@@ -69,7 +116,7 @@ fn listed<T: Copy>(room: u32, call: impl FnOnce(*mut T, *mut c_uint) -> nvmlRetu
 }
 
 /// The profile at `index` of `NVML_GPU_INSTANCE_PROFILE_*`; `free` and `placements` are not filled in.
-pub(super) fn profile(device: &Device<'_>, index: u32) -> Answer<Profile> {
+pub(crate) fn profile(device: &Device<'_>, index: u32) -> Answer<Profile> {
     let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuInstanceProfileInfoV.as_ref())?;
     let info: nvmlGpuInstanceProfileInfo_v2_t = written(|out: *mut nvmlGpuInstanceProfileInfo_v2_t| {
         // SAFETY: `out` is a whole struct of the version that is written into it; the handle is the
@@ -96,7 +143,7 @@ pub(super) fn profile(device: &Device<'_>, index: u32) -> Answer<Profile> {
 }
 
 /// Where an instance of the profile may lie.
-pub(super) fn placements(device: &Device<'_>, profile: u32) -> Answer<Vec<Span>> {
+pub(crate) fn placements(device: &Device<'_>, profile: u32) -> Answer<Vec<Span>> {
     let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuInstancePossiblePlacements_v2.as_ref())?;
     // SAFETY: without an array NVML writes the number there is.
     let room = written(|count| unsafe { call(device.handle(), profile, null_mut(), count) })?;
@@ -109,14 +156,14 @@ pub(super) fn placements(device: &Device<'_>, profile: u32) -> Answer<Vec<Span>>
 }
 
 /// How many more instances of the profile there is room for.
-pub(super) fn remaining(device: &Device<'_>, profile: u32) -> Answer<u32> {
+pub(crate) fn remaining(device: &Device<'_>, profile: u32) -> Answer<u32> {
     let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuInstanceRemainingCapacity.as_ref())?;
     // SAFETY: one number is written.
     written(|count| unsafe { call(device.handle(), profile, count) })
 }
 
 /// The GPU instances of a profile.
-pub(super) fn instances<'n>(device: &Device<'n>, profile: &Profile) -> Answer<Vec<Gi<'n>>> {
+pub(crate) fn instances<'n>(device: &Device<'n>, profile: &Profile) -> Answer<Vec<Gi<'n>>> {
     let library = device.nvml().lib();
     let call = nvml_sym(library.nvmlDeviceGetGpuInstances.as_ref())?;
     // SAFETY: an array of as many as the profile can have, which nvml.h asks for.
@@ -126,7 +173,7 @@ pub(super) fn instances<'n>(device: &Device<'n>, profile: &Profile) -> Answer<Ve
 }
 
 /// The GPU instance with this id.
-pub(super) fn instance<'n>(device: &Device<'n>, gi: u32) -> Answer<Gi<'n>> {
+pub(crate) fn instance<'n>(device: &Device<'n>, gi: u32) -> Answer<Gi<'n>> {
     let library = device.nvml().lib();
     let call = nvml_sym(library.nvmlDeviceGetGpuInstanceById.as_ref())?;
     // SAFETY: one handle is written.
@@ -135,7 +182,7 @@ pub(super) fn instance<'n>(device: &Device<'n>, gi: u32) -> Answer<Gi<'n>> {
 }
 
 /// Makes a GPU instance.
-pub(super) fn create_instance<'n>(device: &Device<'n>, profile: u32, span: Span) -> Answer<Gi<'n>> {
+pub(crate) fn create_instance<'n>(device: &Device<'n>, profile: u32, span: Span) -> Answer<Gi<'n>> {
     let library = device.nvml().lib();
     let call = nvml_sym(library.nvmlDeviceCreateGpuInstanceWithPlacement.as_ref())?;
     let at = nvmlGpuInstancePlacement_t { start: span.start, size: span.size };
@@ -154,7 +201,7 @@ impl<'n> Gi<'n> {
     }
 
     /// The kind of compute instance at `index` of `NVML_COMPUTE_INSTANCE_PROFILE_*`.
-    pub(super) fn profile_at(&self, index: u32) -> Answer<CiProfile> {
+    pub(crate) fn profile_at(&self, index: u32) -> Answer<CiProfile> {
         let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstanceProfileInfo.as_ref())?;
         // SAFETY: one struct is written.
         let info: nvmlComputeInstanceProfileInfo_t =
@@ -163,7 +210,7 @@ impl<'n> Gi<'n> {
     }
 
     /// Where a compute instance of that kind may lie.
-    pub(super) fn placements(&self, profile: CiProfile) -> Answer<Vec<Span>> {
+    pub(crate) fn placements(&self, profile: CiProfile) -> Answer<Vec<Span>> {
         let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstancePossiblePlacements.as_ref())?;
         // SAFETY: without an array NVML writes the number there is.
         let room = written(|count| unsafe { call(self.handle, profile.id, null_mut(), count) })?;
@@ -174,7 +221,7 @@ impl<'n> Gi<'n> {
     }
 
     /// Its compute instances of that kind.
-    pub(super) fn compute(&self, profile: CiProfile) -> Answer<Vec<Ci<'n>>> {
+    pub(crate) fn compute(&self, profile: CiProfile) -> Answer<Vec<Ci<'n>>> {
         let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstances.as_ref())?;
         // SAFETY: an array of as many as there can be, which nvml.h asks for.
         let list =
@@ -183,7 +230,7 @@ impl<'n> Gi<'n> {
     }
 
     /// Its compute instance with this id.
-    pub(super) fn compute_instance(&self, ci: u32) -> Answer<Ci<'n>> {
+    pub(crate) fn compute_instance(&self, ci: u32) -> Answer<Ci<'n>> {
         let call = nvml_sym(self.library.nvmlGpuInstanceGetComputeInstanceById.as_ref())?;
         // SAFETY: one handle is written.
         let handle = written(|out| unsafe { call(self.handle, ci, out) })?;
@@ -191,7 +238,7 @@ impl<'n> Gi<'n> {
     }
 
     /// Makes a compute instance, where the driver sees fit or at `span`.
-    pub(super) fn create(&self, profile: CiProfile, span: Option<Span>) -> Answer<()> {
+    pub(crate) fn create(&self, profile: CiProfile, span: Option<Span>) -> Answer<()> {
         let Some(span) = span else {
             let call = nvml_sym(self.library.nvmlGpuInstanceCreateComputeInstance.as_ref())?;
             // SAFETY: one handle is written.
@@ -204,7 +251,7 @@ impl<'n> Gi<'n> {
     }
 
     /// Destroys it.
-    pub(super) fn destroy(self) -> Answer<()> {
+    pub(crate) fn destroy(self) -> Answer<()> {
         let call = nvml_sym(self.library.nvmlGpuInstanceDestroy.as_ref())?;
         // SAFETY: the handle is not used any more: `self` is gone.
         nvml_try(unsafe { call(self.handle) })
@@ -221,9 +268,17 @@ impl<'n> Ci<'n> {
     }
 
     /// Destroys it.
-    pub(super) fn destroy(self) -> Answer<()> {
+    pub(crate) fn destroy(self) -> Answer<()> {
         let call = nvml_sym(self.library.nvmlComputeInstanceDestroy.as_ref())?;
         // SAFETY: the handle is not used any more: `self` is gone.
         nvml_try(unsafe { call(self.handle) })
     }
+}
+
+/// Where the GPU instance `gi` of `device` lies.
+///
+/// # Errors
+/// There is none, or we may not know.
+pub(crate) fn placement(device: &nvml_wrapper::Device<'_>, gi: u32) -> Result<Span, NvmlError> {
+    Ok(instance(device, gi)?.span)
 }

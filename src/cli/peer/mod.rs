@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
-use super::kernel;
+pub(crate) mod user_namespaces;
 use sublet_core::process::{Process, pidfd_open};
 
 /// User namespaces are nested 32 deep at most (`user_namespaces(7)`).
@@ -17,7 +17,7 @@ const DEEPEST: usize = 33;
 
 /// The process that opened the connection (`SO_PEERCRED`, `unix(7)`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Peer {
+pub(crate) struct Peer {
     /// In our PID namespace; 0 where it is in none that we see.
     pub pid: i32,
     /// Its effective uid, in our user namespace.
@@ -25,7 +25,7 @@ pub(super) struct Peer {
 }
 
 impl Peer {
-    pub(super) fn of(stream: &UnixStream) -> io::Result<Self> {
+    pub(crate) fn of(stream: &UnixStream) -> io::Result<Self> {
         let credentials = getsockopt(stream, PeerCredentials)?;
         Ok(Self { pid: credentials.pid(), uid: credentials.uid() })
     }
@@ -33,7 +33,7 @@ impl Peer {
 
 /// Why a process that a client names is not taken for theirs.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Foreign {
+pub(crate) enum Foreign {
     #[error("there is no process {0} (any more)")]
     Gone(i32),
     #[error("process {pid} is not uid {uid}'s")]
@@ -44,7 +44,7 @@ pub(super) enum Foreign {
 
 /// A process that is a user's own, held: its number cannot come to mean another one meanwhile.
 #[derive(Debug)]
-pub(super) struct Pinned {
+pub(crate) struct Pinned {
     pub process: Process,
     pidfd: OwnedFd,
 }
@@ -57,7 +57,7 @@ impl Pinned {
     ///
     /// # Errors
     /// It is somebody else's, or gone.
-    pub(super) fn of(pid: i32, uid: u32) -> Result<Self, Foreign> {
+    pub(crate) fn of(pid: i32, uid: u32) -> Result<Self, Foreign> {
         // 0 and -1 mean groups of processes elsewhere.
         if pid <= 0 {
             return Err(Foreign::Gone(pid));
@@ -95,10 +95,10 @@ fn is_of(pid: i32, uid: u32) -> io::Result<bool> {
         return runs_as(pid, uid);
     }
     for _ in 0..DEEPEST {
-        if kernel::owner_of(namespace.as_fd())? == uid {
+        if user_namespaces::owner_of(namespace.as_fd())? == uid {
             return Ok(true);
         }
-        namespace = kernel::parent_of(namespace.as_fd())?;
+        namespace = user_namespaces::parent_of(namespace.as_fd())?;
         if identity(&namespace)? == own {
             break;
         }

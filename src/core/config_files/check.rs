@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::Duration;
 
-use super::{Config, DeviceRule, PolicyRule};
+use crate::config::{Config, DeviceRule, PolicyRule, Runtime};
 use crate::request;
 use crate::share::Action;
 use crate::share::LONGEST_WAIT;
@@ -66,7 +66,7 @@ pub(super) fn check(config: &Config) -> Checked {
 }
 
 /// `[runtime]` alone.
-pub(super) fn runtime(runtime: &super::Runtime) -> Checked {
+pub(super) fn runtime(runtime: &Runtime) -> Checked {
     let names = !runtime.low_level.is_empty() && runtime.low_level.iter().all(|name| !name.is_empty());
     must(
         names,

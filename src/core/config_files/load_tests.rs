@@ -133,7 +133,7 @@ fn sees_the_file_of_its_environment() {
 fn one_file_instead_of_all() {
     let seen_with = |value: &str| {
         std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--ignored", "--exact", "config::load::tests::sees_the_file_of_its_environment"])
+            .args(["--ignored", "--exact", "config_files::load::tests::sees_the_file_of_its_environment"])
             .env("SUBLET_CONFIG", value)
             .output()
             .map(|output| {

@@ -1,9 +1,8 @@
-//! Two things for which nobody has a safe function: the owners of user namespaces, and the socket that systemd
-//! hands over.
+//! The owners and parents of user namespaces, for which nobody has a safe function (`ioctl_ns(2)`).
 #![allow(unsafe_code, reason = "system calls; each block says why it is sound")]
 
 use std::io;
-use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 
 use nix::libc;
 
@@ -28,11 +27,4 @@ pub(super) fn parent_of(namespace: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     }
     // SAFETY: the kernel has just made this descriptor for us, and nobody else knows of it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// Takes over a descriptor that our parent left us, as `sd_listen_fds(3)` describes. Once, at the start.
-pub(super) fn inherited(fd: RawFd) -> OwnedFd {
-    // SAFETY: by the protocol of sd_listen_fds(3) it is open and ours alone: the caller has it from what has checked
-    // that LISTEN_PID names this process, and nothing of ours has opened files as 3 since the start.
-    unsafe { OwnedFd::from_raw_fd(fd) }
 }

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Config, ConfigError};
+use super::ConfigError;
+use crate::config::Config;
 use crate::process::environment::honoured;
 use crate::share::glob::glob_matches;
 use crate::text::safe;

@@ -17,8 +17,9 @@ use serde::Deserialize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
+use super::ConfigError;
 use super::check::{self, Problem};
-use super::{Config, ConfigError, Grant, Runtime, Stay};
+use crate::config::{Config, Grant, Runtime, Stay};
 use crate::process::environment::honoured;
 
 /// The merged configuration. With no file at all: the defaults.

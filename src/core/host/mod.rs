@@ -1,3 +1,0 @@
-//! What the host's kernel says of itself and of its processes.
-
-pub mod selinux;

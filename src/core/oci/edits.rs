@@ -1,0 +1,49 @@
+//! What an annotation of config.json says of our edits to it, so that they can be taken out again.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::grant::Grant;
+use crate::inventory::Node;
+
+/// What of a grant cannot be told from the engine's own, as compact JSON in `sublet.lease.edits`. The variables are
+/// known by their names.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(super) struct Edits {
+    /// Destinations of our mounts.
+    pub mounts: Vec<PathBuf>,
+    pub nodes: Vec<Node>,
+    pub masks: Vec<PathBuf>,
+    /// Variables that were not set, and what we set them to.
+    pub defaults: Vec<(String, String)>,
+}
+
+impl Edits {
+    /// Those of `grant` to `root`, which is as it was before.
+    pub fn of(grant: &Grant, root: &Map<String, Value>) -> Self {
+        let spec = |pointer: &[&str]| {
+            let found = pointer.iter().try_fold(None::<&Value>, |at, key| {
+                at.map_or_else(|| root.get(*key), |value| value.get(*key)).map(Some)
+            });
+            found.flatten().and_then(Value::as_array).map_or(&[][..], Vec::as_slice)
+        };
+        let env = spec(&["process", "env"]);
+        let is_set = |name: &str| env.iter().filter_map(Value::as_str).any(|entry| name_of(entry) == name);
+        let masked = spec(&["linux", "maskedPaths"]);
+        let is_masked = |path: &Path| masked.iter().any(|old| old.as_str().map(Path::new) == Some(path));
+        Self {
+            mounts: grant.mounts.iter().map(|mount| mount.destination.clone()).collect(),
+            nodes: grant.nodes.iter().map(|granted| granted.node.clone()).collect(),
+            masks: grant.masked_paths.iter().filter(|path| !is_masked(path)).cloned().collect(),
+            defaults: grant.env.default.iter().filter(|(name, _)| !is_set(name)).cloned().collect(),
+        }
+    }
+}
+
+/// The name of the variable that `NAME=VALUE` sets.
+pub(super) fn name_of(entry: &str) -> &str {
+    entry.split('=').next().unwrap_or_default()
+}

@@ -1,0 +1,83 @@
+//! Reading what nobody trusts to its end: bounded in size and time.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::Instant;
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+/// Why there is no end to read to.
+#[derive(Debug, thiserror::Error)]
+pub enum InputError {
+    /// More than is read.
+    #[error("it is longer than {} MiB", .0 >> 20)]
+    TooLong(usize),
+    /// It did not end.
+    #[error("its end did not come in time")]
+    Timeout,
+    /// It cannot be read.
+    #[error("{0}")]
+    Read(#[from] io::Error),
+}
+
+/// Everything up to the end of `input`.
+///
+/// # Errors
+/// It is longer than `longest`, or does not end before `deadline`.
+pub fn read(input: impl AsFd, longest: usize, deadline: Instant) -> Result<Vec<u8>, InputError> {
+    let mut text = Vec::new();
+    let mut part = [0_u8; 16384];
+    loop {
+        wait(&input, deadline)?;
+        match nix::unistd::read(&input, &mut part) {
+            Ok(0) => return Ok(text),
+            Ok(count) => text.extend_from_slice(&part[..count]),
+            Err(Errno::EINTR | Errno::EAGAIN) => {}
+            Err(error) => return Err(io::Error::from(error).into()),
+        }
+        if text.len() > longest && !cfg!(sublet_without = "c6-size") {
+            return Err(InputError::TooLong(longest));
+        }
+    }
+}
+
+/// Waits until a read will not block.
+fn wait(input: &impl AsFd, deadline: Instant) -> Result<(), InputError> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(input.as_fd(), PollFlags::POLLIN)], timeout) {
+            Ok(0) if cfg!(sublet_without = "c6-time") => {}
+            Ok(0) => return Err(InputError::Timeout),
+            Ok(_) => return Ok(()),
+            Err(Errno::EINTR) => {}
+            Err(error) => return Err(io::Error::from(error).into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn reads_to_the_end_and_no_further_than_the_bound() {
+        let (reader, writer) = nix::unistd::pipe().unwrap();
+        nix::unistd::write(&writer, b"abc").unwrap();
+        drop(writer);
+        assert_eq!(read(reader, 1000, Instant::now() + Duration::from_secs(5)).unwrap(), b"abc");
+        let zeros = std::fs::File::open("/dev/zero").unwrap();
+        let error = read(zeros, 1000, Instant::now() + Duration::from_secs(5)).unwrap_err();
+        assert!(matches!(error, InputError::TooLong(1000)));
+    }
+
+    #[test]
+    fn does_not_wait_for_a_writer_that_keeps_silent() {
+        let (reader, _writer) = nix::unistd::pipe().unwrap();
+        let error = read(reader, 1000, Instant::now() + Duration::from_millis(20)).unwrap_err();
+        assert!(matches!(error, InputError::Timeout));
+    }
+}
