@@ -5,9 +5,9 @@ use nix::unistd::geteuid;
 
 use crate::mig::{self, Nvml};
 use crate::serve::rule_of;
-use sublet_core::admit::dynamic::NO_SITE;
+use sublet_core::admit::dynamic_mig::NO_SITE;
 use sublet_core::admit::take::allowed;
-use sublet_core::admit::{AdmitError, dynamic, rootless};
+use sublet_core::admit::{AdmitError, dynamic_mig, is_remote};
 use sublet_core::broker::caps::Cap;
 use sublet_core::broker::client::BrokerError;
 use sublet_core::config::Config;
@@ -28,17 +28,18 @@ pub fn preview(
     config: &Config,
 ) -> Result<Placement, AdmitError> {
     let uid = geteuid().as_raw();
-    let rule = rootless::applies(config).then(|| rule_of(uid, config)).transpose();
+    let rule = is_remote(config).then(|| rule_of(uid, config)).transpose();
     let rule = rule.map_err(|reason| BrokerError::Refused { reason, temporary: false })?;
     let cap = rule.map(|rule| Cap { uid, rule });
     let allowed = allowed(cap, inventory, config)?;
-    let placement = place(request, id, &allowed, ledger, config).map_err(|refusal| {
-        match dynamic::order(request, cap, &allowed, ledger, config) {
-            Some(Ok(order)) => foreseen(&order, refusal.into(), inventory, ledger, config),
-            Some(Err(error)) => error,
-            None => refusal.into(),
-        }
-    })?;
+    let placement =
+        place(request, id, &allowed, ledger, config).map_err(|refusal| {
+            match dynamic_mig::order(request, cap, &allowed, ledger, config) {
+                Some(Ok(order)) => foreseen(&order, refusal.into(), inventory, ledger, config),
+                Some(Err(error)) => error,
+                None => refusal.into(),
+            }
+        })?;
     cap.map_or(Ok(()), |cap| cap.check(&placement, ledger))
         .map_err(|error| AdmitError::Cap(Box::new(error)))?;
     Ok(placement)

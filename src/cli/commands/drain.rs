@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 
-use sublet_core::admit::fresh_inventory;
+use sublet_core::admit::{Local, fresh_inventory};
 use sublet_core::config::Config;
 use sublet_core::ledger::Store;
 use sublet_core::mps;
@@ -33,16 +33,13 @@ pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Resul
         }
         uuids.extend(found.into_iter().map(|device| device.uuid.clone()));
     }
-    let (done, freed) = Store::open(&config.state_dir)?.update(|ledger| {
+    Local::new(config).update(|ledger| {
         ledger.drained.retain(|uuid| !uuids.contains(uuid));
         if drain {
             ledger.drained.extend(uuids.iter().cloned());
         }
-        Ok::<_, std::convert::Infallible>(())
     })?;
-    let Ok(()) = done;
     let store = Store::open(&config.state_dir)?;
-    sublet_core::admit::tidy(&freed, &store, config);
     // A daemon that waits for a lease has none to wait for.
     for line in mps::end_overdue(&store, config) {
         eprintln!("sublet: warning: {line}");

@@ -11,7 +11,7 @@ use super::output;
 use super::protection::{does_not_protect, protects};
 use crate::guard::{self, Event};
 use crate::preview::preview;
-use sublet_core::admit::{Candidate, confirmed_inventory, lease_for, wish};
+use sublet_core::admit::{Candidate, confirmed_inventory, lease_for, request_of};
 use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::grant::{Grant, grant, refused_beside};
@@ -61,7 +61,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     let (mut spec, rootfs) = read_spec(arguments)?;
     let share = mapped(arguments, &spec)?;
-    let request = wish(&spec, share.as_deref(), config)?;
+    let request = request_of(&spec, share.as_deref(), config)?;
     print_request(&request);
     let inventory = confirmed_inventory(config)?;
     let image = oci::inspect(&spec, &rootfs, &request, &inventory, config)?;

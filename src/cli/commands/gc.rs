@@ -2,26 +2,19 @@
 
 use std::process::ExitCode;
 
-use sublet_core::admit;
+use sublet_core::admit::Local;
 use sublet_core::config::Config;
-use sublet_core::ledger::Store;
-use sublet_core::mps;
 
-/// Frees what is gone, brings back daemons that died under live leases, and says what it did.
+/// Releases leases of exited containers, restarts crashed MPS daemons, and says what it did.
 ///
 /// # Errors
 /// The ledger cannot be read or written.
 pub fn run(config: &Config) -> anyhow::Result<ExitCode> {
-    let store = Store::open(&config.state_dir)?;
-    let (done, freed) = store.update(|_| Ok::<_, std::convert::Infallible>(()))?;
-    let Ok(()) = done;
-    for lease in &freed {
+    let done = Local::new(config).reconcile(|_| Ok(()))?;
+    for lease in &done.freed {
         println!("Freed lease {} of container {}.", lease.id, super::output::short(&lease.container.id));
     }
-    admit::tidy(&freed, &store, config);
-    admit::clear_leftovers(&store);
-    admit::clear_made(&store);
-    for line in mps::heal(&store, config) {
+    for line in &done.lines {
         println!("{line}");
     }
     Ok(ExitCode::SUCCESS)

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::output::{self, Format};
 use super::{mig_list, mig_made};
 use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Nvml, Plan, Target, Uninterrupted};
-use sublet_core::admit::{self, fresh_inventory};
+use sublet_core::admit::{self, Local, fresh_inventory};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Ledger, Store};
 
@@ -175,7 +175,7 @@ fn assert(file: &LayoutFile, config: &Config) -> anyhow::Result<ExitCode> {
 }
 
 fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Result<ExitCode> {
-    if admit::is_brokered(config) {
+    if admit::is_remote(config) {
         bail!("MIG layouts are root's to change: run `sublet mig apply` as root");
     }
     let layout = read(file, config)?;
@@ -187,7 +187,7 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     let targets = mig::targets(&layout, &nvml.gpus(&inventory)?, &inventory, config)?;
     let uuids: Vec<String> = targets.iter().map(|target| target.gpu.clone()).collect();
     let (fence, ledger, freed) = Fence::raise(&uuids, &store)?;
-    admit::settle(&freed, &store, config);
+    Local::new(config).settle(&freed, &store);
     for device in inventory.devices.iter().filter(|device| uuids.iter().any(|gpu| gpu == device.gpu())) {
         mig_made::stop_servers(&device.uuid, &store, config);
     }
@@ -200,7 +200,7 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
         // The next container that starts tries it again.
         eprintln!("sublet: warning: the inventory is not refreshed: {}", output::chain(&error));
     }
-    admit::clear_made(&store);
+    Local::new(config).clear_made(&store);
     done?;
     if layout.path() == before(config) {
         // What it was kept for is done; a change that was killed may have had nothing to undo.

@@ -7,7 +7,7 @@ use anyhow::Context as _;
 
 use crate::mig::{self, Fence, Making, NotMade, Nvml, Uninterrupted};
 use crate::mps_daemons;
-use sublet_core::admit::{self, MakeAnswer, MakeAsk, fresh_inventory};
+use sublet_core::admit::{Local, MakeAnswer, MakeAsk, fresh_inventory};
 use sublet_core::config::Config;
 use sublet_core::inventory;
 use sublet_core::ledger::{Ledger, Store};
@@ -33,7 +33,7 @@ pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
         }
     };
     // Who waited for it may have been killed meanwhile.
-    admit::clear_made(&store);
+    Local::new(config).clear_made(&store);
     println!("{}", serde_json::to_string(&answer)?);
     Ok(ExitCode::SUCCESS)
 }
@@ -57,7 +57,7 @@ fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Res
         has_room(ask, &mut nvml, &store.read()?, config)?;
     }
     let (mut fence, _, freed) = Fence::raise(&[], store)?;
-    admit::settle(&freed, store, config);
+    Local::new(config).settle(&freed, store);
     let held = Uninterrupted::begin();
     let mut making = Making::new(&mut nvml, store);
     let cleared = making.clear(&mut |uuid| stop_servers(uuid, store, config));
@@ -73,7 +73,7 @@ fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Res
     }
     let freed = making.freed;
     drop(fence);
-    admit::settle(&freed, store, config);
+    Local::new(config).settle(&freed, store);
     made
 }
 

@@ -31,6 +31,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser, Subcommand};
 
+use sublet_core::admit::{Local, is_remote, own_status};
 use sublet_core::config::Config;
 use sublet_core::log::{self, Log};
 use sublet_core::text::safe;
@@ -145,25 +146,19 @@ fn annotation(text: &str) -> Result<(String, String), String> {
 /// The ledger after what is gone has been freed and what died under live leases has come back: what every
 /// command that reports should show. What had to be done goes to standard error.
 fn settled_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger> {
-    if sublet_core::admit::is_brokered(config) {
+    if is_remote(config) {
         return users_ledger(config);
     }
     for warning in config.warnings() {
         eprintln!("sublet: warning: {warning}");
     }
     let store = sublet_core::ledger::Store::open(&config.state_dir)?;
-    let freed = match store.update(|_| Ok::<_, std::convert::Infallible>(())) {
+    match Local::new(config).reconcile(|_| Ok(())) {
         Err(error) if error.is_elsewhere() => {
             eprintln!("sublet: {error}; this is what it says");
             return Ok(store.peek()?);
         }
-        updated => updated?.1,
-    };
-    sublet_core::admit::tidy(&freed, &store, config);
-    sublet_core::admit::clear_leftovers(&store);
-    sublet_core::admit::clear_made(&store);
-    for line in sublet_core::mps::heal(&store, config) {
-        eprintln!("sublet: {line}");
+        done => done?.lines.iter().for_each(|line| eprintln!("sublet: {line}")),
     }
     store.read().context("after freeing what is gone")
 }
@@ -172,7 +167,7 @@ fn settled_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger
 fn users_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger> {
     if !config.state_dir.exists() {
         // Nobody with the rights to make it has run yet.
-        sublet_core::admit::own_status(config)?;
+        own_status(config)?;
     }
     Ok(sublet_core::ledger::Store::open(&config.state_dir)?.peek()?)
 }
@@ -180,6 +175,6 @@ fn users_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger> 
 /// The last refusals: all of them for root, a user's own for a user.
 fn own_refusals(config: &Config) -> Vec<sublet_core::admit::RefusalRecord> {
     let us = nix::unistd::geteuid().as_raw();
-    let all = !sublet_core::admit::is_brokered(config);
+    let all = !is_remote(config);
     sublet_core::admit::refusals(config).into_iter().filter(|record| all || record.uid == us).collect()
 }

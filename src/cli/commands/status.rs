@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::output::{self, Format};
 use super::own::Own;
 use crate::mps_daemons::{self, Listed};
-use sublet_core::admit::{confirmed_inventory, is_brokered};
+use sublet_core::admit::{confirmed_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory, Part};
 use sublet_core::ledger::{Lease, LeaseState, Ledger, Made, Store};
@@ -37,7 +37,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let ledger = super::settled_ledger(config)?;
     let inventory = confirmed_inventory(config)?;
     let daemons = mps_daemons::list(&Store::open(&config.state_dir)?, config)?;
-    let own = is_brokered(config).then(|| Own::ask(config));
+    let own = is_remote(config).then(|| Own::ask(config));
     match arguments.format {
         Format::Json => {
             let mut document = document(&inventory, &ledger, &daemons, config);
@@ -60,7 +60,7 @@ fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let last = super::own_refusals(config).pop();
     match (format, last) {
         (Format::Json, last) => output::json(&last)?,
-        (Format::Table, None) if is_brokered(config) => println!("No container of yours has been refused."),
+        (Format::Table, None) if is_remote(config) => println!("No container of yours has been refused."),
         (Format::Table, None) => println!("No container has been refused since boot."),
         (Format::Table, Some(last)) => {
             println!("{}  container {}: {}", output::timestamp(last.time), last.container_id, last.reason);

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use crate::preview::preview;
-use sublet_core::admit::{AdmitError, fresh_inventory, is_brokered};
+use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::ledger::{LeaseId, Store};
 use sublet_core::request::{self, Request};
@@ -63,9 +63,9 @@ fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
     let inventory = fresh_inventory(config)?;
     let Some(request) = request else { return Ok(()) };
     let store = Store::open(&config.state_dir)?;
-    if !is_brokered(config) {
-        match store.update(|_| Ok::<_, std::convert::Infallible>(())) {
-            Ok((_, freed)) => sublet_core::admit::tidy(&freed, &store, config),
+    if !is_remote(config) {
+        match Local::new(config).update(|_| ()) {
+            Ok(()) => {}
             // What it says is all that can be known here.
             Err(error) if error.is_elsewhere() => {}
             Err(error) => return Err(error.into()),

@@ -2,7 +2,6 @@
 
 use crate::probe;
 use std::collections::{BTreeMap, BTreeSet};
-use std::convert::Infallible;
 use std::io;
 use std::rc::Rc;
 use std::thread;
@@ -17,7 +16,7 @@ use super::files::{Changes, Kept};
 use super::judge::{Judge, Offence, Verdict};
 use super::look::Looker;
 use super::served::Served;
-use sublet_core::admit;
+use sublet_core::admit::Local;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Ledger, LedgerError, Store};
@@ -95,8 +94,7 @@ impl Guard {
         if ledger.leases.iter().all(|lease| lease.init.is_some() || lease.brokered) {
             return Ok((ledger, store));
         }
-        let (_, freed) = store.update(|_| Ok::<_, Infallible>(()))?;
-        admit::tidy(&freed, &store, config);
+        Local::new(config).update(|_| ())?;
         Ok((self.ledger.get(&file, || store.read())?, store))
     }
 

@@ -1,6 +1,7 @@
 //! From an ask to its answer, for one peer. Everything here may take its time, but waits for no client and
 //! for no container.
 
+use std::cell::Cell;
 use std::path::Path;
 
 use serde_json::json;
@@ -9,7 +10,7 @@ use super::caps::Cap;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
 use super::users::rule_of;
 use crate::peer::{Peer, Pinned};
-use sublet_core::admit::{self, AdmitError, Candidate};
+use sublet_core::admit::{self, AdmitError, Candidate, Local, PutOff};
 use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::ledger::{Container, LeaseId, Store};
@@ -20,10 +21,11 @@ const LONGEST_ID: usize = 1024;
 const LONGEST_PATH: usize = 4096;
 const MOST_MOUNT_POINTS: usize = 512;
 
-/// The answer to one line of `peer`'s, as a line.
-pub(super) fn answer(line: &[u8], peer: Peer) -> Vec<u8> {
+/// The answer to one line of `peer`'s, as a line. MIG instances are not made or destroyed for it, where `put_off` is to
+/// say what there would have been.
+pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) -> Vec<u8> {
     let answer = match protocol::parse::<Ask>(line) {
-        Ok(ask) => carry_out(&ask, peer).unwrap_or_else(no),
+        Ok(ask) => carry_out(&ask, peer, put_off).unwrap_or_else(no),
         Err(error) => no(error.to_string()),
     };
     let unwritable = |error: protocol::ProtocolError| protocol::line(&no(error.to_string()));
@@ -33,12 +35,13 @@ pub(super) fn answer(line: &[u8], peer: Peer) -> Vec<u8> {
 
 /// Destroys the MIG instances that nobody needs any more.
 pub(super) fn clear() {
-    let store = config_files::load()
-        .map_err(|error| error.to_string())
-        .and_then(|config| Store::open(&config.state_dir).map_err(|error| error.to_string()));
-    match store {
-        Ok(store) => admit::clear_made(&store),
-        Err(error) => tracing::warn!("{error}"),
+    let cleared = config_files::load().map_err(|error| error.to_string()).and_then(|config| {
+        let store = Store::open(&config.state_dir).map_err(|error| error.to_string())?;
+        Local::new(&config).clear_made(&store);
+        Ok(())
+    });
+    if let Err(error) = cleared {
+        tracing::warn!("{error}");
     }
 }
 
@@ -73,38 +76,37 @@ impl From<crate::peer::Foreign> for No {
 }
 
 /// The configuration is read anew for each ask: a policy holds from the moment it is written.
-fn carry_out(ask: &Ask, peer: Peer) -> Result<Answer, No> {
+fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<Answer, No> {
     let config = config_files::load().map_err(|error| error.to_string())?;
+    let state = put_off.map_or_else(|| Local::new(&config), |put_off| Local::putting_off(&config, put_off));
     match ask {
         Ask::Inventory => {
             // Whoever may not have a share has no need of it, and shall not have it looked for.
             cap(peer, &config)?;
             Ok(Answer::Inventory(Box::new(admit::fresh_inventory(&config)?)))
         }
-        Ask::Admit(told) => admit(told, peer, &config),
-        Ask::Bind { lease, container, pid } => bind(lease, container, *pid, peer, &config),
+        Ask::Admit(told) => admit(told, peer, state, &config),
+        Ask::Bind { lease, container, pid } => bind(lease, container, *pid, peer, state, &config),
         Ask::HandOver { lease, owner } => {
             own(lease, peer, &config)?;
-            admit::hand_over(lease, Pinned::of(*owner, peer.uid)?.process, &config)?;
+            state.hand_over_for(lease, Pinned::of(*owner, peer.uid)?.process)?;
             Ok(Answer::Done(true))
         }
         Ask::Abandon { id, owner } => {
-            admit::abandon(peer.uid, id, Pinned::of(*owner, peer.uid)?.process, &config)?;
+            state.abandon_for(peer.uid, id, Pinned::of(*owner, peer.uid)?.process)?;
             Ok(Answer::Done(true))
         }
         Ask::Ending { id, record } => {
             let deleter = Pinned::of(peer.pid, peer.uid)?.process;
-            Ok(Answer::Lease(admit::mark_ending_by(deleter, peer.uid, id, record, &config)?))
+            Ok(Answer::Lease(state.mark_ending_for(deleter, peer.uid, id, record)?))
         }
         Ask::Unmark { lease } => {
             own(lease, peer, &config)?;
-            admit::unmark(lease, &config)?;
+            state.unmark_for(lease)?;
             Ok(Answer::Done(true))
         }
-        Ask::End { lease } | Ask::Withdraw { lease } => {
-            Ok(Answer::Freed(admit::free_told(peer.uid, lease, &config)?))
-        }
-        Ask::Enter { id, record } => Ok(Answer::Done(admit::enter_told(peer.uid, id, record, &config)?)),
+        Ask::End { lease } | Ask::Withdraw { lease } => Ok(Answer::Freed(state.free_for(peer.uid, lease)?)),
+        Ask::Enter { id, record } => Ok(Answer::Done(state.enter_for(peer.uid, id, record)?)),
         Ask::Refused { id, reason } => {
             admit::record_told(peer.uid, id, reason, &config);
             Ok(Answer::Done(true))
@@ -121,14 +123,14 @@ fn cap(peer: Peer, config: &Config) -> Result<Option<Cap<'_>>, No> {
     Ok(Some(Cap { uid: peer.uid, rule: rule_of(peer.uid, config)? }))
 }
 
-fn admit(told: &Admit, peer: Peer, config: &Config) -> Result<Answer, No> {
+fn admit(told: &Admit, peer: Peer, state: Local<'_>, config: &Config) -> Result<Answer, No> {
     let cap = cap(peer, config)?;
     check(told)?;
     let owner: Process = Pinned::of(told.owner.unwrap_or(peer.pid), peer.uid)?.process;
     let ContainerNames { id, bundle, rootfs, record } = told.container.clone();
     let container = Container { uid: peer.uid, id, bundle, rootfs, record };
     let candidate = Candidate { container, owner, share: told.share.as_deref(), engine: None };
-    Ok(admit::admit_told(&candidate, told, cap, config)?)
+    Ok(state.admit_for(&candidate, told, cap)?)
 }
 
 /// What goes into the ledger is bounded and names what it should.
@@ -168,13 +170,14 @@ fn bind(
     names: &ContainerNames,
     pid: i32,
     peer: Peer,
+    state: Local<'_>,
     config: &Config,
 ) -> Result<Answer, No> {
     own(lease, peer, config)?;
     check_names(names)?;
     let pinned = Pinned::of(pid, peer.uid)
         .map_err(|error| AdmitError::Unbound { lease: lease.clone(), why: error.to_string() })?;
-    admit::bind_told(lease, names, pinned.process, peer.pid, config)?;
+    state.bind_for(lease, names, pinned.process, peer.pid)?;
     Ok(Answer::Done(true))
 }
 
@@ -237,7 +240,7 @@ mod tests {
     #[test]
     fn whatever_is_no_ask_is_answered_with_a_line() {
         let peer = Peer { pid: 1, uid: 4_000_000_000 };
-        let answer = String::from_utf8(answer(b"\x00\x1b[2J", peer)).unwrap();
+        let answer = String::from_utf8(answer(b"\x00\x1b[2J", peer, None)).unwrap();
         assert_eq!(
             answer,
             "{\"v\":1,\"refused\":{\"reason\":\"the line cannot be understood: expected value at line 1 \

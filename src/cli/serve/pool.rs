@@ -1,6 +1,7 @@
 //! Threads for what takes time: two for asks, one at a time for each user, and every ten seconds `sublet gc`; a third
 //! for MIG instances that come and go, which may take minutes.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsRawFd as _;
@@ -12,7 +13,7 @@ use nix::sys::eventfd::EventFd;
 
 use super::broker;
 use crate::peer::Peer;
-use sublet_core::admit::{PutOff, at_once};
+use sublet_core::admit::PutOff;
 
 /// One user's asks leave the other thread to everybody else.
 const THREADS: usize = 2;
@@ -24,7 +25,7 @@ pub(super) enum Job {
     /// The same, which has an instance made.
     Make { token: u64, peer: Peer, line: Vec<u8> },
     /// Release leases of exited containers, restart crashed MPS daemons, look after MIG devices: the service's own work.
-    Own(fn()),
+    Own(fn(&Cell<PutOff>)),
     /// Destroy instances that nobody needs.
     Clear,
 }
@@ -174,18 +175,21 @@ fn finish(job: Job) -> Finished {
     let who = who(&job);
     let (done, put_off) = match job {
         Job::Ask { token, peer, line } => {
-            let (answer, put_off) = at_once(|| broker::answer(&line, peer));
+            let put_off = Cell::new(PutOff::default());
+            let answer = broker::answer(&line, peer, Some(&put_off));
+            let put_off = put_off.get();
             if put_off.make {
                 return Finished { who, done: None, left: vec![Job::Make { token, peer, line }] };
             }
             (Done::Answer { token, line: answer }, put_off)
         }
         Job::Own(task) => {
-            let ((), put_off) = at_once(task);
-            (Done::Own, put_off)
+            let put_off = Cell::new(PutOff::default());
+            task(&put_off);
+            (Done::Own, put_off.get())
         }
         Job::Make { token, peer, line } => {
-            (Done::Answer { token, line: broker::answer(&line, peer) }, PutOff::default())
+            (Done::Answer { token, line: broker::answer(&line, peer, None) }, PutOff::default())
         }
         Job::Clear => {
             broker::clear();
@@ -221,7 +225,7 @@ mod tests {
 
     #[test]
     fn one_user_has_one_thread_and_the_others_pass() {
-        let mut waiting: VecDeque<Job> = [ask(1, 7), ask(2, 7), ask(3, 8), Job::Own(|| ())].into();
+        let mut waiting: VecDeque<Job> = [ask(1, 7), ask(2, 7), ask(3, 8), Job::Own(|_| ())].into();
         assert_eq!(token(next(&mut waiting, &[])), Some(1));
         assert_eq!(token(next(&mut waiting, &[user(7, false)])), Some(3));
         assert_eq!(token(next(&mut waiting, &[user(7, false)])), Some(0));
@@ -232,7 +236,7 @@ mod tests {
     #[test]
     fn what_has_an_instance_made_or_destroyed_leaves_both_threads_to_the_others() {
         let mut waiting: VecDeque<Job> =
-            [make(1, 7), Job::Clear, make(2, 8), ask(3, 8), ask(4, 9), Job::Own(|| ()), ask(5, 10)].into();
+            [make(1, 7), Job::Clear, make(2, 8), ask(3, 8), ask(4, 9), Job::Own(|_| ()), ask(5, 10)].into();
         let mut busy = Vec::new();
         let mut started = || {
             let next = next(&mut waiting, &busy)?;

@@ -1,5 +1,6 @@
 //! The one thread that does all input and output: it waits in `epoll_wait(2)` and nowhere else.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsFd;
@@ -24,8 +25,9 @@ use super::protocol::{self, Answer};
 use crate::cdi_spec;
 use crate::guard;
 use crate::peer::Peer;
-use sublet_core::admit;
+use sublet_core::admit::{Local, PutOff};
 use sublet_core::config::Config;
+use sublet_core::config_files;
 use sublet_core::ledger::{LedgerError, Store};
 use sublet_core::mps;
 
@@ -139,27 +141,23 @@ fn raise_descriptors() {
 }
 
 /// What `sublet gc` does, and the CDI devices; what it found goes to the journal.
-fn housekeeping() {
-    let done = sublet_core::config_files::load().map_err(|error| error.to_string()).and_then(|config| {
-        let store = Store::open(&config.state_dir).map_err(|error| error.to_string())?;
+fn housekeeping(put_off: &Cell<PutOff>) {
+    let done = config_files::load().map_err(|error| error.to_string()).and_then(|config| {
         // A ledger that was lost knows nobody.
-        let (_, freed) = store.update(mps::keep).map_err(|error| error.to_string())?;
-        admit::tidy(&freed, &store, &config);
-        admit::clear_leftovers(&store);
-        admit::clear_made(&store);
+        let done = Local::putting_off(&config, put_off).reconcile(mps::keep);
         keep_cdi(&config);
-        Ok(mps::heal(&store, &config))
+        done.map_err(|error| error.to_string())
     });
     match done {
-        Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),
+        Ok(done) => done.lines.iter().for_each(|line| tracing::warn!("{line}")),
         Err(error) => tracing::warn!("{error}"),
     }
 }
 
 /// What cannot wait for the next housekeeping.
-fn watch() {
+fn watch(_put_off: &Cell<PutOff>) {
     mig::watch();
-    let Ok(config) = sublet_core::config_files::load() else { return };
+    let Ok(config) = config_files::load() else { return };
     let ended = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
     match ended {
         Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),

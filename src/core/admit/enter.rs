@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::{AdmitError, read, rootless, wish};
+use super::{AdmitError, request_of_spec, state};
 use crate::config::Config;
 use crate::config_files::ConfigError;
 use crate::grant::{self, Environment};
-use crate::ledger::{self, LEASE_ANNOTATION, Record, Store};
+use crate::ledger::{LEASE_ANNOTATION, Record};
 use crate::mps;
 use crate::oci::{self, FileError, JsonFile};
 use crate::text::safe;
@@ -153,18 +153,19 @@ fn by_ledger(
     let untold = |error: String| {
         let annotations = oci::annotations(&spec).unwrap_or_default();
         // Nothing of ours is known of it: whatever is broken here is not its own.
-        if wish::is_ours(&spec, &annotations, None) { Err(EnterError::Untold(error)) } else { Ok(None) }
+        if request_of_spec::is_ours(&spec, &annotations, None) {
+            Err(EnterError::Untold(error))
+        } else {
+            Ok(None)
+        }
     };
     let config = match config {
         Ok(config) => config,
         Err(error) => return untold(error.to_string()),
     };
-    // To a rootless container no hook gives a share late.
-    if rootless::applies(config) || !ledger::is_there(&config.state_dir) {
-        return Ok(None);
-    }
-    let ledger = match Store::open(&config.state_dir).and_then(|store| read(&store)) {
-        Ok(ledger) => ledger,
+    let ledger = match state(config).ledger_of_hooks() {
+        Ok(Some(ledger)) => ledger,
+        Ok(None) => return Ok(None),
         Err(error) => return untold(error.to_string()),
     };
     let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(None) };
@@ -182,24 +183,10 @@ fn by_ledger(
 pub fn enter(share: &Share, id: &str, record: &Path, config: Option<&Config>) -> Result<(), AdmitError> {
     let Some(public) = &share.server else { return Ok(()) };
     let entered = match config {
-        Some(config) if rootless::applies(config) => rootless::enter(public, id, record, config),
-        Some(config) => mps::enter(public, config).map_err(AdmitError::from),
+        Some(config) => state(config).enter(public, id, record),
         None => mps::enter(public, &Config::default()).map_err(AdmitError::from),
     };
     entered.map_err(|error| AdmitError::NoDaemon(Box::new(error)))
-}
-
-/// As [`enter`] for container `id` of `uid`, who asks `sublet serve`; `false`: it has no lease that is known here.
-///
-/// # Errors
-/// As [`enter`].
-pub fn enter_told(uid: u32, id: &str, record: &Path, config: &Config) -> Result<bool, AdmitError> {
-    let ledger = read(&Store::open(&config.state_dir)?)?;
-    let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(false) };
-    if let Some(key) = &lease.server {
-        mps::enter(&key.public(&config.state_dir), config)?;
-    }
-    Ok(true)
 }
 
 #[cfg(test)]

@@ -7,53 +7,50 @@
 //! Where the state is not ours to change, in a rootless engine, each function asks `sublet serve` instead
 //! and does here what concerns the container alone: looking into its root filesystem, editing its spec.
 
-mod bind;
-pub mod dynamic;
+mod current_inventory;
+pub mod dynamic_mig;
 mod enter;
 mod error;
-mod fresh;
-mod late;
+mod for_users;
+mod left_mount_points;
+mod live_container;
+mod local;
+mod local_leases;
+mod reconcile;
 mod refusals;
-pub mod rootless;
+mod remote;
+mod request_of_spec;
+mod state;
 pub mod take;
-mod told;
-mod wish;
 
-use std::convert::Infallible;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
 
 use crate::config::Config;
-use crate::grant::{self, Grant};
-use crate::inventory;
-use crate::ledger::{
-    Container, Freed, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Lease, LeaseId, LeaseState, Ledger,
-    LedgerError, Store,
-};
-use crate::mps;
+use crate::ledger::{Binding, Container, Lease, LeaseId};
 use crate::oci::engine::Engine;
-use crate::oci::hooks;
 use crate::oci::podman_storage;
 use crate::oci::{self, SpecError};
 use crate::process::Process;
-use crate::request::Request;
 
-use take::{Rootfs, Terms};
+use remote::Remote;
+use state::State;
 
-pub use bind::{abandon, bind, clear_unbound, hand_over};
-pub use dynamic::clear_made;
-pub use dynamic::{Answer as MakeAnswer, Ask as MakeAsk, PutOff, at_once};
-pub use enter::{EnterError, Share, enter, enter_told, may_have_share, share_of};
+pub use current_inventory::{confirmed_inventory, fresh_inventory, refresh};
+pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk, PutOff};
+pub use enter::{EnterError, Share, enter, may_have_share, share_of};
 pub use error::AdmitError;
-pub use fresh::{confirmed_inventory, fresh_inventory, refresh};
-pub use late::{Late, end_of, late};
+pub use left_mount_points::clear_unbound;
+pub use live_container::{Late, end_of, late};
+pub use local::Local;
+pub use reconcile::read;
 pub use refusals::{RefusalRecord, record_told, refusals};
-pub use rootless::{applies as is_brokered, own_status};
+pub use remote::own_status;
+pub use request_of_spec::request_of;
+pub use state::is_remote;
 pub use take::lease_for;
-pub use told::{admit_told, bind_told, free_told, mark_ending_by};
-pub use wish::wish;
 
 /// How long the last processes of an ended container may take to go.
 const EMPTY_CGROUP: Duration = Duration::from_secs(5);
@@ -106,12 +103,17 @@ pub enum Admission {
     },
 }
 
+/// Where the state is that `config` names.
+fn state(config: &Config) -> Box<dyn State + '_> {
+    if is_remote(config) { Box::new(Remote::new(config)) } else { Box::new(Local::new(config)) }
+}
+
 /// Whether the container that `spec` describes asks for a share, or comes for `share` without saying so.
 ///
 /// # Errors
 /// Its annotations are none.
 pub fn is_ours(spec: &Value, share: Option<&str>) -> Result<bool, SpecError> {
-    Ok(wish::is_ours(spec, &oci::annotations(spec)?, share))
+    Ok(request_of_spec::is_ours(spec, &oci::annotations(spec)?, share))
 }
 
 /// `container` with its root filesystem as it can be looked into now: config.json may name a place where it is mounted
@@ -128,7 +130,7 @@ pub fn located(
     let found =
         podman_storage::root_filesystem(container.rootfs.clone(), spec, bundle).map_err(AdmitError::from);
     if let Err(error) = &found {
-        refusals::record(&container.name(), error, config);
+        state(config).record_refusal(&container.name(), error);
     }
     Ok(Container { rootfs: found?, ..container })
 }
@@ -139,18 +141,14 @@ pub fn located(
 /// Any reason not to start it; nothing is left behind then, and `sublet status --last-error` has it.
 pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
     let annotations = oci::annotations(spec)?;
-    if !wish::is_ours(spec, &annotations, candidate.share) {
+    if !request_of_spec::is_ours(spec, &annotations, candidate.share) {
         return Ok(Admission::NotOurs);
     }
-    let admitted = has_place_for_mounts(spec, &candidate.container, config).and_then(|()| match annotations
-        .get(LEASE_ANNOTATION)
-    {
-        _ if rootless::applies(config) => rootless::admit(candidate, &annotations, spec, config),
-        Some(id) => admit_again(id, candidate, spec, config),
-        None => admit_ours(candidate, spec, config),
-    });
+    let state = state(config);
+    let admitted = has_place_for_mounts(spec, &candidate.container, config)
+        .and_then(|()| state.admit(candidate, &annotations, spec));
     if let Err(error) = &admitted {
-        refusals::record(&candidate.container.name(), error, config);
+        state.record_refusal(&candidate.container.name(), error);
     }
     admitted
 }
@@ -161,138 +159,12 @@ fn has_place_for_mounts(spec: &Value, container: &Container, config: &Config) ->
     Ok(oci::uncovered(spec, &container.rootfs, &config.state_dir)?)
 }
 
-/// A spec that carries a lease: another entry point has been there, or its bundle is run once more.
-fn admit_again(
-    id: &str,
-    candidate: &Candidate<'_>,
-    spec: &mut Value,
-    config: &Config,
-) -> Result<Admission, AdmitError> {
-    match granted_still(id, &candidate.container, config) {
-        Ok(lease) => Ok(Admission::AlreadyGranted(lease)),
-        Err(error @ AdmitError::ForgedLease { .. }) => {
-            if !is_of_bundle(id, spec, &candidate.container) {
-                return Err(error);
-            }
-            undo(spec)?;
-            admit_ours(candidate, spec, config)
-        }
-        Err(error) => Err(error),
-    }
-}
-
-/// [`already_granted`], and its daemon serves: it was ready when the lease was taken, which may be a while ago.
-fn granted_still(id: &str, container: &Container, config: &Config) -> Result<LeaseId, AdmitError> {
-    let lease = already_granted(id, container, config)?;
-    if lease.server.is_some() {
-        mps::ready(&lease, &Store::open(&config.state_dir)?, config)?;
-    }
-    Ok(lease.id)
-}
-
-/// A spec with a lease id is granted only if the ledger holds that live lease for this container: not one whose
-/// container never came to be, which only the next command would free.
-fn already_granted(id: &str, container: &Container, config: &Config) -> Result<Lease, AdmitError> {
-    let (ledger, _) = read(&Store::open(&config.state_dir)?)?.settled();
-    let granted = LeaseId::parse(id).and_then(|id| ledger.lease(&id).filter(|lease| holds(lease, container)));
-    granted.cloned().ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
-}
-
-/// Whether lease `id` in `spec` was written into this very bundle's.
-fn is_of_bundle(id: &str, spec: &Value, container: &Container) -> bool {
-    let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
-    let lease = record.and_then(Value::as_str).and_then(Lease::from_annotation);
-    let bundle = &container.bundle;
-    !bundle.as_os_str().is_empty()
-        && lease.is_some_and(|lease| lease.id.as_str() == id && lease.container.bundle == *bundle)
-}
-
-/// Rids `spec` of what an earlier run of its bundle was granted.
-fn undo(spec: &mut Value) -> Result<(), AdmitError> {
-    if !oci::undo(spec) {
-        return Err(AdmitError::Edited);
-    }
-    hooks::remove(spec);
-    Ok(())
-}
-
-/// Between the hook that took a lease and the container, other entry points may be passed: one that knows the
-/// container better than the lease does changes nothing either.
-fn holds(lease: &Lease, container: &Container) -> bool {
-    let held = &lease.container;
-    let awaited = lease.is_unbound() && held.uid == container.uid;
-    same(held, container) || awaited && (held.id.is_empty() || held.id == container.id)
-}
-
-fn same(a: &Container, b: &Container) -> bool {
-    (a.uid, &a.id, &a.bundle) == (b.uid, &b.id, &b.bundle)
-}
-
-fn admit_ours(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
-    let request = wish(spec, candidate.share, config)?;
-    let store = Store::open(&config.state_dir)?.beside(&candidate.container.record);
-    let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
-    let taken = wish::taken(take::take(candidate, &request, terms, &store, config), spec, config)?;
-    let served = grant(&taken, &request, config).and_then(|grant| {
-        oci::edit(spec, &grant)?;
-        ready(&taken, &grant, &store, config)
-    });
-    if served.is_err() {
-        give_back(&taken.lease, &store, config);
-    }
-    Ok(Admission::Granted { lease: taken.lease.id, warnings: served? })
-}
-
-/// What a container with this lease is given.
-fn grant(taken: &take::Taken, request: &Request, config: &Config) -> Result<Grant, AdmitError> {
-    let grant = grant::grant(
-        &taken.placement,
-        &taken.lease,
-        &request.capabilities,
-        &taken.image,
-        &taken.inventory,
-        config,
-    );
-    // A node that is missing would give a container that starts and finds no GPU.
-    for granted in &grant.nodes {
-        inventory::ensure_node(&config.driver.root, &granted.node)?;
-    }
-    Ok(grant)
-}
-
-/// Its daemon, last, after those in its way: none is started for a container that cannot be served. All the warnings
-/// there are.
-fn ready(
-    taken: &take::Taken,
-    grant: &Grant,
-    store: &Store,
-    config: &Config,
-) -> Result<Vec<String>, AdmitError> {
-    let mut warnings = mps::make_way(&taken.in_the_way, store)?;
-    if taken.lease.server.is_some() {
-        warnings.extend(mps::ready(&taken.lease, store, config)?);
-    }
-    warnings.extend(grant.warnings.iter().cloned());
-    Ok(warnings)
-}
-
 /// Gives `lease` back before its container ever existed.
 ///
 /// # Errors
 /// The ledger cannot be written.
 pub fn withdraw(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
-    if rootless::applies(config) {
-        return rootless::withdraw(lease, config);
-    }
-    let store = Store::open(&config.state_dir)?;
-    free(lease, &store, config)
-}
-
-/// [`withdraw`] where another error is on its way to the user already.
-fn give_back(lease: &Lease, store: &Store, config: &Config) {
-    if let Err(error) = free(&lease.id, store, config) {
-        tracing::warn!("lease {} is not given back yet, the next sublet command will: {error}", lease.id);
-    }
+    state(config).withdraw(lease)
 }
 
 /// The container with this lease is gone: frees it once its cgroup is empty, then settles its server.
@@ -301,107 +173,46 @@ fn give_back(lease: &Lease, store: &Store, config: &Config) {
 /// # Errors
 /// The ledger cannot be read or written, or its processes do not go.
 pub fn end(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
-    if rootless::applies(config) {
-        return rootless::end(lease, config);
-    }
-    let store = Store::open(&config.state_dir)?;
-    let ledger = read(&store)?;
-    let Some(held) = ledger.lease(lease).cloned() else {
-        clear_for_others(&ledger, &store);
-        return Ok(());
-    };
-    let deadline = Instant::now() + EMPTY_CGROUP;
-    while held.has_processes() {
-        if Instant::now() > deadline {
-            return Err(AdmitError::StillRunning {
-                lease: lease.clone(),
-                container: held.container.id.clone(),
-            });
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    free(lease, &store, config)
+    state(config).end(lease)
 }
 
 /// After the end of a container whose lease is `record` in its own annotations: a rootless user removes what
 /// it left in the user's own files, whoever has freed the lease.
 pub fn clear_after(record: &str, config: &Config) {
-    if let Some(lease) = Lease::from_annotation(record).filter(|_| rootless::applies(config)) {
-        rootless::clear_after(&lease, config);
+    if let Some(lease) = Lease::from_annotation(record) {
+        state(config).clear_after(&lease);
     }
 }
 
-/// Takes `lease` out of the ledger and tidies up after it.
-fn free(lease: &LeaseId, store: &Store, config: &Config) -> Result<(), AdmitError> {
-    let (removed, mut freed) = store.update(|ledger| Ok::<_, Infallible>(ledger.remove(lease)))?;
-    let Ok(removed) = removed;
-    freed.extend(removed);
-    tidy(&freed, store, config);
-    if freed.is_empty() {
-        clear_for_others(&read(store)?, store);
-    }
-    Ok(())
-}
-
-/// Another command has just freed the lease, as `ledger` has it: it may have done so too late to clear what hung on
-/// it, or be killed.
-fn clear_for_others(ledger: &Ledger, store: &Store) {
-    if !ledger.clearable().is_empty() {
-        clear_leftovers(store);
-    }
-    if ledger.has_unneeded() {
-        clear_made(store);
-    }
-}
-
-/// After leases were freed: settles their servers, removes the mount points they left in a rootfs and
-/// what a killed shim left in a bundle, and destroys MIG instances that were made for them.
-pub fn tidy(freed: &Freed, store: &Store, config: &Config) {
-    if freed.is_empty() {
-        return;
-    }
-    settle(freed, store, config);
-    clear_made(store);
-}
-
-/// [`tidy`] as far as no MIG layout changes.
-pub fn settle(freed: &Freed, store: &Store, config: &Config) {
-    clear_leftovers(store);
-    let mut settled = Vec::new();
-    for lease in freed {
-        let Some(key) = &lease.server else { continue };
-        if settled.contains(&key) {
-            continue;
-        }
-        settled.push(key);
-        if let Err(error) = mps::settle(key, store, config) {
-            tracing::warn!("{error}");
-        }
-    }
-}
-
-/// Removes what ended containers left, and only then forgets it: whoever is killed in between leaves the
-/// rest to the next `sublet` command, or the next end of a container: a start has no time to look.
+/// Gives up what `owner`, an engine that starts container `id` of `uid` anew, holds for it from a start
+/// that came to nothing.
 ///
-/// Some engines (containerd) unmount the root filesystem once the runtime has deleted the container, and
-/// what was not removed before that cannot be reached any more. So this comes before anything that takes
-/// time, and a delete does it too when another command has just freed the container's lease.
-pub fn clear_leftovers(store: &Store) {
-    let clearable = store.read().map(|ledger| ledger.clearable()).unwrap_or_default();
-    if clearable.is_empty() {
-        return;
+/// # Errors
+/// The ledger cannot be read or written.
+pub fn abandon(uid: u32, id: &str, owner: Process, config: &Config) -> Result<(), AdmitError> {
+    state(config).abandon(uid, id, owner)
+}
+
+/// Makes `owner` answer for `lease` until it is bound: its end without a container, or too long a wait,
+/// means that the lease is gone.
+///
+/// # Errors
+/// The ledger cannot be written.
+pub fn hand_over(lease: &LeaseId, owner: Process, config: &Config) -> Result<(), AdmitError> {
+    state(config).hand_over(lease, owner)
+}
+
+/// Binds `lease` to its container, which exists now.
+///
+/// # Errors
+/// The lease is gone or another container's: this one must not start. Or the ledger cannot be written.
+pub fn bind(lease: &LeaseId, binding: &Binding, config: &Config) -> Result<(), AdmitError> {
+    let state = state(config);
+    let bound = state.bind(lease, binding);
+    if let Err(error) = &bound {
+        state.record_refusal(&binding.id, error);
     }
-    for left in &clearable {
-        crate::fs::atomic::sweep(&left.bundle);
-        oci::clear(left);
-    }
-    let forgotten = store.update(|ledger| {
-        ledger.forget(&clearable);
-        Ok::<_, Infallible>(())
-    });
-    if let Err(error) = forgotten {
-        tracing::warn!("{error}");
-    }
+    bound
 }
 
 /// Marks the lease of container `id` (of `uid`) as ending; the state it had comes back by [`unmark`].
@@ -414,41 +225,7 @@ pub fn mark_ending(
     record: &Path,
     config: &Config,
 ) -> Result<Option<LeaseId>, AdmitError> {
-    if rootless::applies(config) {
-        return rootless::mark_ending(id, record, config);
-    }
-    mark(uid, id, record, Process::current().ok(), config)
-}
-
-/// [`mark_ending`] where `deleter` deletes the container.
-fn mark(
-    uid: u32,
-    id: &str,
-    record: &Path,
-    deleter: Option<Process>,
-    config: &Config,
-) -> Result<Option<LeaseId>, AdmitError> {
-    let store = Store::open(&config.state_dir)?;
-    // Wherever we are: a container that is not ours is none of our business, and the change below is refused.
-    let ledger = store.peek().or_else(|_| read(&store))?;
-    if ledger.of_record(uid, id, record).is_none() {
-        clear_for_others(&ledger, &store);
-        return Ok(None);
-    }
-    let (marked, freed) = store.update(|ledger| {
-        let id = ledger.of_record(uid, id, record).map(|lease| lease.id.clone());
-        if let Some(lease) = id.as_ref().and_then(|id| ledger.lease_mut(id)) {
-            lease.state = LeaseState::Ending;
-            // A container whose delete is killed is not ending: its owner's death will tell.
-            if let (Some(_), Some(deleter)) = (&lease.init, deleter) {
-                lease.owner = deleter;
-            }
-        }
-        Ok::<_, Infallible>(id)
-    })?;
-    tidy(&freed, &store, config);
-    let Ok(marked) = marked;
-    Ok(marked)
+    state(config).mark_ending(uid, id, record)
 }
 
 /// A failed delete leaves the lease as it was.
@@ -456,30 +233,5 @@ fn mark(
 /// # Errors
 /// The ledger cannot be written.
 pub fn unmark(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
-    if rootless::applies(config) {
-        return rootless::unmark(lease, config);
-    }
-    let store = Store::open(&config.state_dir)?;
-    let (Ok(()), freed) = store.update(|ledger| {
-        if let Some(lease) = ledger.lease_mut(lease) {
-            lease.state = if lease.init.is_some() { LeaseState::Active } else { LeaseState::Pending };
-        }
-        Ok::<_, Infallible>(())
-    })?;
-    tidy(&freed, &store, config);
-    Ok(())
-}
-
-/// The ledger as it stands; one that cannot be read is rebuilt from what runs first.
-///
-/// # Errors
-/// As [`Store::update`].
-pub fn read(store: &Store) -> Result<Ledger, LedgerError> {
-    match store.read() {
-        Err(LedgerError::Corrupt { .. }) => {
-            let (Ok(()), _freed) = store.update(|_| Ok::<_, Infallible>(()))?;
-            store.read()
-        }
-        read => read,
-    }
+    state(config).unmark(lease)
 }

@@ -3,7 +3,7 @@
 use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
 
-use super::{AdmitError, rootless};
+use super::AdmitError;
 use crate::config::Config;
 use crate::fs::atomic::replace;
 use crate::fs::trusted;
@@ -44,9 +44,6 @@ pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
 
 /// Adds one of ours. A lost record is no reason to fail: the caller reports the error itself.
 pub(super) fn record(container_id: &str, error: &AdmitError, config: &Config) {
-    if rootless::applies(config) {
-        return rootless::refused(container_id, error, config);
-    }
     add(geteuid().as_raw(), container_id, error.to_string(), config);
 }
 

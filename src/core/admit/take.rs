@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::{AdmitError, Candidate, clear_made, dynamic, fresh_inventory, refresh, tidy};
+use super::local::Local;
+use super::{AdmitError, Candidate, dynamic_mig, fresh_inventory, refresh};
 use crate::broker::caps::Cap;
 use crate::config::{Config, Inject};
 use crate::grant::Image;
@@ -95,20 +96,19 @@ pub(super) fn take(
     request: &Request,
     terms: Terms<'_>,
     store: &Store,
-    config: &Config,
+    local: Local<'_>,
 ) -> Result<Taken, AdmitError> {
     if matches!(terms.rootfs, Rootfs::OfSpec(_)) {
         can_be_recorded(candidate)?;
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
-    let mut search =
-        Search { candidate, request, terms, id, store, config, made: false, strays_ended: false };
+    let mut search = Search { candidate, request, terms, id, store, local, made: false, strays_ended: false };
     let taken = search.run();
-    if config.mig.dynamic && taken.is_err() {
-        dynamic::give_up(&search.id, store);
+    if local.config.mig.dynamic && taken.is_err() {
+        dynamic_mig::give_up(&search.id, store, local.mig);
     } else if search.made {
         // It may have found another place in the end.
-        clear_made(store);
+        local.clear_made(store);
     }
     taken
 }
@@ -154,7 +154,7 @@ struct Search<'a> {
     /// The lease that it will have.
     id: LeaseId,
     store: &'a Store,
-    config: &'a Config,
+    local: Local<'a>,
     /// A MIG instance was made for it.
     made: bool,
     /// Daemons that serve nobody since the ledger was lost have been ended.
@@ -172,16 +172,16 @@ impl Search<'_> {
                 Ok(taken) => return Ok(taken),
                 Err(Look::EndStrays) => {
                     self.strays_ended = true;
-                    mps::end_unexplained(self.store, self.config)?;
-                    refreshed = Some(refresh(self.config)?);
+                    mps::end_unexplained(self.store, self.local.config)?;
+                    refreshed = Some(refresh(self.local.config)?);
                     continue;
                 }
                 Err(Look::RefreshFirst) => {
-                    refreshed = Some(refresh(self.config)?);
+                    refreshed = Some(refresh(self.local.config)?);
                     continue;
                 }
                 Err(Look::Changed) if began.elapsed() < SETTLING => {
-                    refreshed = Some(refresh(self.config)?);
+                    refreshed = Some(refresh(self.local.config)?);
                     continue;
                 }
                 Err(Look::Make(order)) => match self.make(*order) {
@@ -207,15 +207,16 @@ impl Search<'_> {
 
     /// Has an instance made, once; the inventory with it.
     fn make(&mut self, (order, refused): (Order, AdmitError)) -> Result<Inventory, AdmitError> {
-        let made = dynamic::make(order, &self.id, &self.candidate.container.name());
+        let made = dynamic_mig::make(order, &self.id, &self.candidate.container.name(), self.local.mig);
         made.map_err(|(why, temporary)| AdmitError::Unmade { refused: Box::new(refused), why, temporary })?;
         self.made = true;
-        fresh_inventory(self.config)
+        fresh_inventory(self.local.config)
     }
 
     /// One look: inventory, image, place, lease. `refreshed` is an inventory of just now.
     fn look(&self, refreshed: Option<Inventory>) -> Result<Taken, Look> {
-        let Self { candidate, request, terms, store, config, .. } = *self;
+        let Self { candidate, request, terms, store, local, .. } = *self;
+        let config = local.config;
         let may_refresh = refreshed.is_none();
         // A driver that is not up yet may come: `sublet.wait` waits for it too.
         let inventory = refreshed.map_or_else(|| fresh_inventory(config).map_err(Look::Temporary), Ok)?;
@@ -248,7 +249,7 @@ impl Search<'_> {
             let in_the_way = ledger.in_the_way(&lease).cloned().collect();
             Ok((lease, placement, in_the_way))
         })?;
-        tidy(&freed, store, config);
+        local.tidy(&freed, store);
         let (lease, placement, in_the_way) = booked?;
         Ok(Taken { lease, placement, image, inventory, in_the_way })
     }
@@ -267,7 +268,7 @@ impl Search<'_> {
             return Look::RefreshFirst;
         }
         let temporary = refusal.temporary;
-        let order = || dynamic::order(self.request, self.terms.cap, allowed, ledger, self.config);
+        let order = || dynamic_mig::order(self.request, self.terms.cap, allowed, ledger, self.local.config);
         match (if self.made { None } else { order() }, temporary) {
             (Some(Ok(order)), _) => Look::Make(Box::new((order, refusal.into()))),
             (Some(Err(error)), _) if error.is_temporary() => Look::Temporary(error),

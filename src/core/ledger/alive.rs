@@ -30,12 +30,9 @@ pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
                 freed.push(lease);
                 continue;
             }
-            Fate::Exists(init) => exists(&mut lease, init),
-            Fate::Ending(init) => {
-                lease.init = init.or(lease.init);
-                lease.state = LeaseState::Ending;
-            }
-            Fate::Unchanged if was_not_deleted(&lease) => lease.state = LeaseState::Active,
+            Fate::Exists(init) => lease.container_exists(init),
+            Fate::Ending(init) => lease.first_process_is_gone(init),
+            Fate::Unchanged if was_not_deleted(&lease) => lease.is_not_deleted(),
             Fate::Unchanged => {}
         }
         kept.push(lease);
@@ -47,14 +44,6 @@ pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
         ledger.leave(lease);
     }
     freed
-}
-
-/// A lease that a `delete` has marked as ending meanwhile stays so.
-fn exists(lease: &mut Lease, init: Init) {
-    lease.init = Some(init);
-    if lease.state == LeaseState::Pending {
-        lease.state = LeaseState::Active;
-    }
 }
 
 /// A `delete` that was killed leaves a lease marked as ending whose container may live on: its runtime has

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use super::{Init, Lease, LeaseId, LeaseState, Ledger};
+use super::{Init, Lease, LeaseId, Ledger};
 use crate::process::{Process, uptime_seconds};
 use crate::text::safe;
 
@@ -94,9 +94,7 @@ impl Ledger {
             lease.container.bundle.clone_from(&binding.bundle);
             lease.container.record.clone_from(&binding.record);
         }
-        lease.init = Some(binding.init.clone());
-        lease.state = LeaseState::Active;
-        lease.bind_by = None;
+        lease.bind_to(binding.init.clone());
         Ok(())
     }
 }
@@ -106,6 +104,7 @@ mod tests {
     use super::super::fixture::lease;
     use super::*;
     use crate::ledger::Container;
+    use crate::ledger::LeaseState;
 
     fn unbound(n: u64, id: &str) -> Lease {
         let plain = lease(n, "GPU-a");

@@ -12,6 +12,7 @@ mod ended;
 mod formats;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+mod lease_state;
 mod leftovers;
 mod made;
 mod mark;
@@ -33,6 +34,7 @@ pub use book::Doubled;
 pub use book::fixture;
 pub use ceiling::{Ceiling, MemoryCeiling};
 pub use daemon_key::DaemonKey;
+pub use lease_state::LeaseState;
 #[cfg(any(test, feature = "fixtures"))]
 pub use made::fixture as made_fixture;
 pub use made::{Awaited, Made};
@@ -266,20 +268,6 @@ impl Container {
         let place = if self.bundle.as_os_str().is_empty() { &self.rootfs } else { &self.bundle };
         if self.id.is_empty() { place.to_string_lossy() } else { self.id.as_str().into() }
     }
-}
-
-/// States of a lease (`lost` is shown for leases whose device is not in the inventory any more).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum LeaseState {
-    /// Taken; the container is being created.
-    Pending,
-    /// The container exists.
-    Active,
-    /// Its processes are going.
-    Ending,
-    /// Its device went away.
-    Lost,
 }
 
 /// The container's first process.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use super::alive::{has_processes, init_of};
 use super::record::{LARGEST, Record, read_bounded};
-use super::{Lease, LeaseId, LeaseState, Ledger, Server, ServerState};
+use super::{Lease, LeaseId, Ledger, Server, ServerState};
 use crate::inventory::{Device, GpuProcess, Inventory};
 use crate::ledger::DaemonKey;
 use crate::process::Process;
@@ -158,12 +158,11 @@ fn restore(dir: &Path, state_dir: &Path) -> Option<Lease> {
     let id = LeaseId::parse(record.lease.as_deref()?)?;
     let mut lease = Lease::from_annotation(record.restorable.as_deref()?)?;
     let init = init_of(&record);
-    lease.state = match (init.process.is_alive(), has_processes(&init)) {
-        (true, _) => LeaseState::Active,
-        (false, true) => LeaseState::Ending,
-        (false, false) => return None,
-    };
-    lease.init = Some(init);
+    let runs = init.process.is_alive();
+    if !runs && !has_processes(&init) {
+        return None;
+    }
+    lease.restore(init, runs);
     dir.clone_into(&mut lease.container.record);
     // A hook writes the annotation before it knows them.
     if lease.container.bundle.as_os_str().is_empty() {
@@ -326,6 +325,7 @@ mod tests {
 
     use super::super::fixture::lease;
     use super::*;
+    use crate::ledger::LeaseState;
 
     #[test]
     fn roots_are_matched_and_expanded_by_component() {

@@ -163,7 +163,7 @@ fn canonical(what: &'static str, path: &Path) -> Result<PathBuf, RuntimeError> {
 /// Our hooks: who deletes by itself tells nobody, and a lease that is held by `sublet serve` is bound by a
 /// hook, for the service believes no record of a user's.
 fn hooks(kind: Kind, config: &Config) -> Vec<Stage> {
-    let binds = admit::is_brokered(config).then_some(Stage::CreateRuntime);
+    let binds = admit::is_remote(config).then_some(Stage::CreateRuntime);
     let ends = (kind == Kind::Run).then_some(Stage::Poststop);
     binds.into_iter().chain(ends).collect()
 }

@@ -59,25 +59,24 @@ pub struct PutOff {
     pub clear: bool,
 }
 
-thread_local! {
-    /// Where this thread must not wait.
-    static PUT_OFF: Cell<Option<PutOff>> = const { Cell::new(None) };
+/// Whether instances are made and destroyed by whoever needs or frees them, or left to another thread.
+#[derive(Clone, Copy)]
+pub(super) enum MigWork<'a> {
+    /// At once, however long the driver takes.
+    Now,
+    /// Not here: what there would have been is noted.
+    PutOff(&'a Cell<PutOff>),
 }
 
-/// Does `work`, but has no instance made or destroyed meanwhile, which takes the driver's time and that of all who
-/// have one made as well; what there would have been.
-pub fn at_once<T>(work: impl FnOnce() -> T) -> (T, PutOff) {
-    PUT_OFF.set(Some(PutOff::default()));
-    let done = work();
-    (done, PUT_OFF.take().unwrap_or_default())
-}
-
-/// Whether that is to be put off; `note` says what.
-fn is_put_off(note: impl FnOnce(&mut PutOff)) -> bool {
-    let Some(mut put_off) = PUT_OFF.get() else { return false };
-    note(&mut put_off);
-    PUT_OFF.set(Some(put_off));
-    true
+impl MigWork<'_> {
+    /// Whether it is to be put off; `note` says what.
+    fn is_put_off(self, note: impl FnOnce(&mut PutOff)) -> bool {
+        let Self::PutOff(cell) = self else { return false };
+        let mut put_off = cell.get();
+        note(&mut put_off);
+        cell.set(put_off);
+        true
+    }
 }
 
 /// What would have to be made for `request`, which has just found no place; `None`: nothing is made for it.
@@ -113,11 +112,16 @@ fn most(request: &Request, gpu: &Device, cap: Cap<'_>, ledger: &Ledger) -> Most 
 ///
 /// # Errors
 /// Why not, and whether waiting may help.
-pub(super) fn make(order: Order, id: &LeaseId, container: &str) -> Result<(), (String, bool)> {
+pub(super) fn make(
+    order: Order,
+    id: &LeaseId,
+    container: &str,
+    work: MigWork<'_>,
+) -> Result<(), (String, bool)> {
     if order.sites.is_empty() {
         return Err((NO_SITE.to_owned(), false));
     }
-    if is_put_off(|put_off| put_off.make = true) {
+    if work.is_put_off(|put_off| put_off.make = true) {
         return Err(("it is put off".to_owned(), true));
     }
     let asked = Process::current().map_err(|error| error.to_string()).and_then(|owner| {
@@ -137,7 +141,7 @@ pub(super) fn make(order: Order, id: &LeaseId, container: &str) -> Result<(), (S
 }
 
 /// Nothing is kept for lease `id` any more: it is not taken after all.
-pub(super) fn give_up(id: &LeaseId, store: &Store) {
+pub(super) fn give_up(id: &LeaseId, store: &Store, work: MigWork<'_>) {
     let awaits = |ledger: &Ledger| {
         ledger.mig.made.iter().any(|made| made.awaited.as_ref().is_some_and(|awaited| awaited.lease == *id))
     };
@@ -149,16 +153,16 @@ pub(super) fn give_up(id: &LeaseId, store: &Store) {
         Ok::<_, Infallible>(())
     });
     match given_up {
-        Ok(_) => clear_made(store),
+        Ok(_) => clear_made(store, work),
         Err(error) => tracing::warn!("{error}"),
     }
 }
 
 /// Destroys the instances that were made for containers and that nobody needs any more; what cannot be destroyed
 /// now is tried again by the next command.
-pub fn clear_made(store: &Store) {
+pub(super) fn clear_made(store: &Store, work: MigWork<'_>) {
     let has_unneeded = store.read().is_ok_and(|ledger| ledger.has_unneeded());
-    if !has_unneeded || is_put_off(|put_off| put_off.clear = true) {
+    if !has_unneeded || work.is_put_off(|put_off| put_off.clear = true) {
         return;
     }
     match sublet::run(&["mig", "clear"], CLEAR_LIMIT) {

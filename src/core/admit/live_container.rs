@@ -7,12 +7,15 @@ use std::convert::Infallible;
 
 use serde_json::Value;
 
+use super::local::Local;
+use super::local_leases::same;
+use super::reconcile::read;
+use super::request_of_spec::{self, has_environment, request_of};
 use super::take::{self, Rootfs, Terms};
-use super::wish::has_environment;
-use super::{AdmitError, Candidate, already_granted, grant, read, ready, refusals, rootless, same, wish};
+use super::{AdmitError, Candidate, state};
 use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
-use crate::ledger::{self, Container, Init, LEASE_ANNOTATION, Lease, LeaseId, LeaseState, Ledger, Store};
+use crate::ledger::{Container, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Store};
 use crate::oci::cdi::{self, Asked, CdiError};
 use crate::oci::engine::Engine;
 use crate::oci::podman_storage;
@@ -54,15 +57,17 @@ pub fn late(
     config: &Config,
 ) -> Result<Late, AdmitError> {
     let annotations = oci::annotations(spec)?;
-    if by_cdi.is_none() && !wish::is_ours(spec, &annotations, None) {
+    if by_cdi.is_none() && !request_of_spec::is_ours(spec, &annotations, None) {
         return Ok(Late::NotOurs);
     }
     let admitted = confirm(by_cdi, spec).and_then(|()| match annotations.get(LEASE_ANNOTATION) {
-        Some(id) => already_granted(id, container, config).map(|lease| Late::AlreadyGranted(lease.id)),
+        Some(id) => {
+            Local::new(config).already_granted(id, container).map(|lease| Late::AlreadyGranted(lease.id))
+        }
         None => admit_live(container, init, spec, engine, config),
     });
     if let Err(error) = &admitted {
-        refusals::record(&container.id, error, config);
+        state(config).record_refusal(&container.id, error);
     }
     admitted
 }
@@ -82,32 +87,33 @@ fn admit_live(
     engine: Option<&Engine>,
     config: &Config,
 ) -> Result<Late, AdmitError> {
-    let store = Store::open(&config.state_dir)?;
+    let local = Local::new(config);
+    let store = local.store()?;
     if let Some(lease) = lease_of(&read(&store)?, init) {
         return Ok(Late::AlreadyGranted(lease.id.clone()));
     }
-    let (asked, request) = (cdi::asked(spec)?, wish(spec, None, config)?);
+    let (asked, request) = (cdi::asked(spec)?, request_of(spec, None, config)?);
     let request = if asked.is_some() { request } else { dedicated(request, spec, config)? };
     // What is done now is done where config.json says that it is, what is left to do later where that will be gone.
     let rootfs = podman_storage::root_filesystem(container.rootfs.clone(), spec, &container.bundle)?;
     let lasting = Container { rootfs, ..container.clone() };
     let candidate = Candidate { container: lasting, owner: init, share: None, engine };
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
-    let taken = wish::taken(take::take(&candidate, &request, terms, &store, config), spec, config)?;
-    let applied = bind(&taken.lease.id, Init::of(init), &store)
-        .and_then(|()| grant(&taken, &request, config))
+    let taken = request_of_spec::taken(take::take(&candidate, &request, terms, &store, local), spec, config)?;
+    let applied = activate(&taken.lease.id, init, &store)
+        .and_then(|()| local.grant(&taken, &request))
         .and_then(|grant| {
             match &asked {
                 Some(asked) => has_environment(spec, asked, &grant)?,
                 None => fits(&taken, spec)?,
             }
-            let warnings = ready(&taken, &grant, &store, config)?;
+            let warnings = local.ready(&taken, &grant, &store)?;
             candidate.check_wanted()?;
             oci::apply(&grant, Live { init, rootfs: &container.rootfs })?;
             Ok(Grant { warnings, ..grant })
         });
     if applied.is_err() {
-        super::give_back(&taken.lease, &store, config);
+        local.give_back(&taken.lease, &store);
     }
     let grant = applied?;
     let environment = asked.is_none().then(|| environment(&grant, &taken.lease));
@@ -137,12 +143,10 @@ fn dedicated(request: Request, spec: &Value, config: &Config) -> Result<Request,
 }
 
 /// Active at once: the container exists.
-fn bind(lease: &LeaseId, init: Init, store: &Store) -> Result<(), AdmitError> {
+fn activate(lease: &LeaseId, init: Process, store: &Store) -> Result<(), AdmitError> {
+    let init = Init::of(init);
     let (Ok(()), _) = store.update(|ledger| {
-        if let Some(lease) = ledger.lease_mut(lease) {
-            lease.init = Some(init);
-            lease.state = LeaseState::Active;
-        }
+        ledger.activate(lease, init);
         Ok::<_, Infallible>(())
     })?;
     Ok(())
@@ -190,11 +194,7 @@ fn environment(grant: &Grant, lease: &Lease) -> String {
 /// # Errors
 /// The ledger cannot be read.
 pub fn end_of(container: &Container, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
-    // To a rootless container no hook gives a share late.
-    if rootless::applies(config) || !ledger::is_there(&config.state_dir) {
-        return Ok(None);
-    }
-    let ledger = read(&Store::open(&config.state_dir)?)?;
+    let Some(ledger) = state(config).ledger_of_hooks()? else { return Ok(None) };
     // A container of this name whose first process lives has come after the one that ended.
     let ended = |lease: &&Lease| {
         same(&lease.container, container) && lease.init.as_ref().is_some_and(|init| !init.process.is_alive())
@@ -211,7 +211,7 @@ mod tests {
 
     fn wished(annotations: &Value, config: &Config) -> Result<Request, String> {
         let spec = json!({"process": {}, "annotations": annotations});
-        let request = wish(&spec, None, config).map_err(|error| error.to_string())?;
+        let request = request_of(&spec, None, config).map_err(|error| error.to_string())?;
         dedicated(request, &spec, config).map_err(|error| error.to_string())
     }
 

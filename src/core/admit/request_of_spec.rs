@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use super::{AdmitError, fresh_inventory, rootless};
+use super::{AdmitError, fresh_inventory, is_remote};
 use crate::config::Config;
 use crate::grant::{Grant, nodes_of};
 use crate::inventory;
+use crate::ledger::{Container, LEASE_RECORD_ANNOTATION, Lease};
 use crate::oci::cdi::{self, Asked, CdiError};
-use crate::oci::{self, Conflict};
+use crate::oci::{self, Conflict, hooks};
 use crate::place::only;
 use crate::request::{self, Request};
 use crate::text::safe;
@@ -30,7 +31,7 @@ fn arguments(spec: &Value) -> Vec<&str> {
 ///
 /// # Errors
 /// Annotations that make no request, a spec that contradicts it.
-pub fn wish(spec: &Value, share: Option<&str>, config: &Config) -> Result<Request, AdmitError> {
+pub fn request_of(spec: &Value, share: Option<&str>, config: &Config) -> Result<Request, AdmitError> {
     if let Some(asked) = cdi::asked(spec)? {
         return by_cdi(spec, &asked, share, config);
     }
@@ -48,7 +49,7 @@ fn by_cdi(
     entry_point: Option<&str>,
     config: &Config,
 ) -> Result<Request, AdmitError> {
-    if rootless::applies(config) {
+    if is_remote(config) {
         return Err(CdiError::Rootless.into());
     }
     let mut annotations = oci::annotations(spec)?;
@@ -128,4 +129,22 @@ pub(super) fn has_environment(spec: &Value, asked: &Asked, grant: &Grant) -> Res
         Some(name) => Err(CdiError::Strange { share, name: safe(name) }),
         None => Ok(()),
     }
+}
+
+/// Whether lease `id` in `spec` was written into this very bundle's.
+pub(super) fn is_of_bundle(id: &str, spec: &Value, container: &Container) -> bool {
+    let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
+    let lease = record.and_then(Value::as_str).and_then(Lease::from_annotation);
+    let bundle = &container.bundle;
+    !bundle.as_os_str().is_empty()
+        && lease.is_some_and(|lease| lease.id.as_str() == id && lease.container.bundle == *bundle)
+}
+
+/// Rids `spec` of what an earlier run of its bundle was granted.
+pub(super) fn undo(spec: &mut Value) -> Result<(), AdmitError> {
+    if !oci::undo(spec) {
+        return Err(AdmitError::Edited);
+    }
+    hooks::remove(spec);
+    Ok(())
 }

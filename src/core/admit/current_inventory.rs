@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{AdmitError, rootless};
+use super::{AdmitError, is_remote, state};
 use crate::config::Config;
 use crate::inventory::{self, Inventory, InventoryError};
 use crate::process::sublet;
@@ -19,8 +19,7 @@ const SETTLING: Duration = Duration::from_secs(10);
 /// The driver's own trouble, in its own words.
 pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
     match inventory::load(config) {
-        Err(error) if error.wants_refresh() && rootless::applies(config) => rootless::inventory(config),
-        Err(error) if error.wants_refresh() => refresh(config),
+        Err(error) if error.wants_refresh() => state(config).new_inventory(),
         loaded => Ok(loaded?),
     }
 }
@@ -33,11 +32,7 @@ pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
 pub fn confirmed_inventory(config: &Config) -> Result<Inventory, AdmitError> {
     let inventory = fresh_inventory(config)?;
     let mig = inventory.gpus().any(|gpu| gpu.mig_enabled);
-    if !mig || inventory::is_watched(config) || rootless::applies(config) {
-        Ok(inventory)
-    } else {
-        refresh(config)
-    }
+    if !mig || inventory::is_watched(config) || is_remote(config) { Ok(inventory) } else { refresh(config) }
 }
 
 /// Runs `sublet refresh` by absolute path with a clean environment, and reads what it wrote.

@@ -1,0 +1,166 @@
+//! The service's side: containers known by what their users say, leases that only their users may touch.
+
+use std::path::Path;
+use std::time::Duration;
+
+use super::local::Local;
+use super::reconcile::read;
+use super::state::State as _;
+use super::take::{self, Rootfs, Terms};
+use super::{AdmitError, Candidate};
+use crate::broker::caps::Cap;
+use crate::broker::protocol::{Admit, Answer, ContainerNames, Granted};
+use crate::ledger::{Binding, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Leftover, VolumeFiles};
+use crate::process::Process;
+use crate::{mps, request};
+
+impl Local<'_> {
+    /// A share for `candidate` as its user's `told` describes it, within `cap`. Looks once.
+    ///
+    /// # Errors
+    /// Any reason not to start it.
+    pub fn admit_for(
+        &self,
+        candidate: &Candidate<'_>,
+        told: &Admit,
+        cap: Option<Cap<'_>>,
+    ) -> Result<Answer, AdmitError> {
+        match told.annotations.get(LEASE_ANNOTATION) {
+            Some(id) => self.granted_still(id, &candidate.container).map(Answer::AlreadyGranted),
+            None => self.grant_for(candidate, told, cap),
+        }
+    }
+
+    fn grant_for(
+        &self,
+        candidate: &Candidate<'_>,
+        told: &Admit,
+        cap: Option<Cap<'_>>,
+    ) -> Result<Answer, AdmitError> {
+        let mut request =
+            request::parse(&told.annotations, candidate.share, told.capabilities.as_deref(), self.config)?;
+        request.wait = Duration::ZERO;
+        let store = self.store()?;
+        let terms = Terms { rootfs: Rootfs::Told(&told.image), cap };
+        let taken = take::take(candidate, &request, terms, &store, *self)?;
+        let served = self
+            .grant(&taken, &request)
+            .and_then(|grant| self.ready(&taken, &grant, &store).map(|warnings| (grant, warnings)));
+        match served {
+            Ok((grant, warnings)) => {
+                let lease = taken.lease.id;
+                Ok(Answer::Granted(Box::new(Granted { lease, grant, warnings })))
+            }
+            Err(error) => {
+                self.give_back(&taken.lease, &store);
+                Err(error)
+            }
+        }
+    }
+
+    /// Frees `lease` of `uid` if none of its processes is left; what is left of it for the user to clear. One
+    /// that is not in the ledger is no error: late ends come twice.
+    ///
+    /// # Errors
+    /// It is somebody else's, it has processes, or the ledger cannot be written.
+    pub fn free_for(&self, uid: u32, lease: &LeaseId) -> Result<Option<Leftover>, AdmitError> {
+        let store = self.store()?;
+        let ledger = read(&store)?;
+        let Some(held) = ledger.lease(lease) else { return Ok(None) };
+        if held.container.uid != uid || !held.brokered {
+            return Err(AdmitError::NoLease(lease.clone()));
+        }
+        if held.has_processes() {
+            let container = held.container.id.clone();
+            return Err(AdmitError::StillRunning { lease: lease.clone(), container });
+        }
+        self.free(lease, &store)?;
+        let rootfs = &held.container.rootfs;
+        let in_use =
+            ledger.leases.iter().any(|other| other.id != *lease && other.container.rootfs == *rootfs);
+        Ok((!in_use).then(|| Leftover {
+            bundle: held.container.bundle.clone(),
+            rootfs: rootfs.clone(),
+            mount_points: held.mount_points.clone(),
+            volumes: free_volumes(held, &ledger),
+        }))
+    }
+
+    /// As [`super::enter`] for container `id` of `uid`, who asks `sublet serve`; `false`: it has no lease that is known here.
+    ///
+    /// # Errors
+    /// As [`super::enter`].
+    pub fn enter_for(&self, uid: u32, id: &str, record: &Path) -> Result<bool, AdmitError> {
+        let ledger = read(&self.store()?)?;
+        let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(false) };
+        if let Some(key) = &lease.server {
+            mps::enter(&key.public(&self.config.state_dir), self.config)?;
+        }
+        Ok(true)
+    }
+
+    /// As [`super::mark_ending`], where `deleter` deletes the container.
+    ///
+    /// # Errors
+    /// The ledger cannot be written.
+    pub fn mark_ending_for(
+        &self,
+        deleter: Process,
+        uid: u32,
+        id: &str,
+        record: &Path,
+    ) -> Result<Option<LeaseId>, AdmitError> {
+        self.mark(uid, id, record, Some(deleter))
+    }
+
+    /// As [`super::bind`], to `process`, which has been found to be the user's; `beside` is who told.
+    ///
+    /// # Errors
+    /// The lease is gone or another container's, or the ledger cannot be written.
+    pub fn bind_for(
+        &self,
+        lease: &LeaseId,
+        names: &ContainerNames,
+        process: Process,
+        beside: i32,
+    ) -> Result<(), AdmitError> {
+        let binding = Binding {
+            id: names.id.clone(),
+            bundle: names.bundle.clone(),
+            record: names.record.clone(),
+            init: Init::beside(process, beside),
+        };
+        self.bind(lease, &binding)
+    }
+
+    /// As [`super::hand_over`].
+    ///
+    /// # Errors
+    /// The ledger cannot be written.
+    pub fn hand_over_for(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
+        self.hand_over(lease, owner)
+    }
+
+    /// As [`super::abandon`].
+    ///
+    /// # Errors
+    /// The ledger cannot be read or written.
+    pub fn abandon_for(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
+        self.abandon(uid, id, owner)
+    }
+
+    /// As [`super::unmark`].
+    ///
+    /// # Errors
+    /// The ledger cannot be written.
+    pub fn unmark_for(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+        self.unmark(lease)
+    }
+}
+
+/// What the user is to remove from volumes that no other container with a share has.
+fn free_volumes(held: &Lease, ledger: &Ledger) -> Vec<VolumeFiles> {
+    let others = ledger.leases.iter().filter(|other| other.id != held.id);
+    let used: Vec<u64> = others.flat_map(|other| &other.volumes).map(|volume| volume.device).collect();
+    held.made_in_volumes().into_iter().filter(|volume| !used.contains(&volume.device)).collect()
+}

@@ -1,0 +1,62 @@
+//! Mount points that a container left whose lease is freed already, or that never started.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::config::Config;
+use crate::inventory;
+use crate::ledger::{self, LEASE_RECORD_ANNOTATION, Lease};
+use crate::oci::podman_storage;
+use crate::oci::{self, JsonFile};
+
+/// Takes away what the runtime has made for our mounts in the root filesystem of a container that [`super::bind`]
+/// stopped: it gives the container up now and runs no poststop hook, and whoever freed the lease looked
+/// before the files were there. Trouble is passed over: the container does not start in any case.
+pub fn clear_unbound(bundle: &Path, config: &Config) {
+    let spec = JsonFile::read(&bundle.join("config.json")).and_then(|file| file.parse()).unwrap_or_default();
+    let Some(root) = spec.pointer("/root/path").and_then(Value::as_str) else { return };
+    let Ok(root) = bundle.join(root).canonicalize() else { return };
+    let rootfs = podman_storage::root_filesystem(root, &spec, bundle);
+    let (Ok(rootfs), Ok(inventory)) = (rootfs, inventory::last(config)) else { return };
+    if may_be_in_use(&rootfs, config) {
+        return;
+    }
+    let ours = |mount: &&Value| {
+        let source = mount["source"].as_str().map(Path::new);
+        inventory.files.iter().any(|file| Some(file.source.as_path()) == source)
+    };
+    let mounts = spec["mounts"].as_array().into_iter().flatten().filter(ours);
+    let points: Vec<PathBuf> =
+        mounts.filter_map(|mount| mount["destination"].as_str().map(PathBuf::from)).collect();
+    oci::cleanup_mount_points(&rootfs, &points);
+    let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
+    if let Some(lease) = record.and_then(Value::as_str).and_then(Lease::from_annotation) {
+        clear_volumes(&lease, config);
+    }
+}
+
+/// Takes away what the runtime has made for our mounts in volumes of the container that had `lease`, where no lease
+/// has one of the same file system.
+pub(super) fn clear_volumes(lease: &Lease, config: &Config) {
+    let volumes = lease.made_in_volumes();
+    if volumes.is_empty() {
+        return;
+    }
+    let ledger: Value = serde_json::from_slice(&ledger::written(&config.state_dir)).unwrap_or_default();
+    let Some(leases) = ledger["leases"].as_array() else { return };
+    let others: Vec<u64> = leases
+        .iter()
+        .flat_map(|lease| lease["volumes"].as_array().into_iter().flatten())
+        .filter_map(|volume| volume["device"].as_u64())
+        .collect();
+    volumes.iter().filter(|volume| !others.contains(&volume.device)).for_each(oci::clear_volume);
+}
+
+/// Whether a lease has that root filesystem. Everybody may read the ledger, those too who may not open the
+/// store.
+fn may_be_in_use(rootfs: &Path, config: &Config) -> bool {
+    let ledger: Value = serde_json::from_slice(&ledger::written(&config.state_dir)).unwrap_or_default();
+    let Some(leases) = ledger["leases"].as_array() else { return true };
+    leases.iter().any(|lease| lease["container"]["rootfs"].as_str().map(Path::new) == Some(rootfs))
+}

@@ -1,0 +1,234 @@
+//! Shares taken and given back where the state is on this host's disk.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use super::local::Local;
+use super::reconcile::read;
+use super::request_of_spec::{self, is_of_bundle, request_of, undo};
+use super::state::State;
+use super::take::{self, Rootfs, Terms};
+use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP, current_inventory, refusals};
+use crate::grant::{self, Grant};
+use crate::inventory::{self, Inventory};
+use crate::ledger::{self, Binding, Container, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Store};
+use crate::process::Process;
+use crate::request::Request;
+use crate::{mps, oci};
+
+impl Local<'_> {
+    /// A spec that carries a lease: another entry point has been there, or its bundle is run once more.
+    fn admit_again(
+        &self,
+        id: &str,
+        candidate: &Candidate<'_>,
+        spec: &mut Value,
+    ) -> Result<Admission, AdmitError> {
+        match self.granted_still(id, &candidate.container) {
+            Ok(lease) => Ok(Admission::AlreadyGranted(lease)),
+            Err(error @ AdmitError::ForgedLease { .. }) => {
+                if !is_of_bundle(id, spec, &candidate.container) {
+                    return Err(error);
+                }
+                undo(spec)?;
+                self.admit_ours(candidate, spec)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// [`already_granted`], and its daemon serves: it was ready when the lease was taken, which may be a while ago.
+    pub(super) fn granted_still(&self, id: &str, container: &Container) -> Result<LeaseId, AdmitError> {
+        let lease = self.already_granted(id, container)?;
+        if lease.server.is_some() {
+            mps::ready(&lease, &self.store()?, self.config)?;
+        }
+        Ok(lease.id)
+    }
+
+    /// A spec with a lease id is granted only if the ledger holds that live lease for this container: not one whose
+    /// container never came to be, which only the next command would free.
+    pub(super) fn already_granted(&self, id: &str, container: &Container) -> Result<Lease, AdmitError> {
+        let (ledger, _) = read(&self.store()?)?.settled();
+        let granted =
+            LeaseId::parse(id).and_then(|id| ledger.lease(&id).filter(|lease| holds(lease, container)));
+        granted.cloned().ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
+    }
+
+    fn admit_ours(&self, candidate: &Candidate<'_>, spec: &mut Value) -> Result<Admission, AdmitError> {
+        let request = request_of(spec, candidate.share, self.config)?;
+        let store = self.store()?.beside(&candidate.container.record);
+        let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
+        let taken =
+            request_of_spec::taken(take::take(candidate, &request, terms, &store, *self), spec, self.config)?;
+        let served = self.grant(&taken, &request).and_then(|grant| {
+            oci::edit(spec, &grant)?;
+            self.ready(&taken, &grant, &store)
+        });
+        if served.is_err() {
+            self.give_back(&taken.lease, &store);
+        }
+        Ok(Admission::Granted { lease: taken.lease.id, warnings: served? })
+    }
+
+    /// What a container with this lease is given.
+    pub(super) fn grant(&self, taken: &take::Taken, request: &Request) -> Result<Grant, AdmitError> {
+        let grant = grant::grant(
+            &taken.placement,
+            &taken.lease,
+            &request.capabilities,
+            &taken.image,
+            &taken.inventory,
+            self.config,
+        );
+        // A node that is missing would give a container that starts and finds no GPU.
+        for granted in &grant.nodes {
+            inventory::ensure_node(&self.config.driver.root, &granted.node)?;
+        }
+        Ok(grant)
+    }
+
+    /// Its daemon, last, after those in its way: none is started for a container that cannot be served. All the warnings
+    /// there are.
+    pub(super) fn ready(
+        &self,
+        taken: &take::Taken,
+        grant: &Grant,
+        store: &Store,
+    ) -> Result<Vec<String>, AdmitError> {
+        let mut warnings = mps::make_way(&taken.in_the_way, store)?;
+        if taken.lease.server.is_some() {
+            warnings.extend(mps::ready(&taken.lease, store, self.config)?);
+        }
+        warnings.extend(grant.warnings.iter().cloned());
+        Ok(warnings)
+    }
+
+    /// As [`super::mark_ending`], where `deleter` deletes the container.
+    pub(super) fn mark(
+        &self,
+        uid: u32,
+        id: &str,
+        record: &Path,
+        deleter: Option<Process>,
+    ) -> Result<Option<LeaseId>, AdmitError> {
+        let store = self.store()?;
+        // Wherever we are: a container that is not ours is none of our business, and the change below is refused.
+        let ledger = store.peek().or_else(|_| read(&store))?;
+        if ledger.of_record(uid, id, record).is_none() {
+            self.clear_for_others(&ledger, &store);
+            return Ok(None);
+        }
+        let (Ok(marked), freed) =
+            store.update(|ledger| Ok::<_, Infallible>(ledger.mark_ending(uid, id, record, deleter)))?;
+        self.tidy(&freed, &store);
+        Ok(marked)
+    }
+}
+
+/// Between the hook that took a lease and the container, other entry points may be passed: one that knows the
+/// container better than the lease does changes nothing either.
+fn holds(lease: &Lease, container: &Container) -> bool {
+    let held = &lease.container;
+    let awaited = lease.is_unbound() && held.uid == container.uid;
+    same(held, container) || awaited && (held.id.is_empty() || held.id == container.id)
+}
+
+pub(super) fn same(a: &Container, b: &Container) -> bool {
+    (a.uid, &a.id, &a.bundle) == (b.uid, &b.id, &b.bundle)
+}
+
+impl State for Local<'_> {
+    fn admit(
+        &self,
+        candidate: &Candidate<'_>,
+        annotations: &BTreeMap<String, String>,
+        spec: &mut Value,
+    ) -> Result<Admission, AdmitError> {
+        match annotations.get(LEASE_ANNOTATION) {
+            Some(id) => self.admit_again(id, candidate, spec),
+            None => self.admit_ours(candidate, spec),
+        }
+    }
+
+    fn withdraw(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+        self.free(lease, &self.store()?)
+    }
+
+    fn end(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+        let store = self.store()?;
+        let ledger = read(&store)?;
+        let Some(held) = ledger.lease(lease).cloned() else {
+            self.clear_for_others(&ledger, &store);
+            return Ok(());
+        };
+        let deadline = Instant::now() + EMPTY_CGROUP;
+        while held.has_processes() {
+            if Instant::now() > deadline {
+                return Err(AdmitError::StillRunning {
+                    lease: lease.clone(),
+                    container: held.container.id.clone(),
+                });
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        self.free(lease, &store)
+    }
+
+    /// Whoever frees a lease of root's clears after it.
+    fn clear_after(&self, _lease: &Lease) {}
+
+    fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
+        let store = self.store()?;
+        if read(&store)?.abandon(uid, id, owner).is_empty() {
+            return Ok(());
+        }
+        let (Ok(abandoned), mut freed) =
+            store.update(|ledger| Ok::<_, Infallible>(ledger.abandon(uid, id, owner)))?;
+        freed.extend(abandoned);
+        self.tidy(&freed, &store);
+        Ok(())
+    }
+
+    fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
+        Ok(self.update(|ledger| ledger.hand_over(lease, owner))?)
+    }
+
+    fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
+        let store = self.store()?;
+        let (bound, freed) = store.update(|ledger| ledger.bind(lease, binding))?;
+        self.tidy(&freed, &store);
+        Ok(bound?)
+    }
+
+    fn mark_ending(&self, uid: u32, id: &str, record: &Path) -> Result<Option<LeaseId>, AdmitError> {
+        self.mark(uid, id, record, Process::current().ok())
+    }
+
+    fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+        Ok(self.update(|ledger| ledger.unmark_ending(lease))?)
+    }
+
+    fn enter(&self, public: &Path, _id: &str, _record: &Path) -> Result<(), AdmitError> {
+        Ok(mps::enter(public, self.config)?)
+    }
+
+    fn new_inventory(&self) -> Result<Inventory, AdmitError> {
+        current_inventory::refresh(self.config)
+    }
+
+    fn ledger_of_hooks(&self) -> Result<Option<Ledger>, AdmitError> {
+        if !ledger::is_there(&self.config.state_dir) {
+            return Ok(None);
+        }
+        Ok(Some(read(&self.store()?)?))
+    }
+
+    fn record_refusal(&self, container: &str, error: &AdmitError) {
+        refusals::record(container, error, self.config);
+    }
+}

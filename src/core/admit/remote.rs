@@ -1,0 +1,312 @@
+//! The state of `sublet serve`, for users without root: what would touch it is asked of the service.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use super::left_mount_points::clear_volumes;
+use super::request_of_spec::{is_of_bundle, request_of, undo};
+use super::state::State;
+use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP};
+use crate::broker::client::{Broker, BrokerError};
+use crate::broker::protocol::{Admit, Answer, Ask, ContainerNames};
+use crate::config::Config;
+use crate::grant::Image;
+use crate::inventory::Inventory;
+use crate::ledger::{self, Binding, LEASE_ANNOTATION, Lease, LeaseId, Ledger};
+use crate::process::Process;
+use crate::request::Request;
+use crate::{mps, oci};
+
+/// Between two looks for a free share.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// Between two looks whether a container's processes are gone.
+const STILL_THERE: Duration = Duration::from_millis(20);
+
+/// Whoever has it.
+pub(super) struct Remote<'a> {
+    config: &'a Config,
+}
+
+impl<'a> Remote<'a> {
+    pub(super) const fn new(config: &'a Config) -> Self {
+        Self { config }
+    }
+
+    fn broker(&self) -> Broker {
+        Broker::new(self.config)
+    }
+
+    fn done(&self, ask: &Ask) -> Result<(), AdmitError> {
+        match self.broker().ask(ask)? {
+            Answer::Done(_) => Ok(()),
+            _ => unfitting(),
+        }
+    }
+
+    /// The mount points in the root filesystem are ours to remove: root would not touch where a user points.
+    fn freed(&self, ask: &Ask) -> Result<(), AdmitError> {
+        let Answer::Freed(left) = self.broker().ask(ask)? else { return unfitting() };
+        if let Some(left) = left {
+            crate::fs::atomic::sweep(&left.bundle);
+            oci::clear(&left);
+        }
+        Ok(())
+    }
+
+    /// Whether the ledger, which everybody may read, mentions the container at all: those that are not ours
+    /// must not depend on the service. A hint only; the service decides.
+    fn may_have_lease(&self, id: &str) -> bool {
+        !id.is_empty() && self.is_mentioned(id)
+    }
+
+    /// What cannot be read may mention it.
+    fn is_mentioned(&self, text: &str) -> bool {
+        if !ledger::is_there(&self.config.state_dir) {
+            return false;
+        }
+        let ledger = ledger::written(&self.config.state_dir);
+        ledger.is_empty() || ledger.windows(text.len().max(1)).any(|window| window == text.as_bytes())
+    }
+}
+
+impl State for Remote<'_> {
+    fn admit(
+        &self,
+        candidate: &Candidate<'_>,
+        annotations: &BTreeMap<String, String>,
+        spec: &mut Value,
+    ) -> Result<Admission, AdmitError> {
+        let mut broker = self.broker();
+        let mut annotations = annotations.clone();
+        // First of all: the nodes that another entry point has put there are bind mounts, like those of somebody's own.
+        if annotations.contains_key(LEASE_ANNOTATION) {
+            match granted_before(candidate, &annotations, spec, &mut broker) {
+                // The lease of an earlier run of this bundle is none any more.
+                Err(AdmitError::Broker(_)) if is_of_earlier_run(&annotations, spec, candidate) => undo(spec)?,
+                done => return done,
+            }
+            annotations.remove(LEASE_ANNOTATION);
+        }
+        // Looked at here as well as there: the first has the spec, the last has the say.
+        let request = request_of(spec, candidate.share, self.config)?;
+        let deadline = Instant::now() + request.wait;
+        loop {
+            candidate.check_wanted()?;
+            let error = match look(candidate, &annotations, &request, spec, &mut broker, self.config) {
+                Err(error) if error.is_temporary() && Instant::now() < deadline => error,
+                done => return done,
+            };
+            tracing::debug!("looking again: {error}");
+            candidate.wait(LOOK_AGAIN.min(deadline.saturating_duration_since(Instant::now())));
+        }
+    }
+
+    fn withdraw(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+        self.freed(&Ask::Withdraw { lease: lease.clone() })
+    }
+
+    /// What the service does not wait for is waited for here.
+    fn end(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+        let deadline = Instant::now() + EMPTY_CGROUP;
+        loop {
+            match self.freed(&Ask::End { lease: lease.clone() }) {
+                Err(error) if error.is_temporary() && Instant::now() < deadline => {
+                    std::thread::sleep(STILL_THERE);
+                }
+                done => return done,
+            }
+        }
+    }
+
+    /// Whoever looked first has freed the lease: what a container leaves it remembers itself.
+    fn clear_after(&self, lease: &Lease) {
+        let rootfs = &lease.container.rootfs;
+        // A container of the same image's directory may hold a share; where no path is, nothing is in the way.
+        let in_use = rootfs.to_str().is_none_or(|rootfs| self.is_mentioned(rootfs));
+        if !in_use {
+            oci::cleanup_mount_points(rootfs, &lease.mount_points);
+        }
+        clear_volumes(lease, self.config);
+    }
+
+    fn abandon(&self, _uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {
+        if !self.may_have_lease(id) {
+            return Ok(());
+        }
+        self.done(&Ask::Abandon { id: id.to_owned(), owner: owner.pid })
+    }
+
+    fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
+        self.done(&Ask::HandOver { lease: lease.clone(), owner: owner.pid })
+    }
+
+    fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
+        let container = ContainerNames {
+            id: binding.id.clone(),
+            bundle: binding.bundle.clone(),
+            record: binding.record.clone(),
+            ..ContainerNames::default()
+        };
+        self.done(&Ask::Bind { lease: lease.clone(), container, pid: binding.init.process.pid })
+    }
+
+    fn mark_ending(&self, _uid: u32, id: &str, record: &Path) -> Result<Option<LeaseId>, AdmitError> {
+        let ask = Ask::Ending { id: id.to_owned(), record: record.to_owned() };
+        let lease = match self.may_have_lease(id).then(|| self.broker().ask(&ask)).transpose()? {
+            Some(Answer::Lease(lease)) => lease,
+            Some(_) => return unfitting(),
+            None => None,
+        };
+        if let (None, Some(ended)) = (&lease, Lease::of_ended(record)) {
+            self.clear_after(&ended);
+        }
+        Ok(lease)
+    }
+
+    fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
+        self.done(&Ask::Unmark { lease: lease.clone() })
+    }
+
+    /// The service brings a daemon back. Where it is not there itself, a daemon that answers needs nobody to do that.
+    fn enter(&self, public: &Path, id: &str, record: &Path) -> Result<(), AdmitError> {
+        let ask = Ask::Enter { id: id.to_owned(), record: record.to_owned() };
+        let missing = match self.broker().ask(&ask) {
+            Ok(Answer::Done(true)) => return Ok(()),
+            Ok(Answer::Done(false)) => None,
+            Ok(_) => return unfitting(),
+            Err(refused @ BrokerError::Refused { .. }) => return Err(refused.into()),
+            Err(error) => Some(error),
+        };
+        match (mps::answers(public, self.config)?, missing) {
+            (true, _) => Ok(()),
+            (false, Some(error)) => Err(error.into()),
+            (false, None) => Err(AdmitError::NotHeld),
+        }
+    }
+
+    fn new_inventory(&self) -> Result<Inventory, AdmitError> {
+        match self.broker().ask(&Ask::Inventory)? {
+            Answer::Inventory(inventory) => Ok(*inventory),
+            _ => unfitting(),
+        }
+    }
+
+    /// To a rootless container no hook gives a share late.
+    fn ledger_of_hooks(&self) -> Result<Option<Ledger>, AdmitError> {
+        Ok(None)
+    }
+
+    /// Its own silence is no refusal.
+    fn record_refusal(&self, container_id: &str, error: &AdmitError) {
+        let silent =
+            |broker: &BrokerError| !matches!(broker, BrokerError::Refused { .. } | BrokerError::TooLong);
+        if matches!(error, AdmitError::Broker(broker) if silent(broker)) {
+            return;
+        }
+        let ask = Ask::Refused { id: container_id.to_owned(), reason: error.to_string() };
+        if let Err(error) = self.done(&ask) {
+            tracing::debug!("the refusal is not written down: {error}");
+        }
+    }
+}
+
+/// A spec that carries a lease: the service knows whether it is this container's.
+fn granted_before(
+    candidate: &Candidate<'_>,
+    annotations: &BTreeMap<String, String>,
+    spec: &Value,
+    broker: &mut Broker,
+) -> Result<Admission, AdmitError> {
+    match broker.ask(&ask(candidate, annotations, spec, Image::default()))? {
+        Answer::AlreadyGranted(lease) => Ok(Admission::AlreadyGranted(lease)),
+        _ => unfitting(),
+    }
+}
+
+fn is_of_earlier_run(
+    annotations: &BTreeMap<String, String>,
+    spec: &Value,
+    candidate: &Candidate<'_>,
+) -> bool {
+    annotations.get(LEASE_ANNOTATION).is_some_and(|id| is_of_bundle(id, spec, &candidate.container))
+}
+
+fn look(
+    candidate: &Candidate<'_>,
+    annotations: &BTreeMap<String, String>,
+    request: &Request,
+    spec: &mut Value,
+    broker: &mut Broker,
+    config: &Config,
+) -> Result<Admission, AdmitError> {
+    let Answer::Inventory(inventory) = broker.ask(&Ask::Inventory)? else { return unfitting() };
+    let image = oci::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?;
+    let Answer::Granted(granted) = broker.ask(&ask(candidate, annotations, spec, image))? else {
+        return unfitting();
+    };
+    if let Err(error) = oci::edit(spec, &granted.grant) {
+        let _ = broker.ask(&Ask::Withdraw { lease: granted.lease });
+        return Err(error.into());
+    }
+    Ok(Admission::Granted { lease: granted.lease, warnings: granted.warnings })
+}
+
+fn ask(candidate: &Candidate<'_>, annotations: &BTreeMap<String, String>, spec: &Value, image: Image) -> Ask {
+    let container = &candidate.container;
+    // What we wrote for ourselves is long, and nobody asks for it there.
+    let told = |key: &str| key.starts_with("sublet.") && !key.starts_with("sublet.lease.");
+    let ours = annotations.iter().filter(|(key, _)| told(key));
+    let us = std::process::id();
+    Ask::Admit(Box::new(Admit {
+        container: ContainerNames {
+            id: container.id.clone(),
+            bundle: container.bundle.clone(),
+            rootfs: container.rootfs.clone(),
+            record: container.record.clone(),
+        },
+        owner: Some(candidate.owner.pid).filter(|owner| u32::try_from(*owner) != Ok(us)),
+        share: candidate.share.map(str::to_owned),
+        annotations: ours.map(|(key, value)| (key.clone(), value.clone())).collect(),
+        capabilities: oci::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES"),
+        image,
+    }))
+}
+
+fn unfitting<T>() -> Result<T, AdmitError> {
+    Err(BrokerError::Unfitting.into())
+}
+
+/// What the service says of us: our leases, our policy and what it leaves.
+///
+/// # Errors
+/// It does not run.
+pub fn own_status(config: &Config) -> Result<Value, AdmitError> {
+    match Broker::new(config).ask(&Ask::Status)? {
+        Answer::Status(status) => Ok(status),
+        _ => unfitting(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(dir: &Path) -> Config {
+        Config { state_dir: dir.to_owned(), ..Config::default() }
+    }
+
+    #[test]
+    fn containers_that_the_ledger_does_not_mention_need_no_service() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(dir.path());
+        assert_eq!(Remote::new(&config).mark_ending(0, "c1", Path::new("/r/c1")).unwrap(), None);
+        std::fs::write(dir.path().join("ledger.json"), r#"{"leases":[{"id":"c1"}]}"#).unwrap();
+        assert_eq!(Remote::new(&config).mark_ending(0, "c2", Path::new("/r/c2")).unwrap(), None);
+        let error = Remote::new(&config).mark_ending(0, "c1", Path::new("/r/c1")).unwrap_err();
+        assert!(error.to_string().starts_with("sublet serve is not running"), "{error}");
+    }
+}
