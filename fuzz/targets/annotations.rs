@@ -11,7 +11,7 @@ use sublet_core::config_files::of_text;
 use sublet_core::share::LONGEST_WAIT;
 use sublet_core::share::units::{MIB, Percent, parse_duration, parse_percent, show_duration};
 use sublet_core::request::{is_ours, is_podman_infra, is_sandbox, parse};
-use sublet_core::share::{Devices, Memory, MigCap};
+use sublet_core::share::{Devices, Memory, MigCapability};
 
 static CONFIG: LazyLock<Config> = LazyLock::new(|| {
     let text = "[share.small]\nmode = \"mps\"\nsm = \"25\"\nmemory = \"8GiB\"\n\
@@ -42,7 +42,7 @@ fuzz_target!(|text: &str| {
         parse_duration(&show_duration(request.wait), LONGEST_WAIT).expect("as it is shown"),
         request.wait
     );
-    assert!(!request.mig_caps.contains(&MigCap::Config), "not allowed here");
+    assert!(!request.mig_caps.contains(&MigCapability::Config), "not allowed here");
     assert!(!request.capabilities.0.is_empty() || annotations.contains_key("sublet.capabilities"));
     assert!(!matches!(&request.devices, Devices::These(list) if list.is_empty()));
 });

@@ -8,8 +8,8 @@ use crate::serve::rule_of;
 use sublet_core::admit::dynamic_mig::NO_SITE;
 use sublet_core::admit::take::allowed;
 use sublet_core::admit::{AdmitError, dynamic_mig, is_remote};
-use sublet_core::broker::caps::Cap;
 use sublet_core::broker::client::BrokerError;
+use sublet_core::broker::policy_limits::PolicyLimit;
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
 use sublet_core::ledger::{LeaseId, Ledger};
@@ -30,18 +30,19 @@ pub fn preview(
     let uid = geteuid().as_raw();
     let rule = is_remote(config).then(|| rule_of(uid, config)).transpose();
     let rule = rule.map_err(|reason| BrokerError::Refused { reason, temporary: false })?;
-    let cap = rule.map(|rule| Cap { uid, rule });
-    let allowed = allowed(cap, inventory, config)?;
+    let limit = rule.map(|rule| PolicyLimit { uid, rule });
+    let allowed = allowed(limit, inventory, config)?;
     let placement =
         place(request, id, &allowed, ledger, config).map_err(|refusal| {
-            match dynamic_mig::order(request, cap, &allowed, ledger, config) {
+            match dynamic_mig::order(request, limit, &allowed, ledger, config) {
                 Some(Ok(order)) => foreseen(&order, refusal.into(), inventory, ledger, config),
                 Some(Err(error)) => error,
                 None => refusal.into(),
             }
         })?;
-    cap.map_or(Ok(()), |cap| cap.check(&placement, ledger))
-        .map_err(|error| AdmitError::Cap(Box::new(error)))?;
+    limit
+        .map_or(Ok(()), |limit| limit.check(&placement, ledger))
+        .map_err(|error| AdmitError::PolicyLimit(Box::new(error)))?;
     Ok(placement)
 }
 

@@ -1,5 +1,5 @@
 //! C1, C2 and C7: what stands in annotations, in config.json and on the runtime's command line. (What the command
-//! lines of engines are taken for, word by word: `src/runtime/argv_tests.rs`, `tests/unit/runtime.rs`.)
+//! lines of engines are taken for, word by word: `src/runtime/shim/argv_tests.rs`, `tests/unit/runtime.rs`.)
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;

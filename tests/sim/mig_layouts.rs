@@ -105,7 +105,7 @@ fn lease(device: &str) -> Lease {
         devices: vec![device.to_owned()],
         mode: Mode::Mig,
         isolation: Isolation::Shared,
-        server: None,
+        daemon: None,
         sm: None,
         memory_bytes: None,
         processes: 1,

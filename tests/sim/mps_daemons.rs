@@ -13,7 +13,7 @@ use nix::unistd::Pid;
 use sublet_core::config::Config;
 use sublet_core::inventory::ComputeMode;
 use sublet_core::ledger::{
-    Container, DaemonKey, Lease, LeaseId, LeaseState, Ledger, MemoryCeiling, Server, ServerState, Store,
+    Container, DaemonKey, DaemonState, Lease, LeaseId, LeaseState, Ledger, MemoryCeiling, MpsDaemon, Store,
 };
 use sublet_core::mps;
 use sublet_core::process::Process;
@@ -97,7 +97,7 @@ impl Host {
             devices: vec![GPU.into()],
             mode: Mode::Mps,
             isolation: Isolation::Shared,
-            server: Some(DaemonKey(key.into())),
+            daemon: Some(DaemonKey(key.into())),
             sm: sm.map(|percent| Percent::from_thousandths(percent * 1000)),
             memory_bytes: memory,
             processes: 1,
@@ -135,8 +135,8 @@ impl Host {
         mps::ready(lease, &self.store, &self.config).map_err(|error| error.to_string())
     }
 
-    fn server(&self, key: &str) -> Option<Server> {
-        self.store.read().unwrap().servers.into_iter().find(|server| server.key.0 == key)
+    fn server(&self, key: &str) -> Option<MpsDaemon> {
+        self.store.read().unwrap().daemons.into_iter().find(|server| server.key.0 == key)
     }
 
     /// What the daemon itself says, to a control program from elsewhere: the host's may have been moved.
@@ -194,13 +194,13 @@ fn a_cold_daemon_is_started_and_a_warm_one_asked_nothing(host: &Host) {
     let lease = host.take("00000000000000a1", GPU, Some(25), None);
     assert_eq!(host.ready(&lease).unwrap(), Vec::<String>::new());
     let server = host.server(GPU).unwrap();
-    assert_eq!(server.state, ServerState::Serving);
+    assert_eq!(server.state, DaemonState::Serving);
     assert_eq!(host.ask(GPU, "get_default_active_thread_percentage"), "25.0");
     assert_eq!(host.ask(GPU, "get_server_list").lines().count(), 1, "prewarmed");
     assert_eq!(host.names(&format!("mps/{GPU}/public")), ["control"]);
     assert_eq!(host.compute_mode(), ComputeMode::ExclusiveProcess);
     assert_eq!(host.store.read().unwrap().compute_modes[0].found, ComputeMode::Default);
-    let daemon = server.daemon.unwrap().pid;
+    let daemon = server.process.unwrap().pid;
     left_the_starter(daemon, &host.root.join("config.toml"));
     drop(leaked);
     // Nothing can be started now, and nothing has to be.
@@ -247,7 +247,7 @@ fn the_ceiling_follows_the_leases(host: &Host) {
     let (stopped, message) = host.sublet(&["mps", "stop", GPU]);
     assert!(!stopped && message.contains("serves 1 lease"), "{message}");
     host.give_back(&third);
-    let daemon = host.server(GPU).unwrap().daemon.unwrap();
+    let daemon = host.server(GPU).unwrap().process.unwrap();
     mps::settle(&key, &host.store, &host.config).unwrap();
     assert!(host.server(GPU).is_none() && !daemon.is_alive());
     assert_eq!(host.compute_mode(), ComputeMode::Default);
@@ -304,7 +304,7 @@ fn a_ceiling_that_is_not_known_to_be_in_force_is_set_anew(host: &Host) {
     let ready = || assert!(host.ready(&lease).unwrap().is_empty());
     for put_right in [&settle as &dyn Fn(), &start, &ready] {
         // It was being lowered: the record is, the daemon is told in part.
-        host.edit(|ledger| ledger.servers[0].answered_at = 0);
+        host.edit(|ledger| ledger.daemons[0].answered_at = 0);
         host.ask(GPU, &format!("set_device_pinned_mem_limit {} 0 8G", host.ask(GPU, "get_server_list")));
         put_right();
         assert_eq!(memory_limits(host), ["4096M", "4096M"]);
@@ -328,20 +328,20 @@ fn a_ceiling_that_is_not_known_to_be_in_force_is_set_anew(host: &Host) {
 fn a_stopped_daemon_is_found_out(host: &Host) {
     let lease = host.take("00000000000000b1", GPU, Some(50), None);
     host.ready(&lease).unwrap();
-    let daemon = host.server(GPU).unwrap().daemon.unwrap();
+    let daemon = host.server(GPU).unwrap().process.unwrap();
     kill(Pid::from_raw(daemon.pid), Signal::SIGSTOP).unwrap();
     // As if the last answer were half a minute and a second old.
-    host.edit(|ledger| ledger.servers[0].answered_at -= 31);
+    host.edit(|ledger| ledger.daemons[0].answered_at -= 31);
     let message = host.ready(&lease).unwrap_err();
     assert!(
         message.contains("does not answer (stopped?)") && message.contains("sublet mps stop"),
         "{message}"
     );
-    assert_eq!(host.server(GPU).unwrap().state, ServerState::Fault);
+    assert_eq!(host.server(GPU).unwrap().state, DaemonState::Fault);
     assert_eq!(children_named("nvidia-cuda-mps"), 0, "every child is reaped");
     kill(Pid::from_raw(daemon.pid), Signal::SIGCONT).unwrap();
     assert!(host.ready(&lease).is_ok());
-    assert_eq!(host.server(GPU).unwrap().state, ServerState::Serving);
+    assert_eq!(host.server(GPU).unwrap().state, DaemonState::Serving);
 }
 
 /// Children of this process with that name, zombies too.
@@ -357,7 +357,7 @@ fn a_dead_daemon_comes_back_under_the_same_directory(host: &Host) {
     let public = host.root.join("run/mps").join(GPU).join("public");
     let inode = |path: &Path| fs::symlink_metadata(path).unwrap().ino();
     let (directory, socket) = (inode(&public), inode(&public.join("control")));
-    let daemon = host.server(GPU).unwrap().daemon.unwrap();
+    let daemon = host.server(GPU).unwrap().process.unwrap();
     kill(Pid::from_raw(daemon.pid), Signal::SIGKILL).unwrap();
     while daemon.is_alive() {
         std::thread::sleep(Duration::from_millis(2));
@@ -367,17 +367,17 @@ fn a_dead_daemon_comes_back_under_the_same_directory(host: &Host) {
     assert_eq!(inode(&public), directory);
     assert_ne!(inode(&public.join("control")), socket);
     let server = host.server(GPU).unwrap();
-    assert_eq!((server.state, server.ceiling.sm), (ServerState::Serving, Percent::from_thousandths(50_000)));
+    assert_eq!((server.state, server.ceiling.sm), (DaemonState::Serving, Percent::from_thousandths(50_000)));
     assert_eq!(host.store.read().unwrap().compute_modes[0].found, ComputeMode::Default);
     assert!(mps::heal(&host.store, &host.config).is_empty());
 }
 
 /// The record says `starting`, a daemon runs that no record names.
 fn a_start_that_was_killed_is_taken_up(host: &Host) {
-    let stray = host.server(GPU).unwrap().daemon.unwrap();
+    let stray = host.server(GPU).unwrap().process.unwrap();
     host.edit(|ledger| {
-        ledger.servers[0].state = ServerState::Starting;
-        ledger.servers[0].daemon = None;
+        ledger.daemons[0].state = DaemonState::Starting;
+        ledger.daemons[0].process = None;
     });
     let lease = host.store.read().unwrap().leases[0].clone();
     host.ready(&lease).unwrap();
@@ -400,7 +400,7 @@ fn a_dedicated_daemon_has_its_leases_limits_and_leaves_nothing(host: &Host) {
     host.give_back(&lease);
     mps::settle(&DaemonKey(id.into()), &host.store, &host.config).unwrap();
     assert_eq!(host.names("mps"), [GPU]);
-    assert!(host.store.read().unwrap().servers.is_empty());
+    assert!(host.store.read().unwrap().daemons.is_empty());
 }
 
 fn many_at_once_start_one_daemon(host: &Host) {
@@ -446,7 +446,7 @@ fn starts_and_stops_killed_at_any_moment_are_put_right(host: &Host) {
         );
         assert_eq!(host.compute_mode(), ComputeMode::Default);
         let ledger = host.store.read().unwrap();
-        assert!(ledger.servers.is_empty() && ledger.compute_modes.is_empty());
+        assert!(ledger.daemons.is_empty() && ledger.compute_modes.is_empty());
     }
 }
 
@@ -473,7 +473,7 @@ fn a_daemon_that_never_answers_leaves_nothing_changed(host: &Host) {
     assert!(!message.contains("earlier") && !message.contains("hold"), "{message}");
     assert_eq!(host.compute_mode(), ComputeMode::Default);
     assert!(host.store.read().unwrap().compute_modes.is_empty());
-    assert_eq!(host.server(GPU).unwrap().state, ServerState::Down);
+    assert_eq!(host.server(GPU).unwrap().state, DaemonState::Down);
     fs::rename(&aside, &program).unwrap();
     fs::write(&settings, before).unwrap();
     host.ready(&lease).unwrap();
@@ -507,7 +507,7 @@ fn served(host: &Host) -> (PathBuf, String) {
     host.ready(&lease).unwrap();
     let server = host.ask(GPU, "get_server_list");
     let program = fs::read_link(format!("/proc/{server}/exe")).unwrap();
-    let daemon = host.server(GPU).unwrap().daemon.unwrap();
+    let daemon = host.server(GPU).unwrap().process.unwrap();
     let environment = String::from_utf8(fs::read(format!("/proc/{}/environ", daemon.pid)).unwrap()).unwrap();
     let path = environment.split('\0').find_map(|entry| entry.strip_prefix("PATH=")).unwrap();
     let first = path.split(':').next().unwrap().to_owned();
@@ -548,10 +548,10 @@ fn a_wrapper_in_place_of_the_control_program_works(host: &Host) {
     fs::remove_file(host.root.join("run/ledger.json")).unwrap();
     // A change makes it anew, of what runs.
     host.edit(|_| {});
-    assert_eq!(host.server(GPU).unwrap().daemon, before.daemon, "by its own pid file");
+    assert_eq!(host.server(GPU).unwrap().process, before.process, "by its own pid file");
     host.edit(|ledger| ledger.leases.clear());
     mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
-    assert!(host.server(GPU).is_none() && !before.daemon.unwrap().is_alive());
+    assert!(host.server(GPU).is_none() && !before.process.unwrap().is_alive());
     fs::rename(&real, &program).unwrap();
 }
 
@@ -590,7 +590,7 @@ fn half_of_the_programs_is_named_at_once(host: &Host) {
     host.ready(&lease).unwrap();
     let aside = server.with_extension("aside");
     fs::rename(&server, &aside).unwrap();
-    host.edit(|ledger| ledger.servers[0].answered_at = 1);
+    host.edit(|ledger| ledger.daemons[0].answered_at = 1);
     host.ready(&lease).unwrap();
     host.give_back(&lease);
     mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
@@ -605,7 +605,7 @@ fn half_of_the_programs_is_named_at_once(host: &Host) {
         assert!(message.contains(words), "{words}: {message}");
     }
     assert!(!message.contains('\n'));
-    assert_eq!(host.server(GPU).unwrap().state, ServerState::Down);
+    assert_eq!(host.server(GPU).unwrap().state, DaemonState::Down);
     host.give_back(&lease);
     mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
     fs::rename(&aside, &server).unwrap();

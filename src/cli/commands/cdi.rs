@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 use serde_json::json;
 
-use super::output::{self, Format};
+use super::tables::{self, Format};
 use crate::cdi_spec::{self, FileError, Listing, Named, State};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
@@ -79,10 +79,10 @@ fn print(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let (listing, text) = specification(config)?;
     let spec = state(&text, &listing, config);
     match format {
-        Format::Json => output::json(&document(&listing, spec, config))?,
+        Format::Json => tables::json(&document(&listing, spec, config))?,
         Format::Table => {
             let rows = listing.devices.iter().map(row).collect();
-            println!("{}", output::table(&["CDI DEVICE", "DEVICE", "UUID"], rows));
+            println!("{}", tables::table(&["CDI DEVICE", "DEVICE", "UUID"], rows));
             for without in &listing.without {
                 println!("No {KIND}={}: {}", safe(&without.name), without.why);
             }

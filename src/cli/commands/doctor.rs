@@ -8,7 +8,7 @@ use sublet_core::config_files;
 use serde_json::json;
 
 use super::doctor_run::{self, Engine};
-use super::output::{self, Format};
+use super::tables::{self, Format};
 use crate::doctor::{self, Check, Host, Verdict};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
@@ -58,7 +58,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     }
     let loaded = config_files::load();
     if arguments.inventory {
-        output::json(&probe::probe(&loaded.unwrap_or_default())?)?;
+        tables::json(&probe::probe(&loaded.unwrap_or_default())?)?;
         return Ok(ExitCode::SUCCESS);
     }
     let mut checks = vec![match &loaded {
@@ -70,7 +70,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let config = loaded.unwrap_or_else(|_| Config::default());
     checks.extend(doctor::run(&Host::of(&config, arguments.quick, ask, probe)));
     match arguments.format {
-        Format::Json => output::json(&json!({"schema": "sublet.doctor/1", "checks": checks}))?,
+        Format::Json => tables::json(&json!({"schema": "sublet.doctor/1", "checks": checks}))?,
         Format::Table => println!("{}", table(&checks)),
     }
     let failed = checks.iter().any(|check| check.result == Verdict::Fail);
@@ -88,7 +88,7 @@ fn table(checks: &[Check]) -> String {
         let result = format!("{:?}", check.result).to_uppercase();
         vec![result, check.check.to_owned(), format!("{}{fix}", check.found)]
     };
-    output::table(&["RESULT", "CHECK", "FOUND  -> FIX"], checks.iter().map(row).collect())
+    tables::table(&["RESULT", "CHECK", "FOUND  -> FIX"], checks.iter().map(row).collect())
 }
 
 /// What NVML says, in a process of its own: one that hangs with the driver is left behind.

@@ -15,8 +15,8 @@ use clap::ValueEnum;
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
-use super::output::{self, Format};
 use super::probe::Probed;
+use super::tables::{self, Format};
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::request::{self, Request};
 use sublet_core::share::{Memory, Mode};
@@ -72,7 +72,7 @@ pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> 
     let made = Made::image(engine.program(), &stop)?;
     let probed = made.probe(engine.options(), annotations, RUN_LIMIT)?;
     match format {
-        Format::Json => output::json(&probed)?,
+        Format::Json => tables::json(&probed)?,
         Format::Table => println!("{}", table(&probed)),
     }
     let request = understood(annotations).filter(is_of_mps);
@@ -85,8 +85,8 @@ pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> 
     if let Some(limit) = limit.filter(|limit| probed.seen.memory_free_bytes > *limit) {
         bail!(
             "the container may take {}, and {} is the limit of its share: it is not in force; sublet status",
-            output::memory(probed.seen.memory_free_bytes),
-            output::memory(limit)
+            tables::memory(probed.seen.memory_free_bytes),
+            tables::memory(limit)
         );
     }
     Ok(if probed.neighbours_hidden { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -121,7 +121,7 @@ fn is_of_mps(request: &Request) -> bool {
 fn table(probed: &Probed) -> String {
     let seen = &probed.seen;
     let memory =
-        format!("{} of {}", output::memory(seen.memory_free_bytes), output::memory(seen.memory_total_bytes));
+        format!("{} of {}", tables::memory(seen.memory_free_bytes), tables::memory(seen.memory_total_bytes));
     let yes = |is: bool| if is { "yes" } else { "no" }.to_owned();
     let rows = [
         ("devices", seen.devices.to_string()),
@@ -130,7 +130,7 @@ fn table(probed: &Probed) -> String {
         ("MPS", yes(seen.mps)),
         ("neighbours hidden", yes(probed.neighbours_hidden)),
     ];
-    output::table(&["PROBE", "SAW"], rows.map(|(name, value)| vec![name.to_owned(), value]).to_vec())
+    tables::table(&["PROBE", "SAW"], rows.map(|(name, value)| vec![name.to_owned(), value]).to_vec())
 }
 
 /// Whether somebody wants us to end (Ctrl-C, `systemctl stop`, a terminal that is closed).

@@ -7,8 +7,8 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 use serde_json::{Value, json};
 
-use super::output;
 use super::protection::{does_not_protect, protects};
+use super::tables;
 use crate::guard::{self, Event};
 use crate::preview::preview;
 use sublet_core::admit::{Candidate, confirmed_inventory, lease_for, request_of};
@@ -17,7 +17,7 @@ use sublet_core::config_files;
 use sublet_core::grant::{Grant, grant, refused_beside};
 use sublet_core::inventory::Inventory;
 use sublet_core::ledger::{Container, LeaseId, Store};
-use sublet_core::oci::mapped;
+use sublet_core::oci::containers_by_name;
 use sublet_core::oci::podman_storage;
 use sublet_core::oci::{self, JsonFile};
 use sublet_core::place::Placement;
@@ -94,7 +94,7 @@ fn mapped(arguments: &Arguments, spec: &Value) -> anyhow::Result<Option<String>>
         Some(bundle) => {
             let bundle = bundle.canonicalize()?;
             let id = bundle.file_name().unwrap_or_default().to_string_lossy();
-            mapped::share(&id, &bundle, &JsonFile::read(&bundle.join("config.json"))?)?
+            containers_by_name::share(&id, &bundle, &JsonFile::read(&bundle.join("config.json"))?)?
         }
         None => config_files::load_containers()?.and_then(|containers| {
             let text = |given: &Option<String>| given.clone().unwrap_or_default();
@@ -147,7 +147,7 @@ fn candidate(arguments: &Arguments, rootfs: PathBuf) -> anyhow::Result<Candidate
 
 fn print_request(request: &Request) {
     let memory = |memory: Memory| match memory {
-        Memory::Bytes(bytes) => output::memory(bytes),
+        Memory::Bytes(bytes) => tables::memory(bytes),
         Memory::Share(share) => format!("{share} % of the device"),
     };
     let mut rows = vec![
@@ -217,8 +217,8 @@ fn print_placement(placement: &Placement, inventory: &Inventory) {
         let (kind, label) = device.map_or(("", String::new()), |device| (device.kind(), device.label()));
         println!("  {uuid} {kind} ({label}), mode {}", placement.mode);
     }
-    if let Some(server) = &placement.server {
-        println!("  served by MPS daemon {server}{}", over_several(placement));
+    if let Some(daemon) = &placement.daemon {
+        println!("  served by MPS daemon {daemon}{}", over_several(placement));
     }
     println!("\nThis share protects");
     for line in protects(placement) {
@@ -236,7 +236,7 @@ fn over_several(placement: &Placement) -> String {
     match (placement.devices.len(), placement.memory_bytes) {
         (0 | 1, _) => String::new(),
         (count, None) => format!(", its own over all {count}"),
-        (count, Some(bytes)) => format!(", its own over all {count}, {} on each", output::memory(bytes)),
+        (count, Some(bytes)) => format!(", its own over all {count}, {} on each", tables::memory(bytes)),
     }
 }
 
@@ -272,7 +272,7 @@ fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
     let ledger = Store::open(&config.state_dir)?.peek()?;
     let held: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.id.starts_with(id)).collect();
     for lease in &held {
-        let memory = output::memory_limit(lease.memory_bytes);
+        let memory = tables::memory_limit(lease.memory_bytes);
         println!(
             "Container {} holds lease {}: mode {}, memory {memory}.",
             lease.container.id, lease.id, lease.mode
@@ -283,12 +283,12 @@ fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
         .filter(|record| record.container_id.starts_with(id))
         .collect();
     for record in &refused {
-        println!("{}  refused: {}", output::timestamp(record.time), record.reason);
+        println!("{}  refused: {}", tables::timestamp(record.time), record.reason);
     }
     let is_its = |event: &Event| event.container_id.as_deref().is_some_and(|name| name.starts_with(id));
     let guarded: Vec<_> = guard::events(config).into_iter().filter(is_its).collect();
     for event in &guarded {
-        println!("{}", super::guarded::line(event));
+        println!("{}", super::guard_report::line(event));
     }
     if held.is_empty() && refused.is_empty() && guarded.is_empty() {
         bail!(

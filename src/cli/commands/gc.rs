@@ -12,7 +12,7 @@ use sublet_core::config::Config;
 pub fn run(config: &Config) -> anyhow::Result<ExitCode> {
     let done = Local::new(config).reconcile(|_| Ok(()))?;
     for lease in &done.freed {
-        println!("Freed lease {} of container {}.", lease.id, super::output::short(&lease.container.id));
+        println!("Freed lease {} of container {}.", lease.id, super::tables::short(&lease.container.id));
     }
     for line in &done.lines {
         println!("{line}");

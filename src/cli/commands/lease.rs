@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 
-use super::output::{self, Format};
+use super::tables::{self, Format};
 use sublet_core::admit;
 use sublet_core::config::Config;
 use sublet_core::ledger::LeaseId;
@@ -44,7 +44,7 @@ fn list(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let ledger = super::settled_ledger(config)?;
     let inventory = admit::fresh_inventory(config)?;
     match format {
-        Format::Json => output::json(&super::status::leases_json(&inventory, &ledger))?,
+        Format::Json => tables::json(&super::status::leases_json(&inventory, &ledger))?,
         Format::Table => println!("{}", super::status::lease_table(&inventory, &ledger)),
     }
     Ok(ExitCode::SUCCESS)
@@ -57,7 +57,7 @@ fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode>
         bail!("there is no lease {id}; `sublet lease list` shows them")
     };
     if !force {
-        let (container, signs) = (output::short(&lease.container.name()), lease.signs_of_life());
+        let (container, signs) = (tables::short(&lease.container.name()), lease.signs_of_life());
         let signs = if signs.is_empty() { "it was just started".to_owned() } else { signs.join("; ") };
         bail!(
             "lease {id} is held by container {container}: {signs}; end the container, or --force if it is gone"

@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 use serde_json::{Value, json};
 
-use super::output::{self, Format};
-use super::{mig_list, mig_made};
+use super::tables::{self, Format};
+use super::{mig_dynamic, mig_list};
 use crate::mig::{self, ApplyError, Fence, Gpu, Layout, Nvml, Plan, Target, Uninterrupted};
 use sublet_core::admit::{self, Local, fresh_inventory};
 use sublet_core::config::Config;
@@ -73,8 +73,8 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
         Command::Plan { file, format } => show(file, *format, config),
         Command::Apply { file, allow_reset } => apply(file, *allow_reset, config),
         Command::Assert { file } => assert(file, config),
-        Command::Make => mig_made::make(config),
-        Command::Clear => mig_made::clear(config),
+        Command::Make => mig_dynamic::make(config),
+        Command::Clear => mig_dynamic::clear(config),
         Command::Export => {
             let ledger = super::settled_ledger(config)?;
             let inventory = fresh_inventory(config)?;
@@ -132,7 +132,7 @@ fn show(file: &LayoutFile, format: Format, config: &Config) -> anyhow::Result<Ex
     let plans = planned(file, config)?;
     let refused = plans.iter().any(Result::is_err);
     match format {
-        Format::Json => output::json(&plans.iter().map(plan_json).collect::<Vec<_>>())?,
+        Format::Json => tables::json(&plans.iter().map(plan_json).collect::<Vec<_>>())?,
         Format::Table if plans.is_empty() => println!("The layout names no GPU of this host."),
         Format::Table => plans.iter().for_each(|plan| println!("{}", lines(plan))),
     }
@@ -189,7 +189,7 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     let (fence, ledger, freed) = Fence::raise(&uuids, &store)?;
     Local::new(config).settle(&freed, &store);
     for device in inventory.devices.iter().filter(|device| uuids.iter().any(|gpu| gpu == device.gpu())) {
-        mig_made::stop_servers(&device.uuid, &store, config);
+        mig_dynamic::stop_servers(&device.uuid, &store, config);
     }
     let gpus = mig::seen(&mut nvml, &inventory, &ledger)?;
     let plans = plans(&gpus, &targets, &ledger).into_iter().collect::<Result<Vec<_>, _>>()?;
@@ -198,7 +198,7 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     drop(fence);
     if let Err(error) = crate::refresh::refresh(config) {
         // The next container that starts tries it again.
-        eprintln!("sublet: warning: the inventory is not refreshed: {}", output::chain(&error));
+        eprintln!("sublet: warning: the inventory is not refreshed: {}", tables::chain(&error));
     }
     Local::new(config).clear_made(&store);
     done?;

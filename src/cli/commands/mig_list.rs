@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use serde_json::{Value, json};
 
-use super::output::{self, Format};
+use super::tables::{self, Format};
 use crate::mig::{Compute, Gpu, Instance, Nvml, Profile, device_name, seen};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
@@ -19,7 +19,7 @@ pub fn run(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let inventory = fresh_inventory(config)?;
     let gpus = seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
     match format {
-        Format::Json => output::json(&gpus.iter().map(gpu_json).collect::<Vec<_>>())?,
+        Format::Json => tables::json(&gpus.iter().map(gpu_json).collect::<Vec<_>>())?,
         Format::Table => println!("{}", tables(&gpus)),
     }
     Ok(ExitCode::SUCCESS)
@@ -65,18 +65,18 @@ fn tables(gpus: &[Gpu]) -> String {
         Some(mode) => format!("{}, {} after a reset", word(mode.current), word(mode.pending)),
     };
     let rows = gpus.iter().map(|gpu| vec![gpu.index.to_string(), safe(&gpu.name), mode(gpu)]).collect();
-    let mut parts = vec![output::table(&["GPU", "NAME", "MIG MODE"], rows)];
+    let mut parts = vec![tables::table(&["GPU", "NAME", "MIG MODE"], rows)];
     let profiles: Vec<_> =
         gpus.iter().flat_map(|gpu| gpu.profiles.iter().map(|one| profile_row(gpu, one))).collect();
     if !profiles.is_empty() {
         let header = ["GPU", "PROFILE", "ID", "FREE/TOTAL", "SMS", "MEMORY", "PLACEMENTS"];
-        parts.push(output::table(&header, profiles));
+        parts.push(tables::table(&header, profiles));
     }
     let instances: Vec<_> =
         gpus.iter().flat_map(|gpu| gpu.instances.iter().flat_map(|one| instance_rows(gpu, one))).collect();
     if !instances.is_empty() {
         let header = ["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "UUID", "HELD BY"];
-        parts.push(output::table(&header, instances));
+        parts.push(tables::table(&header, instances));
     }
     parts.join("\n\n")
 }

@@ -1,7 +1,7 @@
 //! The `sublet` command: one file a command.
 
 #[macro_use]
-mod print;
+mod closed_output;
 
 mod cdi;
 mod config;
@@ -10,20 +10,20 @@ mod doctor_run;
 mod drain;
 mod explain;
 mod gc;
-mod guarded;
+mod guard_report;
 mod lease;
 mod mig;
+mod mig_dynamic;
 mod mig_list;
-mod mig_made;
 mod mps;
-mod output;
-mod own;
 mod probe;
 mod protection;
 mod refresh;
 mod serve;
 mod setup;
 mod status;
+mod tables;
+mod user_view;
 mod wait;
 
 use std::process::ExitCode;
@@ -100,10 +100,10 @@ pub fn main() -> ExitCode {
     // What the library warns of, a rebuilt ledger say, is for whoever ran the command.
     log::trace_to(Log::new("sublet", None, false, None), false);
     let code = run(arguments.command).unwrap_or_else(|error| {
-        eprintln!("sublet: {}", output::chain(&error));
+        eprintln!("sublet: {}", tables::chain(&error));
         ExitCode::FAILURE
     });
-    if print::finish() { code } else { ExitCode::FAILURE }
+    if closed_output::finish() { code } else { ExitCode::FAILURE }
 }
 
 fn run(command: Command) -> anyhow::Result<ExitCode> {

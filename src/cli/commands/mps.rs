@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use super::output::{self, Format};
+use super::tables::{self, Format};
 use crate::mps_daemons;
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
@@ -85,7 +85,7 @@ fn list(format: Format, store: &Store, config: &Config) -> anyhow::Result<()> {
     super::settled_ledger(config)?;
     let daemons = mps_daemons::list(store, config)?;
     match format {
-        Format::Json => output::json(&daemons)?,
+        Format::Json => tables::json(&daemons)?,
         Format::Table if daemons.is_empty() => println!("No MPS daemons."),
         Format::Table => println!("{}", super::status::daemon_table(&daemons, &fresh_inventory(config)?)),
     }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use serde::{Deserialize, Serialize};
 
-use super::output;
+use super::tables;
 use crate::doctor::cuda::{self, Seen};
 
 /// Its one line of output.
@@ -28,7 +28,7 @@ pub fn run() -> anyhow::Result<ExitCode> {
     let shown = shown(Path::new("/"));
     let seen = cuda::look().map_err(anyhow::Error::msg)?;
     let neighbours_hidden = shown <= seen.devices;
-    output::json(&Probed { seen, neighbours_hidden })?;
+    tables::json(&Probed { seen, neighbours_hidden })?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -7,7 +7,7 @@ use sublet_core::share::{Isolation, Mode};
 /// What holds.
 pub fn protects(placement: &Placement) -> Vec<&'static str> {
     let mut lines = vec!["no other container is booked memory or SMs that are booked for this one"];
-    match (placement.mode, placement.isolation, placement.server.is_some()) {
+    match (placement.mode, placement.isolation, placement.daemon.is_some()) {
         (Mode::Mps, Isolation::Shared, _) => {
             lines.push("neighbours run at the same time as you, not by turns");
         }
@@ -25,7 +25,7 @@ pub fn protects(placement: &Placement) -> Vec<&'static str> {
             "the driver holds this container's SM ceiling, and no client can raise it past the server's",
         );
     }
-    if placement.memory_bytes.is_some() && placement.server.is_some() {
+    if placement.memory_bytes.is_some() && placement.daemon.is_some() {
         lines.push("the driver holds the memory limit for programs that leave their environment as it is");
         lines.push(match placement.isolation {
             Isolation::Shared if placement.mode == Mode::Mps => {
@@ -48,13 +48,13 @@ pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
     {
         lines.push("while a share of the same MPS server has no sublet.memory, a program without its container's environment has no memory limit");
     }
-    if placement.memory_bytes.is_some() && placement.server.is_some() {
+    if placement.memory_bytes.is_some() && placement.daemon.is_some() {
         lines.push(
             "a hostile program can spoil its own CUDA_MPS_PINNED_DEVICE_MEM_LIMIT and take more memory",
         );
         lines.push("the limits are per process: more processes than sublet.processes take more");
     }
-    if placement.server.is_some() {
+    if placement.daemon.is_some() {
         lines.push("a hostile program can unset CUDA_MPS_PIPE_DIRECTORY and run beside MPS, unless the compute mode is EXCLUSIVE_PROCESS");
     }
     if placement.mode == Mode::Mig && placement.memory_bytes.is_some() {
@@ -65,7 +65,7 @@ pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
     if placement.memory_bytes.is_none() && !matches!(placement.mode, Mode::Exclusive | Mode::Mig) {
         lines.push("without sublet.memory each container can take all the memory that is free");
     }
-    if placement.mode == Mode::TimeSlice && placement.server.is_none() {
+    if placement.mode == Mode::TimeSlice && placement.daemon.is_none() {
         lines.push("turns are equal for each process: a container with more processes gets more time");
     }
     lines.push(match placement.mode {

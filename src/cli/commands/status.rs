@@ -4,8 +4,8 @@ use std::process::ExitCode;
 
 use serde_json::{Value, json};
 
-use super::output::{self, Format};
-use super::own::Own;
+use super::tables::{self, Format};
+use super::user_view::Own;
 use crate::mps_daemons::{self, Listed};
 use sublet_core::admit::{confirmed_inventory, is_remote};
 use sublet_core::config::Config;
@@ -44,7 +44,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
             if let Some(own) = own {
                 document["own"] = json!(own);
             }
-            output::json(&document)?;
+            tables::json(&document)?;
         }
         Format::Table => {
             print_tables(&inventory, &ledger, &daemons, config);
@@ -59,11 +59,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
 fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let last = super::own_refusals(config).pop();
     match (format, last) {
-        (Format::Json, last) => output::json(&last)?,
+        (Format::Json, last) => tables::json(&last)?,
         (Format::Table, None) if is_remote(config) => println!("No container of yours has been refused."),
         (Format::Table, None) => println!("No container has been refused since boot."),
         (Format::Table, Some(last)) => {
-            println!("{}  container {}: {}", output::timestamp(last.time), last.container_id, last.reason);
+            println!("{}  container {}: {}", tables::timestamp(last.time), last.container_id, last.reason);
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -78,7 +78,7 @@ fn document(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: 
         "devices": inventory.gpus().map(device).collect::<Vec<_>>(),
         "leases": leases_json(inventory, ledger),
         "mps": daemons,
-        "guard": super::guarded::document(config),
+        "guard": super::guard_report::document(config),
         "mig_made": ledger.mig.made.iter().map(|made| made_json(made, ledger)).collect::<Vec<_>>(),
     })
 }
@@ -159,7 +159,7 @@ pub(super) fn leases_json(inventory: &Inventory, ledger: &Ledger) -> Value {
                 "memory_bytes": lease.memory_bytes,
                 "state": state(&lease, &device, &known),
                 "pid": lease.init.as_ref().map(|init| init.process.pid),
-                "since": output::timestamp(lease.since),
+                "since": tables::timestamp(lease.since),
             })
         })
     };
@@ -188,7 +188,7 @@ fn print_tables(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], conf
             safe(why)
         );
     }
-    println!("\n{}", super::guarded::lines(config).join("\n"));
+    println!("\n{}", super::guard_report::lines(config).join("\n"));
 }
 
 fn device_table(inventory: &Inventory, ledger: &Ledger, config: &Config) -> String {
@@ -205,11 +205,11 @@ fn device_table(inventory: &Inventory, ledger: &Ledger, config: &Config) -> Stri
             mode,
             account.leases.to_string(),
             format!("{} %", account.sm_free),
-            format!("{} of {}", output::memory(account.memory_free), output::memory(device.memory_bytes)),
+            format!("{} of {}", tables::memory(account.memory_free), tables::memory(device.memory_bytes)),
         ]
     };
     let rows = inventory.devices.iter().map(row).collect();
-    output::table(&["GPU", "NAME", "UUID", "MODE", "LEASES", "SM FREE", "MEMORY FREE"], rows)
+    tables::table(&["GPU", "NAME", "UUID", "MODE", "LEASES", "SM FREE", "MEMORY FREE"], rows)
 }
 
 /// The table of leases, or a line where there is none.
@@ -222,19 +222,19 @@ pub(super) fn lease_table(inventory: &Inventory, ledger: &Ledger) -> String {
         for device in &lease.devices {
             rows.push(vec![
                 lease.id.to_string(),
-                output::short(&lease.container.id),
+                tables::short(&lease.container.id),
                 device_label(device, inventory),
                 lease.mode.to_string(),
                 word(&lease.isolation),
                 lease.sm.map_or_else(|| "no ceiling".to_owned(), |sm| format!("{sm} %")),
-                output::memory_limit(lease.memory_bytes),
+                tables::memory_limit(lease.memory_bytes),
                 word(&state(lease, device, inventory)),
                 lease.init.as_ref().map_or_else(|| "-".to_owned(), |init| init.process.pid.to_string()),
-                output::ago(lease.since),
+                tables::ago(lease.since),
             ]);
         }
     }
-    output::table(
+    tables::table(
         &["LEASE", "CONTAINER", "GPU", "MODE", "ISOLATION", "SM", "MEMORY", "STATE", "PID", "SINCE"],
         rows,
     )
@@ -250,11 +250,11 @@ pub(super) fn daemon_table(daemons: &[Listed], inventory: &Inventory) -> String 
             daemon_state(daemon),
             or_dash(daemon.pid.map(|pid| pid.to_string())),
             format!("{} %", daemon.ceiling_percent),
-            output::memory_limit(daemon.ceiling_memory_bytes),
+            tables::memory_limit(daemon.ceiling_memory_bytes),
             or_dash(daemon.clients.map(|clients| clients.to_string())),
         ]
     };
-    output::table(
+    tables::table(
         &["MPS DAEMON", "GPU", "STATE", "PID", "SM CEILING", "MEMORY CEILING", "CLIENTS"],
         daemons.iter().map(row).collect(),
     )

@@ -48,9 +48,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         match look(request.as_ref(), config) {
             // It would be made.
             Ok(()) | Err(AdmitError::WouldMake { .. }) => return Ok(ExitCode::SUCCESS),
-            Err(error @ (AdmitError::Refused(_) | AdmitError::Cap(_) | AdmitError::Unmade { .. }))
-                if !error.is_temporary() =>
-            {
+            Err(
+                error @ (AdmitError::Refused(_) | AdmitError::PolicyLimit(_) | AdmitError::Unmade { .. }),
+            ) if !error.is_temporary() => {
                 return Err(error.into());
             }
             Err(error) if Instant::now() >= deadline => return Err(error.into()),

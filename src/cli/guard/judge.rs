@@ -119,7 +119,7 @@ impl Judge {
                 .map(|holder| verdict(Offence::Left, own_action(rules.left), look, holder))
                 .collect();
         }
-        let served = look.knows_clients && lease.server.is_some() && !cfg!(sublet_without = "b2-guard");
+        let served = look.knows_clients && lease.daemon.is_some() && !cfg!(sublet_without = "b2-guard");
         let outside = own.iter().filter(|holder| served && !holder.is_client);
         let mut found: Vec<Verdict> =
             outside.map(|holder| verdict(Offence::Bypass, own_action(rules.bypass), look, holder)).collect();
@@ -167,7 +167,7 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     let leases: Vec<&Lease> = ledger
         .leases
         .iter()
-        .filter(|lease| lease.server.is_some() && lease.devices.contains(&look.device))
+        .filter(|lease| lease.daemon.is_some() && lease.devices.contains(&look.device))
         .collect();
     let connected = |lease: &Lease| of(lease, look).filter(|holder| holder.is_client).count();
     let all = look.holders.iter().filter(|holder| holder.is_client).count();

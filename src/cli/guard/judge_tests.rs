@@ -18,7 +18,7 @@ fn shared(n: u64) -> Lease {
     let server = Some(DaemonKey(GPU.to_owned()));
     let state = LeaseState::Active;
     let init = Some(Init { process: Process { pid: 1, start_time: n }, pid_namespace: n, cgroup: None });
-    Lease { mode: Mode::Mps, server, memory_bytes: Some(1000 * MIB), state, init, ..lease(n, GPU) }
+    Lease { mode: Mode::Mps, daemon: server, memory_bytes: Some(1000 * MIB), state, init, ..lease(n, GPU) }
 }
 
 fn ledger(leases: Vec<Lease>) -> Ledger {
@@ -68,7 +68,7 @@ fn each_of_several_devices_is_held_to_the_share_by_itself() {
 #[test]
 fn whoever_keeps_to_the_share_is_left_alone() {
     let one = shared(1);
-    let slice = Lease { mode: Mode::TimeSlice, server: None, memory_bytes: None, ..shared(2) };
+    let slice = Lease { mode: Mode::TimeSlice, daemon: None, memory_bytes: None, ..shared(2) };
     let server = Holder { is_server: true, is_client: false, lease: None, ..client(3, 66, &one) };
     let alone = Holder { is_client: false, ..client(20, 90_000, &slice) };
     let seen = || look(vec![client(10, 1100, &one), server.clone(), alone.clone()]);
@@ -108,7 +108,7 @@ fn a_moment_past_the_line_is_no_offence() {
 
 #[test]
 fn an_instance_of_its_own_holds_its_memory_itself() {
-    let one = Lease { mode: Mode::Mig, server: None, ..shared(1) };
+    let one = Lease { mode: Mode::Mig, daemon: None, ..shared(1) };
     let ledger = ledger(vec![one.clone()]);
     let seen = || look(vec![Holder { is_client: false, ..client(10, 5000, &one) }]);
     assert_eq!(judged(&[seen(), seen()], &ledger), vec![vec![]; 2]);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::super::double::{Double, h200, profile, shape};
+use super::super::fake_driver::{Double, h200, profile, shape};
 use super::super::{Driver, Gpu, Mode, Obstacle, Target, Want, plan};
 use super::*;
 

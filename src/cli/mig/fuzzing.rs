@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::double::{Double, h200};
+use super::fake_driver::{Double, h200};
 use super::{Gpu, Layout, Target, apply, export, plan, targets};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};

@@ -9,38 +9,38 @@
 //! Planning is pure. Profiles and placements are what the driver says of itself, never a table of ours.
 
 mod apply;
-mod arrange;
-mod choose;
+mod export;
 #[cfg(any(test, fuzzing))]
 #[cfg_attr(fuzzing, allow(dead_code, reason = "the fuzz targets need a part of it"))]
-mod double;
-mod export;
+mod fake_driver;
 mod fence;
 #[cfg(fuzzing)]
 pub mod fuzzing;
-mod held;
 mod layout;
 mod layout_entry;
-mod making;
+mod making_instances;
 mod nvml;
+mod occupied;
+mod packing;
 mod parted;
 mod plan;
+mod profile_choice;
+mod signals_held;
 mod target;
-mod uninterrupted;
 
 pub use crate::nvml_mig::{Profile, Span};
 pub use apply::{ApplyError, apply};
-pub(crate) use choose::foresee;
 pub use export::export;
 pub(crate) use fence::Fence;
-pub use held::{made, mark, seen};
 pub use layout::{Layout, LayoutError};
-pub(crate) use making::Making;
-pub(crate) use making::NotMade;
+pub(crate) use making_instances::Making;
+pub(crate) use making_instances::NotMade;
 pub use nvml::Nvml;
+pub use occupied::{made, mark, seen};
 pub use plan::{Obstacle, Plan, Step, plan};
+pub(crate) use profile_choice::foresee;
+pub(crate) use signals_held::Uninterrupted;
 pub use target::{Target, Want, targets};
-pub(crate) use uninterrupted::Uninterrupted;
 
 /// A kind of compute instance that a GPU instance can have.
 #[derive(Clone, Debug, PartialEq, Eq)]

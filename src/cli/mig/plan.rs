@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::arrange::{Group, Placed, Terms, arrange};
+use super::packing::{Group, Placed, Terms, arrange};
 use super::{Compute, Gpu, Instance, Profile, Span, Target, Want, device_name};
 use sublet_core::text::safe;
 

@@ -1,7 +1,7 @@
 //! What plans say: obstacles by name, and that room is kept for large instances.
 
 use super::super::Mode;
-use super::super::double::{Double, h200, profile};
+use super::super::fake_driver::{Double, h200, profile};
 use super::*;
 
 fn want(name: &str, start: Option<u32>) -> Want {

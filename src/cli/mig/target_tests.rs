@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::super::double::{h200, profile};
+use super::super::fake_driver::{h200, profile};
 use super::*;
 use sublet_core::place::fixture::{device, host};
 

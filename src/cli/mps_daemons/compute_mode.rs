@@ -13,7 +13,7 @@ use sublet_core::config::{Config, ExclusiveComputeMode};
 use sublet_core::inventory::{ComputeMode, Inventory};
 use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::{ChangedComputeMode, Lease, Ledger, Store};
-use sublet_core::mps::{MpsError, record};
+use sublet_core::mps::{MpsError, ceiling_and_state};
 use sublet_core::process::Process;
 use sublet_core::text::safe;
 
@@ -60,7 +60,7 @@ pub(super) fn enter(
 }
 
 fn server_runs(key: &DaemonKey, ledger: &Ledger) -> bool {
-    record::server(ledger, key).is_some_and(record::is_alive)
+    ceiling_and_state::daemon(ledger, key).is_some_and(ceiling_and_state::is_alive)
 }
 
 /// Why the mode was not set.
@@ -105,7 +105,7 @@ fn try_enter(
     if let Some(why) = obstacle(policy, found, display, &strangers) {
         return Err(Attempt::Unable(why));
     }
-    record::change(store, |ledger| {
+    ceiling_and_state::change(store, |ledger| {
         // An older record is the true one: whatever stands there now was put there by us.
         if !ledger.compute_modes.iter().any(|changed| changed.device == key.0) {
             ledger.compute_modes.push(ChangedComputeMode { device: key.0.clone(), found });
@@ -164,7 +164,7 @@ pub(super) fn restore(device: &str, store: &Store, config: &Config) -> Result<()
 }
 
 fn forget(device: &str, store: &Store) -> Result<(), MpsError> {
-    record::change(store, |ledger| {
+    ceiling_and_state::change(store, |ledger| {
         ledger.compute_modes.retain(|changed| changed.device != device);
         Ok(())
     })
@@ -182,7 +182,7 @@ pub(super) fn beside_mps(key: &DaemonKey, device: &str, ledger: &Ledger, config:
         let running = probe::compute_processes(&device).map_err(told)?;
         let alone = running.iter().filter(|process| !clients.iter().any(|client| client.pid == process.pid));
         let found = alone.filter_map(|process| {
-            let lease = ledger.on_server(key).find(|lease| belongs(process.pid, lease))?;
+            let lease = ledger.on_daemon(key).find(|lease| belongs(process.pid, lease))?;
             Some(format!(
                 "process {} of container {} runs on {} beside MPS, without limits, since its daemon was gone \
                  when it started: end it",
@@ -218,9 +218,9 @@ pub(super) fn holders(key: &DaemonKey, device: &str, ledger: &Ledger, config: &C
 /// already is none. A process that cannot be looked at is one.
 fn strangers(device: &NvmlDevice<'_>, key: &DaemonKey, ledger: &Ledger) -> Result<Vec<String>, String> {
     let running = probe::compute_processes(device).map_err(|error| format!("who is on it: {error}"))?;
-    let daemon = record::server(ledger, key).filter(|server| record::is_alive(server));
-    let daemon = daemon.and_then(|server| server.daemon).map(|daemon| daemon.pid);
-    let is_server = |pid: u32| daemon.is_some() && parent(pid) == daemon;
+    let alive = ceiling_and_state::daemon(ledger, key).filter(|daemon| ceiling_and_state::is_alive(daemon));
+    let pid_of_daemon = alive.and_then(|daemon| daemon.process).map(|daemon| daemon.pid);
+    let is_server = |pid: u32| pid_of_daemon.is_some() && parent(pid) == pid_of_daemon;
     let stranger = |pid: &u32| !is_server(*pid) && !ledger.leases.iter().any(|lease| belongs(*pid, lease));
     let mut names: Vec<String> =
         running.iter().map(|process| process.pid).filter(stranger).map(described).collect();

@@ -11,7 +11,7 @@ use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{chdir, getpgrp, getpid, setsid};
 
-use super::service::{Kept, become_service};
+use super::service_defaults::{Kept, become_service};
 
 /// Whether setsid(2) would fail: a shell makes each of its jobs the leader of a process group.
 pub(super) fn is_group_leader() -> bool {

@@ -117,7 +117,7 @@ fn multiuser() -> Option<&'static str> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Daemon,
-    Server,
+    MpsDaemon,
 }
 
 /// The daemon and the servers of this pipe directory, by what they were started with: a start that was
@@ -147,7 +147,7 @@ fn kind(cmdline: &[u8]) -> Option<Kind> {
     let mut words = cmdline.split(|byte| *byte == 0);
     let program = words.next()?;
     if program.ends_with(b"nvidia-cuda-mps-server") {
-        return Some(Kind::Server);
+        return Some(Kind::MpsDaemon);
     }
     words.any(|word| word == b"-d" || word == b"-f").then_some(Kind::Daemon)
 }
@@ -211,7 +211,7 @@ mod tests {
     fn daemons_servers_and_those_who_only_ask() {
         assert_eq!(kind(b"/usr/bin/nvidia-cuda-mps-control\0-d\0-M\0"), Some(Kind::Daemon));
         assert_eq!(kind(b"nvidia-cuda-mps-control\0-f\0"), Some(Kind::Daemon));
-        assert_eq!(kind(b"nvidia-cuda-mps-server\0"), Some(Kind::Server));
+        assert_eq!(kind(b"nvidia-cuda-mps-server\0"), Some(Kind::MpsDaemon));
         assert_eq!(kind(b"nvidia-cuda-mps-control\0"), None);
         assert_eq!(kind(b""), None);
     }
@@ -230,7 +230,7 @@ mod tests {
         let mut recorded = Command::new("/bin/sleep").arg("60").spawn().unwrap();
         let process = |child: &std::process::Child| Process::find(child.id().try_into().unwrap()).unwrap();
         sleep(Duration::from_millis(100));
-        assert_eq!(find(&dirs::pipe(&key, state.path())), [(process(&ours), Kind::Server)]);
+        assert_eq!(find(&dirs::pipe(&key, state.path())), [(process(&ours), Kind::MpsDaemon)]);
         end(&key, state.path(), Some(process(&recorded)), None).unwrap();
         assert!(ours.try_wait().unwrap().is_some() && recorded.try_wait().unwrap().is_some());
         assert!(other.try_wait().unwrap().is_none());

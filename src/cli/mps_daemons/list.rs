@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use sublet_core::config::Config;
 use sublet_core::ledger::DaemonKey;
-use sublet_core::ledger::{LeaseId, Ledger, Server, ServerState, Store};
+use sublet_core::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
 use sublet_core::mps::control::{AskError, Control, listens};
 use sublet_core::mps::{MpsError, dirs, idle};
 use sublet_core::process::uptime_seconds;
@@ -21,7 +21,7 @@ pub struct Listed {
     /// The control daemon, while it runs.
     pub pid: Option<i32>,
     /// As recorded, or as seen where that is worse.
-    pub state: ServerState,
+    pub state: DaemonState,
     /// Clients of all its servers; `None` where it does not answer.
     pub clients: Option<usize>,
     /// All the devices it serves, in the order its clients count them.
@@ -45,58 +45,58 @@ pub struct Listed {
 pub fn list(store: &Store, config: &Config) -> Result<Vec<Listed>, MpsError> {
     let ledger = store.peek()?;
     let elsewhere = store.is_of_here().is_err();
-    let look = |server: &Server| {
-        let recorded = shown(server, &ledger, config);
-        if elsewhere { recorded } else { listed(server, recorded, config) }
+    let look = |daemon: &MpsDaemon| {
+        let recorded = shown(daemon, &ledger, config);
+        if elsewhere { recorded } else { listed(daemon, recorded, config) }
     };
-    Ok(ledger.servers.iter().map(look).collect())
+    Ok(ledger.daemons.iter().map(look).collect())
 }
 
 /// `recorded`, with what can be seen of the daemon now.
-fn listed(server: &Server, recorded: Listed, config: &Config) -> Listed {
-    let alive = server.daemon.is_some_and(|daemon| daemon.is_alive());
-    let (state, clients) = match server.state {
-        ServerState::Serving | ServerState::Fault => seen(server, alive, config),
+fn listed(daemon: &MpsDaemon, recorded: Listed, config: &Config) -> Listed {
+    let alive = daemon.process.is_some_and(|daemon| daemon.is_alive());
+    let (state, clients) = match daemon.state {
+        DaemonState::Serving | DaemonState::Fault => seen(daemon, alive, config),
         other => (other, None),
     };
     Listed { pid: recorded.pid.filter(|_| alive), state, clients, ..recorded }
 }
 
 /// As the ledger has it.
-fn shown(server: &Server, ledger: &Ledger, config: &Config) -> Listed {
+fn shown(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Listed {
     Listed {
-        device: server.devices.first().cloned().unwrap_or_default(),
-        devices: server.devices.clone(),
-        lease: LeaseId::parse(&server.key.0),
-        pid: server.daemon.map(|daemon| daemon.pid),
-        state: server.state,
+        device: daemon.devices.first().cloned().unwrap_or_default(),
+        devices: daemon.devices.clone(),
+        lease: LeaseId::parse(&daemon.key.0),
+        pid: daemon.process.map(|daemon| daemon.pid),
+        state: daemon.state,
         clients: None,
-        key: server.key.clone(),
-        ceiling_percent: server.ceiling.sm.as_f64(),
-        ceiling_memory_bytes: server.ceiling.memory.bytes(),
-        idle_seconds: server.idle_since.map(|since| uptime_seconds().saturating_sub(since)),
-        ends_in_seconds: server.idle_since.and_then(|_| ends_in(server, ledger, config)),
+        key: daemon.key.clone(),
+        ceiling_percent: daemon.ceiling.sm.as_f64(),
+        ceiling_memory_bytes: daemon.ceiling.memory.bytes(),
+        idle_seconds: daemon.idle_since.map(|since| uptime_seconds().saturating_sub(since)),
+        ends_in_seconds: daemon.idle_since.and_then(|_| ends_in(daemon, ledger, config)),
     }
 }
 
-fn ends_in(server: &Server, ledger: &Ledger, config: &Config) -> Option<u64> {
-    let left = idle::left(server, ledger, config);
+fn ends_in(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Option<u64> {
+    let left = idle::left(daemon, ledger, config);
     (left > Duration::ZERO && left < Duration::MAX).then_some(left.as_secs())
 }
 
-fn seen(server: &Server, alive: bool, config: &Config) -> (ServerState, Option<usize>) {
-    if !alive || !listens(&server.key.public(&config.state_dir).join("control")) {
-        return (ServerState::Down, None);
+fn seen(daemon: &MpsDaemon, alive: bool, config: &Config) -> (DaemonState, Option<usize>) {
+    if !alive || !listens(&daemon.key.public(&config.state_dir).join("control")) {
+        return (DaemonState::Down, None);
     }
-    let control = dirs::pipe(&server.key, &config.state_dir).join("control");
+    let control = dirs::pipe(&daemon.key, &config.state_dir).join("control");
     if std::fs::metadata(control).is_err_and(|error| error.kind() == std::io::ErrorKind::PermissionDenied) {
         // Only its owner may ask.
-        return (server.state, None);
+        return (daemon.state, None);
     }
-    match Control::new(&server.key, config).map(|control| control.count_clients()) {
-        Ok(Ok(count)) => (ServerState::Serving, Some(count)),
-        Ok(Err(AskError::Gone(_))) => (ServerState::Down, None),
-        _ => (ServerState::Fault, None),
+    match Control::new(&daemon.key, config).map(|control| control.count_clients()) {
+        Ok(Ok(count)) => (DaemonState::Serving, Some(count)),
+        Ok(Err(AskError::Gone(_))) => (DaemonState::Down, None),
+        _ => (DaemonState::Fault, None),
     }
 }
 

@@ -2,14 +2,14 @@
 //! commands where it needs them; what it does itself is [`sublet_core::mps`].
 
 mod compute_mode;
+mod containers_by_mount;
 mod detach;
 mod launch;
 mod list;
 mod logs;
-mod mounted;
 mod rest;
-mod service;
-mod service_calls;
+mod service_defaults;
+mod service_syscalls;
 mod start;
 mod stop;
 

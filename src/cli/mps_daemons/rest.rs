@@ -6,7 +6,7 @@ use sublet_core::config::Config;
 use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::Store;
 use sublet_core::mps::lock::DaemonLock;
-use sublet_core::mps::{MpsError, dirs, record};
+use sublet_core::mps::{MpsError, ceiling_and_state, dirs};
 
 /// Puts the compute mode back under the daemon of `key`, which serves no lease. Returns warnings, one line each.
 ///
@@ -14,7 +14,7 @@ use sublet_core::mps::{MpsError, dirs, record};
 /// It cannot be put back, and the daemon does not end.
 pub fn rest(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
     dirs::check_key(key)?;
-    if record::server(&store.read()?, key).is_none() {
+    if ceiling_and_state::daemon(&store.read()?, key).is_none() {
         return Ok(Vec::new());
     }
     let held = DaemonLock::take(key, &config.state_dir, LOCK_LIMIT)?;
@@ -28,11 +28,11 @@ pub(super) fn rest_held(
     store: &Store,
     config: &Config,
 ) -> Result<Vec<String>, MpsError> {
-    let unused = record::change(store, |ledger| {
-        let unused = ledger.on_server(key).next().is_none();
-        let server = ledger.servers.iter_mut().find(|server| server.key == *key);
+    let unused = ceiling_and_state::change(store, |ledger| {
+        let unused = ledger.on_daemon(key).next().is_none();
+        let daemon = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key);
         // A lease that is taken from now on waits for our lock and sets the mode anew.
-        Ok(server.filter(|_| unused).map(|server| server.mode_left = true).is_some())
+        Ok(daemon.filter(|_| unused).map(|daemon| daemon.mode_left = true).is_some())
     })?;
     if !unused {
         return Ok(Vec::new());

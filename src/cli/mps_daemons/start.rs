@@ -14,12 +14,12 @@ use super::stop::stop_held;
 use sublet_core::config::Config;
 use sublet_core::inventory;
 use sublet_core::ledger::DaemonKey;
-use sublet_core::ledger::{Ceiling, LeaseId, Ledger, Server, ServerState, Store};
+use sublet_core::ledger::{Ceiling, DaemonState, LeaseId, Ledger, MpsDaemon, Store};
 use sublet_core::mps::control::{AskError, Control, listens};
 use sublet_core::mps::idle::waits;
 use sublet_core::mps::lock::DaemonLock;
 use sublet_core::mps::ready::lock_limit;
-use sublet_core::mps::{MpsError, child_start, dirs, record};
+use sublet_core::mps::{MpsError, ceiling_and_state, child_start, dirs};
 use sublet_core::process::Process;
 use sublet_core::process::epoch_seconds;
 
@@ -43,7 +43,7 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<Stri
     let control = Control::new(key, config)?;
     // Before the lock, which makes a directory: nothing is left of a key that nobody knows.
     let ledger = store.read()?;
-    if ledger.on_server(key).next().is_none() && record::server(&ledger, key).is_none() {
+    if ledger.on_daemon(key).next().is_none() && ceiling_and_state::daemon(&ledger, key).is_none() {
         return Err(MpsError::NotWanted { key: key.to_string() });
     }
     let left = detach::leave(&[&config.state_dir, control.program()]);
@@ -54,11 +54,11 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<Stri
     let claim = claim(key, store).inspect_err(|_| forget_directory(key, config))?;
     let started = bring_up(&claim, &control, &left, store, config);
     if started.is_err() {
-        let down = |server: &mut Server| {
-            server.state = ServerState::Down;
-            server.daemon = None;
+        let down = |daemon: &mut MpsDaemon| {
+            daemon.state = DaemonState::Down;
+            daemon.process = None;
         };
-        record::note(store, key, down)?;
+        ceiling_and_state::note(store, key, down)?;
     }
     if stop_unwanted(&held, key, started.is_ok(), store, config)? {
         return started.and(Err(MpsError::NotWanted { key: key.to_string() }));
@@ -76,7 +76,8 @@ fn stop_unwanted(
     config: &Config,
 ) -> Result<bool, MpsError> {
     let ledger = store.read()?;
-    if serves && record::server(&ledger, key).is_some_and(|server| waits(server, &ledger, config)) {
+    if serves && ceiling_and_state::daemon(&ledger, key).is_some_and(|daemon| waits(daemon, &ledger, config))
+    {
         return rest_held(held, key, store, config).map(|_| false);
     }
     match stop_held(held, key, false, store, config) {
@@ -103,42 +104,43 @@ fn serves_already(
     config: &Config,
 ) -> Result<Option<Vec<String>>, MpsError> {
     let ledger = store.read()?;
-    let running = |server: &&Server| {
-        matches!(server.state, ServerState::Serving | ServerState::Fault) && record::is_alive(server)
+    let running = |daemon: &&MpsDaemon| {
+        matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
+            && ceiling_and_state::is_alive(daemon)
     };
-    let Some(server) = record::server(&ledger, key).filter(running) else { return Ok(None) };
+    let Some(daemon) = ceiling_and_state::daemon(&ledger, key).filter(running) else { return Ok(None) };
     match control.ceiling() {
         Ok(_) => {}
         Err(AskError::Gone(_) | AskError::Refused { .. }) => return Ok(None),
-        Err(error) => return Err(record::note_failure(store, server, error)),
+        Err(error) => return Err(ceiling_and_state::note_failure(store, daemon, error)),
     }
     dirs::publish(key, &config.state_dir)?;
-    record::note_answer(store, server)?;
-    let Some(warnings) = enter_again(server, &ledger, store, config)? else { return Ok(None) };
-    record::adjust(held, key, store, config)?;
+    ceiling_and_state::note_answer(store, daemon)?;
+    let Some(warnings) = enter_again(daemon, &ledger, store, config)? else { return Ok(None) };
+    ceiling_and_state::adjust(held, key, store, config)?;
     Ok(Some(warnings))
 }
 
 /// The compute mode under a daemon that has waited for a lease, and now has one; `None`: not while its server has
 /// the GPU.
 fn enter_again(
-    server: &Server,
+    daemon: &MpsDaemon,
     ledger: &Ledger,
     store: &Store,
     config: &Config,
 ) -> Result<Option<Vec<String>>, MpsError> {
-    let key = &server.key;
-    if !server.mode_left || ledger.on_server(key).next().is_none() {
+    let key = &daemon.key;
+    if !daemon.mode_left || ledger.on_daemon(key).next().is_none() {
         return Ok(Some(Vec::new()));
     }
     let entered = compute_mode::enter(key, store, &inventory::load(config)?, config)?;
     if entered.beside_server {
         return Ok(None);
     }
-    record::change(store, |ledger| {
-        let wanted = ledger.on_server(key).next().is_some();
-        if let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key && wanted) {
-            server.mode_left = false;
+    ceiling_and_state::change(store, |ledger| {
+        let wanted = ledger.on_daemon(key).next().is_some();
+        if let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key && wanted) {
+            daemon.mode_left = false;
         }
         Ok(())
     })?;
@@ -158,25 +160,25 @@ struct Claim {
 
 /// Under the ledger's lock: a lease wants the daemon, and it is recorded as starting.
 fn claim(key: &DaemonKey, store: &Store) -> Result<Claim, MpsError> {
-    record::change(store, |ledger| {
-        let Some(first) = ledger.on_server(key).next() else {
+    ceiling_and_state::change(store, |ledger| {
+        let Some(first) = ledger.on_daemon(key).next() else {
             return Err(MpsError::NotWanted { key: key.to_string() });
         };
-        let known = record::server(ledger, key);
+        let known = ceiling_and_state::daemon(ledger, key);
         // Of a device's common server's leases each has that one device.
         let devices = first.devices.clone();
         let claim = Claim {
             key: key.clone(),
             devices: devices.clone(),
-            before: known.and_then(|server| server.daemon),
+            before: known.and_then(|daemon| daemon.process),
             returns: known.is_some(),
         };
-        ledger.servers.retain(|server| server.key != *key);
-        ledger.servers.push(Server {
+        ledger.daemons.retain(|daemon| daemon.key != *key);
+        ledger.daemons.push(MpsDaemon {
             key: key.clone(),
             devices,
-            daemon: None,
-            state: ServerState::Starting,
+            process: None,
+            state: DaemonState::Starting,
             ceiling: Ceiling::default(),
             answered_at: 0,
             idle_since: None,
@@ -241,11 +243,11 @@ fn run_daemon(
     let warnings = Launch { key, devices: &claim.devices, state_dir, control, logs: &logs, left }.start()?;
     let not_up = |why: &str| launch::not_up(&claim.devices, config.mps.start_timeout, why, &logs);
     wait_for_answer(key, control, deadline, config).map_err(|why| not_up(&why))?;
-    let daemon = launch::find(&sublet_core::mps::dirs::pipe(key, state_dir))
+    let process = launch::find(&sublet_core::mps::dirs::pipe(key, state_dir))
         .into_iter()
         .find_map(|(process, kind)| (kind == Kind::Daemon).then_some(process))
         .ok_or_else(|| not_up("it answers, and its process is not to be found in /proc"))?;
-    let refused = |error| record::refused(key, error);
+    let refused = |error| ceiling_and_state::refused(key, error);
     let ledger = store.read()?;
     let ceiling = ledger.wanted_ceiling(key).unwrap_or(Ceiling::NONE);
     // GPUs before Volta know no ceiling and refuse to hear of one; a new daemon has none.
@@ -257,11 +259,11 @@ fn run_daemon(
         Unready::Ended { pid, how } => no_server(pid, &how, claim, control, &logs, store, config),
     })?;
     dirs::publish(key, state_dir)?;
-    record::note(store, key, |server| {
-        server.daemon = Some(daemon);
-        server.state = ServerState::Serving;
-        server.ceiling = ceiling;
-        server.answered_at = epoch_seconds();
+    ceiling_and_state::note(store, key, |daemon| {
+        daemon.process = Some(process);
+        daemon.state = DaemonState::Serving;
+        daemon.ceiling = ceiling;
+        daemon.answered_at = epoch_seconds();
     })?;
     Ok(warnings)
 }

@@ -3,15 +3,15 @@
 use crate::probe;
 use std::time::Duration;
 
-use super::mounted::is_mounted;
+use super::containers_by_mount::is_mounted;
 use super::{compute_mode, launch};
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Device, Inventory};
 use sublet_core::ledger::DaemonKey;
-use sublet_core::ledger::{Server, ServerState, Store};
+use sublet_core::ledger::{DaemonState, MpsDaemon, Store};
 use sublet_core::mps::control::Control;
 use sublet_core::mps::lock::DaemonLock;
-use sublet_core::mps::{MpsError, dirs, record};
+use sublet_core::mps::{MpsError, ceiling_and_state, dirs};
 
 /// Somebody who starts or stops it is nearly always done by then; else the next command stops it.
 pub(super) const LOCK_LIMIT: Duration = Duration::from_millis(1500);
@@ -40,31 +40,31 @@ pub(super) fn stop_held(
     store: &Store,
     config: &Config,
 ) -> Result<Vec<String>, MpsError> {
-    let Claim { server, leases, unexplained } = claim(key, force, store)?;
-    let daemon = server.as_ref().and_then(|server| server.daemon);
-    let answers = server.as_ref().is_some_and(|server| server.state != ServerState::Fault);
+    let Claim { daemon, leases, unexplained } = claim(key, force, store)?;
+    let process = daemon.as_ref().and_then(|daemon| daemon.process);
+    let answers = daemon.as_ref().is_some_and(|daemon| daemon.state != DaemonState::Fault);
     let control = Control::new(key, config).ok().filter(|_| answers);
-    if let Some(server) = server.filter(|_| unexplained && !force) {
-        let clients = clients(&server.devices, control.as_ref(), config);
-        if clients != Some(0) || is_mounted(key, &config.state_dir, daemon) {
+    if let Some(daemon) = daemon.filter(|_| unexplained && !force) {
+        let clients = clients(&daemon.devices, control.as_ref(), config);
+        if clients != Some(0) || is_mounted(key, &config.state_dir, process) {
             // Their containers' next processes would run without any limit.
-            record::note(store, key, |server| server.state = ServerState::Serving)?;
+            ceiling_and_state::note(store, key, |daemon| daemon.state = DaemonState::Serving)?;
             return Ok(vec![format!(
                 "MPS daemon {key} has, or may have, clients or containers that no lease explains, since the ledger was \
                  lost: its device takes no new lease until they have ended (`sublet mps stop {key} --force` ends them)"
             )]);
         }
     }
-    if let Err(error) = launch::end(key, &config.state_dir, daemon, control.as_ref()) {
-        record::note(store, key, |server| server.state = ServerState::Fault)?;
+    if let Err(error) = launch::end(key, &config.state_dir, process, control.as_ref()) {
+        ceiling_and_state::note(store, key, |daemon| daemon.state = DaemonState::Fault)?;
         return Err(error);
     }
     if leases > 0 {
         // Its containers have the directory mounted, and compute mode keeps them from running alone.
         dirs::clear_pipe(key, &config.state_dir)?;
-        record::note(store, key, |server| {
-            server.state = ServerState::Down;
-            server.daemon = None;
+        ceiling_and_state::note(store, key, |daemon| {
+            daemon.state = DaemonState::Down;
+            daemon.process = None;
         })?;
         return Ok(vec![format!(
             "{leases} lease(s) lost their MPS daemon {key}: the next sublet command starts it"
@@ -106,11 +106,11 @@ pub fn exists(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, M
 fn is_known(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, MpsError> {
     let ledger = store.read()?;
     let mode = ledger.compute_modes.iter().any(|changed| changed.device == key.0);
-    Ok(mode || record::server(&ledger, key).is_some() || key.dir(&config.state_dir).exists())
+    Ok(mode || ceiling_and_state::daemon(&ledger, key).is_some() || key.dir(&config.state_dir).exists())
 }
 
 struct Claim {
-    server: Option<Server>,
+    daemon: Option<MpsDaemon>,
     leases: usize,
     /// A rebuild of the ledger found nobody whom it serves.
     unexplained: bool,
@@ -118,24 +118,24 @@ struct Claim {
 
 /// Under the ledger's lock: no lease is left, and the daemon is recorded as stopping.
 fn claim(key: &DaemonKey, force: bool, store: &Store) -> Result<Claim, MpsError> {
-    record::change(store, |ledger| {
-        let leases = ledger.on_server(key).count();
-        let server = record::server(ledger, key).cloned();
+    ceiling_and_state::change(store, |ledger| {
+        let leases = ledger.on_daemon(key).count();
+        let daemon = ceiling_and_state::daemon(ledger, key).cloned();
         if leases > 0 && !force {
             return Err(MpsError::InUse { key: key.to_string(), leases });
         }
-        if let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) {
-            server.state = ServerState::Stopping;
+        if let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key) {
+            daemon.state = DaemonState::Stopping;
         }
-        let unexplained = server.as_ref().is_some_and(|server| ledger.is_unexplained(server));
-        Ok(Claim { server, leases, unexplained })
+        let unexplained = daemon.as_ref().is_some_and(|daemon| ledger.is_unexplained(daemon));
+        Ok(Claim { daemon, leases, unexplained })
     })
 }
 
 /// A lease that was taken while we stopped waits for our lock and starts the daemon anew.
 fn forget(key: &DaemonKey, store: &Store) -> Result<(), MpsError> {
-    record::change(store, |ledger| {
-        ledger.servers.retain(|server| server.key != *key);
+    ceiling_and_state::change(store, |ledger| {
+        ledger.daemons.retain(|daemon| daemon.key != *key);
         Ok(())
     })
 }

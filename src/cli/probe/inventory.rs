@@ -10,13 +10,14 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
 use super::cache::SCHEMA;
+use super::device_nodes::{NodeError, check_node};
 use super::files::{Found, Machine};
-use super::kernel::KernelModule;
-use super::nodes::{NodeError, check_node};
+use super::fingerprint::{self, Seen};
+use super::kernel_module::KernelModule;
 use super::programs::{self, MissingPrograms, MpsPrograms};
-use super::seen::{self, Seen};
 use super::{
-    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, caps, files, kernel, nvml, under,
+    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, files, kernel_module, mig_capabilities,
+    nvml, under,
 };
 use sublet_core::config::{Config, Inject};
 use sublet_core::text::safe;
@@ -135,7 +136,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     refuse_platforms(root)?;
     let module = module(root)?;
     // Before NVML is asked: what changes meanwhile makes the result stale, not wrong.
-    let seen = seen::read(root)?;
+    let seen = fingerprint::read(root)?;
     let found = files::find(root, &module.version, Machine::HOST);
     check_libraries(config, &module, &found)?;
     let majors = majors(root)?;
@@ -157,7 +158,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
             mps_missing,
             smi: programs::program(root, "nvidia-smi"),
             majors: majors.all,
-            mig_caps: caps::privileged(root, majors.all.caps),
+            mig_caps: mig_capabilities::privileged(root, majors.all.caps),
         },
         devices,
         files: found.files,
@@ -210,8 +211,8 @@ fn refuse_platforms(root: &Path) -> Result<(), ProbeError> {
 }
 
 fn module(root: &Path) -> Result<KernelModule, ProbeError> {
-    let path = under(root, kernel::VERSION_FILE);
-    let module = match kernel::loaded(root) {
+    let path = under(root, kernel_module::VERSION_FILE);
+    let module = match kernel_module::loaded(root) {
         Ok(Some(module)) => module,
         Ok(None) => return Err(InventoryError::NoDriver { path }.into()),
         Err(source) => return Err(InventoryError::Unreadable { path, source }.into()),

@@ -1,26 +1,27 @@
 //! What GPUs there are: NVML, /proc, /dev and the library directories are asked. The answer is the inventory, which
 //! everybody else reads from its file ([`sublet_core::inventory`]).
 
+mod contexts;
 mod files;
 mod inventory;
-mod make;
+mod make_nodes;
 mod mig_ids;
 mod nvml;
-mod processes;
-mod running;
+mod nvml_processes;
 
 use sublet_core::fs::below::under;
 use sublet_core::inventory::{
     ComputeMode, Device, Driver, DriverFile, FileKind, GpuProcess, Inventory, InventoryError, Majors,
-    MigGpus, Node, NodeError, Part, Virtualization, cache, caps, kernel, majors, nodes, programs, seen,
+    MigGpus, Node, NodeError, Part, Virtualization, cache, device_majors, device_nodes, fingerprint,
+    kernel_module, mig_capabilities, programs,
 };
 
+#[cfg(test)]
+pub(crate) use contexts::cgroups;
+pub(crate) use contexts::describe;
 pub use inventory::{ProbeError, probe};
 pub(crate) use inventory::{connect, mig_gpus};
-pub(crate) use make::{has_gpu, is_loaded, link_nodes, make_nodes};
+pub(crate) use make_nodes::{has_gpu, is_loaded, link_nodes, make_nodes};
 pub(crate) use mig_ids::instance_ids;
 pub(crate) use nvml::{init as open, joined, mig_handles, unless_unsupported};
-#[cfg(test)]
-pub(crate) use processes::cgroups;
-pub(crate) use processes::describe;
-pub(crate) use running::{compute_processes, graphics_processes, mps_clients};
+pub(crate) use nvml_processes::{compute_processes, graphics_processes, mps_clients};

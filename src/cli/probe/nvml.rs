@@ -11,8 +11,11 @@ use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
 use super::mig_ids::instance_ids;
-use super::running::{compute_processes, mps_clients};
-use super::{ComputeMode, Device, GpuProcess, MigGpus, Node, Part, Virtualization, caps, majors, processes};
+use super::nvml_processes::{compute_processes, mps_clients};
+use super::{
+    ComputeMode, Device, GpuProcess, MigGpus, Node, Part, Virtualization, contexts, device_majors,
+    mig_capabilities,
+};
 
 /// Loads and initializes the library, with whatever GPUs answer.
 pub(crate) fn init(library: &Path) -> Result<Nvml, NvmlError> {
@@ -71,7 +74,7 @@ pub(super) fn describe(
         virtualization: unless_unsupported(device.virtualization_mode())?
             .as_ref()
             .map_or(Virtualization::None, virtualization),
-        dri_nodes: majors::dri(root, &bus_id),
+        dri_nodes: device_majors::dri(root, &bus_id),
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
         // Those of a GPU in MIG mode are its MIG devices'.
         processes: if mig_enabled { Vec::new() } else { running(device)? },
@@ -152,7 +155,7 @@ fn running(device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
     let found = joined(compute.iter().chain(&mps));
     Ok(found
         .into_iter()
-        .filter_map(|(pid, memory)| processes::describe(i32::try_from(pid).ok()?, memory))
+        .filter_map(|(pid, memory)| contexts::describe(i32::try_from(pid).ok()?, memory))
         .collect())
 }
 
@@ -245,7 +248,7 @@ fn part(
 ) -> Result<Device, NvmlError> {
     let ((gi, ci), attributes, memory) = (instance_ids(mig)?, mig.attributes()?, mig.memory_info()?);
     let mut nodes = gpu.nodes.clone();
-    let fault = match caps::nodes(root, caps_major, gpu.minor, gi, ci) {
+    let fault = match mig_capabilities::nodes(root, caps_major, gpu.minor, gi, ci) {
         Ok(caps) => {
             nodes.extend(caps);
             None

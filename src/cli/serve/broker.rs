@@ -6,9 +6,9 @@ use std::path::Path;
 
 use serde_json::json;
 
-use super::caps::Cap;
+use super::policy_limits::PolicyLimit;
+use super::policy_of_user::rule_of;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
-use super::users::rule_of;
 use crate::peer::{Peer, Pinned};
 use sublet_core::admit::{self, AdmitError, Candidate, Local, PutOff};
 use sublet_core::config::Config;
@@ -82,7 +82,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<An
     match ask {
         Ask::Inventory => {
             // Whoever may not have a share has no need of it, and shall not have it looked for.
-            cap(peer, &config)?;
+            limit(peer, &config)?;
             Ok(Answer::Inventory(Box::new(admit::fresh_inventory(&config)?)))
         }
         Ask::Admit(told) => admit(told, peer, state, &config),
@@ -116,21 +116,21 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<An
 }
 
 /// What `peer` may take; `None`: root takes what it likes.
-fn cap(peer: Peer, config: &Config) -> Result<Option<Cap<'_>>, No> {
+fn limit(peer: Peer, config: &Config) -> Result<Option<PolicyLimit<'_>>, No> {
     if peer.uid == 0 {
         return Ok(None);
     }
-    Ok(Some(Cap { uid: peer.uid, rule: rule_of(peer.uid, config)? }))
+    Ok(Some(PolicyLimit { uid: peer.uid, rule: rule_of(peer.uid, config)? }))
 }
 
 fn admit(told: &Admit, peer: Peer, state: Local<'_>, config: &Config) -> Result<Answer, No> {
-    let cap = cap(peer, config)?;
+    let limit = limit(peer, config)?;
     check(told)?;
     let owner: Process = Pinned::of(told.owner.unwrap_or(peer.pid), peer.uid)?.process;
     let ContainerNames { id, bundle, rootfs, record } = told.container.clone();
     let container = Container { uid: peer.uid, id, bundle, rootfs, record };
     let candidate = Candidate { container, owner, share: told.share.as_deref(), engine: None };
-    Ok(state.admit_for(&candidate, told, cap)?)
+    Ok(state.admit_for(&candidate, told, limit)?)
 }
 
 /// What goes into the ledger is bounded and names what it should.
@@ -193,13 +193,13 @@ fn status(peer: Peer, config: &Config) -> Result<Answer, No> {
     let store = Store::open(&config.state_dir).map_err(AdmitError::from)?;
     let ledger = admit::read(&store).map_err(AdmitError::from)?;
     let own: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.uid == peer.uid).collect();
-    let cap = cap(peer, config);
-    let (cap, refused) = cap.map_or_else(|no| (None, Some(no.reason)), |cap| (cap, None));
+    let limit = limit(peer, config);
+    let (limit, refused) = limit.map_or_else(|no| (None, Some(no.reason)), |limit| (limit, None));
     Ok(Answer::Status(json!({
         "version": env!("CARGO_PKG_VERSION"),
         "uid": peer.uid,
-        "policy": cap.map(|cap| cap.rule),
-        "left": cap.map(|cap| cap.left(&ledger)),
+        "policy": limit.map(|limit| limit.rule),
+        "left": limit.map(|limit| limit.left(&ledger)),
         "refused": refused,
         "leases": own,
     })))

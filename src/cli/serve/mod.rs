@@ -15,12 +15,12 @@ mod broker;
 mod connection;
 mod handed_over;
 mod listen;
-mod mig;
+mod mig_watch;
+mod policy_of_user;
 mod pool;
 mod server;
-mod users;
 
+pub(crate) use policy_of_user::rule_of;
 pub use server::{ServeError, serve};
-pub(crate) use users::rule_of;
 
-use sublet_core::broker::{caps, protocol, socket};
+use sublet_core::broker::{policy_limits, protocol, socket};

@@ -19,7 +19,7 @@ use sd_notify::NotifyState;
 use super::broker;
 use super::connection::{Connection, Phase, Progress};
 use super::listen::{Listener, listen};
-use super::mig;
+use super::mig_watch;
 use super::pool::{Done, Job, Pool};
 use super::protocol::{self, Answer};
 use crate::cdi_spec;
@@ -156,7 +156,7 @@ fn housekeeping(put_off: &Cell<PutOff>) {
 
 /// What cannot wait for the next housekeeping.
 fn watch(_put_off: &Cell<PutOff>) {
-    mig::watch();
+    mig_watch::watch();
     let Ok(config) = config_files::load() else { return };
     let ended = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
     match ended {

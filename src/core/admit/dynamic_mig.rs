@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::AdmitError;
-use crate::broker::caps::Cap;
+use crate::broker::policy_limits::PolicyLimit;
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::{Awaited, LeaseId, Ledger, Store};
@@ -83,28 +83,29 @@ impl MigWork<'_> {
 #[must_use]
 pub fn order(
     request: &Request,
-    cap: Option<Cap<'_>>,
+    limit: Option<PolicyLimit<'_>>,
     inventory: &Inventory,
     ledger: &Ledger,
     config: &Config,
 ) -> Option<Result<Order, AdmitError>> {
     let mut order = Order::of(request, inventory, ledger, config).filter(|_| config.mig.dynamic)?;
-    let Some(cap) = cap else { return Some(Ok(order)) };
-    if !cap.rule.dynamic {
+    let Some(limit) = limit else { return Some(Ok(order)) };
+    if !limit.rule.dynamic {
         return None;
     }
     // Whoever may not have it in the end shall not have it made.
     for site in &mut order.sites {
         let gpu = inventory.device(&site.gpu);
-        site.most = gpu.map(|gpu| most(request, gpu, cap, ledger));
+        site.most = gpu.map(|gpu| most(request, gpu, limit, ledger));
     }
-    let may = cap.check(&expected(request), ledger).map_err(|error| AdmitError::Cap(Box::new(error)));
+    let may =
+        limit.check(&expected(request), ledger).map_err(|error| AdmitError::PolicyLimit(Box::new(error)));
     Some(may.map(|()| order))
 }
 
 /// How large an instance on `gpu` the user may have.
-fn most(request: &Request, gpu: &Device, cap: Cap<'_>, ledger: &Ledger) -> Most {
-    let beside = |ledger: &Ledger| Size::within(request, gpu, cap.room(ledger));
+fn most(request: &Request, gpu: &Device, limit: PolicyLimit<'_>, ledger: &Ledger) -> Most {
+    let beside = |ledger: &Ledger| Size::within(request, gpu, limit.room(ledger));
     Most { now: beside(ledger), ever: beside(&Ledger::empty(&ledger.boot_id)) }
 }
 

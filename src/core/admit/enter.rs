@@ -60,7 +60,7 @@ pub struct Share {
     /// All that the first process has in its own.
     pub all: Vec<String>,
     /// What the container sees of its MPS daemon, on the host; `None`: its share needs none.
-    pub server: Option<PathBuf>,
+    pub daemon: Option<PathBuf>,
 }
 
 /// The share of the container that its low-level runtime keeps its record of in `record`; `None`: it has none.
@@ -128,10 +128,10 @@ fn of_spec(spec: &Value, default_names: &[String]) -> Share {
     let default = default.collect();
     let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
     // Ours come last, and what comes last lies on top.
-    let server = mounts.rev().find(|mount| mount["destination"] == grant::MPS_DIR);
-    let server = server.and_then(|mount| mount["source"].as_str()).map(PathBuf::from);
+    let daemon = mounts.rev().find(|mount| mount["destination"] == grant::MPS_DIR);
+    let daemon = daemon.and_then(|mount| mount["source"].as_str()).map(PathBuf::from);
     let environment = Environment { set, default, remove_prefixes: grant::own_prefixes() };
-    Share { environment, all, server }
+    Share { environment, all, daemon }
 }
 
 /// The names of variables that a share only brings where they are not set.
@@ -169,11 +169,11 @@ fn by_ledger(
         Err(error) => return untold(error.to_string()),
     };
     let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(None) };
-    let server = lease.server.as_ref().map(|key| key.public(&config.state_dir));
+    let daemon = lease.daemon.as_ref().map(|key| key.public(&config.state_dir));
     // Another runtime than runc and crun keeps a record of its own kind.
     let own = JsonFile::read(&lease.container.bundle.join("config.json")).and_then(|file| file.parse());
     let spec = if spec.is_null() { own.unwrap_or_default() } else { spec };
-    Ok(Some(Share { server, ..of_spec(&spec, &default_names(&Ok(config.clone()))) }))
+    Ok(Some(Share { daemon, ..of_spec(&spec, &default_names(&Ok(config.clone()))) }))
 }
 
 /// Has the daemon of `share` answer before a process comes to its container.
@@ -181,7 +181,7 @@ fn by_ledger(
 /// # Errors
 /// It does not, and cannot be brought back at once.
 pub fn enter(share: &Share, id: &str, record: &Path, config: Option<&Config>) -> Result<(), AdmitError> {
-    let Some(public) = &share.server else { return Ok(()) };
+    let Some(public) = &share.daemon else { return Ok(()) };
     let entered = match config {
         Some(config) => state(config).enter(public, id, record),
         None => mps::enter(public, &Config::default()).map_err(AdmitError::from),
@@ -217,7 +217,7 @@ mod tests {
         );
         assert_eq!(names(&share.environment.default), ["XLA_PYTHON_CLIENT_MEM_FRACTION"]);
         assert_eq!(share.all.len(), 7);
-        assert_eq!(share.server.as_deref(), Some(Path::new("/run/sublet/mps/GPU-1/public")));
+        assert_eq!(share.daemon.as_deref(), Some(Path::new("/run/sublet/mps/GPU-1/public")));
     }
 
     fn record(lease: &str, bundle: &Path) -> tempfile::TempDir {
@@ -236,7 +236,7 @@ mod tests {
         let own = record("0123456789abcdef", bundle.path());
         assert!(matches!(of(&own), Err(EnterError::Spec(_))), "there is none");
         std::fs::write(bundle.path().join("config.json"), granted().to_string()).unwrap();
-        assert!(speaks(&own) && of(&own).unwrap().unwrap().server.is_some());
+        assert!(speaks(&own) && of(&own).unwrap().unwrap().daemon.is_some());
         let other = record("00000000000000aa", bundle.path());
         assert!(matches!(of(&other), Err(EnterError::Changed { .. })));
         std::fs::write(own.path().join("state.json"), "{\"sublet.lease\":").unwrap();

@@ -1,7 +1,7 @@
 //! Every reason not to start a container, each one line for whoever started it.
 
-use crate::broker::caps::CapError;
 use crate::broker::client::BrokerError;
+use crate::broker::policy_limits::PolicyLimitError;
 use crate::inventory::{InventoryError, NodeError};
 use crate::ledger::{Doubled, LeaseId, LedgerError, NotBound};
 use crate::mps::MpsError;
@@ -47,7 +47,7 @@ pub enum AdmitError {
     )]
     NoDaemon(Box<AdmitError>),
     #[error(transparent)]
-    Cap(Box<CapError>),
+    PolicyLimit(Box<PolicyLimitError>),
     #[error("your [[policy]] on this host allows devices, and none of them is here: ask root to look at it")]
     NoDeviceAllowed,
     #[error(transparent)]
@@ -141,7 +141,7 @@ impl AdmitError {
         match self {
             Self::Refused(refusal) => refusal.temporary,
             Self::Unmade { temporary, .. } => *temporary,
-            Self::Cap(cap) => cap.is_temporary(),
+            Self::PolicyLimit(limit) => limit.is_temporary(),
             Self::Broker(broker) => matches!(**broker, BrokerError::Refused { temporary: true, .. }),
             Self::Inventory(_) | Self::Own(_) | Self::StillRunning { .. } => true,
             _ => false,

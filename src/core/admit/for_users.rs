@@ -8,7 +8,7 @@ use super::reconcile::read;
 use super::state::State as _;
 use super::take::{self, Rootfs, Terms};
 use super::{AdmitError, Candidate};
-use crate::broker::caps::Cap;
+use crate::broker::policy_limits::PolicyLimit;
 use crate::broker::protocol::{Admit, Answer, ContainerNames, Granted};
 use crate::ledger::{Binding, Init, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Leftover, VolumeFiles};
 use crate::process::Process;
@@ -23,11 +23,11 @@ impl Local<'_> {
         &self,
         candidate: &Candidate<'_>,
         told: &Admit,
-        cap: Option<Cap<'_>>,
+        limit: Option<PolicyLimit<'_>>,
     ) -> Result<Answer, AdmitError> {
         match told.annotations.get(LEASE_ANNOTATION) {
             Some(id) => self.granted_still(id, &candidate.container).map(Answer::AlreadyGranted),
-            None => self.grant_for(candidate, told, cap),
+            None => self.grant_for(candidate, told, limit),
         }
     }
 
@@ -35,13 +35,13 @@ impl Local<'_> {
         &self,
         candidate: &Candidate<'_>,
         told: &Admit,
-        cap: Option<Cap<'_>>,
+        limit: Option<PolicyLimit<'_>>,
     ) -> Result<Answer, AdmitError> {
         let mut request =
             request::parse(&told.annotations, candidate.share, told.capabilities.as_deref(), self.config)?;
         request.wait = Duration::ZERO;
         let store = self.store()?;
-        let terms = Terms { rootfs: Rootfs::Told(&told.image), cap };
+        let terms = Terms { rootfs: Rootfs::Told(&told.image), limit };
         let taken = take::take(candidate, &request, terms, &store, *self)?;
         let served = self
             .grant(&taken, &request)
@@ -93,7 +93,7 @@ impl Local<'_> {
     pub fn enter_for(&self, uid: u32, id: &str, record: &Path) -> Result<bool, AdmitError> {
         let ledger = read(&self.store()?)?;
         let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(false) };
-        if let Some(key) = &lease.server {
+        if let Some(key) = &lease.daemon {
             mps::enter(&key.public(&self.config.state_dir), self.config)?;
         }
         Ok(true)

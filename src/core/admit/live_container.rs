@@ -98,7 +98,7 @@ fn admit_live(
     let rootfs = podman_storage::root_filesystem(container.rootfs.clone(), spec, &container.bundle)?;
     let lasting = Container { rootfs, ..container.clone() };
     let candidate = Candidate { container: lasting, owner: init, share: None, engine };
-    let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
+    let terms = Terms { rootfs: Rootfs::OfSpec(spec), limit: None };
     let taken = request_of_spec::taken(take::take(&candidate, &request, terms, &store, local), spec, config)?;
     let applied = activate(&taken.lease.id, init, &store)
         .and_then(|()| local.grant(&taken, &request))
@@ -154,7 +154,7 @@ fn activate(lease: &LeaseId, init: Process, store: &Store) -> Result<(), AdmitEr
 
 /// Whether the container's processes will find its MPS server by themselves.
 fn fits(taken: &take::Taken, spec: &Value) -> Result<(), AdmitError> {
-    if taken.lease.server.is_none() {
+    if taken.lease.daemon.is_none() {
         return Ok(());
     }
     if taken.image.tmp_is_host {
@@ -176,14 +176,14 @@ fn fits(taken: &take::Taken, spec: &Value) -> Result<(), AdmitError> {
 fn environment(grant: &Grant, lease: &Lease) -> String {
     let names: Vec<&str> =
         grant.env.set.iter().chain(&grant.env.default).map(|(name, _)| name.as_str()).collect();
-    let server = if lease.server.is_some() {
+    let daemon = if lease.daemon.is_some() {
         ", CUDA looks for its MPS server in /tmp/nvidia-mps by itself, and the share's limits are that \
          server's defaults"
     } else {
         ""
     };
     format!(
-        "{} cannot be set by a hook and need not be: only its own devices have nodes{server} (programs that \
+        "{} cannot be set by a hook and need not be: only its own devices have nodes{daemon} (programs that \
          size themselves by SUBLET_* or their own variables have to be told by the user)",
         names.join(", ")
     )

@@ -44,7 +44,7 @@ impl Local<'_> {
     /// [`already_granted`], and its daemon serves: it was ready when the lease was taken, which may be a while ago.
     pub(super) fn granted_still(&self, id: &str, container: &Container) -> Result<LeaseId, AdmitError> {
         let lease = self.already_granted(id, container)?;
-        if lease.server.is_some() {
+        if lease.daemon.is_some() {
             mps::ready(&lease, &self.store()?, self.config)?;
         }
         Ok(lease.id)
@@ -62,7 +62,7 @@ impl Local<'_> {
     fn admit_ours(&self, candidate: &Candidate<'_>, spec: &mut Value) -> Result<Admission, AdmitError> {
         let request = request_of(spec, candidate.share, self.config)?;
         let store = self.store()?.beside(&candidate.container.record);
-        let terms = Terms { rootfs: Rootfs::OfSpec(spec), cap: None };
+        let terms = Terms { rootfs: Rootfs::OfSpec(spec), limit: None };
         let taken =
             request_of_spec::taken(take::take(candidate, &request, terms, &store, *self), spec, self.config)?;
         let served = self.grant(&taken, &request).and_then(|grant| {
@@ -101,7 +101,7 @@ impl Local<'_> {
         store: &Store,
     ) -> Result<Vec<String>, AdmitError> {
         let mut warnings = mps::make_way(&taken.in_the_way, store)?;
-        if taken.lease.server.is_some() {
+        if taken.lease.daemon.is_some() {
             warnings.extend(mps::ready(&taken.lease, store, self.config)?);
         }
         warnings.extend(grant.warnings.iter().cloned());

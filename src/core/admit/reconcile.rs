@@ -91,7 +91,7 @@ impl Local<'_> {
         clear_leftovers(store);
         let mut settled = Vec::new();
         for lease in freed {
-            let Some(key) = &lease.server else { continue };
+            let Some(key) = &lease.daemon else { continue };
             if settled.contains(&key) {
                 continue;
             }

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::local::Local;
 use super::{AdmitError, Candidate, dynamic_mig, fresh_inventory, refresh};
-use crate::broker::caps::Cap;
+use crate::broker::policy_limits::PolicyLimit;
 use crate::config::{Config, Inject};
 use crate::grant::Image;
 use crate::inventory::{Device, Inventory, is_watched};
@@ -45,7 +45,7 @@ pub(super) struct Taken {
 pub(super) struct Terms<'a> {
     pub rootfs: Rootfs<'a>,
     /// The user's policy.
-    pub cap: Option<Cap<'a>>,
+    pub limit: Option<PolicyLimit<'a>>,
 }
 
 /// How the root filesystem is known.
@@ -59,9 +59,9 @@ pub(super) enum Rootfs<'a> {
 
 impl Terms<'_> {
     fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), Look> {
-        let Some(Err(error)) = self.cap.map(|cap| cap.check(placement, ledger)) else { return Ok(()) };
+        let Some(Err(error)) = self.limit.map(|limit| limit.check(placement, ledger)) else { return Ok(()) };
         let temporary = error.is_temporary();
-        let error = AdmitError::Cap(Box::new(error));
+        let error = AdmitError::PolicyLimit(Box::new(error));
         Err(if temporary { Look::Temporary(error) } else { Look::Final(error) })
     }
 }
@@ -71,11 +71,11 @@ impl Terms<'_> {
 /// # Errors
 /// A cap of the policy names devices that are not there.
 pub fn allowed<'i>(
-    cap: Option<Cap<'_>>,
+    limit: Option<PolicyLimit<'_>>,
     inventory: &'i Inventory,
     config: &Config,
 ) -> Result<Cow<'i, Inventory>, AdmitError> {
-    let Some(names) = cap.and_then(|cap| cap.rule.devices.as_ref()) else {
+    let Some(names) = limit.and_then(|limit| limit.rule.devices.as_ref()) else {
         return Ok(Cow::Borrowed(inventory));
     };
     let allowed: Vec<&Device> = names.iter().flat_map(|name| named(name, inventory, config)).collect();
@@ -228,7 +228,7 @@ impl Search<'_> {
         };
         // Destroyed instances' ids are given to new ones, and /proc looks the same then.
         let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
-        let allowed = allowed(terms.cap, &inventory, config)?;
+        let allowed = allowed(terms.limit, &inventory, config)?;
         let (booked, freed) = store.update(|ledger| {
             // Instances may have been destroyed and made again since, under the same ids.
             if inventory.mig_changes != ledger.mig.count {
@@ -268,7 +268,7 @@ impl Search<'_> {
             return Look::RefreshFirst;
         }
         let temporary = refusal.temporary;
-        let order = || dynamic_mig::order(self.request, self.terms.cap, allowed, ledger, self.local.config);
+        let order = || dynamic_mig::order(self.request, self.terms.limit, allowed, ledger, self.local.config);
         match (if self.made { None } else { order() }, temporary) {
             (Some(Ok(order)), _) => Look::Make(Box::new((order, refusal.into()))),
             (Some(Err(error)), _) if error.is_temporary() => Look::Temporary(error),
@@ -295,7 +295,7 @@ pub fn lease_for(
         devices: placement.devices.clone(),
         mode: placement.mode,
         isolation: placement.isolation,
-        server: placement.server.clone(),
+        daemon: placement.daemon.clone(),
         sm: placement.sm,
         memory_bytes: placement.memory_bytes,
         processes: placement.processes,

@@ -15,7 +15,7 @@ pub use guard::Guard;
 pub use policy::PolicyRule;
 
 use crate::share::units::show_duration;
-use crate::share::{Capability, Isolation, MigCap, Mode, Percent};
+use crate::share::{Capability, Isolation, MigCapability, Mode, Percent};
 
 /// The whole configuration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -348,7 +348,7 @@ pub struct Mig {
     /// Make an instance for a request that finds none, and destroy it when its last lease ends.
     pub dynamic: bool,
     /// What `sublet.mig-caps` may ask for.
-    pub allow_caps: Vec<MigCap>,
+    pub allow_caps: Vec<MigCapability>,
     /// The layout file that `sublet mig apply` takes where none is named.
     pub layout: Option<PathBuf>,
 }

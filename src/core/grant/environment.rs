@@ -64,7 +64,7 @@ pub(super) fn environment(
         pair("NVIDIA_VISIBLE_DEVICES", "void"),
         pair("SUBLET_DEVICES", lease.devices.join(",")),
     ];
-    if lease.server.is_some() {
+    if lease.daemon.is_some() {
         set.extend(mps(lease));
     }
     set.extend(sizes(lease, inventory));

@@ -6,7 +6,7 @@ use super::{GrantedNode, Mount};
 use crate::config::{Config, Inject};
 use crate::fs::below::under;
 use crate::inventory::{Device, DriverFile, FileKind, Inventory, Node};
-use crate::share::{Capabilities, Capability, MigCap};
+use crate::share::{Capabilities, Capability, MigCapability};
 
 /// Minor of /dev/nvidiactl (nvidia-modprobe-utils.h, `NV_CTL_DEVICE_MINOR`).
 const CTL_MINOR: u32 = 255;
@@ -22,7 +22,7 @@ pub(super) fn devices<'a>(uuids: &[String], inventory: &'a Inventory) -> Vec<&'a
 pub(super) fn nodes(
     devices: &[&Device],
     capabilities: &Capabilities,
-    mig_caps: &[MigCap],
+    mig_caps: &[MigCapability],
     inventory: &Inventory,
     config: &Config,
 ) -> Vec<GrantedNode> {

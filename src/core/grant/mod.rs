@@ -138,8 +138,8 @@ pub(crate) fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Ve
 /// The public directory of its server, twice: exec'd processes have no environment of ours, CUDA's
 /// default place keeps them in MPS. A /tmp that belongs to the host stays clean.
 fn mps_mounts(lease: &Lease, image: &Image, config: &Config) -> Vec<Mount> {
-    let Some(server) = &lease.server else { return Vec::new() };
-    let public = server.public(&config.state_dir);
+    let Some(daemon) = &lease.daemon else { return Vec::new() };
+    let public = daemon.public(&config.state_dir);
     // (Users without root cannot open the other one.)
     let source =
         if cfg!(sublet_without = "b1") && !lease.brokered { public.with_file_name("pipe") } else { public };
@@ -167,7 +167,7 @@ fn warnings(placement: &Placement, image: &Image, inventory: &Inventory, config:
                 .to_owned(),
         );
     }
-    if image.tmp_is_host && placement.server.is_some() {
+    if image.tmp_is_host && placement.daemon.is_some() {
         warnings.push(
             "the container's /tmp comes from the host, so its MPS directory is not at /tmp/nvidia-mps: \
              processes that come without the container's environment run outside its share"

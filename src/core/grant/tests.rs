@@ -104,7 +104,7 @@ fn lease() -> Lease {
         devices: vec!["GPU-0".to_owned()],
         mode: Mode::Mps,
         isolation: Isolation::Shared,
-        server: Some(DaemonKey("GPU-0".to_owned())),
+        daemon: Some(DaemonKey("GPU-0".to_owned())),
         sm: Some(Percent::from_thousandths(25_000)),
         memory_bytes: Some(8192 * MIB),
         processes: 1,
@@ -124,7 +124,7 @@ fn lease() -> Lease {
 }
 
 fn time_slice() -> Lease {
-    Lease { mode: Mode::TimeSlice, server: None, sm: None, memory_bytes: None, ..lease() }
+    Lease { mode: Mode::TimeSlice, daemon: None, sm: None, memory_bytes: None, ..lease() }
 }
 
 fn placement(lease: &Lease) -> Placement {
@@ -133,7 +133,7 @@ fn placement(lease: &Lease) -> Placement {
         parts: Vec::new(),
         mode: lease.mode,
         isolation: lease.isolation,
-        server: lease.server.clone(),
+        daemon: lease.daemon.clone(),
         sm: lease.sm,
         memory_bytes: lease.memory_bytes,
         processes: lease.processes,
@@ -186,7 +186,7 @@ fn several_devices_are_limited_by_their_server_and_not_by_the_environment() {
     let lease = Lease {
         devices: vec!["GPU-1".to_owned(), "GPU-0".to_owned()],
         isolation: Isolation::Dedicated,
-        server: Some(DaemonKey("0123456789abcdef".to_owned())),
+        daemon: Some(DaemonKey("0123456789abcdef".to_owned())),
         ..lease()
     };
     let mut inventory = inventory();

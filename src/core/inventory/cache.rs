@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{Fingerprint, Inventory, MpsPrograms, seen};
+use super::{Fingerprint, Inventory, MpsPrograms};
 use crate::config::{Config, Inject};
 use crate::fs::atomic::replace;
 use crate::fs::trusted::{self, distrust_file};
@@ -126,7 +126,7 @@ pub fn last(config: &Config) -> Result<Inventory, InventoryError> {
 pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
     let path = path(config);
     let inventory = parse(&path, &read(&path)?)?;
-    let seen = seen::read(&config.driver.root)?;
+    let seen = super::fingerprint::read(&config.driver.root)?;
     if let Some(bus_id) = seen.lost.into_iter().find(|lost| inventory.fingerprint.gpus.contains(lost)) {
         return Err(InventoryError::FellOffTheBus { bus_id });
     }
@@ -154,7 +154,7 @@ pub fn store(config: &Config, inventory: &Inventory) -> Result<(), InventoryErro
 /// # Errors
 /// No driver is loaded, or what it says cannot be read.
 pub fn fingerprint(config: &Config) -> Result<Fingerprint, InventoryError> {
-    seen::read(&config.driver.root).map(|seen| seen.fingerprint)
+    super::fingerprint::read(&config.driver.root).map(|seen| seen.fingerprint)
 }
 
 /// `inventory.json` of this configuration.

@@ -2,17 +2,17 @@
 //! and the hook read it and check in a few file reads that it is still true.
 
 pub mod cache;
-pub mod caps;
+pub mod device_majors;
+pub mod device_nodes;
+pub mod driver_root_links;
+pub mod fingerprint;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
-pub mod kernel;
-pub mod majors;
-pub mod nodes;
-mod part;
+pub mod kernel_module;
+pub mod mig_capabilities;
+pub mod mig_confirmation;
+mod mig_device;
 pub mod programs;
-pub mod resolve;
-pub mod seen;
-pub mod watched;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -22,13 +22,13 @@ use serde::{Deserialize, Serialize};
 pub use cache::path as cache_path;
 pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
 pub(crate) use cache::{NO_CHECKPOINT_FILE, no_checkpoint};
-pub(crate) use nodes::ensure_node;
-pub use nodes::{NodeError, check_node};
-pub use part::Part;
+pub(crate) use device_nodes::ensure_node;
+pub use device_nodes::{NodeError, check_node};
+pub use fingerprint::can_do_mig;
+pub(crate) use mig_confirmation::is_watched;
+pub use mig_confirmation::{boot_id, unwatch, watch};
+pub use mig_device::Part;
 pub use programs::{MissingPrograms, MpsPrograms};
-pub use seen::can_do_mig;
-pub(crate) use watched::is_watched;
-pub use watched::{boot_id, unwatch, watch};
 
 use crate::share::{Capability, Percent};
 

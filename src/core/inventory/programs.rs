@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-use super::resolve::resolve;
+use super::driver_root_links::resolve;
 use crate::fs::below::under;
 use crate::process::sublet::PATH;
 

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::Container;
-use super::record::read_bounded;
+use super::runtime_record::read_bounded;
 use crate::process::Process;
 use crate::text::safe;
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{Ledger, record, store};
+use super::{Ledger, runtime_record, store};
 
 /// The ledger in `content`, as the store reads it.
 ///
@@ -14,10 +14,12 @@ pub fn ledger(content: &[u8]) -> Result<Ledger, String> {
 
 /// Reads `content` as runc's record and as each of crun's. A cgroup in it has to be one of cgroupfs.
 pub fn records(content: &[u8]) {
-    let of_runc = record::parse(content).map(record::from_runc);
-    let annotations = record::parse::<record::CrunConfig>(content).ok().and_then(|config| config.annotations);
-    let of_crun =
-        record::parse(content).map(|status| record::from_crun(status, annotations.unwrap_or_default()));
+    let of_runc = runtime_record::parse(content).map(runtime_record::from_runc);
+    let annotations = runtime_record::parse::<runtime_record::CrunConfig>(content)
+        .ok()
+        .and_then(|config| config.annotations);
+    let of_crun = runtime_record::parse(content)
+        .map(|status| runtime_record::from_crun(status, annotations.unwrap_or_default()));
     for record in of_runc.into_iter().chain(of_crun) {
         if let Some(cgroup) = record.cgroup {
             assert!(

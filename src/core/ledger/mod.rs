@@ -1,25 +1,25 @@
 //! Who holds what: leases and MPS servers, on disk in `ledger.json`, changed only under one lock.
 
-mod alive;
-mod bind;
-mod book;
+mod binding;
 mod ceiling;
 mod cgroup;
+mod daemon_devices;
 mod daemon_key;
-mod devices;
-mod ended;
+mod dynamic_mig_instances;
 #[cfg(test)]
 mod formats;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod lease_state;
 mod leftovers;
-mod made;
-mod mark;
-mod mig;
+mod liveness;
+mod lock_mark;
+mod mig_changes;
 mod namespaces;
+mod queries;
 mod rebuild;
-mod record;
+mod remembered_leases;
+mod runtime_record;
 mod store;
 #[cfg(test)]
 mod stress;
@@ -28,20 +28,20 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-pub use bind::{Binding, NotBound};
-pub use book::Doubled;
-#[cfg(any(test, feature = "fixtures"))]
-pub use book::fixture;
+pub use binding::{Binding, NotBound};
 pub use ceiling::{Ceiling, MemoryCeiling};
 pub use daemon_key::DaemonKey;
-pub use lease_state::LeaseState;
 #[cfg(any(test, feature = "fixtures"))]
-pub use made::fixture as made_fixture;
-pub use made::{Awaited, Made};
-pub use mig::{MigBusy, MigChange, MigChanges};
+pub use dynamic_mig_instances::fixture as made_fixture;
+pub use dynamic_mig_instances::{Awaited, Made};
+pub use lease_state::LeaseState;
+pub use mig_changes::{MigBusy, MigChange, MigChanges};
 pub use namespaces::Namespaces;
-pub use record::Record;
-pub use record::read_up_to;
+pub use queries::Doubled;
+#[cfg(any(test, feature = "fixtures"))]
+pub use queries::fixture;
+pub use runtime_record::Record;
+pub use runtime_record::read_up_to;
 pub use store::{Freed, LedgerError, Store};
 pub use store::{is_there, written};
 
@@ -81,7 +81,8 @@ pub struct Ledger {
     /// Every lease that has not ended.
     pub leases: Vec<Lease>,
     /// Every MPS daemon we started and have not seen the end of.
-    pub servers: Vec<Server>,
+    #[serde(rename = "servers")]
+    pub daemons: Vec<MpsDaemon>,
     /// Compute modes we changed, with what was found, to be put back.
     pub compute_modes: Vec<ChangedComputeMode>,
     /// Devices that take no new lease, by UUID: `sublet drain`.
@@ -147,7 +148,8 @@ pub struct Lease {
     /// Which MPS server, where mode or memory needs one.
     pub isolation: Isolation,
     /// The MPS server that serves it.
-    pub server: Option<DaemonKey>,
+    #[serde(rename = "server")]
+    pub daemon: Option<DaemonKey>,
     /// SM ceiling of the whole container; `None`: no ceiling.
     pub sm: Option<Percent>,
     /// Device memory of the whole container on each device, in bytes; `None`: no limit.
@@ -283,17 +285,18 @@ pub struct Init {
 
 /// One MPS control daemon of ours.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Server {
+pub struct MpsDaemon {
     /// Its directory's name under `mps/`: the device's UUID, or the lease id.
     pub key: DaemonKey,
     /// The devices it serves, in the order its clients count them: one, or all of a lease that has several. None
     /// where a rebuild could not tell.
-    #[serde(rename = "device", with = "devices")]
+    #[serde(rename = "device", with = "daemon_devices")]
     pub devices: Vec<String>,
     /// The control daemon.
-    pub daemon: Option<Process>,
+    #[serde(rename = "daemon")]
+    pub process: Option<Process>,
     /// Its state.
-    pub state: ServerState,
+    pub state: DaemonState,
     /// In force for new clients: never more than is.
     #[serde(flatten)]
     pub ceiling: Ceiling,
@@ -307,7 +310,7 @@ pub struct Server {
     pub mode_left: bool,
 }
 
-impl Server {
+impl MpsDaemon {
     /// Whether it serves `device`, a UUID.
     #[must_use]
     pub fn serves(&self, device: &str) -> bool {
@@ -318,7 +321,7 @@ impl Server {
 /// States of a daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum ServerState {
+pub enum DaemonState {
     /// Being started; no client may count on it.
     Starting,
     /// Answers.

@@ -89,7 +89,7 @@ impl Ledger {
     /// Whether something in it is known by a process, which other namespaces see otherwise.
     pub(super) fn names_processes(&self) -> bool {
         let mig = self.mig.under_way.is_some() || self.mig.made.iter().any(|made| made.awaited.is_some());
-        mig || !(self.leases.is_empty() && self.servers.is_empty() && self.unexplained.is_empty())
+        mig || !(self.leases.is_empty() && self.daemons.is_empty() && self.unexplained.is_empty())
     }
 
     /// Whether process ids in it mean what they say where `ours` are. An empty ledger names none, and is anybody's.
@@ -112,7 +112,7 @@ impl Ledger {
     fn has_living(&self) -> bool {
         let inits = self.leases.iter().filter_map(|lease| lease.init.as_ref()).map(|init| init.process);
         let owners = self.leases.iter().map(|lease| lease.owner);
-        let daemons = self.servers.iter().filter_map(|server| server.daemon);
+        let daemons = self.daemons.iter().filter_map(|daemon| daemon.process);
         inits.chain(owners).chain(daemons).any(|process| process.is_alive())
     }
 }

@@ -6,9 +6,9 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use super::alive::{has_processes, init_of};
-use super::record::{LARGEST, Record, read_bounded};
-use super::{Lease, LeaseId, Ledger, Server, ServerState};
+use super::liveness::{has_processes, init_of};
+use super::runtime_record::{LARGEST, Record, read_bounded};
+use super::{DaemonState, Lease, LeaseId, Ledger, MpsDaemon};
 use crate::inventory::{Device, GpuProcess, Inventory};
 use crate::ledger::DaemonKey;
 use crate::process::Process;
@@ -49,9 +49,9 @@ pub(super) fn rebuild(state_dir: &Path, root: Option<&Path>, boot_id: &str, last
             tracing::warn!("rebuilding the ledger: {doubled}");
         }
     }
-    for server in servers(state_dir, &ledger) {
-        if !ledger.servers.iter().any(|known| known.key == server.key) {
-            ledger.servers.push(server);
+    for daemon in daemons(state_dir, &ledger) {
+        if !ledger.daemons.iter().any(|known| known.key == daemon.key) {
+            ledger.daemons.push(daemon);
         }
     }
     ledger.unexplained = unexplained(state_dir, &ledger);
@@ -86,29 +86,29 @@ pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Option<String> {
 pub(super) fn unexplained(state_dir: &Path, ledger: &Ledger) -> Vec<String> {
     let devices =
         inventory(state_dir, &ledger.boot_id).map(|inventory| inventory.devices).unwrap_or_default();
-    let stray: Vec<&Server> = ledger.servers.iter().filter(|server| is_stray(server, ledger)).collect();
+    let stray: Vec<&MpsDaemon> = ledger.daemons.iter().filter(|daemon| is_stray(daemon, ledger)).collect();
     // A server without a device may be on any.
-    let anywhere = stray.iter().any(|server| server.devices.is_empty());
+    let anywhere = stray.iter().any(|daemon| daemon.devices.is_empty());
     let closed = |device: &&Device| {
         anywhere || device.processes.iter().any(|process| !is_explained(process, device, ledger))
     };
     let mut uuids: Vec<String> = devices.iter().filter(closed).map(|device| device.uuid.clone()).collect();
-    uuids.extend(stray.iter().flat_map(|server| server.devices.iter().cloned()));
+    uuids.extend(stray.iter().flat_map(|daemon| daemon.devices.iter().cloned()));
     uuids.sort();
     uuids.dedup();
     uuids
 }
 
 /// A daemon that runs and serves no lease.
-fn is_stray(server: &Server, ledger: &Ledger) -> bool {
-    server.daemon.is_some_and(|daemon| daemon.is_alive()) && ledger.on_server(&server.key).next().is_none()
+fn is_stray(daemon: &MpsDaemon, ledger: &Ledger) -> bool {
+    daemon.process.is_some_and(|daemon| daemon.is_alive()) && ledger.on_daemon(&daemon.key).next().is_none()
 }
 
 fn is_explained(process: &GpuProcess, device: &Device, ledger: &Ledger) -> bool {
     let served =
-        |server: &Server| server.serves(&device.uuid) && ledger.on_server(&server.key).next().is_some();
+        |daemon: &MpsDaemon| daemon.serves(&device.uuid) && ledger.on_daemon(&daemon.key).next().is_some();
     ledger.lease_of_process(process).is_some()
-        || (process.mps_server && ledger.servers.iter().any(served))
+        || (process.mps_server && ledger.daemons.iter().any(served))
         || !Process::may_run(process.pid)
 }
 
@@ -172,11 +172,11 @@ fn restore(dir: &Path, state_dir: &Path) -> Option<Lease> {
     (lease.id == id).then_some(lease)
 }
 
-fn servers(state_dir: &Path, ledger: &Ledger) -> Vec<Server> {
+fn daemons(state_dir: &Path, ledger: &Ledger) -> Vec<MpsDaemon> {
     let entries = fs::read_dir(state_dir.join("mps")).into_iter().flatten().flatten();
     let written = entries.filter_map(|entry| {
         let key = DaemonKey(entry.file_name().to_str()?.to_owned());
-        Some((key, daemon(&entry.path())?))
+        Some((key, process_of(&entry.path())?))
     });
     let mut found: Vec<(DaemonKey, Process)> = written.collect();
     for running in running_daemons(state_dir) {
@@ -184,7 +184,7 @@ fn servers(state_dir: &Path, ledger: &Ledger) -> Vec<Server> {
             found.push(running);
         }
     }
-    found.into_iter().map(|(key, daemon)| server(key, daemon, ledger)).collect()
+    found.into_iter().map(|(key, process)| daemon(key, process, ledger)).collect()
 }
 
 /// Daemons that were started for a directory of ours, which may be gone by now.
@@ -207,18 +207,18 @@ fn running_daemons(state_dir: &Path) -> Vec<(DaemonKey, Process)> {
 }
 
 /// The record of a daemon that runs. Its ceiling is unknown: the default has it set anew.
-fn server(key: DaemonKey, daemon: Process, ledger: &Ledger) -> Server {
-    let lease = ledger.on_server(&key).next().map(|lease| lease.devices.clone());
+fn daemon(key: DaemonKey, process: Process, ledger: &Ledger) -> MpsDaemon {
+    let lease = ledger.on_daemon(&key).next().map(|lease| lease.devices.clone());
     let devices = if key.0.starts_with("GPU-") { Some(vec![key.0.clone()]) } else { lease };
-    let devices = devices.unwrap_or_else(|| visible_devices(daemon.pid));
+    let devices = devices.unwrap_or_else(|| visible_devices(process.pid));
     let ceiling = super::Ceiling::default();
-    let daemon = Some(daemon);
-    let state = ServerState::Serving;
-    Server { key, devices, daemon, state, ceiling, answered_at: 0, idle_since: None, mode_left: false }
+    let process = Some(process);
+    let state = DaemonState::Serving;
+    MpsDaemon { key, devices, process, state, ceiling, answered_at: 0, idle_since: None, mode_left: false }
 }
 
 /// The control daemon that wrote its pid into the directory `dir`, and not another process that got the same.
-fn daemon(dir: &Path) -> Option<Process> {
+fn process_of(dir: &Path) -> Option<Process> {
     let text = String::from_utf8(read_bounded(&dir.join(PID_FILE)).ok()??).ok()?;
     let process = Process::find(text.trim().parse().ok()?)?;
     let name = fs::read(format!("/proc/{}/comm", process.pid)).ok()?;
@@ -401,9 +401,9 @@ mod tests {
         }
         let mut ledger = rebuild(state.path(), None, "boot", None);
         assert_eq!(ledger.unexplained, ["GPU-a", "GPU-b", "GPU-c"]);
-        assert_eq!(ledger.servers.len(), 2);
-        let server = Some(DaemonKey("GPU-a".into()));
-        ledger.leases.push(Lease { server, ..lease(1, "GPU-a") });
+        assert_eq!(ledger.daemons.len(), 2);
+        let daemon = Some(DaemonKey("GPU-a".into()));
+        ledger.leases.push(Lease { daemon, ..lease(1, "GPU-a") });
         assert_eq!(unexplained(state.path(), &ledger), ["GPU-b", "GPU-c"]);
         child.kill().unwrap();
         child.wait().unwrap();

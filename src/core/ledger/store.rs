@@ -11,11 +11,11 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::libc::O_NOFOLLOW;
 
-use super::alive::reclaim;
-use super::mark::Mark;
+use super::liveness::reclaim;
+use super::lock_mark::Mark;
 use super::namespaces::{self, Namespaces};
 use super::rebuild::{inventory, rebuild, remember_roots, trace, unexplained};
-use super::record::{LARGEST, read_up_to};
+use super::runtime_record::{LARGEST, read_up_to};
 use super::{Lease, LeaseId, Ledger, SCHEMA};
 use crate::fs::trusted;
 use crate::process::uptime_seconds;
@@ -435,8 +435,8 @@ pub(super) fn parse(content: &[u8]) -> Result<Ledger, String> {
     if let Some(lease) = bad_id.filter(|_| !cfg!(sublet_without = "c3-id")) {
         return Err(format!("{} is no lease id", safe(lease.id.as_str())));
     }
-    let wanted = ledger.leases.iter().filter_map(|lease| lease.server.as_ref());
-    let mut keys = wanted.chain(ledger.servers.iter().map(|server| &server.key));
+    let wanted = ledger.leases.iter().filter_map(|lease| lease.daemon.as_ref());
+    let mut keys = wanted.chain(ledger.daemons.iter().map(|daemon| &daemon.key));
     match keys.find(|key| key.0.is_empty() || key.0.starts_with('.') || key.0.contains('/')) {
         Some(key) => Err(format!("{} is no MPS server's key", safe(&key.0))),
         None => Ok(ledger),

@@ -6,11 +6,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::control::{AskError, Control, listens};
-use super::{MpsError, dirs, record};
+use super::{MpsError, ceiling_and_state, dirs};
 use crate::config::Config;
 use crate::fs::selinux;
 use crate::ledger::DaemonKey;
-use crate::ledger::{LedgerError, Server, ServerState, Store};
+use crate::ledger::{DaemonState, LedgerError, MpsDaemon, Store};
 use crate::process::sublet;
 use crate::process::{Process, epoch_seconds};
 
@@ -84,8 +84,8 @@ impl<'a> Daemon<'a> {
         // What the ledger says is believed where it can be read, and asked of the daemon where it cannot.
         let store = Store::open(&self.config.state_dir).ok();
         let ledger = store.as_ref().and_then(|store| store.read().ok());
-        let known = ledger.as_ref().and_then(|ledger| record::server(ledger, &self.key));
-        let process = known.and_then(|server| server.daemon).or_else(|| self.process());
+        let known = ledger.as_ref().and_then(|ledger| ceiling_and_state::daemon(ledger, &self.key));
+        let process = known.and_then(|daemon| daemon.process).or_else(|| self.process());
         // connect(2) to the socket of a stopped process succeeds (docs/evidence).
         if let Some(daemon) = process.filter(Process::is_stopped) {
             return Err(self.silent(known, Some(daemon)));
@@ -102,14 +102,14 @@ impl<'a> Daemon<'a> {
         match control.or_by(self.public).ceiling() {
             Ok(_) => {
                 // Whoever comes next need not ask again; where that cannot be written, they will.
-                if let (Some(store), Some(server)) = (&store, known) {
-                    let _ = record::note_answer(store, server);
+                if let (Some(store), Some(daemon)) = (&store, known) {
+                    let _ = ceiling_and_state::note_answer(store, daemon);
                 }
                 Ok(true)
             }
             Err(AskError::Gone(_)) => Ok(false),
             Err(AskError::Silent) => Err(self.silent(known, process)),
-            Err(error) => Err(record::refused(&self.key, error)),
+            Err(error) => Err(ceiling_and_state::refused(&self.key, error)),
         }
     }
 
@@ -120,16 +120,16 @@ impl<'a> Daemon<'a> {
         Process::find(std::str::from_utf8(&text).ok()?.trim().parse().ok()?)
     }
 
-    fn silent(&self, known: Option<&Server>, process: Option<Process>) -> MpsError {
-        let device = known.map_or_else(|| self.key.0.clone(), |server| server.devices.join(", "));
+    fn silent(&self, known: Option<&MpsDaemon>, process: Option<Process>) -> MpsError {
+        let device = known.map_or_else(|| self.key.0.clone(), |daemon| daemon.devices.join(", "));
         MpsError::Silent { device, key: self.key.0.clone(), pid: process.map_or(0, |process| process.pid) }
     }
 }
 
-fn answered_lately(server: &Server) -> bool {
-    server.state == ServerState::Serving
-        && record::is_alive(server)
-        && record::is_recent(server.answered_at, epoch_seconds())
+fn answered_lately(daemon: &MpsDaemon) -> bool {
+    daemon.state == DaemonState::Serving
+        && ceiling_and_state::is_alive(daemon)
+        && ceiling_and_state::is_recent(daemon.answered_at, epoch_seconds())
 }
 
 #[cfg(test)]

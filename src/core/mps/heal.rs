@@ -5,10 +5,10 @@ use std::time::Duration;
 use super::control::{AskError, Control};
 use super::idle::{self, errands};
 use super::lock::DaemonLock;
-use super::{MpsError, child_start, dirs, record};
+use super::{MpsError, ceiling_and_state, child_start, dirs};
 use crate::config::Config;
 use crate::ledger::DaemonKey;
-use crate::ledger::{LeaseId, Ledger, Server, ServerState, Store};
+use crate::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
 use crate::process::Process;
 use crate::text::safe;
 
@@ -21,11 +21,11 @@ use crate::text::safe;
 /// The daemon does not answer or does not stop; it is then recorded as in fault.
 pub fn settle(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
     let ledger = store.read()?;
-    if let (Some(_), Some(server)) = (ledger.wanted_ceiling(key), record::server(&ledger, key)) {
+    if let (Some(_), Some(daemon)) = (ledger.wanted_ceiling(key), ceiling_and_state::daemon(&ledger, key)) {
         dirs::cap_logs(key, &config.state_dir);
-        if record::is_alive(server) && is_settled(&ledger, server) {
+        if ceiling_and_state::is_alive(daemon) && is_settled(&ledger, daemon) {
             let held = DaemonLock::take(key, &config.state_dir, Duration::from_secs(5))?;
-            record::adjust(&held, key, store, config)?;
+            ceiling_and_state::adjust(&held, key, store, config)?;
         }
     }
     let mut result = Ok(());
@@ -36,9 +36,9 @@ pub fn settle(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), Mps
 }
 
 /// Whether the ceiling can and has to be changed now: a start sets it itself, a dead daemon has none.
-fn is_settled(ledger: &Ledger, server: &Server) -> bool {
-    matches!(server.state, ServerState::Serving | ServerState::Fault)
-        && (ledger.wanted_ceiling(&server.key) != Some(server.ceiling) || server.answered_at == 0)
+fn is_settled(ledger: &Ledger, daemon: &MpsDaemon) -> bool {
+    matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
+        && (ledger.wanted_ceiling(&daemon.key) != Some(daemon.ceiling) || daemon.answered_at == 0)
 }
 
 /// Puts right what crashes left: daemons that died under live leases come back under the directory that
@@ -52,10 +52,10 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
         Err(error) => return vec![error.to_string()],
     };
     let mut lines = Vec::new();
-    for server in &ledger.servers {
-        dirs::cap_logs(&server.key, &config.state_dir);
-        if ledger.wanted_ceiling(&server.key).is_some() && is_free(&server.key, config) {
-            lines.extend(heal_one(server, &ledger, store, config));
+    for daemon in &ledger.daemons {
+        dirs::cap_logs(&daemon.key, &config.state_dir);
+        if ledger.wanted_ceiling(&daemon.key).is_some() && is_free(&daemon.key, config) {
+            lines.extend(heal_one(daemon, &ledger, store, config));
         }
     }
     lines.extend(run_errands(&ledger, config));
@@ -77,7 +77,7 @@ pub fn end_overdue(store: &Store, config: &Config) -> Vec<String> {
 #[must_use]
 pub fn keep_no_more(store: &Store, config: &Config) -> Vec<String> {
     let own = Process::current().ok();
-    let left = record::change(store, |ledger| {
+    let left = ceiling_and_state::change(store, |ledger| {
         ledger.keeper = ledger.keeper.filter(|keeper| Some(*keeper) != own);
         Ok(())
     });
@@ -105,32 +105,33 @@ fn is_free(key: &DaemonKey, config: &Config) -> bool {
     DaemonLock::take(key, &config.state_dir, Duration::from_millis(50)).is_ok()
 }
 
-fn heal_one(server: &Server, ledger: &Ledger, store: &Store, config: &Config) -> Vec<String> {
-    let runs = matches!(server.state, ServerState::Serving | ServerState::Fault) && record::is_alive(server);
+fn heal_one(daemon: &MpsDaemon, ledger: &Ledger, store: &Store, config: &Config) -> Vec<String> {
+    let runs = matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
+        && ceiling_and_state::is_alive(daemon);
     if !runs {
-        return restart(server, ledger, config);
+        return restart(daemon, ledger, config);
     }
     // Asked for real: a daemon that is just dying, or stopped, still has its pid.
-    let asked = Control::new(&server.key, config).map(|control| control.ceiling());
+    let asked = Control::new(&daemon.key, config).map(|control| control.ceiling());
     let healed = match asked {
-        Ok(Ok(_)) => readjust(server, store, config),
-        Ok(Err(AskError::Gone(_))) => return restart(server, ledger, config),
-        Ok(Err(error)) => Err(record::note_failure(store, server, error)),
+        Ok(Ok(_)) => readjust(daemon, store, config),
+        Ok(Err(AskError::Gone(_))) => return restart(daemon, ledger, config),
+        Ok(Err(error)) => Err(ceiling_and_state::note_failure(store, daemon, error)),
         Err(error) => Err(error),
     };
     healed.err().map(|error| error.to_string()).into_iter().collect()
 }
 
-fn readjust(server: &Server, store: &Store, config: &Config) -> Result<(), MpsError> {
-    let held = DaemonLock::take(&server.key, &config.state_dir, Duration::from_secs(2))?;
-    record::adjust(&held, &server.key, store, config)
+fn readjust(daemon: &MpsDaemon, store: &Store, config: &Config) -> Result<(), MpsError> {
+    let held = DaemonLock::take(&daemon.key, &config.state_dir, Duration::from_secs(2))?;
+    ceiling_and_state::adjust(&held, &daemon.key, store, config)
 }
 
-fn restart(server: &Server, ledger: &Ledger, config: &Config) -> Vec<String> {
-    match child_start(&server.key, config) {
+fn restart(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Vec<String> {
+    match child_start(&daemon.key, config) {
         Ok(mut lines) => {
-            let (key, device) = (&server.key, server.devices.join(", "));
-            let hit: Vec<String> = ledger.on_server(key).map(|lease| safe(&lease.container.name())).collect();
+            let (key, device) = (&daemon.key, daemon.devices.join(", "));
+            let hit: Vec<String> = ledger.on_daemon(key).map(|lease| safe(&lease.container.name())).collect();
             lines.insert(
                 0,
                 format!(
@@ -155,8 +156,9 @@ fn remove_strays(read: impl Fn() -> Option<Ledger>, config: &Config) {
         }
         let Ok(Some(_held)) = DaemonLock::try_take(&key, &config.state_dir) else { continue };
         // Read with the lock in hand: a lease taken before has its record, or starts after us.
-        let known =
-            |ledger: &Ledger| ledger.wanted_ceiling(&key).is_some() || record::server(ledger, &key).is_some();
+        let known = |ledger: &Ledger| {
+            ledger.wanted_ceiling(&key).is_some() || ceiling_and_state::daemon(ledger, &key).is_some()
+        };
         if read().is_some_and(|ledger| !known(&ledger)) {
             if let Err(error) = dirs::clear(&key, &config.state_dir) {
                 tracing::debug!("{error}");
@@ -167,7 +169,7 @@ fn remove_strays(read: impl Fn() -> Option<Ledger>, config: &Config) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::record::tests::{lease, ledger};
+    use super::super::ceiling_and_state::tests::{lease, ledger};
     use super::*;
     #[test]
     fn directories_of_leases_that_never_came_to_be_are_removed() {

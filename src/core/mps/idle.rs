@@ -6,10 +6,10 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::{MpsError, STOP_LIMIT, child_rest, child_stop, record};
+use super::{MpsError, STOP_LIMIT, ceiling_and_state, child_rest, child_stop};
 use crate::config::{Config, Stay};
 use crate::ledger::DaemonKey;
-use crate::ledger::{LeaseId, Ledger, Server, ServerState, Store};
+use crate::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
 use crate::process::Process;
 use crate::process::uptime_seconds;
 
@@ -18,21 +18,21 @@ const AGAIN: Duration = Duration::from_millis(50);
 
 /// Whether the daemon of `server`, which serves no lease, waits for the next one.
 #[must_use]
-pub fn waits(server: &Server, ledger: &Ledger, config: &Config) -> bool {
+pub fn waits(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> bool {
     // A dedicated one is of no use to anybody else.
-    let useful = LeaseId::parse(&server.key.0).is_none()
-        && !server.devices.iter().any(|device| is_closed(device, ledger));
-    let runs = server.state == ServerState::Serving && record::is_alive(server);
-    useful && runs && left(server, ledger, config) > Duration::ZERO
+    let useful = LeaseId::parse(&daemon.key.0).is_none()
+        && !daemon.devices.iter().any(|device| is_closed(device, ledger));
+    let runs = daemon.state == DaemonState::Serving && ceiling_and_state::is_alive(daemon);
+    useful && runs && left(daemon, ledger, config) > Duration::ZERO
 }
 
 /// How long the daemon of `server` may wait still: [`Duration::MAX`] without end, nothing where nobody would end it.
 #[must_use]
-pub fn left(server: &Server, ledger: &Ledger, config: &Config) -> Duration {
+pub fn left(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Duration {
     match config.mps.after_last_lease() {
         Stay::Always => Duration::MAX,
         Stay::For(idle) if ledger.keeper.is_some_and(|keeper| keeper.is_alive()) => {
-            remaining(server.idle_since, idle, uptime_seconds())
+            remaining(daemon.idle_since, idle, uptime_seconds())
         }
         Stay::For(_) => Duration::ZERO,
     }
@@ -62,16 +62,16 @@ pub(super) enum Errand {
 
 /// What is due: daemons that have to go, and compute modes that a last lease or a crash left behind.
 pub(super) fn errands(ledger: &Ledger, config: &Config) -> Vec<(DaemonKey, Errand)> {
-    let unused = |key: &DaemonKey| ledger.on_server(key).next().is_none();
+    let unused = |key: &DaemonKey| ledger.on_daemon(key).next().is_none();
     let changed = |key: &DaemonKey| ledger.compute_modes.iter().any(|changed| changed.device == key.0);
-    let servers = ledger.servers.iter().filter(|server| unused(&server.key)).filter_map(|server| {
-        let errand = if waits(server, ledger, config) { Errand::Rest } else { Errand::Stop };
-        let due = errand == Errand::Stop || changed(&server.key);
-        due.then(|| (server.key.clone(), errand))
+    let daemons = ledger.daemons.iter().filter(|daemon| unused(&daemon.key)).filter_map(|daemon| {
+        let errand = if waits(daemon, ledger, config) { Errand::Rest } else { Errand::Stop };
+        let due = errand == Errand::Stop || changed(&daemon.key);
+        due.then(|| (daemon.key.clone(), errand))
     });
     let modes = ledger.compute_modes.iter().map(|changed| DaemonKey(changed.device.clone()));
-    let left = modes.filter(|key| unused(key) && record::server(ledger, key).is_none());
-    servers.chain(left.map(|key| (key, Errand::Stop))).collect()
+    let left = modes.filter(|key| unused(key) && ceiling_and_state::daemon(ledger, key).is_none());
+    daemons.chain(left.map(|key| (key, Errand::Stop))).collect()
 }
 
 /// Has it done by `sublet`; its warnings.
@@ -98,7 +98,7 @@ pub(crate) fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>,
             }
             sleep(AGAIN);
         }
-        if record::server(&store.read()?, key).is_some() {
+        if ceiling_and_state::daemon(&store.read()?, key).is_some() {
             return Err(MpsError::InTheWay { key: key.to_string() });
         }
     }
@@ -113,7 +113,7 @@ pub(crate) fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>,
 pub(crate) fn end_unexplained(store: &Store, config: &Config) -> Result<(), MpsError> {
     let ledger = store.read()?;
     let strays = |(key, _): &&(DaemonKey, Errand)| {
-        record::server(&ledger, key).is_some_and(|server| ledger.is_unexplained(server))
+        ceiling_and_state::daemon(&ledger, key).is_some_and(|daemon| ledger.is_unexplained(daemon))
     };
     for errand in errands(&ledger, config).iter().filter(strays) {
         if let Err(error) = run(errand) {
@@ -136,17 +136,17 @@ pub fn keep(ledger: &mut Ledger) -> std::io::Result<()> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::record::tests::{lease, ledger};
+    use super::super::ceiling_and_state::tests::{lease, ledger};
     use super::*;
     use crate::inventory::ComputeMode;
     use crate::ledger::{Ceiling, ChangedComputeMode};
 
-    fn server(key: &str, daemon: Option<Process>, idle_since: u64) -> Server {
-        Server {
+    fn daemon(key: &str, daemon: Option<Process>, idle_since: u64) -> MpsDaemon {
+        MpsDaemon {
             key: DaemonKey(key.into()),
             devices: vec![key.into()],
-            daemon,
-            state: ServerState::Serving,
+            process: daemon,
+            state: DaemonState::Serving,
             ceiling: Ceiling::NONE,
             answered_at: 1,
             idle_since: Some(idle_since),
@@ -160,13 +160,13 @@ mod tests {
         let mut held = ledger(vec![lease("0000000000000001", "GPU-1", None)]);
         let (me, now) = (Process::current().unwrap(), uptime_seconds());
         let dead = Process { start_time: me.start_time + 1, ..me };
-        held.servers = vec![
-            Server { idle_since: None, ..server("GPU-1", Some(me), 0) },
-            server("GPU-2", Some(me), now),
-            server("GPU-3", Some(me), now - 100),
-            server("GPU-4", Some(dead), now),
-            server("GPU-5", None, now),
-            server("0000000000000002", Some(me), now),
+        held.daemons = vec![
+            MpsDaemon { idle_since: None, ..daemon("GPU-1", Some(me), 0) },
+            daemon("GPU-2", Some(me), now),
+            daemon("GPU-3", Some(me), now - 100),
+            daemon("GPU-4", Some(dead), now),
+            daemon("GPU-5", None, now),
+            daemon("0000000000000002", Some(me), now),
         ];
         held.compute_modes = ["GPU-1", "GPU-2", "GPU-9"]
             .map(|device| ChangedComputeMode { device: device.into(), found: ComputeMode::Default })
@@ -185,7 +185,7 @@ mod tests {
         let all = ["GPU-2", "GPU-3", "GPU-4", "GPU-5", "0000000000000002", "GPU-9"];
         let all = all.map(|key| format!("Stop {key}"));
         assert_eq!(due(&held, &config), all, "nobody would end them");
-        held.keeper = held.servers[3].daemon;
+        held.keeper = held.daemons[3].process;
         assert_eq!(due(&held, &config), all, "whoever would has died");
         held.keeper = Some(Process::current().unwrap());
         let gone = ["Stop GPU-4", "Stop GPU-5", "Stop 0000000000000002", "Stop GPU-9"];
@@ -209,7 +209,7 @@ mod tests {
         let mut taken = open;
         taken.leases.push(crate::ledger::Lease {
             devices: vec!["GPU-2".into()],
-            server: None,
+            daemon: None,
             ..lease("0000000000000003", "", None)
         });
         assert!(!waits(&taken));

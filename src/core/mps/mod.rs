@@ -4,6 +4,7 @@
 //! Two locks: the daemon's own (`mps/<key>/lock`) is held while a daemon is started, asked to change or
 //! stopped; the ledger's, taken inside it for a moment at a time, never while a process is waited for.
 
+pub mod ceiling_and_state;
 pub mod control;
 pub mod dirs;
 mod enter;
@@ -12,7 +13,6 @@ mod heal;
 pub mod idle;
 pub mod lock;
 pub mod ready;
-pub mod record;
 
 use std::time::Duration;
 

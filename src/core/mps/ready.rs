@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use super::control::{AskError, Control, listens};
 use super::lock::DaemonLock;
-use super::{MpsError, STOP_LIMIT, child_start, dirs, record};
+use super::{MpsError, STOP_LIMIT, ceiling_and_state, child_start, dirs};
 use crate::config::{Config, ExclusiveComputeMode};
 use crate::fs::selinux;
-use crate::ledger::{Ceiling, Lease, Server, ServerState, Store};
+use crate::ledger::{Ceiling, DaemonState, Lease, MpsDaemon, Store};
 use crate::process::epoch_seconds;
 use crate::process::sublet::SubletError;
 
@@ -21,7 +21,7 @@ use crate::process::sublet::SubletError;
 /// # Errors
 /// The daemon cannot be started or does not answer in `[mps] start_timeout`.
 pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
-    let Some(key) = &lease.server else { return Ok(Vec::new()) };
+    let Some(key) = &lease.daemon else { return Ok(Vec::new()) };
     if selinux::denies_mps_sockets(Path::new("/"), &config.state_dir) {
         return Err(MpsError::SeLinux { state_dir: config.state_dir.clone() });
     }
@@ -41,16 +41,16 @@ pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String
 /// be started.
 fn serves(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsError> {
     let ledger = store.read()?;
-    let known = lease.server.as_ref().and_then(|key| record::server(&ledger, key));
-    let Some(server) = known.filter(|server| could_serve(server, config)) else { return Ok(false) };
-    let Some(ceiling) = confirmed_ceiling(server, store, config)? else { return Ok(false) };
+    let known = lease.daemon.as_ref().and_then(|key| ceiling_and_state::daemon(&ledger, key));
+    let Some(daemon) = known.filter(|daemon| could_serve(daemon, config)) else { return Ok(false) };
+    let Some(ceiling) = confirmed_ceiling(daemon, store, config)? else { return Ok(false) };
     // One that waited still has the ceiling of its last leases.
-    let left = server.mode_left && ledger.wanted_ceiling(&server.key) != Some(ceiling);
+    let left = daemon.mode_left && ledger.wanted_ceiling(&daemon.key) != Some(ceiling);
     if left || !ceiling.admits(lease.ceiling()) {
-        let held = DaemonLock::take(&server.key, &config.state_dir, lock_limit(config))?;
+        let held = DaemonLock::take(&daemon.key, &config.state_dir, lock_limit(config))?;
         // The answer may be less than the record says, which `adjust` would believe.
-        record::note(store, &server.key, |server| server.ceiling = server.ceiling.and(ceiling))?;
-        record::adjust(&held, &server.key, store, config)?;
+        ceiling_and_state::note(store, &daemon.key, |daemon| daemon.ceiling = daemon.ceiling.and(ceiling))?;
+        ceiling_and_state::adjust(&held, &daemon.key, store, config)?;
     }
     Ok(true)
 }
@@ -62,38 +62,44 @@ pub fn lock_limit(config: &Config) -> Duration {
 }
 
 /// Whether the compute mode has to be looked at before the daemon serves again: it waited for a lease.
-fn has_mode_to_enter(server: &Server, config: &Config) -> bool {
+fn has_mode_to_enter(daemon: &MpsDaemon, config: &Config) -> bool {
     // MIG devices have none of their own.
     let never = config.mps.exclusive_compute_mode == ExclusiveComputeMode::Never;
-    server.mode_left && !never && !server.key.0.starts_with("MIG-")
+    daemon.mode_left && !never && !daemon.key.0.starts_with("MIG-")
 }
 
 /// The cheap look: recorded as running, the same process still, and somebody listens where clients will.
-fn could_serve(server: &Server, config: &Config) -> bool {
-    matches!(server.state, ServerState::Serving | ServerState::Fault)
-        && !has_mode_to_enter(server, config)
-        && record::is_alive(server)
-        && dirs::is_open(&server.key, &config.state_dir)
-        && listens(&server.key.public(&config.state_dir).join("control"))
+fn could_serve(daemon: &MpsDaemon, config: &Config) -> bool {
+    matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
+        && !has_mode_to_enter(daemon, config)
+        && ceiling_and_state::is_alive(daemon)
+        && dirs::is_open(&daemon.key, &config.state_dir)
+        && listens(&daemon.key.public(&config.state_dir).join("control"))
 }
 
 /// The ceiling in force; asked for when the last real answer is too old, since one that hangs listens
 /// too. `None`: there is no daemon after all.
-fn confirmed_ceiling(server: &Server, store: &Store, config: &Config) -> Result<Option<Ceiling>, MpsError> {
-    if server.state == ServerState::Serving && record::is_recent(server.answered_at, epoch_seconds()) {
+fn confirmed_ceiling(
+    daemon: &MpsDaemon,
+    store: &Store,
+    config: &Config,
+) -> Result<Option<Ceiling>, MpsError> {
+    if daemon.state == DaemonState::Serving
+        && ceiling_and_state::is_recent(daemon.answered_at, epoch_seconds())
+    {
         // Its programs would wait for it for ever.
-        if server.daemon.is_some_and(|daemon| daemon.is_stopped()) {
-            return Err(record::note_failure(store, server, AskError::Silent));
+        if daemon.process.is_some_and(|daemon| daemon.is_stopped()) {
+            return Err(ceiling_and_state::note_failure(store, daemon, AskError::Silent));
         }
-        return Ok(Some(server.ceiling));
+        return Ok(Some(daemon.ceiling));
     }
-    match Control::new(&server.key, config)?.ceiling() {
-        Ok(_) if server.answered_at == 0 => Ok(Some(Ceiling::default())),
+    match Control::new(&daemon.key, config)?.ceiling() {
+        Ok(_) if daemon.answered_at == 0 => Ok(Some(Ceiling::default())),
         Ok(answer) => {
-            record::note_answer(store, server)?;
-            Ok(Some(server.ceiling.and(Ceiling { sm: answer, ..server.ceiling })))
+            ceiling_and_state::note_answer(store, daemon)?;
+            Ok(Some(daemon.ceiling.and(Ceiling { sm: answer, ..daemon.ceiling })))
         }
         Err(AskError::Gone(_)) => Ok(None),
-        Err(error) => Err(record::note_failure(store, server, error)),
+        Err(error) => Err(ceiling_and_state::note_failure(store, daemon, error)),
     }
 }

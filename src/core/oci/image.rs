@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use nix::sys::stat::SFlag;
 use serde_json::Value;
 
-use super::covered;
 use super::environment::environment_value;
+use super::hidden_mps;
 use super::image_error::ImageError;
 use super::mount_points;
-use super::tree::Tree;
+use super::rootfs::Tree;
 use crate::config::{Config, Inject};
 use crate::grant::{Image, MPS_DEFAULT_DIR, MPS_DIR, driver_files};
 use crate::inventory::Inventory;
@@ -61,7 +61,7 @@ pub fn inspect(
     let files: Vec<_> = files.into_iter().map(|mount| mount.destination).collect();
     let directories = mps_directories(request, &image, config);
     (image.created, image.volumes) = mount_points::check(&tree, &files, &directories)?;
-    covered::unmasked(spec, &tree, &directories)?;
+    hidden_mps::unmasked(spec, &tree, &directories)?;
     Ok(image)
 }
 

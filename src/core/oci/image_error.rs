@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::tree::is_of_the_image;
+use super::rootfs::is_of_the_image;
 use crate::text::safe;
 
 /// Why this image cannot be served; names the path.

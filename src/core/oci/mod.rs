@@ -3,30 +3,30 @@
 
 pub mod cdi;
 mod conflict;
-mod covered;
+pub mod containers_by_name;
 mod edits;
 pub mod engine;
 mod environment;
-mod file;
+mod hidden_mps;
 pub mod hooks;
 mod image;
 mod image_error;
-mod json;
+mod json_file;
 mod live;
-pub mod mapped;
+mod lossless_json;
 mod mount_points;
 pub mod podman_storage;
+mod rootfs;
 mod spec;
-mod tree;
-mod undo;
+mod undo_edits;
 
 pub(crate) use conflict::own_mount_namespace;
 pub use conflict::{Conflict, conflict};
-pub(crate) use covered::uncovered;
 pub(crate) use environment::environment_value;
-pub use file::{FileError, JsonFile, mentions_sublet};
+pub(crate) use hidden_mps::uncovered;
 pub use image::inspect;
 pub use image_error::ImageError;
+pub use json_file::{FileError, JsonFile, mentions_sublet};
 pub use live::systemctl;
 pub use live::{Live, NamespaceError, apply};
 pub use mount_points::clear;
@@ -35,7 +35,7 @@ pub(crate) use mount_points::{cleanup_mount_points, clear_volume};
 pub use spec::edit_within;
 pub(crate) use spec::in_user_namespace;
 pub use spec::{SpecError, annotations, edit, edit_environment};
-pub use undo::undo;
+pub use undo_edits::undo;
 
 #[cfg(test)]
 mod tests;

@@ -11,7 +11,7 @@ use nix::sys::stat::{FileStat, SFlag, fstatat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use super::image_error::ImageError;
-use super::tree::{Tree, open_directory};
+use super::rootfs::{Tree, open_directory};
 use crate::fs::below::{open_below, open_in, open_root};
 use crate::ledger::{Leftover, VolumeFiles};
 

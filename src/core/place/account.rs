@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use crate::config::Config;
 use crate::inventory::Device;
 use crate::ledger::DaemonKey;
-use crate::ledger::{Lease, Ledger, ServerState};
+use crate::ledger::{DaemonState, Lease, Ledger};
 use crate::share::units::MIB;
 use crate::share::{Isolation, Mode, Percent};
 
@@ -43,7 +43,7 @@ pub fn account(device: &Device, ledger: &Ledger, config: &Config) -> Account {
         Some(Mode::TimeSlice) => Percent::WHOLE,
         Some(Mode::Mps) | None => minus(config.sm_ceiling(), sm_booked),
     };
-    let served = leases.iter().filter(|lease| lease.server.is_some());
+    let served = leases.iter().filter(|lease| lease.daemon.is_some());
     let whole = has_everything(device, ledger);
     let memory_booked = if whole { device.memory_bytes } else { memory_booked(device, ledger) };
     Account {
@@ -95,19 +95,19 @@ fn has_everything(device: &Device, ledger: &Ledger) -> bool {
 
 fn memory_booked(device: &Device, ledger: &Ledger) -> u64 {
     let leases = on_memory(device, ledger).filter_map(|lease| lease.memory_bytes);
-    let servers = SERVER_BYTES * servers(device, ledger).len() as u64;
-    leases.fold(servers, u64::saturating_add)
+    let daemons = SERVER_BYTES * daemons(device, ledger).len() as u64;
+    leases.fold(daemons, u64::saturating_add)
 }
 
 /// Every MPS server that has or will have memory of the device: leases' own, and such as still run.
-pub(super) fn servers<'a>(device: &'a Device, ledger: &'a Ledger) -> BTreeSet<&'a DaemonKey> {
-    let wanted = on_memory(device, ledger).filter_map(|lease| lease.server.as_ref());
+pub(super) fn daemons<'a>(device: &'a Device, ledger: &'a Ledger) -> BTreeSet<&'a DaemonKey> {
+    let wanted = on_memory(device, ledger).filter_map(|lease| lease.daemon.as_ref());
     let running = ledger
-        .servers
+        .daemons
         .iter()
-        .filter(|server| device.sharing_memory().any(|uuid| server.serves(uuid)))
-        .filter(|server| !matches!(server.state, ServerState::Down));
-    wanted.chain(running.map(|server| &server.key)).collect()
+        .filter(|daemon| device.sharing_memory().any(|uuid| daemon.serves(uuid)))
+        .filter(|daemon| !matches!(daemon.state, DaemonState::Down));
+    wanted.chain(running.map(|daemon| &daemon.key)).collect()
 }
 
 /// All that may ever be booked on `device`.
@@ -128,7 +128,7 @@ pub(super) fn by_accounts(device: &Device, ledger: &Ledger, config: &Config) -> 
 pub(super) fn by_driver(device: &Device, ledger: &Ledger, config: &Config) -> u64 {
     let unspent = on_memory(device, ledger).map(|lease| unspent(lease, device, ledger));
     let seen = device.memory_users().filter(|process| process.mps_server).count();
-    let unseen = servers(device, ledger).len().saturating_sub(seen) as u64;
+    let unseen = daemons(device, ledger).len().saturating_sub(seen) as u64;
     let free = times(device.memory_free_bytes, config.limits.memory_overcommit.max(1.0));
     unspent.fold(free, u64::saturating_sub).saturating_sub(unseen * SERVER_BYTES)
 }
@@ -157,7 +157,7 @@ mod tests {
     use super::super::fixture::{GIB, device, process};
     use super::*;
     use crate::ledger::fixture::lease;
-    use crate::ledger::{Init, Server};
+    use crate::ledger::{Init, MpsDaemon};
     use crate::process::Process;
 
     fn with(leases: Vec<Lease>) -> Ledger {
@@ -167,7 +167,7 @@ mod tests {
     fn shared(n: u64, sm: u32, gib: u64) -> Lease {
         Lease {
             mode: Mode::Mps,
-            server: Some(DaemonKey("GPU-0".into())),
+            daemon: Some(DaemonKey("GPU-0".into())),
             sm: Some(Percent::from_thousandths(sm)),
             memory_bytes: Some(gib * GIB),
             processes: 2,
@@ -200,7 +200,7 @@ mod tests {
     fn dedicated_servers_take_turns_and_each_has_its_own_memory() {
         let dedicated = |n| Lease {
             isolation: Isolation::Dedicated,
-            server: Some(DaemonKey(format!("{n:016x}"))),
+            daemon: Some(DaemonKey(format!("{n:016x}"))),
             ..shared(n, 50_000, 1)
         };
         let account = account(&device(0), &with(vec![dedicated(1), dedicated(2)]), &Config::default());
@@ -252,10 +252,10 @@ mod tests {
 
     #[test]
     fn a_server_that_still_runs_counts_though_nobody_uses_it() {
-        let server = |state| Server {
+        let daemon = |state| MpsDaemon {
             key: DaemonKey("GPU-0".into()),
             devices: vec!["GPU-0".into()],
-            daemon: None,
+            process: None,
             state,
             ceiling: crate::ledger::Ceiling::NONE,
             answered_at: 0,
@@ -263,10 +263,10 @@ mod tests {
             mode_left: false,
         };
         let booked = |state| {
-            let ledger = Ledger { servers: vec![server(state)], ..Ledger::empty("boot") };
+            let ledger = Ledger { daemons: vec![daemon(state)], ..Ledger::empty("boot") };
             account(&device(0), &ledger, &Config::default()).memory_booked
         };
-        assert_eq!(booked(ServerState::Stopping), 69_206_016);
-        assert_eq!(booked(ServerState::Down), 0);
+        assert_eq!(booked(DaemonState::Stopping), 69_206_016);
+        assert_eq!(booked(DaemonState::Down), 0);
     }
 }

@@ -1,12 +1,12 @@
 //! Whether one device can serve a request: first what no waiting changes, then what others hold.
 
-use super::account::{Account, SERVER_BYTES, account, bookable, by_accounts, by_driver, servers, use_of};
+use super::account::{Account, SERVER_BYTES, account, bookable, by_accounts, by_driver, daemons, use_of};
 use super::select::rule;
 use crate::config::{Config, Policy};
 use crate::inventory::context_bytes;
 use crate::inventory::{ComputeMode, Device, Driver, Inventory, Virtualization};
 use crate::ledger::DaemonKey;
-use crate::ledger::{Lease, LeaseId, LeasedPart, Ledger, ServerState};
+use crate::ledger::{DaemonState, Lease, LeaseId, LeasedPart, Ledger};
 use crate::request::Request;
 use crate::share::units::{MIB, show_bytes};
 use crate::share::{Isolation, Mode, Percent, Priority};
@@ -32,7 +32,7 @@ pub(super) struct World<'a> {
 pub(super) struct Fit {
     pub mode: Mode,
     pub isolation: Isolation,
-    pub server: Option<DaemonKey>,
+    pub daemon: Option<DaemonKey>,
     pub memory_bytes: Option<u64>,
     pub refresh_first: bool,
     /// Whether the device is in that use already.
@@ -79,7 +79,7 @@ struct Want<'a> {
     isolation: Isolation,
     /// Row of the accounts that it will be in.
     used_as: Mode,
-    server: Option<DaemonKey>,
+    daemon: Option<DaemonKey>,
     memory: Option<u64>,
     /// Bytes that it adds to the accounts, a new server's included.
     books: u64,
@@ -90,12 +90,12 @@ struct Want<'a> {
 impl Want<'_> {
     /// Memory of shared servers that serve nobody and end for this use of their device ([`Ledger::in_the_way`]).
     fn making_way(&self, ledger: &Ledger) -> u64 {
-        let shared = ledger.servers.iter().filter(|server| {
+        let shared = ledger.daemons.iter().filter(|daemon| {
             let uuid = &self.device.uuid;
-            server.serves(uuid) && server.key.0 == *uuid && server.state != ServerState::Down
+            daemon.serves(uuid) && daemon.key.0 == *uuid && daemon.state != DaemonState::Down
         });
-        let unused = shared.filter(|server| ledger.on_server(&server.key).next().is_none());
-        SERVER_BYTES * unused.filter(|server| self.server.as_ref() != Some(&server.key)).count() as u64
+        let unused = shared.filter(|daemon| ledger.on_daemon(&daemon.key).next().is_none());
+        SERVER_BYTES * unused.filter(|daemon| self.daemon.as_ref() != Some(&daemon.key)).count() as u64
     }
 }
 
@@ -135,7 +135,7 @@ fn want<'a>(
     // A process speaks to one daemon, so one of its own serves all its devices.
     let own_server = limited_turns || several && mode == Mode::Mps;
     let isolation = if own_server { Isolation::Dedicated } else { request.isolation };
-    let server = (mode == Mode::Mps || limited_turns).then(|| match isolation {
+    let daemon = (mode == Mode::Mps || limited_turns).then(|| match isolation {
         Isolation::Dedicated if !cfg!(sublet_without = "b8") => DaemonKey(id.to_string()),
         Isolation::Shared | Isolation::Dedicated => DaemonKey(device.uuid.clone()),
     });
@@ -143,11 +143,11 @@ fn want<'a>(
         Mode::Mig => shared_part(device, world.config),
         _ => request.memory.map(|memory| memory.on(device.memory_bytes)),
     };
-    let running = servers(device, world.ledger);
-    let new_server = server.as_ref().is_some_and(|key| !running.contains(key));
+    let running = daemons(device, world.ledger);
+    let new_server = daemon.as_ref().is_some_and(|key| !running.contains(key));
     let books = memory.unwrap_or(0).saturating_add(if new_server { SERVER_BYTES } else { 0 });
     let used_as = use_of(mode, isolation);
-    Want { request, device, mode, isolation, used_as, server, memory, books, several }
+    Want { request, device, mode, isolation, used_as, daemon, memory, books, several }
 }
 
 /// What a compute instance, alone in the container, is booked of the memory that it has together with others;
@@ -234,7 +234,7 @@ fn in_mig_mode(gpu: &Device, inventory: &Inventory) -> Misfit {
 /// What contradicts the mode that the device's configuration has brought in.
 fn sense(want: &Want<'_>) -> Result<(), Misfit> {
     let exclusive = want.mode == Mode::Exclusive;
-    if want.several && want.server.is_some() && want.device.is_mig() {
+    if want.several && want.daemon.is_some() && want.device.is_mig() {
         return Err(Misfit::never(
             "cannot be one of several under MPS: of MIG devices an MPS server has one; name one, or whole GPUs",
         ));
@@ -283,7 +283,7 @@ fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) -> Result<(),
             safe(&inventory.driver.version)
         )));
     }
-    if want.server.is_none() {
+    if want.daemon.is_none() {
         return Ok(());
     }
     if inventory.driver.mps_control.is_none() {
@@ -331,7 +331,7 @@ fn compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(), Misfit> {
 fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit> {
     let (device, processes) = (want.device, u64::from(want.request.processes.get()));
     let limit = client_limit(device, driver);
-    if want.server.is_some() && want.request.processes.get() > limit {
+    if want.daemon.is_some() && want.request.processes.get() > limit {
         return Err(Misfit::never(format!("takes at most {limit} MPS clients, not {processes}")));
     }
     let each = |sm: Percent| Percent::from_thousandths(sm.thousandths() / want.request.processes.get());
@@ -391,7 +391,7 @@ fn present_use(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(
     match account.used_as {
         Some(Mode::Exclusive | Mode::Mig) => return Err(Misfit::now("is taken whole")),
         Some(used) if used != want.used_as => {
-            let turns = if want.several && want.server.is_some() {
+            let turns = if want.several && want.daemon.is_some() {
                 ", and the MPS server of several devices takes turns (time-slice)"
             } else {
                 ""
@@ -403,7 +403,7 @@ fn present_use(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(
     if !matches!(want.mode, Mode::Exclusive | Mode::Mig) {
         return Ok(());
     }
-    let ours = world.ledger.servers.iter().any(|server| server.serves(&want.device.uuid));
+    let ours = world.ledger.daemons.iter().any(|daemon| daemon.serves(&want.device.uuid));
     let mut others = want.device.processes.iter().filter(|process| !(process.mps_server && ours));
     match others.find(|process| world.ledger.lease_of_process(process).is_none()) {
         Some(process) => Err(Misfit::as_reported(format!(
@@ -429,7 +429,7 @@ fn room(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(), Misf
     }
     let limit = client_limit(want.device, &world.inventory.driver);
     let processes = account.processes.saturating_add(want.request.processes.get());
-    if want.server.is_some() && processes > limit && !cfg!(sublet_without = "b9-places") {
+    if want.daemon.is_some() && processes > limit && !cfg!(sublet_without = "b9-places") {
         let left = limit.saturating_sub(account.processes);
         return Err(Misfit::now(format!("has {left} of {limit} MPS clients left")));
     }
@@ -492,7 +492,7 @@ fn fitting(want: Want<'_>, account: &Account, refresh_first: bool, world: World<
         index: want.device.index,
         mode: want.mode,
         isolation: want.isolation,
-        server: want.server,
+        daemon: want.daemon,
         memory_bytes: want.memory,
         refresh_first,
     }

@@ -47,7 +47,7 @@ fn alone(n: u64, uuid: &str) -> Lease {
 fn a_lease_keeps_what_its_instance_was() {
     let placement = placed(&named(1, Mode::Mig), vec![]).unwrap();
     assert_eq!(
-        (placement.devices, placement.mode, placement.server),
+        (placement.devices, placement.mode, placement.daemon),
         (vec!["MIG-1".to_owned()], Mode::Mig, None)
     );
     let (uuid, gpu) = ("MIG-1".to_owned(), "GPU-0".to_owned());
@@ -138,7 +138,7 @@ fn a_percentage_of_nobody_knows_how_many_sms_is_refused() {
 fn clients_are_limited_in_proportion() {
     let clients = |n| {
         let wanted = Request { processes: std::num::NonZeroU32::new(n).unwrap(), ..named(0, Mode::Mps) };
-        placed(&wanted, vec![]).map(|placement| placement.server)
+        placed(&wanted, vec![]).map(|placement| placement.daemon)
     };
     assert_eq!(clients(5).unwrap(), Some(DaemonKey("MIG-0".into())));
     let refusal = clients(6).unwrap_err();

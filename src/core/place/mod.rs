@@ -1,12 +1,12 @@
 //! Which device serves a request: [`Request`], [`Inventory`] and [`Ledger`] in, [`Placement`] out. Pure.
 
 mod account;
+mod dynamic_mig_order;
 mod fit;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
 #[cfg(test)]
 mod mig_tests;
-mod order;
 mod refusal;
 mod select;
 #[cfg(test)]
@@ -21,11 +21,11 @@ use crate::inventory::{Device, Inventory};
 use crate::ledger::DaemonKey;
 use crate::ledger::{LeaseId, LeasedPart, Ledger};
 use crate::request::Request;
-use crate::share::{Devices, Guarding, Isolation, Memory, MigCap, Mode, Percent, Priority};
+use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority};
 
 pub use account::{Account, account};
+pub use dynamic_mig_order::{Most, Order, Site, Size};
 pub use fit::client_limit;
-pub use order::{Most, Order, Site, Size};
 pub use refusal::Refusal;
 pub use select::{named, only, rule, wants_mig};
 
@@ -41,7 +41,7 @@ pub struct Placement {
     /// Shared or dedicated.
     pub isolation: Isolation,
     /// The MPS server it needs: mode mps, or time-slice with memory.
-    pub server: Option<DaemonKey>,
+    pub daemon: Option<DaemonKey>,
     /// SM ceiling of the whole container.
     pub sm: Option<Percent>,
     /// Memory of the whole container on each device, in bytes (whole MiB).
@@ -53,7 +53,7 @@ pub struct Placement {
     /// What the guard does about its processes, where that is not for `[guard]` alone to say.
     pub guard: Option<Guarding>,
     /// What it may see or change of all MIG instances, beside its own.
-    pub mig_caps: Vec<MigCap>,
+    pub mig_caps: Vec<MigCapability>,
     /// Memory was so near to what NVML last reported free that a refresh should come first.
     pub refresh_first: bool,
     /// One line each, for whoever starts the container.
@@ -141,7 +141,7 @@ pub fn expected(request: &Request) -> Placement {
         parts: Vec::new(),
         mode,
         isolation: request.isolation,
-        server: None,
+        daemon: None,
         sm: request.sm,
         memory_bytes: memory,
         processes: request.processes.get(),
@@ -221,7 +221,7 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
         devices: devices.iter().map(|index| inventory.devices[*index].uuid.clone()).collect(),
         mode,
         isolation: first.map_or(request.isolation, |fit| fit.isolation),
-        server: first.and_then(|fit| fit.server.clone()),
+        daemon: first.and_then(|fit| fit.daemon.clone()),
         // With mode mig it said which device to take, and limits nobody on it.
         sm: request.sm.filter(|_| mode != Mode::Mig),
         memory_bytes: first.and_then(|fit| fit.memory_bytes),

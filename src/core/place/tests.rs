@@ -34,7 +34,7 @@ fn mps(sm: u32, gib: u64) -> Request {
 fn leased(n: u64, gpu: &str, sm: u32, gib: u64) -> Lease {
     Lease {
         mode: Mode::Mps,
-        server: Some(DaemonKey(gpu.into())),
+        daemon: Some(DaemonKey(gpu.into())),
         sm: Some(percent(sm)),
         memory_bytes: Some(gib * GIB),
         ..lease(n, gpu)
@@ -63,7 +63,7 @@ fn a_shared_share_is_served_by_the_devices_server() {
         parts: vec![],
         mode: Mode::Mps,
         isolation: Isolation::Shared,
-        server: Some(DaemonKey("GPU-0".into())),
+        daemon: Some(DaemonKey("GPU-0".into())),
         sm: Some(percent(25_000)),
         memory_bytes: Some(8_589_934_592),
         processes: 1,
@@ -80,10 +80,10 @@ fn a_shared_share_is_served_by_the_devices_server() {
 fn time_slice_with_memory_gets_a_server_of_its_own_and_without_none() {
     let host = host(vec![device(0)]);
     let plain = placed(&request(Mode::TimeSlice), &host, &ledger(vec![])).unwrap();
-    assert_eq!((plain.server, plain.isolation), (None, Isolation::Shared));
+    assert_eq!((plain.daemon, plain.isolation), (None, Isolation::Shared));
     let limited = Request { memory: Some(Memory::Share(percent(25_000))), ..request(Mode::TimeSlice) };
     let limited = placed(&limited, &host, &ledger(vec![])).unwrap();
-    assert_eq!(limited.server, Some(DaemonKey("00000000000000ff".into())));
+    assert_eq!(limited.daemon, Some(DaemonKey("00000000000000ff".into())));
     assert_eq!(limited.isolation, Isolation::Dedicated);
     assert_eq!(limited.memory_bytes, Some(25 * GIB));
 }
@@ -373,7 +373,7 @@ fn several_devices_have_one_server_of_the_leases_own_and_one_amount_each() {
     ] {
         let placement = placed(&request, &host, &ledger(vec![])).unwrap();
         assert_eq!(placement.devices, ["GPU-0", "GPU-1"]);
-        assert_eq!(placement.server, Some(DaemonKey(id().to_string())));
+        assert_eq!(placement.daemon, Some(DaemonKey(id().to_string())));
         assert_eq!((placement.isolation, placement.memory_bytes), (Isolation::Dedicated, Some(8 * GIB)));
         let held = ledger(vec![lease_of(1, placement)]);
         for device in &host.devices[..2] {
@@ -385,7 +385,7 @@ fn several_devices_have_one_server_of_the_leases_own_and_one_amount_each() {
         assert_eq!(account(&host.devices[2], &held, &Config::default()).memory_booked, 0);
     }
     let plain = Request { devices: two(), ..request(Mode::TimeSlice) };
-    assert_eq!(placed(&plain, &host, &ledger(vec![])).unwrap().server, None);
+    assert_eq!(placed(&plain, &host, &ledger(vec![])).unwrap().daemon, None);
 }
 
 #[test]
@@ -475,7 +475,7 @@ fn assert_share(request: &Request, placement: &Placement, inventory: &Inventory)
     assert_eq!(placement.memory_bytes, Some(memory.on(smallest)));
     if placement.devices.len() > 1 {
         assert_eq!(placement.isolation, Isolation::Dedicated);
-        assert!(placement.server.as_ref().is_some_and(|key| LeaseId::parse(&key.0).is_some()));
+        assert!(placement.daemon.as_ref().is_some_and(|key| LeaseId::parse(&key.0).is_some()));
     }
 }
 
@@ -505,16 +505,16 @@ pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &C
             let sum: f64 = on.iter().filter_map(|lease| lease.sm).map(Percent::as_f64).sum();
             assert!(sum <= 100.0 * config.limits.sm_overcommit + 0.001, "{}: {sum} % SM", device.uuid);
         }
-        let servers: BTreeMap<_, u64> =
-            on.iter().filter_map(|lease| lease.server.as_ref()).map(|key| (key, 66 << 20)).collect();
+        let daemons: BTreeMap<_, u64> =
+            on.iter().filter_map(|lease| lease.daemon.as_ref()).map(|key| (key, 66 << 20)).collect();
         let memory: u64 =
-            on.iter().filter_map(|lease| lease.memory_bytes).sum::<u64>() + servers.values().sum::<u64>();
+            on.iter().filter_map(|lease| lease.memory_bytes).sum::<u64>() + daemons.values().sum::<u64>();
         let capacity = (device.memory_bytes - config.limits.reserve.min(device.memory_bytes)) as f64;
         assert!(memory as f64 <= capacity * config.limits.memory_overcommit, "{}: {memory}", device.uuid);
         let reported = device.memory_free_bytes as f64 * config.limits.memory_overcommit.max(1.0);
         assert!(memory as f64 <= reported, "{}: {memory} of {reported} reported free", device.uuid);
         let clients: u32 =
-            on.iter().filter(|lease| lease.server.is_some()).map(|lease| lease.processes).sum();
+            on.iter().filter(|lease| lease.daemon.is_some()).map(|lease| lease.processes).sum();
         assert!(clients <= if device.compute_capability.0 < 7 { 16 } else { 48 });
     }
 }
@@ -559,7 +559,7 @@ pub(crate) fn lease_of(n: u64, placement: Placement) -> Lease {
         devices: placement.devices,
         mode: placement.mode,
         isolation: placement.isolation,
-        server: placement.server,
+        daemon: placement.daemon,
         sm: placement.sm,
         memory_bytes: placement.memory_bytes,
         processes: placement.processes,

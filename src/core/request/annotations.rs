@@ -10,7 +10,7 @@ use super::keys::{Keys, PREFIX, one_word};
 use super::{misspelt, rules};
 use crate::config::Config;
 use crate::share::{
-    Action, Capabilities, Capability, Devices, Isolation, LONGEST_WAIT, Memory, MigCap, Mode, Percent,
+    Action, Capabilities, Capability, Devices, Isolation, LONGEST_WAIT, Memory, MigCapability, Mode, Percent,
     Priority, SELECTORS_ALLOWED, parse_devices, units,
 };
 
@@ -144,11 +144,11 @@ fn mig_profile(text: &str) -> Result<String, Option<String>> {
     if sizes && attributes { Ok(text) } else { Err(None) }
 }
 
-fn mig_caps(text: &str) -> Result<Vec<MigCap>, Option<String>> {
-    let words = MigCap::ALL.map(|cap| (cap.as_str(), cap));
+fn mig_caps(text: &str) -> Result<Vec<MigCapability>, Option<String>> {
+    let words = MigCapability::ALL.map(|cap| (cap.as_str(), cap));
     let chosen = text.split(',').map(|word| one_word(word.trim_matches(' '), &words));
-    let chosen: Vec<MigCap> = chosen.collect::<Result<_, _>>()?;
-    Ok(MigCap::ALL.into_iter().filter(|cap| chosen.contains(cap)).collect())
+    let chosen: Vec<MigCapability> = chosen.collect::<Result<_, _>>()?;
+    Ok(MigCapability::ALL.into_iter().filter(|cap| chosen.contains(cap)).collect())
 }
 
 fn capabilities(text: &str) -> Result<Capabilities, Option<String>> {

@@ -275,16 +275,19 @@ fn shares_that_do_not_work() {
 
 #[test]
 fn mig_capabilities_have_to_be_allowed() {
-    let asked = |caps: &str, allowed: &[MigCap]| {
+    let asked = |caps: &str, allowed: &[MigCapability]| {
         let mut config = Config::default();
         config.mig.allow_caps = allowed.to_vec();
         let request = parse(&annotations(&[("sublet.mig-caps", caps)]), None, None, &config);
         request.map(|request| request.mig_caps).map_err(|error| error.to_string())
     };
-    assert_eq!(asked("monitor", &[MigCap::Monitor]), Ok(vec![MigCap::Monitor]));
-    assert_eq!(asked("config, monitor", &MigCap::ALL), Ok(vec![MigCap::Monitor, MigCap::Config]));
-    assert_snapshot!(asked("config,monitor", &[MigCap::Monitor]).unwrap_err(), @"sublet.mig-caps=config,monitor does not go with [mig] allow_caps of this host's configuration: it opens all MIG instances: root has to allow it there");
-    assert_snapshot!(asked("monitr", &MigCap::ALL).unwrap_err(), @"sublet.mig-caps=monitr: must be monitor, config, or both; did you mean monitor?");
+    assert_eq!(asked("monitor", &[MigCapability::Monitor]), Ok(vec![MigCapability::Monitor]));
+    assert_eq!(
+        asked("config, monitor", &MigCapability::ALL),
+        Ok(vec![MigCapability::Monitor, MigCapability::Config])
+    );
+    assert_snapshot!(asked("config,monitor", &[MigCapability::Monitor]).unwrap_err(), @"sublet.mig-caps=config,monitor does not go with [mig] allow_caps of this host's configuration: it opens all MIG instances: root has to allow it there");
+    assert_snapshot!(asked("monitr", &MigCapability::ALL).unwrap_err(), @"sublet.mig-caps=monitr: must be monitor, config, or both; did you mean monitor?");
 }
 
 #[test]

@@ -10,7 +10,9 @@ mod rules;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use crate::share::{Capabilities, Devices, Guarding, Isolation, Memory, MigCap, Mode, Percent, Priority};
+use crate::share::{
+    Capabilities, Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority,
+};
 
 pub use annotations::{is_ours, is_podman_infra, is_sandbox, parse};
 pub use error::{RequestError, Setting};
@@ -33,7 +35,7 @@ pub struct Request {
     /// MIG profile, as `1g.18gb` or `1c.2g.35gb`.
     pub mig: Option<String>,
     /// What it may see or change of all MIG instances, beside its own.
-    pub mig_caps: Vec<MigCap>,
+    pub mig_caps: Vec<MigCapability>,
     /// MPS client priority.
     pub priority: Priority,
     /// CUDA processes expected at once; MPS limits are per process, so each gets its part.

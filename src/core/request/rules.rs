@@ -3,7 +3,7 @@
 use super::error::{RequestError, Setting};
 use super::keys::Keys;
 use crate::config::{Config, Required};
-use crate::share::{Action, Devices, Guarding, Isolation, MigCap, Mode, Selector};
+use crate::share::{Action, Devices, Guarding, Isolation, MigCapability, Mode, Selector};
 
 /// The mode that the keys name or imply, once nothing contradicts it. `None`: the device's
 /// configuration decides.
@@ -26,7 +26,11 @@ pub(super) fn check(
 }
 
 /// What reaches beyond a container's own MIG device root has to have allowed.
-pub(super) fn mig_caps(keys: &Keys<'_>, wanted: &[MigCap], allowed: &[MigCap]) -> Result<(), RequestError> {
+pub(super) fn mig_caps(
+    keys: &Keys<'_>,
+    wanted: &[MigCapability],
+    allowed: &[MigCapability],
+) -> Result<(), RequestError> {
     if wanted.iter().all(|cap| allowed.contains(cap)) {
         return Ok(());
     }

@@ -126,14 +126,14 @@ impl Guarding {
 /// capabilities").
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum MigCap {
+pub enum MigCapability {
     /// Watching all instances of all GPUs.
     Monitor,
     /// Making and destroying them.
     Config,
 }
 
-impl MigCap {
+impl MigCapability {
     /// Both.
     pub const ALL: [Self; 2] = [Self::Monitor, Self::Config];
 

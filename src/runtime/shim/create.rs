@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use nix::unistd::getppid;
 use serde_json::Value;
 
-use super::{Call, EntryPoint, RuntimeError, Start, mapped, uid};
+use super::{Call, EntryPoint, RuntimeError, Start, containers_by_name, uid};
 use sublet_core::admit::{self, Admission, Candidate};
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -118,7 +118,7 @@ fn read(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFi
 fn mapped(call: &Call<'_>, start: &Start, file: &JsonFile) -> Option<String> {
     let id = start.id.as_ref()?.to_str()?;
     // Engines give absolute bundles; without one there is no engine that knows the container's name.
-    mapped::share(id, start.bundle.as_deref()?, file).unwrap_or_else(|error| {
+    containers_by_name::share(id, start.bundle.as_deref()?, file).unwrap_or_else(|error| {
         let message = format!("container {}: {error}; it is mapped to no share and gets no GPU", safe(id));
         call.log.write(Level::Warning, &message);
         None

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use super::{Call, RuntimeError, child, uid};
+use super::{Call, RuntimeError, runtime_child, uid};
 use sublet_core::admit;
 use sublet_core::config::Config;
 use sublet_core::ledger::LeaseId;
@@ -17,7 +17,7 @@ pub(super) fn delete(call: &Call<'_>, container: Option<(&str, PathBuf)>) -> Res
         let never = call.pass_on()?;
         match never {}
     };
-    let status = match child::run(&call.low_level.program, call.args) {
+    let status = match runtime_child::run(&call.low_level.program, call.args) {
         Ok(status) => status,
         Err(source) => {
             unmark(call, &lease, &config);
@@ -29,7 +29,7 @@ pub(super) fn delete(call: &Call<'_>, container: Option<(&str, PathBuf)>) -> Res
     } else if let Err(error) = admit::end(&lease, &config) {
         call.warn(&format!("lease {lease} is not free yet: {error}"));
     }
-    Ok(child::exit_like(status))
+    Ok(runtime_child::exit_like(status))
 }
 
 fn marked(call: &Call<'_>, id: &str, record: &std::path::Path) -> Option<(LeaseId, Config)> {

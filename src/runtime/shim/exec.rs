@@ -204,7 +204,7 @@ mod tests {
             remove_prefixes: Vec::new(),
         };
         let all = ["PATH=/bin", "CUDA_VISIBLE_DEVICES=0", "XLA=0.1"].map(str::to_owned).to_vec();
-        Share { environment, all, server: None }
+        Share { environment, all, daemon: None }
     }
 
     #[test]

@@ -7,13 +7,13 @@
 
 mod argv;
 mod checkpoint;
-mod child;
 mod create;
 mod delete;
 mod exec;
 mod flags;
 mod low_level;
 mod running_runtime;
+mod runtime_child;
 
 use std::convert::Infallible;
 use std::ffi::OsString;
@@ -35,7 +35,7 @@ pub use flags::Dialect;
 use low_level::{LowLevel, MissingRuntime};
 pub(crate) use running_runtime::record_of;
 use sublet_core::log::{self, Level, Log};
-use sublet_core::oci::mapped;
+use sublet_core::oci::containers_by_name;
 
 /// Why a command is not carried out.
 #[derive(Debug, thiserror::Error)]

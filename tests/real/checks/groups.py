@@ -103,7 +103,7 @@ SERVICE = "1024 open files, 8388608 bytes locked"
 
 
 def mps_limits():
-    """Not those of the engine that started the container: src/cli/mps/service.rs."""
+    """Not those of the engine that started the container: src/cli/mps_daemons/service_defaults.rs."""
     found = []
     for of in Path("/proc").glob("[0-9]*"):
         try:

@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 pub(super) use elf::Machine;
 use table::Library;
 
-use super::kernel::is_driver_version;
+use super::kernel_module::is_driver_version;
 use super::{DriverFile, FileKind, programs};
-use sublet_core::inventory::resolve::resolve;
+use sublet_core::inventory::driver_root_links::resolve;
 
 /// What was found.
 #[derive(Debug)]

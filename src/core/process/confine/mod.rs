@@ -3,22 +3,22 @@
 //!
 //! A filter of system calls is inherited for good, by MPS daemons too, and so are lost rights where
 //! `no_new_privs` is set. So the process that the engine started keeps what it has and does nothing but wait, and
-//! run the few commands of ours that are asked of it ([`errand`]); the work is a child's.
+//! run the few commands of ours that are asked of it ([`command_requests`]); the work is a child's.
 
-mod drivers;
-mod errand;
-mod filter;
-mod rights;
-mod split;
+mod command_requests;
+mod refuse_drivers;
+mod seccomp_filter;
+mod stage_capabilities;
+mod worker;
 
 use std::process::Command;
 
 use super::{environment, inheritance};
 
-pub use drivers::refuse_drivers;
-pub use errand::run;
-pub use rights::Rights;
-pub use split::{engine, work};
+pub use command_requests::run;
+pub use refuse_drivers::refuse_drivers;
+pub use stage_capabilities::Rights;
+pub use worker::{engine, work};
 
 /// What a hook reads of its environment; the rest may be the image's (CVE-2025-23266).
 const KEPT: [&str; 1] = [environment::VARIABLE];

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::json;
+use super::lossless_json;
 use crate::text::safe;
 
 /// Longest file that is read. Docker's and Podman's are some ten KiB.
@@ -100,7 +100,8 @@ impl JsonFile {
     /// # Errors
     /// That, or it is no JSON, or nested deeper than `serde_json`'s limit of 128.
     pub fn parse(&self) -> Result<Value, FileError> {
-        json::parse(&self.text).map_err(|message| FileError::Json { path: self.path.clone(), message })
+        lossless_json::parse(&self.text)
+            .map_err(|message| FileError::Json { path: self.path.clone(), message })
     }
 
     /// Replaces the file atomically; mode and owner stay.

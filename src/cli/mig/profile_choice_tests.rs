@@ -1,4 +1,4 @@
-use super::super::double::{Double, h200, profile};
+use super::super::fake_driver::{Double, h200, profile};
 use super::*;
 use sublet_core::place::Most;
 

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::conflict::plain;
 use super::image_error::ImageError;
-use super::tree::Tree;
+use super::rootfs::Tree;
 use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 
 /// Looks whether a spec that has its MPS directories already (from `state_dir`) hides them: by a mount that

@@ -11,7 +11,7 @@ use std::io;
 
 use nix::libc::{self, sock_filter};
 
-use super::filter::{ALLOW, ARCH, ARCHITECTURE, NUMBER, REFUSE, load, number, ret, set, step, when};
+use super::seccomp_filter::{ALLOW, ARCH, ARCHITECTURE, NUMBER, REFUSE, load, number, ret, set, step, when};
 
 /// Where the second argument's lower half is in `struct seccomp_data`: the kernel takes no more of a request.
 const REQUEST: u32 = 24;

@@ -11,18 +11,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 static FAILED: AtomicBool = AtomicBool::new(false);
 
 macro_rules! print {
-    ($($text:tt)*) => { $crate::commands::print::out(format_args!($($text)*)) };
+    ($($text:tt)*) => { $crate::commands::closed_output::out(format_args!($($text)*)) };
 }
 
 macro_rules! println {
-    () => { $crate::commands::print::out(format_args!("\n")) };
+    () => { $crate::commands::closed_output::out(format_args!("\n")) };
     ($format:literal $($rest:tt)*) => {
-        $crate::commands::print::out(format_args!("{}\n", format_args!($format $($rest)*)))
+        $crate::commands::closed_output::out(format_args!("{}\n", format_args!($format $($rest)*)))
     };
 }
 
 macro_rules! eprintln {
-    ($($text:tt)*) => { $crate::commands::print::err(format_args!($($text)*)) };
+    ($($text:tt)*) => { $crate::commands::closed_output::err(format_args!($($text)*)) };
 }
 
 pub(super) fn out(text: Arguments<'_>) {

@@ -6,7 +6,7 @@ use super::lock::DaemonLock;
 use crate::config::Config;
 use crate::inventory::{self, Device};
 use crate::ledger::DaemonKey;
-use crate::ledger::{Ledger, Server, ServerState, Store};
+use crate::ledger::{DaemonState, Ledger, MpsDaemon, Store};
 use crate::process::epoch_seconds;
 
 /// A real answer older than this proves nothing any more, in seconds.
@@ -19,14 +19,14 @@ pub(super) fn is_recent(answered_at: u64, now: u64) -> bool {
 
 /// The record of daemon `key`.
 #[must_use]
-pub fn server<'a>(ledger: &'a Ledger, key: &DaemonKey) -> Option<&'a Server> {
-    ledger.servers.iter().find(|server| server.key == *key)
+pub fn daemon<'a>(ledger: &'a Ledger, key: &DaemonKey) -> Option<&'a MpsDaemon> {
+    ledger.daemons.iter().find(|daemon| daemon.key == *key)
 }
 
 /// The daemon of `server` is that very process still.
 #[must_use]
-pub fn is_alive(server: &Server) -> bool {
-    server.daemon.is_some_and(|daemon| daemon.is_alive())
+pub fn is_alive(daemon: &MpsDaemon) -> bool {
+    daemon.process.is_some_and(|daemon| daemon.is_alive())
 }
 
 /// Changes the ledger; leases that were found gone meanwhile leave idle servers for [`super::settle`].
@@ -48,10 +48,10 @@ pub fn change<T>(
 ///
 /// # Errors
 /// The ledger cannot be read or written.
-pub fn note(store: &Store, key: &DaemonKey, what: impl FnOnce(&mut Server)) -> Result<(), MpsError> {
+pub fn note(store: &Store, key: &DaemonKey, what: impl FnOnce(&mut MpsDaemon)) -> Result<(), MpsError> {
     change(store, |ledger| {
-        if let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) {
-            what(server);
+        if let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key) {
+            what(daemon);
         }
         Ok(())
     })
@@ -61,13 +61,13 @@ pub fn note(store: &Store, key: &DaemonKey, what: impl FnOnce(&mut Server)) -> R
 ///
 /// # Errors
 /// The ledger cannot be read or written.
-pub fn note_answer(store: &Store, server: &Server) -> Result<(), MpsError> {
-    let daemon = server.daemon;
-    note(store, &server.key, |server| {
-        if server.daemon == daemon {
-            server.state = ServerState::Serving;
-            if server.answered_at != 0 {
-                server.answered_at = epoch_seconds();
+pub fn note_answer(store: &Store, daemon: &MpsDaemon) -> Result<(), MpsError> {
+    let process = daemon.process;
+    note(store, &daemon.key, |daemon| {
+        if daemon.process == process {
+            daemon.state = DaemonState::Serving;
+            if daemon.answered_at != 0 {
+                daemon.answered_at = epoch_seconds();
             }
         }
     })
@@ -75,18 +75,18 @@ pub fn note_answer(store: &Store, server: &Server) -> Result<(), MpsError> {
 
 /// What a failed question means: a silent daemon is recorded as in fault and named to the user.
 #[must_use]
-pub fn note_failure(store: &Store, server: &Server, error: AskError) -> MpsError {
+pub fn note_failure(store: &Store, daemon: &MpsDaemon, error: AskError) -> MpsError {
     if matches!(error, AskError::Silent) {
-        if let Err(error) = note(store, &server.key, |server| server.state = ServerState::Fault) {
+        if let Err(error) = note(store, &daemon.key, |daemon| daemon.state = DaemonState::Fault) {
             return error;
         }
         return MpsError::Silent {
-            device: server.devices.join(", "),
-            key: server.key.to_string(),
-            pid: server.daemon.map_or(0, |daemon| daemon.pid),
+            device: daemon.devices.join(", "),
+            key: daemon.key.to_string(),
+            pid: daemon.process.map_or(0, |daemon| daemon.pid),
         };
     }
-    refused(&server.key, error)
+    refused(&daemon.key, error)
 }
 
 /// A failed question of a daemon that should have answered.
@@ -116,28 +116,28 @@ pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
 pub fn adjust(_held: &DaemonLock, key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
     let begun = change(store, |ledger| {
         let Some(wanted) = ledger.wanted_ceiling(key) else { return Ok(None) };
-        let Some(server) = ledger.servers.iter_mut().find(|server| server.key == *key) else {
+        let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key) else {
             return Ok(None);
         };
-        if server.ceiling == wanted && server.answered_at != 0 && server.state == ServerState::Serving {
+        if daemon.ceiling == wanted && daemon.answered_at != 0 && daemon.state == DaemonState::Serving {
             return Ok(None);
         }
-        server.ceiling = server.ceiling.and(wanted);
-        server.answered_at = 0;
-        let server = server.clone();
-        Ok(Some((wanted, ledger.devices_of(key), server)))
+        daemon.ceiling = daemon.ceiling.and(wanted);
+        daemon.answered_at = 0;
+        let daemon = daemon.clone();
+        Ok(Some((wanted, ledger.devices_of(key), daemon)))
     })?;
-    let Some((wanted, devices, server)) = begun else { return Ok(()) };
+    let Some((wanted, devices, daemon)) = begun else { return Ok(()) };
     let control = Control::new(key, config)?;
     let known = inventory::load(config)?;
-    let old = server.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
+    let old = daemon.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
     // GPUs before Volta know no ceiling and refuse to hear of one.
     let set = if old { control.ceiling().map(drop) } else { control.set_ceiling(wanted, devices) };
-    set.map_err(|error| note_failure(store, &server, error))?;
-    note(store, key, |server| {
-        server.ceiling = wanted;
-        server.answered_at = epoch_seconds();
-        server.state = ServerState::Serving;
+    set.map_err(|error| note_failure(store, &daemon, error))?;
+    note(store, key, |daemon| {
+        daemon.ceiling = wanted;
+        daemon.answered_at = epoch_seconds();
+        daemon.state = DaemonState::Serving;
     })
 }
 
@@ -163,7 +163,7 @@ pub(super) mod tests {
             devices: vec!["GPU-1".into()],
             mode: Mode::Mps,
             isolation: Isolation::Shared,
-            server: Some(DaemonKey(key.into())),
+            daemon: Some(DaemonKey(key.into())),
             sm: sm.map(Percent::from_thousandths),
             memory_bytes: None,
             processes: 1,

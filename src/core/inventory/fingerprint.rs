@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::path::Path;
 
-use super::{Fingerprint, InventoryError, kernel};
+use super::{Fingerprint, InventoryError, kernel_module};
 use crate::fs::below::under;
 
 /// The fingerprint as it is now, and what it leaves out.
@@ -22,8 +22,8 @@ pub struct Seen {
 /// No driver is loaded, or one of its directories cannot be read.
 pub fn read(root: &Path) -> Result<Seen, InventoryError> {
     let boot_id = read_text(Path::new("/proc/sys/kernel/random/boot_id"))?;
-    let version_file = under(root, kernel::VERSION_FILE);
-    let module = kernel::loaded(root)
+    let version_file = under(root, kernel_module::VERSION_FILE);
+    let module = kernel_module::loaded(root)
         .map_err(|source| InventoryError::Unreadable { path: version_file.clone(), source })?
         .ok_or(InventoryError::NoDriver { path: version_file })?;
     let (lost, gpus) = names(&under(root, "/proc/driver/nvidia/gpus"))?

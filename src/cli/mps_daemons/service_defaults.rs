@@ -22,7 +22,7 @@ use nix::sys::signal::SigSet;
 use nix::unistd::Pid;
 use rustix::process::setpriority_process;
 
-use super::service_calls as calls;
+use super::service_syscalls as calls;
 
 /// Timer slack of a process, in nanoseconds: the kernel's and systemd's default.
 const TIMER_SLACK: u64 = 50_000;

@@ -10,7 +10,7 @@ use crate::share::{Mode, Percent};
 
 /// A user's cap.
 #[derive(Clone, Copy, Debug)]
-pub struct Cap<'a> {
+pub struct PolicyLimit<'a> {
     /// Whose leases count.
     pub uid: u32,
     /// What they may come to.
@@ -19,7 +19,7 @@ pub struct Cap<'a> {
 
 /// More than the user's policy allows.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum CapError {
+pub enum PolicyLimitError {
     /// `modes`
     #[error(
         "your [[policy]] on this host allows sublet.mode {allowed}, and this is {mode}: name an allowed one"
@@ -31,23 +31,23 @@ pub enum CapError {
         allowed: String,
     },
     /// `sm` or `memory` is capped, and the request has no limit of its own.
-    #[error("your [[policy]] on this host caps {key} at {cap}: name your part with sublet.{key}")]
+    #[error("your [[policy]] on this host caps {key} at {limit}: name your part with sublet.{key}")]
     Unlimited {
         /// The annotation's key.
         key: &'static str,
         /// The cap.
-        cap: String,
+        limit: String,
     },
     /// `sm` or `memory`.
     #[error(
-        "your [[policy]] on this host caps {key} at {cap}, your containers hold {held} and this asks for \
+        "your [[policy]] on this host caps {key} at {limit}, your containers hold {held} and this asks for \
          {asked}: ask for less{}", or_wait(*.temporary)
     )]
     Sum {
         /// The annotation's key.
         key: &'static str,
         /// The cap.
-        cap: String,
+        limit: String,
         /// Of all the user's leases.
         held: String,
         /// Of this one.
@@ -67,7 +67,7 @@ pub enum CapError {
     Leases(u32),
 }
 
-impl CapError {
+impl PolicyLimitError {
     /// Whether waiting may help.
     #[must_use]
     pub fn is_temporary(&self) -> bool {
@@ -79,25 +79,25 @@ fn or_wait(temporary: bool) -> &'static str {
     if temporary { ", or end a container first" } else { "" }
 }
 
-impl Cap<'_> {
+impl PolicyLimit<'_> {
     /// Whether the user may take `placement` beside what `ledger` says that they hold.
     ///
     /// # Errors
     /// The first cap that it would pass.
-    pub fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), CapError> {
+    pub fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), PolicyLimitError> {
         if !placement.mig_caps.is_empty() {
-            return Err(CapError::MigCaps);
+            return Err(PolicyLimitError::MigCaps);
         }
         let rule = self.rule;
         if let Some(modes) = rule.modes.as_ref().filter(|modes| !modes.contains(&placement.mode)) {
             let allowed = modes.iter().map(|mode| mode.as_str()).collect::<Vec<_>>().join(", ");
-            return Err(CapError::Mode { mode: placement.mode, allowed });
+            return Err(PolicyLimitError::Mode { mode: placement.mode, allowed });
         }
         let held = self.held(ledger);
         if let Some(most) =
             rule.leases.filter(|most| u32::try_from(held.len()).is_ok_and(|held| held >= *most))
         {
-            return Err(CapError::Leases(most));
+            return Err(PolicyLimitError::Leases(most));
         }
         let (sm, memory) = Holding::of_placement(placement).sums();
         sum("sm", rule.sm.map(thousandths), held_sm(&held), sm, &percent)?;
@@ -109,8 +109,8 @@ impl Cap<'_> {
     #[must_use]
     pub fn room(&self, ledger: &Ledger) -> (Option<u64>, Option<u64>) {
         let held = self.held(ledger);
-        let sm = self.rule.sm.map(|cap| thousandths(cap).saturating_sub(held_sm(&held)));
-        (sm, self.rule.memory.map(|cap| cap.saturating_sub(held_memory(&held))))
+        let sm = self.rule.sm.map(|limit| thousandths(limit).saturating_sub(held_sm(&held)));
+        (sm, self.rule.memory.map(|limit| limit.saturating_sub(held_memory(&held))))
     }
 
     fn held<'l>(&self, ledger: &'l Ledger) -> Vec<&'l Lease> {
@@ -127,7 +127,7 @@ impl Cap<'_> {
         Left {
             sm_percent: sm.map(as_percent),
             memory_bytes,
-            leases: self.rule.leases.map(|cap| cap.saturating_sub(leases)),
+            leases: self.rule.leases.map(|limit| limit.saturating_sub(leases)),
         }
     }
 }
@@ -197,18 +197,18 @@ fn held_memory(held: &[&Lease]) -> u64 {
 
 fn sum(
     key: &'static str,
-    cap: Option<u64>,
+    limit: Option<u64>,
     held: u64,
     asked: Option<u64>,
     show: &dyn Fn(u64) -> String,
-) -> Result<(), CapError> {
-    let Some(cap) = cap else { return Ok(()) };
-    let Some(asked) = asked else { return Err(CapError::Unlimited { key, cap: show(cap) }) };
-    if held.saturating_add(asked) <= cap {
+) -> Result<(), PolicyLimitError> {
+    let Some(limit) = limit else { return Ok(()) };
+    let Some(asked) = asked else { return Err(PolicyLimitError::Unlimited { key, limit: show(limit) }) };
+    if held.saturating_add(asked) <= limit {
         return Ok(());
     }
-    let temporary = asked <= cap;
-    Err(CapError::Sum { key, cap: show(cap), held: show(held), asked: show(asked), temporary })
+    let temporary = asked <= limit;
+    Err(PolicyLimitError::Sum { key, limit: show(limit), held: show(held), asked: show(asked), temporary })
 }
 
 fn percent(thousandths: u64) -> String {
@@ -231,7 +231,7 @@ mod tests {
             parts: Vec::new(),
             mode,
             isolation: Isolation::Shared,
-            server: None,
+            daemon: None,
             sm: sm.map(|sm| Percent::from_thousandths(sm * 1000)),
             memory_bytes: mib.map(|mib| mib << 20),
             processes: 1,
@@ -255,7 +255,7 @@ mod tests {
     }
 
     fn check(rule: &PolicyRule, placement: &Placement) -> Result<(), String> {
-        Cap { uid: 1000, rule }.check(placement, &ledger()).map_err(|error| error.to_string())
+        PolicyLimit { uid: 1000, rule }.check(placement, &ledger()).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -319,8 +319,9 @@ mod tests {
     fn the_number_of_leases_is_capped_and_waiting_helps_but_where_there_may_be_none() {
         let rule = |leases| PolicyRule { leases: Some(leases), ..PolicyRule::default() };
         let mps = placement(Mode::Mps, Some(25), None);
-        let refused = |leases| Cap { uid: 1000, rule: &rule(leases) }.check(&mps, &ledger()).unwrap_err();
-        assert_eq!(refused(1), CapError::Leases(1));
+        let refused =
+            |leases| PolicyLimit { uid: 1000, rule: &rule(leases) }.check(&mps, &ledger()).unwrap_err();
+        assert_eq!(refused(1), PolicyLimitError::Leases(1));
         assert!(refused(1).is_temporary() && !refused(0).is_temporary());
         assert_eq!(check(&rule(2), &mps), Ok(()));
     }
@@ -349,10 +350,10 @@ mod tests {
         let mut held = lease(1, "MIG-a");
         (held.mode, held.parts, held.container.uid) = (Mode::Mig, vec![part.clone()], 1000);
         let ledger = Ledger { leases: vec![held.clone()], ..Ledger::empty("boot") };
-        let left = Cap { uid: 1000, rule: &rule }.left(&ledger);
+        let left = PolicyLimit { uid: 1000, rule: &rule }.left(&ledger);
         assert_eq!((left.sm_percent, left.memory_bytes), (Some(30.0), Some(5 << 30)));
         asked.parts = vec![part.clone(), part];
-        let both = Cap { uid: 1000, rule: &rule }.check(&asked, &ledger).unwrap_err().to_string();
+        let both = PolicyLimit { uid: 1000, rule: &rule }.check(&asked, &ledger).unwrap_err().to_string();
         assert!(both.contains("hold 20 % and this asks for 40 %"), "{both}");
     }
 

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::choose::{Choice, choices, seen};
+use super::profile_choice::{Choice, choices, seen};
 use super::{Compute, Driver, DriverError, Gpu, Instance, Span};
 use sublet_core::config::Policy;
 use sublet_core::ledger::{Awaited, Freed, Ledger, LedgerError, Made, Store};
@@ -260,5 +260,5 @@ fn is_ours(made: &Made, now: &Instance) -> bool {
 }
 
 #[cfg(test)]
-#[path = "making_tests.rs"]
+#[path = "making_instances_tests.rs"]
 mod tests;

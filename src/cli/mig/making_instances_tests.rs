@@ -1,4 +1,4 @@
-use super::super::double::{Double, h200, profile, shape};
+use super::super::fake_driver::{Double, h200, profile, shape};
 use super::*;
 use sublet_core::ledger::LeaseId;
 use sublet_core::place::Site;

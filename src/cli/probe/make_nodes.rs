@@ -9,8 +9,8 @@ use std::io;
 use std::os::unix::fs::{chown, symlink};
 use std::path::Path;
 
-use super::caps::{make_node, value};
-use super::nodes::check_node;
+use super::device_nodes::check_node;
+use super::mig_capabilities::{make_node, value};
 use super::{Inventory, Majors, Node, NodeError, under};
 
 /// NVIDIA's number among PCI vendors.
@@ -33,7 +33,7 @@ pub(crate) fn has_gpu(root: &Path) -> bool {
 /// Whether the driver is loaded.
 #[must_use]
 pub(crate) fn is_loaded(root: &Path) -> bool {
-    under(root, super::kernel::VERSION_FILE).exists()
+    under(root, super::kernel_module::VERSION_FILE).exists()
 }
 
 /// Makes the nodes that are missing, as nvidia-modprobe would; a warning for each that cannot be made. None where

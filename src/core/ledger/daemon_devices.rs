@@ -28,7 +28,7 @@ pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Stri
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Ceiling, Server, ServerState};
+    use super::super::{Ceiling, DaemonState, MpsDaemon};
     use crate::ledger::DaemonKey;
 
     #[test]
@@ -38,19 +38,19 @@ mod tests {
             (&["GPU-a"], "\"device\":\"GPU-a\""),
             (&["GPU-a", "GPU-b"], "\"device\":[\"GPU-a\",\"GPU-b\"]"),
         ] {
-            let server = Server {
+            let daemon = MpsDaemon {
                 key: DaemonKey("0000000000000001".into()),
                 devices: devices.iter().map(|uuid| (*uuid).to_owned()).collect(),
-                daemon: None,
-                state: ServerState::Serving,
+                process: None,
+                state: DaemonState::Serving,
                 ceiling: Ceiling::NONE,
                 answered_at: 1,
                 idle_since: None,
                 mode_left: false,
             };
-            let text = serde_json::to_string(&server).unwrap();
+            let text = serde_json::to_string(&daemon).unwrap();
             assert!(text.contains(written), "{text}");
-            assert_eq!(serde_json::from_str::<Server>(&text).unwrap(), server);
+            assert_eq!(serde_json::from_str::<MpsDaemon>(&text).unwrap(), daemon);
         }
     }
 }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Device, Driver, GpuProcess, Inventory, Node};
-use crate::share::MigCap;
+use crate::share::MigCapability;
 
 /// What a MIG device is a part of, and which.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -96,11 +96,11 @@ impl Device {
 impl Driver {
     /// The node of a capability over all MIG instances.
     #[must_use]
-    pub(crate) const fn mig_cap(&self, cap: MigCap) -> Option<&Node> {
+    pub(crate) const fn mig_cap(&self, cap: MigCapability) -> Option<&Node> {
         let [monitor, config] = &self.mig_caps;
         match cap {
-            MigCap::Monitor => monitor.as_ref(),
-            MigCap::Config => config.as_ref(),
+            MigCapability::Monitor => monitor.as_ref(),
+            MigCapability::Config => config.as_ref(),
         }
     }
 }

@@ -4,9 +4,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::output;
+use super::tables;
 use sublet_core::admit;
-use sublet_core::broker::caps::Left;
+use sublet_core::broker::policy_limits::Left;
 use sublet_core::config::{Config, PolicyRule};
 use sublet_core::text::safe;
 
@@ -57,7 +57,7 @@ fn caps(rule: &PolicyRule, left: &Left) -> Vec<String> {
         modes.map(|modes| format!("modes {}", words(modes))),
         rule.sm.zip(left.sm_percent).map(|(cap, left)| format!("sm {cap} %, {left} % of it left")),
         rule.memory.zip(left.memory_bytes).map(|(cap, left)| {
-            format!("memory {}, {} of it left", output::memory(cap), output::memory(left))
+            format!("memory {}, {} of it left", tables::memory(cap), tables::memory(left))
         }),
         devices.map(|devices| format!("devices {}", words(devices))),
         rule.leases.zip(left.leases).map(|(cap, left)| format!("leases {cap}, {left} of them left")),

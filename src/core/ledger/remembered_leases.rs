@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::record::Record;
+use super::runtime_record::Record;
 use super::{DEFAULT_STATE_DIR, Lease, STATE_DIR};
 
 impl Lease {

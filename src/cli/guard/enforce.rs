@@ -7,9 +7,9 @@ use std::os::fd::OwnedFd;
 
 use nix::libc;
 
-use super::book::{Event, now};
+use super::history::{Event, now};
 use super::judge::{Offence, Verdict};
-use super::look::lease_of;
+use super::observe::lease_of;
 use crate::peer::owns;
 use sublet_core::config::Config;
 use sublet_core::ledger::{Lease, Ledger, Store};
@@ -63,7 +63,7 @@ impl<'a> Acting<'a> {
 
     /// MPS lets go of a client that it ends itself; the signal ends what goes on. Neither harms the others.
     fn end(&mut self, pidfd: &OwnedFd, verdict: &Verdict, lease: Option<&Lease>) -> String {
-        let key = lease.and_then(|lease| lease.server.as_ref()).filter(|_| verdict.holder.is_client);
+        let key = lease.and_then(|lease| lease.daemon.as_ref()).filter(|_| verdict.holder.is_client);
         if let Some(key) = key.filter(|_| self.asks) {
             if let Err(error) = mps_daemons::terminate_client(key, verdict.holder.process.pid, self.config) {
                 self.asks = false;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::stat::{major, minor};
 
-use super::{Node, caps};
+use super::{Node, mig_capabilities};
 use crate::fs::below::under;
 
 /// Why a node cannot be given to a container.
@@ -87,8 +87,12 @@ pub fn check_node(root: &Path, node: &Node) -> Result<(), NodeError> {
 /// As [`check_node`], or it cannot be made.
 pub(crate) fn ensure_node(root: &Path, node: &Node) -> Result<(), NodeError> {
     match check_node(root, node) {
-        Err(NodeError::Missing { path }) if caps::is_cap(node) => {
-            caps::make(root, node).map_err(|(file, source)| NodeError::Unmade { path, file, source })?;
+        Err(NodeError::Missing { path }) if mig_capabilities::is_cap(node) => {
+            mig_capabilities::make(root, node).map_err(|(file, source)| NodeError::Unmade {
+                path,
+                file,
+                source,
+            })?;
             check_node(root, node)
         }
         checked => checked,

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::output;
+use super::tables;
 use crate::guard::{self, Event, Sight};
 use sublet_core::config::Config;
 
@@ -40,5 +40,5 @@ fn state(config: &Config) -> Vec<String> {
 
 /// One event.
 pub fn line(event: &Event) -> String {
-    format!("{}  {}", output::timestamp(event.time), event.text)
+    format!("{}  {}", tables::timestamp(event.time), event.text)
 }

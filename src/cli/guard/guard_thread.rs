@@ -10,12 +10,12 @@ use sublet_core::config_files;
 
 use nvml_wrapper::Nvml;
 
-use super::act::Acting;
-use super::book::{self, Event};
-use super::files::{Changes, Kept};
+use super::cached_files::{Changes, Kept};
+use super::enforce::Acting;
+use super::history::{self, Event};
 use super::judge::{Judge, Offence, Verdict};
-use super::look::Looker;
-use super::served::Served;
+use super::mps_servers::Served;
+use super::observe::Looker;
 use sublet_core::admit::Local;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
@@ -196,7 +196,7 @@ impl Guard {
         }
         self.last_sign = Some(Instant::now());
         self.blind = blind;
-        if let Err(error) = book::write(events, self.blind.iter().cloned().collect(), config) {
+        if let Err(error) = history::write(events, self.blind.iter().cloned().collect(), config) {
             tracing::warn!("guard.json is not written: {error}");
         }
     }

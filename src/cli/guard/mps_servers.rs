@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::book::{Event, now};
+use super::history::{Event, now};
 use super::judge::{Look, Offence};
 use sublet_core::config::Config;
 use sublet_core::ledger::DaemonKey;
-use sublet_core::ledger::{LeaseId, Ledger, ServerState, Store};
+use sublet_core::ledger::{DaemonState, LeaseId, Ledger, Store};
 use sublet_core::mps;
 use sublet_core::process::Process;
 use sublet_core::share::Action;
@@ -52,14 +52,14 @@ impl Served {
 
     /// Has daemons started again that died under live leases, beside the looks: that takes time.
     pub fn heal(&mut self, ledger: &Ledger, config: &Config) {
-        let dead = |server: &sublet_core::ledger::Server| {
-            let ran = matches!(server.state, ServerState::Serving | ServerState::Fault);
-            ran && server.daemon.is_some_and(|daemon| !daemon.is_alive())
+        let dead = |server: &sublet_core::ledger::MpsDaemon| {
+            let ran = matches!(server.state, DaemonState::Serving | DaemonState::Fault);
+            ran && server.process.is_some_and(|daemon| !daemon.is_alive())
                 && ledger.wanted_ceiling(&server.key).is_some()
         };
         let busy =
             |(thread, began): &(JoinHandle<()>, Instant)| !thread.is_finished() || began.elapsed() < AGAIN;
-        if !ledger.servers.iter().any(dead) || self.healing.as_ref().is_some_and(busy) {
+        if !ledger.daemons.iter().any(dead) || self.healing.as_ref().is_some_and(busy) {
             return;
         }
         let config = config.clone();
@@ -79,10 +79,11 @@ fn known(look: &Look, ledger: &Ledger) -> Vec<(Process, Known)> {
     let servers = look.holders.iter().filter(|holder| holder.is_server);
     let known = servers.filter_map(|holder| {
         let parent = holder.process.parent()?;
-        let is_its =
-            |server: &&sublet_core::ledger::Server| server.daemon.is_some_and(|daemon| daemon.pid == parent);
-        let key = ledger.servers.iter().find(is_its)?.key.clone();
-        let of_server: BTreeSet<&LeaseId> = ledger.on_server(&key).map(|lease| &lease.id).collect();
+        let is_its = |server: &&sublet_core::ledger::MpsDaemon| {
+            server.process.is_some_and(|daemon| daemon.pid == parent)
+        };
+        let key = ledger.daemons.iter().find(is_its)?.key.clone();
+        let of_server: BTreeSet<&LeaseId> = ledger.on_daemon(&key).map(|lease| &lease.id).collect();
         let clients = look.holders.iter().filter(|holder| holder.is_client);
         let clients = clients.filter_map(|holder| holder.lease.clone()).filter(|id| of_server.contains(id));
         let clients = clients.collect();
@@ -92,7 +93,7 @@ fn known(look: &Look, ledger: &Ledger) -> Vec<(Process, Known)> {
 }
 
 fn events(process: Process, known: &Known, ledger: &Ledger) -> Vec<Event> {
-    let hit = ledger.on_server(&known.key).filter(|lease| known.clients.contains(&lease.id));
+    let hit = ledger.on_daemon(&known.key).filter(|lease| known.clients.contains(&lease.id));
     let event = |lease: &sublet_core::ledger::Lease| {
         let container = safe(&lease.container.name());
         let (pid, device) = (process.pid, safe(&known.device));

@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 
 use super::cgroup::{is_populated, sign_of_life};
-use super::record::{Record, pid_namespace};
+use super::runtime_record::{Record, pid_namespace};
 use super::{Freed, Init, Lease, LeaseState, Ledger};
 use crate::text::safe;
 

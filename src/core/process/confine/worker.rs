@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, getpid, getppid};
 
-use super::{Commands, Rights, errand, filter};
+use super::{Commands, Rights, command_requests, seccomp_filter};
 
 /// Who started the hook, where the work is a child's.
 static ENGINE: OnceLock<Pid> = OnceLock::new();
@@ -33,13 +33,13 @@ pub fn work(rights: Rights, commands: Commands, work: impl FnOnce() -> bool) -> 
     match unsafe { fork() }? {
         ForkResult::Parent { child } => {
             drop(inside);
-            errand::serve(&outside, commands);
+            command_requests::serve(&outside, commands);
             end_of(child)
         }
         ForkResult::Child => {
             drop(outside);
             let _ = ENGINE.set(engine);
-            errand::ask_of(inside);
+            command_requests::ask_of(inside);
             let done = confined(rights, parent) && work();
             std::process::exit(i32::from(!done));
         }
@@ -53,7 +53,7 @@ fn confined(rights: Rights, parent: Pid) -> bool {
     let confined = rustix::thread::set_no_new_privs(true)
         .map_err(io::Error::from)
         .and_then(|()| rights.keep())
-        .and_then(|()| filter::install(rights));
+        .and_then(|()| seccomp_filter::install(rights));
     if let Err(error) = confined {
         tracing::warn!("the hook keeps rights that it does not need: {error}");
     }

@@ -24,8 +24,8 @@ pub fn seen(nvml: &mut Nvml, inventory: &Inventory, ledger: &Ledger) -> Result<V
 /// Whether `pid` is the server of a daemon that serves no lease.
 fn waits(pid: u32, ledger: &Ledger) -> bool {
     let parent = i32::try_from(pid).ok().and_then(Process::find).and_then(|process| process.parent());
-    let unused = ledger.servers.iter().filter(|server| ledger.on_server(&server.key).next().is_none());
-    parent.is_some() && unused.filter_map(|server| server.daemon).any(|daemon| Some(daemon.pid) == parent)
+    let unused = ledger.daemons.iter().filter(|server| ledger.on_daemon(&server.key).next().is_none());
+    parent.is_some() && unused.filter_map(|server| server.process).any(|daemon| Some(daemon.pid) == parent)
 }
 
 /// Writes down in `gpu` who holds what of it.
@@ -88,7 +88,7 @@ fn named(lease: &Lease) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::Running;
-    use super::super::double::{Double, profile};
+    use super::super::fake_driver::{Double, profile};
     use super::*;
     use sublet_core::ledger::fixture;
 

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use super::{
-    Ceiling, Container, DEFAULT_STATE_DIR, Lease, LeaseId, Ledger, MemoryCeiling, SCHEMA, STATE_DIR, Server,
+    Ceiling, Container, DEFAULT_STATE_DIR, Lease, LeaseId, Ledger, MemoryCeiling, MpsDaemon, SCHEMA,
+    STATE_DIR,
 };
 use crate::inventory::GpuProcess;
 use crate::ledger::DaemonKey;
@@ -32,7 +33,7 @@ impl Ledger {
             boot_id: boot_id.to_owned(),
             namespaces: None,
             leases: Vec::new(),
-            servers: Vec::new(),
+            daemons: Vec::new(),
             compute_modes: Vec::new(),
             drained: Vec::new(),
             unexplained: Vec::new(),
@@ -68,8 +69,8 @@ impl Ledger {
     }
 
     /// Leases that the MPS server `key` serves.
-    pub fn on_server<'a>(&'a self, key: &'a DaemonKey) -> impl Iterator<Item = &'a Lease> {
-        self.leases.iter().filter(move |lease| lease.server.as_ref() == Some(key))
+    pub fn on_daemon<'a>(&'a self, key: &'a DaemonKey) -> impl Iterator<Item = &'a Lease> {
+        self.leases.iter().filter(move |lease| lease.daemon.as_ref() == Some(key))
     }
 
     /// The ceiling that the server `key` should have: the least that admits all its leases; `None` when it
@@ -78,38 +79,38 @@ impl Ledger {
     pub fn wanted_ceiling(&self, key: &DaemonKey) -> Option<Ceiling> {
         let none = |_: &Lease| Ceiling::NONE;
         let of = if cfg!(sublet_without = "b4") { none } else { Lease::ceiling };
-        self.on_server(key).map(of).reduce(Ceiling::or)
+        self.on_daemon(key).map(of).reduce(Ceiling::or)
     }
 
     /// How many devices the server `key` serves its leases on: as many ordinals have a memory ceiling each.
     #[must_use]
     pub fn devices_of(&self, key: &DaemonKey) -> usize {
-        self.on_server(key).map(|lease| lease.devices.len()).max().unwrap_or(1)
+        self.on_daemon(key).map(|lease| lease.devices.len()).max().unwrap_or(1)
     }
 
     /// Daemons for all of a device that serve nobody, on the devices of `lease` and not its own: they are to end
     /// before its container starts.
     pub(crate) fn in_the_way<'a>(&'a self, lease: &'a Lease) -> impl Iterator<Item = &'a DaemonKey> {
-        let shared = self.servers.iter().filter(|server| LeaseId::parse(&server.key.0).is_none());
-        let on_its = shared.filter(|server| lease.devices.iter().any(|device| server.serves(device)));
-        let others = on_its.filter(|server| lease.server.as_ref() != Some(&server.key));
-        others.map(|server| &server.key).filter(|key| self.on_server(key).next().is_none())
+        let shared = self.daemons.iter().filter(|daemon| LeaseId::parse(&daemon.key.0).is_none());
+        let on_its = shared.filter(|daemon| lease.devices.iter().any(|device| daemon.serves(device)));
+        let others = on_its.filter(|daemon| lease.daemon.as_ref() != Some(&daemon.key));
+        others.map(|daemon| &daemon.key).filter(|key| self.on_daemon(key).next().is_none())
     }
 
     /// Whether `server` runs on a device that was closed after a loss, or on nobody knows which.
     #[must_use]
-    pub fn is_unexplained(&self, server: &Server) -> bool {
-        self.unexplained.iter().any(|device| server.devices.is_empty() || server.serves(device))
+    pub fn is_unexplained(&self, daemon: &MpsDaemon) -> bool {
+        self.unexplained.iter().any(|device| daemon.devices.is_empty() || daemon.serves(device))
     }
 
     /// Writes down which servers have begun, or ceased, to wait for a lease; `now`: seconds since boot.
     pub(super) fn note_idle(&mut self, now: impl Fn() -> u64) {
         let leases = &self.leases;
-        for server in &mut self.servers {
-            let idle = !leases.iter().any(|lease| lease.server.as_ref() == Some(&server.key));
-            match (idle, server.idle_since) {
-                (true, None) => (server.idle_since, server.mode_left) = (Some(now()), true),
-                (false, Some(_)) => server.idle_since = None,
+        for daemon in &mut self.daemons {
+            let idle = !leases.iter().any(|lease| lease.daemon.as_ref() == Some(&daemon.key));
+            match (idle, daemon.idle_since) {
+                (true, None) => (daemon.idle_since, daemon.mode_left) = (Some(now()), true),
+                (false, Some(_)) => daemon.idle_since = None,
                 _ => {}
             }
         }
@@ -155,7 +156,7 @@ impl Lease {
     /// environment, too. Memory is the part of one process; SMs are that on a server of its own alone.
     #[must_use]
     pub fn ceiling(&self) -> Ceiling {
-        let own = self.server.as_ref().is_some_and(|key| key.0 == self.id.as_str());
+        let own = self.daemon.as_ref().is_some_and(|key| key.0 == self.id.as_str());
         let clients = if own { self.processes.max(1) } else { 1 };
         let sm = self.sm.map_or(Percent::WHOLE, |sm| Percent::from_thousandths(sm.thousandths() / clients));
         Ceiling { sm, memory: MemoryCeiling::of_each(self.memory_bytes, self.processes) }
@@ -227,7 +228,7 @@ pub mod fixture {
             devices: vec![device.to_owned()],
             mode: Mode::TimeSlice,
             isolation: Isolation::Shared,
-            server: None,
+            daemon: None,
             sm: None,
             memory_bytes: None,
             processes: 1,
@@ -251,7 +252,7 @@ pub mod fixture {
 mod tests {
     use super::fixture::lease;
     use super::*;
-    use crate::ledger::{Init, Server, ServerState};
+    use crate::ledger::{DaemonState, Init, MpsDaemon};
     use crate::process::Process;
 
     fn ledger(leases: Vec<Lease>) -> Ledger {
@@ -299,7 +300,7 @@ mod tests {
     fn the_ceiling_is_the_largest_lease_and_none_where_one_has_none() {
         let key = DaemonKey("GPU-a".into());
         let with = |n, sm: Option<u32>| Lease {
-            server: Some(key.clone()),
+            daemon: Some(key.clone()),
             sm: sm.map(Percent::from_thousandths),
             ..lease(n, "GPU-a")
         };
@@ -328,10 +329,10 @@ mod tests {
         let key = |text: &str| Some(DaemonKey(text.into()));
         let (sm, processes) = (Some(Percent::from_thousandths(25_000)), 2);
         let memory_bytes = Some(8 << 30);
-        let own = Lease { server: key("0000000000000001"), sm, memory_bytes, processes, ..lease(1, "GPU-a") };
+        let own = Lease { daemon: key("0000000000000001"), sm, memory_bytes, processes, ..lease(1, "GPU-a") };
         let memory = MemoryCeiling::Mebibytes(4096);
         assert_eq!(own.ceiling(), Ceiling { sm: Percent::from_thousandths(12_500), memory });
-        let shared = Lease { server: key("GPU-a"), ..own.clone() };
+        let shared = Lease { daemon: key("GPU-a"), ..own.clone() };
         assert_eq!(shared.ceiling(), Ceiling { sm: Percent::from_thousandths(25_000), memory });
         assert_eq!(Lease { sm: None, memory_bytes: None, ..own }.ceiling(), Ceiling::NONE);
     }
@@ -349,13 +350,13 @@ mod tests {
 
     #[test]
     fn a_server_is_idle_from_its_last_lease_to_its_next() {
-        let served = |n| Lease { server: Some(DaemonKey("GPU-a".into())), ..lease(n, "GPU-a") };
+        let served = |n| Lease { daemon: Some(DaemonKey("GPU-a".into())), ..lease(n, "GPU-a") };
         let mut ledger = ledger(vec![served(1)]);
-        ledger.servers.push(Server {
+        ledger.daemons.push(MpsDaemon {
             key: DaemonKey("GPU-a".into()),
             devices: vec!["GPU-a".into()],
-            daemon: None,
-            state: ServerState::Serving,
+            process: None,
+            state: DaemonState::Serving,
             ceiling: crate::ledger::Ceiling::NONE,
             answered_at: 0,
             idle_since: None,
@@ -364,7 +365,7 @@ mod tests {
         let mut seen = Vec::new();
         let mut at = |ledger: &mut Ledger, now| {
             ledger.note_idle(|| now);
-            seen.push((ledger.servers[0].idle_since, ledger.servers[0].mode_left));
+            seen.push((ledger.daemons[0].idle_since, ledger.daemons[0].mode_left));
         };
         at(&mut ledger, 1);
         let lease = ledger.leases.pop();
@@ -373,7 +374,7 @@ mod tests {
         ledger.leases.extend(lease);
         at(&mut ledger, 4);
         assert_eq!(seen, [(None, false), (Some(2), true), (Some(2), true), (None, true)]);
-        let other = Lease { server: None, ..served(2) };
+        let other = Lease { daemon: None, ..served(2) };
         assert_eq!(ledger.in_the_way(&other).count(), 0, "it serves");
         ledger.leases.clear();
         assert_eq!(ledger.in_the_way(&other).count(), 1);

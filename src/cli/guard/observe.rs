@@ -10,7 +10,7 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
 use super::judge::{Holder, Look};
-use super::lists::Lists;
+use super::process_lists::Lists;
 use sublet_core::inventory::{GpuProcess, Inventory};
 use sublet_core::ledger::{Init, Lease, LeaseId, Ledger};
 use sublet_core::place::client_limit;

@@ -29,7 +29,7 @@ pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
         }
         Err(error) => {
             let temporary = error.downcast_ref::<NotMade>().is_none_or(|error| error.temporary);
-            MakeAnswer::NotMade { reason: super::output::chain(&error), temporary }
+            MakeAnswer::NotMade { reason: super::tables::chain(&error), temporary }
         }
     };
     // Who waited for it may have been killed meanwhile.
@@ -92,9 +92,9 @@ fn has_room(ask: &MakeAsk, nvml: &mut Nvml, ledger: &Ledger, config: &Config) ->
 /// No daemon outlives its device, though it may otherwise wait for its next lease (`[mps] idle`).
 pub(super) fn stop_servers(uuid: &str, store: &Store, config: &Config) {
     let Ok(ledger) = store.read() else { return };
-    let of_device = ledger.servers.iter().filter(|server| server.serves(uuid));
-    for server in of_device.filter(|server| ledger.on_server(&server.key).next().is_none()) {
-        match mps_daemons::stop(&server.key, false, store, config) {
+    let of_device = ledger.daemons.iter().filter(|daemon| daemon.serves(uuid));
+    for daemon in of_device.filter(|daemon| ledger.on_daemon(&daemon.key).next().is_none()) {
+        match mps_daemons::stop(&daemon.key, false, store, config) {
             Ok(warnings) => warnings.iter().for_each(|line| eprintln!("sublet: warning: {line}")),
             Err(error) => eprintln!("sublet: warning: {error}"),
         }

@@ -225,5 +225,5 @@ fn nothing(missing: &[String], full: &[String], capped: Vec<NoChoice>) -> NoChoi
 }
 
 #[cfg(test)]
-#[path = "choose_tests.rs"]
+#[path = "profile_choice_tests.rs"]
 mod tests;
