@@ -24,7 +24,7 @@ pub enum MappedError {
     #[error(transparent)]
     Spec(#[from] SpecError),
     /// The engine's own record of the container.
-    #[error("{} is no record of a Docker container: {source}", safe(path))]
+    #[error("{} is not a record of a Docker container: {source}", safe(path))]
     Docker {
         /// Its path.
         path: String,
@@ -124,7 +124,7 @@ mod tests {
             "Image": "sha256:0", "Name": "/web-1"});
         assert_eq!(in_docker(&record.to_string()).unwrap(), Some(names));
         let broken = in_docker("{\"Name\":").unwrap_err().to_string();
-        assert!(broken.contains("config.v2.json is no record of a Docker container"), "{broken}");
+        assert!(broken.contains("config.v2.json is not a record of a Docker container"), "{broken}");
     }
 
     #[test]

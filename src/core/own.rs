@@ -48,7 +48,7 @@ pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, 
             return Ok((finished.stdout, remarks(&finished.stderr)));
         }
         Ok(finished) => last_words(&finished).unwrap_or_else(|| named(finished.status.to_string())),
-        Err(ChildError::Timeout) => named(format!("no end after {} s", limit.as_secs())),
+        Err(ChildError::Timeout) => named(format!("it did not end within {} s", limit.as_secs())),
         Err(ChildError::Io(error)) => named(format!("{}: {error}", program().display())),
     }))
 }

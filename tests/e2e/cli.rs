@@ -127,9 +127,10 @@ fn status_as_tables() {
     let world = World::simulated("h200", "");
     assert_eq!(
         squeezed(&stdout(&world, &["status"]), &[]),
-        "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n\
-         0 NVIDIA H200 GPU-5b1e7000-0000-4000-8000-000000000100 idle 0 100 % 139.9 GiB of 140.4 GiB\n\nNo leases.\n\n\
-         GUARD OFF: programs that tamper with their MPS limits are not stopped; systemctl enable --now sublet.service"
+        "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n0 NVIDIA H200 \
+         GPU-5b1e7000-0000-4000-8000-000000000100 idle 0 100 % 139.9 GiB of 140.4 GiB\n\nNo \
+         leases.\n\nGUARD OFF: programs that tamper with their MPS limits are not stopped; run `systemctl \
+         enable --now sublet.service`"
     );
     let bundle = world.bundle("a-container-with-a-long-name", &[("sublet.sm", "12.5")], SLEEP);
     bundle.up();
@@ -141,13 +142,13 @@ fn status_as_tables() {
     replace.extend(since);
     assert_eq!(
         squeezed(&stdout(&world, &["status"]), &replace),
-        "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n\
-         0 NVIDIA H200 GPU-5b1e7000-0000-4000-8000-000000000100 mps 1 87.5 % 139.8 GiB of 140.4 GiB\n\n\
-         LEASE CONTAINER GPU MODE ISOLATION SM MEMORY STATE PID SINCE\n\
-         LEASE a-container- 0 mps shared 12.5 % unlimited active PID AGO\n\n\
-         MPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING CLIENTS\n\
-         GPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % unlimited 0\n\n\
-         GUARD OFF: programs that tamper with their MPS limits are not stopped; systemctl enable --now sublet.service"
+        "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n0 NVIDIA H200 \
+         GPU-5b1e7000-0000-4000-8000-000000000100 mps 1 87.5 % 139.8 GiB of 140.4 GiB\n\nLEASE CONTAINER \
+         GPU MODE ISOLATION SM MEMORY STATE PID SINCE\nLEASE a-container- 0 mps shared 12.5 % unlimited \
+         active PID AGO\n\nMPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING \
+         CLIENTS\nGPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % unlimited 0\n\nGUARD \
+         OFF: programs that tamper with their MPS limits are not stopped; run `systemctl enable --now \
+         sublet.service`"
     );
     bundle.down();
     assert_eq!(stdout(&world, &["lease", "list"]), "No leases.\n");

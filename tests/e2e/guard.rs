@@ -177,7 +177,7 @@ fn a_share_says_what_is_done() {
         bundle
     };
     let refused = host.world.bundle("spared", &[SHARE[0], ("sublet.guard", "report")], HOLD).create();
-    assert!(refused.stderr.contains("sublet.guard=report does not go with [guard]"), "{refused:?}");
+    assert!(refused.stderr.contains("sublet.guard=report cannot be combined with [guard]"), "{refused:?}");
     let spared = up("spared", &[("sublet.share", "debug")]);
     assert_eq!(host.events()[0]["action"], json!("report"), "{:?}", host.events());
     assert_eq!(probes(&spared), 1);

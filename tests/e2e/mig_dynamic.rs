@@ -169,7 +169,7 @@ fn what_has_no_room_is_refused_and_nothing_changes() {
     world.assert_empty();
     let static_ = World::simulated(HOPPER, "");
     let none = refused(&static_, SMALL);
-    assert!(none.contains("no GPU here has any: `sublet mig apply` makes them"), "{none}");
+    assert!(none.contains("no GPU of this host has any: `sublet mig apply` creates them"), "{none}");
 }
 
 #[test]
@@ -237,7 +237,8 @@ fn explain_says_that_one_would_be_made_and_makes_none() {
     let explained = world.sublet(&["explain", "--annotation", "sublet.mig=1g.18gb"]);
     let said = String::from_utf8_lossy(&explained.stderr).into_owned();
     assert!(
-        said.contains("; a container that is started has one made ([mig] dynamic): 1g.18gb at 6:1 of GPU 0"),
+        said.contains("; when the container starts, a MIG instance is created for it ([mig] dynamic): 1g.18gb at 6:1 of \
+         GPU 0"),
         "{said}"
     );
     let waited =
@@ -257,7 +258,7 @@ fn users_have_them_made_where_their_policy_says_so() {
     let mut host = Host::new(HOPPER, &policy, speak);
     host.start();
     let bob = host.bundle(1001, "bob", SMALL, HOLD).create();
-    assert!(!bob.ok && bob.stderr.contains("no GPU here has any"), "{bob:?}");
+    assert!(!bob.ok && bob.stderr.contains("no GPU of this host has any"), "{bob:?}");
     assert_eq!(bare(&host.world), Vec::<String>::new());
     let alice = host.bundle(1000, "alice", SMALL, HOLD);
     alice.up();
@@ -307,7 +308,7 @@ fn whoever_has_one_made_or_destroyed_keeps_no_other_user_waiting() {
         // She is heard first.
         std::thread::sleep(std::time::Duration::from_secs(2));
         let refused = bob.create();
-        assert!(refused.stderr.contains("no GPU here has any"), "{refused:?}");
+        assert!(refused.stderr.contains("no GPU of this host has any"), "{refused:?}");
         assert!(!waits.is_finished(), "bob had to wait for alice");
         other.kill().expect("SIGKILL");
         other.wait().expect("it is reaped");

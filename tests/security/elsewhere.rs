@@ -17,7 +17,7 @@ const WHOLE: &[(&str, &str)] = &[("sublet.sm", "100")];
 /// Whether `output` says that process ids mean others there, or that with the host's /proc nobody can tell.
 fn says_elsewhere(output: &Output) -> bool {
     let said = stderr(output);
-    said.contains("the ledger's process ids are of ") || said.contains("is /proc mounted")
+    said.contains("the ledger's process ids belong to ") || said.contains("is /proc mounted")
 }
 
 /// Ways into other namespaces: with a /proc of its own, with the host's, with another clock.

@@ -19,7 +19,7 @@ use sublet_core::ledger::{Ledger, Store};
 pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
     let mut text = String::new();
     std::io::stdin().take(1 << 16).read_to_string(&mut text).context("standard input")?;
-    let ask: MakeAsk = serde_json::from_str(&text).context("sublet's own programs alone call this")?;
+    let ask: MakeAsk = serde_json::from_str(&text).context("only sublet's own programs call this command")?;
     let store = Store::open(&config.state_dir)?;
     let answer = match changed(&store, config, Some(&ask)) {
         Ok(()) => {

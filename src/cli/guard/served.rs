@@ -99,8 +99,8 @@ fn events(process: Process, known: &Known, ledger: &Ledger) -> Vec<Event> {
             offence: Offence::Server,
             action: Action::Report,
             text: format!(
-                "the MPS server (pid {pid}) of {device} ended: the GPU work of container {container} went with it, \
-                 and what the container starts now is served again"
+                "the MPS server (pid {pid}) of {device} ended, and with it the GPU work of container \
+                 {container}; new GPU processes of the container work again"
             ),
             container_id: Some(container),
             uid: lease.container.uid,

@@ -29,7 +29,7 @@ pub enum FenceError {
     #[error(transparent)]
     Ledger(#[from] LedgerError),
     /// /proc does not say who we are.
-    #[error("cannot tell our own process: {0}")]
+    #[error("cannot read our own process's start time: {0}")]
     Process(#[from] std::io::Error),
 }
 
@@ -76,7 +76,7 @@ impl Drop for Fence<'_> {
         });
         // It ends with this process at the latest.
         if let Err(error) = ended {
-            tracing::warn!("the GPUs take leases again only when this process has ended: {error}");
+            tracing::warn!("the GPUs take no lease until this process has ended: {error}");
         }
     }
 }

@@ -52,7 +52,7 @@ pub fn made(gpu: &Gpu, ledger: &Ledger) -> Vec<Span> {
 /// Why an instance of ours that has no lease stays.
 fn kept(made: &Made) -> Option<String> {
     if let Some(awaited) = &made.awaited {
-        return Some(format!("made for container {}, which is being started", safe(&awaited.container)));
+        return Some(format!("created for container {}, which is being started", safe(&awaited.container)));
     }
     made.going.then(|| "sublet, which is destroying it: `sublet gc` tries again".to_owned())
 }

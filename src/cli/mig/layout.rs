@@ -60,7 +60,7 @@ pub(super) struct Wish {
 #[derive(Debug, thiserror::Error)]
 pub enum LayoutError {
     /// It cannot be read.
-    #[error("layout {}: cannot be read: {source}", safe(&path.to_string_lossy()))]
+    #[error("layout {} cannot be read: {source}", safe(&path.to_string_lossy()))]
     Unreadable {
         /// The file.
         path: PathBuf,
@@ -97,7 +97,7 @@ impl Layout {
             (true, name) => parted::parse(text, name),
             (false, None) => from_toml(text),
             (false, Some(_)) => {
-                Err((1, "--name chooses from mig-parted's YAML: a TOML layout is one".into()))
+                Err((1, "--name is for mig-parted's YAML only: a TOML file has one layout".into()))
             }
         };
         let entries = parsed.map_err(|(line, message)| layout.error(line, message))?;
@@ -176,7 +176,7 @@ fn from_toml(text: &str) -> Result<Vec<Entry>, Wrong> {
 /// `entry`, if it does not contradict itself.
 pub(super) fn entry(entry: Entry) -> Result<Entry, Wrong> {
     match entry.instances.first() {
-        Some(wish) if !entry.mig => Err((wish.line, "instances need MIG mode: mig = true".to_owned())),
+        Some(wish) if !entry.mig => Err((wish.line, "instances need MIG mode: set mig = true".to_owned())),
         _ => Ok(entry),
     }
 }
@@ -196,7 +196,7 @@ pub(super) fn counted(profile: &str, count: usize) -> Result<(), String> {
     if (1..=MOST).contains(&count) {
         return Ok(());
     }
-    Err(format!("{count} × {}: the count is from 1 to what the GPU can have", safe(profile)))
+    Err(format!("{count} × {}: the count must be between 1 and what the GPU offers", safe(profile)))
 }
 
 #[cfg(test)]

@@ -55,7 +55,7 @@ impl Launch<'_> {
         match child::run_unheard(&mut daemon, LAUNCH_LIMIT) {
             Ok(status) if status.success() => Ok(warnings),
             Ok(status) => Err(self.failed(&status.to_string())),
-            Err(ChildError::Timeout) => Err(self.failed("nvidia-cuda-mps-control -d did not return")),
+            Err(ChildError::Timeout) => Err(self.failed("nvidia-cuda-mps-control -d did not end")),
             Err(ChildError::Io(source)) => {
                 let what = format!("cannot run {}", self.control.program().display());
                 Err(MpsError::Io { what, source })

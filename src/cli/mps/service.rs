@@ -78,7 +78,7 @@ pub(super) fn become_service() -> Kept {
         }
     }
     for warning in &mut kept.warnings {
-        *warning = format!("the MPS daemon keeps its starter's {warning}");
+        *warning = format!("the MPS daemon has inherited this from the process that started it: {warning}");
     }
     kept
 }

@@ -48,8 +48,9 @@ pub(super) fn stop_held(
             // Their containers' next processes would run without any limit.
             record::note(store, key, |server| server.state = ServerState::Serving)?;
             return Ok(vec![format!(
-                "MPS daemon {key} has, or may have, clients or containers that no lease explains, since the ledger was \
-                 lost: its device takes no new lease until they have ended (`sublet mps stop {key} --force` ends them)"
+                "the ledger was lost, and MPS daemon {key} has, or may have, clients or containers without \
+                 a lease: its device takes no new lease until they have ended (`sublet mps stop {key} \
+                 --force` ends them)"
             )]);
         }
     }

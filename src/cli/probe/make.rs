@@ -51,7 +51,7 @@ pub fn make_nodes(root: &Path) -> Vec<String> {
         .map(|node| make(root, &node, &params).map_err(|error| (node, error)));
     let failed = made.filter_map(Result::err);
     failed
-        .map(|(node, error)| format!("device node {} cannot be made: {error}", node.path.display()))
+        .map(|(node, error)| format!("cannot create device node {}: {error}", node.path.display()))
         .collect()
 }
 
@@ -92,9 +92,7 @@ pub fn link_nodes(root: &Path, inventory: &Inventory) -> Vec<String> {
     nodes.extend(inventory.devices.iter().flat_map(|device| device.nodes.iter().cloned()));
     nodes.retain(|node| check_node(root, node).is_ok());
     let failed = nodes.iter().filter_map(|node| link(root, node).err().map(|error| (node, error)));
-    failed
-        .map(|(node, error)| format!("{} cannot be linked in /dev/char: {error}", node.path.display()))
-        .collect()
+    failed.map(|(node, error)| format!("cannot link {} in /dev/char: {error}", node.path.display())).collect()
 }
 
 fn link(root: &Path, node: &Node) -> io::Result<()> {

@@ -142,7 +142,7 @@ fn check(told: &Admit) -> Result<(), No> {
     if sound {
         Ok(())
     } else {
-        Err("a mount point of the image is no path, or there are too many".to_owned().into())
+        Err("a mount point of the image is not a path, or there are too many".to_owned().into())
     }
 }
 
@@ -153,7 +153,7 @@ fn check_names(names: &ContainerNames) -> Result<(), No> {
     if sound {
         Ok(())
     } else {
-        Err("the container's id or one of its paths is none or too long".to_owned().into())
+        Err("the container's id or one of its paths is missing or too long".to_owned().into())
     }
 }
 
@@ -239,7 +239,7 @@ mod tests {
         let answer = String::from_utf8(answer(b"\x00\x1b[2J", peer)).unwrap();
         assert_eq!(
             answer,
-            "{\"v\":1,\"refused\":{\"reason\":\"the line cannot be understood: expected value at line 1 \
+            "{\"v\":1,\"refused\":{\"reason\":\"the request cannot be parsed: expected value at line 1 \
              column 1\",\"temporary\":false}}\n"
         );
     }

@@ -37,9 +37,9 @@ pub(super) fn watch() {
     match watched {
         Ok(()) => TOLD.store(false, Relaxed),
         Err(error) if !TOLD.swap(true, Relaxed) => {
-            tracing::warn!("MIG devices are not looked after: {error}");
+            tracing::warn!("MIG devices cannot be watched: {error}");
         }
-        Err(error) => tracing::debug!("MIG devices are not looked after: {error}"),
+        Err(error) => tracing::debug!("MIG devices cannot be watched: {error}"),
     }
 }
 
@@ -80,7 +80,7 @@ fn lost(ledger: &Ledger, before: &Inventory, now: &Inventory) -> Vec<String> {
     let lines = ledger.leases.iter().flat_map(|lease| {
         lease.devices.iter().filter(went).map(move |uuid| {
             format!(
-                "container {}: MIG device {} was destroyed, its lease {} is lost: end the container",
+                "container {}: MIG device {} was destroyed, so its lease {} is lost: end the container",
                 safe(&lease.container.id),
                 safe(uuid),
                 lease.id

@@ -96,6 +96,6 @@ mod tests {
         assert_eq!(set_up(Some("[engine]\n"), &[], &wish()).unwrap_err(), SetupError::Foreign);
         set_up(Some(include_str!("../../../hooks/containers.conf")), &[], &wish()).unwrap();
         let broken = set_up(None, &["[engine\n".to_owned()], &wish()).unwrap_err().to_string();
-        assert!(broken.starts_with("it is no valid TOML"), "{broken}");
+        assert!(broken.starts_with("it is not valid TOML"), "{broken}");
     }
 }

@@ -25,7 +25,7 @@ const CLEAR_LIMIT: Duration = Duration::from_secs(60);
 
 /// Why not even the driver is asked.
 pub const NO_SITE: &str =
-    "every GPU that may serve it is drained, or not in MIG mode (`sublet mig apply` switches it on)";
+    "every GPU that the request allows is drained, or not in MIG mode (`sublet mig apply` switches it on)";
 
 /// What `sublet mig make` is told.
 #[derive(Debug, Serialize, Deserialize)]

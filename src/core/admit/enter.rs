@@ -20,8 +20,8 @@ use crate::text::safe;
 pub enum EnterError {
     /// Its runtime's record.
     #[error(
-        "it has a share of a GPU, and its record {} cannot be read ({why}): without knowing the share nothing is \
-         started in it",
+        "it has a share of a GPU, and its record {} cannot be read ({why}): sublet starts no process in it \
+         without knowing its share",
         safe(&path.to_string_lossy())
     )]
     Record {
@@ -31,12 +31,12 @@ pub enum EnterError {
         why: String,
     },
     /// What it was made from.
-    #[error("it has a share of a GPU, and what it was made from cannot be read: {0}")]
+    #[error("it has a share of a GPU, and its config.json cannot be read: {0}")]
     Spec(#[from] FileError),
     /// That is another container's, or was edited since.
     #[error(
-        "it has the share of lease {}, and {} does not say so any more: put the file back that it was created with, \
-         or create the container anew",
+        "it has the share of lease {}, but {} no longer says so: restore the file that it was created \
+         with, or recreate the container",
         safe(lease),
         safe(&path.to_string_lossy())
     )]
@@ -47,7 +47,7 @@ pub enum EnterError {
         path: PathBuf,
     },
     /// It has annotations and no lease in them: only the ledger tells.
-    #[error("it has sublet.* annotations, and whether it has a share cannot be told: {0}")]
+    #[error("it has sublet.* annotations, but sublet cannot find out whether it has a share: {0}")]
     Untold(String),
 }
 

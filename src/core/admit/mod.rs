@@ -290,7 +290,10 @@ pub fn withdraw(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
 /// [`withdraw`] where another error is on its way to the user already.
 fn give_back(lease: &Lease, store: &Store, config: &Config) {
     if let Err(error) = free(&lease.id, store, config) {
-        tracing::warn!("lease {} is not given back yet, the next sublet command will: {error}", lease.id);
+        tracing::warn!(
+            "lease {} could not be freed yet: {error}; the next sublet command frees it",
+            lease.id
+        );
     }
 }
 

@@ -209,7 +209,7 @@ pub(super) fn refused(container_id: &str, error: &AdmitError, config: &Config) {
     }
     let ask = Ask::Refused { id: container_id.to_owned(), reason: error.to_string() };
     if let Err(error) = done(&ask, config) {
-        tracing::debug!("the refusal is not written down: {error}");
+        tracing::debug!("the refusal could not be recorded: {error}");
     }
 }
 

@@ -38,7 +38,7 @@ const HOST: (&str, u16) = ("none", 0);
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     /// The rootfs cannot be looked into.
-    #[error("cannot look into the container's root filesystem {}: {source}", shown(path))]
+    #[error("cannot read the container's root filesystem {}: {source}", shown(path))]
     Rootfs {
         /// On the host.
         path: PathBuf,
@@ -57,8 +57,8 @@ pub enum ImageError {
     NotDirectory(PathBuf),
     /// A mount would show on the host.
     #[error(
-        "{} lies on a volume that is shared with the host (bind-propagation shared), or behind a link that may \
-         lead there, and the share's mounts would appear on the host: use rslave or rprivate for that volume",
+        "{} is on a volume shared with the host (bind-propagation shared), or behind a link that may lead \
+         to one, so the share's mounts would appear on the host: use rslave or rprivate for that volume",
         shown(.0)
     )]
     Shared(PathBuf),
@@ -66,7 +66,7 @@ pub enum ImageError {
     #[error(
         "the image's {} cannot be a mount point for sublet: {source}{}",
         shown(path),
-        if is_of_the_image(source) { "; remove it from the image" } else { ": that is this host's trouble, not the image's" }
+        if is_of_the_image(source) { "; remove it from the image" } else { ": the fault is this host's, not the image's" }
     )]
     Unusable {
         /// In the container.
@@ -76,7 +76,7 @@ pub enum ImageError {
     },
     /// One mount would lie in another that is a directory of the host's.
     #[error(
-        "by a link of the image's, {} comes to lie in or under what is mounted at {}: remove the link from the image",
+        "a link in the image puts {} in or below the mount at {}: remove the link from the image",
         shown(inner),
         shown(outer)
     )]
@@ -88,7 +88,8 @@ pub enum ImageError {
     },
     /// Processes would not find their MPS server and run without limits.
     #[error(
-        "{} hides the MPS directory {} from the container, whose programs would run on the whole GPU: remove that {}",
+        "{} hides the MPS directory {} from the container, so its programs would use the whole GPU: remove \
+         that {}",
         shown(by), shown(directory), if *mask { "mask (`--security-opt mask=…`, linux.maskedPaths)" } else { "mount" }
     )]
     Covered {
@@ -101,8 +102,8 @@ pub enum ImageError {
     },
     /// Mount points that the runtime could not make.
     #[error(
-        "the container's root filesystem (or a volume over it) is mounted read-only and lacks mount points: \
-         create these in the image, empty, or mount it writable: {}",
+        "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
+         the driver's files: create these as empty files in the image, or mount it writable: {}",
         listed(.0)
     )]
     ReadOnly(Vec<PathBuf>),
@@ -202,8 +203,8 @@ fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<String> {
         }
         seen.push(found.path);
         warnings.push(format!(
-            "the image's own {} (by its {origin}) wins over the host driver's libcuda: if CUDA fails, remove it \
-             from the image or use an image without CUDA forward compatibility",
+            "the image's own {} (found by its {origin}) is used instead of the host driver's libcuda: if \
+             CUDA fails, remove it from the image or use an image without CUDA forward compatibility",
             safe(&path)
         ));
     }

@@ -28,7 +28,7 @@ pub const VARIABLE: &str = "SUBLET_CONFIG";
 pub fn honoured() -> Option<PathBuf> {
     let file = std::env::var_os(VARIABLE).filter(|file| !file.is_empty())?;
     if !caller::has_our_rights() {
-        tracing::warn!("{VARIABLE} is not honoured in a program with more rights than its caller");
+        tracing::warn!("{VARIABLE} is ignored in a program with more rights than its caller");
         return None;
     }
     std::path::absolute(file).ok()
@@ -129,7 +129,7 @@ pub(super) fn text(path: &Path) -> std::io::Result<String> {
     let null =
         std::fs::metadata("/dev/null").is_ok_and(|null| null.rdev() == meta.rdev() && meta.rdev() != 0);
     if !meta.is_file() && !null {
-        return Err(std::io::Error::other("it is no regular file"));
+        return Err(std::io::Error::other("it is not a regular file"));
     }
     let mut bytes = Vec::new();
     file.take(LARGEST + 1).read_to_end(&mut bytes)?;

@@ -78,7 +78,7 @@ fn ask(
         Value::Null => Err(ChildError::Timeout),
         Value::String(error) => Err(io::Error::other(error).into()),
         answer => finished(&answer)
-            .ok_or_else(|| io::Error::other("the process that starts programs gave no answer").into()),
+            .ok_or_else(|| io::Error::other("the process that starts programs did not answer").into()),
     }
 }
 

@@ -31,6 +31,6 @@ pub fn clean() {
 /// Gives up the rights that this work turns out not to need.
 pub fn narrow(rights: Rights) {
     if let Err(error) = rights.keep() {
-        tracing::warn!("the hook keeps rights that it does not need: {error}");
+        tracing::warn!("the hook could not drop rights that it does not need: {error}");
     }
 }

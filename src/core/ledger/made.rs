@@ -106,13 +106,14 @@ impl Ledger {
     pub fn kept_from(&self, id: &LeaseId, device: &Device) -> Option<String> {
         let made = self.made(device)?;
         if made.going {
-            return Some("is being destroyed: it was made for a container that has ended".to_owned());
+            return Some("is being destroyed: it was created for a container that has ended".to_owned());
         }
         match &made.awaited {
-            Some(awaited) if awaited.lease != *id => {
-                Some(format!("is made for container {}, which is being started", safe(&awaited.container)))
-            }
-            None if made.uuid.is_none() => Some("was being made by a process that was ended".to_owned()),
+            Some(awaited) if awaited.lease != *id => Some(format!(
+                "was created for container {}, which is being started",
+                safe(&awaited.container)
+            )),
+            None if made.uuid.is_none() => Some("was being created by a process that has ended".to_owned()),
             _ => None,
         }
     }

@@ -48,7 +48,7 @@ impl Namespaces {
         let inode = |name: &str| {
             let link = fs::read_link(ns.join(name))?;
             let digits = link.to_str().and_then(|link| link.split(['[', ']']).nth(1)?.parse().ok());
-            digits.ok_or_else(|| io::Error::other(format!("{} names no namespace", link.display())))
+            digits.ok_or_else(|| io::Error::other(format!("{} does not name a namespace", link.display())))
         };
         let time = match inode("time") {
             Err(error) if error.kind() == io::ErrorKind::NotFound => 0,

@@ -109,8 +109,8 @@ fn restart(server: &Server, ledger: &Ledger, config: &Config) -> Vec<String> {
             lines.insert(
                 0,
                 format!(
-                    "the MPS daemon {key} of {device} had died under live leases: started again; GPU work that \
-                     ran is lost in {}",
+                    "the MPS daemon {key} of {device} had died while leases needed it, and was started \
+                     again; GPU work was lost in {}",
                     hit.join(", ")
                 ),
             );

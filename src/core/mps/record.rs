@@ -190,7 +190,7 @@ pub(super) mod tests {
         assert!(is_recent(1000, 1000));
         assert!(is_recent(1000, 1030));
         assert!(!is_recent(1000, 1031));
-        assert!(!is_recent(1000, 999), "the clock went back");
+        assert!(!is_recent(1000, 999), "the clock was set back");
         assert!(!is_recent(0, 1_700_000_000));
     }
 }

@@ -166,8 +166,8 @@ fn neighbour(spec: &Value, config: &Config) -> Option<String> {
     };
     let other = ledger.leases.iter().find(in_pod)?;
     Some(format!(
-        "container {} of the same pod holds a share too: sublet.* annotations of a pod give each of its \
-         containers a share of its own",
+        "container {} of the same pod holds a share too: with sublet.* annotations on the pod, each of its \
+         containers gets its own share",
         sublet_core::text::safe(&other.container.id)
     ))
 }

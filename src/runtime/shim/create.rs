@@ -86,7 +86,7 @@ pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, Runti
         return Ok(Some(Ours { spec: file.parse()?, file, share: Some(share) }));
     }
     if call.entry_point == EntryPoint::Other {
-        call.log.write(Level::Info, "no sublet.* annotation, no GPU given");
+        call.log.write(Level::Info, "no sublet.* annotation; it gets no GPU");
     }
     Ok(None)
 }
@@ -107,7 +107,7 @@ fn read(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFi
     if has_share || may_be_ours {
         return Err(error.into());
     }
-    call.log.write(Level::Info, &format!("{error}; no GPU given"));
+    call.log.write(Level::Info, &format!("{error}; it gets no GPU"));
     Ok(None)
 }
 
@@ -117,7 +117,10 @@ fn mapped(call: &Call<'_>, start: &Start, file: &JsonFile) -> Option<String> {
     let id = start.id.as_ref()?.to_str()?;
     // Engines give absolute bundles; without one there is no engine that knows the container's name.
     mapped::share(id, start.bundle.as_deref()?, file).unwrap_or_else(|error| {
-        let message = format!("container {}: {error}; it is mapped to no share and gets no GPU", safe(id));
+        let message = format!(
+            "container {}: {error}; no rule of containers.toml is applied, and it gets no GPU",
+            safe(id)
+        );
         call.log.write(Level::Warning, &message);
         None
     })
@@ -174,7 +177,7 @@ fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> 
     let error = call.become_low_level(call.args);
     let as_it_was: &[u8] = if cfg!(sublet_without = "c2-back") { b"{}" } else { &file.text };
     if let Err(error) = sublet_core::replace::replace(&file.path, as_it_was, 0o644) {
-        call.warn(&format!("cannot put {} back: {error}", safe(&file.path.to_string_lossy())));
+        call.warn(&format!("cannot restore {}: {error}", safe(&file.path.to_string_lossy())));
     }
     error
 }
@@ -189,7 +192,7 @@ fn write(call: &Call<'_>, file: &JsonFile, mut spec: Value, hooks: &[Stage]) -> 
         }
         None if hooks.contains(&Stage::CreateRuntime) => return Err(RuntimeError::NoHook),
         None if !hooks.is_empty() => {
-            call.warn("sublet-hook is missing: the share is freed by the next sublet command only");
+            call.warn("sublet-hook is missing, so only the next sublet command frees the share");
         }
         None => {}
     }

@@ -43,7 +43,7 @@ pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<Infallible, RuntimeEr
         Ok(()) => share.environment.clone(),
         Err(error) if may_go_without(config) => {
             confine::refuse_drivers().map_err(RuntimeError::NoFilter)?;
-            call.warn(&format!("container {}: {error}: it starts without the GPU", safe(id)));
+            call.warn(&format!("container {}: {error}: the process starts without the GPU", safe(id)));
             without_gpu(&share.environment)
         }
         Err(error) => return Err(error.into()),

@@ -32,8 +32,12 @@ fn state() -> Vec<Case> {
         ),
         case("a file", "aside $STATE; : >$STATE; up", Refused("is no directory")),
         case("a pipe", "aside $STATE; mkfifo $STATE; up", Refused("is no directory")),
-        case("anybody may write it", "chmod 0777 $STATE; up", Refused("others may write it")),
-        case("somebody else's", "chown 1000 $STATE; up", Refused("others may write it")),
+        case(
+            "anybody may write it",
+            "chmod 0777 $STATE; up",
+            Refused("others than its owner may write to it"),
+        ),
+        case("somebody else's", "chown 1000 $STATE; up", Refused("others than its owner may write to it")),
         case("without a mode", "chmod 0 $STATE; up", QUARTER),
         case("gone, while the neighbour runs", "aside $STATE; up", QUARTER).harming(),
         case("the lock is a pipe", "aside $STATE/lock; mkfifo $STATE/lock; up", Refused("lock")),
@@ -46,7 +50,7 @@ fn state() -> Vec<Case> {
         case(
             "somebody keeps the lock",
             "flock $STATE/lock sh -c ': >held; sleep 7' & until [ -e held ]; do sleep 0.01; done; up",
-            Refused("held by another process"),
+            Refused("another process has held"),
         ),
         case("the ledger is cut off", "truncate -s 100 $STATE/ledger.json; up", QUARTER),
         case("the ledger is empty", ": >$STATE/ledger.json; up", QUARTER),

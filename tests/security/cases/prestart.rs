@@ -286,12 +286,12 @@ fn around() -> Vec<Case> {
         case(
             "anybody may write the state directory",
             "chmod 0777 $STATE; up",
-            refused("others may write it"),
+            refused("others than its owner may write to it"),
         ),
         case(
             "somebody keeps the lock",
             "flock $STATE/lock sh -c ': >held; sleep 7' & until [ -e held ]; do sleep 0.01; done; up",
-            refused("held by another process"),
+            refused("another process has held"),
         ),
         case("the ledger is noise", "head -c 4k /dev/urandom >$STATE/ledger.json; up", QUARTER),
         case("the ledger is gone", "rm $STATE/ledger.json; up", QUARTER),
@@ -309,7 +309,7 @@ fn around() -> Vec<Case> {
         case(
             "the daemon's server ends at once",
             "aside $DRIVER/usr/bin/nvidia-cuda-mps-server; cp /bin/false $DRIVER/usr/bin/nvidia-cuda-mps-server; up",
-            refused("has no server"),
+            refused("cannot start an MPS server"),
         ),
         case(
             "the driver's library is gone",
