@@ -170,7 +170,8 @@ fn limits_that_may_not_be_raised() {
     }
     let created = bundle.create_by(by("--stack=4000000"));
     assert!(
-        created.ok && created.stderr.contains("keeps its starter's RLIMIT_STACK of 4000000 (EPERM"),
+        created.ok
+            && created.stderr.contains("from the process that started it: RLIMIT_STACK of 4000000 (EPERM"),
         "{created:?}"
     );
     // A daemon that is there already was started by somebody else.

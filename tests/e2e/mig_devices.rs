@@ -143,7 +143,7 @@ fn what_names_no_mig_device_is_refused_with_the_way_out() {
     let other = refused(&world, &[("sublet.mig", "1g.5gb"), ("sublet.gpu", "0:0")]);
     assert!(other.contains("none is a 1g.5gb: 0:0 is a 4g.20gb"), "{other}");
     let off = refused(&world, &[("sublet.mode", "mig"), ("sublet.gpu", "1")]);
-    assert!(off.contains("no MIG device here is of the GPU number 1"), "{off}");
+    assert!(off.contains("no MIG device of this host is on the GPU number 1"), "{off}");
     let gone = refused(&world, &[("sublet.gpu", "0:7")]);
     assert!(
         gone.contains("no MIG device of this host is 0:7; it has MIG device 0:0 (4g.20gb, MIG-"),
@@ -317,7 +317,7 @@ fn several_instances_where_the_driver_can() {
         "{same}"
     );
     let mixed = refused(&world, &[("sublet.gpu", "0:1,1")]);
-    assert!(mixed.contains("no MIG device here is of the GPU number 1"), "{mixed}");
+    assert!(mixed.contains("no MIG device of this host is on the GPU number 1"), "{mixed}");
     world.assert_empty();
 
     let dir = tempfile::tempdir().expect("a directory");

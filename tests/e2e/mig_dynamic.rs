@@ -116,7 +116,7 @@ fn of_eight_at_once_the_seven_that_fit_start_each_on_its_own() {
         results.iter().filter(|done| !done.ok).map(|done| done.stderr.as_str()).collect();
     assert_eq!(refusals.len(), 1, "{refusals:?}");
     assert!(
-        refusals[0].contains("no instance can be made for it: GPU 0 has no room for a 1g.18gb"),
+        refusals[0].contains("no MIG instance can be created for it: GPU 0 has no room for a 1g.18gb"),
         "{refusals:?}"
     );
     let mut uuids = devices(&world);
@@ -141,8 +141,7 @@ fn what_has_no_room_is_refused_and_nothing_changes() {
     let found = "4g.20gb@0 2g.10gb@4[1c,1c] 1g.5gb@6";
     let held = up(&world, "held", &[("sublet.mig", "4g.20gb")]);
     let none = refused(&world, &[("sublet.mig", "3g.20gb")]);
-    let expected =
-        "and no instance can be made for it: GPU 0 has no room for a 3g.20gb beside 4g.20gb at 0 (lease ";
+    let expected = "and no MIG instance can be created for it: GPU 0 has no room for a 3g.20gb beside 4g.20gb at 0 (lease ";
     assert!(
         none.contains(expected) && none.contains(" of container held), 2g.10gb at 4, 1g.5gb at 6"),
         "{none}"
@@ -155,10 +154,10 @@ fn what_has_no_room_is_refused_and_nothing_changes() {
         "{unknown}"
     );
     let much = refused(&world, &[("sublet.mode", "mig"), ("sublet.memory", "80GiB"), ("sublet.wait", "60s")]);
-    assert!(much.contains("no profile of GPU 0 (NVIDIA A100-PCIE-40GB) has 81920 MiB"), "{much}");
+    assert!(much.contains("GPU 0 (NVIDIA A100-PCIE-40GB) has no profile with 81920 MiB"), "{much}");
     let off = refused(&world, &[("sublet.mig", "3g.20gb"), ("sublet.gpu", "1")]);
     assert!(
-        off.contains("no instance can be made for it: every GPU that may serve it is drained, or not in MIG"),
+        off.contains("no MIG instance can be created for it: every GPU that the request allows is drained, or not in MIG"),
         "{off}"
     );
     assert_eq!(shape(&listed(&world, 0)), found);
@@ -265,7 +264,7 @@ fn users_have_them_made_where_their_policy_says_so() {
     assert_eq!(alice.event("info")["error"], Value::Null);
     assert_eq!(bare(&host.world).len(), 1);
     let second = host.bundle(1000, "second", SMALL, HOLD).create();
-    assert!(!second.ok && second.stderr.contains("allows 1 leases at once"), "{second:?}");
+    assert!(!second.ok && second.stderr.contains("is 1 leases at once"), "{second:?}");
     assert_eq!(bare(&host.world).len(), 1, "none is made in vain");
     alice.down();
     assert_soon_gone(&host.world);

@@ -195,11 +195,11 @@ fn bad_layouts_are_refused_in_one_line_with_their_place() {
         ),
         (entry("0", "{ profile = \"3g.20gb\", start = 2 }"), "a 3g.20gb cannot start at 2, only at 0, 4"),
         (entry("0", "{ profile = \"1g.5gb\", count = \"7\" }"), "bad.toml:5: invalid type: string \"7\""),
-        (entry("9", "{ profile = \"1g.5gb\" }"), "bad.toml:1: no GPU here is 9"),
+        (entry("9", "{ profile = \"1g.5gb\" }"), "bad.toml:1: no GPU of this host is 9"),
         (entry("0,0", "{ profile = \"1g.5gb\" }"), "bad.toml:1: GPU 0 is named twice"),
         (
             entry("1", "{ profile = \"1g.5gb\" }"),
-            "GPU 1: switching MIG mode takes a reset of the GPU: say --allow-reset",
+            "GPU 1: switching MIG mode needs a reset of the GPU: add --allow-reset",
         ),
     ];
     for (content, expected) in cases {
@@ -228,7 +228,7 @@ fn an_instance_with_a_process_stays_where_it_is() {
 
     let seven = layout(&world, "seven.toml", SEVEN);
     let error = refused(&world, &["apply", path(&seven)]);
-    assert!(error.contains(&format!("around 2g.10gb at 4 ({who}): end that first")), "{error}");
+    assert!(error.contains(&format!("around 2g.10gb at 4 ({who}): end its use first")), "{error}");
     let plan = mig(&world, &["plan", path(&seven)]);
     assert_eq!((plan.status.code(), text(&plan).contains(&who)), (Some(1), true));
 

@@ -53,7 +53,7 @@ fn missing_capability_nodes_are_made_and_wrong_ones_refused() {
     std::fs::write(&dev, "no directory").expect("written");
     let unmade = refused(&world, &[("sublet.gpu", "0:3")]);
     assert!(
-        unmade.contains("nvidia-cap84 is ") || unmade.contains("cannot look at"),
+        unmade.contains("nvidia-cap84 is ") || unmade.contains("cannot read"),
         "what is in the way is named: {unmade}"
     );
     world.assert_empty();
@@ -69,7 +69,7 @@ fn capabilities_that_the_driver_tells_two_ways_close_the_instance() {
     let file = root.join("proc/driver/nvidia/capabilities/gpu0/mig/gi9/ci0/access");
     std::fs::write(file, "DeviceFileMinor: 99\n").expect("written");
     let refusal = refused(&world, &[("sublet.gpu", "0:3")]);
-    assert!(refusal.contains("cannot be used: /proc/driver/nvidia-caps/mig-minors says 85"), "{refusal}");
+    assert!(refusal.contains("cannot be used: /proc/driver/nvidia-caps/mig-minors has 85"), "{refusal}");
     assert!(world.status()["devices"][0]["mig"][3]["fault"].is_string());
     up(&world, "other", &[("sublet.gpu", "0:0")]).down();
     world.assert_empty();

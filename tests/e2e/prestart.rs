@@ -281,7 +281,7 @@ fn a_share_that_is_refused_stops_the_container_with_our_line() {
     assert_refused(&world, &late(&[("sublet.smm", "25")]), "unknown key");
     let shared = late(&[("sublet.sm", "25"), ("sublet.isolation", "shared")]);
     assert_refused(&world, &shared, "sublet.isolation=shared does not work with a hook");
-    assert_refused(&world, &late(&[("sublet.lease", "0123456789abcdef")]), "no live lease");
+    assert_refused(&world, &late(&[("sublet.lease", "0123456789abcdef")]), "does not exist any more");
     let mut away = late(&[("sublet.sm", "25")]);
     away.spec["process"]["env"] = json!(["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage"]);
     assert_refused(&world, &away, "its environment has CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage");

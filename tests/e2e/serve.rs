@@ -133,13 +133,13 @@ fn policy_says_who_may_take_what() {
     let bundle = host.bundle(BOB, "one", &[("sublet.gpu", "3")], HOLD);
     bundle.up();
     let second = refusal(BOB, "two", &[("sublet.gpu", "4")]);
-    assert!(second.contains("allows 1 leases at once"), "{second}");
+    assert!(second.contains("is 1 leases at once"), "{second}");
     // A policy holds from the moment it is written.
     host.world.configure("[[policy]]\nuser = 4321\ndevices = [\"5\"]\n");
     let allowed = host.bundle(4321, "allowed", &[("sublet.gpu", "any")], HOLD);
     allowed.up();
     let wrong = refusal(4321, "wrong", &[("sublet.gpu", "0")]);
-    assert!(wrong.contains("no GPU here is 0") || wrong.contains("no place"), "{wrong}");
+    assert!(wrong.contains("no GPU of this host is 0") || wrong.contains("no place"), "{wrong}");
     let uuid = host.world.status()["devices"][5]["uuid"].clone();
     assert!(host.leases().iter().any(|lease| lease["container_id"] == "allowed" && lease["device"] == uuid));
     bundle.down();
@@ -282,7 +282,10 @@ fn a_user_sees_their_leases_their_policy_and_their_own_refusals() {
         sublet(&host, BOB, &["status", "--last-error"]).contains("No container of yours has been refused")
     );
     assert!(sublet(&host, ALICE, &["status", "--last-error"]).contains("container typo"));
-    assert!(sublet(&host, ALICE, &["explain", "--container", "large"]).contains("refused: your [[policy]]"));
+    assert!(
+        sublet(&host, ALICE, &["explain", "--container", "large"])
+            .contains("refused: your policy limit ([[policy]])")
+    );
     assert!(sublet(&host, BOB, &["explain", "--container", "large"]).contains("holds no lease"));
     // What would be refused is refused with the same words, and what fits is explained.
     let explain = |sm: &str| {
@@ -335,7 +338,7 @@ fn a_user_takes_mig_devices_within_their_policy() {
     );
     let caps = refusal(BOB, &[("sublet.mig", "1c.2g.10gb"), ("sublet.mig-caps", "monitor")]);
     assert!(caps.contains("sublet.mig-caps"), "{caps}");
-    assert!(refusal(BOB, &[("sublet.mig", "1c.2g.10gb")]).contains("allows 1 leases at once"));
+    assert!(refusal(BOB, &[("sublet.mig", "1c.2g.10gb")]).contains("is 1 leases at once"));
     small.down();
     share.down();
     // What the device has counts, of the GPU, and not the little that was asked for at least.
@@ -350,7 +353,7 @@ fn a_user_takes_mig_devices_within_their_policy() {
     let lease = &host.leases()[0];
     assert_eq!((&lease["mode"], &lease["sm_percent"]), (&json!("mig"), &Value::Null));
     let second = refusal(4321, &[("sublet.mode", "mig"), ("sublet.sm", "1")]);
-    assert!(second.contains("your containers hold 12.963 % and this asks for 12.963 %"), "{second}");
+    assert!(second.contains("your containers hold 12.963 %, and this one asks for 12.963 %"), "{second}");
     first.down();
     host.world.assert_empty();
 }

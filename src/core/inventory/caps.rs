@@ -47,7 +47,7 @@ pub fn nodes(root: &Path, major: Option<u32>, gpu: u32, gi: u32, ci: u32) -> Res
         let told = file_of(&name);
         match value(&read(root, &told)?, "DeviceFileMinor") {
             Some(minor) if minor == node.minor => Ok(node),
-            other => Err(format!("{MINORS} has {} for {name}, but {told} has {other:?}", node.minor)),
+            other => Err(format!("{MINORS} has {} for {name}, {told} has {other:?}", node.minor)),
         }
     };
     Ok([find(format!("gpu{gpu}/gi{gi}/access"))?, find(format!("gpu{gpu}/gi{gi}/ci{ci}/access"))?])

@@ -180,7 +180,7 @@ fn slot(
     match found.len() {
         0 => Err(format!(
             "no {kind} of this host is {}{}; it has {}",
-            if of_gpu { "of the GPU " } else { "" },
+            if of_gpu { "on the GPU " } else { "" },
             describe(selector),
             listing(mig, inventory)
         )),

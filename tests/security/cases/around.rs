@@ -184,7 +184,7 @@ fn daemon() -> Vec<Case> {
         case("killed", "end_daemons; up", QUARTER).harming(),
         case("killed, without its program", "aside $DRIVER/usr/bin/nvidia-cuda-mps-control; end_daemons; up", Refused("nvidia-cuda-mps-control")).harming(),
         case("killed, and its program ends at once", "aside $DRIVER/usr/bin/nvidia-cuda-mps-control; cp /bin/false $DRIVER/usr/bin/nvidia-cuda-mps-control; end_daemons; up", Refused("nvidia-cuda-mps-control")).harming(),
-        case("killed, and its server ends at once", "aside $DRIVER/usr/bin/nvidia-cuda-mps-server; cp /bin/false $DRIVER/usr/bin/nvidia-cuda-mps-server; end_daemons; up", Refused("has no server")).harming(),
+        case("killed, and its server ends at once", "aside $DRIVER/usr/bin/nvidia-cuda-mps-server; cp /bin/false $DRIVER/usr/bin/nvidia-cuda-mps-server; end_daemons; up", Refused("cannot start an MPS server")).harming(),
         case("killed, and its program hangs", r#"aside $DRIVER/usr/bin/nvidia-cuda-mps-control; printf '#!/bin/sh\nexec sleep 20\n' >$DRIVER/usr/bin/nvidia-cuda-mps-control; chmod 755 $DRIVER/usr/bin/nvidia-cuda-mps-control; printf '[mps]\nstart_timeout = "1s"\n' >>$CONFIG; end_daemons; up"#, Refused("nvidia-cuda-mps-control")).harming(),
         case("stopped", "stop_daemons; up", Refused("does not answer")).harming(),
         case("its directory is gone", "rm -r $STATE/mps/*/pipe; up", Still).harming(),
@@ -300,12 +300,12 @@ fn process() -> Vec<Case> {
         case(
             "another PID namespace",
             "unshare --pid --fork --mount-proc bash -c up",
-            Refused("process ids are of"),
+            Refused("process ids belong to"),
         ),
         case(
             "another clock",
             "unshare --time --boottime 5000 --fork bash -c up",
-            Refused("process ids are of"),
+            Refused("process ids belong to"),
         ),
         case(
             "run in the foreground",

@@ -209,12 +209,12 @@ fn users() -> Vec<Case> {
         case(
             "end it as another user",
             r#"printf '{"v":1,"do":"end","lease":"%s"}\n' $(neighbours) | other speak $STATE/sublet.sock"#,
-            Works("is held by you"),
+            Works("you hold no lease"),
         ),
         case(
             "withdraw it as another user",
             r#"printf '{"v":1,"do":"withdraw","lease":"%s"}\n' $(neighbours) | other speak $STATE/sublet.sock"#,
-            Works("is held by you"),
+            Works("you hold no lease"),
         ),
         case(
             "bind it to root's first process",
