@@ -166,7 +166,7 @@ fn c6_prestart_refuses_what_is_no_state() {
         (format!(r#"{{"id":"c","status":"strange","pid":1,"bundle":"{dir}"}}"#), "unknown variant"),
         (format!(r#"{{"id":"c","status":"running","pid":1,"bundle":"{dir}"}}"#), "it already runs"),
         (r#"{"id":"c","status":"creating","pid":1,"bundle":"/nowhere"}"#.into(), "bundle /nowhere"),
-        (format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, i32::MAX), "is gone"),
+        (format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, i32::MAX), "has ended"),
         // Our own process is on the host: nothing may be mounted there.
         (
             format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, std::process::id()),

@@ -50,7 +50,7 @@ fn b11_nobody_acts_on_what_is_somebody_elses() {
             {"library_dir": null, "nix": false, "tmp_is_host": false, "created": [], "warnings": []}})
     };
     // (Where not even root may look at the first process, that is the reason.)
-    for (owner, why) in [(alices, "is not uid 1001's"), (1, "process 1 "), (-1, "there is no process")] {
+    for (owner, why) in [(alices, "does not belong to uid 1001"), (1, "process 1 "), (-1, "there is no process")] {
         let answer = &host.say(BOB, &[admit(owner)])[0];
         assert!(answer["refused"]["reason"].as_str().unwrap_or_default().contains(why), "{answer}");
     }
@@ -217,7 +217,7 @@ fn b11_a_process_is_a_users_only_if_it_is_theirs_alone() {
     // As a set-user-ID program that Bob has started.
     let mut raised = sleeper(&["--ruid=1001"]);
     let refused = &host.say(BOB, &[admit(Some(pid(&raised)))])[0];
-    assert!(reason(refused).contains("is not uid 1001's"), "{refused}");
+    assert!(reason(refused).contains("does not belong to uid 1001"), "{refused}");
     // His own process may answer for a lease, and to no other's may it be handed over.
     let granted = host.say(BOB, &[admit(Some(pid(&own)))]).remove(0);
     let lease = &granted["granted"]["lease"];
@@ -259,7 +259,7 @@ fn b11_a_lease_of_anothers_is_no_grant_and_a_user_without_a_policy_gets_nothing(
     let answer = &host.say(BOB, &[forged.clone()])[0];
     assert!(reason(answer).contains("this container has no live lease with that id"), "{answer}");
     // Alice herself, for another container of hers.
-    assert!(reason(&host.say(ALICE, &[forged])[0]).contains("does not exist any more"));
+    assert!(reason(&host.say(ALICE, &[forged])[0]).contains("this container has no live lease"));
     let asks = [admit(None), json!({"v": 1, "do": "inventory"})];
     for answer in host.say(4321, &asks) {
         assert!(reason(&answer).contains("uid 4321 has no [[policy]]"), "{answer}");
