@@ -50,7 +50,9 @@ fn b11_nobody_acts_on_what_is_somebody_elses() {
             {"library_dir": null, "nix": false, "tmp_is_host": false, "created": [], "warnings": []}})
     };
     // (Where not even root may look at the first process, that is the reason.)
-    for (owner, why) in [(alices, "does not belong to uid 1001"), (1, "process 1 "), (-1, "there is no process")] {
+    for (owner, why) in
+        [(alices, "does not belong to uid 1001"), (1, "process 1 "), (-1, "there is no process")]
+    {
         let answer = &host.say(BOB, &[admit(owner)])[0];
         assert!(answer["refused"]["reason"].as_str().unwrap_or_default().contains(why), "{answer}");
     }
