@@ -1,5 +1,5 @@
-//! The file that engines read: replaced whole and only where it changes, removed where no share is left,
-//! and nobody else's file is touched.
+//! The file that engines read. It is replaced as a whole, only if it changes, and removed if no share is left. Files
+//! of other programs are not touched.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _};

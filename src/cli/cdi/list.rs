@@ -1,5 +1,5 @@
-//! Which CDI devices there are: each named share on each device that it fits, and why not on the others.
-//! Pure: what others hold at the moment does not count, a device that is full stays one of the share's.
+//! Lists the CDI devices: each named share on each device that it fits, and the reason where it does not.
+//! No I/O. Current leases do not count: a share keeps its CDI device on a device that is full.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

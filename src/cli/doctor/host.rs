@@ -1,4 +1,4 @@
-//! What is sublet's own, and what is nobody's: runtimes, cgroups, the service, the state, the clock.
+//! Checks of sublet's own parts (service, state) and of the host in general (runtimes, cgroups, clock).
 
 use std::fs;
 use std::os::unix::fs::FileTypeExt as _;

@@ -1,4 +1,4 @@
-//! Podman: its version, the hook it is to run, and hooks where they do harm.
+//! Podman: its version, whether it finds sublet's hook, and hooks in directories where they do harm.
 
 use std::io;
 use std::path::{Path, PathBuf};

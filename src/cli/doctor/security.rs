@@ -1,4 +1,4 @@
-//! The kernel's security modules: whether they are in force, and what they have refused.
+//! The kernel's security modules: whether they are enforcing, and what they have denied.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};

@@ -1,4 +1,4 @@
-//! MPS daemons that are not sublet's: their clients are in no account.
+//! MPS daemons that are not sublet's: sublet does not count their clients.
 
 use std::fs;
 use std::path::{Path, PathBuf};

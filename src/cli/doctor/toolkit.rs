@@ -1,4 +1,4 @@
-//! NVIDIA's Container Toolkit beside sublet: it gives GPUs that are in no account.
+//! NVIDIA's Container Toolkit: sublet does not count the GPUs that it gives out.
 
 use super::{Host, Outcome, pass, shown, warn};
 use crate::setup::docker as daemon_json;

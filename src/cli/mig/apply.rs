@@ -1,4 +1,4 @@
-//! The change itself: all of it, or the state that was found.
+//! Applies a plan: all of its steps, or none.
 
 use super::{Compute, Driver, DriverError, Instance, Mode, Plan, Span, Step};
 

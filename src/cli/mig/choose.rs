@@ -1,5 +1,5 @@
-//! Which instance to make for a container, and where: so that what is there stays, and as many places for large
-//! profiles as can be. Pure.
+//! Chooses the instance to create for a container, and its place: existing instances stay, and as many places for large
+//! profiles as possible remain. No I/O.
 
 use super::plan::room_left;
 use super::target::unknown;

@@ -1,4 +1,4 @@
-//! While a layout changes: no other change beside it, and no new lease on its GPUs.
+//! During a change of the layout there is no other change, and no new lease on its GPUs.
 
 use std::time::{Duration, Instant};
 

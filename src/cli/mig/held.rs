@@ -1,5 +1,5 @@
-//! Which instances stay where they are: those with a lease, or a process that somebody runs in them, or which are
-//! made or destroyed for a container at this moment.
+//! Which instances stay where they are: those with a lease or a process, and those that are being
+//! created or destroyed for a container.
 
 use super::{Gpu, Instance, Span};
 use sublet_core::ledger::{Lease, Ledger, Made};

@@ -1,4 +1,4 @@
-//! Layout files: what each GPU of a host is to be cut into (docs/mig.md).
+//! Layout files: which instances each GPU of a host is to have (docs/mig.md).
 
 use std::fs::File;
 use std::io::{self, Read as _};

@@ -1,5 +1,5 @@
-//! Instances made for containers, and destroyed when nobody needs them: every step of it stands in the ledger
-//! before it is taken, so that whoever is killed leaves it to the next command.
+//! Creates instances for containers, and destroys them when no lease needs them. Every step is recorded in the ledger
+//! before it is taken, so that the next command can finish the work of a killed one.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! The real driver, by NVML.
+//! The real driver, through NVML.
 
 use crate::probe;
 use std::cmp::Reverse;

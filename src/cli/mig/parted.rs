@@ -1,4 +1,4 @@
-//! mig-parted's YAML (`api/spec/v1` of NVIDIA/mig-parted), read into our own layout.
+//! Reads mig-parted's YAML (`api/spec/v1` of NVIDIA/mig-parted) into sublet's layout.
 
 use saphyr_parser::{Event, Parser};
 

@@ -1,4 +1,4 @@
-//! From what a GPU is cut into to what it should be: the fewest steps, around whatever is held. Pure.
+//! Finds the fewest steps from a GPU's instances to its target, around instances in use. No I/O.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! From a layout to what each GPU of this host should be: selectors, profile names and counts resolved.
+//! From a layout to the target of each GPU of this host: resolves selectors, profile names and counts.
 
 use super::layout::{Entry, Layout, LayoutError, Wish};
 use super::{Gpu, Instance, Profile, Span, device_name};

@@ -1,4 +1,4 @@
-//! Asking NVML, /proc, /dev and the library directories. `sublet` alone does this.
+//! Builds the inventory from NVML, /proc, /dev and the library directories. Only the program `sublet` does this.
 
 use std::collections::BTreeSet;
 use std::fs;

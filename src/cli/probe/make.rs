@@ -1,7 +1,7 @@
-//! The driver's device nodes and their links in /dev/char, where nobody has made them yet: nvidia-modprobe makes
-//! nodes when a program asks for them, which may be after the first container, and udev makes no links for them.
+//! Creates missing device nodes of the driver and their links in /dev/char. nvidia-modprobe creates nodes only when a
+//! program asks for them, which may be after the first container starts, and udev creates no links for them.
 //!
-//! Without the links systemd cannot name the devices of a container's cgroup, and takes them away from it with
+//! Without the links systemd cannot name the devices of a container's cgroup, and removes the access to them at
 //! the next daemon-reload (systemd.resource-control(5), `DeviceAllow=`).
 
 use std::fs;

@@ -1,5 +1,4 @@
-//! From an ask to its answer, for one peer. Everything here may take its time, but waits for no client and
-//! for no container.
+//! Answers one request of one client. This may be slow, but waits neither for a client nor for a container.
 
 use std::path::Path;
 
@@ -30,7 +29,7 @@ pub(super) fn answer(line: &[u8], peer: Peer) -> Vec<u8> {
     protocol::line(&answer).or_else(unwritable).unwrap_or_default()
 }
 
-/// Destroys the MIG instances that nobody needs any more.
+/// Destroys the MIG instances that no lease needs any more.
 pub(super) fn clear() {
     let store = config::load()
         .map_err(|error| error.to_string())

@@ -1,5 +1,5 @@
-//! Two things for which nobody has a safe function: the owners of user namespaces, and the socket that systemd
-//! hands over.
+//! Two things for which no crate has a safe function: the owners of user namespaces, and the socket that systemd
+//! passes.
 #![allow(unsafe_code, reason = "system calls; each block says why it is sound")]
 
 use std::io;

@@ -1,4 +1,4 @@
-//! The socket: systemd's, or one of our own where nobody handed us one.
+//! The socket: the one that systemd passes, or else a new one.
 
 use std::fs::{self, Permissions};
 use std::io;

@@ -1,4 +1,4 @@
-//! Who asks, and whose a process is: what the kernel says, never what a client says.
+//! Which user a client is, and which user a process belongs to: the kernel's answer, never the client's.
 
 use std::fs::{self, File};
 use std::io;

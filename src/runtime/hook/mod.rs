@@ -1,8 +1,8 @@
-//! The hook's stages, for engines without the shim and for `run`, which deletes by itself.
+//! The hook's stages, for engines without the shim, and for `run`, which deletes the container without another command.
 //!
-//! Standard input is all that a stage believes: the working directory and the environment of a hook may
-//! be the image's (CVE-2025-23266). But for precreate in a user namespace: Podman runs it in the container's bundle,
-//! beside which its storage tells of the container, and is asked only if standard input names the same container.
+//! A stage trusts only its standard input, because the working directory and the environment of a hook may
+//! be the image's (CVE-2025-23266). The exception is precreate in a user namespace: Podman runs it in the container's
+//! bundle, and its storage beside that is read, but only if standard input names the same container.
 
 mod create_runtime;
 #[cfg(fuzzing)]

@@ -1,5 +1,5 @@
-//! `precreate`: Podman hands over the whole config.json before it starts anything, and takes back the one
-//! to use. The environment can be edited here as the shim would; the container's pid is not known yet.
+//! `precreate`: Podman passes the whole config.json before it starts anything, and uses the one that the hook returns.
+//! So the environment can be edited here, as by the shim. The container's pid is not known yet.
 
 use std::io::Write as _;
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
-//! `prestart` and `createRuntime`: the container's namespaces exist, its own program does not run yet, and
-//! nothing has edited its config.json.
+//! `prestart`, and `createRuntime` without a lease: the container's namespaces exist, its own program does not run
+//! yet, and its config.json was not edited.
 
 use std::path::{Path, PathBuf};
 

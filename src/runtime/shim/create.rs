@@ -1,4 +1,4 @@
-//! `create` and `run`: finds the container its share, edits config.json, becomes the low-level runtime.
+//! `create` and `run`: takes a lease for the container, edits config.json, becomes the low-level runtime.
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
@@ -69,10 +69,10 @@ pub(super) struct Ours {
     share: Option<String>,
 }
 
-/// The container, if it is ours: annotated, with a CDI device of ours, come by a share's entry point, or mapped to
-/// a share by `containers.toml`, and no pod's pause container.
+/// The container, if it asks for a share: by an annotation, a CDI device, a runtime named after a share, or a rule of
+/// `containers.toml`. A pod's pause container never does.
 ///
-/// A file that the runtime will not be able to read either is left to it to complain about.
+/// If the runtime cannot read config.json either, the runtime reports that.
 pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, RuntimeError> {
     let share = call.entry_point.share().map(str::to_owned);
     let Some(file) = read(call, start, share.is_some())? else { return Ok(None) };
@@ -111,8 +111,8 @@ fn read(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFi
     Ok(None)
 }
 
-/// The share in `containers.toml`. A mistake there must stop no container that has nothing to do with
-/// sublet, and which ones have is what nobody knows then: each goes on as it is, without a GPU.
+/// The share in `containers.toml`. A mistake there must not stop containers that have nothing to do with
+/// sublet. It is not known then which ones these are, so each container goes on without a share.
 fn mapped(call: &Call<'_>, start: &Start, file: &JsonFile) -> Option<String> {
     let id = start.id.as_ref()?.to_str()?;
     // Engines give absolute bundles; without one there is no engine that knows the container's name.

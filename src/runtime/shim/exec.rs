@@ -1,5 +1,5 @@
-//! `exec`: config.json's environment reaches only a container's first process, so processes that come
-//! later get the same edit here, in a copy of the engine's process file or on the command line.
+//! `exec`: the environment in config.json reaches only a container's first process. Later processes
+//! get the same edits here, in a copy of the engine's process file or on the command line.
 
 use std::cell::OnceCell;
 use std::convert::Infallible;

@@ -1,9 +1,9 @@
-//! The OCI runtime shim: edits what `create`, `run` and `exec` are given, then becomes runc or crun.
+//! The OCI runtime shim: edits the files of `create`, `run` and `exec`, then becomes runc or crun.
 //!
-//! The name it is called by is its entry point. `sublet-<share>` gives every container that named share.
-//! `sublet-runtime` may be the engine's default runtime and is silent about containers that are not
-//! ours; under any other name (a link registered as a runtime of its own) somebody chose it on purpose,
-//! and a container without annotations gets one line in the log.
+//! Its behaviour depends on the name it is called by. `sublet-<share>` gives every container that named share.
+//! `sublet-runtime` may be the engine's default runtime, so it logs nothing about containers that ask for no share.
+//! Any other name is a link that was registered as a runtime on purpose, so a container without annotations
+//! gets one line in the log.
 
 mod argv;
 mod checkpoint;
