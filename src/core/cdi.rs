@@ -1,10 +1,10 @@
 //! Named shares as CDI devices (Container Device Interface, SPEC.md 0.5.0): `sublet/share=small.0` is the
 //! share `small` on GPU 0.
 //!
-//! The device nodes and the environment stand in the specification that `sublet cdi generate` writes, for
-//! every container of that device alike. The rest hangs on the image or the lease, and is the work of
-//! `sublet-hook cdi`, which the specification names: arguments of its own tell it which share of which
-//! device is meant, and nothing of the container's annotations or environment does.
+//! The specification that `sublet cdi generate` writes has the device nodes and the environment. They are the
+//! same for every container of that device. The rest depends on the image or the lease, and is done by
+//! `sublet-hook cdi`, which the specification names. Its arguments tell it the share and the
+//! device; the container's annotations and environment do not.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! The hooks that we put into a config.json: ours, and the one that makes a refused container fail
+//! The hooks that sublet adds to a config.json: its own, and the one that makes a refused container fail
 //! (OCI runtime-spec, config.md, "POSIX-platform Hooks").
 
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! The share that `containers.toml` gives a container without annotations, by the names under which its
-//! engine knows it. Only what the engine wrote down itself counts: never the container's environment, nor
+//! The share that `containers.toml` gives a container without annotations, by the names that its
+//! engine has for it. Only names that the engine itself recorded count: never the container's environment, nor
 //! labels and annotations, which may be its image's.
 
 use std::io::ErrorKind;

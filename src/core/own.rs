@@ -1,4 +1,4 @@
-//! sublet's own other programs, run as children: what needs NVML, or must not live where the engine lives.
+//! Runs sublet's other programs as children: for work that needs NVML, or that must not run in the engine's cgroup.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! A process named so that its id being used again cannot deceive: pid and start time.
+//! Identifies a process by pid and start time, so that a reused pid is recognised.
 
 use std::fs::File;
 use std::io::{self, Read as _};

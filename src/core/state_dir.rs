@@ -1,5 +1,5 @@
-//! The state directory and the files in it are believed only where nobody but root, or this user, can have written
-//! them. Looked at each time that something is opened there: by descriptor, for a path may be another file by then.
+//! The state directory and its files are trusted only if no user but root, or this user, can have written
+//! them. This is checked by descriptor each time a file is opened, because a path may be another file by then.
 
 use std::fs::{self, DirBuilder, Metadata, OpenOptions, Permissions};
 use std::io::{self, Read as _};

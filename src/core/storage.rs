@@ -1,4 +1,4 @@
-//! Podman's storage, asked for a container's root filesystem where config.json does not tell.
+//! Finds a container's root filesystem in Podman's storage if config.json does not name it.
 //!
 //! For a container in a user namespace Podman 5 writes a place into `root.path` that its root may enter
 //! (`/var/tmp/intermediate-mountpoint-<uid>.<n>`), and mounts the root filesystem there in a mount namespace of the

@@ -1,4 +1,4 @@
-//! `sublet doctor`: what stands between this host and containers with GPU shares.
+//! `sublet doctor`: checks what keeps containers on this host from their shares.
 
 use crate::probe;
 use std::process::{Command, ExitCode};

@@ -1,4 +1,4 @@
-//! `sublet doctor --run`: a container that gets a share and tells what it got. It needs no image and no
+//! `sublet doctor --run`: runs a test container that reports what it got. It needs no image and no
 //! network: its root filesystem is this program and the C library that it runs with.
 
 use std::collections::BTreeSet;

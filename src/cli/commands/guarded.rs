@@ -1,4 +1,4 @@
-//! What `sublet status` and `sublet explain` say of the guard.
+//! What `sublet status` and `sublet explain` say about the guard.
 
 use serde_json::{Value, json};
 

@@ -1,4 +1,4 @@
-//! `sublet mig list|plan|apply|assert|export`: what GPUs are cut into, and what they should be.
+//! `sublet mig list|plan|apply|assert|export`: the MIG instances of GPUs, and layout files for them.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;

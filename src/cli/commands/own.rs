@@ -1,4 +1,4 @@
-//! What a user without root sees beside the tables: their own policy, and what of it is left.
+//! What a user without root sees below the tables: their own policy limits, and what is left of them.
 
 use std::fmt;
 

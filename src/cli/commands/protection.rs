@@ -1,5 +1,5 @@
-//! What a share protects its container from and what not, in plain words. Each line is measured in
-//! docs/evidence or follows from the driver's documents; nothing here is hoped for.
+//! What a share protects its container from, and what it does not. Each line is measured in
+//! docs/evidence or follows from the driver's documentation.
 
 use sublet_core::place::Placement;
 use sublet_core::request::{Isolation, Mode};

@@ -1,4 +1,4 @@
-//! `sublet refresh`: looks at the driver afresh and writes the inventory.
+//! `sublet refresh`: asks the driver for its devices and writes the inventory.
 
 use crate::probe;
 use std::fs::{File, OpenOptions};

@@ -1,4 +1,4 @@
-//! `sublet setup`: makes an engine use sublet, and undoes it.
+//! `sublet setup`: configures an engine to use sublet, and undoes that.
 
 use std::fs;
 use std::io::{self, ErrorKind};

@@ -1,4 +1,4 @@
-//! `sublet wait`: until the driver is up and, with annotations, until their share would be free.
+//! `sublet wait`: waits until the driver is up and, with annotations, until their share is free.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};

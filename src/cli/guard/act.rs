@@ -1,4 +1,4 @@
-//! What is done about a process: reported, ended, or ended with its container.
+//! What the guard does about a process: report it, end it, or end its container.
 
 use crate::probe;
 use std::io;

@@ -1,10 +1,10 @@
-//! The guard: holds containers to their shares from the host, for what MPS holds honest programs to only.
+//! The guard: limits containers to their shares from the host, because MPS limits only honest programs.
 //!
-//! `sublet serve` looks at every device that is leased, a few times a second ([`watch`]): who computes there and
-//! with how much memory, by NVML, and whose processes these are, by the kernel ([`look`]). [`judge`] compares that
-//! with the leases, without any I/O; what it finds in two looks in a row is acted upon ([`act`]) and written down
-//! ([`book`]). An MPS daemon that died is started again, and whose work its server took with it is told ([`served`]).
-//! Nothing here holds a lock, and NVML is open only while there is a lease.
+//! `sublet serve` checks every leased device a few times a second ([`watch`]). NVML tells which processes compute there,
+//! and with how much memory; the kernel tells which container each belongs to ([`look`]). [`judge`] compares that
+//! with the leases, without I/O. The guard acts on what it finds in two checks in a row ([`act`]) and records it
+//! ([`book`]). It restarts an MPS daemon that died, and reports the containers that lost GPU work ([`served`]).
+//! The guard holds no lock, and keeps NVML open only while there is a lease.
 
 mod act;
 mod book;

@@ -1,4 +1,4 @@
-//! MPS servers under live leases: who computed through one that has ended, and daemons that have died.
+//! MPS servers and daemons that leases need: containers that lost work when a server ended, and daemons that died.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::thread::{self, JoinHandle};

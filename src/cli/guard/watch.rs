@@ -1,4 +1,4 @@
-//! The guard's own thread: looks, judges, acts, a few times a second while there are leases.
+//! The guard's thread: it looks, judges and acts a few times a second while there are leases.
 
 use crate::probe;
 use std::collections::{BTreeMap, BTreeSet};

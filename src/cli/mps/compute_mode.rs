@@ -1,5 +1,5 @@
-//! Compute mode `EXCLUSIVE_PROCESS` under a shared server, so that nobody runs beside it: set, written down
-//! before, put back. And who does run beside it, where it could not be had.
+//! Compute mode `EXCLUSIVE_PROCESS` under a shared server, so that no process runs outside it: recorded, set and
+//! restored. Also finds processes that run outside the server.
 
 use crate::probe;
 use std::fs;

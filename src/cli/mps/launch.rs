@@ -1,4 +1,4 @@
-//! Starting the daemon's process where it belongs, finding it, and ending it.
+//! Starts the daemon's process (under systemd if it runs), finds it, and ends it.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! `sublet mps start KEY`: from nothing, or from what a crash left, to a daemon that serves.
+//! `sublet mps start KEY`: starts a daemon, also after a crash.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};

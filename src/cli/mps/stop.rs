@@ -1,4 +1,4 @@
-//! `sublet mps stop KEY`: the daemon's end, and all that was done for it undone.
+//! `sublet mps stop KEY`: ends the daemon, and undoes what was done for it.
 
 use crate::probe;
 use std::time::Duration;

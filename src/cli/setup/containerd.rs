@@ -1,7 +1,7 @@
 //! containerd's `config.toml`, versions 2 and 3 (containerd's docs/cri/config.md): a runtime handler for pods.
 //!
-//! Our tables stand in a block of their own at the end. A line of ours in somebody else's table ends in
-//! [`MARK`]; the line that it replaces is kept below it as a comment.
+//! sublet's tables are a block at the end of the file. A line of sublet's in another table ends in
+//! [`MARK`]; the line that it replaces follows as a comment.
 
 use std::ops::Range;
 

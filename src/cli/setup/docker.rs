@@ -1,7 +1,7 @@
 //! Docker's `daemon.json`: the runtime, the default runtime, CDI devices (docs.docker.com, "dockerd").
 //!
-//! JSON has no comments to mark our members with. So what a setup puts in is written down beside the file (the
-//! record), with what stood there: an undo takes out that, and nothing that others have written since.
+//! JSON has no comments that could mark sublet's members. So a setup records what it adds and what it replaces in a
+//! file beside it (the record). An undo reverts that, and nothing that others have written since.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,6 +1,6 @@
-//! One member of a JSON text put in, changed or taken out; all other bytes stay.
+//! Adds, changes or removes one member of a JSON text; all other bytes stay.
 //!
-//! A value parsed and printed again would lose how its author laid it out. These functions take text that
+//! Parsing and printing a value would lose its author's layout. These functions take text that
 //! `serde_json` has found valid.
 
 use std::ops::Range;

@@ -1,6 +1,6 @@
-//! Making an engine use sublet: edits of its configuration, text in, text out. One file per engine.
+//! Configures an engine to use sublet: edits of its configuration, text in, text out. One file per engine.
 //!
-//! What is not ours keeps every byte, and an undo after a setup gives back the very same file. The edits do no
+//! All other bytes of the file stay, and an undo after a setup restores the same file. The edits do no
 //! I/O: `sublet setup` does it.
 
 pub mod containerd;

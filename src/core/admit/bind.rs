@@ -1,5 +1,5 @@
-//! For hooks that take a lease before they can know its container: who answers for it until then, and
-//! what binds it.
+//! For hooks that take a lease before the container exists: which process owns the lease until then, and
+//! how it is bound.
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! A MIG instance of its own for a request that finds none, and its end (`[mig] dynamic`). The driver is `sublet`'s
-//! alone to speak to; here it is asked to.
+//! Creates a MIG instance for a request that finds none, and destroys it (`[mig] dynamic`). Only the program `sublet`
+//! uses the driver; this code runs it.
 
 use std::cell::Cell;
 use std::convert::Infallible;

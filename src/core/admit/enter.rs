@@ -1,6 +1,6 @@
-//! A process that comes to a container that runs. What share it has is told by the container itself: its low-level
-//! runtime's record says that it has one, and the config.json that it was made from which. So neither ledger nor
-//! inventory has to be readable for `exec`, nor anything of the configuration.
+//! A process that joins a running container. The low-level runtime's record says that the container has a share, and its
+//! config.json says which. So `exec` needs neither ledger nor
+//! inventory nor configuration.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

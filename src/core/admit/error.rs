@@ -1,4 +1,4 @@
-//! Every reason not to start a container, each one line for whoever started it.
+//! Every reason not to start a container, each in one line for the user.
 
 use crate::apply::{Conflict, ImageError, NamespaceError, SpecError};
 use crate::broker::caps::CapError;

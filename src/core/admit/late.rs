@@ -1,7 +1,7 @@
-//! The way through for a container that exists already: same request, place, lease and grant, carried out
-//! on its namespaces. Nothing can change its environment any more, so what holds without one is all it
-//! gets: nodes, files, and an MPS server of its own whose defaults are its limits. A CDI device has brought
-//! the environment before: then the share is what its configuration says, shared server and all.
+//! Admission for a container that already exists: the same request, placement, lease and grant, applied
+//! to its namespaces. Its environment cannot be changed any more, so it gets what works without one:
+//! nodes, files, and its own MPS server with its limits as defaults. With a CDI device the engine has set
+//! the environment; then the share is as configured, with a shared server too.
 
 use std::convert::Infallible;
 

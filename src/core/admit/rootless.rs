@@ -1,4 +1,4 @@
-//! The same for users without root: what would touch the state is asked of `sublet serve`.
+//! Admission for users without root: `sublet serve` does what needs the state.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;

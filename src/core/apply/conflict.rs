@@ -1,4 +1,4 @@
-//! What in a container's spec contradicts a share of ours.
+//! Finds what in a container's spec contradicts a share.
 
 use std::collections::BTreeSet;
 use std::fs::File;

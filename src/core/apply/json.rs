@@ -1,4 +1,4 @@
-//! JSON that comes back as it was: keys in their order, none dropped, no number changed.
+//! JSON that is written back unchanged: keys in their order, none dropped, no number changed.
 
 use std::cell::Cell;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! What a `[[policy]]` rule leaves a user: checked under the ledger's lock, with the placement at hand.
+//! What a user's policy limits (`[[policy]]`) leave: checked under the ledger's lock, when the placement is known.
 
 use serde::{Deserialize, Serialize};
 

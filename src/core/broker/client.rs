@@ -1,4 +1,4 @@
-//! An entry point's side: one connection to the service, on which asks and answers take turns.
+//! The client side, for entry points: one connection to the service, on which requests and answers alternate.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,4 @@
-//! Whether whoever started this program may tell it what to do through the environment.
+//! Whether the environment of this program may be trusted, which the program's caller has set.
 
 use nix::unistd::{getresgid, getresuid};
 

@@ -1,4 +1,4 @@
-//! What serde's types let through and no configuration means.
+//! Refuses values that serde's types accept but that make no sense.
 
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;

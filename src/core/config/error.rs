@@ -1,4 +1,4 @@
-//! Why the configuration cannot be used: one line with file, line and the way out.
+//! Why the configuration cannot be used: one line with file, line and remedy.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! The programs that the library starts. A process that may start none asks the one that waits for it, which knows
-//! these few commands and makes them itself, of words that it has looked at: what it is told cannot become another
+//! The programs that the library starts. A process that may start none asks the process that waits for it. That one
+//! builds these few commands itself, from words that it checks, so that a request cannot become another
 //! program, another environment or another option.
 
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};

@@ -1,4 +1,4 @@
-//! `inventory.json`: writing it, reading it, and whether it is still true.
+//! `inventory.json`: writing it, reading it, and checking that it is up to date.
 
 use std::fs;
 use std::io;

@@ -1,5 +1,5 @@
-//! MIG's access capabilities: which nodes below /dev/nvidia-caps open an instance, and making those that
-//! nobody has made yet.
+//! The nodes below /dev/nvidia-caps that give access to a MIG instance: which ones they are, and creating missing
+//! ones.
 //!
 //! `/proc/driver/nvidia-caps/mig-minors` has a line `NAME MINOR` for each, by the GPU's device minor:
 //! `gpu0/gi3/access 30`, `gpu0/gi3/ci0/access 31`, `config 1`, `monitor 2`. For those that exist the driver has

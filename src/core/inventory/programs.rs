@@ -1,4 +1,4 @@
-//! Where the driver's programs lie, whoever laid them there: the one place that looks any of them up.
+//! Finds the driver's programs, in the places of all distributions. No other code looks them up.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;

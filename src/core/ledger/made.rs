@@ -1,5 +1,5 @@
-//! MIG instances that were made because a container asked for one (`[mig] dynamic`): from before the first call
-//! to the driver until they are destroyed, so that whoever is killed in between leaves them to the next command.
+//! MIG instances created for a container (`[mig] dynamic`). They are recorded from before the first call
+//! to the driver until they are destroyed, so that the next command can finish the work of a killed one.
 
 use serde::{Deserialize, Serialize};
 

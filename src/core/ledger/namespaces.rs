@@ -1,5 +1,5 @@
-//! In which namespaces the process ids and start times of a ledger mean what they say: elsewhere a live container
-//! seems to be gone. A management container that shares the state directory has a PID namespace of its own.
+//! The namespaces to which the process ids and start times of a ledger belong. In others a running container
+//! seems to have ended. A management container that shares the state directory has another PID namespace.
 
 use std::fmt;
 use std::fs;

@@ -1,5 +1,5 @@
-//! A ledger that cannot be read is rebuilt from its copy and from what runs: containers by their runtimes'
-//! records, MPS daemons by their directories. What none of them explains keeps its device closed.
+//! Rebuilds a ledger that cannot be read from its copy and from what runs: containers by their runtimes'
+//! records, MPS daemons by their directories. A device with other processes takes no new lease until they end.
 
 use std::fs;
 use std::io;

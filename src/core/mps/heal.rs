@@ -1,4 +1,4 @@
-//! After leases ended or something crashed: ceilings come down, daemons end that nobody needs, dead ones come back.
+//! After leases have ended or something has crashed: lowers default limits, ends unneeded daemons, restarts dead ones.
 
 use std::time::Duration;
 

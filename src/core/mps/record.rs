@@ -1,4 +1,4 @@
-//! What the ledger says of a daemon, and changing it; the ceiling that its leases want.
+//! The ledger's record of a daemon, and changing it; the default limits that its leases need.
 
 use super::control::{AskError, Control};
 use super::lock::DaemonLock;

@@ -1,4 +1,4 @@
-//! Why annotations do not make a request: one line that names the key, the value and the way out.
+//! Why annotations are refused: one line that names the key, the value and the remedy.
 
 use std::fmt;
 
