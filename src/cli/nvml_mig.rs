@@ -1,5 +1,5 @@
-//! NVML's calls for MIG, which nvml-wrapper has not, or not right: it drops what
-//! `nvmlDeviceGetGpuInstancePossiblePlacements_v2` answers. Each function is one call of nvml.h.
+//! NVML's calls for MIG that nvml-wrapper lacks or gets wrong: it drops the result of
+//! `nvmlDeviceGetGpuInstancePossiblePlacements_v2`. Each function is one call of nvml.h.
 #![allow(unsafe_code, reason = "NVML by its C ABI")]
 
 use std::ffi::c_uint;

@@ -1,5 +1,5 @@
-//! Where a share would be placed, for commands that change nothing: with the caller's own policy, where the
-//! caller is a user without root.
+//! Where a share would be placed, for commands that change nothing. For a user without root, with that user's policy
+//! limits.
 
 use nix::unistd::geteuid;
 

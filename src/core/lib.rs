@@ -1,13 +1,13 @@
 //! sublet: NVIDIA GPU shares for plain Docker and Podman containers.
 //!
-//! One way through, and a module for each step:
+//! All entry points take the same steps, with a module for each:
 //!
 //! ```text
 //! annotations → Request → Placement → Lease → Grant → edits → exec
 //!   request      place       ledger    grant     oci      the runtime's shim | hook
 //! ```
 //!
-//! [`admit`] walks that way for every entry point. `request`, `place` and `grant` do no I/O.
+//! [`admit`] takes these steps for every entry point. `request`, `place` and `grant` do no I/O.
 
 // Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
 

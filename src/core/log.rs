@@ -1,4 +1,4 @@
-//! Our lines on stderr, in the engine's `--log` file and in `[runtime] log`, in the form that runc writes
+//! sublet's log lines on stderr, in the engine's `--log` file and in `[runtime] log`, in the form that runc writes
 //! and engines read: `{"level":…,"msg":…,"time":…}`, or logrus text.
 
 use std::fmt::Write as _;

@@ -1,4 +1,4 @@
-//! Text that is safe to print whatever a container, an image or a file put into it.
+//! Makes text from containers, images and files safe to print.
 
 use std::fmt::Write as _;
 use std::time::{Duration, UNIX_EPOCH};

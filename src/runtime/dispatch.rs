@@ -1,5 +1,5 @@
-//! `sublet-runtime` and `sublet-hook` are one program, which answers to the name it was started by: nearly
-//! all of their code is the same, and twice on every host it would be most of the package.
+//! `sublet-runtime` and `sublet-hook` are one program; the name it was started by decides which one it is. Nearly
+//! all of their code is the same, and two copies would be most of the package.
 #![allow(unsafe_code, reason = "one call of libc's that nix has not")]
 
 use std::ffi::{CStr, OsStr, OsString};

@@ -14,7 +14,7 @@ pub enum InputError {
     #[error("it is longer than {} MiB", .0 >> 20)]
     TooLong(usize),
     /// It did not end.
-    #[error("its end did not come in time")]
+    #[error("it was not complete in time")]
     Timeout,
     /// It cannot be read.
     #[error("{0}")]

@@ -1,4 +1,4 @@
-//! `sublet-runtime`, the OCI runtime shim, which is the OCI hook by the name `sublet-hook`.
+//! `sublet-runtime`, the OCI runtime shim. Called by the name `sublet-hook`, it is the OCI hook.
 
 // Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
 

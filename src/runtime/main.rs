@@ -1,4 +1,4 @@
-//! The OCI runtime shim, and by the name `sublet-hook` the OCI hook.
+//! The OCI runtime shim. Called by the name `sublet-hook`, it is the OCI hook.
 
 fn main() -> std::process::ExitCode {
     sublet_runtime::dispatch::main(std::env::args_os())

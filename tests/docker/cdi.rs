@@ -228,9 +228,9 @@ fn with_the_shim_it_is_one_lease_and_execs_have_the_memory_limit_too() {
             assert_empty(&docker.world);
         }
     };
-    refused(DEVICE, &["--annotation=sublet.sm=50"], "sublet.sm=50 beside the CDI device sublet/share=small");
-    refused(DEVICE, &["--annotation=sublet.share=other"], "sublet.share=other beside the CDI device");
-    refused(DEVICE, &["--annotation=sublet.gpu=0"], "sublet.gpu=0 beside the CDI device");
+    refused(DEVICE, &["--annotation=sublet.sm=50"], "sublet.sm=50 and the CDI device sublet/share=small");
+    refused(DEVICE, &["--annotation=sublet.share=other"], "sublet.share=other and the CDI device");
+    refused(DEVICE, &["--annotation=sublet.gpu=0"], "sublet.gpu=0 and the CDI device");
     refused(DEVICE, &["--device=sublet/share=other"], "two CDI devices of sublet/share are asked for");
     refused(DEVICE, &["--device-cgroup-rule=c 195:1 rw"], "device cgroup rule `c 195:1 rw`");
     refused(DEVICE, &["--privileged"], "remove `--privileged`");
@@ -322,7 +322,7 @@ fn a_specification_that_is_out_of_date_is_refused_until_it_is_generated_anew() {
         assert_empty(&docker.world);
     };
     configure("sm = 25", "sm = 50");
-    refused("its environment has not the CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
+    refused("its environment does not have the CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
     docker.world.generate_cdi();
     let _ = docker.hold_cdi("job", DEVICE, &["--runtime=low"]);
     assert_eq!(docker.event("job", "info")["sm"], json!(66));
@@ -392,7 +392,7 @@ fn podmans_hook_and_runtime_beside_it_make_one_lease() {
         podman.done(&["rm", "-f", "-t0", "job"]);
         podman.assert_empty();
         let refused = with(runtime, "sublet.share=other");
-        let words = "sublet.share=other beside the CDI device sublet/share=small";
+        let words = "sublet.share=other and the CDI device sublet/share=small";
         assert!(!refused.ok && refused.stderr.contains(words), "{runtime:?}: {refused:?}");
         podman.done(&["rm", "-f", "-t0", "job"]);
         podman.assert_empty();

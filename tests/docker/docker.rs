@@ -265,7 +265,7 @@ fn dockers_own_gpu_request_beside_ours_is_refused_with_the_option_to_remove() {
         ("--device=nvidia.com/gpu=0", "remove `--device nvidia.com/gpu=…`"),
         (
             "--device=nvidia.com/gpu=bare",
-            "given the device /dev/nvidia0 beside its share: remove that `--device`",
+            "given the device /dev/nvidia0 in addition to its share: remove that `--device`",
         ),
     ] {
         let refused = docker.run("both", QUARTER, &[option], &["true"]);

@@ -220,7 +220,7 @@ fn interrupted(world: &World, mut command: Command, signal: Signal, is_there: im
     let output = doctor.wait_with_output().expect("it ends");
     let line = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{line}");
-    assert_eq!(line, "sublet: interrupted: its container and image are removed\n");
+    assert_eq!(line, "sublet: interrupted; the container and its image were removed\n");
     let left: Vec<_> = fs::read_dir(&temporary).expect("a directory").flatten().collect();
     assert!(left.is_empty(), "{left:?}");
 }

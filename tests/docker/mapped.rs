@@ -114,7 +114,7 @@ fn a_broken_table_maps_nobody_and_stops_nobody() {
     assert_eq!(docker.ask(&["exec", "web-1", "sh", "-c", "ls /dev | grep -c nvidia || true"]), "0");
     let said = std::fs::read_to_string(log.path()).expect("the log");
     assert!(said.contains("containers.toml:3:1: unknown key `nam`"), "{said}");
-    assert!(said.contains("mapped to no share and gets no GPU"), "{said}");
+    assert!(said.contains("no rule of containers.toml is applied, and it gets no GPU"), "{said}");
     // Those that ask are served as before, and the pre-flight says what is wrong.
     let _ = docker.hold("asks", &["sublet.sm=25"], &[]);
     assert_eq!(docker.exec_info("asks", &[])["sm"], json!(32));
@@ -181,7 +181,7 @@ fn explain_and_config_know_the_table() {
         text(&output.stdout)
     };
     let explained = done(&["explain", "--name", "web-7"]);
-    let says = format!("It has no sublet.* annotation; {} gives it share small.", path.display());
+    let says = format!("It has no sublet.* annotation. {} gives it share small.", path.display());
     assert!(explained.starts_with(&says) && explained.contains("at most 12.5 %"), "{explained}");
     assert!(done(&["explain", "--image", "r.io/ollama:2"]).contains("at most 50 %"));
     let none = world.sublet(&["explain", "--name", "db", "--image", "postgres"]);

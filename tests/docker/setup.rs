@@ -161,6 +161,9 @@ fn a_read_only_etc_and_a_user_who_is_not_root_are_told_what_to_do() {
     let user = Command::new(&copy).args(["setup", "docker"]).uid(1000).output().expect("it runs");
     let line = String::from_utf8_lossy(&user.stderr).into_owned();
     assert_eq!((user.status.code(), line.lines().count()), (Some(1), 1), "{line}");
-    assert!(line.contains("rootless Docker reads another: --config ~/.config/docker/daemon.json"), "{line}");
+    assert!(
+        line.contains("rootless Docker reads another file: --config ~/.config/docker/daemon.json"),
+        "{line}"
+    );
     assert!(line.contains("CDI devices and containers.toml do not work"), "{line}");
 }

@@ -107,11 +107,11 @@ fn an_mps_server_that_ends_as_it_starts_is_named_at_once() {
     let said = said.replace(world.dir.path().to_str().expect("UTF-8"), "$DIR");
     assert!(
         said.ends_with(
-            "the MPS daemon of GPU-5b1e7000-0000-4000-8000-000000000100 has no server: \
-             $DIR/sim/usr/bin/nvidia-cuda-mps-server (pid $PID) exited with status 1; control.log: Starting new \
-             server $PID for user 0 | Server $PID exited with status 1; see $DIR/sim/run/mps/\
-             GPU-5b1e7000-0000-4000-8000-000000000100/log/server.log, and whether the libcuda.so.1 that it loads \
-             (ldconfig -p | grep libcuda) is of the loaded driver 580.159.04"
+            "the MPS daemon of GPU-5b1e7000-0000-4000-8000-000000000100 cannot start an MPS server: \
+             $DIR/sim/usr/bin/nvidia-cuda-mps-server (pid $PID) exited with status 1; control.log: \
+             Starting new server $PID for user 0 | Server $PID exited with status 1; see \
+             $DIR/sim/run/mps/GPU-5b1e7000-0000-4000-8000-000000000100/log/server.log, and check that the \
+             libcuda.so.1 that it loads (ldconfig -p | grep libcuda) is of the loaded driver 580.159.04"
         ),
         "{said}"
     );
@@ -173,11 +173,12 @@ fn hosts_whose_driver_is_not_whole() {
             "no NVML: NVML is missing: [driver] nvml names $DIR/sim/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1, which does not exist; Debian: apt install libnvidia-ml1, Red Hat: dnf install nvidia-driver-cuda-libs",
             "no libcuda: libcuda.so.1 of driver 580.159.04 is not in any library directory below $DIR/sim; Debian: apt install libcuda1, Red Hat: dnf install nvidia-driver-cuda-libs",
             "no MPS: no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) needs an MPS server, and nvidia-cuda-mps-control is not installed (Debian: apt install nvidia-cuda-mps)",
-            "no MPS server: no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) needs an MPS server, and $DIR/sim/usr/bin/nvidia-cuda-mps-control is there and nvidia-cuda-mps-server, which it starts, is not: install it from the same package (Debian: apt install nvidia-cuda-mps), or link it into $DIR/sim/usr/bin (looked below $DIR/sim in /usr/bin /usr/sbin /bin /sbin /usr/lib/nvidia/current /run/current-system/sw/bin /run/opengl-driver/bin /usr/local/bin /usr/local/sbin /usr/local/glibc/usr/bin /usr/local/nvidia/bin /home/kubernetes/bin/nvidia/bin /var/lib/nvidia/bin /opt/bin)",
+            "no MPS server: no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) needs an MPS server, and $DIR/sim/usr/bin/nvidia-cuda-mps-control is installed, but nvidia-cuda-mps-server, which it starts, is not: install it from the same package (Debian: apt install nvidia-cuda-mps), or link it into $DIR/sim/usr/bin (looked below $DIR/sim in /usr/bin /usr/sbin /bin /sbin /usr/lib/nvidia/current /run/current-system/sw/bin /run/opengl-driver/bin /usr/local/bin /usr/local/sbin /usr/local/glibc/usr/bin /usr/local/nvidia/bin /home/kubernetes/bin/nvidia/bin /var/lib/nvidia/bin /opt/bin)",
             "no node of the GPU: device node $DIR/sim/dev/nvidia0 is missing; run `nvidia-modprobe -c 0`",
             "no nvidiactl: device node $DIR/sim/dev/nvidiactl is missing; run `nvidia-modprobe`",
             "no uvm: device node $DIR/sim/dev/nvidia-uvm is missing; run `modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`",
-            "fell off the bus: NVIDIA driver 580.159.04 is loaded and no GPU answers (0000:3b:00.0 fell off the bus); see `dmesg | grep -i nvrm`",
+            "fell off the bus: NVIDIA driver 580.159.04 is loaded, but no GPU answers (0000:3b:00.0 fell \
+             off the bus); see `dmesg | grep -i nvrm`",
         ],
     );
 }
@@ -241,9 +242,8 @@ fn a_driver_upgraded_and_not_reloaded_is_named_with_both_versions() {
     let world = World::simulated(&name, "");
     assert_lines(
         &[bad(&world, SHARE).refused()],
-        &[
-            "the loaded NVIDIA kernel module is 580.159.04, the driver's files are 580.173.02: reboot, or reload the modules",
-        ],
+        &["the loaded NVIDIA kernel module is 580.159.04, but the driver's files are 580.173.02: reboot, \
+             or reload the modules"],
     );
 }
 
@@ -258,8 +258,10 @@ fn before_volta_mps_has_no_limits() {
     assert_lines(
         &refusals(&world, limits),
         &[
-            "no place for mps, 25 % SM on any GPU: GPU 0 (Tesla P100-PCIE-16GB) is older than Volta, where MPS knows no limits: leave out sublet.sm, memory and priority",
-            "no place for mps, 4 GiB on any GPU: GPU 0 (Tesla P100-PCIE-16GB) is older than Volta, where MPS knows no limits: leave out sublet.sm, memory and priority",
+            "no place for mps, 25 % SM on any GPU: GPU 0 (Tesla P100-PCIE-16GB) is older than Volta, where \
+             MPS has no limits: leave out sublet.sm, memory and priority",
+            "no place for mps, 4 GiB on any GPU: GPU 0 (Tesla P100-PCIE-16GB) is older than Volta, where \
+             MPS has no limits: leave out sublet.sm, memory and priority",
         ],
     );
     let plain = world.bundle("plain", &[("sublet.mode", "mps")], HOLD);
@@ -277,9 +279,8 @@ fn a_vgpu_guest_has_no_mps_unless_somebody_says_so() {
     let world = World::simulated("vgpu", "");
     assert_lines(
         &[bad(&world, SHARE).refused()],
-        &[
-            "no place for mps, 25 % SM on any GPU: GPU 0 (GRID A100D-20C) is a vGPU, where MPS works for some profiles only: [mps] allow_vgpu = true tries it, or use time-slice",
-        ],
+        &["no place for mps, 25 % SM on any GPU: GPU 0 (GRID A100D-20C) is a vGPU, where MPS works with \
+             some profiles only: set [mps] allow_vgpu = true to try it, or use time-slice"],
     );
     let plain = world.bundle("plain", &[("sublet.gpu", "0")], HOLD);
     plain.up();
@@ -307,9 +308,10 @@ fn a_process_of_the_hosts_keeps_a_gpu_from_being_exclusive() {
     assert!(!pid.is_empty(), "it names the process: {line}");
     assert_lines(
         &[line.replace(&pid, "$PID")],
-        &[
-            "no place for exclusive on any GPU: GPU 0 (NVIDIA H200) cannot be one container's alone: process $PID (trainer) has a context there and no lease; end it first [left: 100 % SM, 141223 MiB]; would fit now: mps or time-slice with at most 141157 MiB on GPU 0; sublet.wait=60s waits for a place",
-        ],
+        &["no place for exclusive on any GPU: GPU 0 (NVIDIA H200) cannot be given to one container \
+             alone: process $PID (trainer) has a CUDA context on it without a lease; end it first [left: \
+             100 % SM, 141223 MiB]; would fit now: mps or time-slice with at most 141157 MiB on GPU 0; \
+             sublet.wait=60s waits for a place"],
     );
     world.assert_empty();
 }

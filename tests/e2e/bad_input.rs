@@ -39,18 +39,27 @@ fn annotations_that_make_no_request() {
     assert_lines(
         &refusals(&world, requests),
         &[
-            "sublet.colour=red: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share",
-            "sublet.compute=25: there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share; did you mean sublet.sm?",
-            "sublet.sm=0: must be a percentage over 0 up to 100, as 25, 25% or 12.5",
-            "sublet.sm=101: must be a percentage over 0 up to 100, as 25, 25% or 12.5",
-            "sublet.sm=0.25: must be a percentage over 0 up to 100, as 25, 25% or 12.5; a quarter of a percent? write 25",
-            "sublet.memory=25: must be an amount with a unit from 1MiB on, as 8GiB or 8192MiB, or up to 100%, as 25%; a bare number says no unit: write 25GiB, 25MiB or 25%",
-            "sublet.memory=0: must be an amount with a unit from 1MiB on, as 8GiB or 8192MiB, or up to 100%, as 25%",
+            "sublet.colour=red: unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, \
+             sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, \
+             sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share",
+            "sublet.compute=25: unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, \
+             sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, \
+             sublet.processes, sublet.capabilities, sublet.wait, sublet.guard, sublet.share; did you mean \
+             sublet.sm?",
+            "sublet.sm=0: must be a percentage over 0 up to 100, such as 25, 25% or 12.5",
+            "sublet.sm=101: must be a percentage over 0 up to 100, such as 25, 25% or 12.5",
+            "sublet.sm=0.25: must be a percentage over 0 up to 100, such as 25, 25% or 12.5; a quarter of \
+             a percent? write 25",
+            "sublet.memory=25: must be an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or \
+             a percentage up to 100%, such as 25%; the unit is missing: write 25GiB, 25MiB or 25%",
+            "sublet.memory=0: must be an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a \
+             percentage up to 100%, such as 25%",
             "sublet.gpu=first: must be any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or more), PCI bus id, MIG-<uuid>, \"G:M\" (quoted in YAML), name:<alias>, model:<glob>",
-            "sublet.sm=25 does not go with sublet.mode=exclusive: only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out",
+            "sublet.sm=25 cannot be combined with sublet.mode=exclusive: only MPS limits SMs; write \
+             sublet.mode=mps or leave sublet.sm out",
             "sublet.share=nobody: must be a share, but this host's configuration has no [share.<name>]",
-            "sublet.wait=soon: must be 0 or a whole number of ms, s or m up to 60s, as 10s",
-            "sublet.processes=0: must be a whole number from 1 on",
+            "sublet.wait=soon: must be 0 or a whole number of ms, s or m up to 60s, such as 10s",
+            "sublet.processes=0: must be a whole number, 1 or more",
             "sublet.capabilities=compute,magic: must be a list of compute, utility, graphics, video, or all",
         ],
     );
@@ -80,18 +89,34 @@ fn requests_that_the_devices_cannot_serve() {
     assert_lines(
         &refusals(&world, requests),
         &[
-            "no place for a GPU on the GPU named: no GPU here is number 7; this host has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
-            "no place for a GPU on the GPU named: no GPU here is GPU-ffffffff-0000-0000-0000-000000000000; this host has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
-            "no place for a GPU on the GPU named: no GPU here is name:nobody (see [[device]] in the configuration); this host has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
-            "no place for a GPU on the GPU named: no GPU here is model:*A100*; this host has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
-            "no place for exclusive on any 2 GPUs: 2 devices were asked for, and there are 1",
-            "no place for a GPU, 1024 GiB on any GPU: GPU 0 (NVIDIA H200) has 143771 MiB in all, of which 143259 MiB can be booked ([limits] reserve, memory_overcommit)",
-            "no place for mps, 1 % SM on any GPU: GPU 0 (NVIDIA H200) has too few SMs for that: 1 % for 1 process(es) is under 2",
-            "no place for mps, 50 % SM, 100 MiB on any GPU: GPU 0 (NVIDIA H200) needs 274 MiB for the context(s) of 1 process(es) alone at that SM share, 100 MiB is too little",
-            "no place for mig, 1g.18gb on any MIG device: this is for MIG devices, and no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and sublet.memory",
-            "no place for mig on any MIG device: this is for MIG devices, and no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and sublet.memory",
-            "no place for mig on the MIG device named: this is for MIG devices, and no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and sublet.memory",
-            "no place for mig on the MIG device named: this is for MIG devices, and no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and sublet.memory",
+            "no place for a GPU on the GPU named: no GPU of this host is number 7; it has GPU 0 (NVIDIA \
+             H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
+            "no place for a GPU on the GPU named: no GPU of this host is \
+             GPU-ffffffff-0000-0000-0000-000000000000; it has GPU 0 (NVIDIA H200, \
+             GPU-5b1e7000-0000-4000-8000-000000000100)",
+            "no place for a GPU on the GPU named: no GPU of this host is name:nobody (see [[device]] in \
+             the configuration); it has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
+            "no place for a GPU on the GPU named: no GPU of this host is model:*A100*; it has GPU 0 \
+             (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
+            "no place for exclusive on any 2 GPUs: 2 devices were asked for, but there are 1",
+            "no place for a GPU, 1024 GiB on any GPU: GPU 0 (NVIDIA H200) has 143771 MiB, of which 143259 \
+             MiB can be booked ([limits] reserve, memory_overcommit)",
+            "no place for mps, 1 % SM on any GPU: GPU 0 (NVIDIA H200) has too few SMs: 1 % for 1 \
+             process(es) is less than 2 SMs each",
+            "no place for mps, 50 % SM, 100 MiB on any GPU: GPU 0 (NVIDIA H200) needs 274 MiB for the CUDA \
+             context(s) of 1 process(es) at that SM share, so 100 MiB is too little",
+            "no place for mig, 1g.18gb on any MIG device: this needs a MIG device, and no GPU of this host \
+             is in MIG mode (`sublet mig apply` switches it on): share a whole GPU, with sublet.sm and \
+             sublet.memory",
+            "no place for mig on any MIG device: this needs a MIG device, and no GPU of this host is in \
+             MIG mode (`sublet mig apply` switches it on): share a whole GPU, with sublet.sm and \
+             sublet.memory",
+            "no place for mig on the MIG device named: this needs a MIG device, and no GPU of this host is \
+             in MIG mode (`sublet mig apply` switches it on): share a whole GPU, with sublet.sm and \
+             sublet.memory",
+            "no place for mig on the MIG device named: this needs a MIG device, and no GPU of this host is \
+             in MIG mode (`sublet mig apply` switches it on): share a whole GPU, with sublet.sm and \
+             sublet.memory",
         ],
     );
     world.assert_empty();
@@ -157,17 +182,31 @@ fn specs_that_contradict_a_share() {
     assert_lines(
         &seen,
         &[
-            "the container may open every device of the host (a *:* rwm), so no share would hold it: remove `--privileged` (or the device cgroup rule), or set `[limits] allow_privileged = true`",
-            "the container is given the device /dev/nvidia5 beside its share: remove that `--device` or volume, sublet adds the nodes it needs, or set `[limits] allow_privileged = true`",
-            "the container is given the device /dev/harmless beside its share: remove that `--device` or volume, sublet adds the nodes it needs, or set `[limits] allow_privileged = true`",
-            "the container's device cgroup rule `c 195:* rw` opens NVIDIA devices beside its share: remove that `--device-cgroup-rule`, or set `[limits] allow_privileged = true`",
-            "the container is given the bind mount of /dev beside its share: remove that `--device` or volume, sublet adds the nodes it needs, or set `[limits] allow_privileged = true`",
-            "the engine was asked for GPUs as well (hook nvidia-container-runtime-hook): remove `--gpus` (Compose: deploy.resources.reservations.devices), the sublet annotations alone give the share",
-            "the engine was asked for an NVIDIA CDI device as well (nvidia.com/gpu=0): remove `--device nvidia.com/gpu=…` (`--gpus` with newer engines), the sublet annotations alone give the share",
-            "annotation sublet.lease=0123456789abcdef: no live lease of this container has that id; sublet writes this annotation itself: remove it",
-            "annotation sublet.lease=../../etc: no live lease of this container has that id; sublet writes this annotation itself: remove it",
-            "/run/sublet hides the MPS directory /run/sublet/mps from the container, whose programs would run on the whole GPU: remove that mask (`--security-opt mask=…`, linux.maskedPaths)",
-            "/tmp hides the MPS directory /tmp/nvidia-mps from the container, whose programs would run on the whole GPU: remove that mask (`--security-opt mask=…`, linux.maskedPaths)",
+            "the container may open every device of the host (a *:* rwm), so no share could limit it: \
+             remove `--privileged` (or the device cgroup rule), or set `[limits] allow_privileged = true`",
+            "the container is given the device /dev/nvidia5 in addition to its share: remove that \
+             `--device` or volume (sublet adds the nodes that the share needs), or set `[limits] \
+             allow_privileged = true`",
+            "the container is given the device /dev/harmless in addition to its share: remove that \
+             `--device` or volume (sublet adds the nodes that the share needs), or set `[limits] \
+             allow_privileged = true`",
+            "the container's device cgroup rule `c 195:* rw` opens NVIDIA devices in addition to its \
+             share: remove that `--device-cgroup-rule`, or set `[limits] allow_privileged = true`",
+            "the container is given the bind mount of /dev in addition to its share: remove that \
+             `--device` or volume (sublet adds the nodes that the share needs), or set `[limits] \
+             allow_privileged = true`",
+            "the engine was asked for GPUs too (hook nvidia-container-runtime-hook): remove `--gpus` \
+             (Compose: deploy.resources.reservations.devices); the sublet annotations are enough",
+            "the engine was asked for an NVIDIA CDI device too (nvidia.com/gpu=0): remove `--device \
+             nvidia.com/gpu=…` (`--gpus` with newer engines); the sublet annotations are enough",
+            "annotation sublet.lease=0123456789abcdef: this container has no live lease with that id. Only \
+             sublet writes this annotation: remove it",
+            "annotation sublet.lease=../../etc: this container has no live lease with that id. Only sublet \
+             writes this annotation: remove it",
+            "/run/sublet hides the MPS directory /run/sublet/mps from the container, so its programs would \
+             use the whole GPU: remove that mask (`--security-opt mask=…`, linux.maskedPaths)",
+            "/tmp hides the MPS directory /tmp/nvidia-mps from the container, so its programs would use \
+             the whole GPU: remove that mask (`--security-opt mask=…`, linux.maskedPaths)",
             "the container has no mount namespace of its own, so its devices and driver files would be mounted on the host: add a namespace of type `mount`, without a path, to its config.json",
         ],
     );
@@ -201,9 +240,11 @@ fn what_a_container_with_a_share_cannot_do() {
     assert_lines(
         &seen,
         &[
-            "checkpoint of a container with a GPU share is not possible: the GPU's state cannot be saved; recreate the container",
-            "container bad holds the live lease $LEASE already: delete it before it is created again",
-            "restore of a container with a GPU share is not possible: the GPU's state cannot be saved; recreate the container",
+            "checkpoint of a container with a GPU share is not possible, because the GPU's state cannot be \
+             saved: recreate the container instead",
+            "container bad already holds lease $LEASE: delete the container before you create it again",
+            "restore of a container with a GPU share is not possible, because the GPU's state cannot be \
+             saved: recreate the container instead",
         ],
     );
     world.assert_empty();

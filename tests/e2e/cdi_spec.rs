@@ -60,7 +60,7 @@ fn without_a_share_nothing_is_written() {
     std::fs::write(&spec, "somebody else's").expect("a file");
     world.configure(SMALL);
     let refused = generate();
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("it is left as it is"), "{refused:?}");
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("was not overwritten"), "{refused:?}");
     assert_eq!(std::fs::read(&spec).expect("it is there"), b"somebody else's");
 }
 

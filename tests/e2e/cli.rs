@@ -127,9 +127,10 @@ fn status_as_tables() {
     let world = World::simulated("h200", "");
     assert_eq!(
         squeezed(&stdout(&world, &["status"]), &[]),
-        "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n\
-         0 NVIDIA H200 GPU-5b1e7000-0000-4000-8000-000000000100 idle 0 100 % 139.9 GiB of 140.4 GiB\n\nNo leases.\n\n\
-         GUARD OFF: programs that tamper with their MPS limits are not stopped; systemctl enable --now sublet.service"
+        "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n0 NVIDIA H200 \
+         GPU-5b1e7000-0000-4000-8000-000000000100 idle 0 100 % 139.9 GiB of 140.4 GiB\n\nNo \
+         leases.\n\nGUARD OFF: programs that tamper with their MPS limits are not stopped; run `systemctl \
+         enable --now sublet.service`"
     );
     let bundle = world.bundle("a-container-with-a-long-name", &[("sublet.sm", "12.5")], SLEEP);
     bundle.up();
@@ -141,13 +142,13 @@ fn status_as_tables() {
     replace.extend(since);
     assert_eq!(
         squeezed(&stdout(&world, &["status"]), &replace),
-        "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n\
-         0 NVIDIA H200 GPU-5b1e7000-0000-4000-8000-000000000100 mps 1 87.5 % 139.8 GiB of 140.4 GiB\n\n\
-         LEASE CONTAINER GPU MODE ISOLATION SM MEMORY STATE PID SINCE\n\
-         LEASE a-container- 0 mps shared 12.5 % unlimited active PID AGO\n\n\
-         MPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING CLIENTS\n\
-         GPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % unlimited 0\n\n\
-         GUARD OFF: programs that tamper with their MPS limits are not stopped; systemctl enable --now sublet.service"
+        "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n0 NVIDIA H200 \
+         GPU-5b1e7000-0000-4000-8000-000000000100 mps 1 87.5 % 139.8 GiB of 140.4 GiB\n\nLEASE CONTAINER \
+         GPU MODE ISOLATION SM MEMORY STATE PID SINCE\nLEASE a-container- 0 mps shared 12.5 % unlimited \
+         active PID AGO\n\nMPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING \
+         CLIENTS\nGPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % unlimited 0\n\nGUARD \
+         OFF: programs that tamper with their MPS limits are not stopped; run `systemctl enable --now \
+         sublet.service`"
     );
     bundle.down();
     assert_eq!(stdout(&world, &["lease", "list"]), "No leases.\n");
@@ -219,7 +220,7 @@ fn explain_says_what_would_come_of_it_and_changes_nothing() {
     );
     assert_eq!(
         failure(&world, &["explain", "--container", "nobody"]),
-        "sublet: container nobody holds no lease, no refusal of it is recorded, and the guard recorded nothing about it"
+        "sublet: container nobody holds no lease, and neither a refusal nor an action of the guard is recorded for it"
     );
     let after = (contents(&world.state_dir()), contents(&bundle.dir));
     let changed: Vec<_> = before.0.iter().filter(|(path, text)| after.0.get(*path) != Some(text)).collect();
@@ -294,16 +295,17 @@ fn leases_are_listed_and_released() {
     let kept = kept.replace(&bundle.pid().to_string(), "PID");
     assert_eq!(
         kept,
-        "sublet: lease LEASE is held by container tenant: its process PID runs; end the container, or --force if it \
-         is gone"
+        "sublet: lease LEASE is held by container tenant: its process PID runs; end the container, or use --force \
+         if it has ended"
     );
     assert_eq!(
         failure(&world, &["lease", "release", "0123456789abcdef"]),
-        "sublet: there is no lease 0123456789abcdef; `sublet lease list` shows them"
+        "sublet: there is no lease 0123456789abcdef: `sublet lease list` shows the leases"
     );
     assert_eq!(
         failure(&world, &["lease", "release", "../x\u{1b}[2J"]),
-        "sublet: ../x\\u{1b}[2J: a lease id is sixteen hex digits"
+        "sublet: ../x\\u{1b}[2J is not a lease id: 16 hex digits are expected (`sublet lease list` \
+         shows the ids)"
     );
     assert_eq!(world.leases().len(), 1);
     assert_eq!(stdout(&world, &["lease", "release", "--force", &id]), format!("Lease {id} released.\n"));
@@ -322,18 +324,21 @@ fn a_drained_device_takes_no_new_lease() {
     running.up();
     assert_eq!(
         stdout(&world, &["drain", "0"]),
-        format!("{GPU} takes no new lease; what runs there goes on.\n")
+        format!("{GPU} takes no new lease; its containers go on running.\n")
     );
     assert_eq!(world.status()["devices"][0]["drained"], json!(true));
     let late = world.bundle("late", &[("sublet.sm", "25")], SLEEP);
     assert_eq!(
         late.refused(),
-        "no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) is drained: `sublet undrain` opens it again"
+        "no place for mps, 25 % SM on any GPU: GPU 0 (NVIDIA H200) is drained: `sublet undrain` ends that"
     );
     assert_eq!(running.exec(&["/usr/bin/cuda-probe", "info"]).json()[0]["sm"], json!(32), "it goes on");
     assert_eq!(stdout(&world, &["undrain", GPU]), format!("{GPU} takes leases again.\n"));
     late.up();
-    assert_eq!(failure(&world, &["drain", "9"]), "sublet: no device is called 9; `sublet status` lists them");
+    assert_eq!(
+        failure(&world, &["drain", "9"]),
+        "sublet: there is no device 9: `sublet status` lists the devices"
+    );
     late.down();
     running.down();
     world.assert_empty();
@@ -347,14 +352,12 @@ fn mps_daemons_by_hand() {
     let world = World::simulated("h200", "[mps]\nstop_when_idle = false\n");
     assert_eq!(
         failure(&world, &["mps", "start", GPU]),
-        format!(
-            "sublet: no lease wants an MPS daemon {GPU}: it is started with its first container, not before"
-        )
+        format!("sublet: no lease needs an MPS daemon {GPU}: it starts with its first container")
     );
     // Nothing is left of a key that nobody knows.
     assert_eq!(
         failure(&world, &["mps", "start", "0"]),
-        "sublet: no lease wants an MPS daemon 0: it is started with its first container, not before"
+        "sublet: no lease needs an MPS daemon 0: it starts with its first container"
     );
     let known = std::fs::read_dir(world.state_dir().join("mps")).into_iter().flatten().flatten();
     assert_eq!(known.map(|entry| entry.file_name()).collect::<Vec<_>>(), Vec::<std::ffi::OsString>::new());
@@ -362,8 +365,8 @@ fn mps_daemons_by_hand() {
         assert_eq!(
             failure(&world, &["mps", "stop", unknown]),
             format!(
-                "sublet: there is no MPS daemon {unknown}: a daemon is named by its device's UUID or, where it is \
-                 dedicated, by its lease (sublet mps list)"
+                "sublet: there is no MPS daemon {unknown}: the key of a daemon is its device's UUID, or its lease id if it \
+                 is dedicated (`sublet mps list` shows the keys)"
             )
         );
     }
@@ -371,7 +374,8 @@ fn mps_daemons_by_hand() {
     assert_eq!(stdout(&world, &["mps", "stop", GPU]), "", "a device's that does not run is no error");
     assert_eq!(
         failure(&world, &["mps", "logs", "../../etc"]),
-        "sublet: '../../etc' names no MPS daemon: a GPU-… or MIG-… UUID or a lease id is expected (sublet mps list)"
+        "sublet: '../../etc' is not the key of an MPS daemon: a GPU-… or MIG-… UUID or a lease id is expected \
+         (`sublet mps list` shows the keys)"
     );
     let bundle = world.bundle("client", &[("sublet.sm", "25")], HOLD);
     bundle.up();
@@ -383,8 +387,8 @@ fn mps_daemons_by_hand() {
     assert_eq!(
         failure(&world, &["mps", "stop", GPU]),
         format!(
-            "sublet: the MPS daemon {GPU} serves 1 lease(s): end their containers first, or end all their GPU work \
-             with `sublet mps stop --force {GPU}`"
+            "sublet: the MPS daemon {GPU} serves 1 lease(s): end their containers first, or use `sublet mps stop \
+             --force {GPU}`, which ends their GPU work"
         )
     );
     assert!(!stdout(&world, &["mps", "logs", GPU]).is_empty());

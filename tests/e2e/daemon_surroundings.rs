@@ -161,13 +161,17 @@ fn limits_that_may_not_be_raised() {
     ] {
         let refused = bundle.create_by(by(limit));
         assert!(!refused.ok && refused.stderr.contains(named), "{limit}: {refused:?}");
-        assert!(refused.stderr.contains("with the limits of whoever starts it"), "{refused:?}");
+        assert!(
+            refused.stderr.contains("with the resource limits of the process that starts it"),
+            "{refused:?}"
+        );
         assert_eq!(bundle.config(), bundle.spec, "the bundle is as it was");
         world.assert_empty();
     }
     let created = bundle.create_by(by("--stack=4000000"));
     assert!(
-        created.ok && created.stderr.contains("keeps its starter's RLIMIT_STACK of 4000000 (EPERM"),
+        created.ok
+            && created.stderr.contains("from the process that started it: RLIMIT_STACK of 4000000 (EPERM"),
         "{created:?}"
     );
     // A daemon that is there already was started by somebody else.

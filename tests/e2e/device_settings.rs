@@ -149,7 +149,8 @@ fn a_daemon_that_comes_back_says_what_cannot_be_told() {
     bundle.up();
     let key = world.status()["mps"][0]["key"].as_str().expect("a key").to_owned();
     let fail = world.driver_root.as_ref().expect("simulated").join("sim/fail");
-    for (lines, said) in [("", ""), ("nvmlDeviceGetMPSComputeRunningProcesses_v3 0 999\n", "cannot be told")]
+    for (lines, said) in
+        [("", ""), ("nvmlDeviceGetMPSComputeRunningProcesses_v3 0 999\n", "it is not known whether")]
     {
         for daemon in world.daemon_pids("") {
             // A server may have ended with its daemon.

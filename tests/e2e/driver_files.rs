@@ -218,8 +218,9 @@ fn alpine_gets_nodes_and_environment() {
     }
     assert_eq!(
         warning(&bundle),
-        "sublet-runtime: container alpine: the image has no glibc of the driver's kind (musl or static): it gets \
-         the device nodes and the environment, but no driver libraries; use a glibc image for CUDA"
+        "sublet-runtime: container alpine: the image has no glibc for the driver's libraries (it uses \
+         musl, or is static), so it gets the device nodes and the environment, but no driver libraries; \
+         use a glibc image for CUDA"
     );
     if real.is_ok() {
         let version = bundle.exec(&[&loader]);
@@ -246,8 +247,9 @@ fn images_of_another_machine_get_no_library() {
     decoy(&bundle, "/usr/lib/libc.so.6", 1, 3);
     assert_eq!(
         warning(&bundle),
-        "sublet-runtime: container foreign: the image has no glibc of the driver's kind (musl or static): it gets \
-         the device nodes and the environment, but no driver libraries; use a glibc image for CUDA"
+        "sublet-runtime: container foreign: the image has no glibc for the driver's libraries (it uses \
+         musl, or is static), so it gets the device nodes and the environment, but no driver libraries; \
+         use a glibc image for CUDA"
     );
     assert_eq!(libraries_of(&bundle), Vec::<String>::new());
     bundle.down();

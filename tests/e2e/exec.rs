@@ -231,7 +231,7 @@ fn where_the_daemon_cannot_come_back_nothing_starts() {
     let bundle = up(&world, "held");
     kill_daemon(&world);
     let why =
-        "its MPS daemon cannot be had, and without it a process would have the whole GPU without limits";
+        "its MPS daemon is not available, and without it a process would use the whole GPU without limits";
     without(&control(&world), || assert_refused("no control program", &bundle, why));
     let text = std::fs::read_to_string(&world.config).expect("config.toml");
     std::fs::write(&world.config, format!("{text}\n[limits]\ntypo = 3\n")).expect("config.toml");
@@ -314,7 +314,7 @@ fn without_a_daemon_shells_and_health_checks_may_start_without_the_gpu() {
     without(&control(&world), || {
         for (way, seen) in ways(&bundle) {
             assert_eq!(seen.json()[0]["error"], json!("CUDA_ERROR_NO_DEVICE"), "{way}: {seen:?}");
-            assert!(seen.stderr.contains("it starts without the GPU"), "{way}: {seen:?}");
+            assert!(seen.stderr.contains("the process starts without the GPU"), "{way}: {seen:?}");
         }
         let script = "echo \"[$CUDA_VISIBLE_DEVICES]\" \"$PATH\"; ls -l /dev/nvidia0 >/dev/null && id -u";
         let shell = bundle.exec(&["/bin/sh", "-c", script]);

@@ -177,7 +177,7 @@ fn a_share_says_what_is_done() {
         bundle
     };
     let refused = host.world.bundle("spared", &[SHARE[0], ("sublet.guard", "report")], HOLD).create();
-    assert!(refused.stderr.contains("sublet.guard=report does not go with [guard]"), "{refused:?}");
+    assert!(refused.stderr.contains("sublet.guard=report cannot be combined with [guard]"), "{refused:?}");
     let spared = up("spared", &[("sublet.share", "debug")]);
     assert_eq!(host.events()[0]["action"], json!("report"), "{:?}", host.events());
     assert_eq!(probes(&spared), 1);
@@ -313,7 +313,7 @@ fn a_daemon_or_server_that_dies_is_there_again_and_who_was_hit_is_told() {
     }
     let explained = host.world.sublet(&["explain", "--container", "computing"]);
     let explained = String::from_utf8_lossy(&explained.stdout).into_owned();
-    assert!(explained.contains("the GPU work of container computing went with it"), "{explained}");
+    assert!(explained.contains("and with it the GPU work of container computing"), "{explained}");
     computing.down();
     idle.down();
     host.world.assert_empty();

@@ -368,7 +368,7 @@ fn where_selinux_enforces_without_our_module_shares_of_mps_are_refused() {
     };
     let (_, done, line) = create(SHARE, "var_run_t");
     assert!(!done, "it was created");
-    let why = "SELinux enforces on this host without sublet's policy module";
+    let why = "SELinux is enforcing without sublet's policy module";
     assert!(line.contains(why) && line.contains("sublet-selinux") && line.lines().count() == 1, "{line}");
     world.assert_empty();
     for (annotations, kind) in [(&[("sublet.gpu", "0")][..], "var_run_t"), (SHARE, "sublet_mps_t")] {
@@ -382,5 +382,5 @@ fn where_selinux_enforces_without_our_module_shares_of_mps_are_refused() {
     let mut doctor = under_selinux(&world, &doctor);
     let told = doctor.args(["doctor", "--format", "json"]).output().expect("it runs");
     let told = String::from_utf8_lossy(&told.stdout).into_owned();
-    assert!(told.contains("SELinux enforces without sublet's policy module"), "{told}");
+    assert!(told.contains("SELinux is enforcing without sublet's policy module"), "{told}");
 }

@@ -48,7 +48,7 @@ fn what_is_none_of_ours_or_done_already_comes_back_byte_for_byte() {
     // The same lease in another container's spec is no lease of that one.
     let mut stolen = once.clone();
     stolen["linux"]["cgroupsPath"] = json!(format!("/libpod-{}", PODMANS_ID.replace('4', "5")));
-    assert!(refusal(&precreate(&world, &stolen)).contains("no live lease of this container"));
+    assert!(refusal(&precreate(&world, &stolen)).contains("this container has no live lease"));
     // A later start of the same container by the same engine gives the first up.
     let again = precreate(&world, &bundle.podmans());
     assert_ne!(again["annotations"]["sublet.lease"], once["annotations"]["sublet.lease"]);

@@ -169,7 +169,7 @@ fn the_old_key_means_what_it_meant() {
     }
     let host = host("h200", "[mps]\nstop_when_idle = false\n");
     let warned = text(&host.world.sublet(&["config", "check"]));
-    assert!(warned.contains("stop_when_idle has become [mps] idle: daemons stay"), "{warned}");
+    assert!(warned.contains("stop_when_idle was replaced by [mps] idle: daemons now run until"), "{warned}");
     let warm = idle(&host);
     assert!(host.world.sublet(&["gc"]).status.success() && lives(warm), "though no service runs");
     let next = share(&host, "next", QUARTER);
@@ -183,7 +183,7 @@ fn the_old_key_means_what_it_meant() {
     let config = std::fs::read_to_string(&host.world.config).expect("config.toml");
     std::fs::write(&host.world.config, config.replace("[mps]\n", "[mps]\nidle = \"0\"\n")).expect("written");
     let warned = text(&host.world.sublet(&["config", "check"]));
-    assert!(warned.contains("in force is idle = \"0\""), "idle wins: {warned}");
+    assert!(warned.contains("remove it; idle = \"0\" is in force"), "idle wins: {warned}");
     host.world.assert_empty();
 }
 

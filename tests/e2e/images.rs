@@ -180,9 +180,9 @@ fn the_images_own_libcuda_wins_with_a_warning() {
     assert_eq!(info["libcuda"], json!("/usr/local/cuda/compat/libcuda.so.1"));
     assert_eq!(
         warned.trim_end(),
-        "sublet-runtime: container path: the image's own /usr/local/cuda/compat/libcuda.so.1 (by its \
-         LD_LIBRARY_PATH) wins over the host driver's libcuda: if CUDA fails, remove it from the image or use \
-         an image without CUDA forward compatibility"
+        "sublet-runtime: container path: the image's own /usr/local/cuda/compat/libcuda.so.1 (found by its \
+         LD_LIBRARY_PATH) is used instead of the host driver's libcuda: if CUDA fails, remove it from the \
+         image or use an image without CUDA forward compatibility"
     );
     by_path.down();
     let by_cache = world.bundle("cache", WHOLE, HOLD);
@@ -195,9 +195,9 @@ fn the_images_own_libcuda_wins_with_a_warning() {
     assert_eq!(info["libcuda"], json!("/usr/local/cuda/compat/libcuda.so.1"));
     assert_eq!(
         warned.trim_end(),
-        "sublet-runtime: container cache: the image's own /usr/local/cuda/compat/libcuda.so.1 (by its \
-         /etc/ld.so.cache) wins over the host driver's libcuda: if CUDA fails, remove it from the image or use \
-         an image without CUDA forward compatibility"
+        "sublet-runtime: container cache: the image's own /usr/local/cuda/compat/libcuda.so.1 (found by \
+         its /etc/ld.so.cache) is used instead of the host driver's libcuda: if CUDA fails, remove it from \
+         the image or use an image without CUDA forward compatibility"
     );
     by_cache.down();
     world.assert_empty();
@@ -257,9 +257,9 @@ fn a_rootfs_on_a_read_only_mount_needs_its_mount_points() {
     let line = bundle.refused().replace(DIR, "$LIB");
     assert_eq!(
         line,
-        "the container's root filesystem (or a volume over it) is mounted read-only and lacks mount points: \
-         create these in the image, empty, or mount it writable: $LIB/libnvidia-ml.so.1 \
-         $LIB/libnvidia-cfg.so.1 /usr/bin/nvidia-smi /run/sublet/mps /tmp/nvidia-mps"
+        "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
+         the driver's files: create these as empty files in the image, or mount it writable: \
+         $LIB/libnvidia-ml.so.1 $LIB/libnvidia-cfg.so.1 /usr/bin/nvidia-smi /run/sublet/mps /tmp/nvidia-mps"
     );
     drop(mounted);
     let (_, missing) = line.rsplit_once(": ").expect("a list");
@@ -296,8 +296,9 @@ fn images_without_glibc_get_nodes_and_environment() {
     assert!(created.ok, "{created:?}");
     assert_eq!(
         created.stderr.trim_end(),
-        "sublet-runtime: container static: the image has no glibc of the driver's kind (musl or static): it gets \
-         the device nodes and the environment, but no driver libraries; use a glibc image for CUDA"
+        "sublet-runtime: container static: the image has no glibc for the driver's libraries (it uses \
+         musl, or is static), so it gets the device nodes and the environment, but no driver libraries; \
+         use a glibc image for CUDA"
     );
     assert!(bundle.start().ok);
     let listed = bundle.exec(&["/bin/sh", "-c", "ls /dev | grep nvidia; echo $CUDA_VISIBLE_DEVICES"]);

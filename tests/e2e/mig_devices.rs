@@ -129,9 +129,9 @@ fn what_names_no_mig_device_is_refused_with_the_way_out() {
     let whole = refused(&world, &[("sublet.gpu", "0")]);
     assert!(
         whole.contains(
-            "GPU 0 (NVIDIA A100-PCIE-40GB) is in MIG mode and used through its MIG devices alone (sublet.gpu=0:0 \
-             is a 4g.20gb, sublet.gpu=0:1 is a 1c.2g.10gb, sublet.gpu=0:2 is a 1c.2g.10gb, sublet.gpu=0:3 is a \
-             1g.5gb; sublet.mig=<profile> takes a free one)"
+            "GPU 0 (NVIDIA A100-PCIE-40GB) is in MIG mode, so only its MIG devices can be used \
+             (sublet.gpu=0:0 is a 4g.20gb, sublet.gpu=0:1 is a 1c.2g.10gb, sublet.gpu=0:2 is a 1c.2g.10gb, \
+             sublet.gpu=0:3 is a 1g.5gb; sublet.mig=<profile> takes a free one)"
         ),
         "{whole}"
     );
@@ -143,14 +143,14 @@ fn what_names_no_mig_device_is_refused_with_the_way_out() {
     let other = refused(&world, &[("sublet.mig", "1g.5gb"), ("sublet.gpu", "0:0")]);
     assert!(other.contains("none is a 1g.5gb: 0:0 is a 4g.20gb"), "{other}");
     let off = refused(&world, &[("sublet.mode", "mig"), ("sublet.gpu", "1")]);
-    assert!(off.contains("no MIG device here is of the GPU number 1"), "{off}");
+    assert!(off.contains("no MIG device of this host is on the GPU number 1"), "{off}");
     let gone = refused(&world, &[("sublet.gpu", "0:7")]);
     assert!(
-        gone.contains("no MIG device here is 0:7; this host has MIG device 0:0 (4g.20gb, MIG-"),
+        gone.contains("no MIG device of this host is 0:7; it has MIG device 0:0 (4g.20gb, MIG-"),
         "{gone}"
     );
     let large = refused(&world, &[("sublet.mode", "mig"), ("sublet.memory", "30GiB")]);
-    assert!(large.contains("MIG device 0:0 (4g.20gb) has 20096 MiB, 30 GiB wanted"), "{large}");
+    assert!(large.contains("MIG device 0:0 (4g.20gb) has 20096 MiB, 30 GiB needed"), "{large}");
     let spelt = refused(&world, &[("sublet.mig", "MIG 1g.5gb")]);
     assert!(spelt.contains("sublet.mig=MIG 1g.5gb: must be a MIG profile"), "{spelt}");
     world.assert_empty();
@@ -167,9 +167,9 @@ fn the_memory_of_a_gpu_instance_is_accounted_for_all_its_compute_instances() {
     let share = |memory| [("sublet.gpu", "0:2"), ("sublet.mode", "mps"), ("sublet.memory", memory)];
     // 9984 MiB less 6 GiB, two servers of 66 MiB and what the first container has not used yet.
     let refusal = refused(&world, &share("4GiB"));
-    assert!(refusal.contains("has 3774 MiB left to book, 4162 MiB wanted"), "{refusal}");
+    assert!(refusal.contains("has 3774 MiB left to book, 4162 MiB needed"), "{refusal}");
     let alone = refused(&world, &[("sublet.gpu", "0:2")]);
-    assert!(alone.contains("has 3774 MiB left to book, 4992 MiB wanted"), "{alone}");
+    assert!(alone.contains("has 3774 MiB left to book, 4992 MiB needed"), "{alone}");
     let second = up(&world, "second", &share("3GiB"));
     let mig = world.status()["devices"][0]["mig"].clone();
     assert_eq!(mig[1]["memory_bytes_free"], mig[2]["memory_bytes_free"]);
@@ -222,9 +222,9 @@ fn mps_on_an_instance_has_limits_of_the_instance() {
     assert!(more.contains("MIG device 0:0 (4g.20gb) has 25 % SM left"), "{more}");
     // 48 clients of 108 SMs are 24 of 56.
     let many = refused(&world, &[("sublet.gpu", "0:0"), ("sublet.mode", "mps"), ("sublet.processes", "25")]);
-    assert!(many.contains("takes at most 24 MPS clients, not 25"), "{many}");
+    assert!(many.contains("allows at most 24 MPS clients, not 25"), "{many}");
     let other_use = refused(&world, &[("sublet.gpu", "0:0")]);
-    assert!(other_use.contains("is used as mps now"), "{other_use}");
+    assert!(other_use.contains("is in use as mps"), "{other_use}");
     one.down();
     two.down();
     world.assert_empty();
@@ -279,7 +279,7 @@ fn a_rule_and_a_drain_are_for_instances_too() {
     }
     let world = world("[grant]\nvisible_devices = \"ordinal\"\n[[device]]\nmatch = \"0:0\"\nuse = \"mps\"\n");
     let kept = refused(&world, &[("sublet.gpu", "0:0"), ("sublet.mode", "mig")]);
-    assert!(kept.contains("is kept for mps"), "{kept}");
+    assert!(kept.contains("is reserved for mps"), "{kept}");
     let ordinal = up(&world, "ordinal", &[("sublet.mig", "1g.5gb")]);
     let environment = ordinal.config()["process"]["env"].to_string();
     assert!(environment.contains("\"CUDA_VISIBLE_DEVICES=0\""), "{environment}");
@@ -317,14 +317,16 @@ fn several_instances_where_the_driver_can() {
         "{same}"
     );
     let mixed = refused(&world, &[("sublet.gpu", "0:1,1")]);
-    assert!(mixed.contains("no MIG device here is of the GPU number 1"), "{mixed}");
+    assert!(mixed.contains("no MIG device of this host is on the GPU number 1"), "{mixed}");
     world.assert_empty();
 
     let dir = tempfile::tempdir().expect("a directory");
     let older = altered(&dir, |text| text.replace("580.159.04", "550.163.01"), "");
     let refusal = refused(&older, &[("sublet.gpu", "0:3,0:1")]);
     assert!(
-        refusal.contains("with driver 550.163.01 a process sees one MIG device alone, several from R570 on"),
+        refusal.contains(
+            "with driver 550.163.01 a process sees only one MIG device; several need R570 or later"
+        ),
         "{refusal}"
     );
     let alone = up(&older, "alone", &[("sublet.gpu", "0:3")]);

@@ -116,7 +116,7 @@ fn of_eight_at_once_the_seven_that_fit_start_each_on_its_own() {
         results.iter().filter(|done| !done.ok).map(|done| done.stderr.as_str()).collect();
     assert_eq!(refusals.len(), 1, "{refusals:?}");
     assert!(
-        refusals[0].contains("no instance can be made for it: GPU 0 has no room for a 1g.18gb"),
+        refusals[0].contains("no MIG instance can be created for it: GPU 0 has no room for a 1g.18gb"),
         "{refusals:?}"
     );
     let mut uuids = devices(&world);
@@ -141,8 +141,7 @@ fn what_has_no_room_is_refused_and_nothing_changes() {
     let found = "4g.20gb@0 2g.10gb@4[1c,1c] 1g.5gb@6";
     let held = up(&world, "held", &[("sublet.mig", "4g.20gb")]);
     let none = refused(&world, &[("sublet.mig", "3g.20gb")]);
-    let expected =
-        "and no instance can be made for it: GPU 0 has no room for a 3g.20gb beside 4g.20gb at 0 (lease ";
+    let expected = "and no MIG instance can be created for it: GPU 0 has no room for a 3g.20gb beside 4g.20gb at 0 (lease ";
     assert!(
         none.contains(expected) && none.contains(" of container held), 2g.10gb at 4, 1g.5gb at 6"),
         "{none}"
@@ -155,10 +154,10 @@ fn what_has_no_room_is_refused_and_nothing_changes() {
         "{unknown}"
     );
     let much = refused(&world, &[("sublet.mode", "mig"), ("sublet.memory", "80GiB"), ("sublet.wait", "60s")]);
-    assert!(much.contains("no profile of GPU 0 (NVIDIA A100-PCIE-40GB) has 81920 MiB"), "{much}");
+    assert!(much.contains("GPU 0 (NVIDIA A100-PCIE-40GB) has no profile with 81920 MiB"), "{much}");
     let off = refused(&world, &[("sublet.mig", "3g.20gb"), ("sublet.gpu", "1")]);
     assert!(
-        off.contains("no instance can be made for it: every GPU that may serve it is drained, or not in MIG"),
+        off.contains("no MIG instance can be created for it: every GPU that the request allows is drained, or not in MIG"),
         "{off}"
     );
     assert_eq!(shape(&listed(&world, 0)), found);
@@ -169,7 +168,7 @@ fn what_has_no_room_is_refused_and_nothing_changes() {
     world.assert_empty();
     let static_ = World::simulated(HOPPER, "");
     let none = refused(&static_, SMALL);
-    assert!(none.contains("no GPU here has any: `sublet mig apply` makes them"), "{none}");
+    assert!(none.contains("no GPU of this host has any: `sublet mig apply` creates them"), "{none}");
 }
 
 #[test]
@@ -237,7 +236,8 @@ fn explain_says_that_one_would_be_made_and_makes_none() {
     let explained = world.sublet(&["explain", "--annotation", "sublet.mig=1g.18gb"]);
     let said = String::from_utf8_lossy(&explained.stderr).into_owned();
     assert!(
-        said.contains("; a container that is started has one made ([mig] dynamic): 1g.18gb at 6:1 of GPU 0"),
+        said.contains("; when the container starts, a MIG instance is created for it ([mig] dynamic): 1g.18gb at 6:1 of \
+         GPU 0"),
         "{said}"
     );
     let waited =
@@ -257,14 +257,14 @@ fn users_have_them_made_where_their_policy_says_so() {
     let mut host = Host::new(HOPPER, &policy, speak);
     host.start();
     let bob = host.bundle(1001, "bob", SMALL, HOLD).create();
-    assert!(!bob.ok && bob.stderr.contains("no GPU here has any"), "{bob:?}");
+    assert!(!bob.ok && bob.stderr.contains("no GPU of this host has any"), "{bob:?}");
     assert_eq!(bare(&host.world), Vec::<String>::new());
     let alice = host.bundle(1000, "alice", SMALL, HOLD);
     alice.up();
     assert_eq!(alice.event("info")["error"], Value::Null);
     assert_eq!(bare(&host.world).len(), 1);
     let second = host.bundle(1000, "second", SMALL, HOLD).create();
-    assert!(!second.ok && second.stderr.contains("allows 1 leases at once"), "{second:?}");
+    assert!(!second.ok && second.stderr.contains("is 1 leases at once"), "{second:?}");
     assert_eq!(bare(&host.world).len(), 1, "none is made in vain");
     alice.down();
     assert_soon_gone(&host.world);
@@ -307,7 +307,7 @@ fn whoever_has_one_made_or_destroyed_keeps_no_other_user_waiting() {
         // She is heard first.
         std::thread::sleep(std::time::Duration::from_secs(2));
         let refused = bob.create();
-        assert!(refused.stderr.contains("no GPU here has any"), "{refused:?}");
+        assert!(refused.stderr.contains("no GPU of this host has any"), "{refused:?}");
         assert!(!waits.is_finished(), "bob had to wait for alice");
         other.kill().expect("SIGKILL");
         other.wait().expect("it is reaped");

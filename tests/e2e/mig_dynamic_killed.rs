@@ -39,7 +39,7 @@ fn whatever_call_fails_the_state_found_comes_back() {
         for after in ["", " done"] {
             fail(&world, &format!("{function} 1 999{after}"));
             let error = refused(&world, SMALL);
-            assert!(error.contains("a 1g.18gb at 6:1 cannot be made: "), "{function}{after}: {error}");
+            assert!(error.contains("a 1g.18gb at 6:1 cannot be created: "), "{function}{after}: {error}");
             assert!(!error.contains("still there"), "{function}{after}: {error}");
             assert_nothing_made(&world);
         }
@@ -195,8 +195,8 @@ fn one_that_is_in_use_is_tried_again_and_said() {
     assert_eq!(bare(&world).len(), 1);
     let status = String::from_utf8_lossy(&world.sublet(&["status"]).stdout).into_owned();
     let line = format!(
-        "MIG instance 1g.18gb at 6:1 of GPU {GPU} was made for a container that has ended, and cannot \
-                        be destroyed yet: "
+        "MIG instance 1g.18gb at 6:1 of GPU {GPU} was created for a container that has ended, and cannot \
+         be destroyed yet: "
     );
     assert!(status.contains(&line), "{status}");
     assert_eq!(world.status()["mig_made"][0]["state"], "going");

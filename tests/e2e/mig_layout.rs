@@ -61,7 +61,7 @@ fn a_layout_is_planned_applied_asserted_and_exported() {
     assert_eq!(shape(&listed(&world, 0)), FOUND);
     let before = world.dir.path().join("before.toml");
     std::fs::write(&before, done(&world, &["export"])).expect("a file");
-    assert!(done(&world, &["apply", path(&before)]).contains("GPU 0: as it should be"));
+    assert!(done(&world, &["apply", path(&before)]).contains("GPU 0: matches the layout"));
 
     let seven = layout(&world, "seven.toml", SEVEN);
     let plan = done(&world, &["plan", path(&seven)]);
@@ -97,7 +97,7 @@ fn mig_parteds_yaml_and_the_configured_file() {
     assert_eq!(shape(&listed(&world, 0)), "2g.35gb@0[1c,1c] 3g.71gb@4");
     let several = refused(&world, &["apply", path(&yaml)]);
     assert!(several.ends_with("choose one with --name: off, mixed"), "{several}");
-    assert!(refused(&world, &["apply"]).contains("no layout: name a file, or set [mig] layout"));
+    assert!(refused(&world, &["apply"]).contains("no layout is given: name a file, or set [mig] layout"));
     let two = "[[gpu]]\nmatch = \"all\"\nmig = true\ninstances = [{ profile = \"3g.71gb\", count = 2 }]\n";
     let two = layout(&world, "two.toml", two);
     world.configure(&format!("[mig]\nlayout = \"{}\"\n", two.display()));
@@ -145,10 +145,10 @@ fn whatever_nvml_call_fails_the_state_found_comes_back() {
                 break;
             }
             let error = text(&output);
-            assert!(!error.contains("could not all be put back"), "{function} {call}{after}: {error}");
+            assert!(!error.contains("not every change could be undone"), "{function} {call}{after}: {error}");
             assert_eq!(shape(&listed(&world, 0)), FOUND, "{function} {call}{after}: {error}");
             assert!(!world.state_dir().join("mig-before.toml").exists());
-            undone += usize::from(error.contains("all that had been changed is as it was found"));
+            undone += usize::from(error.contains("every change was undone"));
         }
         assert_eq!(shape(&listed(&world, 0)), FOUND);
     }
@@ -191,15 +191,15 @@ fn bad_layouts_are_refused_in_one_line_with_their_place() {
         (entry("0", "{ profile = \"1g.5GB\" }"), "did you mean 1g.5gb?"),
         (
             entry("0", "{ profile = \"1g.5gb\", count = 8 }"),
-            "GPU 0: 8 1g.5gb are wanted, and it can have at most 7",
+            "GPU 0: the layout has 8 1g.5gb, and this GPU can have at most 7",
         ),
         (entry("0", "{ profile = \"3g.20gb\", start = 2 }"), "a 3g.20gb cannot start at 2, only at 0, 4"),
         (entry("0", "{ profile = \"1g.5gb\", count = \"7\" }"), "bad.toml:5: invalid type: string \"7\""),
-        (entry("9", "{ profile = \"1g.5gb\" }"), "bad.toml:1: no GPU here is 9"),
+        (entry("9", "{ profile = \"1g.5gb\" }"), "bad.toml:1: no GPU of this host is 9"),
         (entry("0,0", "{ profile = \"1g.5gb\" }"), "bad.toml:1: GPU 0 is named twice"),
         (
             entry("1", "{ profile = \"1g.5gb\" }"),
-            "GPU 1: switching MIG mode takes a reset of the GPU: say --allow-reset",
+            "GPU 1: switching MIG mode needs a reset of the GPU: add --allow-reset",
         ),
     ];
     for (content, expected) in cases {
@@ -210,7 +210,7 @@ fn bad_layouts_are_refused_in_one_line_with_their_place() {
     assert_eq!(shape(&listed(&world, 0)), FOUND);
     let old = World::simulated("pascal", "");
     let file = layout(&old, "bad.toml", &entry("0", "{ profile = \"1g.5gb\" }"));
-    assert!(refused(&old, &["apply", path(&file)]).contains("cannot do MIG"));
+    assert!(refused(&old, &["apply", path(&file)]).contains("does not support MIG"));
     assert!(done(&old, &["list"]).contains("not supported"));
 }
 
@@ -228,7 +228,7 @@ fn an_instance_with_a_process_stays_where_it_is() {
 
     let seven = layout(&world, "seven.toml", SEVEN);
     let error = refused(&world, &["apply", path(&seven)]);
-    assert!(error.contains(&format!("around 2g.10gb at 4 ({who}): end that first")), "{error}");
+    assert!(error.contains(&format!("around 2g.10gb at 4 ({who}): end its use first")), "{error}");
     let plan = mig(&world, &["plan", path(&seven)]);
     assert_eq!((plan.status.code(), text(&plan).contains(&who)), (Some(1), true));
 
@@ -305,7 +305,7 @@ fn leases_and_changes_keep_out_of_each_others_way() {
     );
     let second = world.bundle("two", &[("sublet.gpu", "0")], &["/usr/bin/cuda-probe", "hold", "120"]);
     let refusal = second.create();
-    assert!(refusal.stderr.contains("has its MIG layout changed by process"), "{}", refusal.stderr);
+    assert!(refusal.stderr.contains("is unavailable while process"), "{}", refusal.stderr);
 
     // That process is gone: nobody waits for it.
     busy["mig"]["under_way"]["owner"]["start_time"] = json!(1);
@@ -364,7 +364,7 @@ fn users_without_root_change_nothing() {
             assert!(said.contains(words), "{arguments:?}: {said}");
         };
         let apply = ["apply", path(&file)];
-        refused(&apply, "MIG layouts are root's to change: run `sublet mig apply` as root");
+        refused(&apply, "only root can change MIG instances: run `sublet mig apply` as root");
         let found = done(&host.world, &["export"]);
         refused(&apply, "run `sublet mig apply` as root");
         for look in [&["list"][..], &["plan", path(&file)], &["export"]] {

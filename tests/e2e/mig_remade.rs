@@ -53,7 +53,7 @@ fn missing_capability_nodes_are_made_and_wrong_ones_refused() {
     std::fs::write(&dev, "no directory").expect("written");
     let unmade = refused(&world, &[("sublet.gpu", "0:3")]);
     assert!(
-        unmade.contains("nvidia-cap84 is ") || unmade.contains("cannot look at"),
+        unmade.contains("nvidia-cap84 is ") || unmade.contains("cannot read"),
         "what is in the way is named: {unmade}"
     );
     world.assert_empty();
@@ -69,7 +69,7 @@ fn capabilities_that_the_driver_tells_two_ways_close_the_instance() {
     let file = root.join("proc/driver/nvidia/capabilities/gpu0/mig/gi9/ci0/access");
     std::fs::write(file, "DeviceFileMinor: 99\n").expect("written");
     let refusal = refused(&world, &[("sublet.gpu", "0:3")]);
-    assert!(refusal.contains("cannot be given: /proc/driver/nvidia-caps/mig-minors says 85"), "{refusal}");
+    assert!(refusal.contains("cannot be used: /proc/driver/nvidia-caps/mig-minors has 85"), "{refusal}");
     assert!(world.status()["devices"][0]["mig"][3]["fault"].is_string());
     up(&world, "other", &[("sublet.gpu", "0:0")]).down();
     world.assert_empty();
@@ -92,7 +92,7 @@ fn an_instance_made_again_with_its_ids_is_another_one() {
     // Its nodes are the old container's still.
     let refusal = refused(&world, &[("sublet.mig", "1g.5gb")]);
     assert!(
-        refusal.contains("has the nodes of an instance that is gone, and container old has those still"),
+        refusal.contains("has the device nodes of a destroyed instance, which container old still holds"),
         "{refusal}"
     );
     old.down();
@@ -140,8 +140,7 @@ fn a_mode_switched_off_by_another_tool_opens_the_gpu_again() {
     let world = World::simulated("h200-mig", "");
     let share = [("sublet.gpu", "0"), ("sublet.sm", "25")];
     assert!(
-        refused(&world, &share)
-            .contains("is in MIG mode and used through its MIG devices alone (it has none")
+        refused(&world, &share).contains("is in MIG mode, so only its MIG devices can be used (it has none")
     );
     let _ = smi(&world, &["-i", "0", "-mig", "0"]);
     up(&world, "one", &share).down();

@@ -96,7 +96,7 @@ fn a_lease_that_has_ended_or_is_another_containers_is_none() {
         bundle.spec["annotations"] = granted["annotations"].clone();
         bundle
     };
-    let why = "no live lease of this container has that id";
+    let why = "this container has no live lease with that id";
     let refused = stolen("thief").refused();
     assert!(refused.contains(why), "{refused}");
     for stage in ["prestart", "createRuntime"] {

@@ -278,17 +278,17 @@ fn a_share_that_is_refused_stops_the_container_with_our_line() {
     let world = World::simulated("h200", "");
     let late = |annotations: &[(&str, &str)]| plain(&world, "late", &["createRuntime"], annotations, HOLD);
     assert_refused(&world, &late(&[("sublet.gpu", "7")]), "no place for");
-    assert_refused(&world, &late(&[("sublet.smm", "25")]), "there is no such key");
+    assert_refused(&world, &late(&[("sublet.smm", "25")]), "unknown key");
     let shared = late(&[("sublet.sm", "25"), ("sublet.isolation", "shared")]);
-    assert_refused(&world, &shared, "sublet.isolation=shared does not go with a hook");
-    assert_refused(&world, &late(&[("sublet.lease", "0123456789abcdef")]), "no live lease");
+    assert_refused(&world, &shared, "sublet.isolation=shared does not work with a hook");
+    assert_refused(&world, &late(&[("sublet.lease", "0123456789abcdef")]), "does not exist any more");
     let mut away = late(&[("sublet.sm", "25")]);
     away.spec["process"]["env"] = json!(["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage"]);
     assert_refused(&world, &away, "its environment has CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage");
     let mut tmp = late(&[("sublet.sm", "25")]);
     let mount = json!({"destination": "/tmp", "type": "bind", "source": "/var/tmp", "options": ["rbind"]});
     tmp.spec["mounts"].as_array_mut().expect("mounts").push(mount);
-    assert_refused(&world, &tmp, "its /tmp comes from the host");
+    assert_refused(&world, &tmp, "its /tmp is the host's");
 }
 
 #[test]

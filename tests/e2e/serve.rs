@@ -121,19 +121,25 @@ fn policy_says_who_may_take_what() {
     let slice = refusal(ALICE, "slice", &[("sublet.mode", "time-slice"), ("sublet.memory", "1GiB")]);
     assert!(slice.contains("allows sublet.mode mps, and this is time-slice"), "{slice}");
     let unlimited = refusal(ALICE, "unlimited", &[("sublet.sm", "25")]);
-    assert!(unlimited.contains("caps memory at 16384 MiB: name your part with sublet.memory"), "{unlimited}");
+    assert!(
+        unlimited.contains("for memory is 16384 MiB: say how much this container takes with sublet.memory"),
+        "{unlimited}"
+    );
     let large = refusal(ALICE, "large", &[("sublet.sm", "60"), ("sublet.memory", "1GiB")]);
-    assert!(large.contains("caps sm at 50 %, your containers hold 0 % and this asks for 60 %"), "{large}");
+    assert!(
+        large.contains("for sm is 50 %; your containers hold 0 %, and this one asks for 60 %"),
+        "{large}"
+    );
     let bundle = host.bundle(BOB, "one", &[("sublet.gpu", "3")], HOLD);
     bundle.up();
     let second = refusal(BOB, "two", &[("sublet.gpu", "4")]);
-    assert!(second.contains("allows 1 leases at once"), "{second}");
+    assert!(second.contains("is 1 leases at once"), "{second}");
     // A policy holds from the moment it is written.
     host.world.configure("[[policy]]\nuser = 4321\ndevices = [\"5\"]\n");
     let allowed = host.bundle(4321, "allowed", &[("sublet.gpu", "any")], HOLD);
     allowed.up();
     let wrong = refusal(4321, "wrong", &[("sublet.gpu", "0")]);
-    assert!(wrong.contains("no GPU here is 0") || wrong.contains("no place"), "{wrong}");
+    assert!(wrong.contains("no GPU of this host is 0") || wrong.contains("no place"), "{wrong}");
     let uuid = host.world.status()["devices"][5]["uuid"].clone();
     assert!(host.leases().iter().any(|lease| lease["container_id"] == "allowed" && lease["device"] == uuid));
     bundle.down();
@@ -255,11 +261,11 @@ fn a_user_sees_their_leases_their_policy_and_their_own_refusals() {
     assert_eq!(status["mps"][0]["state"], "serving", "{status}");
     let left = json!({"sm_percent": 25.0, "memory_bytes": 8_589_934_592_u64, "leases": 1});
     assert_eq!((&status["own"]["left"], &status["own"]["refused"]), (&left, &Value::Null));
-    let line = "Your policy: modes mps; sm 50 %, 25 % of it left; memory 16 GiB, 8 GiB of it left; leases 2, 1 of them left";
+    let line = "Your policy: modes mps; sm 50 %, 25 % left; memory 16 GiB, 8 GiB left; leases 2, 1 left";
     let table = sublet(&host, ALICE, &["status"]);
     assert!(table.lines().any(|found| found == line), "{table}");
     assert!(sublet(&host, ALICE, &["lease", "list"]).contains("active"));
-    assert!(sublet(&host, 4321, &["status"]).contains("You can take no share: uid 4321 has no [[policy]]"));
+    assert!(sublet(&host, 4321, &["status"]).contains("You cannot take a share: uid 4321 has no [[policy]]"));
     // Refused by the service, by the shim itself, for want of a policy.
     let refused = |uid, id: &str, annotations: &[(&str, &str)]| {
         let bundle = host.bundle(uid, id, annotations, HOLD);
@@ -267,26 +273,29 @@ fn a_user_sees_their_leases_their_policy_and_their_own_refusals() {
         sublet(&host, uid, &["status", "--last-error"])
     };
     let large = refused(ALICE, "large", &[("sublet.sm", "60"), ("sublet.memory", "1GiB")]);
-    assert!(large.contains("container large: your [[policy]] on this host caps sm at 50 %"), "{large}");
+    assert!(large.contains("container large: your policy limit ([[policy]]) for sm is 50 %"), "{large}");
     let typo = refused(ALICE, "typo", &[("sublet.smm", "60")]);
-    assert!(typo.contains("container typo: sublet.smm=60: there is no such key"), "{typo}");
+    assert!(typo.contains("container typo: sublet.smm=60: unknown key"), "{typo}");
     let stranger = refused(4321, "stranger", QUARTER);
     assert!(stranger.contains("container stranger: uid 4321 has no [[policy]]"), "{stranger}");
     assert!(
         sublet(&host, BOB, &["status", "--last-error"]).contains("No container of yours has been refused")
     );
     assert!(sublet(&host, ALICE, &["status", "--last-error"]).contains("container typo"));
-    assert!(sublet(&host, ALICE, &["explain", "--container", "large"]).contains("refused: your [[policy]]"));
+    assert!(
+        sublet(&host, ALICE, &["explain", "--container", "large"])
+            .contains("refused: your policy limit ([[policy]])")
+    );
     assert!(sublet(&host, BOB, &["explain", "--container", "large"]).contains("holds no lease"));
     // What would be refused is refused with the same words, and what fits is explained.
     let explain = |sm: &str| {
         let sm = format!("sublet.sm={sm}");
         sublet(&host, ALICE, &["explain", "--annotation", &sm, "--annotation", "sublet.memory=1GiB"])
     };
-    assert!(explain("60").contains("caps sm at 50 %, your containers hold 25 % and this asks for 60 %"));
+    assert!(explain("60").contains("for sm is 50 %; your containers hold 25 %, and this one asks for 60 %"));
     assert!(explain("20").contains("served by MPS daemon"), "{}", explain("20"));
     let wait = ["wait", "--annotation", "sublet.sm=60", "--annotation", "sublet.memory=1GiB"];
-    assert!(sublet(&host, ALICE, &wait).contains("caps sm at 50 %"));
+    assert!(sublet(&host, ALICE, &wait).contains("for sm is 50 %"));
     bundle.down();
     drop(bundle);
     // Stale, and only root may refresh: the service does.
@@ -294,7 +303,7 @@ fn a_user_sees_their_leases_their_policy_and_their_own_refusals() {
     assert!(sublet(&host, ALICE, &["status"]).contains("No leases."));
     host.stop();
     let alone = sublet(&host, ALICE, &["status"]);
-    assert!(alone.contains("You can take no share: sublet serve is not running"), "{alone}");
+    assert!(alone.contains("You cannot take a share: sublet serve is not running"), "{alone}");
     host.world.assert_empty();
 }
 
@@ -329,14 +338,14 @@ fn a_user_takes_mig_devices_within_their_policy() {
     );
     let caps = refusal(BOB, &[("sublet.mig", "1c.2g.10gb"), ("sublet.mig-caps", "monitor")]);
     assert!(caps.contains("sublet.mig-caps"), "{caps}");
-    assert!(refusal(BOB, &[("sublet.mig", "1c.2g.10gb")]).contains("allows 1 leases at once"));
+    assert!(refusal(BOB, &[("sublet.mig", "1c.2g.10gb")]).contains("is 1 leases at once"));
     small.down();
     share.down();
     // What the device has counts, of the GPU, and not the little that was asked for at least.
     host.world.configure("[[policy]]\nuser = 4321\nsm = 20\nmemory = \"8GiB\"\n");
     let large = refusal(4321, &[("sublet.mig", "4g.20gb")]);
     assert!(
-        large.contains("caps sm at 20 %, your containers hold 0 % and this asks for 51.852 %"),
+        large.contains("for sm is 20 %; your containers hold 0 %, and this one asks for 51.852 %"),
         "{large}"
     );
     let first = host.bundle(4321, "first", &[("sublet.mode", "mig"), ("sublet.sm", "1")], HOLD);
@@ -344,7 +353,7 @@ fn a_user_takes_mig_devices_within_their_policy() {
     let lease = &host.leases()[0];
     assert_eq!((&lease["mode"], &lease["sm_percent"]), (&json!("mig"), &Value::Null));
     let second = refusal(4321, &[("sublet.mode", "mig"), ("sublet.sm", "1")]);
-    assert!(second.contains("your containers hold 12.963 % and this asks for 12.963 %"), "{second}");
+    assert!(second.contains("your containers hold 12.963 %, and this one asks for 12.963 %"), "{second}");
     first.down();
     host.world.assert_empty();
 }

@@ -175,10 +175,10 @@ fn of_gpus_of_different_size_a_percentage_is_of_the_smallest() {
     let explained =
         world.sublet(&["explain", "--annotation", "sublet.gpu=all", "--annotation", "sublet.memory=25%"]);
     let explained = String::from_utf8_lossy(&explained.stdout).into_owned();
-    assert!(explained.contains(", its own over all 2, 19.9 GiB on each"), "{explained}");
+    assert!(explained.contains(", its own, for all 2, 19.9 GiB on each"), "{explained}");
     let large =
         refused(&world, "large", &[("sublet.gpu", "all"), ("sublet.sm", "25"), ("sublet.memory", "100GiB")]);
-    assert!(large.contains("GPU 1 (NVIDIA H100 80GB HBM3) has 81559 MiB in all"), "{large}");
+    assert!(large.contains("GPU 1 (NVIDIA H100 80GB HBM3) has 81559 MiB, of which"), "{large}");
     world.assert_empty();
 }
 
@@ -194,22 +194,22 @@ fn what_one_of_them_lacks_refuses_all() {
         assert!(line.contains(&format!("GPU 1 (NVIDIA H200) {words}")) && !line.contains("GPU 0 "), "{line}");
     };
     assert!(world.sublet(&["drain", "1"]).status.success());
-    says("drained", "is drained: `sublet undrain` opens it again");
+    says("drained", "is drained: `sublet undrain` ends that");
     assert!(world.sublet(&["undrain", "1"]).status.success());
 
     let shared = world.bundle("shared", &[("sublet.gpu", "1"), ("sublet.sm", "10")], HOLD);
     shared.up();
-    says("beside", "is used as mps now, and the MPS server of several devices takes turns");
+    says("beside", "is in use as mps, and an MPS server for several devices takes turns");
     shared.down();
 
     let full = [("sublet.gpu", "1"), ("sublet.mode", "time-slice"), ("sublet.memory", "135GiB")];
     let full = world.bundle("full", &full, HOLD);
     full.up();
-    says("full-memory", "has 4953 MiB left to book, 8258 MiB wanted");
+    says("full-memory", "has 4953 MiB left to book, 8258 MiB needed");
     full.down();
 
     let shared = refused(&world, "said", &[two[0], two[1], ("sublet.isolation", "shared")]);
-    assert!(shared.contains("sublet.isolation=shared does not go with sublet.gpu=0,1"), "{shared}");
+    assert!(shared.contains("sublet.isolation=shared cannot be combined with sublet.gpu=0,1"), "{shared}");
     world.assert_empty();
 
     let mig = World::simulated("a100x2-mig", "");
@@ -217,7 +217,7 @@ fn what_one_of_them_lacks_refuses_all() {
     assert!(line.contains("GPU 0 (NVIDIA A100") && line.contains("is in MIG mode"), "{line}");
     let parts =
         refused(&mig, "parts", &[("sublet.gpu", "0:0,0:1"), ("sublet.mode", "mps"), ("sublet.sm", "25")]);
-    assert!(parts.contains("of MIG devices an MPS server has one"), "{parts}");
+    assert!(parts.contains("an MPS server can use only one MIG device"), "{parts}");
     mig.assert_empty();
 }
 

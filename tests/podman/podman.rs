@@ -143,7 +143,7 @@ fn a_refusal_reaches_whoever_started_the_container() {
     assert!(String::from_utf8_lossy(&last.stdout).contains("30 % SM left"));
     for (annotation, word) in [
         ("sublet.smm=25", "did you mean"),
-        ("sublet.lease=0123456789abcdef", "no live lease of this container"),
+        ("sublet.lease=0123456789abcdef", "this container has no live lease"),
         ("Sublet.sm=25", "write sublet.sm=25"),
         ("SUBLET_SM=25", "write sublet.sm=25"),
         ("io.sublet/mig-caps=monitor", "write sublet.mig-caps=monitor"),

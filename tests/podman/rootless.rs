@@ -32,8 +32,7 @@ fn lives(rootless: &Rootless, name: &str, options: &[&str]) {
     let leases = rootless.world.leases();
     assert_eq!((leases.len(), &leases[0]["state"]), (1, &json!("active")), "{leases:?}");
     let seen = rootless.sublet(&["status"]);
-    let left =
-        "Your policy: sm 50 %, 25 % of it left; memory 16 GiB, 8 GiB of it left; leases 8, 7 of them left";
+    let left = "Your policy: sm 50 %, 25 % left; memory 16 GiB, 8 GiB left; leases 8, 7 left";
     assert!(seen.contains(leases[0]["id"].as_str().expect("text")) && seen.contains(left), "{seen}");
     let pid = done(rootless.podman(&["inspect", "--format", "{{.State.Pid}}", name]).arg("--type=container"));
     assert_eq!(leases[0]["pid"].to_string(), pid.trim());
@@ -106,7 +105,7 @@ fn a_mig_device_alone_within_the_policy() {
     let second = rootless.run("second", &[], &["sublet.mig=1c.2g.10gb"], &hold);
     let said = text(&second.stderr);
     assert!(
-        !second.status.success() && said.contains("caps sm at 20 %, your containers hold 12.963 %"),
+        !second.status.success() && said.contains("for sm is 20 %; your containers hold 12.963 %"),
         "{said}"
     );
     done(&mut rootless.podman(&["rm", "-f", "-t0", "mig"]));
@@ -168,10 +167,10 @@ fn refused_without_the_service_and_beyond_the_policy() {
     drop(alone);
     let rootless = serving();
     let refused = rootless.run("large", &[], &["sublet.sm=60", "sublet.memory=1GiB"], &["sleep", "600"]);
-    assert!(text(&refused.stderr).contains("caps sm at 50 %"), "{}", text(&refused.stderr));
+    assert!(text(&refused.stderr).contains("for sm is 50 %"), "{}", text(&refused.stderr));
     assert!(!refused.status.success());
     let last = rootless.sublet(&["status", "--last-error"]);
-    assert!(last.contains("caps sm at 50 %"), "{last}");
+    assert!(last.contains("for sm is 50 %"), "{last}");
     rootless.world.assert_empty();
 }
 
@@ -203,7 +202,7 @@ fn of_twenty_at_once_those_start_that_the_policy_allows() {
     });
     let refused: Vec<String> =
         started.iter().filter(|done| !done.status.success()).map(|done| text(&done.stderr)).collect();
-    assert!(refused.iter().all(|line| line.contains("caps sm at 50 %")), "{refused:?}");
+    assert!(refused.iter().all(|line| line.contains("for sm is 50 %")), "{refused:?}");
     let leases = rootless.world.leases();
     assert_eq!((leases.len(), refused.len()), (6, 14), "{leases:?}");
     assert!(leases.iter().all(|lease| lease["state"] == "active"), "{leases:?}");

@@ -17,7 +17,7 @@ const WHOLE: &[(&str, &str)] = &[("sublet.sm", "100")];
 /// Whether `output` says that process ids mean others there, or that with the host's /proc nobody can tell.
 fn says_elsewhere(output: &Output) -> bool {
     let said = stderr(output);
-    said.contains("the ledger's process ids are of ") || said.contains("is /proc mounted")
+    said.contains("the ledger's process ids belong to ") || said.contains("is /proc mounted")
 }
 
 /// Ways into other namespaces: with a /proc of its own, with the host's, with another clock.
@@ -275,7 +275,7 @@ fn c3_a_container_whose_record_could_not_be_found_again_gets_no_lease() {
     std::os::unix::fs::symlink(&root, &root).expect("a loop");
     let (long, own) = ("a".repeat(1000), world.runtime_root());
     // Where the root is not there yet, the low-level runtime finds out.
-    let (runtimes, ours) = ("", "when it has ended");
+    let (runtimes, ours) = ("", "when the container ends");
     for (root, id, why) in [(&own, long.as_str(), runtimes), (&own, &long, ours), (&root, "first", ours)] {
         let mut create = world.command("sublet-runtime");
         let create =
@@ -389,7 +389,7 @@ fn c5_a_container_that_nobody_waits_for_any_more_is_not_made() {
     shell.wait().expect("it is ours");
     assert!(eventually(|| kill(shim, None).is_err()), "it waits on");
     let said = std::fs::read_to_string(waiting.dir.join("said")).expect("what it said");
-    assert!(said.contains("has ended meanwhile"), "{said}");
+    assert!(said.contains("has ended, so it is not created"), "{said}");
     holder.down();
     world.assert_empty();
     assert!(!world.runtime_root().join("waiting").exists());

@@ -114,7 +114,7 @@ fn b3_whoever_spoils_their_memory_limit_is_ended_and_nobody_else() {
     assert_eq!((&event["action"], &event["container_id"]), (&json!("terminate"), &json!("hostile")));
     let text = event["text"].as_str().expect("text");
     assert!(
-        text.contains("passed its sublet.memory") && text.ends_with("of 4096 MiB): it was ended"),
+        text.contains("exceeds its sublet.memory") && text.ends_with("of 4096 MiB): it was ended"),
         "{text}"
     );
     // The container and its other process go on.

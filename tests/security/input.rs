@@ -90,16 +90,30 @@ fn c2_specs_that_are_damaged() {
     assert_lines(
         &seen,
         &[
-            "cannot edit $DIR/bundles/bad/config.json: EOF while parsing a string; the file is as it was, whatever wrote it is at fault",
-            "cannot edit $DIR/bundles/bad/config.json: recursion limit exceeded; the file is as it was, whatever wrote it is at fault",
-            "cannot edit $DIR/bundles/bad/config.json: the key `annotations` stands twice in one object; the file is as it was, whatever wrote it is at fault",
-            "the container's spec: `annotations.*` is a number where the OCI runtime specification has a string: whatever wrote the file is at fault, try the container without its other hooks and wrappers",
-            "the container's spec: `process` is null where the OCI runtime specification has an object: whatever wrote the file is at fault, try the container without its other hooks and wrappers",
-            "the container's spec: `process.env` is a string where the OCI runtime specification has an array: whatever wrote the file is at fault, try the container without its other hooks and wrappers",
-            "config.json has no root.path, which the OCI runtime specification requires: create the container anew",
+            "cannot edit $DIR/bundles/bad/config.json: EOF while parsing a string; the file was not \
+             changed, and the program that wrote it is at fault",
+            "cannot edit $DIR/bundles/bad/config.json: recursion limit exceeded; the file was not changed, \
+             and the program that wrote it is at fault",
+            "cannot edit $DIR/bundles/bad/config.json: the key `annotations` occurs twice in one object; \
+             the file was not changed, and the program that wrote it is at fault",
+            "the container's spec: `annotations.*` is a number, but the OCI runtime specification has a \
+             string: the program that wrote the file is at fault; try the container without its other \
+             hooks and wrappers",
+            "the container's spec: `process` is null, but the OCI runtime specification has an object: the \
+             program that wrote the file is at fault; try the container without its other hooks and \
+             wrappers",
+            "the container's spec: `process.env` is a string, but the OCI runtime specification has an \
+             array: the program that wrote the file is at fault; try the container without its other hooks \
+             and wrappers",
+            "config.json has no root.path, which the OCI runtime specification requires: recreate the \
+             container",
             "root.path $DIR/bundles/bad/elsewhere cannot be used: No such file or directory (os error 2)",
-            "the container's spec: `linux.resources.devices` is an object where the OCI runtime specification has an array: whatever wrote the file is at fault, try the container without its other hooks and wrappers",
-            "the container's spec: `mounts` is a string where the OCI runtime specification has an array: whatever wrote the file is at fault, try the container without its other hooks and wrappers",
+            "the container's spec: `linux.resources.devices` is an object, but the OCI runtime \
+             specification has an array: the program that wrote the file is at fault; try the container \
+             without its other hooks and wrappers",
+            "the container's spec: `mounts` is a string, but the OCI runtime specification has an array: \
+             the program that wrote the file is at fault; try the container without its other hooks and \
+             wrappers",
         ],
     );
     world.assert_empty();
@@ -132,7 +146,8 @@ fn c2_files_that_no_engine_writes() {
     let line = bundle.refused_as_written(&["create"]);
     assert_eq!(
         line,
-        "$DIR/bundles/bad/config.json is larger than 16 MiB: no engine writes such a file, it was not read"
+        "$DIR/bundles/bad/config.json is larger than 16 MiB, which no engine writes, and was not read: \
+         recreate the container"
     );
     // The same that do not ask: they are none of our business.
     let plain = world.bundle("plain", &[], SLEEP);
@@ -323,10 +338,7 @@ fn c7_what_nobody_knows_passes_unchanged() {
     for line in [format!("create --bundle {dir} --new-option x c"), format!("create --bundle {dir}")] {
         let mut command = world.runtime();
         let refused = Finished::of(&command.args(line.split(' ')).output().expect("it runs"));
-        assert!(
-            !refused.ok && refused.stderr.contains("does not say which container it is"),
-            "{line}: {refused:?}"
-        );
+        assert!(!refused.ok && refused.stderr.contains("does not name one container"), "{line}: {refused:?}");
         assert_eq!(std::fs::read(bundle.dir.join("config.json")).expect("config.json"), before, "{line}");
     }
     world.assert_empty();

@@ -455,7 +455,7 @@ fn a9_shared_volumes_leave_no_mount_on_the_host() {
             }
             let created = bundle.create();
             assert_eq!(created.ok, propagation != "rshared", "{what}: {created:?}");
-            assert!(created.ok || said(&host, &created, "is shared with the host"), "{what}: {created:?}");
+            assert!(created.ok || said(&host, &created, "shared with the host"), "{what}: {created:?}");
             host.assert_unchanged(&what);
             if created.ok {
                 assert!(bundle.start().ok, "{what}");

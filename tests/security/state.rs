@@ -339,7 +339,10 @@ fn c3_a_state_directory_that_others_can_write_is_not_used() {
     for (damage, apply) in damages {
         apply(&dir);
         let refused = bundle.create();
-        assert!(!refused.ok && refused.stderr.contains("others may write it"), "{damage}: {refused:?}");
+        assert!(
+            !refused.ok && refused.stderr.contains("others than its owner may write to it"),
+            "{damage}: {refused:?}"
+        );
         assert_eq!(bundle.config(), bundle.spec, "{damage}");
         assert_eq!(std::fs::read(dir.join("ledger.json")).expect("the ledger"), ledger, "{damage}");
         chown(&dir, Some(0), Some(0)).expect("chown");

@@ -144,7 +144,7 @@ fn c6_poststop_frees_what_it_names_and_nothing_else() {
     }
     for stage in ["", "poststart", "createContainer", "../prestart"] {
         let unknown = hook(&world, stage, &good);
-        assert!(!unknown.ok && unknown.stderr.contains("no stage"), "{unknown:?}");
+        assert!(!unknown.ok && unknown.stderr.contains("unknown stage"), "{unknown:?}");
     }
 }
 
@@ -164,9 +164,9 @@ fn c6_prestart_refuses_what_is_no_state() {
         (huge, "longer than 1 MiB"),
         (format!(r#"{{"id":"c","status":"creating","bundle":"{dir}"}}"#), "has no `pid`"),
         (format!(r#"{{"id":"c","status":"strange","pid":1,"bundle":"{dir}"}}"#), "unknown variant"),
-        (format!(r#"{{"id":"c","status":"running","pid":1,"bundle":"{dir}"}}"#), "it runs already"),
+        (format!(r#"{{"id":"c","status":"running","pid":1,"bundle":"{dir}"}}"#), "it already runs"),
         (r#"{"id":"c","status":"creating","pid":1,"bundle":"/nowhere"}"#.into(), "bundle /nowhere"),
-        (format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, i32::MAX), "is gone"),
+        (format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, i32::MAX), "has ended"),
         // Our own process is on the host: nothing may be mounted there.
         (
             format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, std::process::id()),
@@ -204,7 +204,10 @@ fn c6_a_writer_that_keeps_silent_is_not_waited_for() {
     for (stage, mut child, silent) in waiting {
         let _ = child.kill();
         let output = Finished::of(&child.wait_with_output().expect("it ends"));
-        assert!(ended && !output.ok && output.stderr.contains("did not come in time"), "{stage}: {output:?}");
+        assert!(
+            ended && !output.ok && output.stderr.contains("was not complete in time"),
+            "{stage}: {output:?}"
+        );
         drop(silent);
     }
     world.assert_empty();

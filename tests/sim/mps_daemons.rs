@@ -334,7 +334,7 @@ fn a_stopped_daemon_is_found_out(host: &Host) {
     host.edit(|ledger| ledger.daemons[0].answered_at -= 31);
     let message = host.ready(&lease).unwrap_err();
     assert!(
-        message.contains("does not answer (stopped?)") && message.contains("sublet mps stop"),
+        message.contains("does not answer: if it is stopped") && message.contains("sublet mps stop"),
         "{message}"
     );
     assert_eq!(host.server(GPU).unwrap().state, DaemonState::Fault);
@@ -468,7 +468,7 @@ fn a_daemon_that_never_answers_leaves_nothing_changed(host: &Host) {
     fs::write(host.root.join("run/mps").join(GPU).join("log/control.log"), "of an earlier start\n").unwrap();
     let lease = host.take("00000000000000f1", GPU, Some(25), None);
     let message = host.ready(&lease).unwrap_err();
-    assert!(message.contains("did not come up in 1 s"), "{message}");
+    assert!(message.contains("did not start within 1 s"), "{message}");
     assert!(message.contains("output.log: oops; control.log: no such device"), "{message}");
     assert!(!message.contains("earlier") && !message.contains("hold"), "{message}");
     assert_eq!(host.compute_mode(), ComputeMode::Default);
@@ -565,7 +565,7 @@ fn a_server_that_ends_as_it_starts_is_named(host: &Host) {
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     let program = host.root.join("usr/bin/nvidia-cuda-mps-server").display().to_string();
     for words in [
-        "has no server",
+        "cannot start an MPS server",
         &program,
         "exited with status 1",
         "server.log: Startup | Failed to start : invalid argument",

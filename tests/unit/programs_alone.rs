@@ -87,9 +87,9 @@ fn setup_edits_daemon_json_and_undo_gives_back_the_file() {
     assert_eq!(fs::read_to_string(&file).unwrap(), found);
     let done = setup(&dir, "docker", "daemon.json", &["--default"]);
     let force = if has_systemd() {
-        "`systemctl reload docker` puts it in force"
+        "run `systemctl reload docker` to put it into effect"
     } else {
-        "in force when dockerd gets SIGHUP (`kill -HUP $(cat /var/run/docker.pid)`)"
+        "send dockerd SIGHUP to put it into effect (`kill -HUP $(cat /var/run/docker.pid)`)"
     };
     let line = format!("{path}: sublet is in; {force}.\n");
     assert_eq!((text(&done.stdout), ended(&done)), (line, (Some(0), String::new())));
@@ -114,10 +114,10 @@ fn setup_refuses_what_it_cannot_parse_and_touches_nothing() {
     let file = dir.path().join("daemon.json");
     let path = file.display();
     for (found, why) in [
-        ("{\n  \"debug\": tr", "it is no valid JSON (EOF while parsing a value at line 2 column 13)"),
+        ("{\n  \"debug\": tr", "it is not valid JSON (EOF while parsing a value at line 2 column 13)"),
         (
             "{\n  // by hand\n}",
-            "it is no valid JSON (key must be a string at line 2 column 3; JSON has no comments)",
+            "it is not valid JSON (key must be a string at line 2 column 3; JSON has no comments)",
         ),
         ("[]", "the file is no object, not { … }"),
     ] {
@@ -159,9 +159,9 @@ fn setup_follows_a_link_and_takes_cdi_from_the_shares() {
     fs::write(dir.path().join("real/daemon.json"), "{}").unwrap();
     let with_cdi = setup(&dir, "docker", "daemon.json", &["--cdi"]);
     let restart = if has_systemd() {
-        "`systemctl restart docker` puts it in force"
+        "run `systemctl restart docker` to put it into effect"
     } else {
-        "in force when dockerd is started again"
+        "restart dockerd to put it into effect"
     };
     assert!(text(&with_cdi.stdout).contains(restart), "{with_cdi:?}");
     assert!(fs::symlink_metadata(dir.path().join("daemon.json")).unwrap().is_symlink());

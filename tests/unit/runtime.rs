@@ -147,7 +147,7 @@ fn only_a_name_chosen_on_purpose_is_told_that_there_is_no_gpu() {
     };
     assert_eq!(log("/usr/bin/sublet-runtime"), "");
     let line = log("/usr/bin/sublet");
-    let end = " level=info msg=\"sublet-runtime: no sublet.* annotation, no GPU given\"\n";
+    let end = " level=info msg=\"sublet-runtime: no sublet.* annotation; it gets no GPU\"\n";
     assert!(line.ends_with(end) && line.lines().count() == 1, "{line}");
 }
 
@@ -159,8 +159,8 @@ fn an_annotated_bundle_is_not_restored() {
     assert_eq!(output.status.code(), Some(1));
     assert_eq!(
         stderr(&output),
-        "sublet-runtime: container c: restore of a container with a GPU share is not possible: the GPU's state \
-         cannot be saved; recreate the container\n"
+        "sublet-runtime: container c: restore of a container with a GPU share is not possible, because the \
+         GPU's state cannot be saved: recreate the container instead\n"
     );
     assert!(!host.path("argv").exists());
 }
@@ -186,7 +186,7 @@ fn a_bundle_named_by_nothing_is_where_runc_is() {
     fs::write(host.path("bundle/config.json"), spec).unwrap();
     let args = ["create", "--bundle", "", "c"].map(OsString::from);
     let output = host.command(&args).output().unwrap();
-    assert!(stderr(&output).contains("sublet.colour=red: there is no such key"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("sublet.colour=red: unknown key"), "{}", stderr(&output));
 }
 
 #[test]
@@ -201,7 +201,7 @@ fn a_bundle_whose_name_is_no_text_is_named_as_that() {
     assert_eq!(output.status.code(), Some(1));
     let line = stderr(&output);
     assert!(
-        line.contains("is no UTF-8: give the container with a share a directory of another name"),
+        line.contains("is not UTF-8: give the container with a share a directory with another name"),
         "{line}"
     );
     assert_eq!(fs::read_to_string(bundle.join("config.json")).unwrap(), spec);
@@ -213,7 +213,7 @@ fn a_lock_that_is_no_file_is_named_as_that() {
     let store = Store::open(&host.path("state")).unwrap();
     nix::unistd::mkfifo(&host.path("state/lock"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     let error = store.update(|_| Ok::<_, ()>(())).unwrap_err().to_string();
-    assert!(error.contains("it is no regular file: remove it") && !error.contains("made it"), "{error}");
+    assert!(error.contains("it is not a regular file: remove it") && !error.contains("made it"), "{error}");
 }
 
 /// What is no file is neither waited for nor read without end, for whatever container.
@@ -227,7 +227,7 @@ fn a_configuration_that_is_no_file_holds_nobody_up() {
         let args = ["create".into(), "c".into()];
         let output = host.command(&args).env("SUBLET_CONFIG", config).output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{config:?}");
-        assert!(stderr(&output).contains("it is no regular file"), "{}", stderr(&output));
+        assert!(stderr(&output).contains("it is not a regular file"), "{}", stderr(&output));
         assert!(began.elapsed() < std::time::Duration::from_secs(5), "{config:?}");
     }
 }
@@ -240,7 +240,7 @@ fn an_annotated_bundle_without_an_id_is_refused_and_untouched() {
     for line in ["create --new-option x c", "create", "create a/b", "run .."] {
         let output = host.run(line);
         assert_eq!(output.status.code(), Some(1), "{line}");
-        assert!(stderr(&output).contains("does not say which container it is"), "{}", stderr(&output));
+        assert!(stderr(&output).contains("does not name one container"), "{}", stderr(&output));
     }
     assert_eq!(fs::read_to_string(host.path("bundle/config.json")).unwrap(), spec);
     assert!(!host.path("argv").exists());
@@ -401,14 +401,14 @@ fn the_hook_frees_nothing_that_is_not_ours_and_refuses_nonsense() {
     assert_eq!(output.status.code(), Some(1));
     assert_eq!(
         stderr(&output),
-        "sublet-hook: container c: sublet.lease=x\\ny is no lease id of 16 hex digits\n"
+        "sublet-hook: container c: sublet.lease=x\\ny is not a lease id of 16 hex digits\n"
     );
     for stage in ["prestart", "createRuntime"] {
         fs::write(&input, r#"{"id":"c","status":"creating","pid":1}"#).unwrap();
         let output = hook(&[stage], &input);
         assert_eq!(output.status.code(), Some(1));
         let expected =
-            "sublet-hook: container c: the state on standard input has no absolute path as `bundle`\n";
+            "sublet-hook: container c: `bundle` in the state on standard input is not an absolute path\n";
         assert_eq!(stderr(&output), expected);
     }
     fs::write(&input, "").unwrap();
@@ -429,7 +429,7 @@ fn the_hook_is_known_by_its_path_whatever_its_first_argument_is() {
         let output = command.output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{name}");
         assert!(
-            stderr(&output).starts_with("sublet-hook: no stage nonsense: "),
+            stderr(&output).starts_with("sublet-hook: unknown stage nonsense: "),
             "{name}: {}",
             stderr(&output)
         );

@@ -1,5 +1,5 @@
-//! The file that engines read: replaced whole and only where it changes, removed where no share is left,
-//! and nobody else's file is touched.
+//! The file that engines read. It is replaced as a whole, only if it changes, and removed if no share is left. Files
+//! of other programs are not touched.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _};
@@ -22,7 +22,10 @@ const LONGEST: u64 = 16 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// Somebody else's.
-    #[error("{} is no CDI specification of kind {KIND}, it is left as it is: choose another --output", safe(&.0.to_string_lossy()))]
+    #[error(
+        "{} is not a CDI specification of kind {KIND} and was not overwritten: choose another --output",
+        safe(&.0.to_string_lossy())
+    )]
     NotOurs(PathBuf),
     /// A system call failed.
     #[error("cannot {what} {}: {source}", safe(&path.to_string_lossy()))]
@@ -38,9 +41,7 @@ pub enum FileError {
     #[error(transparent)]
     Admit(#[from] AdmitError),
     /// No program for the engines to run.
-    #[error(
-        "sublet-hook is missing, which the CDI devices need: install it as /usr/libexec/sublet/sublet-hook"
-    )]
+    #[error("sublet-hook is missing, and CDI devices need it: install it as /usr/libexec/sublet/sublet-hook")]
     NoHook,
     /// Our own doing.
     #[error("cannot list the shares: {0}")]

@@ -1,5 +1,5 @@
-//! Which CDI devices there are: each named share on each device that it fits, and why not on the others.
-//! Pure: what others hold at the moment does not count, a device that is full stays one of the share's.
+//! Lists the CDI devices: each named share on each device that it fits, and the reason where it does not.
+//! No I/O. Current leases do not count: a share keeps its CDI device on a device that is full.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -67,13 +67,15 @@ pub fn list(config: &Config, inventory: &Inventory) -> std::io::Result<Listing> 
 fn wanted(share: &str, config: &Config, inventory: &Inventory) -> Result<Request, String> {
     // SPEC.md, "Kind requirements": a device's name ends as it begins.
     if !share.ends_with(|last: char| last.is_ascii_alphanumeric()) {
-        return Err("a CDI device's name ends with a letter or digit: rename the share".to_owned());
+        return Err("the name of a CDI device has to end with a letter or digit: rename the share".to_owned());
     }
     let of_another = share.rsplit_once('.').filter(|(before, index)| {
         config.share.contains_key(*before) && index.bytes().all(|byte| byte.is_ascii_digit() || byte == b':')
     });
     if let Some((before, index)) = of_another {
-        return Err(format!("it would read as share {before} on GPU {index}: rename one of them"));
+        return Err(format!(
+            "its name would mean share {before} on GPU {index}: rename one of the two shares"
+        ));
     }
     let request = request::parse(&BTreeMap::new(), Some(share), None, config);
     let request = request.map_err(|error| error.to_string())?;
@@ -89,7 +91,7 @@ fn of_share(
 ) -> std::io::Result<()> {
     let (mut here, mig) = (Vec::new(), wants_mig(request));
     if mig && !inventory.devices.iter().any(Device::is_mig) {
-        let why = "it is for MIG devices, and this host has none: `sublet mig apply` makes them".to_owned();
+        let why = "it needs a MIG device, and this host has none: `sublet mig apply` creates them".to_owned();
         listing.without.push(Without { name: share.to_owned(), why });
     }
     for device in inventory.devices.iter().filter(|device| device.is_mig() == mig) {
@@ -108,7 +110,7 @@ fn of_share(
         several => {
             let names: Vec<&str> = several.iter().map(|named| named.name.as_str()).collect();
             let kind = if mig { "MIG devices" } else { "GPUs" };
-            let why = format!("{} {kind} can serve it: name one, as {}", several.len(), names[0]);
+            let why = format!("{} {kind} can serve it: name one, such as {}", several.len(), names[0]);
             listing.without.push(Without { name: share.to_owned(), why });
         }
     }
@@ -192,8 +194,8 @@ mod tests {
                 ("c.1", "GPU-1")
             ]
         );
-        assert_eq!(why(&listing, "a"), "2 GPUs can serve it: name one, as a.0");
-        assert!(why(&listing, "b.1").contains("10 GiB in all"), "{:?}", listing.without);
+        assert_eq!(why(&listing, "a"), "2 GPUs can serve it: name one, such as a.0");
+        assert!(why(&listing, "b.1").contains("10 GiB, of which"), "{:?}", listing.without);
         assert_eq!(why(&listing, "c.0"), "its sublet.gpu names other GPUs");
     }
 
@@ -231,11 +233,11 @@ mod tests {
             ("d.1", "GPU-1"),
         ];
         assert_eq!(names(&listing), expected);
-        assert_eq!(why(&listing, "a"), "2 MIG devices can serve it: name one, as a.0:0");
+        assert_eq!(why(&listing, "a"), "2 MIG devices can serve it: name one, such as a.0:0");
         assert!(why(&listing, "a.0:2").contains("none is a 1g.18gb: 0:2 is a 2g.35gb"));
         assert!(why(&listing, "d.0").contains("is in MIG mode"), "{:?}", listing.without);
         assert_eq!(why(&listing, "e.0:0"), "its sublet.gpu names other GPUs");
-        assert!(why(&listing, "a.0:9").contains("it would read as share a on GPU 0:9"));
+        assert!(why(&listing, "a.0:9").contains("its name would mean share a on GPU 0:9"));
     }
 
     #[test]
@@ -248,8 +250,11 @@ mod tests {
         assert_eq!(found, ["a.0", "a.1", "a.b.0", "a.b.1"]);
         assert!(why(&listing, "two.0").contains("several"), "{:?}", listing.without);
         assert!(why(&listing, "all.1").contains("several"));
-        assert!(why(&listing, "mig").contains("it is for MIG devices, and this host has none"));
+        assert!(why(&listing, "mig").contains("it needs a MIG device, and this host has none"));
         assert!(why(&listing, "end-").contains("rename"));
-        assert_eq!(why(&listing, "a.7"), "it would read as share a on GPU 7: rename one of them");
+        assert_eq!(
+            why(&listing, "a.7"),
+            "its name would mean share a on GPU 7: rename one of the two shares"
+        );
     }
 }

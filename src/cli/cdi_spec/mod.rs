@@ -1,5 +1,5 @@
-//! The CDI specification that `sublet cdi generate` writes: our named shares as devices. What becomes of a container that
-//! asks for one is [`sublet_core::oci::cdi`].
+//! The CDI specification that `sublet cdi generate` writes, with named shares as devices. [`sublet_core::oci::cdi`] handles
+//! containers that ask for one.
 
 mod file;
 mod list;

@@ -18,15 +18,15 @@ use sublet_core::text::safe;
 /// Subcommands of `sublet cdi`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Write the CDI specification of the named shares: sublet/share=<share>.<GPU or G:M>
+    /// Write the CDI specification; its devices are sublet/share=<share>.<GPU or G:M>
     Generate {
-        /// The file, in a directory that the engines read; [cdi] spec of the configuration by default
+        /// The file, in a directory that engines read; default: [cdi] spec of the configuration
         #[arg(long, value_name = "FILE")]
         output: Option<PathBuf>,
     },
-    /// Show the CDI devices that there are, and why a share has none
+    /// List the CDI devices, and say why a share has none
     List {
-        /// How to print it
+        /// Output format
         #[arg(long, value_enum, default_value_t)]
         format: Format,
     },
@@ -48,7 +48,7 @@ fn generate(path: &Path, config: &Config) -> anyhow::Result<ExitCode> {
     let shown = safe(&path.to_string_lossy());
     if listing.devices.is_empty() {
         // A specification without devices is an error to engines.
-        let removed = if cdi_spec::remove(path)? { format!("; {shown} is removed") } else { String::new() };
+        let removed = if cdi_spec::remove(path)? { format!("; {shown} was removed") } else { String::new() };
         bail!("{}{removed}", nothing(&listing));
     }
     let changed = cdi_spec::write(path, &text)?;
@@ -66,9 +66,9 @@ fn specification(config: &Config) -> anyhow::Result<(Listing, String)> {
 
 fn nothing(listing: &Listing) -> String {
     match listing.without.first() {
-        None => "the configuration has no [share.<name>], and so there is no CDI device".to_owned(),
+        None => "there are no CDI devices, because the configuration has no [share.<name>]".to_owned(),
         Some(first) => format!(
-            "no named share fits a device of this host (`sublet cdi list` tells all); {}: {}",
+            "no named share fits a device of this host; {}: {} (`sublet cdi list` shows all of them)",
             safe(&first.name),
             first.why
         ),
@@ -101,7 +101,7 @@ fn state(text: &str, listing: &Listing, config: &Config) -> &'static str {
     match cdi_spec::state(&config.cdi.spec) {
         State::Ours(found) if found == text.as_bytes() => "current",
         State::Ours(_) => "out of date, run `sublet cdi generate`",
-        State::Missing if listing.devices.is_empty() => "absent, as it should be",
+        State::Missing if listing.devices.is_empty() => "absent, as expected",
         State::Missing => "absent, run `sublet cdi generate`",
         State::Foreign => "not sublet's",
     }

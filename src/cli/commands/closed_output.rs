@@ -1,8 +1,8 @@
-//! What a command prints may be cut off (`sublet status | head -1`); what it does must not be.
+//! A command's output may be cut off (`sublet status | head -1`), but its work must not be.
 //!
-//! The standard library's `println!` panics when nobody reads any more, in the middle of whatever is being
-//! done; SIGPIPE's default would kill there. These macros stand in their place in all of `cli`: what cannot be
-//! written is dropped, and any other reason than a reader who left is told at the end and by the exit status.
+//! When the reader has closed the pipe, the standard library's `println!` panics in the middle of the work, and
+//! SIGPIPE's default would kill there. All of `cli` uses these macros instead. Output that cannot be written is
+//! dropped. If the reason is not a closed pipe, it is reported at the end and by the exit status.
 
 use std::fmt::Arguments;
 use std::io::{ErrorKind, Write, stderr, stdout};

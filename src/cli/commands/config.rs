@@ -12,9 +12,9 @@ use sublet_core::text::safe;
 /// Subcommands of `sublet config`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Whether the files can be used; the pre-flight before containers start
+    /// Check the configuration files for errors
     Check,
-    /// The configuration in force, defaults included
+    /// Show the configuration in force, defaults included
     Show,
 }
 
@@ -57,7 +57,7 @@ pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
 fn check_shares(containers: &Containers, config: &Config) -> anyhow::Result<()> {
     let Some(share) = containers.unknown_share(config) else { return Ok(()) };
     bail!(
-        "configuration {}: there is no [share.{share}] in the configuration: add it, or name another share",
+        "configuration {}: the configuration has no [share.{share}]: add it, or name another share",
         config_files::containers_path().display(),
         share = safe(share)
     )

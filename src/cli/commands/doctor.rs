@@ -1,4 +1,4 @@
-//! `sublet doctor`: what stands between this host and containers with GPU shares.
+//! `sublet doctor`: checks what keeps containers on this host from their shares.
 
 use crate::probe;
 use std::process::{Command, ExitCode};
@@ -27,19 +27,19 @@ const LONGEST: usize = 8 << 20;
 /// Arguments of `sublet doctor`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Read files alone, in under a second: no NVML, no engine is asked, no process looked at
+    /// Read files only: takes under a second, and asks neither NVML, nor engines, nor processes
     #[arg(long)]
     quick: bool,
-    /// Instead of looking: run a container that says what it got, without an image or network
+    /// Run a test container instead, which reports what it got; needs no image and no network
     #[arg(long, value_enum, value_name = "ENGINE", conflicts_with = "quick")]
     run: Option<Engine>,
-    /// An annotation for that container: KEY=VALUE; sublet.sm=25 where none is given
+    /// An annotation of the test container; default: sublet.sm=25 and sublet.memory=2GiB
     #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE", requires = "run")]
     annotations: Vec<(String, String)>,
-    /// What NVML says, for the doctor that started this one
+    /// Print what NVML reports; another `sublet doctor` calls this
     #[arg(long, hide = true, conflicts_with_all = ["quick", "run"])]
     inventory: bool,
-    /// How to print it
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     format: Format,
 }
@@ -63,9 +63,11 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     }
     let mut checks = vec![match &loaded {
         Ok(_) => check(Verdict::Pass, "valid".to_owned(), None),
-        Err(error) => {
-            check(Verdict::Fail, error.to_string(), Some("correct it; `sublet config check`".to_owned()))
-        }
+        Err(error) => check(
+            Verdict::Fail,
+            error.to_string(),
+            Some("correct it, then run `sublet config check`".to_owned()),
+        ),
     }];
     let config = loaded.unwrap_or_else(|_| Config::default());
     checks.extend(doctor::run(&Host::of(&config, arguments.quick, ask, probe)));
@@ -104,7 +106,7 @@ fn answered(command: &mut Command, limit: Duration) -> Result<Inventory, String>
         Err(ChildError::Io(error)) => return Err(format!("NVML cannot be asked: {error}")),
     };
     if !finished.status.success() {
-        let words = finished.stderr.lines().last().unwrap_or("the process that asks it ended");
+        let words = finished.stderr.lines().last().unwrap_or("the process that asks NVML ended");
         return Err(words.strip_prefix("sublet: ").unwrap_or(words).to_owned());
     }
     serde_json::from_str(&finished.stdout).map_err(|error| format!("NVML's answer: {error}"))

@@ -1,4 +1,4 @@
-//! `sublet doctor --run`: a container that gets a share and tells what it got. It needs no image and no
+//! `sublet doctor --run`: runs a test container that reports what it got. It needs no image and no
 //! network: its root filesystem is this program and the C library that it runs with.
 
 use std::collections::BTreeSet;
@@ -31,9 +31,9 @@ const STEP_LIMIT: Duration = Duration::from_secs(60);
 /// An engine that a probe can be run by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Engine {
-    /// By the runtime sublet
+    /// With the runtime sublet
     Docker,
-    /// By the hook
+    /// With the precreate hook
     Podman,
 }
 
@@ -78,13 +78,15 @@ pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> 
     let request = understood(annotations).filter(is_of_mps);
     if !probed.seen.mps && request.is_some() {
         bail!(
-            "the container is no client of an MPS server: the limits of its share are not in force; sublet status"
+            "the container is not connected to an MPS server, so the limits of its share are not in force: \
+             see `sublet status`"
         );
     }
     let limit = request.and_then(|request| memory_limit(&request, probed.seen.memory_total_bytes));
     if let Some(limit) = limit.filter(|limit| probed.seen.memory_free_bytes > *limit) {
         bail!(
-            "the container may take {}, and {} is the limit of its share: it is not in force; sublet status",
+            "the container may allocate {}, but the limit of its share is {}, so the limit is not in \
+             force: see `sublet status`",
             tables::memory(probed.seen.memory_free_bytes),
             tables::memory(limit)
         );
@@ -223,7 +225,10 @@ fn lay_out(root: &Path) -> anyhow::Result<()> {
     let mapped = mapped(&fs::read_to_string("/proc/self/maps")?);
     let libc = mapped.iter().find(|path| path.ends_with("libc.so.6")).and_then(|path| path.parent());
     let Some(directory) = libc else {
-        bail!("this sublet is static: a program without a loader cannot load libcuda")
+        bail!(
+            "this sublet is linked statically, so it cannot load libcuda in a container: use a sublet that is \
+         linked dynamically"
+        )
     };
     let others = LIBRARIES.iter().map(|name| directory.join(name)).filter(|path| path.is_file());
     let all: BTreeSet<PathBuf> = others.chain(mapped.iter().cloned()).collect();
@@ -251,14 +256,11 @@ fn answer(command: &mut Command, limit: Duration, stop: &dyn Fn() -> bool) -> an
     let finished = match child::run_until(command.process_group(0), limit, stop) {
         Ok(finished) => finished,
         Err(ChildError::Io(error)) if error.kind() == ErrorKind::Interrupted => {
-            bail!("interrupted: its container and image are removed")
+            bail!("interrupted; the container and its image were removed")
         }
         Err(ChildError::Io(error)) => return Err(error).with_context(|| format!("cannot run {name}")),
         Err(ChildError::Timeout) => {
-            bail!(
-                "{name} took longer than {} s and was ended: does it answer to `{name} ps`?",
-                limit.as_secs()
-            )
+            bail!("{name} took longer than {} s and was killed: does `{name} ps` answer?", limit.as_secs())
         }
     };
     if !finished.status.success() {

@@ -14,7 +14,7 @@ use sublet_core::text::safe;
 /// Arguments of both.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Devices, named as in `sublet.gpu`: an index, `GPU-…`, a PCI bus id, `all`
+    /// Devices, as in `sublet.gpu`: an index, `GPU-…`, a PCI bus id, `all`
     #[arg(required = true)]
     devices: Vec<String>,
 }
@@ -29,7 +29,7 @@ pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Resul
     for name in &arguments.devices {
         let found = place::named(name, &inventory, config);
         if found.is_empty() {
-            bail!("no device is called {}; `sublet status` lists them", safe(name));
+            bail!("there is no device {}: `sublet status` lists the devices", safe(name));
         }
         uuids.extend(found.into_iter().map(|device| device.uuid.clone()));
     }
@@ -44,7 +44,7 @@ pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Resul
     for line in mps::end_overdue(&store, config) {
         eprintln!("sublet: warning: {line}");
     }
-    let now = if drain { "takes no new lease; what runs there goes on" } else { "takes leases again" };
+    let now = if drain { "takes no new lease; its containers go on running" } else { "takes leases again" };
     for uuid in &uuids {
         println!("{uuid} {now}.");
     }

@@ -30,19 +30,19 @@ use sublet_core::text::safe;
 /// Arguments of `sublet explain`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// A bundle whose config.json is to be explained, edits included
+    /// Explain the container of this OCI bundle, and show the edits to its config.json
     #[arg(long, value_name = "DIR")]
     bundle: Option<PathBuf>,
-    /// An annotation as given to a container, over the bundle's: KEY=VALUE
+    /// An annotation of the container; overrides the bundle's
     #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE")]
     annotations: Vec<(String, String)>,
-    /// A container without annotations: what containers.toml gives one of this name
+    /// Explain what containers.toml gives to a container of this name
     #[arg(long, value_name = "NAME", conflicts_with_all = ["bundle", "annotations"])]
     name: Option<String>,
-    /// The same, of this image
+    /// Explain what containers.toml gives to a container of this image
     #[arg(long, value_name = "IMAGE", conflicts_with_all = ["bundle", "annotations"])]
     image: Option<String>,
-    /// A container that was refused or that runs
+    /// Explain a container that runs or was refused
     #[arg(long, value_name = "ID", conflicts_with_all = ["bundle", "annotations", "name", "image"])]
     container: Option<String>,
 }
@@ -103,9 +103,12 @@ fn mapped(arguments: &Arguments, spec: &Value) -> anyhow::Result<Option<String>>
     };
     let path = config_files::containers_path();
     let Some(share) = share else {
-        bail!("it has no sublet.* annotation, and no rule of {} fits it: no GPU is given", path.display());
+        bail!(
+            "it has no sublet.* annotation and no rule of {} matches it, so it gets no GPU",
+            path.display()
+        );
     };
-    println!("It has no sublet.* annotation; {} gives it share {}.\n", path.display(), safe(&share));
+    println!("It has no sublet.* annotation. {} gives it share {}.\n", path.display(), safe(&share));
     Ok(Some(share))
 }
 
@@ -124,9 +127,10 @@ fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
             (spec, rootfs)
         }
     };
-    let annotations = spec.as_object_mut().context("config.json is no object")?.entry("annotations");
+    let annotations = spec.as_object_mut().context("config.json is not a JSON object")?.entry("annotations");
     let annotations = annotations.or_insert_with(|| json!({}));
-    let annotations = annotations.as_object_mut().context("annotations of config.json is no object")?;
+    let annotations =
+        annotations.as_object_mut().context("`annotations` in config.json is not a JSON object")?;
     for (key, value) in &arguments.annotations {
         annotations.insert(key.clone(), Value::String(value.clone()));
     }
@@ -235,8 +239,8 @@ fn print_placement(placement: &Placement, inventory: &Inventory) {
 fn over_several(placement: &Placement) -> String {
     match (placement.devices.len(), placement.memory_bytes) {
         (0 | 1, _) => String::new(),
-        (count, None) => format!(", its own over all {count}"),
-        (count, Some(bytes)) => format!(", its own over all {count}, {} on each", tables::memory(bytes)),
+        (count, None) => format!(", its own, for all {count}"),
+        (count, Some(bytes)) => format!(", its own, for all {count}, {} on each", tables::memory(bytes)),
     }
 }
 
@@ -292,7 +296,8 @@ fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
     }
     if held.is_empty() && refused.is_empty() && guarded.is_empty() {
         bail!(
-            "container {} holds no lease, no refusal of it is recorded, and the guard recorded nothing about it",
+            "container {} holds no lease, and neither a refusal nor an action of the guard is recorded for \
+             it",
             safe(id)
         );
     }

@@ -1,4 +1,4 @@
-//! `sublet gc`: what every command does on its way, as a command of its own.
+//! `sublet gc`: frees leases of containers that have ended, as every command does first.
 
 use std::process::ExitCode;
 

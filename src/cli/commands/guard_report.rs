@@ -1,4 +1,4 @@
-//! What `sublet status` and `sublet explain` say of the guard.
+//! What `sublet status` and `sublet explain` say about the guard.
 
 use serde_json::{Value, json};
 
@@ -29,10 +29,13 @@ fn state(config: &Config) -> Vec<String> {
         Sight::All => vec!["Guard: on.".to_owned()],
         Sight::Blind(why) => why.into_iter().map(|why| format!("GUARD OFF: {why}")).collect(),
         Sight::None if config.guard.enabled => vec![
-            "GUARD OFF: programs that tamper with their MPS limits are not stopped; systemctl enable --now sublet.service".to_owned(),
+            "GUARD OFF: programs that tamper with their MPS limits are not stopped; run `systemctl enable \
+             --now sublet.service`"
+                .to_owned(),
         ],
         Sight::None => vec![
-            "GUARD OFF: programs that tamper with their MPS limits are not stopped; [guard] enabled = false in the configuration"
+            "GUARD OFF: programs that tamper with their MPS limits are not stopped; the configuration has \
+             [guard] enabled = false"
                 .to_owned(),
         ],
     }

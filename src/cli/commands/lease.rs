@@ -13,17 +13,17 @@ use sublet_core::text::safe;
 /// Subcommands of `sublet lease`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Who holds what
+    /// List leases and their containers
     List {
-        /// How to print it
+        /// Output format
         #[arg(long, value_enum, default_value_t)]
         format: Format,
     },
-    /// Give a lease back whose container is gone
+    /// Release the lease of a container that has ended
     Release {
         /// The lease id
         id: String,
-        /// Even though its container runs, or nobody can tell: its processes keep the GPU, and nobody counts them
+        /// Release it even if its container runs, or may run. Its processes keep the GPU, and are not counted any more
         #[arg(long)]
         force: bool,
     },
@@ -51,16 +51,22 @@ fn list(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
 }
 
 fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode> {
-    let Some(id) = LeaseId::parse(text) else { bail!("{}: a lease id is sixteen hex digits", safe(text)) };
+    let Some(id) = LeaseId::parse(text) else {
+        bail!(
+            "{} is not a lease id: 16 hex digits are expected (`sublet lease list` shows the ids)",
+            safe(text)
+        )
+    };
     let ledger = super::settled_ledger(config)?;
     let Some(lease) = ledger.lease(&id) else {
-        bail!("there is no lease {id}; `sublet lease list` shows them")
+        bail!("there is no lease {id}: `sublet lease list` shows the leases")
     };
     if !force {
         let (container, signs) = (tables::short(&lease.container.name()), lease.signs_of_life());
-        let signs = if signs.is_empty() { "it was just started".to_owned() } else { signs.join("; ") };
+        let signs = if signs.is_empty() { "it has just been started".to_owned() } else { signs.join("; ") };
         bail!(
-            "lease {id} is held by container {container}: {signs}; end the container, or --force if it is gone"
+            "lease {id} is held by container {container}: {signs}; end the container, or use --force if it \
+             has ended"
         );
     }
     admit::withdraw(&id, config)?;

@@ -1,4 +1,4 @@
-//! `sublet mig list|plan|apply|assert|export`: what GPUs are cut into, and what they should be.
+//! `sublet mig list|plan|apply|assert|export`: the MIG instances of GPUs, and layout files for them.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -16,39 +16,39 @@ use sublet_core::ledger::{Ledger, Store};
 /// Subcommands of `sublet mig`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// What each GPU can be cut into, and its instances
+    /// List the MIG instances of each GPU, and the profiles it offers
     List {
-        /// How to print it
+        /// Output format
         #[arg(long, value_enum, default_value_t)]
         format: Format,
     },
-    /// Show what `apply` would do and what stands in the way; changes nothing
+    /// Show what `apply` would do and what prevents it; changes nothing
     Plan {
         #[command(flatten)]
         file: LayoutFile,
-        /// How to print it
+        /// Output format
         #[arg(long, value_enum, default_value_t)]
         format: Format,
     },
-    /// Cut GPUs as a layout file says, around instances in use; all of it or nothing
+    /// Create and destroy instances as a layout file says. Instances in use stay; all steps are done or none
     Apply {
         #[command(flatten)]
         file: LayoutFile,
-        /// Reset GPUs where that is what it takes to switch MIG mode
+        /// Reset a GPU if switching its MIG mode needs it
         #[arg(long)]
         allow_reset: bool,
     },
-    /// Exit with 0 if the GPUs are as a layout file says, with 1 if not
+    /// Check a layout file: exit code 0 if the GPUs match it, 1 if not
     Assert {
         #[command(flatten)]
         file: LayoutFile,
     },
-    /// Print the present state as a layout file
+    /// Print the current instances as a layout file
     Export,
-    /// Make an instance for a container (sublet's own programs call this)
+    /// Create an instance for a container; sublet's own programs call this
     #[command(hide = true)]
     Make,
-    /// Destroy instances that were made for containers which have ended (sublet's own programs call this)
+    /// Destroy instances created for containers that have ended; sublet's own programs call this
     #[command(hide = true)]
     Clear,
 }
@@ -56,9 +56,9 @@ pub enum Command {
 /// Which layout.
 #[derive(Debug, clap::Args)]
 pub struct LayoutFile {
-    /// A layout in TOML, or mig-parted's YAML; default: [mig] layout of the configuration
+    /// A layout file in TOML, or in mig-parted's YAML; default: [mig] layout of the configuration
     file: Option<PathBuf>,
-    /// Which of the configurations in mig-parted's YAML
+    /// The name of a configuration in mig-parted's YAML
     #[arg(long)]
     name: Option<String>,
 }
@@ -93,7 +93,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
 /// The layout asked for; `None` where nobody asked for one.
 fn read(file: &LayoutFile, config: &Config) -> anyhow::Result<Layout> {
     let path: Option<&Path> = file.file.as_deref().or(config.mig.layout.as_deref());
-    let path = path.context("no layout: name a file, or set [mig] layout in the configuration")?;
+    let path = path.context("no layout is given: name a file, or set [mig] layout in the configuration")?;
     Ok(Layout::read(path, file.name.as_deref())?)
 }
 
@@ -133,7 +133,7 @@ fn show(file: &LayoutFile, format: Format, config: &Config) -> anyhow::Result<Ex
     let refused = plans.iter().any(Result::is_err);
     match format {
         Format::Json => tables::json(&plans.iter().map(plan_json).collect::<Vec<_>>())?,
-        Format::Table if plans.is_empty() => println!("The layout names no GPU of this host."),
+        Format::Table if plans.is_empty() => println!("The layout matches no GPU of this host."),
         Format::Table => plans.iter().for_each(|plan| println!("{}", lines(plan))),
     }
     Ok(if refused { ExitCode::FAILURE } else { ExitCode::SUCCESS })
@@ -154,9 +154,9 @@ fn plan_json(plan: &Result<Plan, mig::Obstacle>) -> Value {
 fn lines(plan: &Result<Plan, mig::Obstacle>) -> String {
     match plan {
         Err(obstacle) => obstacle.to_string(),
-        Ok(plan) if plan.steps.is_empty() => format!("GPU {}: as it should be", plan.index),
+        Ok(plan) if plan.steps.is_empty() => format!("GPU {}: matches the layout", plan.index),
         Ok(plan) => {
-            let reset = if plan.reset { " (takes a reset of the GPU: --allow-reset)" } else { "" };
+            let reset = if plan.reset { " (needs a reset of the GPU: --allow-reset)" } else { "" };
             let first = format!("GPU {}: {} steps{reset}", plan.index, plan.steps.len());
             let steps = plan.steps.iter().map(|step| format!("  {step}"));
             [first].into_iter().chain(steps).collect::<Vec<_>>().join("\n")
@@ -176,7 +176,7 @@ fn assert(file: &LayoutFile, config: &Config) -> anyhow::Result<ExitCode> {
 
 fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Result<ExitCode> {
     if admit::is_remote(config) {
-        bail!("MIG layouts are root's to change: run `sublet mig apply` as root");
+        bail!("only root can change MIG instances: run `sublet mig apply` as root");
     }
     let layout = read(file, config)?;
     super::settled_ledger(config)?;
@@ -198,7 +198,7 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     drop(fence);
     if let Err(error) = crate::refresh::refresh(config) {
         // The next container that starts tries it again.
-        eprintln!("sublet: warning: the inventory is not refreshed: {}", tables::chain(&error));
+        eprintln!("sublet: warning: the inventory could not be refreshed: {}", tables::chain(&error));
     }
     Local::new(config).clear_made(&store);
     done?;
@@ -242,8 +242,10 @@ fn change(
     drop(held);
     match done {
         Err(error @ ApplyError::Left { .. }) => {
-            let repair =
-                format!("{error}; what was found is in {0}: `sublet mig apply {0}`", found.display());
+            let repair = format!(
+                "{error}; the instances of before are written in {0}: `sublet mig apply {0}` restores them",
+                found.display()
+            );
             Err(anyhow::Error::msg(repair))
         }
         done => {

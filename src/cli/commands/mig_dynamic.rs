@@ -1,4 +1,4 @@
-//! `sublet mig make|clear`: what the entry points have done for containers under `[mig] dynamic`; not for people.
+//! `sublet mig make|clear`: entry points run these for containers under `[mig] dynamic`; not for people.
 
 use std::io::Read as _;
 use std::process::ExitCode;
@@ -19,7 +19,7 @@ use sublet_core::ledger::{Ledger, Store};
 pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
     let mut text = String::new();
     std::io::stdin().take(1 << 16).read_to_string(&mut text).context("standard input")?;
-    let ask: MakeAsk = serde_json::from_str(&text).context("sublet's own programs alone call this")?;
+    let ask: MakeAsk = serde_json::from_str(&text).context("only sublet's own programs call this command")?;
     let store = Store::open(&config.state_dir)?;
     let answer = match changed(&store, config, Some(&ask)) {
         Ok(()) => {
@@ -38,7 +38,7 @@ pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Destroys those that nobody needs any more.
+/// Destroys those that no lease needs any more.
 ///
 /// # Errors
 /// The driver does not answer, or one is in use still.
@@ -48,7 +48,7 @@ pub fn clear(config: &Config) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Behind the fence: destroys what nobody needs, and then makes what is asked for.
+/// Behind the fence: destroys what no lease needs, and then creates what is asked for.
 fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Result<()> {
     // As last written: the driver's library is all that is needed of it.
     let inventory = inventory::last(config).or_else(|_| fresh_inventory(config))?;

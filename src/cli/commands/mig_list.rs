@@ -1,4 +1,4 @@
-//! `sublet mig list`: what each GPU can be cut into, and what it is cut into.
+//! `sublet mig list`: the MIG instances of each GPU, and the profiles it offers.
 
 use std::process::ExitCode;
 

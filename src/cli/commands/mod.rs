@@ -46,22 +46,22 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Show devices, who holds what, and MPS daemons
+    /// Show devices, leases and MPS daemons
     Status(status::Arguments),
-    /// Look at driver and devices afresh and write the inventory
+    /// Ask the driver for its devices and write the inventory
     Refresh(refresh::Arguments),
-    /// Show what a share would get, what it protects and what not; changes nothing
+    /// Show what a share would get, what it protects and what it does not; changes nothing
     Explain(explain::Arguments),
-    /// Wait until the driver is up and a share would be free
+    /// Wait until the driver is up and a share is free
     Wait(wait::Arguments),
     /// List leases, or release one
     #[command(subcommand)]
     Lease(lease::Command),
-    /// Release leases of exited containers and restart crashed MPS daemons
+    /// Release leases of containers that have ended, and restart crashed MPS daemons
     Gc,
-    /// Give a device no new lease
+    /// Stop giving new leases on a device; leases that exist stay
     Drain(drain::Arguments),
-    /// Give a drained device leases again
+    /// Give leases on a drained device again
     Undrain(drain::Arguments),
     /// List, start and stop MPS daemons, show their logs
     #[command(subcommand)]
@@ -69,17 +69,17 @@ enum Command {
     /// Offer named shares as CDI devices: docker run --device sublet/share=small.0
     #[command(subcommand)]
     Cdi(cdi::Command),
-    /// List, plan and change what GPUs are cut into
+    /// List, plan and change the MIG instances of GPUs
     #[command(subcommand)]
     Mig(mig::Command),
-    /// Look for what keeps containers from their shares, with the fix to type; exit 1 where a check fails
+    /// Check this host; each failed check comes with its fix. Exit code 1 if a check fails
     Doctor(doctor::Arguments),
-    /// Say what this container got; `sublet doctor --run` puts it there
+    /// Report what this container got; `sublet doctor --run` runs it in a container
     #[command(hide = true)]
     Probe,
-    /// Make an engine use sublet, or undo that
+    /// Configure an engine to use sublet, or undo that
     Setup(setup::Arguments),
-    /// Guard shares, take leases for users without root, keep CDI devices current; systemd runs it
+    /// Run the service: the guard, leases for users without root, current CDI devices; systemd runs it
     Serve,
     /// Check or show the configuration
     #[command(subcommand)]
@@ -155,12 +155,12 @@ fn settled_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger
     let store = sublet_core::ledger::Store::open(&config.state_dir)?;
     match Local::new(config).reconcile(|_| Ok(())) {
         Err(error) if error.is_elsewhere() => {
-            eprintln!("sublet: {error}; this is what it says");
+            eprintln!("sublet: {error}; the ledger is shown as it is");
             return Ok(store.peek()?);
         }
         done => done?.lines.iter().for_each(|line| eprintln!("sublet: {line}")),
     }
-    store.read().context("after freeing what is gone")
+    store.read().context("after freeing leases of containers that have ended")
 }
 
 /// What a user without root may see: `sublet serve` frees what is gone.

@@ -13,35 +13,35 @@ use sublet_core::mps::MpsError;
 /// Subcommands of `sublet mps`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Every daemon of ours
+    /// List the MPS daemons that sublet runs
     List {
-        /// How to print it
+        /// Output format
         #[arg(long, value_enum, default_value_t)]
         format: Format,
     },
-    /// Start the daemon that a lease waits for, or bring it back
+    /// Start an MPS daemon that a lease needs, or restart it
     Start {
         /// A device's UUID, or a lease id for a dedicated daemon
         key: String,
     },
-    /// Stop a daemon that serves no lease
+    /// Stop an MPS daemon that serves no lease
     Stop {
         /// A device's UUID, or a lease id for a dedicated daemon
         key: String,
-        /// Even though it serves leases or does not answer: the work of its clients ends
+        /// Stop it even if it serves leases or does not answer; the GPU work of its clients ends
         #[arg(long)]
         force: bool,
-        /// One that is not there is no error: for our own programs
+        /// Succeed if there is no such daemon; sublet's own programs use this
         #[arg(long = "if-there", hide = true)]
         if_there: bool,
     },
-    /// Put the compute mode back under a daemon that waits for its next lease; not for people
+    /// Restore the compute mode under a daemon that waits for its next lease; sublet's own programs call this
     #[command(hide = true)]
     Rest {
         /// A device's UUID
         key: String,
     },
-    /// Print a daemon's logs
+    /// Print the logs of an MPS daemon and its server
     Logs {
         /// A device's UUID, or a lease id for a dedicated daemon
         key: String,

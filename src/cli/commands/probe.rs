@@ -1,4 +1,4 @@
-//! `sublet probe`: what the container that it runs in got. `sublet doctor --run` puts it there.
+//! `sublet probe`: reports what the container that it runs in got. `sublet doctor --run` runs it there.
 
 use std::fs;
 use std::path::Path;

@@ -1,37 +1,38 @@
-//! What a share protects its container from and what not, in plain words. Each line is measured in
-//! docs/evidence or follows from the driver's documents; nothing here is hoped for.
+//! What a share protects its container from, and what it does not. Each line is measured in
+//! docs/evidence or follows from the driver's documentation.
 
 use sublet_core::place::Placement;
 use sublet_core::share::{Isolation, Mode};
 
 /// What holds.
 pub fn protects(placement: &Placement) -> Vec<&'static str> {
-    let mut lines = vec!["no other container is booked memory or SMs that are booked for this one"];
+    let mut lines = vec!["SMs and memory booked for this container are booked for no other"];
     match (placement.mode, placement.isolation, placement.daemon.is_some()) {
         (Mode::Mps, Isolation::Shared, _) => {
-            lines.push("neighbours run at the same time as you, not by turns");
+            lines.push("containers on the GPU run at the same time, without turns");
         }
         (Mode::Mps, Isolation::Dedicated, _) | (Mode::TimeSlice, _, true) => {
-            lines.push("a neighbour's crash cannot reach you; you take turns with the others");
+            lines.push("a crash in another container does not affect this one; containers take turns");
         }
         (Mode::TimeSlice, ..) => {
-            lines.push("a neighbour's crash stays with the neighbour, as with plain --gpus");
+            lines.push("a crash in another container does not affect this one, as with plain --gpus");
         }
-        (Mode::Exclusive, ..) => lines.push("nobody else is given this GPU"),
-        (Mode::Mig, ..) => lines.push("memory and SMs are the instance's own, in hardware"),
+        (Mode::Exclusive, ..) => lines.push("no other container gets this GPU"),
+        (Mode::Mig, ..) => lines.push("the instance has its own memory and SMs, in hardware"),
     }
     if placement.sm.is_some() {
         lines.push(
-            "the driver holds this container's SM ceiling, and no client can raise it past the server's",
+            "the driver enforces this container's SM limit, and no client can raise its limit above the \
+             server's",
         );
     }
     if placement.memory_bytes.is_some() && placement.daemon.is_some() {
-        lines.push("the driver holds the memory limit for programs that leave their environment as it is");
+        lines.push("the driver enforces the memory limit on programs that do not change their environment");
         lines.push(match placement.isolation {
             Isolation::Shared if placement.mode == Mode::Mps => {
-                "a program without that environment is held to the largest share of its MPS server"
+                "a program without that environment gets the limits of the largest share on its MPS server"
             }
-            _ => "a program without that environment is held to it as well",
+            _ => "a program without that environment has the same limits",
         });
     }
     lines
@@ -50,27 +51,29 @@ pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
     }
     if placement.memory_bytes.is_some() && placement.daemon.is_some() {
         lines.push(
-            "a hostile program can spoil its own CUDA_MPS_PINNED_DEVICE_MEM_LIMIT and take more memory",
+            "a hostile program can set an invalid CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for itself and allocate \
+             more memory",
         );
-        lines.push("the limits are per process: more processes than sublet.processes take more");
+        lines.push("the limits are per process: more processes than sublet.processes exceed the share");
     }
     if placement.daemon.is_some() {
         lines.push("a hostile program can unset CUDA_MPS_PIPE_DIRECTORY and run beside MPS, unless the compute mode is EXCLUSIVE_PROCESS");
     }
     if placement.mode == Mode::Mig && placement.memory_bytes.is_some() {
         lines.push(
-            "other compute instances of the GPU instance have the same memory: nobody is held to a part",
+            "other compute instances of the GPU instance use the same memory, and none is limited to a \
+             part of it",
         );
     }
     if placement.memory_bytes.is_none() && !matches!(placement.mode, Mode::Exclusive | Mode::Mig) {
-        lines.push("without sublet.memory each container can take all the memory that is free");
+        lines.push("without sublet.memory, each container can allocate all the free memory");
     }
     if placement.mode == Mode::TimeSlice && placement.daemon.is_none() {
-        lines.push("turns are equal for each process: a container with more processes gets more time");
+        lines.push("turns are equal per process: a container with more processes gets more time");
     }
     lines.push(match placement.mode {
-        Mode::Mig => "PCIe, power and clocks are shared with whoever is on the same GPU",
-        _ => "caches, memory bandwidth and PCIe are shared with whoever is on the same GPU",
+        Mode::Mig => "PCIe, power and clocks are shared with all other work on the GPU",
+        _ => "caches, memory bandwidth and PCIe are shared with all other work on the GPU",
     });
     lines
 }

@@ -1,4 +1,4 @@
-//! `sublet refresh`: looks at the driver afresh and writes the inventory.
+//! `sublet refresh`: asks the driver for its devices and writes the inventory.
 
 use std::process::{Command, ExitCode};
 use std::time::Duration;
@@ -18,11 +18,11 @@ const SMI_LIMIT: Duration = Duration::from_secs(20);
 /// Arguments of `sublet refresh`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Print nothing unless it fails
+    /// Print errors only
     #[arg(long)]
     quiet: bool,
-    /// Before the first container: load the driver's modules, make missing device nodes and their links in
-    /// /dev/char, wait for the driver up to 50 s; a host without a GPU is no error
+    /// Prepare for the first container: load the driver's modules, create missing device nodes and their
+    /// links in /dev/char, and wait up to 50 s for the driver. A host without a GPU is no error
     #[arg(long)]
     boot: bool,
 }
@@ -52,9 +52,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
 fn set_time_slices(inventory: &Inventory, config: &Config) -> Vec<String> {
     let rules = inventory.gpus().filter_map(|device| {
         let slice = place::rule(device, config)?.time_slice?;
-        set_time_slice(&device.uuid, slice, inventory)
-            .err()
-            .map(|why| format!("the time slice of GPU {} ({}) is not set: {why}", device.index, device.uuid))
+        set_time_slice(&device.uuid, slice, inventory).err().map(|why| {
+            format!("the time slice of GPU {} ({}) could not be set: {why}", device.index, device.uuid)
+        })
     });
     rules.collect()
 }

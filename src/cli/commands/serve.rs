@@ -12,7 +12,10 @@ use sublet_core::config::Config;
 /// Not root; the socket or the state directory cannot be had.
 pub fn run(config: &Config) -> anyhow::Result<ExitCode> {
     if !nix::unistd::geteuid().is_root() {
-        bail!("serve holds the ledger and the MPS daemons for others: run it as root, or by systemd");
+        bail!(
+            "`sublet serve` manages the ledger and the MPS daemons for other users: run it as root, or by \
+         systemd"
+        );
     }
     for warning in config.warnings() {
         tracing::warn!("{warning}");

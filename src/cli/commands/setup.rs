@@ -1,4 +1,4 @@
-//! `sublet setup`: makes an engine use sublet, and undoes it.
+//! `sublet setup`: configures an engine to use sublet, and undoes that.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -17,18 +17,18 @@ use sublet_core::text::safe;
 /// Arguments of `sublet setup`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// The engine
+    /// The engine to configure
     #[arg(value_enum)]
     engine: Engine,
     #[command(flatten)]
     wanted: Wanted,
-    /// Take out what an earlier setup put in, and nothing else
+    /// Remove what an earlier setup added, and nothing else
     #[arg(long)]
     undo: bool,
-    /// Show what would change, and change nothing
+    /// Show what would change; changes nothing
     #[arg(long)]
     dry_run: bool,
-    /// The engine's configuration, where it is elsewhere
+    /// The engine's configuration file, if it is not in its usual place
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 }
@@ -36,10 +36,10 @@ pub struct Arguments {
 /// What the engine is told beside the runtime.
 #[derive(Debug, clap::Args)]
 struct Wanted {
-    /// Make sublet the runtime of containers that name none (those without annotations start as before)
+    /// Make sublet the default runtime; containers without annotations start as before
     #[arg(long, conflicts_with = "undo")]
     default: bool,
-    /// Have the engine take CDI devices, also where the configuration has no [share]
+    /// Enable CDI in the engine, even if the configuration has no [share]
     #[arg(long, conflicts_with = "undo")]
     cdi: bool,
 }
@@ -70,16 +70,20 @@ impl Engine {
     /// the file stays in force, and it looks for CDI devices at its start alone (seen with 26.1).
     const fn restart(self, whole: bool, systemd: bool) -> &'static str {
         match self {
-            Self::Podman => "in force for the next container; nothing has to be restarted",
-            Self::Docker if systemd && whole => "`systemctl restart docker` puts it in force",
-            Self::Docker if systemd => "`systemctl reload docker` puts it in force",
-            Self::Docker if whole => "in force when dockerd is started again",
-            Self::Docker => "in force when dockerd gets SIGHUP (`kill -HUP $(cat /var/run/docker.pid)`)",
-            Self::Containerd if systemd => {
-                "`systemctl restart containerd` puts it in force; containers run on"
+            Self::Podman => "it takes effect with the next container; nothing has to be restarted",
+            Self::Docker if systemd && whole => "run `systemctl restart docker` to put it into effect",
+            Self::Docker if systemd => "run `systemctl reload docker` to put it into effect",
+            Self::Docker if whole => "restart dockerd to put it into effect",
+            Self::Docker => {
+                "send dockerd SIGHUP to put it into effect (`kill -HUP $(cat /var/run/docker.pid)`)"
             }
-            Self::Crio if systemd => "`systemctl restart crio` puts it in force; containers run on",
-            Self::Containerd | Self::Crio => "in force when it is started again; containers run on",
+            Self::Containerd if systemd => {
+                "run `systemctl restart containerd` to put it into effect; containers keep running"
+            }
+            Self::Crio if systemd => {
+                "run `systemctl restart crio` to put it into effect; containers keep running"
+            }
+            Self::Containerd | Self::Crio => "restart it to put it into effect; containers keep running",
         }
     }
 }
@@ -139,8 +143,8 @@ fn path(arguments: &Arguments) -> anyhow::Result<PathBuf> {
 fn refuse_unserved(engine: Engine) -> anyhow::Result<()> {
     if let Some(snap) = files::docker_snap(Path::new("/")).filter(|_| engine == Engine::Docker) {
         bail!(
-            "Docker is a snap here ({}): its confinement runs no program of the host's, so neither sublet's runtime \
-             nor its CDI hooks; install Docker as a package (Debian: docker.io)",
+            "Docker is installed as a snap ({}): a snap cannot run programs of the host, so neither \
+             sublet's runtime nor its CDI hooks; install Docker as a package (Debian: docker.io)",
             snap.display()
         );
     }
@@ -149,16 +153,17 @@ fn refuse_unserved(engine: Engine) -> anyhow::Result<()> {
     }
     match engine {
         Engine::Docker => bail!(
-            "{} is root's; rootless Docker reads another: --config ~/.config/docker/daemon.json. There containers \
-             take shares by annotations, with `sublet serve` running; CDI devices and containers.toml do not work",
+            "{} belongs to root; rootless Docker reads another file: --config \
+             ~/.config/docker/daemon.json. Rootless containers get shares by annotations while `sublet \
+             serve` runs; CDI devices and containers.toml do not work",
             engine.path()
         ),
         Engine::Podman => bail!(
-            "{} is root's and serves all users; for your own Podman alone: --config \
+            "{} belongs to root and is for all users; for your own Podman: --config \
              ~/.config/containers/containers.conf.d/sublet.conf",
             engine.path()
         ),
-        Engine::Containerd | Engine::Crio => bail!("{} is root's: run it as root", engine.path()),
+        Engine::Containerd | Engine::Crio => bail!("{} belongs to root: run this as root", engine.path()),
     }
 }
 
@@ -206,11 +211,11 @@ fn in_directory(path: &Path, found: Option<&str>, text: String) -> String {
 }
 
 fn wish(arguments: &Arguments, config: &Config) -> anyhow::Result<Wish> {
-    let own = std::env::current_exe().context("sublet cannot find itself")?;
+    let own = std::env::current_exe().context("sublet cannot find its own program file")?;
     let beside = own.with_file_name("sublet-runtime");
     let runtime = [beside, PathBuf::from("/usr/bin/sublet-runtime")].into_iter().find(|path| path.is_file());
     let Some(runtime) = runtime else {
-        bail!("sublet-runtime is neither beside this program nor in /usr/bin: install it first");
+        bail!("sublet-runtime is missing, both beside this program and in /usr/bin: install it first");
     };
     let hooks_dir = hooks_dir(&own);
     if arguments.engine == Engine::Podman && !hooks_dir.join("sublet.json").is_file() {
@@ -297,20 +302,20 @@ fn notes(arguments: &Arguments, path: &Path, found: Option<&str>) -> Vec<String>
     let was = found.and_then(|text| docker::default_runtime(text).ok().flatten());
     if arguments.undo {
         notes.push(
-            "Containers that were made with the runtime sublet need it to start again: remove them."
-                .to_owned(),
+            "Containers created with the runtime sublet cannot start without it: remove them.".to_owned(),
         );
     } else if let Some(was) =
         was.filter(|was| arguments.wanted.default && was != setup::NAME && was != "runc")
     {
         notes.push(format!(
-            "The default runtime was {}: containers without sublet.* annotations run with runc or crun from now on.",
+            "The default runtime was {}. Containers without sublet.* annotations now run with runc or crun.",
             safe(&was)
         ));
     }
     if arguments.engine == Engine::Docker && path.to_string_lossy().contains("/.config/") {
         notes.push(
-            "Rootless Docker: shares by annotations, with `sublet serve` running; no CDI devices, no containers.toml."
+            "Rootless Docker: containers get shares by annotations while `sublet serve` runs. CDI devices \
+             and containers.toml do not work."
                 .to_owned(),
         );
     }
@@ -320,7 +325,8 @@ fn notes(arguments: &Arguments, path: &Path, found: Option<&str>) -> Vec<String>
 fn cannot(verb: &str, path: &Path, error: &io::Error) -> anyhow::Error {
     let hint = match error.kind() {
         ErrorKind::ReadOnlyFilesystem => {
-            "; it is on a read-only file system: change it where that is made (`--dry-run` shows the lines)"
+            "; it is on a read-only file system: change it where that file system is built (`--dry-run` \
+             shows the lines)"
         }
         ErrorKind::PermissionDenied => "; run as root",
         _ => "",

@@ -18,10 +18,10 @@ use sublet_core::text::safe;
 /// Arguments of `sublet status`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// How to print it
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     format: Format,
-    /// Show why the last container was not started
+    /// Show why the last container was refused
     #[arg(long)]
     last_error: bool,
 }
@@ -181,8 +181,8 @@ fn print_tables(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], conf
     }
     for (made, why) in ledger.mig.made.iter().filter_map(|made| Some((made, made.stuck.as_ref()?))) {
         println!(
-            "\nMIG instance {} of GPU {} was made for a container that has ended, and cannot be destroyed yet: {}; \
-             every sublet command tries again",
+            "\nMIG instance {} of GPU {} was created for a container that has ended, and cannot be \
+             destroyed yet: {}; every sublet command tries again",
             made.label(),
             safe(&made.gpu),
             safe(why)

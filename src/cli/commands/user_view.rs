@@ -1,4 +1,4 @@
-//! What a user without root sees beside the tables: their own policy, and what of it is left.
+//! What a user without root sees below the tables: their own policy limits, and what is left of them.
 
 use std::fmt;
 
@@ -36,14 +36,14 @@ impl Own {
 impl fmt::Display for Own {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(reason) = &self.refused {
-            return write!(f, "You can take no share: {reason}");
+            return write!(f, "You cannot take a share: {reason}");
         }
         let (Some(rule), Some(left)) = (&self.policy, &self.left) else {
-            return f.write_str("Nothing caps what you take.");
+            return f.write_str("You have no policy limits.");
         };
         let caps = caps(rule, left);
         if caps.is_empty() {
-            return f.write_str("Your policy caps nothing.");
+            return f.write_str("Your policy sets no limits.");
         }
         write!(f, "Your policy: {}", caps.join("; "))
     }
@@ -55,12 +55,12 @@ fn caps(rule: &PolicyRule, left: &Left) -> Vec<String> {
     let devices = rule.devices.as_ref().map(|devices| devices.iter().map(|device| &**device).collect());
     [
         modes.map(|modes| format!("modes {}", words(modes))),
-        rule.sm.zip(left.sm_percent).map(|(cap, left)| format!("sm {cap} %, {left} % of it left")),
-        rule.memory.zip(left.memory_bytes).map(|(cap, left)| {
-            format!("memory {}, {} of it left", tables::memory(cap), tables::memory(left))
-        }),
+        rule.sm.zip(left.sm_percent).map(|(cap, left)| format!("sm {cap} %, {left} % left")),
+        rule.memory
+            .zip(left.memory_bytes)
+            .map(|(cap, left)| format!("memory {}, {} left", tables::memory(cap), tables::memory(left))),
         devices.map(|devices| format!("devices {}", words(devices))),
-        rule.leases.zip(left.leases).map(|(cap, left)| format!("leases {cap}, {left} of them left")),
+        rule.leases.zip(left.leases).map(|(cap, left)| format!("leases {cap}, {left} left")),
     ]
     .into_iter()
     .flatten()

@@ -1,4 +1,4 @@
-//! `sublet wait`: until the driver is up and, with annotations, until their share would be free.
+//! `sublet wait`: waits until the driver is up and, with annotations, until their share is free.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -19,16 +19,16 @@ const LOOK_AGAIN: Duration = Duration::from_millis(250);
 /// Arguments of `sublet wait`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// The share that has to be free, as given to a container: KEY=VALUE
+    /// An annotation of the share to wait for. With none, wait for the driver alone
     #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE")]
     annotations: Vec<(String, String)>,
-    /// How long, as 30s or 2m, a day at most
+    /// The longest wait, such as 30s or 2m; at most a day
     #[arg(long, default_value = "60s", value_parser = timeout)]
     timeout: Duration,
 }
 
 fn timeout(text: &str) -> Result<Duration, String> {
-    let allowed = || format!("must be {DURATION_ALLOWED}, and a day at most");
+    let allowed = || format!("must be {DURATION_ALLOWED}, at most a day");
     parse_duration(text, LONGEST).map_err(|malformed| malformed.hint.unwrap_or_else(allowed))
 }
 
@@ -84,10 +84,13 @@ mod tests {
     fn a_timeout_is_written_as_a_wait_is() {
         assert_eq!(timeout("0"), Ok(Duration::ZERO));
         assert_eq!(timeout("2m"), Ok(Duration::from_secs(120)));
-        assert_eq!(timeout("10").unwrap_err(), "a bare number says no unit: write 10s");
+        assert_eq!(timeout("10").unwrap_err(), "the unit is missing: write 10s");
         for text in ["soon", "1m 30s", "1441m", "18446744073709551615s"] {
             let why = timeout(text).unwrap_err();
-            assert_eq!(why, "must be 0 or a whole number of ms, s or m, as 10s, and a day at most", "{text}");
+            assert_eq!(
+                why, "must be 0 or a whole number of ms, s or m, such as 10s, at most a day",
+                "{text}"
+            );
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What a CUDA program sees: libcuda asked by name, as any program in a container would.
+//! What a CUDA program sees: libcuda is loaded by name, as by any program in a container.
 #![allow(unsafe_code, reason = "libcuda by its C ABI (cuda.h)")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};

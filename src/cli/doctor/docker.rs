@@ -13,7 +13,7 @@ const OLDEST: u32 = 24;
 pub(super) fn docker(host: &Host<'_>) -> Outcome {
     if let Some(snap) = files::docker_snap(&host.root) {
         return warn(
-            format!("a snap ({}), which runs no program of the host's", snap.display()),
+            format!("Docker is a snap ({}), which cannot run programs of the host", snap.display()),
             "apt install docker.io",
         );
     }
@@ -23,10 +23,10 @@ pub(super) fn docker(host: &Host<'_>) -> Outcome {
     let text = host.text(FILE).unwrap_or_else(|| "{}".to_owned());
     match daemon_json::runtime(&text) {
         Err(error) => fail(format!("{FILE}: {error}"), format!("correct {FILE}")),
-        Ok(None) if shares_by_cdi(host, &text) => pass("no runtime sublet; CDI devices of shares"),
+        Ok(None) if shares_by_cdi(host, &text) => pass("no runtime sublet; shares are used as CDI devices"),
         Ok(None) => warn(format!("{FILE} has no runtime sublet"), "sublet setup docker"),
         Ok(Some(path)) if !is_there(host, &path) => fail(
-            format!("runtime sublet is {}, which is not there", safe(&path)),
+            format!("runtime sublet is {}, which does not exist", safe(&path)),
             "sublet setup docker --undo, then sublet setup docker",
         ),
         Ok(Some(_)) if host.quick => pass("runtime sublet is in daemon.json"),
@@ -51,7 +51,7 @@ fn daemon(host: &Host<'_>) -> Outcome {
     let told = told.trim();
     if version(told).is_some_and(|parts| parts[0] < OLDEST) {
         return fail(
-            format!("Docker {} knows no --annotation", safe(told)),
+            format!("Docker {} does not know --annotation", safe(told)),
             format!(
                 "install Docker {OLDEST} or later, or take shares by name: docs/docker.md, \"Without annotations\""
             ),
@@ -75,21 +75,21 @@ mod tests {
         let fake = Fake::new();
         assert_eq!(passed(docker(&fake.host())), "not installed");
         fake.file("/var/snap/docker/x", "");
-        assert!(told(docker(&fake.host()), Warn).0.starts_with("a snap"));
+        assert!(told(docker(&fake.host()), Warn).0.starts_with("Docker is a snap"));
         fake.file("/usr/bin/dockerd", "");
         assert_eq!(told(docker(&fake.host()), Warn).1, "sublet setup docker");
         fake.file(FILE, " \n");
         assert_eq!(told(docker(&fake.host()), Warn).1, "sublet setup docker");
         fake.file(FILE, "{ \"runtimes\": ");
-        assert!(told(docker(&fake.host()), Fail).0.contains("it is no valid JSON"));
+        assert!(told(docker(&fake.host()), Fail).0.contains("it is not valid JSON"));
         fake.file(FILE, r#"{"runtimes": {"sublet": {"path": "/usr/bin/sublet-runtime"}}}"#);
-        assert!(told(docker(&fake.host()), Fail).0.contains("which is not there"));
+        assert!(told(docker(&fake.host()), Fail).0.contains("which does not exist"));
         fake.file("/usr/bin/sublet-runtime", "");
         assert_eq!(told(docker(&fake.host()), Warn).1, "systemctl start docker");
         fake.file(FILE, r#"{"runtimes": {"sublet": {"path": "sublet-runtime"}}}"#);
         assert_eq!(told(docker(&fake.host()), Warn).1, "systemctl start docker");
         let old = Host { ask: |_| Some("20.10.24+dfsg1\n".into()), ..fake.host() };
-        assert!(told(docker(&old), Fail).0.contains("knows no --annotation"));
+        assert!(told(docker(&old), Fail).0.contains("does not know --annotation"));
         let unread = Host { ask: |_| Some("26.1.5\n".into()), ..fake.host() };
         assert_eq!(told(docker(&unread), Warn).1, "systemctl reload docker");
         let read = |argv: &[&str]| {

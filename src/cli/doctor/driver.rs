@@ -34,15 +34,15 @@ pub(super) fn modules(host: &Host<'_>) -> Outcome {
     }
     if majors.uvm.is_none() {
         return fail(
-            "nvidia-uvm is not loaded: no CUDA program starts",
+            "nvidia-uvm is not loaded, so no CUDA program starts",
             "modprobe nvidia-uvm && nvidia-modprobe -u -c0",
         );
     }
     let mig = host.inventory.as_ref().is_ok_and(|inventory| inventory.gpus().any(|gpu| gpu.mig_enabled));
     if mig && majors.caps.is_none() {
         return fail(
-            "/proc/devices has no nvidia-caps: no access to MIG instances",
-            "load the driver anew, or reboot",
+            "/proc/devices has no nvidia-caps, so there is no access to MIG instances",
+            "reload the driver, or reboot",
         );
     }
     pass("nvidia and nvidia-uvm are loaded")
@@ -85,14 +85,17 @@ fn minors(host: &Host<'_>) -> Vec<u32> {
 pub(super) fn nodes(host: &Host<'_>) -> Outcome {
     let nodes = wanted(host);
     if nodes.is_empty() {
-        return fail("none: no module is loaded", "see kernel-modules");
+        return fail("no device nodes, because no module is loaded", "see kernel-modules");
     }
     let wrong: Vec<String> = nodes
         .iter()
         .filter_map(|node| check_node(&host.config.driver.root, node).err().map(|error| error.to_string()))
         .collect();
     if !wrong.is_empty() {
-        return fail(wrong.join("; "), "nvidia-smi, as root, makes them (or `nvidia-modprobe -u -c0`)");
+        return fail(
+            wrong.join("; "),
+            "run nvidia-smi as root, which creates them (or `nvidia-modprobe -u -c0`)",
+        );
     }
     let path = |node: &Node| host.driver(&node.path.to_string_lossy());
     let modes =
@@ -104,11 +107,11 @@ pub(super) fn nodes(host: &Host<'_>) -> Outcome {
 fn permissions(count: usize, mode: u32) -> Outcome {
     match mode {
         _ if mode & 0o600 != 0o600 => {
-            fail(format!("mode {mode:04o}: root itself may not open all {count}"), "chmod 0666 /dev/nvidia*")
+            fail(format!("mode {mode:04o}: not even root may open all {count}"), "chmod 0666 /dev/nvidia*")
         }
         _ if mode & 0o006 == 0o006 => pass(format!(
-            "{count} nodes, mode {mode:04o}: users of this host may use GPUs beside sublet (NVreg_DeviceFileMode=0660 \
-             keeps them out)"
+            "{count} nodes, mode {mode:04o}: users of this host can use GPUs without sublet \
+             (NVreg_DeviceFileMode=0660 prevents that)"
         )),
         _ => pass(format!(
             "{count} nodes, mode {mode:04o}: containers whose user is neither root nor in the nodes' group get no GPU"
@@ -120,14 +123,14 @@ fn permissions(count: usize, mode: u32) -> Outcome {
 pub(super) fn nvml(host: &Host<'_>) -> Outcome {
     match &host.inventory {
         Ok(inventory) => pass(format!("{} GPUs answer", inventory.gpus().count())),
-        Err(error) => fail(error.clone(), "as it says; then `sublet refresh`"),
+        Err(error) => fail(error.clone(), "do what the message says, then run `sublet refresh`"),
     }
 }
 
 /// What was written down of it for the shim and the hook.
 pub(super) fn inventory(host: &Host<'_>) -> Outcome {
     match inventory::load(host.config) {
-        Ok(inventory) => pass(format!("{} devices, still true", inventory.devices.len())),
+        Ok(inventory) => pass(format!("{} devices, up to date", inventory.devices.len())),
         Err(error) if error.wants_refresh() => warn(error.to_string(), "sublet refresh"),
         Err(error) => fail(error.to_string(), "see driver"),
     }
@@ -146,7 +149,9 @@ pub(super) fn caps(host: &Host<'_>) -> Outcome {
     match (parts.len(), missing.is_empty()) {
         (0, _) => pass("no MIG instances"),
         (count, true) => pass(format!("all nodes of {count} MIG instances")),
-        (_, false) => warn(format!("missing: {}", missing.join(" ")), "nvidia-smi -L, as root, makes them"),
+        (_, false) => {
+            warn(format!("missing: {}", missing.join(" ")), "run `nvidia-smi -L` as root, which creates them")
+        }
     }
 }
 
@@ -181,7 +186,7 @@ pub(super) fn persistence(host: &Host<'_>) -> Outcome {
         return pass("nvidia-persistenced runs");
     }
     if host.quick {
-        return pass("no nvidia-persistenced; a quick look does not ask for the persistence mode");
+        return pass("no nvidia-persistenced; --quick does not ask for the persistence mode");
     }
     let smi = host.inventory.as_ref().ok().and_then(|inventory| inventory.driver.smi.clone());
     let query = ["--query-gpu=persistence_mode", "--format=csv,noheader"];
@@ -191,7 +196,8 @@ pub(super) fn persistence(host: &Host<'_>) -> Outcome {
             pass("persistence mode is on")
         }
         _ => warn(
-            "the driver is unloaded when nobody uses it: each first container waits, settings are lost",
+            "the driver unloads when no process uses it: the next container waits for it, and settings are \
+             lost",
             "systemctl enable --now nvidia-persistenced (or `nvidia-smi -pm 1`)",
         ),
     }
@@ -211,7 +217,10 @@ pub(super) fn compute_modes(host: &Host<'_>) -> Outcome {
     let found = strange.iter().map(|gpu| format!("GPU {} is {}", gpu.index, gpu.compute_mode.as_str()));
     let fix = strange.iter().map(|gpu| format!("nvidia-smi -i {} -c DEFAULT", gpu.uuid));
     warn(
-        format!("{}: no time-slicing, no dedicated MPS servers there", found.collect::<Vec<_>>().join(", ")),
+        format!(
+            "{}: this prevents time-slicing and dedicated MPS servers",
+            found.collect::<Vec<_>>().join(", ")
+        ),
         fix.collect::<Vec<_>>().join(" && "),
     )
 }
@@ -265,8 +274,8 @@ mod tests {
         for name in ["nvidiactl is missing", "nvidia3 is missing", "nvidia-uvm is missing"] {
             assert!(found.contains(name), "{found}");
         }
-        assert!(told(permissions(3, 0o060), Fail).0.contains("root itself"));
-        assert!(passed(permissions(3, 0o666)).contains("users of this host may use GPUs beside sublet"));
+        assert!(told(permissions(3, 0o060), Fail).0.contains("not even root"));
+        assert!(passed(permissions(3, 0o666)).contains("users of this host can use GPUs without sublet"));
         assert!(passed(permissions(3, 0o660)).contains("neither root nor in the nodes' group"));
     }
 

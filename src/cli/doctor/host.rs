@@ -1,4 +1,4 @@
-//! What is sublet's own, and what is nobody's: runtimes, cgroups, the service, the state, the clock.
+//! Checks of sublet's own parts (service, state) and of the host in general (runtimes, cgroups, clock).
 
 use std::fs;
 use std::os::unix::fs::FileTypeExt as _;
@@ -37,7 +37,7 @@ pub(super) fn runtimes(host: &Host<'_>) -> Outcome {
     let there: Vec<_> = names.iter().filter_map(path).collect();
     let Some(first) = there.first() else {
         return fail(
-            format!("none of {} is there", safe(&names.join(", "))),
+            format!("none of {} is installed", safe(&names.join(", "))),
             "apt install runc (or crun), or set [runtime] low_level",
         );
     };
@@ -50,7 +50,7 @@ pub(super) fn runtimes(host: &Host<'_>) -> Outcome {
         if version(&told).zip(oldest.clone()).is_some_and(|(has, oldest)| has < oldest) {
             let oldest: Vec<String> = oldest.unwrap_or_default().iter().map(ToString::to_string).collect();
             return warn(
-                format!("{line}: older than any that is tested"),
+                format!("{line} is older than any tested version"),
                 format!("install {} or later", oldest.join(".")),
             );
         }
@@ -71,7 +71,7 @@ pub(super) fn cgroup(host: &Host<'_>) -> Outcome {
     let first = names.iter().find(|name| name.contains('/') || host.program(name).is_some());
     if first.is_some_and(|name| name.ends_with("crun")) {
         return warn(
-            "v1 or hybrid: crun refuses hybrid hosts",
+            "v1 or hybrid, and crun refuses hybrid hosts",
             "boot with systemd.unified_cgroup_hierarchy=1, or low_level = [\"runc\"]",
         );
     }
@@ -85,11 +85,11 @@ pub(super) fn daemon_reload(host: &Host<'_>) -> Outcome {
     }
     let missing = unlinked(host);
     if missing.is_empty() {
-        return pass("systemd finds every node again");
+        return pass("systemd finds every device node again");
     }
     warn(
-        "`systemctl daemon-reload` takes GPUs from running containers (\"Failed to initialize NVML: Unknown Error\"): systemd \
-         looks rules up in /dev/char",
+        "`systemctl daemon-reload` takes GPUs away from running containers (\"Failed to initialize NVML: \
+         Unknown Error\"), because systemd looks device rules up in /dev/char",
         make_links(&missing),
     )
 }
@@ -102,7 +102,7 @@ pub(super) fn serve(host: &Host<'_>) -> Outcome {
     let Ok(there) = fs::metadata(&path) else { return without_socket(host, &sight) };
     if !there.file_type().is_socket() {
         return fail(
-            format!("{} is no socket", shown(&path)),
+            format!("{} is not a socket", shown(&path)),
             format!("rm {} && systemctl restart sublet.socket", shown(&path)),
         );
     }
@@ -122,17 +122,17 @@ pub(super) fn serve(host: &Host<'_>) -> Outcome {
 fn without_socket(host: &Host<'_>, sight: &Sight) -> Outcome {
     if !host.config.policy.is_empty() {
         return warn(
-            "no socket, and [[policy]] promises shares to users",
+            "there is no socket, but [[policy]] allows users shares",
             "systemctl enable --now sublet.socket sublet.service",
         );
     }
     if !host.config.share.is_empty() {
         return warn(
-            "no service: CDI devices of [share] are not kept current",
+            "the service does not run, so the CDI devices of [share] are not kept current",
             "systemctl enable --now sublet.service (or `sublet cdi generate` after each change)",
         );
     }
-    unguarded(sight).unwrap_or_else(|| pass("no socket; nothing of this configuration needs it"))
+    unguarded(sight).unwrap_or_else(|| pass("no socket; this configuration does not need it"))
 }
 
 /// What the guard does not see.
@@ -140,10 +140,11 @@ fn unguarded(sight: &Sight) -> Option<Outcome> {
     match sight {
         Sight::All => None,
         Sight::Blind(why) => {
-            Some(warn(format!("the guard is blind: {}", safe(&why.join("; "))), "as it says"))
+            Some(warn(format!("the guard cannot watch everything: {}", safe(&why.join("; "))), "as it says"))
         }
         Sight::None => Some(warn(
-            "the guard ([guard], part of the service) does not watch: programs that tamper with their MPS limits are not stopped",
+            "the guard ([guard], part of the service) does not run: programs that tamper with their MPS \
+             limits are not stopped",
             "systemctl enable --now sublet.service (or [guard] enabled = false)",
         )),
     }
@@ -156,8 +157,8 @@ pub(super) fn policy(host: &Host<'_>) -> Outcome {
         return warn(format!("[[policy]] names {}", unknown.join(", ")), "correct the names in /etc/sublet");
     }
     match host.config.policy.len() {
-        0 => pass("none: root alone takes shares"),
-        count => pass(format!("{count} rules, whose users and groups exist")),
+        0 => pass("no rules: only root can take shares"),
+        count => pass(format!("{count} rules; all their users and groups exist")),
     }
 }
 
@@ -181,7 +182,7 @@ pub(super) fn state(host: &Host<'_>) -> Outcome {
         Ok(ledger) => ledger,
     };
     if !dir.exists() {
-        return pass(format!("{path} is not there yet: the first command makes it"));
+        return pass(format!("{path} does not exist yet; the first command creates it"));
     }
     if statvfs(dir).is_ok_and(|at| at.flags().contains(FsFlags::ST_RDONLY)) {
         return fail(format!("{path} is on a read-only file system"), "mount it writable, or set state_dir");
@@ -189,8 +190,8 @@ pub(super) fn state(host: &Host<'_>) -> Outcome {
     if !ledger.unexplained.is_empty() {
         let devices = safe(&ledger.unexplained.join(", "));
         return warn(
-            format!("the ledger was rebuilt, and {devices} is in use by what it cannot explain"),
-            "end that process; then sublet gc",
+            format!("the ledger was rebuilt, and {devices} is used by processes without a lease"),
+            "end those processes, then run `sublet gc`",
         );
     }
     pass(format!("{path}, {} leases", ledger.leases.len()))
@@ -211,7 +212,7 @@ fn clock_at(host: &Host<'_>, now: SystemTime) -> Outcome {
         written.is_ok_and(|written| written > now + Duration::from_secs(60))
     };
     match ["ledger.json", "inventory.json"].into_iter().find(ahead) {
-        Some(name) => warn(format!("{name} was written in the future: the clock went back"), fix),
+        Some(name) => warn(format!("{name} has a time in the future: the clock was set back"), fix),
         None => pass("the system clock is not behind recorded state"),
     }
 }
@@ -241,7 +242,7 @@ mod tests {
         };
         let host = Host { ask: old, ..fake.host() };
         // `crun` ends in `run` alone.
-        assert!(told(runtimes(&host), Warn).0.starts_with("crun version 1.4.5: older"));
+        assert!(told(runtimes(&host), Warn).0.starts_with("crun version 1.4.5 is older"));
         let host = Host { ask: |_| Some("runc version 1.1.5+ds1\ncommit: x\n".into()), ..fake.host() };
         assert!(passed(runtimes(&host)).contains("runc version 1.1.5+ds1"));
     }
@@ -282,7 +283,7 @@ mod tests {
         fake.config.policy.push(PolicyRule { user: Some("*".into()), ..PolicyRule::default() });
         assert!(told(serve(&fake.host()), Warn).1.contains("sublet.socket"));
         fake.file("/run/sublet/sublet.sock", "");
-        assert!(told(serve(&fake.host()), Fail).0.ends_with("is no socket"));
+        assert!(told(serve(&fake.host()), Fail).0.ends_with("is not a socket"));
     }
 
     #[test]
@@ -318,12 +319,12 @@ mod tests {
     #[test]
     fn a_ledger_that_cannot_be_used_fails() {
         let fake = Fake::new();
-        assert!(passed(state(&fake.host())).ends_with("the first command makes it"));
+        assert!(passed(state(&fake.host())).ends_with("the first command creates it"));
         fake.file("/run/sublet/x", "");
         passed(state(&fake.host()));
         let mut host = fake.host();
         host.ledger.as_mut().unwrap().unexplained.push("GPU-0".into());
-        assert!(told(state(&host), Warn).0.contains("GPU-0 is in use"));
+        assert!(told(state(&host), Warn).0.contains("GPU-0 is used"));
         host.ledger = Err("ledger cannot be used".into());
         assert_eq!(told(state(&host), Fail).0, "ledger cannot be used");
     }
@@ -332,7 +333,7 @@ mod tests {
     fn a_guard_that_does_not_see_all_says_why() {
         let blind = Sight::Blind(vec!["GPU 0 gives no list of processes\u{1b}".into()]);
         let (found, _) = told(unguarded(&blind).unwrap(), Warn);
-        assert_eq!(found, "the guard is blind: GPU 0 gives no list of processes\\u{1b}");
+        assert_eq!(found, "the guard cannot watch everything: GPU 0 gives no list of processes\\u{1b}");
         assert!(unguarded(&Sight::All).is_none());
     }
 
@@ -344,7 +345,10 @@ mod tests {
         fs::set_permissions(&fake.config.state_dir, open).unwrap();
         let host = Host::of(&fake.config, true, |_| None, || Err("not asked".into()));
         let (found, fix) = told(state(&host), Fail);
-        assert!(found.contains("others may write it (uid") && fix.starts_with("sublet gc"), "{found} {fix}");
+        assert!(
+            found.contains("others than its owner may write to it (uid") && fix.starts_with("sublet gc"),
+            "{found} {fix}"
+        );
     }
 
     #[test]
@@ -356,6 +360,6 @@ mod tests {
         passed(clock(&fake.host()));
         let file = fs::File::options().write(true).open(fake.path("/run/sublet/ledger.json")).unwrap();
         file.set_modified(SystemTime::now() + Duration::from_secs(3600)).unwrap();
-        assert!(told(clock(&fake.host()), Warn).0.starts_with("ledger.json was written in the future"));
+        assert!(told(clock(&fake.host()), Warn).0.starts_with("ledger.json has a time in the future"));
     }
 }

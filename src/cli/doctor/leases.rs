@@ -16,11 +16,11 @@ pub(super) fn without_containers(host: &Host<'_>) -> Outcome {
     // A container's first process may stand in its runtime's record alone until somebody looks.
     let (Ledger { leases: held, .. }, gone) = ledger.settled();
     if gone.is_empty() {
-        return pass(format!("{}, each of a container", held.len()));
+        return pass(format!("{}, each with a container that runs", held.len()));
     }
     let names: Vec<String> =
         gone.iter().map(|lease| format!("{} of {}", lease.id, lease.container.name())).collect();
-    warn(format!("their containers are gone: {}", safe(&names.join(", "))), "sublet gc")
+    warn(format!("the containers of these leases have ended: {}", safe(&names.join(", "))), "sublet gc")
 }
 
 /// A process in a container that may use a GPU.
@@ -50,7 +50,7 @@ pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
         }
     }
     if found.is_empty() {
-        return pass("no container has a GPU beside sublet");
+        return pass("no container has a GPU without a lease");
     }
     let names: Vec<String> = found.values().map(told).collect();
     warn(
@@ -120,12 +120,12 @@ mod tests {
     fn a_lease_whose_owner_is_gone_is_named() {
         let fake = Fake::new();
         let mut host = fake.host();
-        assert_eq!(passed(without_containers(&host)), "0, each of a container");
+        assert_eq!(passed(without_containers(&host)), "0, each with a container that runs");
         let mut held = lease(1, "GPU-0");
         held.owner = Process::current().unwrap();
         host.ledger.as_mut().unwrap().leases = vec![held, lease(2, "GPU-0")];
         let (found, fix) = told(without_containers(&host), Warn);
-        assert_eq!(found, "their containers are gone: 0000000000000002 of container-2");
+        assert_eq!(found, "the containers of these leases have ended: 0000000000000002 of container-2");
         assert_eq!(fix, "sublet gc");
         host.ledger.as_mut().unwrap().leases.pop();
         passed(without_containers(&host));
@@ -142,7 +142,7 @@ mod tests {
         lease.container.record = fake.path("/run/crun/c");
         let mut host = fake.host();
         host.ledger.as_mut().unwrap().leases.push(lease);
-        assert_eq!(passed(without_containers(&host)), "1, each of a container");
+        assert_eq!(passed(without_containers(&host)), "1, each with a container that runs");
     }
 
     const ID: &str = "d55c611b20c2aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";

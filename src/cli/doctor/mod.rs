@@ -1,5 +1,5 @@
-//! What stands between this host and containers with GPU shares: one function a check, each over roots and
-//! answers that a test can make up. Looks, and changes nothing.
+//! The checks of `sublet doctor`, one function each. Roots and answers are parameters, so that tests can replace
+//! them. The checks change nothing.
 
 pub mod cuda;
 mod docker;

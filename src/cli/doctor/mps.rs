@@ -13,7 +13,10 @@ pub(super) fn programs(host: &Host<'_>) -> Outcome {
     let (control, server) = match programs.both(root) {
         Ok((control, server)) => (shown(control), shown(server)),
         Err(MissingPrograms::Control { .. }) => {
-            return warn("nvidia-cuda-mps-control is not installed: no mode mps, no memory limits", INSTALL);
+            return warn(
+                "nvidia-cuda-mps-control is not installed, so mode mps and memory limits do not work",
+                INSTALL,
+            );
         }
         Err(missing) => return fail(missing.to_string(), INSTALL),
     };
@@ -29,11 +32,11 @@ pub(super) fn programs(host: &Host<'_>) -> Outcome {
     match package {
         Some(version) if !version.is_empty() && !version.contains(&inventory.driver.version) => warn(
             format!(
-                "nvidia-cuda-mps is {}, the driver {}",
+                "nvidia-cuda-mps is version {}, the driver is {}",
                 sublet_core::text::safe(&version),
                 inventory.driver.version
             ),
-            "apt install --only-upgrade nvidia-cuda-mps, or load the driver of its version",
+            "apt install --only-upgrade nvidia-cuda-mps, or load the driver of the same version",
         ),
         _ => pass(found),
     }
@@ -96,7 +99,9 @@ mod tests {
         fake.program("/usr/bin/nvidia-cuda-mps-control").program("/usr/sbin/nvidia-cuda-mps-server");
         let other = Host { ask: |_| Some("535.216.03-1".into()), ..fake.host() };
         assert!(
-            told(programs(&other), Warn).0.starts_with("nvidia-cuda-mps is 535.216.03-1, the driver 580")
+            told(programs(&other), Warn)
+                .0
+                .starts_with("nvidia-cuda-mps is version 535.216.03-1, the driver is 580")
         );
         passed(programs(&Host { ask: |_| Some(String::new()), ..fake.host() }));
         passed(programs(&Host { ask: |_| Some("580.159.04-1".into()), ..fake.host() }));

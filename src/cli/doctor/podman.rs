@@ -1,4 +1,4 @@
-//! Podman: its version, the hook it is to run, and hooks where they do harm.
+//! Podman: its version, whether it finds sublet's hook, and hooks in directories where they do harm.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
     }
     let told = (host.ask)(&["podman", "--version"]).unwrap_or_default();
     if version(&told).is_some_and(|parts| parts < vec![4, 3]) {
-        return fail(format!("{}: older than 4.3", safe(told.trim())), "install Podman 4.3 or later");
+        return fail(format!("{} is older than 4.3", safe(told.trim())), "install Podman 4.3 or later");
     }
     let (directories, by) = match effective(&podmans(&host.root), read, vec![SHARED[0].to_owned()]) {
         Ok(effective) => effective,
@@ -38,14 +38,17 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
     else {
         let by = by.map(|file| format!(", says {}", shown(&file))).unwrap_or_default();
         return warn(
-            format!("hooks_dir is {}{by}: sublet's hook is in none of them", safe(&directories.join(" "))),
+            format!(
+                "hooks_dir is {}{by}, and sublet's hook is in none of these directories",
+                safe(&directories.join(" "))
+            ),
             "sublet setup podman",
         );
     };
     if let Some(missing) = program(&ours).filter(|path| !host.at(path).is_file()) {
         // Podman passes over it in silence.
         return fail(
-            format!("{} runs {}, which is not there", shown(&ours), safe(&missing)),
+            format!("{} runs {}, which does not exist", shown(&ours), safe(&missing)),
             "install sublet-hook there",
         );
     }
@@ -68,7 +71,7 @@ fn effective(
     for file in files {
         let text = read(file).map_err(|error| format!("{}: {error}", shown(file)))?.unwrap_or_default();
         let table: toml::Table = toml::from_str(&text)
-            .map_err(|error| format!("{} is no valid TOML: {}", shown(file), safe(error.message())))?;
+            .map_err(|error| format!("{} is not valid TOML: {}", shown(file), safe(error.message())))?;
         let before = list.clone();
         merge(&mut list, &table, "hooks_dir");
         if list != before {
@@ -88,8 +91,9 @@ fn users(host: &Host<'_>, directories: &[String]) -> Option<Outcome> {
         let some = &files[..files.len().min(FILES)];
         let Ok((list, Some(by))) = effective(some, read_users, directories.to_vec()) else { continue };
         if !ours(&list) {
-            let found = format!("{} leaves sublet's hook out of hooks_dir", shown(&by));
-            return Some(warn(found, "add /usr/share/sublet/hooks.d to hooks_dir there"));
+            let found =
+                format!("hooks_dir in {} does not contain the directory of sublet's hook", shown(&by));
+            return Some(warn(found, "add /usr/share/sublet/hooks.d to hooks_dir in that file"));
         }
     }
     None
@@ -119,7 +123,7 @@ pub(super) fn precreate(host: &Host<'_>) -> Outcome {
         let text = std::fs::read(file).unwrap_or_default();
         let Ok(value) = serde_json::from_slice::<Value>(&text) else {
             return fail(
-                format!("{} is no JSON: Podman and CRI-O start no container at all", shown(file)),
+                format!("{} is not valid JSON, so Podman and CRI-O start no container at all", shown(file)),
                 format!("rm {}", shown(file)),
             );
         };
@@ -127,14 +131,14 @@ pub(super) fn precreate(host: &Host<'_>) -> Outcome {
         if stages.iter().any(|stage| stage == "precreate") {
             return fail(
                 format!(
-                    "{} has the stage precreate: podman build, buildah and CRI-O fail on it",
+                    "{} has the stage precreate, on which podman build, buildah and CRI-O fail",
                     shown(file)
                 ),
-                format!("rm {} (sublet's hook belongs in /usr/share/sublet/hooks.d)", shown(file)),
+                format!("rm {} (the place of sublet's hook is /usr/share/sublet/hooks.d)", shown(file)),
             );
         }
     }
-    pass(format!("{} in the shared directories, none of them precreate", files.len()))
+    pass(format!("{} in the shared directories, none with the stage precreate", files.len()))
 }
 
 #[cfg(test)]
@@ -157,14 +161,14 @@ mod tests {
         fake.file(DROP_IN, "[engine]\nhooks_dir = [\"/usr/share/sublet/hooks.d\"]\n");
         assert_eq!(told(hook(&fake.host()), Warn).1, "sublet setup podman");
         fake.file(HOOK, r#"{"hook": {"path": "/usr/libexec/sublet/sublet-hook"}}"#);
-        assert!(told(hook(&fake.host()), Fail).0.contains("which is not there"));
+        assert!(told(hook(&fake.host()), Fail).0.contains("which does not exist"));
         fake.file("/usr/libexec/sublet/sublet-hook", "");
         passed(hook(&fake.host()));
         fake.file("/etc/containers/containers.conf.d/zz.conf", "[engine]\nhooks_dir = [\"/elsewhere\"]\n");
         let (found, _) = told(hook(&fake.host()), Warn);
         assert!(found.contains("hooks_dir is /elsewhere, says ") && found.contains("zz.conf"), "{found}");
         fake.file("/etc/containers/containers.conf.d/zz.conf", "[engine\n");
-        assert!(told(hook(&fake.host()), Fail).0.contains("is no valid TOML"));
+        assert!(told(hook(&fake.host()), Fail).0.contains("is not valid TOML"));
     }
 
     #[test]
@@ -195,7 +199,7 @@ mod tests {
         nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
         fake.link("/home/bob/.config/containers/containers.conf", "/dev/zero");
         passed(hook(&fake.host()));
-        assert!(read_users(&pipe).unwrap_err().to_string().contains("no regular file"));
+        assert!(read_users(&pipe).unwrap_err().to_string().contains("not a regular file"));
         fake.file("/large", &" ".repeat((1 << 20) + 1));
         assert!(read_users(&fake.path("/large")).unwrap_err().to_string().contains("larger than 1 MiB"));
     }

@@ -1,4 +1,4 @@
-//! The kernel's security modules: whether they are in force, and what they have refused.
+//! The kernel's security modules: whether they are enforcing, and what they have denied.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -18,7 +18,7 @@ pub(super) fn modules(host: &Host<'_>) -> Outcome {
     let enforcing = selinux::is_enforcing(&host.root);
     if selinux::denies_mps_sockets(&host.root, &host.config.state_dir) {
         return warn(
-            "SELinux enforces without sublet's policy module: shares with an MPS server are refused",
+            "SELinux is enforcing without sublet's policy module, so shares with an MPS server are refused",
             selinux::FIX,
         );
     }
@@ -31,7 +31,7 @@ pub(super) fn modules(host: &Host<'_>) -> Outcome {
     let apparmor =
         host.text("/sys/module/apparmor/parameters/enabled").is_some_and(|text| text.starts_with('Y'));
     pass(match (enforcing, apparmor) {
-        (true, _) => "SELinux enforces, with sublet's module; no denials",
+        (true, _) => "SELinux is enforcing, with sublet's module; no denials",
         (false, true) => "AppArmor; no denials",
         (false, false) => "neither SELinux nor AppArmor",
     })

@@ -1,4 +1,4 @@
-//! MPS daemons that are not sublet's: their clients are in no account.
+//! MPS daemons that are not sublet's: sublet does not count their clients.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,10 @@ pub(super) fn daemons(host: &Host<'_>) -> Outcome {
     let Some((_, pipe)) = strays.first() else { return pass("none") };
     let found = strays.iter().map(|(pid, pipe)| format!("pid {pid} on {}", shown(pipe)));
     let found = found.collect::<Vec<_>>().join(", ");
-    warn(format!("an MPS daemon that is not sublet's: {found}; its clients are in no account"), quit(pipe))
+    warn(
+        format!("an MPS daemon that is not sublet's runs: {found}; sublet does not count its clients"),
+        quit(pipe),
+    )
 }
 
 /// What is to be typed. A path that a shell would not take for one word is its owner's words, not a command.

@@ -1,4 +1,4 @@
-//! NVIDIA's Container Toolkit beside sublet: it gives GPUs that are in no account.
+//! NVIDIA's Container Toolkit: sublet does not count the GPUs that it gives out.
 
 use super::{Host, Outcome, pass, shown, warn};
 use crate::setup::docker as daemon_json;
@@ -13,7 +13,9 @@ pub(super) fn beside(host: &Host<'_>) -> Outcome {
     let mut fix = Vec::new();
     for spec in pipes(host) {
         found.push(format!("CDI specification {spec} mounts an MPS directory with its control sockets"));
-        fix.push(format!("nvidia-ctk cdi generate --output={spec}, while no MPS daemon has /tmp/nvidia-mps"));
+        fix.push(format!(
+            "nvidia-ctk cdi generate --output={spec}, while no MPS daemon uses /tmp/nvidia-mps"
+        ));
     }
     let default =
         host.text("/etc/docker/daemon.json").and_then(|text| daemon_json::default_runtime(&text).ok()?);
@@ -26,7 +28,9 @@ pub(super) fn beside(host: &Host<'_>) -> Outcome {
     }
     let legacy = "/usr/share/containers/oci/hooks.d/oci-nvidia-hook.json";
     if host.at(legacy).exists() {
-        found.push(format!("{legacy} gives Podman's containers whole GPUs by their environment"));
+        found.push(format!(
+            "{legacy} gives Podman's containers whole GPUs if their environment asks for them"
+        ));
         fix.push(format!("rm {legacy}"));
     }
     if !found.is_empty() {
@@ -34,7 +38,10 @@ pub(super) fn beside(host: &Host<'_>) -> Outcome {
     }
     let there = ["nvidia-container-runtime", "nvidia-ctk"].iter().find_map(|name| host.program(name));
     pass(there.map_or("not installed".to_owned(), |program| {
-        format!("{}: not in the way; containers that ask it for GPUs are in no account", shown(&program))
+        format!(
+            "{} does not interfere; sublet does not count the GPUs that it gives to containers",
+            shown(&program)
+        )
     }))
 }
 
@@ -67,7 +74,7 @@ mod tests {
         let fake = Fake::new();
         assert_eq!(passed(beside(&fake.host())), "not installed");
         fake.file("/usr/bin/nvidia-ctk", "");
-        assert!(passed(beside(&fake.host())).contains("not in the way"));
+        assert!(passed(beside(&fake.host())).contains("does not interfere"));
         fake.file("/var/run/cdi/sublet.json", r#"{"kind": "sublet/share", "m": "/tmp/nvidia-mps"}"#);
         passed(beside(&fake.host()));
         fake.file("/etc/cdi/nvidia.yaml", "mounts:\n- hostPath: /tmp/nvidia-mps\n");

@@ -1,5 +1,5 @@
-//! The ledger and the inventory as the guard has them: parsed again when they have been replaced, and waited for
-//! where there is nothing to guard.
+//! The guard's copies of the ledger and the inventory. It parses them again when the files are replaced. Without
+//! leases it waits for a change of the ledger.
 
 use std::fs;
 use std::os::fd::AsFd as _;

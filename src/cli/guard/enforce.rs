@@ -1,4 +1,4 @@
-//! What is done about a process: reported, ended, or ended with its container.
+//! What the guard does about a process: report it, end it, or end its container.
 
 use crate::mps_daemons;
 use crate::probe;
@@ -50,7 +50,7 @@ impl<'a> Acting<'a> {
             (_, Err(error)) => format!("it cannot be ended: {error}"),
             // A user names the processes of their containers: root ends none that are not the user's own.
             (_, Ok(Some(_))) if !is_theirs(process, lease) => {
-                "it is not ended, for it is not the container's user's own".to_owned()
+                "it was not ended, because it does not belong to the container's user".to_owned()
             }
             (action, Ok(Some(pidfd))) => {
                 let ended = self.end(&pidfd, verdict, lease);
@@ -138,17 +138,17 @@ fn did(verdict: &Verdict) -> String {
     let (used, allowed) = (verdict.used, verdict.allowed);
     match verdict.offence {
         Offence::Memory => format!(
-            "has {} MiB, with which its container passed its sublet.memory ({} of {} MiB)",
+            "has {} MiB, with which its container exceeds its sublet.memory ({} of {} MiB)",
             mib(verdict.holder.memory_bytes),
             mib(used),
             mib(allowed)
         ),
-        Offence::Bypass => "computes beside its MPS server, without limits".to_owned(),
+        Offence::Bypass => "computes outside its MPS server, without limits".to_owned(),
         Offence::Clients => {
             format!("is one of {used} MPS clients, where sublet.processes says {allowed}")
         }
-        Offence::Left => "was left behind by its container".to_owned(),
-        Offence::Stranger => "computes there without a lease of it".to_owned(),
+        Offence::Left => "has outlived its container".to_owned(),
+        Offence::Stranger => "computes there without a lease".to_owned(),
         Offence::Server => "has ended".to_owned(),
     }
 }

@@ -1,4 +1,4 @@
-//! The guard's own thread: looks, judges, acts, a few times a second while there are leases.
+//! The guard's thread: it looks, judges and acts a few times a second while there are leases.
 
 use crate::probe;
 use std::collections::{BTreeMap, BTreeSet};
@@ -197,12 +197,12 @@ impl Guard {
         self.last_sign = Some(Instant::now());
         self.blind = blind;
         if let Err(error) = history::write(events, self.blind.iter().cloned().collect(), config) {
-            tracing::warn!("guard.json is not written: {error}");
+            tracing::warn!("cannot write guard.json: {error}");
         }
     }
 
     fn sees_nothing(&mut self, why: &str, config: &Config) -> Pause {
-        self.sign(Vec::new(), BTreeSet::from([format!("nothing can be looked at: {why}")]), config);
+        self.sign(Vec::new(), BTreeSet::from([format!("no device can be watched: {why}")]), config);
         Pause::For(REREAD)
     }
 }

@@ -1,4 +1,4 @@
-//! What the guard did, for whoever asks why a container's process ended; and that it watches at all.
+//! Records what the guard did, so that users can see why a container's process ended, and that the guard runs.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! What the processes on a device do that their leases do not allow. No I/O.
+//! Finds processes on a device that exceed their leases or have none. No I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 

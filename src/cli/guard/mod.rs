@@ -1,10 +1,10 @@
-//! The guard: holds containers to their shares from the host, for what MPS holds honest programs to only.
+//! The guard: limits containers to their shares from the host, because MPS limits only honest programs.
 //!
-//! `sublet serve` looks at every device that is leased, a few times a second ([`guard_thread`]): who computes there and
-//! with how much memory, by NVML, and whose processes these are, by the kernel ([`observe`]). [`judge`] compares that
-//! with the leases, without any I/O; what it finds in two looks in a row is acted upon ([`enforce`]) and written down
-//! ([`history`]). An MPS daemon that died is started again, and whose work its server took with it is told ([`mps_servers`]).
-//! Nothing here holds a lock, and NVML is open only while there is a lease.
+//! `sublet serve` checks every leased device a few times a second ([`guard_thread`]). NVML tells which processes compute there,
+//! and with how much memory; the kernel tells which container each belongs to ([`observe`]). [`judge`] compares that
+//! with the leases, without I/O. The guard acts on what it finds in two checks in a row ([`enforce`]) and records it
+//! ([`history`]). It restarts an MPS daemon that died, and reports the containers that lost GPU work ([`mps_servers`]).
+//! The guard holds no lock, and keeps NVML open only while there is a lease.
 
 mod cached_files;
 mod enforce;

@@ -1,4 +1,4 @@
-//! MPS servers under live leases: who computed through one that has ended, and daemons that have died.
+//! MPS servers and daemons that leases need: containers that lost work when a server ended, and daemons that died.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::thread::{self, JoinHandle};
@@ -102,8 +102,8 @@ fn events(process: Process, known: &Known, ledger: &Ledger) -> Vec<Event> {
             offence: Offence::Server,
             action: Action::Report,
             text: format!(
-                "the MPS server (pid {pid}) of {device} ended: the GPU work of container {container} went with it, \
-                 and what the container starts now is served again"
+                "the MPS server (pid {pid}) of {device} ended, and with it the GPU work of container \
+                 {container}; new GPU processes of the container work again"
             ),
             container_id: Some(container),
             uid: lease.container.uid,

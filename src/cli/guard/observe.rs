@@ -1,4 +1,4 @@
-//! Who computes on a device now: NVML's two lists, and /proc of each process that is on them.
+//! Finds the processes that compute on a device now: NVML's two lists, and /proc of each process on them.
 
 use crate::probe;
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,5 +1,5 @@
-//! NVML's two lists of who computes on a device, asked for only where something may have changed: they are nearly all
-//! that a look costs (docs/evidence/2026-11-22-guard-cost.md).
+//! NVML's two lists of processes on a device. They are asked for only if something may have changed, because they are
+//! nearly the whole cost of a check (docs/evidence/2026-11-22-guard-cost.md).
 
 use crate::probe;
 use std::collections::{BTreeMap, BTreeSet};

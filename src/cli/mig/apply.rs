@@ -1,4 +1,4 @@
-//! The change itself: all of it, or the state that was found.
+//! Applies a plan: all of its steps, or none.
 
 use super::{Compute, Driver, DriverError, Instance, Mode, Plan, Span, Step};
 
@@ -7,7 +7,7 @@ use super::{Compute, Driver, DriverError, Instance, Mode, Plan, Span, Step};
 pub enum ApplyError {
     /// Nothing is done that would reset a GPU without being told so.
     #[error(
-        "GPU {index}: switching MIG mode takes a reset of the GPU: say --allow-reset; nothing was changed"
+        "GPU {index}: switching MIG mode needs a reset of the GPU: add --allow-reset; nothing was changed"
     )]
     Reset {
         /// NVML's index.
@@ -20,13 +20,13 @@ pub enum ApplyError {
         cause: String,
     },
     /// A step failed, and what had been done was undone.
-    #[error("{cause}; all that had been changed is as it was found")]
+    #[error("{cause}; every change was undone")]
     Undone {
         /// The step and the driver's words.
         cause: String,
     },
     /// A step failed, and undoing failed too.
-    #[error("{cause}; and it could not all be put back: {left}")]
+    #[error("{cause}; and not every change could be undone: {left}")]
     Left {
         /// The step and the driver's words.
         cause: String,
@@ -120,10 +120,10 @@ impl<'a> Change<'a, '_> {
             return Ok(());
         }
         if !self.allow_reset {
-            return Err("it takes a reset of the GPU: say --allow-reset".to_owned());
+            return Err("it needs a reset of the GPU: add --allow-reset".to_owned());
         }
         said(self.driver.reset(gpu))?;
-        if reached(self.driver)? { Ok(()) } else { Err("the reset did not bring it about".to_owned()) }
+        if reached(self.driver)? { Ok(()) } else { Err("the reset did not switch it".to_owned()) }
     }
 
     /// The id of `instance`, if it is still the one that was planned with; its own compute instance too.
@@ -208,7 +208,7 @@ impl Undo<'_> {
     fn described(&self) -> String {
         match self {
             Self::Mode(found) => {
-                format!("MIG mode is not {} again", if found.current { "on" } else { "off" })
+                format!("MIG mode could not be switched back {}", if found.current { "on" } else { "off" })
             }
             Self::Create(old) => format!("the GPU instance that was at {} is missing", old.span),
             Self::CreateCompute(at, old) => {
@@ -224,7 +224,7 @@ impl Undo<'_> {
 
 /// Why a step is not even tried.
 const MEANWHILE: &str =
-    "somebody else changed the GPU's instances meanwhile: look at `sublet mig list`, try again";
+    "another program changed the GPU's instances meanwhile: look at `sublet mig list`, then try again";
 
 /// The driver's words without the call, which the step names better.
 fn said<T>(answer: Result<T, DriverError>) -> Result<T, String> {

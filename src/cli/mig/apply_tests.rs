@@ -181,9 +181,10 @@ fn a_way_back_that_is_barred_too_says_what_is_left() {
     let error = apply(&plans, false, &mut driver).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "GPU 0: cannot create GPU instance 3g.71gb at 4:4: create_instance: the test says so; and it could not \
-         all be put back: GPU 0: the new GPU instance at 4:4 is still there: instances: the test says so, GPU 0: \
-         the GPU instance that was at 0:2 is missing: instances: the test says so, GPU 0: compute instance MIG-0 of the GPU instance at 0:2 is missing: instances: the test says so"
+        "GPU 0: cannot create GPU instance 3g.71gb at 4:4: create_instance: the test says so; and not \
+         every change could be undone: GPU 0: the new GPU instance at 4:4 is still there: instances: the \
+         test says so, GPU 0: the GPU instance that was at 0:2 is missing: instances: the test says so, \
+         GPU 0: compute instance MIG-0 of the GPU instance at 0:2 is missing: instances: the test says so"
     );
 }
 
@@ -196,7 +197,7 @@ fn an_instance_that_is_not_the_one_planned_with_is_left_alone() {
     driver.gpus[0].instances[0].compute[0].uuid = "MIG-other".into();
     let error = apply(&plans, false, &mut driver).unwrap_err();
     assert!(matches!(error, ApplyError::Nothing { .. }), "{error}");
-    assert!(error.to_string().contains("somebody else changed the GPU's instances meanwhile"), "{error}");
+    assert!(error.to_string().contains("another program changed the GPU's instances meanwhile"), "{error}");
     assert_eq!(driver.gpus[0].instances[0].compute[0].uuid, "MIG-other");
 }
 
@@ -233,7 +234,7 @@ fn nothing_is_reset_unless_it_may_be() {
     let error = apply(&plans, false, &mut driver).unwrap_err().to_string();
     assert_eq!(
         error,
-        "GPU 0: switching MIG mode takes a reset of the GPU: say --allow-reset; nothing was changed"
+        "GPU 0: switching MIG mode needs a reset of the GPU: add --allow-reset; nothing was changed"
     );
     assert_eq!((driver.calls, &driver.gpus[0]), (0, &gpu));
     apply(&plans, true, &mut driver).unwrap();
@@ -249,8 +250,8 @@ fn a_mode_that_stays_pending_is_taken_back() {
     let error = apply(&[found], false, &mut driver).unwrap_err().to_string();
     assert_eq!(
         error,
-        "GPU 0: cannot switch MIG mode on: it takes a reset of the GPU: say --allow-reset; all that had been \
-         changed is as it was found"
+        "GPU 0: cannot switch MIG mode on: it needs a reset of the GPU: add --allow-reset; every change \
+         was undone"
     );
     assert_eq!(driver.gpus[0], gpu);
 }

@@ -1,4 +1,4 @@
-//! The present state as a layout file, which changes nothing when it is applied.
+//! The current instances as a layout file, which changes nothing when it is applied.
 
 use std::fmt::Write as _;
 

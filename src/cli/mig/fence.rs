@@ -1,4 +1,4 @@
-//! While a layout changes: no other change beside it, and no new lease on its GPUs.
+//! During a change of the layout there is no other change, and no new lease on its GPUs.
 
 use std::time::{Duration, Instant};
 
@@ -29,7 +29,7 @@ pub(crate) enum FenceError {
     #[error(transparent)]
     Ledger(#[from] LedgerError),
     /// /proc does not say who we are.
-    #[error("cannot tell our own process: {0}")]
+    #[error("cannot read our own process's start time: {0}")]
     Process(#[from] std::io::Error),
 }
 
@@ -76,7 +76,7 @@ impl Drop for Fence<'_> {
         });
         // It ends with this process at the latest.
         if let Err(error) = ended {
-            tracing::warn!("the GPUs take leases again only when this process has ended: {error}");
+            tracing::warn!("the GPUs take no lease until this process has ended: {error}");
         }
     }
 }

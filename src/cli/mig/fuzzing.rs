@@ -1,4 +1,4 @@
-//! What the fuzz targets look at: layout files on GPUs in memory.
+//! For the fuzz targets: layout files on GPUs in memory.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! Layout files: what each GPU of a host is to be cut into (docs/mig.md).
+//! Layout files: which instances each GPU of a host is to have (docs/mig.md).
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -28,7 +28,7 @@ pub struct Layout {
 #[derive(Debug, thiserror::Error)]
 pub enum LayoutError {
     /// It cannot be read.
-    #[error("layout {}: cannot be read: {source}", safe(&path.to_string_lossy()))]
+    #[error("layout {} cannot be read: {source}", safe(&path.to_string_lossy()))]
     Unreadable {
         /// The file.
         path: PathBuf,
@@ -65,7 +65,7 @@ impl Layout {
             (true, name) => parted::parse(text, name),
             (false, None) => from_toml(text),
             (false, Some(_)) => {
-                Err((1, "--name chooses from mig-parted's YAML: a TOML layout is one".into()))
+                Err((1, "--name is for mig-parted's YAML only: a TOML file has one layout".into()))
             }
         };
         let entries = parsed.map_err(|(line, message)| layout.error(line, message))?;

@@ -41,7 +41,7 @@ pub(super) struct Wish {
 /// `entry`, if it does not contradict itself.
 pub(super) fn entry(entry: Entry) -> Result<Entry, Wrong> {
     match entry.instances.first() {
-        Some(wish) if !entry.mig => Err((wish.line, "instances need MIG mode: mig = true".to_owned())),
+        Some(wish) if !entry.mig => Err((wish.line, "instances need MIG mode: set mig = true".to_owned())),
         _ => Ok(entry),
     }
 }
@@ -51,5 +51,5 @@ pub(super) fn counted(profile: &str, count: usize) -> Result<(), String> {
     if (1..=MOST).contains(&count) {
         return Ok(());
     }
-    Err(format!("{count} × {}: the count is from 1 to what the GPU can have", safe(profile)))
+    Err(format!("{count} × {}: the count must be between 1 and what the GPU offers", safe(profile)))
 }

@@ -70,7 +70,7 @@ fn errors_name_file_line_and_remedy() {
         ),
         (
             refused("[[gpu]]\nmatch = \"0\"\nmig = false\ninstances = [{ profile = \"1g.18gb\" }]\n"),
-            "layout /l.toml:4: instances need MIG mode: mig = true",
+            "layout /l.toml:4: instances need MIG mode: set mig = true",
         ),
         (
             with("{ profile = \"1g.18gb\", count = -1 }"),
@@ -78,11 +78,11 @@ fn errors_name_file_line_and_remedy() {
         ),
         (
             with("{ profile = \"1g.18gb\", count = 0 }"),
-            "layout /l.toml:5: 0 × 1g.18gb: the count is from 1 to what the GPU can have",
+            "layout /l.toml:5: 0 × 1g.18gb: the count must be between 1 and what the GPU offers",
         ),
         (
             with("{ profile = \"1g.18gb\", count = 4000000000 }"),
-            "layout /l.toml:5: 4000000000 × 1g.18gb: the count is from 1 to what the GPU can have",
+            "layout /l.toml:5: 4000000000 × 1g.18gb: the count must be between 1 and what the GPU offers",
         ),
         (
             with("{ profile = \"1g.18gb\", count = 2, start = 1 }"),
@@ -94,7 +94,7 @@ fn errors_name_file_line_and_remedy() {
         assert_eq!(found, expected);
     }
     let named = Layout::parse(Path::new("/l.toml"), "gpu = []", Some("x")).unwrap_err().to_string();
-    assert_eq!(named, "layout /l.toml:1: --name chooses from mig-parted's YAML: a TOML layout is one");
+    assert_eq!(named, "layout /l.toml:1: --name is for mig-parted's YAML only: a TOML file has one layout");
     let absent = Layout::read(Path::new("/nonexistent/l.toml"), None).unwrap_err().to_string();
-    assert!(absent.starts_with("layout /nonexistent/l.toml: cannot be read: No such file"), "{absent}");
+    assert!(absent.starts_with("layout /nonexistent/l.toml cannot be read: No such file"), "{absent}");
 }

@@ -1,5 +1,5 @@
-//! Instances made for containers, and destroyed when nobody needs them: every step of it stands in the ledger
-//! before it is taken, so that whoever is killed leaves it to the next command.
+//! Creates instances for containers, and destroys them when no lease needs them. Every step is recorded in the ledger
+//! before it is taken, so that the next command can finish the work of a killed one.
 
 use std::time::{Duration, Instant};
 
@@ -101,8 +101,8 @@ impl<'a> Making<'a> {
         let made = self.change(|ledger| ledger.made_mut(&made).cloned())?.unwrap_or(made);
         let left = self.unmake(&made)?;
         let left =
-            left.map(|why| format!("; and what had been made is still there: {why}")).unwrap_or_default();
-        Ok(Err(format!("a {} at {} cannot be made: {error}{left}", safe(&choice.name), choice.span)))
+            left.map(|why| format!("; and what had been created is still there: {why}")).unwrap_or_default();
+        Ok(Err(format!("a {} at {} cannot be created: {error}{left}", safe(&choice.name), choice.span)))
     }
 
     fn steps(&mut self, choice: &Choice, made: &Made) -> Result<Result<(), String>, LedgerError> {
@@ -126,7 +126,7 @@ impl<'a> Making<'a> {
                 self.note(made, |made| made.uuid = Some(uuid))?;
                 Ok(Ok(()))
             }
-            None => Ok(Err("the driver does not tell its UUID".to_owned())),
+            None => Ok(Err("the driver does not report its UUID".to_owned())),
         }
     }
 
@@ -143,8 +143,8 @@ impl<'a> Making<'a> {
             }
             if let Some(why) = self.unmake(&made)? {
                 lines.push(format!(
-                    "MIG instance {} of GPU {}, which was made for a container that has ended, cannot be destroyed \
-                     yet, and is tried again by the next command: {why}",
+                    "MIG instance {} of GPU {}, created for a container that has ended, cannot be \
+                     destroyed yet: {why}; the next command tries again",
                     made.label(),
                     safe(&made.gpu)
                 ));

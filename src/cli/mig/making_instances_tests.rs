@@ -60,7 +60,10 @@ fn what_cannot_be_destroyed_stays_written_down_and_goes_later() {
     let mut seen = Vec::new();
     let mut making = Making::new(&mut driver, &store);
     let lines = making.clear(&mut |uuid| seen.push(uuid.to_owned())).unwrap();
-    assert!(lines[0].starts_with("MIG instance 1g.18gb at 6:1 of GPU GPU-0, which was made"), "{lines:?}");
+    assert!(
+        lines[0].starts_with("MIG instance 1g.18gb at 6:1 of GPU GPU-0, created for a container"),
+        "{lines:?}"
+    );
     assert_eq!(seen, [uuid]);
     let stuck = store.read().unwrap().mig.made.remove(0);
     assert!(stuck.going && stuck.stuck.is_some() && !stuck.emptied, "it is whole");

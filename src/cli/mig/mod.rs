@@ -1,4 +1,4 @@
-//! MIG layouts: which instances a GPU is cut into, what has to change for that, and the change itself.
+//! MIG layouts: which instances a GPU is to have, what has to change for that, and the change itself.
 //!
 //! ```text
 //! file → Layout → Target ─┐
@@ -6,7 +6,7 @@
 //! NVML → Gpu ─────────────┘  plan     apply
 //! ```
 //!
-//! Planning is pure. Profiles and placements are what the driver says of itself, never a table of ours.
+//! Planning does no I/O. Profiles and placements come from the driver; there is no table of them.
 
 mod apply;
 mod export;

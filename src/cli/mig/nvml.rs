@@ -1,4 +1,4 @@
-//! The real driver, by NVML.
+//! The real driver, through NVML.
 
 use crate::probe;
 use std::cmp::Reverse;
@@ -78,9 +78,10 @@ impl Nvml {
 fn failed(what: &str, error: &NvmlError) -> DriverError {
     let (why, hint) = match error {
         NvmlError::NoPermission => (error.to_string(), "; run as root"),
-        NvmlError::InUse => {
-            (error.to_string(), "; something has it open: `nvidia-smi` and `fuser -v /dev/nvidia*` name it")
-        }
+        NvmlError::InUse => (
+            error.to_string(),
+            "; a process has it open: `nvidia-smi` and `fuser -v /dev/nvidia*` show which",
+        ),
         NvmlError::UnexpectedVariant(NO_ROOM) => ("there is no room for it".to_owned(), ""),
         NvmlError::UnexpectedVariant(code) => (format!("NVML error {code}"), ""),
         other => (safe(&other.to_string()), ""),
@@ -131,7 +132,9 @@ impl Driver for Nvml {
         match done {
             Ok(done) if done.status.success() => Ok(()),
             Ok(done) => Err(error(safe(format!("{}{}", done.stdout, done.stderr).trim()))),
-            Err(ChildError::Timeout) => Err(error(format!("no end after {} s", RESET_LIMIT.as_secs()))),
+            Err(ChildError::Timeout) => {
+                Err(error(format!("it did not end within {} s", RESET_LIMIT.as_secs())))
+            }
             Err(ChildError::Io(why)) => Err(error(why.to_string())),
         }
     }

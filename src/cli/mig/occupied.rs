@@ -1,5 +1,5 @@
-//! Which instances stay where they are: those with a lease, or a process that somebody runs in them, or which are
-//! made or destroyed for a container at this moment.
+//! Which instances stay where they are: those with a lease or a process, and those that are being
+//! created or destroyed for a container.
 
 use super::{DriverError, Gpu, Instance, Nvml, Span};
 use sublet_core::inventory::Inventory;
@@ -75,7 +75,7 @@ pub fn made(gpu: &Gpu, ledger: &Ledger) -> Vec<Span> {
 /// Why an instance of ours that has no lease stays.
 fn kept(made: &Made) -> Option<String> {
     if let Some(awaited) = &made.awaited {
-        return Some(format!("made for container {}, which is being started", safe(&awaited.container)));
+        return Some(format!("created for container {}, which is being started", safe(&awaited.container)));
     }
     made.going.then(|| "sublet, which is destroying it: `sublet gc` tries again".to_owned())
 }

@@ -1,4 +1,4 @@
-//! The search for places: pieces that may lie here or there, side by side, around those that stay.
+//! Searches places for instances that do not overlap with each other nor with those that stay.
 
 use super::Span;
 

@@ -1,4 +1,4 @@
-//! mig-parted's YAML (`api/spec/v1` of NVIDIA/mig-parted), read into our own layout.
+//! Reads mig-parted's YAML (`api/spec/v1` of NVIDIA/mig-parted) into sublet's layout.
 
 use saphyr_parser::{Event, Parser};
 
@@ -32,7 +32,9 @@ pub(super) fn parse(text: &str, name: Option<&str>) -> Result<Vec<Entry>, Wrong>
             "version" => version = Some(value.scalar("a version")?),
             "mig-configs" => configs = Some(value),
             other => {
-                return Err(key.wrong(format!("unknown key {}: it takes version, mig-configs", safe(other))));
+                return Err(
+                    key.wrong(format!("unknown key {}: the keys are version, mig-configs", safe(other)))
+                );
             }
         }
     }
@@ -57,8 +59,8 @@ fn chosen<'a>(configs: &'a Node, name: Option<&str>) -> Result<&'a Node, Wrong> 
     }
     let names = names.join(", ");
     Err(configs.wrong(match name {
-        Some(name) => format!("there is no configuration {}; there are {names}", safe(name)),
-        None => format!("there are several configurations, choose one with --name: {names}"),
+        Some(name) => format!("there is no configuration {}: choose one of {names}", safe(name)),
+        None => format!("there are several configurations: choose one with --name: {names}"),
     }))
 }
 
@@ -72,7 +74,7 @@ fn one(node: &Node) -> Result<Entry, Wrong> {
             "mig-devices" => instances = wishes(value)?,
             other => {
                 let known = "devices, device-filter, mig-enabled, mig-devices";
-                return Err(key.wrong(format!("unknown key {}: it takes {known}", safe(other))));
+                return Err(key.wrong(format!("unknown key {}: the keys are {known}", safe(other))));
             }
         }
     }
@@ -107,7 +109,7 @@ fn pci_devices(node: &Node) -> Result<Vec<u32>, Wrong> {
         let digits = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"));
         digits
             .and_then(|digits| u32::from_str_radix(digits, 16).ok())
-            .ok_or_else(|| node.wrong(format!("{} is no PCI id as 0x233510DE", safe(text))))
+            .ok_or_else(|| node.wrong(format!("{} is not a PCI id such as 0x233510DE", safe(text))))
     };
     match &node.value {
         Value::List(list) => list.iter().map(id).collect(),
@@ -227,7 +229,9 @@ fn tree(text: &str) -> Result<Node, Wrong> {
             Event::SequenceStart(..) => opened(&mut open, node(Value::List(Vec::new())))?,
             Event::MappingStart(..) => opened(&mut open, node(Value::Map(Vec::new())))?,
             Event::SequenceEnd | Event::MappingEnd => open.pop().map(closed),
-            Event::Alias(_) => return Err((line, "aliases are not taken: write it out".to_owned())),
+            Event::Alias(_) => {
+                return Err((line, "YAML aliases are not supported: write the value out".to_owned()));
+            }
             _ => None,
         };
         let Some(done) = done else { continue };

@@ -61,11 +61,11 @@ fn the_only_configuration_needs_no_name() {
     assert_eq!(parse(one, None).unwrap().len(), 1);
     assert_eq!(
         refused(FILE, None),
-        (3, "there are several configurations, choose one with --name: all-disabled, custom".into())
+        (3, "there are several configurations: choose one with --name: all-disabled, custom".into())
     );
     assert_eq!(
         refused(FILE, Some("costum")),
-        (3, "there is no configuration costum; there are all-disabled, custom".into())
+        (3, "there is no configuration costum: choose one of all-disabled, custom".into())
     );
 }
 
@@ -83,7 +83,7 @@ fn what_is_wrong_is_told_with_its_line() {
         (with("devices: all\n    mig-enabled: yes"), (5, "yes: must be true or false")),
         (
             with("devices: all\n    mig-enabled: false\n    mig-devices: {1g.18gb: 1}"),
-            (6, "instances need MIG mode: mig = true"),
+            (6, "instances need MIG mode: set mig = true"),
         ),
         (
             with("devices: all\n    mig-enabled: true\n    mig-devices: {1g.18gb: -1}"),
@@ -95,13 +95,16 @@ fn what_is_wrong_is_told_with_its_line() {
         ),
         (
             with("devices: all\n    mig-enabled: true\n    other: 1"),
-            (6, "unknown key other: it takes devices, device-filter, mig-enabled, mig-devices"),
+            (6, "unknown key other: the keys are devices, device-filter, mig-enabled, mig-devices"),
         ),
         (
             with("device-filter: H200\n    devices: all\n    mig-enabled: true"),
-            (4, "H200 is no PCI id as 0x233510DE"),
+            (4, "H200 is not a PCI id such as 0x233510DE"),
         ),
-        (with("devices: *all\n    mig-enabled: true"), (4, "aliases are not taken: write it out")),
+        (
+            with("devices: *all\n    mig-enabled: true"),
+            (4, "YAML aliases are not supported: write the value out"),
+        ),
     ];
     for ((line, message), (wanted_line, wanted)) in cases {
         // The parser itself refuses an alias that has no anchor.

@@ -1,4 +1,4 @@
-//! From what a GPU is cut into to what it should be: the fewest steps, around whatever is held. Pure.
+//! Finds the fewest steps from a GPU's instances to its target, around instances in use. No I/O.
 
 use std::fmt;
 
@@ -95,7 +95,10 @@ impl fmt::Display for Span {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Obstacle {
     /// No MIG here.
-    #[error("GPU {index} ({}) cannot do MIG: leave it out of the layout, or mig = false", safe(name))]
+    #[error(
+        "GPU {index} ({}) does not support MIG: leave it out of the layout, or set mig = false",
+        safe(name)
+    )]
     NotCapable {
         /// NVML's index.
         index: u32,
@@ -113,7 +116,7 @@ pub enum Obstacle {
         who: String,
     },
     /// More of a profile than any GPU of this model can have.
-    #[error("GPU {index}: {asked} {profile} are wanted, and it can have at most {most}")]
+    #[error("GPU {index}: the layout has {asked} {profile}, and this GPU can have at most {most}")]
     TooMany {
         /// NVML's index.
         index: u32,
@@ -137,7 +140,7 @@ pub enum Obstacle {
         allowed: String,
     },
     /// Too much compute in one instance.
-    #[error("GPU {index}: {cut} do not fit a {profile} together, which has {slices} compute slices")]
+    #[error("GPU {index}: {cut} together do not fit a {profile}, which has {slices} compute slices")]
     NoSuchCut {
         /// NVML's index.
         index: u32,
@@ -149,7 +152,7 @@ pub enum Obstacle {
         slices: u32,
     },
     /// More of the engines that only some profiles have than there are.
-    #[error("GPU {index}: {wanted} want more {engines} than this GPU has")]
+    #[error("GPU {index}: {wanted} need more {engines} than this GPU has")]
     Media {
         /// NVML's index.
         index: u32,
@@ -159,7 +162,7 @@ pub enum Obstacle {
         engines: &'static str,
     },
     /// Not even an empty GPU could have these.
-    #[error("GPU {index}: {wanted} do not fit this GPU together, wherever they lie")]
+    #[error("GPU {index}: {wanted} together do not fit this GPU, in any arrangement")]
     DoesNotFit {
         /// NVML's index.
         index: u32,
@@ -168,7 +171,8 @@ pub enum Obstacle {
     },
     /// Something held has no place in the layout, or the rest no place around it.
     #[error(
-        "GPU {index}: there is no way to {wanted} around {held}: end that first, or give it a place in the layout"
+        "GPU {index}: it is not possible to {wanted} around {held}: end its use first, or give it a place \
+         in the layout"
     )]
     InTheWay {
         /// NVML's index.

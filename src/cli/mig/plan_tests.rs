@@ -22,10 +22,13 @@ fn refused(gpu: &Gpu, want: Vec<Want>) -> String {
 fn obstacles_name_what_is_wrong() {
     let gpu = h200();
     let times = |name: &str, count: usize| (0..count).map(|_| want(name, None)).collect::<Vec<_>>();
-    assert_eq!(refused(&gpu, times("2g.35gb", 4)), "GPU 0: 4 2g.35gb are wanted, and it can have at most 3");
+    assert_eq!(
+        refused(&gpu, times("2g.35gb", 4)),
+        "GPU 0: the layout has 4 2g.35gb, and this GPU can have at most 3"
+    );
     assert_eq!(
         refused(&gpu, [times("3g.71gb", 2), times("1g.18gb", 1)].concat()),
-        "GPU 0: 2 × 3g.71gb, 1g.18gb do not fit this GPU together, wherever they lie"
+        "GPU 0: 2 × 3g.71gb, 1g.18gb together do not fit this GPU, in any arrangement"
     );
     assert_eq!(
         refused(&gpu, vec![want("3g.71gb", Some(2))]),
@@ -34,12 +37,12 @@ fn obstacles_name_what_is_wrong() {
     let cut = Want { profile: profile("2g.35gb"), start: None, compute: vec![1, 2] };
     assert_eq!(
         refused(&gpu, vec![cut]),
-        "GPU 0: 1c.2g.35gb and 2g.35gb do not fit a 2g.35gb together, which has 2 compute slices"
+        "GPU 0: 1c.2g.35gb and 2g.35gb together do not fit a 2g.35gb, which has 2 compute slices"
     );
     let old = Gpu { mode: None, name: "Tesla P100".into(), ..gpu };
     assert_eq!(
         refused(&old, times("1g.18gb", 1)),
-        "GPU 0 (Tesla P100) cannot do MIG: leave it out of the layout, or mig = false"
+        "GPU 0 (Tesla P100) does not support MIG: leave it out of the layout, or set mig = false"
     );
     let off = Target { on: false, ..target(Vec::new()) };
     assert_eq!(plan(&old, &off).unwrap().steps, []);
@@ -54,14 +57,15 @@ fn what_is_held_and_in_the_way_is_named() {
     let wanted = vec![want("1g.18gb", None), want("1g.18gb", None), want("3g.71gb", Some(0))];
     assert_eq!(
         refused(&gpu, wanted),
-        "GPU 0: there is no way to place 2 × 1g.18gb, 3g.71gb at 0 around 1g.18gb at 0 (process 7), 1g.18gb at \
-         2 (lease 00000000000000aa of container web): end that first, or give it a place in the layout"
+        "GPU 0: it is not possible to place 2 × 1g.18gb, 3g.71gb at 0 around 1g.18gb at 0 (process 7), \
+         1g.18gb at 2 (lease 00000000000000aa of container web): end its use first, or give it a place in \
+         the layout"
     );
     gpu.instances[1].compute[0].held = None;
     assert_eq!(
         refused(&gpu, Vec::new()),
-        "GPU 0: there is no way to have no instance around 1g.18gb at 0 (process 7): end that first, or give it \
-         a place in the layout"
+        "GPU 0: it is not possible to have no instance around 1g.18gb at 0 (process 7): end its use first, \
+         or give it a place in the layout"
     );
     let off = Target { on: false, ..target(Vec::new()) };
     assert_eq!(

@@ -1,5 +1,5 @@
-//! Which instance to make for a container, and where: so that what is there stays, and as many places for large
-//! profiles as can be. Pure.
+//! Chooses the instance to create for a container, and its place: existing instances stay, and as many places for large
+//! profiles as possible remain. No I/O.
 
 use super::plan::room_left;
 use super::target::unknown;
@@ -161,7 +161,7 @@ fn never(order: &Order, site: &Site, gpu: &Gpu) -> String {
         _ => {
             let (mib, sms, label) = (site.memory_bytes / MIB, site.sms, gpu.label());
             let what = order.profile.as_deref().map_or_else(|| "profile".to_owned(), safe);
-            format!("no {what} of {label} ({}) has {mib} MiB and {sms} SMs", safe(&gpu.name))
+            format!("{label} ({}) has no {what} with {mib} MiB and {sms} SMs", safe(&gpu.name))
         }
     }
 }
@@ -192,7 +192,8 @@ fn over(site: &Site, gpu: &Gpu, profile: &Profile, slices: u32) -> Option<NoChoi
     let or_wait = if temporary { ", or end a container first" } else { "" };
     let (name, label) = (safe(&device_name(profile, slices)), gpu.label());
     let reason = format!(
-        "your [[policy]] on this host leaves you {left} of {label}, and a {name} has {has}: ask for less{or_wait}"
+        "your policy limit ([[policy]]) leaves you {left} of {label}, and a {name} has {has}: ask for \
+         less{or_wait}"
     );
     (!within(most.now)).then_some(NoChoice { reason, temporary })
 }
@@ -219,7 +220,7 @@ fn nothing(missing: &[String], full: &[String], capped: Vec<NoChoice>) -> NoChoi
         }
     }
     if lines.is_empty() {
-        lines.push("MIG mode is off on every GPU that may serve it".to_owned());
+        lines.push("MIG mode is off on every GPU that the request allows".to_owned());
     }
     NoChoice { reason: lines.join("; "), temporary: !full.is_empty() }
 }

@@ -77,7 +77,7 @@ fn without_a_profile_it_is_the_smallest_that_will_do() {
     assert_eq!(best(40_000, 61), "4g.71gb");
     let none = choices(&order(None, 1 << 20, 0), &[h200()], Policy::Binpack).unwrap_err();
     assert!(!none.temporary);
-    assert_eq!(none.reason, "no profile of GPU 0 (NVIDIA H200) has 1048576 MiB and 0 SMs");
+    assert_eq!(none.reason, "GPU 0 (NVIDIA H200) has no profile with 1048576 MiB and 0 SMs");
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn a_part_has_its_slices_and_unknown_ones_are_named() {
     let mut off = h200();
     off.mode = None;
     let none = choices(&order(Some("1g.18gb"), 0, 0), &[off], Policy::Binpack).unwrap_err();
-    assert_eq!(none.reason, "MIG mode is off on every GPU that may serve it");
+    assert_eq!(none.reason, "MIG mode is off on every GPU that the request allows");
 }
 
 #[test]
@@ -128,9 +128,9 @@ fn no_more_is_made_than_a_policy_allows() {
         (none.reason, none.temporary)
     };
     let memory =
-        "your [[policy]] on this host leaves you 16383 MiB of GPU 0, and a 1g.18gb has 16384: ask for less";
+        "your policy limit ([[policy]]) leaves you 16383 MiB of GPU 0, and a 1g.18gb has 16384: ask for less";
     assert_eq!(refused(None, none, none), (memory.to_owned(), false));
-    let sms = "your [[policy]] on this host leaves you 16 SMs of GPU 0, and a 3g.71gb has 60: ask for less, or end a \
-               container first";
+    let sms = "your policy limit ([[policy]]) leaves you 16 SMs of GPU 0, and a 3g.71gb has 60: ask for less, or end \
+     a container first";
     assert_eq!(refused(Some("3g.71gb"), size(16, 16_384), all), (sms.to_owned(), true));
 }

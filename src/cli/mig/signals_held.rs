@@ -1,8 +1,8 @@
-//! A change of a layout is not ended half-way by who asks for its end politely.
+//! Signals that ask for an end (SIGINT, SIGTERM, SIGHUP) do not interrupt a change of the layout.
 
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 
-/// While it lives, the polite signals wait: half a layout is nobody's wish.
+/// While it exists, these signals wait, so that no layout is left half done.
 #[derive(Debug)]
 pub(crate) struct Uninterrupted {
     before: Option<SigSet>,

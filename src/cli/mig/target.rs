@@ -1,4 +1,4 @@
-//! From a layout to what each GPU of this host should be: selectors, profile names and counts resolved.
+//! From a layout to the target of each GPU of this host: resolves selectors, profile names and counts.
 
 use super::layout::{Layout, LayoutError};
 use super::layout_entry::{Entry, Wish};
@@ -65,7 +65,7 @@ pub fn targets(
     for entry in &layout.entries {
         for gpu in selected(layout, entry, gpus, inventory, config)? {
             if let Some((_, line)) = found.iter().find(|(target, _)| target.gpu == gpu.uuid) {
-                let text = format!("{} is named already in line {line}: each GPU once", gpu.label());
+                let text = format!("{} is already named in line {line}: name each GPU once", gpu.label());
                 return Err(layout.error(entry.line, text));
             }
             found.push((target(layout, entry, gpu)?, entry.line));
@@ -90,7 +90,7 @@ fn selected<'g>(
         if devices.is_empty() && !name.starts_with("model:") && name != "all" {
             let have: Vec<_> =
                 gpus.iter().map(|gpu| format!("{} ({})", gpu.label(), safe(&gpu.uuid))).collect();
-            let text = format!("no GPU here is {}; this host has {}", safe(name), have.join(", "));
+            let text = format!("no GPU of this host is {}; it has {}", safe(name), have.join(", "));
             return Err(layout.error(entry.line, text));
         }
         for device in devices {
@@ -149,7 +149,12 @@ fn slices(part: &str, profile: &Profile) -> Option<u32> {
 
 fn unknown_part(part: &str, profile: &Profile) -> String {
     let known: Vec<_> = (1..=profile.slices).map(|slices| device_name(profile, slices)).collect();
-    format!("a {} cannot have a compute instance {}: it takes {}", profile.name, safe(part), known.join(", "))
+    format!(
+        "a {} cannot have a compute instance {}: it can have {}",
+        profile.name,
+        safe(part),
+        known.join(", ")
+    )
 }
 
 /// Says what was probably meant: other tools' spellings, then the nearest name.

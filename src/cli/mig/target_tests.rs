@@ -47,7 +47,7 @@ fn profiles_and_counts_become_wants() {
 fn each_gpu_once_and_only_those_that_are_here() {
     assert_eq!(
         resolve("[[gpu]]\nmatch = \"0\"\nmig = true\n[[gpu]]\nmatch = \"all\"\nmig = false\n").unwrap_err(),
-        "layout /l.toml:4: GPU 0 is named already in line 1: each GPU once"
+        "layout /l.toml:4: GPU 0 is already named in line 1: name each GPU once"
     );
     assert_eq!(
         resolve("[[gpu]]\nmatch = \"0,0\"\nmig = true\n").unwrap_err(),
@@ -55,7 +55,7 @@ fn each_gpu_once_and_only_those_that_are_here() {
     );
     assert_eq!(
         resolve("[[gpu]]\nmatch = \"7\"\nmig = true\n").unwrap_err(),
-        "layout /l.toml:1: no GPU here is 7; this host has GPU 0 (GPU-0), GPU 1 (GPU-1)"
+        "layout /l.toml:1: no GPU of this host is 7; it has GPU 0 (GPU-0), GPU 1 (GPU-1)"
     );
     assert_eq!(resolve("[[gpu]]\nmatch = \"model:*A30*\"\nmig = true\n").unwrap(), []);
 }
@@ -80,7 +80,7 @@ fn spellings_of_other_tools_get_a_hint() {
     );
     assert_eq!(
         with("{ profile = \"2g.35gb\", compute = [\"3c\"] }"),
-        "layout /l.toml:4: a 2g.35gb cannot have a compute instance 3c: it takes 1c.2g.35gb, 2g.35gb"
+        "layout /l.toml:4: a 2g.35gb cannot have a compute instance 3c: it can have 1c.2g.35gb, 2g.35gb"
     );
 }
 

@@ -1,5 +1,5 @@
-//! Compute mode `EXCLUSIVE_PROCESS` under a shared server, so that nobody runs beside it: set, written down
-//! before, put back. And who does run beside it, where it could not be had.
+//! Compute mode `EXCLUSIVE_PROCESS` under a shared server, so that no process runs outside it: recorded, set and
+//! restored. Also finds processes that run outside the server.
 
 use crate::probe;
 use std::fs;
@@ -79,8 +79,8 @@ impl From<MpsError> for Attempt {
 
 fn left_alone(device: &str, why: &str) -> String {
     format!(
-        "compute mode of {device} is left alone ({why}): a container that leaves MPS is not held by its share; \
-         [mps] exclusive_compute_mode = \"never\" silences this"
+        "the compute mode of {device} was not changed ({why}), so a container that leaves MPS is not \
+         limited by its share; [mps] exclusive_compute_mode = \"never\" silences this warning"
     )
 }
 
@@ -127,7 +127,7 @@ fn obstacle(
     strangers: &[String],
 ) -> Option<String> {
     if found == ComputeMode::Prohibited {
-        return Some("it is PROHIBITED, which somebody set to keep work off this GPU".into());
+        return Some("it is PROHIBITED, which somebody has set to keep all work off this GPU".into());
     }
     if policy == ExclusiveComputeMode::Always && strangers.is_empty() {
         return None;
@@ -135,7 +135,7 @@ fn obstacle(
     if display && policy == ExclusiveComputeMode::Auto {
         return Some("the GPU drives a display".into());
     }
-    (!strangers.is_empty()).then(|| format!("without a lease it is used by {}", strangers.join(", ")))
+    (!strangers.is_empty()).then(|| format!("it is used without a lease by {}", strangers.join(", ")))
 }
 
 /// Puts back what [`enter`] found; where somebody changed the mode meanwhile theirs stays.
@@ -178,14 +178,14 @@ pub(super) fn beside_mps(key: &DaemonKey, device: &str, ledger: &Ledger, config:
         let told = |error: NvmlError| error.to_string();
         let device = nvml.device_by_uuid(device).map_err(told)?;
         let clients = probe::mps_clients(&device).map_err(told)?;
-        let clients = clients.ok_or("the driver does not list clients of MPS")?;
+        let clients = clients.ok_or("the driver does not list MPS clients")?;
         let running = probe::compute_processes(&device).map_err(told)?;
         let alone = running.iter().filter(|process| !clients.iter().any(|client| client.pid == process.pid));
         let found = alone.filter_map(|process| {
             let lease = ledger.on_daemon(key).find(|lease| belongs(process.pid, lease))?;
             Some(format!(
-                "process {} of container {} runs on {} beside MPS, without limits, since its daemon was gone \
-                 when it started: end it",
+                "process {} of container {} runs on {} outside MPS, without limits, because the MPS daemon \
+                 was gone when it started: end it",
                 described(process.pid),
                 safe(&lease.container.id),
                 key,
@@ -195,8 +195,8 @@ pub(super) fn beside_mps(key: &DaemonKey, device: &str, ledger: &Ledger, config:
     };
     look().unwrap_or_else(|why| {
         vec![format!(
-            "its daemon was gone, and whether a process of its containers has begun to run on {key} beside MPS \
-             meanwhile, without limits, cannot be told: {}",
+            "the MPS daemon of {key} was gone, and it is not known whether processes of its containers \
+             started outside MPS meanwhile, without limits: {}",
             safe(&why)
         )]
     })

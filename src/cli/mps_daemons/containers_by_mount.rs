@@ -1,5 +1,5 @@
-//! Containers of a daemon that no ledger tells of: by the mounts that the kernel names (proc(5), mountinfo), whether
-//! they compute now or not.
+//! Finds containers of a daemon without the ledger, by the mounts that the kernel lists (proc(5), mountinfo), even if
+//! they do not compute now.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! Leaving the engine: a daemon must not end, be frozen, limited or held with whoever started the container.
+//! Detaches a daemon from the engine: it must not be ended, frozen or limited together with the process that started
+//! the container.
 //!
 //! `sublet mps start` does this to itself before it starts the daemon, which inherits it.
 

@@ -1,4 +1,4 @@
-//! Starting the daemon's process where it belongs, finding it, and ending it.
+//! Starts the daemon's process (under systemd if it runs), finds it, and ends it.
 
 use std::fs;
 use std::path::Path;
@@ -56,7 +56,7 @@ impl Launch<'_> {
         match child::run_unheard(&mut daemon, LAUNCH_LIMIT) {
             Ok(status) if status.success() => Ok(warnings),
             Ok(status) => Err(self.failed(&status.to_string())),
-            Err(ChildError::Timeout) => Err(self.failed("nvidia-cuda-mps-control -d did not return")),
+            Err(ChildError::Timeout) => Err(self.failed("nvidia-cuda-mps-control -d did not end")),
             Err(ChildError::Io(source)) => {
                 let what = format!("cannot run {}", self.control.program().display());
                 Err(MpsError::Io { what, source })

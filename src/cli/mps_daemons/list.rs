@@ -1,4 +1,4 @@
-//! `sublet mps list` and `logs`: what the daemons are doing, as seen now.
+//! `sublet mps list` and `logs`: the current state of the daemons.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! What a daemon and its servers have written since a start: why they are not there, in their own words.
+//! What a daemon and its servers have logged since a start: the reason why they do not run.
 
 use std::path::{Path, PathBuf};
 

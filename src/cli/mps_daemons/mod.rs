@@ -1,5 +1,5 @@
-//! MPS control daemons started, stopped, listed and left: what `sublet mps` and `sublet serve` do. The shim calls these
-//! commands where it needs them; what it does itself is [`sublet_core::mps`].
+//! Starts, stops and lists MPS control daemons, for `sublet mps` and `sublet serve`. The shim runs these
+//! commands when it needs them; what it does itself is in [`sublet_core::mps`].
 
 mod compute_mode;
 mod containers_by_mount;

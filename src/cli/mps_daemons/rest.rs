@@ -1,4 +1,4 @@
-//! `sublet mps rest KEY`: the daemon waits for its next lease, and its device is as it was found meanwhile.
+//! `sublet mps rest KEY`: the daemon waits for its next lease, and the device's compute mode is restored meanwhile.
 
 use super::compute_mode;
 use super::stop::{LOCK_LIMIT, stop_held};

@@ -1,15 +1,15 @@
-//! What a process inherits and a daemon of everybody's must not: the limits, priorities and signals of whoever
-//! happened to start the first container. Where systemd starts the daemon, it has a service's; here it gets the same.
+//! A daemon shared by several containers must not inherit the resource limits, priorities and signals of the process
+//! that started the first container. systemd gives it those of a service. Without systemd it gets the same here.
 //!
-//! `sublet mps start` does this to itself, once, when a daemon has to be started. The low-level runtime and the
-//! container are started by others and keep what their caller gave them.
+//! `sublet mps start` does this to itself, once, when a daemon has to be started. Other processes start the low-level
+//! runtime and the container, which keep what their caller gave them.
 //!
-//! What this process has no right to change (a hard limit without `CAP_SYS_RESOURCE`, a nice value without
-//! `CAP_SYS_NICE`) is warned of: such a daemon is slower, or ended first when memory is short. Limits that would end
-//! it under everybody's work, or have it fail for some of them, are refused instead ([`DEADLY`]).
+//! If this process may not change something (a hard limit without `CAP_SYS_RESOURCE`, a nice value without
+//! `CAP_SYS_NICE`), it warns: such a daemon is slower, or ended first when memory is short. Limits that would end
+//! the daemon, or make it fail for some clients, are refused instead ([`DEADLY`]).
 //!
-//! Left as they are: what cannot be undone and does not matter to these programs (`no_new_privs`, locked securebits,
-//! the capability bounding set, seccomp filters: who has those started us in a container), and what exec or fork reset
+//! Not changed: what cannot be undone and does not matter to these programs (`no_new_privs`, locked securebits,
+//! the capability bounding set, seccomp filters: with those we run in a container), and what exec or fork reset
 //! anyway (dumpable, the parent-death signal, handlers of signals).
 
 use std::{fs, io};
@@ -78,7 +78,7 @@ pub(super) fn become_service() -> Kept {
         }
     }
     for warning in &mut kept.warnings {
-        *warning = format!("the MPS daemon keeps its starter's {warning}");
+        *warning = format!("the MPS daemon has inherited this from the process that started it: {warning}");
     }
     kept
 }

@@ -1,4 +1,4 @@
-//! `sublet mps start KEY`: from nothing, or from what a crash left, to a daemon that serves.
+//! `sublet mps start KEY`: starts a daemon, also after a crash.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -246,7 +246,7 @@ fn run_daemon(
     let process = launch::find(&sublet_core::mps::dirs::pipe(key, state_dir))
         .into_iter()
         .find_map(|(process, kind)| (kind == Kind::Daemon).then_some(process))
-        .ok_or_else(|| not_up("it answers, and its process is not to be found in /proc"))?;
+        .ok_or_else(|| not_up("it answers, but its process cannot be found in /proc"))?;
     let refused = |error| ceiling_and_state::refused(key, error);
     let ledger = store.read()?;
     let ceiling = ledger.wanted_ceiling(key).unwrap_or(Ceiling::NONE);
@@ -275,7 +275,7 @@ fn wait_for_answer(
     config: &Config,
 ) -> Result<(), String> {
     let socket = dirs::pipe(key, &config.state_dir).join("control");
-    let mut why = "nobody listens at its socket".to_owned();
+    let mut why = "no process listens on its socket".to_owned();
     while Instant::now() < deadline {
         if listens(&socket) {
             match control.ceiling() {
@@ -350,7 +350,7 @@ fn no_server(
         seen if seen.is_empty() => {
             let driver =
                 inventory::load(config).map(|inventory| inventory.driver.version).unwrap_or_default();
-            let library = "and whether the libcuda.so.1 that it loads (ldconfig -p | grep libcuda)";
+            let library = "and check that the libcuda.so.1 that it loads (ldconfig -p | grep libcuda)";
             advice = format!("{advice}, {library} is of the loaded driver {driver}");
         }
         seen => advice.push_str(&seen),

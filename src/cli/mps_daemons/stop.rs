@@ -1,4 +1,4 @@
-//! `sublet mps stop KEY`: the daemon's end, and all that was done for it undone.
+//! `sublet mps stop KEY`: ends the daemon, and undoes what was done for it.
 
 use crate::probe;
 use std::time::Duration;
@@ -50,8 +50,9 @@ pub(super) fn stop_held(
             // Their containers' next processes would run without any limit.
             ceiling_and_state::note(store, key, |daemon| daemon.state = DaemonState::Serving)?;
             return Ok(vec![format!(
-                "MPS daemon {key} has, or may have, clients or containers that no lease explains, since the ledger was \
-                 lost: its device takes no new lease until they have ended (`sublet mps stop {key} --force` ends them)"
+                "the ledger was lost, and MPS daemon {key} has, or may have, clients or containers without \
+                 a lease: its device takes no new lease until they have ended (`sublet mps stop {key} \
+                 --force` ends them)"
             )]);
         }
     }

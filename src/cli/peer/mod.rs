@@ -1,4 +1,4 @@
-//! Who asks, and whose a process is: what the kernel says, never what a client says.
+//! Which user a client is, and which user a process belongs to: the kernel's answer, never the client's.
 
 use std::fs::{self, File};
 use std::io;
@@ -34,11 +34,11 @@ impl Peer {
 /// Why a process that a client names is not taken for theirs.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Foreign {
-    #[error("there is no process {0} (any more)")]
+    #[error("there is no process {0}, or it has ended")]
     Gone(i32),
-    #[error("process {pid} is not uid {uid}'s")]
+    #[error("process {pid} does not belong to uid {uid}")]
     Other { pid: i32, uid: u32 },
-    #[error("process {pid} cannot be looked at: {source}")]
+    #[error("cannot read process {pid}: {source}")]
     Unknown { pid: i32, source: io::Error },
 }
 

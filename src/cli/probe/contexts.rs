@@ -1,4 +1,4 @@
-//! Processes with contexts: what /proc of this host says of each that NVML lists.
+//! Processes with CUDA contexts: NVML lists them, and this host's /proc describes each.
 
 use std::fs;
 use std::io;

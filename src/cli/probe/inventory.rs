@@ -1,4 +1,4 @@
-//! Asking NVML, /proc, /dev and the library directories. `sublet` alone does this.
+//! Builds the inventory from NVML, /proc, /dev and the library directories. Only the program `sublet` does this.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -56,7 +56,7 @@ pub enum ProbeError {
     },
     /// Upgraded, and the old module is still loaded.
     #[error(
-        "the loaded NVIDIA kernel module is {loaded}, the driver's files are {installed}: reboot, or \
+        "the loaded NVIDIA kernel module is {loaded}, but the driver's files are {installed}: reboot, or \
          reload the modules"
     )]
     Mismatch {
@@ -107,7 +107,7 @@ pub enum ProbeError {
         source: io::Error,
     },
     /// The driver is there and has no GPU that answers.
-    #[error("NVIDIA driver {version} is loaded and no GPU answers{lost}; see `dmesg | grep -i nvrm`")]
+    #[error("NVIDIA driver {version} is loaded, but no GPU answers{lost}; see `dmesg | grep -i nvrm`")]
     NoGpu {
         /// Of the kernel module.
         version: String,
@@ -238,7 +238,7 @@ fn check_libraries(config: &Config, module: &KernelModule, found: &Found) -> Res
         return Err(no_library("libcuda.so.1", package, config, module));
     }
     if found.library("libnvidia-ptxjitcompiler.so.1").is_none() {
-        tracing::warn!("libnvidia-ptxjitcompiler.so.1 is not installed: PTX kernels fail in containers");
+        tracing::warn!("libnvidia-ptxjitcompiler.so.1 is not installed, so PTX kernels fail in containers");
     }
     Ok(())
 }

@@ -55,7 +55,7 @@ fn files_of_another_version_than_the_module() {
     root.link("/usr/lib64/libnvidia-ml.so.1", "libnvidia-ml.so.590.44.01");
     assert_eq!(
         refusal(&root),
-        "the loaded NVIDIA kernel module is 580.159.04, the driver's files are 590.44.01: reboot, or \
+        "the loaded NVIDIA kernel module is 580.159.04, but the driver's files are 590.44.01: reboot, or \
          reload the modules"
     );
 }

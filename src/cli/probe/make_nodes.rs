@@ -1,7 +1,7 @@
-//! The driver's device nodes and their links in /dev/char, where nobody has made them yet: nvidia-modprobe makes
-//! nodes when a program asks for them, which may be after the first container, and udev makes no links for them.
+//! Creates missing device nodes of the driver and their links in /dev/char. nvidia-modprobe creates nodes only when a
+//! program asks for them, which may be after the first container starts, and udev creates no links for them.
 //!
-//! Without the links systemd cannot name the devices of a container's cgroup, and takes them away from it with
+//! Without the links systemd cannot name the devices of a container's cgroup, and removes the access to them at
 //! the next daemon-reload (systemd.resource-control(5), `DeviceAllow=`).
 
 use std::fs;
@@ -51,7 +51,7 @@ pub(crate) fn make_nodes(root: &Path) -> Vec<String> {
         .map(|node| make(root, &node, &params).map_err(|error| (node, error)));
     let failed = made.filter_map(Result::err);
     failed
-        .map(|(node, error)| format!("device node {} cannot be made: {error}", node.path.display()))
+        .map(|(node, error)| format!("cannot create device node {}: {error}", node.path.display()))
         .collect()
 }
 
@@ -92,9 +92,7 @@ pub(crate) fn link_nodes(root: &Path, inventory: &Inventory) -> Vec<String> {
     nodes.extend(inventory.devices.iter().flat_map(|device| device.nodes.iter().cloned()));
     nodes.retain(|node| check_node(root, node).is_ok());
     let failed = nodes.iter().filter_map(|node| link(root, node).err().map(|error| (node, error)));
-    failed
-        .map(|(node, error)| format!("{} cannot be linked in /dev/char: {error}", node.path.display()))
-        .collect()
+    failed.map(|(node, error)| format!("cannot link {} in /dev/char: {error}", node.path.display())).collect()
 }
 
 fn link(root: &Path, node: &Node) -> io::Result<()> {

@@ -1,5 +1,5 @@
-//! What GPUs there are: NVML, /proc, /dev and the library directories are asked. The answer is the inventory, which
-//! everybody else reads from its file ([`sublet_core::inventory`]).
+//! Finds the GPUs of this host with NVML, /proc, /dev and the library directories. The result is the inventory. All other
+//! code reads it from its file ([`sublet_core::inventory`]).
 
 mod contexts;
 mod files;

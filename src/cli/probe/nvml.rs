@@ -1,4 +1,4 @@
-//! What NVML says of each GPU.
+//! What NVML reports about each GPU.
 
 use std::collections::BTreeMap;
 use std::path::Path;

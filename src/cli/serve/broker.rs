@@ -1,5 +1,4 @@
-//! From an ask to its answer, for one peer. Everything here may take its time, but waits for no client and
-//! for no container.
+//! Answers one request of one client. This may be slow, but waits neither for a client nor for a container.
 
 use std::cell::Cell;
 use std::path::Path;
@@ -33,7 +32,7 @@ pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) ->
     protocol::line(&answer).or_else(unwritable).unwrap_or_default()
 }
 
-/// Destroys the MIG instances that nobody needs any more.
+/// Destroys the MIG instances that no lease needs any more.
 pub(super) fn clear() {
     let cleared = config_files::load().map_err(|error| error.to_string()).and_then(|config| {
         let store = Store::open(&config.state_dir).map_err(|error| error.to_string())?;
@@ -145,7 +144,7 @@ fn check(told: &Admit) -> Result<(), No> {
     if sound {
         Ok(())
     } else {
-        Err("a mount point of the image is no path, or there are too many".to_owned().into())
+        Err("a mount point of the image is not a path, or there are too many".to_owned().into())
     }
 }
 
@@ -156,7 +155,7 @@ fn check_names(names: &ContainerNames) -> Result<(), No> {
     if sound {
         Ok(())
     } else {
-        Err("the container's id or one of its paths is none or too long".to_owned().into())
+        Err("the container's id or one of its paths is missing or too long".to_owned().into())
     }
 }
 
@@ -243,7 +242,7 @@ mod tests {
         let answer = String::from_utf8(answer(b"\x00\x1b[2J", peer, None)).unwrap();
         assert_eq!(
             answer,
-            "{\"v\":1,\"refused\":{\"reason\":\"the line cannot be understood: expected value at line 1 \
+            "{\"v\":1,\"refused\":{\"reason\":\"the request cannot be parsed: expected value at line 1 \
              column 1\",\"temporary\":false}}\n"
         );
     }

@@ -1,4 +1,4 @@
-//! One client: what it has sent of a line, what it has not read yet of the answer. Never waits.
+//! One client: the part of a line that it has sent, and the part of the answer that it has not read. Never waits.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,4 @@
-//! The socket: systemd's, or one of our own where nobody handed us one.
+//! The socket: the one that systemd passes, or else a new one.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -45,7 +45,7 @@ fn handed_over() -> io::Result<Option<i32>> {
 
 fn bind(path: &Path) -> io::Result<UnixListener> {
     if UnixStream::connect(path).is_ok() {
-        return Err(io::Error::other("another `sublet serve` listens there already"));
+        return Err(io::Error::other("another `sublet serve` already listens there"));
     }
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),

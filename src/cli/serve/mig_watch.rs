@@ -1,8 +1,8 @@
-//! Whether the GPUs in MIG mode and the MIG devices of the inventory are those of the driver: destroyed instances'
-//! ids are given to new ones, and only their UUIDs tell; nor does /proc show MIG mode where there is no instance.
+//! Checks that the inventory has the driver's GPUs in MIG mode and MIG devices. Ids of destroyed instances are
+//! reused, so only UUIDs identify an instance, and /proc does not show MIG mode on a GPU without instances.
 //!
-//! NVML is loaded for each look and let go of: who has it open is in the way of a GPU's reset, and so of other
-//! tools' switching MIG mode, and of unloading the driver.
+//! NVML is loaded for each check and closed again. While a program has it open, other tools cannot reset a GPU, so
+//! they cannot switch MIG mode, nor unload the driver.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
@@ -37,9 +37,9 @@ pub(super) fn watch() {
     match watched {
         Ok(()) => TOLD.store(false, Relaxed),
         Err(error) if !TOLD.swap(true, Relaxed) => {
-            tracing::warn!("MIG devices are not looked after: {error}");
+            tracing::warn!("MIG devices cannot be watched: {error}");
         }
-        Err(error) => tracing::debug!("MIG devices are not looked after: {error}"),
+        Err(error) => tracing::debug!("MIG devices cannot be watched: {error}"),
     }
 }
 
@@ -80,7 +80,7 @@ fn lost(ledger: &Ledger, before: &Inventory, now: &Inventory) -> Vec<String> {
     let lines = ledger.leases.iter().flat_map(|lease| {
         lease.devices.iter().filter(went).map(move |uuid| {
             format!(
-                "container {}: MIG device {} was destroyed, its lease {} is lost: end the container",
+                "container {}: MIG device {} was destroyed, so its lease {} is lost: end the container",
                 safe(&lease.container.id),
                 safe(uuid),
                 lease.id

@@ -1,15 +1,14 @@
-//! `sublet serve`: the broker between users without root and the ledger, and the client's side of it.
+//! `sublet serve`: the broker between users without root and the ledger.
 //!
-//! A user without root can neither write the ledger nor start MPS daemons. What an entry point would do to the
-//! files it asks of this service instead, over a Unix socket that everybody may open: one JSON object a
-//! line each way ([`protocol`]). The service believes nothing of it but the kernel: who asks is told by
-//! `SO_PEERCRED`, and a process that is named is held by a pidfd while it is checked ([`peer`]). Paths are
-//! kept as names and never opened, so that no file system of a user's can hold the service or be changed by
-//! it; looking into the root filesystem and editing the spec is the client's own work, with its own rights.
+//! A user without root can neither write the ledger nor start MPS daemons. Entry points ask this service instead,
+//! over a Unix socket that every user may open, with one JSON object per line in each direction ([`protocol`]). The
+//! service does not trust clients: `SO_PEERCRED` tells it which user asks, and it holds a process that a client names
+//! by a pidfd while it checks it ([`peer`]). It never opens paths of users, so that a user's file system can neither
+//! block it nor be changed by it. The client reads the root filesystem and edits the spec, with its own rights.
 //!
-//! One thread does all input and output, without ever waiting for a client; two do what takes time, a third
-//! has MIG instances made and destroyed, and one is the guard ([`crate::guard`]). All state is on disk: the
-//! service can end at any moment and start again, and no container notices.
+//! One thread does all input and output, without ever waiting for a client. Two do slow work, a third
+//! creates and destroys MIG instances, and one is the guard ([`crate::guard`]). All state is on disk: the
+//! service can end and start again at any moment, and containers do not notice.
 
 mod broker;
 mod connection;

@@ -1,4 +1,4 @@
-//! Which `[[policy]]` rule is a user's: by the host's user database, which may be slow to answer.
+//! Which `[[policy]]` rule applies to a user, by the host's user database, which may be slow.
 
 use std::ffi::CString;
 

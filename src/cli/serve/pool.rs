@@ -1,5 +1,5 @@
-//! Threads for what takes time: two for asks, one at a time for each user, and every ten seconds `sublet gc`; a third
-//! for MIG instances that come and go, which may take minutes.
+//! Threads for slow work. Two answer requests, one at a time for each user, and do the work of `sublet gc` every ten
+//! seconds. A third creates and destroys MIG instances, which may take minutes.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -15,7 +15,7 @@ use super::broker;
 use crate::peer::Peer;
 use sublet_core::admit::PutOff;
 
-/// One user's asks leave the other thread to everybody else.
+/// Two threads: requests of one user occupy only one, and the other is free for other users.
 const THREADS: usize = 2;
 
 /// Something to do.

@@ -168,7 +168,7 @@ fn watch(_put_off: &Cell<PutOff>) {
 /// GPUs and shares come and go while the service runs.
 fn keep_cdi(config: &Config) {
     match cdi_spec::keep(config) {
-        Ok(true) => tracing::info!("{} follows the named shares and GPUs", config.cdi.spec.display()),
+        Ok(true) => tracing::info!("{} was updated to the named shares and GPUs", config.cdi.spec.display()),
         Ok(false) => {}
         // Without a driver nobody needs to be told every ten seconds: `sublet cdi list` says it when asked.
         Err(error @ cdi_spec::FileError::Admit(_)) => tracing::debug!("{error}"),
@@ -268,7 +268,7 @@ impl Server {
         let count = self.connections.values().filter(|connection| of_peer(connection)).count();
         let full = count >= MOST_OF_ONE && !cfg!(sublet_without = "b12");
         if full && !self.make_place(of_peer, SETTLED) {
-            let text = format!("uid {} holds {MOST_OF_ONE} connections to sublet serve already", peer.uid);
+            let text = format!("uid {} already has {MOST_OF_ONE} connections to sublet serve", peer.uid);
             return turn_away(&stream, text);
         }
         if self.connections.len() >= MOST && !self.make_place(|_| true, Duration::ZERO) {

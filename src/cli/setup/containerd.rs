@@ -1,7 +1,7 @@
 //! containerd's `config.toml`, versions 2 and 3 (containerd's docs/cri/config.md): a runtime handler for pods.
 //!
-//! Our tables stand in a block of their own at the end. A line of ours in somebody else's table ends in
-//! [`MARK`]; the line that it replaces is kept below it as a comment.
+//! sublet's tables are a block at the end of the file. A line of sublet's in another table ends in
+//! [`MARK`]; the line that it replaces follows as a comment.
 
 use std::ops::Range;
 
@@ -146,14 +146,14 @@ fn confirmed(text: &str, plugin: &str, wish: &Wish) -> Result<(), SetupError> {
     let value = |path: &[&str]| at(&file, &[&["plugins", plugin], path].concat()).map(Spanned::get_ref);
     let runtime = value(&["containerd", "runtimes", NAME, "options", "BinaryName"]);
     if runtime.and_then(DeValue::as_str) != wish.runtime.to_str() {
-        return Err(inline("the runtime is not found again".to_owned()));
+        return Err(inline("the runtime could not be found after the edit".to_owned()));
     }
     let default = value(&["containerd", "default_runtime_name"]);
     if wish.default && default.and_then(DeValue::as_str) != Some(NAME) {
-        return Err(inline("default_runtime_name is not found again".to_owned()));
+        return Err(inline("default_runtime_name could not be found after the edit".to_owned()));
     }
     if wish.cdi && value(&["enable_cdi"]).and_then(DeValue::as_bool) != Some(true) {
-        return Err(inline("enable_cdi is not found again".to_owned()));
+        return Err(inline("enable_cdi could not be found after the edit".to_owned()));
     }
     Ok(())
 }
@@ -166,7 +166,8 @@ pub fn undo(found: Option<&str>) -> Result<Option<String>, SetupError> {
     let Some(found) = found else { return Ok(None) };
     if parsed(found)?.values().any(|value| has_lines_like_ours(found, value)) {
         return Err(altered(
-            "a line inside a value looks like one of its lines: write that another way".to_owned(),
+            "a line inside a value looks like a marker line of `sublet setup`: write that value another way"
+                .to_owned(),
         ));
     }
     let mut left = String::new();
@@ -182,7 +183,9 @@ pub fn undo(found: Option<&str>) -> Result<Option<String>, SetupError> {
             ours = line.trim_end() != END.trim_end();
             if ours && !is_ours(line.trim_end()) {
                 let line = sublet_core::text::safe(line.trim());
-                return Err(altered(format!("its block has the line `{line}`: move that out of the block")));
+                return Err(altered(format!(
+                    "its block contains the line `{line}`: move that line out of the block"
+                )));
             }
         } else if let Some(kept) = line.strip_prefix(KEPT) {
             left.push_str(kept);
@@ -192,13 +195,13 @@ pub fn undo(found: Option<&str>) -> Result<Option<String>, SetupError> {
     }
     if ours {
         let end = END.trim_end();
-        return Err(altered(format!("its block has no end: put `{end}` behind its last line")));
+        return Err(altered(format!("its block has no end: add the line `{end}` after its last line")));
     }
     // Kept lines and those that replaced them: one may have been edited into a key of its own.
     DeTable::parse(&left).map_err(|error| {
         let why = first_line(error);
         altered(format!(
-            "the rest is no valid TOML ({why}): `sublet setup kept` marks the lines that come back"
+            "the rest is not valid TOML ({why}): `sublet setup kept` marks the lines that are put back"
         ))
     })?;
     // A file without a version is none of containerd's: it was ours.
@@ -308,13 +311,13 @@ mod tests {
     #[test]
     fn what_cannot_be_edited_is_refused() {
         let why = |text: &str| set_up(Some(text), &all()).unwrap_err().to_string();
-        assert!(why("disabled_plugins = [\"cri\"]\n").starts_with("it is not of version 2 or 3"));
-        assert!(why("version = 2\n[plug").starts_with("it is no valid TOML (TOML parse error at line 2"));
+        assert!(why("disabled_plugins = [\"cri\"]\n").starts_with("its version is not 2 or 3"));
+        assert!(why("version = 2\n[plug").starts_with("it is not valid TOML (TOML parse error at line 2"));
         let inline = "version = 2\nplugins = { \"io.containerd.grpc.v1.cri\" = { containerd = {} } }\n";
         assert!(why(inline).starts_with("it cannot be edited line by line"), "{}", why(inline));
         let taken =
             "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.sublet]\nx = 1\n";
-        assert!(why(taken).contains("is there already"), "{}", why(taken));
+        assert!(why(taken).contains("already exists"), "{}", why(taken));
     }
 
     #[test]
@@ -322,12 +325,16 @@ mod tests {
         let text = set_up(Some(DEFAULT), &all()).unwrap();
         let why = |text: &str| undo(Some(text)).unwrap_err().to_string();
         let open = text.replace(END, "") + "[metrics]\naddress = \"\"\n";
-        assert!(why(&open).contains("has the line `[metrics]`"), "{}", why(&open));
-        assert!(why(&text.replace(END, "")).contains("put `# <<< sublet setup` behind"), "{}", why(&text));
+        assert!(why(&open).contains("contains the line `[metrics]`"), "{}", why(&open));
+        assert!(
+            why(&text.replace(END, "")).contains("add the line `# <<< sublet setup` after"),
+            "{}",
+            why(&text)
+        );
         let added = text.replace(END, "# mine\nprivileged_without_host_devices = true\n# <<< sublet setup\n");
-        assert!(why(&added).contains("has the line `# mine`"), "{}", why(&added));
+        assert!(why(&added).contains("contains the line `# mine`"), "{}", why(&added));
         let theirs = text.replace("\"sublet\" # sublet setup", "\"kata\"");
-        assert!(why(&theirs).contains("the rest is no valid TOML"), "{}", why(&theirs));
+        assert!(why(&theirs).contains("the rest is not valid TOML"), "{}", why(&theirs));
         assert_eq!(set_up(Some(&theirs), &wish()).unwrap_err(), undo(Some(&theirs)).unwrap_err());
     }
 
@@ -357,7 +364,10 @@ mod tests {
         ] {
             let found = format!("version = 2\n[proxy]\nx = {value}\n");
             let why = set_up(Some(&found), &wish()).unwrap_err().to_string();
-            assert!(why.contains("a line inside a value looks like one of its lines"), "{found}: {why}");
+            assert!(
+                why.contains("a line inside a value looks like a marker line of `sublet setup`"),
+                "{found}: {why}"
+            );
             undo(Some(&found)).unwrap_err();
         }
         let found = "version = 2\nroot = '/srv # sublet setup' # mine\n";

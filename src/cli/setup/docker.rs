@@ -1,7 +1,7 @@
 //! Docker's `daemon.json`: the runtime, the default runtime, CDI devices (docs.docker.com, "dockerd").
 //!
-//! JSON has no comments to mark our members with. So what a setup puts in is written down beside the file (the
-//! record), with what stood there: an undo takes out that, and nothing that others have written since.
+//! JSON has no comments that could mark sublet's members. So a setup records what it adds and what it replaces in a
+//! file beside it (the record). An undo reverts that, and nothing that others have written since.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -37,7 +37,8 @@ impl Record {
     fn parse(text: &str) -> Result<Self, SetupError> {
         serde_json::from_str(text).map_err(|error| SetupError::Altered {
             why: format!(
-                "its record beside the file cannot be read ({error}): remove that, and our lines by hand"
+                "its record beside the file cannot be read ({error}): remove the record, and sublet's \
+                 lines by hand"
             ),
         })
     }
@@ -275,7 +276,7 @@ mod tests {
         let left = undo(Some(&text), Some(&record)).unwrap().unwrap();
         assert_eq!(left, r#"{"default-runtime": "kata", "debug": true}"#);
         let emptied = text.replace("\"debug\": true", "\"default-runtime\": \"x\", \"debug\": true");
-        assert!(undo(Some(&emptied), Some(&record)).unwrap_err().to_string().contains("stands there twice"));
+        assert!(undo(Some(&emptied), Some(&record)).unwrap_err().to_string().contains("occurs twice"));
         assert!(undo(Some(&text), Some(before)).is_ok() && undo(Some(&text), Some("{")).is_err());
     }
 
@@ -299,7 +300,7 @@ mod tests {
         let found = r#"{"runtimes": {"sublet": {"path": "/opt/sublet-runtime"}}}"#;
         assert_eq!(
             set_up(Some(found), None, &wish()).unwrap_err().to_string(),
-            "runtimes.sublet is there already, and is not what this sublet would write: take it out, then try again"
+            "runtimes.sublet already exists and differs from what sublet writes: remove it, then try again"
         );
     }
 

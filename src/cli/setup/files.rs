@@ -1,4 +1,4 @@
-//! Where engines' configurations are, and what stands in the way of editing them.
+//! Where engines' configurations are, and what prevents editing them.
 
 use std::ffi::OsStr;
 use std::fs;

@@ -1,6 +1,6 @@
-//! One member of a JSON text put in, changed or taken out; all other bytes stay.
+//! Adds, changes or removes one member of a JSON text; all other bytes stay.
 //!
-//! A value parsed and printed again would lose how its author laid it out. These functions take text that
+//! Parsing and printing a value would lose its author's layout. These functions take text that
 //! `serde_json` has found valid.
 
 use std::ops::Range;
@@ -205,9 +205,9 @@ mod tests {
             why(r#"{"a": [1]}"#),
             "a is no object, not { … }: correct it, then try again; nothing was changed"
         );
-        assert!(why(r#"{"a": {}, "a": {}}"#).starts_with("a stands there twice"));
+        assert!(why(r#"{"a": {}, "a": {}}"#).starts_with("a occurs twice"));
         let why = |text: &str| check(text).unwrap_err().to_string();
-        assert!(why(" \n").starts_with("it is no valid JSON (it is empty)"));
+        assert!(why(" \n").starts_with("it is not valid JSON (it is empty)"));
         assert!(why("{\"a\": 1,\n").contains("EOF while parsing"), "{}", why("{\"a\": 1,\n"));
         assert!(why("{\n  // nvidia\n}").contains("line 2 column 3; JSON has no comments"));
         assert!(why("[1]").starts_with("the file is no object"));

@@ -1,6 +1,6 @@
-//! Making an engine use sublet: edits of its configuration, text in, text out. One file per engine.
+//! Configures an engine to use sublet: edits of its configuration, text in, text out. One file per engine.
 //!
-//! What is not ours keeps every byte, and an undo after a setup gives back the very same file. The edits do no
+//! All other bytes of the file stay, and an undo after a setup restores the same file. The edits do no
 //! I/O: `sublet setup` does it.
 
 pub mod containerd;
@@ -32,7 +32,7 @@ pub struct Wish {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SetupError {
     /// Half written, with comments where there are none, or something else.
-    #[error("it is no valid {language} ({why}): correct it, then try again; nothing was changed")]
+    #[error("it is not valid {language} ({why}): correct it, then try again; nothing was changed")]
     Unparsable {
         /// `JSON` or `TOML`.
         language: &'static str,
@@ -50,24 +50,24 @@ pub enum SetupError {
         expected: &'static str,
     },
     /// A runtime of our name that somebody else registered.
-    #[error("{what} is there already, and is not what this sublet would write: take it out, then try again")]
+    #[error("{what} already exists and differs from what sublet writes: remove it, then try again")]
     Taken {
         /// The key.
         what: String,
     },
     /// Docker's default runtime is of our name, without the runtime: dockerd does not start with that.
     #[error(
-        "default-runtime is sublet, which is not among the runtimes: `sublet setup docker --undo` takes it out, \
-         then try again; nothing was changed"
+        "default-runtime is sublet, which is not among the runtimes: remove it with `sublet setup docker \
+         --undo`, then try again; nothing was changed"
     )]
     Orphan,
     /// A key stands twice.
-    #[error("{0} stands there twice: take one out, then try again; nothing was changed")]
+    #[error("{0} occurs twice: remove one, then try again; nothing was changed")]
     Twice(String),
     /// containerd's first format, or none named.
     #[error(
-        "it is not of version 2 or 3 (containerd takes a file without `version` for version 1): \
-         `containerd config migrate` prints it in the present version; nothing was changed"
+        "its version is not 2 or 3 (a file without `version` is version 1): `containerd config migrate` \
+         prints it in the current version; nothing was changed"
     )]
     Version,
     /// Tables written in a way that takes no further lines.
@@ -80,7 +80,7 @@ pub enum SetupError {
         why: String,
     },
     /// Somebody has edited what a setup put in.
-    #[error("what `sublet setup` put in is no longer as it was: {why}; nothing was changed")]
+    #[error("what `sublet setup` added has been changed since: {why}; nothing was changed")]
     Altered {
         /// What is different, and what to do.
         why: String,
@@ -89,7 +89,7 @@ pub enum SetupError {
     #[error("it was not written by `sublet setup`: remove or rename it, then try again; nothing was changed")]
     Foreign,
     /// A path that the file's language cannot hold.
-    #[error("the path {0} has characters that cannot be written there: install sublet elsewhere")]
+    #[error("the path {0} has characters that cannot be written into this file: install sublet elsewhere")]
     Path(String),
 }
 

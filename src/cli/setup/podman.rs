@@ -1,7 +1,7 @@
 //! Podman: a drop-in of our own in `containers.conf.d` (containers.conf(5)).
 //!
-//! Lists there replace those of weaker files, and Podman before 4.8 knows no other way. So ours repeat what
-//! the other files say.
+//! A list in a drop-in replaces those of earlier files, and Podman before 4.8 cannot append. So this drop-in
+//! repeats the lists of the other files.
 
 use toml::Value;
 
@@ -96,6 +96,6 @@ mod tests {
         assert_eq!(set_up(Some("[engine]\n"), &[], &wish()).unwrap_err(), SetupError::Foreign);
         set_up(Some(include_str!("../../../hooks/containers.conf")), &[], &wish()).unwrap();
         let broken = set_up(None, &["[engine\n".to_owned()], &wish()).unwrap_err().to_string();
-        assert!(broken.starts_with("it is no valid TOML"), "{broken}");
+        assert!(broken.starts_with("it is not valid TOML"), "{broken}");
     }
 }

@@ -1,4 +1,4 @@
-//! An inventory that is true now: the cached one, or a new one by way of `sublet refresh`.
+//! An inventory that is up to date: the cached one, or a new one from `sublet refresh`.
 
 use std::time::{Duration, Instant};
 

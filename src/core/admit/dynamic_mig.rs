@@ -1,5 +1,5 @@
-//! A MIG instance of its own for a request that finds none, and its end (`[mig] dynamic`). The driver is `sublet`'s
-//! alone to speak to; here it is asked to.
+//! Creates a MIG instance for a request that finds none, and destroys it (`[mig] dynamic`). Only the program `sublet`
+//! uses the driver; this code runs it.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -25,7 +25,7 @@ const CLEAR_LIMIT: Duration = Duration::from_secs(60);
 
 /// Why not even the driver is asked.
 pub const NO_SITE: &str =
-    "every GPU that may serve it is drained, or not in MIG mode (`sublet mig apply` switches it on)";
+    "every GPU that the request allows is drained, or not in MIG mode (`sublet mig apply` switches it on)";
 
 /// What `sublet mig make` is told.
 #[derive(Debug, Serialize, Deserialize)]

@@ -1,6 +1,6 @@
-//! A process that comes to a container that runs. What share it has is told by the container itself: its low-level
-//! runtime's record says that it has one, and the config.json that it was made from which. So neither ledger nor
-//! inventory has to be readable for `exec`, nor anything of the configuration.
+//! A process that joins a running container. The low-level runtime's record says that the container has a share, and its
+//! config.json says which. So `exec` needs neither ledger nor
+//! inventory nor configuration.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -21,8 +21,8 @@ use crate::text::safe;
 pub enum EnterError {
     /// Its runtime's record.
     #[error(
-        "it has a share of a GPU, and its record {} cannot be read ({why}): without knowing the share nothing is \
-         started in it",
+        "it has a share of a GPU, and its record {} cannot be read ({why}): sublet starts no process in it \
+         without knowing its share",
         safe(&path.to_string_lossy())
     )]
     Record {
@@ -32,12 +32,12 @@ pub enum EnterError {
         why: String,
     },
     /// What it was made from.
-    #[error("it has a share of a GPU, and what it was made from cannot be read: {0}")]
+    #[error("it has a share of a GPU, and its config.json cannot be read: {0}")]
     Spec(#[from] FileError),
     /// That is another container's, or was edited since.
     #[error(
-        "it has the share of lease {}, and {} does not say so any more: put the file back that it was created with, \
-         or create the container anew",
+        "it has the share of lease {}, but {} no longer says so: restore the file that it was created \
+         with, or recreate the container",
         safe(lease),
         safe(&path.to_string_lossy())
     )]
@@ -48,7 +48,7 @@ pub enum EnterError {
         path: PathBuf,
     },
     /// It has annotations and no lease in them: only the ledger tells.
-    #[error("it has sublet.* annotations, and whether it has a share cannot be told: {0}")]
+    #[error("it has sublet.* annotations, but sublet cannot find out whether it has a share: {0}")]
     Untold(String),
 }
 

@@ -1,4 +1,4 @@
-//! Every reason not to start a container, each one line for whoever started it.
+//! Every reason not to start a container, each in one line for the user.
 
 use crate::broker::client::BrokerError;
 use crate::broker::policy_limits::PolicyLimitError;
@@ -42,49 +42,49 @@ pub enum AdmitError {
     #[error(transparent)]
     Mps(#[from] MpsError),
     #[error(
-        "its MPS daemon cannot be had, and without it a process would have the whole GPU without limits: {0} ([mps] \
-         exec_without_daemon = \"no-gpu\" starts it without the GPU instead)"
+        "its MPS daemon is not available, and without it a process would use the whole GPU without limits: \
+         {0} (with [mps] exec_without_daemon = \"no-gpu\" the process starts, without the GPU)"
     )]
     NoDaemon(Box<AdmitError>),
     #[error(transparent)]
     PolicyLimit(Box<PolicyLimitError>),
-    #[error("your [[policy]] on this host allows devices, and none of them is here: ask root to look at it")]
+    #[error("your [[policy]] allows only devices that this host does not have: ask root to correct it")]
     NoDeviceAllowed,
     #[error(transparent)]
     Broker(Box<BrokerError>),
-    #[error("no lease {0} is held by you, or it has ended: create the container again")]
+    #[error("you hold no lease {0}, or it has ended: recreate the container")]
     NoLease(LeaseId),
-    #[error("`sublet serve` knows of no lease of this container's: create the container again")]
+    #[error("`sublet serve` has no lease of this container: recreate the container")]
     NotHeld,
     #[error("lease {lease} cannot be bound to the container: {why}")]
     Unbound { lease: LeaseId, why: String },
-    #[error("{refused}; and no instance can be made for it: {}", why)]
+    #[error("{refused}; and no MIG instance can be created for it: {}", why)]
     Unmade { refused: Box<AdmitError>, why: String, temporary: bool },
-    #[error("{refused}; a container that is started has one made ([mig] dynamic): {what}")]
+    #[error("{refused}; when the container starts, a MIG instance is created for it ([mig] dynamic): {what}")]
     WouldMake { refused: Box<AdmitError>, what: String },
-    #[error("the MIG layout changed while a place was looked for: start the container again")]
+    #[error("the MIG layout changed while a device was being chosen: start the container again")]
     LayoutChanged,
-    #[error("who asked for the container has ended meanwhile, so it is not created")]
+    #[error("the engine that asked for the container has ended, so it is not created")]
     NoEngine,
     #[error(
-        "its runtime's record {} cannot be looked at ({source}), so nobody could tell when it has ended: use another \
-         --root, or a shorter id",
+        "the runtime's record {} cannot be read ({source}), so sublet could not see when the container \
+         ends: use another --root, or a shorter id",
         safe(path)
     )]
     Record { path: String, source: std::io::Error },
-    #[error("no random lease id: getrandom: {0}")]
+    #[error("cannot generate a lease id: getrandom: {0}")]
     Random(std::io::Error),
     #[error(transparent)]
     Node(#[from] NodeError),
     #[error(
-        "annotation sublet.lease={}: no live lease of this container has that id; sublet writes this \
-         annotation itself: remove it",
+        "annotation sublet.lease={}: this container has no live lease with that id. Only sublet writes \
+         this annotation: remove it",
         safe(id)
     )]
     ForgedLease { id: String },
     #[error(
-        "its config.json has the edits for a share of an earlier run, and does not say which they are: put the file \
-         back that the container was created with"
+        "its config.json has sublet's edits of an earlier run, and does not say which they are: restore \
+         the file that the container was created with"
     )]
     Edited,
     #[error(transparent)]
@@ -92,31 +92,31 @@ pub enum AdmitError {
     #[error(transparent)]
     Namespace(#[from] NamespaceError),
     #[error(
-        "{} does not go with a hook: the limits of the shared MPS server stand in the environment, which is \
-         settled by then; leave it out (the container gets a server of its own), or start it through \
+        "{} does not work with a hook: limits on a shared MPS server are set in the environment, which a \
+         hook cannot change; leave it out (the container gets its own server), or start the container with \
          sublet-runtime",
         safe(.0)
     )]
     LateShared(String),
     #[error(
-        "sublet.priority=low does not go with a hook: it orders the clients of one MPS server, and through a \
-         hook a container has a server of its own; leave it out, or start it through sublet-runtime"
+        "sublet.priority=low does not work with a hook: it orders the clients of one MPS server, and with \
+         a hook each container has its own server; leave it out, or start the container with sublet-runtime"
     )]
     LatePriority,
     #[error(
-        "its environment has {}, which a hook cannot change and which would lead its processes past their \
-         limits: remove it, or start the container through sublet-runtime",
+        "its environment has {}, which would bypass its limits and which a hook cannot remove: remove it, \
+         or start the container with sublet-runtime",
         safe(.0)
     )]
     LateEnvironment(String),
     #[error(
-        "its /tmp comes from the host, so its MPS directory cannot be at /tmp/nvidia-mps, and a hook cannot \
-         set CUDA_MPS_PIPE_DIRECTORY: give it a /tmp of its own, or start it through sublet-runtime"
+        "its /tmp is the host's, so its MPS directory cannot be at /tmp/nvidia-mps, and a hook cannot set \
+         CUDA_MPS_PIPE_DIRECTORY: give the container its own /tmp, or start it with sublet-runtime"
     )]
     LateTmp,
     #[error(
-        "container {} is deleted but processes in its cgroup still run: lease {lease} is kept until they \
-         are gone (`sublet gc` frees it then)",
+        "container {} was deleted, but processes in its cgroup still run: lease {lease} stays until they \
+         have ended (`sublet gc` frees it then)",
         safe(container)
     )]
     StillRunning { lease: LeaseId, container: String },

@@ -1,4 +1,4 @@
-//! The service's side: containers known by what their users say, leases that only their users may touch.
+//! The service's side of admission: containers as their users describe them, leases that only their users may change.
 
 use std::path::Path;
 use std::time::Duration;

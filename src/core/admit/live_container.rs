@@ -1,7 +1,7 @@
-//! The way through for a container that exists already: same request, place, lease and grant, carried out
-//! on its namespaces. Nothing can change its environment any more, so what holds without one is all it
-//! gets: nodes, files, and an MPS server of its own whose defaults are its limits. A CDI device has brought
-//! the environment before: then the share is what its configuration says, shared server and all.
+//! Admission for a container that already exists: the same request, placement, lease and grant, applied
+//! to its namespaces. Its environment cannot be changed any more, so it gets what works without one:
+//! nodes, files, and its own MPS server with its limits as defaults. With a CDI device the engine has set
+//! the environment; then the share is as configured, with a shared server too.
 
 use std::convert::Infallible;
 
@@ -176,15 +176,14 @@ fn fits(taken: &take::Taken, spec: &Value) -> Result<(), AdmitError> {
 fn environment(grant: &Grant, lease: &Lease) -> String {
     let names: Vec<&str> =
         grant.env.set.iter().chain(&grant.env.default).map(|(name, _)| name.as_str()).collect();
-    let daemon = if lease.daemon.is_some() {
-        ", CUDA looks for its MPS server in /tmp/nvidia-mps by itself, and the share's limits are that \
-         server's defaults"
+    let server = if lease.daemon.is_some() {
+        ", CUDA finds the MPS server in /tmp/nvidia-mps, and the server has the share's limits as defaults"
     } else {
         ""
     };
     format!(
-        "{} cannot be set by a hook and need not be: only its own devices have nodes{daemon} (programs that \
-         size themselves by SUBLET_* or their own variables have to be told by the user)",
+        "a hook cannot set {}, and need not: the container has nodes of its own devices only{server} (set \
+         SUBLET_* or the variables of frameworks yourself for programs that read them)",
         names.join(", ")
     )
 }
@@ -226,7 +225,7 @@ mod tests {
         assert_eq!(isolation(json!({"sublet.mode": "exclusive"}), &config), Ok(Isolation::Shared));
         let shared = json!({"sublet.sm": "25", "sublet.isolation": "shared"});
         assert!(
-            isolation(shared, &config).unwrap_err().starts_with("sublet.isolation=shared does not go with")
+            isolation(shared, &config).unwrap_err().starts_with("sublet.isolation=shared does not work with")
         );
         let share =
             [("sm", "25"), ("isolation", "shared")].map(|(key, value)| (key.to_owned(), value.to_owned()));
@@ -240,7 +239,7 @@ mod tests {
     fn a_low_priority_orders_nobody_on_a_server_of_its_own() {
         let config = Config::default();
         let low = wished(&json!({"sublet.priority": "low"}), &config).unwrap_err();
-        assert!(low.starts_with("sublet.priority=low does not go with a hook"), "{low}");
+        assert!(low.starts_with("sublet.priority=low does not work with a hook"), "{low}");
         assert!(wished(&json!({"sublet.priority": "normal"}), &config).is_ok());
     }
 
@@ -253,7 +252,7 @@ mod tests {
         assert!(confirm(Some(&small), &spec).is_ok() && confirm(None, &spec).is_ok());
         assert!(confirm(Some(&asked("large")), &spec).is_err());
         let error = confirm(Some(&small), &json!({})).unwrap_err();
-        assert!(error.to_string().starts_with("its config.json asks for no CDI device"), "{error}");
+        assert!(error.to_string().starts_with("its config.json has no CDI device"), "{error}");
     }
 
     #[test]

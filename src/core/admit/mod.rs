@@ -1,11 +1,11 @@
-//! The one way through, for every entry point: from a container's spec to a lease and an edited spec, and back.
+//! Admission, for every entry point: from a container's spec to a lease and an edited spec, and back.
 //!
-//! [`admit`] takes a share, [`end`] gives it back; what lies between is the container's life. Each step
-//! that fails undoes those before it, and a crash between them is put right by the next command,
+//! [`admit`] takes a lease when a container starts, [`end`] frees it when the container ends. A step
+//! that fails undoes those before it. After a crash the next command cleans up,
 //! because a lease is on disk before anything that depends on it exists.
 //!
-//! Where the state is not ours to change, in a rootless engine, each function asks `sublet serve` instead
-//! and does here what concerns the container alone: looking into its root filesystem, editing its spec.
+//! In a rootless engine, which may not change the state, each function asks `sublet serve` instead. Here it only
+//! does what concerns the container itself: reading its root filesystem, editing its spec.
 
 mod current_inventory;
 pub mod dynamic_mig;

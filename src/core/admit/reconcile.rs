@@ -61,7 +61,10 @@ impl Local<'_> {
     /// [`Local::free`] where another error is on its way to the user already.
     pub(super) fn give_back(&self, lease: &Lease, store: &Store) {
         if let Err(error) = self.free(&lease.id, store) {
-            tracing::warn!("lease {} is not given back yet, the next sublet command will: {error}", lease.id);
+            tracing::warn!(
+                "lease {} could not be freed yet: {error}; the next sublet command frees it",
+                lease.id
+            );
         }
     }
 

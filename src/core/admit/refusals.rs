@@ -61,7 +61,7 @@ fn add(uid: u32, container_id: &str, reason: String, config: &Config) {
     thin_out(&mut all, uid);
     let written = serde_json::to_vec(&all).map_err(Into::into);
     if let Err(error) = written.and_then(|text| replace(&path(config), &text, 0o644)) {
-        tracing::debug!("refusals.json is not written: {error}");
+        tracing::debug!("cannot write refusals.json: {error}");
     }
 }
 

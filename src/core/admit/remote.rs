@@ -209,7 +209,7 @@ impl State for Remote<'_> {
         }
         let ask = Ask::Refused { id: container_id.to_owned(), reason: error.to_string() };
         if let Err(error) = self.done(&ask) {
-            tracing::debug!("the refusal is not written down: {error}");
+            tracing::debug!("the refusal could not be recorded: {error}");
         }
     }
 }

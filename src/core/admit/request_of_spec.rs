@@ -82,7 +82,7 @@ fn out_of_date(asked: &Asked, why: String) -> CdiError {
 pub(super) fn taken<T>(share: Result<T, AdmitError>, spec: &Value, config: &Config) -> Result<T, AdmitError> {
     share.map_err(|error| match (cdi::asked(spec), inventory::last(config)) {
         (Ok(Some(asked)), Ok(now)) if now.device(&asked.device).is_none() => {
-            out_of_date(&asked, "which this host has no more".to_owned()).into()
+            out_of_date(&asked, "which this host no longer has".to_owned()).into()
         }
         _ => error,
     })

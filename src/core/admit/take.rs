@@ -1,4 +1,4 @@
-//! Taking a share: a place is found and booked under one lock, or waited for with no lock held.
+//! Takes a lease: chooses and books a device under one lock, or waits for one without holding a lock.
 
 use std::borrow::Cow;
 use std::io::ErrorKind;

@@ -1,4 +1,4 @@
-//! An entry point's side: one connection to the service, on which asks and answers take turns.
+//! The client side, for entry points: one connection to the service, on which requests and answers alternate.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -23,8 +23,8 @@ const NAP: Duration = Duration::from_millis(20);
 pub enum BrokerError {
     /// Nobody listens.
     #[error(
-        "sublet serve is not running ({}: {source}): systemctl enable --now sublet.socket; containers without \
-         root get their GPU share from it",
+        "sublet serve is not running ({}: {source}), and rootless containers get their share from it: run \
+         `systemctl enable --now sublet.socket` as root",
         socket.display()
     )]
     NotRunning {
@@ -34,16 +34,19 @@ pub enum BrokerError {
         source: io::Error,
     },
     /// The connection broke.
-    #[error("sublet serve gave no answer ({0}): `journalctl -u sublet.service` may say why")]
+    #[error("sublet serve did not answer ({0}): `journalctl -u sublet.service` may say why")]
     Broken(io::Error),
     /// It took too long.
-    #[error("sublet serve gave no answer in {} s: `systemctl status sublet.service` shows what it does", .0.as_secs())]
+    #[error(
+        "sublet serve did not answer within {} s: `systemctl status sublet.service` shows its state",
+        .0.as_secs()
+    )]
     Late(Duration),
     /// Either side speaks another version.
     #[error("sublet serve: {0}")]
     Protocol(#[from] ProtocolError),
     /// More than it would read.
-    #[error("sublet serve takes lines of at most 64 KiB: use fewer and shorter annotations")]
+    #[error("the request to sublet serve is longer than 64 KiB: use fewer and shorter annotations")]
     TooLong,
     /// Its refusal, already one line of its own.
     #[error("{reason}")]
@@ -54,7 +57,7 @@ pub enum BrokerError {
         temporary: bool,
     },
     /// An answer to another question.
-    #[error("sublet serve gave an answer that does not fit the question: is it of another version?")]
+    #[error("sublet serve gave an answer that does not fit the request: is its version another one?")]
     Unfitting,
 }
 
@@ -218,8 +221,8 @@ mod tests {
         assert_eq!(
             error,
             format!(
-                "sublet serve is not running ({}: No such file or directory (os error 2)): systemctl enable \
-                 --now sublet.socket; containers without root get their GPU share from it",
+                "sublet serve is not running ({}: No such file or directory (os error 2)), and rootless \
+                 containers get their share from it: run `systemctl enable --now sublet.socket` as root",
                 socket.display()
             )
         );

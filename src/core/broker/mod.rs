@@ -1,5 +1,5 @@
-//! What a rootless engine's programs and `sublet serve` say to each other: one JSON object a line each way, over a Unix
-//! socket that everybody may open; and the client's side of it.
+//! The protocol between a rootless engine's programs and `sublet serve`, and its client side: one JSON object per line in
+//! each direction, over a Unix socket that every user may open.
 
 pub mod client;
 pub mod policy_limits;

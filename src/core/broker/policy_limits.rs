@@ -1,4 +1,4 @@
-//! What a `[[policy]]` rule leaves a user: checked under the ledger's lock, with the placement at hand.
+//! What a user's policy limits (`[[policy]]`) leave: checked under the ledger's lock, when the placement is known.
 
 use serde::{Deserialize, Serialize};
 
@@ -21,9 +21,7 @@ pub struct PolicyLimit<'a> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PolicyLimitError {
     /// `modes`
-    #[error(
-        "your [[policy]] on this host allows sublet.mode {allowed}, and this is {mode}: name an allowed one"
-    )]
+    #[error("your [[policy]] allows sublet.mode {allowed}, and this is {mode}: choose an allowed mode")]
     Mode {
         /// What the placement came to.
         mode: Mode,
@@ -31,7 +29,10 @@ pub enum PolicyLimitError {
         allowed: String,
     },
     /// `sm` or `memory` is capped, and the request has no limit of its own.
-    #[error("your [[policy]] on this host caps {key} at {limit}: name your part with sublet.{key}")]
+    #[error(
+        "your policy limit ([[policy]]) for {key} is {limit}: say how much this container takes with \
+         sublet.{key}"
+    )]
     Unlimited {
         /// The annotation's key.
         key: &'static str,
@@ -40,8 +41,8 @@ pub enum PolicyLimitError {
     },
     /// `sm` or `memory`.
     #[error(
-        "your [[policy]] on this host caps {key} at {limit}, your containers hold {held} and this asks for \
-         {asked}: ask for less{}", or_wait(*.temporary)
+        "your policy limit ([[policy]]) for {key} is {limit}; your containers hold {held}, and this one asks \
+         for {asked}: ask for less{}", or_wait(*.temporary)
     )]
     Sum {
         /// The annotation's key.
@@ -57,12 +58,13 @@ pub enum PolicyLimitError {
     },
     /// `sublet.mig-caps`
     #[error(
-        "sublet.mig-caps opens the MIG instances of all users: it is for root's containers alone, leave it out"
+        "sublet.mig-caps gives access to the MIG instances of all users, so only root's containers may \
+         have it: leave it out"
     )]
     MigCaps,
     /// `leases`
     #[error(
-        "your [[policy]] on this host allows {0} leases at once, and you hold them all: end a container first"
+        "your policy limit ([[policy]]) is {0} leases at once, and you hold them all: end a container first"
     )]
     Leases(u32),
 }
@@ -277,37 +279,32 @@ mod tests {
             (placement(Mode::Mps, Some(25), Some(2048)), Ok(())),
             (
                 placement(Mode::TimeSlice, Some(25), Some(2048)),
-                Err(
-                    "your [[policy]] on this host allows sublet.mode mps, and this is time-slice: name an allowed one",
-                ),
+                Err("your [[policy]] allows sublet.mode mps, and this is time-slice: choose an allowed mode"),
             ),
             (
                 placement(Mode::Mps, Some(26), Some(2048)),
-                Err(
-                    "your [[policy]] on this host caps sm at 50 %, your containers hold 25 % and this asks for 26 %: ask for less, or end a container first",
-                ),
+                Err("your policy limit ([[policy]]) for sm is 50 %; your containers hold 25 %, and this \
+                     one asks for 26 %: ask for less, or end a container first"),
             ),
             (
                 placement(Mode::Mps, Some(51), Some(2048)),
-                Err(
-                    "your [[policy]] on this host caps sm at 50 %, your containers hold 25 % and this asks for 51 %: ask for less",
-                ),
+                Err("your policy limit ([[policy]]) for sm is 50 %; your containers hold 25 %, and this \
+                     one asks for 51 %: ask for less"),
             ),
             (
                 placement(Mode::Mps, None, Some(2048)),
-                Err("your [[policy]] on this host caps sm at 50 %: name your part with sublet.sm"),
+                Err("your policy limit ([[policy]]) for sm is 50 %: say how much this container takes with \
+                 sublet.sm"),
             ),
             (
                 placement(Mode::Mps, Some(25), Some(2049)),
-                Err(
-                    "your [[policy]] on this host caps memory at 6144 MiB, your containers hold 4096 MiB and this asks for 2049 MiB: ask for less, or end a container first",
-                ),
+                Err("your policy limit ([[policy]]) for memory is 6144 MiB; your containers hold 4096 MiB, \
+                     and this one asks for 2049 MiB: ask for less, or end a container first"),
             ),
             (
                 placement(Mode::Mps, Some(25), None),
-                Err(
-                    "your [[policy]] on this host caps memory at 6144 MiB: name your part with sublet.memory",
-                ),
+                Err("your policy limit ([[policy]]) for memory is 6144 MiB: say how much this container \
+                     takes with sublet.memory"),
             ),
         ];
         for (placement, expected) in cases {
@@ -346,7 +343,7 @@ mod tests {
         let mut asked = Placement { parts: vec![part.clone()], ..placement(Mode::Mig, Some(1), None) };
         assert_eq!(check(&rule, &asked), Ok(()));
         asked.parts[0].sm = Some(Percent::from_thousandths(25_001));
-        assert!(check(&rule, &asked).unwrap_err().contains("hold 25 % and this asks for 25.001 %"));
+        assert!(check(&rule, &asked).unwrap_err().contains("hold 25 %, and this one asks for 25.001 %"));
         let mut held = lease(1, "MIG-a");
         (held.mode, held.parts, held.container.uid) = (Mode::Mig, vec![part.clone()], 1000);
         let ledger = Ledger { leases: vec![held.clone()], ..Ledger::empty("boot") };
@@ -354,7 +351,7 @@ mod tests {
         assert_eq!((left.sm_percent, left.memory_bytes), (Some(30.0), Some(5 << 30)));
         asked.parts = vec![part.clone(), part];
         let both = PolicyLimit { uid: 1000, rule: &rule }.check(&asked, &ledger).unwrap_err().to_string();
-        assert!(both.contains("hold 20 % and this asks for 40 %"), "{both}");
+        assert!(both.contains("hold 20 %, and this one asks for 40 %"), "{both}");
     }
 
     #[test]

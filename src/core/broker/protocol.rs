@@ -193,11 +193,12 @@ struct Versioned {
 pub enum ProtocolError {
     /// Another version's.
     #[error(
-        "the line is of protocol version {0}, this is version {VERSION}: after an upgrade `systemctl restart sublet.service`"
+        "the request has protocol version {0}, and this sublet has version {VERSION}: after an upgrade run \
+         `systemctl restart sublet.service`"
     )]
     Version(u32),
     /// No JSON, or not what a line holds.
-    #[error("the line cannot be understood: {0}")]
+    #[error("the request cannot be parsed: {0}")]
     Malformed(String),
 }
 
@@ -294,16 +295,17 @@ mod tests {
     #[test]
     fn lines_that_are_none_say_why() {
         let cases = [
-            ("", "the line cannot be understood: EOF while parsing a value at line 1 column 0"),
-            ("{}", "the line cannot be understood: missing field `v` at line 1 column 2"),
+            ("", "the request cannot be parsed: EOF while parsing a value at line 1 column 0"),
+            ("{}", "the request cannot be parsed: missing field `v` at line 1 column 2"),
             (
                 r#"{"v":2,"do":"fly"}"#,
-                "the line is of protocol version 2, this is version 1: after an upgrade `systemctl restart sublet.service`",
+                "the request has protocol version 2, and this sublet has version 1: after an upgrade run \
+                 `systemctl restart sublet.service`",
             ),
-            (r#"{"v":1}"#, "the line cannot be understood: missing field `do` at line 1 column 7"),
+            (r#"{"v":1}"#, "the request cannot be parsed: missing field `do` at line 1 column 7"),
             (
                 r#"{"v":1,"do":"hand-over","lease":"00000000000000a1","owner":"7"}"#,
-                "the line cannot be understood: invalid type: string \"7\", expected i32 at line 1 column 63",
+                "the request cannot be parsed: invalid type: string \"7\", expected i32 at line 1 column 63",
             ),
         ];
         for (line, message) in cases {

@@ -1,4 +1,4 @@
-//! `[guard]`: what `sublet serve` does to processes that pass their container's share.
+//! `[guard]`: what `sublet serve` does to processes that exceed their container's share.
 
 use std::time::Duration;
 

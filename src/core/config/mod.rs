@@ -375,14 +375,14 @@ impl Config {
         let advice = match (self.mps.stop_when_idle, self.mps.after_last_lease()) {
             (None, _) => return Vec::new(),
             (Some(_), Stay::For(idle)) => {
-                format!("take it out; in force is idle = \"{}\"", show_duration(idle))
+                format!("remove it; idle = \"{}\" is in force", show_duration(idle))
             }
             (Some(_), Stay::Always) => {
-                "daemons stay until somebody stops them, as it says; write how long instead, as idle = \"10m\""
+                "daemons now run until they are stopped by hand; set a time instead, such as idle = \"10m\""
                     .to_owned()
             }
         };
-        vec![format!("configuration: [mps] stop_when_idle has become [mps] idle: {advice}")]
+        vec![format!("configuration: [mps] stop_when_idle was replaced by [mps] idle: {advice}")]
     }
 
     /// The ceiling on the sum of SM shares on one MPS device.

@@ -1,4 +1,4 @@
-//! `[[policy]]`: what a user without root may take by way of `sublet serve`.
+//! `[[policy]]`: the policy limits of users without root, for `sublet serve`.
 
 use serde::{Deserialize, Serialize};
 

@@ -58,7 +58,10 @@ pub(super) mod memory {
         let text = super::word(deserializer)?;
         let bytes = if text == "0" { Some(0) } else { parse_bytes(&text) };
         bytes.map(|bytes| bytes / MIB * MIB).ok_or_else(|| {
-            D::Error::custom(format!("\"{}\" must be an amount with a unit, as 512MiB, or 0", safe(&text)))
+            D::Error::custom(format!(
+                "\"{}\" must be an amount with a unit, such as 512MiB, or 0",
+                safe(&text)
+            ))
         })
     }
 }
@@ -129,7 +132,7 @@ pub(super) mod percent_sum {
                 Ok(Some(Percent::from_thousandths((number * 1000.0).round() as u32)))
             }
             _ => Err(D::Error::custom(format!(
-                "\"{}\" must be a sum of percentages over 0, as 50 or 150%",
+                "\"{}\" must be a sum of percentages over 0, such as 50 or 150%",
                 safe(&text)
             ))),
         }

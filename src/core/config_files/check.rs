@@ -1,4 +1,4 @@
-//! What serde's types let through and no configuration means.
+//! Refuses values that serde's types accept but that make no sense.
 
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
@@ -44,11 +44,11 @@ pub(super) fn check(config: &Config) -> Checked {
     must(config.mps.start_timeout > Duration::ZERO, &["mps", "start_timeout"], "must be over 0")?;
     for name in config.grant.env.keys() {
         let fits = !name.is_empty() && !name.contains(|c: char| c == '=' || c.is_control());
-        must(fits, &["grant", "env", name], "is no name for an environment variable")?;
+        must(fits, &["grant", "env", name], "is not a valid name of an environment variable")?;
     }
     absolute(&["cdi", "spec"], &config.cdi.spec)?;
     let is_json = config.cdi.spec.extension().is_some_and(|extension| extension == "json");
-    must(is_json, &["cdi", "spec"], "must end in .json: engines read no other name")?;
+    must(is_json, &["cdi", "spec"], "must end in .json: engines read no other files")?;
     for (index, rule) in config.policy.iter().enumerate() {
         policy(index, rule)?;
     }
@@ -71,7 +71,7 @@ pub(super) fn runtime(runtime: &Runtime) -> Checked {
     must(
         names,
         &["runtime", "low_level"],
-        "must name one low-level runtime or more, as [\"runc\", \"crun\"]",
+        "must name one low-level runtime or more, such as [\"runc\", \"crun\"]",
     )?;
     runtime.log.as_deref().map_or(Ok(()), |log| absolute(&["runtime", "log"], log))
 }
@@ -95,7 +95,9 @@ fn state_dir(path: &Path) -> Checked {
     must(
         path.as_os_str().as_bytes().len() <= LONGEST_STATE_DIR,
         &["state_dir"],
-        &format!("must be at most {LONGEST_STATE_DIR} bytes long: paths of MPS sockets below it end at 107"),
+        &format!(
+            "must be at most {LONGEST_STATE_DIR} bytes long, because paths of MPS sockets below it may have 107"
+        ),
     )
 }
 

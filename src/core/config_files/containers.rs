@@ -58,7 +58,9 @@ impl TryFrom<RawRule> for ContainerRule {
     fn try_from(raw: RawRule) -> Result<Self, &'static str> {
         let RawRule { name, image, share } = raw;
         if name.is_none() && image.is_none() {
-            return Err("a [[container]] needs a name, an image or both; name = \"*\" is every container");
+            return Err(
+                "a [[container]] needs a name, an image or both; name = \"*\" matches every container",
+            );
         }
         Ok(Self { name, image, share })
     }
@@ -116,7 +118,7 @@ pub fn parse(path: &Path, text: &str) -> Result<Containers, ConfigError> {
         return Ok(parsed);
     }
     let message = format!(
-        "docker_root {} must be an absolute path, Docker's data-root",
+        "docker_root {} must be an absolute path: Docker's data-root",
         safe(&parsed.docker_root.to_string_lossy())
     );
     Err(ConfigError::invalid(path, text, None, message))
@@ -174,8 +176,8 @@ mod tests {
         for (text, expected) in [
             (
                 "[[container]]\nshare = \"s\"\n",
-                "configuration containers.toml:1:1: a [[container]] needs a name, an image or both; name = \"*\" \
-                 is every container",
+                "configuration containers.toml:1:1: a [[container]] needs a name, an image or both; name = \
+                 \"*\" matches every container",
             ),
             (
                 "\n[[container]]\nnames = \"a\"\nshare = \"s\"\n",
@@ -184,7 +186,8 @@ mod tests {
             ),
             (
                 "docker_root = \"docker\"\n",
-                "configuration containers.toml:1:1: docker_root docker must be an absolute path, Docker's data-root",
+                "configuration containers.toml:1:1: docker_root docker must be an absolute path: Docker's \
+                 data-root",
             ),
         ] {
             assert_eq!(parsed(text).unwrap_err(), expected);

@@ -1,4 +1,4 @@
-//! Why the configuration cannot be used: one line with file, line and the way out.
+//! Why the configuration cannot be used: one line with file, line and remedy.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use crate::text::safe;
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// A file or directory that is there and cannot be read.
-    #[error("configuration {}: cannot be read: {source}", safe(&path.to_string_lossy()))]
+    #[error("configuration {} cannot be read: {source}", safe(&path.to_string_lossy()))]
     Unreadable {
         /// The file or directory.
         path: PathBuf,

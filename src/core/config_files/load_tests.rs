@@ -93,9 +93,9 @@ fn how_long_daemons_wait() {
         ["[mps]\nidle = \"5s\"\n", "[mps]\nstop_when_idle = true\n"].map(|text| file("/c.toml", text));
     let both = merge(&files).unwrap();
     assert_eq!(both.mps.after_last_lease(), For(seconds(5)), "the new key wins, wherever it stands");
-    assert_snapshot!(both.warnings()[0], @r#"configuration: [mps] stop_when_idle has become [mps] idle: take it out; in force is idle = "5s""#);
-    assert_snapshot!(refused("[mps]\nidle = 60\n"), @r#"configuration /c.toml:2:8: "60" must be 0 or a whole number of ms, s or m, as 10s"#);
-    assert_snapshot!(refused("[mps]\nidle = \"\"\n"), @r#"configuration /c.toml:2:8: "" must be 0 or a whole number of ms, s or m, as 10s"#);
+    assert_snapshot!(both.warnings()[0], @r#"configuration: [mps] stop_when_idle was replaced by [mps] idle: remove it; idle = "5s" is in force"#);
+    assert_snapshot!(refused("[mps]\nidle = 60\n"), @r#"configuration /c.toml:2:8: "60" must be 0 or a whole number of ms, s or m, such as 10s"#);
+    assert_snapshot!(refused("[mps]\nidle = \"\"\n"), @r#"configuration /c.toml:2:8: "" must be 0 or a whole number of ms, s or m, such as 10s"#);
 }
 
 #[test]
@@ -126,7 +126,7 @@ fn what_is_shown_can_be_read_again() {
 #[ignore = "a helper of one_file_instead_of_all"]
 fn sees_the_file_of_its_environment() {
     assert_eq!(sources().unwrap(), [PathBuf::from("/nowhere/one.toml")]);
-    assert!(load().unwrap_err().to_string().starts_with("configuration /nowhere/one.toml: cannot be read"));
+    assert!(load().unwrap_err().to_string().starts_with("configuration /nowhere/one.toml cannot be read"));
 }
 
 #[test]
@@ -233,20 +233,20 @@ fn wrong_values() {
     assert_snapshot!(refused("[limits]\nmemory_overcommit = 1e309\n"), @"configuration /c.toml:2:21: floating-point number overflowed");
     assert_snapshot!(refused("[limits]\ntime_slice_max = 0\n"), @"configuration /c.toml:2:1: limits.time_slice_max must be 1 or more");
     assert_snapshot!(refused("[limits]\ntime_slice_max = -1\n"), @"configuration /c.toml:2:18: invalid value: integer `-1`, expected u32");
-    assert_snapshot!(refused("[limits]\nreserve = 512\n"), @r#"configuration /c.toml:2:11: "512" must be an amount with a unit, as 512MiB, or 0"#);
+    assert_snapshot!(refused("[limits]\nreserve = 512\n"), @r#"configuration /c.toml:2:11: "512" must be an amount with a unit, such as 512MiB, or 0"#);
     assert_snapshot!(refused("[defaults]\nwait = \"2m\"\n"), @"configuration /c.toml:2:1: defaults.wait must be at most 60s");
-    assert_snapshot!(refused("[mps]\nstart_timeout = \"soon\"\n"), @r#"configuration /c.toml:2:17: "soon" must be 0 or a whole number of ms, s or m, as 10s"#);
+    assert_snapshot!(refused("[mps]\nstart_timeout = \"soon\"\n"), @r#"configuration /c.toml:2:17: "soon" must be 0 or a whole number of ms, s or m, such as 10s"#);
     assert_snapshot!(refused("[mps]\nstart_timeout = \"0\"\n"), @"configuration /c.toml:2:1: mps.start_timeout must be over 0");
     assert_snapshot!(refused("state_dir = \"run\"\n"), @"configuration /c.toml:1:1: state_dir must be an absolute path");
     assert_snapshot!(refused("[cdi]\nspec = \"run/s.json\"\n"), @"configuration /c.toml:2:1: cdi.spec must be an absolute path");
-    assert_snapshot!(refused("[cdi]\nspec = \"/run/sublet\"\n"), @"configuration /c.toml:2:1: cdi.spec must end in .json: engines read no other name");
-    assert_snapshot!(refused("state_dir = \"/0123456789012345678901234567890123456789\"\n"), @"configuration /c.toml:1:1: state_dir must be at most 38 bytes long: paths of MPS sockets below it end at 107");
-    assert_snapshot!(refused("[runtime]\nlow_level = []\n"), @r#"configuration /c.toml:2:1: runtime.low_level must name one low-level runtime or more, as ["runc", "crun"]"#);
+    assert_snapshot!(refused("[cdi]\nspec = \"/run/sublet\"\n"), @"configuration /c.toml:2:1: cdi.spec must end in .json: engines read no other files");
+    assert_snapshot!(refused("state_dir = \"/0123456789012345678901234567890123456789\"\n"), @"configuration /c.toml:1:1: state_dir must be at most 38 bytes long, because paths of MPS sockets below it may have 107");
+    assert_snapshot!(refused("[runtime]\nlow_level = []\n"), @r#"configuration /c.toml:2:1: runtime.low_level must name one low-level runtime or more, such as ["runc", "crun"]"#);
     assert_snapshot!(refused("[[device]]\nmatch = 0\n\n[[device]]\nmatch = \"left\"\n"), @r#"configuration /c.toml:5:1: device.1.match must be all, an index, GPU-<uuid>, PCI bus id, MIG-<uuid>, "G:M" or model:<glob>"#);
     assert_snapshot!(refused("[[device]]\nname = \"left\"\n"), @"configuration /c.toml:1:1: missing field `match`");
     assert_snapshot!(refused("[[device]]\nmatch = 0\nname = \"a,b\"\n"), @"configuration /c.toml:3:1: device.0.name must be a word without commas and spaces, at most 128 bytes long");
     assert_snapshot!(refused("[mig]\nlayout = \"l.toml\"\n"), @"configuration /c.toml:2:1: mig.layout must be an absolute path");
-    assert_snapshot!(refused("[grant.env]\n\"A=B\" = \"x\"\n"), @"configuration /c.toml:2:1: grant.env.A=B is no name for an environment variable");
+    assert_snapshot!(refused("[grant.env]\n\"A=B\" = \"x\"\n"), @"configuration /c.toml:2:1: grant.env.A=B is not a valid name of an environment variable");
     assert_snapshot!(refused("[limits\n"), @"configuration /c.toml:1:8: unclosed table, expected `]`");
 }
 
@@ -257,13 +257,13 @@ fn the_longest_state_directory() {
 
 #[test]
 fn shares_that_make_no_request() {
-    assert_snapshot!(refused("[share.small]\nmode = \"mps\"\nsm = 0.25\n"), @"configuration /c.toml:3:1: sublet.sm=0.25 (from [share.small]): must be a percentage over 0 up to 100, as 25, 25% or 12.5; a quarter of a percent? write 25");
-    assert_snapshot!(refused("[share.small]\nvram = \"8GiB\"\n"), @"configuration /c.toml:2:1: sublet.vram=8GiB (from [share.small]): there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard; did you mean sublet.memory?");
-    assert_snapshot!(refused("[share.a]\nshare = \"b\"\n[share.b]\nsm = 25\n"), @"configuration /c.toml:2:1: sublet.share=b (from [share.a]): there is no such key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard");
+    assert_snapshot!(refused("[share.small]\nmode = \"mps\"\nsm = 0.25\n"), @"configuration /c.toml:3:1: sublet.sm=0.25 (from [share.small]): must be a percentage over 0 up to 100, such as 25, 25% or 12.5; a quarter of a percent? write 25");
+    assert_snapshot!(refused("[share.small]\nvram = \"8GiB\"\n"), @"configuration /c.toml:2:1: sublet.vram=8GiB (from [share.small]): unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard; did you mean sublet.memory?");
+    assert_snapshot!(refused("[share.a]\nshare = \"b\"\n[share.b]\nsm = 25\n"), @"configuration /c.toml:2:1: sublet.share=b (from [share.a]): unknown key; the keys are sublet.gpu, sublet.mode, sublet.sm, sublet.memory, sublet.mig, sublet.mig-caps, sublet.isolation, sublet.priority, sublet.processes, sublet.capabilities, sublet.wait, sublet.guard");
     assert_snapshot!(refused("[share.\"../x\"]\nsm = 25\n"), @"configuration /c.toml:1:8: share.../x must be named with letters, digits, '-', '_' and '.'");
     let files =
         [file("/weak", "[share.a]\nmode = \"exclusive\"\n"), file("/strong", "\n[share.a]\nsm = 25\n")];
-    assert_snapshot!(merge(&files).unwrap_err(), @"configuration /strong:3:1: sublet.sm=25 (from [share.a]) does not go with sublet.mode=exclusive (from [share.a]): only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out");
+    assert_snapshot!(merge(&files).unwrap_err(), @"configuration /strong:3:1: sublet.sm=25 (from [share.a]) cannot be combined with sublet.mode=exclusive (from [share.a]): only MPS limits SMs; write sublet.mode=mps or leave sublet.sm out");
     assert!(merge(&[file("/c", "[limits]\nrequire = [\"memory\"]\n[share.a]\nsm = 25\n")]).is_ok());
 }
 
@@ -283,7 +283,7 @@ fn policies_of_all_files_are_kept_and_say_what_is_wrong() {
     assert_eq!(policy[0].devices.as_ref().map(|devices| devices[0].to_string()).as_deref(), Some("0"));
     assert_snapshot!(refused("[[policy]]\nleases = 1\n"), @r#"configuration /c.toml:1:1: policy.0 must name either a user ("*" for all) or a group"#);
     assert_snapshot!(refused("[[policy]]\nuser = 1\ngroup = 1\n"), @r#"configuration /c.toml:1:1: policy.0 must name either a user ("*" for all) or a group"#);
-    assert_snapshot!(refused("[[policy]]\nuser = 1\nsm = 0\n"), @r#"configuration /c.toml:3:6: "0" must be a sum of percentages over 0, as 50 or 150%"#);
+    assert_snapshot!(refused("[[policy]]\nuser = 1\nsm = 0\n"), @r#"configuration /c.toml:3:6: "0" must be a sum of percentages over 0, such as 50 or 150%"#);
     assert_snapshot!(refused("[[policy]]\nuser = 1\nmodes = []\n"), @"configuration /c.toml:3:1: policy.0.modes is empty");
     assert_snapshot!(refused("[[policy]]\nuser = 1\ndevices = [\"GPU-\"]\n"), @"configuration /c.toml:3:1: policy.0.devices must be a list of selectors as in sublet.gpu: indices, GPU-<uuid>, PCI bus ids, name:<alias>, model:<glob>");
 }
@@ -319,7 +319,7 @@ fn errors_of_the_runtime_table_are_found() {
     let refused = |text: &str| merge_runtime(&[file("/c.toml", text)]).unwrap_err();
     assert_snapshot!(refused("[runtime]\nlow_levl = [\"crun\"]\n"), @"configuration /c.toml:2:1: unknown key `low_levl`, expected `low_level` or `log`; did you mean low_level?");
     assert_snapshot!(refused("[runtime]\nlow_level = [\"crun\"\n"), @"configuration /c.toml:2:20: unclosed array, expected `]`");
-    assert_snapshot!(refused("\n[runtime]\nlow_level = [\"\"]\n"), @r#"configuration /c.toml:3:1: runtime.low_level must name one low-level runtime or more, as ["runc", "crun"]"#);
+    assert_snapshot!(refused("\n[runtime]\nlow_level = [\"\"]\n"), @r#"configuration /c.toml:3:1: runtime.low_level must name one low-level runtime or more, such as ["runc", "crun"]"#);
     assert_snapshot!(refused("[runtime]\nlog = \"l\"\n"), @"configuration /c.toml:2:1: runtime.log must be an absolute path");
     refused("[runtime\nlow_level = [\"crun\"]\n");
     refused("runtime.low_level = [\"crun\"\n");
@@ -341,7 +341,7 @@ fn what_cannot_be_read_is_named() {
     let directory = tempfile::tempdir().unwrap();
     let missing = directory.path().join("x.toml");
     let message = read(&[missing]).err().unwrap().to_string();
-    assert!(message.ends_with("x.toml: cannot be read: No such file or directory (os error 2)"), "{message}");
+    assert!(message.ends_with("x.toml cannot be read: No such file or directory (os error 2)"), "{message}");
     let binary = directory.path().join("b.toml");
     std::fs::write(&binary, b"[limits]\n\xff = 1\n").unwrap();
     let message = merge(&read(&[binary]).unwrap()).unwrap_err().to_string();

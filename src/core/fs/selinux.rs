@@ -41,7 +41,7 @@ pub fn is_enforcing(root: &Path) -> bool {
 pub fn explained(error: io::Error) -> io::Error {
     let refused = error.kind() == io::ErrorKind::PermissionDenied && nix::unistd::geteuid().is_root();
     if refused && is_enforcing(Path::new("/")) {
-        return io::Error::new(error.kind(), format!("SELinux keeps it from this engine: {FIX}"));
+        return io::Error::new(error.kind(), format!("SELinux denies it to this engine: {FIX}"));
     }
     error
 }

@@ -1,5 +1,5 @@
-//! The state directory and the files in it are believed only where nobody but root, or this user, can have written
-//! them. Looked at each time that something is opened there: by descriptor, for a path may be another file by then.
+//! The state directory and its files are trusted only if no user but root, or this user, can have written
+//! them. This is checked by descriptor each time a file is opened, because a path may be another file by then.
 
 use std::fs::{self, DirBuilder, Metadata, OpenOptions, Permissions};
 use std::io::{self, Read as _};
@@ -24,7 +24,7 @@ pub fn make(dir: &Path) -> Result<(), String> {
         // Made under somebody's umask, or by a sublet that was killed before it set the mode.
         Ok(meta) if is_closed(&meta) => {
             fs::set_permissions(dir, Permissions::from_mode(meta.mode() & 0o7777 | 0o755))
-                .map_err(|error| format!("cannot be opened to others: {error}"))?;
+                .map_err(|error| format!("cannot be made readable for other users: {error}"))?;
             fs::symlink_metadata(dir)
         }
         meta => meta,
@@ -64,11 +64,15 @@ fn check(dir: &Path, meta: &Metadata) -> Result<(), String> {
         return Err("is no directory".to_owned());
     }
     if (!is_ours(meta.uid()) || meta.mode() & 0o022 != 0) && !cfg!(sublet_without = "c3-directory") {
-        return Err(format!("others may write it (uid {}, mode {:o})", meta.uid(), meta.mode() & 0o7777));
+        return Err(format!(
+            "others than its owner may write to it (uid {}, mode {:o})",
+            meta.uid(),
+            meta.mode() & 0o7777
+        ));
     }
     match dir.ancestors().skip(1).find(|above| can_be_swapped(above)) {
         Some(above) => Err(format!(
-            "everybody may write {}, which is above it, and put another in its place",
+            "every user may write to {}, which is above it, and could replace it",
             safe(&above.to_string_lossy())
         )),
         None => Ok(()),
@@ -90,7 +94,7 @@ pub fn is_ours(uid: u32) -> bool {
 #[must_use]
 pub(crate) fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
     if !meta.is_file() {
-        return Some("it is no regular file".to_owned());
+        return Some("it is not a regular file".to_owned());
     }
     if meta.len() > largest {
         return Some(format!("it has {} bytes", meta.len()));
@@ -101,7 +105,8 @@ pub(crate) fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
     if !is_ours(meta.uid()) {
         return Some(format!("it belongs to uid {}", meta.uid()));
     }
-    (meta.mode() & 0o022 != 0).then(|| format!("others may write it (mode {:o})", meta.mode() & 0o7777))
+    (meta.mode() & 0o022 != 0)
+        .then(|| format!("others than its owner may write to it (mode {:o})", meta.mode() & 0o7777))
 }
 
 /// The content of `path`; `Err` inside: why it is not believed. `None`: there is no such file.
@@ -114,7 +119,7 @@ pub fn read(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, Stri
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) if error.raw_os_error() == Some(ELOOP) => {
-            return Ok(Some(Err("it is no regular file".to_owned())));
+            return Ok(Some(Err("it is not a regular file".to_owned())));
         }
         Err(error) => return Err(selinux::explained(error)),
     };
@@ -148,16 +153,14 @@ mod tests {
         make(&state).unwrap();
         assert_eq!(distrust(&state), None);
         mode(&above, 0o777);
-        let expected = format!(
-            "everybody may write {}, which is above it, and put another in its place",
-            above.display()
-        );
+        let expected =
+            format!("every user may write to {}, which is above it, and could replace it", above.display());
         assert_eq!(make(&state), Err(expected.clone()));
         assert_eq!(distrust(&state), Some(expected));
         mode(&above, 0o1777);
         make(&state).unwrap();
         mode(&state, 0o775);
-        assert!(make(&state).unwrap_err().starts_with("others may write it"));
+        assert!(make(&state).unwrap_err().starts_with("others than its owner may write to it"));
         assert_eq!(distrust(&dir.path().join("none")), None);
     }
 
@@ -185,14 +188,14 @@ mod tests {
         let why = |path: &Path, largest| read(path, largest).unwrap().unwrap().unwrap_err();
         assert_eq!(why(&path, 6), "it has 7 bytes");
         mode(&path, 0o664);
-        assert_eq!(why(&path, 9), "others may write it (mode 664)");
+        assert_eq!(why(&path, 9), "others than its owner may write to it (mode 664)");
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
-        assert_eq!(why(&link, 9), "it is no regular file");
-        assert_eq!(why(dir.path(), 9), "it is no regular file");
+        assert_eq!(why(&link, 9), "it is not a regular file");
+        assert_eq!(why(dir.path(), 9), "it is not a regular file");
         let pipe = dir.path().join("pipe");
         nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
-        assert_eq!(why(&pipe, 9), "it is no regular file");
+        assert_eq!(why(&pipe, 9), "it is not a regular file");
         assert_eq!(read_if_trusted(&pipe, 9), None);
     }
 }

@@ -162,22 +162,22 @@ fn warnings(placement: &Placement, image: &Image, inventory: &Inventory, config:
     warnings.extend(image.warnings.iter().cloned());
     if config.driver.inject == Inject::Builtin && image.libraries().is_none() {
         warnings.push(
-            "the image has no glibc of the driver's kind (musl or static): it gets the device nodes and the \
-             environment, but no driver libraries; use a glibc image for CUDA"
+            "the image has no glibc for the driver's libraries (it uses musl, or is static), so it gets \
+             the device nodes and the environment, but no driver libraries; use a glibc image for CUDA"
                 .to_owned(),
         );
     }
     if image.tmp_is_host && placement.daemon.is_some() {
         warnings.push(
-            "the container's /tmp comes from the host, so its MPS directory is not at /tmp/nvidia-mps: \
-             processes that come without the container's environment run outside its share"
+            "the container's /tmp is the host's, so its MPS directory is not at /tmp/nvidia-mps: processes \
+             without the container's environment run outside its share"
                 .to_owned(),
         );
     }
     if inventory.driver.majors.uvm.is_none() {
         warnings.push(
-            "kernel module nvidia-uvm is not loaded, CUDA will not start: run `nvidia-modprobe -u -c 0`, \
-             then `sublet refresh`"
+            "kernel module nvidia-uvm is not loaded, so CUDA will not start: run `nvidia-modprobe -u -c \
+             0`, then `sublet refresh`"
                 .to_owned(),
         );
     }

@@ -453,7 +453,7 @@ fn musl_gets_nodes_and_a_warning() {
     let grant = granted(&lease(), &[Capability::Compute], &Image::default(), &Config::default());
     assert_eq!(destinations(&grant), ["/run/sublet/mps", "/tmp/nvidia-mps"]);
     assert_eq!(grant.nodes.len(), 4);
-    assert!(grant.warnings[1].contains("musl or static"), "{:?}", grant.warnings);
+    assert!(grant.warnings[1].contains("uses musl, or is static"), "{:?}", grant.warnings);
 }
 
 #[test]

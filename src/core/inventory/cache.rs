@@ -1,4 +1,4 @@
-//! `inventory.json`: writing it, reading it, and whether it is still true.
+//! `inventory.json`: writing it, reading it, and checking that it is up to date.
 
 use std::fs;
 use std::io;
@@ -35,7 +35,7 @@ pub enum InventoryError {
         path: PathBuf,
     },
     /// Something differs from what it was written for.
-    #[error("{} is stale: {changed}; run `sublet refresh`", .path.display())]
+    #[error("{} is out of date: {changed}; run `sublet refresh`", .path.display())]
     Stale {
         /// `inventory.json`.
         path: PathBuf,
@@ -60,8 +60,8 @@ pub enum InventoryError {
     },
     /// A GPU of the inventory no longer answers on the PCI bus.
     #[error(
-        "GPU {bus_id} fell off the bus (its PCI configuration reads ffff); `sublet refresh` leaves it \
-         out, a power cycle may bring it back"
+        "GPU {bus_id} fell off the bus (its PCI configuration reads ffff); run `sublet refresh` to go on \
+         without it; a power cycle may bring it back"
     )]
     FellOffTheBus {
         /// As `0000:3b:00.0`.
@@ -208,13 +208,17 @@ fn parse(path: &Path, text: &[u8]) -> Result<Inventory, InventoryError> {
 /// The first thing that differs, for people.
 fn difference(then: &Fingerprint, now: &Fingerprint) -> Option<String> {
     if then.boot_id != now.boot_id {
-        Some("it is from an earlier boot".to_owned())
+        Some("it was written in an earlier boot".to_owned())
     } else if then.driver_version != now.driver_version {
-        Some(format!("driver {} then, {} now", safe(&then.driver_version), safe(&now.driver_version)))
+        Some(format!(
+            "the driver was {}, and is {} now",
+            safe(&then.driver_version),
+            safe(&now.driver_version)
+        ))
     } else if then.gpus != now.gpus {
-        Some(format!("GPUs {} then, {} now", listed(&then.gpus), listed(&now.gpus)))
+        Some(format!("the GPUs were {}, and are {} now", listed(&then.gpus), listed(&now.gpus)))
     } else if then.mig != now.mig {
-        Some(format!("MIG instances {} then, {} now", listed(&then.mig), listed(&now.mig)))
+        Some(format!("the MIG instances were {}, and are {} now", listed(&then.mig), listed(&now.mig)))
     } else {
         None
     }
@@ -233,14 +237,14 @@ fn missing_file(config: &Config, inventory: &Inventory) -> Option<String> {
         !source.starts_with(&config.driver.root) || !fs::metadata(source).is_ok_and(|there| there.is_file())
     };
     let source = inventory.files.iter().map(|file| &file.source).find(|source| gone(source))?;
-    Some(format!("driver file {} is gone", safe(&source.display().to_string())))
+    Some(format!("driver file {} is missing", safe(&source.display().to_string())))
 }
 
 /// Whoever is told to install the MPS programs has done so.
 fn new_programs(config: &Config, inventory: &Inventory) -> Option<String> {
     let root = &config.driver.root;
     let found = inventory.driver.mps_control.is_none() && MpsPrograms::find(root).both(root).is_ok();
-    found.then(|| "the driver's MPS programs were not there then".to_owned())
+    found.then(|| "the driver's MPS programs have been installed since".to_owned())
 }
 
 #[cfg(test)]

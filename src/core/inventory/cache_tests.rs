@@ -82,7 +82,7 @@ fn nothing_stored_is_missing() {
 fn stale_after_a_reboot() {
     let (_root, config) = stored();
     rewrite(&config, |inventory| inventory.fingerprint.boot_id = "another".into());
-    assert_eq!(stale(&config), "it is from an earlier boot");
+    assert_eq!(stale(&config), "it was written in an earlier boot");
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn stale_when_the_module_was_reloaded_in_another_version() {
         "/proc/driver/nvidia/version",
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  590.44.01  x\n",
     );
-    assert_eq!(stale(&config), "driver 580.159.04 then, 590.44.01 now");
+    assert_eq!(stale(&config), "the driver was 580.159.04, and is 590.44.01 now");
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn stale_once_both_mps_programs_are_installed() {
     root.program("/usr/bin/nvidia-cuda-mps-control");
     load(&config).unwrap();
     root.program("/usr/sbin/nvidia-cuda-mps-server");
-    assert_eq!(stale(&config), "the driver's MPS programs were not there then");
+    assert_eq!(stale(&config), "the driver's MPS programs have been installed since");
     rewrite(&config, |inventory| {
         inventory.driver.mps_control = Some("/usr/bin/nvidia-cuda-mps-control".into());
     });
@@ -112,25 +112,25 @@ fn stale_once_both_mps_programs_are_installed() {
 fn stale_when_a_gpu_came_or_went() {
     let (root, config) = stored();
     root.gpu("0000:5e:00.0", [0xde, 0x10]);
-    assert_eq!(stale(&config), "GPUs 0000:3b:00.0 then, 0000:3b:00.0 0000:5e:00.0 now");
+    assert_eq!(stale(&config), "the GPUs were 0000:3b:00.0, and are 0000:3b:00.0 0000:5e:00.0 now");
     fs::remove_dir_all(root.path().join("proc/driver/nvidia/gpus")).unwrap();
-    assert_eq!(stale(&config), "GPUs 0000:3b:00.0 then, none now");
+    assert_eq!(stale(&config), "the GPUs were 0000:3b:00.0, and are none now");
 }
 
 #[test]
 fn stale_when_a_mig_instance_came_or_went() {
     let (root, config) = stored();
     root.file("/proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci1/access", "DeviceFileMinor: 22");
-    assert_eq!(stale(&config), "MIG instances gpu0/gi2/ci0 then, gpu0/gi2/ci0 gpu0/gi2/ci1 now");
+    assert_eq!(stale(&config), "the MIG instances were gpu0/gi2/ci0, and are gpu0/gi2/ci0 gpu0/gi2/ci1 now");
     fs::remove_dir_all(root.path().join("proc/driver/nvidia/capabilities/gpu0/mig/gi2")).unwrap();
-    assert_eq!(stale(&config), "MIG instances gpu0/gi2/ci0 then, none now");
+    assert_eq!(stale(&config), "the MIG instances were gpu0/gi2/ci0, and are none now");
 }
 
 #[test]
 fn stale_when_an_upgrade_took_a_driver_file_away() {
     let (root, mut config) = stored();
     fs::remove_file(root.path().join("usr/lib64/libcuda.so.580.159.04")).unwrap();
-    assert!(stale(&config).ends_with("usr/lib64/libcuda.so.580.159.04 is gone"));
+    assert!(stale(&config).ends_with("usr/lib64/libcuda.so.580.159.04 is missing"));
     config.driver.inject = Inject::None;
     assert!(load(&config).is_ok());
 }
@@ -196,7 +196,7 @@ fn a_link_is_not_followed_and_replaced_by_storing() {
     symlink(&elsewhere, &path).unwrap();
     let before = fs::read(&elsewhere).unwrap();
     let error = load(&config).unwrap_err().to_string();
-    assert!(error.contains("it is no regular file"), "{error}");
+    assert!(error.contains("it is not a regular file"), "{error}");
     store(&config, &inventory(&config)).unwrap();
     assert!(load(&config).is_ok());
     assert!(fs::symlink_metadata(&path).unwrap().is_file());
@@ -209,7 +209,7 @@ fn a_file_others_may_write_is_not_believed() {
     let path = config.state_dir.join("inventory.json");
     fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
     let error = load(&config).unwrap_err().to_string();
-    assert!(error.contains("others may write it (mode "), "{error}");
+    assert!(error.contains("others than its owner may write to it (mode "), "{error}");
     store(&config, &inventory(&config)).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o644);
 }
@@ -220,10 +220,10 @@ fn a_fifo_or_directory_is_refused_without_waiting() {
     let path = config.state_dir.join("inventory.json");
     fs::remove_file(&path).unwrap();
     nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRUSR | nix::sys::stat::Mode::S_IWUSR).unwrap();
-    assert!(load(&config).unwrap_err().to_string().contains("it is no regular file"));
+    assert!(load(&config).unwrap_err().to_string().contains("it is not a regular file"));
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
-    assert!(load(&config).unwrap_err().to_string().contains("it is no regular file"));
+    assert!(load(&config).unwrap_err().to_string().contains("it is not a regular file"));
     assert!(matches!(store(&config, &inventory(&config)), Err(InventoryError::Unwritable { .. })));
 }
 

@@ -21,7 +21,7 @@ pub enum NodeError {
     },
     /// A MIG capability's, and we cannot make it either.
     #[error(
-        "device node {} is missing and cannot be made here ({source}); run `nvidia-modprobe -f {file}` as root",
+        "device node {} is missing and cannot be created ({source}); run `nvidia-modprobe -f {file}` as root",
         .path.display()
     )]
     Unmade {
@@ -34,7 +34,8 @@ pub enum NodeError {
     },
     /// Something else is there.
     #[error(
-        "{} is {found}, not the character device {major}:{minor} that /proc/devices tells; remove it, then {}",
+        "{} is {found}, but /proc/devices says it should be the character device {major}:{minor}; remove \
+         it, then {}",
         .path.display(), remedy(.path)
     )]
     Other {
@@ -48,7 +49,7 @@ pub enum NodeError {
         minor: u32,
     },
     /// It cannot be looked at.
-    #[error("cannot look at {}: {source}", .path.display())]
+    #[error("cannot read {}: {source}", .path.display())]
     Unreadable {
         /// Driver root included.
         path: PathBuf,
@@ -121,11 +122,16 @@ mod tests {
         let node = |path: &str, major, minor| Node { path: path.into(), major, minor };
         assert!(check_node(Path::new("/"), &node("/dev/null", 1, 3)).is_ok());
         let error = check_node(Path::new("/"), &node("/dev/null", 195, 0)).unwrap_err().to_string();
-        assert!(error.contains("is the character device 1:3, not the character device 195:0"), "{error}");
+        assert!(
+            error.contains(
+                "is the character device 1:3, but /proc/devices says it should be the character device 195:0"
+            ),
+            "{error}"
+        );
         let root = Root::new();
         root.file("/dev/nvidia0", "");
         let error = check_node(root.path(), &node("/dev/nvidia0", 195, 0)).unwrap_err().to_string();
-        assert!(error.contains("is no character device, not"), "{error}");
+        assert!(error.contains("is no character device, but"), "{error}");
     }
 
     #[test]

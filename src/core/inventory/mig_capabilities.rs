@@ -1,5 +1,5 @@
-//! MIG's access capabilities: which nodes below /dev/nvidia-caps open an instance, and making those that
-//! nobody has made yet.
+//! The nodes below /dev/nvidia-caps that give access to a MIG instance: which ones they are, and creating missing
+//! ones.
 //!
 //! `/proc/driver/nvidia-caps/mig-minors` has a line `NAME MINOR` for each, by the GPU's device minor:
 //! `gpu0/gi3/access 30`, `gpu0/gi3/ci0/access 31`, `config 1`, `monitor 2`. For those that exist the driver has
@@ -48,7 +48,7 @@ pub fn nodes(root: &Path, major: Option<u32>, gpu: u32, gi: u32, ci: u32) -> Res
         let told = file_of(&name);
         match value(&read(root, &told)?, "DeviceFileMinor") {
             Some(minor) if minor == node.minor => Ok(node),
-            other => Err(format!("{MINORS} says {} of {name}, {told} says {other:?}", node.minor)),
+            other => Err(format!("{MINORS} has {} for {name}, {told} has {other:?}", node.minor)),
         }
     };
     Ok([find(format!("gpu{gpu}/gi{gi}/access"))?, find(format!("gpu{gpu}/gi{gi}/ci{ci}/access"))?])
@@ -77,7 +77,7 @@ pub(super) fn make(root: &Path, node: &Node) -> Result<(), (String, io::Error)> 
 fn capability(root: &Path, file: &str, minor: u32) -> io::Result<u32> {
     let text = fs::read_to_string(under(root, file))?;
     if value(&text, "DeviceFileMinor") != Some(minor) {
-        return Err(io::Error::other(format!("{file} is not the file of nvidia-cap{minor}")));
+        return Err(io::Error::other(format!("{file} does not describe nvidia-cap{minor}")));
     }
     Ok(value(&text, "DeviceFileMode").unwrap_or(MODE) & 0o777)
 }
@@ -158,8 +158,8 @@ mod tests {
         let why = |root: &Root, gpu, gi, ci| nodes(root.path(), Some(241), gpu, gi, ci).unwrap_err();
         assert_eq!(
             why(&root(167), 1, 3, 0),
-            "/proc/driver/nvidia-caps/mig-minors says 166 of gpu1/gi3/ci0/access, \
-             /proc/driver/nvidia/capabilities/gpu1/mig/gi3/ci0/access says Some(167)"
+            "/proc/driver/nvidia-caps/mig-minors has 166 for gpu1/gi3/ci0/access, but \
+             /proc/driver/nvidia/capabilities/gpu1/mig/gi3/ci0/access has Some(167)"
         );
         assert_eq!(
             why(&root(166), 1, 3, 1),
@@ -185,7 +185,7 @@ mod tests {
         let node = |minor| Node { path: format!("{NODES}/nvidia-cap{minor}").into(), major: 241, minor };
         let (file, error) = make(root.path(), &node(166)).unwrap_err();
         assert_eq!(file, "/proc/driver/nvidia/capabilities/gpu1/mig/gi3/ci0/access");
-        assert!(error.to_string().ends_with("is not the file of nvidia-cap166"), "{error}");
+        assert!(error.to_string().ends_with("does not describe nvidia-cap166"), "{error}");
         assert!(make(root.path(), &node(99)).is_err());
         assert!(!root.path().join("dev/nvidia-caps").exists());
     }

@@ -1,7 +1,7 @@
-//! The word of `sublet serve` that the MIG devices of the inventory are those of the driver.
+//! The record of `sublet serve` that the inventory has the driver's MIG devices.
 //!
-//! Ids of destroyed instances are given to new ones, and /proc looks the same then: NVML alone can tell. While
-//! the service looks after that, nobody else has to ask NVML before each container.
+//! Ids of destroyed instances are reused, and /proc looks the same then: only NVML can tell. While
+//! the service checks that, other programs need not ask NVML before each container.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! Where the driver's programs lie, whoever laid them there: the one place that looks any of them up.
+//! Finds the driver's programs, in the places of all distributions. No other code looks them up.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -65,8 +65,8 @@ pub enum MissingPrograms {
     },
     /// Half of them: the daemon would start and never have a server.
     #[error(
-        "{} is there and nvidia-cuda-mps-server, which it starts, is not: install it from the same package \
-         (Debian: apt install nvidia-cuda-mps), or link it into {} (looked below {} in {})",
+        "{} is installed, but nvidia-cuda-mps-server, which it starts, is not: install it from the same \
+         package (Debian: apt install nvidia-cuda-mps), or link it into {} (looked below {} in {})",
         .control.display(),
         .control.parent().unwrap_or(.root).display(),
         .root.display(),

@@ -29,9 +29,9 @@ pub struct Binding {
 pub enum NotBound {
     /// It was freed.
     #[error(
-        "lease {0} is no live lease: the engine took longer than {TIME_TO_BIND} s to create the container, or \
-         was ended meanwhile (start the container again), or sublet did not write this annotation \
-         sublet.lease (remove it)"
+        "lease {0} does not exist any more: the engine took longer than {TIME_TO_BIND} s to create the \
+         container, or ended meanwhile (start the container again); or sublet did not write this \
+         annotation sublet.lease (remove it)"
     )]
     Unknown(LeaseId),
     /// It is another container's.

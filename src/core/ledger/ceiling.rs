@@ -1,4 +1,4 @@
-//! What a server lets each of its clients have: SMs and memory, compared and merged as one thing.
+//! The default limits of an MPS server, for each client: SMs and memory, compared and merged together.
 
 use serde::{Deserialize, Serialize};
 

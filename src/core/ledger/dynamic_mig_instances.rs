@@ -1,5 +1,5 @@
-//! MIG instances that were made because a container asked for one (`[mig] dynamic`): from before the first call
-//! to the driver until they are destroyed, so that whoever is killed in between leaves them to the next command.
+//! MIG instances created for a container (`[mig] dynamic`). They are recorded from before the first call
+//! to the driver until they are destroyed, so that the next command can finish the work of a killed one.
 
 use serde::{Deserialize, Serialize};
 
@@ -106,13 +106,14 @@ impl Ledger {
     pub(crate) fn kept_from(&self, id: &LeaseId, device: &Device) -> Option<String> {
         let made = self.made(device)?;
         if made.going {
-            return Some("is being destroyed: it was made for a container that has ended".to_owned());
+            return Some("is being destroyed: it was created for a container that has ended".to_owned());
         }
         match &made.awaited {
-            Some(awaited) if awaited.lease != *id => {
-                Some(format!("is made for container {}, which is being started", safe(&awaited.container)))
-            }
-            None if made.uuid.is_none() => Some("was being made by a process that was ended".to_owned()),
+            Some(awaited) if awaited.lease != *id => Some(format!(
+                "was created for container {}, which is being started",
+                safe(&awaited.container)
+            )),
+            None if made.uuid.is_none() => Some("was being created by a process that has ended".to_owned()),
             _ => None,
         }
     }

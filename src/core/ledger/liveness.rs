@@ -97,7 +97,7 @@ fn fate_without_record(lease: &Lease) -> Fate {
     match sign_of_life(&lease.container) {
         Ok(None) => return Fate::Gone,
         Ok(Some(sign)) => tracing::warn!(
-            "container {}: its runtime has no record of it, and {sign}: lease {} is kept",
+            "container {}: its runtime has no record of it, but {sign}: lease {} stays",
             safe(&lease.container.name()),
             lease.id
         ),
@@ -137,7 +137,9 @@ impl Lease {
             }
             Some(init) if has_processes(init) => {
                 let (pid, cgroup) = (init.process.pid, init.cgroup.as_deref().map(path).unwrap_or_default());
-                signs.push(format!("its first process {pid} is gone, but not all in its cgroup {cgroup}"));
+                signs.push(format!(
+                    "its first process {pid} has ended, but its cgroup {cgroup} still has processes"
+                ));
             }
             _ => {}
         }
@@ -156,14 +158,16 @@ impl Lease {
             Ok(None) => match sign_of_life(&self.container) {
                 Ok(sign) => sign.map(|sign| format!("its runtime has no record of it, but {sign}")),
                 Err(error) => Some(format!(
-                    "its runtime has no record of it, and its config.json in {} cannot be read ({}), so nobody can tell",
+                    "its runtime has no record of it, and its config.json in {} cannot be read ({}), so \
+                     sublet cannot tell whether it runs",
                     path(&self.container.bundle),
                     safe(&error.to_string())
                 )),
             },
             Ok(Some(_)) => None,
             Err(error) => Some(format!(
-                "its runtime's record {} cannot be read ({}), so nobody can tell; the process that started it, {}, is {}",
+                "its runtime's record {} cannot be read ({}), so sublet cannot tell whether it runs; the \
+                 process that started it, {}, is {}",
                 path(&self.container.record),
                 safe(&error.to_string()),
                 self.owner.pid,
@@ -195,7 +199,7 @@ pub(super) fn has_processes(init: &Init) -> bool {
     };
     is_populated(cgroup).unwrap_or_else(|error| {
         tracing::warn!(
-            "cgroup {} cannot be read ({error}): its lease is kept",
+            "cgroup {} cannot be read ({error}): its lease stays",
             safe(&cgroup.to_string_lossy())
         );
         true
@@ -204,8 +208,8 @@ pub(super) fn has_processes(init: &Init) -> bool {
 
 fn warn(lease: &Lease, unread: &Path, error: &io::Error) {
     tracing::warn!(
-        "container {}: what {} says of it cannot be read ({}): lease {} is kept; `sublet lease release --force {}` frees it, \
-         if you know that the container is gone",
+        "container {}: its record in {} cannot be read ({}): lease {} stays; if you know that the \
+         container has ended, free it with `sublet lease release --force {}`",
         safe(&lease.container.name()),
         safe(&unread.to_string_lossy()),
         safe(&error.to_string()),

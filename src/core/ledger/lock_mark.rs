@@ -1,5 +1,5 @@
-//! What the lock file says: that the ledger of this boot holds something, and in which namespaces. Where the ledger
-//! and its copy are gone, that alone tells a loss from a first start.
+//! The content of the lock file: that the ledger of this boot has entries, and in which namespaces. If the ledger
+//! and its copy are missing, only this distinguishes a loss from a first start.
 
 use std::fs::File;
 use std::io;

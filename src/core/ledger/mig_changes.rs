@@ -1,5 +1,5 @@
-//! Changes of MIG layouts: while one is under way its GPUs take no new lease, and after it every inventory
-//! from before is out of date, though ids and /proc may look the same.
+//! Changes of MIG layouts. During one, its GPUs take no new lease. After it, every earlier inventory
+//! is out of date, even if ids and /proc look the same.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,4 @@
-//! Who holds what: leases and MPS servers, on disk in `ledger.json`, changed only under one lock.
+//! Leases and MPS daemons, on disk in `ledger.json`, changed only under one lock.
 
 mod binding;
 mod ceiling;

@@ -1,5 +1,5 @@
-//! In which namespaces the process ids and start times of a ledger mean what they say: elsewhere a live container
-//! seems to be gone. A management container that shares the state directory has a PID namespace of its own.
+//! The namespaces to which the process ids and start times of a ledger belong. In others a running container
+//! seems to have ended. A management container that shares the state directory has another PID namespace.
 
 use std::fmt;
 use std::fs;
@@ -48,7 +48,7 @@ impl Namespaces {
         let inode = |name: &str| {
             let link = fs::read_link(ns.join(name))?;
             let digits = link.to_str().and_then(|link| link.split(['[', ']']).nth(1)?.parse().ok());
-            digits.ok_or_else(|| io::Error::other(format!("{} names no namespace", link.display())))
+            digits.ok_or_else(|| io::Error::other(format!("{} does not name a namespace", link.display())))
         };
         let time = match inode("time") {
             Err(error) if error.kind() == io::ErrorKind::NotFound => 0,

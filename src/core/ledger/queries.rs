@@ -14,7 +14,7 @@ use crate::text::safe;
 /// A container that holds a live lease already: a live lease is never replaced.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "container {} holds the live lease {lease} already: delete it before it is created again",
+    "container {} already holds lease {lease}: delete the container before you create it again",
     safe(container)
 )]
 pub struct Doubled {

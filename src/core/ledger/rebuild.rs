@@ -1,5 +1,5 @@
-//! A ledger that cannot be read is rebuilt from its copy and from what runs: containers by their runtimes'
-//! records, MPS daemons by their directories. What none of them explains keeps its device closed.
+//! Rebuilds a ledger that cannot be read from its copy and from what runs: containers by their runtimes'
+//! records, MPS daemons by their directories. A device with other processes takes no new lease until they end.
 
 use std::fs;
 use std::io;
@@ -69,7 +69,7 @@ pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Option<String> {
     // A command that only asks makes the directories for the sake of their lock; a daemon writes down its pid.
     let started = |entry: &fs::DirEntry| fs::symlink_metadata(entry.path().join(PID_FILE)).is_ok();
     if let Some(entry) = fs::read_dir(state_dir.join("mps")).into_iter().flatten().flatten().find(started) {
-        return Some(format!("{} was an MPS daemon's", name(&entry.path())));
+        return Some(format!("{} belonged to an MPS daemon", name(&entry.path())));
     }
     if let Some((_, daemon)) = running_daemons(state_dir).first() {
         return Some(format!("its MPS daemon {} runs", daemon.pid));

@@ -1,4 +1,4 @@
-//! Leases that their containers themselves remember, when the ledger has them no more.
+//! Leases that a container's config.json still has, although the ledger does not.
 
 use std::path::Path;
 

@@ -217,7 +217,7 @@ pub fn read_up_to(path: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
     };
     let metadata = file.metadata()?;
     if !metadata.is_file() {
-        return Err(io::Error::other("it is no regular file"));
+        return Err(io::Error::other("it is not a regular file"));
     }
     let mut content = Vec::with_capacity(usize::try_from(metadata.len().min(largest)).unwrap_or(0) + 1);
     file.take(largest + 1).read_to_end(&mut content)?;

@@ -40,7 +40,9 @@ pub enum LedgerError {
         why: String,
     },
     /// Somebody holds the lock for too long.
-    #[error("ledger lock {path} is held by another process for more than 5 s; `fuser -v {path}` names it")]
+    #[error(
+        "another process has held the ledger lock {path} for more than 5 s; `fuser -v {path}` shows which"
+    )]
     Locked {
         /// The lock file.
         path: String,
@@ -59,8 +61,9 @@ pub enum LedgerError {
     },
     /// Process ids in it are of other namespaces than ours.
     #[error(
-        "the ledger's process ids are of {theirs}, and this process is in {ours}: containers that live seem gone here, \
-         so nothing is changed; run it on the host (in a container: --pid=host), or where the ledger's containers run"
+        "the ledger's process ids belong to {theirs}, but this process is in {ours}, where running \
+         containers seem to have ended, so nothing was changed; run the command on the host (in a \
+         container: --pid=host), or where the ledger's containers run"
     )]
     Elsewhere {
         /// The ledger's namespaces.
@@ -70,15 +73,15 @@ pub enum LedgerError {
     },
     /// Ours cannot be told.
     #[error(
-        "nobody can tell in which PID namespace this is ({source}), so nothing is changed: is /proc mounted, and of \
-         this namespace?"
+        "sublet cannot find out in which PID namespace it runs ({source}), so nothing was changed: is \
+         /proc mounted, and does it belong to this namespace?"
     )]
     NoNamespaces {
         /// What the system said.
         source: io::Error,
     },
     /// Its content is no ledger.
-    #[error("ledger {path} cannot be used: {why}; `sublet gc` rebuilds it from what runs")]
+    #[error("ledger {path} cannot be used: {why}; `sublet gc` rebuilds it from the containers that run")]
     Corrupt {
         /// The file.
         path: String,
@@ -305,14 +308,17 @@ impl Store {
         };
         let boot = Self::boot_id()?;
         if ledger.boot_id != boot && Mark::read_in(&self.lock_file(), &boot).is_some() {
-            return Ok(Loaded::Corrupt("it is of another boot, and its lock names one of this boot".into()));
+            return Ok(Loaded::Corrupt(
+                "it was written in an earlier boot, but its lock names a ledger of this boot".into(),
+            ));
         }
         Ok(Loaded::Sound(Box::new(ledger)))
     }
 
     /// What it means that there is no ledger: that it was lost, where something tells of it. Else it is the first.
     fn missing(&self) -> Result<Loaded, LedgerError> {
-        for (path, why) in [(self.aside(), "its rebuild was cut short"), (self.copy(), "it is gone")] {
+        for (path, why) in [(self.aside(), "an earlier rebuild did not finish"), (self.copy(), "it is gone")]
+        {
             match fs::symlink_metadata(&path) {
                 Ok(_) => return Ok(Loaded::Corrupt(why.into())),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -324,12 +330,13 @@ impl Store {
         }
         let marked = Mark::read_in(&self.lock_file(), &Self::boot_id()?).is_some();
         let found = if marked {
-            Some("its lock names it".to_owned())
+            Some("it is missing, but its lock names it".to_owned())
         } else {
             trace(&self.state_dir, self.root.as_deref())
         };
-        Ok(found
-            .map_or(Loaded::Missing, |what| Loaded::Corrupt(format!("it and its copy are gone, but {what}"))))
+        Ok(found.map_or(Loaded::Missing, |what| {
+            Loaded::Corrupt(format!("it and its copy are missing, but {what}"))
+        }))
     }
 
     /// Rebuilds the ledger, writes it and puts the bad file by.
@@ -348,7 +355,10 @@ impl Store {
             (None, Some(mark)) => namespaces::same(mark.namespaces, ours)?,
             (None, None) => {}
         }
-        tracing::warn!("ledger {} cannot be used ({why}): rebuilding it from what runs", text(&path));
+        tracing::warn!(
+            "ledger {} cannot be used ({why}): rebuilding it from the containers that run",
+            text(&path)
+        );
         let has_last = last.is_some();
         let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), boot, last);
         // What the mark says of a ledger that is lost was looked at above.
@@ -409,10 +419,10 @@ fn open_lock(path: &Path) -> io::Result<File> {
         .open(path)?;
     let meta = file.metadata()?;
     if !meta.is_file() {
-        return Err(io::Error::other("it is no regular file: remove it, sublet makes it anew"));
+        return Err(io::Error::other("it is not a regular file: remove it, and sublet creates it again"));
     }
     if !trusted::is_ours(meta.uid()) {
-        return Err(io::Error::other(format!("uid {} made it: remove it", meta.uid())));
+        return Err(io::Error::other(format!("it was created by uid {}: remove it", meta.uid())));
     }
     if meta.mode() & 0o077 != 0 {
         file.set_permissions(Permissions::from_mode(0o600))?;
@@ -429,16 +439,16 @@ fn remove(path: &Path) -> io::Result<()> {
 pub(super) fn parse(content: &[u8]) -> Result<Ledger, String> {
     let ledger: Ledger = serde_json::from_slice(content).map_err(|error| safe(&error.to_string()))?;
     if ledger.schema != SCHEMA && !cfg!(sublet_without = "c3-version") {
-        return Err(format!("its schema is {}, not {SCHEMA}", safe(&ledger.schema)));
+        return Err(format!("its schema is {}, but {SCHEMA} is expected", safe(&ledger.schema)));
     }
     let bad_id = ledger.leases.iter().find(|lease| LeaseId::parse(lease.id.as_str()).is_none());
     if let Some(lease) = bad_id.filter(|_| !cfg!(sublet_without = "c3-id")) {
-        return Err(format!("{} is no lease id", safe(lease.id.as_str())));
+        return Err(format!("{} is not a lease id", safe(lease.id.as_str())));
     }
     let wanted = ledger.leases.iter().filter_map(|lease| lease.daemon.as_ref());
     let mut keys = wanted.chain(ledger.daemons.iter().map(|daemon| &daemon.key));
     match keys.find(|key| key.0.is_empty() || key.0.starts_with('.') || key.0.contains('/')) {
-        Some(key) => Err(format!("{} is no MPS server's key", safe(&key.0))),
+        Some(key) => Err(format!("{} is not the key of an MPS daemon", safe(&key.0))),
         None => Ok(ledger),
     }
 }

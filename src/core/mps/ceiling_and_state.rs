@@ -1,4 +1,4 @@
-//! What the ledger says of a daemon, and changing it; the ceiling that its leases want.
+//! The ledger's record of a daemon, and changing it; the default limits that its leases need.
 
 use super::MpsError;
 use super::control::{AskError, Control};
@@ -191,7 +191,7 @@ pub(super) mod tests {
         assert!(is_recent(1000, 1000));
         assert!(is_recent(1000, 1030));
         assert!(!is_recent(1000, 1031));
-        assert!(!is_recent(1000, 999), "the clock went back");
+        assert!(!is_recent(1000, 999), "the clock was set back");
         assert!(!is_recent(0, 1_700_000_000));
     }
 }

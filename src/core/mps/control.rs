@@ -1,4 +1,4 @@
-//! Speaking to a control daemon: `connect()` to see that somebody listens, `nvidia-cuda-mps-control` to ask.
+//! Talks to an MPS control daemon: `connect()` checks that it listens, `nvidia-cuda-mps-control` sends commands.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};

@@ -82,7 +82,8 @@ fn make_one(path: &Path, mode: u32) -> Result<(), MpsError> {
     }
     let found = fs::symlink_metadata(path).map_err(io_at("look at", path))?;
     if !found.is_dir() || found.uid() != nix::unistd::geteuid().as_raw() {
-        let error = io::Error::other("it is no directory of this user's: remove it, sublet makes it anew");
+        let error =
+            io::Error::other("it is not a directory of this user: remove it, and sublet creates it again");
         return Err(io_at("use", path)(error));
     }
     if found.mode() & 0o7777 != mode {
@@ -258,7 +259,7 @@ mod tests {
         let (state, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         std::os::unix::fs::symlink(elsewhere.path(), state.path().join("mps")).unwrap();
         let error = make(&key(), state.path()).unwrap_err().to_string();
-        assert!(error.contains("no directory of this user's"), "{error}");
+        assert!(error.contains("not a directory of this user"), "{error}");
         assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 0);
     }
 

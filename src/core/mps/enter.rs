@@ -1,5 +1,5 @@
-//! Before a process comes to a container that runs: its daemon answers, or is brought back at once. What the
-//! container itself tells is enough: neither ledger nor inventory nor configuration has to be readable.
+//! Before a process joins a running container, its daemon has to answer, or is restarted at once. The container's
+//! own files are enough for this: ledger, inventory and configuration need not be readable.
 
 use std::convert::Infallible;
 use std::path::Path;

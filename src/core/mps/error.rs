@@ -15,8 +15,9 @@ pub enum MpsError {
     Programs(#[from] MissingPrograms),
     /// Its clients would not reach it.
     #[error(
-        "SELinux enforces on this host without sublet's policy module for {}/mps, so containers would not reach \
-         their MPS server and would run without limits: {}; or take a share without sm and memory (mode time-slice)",
+        "SELinux is enforcing without sublet's policy module for {}/mps, so containers could not reach \
+         their MPS server and would run without limits: {}; or use a share without sm and memory (mode \
+         time-slice)",
         .state_dir.display(),
         crate::fs::selinux::FIX
     )]
@@ -25,15 +26,18 @@ pub enum MpsError {
         state_dir: PathBuf,
     },
     /// A key that is neither a device's UUID nor a lease id could name a path outside the state directory.
-    #[error("'{key}' names no MPS daemon: a GPU-… or MIG-… UUID or a lease id is expected (sublet mps list)")]
+    #[error(
+        "'{key}' is not the key of an MPS daemon: a GPU-… or MIG-… UUID or a lease id is expected (`sublet \
+         mps list` shows the keys)"
+    )]
     BadKey {
         /// The key, made safe.
         key: String,
     },
     /// `sun_path` of unix(7) holds 107 bytes and a NUL.
     #[error(
-        "the MPS socket {path} would have a path of {length} bytes, and sockets take 107 at most: \
-         give state_dir in the configuration a shorter path"
+        "the path of the MPS socket {path} has {length} bytes, and sockets allow 107: set state_dir in the \
+         configuration to a shorter path"
     )]
     PathTooLong {
         /// The socket.
@@ -42,7 +46,7 @@ pub enum MpsError {
         length: usize,
     },
     /// A client is not ended by its server.
-    #[error("MPS does not end its client {pid}: {why}")]
+    #[error("MPS did not terminate its client {pid}: {why}")]
     Client {
         /// The client.
         pid: i32,
@@ -51,23 +55,23 @@ pub enum MpsError {
     },
     /// There is nothing to stop.
     #[error(
-        "there is no MPS daemon {key}: a daemon is named by its device's UUID or, where it is dedicated, by its \
-         lease (sublet mps list)"
+        "there is no MPS daemon {key}: the key of a daemon is its device's UUID, or its lease id if it is \
+         dedicated (`sublet mps list` shows the keys)"
     )]
     NoDaemon {
         /// Its key.
         key: String,
     },
     /// Nobody needs it.
-    #[error("no lease wants an MPS daemon {key}: it is started with its first container, not before")]
+    #[error("no lease needs an MPS daemon {key}: it starts with its first container")]
     NotWanted {
         /// Its key.
         key: String,
     },
     /// Stopping it would end the GPU work of containers.
     #[error(
-        "the MPS daemon {key} serves {leases} lease(s): end their containers first, \
-         or end all their GPU work with `sublet mps stop --force {key}`"
+        "the MPS daemon {key} serves {leases} lease(s): end their containers first, or use `sublet mps \
+         stop --force {key}`, which ends their GPU work"
     )]
     InUse {
         /// Its key.
@@ -77,8 +81,8 @@ pub enum MpsError {
     },
     /// Its device is to be used in another way.
     #[error(
-        "the MPS daemon {key}, which serves nobody, is still on the device: `sublet mps stop {key}` says why, \
-         `sublet mps stop --force {key}` ends it and the GPU work of its clients"
+        "the MPS daemon {key} serves no lease, but still runs on the device: `sublet mps stop {key}` says \
+         why; `sublet mps stop --force {key}` ends it and the GPU work of its clients"
     )]
     InTheWay {
         /// Its key.
@@ -86,8 +90,8 @@ pub enum MpsError {
     },
     /// Somebody else works on this daemon for too long.
     #[error(
-        "the MPS daemon {key} is being started or stopped by another sublet for more than {seconds} s: \
-         try again; `sublet mps list` shows its state"
+        "another sublet process has been starting or stopping the MPS daemon {key} for more than {seconds} \
+         s: try again; `sublet mps list` shows its state"
     )]
     Busy {
         /// Its key.
@@ -96,15 +100,15 @@ pub enum MpsError {
         seconds: u64,
     },
     /// It ended at once.
-    #[error("the MPS daemon {key} was started again and does not serve: see `sublet mps logs {key}`")]
+    #[error("the MPS daemon {key} was restarted, but does not work: see `sublet mps logs {key}`")]
     Gone {
         /// Its key.
         key: String,
     },
     /// It runs and says nothing.
     #[error(
-        "the MPS daemon of {device} (pid {pid}) does not answer (stopped?): `kill -CONT {pid}` lets it go on, \
-         `sublet mps stop --force {key}` ends it and the GPU work of its clients"
+        "the MPS daemon of {device} (pid {pid}) does not answer: if it is stopped, `kill -CONT {pid}` \
+         continues it; `sublet mps stop --force {key}` ends it and the GPU work of its clients"
     )]
     Silent {
         /// The device.
@@ -115,7 +119,7 @@ pub enum MpsError {
         pid: i32,
     },
     /// It was started and never answered.
-    #[error("the MPS daemon of {device} did not come up in {seconds} s ({why}){log}")]
+    #[error("the MPS daemon of {device} did not start within {seconds} s ({why}){log}")]
     NotUp {
         /// The device.
         device: String,
@@ -128,9 +132,9 @@ pub enum MpsError {
     },
     /// It would end, or fail its clients, for what its starter may not do.
     #[error(
-        "the MPS daemon of {device}, which others share, would run with the limits of whoever starts it: {limits}; \
-         they may not be raised here, so start this container with higher hard limits (ulimit -H; prlimit(1)) or \
-         with CAP_SYS_RESOURCE"
+        "the MPS daemon of {device}, which other containers share, would run with the resource limits of \
+         the process that starts it: {limits}; that process may not raise them, so start this container \
+         with higher hard limits (ulimit -H; prlimit(1)) or with CAP_SYS_RESOURCE"
     )]
     Limits {
         /// The device.
@@ -139,7 +143,7 @@ pub enum MpsError {
         limits: String,
     },
     /// It answers, and has no server for any client.
-    #[error("the MPS daemon of {device} has no server: {why}")]
+    #[error("the MPS daemon of {device} cannot start an MPS server: {why}")]
     NoServer {
         /// The device.
         device: String,
@@ -161,8 +165,8 @@ pub enum MpsError {
     Own(#[from] SubletError),
     /// It cannot be brought to an end.
     #[error(
-        "the MPS daemon {key} (pid {pid}) does not end, not even by SIGKILL: \
-         a process in the driver hangs (see dmesg); the GPU needs a reset or the host a reboot"
+        "the MPS daemon {key} (pid {pid}) does not end, not even on SIGKILL, because a process hangs in \
+         the driver (see dmesg): reset the GPU or reboot the host"
     )]
     WontEnd {
         /// Its key.
@@ -171,7 +175,10 @@ pub enum MpsError {
         pid: i32,
     },
     /// Compute mode could not be had as configured.
-    #[error("compute mode of {device}: {why}; [mps] exclusive_compute_mode = \"never\" leaves it alone")]
+    #[error(
+        "compute mode of {device}: {why}; with [mps] exclusive_compute_mode = \"never\" sublet does not \
+         change it"
+    )]
     ComputeMode {
         /// The device.
         device: String,

@@ -1,4 +1,4 @@
-//! After leases ended or something crashed: ceilings come down, daemons end that nobody needs, dead ones come back.
+//! After leases have ended or something has crashed: lowers default limits, ends unneeded daemons, restarts dead ones.
 
 use std::time::Duration;
 
@@ -135,8 +135,8 @@ fn restart(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Vec<String> 
             lines.insert(
                 0,
                 format!(
-                    "the MPS daemon {key} of {device} had died under live leases: started again; GPU work that \
-                     ran is lost in {}",
+                    "the MPS daemon {key} of {device} had died while leases needed it, and was started \
+                     again; GPU work was lost in {}",
                     hit.join(", ")
                 ),
             );

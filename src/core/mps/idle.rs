@@ -1,7 +1,7 @@
 //! Daemons that outlive their last lease (`[mps] idle`), so that the next container need not start one.
 //!
-//! While they wait the compute mode is as it was found, and whoever takes the device for another use ends them
-//! first. `sublet serve` ends them when their time is up; where it does not run nobody would, so none waits.
+//! While they wait, the original compute mode is restored. A request that takes the device for another use ends them
+//! first. `sublet serve` ends them after that time. Without the service none waits, because nothing would end it.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};

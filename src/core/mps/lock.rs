@@ -1,4 +1,4 @@
-//! The daemon's own lock, `mps/<key>/lock`: held by whoever starts, adjusts or stops the daemon.
+//! The daemon's own lock, `mps/<key>/lock`: held while the daemon is started, adjusted or stopped.
 
 use std::fs::{File, OpenOptions};
 use std::io;

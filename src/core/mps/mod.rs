@@ -1,5 +1,5 @@
-//! MPS control daemons: where they live, whether they answer, their start, ceiling and stop.
-//! What a client needs and what a daemon does is measured in docs/evidence.
+//! MPS control daemons: their directories, whether they answer, their start, default limits and stop.
+//! docs/evidence has measurements of what clients need and what daemons do.
 //!
 //! Two locks: the daemon's own (`mps/<key>/lock`) is held while a daemon is started, asked to change or
 //! stopped; the ledger's, taken inside it for a moment at a time, never while a process is waited for.

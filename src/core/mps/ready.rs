@@ -33,7 +33,7 @@ pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String
         return Ok(warnings);
     }
     Err(MpsError::Own(SubletError(format!(
-        "`sublet mps start {key}` ended well and the daemon still does not serve: see `sublet mps logs {key}`"
+        "`sublet mps start {key}` succeeded, but the daemon does not work: see `sublet mps logs {key}`"
     ))))
 }
 

@@ -1,10 +1,10 @@
 //! Named shares as CDI devices (Container Device Interface, SPEC.md 0.5.0): `sublet/share=small.0` is the
 //! share `small` on GPU 0.
 //!
-//! The device nodes and the environment stand in the specification that `sublet cdi generate` writes, for
-//! every container of that device alike. The rest hangs on the image or the lease, and is the work of
-//! `sublet-hook cdi`, which the specification names: arguments of its own tell it which share of which
-//! device is meant, and nothing of the container's annotations or environment does.
+//! The specification that `sublet cdi generate` writes has the device nodes and the environment. They are the
+//! same for every container of that device. The rest depends on the image or the lease, and is done by
+//! `sublet-hook cdi`, which the specification names. Its arguments tell it the share and the
+//! device; the container's annotations and environment do not.
 
 use std::path::Path;
 
@@ -33,25 +33,25 @@ pub struct Asked {
 pub enum CdiError {
     /// Not the arguments that we write.
     #[error(
-        "sublet-hook has other arguments than `sublet cdi generate` writes: generate the CDI specification \
-         anew"
+        "the arguments of sublet-hook are not those that `sublet cdi generate` writes: run `sublet cdi \
+         generate` again"
     )]
     Arguments,
     /// Two different ones of ours.
     #[error(
-        "two CDI devices of {KIND} are asked for, {0} and {1}: a container has one share, remove one of them"
+        "two CDI devices of {KIND} are asked for, {0} and {1}, but a container has one share: remove one \
+         of them"
     )]
     Several(String, String),
     /// The hook runs for a container whose config.json does not have it.
     #[error(
-        "its config.json asks for no CDI device of {KIND}: sublet-hook cdi is for what `sublet cdi generate` \
-         writes; as a hook of your own use sublet-hook createRuntime"
+        "its config.json has no CDI device of {KIND}: only CDI files of `sublet cdi generate` use \
+         `sublet-hook cdi`; for a hook of your own use `sublet-hook createRuntime`"
     )]
     NotAsked,
     /// Annotations for another share than the device's.
     #[error(
-        "{annotations} beside the CDI device {KIND}={share} would make another share of it: remove one of \
-         the two"
+        "{annotations} and the CDI device {KIND}={share} ask for different shares: remove one of the two"
     )]
     Contradiction {
         /// The share.
@@ -61,8 +61,8 @@ pub enum CdiError {
     },
     /// The device that the specification was written for.
     #[error(
-        "share {share} is for {device} in the CDI specification, {why}: it is out of date, run \
-         `sublet cdi generate`"
+        "the CDI specification is out of date: it has share {share} on {device}, {why}; run `sublet cdi \
+         generate`"
     )]
     Device {
         /// The share.
@@ -74,9 +74,8 @@ pub enum CdiError {
     },
     /// The environment in config.json is another one.
     #[error(
-        "its environment has not the {name} of the CDI device {KIND}={share}: either the container sets it \
-         itself, then remove it there, or the CDI specification is out of date, then run `sublet cdi \
-         generate`"
+        "its environment does not have the {name} of the CDI device {KIND}={share}: if the container sets \
+         it, remove that; otherwise the CDI specification is out of date, run `sublet cdi generate`"
     )]
     Environment {
         /// The share.
@@ -85,7 +84,7 @@ pub enum CdiError {
         name: String,
     },
     /// A variable that a CDI device cannot take away.
-    #[error("its environment has {name}, which would contradict the CDI device {KIND}={share}: remove it")]
+    #[error("its environment has {name}, which contradicts the CDI device {KIND}={share}: remove it")]
     Strange {
         /// The share.
         share: String,
@@ -93,7 +92,7 @@ pub enum CdiError {
         name: String,
     },
     /// Nodes of NVIDIA's beside those of the device.
-    #[error("{conflict} (if it is of the CDI device {KIND}={share}, run `sublet cdi generate`)")]
+    #[error("{conflict} (if it comes from the CDI device {KIND}={share}, run `sublet cdi generate`)")]
     Conflict {
         /// The share.
         share: String,
@@ -101,7 +100,7 @@ pub enum CdiError {
         conflict: Conflict,
     },
     /// Neither the hook nor the nodes would do there.
-    #[error("CDI devices of {KIND} need root: remove the device and ask by annotations (docs/rootless.md)")]
+    #[error("CDI devices of {KIND} need root: remove the device and use annotations (docs/rootless.md)")]
     Rootless,
 }
 

@@ -1,4 +1,4 @@
-//! What in a container's spec contradicts a share of ours.
+//! Finds what in a container's spec contradicts a share.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -21,32 +21,32 @@ const NVIDIA_MAJOR: i64 = 195;
 pub enum Conflict {
     /// The GPU request of Docker, `ctr` or nerdctl.
     #[error(
-        "the engine was asked for GPUs as well (hook {0}): remove `--gpus` (Compose: \
-         deploy.resources.reservations.devices), the sublet annotations alone give the share"
+        "the engine was asked for GPUs too (hook {0}): remove `--gpus` (Compose: \
+         deploy.resources.reservations.devices); the sublet annotations are enough"
     )]
     GpuOption(String),
     /// A CDI device of NVIDIA's.
     #[error(
-        "the engine was asked for an NVIDIA CDI device as well ({0}): remove `--device nvidia.com/gpu=…` \
-         (`--gpus` with newer engines), the sublet annotations alone give the share"
+        "the engine was asked for an NVIDIA CDI device too ({0}): remove `--device nvidia.com/gpu=…` \
+         (`--gpus` with newer engines); the sublet annotations are enough"
     )]
     Cdi(String),
     /// A device rule that allows everything.
     #[error(
-        "the container may open every device of the host ({0}), so no share would hold it: remove \
+        "the container may open every device of the host ({0}), so no share could limit it: remove \
          `--privileged` (or the device cgroup rule), or set `[limits] allow_privileged = true`"
     )]
     EveryDevice(String),
     /// A node of NVIDIA's beside ours.
     #[error(
-        "the container is given {0} beside its share: remove that `--device` or volume, sublet adds the \
-         nodes it needs, or set `[limits] allow_privileged = true`"
+        "the container is given {0} in addition to its share: remove that `--device` or volume (sublet \
+         adds the nodes that the share needs), or set `[limits] allow_privileged = true`"
     )]
     Node(String),
     /// A rule for nodes of NVIDIA's.
     #[error(
-        "the container's device cgroup rule `{0}` opens NVIDIA devices beside its share: remove that \
-         `--device-cgroup-rule`, or set `[limits] allow_privileged = true`"
+        "the container's device cgroup rule `{0}` opens NVIDIA devices in addition to its share: remove \
+         that `--device-cgroup-rule`, or set `[limits] allow_privileged = true`"
     )]
     Rule(String),
     /// Mounts would be the host's.

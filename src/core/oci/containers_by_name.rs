@@ -1,5 +1,5 @@
-//! The share that `containers.toml` gives a container without annotations, by the names under which its
-//! engine knows it. Only what the engine wrote down itself counts: never the container's environment, nor
+//! The share that `containers.toml` gives a container without annotations, by the names that its
+//! engine has for it. Only names that the engine itself recorded count: never the container's environment, nor
 //! labels and annotations, which may be its image's.
 
 use std::io::ErrorKind;
@@ -25,7 +25,7 @@ pub enum MappedError {
     #[error(transparent)]
     Spec(#[from] SpecError),
     /// The engine's own record of the container.
-    #[error("{} is no record of a Docker container: {source}", safe(path))]
+    #[error("{} is not a record of a Docker container: {source}", safe(path))]
     Docker {
         /// Its path.
         path: String,
@@ -125,7 +125,7 @@ mod tests {
             "Image": "sha256:0", "Name": "/web-1"});
         assert_eq!(in_docker(&record.to_string()).unwrap(), Some(names));
         let broken = in_docker("{\"Name\":").unwrap_err().to_string();
-        assert!(broken.contains("config.v2.json is no record of a Docker container"), "{broken}");
+        assert!(broken.contains("config.v2.json is not a record of a Docker container"), "{broken}");
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Who asked for a container, seen from the shim or hook that finds it a share, which may take as long as
-//! `sublet.wait` says: once nobody waits for the container any more, it is made for nobody and ended by nobody.
+//! Whether the engine that asked for a container still runs. Taking a lease may last as long as `sublet.wait`
+//! says. If the engine has ended meanwhile, the container must not be created, because nothing would end it.
 
 use std::cell::Cell;
 use std::fs;

@@ -1,4 +1,4 @@
-//! The hooks that we put into a config.json: ours, and the one that makes a refused container fail
+//! The hooks that sublet adds to a config.json: its own, and the one that makes a refused container fail
 //! (OCI runtime-spec, config.md, "POSIX-platform Hooks").
 
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ const NO_PROGRAM: &str = "/dev/null/sublet refuses this container: ";
 
 /// `hooks` of config.json has another shape than the specification's.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("config.json: hooks.{0} is no array of hooks")]
+#[error("config.json: hooks.{0} is not an array of hooks")]
 pub struct BadHooks(&'static str);
 
 /// A stage that we add ourselves to.

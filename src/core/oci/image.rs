@@ -121,8 +121,8 @@ fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<String> {
         }
         seen.push(found.path);
         warnings.push(format!(
-            "the image's own {} (by its {origin}) wins over the host driver's libcuda: if CUDA fails, remove it \
-             from the image or use an image without CUDA forward compatibility",
+            "the image's own {} (found by its {origin}) is used instead of the host driver's libcuda: if \
+             CUDA fails, remove it from the image or use an image without CUDA forward compatibility",
             safe(&path)
         ));
     }

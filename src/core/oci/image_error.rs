@@ -10,7 +10,7 @@ use crate::text::safe;
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     /// The rootfs cannot be looked into.
-    #[error("cannot look into the container's root filesystem {}: {source}", shown(path))]
+    #[error("cannot read the container's root filesystem {}: {source}", shown(path))]
     Rootfs {
         /// On the host.
         path: PathBuf,
@@ -29,8 +29,8 @@ pub enum ImageError {
     NotDirectory(PathBuf),
     /// A mount would show on the host.
     #[error(
-        "{} lies on a volume that is shared with the host (bind-propagation shared), or behind a link that may \
-         lead there, and the share's mounts would appear on the host: use rslave or rprivate for that volume",
+        "{} is on a volume shared with the host (bind-propagation shared), or behind a link that may lead \
+         to one, so the share's mounts would appear on the host: use rslave or rprivate for that volume",
         shown(.0)
     )]
     Shared(PathBuf),
@@ -38,7 +38,7 @@ pub enum ImageError {
     #[error(
         "the image's {} cannot be a mount point for sublet: {source}{}",
         shown(path),
-        if is_of_the_image(source) { "; remove it from the image" } else { ": that is this host's trouble, not the image's" }
+        if is_of_the_image(source) { "; remove it from the image" } else { ": the fault is this host's, not the image's" }
     )]
     Unusable {
         /// In the container.
@@ -48,7 +48,7 @@ pub enum ImageError {
     },
     /// One mount would lie in another that is a directory of the host's.
     #[error(
-        "by a link of the image's, {} comes to lie in or under what is mounted at {}: remove the link from the image",
+        "a link in the image puts {} in or below the mount at {}: remove the link from the image",
         shown(inner),
         shown(outer)
     )]
@@ -60,7 +60,8 @@ pub enum ImageError {
     },
     /// Processes would not find their MPS server and run without limits.
     #[error(
-        "{} hides the MPS directory {} from the container, whose programs would run on the whole GPU: remove that {}",
+        "{} hides the MPS directory {} from the container, so its programs would use the whole GPU: remove \
+         that {}",
         shown(by), shown(directory), if *mask { "mask (`--security-opt mask=…`, linux.maskedPaths)" } else { "mount" }
     )]
     Covered {
@@ -73,8 +74,8 @@ pub enum ImageError {
     },
     /// Mount points that the runtime could not make.
     #[error(
-        "the container's root filesystem (or a volume over it) is mounted read-only and lacks mount points: \
-         create these in the image, empty, or mount it writable: {}",
+        "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
+         the driver's files: create these as empty files in the image, or mount it writable: {}",
         listed(.0)
     )]
     ReadOnly(Vec<PathBuf>),

@@ -25,21 +25,24 @@ pub enum FileError {
         source: io::Error,
     },
     /// A directory, a FIFO, a device.
-    #[error("{} is no regular file: the container's bundle is damaged, create the container anew",
+    #[error("{} is not a regular file: the container's bundle is damaged, recreate the container",
         safe(&path.to_string_lossy()))]
     NotRegular {
         /// The file.
         path: PathBuf,
     },
     /// More than any engine writes.
-    #[error("{} is larger than 16 MiB: no engine writes such a file, it was not read",
+    #[error("{} is larger than 16 MiB, which no engine writes, and was not read: recreate the container",
         safe(&path.to_string_lossy()))]
     TooLarge {
         /// The file.
         path: PathBuf,
     },
     /// Not what we can give back whole.
-    #[error("cannot edit {}: {message}; the file is as it was, whatever wrote it is at fault", safe(&path.to_string_lossy()))]
+    #[error(
+        "cannot edit {}: {message}; the file was not changed, and the program that wrote it is at fault",
+        safe(&path.to_string_lossy())
+    )]
     Json {
         /// The file.
         path: PathBuf,
@@ -47,7 +50,7 @@ pub enum FileError {
         message: String,
     },
     /// It could not be written.
-    #[error("cannot write {}, it is as it was: {source}", safe(&path.to_string_lossy()))]
+    #[error("cannot write {}, which was not changed: {source}", safe(&path.to_string_lossy()))]
     Write {
         /// The file.
         path: PathBuf,

@@ -1,4 +1,4 @@
-//! JSON that comes back as it was: keys in their order, none dropped, no number changed.
+//! JSON that is written back unchanged: keys in their order, none dropped, no number changed.
 
 use std::cell::Cell;
 use std::fmt;
@@ -18,7 +18,7 @@ pub(super) fn parse(text: &[u8]) -> Result<Value, String> {
         .map_err(|error| safe(&error.to_string()))?;
     // Integers of up to 64 bits are kept as they are; the rare others are looked at one by one.
     match floats.get().then(|| changed_number(text)).flatten() {
-        Some(number) => Err(format!("the number {} would not survive the edit", safe(number))),
+        Some(number) => Err(format!("the number {} cannot be written back unchanged", safe(number))),
         None => Ok(value),
     }
 }
@@ -154,7 +154,7 @@ impl<'de> Visitor<'de> for Faithful<'_> {
         let mut entries = Map::new();
         while let Some(key) = access.next_key::<String>()? {
             if entries.contains_key(&key) && !cfg!(sublet_without = "c2-twice") {
-                return Err(A::Error::custom(format!("the key `{}` stands twice in one object", safe(&key))));
+                return Err(A::Error::custom(format!("the key `{}` occurs twice in one object", safe(&key))));
             }
             if let Some(field) = mistaken(&key).filter(|_| self.fields && !cfg!(sublet_without = "c2-case")) {
                 let key = safe(&key);

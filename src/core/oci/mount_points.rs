@@ -1,4 +1,4 @@
-//! Where our mounts land in a container's tree: whether they can, and taking away what they leave behind.
+//! Mount points in a container's tree: whether they can be used, and removing what they leave behind.
 
 use std::ffi::{OsStr, OsString};
 use std::io;

@@ -1,4 +1,4 @@
-//! Podman's storage, asked for a container's root filesystem where config.json does not tell.
+//! Finds a container's root filesystem in Podman's storage if config.json does not name it.
 //!
 //! For a container in a user namespace Podman 5 writes a place into `root.path` that its root may enter
 //! (`/var/tmp/intermediate-mountpoint-<uid>.<n>`), and mounts the root filesystem there in a mount namespace of the
@@ -26,8 +26,9 @@ const LARGEST: u64 = 64 << 20;
 /// The storage says nothing of the container, or its root filesystem is not of the storage.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "Podman has yet to mount its root filesystem at {} for its user namespace, and Podman's storage does not say \
-     where it is now: start it from an image, not by --rootfs, or leave out --uidmap and --userns",
+    "Podman has not yet mounted its root filesystem at {} for its user namespace, and Podman's storage \
+     does not say where it is now: start it from an image instead of --rootfs, or leave out --uidmap and \
+     --userns",
     safe(&.0.to_string_lossy())
 )]
 pub struct Unknown(PathBuf);
@@ -198,7 +199,7 @@ mod tests {
         }
         let error =
             root_filesystem("/t/intermediate-mountpoint-0.0".into(), &json!({}), Path::new("/")).unwrap_err();
-        assert!(error.to_string().contains("not by --rootfs"), "{error}");
+        assert!(error.to_string().contains("instead of --rootfs"), "{error}");
         let files = ["root/vfs-containers/containers.json", "run/vfs-layers/mountpoints.json"];
         let bad = [
             (files[0], json!([{"id": "c", "layer": "l"}])),

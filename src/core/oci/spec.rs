@@ -26,8 +26,8 @@ pub(super) const NODE_OPTIONS: [&str; 4] = ["bind", "nosuid", "noexec", "rprivat
 pub enum SpecError {
     /// A field of another type.
     #[error(
-        "the container's spec: `{field}` is {found} where the OCI runtime specification has {wanted}: \
-         whatever wrote the file is at fault, try the container without its other hooks and wrappers"
+        "the container's spec: `{field}` is {found}, but the OCI runtime specification has {wanted}: the \
+         program that wrote the file is at fault; try the container without its other hooks and wrappers"
     )]
     Type {
         /// As `linux.resources.devices`.

@@ -1,5 +1,5 @@
-//! Taking our edits out of a config.json again: a bundle that was granted a share is run anew after its container has
-//! ended, or never came to be, and somebody may have mended the file meanwhile. What stands in it beside our edits stays.
+//! Removes sublet's edits from a config.json, for a bundle with a share that is run again after its container has
+//! ended, or was never created. The file may have been changed meanwhile; everything but the edits stays.
 
 use std::path::{Path, PathBuf};
 

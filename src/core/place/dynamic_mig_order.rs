@@ -1,5 +1,5 @@
-//! What MIG instance would have to be made for a request that finds none (`[mig] dynamic`). Pure; which profile
-//! and where, the driver's own tables tell later.
+//! Which MIG instance a request that finds none needs (`[mig] dynamic`). No I/O; the profile
+//! and the place are chosen later, from the driver's own tables.
 
 use serde::{Deserialize, Serialize};
 

@@ -161,26 +161,30 @@ fn shared_part(device: &Device, config: &Config) -> Option<u64> {
 fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     let (uuid, gpu) = (&want.device.uuid, want.device.gpu());
     if let Some(change) = world.ledger.mig_change(gpu) {
-        return Err(Misfit::now(format!("has its MIG layout changed by process {}", change.owner.pid)));
+        return Err(Misfit::now(format!(
+            "is unavailable while process {} changes its MIG layout",
+            change.owner.pid
+        )));
     }
     kinds(want, world)?;
     if world.ledger.drained.iter().any(|drained| drained == uuid || drained == gpu) {
-        return Err(Misfit::never("is drained: `sublet undrain` opens it again"));
+        return Err(Misfit::never("is drained: `sublet undrain` ends that"));
     }
     let fixed = rule(want.device, world.config).and_then(|rule| rule.fixed_use);
     match fixed {
         Some(fixed) if fixed != want.used_as => Err(Misfit::never(format!(
-            "is kept for {fixed} by [[device]] use{}",
+            "is reserved for {fixed} by [[device]] use{}",
             if want.mode == want.used_as {
                 ""
             } else if want.several {
-                ", and the MPS server of several devices takes turns (time-slice)"
+                ", and an MPS server for several devices takes turns (time-slice)"
             } else {
                 ", and dedicated MPS servers take turns (time-slice)"
             }
         ))),
         _ if world.ledger.unexplained.contains(uuid) => Err(Misfit::as_reported(
-            "takes no new lease: the ledger was lost, and processes without a lease are running on it; stop them, then run `sublet gc`",
+            "takes no new lease: the ledger was lost, and processes without a lease run on it; end them, \
+             then run `sublet gc`",
         )),
         _ => Ok(()),
     }
@@ -191,15 +195,15 @@ fn kinds(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     let Some(part) = &want.device.part else {
         return match (want.device.mig_enabled, want.mode) {
             (true, _) => Err(in_mig_mode(want.device, world.inventory)),
-            (false, Mode::Mig) => Err(Misfit::never("has no MIG devices: `sublet mig apply` makes them")),
+            (false, Mode::Mig) => Err(Misfit::never("has no MIG devices: `sublet mig apply` creates them")),
             (false, _) => Ok(()),
         };
     };
     if let Some(fault) = &part.fault {
-        return Err(Misfit::as_reported(format!("cannot be given: {}", safe(fault))));
+        return Err(Misfit::as_reported(format!("cannot be used: {}", safe(fault))));
     }
     if want.mode == Mode::Exclusive {
-        return Err(Misfit::never("is a container's alone with sublet.mode=mig"));
+        return Err(Misfit::never("is a MIG device: to have it alone, write sublet.mode=mig"));
     }
     let held = |lease: &&Lease| {
         let same = |old: &LeasedPart| (&old.gpu, old.gi, old.ci) == (&part.gpu, part.gi, part.ci);
@@ -207,7 +211,8 @@ fn kinds(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     };
     match world.ledger.leases.iter().find(held) {
         Some(lease) => Err(Misfit::now(format!(
-            "has the nodes of an instance that is gone, and container {} has those still: end it first",
+            "has the device nodes of a destroyed instance, which container {} still holds: end that \
+             container first",
             safe(&lease.container.id)
         ))),
         None => Ok(()),
@@ -220,14 +225,14 @@ fn in_mig_mode(gpu: &Device, inventory: &Inventory) -> Misfit {
         .map(|(device, part)| format!("sublet.gpu={} is a {}", device.number(), safe(&part.profile)))
         .collect();
     let way_out = if profiles.is_empty() {
-        "it has none: `sublet mig apply` makes them".to_owned()
+        "it has none: `sublet mig apply` creates them".to_owned()
     } else {
         format!("{}; sublet.mig=<profile> takes a free one", profiles.join(", "))
     };
     // Without any instance, that another tool has switched it off since shows in NVML alone.
     Misfit {
         refresh: profiles.is_empty(),
-        ..Misfit::never(format!("is in MIG mode and used through its MIG devices alone ({way_out})"))
+        ..Misfit::never(format!("is in MIG mode, so only its MIG devices can be used ({way_out})"))
     }
 }
 
@@ -236,17 +241,20 @@ fn sense(want: &Want<'_>) -> Result<(), Misfit> {
     let exclusive = want.mode == Mode::Exclusive;
     if want.several && want.daemon.is_some() && want.device.is_mig() {
         return Err(Misfit::never(
-            "cannot be one of several under MPS: of MIG devices an MPS server has one; name one, or whole GPUs",
+            "cannot be one of several devices under MPS, because an MPS server can use only one MIG \
+             device: name one, or whole GPUs",
         ));
     }
     if exclusive && (want.memory.is_some() || want.request.sm.is_some()) {
-        return Err(Misfit::never("is given whole in mode exclusive: leave out sublet.sm and sublet.memory"));
+        return Err(Misfit::never(
+            "is given as a whole in mode exclusive: leave out sublet.sm and sublet.memory",
+        ));
     }
     if want.mode == Mode::Mig {
         return large_enough(want);
     }
     if exclusive && want.isolation == Isolation::Dedicated {
-        return Err(Misfit::never("is given whole in mode exclusive: leave out sublet.isolation"));
+        return Err(Misfit::never("is given as a whole in mode exclusive: leave out sublet.isolation"));
     }
     Ok(())
 }
@@ -258,17 +266,17 @@ fn large_enough(want: &Want<'_>) -> Result<(), Misfit> {
     let own = device.part_of(device.memory_bytes);
     if let Some(least) = want.request.memory.map(|memory| memory.on(part.gpu_memory_bytes)) {
         if own < least {
-            return Err(Misfit::never(format!("has {}, {} wanted", show_bytes(own), show_bytes(least))));
+            return Err(Misfit::never(format!("has {}, {} needed", show_bytes(own), show_bytes(least))));
         }
     }
     let sms = device.sm_count.unwrap_or(0);
     match (want.request.sm, part.gpu_sm_count) {
         (Some(sm), Some(all)) if u64::from(sms) < sm.of(all.into()) => {
-            Err(Misfit::never(format!("has {sms} of the GPU's {all} SMs, {sm} % wanted")))
+            Err(Misfit::never(format!("has {sms} of the GPU's {all} SMs, {sm} % needed")))
         }
         (Some(sm), None) => Err(Misfit::never(format!(
-            "is of a GPU whose number of SMs is not known, so nobody can tell {sm} % of them: leave out sublet.sm, or \
-             name a profile (sublet.mig)"
+            "is on a GPU whose number of SMs is not known, so {sm} % of them is not known either: leave \
+             out sublet.sm, or name a profile (sublet.mig)"
         ))),
         _ => Ok(()),
     }
@@ -278,8 +286,8 @@ fn large_enough(want: &Want<'_>) -> Result<(), Misfit> {
 fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) -> Result<(), Misfit> {
     if want.several && want.device.is_mig() && branch(&inventory.driver) < SEVERAL_MIG_DEVICES {
         return Err(Misfit::never(format!(
-            "cannot be one of several: with driver {} a process sees one MIG device alone, several from \
-             R{SEVERAL_MIG_DEVICES} on",
+            "cannot be one of several devices: with driver {} a process sees only one MIG device; several \
+             need R{SEVERAL_MIG_DEVICES} or later",
             safe(&inventory.driver.version)
         )));
     }
@@ -296,14 +304,15 @@ fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) -> Result<(),
     }
     if want.device.virtualization == Virtualization::Vgpu && !config.mps.allow_vgpu {
         return Err(Misfit::never(
-            "is a vGPU, where MPS works for some profiles only: [mps] allow_vgpu = true tries it, or use time-slice",
+            "is a vGPU, where MPS works with some profiles only: set [mps] allow_vgpu = true to try it, or \
+             use time-slice",
         ));
     }
     let limits =
         want.request.sm.is_some() || want.memory.is_some() || want.request.priority != Priority::Normal;
     if want.device.is_before_volta() && limits {
         return Err(Misfit::never(
-            "is older than Volta, where MPS knows no limits: leave out sublet.sm, memory and priority",
+            "is older than Volta, where MPS has no limits: leave out sublet.sm, memory and priority",
         ));
     }
     Ok(())
@@ -322,7 +331,7 @@ fn compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(), Misfit> {
         return Ok(());
     }
     let (mode, uuid) = (found.as_str(), &want.device.uuid);
-    let reason = format!("has compute mode {mode}: `nvidia-smi -i {} -c DEFAULT` opens it", safe(uuid));
+    let reason = format!("has compute mode {mode}: `nvidia-smi -i {} -c DEFAULT` resets it", safe(uuid));
     // The inventory may be of a time when an MPS server of ours had the device to itself.
     Err(Misfit { refresh: true, ..Misfit::never(reason) })
 }
@@ -332,19 +341,19 @@ fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit
     let (device, processes) = (want.device, u64::from(want.request.processes.get()));
     let limit = client_limit(device, driver);
     if want.daemon.is_some() && want.request.processes.get() > limit {
-        return Err(Misfit::never(format!("takes at most {limit} MPS clients, not {processes}")));
+        return Err(Misfit::never(format!("allows at most {limit} MPS clients, not {processes}")));
     }
     let each = |sm: Percent| Percent::from_thousandths(sm.thousandths() / want.request.processes.get());
     let all = want.device.sm_count.map(u64::from);
     if let Some(sm) = want.request.sm.filter(|_| want.mode == Mode::Mps) {
         if all.is_some_and(|all| each(sm).of(all) < FEWEST_SMS) {
             return Err(Misfit::never(format!(
-                "has too few SMs for that: {sm} % for {processes} process(es) is under 2"
+                "has too few SMs: {sm} % for {processes} process(es) is less than 2 SMs each"
             )));
         }
         if want.used_as == Mode::Mps && sm > config.sm_ceiling() {
             return Err(Misfit::never(format!(
-                "gives {} % SM at most ([limits] sm_overcommit)",
+                "gives at most {} % SM ([limits] sm_overcommit)",
                 config.sm_ceiling()
             )));
         }
@@ -355,13 +364,14 @@ fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit
     if memory / processes < context {
         let least = (context * processes).div_ceil(MIB);
         return Err(Misfit::never(format!(
-            "needs {least} MiB for the context(s) of {processes} process(es) alone at that SM share, {} is too little",
+            "needs {least} MiB for the CUDA context(s) of {processes} process(es) at that SM share, so {} \
+             is too little",
             show_bytes(memory)
         )));
     }
     if want.books > bookable(device, config) {
         return Err(Misfit::never(format!(
-            "has {} in all, of which {} can be booked ([limits] reserve, memory_overcommit)",
+            "has {}, of which {} can be booked ([limits] reserve, memory_overcommit)",
             show_bytes(device.memory_bytes),
             show_bytes(bookable(device, config))
         )));
@@ -392,11 +402,11 @@ fn present_use(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(
         Some(Mode::Exclusive | Mode::Mig) => return Err(Misfit::now("is taken whole")),
         Some(used) if used != want.used_as => {
             let turns = if want.several && want.daemon.is_some() {
-                ", and the MPS server of several devices takes turns (time-slice)"
+                ", and an MPS server for several devices takes turns (time-slice)"
             } else {
                 ""
             };
-            return Err(Misfit::now(format!("is used as {used} now{turns}")));
+            return Err(Misfit::now(format!("is in use as {used}{turns}")));
         }
         _ => {}
     }
@@ -407,7 +417,8 @@ fn present_use(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(
     let mut others = want.device.processes.iter().filter(|process| !(process.mps_server && ours));
     match others.find(|process| world.ledger.lease_of_process(process).is_none()) {
         Some(process) => Err(Misfit::as_reported(format!(
-            "cannot be one container's alone: process {} ({}) has a context there and no lease; end it first",
+            "cannot be given to one container alone: process {} ({}) has a CUDA context on it without a \
+             lease; end it first",
             process.pid,
             safe(&process.name)
         ))),
@@ -447,7 +458,7 @@ fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
     let accounts = by_accounts(want.device, ledger, config).saturating_add(ending);
     if want.books > accounts {
         return Err(Misfit::now(format!(
-            "has {} left to book, {} wanted",
+            "has {} left to book, {} needed",
             show_bytes(accounts),
             show_bytes(want.books)
         )));
@@ -458,7 +469,7 @@ fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
     let free = by_driver(want.device, ledger, config).saturating_add(ending);
     if want.books > free {
         return Err(Misfit::as_reported(format!(
-            "has {} free by the driver's account, {} wanted",
+            "has {} free according to the driver, {} needed",
             show_bytes(free),
             show_bytes(want.books)
         )));

@@ -81,7 +81,7 @@ fn a_profile_takes_the_next_that_is_free() {
         refusal.temporary && refusal.message.contains("MIG device 0:0 (1g.18gb) is taken whole"),
         "{refusal}"
     );
-    assert!(refusal.message.contains("MIG device 0:1 (1g.18gb) is used as time-slice now"), "{refusal}");
+    assert!(refusal.message.contains("MIG device 0:1 (1g.18gb) is in use as time-slice"), "{refusal}");
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn the_smallest_that_has_what_is_asked_for() {
     assert_eq!(found(Some(11), None).unwrap(), "MIG-0");
     assert_eq!(found(None, Some(12_000)).unwrap(), "MIG-2");
     let refusal = found(None, Some(13_000)).unwrap_err();
-    assert!(refusal.message.contains("has 16 of the GPU's 132 SMs, 13 % wanted") && !refusal.temporary);
+    assert!(refusal.message.contains("has 16 of the GPU's 132 SMs, 13 % needed") && !refusal.temporary);
 }
 
 #[test]
@@ -106,9 +106,9 @@ fn compute_instances_account_for_one_memory() {
     assert!(placed(&share(7), vec![beside.clone()]).is_ok());
     let refusal = placed(&share(8), vec![beside.clone()]).unwrap_err();
     // And 66 MiB for the server.
-    assert!(refusal.message.contains("has 8 GiB left to book, 8258 MiB wanted"), "{refusal}");
+    assert!(refusal.message.contains("has 8 GiB left to book, 8258 MiB needed"), "{refusal}");
     let whole = placed(&named(3, Mode::Mig), vec![beside]).unwrap_err();
-    assert!(whole.message.contains("has 8 GiB left to book, 10 GiB wanted"), "{whole}");
+    assert!(whole.message.contains("has 8 GiB left to book, 10 GiB needed"), "{whole}");
     let half = placed(&named(3, Mode::Mig), vec![alone(1, "MIG-2")]).unwrap();
     assert_eq!(half.memory_bytes, Some(10 * GIB));
 }
@@ -142,7 +142,7 @@ fn clients_are_limited_in_proportion() {
     };
     assert_eq!(clients(5).unwrap(), Some(DaemonKey("MIG-0".into())));
     let refusal = clients(6).unwrap_err();
-    assert!(refusal.message.contains("takes at most 5 MPS clients, not 6"), "48 * 16 / 132: {refusal}");
+    assert!(refusal.message.contains("allows at most 5 MPS clients, not 6"), "48 * 16 / 132: {refusal}");
 }
 
 #[test]
@@ -158,10 +158,7 @@ fn nodes_of_an_instance_that_is_gone_stay_its_containers() {
     };
     let lost = Lease { parts: vec![of("MIG-gone")], ..alone(1, "MIG-gone") };
     let refusal = placed(&named(0, Mode::Mig), vec![lost]).unwrap_err();
-    assert!(
-        refusal.temporary && refusal.message.contains("container container-1 has those still"),
-        "{refusal}"
-    );
+    assert!(refusal.temporary && refusal.message.contains("container container-1 still holds"), "{refusal}");
     let elsewhere = Lease { parts: vec![LeasedPart { gi: 9, ..of("MIG-gone") }], ..alone(1, "MIG-gone") };
     assert!(placed(&named(0, Mode::Mig), vec![elsewhere]).is_ok());
 }
@@ -182,7 +179,7 @@ fn several_are_of_as_many_gpu_instances() {
     let mut old = cut();
     old.driver.version = "550.163.01".into();
     let refusal = place(&these(&[3, 0]), &id(), &old, &ledger(vec![]), &config()).unwrap_err();
-    assert!(refusal.message.contains("several from R570 on") && !refusal.temporary, "{refusal}");
+    assert!(refusal.message.contains("several need R570 or later") && !refusal.temporary, "{refusal}");
 }
 
 #[test]
@@ -195,9 +192,12 @@ fn faults_drains_and_strangers_close_one_instance() {
     let fault = |host: &mut Inventory| {
         host.devices[1].part.as_mut().unwrap().fault = Some("told twice".into());
     };
-    assert!(why(fault, ledger(vec![])).contains("cannot be given: told twice"));
+    assert!(why(fault, ledger(vec![])).contains("cannot be used: told twice"));
     let stranger = |host: &mut Inventory| host.devices[1].processes = vec![process(7, 0, GIB)];
-    assert!(why(stranger, ledger(vec![])).contains("process 7 (python3) has a context there and no lease"));
+    assert!(
+        why(stranger, ledger(vec![]))
+            .contains("process 7 (python3) has a CUDA context on it without a lease")
+    );
     for drained in ["GPU-0", "MIG-0"] {
         let ledger = Ledger { drained: vec![drained.into()], ..Ledger::empty("boot") };
         assert!(why(|_| {}, ledger).contains("is drained"), "{drained}");
@@ -225,5 +225,5 @@ fn rules_are_for_the_instance_or_its_gpu_not_both() {
     assert_eq!((found.devices.concat().as_str(), found.mode), ("MIG-1", Mode::Mps));
     assert!(on(&with("0", Mode::Mps), &named(1, Mode::Mig)).is_ok(), "a GPU's use is not its instances'");
     let kept = on(&with("0:1", Mode::Mps), &named(1, Mode::Mig)).unwrap_err();
-    assert!(kept.message.contains("MIG device 0:1 (1g.18gb) is kept for mps"), "{kept}");
+    assert!(kept.message.contains("MIG device 0:1 (1g.18gb) is reserved for mps"), "{kept}");
 }

@@ -1,4 +1,4 @@
-//! Why there is no place now, in words that help.
+//! Why no device can serve a request now, with what would help.
 
 use super::account::{SERVER_BYTES, account};
 use super::fit::Misfit;

@@ -56,11 +56,11 @@ pub(super) fn slots(
         Devices::All => fitting.iter().map(|index| vec![*index]).collect(),
         Devices::Any(count) => match usize::try_from(count.get()) {
             Ok(count) if count <= fitting.len() => vec![fitting; count],
-            _ => return Err(format!("{count} devices were asked for, and there are {}", fitting.len())),
+            _ => return Err(format!("{count} devices were asked for, but there are {}", fitting.len())),
         },
         Devices::These(selectors) if selectors.len() > inventory.devices.len() => {
             let (asked, have) = (selectors.len(), inventory.devices.len());
-            return Err(format!("{asked} devices were asked for, and there are {have}"));
+            return Err(format!("{asked} devices were asked for, but there are {have}"));
         }
         Devices::These(selectors) => {
             let slot = |selector| {
@@ -92,12 +92,12 @@ pub(super) fn hosts<'a>(
 
 fn no_mig(inventory: &Inventory) -> String {
     let capable = if inventory.gpus().any(|gpu| gpu.mig_enabled) {
-        "no GPU here has any: `sublet mig apply` makes them"
+        "no GPU of this host has any: `sublet mig apply` creates them"
     } else {
-        "no GPU here is in MIG mode (`sublet mig apply` changes that): share a whole GPU, as by sublet.sm and \
-         sublet.memory"
+        "no GPU of this host is in MIG mode (`sublet mig apply` switches it on): share a whole GPU, with \
+         sublet.sm and sublet.memory"
     };
-    format!("this is for MIG devices, and {capable}")
+    format!("this needs a MIG device, and {capable}")
 }
 
 /// Those of `devices` that have the profile asked for.
@@ -143,10 +143,10 @@ pub fn only(
     let mig = wants_mig(request);
     if inventory.devices[at].is_mig() != mig {
         let (own, other) = if mig { ("MIG devices", "a GPU") } else { ("GPUs", "a MIG device") };
-        return Err(format!("it is for {own}, and this is {other}"));
+        return Err(format!("it is for {own}, but this is {other}"));
     }
     if !request.mig_caps.is_empty() {
-        return Err("it has sublet.mig-caps, which CDI devices do not bring: use annotations".to_owned());
+        return Err("it has sublet.mig-caps, which CDI devices do not support: use annotations".to_owned());
     }
     let one = match &request.devices {
         Devices::Any(count) => count.get() == 1,
@@ -154,7 +154,7 @@ pub fn only(
         Devices::These(selectors) => selectors.len() == 1,
     };
     if !one {
-        return Err("it takes several GPUs, and a CDI device is of one".to_owned());
+        return Err("it needs several GPUs, and a CDI device has one".to_owned());
     }
     match &request.devices {
         Devices::These(named) if !matching(&named[0], mig, inventory, config).contains(&at) => {
@@ -180,14 +180,14 @@ fn slot(
     let kind = if mig { "MIG device" } else { "GPU" };
     match found.len() {
         0 => Err(format!(
-            "no {kind} here is {}{}; this host has {}",
-            if of_gpu { "of the GPU " } else { "" },
+            "no {kind} of this host is {}{}; it has {}",
+            if of_gpu { "on the GPU " } else { "" },
             describe(selector),
             listing(mig, inventory)
         )),
         1 => Ok(found),
         _ if several_do => Ok(found),
-        count => Err(format!("{} names {count} {kind}s: write more of it", describe(selector))),
+        count => Err(format!("{} matches {count} {kind}s: write more of it", describe(selector))),
     }
 }
 
@@ -244,13 +244,13 @@ fn twice(slots: &[Vec<usize>], inventory: &Inventory) -> Option<String> {
         return Some(format!("{} is named twice", pair[0].label()));
     }
     if devices.iter().any(|device| device.is_mig()) && devices.iter().any(|device| !device.is_mig()) {
-        return Some("a process sees GPUs or MIG devices, not both: name one kind".to_owned());
+        return Some("a process sees either GPUs or MIG devices: name one kind".to_owned());
     }
     // Compute instances of one GPU instance stand side by side.
     let instance = |device: &Device| device.part.as_ref().map(|part| (part.gpu.clone(), part.gi));
     let pair = devices.windows(2).find(|pair| pair[0].is_mig() && instance(pair[0]) == instance(pair[1]))?;
     Some(format!(
-        "{} and {} are compute instances of one GPU instance, of which a process sees one alone",
+        "{} and {} are compute instances of one GPU instance, and a process sees only one of these",
         pair[0].label(),
         pair[1].label()
     ))
@@ -376,13 +376,13 @@ mod tests {
         let why = |selectors| these(selectors).unwrap_err();
         assert_eq!(
             why(vec![Selector::Index(7)]),
-            "no GPU here is number 7; this host has GPU 0 (NVIDIA H200, GPU-aa11), \
-             GPU 1 (NVIDIA H200, GPU-aa22), GPU 2 (NVIDIA A100-SXM4-40GB, GPU-aa)"
+            "no GPU of this host is number 7; it has GPU 0 (NVIDIA H200, GPU-aa11), GPU 1 (NVIDIA H200, \
+             GPU-aa22), GPU 2 (NVIDIA A100-SXM4-40GB, GPU-aa)"
         );
-        assert_eq!(why(vec![Selector::Uuid("GPU-a".into())]), "GPU-a names 3 GPUs: write more of it");
+        assert_eq!(why(vec![Selector::Uuid("GPU-a".into())]), "GPU-a matches 3 GPUs: write more of it");
         assert_eq!(why(vec![Selector::Index(0), Selector::Uuid("GPU-aa11".into())]), "GPU 0 is named twice");
-        assert_eq!(why(vec![Selector::Index(0); 4]), "4 devices were asked for, and there are 3");
-        assert!(why(vec![Selector::Name("big".into())]).starts_with("no GPU here is name:big"));
+        assert_eq!(why(vec![Selector::Index(0); 4]), "4 devices were asked for, but there are 3");
+        assert!(why(vec![Selector::Name("big".into())]).starts_with("no GPU of this host is name:big"));
     }
 
     #[test]

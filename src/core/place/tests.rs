@@ -99,7 +99,7 @@ fn the_mode_is_the_requests_or_the_devices_or_the_default() {
     let kept = mode(&request(Mode::Mps), &rule("all", Mode::TimeSlice)).unwrap_err();
     assert_eq!(
         kept.message,
-        "no place for mps on any GPU: GPU 0 (NVIDIA H200) is kept for time-slice by [[device]] use"
+        "no place for mps on any GPU: GPU 0 (NVIDIA H200) is reserved for time-slice by [[device]] use"
     );
     assert!(!kept.temporary);
     let dedicated = Request { isolation: Isolation::Dedicated, ..request(Mode::Mps) };
@@ -150,7 +150,7 @@ fn one_use_at_a_time() {
     ] {
         let refusal = refused(&wanted, &host, &ledger(vec![held.clone()]));
         assert!(refusal.temporary, "{wanted:?} beside {held:?}");
-        assert!(refusal.message.contains("is used as") || refusal.message.contains("is taken whole"));
+        assert!(refusal.message.contains("is in use as") || refusal.message.contains("is taken whole"));
     }
 }
 
@@ -203,7 +203,7 @@ fn compute_modes() {
     assert_eq!(
         refusal.message,
         "no place for time-slice on any GPU: GPU 0 (NVIDIA H200) has compute mode EXCLUSIVE_PROCESS: \
-         `nvidia-smi -i GPU-0 -c DEFAULT` opens it"
+         `nvidia-smi -i GPU-0 -c DEFAULT` resets it"
     );
     let dedicated = Request { isolation: Isolation::Dedicated, ..request(Mode::Mps) };
     assert!(placed(&dedicated, &exclusive, &empty).is_err());
@@ -220,7 +220,11 @@ fn exclusive_names_the_process_that_is_in_the_way() {
     let mut host = host(vec![device(0)]);
     host.devices[0].processes = vec![process(4242, 0, GIB)];
     let refusal = refused(&request(Mode::Exclusive), &host, &ledger(vec![]));
-    assert!(refusal.message.contains("process 4242 (python3) has a context there"), "{}", refusal.message);
+    assert!(
+        refusal.message.contains("process 4242 (python3) has a CUDA context on it"),
+        "{}",
+        refusal.message
+    );
     assert!(refusal.temporary && refusal.refresh_first);
     assert!(placed(&request(Mode::TimeSlice), &host, &ledger(vec![])).is_ok());
 }
@@ -242,7 +246,7 @@ fn what_the_driver_or_the_hardware_cannot_do_is_never_temporary() {
         (&slice, vgpu, "[mps] allow_vgpu"),
         (&limited, no_mps, "Debian: apt install nvidia-cuda-mps"),
         (&slice, no_mps, "Debian: apt install nvidia-cuda-mps"),
-        (&limited, mig, "is in MIG mode and used through its MIG devices alone"),
+        (&limited, mig, "is in MIG mode, so only its MIG devices can be used"),
     ];
     for (request, change, expected) in cases {
         let mut inventory = host(vec![device(0)]);
@@ -277,9 +281,9 @@ fn shares_too_small_to_start_in_are_refused() {
     };
     let why = |request: &Request| refused(request, &host, &ledger(vec![])).message;
     // 1.5 % of 132 SMs is one; 2 % are two.
-    assert!(why(&with(1500, 8192, 1)).contains("under 2"));
+    assert!(why(&with(1500, 8192, 1)).contains("less than 2"));
     assert!(placed(&with(2000, 8192, 1), &host, &ledger(vec![])).is_ok());
-    assert!(why(&with(4000, 8192, 3)).contains("under 2"));
+    assert!(why(&with(4000, 8192, 3)).contains("less than 2"));
     // 25 % are 32 SMs: 29 MiB and 118.4 MiB.
     assert!(why(&with(25_000, 147, 1)).contains("needs 148 MiB"));
     assert!(placed(&with(25_000, 148, 1), &host, &ledger(vec![])).is_ok());
@@ -289,7 +293,7 @@ fn shares_too_small_to_start_in_are_refused() {
     assert!(why(&whole(517)).contains("needs 518 MiB"));
     assert!(placed(&whole(518), &host, &ledger(vec![])).is_ok());
     let larger = refused(&mps(50_000, 101), &host, &ledger(vec![]));
-    assert!(larger.message.contains("has 100 GiB in all") && !larger.temporary, "{}", larger.message);
+    assert!(larger.message.contains("has 100 GiB, of which") && !larger.temporary, "{}", larger.message);
 }
 
 #[test]
@@ -312,7 +316,7 @@ fn mig_is_refused_where_there_is_none() {
     let named = Devices::These(vec![Selector::MigIndex(0, 1)]);
     for wanted in [request(Mode::Mig), profile, Request { devices: named, ..request(Mode::TimeSlice) }] {
         let refusal = refused(&wanted, &host, &ledger(vec![]));
-        assert!(refusal.message.contains("no GPU here is in MIG mode") && !refusal.temporary);
+        assert!(refusal.message.contains("no GPU of this host is in MIG mode") && !refusal.temporary);
         assert!(refusal.refresh_first, "it may be by now");
     }
 }
@@ -348,9 +352,9 @@ fn several_devices_are_taken_all_or_none() {
     let named = Devices::These(vec![Selector::Index(2), Selector::Index(0)]);
     assert_eq!(placed(&wants(named, Mode::TimeSlice), &host, &held).unwrap().devices, ["GPU-2", "GPU-0"]);
     let refusal = refused(&wants(Devices::All, Mode::TimeSlice), &host, &held);
-    assert!(refusal.temporary && refusal.message.contains("GPU 1 (NVIDIA H200) is used as mps now"));
+    assert!(refusal.temporary && refusal.message.contains("GPU 1 (NVIDIA H200) is in use as mps"));
     let nine = refused(&wants(Devices::Any(NonZeroU32::new(9).unwrap()), Mode::TimeSlice), &host, &held);
-    assert!(nine.message.ends_with("9 devices were asked for, and there are 3") && !nine.temporary);
+    assert!(nine.message.ends_with("9 devices were asked for, but there are 3") && !nine.temporary);
     let empty = refused(&request(Mode::TimeSlice), &super::fixture::host(vec![]), &held);
     assert!(!empty.temporary);
 }
@@ -408,12 +412,7 @@ fn a_share_of_several_devices_is_refused_for_what_one_of_them_lacks() {
     says(&all(|gpu| gpu.compute_mode = ComputeMode::ExclusiveProcess), &empty, "has compute mode", false);
     says(&all(|gpu| gpu.compute_capability = (6, 1)), &empty, "is older than Volta", false);
     let shared = ledger(vec![leased(1, "GPU-1", 30_000, 8)]);
-    says(
-        &all(|_| {}),
-        &shared,
-        "is used as mps now, and the MPS server of several devices takes turns",
-        true,
-    );
+    says(&all(|_| {}), &shared, "is in use as mps, and an MPS server for several devices takes turns", true);
     let full = Lease { mode: Mode::TimeSlice, memory_bytes: Some(98 * GIB), ..lease(1, "GPU-1") };
     says(&all(|_| {}), &ledger(vec![full]), "has 1536 MiB left to book", true);
     // A GPU in MIG mode is none that `all` means beside others: it is named.
@@ -428,7 +427,7 @@ fn a_device_kept_for_mps_takes_no_share_of_several() {
     let host = host(vec![device(0), device(1)]);
     let wanted = Request { devices: two(), ..mps(25_000, 8) };
     let refusal = place(&wanted, &id(), &host, &ledger(vec![]), &rule("GPU-1", Mode::Mps)).unwrap_err();
-    let why = "is kept for mps by [[device]] use, and the MPS server of several devices takes turns";
+    let why = "is reserved for mps by [[device]] use, and an MPS server for several devices takes turns";
     assert!(refusal.message.contains(why), "{}", refusal.message);
 }
 
@@ -464,7 +463,7 @@ fn a_percentage_of_several_devices_is_of_the_smallest() {
     let bytes = Request { devices: named(0, 1), ..mps(25_000, 39) };
     assert_eq!(amount(&bytes, &empty).unwrap().1, 39);
     let large = Request { devices: named(0, 1), ..mps(25_000, 41) };
-    assert!(amount(&large, &empty).unwrap_err().message.contains("GPU 1 (NVIDIA H200) has 40 GiB in all"));
+    assert!(amount(&large, &empty).unwrap_err().message.contains("GPU 1 (NVIDIA H200) has 40 GiB, of which"));
 }
 
 /// A percentage is of the smallest device, and all devices have that amount.

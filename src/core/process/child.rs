@@ -1,4 +1,4 @@
-//! Running a program with a time limit: fed, heard with bounds, and always reaped.
+//! Runs a program with a time limit and a limit on its output, feeds its input, and always reaps it.
 
 use std::io::{self, Read, Write as _};
 use std::os::fd::AsFd;

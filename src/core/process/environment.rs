@@ -13,7 +13,7 @@ pub(crate) const VARIABLE: &str = "SUBLET_CONFIG";
 pub fn honoured() -> Option<PathBuf> {
     let file = std::env::var_os(VARIABLE).filter(|file| !file.is_empty())?;
     if !has_our_rights() {
-        tracing::warn!("{VARIABLE} is not honoured in a program with more rights than its caller");
+        tracing::warn!("{VARIABLE} is ignored in a program with more rights than its caller");
         return None;
     }
     std::path::absolute(file).ok()

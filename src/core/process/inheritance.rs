@@ -1,4 +1,4 @@
-//! What a caller left open and set: descriptors, environment, a limit on the size of files.
+//! What a program inherits from its caller: descriptors, environment, a limit on the size of files.
 #![allow(
     unsafe_code,
     reason = "descriptors that nobody owns, fork hooks, the process's environment, a signal"

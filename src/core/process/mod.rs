@@ -112,7 +112,7 @@ fn stat(pid: i32) -> io::Result<Option<Stat>> {
     match File::open(format!("/proc/{pid}/stat")).and_then(|mut file| file.read(&mut line)) {
         Ok(length) => parse_stat(&String::from_utf8_lossy(&line[..length]))
             .map(Some)
-            .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat is no process's"))),
+            .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat does not describe a process"))),
         // One that ends while its file is open answers ESRCH.
         Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH) => {
             Ok(None)

@@ -1,4 +1,4 @@
-//! sublet's own other programs, run as children: what needs NVML, or must not live where the engine lives.
+//! Runs sublet's other programs as children: for work that needs NVML, or that must not run in the engine's cgroup.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -48,7 +48,7 @@ pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, 
             return Ok((finished.stdout, remarks(&finished.stderr)));
         }
         Ok(finished) => last_words(&finished).unwrap_or_else(|| named(finished.status.to_string())),
-        Err(ChildError::Timeout) => named(format!("no end after {} s", limit.as_secs())),
+        Err(ChildError::Timeout) => named(format!("it did not end within {} s", limit.as_secs())),
         Err(ChildError::Io(error)) => named(format!("{}: {error}", program().display())),
     }))
 }

@@ -60,7 +60,7 @@ pub fn parse(
     let keys = Keys::gather(annotations, share, config)?;
     let sm = keys.read("sm", units::PERCENT_ALLOWED, percent)?;
     let memory = keys.read("memory", units::MEMORY_ALLOWED, memory)?;
-    let mig = keys.read("mig", "a MIG profile, as 1g.18gb or 1c.2g.35gb", mig_profile)?;
+    let mig = keys.read("mig", "a MIG profile such as 1g.18gb or 1c.2g.35gb", mig_profile)?;
     let mig_caps = keys.read("mig-caps", MIG_CAPS_ALLOWED, mig_caps)?.unwrap_or_default();
     rules::mig_caps(&keys, &mig_caps, &config.mig.allow_caps)?;
     let devices = keys.read("gpu", SELECTORS_ALLOWED, parse_devices)?;
@@ -68,7 +68,7 @@ pub fn parse(
     let mode = keys.word("mode", &MODES)?;
     let isolation = keys.word("isolation", &ISOLATIONS)?;
     let priority = keys.word("priority", &PRIORITIES)?;
-    let processes = keys.read("processes", "a whole number from 1 on", processes)?;
+    let processes = keys.read("processes", "a whole number, 1 or more", processes)?;
     let capabilities = match keys.read("capabilities", CAPABILITIES_ALLOWED, capabilities)? {
         Some(capabilities) => capabilities,
         None => of_image(image_capabilities, &config.limits.capabilities),
@@ -108,7 +108,7 @@ const CAPABILITIES: [(&str, Capability); 4] = [
 ];
 const CAPABILITIES_ALLOWED: &str = "a list of compute, utility, graphics, video, or all";
 const MIG_CAPS_ALLOWED: &str = "monitor, config, or both";
-const WAIT_ALLOWED: &str = "0 or a whole number of ms, s or m up to 60s, as 10s";
+const WAIT_ALLOWED: &str = "0 or a whole number of ms, s or m up to 60s, such as 10s";
 
 fn percent(text: &str) -> Result<Percent, Option<String>> {
     units::parse_percent(text).map_err(|malformed| malformed.hint)

@@ -1,4 +1,4 @@
-//! Why annotations do not make a request: one line that names the key, the value and the way out.
+//! Why annotations are refused: one line that names the key, the value and the remedy.
 
 use std::fmt;
 
@@ -25,7 +25,7 @@ pub(super) const KEYS: [&str; 13] = [
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
     /// A key that does not exist, or not in this place.
-    #[error("{setting}: there is no such key; the keys are {}{}", known(allowed), ask(nearest.as_deref()))]
+    #[error("{setting}: unknown key; the keys are {}{}", known(allowed), ask(nearest.as_deref()))]
     UnknownKey {
         /// The key and its value.
         setting: Setting,
@@ -36,7 +36,8 @@ pub enum RequestError {
     },
     /// A key that is none of ours and was meant to be.
     #[error(
-        "{key}={value}: sublet's keys are in lower case, with a dot and no prefix: write sublet.{right}={value}"
+        "{key}={value}: sublet's keys are in lower case, with a dot and without a prefix: write \
+         sublet.{right}={value}"
     )]
     Misspelt {
         /// The key as it stands there, safe to print.
@@ -57,7 +58,7 @@ pub enum RequestError {
         hint: Option<String>,
     },
     /// A key that another one leaves no room for.
-    #[error("{setting} does not go with {with}: {remedy}")]
+    #[error("{setting} cannot be combined with {with}: {remedy}")]
     Contradiction {
         /// The key and its value.
         setting: Setting,
@@ -67,7 +68,9 @@ pub enum RequestError {
         remedy: &'static str,
     },
     /// `[limits] require` asks for a key that is not there.
-    #[error("sublet.{key} is missing: this host's configuration asks for it ([limits] require); {remedy}")]
+    #[error(
+        "sublet.{key} is missing, and this host's configuration requires it ([limits] require): {remedy}"
+    )]
     Missing {
         /// The key, without the prefix.
         key: &'static str,

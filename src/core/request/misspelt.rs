@@ -1,4 +1,4 @@
-//! Annotation keys that differ from ours only in case, separator or prefix: somebody meant us.
+//! Annotation keys that differ from sublet's only in case, separator or prefix, and so were probably meant for it.
 
 use std::collections::BTreeMap;
 

@@ -35,7 +35,11 @@ pub(super) fn mig_caps(
         return Ok(());
     }
     let with = "[mig] allow_caps of this host's configuration".to_owned();
-    contradiction(keys.setting("mig-caps"), with, "it opens all MIG instances: root has to allow it there")
+    contradiction(
+        keys.setting("mig-caps"),
+        with,
+        "it gives access to all MIG instances, so root has to allow it there",
+    )
 }
 
 /// A container may have itself held more strictly than others, never less: that is for root to say.
@@ -48,7 +52,7 @@ pub(super) fn guarding(keys: &Keys<'_>, action: Action) -> Result<Guarding, Requ
         contradiction(
             keys.setting("guard"),
             with,
-            "a container cannot have itself held less; root can say so in a [share]",
+            "a container cannot make the guard less strict on itself; root can do that in a [share]",
         )?;
     }
     Ok(Guarding::AtLeast(action))
@@ -108,9 +112,9 @@ fn goes_with_mode(
             "memory",
             "the container has the whole device; write sublet.mode=mps or leave sublet.memory out",
         )?;
-        refuse("mig", "an instance is the container's alone with sublet.mode=mig")?;
+        refuse("mig", "sublet.mode=mig gives the container an instance of its own")?;
         if names_mig(devices) {
-            refuse("gpu", "a MIG device is the container's alone with sublet.mode=mig")?;
+            refuse("gpu", "sublet.mode=mig gives the container the whole MIG device")?;
         }
     }
     // Alone they say how large an instance it takes at least.
@@ -136,8 +140,8 @@ fn several_devices(
         Some(gpu) => contradiction(
             keys.setting("isolation"),
             gpu.to_string(),
-            "a process speaks to one MPS daemon, and a shared one has one device; leave sublet.isolation out, several \
-             devices have a server of their own",
+            "a process connects to one MPS daemon, and a shared daemon has one device; leave \
+             sublet.isolation out, because several devices get their own daemon",
         ),
         None => Ok(()),
     }
@@ -147,8 +151,8 @@ fn several_devices(
 fn required(keys: &Keys<'_>, mode: Option<Mode>, require: &[Required]) -> Result<(), RequestError> {
     for required in require.iter().filter(|_| mode != Some(Mode::Mig)) {
         let (key, remedy) = match required {
-            Required::Memory => ("memory", "add it, as sublet.memory=8GiB"),
-            Required::Sm => ("sm", "add it with sublet.mode=mps, as sublet.sm=25"),
+            Required::Memory => ("memory", "add it, for example sublet.memory=8GiB"),
+            Required::Sm => ("sm", "add it with sublet.mode=mps, for example sublet.sm=25"),
         };
         if !keys.has(key) {
             return Err(RequestError::Missing { key, remedy });
@@ -164,7 +168,7 @@ fn name(keys: &Keys<'_>, mode: Mode) -> String {
     }
     let because = ["sm", "priority", "processes", "mig", "gpu"].into_iter().find_map(|key| keys.setting(key));
     match because {
-        Some(setting) => format!("mode {mode}, which {setting} means"),
+        Some(setting) => format!("mode {mode}, which {setting} implies"),
         None => format!("mode {mode}"),
     }
 }

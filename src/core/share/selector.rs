@@ -32,7 +32,7 @@ fn parse_list(text: &str) -> Result<Vec<Selector>, Option<String>> {
     for item in text.split(',').map(|item| item.trim_matches(' ')) {
         let selector = Selector::parse(item).ok_or_else(|| hint(item))?;
         if selectors.contains(&selector) {
-            return Err(Some("the same device stands in it twice".to_owned()));
+            return Err(Some("it names the same device twice".to_owned()));
         }
         selectors.push(selector);
         // No host has more: what is longer is an attack on the quadratic search above.
@@ -45,7 +45,7 @@ fn parse_list(text: &str) -> Result<Vec<Selector>, Option<String>> {
 
 fn hint(item: &str) -> Option<String> {
     if item == "all" || item.starts_with("any") {
-        return Some("any and all stand alone".to_owned());
+        return Some("any and all cannot be part of a list".to_owned());
     }
     crate::text::nearest(item, ["any", "all"]).map(|word| format!("did you mean {word}?"))
 }
@@ -154,7 +154,11 @@ mod tests {
             assert_eq!(parse_devices(text), Err(None), "{text}");
         }
         for text in ["0,any", "all,1", "any,any", "0,any:2"] {
-            assert_eq!(parse_devices(text), Err(Some("any and all stand alone".into())), "{text}");
+            assert_eq!(
+                parse_devices(text),
+                Err(Some("any and all cannot be part of a list".into())),
+                "{text}"
+            );
         }
         assert_eq!(parse_devices("ALL"), Err(Some("did you mean all?".into())));
     }
@@ -188,7 +192,7 @@ mod tests {
             parse_devices("1, 0,name:left"),
             Ok(Devices::These(vec![Selector::Index(1), Selector::Index(0), Selector::Name("left".into())]))
         );
-        let twice = Err(Some("the same device stands in it twice".to_owned()));
+        let twice = Err(Some("it names the same device twice".to_owned()));
         assert_eq!(parse_devices("0,1,0"), twice);
         assert_eq!(parse_devices("3b:00.0,0000:3B:00.0"), twice);
         let endless = (0..5000).map(|index| index.to_string()).collect::<Vec<_>>().join(",");

@@ -95,14 +95,14 @@ impl Malformed {
 }
 
 /// What [`parse_percent`] takes, for messages.
-pub(crate) const PERCENT_ALLOWED: &str = "a percentage over 0 up to 100, as 25, 25% or 12.5";
+pub(crate) const PERCENT_ALLOWED: &str = "a percentage over 0 up to 100, such as 25, 25% or 12.5";
 
 /// What [`parse_memory`] takes, for messages.
 pub(crate) const MEMORY_ALLOWED: &str =
-    "an amount with a unit from 1MiB on, as 8GiB or 8192MiB, or up to 100%, as 25%";
+    "an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a percentage up to 100%, such as 25%";
 
 /// What [`parse_duration`] takes, for messages.
-pub const DURATION_ALLOWED: &str = "0 or a whole number of ms, s or m, as 10s";
+pub const DURATION_ALLOWED: &str = "0 or a whole number of ms, s or m, such as 10s";
 
 /// `25`, `25%`, `12.5`: over 0, up to 100, at most three decimals.
 ///
@@ -147,9 +147,7 @@ pub(crate) fn parse_memory(text: &str) -> Result<Memory, Malformed> {
         return decimal_percent(share).map(Memory::Share).ok_or_else(Malformed::default);
     }
     if Decimal::parse(text).is_some_and(|number| number.digits != 0) {
-        return Err(Malformed::with(format!(
-            "a bare number says no unit: write {text}GiB, {text}MiB or {text}%"
-        )));
+        return Err(Malformed::with(format!("the unit is missing: write {text}GiB, {text}MiB or {text}%")));
     }
     match parse_bytes(text) {
         Some(bytes) if bytes >= MIB => Ok(Memory::Bytes(bytes)),
@@ -187,7 +185,7 @@ pub fn parse_duration(text: &str, longest: Duration) -> Result<Duration, Malform
         "ms" => Some(Duration::from_millis(number)),
         "s" => Some(Duration::from_secs(number)),
         "m" => number.checked_mul(60).map(Duration::from_secs),
-        "" => return Err(Malformed::with(format!("a bare number says no unit: write {number}s"))),
+        "" => return Err(Malformed::with(format!("the unit is missing: write {number}s"))),
         _ => None,
     };
     duration.filter(|duration| *duration <= longest).ok_or_else(Malformed::default)
@@ -355,7 +353,7 @@ mod tests {
 
     #[test]
     fn asks_for_the_unit_of_a_bare_number() {
-        let hint = "a bare number says no unit: write 25GiB, 25MiB or 25%".to_owned();
+        let hint = "the unit is missing: write 25GiB, 25MiB or 25%".to_owned();
         assert_eq!(parse_memory("25"), Err(Malformed { hint: Some(hint) }));
         assert!(parse_memory("0.25").unwrap_err().hint.is_some());
         assert_eq!(parse_memory("0"), Err(Malformed::default()), "no unit makes nothing something");
@@ -373,7 +371,7 @@ mod tests {
         {
             assert_eq!(parse_duration(text, MINUTE), Err(Malformed::default()), "{text:?}");
         }
-        let hint = "a bare number says no unit: write 10s".to_owned();
+        let hint = "the unit is missing: write 10s".to_owned();
         assert_eq!(parse_duration("10", MINUTE), Err(Malformed { hint: Some(hint) }));
         assert_eq!(parse_duration("307445734561825861m", Duration::MAX), Err(Malformed::default()));
     }

@@ -1,4 +1,4 @@
-//! What the fuzz targets look at: what stands on the hook's standard input, and what it puts into config.json.
+//! For the fuzz targets: the hook's standard input, and its edits to config.json.
 
 use std::path::Path;
 

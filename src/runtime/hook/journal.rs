@@ -1,4 +1,4 @@
-//! Lines for the system's log, where an engine throws away what its hooks say: Podman's precreate.
+//! Lines for the system's log, because Podman discards the output of precreate hooks.
 
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;

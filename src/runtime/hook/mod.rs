@@ -1,8 +1,8 @@
-//! The hook's stages, for engines without the shim and for `run`, which deletes by itself.
+//! The hook's stages, for engines without the shim, and for `run`, which deletes the container without another command.
 //!
-//! Standard input is all that a stage believes: the working directory and the environment of a hook may
-//! be the image's (CVE-2025-23266). But for precreate in a user namespace: Podman runs it in the container's bundle,
-//! beside which its storage tells of the container, and is asked only if standard input names the same container.
+//! A stage trusts only its standard input, because the working directory and the environment of a hook may
+//! be the image's (CVE-2025-23266). The exception is precreate in a user namespace: Podman runs it in the container's
+//! bundle, and its storage beside that is read, but only if standard input names the same container.
 
 mod commands;
 mod create_runtime;
@@ -41,7 +41,10 @@ const INPUT_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HookError {
     /// The first argument.
-    #[error("no stage {0}: the first argument is precreate, prestart, createRuntime, poststop or cdi")]
+    #[error(
+        "unknown stage {0}: the first argument has to be precreate, prestart, createRuntime, poststop or \
+         cdi"
+    )]
     UnknownStage(String),
     /// Standard input.
     #[error("the container's state on standard input: {0}")]
@@ -56,10 +59,10 @@ pub(crate) enum HookError {
     #[error(transparent)]
     Hooks(#[from] BadHooks),
     /// Its root filesystem.
-    #[error("root.path of config.json is no absolute path of a directory")]
+    #[error("root.path in config.json is not the absolute path of a directory")]
     NoRootfs,
     /// An annotation.
-    #[error("container {id}: sublet.lease={lease} is no lease id of 16 hex digits")]
+    #[error("container {id}: sublet.lease={lease} is not a lease id of 16 hex digits")]
     Lease {
         /// The container.
         id: String,
@@ -67,10 +70,10 @@ pub(crate) enum HookError {
         lease: String,
     },
     /// The state has no live process.
-    #[error("container {0}: its state names no process that lives (pid): the lease cannot be bound")]
+    #[error("container {0}: its state names no process that runs (pid), so the lease cannot be bound to it")]
     NoPid(String),
     /// Nor a bundle.
-    #[error("container {0}: its state names no bundle that is there: the lease cannot be bound")]
+    #[error("container {0}: its state names no bundle that exists, so the lease cannot be bound to it")]
     NoBundle(String),
     /// No share for it.
     #[error("container {id}: {why}")]
@@ -90,9 +93,9 @@ pub(crate) enum HookError {
     },
     /// Not root on the host.
     #[error(
-        "container {id}: a prestart hook or CDI device cannot give a rootless container its share: the hook \
-         may neither open devices nor enter other namespaces; use annotations, with Podman's precreate hook \
-         or sublet-runtime"
+        "container {id}: a prestart hook or CDI device cannot give a rootless container its share, because \
+         the hook may neither open devices nor enter other namespaces; use annotations, with Podman's \
+         precreate hook or sublet-runtime"
     )]
     Rootless {
         /// The container.
@@ -108,16 +111,16 @@ pub(crate) enum HookError {
     #[error("the engine that ran this hook has ended")]
     NoEngine,
     /// Our own program.
-    #[error("sublet-hook cannot find itself; install it as /usr/libexec/sublet/sublet-hook")]
+    #[error("sublet-hook cannot find its own program file; install it as /usr/libexec/sublet/sublet-hook")]
     NoProgram,
     /// Our own /proc entry.
-    #[error("cannot find out when this process started, is /proc mounted? {0}")]
+    #[error("cannot read when this process started (is /proc mounted?): {0}")]
     Process(io::Error),
     /// The process that does the work.
-    #[error("the hook came to no end: {0}")]
+    #[error("the hook did not finish: {0}")]
     Work(io::Error),
     /// Standard output.
-    #[error("cannot hand config.json back: {0}")]
+    #[error("cannot return config.json to Podman: {0}")]
     Output(io::Error),
     /// The lease cannot be bound.
     #[error("container {id}: {source}")]
@@ -128,7 +131,7 @@ pub(crate) enum HookError {
         source: AdmitError,
     },
     /// The lease cannot be freed.
-    #[error("container {id}: {source}; the next sublet command frees its lease once it is gone")]
+    #[error("container {id}: {source}; the next sublet command after its end frees its lease")]
     End {
         /// The container.
         id: String,
@@ -139,16 +142,16 @@ pub(crate) enum HookError {
 
 /// For people; engines never ask.
 const USAGE: &str = "\
-The OCI hook of sublet, run by engines: `sublet-hook STAGE`, with the container's state on standard input
-(`precreate`: its config.json, which is printed edited).
+The OCI hook of sublet. Engines run it as `sublet-hook STAGE`, with the container's state on standard input.
+(`precreate` reads config.json there, and prints it with the edits.)
 
-  precreate      Podman, before the container exists: take its share and edit config.json
-  createRuntime  any OCI runtime: bind the share that precreate took, or take it now
-  prestart       any OCI runtime: take the share and mount it into the container
+  precreate      Podman, before the container exists: take a lease and edit config.json
+  createRuntime  any OCI runtime: bind the lease that precreate took, or do what prestart does
+  prestart       any OCI runtime: take a lease and mount the share into the container
   cdi            createRuntime for a CDI device, with the share and the GPU as further arguments
-  poststop       any OCI runtime: give the share back
+  poststop       any OCI runtime: free the lease
 
-`sublet setup podman` has Podman run it; `sublet --help` lists the commands for people.
+`sublet setup podman` configures Podman to run it. `sublet --help` lists the commands for people.
 ";
 
 /// Runs the hook; `args` begin with the program's name.

@@ -1,5 +1,5 @@
-//! `precreate`: Podman hands over the whole config.json before it starts anything, and takes back the one
-//! to use. The environment can be edited here as the shim would; the container's pid is not known yet.
+//! `precreate`: Podman passes the whole config.json before it starts anything, and uses the one that the hook returns.
+//! So the environment can be edited here, as by the shim. The container's pid is not known yet.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -169,8 +169,8 @@ fn neighbour(spec: &Value, config: &Config) -> Option<String> {
     };
     let other = ledger.leases.iter().find(in_pod)?;
     Some(format!(
-        "container {} of the same pod holds a share too: sublet.* annotations of a pod give each of its \
-         containers a share of its own",
+        "container {} of the same pod holds a share too: with sublet.* annotations on the pod, each of its \
+         containers gets its own share",
         sublet_core::text::safe(&other.container.id)
     ))
 }

@@ -1,5 +1,5 @@
-//! `prestart` and `createRuntime`: the container's namespaces exist, its own program does not run yet, and
-//! nothing has edited its config.json.
+//! `prestart`, and `createRuntime` without a lease: the container's namespaces exist, its own program does not run
+//! yet, and its config.json was not edited.
 
 use std::path::{Path, PathBuf};
 
@@ -47,7 +47,7 @@ pub(super) fn prestart(
     let admitted = admit::late(&container, init, &spec, by_cdi, engine, &config);
     match admitted.map_err(|error| failed(error.to_string()))? {
         Late::NotOurs => {}
-        Late::AlreadyGranted(lease) => say(Level::Debug, &format!("it has lease {lease} already")),
+        Late::AlreadyGranted(lease) => say(Level::Debug, &format!("it already has lease {lease}")),
         Late::Granted { warnings, environment, .. } => {
             for warning in &warnings {
                 say(Level::Warning, warning);
@@ -77,7 +77,7 @@ pub(super) fn ended(state: &State) -> Result<(), HookError> {
 
 fn bundle(state: &State) -> Result<PathBuf, String> {
     let bundle = state.bundle.as_ref().filter(|bundle| bundle.is_absolute());
-    let bundle = bundle.ok_or("the state on standard input has no absolute path as `bundle`")?;
+    let bundle = bundle.ok_or("`bundle` in the state on standard input is not an absolute path")?;
     bundle
         .canonicalize()
         .map_err(|error| format!("bundle {} cannot be used: {error}", safe(&bundle.to_string_lossy())))
@@ -87,11 +87,13 @@ fn bundle(state: &State) -> Result<PathBuf, String> {
 fn init(state: &State) -> Result<Process, String> {
     match state.status {
         Status::Creating | Status::Created => {}
-        Status::Running => return Err("it runs already: a share is given before it starts".to_owned()),
+        Status::Running => {
+            return Err("it already runs, and a share can only be given before the start".to_owned());
+        }
         Status::Stopped => return Err("it has stopped".to_owned()),
     }
     let pid = state.pid.filter(|&pid| pid > 0).ok_or("the state on standard input has no `pid`")?;
-    Process::find(pid).ok_or_else(|| format!("its first process {pid} is gone"))
+    Process::find(pid).ok_or_else(|| format!("its first process {pid} has ended"))
 }
 
 /// What the runtime tells wins: it is what the container was created with.
@@ -167,10 +169,10 @@ mod tests {
         };
         assert_eq!(of(&json!({})), "the state on standard input has no `pid`");
         assert_eq!(of(&json!({"pid": 0})), "the state on standard input has no `pid`");
-        assert_eq!(of(&json!({"pid": i32::MAX})), "its first process 2147483647 is gone");
+        assert_eq!(of(&json!({"pid": i32::MAX})), "its first process 2147483647 has ended");
         assert_eq!(of(&json!({"status": "stopped", "pid": 1})), "it has stopped");
-        assert!(of(&json!({"status": "running", "pid": 1})).starts_with("it runs already"));
+        assert!(of(&json!({"status": "running", "pid": 1})).starts_with("it already runs"));
         let no_bundle = state(&json!({"id": "c", "status": "creating", "bundle": "b"}));
-        assert!(bundle(&no_bundle).unwrap_err().contains("no absolute path"));
+        assert!(bundle(&no_bundle).unwrap_err().contains("not an absolute path"));
     }
 }

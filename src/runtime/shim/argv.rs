@@ -1,5 +1,5 @@
-//! The command line of runc and crun: which command it is, on which container, with which files. Nothing
-//! of it is changed here, and nothing is run.
+//! Parses the command line of runc and crun: the command, the container and the files. It changes
+//! nothing and runs nothing.
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! `checkpoint` and `restore`: what is on a GPU cannot be saved, so a container with a share is refused.
+//! `checkpoint` and `restore`: the state of a GPU cannot be saved, so both are refused for a container with a share.
 
 use std::convert::Infallible;
 use std::path::PathBuf;

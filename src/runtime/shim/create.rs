@@ -1,4 +1,4 @@
-//! `create` and `run`: finds the container its share, edits config.json, becomes the low-level runtime.
+//! `create` and `run`: takes a lease for the container, edits config.json, becomes the low-level runtime.
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
@@ -71,10 +71,10 @@ pub(super) struct Ours {
     share: Option<String>,
 }
 
-/// The container, if it is ours: annotated, with a CDI device of ours, come by a share's entry point, or mapped to
-/// a share by `containers.toml`, and no pod's pause container.
+/// The container, if it asks for a share: by an annotation, a CDI device, a runtime named after a share, or a rule of
+/// `containers.toml`. A pod's pause container never does.
 ///
-/// A file that the runtime will not be able to read either is left to it to complain about.
+/// If the runtime cannot read config.json either, the runtime reports that.
 pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, RuntimeError> {
     let share = call.entry_point.share().map(str::to_owned);
     let Some(file) = read(call, start, share.is_some())? else { return Ok(None) };
@@ -88,7 +88,7 @@ pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, Runti
         return Ok(Some(Ours { spec: file.parse()?, file, share: Some(share) }));
     }
     if call.entry_point == EntryPoint::Other {
-        call.log.write(Level::Info, "no sublet.* annotation, no GPU given");
+        call.log.write(Level::Info, "no sublet.* annotation; it gets no GPU");
     }
     Ok(None)
 }
@@ -109,17 +109,20 @@ fn read(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFi
     if has_share || may_be_ours {
         return Err(error.into());
     }
-    call.log.write(Level::Info, &format!("{error}; no GPU given"));
+    call.log.write(Level::Info, &format!("{error}; it gets no GPU"));
     Ok(None)
 }
 
-/// The share in `containers.toml`. A mistake there must stop no container that has nothing to do with
-/// sublet, and which ones have is what nobody knows then: each goes on as it is, without a GPU.
+/// The share in `containers.toml`. A mistake there must not stop containers that have nothing to do with
+/// sublet. It is not known then which ones these are, so each container goes on without a share.
 fn mapped(call: &Call<'_>, start: &Start, file: &JsonFile) -> Option<String> {
     let id = start.id.as_ref()?.to_str()?;
     // Engines give absolute bundles; without one there is no engine that knows the container's name.
     containers_by_name::share(id, start.bundle.as_deref()?, file).unwrap_or_else(|error| {
-        let message = format!("container {}: {error}; it is mapped to no share and gets no GPU", safe(id));
+        let message = format!(
+            "container {}: {error}; no rule of containers.toml is applied, and it gets no GPU",
+            safe(id)
+        );
         call.log.write(Level::Warning, &message);
         None
     })
@@ -176,7 +179,7 @@ fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> 
     let error = call.become_low_level(call.args);
     let as_it_was: &[u8] = if cfg!(sublet_without = "c2-back") { b"{}" } else { &file.text };
     if let Err(error) = sublet_core::fs::atomic::replace(&file.path, as_it_was, 0o644) {
-        call.warn(&format!("cannot put {} back: {error}", safe(&file.path.to_string_lossy())));
+        call.warn(&format!("cannot restore {}: {error}", safe(&file.path.to_string_lossy())));
     }
     error
 }
@@ -191,7 +194,7 @@ fn write(call: &Call<'_>, file: &JsonFile, mut spec: Value, hooks: &[Stage]) -> 
         }
         None if hooks.contains(&Stage::CreateRuntime) => return Err(RuntimeError::NoHook),
         None if !hooks.is_empty() => {
-            call.warn("sublet-hook is missing: the share is freed by the next sublet command only");
+            call.warn("sublet-hook is missing, so only the next sublet command frees the share");
         }
         None => {}
     }

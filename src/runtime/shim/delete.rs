@@ -1,4 +1,4 @@
-//! `delete`: the one command that is waited for, because the lease may be freed only when it succeeded.
+//! `delete`: the only command that the shim waits for, because the lease may be freed only after it succeeded.
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -1,5 +1,5 @@
-//! `exec`: config.json's environment reaches only a container's first process, so processes that come
-//! later get the same edit here, in a copy of the engine's process file or on the command line.
+//! `exec`: the environment in config.json reaches only a container's first process. Later processes
+//! get the same edits here, in a copy of the engine's process file or on the command line.
 
 use std::cell::OnceCell;
 use std::convert::Infallible;
@@ -45,7 +45,7 @@ pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<Infallible, RuntimeEr
         Ok(()) => share.environment.clone(),
         Err(error) if may_go_without(config) => {
             confine::refuse_drivers().map_err(RuntimeError::NoFilter)?;
-            call.warn(&format!("container {}: {error}: it starts without the GPU", safe(id)));
+            call.warn(&format!("container {}: {error}: the process starts without the GPU", safe(id)));
             without_gpu(&share.environment)
         }
         Err(error) => return Err(error.into()),

@@ -1,4 +1,4 @@
-//! The options of runc and crun, and the two ways they are read: Go's `flag` package behind urfave/cli
+//! The options of runc and crun, and the two ways to parse them: Go's `flag` package behind urfave/cli
 //! (runc) and GNU `getopt_long` behind argp (crun).
 
 use std::ffi::{OsStr, OsString};

@@ -1,4 +1,4 @@
-//! The runtime that does the work: where it is, whose command line it reads, where it keeps its state.
+//! The low-level runtime: where it is, whether its command line is runc's or crun's, and where it keeps its state.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;

@@ -1,9 +1,9 @@
-//! The OCI runtime shim: edits what `create`, `run` and `exec` are given, then becomes runc or crun.
+//! The OCI runtime shim: edits the files of `create`, `run` and `exec`, then becomes runc or crun.
 //!
-//! The name it is called by is its entry point. `sublet-<share>` gives every container that named share.
-//! `sublet-runtime` may be the engine's default runtime and is silent about containers that are not
-//! ours; under any other name (a link registered as a runtime of its own) somebody chose it on purpose,
-//! and a container without annotations gets one line in the log.
+//! Its behaviour depends on the name it is called by. `sublet-<share>` gives every container that named share.
+//! `sublet-runtime` may be the engine's default runtime, so it logs nothing about containers that ask for no share.
+//! Any other name is a link that was registered as a runtime on purpose, so a container without annotations
+//! gets one line in the log.
 
 mod argv;
 mod checkpoint;
@@ -61,19 +61,22 @@ pub(crate) enum RuntimeError {
         why: String,
     },
     /// Its edited copy.
-    #[error("no copy of the process file can be made: {0}")]
+    #[error("the process file cannot be copied: {0}")]
     Copy(io::Error),
     /// The kernel does not let us.
-    #[error("the process cannot be kept from the GPU, as `[mps] exec_without_daemon` wants it: seccomp: {0}")]
+    #[error(
+        "the process cannot be kept away from the GPU, which `[mps] exec_without_daemon` asks for: \
+         seccomp: {0}"
+    )]
     NoFilter(io::Error),
     /// An option of a later runtime's.
     #[error(
-        "exec has an option that this sublet does not know, and one of the words behind it is a container with a \
-         share of a GPU: give the process by --process, or leave the option out"
+        "exec has an option that this sublet does not know, and one of the words after it is a container \
+         with a share of a GPU: pass the process with --process, or leave the option out"
     )]
     UnknownOption,
     /// Names of a share's container go into JSON.
-    #[error("{what} {path} is no UTF-8: give the container with a share a directory of another name")]
+    #[error("{what} {path} is not UTF-8: give the container with a share a directory with another name")]
     NotUtf8 {
         /// What it is.
         what: &'static str,
@@ -88,7 +91,8 @@ pub(crate) enum RuntimeError {
     Spec(#[from] SpecError),
     /// It asks for a share, and we do not know who it is.
     #[error(
-        "the command line does not say which container it is: one id of letters, digits and . _ + - is needed"
+        "the command line does not name one container: exactly one id of letters, digits and . _ + - is \
+         needed"
     )]
     NoId,
     /// A path that the spec or the command line names.
@@ -103,7 +107,7 @@ pub(crate) enum RuntimeError {
     },
     /// `root` of config.json.
     #[error(
-        "config.json has no root.path, which the OCI runtime specification requires: create the container anew"
+        "config.json has no root.path, which the OCI runtime specification requires: recreate the container"
     )]
     NoRoot,
     /// `hooks` of config.json.
@@ -111,15 +115,17 @@ pub(crate) enum RuntimeError {
     Hooks(#[from] BadHooks),
     /// Without it the lease would not be bound.
     #[error(
-        "sublet-hook is missing: it is needed for containers without root; install it as /usr/libexec/sublet/sublet-hook"
+        "sublet-hook is missing, and rootless containers need it: install it as \
+         /usr/libexec/sublet/sublet-hook"
     )]
     NoHook,
     /// Our own /proc entry.
-    #[error("cannot find out when this process started, is /proc mounted? {0}")]
+    #[error("cannot read when this process started (is /proc mounted?): {0}")]
     Process(io::Error),
     /// checkpoint or restore.
     #[error(
-        "{0} of a container with a GPU share is not possible: the GPU's state cannot be saved; recreate the container"
+        "{0} of a container with a GPU share is not possible, because the GPU's state cannot be saved: \
+         recreate the container instead"
     )]
     NoCheckpoint(&'static str),
     /// The low-level runtime.
@@ -173,13 +179,12 @@ struct Call<'a> {
 
 /// For people, who may ask for it before there is a runc; engines never do.
 const USAGE: &str = "\
-The OCI runtime shim of sublet, run by engines in place of runc or crun: it gives containers with sublet.*
-annotations their share of a GPU, then becomes the runtime below ([runtime] low_level in
-/etc/sublet/config.toml), whose command line it takes. Called by the name sublet-SHARE it gives every container
-the named share.
+The OCI runtime shim of sublet. Engines run it in place of runc or crun, with the same command line. It gives
+containers with sublet.* annotations their share of a GPU, and then becomes the low-level runtime ([runtime]
+low_level in /etc/sublet/config.toml). Called by the name sublet-SHARE, it gives every container the named share.
 
-`sublet setup docker|podman|containerd|crio` has an engine use it; `sublet --help` lists the commands for people;
-`runc --help` those of the runtime.
+`sublet setup docker|podman|containerd|crio` configures an engine to use it. `sublet --help` lists the commands for
+people, `runc --help` those of the low-level runtime.
 ";
 
 /// Runs the shim; `args` begin with the program's name.
@@ -231,7 +236,7 @@ fn by_record(
     error: &ConfigError,
     log: &Log,
 ) -> (CommandLine, Result<LowLevel, RuntimeError>) {
-    log.write(Level::Info, &format!("{error}; going on with the runtime that is there"));
+    log.write(Level::Info, &format!("{error}; going on with the runtime that was found"));
     let names = config::Runtime::default().low_level;
     let found: Vec<LowLevel> =
         names.iter().filter_map(|name| find(std::slice::from_ref(name)).ok()).collect();
@@ -345,8 +350,8 @@ mod tests {
         let error = RuntimeError::NoCheckpoint("checkpoint");
         assert_eq!(
             about(&Command::Checkpoint(Some("c\u{1b}1".into())), &error),
-            "container c\\u{1b}1: checkpoint of a container with a GPU share is not possible: the GPU's state \
-             cannot be saved; recreate the container"
+            "container c\\u{1b}1: checkpoint of a container with a GPU share is not possible, because the \
+             GPU's state cannot be saved: recreate the container instead"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! A low-level runtime seen from a hook that it runs: where it keeps its record of the container.
+//! Finds the low-level runtime that runs this hook, and where it keeps its record of the container.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;

@@ -1,5 +1,5 @@
-//! The low-level runtime as a child that stands for us: it gets our signals, dies with us, and we end as
-//! it ended. The system calls between fork and exec, and the disposition of SIGCHLD, need `unsafe`.
+//! The low-level runtime as a child process: it gets our signals, dies with us, and we end with its exit
+//! status. The system calls between fork and exec, and the disposition of SIGCHLD, need `unsafe`.
 #![allow(unsafe_code, reason = "fork hooks and signal dispositions")]
 
 use std::ffi::OsString;

@@ -186,7 +186,7 @@ pub const ROWS: &[Row] = &[
     row(request("slice", &[("gpu", "0")]), Gets::Share(SLICE)),
     row(request("quarter", &[("gpu", "0"), ("sm", "25"), ("memory", "8GiB")]), Gets::Share(QUARTER)),
     Row {
-        late: Some(Gets::Refused("sublet.isolation=shared does not go with a hook")),
+        late: Some(Gets::Refused("sublet.isolation=shared does not work with a hook")),
         ..row(
             request("shared", &[("gpu", "0"), ("sm", "25"), ("memory", "8GiB"), ("isolation", "shared")]),
             Gets::Share(QUARTER),
@@ -230,7 +230,7 @@ pub const ROWS: &[Row] = &[
         }),
     ),
     Row {
-        late: Some(Gets::Refused("sublet.priority=low does not go with a hook")),
+        late: Some(Gets::Refused("sublet.priority=low does not work with a hook")),
         ..row(
             request("low", &[("gpu", "1"), ("priority", "low")]),
             Gets::Share(Share {
@@ -280,7 +280,7 @@ pub const ROWS: &[Row] = &[
     annotated(request("contradiction", &[("mode", "exclusive"), ("sm", "25")]), Gets::Refused("exclusive")),
     annotated(
         request("two-daemons", &[("gpu", "any:2"), ("sm", "25"), ("isolation", "shared")]),
-        Gets::Refused("a process speaks to one MPS daemon"),
+        Gets::Refused("a process connects to one MPS daemon"),
     ),
     annotated(
         request("forged", &[("sm", "25"), ("lease", "0123456789abcdef")]),
@@ -288,7 +288,7 @@ pub const ROWS: &[Row] = &[
     ),
     row(
         Request { with: With::Node, ..request("other-node", &[("gpu", "0")]) },
-        Gets::Refused("/dev/nvidia6 beside its share"),
+        Gets::Refused("/dev/nvidia6 in addition to its share"),
     ),
     Row {
         // Podman mounts the host's whole /dev then: it depends on what is there.

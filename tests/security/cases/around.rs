@@ -32,8 +32,12 @@ fn state() -> Vec<Case> {
         ),
         case("a file", "aside $STATE; : >$STATE; up", Refused("is no directory")),
         case("a pipe", "aside $STATE; mkfifo $STATE; up", Refused("is no directory")),
-        case("anybody may write it", "chmod 0777 $STATE; up", Refused("others may write it")),
-        case("somebody else's", "chown 1000 $STATE; up", Refused("others may write it")),
+        case(
+            "anybody may write it",
+            "chmod 0777 $STATE; up",
+            Refused("others than its owner may write to it"),
+        ),
+        case("somebody else's", "chown 1000 $STATE; up", Refused("others than its owner may write to it")),
         case("without a mode", "chmod 0 $STATE; up", QUARTER),
         case("gone, while the neighbour runs", "aside $STATE; up", QUARTER).harming(),
         case("the lock is a pipe", "aside $STATE/lock; mkfifo $STATE/lock; up", Refused("lock")),
@@ -46,7 +50,7 @@ fn state() -> Vec<Case> {
         case(
             "somebody keeps the lock",
             "flock $STATE/lock sh -c ': >held; sleep 7' & until [ -e held ]; do sleep 0.01; done; up",
-            Refused("held by another process"),
+            Refused("another process has held"),
         ),
         case("the ledger is cut off", "truncate -s 100 $STATE/ledger.json; up", QUARTER),
         case("the ledger is empty", ": >$STATE/ledger.json; up", QUARTER),
@@ -180,7 +184,7 @@ fn daemon() -> Vec<Case> {
         case("killed", "end_daemons; up", QUARTER).harming(),
         case("killed, without its program", "aside $DRIVER/usr/bin/nvidia-cuda-mps-control; end_daemons; up", Refused("nvidia-cuda-mps-control")).harming(),
         case("killed, and its program ends at once", "aside $DRIVER/usr/bin/nvidia-cuda-mps-control; cp /bin/false $DRIVER/usr/bin/nvidia-cuda-mps-control; end_daemons; up", Refused("nvidia-cuda-mps-control")).harming(),
-        case("killed, and its server ends at once", "aside $DRIVER/usr/bin/nvidia-cuda-mps-server; cp /bin/false $DRIVER/usr/bin/nvidia-cuda-mps-server; end_daemons; up", Refused("has no server")).harming(),
+        case("killed, and its server ends at once", "aside $DRIVER/usr/bin/nvidia-cuda-mps-server; cp /bin/false $DRIVER/usr/bin/nvidia-cuda-mps-server; end_daemons; up", Refused("cannot start an MPS server")).harming(),
         case("killed, and its program hangs", r#"aside $DRIVER/usr/bin/nvidia-cuda-mps-control; printf '#!/bin/sh\nexec sleep 20\n' >$DRIVER/usr/bin/nvidia-cuda-mps-control; chmod 755 $DRIVER/usr/bin/nvidia-cuda-mps-control; printf '[mps]\nstart_timeout = "1s"\n' >>$CONFIG; end_daemons; up"#, Refused("nvidia-cuda-mps-control")).harming(),
         case("stopped", "stop_daemons; up", Refused("does not answer")).harming(),
         case("its directory is gone", "rm -r $STATE/mps/*/pipe; up", Still).harming(),
@@ -296,12 +300,12 @@ fn process() -> Vec<Case> {
         case(
             "another PID namespace",
             "unshare --pid --fork --mount-proc bash -c up",
-            Refused("process ids are of"),
+            Refused("process ids belong to"),
         ),
         case(
             "another clock",
             "unshare --time --boottime 5000 --fork bash -c up",
-            Refused("process ids are of"),
+            Refused("process ids belong to"),
         ),
         case(
             "run in the foreground",

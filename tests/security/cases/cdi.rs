@@ -187,17 +187,17 @@ fn beside() -> Vec<Case> {
         case(
             "more by an annotation",
             "up --annotation sublet.sm=50",
-            Refused("sublet.sm=50 beside the CDI device"),
+            Refused("sublet.sm=50 and the CDI device"),
         ),
         case(
             "another share by an annotation",
             "up --annotation sublet.share=large",
-            Refused("sublet.share=large beside the CDI device"),
+            Refused("sublet.share=large and the CDI device"),
         ),
         case(
             "another GPU by an annotation",
             "up --annotation sublet.gpu=0",
-            Refused("sublet.gpu=0 beside the CDI device"),
+            Refused("sublet.gpu=0 and the CDI device"),
         ),
         case("an annotation that there is not", "up --annotation sublet.smm=1", Refused("sublet.smm")),
         case(
@@ -213,7 +213,7 @@ fn beside() -> Vec<Case> {
         case(
             "the shim and another share",
             "up --runtime sublet --annotation sublet.share=large",
-            Refused("sublet.share=large beside the CDI device"),
+            Refused("sublet.share=large and the CDI device"),
         ),
         case(
             "the shim and a file that is out of date",
@@ -304,7 +304,7 @@ fn around() -> Vec<Case> {
         case(
             "the same: nothing new on the GPU while nobody knows whose it is",
             "up >o2; rm $STATE/ledger.json $STATE/ledger.json.copy; NAME=other ask probe sleep 60",
-            Fails("the ledger was lost, and processes without a lease are running on it"),
+            Fails("the ledger was lost, and processes without a lease run on it"),
         ),
         // A warning that the ledger is rebuilt stands before it.
         case(
@@ -315,7 +315,7 @@ fn around() -> Vec<Case> {
         case(
             "anybody may write the state directory",
             "chmod 0777 $STATE; up",
-            Refused("others may write it"),
+            Refused("others than its owner may write to it"),
         ),
         case("a node of the driver's is gone", "aside $DRIVER/dev/nvidia-uvm; up", Fails("nvidia-uvm")),
         case(

@@ -65,7 +65,7 @@ fn checkpoints() -> Vec<Case> {
         case(
             "its config.json is another's",
             "cp $DIR/bundles/p/config.json $BUNDLE; runtime checkpoint c",
-            lost("does not say so any more"),
+            lost("no longer says so"),
         ),
         case("nobody", "runtime checkpoint nobody", Fails("")),
         case("no id", "runtime checkpoint", Fails("")),

@@ -144,29 +144,29 @@ fn namespaces() -> Vec<Case> {
         case(
             "create, with a later boot clock",
             "unshare --time --boottime 5000 --fork bash -c up",
-            Refused("process ids are of"),
+            Refused("process ids belong to"),
         ),
         case(
             "create, with an earlier boot clock",
             "unshare --time --boottime -60 --fork bash -c up",
-            Refused("process ids are of"),
+            Refused("process ids belong to"),
         ),
         case(
             "create, with another monotonic clock",
             "unshare --time --monotonic 5000 --fork bash -c up",
-            Refused("process ids are of"),
+            Refused("process ids belong to"),
         ),
         case(
             "create, without keys of ours",
             r#"swap '"sublet.sm":"25","sublet.memory":"8GiB"' ''; unshare --time --boottime 5000 --fork bash -c 'create && runtime start c; echo made'"#,
             Works("made"),
         ),
-        case("gc", "unshare --time --boottime 5000 --fork sublet gc", Fails("process ids are of")),
+        case("gc", "unshare --time --boottime 5000 --fork sublet gc", Fails("process ids belong to")),
         case("status", "unshare --time --boottime 5000 --fork sublet status", Works("neighbour")),
         case(
             "release by force",
             "unshare --time --boottime 5000 --fork sublet lease release --force $(sublet lease list --format json | grep -o '\"id\": *\"[^\"]*' | grep -o '[^\"]*$')",
-            Fails("process ids are of"),
+            Fails("process ids belong to"),
         ),
         case("serve", "unshare --time --boottime 5000 --fork timeout 3 sublet serve", Fails("")),
         case(

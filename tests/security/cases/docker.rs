@@ -306,7 +306,7 @@ fn around() -> Vec<Case> {
         case(
             "the state directory is gone: exec is refused",
             "up >o2; aside $STATE; info job",
-            Fails("its MPS daemon cannot be had"),
+            Fails("its MPS daemon is not available"),
         ),
         case("the state directory is gone: rm -f", "up >o2; aside $STATE; docker rm -f job", Works("job")),
         case(

@@ -77,7 +77,7 @@ fn files() -> Vec<Case> {
         case(
             "a list",
             "echo '[]' >p.json; runtime exec --process p.json c",
-            Refused("an array where the OCI runtime specification has an object"),
+            Refused("an array, but the OCI runtime specification has an object"),
         ),
         case(
             "another directory, no daemon, no limits in env",
@@ -176,7 +176,7 @@ fn containers() -> Vec<Case> {
         case(
             "its config.json is another's",
             "cp $DIR/bundles/neighbour/config.json $BUNDLE; runtime exec --process p.json c",
-            lost("does not say so any more"),
+            lost("no longer says so"),
         ),
         case(
             "its config.json says 100 %",

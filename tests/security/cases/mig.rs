@@ -55,7 +55,7 @@ fn which() -> Vec<Case> {
         case(
             "a profile on a GPU without MIG mode",
             "up $(of mig=1g.5gb gpu=1)",
-            Refused("no MIG device here is of the GPU number 1"),
+            Refused("no MIG device of this host is on the GPU number 1"),
         ),
         case("a profile and a device of another", "up $(of mig=1g.5gb gpu=0:0)", Refused("none is a 1g.5gb")),
         case("a number that there is not", "up $(of gpu=0:7)", Refused("no MIG device here is 0:7")),
@@ -93,7 +93,11 @@ fn several() -> Vec<Case> {
             Refused("compute instances of one GPU instance"),
         ),
         case("the same twice", "up $(of gpu=0:3,0:3)", Refused("0:3")),
-        case("one and a GPU", "up $(of gpu=0:1,1)", Refused("no MIG device here is of the GPU number 1")),
+        case(
+            "one and a GPU",
+            "up $(of gpu=0:1,1)",
+            Refused("no MIG device of this host is on the GPU number 1"),
+        ),
         case(
             "two, of which one has a neighbour: all or none",
             "up $(of gpu=0:3,0:0 mode=mig); r=$?; [ $(leases) = 1 ] && exit $r",

@@ -22,7 +22,7 @@ fn options() -> Vec<Case> {
         case(
             "the neighbour's lease as its own",
             "up --annotation sublet.lease=$(sublet lease list --format json | grep -o '\"id\": *\"[^\"]*' | grep -o '[^\"]*$')",
-            Refused("no live lease of this container"),
+            Refused("this container has no live lease"),
         ),
         case(
             "edits of an earlier run, which there was none of",
@@ -145,7 +145,7 @@ fn hiding() -> Vec<Case> {
         case("the host's /tmp", "mkdir t; up -v $PWD/t:/tmp", QUARTER),
         case("the host's /dev", "mkdir d; up -v $PWD/d:/dev/shm -v /dev/null:/dev/nvidiactl", Still),
         case(
-            "a volume that is shared with the host",
+            "a volume shared with the host",
             "mkdir s; mount --bind s s; mount --make-shared s; up -v $PWD/s:/run:rshared; r=$?; umount s; exit $r",
             Refused("shared with the host"),
         ),

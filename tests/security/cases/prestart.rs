@@ -106,12 +106,12 @@ fn refusals() -> Vec<Case> {
         case(
             "a share of a server of several",
             r#"annotate '"sublet.sm":"25","sublet.isolation":"shared"'; up"#,
-            refused("does not go with a hook"),
+            refused("does not work with a hook"),
         ),
         case(
             "a priority among several",
             r#"annotate '"sublet.sm":"25","sublet.priority":"low"'; up"#,
-            refused("does not go with a hook"),
+            refused("does not work with a hook"),
         ),
         case(
             "another MPS directory in its environment",
@@ -121,7 +121,7 @@ fn refusals() -> Vec<Case> {
         case(
             "the host's /tmp",
             r#"mkdir t; mounted "{\"destination\":\"/tmp\",\"type\":\"bind\",\"source\":\"$PWD/t\",\"options\":[\"rbind\"]}"; up"#,
-            refused("its /tmp comes from the host"),
+            refused("its /tmp is the host's"),
         ),
         case(
             "no mount namespace of its own",
@@ -160,12 +160,12 @@ fn by_hand() -> Vec<Case> {
         case(
             "no end in time",
             "(state c creating $$; sleep 7) | sublet-hook createRuntime",
-            Refused("did not come in time"),
+            Refused("was not complete in time"),
         ),
         case(
             "a byte a second",
             "for i in 1 2 3 4 5 6 7; do printf x; sleep 1; done 2>/dev/null | sublet-hook prestart",
-            Refused("did not come in time"),
+            Refused("was not complete in time"),
         ),
         case("a directory", "sublet-hook createRuntime <.", Refused("directory")),
         case("a list", "echo '[]' | sublet-hook createRuntime", Refused("standard input")),
@@ -180,11 +180,11 @@ fn by_hand() -> Vec<Case> {
             r#"state "$(printf 'c\\u001b[2J')" creating 0 | sublet-hook prestart"#,
             Refused("has no `pid`"),
         ),
-        case("no stage", "state c creating $$ | sublet-hook", Refused("no stage")),
+        case("no stage", "state c creating $$ | sublet-hook", Refused("unknown stage")),
         case(
             "a stage that there is not",
             "state c creating $$ | sublet-hook startContainer",
-            Refused("no stage startContainer"),
+            Refused("unknown stage startContainer"),
         ),
     ]
 }
@@ -226,7 +226,7 @@ fn strangers() -> Vec<Case> {
         case(
             "a container that runs",
             "state c running $$ | sublet-hook createRuntime",
-            Refused("it runs already"),
+            Refused("it already runs"),
         ),
         case(
             "a container that has stopped",
@@ -241,7 +241,7 @@ fn strangers() -> Vec<Case> {
         case(
             "a relative bundle",
             "state c creating $$ bundles/c | sublet-hook createRuntime",
-            Refused("no absolute path"),
+            Refused("not an absolute path"),
         ),
         case(
             "a bundle that is a file",
@@ -286,12 +286,12 @@ fn around() -> Vec<Case> {
         case(
             "anybody may write the state directory",
             "chmod 0777 $STATE; up",
-            refused("others may write it"),
+            refused("others than its owner may write to it"),
         ),
         case(
             "somebody keeps the lock",
             "flock $STATE/lock sh -c ': >held; sleep 7' & until [ -e held ]; do sleep 0.01; done; up",
-            refused("held by another process"),
+            refused("another process has held"),
         ),
         case("the ledger is noise", "head -c 4k /dev/urandom >$STATE/ledger.json; up", QUARTER),
         case("the ledger is gone", "rm $STATE/ledger.json; up", QUARTER),
@@ -309,7 +309,7 @@ fn around() -> Vec<Case> {
         case(
             "the daemon's server ends at once",
             "aside $DRIVER/usr/bin/nvidia-cuda-mps-server; cp /bin/false $DRIVER/usr/bin/nvidia-cuda-mps-server; up",
-            refused("has no server"),
+            refused("cannot start an MPS server"),
         ),
         case(
             "the driver's library is gone",

@@ -12,7 +12,7 @@ fn policy() -> Vec<Case> {
     vec![
         case("nothing is wrong", "up", QUARTER),
         case("no key of ours", "plain", Plain),
-        case("more SMs than are left", "up --annotation sublet.sm=26", Refused("caps sm at 50 %")),
+        case("more SMs than are left", "up --annotation sublet.sm=26", Refused("for sm is 50 %")),
         case(
             "more memory than is left",
             "up --annotation sublet.memory=9GiB",
@@ -21,22 +21,22 @@ fn policy() -> Vec<Case> {
         case(
             "its part of the SMs is not named",
             "podman run --rm --annotation sublet.mode=mps --annotation sublet.memory=1GiB probe probe info",
-            Refused("name your part with sublet.sm"),
+            Refused("say how much this container takes with sublet.sm"),
         ),
         case(
             "its part of the memory is not named",
             "podman run --rm --annotation sublet.sm=25 probe probe info",
-            Refused("name your part with sublet.memory"),
+            Refused("say how much this container takes with sublet.memory"),
         ),
         case(
             "another mode",
             "podman run --rm --annotation sublet.mode=time-slice probe probe info",
-            Refused("is used as mps now"),
+            Refused("is in use as mps"),
         ),
         case(
             "the whole GPU",
             "podman run --rm --annotation sublet.gpu=0 probe probe info",
-            Refused("is used as mps now"),
+            Refused("is in use as mps"),
         ),
         case("a device that there is not", "up --annotation sublet.gpu=7", Refused("")),
         case("what opens everybody's MIG instances", "up --annotation sublet.mig-caps=monitor", Refused("")),
@@ -55,7 +55,7 @@ fn policy() -> Vec<Case> {
         case(
             "a configuration of the user's own",
             "printf '[[policy]]\\nuser = \"*\"\\n' >own; MORE=SUBLET_CONFIG=$PWD/own up --annotation sublet.sm=60",
-            Refused("caps sm at 50 %"),
+            Refused("for sm is 50 %"),
         ),
         case(
             "three at once, of which one may",
@@ -71,12 +71,12 @@ fn options() -> Vec<Case> {
         case(
             "the neighbour's lease as its own",
             "up --annotation sublet.lease=$(neighbours)",
-            Refused("no live lease of this container"),
+            Refused("this container has no live lease"),
         ),
         case(
             "a lease and its record, made up",
             "up --annotation sublet.lease=0123456789abcdef --annotation sublet.lease.record='{\"id\":\"0123456789abcdef\"}'",
-            Refused("no live lease of this container"),
+            Refused("this container has no live lease"),
         ),
         case("--privileged, which opens no device without root", "up --privileged", QUARTER),
         case("NVIDIA's node besides", "up --device $DRIVER/dev/nvidia0:/dev/x", Refused("beside its share")),
@@ -120,7 +120,7 @@ fn options() -> Vec<Case> {
         case(
             "a hook of the user's own that claims the neighbour's lease",
             r#"mkdir h; printf '#!/bin/sh\nsed "s/\\"sublet.sm\\":\\"25\\"/\\"sublet.lease\\":\\"%s\\",&/" | %s/bin/sublet-hook precreate\n' $(neighbours) $DIR >h/x; chmod 755 h/x; sed "s|$DIR/bin/sublet-hook|$PWD/h/x|" $HOOKS/sublet.json >h/x.json; podman --hooks-dir $PWD/h run --rm $share probe probe info"#,
-            Refused("no live lease of this container"),
+            Refused("this container has no live lease"),
         ),
     ]
 }
@@ -209,12 +209,12 @@ fn users() -> Vec<Case> {
         case(
             "end it as another user",
             r#"printf '{"v":1,"do":"end","lease":"%s"}\n' $(neighbours) | other speak $STATE/sublet.sock"#,
-            Works("is held by you"),
+            Works("you hold no lease"),
         ),
         case(
             "withdraw it as another user",
             r#"printf '{"v":1,"do":"withdraw","lease":"%s"}\n' $(neighbours) | other speak $STATE/sublet.sock"#,
-            Works("is held by you"),
+            Works("you hold no lease"),
         ),
         case(
             "bind it to root's first process",
@@ -348,7 +348,7 @@ fn around() -> Vec<Case> {
         case(
             "somebody keeps the lock",
             "flock $STATE/lock sh -c ': >held; sleep 7' & until [ -e held ]; do sleep 0.01; done; up",
-            Refused("held by another process"),
+            Refused("another process has held"),
         ),
         case("the MPS daemon is killed", "end_daemons; up", QUARTER).harming(),
         case("the MPS daemon is stopped", "stop_daemons; up", Refused("does not answer")).harming(),

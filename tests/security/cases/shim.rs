@@ -193,7 +193,7 @@ fn keys() -> Vec<Case> {
         case(
             "the neighbour's lease",
             r#"annotate "\"sublet.sm\":\"25\",$(grep -o '"sublet.lease":"[0-9a-f]*"' $DIR/bundles/neighbour/config.json)"; up"#,
-            Refused("no live lease of this container"),
+            Refused("this container has no live lease"),
         ),
         case(
             "a lease that leads elsewhere",

@@ -1,4 +1,4 @@
-//! Finding the driver's files on the host, whatever distribution laid them there.
+//! Finds the driver's files on the host, in the places of all distributions.
 
 mod elf;
 mod table;

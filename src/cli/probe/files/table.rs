@@ -1,4 +1,4 @@
-//! Which files of the driver's a container may get, and which capability brings each.
+//! Which files of the driver a container may get, and which driver capability each belongs to.
 //!
 //! From the driver's README, chapter "Installed Components", of 535 to 580. The daemons
 //! (nv-fabricmanager, nvidia-cuda-mps-*) and what needs an X server stay on the host.

@@ -40,7 +40,7 @@ pub struct Live<'a> {
 #[derive(Debug, thiserror::Error)]
 pub enum NamespaceError {
     /// The container ended meanwhile.
-    #[error("its first process {0} is gone: see the container runtime's own messages")]
+    #[error("its first process {0} has ended: see the container runtime's messages")]
     Gone(i32),
     /// Mounts would be the host's.
     #[error(
@@ -50,26 +50,29 @@ pub enum NamespaceError {
     NoNamespace,
     /// It is not where the specification has it at this stage.
     #[error(
-        "its root filesystem {} is not what its mount namespace has there: run sublet-hook as prestart or \
-         createRuntime hook, or start the container through sublet-runtime",
+        "its root filesystem {} is not the one in its mount namespace: run sublet-hook as a prestart or \
+         createRuntime hook, or start the container with sublet-runtime",
         shown(.0)
     )]
     Rootfs(PathBuf),
     /// A mount would show on the host.
     #[error(
-        "{} lies on a mount that is shared with the host (bind-propagation shared), where the share's mounts \
-         would appear too: use rslave or rprivate for that volume",
+        "{} is on a mount shared with the host (bind-propagation shared), so the share's mounts would \
+         appear on the host: use rslave or rprivate for that volume",
         shown(.0)
     )]
     Shared(PathBuf),
     /// The image leads a mount point into /proc or the like.
-    #[error("the image's {} leads into a file system of the kernel's: remove that link from the image", shown(.0))]
+    #[error(
+        "the image's {} is a link into a file system of the kernel: remove that link from the image",
+        shown(.0)
+    )]
     Kernel(PathBuf),
     /// Something of the image's stands where a node must be.
     #[error("the container has something else at {}: remove it from the image", shown(.0))]
     Occupied(PathBuf),
     /// systemd refused.
-    #[error("systemd does not open the devices for unit {unit}: {message}")]
+    #[error("systemd does not allow the devices for unit {unit}: {message}")]
     Systemd {
         /// The container's scope.
         unit: String,
@@ -93,7 +96,7 @@ fn shown(path: &Path) -> String {
 fn hint(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(nix::libc::ENOSYS) => {
-            " (the prestart hook needs Linux 5.12; start the container through sublet-runtime)"
+            " (the prestart hook needs Linux 5.12; start the container with sublet-runtime)"
         }
         Some(nix::libc::EROFS) => " (read-only root filesystem: create the mount point in the image)",
         _ => "",

@@ -86,8 +86,8 @@ fn docker_gpus_is_named() {
     let error = found(&spec).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the engine was asked for GPUs as well (hook nvidia-container-runtime-hook): remove `--gpus` (Compose: \
-         deploy.resources.reservations.devices), the sublet annotations alone give the share"
+        "the engine was asked for GPUs too (hook nvidia-container-runtime-hook): remove `--gpus` (Compose: \
+         deploy.resources.reservations.devices); the sublet annotations are enough"
     );
     let (_dir, mut config) = host();
     config.limits.allow_privileged = true;
@@ -148,7 +148,7 @@ fn allow_all_rules_are_refused_unless_configured() {
     let error = conflict(&rules(&privileged[0]), &[], &config).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the container may open every device of the host (a *:* rwm), so no share would hold it: remove \
+        "the container may open every device of the host (a *:* rwm), so no share could limit it: remove \
          `--privileged` (or the device cgroup rule), or set `[limits] allow_privileged = true`"
     );
     config.limits.allow_privileged = true;
@@ -238,7 +238,7 @@ fn what_would_hide_nvidia_nodes_is_refused() {
     for hidden in ["/dev/nvidia-caps", "/dev/./nvidia0", "/dev/nvidiactl/"] {
         let error = over(hidden).unwrap_err();
         assert!(
-            error.to_string().contains(&format!("given a mount over {hidden} beside its share")),
+            error.to_string().contains(&format!("given a mount over {hidden} in addition to its share")),
             "{error}"
         );
     }

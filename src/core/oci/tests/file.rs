@@ -25,7 +25,7 @@ fn compact_input_comes_back_byte_for_byte() {
 #[test]
 fn a_key_that_stands_twice_is_refused_at_any_depth() {
     let expected =
-        "cannot edit /bundle/config.json: the key `a` stands twice in one object at line 1 column ";
+        "cannot edit /bundle/config.json: the key `a` occurs twice in one object at line 1 column ";
     for input in [r#"{"a":1,"a":2}"#, r#"{"x":[{"y":{"a":1,"\u0061":2}}]}"#] {
         assert!(refused(input).starts_with(expected), "{}", refused(input));
     }
@@ -40,7 +40,7 @@ fn numbers_that_would_change_are_refused() {
     }
     assert_eq!(
         refused(r#"{"n":18446744073709551616}"#),
-        "cannot edit /bundle/config.json: the number 18446744073709551616 would not survive the edit; the file is as it was, whatever wrote it is at fault"
+        "cannot edit /bundle/config.json: the number 18446744073709551616 cannot be written back unchanged; the file was not changed, and the program that wrote it is at fault"
     );
 }
 

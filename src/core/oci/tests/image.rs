@@ -284,10 +284,15 @@ fn rival_libraries_are_named_once() {
     let path = format!("LD_LIBRARY_PATH=relative::/opt/fwd/:/lib/{TRIPLET};/missing");
     let warnings = root.inspect(&json!({"process": {"env": [path]}})).unwrap().warnings;
     assert_eq!(warnings.len(), 2, "{warnings:?}");
-    assert!(warnings[0].starts_with("the image's own /opt/fwd/libcuda.so.1 (by its LD_LIBRARY_PATH) wins"));
     assert!(
-        warnings[1]
-            .starts_with("the image's own /usr/local/cuda/compat/libcuda.so.1 (by its /etc/ld.so.cache)")
+        warnings[0].starts_with(
+            "the image's own /opt/fwd/libcuda.so.1 (found by its LD_LIBRARY_PATH) is used instead"
+        )
+    );
+    assert!(
+        warnings[1].starts_with(
+            "the image's own /usr/local/cuda/compat/libcuda.so.1 (found by its /etc/ld.so.cache)"
+        )
     );
 }
 

@@ -1,6 +1,6 @@
-//! Programs for a process that may start none: it asks the one that waits for it, which knows a few commands and makes
-//! them itself, of words that it has looked at. What it is told cannot become another program, another environment or
-//! another option.
+//! The programs that the library starts. A process that may start none asks the process that waits for it. That one
+//! builds these few commands itself, from words that it checks, so that a request cannot become another
+//! program, another environment or another option.
 
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -57,7 +57,7 @@ fn ask(
         Value::Null => Err(ChildError::Timeout),
         Value::String(error) => Err(io::Error::other(error).into()),
         answer => finished(&answer)
-            .ok_or_else(|| io::Error::other("the process that starts programs gave no answer").into()),
+            .ok_or_else(|| io::Error::other("the process that starts programs did not answer").into()),
     }
 }
 

@@ -1,9 +1,9 @@
-//! What a hook does happens in a process that can do little else: it has the capabilities of its stage alone, starts
+//! A hook works in a process that can do little else: it has only the Linux capabilities of its stage, starts
 //! no program, and is refused the system calls that no hook needs.
 //!
-//! A filter of system calls is inherited for good, by MPS daemons too, and so are lost rights where
-//! `no_new_privs` is set. So the process that the engine started keeps what it has and does nothing but wait, and
-//! run the few commands of ours that are asked of it ([`command_requests`]); the work is a child's.
+//! Children keep a seccomp filter for ever, also MPS daemons, and with `no_new_privs` they cannot regain dropped
+//! rights. So the process that the engine started keeps its rights, and only waits and
+//! runs the few commands that the child asks for ([`command_requests`]). The child does the work.
 
 mod command_requests;
 mod refuse_drivers;
@@ -39,6 +39,6 @@ pub fn clean() {
 /// Gives up the rights that this work turns out not to need.
 pub fn narrow(rights: Rights) {
     if let Err(error) = rights.keep() {
-        tracing::warn!("the hook keeps rights that it does not need: {error}");
+        tracing::warn!("the hook could not drop rights that it does not need: {error}");
     }
 }

@@ -1,7 +1,7 @@
-//! No way to a driver: for a process that joins a container whose device nodes it must not use. The nodes stand there
-//! and its cgroup may open them; what a driver does for a process it is asked for by ioctl(2), and that is refused.
+//! Keeps a process that joins a container from using its device nodes. The nodes exist in the container, and its cgroup
+//! may open them. But drivers are used through ioctl(2), and a seccomp filter refuses that.
 //!
-//! NVIDIA's driver goes by the number of a request and the size in it, whatever its type, and every request of its has a
+//! NVIDIA's driver looks at the number of a request and the size in it, not at its type, and each of its requests has a
 //! size (open-gpu-kernel-modules, `nvidia_ioctl` in kernel-open/nvidia/nv.c, `RmIoctl` in escape.c; UVM's `UVM_INITIALIZE`
 //! is 0x30000001). So requests with a size are refused, but for a few that shells make of terminals and files, none of
 //! which has a number and size of the driver's. Most of what programs ask of terminals and sockets has none.

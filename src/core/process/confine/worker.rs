@@ -55,7 +55,7 @@ fn confined(rights: Rights, parent: Pid) -> bool {
         .and_then(|()| rights.keep())
         .and_then(|()| seccomp_filter::install(rights));
     if let Err(error) = confined {
-        tracing::warn!("the hook keeps rights that it does not need: {error}");
+        tracing::warn!("the hook could not drop rights that it does not need: {error}");
     }
     // Engines that lose patience kill whom they started. Last: a change of rights may take it back (prctl(2)).
     set_pdeathsig(Signal::SIGKILL).is_ok() && getppid() == parent
