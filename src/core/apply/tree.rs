@@ -10,7 +10,7 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat, openat2, readlinkat};
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2, readlinkat};
 use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
 use nix::sys::statvfs::{FsFlags, fstatvfs};
 use serde_json::Value;
@@ -269,10 +269,6 @@ pub(super) fn open_below(root: impl AsFd, path: &Path, more: ResolveFlag) -> io:
 
 /// Opens `path` with `O_PATH` as if `root` were /.
 pub(super) fn open_in(root: impl AsFd, path: &Path, flags: OFlag) -> io::Result<OwnedFd> {
-    if cfg!(sublet_without = "a1") {
-        let below = Path::new(".").join(path.strip_prefix("/").unwrap_or(path));
-        return Ok(openat(root, &below, OFlag::O_PATH | OFlag::O_CLOEXEC | flags, Mode::empty())?);
-    }
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC | flags)
         .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);

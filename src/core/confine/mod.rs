@@ -23,9 +23,7 @@ const KEPT: [&str; 1] = [crate::config::VARIABLE];
 /// read. Before anything is opened, and before there are threads.
 pub fn clean() {
     crate::inherited::close();
-    if !cfg!(sublet_without = "a8-child") {
-        crate::inherited::forget_environment(&KEPT);
-    }
+    crate::inherited::forget_environment(&KEPT);
 }
 
 /// Gives up the rights that this work turns out not to need.
