@@ -91,11 +91,12 @@ needs:
 	@tests/install-needs
 
 lint:
-	@echo "== Formatting and lints"
+	@echo "== Formatting, lints, and the patches of tests/security/without"
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	@echo "== Layers of modules, and what is exported for nobody"
 	cargo run --quiet -p sublet-lint
+	@tests/security/teeth --check
 
 unit:
 	@echo "== Unit and property tests; the shim with a low-level runtime that only writes down its call"

@@ -14,9 +14,6 @@ const LAST_SECOND: u64 = 253_402_300_799;
 /// Terminals act on escape sequences, journals split on newlines: foreign text reaches neither raw.
 #[must_use]
 pub fn safe(text: &str) -> String {
-    if cfg!(sublet_without = "c1") {
-        return text.to_owned();
-    }
     let mut out = String::with_capacity(text.len().min(LONGEST));
     for (count, character) in text.chars().enumerate() {
         if count == LONGEST {

@@ -36,7 +36,7 @@ pub fn read(input: impl AsFd, longest: usize, deadline: Instant) -> Result<Vec<u
             Err(Errno::EINTR | Errno::EAGAIN) => {}
             Err(error) => return Err(io::Error::from(error).into()),
         }
-        if text.len() > longest && !cfg!(sublet_without = "c6-size") {
+        if text.len() > longest {
             return Err(InputError::TooLong(longest));
         }
     }
@@ -48,7 +48,6 @@ fn wait(input: &impl AsFd, deadline: Instant) -> Result<(), InputError> {
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
         match poll(&mut [PollFd::new(input.as_fd(), PollFlags::POLLIN)], timeout) {
-            Ok(0) if cfg!(sublet_without = "c6-time") => {}
             Ok(0) => return Err(InputError::Timeout),
             Ok(_) => return Ok(()),
             Err(Errno::EINTR) => {}

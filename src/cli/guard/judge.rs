@@ -113,13 +113,13 @@ impl Judge {
     fn of_lease(&self, lease: &Lease, look: &Look, rules: &Guard) -> Vec<Verdict> {
         let own: Vec<&Holder> = of(lease, look).collect();
         let own_action = |configured| action(lease, configured);
-        if look.gone.contains(&lease.id) && !cfg!(sublet_without = "b10-guard") {
+        if look.gone.contains(&lease.id) {
             return own
                 .into_iter()
                 .map(|holder| verdict(Offence::Left, own_action(rules.left), look, holder))
                 .collect();
         }
-        let served = look.knows_clients && lease.daemon.is_some() && !cfg!(sublet_without = "b2-guard");
+        let served = look.knows_clients && lease.daemon.is_some();
         let outside = own.iter().filter(|holder| served && !holder.is_client);
         let mut found: Vec<Verdict> =
             outside.map(|holder| verdict(Offence::Bypass, own_action(rules.bypass), look, holder)).collect();
@@ -132,9 +132,8 @@ impl Judge {
     /// share. The instance holds a MIG device's own tenant.
     fn memory(&self, lease: &Lease, own: &[&Holder], look: &Look, rules: &Guard) -> Vec<Verdict> {
         let Some(allowed) = lease.memory_bytes.filter(|_| lease.mode != Mode::Mig) else { return Vec::new() };
-        let each = own.iter().map(|holder| holder.memory_bytes);
-        let used: u64 = if cfg!(sublet_without = "b5") { each.max().unwrap_or_default() } else { each.sum() };
-        if used <= allowed.saturating_add(rules.memory_tolerance) || cfg!(sublet_without = "b3") {
+        let used: u64 = own.iter().map(|holder| holder.memory_bytes).sum();
+        if used <= allowed.saturating_add(rules.memory_tolerance) {
             return Vec::new();
         }
         let grew = |holder: &Holder| {
@@ -174,9 +173,6 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     let booked: usize = leases.iter().map(|lease| places(lease).saturating_sub(connected(lease))).sum();
     let most = look.most_clients.map_or(usize::MAX, |most| most as usize);
     let mut missing = if rules.strict_clients { usize::MAX } else { (all + booked).saturating_sub(most) };
-    if cfg!(sublet_without = "b9-guard") {
-        missing = 0;
-    }
     let mut found = Vec::new();
     for lease in leases {
         let mut own: Vec<&Holder> = of(lease, look).filter(|holder| holder.is_client).collect();

@@ -41,7 +41,7 @@ pub(super) fn enter(
     let policy = config.mps.exclusive_compute_mode;
     // Dedicated servers exclude each other by it, and MIG devices have no compute mode of their own.
     let whole = inventory.device(&key.0).is_some_and(|device| !device.is_mig() && !device.mig_enabled);
-    if policy == ExclusiveComputeMode::Never || !whole || cfg!(sublet_without = "b2-exclusive") {
+    if policy == ExclusiveComputeMode::Never || !whole {
         return Ok(Entered::default());
     }
     match try_enter(key, policy, store, config) {

@@ -68,7 +68,7 @@ impl Pinned {
         };
         let pidfd = pidfd_open(pid).map_err(unknown)?;
         let process = Process::find(pid).ok_or(Foreign::Gone(pid))?;
-        if !is_of(pid, uid).map_err(unknown)? && !cfg!(sublet_without = "b11") {
+        if !is_of(pid, uid).map_err(unknown)? {
             return Err(Foreign::Other { pid, uid });
         }
         let pinned = Self { process, pidfd };

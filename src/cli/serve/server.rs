@@ -266,8 +266,7 @@ impl Server {
         let Ok(peer) = prepared else { return };
         let of_peer = |connection: &Connection| connection.peer.uid == peer.uid;
         let count = self.connections.values().filter(|connection| of_peer(connection)).count();
-        let full = count >= MOST_OF_ONE && !cfg!(sublet_without = "b12");
-        if full && !self.make_place(of_peer, SETTLED) {
+        if count >= MOST_OF_ONE && !self.make_place(of_peer, SETTLED) {
             let text = format!("uid {} already has {MOST_OF_ONE} connections to sublet serve", peer.uid);
             return turn_away(&stream, text);
         }

@@ -74,8 +74,7 @@ impl Candidate<'_> {
     /// # Errors
     /// [`AdmitError::NoEngine`].
     pub fn check_wanted(&self) -> Result<(), AdmitError> {
-        let gone = self.engine.is_some_and(Engine::is_gone) && !cfg!(sublet_without = "c5-engine");
-        if gone { Err(AdmitError::NoEngine) } else { Ok(()) }
+        if self.engine.is_some_and(Engine::is_gone) { Err(AdmitError::NoEngine) } else { Ok(()) }
     }
 
     /// Waits before the next look for a share.

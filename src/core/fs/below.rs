@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat, openat2};
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::sys::stat::Mode;
 
 /// How often a rename in the tree may disturb one look-up, and symbolic links lead into volumes.
@@ -34,10 +34,6 @@ pub(crate) fn open_below(root: impl AsFd, path: &Path, more: ResolveFlag) -> io:
 
 /// Opens `path` with `O_PATH` as if `root` were /.
 pub(crate) fn open_in(root: impl AsFd, path: &Path, flags: OFlag) -> io::Result<OwnedFd> {
-    if cfg!(sublet_without = "a1") {
-        let below = Path::new(".").join(path.strip_prefix("/").unwrap_or(path));
-        return Ok(openat(root, &below, OFlag::O_PATH | OFlag::O_CLOEXEC | flags, Mode::empty())?);
-    }
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC | flags)
         .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);

@@ -63,7 +63,7 @@ fn check(dir: &Path, meta: &Metadata) -> Result<(), String> {
     if !meta.is_dir() {
         return Err("is no directory".to_owned());
     }
-    if (!is_ours(meta.uid()) || meta.mode() & 0o022 != 0) && !cfg!(sublet_without = "c3-directory") {
+    if !is_ours(meta.uid()) || meta.mode() & 0o022 != 0 {
         return Err(format!(
             "others than its owner may write to it (uid {}, mode {:o})",
             meta.uid(),
@@ -99,9 +99,6 @@ pub(crate) fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
     if meta.len() > largest {
         return Some(format!("it has {} bytes", meta.len()));
     }
-    if cfg!(sublet_without = "c3-owner") {
-        return None;
-    }
     if !is_ours(meta.uid()) {
         return Some(format!("it belongs to uid {}", meta.uid()));
     }
@@ -114,8 +111,7 @@ pub(crate) fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
 /// # Errors
 /// It is there and cannot be read.
 pub fn read(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, String>>> {
-    let no_links = if cfg!(sublet_without = "c3-link") { 0 } else { O_NOFOLLOW };
-    let file = match OpenOptions::new().read(true).custom_flags(no_links | O_NONBLOCK).open(path) {
+    let file = match OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) if error.raw_os_error() == Some(ELOOP) => {

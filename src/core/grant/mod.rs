@@ -139,10 +139,7 @@ pub(crate) fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Ve
 /// default place keeps them in MPS. A /tmp that belongs to the host stays clean.
 fn mps_mounts(lease: &Lease, image: &Image, config: &Config) -> Vec<Mount> {
     let Some(daemon) = &lease.daemon else { return Vec::new() };
-    let public = daemon.public(&config.state_dir);
-    // (Users without root cannot open the other one.)
-    let source =
-        if cfg!(sublet_without = "b1") && !lease.brokered { public.with_file_name("pipe") } else { public };
+    let source = daemon.public(&config.state_dir);
     let at = |destination: &str| Mount { source: source.clone(), destination: PathBuf::from(destination) };
     let mut mounts = vec![at(MPS_DIR)];
     if !image.tmp_is_host {

@@ -86,7 +86,7 @@ impl Ledger {
         let lease = self.lease_mut(id).ok_or_else(|| NotBound::Unknown(id.clone()))?;
         let same = lease.container.id == binding.id || lease.container.id.is_empty();
         let bound = lease.init.as_ref().is_some_and(|init| init.process != binding.init.process);
-        if (!same || bound) && !cfg!(sublet_without = "c6") {
+        if !same || bound {
             return Err(NotBound::Other { lease: id.clone(), container: lease.container.id.clone() });
         }
         lease.container.id.clone_from(&binding.id);

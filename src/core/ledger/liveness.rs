@@ -194,9 +194,7 @@ pub(super) fn init_of(record: &Record) -> Init {
 
 /// Whether `init`'s cgroup holds processes; one that cannot be read may.
 pub(super) fn has_processes(init: &Init) -> bool {
-    let Some(cgroup) = init.cgroup.as_ref().filter(|_| !cfg!(sublet_without = "b10-lease")) else {
-        return false;
-    };
+    let Some(cgroup) = &init.cgroup else { return false };
     is_populated(cgroup).unwrap_or_else(|error| {
         tracing::warn!(
             "cgroup {} cannot be read ({error}): its lease stays",

@@ -77,9 +77,7 @@ impl Ledger {
     /// serves nobody.
     #[must_use]
     pub fn wanted_ceiling(&self, key: &DaemonKey) -> Option<Ceiling> {
-        let none = |_: &Lease| Ceiling::NONE;
-        let of = if cfg!(sublet_without = "b4") { none } else { Lease::ceiling };
-        self.on_daemon(key).map(of).reduce(Ceiling::or)
+        self.on_daemon(key).map(Lease::ceiling).reduce(Ceiling::or)
     }
 
     /// How many devices the server `key` serves its leases on: as many ordinals have a memory ceiling each.

@@ -188,13 +188,10 @@ impl Store {
         let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
         let lock = self.lock()?;
         let mark = Mark::read(&lock, &boot);
-        if !cfg!(sublet_without = "c5-sweep") {
-            crate::fs::atomic::sweep(&self.state_dir);
-        }
+        crate::fs::atomic::sweep(&self.state_dir);
         let (before, mut ledger) = match self.load()? {
             Loaded::Missing => (None, Ledger::empty(&boot)),
             Loaded::Sound(ledger) => (Some((*ledger).clone()), of_this_boot(*ledger, &boot)),
-            Loaded::Corrupt(_) if cfg!(sublet_without = "c3") => (None, Ledger::empty(&boot)),
             Loaded::Corrupt(why) => (None, self.rebuilt(&why, &boot, ours, mark.as_ref())?),
         };
         ledger.check_namespaces(ours)?;
@@ -325,9 +322,6 @@ impl Store {
                 Err(error) => return Err(failed("read", &path, error)),
             }
         }
-        if cfg!(sublet_without = "c3-traces") {
-            return Ok(Loaded::Missing);
-        }
         let marked = Mark::read_in(&self.lock_file(), &Self::boot_id()?).is_some();
         let found = if marked {
             Some("it is missing, but its lock names it".to_owned())
@@ -438,11 +432,11 @@ fn remove(path: &Path) -> io::Result<()> {
 /// A ledger, or why `content` is none. Ids become names of directories and are checked for that.
 pub(super) fn parse(content: &[u8]) -> Result<Ledger, String> {
     let ledger: Ledger = serde_json::from_slice(content).map_err(|error| safe(&error.to_string()))?;
-    if ledger.schema != SCHEMA && !cfg!(sublet_without = "c3-version") {
+    if ledger.schema != SCHEMA {
         return Err(format!("its schema is {}, but {SCHEMA} is expected", safe(&ledger.schema)));
     }
     let bad_id = ledger.leases.iter().find(|lease| LeaseId::parse(lease.id.as_str()).is_none());
-    if let Some(lease) = bad_id.filter(|_| !cfg!(sublet_without = "c3-id")) {
+    if let Some(lease) = bad_id {
         return Err(format!("{} is not a lease id", safe(lease.id.as_str())));
     }
     let wanted = ledger.leases.iter().filter_map(|lease| lease.daemon.as_ref());

@@ -88,9 +88,6 @@ pub fn remove(spec: &mut Value) {
 /// What a hook of ours is run with; `config` names its configuration.
 #[must_use]
 pub fn environment(config: Option<&Path>) -> Vec<String> {
-    if cfg!(sublet_without = "a8") {
-        return Vec::new();
-    }
     let config = config.map(|config| format!("{}={}", VARIABLE, config.display()));
     [PATH.to_owned()].into_iter().chain(config).collect()
 }

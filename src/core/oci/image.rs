@@ -19,7 +19,7 @@ use crate::share::Mode;
 use crate::text::safe;
 
 /// Looked through for names, never parsed; ld.so.conf, a text with commands of its own, is not read at all.
-const CACHE: &str = if cfg!(sublet_without = "a6") { "/etc/ld.so.conf" } else { "/etc/ld.so.cache" };
+const CACHE: &str = "/etc/ld.so.cache";
 /// Most of an image's ld.so.cache that is looked at, in bytes. A full desktop has a few hundred KiB.
 const LONGEST_CACHE: u64 = 4 << 20;
 /// Most directories of one `LD_LIBRARY_PATH` that are looked at.

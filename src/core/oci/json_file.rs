@@ -11,7 +11,7 @@ use super::lossless_json;
 use crate::text::safe;
 
 /// Longest file that is read. Docker's and Podman's are some ten KiB.
-const LONGEST: u64 = if cfg!(sublet_without = "c2-size") { 1 << 40 } else { 16 << 20 };
+const LONGEST: u64 = 16 << 20;
 
 /// Why a file could not be read or replaced.
 #[derive(Debug, thiserror::Error)]

@@ -153,10 +153,10 @@ impl<'de> Visitor<'de> for Faithful<'_> {
     fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Value, A::Error> {
         let mut entries = Map::new();
         while let Some(key) = access.next_key::<String>()? {
-            if entries.contains_key(&key) && !cfg!(sublet_without = "c2-twice") {
+            if entries.contains_key(&key) {
                 return Err(A::Error::custom(format!("the key `{}` occurs twice in one object", safe(&key))));
             }
-            if let Some(field) = mistaken(&key).filter(|_| self.fields && !cfg!(sublet_without = "c2-case")) {
+            if let Some(field) = mistaken(&key).filter(|_| self.fields) {
                 let key = safe(&key);
                 return Err(A::Error::custom(format!(
                     "runc takes the key `{key}` for `{field}`, crun does not"

@@ -27,7 +27,7 @@ pub(super) fn check(
     let (mut created, mut impossible, mut volumes) = (Vec::new(), Vec::new(), Vec::new());
     let all = files.iter().map(|path| (path, false)).chain(directories.iter().map(|path| (path, true)));
     for (path, directory) in all {
-        if tree.is_shared(path) && !cfg!(sublet_without = "a9") {
+        if tree.is_shared(path) {
             return Err(ImageError::Shared(path.clone()));
         }
         let unusable = |source| ImageError::Unusable { path: path.clone(), source };
@@ -57,9 +57,7 @@ pub(super) fn check(
     if !impossible.is_empty() {
         return Err(ImageError::ReadOnly(impossible));
     }
-    if !cfg!(sublet_without = "a2-nested") {
-        check_directories(tree, files, directories)?;
-    }
+    check_directories(tree, files, directories)?;
     Ok((created, volumes))
 }
 

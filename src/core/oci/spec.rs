@@ -171,7 +171,7 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     let resources = child(linux, "resources", "linux.resources")?;
     let rules = array(resources, "devices", "linux.resources.devices")?;
     // The rest is denied first, as engines do and as runc does by itself.
-    if !nested && !conflict::have_a_default(rules) && !cfg!(sublet_without = "b6-default") {
+    if !nested && !conflict::have_a_default(rules) {
         rules.insert(0, deny_rule()?);
     }
     for granted in nodes {
@@ -224,7 +224,7 @@ pub(super) fn rule_value(granted: &GrantedNode) -> Result<Value, SpecError> {
         .allow(true)
         .typ(LinuxDeviceType::C)
         .major(i64::from(granted.node.major))
-        .minor(if cfg!(sublet_without = "b6") { -1 } else { i64::from(granted.node.minor) })
+        .minor(i64::from(granted.node.minor))
         .access("rw")
         .build()?;
     Ok(serde_json::to_value(rule)?)

@@ -136,8 +136,8 @@ fn want<'a>(
     let own_server = limited_turns || several && mode == Mode::Mps;
     let isolation = if own_server { Isolation::Dedicated } else { request.isolation };
     let daemon = (mode == Mode::Mps || limited_turns).then(|| match isolation {
-        Isolation::Dedicated if !cfg!(sublet_without = "b8") => DaemonKey(id.to_string()),
-        Isolation::Shared | Isolation::Dedicated => DaemonKey(device.uuid.clone()),
+        Isolation::Dedicated => DaemonKey(id.to_string()),
+        Isolation::Shared => DaemonKey(device.uuid.clone()),
     });
     let memory = match mode {
         Mode::Mig => shared_part(device, world.config),
@@ -440,7 +440,7 @@ fn room(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(), Misf
     }
     let limit = client_limit(want.device, &world.inventory.driver);
     let processes = account.processes.saturating_add(want.request.processes.get());
-    if want.daemon.is_some() && processes > limit && !cfg!(sublet_without = "b9-places") {
+    if want.daemon.is_some() && processes > limit {
         let left = limit.saturating_sub(account.processes);
         return Err(Misfit::now(format!("has {left} of {limit} MPS clients left")));
     }

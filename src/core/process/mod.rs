@@ -65,8 +65,7 @@ impl Process {
     /// as where this process has no descriptor left, may.
     #[must_use]
     pub fn is_alive(&self) -> bool {
-        let same = |stat: &Stat| stat.start_time == self.start_time || cfg!(sublet_without = "c4");
-        let runs = |stat: Stat| same(&stat) && !stat.has_ended();
+        let runs = |stat: Stat| stat.start_time == self.start_time && !stat.has_ended();
         stat(self.pid).map_or(true, |stat| stat.is_some_and(runs))
     }
 

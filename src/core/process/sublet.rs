@@ -57,10 +57,7 @@ pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, 
 #[must_use]
 pub fn command(program: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(program);
-    if !cfg!(sublet_without = "a8-child") {
-        command.env_clear();
-    }
-    command.args(arguments).env("PATH", PATH).current_dir("/");
+    command.env_clear().args(arguments).env("PATH", PATH).current_dir("/");
     if let Some(config) = environment::honoured() {
         command.env(environment::VARIABLE, config);
     }

@@ -230,7 +230,7 @@ impl Decimal {
     /// Rounded down; `None` past a `u64`.
     fn times(self, factor: u64) -> Option<u64> {
         let product = u128::from(self.digits) * u128::from(factor) / 10_u128.pow(self.places);
-        u64::try_from(if cfg!(sublet_without = "c1-overflow") { product % (1 << 64) } else { product }).ok()
+        u64::try_from(product).ok()
     }
 }
 

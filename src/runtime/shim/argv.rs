@@ -138,8 +138,7 @@ pub fn parse(args: &[OsString], dialect: Dialect) -> CommandLine {
             continue;
         }
         // Not whichever argument is a command's name: a container may be called `create`.
-        let any = args.iter().find(|arg| cfg!(sublet_without = "c7") && *arg == "create");
-        return CommandLine { global, command: command(any.map_or(word, |arg| arg), args, behind, dialect) };
+        return CommandLine { global, command: command(word, args, behind, dialect) };
     }
 }
 

@@ -53,9 +53,7 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
                 Ok(()) => hand_over(call, &file, spec, &hooks(kind, &config)),
                 Err(error) => error.into(),
             };
-            let withdrawn =
-                if cfg!(sublet_without = "c5") { Ok(()) } else { admit::withdraw(&lease, &config) };
-            if let Err(error) = withdrawn {
+            if let Err(error) = admit::withdraw(&lease, &config) {
                 call.warn(&format!("container {}: {error}", candidate.container.id));
             }
             Err(error)
@@ -177,8 +175,7 @@ fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> 
         return error;
     }
     let error = call.become_low_level(call.args);
-    let as_it_was: &[u8] = if cfg!(sublet_without = "c2-back") { b"{}" } else { &file.text };
-    if let Err(error) = sublet_core::fs::atomic::replace(&file.path, as_it_was, 0o644) {
+    if let Err(error) = sublet_core::fs::atomic::replace(&file.path, &file.text, 0o644) {
         call.warn(&format!("cannot restore {}: {error}", safe(&file.path.to_string_lossy())));
     }
     error

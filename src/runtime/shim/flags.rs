@@ -192,7 +192,7 @@ pub(super) struct Scan<'a> {
 impl<'a> Scan<'a> {
     /// The value that counts: the last one.
     pub fn value(&self, name: &str) -> Option<&'a OsStr> {
-        if cfg!(sublet_without = "c7-last") { self.values(name).next() } else { self.values(name).last() }
+        self.values(name).last()
     }
 
     /// All values of an option that may be repeated.

@@ -38,15 +38,9 @@ pub(super) fn place(root: &OwnedFd, path: &Path, wanted: Kind) -> io::Result<Own
         }
         let dir = directory(root, path.parent().ok_or(Errno::EINVAL)?, &mut steps)?;
         // By its directory's descriptor: the path may lead elsewhere by now.
-        let (at, name) = if cfg!(sublet_without = "a7") {
-            (root, path.strip_prefix("/").unwrap_or(&path).as_os_str())
-        } else {
-            (&dir, name_of(&path)?)
-        };
-        let ours =
-            if cfg!(sublet_without = "a4") { OFlag::empty() } else { OFlag::O_EXCL | OFlag::O_NOFOLLOW };
-        let flags = OFlag::O_CREAT | ours | OFlag::O_WRONLY | OFlag::O_CLOEXEC;
-        match openat(at, name, flags, Mode::from_bits_truncate(0o644)) {
+        let name = name_of(&path)?;
+        let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_WRONLY | OFlag::O_CLOEXEC;
+        match openat(&dir, name, flags, Mode::from_bits_truncate(0o644)) {
             Ok(file) => return Ok(file),
             Err(Errno::EEXIST) => path = behind(&dir, &path)?,
             Err(error) => return Err(error.into()),

@@ -49,7 +49,7 @@ impl<'a> Rootfs<'a> {
         let target = self
             .as_owner(|| place(&self.root, path, wanted))
             .map_err(|error| failed(format!("make the mount point {}", shown(path)), error))?;
-        if is_of_the_kernel(&target) && !cfg!(sublet_without = "a2") {
+        if is_of_the_kernel(&target) {
             return Err(NamespaceError::Kernel(path.to_owned()));
         }
         self.attach(mount, &target, path)
@@ -90,7 +90,7 @@ impl<'a> Rootfs<'a> {
 
     fn attach(&self, mount: &OwnedFd, target: &OwnedFd, path: &Path) -> Result<(), NamespaceError> {
         let attaching = |error| failed(format!("mount {}", shown(path)), error);
-        if self.is_shared(target).map_err(attaching)? && !cfg!(sublet_without = "a9") {
+        if self.is_shared(target).map_err(attaching)? {
             return Err(NamespaceError::Shared(path.to_owned()));
         }
         let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;

@@ -31,9 +31,7 @@ pub type Commands = fn(&[&str]) -> Option<Command>;
 /// read. Before anything is opened, and before there are threads.
 pub fn clean() {
     inheritance::close();
-    if !cfg!(sublet_without = "a8-child") {
-        inheritance::forget_environment(&KEPT);
-    }
+    inheritance::forget_environment(&KEPT);
 }
 
 /// Gives up the rights that this work turns out not to need.
