@@ -17,7 +17,7 @@ const LARGEST: u64 = 1 << 20;
 /// More than any GPU has; the driver says how many one can have.
 const MOST: usize = 100;
 
-/// What a file says, before anybody looked at the GPUs.
+/// The content of a layout file, not yet compared with the GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Where it stands, for messages.

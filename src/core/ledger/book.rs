@@ -24,7 +24,7 @@ pub struct Doubled {
 }
 
 impl Ledger {
-    /// A ledger of this boot in which nobody holds anything.
+    /// An empty ledger of this boot.
     #[must_use]
     pub fn empty(boot_id: &str) -> Self {
         Self {
@@ -101,7 +101,7 @@ impl Ledger {
         others.map(|server| &server.key).filter(|key| self.on_server(key).next().is_none())
     }
 
-    /// Whether `server` runs on a device that was closed after a loss, or on nobody knows which.
+    /// Whether `server` runs on a device that was closed after a loss, or on an unknown device.
     #[must_use]
     pub fn is_unexplained(&self, server: &Server) -> bool {
         self.unexplained.iter().any(|device| server.devices.is_empty() || server.serves(device))

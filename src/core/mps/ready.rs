@@ -55,7 +55,7 @@ fn serves(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsErro
     Ok(true)
 }
 
-/// A start or a stop by somebody else may have to end first.
+/// A start or a stop by another process may have to end first.
 #[must_use]
 pub fn lock_limit(config: &Config) -> Duration {
     config.mps.start_timeout + STOP_LIMIT
@@ -68,7 +68,7 @@ fn has_mode_to_enter(server: &Server, config: &Config) -> bool {
     server.mode_left && !never && !server.key.0.starts_with("MIG-")
 }
 
-/// The cheap look: recorded as running, the same process still, and somebody listens where clients will.
+/// The cheap check: the record says that it runs, it is still the same process, and it listens on the clients' socket.
 fn could_serve(server: &Server, config: &Config) -> bool {
     matches!(server.state, ServerState::Serving | ServerState::Fault)
         && !has_mode_to_enter(server, config)
