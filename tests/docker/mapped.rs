@@ -185,7 +185,7 @@ fn explain_and_config_know_the_table() {
     assert!(explained.starts_with(&says) && explained.contains("at most 12.5 %"), "{explained}");
     assert!(done(&["explain", "--image", "r.io/ollama:2"]).contains("at most 50 %"));
     let none = world.sublet(&["explain", "--name", "db", "--image", "postgres"]);
-    assert!(String::from_utf8_lossy(&none.stderr).contains("no GPU is given"), "{none:?}");
+    assert!(String::from_utf8_lossy(&none.stderr).contains("it gets no GPU"), "{none:?}");
     assert!(done(&["config", "check"]).contains(&format!("{}: ok", path.display())));
     let shown = done(&["config", "show"]);
     assert!(shown.contains("# name = \"web-*\"\n# share = \"small\"\n"), "{shown}");

@@ -81,7 +81,7 @@ pub fn state(path: &Path) -> State {
 /// Puts `text` at `path`, its directory made if need be; whether that changed anything.
 ///
 /// # Errors
-/// It cannot be written, or a file of somebody else's is there.
+/// It cannot be written, or another program's file is there.
 pub fn write(path: &Path, text: &str) -> Result<bool, FileError> {
     match state(path) {
         State::Ours(before) if before == text.as_bytes() => return Ok(false),

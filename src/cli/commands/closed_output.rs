@@ -33,7 +33,7 @@ pub(super) fn err(text: Arguments<'_>) {
     let _ = writeln!(stderr().lock(), "{text}");
 }
 
-/// Whether all that was printed has been taken, or nobody wanted it; says so where not.
+/// Whether all output was written, or the reader had closed the pipe; reports any other failure.
 pub(super) fn finish() -> bool {
     heard(stdout().lock().flush());
     !FAILED.load(Ordering::Relaxed)

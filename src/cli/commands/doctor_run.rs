@@ -135,11 +135,11 @@ fn table(probed: &Probed) -> String {
     tables::table(&["PROBE", "SAW"], rows.map(|(name, value)| vec![name.to_owned(), value]).to_vec())
 }
 
-/// Whether somebody wants us to end (Ctrl-C, `systemctl stop`, a terminal that is closed).
+/// Whether a signal asks this program to end (Ctrl-C, `systemctl stop`, a closed terminal).
 struct Stop(SignalFd);
 
 impl Stop {
-    /// From now on these signals are heard here and end nobody.
+    /// From now on these signals are recorded here, and do not end the program.
     fn listen() -> anyhow::Result<Self> {
         let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().collect();
         signals.thread_block()?;

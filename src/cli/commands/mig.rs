@@ -90,7 +90,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The layout asked for; `None` where nobody asked for one.
+/// The layout asked for; `None` if none is named or configured.
 fn read(file: &LayoutFile, config: &Config) -> anyhow::Result<Layout> {
     let path: Option<&Path> = file.file.as_deref().or(config.mig.layout.as_deref());
     let path = path.context("no layout is given: name a file, or set [mig] layout in the configuration")?;

@@ -77,7 +77,7 @@ fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Res
     made
 }
 
-/// Where there is none, nobody else is kept waiting to hear so.
+/// If there is none, other commands need not wait.
 fn has_room(ask: &MakeAsk, nvml: &mut Nvml, ledger: &Ledger, config: &Config) -> Result<(), NotMade> {
     // Others' comings and goings do not count, and neither does a driver that stumbles over them.
     if ledger.has_unneeded() || ledger.mig.under_way.is_some() {

@@ -126,7 +126,7 @@ fn docker_cdi(text: &str) -> bool {
     docker::has_cdi(text).unwrap_or(false)
 }
 
-/// The file to edit: what a link leads to, for the link itself is somebody's wish.
+/// The file to edit: the target of a link, so that the link stays.
 fn path(arguments: &Arguments) -> anyhow::Result<PathBuf> {
     if arguments.config.is_none() {
         refuse_unserved(arguments.engine)?;

@@ -15,7 +15,7 @@ use sublet_core::share::Action;
 /// How many events are kept.
 const KEPT: usize = 64;
 
-/// How many of these may be of one container: it drives out nobody else's.
+/// How many of these may be of one container, so that it cannot displace the records of others.
 const KEPT_OF_ONE: usize = 16;
 
 /// A sign of life older than this, in seconds, is none.

@@ -17,7 +17,7 @@ pub(super) struct Holder {
     /// Its command name.
     pub name: String,
     pub memory_bytes: u64,
-    /// An MPS server, which is nobody's.
+    /// An MPS server, which belongs to no container.
     pub is_server: bool,
     /// Whether it computes through an MPS server.
     pub is_client: bool,

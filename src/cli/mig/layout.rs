@@ -15,7 +15,7 @@ use sublet_core::text::safe;
 /// Larger files are no layouts.
 const LARGEST: u64 = 1 << 20;
 
-/// What a file says, before anybody looked at the GPUs.
+/// The content of a layout file, not yet compared with the GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Where it stands, for messages.

@@ -60,7 +60,7 @@ pub struct Instance {
     pub profile: u32,
     /// Where it lies.
     pub span: Span,
-    /// Who keeps it where it is, though nobody knows in which compute instance.
+    /// Who keeps it where it is, if the compute instance is not known.
     pub held: Option<String>,
     /// What its compute can be cut into.
     pub kinds: Vec<ComputeProfile>,
@@ -132,7 +132,7 @@ pub struct Gpu {
     pub instances: Vec<Instance>,
     /// Who has contexts.
     pub running: Vec<Running>,
-    /// Who uses it in whole, or is on it nobody knows where.
+    /// Who uses it as a whole, or uses an unknown part of it.
     pub held: Vec<String>,
 }
 

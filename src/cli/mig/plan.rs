@@ -105,7 +105,7 @@ pub enum Obstacle {
         /// Its model.
         name: String,
     },
-    /// A change of mode under somebody's feet.
+    /// A change of the mode of a GPU in use.
     #[error("GPU {index}: MIG mode cannot be switched {to} while {} the GPU: end it first", safe(who))]
     InUse {
         /// NVML's index.
@@ -212,7 +212,7 @@ pub fn plan(gpu: &Gpu, target: &Target) -> Result<Plan, Obstacle> {
     Ok(done(switch && gpu.resets, steps))
 }
 
-/// The mode of a GPU that somebody uses stays.
+/// The mode of a GPU in use stays.
 fn unused(gpu: &Gpu, on: bool) -> Result<(), Obstacle> {
     let instance = gpu.instances.iter().find_map(Instance::holder);
     match gpu.held.first().map(String::as_str).or(instance) {

@@ -138,7 +138,7 @@ fn obstacle(
     (!strangers.is_empty()).then(|| format!("it is used without a lease by {}", strangers.join(", ")))
 }
 
-/// Puts back what [`enter`] found; where somebody changed the mode meanwhile theirs stays.
+/// Restores the mode that [`enter`] found, unless another program has changed it meanwhile.
 ///
 /// # Errors
 /// NVML cannot be used; the record then stays, and the next command tries again.

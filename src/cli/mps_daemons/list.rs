@@ -28,9 +28,9 @@ pub struct Listed {
     pub devices: Vec<String>,
     /// Its key, for `sublet mps stop` and `logs`.
     pub key: DaemonKey,
-    /// SM ceiling for new clients.
+    /// Default SM limit of new clients, in percent.
     pub ceiling_percent: f64,
-    /// Memory ceiling for new clients, each and on each device; `None`: none.
+    /// Default memory limit of each new client, on each device; `None`: none.
     pub ceiling_memory_bytes: Option<u64>,
     /// How long it has been without a lease; `None` while it has one.
     pub idle_seconds: Option<u64>,

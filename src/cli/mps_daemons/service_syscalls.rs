@@ -38,7 +38,7 @@ pub(super) fn plain_personality() -> io::Result<()> {
     done(unsafe { libc::personality(0) }.into())
 }
 
-/// A session keyring that is nobody else's: `KEYCTL_JOIN_SESSION_KEYRING` without a name.
+/// A new session keyring: `KEYCTL_JOIN_SESSION_KEYRING` without a name.
 pub(super) fn own_keyring() -> io::Result<()> {
     const KEYCTL_JOIN_SESSION_KEYRING: c_int = 1;
     // SAFETY: without a name the kernel reads no memory of ours.

@@ -56,7 +56,7 @@ impl Pinned {
     /// To be called again before anything is done to a process that was found to be a user's before.
     ///
     /// # Errors
-    /// It is somebody else's, or gone.
+    /// It belongs to another user, or has ended.
     pub(crate) fn of(pid: i32, uid: u32) -> Result<Self, Foreign> {
         // 0 and -1 mean groups of processes elsewhere.
         if pid <= 0 {

@@ -51,7 +51,7 @@ fn is_mps_server(exe: Option<&Path>, comm: &str) -> bool {
 
 /// The cgroup paths in the text of `/proc/PID/cgroup` (cgroups(7)), each once. Which hierarchy is a container's own
 /// differs: on hybrid hosts runtimes may leave it in its engine's in v2, and rootless ones in the user's slice in
-/// v1's. A root is everybody's.
+/// v1's. A root cgroup may contain any process.
 pub(crate) fn cgroups(text: &str) -> Vec<String> {
     let mut found: Vec<String> = Vec::new();
     for path in text.lines().filter_map(|line| line.splitn(3, ':').nth(2)) {

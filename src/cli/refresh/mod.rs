@@ -95,7 +95,7 @@ fn began_after(path: &Path, asked: SystemTime) -> bool {
         .is_ok_and(|began| began > asked && began <= SystemTime::now())
 }
 
-/// Waits for the refresh that runs, if any. 0600: nobody else may hold us up.
+/// Waits for a refresh that already runs. The lock is 0600, so that no other user can block this.
 fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
     let path = state_dir.join("refresh.lock");
     let file = trusted::make(state_dir)

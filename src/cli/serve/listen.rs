@@ -24,7 +24,7 @@ impl Drop for Listener {
     }
 }
 
-/// Takes the socket over (`sd_listen_fds(3)`), or listens at `path`, which everybody may then connect to.
+/// Takes the socket over (`sd_listen_fds(3)`), or listens at `path`, which every user may then connect to.
 ///
 /// # Errors
 /// Another service listens there, or the socket cannot be made.

@@ -26,7 +26,7 @@ pub(super) enum Job {
     Make { token: u64, peer: Peer, line: Vec<u8> },
     /// Release leases of exited containers, restart crashed MPS daemons, look after MIG devices: the service's own work.
     Own(fn(&Cell<PutOff>)),
-    /// Destroy instances that nobody needs.
+    /// Destroy instances that no lease needs.
     Clear,
 }
 

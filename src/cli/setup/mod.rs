@@ -49,7 +49,7 @@ pub enum SetupError {
         /// What it should be.
         expected: &'static str,
     },
-    /// A runtime of our name that somebody else registered.
+    /// Another runtime registered under sublet's name.
     #[error("{what} already exists and differs from what sublet writes: remove it, then try again")]
     Taken {
         /// The key.

@@ -16,7 +16,7 @@ use crate::mps;
 use crate::oci::{self, FileError, JsonFile};
 use crate::text::safe;
 
-/// Why nobody can tell what share a container has that has one.
+/// Why it cannot be found out which share a container has.
 #[derive(Debug, thiserror::Error)]
 pub enum EnterError {
     /// Its runtime's record.
@@ -66,7 +66,7 @@ pub struct Share {
 /// The share of the container that its low-level runtime keeps its record of in `record`; `None`: it has none.
 ///
 /// # Errors
-/// It has one, or may have, and nobody can tell which.
+/// It has one, or may have one, and it cannot be found out which.
 pub fn share_of(
     uid: u32,
     id: &str,

@@ -69,7 +69,7 @@ pub struct Candidate<'a> {
 }
 
 impl Candidate<'_> {
-    /// Whether somebody waits for it still.
+    /// Whether the engine still waits for it.
     ///
     /// # Errors
     /// [`AdmitError::NoEngine`].

@@ -15,7 +15,7 @@ const LARGEST: u64 = 1 << 20;
 /// How many are kept.
 const KEPT: usize = 32;
 
-/// How many of these may be of one user without root: nobody drives out everybody else's.
+/// How many of these may be of one user without root, so that no user can displace the records of others.
 const KEPT_OF_ONE: usize = 8;
 
 /// Longest reason of a user's that is kept, in characters.

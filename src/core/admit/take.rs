@@ -36,7 +36,7 @@ pub(super) struct Taken {
     pub placement: Placement,
     pub image: Image,
     pub inventory: Inventory,
-    /// MPS daemons that serve nobody and have to end before the container starts.
+    /// Idle MPS daemons that have to end before the container starts.
     pub in_the_way: Vec<DaemonKey>,
 }
 
@@ -128,7 +128,7 @@ fn can_be_recorded(candidate: &Candidate<'_>) -> Result<(), AdmitError> {
 enum Look {
     /// It hangs on how much memory NVML last reported free.
     RefreshFirst,
-    /// After a loss of the ledger a daemon that serves nobody may be all that is in the way.
+    /// After a loss of the ledger, only an idle daemon may be in the way.
     EndStrays,
     /// MIG instances came or went since the inventory was written.
     Changed,
@@ -157,7 +157,7 @@ struct Search<'a> {
     local: Local<'a>,
     /// A MIG instance was made for it.
     made: bool,
-    /// Daemons that serve nobody since the ledger was lost have been ended.
+    /// Daemons that have been idle since the loss of the ledger have been ended.
     strays_ended: bool,
 }
 

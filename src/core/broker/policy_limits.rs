@@ -245,7 +245,7 @@ mod tests {
         }
     }
 
-    /// User 1000 holds 25 % and 4 GiB; somebody else holds the rest.
+    /// User 1000 holds 25 % and 4 GiB; another user holds the rest.
     fn ledger() -> Ledger {
         let mut mine = lease(1, "GPU-a");
         mine.container.uid = 1000;

@@ -15,7 +15,7 @@ use crate::share::{Percent, Priority};
 const MOST_SMS: u64 = 192;
 
 /// Names that are ours alone: what the image or the user set under them would contradict the lease.
-/// With no MPS server too, since a stray `CUDA_MPS_*` could lead the container to somebody's daemon.
+/// Also without an MPS server, because a stray `CUDA_MPS_*` could connect the container to another daemon.
 const OURS: [&str; 3] = ["CUDA_MPS_", "SUBLET_MEMORY_", "SUBLET_SM_"];
 
 /// Names that a framework refuses together: where one stands, the other is not set.
@@ -46,7 +46,7 @@ pub(crate) fn own_prefixes() -> Vec<String> {
     OURS.map(str::to_owned).to_vec()
 }
 
-/// Tells Triton where libcuda is, where nobody has.
+/// Tells Triton where libcuda is, unless the image or the user has.
 pub(crate) const TRITON_PATH: &str = "TRITON_LIBCUDA_PATH";
 
 /// What every share sets.

@@ -158,7 +158,7 @@ mod tests {
         let why = |root: &Root, gpu, gi, ci| nodes(root.path(), Some(241), gpu, gi, ci).unwrap_err();
         assert_eq!(
             why(&root(167), 1, 3, 0),
-            "/proc/driver/nvidia-caps/mig-minors has 166 for gpu1/gi3/ci0/access, but \
+            "/proc/driver/nvidia-caps/mig-minors has 166 for gpu1/gi3/ci0/access, \
              /proc/driver/nvidia/capabilities/gpu1/mig/gi3/ci0/access has Some(167)"
         );
         assert_eq!(

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::share::Percent;
 use crate::share::units::MIB;
 
-/// A server's ceiling, or what a lease needs of it. The default admits nobody: nothing is known to be in force.
+/// A server's default limits, or those that a lease needs. The default value allows no lease: nothing is known.
 ///
 /// It binds clients that connect from now on, those without an environment of ours as well (docs/evidence).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,10 +55,10 @@ impl MemoryCeiling {
 }
 
 impl Ceiling {
-    /// What a new server has: nobody is held to less than the device.
+    /// What a new server has: no limit below the whole device.
     pub const NONE: Self = Self { sm: Percent::WHOLE, memory: MemoryCeiling::Unlimited };
 
-    /// Whether nobody who needs `needed` is held to less by it.
+    /// Whether it limits no client that needs `needed` to less.
     #[must_use]
     pub(crate) fn admits(self, needed: Self) -> bool {
         needed.sm <= self.sm && needed.memory <= self.memory

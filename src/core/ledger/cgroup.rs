@@ -11,7 +11,7 @@ use super::runtime_record::read_bounded;
 use crate::process::Process;
 use crate::text::safe;
 
-/// A v1 cgroup with more below it is taken for populated: nobody waits for the rest of the walk.
+/// A v1 cgroup with more below it counts as populated, so that the walk stays short.
 const MOST_CGROUPS: usize = 1000;
 
 /// Whether a process lives in the cgroup `dir` or below. An absent cgroup is empty.

@@ -8,7 +8,7 @@ use crate::inventory::Device;
 use crate::process::Process;
 use crate::text::safe;
 
-/// A GPU instance of ours with one compute instance in it. It goes when nobody needs it any more.
+/// A GPU instance that sublet created, with one compute instance. It is destroyed when no lease needs it any more.
 ///
 /// Instances have no names of ours: place, ids and UUID together tell it from what somebody else has made there
 /// since. A ledger of another boot has none.
@@ -33,7 +33,7 @@ pub struct Made {
     /// Whom it is kept for until they have a lease on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub awaited: Option<Awaited>,
-    /// It is being destroyed, and nobody's any more.
+    /// It is being destroyed, and takes no lease any more.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub going: bool,
     /// Its compute instance is being destroyed by us, or we have seen that it has none: from here on a GPU instance
@@ -88,7 +88,7 @@ impl Ledger {
         self.mig.made.iter().find(|made| made.is(device))
     }
 
-    /// Whether somebody has a lease on `made`, or will have.
+    /// Whether there is a lease on `made`, or will be one.
     #[must_use]
     pub fn needs(&self, made: &Made) -> bool {
         let leased = made.uuid.as_deref().is_some_and(|uuid| self.on_device(uuid).next().is_some());
@@ -126,7 +126,7 @@ impl Ledger {
         }
     }
 
-    /// From now on nobody gets those that nobody needs: they are to be destroyed.
+    /// Marks those that no lease needs for destruction; they take no lease any more.
     pub fn mark_unneeded_for_removal(&mut self) -> Vec<Made> {
         let unneeded: Vec<bool> = self.mig.made.iter().map(|made| !self.needs(made)).collect();
         let of_them = self.mig.made.iter_mut().zip(unneeded).filter(|(_, unneeded)| *unneeded);

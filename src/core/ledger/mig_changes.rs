@@ -66,7 +66,7 @@ impl Ledger {
         self.mig.under_way.as_ref().filter(|change| change.gpus.iter().any(|uuid| uuid == gpu))
     }
 
-    /// From now on these GPUs take no new lease, and nobody else changes any.
+    /// From now on these GPUs take no new lease, and no other process changes any GPU.
     ///
     /// # Errors
     /// [`MigBusy`].

@@ -95,7 +95,7 @@ impl Ledger {
     /// Whether process ids in it mean what they say where `ours` are. An empty ledger names none, and is anybody's.
     ///
     /// # Errors
-    /// They are of other namespaces, or nobody can tell.
+    /// They belong to other namespaces, or this cannot be found out.
     pub(super) fn check_namespaces(&self, ours: Namespaces) -> Result<(), LedgerError> {
         if !self.names_processes() {
             return Ok(());

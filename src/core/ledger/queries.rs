@@ -25,7 +25,7 @@ pub struct Doubled {
 }
 
 impl Ledger {
-    /// A ledger of this boot in which nobody holds anything.
+    /// An empty ledger of this boot.
     #[must_use]
     pub fn empty(boot_id: &str) -> Self {
         Self {
@@ -95,7 +95,7 @@ impl Ledger {
         others.map(|daemon| &daemon.key).filter(|key| self.on_daemon(key).next().is_none())
     }
 
-    /// Whether `server` runs on a device that was closed after a loss, or on nobody knows which.
+    /// Whether `server` runs on a device that was closed after a loss, or on an unknown device.
     #[must_use]
     pub fn is_unexplained(&self, daemon: &MpsDaemon) -> bool {
         self.unexplained.iter().any(|device| daemon.devices.is_empty() || daemon.serves(device))

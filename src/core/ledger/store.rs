@@ -376,7 +376,7 @@ impl Store {
         Ok(ledger)
     }
 
-    /// The evidence is a courtesy: failing to keep it stops nobody.
+    /// The old file is kept only for people to look at: failing to keep it is no error.
     fn keep_one_corrupt(&self) {
         let old = fs::read_dir(&self.state_dir).into_iter().flatten().flatten();
         for entry in

@@ -25,7 +25,7 @@ const LONGEST_PID: u64 = 64;
 /// A healthy one costs a `connect()` and no process, as long as it was asked lately.
 ///
 /// # Errors
-/// It does not answer and does not come back in three seconds, or nobody can tell.
+/// It does not answer and does not come back within three seconds, or this cannot be found out.
 pub fn enter(public: &Path, config: &Config) -> Result<(), MpsError> {
     let began = Instant::now();
     let daemon = Daemon::behind(public, config)?;
@@ -50,7 +50,7 @@ pub fn enter(public: &Path, config: &Config) -> Result<(), MpsError> {
 /// Whether the daemon behind `public` answers now; for who may not bring it back.
 ///
 /// # Errors
-/// It is there and does not answer, or nobody can tell.
+/// It runs and does not answer, or this cannot be found out.
 pub fn answers(public: &Path, config: &Config) -> Result<bool, MpsError> {
     Daemon::behind(public, config)?.answers()
 }

@@ -13,7 +13,7 @@ use crate::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
 use crate::process::Process;
 use crate::process::uptime_seconds;
 
-/// Between two tries to end a daemon that somebody else is just ending.
+/// Between two tries to end a daemon that another process is ending.
 const AGAIN: Duration = Duration::from_millis(50);
 
 /// Whether the daemon of `server`, which serves no lease, waits for the next one.
@@ -45,7 +45,7 @@ fn remaining(since: Option<u64>, idle: Duration, now: u64) -> Duration {
     waited.map_or(Duration::ZERO, |waited| idle.saturating_sub(waited))
 }
 
-/// Whether nobody who needs the daemon of `device` can come.
+/// Whether no later lease can need the daemon of `device`.
 fn is_closed(device: &str, ledger: &Ledger) -> bool {
     let listed = |list: &[String]| list.iter().any(|uuid| uuid == device);
     listed(&ledger.drained) || listed(&ledger.unexplained) || ledger.on_device(device).next().is_some()

@@ -38,7 +38,7 @@ impl DaemonLock {
         }
     }
 
-    /// The lock of `key`, or `None` while somebody else has it.
+    /// The lock of `key`, or `None` while another process holds it.
     ///
     /// # Errors
     /// The lock cannot be made or asked.

@@ -55,7 +55,7 @@ fn serves(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsErro
     Ok(true)
 }
 
-/// A start or a stop by somebody else may have to end first.
+/// A start or a stop by another process may have to end first.
 #[must_use]
 pub fn lock_limit(config: &Config) -> Duration {
     config.mps.start_timeout + STOP_LIMIT
@@ -68,7 +68,7 @@ fn has_mode_to_enter(daemon: &MpsDaemon, config: &Config) -> bool {
     daemon.mode_left && !never && !daemon.key.0.starts_with("MIG-")
 }
 
-/// The cheap look: recorded as running, the same process still, and somebody listens where clients will.
+/// The cheap check: the record says that it runs, it is still the same process, and it listens on the clients' socket.
 fn could_serve(daemon: &MpsDaemon, config: &Config) -> bool {
     matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
         && !has_mode_to_enter(daemon, config)

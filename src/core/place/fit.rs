@@ -88,7 +88,7 @@ struct Want<'a> {
 }
 
 impl Want<'_> {
-    /// Memory of shared servers that serve nobody and end for this use of their device ([`Ledger::in_the_way`]).
+    /// Memory of idle shared servers that end for this use of their device ([`Ledger::in_the_way`]).
     fn making_way(&self, ledger: &Ledger) -> u64 {
         let shared = ledger.daemons.iter().filter(|daemon| {
             let uuid = &self.device.uuid;
@@ -150,14 +150,14 @@ fn want<'a>(
     Want { request, device, mode, isolation, used_as, daemon, memory, books, several }
 }
 
-/// What a compute instance, alone in the container, is booked of the memory that it has together with others;
-/// nobody holds it to that.
+/// The part that a compute instance, alone in the container, is booked of the memory that it shares with others.
+/// Nothing enforces that part.
 fn shared_part(device: &Device, config: &Config) -> Option<u64> {
     let shares = device.part.as_ref().is_some_and(|part| !part.siblings.is_empty());
     shares.then(|| device.part_of(bookable(device, config)) / MIB * MIB)
 }
 
-/// What people decided.
+/// What an administrator has decided.
 fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     let (uuid, gpu) = (&want.device.uuid, want.device.gpu());
     if let Some(change) = world.ledger.mig_change(gpu) {
@@ -396,7 +396,7 @@ fn branch(driver: &Driver) -> u32 {
     driver.version.split('.').next().and_then(|branch| branch.parse().ok()).unwrap_or(0)
 }
 
-/// One use at a time; and nobody beside an exclusive lease, leased or not.
+/// One use at a time; and no other process beside an exclusive lease, with or without a lease.
 fn present_use(want: &Want<'_>, account: &Account, world: World<'_>) -> Result<(), Misfit> {
     match account.used_as {
         Some(Mode::Exclusive | Mode::Mig) => return Err(Misfit::now("is taken whole")),

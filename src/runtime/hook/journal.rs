@@ -8,7 +8,7 @@ use sublet_core::log::{Level, one_line};
 /// Where every system log listens, systemd's journal too (syslog(3)).
 const SOCKET: &str = "/dev/log";
 
-/// Writes one line, if anybody listens; a full queue is not waited for.
+/// Writes one line, if a logger listens; does not wait for a full queue.
 pub(super) fn write(level: Level, message: &str) {
     if let Err(error) = send(Path::new(SOCKET), level, message) {
         tracing::debug!("{SOCKET}: {error}");

@@ -188,7 +188,7 @@ fn rights(args: &[String]) -> Rights {
     }
 }
 
-/// Whether somebody waits for what the stage does.
+/// Whether the engine still waits for the stage's result.
 fn starts(args: &[String]) -> bool {
     args.first().is_some_and(|stage| stage != "poststop")
 }
