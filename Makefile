@@ -157,7 +157,7 @@ real-test:
 install: build $(GENERATED)/man/sublet.1
 	@packaging/install "$(DESTDIR)" "$(PREFIX)" "$(LIBEXECDIR)" "$(UNITDIR)" "$(BIN)" "$(GENERATED)"
 
-# Packages, and archives for distributions: docs/packaging.md.
+# Packages by debhelper and rpmbuild, and archives for distributions: docs/packaging.md.
 deb rpm: build $(GENERATED)/man/sublet.1
 	@packaging/$@ "$(TARGET)" "$(BIN)" "$(GENERATED)"
 
