@@ -17,6 +17,8 @@ pub mod log;
 
 pub mod process;
 
+pub mod host;
+
 pub mod fs;
 
 pub mod share;

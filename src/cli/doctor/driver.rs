@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
 use super::{Host, Outcome, fail, pass, shown, warn};
-use sublet_core::inventory::{self, ComputeMode, Majors, Node, check_node};
+use sublet_core::inventory::{self, ComputeMode, Majors, Node, check_node, device_majors};
 
 /// The oldest driver branch that sublet serves.
 const OLDEST_BRANCH: u32 = 535;
@@ -49,7 +49,7 @@ pub(super) fn modules(host: &Host<'_>) -> Outcome {
 }
 
 fn majors(host: &Host<'_>) -> Majors {
-    Majors::parse(&fs::read_to_string(host.driver("/proc/devices")).unwrap_or_default())
+    Majors::parse(&device_majors::proc_devices(&host.config.driver.root).unwrap_or_default())
 }
 
 /// Every node that containers get of whole GPUs.

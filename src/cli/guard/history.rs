@@ -8,7 +8,7 @@ use super::judge::Offence;
 use sublet_core::config::Config;
 use sublet_core::fs::atomic::replace;
 use sublet_core::fs::trusted;
-use sublet_core::inventory::boot_id;
+use sublet_core::host::boot_id;
 use sublet_core::process::{epoch_seconds, uptime_seconds};
 use sublet_core::share::Action;
 
@@ -83,7 +83,9 @@ pub fn sight(config: &Config) -> Sight {
     let now = uptime_seconds();
     let recent = book.looked_at <= now && now - book.looked_at <= LIMIT;
     match () {
-        () if book.boot_id.is_empty() || book.boot_id != boot_id() || !recent => Sight::None,
+        () if book.boot_id.is_empty() || book.boot_id != boot_id::read().unwrap_or_default() || !recent => {
+            Sight::None
+        }
         () if book.blind.is_empty() => Sight::All,
         () => Sight::Blind(book.blind),
     }
@@ -97,7 +99,7 @@ pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std
         thin_out(&mut book.events);
     }
     book.looked_at = uptime_seconds();
-    book.boot_id = boot_id();
+    boot_id::read().unwrap_or_default().clone_into(&mut book.boot_id);
     book.blind = blind;
     replace(&path(config), &serde_json::to_vec(&book)?, 0o644)
 }

@@ -1,7 +1,6 @@
 //! Builds the inventory from NVML, /proc, /dev and the library directories. Only the program `sublet` does this.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -16,8 +15,8 @@ use super::fingerprint::{self, Seen};
 use super::kernel_module::KernelModule;
 use super::programs::{self, MissingPrograms, MpsPrograms};
 use super::{
-    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, files, kernel_module, mig_capabilities,
-    nvml, under,
+    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, device_majors, files, kernel_module,
+    mig_capabilities, nvml, under,
 };
 use sublet_core::config::{Config, Inject};
 use sublet_core::text::safe;
@@ -290,8 +289,8 @@ struct KnownMajors {
 
 fn majors(root: &Path) -> Result<KnownMajors, ProbeError> {
     let path = under(root, "/proc/devices");
-    let text =
-        fs::read_to_string(&path).map_err(|source| ProbeError::Unreadable { path: path.clone(), source })?;
+    let text = device_majors::proc_devices(root)
+        .map_err(|source| ProbeError::Unreadable { path: path.clone(), source })?;
     let all = Majors::parse(&text);
     let missing = |module, remedy| ProbeError::NoMajor { module, path: path.clone(), remedy };
     Ok(KnownMajors {

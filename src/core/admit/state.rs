@@ -10,9 +10,9 @@ use serde_json::Value;
 
 use super::{Admission, AdmitError, Candidate};
 use crate::config::Config;
+use crate::host::user_namespace;
 use crate::inventory::Inventory;
 use crate::ledger::{Binding, Lease, LeaseId, Ledger};
-use crate::oci;
 use crate::process::Process;
 
 /// Whether the state is not ours to change: root of the first user namespace may, and whoever the state
@@ -21,7 +21,7 @@ use crate::process::Process;
 #[must_use]
 pub fn is_remote(config: &Config) -> bool {
     let us = geteuid();
-    if us.is_root() && !oci::in_user_namespace() {
+    if us.is_root() && !user_namespace::is_nested() {
         return false;
     }
     // One that is not there yet would have to be made by whoever owns what it is made in.

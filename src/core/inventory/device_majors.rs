@@ -1,6 +1,7 @@
 //! Majors from /proc/devices, and the DRI nodes that belong to a GPU.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, Read as _};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
@@ -8,6 +9,19 @@ use nix::sys::stat::{major, minor};
 
 use super::{Majors, Node};
 use crate::fs::below::under;
+
+/// Far more than `/proc/devices` has, in bytes.
+const LONGEST: u64 = 1 << 16;
+
+/// What `/proc/devices` below the driver root says; longer ones than any kernel has are cut.
+///
+/// # Errors
+/// It cannot be read.
+pub fn proc_devices(root: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    File::open(under(root, "/proc/devices"))?.take(LONGEST).read_to_string(&mut text)?;
+    Ok(text)
+}
 
 impl Majors {
     /// From the text of /proc/devices. The `nvidia-frontend` of drivers up to 535 became `nvidia`.

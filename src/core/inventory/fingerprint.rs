@@ -6,6 +6,7 @@ use std::path::Path;
 
 use super::{Fingerprint, InventoryError, kernel_module};
 use crate::fs::below::under;
+use crate::host::boot_id;
 
 /// The fingerprint as it is now, and what it leaves out.
 #[derive(Debug)]
@@ -21,7 +22,9 @@ pub struct Seen {
 /// # Errors
 /// No driver is loaded, or one of its directories cannot be read.
 pub fn read(root: &Path) -> Result<Seen, InventoryError> {
-    let boot_id = read_text(Path::new("/proc/sys/kernel/random/boot_id"))?;
+    let boot_id = boot_id::read()
+        .map(str::to_owned)
+        .map_err(|source| InventoryError::Unreadable { path: boot_id::FILE.into(), source })?;
     let version_file = under(root, kernel_module::VERSION_FILE);
     let module = kernel_module::loaded(root)
         .map_err(|source| InventoryError::Unreadable { path: version_file.clone(), source })?
@@ -85,12 +88,6 @@ fn names(dir: &Path) -> Result<Vec<String>, InventoryError> {
         .map_err(unreadable)?;
     names.sort_unstable();
     Ok(names)
-}
-
-fn read_text(path: &Path) -> Result<String, InventoryError> {
-    fs::read_to_string(path)
-        .map(|text| text.trim().to_owned())
-        .map_err(|source| InventoryError::Unreadable { path: path.to_owned(), source })
 }
 
 #[cfg(test)]

@@ -4,10 +4,11 @@
 //! the service checks that, other programs need not ask NVML before each container.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use crate::config::Config;
 use crate::fs::trusted;
+use crate::host::boot_id;
 use crate::process::uptime_seconds;
 
 /// A word older than this, in seconds, is none: the service gives it every two.
@@ -20,7 +21,7 @@ const LONGEST: u64 = 100;
 #[must_use]
 pub(crate) fn is_watched(config: &Config) -> bool {
     let word = trusted::read_if_trusted(&path(config), LONGEST).unwrap_or_default();
-    is_recent(&String::from_utf8_lossy(&word), &boot_id(), uptime_seconds())
+    is_recent(&String::from_utf8_lossy(&word), boot_id::read().unwrap_or_default(), uptime_seconds())
 }
 
 /// Gives the word: they were equal at `since`, in seconds since boot.
@@ -28,7 +29,11 @@ pub(crate) fn is_watched(config: &Config) -> bool {
 /// # Errors
 /// The state directory cannot be written.
 pub fn watch(config: &Config, since: u64) -> std::io::Result<()> {
-    crate::fs::atomic::replace(&path(config), format!("{} {since}\n", boot_id()).as_bytes(), 0o644)
+    crate::fs::atomic::replace(
+        &path(config),
+        format!("{} {since}\n", boot_id::read().unwrap_or_default()).as_bytes(),
+        0o644,
+    )
 }
 
 /// Takes it back.
@@ -38,13 +43,6 @@ pub fn unwatch(config: &Config) {
 
 fn path(config: &Config) -> PathBuf {
     config.state_dir.join("mig-watched")
-}
-
-/// The id of this boot; empty where /proc does not say.
-#[must_use]
-pub fn boot_id() -> String {
-    let text = fs::read_to_string(Path::new("/proc/sys/kernel/random/boot_id")).unwrap_or_default();
-    text.trim().to_owned()
 }
 
 fn is_recent(text: &str, boot_id: &str, now: u64) -> bool {

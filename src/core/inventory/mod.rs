@@ -26,7 +26,7 @@ pub(crate) use device_nodes::ensure_node;
 pub use device_nodes::{NodeError, check_node};
 pub use fingerprint::can_do_mig;
 pub(crate) use mig_confirmation::is_watched;
-pub use mig_confirmation::{boot_id, unwatch, watch};
+pub use mig_confirmation::{unwatch, watch};
 pub use mig_device::Part;
 pub use programs::{MissingPrograms, MpsPrograms};
 

@@ -8,6 +8,7 @@ use serde::Deserialize;
 
 use super::Container;
 use super::runtime_record::read_bounded;
+use crate::host::cgroup_layout::{MOUNT, is_unified};
 use crate::process::Process;
 use crate::text::safe;
 
@@ -63,9 +64,6 @@ fn is_removed(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(nix::libc::ENODEV)
 }
 
-/// Where every Linux system mounts cgroups (systemd, file-hierarchy(7)): v2, or directories of v1's hierarchies.
-const MOUNT: &str = "/sys/fs/cgroup";
-
 /// What says that processes live in `container`'s cgroup: the one that its config.json asks for, or, where it asks for
 /// none, one that has the container's id in its name; for that every process is looked at.
 ///
@@ -87,7 +85,7 @@ pub(super) fn sign_of_life(container: &Container) -> io::Result<Option<String>> 
 /// The directories that the cgroup `below` may have under `mount`.
 fn everywhere(mount: &Path, below: &Path) -> io::Result<Vec<PathBuf>> {
     let mut all = vec![mount.join(below)];
-    if !mount.join("cgroup.controllers").exists() {
+    if !is_unified(mount) {
         for hierarchy in fs::read_dir(mount)? {
             all.push(hierarchy?.path().join(below));
         }

@@ -10,13 +10,11 @@ use nix::libc::{ENAMETOOLONG, O_NOFOLLOW, O_NONBLOCK};
 use serde::Deserialize;
 
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
+use crate::host::cgroup_layout::{MOUNT, is_unified};
 use crate::process::Process;
 
 /// Larger records are no records: runc's hold the whole specification, at most some MiB.
 pub(super) const LARGEST: u64 = 16 << 20;
-
-/// Where every Linux system mounts cgroups (systemd, file-hierarchy(7)).
-const MOUNT: &str = "/sys/fs/cgroup";
 
 /// What a low-level runtime knows of one container.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -117,7 +115,7 @@ impl Init {
 /// The cgroup directory that `table`, a /proc/PID/cgroup (cgroups(7)), names and `outside` does not, in the
 /// hierarchies that [`runc_cgroup`] prefers.
 fn cgroup_of(mount: &Path, table: &str, outside: &str) -> Option<PathBuf> {
-    let unified = if mount.join("cgroup.controllers").exists() { "" } else { "unified" };
+    let unified = if is_unified(mount) { "" } else { "unified" };
     let hierarchies = [("devices", "devices"), ("pids", "pids"), ("name=systemd", "systemd"), ("", unified)];
     let own = |&(key, dir): &(&str, &str)| {
         let path = cgroup_line(table, key).filter(|path| cgroup_line(outside, key) != Some(path))?;
@@ -177,11 +175,8 @@ fn crun_cgroup(mount: &Path, path: &str) -> Option<PathBuf> {
     if below.is_empty() {
         return None;
     }
-    let hierarchies: &[&str] = if mount.join("cgroup.controllers").exists() {
-        &[""]
-    } else {
-        &["devices", "pids", "systemd", "unified"]
-    };
+    let hierarchies: &[&str] =
+        if is_unified(mount) { &[""] } else { &["devices", "pids", "systemd", "unified"] };
     let mut directories = hierarchies.iter().map(|name| mount.join(name).join(below));
     let first = directories.next()?;
     let existing = if first.exists() { None } else { directories.find(|dir| dir.exists()) };

@@ -4,7 +4,6 @@ use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use nix::errno::Errno;
@@ -18,6 +17,7 @@ use super::rebuild::{inventory, rebuild, remember_roots, trace, unexplained};
 use super::runtime_record::{LARGEST, read_up_to};
 use super::{Lease, LeaseId, Ledger, SCHEMA};
 use crate::fs::trusted;
+use crate::host::boot_id;
 use crate::process::uptime_seconds;
 use crate::text::safe;
 use serde_json::Value;
@@ -263,13 +263,8 @@ impl Store {
 
     /// This boot's, which a process does not outlive.
     fn boot_id() -> Result<String, LedgerError> {
-        static ID: OnceLock<String> = OnceLock::new();
-        if let Some(id) = ID.get() {
-            return Ok(id.clone());
-        }
-        let path = Path::new("/proc/sys/kernel/random/boot_id");
-        let id = fs::read_to_string(path).map_err(|error| failed("read", path, error))?;
-        Ok(ID.get_or_init(|| id.trim().to_owned()).clone())
+        let id = boot_id::read().map_err(|error| failed("read", Path::new(boot_id::FILE), error))?;
+        Ok(id.to_owned())
     }
 
     /// The lock, released when it is dropped. The descriptor is closed on exec.

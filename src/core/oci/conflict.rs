@@ -1,8 +1,6 @@
 //! Finds what in a container's spec contradicts a share.
 
 use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::Read as _;
 use std::path::{Component, Path, PathBuf};
 
 use serde_json::Value;
@@ -10,7 +8,7 @@ use serde_json::Value;
 use super::environment::environment_value;
 use crate::config::Config;
 use crate::fs::below::under;
-use crate::inventory::Node;
+use crate::inventory::{Node, device_majors};
 use crate::text::safe;
 
 /// Major of /dev/nvidiactl and the GPUs' nodes, fixed by the kernel (Documentation/admin-guide/devices.txt).
@@ -97,11 +95,8 @@ impl Host<'_> {
 
 /// Majors in /proc/devices whose driver is one of NVIDIA's; 195 always.
 fn nvidia_majors(root: &Path) -> BTreeSet<i64> {
-    let mut text = String::new();
-    if let Ok(file) = File::open(under(root, "/proc/devices")) {
-        // What cannot be read leaves 195: placement has refused a host without a driver before this.
-        let _ = file.take(1 << 16).read_to_string(&mut text);
-    }
+    // What cannot be read leaves 195: placement has refused a host without a driver before this.
+    let text = device_majors::proc_devices(root).unwrap_or_default();
     let characters = text.split("Block devices:").next().unwrap_or_default();
     let major = |line: &str| {
         let (major, name) = line.trim().split_once(' ')?;

@@ -33,7 +33,6 @@ pub use mount_points::clear;
 pub(crate) use mount_points::{cleanup_mount_points, clear_volume};
 #[cfg(fuzzing)]
 pub use spec::edit_within;
-pub(crate) use spec::in_user_namespace;
 pub use spec::{SpecError, annotations, edit, edit_environment};
 pub use undo_edits::undo;
 

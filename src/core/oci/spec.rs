@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 use super::conflict;
 use super::edits::Edits;
 use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
+use crate::host::user_namespace;
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
 
 /// The annotation that runc and crun know criu's configuration by.
@@ -79,7 +80,7 @@ pub fn annotations(spec: &Value) -> Result<BTreeMap<String, String>, SpecError> 
 /// # Errors
 /// A field we edit has another type than the specification's; `spec` may then be half edited: drop it.
 pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
-    edit_within(spec, grant, in_user_namespace())
+    edit_within(spec, grant, user_namespace::is_nested())
 }
 
 /// [`edit`]; `nested` says that we run in a user namespace ourselves, as under rootless engines.
@@ -189,14 +190,6 @@ fn has_user_namespace(root: &Map<String, Value>) -> bool {
     let namespaces = root.get("linux").and_then(|linux| linux.get("namespaces")).and_then(Value::as_array);
     let is_user = |entry: &Value| entry.get("type").and_then(Value::as_str) == Some("user");
     namespaces.is_some_and(|entries| entries.iter().any(is_user))
-}
-
-/// Whether this process runs in a user namespace other than the first: only that one maps every id to
-/// itself (`user_namespaces(7)`).
-#[must_use]
-pub(crate) fn in_user_namespace() -> bool {
-    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
-    !map.is_empty() && map.split_whitespace().ne(["0", "0", "4294967295"])
 }
 
 fn device_value(granted: &GrantedNode) -> Result<Value, SpecError> {

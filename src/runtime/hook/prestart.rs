@@ -9,6 +9,7 @@ use super::HookError;
 use super::state::{State, Status};
 use sublet_core::admit::{self, Late};
 use sublet_core::config_files;
+use sublet_core::host::user_namespace;
 use sublet_core::ledger::Container;
 use sublet_core::log::{Level, Log};
 use sublet_core::oci::JsonFile;
@@ -113,8 +114,7 @@ fn add_annotations(spec: &mut Value, state: &State) {
 /// Without root's rights over the host there is no device cgroup and no way into other namespaces; a
 /// user namespace other than the first maps ids (`user_namespaces(7)`).
 fn is_rootless() -> bool {
-    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
-    !nix::unistd::geteuid().is_root() || map.split_whitespace().ne(["0", "0", "4294967295"])
+    !nix::unistd::geteuid().is_root() || user_namespace::is_nested()
 }
 
 fn container(state: &State, bundle: &Path, spec: &Value) -> Result<Container, String> {

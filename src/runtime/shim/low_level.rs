@@ -6,6 +6,8 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
+use sublet_core::host::user_namespace;
+
 use super::flags::Dialect;
 
 /// Where names are looked up when there is no PATH.
@@ -121,12 +123,11 @@ impl Host {
     }
 
     fn with(variable: impl Fn(&str) -> Option<OsString>) -> Self {
-        let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
         Self {
             xdg_runtime_dir: variable("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()),
             user: variable("USER"),
             root: nix::unistd::geteuid().is_root(),
-            user_namespace: is_user_namespace(&map),
+            user_namespace: user_namespace::is_nested(),
         }
     }
 
@@ -141,11 +142,6 @@ impl Host {
         let base = self.xdg_runtime_dir.as_ref().filter(|_| honoured);
         base.map_or_else(|| PathBuf::from("/run"), PathBuf::from).join(name)
     }
-}
-
-/// The initial namespace maps every id to itself (`user_namespaces(7)`).
-fn is_user_namespace(map: &str) -> bool {
-    !map.split_ascii_whitespace().eq(["0", "0", "4294967295"])
 }
 
 /// The directory in which `dialect` keeps the state of container `id`: ROOT/ID, absolute.
@@ -311,11 +307,5 @@ mod tests {
         for id in ["", ".", "..", "a/b", "../a", "a\0b"] {
             assert_eq!(record(Dialect::Runc, None, id, &Host::default()), None, "{id:?}");
         }
-    }
-
-    #[test]
-    fn only_the_initial_namespace_maps_every_id_to_itself() {
-        assert!(!is_user_namespace("         0          0 4294967295\n"));
-        assert!(is_user_namespace("         0       1000          1\n"));
     }
 }

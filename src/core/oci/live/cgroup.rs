@@ -7,13 +7,11 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::fd::AsFd as _;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Component, Path};
 
 use super::{NamespaceError, bpf, failed, filter, shown, systemd};
+use crate::host::cgroup_layout::{MOUNT, unified};
 use crate::inventory::Node;
-
-/// Where every Linux system mounts cgroups (systemd, file-hierarchy(7)).
-const MOUNT: &str = "/sys/fs/cgroup";
 
 /// Lets processes in the cgroup of `pid` read and write `nodes`.
 pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceError> {
@@ -25,7 +23,7 @@ pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceErr
         allow_v1(&hierarchy, below, nodes)?;
     }
     match paths.unified {
-        Some(below) => allow_v2(&unified_mount(), below, nodes),
+        Some(below) => allow_v2(&unified(Path::new(MOUNT)), below, nodes),
         None => Ok(()),
     }
 }
@@ -56,12 +54,6 @@ impl<'a> Paths<'a> {
         }
         paths
     }
-}
-
-/// v2 alone, or v2 beside v1 as systemd's hybrid layout has it.
-fn unified_mount() -> PathBuf {
-    let mount = Path::new(MOUNT);
-    if mount.join("cgroup.controllers").exists() { mount.to_owned() } else { mount.join("unified") }
 }
 
 fn allow_v1(hierarchy: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {

@@ -1,0 +1,34 @@
+//! Whether this process is root over the host, or in a user namespace of somebody's own.
+
+use std::io;
+
+/// Whether this process runs in a user namespace other than the first, which alone maps every id to itself
+/// (`user_namespaces(7)`). Where that cannot be told, it does: it then takes nothing of the host's for its own.
+#[must_use]
+pub fn is_nested() -> bool {
+    is_nested_by(std::fs::read_to_string("/proc/self/uid_map"))
+}
+
+fn is_nested_by(map: io::Result<String>) -> bool {
+    match map {
+        Ok(map) => !map.split_ascii_whitespace().eq(["0", "0", "4294967295"]),
+        // A kernel without user namespaces has no such file (fs/proc/base.c, CONFIG_USER_NS).
+        Err(error) => error.kind() != io::ErrorKind::NotFound,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_read_is_no_host() {
+        let map = |text: &str| Ok(text.to_owned());
+        assert!(!is_nested_by(map("         0          0 4294967295\n")));
+        assert!(!is_nested_by(Err(io::ErrorKind::NotFound.into())), "a kernel without user namespaces");
+        for nested in ["0 1000 1\n1 100000 65536\n", "0 0 1\n", ""] {
+            assert!(is_nested_by(map(nested)), "{nested}");
+        }
+        assert!(is_nested_by(Err(io::ErrorKind::PermissionDenied.into())));
+    }
+}
