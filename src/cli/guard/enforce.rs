@@ -9,7 +9,6 @@ use nix::libc;
 
 use super::history::{Event, now};
 use super::judge::{Offence, Verdict};
-use super::observe::lease_of;
 use crate::peer::owns;
 use sublet_core::config::Config;
 use sublet_core::ledger::{Lease, Ledger, Store};
@@ -38,7 +37,7 @@ impl<'a> Acting<'a> {
         let process = verdict.holder.process;
         let held = hold(process);
         let told = probe::describe(process.pid, 0)?;
-        let lease = lease_of(process, &told, &self.ledger).cloned();
+        let lease = self.ledger.certain_lease_of(process, &told).cloned();
         // What was read by its number was its own only if it is the same process still.
         if lease.as_ref().map(|lease| &lease.id) != verdict.holder.lease.as_ref() || !process.is_alive() {
             return None;

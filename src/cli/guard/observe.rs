@@ -50,7 +50,8 @@ impl Looker {
     ) -> (Vec<Look>, BTreeSet<String>) {
         if !self.ledger.as_ref().is_some_and(|before| Rc::ptr_eq(before, ledger)) {
             for known in self.known.values_mut() {
-                known.lease = lease_of(known.process, &known.told, ledger).map(|lease| lease.id.clone());
+                known.lease =
+                    ledger.certain_lease_of(known.process, &known.told).map(|lease| lease.id.clone());
             }
             self.ledger = Some(Rc::clone(ledger));
         }
@@ -149,7 +150,7 @@ impl Known {
         let pidfd = if hold { pidfd_open(pid).ok() } else { None };
         let process = Process::find(pid)?;
         let told = probe::describe(pid, 0)?;
-        let lease = lease_of(process, &told, ledger).map(|lease| lease.id.clone());
+        let lease = ledger.certain_lease_of(process, &told).map(|lease| lease.id.clone());
         Some(Self { process, told, lease, pidfd })
     }
 }
@@ -168,25 +169,6 @@ fn gone(holders: &[Holder], device: &str, ledger: &Ledger) -> BTreeSet<LeaseId> 
         lease.init.as_ref().is_some_and(ended)
     };
     ledger.leases.iter().filter(computes).filter(has_ended).map(|lease| lease.id.clone()).collect()
-}
-
-/// The lease of a process, where that is certain: by its container's cgroup or first process. The PID namespace
-/// tells only of containers that have no cgroup of their own and live: others may have joined it, and the number
-/// of one that has ended is given to the next.
-pub(super) fn lease_of<'l>(process: Process, told: &GpuProcess, ledger: &'l Ledger) -> Option<&'l Lease> {
-    let is_init = |lease: &&Lease| lease.init.as_ref().is_some_and(|init| init.process == process);
-    let in_cgroup = |lease: &&Lease| lease.has_in_cgroup(told);
-    if let Some(lease) = ledger.leases.iter().find(is_init).or_else(|| ledger.leases.iter().find(in_cgroup)) {
-        return Some(lease);
-    }
-    let in_namespace = |lease: &&Lease| {
-        lease.init.as_ref().is_some_and(|init| {
-            told.pid_namespace != 0 && init.pid_namespace == told.pid_namespace && init.process.is_alive()
-        })
-    };
-    let mut found = ledger.leases.iter().filter(in_namespace);
-    let lease = found.next().filter(|lease| lease.init.as_ref().is_some_and(|init| init.cgroup.is_none()))?;
-    found.next().is_none().then_some(lease)
 }
 
 #[cfg(test)]
@@ -222,7 +204,7 @@ mod tests {
         let dead = Process { start_time: alive.start_time + 1, ..alive };
         let other = Process { pid: 4_000_000, start_time: 9 };
         let id = |of: Process, told: &GpuProcess, leases: &[Lease]| {
-            lease_of(of, told, &ledger(leases.to_vec())).map(|lease| lease.id.to_string())
+            ledger(leases.to_vec()).certain_lease_of(of, told).map(|lease| lease.id.to_string())
         };
         let with_cgroup = held(1, alive, 77, Some("/sys/fs/cgroup/c1"));
         let ours = Some(with_cgroup.id.to_string());
@@ -356,7 +338,7 @@ mod tests {
             // In the container's PID namespace both: it may be shared.
             let of = |text: &str| {
                 let told = GpuProcess { cgroups: probe::cgroups(text), ..told(5, 77, "") };
-                lease_of(other, &told, &ledger).is_some()
+                ledger.certain_lease_of(other, &told).is_some()
             };
             assert_eq!((of(inside), of(outside), of("")), (true, false, false), "{layout}");
         }

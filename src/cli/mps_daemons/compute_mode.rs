@@ -3,7 +3,6 @@
 
 use crate::probe;
 use std::fs;
-use std::os::unix::fs::MetadataExt as _;
 
 use nvml_wrapper::enum_wrappers::device::ComputeMode as NvmlMode;
 use nvml_wrapper::error::NvmlError;
@@ -182,7 +181,7 @@ pub(super) fn beside_mps(key: &DaemonKey, device: &str, ledger: &Ledger, config:
         let running = probe::compute_processes(&device).map_err(told)?;
         let alone = running.iter().filter(|process| !clients.iter().any(|client| client.pid == process.pid));
         let found = alone.filter_map(|process| {
-            let lease = ledger.on_daemon(key).find(|lease| belongs(process.pid, lease))?;
+            let lease = owner(process.pid, ledger).filter(|lease| lease.daemon.as_ref() == Some(key))?;
             Some(format!(
                 "process {} of container {} runs on {} outside MPS, without limits, because the MPS daemon \
                  was gone when it started: end it",
@@ -221,7 +220,7 @@ fn strangers(device: &NvmlDevice<'_>, key: &DaemonKey, ledger: &Ledger) -> Resul
     let alive = ceiling_and_state::daemon(ledger, key).filter(|daemon| ceiling_and_state::is_alive(daemon));
     let pid_of_daemon = alive.and_then(|daemon| daemon.process).map(|daemon| daemon.pid);
     let is_server = |pid: u32| pid_of_daemon.is_some() && parent(pid) == pid_of_daemon;
-    let stranger = |pid: &u32| !is_server(*pid) && !ledger.leases.iter().any(|lease| belongs(*pid, lease));
+    let stranger = |pid: &u32| !is_server(*pid) && owner(*pid, ledger).is_none();
     let mut names: Vec<String> =
         running.iter().map(|process| process.pid).filter(stranger).map(described).collect();
     if names.len() > 4 {
@@ -241,24 +240,9 @@ fn described(pid: u32) -> String {
     format!("{} (pid {pid})", safe(name.trim_end()))
 }
 
-/// By PID namespace, which containers that use the host's share with everybody; or by cgroup.
-fn belongs(pid: u32, lease: &Lease) -> bool {
-    let Some(init) = &lease.init else { return false };
-    let namespace = |pid: &str| fs::metadata(format!("/proc/{pid}/ns/pid")).ok().map(|found| found.ino());
-    let theirs = namespace(&pid.to_string());
-    if theirs == Some(init.pid_namespace) && theirs != namespace("self") {
-        return true;
-    }
-    let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-    init.cgroup.as_ref().and_then(|dir| dir.to_str()).is_some_and(|dir| in_cgroup(&cgroups, dir))
-}
-
-/// Whether `/proc/PID/cgroup` names `dir`, a directory in some hierarchy's mount, or one below it.
-fn in_cgroup(cgroups: &str, dir: &str) -> bool {
-    cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2)).any(|path| {
-        let mut ancestors = std::path::Path::new(path).ancestors().filter_map(|above| above.to_str());
-        ancestors.any(|above| above != "/" && dir.ends_with(above))
-    })
+/// The lease that explains process `pid`.
+fn owner(pid: u32, ledger: &Ledger) -> Option<&Lease> {
+    ledger.lease_of_process(&probe::describe(i32::try_from(pid).ok()?, 0)?)
 }
 
 fn open(config: &Config) -> Result<Nvml, String> {
@@ -301,14 +285,5 @@ mod tests {
         assert_eq!(obstacle(Always, default, true, &[]), None);
         assert!(obstacle(Always, default, false, &python).is_some());
         assert!(obstacle(Always, ComputeMode::Prohibited, false, &[]).is_some());
-    }
-
-    #[test]
-    fn a_process_is_in_the_cgroup_that_is_its_containers_or_below() {
-        let dir = "/sys/fs/cgroup/system.slice/docker-abc.scope";
-        assert!(in_cgroup("0::/system.slice/docker-abc.scope\n", dir));
-        assert!(in_cgroup("0::/system.slice/docker-abc.scope/sub/sub\n", dir));
-        assert!(!in_cgroup("0::/system.slice/docker-abcd.scope\n", dir));
-        assert!(!in_cgroup("0::/system.slice\n0::/\n", dir));
     }
 }

@@ -16,6 +16,7 @@ mod liveness;
 mod lock_mark;
 mod mig_changes;
 mod namespaces;
+mod process_owner;
 mod queries;
 mod rebuild;
 mod remembered_leases;

@@ -6,7 +6,6 @@ use super::{
     Ceiling, Container, DEFAULT_STATE_DIR, Lease, LeaseId, Ledger, MemoryCeiling, MpsDaemon, SCHEMA,
     STATE_DIR,
 };
-use crate::inventory::GpuProcess;
 use crate::ledger::DaemonKey;
 use crate::share::Percent;
 use crate::text::safe;
@@ -138,15 +137,6 @@ impl Ledger {
         self.leave(&lease);
         Some(lease)
     }
-
-    /// The lease that a process on a GPU belongs to: by its pid, else its cgroup, else its PID namespace
-    /// (which several containers may share).
-    #[must_use]
-    pub(crate) fn lease_of_process(&self, process: &GpuProcess) -> Option<&Lease> {
-        let by =
-            |test: fn(&Lease, &GpuProcess) -> bool| self.leases.iter().find(|lease| test(lease, process));
-        by(has_pid).or_else(|| by(has_cgroup)).or_else(|| by(has_pid_namespace))
-    }
 }
 
 impl Lease {
@@ -160,12 +150,6 @@ impl Lease {
         Ceiling { sm, memory: MemoryCeiling::of_each(self.memory_bytes, self.processes) }
     }
 
-    /// Whether a process is in its container's cgroup or below it.
-    #[must_use]
-    pub fn has_in_cgroup(&self, process: &GpuProcess) -> bool {
-        has_cgroup(self, process)
-    }
-
     /// The value of [`super::LEASE_RECORD_ANNOTATION`], in the ledger of `state_dir`.
     #[must_use]
     pub fn to_annotation(&self, state_dir: &Path) -> String {
@@ -176,31 +160,6 @@ impl Lease {
         // Only maps with other keys than strings cannot be JSON, and a lease has none.
         serde_json::to_string(&value).unwrap_or_default()
     }
-}
-
-fn has_pid(lease: &Lease, process: &GpuProcess) -> bool {
-    lease.init.as_ref().is_some_and(|init| init.process.pid == process.pid)
-}
-
-fn has_pid_namespace(lease: &Lease, process: &GpuProcess) -> bool {
-    process.pid_namespace != 0
-        && lease.init.as_ref().is_some_and(|init| init.pid_namespace == process.pid_namespace)
-}
-
-fn has_cgroup(lease: &Lease, process: &GpuProcess) -> bool {
-    let Some(cgroup) = lease.init.as_ref().and_then(|init| init.cgroup.as_deref()) else { return false };
-    within_hierarchy(cgroup).any(|own| process.cgroups.iter().any(|path| Path::new(path).starts_with(&own)))
-}
-
-/// The paths that /proc/PID/cgroup may show for the cgroup directory `dir`: below the mount of cgroup v2,
-/// of v2 beside v1, or of the hierarchies of v1 that a record names ([`super::Init::cgroup`]). Never a root, which
-/// would hold every process.
-fn within_hierarchy(dir: &Path) -> impl Iterator<Item = std::path::PathBuf> {
-    ["devices", "pids", "systemd", "unified", ""]
-        .into_iter()
-        .filter_map(move |hierarchy| dir.strip_prefix(Path::new("/sys/fs/cgroup").join(hierarchy)).ok())
-        .filter(|below| !below.as_os_str().is_empty())
-        .map(|below| Path::new("/").join(below))
 }
 
 #[cfg(any(test, feature = "fixtures"))]
@@ -250,6 +209,7 @@ pub mod fixture {
 mod tests {
     use super::fixture::lease;
     use super::*;
+    use crate::inventory::GpuProcess;
     use crate::ledger::{DaemonState, Init, MpsDaemon};
     use crate::process::Process;
 

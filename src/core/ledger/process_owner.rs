@@ -1,0 +1,61 @@
+//! Which lease a process belongs to: the one place that tells.
+
+use std::path::Path;
+
+use super::{Lease, Ledger};
+use crate::inventory::GpuProcess;
+use crate::process::Process;
+
+impl Ledger {
+    /// The lease that explains a process on a GPU: by its pid, else its cgroup, else its PID namespace, which several
+    /// containers may share. For whoever asks whether a process is anybody's at all.
+    #[must_use]
+    pub fn lease_of_process(&self, process: &GpuProcess) -> Option<&Lease> {
+        let by =
+            |test: fn(&Lease, &GpuProcess) -> bool| self.leases.iter().find(|lease| test(lease, process));
+        by(has_pid).or_else(|| by(has_cgroup)).or_else(|| by(has_pid_namespace))
+    }
+
+    /// The lease of `process`, which is `seen` on a GPU, where that is certain enough to end it for what it does: by its
+    /// container's first process or cgroup. The PID namespace tells only of containers that have no cgroup of their own
+    /// and live: others may have joined it, and the number of one that has ended is given to the next.
+    #[must_use]
+    pub fn certain_lease_of(&self, process: Process, seen: &GpuProcess) -> Option<&Lease> {
+        let is_init = |lease: &&Lease| lease.init.as_ref().is_some_and(|init| init.process == process);
+        let in_cgroup = |lease: &&Lease| has_cgroup(lease, seen);
+        if let Some(lease) = self.leases.iter().find(is_init).or_else(|| self.leases.iter().find(in_cgroup)) {
+            return Some(lease);
+        }
+        let lives = |lease: &Lease| lease.init.as_ref().is_some_and(|init| init.process.is_alive());
+        let in_namespace = |lease: &&Lease| has_pid_namespace(lease, seen) && lives(lease);
+        let mut found = self.leases.iter().filter(in_namespace);
+        let lease =
+            found.next().filter(|lease| lease.init.as_ref().is_some_and(|init| init.cgroup.is_none()))?;
+        found.next().is_none().then_some(lease)
+    }
+}
+
+fn has_pid(lease: &Lease, process: &GpuProcess) -> bool {
+    lease.init.as_ref().is_some_and(|init| init.process.pid == process.pid)
+}
+
+fn has_pid_namespace(lease: &Lease, process: &GpuProcess) -> bool {
+    process.pid_namespace != 0
+        && lease.init.as_ref().is_some_and(|init| init.pid_namespace == process.pid_namespace)
+}
+
+fn has_cgroup(lease: &Lease, process: &GpuProcess) -> bool {
+    let Some(cgroup) = lease.init.as_ref().and_then(|init| init.cgroup.as_deref()) else { return false };
+    within_hierarchy(cgroup).any(|own| process.cgroups.iter().any(|path| Path::new(path).starts_with(&own)))
+}
+
+/// The paths that /proc/PID/cgroup may show for the cgroup directory `dir`: below the mount of cgroup v2,
+/// of v2 beside v1, or of the hierarchies of v1 that a record names ([`super::Init::cgroup`]). Never a root, which
+/// would hold every process.
+fn within_hierarchy(dir: &Path) -> impl Iterator<Item = std::path::PathBuf> {
+    ["devices", "pids", "systemd", "unified", ""]
+        .into_iter()
+        .filter_map(move |hierarchy| dir.strip_prefix(Path::new("/sys/fs/cgroup").join(hierarchy)).ok())
+        .filter(|below| !below.as_os_str().is_empty())
+        .map(|below| Path::new("/").join(below))
+}
