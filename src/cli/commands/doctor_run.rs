@@ -19,7 +19,7 @@ use super::probe::Probed;
 use super::tables::{self, Format};
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::request::{self, Request};
-use sublet_core::share::{Memory, Mode};
+use sublet_core::share::{Mode, bytes_of_process};
 use sublet_core::text::safe;
 
 /// The longest `sublet.wait`, the making of a MIG instance, and an engine's start of a container.
@@ -102,13 +102,7 @@ fn understood(annotations: &[(String, String)]) -> Option<Request> {
 
 /// What one process may take of a device of `total` bytes.
 fn memory_limit(request: &Request, total: u64) -> Option<u64> {
-    let all = match request.memory? {
-        Memory::Bytes(bytes) => bytes,
-        Memory::Share(share) => {
-            u64::try_from(u128::from(total) * u128::from(share.thousandths()) / 100_000).ok()?
-        }
-    };
-    Some(all / u64::from(request.processes.get()))
+    Some(bytes_of_process(request.memory?.on(total), request.processes.get()))
 }
 
 /// Whether the share is certainly one of MPS, whichever device serves it.

@@ -94,26 +94,15 @@ fn visible_devices(lease: &Lease, config: &Config) -> String {
     }
 }
 
-/// The share of one CUDA process: MPS holds its limits for each client process, not for the container.
-fn sm_of_one(lease: &Lease) -> Option<Percent> {
-    let part = |sm: Percent| Percent::from_thousandths(sm.thousandths() / lease.processes.max(1));
-    lease.sm.map(part)
-}
-
-/// As [`sm_of_one`], in bytes, whole MiB.
-fn memory_of_one(lease: &Lease) -> Option<u64> {
-    lease.memory_bytes.map(|bytes| bytes / u64::from(lease.processes.max(1)) / MIB * MIB)
-}
-
 /// What an MPS client reads. The pinned limit has one entry only: a single one that the driver cannot
 /// parse, or for a device that the client does not see, drops every limit. So a lease of several devices has none:
 /// a worker that sets `CUDA_VISIBLE_DEVICES` to one of them would be bound by nothing. Its server has the limit.
 fn mps(lease: &Lease) -> Vec<(String, String)> {
     let mut set = vec![pair("CUDA_MPS_PIPE_DIRECTORY", MPS_DIR)];
-    if let Some(sm) = sm_of_one(lease) {
+    if let Some(sm) = lease.sm_of_process() {
         set.push(pair("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", sm.to_string()));
     }
-    if let Some(bytes) = memory_of_one(lease).filter(|_| lease.devices.len() == 1) {
+    if let Some(bytes) = lease.memory_of_process().filter(|_| lease.devices.len() == 1) {
         set.push(pair("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", format!("0={}M", bytes / MIB)));
     }
     if lease.priority == Priority::Low {
@@ -125,14 +114,14 @@ fn mps(lease: &Lease) -> Vec<(String, String)> {
 /// For programs that size themselves: what one CUDA process may take, on each device. MPS shows them the whole GPU.
 fn sizes(lease: &Lease, inventory: &Inventory) -> Vec<(String, String)> {
     let mut set = Vec::new();
-    if let Some(bytes) = memory_of_one(lease) {
+    if let Some(bytes) = lease.memory_of_process() {
         set.push(pair("SUBLET_MEMORY_BYTES", bytes.to_string()));
         if let Some(thousandths) = fraction_of_all(bytes, lease, inventory) {
             let fraction = format!("{}.{:03}", thousandths / 1000, thousandths % 1000);
             set.push(pair("SUBLET_MEMORY_FRACTION", fraction));
         }
     }
-    if let Some(sm) = sm_of_one(lease) {
+    if let Some(sm) = lease.sm_of_process() {
         set.push(pair("SUBLET_SM_PERCENT", sm.to_string()));
     }
     set
@@ -140,7 +129,8 @@ fn sizes(lease: &Lease, inventory: &Inventory) -> Vec<(String, String)> {
 
 /// The smallest [`fraction`] among the lease's devices: a framework applies one to all of them.
 fn fraction_of_all(bytes: u64, lease: &Lease, inventory: &Inventory) -> Option<u128> {
-    let each = lease.devices.iter().map(|uuid| fraction(bytes, sm_of_one(lease), inventory.device(uuid)?));
+    let each =
+        lease.devices.iter().map(|uuid| fraction(bytes, lease.sm_of_process(), inventory.device(uuid)?));
     each.collect::<Option<Vec<_>>>()?.into_iter().min()
 }
 

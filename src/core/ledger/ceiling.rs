@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::share::Percent;
 use crate::share::units::MIB;
+use crate::share::{Percent, bytes_of_process};
 
 /// A server's default limits, or those that a lease needs. The default value allows no lease: nothing is known.
 ///
@@ -40,7 +40,7 @@ impl MemoryCeiling {
     pub(crate) fn of_each(bytes: Option<u64>, processes: u32) -> Self {
         // 0 would lift the limit (docs/evidence): a part below 1 MiB, which no context fits in, is 1 MiB.
         bytes.map_or(Self::Unlimited, |bytes| {
-            Self::Mebibytes((bytes / MIB / u64::from(processes.max(1))).max(1))
+            Self::Mebibytes((bytes_of_process(bytes, processes) / MIB).max(1))
         })
     }
 

@@ -7,7 +7,7 @@ use super::{
     STATE_DIR,
 };
 use crate::ledger::DaemonKey;
-use crate::share::Percent;
+use crate::share::{Percent, bytes_of_process, sm_of_process};
 use crate::text::safe;
 
 /// A container that holds a live lease already: a live lease is never replaced.
@@ -140,13 +140,25 @@ impl Ledger {
 }
 
 impl Lease {
+    /// The SMs that one of its processes may have.
+    #[must_use]
+    pub(crate) fn sm_of_process(&self) -> Option<Percent> {
+        self.sm.map(|sm| sm_of_process(sm, self.processes))
+    }
+
+    /// The memory that one of its processes may have on each device, in bytes, whole MiB.
+    #[must_use]
+    pub(crate) fn memory_of_process(&self) -> Option<u64> {
+        self.memory_bytes.map(|bytes| bytes_of_process(bytes, self.processes))
+    }
+
     /// The ceiling that this lease wants of its server, which holds for processes without the lease's
     /// environment, too. Memory is the part of one process; SMs are that on a server of its own alone.
     #[must_use]
     pub fn ceiling(&self) -> Ceiling {
         let own = self.daemon.as_ref().is_some_and(|key| key.0 == self.id.as_str());
         let clients = if own { self.processes.max(1) } else { 1 };
-        let sm = self.sm.map_or(Percent::WHOLE, |sm| Percent::from_thousandths(sm.thousandths() / clients));
+        let sm = self.sm.map_or(Percent::WHOLE, |sm| sm_of_process(sm, clients));
         Ceiling { sm, memory: MemoryCeiling::of_each(self.memory_bytes, self.processes) }
     }
 

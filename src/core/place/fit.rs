@@ -9,7 +9,7 @@ use crate::ledger::DaemonKey;
 use crate::ledger::{DaemonState, Lease, LeaseId, LeasedPart, Ledger};
 use crate::request::Request;
 use crate::share::units::{MIB, show_bytes};
-use crate::share::{Isolation, Mode, Percent, Priority};
+use crate::share::{Isolation, Mode, Percent, Priority, bytes_of_process, sm_of_process};
 use crate::text::safe;
 
 /// The first driver branch with which a process sees several MIG devices (MIG User Guide, "CUDA visible
@@ -343,7 +343,7 @@ fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit
     if want.daemon.is_some() && want.request.processes.get() > limit {
         return Err(Misfit::never(format!("allows at most {limit} MPS clients, not {processes}")));
     }
-    let each = |sm: Percent| Percent::from_thousandths(sm.thousandths() / want.request.processes.get());
+    let each = |sm: Percent| sm_of_process(sm, want.request.processes.get());
     let all = want.device.sm_count.map(u64::from);
     if let Some(sm) = want.request.sm.filter(|_| want.mode == Mode::Mps) {
         if all.is_some_and(|all| each(sm).of(all) < FEWEST_SMS) {
@@ -361,7 +361,7 @@ fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result<(), Misfit
     let Some(memory) = want.memory else { return Ok(()) };
     let sms = want.device.sms_at(want.request.sm.map_or(Percent::WHOLE, each));
     let context = context_bytes(sms.unwrap_or(0));
-    if memory / processes < context {
+    if bytes_of_process(memory, want.request.processes.get()) < context {
         let least = (context * processes).div_ceil(MIB);
         return Err(Misfit::never(format!(
             "needs {least} MiB for the CUDA context(s) of {processes} process(es) at that SM share, so {} \

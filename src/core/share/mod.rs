@@ -2,6 +2,7 @@
 //! they were written.
 
 pub mod glob;
+mod of_process;
 mod selector;
 pub mod units;
 
@@ -10,6 +11,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+pub use of_process::{bytes_of_process, sm_of_process};
 pub(crate) use selector::{SELECTORS_ALLOWED, parse_devices};
 pub use units::{Memory, Percent};
 
