@@ -1,5 +1,5 @@
 //! Annotations as a container brings them, on a host that has shares: one `key=value` a line, the first line
-//! the door's share, the second the image's capabilities.
+//! the entry point's share, the second the image's capabilities.
 #![no_main]
 
 use std::collections::BTreeMap;

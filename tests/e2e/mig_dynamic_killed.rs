@@ -50,7 +50,7 @@ fn whatever_call_fails_the_state_found_comes_back() {
     world.assert_empty();
 }
 
-/// Calls `sublet mig make` as a door does that is gone by then, or that lives.
+/// Calls `sublet mig make` as an entry point does that is gone by then, or that lives.
 fn make(world: &World, owner: &Value) -> bool {
     let order = json!({"sites": [{"gpu": GPU, "memory_bytes": 0, "sms": 0}], "profile": "1g.18gb"});
     let awaited = json!({"lease": "00000000000000aa", "container": "c", "owner": owner});
@@ -101,7 +101,7 @@ fn killed_at_any_call_it_leaves_nothing_to_the_next_command() {
 }
 
 #[test]
-fn a_door_that_is_killed_leaves_nothing_to_the_next_command() {
+fn a_entry_point_that_is_killed_leaves_nothing_to_the_next_command() {
     if skip_unless_root() {
         return;
     }
@@ -112,7 +112,7 @@ fn a_door_that_is_killed_leaves_nothing_to_the_next_command() {
         bundle.write();
         let mut command = bundle.runtime();
         command.arg("create").arg("--bundle").arg(&bundle.dir).arg("victim");
-        let mut door = command
+        let mut entry_point = command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -120,8 +120,8 @@ fn a_door_that_is_killed_leaves_nothing_to_the_next_command() {
             .expect("it runs");
         // Somewhere between its start and its end.
         std::thread::sleep(Duration::from_millis(60 * step));
-        door.kill().expect("SIGKILL");
-        door.wait().expect("it is ours");
+        entry_point.kill().expect("SIGKILL");
+        entry_point.wait().expect("it is ours");
         // What it has called ends by itself, and cannot harm the next command.
         if step % 2 == 0 {
             assert!(eventually(|| helpers() == 0), "a helper stays");

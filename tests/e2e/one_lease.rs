@@ -1,4 +1,4 @@
-//! Two doors at once, the same door twice, and a lease that a container claims to have: one grant, one lease.
+//! Two entry points at once, the same entry point twice, and a lease that a container claims to have: one grant, one lease.
 
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, programs, skip_unless_root};

@@ -1,4 +1,4 @@
-//! The late door: plain OCI bundles started by runc and crun themselves, whose config.json names
+//! The late entry point: plain OCI bundles started by runc and crun themselves, whose config.json names
 //! `sublet-hook` and is edited by nobody. The grant must be that of the shim, environment aside.
 
 use std::fs;
@@ -214,7 +214,7 @@ fn driver_files_are_mounted_as_the_shim_mounts_them() {
 }
 
 #[test]
-fn two_doors_at_once_take_one_lease() {
+fn two_entry_points_at_once_take_one_lease() {
     if skip_unless_root() {
         return;
     }

@@ -158,9 +158,9 @@ fn a_refusal_reaches_whoever_started_the_container() {
         assert!(run.ok, "{foreign}: {run:?}");
     }
     let masks = ["--security-opt", "mask=/run/sublet"];
-    for door in [&[][..], &["--runtime=sublet"]] {
+    for entry_point in [&[][..], &["--runtime=sublet"]] {
         let masked = Podman::arguments(&["run", "--rm"], "bad", &["sublet.sm=10"], &masks, SLEEP);
-        let masked = podman.cli(&[door, &masked[..]].concat());
+        let masked = podman.cli(&[entry_point, &masked[..]].concat());
         assert!(!masked.ok && masked.stderr.contains("hides the MPS directory"), "{masked:?}");
     }
     podman.done(&["rm", "-f", "-t0", "large"]);
@@ -195,7 +195,7 @@ fn the_shim_is_a_runtime_of_podmans() {
 }
 
 #[test]
-fn two_doors_at_once_make_one_lease() {
+fn two_entry_points_at_once_make_one_lease() {
     if skip_unless_engines() {
         return;
     }

@@ -221,15 +221,15 @@ fn rootless_podman_by_runtime() {
     }
 }
 
-/// Podman killed while its container waits for a share at `door`: who waits notices, and nothing is made.
-fn waiting(door: &str) {
+/// Podman killed while its container waits for a share at `entry point`: who waits notices, and nothing is made.
+fn waiting(entry_point: &str) {
     let world = with_log(World::simulated("h200", ""));
     let podman = Podman::up(world);
     let world = &podman.world;
     let dir = world.dir.path();
     let hook = dir.join("hooks/sublet.json");
     let mut runtime: &[&str] = &[];
-    match door {
+    match entry_point {
         "sublet-runtime" => {
             std::fs::remove_file(hook).expect("the hook is there");
             runtime = &["--runtime=sublet"];
@@ -237,8 +237,8 @@ fn waiting(door: &str) {
         // Run by the low-level runtime, which conmon runs.
         "createRuntime" => {
             let mut late = podman.hook();
-            late["stages"] = serde_json::json!([door]);
-            late["hook"]["args"] = serde_json::json!(["sublet-hook", door]);
+            late["stages"] = serde_json::json!([entry_point]);
+            late["hook"]["args"] = serde_json::json!(["sublet-hook", entry_point]);
             std::fs::write(hook, late.to_string()).expect("the hook is written");
         }
         _ => {}
@@ -254,7 +254,7 @@ fn waiting(door: &str) {
         .stdout(Stdio::null())
         .stderr(Stdio::null());
     let mut client = command.spawn().expect("podman runs");
-    let program = if door == "sublet-runtime" { door } else { "sublet-hook" };
+    let program = if entry_point == "sublet-runtime" { entry_point } else { "sublet-hook" };
     let waits = || engine(world, Some(program));
     assert!(eventually(|| !waits().is_empty()), "nobody waits: {:?}", engine(world, None));
     std::thread::sleep(std::time::Duration::from_millis(300));

@@ -1,5 +1,5 @@
 //! Podman containers in a user namespace of their own. Podman 5 mounts their root filesystem at the place that
-//! config.json names in a mount namespace of the runtime's only, after the hook has run. By every door, with both
+//! config.json names in a mount namespace of the runtime's only, after the hook has run. By every entry point, with both
 //! storage drivers. Runs in the root that tests/engines/enter gives.
 
 use std::os::unix::fs::PermissionsExt;
@@ -35,9 +35,9 @@ fn is_share(info: &Value) {
     assert_eq!((&info["error"], &info["mps"], &info["sm"]), (&Value::Null, &json!(true), &json!(32)));
 }
 
-fn run(podman: &Podman, door: &[&str], verb: &[&str], name: &str, args: &[&str]) -> String {
+fn run(podman: &Podman, entry_point: &[&str], verb: &[&str], name: &str, args: &[&str]) -> String {
     let all = Podman::arguments(verb, name, SHARE, MAPPED, args);
-    podman.done(&[door, &all[..]].concat())
+    podman.done(&[entry_point, &all[..]].concat())
 }
 
 /// Where the leases in the ledger say that their containers' root filesystems are.
@@ -48,9 +48,9 @@ fn root_filesystems(podman: &Podman) -> Vec<PathBuf> {
 }
 
 /// Two neighbours, a stop and a start, and one that is removed as it ends.
-fn lives(podman: &Podman, door: &[&str]) {
+fn lives(podman: &Podman, entry_point: &[&str]) {
     for name in ["one", "two"] {
-        let _ = run(podman, door, &["run", "-d"], name, HOLD);
+        let _ = run(podman, entry_point, &["run", "-d"], name, HOLD);
         is_share(&podman.event(name, "info"));
         is_share(&podman.exec_info(name, &[]));
     }
@@ -69,13 +69,13 @@ fn lives(podman: &Podman, door: &[&str]) {
     podman.done(&["start", "one"]);
     assert_eq!(podman.world.leases().len(), 1);
     is_share(&podman.exec_info("one", &[]));
-    let info = run(podman, door, &["run", "--rm"], "rm", &["cuda-probe", "info"]);
+    let info = run(podman, entry_point, &["run", "--rm"], "rm", &["cuda-probe", "info"]);
     is_share(&serde_json::from_str(&info).expect("JSON"));
     podman.done(&["rm", "-f", "-t0", "one", "two"]);
     podman.assert_empty();
 }
 
-fn by_every_door(storage: &'static str) {
+fn by_every_entry_point(storage: &'static str) {
     if skip_unless_engines() {
         return;
     }
@@ -87,13 +87,13 @@ fn by_every_door(storage: &'static str) {
 }
 
 #[test]
-fn by_every_door_with_vfs() {
-    by_every_door("vfs");
+fn by_every_entry_point_with_vfs() {
+    by_every_entry_point("vfs");
 }
 
 #[test]
-fn by_every_door_with_overlay() {
-    by_every_door("overlay");
+fn by_every_entry_point_with_overlay() {
+    by_every_entry_point("overlay");
 }
 
 /// hooks/prestart, where Podman's own stage is not set up.
@@ -173,11 +173,13 @@ fn a_root_filesystem_that_cannot_be_known_is_refused_with_what_to_do() {
     let chown = ["-type", "d", "-exec", "chown", "100000:100000", "{}", "+"];
     assert!(Command::new("find").arg(&rootfs).args(chown).status().expect("find").success());
     let rootfs = rootfs.to_str().expect("UTF-8");
-    for (door, hooked) in [(&[][..], true), (&["--runtime=sublet"], true), (&["--runtime=sublet"], false)] {
+    for (entry_point, hooked) in
+        [(&[][..], true), (&["--runtime=sublet"], true), (&["--runtime=sublet"], false)]
+    {
         if !hooked {
             std::fs::remove_file(podman.world.dir.path().join("hooks/sublet.json")).expect("no hook");
         }
-        let mut all = [door, &["run", "--rm"], MAPPED].concat();
+        let mut all = [entry_point, &["run", "--rm"], MAPPED].concat();
         all.extend(SHARE.iter().flat_map(|annotation| ["--annotation", annotation]));
         all.extend(["--rootfs", rootfs, "cuda-probe", "info"]);
         let refused = podman.cli(&all);

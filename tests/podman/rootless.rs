@@ -74,8 +74,8 @@ fn a_users_volume_is_left_as_it_was() {
     let before = tree(&volume);
     let option = format!("-v={}:{dir}", volume.display());
     let shim = format!("--runtime={}", rootless.dir().join("bin/shim").display());
-    for (name, door) in [("hooked", &[][..]), ("shimmed", &[shim.as_str()])] {
-        let options = [&[option.as_str()], door].concat();
+    for (name, entry_point) in [("hooked", &[][..]), ("shimmed", &[shim.as_str()])] {
+        let options = [&[option.as_str()], entry_point].concat();
         let started = rootless.run(name, &options, SHARE, &["cuda-probe", "hold", "600"]);
         assert!(started.status.success(), "{}", text(&started.stderr));
         assert!(volume.join("libcuda.so.1").exists(), "a mount point is there while it runs");
@@ -137,7 +137,7 @@ fn by_both_at_once() {
 
 /// The user is nobody in the container: Podman 5 mounts its root filesystem after the hook has run.
 #[test]
-fn in_a_user_namespace_without_the_user_by_every_door() {
+fn in_a_user_namespace_without_the_user_by_every_entry_point() {
     if skip_unless_engines() {
         return;
     }

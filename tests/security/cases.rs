@@ -1,8 +1,8 @@
-//! An hour of bad luck and bad intent at every door: hostile and unlucky cases, each a line of shell with what is
+//! An hour of bad luck and bad intent at every entry point: hostile and unlucky cases, each a line of shell with what is
 //! expected of it, run one after the other into a table (docs/evidence/2026-11-22-cases.md). Not among the ordinary
 //! tests: `tests/security/try-cases` runs it.
 //!
-//! To add a door: a module below `cases/` with a `Stage` (a machine with a neighbour on its GPU, what the shell of a
+//! To add an entry point: a module below `cases/` with a `Stage` (a machine with a neighbour on its GPU, what the shell of a
 //! case knows, and how to find and remove containers) and a list of cases; a line in `DOORS` here, and one in
 //! `try-cases` that says by what it is entered. A case is `case(what, command, expectation)`:
 //!
@@ -57,37 +57,38 @@ mod shim;
 #[path = "cases/watch.rs"]
 mod watch;
 
-use frame::Door;
+use frame::EntryPoint;
 use sublet_e2e::skip_unless_root;
 
-const DOORS: &[Door] = &[
-    Door { name: "shim", open: bundles::empty, cases: shim::cases },
-    Door { name: "exec", open: bundles::with_container, cases: exec::cases },
-    Door { name: "docker", open: engine::docker, cases: docker::cases },
-    Door { name: "containerd", open: ctr::containerd, cases: containerd::cases },
-    Door { name: "cdi", open: engine::cdi, cases: cdi::cases },
-    Door { name: "mig", open: engine::mig, cases: mig::cases },
-    Door { name: "podman", open: podman::stand, cases: podman_cases::cases },
-    Door { name: "prestart", open: bundles::hooked, cases: prestart::cases },
-    Door { name: "checkpoint", open: bundles::with_container, cases: checkpoint::cases },
-    Door { name: "criu", open: bundles::criu, cases: criu::bundles },
-    Door { name: "criu-podman", open: podman::stand, cases: criu::podman },
-    Door { name: "clock", open: bundles::clocks, cases: clock::cases },
-    Door { name: "faketime", open: bundles::faketime, cases: faketime::bundles },
-    Door { name: "faketime-podman", open: podman::stand, cases: faketime::podman },
-    Door { name: "rootless", open: rootless::stand, cases: rootless_cases::cases },
+const DOORS: &[EntryPoint] = &[
+    EntryPoint { name: "shim", open: bundles::empty, cases: shim::cases },
+    EntryPoint { name: "exec", open: bundles::with_container, cases: exec::cases },
+    EntryPoint { name: "docker", open: engine::docker, cases: docker::cases },
+    EntryPoint { name: "containerd", open: ctr::containerd, cases: containerd::cases },
+    EntryPoint { name: "cdi", open: engine::cdi, cases: cdi::cases },
+    EntryPoint { name: "mig", open: engine::mig, cases: mig::cases },
+    EntryPoint { name: "podman", open: podman::stand, cases: podman_cases::cases },
+    EntryPoint { name: "prestart", open: bundles::hooked, cases: prestart::cases },
+    EntryPoint { name: "checkpoint", open: bundles::with_container, cases: checkpoint::cases },
+    EntryPoint { name: "criu", open: bundles::criu, cases: criu::bundles },
+    EntryPoint { name: "criu-podman", open: podman::stand, cases: criu::podman },
+    EntryPoint { name: "clock", open: bundles::clocks, cases: clock::cases },
+    EntryPoint { name: "faketime", open: bundles::faketime, cases: faketime::bundles },
+    EntryPoint { name: "faketime-podman", open: podman::stand, cases: faketime::podman },
+    EntryPoint { name: "rootless", open: rootless::stand, cases: rootless_cases::cases },
 ];
 
-/// `SUBLET_CASES` names the doors, `SUBLET_CASES_TO` the file that gets their tables, and `SUBLET_CASES_ONLY` some
+/// `SUBLET_CASES` names the entry points, `SUBLET_CASES_TO` the file that gets their tables, and `SUBLET_CASES_ONLY` some
 /// words of the cases that are wanted.
 #[test]
 #[ignore = "hundreds of cases: tests/security/try-cases"]
-fn doors() {
+fn entry_points() {
     if skip_unless_root() {
         return;
     }
     let wanted = std::env::var("SUBLET_CASES").unwrap_or_default();
-    let is_wanted = |door: &&Door| wanted.split_whitespace().any(|name| name == door.name);
-    let failed: usize = DOORS.iter().filter(is_wanted).map(frame::try_door).sum();
+    let is_wanted =
+        |entry_point: &&EntryPoint| wanted.split_whitespace().any(|name| name == entry_point.name);
+    let failed: usize = DOORS.iter().filter(is_wanted).map(frame::try_entry_point).sum();
     assert_eq!(failed, 0, "cases FAILED: see their rows");
 }

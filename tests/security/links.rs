@@ -20,14 +20,14 @@ const DIR: &str =
 
 /// Who mounts.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Door {
+enum EntryPoint {
     /// The low-level runtime, told by the shim.
     Shim,
     /// `sublet-hook`, in the container's mount namespace.
     Hook,
 }
 
-const DOORS: [Door; 2] = [Door::Shim, Door::Hook];
+const DOORS: [EntryPoint; 2] = [EntryPoint::Shim, EntryPoint::Hook];
 
 /// A world, and a directory in it that stands for the host.
 struct Host {
@@ -111,9 +111,9 @@ impl Host {
         format!("{}{}", "../".repeat(20), &self.at(name)[1..])
     }
 
-    fn bundle(&self, door: Door, args: &[&str]) -> Bundle<'_> {
+    fn bundle(&self, entry_point: EntryPoint, args: &[&str]) -> Bundle<'_> {
         let mut bundle = self.world.bundle("hostile", SHARE, args);
-        if door == Door::Hook {
+        if entry_point == EntryPoint::Hook {
             bundle.hook(&["createRuntime", "poststop"]);
         }
         bundle
@@ -121,7 +121,7 @@ impl Host {
 
     /// A container whose image has a link at `place` to `target`: whether it started. If it did it has what it
     /// is given, and nothing of the host's.
-    fn attack(&self, door: Door, place: &str, target: &str, readonly: bool) -> bool {
+    fn attack(&self, entry_point: EntryPoint, place: &str, target: &str, readonly: bool) -> bool {
         // What a link in /proc leads to is another thing for the runtime than for the container, and what is
         // mounted last hides the other.
         let reached = match (target.starts_with("/proc"), place) {
@@ -130,24 +130,24 @@ impl Host {
             (false, _) => "/run/sublet/mps",
         };
         let what = format!("{place} -> {target}");
-        self.attack_with(door, readonly, &what, reached, |bundle| link(bundle, place, target))
+        self.attack_with(entry_point, readonly, &what, reached, |bundle| link(bundle, place, target))
     }
 
     fn attack_with(
         &self,
-        door: Door,
+        entry_point: EntryPoint,
         readonly: bool,
         what: &str,
         reached: &str,
         image: impl FnOnce(&Bundle<'_>),
     ) -> bool {
-        let what = format!("{door:?}: {what}{}", if readonly { ", read-only" } else { "" });
-        let mut bundle = self.bundle(door, SLEEP);
+        let what = format!("{entry_point:?}: {what}{}", if readonly { ", read-only" } else { "" });
+        let mut bundle = self.bundle(entry_point, SLEEP);
         bundle.spec["root"]["readonly"] = json!(readonly);
         image(&bundle);
         let created = bundle.create();
         if created.ok {
-            if door == Door::Shim {
+            if entry_point == EntryPoint::Shim {
                 self.assert_sources(&bundle, &what);
             }
             assert!(bundle.start().ok, "{what}");
@@ -241,10 +241,10 @@ fn a1_links_in_a_library_directory_show_nothing_of_the_host() {
         format!("/proc/1/root{secret}"),
     ];
     let mut started = 0;
-    for door in DOORS {
+    for entry_point in DOORS {
         for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
             for target in &targets {
-                started += usize::from(host.attack(door, &format!("{DIR}/{library}"), target, false));
+                started += usize::from(host.attack(entry_point, &format!("{DIR}/{library}"), target, false));
             }
         }
     }
@@ -259,21 +259,21 @@ fn a2_what_a_driver_file_lands_on_is_inside() {
     let host = Host::new();
     let places = [DIR, &format!("{DIR}/libcuda.so.1"), "/usr/bin/nvidia-smi", "/tmp/nvidia-mps"];
     let mut started = 0;
-    for door in DOORS {
+    for entry_point in DOORS {
         for place in places {
             for target in ["/", "/run", "/etc", &host.at("dir")] {
-                started += usize::from(host.attack(door, place, target, false));
+                started += usize::from(host.attack(entry_point, place, target, false));
             }
         }
         // What is mounted in an MPS directory is made in the daemon's.
         for (place, target) in
             [("/tmp", "/run/sublet/mps"), ("/run/sublet/mps", "/tmp"), ("/run/sublet/mps", "/dev")]
         {
-            assert!(!host.attack(door, place, target, false), "{door:?}: {place} -> {target}");
+            assert!(!host.attack(entry_point, place, target, false), "{entry_point:?}: {place} -> {target}");
         }
         // A file of the kernel's own is no place for a driver's: the runtime may write there.
-        let kernels = host.attack(door, "/usr/bin/nvidia-smi", "/proc/version", false);
-        assert!(door == Door::Shim || !kernels, "mounted over /proc");
+        let kernels = host.attack(entry_point, "/usr/bin/nvidia-smi", "/proc/version", false);
+        assert!(entry_point == EntryPoint::Shim || !kernels, "mounted over /proc");
     }
     assert!(started > 4, "{started}");
 }
@@ -293,10 +293,10 @@ fn a3_parents_of_mount_points_lead_nowhere_else() {
         "/proc/1/cwd".to_owned(),
     ];
     let mut started = 0;
-    for door in DOORS {
+    for entry_point in DOORS {
         for (number, place) in ["/run", "/run/sublet", "/tmp", "/usr/bin"].into_iter().enumerate() {
             for (target, readonly) in targets.iter().zip([false, true].into_iter().cycle().skip(number)) {
-                started += usize::from(host.attack(door, place, target, readonly));
+                started += usize::from(host.attack(entry_point, place, target, readonly));
             }
         }
     }
@@ -311,20 +311,20 @@ fn a4_what_is_at_a_mount_point_already_is_refused_or_stays_inside() {
     let host = Host::new();
     let files = [format!("{DIR}/libcuda.so"), "/usr/bin/nvidia-smi".to_owned()];
     let directories = ["/tmp/nvidia-mps".to_owned(), "/run/sublet/mps".to_owned()];
-    for door in DOORS {
+    for entry_point in DOORS {
         for place in files.iter().chain(&directories) {
             for target in [host.at("new"), host.up_and_out("new"), host.at("dir/new"), host.at("secret")] {
-                host.attack(door, place, &target, false);
+                host.attack(entry_point, place, &target, false);
             }
         }
         for place in &files {
             let directory =
                 |bundle: &Bundle<'_>| fs::create_dir(cleared(bundle, place)).expect("a directory");
-            assert!(!host.attack_with(door, false, &format!("{place} is a directory"), "", directory));
+            assert!(!host.attack_with(entry_point, false, &format!("{place} is a directory"), "", directory));
         }
         for place in &directories {
             let file = |bundle: &Bundle<'_>| fs::write(cleared(bundle, place), "x").expect("a file");
-            assert!(!host.attack_with(door, false, &format!("{place} is a file"), "", file));
+            assert!(!host.attack_with(entry_point, false, &format!("{place} is a file"), "", file));
         }
     }
 }
@@ -367,8 +367,8 @@ fn a7_ten_thousand_swaps_lead_nowhere_else() {
         let _done = Done(&done);
         let mut round = 0;
         while round < 8 || count.load(Ordering::Relaxed) < 10_000 {
-            for door in DOORS {
-                race(&host, door, &volume, &format!("{door:?}, round {round}"));
+            for entry_point in DOORS {
+                race(&host, entry_point, &volume, &format!("{entry_point:?}, round {round}"));
             }
             round += 1;
         }
@@ -386,20 +386,20 @@ fn is_old_runc(world: &World) -> bool {
 }
 
 /// One container while its paths are swapped; it may be refused.
-fn race(host: &Host, door: Door, volume: &Path, what: &str) {
+fn race(host: &Host, entry_point: EntryPoint, volume: &Path, what: &str) {
     fs::create_dir_all(volume.join("bin")).expect("the volume");
     symlink(&host.canary, volume.join("evil")).expect("a link");
-    let mut bundle = host.bundle(door, SLEEP);
+    let mut bundle = host.bundle(entry_point, SLEEP);
     link(&bundle, "/usr/bin", "../srv/bin");
     let mount = json!({"destination": "/srv", "type": "bind", "source": volume, "options": ["rbind", "rw"]});
     bundle.spec["mounts"].as_array_mut().expect("mounts").push(mount);
     link(&bundle, "/lib/evil", &host.at(""));
     link(&bundle, "/evil", &host.at("dir"));
     let created = bundle.create();
-    if created.ok && door == Door::Shim {
+    if created.ok && entry_point == EntryPoint::Shim {
         host.assert_sources(&bundle, what);
     }
-    if door == Door::Shim && is_old_runc(&host.world) {
+    if entry_point == EntryPoint::Shim && is_old_runc(&host.world) {
         host.clear_after_old_runc();
     }
     host.assert_unchanged(what);
@@ -441,12 +441,12 @@ fn a9_shared_volumes_leave_no_mount_on_the_host() {
     let mut host = Host::new();
     let volume = Shared::new(host.world.dir.path().join("volume"));
     host.before = host.now();
-    for door in DOORS {
+    for entry_point in DOORS {
         for (destination, propagation) in
             [("/run", "rshared"), ("/usr/bin", "rshared"), ("/run", "rslave"), ("/run", "rprivate")]
         {
-            let what = format!("{door:?}: {destination} {propagation}");
-            let mut bundle = host.bundle(door, SLEEP);
+            let what = format!("{entry_point:?}: {destination} {propagation}");
+            let mut bundle = host.bundle(entry_point, SLEEP);
             bundle.spec["mounts"].as_array_mut().expect("mounts").push(json!({"destination": destination,
                 "type": "bind", "source": volume.0, "options": ["rbind", propagation]}));
             if propagation == "rshared" {

@@ -1,11 +1,13 @@
 //! systemd writes a container's device rules again whenever it likes (`daemon-reload`, `daemon-reexec`): its
-//! nodes stay open then, and all others closed, whatever door it came by. Runs below tests/engines/systemd,
+//! nodes stay open then, and all others closed, whatever entry point it came by. Runs below tests/engines/systemd,
 //! where the low-level runtimes leave cgroups to systemd.
 
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use sublet_e2e::door::{Asked, By, Door, How, OfContainerd, OfDocker, OfPodman, Plain, Request, With};
+use sublet_e2e::entry_point::{
+    Asked, By, EntryPoint, How, OfContainerd, OfDocker, OfPodman, Plain, Request, With,
+};
 use sublet_e2e::{Finished, World, by_systemd, eventually};
 
 const SHARE: Request =
@@ -40,49 +42,49 @@ fn systemctl(arguments: &[&str]) -> Finished {
 }
 
 /// How opening the control node, UVM's, its own GPU's and another's ends in the container.
-fn opened(door: &dyn Door, minor: u64) -> Vec<String> {
+fn opened(entry_point: &dyn EntryPoint, minor: u64) -> Vec<String> {
     let (own, other) = (minor.to_string(), ((minor + 1) % 8).to_string());
-    let seen = door.exec(&SHARE, &[LOOK, &[&own, &other]].concat());
+    let seen = entry_point.exec(&SHARE, &[LOOK, &[&own, &other]].concat());
     let lines = seen.json();
     let nodes = lines.iter().filter(|line| line["event"] == "node");
     nodes.map(|line| line["result"].as_str().expect("text").to_owned()).collect()
 }
 
-fn keeps_its_nodes(door: &dyn Door) {
-    door.start(&SHARE, &["/bin/sleep", "600"]).expect("it starts");
-    let minor = door.world().status()["devices"][0]["minor"].as_u64().expect("minor");
-    assert_eq!(opened(door, minor), EXPECTED);
+fn keeps_its_nodes(entry_point: &dyn EntryPoint) {
+    entry_point.start(&SHARE, &["/bin/sleep", "600"]).expect("it starts");
+    let minor = entry_point.world().status()["devices"][0]["minor"].as_u64().expect("minor");
+    assert_eq!(opened(entry_point, minor), EXPECTED);
     for order in ["daemon-reload", "daemon-reexec"] {
         let ordered = systemctl(&[order]);
         assert!(ordered.ok, "{order}: {ordered:?}");
         // systemd comes back from a reexec in its own time.
         assert!(eventually(|| !systemctl(&["is-system-running"]).stdout.is_empty()), "{order}");
-        assert_eq!(opened(door, minor), EXPECTED, "after {order}");
+        assert_eq!(opened(entry_point, minor), EXPECTED, "after {order}");
     }
-    door.stop(&SHARE);
-    door.remove(&SHARE);
-    door.world().assert_empty();
+    entry_point.stop(&SHARE);
+    entry_point.remove(&SHARE);
+    entry_point.world().assert_empty();
 }
 
 #[test]
 fn of_plain_bundles() {
     let Some(_alone) = alone() else { return };
-    let mut door = Plain::new(world(), How::Shim);
+    let mut entry_point = Plain::new(world(), How::Shim);
     for how in [How::Shim, How::Precreate, How::Late("prestart"), How::Late("createRuntime")] {
         eprintln!("{how:?}");
-        door.go_by(how);
-        keeps_its_nodes(&door);
+        entry_point.go_by(how);
+        keeps_its_nodes(&entry_point);
     }
 }
 
 #[test]
 fn of_podman() {
     let Some(_alone) = alone() else { return };
-    let mut door = OfPodman::up(world(), By::Hook);
-    keeps_its_nodes(&door);
-    door.go_by(By::Runtime);
-    keeps_its_nodes(&door);
-    drop(door);
+    let mut entry_point = OfPodman::up(world(), By::Hook);
+    keeps_its_nodes(&entry_point);
+    entry_point.go_by(By::Runtime);
+    keeps_its_nodes(&entry_point);
+    drop(entry_point);
     keeps_its_nodes(&OfPodman::up(world(), By::Device));
 }
 

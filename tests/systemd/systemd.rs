@@ -175,7 +175,7 @@ fn the_service_is_restarted_and_upgraded_under_running_containers() {
     systemctl(&["restart", "sublet.service"]);
     assert_eq!(exe(&show("sublet.service", "MainPID")), Path::new("/usr/bin/sublet"));
     machine.assert_held(UID, "kept");
-    // Nobody serves: what runs goes on. The socket is the door still, and the next ask starts the service.
+    // Nobody serves: what runs goes on. The socket is the entry point still, and the next ask starts the service.
     systemctl(&["stop", "sublet.service"]);
     assert_eq!(machine.daemon(), daemon);
     daemon.assert_is_a_unit();

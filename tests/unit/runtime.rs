@@ -166,7 +166,7 @@ fn an_annotated_bundle_is_not_restored() {
 }
 
 #[test]
-fn a_pods_pause_container_is_ours_at_no_door() {
+fn a_pods_pause_container_is_ours_at_no_entry_point() {
     let host = Host::new();
     let spec = r#"{"annotations":{"sublet.sm":"25","io.kubernetes.cri.container-type":"sandbox"}}"#;
     fs::write(host.path("bundle/config.json"), spec).unwrap();

@@ -169,10 +169,10 @@ fn mig_profiles() {
 fn a_named_share_stands_for_its_keys() {
     let config = with_share("small", &[("sm", "25"), ("memory", "8GiB"), ("mode", "mps")]);
     let by_key = parse(&annotations(&[("sublet.share", "small")]), None, None, &config).unwrap();
-    let by_door = parse(&annotations(&[]), Some("small"), None, &config).unwrap();
+    let by_entry_point = parse(&annotations(&[]), Some("small"), None, &config).unwrap();
     assert_eq!(by_key.sm, Some(Percent::from_thousandths(25_000)));
     assert_eq!(by_key.memory, Some(Memory::Bytes(8_589_934_592)));
-    assert_eq!(by_key, by_door);
+    assert_eq!(by_key, by_entry_point);
     let beside = annotations(&[("sublet.sm", "50"), ("sublet.gpu", "1")]);
     let beside = parse(&beside, Some("small"), None, &config).unwrap();
     assert_eq!(beside.sm, Some(Percent::from_thousandths(50_000)));
@@ -181,7 +181,7 @@ fn a_named_share_stands_for_its_keys() {
 }
 
 #[test]
-fn the_containers_share_comes_before_the_doors() {
+fn the_containers_share_comes_before_the_entry_points() {
     let mut config = with_share("small", &[("sm", "25")]);
     config.share.insert("large".into(), annotations(&[("sm", "75")]));
     let request = parse(&annotations(&[("sublet.share", "large")]), Some("small"), None, &config).unwrap();

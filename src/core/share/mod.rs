@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use of_process::{bytes_of_process, sm_of_process};
+pub use of_process::bytes_of_process;
+pub(crate) use of_process::sm_of_process;
 pub(crate) use selector::{SELECTORS_ALLOWED, parse_devices};
 pub use units::{Memory, Percent};
 

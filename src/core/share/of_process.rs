@@ -5,7 +5,7 @@ use super::units::MIB;
 
 /// The part of `sm` that one of `processes` has.
 #[must_use]
-pub fn sm_of_process(sm: Percent, processes: u32) -> Percent {
+pub(crate) fn sm_of_process(sm: Percent, processes: u32) -> Percent {
     Percent::from_thousandths(sm.thousandths() / processes.max(1))
 }
 

@@ -335,7 +335,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_name_is_the_door() {
+    fn the_name_is_the_entry_point() {
         let entry_point = |name: &str| EntryPoint::from_name(Path::new(name));
         assert_eq!(entry_point("/usr/bin/sublet-runtime"), EntryPoint::Runtime);
         assert_eq!(entry_point("sublet-quarter"), EntryPoint::Share("quarter".into()));

@@ -1,6 +1,6 @@
-//! The table of tests/doors.rs: what each request gets, in literals.
+//! The table of tests/entry_points.rs: what each request gets, in literals.
 
-use sublet_e2e::door::{Request, With};
+use sublet_e2e::entry_point::{Request, With};
 
 /// A request and what it gets.
 pub struct Row {

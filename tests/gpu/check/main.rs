@@ -10,7 +10,7 @@
 mod attacks;
 mod beside;
 mod cost;
-mod doors;
+mod entry_points;
 mod hostile;
 mod plain;
 
@@ -113,7 +113,7 @@ fn main() -> ExitCode {
     faults(&world, &mut table);
     time_slice_memory(&world, &mut table);
     full(&world, &mut table);
-    doors::table(&world, &mut table);
+    entry_points::table(&world, &mut table);
     daemon_back(&world, &mut table);
     memory_back(&world, &mut table);
     hostile::table(&world, &mut table);

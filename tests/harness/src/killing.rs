@@ -41,7 +41,7 @@ pub fn engine(world: &World, program: Option<&str>) -> Vec<Pid> {
     alive().filter(|pid| *pid != Pid::this() && !contained.contains(pid) && ours(pid)).collect()
 }
 
-/// Running helpers of this world: `sublet` commands that a door or another command has called.
+/// Running helpers of this world: `sublet` commands that an entry point or another command has called.
 #[must_use]
 pub fn helpers(world: &World) -> Vec<Pid> {
     let config = world.config.to_string_lossy().into_owned();

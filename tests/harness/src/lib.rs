@@ -7,7 +7,7 @@ mod bundle;
 pub mod containerd;
 pub mod cri;
 pub mod docker;
-pub mod door;
+pub mod entry_point;
 pub mod frameworks;
 pub mod guarded;
 pub mod hooked;

@@ -31,7 +31,7 @@ pub const DEVICES: [(&str, [u32; 2], u32, u64); 4] = [
     (SMALL, [84, 85], 14, 4_864),
 ];
 
-/// A door.
+/// An entry point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
     /// `sublet-runtime`.

@@ -40,12 +40,12 @@ pub fn functions(names: &[&str]) -> String {
     PRELUDE.split_inclusive('\n').filter(is_one).collect()
 }
 
-/// What the hook's door has besides.
+/// What the hook's entry point has besides.
 const BY_HAND: &str = r#"state() { printf '{"ociVersion":"1.0.2","id":"%s","status":"%s","pid":%s,"bundle":"%s"}' "$1" "$2" "$3" "${4-$BUNDLE}"; }
 neighbours() { sed -n 's/.*"init":{"process":{"pid":\([0-9]*\).*/\1/p' $STATE/ledger.json; }
 "#;
 
-/// What the door of criu has besides. (The runtimes' own sleep ends when it is stopped; an image of a container with a
+/// What the entry point of criu has besides. (The runtimes' own sleep ends when it is stopped; an image of a container with a
 /// share is made with what keeps criu from it empty.)
 const CRIU: &str = r#"below() { (runtime() { "$(sed -n 's/^low_level = \["\(.*\)"\]/\1/p' $CONFIG)" --root "$ROOT" "$@"; }; "$@"); }
 runs() { swap '"/bin/sleep","60"' '"/bin/sh","-c","while :; do sleep 1; done"' $DIR/bundles/$1/config.json; runtime create --bundle $DIR/bundles/$1 $1 </dev/null >/dev/null 2>&1 && runtime start $1; }
@@ -56,7 +56,7 @@ alive() { runtime state $1 | grep -o running; }
 leases() { sublet lease list --format json | grep -c container_id; }
 "#;
 
-/// What the door of clocks has besides; `clock.so` is made of [`CLOCK`].
+/// What the entry point of clocks has besides; `clock.so` is made of [`CLOCK`].
 const CLOCKS: &str = r#"at() { local years=$1; shift; SHIFT=$((years * 31557600)) LD_PRELOAD=$DIR/clock.so "$@"; }
 aged() { sed -i -E "s/\"(since|answered_at)\":([0-9]+)/\"\1\":@\2$1@/g" $STATE/ledger.json; while read -r n; do swap "@$n@" $(($n)) $STATE/ledger.json; done < <(grep -oE '@[0-9+-]+@' $STATE/ledger.json | tr -d @); cp $STATE/ledger.json $STATE/ledger.json.copy; }
 since() { sed -i "s/\"since\":[0-9]*/\"since\":$1/" $STATE/ledger.json $STATE/ledger.json.copy; }
@@ -65,7 +65,7 @@ key() { sublet status --format json | grep -o '"key": *"[^"]*' | grep -o '[^"]*$
 leases() { sublet lease list --format json | grep -c container_id; }
 "#;
 
-/// What the door of faketime has besides.
+/// What the entry point of faketime has besides.
 const FAKETIME: &str = r#"fake() { local clock=$1; shift; faketime -m -f "$clock" "$@"; }
 "#;
 

@@ -111,7 +111,7 @@ pub trait Stage {
 pub const NEIGHBOUR: &str = "neighbour";
 
 /// A way to a share.
-pub struct Door {
+pub struct EntryPoint {
     pub name: &'static str,
     pub open: fn() -> Box<dyn Stage>,
     pub cases: fn() -> Vec<Case>,
@@ -212,29 +212,29 @@ impl Expect {
     }
 }
 
-/// Tries every case of a door; how many FAILED.
-pub fn try_door(door: &Door) -> usize {
+/// Tries every case of an entry point; how many FAILED.
+pub fn try_entry_point(entry_point: &EntryPoint) -> usize {
     let only = std::env::var("SUBLET_CASES_ONLY").unwrap_or_default();
-    let mut stage = (door.open)();
+    let mut stage = (entry_point.open)();
     let engine = stage.world().engine.program();
     let mut text = format!(
         "## {}, {engine}\n\n{}\n\n| | what | command | expected | seen | |\n|---|---|---|---|---|---|\n",
-        door.name,
+        entry_point.name,
         stage.prelude()
     );
     let mut failed = 0;
-    for (at, case) in (door.cases)().iter().enumerate().filter(|(_, case)| case.what.contains(&only)) {
+    for (at, case) in (entry_point.cases)().iter().enumerate().filter(|(_, case)| case.what.contains(&only)) {
         let (seen, problems) = try_case(&mut *stage, case);
         let verdict = if problems.is_empty() { "ok".to_owned() } else { format!("FAILED: {problems}") };
         let (number, expected) = (at + 1, case.expected.said());
         let cells = [case.what, &format!("`{}`", case.command), &expected, &seen, &verdict];
         let cells = cells.map(|cell| cell.replace('|', "\\|")).join(" | ");
-        println!("{} {engine} {number} | {cells}", door.name);
+        println!("{} {engine} {number} | {cells}", entry_point.name);
         writeln!(text, "| {number} | {cells} |").expect("a String");
         if !problems.is_empty() {
             failed += 1;
             // Whatever it broke, the next one is not its victim.
-            stage = (door.open)();
+            stage = (entry_point.open)();
         }
     }
     text.push('\n');

@@ -12,7 +12,7 @@ use crate::frame::{NEIGHBOUR, Seen, Stage};
 /// Says what nodes there are, and then what CUDA has.
 pub const PROBE: &str = "echo nodes: $(ls /dev | grep nvidia)\nexec cuda-probe \"$@\"\n";
 
-/// What every engine's door has.
+/// What every engine's entry point has.
 pub const SHELL: &str = r#"said() { for i in {1..100}; do podman logs c 2>/dev/null | grep -q '"event":"info"' && break; sleep 0.05; done; podman logs c; }
 leases() { sublet lease list --format json | grep -c container_id; }
 swap() { local t; t=$(<"$3"); [[ $t == *"$1"* ]] && printf %s "${t/"$1"/"$2"}" >"$3"; }

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{Column, Door, OTHER_NODE, Request, WHOLE, With, other_node};
+use super::{Column, EntryPoint, OTHER_NODE, Request, WHOLE, With, other_node};
 use crate::bundle::Finished;
 use crate::containerd::Containerd;
 use crate::world::World;
@@ -18,7 +18,7 @@ impl OfContainerd {
     }
 }
 
-impl Door for OfContainerd {
+impl EntryPoint for OfContainerd {
     fn column(&self) -> Column {
         WHOLE
     }

@@ -4,7 +4,7 @@ use std::os::unix::fs::symlink;
 
 use serde_json::{Value, json};
 
-use super::{Column, Door, Request, WHOLE, cdi_column};
+use super::{Column, EntryPoint, Request, WHOLE, cdi_column};
 use crate::bundle::Finished;
 use crate::docker::{Docker, IMAGE};
 use crate::world::{World, bin_dir};
@@ -58,7 +58,7 @@ fn runtimes(world: &World, shares: &[&str]) -> Value {
     shares.iter().map(runtime).collect::<serde_json::Map<_, _>>().into()
 }
 
-impl Door for OfDocker {
+impl EntryPoint for OfDocker {
     fn column(&self) -> Column {
         match self.asked {
             Asked::Runtime | Asked::Default => WHOLE,

@@ -12,24 +12,24 @@ const LIMIT: u64 = 8192;
 
 /// How a bundle gets its share.
 #[derive(Clone, Copy, PartialEq)]
-enum Door {
+enum EntryPoint {
     Shim,
     Precreate,
     Late(&'static str),
 }
 
 pub fn table(world: &World, table: &mut Table) {
-    let doors = [
-        ("shim", Door::Shim, "shared"),
-        ("shim", Door::Shim, "dedicated"),
-        ("precreate", Door::Precreate, "shared"),
-        ("precreate", Door::Precreate, "dedicated"),
-        ("prestart", Door::Late("prestart"), "dedicated"),
-        ("createRuntime", Door::Late("createRuntime"), "dedicated"),
+    let entry_points = [
+        ("shim", EntryPoint::Shim, "shared"),
+        ("shim", EntryPoint::Shim, "dedicated"),
+        ("precreate", EntryPoint::Precreate, "shared"),
+        ("precreate", EntryPoint::Precreate, "dedicated"),
+        ("prestart", EntryPoint::Late("prestart"), "dedicated"),
+        ("createRuntime", EntryPoint::Late("createRuntime"), "dedicated"),
     ];
-    for (name, door, isolation) in doors {
+    for (name, entry_point, isolation) in entry_points {
         for mapped in [false, true] {
-            let bundle = start(world, door, isolation, mapped);
+            let bundle = start(world, entry_point, isolation, mapped);
             let who = if mapped { "user namespace" } else { "root" };
             let heading = format!("{name}, {isolation}, {who}");
             let path = ["PATH=/usr/bin:/bin"];
@@ -47,16 +47,16 @@ pub fn table(world: &World, table: &mut Table) {
     }
 }
 
-fn start<'a>(world: &'a World, door: Door, isolation: &str, mapped: bool) -> Bundle<'a> {
+fn start<'a>(world: &'a World, entry_point: EntryPoint, isolation: &str, mapped: bool) -> Bundle<'a> {
     let share = [("sublet.sm", "25"), ("sublet.memory", "8GiB"), ("sublet.isolation", isolation)];
     let mut bundle = world.bundle("door", &share, HOLD);
     if mapped {
         bundle.map_users();
     }
-    match door {
-        Door::Shim => {}
-        Door::Precreate => bundle.precreate(),
-        Door::Late(stage) => bundle.hook(&[stage, "poststop"]),
+    match entry_point {
+        EntryPoint::Shim => {}
+        EntryPoint::Precreate => bundle.precreate(),
+        EntryPoint::Late(stage) => bundle.hook(&[stage, "poststop"]),
     }
     bundle.up();
     bundle

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use super::{Door, Request};
+use super::{EntryPoint, Request};
 use crate::processes::{self, read};
 use crate::world::{World, eventually};
 
@@ -43,13 +43,13 @@ impl Report {
     /// Asks the processes of a container that runs [`Self::PROGRAM`]. Engines take their time for each
     /// command: what is exec'd is one.
     #[must_use]
-    pub fn of(door: &dyn Door, request: &Request) -> Self {
-        let (output, first) = waited(|| with_info(door.output(request)))
-            .unwrap_or_else(|| panic!("no report: {}", door.output(request)));
+    pub fn of(entry_point: &dyn EntryPoint, request: &Request) -> Self {
+        let (output, first) = waited(|| with_info(entry_point.output(request)))
+            .unwrap_or_else(|| panic!("no report: {}", entry_point.output(request)));
         let environment = output.lines().filter(|line| line.contains('=') && !line.starts_with('{'));
-        let (_, health) = waited(|| with_info(door.health(request)))
-            .unwrap_or_else(|| panic!("no health check: {}", door.health(request)));
-        let seen = door.exec(request, &["/bin/sh", "-c", &script()]);
+        let (_, health) = waited(|| with_info(entry_point.health(request)))
+            .unwrap_or_else(|| panic!("no health check: {}", entry_point.health(request)));
+        let seen = entry_point.exec(request, &["/bin/sh", "-c", &script()]);
         let part = |name: &str| {
             let mut parts = seen.stdout.split("== ").filter_map(|part| part.split_once('\n'));
             parts.find(|part| part.0 == name).unwrap_or_else(|| panic!("no {name}: {seen:?}")).1

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use serde_json::Value;
 
-use super::{Column, Door, Request, WHOLE, cdi_column};
+use super::{Column, EntryPoint, Request, WHOLE, cdi_column};
 use crate::bundle::Finished;
 use crate::podman::{CdiOffer, IMAGE, Podman};
 use crate::world::World;
@@ -30,17 +30,17 @@ pub struct OfPodman {
 }
 
 impl OfPodman {
-    /// A new Podman by this door.
+    /// A new Podman by this entry point.
     #[must_use]
     pub fn up(world: World, by: By) -> Self {
         let podman = Podman::up(world);
         let offer = (by == By::Device).then(|| podman.offer_cdi());
-        let mut door = Self { podman, by, _offer: offer };
-        door.go_by(by);
-        door
+        let mut entry_point = Self { podman, by, _offer: offer };
+        entry_point.go_by(by);
+        entry_point
     }
 
-    /// The same Podman by another door.
+    /// The same Podman by another entry point.
     pub fn go_by(&mut self, by: By) {
         let file = self.podman.world.dir.path().join("hooks/sublet.json");
         if by == By::Hook {
@@ -67,7 +67,7 @@ pub(super) fn annotations(request: &Request) -> Vec<String> {
     request.annotations().iter().map(option).collect()
 }
 
-impl Door for OfPodman {
+impl EntryPoint for OfPodman {
     fn column(&self) -> Column {
         match self.by {
             By::Hook => Column { exec_environment: false, ..WHOLE },

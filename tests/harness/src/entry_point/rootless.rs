@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::podman::annotations;
-use super::{Column, Door, Request, WHOLE};
+use super::{Column, EntryPoint, Request, WHOLE};
 use crate::bundle::Finished;
 use crate::rootless::{Rootless, done};
 use crate::world::World;
@@ -30,7 +30,7 @@ impl OfRootless {
     }
 }
 
-impl Door for OfRootless {
+impl EntryPoint for OfRootless {
     fn column(&self) -> Column {
         Column { exec_environment: !self.by_hook, device_cgroup: false, ..WHOLE }
     }

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Column, Door, OTHER_NODE, Request, WHOLE, With, other_node};
+use super::{Column, EntryPoint, OTHER_NODE, Request, WHOLE, With, other_node};
 use crate::bundle::{Bundle, Finished};
 use crate::world::{Engine, World};
 
@@ -30,7 +30,7 @@ impl Plain {
         Self { world, how }
     }
 
-    /// The same bundles by another door.
+    /// The same bundles by another entry point.
     pub fn go_by(&mut self, how: How) {
         self.how = how;
     }
@@ -55,7 +55,7 @@ impl Plain {
     }
 }
 
-impl Door for Plain {
+impl EntryPoint for Plain {
     fn column(&self) -> Column {
         let says_why = self.world.engine == Engine::Runc;
         match self.how {

@@ -1,5 +1,5 @@
-//! The ways in which a container gets its share, all to be used alike: tests/doors.rs puts one table of
-//! requests through each. A new door is a file here, a [`Column`] and a test of a few lines there.
+//! The ways in which a container gets its share, all to be used alike: tests/entry_points.rs puts one table of
+//! requests through each. A new entry point is a file here, a [`Column`] and a test of a few lines there.
 
 mod containerd;
 mod docker;
@@ -98,7 +98,7 @@ fn other_node(world: &World) -> PathBuf {
     root.join(&OTHER_NODE[1..])
 }
 
-/// What a door cannot offer, each by its nature. All `true` is the whole contract.
+/// What an entry point cannot offer, each by its nature. All `true` is the whole contract.
 #[derive(Clone, Copy, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "a column of a table")]
 pub struct Column {
@@ -121,7 +121,7 @@ pub struct Column {
     pub says_why: bool,
 }
 
-/// A door with all there is to offer.
+/// An entry point with all there is to offer.
 pub const WHOLE: Column = Column {
     environment: true,
     exec_environment: true,
@@ -143,7 +143,7 @@ fn cdi_column(engine: Engine) -> Column {
 }
 
 /// One way in which a container gets its share.
-pub trait Door {
+pub trait EntryPoint {
     /// What it may not offer.
     fn column(&self) -> Column;
 
@@ -159,7 +159,7 @@ pub trait Door {
     /// What its first process has printed.
     fn output(&self, request: &Request) -> String;
 
-    /// Runs a command in it as this door's engine does.
+    /// Runs a command in it as this entry point's engine does.
     fn exec(&self, request: &Request, args: &[&str]) -> Finished;
 
     /// What a health check prints that runs `cuda-probe info`; empty as long as none has.

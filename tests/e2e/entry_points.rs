@@ -1,6 +1,6 @@
-//! One table of requests through every door: what each gives is a literal, and each container says from
+//! One table of requests through every entry point: what each gives is a literal, and each container says from
 //! inside what it has got, by its first process, an exec'd one, a health check and one with `env -i`.
-//! What a door cannot offer is its [`Column`], nothing else. Eight H200: 132 SMs, 143155 MiB.
+//! What an entry point cannot offer is its [`Column`], nothing else. Eight H200: 132 SMs, 143155 MiB.
 //!
 //! Plain bundles run everywhere; the engines need the root that tests/engines/enter gives.
 
@@ -10,8 +10,8 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use sublet_e2e::docker::skip_unless_engines;
-use sublet_e2e::door::{
-    Asked, By, Column, Door, How, OfContainerd, OfDocker, OfPodman, OfRootless, Plain, Report, Request,
+use sublet_e2e::entry_point::{
+    Asked, By, Column, EntryPoint, How, OfContainerd, OfDocker, OfPodman, OfRootless, Plain, Report, Request,
     traces,
 };
 use sublet_e2e::{World, eventually, skip_unless_root};
@@ -30,7 +30,7 @@ fn beside() -> impl Iterator<Item = Request> {
     ROWS.iter().filter_map(|row| row.beside)
 }
 
-/// What the table says for this door.
+/// What the table says for this entry point.
 fn expected(row: &Row, column: Column) -> Gets {
     let share = row.request.share();
     let is_share = ROWS.iter().any(|row| row.share && row.request.name == share);
@@ -44,48 +44,48 @@ fn expected(row: &Row, column: Column) -> Gets {
 }
 
 /// The whole table. After each row nothing is left.
-fn all_rows(door: &dyn Door) {
-    let column = door.column();
+fn all_rows(entry_point: &dyn EntryPoint) {
+    let column = entry_point.column();
     for row in ROWS {
         eprintln!("{}", row.request.name);
         if let Some(beside) = &row.beside {
-            door.start(beside, &["/bin/sleep", "600"]).expect("there is room");
+            entry_point.start(beside, &["/bin/sleep", "600"]).expect("there is room");
         }
         let expected = expected(row, column);
         if let Gets::Undecided(why) = expected {
             eprintln!("not asked here: {why}");
             continue;
         }
-        let started = door.start(&row.request, &Report::PROGRAM);
+        let started = entry_point.start(&row.request, &Report::PROGRAM);
         match expected {
             Gets::Undecided(_) => {}
-            Gets::Refused(why) => refused(door, row, started, why),
+            Gets::Refused(why) => refused(entry_point, row, started, why),
             Gets::Nothing => {
                 started.expect("it needs nothing of ours");
-                nothing(&Report::of(door, &row.request), door.world());
-                door.stop(&row.request);
+                nothing(&Report::of(entry_point, &row.request), entry_point.world());
+                entry_point.stop(&row.request);
             }
             Gets::Share(share) => {
                 started.unwrap_or_else(|why| panic!("{}: {why}", row.request.name));
-                leases(door.world(), &row.request, &share);
-                check(&Report::of(door, &row.request), &share, column, row.request.name);
-                door.stop(&row.request);
+                leases(entry_point.world(), &row.request, &share);
+                check(&Report::of(entry_point, &row.request), &share, column, row.request.name);
+                entry_point.stop(&row.request);
             }
         }
         if let Some(beside) = &row.beside {
-            door.stop(beside);
-            door.remove(beside);
+            entry_point.stop(beside);
+            entry_point.remove(beside);
         }
-        gone(door, &row.request);
+        gone(entry_point, &row.request);
     }
 }
 
-fn refused(door: &dyn Door, row: &Row, started: Result<(), String>, why: &str) {
+fn refused(entry_point: &dyn EntryPoint, row: &Row, started: Result<(), String>, why: &str) {
     let name = row.request.name;
     let said = started.expect_err(name);
-    let last = door.world().sublet(&["status", "--last-error"]);
+    let last = entry_point.world().sublet(&["status", "--last-error"]);
     let last = String::from_utf8_lossy(&last.stdout).into_owned();
-    if door.column().says_why {
+    if entry_point.column().says_why {
         assert!(said.contains(why), "{name}: {why:?} is not in: {said}");
     } else {
         // Before us the engine itself may have refused it.
@@ -159,13 +159,13 @@ fn sees(process: &Value, cuda: Option<Cuda>, share: &Share, said: &str) {
 }
 
 /// Neither lease nor daemon nor mount nor process nor file, while its root filesystem is still there and after.
-fn gone(door: &dyn Door, request: &Request) {
-    let world = door.world();
+fn gone(entry_point: &dyn EntryPoint, request: &Request) {
+    let world = entry_point.world();
     assert!(eventually(|| world.leases().is_empty()), "{}: {:?}", request.name, world.leases());
     world.stop_waiting();
     assert!(eventually(|| world.daemons().is_empty()), "{}: {:?}", request.name, world.daemons());
     assert!(eventually(|| traces(world).is_empty()), "{}: {:#?}", request.name, traces(world));
-    door.remove(request);
+    entry_point.remove(request);
     world.assert_empty();
     assert_eq!(traces(world), Vec::<String>::new(), "{}", request.name);
 }
@@ -197,14 +197,14 @@ fn sorted(mut spec: Value) -> Value {
 }
 
 /// Both ways must make the same config.json of the same container, but for what [`normal`] takes away.
-fn same_edits<D: Door>(door: &mut D, ways: [fn(&mut D); 2], look: fn(Value) -> Value) {
+fn same_edits<D: EntryPoint>(entry_point: &mut D, ways: [fn(&mut D); 2], look: fn(Value) -> Value) {
     for row in ROWS.iter().filter(|row| matches!(row.gets, Gets::Share(_))) {
         let [first, second] = ways.map(|way| {
-            way(door);
-            door.start(&row.request, &["/bin/sleep", "600"]).expect("there is room");
-            let config = look(normal(door.config(&row.request)));
-            door.stop(&row.request);
-            gone(door, &row.request);
+            way(entry_point);
+            entry_point.start(&row.request, &["/bin/sleep", "600"]).expect("there is room");
+            let config = look(normal(entry_point.config(&row.request)));
+            entry_point.stop(&row.request);
+            gone(entry_point, &row.request);
             config
         });
         assert_eq!(first, second, "{}", row.request.name);
@@ -242,7 +242,8 @@ fn a_bundle_with_a_create_runtime_hook() {
 #[test]
 fn shim_and_precreate_write_the_same_config() {
     if !skip_unless_root() {
-        let ways: [fn(&mut Plain); 2] = [|door| door.go_by(How::Shim), |door| door.go_by(How::Precreate)];
+        let ways: [fn(&mut Plain); 2] =
+            [|entry_point| entry_point.go_by(How::Shim), |entry_point| entry_point.go_by(How::Precreate)];
         same_edits(&mut Plain::new(world(), How::Shim), ways, |spec| spec);
     }
 }
@@ -335,7 +336,8 @@ fn rootless_podman_by_the_shim() {
 #[test]
 fn podmans_hook_and_runtime_write_the_same_config() {
     if !skip_unless_engines() {
-        let ways: [fn(&mut OfPodman); 2] = [|door| door.go_by(By::Hook), |door| door.go_by(By::Runtime)];
+        let ways: [fn(&mut OfPodman); 2] =
+            [|entry_point| entry_point.go_by(By::Hook), |entry_point| entry_point.go_by(By::Runtime)];
         same_edits(&mut OfPodman::up(world(), By::Hook), ways, sorted);
     }
 }
