@@ -192,5 +192,5 @@ fn explain_and_config_know_the_table() {
     std::fs::write(&path, RULES).expect("containers.toml");
     let refused = world.sublet(&["config", "check"]);
     let refused = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(refused.contains("there is no [share.nosuch] in the configuration"), "{refused}");
+    assert!(refused.contains("the configuration has no [share.nosuch]"), "{refused}");
 }

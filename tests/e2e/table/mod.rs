@@ -1,4 +1,4 @@
-//! The table of tests/entry_points.rs: what each request gets, in literals.
+//! The table of `tests/e2e/entry_points.rs`: what each request gets, in literals.
 
 use sublet_e2e::entry_point::{Request, With};
 

@@ -1,4 +1,4 @@
-//! The ways in which a container gets its share, all to be used alike: tests/entry_points.rs puts one table of
+//! The ways in which a container gets its share, all to be used alike: `tests/e2e/entry_points.rs` puts one table of
 //! requests through each. A new entry point is a file here, a [`Column`] and a test of a few lines there.
 
 mod containerd;
