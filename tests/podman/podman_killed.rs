@@ -111,6 +111,12 @@ impl Side<'_> {
         }
         self.stopping.go_on();
         let _ = client.wait();
+        if victim == Some("podman") {
+            // What goes on is let come to its end: killed half-way it would leave what nobody is there to remove.
+            let creates = |name: &str| !engine(self.world, Some(name)).is_empty();
+            let ended = || !["crun", "runc", "sublet-hook"].into_iter().any(creates);
+            assert!(eventually(ended), "{at}: what creates the container does not end");
+        }
     }
 
     /// What lives on has its lease. (One whose lease has ended is created as far as the hook that says so.)
