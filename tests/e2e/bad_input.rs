@@ -213,6 +213,28 @@ fn specs_that_contradict_a_share() {
     world.assert_empty();
 }
 
+/// Hidden MPS directories concern the containers that get them. Which do, the placement decides.
+#[test]
+fn a_mask_over_the_mps_directories_is_refused_only_where_they_are_mounted() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "[[device]]\nmatch = \"0\"\nuse = \"mps\"\n");
+    let masked = |id: &str, gpu: &str| {
+        let mut bundle = world.bundle(id, &[("sublet.gpu", gpu)], HOLD);
+        bundle.spec["linux"]["maskedPaths"] = json!(["/run/sublet"]);
+        bundle
+    };
+    let refused = masked("by-mps", "0").refused();
+    assert!(refused.starts_with("/run/sublet hides the MPS directory"), "{refused}");
+    world.assert_empty();
+    let bundle = masked("by-time-slice", "1");
+    bundle.up();
+    assert_eq!(world.leases()[0]["mode"], "time-slice");
+    bundle.down();
+    world.assert_empty();
+}
+
 #[test]
 fn what_a_container_with_a_share_cannot_do() {
     if skip_unless_root() {

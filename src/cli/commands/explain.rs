@@ -72,6 +72,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let candidate = candidate(arguments, rootfs)?;
     let lease = lease_for(&candidate, &placement, &image, id, config);
     let grant = grant(&placement, &lease, &request.capabilities, &image, &inventory, config);
+    oci::check_mps_directories(&spec, &candidate.container.rootfs, &grant)?;
     if arguments.bundle.is_none() {
         print_grant(&grant);
     } else {

@@ -103,6 +103,7 @@ fn admit_live(
     let applied = activate(&taken.lease.id, init, &store)
         .and_then(|()| local.grant(&taken, &request))
         .and_then(|grant| {
+            oci::check_mps_directories(spec, &candidate.container.rootfs, &grant)?;
             match &asked {
                 Some(asked) => has_environment(spec, asked, &grant)?,
                 None => fits(&taken, spec)?,

@@ -66,6 +66,7 @@ impl Local<'_> {
         let taken =
             request_of_spec::taken(take::take(candidate, &request, terms, &store, *self), spec, self.config)?;
         let served = self.grant(&taken, &request).and_then(|grant| {
+            oci::check_mps_directories(spec, &candidate.container.rootfs, &grant)?;
             oci::edit(spec, &grant)?;
             self.ready(&taken, &grant, &store)
         });

@@ -248,9 +248,12 @@ fn look(
     let Answer::Granted(granted) = broker.ask(&ask(candidate, annotations, spec, image))? else {
         return unfitting();
     };
-    if let Err(error) = oci::edit(spec, &granted.grant) {
+    let edited = oci::check_mps_directories(spec, &candidate.container.rootfs, &granted.grant)
+        .map_err(AdmitError::from)
+        .and_then(|()| Ok(oci::edit(spec, &granted.grant)?));
+    if let Err(error) = edited {
         let _ = broker.ask(&Ask::Withdraw { lease: granted.lease });
-        return Err(error.into());
+        return Err(error);
     }
     Ok(Admission::Granted { lease: granted.lease, warnings: granted.warnings })
 }

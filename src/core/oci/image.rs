@@ -12,10 +12,9 @@ use super::image_error::ImageError;
 use super::mount_points;
 use super::rootfs::Tree;
 use crate::config::{Config, Inject};
-use crate::grant::{Image, MPS_DEFAULT_DIR, MPS_DIR, driver_files};
+use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, driver_files};
 use crate::inventory::Inventory;
 use crate::request::Request;
-use crate::share::Mode;
 use crate::text::safe;
 
 /// Looked through for names, never parsed; ld.so.conf, a text with commands of its own, is not read at all.
@@ -35,7 +34,8 @@ const HOST: (&str, u16) = ("aarch64-linux-gnu", 183);
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 const HOST: (&str, u16) = ("none", 0);
 
-/// Looks into `rootfs`, with the spec's volumes over it, for all that `request` will have mounted there.
+/// Looks into `rootfs`, with the spec's volumes over it: which of the driver's files go where. They are the same wherever
+/// the container is placed; what the placement adds is for [`check_mps_directories`].
 ///
 /// # Errors
 /// A mount point of ours is a directory where a file must be, or cannot be created on a read-only root.
@@ -59,22 +59,26 @@ pub fn inspect(
         image.warnings = rivals(&tree, spec, image.libraries());
     }
     let files: Vec<_> = files.into_iter().map(|mount| mount.destination).collect();
-    let directories = mps_directories(request, &image, config);
-    (image.created, image.volumes) = mount_points::check(&tree, &files, &directories)?;
-    hidden_mps::unmasked(spec, &tree, &directories)?;
+    (image.created, image.volumes) = mount_points::check_files(&tree, &files)?;
     Ok(image)
 }
 
-/// The MPS directories, where the request may come to need a server: its device is not chosen yet.
-fn mps_directories(request: &Request, image: &Image, config: &Config) -> Vec<PathBuf> {
-    let by_device = config.device.iter().any(|rule| rule.fixed_use == Some(Mode::Mps));
-    let by_default = request.default_mode == Mode::Mps || by_device;
-    let mps = request.mode.map_or(by_default, |mode| mode == Mode::Mps);
-    if !mps && request.memory.is_none() {
-        return Vec::new();
+/// Looks whether the MPS directories that `grant` mounts into `rootfs`, with the spec's volumes over it, can be mounted
+/// there, and are seen there afterwards.
+///
+/// # Errors
+/// A mount point is a file, cannot be created on a read-only root, or leads into another mount; a mask hides one.
+pub fn check_mps_directories(spec: &Value, rootfs: &Path, grant: &Grant) -> Result<(), ImageError> {
+    let is_mps = |path: &PathBuf| path == Path::new(MPS_DIR) || path == Path::new(MPS_DEFAULT_DIR);
+    let mounted = grant.mounts.iter().map(|mount| mount.destination.clone());
+    let (directories, files): (Vec<_>, Vec<_>) = mounted.partition(is_mps);
+    if directories.is_empty() {
+        return Ok(());
     }
-    let default = (!image.tmp_is_host).then_some(MPS_DEFAULT_DIR);
-    [MPS_DIR].into_iter().chain(default).map(PathBuf::from).collect()
+    let tree =
+        Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })?;
+    mount_points::check_directories(&tree, &directories, &files)?;
+    hidden_mps::unmasked(spec, &tree, &directories)
 }
 
 /// The directory, links resolved, with the libc.so.6 that can load the driver's libraries: ld.so searches

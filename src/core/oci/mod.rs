@@ -24,7 +24,7 @@ pub(crate) use conflict::own_mount_namespace;
 pub use conflict::{Conflict, conflict};
 pub(crate) use environment::environment_value;
 pub(crate) use hidden_mps::uncovered;
-pub use image::inspect;
+pub use image::{check_mps_directories, inspect};
 pub use image_error::ImageError;
 pub use json_file::{FileError, JsonFile, mentions_sublet};
 pub use live::systemctl;

@@ -11,54 +11,73 @@ use nix::sys::stat::{FileStat, SFlag, fstatat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use super::image_error::ImageError;
-use super::rootfs::{Tree, open_directory};
+use super::rootfs::{Found, Tree, open_directory};
 use crate::fs::below::{open_below, open_in, open_root};
 use crate::ledger::{Leftover, VolumeFiles};
 
-/// Looks at each mount point. Files that are not there yet and will be made in the rootfs come back, and the directories
-/// of volumes that files are mounted in.
+/// Looks at the mount points of files. Those that are not there yet and will be made in the rootfs come back, and the
+/// directories of volumes that files are mounted in.
 ///
 /// A link is fine wherever it leads: the runtime resolves it inside the rootfs, as the kernel did here.
-pub(super) fn check(
+pub(super) fn check_files(
     tree: &Tree,
     files: &[PathBuf],
-    directories: &[PathBuf],
 ) -> Result<(Vec<PathBuf>, Vec<VolumeFiles>), ImageError> {
     let (mut created, mut impossible, mut volumes) = (Vec::new(), Vec::new(), Vec::new());
-    let all = files.iter().map(|path| (path, false)).chain(directories.iter().map(|path| (path, true)));
-    for (path, directory) in all {
-        if tree.is_shared(path) {
-            return Err(ImageError::Shared(path.clone()));
-        }
+    for path in files {
         let unusable = |source| ImageError::Unusable { path: path.clone(), source };
-        match tree.find(path) {
-            Ok(found) if found.is(SFlag::S_IFDIR) == directory => {
-                if found.in_volume && !directory {
-                    if let (Some(place), _) = tree.place_in_volume(path).map_err(unusable)? {
-                        note(place, None, &mut volumes);
-                    }
+        match look(tree, path)? {
+            Some(found) if found.is(SFlag::S_IFDIR) => return Err(ImageError::Directory(path.clone())),
+            Some(found) if found.in_volume => {
+                if let (Some(place), _) = tree.place_in_volume(path).map_err(unusable)? {
+                    note(place, None, &mut volumes);
                 }
             }
-            Ok(_) if directory => return Err(ImageError::NotDirectory(path.clone())),
-            Ok(_) => return Err(ImageError::Directory(path.clone())),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => match tree.place_for(path) {
+            Some(_) => {}
+            None => match tree.place_for(path) {
                 (true, _) => impossible.push(path.clone()),
-                (false, false) if !directory => created.push(path.clone()),
-                (false, true) if !directory => match tree.place_in_volume(path).map_err(unusable)? {
+                (false, false) => created.push(path.clone()),
+                (false, true) => match tree.place_in_volume(path).map_err(unusable)? {
                     (Some(place), file) => note(place, Some(file), &mut volumes),
                     // A link of the volume's leads back to the image's own files; a tmpfs goes with the container.
                     (None, landing) => created.extend(Some(landing).filter(|path| !tree.is_covered(path))),
                 },
-                (false, _) => {}
             },
-            Err(source) => return Err(unusable(source)),
+        }
+    }
+    if impossible.is_empty() { Ok((created, volumes)) } else { Err(ImageError::ReadOnly(impossible)) }
+}
+
+/// Looks at the mount points of `directories`, which are mounted beside `files`.
+pub(super) fn check_directories(
+    tree: &Tree,
+    directories: &[PathBuf],
+    files: &[PathBuf],
+) -> Result<(), ImageError> {
+    let mut impossible = Vec::new();
+    for path in directories {
+        match look(tree, path)? {
+            Some(found) if !found.is(SFlag::S_IFDIR) => return Err(ImageError::NotDirectory(path.clone())),
+            Some(_) => {}
+            None => impossible.extend(Some(path.clone()).filter(|path| tree.place_for(path).0)),
         }
     }
     if !impossible.is_empty() {
         return Err(ImageError::ReadOnly(impossible));
     }
-    check_directories(tree, files, directories)?;
-    Ok((created, volumes))
+    check_nesting(tree, directories, files)
+}
+
+/// What is at a mount point, if anything is.
+fn look(tree: &Tree, path: &Path) -> Result<Option<Found>, ImageError> {
+    if tree.is_shared(path) {
+        return Err(ImageError::Shared(path.to_owned()));
+    }
+    match tree.find(path) {
+        Ok(found) => Ok(Some(found)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(ImageError::Unusable { path: path.to_owned(), source }),
+    }
 }
 
 /// Adds the directory of a volume that something of ours is mounted in, and the file that will be made there. What is no
@@ -76,7 +95,7 @@ fn note(mut place: VolumeFiles, made: Option<PathBuf>, volumes: &mut Vec<VolumeF
 }
 
 /// Refuses links by which something would be made in a directory of ours that is mounted already: it is the host's.
-fn check_directories(tree: &Tree, files: &[PathBuf], directories: &[PathBuf]) -> Result<(), ImageError> {
+fn check_nesting(tree: &Tree, directories: &[PathBuf], files: &[PathBuf]) -> Result<(), ImageError> {
     let lead = |path: &PathBuf| {
         tree.leads_to(path).map_err(|source| ImageError::Unusable { path: path.clone(), source })
     };

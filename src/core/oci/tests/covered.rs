@@ -4,13 +4,12 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::image::{Root, mps, time_slice};
-use crate::config::Config;
+use super::image::Root;
 use crate::oci::uncovered;
 
 fn masked(root: &Root, paths: &[&str]) -> Result<(), String> {
     let spec = json!({"linux": {"maskedPaths": paths}});
-    root.inspect_as(&spec, &mps(), &Config::default()).map(drop).map_err(|error| error.to_string())
+    root.inspect_with_mps(&spec).map_err(|error| error.to_string())
 }
 
 #[test]
@@ -31,7 +30,7 @@ fn a_mask_over_an_mps_directory_is_refused_and_named() {
         assert!(masked(&root, &[mask]).unwrap_err().contains("hides the MPS directory"), "{mask}");
     }
     let spec = json!({"linux": {"maskedPaths": ["/run/sublet"]}});
-    assert!(root.inspect_as(&spec, &time_slice(), &Config::default()).is_ok(), "no server is needed");
+    assert!(root.inspect(&spec).is_ok(), "no server is needed");
 }
 
 #[test]

@@ -9,9 +9,9 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::config::Config;
-use crate::grant::Image;
+use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, Mount};
 use crate::inventory::{Driver, DriverFile, FileKind, Fingerprint, Inventory, Majors};
-use crate::oci::{ImageError, inspect};
+use crate::oci::{ImageError, check_mps_directories, inspect};
 use crate::request::Request;
 use crate::share::{Capabilities, Capability, Devices, Isolation, Mode, Priority};
 
@@ -74,6 +74,17 @@ impl Root {
         inspect(spec, &self.path("rootfs"), request, &inventory(), config)
     }
 
+    /// As [`Self::inspect`], for a container whose placement has an MPS daemon.
+    pub fn inspect_with_mps(&self, spec: &Value) -> Result<(), ImageError> {
+        let image = self.inspect(spec)?;
+        let default = (!image.tmp_is_host).then_some(MPS_DEFAULT_DIR);
+        let directories = [MPS_DIR].into_iter().chain(default);
+        let mounts =
+            directories.map(|path| Mount { source: "/run/sublet/mps/x".into(), destination: path.into() });
+        let grant = Grant { mounts: mounts.collect(), ..Grant::default() };
+        check_mps_directories(spec, &self.path("rootfs"), &grant)
+    }
+
     pub fn inspect(&self, spec: &Value) -> Result<Image, ImageError> {
         self.inspect_as(spec, &time_slice(), &Config::default())
     }
@@ -110,10 +121,6 @@ pub(super) fn time_slice() -> Request {
         capabilities: Capabilities::default(),
         wait: Duration::ZERO,
     }
-}
-
-pub(super) fn mps() -> Request {
-    Request { mode: Some(Mode::Mps), ..time_slice() }
 }
 
 fn inventory() -> Inventory {

@@ -6,12 +6,10 @@ use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
-use super::image::{Root, TRIPLET, in_triplet, mps, time_slice};
+use super::image::{Root, TRIPLET, in_triplet, time_slice};
 use crate::config::{Config, Inject};
 use crate::ledger::VolumeFiles;
 use crate::oci::{ImageError, cleanup_mount_points, clear_volume};
-use crate::request::Request;
-use crate::share::{Memory, Percent};
 
 #[test]
 fn mount_points_that_are_links_are_accepted() {
@@ -41,7 +39,7 @@ fn mount_points_that_cannot_be_are_named() {
 
     let file = Root::debian();
     file.file("rootfs/run/sublet/mps", "");
-    let error = file.inspect_as(&json!({}), &mps(), &Config::default()).unwrap_err();
+    let error = file.inspect_with_mps(&json!({})).unwrap_err();
     assert!(matches!(&error, ImageError::NotDirectory(path) if path == Path::new("/run/sublet/mps")));
     assert!(file.inspect(&json!({})).is_ok());
 }
@@ -61,7 +59,7 @@ fn links_lead_nothing_into_a_directory_of_ours() {
         let root = Root::debian();
         let _ = fs::remove_dir(root.path(&format!("rootfs/{place}")));
         root.link(target, &format!("rootfs/{place}"));
-        let error = root.inspect_as(&volumes, &mps(), &Config::default()).unwrap_err().to_string();
+        let error = root.inspect_with_mps(&volumes).unwrap_err().to_string();
         let expected = format!("a link in the image puts {inner} in or below the mount at {outer}: ");
         assert!(error.starts_with(&expected), "{place} -> {target}: {error}");
         assert!(root.inspect(&volumes).is_ok(), "{place} -> {target}, without a server");
@@ -75,7 +73,7 @@ fn links_lead_nothing_into_a_directory_of_ours() {
         let root = Root::debian();
         let _ = fs::remove_dir(root.path(&format!("rootfs/{place}")));
         root.link(target, &format!("rootfs/{place}"));
-        root.inspect_as(&volumes, &mps(), &Config::default()).unwrap();
+        root.inspect_with_mps(&volumes).unwrap();
     }
 }
 
@@ -104,13 +102,14 @@ fn a_read_only_rootfs_needs_every_mount_point() {
         eprintln!("skipped: a read-only mount needs root");
         return;
     }
-    let memory = Request { memory: Some(Memory::Share(Percent::WHOLE)), ..time_slice() };
-    let by_mode = Request { mode: None, ..time_slice() };
-    let count = |request: &Request| match root.inspect_as(&json!({}), request, &Config::default()) {
+    let named = |inspected: Result<(), ImageError>| match inspected {
         Err(ImageError::ReadOnly(paths)) => paths.len(),
         other => panic!("{other:?}"),
     };
-    assert_eq!([count(&time_slice()), count(&by_mode), count(&mps()), count(&memory)], [3, 3, 5, 5]);
+    assert_eq!(named(root.inspect(&json!({})).map(drop)), 3);
+    // With the driver's files in place, the MPS directories are looked for where there is a daemon.
+    let usr = json!({"mounts": [{"destination": "/usr", "type": "tmpfs", "source": "tmpfs"}]});
+    assert_eq!(named(root.inspect_with_mps(&usr)), 2);
     // What is mounted over it does not count, nor what another one injects.
     let tmpfs = json!({"mounts": [{"destination": "/usr", "type": "tmpfs", "source": "tmpfs"}]});
     assert!(root.inspect(&tmpfs).is_ok());
