@@ -70,10 +70,7 @@ impl Fence<'_> {
 
 impl Drop for Fence<'_> {
     fn drop(&mut self) {
-        let ended = self.store.update(|ledger| {
-            ledger.end_mig(self.owner, self.changed);
-            Ok::<_, std::convert::Infallible>(())
-        });
+        let ended = self.store.change(|ledger| ledger.end_mig(self.owner, self.changed));
         // It ends with this process at the latest.
         if let Err(error) = ended {
             tracing::warn!("the GPUs take no lease until this process has ended: {error}");

@@ -216,9 +216,8 @@ impl<'a> Making<'a> {
     }
 
     fn change<T>(&mut self, change: impl FnOnce(&mut Ledger) -> T) -> Result<T, LedgerError> {
-        let (done, freed) = self.store.update(|ledger| Ok::<_, std::convert::Infallible>(change(ledger)))?;
+        let (done, freed) = self.store.change(change)?;
         self.freed.extend(freed);
-        let Ok(done) = done;
         Ok(done)
     }
 }

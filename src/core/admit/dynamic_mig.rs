@@ -2,7 +2,6 @@
 //! uses the driver; this code runs it.
 
 use std::cell::Cell;
-use std::convert::Infallible;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -88,7 +87,10 @@ pub fn order(
     ledger: &Ledger,
     config: &Config,
 ) -> Option<Result<Order, AdmitError>> {
-    let mut order = Order::of(request, inventory, ledger, config).filter(|_| config.mig.dynamic)?;
+    if !config.mig.dynamic {
+        return None;
+    }
+    let mut order = Order::of(request, inventory, ledger, config)?;
     let Some(limit) = limit else { return Some(Ok(order)) };
     if !limit.rule.dynamic {
         return None;
@@ -149,11 +151,7 @@ pub(super) fn give_up(id: &LeaseId, store: &Store, work: MigWork<'_>) {
     if !store.read().is_ok_and(|ledger| awaits(&ledger)) {
         return;
     }
-    let given_up = store.update(|ledger| {
-        ledger.await_no_more(id);
-        Ok::<_, Infallible>(())
-    });
-    match given_up {
+    match store.change(|ledger| ledger.await_no_more(id)) {
         Ok(_) => clear_made(store, work),
         Err(error) => tracing::warn!("{error}"),
     }

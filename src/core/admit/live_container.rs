@@ -3,8 +3,6 @@
 //! nodes, files, and its own MPS server with its limits as defaults. With a CDI device the engine has set
 //! the environment; then the share is as configured, with a shared server too.
 
-use std::convert::Infallible;
-
 use serde_json::Value;
 
 use super::local::Local;
@@ -145,11 +143,7 @@ fn dedicated(request: Request, spec: &Value, config: &Config) -> Result<Request,
 
 /// Active at once: the container exists.
 fn activate(lease: &LeaseId, init: Process, store: &Store) -> Result<(), AdmitError> {
-    let init = Init::of(init);
-    let (Ok(()), _) = store.update(|ledger| {
-        ledger.activate(lease, init);
-        Ok::<_, Infallible>(())
-    })?;
+    store.activate(lease, Init::of(init))?;
     Ok(())
 }
 

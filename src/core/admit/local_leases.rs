@@ -1,7 +1,6 @@
 //! Shares taken and given back where the state is on this host's disk.
 
 use std::collections::BTreeMap;
-use std::convert::Infallible;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -124,8 +123,7 @@ impl Local<'_> {
             self.clear_for_others(&ledger, &store);
             return Ok(None);
         }
-        let (Ok(marked), freed) =
-            store.update(|ledger| Ok::<_, Infallible>(ledger.mark_ending(uid, id, record, deleter)))?;
+        let (marked, freed) = store.mark_ending(uid, id, record, deleter)?;
         self.tidy(&freed, &store);
         Ok(marked)
     }
@@ -188,20 +186,21 @@ impl State for Local<'_> {
         if read(&store)?.abandon(uid, id, owner).is_empty() {
             return Ok(());
         }
-        let (Ok(abandoned), mut freed) =
-            store.update(|ledger| Ok::<_, Infallible>(ledger.abandon(uid, id, owner)))?;
-        freed.extend(abandoned);
+        let freed = store.abandon(uid, id, owner)?;
         self.tidy(&freed, &store);
         Ok(())
     }
 
     fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<(), AdmitError> {
-        Ok(self.update(|ledger| ledger.hand_over(lease, owner))?)
+        let store = self.store()?;
+        let freed = store.hand_over(lease, owner)?;
+        self.tidy(&freed, &store);
+        Ok(())
     }
 
     fn bind(&self, lease: &LeaseId, binding: &Binding) -> Result<(), AdmitError> {
         let store = self.store()?;
-        let (bound, freed) = store.update(|ledger| ledger.bind(lease, binding))?;
+        let (bound, freed) = store.bind(lease, binding)?;
         self.tidy(&freed, &store);
         Ok(bound?)
     }
@@ -211,7 +210,10 @@ impl State for Local<'_> {
     }
 
     fn unmark(&self, lease: &LeaseId) -> Result<(), AdmitError> {
-        Ok(self.update(|ledger| ledger.unmark_ending(lease))?)
+        let store = self.store()?;
+        let freed = store.unmark_ending(lease)?;
+        self.tidy(&freed, &store);
+        Ok(())
     }
 
     fn enter(&self, public: &Path, _id: &str, _record: &Path) -> Result<(), AdmitError> {

@@ -1,7 +1,5 @@
 //! The ledger changed, and what hangs on its leases brought into line with it: MPS daemons, mount points, MIG instances.
 
-use std::convert::Infallible;
-
 use super::local::Local;
 use super::{AdmitError, dynamic_mig};
 use crate::ledger::{Freed, Lease, LeaseId, Ledger, LedgerError, Store};
@@ -41,16 +39,14 @@ impl Local<'_> {
     /// As [`Store::update`].
     pub fn update<R>(&self, change: impl FnOnce(&mut Ledger) -> R) -> Result<R, LedgerError> {
         let store = self.store()?;
-        let (Ok(done), freed) = store.update(|ledger| Ok::<_, Infallible>(change(ledger)))?;
+        let (done, freed) = store.change(change)?;
         self.tidy(&freed, &store);
         Ok(done)
     }
 
     /// Takes `lease` out of the ledger and tidies up after it.
     pub(super) fn free(&self, lease: &LeaseId, store: &Store) -> Result<(), AdmitError> {
-        let (removed, mut freed) = store.update(|ledger| Ok::<_, Infallible>(ledger.remove(lease)))?;
-        let Ok(removed) = removed;
-        freed.extend(removed);
+        let freed = store.remove(lease)?;
         self.tidy(&freed, store);
         if freed.is_empty() {
             self.clear_for_others(&read(store)?, store);
@@ -127,11 +123,7 @@ fn clear_leftovers(store: &Store) {
         crate::fs::atomic::sweep(&left.bundle);
         oci::clear(left);
     }
-    let forgotten = store.update(|ledger| {
-        ledger.forget(&clearable);
-        Ok::<_, Infallible>(())
-    });
-    if let Err(error) = forgotten {
+    if let Err(error) = store.forget(&clearable) {
         tracing::warn!("{error}");
     }
 }
@@ -143,7 +135,7 @@ fn clear_leftovers(store: &Store) {
 pub fn read(store: &Store) -> Result<Ledger, LedgerError> {
     match store.read() {
         Err(LedgerError::Corrupt { .. }) => {
-            let (Ok(()), _freed) = store.update(|_| Ok::<_, Infallible>(()))?;
+            store.reclaim()?;
             store.read()
         }
         read => read,

@@ -15,6 +15,7 @@ mod leftovers;
 mod liveness;
 mod lock_mark;
 mod mig_changes;
+mod named_changes;
 mod namespaces;
 mod process_owner;
 mod queries;

@@ -1,7 +1,6 @@
 //! Before a process joins a running container, its daemon has to answer, or is restarted at once. The container's
 //! own files are enough for this: ledger, inventory and configuration need not be readable.
 
-use std::convert::Infallible;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -38,7 +37,7 @@ pub fn enter(public: &Path, config: &Config) -> Result<(), MpsError> {
     let store = Store::open(&daemon.config.state_dir)?;
     if let Err(LedgerError::Corrupt { .. }) = store.read() {
         // A start wants to see the lease: the ledger is rebuilt from what runs.
-        let (Ok(()), _freed) = store.update(|_| Ok::<_, Infallible>(()))?;
+        store.reclaim()?;
     }
     sublet::run(&["mps", "start", &daemon.key.0], LIMIT.saturating_sub(began.elapsed()))?;
     if daemon.answers()? {

@@ -32,7 +32,7 @@ use sublet_core::oci::FileError;
 use sublet_core::oci::cdi::{self, Asked, CdiError};
 use sublet_core::oci::engine::Engine;
 use sublet_core::oci::hooks::BadHooks;
-use sublet_core::process::confine::{self, Rights};
+use sublet_core::process::confine::{self, Rights, Side};
 
 /// How long the runtime may take to write the state.
 const INPUT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -168,8 +168,11 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     // Here, for the process that works may look into no other.
     let engine = Engine::of(getppid().as_raw()).filter(|_| starts(&args));
     let said = |done: Result<(), HookError>| done.inspect_err(|error| complain(&log, error)).is_ok();
-    let done = confine::work(rights(&args), commands::command, || said(run(&args, engine.as_ref(), &log)));
-    let done = done.unwrap_or_else(|error| said(Err(HookError::Work(error))));
+    let done = match confine::split(rights(&args), commands::command) {
+        Ok(Side::Worker) => said(run(&args, engine.as_ref(), &log)),
+        Ok(Side::Waited(done)) => done,
+        Err(error) => said(Err(HookError::Work(error))),
+    };
     if done { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 

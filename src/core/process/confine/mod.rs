@@ -18,7 +18,7 @@ use super::{environment, inheritance};
 pub use command_requests::run;
 pub use refuse_drivers::refuse_drivers;
 pub use stage_capabilities::Rights;
-pub use worker::{engine, work};
+pub use worker::{Side, engine, split};
 
 /// What a hook reads of its environment; the rest may be the image's (CVE-2025-23266).
 const KEPT: [&str; 1] = [environment::VARIABLE];

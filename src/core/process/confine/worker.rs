@@ -21,12 +21,21 @@ pub fn engine() -> i32 {
     ENGINE.get().copied().unwrap_or_else(getppid).as_raw()
 }
 
-/// Does `work` in a child with `rights` alone, which may ask for `commands`; whether it succeeded. Before there are
-/// threads.
+/// Which of the two processes this is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The child, which is to do the work.
+    Worker,
+    /// The process that the engine started; its child has ended, and this is whether it succeeded.
+    Waited(bool),
+}
+
+/// Makes a child with `rights` alone, which may ask for `commands`, and returns in it. Returns in the process that called
+/// it once the child has ended. Before there are threads.
 ///
 /// # Errors
 /// No process can be made, or it was killed.
-pub fn work(rights: Rights, commands: Commands, work: impl FnOnce() -> bool) -> io::Result<bool> {
+pub fn split(rights: Rights, commands: Commands) -> io::Result<Side> {
     let (outside, inside) = UnixStream::pair()?;
     let (engine, parent) = (getppid(), getpid());
     // SAFETY: hooks have one thread: no lock is held by another that the child would not have.
@@ -34,14 +43,16 @@ pub fn work(rights: Rights, commands: Commands, work: impl FnOnce() -> bool) -> 
         ForkResult::Parent { child } => {
             drop(inside);
             command_requests::serve(&outside, commands);
-            end_of(child)
+            end_of(child).map(Side::Waited)
         }
         ForkResult::Child => {
             drop(outside);
             let _ = ENGINE.set(engine);
             command_requests::ask_of(inside);
-            let done = confined(rights, parent) && work();
-            std::process::exit(i32::from(!done));
+            if !confined(rights, parent) {
+                std::process::exit(1);
+            }
+            Ok(Side::Worker)
         }
     }
 }

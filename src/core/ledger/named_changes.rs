@@ -1,0 +1,112 @@
+//! What becomes of a lease on disk: each step of its life is one [`Store::update`], named.
+
+use std::convert::Infallible;
+use std::path::Path;
+
+use super::{Binding, Freed, Init, Lease, LeaseId, Ledger, LedgerError, Leftover, NotBound, Store};
+use crate::process::Process;
+
+impl Store {
+    /// [`Store::update`] by a change that cannot fail.
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub fn change<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> Result<(T, Freed), LedgerError> {
+        let (Ok(done), freed) = self.update(|ledger| Ok::<_, Infallible>(change(ledger)))?;
+        Ok((done, freed))
+    }
+
+    /// Frees the leases of containers that have ended, and nothing else.
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub fn reclaim(&self) -> Result<Freed, LedgerError> {
+        let ((), freed) = self.change(|_| ())?;
+        Ok(freed)
+    }
+
+    /// As [`Ledger::hand_over`].
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub fn hand_over(&self, lease: &LeaseId, owner: Process) -> Result<Freed, LedgerError> {
+        let ((), freed) = self.change(|ledger| ledger.hand_over(lease, owner))?;
+        Ok(freed)
+    }
+
+    /// As [`Ledger::bind`].
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub fn bind(
+        &self,
+        lease: &LeaseId,
+        binding: &Binding,
+    ) -> Result<(Result<(), NotBound>, Freed), LedgerError> {
+        self.update(|ledger| ledger.bind(lease, binding))
+    }
+
+    /// As [`Ledger::activate`].
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub fn activate(&self, lease: &LeaseId, init: Init) -> Result<Freed, LedgerError> {
+        let ((), freed) = self.change(|ledger| ledger.activate(lease, init))?;
+        Ok(freed)
+    }
+
+    /// As [`Ledger::mark_ending`].
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub fn mark_ending(
+        &self,
+        uid: u32,
+        id: &str,
+        record: &Path,
+        deleter: Option<Process>,
+    ) -> Result<(Option<LeaseId>, Freed), LedgerError> {
+        self.change(|ledger| ledger.mark_ending(uid, id, record, deleter))
+    }
+
+    /// As [`Ledger::unmark_ending`].
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub fn unmark_ending(&self, lease: &LeaseId) -> Result<Freed, LedgerError> {
+        let ((), freed) = self.change(|ledger| ledger.unmark_ending(lease))?;
+        Ok(freed)
+    }
+
+    /// As [`Ledger::remove`]; the lease is among those that were freed.
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub fn remove(&self, lease: &LeaseId) -> Result<Freed, LedgerError> {
+        let (removed, freed) = self.change(|ledger| ledger.remove(lease))?;
+        Ok(with(freed, removed))
+    }
+
+    /// As [`Ledger::abandon`]; the leases are among those that were freed.
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<Freed, LedgerError> {
+        let (abandoned, freed) = self.change(|ledger| ledger.abandon(uid, id, owner))?;
+        Ok(with(freed, abandoned))
+    }
+
+    /// As [`Ledger::forget`].
+    ///
+    /// # Errors
+    /// As [`Store::update`].
+    pub fn forget(&self, cleared: &[Leftover]) -> Result<Freed, LedgerError> {
+        let ((), freed) = self.change(|ledger| ledger.forget(cleared))?;
+        Ok(freed)
+    }
+}
+
+fn with(mut freed: Freed, more: impl IntoIterator<Item = Lease>) -> Freed {
+    freed.extend(more);
+    freed
+}
