@@ -388,7 +388,7 @@ impl Config {
     /// The ceiling on the sum of SM shares on one MPS device.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from over 0 to 100 times")]
-    pub(crate) fn sm_ceiling(&self) -> Percent {
+    pub(crate) fn sm_bookable(&self) -> Percent {
         // Rounded, for 1.15 × 100 000 is 114 999.999…; loading a file keeps it within 100 times.
         Percent::from_thousandths((self.limits.sm_overcommit * 100_000.0).round() as u32)
     }

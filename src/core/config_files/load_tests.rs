@@ -212,7 +212,7 @@ fn environment_of_frameworks_adds_up_too() {
 
 #[test]
 fn fractions_of_the_ceiling_are_not_lost() {
-    assert_eq!(one("[limits]\nsm_overcommit = 1.15\n").sm_ceiling().thousandths(), 115_000);
+    assert_eq!(one("[limits]\nsm_overcommit = 1.15\n").sm_bookable().thousandths(), 115_000);
 }
 
 #[test]

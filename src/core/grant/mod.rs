@@ -1,13 +1,13 @@
 //! Everything one container is given: [`Placement`] in, [`Grant`] out. Pure.
 
 mod environment;
-mod files;
+mod granted_files;
 
 use std::path::{Path, PathBuf};
 
 pub use environment::refused_beside;
 pub(crate) use environment::{TRITON_PATH, is_own_name, own_prefixes};
-pub(crate) use files::driver_files;
+pub(crate) use granted_files::driver_files;
 
 use serde::{Deserialize, Serialize};
 
@@ -109,7 +109,7 @@ pub fn grant(
     inventory: &Inventory,
     config: &Config,
 ) -> Grant {
-    let devices = files::devices(&lease.devices, inventory);
+    let devices = granted_files::devices(&lease.devices, inventory);
     let libraries = image.libraries().filter(|_| config.driver.inject == Inject::Builtin);
     let mut mounts: Vec<_> =
         libraries.into_iter().flat_map(|dir| driver_files(dir, capabilities, inventory, config)).collect();
@@ -119,7 +119,7 @@ pub fn grant(
         lease: lease.id.to_string(),
         record: lease.to_annotation(&config.state_dir),
         no_checkpoint: inventory::no_checkpoint(&config.state_dir),
-        nodes: files::nodes(&devices, capabilities, &placement.mig_caps, inventory, config),
+        nodes: granted_files::nodes(&devices, capabilities, &placement.mig_caps, inventory, config),
         mounts,
         env: environment::environment(lease, libraries, inventory, config),
         masked_paths: masked_paths(&devices, inventory),
@@ -130,9 +130,12 @@ pub fn grant(
 /// Every node that a container with `uuid` can be given, whatever its capabilities.
 #[must_use]
 pub(crate) fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Vec<Node> {
-    let devices = files::devices(&[uuid.to_owned()], inventory);
+    let devices = granted_files::devices(&[uuid.to_owned()], inventory);
     let all = Capabilities(Capability::ALL.to_vec());
-    files::nodes(&devices, &all, &[], inventory, config).into_iter().map(|granted| granted.node).collect()
+    granted_files::nodes(&devices, &all, &[], inventory, config)
+        .into_iter()
+        .map(|granted| granted.node)
+        .collect()
 }
 
 /// The public directory of its server, twice: exec'd processes have no environment of ours, CUDA's

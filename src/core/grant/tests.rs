@@ -38,7 +38,7 @@ fn device(index: u32, minor: u32, bus_id: &str) -> Device {
         dri_nodes: vec![node(format!("/dev/dri/renderD{}", 128 + index), 226, 128 + index)],
         nodes: vec![node(format!("/dev/nvidia{minor}"), 195, minor)],
         processes: Vec::new(),
-        part: None,
+        mig_device: None,
     }
 }
 
@@ -117,7 +117,7 @@ fn lease() -> Lease {
         since: 0,
         library_dir: None,
         brokered: false,
-        parts: Vec::new(),
+        mig_devices: Vec::new(),
         mount_points: Vec::new(),
         volumes: Vec::new(),
     }
@@ -130,7 +130,7 @@ fn time_slice() -> Lease {
 fn placement(lease: &Lease) -> Placement {
     Placement {
         devices: lease.devices.clone(),
-        parts: Vec::new(),
+        mig_devices: Vec::new(),
         mode: lease.mode,
         isolation: lease.isolation,
         daemon: lease.daemon.clone(),

@@ -48,7 +48,10 @@ pub fn nodes(root: &Path, major: Option<u32>, gpu: u32, gi: u32, ci: u32) -> Res
         let told = file_of(&name);
         match value(&read(root, &told)?, "DeviceFileMinor") {
             Some(minor) if minor == node.minor => Ok(node),
-            other => Err(format!("{MINORS} has {} for {name}, {told} has {other:?}", node.minor)),
+            other => {
+                let other = other.map_or_else(|| "none".to_owned(), |minor| minor.to_string());
+                Err(format!("{MINORS} has minor {} for {name}, but {told} has {other}", node.minor))
+            }
         }
     };
     Ok([find(format!("gpu{gpu}/gi{gi}/access"))?, find(format!("gpu{gpu}/gi{gi}/ci{ci}/access"))?])
@@ -158,8 +161,8 @@ mod tests {
         let why = |root: &Root, gpu, gi, ci| nodes(root.path(), Some(241), gpu, gi, ci).unwrap_err();
         assert_eq!(
             why(&root(167), 1, 3, 0),
-            "/proc/driver/nvidia-caps/mig-minors has 166 for gpu1/gi3/ci0/access, \
-             /proc/driver/nvidia/capabilities/gpu1/mig/gi3/ci0/access has Some(167)"
+            "/proc/driver/nvidia-caps/mig-minors has minor 166 for gpu1/gi3/ci0/access, but \
+             /proc/driver/nvidia/capabilities/gpu1/mig/gi3/ci0/access has 167"
         );
         assert_eq!(
             why(&root(166), 1, 3, 1),

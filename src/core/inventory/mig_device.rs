@@ -7,7 +7,7 @@ use crate::share::MigCapability;
 
 /// What a MIG device is a part of, and which.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
+pub struct MigDevice {
     /// `GPU-…` of the GPU.
     pub gpu: String,
     /// NVML's index among the GPU's MIG devices: M of `G:M`.
@@ -38,19 +38,19 @@ impl Device {
     /// Whether it is a MIG device rather than a GPU.
     #[must_use]
     pub const fn is_mig(&self) -> bool {
-        self.part.is_some()
+        self.mig_device.is_some()
     }
 
     /// UUID of the GPU: its own, or that of the GPU it is a part of.
     #[must_use]
     pub fn gpu(&self) -> &str {
-        self.part.as_ref().map_or(&self.uuid, |part| &part.gpu)
+        self.mig_device.as_ref().map_or(&self.uuid, |mig_device| &mig_device.gpu)
     }
 
     /// The number that names it in `sublet.gpu`: `0`, or `0:2`.
     #[must_use]
     pub fn number(&self) -> String {
-        match &self.part {
+        match &self.mig_device {
             Some(part) => format!("{}:{}", self.index, part.index),
             None => self.index.to_string(),
         }
@@ -65,27 +65,29 @@ impl Device {
     /// What it is: the GPU's name, or the MIG device's profile.
     #[must_use]
     pub fn kind(&self) -> &str {
-        self.part.as_ref().map_or(&self.name, |part| &part.profile)
+        self.mig_device.as_ref().map_or(&self.name, |mig_device| &mig_device.profile)
     }
 
     /// UUIDs of all devices that have its memory: itself, and other compute instances of its GPU instance.
     pub(crate) fn sharing_memory(&self) -> impl Iterator<Item = &str> {
-        let siblings = self.part.iter().flat_map(|part| &part.siblings);
+        let siblings = self.mig_device.iter().flat_map(|mig_device| &mig_device.siblings);
         std::iter::once(&self.uuid).chain(siblings).map(String::as_str)
     }
 
     /// Who had contexts on any of them at the last refresh.
     pub(crate) fn memory_users(&self) -> impl Iterator<Item = &GpuProcess> {
-        self.processes.iter().chain(self.part.iter().flat_map(|part| &part.sibling_processes))
+        self.processes
+            .iter()
+            .chain(self.mig_device.iter().flat_map(|mig_device| &mig_device.sibling_processes))
     }
 
     /// Its part of `bytes` of memory that other compute instances of its GPU instance have as well: as its
     /// part of the compute slices.
     #[must_use]
     pub(crate) fn part_of(&self, bytes: u64) -> u64 {
-        match self.part.as_ref().filter(|part| !part.siblings.is_empty()) {
-            Some(part) => {
-                let (own, all) = (u64::from(part.slices.0), u64::from(part.slices.1));
+        match self.mig_device.as_ref().filter(|mig_device| !mig_device.siblings.is_empty()) {
+            Some(mig_device) => {
+                let (own, all) = (u64::from(mig_device.slices.0), u64::from(mig_device.slices.1));
                 (bytes / all.max(1)).saturating_mul(own.min(all.max(1)))
             }
             None => bytes,
@@ -112,8 +114,8 @@ impl Inventory {
     }
 
     /// The MIG devices of the GPU with this UUID.
-    pub fn parts<'a>(&'a self, gpu: &'a str) -> impl Iterator<Item = (&'a Device, &'a Part)> {
-        let of_gpu = move |device: &'a Device| Some((device, device.part.as_ref()?));
-        self.devices.iter().filter_map(of_gpu).filter(move |(_, part)| part.gpu == gpu)
+    pub fn mig_devices_of<'a>(&'a self, gpu: &'a str) -> impl Iterator<Item = (&'a Device, &'a MigDevice)> {
+        let of_gpu = move |device: &'a Device| Some((device, device.mig_device.as_ref()?));
+        self.devices.iter().filter_map(of_gpu).filter(move |(_, mig_device)| mig_device.gpu == gpu)
     }
 }

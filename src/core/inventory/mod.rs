@@ -27,7 +27,7 @@ pub use device_nodes::{NodeError, check_node};
 pub use fingerprint::can_do_mig;
 pub(crate) use mig_confirmation::is_watched;
 pub use mig_confirmation::{unwatch, watch};
-pub use mig_device::Part;
+pub use mig_device::MigDevice;
 pub use programs::{MissingPrograms, MpsPrograms};
 
 use crate::share::{Capability, Percent};
@@ -134,8 +134,8 @@ pub struct Device {
     /// Who had contexts at the last refresh, MPS servers and clients too.
     pub processes: Vec<GpuProcess>,
     /// What makes it a MIG device; `None`: a whole GPU.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub part: Option<Part>,
+    #[serde(rename = "part", default, skip_serializing_if = "Option::is_none")]
+    pub mig_device: Option<MigDevice>,
 }
 
 /// A character device node of the host.
@@ -248,7 +248,9 @@ impl Inventory {
     #[must_use]
     pub fn mig_gpus(&self) -> MigGpus {
         let parts = |gpu: &Device| {
-            self.parts(&gpu.uuid).map(|(device, part)| (device.uuid.clone(), part.gi, part.ci)).collect()
+            self.mig_devices_of(&gpu.uuid)
+                .map(|(device, part)| (device.uuid.clone(), part.gi, part.ci))
+                .collect()
         };
         self.gpus().filter(|gpu| gpu.mig_enabled).map(|gpu| (gpu.uuid.clone(), parts(gpu))).collect()
     }

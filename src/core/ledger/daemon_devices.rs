@@ -28,7 +28,7 @@ pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Stri
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Ceiling, DaemonState, MpsDaemon};
+    use super::super::{DaemonState, DefaultLimits, MpsDaemon};
     use crate::ledger::DaemonKey;
 
     #[test]
@@ -43,7 +43,7 @@ mod tests {
                 devices: devices.iter().map(|uuid| (*uuid).to_owned()).collect(),
                 process: None,
                 state: DaemonState::Serving,
-                ceiling: Ceiling::NONE,
+                default_limits: DefaultLimits::NONE,
                 answered_at: 1,
                 idle_since: None,
                 mode_left: false,

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Ledger, Made};
+use super::{DynamicInstance, Ledger};
 use crate::process::Process;
 
 /// Changes of MIG layouts on this host.
@@ -15,8 +15,8 @@ pub struct MigChanges {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub under_way: Option<MigChange>,
     /// Instances that were made for containers.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub made: Vec<Made>,
+    #[serde(rename = "made", default, skip_serializing_if = "Vec::is_empty")]
+    pub dynamic_instances: Vec<DynamicInstance>,
 }
 
 /// A change that is under way.

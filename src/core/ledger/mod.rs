@@ -1,10 +1,10 @@
 //! Leases and MPS daemons, on disk in `ledger.json`, changed only under one lock.
 
 mod binding;
-mod ceiling;
 mod cgroup;
 mod daemon_devices;
 mod daemon_key;
+mod default_limits;
 mod dynamic_mig_instances;
 #[cfg(test)]
 mod formats;
@@ -30,11 +30,11 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use binding::{Binding, NotBound};
-pub use ceiling::{Ceiling, MemoryCeiling};
 pub use daemon_key::DaemonKey;
+pub use default_limits::{DefaultLimits, DefaultMemoryLimit};
 #[cfg(any(test, feature = "fixtures"))]
-pub use dynamic_mig_instances::fixture as made_fixture;
-pub use dynamic_mig_instances::{Awaited, Made};
+pub use dynamic_mig_instances::fixture as dynamic_instance_fixture;
+pub use dynamic_mig_instances::{Awaited, DynamicInstance};
 pub use lease_state::LeaseState;
 pub use mig_changes::{MigBusy, MigChange, MigChanges};
 pub use namespaces::Namespaces;
@@ -142,8 +142,8 @@ pub struct Lease {
     /// Device UUIDs, taken and freed together.
     pub devices: Vec<String>,
     /// Of MIG devices: what they were, which other instances may be once these are gone.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub parts: Vec<LeasedPart>,
+    #[serde(rename = "parts", default, skip_serializing_if = "Vec::is_empty")]
+    pub mig_devices: Vec<LeasedMigDevice>,
     /// How the devices are shared.
     pub mode: Mode,
     /// Which MPS server, where mode or memory needs one.
@@ -191,7 +191,7 @@ pub struct Lease {
 
 /// A MIG device as it was when it was leased: its ids are given to other instances after it, its UUID never.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeasedPart {
+pub struct LeasedMigDevice {
     /// `MIG-…`.
     pub uuid: String,
     /// `GPU-…` of the GPU.
@@ -300,7 +300,7 @@ pub struct MpsDaemon {
     pub state: DaemonState,
     /// In force for new clients: never more than is.
     #[serde(flatten)]
-    pub ceiling: Ceiling,
+    pub default_limits: DefaultLimits,
     /// When it last gave a real answer, in seconds since the epoch.
     pub answered_at: u64,
     /// Since when it serves no lease, in seconds since boot: [`Store::update`] keeps it so.

@@ -88,7 +88,8 @@ impl fmt::Display for Namespaces {
 impl Ledger {
     /// Whether something in it is known by a process, which other namespaces see otherwise.
     pub(super) fn names_processes(&self) -> bool {
-        let mig = self.mig.under_way.is_some() || self.mig.made.iter().any(|made| made.awaited.is_some());
+        let mig = self.mig.under_way.is_some()
+            || self.mig.dynamic_instances.iter().any(|instance| instance.awaited.is_some());
         mig || !(self.leases.is_empty() && self.daemons.is_empty() && self.unexplained.is_empty())
     }
 

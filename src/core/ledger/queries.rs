@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use super::{
-    Ceiling, Container, DEFAULT_STATE_DIR, Lease, LeaseId, Ledger, MemoryCeiling, MpsDaemon, SCHEMA,
-    STATE_DIR,
+    Container, DEFAULT_STATE_DIR, DefaultLimits, DefaultMemoryLimit, Lease, LeaseId, Ledger, MpsDaemon,
+    SCHEMA, STATE_DIR,
 };
 use crate::ledger::DaemonKey;
 use crate::share::{Percent, bytes_of_process, sm_of_process};
@@ -75,8 +75,8 @@ impl Ledger {
     /// The ceiling that the server `key` should have: the least that admits all its leases; `None` when it
     /// serves nobody.
     #[must_use]
-    pub fn wanted_ceiling(&self, key: &DaemonKey) -> Option<Ceiling> {
-        self.on_daemon(key).map(Lease::ceiling).reduce(Ceiling::or)
+    pub fn wanted_default_limits(&self, key: &DaemonKey) -> Option<DefaultLimits> {
+        self.on_daemon(key).map(Lease::default_limits).reduce(DefaultLimits::or)
     }
 
     /// How many devices the server `key` serves its leases on: as many ordinals have a memory ceiling each.
@@ -155,11 +155,11 @@ impl Lease {
     /// The ceiling that this lease wants of its server, which holds for processes without the lease's
     /// environment, too. Memory is the part of one process; SMs are that on a server of its own alone.
     #[must_use]
-    pub fn ceiling(&self) -> Ceiling {
+    pub fn default_limits(&self) -> DefaultLimits {
         let own = self.daemon.as_ref().is_some_and(|key| key.0 == self.id.as_str());
         let clients = if own { self.processes.max(1) } else { 1 };
         let sm = self.sm.map_or(Percent::WHOLE, |sm| sm_of_process(sm, clients));
-        Ceiling { sm, memory: MemoryCeiling::of_each(self.memory_bytes, self.processes) }
+        DefaultLimits { sm, memory: DefaultMemoryLimit::of_each(self.memory_bytes, self.processes) }
     }
 
     /// The value of [`super::LEASE_RECORD_ANNOTATION`], in the ledger of `state_dir`.
@@ -212,7 +212,7 @@ pub mod fixture {
             volumes: Vec::new(),
             library_dir: None,
             brokered: false,
-            parts: Vec::new(),
+            mig_devices: Vec::new(),
         }
     }
 }
@@ -275,23 +275,23 @@ mod tests {
             ..lease(n, "GPU-a")
         };
         let mut ledger = ledger(vec![]);
-        assert_eq!(ledger.wanted_ceiling(&key), None);
+        assert_eq!(ledger.wanted_default_limits(&key), None);
         let wanted = |ledger: &Ledger| {
-            let ceiling = ledger.wanted_ceiling(&key).unwrap();
-            (ceiling.sm.thousandths(), ceiling.memory)
+            let default_limits = ledger.wanted_default_limits(&key).unwrap();
+            (default_limits.sm.thousandths(), default_limits.memory)
         };
         let memory = |n, bytes| Lease { memory_bytes: Some(bytes), processes: 2, ..with(n, Some(25_000)) };
         ledger.leases = vec![memory(1, 4 << 30), Lease { processes: 1, ..memory(2, 3 << 30) }];
         assert_eq!(
             wanted(&ledger),
-            (25_000, MemoryCeiling::Mebibytes(3072)),
+            (25_000, DefaultMemoryLimit::Mebibytes(3072)),
             "each process has 2 GiB of the 4"
         );
         ledger.leases.push(with(3, Some(60_000)));
-        assert_eq!(wanted(&ledger), (60_000, MemoryCeiling::Unlimited));
+        assert_eq!(wanted(&ledger), (60_000, DefaultMemoryLimit::Unlimited));
         ledger.leases.push(Lease { sm: None, ..memory(4, 8 << 30) });
         ledger.leases.remove(2);
-        assert_eq!(wanted(&ledger), (100_000, MemoryCeiling::Mebibytes(4096)));
+        assert_eq!(wanted(&ledger), (100_000, DefaultMemoryLimit::Mebibytes(4096)));
     }
 
     #[test]
@@ -300,11 +300,11 @@ mod tests {
         let (sm, processes) = (Some(Percent::from_thousandths(25_000)), 2);
         let memory_bytes = Some(8 << 30);
         let own = Lease { daemon: key("0000000000000001"), sm, memory_bytes, processes, ..lease(1, "GPU-a") };
-        let memory = MemoryCeiling::Mebibytes(4096);
-        assert_eq!(own.ceiling(), Ceiling { sm: Percent::from_thousandths(12_500), memory });
+        let memory = DefaultMemoryLimit::Mebibytes(4096);
+        assert_eq!(own.default_limits(), DefaultLimits { sm: Percent::from_thousandths(12_500), memory });
         let shared = Lease { daemon: key("GPU-a"), ..own.clone() };
-        assert_eq!(shared.ceiling(), Ceiling { sm: Percent::from_thousandths(25_000), memory });
-        assert_eq!(Lease { sm: None, memory_bytes: None, ..own }.ceiling(), Ceiling::NONE);
+        assert_eq!(shared.default_limits(), DefaultLimits { sm: Percent::from_thousandths(25_000), memory });
+        assert_eq!(Lease { sm: None, memory_bytes: None, ..own }.default_limits(), DefaultLimits::NONE);
     }
 
     fn process(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
@@ -327,7 +327,7 @@ mod tests {
             devices: vec!["GPU-a".into()],
             process: None,
             state: DaemonState::Serving,
-            ceiling: crate::ledger::Ceiling::NONE,
+            default_limits: crate::ledger::DefaultLimits::NONE,
             answered_at: 0,
             idle_since: None,
             mode_left: false,

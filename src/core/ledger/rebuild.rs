@@ -142,8 +142,8 @@ fn records_in(root: &Path) -> Vec<PathBuf> {
 
 /// The lease of the container whose record is in `dir`, if it has one and lives.
 fn restore(dir: &Path, state_dir: &Path) -> Option<Lease> {
-    let trusted =
-        fs::symlink_metadata(dir).is_ok_and(|meta| meta.is_dir() && crate::fs::trusted::is_ours(meta.uid()));
+    let trusted = fs::symlink_metadata(dir)
+        .is_ok_and(|meta| meta.is_dir() && crate::fs::trusted::is_trusted_owner(meta.uid()));
     let record = match Record::read(dir) {
         Ok(record) => record.filter(|_| trusted)?,
         Err(error) => {
@@ -211,10 +211,19 @@ fn daemon(key: DaemonKey, process: Process, ledger: &Ledger) -> MpsDaemon {
     let lease = ledger.on_daemon(&key).next().map(|lease| lease.devices.clone());
     let devices = if key.0.starts_with("GPU-") { Some(vec![key.0.clone()]) } else { lease };
     let devices = devices.unwrap_or_else(|| visible_devices(process.pid));
-    let ceiling = super::Ceiling::default();
+    let default_limits = super::DefaultLimits::default();
     let process = Some(process);
     let state = DaemonState::Serving;
-    MpsDaemon { key, devices, process, state, ceiling, answered_at: 0, idle_since: None, mode_left: false }
+    MpsDaemon {
+        key,
+        devices,
+        process,
+        state,
+        default_limits,
+        answered_at: 0,
+        idle_since: None,
+        mode_left: false,
+    }
 }
 
 /// The control daemon that wrote its pid into the directory `dir`, and not another process that got the same.

@@ -410,7 +410,7 @@ fn open_lock(path: &Path) -> io::Result<File> {
     if !meta.is_file() {
         return Err(io::Error::other("it is not a regular file: remove it, and sublet creates it again"));
     }
-    if !trusted::is_ours(meta.uid()) {
+    if !trusted::is_trusted_owner(meta.uid()) {
         return Err(io::Error::other(format!("it was created by uid {}: remove it", meta.uid())));
     }
     if meta.mode() & 0o077 != 0 {

@@ -1,8 +1,10 @@
 //! Which device serves a request: [`Request`], [`Inventory`] and [`Ledger`] in, [`Placement`] out. Pure.
 
-mod account;
+mod bookings;
 mod dynamic_mig_order;
 mod fit;
+mod fit_room;
+mod fit_rules;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
 #[cfg(test)]
@@ -11,21 +13,23 @@ mod refusal;
 mod select;
 #[cfg(test)]
 pub mod tests;
+mod want;
 
 use std::collections::BTreeSet;
 
-use fit::{Fit, Misfit, World};
+use fit::Fit;
+use want::{Misfit, World};
 
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::DaemonKey;
-use crate::ledger::{LeaseId, LeasedPart, Ledger};
+use crate::ledger::{LeaseId, LeasedMigDevice, Ledger};
 use crate::request::Request;
 use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority};
 
-pub use account::{Account, account};
+pub use bookings::{Bookings, bookings};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
-pub use fit::client_limit;
+pub use fit_rules::client_limit;
 pub use refusal::Refusal;
 pub use select::{named, only, rule, wants_mig};
 
@@ -35,7 +39,7 @@ pub struct Placement {
     /// Device UUIDs in the order the container sees them.
     pub devices: Vec<String>,
     /// Those of them that are MIG devices.
-    pub parts: Vec<LeasedPart>,
+    pub mig_devices: Vec<LeasedMigDevice>,
     /// The mode in force.
     pub mode: Mode,
     /// Shared or dedicated.
@@ -138,7 +142,7 @@ pub fn expected(request: &Request) -> Placement {
     let memory = request.memory.filter(|_| mode != Mode::Mig).map(|memory| memory.on(0));
     Placement {
         devices: vec![String::new()],
-        parts: Vec::new(),
+        mig_devices: Vec::new(),
         mode,
         isolation: request.isolation,
         daemon: None,
@@ -184,8 +188,8 @@ fn one_of_each_instance(fits: &mut Vec<(usize, &Fit)>, inventory: &Inventory) {
     let mut seen = Vec::new();
     fits.retain(|(index, _)| {
         let device = &inventory.devices[*index];
-        let Some(part) = &device.part else { return true };
-        let instance = (device.gpu(), part.gi);
+        let Some(mig_device) = &device.mig_device else { return true };
+        let instance = (device.gpu(), mig_device.gi);
         let first = !seen.contains(&instance);
         seen.push(instance);
         first
@@ -193,17 +197,17 @@ fn one_of_each_instance(fits: &mut Vec<(usize, &Fit)>, inventory: &Inventory) {
 }
 
 /// What a lease keeps of the MIG devices among those chosen.
-fn parts(inventory: &Inventory, devices: &[usize]) -> Vec<LeasedPart> {
+fn mig_devices(inventory: &Inventory, devices: &[usize]) -> Vec<LeasedMigDevice> {
     let leased = |index: &usize| {
         let device = &inventory.devices[*index];
-        let part = device.part.as_ref()?;
-        Some(LeasedPart {
+        let mig_device = device.mig_device.as_ref()?;
+        Some(LeasedMigDevice {
             uuid: device.uuid.clone(),
-            gpu: part.gpu.clone(),
-            gi: part.gi,
-            ci: part.ci,
-            placement: part.placement,
-            sm: part.gpu_sm_count.zip(device.sm_count).map(|(all, own)| Percent::of_all(own, all)),
+            gpu: mig_device.gpu.clone(),
+            gi: mig_device.gi,
+            ci: mig_device.ci,
+            placement: mig_device.placement,
+            sm: mig_device.gpu_sm_count.zip(device.sm_count).map(|(all, own)| Percent::of_all(own, all)),
             memory_bytes: Some(device.part_of(device.memory_bytes)),
         })
     };
@@ -217,7 +221,7 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
     let first = fits.first();
     let mode = first.map_or(request.default_mode, |fit| fit.mode);
     Placement {
-        parts: parts(inventory, &devices),
+        mig_devices: mig_devices(inventory, &devices),
         devices: devices.iter().map(|index| inventory.devices[*index].uuid.clone()).collect(),
         mode,
         isolation: first.map_or(request.isolation, |fit| fit.isolation),

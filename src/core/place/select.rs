@@ -220,11 +220,12 @@ fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Conf
 
 /// Whether `device` is the MIG device that `selector` names.
 fn is_part(selector: &Selector, device: &Device) -> bool {
-    let Some(part) = &device.part else { return false };
+    let Some(mig_device) = &device.mig_device else { return false };
     match selector {
-        Selector::MigIndex(gpu, index) => (device.index, part.index) == (*gpu, *index),
+        Selector::MigIndex(gpu, index) => (device.index, mig_device.index) == (*gpu, *index),
         Selector::MigUuid(text) => match text.strip_prefix("MIG-GPU-") {
-            Some(_) => text[4..].eq_ignore_ascii_case(&format!("{}/{}/{}", part.gpu, part.gi, part.ci)),
+            Some(_) => text[4..]
+                .eq_ignore_ascii_case(&format!("{}/{}/{}", mig_device.gpu, mig_device.gi, mig_device.ci)),
             None => starts_with(&device.uuid, text),
         },
         _ => false,
@@ -247,7 +248,9 @@ fn twice(slots: &[Vec<usize>], inventory: &Inventory) -> Option<String> {
         return Some("a process sees either GPUs or MIG devices: name one kind".to_owned());
     }
     // Compute instances of one GPU instance stand side by side.
-    let instance = |device: &Device| device.part.as_ref().map(|part| (part.gpu.clone(), part.gi));
+    let instance = |device: &Device| {
+        device.mig_device.as_ref().map(|mig_device| (mig_device.gpu.clone(), mig_device.gi))
+    };
     let pair = devices.windows(2).find(|pair| pair[0].is_mig() && instance(pair[0]) == instance(pair[1]))?;
     Some(format!(
         "{} and {} are compute instances of one GPU instance, and a process sees only one of these",

@@ -1,4 +1,4 @@
-//! Tests of the whole of `place`, with values written out, and of the accounts under random orders.
+//! Tests of the whole of `place`, with values written out, and of the bookings under random orders.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
@@ -60,7 +60,7 @@ fn a_shared_share_is_served_by_the_devices_server() {
     let placement = placed(&mps(25_000, 8), &host(vec![device(0)]), &ledger(vec![])).unwrap();
     let expected = Placement {
         devices: vec!["GPU-0".into()],
-        parts: vec![],
+        mig_devices: vec![],
         mode: Mode::Mps,
         isolation: Isolation::Shared,
         daemon: Some(DaemonKey("GPU-0".into())),
@@ -381,12 +381,12 @@ fn several_devices_have_one_server_of_the_leases_own_and_one_amount_each() {
         assert_eq!((placement.isolation, placement.memory_bytes), (Isolation::Dedicated, Some(8 * GIB)));
         let held = ledger(vec![lease_of(1, placement)]);
         for device in &host.devices[..2] {
-            let account = account(device, &held, &Config::default());
-            assert_eq!(account.used_as, Some(Mode::TimeSlice));
+            let bookings = bookings(device, &held, &Config::default());
+            assert_eq!(bookings.used_as, Some(Mode::TimeSlice));
             // The server has its own 66 MiB on each.
-            assert_eq!(account.memory_booked, 8 * GIB + (66 << 20));
+            assert_eq!(bookings.memory_booked, 8 * GIB + (66 << 20));
         }
-        assert_eq!(account(&host.devices[2], &held, &Config::default()).memory_booked, 0);
+        assert_eq!(bookings(&host.devices[2], &held, &Config::default()).memory_booked, 0);
     }
     let plain = Request { devices: two(), ..request(Mode::TimeSlice) };
     assert_eq!(placed(&plain, &host, &ledger(vec![])).unwrap().daemon, None);
@@ -478,7 +478,7 @@ fn assert_share(request: &Request, placement: &Placement, inventory: &Inventory)
     }
 }
 
-/// The table of accounts, written without a look at [`account`].
+/// The table of bookings, written without a look at [`bookings`].
 #[expect(clippy::cast_precision_loss, reason = "bytes of device memory are far below 2^53")]
 pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &Config) {
     for device in &inventory.devices {

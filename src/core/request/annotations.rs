@@ -14,10 +14,10 @@ use crate::share::{
     Priority, SELECTORS_ALLOWED, parse_devices, units,
 };
 
-/// Whether any of `annotations` asks for a share: a key beginning `sublet.`, or one that is meant to and is
-/// refused by [`parse`].
+/// Whether any of `annotations` is for sublet: a key that begins with `sublet.`, or a misspelt one, which [`parse`]
+/// refuses. A pause container may have such annotations and still asks for no share ([`is_sandbox`]).
 #[must_use]
-pub fn is_ours(annotations: &BTreeMap<String, String>) -> bool {
+pub fn has_sublet_annotations(annotations: &BTreeMap<String, String>) -> bool {
     annotations.keys().any(|key| key.starts_with(PREFIX) || misspelt::meant(key).is_some())
 }
 

@@ -14,7 +14,7 @@ use crate::share::{
     Capabilities, Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority,
 };
 
-pub use annotations::{is_ours, is_podman_infra, is_sandbox, parse};
+pub use annotations::{has_sublet_annotations, is_podman_infra, is_sandbox, parse};
 pub use error::{RequestError, Setting};
 
 /// What one container asks for, complete and free of contradictions.

@@ -9,32 +9,32 @@ use crate::share::{Percent, bytes_of_process};
 ///
 /// It binds clients that connect from now on, those without an environment of ours as well (docs/evidence).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ceiling {
+pub struct DefaultLimits {
     /// Share of the SMs.
     #[serde(rename = "ceiling")]
     pub sm: Percent,
     /// Memory of a client on each device.
     #[serde(rename = "memory_ceiling", default)]
-    pub memory: MemoryCeiling,
+    pub memory: DefaultMemoryLimit,
 }
 
 /// Memory that one client may have on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum MemoryCeiling {
+pub enum DefaultMemoryLimit {
     /// In MiB. 0 is no ceiling of any server: it says that none is known to be in force.
     Mebibytes(u64),
     /// As much as there is.
     Unlimited,
 }
 
-impl Default for MemoryCeiling {
+impl Default for DefaultMemoryLimit {
     fn default() -> Self {
         Self::Mebibytes(0)
     }
 }
 
-impl MemoryCeiling {
+impl DefaultMemoryLimit {
     /// The part of one of `processes` that have `bytes` together, in whole MiB.
     #[must_use]
     pub(crate) fn of_each(bytes: Option<u64>, processes: u32) -> Self {
@@ -54,9 +54,9 @@ impl MemoryCeiling {
     }
 }
 
-impl Ceiling {
+impl DefaultLimits {
     /// What a new server has: no limit below the whole device.
-    pub const NONE: Self = Self { sm: Percent::WHOLE, memory: MemoryCeiling::Unlimited };
+    pub const NONE: Self = Self { sm: Percent::WHOLE, memory: DefaultMemoryLimit::Unlimited };
 
     /// Whether it limits no client that needs `needed` to less.
     #[must_use]
@@ -81,38 +81,42 @@ impl Ceiling {
 mod tests {
     use super::*;
 
-    fn ceiling(sm: u32, memory: MemoryCeiling) -> Ceiling {
-        Ceiling { sm: Percent::from_thousandths(sm * 1000), memory }
+    fn default_limits(sm: u32, memory: DefaultMemoryLimit) -> DefaultLimits {
+        DefaultLimits { sm: Percent::from_thousandths(sm * 1000), memory }
     }
 
     #[test]
     fn each_part_is_compared_and_merged_by_itself() {
-        use MemoryCeiling::{Mebibytes, Unlimited};
-        let (wide, deep) = (ceiling(60, Mebibytes(2048)), ceiling(25, Unlimited));
+        use DefaultMemoryLimit::{Mebibytes, Unlimited};
+        let (wide, deep) = (default_limits(60, Mebibytes(2048)), default_limits(25, Unlimited));
         assert!(wide.admits(wide) && !wide.admits(deep) && !deep.admits(wide));
-        assert_eq!(wide.or(deep), ceiling(60, Unlimited));
-        assert_eq!(wide.and(deep), ceiling(25, Mebibytes(2048)));
-        assert!(Ceiling::NONE.admits(wide) && !Ceiling::default().admits(ceiling(0, Mebibytes(1))));
+        assert_eq!(wide.or(deep), default_limits(60, Unlimited));
+        assert_eq!(wide.and(deep), default_limits(25, Mebibytes(2048)));
+        assert!(
+            DefaultLimits::NONE.admits(wide)
+                && !DefaultLimits::default().admits(default_limits(0, Mebibytes(1)))
+        );
     }
 
     #[test]
     fn a_part_is_in_whole_mebibytes_and_never_the_0_that_lifts_a_limit() {
-        let each = |bytes, processes| MemoryCeiling::of_each(bytes, processes);
-        assert_eq!(each(Some(8 << 30), 3), MemoryCeiling::Mebibytes(2730));
-        assert_eq!(each(Some(8 << 30), 0), MemoryCeiling::Mebibytes(8192));
-        assert_eq!(each(Some(MIB), 2), MemoryCeiling::Mebibytes(1));
-        assert_eq!(each(None, 2), MemoryCeiling::Unlimited);
+        let each = |bytes, processes| DefaultMemoryLimit::of_each(bytes, processes);
+        assert_eq!(each(Some(8 << 30), 3), DefaultMemoryLimit::Mebibytes(2730));
+        assert_eq!(each(Some(8 << 30), 0), DefaultMemoryLimit::Mebibytes(8192));
+        assert_eq!(each(Some(MIB), 2), DefaultMemoryLimit::Mebibytes(1));
+        assert_eq!(each(None, 2), DefaultMemoryLimit::Unlimited);
     }
 
     #[test]
     fn a_record_of_the_version_before_says_nothing_of_memory() {
-        let old: Ceiling = serde_json::from_str(r#"{"ceiling":25000}"#).unwrap();
-        assert_eq!(old, ceiling(25, MemoryCeiling::default()));
-        let written = serde_json::to_string(&ceiling(25, MemoryCeiling::Mebibytes(8192))).unwrap();
+        let old: DefaultLimits = serde_json::from_str(r#"{"ceiling":25000}"#).unwrap();
+        assert_eq!(old, default_limits(25, DefaultMemoryLimit::default()));
+        let written =
+            serde_json::to_string(&default_limits(25, DefaultMemoryLimit::Mebibytes(8192))).unwrap();
         assert_eq!(written, r#"{"ceiling":25000,"memory_ceiling":{"mebibytes":8192}}"#);
-        let read: Ceiling = serde_json::from_str(&written).unwrap();
+        let read: DefaultLimits = serde_json::from_str(&written).unwrap();
         assert_eq!(read.memory.bytes(), Some(8 << 30));
-        let lifted = serde_json::to_string(&Ceiling::NONE).unwrap();
+        let lifted = serde_json::to_string(&DefaultLimits::NONE).unwrap();
         assert_eq!(lifted, r#"{"ceiling":100000,"memory_ceiling":"unlimited"}"#);
     }
 }
