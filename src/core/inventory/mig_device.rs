@@ -1,11 +1,11 @@
-//! MIG devices: compute instances, each a device of its own that is part of a GPU.
+//! MIG devices: compute instances. Each is a device of its own and part of a GPU.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Device, Driver, GpuProcess, Inventory, Node};
 use crate::share::MigCapability;
 
-/// What a MIG device is a part of, and which.
+/// What makes a device a MIG device: its GPU and its place in it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigDevice {
     /// `GPU-…` of the GPU.
@@ -14,23 +14,23 @@ pub struct MigDevice {
     pub index: u32,
     /// As `1g.18gb` or `1c.2g.35gb`.
     pub profile: String,
-    /// GPU instance id, which another instance has after this one.
+    /// GPU instance id. A later instance may get the same one.
     pub gi: u32,
-    /// Compute instance id, as well.
+    /// Compute instance id. A later instance may get the same one.
     pub ci: u32,
-    /// Where the GPU instance lies: its first memory slice, and how many; `None` where NVML does not tell us.
+    /// The place of the GPU instance: its first memory slice, and how many it has; `None` if NVML does not report it.
     pub placement: Option<(u32, u32)>,
     /// Compute slices of it, and of its GPU instance.
     pub slices: (u32, u32),
-    /// Streaming multiprocessors of the GPU, where NVML says.
+    /// Streaming multiprocessors of the GPU, if NVML reports them.
     pub gpu_sm_count: Option<u32>,
     /// Memory of the GPU in bytes.
     pub gpu_memory_bytes: u64,
-    /// UUIDs of the other compute instances in its GPU instance: they have the same memory.
+    /// UUIDs of the other compute instances in its GPU instance, which share its memory.
     pub siblings: Vec<String>,
-    /// Who had contexts there at the last refresh.
+    /// Processes that had contexts on those at the last refresh.
     pub sibling_processes: Vec<GpuProcess>,
-    /// Why no container can have it.
+    /// Why no container can use it.
     pub fault: Option<String>,
 }
 
@@ -41,7 +41,7 @@ impl Device {
         self.mig_device.is_some()
     }
 
-    /// UUID of the GPU: its own, or that of the GPU it is a part of.
+    /// UUID of the GPU: its own, or that of the GPU of which it is a part.
     #[must_use]
     pub fn gpu(&self) -> &str {
         self.mig_device.as_ref().map_or(&self.uuid, |mig_device| &mig_device.gpu)
@@ -56,7 +56,7 @@ impl Device {
         }
     }
 
-    /// What messages call it: `GPU 0`, or `MIG device 0:2`.
+    /// Its name in messages: `GPU 0`, or `MIG device 0:2`.
     #[must_use]
     pub fn label(&self) -> String {
         format!("{} {}", if self.is_mig() { "MIG device" } else { "GPU" }, self.number())
@@ -68,21 +68,21 @@ impl Device {
         self.mig_device.as_ref().map_or(&self.name, |mig_device| &mig_device.profile)
     }
 
-    /// UUIDs of all devices that have its memory: itself, and other compute instances of its GPU instance.
+    /// UUIDs of all devices that use its memory: its own, and those of the other compute instances of its GPU instance.
     pub(crate) fn sharing_memory(&self) -> impl Iterator<Item = &str> {
         let siblings = self.mig_device.iter().flat_map(|mig_device| &mig_device.siblings);
         std::iter::once(&self.uuid).chain(siblings).map(String::as_str)
     }
 
-    /// Who had contexts on any of them at the last refresh.
+    /// Processes that had contexts on any of these at the last refresh.
     pub(crate) fn memory_users(&self) -> impl Iterator<Item = &GpuProcess> {
         self.processes
             .iter()
             .chain(self.mig_device.iter().flat_map(|mig_device| &mig_device.sibling_processes))
     }
 
-    /// Its part of `bytes` of memory that other compute instances of its GPU instance have as well: as its
-    /// part of the compute slices.
+    /// Its part of `bytes` of memory that it shares with the other compute instances of its GPU instance, in proportion
+    /// to its compute slices.
     #[must_use]
     pub(crate) fn part_of(&self, bytes: u64) -> u64 {
         match self.mig_device.as_ref().filter(|mig_device| !mig_device.siblings.is_empty()) {
@@ -96,7 +96,7 @@ impl Device {
 }
 
 impl Driver {
-    /// The node of a capability over all MIG instances.
+    /// The node of a capability for all MIG instances.
     #[must_use]
     pub(crate) const fn mig_cap(&self, cap: MigCapability) -> Option<&Node> {
         let [monitor, config] = &self.mig_caps;

@@ -1,5 +1,4 @@
-//! The devices of an MPS server in `ledger.json`: a string where it is one, as every release has read and written it,
-//! and a list where there are several.
+//! The devices of an MPS daemon in `ledger.json`: a string for one device, as in every release, and a list for several.
 
 use serde::{Deserialize, Deserializer, Serialize as _, Serializer};
 

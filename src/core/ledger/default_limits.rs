@@ -1,13 +1,14 @@
-//! The default limits of an MPS server, for each client: SMs and memory, compared and merged together.
+//! The default limits of an MPS server for each client: SMs and memory. They are compared and merged together.
 
 use serde::{Deserialize, Serialize};
 
 use crate::share::units::MIB;
 use crate::share::{Percent, bytes_of_process};
 
-/// A server's default limits, or those that a lease needs. The default value allows no lease: nothing is known.
+/// A server's default limits, or those that a lease needs. The `Default` value means that the limits are unknown, and
+/// admits no lease.
 ///
-/// It binds clients that connect from now on, those without an environment of ours as well (docs/evidence).
+/// They apply to clients that connect from now on, including those without the environment of a share (docs/evidence).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DefaultLimits {
     /// Share of the SMs.
@@ -22,7 +23,7 @@ pub struct DefaultLimits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DefaultMemoryLimit {
-    /// In MiB. 0 is no ceiling of any server: it says that none is known to be in force.
+    /// In MiB. No server has the limit 0: it means that the limit in force is unknown.
     Mebibytes(u64),
     /// As much as there is.
     Unlimited,
@@ -35,10 +36,10 @@ impl Default for DefaultMemoryLimit {
 }
 
 impl DefaultMemoryLimit {
-    /// The part of one of `processes` that have `bytes` together, in whole MiB.
+    /// The part of each of `processes`, which have `bytes` together, in whole MiB.
     #[must_use]
     pub(crate) fn of_each(bytes: Option<u64>, processes: u32) -> Self {
-        // 0 would lift the limit (docs/evidence): a part below 1 MiB, which no context fits in, is 1 MiB.
+        // 0 would remove the limit (docs/evidence). So a part below 1 MiB, in which no context fits, becomes 1 MiB.
         bytes.map_or(Self::Unlimited, |bytes| {
             Self::Mebibytes((bytes_of_process(bytes, processes) / MIB).max(1))
         })
@@ -55,22 +56,22 @@ impl DefaultMemoryLimit {
 }
 
 impl DefaultLimits {
-    /// What a new server has: no limit below the whole device.
+    /// The limits of a new server: the whole device.
     pub const NONE: Self = Self { sm: Percent::WHOLE, memory: DefaultMemoryLimit::Unlimited };
 
-    /// Whether it limits no client that needs `needed` to less.
+    /// Whether a client that needs `needed` gets that much.
     #[must_use]
     pub(crate) fn admits(self, needed: Self) -> bool {
         needed.sm <= self.sm && needed.memory <= self.memory
     }
 
-    /// What admits both.
+    /// The limits that admit what either of them admits.
     #[must_use]
     pub fn or(self, other: Self) -> Self {
         Self { sm: self.sm.max(other.sm), memory: self.memory.max(other.memory) }
     }
 
-    /// What both admit.
+    /// The limits that admit only what both admit.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self { sm: self.sm.min(other.sm), memory: self.memory.min(other.memory) }

@@ -10,8 +10,8 @@ use crate::text::safe;
 
 /// A GPU instance that sublet created, with one compute instance. It is destroyed when no lease needs it any more.
 ///
-/// Instances have no names of ours: place, ids and UUID together tell it from what somebody else has made there
-/// since. A ledger of another boot has none.
+/// Instances cannot be given names. Place, ids and UUID together distinguish this one from an instance that another
+/// tool has created there since. No instance outlives a boot, so a ledger of another boot has none.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DynamicInstance {
     /// `GPU-…`.
@@ -30,17 +30,17 @@ pub struct DynamicInstance {
     /// `MIG-…`, once its compute instance is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
-    /// Whom it is kept for until they have a lease on it.
+    /// The container for which it is kept until that has a lease on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub awaited: Option<Awaited>,
-    /// It is being destroyed, and takes no lease any more.
+    /// It is being destroyed and takes no more leases.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub going: bool,
-    /// Its compute instance is being destroyed by us, or we have seen that it has none: from here on a GPU instance
-    /// with none in it is ours. One that was emptied otherwise is somebody else's.
+    /// sublet is destroying its compute instance, or has seen that it has none. From then on an empty GPU instance at
+    /// this place is taken to be this one. An empty GPU instance is otherwise taken to belong to another tool.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub emptied: bool,
-    /// Why it could not be destroyed when that was last tried.
+    /// Why the last attempt to destroy it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stuck: Option<String>,
 }
@@ -52,12 +52,12 @@ pub struct Awaited {
     pub lease: LeaseId,
     /// The container's name.
     pub container: String,
-    /// Who looks: the end of that process ends the waiting.
+    /// The process that looks for the share. When it ends, nothing waits any more.
     pub owner: Process,
 }
 
 impl DynamicInstance {
-    /// Whether `device` is its MIG device. Before its UUID is known its place tells.
+    /// Whether `device` is its MIG device. Before its UUID is known, its place decides.
     #[must_use]
     pub fn is(&self, device: &Device) -> bool {
         let Some(mig_device) = &device.mig_device else { return false };
@@ -74,7 +74,7 @@ impl DynamicInstance {
 }
 
 impl MigChanges {
-    /// Nobody waits who is dead.
+    /// Forgets waiting processes that have ended.
     pub(super) fn forget_dead_waiters(&mut self) {
         for instance in &mut self.dynamic_instances {
             instance.awaited = instance.awaited.take().filter(|awaited| awaited.owner.is_alive());
@@ -83,26 +83,26 @@ impl MigChanges {
 }
 
 impl Ledger {
-    /// The instance of ours that `device` is.
+    /// The dynamic instance whose MIG device is `device`.
     #[must_use]
     pub fn dynamic_instance(&self, device: &Device) -> Option<&DynamicInstance> {
         self.mig.dynamic_instances.iter().find(|instance| instance.is(device))
     }
 
-    /// Whether there is a lease on `made`, or will be one.
+    /// Whether there is a lease on `instance`, or will be one.
     #[must_use]
     pub fn needs(&self, instance: &DynamicInstance) -> bool {
         let leased = instance.uuid.as_deref().is_some_and(|uuid| self.on_device(uuid).next().is_some());
         leased || instance.awaited.is_some()
     }
 
-    /// Whether there is an instance to be destroyed.
+    /// Whether an instance is to be destroyed.
     #[must_use]
     pub fn has_unneeded(&self) -> bool {
         self.mig.dynamic_instances.iter().any(|instance| !self.needs(instance))
     }
 
-    /// Why lease `id` cannot have `device`, an instance of ours.
+    /// Why lease `id` cannot have `device`, if that is a dynamic instance.
     #[must_use]
     pub(crate) fn kept_from(&self, id: &LeaseId, device: &Device) -> Option<String> {
         let instance = self.dynamic_instance(device)?;
@@ -121,7 +121,7 @@ impl Ledger {
         }
     }
 
-    /// Nothing is kept for lease `id` any more: it is taken, or given up.
+    /// Keeps nothing for lease `id` any more: the lease was taken, or given up.
     pub fn await_no_more(&mut self, id: &LeaseId) {
         let of_lease = |instance: &&mut DynamicInstance| {
             instance.awaited.as_ref().is_some_and(|awaited| awaited.lease == *id)
@@ -131,7 +131,7 @@ impl Ledger {
         }
     }
 
-    /// Marks those that no lease needs for destruction; they take no lease any more.
+    /// Marks the instances that no lease needs for destruction. They take no more leases.
     pub fn mark_unneeded_for_removal(&mut self) -> Vec<DynamicInstance> {
         let unneeded: Vec<bool> =
             self.mig.dynamic_instances.iter().map(|instance| !self.needs(instance)).collect();
@@ -143,7 +143,7 @@ impl Ledger {
         condemned.collect()
     }
 
-    /// The record of the instance of ours at the place of `made`.
+    /// The record of the dynamic instance at the place of `instance`.
     pub fn dynamic_instance_mut(&mut self, instance: &DynamicInstance) -> Option<&mut DynamicInstance> {
         self.mig
             .dynamic_instances
@@ -151,7 +151,7 @@ impl Ledger {
             .find(|one| (&one.gpu, one.placement) == (&instance.gpu, instance.placement))
     }
 
-    /// Forgets the instance of ours at the place of `made`, which is no more.
+    /// Forgets the dynamic instance at the place of `instance`, which no longer exists.
     pub fn forget_dynamic_instance(&mut self, instance: &DynamicInstance) {
         self.mig
             .dynamic_instances
@@ -161,7 +161,7 @@ impl Ledger {
 
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture {
-    //! Instances of ours for tests.
+    //! Dynamic instances for tests.
 
     use super::DynamicInstance;
 

@@ -9,13 +9,13 @@ use crate::ledger::{DaemonState, Lease, Ledger};
 use crate::share::units::MIB;
 use crate::share::{Isolation, Mode, Percent};
 
-/// Device memory of an MPS server itself: measured, docs/evidence.
+/// Device memory that an MPS server itself takes (measured; docs/evidence).
 pub(super) const SERVER_BYTES: u64 = 66 * MIB;
 
 /// The bookings of one device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bookings {
-    /// Its present use; `None`: idle. Dedicated MPS servers take turns, so that is time-slice.
+    /// Its present use; `None`: idle. Dedicated MPS servers take turns, so their use is time-slice.
     pub used_as: Option<Mode>,
     /// Leases that share it.
     pub leases: usize,
@@ -57,7 +57,7 @@ pub fn bookings(device: &Device, ledger: &Ledger, config: &Config) -> Bookings {
     }
 }
 
-/// What a lease makes of its device.
+/// The use that a lease puts its device to.
 pub(super) fn use_of(mode: Mode, isolation: Isolation) -> Mode {
     match (mode, isolation) {
         (Mode::Mps, Isolation::Dedicated) => Mode::TimeSlice,
@@ -80,12 +80,12 @@ fn minus(a: Percent, b: Percent) -> Percent {
     Percent::from_thousandths(a.thousandths().saturating_sub(b.thousandths()))
 }
 
-/// Leases on the memory of `device`, which several compute instances of a GPU instance have together.
+/// Leases on the memory of `device`, which the compute instances of a GPU instance share.
 fn on_memory<'a>(device: &'a Device, ledger: &'a Ledger) -> impl Iterator<Item = &'a Lease> {
     device.sharing_memory().flat_map(|uuid| ledger.on_device(uuid))
 }
 
-/// Whether one lease has all the memory: exclusive, or a MIG device that shares its memory with none.
+/// Whether one lease has all the memory: in mode exclusive, or on a MIG device that shares its memory with no other.
 fn has_everything(device: &Device, ledger: &Ledger) -> bool {
     let everything = |lease: &Lease| {
         lease.mode == Mode::Exclusive || lease.mode == Mode::Mig && lease.memory_bytes.is_none()
@@ -99,7 +99,7 @@ fn memory_booked(device: &Device, ledger: &Ledger) -> u64 {
     leases.fold(daemons, u64::saturating_add)
 }
 
-/// Every MPS server that has or will have memory of the device: leases' own, and such as still run.
+/// Every MPS server that has or will have memory of the device: those of leases, and others that still run.
 pub(super) fn daemons<'a>(device: &'a Device, ledger: &'a Ledger) -> BTreeSet<&'a DaemonKey> {
     let wanted = on_memory(device, ledger).filter_map(|lease| lease.daemon.as_ref());
     let running = ledger
@@ -121,10 +121,9 @@ pub(super) fn left_by_bookings(device: &Device, ledger: &Ledger, config: &Config
     if has_everything(device, ledger) { 0 } else { left }
 }
 
-/// What NVML reported free at the last refresh, less what leases have booked and had not used by then.
+/// The memory that NVML reported free at the last refresh, minus what leases have booked but had not used by then.
 ///
-/// Who books more than there is (`memory_overcommit` above 1) does so here too: bookings count by their
-/// part, memory in use counts whole.
+/// With `memory_overcommit` above 1 bookings are scaled down here too, while memory in use counts whole.
 pub(super) fn left_by_driver(device: &Device, ledger: &Ledger, config: &Config) -> u64 {
     let unspent = on_memory(device, ledger).map(|lease| unspent(lease, device, ledger));
     let seen = device.memory_users().filter(|process| process.mps_server).count();
@@ -148,7 +147,7 @@ fn unspent(lease: &Lease, device: &Device, ledger: &Ledger) -> u64 {
     reason = "bytes of device memory are far below 2^53, factors are positive, and `as` saturates"
 )]
 fn times(bytes: u64, factor: f64) -> u64 {
-    // Exact where nothing is multiplied: the bookings must not lose a byte there.
+    // Without a factor the result is exact, because the bookings must not lose a byte.
     if (factor - 1.0).abs() < f64::EPSILON { bytes } else { (bytes as f64 * factor) as u64 }
 }
 

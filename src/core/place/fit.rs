@@ -1,4 +1,5 @@
-//! Whether one device can serve a request: first what no waiting changes, then what others hold.
+//! Whether one device can serve a request: first the rules that waiting does not change, then the room that other
+//! leases leave.
 
 use super::bookings::{Bookings, SERVER_BYTES, bookable, bookings, daemons, left_by_bookings, use_of};
 use super::fit_room::{memory, present_use, room};
@@ -12,7 +13,7 @@ use crate::request::Request;
 use crate::share::units::MIB;
 use crate::share::{Isolation, Mode};
 
-/// What a request comes to on one device.
+/// What a request takes of one device.
 #[derive(Clone, Debug)]
 pub(super) struct Fit {
     pub mode: Mode,
@@ -20,18 +21,18 @@ pub(super) struct Fit {
     pub daemon: Option<DaemonKey>,
     pub memory_bytes: Option<u64>,
     pub refresh_first: bool,
-    /// Whether the device is in that use already.
+    /// Whether the device already has this use.
     in_use: bool,
-    /// The scarcest of what is left of it, in thousandths.
+    /// What is left of its scarcest resource, in thousandths.
     left: u64,
     /// Memory left by the bookings, in bytes.
     memory_left: u64,
-    /// Memory in bytes and SMs of a MIG device that the container gets whole: the smallest that fits is best.
+    /// Memory in bytes and SMs of a MIG device that the container gets whole. The smallest that fits is chosen.
     size: Option<(u64, u64)>,
     index: u32,
 }
 
-/// What `request` comes to on `device`; `several`: it is one of several.
+/// What `request` takes of `device`. `several`: it is one of several devices.
 pub(super) fn fit(
     request: &Request,
     id: &LeaseId,
@@ -64,7 +65,7 @@ fn want<'a>(
     let default = if device.is_mig() { Mode::Mig } else { request.default_mode };
     let mode = request.mode.or(fixed).unwrap_or(default);
     let limited_turns = mode == Mode::TimeSlice && request.memory.is_some();
-    // A process speaks to one daemon, so one of its own serves all its devices.
+    // A process connects to one daemon, so a dedicated daemon serves all its devices.
     let own_server = limited_turns || several && mode == Mode::Mps;
     let isolation = if own_server { Isolation::Dedicated } else { request.isolation };
     let daemon = (mode == Mode::Mps || limited_turns).then(|| match isolation {
@@ -82,8 +83,8 @@ fn want<'a>(
     Want { request, device, mode, isolation, used_as, daemon, memory, books, several }
 }
 
-/// The part that a compute instance, alone in the container, is booked of the memory that it shares with others.
-/// Nothing enforces that part.
+/// The memory that is booked for a compute instance that a container has alone but that shares its memory with others.
+/// Nothing enforces this part.
 fn shared_part(device: &Device, config: &Config) -> Option<u64> {
     let shares = device.mig_device.as_ref().is_some_and(|mig_device| !mig_device.siblings.is_empty());
     shares.then(|| device.part_of(bookable(device, config)) / MIB * MIB)
@@ -123,7 +124,7 @@ fn fitting(want: Want<'_>, bookings: &Bookings, refresh_first: bool, world: Worl
 }
 
 impl Fit {
-    /// Sorts the device to take first first.
+    /// The sort key: the device with the smallest one is taken first.
     pub(super) fn rank(&self, policy: Policy) -> (bool, u64, u64, u32) {
         if let Some((memory, sms)) = self.size {
             return (false, memory, sms, self.index);

@@ -9,7 +9,7 @@ use crate::share::units::show_bytes;
 use crate::text::safe;
 
 impl Want<'_> {
-    /// Memory of idle shared servers that end for this use of their device ([`Ledger::in_the_way`]).
+    /// Memory of idle shared servers that will be ended for this use of their device ([`Ledger::in_the_way`]).
     fn making_way(&self, ledger: &Ledger) -> u64 {
         let shared = ledger.daemons.iter().filter(|daemon| {
             let uuid = &self.device.uuid;
@@ -20,7 +20,7 @@ impl Want<'_> {
     }
 }
 
-/// One use at a time; and no other process beside an exclusive lease, with or without a lease.
+/// A device has one use at a time. Beside an exclusive lease there may be no other process, with or without a lease.
 pub(super) fn present_use(want: &Want<'_>, bookings: &Bookings, world: World<'_>) -> Result<(), Misfit> {
     match bookings.used_as {
         Some(Mode::Exclusive | Mode::Mig) => return Err(Misfit::now("is taken whole")),
@@ -71,13 +71,14 @@ pub(super) fn room(want: &Want<'_>, bookings: &Bookings, world: World<'_>) -> Re
     Ok(())
 }
 
-/// Memory by the bookings and by what NVML last reported; within 10 % of the latter wants a fresh look.
+/// Checks memory by the bookings and by what NVML last reported. Returns whether it is within 10 % of the latter, so
+/// that a refresh is needed.
 pub(super) fn memory(want: &Want<'_>, world: World<'_>) -> Result<bool, Misfit> {
     let World { ledger, config, .. } = world;
     if want.books == 0 {
         return Ok(false);
     }
-    // What servers hold that end before the container starts.
+    // The memory of servers that end before the container starts.
     let ending = want.making_way(ledger);
     let bookings = left_by_bookings(want.device, ledger, config).saturating_add(ending);
     if want.books > bookings {

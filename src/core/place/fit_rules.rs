@@ -11,14 +11,13 @@ use crate::share::units::{MIB, show_bytes};
 use crate::share::{Isolation, Mode, Percent, Priority, bytes_of_process, sm_of_process};
 use crate::text::safe;
 
-/// The first driver branch with which a process sees several MIG devices (MIG User Guide, "CUDA visible
-/// devices").
+/// The first driver branch in which a process sees several MIG devices (MIG User Guide, "CUDA visible devices").
 const SEVERAL_MIG_DEVICES: u32 = 570;
 
-/// A share that the driver rounds to fewer SMs than this starts no context.
+/// With a share that the driver rounds to fewer SMs than this, no context starts.
 const FEWEST_SMS: u64 = 2;
 
-/// What an administrator has decided.
+/// What the administrator decided, and changes of MIG layouts.
 pub(super) fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     let (uuid, gpu) = (&want.device.uuid, want.device.gpu());
     if let Some(change) = world.ledger.mig_change(gpu) {
@@ -51,7 +50,7 @@ pub(super) fn closed(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     }
 }
 
-/// GPUs in MIG mode are used through their MIG devices, and those as what they are.
+/// GPUs in MIG mode are used only through their MIG devices, and MIG devices only in modes that they support.
 fn kinds(want: &Want<'_>, world: World<'_>) -> Result<(), Misfit> {
     let Some(mig_device) = &want.device.mig_device else {
         return match (want.device.mig_enabled, want.mode) {
@@ -92,14 +91,14 @@ fn in_mig_mode(gpu: &Device, inventory: &Inventory) -> Misfit {
     } else {
         format!("{}; sublet.mig=<profile> takes a free one", profiles.join(", "))
     };
-    // Without any instance, that another tool has switched it off since shows in NVML alone.
+    // If there are no instances, only NVML shows whether another tool has switched MIG mode off since.
     Misfit {
         refresh: profiles.is_empty(),
         ..Misfit::never(format!("is in MIG mode, so only its MIG devices can be used ({way_out})"))
     }
 }
 
-/// What contradicts the mode that the device's configuration has brought in.
+/// Settings that contradict a mode that comes from the device's configuration.
 pub(super) fn sense(want: &Want<'_>) -> Result<(), Misfit> {
     let exclusive = want.mode == Mode::Exclusive;
     if want.several && want.daemon.is_some() && want.device.is_mig() {
@@ -122,8 +121,7 @@ pub(super) fn sense(want: &Want<'_>) -> Result<(), Misfit> {
     Ok(())
 }
 
-/// With mode mig `sublet.memory` and `sublet.sm` say what the MIG device must have at least; percentages are
-/// of the GPU.
+/// With mode mig, `sublet.memory` and `sublet.sm` are the minimum for the MIG device. Percentages are of the GPU.
 fn large_enough(want: &Want<'_>) -> Result<(), Misfit> {
     let (device, Some(mig_device)) = (want.device, &want.device.mig_device) else { return Ok(()) };
     let own = device.part_of(device.memory_bytes);
@@ -145,7 +143,7 @@ fn large_enough(want: &Want<'_>) -> Result<(), Misfit> {
     }
 }
 
-/// What driver and hardware cannot do.
+/// What the driver and the hardware do not support.
 pub(super) fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) -> Result<(), Misfit> {
     if want.several && want.device.is_mig() && branch(&inventory.driver) < SEVERAL_MIG_DEVICES {
         return Err(Misfit::never(format!(
@@ -181,7 +179,7 @@ pub(super) fn driver(want: &Want<'_>, inventory: &Inventory, config: &Config) ->
     Ok(())
 }
 
-/// A mode that we changed ourselves will be put back: what was found counts.
+/// A mode that sublet changed will be restored, so the original mode counts.
 pub(super) fn compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(), Misfit> {
     let changed = ledger.compute_modes.iter().find(|changed| changed.device == want.device.uuid);
     let found = changed.map_or(want.device.compute_mode, |changed| changed.found);
@@ -195,7 +193,7 @@ pub(super) fn compute_mode(want: &Want<'_>, ledger: &Ledger) -> Result<(), Misfi
     }
     let (mode, uuid) = (found.as_str(), &want.device.uuid);
     let reason = format!("has compute mode {mode}: `nvidia-smi -i {} -c DEFAULT` resets it", safe(uuid));
-    // The inventory may be of a time when an MPS server of ours had the device to itself.
+    // The inventory may be from a time when one of sublet's MPS servers had the device exclusively.
     Err(Misfit { refresh: true, ..Misfit::never(reason) })
 }
 
@@ -242,8 +240,8 @@ pub(super) fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result
     Ok(())
 }
 
-/// MPS clients that a device takes (CUDA MPS documentation, "Limitations": 16 before Volta, 48 since, 60
-/// from CUDA 13.1; a MIG device in proportion to its SMs).
+/// The number of MPS clients that a device allows (CUDA MPS documentation, "Limitations": 16 before Volta, 48 since
+/// Volta, 60 from CUDA 13.1; on a MIG device in proportion to its SMs).
 #[must_use]
 pub fn client_limit(device: &Device, driver: &Driver) -> u32 {
     let whole = match () {

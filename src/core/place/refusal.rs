@@ -1,4 +1,4 @@
-//! Why no device can serve a request now, with what would help.
+//! Why no device can serve a request now, and what would help.
 
 use super::bookings::{SERVER_BYTES, bookings};
 use super::select::wants_mig;
@@ -22,18 +22,18 @@ pub struct Refusal {
     pub message: String,
     /// Whether waiting could help.
     pub temporary: bool,
-    /// It hangs on what NVML last reported: after a refresh there may be a place.
+    /// It depends on what NVML last reported, so a refresh may change it.
     pub refresh_first: bool,
 }
 
 impl Refusal {
-    /// One that no waiting changes.
+    /// A refusal that waiting does not change.
     pub(super) fn never(request: &Request, why: &str) -> Self {
         let message = format!("no place for {}: {why}", asked(request));
         Self { message, temporary: false, refresh_first: false }
     }
 
-    /// What `misfits` say, device by device.
+    /// A refusal with the reasons in `misfits`, device by device.
     pub(super) fn of(
         request: &Request,
         misfits: &[(&Device, &Misfit)],
@@ -100,7 +100,7 @@ fn holder(lease: &Lease) -> String {
 
 /// What `device` would take now.
 fn room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
-    // Kept for a container that is being started, or on its way out.
+    // It is kept for a container that is being started, or is being destroyed.
     if ledger.dynamic_instance(device).is_some_and(|instance| instance.going || instance.awaited.is_some()) {
         return None;
     }
@@ -124,7 +124,7 @@ fn room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
     }
 }
 
-/// The first few of `texts`, and how many there are beside them.
+/// The first few of `texts`, and the number of the others.
 fn some(texts: impl Iterator<Item = String>, between: &str) -> String {
     let mut texts: Vec<String> = texts.collect();
     let others = texts.len().saturating_sub(NAMED);

@@ -6,7 +6,7 @@ use crate::ledger::{DaemonKey, Ledger};
 use crate::request::Request;
 use crate::share::{Isolation, Mode};
 
-/// All that is looked at.
+/// The inventory, ledger and configuration that a request is compared with.
 #[derive(Clone, Copy)]
 pub(super) struct World<'a> {
     pub inventory: &'a Inventory,
@@ -14,10 +14,10 @@ pub(super) struct World<'a> {
     pub config: &'a Config,
 }
 
-/// Why a device does not serve.
+/// Why a device cannot serve the request.
 #[derive(Clone, Debug)]
 pub(super) struct Misfit {
-    /// Follows the device's name.
+    /// The reason. In messages it follows the device's name.
     pub reason: String,
     /// Whether waiting could help.
     pub temporary: bool,
@@ -45,11 +45,11 @@ pub(super) struct Want<'a> {
     pub device: &'a Device,
     pub mode: Mode,
     pub isolation: Isolation,
-    /// Row of the bookings that it will be in.
+    /// The use of the device that it will have in the bookings.
     pub used_as: Mode,
     pub daemon: Option<DaemonKey>,
     pub memory: Option<u64>,
-    /// Bytes that it adds to the bookings, a new server's included.
+    /// Bytes that it adds to the bookings, including those of a new server.
     pub books: u64,
     /// One of several devices of the container.
     pub several: bool,
