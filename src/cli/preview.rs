@@ -6,7 +6,7 @@ use nix::unistd::geteuid;
 use crate::mig::{self, Nvml};
 use crate::serve::rule_of;
 use sublet_core::admit::dynamic_mig::NO_SITE;
-use sublet_core::admit::take::allowed;
+use sublet_core::admit::take_lease::allowed;
 use sublet_core::admit::{AdmitError, dynamic_mig, is_remote};
 use sublet_core::broker::client::BrokerError;
 use sublet_core::broker::policy_limits::PolicyLimit;

@@ -8,12 +8,12 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// How grave a line is; the words are logrus's.
+/// The level of a line, in logrus's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
     /// Only with `--debug`.
     Debug,
-    /// To the files alone.
+    /// Only to the files.
     Info,
     /// To the files and stderr.
     Warning,
@@ -32,7 +32,7 @@ impl Level {
     }
 }
 
-/// Where one invocation's lines go.
+/// Where the lines of one invocation are written.
 #[derive(Clone, Debug, Default)]
 pub struct Log {
     program: &'static str,
@@ -42,16 +42,17 @@ pub struct Log {
 }
 
 impl Log {
-    /// For `program`, whose engine said `--log` with `engine` and `--log-format json`, with `[runtime] log` in `own`.
+    /// The log of `program`. `engine` is the file that the engine named with `--log`, `json` says whether it asked for
+    /// `--log-format json`, and `own` is the file of `[runtime] log`.
     #[must_use]
     pub fn new(program: &'static str, engine: Option<&Path>, json: bool, own: Option<&Path>) -> Self {
-        // runc's default, and what we write to anyway.
+        // runc's default. Lines are written to stderr in any case.
         let engine = engine.filter(|log| *log != Path::new("/dev/stderr")).map(Path::to_owned);
         Self { program, engine, json, own: own.map(Path::to_owned) }
     }
 
-    /// Writes one line to all places that `level` goes to. A place that cannot be written is passed over:
-    /// a full disk must not keep containers from ending.
+    /// Writes one line to all places that `level` goes to. A place that cannot be written is skipped: a full disk must
+    /// not keep containers from ending.
     pub fn write(&self, level: Level, message: &str) {
         let message = format!("{}: {}", self.program, one_line(message));
         if matches!(level, Level::Warning | Level::Error) || level == Level::Debug && self.engine.is_none() {
@@ -67,7 +68,7 @@ impl Log {
     }
 }
 
-/// Lines of other processes stand in the file too: one write each, at its end.
+/// Other processes write to the same file, so each line is appended with one write.
 fn append(file: &Path, line: &str) {
     let opened = OpenOptions::new().append(true).create(true).mode(0o644).open(file);
     let _ = opened.and_then(|mut file| file.write_all(line.as_bytes()));
@@ -83,7 +84,7 @@ fn format_line(json: bool, level: Level, message: &str, time: SystemTime) -> Str
     format!("time=\"{time}\" level={} msg=\"{quoted}\"\n", level.as_str())
 }
 
-/// Control characters escaped: whatever foreign text a message repeats, it stays one line.
+/// Escapes control characters, so that a message stays one line whatever foreign text it repeats.
 #[must_use]
 pub fn one_line(message: &str) -> String {
     let mut line = String::with_capacity(message.len());
@@ -97,10 +98,10 @@ pub fn one_line(message: &str) -> String {
     line
 }
 
-/// Sends what the library traces to `log`: warnings always, debug lines with `--debug`.
+/// Sends the library's trace events to `log`: warnings always, debug lines with `--debug`.
 pub fn trace_to(log: Log, debug: bool) {
     let most = if debug { tracing::Level::DEBUG } else { tracing::Level::WARN };
-    // A second call in one process keeps the first log: only tests do that.
+    // A second call in the same process keeps the first log. Only tests do that.
     let _ = tracing::subscriber::set_global_default(Tracer { log, most });
 }
 

@@ -6,12 +6,12 @@ use std::time::{Duration, UNIX_EPOCH};
 /// Longest piece of foreign text that a message repeats, in characters.
 const LONGEST: usize = 120;
 
-/// The last second of the year 9999, since the epoch: RFC 3339 has four digits for a year.
+/// The last second of the year 9999, since the epoch. RFC 3339 has four digits for a year.
 const LAST_SECOND: u64 = 253_402_300_799;
 
 /// `text` with control characters and other unprintables escaped, cut to a readable length.
 ///
-/// Terminals act on escape sequences, journals split on newlines: foreign text reaches neither raw.
+/// Terminals act on escape sequences and journals split on newlines, so neither ever gets foreign text unescaped.
 #[must_use]
 pub fn safe(text: &str) -> String {
     let mut out = String::with_capacity(text.len().min(LONGEST));
@@ -36,18 +36,18 @@ fn is_invisible(character: char) -> bool {
         | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Seconds since the epoch as RFC 3339 in UTC. What has no such form, as a clock that is set wrong may say, is the last
-/// second that has one.
+/// Seconds since the epoch as RFC 3339 in UTC. A later time, which a wrongly set clock may give, becomes the last
+/// second that has such a form.
 #[must_use]
 pub fn timestamp(seconds: u64) -> String {
     let time = UNIX_EPOCH + Duration::from_secs(seconds.min(LAST_SECOND));
     humantime::format_rfc3339_seconds(time).to_string()
 }
 
-/// The candidate spelt most like `word`, if any is spelt like it at all.
+/// The candidate whose spelling is nearest to `word`; `None` if no spelling is near.
 #[must_use]
 pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    // The distance costs a product of lengths, and nothing that long is a slip of one of our words.
+    // Computing the distance takes the product of the lengths, and no text this long is a misspelling of a sublet word.
     if word.len() > 40 {
         return None;
     }

@@ -2,7 +2,7 @@
 
 // Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
 
-pub mod input;
+pub mod bounded_input;
 
 pub mod shim;
 

@@ -69,7 +69,10 @@ fn capabilities_that_the_driver_tells_two_ways_close_the_instance() {
     let file = root.join("proc/driver/nvidia/capabilities/gpu0/mig/gi9/ci0/access");
     std::fs::write(file, "DeviceFileMinor: 99\n").expect("written");
     let refusal = refused(&world, &[("sublet.gpu", "0:3")]);
-    assert!(refusal.contains("cannot be used: /proc/driver/nvidia-caps/mig-minors has 85"), "{refusal}");
+    assert!(
+        refusal.contains("cannot be used: /proc/driver/nvidia-caps/mig-minors has minor 85"),
+        "{refusal}"
+    );
     assert!(world.status()["devices"][0]["mig"][3]["fault"].is_string());
     up(&world, "other", &[("sublet.gpu", "0:0")]).down();
     world.assert_empty();

@@ -120,7 +120,7 @@ fn lease(device: &str) -> Lease {
         mount_points: Vec::new(),
         volumes: Vec::new(),
         brokered: false,
-        parts: Vec::new(),
+        mig_devices: Vec::new(),
     }
 }
 

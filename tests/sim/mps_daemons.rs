@@ -13,7 +13,8 @@ use nix::unistd::Pid;
 use sublet_core::config::Config;
 use sublet_core::inventory::ComputeMode;
 use sublet_core::ledger::{
-    Container, DaemonKey, DaemonState, Lease, LeaseId, LeaseState, Ledger, MemoryCeiling, MpsDaemon, Store,
+    Container, DaemonKey, DaemonState, DefaultMemoryLimit, Lease, LeaseId, LeaseState, Ledger, MpsDaemon,
+    Store,
 };
 use sublet_core::mps;
 use sublet_core::process::Process;
@@ -112,7 +113,7 @@ impl Host {
             volumes: Vec::new(),
             library_dir: None,
             brokered: false,
-            parts: Vec::new(),
+            mig_devices: Vec::new(),
         };
         self.edit(|ledger| ledger.leases.push(lease.clone()));
         lease
@@ -277,7 +278,7 @@ fn the_memory_ceiling_follows_the_leases(host: &Host) {
     let unlimited = host.take("00000000000000a6", GPU, Some(10), None);
     host.ready(&unlimited).unwrap();
     assert_eq!(memory_limits(host), ["", ""], "before its container starts");
-    assert_eq!(host.server(GPU).unwrap().ceiling.memory, MemoryCeiling::Unlimited);
+    assert_eq!(host.server(GPU).unwrap().default_limits.memory, DefaultMemoryLimit::Unlimited);
     host.give_back(&unlimited);
     settle();
     assert_eq!(memory_limits(host), ["8704M", "8704M"]);
@@ -367,7 +368,10 @@ fn a_dead_daemon_comes_back_under_the_same_directory(host: &Host) {
     assert_eq!(inode(&public), directory);
     assert_ne!(inode(&public.join("control")), socket);
     let server = host.server(GPU).unwrap();
-    assert_eq!((server.state, server.ceiling.sm), (DaemonState::Serving, Percent::from_thousandths(50_000)));
+    assert_eq!(
+        (server.state, server.default_limits.sm),
+        (DaemonState::Serving, Percent::from_thousandths(50_000))
+    );
     assert_eq!(host.store.read().unwrap().compute_modes[0].found, ComputeMode::Default);
     assert!(mps::heal(&host.store, &host.config).is_empty());
 }

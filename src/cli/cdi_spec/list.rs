@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use sublet_core::admit::{Candidate, lease_for};
 use sublet_core::config::Config;
 use sublet_core::grant::{Grant, Image, grant};
-use sublet_core::inventory::{ComputeMode, Device, Inventory, Part};
+use sublet_core::inventory::{ComputeMode, Device, Inventory, MigDevice};
 use sublet_core::ledger::{Container, LeaseId, Ledger};
 use sublet_core::oci::cdi::Asked;
 use sublet_core::place::{only, place, wants_mig};
@@ -153,7 +153,7 @@ fn idle(inventory: &Inventory) -> Inventory {
         memory_free_bytes: device.memory_bytes,
         compute_mode: ComputeMode::Default,
         processes: Vec::new(),
-        part: device.part.clone().map(|part| Part { sibling_processes: Vec::new(), ..part }),
+        mig_device: device.mig_device.clone().map(|part| MigDevice { sibling_processes: Vec::new(), ..part }),
         ..device.clone()
     };
     Inventory { devices: inventory.devices.iter().map(idle).collect(), ..inventory.clone() }

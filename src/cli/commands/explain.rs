@@ -22,7 +22,7 @@ use sublet_core::oci::podman_storage;
 use sublet_core::oci::{self, JsonFile};
 use sublet_core::place::Placement;
 use sublet_core::process::Process;
-use sublet_core::request::{Request, is_ours};
+use sublet_core::request::{Request, has_sublet_annotations};
 use sublet_core::share::units::show_duration;
 use sublet_core::share::{Devices, Guarding, Memory, Selector};
 use sublet_core::text::safe;
@@ -88,7 +88,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
 
 /// The share that containers.toml gives a container without annotations.
 fn mapped(arguments: &Arguments, spec: &Value) -> anyhow::Result<Option<String>> {
-    if is_ours(&oci::annotations(spec)?) {
+    if has_sublet_annotations(&oci::annotations(spec)?) {
         return Ok(None);
     }
     let share = match &arguments.bundle {

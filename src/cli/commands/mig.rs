@@ -200,7 +200,7 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
         // The next container that starts tries it again.
         eprintln!("sublet: warning: the inventory could not be refreshed: {}", tables::chain(&error));
     }
-    Local::new(config).clear_made(&store);
+    Local::new(config).destroy_unneeded(&store);
     done?;
     if layout.path() == before(config) {
         // What it was kept for is done; a change that was killed may have had nothing to undo.

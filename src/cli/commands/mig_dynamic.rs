@@ -33,7 +33,7 @@ pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
         }
     };
     // Who waited for it may have been killed meanwhile.
-    Local::new(config).clear_made(&store);
+    Local::new(config).destroy_unneeded(&store);
     println!("{}", serde_json::to_string(&answer)?);
     Ok(ExitCode::SUCCESS)
 }

@@ -9,9 +9,9 @@ use super::user_view::Own;
 use crate::mps_daemons::{self, Listed};
 use sublet_core::admit::{confirmed_inventory, is_remote};
 use sublet_core::config::Config;
-use sublet_core::inventory::{Device, Inventory, Part};
-use sublet_core::ledger::{Lease, LeaseState, Ledger, Made, Store};
-use sublet_core::place::account;
+use sublet_core::inventory::{Device, Inventory, MigDevice};
+use sublet_core::ledger::{DynamicInstance, Lease, LeaseState, Ledger, Store};
+use sublet_core::place::bookings;
 use sublet_core::share::Mode;
 use sublet_core::text::safe;
 
@@ -79,12 +79,12 @@ fn document(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: 
         "leases": leases_json(inventory, ledger),
         "mps": daemons,
         "guard": super::guard_report::document(config),
-        "mig_made": ledger.mig.made.iter().map(|made| made_json(made, ledger)).collect::<Vec<_>>(),
+        "mig_made": ledger.mig.dynamic_instances.iter().map(|made| made_json(made, ledger)).collect::<Vec<_>>(),
     })
 }
 
 /// An instance that was made for a container.
-fn made_json(made: &Made, ledger: &Ledger) -> Value {
+fn made_json(made: &DynamicInstance, ledger: &Ledger) -> Value {
     let state = match (&made.awaited, made.going) {
         (_, true) => "going",
         (Some(_), false) if made.uuid.is_none() => "making",
@@ -103,39 +103,39 @@ fn made_json(made: &Made, ledger: &Ledger) -> Value {
 }
 
 fn device_json(device: &Device, inventory: &Inventory, ledger: &Ledger, config: &Config) -> Value {
-    let account = account(device, ledger, config);
-    let mig = |(device, part): (&Device, &Part)| mig_json(device, part, ledger, config);
+    let bookings = bookings(device, ledger, config);
+    let mig = |(device, part): (&Device, &MigDevice)| mig_json(device, part, ledger, config);
     json!({
         "uuid": device.uuid,
         "index": device.index,
         "minor": device.minor,
         "name": device.name,
-        "mode": mode(device, account.used_as),
+        "mode": mode(device, bookings.used_as),
         "memory_bytes": device.memory_bytes,
-        "free": {"sm_percent": account.sm_free.as_f64(), "memory_bytes": account.memory_free},
+        "free": {"sm_percent": bookings.sm_free.as_f64(), "memory_bytes": bookings.memory_free},
         "mig_enabled": device.mig_enabled,
-        "mig": inventory.parts(&device.uuid).map(mig).collect::<Vec<_>>(),
+        "mig": inventory.mig_devices_of(&device.uuid).map(mig).collect::<Vec<_>>(),
         "drained": ledger.drained.contains(&device.uuid),
     })
 }
 
 /// What is free is that of the instance; compute instances of one GPU instance have the same memory.
-fn mig_json(device: &Device, part: &Part, ledger: &Ledger, config: &Config) -> Value {
-    let account = account(device, ledger, config);
+fn mig_json(device: &Device, part: &MigDevice, ledger: &Ledger, config: &Config) -> Value {
+    let bookings = bookings(device, ledger, config);
     json!({
         "uuid": device.uuid,
         "profile": part.profile,
         "gi": part.gi,
         "ci": part.ci,
-        "free": account.leases == 0,
+        "free": bookings.leases == 0,
         "number": device.number(),
-        "mode": mode(device, account.used_as),
+        "mode": mode(device, bookings.used_as),
         "memory_bytes": device.memory_bytes,
-        "sm_percent_free": account.sm_free.as_f64(),
-        "memory_bytes_free": account.memory_free,
+        "sm_percent_free": bookings.sm_free.as_f64(),
+        "memory_bytes_free": bookings.memory_free,
         "drained": ledger.drained.iter().any(|drained| *drained == device.uuid || drained == device.gpu()),
         "fault": part.fault,
-        "dynamic": ledger.made(device).is_some(),
+        "dynamic": ledger.dynamic_instance(device).is_some(),
     })
 }
 
@@ -179,7 +179,9 @@ fn print_tables(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], conf
     if !daemons.is_empty() {
         println!("\n{}", daemon_table(daemons, inventory));
     }
-    for (made, why) in ledger.mig.made.iter().filter_map(|made| Some((made, made.stuck.as_ref()?))) {
+    for (made, why) in
+        ledger.mig.dynamic_instances.iter().filter_map(|made| Some((made, made.stuck.as_ref()?)))
+    {
         println!(
             "\nMIG instance {} of GPU {} was created for a container that has ended, and cannot be \
              destroyed yet: {}; every sublet command tries again",
@@ -193,8 +195,8 @@ fn print_tables(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], conf
 
 fn device_table(inventory: &Inventory, ledger: &Ledger, config: &Config) -> String {
     let row = |device: &Device| {
-        let account = account(device, ledger, config);
-        let mut mode = mode(device, account.used_as).to_owned();
+        let bookings = bookings(device, ledger, config);
+        let mut mode = mode(device, bookings.used_as).to_owned();
         if ledger.drained.iter().any(|drained| *drained == device.uuid || drained == device.gpu()) {
             mode.push_str(" (drained)");
         }
@@ -203,9 +205,9 @@ fn device_table(inventory: &Inventory, ledger: &Ledger, config: &Config) -> Stri
             device.kind().to_owned(),
             device.uuid.clone(),
             mode,
-            account.leases.to_string(),
-            format!("{} %", account.sm_free),
-            format!("{} of {}", tables::memory(account.memory_free), tables::memory(device.memory_bytes)),
+            bookings.leases.to_string(),
+            format!("{} %", bookings.sm_free),
+            format!("{} of {}", tables::memory(bookings.memory_free), tables::memory(device.memory_bytes)),
         ]
     };
     let rows = inventory.devices.iter().map(row).collect();

@@ -55,7 +55,7 @@ impl Served {
         let dead = |server: &sublet_core::ledger::MpsDaemon| {
             let ran = matches!(server.state, DaemonState::Serving | DaemonState::Fault);
             ran && server.process.is_some_and(|daemon| !daemon.is_alive())
-                && ledger.wanted_ceiling(&server.key).is_some()
+                && ledger.wanted_default_limits(&server.key).is_some()
         };
         let busy =
             |(thread, began): &(JoinHandle<()>, Instant)| !thread.is_finished() || began.elapsed() < AGAIN;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::profile_choice::{Choice, choices, seen};
 use super::{Compute, Driver, DriverError, Gpu, Instance, Span};
 use sublet_core::config::Policy;
-use sublet_core::ledger::{Awaited, Freed, Ledger, LedgerError, Made, Store};
+use sublet_core::ledger::{Awaited, DynamicInstance, Freed, Ledger, LedgerError, Store};
 use sublet_core::place::Order;
 use sublet_core::text::safe;
 
@@ -78,7 +78,7 @@ impl<'a> Making<'a> {
 
     /// The inner error is the driver's, after the way back.
     fn make_one(&mut self, choice: &Choice, awaited: &Awaited) -> Result<Result<(), String>, LedgerError> {
-        let made = Made {
+        let made = DynamicInstance {
             gpu: choice.gpu.clone(),
             profile: choice.profile,
             name: choice.name.clone(),
@@ -94,18 +94,18 @@ impl<'a> Making<'a> {
         self.touched = true;
         self.change(|ledger| {
             // The driver says that the place is free: one of ours that was there somebody has destroyed.
-            ledger.forget_made(&made);
-            ledger.mig.made.push(made.clone());
+            ledger.forget_dynamic_instance(&made);
+            ledger.mig.dynamic_instances.push(made.clone());
         })?;
         let Err(error) = self.steps(choice, &made)? else { return Ok(Ok(())) };
-        let made = self.change(|ledger| ledger.made_mut(&made).cloned())?.unwrap_or(made);
+        let made = self.change(|ledger| ledger.dynamic_instance_mut(&made).cloned())?.unwrap_or(made);
         let left = self.unmake(&made)?;
         let left =
             left.map(|why| format!("; and what had been created is still there: {why}")).unwrap_or_default();
         Ok(Err(format!("a {} at {} cannot be created: {error}{left}", safe(&choice.name), choice.span)))
     }
 
-    fn steps(&mut self, choice: &Choice, made: &Made) -> Result<Result<(), String>, LedgerError> {
+    fn steps(&mut self, choice: &Choice, made: &DynamicInstance) -> Result<Result<(), String>, LedgerError> {
         let gi = match self.driver.create_instance(&choice.gpu, choice.profile, choice.span) {
             Ok(gi) => gi,
             Err(error) => return Ok(Err(error.to_string())),
@@ -154,15 +154,15 @@ impl<'a> Making<'a> {
     }
 
     /// Destroys it and forgets it; why not.
-    fn unmake(&mut self, made: &Made) -> Result<Option<String>, LedgerError> {
+    fn unmake(&mut self, made: &DynamicInstance) -> Result<Option<String>, LedgerError> {
         let deadline = Instant::now() + if made.stuck.is_some() { Duration::ZERO } else { LEAVING };
-        let mut made = Made { going: true, ..made.clone() };
+        let mut made = DynamicInstance { going: true, ..made.clone() };
         self.write(&made)?;
         let why = loop {
             match self.destroy(&mut made)? {
                 Ok(()) => {
                     self.touched = true;
-                    self.change(|ledger| ledger.forget_made(&made))?;
+                    self.change(|ledger| ledger.forget_dynamic_instance(&made))?;
                     return Ok(None);
                 }
                 Err(error) if Instant::now() >= deadline => break error.to_string(),
@@ -177,9 +177,9 @@ impl<'a> Making<'a> {
     }
 
     /// Destroys what `made` tells of, as far as it is there and nobody else's; the inner error is the driver's.
-    fn destroy(&mut self, made: &mut Made) -> Result<Result<(), DriverError>, LedgerError> {
+    fn destroy(&mut self, made: &mut DynamicInstance) -> Result<Result<(), DriverError>, LedgerError> {
         let now = match there(made, self.driver) {
-            Ok(now) => now.filter(|now| is_ours(made, now)),
+            Ok(now) => now.filter(|now| is_recorded_instance(made, now)),
             Err(error) => return Ok(Err(error)),
         };
         let Some(now) = now else { return Ok(Ok(())) };
@@ -197,22 +197,26 @@ impl<'a> Making<'a> {
     }
 
     /// Whether its compute instance is there, as far as the driver says.
-    fn is_whole(&mut self, made: &Made) -> bool {
+    fn is_whole(&mut self, made: &DynamicInstance) -> bool {
         let is_part = |uuid: &String| made.uuid.as_ref() == Some(uuid);
         let now = there(made, self.driver).ok().flatten();
         now.is_some_and(|now| now.compute.iter().any(|part| is_part(&part.uuid)))
     }
 
-    fn write(&mut self, made: &Made) -> Result<(), LedgerError> {
-        let Made { gi, uuid, going, emptied, stuck, .. } = made.clone();
+    fn write(&mut self, made: &DynamicInstance) -> Result<(), LedgerError> {
+        let DynamicInstance { gi, uuid, going, emptied, stuck, .. } = made.clone();
         // Who waits for it is others' to say.
         self.note(made, |one| {
             (one.gi, one.uuid, one.going, one.emptied, one.stuck) = (gi, uuid, going, emptied, stuck);
         })
     }
 
-    fn note(&mut self, made: &Made, change: impl FnOnce(&mut Made)) -> Result<(), LedgerError> {
-        self.change(|ledger| ledger.made_mut(made).map(change)).map(drop)
+    fn note(
+        &mut self,
+        made: &DynamicInstance,
+        change: impl FnOnce(&mut DynamicInstance),
+    ) -> Result<(), LedgerError> {
+        self.change(|ledger| ledger.dynamic_instance_mut(made).map(change)).map(drop)
     }
 
     fn change<T>(&mut self, change: impl FnOnce(&mut Ledger) -> T) -> Result<T, LedgerError> {
@@ -227,17 +231,17 @@ fn gpu_of(choice: &Choice, gpus: &[Gpu]) -> String {
 }
 
 /// What is at its place now.
-fn there(made: &Made, driver: &mut dyn Driver) -> Result<Option<Instance>, DriverError> {
+fn there(made: &DynamicInstance, driver: &mut dyn Driver) -> Result<Option<Instance>, DriverError> {
     let span = Span { start: made.placement.0, size: made.placement.1 };
     Ok(driver.instances(&made.gpu)?.into_iter().find(|one| one.span == span))
 }
 
 /// `made` as the driver shows it, with `part` as its compute instance, right before that is destroyed: what the next
 /// command finds there is ours only if it is this one, or without a compute instance.
-fn recognized(made: &Made, now: &Instance, part: Option<&Compute>) -> Made {
+fn recognized(made: &DynamicInstance, now: &Instance, part: Option<&Compute>) -> DynamicInstance {
     let uuid = part.map(|part| part.uuid.clone()).filter(|uuid| !uuid.is_empty());
     let nameless = part.is_some() && uuid.is_none();
-    Made {
+    DynamicInstance {
         gi: Some(now.gi),
         emptied: made.emptied || !nameless,
         uuid: uuid.or_else(|| made.uuid.clone()),
@@ -247,7 +251,7 @@ fn recognized(made: &Made, now: &Instance, part: Option<&Compute>) -> Made {
 
 /// Ids and places are given to other instances later. What had no UUID yet has at most the one compute instance
 /// that we were making, and none before we knew its id; what had one is empty only by our own hand.
-fn is_ours(made: &Made, now: &Instance) -> bool {
+fn is_recorded_instance(made: &DynamicInstance, now: &Instance) -> bool {
     let same = now.profile == made.profile && made.gi.is_none_or(|gi| gi == now.gi);
     let ours = match (&made.uuid, made.gi) {
         _ if now.compute.is_empty() => made.uuid.is_none() || made.emptied,

@@ -15,10 +15,10 @@ fn awaited() -> Awaited {
 }
 
 /// What becomes of a make on `driver`, and the records after it.
-fn made(driver: &mut Double, store: &Store) -> (Result<(), NotMade>, Vec<Made>) {
+fn made(driver: &mut Double, store: &Store) -> (Result<(), NotMade>, Vec<DynamicInstance>) {
     let mut making = Making::new(driver, store);
     let done = making.make(&order("1g.18gb"), &awaited(), Policy::Binpack);
-    (done, store.read().unwrap().mig.made)
+    (done, store.read().unwrap().mig.dynamic_instances)
 }
 
 #[test]
@@ -34,7 +34,7 @@ fn every_call_may_fail_before_or_after_its_work() {
             if done.is_ok() {
                 assert!(call >= 3, "{call}");
                 let mut making = Making::new(&mut driver, &store);
-                making.change(|ledger| ledger.mig.made.clear()).unwrap();
+                making.change(|ledger| ledger.mig.dynamic_instances.clear()).unwrap();
                 break;
             }
             assert_eq!((shape(&driver.gpus[0]), records), (vec![], vec![]), "{call} {all_the_same}");
@@ -65,12 +65,12 @@ fn what_cannot_be_destroyed_stays_written_down_and_goes_later() {
         "{lines:?}"
     );
     assert_eq!(seen, [uuid]);
-    let stuck = store.read().unwrap().mig.made.remove(0);
+    let stuck = store.read().unwrap().mig.dynamic_instances.remove(0);
     assert!(stuck.going && stuck.stuck.is_some() && !stuck.emptied, "it is whole");
     driver.gpus[0].instances[0].compute[0].held = None;
     let mut making = Making::new(&mut driver, &store);
     assert_eq!(making.clear(&mut |_| {}).unwrap(), Vec::<String>::new());
-    assert_eq!((driver.gpus[0].instances.len(), store.read().unwrap().mig.made), (0, vec![]));
+    assert_eq!((driver.gpus[0].instances.len(), store.read().unwrap().mig.dynamic_instances), (0, vec![]));
 }
 
 #[test]
@@ -78,12 +78,12 @@ fn only_what_is_ours_beyond_doubt_is_destroyed() {
     let there = || Double::with(&[(profile("1g.18gb"), 6)]);
     let now = there().gpus[0].instances[0].clone();
     let uuid = now.compute[0].uuid.clone();
-    let record = |gi, uuid: Option<&str>, emptied| Made {
+    let record = |gi, uuid: Option<&str>, emptied| DynamicInstance {
         gi,
         uuid: uuid.map(str::to_owned),
         going: true,
         emptied,
-        ..sublet_core::ledger::made_fixture::made(6, None)
+        ..sublet_core::ledger::dynamic_instance_fixture::dynamic_instance(6, None)
     };
     let bare = Instance { compute: Vec::new(), ..now.clone() };
     let cases = [
@@ -100,13 +100,13 @@ fn only_what_is_ours_beyond_doubt_is_destroyed() {
         (record(None, None, false), &now, false, "we had not come so far"),
     ];
     for (made, now, ours, why) in cases {
-        assert_eq!(is_ours(&made, now), ours, "{why}");
+        assert_eq!(is_recorded_instance(&made, now), ours, "{why}");
     }
 }
 
 /// A make that failed and could not be taken back, with its compute instance or without, and how many instances are
 /// there after somebody has put another in its place.
-fn stuck(whole: bool, theirs: bool) -> (Made, usize) {
+fn stuck(whole: bool, theirs: bool) -> (DynamicInstance, usize) {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path()).unwrap();
     let mut driver = Double::new(vec![h200()]);
@@ -126,7 +126,7 @@ fn stuck(whole: bool, theirs: bool) -> (Made, usize) {
     }
     let mut making = Making::new(&mut driver, &store);
     assert_eq!(making.clear(&mut |_| {}).unwrap().len(), 1);
-    let left = store.read().unwrap().mig.made.remove(0);
+    let left = store.read().unwrap().mig.dynamic_instances.remove(0);
     let span = driver.gpus[0].instances.remove(0).span;
     let gi = driver.create_instance("GPU-0", profile("1g.18gb"), span).unwrap();
     if theirs {
@@ -134,7 +134,7 @@ fn stuck(whole: bool, theirs: bool) -> (Made, usize) {
     }
     let mut making = Making::new(&mut driver, &store);
     assert_eq!(making.clear(&mut |_| {}).unwrap(), Vec::<String>::new());
-    assert_eq!(store.read().unwrap().mig.made, []);
+    assert_eq!(store.read().unwrap().mig.dynamic_instances, []);
     (left, driver.gpus[0].instances.len())
 }
 

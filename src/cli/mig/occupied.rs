@@ -3,7 +3,7 @@
 
 use super::{DriverError, Gpu, Instance, Nvml, Span};
 use sublet_core::inventory::Inventory;
-use sublet_core::ledger::{Lease, Ledger, Made};
+use sublet_core::ledger::{DynamicInstance, Lease, Ledger};
 use sublet_core::process::Process;
 use sublet_core::text::safe;
 
@@ -41,7 +41,7 @@ pub fn mark(gpu: &mut Gpu, ledger: &Ledger) {
             }
         }
     }
-    for made in ledger.mig.made.iter().filter(|made| made.gpu == gpu.uuid) {
+    for made in ledger.mig.dynamic_instances.iter().filter(|made| made.gpu == gpu.uuid) {
         let at = |one: &&mut Instance| (one.span.start, one.span.size) == made.placement;
         if let Some(one) = gpu.instances.iter_mut().find(at).filter(|one| one.holder().is_none()) {
             one.held = kept(made);
@@ -64,16 +64,16 @@ pub fn mark(gpu: &mut Gpu, ledger: &Ledger) {
 /// Where the instances of `gpu` lie that were made for containers.
 #[must_use]
 pub fn made(gpu: &Gpu, ledger: &Ledger) -> Vec<Span> {
-    let is = |made: &Made, one: &Instance| {
+    let is = |made: &DynamicInstance, one: &Instance| {
         let same = made.gpu == gpu.uuid && (one.span.start, one.span.size) == made.placement;
         same && one.compute.iter().any(|part| Some(&part.uuid) == made.uuid.as_ref())
     };
-    let ours = |one: &&Instance| ledger.mig.made.iter().any(|made| is(made, one));
+    let ours = |one: &&Instance| ledger.mig.dynamic_instances.iter().any(|made| is(made, one));
     gpu.instances.iter().filter(ours).map(|one| one.span).collect()
 }
 
 /// Why an instance of ours that has no lease stays.
-fn kept(made: &Made) -> Option<String> {
+fn kept(made: &DynamicInstance) -> Option<String> {
     if let Some(awaited) = &made.awaited {
         return Some(format!("created for container {}, which is being started", safe(&awaited.container)));
     }

@@ -12,7 +12,7 @@ use sublet_core::config::{Config, ExclusiveComputeMode};
 use sublet_core::inventory::{ComputeMode, Inventory};
 use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::{ChangedComputeMode, Lease, Ledger, Store};
-use sublet_core::mps::{MpsError, ceiling_and_state};
+use sublet_core::mps::{MpsError, limits_and_state};
 use sublet_core::process::Process;
 use sublet_core::text::safe;
 
@@ -59,7 +59,7 @@ pub(super) fn enter(
 }
 
 fn server_runs(key: &DaemonKey, ledger: &Ledger) -> bool {
-    ceiling_and_state::daemon(ledger, key).is_some_and(ceiling_and_state::is_alive)
+    limits_and_state::daemon(ledger, key).is_some_and(limits_and_state::is_alive)
 }
 
 /// Why the mode was not set.
@@ -104,7 +104,7 @@ fn try_enter(
     if let Some(why) = obstacle(policy, found, display, &strangers) {
         return Err(Attempt::Unable(why));
     }
-    ceiling_and_state::change(store, |ledger| {
+    limits_and_state::change(store, |ledger| {
         // An older record is the true one: whatever stands there now was put there by us.
         if !ledger.compute_modes.iter().any(|changed| changed.device == key.0) {
             ledger.compute_modes.push(ChangedComputeMode { device: key.0.clone(), found });
@@ -163,7 +163,7 @@ pub(super) fn restore(device: &str, store: &Store, config: &Config) -> Result<()
 }
 
 fn forget(device: &str, store: &Store) -> Result<(), MpsError> {
-    ceiling_and_state::change(store, |ledger| {
+    limits_and_state::change(store, |ledger| {
         ledger.compute_modes.retain(|changed| changed.device != device);
         Ok(())
     })
@@ -217,7 +217,7 @@ pub(super) fn holders(key: &DaemonKey, device: &str, ledger: &Ledger, config: &C
 /// already is none. A process that cannot be looked at is one.
 fn strangers(device: &NvmlDevice<'_>, key: &DaemonKey, ledger: &Ledger) -> Result<Vec<String>, String> {
     let running = probe::compute_processes(device).map_err(|error| format!("who is on it: {error}"))?;
-    let alive = ceiling_and_state::daemon(ledger, key).filter(|daemon| ceiling_and_state::is_alive(daemon));
+    let alive = limits_and_state::daemon(ledger, key).filter(|daemon| limits_and_state::is_alive(daemon));
     let pid_of_daemon = alive.and_then(|daemon| daemon.process).map(|daemon| daemon.pid);
     let is_server = |pid: u32| pid_of_daemon.is_some() && parent(pid) == pid_of_daemon;
     let stranger = |pid: &u32| !is_server(*pid) && owner(*pid, ledger).is_none();

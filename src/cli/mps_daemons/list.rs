@@ -72,8 +72,8 @@ fn shown(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Listed {
         state: daemon.state,
         clients: None,
         key: daemon.key.clone(),
-        ceiling_percent: daemon.ceiling.sm.as_f64(),
-        ceiling_memory_bytes: daemon.ceiling.memory.bytes(),
+        ceiling_percent: daemon.default_limits.sm.as_f64(),
+        ceiling_memory_bytes: daemon.default_limits.memory.bytes(),
         idle_seconds: daemon.idle_since.map(|since| uptime_seconds().saturating_sub(since)),
         ends_in_seconds: daemon.idle_since.and_then(|_| ends_in(daemon, ledger, config)),
     }

@@ -6,7 +6,7 @@ use sublet_core::config::Config;
 use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::Store;
 use sublet_core::mps::lock::DaemonLock;
-use sublet_core::mps::{MpsError, ceiling_and_state, dirs};
+use sublet_core::mps::{MpsError, dirs, limits_and_state};
 
 /// Puts the compute mode back under the daemon of `key`, which serves no lease. Returns warnings, one line each.
 ///
@@ -14,7 +14,7 @@ use sublet_core::mps::{MpsError, ceiling_and_state, dirs};
 /// It cannot be put back, and the daemon does not end.
 pub fn rest(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
     dirs::check_key(key)?;
-    if ceiling_and_state::daemon(&store.read()?, key).is_none() {
+    if limits_and_state::daemon(&store.read()?, key).is_none() {
         return Ok(Vec::new());
     }
     let held = DaemonLock::take(key, &config.state_dir, LOCK_LIMIT)?;
@@ -28,7 +28,7 @@ pub(super) fn rest_held(
     store: &Store,
     config: &Config,
 ) -> Result<Vec<String>, MpsError> {
-    let unused = ceiling_and_state::change(store, |ledger| {
+    let unused = limits_and_state::change(store, |ledger| {
         let unused = ledger.on_daemon(key).next().is_none();
         let daemon = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key);
         // A lease that is taken from now on waits for our lock and sets the mode anew.

@@ -14,12 +14,12 @@ use super::stop::stop_held;
 use sublet_core::config::Config;
 use sublet_core::inventory;
 use sublet_core::ledger::DaemonKey;
-use sublet_core::ledger::{Ceiling, DaemonState, LeaseId, Ledger, MpsDaemon, Store};
+use sublet_core::ledger::{DaemonState, DefaultLimits, LeaseId, Ledger, MpsDaemon, Store};
 use sublet_core::mps::control::{AskError, Control, listens};
 use sublet_core::mps::idle::waits;
 use sublet_core::mps::lock::DaemonLock;
 use sublet_core::mps::ready::lock_limit;
-use sublet_core::mps::{MpsError, ceiling_and_state, child_start, dirs};
+use sublet_core::mps::{MpsError, child_start, dirs, limits_and_state};
 use sublet_core::process::Process;
 use sublet_core::process::epoch_seconds;
 
@@ -43,7 +43,7 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<Stri
     let control = Control::new(key, config)?;
     // Before the lock, which makes a directory: nothing is left of a key that nobody knows.
     let ledger = store.read()?;
-    if ledger.on_daemon(key).next().is_none() && ceiling_and_state::daemon(&ledger, key).is_none() {
+    if ledger.on_daemon(key).next().is_none() && limits_and_state::daemon(&ledger, key).is_none() {
         return Err(MpsError::NotWanted { key: key.to_string() });
     }
     let left = detach::leave(&[&config.state_dir, control.program()]);
@@ -58,7 +58,7 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<Stri
             daemon.state = DaemonState::Down;
             daemon.process = None;
         };
-        ceiling_and_state::note(store, key, down)?;
+        limits_and_state::note(store, key, down)?;
     }
     if stop_unwanted(&held, key, started.is_ok(), store, config)? {
         return started.and(Err(MpsError::NotWanted { key: key.to_string() }));
@@ -76,8 +76,7 @@ fn stop_unwanted(
     config: &Config,
 ) -> Result<bool, MpsError> {
     let ledger = store.read()?;
-    if serves && ceiling_and_state::daemon(&ledger, key).is_some_and(|daemon| waits(daemon, &ledger, config))
-    {
+    if serves && limits_and_state::daemon(&ledger, key).is_some_and(|daemon| waits(daemon, &ledger, config)) {
         return rest_held(held, key, store, config).map(|_| false);
     }
     match stop_held(held, key, false, store, config) {
@@ -106,18 +105,18 @@ fn serves_already(
     let ledger = store.read()?;
     let running = |daemon: &&MpsDaemon| {
         matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
-            && ceiling_and_state::is_alive(daemon)
+            && limits_and_state::is_alive(daemon)
     };
-    let Some(daemon) = ceiling_and_state::daemon(&ledger, key).filter(running) else { return Ok(None) };
-    match control.ceiling() {
+    let Some(daemon) = limits_and_state::daemon(&ledger, key).filter(running) else { return Ok(None) };
+    match control.default_limits() {
         Ok(_) => {}
         Err(AskError::Gone(_) | AskError::Refused { .. }) => return Ok(None),
-        Err(error) => return Err(ceiling_and_state::note_failure(store, daemon, error)),
+        Err(error) => return Err(limits_and_state::note_failure(store, daemon, error)),
     }
     dirs::publish(key, &config.state_dir)?;
-    ceiling_and_state::note_answer(store, daemon)?;
+    limits_and_state::note_answer(store, daemon)?;
     let Some(warnings) = enter_again(daemon, &ledger, store, config)? else { return Ok(None) };
-    ceiling_and_state::adjust(held, key, store, config)?;
+    limits_and_state::adjust(held, key, store, config)?;
     Ok(Some(warnings))
 }
 
@@ -137,7 +136,7 @@ fn enter_again(
     if entered.beside_server {
         return Ok(None);
     }
-    ceiling_and_state::change(store, |ledger| {
+    limits_and_state::change(store, |ledger| {
         let wanted = ledger.on_daemon(key).next().is_some();
         if let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key && wanted) {
             daemon.mode_left = false;
@@ -160,11 +159,11 @@ struct Claim {
 
 /// Under the ledger's lock: a lease wants the daemon, and it is recorded as starting.
 fn claim(key: &DaemonKey, store: &Store) -> Result<Claim, MpsError> {
-    ceiling_and_state::change(store, |ledger| {
+    limits_and_state::change(store, |ledger| {
         let Some(first) = ledger.on_daemon(key).next() else {
             return Err(MpsError::NotWanted { key: key.to_string() });
         };
-        let known = ceiling_and_state::daemon(ledger, key);
+        let known = limits_and_state::daemon(ledger, key);
         // Of a device's common server's leases each has that one device.
         let devices = first.devices.clone();
         let claim = Claim {
@@ -179,7 +178,7 @@ fn claim(key: &DaemonKey, store: &Store) -> Result<Claim, MpsError> {
             devices,
             process: None,
             state: DaemonState::Starting,
-            ceiling: Ceiling::default(),
+            default_limits: DefaultLimits::default(),
             answered_at: 0,
             idle_since: None,
             mode_left: false,
@@ -247,22 +246,22 @@ fn run_daemon(
         .into_iter()
         .find_map(|(process, kind)| (kind == Kind::Daemon).then_some(process))
         .ok_or_else(|| not_up("it answers, but its process cannot be found in /proc"))?;
-    let refused = |error| ceiling_and_state::refused(key, error);
+    let refused = |error| limits_and_state::refused(key, error);
     let ledger = store.read()?;
-    let ceiling = ledger.wanted_ceiling(key).unwrap_or(Ceiling::NONE);
+    let default_limits = ledger.wanted_default_limits(key).unwrap_or(DefaultLimits::NONE);
     // GPUs before Volta know no ceiling and refuse to hear of one; a new daemon has none.
-    if ceiling != Ceiling::NONE {
-        control.set_ceiling(ceiling, ledger.devices_of(key)).map_err(refused)?;
+    if default_limits != DefaultLimits::NONE {
+        control.set_default_limits(default_limits, ledger.devices_of(key)).map_err(refused)?;
     }
     prewarm(control, deadline, &logs).map_err(|unready| match unready {
         Unready::Late(why) => not_up(&format!("{why}{}", holders(claim, store, config))),
         Unready::Ended { pid, how } => no_server(pid, &how, claim, control, &logs, store, config),
     })?;
     dirs::publish(key, state_dir)?;
-    ceiling_and_state::note(store, key, |daemon| {
+    limits_and_state::note(store, key, |daemon| {
         daemon.process = Some(process);
         daemon.state = DaemonState::Serving;
-        daemon.ceiling = ceiling;
+        daemon.default_limits = default_limits;
         daemon.answered_at = epoch_seconds();
     })?;
     Ok(warnings)
@@ -278,7 +277,7 @@ fn wait_for_answer(
     let mut why = "no process listens on its socket".to_owned();
     while Instant::now() < deadline {
         if listens(&socket) {
-            match control.ceiling() {
+            match control.default_limits() {
                 Ok(_) => return Ok(()),
                 Err(error) => why = error.to_string(),
             }

@@ -11,7 +11,7 @@ use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::{DaemonState, MpsDaemon, Store};
 use sublet_core::mps::control::Control;
 use sublet_core::mps::lock::DaemonLock;
-use sublet_core::mps::{MpsError, ceiling_and_state, dirs};
+use sublet_core::mps::{MpsError, dirs, limits_and_state};
 
 /// Somebody who starts or stops it is nearly always done by then; else the next command stops it.
 pub(super) const LOCK_LIMIT: Duration = Duration::from_millis(1500);
@@ -48,7 +48,7 @@ pub(super) fn stop_held(
         let clients = clients(&daemon.devices, control.as_ref(), config);
         if clients != Some(0) || is_mounted(key, &config.state_dir, process) {
             // Their containers' next processes would run without any limit.
-            ceiling_and_state::note(store, key, |daemon| daemon.state = DaemonState::Serving)?;
+            limits_and_state::note(store, key, |daemon| daemon.state = DaemonState::Serving)?;
             return Ok(vec![format!(
                 "the ledger was lost, and MPS daemon {key} has, or may have, clients or containers without \
                  a lease: its device takes no new lease until they have ended (`sublet mps stop {key} \
@@ -57,13 +57,13 @@ pub(super) fn stop_held(
         }
     }
     if let Err(error) = launch::end(key, &config.state_dir, process, control.as_ref()) {
-        ceiling_and_state::note(store, key, |daemon| daemon.state = DaemonState::Fault)?;
+        limits_and_state::note(store, key, |daemon| daemon.state = DaemonState::Fault)?;
         return Err(error);
     }
     if leases > 0 {
         // Its containers have the directory mounted, and compute mode keeps them from running alone.
         dirs::clear_pipe(key, &config.state_dir)?;
-        ceiling_and_state::note(store, key, |daemon| {
+        limits_and_state::note(store, key, |daemon| {
             daemon.state = DaemonState::Down;
             daemon.process = None;
         })?;
@@ -107,7 +107,7 @@ pub fn exists(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, M
 fn is_known(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, MpsError> {
     let ledger = store.read()?;
     let mode = ledger.compute_modes.iter().any(|changed| changed.device == key.0);
-    Ok(mode || ceiling_and_state::daemon(&ledger, key).is_some() || key.dir(&config.state_dir).exists())
+    Ok(mode || limits_and_state::daemon(&ledger, key).is_some() || key.dir(&config.state_dir).exists())
 }
 
 struct Claim {
@@ -119,9 +119,9 @@ struct Claim {
 
 /// Under the ledger's lock: no lease is left, and the daemon is recorded as stopping.
 fn claim(key: &DaemonKey, force: bool, store: &Store) -> Result<Claim, MpsError> {
-    ceiling_and_state::change(store, |ledger| {
+    limits_and_state::change(store, |ledger| {
         let leases = ledger.on_daemon(key).count();
-        let daemon = ceiling_and_state::daemon(ledger, key).cloned();
+        let daemon = limits_and_state::daemon(ledger, key).cloned();
         if leases > 0 && !force {
             return Err(MpsError::InUse { key: key.to_string(), leases });
         }
@@ -135,7 +135,7 @@ fn claim(key: &DaemonKey, force: bool, store: &Store) -> Result<Claim, MpsError>
 
 /// A lease that was taken while we stopped waits for our lock and starts the daemon anew.
 fn forget(key: &DaemonKey, store: &Store) -> Result<(), MpsError> {
-    ceiling_and_state::change(store, |ledger| {
+    limits_and_state::change(store, |ledger| {
         ledger.daemons.retain(|daemon| daemon.key != *key);
         Ok(())
     })

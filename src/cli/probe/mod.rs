@@ -12,7 +12,7 @@ mod nvml_processes;
 use sublet_core::fs::below::under;
 use sublet_core::inventory::{
     ComputeMode, Device, Driver, DriverFile, FileKind, GpuProcess, Inventory, InventoryError, Majors,
-    MigGpus, Node, NodeError, Part, Virtualization, cache, device_majors, device_nodes, fingerprint,
+    MigDevice, MigGpus, Node, NodeError, Virtualization, cache, device_majors, device_nodes, fingerprint,
     kernel_module, mig_capabilities, programs,
 };
 

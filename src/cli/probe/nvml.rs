@@ -13,7 +13,7 @@ use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_d
 use super::mig_ids::instance_ids;
 use super::nvml_processes::{compute_processes, mps_clients};
 use super::{
-    ComputeMode, Device, GpuProcess, MigGpus, Node, Part, Virtualization, contexts, device_majors,
+    ComputeMode, Device, GpuProcess, MigDevice, MigGpus, Node, Virtualization, contexts, device_majors,
     mig_capabilities,
 };
 
@@ -78,7 +78,7 @@ pub(super) fn describe(
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
         // Those of a GPU in MIG mode are its MIG devices'.
         processes: if mig_enabled { Vec::new() } else { running(device)? },
-        part: None,
+        mig_device: None,
         bus_id,
     })
 }
@@ -227,9 +227,9 @@ pub(super) fn parts(
         found.iter().map(|mig| part(device, mig, gpu, root, caps_major)).collect::<Result<Vec<_>, _>>()?;
     let known = parts.clone();
     for device in &mut parts {
-        let Some(part) = &mut device.part else { continue };
+        let Some(part) = &mut device.mig_device else { continue };
         let sibling = |other: &&Device| {
-            other.uuid != device.uuid && other.part.as_ref().is_some_and(|other| other.gi == part.gi)
+            other.uuid != device.uuid && other.mig_device.as_ref().is_some_and(|other| other.gi == part.gi)
         };
         let siblings: Vec<&Device> = known.iter().filter(sibling).collect();
         let processes = siblings.iter().flat_map(|sibling| sibling.processes.clone()).collect();
@@ -255,7 +255,7 @@ fn part(
         }
         Err(why) => Some(why),
     };
-    let part = Part {
+    let part = MigDevice {
         gpu: gpu.uuid.clone(),
         // nvml.h: what nvmlDeviceGetMigDeviceHandleByIndex takes.
         index: mig.index()?,
@@ -282,7 +282,7 @@ fn part(
         dri_nodes: Vec::new(),
         nodes,
         processes: running(mig)?,
-        part: Some(part),
+        mig_device: Some(part),
         ..gpu.clone()
     })
 }

@@ -52,7 +52,7 @@ pub fn refresh(config: &Config) -> anyhow::Result<Inventory> {
 }
 
 fn has_fault(inventory: &Inventory) -> bool {
-    inventory.devices.iter().any(|device| device.part.as_ref().is_some_and(|part| part.fault.is_some()))
+    inventory.devices.iter().any(|device| device.mig_device.as_ref().is_some_and(|part| part.fault.is_some()))
 }
 
 /// Whether instances for containers come or go.

@@ -36,7 +36,7 @@ pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) ->
 pub(super) fn clear() {
     let cleared = config_files::load().map_err(|error| error.to_string()).and_then(|config| {
         let store = Store::open(&config.state_dir).map_err(|error| error.to_string())?;
-        Local::new(&config).clear_made(&store);
+        Local::new(&config).destroy_unneeded(&store);
         Ok(())
     });
     if let Err(error) = cleared {

@@ -181,7 +181,7 @@ pub fn undo(found: Option<&str>) -> Result<Option<String>, SetupError> {
             }
         } else if ours {
             ours = line.trim_end() != END.trim_end();
-            if ours && !is_ours(line.trim_end()) {
+            if ours && !was_written_by_sublet(line.trim_end()) {
                 let line = sublet_core::text::safe(line.trim());
                 return Err(altered(format!(
                     "its block contains the line `{line}`: move that line out of the block"
@@ -213,7 +213,7 @@ fn altered(why: String) -> SetupError {
 }
 
 /// Whether `line` is one that [`set_up`] puts into its block.
-fn is_ours(line: &str) -> bool {
+fn was_written_by_sublet(line: &str) -> bool {
     let is_header = |plugin: &&str| {
         let rest = line.strip_prefix(&format!("[plugins.\"{plugin}\""));
         rest.is_some_and(|rest| TABLES.contains(&rest))
@@ -229,8 +229,8 @@ pub fn is_set_up(text: &str) -> bool {
 
 /// Whether an undo would take anything out: our block, or lines of ours that outlived it.
 fn has_lines_of_ours(text: &str) -> bool {
-    let is_ours = |line: &str| line.starts_with(KEPT) || line.trim_end().ends_with(MARK.trim_end());
-    is_set_up(text) || text.lines().any(is_ours)
+    let is_sublet_line = |line: &str| line.starts_with(KEPT) || line.trim_end().ends_with(MARK.trim_end());
+    is_set_up(text) || text.lines().any(is_sublet_line)
 }
 
 /// Whether an undo, which goes by lines, would take lines out of `value`.

@@ -95,7 +95,7 @@ pub fn order(
     if !limit.rule.dynamic {
         return None;
     }
-    // Whoever may not have it in the end shall not have it made.
+    // Whoever may not have it in the end shall not have it instance.
     for site in &mut order.sites {
         let gpu = inventory.device(&site.gpu);
         site.most = gpu.map(|gpu| most(request, gpu, limit, ledger));
@@ -146,20 +146,24 @@ pub(super) fn make(
 /// Nothing is kept for lease `id` any more: it is not taken after all.
 pub(super) fn give_up(id: &LeaseId, store: &Store, work: MigWork<'_>) {
     let awaits = |ledger: &Ledger| {
-        ledger.mig.made.iter().any(|made| made.awaited.as_ref().is_some_and(|awaited| awaited.lease == *id))
+        ledger
+            .mig
+            .dynamic_instances
+            .iter()
+            .any(|instance| instance.awaited.as_ref().is_some_and(|awaited| awaited.lease == *id))
     };
     if !store.read().is_ok_and(|ledger| awaits(&ledger)) {
         return;
     }
     match store.change(|ledger| ledger.await_no_more(id)) {
-        Ok(_) => clear_made(store, work),
+        Ok(_) => destroy_unneeded(store, work),
         Err(error) => tracing::warn!("{error}"),
     }
 }
 
 /// Destroys the instances that were made for containers and that nobody needs any more; what cannot be destroyed
 /// now is tried again by the next command.
-pub(super) fn clear_made(store: &Store, work: MigWork<'_>) {
+pub(super) fn destroy_unneeded(store: &Store, work: MigWork<'_>) {
     let has_unneeded = store.read().is_ok_and(|ledger| ledger.has_unneeded());
     if !has_unneeded || work.is_put_off(|put_off| put_off.clear = true) {
         return;

@@ -4,9 +4,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::local::Local;
+use super::local_or_remote::State as _;
 use super::reconcile::read;
-use super::state::State as _;
-use super::take::{self, Rootfs, Terms};
+use super::take_lease::{self, Rootfs, Terms};
 use super::{AdmitError, Candidate};
 use crate::broker::policy_limits::PolicyLimit;
 use crate::broker::protocol::{Admit, Answer, ContainerNames, Granted};
@@ -42,7 +42,7 @@ impl Local<'_> {
         request.wait = Duration::ZERO;
         let store = self.store()?;
         let terms = Terms { rootfs: Rootfs::Told(&told.image), limit };
-        let taken = take::take(candidate, &request, terms, &store, *self)?;
+        let taken = take_lease::take(candidate, &request, terms, &store, *self)?;
         let served = self
             .grant(&taken, &request)
             .and_then(|grant| self.ready(&taken, &grant, &store).map(|warnings| (grant, warnings)));
@@ -94,7 +94,7 @@ impl Local<'_> {
         let ledger = read(&self.store()?)?;
         let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(false) };
         if let Some(key) = &lease.daemon {
-            mps::enter(&key.public(&self.config.state_dir), self.config)?;
+            mps::ensure_answering(&key.public(&self.config.state_dir), self.config)?;
         }
         Ok(true)
     }

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::local::Local;
+use super::local_or_remote::State;
 use super::reconcile::read;
 use super::request_of_spec::{self, is_of_bundle, request_of, undo};
-use super::state::State;
-use super::take::{self, Rootfs, Terms};
+use super::take_lease::{self, Rootfs, Terms};
 use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP, current_inventory, refusals};
 use crate::grant::{self, Grant};
 use crate::inventory::{self, Inventory};
@@ -62,8 +62,11 @@ impl Local<'_> {
         let request = request_of(spec, candidate.share, self.config)?;
         let store = self.store()?.beside(&candidate.container.record);
         let terms = Terms { rootfs: Rootfs::OfSpec(spec), limit: None };
-        let taken =
-            request_of_spec::taken(take::take(candidate, &request, terms, &store, *self), spec, self.config)?;
+        let taken = request_of_spec::taken(
+            take_lease::take(candidate, &request, terms, &store, *self),
+            spec,
+            self.config,
+        )?;
         let served = self.grant(&taken, &request).and_then(|grant| {
             oci::check_mps_directories(spec, &candidate.container.rootfs, &grant)?;
             oci::edit(spec, &grant)?;
@@ -76,7 +79,7 @@ impl Local<'_> {
     }
 
     /// What a container with this lease is given.
-    pub(super) fn grant(&self, taken: &take::Taken, request: &Request) -> Result<Grant, AdmitError> {
+    pub(super) fn grant(&self, taken: &take_lease::Taken, request: &Request) -> Result<Grant, AdmitError> {
         let grant = grant::grant(
             &taken.placement,
             &taken.lease,
@@ -96,7 +99,7 @@ impl Local<'_> {
     /// there are.
     pub(super) fn ready(
         &self,
-        taken: &take::Taken,
+        taken: &take_lease::Taken,
         grant: &Grant,
         store: &Store,
     ) -> Result<Vec<String>, AdmitError> {
@@ -217,7 +220,7 @@ impl State for Local<'_> {
     }
 
     fn enter(&self, public: &Path, _id: &str, _record: &Path) -> Result<(), AdmitError> {
-        Ok(mps::enter(public, self.config)?)
+        Ok(mps::ensure_answering(public, self.config)?)
     }
 
     fn new_inventory(&self) -> Result<Inventory, AdmitError> {

@@ -9,19 +9,19 @@
 
 mod current_inventory;
 pub mod dynamic_mig;
-mod enter;
 mod error;
+mod exec_share;
 mod for_users;
+mod grant_at_prestart;
 mod left_mount_points;
-mod live_container;
 mod local;
 mod local_leases;
+mod local_or_remote;
 mod reconcile;
 mod refusals;
 mod remote;
 mod request_of_spec;
-mod state;
-pub mod take;
+pub mod take_lease;
 
 use std::path::Path;
 use std::time::Duration;
@@ -35,22 +35,22 @@ use crate::oci::podman_storage;
 use crate::oci::{self, SpecError};
 use crate::process::Process;
 
+use local_or_remote::State;
 use remote::Remote;
-use state::State;
 
 pub use current_inventory::{confirmed_inventory, fresh_inventory, refresh};
 pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk, PutOff};
-pub use enter::{EnterError, Share, enter, may_have_share, share_of};
 pub use error::AdmitError;
+pub use exec_share::{EnterError, Share, enter, may_have_share, share_of};
+pub use grant_at_prestart::{Late, end_of, late};
 pub use left_mount_points::clear_unbound;
-pub use live_container::{Late, end_of, late};
 pub use local::Local;
+pub use local_or_remote::is_remote;
 pub use reconcile::read;
 pub use refusals::{RefusalRecord, record_told, refusals};
 pub use remote::own_status;
 pub use request_of_spec::request_of;
-pub use state::is_remote;
-pub use take::lease_for;
+pub use take_lease::lease_for;
 
 /// How long the last processes of an ended container may take to go.
 const EMPTY_CGROUP: Duration = Duration::from_secs(5);
@@ -111,8 +111,8 @@ fn state(config: &Config) -> Box<dyn State + '_> {
 ///
 /// # Errors
 /// Its annotations are none.
-pub fn is_ours(spec: &Value, share: Option<&str>) -> Result<bool, SpecError> {
-    Ok(request_of_spec::is_ours(spec, &oci::annotations(spec)?, share))
+pub fn asks_for_a_share(spec: &Value, share: Option<&str>) -> Result<bool, SpecError> {
+    Ok(request_of_spec::asks_for_a_share(spec, &oci::annotations(spec)?, share))
 }
 
 /// `container` with its root filesystem as it can be looked into now: config.json may name a place where it is mounted
@@ -140,7 +140,7 @@ pub fn located(
 /// Any reason not to start it; nothing is left behind then, and `sublet status --last-error` has it.
 pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
     let annotations = oci::annotations(spec)?;
-    if !request_of_spec::is_ours(spec, &annotations, candidate.share) {
+    if !request_of_spec::asks_for_a_share(spec, &annotations, candidate.share) {
         return Ok(Admission::NotOurs);
     }
     let state = state(config);

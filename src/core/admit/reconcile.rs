@@ -28,7 +28,7 @@ impl Local<'_> {
         let (changed, freed) = store.update(change)?;
         self.tidy(&freed, &store);
         clear_leftovers(&store);
-        self.clear_made(&store);
+        self.destroy_unneeded(&store);
         let failed = changed.err().map(|error| error.to_string());
         Ok(Reconciled { freed, lines: failed.into_iter().chain(mps::heal(&store, self.config)).collect() })
     }
@@ -71,7 +71,7 @@ impl Local<'_> {
             clear_leftovers(store);
         }
         if ledger.has_unneeded() {
-            self.clear_made(store);
+            self.destroy_unneeded(store);
         }
     }
 
@@ -82,7 +82,7 @@ impl Local<'_> {
             return;
         }
         self.settle(freed, store);
-        self.clear_made(store);
+        self.destroy_unneeded(store);
     }
 
     /// [`Local::tidy`] as far as no MIG layout changes.
@@ -103,8 +103,8 @@ impl Local<'_> {
 
     /// Destroys the instances that were made for containers and that nobody needs any more; what cannot be destroyed
     /// now is tried again by the next command.
-    pub fn clear_made(&self, store: &Store) {
-        dynamic_mig::clear_made(store, self.mig);
+    pub fn destroy_unneeded(&self, store: &Store) {
+        dynamic_mig::destroy_unneeded(store, self.mig);
     }
 }
 

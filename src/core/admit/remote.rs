@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::left_mount_points::clear_volumes;
+use super::local_or_remote::State;
 use super::request_of_spec::{is_of_bundle, request_of, undo};
-use super::state::State;
 use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP};
 use crate::broker::client::{Broker, BrokerError};
 use crate::broker::protocol::{Admit, Answer, Ask, ContainerNames};

@@ -15,10 +15,16 @@ use crate::place::only;
 use crate::request::{self, Request};
 use crate::text::safe;
 
-/// Whether the container is ours: by its annotations, by a CDI device, or by the name the shim was called
-/// by. The pause container of a pod never is, though engines copy the pod's annotations to it.
-pub(super) fn is_ours(spec: &Value, annotations: &BTreeMap<String, String>, share: Option<&str>) -> bool {
-    let asked = share.is_some() || request::is_ours(annotations) || cdi::is_asked(spec);
+/// Whether the container asks for a share: with annotations, with a CDI device, or with the name by which the shim was
+/// called. The pause container of a pod never does, although engines copy the pod's annotations to it.
+///
+/// This is the one place where this is decided.
+pub(super) fn asks_for_a_share(
+    spec: &Value,
+    annotations: &BTreeMap<String, String>,
+    share: Option<&str>,
+) -> bool {
+    let asked = share.is_some() || request::has_sublet_annotations(annotations) || cdi::is_asked(spec);
     asked && !request::is_sandbox(annotations) && !request::is_podman_infra(annotations, &arguments(spec))
 }
 

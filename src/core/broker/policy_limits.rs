@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::config::PolicyRule;
-use crate::ledger::{Lease, LeasedPart, Ledger};
+use crate::ledger::{Lease, LeasedMigDevice, Ledger};
 use crate::place::Placement;
 use crate::share::units::MIB;
 use crate::share::{Mode, Percent};
@@ -152,7 +152,7 @@ fn thousandths(sm: Percent) -> u64 {
 /// What counts of a share, taken or asked for.
 struct Holding<'a> {
     devices: &'a [String],
-    parts: &'a [LeasedPart],
+    mig_devices: &'a [LeasedMigDevice],
     mode: Mode,
     sm: Option<Percent>,
     memory_bytes: Option<u64>,
@@ -160,21 +160,21 @@ struct Holding<'a> {
 
 impl<'a> Holding<'a> {
     fn of_placement(from: &'a Placement) -> Self {
-        let Placement { devices, parts, mode, sm, memory_bytes, .. } = from;
-        Self { devices, parts, mode: *mode, sm: *sm, memory_bytes: *memory_bytes }
+        let Placement { devices, mig_devices, mode, sm, memory_bytes, .. } = from;
+        Self { devices, mig_devices, mode: *mode, sm: *sm, memory_bytes: *memory_bytes }
     }
 
     fn of_lease(from: &'a Lease) -> Self {
-        let Lease { devices, parts, mode, sm, memory_bytes, .. } = from;
-        Self { devices, parts, mode: *mode, sm: *sm, memory_bytes: *memory_bytes }
+        let Lease { devices, mig_devices, mode, sm, memory_bytes, .. } = from;
+        Self { devices, mig_devices, mode: *mode, sm: *sm, memory_bytes: *memory_bytes }
     }
 
     /// SM share and memory on all its devices together; `None`: no limit. Who has a MIG device alone has all of
     /// it, as part of its GPU, whatever was asked for.
     fn sums(&self) -> (Option<u64>, Option<u64>) {
         if self.mode == Mode::Mig {
-            let sm = self.parts.iter().map(|part| part.sm.map(thousandths)).sum();
-            return (sm, self.parts.iter().map(|part| part.memory_bytes).sum());
+            let sm = self.mig_devices.iter().map(|mig_device| mig_device.sm.map(thousandths)).sum();
+            return (sm, self.mig_devices.iter().map(|mig_device| mig_device.memory_bytes).sum());
         }
         let devices = self.devices.len() as u64;
         let times = |one: u64| one.saturating_mul(devices);
@@ -230,7 +230,7 @@ mod tests {
     fn placement(mode: Mode, sm: Option<u32>, mib: Option<u64>) -> Placement {
         Placement {
             devices: vec!["GPU-a".into()],
-            parts: Vec::new(),
+            mig_devices: Vec::new(),
             mode,
             isolation: Isolation::Shared,
             daemon: None,
@@ -330,7 +330,7 @@ mod tests {
             memory: Some(10 << 30),
             ..PolicyRule::default()
         };
-        let part = LeasedPart {
+        let mig_device = LeasedMigDevice {
             uuid: "MIG-a".into(),
             gpu: "GPU-a".into(),
             gi: 1,
@@ -340,16 +340,17 @@ mod tests {
             memory_bytes: Some(5 << 30),
         };
         // One percent was asked for at least, a fifth is what it gets.
-        let mut asked = Placement { parts: vec![part.clone()], ..placement(Mode::Mig, Some(1), None) };
+        let mut asked =
+            Placement { mig_devices: vec![mig_device.clone()], ..placement(Mode::Mig, Some(1), None) };
         assert_eq!(check(&rule, &asked), Ok(()));
-        asked.parts[0].sm = Some(Percent::from_thousandths(25_001));
+        asked.mig_devices[0].sm = Some(Percent::from_thousandths(25_001));
         assert!(check(&rule, &asked).unwrap_err().contains("hold 25 %, and this one asks for 25.001 %"));
         let mut held = lease(1, "MIG-a");
-        (held.mode, held.parts, held.container.uid) = (Mode::Mig, vec![part.clone()], 1000);
+        (held.mode, held.mig_devices, held.container.uid) = (Mode::Mig, vec![mig_device.clone()], 1000);
         let ledger = Ledger { leases: vec![held.clone()], ..Ledger::empty("boot") };
         let left = PolicyLimit { uid: 1000, rule: &rule }.left(&ledger);
         assert_eq!((left.sm_percent, left.memory_bytes), (Some(30.0), Some(5 << 30)));
-        asked.parts = vec![part.clone(), part];
+        asked.mig_devices = vec![mig_device.clone(), mig_device];
         let both = PolicyLimit { uid: 1000, rule: &rule }.check(&asked, &ledger).unwrap_err().to_string();
         assert!(both.contains("hold 20 %, and this one asks for 40 %"), "{both}");
     }

@@ -11,25 +11,26 @@ use super::values;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Guard {
-    /// Whether there is one.
+    /// Whether the guard runs.
     pub enabled: bool,
-    /// Between two looks; what is seen in two of them is acted upon.
+    /// The time between two checks. The guard acts on what it sees in two of them.
     #[serde(with = "values::duration")]
     pub period: Duration,
-    /// Device memory that a container may have beyond its share, in bytes.
+    /// Device memory that a container may use beyond its share, in bytes.
     #[serde(with = "values::memory")]
     pub memory_tolerance: u64,
-    /// For the process with which a container passes `sublet.memory`.
+    /// The action for the process with which a container exceeds `sublet.memory`.
     pub memory: Action,
-    /// For one that computes beside its MPS server.
+    /// The action for a process that uses the GPU without its MPS server.
     pub bypass: Action,
-    /// For MPS clients beyond `sublet.processes`, where others need their places; elsewhere they are reported.
+    /// The action for MPS clients beyond `sublet.processes`, if other containers need their places. Otherwise they are
+    /// reported.
     pub clients: Action,
-    /// The same where nobody needs them: each client has an SM ceiling of its own.
+    /// The same if no other container needs them. Each client has an SM limit of its own.
     pub strict_clients: bool,
-    /// For one whose container is gone.
+    /// The action for a process whose container has ended.
     pub left: Action,
-    /// For one that no lease explains; there is no container to end.
+    /// The action for a process that is not attributable to any lease. There is no container to end.
     pub strangers: Action,
 }
 

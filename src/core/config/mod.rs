@@ -1,5 +1,5 @@
-//! What can be configured, and the defaults: the documented file is `config/config.toml`. Where the files are and how they
-//! are read: [`crate::config_files`].
+//! What can be configured, and the defaults. The file with the documentation is `config/config.toml`.
+//! [`crate::config_files`] finds and reads the files.
 
 mod guard;
 mod policy;
@@ -27,25 +27,25 @@ pub struct Config {
     pub runtime: Runtime,
     /// Where the driver is.
     pub driver: Driver,
-    /// For requests that do not say.
+    /// The defaults for requests.
     pub defaults: Defaults,
-    /// Rules for single devices; the first that matches counts.
+    /// Rules for single devices. The first one that matches counts.
     pub device: Vec<DeviceRule>,
-    /// What may be taken in all.
+    /// The limits on what may be booked.
     pub limits: Limits,
-    /// Which device is taken where several would do.
+    /// Which device is chosen if several fit.
     pub placement: Placement,
     /// MPS daemons.
     pub mps: Mps,
-    /// What containers are given beside their devices.
+    /// What containers get in addition to their devices.
     pub grant: Grant,
     /// MIG layouts.
     pub mig: Mig,
     /// Named shares as CDI devices.
     pub cdi: Cdi,
-    /// What `sublet serve` does to processes that pass their container's share.
+    /// What `sublet serve` does about processes that exceed their container's share.
     pub guard: Guard,
-    /// What users without root may take; the first rule that fits counts.
+    /// What users without root may take. The first rule that matches counts.
     pub policy: Vec<PolicyRule>,
     /// Named shares: each a set of annotation keys without the `sublet.` prefix.
     #[serde(deserialize_with = "values::shares")]
@@ -73,13 +73,13 @@ impl Default for Config {
     }
 }
 
-/// `[runtime]`: all that containers without annotations need of the configuration.
+/// `[runtime]`: the only part of the configuration that containers without annotations need.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Runtime {
     /// Low-level runtimes in order of preference: names looked up in PATH, or absolute paths.
     pub low_level: Vec<String>,
-    /// A file that gets our own log lines.
+    /// A file for sublet's log lines.
     pub log: Option<PathBuf>,
 }
 
@@ -93,11 +93,11 @@ impl Default for Runtime {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Driver {
-    /// Everything of the driver's is looked up below this directory: /dev, /proc, /sys, libraries.
+    /// The directory below which the driver's files are looked up: /dev, /proc, /sys, libraries.
     pub root: PathBuf,
-    /// Whether we mount the driver's files into containers.
+    /// Whether sublet mounts the driver's files into containers.
     pub inject: Inject,
-    /// The NVML library, where it is not found by its name.
+    /// The NVML library, if it is not found by its name.
     pub nvml: Option<PathBuf>,
 }
 
@@ -111,9 +111,9 @@ impl Default for Driver {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Inject {
-    /// We mount the driver's files.
+    /// sublet mounts the driver's files.
     Builtin,
-    /// Something else does, or the image brings them.
+    /// Another program mounts them, or the image contains them.
     None,
 }
 
@@ -121,7 +121,7 @@ pub enum Inject {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Defaults {
-    /// Where neither the request nor the device says.
+    /// The mode if neither the request nor the device sets it.
     pub mode: Mode,
     /// Where the request does not say.
     pub isolation: Isolation,
@@ -145,10 +145,10 @@ pub struct DeviceRule {
     pub matches: String,
     /// The alias for `sublet.gpu=name:<alias>`.
     pub name: Option<String>,
-    /// Fixes the device's use whoever starts first.
+    /// Fixes the device's use, so that it does not depend on which container starts first.
     #[serde(rename = "use")]
     pub fixed_use: Option<Mode>,
-    /// Length of the driver's time slice.
+    /// The length of the driver's time slice.
     pub time_slice: Option<TimeSlice>,
 }
 
@@ -174,16 +174,16 @@ pub struct Limits {
     pub sm_overcommit: f64,
     /// The sum of booked memory may reach (total − reserve) times this.
     pub memory_overcommit: f64,
-    /// Containers that may take turns on one device.
+    /// How many containers may take turns on one device.
     pub time_slice_max: u32,
     /// Device memory that is never booked, in bytes.
     #[serde(with = "values::memory")]
     pub reserve: u64,
     /// Keys that every request must carry.
     pub require: Vec<Required>,
-    /// What an image's `NVIDIA_DRIVER_CAPABILITIES` may choose from.
+    /// The driver capabilities that an image's `NVIDIA_DRIVER_CAPABILITIES` may select.
     pub capabilities: Vec<Capability>,
-    /// Whether containers that may open every device are served all the same.
+    /// Whether containers that may open every device get a share all the same.
     pub allow_privileged: bool,
 }
 
@@ -215,7 +215,7 @@ pub enum Required {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Placement {
-    /// Which of several devices that fit.
+    /// Which of several fitting devices is chosen.
     pub policy: Policy,
 }
 
@@ -223,10 +223,10 @@ pub struct Placement {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Policy {
-    /// The fullest that fits: large shares stay possible elsewhere.
+    /// The fullest device that fits, so that large shares remain possible on the others.
     #[default]
     Binpack,
-    /// The emptiest: neighbours are few.
+    /// The emptiest device, so that containers have few neighbours.
     Spread,
 }
 
@@ -234,21 +234,21 @@ pub enum Policy {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mps {
-    /// How long a shared daemon outlives its last lease while `sublet serve` runs; see [`Mps::after_last_lease`].
-    /// `None` once loaded: `stop_when_idle = false` says so.
+    /// How long a shared daemon outlives its last lease while `sublet serve` runs; see [`Mps::after_last_lease`]. After
+    /// loading, `None` means that `stop_when_idle = false` was set.
     #[serde(default, with = "values::some_duration", skip_serializing_if = "Option::is_none")]
     pub idle: Option<Duration>,
-    /// What `idle` replaces: still read, with a warning.
+    /// The older form of `idle`. It is still read, with a warning.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_when_idle: Option<bool>,
-    /// What becomes of a process that comes to a container whose daemon cannot be had.
+    /// What happens to a process that joins a container whose daemon does not answer and cannot be restarted.
     pub exec_without_daemon: WithoutDaemon,
     /// Compute mode `EXCLUSIVE_PROCESS` under shared servers of whole GPUs.
     pub exclusive_compute_mode: ExclusiveComputeMode,
     /// How long a daemon may take to answer after its start.
     #[serde(with = "values::duration")]
     pub start_timeout: Duration,
-    /// Try MPS in vGPU guests, where NVIDIA supports it for some profiles only.
+    /// Whether to try MPS in vGPU guests. NVIDIA supports it there only for some profiles.
     pub allow_vgpu: bool,
 }
 
@@ -268,17 +268,17 @@ impl Default for Mps {
 /// How long a shared daemon waits for the next lease after its last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stay {
-    /// So long, and only while `sublet serve` runs to end it.
+    /// This long, and only while `sublet serve` runs, which ends it.
     For(Duration),
-    /// Until somebody stops it: `stop_when_idle = false`.
+    /// Until it is stopped by hand: `stop_when_idle = false`.
     Always,
 }
 
 impl Mps {
-    /// Where `[mps]` says nothing.
+    /// The default.
     const IDLE: Duration = Duration::from_secs(60);
 
-    /// What `idle` and, without it, `stop_when_idle` say.
+    /// What `idle` says; without it, what `stop_when_idle` says.
     #[must_use]
     pub(crate) fn after_last_lease(&self) -> Stay {
         match (self.idle, self.stop_when_idle) {
@@ -304,11 +304,11 @@ pub enum WithoutDaemon {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ExclusiveComputeMode {
-    /// Unless the GPU drives a display or a process without a lease holds a context, or nobody can tell.
+    /// Unless the GPU drives a display, a process without a lease has a context on it, or this is unknown.
     Auto,
-    /// Always; the container is refused where it cannot be had.
+    /// Always. The container is refused if the mode cannot be set.
     Always,
-    /// Compute mode is left alone.
+    /// The compute mode is not changed.
     Never,
 }
 
@@ -316,16 +316,16 @@ pub enum ExclusiveComputeMode {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Grant {
-    /// What `CUDA_VISIBLE_DEVICES` names whole GPUs by.
+    /// How `CUDA_VISIBLE_DEVICES` names whole GPUs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub visible_devices: Option<VisibleDevices>,
-    /// Frameworks' own variables: name → template with `${SUBLET_…}`; never over the user's value.
+    /// Variables of frameworks: name → template with `${SUBLET_…}`. They never replace the user's value.
     pub env: BTreeMap<String, String>,
 }
 
 impl Default for Grant {
     fn default() -> Self {
-        // The one of JAX's two names that every version reads (docs/recipes.md, "What the frameworks read").
+        // JAX has two names for this. Every version reads this one (docs/recipes.md, "What the frameworks read").
         let jax = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "${SUBLET_MEMORY_FRACTION}");
         Self { visible_devices: None, env: BTreeMap::from([(jax.0.to_owned(), jax.1.to_owned())]) }
     }
@@ -335,7 +335,7 @@ impl Default for Grant {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum VisibleDevices {
-    /// `0`, `0,1`: many programs parse an integer.
+    /// `0`, `0,1`: many programs expect an integer.
     Ordinal,
     /// `GPU-…`.
     Uuid,
@@ -345,11 +345,11 @@ pub enum VisibleDevices {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mig {
-    /// Make an instance for a request that finds none, and destroy it when its last lease ends.
+    /// Whether to create an instance for a request that finds none, and to destroy it when its last lease ends.
     pub dynamic: bool,
-    /// What `sublet.mig-caps` may ask for.
+    /// What `sublet.mig-caps` may request.
     pub allow_caps: Vec<MigCapability>,
-    /// The layout file that `sublet mig apply` takes where none is named.
+    /// The layout file that `sublet mig apply` uses if none is given.
     pub layout: Option<PathBuf>,
 }
 
@@ -362,14 +362,15 @@ pub struct Cdi {
 }
 
 impl Default for Cdi {
-    /// Where engines look for what is made anew after each boot (CDI SPEC.md, "CDI JSON Specification").
+    /// The directory in which engines look for specifications that are generated anew after each boot (CDI SPEC.md,
+    /// "CDI JSON Specification").
     fn default() -> Self {
         Self { spec: PathBuf::from("/var/run/cdi/sublet.json") }
     }
 }
 
 impl Config {
-    /// What is read and should be written otherwise, one line each.
+    /// Warnings about settings that are read but should be written differently, one line each.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         let advice = match (self.mps.stop_when_idle, self.mps.after_last_lease()) {
@@ -385,24 +386,25 @@ impl Config {
         vec![format!("configuration: [mps] stop_when_idle was replaced by [mps] idle: {advice}")]
     }
 
-    /// The ceiling on the sum of SM shares on one MPS device.
+    /// The limit on the sum of SM shares on one MPS device.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from over 0 to 100 times")]
-    pub(crate) fn sm_ceiling(&self) -> Percent {
-        // Rounded, for 1.15 × 100 000 is 114 999.999…; loading a file keeps it within 100 times.
+    pub(crate) fn sm_bookable(&self) -> Percent {
+        // Rounded, because 1.15 × 100 000 is 114 999.999… in floating point. Loading a file checks that the factor is
+        // at most 100.
         Percent::from_thousandths((self.limits.sm_overcommit * 100_000.0).round() as u32)
     }
 }
 
-/// `config` with every key in it, so that a file of it gives the same again.
+/// `config` with every key, so that reading it back gives the same configuration.
 #[must_use]
 pub fn written_out(config: &Config) -> Config {
     let mut config = config.clone();
-    // An empty value takes a shipped variable out; one that is only left out would come back.
+    // An empty value removes a built-in variable. If the variable were only left out, it would come back.
     for name in Grant::default().env.into_keys() {
         config.grant.env.entry(name).or_default();
     }
-    // What it says stands in `idle`.
+    // Its meaning is already in `idle`.
     config.mps.stop_when_idle = config.mps.stop_when_idle.filter(|_| config.mps.idle.is_none());
     config
 }

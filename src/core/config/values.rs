@@ -1,4 +1,5 @@
-//! Values of the files that serde does not know: durations, amounts of memory, words written as numbers.
+//! Values of the configuration files that serde has no types for: durations, amounts of memory, words written as
+//! numbers.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -43,7 +44,7 @@ pub(super) mod some_duration {
     }
 }
 
-/// Amounts of memory as `512MiB`, in bytes; whole MiB, as all that is booked.
+/// Amounts of memory such as `512MiB`, converted to bytes. Whole MiB, as everything that is booked.
 pub(super) mod memory {
     use super::{Deserializer, Error, Serializer};
     use crate::share::units::{MIB, parse_bytes};
@@ -66,12 +67,12 @@ pub(super) mod memory {
     }
 }
 
-/// `sm = 25` is as good as `sm = "25"`.
+/// Accepts `sm = 25` as well as `sm = "25"`.
 pub(super) fn word<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     deserializer.deserialize_any(WordVisitor)
 }
 
-/// The named shares, whose values are words.
+/// The named shares. Their values are words.
 pub(super) fn shares<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<BTreeMap<String, BTreeMap<String, String>>, D::Error> {

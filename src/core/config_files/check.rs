@@ -12,17 +12,17 @@ use crate::share::LONGEST_WAIT;
 use crate::share::Selector;
 use crate::text::safe;
 
-/// The longest path that a Unix socket can be bound to (unix(7): 108 bytes with the NUL), less the
-/// longest that stands below the state directory: `/mps/GPU-<uuid>/pipe/control_privileged`.
+/// The longest path to which a Unix socket can be bound (unix(7): 108 bytes with the NUL), minus the longest path below
+/// the state directory: `/mps/GPU-<uuid>/pipe/control_privileged`.
 const LONGEST_STATE_DIR: usize = 107 - "/mps/".len() - 40 - "/pipe/control_privileged".len();
 
-/// Past this a limit limits nothing.
+/// A larger factor would limit nothing.
 const LARGEST_OVERCOMMIT: f64 = 100.0;
 
-/// A value out of its range: where it stands and what is wrong with it.
+/// A value out of its range: where it is and what is wrong with it.
 #[derive(Debug)]
 pub(super) struct Problem {
-    /// Keys from the top of the file; numbers for elements of arrays.
+    /// Keys from the top of the file. Elements of arrays are given by number.
     pub(super) key: Vec<String>,
     pub(super) message: String,
 }
@@ -65,7 +65,7 @@ pub(super) fn check(config: &Config) -> Checked {
     config.share.keys().try_for_each(|name| share(name, config))
 }
 
-/// `[runtime]` alone.
+/// Checks only `[runtime]`.
 pub(super) fn runtime(runtime: &Runtime) -> Checked {
     let names = !runtime.low_level.is_empty() && runtime.low_level.iter().all(|name| !name.is_empty());
     must(
@@ -107,7 +107,7 @@ fn overcommit(key: &str, value: f64) -> Checked {
 
 fn device(index: usize, rule: &DeviceRule) -> Checked {
     let index = index.to_string();
-    // An alias would be explained by itself.
+    // An alias must not be defined by an alias.
     let matches = rule.matches == "all"
         || Selector::parse(&rule.matches).is_some_and(|selector| !matches!(selector, Selector::Name(_)));
     must(
@@ -145,7 +145,7 @@ fn policy(index: usize, rule: &PolicyRule) -> Checked {
     )
 }
 
-/// A share must make a request by itself. What `[limits] require` asks for may stand beside it.
+/// A named share must be a valid request by itself. The container may add what `[limits] require` demands.
 fn share(name: &str, config: &Config) -> Checked {
     let word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let fits = name.chars().all(word) && name.starts_with(|c: char| c.is_ascii_alphanumeric());

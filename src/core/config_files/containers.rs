@@ -1,7 +1,7 @@
 //! `containers.toml` beside `config.toml`: shares for containers whose clients cannot pass annotations.
 //!
-//! A file of its own, because a container without annotations needs nothing but `[runtime]` of the
-//! configuration: where this file is absent, looking for it is all that it costs.
+//! It is a separate file, because a container without annotations needs only `[runtime]` of the configuration. If this
+//! file is absent, the only cost is looking for it.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -18,9 +18,9 @@ use crate::text::safe;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Containers {
-    /// Docker's `data-root`, where it writes down the names of its containers.
+    /// Docker's `data-root`, where Docker records the names of its containers.
     pub docker_root: PathBuf,
-    /// The first rule that fits counts.
+    /// The first rule that matches counts.
     pub container: Vec<ContainerRule>,
 }
 
@@ -30,14 +30,14 @@ impl Default for Containers {
     }
 }
 
-/// `[[container]]`: a container fits where each of the globs that are given does.
+/// `[[container]]`: a container matches if each of the given globs matches.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "RawRule")]
 pub struct ContainerRule {
     /// A glob for the container's name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// A glob for the image's name as the engine writes it down, with its tag.
+    /// A glob for the image's name as the engine records it, with its tag.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
     /// A `[share.<name>]` of the configuration.
@@ -67,7 +67,7 @@ impl TryFrom<RawRule> for ContainerRule {
 }
 
 impl Containers {
-    /// The share of the container that its engine knows by `name` and `image`.
+    /// The share of the container that the engine calls `name` and whose image is `image`.
     #[must_use]
     pub fn share(&self, name: &str, image: &str) -> Option<&str> {
         let fits = |glob: &Option<String>, text| glob.as_deref().is_none_or(|glob| glob_matches(glob, text));
@@ -75,7 +75,7 @@ impl Containers {
         rule.map(|rule| rule.share.as_str())
     }
 
-    /// The first share that `config` does not have.
+    /// The first share that `config` does not define.
     #[must_use]
     pub fn unknown_share<'a>(&'a self, config: &Config) -> Option<&'a str> {
         let shares = self.container.iter().map(|rule| rule.share.as_str());
@@ -83,14 +83,15 @@ impl Containers {
     }
 }
 
-/// Where the file is, or would be: beside the one that [`VARIABLE`](crate::process::environment::VARIABLE) names, else in `/etc/sublet`.
+/// The path of the file, whether or not it exists: beside the file that
+/// [`VARIABLE`](crate::process::environment::VARIABLE) names, otherwise in `/etc/sublet`.
 #[must_use]
 pub fn containers_path() -> PathBuf {
     let beside = honoured().and_then(|file| Some(file.parent()?.join("containers.toml")));
     beside.unwrap_or_else(|| PathBuf::from("/etc/sublet/containers.toml"))
 }
 
-/// The file; `None` where there is none.
+/// The file; `None` if there is none.
 ///
 /// # Errors
 /// It cannot be read or parsed.
@@ -107,7 +108,7 @@ fn read(path: &Path) -> Result<Option<Containers>, ConfigError> {
     parse(path, &text).map(Some)
 }
 
-/// The file `path`, in which `text` stands.
+/// The file `path` with the content `text`.
 ///
 /// # Errors
 /// It cannot be parsed.
@@ -160,7 +161,7 @@ mod tests {
             Some(Containers::default())
         );
         assert_eq!(read(Path::new("/nowhere/containers.toml")).unwrap(), None);
-        // What stands behind the comment signs is an example that works.
+        // The commented lines are examples that work.
         let example: String = include_str!("../../../config/containers.toml")
             .lines()
             .map(|line| line.strip_prefix('#').filter(|key| !key.starts_with(' ')).unwrap_or(line))

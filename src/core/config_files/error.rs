@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use crate::text::nearest;
 use crate::text::safe;
 
-/// Why the configuration cannot be used; names the file and, where there is one, the line.
+/// Why the configuration cannot be used. It names the file and, if there is one, the line.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// A file or directory that is there and cannot be read.
+    /// A file or directory that exists and cannot be read.
     #[error("configuration {} cannot be read: {source}", safe(&path.to_string_lossy()))]
     Unreadable {
         /// The file or directory.
@@ -17,7 +17,7 @@ pub enum ConfigError {
         /// Why.
         source: std::io::Error,
     },
-    /// No TOML, an unknown key, a value that its key does not take.
+    /// Invalid TOML, an unknown key, or a value that its key does not accept.
     #[error("configuration {}:{line}:{column}: {message}", safe(&path.to_string_lossy()))]
     Invalid {
         /// The file.
@@ -26,7 +26,7 @@ pub enum ConfigError {
         line: usize,
         /// In characters, from 1 on.
         column: usize,
-        /// What is wrong and what would do.
+        /// What is wrong and what would be right.
         message: String,
     },
 }
@@ -50,7 +50,7 @@ pub fn position(text: &str, offset: usize) -> (usize, usize) {
     (before.matches('\n').count() + 1, before[line_start..].chars().count() + 1)
 }
 
-/// serde's words on one line, with the nearest spelling of what it does not know.
+/// serde's message on one line, with the nearest spelling of an unknown word.
 pub fn explain(message: &str) -> String {
     let quoted: Vec<_> = message.split('`').skip(1).step_by(2).collect();
     let hint = match quoted.as_slice() {
@@ -60,7 +60,7 @@ pub fn explain(message: &str) -> String {
         }
         _ => String::new(),
     };
-    // The longest lists of keys are ours; only the unknown word is foreign.
+    // The lists of keys, which may be long, are sublet's own. Only the unknown word is foreign.
     let message: Vec<_> = message.split('`').map(safe).collect();
     format!("{}{hint}", message.join("`").replace("unknown field", "unknown key"))
 }

@@ -22,7 +22,7 @@ use super::check::{self, Problem};
 use crate::config::{Config, Grant, Runtime, Stay};
 use crate::process::environment::honoured;
 
-/// The merged configuration. With no file at all: the defaults.
+/// The merged configuration. Without any file, the defaults.
 ///
 /// # Errors
 /// A file that cannot be read or parsed, an unknown key, a value out of its range.
@@ -30,7 +30,7 @@ pub fn load() -> Result<Config, ConfigError> {
     merge(&read(&sources()?)?)
 }
 
-/// `[runtime]` alone: an error elsewhere in the files must not stop containers that are not ours.
+/// Only `[runtime]`: an error elsewhere in the files must not stop containers that ask for no share.
 ///
 /// # Errors
 /// As [`load`], for `[runtime]`.
@@ -38,10 +38,10 @@ pub fn load_runtime() -> Result<Runtime, ConfigError> {
     merge_runtime(&read(&sources()?)?)
 }
 
-/// The files that [`load`] reads, weakest first.
+/// The files that [`load`] reads, the weakest first.
 ///
 /// # Errors
-/// A directory of them that is there and cannot be listed.
+/// One of their directories exists and cannot be listed.
 pub fn sources() -> Result<Vec<PathBuf>, ConfigError> {
     if let Some(file) = honoured() {
         return Ok(vec![file]);
@@ -54,12 +54,12 @@ fn files(etc: &Path, vendor: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     let local = drop_ins(&etc.join("conf.d"))?;
     packaged.retain(|name, _| !local.contains_key(name));
     let main = etc.join("config.toml");
-    // One that cannot even be looked at is named when it is read.
+    // If it cannot be examined, reading it gives an error that names it.
     let main = main.try_exists().unwrap_or(true).then_some(main);
     Ok(packaged.into_values().chain(main).chain(local.into_values()).collect())
 }
 
-/// The `*.toml` in `directory` by name; none where there is no such directory.
+/// The `*.toml` files in `directory`, sorted by name; none if the directory does not exist.
 fn drop_ins(directory: &Path) -> Result<BTreeMap<OsString, PathBuf>, ConfigError> {
     let unreadable = |source| ConfigError::Unreadable { path: directory.to_owned(), source };
     let mut found = BTreeMap::new();
@@ -81,7 +81,7 @@ fn drop_ins(directory: &Path) -> Result<BTreeMap<OsString, PathBuf>, ConfigError
     Ok(found)
 }
 
-/// One file: where it is and what stands in it.
+/// One file: its path and its content.
 struct File {
     path: PathBuf,
     text: String,
@@ -92,7 +92,7 @@ impl File {
         ConfigError::toml(&self.path, &self.text, error)
     }
 
-    /// What is wrong with this file over the weaker ones, in which of them nobody knows.
+    /// An error in this file merged over the weaker ones. Which of them has it is not known.
     fn merged(&self, error: &toml::de::Error) -> ConfigError {
         ConfigError::invalid(&self.path, &self.text, None, super::error::explain(error.message()))
     }
@@ -106,11 +106,11 @@ fn read(paths: &[PathBuf]) -> Result<Vec<File>, ConfigError> {
     paths.iter().map(file).collect()
 }
 
-/// More than any configuration has, in bytes.
+/// More bytes than any configuration has.
 const LARGEST: u64 = 1 << 20;
 
-/// What stands in a configuration file. Every container is created by way of this: nothing is waited for, and
-/// nothing read without end. /dev/null says nothing, and is a common name for that.
+/// The content of a configuration file. Every container's creation reads it, so reading never waits and never goes on
+/// without end. /dev/null is accepted as an empty file, because it is commonly used for that.
 pub(super) fn text(path: &Path) -> std::io::Result<String> {
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
     let meta = file.metadata()?;
@@ -124,11 +124,11 @@ pub(super) fn text(path: &Path) -> std::io::Result<String> {
     if bytes.len() as u64 > LARGEST {
         return Err(std::io::Error::other("it is larger than 1 MiB"));
     }
-    // Bytes that are not UTF-8 become characters that no key has and no parser takes for others.
+    // Bytes that are not UTF-8 become characters that no key has and that no parser takes for other ones.
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// What `text`, the only file, says: all of it, and `[runtime]` alone.
+/// What `text`, as the only file, configures: everything, and only `[runtime]`.
 #[cfg(fuzzing)]
 pub fn of_text(text: &str) -> (Result<Config, ConfigError>, Result<Runtime, ConfigError>) {
     let files = [File { path: PathBuf::from("/etc/sublet/config.toml"), text: text.to_owned() }];
@@ -138,7 +138,7 @@ pub fn of_text(text: &str) -> (Result<Config, ConfigError>, Result<Runtime, Conf
 fn merge(files: &[File]) -> Result<Config, ConfigError> {
     let mut merged = DeTable::new();
     for file in files {
-        // Alone first: only so does an error know its line.
+        // Each file by itself first, because only then does an error have its line.
         let table = document(file)?;
         let config: Config = of_table(table.clone()).map_err(|error| file.problem(&error))?;
         check::check(&config).map_err(|problem| locate(&[file], &problem))?;
@@ -152,7 +152,7 @@ fn merge(files: &[File]) -> Result<Config, ConfigError> {
     if let Stay::For(idle) = config.mps.after_last_lease() {
         config.mps.idle = Some(idle);
     }
-    // Values that were good alone may contradict each other in one share.
+    // Values that are valid by themselves may contradict each other in one share.
     let strongest_first: Vec<_> = files.iter().rev().collect();
     check::check(&config).map_err(|problem| locate(&strongest_first, &problem))?;
     Ok(config)
@@ -167,7 +167,7 @@ fn document(file: &File) -> Result<DeTable<'_>, ConfigError> {
     DeTable::parse(&file.text).map(Spanned::into_inner).map_err(|error| file.problem(&error))
 }
 
-/// Every configuration is read by this one deserializer: each further one would be as much code again.
+/// Every configuration is read by this one deserializer. Each further one would add as much code again.
 fn of_table<'f, T: Deserialize<'f>>(table: DeTable<'f>) -> Result<T, toml::de::Error> {
     T::deserialize(ValueDeserializer::from(Spanned::new(0..0, DeValue::Table(table))))
 }
@@ -196,7 +196,7 @@ fn overlay<'f>(weaker: &mut DeTable<'f>, stronger: DeTable<'f>) {
     }
 }
 
-/// `[grant.env]` is merged over the shipped one as over any weaker file's; an empty value takes one out.
+/// `[grant.env]` is merged over the built-in one as over any weaker file's. An empty value removes a variable.
 fn shipped_environment(config: &mut Config) {
     for (name, template) in Grant::default().env {
         config.grant.env.entry(name).or_insert(template);
@@ -204,7 +204,7 @@ fn shipped_environment(config: &mut Config) {
     config.grant.env.retain(|_, template| !template.is_empty());
 }
 
-/// Names the first of `files` that has the key, or as much of it as any has.
+/// Names the first of `files` that has the key, or the longest part of it that any of them has.
 fn locate(files: &[&File], problem: &Problem) -> ConfigError {
     let mut best: Option<(usize, &File, std::ops::Range<usize>)> = None;
     for file in files {
@@ -218,12 +218,12 @@ fn locate(files: &[&File], problem: &Problem) -> ConfigError {
         Some((_, file, span)) => {
             ConfigError::invalid(&file.path, &file.text, Some(span), problem.message.clone())
         }
-        // Defaults are good by themselves, so some file has it.
+        // The defaults are valid, so some file has the key.
         None => ConfigError::invalid(Path::new("built-in"), "", None, problem.message.clone()),
     }
 }
 
-/// How many of `keys` there are one inside the other, and where the innermost stands.
+/// How many of `keys`, each inside the one before, exist in the file, and the position of the innermost.
 fn descend(document: &Spanned<DeTable<'_>>, keys: &[String]) -> (usize, std::ops::Range<usize>) {
     let (mut depth, mut span) = (0, document.span());
     let Some((first, rest)) = keys.split_first() else { return (depth, span) };
@@ -256,7 +256,7 @@ fn merge_runtime(files: &[File]) -> Result<Runtime, ConfigError> {
     }
 }
 
-/// `[runtime]` of one file, good by itself, whatever the rest of the file is.
+/// `[runtime]` of one file. It is valid by itself, whatever the rest of the file contains.
 fn runtime_of(file: &File) -> Result<Option<DeTable<'_>>, ConfigError> {
     let (mut document, errors) = DeTable::parse_recoverable(&file.text);
     let Some(table) = document.get_mut().remove("runtime") else {

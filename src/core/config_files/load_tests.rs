@@ -1,4 +1,4 @@
-//! Which files are read, how they are merged, and what is said of the ones that are wrong.
+//! Which files are read, how they are merged, and the messages about invalid ones.
 
 use insta::assert_snapshot;
 
@@ -20,7 +20,7 @@ fn refused(text: &str) -> String {
     merge(&[file("/c.toml", text)]).unwrap_err().to_string()
 }
 
-/// The shipped file with every key's comment sign taken away; keys without a default stay out.
+/// The shipped file with every key uncommented. Keys without a default are left out.
 fn uncommented() -> String {
     let shipped = include_str!("../../../config/config.toml");
     let uncomment = |line: &str| match line.strip_prefix('#') {
@@ -44,7 +44,7 @@ fn the_shipped_file_says_the_defaults() {
     let defaults = [with_defaults, examples].join("\n").lines().filter(unset).collect::<Vec<_>>().join("\n");
     assert_eq!(one(&defaults), Config::default());
     assert_eq!(one(include_str!("../../../config/config.toml")), Config::default());
-    // The examples are examples of what they say.
+    // The examples set what their comments say.
     assert_eq!(
         parsed.device,
         [DeviceRule {
@@ -212,7 +212,7 @@ fn environment_of_frameworks_adds_up_too() {
 
 #[test]
 fn fractions_of_the_ceiling_are_not_lost() {
-    assert_eq!(one("[limits]\nsm_overcommit = 1.15\n").sm_ceiling().thousandths(), 115_000);
+    assert_eq!(one("[limits]\nsm_overcommit = 1.15\n").sm_bookable().thousandths(), 115_000);
 }
 
 #[test]

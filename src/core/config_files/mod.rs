@@ -1,5 +1,5 @@
-//! The files of the configuration: `/etc/sublet/config.toml` with its `conf.d` directories, and `containers.toml`. Found,
-//! read, merged and checked; with no file at all the defaults hold.
+//! Finds, reads, merges and checks the configuration files: `/etc/sublet/config.toml` with its `conf.d` directories,
+//! and `containers.toml`. Without any file the defaults apply.
 
 mod check;
 mod containers;

@@ -1,4 +1,4 @@
-//! Atomic replacement of a file: readers see the old content or the new, never a part.
+//! Atomic replacement of a file: readers see the old content or the new content, never a part of it.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};
@@ -14,12 +14,12 @@ use crate::process::Process;
 /// replaced, not followed.
 ///
 /// # Errors
-/// Any failing system call; the old file is then untouched and the temporary one removed.
+/// A system call failed. The old file is then unchanged, and the temporary file is removed.
 pub fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     replaced(path, content, mode, |_| Ok(()))
 }
 
-/// As [`replace`], for what has to outlive a power failure: on disk when this returns, file and name.
+/// As [`replace`], for files that must survive a power failure: the file and its name are on disk when this returns.
 ///
 /// # Errors
 /// As [`replace`]'s.
@@ -29,7 +29,7 @@ pub fn replace_durably(path: &Path, content: &[u8], mode: u32) -> io::Result<()>
     Ok(())
 }
 
-/// Has the names in the directory of `path` on disk, where its file system can do that: they are in place anyway.
+/// Syncs the directory of `path` to disk, if its file system supports that. The names are in place in any case.
 pub fn sync_directory(path: &Path) {
     let _ = path.parent().map(|directory| File::open(directory).and_then(|directory| directory.sync_all()));
 }
@@ -45,10 +45,11 @@ fn replaced(path: &Path, content: &[u8], mode: u32, settle: fn(&File) -> io::Res
     written
 }
 
-/// The calls in this process so far: `sublet serve` has threads.
+/// Counts the calls in this process, because `sublet serve` has threads.
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
-/// A name beside `path` that no other process uses, and no other call in this one: `.NAME.PID-CALL.tmp`.
+/// A name in the directory of `path` that no other process and no other call in this process uses:
+/// `.NAME.PID-CALL.tmp`.
 fn temporary_name(path: &Path) -> io::Result<PathBuf> {
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
     let name = path.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
@@ -58,7 +59,7 @@ fn temporary_name(path: &Path) -> io::Result<PathBuf> {
     Ok(path.with_file_name(hidden))
 }
 
-/// Removes from `dir` the temporary files of processes that were killed in the middle of [`replace`].
+/// Removes from `dir` the temporary files of processes that were killed during [`replace`].
 pub(crate) fn sweep(dir: &Path) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         if entry.file_name().to_str().and_then(writer).is_some_and(|pid| Process::find(pid).is_none()) {
@@ -67,8 +68,8 @@ pub(crate) fn sweep(dir: &Path) {
     }
 }
 
-/// The process whose temporary file is called `name`; `None` where that is no name of ours. An older sublet
-/// wrote the pid alone.
+/// The process whose temporary file is called `name`; `None` if sublet gives no such name. Older versions used only the
+/// pid.
 fn writer(name: &str) -> Option<i32> {
     let writer = name.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?.1;
     match writer.split_once('-') {
@@ -90,7 +91,7 @@ fn write_new(temporary: &Path, path: &Path, content: &[u8], mode: u32) -> io::Re
     Ok(file)
 }
 
-/// Creates `temporary` anew; what a killed process with the same id left behind is removed first.
+/// Creates `temporary`. A file that a killed process with the same pid left behind is removed first.
 fn create(temporary: &Path) -> io::Result<File> {
     let open = || OpenOptions::new().write(true).create_new(true).mode(0o600).open(temporary);
     open().or_else(|error| {
@@ -151,7 +152,7 @@ mod tests {
         assert_eq!(names, kept);
     }
 
-    /// Threads of one process that write the same file: the last one's content counts, whole.
+    /// Threads of one process write the same file: the content of the last one is there, complete.
     #[test]
     fn threads_do_not_share_a_temporary() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Paths below a root. Those of an image are resolved by the kernel inside it (openat2(2), `RESOLVE_IN_ROOT`, no magic
-//! links), and what was found is used by its descriptor, never by its path again.
+//! Paths below a root. The kernel resolves an image's paths inside the root (openat2(2), `RESOLVE_IN_ROOT`, no magic
+//! links). The result is used by its descriptor, never again by its path.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::sys::stat::Mode;
 
-/// How often a rename in the tree may disturb one look-up, and symbolic links lead into volumes.
+/// How often one look-up may be repeated because of renames in the tree or because symbolic links lead into volumes.
 pub(crate) const ROUNDS: usize = 16;
 
 /// `path` (absolute) below `root`.
@@ -18,13 +18,13 @@ pub fn under(root: &Path, path: &str) -> PathBuf {
     root.join(path.trim_start_matches('/'))
 }
 
-/// The root itself comes from the engine and is trusted, but for being a link.
+/// The root itself comes from the engine and is trusted, except that it must not be a link.
 pub(crate) fn open_root(rootfs: &Path) -> io::Result<OwnedFd> {
     let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     Ok(open(rootfs, flags, Mode::empty())?)
 }
 
-/// Opens a directory to which no link leads.
+/// Opens a directory by a path without links.
 pub(crate) fn open_below(root: impl AsFd, path: &Path, more: ResolveFlag) -> io::Result<OwnedFd> {
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
@@ -41,7 +41,7 @@ pub(crate) fn open_in(root: impl AsFd, path: &Path, flags: OFlag) -> io::Result<
     for _ in 0..ROUNDS {
         match openat2(root.as_fd(), path, how) {
             Ok(fd) => return Ok(fd),
-            // A rename or mount elsewhere while `..` was walked (openat2(2)).
+            // A rename or a mount happened elsewhere while `..` was resolved (openat2(2)).
             Err(Errno::EAGAIN | Errno::EINTR) => last = Errno::EAGAIN,
             Err(error) => return Err(error.into()),
         }
@@ -49,7 +49,7 @@ pub(crate) fn open_in(root: impl AsFd, path: &Path, flags: OFlag) -> io::Result<
     Err(last.into())
 }
 
-/// Where `fd` is on the host, as the kernel names it.
+/// The path of `fd` on the host, according to the kernel.
 pub(crate) fn host_path(fd: &OwnedFd) -> io::Result<PathBuf> {
     std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))
 }
@@ -57,7 +57,7 @@ pub(crate) fn host_path(fd: &OwnedFd) -> io::Result<PathBuf> {
 /// The path of `fd` as seen from inside the root at `host_path`.
 pub(crate) fn inside(root: &Path, fd: &OwnedFd) -> io::Result<PathBuf> {
     let path = host_path(fd)?;
-    // Moved away while we looked: as good as not there.
+    // It was moved out of the root meanwhile, so it counts as missing.
     let below = path.strip_prefix(root).map_err(|_| Errno::ENOENT)?;
     Ok(Path::new("/").join(below))
 }

@@ -1,5 +1,5 @@
-//! Files that others may have had their hands on: replaced as a whole, believed only where nobody else could write them,
-//! found below a root without leaving it.
+//! Files that other users may have access to: replacing them atomically, trusting them only if no other user could have
+//! written them, and finding them below a root without leaving it.
 
 pub mod atomic;
 pub mod below;

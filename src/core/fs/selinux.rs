@@ -1,5 +1,5 @@
-//! `SELinux`: containers may connect to their MPS daemon where its files have the type that the policy module
-//! `sublet` gives them, and nowhere else. One that may not would not fail: a CUDA program that does not reach its
+//! `SELinux`: containers may connect to their MPS daemon only if the daemon's files have the type that the policy
+//! module `sublet` gives them. A container that may not connect does not fail: a CUDA program that does not reach its
 //! daemon runs without limits. (packaging/selinux/sublet.te; docs/evidence/2026-11-22-selinux-apparmor.md)
 
 use std::io;
@@ -10,23 +10,24 @@ use rustix::io::Errno;
 
 use crate::fs::below::under;
 
-/// The package that brings the module, and what to do where there is none.
+/// The package with the module, and what to do if there is none.
 pub const FIX: &str = "install the package sublet-selinux (semodule -i /usr/share/selinux/packages/sublet.pp \
                               && restorecon -R /run/sublet)";
 
-/// Of `mps` in the state directory, and of the state directory, in which it is made as such (type transition).
+/// The types of `mps` in the state directory, and of the state directory itself, in which `mps` gets its type by a type
+/// transition.
 const MPS_TYPE: &str = "sublet_mps_t";
 const STATE_TYPE: &str = "sublet_run_t";
 
-/// Whether containers of the host at `root` cannot reach MPS daemons, which have their files in `state_dir`: `SELinux`
-/// enforces, and these are not of our module's type. (Which modules there are stands where engines may not read it.)
+/// Whether containers of the host at `root` cannot reach MPS daemons, whose files are in `state_dir`: `SELinux` is
+/// enforcing, and the files do not have the type of sublet's module. (Engines may not read the list of modules.)
 #[must_use]
 pub fn denies_mps_sockets(root: &Path, state_dir: &Path) -> bool {
     is_enforcing(root) && !is_labelled(type_of(&state_dir.join("mps")), || type_of(state_dir))
 }
 
-/// `/sys/fs/selinux/enforce` says 1 (selinux(8)); there is none where `SELinux` is off. If reading is denied,
-/// `SELinux` is enforcing.
+/// `/sys/fs/selinux/enforce` contains 1 (selinux(8)). The file does not exist if `SELinux` is off. If reading is
+/// denied, `SELinux` is enforcing.
 #[must_use]
 pub fn is_enforcing(root: &Path) -> bool {
     match std::fs::read_to_string(under(root, "/sys/fs/selinux/enforce")) {
@@ -35,8 +36,8 @@ pub fn is_enforcing(root: &Path) -> bool {
     }
 }
 
-/// `error`, with the way out where this host's policy refused an engine what its shim or hook needs: nothing else
-/// refuses root.
+/// `error`, with a remedy if this host's policy refused an engine what its shim or hook needs. Nothing else refuses
+/// root.
 #[must_use]
 pub fn explained(error: io::Error) -> io::Error {
     let refused = error.kind() == io::ErrorKind::PermissionDenied && nix::unistd::geteuid().is_root();
@@ -53,7 +54,7 @@ fn is_labelled(mps: Result<String, Errno>, state: impl Fn() -> Result<String, Er
     }
 }
 
-/// The type in a file's context, which is user:role:type:level.
+/// The type in a file's context, which has the form user:role:type:level.
 fn type_of(path: &Path) -> Result<String, Errno> {
     let mut context = [0; 512];
     let length = getxattr(path, "security.selinux", &mut context)?;

@@ -1,5 +1,5 @@
-//! The state directory and its files are trusted only if no user but root, or this user, can have written
-//! them. This is checked by descriptor each time a file is opened, because a path may be another file by then.
+//! The state directory and its files are trusted only if no user except root, or this user, can have written them. This
+//! is checked by descriptor each time a file is opened, because the path may name another file by then.
 
 use std::fs::{self, DirBuilder, Metadata, OpenOptions, Permissions};
 use std::io::{self, Read as _};
@@ -11,17 +11,17 @@ use nix::libc::{ELOOP, O_NOFOLLOW, O_NONBLOCK};
 use crate::fs::selinux;
 use crate::text::safe;
 
-/// Makes `dir` where it is missing (0755, whatever the umask), and looks whether it can be trusted.
+/// Creates `dir` if it is missing (0755, whatever the umask), and checks whether it can be trusted.
 ///
 /// # Errors
-/// Why it cannot be made or trusted.
+/// Why it cannot be created or trusted.
 pub fn make(dir: &Path) -> Result<(), String> {
     let meta = match fs::symlink_metadata(dir) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             create(dir).map_err(|error| format!("cannot be created: {error}"))?;
             fs::symlink_metadata(dir)
         }
-        // Made under somebody's umask, or by a sublet that was killed before it set the mode.
+        // It was created under a caller's umask, or by a sublet process that was killed before it set the mode.
         Ok(meta) if is_closed(&meta) => {
             fs::set_permissions(dir, Permissions::from_mode(meta.mode() & 0o7777 | 0o755))
                 .map_err(|error| format!("cannot be made readable for other users: {error}"))?;
@@ -32,16 +32,16 @@ pub fn make(dir: &Path) -> Result<(), String> {
     check(dir, &meta.map_err(|error| selinux::explained(error).to_string())?)
 }
 
-/// Why `dir`, if it is there, cannot be trusted.
+/// Why `dir`, if it exists, cannot be trusted.
 #[must_use]
 pub(crate) fn distrust(dir: &Path) -> Option<String> {
     check(dir, &fs::symlink_metadata(dir).ok()?).err()
 }
 
-/// Makes `dir` and what is missing above it, each 0755 whatever the umask.
+/// Creates `dir` and its missing parents, each with mode 0755 whatever the umask.
 ///
 /// # Errors
-/// One of them cannot be made.
+/// One of them cannot be created.
 pub fn create(dir: &Path) -> io::Result<()> {
     if let Some(above) = dir.parent().filter(|above| !above.as_os_str().is_empty() && !above.exists()) {
         create(above)?;
@@ -53,8 +53,7 @@ pub fn create(dir: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether it is a directory of this user's that others cannot look into, as clients of MPS and users without
-/// root have to.
+/// Whether it is a directory of this user that others cannot search. MPS clients and users without root have to.
 fn is_closed(meta: &Metadata) -> bool {
     meta.is_dir() && meta.uid() == nix::unistd::geteuid().as_raw() && meta.mode() & 0o755 != 0o755
 }
@@ -63,7 +62,7 @@ fn check(dir: &Path, meta: &Metadata) -> Result<(), String> {
     if !meta.is_dir() {
         return Err("is no directory".to_owned());
     }
-    if !is_ours(meta.uid()) || meta.mode() & 0o022 != 0 {
+    if !is_trusted_owner(meta.uid()) || meta.mode() & 0o022 != 0 {
         return Err(format!(
             "others than its owner may write to it (uid {}, mode {:o})",
             meta.uid(),
@@ -79,18 +78,17 @@ fn check(dir: &Path, meta: &Metadata) -> Result<(), String> {
     }
 }
 
-/// Whether everybody may rename what is in `dir`: not where it is sticky, as /tmp is.
+/// Whether every user may rename files in `dir`. Not if it is sticky, as /tmp is.
 fn can_be_swapped(dir: &Path) -> bool {
     fs::metadata(dir).is_ok_and(|meta| meta.mode() & 0o1002 == 0o002)
 }
 
-/// Root's, or this user's.
-#[must_use]
-pub fn is_ours(uid: u32) -> bool {
+/// Whether files of `uid` are trusted: those of root and of this user.
+pub(crate) fn is_trusted_owner(uid: u32) -> bool {
     uid == 0 || uid == nix::unistd::geteuid().as_raw()
 }
 
-/// Why a file of the state directory with this metadata is not believed.
+/// Why a file of the state directory with this metadata is not trusted.
 #[must_use]
 pub(crate) fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
     if !meta.is_file() {
@@ -99,17 +97,17 @@ pub(crate) fn distrust_file(meta: &Metadata, largest: u64) -> Option<String> {
     if meta.len() > largest {
         return Some(format!("it has {} bytes", meta.len()));
     }
-    if !is_ours(meta.uid()) {
+    if !is_trusted_owner(meta.uid()) {
         return Some(format!("it belongs to uid {}", meta.uid()));
     }
     (meta.mode() & 0o022 != 0)
         .then(|| format!("others than its owner may write to it (mode {:o})", meta.mode() & 0o7777))
 }
 
-/// The content of `path`; `Err` inside: why it is not believed. `None`: there is no such file.
+/// The content of `path`; the inner `Err`: why it is not trusted; `None`: there is no such file.
 ///
 /// # Errors
-/// It is there and cannot be read.
+/// It exists and cannot be read.
 pub fn read(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, String>>> {
     let file = match OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path) {
         Ok(file) => file,
@@ -128,7 +126,7 @@ pub fn read(path: &Path, largest: u64) -> io::Result<Option<Result<Vec<u8>, Stri
     Ok(Some(Ok(content)))
 }
 
-/// [`read`] for what nobody needs: nothing where it is not there or not believed.
+/// [`read`] for optional files: `None` if the file does not exist or is not trusted.
 #[must_use]
 pub fn read_if_trusted(path: &Path, largest: u64) -> Option<Vec<u8>> {
     read(path, largest).ok()??.ok()

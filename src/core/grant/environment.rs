@@ -1,4 +1,5 @@
-//! The environment of a container with a lease: what CUDA, MPS and programs that size themselves read.
+//! The environment of a container with a lease: the variables that CUDA, MPS and programs that choose their own size
+//! read.
 
 use std::path::Path;
 
@@ -10,21 +11,21 @@ use crate::ledger::Lease;
 use crate::share::units::MIB;
 use crate::share::{Percent, Priority};
 
-/// Where NVML does not say how many SMs there are: as many as any GPU has, so that the memory fraction is
-/// rather too small.
+/// The number of SMs to assume if NVML does not report it: as many as any GPU has, so that the memory fraction is
+/// rather too small than too large.
 const MOST_SMS: u64 = 192;
 
-/// Names that are ours alone: what the image or the user set under them would contradict the lease.
-/// Also without an MPS server, because a stray `CUDA_MPS_*` could connect the container to another daemon.
+/// Names that only sublet may set: a value from the image or the user would contradict the lease. This holds also
+/// without an MPS server, because a stray `CUDA_MPS_*` could connect the container to another daemon.
 const OURS: [&str; 3] = ["CUDA_MPS_", "SUBLET_MEMORY_", "SUBLET_SM_"];
 
-/// Names that a framework refuses together: where one stands, the other is not set.
+/// Names that a framework refuses together. If one is set, sublet does not set the other.
 ///
-/// jaxlib from 0.4.33 on raises `ValueError` and JAX computes on the CPU then; an empty value counts as none
+/// From version 0.4.33, jaxlib raises `ValueError`, and JAX then computes on the CPU. An empty value counts as unset
 /// (`generate_pjrt_gpu_plugin_options` in `jaxlib/xla_client.py`; docs/recipes.md, "What the frameworks read").
 const REFUSED_TOGETHER: [[&str; 2]; 1] = [["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"]];
 
-/// The name that no framework takes beside `name`.
+/// The name that frameworks refuse together with `name`.
 #[must_use]
 pub fn refused_beside(name: &str) -> Option<&'static str> {
     REFUSED_TOGETHER.iter().find_map(|[one, other]| match name {
@@ -34,19 +35,19 @@ pub fn refused_beside(name: &str) -> Option<&'static str> {
     })
 }
 
-/// Whether `name` is set by shares alone.
+/// Whether only shares set `name`.
 #[must_use]
 pub(crate) fn is_own_name(name: &str) -> bool {
     OWN_NAMES.contains(&name) || OURS.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Names that begin so and are not in a share's environment are taken away.
+/// Variables with these prefixes that are not in a share's environment are removed.
 #[must_use]
 pub(crate) fn own_prefixes() -> Vec<String> {
     OURS.map(str::to_owned).to_vec()
 }
 
-/// Tells Triton where libcuda is, unless the image or the user has.
+/// Tells Triton where libcuda is, unless the image or the user does.
 pub(crate) const TRITON_PATH: &str = "TRITON_LIBCUDA_PATH";
 
 /// What every share sets.
@@ -80,9 +81,9 @@ fn pair(name: &str, value: impl Into<String>) -> (String, String) {
     (name.to_owned(), value.into())
 }
 
-/// Ordinals count what CUDA enumerates, and that is what has a node: always 0 to n − 1. MIG devices have
-/// no ordinal of their own (CUDA C++ Programming Guide, "CUDA Environment Variables"); who wants one all the
-/// same says so.
+/// Ordinals count the devices that CUDA enumerates. These are the ones with a node, so the ordinals are always 0 to n −
+/// 1. MIG devices have no ordinal of their own (CUDA C++ Programming Guide, "CUDA Environment Variables") and are named
+/// by UUID, unless `[grant] visible_devices` asks for ordinals.
 fn visible_devices(lease: &Lease, config: &Config) -> String {
     let mig = lease.devices.iter().any(|uuid| uuid.starts_with("MIG-"));
     let default = if mig { VisibleDevices::Uuid } else { VisibleDevices::Ordinal };
@@ -94,9 +95,10 @@ fn visible_devices(lease: &Lease, config: &Config) -> String {
     }
 }
 
-/// What an MPS client reads. The pinned limit has one entry only: a single one that the driver cannot
-/// parse, or for a device that the client does not see, drops every limit. So a lease of several devices has none:
-/// a worker that sets `CUDA_VISIBLE_DEVICES` to one of them would be bound by nothing. Its server has the limit.
+/// The variables that an MPS client reads. The pinned device memory limit has only one entry: if the driver cannot
+/// parse an entry, or the client does not see its device, the driver drops every limit. So a lease of several devices
+/// has no such variable: a worker that sets `CUDA_VISIBLE_DEVICES` to one of them would have no limit. The server has
+/// the limit instead.
 fn mps(lease: &Lease) -> Vec<(String, String)> {
     let mut set = vec![pair("CUDA_MPS_PIPE_DIRECTORY", MPS_DIR)];
     if let Some(sm) = lease.sm_of_process() {
@@ -111,7 +113,8 @@ fn mps(lease: &Lease) -> Vec<(String, String)> {
     set
 }
 
-/// For programs that size themselves: what one CUDA process may take, on each device. MPS shows them the whole GPU.
+/// For programs that choose their own size: what one CUDA process may take on each device. MPS shows them the whole
+/// GPU.
 fn sizes(lease: &Lease, inventory: &Inventory) -> Vec<(String, String)> {
     let mut set = Vec::new();
     if let Some(bytes) = lease.memory_of_process() {
@@ -134,7 +137,7 @@ fn fraction_of_all(bytes: u64, lease: &Lease, inventory: &Inventory) -> Option<u
     each.collect::<Option<Vec<_>>>()?.into_iter().min()
 }
 
-/// (`bytes` − the context's own) ÷ the device's total, rounded down to thousandths; `None` for nothing.
+/// (`bytes` − those of the context) ÷ the device's total, rounded down to thousandths; `None` if that is zero.
 fn fraction(bytes: u64, sm: Option<Percent>, device: &Device) -> Option<u128> {
     let visible = device.sms_at(sm.unwrap_or(Percent::WHOLE)).unwrap_or(MOST_SMS);
     let usable = bytes.saturating_sub(context_bytes(visible));
@@ -143,7 +146,7 @@ fn fraction(bytes: u64, sm: Option<Percent>, device: &Device) -> Option<u128> {
     (thousandths > 0).then_some(thousandths)
 }
 
-/// `template` with each `${NAME}` replaced from `set`; `None` where a name is not there.
+/// `template` with each `${NAME}` replaced from `set`; `None` if a name is missing.
 fn fill(template: &str, set: &[(String, String)]) -> Option<String> {
     let mut out = String::with_capacity(template.len());
     let mut rest = template;

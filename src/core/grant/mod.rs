@@ -1,13 +1,13 @@
-//! Everything one container is given: [`Placement`] in, [`Grant`] out. Pure.
+//! Everything that one container is given: [`Placement`] in, [`Grant`] out. Pure.
 
 mod environment;
-mod files;
+mod granted_files;
 
 use std::path::{Path, PathBuf};
 
 pub use environment::refused_beside;
 pub(crate) use environment::{TRITON_PATH, is_own_name, own_prefixes};
-pub(crate) use files::driver_files;
+pub(crate) use granted_files::driver_files;
 
 use serde::{Deserialize, Serialize};
 
@@ -17,14 +17,14 @@ use crate::ledger::{Lease, VolumeFiles};
 use crate::place::Placement;
 use crate::share::{Capabilities, Capability};
 
-/// All edits to one container, for the appliers.
+/// Everything that is to be applied to one container.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Grant {
     /// The lease, for the `sublet.lease` annotation.
     pub lease: String,
-    /// The lease itself as compact JSON, for `sublet.lease.record`: a lost ledger is rebuilt from it.
+    /// The lease itself as compact JSON, for `sublet.lease.record`. A lost ledger is rebuilt from it.
     pub record: String,
-    /// What criu is to read before it saves the container (`inventory::no_checkpoint`).
+    /// The configuration file that criu reads before it saves the container (`inventory::no_checkpoint`).
     #[serde(default)]
     pub no_checkpoint: PathBuf,
     /// Device nodes, each with a cgroup rule `rw`.
@@ -35,11 +35,11 @@ pub struct Grant {
     pub env: Environment,
     /// Paths hidden from the container.
     pub masked_paths: Vec<PathBuf>,
-    /// One line each, for whoever starts the container.
+    /// Warnings for the user, one line each.
     pub warnings: Vec<String>,
 }
 
-/// A node and where it is on the host (driver root included): a user namespace needs the real one.
+/// A node and its path on the host (driver root included). A container in a user namespace needs the real node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GrantedNode {
     /// As the container sees it.
@@ -60,35 +60,36 @@ pub struct Mount {
 /// Changes to an environment; the same for config.json and for exec's process file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Environment {
-    /// Set, whatever was there: each name stands once afterwards.
+    /// Set, whatever was there before. Afterwards each name is there once.
     pub set: Vec<(String, String)>,
-    /// Set only where the name is absent, and the one that no framework takes beside it ([`refused_beside`]).
+    /// Set only if the name is absent, and also the name that frameworks refuse together with it ([`refused_beside`]).
     pub default: Vec<(String, String)>,
-    /// Removed if a name begins so and is not in `set`.
+    /// Variables with these prefixes are removed unless they are in `set`.
     pub remove_prefixes: Vec<String>,
 }
 
-/// What is known of the container's image, read by `apply::image`.
+/// What is known about the container's image, read by `oci::image`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Image {
-    /// The directory inside the rootfs that holds the libc of the driver's kind; `None`: musl, static.
+    /// The directory inside the rootfs with a libc that the driver's libraries can use; `None`: musl, or static
+    /// programs.
     pub library_dir: Option<PathBuf>,
     /// A Nix image: libraries go to /run/opengl-driver/lib.
     pub nix: bool,
     /// The container's /tmp is a bind mount from the host.
     pub tmp_is_host: bool,
-    /// Mount points for files that the rootfs lacked: the runtime makes empty files there.
+    /// Mount points for files that are missing in the rootfs. The runtime creates empty files there.
     pub created: Vec<PathBuf>,
-    /// Directories of volumes in which files of ours come to be mounted, with what is made there.
+    /// Directories of volumes in which sublet's files are mounted, with the files that are created there.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<VolumeFiles>,
-    /// One line each: what of the image will win over our files.
+    /// One line each: libraries of the image that take precedence over the mounted ones.
     pub warnings: Vec<String>,
 }
 
 /// Where the container sees its MPS directory.
 pub const MPS_DIR: &str = "/run/sublet/mps";
-/// CUDA's default for it: processes that come without our environment look here.
+/// CUDA's default for it. Processes without the share's environment look here.
 pub const MPS_DEFAULT_DIR: &str = "/tmp/nvidia-mps";
 
 impl Image {
@@ -99,7 +100,7 @@ impl Image {
     }
 }
 
-/// Everything the container with this placement gets.
+/// Everything that the container with this placement gets.
 #[must_use]
 pub fn grant(
     placement: &Placement,
@@ -109,17 +110,18 @@ pub fn grant(
     inventory: &Inventory,
     config: &Config,
 ) -> Grant {
-    let devices = files::devices(&lease.devices, inventory);
+    let devices = granted_files::devices(&lease.devices, inventory);
     let libraries = image.libraries().filter(|_| config.driver.inject == Inject::Builtin);
     let mut mounts: Vec<_> =
         libraries.into_iter().flat_map(|dir| driver_files(dir, capabilities, inventory, config)).collect();
-    // Last: a link of the image's may have it cover other mount points, and crun would make those in it, on the host.
+    // Mounted last: through a link in the image it may cover other mount points, and crun would create those inside it,
+    // on the host.
     mounts.extend(mps_mounts(lease, image, config));
     Grant {
         lease: lease.id.to_string(),
         record: lease.to_annotation(&config.state_dir),
         no_checkpoint: inventory::no_checkpoint(&config.state_dir),
-        nodes: files::nodes(&devices, capabilities, &placement.mig_caps, inventory, config),
+        nodes: granted_files::nodes(&devices, capabilities, &placement.mig_caps, inventory, config),
         mounts,
         env: environment::environment(lease, libraries, inventory, config),
         masked_paths: masked_paths(&devices, inventory),
@@ -127,16 +129,19 @@ pub fn grant(
     }
 }
 
-/// Every node that a container with `uuid` can be given, whatever its capabilities.
+/// Every node that a container with `uuid` may get, whatever its driver capabilities.
 #[must_use]
 pub(crate) fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Vec<Node> {
-    let devices = files::devices(&[uuid.to_owned()], inventory);
+    let devices = granted_files::devices(&[uuid.to_owned()], inventory);
     let all = Capabilities(Capability::ALL.to_vec());
-    files::nodes(&devices, &all, &[], inventory, config).into_iter().map(|granted| granted.node).collect()
+    granted_files::nodes(&devices, &all, &[], inventory, config)
+        .into_iter()
+        .map(|granted| granted.node)
+        .collect()
 }
 
-/// The public directory of its server, twice: exec'd processes have no environment of ours, CUDA's
-/// default place keeps them in MPS. A /tmp that belongs to the host stays clean.
+/// Mounts the public directory of its server twice. Processes started by exec may lack the share's environment; at
+/// CUDA's default path they still find the server. Nothing is mounted in a /tmp that belongs to the host.
 fn mps_mounts(lease: &Lease, image: &Image, config: &Config) -> Vec<Mount> {
     let Some(daemon) = &lease.daemon else { return Vec::new() };
     let source = daemon.public(&config.state_dir);
@@ -148,7 +153,7 @@ fn mps_mounts(lease: &Lease, image: &Image, config: &Config) -> Vec<Mount> {
     mounts
 }
 
-/// What /proc tells of GPUs that are not the container's.
+/// The directories in /proc of GPUs that the container does not have.
 fn masked_paths(devices: &[&Device], inventory: &Inventory) -> Vec<PathBuf> {
     let others = inventory.gpus().filter(|other| devices.iter().all(|own| own.gpu() != other.uuid));
     others.map(|other| Path::new("/proc/driver/nvidia/gpus").join(&other.bus_id)).collect()

@@ -38,7 +38,7 @@ fn device(index: u32, minor: u32, bus_id: &str) -> Device {
         dri_nodes: vec![node(format!("/dev/dri/renderD{}", 128 + index), 226, 128 + index)],
         nodes: vec![node(format!("/dev/nvidia{minor}"), 195, minor)],
         processes: Vec::new(),
-        part: None,
+        mig_device: None,
     }
 }
 
@@ -52,7 +52,7 @@ fn library(soname: &str, also: &[&str], capability: Capability) -> DriverFile {
     file(&format!("/host/{soname}.580"), kind, capability)
 }
 
-/// Two GPUs whose minors are not their indexes, and a file of each sort.
+/// Two GPUs whose minors differ from their indexes, and a file of each kind.
 fn inventory() -> Inventory {
     Inventory {
         schema: "sublet.inventory/3".to_owned(),
@@ -117,7 +117,7 @@ fn lease() -> Lease {
         since: 0,
         library_dir: None,
         brokered: false,
-        parts: Vec::new(),
+        mig_devices: Vec::new(),
         mount_points: Vec::new(),
         volumes: Vec::new(),
     }
@@ -130,7 +130,7 @@ fn time_slice() -> Lease {
 fn placement(lease: &Lease) -> Placement {
     Placement {
         devices: lease.devices.clone(),
-        parts: Vec::new(),
+        mig_devices: Vec::new(),
         mode: lease.mode,
         isolation: lease.isolation,
         daemon: lease.daemon.clone(),
@@ -205,12 +205,12 @@ fn several_devices_are_limited_by_their_server_and_not_by_the_environment() {
         "SUBLET_SM_PERCENT=25",
     ];
     assert_eq!(env(&inventory), expected);
-    // A fraction that stays inside the share on both: that of the larger.
+    // A fraction that stays within the share on both devices: that of the larger one.
     inventory.devices[1].memory_bytes /= 2;
     assert_eq!(env(&inventory), expected);
     inventory.devices[1].memory_bytes *= 4;
     assert!(env(&inventory).contains(&"SUBLET_MEMORY_FRACTION=0.028".to_owned()));
-    // Of a device that is not known none can be told.
+    // For an unknown device there is no fraction.
     inventory.devices.pop();
     assert!(!env(&inventory).iter().any(|entry| entry.starts_with("SUBLET_MEMORY_FRACTION")));
 }
@@ -291,7 +291,7 @@ fn jax_is_told_by_default() {
     assert_eq!(default, [("XLA_PYTHON_CLIENT_MEM_FRACTION".to_owned(), "0.056".to_owned())]);
 }
 
-/// What a container gets that brings `own`, in the first process and by exec alike.
+/// The variables of a container that sets `own` itself, the same for the first process and for exec.
 fn given(own: &[&str], lease: &Lease, config: &Config) -> Vec<String> {
     let mut process = serde_json::json!({ "env": own });
     crate::oci::edit_environment(&mut process, &environment(lease, &inventory(), config)).unwrap();
@@ -326,7 +326,7 @@ fn no_framework_refuses_what_a_container_is_given() {
             }
         }
     }
-    // The frameworks do refuse something.
+    // There are names that frameworks refuse together.
     let env = ["XLA_CLIENT_MEM_FRACTION=0.1", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.1"].map(str::to_owned);
     assert_eq!(frameworks::refusals(&env).len(), 1);
 }

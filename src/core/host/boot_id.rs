@@ -1,10 +1,10 @@
-//! The id of this boot: no process, lease or lock outlives it.
+//! The id of this boot. No process, lease or lock outlives a boot.
 
 use std::fs;
 use std::io;
 use std::sync::OnceLock;
 
-/// Where the kernel says it (random(4)).
+/// The file in which the kernel gives it (random(4)).
 pub const FILE: &str = "/proc/sys/kernel/random/boot_id";
 
 /// The id of this boot.

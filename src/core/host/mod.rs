@@ -1,4 +1,5 @@
-//! What the kernel says of this boot and of where this process runs: asked here, so that all have one answer.
+//! What the kernel reports about this boot and the surroundings of this process. It is asked in one place, so that all
+//! callers get the same answer.
 
 pub mod boot_id;
 pub(crate) mod cgroup_layout;

@@ -1,9 +1,9 @@
-//! Whether this process is root over the host, or in a user namespace of somebody's own.
+//! Whether this process can be root on the host, or runs in another user namespace than the initial one.
 
 use std::io;
 
-/// Whether this process runs in a user namespace other than the first, which alone maps every id to itself
-/// (`user_namespaces(7)`). Where that cannot be told, it does: it then takes nothing of the host's for its own.
+/// Whether this process runs in a user namespace other than the initial one, which is the only one that maps every id
+/// to itself (`user_namespaces(7)`). `true` if that is unknown: the process then does not act as the host's root.
 #[must_use]
 pub fn is_nested() -> bool {
     is_nested_by(std::fs::read_to_string("/proc/self/uid_map"))

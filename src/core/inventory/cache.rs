@@ -13,36 +13,36 @@ use crate::text::safe;
 /// `Inventory::schema` of this build.
 pub const SCHEMA: &str = "sublet.inventory/3";
 
-/// criu's configuration for containers with a share, beside `inventory.json`.
+/// criu's configuration file for containers with a share, in the directory of `inventory.json`.
 pub(crate) const NO_CHECKPOINT_FILE: &str = "no-checkpoint.conf";
-/// Its content: criu takes it for an option that it does not know, names it, and leaves the container alone.
+/// Its content. criu reads it as an unknown option, prints it, and does not touch the container.
 const NO_CHECKPOINT: &str = "\
 # sublet has containers with a GPU share name this file for criu. What is on a GPU cannot be saved, and a runtime that
 # restores a container asks nobody for its share.
 a-container-with-a-GPU-share-cannot-be-checkpointed
 ";
 
-/// Far more than 16 GPUs full of processes need.
+/// Far more than 16 GPUs with many processes need.
 const LARGEST: u64 = 8 << 20;
 
 /// Why there is no usable inventory.
 #[derive(Debug, thiserror::Error)]
 pub enum InventoryError {
-    /// Never written on this boot.
+    /// It was not written since boot.
     #[error("{} is missing; run `sublet refresh`", .path.display())]
     Missing {
         /// `inventory.json`.
         path: PathBuf,
     },
-    /// Something differs from what it was written for.
+    /// The system has changed since it was written.
     #[error("{} is out of date: {changed}; run `sublet refresh`", .path.display())]
     Stale {
         /// `inventory.json`.
         path: PathBuf,
-        /// What differs, then and now.
+        /// What differs, with the old and the new value.
         changed: String,
     },
-    /// It is not what `sublet refresh` writes.
+    /// Its content is not what `sublet refresh` writes.
     #[error("{} is corrupt ({why}); run `sublet refresh`", .path.display())]
     Corrupt {
         /// `inventory.json`.
@@ -50,12 +50,12 @@ pub enum InventoryError {
         /// How.
         why: String,
     },
-    /// Somebody else could have written it: it is not read at all.
+    /// Another user could have written it, so it is not read.
     #[error("{} is not trusted: {why}; remove it and run `sublet refresh`", .path.display())]
     Untrusted {
         /// `inventory.json`.
         path: PathBuf,
-        /// What about it.
+        /// What is wrong with it.
         why: String,
     },
     /// A GPU of the inventory no longer answers on the PCI bus.
@@ -67,16 +67,16 @@ pub enum InventoryError {
         /// As `0000:3b:00.0`.
         bus_id: String,
     },
-    /// There is nothing to share.
+    /// No driver is loaded, so there is nothing to share.
     #[error(
         "no NVIDIA driver is loaded: {} is missing; install the driver or load it with `modprobe nvidia`",
         .path.display()
     )]
     NoDriver {
-        /// Where the kernel module would say its version.
+        /// Where a loaded kernel module gives its version.
         path: PathBuf,
     },
-    /// A file or directory that is there cannot be read.
+    /// A file or directory exists and cannot be read.
     #[error("cannot read {}: {source}", .path.display())]
     Unreadable {
         /// Which.
@@ -95,7 +95,7 @@ pub enum InventoryError {
 }
 
 impl InventoryError {
-    /// Whether `sublet refresh` is the way out, rather than the administrator.
+    /// Whether `sublet refresh` can help. Otherwise the administrator has to.
     #[must_use]
     pub const fn wants_refresh(&self) -> bool {
         matches!(
@@ -109,10 +109,10 @@ impl InventoryError {
     }
 }
 
-/// The inventory as last written, whether or not it still holds: for containers that run already.
+/// The inventory as last written, whether or not it is up to date. For containers that already run.
 ///
 /// # Errors
-/// There is none, or it cannot be read.
+/// It does not exist or cannot be read.
 pub fn last(config: &Config) -> Result<Inventory, InventoryError> {
     let path = path(config);
     parse(&path, &read(&path)?)
@@ -121,8 +121,7 @@ pub fn last(config: &Config) -> Result<Inventory, InventoryError> {
 /// The inventory as last refreshed, checked against the running system in a few short file reads.
 ///
 /// # Errors
-/// Where [`InventoryError::wants_refresh`] says so, `sublet refresh` helps; others are the driver's own
-/// trouble.
+/// If [`InventoryError::wants_refresh`], `sublet refresh` helps. Other errors concern the driver.
 pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
     let path = path(config);
     let inventory = parse(&path, &read(&path)?)?;
@@ -139,8 +138,8 @@ pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
     }
 }
 
-/// Writes `inventory.json` atomically, mode 0644, and beside it what keeps criu from containers with a share; the state
-/// directory is made if need be.
+/// Writes `inventory.json` atomically with mode 0644, and the file that keeps criu from saving containers with a share.
+/// Creates the state directory if it is missing.
 ///
 /// # Errors
 /// The state directory cannot be written.
@@ -149,10 +148,10 @@ pub fn store(config: &Config, inventory: &Inventory) -> Result<(), InventoryErro
     write(config, &path, inventory).map_err(|source| InventoryError::Unwritable { path, source })
 }
 
-/// The fingerprint as it is now. GPUs that fell off the bus are not in it.
+/// The present fingerprint. GPUs that no longer answer on the bus are not in it.
 ///
 /// # Errors
-/// No driver is loaded, or what it says cannot be read.
+/// No driver is loaded, or its files cannot be read.
 pub fn fingerprint(config: &Config) -> Result<Fingerprint, InventoryError> {
     super::fingerprint::read(&config.driver.root).map(|seen| seen.fingerprint)
 }
@@ -163,7 +162,7 @@ pub fn path(config: &Config) -> PathBuf {
     config.state_dir.join("inventory.json")
 }
 
-/// [`NO_CHECKPOINT_FILE`] of this state directory, there whenever an inventory is.
+/// [`NO_CHECKPOINT_FILE`] in this state directory. It exists whenever an inventory does.
 #[must_use]
 pub(crate) fn no_checkpoint(state_dir: &Path) -> PathBuf {
     state_dir.join(NO_CHECKPOINT_FILE)
@@ -176,7 +175,7 @@ fn write(config: &Config, path: &Path, inventory: &Inventory) -> io::Result<()> 
 }
 
 fn put(path: &Path, content: &[u8]) -> io::Result<()> {
-    // `replace` keeps mode and owner of what is there: what we would not read must not lend us its own.
+    // `replace` keeps the mode and owner of an existing file, so a file that would not be trusted is removed first.
     if fs::symlink_metadata(path).is_ok_and(|there| distrust_file(&there, LARGEST).is_some()) {
         fs::remove_file(path)?;
     }
@@ -205,7 +204,7 @@ fn parse(path: &Path, text: &[u8]) -> Result<Inventory, InventoryError> {
     Ok(inventory)
 }
 
-/// The first thing that differs, for people.
+/// The first difference, in words for people.
 fn difference(then: &Fingerprint, now: &Fingerprint) -> Option<String> {
     if then.boot_id != now.boot_id {
         Some("it was written in an earlier boot".to_owned())
@@ -228,7 +227,7 @@ fn listed(names: &[String]) -> String {
     if names.is_empty() { "none".to_owned() } else { safe(&names.join(" ")) }
 }
 
-/// A driver package that was upgraded, with the old module still loaded, took the old files away.
+/// An upgrade of the driver package removes the old files while the old module is still loaded.
 fn missing_file(config: &Config, inventory: &Inventory) -> Option<String> {
     if config.driver.inject == Inject::None {
         return None;
@@ -240,7 +239,7 @@ fn missing_file(config: &Config, inventory: &Inventory) -> Option<String> {
     Some(format!("driver file {} is missing", safe(&source.display().to_string())))
 }
 
-/// Whoever is told to install the MPS programs has done so.
+/// The MPS programs, if they were installed after the inventory was written.
 fn new_programs(config: &Config, inventory: &Inventory) -> Option<String> {
     let root = &config.driver.root;
     let found = inventory.driver.mps_control.is_none() && MpsPrograms::find(root).both(root).is_ok();

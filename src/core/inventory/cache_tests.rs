@@ -1,4 +1,4 @@
-//! Tests of the cache: when an inventory is believed and when not.
+//! Tests of the cache: when an inventory is up to date and when it is not.
 
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 
@@ -64,7 +64,7 @@ fn what_was_stored_is_loaded() {
     assert_eq!(load(&config).unwrap(), inventory(&config));
     let mode = fs::metadata(config.state_dir.join("inventory.json")).unwrap().mode();
     assert_eq!(mode & 0o7777, 0o644);
-    // What criu reads has one option, which it does not know.
+    // criu's file has one option, which criu does not know.
     let criu = fs::read_to_string(no_checkpoint(&config.state_dir)).unwrap();
     let options: Vec<_> = criu.lines().filter(|line| !line.starts_with('#')).collect();
     assert_eq!(options, ["a-container-with-a-GPU-share-cannot-be-checkpointed"]);

@@ -13,7 +13,7 @@ use crate::fs::below::under;
 /// Far more than `/proc/devices` has, in bytes.
 const LONGEST: u64 = 1 << 16;
 
-/// What `/proc/devices` below the driver root says; longer ones than any kernel has are cut.
+/// The content of `/proc/devices` below the driver root. It is cut at a length that no kernel reaches.
 ///
 /// # Errors
 /// It cannot be read.
@@ -24,7 +24,7 @@ pub fn proc_devices(root: &Path) -> io::Result<String> {
 }
 
 impl Majors {
-    /// From the text of /proc/devices. The `nvidia-frontend` of drivers up to 535 became `nvidia`.
+    /// Reads the text of /proc/devices. Drivers up to 535 call `nvidia` `nvidia-frontend`.
     #[must_use]
     pub fn parse(devices: &str) -> Self {
         let characters = devices.split("Block devices:").next().unwrap_or_default();
@@ -42,7 +42,7 @@ impl Majors {
     }
 }
 
-/// The nodes under /dev/dri of the GPU at `bus_id`; those that nobody made are left out.
+/// The nodes under /dev/dri of the GPU at `bus_id`. Nodes that do not exist are left out.
 #[must_use]
 pub fn dri(root: &Path, bus_id: &str) -> Vec<Node> {
     let Ok(entries) = fs::read_dir(under(root, &format!("/sys/bus/pci/devices/{bus_id}/drm"))) else {

@@ -1,4 +1,4 @@
-//! Device nodes of the driver: whether they are there and what they should be.
+//! Device nodes of the driver: whether they exist and are what they should be.
 
 use std::fs;
 use std::io;
@@ -13,45 +13,45 @@ use crate::fs::below::under;
 /// Why a node cannot be given to a container.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
-    /// Nobody made it.
+    /// It does not exist.
     #[error("device node {} is missing; {}", .path.display(), remedy(.path))]
     Missing {
-        /// Driver root included.
+        /// The path, driver root included.
         path: PathBuf,
     },
-    /// A MIG capability's, and we cannot make it either.
+    /// An nvidia-caps node that does not exist and cannot be created.
     #[error(
         "device node {} is missing and cannot be created ({source}); run `nvidia-modprobe -f {file}` as root",
         .path.display()
     )]
     Unmade {
-        /// Driver root included.
+        /// The path, driver root included.
         path: PathBuf,
         /// The capability's file.
         file: String,
         /// Why.
         source: io::Error,
     },
-    /// Something else is there.
+    /// Something else is at its path.
     #[error(
         "{} is {found}, but /proc/devices says it should be the character device {major}:{minor}; remove \
          it, then {}",
         .path.display(), remedy(.path)
     )]
     Other {
-        /// Driver root included.
+        /// The path, driver root included.
         path: PathBuf,
-        /// What is there.
+        /// What is at the path.
         found: String,
-        /// What should be.
+        /// What should be there.
         major: u32,
-        /// What should be.
+        /// What should be there.
         minor: u32,
     },
-    /// It cannot be looked at.
+    /// It cannot be examined.
     #[error("cannot read {}: {source}", .path.display())]
     Unreadable {
-        /// Driver root included.
+        /// The path, driver root included.
         path: PathBuf,
         /// Why.
         source: io::Error,
@@ -81,11 +81,11 @@ pub fn check_node(root: &Path, node: &Node) -> Result<(), NodeError> {
     Err(NodeError::Other { path, found, major: node.major, minor: node.minor })
 }
 
-/// [`check_node`], where a MIG capability's node is made if nobody has made it yet: nvidia-modprobe makes them
-/// when something asks it to, and engines do not.
+/// [`check_node`], which also creates a missing nvidia-caps node. nvidia-modprobe creates these nodes only on request,
+/// and engines do not request it.
 ///
 /// # Errors
-/// As [`check_node`], or it cannot be made.
+/// As [`check_node`], or the node cannot be created.
 pub(crate) fn ensure_node(root: &Path, node: &Node) -> Result<(), NodeError> {
     match check_node(root, node) {
         Err(NodeError::Missing { path }) if mig_capabilities::is_cap(node) => {
@@ -100,7 +100,7 @@ pub(crate) fn ensure_node(root: &Path, node: &Node) -> Result<(), NodeError> {
     }
 }
 
-/// What makes the node. `nvidia-modprobe` is setuid and part of every driver package (its manual page).
+/// The command that creates the node. `nvidia-modprobe` is setuid and part of every driver package (its manual page).
 fn remedy(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     match name.strip_prefix("nvidia").map(str::parse::<u32>) {

@@ -7,10 +7,10 @@ use std::path::{Component, Path, PathBuf};
 /// As many links as Linux follows (`MAXSYMLINKS`, `path_resolution(7)`).
 const MOST_LINKS: usize = 40;
 
-/// The file that `path` leads to below `root`, root included; `None` where it leads nowhere.
+/// The file that `path` leads to below `root`, root included; `None` if there is no such file.
 ///
-/// Debian's driver is reached through absolute links in /etc/alternatives: below another root than `/`
-/// the kernel would follow them out of it.
+/// Debian's driver is reached through absolute links in /etc/alternatives. With a driver root other than `/`, the
+/// kernel would follow them out of that root.
 #[must_use]
 pub fn resolve(root: &Path, path: &str) -> Option<PathBuf> {
     let mut todo = components(Path::new(path));

@@ -1,4 +1,4 @@
-//! What has to be unchanged for an inventory to be believed, read in a few short file reads.
+//! What must be unchanged for an inventory to be up to date. A few short file reads are enough to tell.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _};
@@ -8,12 +8,12 @@ use super::{Fingerprint, InventoryError, kernel_module};
 use crate::fs::below::under;
 use crate::host::boot_id;
 
-/// The fingerprint as it is now, and what it leaves out.
+/// The present fingerprint, and the GPUs that it leaves out.
 #[derive(Debug)]
 pub struct Seen {
-    /// As the inventory keeps it.
+    /// The fingerprint in the form that the inventory keeps.
     pub fingerprint: Fingerprint,
-    /// Bus ids of GPUs the driver lists that no longer answer on the PCI bus; not in the fingerprint.
+    /// Bus ids of GPUs that the driver lists but that no longer answer on the PCI bus. They are not in the fingerprint.
     pub lost: Vec<String>,
 }
 
@@ -36,7 +36,7 @@ pub fn read(root: &Path) -> Result<Seen, InventoryError> {
     Ok(Seen { fingerprint: Fingerprint { boot_id, driver_version: module.version, gpus, mig }, lost })
 }
 
-/// Whether some GPU can do MIG, be it in MIG mode or not: it has its directory of instances, empty or not (H200
+/// Whether any GPU supports MIG, in MIG mode or not. Such a GPU has a directory of instances, which may be empty (H200
 /// with MIG off; docs/evidence).
 #[must_use]
 pub fn can_do_mig(root: &Path) -> bool {
@@ -45,8 +45,8 @@ pub fn can_do_mig(root: &Path) -> bool {
     gpus.iter().any(|name| is_numbered(name, "gpu") && capabilities.join(name).join("mig").is_dir())
 }
 
-/// A device that is gone answers every configuration read with ones (PCI Local Bus Specification 3.0,
-/// 6.1: the vendor id `0xFFFF` is invalid). A file that cannot be read proves nothing.
+/// Every configuration read of a device that is gone returns all ones (PCI Local Bus Specification 3.0, 6.1: the vendor
+/// id `0xFFFF` is invalid). A file that cannot be read proves nothing.
 fn fell_off_the_bus(root: &Path, bus_id: &str) -> bool {
     let mut vendor = [0; 2];
     File::open(under(root, &format!("/sys/bus/pci/devices/{bus_id}/config")))
@@ -74,7 +74,7 @@ fn is_numbered(name: &str, prefix: &str) -> bool {
         .is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// Sorted names in `dir`; none where there is no such directory.
+/// The sorted names in `dir`; none if the directory does not exist.
 fn names(dir: &Path) -> Result<Vec<String>, InventoryError> {
     let unreadable = |source| InventoryError::Unreadable { path: dir.to_owned(), source };
     let entries = match fs::read_dir(dir) {

@@ -35,7 +35,7 @@ impl Root {
         self.0.path()
     }
 
-    /// State below `run` and the driver below this root; everything else as the defaults have it.
+    /// A configuration with the state below `run`, the driver below this root, and defaults otherwise.
     pub fn config(&self) -> Config {
         Config {
             state_dir: self.path().join("run"),

@@ -5,22 +5,22 @@ use std::path::Path;
 
 use crate::fs::below::under;
 
-/// The `nvidia` kernel module as it says itself.
+/// What the `nvidia` kernel module reports about itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelModule {
     /// As `580.159.04`.
     pub version: String,
-    /// Whether it says that it is simulated.
+    /// Whether it reports that it is simulated.
     pub simulated: bool,
 }
 
-/// Where the module says its version.
+/// The file with the module's version.
 pub const VERSION_FILE: &str = "/proc/driver/nvidia/version";
 
-/// The module loaded on this host, or `None`.
+/// The module loaded on this host; `None` if there is none.
 ///
 /// # Errors
-/// Its files are there and cannot be read.
+/// Its files exist and cannot be read.
 pub fn loaded(root: &Path) -> io::Result<Option<KernelModule>> {
     for path in [VERSION_FILE, "/sys/module/nvidia/version"] {
         match std::fs::read_to_string(under(root, path)) {
@@ -41,8 +41,8 @@ fn parse(text: &str) -> Option<KernelModule> {
     Some(KernelModule { version: version.to_owned(), simulated: first.contains("SIMULATED") })
 }
 
-/// Whether `text` has the form of a driver's version: `580.65`, `580.159.04`. The first number of three
-/// digits or more tells it from a library's own version, as the `1.1.13` of libnvidia-egl-wayland.
+/// Whether `text` has the form of a driver's version: `580.65`, `580.159.04`. Its first number has three digits or
+/// more, unlike a library's own version, such as `1.1.13` of libnvidia-egl-wayland.
 #[must_use]
 pub fn is_driver_version(text: &str) -> bool {
     let parts: Vec<&str> = text.split('.').collect();

@@ -22,24 +22,24 @@ const MINORS: &str = "/proc/driver/nvidia-caps/mig-minors";
 /// Where the nodes are.
 const NODES: &str = "/dev/nvidia-caps";
 
-/// What all but `config` have, where the driver does not say.
+/// The mode of all nodes except `config`, if the driver does not give one.
 const MODE: u32 = 0o444;
 
-/// Whether `node` is one of a capability.
+/// Whether `node` is an nvidia-caps node.
 pub(super) fn is_cap(node: &Node) -> bool {
     node.path.starts_with(NODES)
 }
 
-/// The node of the capability `name`, which `minors`, the text of `mig-minors`, tells.
+/// The node of the capability `name`. `minors` is the text of `mig-minors`.
 pub(super) fn node(minors: &str, name: &str, major: u32) -> Option<Node> {
     let (_, minor) = lines(minors).find(|(known, _)| *known == name)?;
     Some(Node { path: Path::new(NODES).join(format!("nvidia-cap{minor}")), major, minor })
 }
 
-/// The nodes of a compute instance on the GPU with this device minor, its GPU instance's first.
+/// The nodes of a compute instance on the GPU with this device minor. The first one is its GPU instance's.
 ///
 /// # Errors
-/// One line: the driver does not tell them, or tells two things.
+/// One line: the driver does not give their numbers, or gives two different ones.
 pub fn nodes(root: &Path, major: Option<u32>, gpu: u32, gi: u32, ci: u32) -> Result<[Node; 2], String> {
     let major = major.ok_or("/proc/devices has no nvidia-caps: the driver gives no access to MIG devices")?;
     let minors = read(root, MINORS)?;
@@ -48,23 +48,26 @@ pub fn nodes(root: &Path, major: Option<u32>, gpu: u32, gi: u32, ci: u32) -> Res
         let told = file_of(&name);
         match value(&read(root, &told)?, "DeviceFileMinor") {
             Some(minor) if minor == node.minor => Ok(node),
-            other => Err(format!("{MINORS} has {} for {name}, {told} has {other:?}", node.minor)),
+            other => {
+                let other = other.map_or_else(|| "none".to_owned(), |minor| minor.to_string());
+                Err(format!("{MINORS} has minor {} for {name}, but {told} has {other}", node.minor))
+            }
         }
     };
     Ok([find(format!("gpu{gpu}/gi{gi}/access"))?, find(format!("gpu{gpu}/gi{gi}/ci{ci}/access"))?])
 }
 
-/// The nodes by which all instances are watched and changed: `monitor`, `config`.
+/// The nodes for monitoring and changing all instances: `monitor` and `config`.
 #[must_use]
 pub fn privileged(root: &Path, major: Option<u32>) -> [Option<Node>; 2] {
     let minors = read(root, MINORS).unwrap_or_default();
     ["monitor", "config"].map(|name| node(&minors, name, major?))
 }
 
-/// Makes `node` as nvidia-modprobe would. Somebody else may do so meanwhile.
+/// Creates `node` as nvidia-modprobe would. Another process may do the same meanwhile.
 ///
 /// # Errors
-/// The file of its capability, and why it could not be made.
+/// The file of its capability, and why the node could not be created.
 pub(super) fn make(root: &Path, node: &Node) -> Result<(), (String, io::Error)> {
     let minors = read(root, MINORS).unwrap_or_default();
     let name = lines(&minors).find(|(_, minor)| *minor == node.minor).map(|(name, _)| name);
@@ -82,17 +85,17 @@ fn capability(root: &Path, file: &str, minor: u32) -> io::Result<u32> {
     Ok(value(&text, "DeviceFileMode").unwrap_or(MODE) & 0o777)
 }
 
-/// Makes the device node with `mode`, and the directory that it is in.
+/// Creates the device node with `mode`, and its directory.
 ///
 /// # Errors
-/// There is something else by that name, or it cannot be made.
+/// Something else has that name, or the node cannot be created.
 pub fn make_node(root: &Path, node: &Node, mode: u32) -> io::Result<()> {
     let path: PathBuf = under(root, &node.path.to_string_lossy());
     if let Some(dir) = path.parent() {
         crate::fs::trusted::create(dir)?;
     }
     match mknod(&path, SFlag::S_IFCHR, Mode::empty(), makedev(node.major.into(), node.minor.into())) {
-        // The umask has no say in it.
+        // Set again, because the umask changed it.
         Ok(()) => fs::set_permissions(&path, fs::Permissions::from_mode(mode)),
         Err(Errno::EEXIST) => Ok(()),
         Err(error) => Err(error.into()),
@@ -158,8 +161,8 @@ mod tests {
         let why = |root: &Root, gpu, gi, ci| nodes(root.path(), Some(241), gpu, gi, ci).unwrap_err();
         assert_eq!(
             why(&root(167), 1, 3, 0),
-            "/proc/driver/nvidia-caps/mig-minors has 166 for gpu1/gi3/ci0/access, \
-             /proc/driver/nvidia/capabilities/gpu1/mig/gi3/ci0/access has Some(167)"
+            "/proc/driver/nvidia-caps/mig-minors has minor 166 for gpu1/gi3/ci0/access, but \
+             /proc/driver/nvidia/capabilities/gpu1/mig/gi3/ci0/access has 167"
         );
         assert_eq!(
             why(&root(166), 1, 3, 1),

@@ -1,7 +1,7 @@
-//! The record of `sublet serve` that the inventory has the driver's MIG devices.
+//! A record in which `sublet serve` confirms that the inventory has the driver's present MIG devices.
 //!
-//! Ids of destroyed instances are reused, and /proc looks the same then: only NVML can tell. While
-//! the service checks that, other programs need not ask NVML before each container.
+//! Ids of destroyed instances are reused, and /proc then looks the same, so only NVML can tell the difference. While
+//! the service checks this, other programs need not ask NVML before each container.
 
 use std::fs;
 use std::path::PathBuf;
@@ -11,20 +11,20 @@ use crate::fs::trusted;
 use crate::host::boot_id;
 use crate::process::uptime_seconds;
 
-/// A word older than this, in seconds, is none: the service gives it every two.
+/// A confirmation older than this, in seconds, does not count. The service renews it every two seconds.
 const LIMIT: u64 = 5;
 
 /// A boot id and a number, in bytes.
 const LONGEST: u64 = 100;
 
-/// Whether the service has compared them just now.
+/// Whether the service has compared them recently.
 #[must_use]
 pub(crate) fn is_watched(config: &Config) -> bool {
     let word = trusted::read_if_trusted(&path(config), LONGEST).unwrap_or_default();
     is_recent(&String::from_utf8_lossy(&word), boot_id::read().unwrap_or_default(), uptime_seconds())
 }
 
-/// Gives the word: they were equal at `since`, in seconds since boot.
+/// Confirms that they were equal at `since`, in seconds since boot.
 ///
 /// # Errors
 /// The state directory cannot be written.
@@ -36,7 +36,7 @@ pub fn watch(config: &Config, since: u64) -> std::io::Result<()> {
     )
 }
 
-/// Takes it back.
+/// Withdraws the confirmation.
 pub fn unwatch(config: &Config) {
     let _ = fs::remove_file(path(config));
 }

@@ -1,36 +1,36 @@
-//! MIG devices: compute instances, each a device of its own that is part of a GPU.
+//! MIG devices: compute instances. Each is a device of its own and part of a GPU.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Device, Driver, GpuProcess, Inventory, Node};
 use crate::share::MigCapability;
 
-/// What a MIG device is a part of, and which.
+/// What makes a device a MIG device: its GPU and its place in it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
+pub struct MigDevice {
     /// `GPU-…` of the GPU.
     pub gpu: String,
     /// NVML's index among the GPU's MIG devices: M of `G:M`.
     pub index: u32,
     /// As `1g.18gb` or `1c.2g.35gb`.
     pub profile: String,
-    /// GPU instance id, which another instance has after this one.
+    /// GPU instance id. A later instance may get the same one.
     pub gi: u32,
-    /// Compute instance id, as well.
+    /// Compute instance id. A later instance may get the same one.
     pub ci: u32,
-    /// Where the GPU instance lies: its first memory slice, and how many; `None` where NVML does not tell us.
+    /// The place of the GPU instance: its first memory slice, and how many it has; `None` if NVML does not report it.
     pub placement: Option<(u32, u32)>,
     /// Compute slices of it, and of its GPU instance.
     pub slices: (u32, u32),
-    /// Streaming multiprocessors of the GPU, where NVML says.
+    /// Streaming multiprocessors of the GPU, if NVML reports them.
     pub gpu_sm_count: Option<u32>,
     /// Memory of the GPU in bytes.
     pub gpu_memory_bytes: u64,
-    /// UUIDs of the other compute instances in its GPU instance: they have the same memory.
+    /// UUIDs of the other compute instances in its GPU instance, which share its memory.
     pub siblings: Vec<String>,
-    /// Who had contexts there at the last refresh.
+    /// Processes that had contexts on those at the last refresh.
     pub sibling_processes: Vec<GpuProcess>,
-    /// Why no container can have it.
+    /// Why no container can use it.
     pub fault: Option<String>,
 }
 
@@ -38,25 +38,25 @@ impl Device {
     /// Whether it is a MIG device rather than a GPU.
     #[must_use]
     pub const fn is_mig(&self) -> bool {
-        self.part.is_some()
+        self.mig_device.is_some()
     }
 
-    /// UUID of the GPU: its own, or that of the GPU it is a part of.
+    /// UUID of the GPU: its own, or that of the GPU of which it is a part.
     #[must_use]
     pub fn gpu(&self) -> &str {
-        self.part.as_ref().map_or(&self.uuid, |part| &part.gpu)
+        self.mig_device.as_ref().map_or(&self.uuid, |mig_device| &mig_device.gpu)
     }
 
     /// The number that names it in `sublet.gpu`: `0`, or `0:2`.
     #[must_use]
     pub fn number(&self) -> String {
-        match &self.part {
+        match &self.mig_device {
             Some(part) => format!("{}:{}", self.index, part.index),
             None => self.index.to_string(),
         }
     }
 
-    /// What messages call it: `GPU 0`, or `MIG device 0:2`.
+    /// Its name in messages: `GPU 0`, or `MIG device 0:2`.
     #[must_use]
     pub fn label(&self) -> String {
         format!("{} {}", if self.is_mig() { "MIG device" } else { "GPU" }, self.number())
@@ -65,27 +65,29 @@ impl Device {
     /// What it is: the GPU's name, or the MIG device's profile.
     #[must_use]
     pub fn kind(&self) -> &str {
-        self.part.as_ref().map_or(&self.name, |part| &part.profile)
+        self.mig_device.as_ref().map_or(&self.name, |mig_device| &mig_device.profile)
     }
 
-    /// UUIDs of all devices that have its memory: itself, and other compute instances of its GPU instance.
+    /// UUIDs of all devices that use its memory: its own, and those of the other compute instances of its GPU instance.
     pub(crate) fn sharing_memory(&self) -> impl Iterator<Item = &str> {
-        let siblings = self.part.iter().flat_map(|part| &part.siblings);
+        let siblings = self.mig_device.iter().flat_map(|mig_device| &mig_device.siblings);
         std::iter::once(&self.uuid).chain(siblings).map(String::as_str)
     }
 
-    /// Who had contexts on any of them at the last refresh.
+    /// Processes that had contexts on any of these at the last refresh.
     pub(crate) fn memory_users(&self) -> impl Iterator<Item = &GpuProcess> {
-        self.processes.iter().chain(self.part.iter().flat_map(|part| &part.sibling_processes))
+        self.processes
+            .iter()
+            .chain(self.mig_device.iter().flat_map(|mig_device| &mig_device.sibling_processes))
     }
 
-    /// Its part of `bytes` of memory that other compute instances of its GPU instance have as well: as its
-    /// part of the compute slices.
+    /// Its part of `bytes` of memory that it shares with the other compute instances of its GPU instance, in proportion
+    /// to its compute slices.
     #[must_use]
     pub(crate) fn part_of(&self, bytes: u64) -> u64 {
-        match self.part.as_ref().filter(|part| !part.siblings.is_empty()) {
-            Some(part) => {
-                let (own, all) = (u64::from(part.slices.0), u64::from(part.slices.1));
+        match self.mig_device.as_ref().filter(|mig_device| !mig_device.siblings.is_empty()) {
+            Some(mig_device) => {
+                let (own, all) = (u64::from(mig_device.slices.0), u64::from(mig_device.slices.1));
                 (bytes / all.max(1)).saturating_mul(own.min(all.max(1)))
             }
             None => bytes,
@@ -94,7 +96,7 @@ impl Device {
 }
 
 impl Driver {
-    /// The node of a capability over all MIG instances.
+    /// The node of a capability for all MIG instances.
     #[must_use]
     pub(crate) const fn mig_cap(&self, cap: MigCapability) -> Option<&Node> {
         let [monitor, config] = &self.mig_caps;
@@ -112,8 +114,8 @@ impl Inventory {
     }
 
     /// The MIG devices of the GPU with this UUID.
-    pub fn parts<'a>(&'a self, gpu: &'a str) -> impl Iterator<Item = (&'a Device, &'a Part)> {
-        let of_gpu = move |device: &'a Device| Some((device, device.part.as_ref()?));
-        self.devices.iter().filter_map(of_gpu).filter(move |(_, part)| part.gpu == gpu)
+    pub fn mig_devices_of<'a>(&'a self, gpu: &'a str) -> impl Iterator<Item = (&'a Device, &'a MigDevice)> {
+        let of_gpu = move |device: &'a Device| Some((device, device.mig_device.as_ref()?));
+        self.devices.iter().filter_map(of_gpu).filter(move |(_, mig_device)| mig_device.gpu == gpu)
     }
 }

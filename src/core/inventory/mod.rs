@@ -1,5 +1,5 @@
-//! What this host has: the driver, its files, its devices. `sublet refresh` writes it (NVML), the shim
-//! and the hook read it and check in a few file reads that it is still true.
+//! What this host has: the driver, its files, its devices. `sublet refresh` writes the inventory with NVML. The shim
+//! and the hook read it and check with a few file reads that it is up to date.
 
 pub mod cache;
 pub mod device_majors;
@@ -27,7 +27,7 @@ pub use device_nodes::{NodeError, check_node};
 pub use fingerprint::can_do_mig;
 pub(crate) use mig_confirmation::is_watched;
 pub use mig_confirmation::{unwatch, watch};
-pub use mig_device::Part;
+pub use mig_device::MigDevice;
 pub use programs::{MissingPrograms, MpsPrograms};
 
 use crate::share::{Capability, Percent};
@@ -37,22 +37,22 @@ use crate::share::{Capability, Percent};
 pub struct Inventory {
     /// `sublet.inventory/3`.
     pub schema: String,
-    /// What has to be unchanged for all else to be believed.
+    /// What must be unchanged for the rest to be up to date.
     pub fingerprint: Fingerprint,
     /// When NVML was asked, in seconds since the epoch.
     pub probed_at: u64,
-    /// Changes of MIG layouts that had ended before (`MigChanges::count` of the ledger).
+    /// How many changes of MIG layouts had ended before (`MigChanges::count` of the ledger).
     #[serde(default)]
     pub mig_changes: u64,
     /// The driver.
     pub driver: Driver,
     /// Every GPU, by NVML index, each followed by its MIG devices.
     pub devices: Vec<Device>,
-    /// The driver's files, each with the soname it is mounted by.
+    /// The driver's files, each with the name under which it is mounted.
     pub files: Vec<DriverFile>,
 }
 
-/// Cheap to read again, without NVML. Stale as soon as any of it differs.
+/// Values that are cheap to read again, without NVML. The inventory is out of date as soon as one of them differs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint {
     /// `/proc/sys/kernel/random/boot_id`.
@@ -70,24 +70,24 @@ pub struct Fingerprint {
 pub struct Driver {
     /// As `580.159.04`.
     pub version: String,
-    /// CUDA version the driver speaks, as (13, 0).
+    /// The CUDA version that the driver supports, as (13, 0).
     pub cuda: (u32, u32),
-    /// Whether the kernel module says that it is simulated.
+    /// Whether the kernel module reports that it is simulated.
     pub simulated: bool,
-    /// `nvidia-cuda-mps-control`, where it and its server are installed.
+    /// `nvidia-cuda-mps-control`, if both it and its server program are installed.
     pub mps_control: Option<PathBuf>,
-    /// What of the MPS programs is missing where one of them is there.
+    /// Which MPS program is missing, if only one of the two is installed.
     #[serde(default)]
     pub mps_missing: Option<String>,
-    /// `nvidia-smi`, where it is installed.
+    /// `nvidia-smi`, if it is installed.
     pub smi: Option<PathBuf>,
     /// Majors from /proc/devices.
     pub majors: Majors,
-    /// The nodes by which all MIG instances are watched, and changed: `monitor`, `config`.
+    /// The nodes for monitoring and changing all MIG instances: `monitor` and `config`.
     pub mig_caps: [Option<Node>; 2],
 }
 
-/// Character device majors; `None` where the module is not loaded.
+/// Character device majors; `None` if the module is not loaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Majors {
     /// `nvidia` or `nvidia-frontend`: nvidiactl and the GPUs.
@@ -109,17 +109,17 @@ pub struct Device {
     pub minor: u32,
     /// As /proc/driver/nvidia/gpus spells it: `0000:3b:00.0`, lower case.
     pub bus_id: String,
-    /// As `NVIDIA H200`, the GPU's for a MIG device too.
+    /// As `NVIDIA H200`. A MIG device has its GPU's name.
     pub name: String,
     /// As (9, 0).
     pub compute_capability: (u32, u32),
-    /// Streaming multiprocessors, where NVML says.
+    /// Streaming multiprocessors, if NVML reports them.
     pub sm_count: Option<u32>,
     /// Memory in bytes.
     pub memory_bytes: u64,
-    /// Memory nobody had at the last refresh, in bytes.
+    /// Memory that was free at the last refresh, in bytes.
     pub memory_free_bytes: u64,
-    /// Whether MIG mode is on: then it is used through its MIG devices alone.
+    /// Whether MIG mode is on. The GPU is then used only through its MIG devices.
     pub mig_enabled: bool,
     /// Compute mode as found.
     pub compute_mode: ComputeMode,
@@ -131,11 +131,11 @@ pub struct Device {
     pub dri_nodes: Vec<Node>,
     /// Its nodes: `nvidia<minor>`, and the two capabilities of a MIG device.
     pub nodes: Vec<Node>,
-    /// Who had contexts at the last refresh, MPS servers and clients too.
+    /// Processes that had contexts at the last refresh, including MPS servers and clients.
     pub processes: Vec<GpuProcess>,
     /// What makes it a MIG device; `None`: a whole GPU.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub part: Option<Part>,
+    #[serde(rename = "part", default, skip_serializing_if = "Option::is_none")]
+    pub mig_device: Option<MigDevice>,
 }
 
 /// A character device node of the host.
@@ -162,7 +162,7 @@ pub enum ComputeMode {
 }
 
 impl ComputeMode {
-    /// The word NVML and nvidia-smi use.
+    /// The word that NVML and nvidia-smi use.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -180,11 +180,11 @@ pub enum Virtualization {
     /// Bare metal.
     #[default]
     None,
-    /// Passed through to this virtual machine whole.
+    /// The whole GPU is passed through to this virtual machine.
     Passthrough,
     /// A vGPU in this virtual machine.
     Vgpu,
-    /// A host that gives vGPUs away.
+    /// A host that provides vGPUs.
     Host,
 }
 
@@ -197,9 +197,9 @@ pub struct GpuProcess {
     pub name: String,
     /// Device memory in bytes.
     pub memory_bytes: u64,
-    /// Inode of its PID namespace, which joins it to a lease; 0 where it could not be read.
+    /// Inode of its PID namespace, by which it is attributed to a lease; 0 if it could not be read.
     pub pid_namespace: u64,
-    /// Its cgroup paths in all hierarchies, each once and no root: they join it to a lease as well.
+    /// Its cgroup paths in all hierarchies, each once and without roots. They also attribute it to a lease.
     #[serde(default)]
     pub cgroups: Vec<String>,
     /// Whether it is an MPS server.
@@ -211,13 +211,13 @@ pub struct GpuProcess {
 pub struct DriverFile {
     /// The real file on the host, driver root included.
     pub source: PathBuf,
-    /// What it is to the container.
+    /// How the container uses it.
     pub kind: FileKind,
     /// Which capability brings it.
     pub capability: Capability,
 }
 
-/// What a driver file is to the container.
+/// How the container uses a driver file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "kind")]
 pub enum FileKind {
@@ -225,7 +225,7 @@ pub enum FileKind {
     Library {
         /// As `libcuda.so.1`.
         soname: String,
-        /// Further names it must be found by, as `libcuda.so`.
+        /// Further names under which it must be found, as `libcuda.so`.
         also: Vec<String>,
     },
     /// A program, mounted into /usr/bin.
@@ -248,7 +248,9 @@ impl Inventory {
     #[must_use]
     pub fn mig_gpus(&self) -> MigGpus {
         let parts = |gpu: &Device| {
-            self.parts(&gpu.uuid).map(|(device, part)| (device.uuid.clone(), part.gi, part.ci)).collect()
+            self.mig_devices_of(&gpu.uuid)
+                .map(|(device, part)| (device.uuid.clone(), part.gi, part.ci))
+                .collect()
         };
         self.gpus().filter(|gpu| gpu.mig_enabled).map(|gpu| (gpu.uuid.clone(), parts(gpu))).collect()
     }
@@ -260,28 +262,27 @@ impl Inventory {
     }
 }
 
-/// SMs come in pairs, and a context sees no fewer than this (H200; docs/evidence).
+/// SMs are assigned in pairs, and a context sees at least this many (H200; docs/evidence).
 const FEWEST_SMS: u64 = 8;
 
 impl Device {
-    /// The SMs that a context sees at an MPS thread percentage: whole pairs, rounded down, and never
-    /// fewer than the driver's least (measured, docs/evidence). `None` where NVML does not say how many
-    /// there are.
+    /// The SMs that a context sees at an MPS active thread percentage: whole pairs, rounded down, and at least the
+    /// driver's minimum (measured, docs/evidence). `None` if NVML does not report the number of SMs.
     #[must_use]
     pub fn sms_at(&self, share: Percent) -> Option<u64> {
         let all = u64::from(self.sm_count?);
         Some((share.of(all) / 2 * 2).max(FEWEST_SMS.min(all)))
     }
 
-    /// Whether MPS knows no limits on it (CUDA MPS documentation, "Volta MPS").
+    /// Whether MPS has no limits on this GPU (CUDA MPS documentation, "Volta MPS").
     #[must_use]
     pub(crate) fn is_before_volta(&self) -> bool {
         self.compute_capability < (7, 0)
     }
 }
 
-/// About what a CUDA context that sees `sms` takes of its memory limit: 29 MiB and 3.7 MiB for each SM
-/// (H200, driver 580, docs/evidence: 58 MiB at 8 SMs, 145 at 32, 514 at 132).
+/// The approximate memory that a CUDA context seeing `sms` takes of its limit: 29 MiB plus 3.7 MiB for each SM (H200,
+/// driver 580, docs/evidence: 58 MiB at 8 SMs, 145 at 32, 514 at 132).
 #[must_use]
 pub(crate) const fn context_bytes(sms: u64) -> u64 {
     (29_000 + sms * 3_700) * (1 << 20) / 1000

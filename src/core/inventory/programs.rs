@@ -8,27 +8,28 @@ use super::driver_root_links::resolve;
 use crate::fs::below::under;
 use crate::process::sublet::PATH;
 
-/// Starts MPS servers, and asks a daemon that does.
+/// The MPS control program. It runs as the daemon that starts MPS servers, and it sends commands to such a daemon.
 const CONTROL: &str = "nvidia-cuda-mps-control";
 
-/// Looked for by the control daemon in its PATH, and nowhere else (docs/evidence).
+/// The MPS server program. The control daemon looks for it only in its PATH (docs/evidence).
 const SERVER: &str = "nvidia-cuda-mps-server";
 
-/// Each entry is the directories of one way of installing the driver, the first that has a program wins.
+/// Each entry has the directories of one way of installing the driver. The first directory that has a program wins.
 const LAYOUTS: [&[&str]; 10] = [
-    // Fedora, SUSE, Arch and NVIDIA's installer have all in /usr/bin; Debian the server in /usr/sbin
-    // (packages.debian.org: file list of nvidia-cuda-mps). The others are links to these, or hosts without /usr merged.
+    // Fedora, SUSE, Arch and NVIDIA's installer put everything in /usr/bin. Debian puts the server in /usr/sbin
+    // (packages.debian.org: file list of nvidia-cuda-mps). The other directories are links to these, or belong to hosts
+    // without merged /usr.
     &["/usr/bin", "/usr/sbin", "/bin", "/sbin"],
-    // Debian before its alternatives are set.
+    // Debian, before its alternatives are set.
     &["/usr/lib/nvidia/current"],
-    // NixOS: `hardware.nvidia` puts its programs among those of the system.
+    // NixOS: `hardware.nvidia` puts its programs into the system's program directory.
     &["/run/current-system/sw/bin"],
     &["/run/opengl-driver/bin"],
-    // Talos (siderolabs/extensions, nvidia-pkgs: `--utility-prefix=/usr/local`), or an installer told the same.
+    // Talos (siderolabs/extensions, nvidia-pkgs: `--utility-prefix=/usr/local`), or an installer with the same option.
     &["/usr/local/bin", "/usr/local/sbin"],
-    // Talos again (siderolabs/extensions, nvidia-driver/userspace): beside its glibc.
+    // Talos (siderolabs/extensions, nvidia-driver/userspace): beside its glibc.
     &["/usr/local/glibc/usr/bin"],
-    // Where the drivers of container hosts are mounted; a host measured for this project (docs/evidence).
+    // Where container hosts mount the driver; as on a host measured for this project (docs/evidence).
     &["/usr/local/nvidia/bin"],
     // Google Kubernetes Engine (container-engine-accelerators, nvidia-driver-installer).
     &["/home/kubernetes/bin/nvidia/bin"],
@@ -38,21 +39,21 @@ const LAYOUTS: [&[&str]; 10] = [
     &["/opt/bin"],
 ];
 
-/// The driver's MPS programs: which are taken, and which are there besides.
+/// The driver's MPS programs: those that are used, and other ones that are installed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MpsPrograms {
     /// `nvidia-cuda-mps-control`.
     pub control: Option<PathBuf>,
-    /// `nvidia-cuda-mps-server`, of the same installation where one has both.
+    /// `nvidia-cuda-mps-server`, of the same installation if one has both.
     pub server: Option<PathBuf>,
-    /// Other files of these names.
+    /// Other files with these names.
     pub others: Vec<PathBuf>,
 }
 
-/// What of the MPS programs is missing.
+/// Which MPS programs are missing.
 #[derive(Debug, thiserror::Error)]
 pub enum MissingPrograms {
-    /// The driver came without them.
+    /// The driver is installed without them.
     #[error(
         "mode mps and memory limits need nvidia-cuda-mps-control, which is not installed below {}: \
          Debian: apt install nvidia-cuda-mps; elsewhere it comes with the driver's compute package (looked in {})",
@@ -63,7 +64,7 @@ pub enum MissingPrograms {
         /// The driver root.
         root: PathBuf,
     },
-    /// Half of them: the daemon would start and never have a server.
+    /// Only the control program is installed: the daemon would start and never have a server.
     #[error(
         "{} is installed, but nvidia-cuda-mps-server, which it starts, is not: install it from the same \
          package (Debian: apt install nvidia-cuda-mps), or link it into {} (looked below {} in {})",
@@ -73,7 +74,7 @@ pub enum MissingPrograms {
         looked_in()
     )]
     Server {
-        /// The control program that is there.
+        /// The installed control program.
         control: PathBuf,
         /// The driver root.
         root: PathBuf,
@@ -85,8 +86,8 @@ fn looked_in() -> String {
 }
 
 impl MpsPrograms {
-    /// What a daemon would be started with below `root`: an installation that has both programs, else
-    /// the first of each.
+    /// The programs that a daemon below `root` would use: those of an installation that has both, otherwise the first
+    /// of each.
     #[must_use]
     pub fn find(root: &Path) -> Self {
         let each = |name| LAYOUTS.map(|layout| layout.iter().find_map(|dir| runnable(root, dir, name)));
@@ -107,7 +108,7 @@ impl MpsPrograms {
     /// Both programs.
     ///
     /// # Errors
-    /// One is missing; `root` is where they were looked for.
+    /// One is missing. `root` is where they were looked for.
     pub fn both(&self, root: &Path) -> Result<(&Path, &Path), MissingPrograms> {
         let control =
             self.control.as_deref().ok_or_else(|| MissingPrograms::Control { root: root.to_owned() })?;
@@ -117,7 +118,7 @@ impl MpsPrograms {
         }
     }
 
-    /// A PATH by which the control program finds this server first, and a wrapper what it wraps.
+    /// A PATH with which the control program finds this server first, and a wrapper the program that it wraps.
     #[must_use]
     pub fn path(&self) -> String {
         let mut dirs: Vec<&str> = Vec::new();
@@ -132,14 +133,14 @@ impl MpsPrograms {
     }
 }
 
-/// A program of the driver's as the host starts it, root included.
+/// The path of a driver program, root included.
 #[must_use]
 pub fn program(root: &Path, name: &str) -> Option<PathBuf> {
     LAYOUTS.concat().iter().find_map(|dir| runnable(root, dir, name))
 }
 
-/// The program in `dir`: by its name there, since wrappers and package managers go by it, unless the kernel would
-/// follow a link in it out of `root`.
+/// The program in `dir`. It is called by its name there, because wrappers and package managers depend on it, unless the
+/// kernel would follow a link in the path out of `root`.
 fn runnable(root: &Path, dir: &str, name: &str) -> Option<PathBuf> {
     let path = format!("{dir}/{name}");
     let real = resolve(root, &path)?;
@@ -148,7 +149,7 @@ fn runnable(root: &Path, dir: &str, name: &str) -> Option<PathBuf> {
         return None;
     }
     let named = under(root, &path);
-    // The second is always there.
+    // The second one always exists.
     let is_same = fs::canonicalize(&named).ok() == fs::canonicalize(&real).ok();
     Some(if is_same { named } else { real })
 }
@@ -247,7 +248,7 @@ mod tests {
         let store = "/nix/store/abc-nvidia-bin/bin";
         install(&root, store);
         root.link("/run/current-system/sw/bin", store);
-        // Below another root than `/` the kernel would look for the store of the host.
+        // With a root other than `/`, the kernel would look in the host's store.
         assert_eq!(found(&root).0.unwrap(), Path::new(store).join(CONTROL));
         let relative = Root::new();
         install(&relative, store);

@@ -1,5 +1,5 @@
-//! Leases that a hook takes before it can know their container, and what binds them to it: pure, but for
-//! looking at the container's first process.
+//! Leases that a hook takes before it knows their container, and binding them to it. Pure, except for looking at the
+//! container's first process.
 
 use std::path::PathBuf;
 
@@ -7,8 +7,8 @@ use super::{Init, Lease, LeaseId, Ledger};
 use crate::process::{Process, uptime_seconds};
 use crate::text::safe;
 
-/// Between the hook that takes a lease and the one that binds it an engine starts its monitor and the
-/// runtime creates the container. A later one is refused.
+/// The longest time between the hook that takes a lease and the hook that binds it. In between, the engine starts its
+/// monitor and the runtime creates the container. A later container is refused.
 const TIME_TO_BIND: u64 = 60;
 
 /// The container that a hook was told about.
@@ -27,31 +27,31 @@ pub struct Binding {
 /// Why a lease is not bound to a container.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotBound {
-    /// It was freed.
+    /// The lease was freed.
     #[error(
         "lease {0} does not exist any more: the engine took longer than {TIME_TO_BIND} s to create the \
          container, or ended meanwhile (start the container again); or sublet did not write this \
          annotation sublet.lease (remove it)"
     )]
     Unknown(LeaseId),
-    /// It is another container's.
+    /// The lease belongs to another container.
     #[error("lease {lease} belongs to container {}", safe(container))]
     Other {
         /// The lease.
         lease: LeaseId,
-        /// Whose it is.
+        /// The container that has it.
         container: String,
     },
 }
 
 impl Lease {
-    /// Whether no container is bound to it yet, and one is awaited.
+    /// Whether it still waits for a container to be bound to.
     #[must_use]
     pub(crate) fn is_unbound(&self) -> bool {
         self.init.is_none() && self.container.bundle.as_os_str().is_empty()
     }
 
-    /// Whether the container that it was taken for did not come in time.
+    /// Whether its container was not created in time.
     #[must_use]
     pub fn is_overdue(&self) -> bool {
         self.bind_by.is_some_and(|limit| uptime_seconds() > limit)
@@ -59,7 +59,7 @@ impl Lease {
 }
 
 impl Ledger {
-    /// Makes `owner` answer for the unbound lease `id`, for as long as it may take to bind it.
+    /// Makes `owner` responsible for the unbound lease `id`, for the time that binding may take.
     pub fn hand_over(&mut self, id: &LeaseId, owner: Process) {
         if let Some(lease) = self.lease_mut(id) {
             lease.owner = owner;
@@ -67,8 +67,8 @@ impl Ledger {
         }
     }
 
-    /// Removes the unbound leases that `owner` holds for container `id` of `uid`: it starts it anew, so the
-    /// container that they were taken for did not come to be.
+    /// Removes the unbound leases that `owner` holds for container `id` of `uid`. `owner` starts the container anew, so
+    /// the one for which they were taken was never created.
     pub fn abandon(&mut self, uid: u32, id: &str, owner: Process) -> Vec<Lease> {
         let stale = |lease: &&Lease| {
             let same = lease.container.uid == uid && lease.container.id == id && !id.is_empty();
@@ -78,7 +78,7 @@ impl Ledger {
         ids.iter().filter_map(|id| self.remove(id)).collect()
     }
 
-    /// Binds the lease `id` to its container, which exists now. Twice is no error.
+    /// Binds the lease `id` to its container, which now exists. Doing so twice is no error.
     ///
     /// # Errors
     /// The lease was freed, or belongs to another container.

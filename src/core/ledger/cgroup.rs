@@ -1,4 +1,4 @@
-//! Whether processes live in a container's cgroup, and which cgroup that is where no record says so.
+//! Whether processes run in a container's cgroup, and which cgroup that is if no record names it.
 
 use std::fs;
 use std::io;
@@ -12,13 +12,13 @@ use crate::host::cgroup_layout::{MOUNT, is_unified};
 use crate::process::Process;
 use crate::text::safe;
 
-/// A v1 cgroup with more below it counts as populated, so that the walk stays short.
+/// A v1 cgroup with more cgroups than this below it counts as populated, so that the walk stays short.
 const MOST_CGROUPS: usize = 1000;
 
-/// Whether a process lives in the cgroup `dir` or below. An absent cgroup is empty.
+/// Whether a process runs in the cgroup `dir` or below. An absent cgroup is empty.
 pub(super) fn is_populated(dir: &Path) -> io::Result<bool> {
     match read_bounded(&dir.join("cgroup.events")) {
-        // cgroup v2 counts the descendants in (cgroups(7)).
+        // cgroup v2 includes the descendants (cgroups(7)).
         Ok(Some(events)) => Ok(String::from_utf8_lossy(&events).lines().any(|line| line == "populated 1")),
         Ok(None) => is_populated_v1(dir),
         Err(error) if is_removed(&error) => Ok(false),
@@ -48,7 +48,7 @@ fn is_populated_v1(dir: &Path) -> io::Result<bool> {
     Ok(false)
 }
 
-/// v1 lists zombies, which hold nothing any more.
+/// v1 also lists zombies, which hold no resources.
 fn has_live_process(dir: &Path) -> io::Result<bool> {
     let pids = match read_bounded(&dir.join("cgroup.procs")) {
         Err(error) if is_removed(&error) => return Ok(false),
@@ -59,13 +59,13 @@ fn has_live_process(dir: &Path) -> io::Result<bool> {
     Ok(pids.any(Process::may_run))
 }
 
-/// A cgroup removed while it is open answers ENODEV.
+/// Reading a cgroup that was removed while open fails with ENODEV.
 fn is_removed(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(nix::libc::ENODEV)
 }
 
-/// What says that processes live in `container`'s cgroup: the one that its config.json asks for, or, where it asks for
-/// none, one that has the container's id in its name; for that every process is looked at.
+/// Evidence that processes run in `container`'s cgroup. That is the cgroup that its config.json requests. If it
+/// requests none, it is one with the container's id in its name; to find that, every process is examined.
 ///
 /// # Errors
 /// config.json, cgroups or /proc cannot be read.
@@ -96,7 +96,7 @@ fn everywhere(mount: &Path, below: &Path) -> io::Result<Vec<PathBuf>> {
 fn process_named_for(id: &str) -> io::Result<Option<i32>> {
     for entry in fs::read_dir("/proc")? {
         let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        // One that cannot be read has ended.
+        // If it cannot be read, the process has ended.
         let table = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
         let mut paths = table.lines().filter_map(|line| line.splitn(3, ':').nth(2));
         if paths.any(|path| path.split('/').any(|name| is_named_for(name, id))) && Process::may_run(pid) {
@@ -106,7 +106,7 @@ fn process_named_for(id: &str) -> io::Result<Option<i32>> {
     Ok(None)
 }
 
-/// The part of config.json that matters here; the rest is passed over, not kept.
+/// The part of config.json that matters here. The rest is skipped.
 #[derive(Deserialize)]
 struct Config {
     linux: Option<Linux>,
@@ -118,14 +118,15 @@ struct Linux {
     cgroups_path: Option<String>,
 }
 
-/// The cgroup that `bundle`'s config.json asks for, below a hierarchy's root; `None` where it asks for none, or is gone.
+/// The cgroup that `bundle`'s config.json requests, below a hierarchy's root; `None` if it requests none or does not
+/// exist.
 fn cgroups_path(bundle: &Path) -> io::Result<Option<PathBuf>> {
     let Some(config) = read_bounded(&bundle.join("config.json"))? else { return Ok(None) };
     let config: Config = serde_json::from_slice(&config)?;
     Ok(config.linux.and_then(|linux| linux.cgroups_path).and_then(|path| below(&path)))
 }
 
-/// A path, or systemd's `SLICE:PREFIX:NAME`, which becomes the scope `PREFIX-NAME.scope` in that slice (runc's
+/// A path, or systemd's `SLICE:PREFIX:NAME`, which means the scope `PREFIX-NAME.scope` in that slice (runc's
 /// documentation, "systemd cgroup driver").
 fn below(path: &str) -> Option<PathBuf> {
     let parts: Vec<_> = path.split(':').collect();
@@ -137,7 +138,7 @@ fn below(path: &str) -> Option<PathBuf> {
     Some(asked).filter(|asked| !asked.as_os_str().is_empty())
 }
 
-/// `a-b.slice` is in `a.slice` (systemd.slice(5)). Without a name it is runc's default.
+/// `a-b.slice` is in `a.slice` (systemd.slice(5)). An empty name means runc's default.
 fn in_slice(slice: &str) -> PathBuf {
     let name = match slice {
         "" => "system",
@@ -147,8 +148,8 @@ fn in_slice(slice: &str) -> PathBuf {
     ends.filter(|_| name != "-").map(|end| format!("{}.slice", &name[..end])).collect()
 }
 
-/// Whether a cgroup is called `ID`, or `ENGINE-ID` or `ENGINE-ID.scope` as engines and systemd do. Podman's monitor, which
-/// is no part of the container, is in `libpod-conmon-ID.scope`.
+/// Whether a cgroup is called `ID`, `ENGINE-ID` or `ENGINE-ID.scope`, as engines and systemd call them. Podman's
+/// monitor, which is not part of the container, is in `libpod-conmon-ID.scope`.
 fn is_named_for(name: &str, id: &str) -> bool {
     let name = name.strip_suffix(".scope").unwrap_or(name);
     let engine = name.strip_suffix(id);

@@ -1,5 +1,4 @@
-//! The devices of an MPS server in `ledger.json`: a string where it is one, as every release has read and written it,
-//! and a list where there are several.
+//! The devices of an MPS daemon in `ledger.json`: a string for one device, as in every release, and a list for several.
 
 use serde::{Deserialize, Deserializer, Serialize as _, Serializer};
 
@@ -28,7 +27,7 @@ pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Stri
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Ceiling, DaemonState, MpsDaemon};
+    use super::super::{DaemonState, DefaultLimits, MpsDaemon};
     use crate::ledger::DaemonKey;
 
     #[test]
@@ -43,7 +42,7 @@ mod tests {
                 devices: devices.iter().map(|uuid| (*uuid).to_owned()).collect(),
                 process: None,
                 state: DaemonState::Serving,
-                ceiling: Ceiling::NONE,
+                default_limits: DefaultLimits::NONE,
                 answered_at: 1,
                 idle_since: None,
                 mode_left: false,

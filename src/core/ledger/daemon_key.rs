@@ -1,4 +1,4 @@
-//! What an MPS control daemon is called, and its directories.
+//! The name of an MPS control daemon, and its directories.
 
 use std::path::{Path, PathBuf};
 
@@ -10,13 +10,13 @@ use serde::{Deserialize, Serialize};
 pub struct DaemonKey(pub String);
 
 impl DaemonKey {
-    /// The daemon's own directory, 0700 but for the way to `public/`.
+    /// The daemon's own directory. Other users can only pass through it to `public/`.
     #[must_use]
     pub fn dir(&self, state_dir: &Path) -> PathBuf {
         state_dir.join("mps").join(&self.0)
     }
 
-    /// What containers see: a directory with a hard link to `control` and nothing else.
+    /// The directory that containers see. It holds a hard link to `control` and nothing else.
     #[must_use]
     pub fn public(&self, state_dir: &Path) -> PathBuf {
         self.dir(state_dir).join("public")

@@ -10,10 +10,10 @@ use crate::text::safe;
 
 /// A GPU instance that sublet created, with one compute instance. It is destroyed when no lease needs it any more.
 ///
-/// Instances have no names of ours: place, ids and UUID together tell it from what somebody else has made there
-/// since. A ledger of another boot has none.
+/// Instances cannot be given names. Place, ids and UUID together distinguish this one from an instance that another
+/// tool has created there since. No instance outlives a boot, so a ledger of another boot has none.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Made {
+pub struct DynamicInstance {
     /// `GPU-…`.
     pub gpu: String,
     /// Id of its profile.
@@ -30,17 +30,17 @@ pub struct Made {
     /// `MIG-…`, once its compute instance is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
-    /// Whom it is kept for until they have a lease on it.
+    /// The container for which it is kept until that has a lease on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub awaited: Option<Awaited>,
-    /// It is being destroyed, and takes no lease any more.
+    /// It is being destroyed and takes no more leases.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub going: bool,
-    /// Its compute instance is being destroyed by us, or we have seen that it has none: from here on a GPU instance
-    /// with none in it is ours. One that was emptied otherwise is somebody else's.
+    /// sublet is destroying its compute instance, or has seen that it has none. From then on an empty GPU instance at
+    /// this place is taken to be this one. An empty GPU instance is otherwise taken to belong to another tool.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub emptied: bool,
-    /// Why it could not be destroyed when that was last tried.
+    /// Why the last attempt to destroy it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stuck: Option<String>,
 }
@@ -52,16 +52,17 @@ pub struct Awaited {
     pub lease: LeaseId,
     /// The container's name.
     pub container: String,
-    /// Who looks: the end of that process ends the waiting.
+    /// The process that looks for the share. When it ends, nothing waits any more.
     pub owner: Process,
 }
 
-impl Made {
-    /// Whether `device` is its MIG device. Before its UUID is known its place tells.
+impl DynamicInstance {
+    /// Whether `device` is its MIG device. Before its UUID is known, its place decides.
     #[must_use]
     pub fn is(&self, device: &Device) -> bool {
-        let Some(part) = &device.part else { return false };
-        let place = || part.gpu == self.gpu && part.placement.is_none_or(|at| at == self.placement);
+        let Some(mig_device) = &device.mig_device else { return false };
+        let place =
+            || mig_device.gpu == self.gpu && mig_device.placement.is_none_or(|at| at == self.placement);
         self.uuid.as_ref().map_or_else(place, |uuid| *uuid == device.uuid)
     }
 
@@ -73,90 +74,100 @@ impl Made {
 }
 
 impl MigChanges {
-    /// Nobody waits who is dead.
+    /// Forgets waiting processes that have ended.
     pub(super) fn forget_dead_waiters(&mut self) {
-        for made in &mut self.made {
-            made.awaited = made.awaited.take().filter(|awaited| awaited.owner.is_alive());
+        for instance in &mut self.dynamic_instances {
+            instance.awaited = instance.awaited.take().filter(|awaited| awaited.owner.is_alive());
         }
     }
 }
 
 impl Ledger {
-    /// The instance of ours that `device` is.
+    /// The dynamic instance whose MIG device is `device`.
     #[must_use]
-    pub fn made(&self, device: &Device) -> Option<&Made> {
-        self.mig.made.iter().find(|made| made.is(device))
+    pub fn dynamic_instance(&self, device: &Device) -> Option<&DynamicInstance> {
+        self.mig.dynamic_instances.iter().find(|instance| instance.is(device))
     }
 
-    /// Whether there is a lease on `made`, or will be one.
+    /// Whether there is a lease on `instance`, or will be one.
     #[must_use]
-    pub fn needs(&self, made: &Made) -> bool {
-        let leased = made.uuid.as_deref().is_some_and(|uuid| self.on_device(uuid).next().is_some());
-        leased || made.awaited.is_some()
+    pub fn needs(&self, instance: &DynamicInstance) -> bool {
+        let leased = instance.uuid.as_deref().is_some_and(|uuid| self.on_device(uuid).next().is_some());
+        leased || instance.awaited.is_some()
     }
 
-    /// Whether there is an instance to be destroyed.
+    /// Whether an instance is to be destroyed.
     #[must_use]
     pub fn has_unneeded(&self) -> bool {
-        self.mig.made.iter().any(|made| !self.needs(made))
+        self.mig.dynamic_instances.iter().any(|instance| !self.needs(instance))
     }
 
-    /// Why lease `id` cannot have `device`, an instance of ours.
+    /// Why lease `id` cannot have `device`, if that is a dynamic instance.
     #[must_use]
     pub(crate) fn kept_from(&self, id: &LeaseId, device: &Device) -> Option<String> {
-        let made = self.made(device)?;
-        if made.going {
+        let instance = self.dynamic_instance(device)?;
+        if instance.going {
             return Some("is being destroyed: it was created for a container that has ended".to_owned());
         }
-        match &made.awaited {
+        match &instance.awaited {
             Some(awaited) if awaited.lease != *id => Some(format!(
                 "was created for container {}, which is being started",
                 safe(&awaited.container)
             )),
-            None if made.uuid.is_none() => Some("was being created by a process that has ended".to_owned()),
+            None if instance.uuid.is_none() => {
+                Some("was being created by a process that has ended".to_owned())
+            }
             _ => None,
         }
     }
 
-    /// Nothing is kept for lease `id` any more: it is taken, or given up.
+    /// Keeps nothing for lease `id` any more: the lease was taken, or given up.
     pub fn await_no_more(&mut self, id: &LeaseId) {
-        let of_lease = |made: &&mut Made| made.awaited.as_ref().is_some_and(|awaited| awaited.lease == *id);
-        for made in self.mig.made.iter_mut().filter(of_lease) {
-            made.awaited = None;
+        let of_lease = |instance: &&mut DynamicInstance| {
+            instance.awaited.as_ref().is_some_and(|awaited| awaited.lease == *id)
+        };
+        for instance in self.mig.dynamic_instances.iter_mut().filter(of_lease) {
+            instance.awaited = None;
         }
     }
 
-    /// Marks those that no lease needs for destruction; they take no lease any more.
-    pub fn mark_unneeded_for_removal(&mut self) -> Vec<Made> {
-        let unneeded: Vec<bool> = self.mig.made.iter().map(|made| !self.needs(made)).collect();
-        let of_them = self.mig.made.iter_mut().zip(unneeded).filter(|(_, unneeded)| *unneeded);
-        let condemned = of_them.map(|(made, _)| {
-            made.going = true;
-            made.clone()
+    /// Marks the instances that no lease needs for destruction. They take no more leases.
+    pub fn mark_unneeded_for_removal(&mut self) -> Vec<DynamicInstance> {
+        let unneeded: Vec<bool> =
+            self.mig.dynamic_instances.iter().map(|instance| !self.needs(instance)).collect();
+        let of_them = self.mig.dynamic_instances.iter_mut().zip(unneeded).filter(|(_, unneeded)| *unneeded);
+        let condemned = of_them.map(|(instance, _)| {
+            instance.going = true;
+            instance.clone()
         });
         condemned.collect()
     }
 
-    /// The record of the instance of ours at the place of `made`.
-    pub fn made_mut(&mut self, made: &Made) -> Option<&mut Made> {
-        self.mig.made.iter_mut().find(|one| (&one.gpu, one.placement) == (&made.gpu, made.placement))
+    /// The record of the dynamic instance at the place of `instance`.
+    pub fn dynamic_instance_mut(&mut self, instance: &DynamicInstance) -> Option<&mut DynamicInstance> {
+        self.mig
+            .dynamic_instances
+            .iter_mut()
+            .find(|one| (&one.gpu, one.placement) == (&instance.gpu, instance.placement))
     }
 
-    /// Forgets the instance of ours at the place of `made`, which is no more.
-    pub fn forget_made(&mut self, made: &Made) {
-        self.mig.made.retain(|one| (&one.gpu, one.placement) != (&made.gpu, made.placement));
+    /// Forgets the dynamic instance at the place of `instance`, which no longer exists.
+    pub fn forget_dynamic_instance(&mut self, instance: &DynamicInstance) {
+        self.mig
+            .dynamic_instances
+            .retain(|one| (&one.gpu, one.placement) != (&instance.gpu, instance.placement));
     }
 }
 
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture {
-    //! Instances of ours for tests.
+    //! Dynamic instances for tests.
 
-    use super::Made;
+    use super::DynamicInstance;
 
     /// A 1g.18gb of `GPU-0` whose MIG device is `uuid`.
-    pub fn made(start: u32, uuid: Option<&str>) -> Made {
-        Made {
+    pub fn dynamic_instance(start: u32, uuid: Option<&str>) -> DynamicInstance {
+        DynamicInstance {
             gpu: "GPU-0".into(),
             profile: 19,
             name: "1g.18gb".into(),
@@ -176,7 +187,7 @@ pub mod fixture {
 mod tests {
     use super::super::Store;
     use super::super::fixture::lease;
-    use super::fixture::made;
+    use super::fixture::dynamic_instance;
     use super::*;
 
     #[test]
@@ -184,31 +195,35 @@ mod tests {
         let me = Process::current().unwrap();
         let id = LeaseId::parse("00000000000000aa").unwrap();
         let mut ledger = Ledger::empty("boot");
-        ledger.mig.made = vec![made(0, Some("MIG-0")), made(1, None), made(2, Some("MIG-2"))];
+        ledger.mig.dynamic_instances = vec![
+            dynamic_instance(0, Some("MIG-0")),
+            dynamic_instance(1, None),
+            dynamic_instance(2, Some("MIG-2")),
+        ];
         ledger.leases = vec![lease(1, "MIG-0"), lease(2, "MIG-0")];
         let awaited = |owner| Some(Awaited { lease: id.clone(), container: "c".into(), owner });
-        ledger.mig.made[1].awaited = awaited(me);
-        ledger.mig.made[2].awaited = awaited(Process { start_time: 1, ..me });
+        ledger.mig.dynamic_instances[1].awaited = awaited(me);
+        ledger.mig.dynamic_instances[2].awaited = awaited(Process { start_time: 1, ..me });
         ledger.mig.forget_dead_waiters();
         let gone = ledger.mark_unneeded_for_removal();
-        assert_eq!(gone.iter().map(|made| made.placement.0).collect::<Vec<_>>(), [2]);
-        ledger.forget_made(&gone[0]);
+        assert_eq!(gone.iter().map(|instance| instance.placement.0).collect::<Vec<_>>(), [2]);
+        ledger.forget_dynamic_instance(&gone[0]);
         assert!(!ledger.has_unneeded());
         ledger.leases.pop();
         assert!(!ledger.has_unneeded(), "the other lease is there");
         ledger.leases.pop();
         ledger.await_no_more(&id);
         assert_eq!(ledger.mark_unneeded_for_removal().len(), 2);
-        assert!(ledger.mig.made.iter().all(|made| made.going));
+        assert!(ledger.mig.dynamic_instances.iter().all(|instance| instance.going));
     }
     #[test]
     fn nothing_of_another_boot_is_ours() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path()).unwrap();
         let mut ledger = Ledger::empty("another");
-        ledger.mig.made = vec![made(0, Some("MIG-0"))];
+        ledger.mig.dynamic_instances = vec![dynamic_instance(0, Some("MIG-0"))];
         std::fs::write(dir.path().join("ledger.json"), serde_json::to_vec(&ledger).unwrap()).unwrap();
-        assert_eq!(store.read().unwrap().mig.made, []);
+        assert_eq!(store.read().unwrap().mig.dynamic_instances, []);
         let (condemned, _) = store.update(|ledger| Ok::<_, ()>(ledger.mark_unneeded_for_removal())).unwrap();
         assert_eq!(condemned, Ok(vec![]));
     }

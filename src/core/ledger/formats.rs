@@ -1,4 +1,5 @@
-//! The stored ledger and the lease in a container's annotation, as tests/formats has them: read, and written again alike.
+//! The stored ledger and the lease in a container's annotation, as in tests/formats: reading and writing them gives the
+//! same text.
 
 use serde_json::Value;
 
@@ -30,7 +31,7 @@ fn leases_in_annotations_are_read_and_written_again_alike() {
         let record = &stored[LEASE_RECORD_ANNOTATION];
         let lease = Lease::from_annotation(&record.to_string()).unwrap();
         assert_eq!(lease.id.as_str(), stored["sublet.lease"]);
-        // Beside the lease it says where its ledger is.
+        // The annotation also names the ledger's directory.
         let mut lease_alone = record.clone();
         lease_alone.as_object_mut().unwrap().remove("state_dir");
         assert_eq!(again::<Lease>(&lease_alone), lease_alone);

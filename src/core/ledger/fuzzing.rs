@@ -1,4 +1,4 @@
-//! What the fuzz targets look at: the ledger's file and low-level runtimes' records, read from bytes.
+//! For the fuzz targets: the ledger's file and low-level runtimes' records, read from bytes.
 
 use std::path::Path;
 
@@ -7,12 +7,12 @@ use super::{Ledger, runtime_record, store};
 /// The ledger in `content`, as the store reads it.
 ///
 /// # Errors
-/// Why it is none.
+/// Why it is not a ledger.
 pub fn ledger(content: &[u8]) -> Result<Ledger, String> {
     store::parse(content)
 }
 
-/// Reads `content` as runc's record and as each of crun's. A cgroup in it has to be one of cgroupfs.
+/// Reads `content` as runc's record and as each of crun's. A cgroup in it must be below the cgroup mount.
 pub fn records(content: &[u8]) {
     let of_runc = runtime_record::parse(content).map(runtime_record::from_runc);
     let annotations = runtime_record::parse::<runtime_record::CrunConfig>(content)

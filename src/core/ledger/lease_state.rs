@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{Init, Lease, LeaseId, Ledger};
 use crate::process::Process;
 
-/// States of a lease (`lost` is shown for leases whose device is not in the inventory any more).
+/// States of a lease. `lost` is shown for leases whose device is no longer in the inventory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LeaseState {
@@ -15,15 +15,15 @@ pub enum LeaseState {
     Pending,
     /// The container exists.
     Active,
-    /// Its processes are going.
+    /// Its processes are ending.
     Ending,
-    /// Its device went away.
+    /// Its device no longer exists.
     Lost,
 }
 
 impl Lease {
     /// Its container exists, with `init` as its first process. A lease that a `delete` has marked as ending meanwhile
-    /// stays so.
+    /// keeps that state.
     pub(super) fn container_exists(&mut self, init: Init) {
         self.init = Some(init);
         if self.state == LeaseState::Pending {
@@ -31,25 +31,25 @@ impl Lease {
         }
     }
 
-    /// The first process of its container, `init` where only the record knows it, is gone, and others are not.
+    /// The first process of its container has ended, and others have not. `init` is given if only the record names it.
     pub(super) fn first_process_is_gone(&mut self, init: Option<Init>) {
         self.init = init.or(self.init.take());
         self.state = LeaseState::Ending;
     }
 
-    /// The `delete` that had marked it was killed.
+    /// The `delete` that had marked it as ending was killed.
     pub(super) fn is_not_deleted(&mut self) {
         self.state = LeaseState::Active;
     }
 
-    /// Its container is the one whose first process is `init`.
+    /// Binds it to the container whose first process is `init`.
     pub(super) fn bind_to(&mut self, init: Init) {
         self.init = Some(init);
         self.state = LeaseState::Active;
         self.bind_by = None;
     }
 
-    /// Its container is found with the ledger lost: its first process, `init`, `runs`, or others of it do.
+    /// Its container was found after a loss of the ledger: its first process, `init`, `runs`, or others of it do.
     pub(super) fn restore(&mut self, init: Init, runs: bool) {
         self.init = Some(init);
         self.state = if runs { LeaseState::Active } else { LeaseState::Ending };
@@ -57,7 +57,8 @@ impl Lease {
 }
 
 impl Ledger {
-    /// Marks the lease of container `id` of `uid`, which has its record in `record` and is deleted by `deleter`.
+    /// Marks the lease of container `id` of `uid` as ending. The container's record is in `record`, and `deleter`
+    /// deletes it.
     pub(crate) fn mark_ending(
         &mut self,
         uid: u32,
@@ -68,7 +69,7 @@ impl Ledger {
         let id = self.of_record(uid, id, record).map(|lease| lease.id.clone())?;
         let lease = self.lease_mut(&id)?;
         lease.state = LeaseState::Ending;
-        // A container whose delete is killed is not ending: its owner's death will tell.
+        // If `deleter` is killed, the container is not ending after all. The end of the owner shows that.
         if let (Some(_), Some(deleter)) = (&lease.init, deleter) {
             lease.owner = deleter;
         }
@@ -82,7 +83,7 @@ impl Ledger {
         }
     }
 
-    /// The container of lease `id` exists since before it was taken, with `init` as its first process.
+    /// The container of lease `id` already existed when the lease was taken, with `init` as its first process.
     pub(crate) fn activate(&mut self, id: &LeaseId, init: Init) {
         if let Some(lease) = self.lease_mut(id) {
             lease.container_exists(init);

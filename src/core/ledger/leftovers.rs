@@ -1,12 +1,11 @@
-//! What ended containers left in places that outlive them, until it is cleared away: pure.
+//! Files that ended containers left in places that outlive them, until they are removed. Pure.
 
 use super::{Container, Lease, Ledger, Leftover, VolumeFiles};
 
 impl Ledger {
-    /// Writes down what `lease`, which is no more, may have left behind.
+    /// Records what `lease`, which has ended, may have left behind.
     ///
-    /// What a rootless user's container left is the user's own to clear: root removes nothing where a user
-    /// points.
+    /// A rootless user removes what their container left. Root removes nothing at a path that a user names.
     pub(super) fn leave(&mut self, lease: &Lease) {
         let volumes = lease.made_in_volumes();
         let nothing = lease.mount_points.is_empty() && volumes.is_empty();
@@ -14,7 +13,7 @@ impl Ledger {
             return;
         }
         let Container { bundle, rootfs, .. } = &lease.container;
-        // A container that an engine starts again and again has the same ones each time.
+        // A container that is started repeatedly leaves the same files each time.
         let known = self.leftovers.iter_mut().find(|left| left.bundle == *bundle && left.rootfs == *rootfs);
         match known {
             Some(left) => {
@@ -34,11 +33,11 @@ impl Ledger {
         }
     }
 
-    /// Leftovers that no live container's root filesystem is in the way of, as far as no volume is.
+    /// Leftovers whose root filesystem no live container uses, without the volumes that live containers use.
     #[must_use]
     pub(crate) fn clearable(&self) -> Vec<Leftover> {
         let in_use = |left: &&Leftover| self.leases.iter().any(|lease| lease.container.rootfs == left.rootfs);
-        // A container may have a volume by another path. On the same file system it counts as the same.
+        // A container may have the same volume at another path. A volume on the same file system counts as the same.
         let used: Vec<u64> =
             self.leases.iter().flat_map(|lease| &lease.volumes).map(|volume| volume.device).collect();
         let free = |left: &Leftover| {
@@ -50,7 +49,7 @@ impl Ledger {
         self.leftovers.iter().filter(|left| !in_use(left)).filter_map(free).collect()
     }
 
-    /// Forgets leftovers that are cleared away.
+    /// Forgets leftovers that were removed.
     pub fn forget(&mut self, cleared: &[Leftover]) {
         self.leftovers.retain_mut(|left| {
             let same = |other: &&Leftover| other.bundle == left.bundle && other.rootfs == left.rootfs;
@@ -63,7 +62,7 @@ impl Ledger {
 }
 
 impl Lease {
-    /// What is to be removed from volumes after it.
+    /// What is to be removed from volumes after it has ended.
     #[must_use]
     pub(crate) fn made_in_volumes(&self) -> Vec<VolumeFiles> {
         self.volumes.iter().filter(|volume| !volume.files.is_empty()).cloned().collect()
@@ -94,7 +93,8 @@ mod tests {
         assert_eq!(ledger.leftovers[0].mount_points, [Path::new("/lib/a"), Path::new("/lib/b")]);
     }
 
-    /// Containers that share a volume: its files wait for the last of them, what lies in the root filesystem does not.
+    /// Containers that share a volume: its files are removed after the last of them, those in the root filesystem at
+    /// once.
     #[test]
     fn what_is_left_in_a_volume_waits_for_whoever_has_the_volume_too() {
         let volume = |device, file: &str| VolumeFiles {
@@ -121,7 +121,7 @@ mod tests {
         assert_eq!(ledger.leftovers, []);
     }
 
-    /// As an older sublet wrote them.
+    /// In the form that older versions wrote.
     #[test]
     fn leases_and_leftovers_without_volumes_are_read() {
         let mut ledger = ledger(vec![lease(1, "GPU-a"), lease(2, "GPU-a")]);

@@ -1,4 +1,4 @@
-//! Whether a lease's container still lives: its processes, its runtime's record, its cgroup.
+//! Whether a lease's container is still alive: its processes, its runtime's record, its cgroup.
 
 use std::io;
 use std::path::Path;
@@ -8,20 +8,20 @@ use super::runtime_record::{Record, pid_namespace};
 use super::{Freed, Init, Lease, LeaseState, Ledger};
 use crate::text::safe;
 
-/// What became of a lease's container.
+/// What happened to a lease's container.
 #[derive(Debug, PartialEq, Eq)]
 enum Fate {
-    /// As it was, or not to be told.
+    /// Nothing changed, or this is unknown.
     Unchanged,
     /// The runtime's record shows it.
     Exists(Init),
-    /// Its first process is gone, others are not.
+    /// Its first process has ended, others have not.
     Ending(Option<Init>),
     /// Nothing of it is left.
     Gone,
 }
 
-/// Brings every lease's state up to date and takes out those whose containers are gone.
+/// Updates the state of every lease and removes the leases whose containers have ended.
 pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
     let (mut kept, mut freed) = (Vec::with_capacity(ledger.leases.len()), Freed::new());
     for mut lease in ledger.leases.drain(..) {
@@ -46,8 +46,8 @@ pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
     freed
 }
 
-/// A `delete` that was killed leaves a lease marked as ending whose container may live on: its runtime has
-/// a record of it still.
+/// A `delete` that was killed leaves a lease marked as ending. If the runtime still has a record of the container, it
+/// may still be alive.
 fn was_not_deleted(lease: &Lease) -> bool {
     let lives = lease.init.as_ref().is_some_and(|init| init.process.is_alive());
     let recorded = || lease.brokered || matches!(Record::read(&lease.container.record), Ok(Some(_)));
@@ -63,13 +63,12 @@ fn fate(lease: &Lease) -> Fate {
     }
 }
 
-/// The owner is looked at before the record: the other way round, a container that was created and whose
-/// owner ended in between would seem never to have been.
+/// The owner is checked before the record. In the other order, a container that was created, and whose owner ended,
+/// between the two checks would seem never to have existed.
 fn fate_without_init(lease: &Lease) -> Fate {
     let owned = lease.owner.is_alive() && !lease.is_overdue();
     if lease.brokered {
-        // Bound by its hook or not at all: a user's record says what the user likes, and reading it may
-        // take as long as the user likes.
+        // Only its hook binds such a lease. A user controls what the record contains and how long reading it takes.
         return if owned { Fate::Unchanged } else { Fate::Gone };
     }
     let record = match Record::read(&lease.container.record) {
@@ -91,8 +90,8 @@ fn fate_without_init(lease: &Lease) -> Fate {
     }
 }
 
-/// runc in another time namespace takes every container for stopped: its `delete` removes the record there and ends
-/// nothing. So where there is no record, a process in the container's cgroup keeps the lease.
+/// In another time namespace, runc considers every container stopped: its `delete` removes the record and ends no
+/// process. So if there is no record, a process in the container's cgroup keeps the lease.
 fn fate_without_record(lease: &Lease) -> Fate {
     match sign_of_life(&lease.container) {
         Ok(None) => return Fate::Gone,
@@ -106,7 +105,7 @@ fn fate_without_record(lease: &Lease) -> Fate {
     Fate::Unchanged
 }
 
-/// Whether `record` is of the container that `lease` was taken for, and not of another one of its id. Where
+/// Whether `record` is of the container for which `lease` was taken, and not of another container with the same id. If
 /// the record does not name a lease, its container must be younger than the process that creates it.
 fn is_of(record: &Record, lease: &Lease) -> bool {
     match &record.lease {
@@ -116,7 +115,7 @@ fn is_of(record: &Record, lease: &Lease) -> bool {
 }
 
 impl Ledger {
-    /// As it would be after [`super::Store::update`], and what that would free; nothing is written.
+    /// The ledger as it would be after [`super::Store::update`], and what that would free. Nothing is written.
     #[must_use]
     pub fn settled(&self) -> (Self, Freed) {
         let mut ledger = self.clone();
@@ -126,7 +125,8 @@ impl Ledger {
 }
 
 impl Lease {
-    /// What says that its container may live, for whoever wants the lease to be freed: each place that was looked at.
+    /// Evidence that its container may be alive, for a user who wants the lease to be freed. It names each place that
+    /// was checked.
     #[must_use]
     pub fn signs_of_life(&self) -> Vec<String> {
         let path = |path: &Path| safe(&path.to_string_lossy());
@@ -176,7 +176,7 @@ impl Lease {
         }
     }
 
-    /// Whether its container's first process, or anything in its cgroup, still runs.
+    /// Whether its container's first process, or any process in its cgroup, still runs.
     #[must_use]
     pub(crate) fn has_processes(&self) -> bool {
         self.init.as_ref().is_some_and(|init| init.process.is_alive() || has_processes(init))
@@ -192,7 +192,7 @@ pub(super) fn init_of(record: &Record) -> Init {
     }
 }
 
-/// Whether `init`'s cgroup holds processes; one that cannot be read may.
+/// Whether `init`'s cgroup holds processes. `true` if it cannot be read.
 pub(super) fn has_processes(init: &Init) -> bool {
     let Some(cgroup) = &init.cgroup else { return false };
     is_populated(cgroup).unwrap_or_else(|error| {

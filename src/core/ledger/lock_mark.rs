@@ -1,5 +1,5 @@
-//! The content of the lock file: that the ledger of this boot has entries, and in which namespaces. If the ledger
-//! and its copy are missing, only this distinguishes a loss from a first start.
+//! The content of the lock file. It says that the ledger of this boot has entries, and for which namespaces. If the
+//! ledger and its copy are missing, only this distinguishes a loss from a first start.
 
 use std::fs::File;
 use std::io;
@@ -14,7 +14,7 @@ use crate::fs::trusted;
 /// More than it ever has.
 const LONGEST: usize = 512;
 
-/// The lock file's content, as JSON; nothing while the ledger names no process.
+/// The lock file's content as JSON. The file is empty while the ledger names no process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Mark {
     boot_id: String,
@@ -26,14 +26,14 @@ impl Mark {
         Self { boot_id: boot_id.to_owned(), namespaces }
     }
 
-    /// That of this boot in the lock.
+    /// The mark of this boot in the lock file.
     pub fn read(lock: &File, boot_id: &str) -> Option<Self> {
         let mut content = [0; LONGEST];
         let length = lock.read_at(&mut content, 0).ok()?;
         Self::parse(&content[..length], boot_id)
     }
 
-    /// [`Mark::read`] without the lock: not for users, who may not open it.
+    /// [`Mark::read`] without taking the lock. Users without root may not open it.
     pub fn read_in(path: &Path, boot_id: &str) -> Option<Self> {
         Self::parse(&trusted::read_if_trusted(path, LONGEST as u64)?, boot_id)
     }
@@ -42,7 +42,7 @@ impl Mark {
         serde_json::from_slice(content).ok().filter(|mark: &Self| mark.boot_id == boot_id)
     }
 
-    /// Puts `mark` into the lock that we hold.
+    /// Writes `mark` into the lock file, whose lock this process holds.
     ///
     /// # Errors
     /// It cannot be written.

@@ -3,39 +3,39 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Ledger, Made};
+use super::{DynamicInstance, Ledger};
 use crate::process::Process;
 
 /// Changes of MIG layouts on this host.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigChanges {
-    /// How many have ended since boot: an inventory that counts fewer is out of date.
+    /// How many changes have ended since boot. An inventory with a smaller count is out of date.
     pub count: u64,
-    /// The one that is under way; one at a time.
+    /// The change under way. There is at most one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub under_way: Option<MigChange>,
-    /// Instances that were made for containers.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub made: Vec<Made>,
+    /// Instances that were created for containers.
+    #[serde(rename = "made", default, skip_serializing_if = "Vec::is_empty")]
+    pub dynamic_instances: Vec<DynamicInstance>,
 }
 
-/// A change that is under way.
+/// A change under way.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigChange {
-    /// UUIDs of the GPUs that take no new lease meanwhile. None of them where instances are made for containers,
-    /// or theirs destroyed: that takes a moment, and nobody else's is touched.
+    /// UUIDs of the GPUs that take no new lease meanwhile. Empty if dynamic instances are created or destroyed: that is
+    /// short and touches no other container's instance.
     pub gpus: Vec<String>,
-    /// Who makes it: it ends with that process, whatever becomes of it.
+    /// The process that makes the change. The change ends at the latest with that process.
     pub owner: Process,
 }
 
-/// Somebody else changes MIG layouts.
+/// Another process is changing MIG layouts.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("process {pid} is changing this host's MIG layout: wait until it has ended")]
 pub struct MigBusy {
     /// Who.
     pub pid: i32,
-    /// It is over in a moment.
+    /// Whether it will end in a moment.
     pub brief: bool,
 }
 
@@ -46,7 +46,7 @@ impl MigChanges {
         *self == Self::default()
     }
 
-    /// Ends what a process that was killed has begun.
+    /// Ends a change whose process was killed.
     pub(super) fn end_change_of_dead_process(&mut self) {
         if self.under_way.as_ref().is_some_and(|change| !change.owner.is_alive()) {
             self.end(true);
@@ -66,7 +66,7 @@ impl Ledger {
         self.mig.under_way.as_ref().filter(|change| change.gpus.iter().any(|uuid| uuid == gpu))
     }
 
-    /// From now on these GPUs take no new lease, and no other process changes any GPU.
+    /// Begins a change: its GPUs take no new lease, and no other process may change any GPU.
     ///
     /// # Errors
     /// [`MigBusy`].
@@ -78,7 +78,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// The change that `owner` began is over, done or undone; `changed`: inventories from before are out of date.
+    /// Ends the change that `owner` began. With `changed`, earlier inventories are out of date.
     pub fn end_mig(&mut self, owner: Process, changed: bool) {
         if self.mig.under_way.as_ref().is_some_and(|change| change.owner == owner) {
             self.mig.end(changed);

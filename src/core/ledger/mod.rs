@@ -1,10 +1,10 @@
 //! Leases and MPS daemons, on disk in `ledger.json`, changed only under one lock.
 
 mod binding;
-mod ceiling;
 mod cgroup;
 mod daemon_devices;
 mod daemon_key;
+mod default_limits;
 mod dynamic_mig_instances;
 #[cfg(test)]
 mod formats;
@@ -31,11 +31,11 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use binding::{Binding, NotBound};
-pub use ceiling::{Ceiling, MemoryCeiling};
 pub use daemon_key::DaemonKey;
+pub use default_limits::{DefaultLimits, DefaultMemoryLimit};
 #[cfg(any(test, feature = "fixtures"))]
-pub use dynamic_mig_instances::fixture as made_fixture;
-pub use dynamic_mig_instances::{Awaited, Made};
+pub use dynamic_mig_instances::fixture as dynamic_instance_fixture;
+pub use dynamic_mig_instances::{Awaited, DynamicInstance};
 pub use lease_state::LeaseState;
 pub use mig_changes::{MigBusy, MigChange, MigChanges};
 pub use namespaces::Namespaces;
@@ -59,15 +59,16 @@ pub const LEASE_ANNOTATION: &str = "sublet.lease";
 
 /// The annotation that holds the lease itself ([`Lease::to_annotation`]), beside [`LEASE_ANNOTATION`].
 ///
-/// Nobody reads it while the ledger is sound. runc and crun keep the annotations with their record of a
-/// container, so that a lost ledger is rebuilt from what really runs.
+/// It is not read while the ledger is intact. runc and crun keep the annotations with their record of a container, so
+/// that a lost ledger can be rebuilt from the containers that run.
 pub const LEASE_RECORD_ANNOTATION: &str = "sublet.lease.record";
-/// Where the ledger is that a lease without [`STATE_DIR`] in its annotation stands in (`state_dir` of the configuration).
+/// The directory of the ledger for leases without [`STATE_DIR`] in their annotation (`state_dir` of the configuration).
 const DEFAULT_STATE_DIR: &str = "/run/sublet";
-/// The key in that annotation that says where the ledger is: runtimes keep the records of all of them together.
+/// The key in that annotation for the ledger's directory. A host may have several ledgers, but runtimes keep the
+/// records of all containers together.
 const STATE_DIR: &str = "state_dir";
 
-/// The annotation that says what else stands in a config.json for a share: a bundle that is run anew is rid of it first.
+/// The annotation with the other edits for a share in a config.json. They are removed first if the bundle is run again.
 pub(crate) const LEASE_EDITS_ANNOTATION: &str = "sublet.lease.edits";
 
 /// `ledger.json`.
@@ -75,84 +76,86 @@ pub(crate) const LEASE_EDITS_ANNOTATION: &str = "sublet.lease.edits";
 pub struct Ledger {
     /// `sublet.ledger/1`.
     pub schema: String,
-    /// A ledger of another boot holds nothing that lives.
+    /// The boot of the ledger. No lease of another boot is alive.
     pub boot_id: String,
-    /// Where its process ids mean what they say; nothing while it names no process.
+    /// The namespaces in which its process ids are valid; `None` while it names no process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub namespaces: Option<Namespaces>,
     /// Every lease that has not ended.
     pub leases: Vec<Lease>,
-    /// Every MPS daemon we started and have not seen the end of.
+    /// Every MPS daemon that sublet started and whose end it has not seen.
     #[serde(rename = "servers")]
     pub daemons: Vec<MpsDaemon>,
-    /// Compute modes we changed, with what was found, to be put back.
+    /// Compute modes that sublet changed, with the original modes, which will be restored.
     pub compute_modes: Vec<ChangedComputeMode>,
     /// Devices that take no new lease, by UUID: `sublet drain`.
     pub drained: Vec<String>,
-    /// Devices that take no new lease because a rebuild could not explain what runs there.
+    /// Devices that take no new lease, because a rebuild found processes there that are not attributable to any lease.
     pub unexplained: Vec<String>,
-    /// It was rebuilt without its copy, and no inventory from before tells who has come to the devices since.
+    /// The ledger was rebuilt without its copy, so earlier inventories do not show which processes are on the devices
+    /// now.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost: bool,
-    /// What ended containers left in their directories, until it is cleared away: a crash must not lose it.
+    /// What ended containers left in their directories, until it is removed. It is recorded so that a crash does not
+    /// lose it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub leftovers: Vec<Leftover>,
     /// Changes of MIG layouts.
     #[serde(default, skip_serializing_if = "MigChanges::are_none")]
     pub mig: MigChanges,
-    /// `sublet serve`, while it runs: who ends daemons that wait for the next lease.
+    /// The process of `sublet serve`, while it runs. It ends daemons that wait for the next lease.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keeper: Option<Process>,
 }
 
-/// Files of ours in places that outlive the container.
+/// Files of sublet's in places that outlive the container.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leftover {
-    /// May hold the temporary file of a shim that was killed.
+    /// The bundle, which may hold the temporary file of a killed shim.
     pub bundle: PathBuf,
-    /// May be another container's too: nothing is removed before that one has ended.
+    /// The root filesystem. If another container uses it too, nothing is removed before that one has ended.
     pub rootfs: PathBuf,
     /// As in [`Lease::mount_points`].
     pub mount_points: Vec<PathBuf>,
-    /// As in [`Lease::volumes`], those with files.
+    /// As in [`Lease::volumes`], only those with files.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<VolumeFiles>,
 }
 
-/// A directory of a volume over the image's, in which files of ours are mounted. Another container may have the same
-/// volume, and a file that is unlinked takes every mount on it along.
+/// A directory in a volume of the container, in which sublet mounts files. Another container may have the same volume,
+/// and unlinking a file there also removes every mount on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeFiles {
-    /// On the host, without links.
+    /// Its path on the host, without links.
     pub directory: PathBuf,
     /// Its file system (`st_dev`).
     pub device: u64,
-    /// Which directory of it (`st_ino`).
+    /// Its inode (`st_ino`).
     pub inode: u64,
-    /// Files that it lacked, made by the runtime to mount over: ours to remove. Below `directory`.
+    /// Files below `directory` that were missing, so the runtime created them as mount points. sublet removes them.
     pub files: Vec<PathBuf>,
 }
 
 /// One container's share.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Lease {
-    /// Sixteen random hex digits; stands in config.json as `sublet.lease`.
+    /// Sixteen random hex digits. config.json has it as `sublet.lease`.
     pub id: LeaseId,
-    /// Whose it is.
+    /// The container that has it.
     pub container: Container,
     /// Device UUIDs, taken and freed together.
     pub devices: Vec<String>,
-    /// Of MIG devices: what they were, which other instances may be once these are gone.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub parts: Vec<LeasedPart>,
+    /// The MIG devices as they were when they were leased. Later instances may get the same ids.
+    #[serde(rename = "parts", default, skip_serializing_if = "Vec::is_empty")]
+    pub mig_devices: Vec<LeasedMigDevice>,
     /// How the devices are shared.
     pub mode: Mode,
-    /// Which MPS server, where mode or memory needs one.
+    /// Whether the MPS server is shared or dedicated, if mode or memory needs one.
     pub isolation: Isolation,
     /// The MPS server that serves it.
     #[serde(rename = "server")]
     pub daemon: Option<DaemonKey>,
-    /// SM ceiling of the whole container; `None`: no ceiling.
+    /// SM limit of the whole container; `None`: no limit.
     pub sm: Option<Percent>,
     /// Device memory of the whole container on each device, in bytes; `None`: no limit.
     pub memory_bytes: Option<u64>,
@@ -160,39 +163,41 @@ pub struct Lease {
     pub processes: u32,
     /// MPS client priority.
     pub priority: Priority,
-    /// What the guard does about its processes, where that is not for `[guard]` alone to say.
+    /// What the guard does about its processes, if the container or its named share sets it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guard: Option<Guarding>,
     /// Where it is in its life.
     pub state: LeaseState,
-    /// While pending: the process that is starting the container; while ending: the one that deletes it.
+    /// While pending, the process that is starting the container. While ending, the process that deletes it.
     pub owner: Process,
-    /// Once active: the container's first process and where it lives.
+    /// Once active, the container's first process with its namespace and cgroup.
     pub init: Option<Init>,
-    /// While it waits to be bound to its container, taken by a hook that does not know it: seconds since
-    /// boot after which a living owner keeps it no longer. A service that starts containers outlives
+    /// While it waits to be bound to its container, because the hook that took it does not know the container: the
+    /// time, in seconds since boot, until which a running owner keeps it. A service that starts containers outlives
     /// those that fail.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bind_by: Option<u64>,
     /// Seconds since the epoch.
     pub since: u64,
-    /// Where the container finds the driver's libraries: exec'd processes are told as well.
+    /// Where the container finds the driver's libraries. Processes started by exec need it, too.
     #[serde(default)]
     pub library_dir: Option<PathBuf>,
-    /// Files the rootfs lacked, made by the runtime to mount over; ours to remove where it persists.
+    /// Files that were missing in the rootfs, so the runtime created them as mount points. sublet removes them if the
+    /// rootfs persists.
     #[serde(default)]
     pub mount_points: Vec<PathBuf>,
     /// The same in volumes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<VolumeFiles>,
-    /// Taken by way of `sublet serve`: paths in it are a user's word, which root neither reads nor cleans.
+    /// Whether it was taken through `sublet serve`. The paths in it then come from a user, and root neither reads nor
+    /// removes anything there.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub brokered: bool,
 }
 
-/// A MIG device as it was when it was leased: its ids are given to other instances after it, its UUID never.
+/// A MIG device as it was when it was leased. Later instances may get its ids, but never its UUID.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeasedPart {
+pub struct LeasedMigDevice {
     /// `MIG-…`.
     pub uuid: String,
     /// `GPU-…` of the GPU.
@@ -201,12 +206,12 @@ pub struct LeasedPart {
     pub gi: u32,
     /// Compute instance id.
     pub ci: u32,
-    /// First memory slice of the GPU instance, and how many; `None` where NVML did not tell.
+    /// First memory slice of the GPU instance, and how many; `None` if NVML did not report it.
     pub placement: Option<(u32, u32)>,
-    /// Its part of the GPU's SMs, where NVML says.
+    /// Its part of the GPU's SMs, if NVML reports them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sm: Option<Percent>,
-    /// Its memory, or its part of what compute instances have together, in bytes.
+    /// Its memory, or its part of the memory that compute instances share, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<u64>,
 }
@@ -217,19 +222,19 @@ pub struct LeasedPart {
 pub struct LeaseId(String);
 
 impl LeaseId {
-    /// A random one. The kernel is asked, not /dev/urandom, which `SELinux` keeps from some engines' domains
-    /// (docs/evidence/2026-11-22-selinux-apparmor.md).
+    /// A random id. It comes from getrandom(2) and not from /dev/urandom, which `SELinux` denies to some engines'
+    /// domains (docs/evidence/2026-11-22-selinux-apparmor.md).
     ///
     /// # Errors
-    /// getrandom(2) fails, as where a seccomp filter of whoever started the engine has not heard of it.
+    /// getrandom(2) fails, for example because the engine runs under a seccomp filter that does not know this call.
     pub fn random() -> std::io::Result<Self> {
         let mut bytes = [0_u8; 8];
-        // Up to 256 bytes come whole (getrandom(2)).
+        // A request for up to 256 bytes is never answered in part (getrandom(2)).
         rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
         Ok(Self(format!("{:016x}", u64::from_ne_bytes(bytes))))
     }
 
-    /// `text`, if it is one.
+    /// `text`, if it is a lease id.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
@@ -249,24 +254,24 @@ impl std::fmt::Display for LeaseId {
     }
 }
 
-/// Which container a lease belongs to, and where its runtime keeps record of it.
+/// The container to which a lease belongs, and where its runtime keeps its record of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Container {
-    /// The engine's uid: ids are unique for each user only.
+    /// The engine's uid. Container ids are unique only for each user.
     pub uid: u32,
-    /// The container id; may be empty until the lease is bound.
+    /// The container id. It may be empty until the lease is bound.
     pub id: String,
-    /// The bundle, canonical; empty until the lease is bound.
+    /// The bundle, canonical. Empty until the lease is bound.
     pub bundle: PathBuf,
     /// The root filesystem, canonical.
     pub rootfs: PathBuf,
-    /// Directory of the low-level runtime's own state of this container, `ROOT/ID`: runc keeps `state.json`
-    /// there, crun `status`. Empty where nobody could tell: `init` then says whether the container lives.
+    /// The directory of the low-level runtime's own state of this container, `ROOT/ID`: runc keeps `state.json` there,
+    /// crun `status`. Empty if it is unknown: `init` then shows whether the container is alive.
     pub record: PathBuf,
 }
 
 impl Container {
-    /// What people may know it by: its id, else its bundle, else its root filesystem.
+    /// Its name in messages: its id, otherwise its bundle, otherwise its root filesystem.
     #[must_use]
     pub fn name(&self) -> std::borrow::Cow<'_, str> {
         let place = if self.bundle.as_os_str().is_empty() { &self.rootfs } else { &self.bundle };
@@ -279,19 +284,19 @@ impl Container {
 pub struct Init {
     /// Pid and start time.
     pub process: Process,
-    /// Inode of its PID namespace; 0 where that is the host's, which tells nothing.
+    /// Inode of its PID namespace; 0 if that is the host's, which identifies no container.
     pub pid_namespace: u64,
-    /// Its cgroup directory, absolute; `None` where it has none of its own.
+    /// Its cgroup directory, absolute; `None` if it has none of its own.
     pub cgroup: Option<PathBuf>,
 }
 
-/// One MPS control daemon of ours.
+/// One MPS control daemon that sublet started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MpsDaemon {
     /// Its directory's name under `mps/`: the device's UUID, or the lease id.
     pub key: DaemonKey,
-    /// The devices it serves, in the order its clients count them: one, or all of a lease that has several. None
-    /// where a rebuild could not tell.
+    /// The devices that it serves, in the order in which its clients count them: one, or all devices of a lease that
+    /// has several. Empty if a rebuild could not find out.
     #[serde(rename = "device", with = "daemon_devices")]
     pub devices: Vec<String>,
     /// The control daemon.
@@ -299,15 +304,16 @@ pub struct MpsDaemon {
     pub process: Option<Process>,
     /// Its state.
     pub state: DaemonState,
-    /// In force for new clients: never more than is.
+    /// The limits for new clients. Never more than what is really in force.
     #[serde(flatten)]
-    pub ceiling: Ceiling,
+    pub default_limits: DefaultLimits,
     /// When it last gave a real answer, in seconds since the epoch.
     pub answered_at: u64,
-    /// Since when it serves no lease, in seconds since boot: [`Store::update`] keeps it so.
+    /// Since when it has served no lease, in seconds since boot. [`Store::update`] maintains it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_since: Option<u64>,
-    /// It has been without a lease since the compute mode was looked at: that is to be done again before it serves.
+    /// It has been without a lease since the compute mode was checked, so the mode must be checked again before it
+    /// serves.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub mode_left: bool,
 }
@@ -324,11 +330,11 @@ impl MpsDaemon {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DaemonState {
-    /// Being started; no client may count on it.
+    /// Being started. No client may rely on it yet.
     Starting,
     /// Answers.
     Serving,
-    /// Being stopped; a new lease waits for the daemon's lock and starts it anew.
+    /// Being stopped. A new lease waits for the daemon's lock and starts it again.
     Stopping,
     /// Runs and does not answer, or reports a fault.
     Fault,
@@ -336,7 +342,7 @@ pub enum DaemonState {
     Down,
 }
 
-/// A compute mode we changed.
+/// A compute mode that sublet changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChangedComputeMode {
     /// The device.

@@ -1,5 +1,5 @@
-//! The namespaces to which the process ids and start times of a ledger belong. In others a running container
-//! seems to have ended. A management container that shares the state directory has another PID namespace.
+//! The namespaces to which the process ids and start times of a ledger belong. In other namespaces a running container
+//! would seem to have ended. A management container that shares the state directory has another PID namespace.
 
 use std::fmt;
 use std::fs;
@@ -11,23 +11,23 @@ use serde::{Deserialize, Serialize};
 
 use super::{Ledger, LedgerError};
 
-/// Inode of the first PID namespace (Linux, `PROC_PID_INIT_INO`): it sees every process.
+/// Inode of the initial PID namespace (Linux, `PROC_PID_INIT_INO`), which sees every process.
 const FIRST_PID: u64 = 0xEFFF_FFFC;
 
-/// Inode of the first time namespace (Linux, `PROC_TIME_INIT_INO`).
+/// Inode of the initial time namespace (Linux, `PROC_TIME_INIT_INO`).
 const FIRST_TIME: u64 = 0xEFFF_FFFA;
 
-/// The namespaces of a process that names others: by inode, as /proc/PID/ns shows them (namespaces(7)).
+/// The namespaces of a process that records other processes, by inode as in /proc/PID/ns (namespaces(7)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Namespaces {
-    /// Process ids are of it.
+    /// The namespace of process ids.
     pid: u64,
-    /// Start times are of its clocks (`time_namespaces(7)`); 0 where the kernel has none.
+    /// The namespace whose clocks start times refer to (`time_namespaces(7)`); 0 if the kernel has no time namespaces.
     time: u64,
 }
 
 impl Namespaces {
-    /// Ours.
+    /// Those of this process.
     ///
     /// # Errors
     /// /proc is not mounted, or is that of another PID namespace.
@@ -36,7 +36,8 @@ impl Namespaces {
         if let Some(ours) = OURS.get() {
             return Ok(*ours);
         }
-        // By our own id: where /proc is another PID namespace's, it has no such thread of ours.
+        // Looked up by this process's id. If /proc belongs to another PID namespace, it has no such thread of this
+        // process.
         let us = format!("/proc/self/task/{}/ns", std::process::id());
         let ours = Self::of(Path::new(&us)).map_err(|source| LedgerError::NoNamespaces { source })?;
         Ok(*OURS.get_or_init(|| ours))
@@ -44,7 +45,8 @@ impl Namespaces {
 
     /// Those in the directory `ns` of a process.
     fn of(ns: &Path) -> io::Result<Self> {
-        // The link's text: to follow it takes rights on the namespace's own file (SELinux, nsfs_t).
+        // Only the link's text is read. Following the link requires rights on the namespace's own file (SELinux,
+        // nsfs_t).
         let inode = |name: &str| {
             let link = fs::read_link(ns.join(name))?;
             let digits = link.to_str().and_then(|link| link.split(['[', ']']).nth(1)?.parse().ok());
@@ -57,13 +59,13 @@ impl Namespaces {
         Ok(Self { pid: inode("pid")?, time })
     }
 
-    /// Whether no process of the host is hidden from whoever has them, nor its start time another.
+    /// Whether a process in them sees every process of the host, with its real start time.
     fn are_the_first(self) -> bool {
         self.pid == FIRST_PID && matches!(self.time, 0 | FIRST_TIME)
     }
 
-    /// Whether no process is left in them, as far as `ours` can tell: with a PID namespace's first process all others
-    /// die, in those below it too (`pid_namespaces(7)`).
+    /// Whether no process is left in them, as far as `ours` shows. When the first process of a PID namespace ends, all
+    /// others in it and below it end (`pid_namespaces(7)`).
     fn are_left_by_all(self, ours: Self) -> bool {
         let Ok(entries) = fs::read_dir("/proc") else { return false };
         if !ours.are_the_first() {
@@ -73,7 +75,7 @@ impl Namespaces {
         let pids = entries.flatten().filter(|entry| is_pid(entry.file_name().as_encoded_bytes()));
         pids.map(|entry| Self::of(&entry.path().join("ns"))).all(|its| match its {
             Ok(its) => its != self,
-            // It ended meanwhile; a zombie has no namespaces any more either.
+            // It ended meanwhile. A zombie has no namespaces either.
             Err(error) => error.kind() == io::ErrorKind::NotFound,
         })
     }
@@ -86,29 +88,31 @@ impl fmt::Display for Namespaces {
 }
 
 impl Ledger {
-    /// Whether something in it is known by a process, which other namespaces see otherwise.
+    /// Whether it names processes, whose ids differ in other namespaces.
     pub(super) fn names_processes(&self) -> bool {
-        let mig = self.mig.under_way.is_some() || self.mig.made.iter().any(|made| made.awaited.is_some());
+        let mig = self.mig.under_way.is_some()
+            || self.mig.dynamic_instances.iter().any(|instance| instance.awaited.is_some());
         mig || !(self.leases.is_empty() && self.daemons.is_empty() && self.unexplained.is_empty())
     }
 
-    /// Whether process ids in it mean what they say where `ours` are. An empty ledger names none, and is anybody's.
+    /// Whether its process ids are valid in `ours`. A ledger that names no process is valid everywhere.
     ///
     /// # Errors
-    /// They belong to other namespaces, or this cannot be found out.
+    /// They belong to other namespaces, or this is unknown.
     pub(super) fn check_namespaces(&self, ours: Namespaces) -> Result<(), LedgerError> {
         if !self.names_processes() {
             return Ok(());
         }
         match self.namespaces {
             Some(theirs) => same(theirs, ours),
-            // One of a version that did not write them down, or rebuilt from traces alone.
+            // It was written by a version that did not record them, or rebuilt without its copy.
             None if ours.are_the_first() || self.has_living() => Ok(()),
             None => Err(LedgerError::Elsewhere { theirs: "unknown ones".to_owned(), ours: ours.to_string() }),
         }
     }
 
-    /// Whether a process that it names lives here: id and start time together are no other's by chance.
+    /// Whether a process that it names runs here. It is very unlikely that another process has the same id and start
+    /// time.
     fn has_living(&self) -> bool {
         let inits = self.leases.iter().filter_map(|lease| lease.init.as_ref()).map(|init| init.process);
         let owners = self.leases.iter().map(|lease| lease.owner);
@@ -117,7 +121,7 @@ impl Ledger {
     }
 }
 
-/// Whether what was written down in `theirs` holds in `ours`.
+/// Whether what was recorded in `theirs` is valid in `ours`.
 pub(super) fn same(theirs: Namespaces, ours: Namespaces) -> Result<(), LedgerError> {
     if theirs == ours || theirs.are_left_by_all(ours) {
         return Ok(());
@@ -143,7 +147,7 @@ mod tests {
         let ours = Namespaces::current().unwrap();
         assert!(ours.pid != 0);
         assert!(!ours.are_left_by_all(ours));
-        // Nobody can have an inode of this number. (Where we may not look at each process, nobody can tell.)
+        // No namespace can have this inode. (If not every process may be examined, the answer is unknown.)
         let nowhere = Namespaces { pid: 1, time: 0 };
         assert!(!nowhere.are_left_by_all(ours) || ours.are_the_first());
         assert!(!nowhere.are_left_by_all(HERE), "who does not see all processes cannot tell");

@@ -1,4 +1,4 @@
-//! Which lease a process belongs to: the one place that tells.
+//! Which lease a process belongs to. This is decided only here.
 
 use std::path::Path;
 
@@ -7,8 +7,9 @@ use crate::inventory::GpuProcess;
 use crate::process::Process;
 
 impl Ledger {
-    /// The lease that explains a process on a GPU: by its pid, else its cgroup, else its PID namespace, which several
-    /// containers may share. For whoever asks whether a process is anybody's at all.
+    /// The lease to which a process on a GPU is attributable: by its pid, otherwise its cgroup, otherwise its PID
+    /// namespace, which several containers may share. For callers that ask whether the process belongs to any lease at
+    /// all.
     #[must_use]
     pub fn lease_of_process(&self, process: &GpuProcess) -> Option<&Lease> {
         let by =
@@ -16,9 +17,9 @@ impl Ledger {
         by(has_pid).or_else(|| by(has_cgroup)).or_else(|| by(has_pid_namespace))
     }
 
-    /// The lease of `process`, which is `seen` on a GPU, where that is certain enough to end it for what it does: by its
-    /// container's first process or cgroup. The PID namespace tells only of containers that have no cgroup of their own
-    /// and live: others may have joined it, and the number of one that has ended is given to the next.
+    /// The lease of `process`, which is `seen` on a GPU, if it is certain enough to end the process for what it does:
+    /// by its container's first process or cgroup. The PID namespace counts only for running containers without a
+    /// cgroup of their own: other containers may have joined it, and the inode of a namespace that has ended is reused.
     #[must_use]
     pub fn certain_lease_of(&self, process: Process, seen: &GpuProcess) -> Option<&Lease> {
         let is_init = |lease: &&Lease| lease.init.as_ref().is_some_and(|init| init.process == process);
@@ -49,9 +50,9 @@ fn has_cgroup(lease: &Lease, process: &GpuProcess) -> bool {
     within_hierarchy(cgroup).any(|own| process.cgroups.iter().any(|path| Path::new(path).starts_with(&own)))
 }
 
-/// The paths that /proc/PID/cgroup may show for the cgroup directory `dir`: below the mount of cgroup v2,
-/// of v2 beside v1, or of the hierarchies of v1 that a record names ([`super::Init::cgroup`]). Never a root, which
-/// would hold every process.
+/// The paths that /proc/PID/cgroup may show for the cgroup directory `dir`: below the mount of cgroup v2, of v2 beside
+/// v1, or of the v1 hierarchies that a record names ([`super::Init::cgroup`]). Never a root, because every process is
+/// in it.
 fn within_hierarchy(dir: &Path) -> impl Iterator<Item = std::path::PathBuf> {
     ["devices", "pids", "systemd", "unified", ""]
         .into_iter()

@@ -1,16 +1,16 @@
-//! Questions to a ledger in memory and changes to it: pure.
+//! Queries and changes of a ledger in memory. Pure.
 
 use std::path::Path;
 
 use super::{
-    Ceiling, Container, DEFAULT_STATE_DIR, Lease, LeaseId, Ledger, MemoryCeiling, MpsDaemon, SCHEMA,
-    STATE_DIR,
+    Container, DEFAULT_STATE_DIR, DefaultLimits, DefaultMemoryLimit, Lease, LeaseId, Ledger, MpsDaemon,
+    SCHEMA, STATE_DIR,
 };
 use crate::ledger::DaemonKey;
 use crate::share::{Percent, bytes_of_process, sm_of_process};
 use crate::text::safe;
 
-/// A container that holds a live lease already: a live lease is never replaced.
+/// A container that already has a live lease. A live lease is never replaced.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "container {} already holds lease {lease}: delete the container before you create it again",
@@ -54,7 +54,7 @@ impl Ledger {
         self.leases.iter_mut().find(|lease| lease.id == *id)
     }
 
-    /// The lease of container `id` of `uid` whose runtime keeps its record in `record`.
+    /// The lease of container `id` of `uid`, whose runtime keeps its record in `record`.
     #[must_use]
     pub(crate) fn of_record(&self, uid: u32, id: &str, record: &Path) -> Option<&Lease> {
         self.leases.iter().find(|lease| {
@@ -72,21 +72,21 @@ impl Ledger {
         self.leases.iter().filter(move |lease| lease.daemon.as_ref() == Some(key))
     }
 
-    /// The ceiling that the server `key` should have: the least that admits all its leases; `None` when it
-    /// serves nobody.
+    /// The default limits that the server `key` should have: the smallest that admit all its leases; `None` if it
+    /// serves no lease.
     #[must_use]
-    pub fn wanted_ceiling(&self, key: &DaemonKey) -> Option<Ceiling> {
-        self.on_daemon(key).map(Lease::ceiling).reduce(Ceiling::or)
+    pub fn wanted_default_limits(&self, key: &DaemonKey) -> Option<DefaultLimits> {
+        self.on_daemon(key).map(Lease::default_limits).reduce(DefaultLimits::or)
     }
 
-    /// How many devices the server `key` serves its leases on: as many ordinals have a memory ceiling each.
+    /// How many devices the server `key` serves. Each of as many ordinals has a memory limit.
     #[must_use]
     pub fn devices_of(&self, key: &DaemonKey) -> usize {
         self.on_daemon(key).map(|lease| lease.devices.len()).max().unwrap_or(1)
     }
 
-    /// Daemons for all of a device that serve nobody, on the devices of `lease` and not its own: they are to end
-    /// before its container starts.
+    /// Shared daemons without a lease on the devices of `lease`, except its own daemon. They have to end before its
+    /// container starts.
     pub(crate) fn in_the_way<'a>(&'a self, lease: &'a Lease) -> impl Iterator<Item = &'a DaemonKey> {
         let shared = self.daemons.iter().filter(|daemon| LeaseId::parse(&daemon.key.0).is_none());
         let on_its = shared.filter(|daemon| lease.devices.iter().any(|device| daemon.serves(device)));
@@ -94,13 +94,13 @@ impl Ledger {
         others.map(|daemon| &daemon.key).filter(|key| self.on_daemon(key).next().is_none())
     }
 
-    /// Whether `server` runs on a device that was closed after a loss, or on an unknown device.
+    /// Whether `server` runs on a device that was closed after a loss of the ledger, or on an unknown device.
     #[must_use]
     pub fn is_unexplained(&self, daemon: &MpsDaemon) -> bool {
         self.unexplained.iter().any(|device| daemon.devices.is_empty() || daemon.serves(device))
     }
 
-    /// Writes down which servers have begun, or ceased, to wait for a lease; `now`: seconds since boot.
+    /// Records which servers have begun, or ceased, to wait for a lease. `now` is in seconds since boot.
     pub(super) fn note_idle(&mut self, now: impl Fn() -> u64) {
         let leases = &self.leases;
         for daemon in &mut self.daemons {
@@ -116,9 +116,9 @@ impl Ledger {
     /// Adds `lease`.
     ///
     /// # Errors
-    /// [`Doubled`]: the same user's container of that id and bundle, or that lease id, is there already.
+    /// [`Doubled`]: there already is a lease with this id, or one of the same user's container with that id and bundle.
     pub fn insert(&mut self, lease: Lease) -> Result<(), Doubled> {
-        // Containers that nobody knows the id of yet are not the same: rootless Podman starts several at once.
+        // Containers whose ids are not yet known are different ones: rootless Podman starts several at once.
         let same = |a: &Container, b: &Container| {
             !a.id.is_empty() && a.uid == b.uid && a.id == b.id && a.bundle == b.bundle
         };
@@ -130,7 +130,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Removes the lease with this id and returns it; an unknown id is no error: late ends come twice.
+    /// Removes the lease with this id and returns it. An unknown id is no error, because the end of a container may be
+    /// reported twice.
     pub fn remove(&mut self, id: &LeaseId) -> Option<Lease> {
         let at = self.leases.iter().position(|lease| lease.id == *id)?;
         let lease = self.leases.remove(at);
@@ -152,14 +153,14 @@ impl Lease {
         self.memory_bytes.map(|bytes| bytes_of_process(bytes, self.processes))
     }
 
-    /// The ceiling that this lease wants of its server, which holds for processes without the lease's
-    /// environment, too. Memory is the part of one process; SMs are that on a server of its own alone.
+    /// The default limits that this lease needs on its server. They also apply to processes without the lease's
+    /// environment. Memory is the part of one process. SMs are the part of one process only on a dedicated server.
     #[must_use]
-    pub fn ceiling(&self) -> Ceiling {
+    pub fn default_limits(&self) -> DefaultLimits {
         let own = self.daemon.as_ref().is_some_and(|key| key.0 == self.id.as_str());
         let clients = if own { self.processes.max(1) } else { 1 };
         let sm = self.sm.map_or(Percent::WHOLE, |sm| sm_of_process(sm, clients));
-        Ceiling { sm, memory: MemoryCeiling::of_each(self.memory_bytes, self.processes) }
+        DefaultLimits { sm, memory: DefaultMemoryLimit::of_each(self.memory_bytes, self.processes) }
     }
 
     /// The value of [`super::LEASE_RECORD_ANNOTATION`], in the ledger of `state_dir`.
@@ -169,7 +170,7 @@ impl Lease {
         if let Some(lease) = value.as_object_mut().filter(|_| state_dir != Path::new(DEFAULT_STATE_DIR)) {
             lease.insert(STATE_DIR.to_owned(), state_dir.to_string_lossy().into());
         }
-        // Only maps with other keys than strings cannot be JSON, and a lease has none.
+        // Serializing fails only for maps whose keys are not strings, and a lease has none.
         serde_json::to_string(&value).unwrap_or_default()
     }
 }
@@ -183,7 +184,7 @@ pub mod fixture {
     use crate::process::Process;
     use crate::share::{Isolation, Mode, Priority};
 
-    /// A plain time-slice lease number `n` on `device`, owned by a process that cannot be.
+    /// Time-slice lease number `n` on `device`. Its owner is a process that cannot exist.
     pub fn lease(n: u64, device: &str) -> Lease {
         Lease {
             id: LeaseId::parse(&format!("{n:016x}")).unwrap(),
@@ -212,7 +213,7 @@ pub mod fixture {
             volumes: Vec::new(),
             library_dir: None,
             brokered: false,
-            parts: Vec::new(),
+            mig_devices: Vec::new(),
         }
     }
 }
@@ -275,23 +276,23 @@ mod tests {
             ..lease(n, "GPU-a")
         };
         let mut ledger = ledger(vec![]);
-        assert_eq!(ledger.wanted_ceiling(&key), None);
+        assert_eq!(ledger.wanted_default_limits(&key), None);
         let wanted = |ledger: &Ledger| {
-            let ceiling = ledger.wanted_ceiling(&key).unwrap();
-            (ceiling.sm.thousandths(), ceiling.memory)
+            let default_limits = ledger.wanted_default_limits(&key).unwrap();
+            (default_limits.sm.thousandths(), default_limits.memory)
         };
         let memory = |n, bytes| Lease { memory_bytes: Some(bytes), processes: 2, ..with(n, Some(25_000)) };
         ledger.leases = vec![memory(1, 4 << 30), Lease { processes: 1, ..memory(2, 3 << 30) }];
         assert_eq!(
             wanted(&ledger),
-            (25_000, MemoryCeiling::Mebibytes(3072)),
+            (25_000, DefaultMemoryLimit::Mebibytes(3072)),
             "each process has 2 GiB of the 4"
         );
         ledger.leases.push(with(3, Some(60_000)));
-        assert_eq!(wanted(&ledger), (60_000, MemoryCeiling::Unlimited));
+        assert_eq!(wanted(&ledger), (60_000, DefaultMemoryLimit::Unlimited));
         ledger.leases.push(Lease { sm: None, ..memory(4, 8 << 30) });
         ledger.leases.remove(2);
-        assert_eq!(wanted(&ledger), (100_000, MemoryCeiling::Mebibytes(4096)));
+        assert_eq!(wanted(&ledger), (100_000, DefaultMemoryLimit::Mebibytes(4096)));
     }
 
     #[test]
@@ -300,11 +301,11 @@ mod tests {
         let (sm, processes) = (Some(Percent::from_thousandths(25_000)), 2);
         let memory_bytes = Some(8 << 30);
         let own = Lease { daemon: key("0000000000000001"), sm, memory_bytes, processes, ..lease(1, "GPU-a") };
-        let memory = MemoryCeiling::Mebibytes(4096);
-        assert_eq!(own.ceiling(), Ceiling { sm: Percent::from_thousandths(12_500), memory });
+        let memory = DefaultMemoryLimit::Mebibytes(4096);
+        assert_eq!(own.default_limits(), DefaultLimits { sm: Percent::from_thousandths(12_500), memory });
         let shared = Lease { daemon: key("GPU-a"), ..own.clone() };
-        assert_eq!(shared.ceiling(), Ceiling { sm: Percent::from_thousandths(25_000), memory });
-        assert_eq!(Lease { sm: None, memory_bytes: None, ..own }.ceiling(), Ceiling::NONE);
+        assert_eq!(shared.default_limits(), DefaultLimits { sm: Percent::from_thousandths(25_000), memory });
+        assert_eq!(Lease { sm: None, memory_bytes: None, ..own }.default_limits(), DefaultLimits::NONE);
     }
 
     fn process(pid: i32, pid_namespace: u64, cgroup: &str) -> GpuProcess {
@@ -327,7 +328,7 @@ mod tests {
             devices: vec!["GPU-a".into()],
             process: None,
             state: DaemonState::Serving,
-            ceiling: crate::ledger::Ceiling::NONE,
+            default_limits: crate::ledger::DefaultLimits::NONE,
             answered_at: 0,
             idle_since: None,
             mode_left: false,

@@ -1,5 +1,5 @@
-//! Rebuilds a ledger that cannot be read from its copy and from what runs: containers by their runtimes'
-//! records, MPS daemons by their directories. A device with other processes takes no new lease until they end.
+//! Rebuilds an unreadable ledger from its copy and from what runs: containers by their runtimes' records, MPS daemons
+//! by their directories. A device with other processes takes no new lease until they end.
 
 use std::fs;
 use std::io;
@@ -14,13 +14,13 @@ use crate::ledger::DaemonKey;
 use crate::process::Process;
 use crate::text::safe;
 
-/// Where root's runtimes keep their records: `ROOT/ID`. A `*` ends a component and stands for its rest.
+/// Where root's runtimes keep their records: `ROOT/ID`. A `*` at the end of a component matches the rest of its name.
 ///
-/// Users' own roots below /run/user are left out: what a user can write must not take a share.
+/// Users' own roots below /run/user are not included: a file that a user can write must not take a share.
 const ROOTS: [&str; 4] = [
     // runc(8), `--root`.
     "/run/runc",
-    // crun(1), `--root`; Podman and CRI-O leave it so.
+    // crun(1), `--root`. Podman and CRI-O use this default.
     "/run/crun",
     // dockerd: <exec-root>/runtime-<name>, with containerd's namespace below.
     "/run/docker/runtime-*/*",
@@ -31,14 +31,14 @@ const ROOTS: [&str; 4] = [
 /// Where a daemon writes its pid, in its directory below `mps/`.
 const PID_FILE: &str = "pipe/nvidia-cuda-mps-control.pid";
 
-/// As the kernel cuts `nvidia-cuda-mps-control` (proc(5), comm).
+/// `nvidia-cuda-mps-control` as the kernel truncates it (proc(5), comm).
 const MPS_COMM: &[u8] = b"nvidia-cuda-mps";
 
-/// The file in the state directory that names further roots, one in a line.
+/// The file in the state directory that names further roots, one per line.
 const FURTHER_ROOTS: &str = "roots";
 
-/// The ledger as far as `last`, its copy, and the running system tell it. Whether the leases of the copy
-/// still live is for the caller to see, as with any ledger. `root`: one more place where a runtime keeps its records.
+/// The ledger as far as it can be rebuilt from `last`, its copy, and the running system. As with any ledger, the caller
+/// checks whether the leases are still alive. `root` is one more place where a runtime keeps its records.
 pub(super) fn rebuild(state_dir: &Path, root: Option<&Path>, boot_id: &str, last: Option<Ledger>) -> Ledger {
     let mut ledger = last.unwrap_or_else(|| Ledger::empty(boot_id));
     for lease in roots(state_dir, root).iter().flat_map(|root| leases_in(root, state_dir)) {
@@ -58,15 +58,16 @@ pub(super) fn rebuild(state_dir: &Path, root: Option<&Path>, boot_id: &str, last
     ledger
 }
 
-/// What tells that there was a ledger since boot, where there is none: it was lost then. Without a trace it is the
-/// first.
+/// Evidence that there was a ledger since boot, although there is none now: it was lost. Without such evidence, there
+/// was none yet.
 pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Option<String> {
     let name = |path: &Path| safe(&path.to_string_lossy());
     let further = state_dir.join(FURTHER_ROOTS);
     if !further_roots(state_dir).is_empty() {
         return Some(format!("{} is there", name(&further)));
     }
-    // A command that only asks makes the directories for the sake of their lock; a daemon writes down its pid.
+    // The directories alone prove nothing, because a command that only asks creates them for their lock. A daemon also
+    // writes its pid.
     let started = |entry: &fs::DirEntry| fs::symlink_metadata(entry.path().join(PID_FILE)).is_ok();
     if let Some(entry) = fs::read_dir(state_dir.join("mps")).into_iter().flatten().flatten().find(started) {
         return Some(format!("{} belonged to an MPS daemon", name(&entry.path())));
@@ -82,12 +83,12 @@ pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Option<String> {
     Some(format!("{} is the record of a container with a share", name(&record)))
 }
 
-/// Devices on which something runs that no lease of `ledger` explains, by UUID.
+/// UUIDs of devices with processes that are not attributable to any lease of `ledger`.
 pub(super) fn unexplained(state_dir: &Path, ledger: &Ledger) -> Vec<String> {
     let devices =
         inventory(state_dir, &ledger.boot_id).map(|inventory| inventory.devices).unwrap_or_default();
     let stray: Vec<&MpsDaemon> = ledger.daemons.iter().filter(|daemon| is_stray(daemon, ledger)).collect();
-    // A server without a device may be on any.
+    // A server whose device is unknown may be on any of them.
     let anywhere = stray.iter().any(|daemon| daemon.devices.is_empty());
     let closed = |device: &&Device| {
         anywhere || device.processes.iter().any(|process| !is_explained(process, device, ledger))
@@ -112,7 +113,7 @@ fn is_explained(process: &GpuProcess, device: &Device, ledger: &Ledger) -> bool 
         || !Process::may_run(process.pid)
 }
 
-/// The inventory of this boot, however old: it says which devices there are and who was on them.
+/// The inventory of this boot, however old. It has the devices and the processes that were on them.
 pub(super) fn inventory(state_dir: &Path, boot_id: &str) -> Option<Inventory> {
     let content = crate::fs::trusted::read_if_trusted(&state_dir.join("inventory.json"), LARGEST)?;
     let inventory: Inventory = serde_json::from_slice(&content).ok()?;
@@ -123,7 +124,7 @@ fn leases_in(root: &Path, state_dir: &Path) -> Vec<Lease> {
     records_in(root).iter().filter_map(|dir| restore(dir, state_dir)).collect()
 }
 
-/// Whether the container's lease stands in the ledger of `state_dir`, and not in another one of this host.
+/// Whether the container's lease belongs to the ledger of `state_dir`, and not to another one on this host.
 fn is_of(record: &Record, state_dir: &Path) -> bool {
     record.restorable.as_deref().is_none_or(|text| Lease::is_annotation_of(text, state_dir))
 }
@@ -140,10 +141,10 @@ fn records_in(root: &Path) -> Vec<PathBuf> {
     }
 }
 
-/// The lease of the container whose record is in `dir`, if it has one and lives.
+/// The lease of the container whose record is in `dir`, if it has one and is alive.
 fn restore(dir: &Path, state_dir: &Path) -> Option<Lease> {
-    let trusted =
-        fs::symlink_metadata(dir).is_ok_and(|meta| meta.is_dir() && crate::fs::trusted::is_ours(meta.uid()));
+    let trusted = fs::symlink_metadata(dir)
+        .is_ok_and(|meta| meta.is_dir() && crate::fs::trusted::is_trusted_owner(meta.uid()));
     let record = match Record::read(dir) {
         Ok(record) => record.filter(|_| trusted)?,
         Err(error) => {
@@ -164,7 +165,7 @@ fn restore(dir: &Path, state_dir: &Path) -> Option<Lease> {
     }
     lease.restore(init, runs);
     dir.clone_into(&mut lease.container.record);
-    // A hook writes the annotation before it knows them.
+    // A hook writes the annotation before it knows these names.
     if lease.container.bundle.as_os_str().is_empty() {
         dir.file_name()?.to_str()?.clone_into(&mut lease.container.id);
         lease.container.bundle = record.bundle.unwrap_or_default();
@@ -187,13 +188,13 @@ fn daemons(state_dir: &Path, ledger: &Ledger) -> Vec<MpsDaemon> {
     found.into_iter().map(|(key, process)| daemon(key, process, ledger)).collect()
 }
 
-/// Daemons that were started for a directory of ours, which may be gone by now.
+/// Daemons that were started for a directory in `state_dir`. The directory may have been removed since.
 fn running_daemons(state_dir: &Path) -> Vec<(DaemonKey, Process)> {
     let ours = state_dir.join("mps");
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     pids.filter_map(|pid| {
-        // The control program alone has a command of its own: `-d`, `-f`; servers end with it.
+        // Only the control program has the options `-d` and `-f`. Servers end with it.
         let words = fs::read(format!("/proc/{pid}/comm"))
             .ok()
             .filter(|comm| comm.starts_with(MPS_COMM))
@@ -206,48 +207,57 @@ fn running_daemons(state_dir: &Path) -> Vec<(DaemonKey, Process)> {
     .collect()
 }
 
-/// The record of a daemon that runs. Its ceiling is unknown: the default has it set anew.
+/// The record of a running daemon. Its default limits are unknown. The `Default` value causes them to be set again.
 fn daemon(key: DaemonKey, process: Process, ledger: &Ledger) -> MpsDaemon {
     let lease = ledger.on_daemon(&key).next().map(|lease| lease.devices.clone());
     let devices = if key.0.starts_with("GPU-") { Some(vec![key.0.clone()]) } else { lease };
     let devices = devices.unwrap_or_else(|| visible_devices(process.pid));
-    let ceiling = super::Ceiling::default();
+    let default_limits = super::DefaultLimits::default();
     let process = Some(process);
     let state = DaemonState::Serving;
-    MpsDaemon { key, devices, process, state, ceiling, answered_at: 0, idle_since: None, mode_left: false }
+    MpsDaemon {
+        key,
+        devices,
+        process,
+        state,
+        default_limits,
+        answered_at: 0,
+        idle_since: None,
+        mode_left: false,
+    }
 }
 
-/// The control daemon that wrote its pid into the directory `dir`, and not another process that got the same.
+/// The control daemon that wrote its pid into the directory `dir`, and not another process that got the same pid.
 fn process_of(dir: &Path) -> Option<Process> {
     let text = String::from_utf8(read_bounded(&dir.join(PID_FILE)).ok()??).ok()?;
     let process = Process::find(text.trim().parse().ok()?)?;
     let name = fs::read(format!("/proc/{}/comm", process.pid)).ok()?;
-    // Behind a wrapper the program has any name.
+    // With a wrapper the program may have any name.
     let ours =
         name.starts_with(MPS_COMM) || process.has_environment("CUDA_MPS_PIPE_DIRECTORY", &dir.join("pipe"));
     (process.is_alive() && ours).then_some(process)
 }
 
-/// The devices that the daemon `pid` was started for; none where it does not tell.
+/// The devices for which the daemon `pid` was started; none if they are unknown.
 fn visible_devices(pid: i32) -> Vec<String> {
     variable(pid, "CUDA_VISIBLE_DEVICES=").map_or_else(Vec::new, |list| of_list(list.as_bytes()))
 }
 
-/// What follows `name=` in the environment that `pid` was started with.
+/// The value of `name` in the environment with which `pid` was started.
 fn variable(pid: i32, name: &str) -> Option<String> {
     let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
     let value = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(name.as_bytes()))?;
     String::from_utf8(value.to_owned()).ok()
 }
 
-/// UUIDs of whole GPUs alone: what else there is leaves the daemon unexplained, on whatever device.
+/// Only UUIDs of whole GPUs. With any other value the daemon counts as unexplained, on an unknown device.
 fn of_list(value: &[u8]) -> Vec<String> {
     let uuids: Vec<&str> = std::str::from_utf8(value).unwrap_or_default().split(',').collect();
     let known = uuids.iter().all(|uuid| uuid.starts_with("GPU-"));
     if known { uuids.into_iter().map(str::to_owned).collect() } else { Vec::new() }
 }
 
-/// Writes down where the runtimes of `ledger`'s leases keep their records, if it is no usual place.
+/// Records where the runtimes of `ledger`'s leases keep their records, if that is not a usual place.
 ///
 /// # Errors
 /// The file cannot be written.
@@ -277,7 +287,7 @@ fn further_roots(state_dir: &Path) -> Vec<PathBuf> {
     text.lines().filter(|line| line.starts_with('/')).map(PathBuf::from).collect()
 }
 
-/// Every root there is, each once whatever links lead to it.
+/// Every existing root, each once, whatever links lead to it.
 fn roots(state_dir: &Path, further: Option<&Path>) -> Vec<PathBuf> {
     let usual = ROOTS.iter().flat_map(|pattern| expand(pattern));
     let mut roots: Vec<PathBuf> = usual
@@ -301,7 +311,7 @@ fn part_fits(pattern: &std::ffi::OsStr, part: &std::ffi::OsStr) -> bool {
     pattern.strip_suffix(b"*").map_or(pattern == part, |beginning| part.starts_with(beginning))
 }
 
-/// The directories that `pattern` stands for.
+/// The directories that match `pattern`.
 fn expand(pattern: &str) -> Vec<PathBuf> {
     let mut found = vec![PathBuf::new()];
     for component in Path::new(pattern).components() {
@@ -386,11 +396,11 @@ mod tests {
     fn a_daemon_without_a_lease_closes_its_device_until_it_is_gone() {
         let state = tempfile::tempdir().unwrap();
         let program = state.path().join("nvidia-cuda-mps-control");
-        // A link, not a copy: a copy just written may still be open for writing in a child of another test.
+        // A link, not a copy, because a new copy may still be open for writing in a child of another test.
         std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
         let mut child =
             Command::new(&program).arg("600").env("CUDA_VISIBLE_DEVICES", "GPU-b,GPU-c").spawn().unwrap();
-        // The parent goes on before the kernel has laid out the child's environment.
+        // The parent may continue before the kernel has set up the child's environment.
         while visible_devices(i32::try_from(child.id()).unwrap()).is_empty() {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }

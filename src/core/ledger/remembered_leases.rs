@@ -1,4 +1,4 @@
-//! Leases that a container's config.json still has, although the ledger does not.
+//! Leases that are still in a container's config.json but no longer in the ledger.
 
 use std::path::Path;
 
@@ -6,21 +6,22 @@ use super::runtime_record::Record;
 use super::{DEFAULT_STATE_DIR, Lease, STATE_DIR};
 
 impl Lease {
-    /// The lease that [`Lease::to_annotation`] wrote; nothing where it did not.
+    /// The lease that [`Lease::to_annotation`] wrote; `None` for any other text.
     #[must_use]
     pub fn from_annotation(text: &str) -> Option<Self> {
         serde_json::from_str(text).ok()
     }
 
-    /// Whether `text`, which [`Lease::to_annotation`] wrote, is of the ledger in `state_dir`. What cannot be read may be.
+    /// Whether `text`, which [`Lease::to_annotation`] wrote, belongs to the ledger in `state_dir`. `true` if the text
+    /// cannot be parsed.
     pub(super) fn is_annotation_of(text: &str, state_dir: &Path) -> bool {
         let Ok(value) = serde_json::from_str::<serde_json::Value>(text) else { return true };
         let of = value.get(STATE_DIR).and_then(serde_json::Value::as_str).unwrap_or(DEFAULT_STATE_DIR);
         Path::new(of) == state_dir
     }
 
-    /// The lease of a container that its low-level runtime has a record of in `dir` still, and whose first
-    /// process is gone.
+    /// The lease of a container whose first process has ended, while its low-level runtime still has a record of it in
+    /// `dir`.
     #[must_use]
     pub(crate) fn of_ended(dir: &Path) -> Option<Self> {
         let record = Record::read(dir).ok()??;

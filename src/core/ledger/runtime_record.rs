@@ -13,7 +13,7 @@ use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
 use crate::host::cgroup_layout::{MOUNT, is_unified};
 use crate::process::Process;
 
-/// Larger records are no records: runc's hold the whole specification, at most some MiB.
+/// Larger files are not read. runc's record holds the whole specification, at most a few MiB.
 pub(super) const LARGEST: u64 = 16 << 20;
 
 /// What a low-level runtime knows of one container.
@@ -21,11 +21,11 @@ pub(super) const LARGEST: u64 = 16 << 20;
 pub struct Record {
     /// The container's first process.
     pub init: Process,
-    /// Its cgroup directory; `None` where it has none of its own.
+    /// Its cgroup directory; `None` if it has none of its own.
     pub cgroup: Option<PathBuf>,
-    /// The value of `sublet.lease` that the container was created with.
+    /// The value of `sublet.lease` with which the container was created.
     pub lease: Option<String>,
-    /// The value of `sublet.lease.record` that the container was created with.
+    /// The value of `sublet.lease.record` with which the container was created.
     pub restorable: Option<String>,
     /// Its bundle.
     pub bundle: Option<PathBuf>,
@@ -36,7 +36,7 @@ pub struct Record {
 pub(super) struct Runc {
     init_process_pid: i32,
     init_process_start: u64,
-    /// By v1 controller; the key of v2 is empty.
+    /// By v1 controller. The key of v2 is empty.
     cgroup_paths: Option<BTreeMap<String, PathBuf>>,
     config: Option<RuncConfig>,
 }
@@ -59,17 +59,17 @@ pub(super) struct Crun {
     bundle: Option<PathBuf>,
 }
 
-/// What we need of the config.json that crun copies beside its `status`.
+/// The needed part of the config.json that crun copies beside its `status`.
 #[derive(Deserialize)]
 pub(super) struct CrunConfig {
     pub(super) annotations: Option<BTreeMap<String, String>>,
 }
 
 impl Record {
-    /// The record in `dir`, or `None` where the runtime keeps none (yet, or any more), or cannot keep one.
+    /// The record in `dir`; `None` if the runtime keeps none (not yet, or no longer), or cannot keep one.
     ///
     /// # Errors
-    /// There is one and it cannot be read: the container may well live.
+    /// It exists and cannot be read. The container may be alive.
     pub fn read(dir: &Path) -> io::Result<Option<Self>> {
         if !dir.is_absolute() {
             return Ok(None);
@@ -88,22 +88,23 @@ impl Record {
     }
 }
 
-/// Whether `error` says that the file system of `dir` has no names as long as one in it: runc takes ids of up to 1024
-/// characters and fails to make their directories. A path that is too long as a whole may be had in parts.
+/// Whether `error` means that a name in `dir` is too long for the file system: runc accepts ids of up to 1024
+/// characters and fails to create their directories. If only the whole path is too long, the directory may exist.
 fn has_no_such_name(dir: &Path, error: &io::Error) -> bool {
     let longest = dir.components().map(|part| part.as_os_str().len()).max().unwrap_or(0);
-    // NAME_MAX of Linux; the few file systems with longer names give no such error.
+    // NAME_MAX of Linux. The few file systems with longer names do not give this error.
     error.raw_os_error() == Some(ENAMETOOLONG) && longest > 255
 }
 
 impl Init {
-    /// What /proc tells of a container's first process. A cgroup that we are in too is not its own.
+    /// What /proc shows of a container's first process. A cgroup in which this process also is does not count as the
+    /// container's own.
     #[must_use]
     pub fn of(process: Process) -> Self {
         Self::beside(process, nix::unistd::getpid().as_raw())
     }
 
-    /// [`Init::of`], where `outside` is a process that is not the container's: its hook.
+    /// [`Init::of`]. `outside` is a process that is not in the container: its hook.
     #[must_use]
     pub fn beside(process: Process, outside: i32) -> Self {
         let table = |pid: i32| fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
@@ -112,7 +113,7 @@ impl Init {
     }
 }
 
-/// The cgroup directory that `table`, a /proc/PID/cgroup (cgroups(7)), names and `outside` does not, in the
+/// The cgroup directory that is in `table`, the text of a /proc/PID/cgroup (cgroups(7)), and not in `outside`, in the
 /// hierarchies that [`runc_cgroup`] prefers.
 fn cgroup_of(mount: &Path, table: &str, outside: &str) -> Option<PathBuf> {
     let unified = if is_unified(mount) { "" } else { "unified" };
@@ -152,8 +153,8 @@ pub(super) fn from_runc(state: Runc) -> Record {
     }
 }
 
-/// Where v1 hierarchies exist the container is in all of them; `devices` is the one by which the inventory
-/// joins processes to leases, and in hybrid mode v2 may be left out.
+/// If v1 hierarchies exist, the container is in all of them. The inventory attributes processes to leases by `devices`.
+/// In hybrid mode v2 may be missing.
 fn runc_cgroup(paths: &BTreeMap<String, PathBuf>) -> Option<PathBuf> {
     let path = ["devices", "pids", "name=systemd", ""].iter().find_map(|key| paths.get(*key));
     path.or_else(|| paths.values().next()).filter(|path| is_own_cgroup(Path::new(MOUNT), path)).cloned()
@@ -183,25 +184,25 @@ fn crun_cgroup(mount: &Path, path: &str) -> Option<PathBuf> {
     Some(existing.unwrap_or(first)).filter(|path| is_own_cgroup(mount, path))
 }
 
-/// Not a hierarchy's root, which every process of the host is in, and nowhere but among cgroups.
+/// Accepts only cgroup directories, and not a hierarchy's root, in which every process of the host is.
 fn is_own_cgroup(mount: &Path, path: &Path) -> bool {
     let Ok(below) = path.strip_prefix(mount) else { return false };
     let plain = below.components().all(|part| matches!(part, Component::Normal(_)));
-    // The roots of v1's hierarchies have this file, their children have not (cgroup-v1 documentation).
+    // Only the roots of v1's hierarchies have this file (cgroup-v1 documentation).
     let is_root = below.as_os_str().is_empty() || path.join("cgroup.sane_behavior").exists();
     plain && !is_root
 }
 
-/// [`read_up_to`] as much as any record or ledger has.
+/// [`read_up_to`] the largest size of a record or ledger.
 pub(super) fn read_bounded(path: &Path) -> io::Result<Option<Vec<u8>>> {
     read_up_to(path, LARGEST)
 }
 
-/// The content of a regular file, `None` where there is none. Links, pipes and what has more than `largest`
-/// bytes are errors.
+/// The content of a regular file; `None` if it does not exist. Links, pipes and files of more than `largest` bytes are
+/// errors.
 ///
 /// # Errors
-/// It is no regular file, larger than `largest`, or cannot be read.
+/// It is not a regular file, is larger than `largest`, or cannot be read.
 pub fn read_up_to(path: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
     let file = match OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path) {
         Ok(file) => file,
@@ -222,7 +223,7 @@ pub fn read_up_to(path: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(content))
 }
 
-/// Inode of the PID namespace of `pid`; 0 where it is ours or cannot be read.
+/// Inode of the PID namespace of `pid`; 0 if it is this process's, or cannot be read.
 pub(super) fn pid_namespace(pid: i32) -> u64 {
     let inode = |who: &str| fs::metadata(format!("/proc/{who}/ns/pid")).map(|meta| meta.ino()).ok();
     inode(&pid.to_string()).filter(|its| Some(*its) != inode("self")).unwrap_or(0)
@@ -232,14 +233,14 @@ pub(super) fn pid_namespace(pid: i32) -> u64 {
 mod tests {
     use super::*;
 
-    /// Cut down from runc 1.1.5's own, on a host with cgroup v1 and v2.
+    /// Shortened from a record of runc 1.1.5, on a host with cgroup v1 and v2.
     const RUNC: &str = r#"{"id":"lt1","init_process_pid":11303,"init_process_start":196158,
         "created":"2026-11-21T10:17:03Z","config":{"no_pivot_root":false,
         "labels":["sublet.leasehold=x","sublet.lease=00000000000000aa","sublet.lease.record={\"a\":\"=\"}","bundle=/b"]},
         "cgroup_paths":{"":"/sys/fs/cgroup/unified/lt1","devices":"/sys/fs/cgroup/devices/lt1",
         "pids":"/sys/fs/cgroup/pids/lt1"}}"#;
 
-    /// crun 1.8.1's own, in a cgroup v2 mount.
+    /// A record of crun 1.8.1, on a host with a cgroup v2 mount.
     const CRUN: &str = r#"{"pid":11870,"process-start-time":198751,"cgroup-path":"/lt2","scope":"",
         "rootfs":"rootfs","systemd-cgroup":false,"bundle":"/tmp/b2","created":"2026-11-21T10:17:29.57Z",
         "owner":"root","detached":true,"external_descriptors":"[]"}"#;

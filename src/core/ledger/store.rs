@@ -1,4 +1,4 @@
-//! The file, its lock, and the one way to change it.
+//! The ledger's file, its lock, and the one way to change it.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
@@ -22,9 +22,9 @@ use crate::process::uptime_seconds;
 use crate::text::safe;
 use serde_json::Value;
 
-/// Nobody holds the lock for longer than a few file reads and one write: 5 s of it is a fault.
+/// A process holds the lock only for a few file reads and one write. If it holds it for 5 s, something is wrong.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
-/// The waits between two tries at the lock.
+/// The shortest and the longest wait between two attempts to take the lock.
 const SHORTEST_NAP: Duration = Duration::from_millis(1);
 const LONGEST_NAP: Duration = Duration::from_millis(20);
 
@@ -39,7 +39,7 @@ pub enum LedgerError {
         /// What is wrong with it.
         why: String,
     },
-    /// Somebody holds the lock for too long.
+    /// Another process holds the lock for too long.
     #[error(
         "another process has held the ledger lock {path} for more than 5 s; `fuser -v {path}` shows which"
     )]
@@ -59,7 +59,7 @@ pub enum LedgerError {
         /// What the system said.
         source: io::Error,
     },
-    /// Process ids in it are of other namespaces than ours.
+    /// Its process ids are of other namespaces than this process's.
     #[error(
         "the ledger's process ids belong to {theirs}, but this process is in {ours}, where running \
          containers seem to have ended, so nothing was changed; run the command on the host (in a \
@@ -68,10 +68,10 @@ pub enum LedgerError {
     Elsewhere {
         /// The ledger's namespaces.
         theirs: String,
-        /// Ours.
+        /// This process's namespaces.
         ours: String,
     },
-    /// Ours cannot be told.
+    /// This process's namespaces cannot be determined.
     #[error(
         "sublet cannot find out in which PID namespace it runs ({source}), so nothing was changed: is \
          /proc mounted, and does it belong to this namespace?"
@@ -80,7 +80,7 @@ pub enum LedgerError {
         /// What the system said.
         source: io::Error,
     },
-    /// Its content is no ledger.
+    /// Its content is not a ledger.
     #[error("ledger {path} cannot be used: {why}; `sublet gc` rebuilds it from the containers that run")]
     Corrupt {
         /// The file.
@@ -91,7 +91,7 @@ pub enum LedgerError {
 }
 
 impl LedgerError {
-    /// Whether process ids mean other processes here, so that the ledger can be shown and not changed.
+    /// Whether its process ids are not valid here, so that the ledger can be shown but not changed.
     #[must_use]
     pub const fn is_elsewhere(&self) -> bool {
         matches!(self, Self::Elsewhere { .. } | Self::NoNamespaces { .. })
@@ -106,29 +106,30 @@ pub struct Store {
     root: Option<PathBuf>,
 }
 
-/// Leases that an update found gone and freed: their servers may have to be settled.
+/// Leases that an update freed because their containers had ended. Their servers may have to be adjusted or stopped.
 pub type Freed = Vec<Lease>;
 
-/// What stands in `ledger.json`.
+/// The content of `ledger.json`.
 enum Loaded {
     Missing,
     Sound(Box<Ledger>),
-    /// Why it is no ledger.
+    /// It is not a ledger, for this reason.
     Corrupt(String),
 }
 
 impl Store {
-    /// The ledger in `state_dir`, which is created if need be (0755).
+    /// The ledger in `state_dir`, which is created if it is missing (0755).
     ///
     /// # Errors
-    /// The directory cannot be made or is not ours.
+    /// The directory cannot be created or cannot be trusted.
     pub fn open(state_dir: &Path) -> Result<Self, LedgerError> {
         let unusable = |why| LedgerError::Directory { path: safe(&state_dir.to_string_lossy()), why };
         trusted::make(state_dir).map_err(unusable)?;
         Ok(Self { state_dir: state_dir.to_owned(), root: None })
     }
 
-    /// The same, for who knows a container's `record`: after a loss those beside it are looked at, too.
+    /// [`Store::open`] for a caller that knows a container's `record`. After a loss of the ledger, the records beside
+    /// it are read, too.
     #[must_use]
     pub fn beside(self, record: &Path) -> Self {
         Self { root: record.parent().map(Path::to_owned), ..self }
@@ -144,7 +145,7 @@ impl Store {
         Ok(ledger)
     }
 
-    /// Whether its processes can be seen from here. What else may be wrong with it is for others to say.
+    /// Whether its process ids are valid here. Other faults of the ledger are not reported.
     ///
     /// # Errors
     /// [`LedgerError::Elsewhere`], [`LedgerError::NoNamespaces`].
@@ -155,7 +156,7 @@ impl Store {
         }
     }
 
-    /// [`Store::read`] wherever we are: to be shown, not to be acted upon.
+    /// [`Store::read`] in any namespace. The result may be shown but not acted upon.
     ///
     /// # Errors
     /// It cannot be read or parsed.
@@ -168,19 +169,19 @@ impl Store {
         }
     }
 
-    /// Takes the lock, frees what is gone, lets `change` work and writes the ledger if it differs.
+    /// Takes the lock, frees the leases of ended containers, runs `change` and writes the ledger if it differs.
     ///
-    /// When `change` fails its changes are dropped, what was freed stays freed, and its error is the
-    /// inner one. `change` must not start, ask or wait for a process: everybody waits meanwhile.
+    /// If `change` fails, its changes are dropped, freed leases stay freed, and its error is the inner one. `change`
+    /// must not start, ask or wait for a process, because all other processes wait for the lock meanwhile.
     ///
-    /// Temporary files that killed processes left in the state directory are removed on the way.
+    /// Also removes temporary files that killed processes left in the state directory.
     ///
-    /// A ledger that is no ledger, or that is gone, is rebuilt from its copy and from what runs; the bad
-    /// file stays beside it as `ledger.json.corrupt-<seconds since the epoch>`, one of them.
+    /// An unreadable or missing ledger is rebuilt from its copy and from what runs. One unreadable file is kept beside
+    /// it as `ledger.json.corrupt-<seconds since the epoch>`.
     ///
     /// # Errors
-    /// The lock is not to be had in 5 s, the file cannot be read or written, or its process ids are of other namespaces
-    /// than ours: nothing is changed then.
+    /// The lock cannot be taken within 5 s, the file cannot be read or written, or its process ids are of other
+    /// namespaces than this process's. Nothing is changed then.
     pub fn update<T, E>(
         &self,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
@@ -205,7 +206,7 @@ impl Store {
         if before.as_ref() != Some(&after) {
             self.write(&after)?;
         }
-        // Last: without the files it means that they were lost.
+        // The mark is written last, because a mark without the files means that they were lost.
         let wanted = after.namespaces.map(|namespaces| Mark::of(&boot, namespaces));
         if mark != wanted {
             Mark::write(wanted.as_ref(), &lock)
@@ -214,8 +215,8 @@ impl Store {
         Ok((outcome, freed))
     }
 
-    /// Opens closed devices again as soon as nothing unexplained runs there. After a loss the first new inventory
-    /// tells which ones are closed.
+    /// Reopens closed devices as soon as every process there is attributable to a lease. After a loss, the first new
+    /// inventory shows which devices have to be closed.
     fn explain(&self, ledger: &mut Ledger) {
         let is_new = |ledger: &Ledger| {
             inventory(&self.state_dir, &ledger.boot_id)
@@ -238,22 +239,22 @@ impl Store {
         self.state_dir.join("lock")
     }
 
-    /// Where a bad ledger waits while it is rebuilt: without it a crash in between would leave a missing
-    /// ledger, which means an empty one.
+    /// The path of the unreadable ledger during the rebuild. Without it, a crash in between would leave no ledger,
+    /// which would mean an empty one.
     fn aside(&self) -> PathBuf {
         self.state_dir.join("ledger.json.rebuilding")
     }
 
-    /// What was written last, once more: leases that no record of root's runtimes tells of (pending ones, a
-    /// prestart hook's, those of rootless users) are found here alone when the ledger is lost.
+    /// A copy of what was written last. If the ledger is lost, leases that root's runtimes have no record of (pending
+    /// ones, a prestart hook's, those of rootless users) are found only here.
     fn copy(&self) -> PathBuf {
         self.state_dir.join("ledger.json.copy")
     }
 
-    /// The copy, if it is sound and of this boot.
+    /// The copy, if it is readable and of this boot.
     ///
     /// # Errors
-    /// It is there and cannot be read: it may be sound.
+    /// It exists and cannot be read, although it may be intact.
     fn last(&self, boot: &str) -> Result<Option<Ledger>, LedgerError> {
         let path = self.copy();
         let content = trusted::read(&path, LARGEST).map_err(|error| failed("read", &path, error))?;
@@ -261,13 +262,13 @@ impl Store {
         Ok(ledger.filter(|ledger| ledger.boot_id == boot))
     }
 
-    /// This boot's, which a process does not outlive.
+    /// The id of this boot.
     fn boot_id() -> Result<String, LedgerError> {
         let id = boot_id::read().map_err(|error| failed("read", Path::new(boot_id::FILE), error))?;
         Ok(id.to_owned())
     }
 
-    /// The lock, released when it is dropped. The descriptor is closed on exec.
+    /// The lock. It is released when it is dropped. The descriptor is closed on exec.
     fn lock(&self) -> Result<Flock<File>, LedgerError> {
         let path = self.lock_file();
         let mut file = open_lock(&path).map_err(|error| failed("locked", &path, error))?;
@@ -307,7 +308,7 @@ impl Store {
         Ok(Loaded::Sound(Box::new(ledger)))
     }
 
-    /// What it means that there is no ledger: that it was lost, where something tells of it. Else it is the first.
+    /// What a missing ledger means: a loss, if there is evidence of an earlier one. Otherwise there was none yet.
     fn missing(&self) -> Result<Loaded, LedgerError> {
         for (path, why) in [(self.aside(), "an earlier rebuild did not finish"), (self.copy(), "it is gone")]
         {
@@ -328,7 +329,7 @@ impl Store {
         }))
     }
 
-    /// Rebuilds the ledger, writes it and puts the bad file by.
+    /// Rebuilds the ledger, writes it and keeps the unreadable file.
     fn rebuilt(
         &self,
         why: &str,
@@ -338,7 +339,7 @@ impl Store {
     ) -> Result<Ledger, LedgerError> {
         let (path, aside) = (self.file(), self.aside());
         let last = self.last(boot)?;
-        // Before anything is looked for that cannot be seen from here.
+        // First of all: from other namespaces the rebuild would not see the running processes.
         match (&last, mark) {
             (Some(last), _) => last.check_namespaces(ours)?,
             (None, Some(mark)) => namespaces::same(mark.namespaces, ours)?,
@@ -350,7 +351,7 @@ impl Store {
         );
         let has_last = last.is_some();
         let mut ledger = rebuild(&self.state_dir, self.root.as_deref(), boot, last);
-        // What the mark says of a ledger that is lost was looked at above.
+        // The mark of the lost ledger was already checked above.
         ledger.namespaces = mark.filter(|_| !has_last).map_or(ledger.namespaces, |_| Some(ours));
         ledger.check_namespaces(ours)?;
         if fs::symlink_metadata(&path).is_ok() {
@@ -359,11 +360,11 @@ impl Store {
         }
         if !has_last {
             salvage(&aside, &mut ledger);
-            // Every inventory there is becomes out of date.
+            // This makes every existing inventory out of date.
             let counted = inventory(&self.state_dir, boot).map_or(0, |inventory| inventory.mig_changes);
             ledger.mig.count = ledger.mig.count.max(counted).saturating_add(1);
             ledger.lost = true;
-            // Somebody else's would stay theirs.
+            // A file with another owner would keep that owner.
             let _ = remove(&self.copy());
         }
         self.write(&ledger)?;
@@ -371,7 +372,7 @@ impl Store {
         Ok(ledger)
     }
 
-    /// The old file is kept only for people to look at: failing to keep it is no error.
+    /// The old file is kept only for people to look at, so failing to keep it is no error.
     fn keep_one_corrupt(&self) {
         let old = fs::read_dir(&self.state_dir).into_iter().flatten().flatten();
         for entry in
@@ -387,7 +388,8 @@ impl Store {
         let path = self.file();
         let written = remember_roots(&self.state_dir, ledger).and_then(|()| {
             let content = serde_json::to_vec(ledger)?;
-            // First: what the ledger has is in the copy, whenever we are killed.
+            // The copy is written first, so that it has everything that the ledger has, whenever this process is
+            // killed.
             crate::fs::atomic::replace(&self.copy(), &content, 0o600)?;
             crate::fs::atomic::replace(&path, &content, 0o644)
         });
@@ -395,8 +397,8 @@ impl Store {
     }
 }
 
-/// Whoever can open the lock can stop every create: it is root's alone, also where it was not. One that somebody
-/// else made may be held for ever.
+/// A process that can open the lock can block every create. So only root may open it, also if its mode was changed. A
+/// lock file of another user may be held for ever.
 fn open_lock(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new()
         .read(true)
@@ -410,7 +412,7 @@ fn open_lock(path: &Path) -> io::Result<File> {
     if !meta.is_file() {
         return Err(io::Error::other("it is not a regular file: remove it, and sublet creates it again"));
     }
-    if !trusted::is_ours(meta.uid()) {
+    if !trusted::is_trusted_owner(meta.uid()) {
         return Err(io::Error::other(format!("it was created by uid {}: remove it", meta.uid())));
     }
     if meta.mode() & 0o077 != 0 {
@@ -419,12 +421,12 @@ fn open_lock(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Removes a file or a directory, whatever stands at `path`.
+/// Removes the file or directory at `path`.
 fn remove(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
-/// A ledger, or why `content` is none. Ids become names of directories and are checked for that.
+/// Parses `content`, or says why it is not a ledger. Ids become names of directories and are checked for that.
 pub(super) fn parse(content: &[u8]) -> Result<Ledger, String> {
     let ledger: Ledger = serde_json::from_slice(content).map_err(|error| safe(&error.to_string()))?;
     if ledger.schema != SCHEMA {
@@ -442,7 +444,7 @@ pub(super) fn parse(content: &[u8]) -> Result<Ledger, String> {
     }
 }
 
-/// What people and the driver were told stays, where a ledger of another version still tells it.
+/// Keeps what users and sublet have set, as far as it can be read in a ledger of another version.
 fn salvage(path: &Path, ledger: &mut Ledger) {
     let content = trusted::read_if_trusted(path, LARGEST).unwrap_or_default();
     let Ok(Value::Object(mut old)) = serde_json::from_slice(&content) else { return };
@@ -454,7 +456,7 @@ fn salvage(path: &Path, ledger: &mut Ledger) {
     }
 }
 
-/// Nothing survives a boot but what people decided.
+/// Only settings made by people survive a boot.
 fn of_this_boot(ledger: Ledger, boot: &str) -> Ledger {
     if ledger.boot_id == boot {
         return ledger;
@@ -470,7 +472,7 @@ fn failed(verb: &'static str, path: &Path, source: io::Error) -> LedgerError {
     LedgerError::Io { verb, path: text(path), source }
 }
 
-/// Whether there is a ledger in `state_dir`, or was one that is lost: what cannot be looked at may be one.
+/// Whether there is a ledger in `state_dir`, or was one that is lost. `true` if this cannot be checked.
 #[must_use]
 pub fn is_there(state_dir: &Path) -> bool {
     let files =
@@ -480,8 +482,8 @@ pub fn is_there(state_dir: &Path) -> bool {
     !files.iter().all(|path| absent(path))
 }
 
-/// The ledger as it is written, which everybody may read: a hint for those who may not open the store. Whose it is
-/// cannot be asked: in a user namespace root's files are nobody's (`user_namespaces(7)`).
+/// The ledger file's content, which every user may read. It is a hint for processes that may not open the store. Its
+/// owner cannot be checked: in a user namespace, root's files belong to the overflow uid (`user_namespaces(7)`).
 #[must_use]
 pub fn written(state_dir: &Path) -> Vec<u8> {
     read_up_to(&state_dir.join("ledger.json"), LARGEST).ok().flatten().unwrap_or_default()

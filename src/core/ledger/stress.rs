@@ -180,7 +180,7 @@ fn two_gpus() -> Inventory {
     host(vec![device(0), device(1)])
 }
 
-/// One of many: takes and gives back at random, and is killed in between. Its parent is the next test.
+/// One of many processes: takes and frees leases at random, and is killed in between. The next test starts it.
 #[test]
 #[ignore = "run by many_processes_that_crash_never_break_the_accounts"]
 fn worker() {
@@ -209,7 +209,7 @@ fn worker() {
         });
         match taken.unwrap().0 {
             Ok(()) => held.push(id),
-            // The whole change was dropped, the giving back too.
+            // The whole change was dropped, including the freed leases.
             Err(()) => held.extend(giving),
         }
     }
@@ -252,7 +252,7 @@ fn many_processes_that_crash_never_break_the_accounts() {
     assert!(!dir.path().join("ledger.json.rebuilding").exists());
 }
 
-/// Makes a bundle whose container sleeps; `None` where there is no busybox.
+/// Creates a bundle whose container sleeps; `None` if there is no busybox.
 fn bundle(dir: &Path, annotations: &serde_json::Value) -> Option<()> {
     for inside in ["bin", "dev", "proc"] {
         fs::create_dir_all(dir.join("rootfs").join(inside)).unwrap();
@@ -266,7 +266,7 @@ fn bundle(dir: &Path, annotations: &serde_json::Value) -> Option<()> {
     fs::write(dir.join("config.json"), spec.to_string()).ok()
 }
 
-/// crun refuses a host with cgroup v1 and v2: it then gets a cgroup2 mount of its own.
+/// crun refuses a host with cgroup v1 and v2, so it gets a cgroup2 mount of its own there.
 fn command(runtime: &str) -> Command {
     if runtime == "runc" || Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
         return Command::new(runtime);

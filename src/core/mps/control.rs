@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::config_files;
 use crate::inventory::{MissingPrograms, MpsPrograms};
 use crate::ledger::DaemonKey;
-use crate::ledger::{Ceiling, MemoryCeiling};
+use crate::ledger::{DefaultLimits, DefaultMemoryLimit};
 use crate::process::Process;
 use crate::process::child::ChildError;
 use crate::process::confine;
@@ -163,7 +163,7 @@ impl Control {
     ///
     /// # Errors
     /// The daemon is silent, gone or says no.
-    pub fn ceiling(&self) -> Result<Percent, AskError> {
+    pub fn default_limits(&self) -> Result<Percent, AskError> {
         let command = "get_default_active_thread_percentage";
         let answer = self.ask(command, ANSWER_LIMIT)?;
         parse_percent(&answer)
@@ -217,12 +217,12 @@ impl Control {
     ///
     /// # Errors
     /// The daemon is silent, gone or says no.
-    pub fn set_ceiling(&self, ceiling: Ceiling, devices: usize) -> Result<(), AskError> {
-        let mut commands = limit_commands(None, devices, ceiling);
+    pub fn set_default_limits(&self, default_limits: DefaultLimits, devices: usize) -> Result<(), AskError> {
+        let mut commands = limit_commands(None, devices, default_limits);
         commands.push("get_server_list".to_owned());
         let servers = parse_pids(&self.ask(&commands.join("\n"), ANSWER_LIMIT)?);
         let of_servers =
-            servers.into_iter().flat_map(|server| limit_commands(Some(server), devices, ceiling));
+            servers.into_iter().flat_map(|server| limit_commands(Some(server), devices, default_limits));
         let of_servers: Vec<String> = of_servers.collect();
         if of_servers.is_empty() {
             return Ok(());
@@ -232,14 +232,14 @@ impl Control {
 }
 
 /// What sets `ceiling` on `server`, `None`: on those that start later; memory by the ordinals of `devices`.
-fn limit_commands(server: Option<i32>, devices: usize, ceiling: Ceiling) -> Vec<String> {
+fn limit_commands(server: Option<i32>, devices: usize, default_limits: DefaultLimits) -> Vec<String> {
     let (of_all, of_one) = server.map_or(("_default", String::new()), |pid| ("", format!("{pid} ")));
-    let memory = match ceiling.memory {
-        MemoryCeiling::Mebibytes(amount) => format!("{amount}M"),
+    let memory = match default_limits.memory {
+        DefaultMemoryLimit::Mebibytes(amount) => format!("{amount}M"),
         // 0 lifts what was set before (docs/evidence).
-        MemoryCeiling::Unlimited => "0".to_owned(),
+        DefaultMemoryLimit::Unlimited => "0".to_owned(),
     };
-    let sm = format!("set{of_all}_active_thread_percentage {of_one}{}", ceiling.sm);
+    let sm = format!("set{of_all}_active_thread_percentage {of_one}{}", default_limits.sm);
     let limit = |ordinal| format!("set{of_all}_device_pinned_mem_limit {of_one}{ordinal} {memory}");
     std::iter::once(sm).chain((0..devices).map(limit)).collect()
 }
@@ -300,10 +300,10 @@ mod tests {
 
     #[test]
     fn a_ceiling_is_told_of_every_ordinal_and_lifted_by_0() {
-        let memory = MemoryCeiling::Mebibytes(2730);
-        let ceiling = Ceiling { sm: Percent::from_thousandths(12_500), memory };
+        let memory = DefaultMemoryLimit::Mebibytes(2730);
+        let default_limits = DefaultLimits { sm: Percent::from_thousandths(12_500), memory };
         assert_eq!(
-            limit_commands(None, 2, ceiling),
+            limit_commands(None, 2, default_limits),
             [
                 "set_default_active_thread_percentage 12.5",
                 "set_default_device_pinned_mem_limit 0 2730M",
@@ -311,7 +311,7 @@ mod tests {
             ]
         );
         assert_eq!(
-            limit_commands(Some(77), 1, Ceiling::NONE),
+            limit_commands(Some(77), 1, DefaultLimits::NONE),
             ["set_active_thread_percentage 77 100", "set_device_pinned_mem_limit 77 0 0"]
         );
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::control::{AskError, Control};
 use super::idle::{self, errands};
 use super::lock::DaemonLock;
-use super::{MpsError, ceiling_and_state, child_start, dirs};
+use super::{MpsError, child_start, dirs, limits_and_state};
 use crate::config::Config;
 use crate::ledger::DaemonKey;
 use crate::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
@@ -21,11 +21,13 @@ use crate::text::safe;
 /// The daemon does not answer or does not stop; it is then recorded as in fault.
 pub fn settle(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
     let ledger = store.read()?;
-    if let (Some(_), Some(daemon)) = (ledger.wanted_ceiling(key), ceiling_and_state::daemon(&ledger, key)) {
+    if let (Some(_), Some(daemon)) =
+        (ledger.wanted_default_limits(key), limits_and_state::daemon(&ledger, key))
+    {
         dirs::cap_logs(key, &config.state_dir);
-        if ceiling_and_state::is_alive(daemon) && is_settled(&ledger, daemon) {
+        if limits_and_state::is_alive(daemon) && is_settled(&ledger, daemon) {
             let held = DaemonLock::take(key, &config.state_dir, Duration::from_secs(5))?;
-            ceiling_and_state::adjust(&held, key, store, config)?;
+            limits_and_state::adjust(&held, key, store, config)?;
         }
     }
     let mut result = Ok(());
@@ -38,7 +40,8 @@ pub fn settle(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), Mps
 /// Whether the ceiling can and has to be changed now: a start sets it itself, a dead daemon has none.
 fn is_settled(ledger: &Ledger, daemon: &MpsDaemon) -> bool {
     matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
-        && (ledger.wanted_ceiling(&daemon.key) != Some(daemon.ceiling) || daemon.answered_at == 0)
+        && (ledger.wanted_default_limits(&daemon.key) != Some(daemon.default_limits)
+            || daemon.answered_at == 0)
 }
 
 /// Puts right what crashes left: daemons that died under live leases come back under the directory that
@@ -54,7 +57,7 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
     let mut lines = Vec::new();
     for daemon in &ledger.daemons {
         dirs::cap_logs(&daemon.key, &config.state_dir);
-        if ledger.wanted_ceiling(&daemon.key).is_some() && is_free(&daemon.key, config) {
+        if ledger.wanted_default_limits(&daemon.key).is_some() && is_free(&daemon.key, config) {
             lines.extend(heal_one(daemon, &ledger, store, config));
         }
     }
@@ -77,7 +80,7 @@ pub fn end_overdue(store: &Store, config: &Config) -> Vec<String> {
 #[must_use]
 pub fn keep_no_more(store: &Store, config: &Config) -> Vec<String> {
     let own = Process::current().ok();
-    let left = ceiling_and_state::change(store, |ledger| {
+    let left = limits_and_state::change(store, |ledger| {
         ledger.keeper = ledger.keeper.filter(|keeper| Some(*keeper) != own);
         Ok(())
     });
@@ -107,16 +110,16 @@ fn is_free(key: &DaemonKey, config: &Config) -> bool {
 
 fn heal_one(daemon: &MpsDaemon, ledger: &Ledger, store: &Store, config: &Config) -> Vec<String> {
     let runs = matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
-        && ceiling_and_state::is_alive(daemon);
+        && limits_and_state::is_alive(daemon);
     if !runs {
         return restart(daemon, ledger, config);
     }
     // Asked for real: a daemon that is just dying, or stopped, still has its pid.
-    let asked = Control::new(&daemon.key, config).map(|control| control.ceiling());
+    let asked = Control::new(&daemon.key, config).map(|control| control.default_limits());
     let healed = match asked {
         Ok(Ok(_)) => readjust(daemon, store, config),
         Ok(Err(AskError::Gone(_))) => return restart(daemon, ledger, config),
-        Ok(Err(error)) => Err(ceiling_and_state::note_failure(store, daemon, error)),
+        Ok(Err(error)) => Err(limits_and_state::note_failure(store, daemon, error)),
         Err(error) => Err(error),
     };
     healed.err().map(|error| error.to_string()).into_iter().collect()
@@ -124,7 +127,7 @@ fn heal_one(daemon: &MpsDaemon, ledger: &Ledger, store: &Store, config: &Config)
 
 fn readjust(daemon: &MpsDaemon, store: &Store, config: &Config) -> Result<(), MpsError> {
     let held = DaemonLock::take(&daemon.key, &config.state_dir, Duration::from_secs(2))?;
-    ceiling_and_state::adjust(&held, &daemon.key, store, config)
+    limits_and_state::adjust(&held, &daemon.key, store, config)
 }
 
 fn restart(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Vec<String> {
@@ -157,7 +160,7 @@ fn remove_strays(read: impl Fn() -> Option<Ledger>, config: &Config) {
         let Ok(Some(_held)) = DaemonLock::try_take(&key, &config.state_dir) else { continue };
         // Read with the lock in hand: a lease taken before has its record, or starts after us.
         let known = |ledger: &Ledger| {
-            ledger.wanted_ceiling(&key).is_some() || ceiling_and_state::daemon(ledger, &key).is_some()
+            ledger.wanted_default_limits(&key).is_some() || limits_and_state::daemon(ledger, &key).is_some()
         };
         if read().is_some_and(|ledger| !known(&ledger)) {
             if let Err(error) = dirs::clear(&key, &config.state_dir) {
@@ -169,7 +172,7 @@ fn remove_strays(read: impl Fn() -> Option<Ledger>, config: &Config) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ceiling_and_state::tests::{lease, ledger};
+    use super::super::limits_and_state::tests::{lease, ledger};
     use super::*;
     #[test]
     fn directories_of_leases_that_never_came_to_be_are_removed() {

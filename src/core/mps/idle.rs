@@ -6,7 +6,7 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::{MpsError, STOP_LIMIT, ceiling_and_state, child_rest, child_stop};
+use super::{MpsError, STOP_LIMIT, child_rest, child_stop, limits_and_state};
 use crate::config::{Config, Stay};
 use crate::ledger::DaemonKey;
 use crate::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
@@ -22,7 +22,7 @@ pub fn waits(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> bool {
     // A dedicated one is of no use to anybody else.
     let useful = LeaseId::parse(&daemon.key.0).is_none()
         && !daemon.devices.iter().any(|device| is_closed(device, ledger));
-    let runs = daemon.state == DaemonState::Serving && ceiling_and_state::is_alive(daemon);
+    let runs = daemon.state == DaemonState::Serving && limits_and_state::is_alive(daemon);
     useful && runs && left(daemon, ledger, config) > Duration::ZERO
 }
 
@@ -70,7 +70,7 @@ pub(super) fn errands(ledger: &Ledger, config: &Config) -> Vec<(DaemonKey, Erran
         due.then(|| (daemon.key.clone(), errand))
     });
     let modes = ledger.compute_modes.iter().map(|changed| DaemonKey(changed.device.clone()));
-    let left = modes.filter(|key| unused(key) && ceiling_and_state::daemon(ledger, key).is_none());
+    let left = modes.filter(|key| unused(key) && limits_and_state::daemon(ledger, key).is_none());
     daemons.chain(left.map(|key| (key, Errand::Stop))).collect()
 }
 
@@ -98,7 +98,7 @@ pub(crate) fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>,
             }
             sleep(AGAIN);
         }
-        if ceiling_and_state::daemon(&store.read()?, key).is_some() {
+        if limits_and_state::daemon(&store.read()?, key).is_some() {
             return Err(MpsError::InTheWay { key: key.to_string() });
         }
     }
@@ -113,7 +113,7 @@ pub(crate) fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>,
 pub(crate) fn end_unexplained(store: &Store, config: &Config) -> Result<(), MpsError> {
     let ledger = store.read()?;
     let strays = |(key, _): &&(DaemonKey, Errand)| {
-        ceiling_and_state::daemon(&ledger, key).is_some_and(|daemon| ledger.is_unexplained(daemon))
+        limits_and_state::daemon(&ledger, key).is_some_and(|daemon| ledger.is_unexplained(daemon))
     };
     for errand in errands(&ledger, config).iter().filter(strays) {
         if let Err(error) = run(errand) {
@@ -136,10 +136,10 @@ pub fn keep(ledger: &mut Ledger) -> std::io::Result<()> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::ceiling_and_state::tests::{lease, ledger};
+    use super::super::limits_and_state::tests::{lease, ledger};
     use super::*;
     use crate::inventory::ComputeMode;
-    use crate::ledger::{Ceiling, ChangedComputeMode};
+    use crate::ledger::{ChangedComputeMode, DefaultLimits};
 
     fn daemon(key: &str, daemon: Option<Process>, idle_since: u64) -> MpsDaemon {
         MpsDaemon {
@@ -147,7 +147,7 @@ mod tests {
             devices: vec![key.into()],
             process: daemon,
             state: DaemonState::Serving,
-            ceiling: Ceiling::NONE,
+            default_limits: DefaultLimits::NONE,
             answered_at: 1,
             idle_since: Some(idle_since),
             mode_left: true,

@@ -4,13 +4,13 @@
 //! Two locks: the daemon's own (`mps/<key>/lock`) is held while a daemon is started, asked to change or
 //! stopped; the ledger's, taken inside it for a moment at a time, never while a process is waited for.
 
-pub mod ceiling_and_state;
 pub mod control;
 pub mod dirs;
-mod enter;
 mod error;
+mod exec_daemon;
 mod heal;
 pub mod idle;
+pub mod limits_and_state;
 pub mod lock;
 pub mod ready;
 
@@ -21,8 +21,9 @@ use crate::ledger::DaemonKey;
 use crate::process::sublet;
 
 pub use control::command as control_command;
-pub use enter::{answers, enter};
 pub use error::MpsError;
+pub use exec_daemon::answers;
+pub(crate) use exec_daemon::ensure_answering;
 pub use heal::{end_overdue, heal, keep_no_more, settle};
 pub use idle::keep;
 pub(crate) use idle::{end_unexplained, make_way};

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use super::control::{AskError, Control, listens};
 use super::lock::DaemonLock;
-use super::{MpsError, STOP_LIMIT, ceiling_and_state, child_start, dirs};
+use super::{MpsError, STOP_LIMIT, child_start, dirs, limits_and_state};
 use crate::config::{Config, ExclusiveComputeMode};
 use crate::fs::selinux;
-use crate::ledger::{Ceiling, DaemonState, Lease, MpsDaemon, Store};
+use crate::ledger::{DaemonState, DefaultLimits, Lease, MpsDaemon, Store};
 use crate::process::epoch_seconds;
 use crate::process::sublet::SubletError;
 
@@ -41,16 +41,18 @@ pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String
 /// be started.
 fn serves(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsError> {
     let ledger = store.read()?;
-    let known = lease.daemon.as_ref().and_then(|key| ceiling_and_state::daemon(&ledger, key));
+    let known = lease.daemon.as_ref().and_then(|key| limits_and_state::daemon(&ledger, key));
     let Some(daemon) = known.filter(|daemon| could_serve(daemon, config)) else { return Ok(false) };
-    let Some(ceiling) = confirmed_ceiling(daemon, store, config)? else { return Ok(false) };
+    let Some(default_limits) = confirmed_default_limits(daemon, store, config)? else { return Ok(false) };
     // One that waited still has the ceiling of its last leases.
-    let left = daemon.mode_left && ledger.wanted_ceiling(&daemon.key) != Some(ceiling);
-    if left || !ceiling.admits(lease.ceiling()) {
+    let left = daemon.mode_left && ledger.wanted_default_limits(&daemon.key) != Some(default_limits);
+    if left || !default_limits.admits(lease.default_limits()) {
         let held = DaemonLock::take(&daemon.key, &config.state_dir, lock_limit(config))?;
         // The answer may be less than the record says, which `adjust` would believe.
-        ceiling_and_state::note(store, &daemon.key, |daemon| daemon.ceiling = daemon.ceiling.and(ceiling))?;
-        ceiling_and_state::adjust(&held, &daemon.key, store, config)?;
+        limits_and_state::note(store, &daemon.key, |daemon| {
+            daemon.default_limits = daemon.default_limits.and(default_limits);
+        })?;
+        limits_and_state::adjust(&held, &daemon.key, store, config)?;
     }
     Ok(true)
 }
@@ -72,34 +74,34 @@ fn has_mode_to_enter(daemon: &MpsDaemon, config: &Config) -> bool {
 fn could_serve(daemon: &MpsDaemon, config: &Config) -> bool {
     matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
         && !has_mode_to_enter(daemon, config)
-        && ceiling_and_state::is_alive(daemon)
+        && limits_and_state::is_alive(daemon)
         && dirs::is_open(&daemon.key, &config.state_dir)
         && listens(&daemon.key.public(&config.state_dir).join("control"))
 }
 
 /// The ceiling in force; asked for when the last real answer is too old, since one that hangs listens
 /// too. `None`: there is no daemon after all.
-fn confirmed_ceiling(
+fn confirmed_default_limits(
     daemon: &MpsDaemon,
     store: &Store,
     config: &Config,
-) -> Result<Option<Ceiling>, MpsError> {
+) -> Result<Option<DefaultLimits>, MpsError> {
     if daemon.state == DaemonState::Serving
-        && ceiling_and_state::is_recent(daemon.answered_at, epoch_seconds())
+        && limits_and_state::is_recent(daemon.answered_at, epoch_seconds())
     {
         // Its programs would wait for it for ever.
         if daemon.process.is_some_and(|daemon| daemon.is_stopped()) {
-            return Err(ceiling_and_state::note_failure(store, daemon, AskError::Silent));
+            return Err(limits_and_state::note_failure(store, daemon, AskError::Silent));
         }
-        return Ok(Some(daemon.ceiling));
+        return Ok(Some(daemon.default_limits));
     }
-    match Control::new(&daemon.key, config)?.ceiling() {
-        Ok(_) if daemon.answered_at == 0 => Ok(Some(Ceiling::default())),
+    match Control::new(&daemon.key, config)?.default_limits() {
+        Ok(_) if daemon.answered_at == 0 => Ok(Some(DefaultLimits::default())),
         Ok(answer) => {
-            ceiling_and_state::note_answer(store, daemon)?;
-            Ok(Some(daemon.ceiling.and(Ceiling { sm: answer, ..daemon.ceiling })))
+            limits_and_state::note_answer(store, daemon)?;
+            Ok(Some(daemon.default_limits.and(DefaultLimits { sm: answer, ..daemon.default_limits })))
         }
         Err(AskError::Gone(_)) => Ok(None),
-        Err(error) => Err(ceiling_and_state::note_failure(store, daemon, error)),
+        Err(error) => Err(limits_and_state::note_failure(store, daemon, error)),
     }
 }

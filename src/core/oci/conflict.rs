@@ -229,10 +229,10 @@ pub(crate) fn own_mount_namespace(spec: &Value) -> Result<(), Conflict> {
 }
 
 fn rules(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
-    let is_ours = |rule: &&Value| {
+    let is_of_driver = |rule: &&Value| {
         number(rule, "major").is_none_or(|major| host.majors.contains(&major)) && !host.gives(rule)
     };
-    opening_rules(spec).find(is_ours).map_or(Ok(()), |rule| Err(Conflict::Rule(describe(rule))))
+    opening_rules(spec).find(is_of_driver).map_or(Ok(()), |rule| Err(Conflict::Rule(describe(rule))))
 }
 
 /// As `--device-cgroup-rule` is written.

@@ -1,10 +1,11 @@
 //! Carrying out a [`Grant`](crate::grant::Grant): on a bundle's config.json, losing nothing of it, or on
 //! a live container's namespaces.
 
+mod apply_edits;
 pub mod cdi;
 mod conflict;
 pub mod containers_by_name;
-mod edits;
+mod edits_record;
 pub mod engine;
 mod environment;
 mod hidden_mps;
@@ -17,9 +18,11 @@ mod lossless_json;
 mod mount_points;
 pub mod podman_storage;
 mod rootfs;
-mod spec;
 mod undo_edits;
 
+#[cfg(fuzzing)]
+pub use apply_edits::edit_within;
+pub use apply_edits::{SpecError, annotations, edit, edit_environment};
 pub(crate) use conflict::own_mount_namespace;
 pub use conflict::{Conflict, conflict};
 pub(crate) use environment::environment_value;
@@ -31,9 +34,6 @@ pub use live::systemctl;
 pub use live::{Live, NamespaceError, apply};
 pub use mount_points::clear;
 pub(crate) use mount_points::{cleanup_mount_points, clear_volume};
-#[cfg(fuzzing)]
-pub use spec::edit_within;
-pub use spec::{SpecError, annotations, edit, edit_environment};
 pub use undo_edits::undo;
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ pub struct Site {
     pub memory_bytes: u64,
     /// Streaming multiprocessors.
     pub sms: u64,
-    /// What it may have at most, where a policy caps its user.
+    /// The maximum that the instance may have, if a policy limits its user.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub most: Option<Most>,
 }
@@ -37,13 +37,13 @@ pub struct Site {
 /// What a user's policy allows the instance to have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Most {
-    /// Beside what the user holds.
+    /// In addition to what the user holds.
     pub now: Size,
     /// If they held nothing.
     pub ever: Size,
 }
 
-/// How large an instance may be; `u64::MAX` where nothing limits it.
+/// How large an instance may be; `u64::MAX` if nothing limits it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Size {
     /// Streaming multiprocessors.
@@ -53,13 +53,13 @@ pub struct Size {
 }
 
 impl Size {
-    /// The largest instance on `gpu` of which `request` comes to at most `sm` thousandths of a percent of the GPU's
-    /// SMs and `memory` bytes.
+    /// The largest instance on `gpu` on which `request` takes at most `sm` thousandths of a percent of the GPU's SMs
+    /// and `memory` bytes.
     #[must_use]
     pub fn within(request: &Request, gpu: &Device, (sm, memory): (Option<u64>, Option<u64>)) -> Self {
         let whole = u64::from(Percent::WHOLE.thousandths());
         let of_gpu = |sm: u64| sm.saturating_mul(gpu.sm_count.unwrap_or_default().into()) / whole;
-        // What a share comes to is rounded down to MiB.
+        // The memory of a share is rounded down to MiB.
         let of_share = |most: u64, share: Percent| {
             let most = u128::from(most.saturating_add(MIB - 1)) * u128::from(whole);
             u64::try_from(most / u128::from(share.thousandths().max(1))).unwrap_or(u64::MAX)
@@ -68,7 +68,7 @@ impl Size {
         let memory = memory.and_then(|most| match request.memory {
             _ if is_alone(request) => Some(most),
             Some(Memory::Share(share)) => Some(of_share(most, share)),
-            // What does not hang on the size of the instance.
+            // The request does not depend on the size of the instance.
             _ => None,
         });
         Self { sms: sms.unwrap_or(u64::MAX), memory_bytes: memory.unwrap_or(u64::MAX) }
@@ -76,8 +76,8 @@ impl Size {
 }
 
 impl Order {
-    /// What `request` needs, if it is for one MIG device and does not name which; without sites where no GPU that
-    /// may have it is in MIG mode.
+    /// What `request` needs, if it is for one MIG device and does not name which. There are no sites if no permitted
+    /// GPU is in MIG mode.
     #[must_use]
     pub fn of(request: &Request, inventory: &Inventory, ledger: &Ledger, config: &Config) -> Option<Self> {
         let one = match &request.devices {
@@ -90,7 +90,7 @@ impl Order {
         }
         let sites = hosts(request, inventory, config)
             .filter(|gpu| gpu.mig_enabled && !ledger.drained.contains(&gpu.uuid))
-            // Whatever was made there would be refused.
+            // Any instance created there would be refused.
             .filter(|gpu| !is_alone(request) || request.sm.is_none() || gpu.sm_count.is_some())
             .map(|gpu| site(request, gpu))
             .collect();
@@ -98,7 +98,7 @@ impl Order {
     }
 }
 
-/// With mode mig memory and SMs say what the device must have at least, as of one that is there.
+/// With mode mig, memory and SMs are the minimum for the device, as for an existing one.
 fn site(request: &Request, gpu: &Device) -> Site {
     let alone = is_alone(request);
     let memory = request.memory.filter(|_| alone).map(|memory| memory.on(gpu.memory_bytes));
@@ -106,7 +106,7 @@ fn site(request: &Request, gpu: &Device) -> Site {
     Site { gpu: gpu.uuid.clone(), memory_bytes: memory.unwrap_or(0), sms: sms.unwrap_or(0), most: None }
 }
 
-/// Whether all of the instance is the container's.
+/// Whether the container gets the whole instance.
 const fn is_alone(request: &Request) -> bool {
     matches!(request.mode, None | Some(Mode::Mig))
 }

@@ -11,7 +11,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use crate::inventory::{
-    ComputeMode, Device, Driver, Fingerprint, GpuProcess, Inventory, Majors, Part, Virtualization,
+    ComputeMode, Device, Driver, Fingerprint, GpuProcess, Inventory, Majors, MigDevice, Virtualization,
 };
 use crate::request::Request;
 use crate::share::{Capabilities, Devices, Isolation, Mode, Priority};
@@ -38,13 +38,13 @@ pub fn device(n: u32) -> Device {
         dri_nodes: vec![],
         nodes: vec![],
         processes: vec![],
-        part: None,
+        mig_device: None,
     }
 }
 
 /// `MIG-<n>`, the n-th MIG device of `gpu`: GPU instance n, alone in it, an eighth of all there is.
 pub fn part(gpu: &Device, n: u32, profile: &str) -> Device {
-    let part = Part {
+    let part = MigDevice {
         gpu: gpu.uuid.clone(),
         index: n,
         profile: profile.into(),
@@ -64,7 +64,7 @@ pub fn part(gpu: &Device, n: u32, profile: &str) -> Device {
         sm_count: Some(16),
         memory_bytes: gpu.memory_bytes / 8,
         memory_free_bytes: gpu.memory_bytes / 8,
-        part: Some(part),
+        mig_device: Some(part),
         ..gpu.clone()
     }
 }

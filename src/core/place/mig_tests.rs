@@ -3,7 +3,7 @@
 use super::fixture::{GIB, device, host, part, process, request};
 use super::tests::{id, ledger};
 use super::*;
-use crate::inventory::Part;
+use crate::inventory::MigDevice;
 use crate::ledger::Lease;
 use crate::ledger::fixture::lease;
 use crate::share::{Memory, Selector};
@@ -13,9 +13,9 @@ fn cut() -> Inventory {
     let gpu = Device { mig_enabled: true, ..device(0) };
     let shared = |n: u32, ci: u32, sibling: &str| {
         let whole = part(&gpu, n, "1c.2g.35gb");
-        let own = whole.part.clone().unwrap();
-        let part = Part { gi: 5, ci, slices: (1, 2), siblings: vec![sibling.into()], ..own };
-        Device { memory_bytes: 20 * GIB, memory_free_bytes: 20 * GIB, part: Some(part), ..whole }
+        let own = whole.mig_device.clone().unwrap();
+        let mig_device = MigDevice { gi: 5, ci, slices: (1, 2), siblings: vec![sibling.into()], ..own };
+        Device { memory_bytes: 20 * GIB, memory_free_bytes: 20 * GIB, mig_device: Some(mig_device), ..whole }
     };
     let parts =
         [part(&gpu, 0, "1g.18gb"), part(&gpu, 1, "1g.18gb"), shared(2, 0, "MIG-3"), shared(3, 1, "MIG-2")];
@@ -53,15 +53,15 @@ fn a_lease_keeps_what_its_instance_was() {
     let (uuid, gpu) = ("MIG-1".to_owned(), "GPU-0".to_owned());
     // 16 of 132 SMs.
     let (sm, memory_bytes) = (Some(Percent::from_thousandths(12_122)), Some(100 * GIB / 8));
-    let part = LeasedPart { uuid, gpu, gi: 1, ci: 0, placement: Some((1, 1)), sm, memory_bytes };
-    assert_eq!(placement.parts, [part]);
+    let mig_device = LeasedMigDevice { uuid, gpu, gi: 1, ci: 0, placement: Some((1, 1)), sm, memory_bytes };
+    assert_eq!(placement.mig_devices, [mig_device]);
     assert_eq!(placement.memory_bytes, None, "all of it is its own");
 }
 
 #[test]
 fn whole_gpus_and_instances_are_never_mixed_up() {
     let any = placed(&request(Mode::Exclusive), vec![]).unwrap();
-    assert_eq!((any.devices, any.parts), (vec!["GPU-1".to_owned()], vec![]));
+    assert_eq!((any.devices, any.mig_devices), (vec!["GPU-1".to_owned()], vec![]));
     let gpu = Request { devices: Devices::These(vec![Selector::Index(0)]), ..request(Mode::TimeSlice) };
     let refusal = placed(&gpu, vec![]).unwrap_err();
     assert!(refusal.message.contains("GPU 0 (NVIDIA H200) is in MIG mode"), "{refusal}");
@@ -119,7 +119,7 @@ fn a_percentage_of_nobody_knows_how_many_sms_is_refused() {
     let mut inventory = cut();
     inventory.devices[0].sm_count = None;
     for device in &mut inventory.devices {
-        device.part.iter_mut().for_each(|part| part.gpu_sm_count = None);
+        device.mig_device.iter_mut().for_each(|mig_device| mig_device.gpu_sm_count = None);
     }
     let wanted = Request { sm: Some(Percent::from_thousandths(10_000)), ..named(0, Mode::Mig) };
     let placed = |wanted: &Request| place(wanted, &id(), &inventory, &ledger(vec![]), &config());
@@ -147,7 +147,7 @@ fn clients_are_limited_in_proportion() {
 
 #[test]
 fn nodes_of_an_instance_that_is_gone_stay_its_containers() {
-    let of = |uuid: &str| LeasedPart {
+    let of = |uuid: &str| LeasedMigDevice {
         uuid: uuid.into(),
         gpu: "GPU-0".into(),
         gi: 0,
@@ -156,10 +156,11 @@ fn nodes_of_an_instance_that_is_gone_stay_its_containers() {
         sm: None,
         memory_bytes: None,
     };
-    let lost = Lease { parts: vec![of("MIG-gone")], ..alone(1, "MIG-gone") };
+    let lost = Lease { mig_devices: vec![of("MIG-gone")], ..alone(1, "MIG-gone") };
     let refusal = placed(&named(0, Mode::Mig), vec![lost]).unwrap_err();
     assert!(refusal.temporary && refusal.message.contains("container container-1 still holds"), "{refusal}");
-    let elsewhere = Lease { parts: vec![LeasedPart { gi: 9, ..of("MIG-gone") }], ..alone(1, "MIG-gone") };
+    let elsewhere =
+        Lease { mig_devices: vec![LeasedMigDevice { gi: 9, ..of("MIG-gone") }], ..alone(1, "MIG-gone") };
     assert!(placed(&named(0, Mode::Mig), vec![elsewhere]).is_ok());
 }
 
@@ -190,7 +191,7 @@ fn faults_drains_and_strangers_close_one_instance() {
         place(&named(0, Mode::Mig), &id(), &host, &ledger, &config()).unwrap_err().message
     };
     let fault = |host: &mut Inventory| {
-        host.devices[1].part.as_mut().unwrap().fault = Some("told twice".into());
+        host.devices[1].mig_device.as_mut().unwrap().fault = Some("told twice".into());
     };
     assert!(why(fault, ledger(vec![])).contains("cannot be used: told twice"));
     let stranger = |host: &mut Inventory| host.devices[1].processes = vec![process(7, 0, GIB)];

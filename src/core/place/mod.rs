@@ -1,8 +1,10 @@
 //! Which device serves a request: [`Request`], [`Inventory`] and [`Ledger`] in, [`Placement`] out. Pure.
 
-mod account;
+mod bookings;
 mod dynamic_mig_order;
 mod fit;
+mod fit_room;
+mod fit_rules;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixture;
 #[cfg(test)]
@@ -11,38 +13,40 @@ mod refusal;
 mod select;
 #[cfg(test)]
 pub mod tests;
+mod want;
 
 use std::collections::BTreeSet;
 
-use fit::{Fit, Misfit, World};
+use fit::Fit;
+use want::{Misfit, World};
 
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::DaemonKey;
-use crate::ledger::{LeaseId, LeasedPart, Ledger};
+use crate::ledger::{LeaseId, LeasedMigDevice, Ledger};
 use crate::request::Request;
 use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority};
 
-pub use account::{Account, account};
+pub use bookings::{Bookings, bookings};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
-pub use fit::client_limit;
+pub use fit_rules::client_limit;
 pub use refusal::Refusal;
 pub use select::{named, only, rule, wants_mig};
 
-/// Where a request finds its place.
+/// The devices and the mode chosen for a request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Placement {
     /// Device UUIDs in the order the container sees them.
     pub devices: Vec<String>,
-    /// Those of them that are MIG devices.
-    pub parts: Vec<LeasedPart>,
+    /// Those of the devices that are MIG devices.
+    pub mig_devices: Vec<LeasedMigDevice>,
     /// The mode in force.
     pub mode: Mode,
     /// Shared or dedicated.
     pub isolation: Isolation,
     /// The MPS server it needs: mode mps, or time-slice with memory.
     pub daemon: Option<DaemonKey>,
-    /// SM ceiling of the whole container.
+    /// SM limit of the whole container.
     pub sm: Option<Percent>,
     /// Memory of the whole container on each device, in bytes (whole MiB).
     pub memory_bytes: Option<u64>,
@@ -50,17 +54,17 @@ pub struct Placement {
     pub processes: u32,
     /// MPS client priority.
     pub priority: Priority,
-    /// What the guard does about its processes, where that is not for `[guard]` alone to say.
+    /// What the guard does about its processes, if the container or its named share sets it.
     pub guard: Option<Guarding>,
-    /// What it may see or change of all MIG instances, beside its own.
+    /// Which access it gets to all MIG instances, in addition to its own.
     pub mig_caps: Vec<MigCapability>,
-    /// Memory was so near to what NVML last reported free that a refresh should come first.
+    /// The requested memory is so close to what NVML last reported free that a refresh should come first.
     pub refresh_first: bool,
-    /// One line each, for whoever starts the container.
+    /// Warnings for the user, one line each.
     pub warnings: Vec<String>,
 }
 
-/// Finds `request` a place. `id` is the lease id that it will have (it names a dedicated server).
+/// Chooses devices for `request`. `id` is the lease id that it will have, which also names a dedicated server.
 ///
 /// # Errors
 /// [`Refusal`]: what was asked, what each device has left, who holds it, what would fit now.
@@ -86,7 +90,7 @@ pub fn place(
         verdicts = judge(alike.as_ref().unwrap_or(request), id, &slots, smallest, world);
         let memory = |index: &usize| inventory.devices[*index].memory_bytes;
         match choose(&slots, &verdicts, smallest, world) {
-            // Of larger ones alone the percentage is more, and that they did not have.
+            // On larger devices alone the percentage would be more, and they did not have that much.
             Some((devices, _)) if smallest.is_some() && devices.iter().map(memory).min() != smallest => {}
             Some((devices, fits)) => return Ok(placement(request, inventory, devices, &fits)),
             None => {}
@@ -95,8 +99,8 @@ pub fn place(
     Err(Box::new(refuse(request, &slots, &verdicts, world)))
 }
 
-/// Which memory the smallest of the devices may have that are taken together, the largest first. A percentage is of
-/// it, for all of them have one amount; else it does not matter.
+/// The possible memory sizes of the smallest of several devices, the largest first. A percentage refers to the smallest
+/// device, because the amount is the same on all. Without a percentage the size does not matter.
 fn smallest(request: &Request, slots: &[Vec<usize>], inventory: &Inventory) -> Vec<Option<u64>> {
     if slots.len() < 2 || wants_mig(request) || !matches!(request.memory, Some(Memory::Share(_))) {
         return vec![None];
@@ -106,14 +110,13 @@ fn smallest(request: &Request, slots: &[Vec<usize>], inventory: &Inventory) -> V
     sizes.into_iter().rev().map(Some).collect()
 }
 
-/// `request` with its percentage of a device with `smallest` bytes as an amount.
+/// `request` with its percentage turned into an amount, for a device with `smallest` bytes.
 fn alike(request: &Request, smallest: u64) -> Request {
     let memory = request.memory.map(|memory| Memory::Bytes(memory.on(smallest)));
     Request { memory, ..request.clone() }
 }
 
-/// What `request` comes to on each device that it may have: those with at least `smallest` bytes, where that is
-/// given.
+/// What `request` takes of each permitted device; if `smallest` is given, only of those with at least that many bytes.
 fn judge(
     request: &Request,
     id: &LeaseId,
@@ -130,15 +133,15 @@ fn judge(
     (0..).zip(&world.inventory.devices).map(verdict).collect()
 }
 
-/// What `request` would come to on one MIG device that is not there yet, as far as it says: what hangs on the size
-/// of that is in [`Size::within`].
+/// What `request` would take of a MIG device that does not exist yet, as far as this does not depend on the device's
+/// size; for the rest see [`Size::within`].
 #[must_use]
 pub fn expected(request: &Request) -> Placement {
     let mode = request.mode.unwrap_or(Mode::Mig);
     let memory = request.memory.filter(|_| mode != Mode::Mig).map(|memory| memory.on(0));
     Placement {
         devices: vec![String::new()],
-        parts: Vec::new(),
+        mig_devices: Vec::new(),
         mode,
         isolation: request.isolation,
         daemon: None,
@@ -153,8 +156,8 @@ pub fn expected(request: &Request) -> Placement {
     }
 }
 
-/// The best devices for all slots, all in one mode: indices, and what the request comes to on each. One with
-/// `smallest` bytes is among them, where it can be: the amount is a percentage of that.
+/// The best devices for all slots, all in one mode: their indices, and what the request takes of each. If possible, a
+/// device with `smallest` bytes is among them, because the amount is a percentage of that.
 fn choose<'a>(
     slots: &[Vec<usize>],
     verdicts: &'a [Option<Result<Fit, Misfit>>],
@@ -184,26 +187,26 @@ fn one_of_each_instance(fits: &mut Vec<(usize, &Fit)>, inventory: &Inventory) {
     let mut seen = Vec::new();
     fits.retain(|(index, _)| {
         let device = &inventory.devices[*index];
-        let Some(part) = &device.part else { return true };
-        let instance = (device.gpu(), part.gi);
+        let Some(mig_device) = &device.mig_device else { return true };
+        let instance = (device.gpu(), mig_device.gi);
         let first = !seen.contains(&instance);
         seen.push(instance);
         first
     });
 }
 
-/// What a lease keeps of the MIG devices among those chosen.
-fn parts(inventory: &Inventory, devices: &[usize]) -> Vec<LeasedPart> {
+/// What a lease records of the MIG devices among those chosen.
+fn mig_devices(inventory: &Inventory, devices: &[usize]) -> Vec<LeasedMigDevice> {
     let leased = |index: &usize| {
         let device = &inventory.devices[*index];
-        let part = device.part.as_ref()?;
-        Some(LeasedPart {
+        let mig_device = device.mig_device.as_ref()?;
+        Some(LeasedMigDevice {
             uuid: device.uuid.clone(),
-            gpu: part.gpu.clone(),
-            gi: part.gi,
-            ci: part.ci,
-            placement: part.placement,
-            sm: part.gpu_sm_count.zip(device.sm_count).map(|(all, own)| Percent::of_all(own, all)),
+            gpu: mig_device.gpu.clone(),
+            gi: mig_device.gi,
+            ci: mig_device.ci,
+            placement: mig_device.placement,
+            sm: mig_device.gpu_sm_count.zip(device.sm_count).map(|(all, own)| Percent::of_all(own, all)),
             memory_bytes: Some(device.part_of(device.memory_bytes)),
         })
     };
@@ -217,12 +220,12 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
     let first = fits.first();
     let mode = first.map_or(request.default_mode, |fit| fit.mode);
     Placement {
-        parts: parts(inventory, &devices),
+        mig_devices: mig_devices(inventory, &devices),
         devices: devices.iter().map(|index| inventory.devices[*index].uuid.clone()).collect(),
         mode,
         isolation: first.map_or(request.isolation, |fit| fit.isolation),
         daemon: first.and_then(|fit| fit.daemon.clone()),
-        // With mode mig it said which device to take, and limits nobody on it.
+        // With mode mig it only helped to choose the device and sets no limit.
         sm: request.sm.filter(|_| mode != Mode::Mig),
         memory_bytes: first.and_then(|fit| fit.memory_bytes),
         processes: request.processes.get(),
@@ -234,7 +237,7 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
     }
 }
 
-/// Waiting helps if there would be a place as soon as all that is temporary has passed.
+/// Waiting helps if the request would fit once all temporary reasons are gone.
 fn refuse(
     request: &Request,
     slots: &[Vec<usize>],

@@ -1,8 +1,8 @@
-//! Why no device can serve a request now, with what would help.
+//! Why no device can serve a request now, and what would help.
 
-use super::account::{SERVER_BYTES, account};
-use super::fit::Misfit;
+use super::bookings::{SERVER_BYTES, bookings};
 use super::select::wants_mig;
+use super::want::Misfit;
 use crate::config::Config;
 use crate::inventory::Device;
 use crate::ledger::{Lease, Ledger};
@@ -22,18 +22,18 @@ pub struct Refusal {
     pub message: String,
     /// Whether waiting could help.
     pub temporary: bool,
-    /// It hangs on what NVML last reported: after a refresh there may be a place.
+    /// It depends on what NVML last reported, so a refresh may change it.
     pub refresh_first: bool,
 }
 
 impl Refusal {
-    /// One that no waiting changes.
+    /// A refusal that waiting does not change.
     pub(super) fn never(request: &Request, why: &str) -> Self {
         let message = format!("no place for {}: {why}", asked(request));
         Self { message, temporary: false, refresh_first: false }
     }
 
-    /// What `misfits` say, device by device.
+    /// A refusal with the reasons in `misfits`, device by device.
     pub(super) fn of(
         request: &Request,
         misfits: &[(&Device, &Misfit)],
@@ -82,11 +82,11 @@ fn describe(device: &Device, misfit: &Misfit, ledger: &Ledger, config: &Config) 
     if !misfit.temporary {
         return text;
     }
-    let account = account(device, ledger, config);
+    let bookings = bookings(device, ledger, config);
     let holders: Vec<String> = ledger.on_device(&device.uuid).map(holder).collect();
     let held = if holders.is_empty() { String::new() } else { "; held by ".to_owned() };
     let holders = some(holders.into_iter(), ", ");
-    format!("{text} [left: {} % SM, {}{held}{holders}]", account.sm_free, show_bytes(account.memory_free))
+    format!("{text} [left: {} % SM, {}{held}{holders}]", bookings.sm_free, show_bytes(bookings.memory_free))
 }
 
 /// As `3f2a9c1b2d4e (mps, 25 % SM, 8 GiB)`.
@@ -100,31 +100,31 @@ fn holder(lease: &Lease) -> String {
 
 /// What `device` would take now.
 fn room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
-    // Kept for a container that is being started, or on its way out.
-    if ledger.made(device).is_some_and(|made| made.going || made.awaited.is_some()) {
+    // It is kept for a container that is being started, or is being destroyed.
+    if ledger.dynamic_instance(device).is_some_and(|instance| instance.going || instance.awaited.is_some()) {
         return None;
     }
-    let account = account(device, ledger, config);
+    let bookings = bookings(device, ledger, config);
     let (on, memory) = (device.label(), |bytes: u64| show_bytes(bytes / MIB * MIB));
-    let turns = (config.limits.time_slice_max as usize).saturating_sub(account.leases);
-    match account.used_as {
+    let turns = (config.limits.time_slice_max as usize).saturating_sub(bookings.leases);
+    match bookings.used_as {
         Some(Mode::Mps) => {
-            let sm = account.sm_free.min(Percent::WHOLE);
-            Some(format!("mps with at most {sm} % SM and {} on {on}", memory(account.memory_free)))
+            let sm = bookings.sm_free.min(Percent::WHOLE);
+            Some(format!("mps with at most {sm} % SM and {} on {on}", memory(bookings.memory_free)))
         }
         Some(Mode::TimeSlice) if turns > 0 => {
-            let free = account.memory_free.saturating_sub(SERVER_BYTES);
+            let free = bookings.memory_free.saturating_sub(SERVER_BYTES);
             Some(format!("time-slice with at most {} on {on}", memory(free)))
         }
         None => {
-            let free = account.memory_free.saturating_sub(SERVER_BYTES);
+            let free = bookings.memory_free.saturating_sub(SERVER_BYTES);
             Some(format!("mps or time-slice with at most {} on {on}", memory(free)))
         }
         Some(_) => None,
     }
 }
 
-/// The first few of `texts`, and how many there are beside them.
+/// The first few of `texts`, and the number of the others.
 fn some(texts: impl Iterator<Item = String>, between: &str) -> String {
     let mut texts: Vec<String> = texts.collect();
     let others = texts.len().saturating_sub(NAMED);

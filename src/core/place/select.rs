@@ -1,4 +1,4 @@
-//! From selectors to devices: which ones a request may have, and which of those it takes.
+//! From selectors to devices: which devices a request may have, and which of those it takes.
 
 use crate::config::{Config, DeviceRule};
 use crate::inventory::{Device, Inventory};
@@ -29,17 +29,17 @@ fn rule_matches(text: &str, device: &Device) -> bool {
         || bus_id(text).is_some_and(|id| Some(id) == bus_id(&device.bus_id))
 }
 
-/// Whether `request` is for MIG devices. What it names otherwise are then the GPUs whose they are.
+/// Whether `request` is for MIG devices. Other selectors then name the GPUs to which the MIG devices belong.
 #[must_use]
 pub fn wants_mig(request: &Request) -> bool {
     let named = matches!(&request.devices, Devices::These(these) if these.iter().any(Selector::is_mig));
     named || request.mig.is_some() || request.mode == Some(Mode::Mig)
 }
 
-/// For each device that the container gets, the indices into `inventory.devices` of those that would do.
+/// For each device that the container gets, the indices into `inventory.devices` of the possible ones.
 ///
 /// # Errors
-/// One line: what names no device or more than one.
+/// One line: the selector that matches no device or several.
 pub(super) fn slots(
     request: &Request,
     inventory: &Inventory,
@@ -73,7 +73,7 @@ pub(super) fn slots(
     twice(&slots, inventory).map_or(Ok(slots), Err)
 }
 
-/// The GPUs whose MIG devices `request` may be given, where it names at most one, and no MIG device.
+/// The GPUs whose MIG devices `request` may get, if it names at most one device, and no MIG device.
 pub(super) fn hosts<'a>(
     request: &Request,
     inventory: &'a Inventory,
@@ -116,7 +116,7 @@ fn of_profile(devices: &[usize], profile: Option<&str>, inventory: &Inventory) -
     Err(format!("none is a {}: {}", safe(profile), have.join(", ")))
 }
 
-/// The devices that a person means by `text`: a selector as in `sublet.gpu`, or `all` GPUs.
+/// The devices that `text` names: a selector as in `sublet.gpu`, or `all` GPUs.
 #[must_use]
 pub fn named<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> Vec<&'a Device> {
     if text == "all" {
@@ -127,10 +127,10 @@ pub fn named<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> Vec<&
     found.unwrap_or_default().into_iter().map(|index| &inventory.devices[index]).collect()
 }
 
-/// `request` for the device `uuid` and no other, as a CDI device of a share means it.
+/// `request` for the device `uuid` only, as a CDI device of a share means it.
 ///
 /// # Errors
-/// It is not for one device, or not for this one; follows the name of either.
+/// It is not for one device, or not for this one. In messages the text follows the name of either.
 pub fn only(
     request: &Request,
     uuid: &str,
@@ -191,14 +191,14 @@ fn slot(
     }
 }
 
-/// `mig`: the MIG devices that are meant, or whose GPU is.
+/// The devices that `selector` names. With `mig`, the MIG devices that it names or whose GPU it names.
 fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Config) -> Vec<usize> {
     let fits = |device: &Device| match selector {
         Selector::MigUuid(_) | Selector::MigIndex(..) => is_part(selector, device),
         Selector::Name(name) => {
             let has =
                 |device: &Device| rule(device, config).is_some_and(|rule| rule.name.as_ref() == Some(name));
-            // An alias may be of either.
+            // An alias may name either.
             has(device) || device.is_mig() && mig && inventory.device(device.gpu()).is_some_and(has)
         }
         _ if device.is_mig() != mig => false,
@@ -209,7 +209,7 @@ fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Conf
     };
     let found: Vec<usize> =
         (0..).zip(&inventory.devices).filter(|(_, device)| fits(device)).map(first).collect();
-    // A whole UUID that another one begins with names its own device.
+    // A complete UUID names its own device, even if another UUID begins with it.
     let whole = |index: &usize| match (selector, &inventory.devices[*index]) {
         (Selector::Uuid(uuid), device) => device.gpu().eq_ignore_ascii_case(uuid),
         (Selector::MigUuid(uuid), device) => device.uuid.eq_ignore_ascii_case(uuid),
@@ -220,11 +220,12 @@ fn matching(selector: &Selector, mig: bool, inventory: &Inventory, config: &Conf
 
 /// Whether `device` is the MIG device that `selector` names.
 fn is_part(selector: &Selector, device: &Device) -> bool {
-    let Some(part) = &device.part else { return false };
+    let Some(mig_device) = &device.mig_device else { return false };
     match selector {
-        Selector::MigIndex(gpu, index) => (device.index, part.index) == (*gpu, *index),
+        Selector::MigIndex(gpu, index) => (device.index, mig_device.index) == (*gpu, *index),
         Selector::MigUuid(text) => match text.strip_prefix("MIG-GPU-") {
-            Some(_) => text[4..].eq_ignore_ascii_case(&format!("{}/{}/{}", part.gpu, part.gi, part.ci)),
+            Some(_) => text[4..]
+                .eq_ignore_ascii_case(&format!("{}/{}/{}", mig_device.gpu, mig_device.gi, mig_device.ci)),
             None => starts_with(&device.uuid, text),
         },
         _ => false,
@@ -235,7 +236,8 @@ fn first<A, B>(pair: (A, B)) -> A {
     pair.0
 }
 
-/// A device that is the only choice of two selectors, or two that no process sees together.
+/// The message about a device that is the only choice of two selectors, or about two devices that no process sees
+/// together.
 fn twice(slots: &[Vec<usize>], inventory: &Inventory) -> Option<String> {
     let mut named: Vec<usize> = slots.iter().filter(|slot| slot.len() == 1).map(|slot| slot[0]).collect();
     named.sort_unstable();
@@ -246,8 +248,10 @@ fn twice(slots: &[Vec<usize>], inventory: &Inventory) -> Option<String> {
     if devices.iter().any(|device| device.is_mig()) && devices.iter().any(|device| !device.is_mig()) {
         return Some("a process sees either GPUs or MIG devices: name one kind".to_owned());
     }
-    // Compute instances of one GPU instance stand side by side.
-    let instance = |device: &Device| device.part.as_ref().map(|part| (part.gpu.clone(), part.gi));
+    // Compute instances of one GPU instance are adjacent.
+    let instance = |device: &Device| {
+        device.mig_device.as_ref().map(|mig_device| (mig_device.gpu.clone(), mig_device.gi))
+    };
     let pair = devices.windows(2).find(|pair| pair[0].is_mig() && instance(pair[0]) == instance(pair[1]))?;
     Some(format!(
         "{} and {} are compute instances of one GPU instance, and a process sees only one of these",
@@ -287,7 +291,7 @@ fn bus_id(text: &str) -> Option<(u32, u32, u32, u32)> {
     parts.next().is_none().then_some(id)
 }
 
-/// Gives each slot a device of its own, the earlier in `ranked` the better; `None` where that cannot be.
+/// Gives each slot a different device, preferring those early in `ranked`; `None` if that is impossible.
 ///
 /// Bipartite matching by augmenting paths: overlapping selectors do not take each other's only choice.
 pub(super) fn assign(slots: &[Vec<usize>], ranked: &[usize]) -> Option<Vec<usize>> {
@@ -305,7 +309,7 @@ pub(super) fn assign(slots: &[Vec<usize>], ranked: &[usize]) -> Option<Vec<usize
     Some(holder.into_iter().map(first).collect())
 }
 
-/// Finds `slot` a device, moving earlier slots where they have another choice. `holder`: (device, slot).
+/// Finds a device for `slot`, moving earlier slots that have another choice. `holder`: (device, slot).
 fn augment(
     slot: usize,
     choices: &[Vec<usize>],

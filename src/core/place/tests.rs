@@ -1,4 +1,4 @@
-//! Tests of the whole of `place`, with values written out, and of the accounts under random orders.
+//! Tests of the whole of `place`, with values written out, and of the bookings under random orders.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
@@ -60,7 +60,7 @@ fn a_shared_share_is_served_by_the_devices_server() {
     let placement = placed(&mps(25_000, 8), &host(vec![device(0)]), &ledger(vec![])).unwrap();
     let expected = Placement {
         devices: vec!["GPU-0".into()],
-        parts: vec![],
+        mig_devices: vec![],
         mode: Mode::Mps,
         isolation: Isolation::Shared,
         daemon: Some(DaemonKey("GPU-0".into())),
@@ -381,12 +381,12 @@ fn several_devices_have_one_server_of_the_leases_own_and_one_amount_each() {
         assert_eq!((placement.isolation, placement.memory_bytes), (Isolation::Dedicated, Some(8 * GIB)));
         let held = ledger(vec![lease_of(1, placement)]);
         for device in &host.devices[..2] {
-            let account = account(device, &held, &Config::default());
-            assert_eq!(account.used_as, Some(Mode::TimeSlice));
+            let bookings = bookings(device, &held, &Config::default());
+            assert_eq!(bookings.used_as, Some(Mode::TimeSlice));
             // The server has its own 66 MiB on each.
-            assert_eq!(account.memory_booked, 8 * GIB + (66 << 20));
+            assert_eq!(bookings.memory_booked, 8 * GIB + (66 << 20));
         }
-        assert_eq!(account(&host.devices[2], &held, &Config::default()).memory_booked, 0);
+        assert_eq!(bookings(&host.devices[2], &held, &Config::default()).memory_booked, 0);
     }
     let plain = Request { devices: two(), ..request(Mode::TimeSlice) };
     assert_eq!(placed(&plain, &host, &ledger(vec![])).unwrap().daemon, None);
@@ -415,7 +415,7 @@ fn a_share_of_several_devices_is_refused_for_what_one_of_them_lacks() {
     says(&all(|_| {}), &shared, "is in use as mps, and an MPS server for several devices takes turns", true);
     let full = Lease { mode: Mode::TimeSlice, memory_bytes: Some(98 * GIB), ..lease(1, "GPU-1") };
     says(&all(|_| {}), &ledger(vec![full]), "has 1536 MiB left to book", true);
-    // A GPU in MIG mode is none that `all` means beside others: it is named.
+    // `all` does not silently leave out a GPU in MIG mode: the refusal names it.
     let named = Devices::These(vec![Selector::Index(0), Selector::Index(1)]);
     let refusal =
         refused(&Request { devices: named, ..wanted.clone() }, &all(|gpu| gpu.mig_enabled = true), &empty);
@@ -445,9 +445,9 @@ fn a_percentage_of_several_devices_is_of_the_smallest() {
     let empty = ledger(vec![]);
     assert_eq!(amount(&share(named(0, 1), 50_000), &empty).unwrap(), (gpus(0, 1), 20));
     assert_eq!(amount(&share(Devices::All, 25_000), &empty).unwrap().1, 10);
-    // Of any, those on which it is most.
+    // With `any`, the devices on which the amount is largest.
     assert_eq!(amount(&share(two(), 50_000), &empty).unwrap(), (gpus(0, 2), 40));
-    // What is left of the larger need only hold the part of the smallest.
+    // The larger device need only have room for the amount on the smallest.
     let turns =
         |n, gpu: &str, gib| Lease { mode: Mode::TimeSlice, memory_bytes: Some(gib * GIB), ..lease(n, gpu) };
     let held = ledger(vec![turns(1, "GPU-0", 50)]);
@@ -456,7 +456,7 @@ fn a_percentage_of_several_devices_is_of_the_smallest() {
     let full = ledger(vec![turns(1, "GPU-0", 65)]);
     let refusal = amount(&share(named(0, 1), 50_000), &full).unwrap_err();
     assert!(refusal.message.contains("50 % of the memory on the 2 GPUs named: GPU 0"), "{}", refusal.message);
-    // Never less than the percentage of those that are taken, though the full ones' would fit there.
+    // Never less than the percentage of the devices that are taken, although the amount for the full ones would fit.
     let full = ledger(vec![turns(1, "GPU-0", 50), turns(2, "GPU-1", 25)]);
     assert!(amount(&share(two(), 50_000), &full).is_err());
     // An amount is the same on all.
@@ -466,7 +466,7 @@ fn a_percentage_of_several_devices_is_of_the_smallest() {
     assert!(amount(&large, &empty).unwrap_err().message.contains("GPU 1 (NVIDIA H200) has 40 GiB, of which"));
 }
 
-/// A percentage is of the smallest device, and all devices have that amount.
+/// A percentage refers to the smallest device, and the amount is the same on all devices.
 fn assert_share(request: &Request, placement: &Placement, inventory: &Inventory) {
     let sizes =
         placement.devices.iter().filter_map(|uuid| inventory.device(uuid)).map(|one| one.memory_bytes);
@@ -478,7 +478,7 @@ fn assert_share(request: &Request, placement: &Placement, inventory: &Inventory)
     }
 }
 
-/// The table of accounts, written without a look at [`account`].
+/// The table of bookings, written independently of [`bookings`].
 #[expect(clippy::cast_precision_loss, reason = "bytes of device memory are far below 2^53")]
 pub(crate) fn assert_accounts(inventory: &Inventory, ledger: &Ledger, config: &Config) {
     for device in &inventory.devices {

@@ -8,20 +8,20 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-/// Most that is kept of each output stream, in bytes; the rest is read and dropped.
+/// How much of each output stream is kept, in bytes. The rest is read and dropped.
 const KEPT: usize = 64 << 10;
 
-/// How often an open stream is left to see whether the child is gone: a grandchild may hold it open.
+/// How often to check whether the child has ended while a stream is still open: a grandchild may hold it open.
 const TICK: Duration = Duration::from_millis(5);
 
-/// What a program said and how it ended.
+/// What a program printed and how it ended.
 #[derive(Debug)]
 pub struct Finished {
     /// How it ended.
     pub status: ExitStatus,
-    /// What it printed, as far as it was kept.
+    /// Its standard output, as far as it was kept.
     pub stdout: String,
-    /// Its errors, as far as they were kept.
+    /// Its standard error, as far as it was kept.
     pub stderr: String,
 }
 
@@ -49,7 +49,7 @@ pub fn run(command: &mut Command, input: &str, limit: Duration) -> Result<Finish
     supervise(command, input, limit, KEPT, &|| false)
 }
 
-/// As [`run`], with nothing fed, for as long as `stop` does not say so: then it is killed, and the error is
+/// As [`run`], without input, until `stop` is set: then the program is killed, and the error is
 /// [`io::ErrorKind::Interrupted`].
 ///
 /// # Errors
@@ -63,7 +63,7 @@ pub fn run_until(
     supervise(command, "", limit, KEPT, stop)
 }
 
-/// As [`run`], with nothing fed and up to `most` bytes kept of each stream: for what is useless in part.
+/// As [`run`], without input, keeping up to `most` bytes of each stream: for output that is useless if it is cut.
 ///
 /// # Errors
 /// It cannot be started, or does not end in time.
@@ -72,7 +72,7 @@ pub fn run_whole(command: &mut Command, limit: Duration, most: usize) -> Result<
     supervise(command, "", limit, most, &|| false)
 }
 
-/// As [`run`], with nothing fed and nothing heard: for programs that leave a daemon behind.
+/// As [`run`], without input and without reading the output: for programs that leave a daemon behind.
 ///
 /// # Errors
 /// It cannot be started, or does not end in time.
@@ -81,7 +81,8 @@ pub fn run_deaf(command: &mut Command, limit: Duration) -> Result<ExitStatus, Ch
     run_unheard(command, limit)
 }
 
-/// As [`run_deaf`], with what it prints going where `command` says: no pipe, whose end a daemon would hold open.
+/// As [`run_deaf`], with the output going where `command` says. This must not be a pipe, because a daemon would hold
+/// its end open.
 ///
 /// # Errors
 /// It cannot be started, or does not end in time.
@@ -115,7 +116,7 @@ fn listen(
     stop: &dyn Fn() -> bool,
 ) -> Result<Finished, ChildError> {
     if let Some(mut stdin) = child.stdin.take() {
-        // A child that does not read its input is judged by how it ends.
+        // A child that does not read its input is no error by itself: its exit status decides.
         let _ = stdin.write_all(input.as_bytes());
     }
     let mut out = Stream::new(child.stdout.take(), most);
@@ -136,7 +137,7 @@ fn listen(
     }
 }
 
-/// Waits up to `wait` for output and reads what there is; whether there was any.
+/// Waits up to `wait` for output and reads what there is. Returns whether there was any.
 fn hear<O: Read + AsFd, E: Read + AsFd>(
     out: &mut Stream<O>,
     err: &mut Stream<E>,
@@ -148,7 +149,7 @@ fn hear<O: Read + AsFd, E: Read + AsFd>(
         open.extend(out.from.as_ref().map(|from| listen_to(from.as_fd())));
         open.extend(err.from.as_ref().map(|from| listen_to(from.as_fd())));
         if open.is_empty() {
-            // Both streams are closed: the end itself is a matter of microseconds, or of the limit.
+            // Both streams are closed: the child ends within microseconds, or the limit ends it.
             sleep(wait.min(Duration::from_micros(500)));
             return Ok(false);
         }
@@ -178,7 +179,7 @@ impl<T: Read> Stream<T> {
         Self { from, kept: Vec::new(), most }
     }
 
-    /// Reads once; `false` at the end, where the stream is closed.
+    /// Reads once. `false` at the end of the stream, which is then closed.
     fn read(&mut self) -> io::Result<bool> {
         let Some(from) = &mut self.from else { return Ok(false) };
         let mut buffer = [0_u8; 4096];

@@ -1,5 +1,5 @@
-//! What our programs take from their environment: the name of one configuration file, where whoever started them may
-//! tell them what to do.
+//! What sublet's programs take from their environment: the name of one configuration file, and only if the caller has
+//! the same rights as the program.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,8 @@ use nix::unistd::{getresgid, getresuid};
 /// The variable that names one configuration file instead of all others.
 pub(crate) const VARIABLE: &str = "SUBLET_CONFIG";
 
-/// The value of [`VARIABLE`], absolute, where it is honoured: never with more rights than our caller's.
+/// The value of [`VARIABLE`], made absolute, if it is honoured: never when this process has more rights than its
+/// caller.
 #[must_use]
 pub fn honoured() -> Option<PathBuf> {
     let file = std::env::var_os(VARIABLE).filter(|file| !file.is_empty())?;
@@ -19,18 +20,18 @@ pub fn honoured() -> Option<PathBuf> {
     std::path::absolute(file).ok()
 }
 
-/// `AT_SECURE` of the auxiliary vector (getauxval(3)): set where a program gained rights by being
-/// executed, through setuid, setgid, file capabilities or a security module.
+/// `AT_SECURE` of the auxiliary vector (getauxval(3)). It is set if the program gained rights by being executed:
+/// through setuid, setgid, file capabilities or a security module.
 const AT_SECURE: usize = 23;
 
-/// Whether this process has no more rights than its caller. Where that cannot be known: no.
+/// Whether this process has no more rights than its caller. `false` if that is unknown.
 fn has_our_rights() -> bool {
     let users = getresuid().is_ok_and(|ids| ids.real == ids.effective && ids.real == ids.saved);
     let groups = getresgid().is_ok_and(|ids| ids.real == ids.effective && ids.real == ids.saved);
     users && groups && std::fs::read("/proc/self/auxv").is_ok_and(|auxv| secure(&auxv) == Some(0))
 }
 
-/// The value of `AT_SECURE` in `auxv`: pairs of machine words, as the kernel laid them out (proc(5)).
+/// The value of `AT_SECURE` in `auxv`, which is a list of pairs of machine words (proc(5)).
 fn secure(auxv: &[u8]) -> Option<usize> {
     const WORD: usize = size_of::<usize>();
     let word = |bytes: &[u8]| bytes.try_into().map(usize::from_ne_bytes).ok();

@@ -1,4 +1,4 @@
-//! What a program inherits from its caller: descriptors, environment, a limit on the size of files.
+//! What a program inherits from its caller: descriptors, environment, and a limit on the size of files.
 #![allow(
     unsafe_code,
     reason = "descriptors that nobody owns, fork hooks, the process's environment, a signal"
@@ -11,23 +11,23 @@ use std::process::Command;
 use nix::libc;
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 
-/// Closes every descriptor but standard input, output and error: for a program that has just begun, and that is
-/// given nothing by number.
+/// Closes every descriptor except standard input, output and error. For a program that has just started and gets no
+/// descriptor by number.
 pub fn close() {
     for fd in descriptors() {
-        // SAFETY: nothing has been opened by this program yet, so nobody owns the descriptor.
+        // SAFETY: this program has not opened anything yet, so no value owns the descriptor.
         unsafe { libc::close(fd) };
     }
 }
 
-/// Marks every descriptor but standard input, output and error close-on-exec.
+/// Marks every descriptor except standard input, output and error close-on-exec.
 ///
-/// The engine's logs, sockets and pipes come to us through a container runtime; a daemon that keeps one
-/// open keeps the engine waiting for its end.
+/// This process inherits the engine's logs, sockets and pipes through a container runtime. If a daemon kept one of them
+/// open, the engine would wait for the daemon to end.
 pub fn keep_from_children() {
     for fd in descriptors() {
-        // SAFETY: F_SETFD changes a flag of the descriptor table and no memory of ours; on a number that is
-        // no descriptor any more it fails with EBADF. Nothing in this process relies on the flag being off.
+        // SAFETY: F_SETFD changes a flag in the descriptor table and no memory of this process. On a number that is no
+        // longer a descriptor it fails with EBADF. Nothing in this process relies on the flag being off.
         unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
     }
 }
@@ -37,13 +37,13 @@ fn descriptors() -> Vec<RawFd> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(|fd| *fd > 2).collect()
 }
 
-/// Has `command` get standard input, output and error alone, while this process keeps the rest open for the program
-/// that it is to become (runc's `--preserve-fds`, listening sockets).
+/// Makes `command` inherit only standard input, output and error. This process keeps the other descriptors open for the
+/// program that it will become by exec (runc's `--preserve-fds`, listening sockets).
 ///
-/// Before Linux 5.11, which cannot mark them all at once, the child has them for as long as it runs.
+/// Before Linux 5.11, which cannot mark all of them at once, the child has them as long as it runs.
 pub(crate) fn keep_from(command: &mut Command) {
     let mark = || {
-        // SAFETY: close_range(2) takes numbers alone and changes flags in the child's own descriptor table.
+        // SAFETY: close_range(2) takes only numbers and changes flags in the child's own descriptor table.
         unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
         Ok(())
     };
@@ -51,19 +51,19 @@ pub(crate) fn keep_from(command: &mut Command) {
     unsafe { command.pre_exec(mark) };
 }
 
-/// Takes every variable but `kept` out of the environment of this process, which has one thread.
+/// Removes every variable except `kept` from the environment of this process, which has one thread.
 pub(crate) fn forget_environment(kept: &[&str]) {
     for (name, _) in std::env::vars_os() {
         if !kept.iter().any(|kept| name == *kept) {
-            // SAFETY: no other thread reads the environment meanwhile, for there is none.
+            // SAFETY: there is no other thread that could read the environment meanwhile.
             unsafe { std::env::remove_var(name) };
         }
     }
 }
 
-/// Has a write beyond the caller's `RLIMIT_FSIZE` fail, as on a full disk, where it would end this process in the middle
-/// of its work (SIGXFSZ). Whatever it becomes by exec, or starts, has the signal as the caller left it: handlers do not
-/// outlive exec, and a signal that is ignored stays so.
+/// Makes a write beyond the caller's `RLIMIT_FSIZE` fail as on a full disk. Otherwise SIGXFSZ would end this process in
+/// the middle of its work. Programs that this process starts, or becomes by exec, have the signal as the caller left
+/// it: handlers do not outlive exec, and an ignored signal stays ignored.
 pub fn outlive_file_limit() {
     extern "C" fn nothing(_: libc::c_int) {}
     let handler = SigAction::new(SigHandler::Handler(nothing), SaFlags::SA_RESTART, SigSet::empty());
@@ -83,7 +83,7 @@ mod tests {
 
     use super::*;
 
-    /// Both tests concern the one table of this process.
+    /// Both tests change the descriptor table of this process.
     static TABLE: Mutex<()> = Mutex::new(());
 
     #[test]

@@ -1,5 +1,5 @@
-//! Processes: one named so that its id being used again cannot deceive (pid and start time), running commands, what is
-//! inherited, and a process that gives up its rights.
+//! Processes: identifying one by pid and start time, so that a reused pid is not mistaken for it; running commands;
+//! what a process inherits; and giving up rights.
 
 pub mod child;
 pub mod confine;
@@ -19,20 +19,20 @@ use serde::{Deserialize, Serialize};
 /// A process of this boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Process {
-    /// Its id in our PID namespace.
+    /// Its id in this process's PID namespace.
     pub pid: i32,
     /// When it started, in clock ticks since boot: field 22 of `/proc/PID/stat` (proc(5)).
     pub start_time: u64,
 }
 
 impl Process {
-    /// The running process `pid`, or `None` when there is none.
+    /// The running process `pid`; `None` if there is none.
     #[must_use]
     pub fn find(pid: i32) -> Option<Self> {
         stat(pid).ok()?.map(|stat| Self { pid, start_time: stat.start_time })
     }
 
-    /// Its parent's pid; `None` when it has gone.
+    /// The pid of its parent; `None` if the process has ended.
     #[must_use]
     pub fn parent(&self) -> Option<i32> {
         stat(self.pid).ok()?.filter(|stat| stat.start_time == self.start_time).map(|stat| stat.parent)
@@ -41,13 +41,13 @@ impl Process {
     /// This process.
     ///
     /// # Errors
-    /// When /proc is not mounted or hides us.
+    /// /proc is not mounted, or hides this process.
     pub fn current() -> std::io::Result<Self> {
         let pid = i32::try_from(std::process::id()).unwrap_or(i32::MAX);
         Self::find(pid).ok_or_else(|| std::io::Error::other(format!("/proc/{pid}/stat cannot be read")))
     }
 
-    /// Whether it was started with this variable; `false` also where we may not look.
+    /// Whether it was started with this variable. `false` also if its environment may not be read.
     #[must_use]
     pub fn has_environment(&self, name: &str, value: &Path) -> bool {
         let wanted = [name.as_bytes(), b"=", value.as_os_str().as_bytes()].concat();
@@ -55,21 +55,21 @@ impl Process {
         environment.split(|byte| *byte == 0).any(|entry| entry == wanted) && self.is_alive()
     }
 
-    /// Whether process `pid`, whichever that is, runs or cannot be looked at.
+    /// Whether a process with the id `pid` runs, or cannot be examined.
     #[must_use]
     pub(crate) fn may_run(pid: i32) -> bool {
         stat(pid).map_or(true, |stat| stat.is_some_and(|stat| !stat.has_ended()))
     }
 
-    /// Whether this very process still runs. A zombie does not: it holds nothing any more. One that cannot be looked at,
-    /// as where this process has no descriptor left, may.
+    /// Whether this same process still runs. A zombie does not count as running, because it holds no resources. A
+    /// process that cannot be examined, for example because no file descriptor is left, counts as running.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         let runs = |stat: Stat| stat.start_time == self.start_time && !stat.has_ended();
         stat(self.pid).map_or(true, |stat| stat.is_some_and(runs))
     }
 
-    /// Whether this very process is stopped, by a signal or by who traces it (proc(5)).
+    /// Whether this same process is stopped, by a signal or by a tracer (proc(5)).
     #[must_use]
     pub(crate) fn is_stopped(&self) -> bool {
         stat(self.pid)
@@ -79,13 +79,13 @@ impl Process {
     }
 }
 
-/// Seconds since the epoch; 0 on a clock before it.
+/// Seconds since the epoch; 0 if the clock is before it.
 #[must_use]
 pub fn epoch_seconds() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// Seconds since boot, on the clock that nobody can set (proc(5), `/proc/uptime`); 0 without /proc.
+/// Seconds since boot, on a clock that cannot be set (proc(5), `/proc/uptime`); 0 without /proc.
 #[must_use]
 pub fn uptime_seconds() -> u64 {
     let text = std::fs::read_to_string("/proc/uptime").unwrap_or_default();
@@ -106,13 +106,13 @@ impl Stat {
 
 /// `None`: there is no such process.
 fn stat(pid: i32) -> io::Result<Option<Stat>> {
-    // One read: the line has 52 numbers at most and a command name of 15 bytes (proc(5)).
+    // One read is enough: the line has at most 52 numbers and a command name of 15 bytes (proc(5)).
     let mut line = [0; 1024];
     match File::open(format!("/proc/{pid}/stat")).and_then(|mut file| file.read(&mut line)) {
         Ok(length) => parse_stat(&String::from_utf8_lossy(&line[..length]))
             .map(Some)
             .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat does not describe a process"))),
-        // One that ends while its file is open answers ESRCH.
+        // If the process ends while its file is open, reading fails with ESRCH.
         Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH) => {
             Ok(None)
         }
@@ -120,7 +120,7 @@ fn stat(pid: i32) -> io::Result<Option<Stat>> {
     }
 }
 
-/// The command name in field 2 may hold spaces and parentheses: fields are counted from the last `)`.
+/// The command name in field 2 may contain spaces and parentheses, so fields are counted from the last `)`.
 fn parse_stat(text: &str) -> Option<Stat> {
     let mut fields = text[text.rfind(')')? + 1..].split_ascii_whitespace();
     Some(Stat {
@@ -130,8 +130,8 @@ fn parse_stat(text: &str) -> Option<Stat> {
     })
 }
 
-/// A descriptor that means process `pid` and never another one that gets its number (`pidfd_open(2)`, Linux 5.3; closed
-/// on exec).
+/// A descriptor for process `pid`, which never refers to a later process with the same pid (`pidfd_open(2)`, Linux 5.3;
+/// closed on exec).
 ///
 /// # Errors
 /// There is no such process.
@@ -141,10 +141,10 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?)
 }
 
-/// SIGKILL for the process that `pidfd` means, and nobody else (`pidfd_send_signal(2)`, Linux 5.1).
+/// Sends SIGKILL to the process that `pidfd` refers to, and to no other (`pidfd_send_signal(2)`, Linux 5.1).
 ///
 /// # Errors
-/// It has ended, or is not ours to end.
+/// It has ended, or this process has no permission to end it.
 pub fn pidfd_kill(pidfd: impl AsFd) -> io::Result<()> {
     Ok(rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL)?)
 }

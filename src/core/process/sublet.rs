@@ -1,4 +1,5 @@
-//! Runs sublet's other programs as children: for work that needs NVML, or that must not run in the engine's cgroup.
+//! Runs sublet's other programs as child processes, for work that needs NVML or that must not run in the engine's
+//! cgroup.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,27 +9,28 @@ use super::child::{ChildError, Finished};
 use super::{confine, environment};
 use crate::text::safe;
 
-/// Where programs are looked up; nothing of the caller's environment is trusted.
+/// Where programs are looked up. Nothing in the caller's environment is trusted.
 pub const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// A `sublet` command that did not do what it was asked.
+/// A `sublet` command that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct SubletError(
-    /// Its last words, which name what is wrong; where it has none, the command and how it ended.
+    /// The last line it printed, which says what is wrong; if it printed nothing, the command and its exit status.
     pub String,
 );
 
-/// Absolute path of the `sublet` that belongs to this program: the one beside it, else the packaged one.
+/// The absolute path of the `sublet` that belongs to this program: the one in the same directory, otherwise the
+/// packaged one.
 #[must_use]
 pub fn program() -> PathBuf {
     let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("sublet")));
     beside.filter(|program| program.is_file()).unwrap_or_else(|| PathBuf::from("/usr/bin/sublet"))
 }
 
-/// Runs `sublet ARGUMENTS` for at most `limit`, with a clean environment; its warnings.
+/// Runs `sublet ARGUMENTS` for at most `limit`, with a clean environment. Returns its warnings.
 ///
-/// Standard error is the protocol: a warning a line, and where it fails the error as the last one.
+/// The child reports on standard error: one warning per line, and, if it fails, the error as the last line.
 ///
 /// # Errors
 /// It cannot be started, fails, or takes too long.
@@ -36,10 +38,10 @@ pub fn run(arguments: &[&str], limit: Duration) -> Result<Vec<String>, SubletErr
     ask(arguments, "", limit).map(|(_, warnings)| warnings)
 }
 
-/// As [`sublet`], with `input` (less than 64 KiB) on its standard input; what it printed, and its warnings.
+/// As [`run`], with `input` (less than 64 KiB) on its standard input. Returns its output and its warnings.
 ///
 /// # Errors
-/// As [`sublet`].
+/// As [`run`].
 pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, Vec<String>), SubletError> {
     let words: Vec<&str> = std::iter::once("sublet").chain(arguments.iter().copied()).collect();
     let named = |how: String| format!("`sublet {}`: {how}", arguments.join(" "));
@@ -53,7 +55,7 @@ pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, 
     }))
 }
 
-/// With a clean environment; `SUBLET_CONFIG` only where we honour it ourselves.
+/// A clean environment. `SUBLET_CONFIG` is passed on only if this process honours it itself.
 #[must_use]
 pub fn command(program: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(program);
@@ -64,12 +66,12 @@ pub fn command(program: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// The last line is the error: warnings come before it.
+/// The last line is the error. Warnings come before it.
 fn last_words(finished: &Finished) -> Option<String> {
     remarks(&finished.stderr).pop()
 }
 
-/// The lines of a `sublet` child's standard error, without who says so.
+/// The lines of a `sublet` child's standard error, without the program's name in front.
 fn remarks(stderr: &str) -> Vec<String> {
     let bare = |line: &str| {
         let mut rest = line.trim();
@@ -81,8 +83,8 @@ fn remarks(stderr: &str) -> Vec<String> {
     stderr.lines().map(bare).filter(|line| !line.is_empty()).collect()
 }
 
-/// Our own program's message, but it quotes logs: made safe piece by piece, since it may be longer than
-/// the piece of foreign text that a message usually repeats.
+/// The message is sublet's own, but it quotes logs. Each piece is made safe by itself, because the whole may be longer
+/// than the foreign text that a message usually repeats.
 fn long_safe(line: &str) -> String {
     let characters: Vec<char> = line.chars().take(1000).collect();
     characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()

@@ -14,15 +14,15 @@ use crate::share::{
     Priority, SELECTORS_ALLOWED, parse_devices, units,
 };
 
-/// Whether any of `annotations` asks for a share: a key beginning `sublet.`, or one that is meant to and is
-/// refused by [`parse`].
+/// Whether any of `annotations` is for sublet: a key that begins with `sublet.`, or a misspelt one, which [`parse`]
+/// refuses. A pause container may have such annotations and still asks for no share ([`is_sandbox`]).
 #[must_use]
-pub fn is_ours(annotations: &BTreeMap<String, String>) -> bool {
+pub fn has_sublet_annotations(annotations: &BTreeMap<String, String>) -> bool {
     annotations.keys().any(|key| key.starts_with(PREFIX) || misspelt::meant(key).is_some())
 }
 
-/// Whether this is a pod's pause container, which containerd's CRI and CRI-O mark as such: never ours.
-/// Podman marks its own with no annotation: see [`is_podman_infra`].
+/// Whether this is a pod's pause container, which containerd's CRI and CRI-O mark as such. It never gets a share.
+/// Podman does not mark its own with an annotation: see [`is_podman_infra`].
 #[must_use]
 pub fn is_sandbox(annotations: &BTreeMap<String, String>) -> bool {
     ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"]
@@ -30,21 +30,21 @@ pub fn is_sandbox(annotations: &BTreeMap<String, String>) -> bool {
         .any(|key| annotations.get(*key).is_some_and(|kind| kind == "sandbox"))
 }
 
-/// Whether this is the infra container of a Podman pod, which is never ours.
+/// Whether this is the infra container of a Podman pod, which never gets a share.
 ///
-/// Podman gives it no annotation of its own (`pkg/specgen/generate/pod_create.go`), but always the
-/// program `/catatonit -P` of its pause image. Annotations reach it through containers.conf.
+/// Podman gives it no annotation of its own (`pkg/specgen/generate/pod_create.go`), but it always runs the program
+/// `/catatonit -P` of the pause image. Annotations for sublet can reach it through containers.conf.
 #[must_use]
 pub fn is_podman_infra(annotations: &BTreeMap<String, String>, process_args: &[&str]) -> bool {
     annotations.get("io.container.manager").is_some_and(|manager| manager == "libpod")
         && process_args == ["/catatonit", "-P"]
 }
 
-/// Reads `annotations` (others than `sublet.*` are passed over) into a request.
+/// Reads `annotations` into a request. Keys other than `sublet.*` are skipped.
 ///
-/// `share` is the named share that the entry point already knows (`sublet-<share>`), which `sublet.share`
-/// overrides like every other key; `image_capabilities` is the image's `NVIDIA_DRIVER_CAPABILITIES`, used
-/// where `sublet.capabilities` is absent. `sublet.lease` is passed over: entry points look at it themselves.
+/// `share` is the named share that the entry point already knows (`sublet-<share>`). `sublet.share` and every other key
+/// override it. `image_capabilities` is the image's `NVIDIA_DRIVER_CAPABILITIES`, which is used if
+/// `sublet.capabilities` is absent. `sublet.lease` is skipped, because entry points look at it themselves.
 ///
 /// # Errors
 /// An unknown or misspelt key, a value that does not parse, a contradiction.
@@ -123,7 +123,7 @@ fn wait(text: &str) -> Result<Duration, Option<String>> {
 }
 
 fn processes(text: &str) -> Result<NonZeroU32, Option<String>> {
-    // `parse` alone would take a leading `+`.
+    // `parse` alone would accept a leading `+`.
     if text.starts_with('+') { Err(None) } else { text.parse().map_err(|_| None) }
 }
 
@@ -162,8 +162,8 @@ fn capabilities(text: &str) -> Result<Capabilities, Option<String>> {
     Ok(in_order(|capability| chosen.contains(&capability)))
 }
 
-/// Images name what other tools know too (`compat32`, `ngx`, `display`): that is passed over. One that
-/// names nothing it may have is served as if it had not named anything.
+/// Images also name capabilities that only other tools know (`compat32`, `ngx`, `display`); these are skipped. If
+/// nothing allowed is left, the image is treated as if it had not named anything.
 fn of_image(text: Option<&str>, allowed: &[Capability]) -> Capabilities {
     let words: Vec<_> = text.unwrap_or_default().split(',').map(|word| word.trim_matches(' ')).collect();
     let chosen = in_order(|capability| {

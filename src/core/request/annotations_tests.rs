@@ -31,18 +31,18 @@ fn with_share(name: &str, pairs: &[(&str, &str)]) -> Config {
 
 #[test]
 fn only_annotated_containers_are_ours() {
-    assert!(is_ours(&annotations(&[("sublet.gpu", "any")])));
-    assert!(is_ours(&annotations(&[("sublet.nonsense", "")])));
-    assert!(is_ours(&annotations(&[("sublet.lease", "0123456789abcdef")])));
-    assert!(!is_ours(&annotations(&[])));
-    assert!(!is_ours(&annotations(&[
+    assert!(has_sublet_annotations(&annotations(&[("sublet.gpu", "any")])));
+    assert!(has_sublet_annotations(&annotations(&[("sublet.nonsense", "")])));
+    assert!(has_sublet_annotations(&annotations(&[("sublet.lease", "0123456789abcdef")])));
+    assert!(!has_sublet_annotations(&annotations(&[])));
+    assert!(!has_sublet_annotations(&annotations(&[
         ("sublets.gpu", "any"),
         ("subletgpu", "any"),
         ("io.foo.sublet.color", "any")
     ])));
     for misspelt in ["io.sublet.gpu", "Sublet.sm", "SUBLET_SM", "sublet/mig_caps"] {
         let meant = annotations(&[(misspelt, "25")]);
-        assert!(is_ours(&meant));
+        assert!(has_sublet_annotations(&meant));
         let error = parse(&meant, None, None, &Config::default()).unwrap_err().to_string();
         assert!(error.starts_with(&format!("{misspelt}=25: sublet's keys are in lower case")), "{error}");
     }

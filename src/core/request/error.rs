@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::text::{nearest, safe};
 
-/// Keys a container may carry, without the prefix. `lease` is ours to write.
+/// Keys that a container may have, without the prefix. `lease` is not among them: only sublet writes it.
 pub(super) const KEYS: [&str; 13] = [
     "gpu",
     "mode",
@@ -24,7 +24,7 @@ pub(super) const KEYS: [&str; 13] = [
 /// Why annotations do not make a request. Every message names the key, the value and what is allowed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// A key that does not exist, or not in this place.
+    /// A key that does not exist, or is not allowed in this place.
     #[error("{setting}: unknown key; the keys are {}{}", known(allowed), ask(nearest.as_deref()))]
     UnknownKey {
         /// The key and its value.
@@ -34,40 +34,40 @@ pub enum RequestError {
         /// The keys that would do, without the prefix.
         allowed: Vec<&'static str>,
     },
-    /// A key that is none of ours and was meant to be.
+    /// A misspelt key, which was probably meant for sublet.
     #[error(
         "{key}={value}: sublet's keys are in lower case, with a dot and without a prefix: write \
          sublet.{right}={value}"
     )]
     Misspelt {
-        /// The key as it stands there, safe to print.
+        /// The key as it was written, safe to print.
         key: String,
         /// Its value, safe to print.
         value: String,
         /// The key that was meant, without the prefix.
         right: &'static str,
     },
-    /// A value that its key does not take.
+    /// A value that its key does not accept.
     #[error("{setting}: must be {allowed}{}", after_semicolon(hint.as_deref()))]
     Value {
         /// The key and its value.
         setting: Setting,
-        /// What the key takes.
+        /// What the key accepts.
         allowed: String,
         /// What was probably meant.
         hint: Option<String>,
     },
-    /// A key that another one leaves no room for.
+    /// A key that contradicts another setting.
     #[error("{setting} cannot be combined with {with}: {remedy}")]
     Contradiction {
         /// The key and its value.
         setting: Setting,
-        /// What it does not go with.
+        /// The setting that it contradicts.
         with: String,
         /// What to change.
         remedy: &'static str,
     },
-    /// `[limits] require` asks for a key that is not there.
+    /// `[limits] require` demands a key that is missing.
     #[error(
         "sublet.{key} is missing, and this host's configuration requires it ([limits] require): {remedy}"
     )]
@@ -135,7 +135,7 @@ fn known(keys: &[&str]) -> String {
     keys.iter().map(|key| format!("sublet.{key}")).collect::<Vec<_>>().join(", ")
 }
 
-/// The key that `wrong` was probably meant for: other tools' words, then the nearest spelling.
+/// The key that `wrong` probably stands for: first by other tools' words, then by the nearest spelling.
 pub(super) fn nearest_key(wrong: &str) -> Option<&'static str> {
     match wrong.to_ascii_lowercase().as_str() {
         "compute" | "cores" | "percent" | "sms" => Some("sm"),

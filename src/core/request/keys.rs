@@ -1,4 +1,4 @@
-//! The keys that a container and its named share give, one value each.
+//! The keys that a container and its named share set, with one value each.
 
 use std::collections::BTreeMap;
 
@@ -6,10 +6,10 @@ use super::error::{KEYS, RequestError, Setting, nearest_key};
 use crate::config::Config;
 use crate::text::nearest;
 
-/// What the keys of annotations that are ours begin with.
+/// The prefix of sublet's annotation keys.
 pub(super) const PREFIX: &str = "sublet.";
 
-/// What the container and its named share say, one value a key.
+/// What the container and its named share set, with one value for each key.
 pub(super) struct Keys<'a>(BTreeMap<&'a str, Given<'a>>);
 
 #[derive(Clone, Copy)]
@@ -41,7 +41,7 @@ impl<'a> Keys<'a> {
     }
 
     fn add_share(&mut self, name: &'a str, config: &'a Config) -> Result<(), RequestError> {
-        // A share does not stand on another one.
+        // A named share cannot be based on another one.
         let allowed = &KEYS[..KEYS.len() - 1];
         let share = config.share.get(name).ok_or_else(|| unknown_share(name, config))?;
         for (key, value) in share {
@@ -62,12 +62,12 @@ impl<'a> Keys<'a> {
         })
     }
 
-    /// What a message calls `key`, if it is given.
+    /// How a message shows `key`, if it is set.
     pub(super) fn setting(&self, key: &str) -> Option<Setting> {
         self.0.get(key).map(|given| Setting::new(key, given.value, given.share))
     }
 
-    /// Whether `key` is what a named share says, and not the container itself.
+    /// Whether `key` is set by a named share and not by the container itself.
     pub(super) fn is_of_share(&self, key: &str) -> bool {
         self.0.get(key).is_some_and(|given| given.share.is_some())
     }
@@ -76,7 +76,7 @@ impl<'a> Keys<'a> {
         self.0.contains_key(key)
     }
 
-    /// The value of `key` through `parse`, whose error is a hint.
+    /// The value of `key`, read by `parse`, whose error is a hint.
     pub(super) fn read<T>(
         &self,
         key: &str,

@@ -1,15 +1,16 @@
-//! Annotation keys that differ from sublet's only in case, separator or prefix, and so were probably meant for it.
+//! Annotation keys that differ from sublet's only in case, separator or prefix, and so were probably meant for sublet.
 
 use std::collections::BTreeMap;
 
 use super::error::{KEYS, RequestError};
 use crate::text::safe;
 
-/// What `key` was meant for, without the prefix: `Sublet.sm`, `sublet_sm`, `sublet/sm`, `io.sublet.sm` mean `sm`.
+/// The key that `key` was meant to be, without the prefix: `Sublet.sm`, `sublet_sm`, `sublet/sm` and `io.sublet.sm`
+/// mean `sm`.
 ///
-/// Exactly: in any case, an optional prefix of labels (letters, digits, `-`) that dots join, none of them an
-/// orchestrator's; `sublet`; one of `.` `-` `_` `/`; a key that we know, with any of these for its own `-`. What
-/// begins `sublet.` is ours already, and every other key somebody else's.
+/// Exactly, in upper or lower case: an optional prefix of labels (letters, digits, `-`) joined by dots, none of them an
+/// orchestrator's; then `sublet`; then one of `.` `-` `_` `/`; then a known key, with any of these separators for its
+/// own `-`. A key that begins with `sublet.` is spelt correctly, and every other key is not meant for sublet.
 pub(super) fn meant(key: &str) -> Option<&'static str> {
     if key.len() > LONGEST || key.starts_with("sublet.") {
         return None;
@@ -29,7 +30,7 @@ const LONGEST: usize = 317;
 
 const SEPARATORS: [char; 4] = ['.', '-', '_', '/'];
 
-/// Their keys may end in the name of somebody's container, which may be called `sublet.sm`.
+/// Orchestrators. Their keys may end in the name of a user's container, which may be called `sublet.sm`.
 const ORCHESTRATORS: [&str; 6] = ["kubernetes", "k8s", "cri-o", "containerd", "podman", "openshift"];
 
 fn is_prefix(labels: &str) -> bool {
@@ -52,7 +53,7 @@ pub(super) fn find(annotations: &BTreeMap<String, String>) -> Option<RequestErro
 mod tests {
     use super::*;
 
-    /// Keys that mean us, and whom.
+    /// Keys that are meant for sublet, and the key that each stands for.
     const OURS: [(&str, &str); 15] = [
         ("Sublet.sm", "sm"),
         ("SUBLET.SM", "sm"),
@@ -113,7 +114,8 @@ mod tests {
         }
     }
 
-    /// Engines call our hooks by a pattern over keys (RE2): it has every key of ours and every misspelt one.
+    /// Engines call sublet's hooks by a pattern over annotation keys (RE2). The pattern matches every key of sublet's
+    /// and every misspelt one.
     #[test]
     fn the_hooks_patterns_name_every_key() {
         let hooks = ["sublet.json", "prestart/sublet-createRuntime.json", "prestart/sublet-poststop.json"];

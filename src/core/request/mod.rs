@@ -14,7 +14,7 @@ use crate::share::{
     Capabilities, Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority,
 };
 
-pub use annotations::{is_ours, is_podman_infra, is_sandbox, parse};
+pub use annotations::{has_sublet_annotations, is_podman_infra, is_sandbox, parse};
 pub use error::{RequestError, Setting};
 
 /// What one container asks for, complete and free of contradictions.
@@ -26,24 +26,24 @@ pub struct Request {
     pub mode: Option<Mode>,
     /// The mode where neither the container nor the device's configuration names one.
     pub default_mode: Mode,
-    /// The device's common MPS server, or one of the container's own.
+    /// The device's shared MPS server, or a dedicated one.
     pub isolation: Isolation,
-    /// Ceiling on the share of the streaming multiprocessors, for the whole container.
+    /// The limit on the share of the streaming multiprocessors, for the whole container.
     pub sm: Option<Percent>,
     /// Device memory for the whole container.
     pub memory: Option<Memory>,
     /// MIG profile, as `1g.18gb` or `1c.2g.35gb`.
     pub mig: Option<String>,
-    /// What it may see or change of all MIG instances, beside its own.
+    /// Which access it gets to all MIG instances, in addition to its own.
     pub mig_caps: Vec<MigCapability>,
     /// MPS client priority.
     pub priority: Priority,
-    /// CUDA processes expected at once; MPS limits are per process, so each gets its part.
+    /// CUDA processes expected at once. MPS limits are per process, so each process gets its part.
     pub processes: NonZeroU32,
     /// Which driver files the container gets.
     pub capabilities: Capabilities,
     /// How long to wait for a free share before refusing.
     pub wait: Duration,
-    /// What the guard does about this container's processes, where that is not for `[guard]` alone to say.
+    /// What the guard does about this container's processes, if the container or its named share sets it.
     pub guard: Option<Guarding>,
 }

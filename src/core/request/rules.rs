@@ -1,4 +1,4 @@
-//! The rules between the keys of a request: which mode it means and what does not go together.
+//! The rules between the keys of a request: which mode they imply and which of them contradict each other.
 
 use super::error::{RequestError, Setting};
 use super::keys::Keys;
@@ -25,7 +25,7 @@ pub(super) fn check(
     Ok(mode)
 }
 
-/// What reaches beyond a container's own MIG device root has to have allowed.
+/// Access beyond a container's own MIG device is possible only if root has allowed it.
 pub(super) fn mig_caps(
     keys: &Keys<'_>,
     wanted: &[MigCapability],
@@ -42,7 +42,7 @@ pub(super) fn mig_caps(
     )
 }
 
-/// A container may have itself held more strictly than others, never less: that is for root to say.
+/// A container may choose a stricter guard for itself. Only root may choose a milder one.
 pub(super) fn guarding(keys: &Keys<'_>, action: Action) -> Result<Guarding, RequestError> {
     if keys.is_of_share("guard") {
         return Ok(Guarding::Exactly(action));
@@ -58,7 +58,7 @@ pub(super) fn guarding(keys: &Keys<'_>, action: Action) -> Result<Guarding, Requ
     Ok(Guarding::AtLeast(action))
 }
 
-/// The configured isolation, where the mode has any; several devices have an MPS server of their own.
+/// The configured isolation, if the mode has one. A container with several devices has a dedicated MPS server.
 pub(super) fn default_isolation(mode: Option<Mode>, devices: &Devices, config: &Config) -> Isolation {
     match mode {
         Some(Mode::Mps) if several(devices) => Isolation::Dedicated,
@@ -81,7 +81,7 @@ fn names_mig(devices: &Devices) -> bool {
     matches!(devices, Devices::These(selectors) if selectors.iter().any(Selector::is_mig))
 }
 
-/// Whether it can be more than one. `all` counts: a request means the same on every host.
+/// Whether it can be more than one device. `all` counts as several, so that a request means the same on every host.
 fn several(devices: &Devices) -> bool {
     match devices {
         Devices::Any(count) => count.get() > 1,
@@ -117,7 +117,7 @@ fn goes_with_mode(
             refuse("gpu", "sublet.mode=mig gives the container the whole MIG device")?;
         }
     }
-    // Alone they say how large an instance it takes at least.
+    // Without a profile, `sublet.sm` and `sublet.memory` give the minimum size of the instance.
     if mode == Mode::Mig && (keys.has("mig") || names_mig(devices)) {
         refuse("memory", "an instance has the memory of its profile; leave sublet.memory out")?;
         refuse("sm", "an instance has the SMs of its profile; write sublet.mode=mps or leave sublet.sm out")?;
@@ -128,8 +128,8 @@ fn goes_with_mode(
     Ok(())
 }
 
-/// A process speaks to one MPS daemon, so one of the container's own serves all its devices. Modes without one have
-/// no isolation to choose.
+/// A process connects to one MPS daemon, so a dedicated daemon serves all devices of such a container. Modes without a
+/// daemon have no isolation to choose.
 fn several_devices(
     keys: &Keys<'_>,
     mode: Option<Mode>,
@@ -147,7 +147,7 @@ fn several_devices(
     }
 }
 
-/// A MIG instance bounds both by itself.
+/// A MIG instance limits both by itself.
 fn required(keys: &Keys<'_>, mode: Option<Mode>, require: &[Required]) -> Result<(), RequestError> {
     for required in require.iter().filter(|_| mode != Some(Mode::Mig)) {
         let (key, remedy) = match required {

@@ -1,4 +1,4 @@
-//! The words in which a share is asked for and configured: modes, amounts, selectors. Values alone, with no idea of where
+//! The values with which a share is requested and configured: modes, amounts, selectors. They do not depend on where
 //! they were written.
 
 pub mod glob;
@@ -16,17 +16,17 @@ pub(crate) use of_process::sm_of_process;
 pub(crate) use selector::{SELECTORS_ALLOWED, parse_devices};
 pub use units::{Memory, Percent};
 
-/// Longest `sublet.wait`: engines and people give a start up that takes longer.
+/// Longest `sublet.wait`: engines and users give up a start that takes longer.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// `sublet.gpu`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Devices {
-    /// Any devices, this many.
+    /// This many devices, whichever they are.
     Any(NonZeroU32),
     /// Every device of the host.
     All,
-    /// These, all or none.
+    /// These devices, all or none of them.
     These(Vec<Selector>),
 }
 
@@ -37,15 +37,15 @@ pub enum Selector {
     Index(u32),
     /// `GPU-…`, whole or an unambiguous beginning.
     Uuid(String),
-    /// PCI bus id, in any of the usual widths.
+    /// A PCI bus id, in any of the usual widths.
     BusId(String),
-    /// `MIG-…`, the old form `MIG-GPU-<uuid>/<gi>/<ci>` too.
+    /// `MIG-…`, also in the old form `MIG-GPU-<uuid>/<gi>/<ci>`.
     MigUuid(String),
     /// `G:M`: the M-th MIG device of GPU index G.
     MigIndex(u32, u32),
     /// `name:<alias>` from `[[device]]`.
     Name(String),
-    /// `model:<glob>` on the device's name; any one device that matches.
+    /// `model:<glob>` on the device's name. Any one device that matches.
     Model(String),
 }
 
@@ -53,7 +53,7 @@ pub enum Selector {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
-    /// The driver's round robin; with memory, behind an MPS server of the container's own.
+    /// The driver's round robin. With a memory limit, the container also has a dedicated MPS server.
     TimeSlice,
     /// CUDA Multi-Process Service.
     Mps,
@@ -86,10 +86,10 @@ impl std::fmt::Display for Mode {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Isolation {
-    /// The device's common MPS server: cheap, and a fault in one client ends all.
+    /// The device's shared MPS server. It costs little, but a fault in one client ends all of them.
     #[default]
     Shared,
-    /// An MPS server of the container's own: its faults stay with it; servers take turns.
+    /// An MPS server for this container only. Its faults do not reach other containers, and servers take turns.
     Dedicated,
 }
 
@@ -108,14 +108,14 @@ pub enum Priority {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Guarding {
-    /// The container's own word: what `[guard]` says, or this where it is stricter.
+    /// Set by the container: the stricter of this and what `[guard]` says.
     AtLeast(Action),
-    /// A `[share]` of the configuration says so, and that is root's word.
+    /// Set by a `[share]` of the configuration, and so by root: this applies instead of `[guard]`.
     Exactly(Action),
 }
 
 impl Guarding {
-    /// What is done where `[guard]` says `configured`.
+    /// The action if `[guard]` says `configured`.
     #[must_use]
     pub fn over(self, configured: Action) -> Action {
         match self {
@@ -125,14 +125,13 @@ impl Guarding {
     }
 }
 
-/// `sublet.mig-caps`: access that goes beyond one's own MIG device (MIG User Guide, "Device nodes and
-/// capabilities").
+/// `sublet.mig-caps`: access beyond the container's own MIG device (MIG User Guide, "Device nodes and capabilities").
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MigCapability {
-    /// Watching all instances of all GPUs.
+    /// Monitoring all instances of all GPUs.
     Monitor,
-    /// Making and destroying them.
+    /// Creating and destroying instances.
     Config,
 }
 
@@ -140,7 +139,7 @@ impl MigCapability {
     /// Both.
     pub const ALL: [Self; 2] = [Self::Monitor, Self::Config];
 
-    /// The word used in annotations, configuration and by the driver.
+    /// The word that annotations, the configuration and the driver use.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -169,7 +168,7 @@ impl Capability {
     pub const ALL: [Self; 4] = [Self::Compute, Self::Utility, Self::Graphics, Self::Video];
 }
 
-/// A set of [`Capability`], in their order, each once.
+/// A set of [`Capability`], sorted, each one once.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capabilities(pub Vec<Capability>);
 
@@ -188,11 +187,11 @@ impl Default for Capabilities {
     }
 }
 
-/// What is done about a process, the mildest first.
+/// What the guard does about a process, the mildest action first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Action {
-    /// It is told, in the journal and in `sublet status`.
+    /// It is reported in the journal and in `sublet status`.
     Report,
     /// The process is ended.
     Terminate,

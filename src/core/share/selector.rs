@@ -14,7 +14,7 @@ const LONGEST: usize = 128;
 /// A whole value of `sublet.gpu`.
 ///
 /// # Errors
-/// It names no devices; with a hint, if there is one.
+/// It names no devices. The error may hold a hint.
 pub(crate) fn parse_devices(text: &str) -> Result<Devices, Option<String>> {
     match text {
         "any" => return Ok(Devices::Any(NonZeroU32::MIN)),
@@ -35,7 +35,7 @@ fn parse_list(text: &str) -> Result<Vec<Selector>, Option<String>> {
             return Err(Some("it names the same device twice".to_owned()));
         }
         selectors.push(selector);
-        // No host has more: what is longer is an attack on the quadratic search above.
+        // No host has more devices. A longer list is an attack on the quadratic search above.
         if selectors.len() > 1024 {
             return Err(None);
         }
@@ -80,7 +80,7 @@ impl Selector {
 }
 
 fn digits(text: &str) -> Option<u32> {
-    // `parse` alone would take a leading `+` and any number of zeros.
+    // `parse` alone would accept a leading `+` and any number of zeros.
     if text.len() <= 10 && text.bytes().all(|byte| byte.is_ascii_digit()) { text.parse().ok() } else { None }
 }
 
@@ -89,7 +89,7 @@ fn word(text: &str) -> Option<String> {
     fits.then(|| text.to_owned())
 }
 
-/// The beginning of a UUID (8-4-4-4-12), eight digits of it at least.
+/// The beginning of a UUID (8-4-4-4-12), at least eight digits.
 fn uuid_prefix(text: &str) -> Option<String> {
     let fits = (8..=36).contains(&text.len())
         && text.bytes().enumerate().all(|(position, byte)| match position {
@@ -113,7 +113,7 @@ fn mig_index(text: &str) -> Option<Selector> {
     Some(Selector::MigIndex(digits(gpu)?, digits(device)?))
 }
 
-/// `3b:00.0`, `0000:3b:00.0` and `00000000:3B:00.0` are one: the form of /proc/driver/nvidia/gpus.
+/// A bus id in the form of /proc/driver/nvidia/gpus: `3b:00.0`, `0000:3b:00.0` and `00000000:3B:00.0` are the same.
 fn bus_id(text: &str) -> Option<String> {
     let text = text.to_ascii_lowercase();
     let (domain, rest) = match text.len() {

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// One MiB in bytes.
 pub const MIB: u64 = 1 << 20;
 
-/// A percentage in thousandths: sums of shares stay exact.
+/// A percentage in thousandths, so that sums of shares are exact.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Percent(u32);
 
@@ -44,13 +44,13 @@ impl Percent {
     /// This share of `whole`, rounded down.
     #[must_use]
     pub fn of(self, whole: u64) -> u64 {
-        // Less than `whole` for shares up to 100 %, so it fits; larger ones saturate.
+        // For shares up to 100 % the result is at most `whole`, so it fits. Larger ones saturate.
         u64::try_from(u128::from(whole) * u128::from(self.0) / 100_000).unwrap_or(u64::MAX)
     }
 }
 
 impl fmt::Display for Percent {
-    /// `25`, `12.5`: no sign, no needless zeros, never an exponent. What MPS and humans both read.
+    /// As `25` or `12.5`: no sign, no trailing zeros, never an exponent. Both MPS and people can read it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (whole, part) = (self.0 / 1000, self.0 % 1000);
         if part == 0 {
@@ -81,10 +81,10 @@ impl Memory {
     }
 }
 
-/// A value that is not one of its kind, and what its writer probably meant.
+/// A malformed value, and what the user probably meant.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Malformed {
-    /// Ends a message: `write 25GiB, 25MiB or 25%`.
+    /// The end of a message, such as `write 25GiB, 25MiB or 25%`.
     pub hint: Option<String>,
 }
 
@@ -107,7 +107,8 @@ pub const DURATION_ALLOWED: &str = "0 or a whole number of ms, s or m, such as 1
 /// `25`, `25%`, `12.5`: over 0, up to 100, at most three decimals.
 ///
 /// # Errors
-/// Anything else; a fraction like `0.25` without `%` is taken for a slip, for no GPU has two SMs in it.
+/// Anything else. A fraction such as `0.25` without `%` is taken for a mistake, because it is less than two SMs on
+/// every GPU.
 pub fn parse_percent(text: &str) -> Result<Percent, Malformed> {
     let bare = text.strip_suffix('%');
     let percent = decimal_percent(bare.unwrap_or(text)).ok_or_else(Malformed::default)?;
@@ -129,7 +130,7 @@ fn fraction_hint(percent: Percent) -> Malformed {
 fn decimal_percent(text: &str) -> Option<Percent> {
     let decimal = Decimal::parse(text)?;
     let thousandths = decimal.times(1000)?;
-    // At most three decimals: nothing may be lost.
+    // At most three decimals, so that nothing is lost.
     if decimal.places > 3 || !(1..=u64::from(Percent::WHOLE.0)).contains(&thousandths) {
         return None;
     }
@@ -140,8 +141,8 @@ fn decimal_percent(text: &str) -> Option<Percent> {
 /// fractions such as `1.5GiB`, or a share of the device such as `25%`.
 ///
 /// # Errors
-/// Anything else; less than 1 MiB, for amounts are booked in whole MiB; a bare number, for nobody can
-/// know whether it counts GiB, MiB, bytes or percent.
+/// Anything else. Also less than 1 MiB, because amounts are booked in whole MiB, and a bare number, because it could
+/// mean GiB, MiB, bytes or percent.
 pub(crate) fn parse_memory(text: &str) -> Result<Memory, Malformed> {
     if let Some(share) = text.strip_suffix('%') {
         return decimal_percent(share).map(Memory::Share).ok_or_else(Malformed::default);
@@ -155,7 +156,8 @@ pub(crate) fn parse_memory(text: &str) -> Result<Memory, Malformed> {
     }
 }
 
-/// An amount with a unit in bytes, rounded down; `None` for anything else and for what passes a `u64`.
+/// An amount with a unit, converted to bytes and rounded down; `None` for anything else and for more than a `u64`
+/// holds.
 #[must_use]
 pub(crate) fn parse_bytes(text: &str) -> Option<u64> {
     let end = text.find(|c: char| c.is_ascii_alphabetic())?;
@@ -191,7 +193,7 @@ pub fn parse_duration(text: &str, longest: Duration) -> Result<Duration, Malform
     duration.filter(|duration| *duration <= longest).ok_or_else(Malformed::default)
 }
 
-/// `duration` as [`parse_duration`] reads it, without what is below a millisecond.
+/// `duration` in the form that [`parse_duration`] reads, rounded down to milliseconds.
 #[must_use]
 pub fn show_duration(duration: Duration) -> String {
     match duration.as_millis() {
@@ -210,8 +212,8 @@ struct Decimal {
 }
 
 impl Decimal {
-    /// No sign, no exponent, no other alphabet's digits, at most nine decimals. Short, for messages
-    /// repeat what parses.
+    /// No sign, no exponent, only ASCII digits, at most nine decimals. The text must be short, because messages repeat
+    /// it.
     fn parse(text: &str) -> Option<Self> {
         if text.len() > 30 {
             return None;
@@ -227,14 +229,14 @@ impl Decimal {
         Some(Self { digits: whole.checked_add(part.parse().unwrap_or(0))?, places })
     }
 
-    /// Rounded down; `None` past a `u64`.
+    /// Rounded down; `None` if it is more than a `u64` holds.
     fn times(self, factor: u64) -> Option<u64> {
         let product = u128::from(self.digits) * u128::from(factor) / 10_u128.pow(self.places);
         u64::try_from(product).ok()
     }
 }
 
-/// `bytes` as people write them: whole GiB, or MiB.
+/// `bytes` for people: in whole GiB, otherwise in MiB.
 #[must_use]
 pub(crate) fn show_bytes(bytes: u64) -> String {
     const GIB: u64 = 1024 * MIB;

@@ -1,7 +1,7 @@
 //! `createRuntime`: the container exists and has not started. Binds the lease that precreate took.
 
 use super::HookError;
-use super::state::State;
+use super::container_state::State;
 use crate::shim;
 use sublet_core::admit;
 use sublet_core::config_files;

@@ -14,7 +14,7 @@ use sublet_core::oci::hooks::{self, BadHooks, Stage};
 pub fn state(text: &[u8]) -> Result<(), String> {
     let state = State::parse(text).map_err(|error| error.to_string())?;
     lease(&state).map_err(|error| error.to_string())?;
-    let _ = (state.annotations().count(), state.is_ours(), state.lease_record());
+    let _ = (state.annotations().count(), state.has_sublet_annotations(), state.lease_record());
     Ok(())
 }
 

@@ -4,14 +4,14 @@
 //! be the image's (CVE-2025-23266). The exception is precreate in a user namespace: Podman runs it in the container's
 //! bundle, and its storage beside that is read, but only if standard input names the same container.
 
-mod commands;
+mod allowed_commands;
+pub(crate) mod container_state;
 mod create_runtime;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod journal;
 mod precreate;
 mod prestart;
-pub(crate) mod state;
 
 use std::ffi::OsString;
 use std::io::{self, Write as _};
@@ -20,9 +20,9 @@ use std::time::{Duration, Instant};
 
 use nix::unistd::getppid;
 
-use state::{State, StateError};
+use container_state::{State, StateError};
 
-use crate::input;
+use crate::bounded_input;
 use sublet_core::admit::{self, AdmitError};
 use sublet_core::config_files;
 use sublet_core::config_files::ConfigError;
@@ -168,7 +168,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     // Here, for the process that works may look into no other.
     let engine = Engine::of(getppid().as_raw()).filter(|_| starts(&args));
     let said = |done: Result<(), HookError>| done.inspect_err(|error| complain(&log, error)).is_ok();
-    let done = match confine::split(rights(&args), commands::command) {
+    let done = match confine::split(rights(&args), allowed_commands::command) {
         Ok(Side::Worker) => said(run(&args, engine.as_ref(), &log)),
         Ok(Side::Waited(done)) => done,
         Err(error) => said(Err(HookError::Work(error))),
@@ -243,8 +243,9 @@ fn by_cdi(
 
 /// The container's state from standard input.
 fn read_state() -> Result<State, HookError> {
-    let text = input::read(std::io::stdin(), state::LONGEST, Instant::now() + INPUT_TIMEOUT)
-        .map_err(StateError::from)?;
+    let text =
+        bounded_input::read(std::io::stdin(), container_state::LONGEST, Instant::now() + INPUT_TIMEOUT)
+            .map_err(StateError::from)?;
     Ok(State::parse(&text)?)
 }
 
@@ -267,7 +268,7 @@ fn poststop(state: &State, by_cdi: bool) -> Result<(), HookError> {
             admit::clear_after(state.lease_record(), &config);
             Ok(())
         }
-        None if by_cdi || state.is_ours() => prestart::ended(state),
+        None if by_cdi || state.has_sublet_annotations() => prestart::ended(state),
         None => Ok(()),
     }
 }

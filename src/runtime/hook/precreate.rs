@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use nix::unistd::geteuid;
 use serde_json::Value;
 
-use super::state::StateError;
+use super::container_state::StateError;
 use super::{HookError, journal};
-use crate::input;
+use crate::bounded_input;
 use sublet_core::admit::{self, Admission, Candidate};
 use sublet_core::config::Config;
 use sublet_core::config_files;
@@ -52,7 +52,7 @@ pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> Result<(), HookErr
 }
 
 fn read() -> Result<JsonFile, HookError> {
-    let text = input::read(std::io::stdin(), LONGEST, Instant::now() + INPUT_TIMEOUT)
+    let text = bounded_input::read(std::io::stdin(), LONGEST, Instant::now() + INPUT_TIMEOUT)
         .map_err(|error| HookError::Spec(error.into()))?;
     if text.trim_ascii().is_empty() {
         return Err(HookError::Spec(StateError::Empty));
@@ -74,7 +74,7 @@ fn admitted(
     waits: Option<&Engine>,
     log: &Log,
 ) -> Result<Option<Granted>, HookError> {
-    if !admit::is_ours(spec, None).map_err(admit::AdmitError::from)? {
+    if !admit::asks_for_a_share(spec, None).map_err(admit::AdmitError::from)? {
         return Ok(None);
     }
     let config = config_files::load()?;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::HookError;
-use super::state::{State, Status};
+use super::container_state::{State, Status};
 use sublet_core::admit::{self, Late};
 use sublet_core::config_files;
 use sublet_core::host::user_namespace;
@@ -29,13 +29,13 @@ pub(super) fn prestart(
     let failed = |why: String| HookError::Start { id: id.clone(), why };
     let bundle = bundle(state).map_err(failed)?;
     let file = JsonFile::read(&bundle.join("config.json")).map_err(|error| failed(error.to_string()))?;
-    if by_cdi.is_none() && !file.mentions_sublet() && !state.is_ours() {
+    if by_cdi.is_none() && !file.mentions_sublet() && !state.has_sublet_annotations() {
         return Ok(());
     }
     let mut spec = file.parse().map_err(|error| failed(error.to_string()))?;
     add_annotations(&mut spec, state);
     // The hook's own name in config.json speaks of sublet, too.
-    if by_cdi.is_none() && !admit::is_ours(&spec, None).map_err(|error| failed(error.to_string()))? {
+    if by_cdi.is_none() && !admit::asks_for_a_share(&spec, None).map_err(|error| failed(error.to_string()))? {
         return Ok(());
     }
     let init = init(state).map_err(failed)?;

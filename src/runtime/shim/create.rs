@@ -78,7 +78,7 @@ pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, Runti
     let Some(file) = read(call, start, share.is_some())? else { return Ok(None) };
     if share.is_some() || file.mentions_sublet() {
         let spec = file.parse()?;
-        if admit::is_ours(&spec, share.as_deref())? {
+        if admit::asks_for_a_share(&spec, share.as_deref())? {
             return Ok(Some(Ours { file, spec, share }));
         }
     }

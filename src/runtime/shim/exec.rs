@@ -15,7 +15,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::{Call, Dialect, Exec, RuntimeError, uid};
-use crate::input;
+use crate::bounded_input;
 use sublet_core::admit::{self, Share};
 use sublet_core::config::{Config, WithoutDaemon};
 use sublet_core::config_files;
@@ -134,7 +134,7 @@ fn read(path: &Path) -> Result<JsonFile, RuntimeError> {
     let mut options = OpenOptions::new();
     let file = options.read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY).open(path);
     let file = file.map_err(|error| failed(error.to_string()))?;
-    let text = input::read(file, LONGEST, Instant::now() + FILE_LIMIT);
+    let text = bounded_input::read(file, LONGEST, Instant::now() + FILE_LIMIT);
     Ok(JsonFile { path: path.to_owned(), text: text.map_err(|error| failed(error.to_string()))? })
 }
 

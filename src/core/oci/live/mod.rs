@@ -5,15 +5,15 @@
 //! container's mount namespace and attaches them to descriptors that were resolved inside the rootfs; no
 //! path of the image is ever used twice.
 
+mod attach;
 mod bpf;
 mod cgroup;
-mod enter;
 mod filter;
-mod host;
-mod place;
+mod find_or_create;
+mod host_sources;
+mod mount_namespace;
 mod setattr;
 mod systemd;
-mod target;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -21,9 +21,9 @@ use std::path::{Path, PathBuf};
 use crate::grant::Grant;
 use crate::process::Process;
 use crate::text::safe;
-use enter::Inside;
-use host::HostSide;
-use target::Rootfs;
+use attach::Rootfs;
+use host_sources::HostSide;
+use mount_namespace::Inside;
 
 pub use systemd::command as systemctl;
 

@@ -1,8 +1,8 @@
 //! Tests of the appliers, one file each.
 
+mod apply_edits;
 mod conflict;
-mod covered;
-mod file;
+mod hidden_mps;
 mod image;
+mod json_file;
 mod mount_points;
-mod spec;

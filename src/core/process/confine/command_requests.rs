@@ -1,5 +1,5 @@
-//! The programs that the library starts. A process that may start none asks the process that waits for it. That one
-//! builds these few commands itself, from words that it checks, so that a request cannot become another
+//! The programs that the library starts. A process that may not start programs asks its waiting parent process to do
+//! so. The parent builds these few commands itself, from words that it checks, so that a request cannot become another
 //! program, another environment or another option.
 
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
@@ -15,22 +15,22 @@ use super::Commands;
 use crate::process::child::{self, ChildError, Finished};
 use crate::text::safe;
 
-/// More than the longest question (64 KiB of input) and answer (twice 64 KiB) have, each byte escaped.
+/// Longer than any request (64 KiB of input) or answer (twice 64 KiB), even with every byte escaped.
 const LONGEST: u64 = 1 << 20;
 
-/// What the process with no programs of its own asks.
+/// The connection by which a process that may not start programs asks for commands.
 static OUTSIDE: OnceLock<UnixStream> = OnceLock::new();
 
-/// From now on this process asks `outside`.
+/// From now on this process asks `outside` to run its commands.
 pub(super) fn ask_of(outside: UnixStream) {
     let _ = OUTSIDE.set(outside);
 }
 
-/// As [`child::run`], for `command`; `words`, the program's name and what makes this command of it, are what is asked
-/// for where this process may not run it itself.
+/// As [`child::run`], for `command`. If this process may not run it itself, it asks for `words` instead: the program's
+/// name and the arguments that identify the command.
 ///
 /// # Errors
-/// As [`child::run`]; or whoever runs commands for this process has gone.
+/// As [`child::run`]; or the process that runs commands for this one has ended.
 pub fn run(
     words: &[&str],
     command: impl FnOnce() -> Command,
@@ -67,7 +67,7 @@ fn finished(answer: &Value) -> Option<Finished> {
     Some(Finished { status: ExitStatus::from_raw(status), stdout: text(1)?, stderr: text(2)? })
 }
 
-/// Runs those of `commands` that the process at the other end asks for, until it is gone.
+/// Runs those of `commands` that the process at the other end asks for, until that process ends.
 pub(super) fn serve(mut inside: &UnixStream, commands: Commands) {
     let mut asked = BufReader::new(inside);
     let mut line = String::new();

@@ -1,10 +1,10 @@
 //! Keeps a process that joins a container from using its device nodes. The nodes exist in the container, and its cgroup
-//! may open them. But drivers are used through ioctl(2), and a seccomp filter refuses that.
+//! may allow them to be opened. But drivers are used through ioctl(2), and a seccomp filter refuses that.
 //!
-//! NVIDIA's driver looks at the number of a request and the size in it, not at its type, and each of its requests has a
-//! size (open-gpu-kernel-modules, `nvidia_ioctl` in kernel-open/nvidia/nv.c, `RmIoctl` in escape.c; UVM's `UVM_INITIALIZE`
-//! is 0x30000001). So requests with a size are refused, but for a few that shells make of terminals and files, none of
-//! which has a number and size of the driver's. Most of what programs ask of terminals and sockets has none.
+//! NVIDIA's driver looks at a request's number and size, not at its type, and each of its requests has a size
+//! (open-gpu-kernel-modules, `nvidia_ioctl` in kernel-open/nvidia/nv.c, `RmIoctl` in escape.c; UVM's `UVM_INITIALIZE`
+//! is 0x30000001). So requests with a size are refused. The exceptions are a few that shells make on terminals and
+//! files; none of them has a number and size that the driver uses. Most requests to terminals and sockets have no size.
 #![allow(unsafe_code, reason = "one system call, wrapped here and nowhere else")]
 
 use std::io;
@@ -13,7 +13,8 @@ use nix::libc::{self, sock_filter};
 
 use super::seccomp_filter::{ALLOW, ARCH, ARCHITECTURE, NUMBER, REFUSE, load, number, ret, set, step, when};
 
-/// Where the second argument's lower half is in `struct seccomp_data`: the kernel takes no more of a request.
+/// The offset of the second argument's lower half in `struct seccomp_data`. The kernel uses only this half of a
+/// request.
 const REQUEST: u32 = 24;
 
 /// The size in a request (asm-generic/ioctl.h).
@@ -32,19 +33,20 @@ const HARMLESS: [u32; 9] = [
     0x4004_9409, // FICLONE, as cp makes it
 ];
 
-/// ioctl(2) by the numbers of 32-bit programs, x86's and Arm's alike.
+/// The number of ioctl(2) in 32-bit programs, the same for x86 and Arm.
 const IOCTL_32: u32 = 54;
 
-/// The same on x86-64's x32 (`asm/unistd_x32.h`).
+/// The number in x86-64's x32 interface (`asm/unistd_x32.h`).
 #[cfg(target_arch = "x86_64")]
 const IOCTL_X32: u32 = 0x4000_0000 + 514;
 #[cfg(not(target_arch = "x86_64"))]
 const IOCTL_X32: u32 = u32::MAX;
 
-/// Refuses drivers' requests to this process and to what it becomes and starts, for good.
+/// Refuses driver requests of this process and of every program that it starts or becomes by exec. This cannot be
+/// undone.
 ///
 /// # Errors
-/// EACCES without the right to (`CAP_SYS_ADMIN` in its user namespace), EINVAL from a kernel without seccomp.
+/// EACCES without the right (`CAP_SYS_ADMIN` in its user namespace), EINVAL from a kernel without seccomp.
 pub fn refuse_drivers() -> io::Result<()> {
     set(&mut program())
 }
@@ -52,7 +54,7 @@ pub fn refuse_drivers() -> io::Result<()> {
 fn program() -> Vec<sock_filter> {
     let ioctl = number(libc::SYS_ioctl);
     let most = u8::try_from(HARMLESS.len()).unwrap_or(u8::MAX);
-    // The number of ioctl(2) is another one on each architecture.
+    // The number of ioctl(2) differs between architectures.
     let mut program = vec![
         load(ARCHITECTURE),
         when(ARCH, 0, 4),
@@ -65,7 +67,7 @@ fn program() -> Vec<sock_filter> {
         load(REQUEST),
         step(libc::BPF_JMP | libc::BPF_JSET, SIZE, 0, 1 + most),
     ];
-    // Each skips those behind it, and the refusal.
+    // Each one jumps over those after it and over the refusal.
     program.extend(HARMLESS.iter().zip((1..=most).rev()).map(|(request, left)| when(*request, left, 0)));
     program.extend([ret(REFUSE), ret(ALLOW)]);
     program
@@ -77,7 +79,7 @@ mod tests {
 
     use super::*;
 
-    /// What requests come to in a thread with the filter, of a file that knows none of them.
+    /// The results of requests in a thread with the filter, on a file that supports none of them.
     fn answers(requests: &'static [u32]) -> Vec<i32> {
         let asked = std::thread::spawn(move || {
             rustix::thread::set_no_new_privs(true).unwrap();

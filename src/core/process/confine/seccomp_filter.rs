@@ -1,9 +1,9 @@
-//! The system calls that no hook needs, refused: seccomp(2) with a program for its virtual machine.
+//! Refuses the system calls that no hook needs, with a seccomp(2) filter program.
 //!
-//! A list of what is refused, not of what is allowed: which calls the C library makes changes with its version and
-//! with the kernel, and a hook that dies of a new one keeps every container from starting. What would give a hijacked
-//! process more than it has is refused, by EPERM: starting programs, other processes, kernel modules, networks,
-//! and, where the stage has no business there, mounts and namespaces.
+//! The list says what is refused, not what is allowed. The calls that the C library makes change with its version and
+//! with the kernel, and a hook that fails on a new call would keep every container from starting. Calls that would give
+//! a hijacked process more rights than it has are refused with EPERM: starting programs, acting on other processes,
+//! kernel modules, networks, and, in stages that do not need them, mounts and namespaces.
 #![allow(unsafe_code, reason = "one system call, wrapped here and nowhere else")]
 
 use std::io;
@@ -23,7 +23,7 @@ const NEVER: &[c_long] = &[
     libc::SYS_fork,
     #[cfg(target_arch = "x86_64")]
     libc::SYS_vfork,
-    // Other processes: reading /proc is all that a hook does there.
+    // Other processes: a hook only reads /proc.
     libc::SYS_ptrace,
     libc::SYS_process_vm_readv,
     libc::SYS_process_vm_writev,
@@ -37,7 +37,7 @@ const NEVER: &[c_long] = &[
     libc::SYS_kcmp,
     libc::SYS_migrate_pages,
     libc::SYS_move_pages,
-    // Who it is.
+    // User and group ids.
     libc::SYS_setuid,
     libc::SYS_setgid,
     libc::SYS_setreuid,
@@ -88,7 +88,7 @@ const NEVER: &[c_long] = &[
     libc::SYS_umount2,
 ];
 
-/// Where no container is entered.
+/// Refused in stages that do not enter a container.
 const CONTAINER: &[c_long] = &[
     libc::SYS_setfsuid,
     libc::SYS_setfsgid,
@@ -103,21 +103,22 @@ const CONTAINER: &[c_long] = &[
     libc::SYS_fspick,
 ];
 
-/// Calls that are allowed with one value of their first argument: sockets of this host alone.
+/// Calls that are allowed only with one value of their first argument: sockets on this host only.
 const WITH: [(c_long, c_long); 2] =
     [(libc::SYS_socket, libc::AF_UNIX as c_long), (libc::SYS_socketpair, libc::AF_UNIX as c_long)];
 
-/// The architecture that the kernel has to name (linux/audit.h): numbers mean other calls on others.
+/// The architecture that the kernel must report (linux/audit.h). On other architectures the numbers mean other calls.
 #[cfg(target_arch = "x86_64")]
 pub(super) const ARCH: u32 = 0xc000_003e;
 #[cfg(target_arch = "aarch64")]
 pub(super) const ARCH: u32 = 0xc000_00b7;
 
-/// Numbers of the x32 interface, which are those of x86-64 with this bit (asm/unistd.h).
+/// The bit that marks calls of the x32 interface; the other bits are the x86-64 number (asm/unistd.h).
 #[cfg(target_arch = "x86_64")]
 const X32: u32 = 0x4000_0000;
 
-/// `struct seccomp_data` (linux/seccomp.h): where number, architecture and the first argument's lower half are.
+/// Offsets in `struct seccomp_data` (linux/seccomp.h): the call's number, the architecture, and the lower half of the
+/// first argument.
 pub(super) const NUMBER: u32 = 0;
 pub(super) const ARCHITECTURE: u32 = 4;
 const ARGUMENT: u32 = 16;
@@ -125,7 +126,7 @@ const ARGUMENT: u32 = 16;
 pub(super) const ALLOW: u32 = libc::SECCOMP_RET_ALLOW;
 pub(super) const REFUSE: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
 
-/// Refuses this thread, for good, what `rights` have no use for. `no_new_privs` has to be set.
+/// Refuses this thread the calls that `rights` do not need. This cannot be undone. `no_new_privs` must be set.
 ///
 /// # Errors
 /// EINVAL from a kernel without seccomp.
@@ -133,15 +134,15 @@ pub(super) fn install(rights: Rights) -> io::Result<()> {
     set(&mut program(rights))
 }
 
-/// Has every system call of this thread, and of what it becomes and starts, judged by `program`.
+/// Makes `program` decide about every system call of this thread and of the programs that it starts or becomes by exec.
 ///
 /// # Errors
-/// EACCES without `no_new_privs` and the right to do without, EINVAL from a kernel without seccomp.
+/// EACCES without `no_new_privs` and without `CAP_SYS_ADMIN`, EINVAL from a kernel without seccomp.
 pub(super) fn set(program: &mut [sock_filter]) -> io::Result<()> {
     let length = u16::try_from(program.len()).map_err(io::Error::other)?;
     let program = sock_fprog { len: length, filter: program.as_mut_ptr() };
-    // SAFETY: the program has as many instructions as it says and outlives the call, which copies it; the other
-    // arguments are numbers.
+    // SAFETY: the program has as many instructions as its length says, and it outlives the call, which copies it. The
+    // other arguments are numbers.
     let done = unsafe {
         libc::prctl(libc::PR_SET_SECCOMP, libc::c_ulong::from(libc::SECCOMP_MODE_FILTER), &raw const program)
     };
@@ -180,7 +181,7 @@ pub(super) fn load(offset: u32) -> sock_filter {
     step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset, 0, 0)
 }
 
-/// Goes on `then` steps further where the word is `value`, else `other`.
+/// Jumps over `then` instructions if the word equals `value`, otherwise over `other`.
 pub(super) fn when(value: u32, then: u8, other: u8) -> sock_filter {
     step(libc::BPF_JMP | libc::BPF_JEQ, value, then, other)
 }
@@ -206,7 +207,7 @@ mod tests {
 
     use super::*;
 
-    /// What `attempt` comes to in a thread with the filter of `rights`: a filter is a thread's own.
+    /// The result of `attempt` in a thread with the filter of `rights`: a filter belongs to one thread.
     fn filtered<T: Send + 'static>(rights: Rights, attempt: fn() -> io::Result<T>) -> Option<i32> {
         let attempted = std::thread::spawn(move || {
             rustix::thread::set_no_new_privs(true).unwrap();

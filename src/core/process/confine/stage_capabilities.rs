@@ -1,4 +1,4 @@
-//! What each stage of the hook may do: capabilities(7).
+//! The Linux capabilities of each stage of the hook (capabilities(7)).
 
 use std::io;
 
@@ -7,27 +7,28 @@ use caps::{CapSet, Capability, CapsHashSet};
 /// The rights that one kind of work needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rights {
-    /// The ledger and /proc, and mount points that are removed from root filesystems: binding a lease, ending one.
+    /// For binding and ending a lease: the ledger, /proc, and removing mount points from root filesystems.
     Ledger,
-    /// A share is taken and config.json edited: device nodes that are missing are made on the host besides.
+    /// For taking a lease and editing config.json: in addition, missing device nodes are created on the host.
     Share,
-    /// A share is given to a container that exists: its mount namespace is entered, its device cgroup changed.
+    /// For giving a share to an existing container: in addition, its mount namespace is entered and its device cgroup
+    /// changed.
     Container,
 }
 
-/// Files of any owner: images', bundles', and users' below them.
+/// For files of any owner: in images, in bundles, and those of users below them.
 const FILES: [Capability; 3] =
     [Capability::CAP_DAC_OVERRIDE, Capability::CAP_DAC_READ_SEARCH, Capability::CAP_FOWNER];
 
-/// What the namespaces, environment and root of a process with more rights are read by (proc(5)); ptrace(2) itself is
-/// refused by the filter.
+/// For reading the namespaces, environment and root of a process with more rights (proc(5)). The filter refuses
+/// ptrace(2) itself.
 const PROCESSES: [Capability; 1] = [Capability::CAP_SYS_PTRACE];
 
-/// Device nodes of the host.
+/// For creating device nodes on the host.
 const NODES: [Capability; 2] = [Capability::CAP_MKNOD, Capability::CAP_CHOWN];
 
-/// setns(2) asks for both of the first; files are made as the root of the container's user namespace (setfsuid(2)); a
-/// device program is attached with `NET_ADMIN` before Linux 6.9 (kernel/bpf/syscall.c, `bpf_prog_attach`).
+/// setns(2) requires the first two. Files are created as the root of the container's user namespace (setfsuid(2)).
+/// Attaching a device program requires `NET_ADMIN` before Linux 6.9 (kernel/bpf/syscall.c, `bpf_prog_attach`).
 const NAMESPACES: [Capability; 5] = [
     Capability::CAP_SYS_ADMIN,
     Capability::CAP_SYS_CHROOT,
@@ -47,18 +48,18 @@ impl Rights {
         sets.into_iter().flatten().copied().collect()
     }
 
-    /// Whether mounts, other namespaces and the cgroup's programs are a matter of this work.
+    /// Whether this work uses mounts, other namespaces and the cgroup's programs.
     pub(super) fn is_container(self) -> bool {
         self == Self::Container
     }
 
-    /// Keeps these capabilities, as far as there are any: nothing brings the others back.
+    /// Keeps these capabilities, as far as this process has them. The others cannot be regained.
     pub(super) fn keep(self) -> io::Result<()> {
         let failed = |error: caps::errors::CapsError| io::Error::other(error.to_string());
         let permitted = caps::read(None, CapSet::Permitted).map_err(failed)?;
         let kept = permitted.intersection(&self.capabilities()).copied().collect();
         caps::set(None, CapSet::Inheritable, &CapsHashSet::new()).map_err(failed)?;
-        // Effective ones first: they have to be permitted.
+        // The effective set first, because it must be a subset of the permitted set.
         [CapSet::Effective, CapSet::Permitted]
             .into_iter()
             .try_for_each(|set| caps::set(None, set, &kept))
@@ -73,7 +74,7 @@ mod tests {
     #[test]
     fn rights_once_given_up_do_not_come_back() {
         let have = |set| caps::read(None, set).unwrap();
-        // Capabilities are a thread's own.
+        // Capabilities belong to a thread.
         let seen = std::thread::spawn(move || {
             let before = have(CapSet::Permitted);
             Rights::Share.keep().unwrap();

@@ -1,4 +1,4 @@
-//! The two processes of a hook: one that the engine started and that waits, and its child that works.
+//! The two processes of a hook: the one that the engine started, which waits, and its child, which does the work.
 #![allow(unsafe_code, reason = "fork(2)")]
 
 use std::io;
@@ -13,7 +13,7 @@ use nix::unistd::{ForkResult, Pid, fork, getpid, getppid};
 
 use super::{Commands, Rights, command_requests, seccomp_filter};
 
-/// Who started the hook, where the work is a child's.
+/// The process that started the hook, if a child does the work.
 static ENGINE: OnceLock<Pid> = OnceLock::new();
 
 /// The process that started this hook, by its pid.
@@ -38,7 +38,7 @@ pub enum Side {
 pub fn split(rights: Rights, commands: Commands) -> io::Result<Side> {
     let (outside, inside) = UnixStream::pair()?;
     let (engine, parent) = (getppid(), getpid());
-    // SAFETY: hooks have one thread: no lock is held by another that the child would not have.
+    // SAFETY: hooks have one thread, so no other thread can hold a lock that the child would need.
     match unsafe { fork() }? {
         ForkResult::Parent { child } => {
             drop(inside);
@@ -57,9 +57,9 @@ pub fn split(rights: Rights, commands: Commands) -> io::Result<Side> {
     }
 }
 
-/// Gives up what `rights` do not need. `false`: nobody waits for this process any more.
+/// Gives up everything except `rights`. `false`: the parent that would wait for this process has ended.
 ///
-/// A kernel that cannot do it has done without until now: that is said, and the container starts.
+/// A kernel that does not support this has worked without it until now: a warning is printed, and the container starts.
 fn confined(rights: Rights, parent: Pid) -> bool {
     let confined = rustix::thread::set_no_new_privs(true)
         .map_err(io::Error::from)
@@ -68,7 +68,8 @@ fn confined(rights: Rights, parent: Pid) -> bool {
     if let Err(error) = confined {
         tracing::warn!("the hook could not drop rights that it does not need: {error}");
     }
-    // Engines that lose patience kill whom they started. Last: a change of rights may take it back (prctl(2)).
+    // An engine whose timeout ends kills the process that it started. This call is the last, because a change of rights
+    // may reset it (prctl(2)).
     set_pdeathsig(Signal::SIGKILL).is_ok() && getppid() == parent
 }
 

@@ -15,8 +15,8 @@ use nix::sys::statfs::{
 use nix::unistd::{Gid, Uid, setfsgid, setfsuid};
 use rustix::mount::{MoveMountFlags, move_mount};
 
-use super::host::HostSide;
-use super::place::{Kind, kind, name_of, place};
+use super::find_or_create::{Kind, kind, name_of, place};
+use super::host_sources::HostSide;
 use super::{NamespaceError, failed, shown};
 use crate::fs::below::{open_in, open_root};
 use crate::inventory::Node;

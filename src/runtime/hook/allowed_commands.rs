@@ -8,7 +8,7 @@ use sublet_core::{mps, oci};
 /// The command that `words` ask for, with an environment of its own.
 pub(super) fn command(words: &[&str]) -> Option<Command> {
     match words {
-        ["sublet", arguments @ ..] if is_ours(arguments) => {
+        ["sublet", arguments @ ..] if is_sublet_command(arguments) => {
             Some(sublet::command(&sublet::program(), arguments))
         }
         ["nvidia-cuda-mps-control", key] => mps::control_command(key),
@@ -18,7 +18,7 @@ pub(super) fn command(words: &[&str]) -> Option<Command> {
 }
 
 /// Commands of `sublet` that other programs of ours run.
-fn is_ours(arguments: &[&str]) -> bool {
+fn is_sublet_command(arguments: &[&str]) -> bool {
     match arguments {
         ["refresh", "--quiet"] | ["mig", "make" | "clear"] => true,
         ["mps", "start" | "rest", key] => mps::is_key(key),

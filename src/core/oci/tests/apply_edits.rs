@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::grant::{Environment, Grant, GrantedNode, Mount};
 use crate::inventory::Node;
-use crate::oci::spec::edit_within;
+use crate::oci::apply_edits::edit_within;
 use crate::oci::{JsonFile, SpecError, annotations, edit_environment, environment_value};
 
 fn pair(name: &str, value: &str) -> (String, String) {

@@ -115,14 +115,15 @@ pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
 /// The ledger cannot be written, or the daemon does not take the ceiling.
 pub fn adjust(_held: &DaemonLock, key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
     let begun = change(store, |ledger| {
-        let Some(wanted) = ledger.wanted_ceiling(key) else { return Ok(None) };
+        let Some(wanted) = ledger.wanted_default_limits(key) else { return Ok(None) };
         let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key) else {
             return Ok(None);
         };
-        if daemon.ceiling == wanted && daemon.answered_at != 0 && daemon.state == DaemonState::Serving {
+        if daemon.default_limits == wanted && daemon.answered_at != 0 && daemon.state == DaemonState::Serving
+        {
             return Ok(None);
         }
-        daemon.ceiling = daemon.ceiling.and(wanted);
+        daemon.default_limits = daemon.default_limits.and(wanted);
         daemon.answered_at = 0;
         let daemon = daemon.clone();
         Ok(Some((wanted, ledger.devices_of(key), daemon)))
@@ -132,10 +133,11 @@ pub fn adjust(_held: &DaemonLock, key: &DaemonKey, store: &Store, config: &Confi
     let known = inventory::load(config)?;
     let old = daemon.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
     // GPUs before Volta know no ceiling and refuse to hear of one.
-    let set = if old { control.ceiling().map(drop) } else { control.set_ceiling(wanted, devices) };
+    let set =
+        if old { control.default_limits().map(drop) } else { control.set_default_limits(wanted, devices) };
     set.map_err(|error| note_failure(store, &daemon, error))?;
     note(store, key, |daemon| {
-        daemon.ceiling = wanted;
+        daemon.default_limits = wanted;
         daemon.answered_at = epoch_seconds();
         daemon.state = DaemonState::Serving;
     })
@@ -178,7 +180,7 @@ pub(super) mod tests {
             volumes: Vec::new(),
             library_dir: None,
             brokered: false,
-            parts: Vec::new(),
+            mig_devices: Vec::new(),
         }
     }
 

@@ -9,7 +9,7 @@ use super::local::Local;
 use super::local_leases::same;
 use super::reconcile::read;
 use super::request_of_spec::{self, has_environment, request_of};
-use super::take::{self, Rootfs, Terms};
+use super::take_lease::{self, Rootfs, Terms};
 use super::{AdmitError, Candidate, state};
 use crate::config::Config;
 use crate::grant::{Grant, MPS_DEFAULT_DIR, MPS_DIR};
@@ -55,7 +55,7 @@ pub fn late(
     config: &Config,
 ) -> Result<Late, AdmitError> {
     let annotations = oci::annotations(spec)?;
-    if by_cdi.is_none() && !request_of_spec::is_ours(spec, &annotations, None) {
+    if by_cdi.is_none() && !request_of_spec::asks_for_a_share(spec, &annotations, None) {
         return Ok(Late::NotOurs);
     }
     let admitted = confirm(by_cdi, spec).and_then(|()| match annotations.get(LEASE_ANNOTATION) {
@@ -97,7 +97,8 @@ fn admit_live(
     let lasting = Container { rootfs, ..container.clone() };
     let candidate = Candidate { container: lasting, owner: init, share: None, engine };
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), limit: None };
-    let taken = request_of_spec::taken(take::take(&candidate, &request, terms, &store, local), spec, config)?;
+    let taken =
+        request_of_spec::taken(take_lease::take(&candidate, &request, terms, &store, local), spec, config)?;
     let applied = activate(&taken.lease.id, init, &store)
         .and_then(|()| local.grant(&taken, &request))
         .and_then(|grant| {
@@ -148,7 +149,7 @@ fn activate(lease: &LeaseId, init: Process, store: &Store) -> Result<(), AdmitEr
 }
 
 /// Whether the container's processes will find its MPS server by themselves.
-fn fits(taken: &take::Taken, spec: &Value) -> Result<(), AdmitError> {
+fn fits(taken: &take_lease::Taken, spec: &Value) -> Result<(), AdmitError> {
     if taken.lease.daemon.is_none() {
         return Ok(());
     }

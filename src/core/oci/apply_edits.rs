@@ -10,7 +10,7 @@ use oci_spec::runtime::{
 use serde_json::{Map, Value};
 
 use super::conflict;
-use super::edits::Edits;
+use super::edits_record::Edits;
 use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
 use crate::host::user_namespace;
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};

@@ -9,13 +9,13 @@ use crate::ledger::{DaemonState, Lease, Ledger};
 use crate::share::units::MIB;
 use crate::share::{Isolation, Mode, Percent};
 
-/// Device memory of an MPS server itself: measured, docs/evidence.
+/// Device memory that an MPS server itself takes (measured; docs/evidence).
 pub(super) const SERVER_BYTES: u64 = 66 * MIB;
 
-/// The accounts of one device.
+/// The bookings of one device.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Account {
-    /// Its present use; `None`: idle. Dedicated MPS servers take turns, so that is time-slice.
+pub struct Bookings {
+    /// Its present use; `None`: idle. Dedicated MPS servers take turns, so their use is time-slice.
     pub used_as: Option<Mode>,
     /// Leases that share it.
     pub leases: usize,
@@ -25,39 +25,39 @@ pub struct Account {
     pub sm_free: Percent,
     /// Sum of booked memory, MPS servers' own included, in bytes.
     pub memory_booked: u64,
-    /// Memory that a new lease may still book, in bytes: the smaller of what the accounts leave and what
+    /// Memory that a new lease may still book, in bytes: the smaller of what the bookings leave and what
     /// NVML last reported free less what leases have booked and not used yet.
     pub memory_free: u64,
     /// Sum of expected CUDA processes behind MPS servers.
     pub processes: u32,
 }
 
-/// The accounts of `device`.
+/// The bookings of `device`.
 #[must_use]
-pub fn account(device: &Device, ledger: &Ledger, config: &Config) -> Account {
+pub fn bookings(device: &Device, ledger: &Ledger, config: &Config) -> Bookings {
     let leases: Vec<&Lease> = ledger.on_device(&device.uuid).collect();
     let used_as = leases.first().map(|lease| use_of(lease.mode, lease.isolation));
     let sm_booked = sm_booked(&leases, used_as);
     let sm_free = match used_as {
         Some(Mode::Exclusive | Mode::Mig) => Percent::default(),
         Some(Mode::TimeSlice) => Percent::WHOLE,
-        Some(Mode::Mps) | None => minus(config.sm_ceiling(), sm_booked),
+        Some(Mode::Mps) | None => minus(config.sm_bookable(), sm_booked),
     };
     let served = leases.iter().filter(|lease| lease.daemon.is_some());
     let whole = has_everything(device, ledger);
     let memory_booked = if whole { device.memory_bytes } else { memory_booked(device, ledger) };
-    Account {
+    Bookings {
         used_as,
         leases: leases.len(),
         sm_booked,
         sm_free,
         memory_booked,
-        memory_free: by_accounts(device, ledger, config).min(by_driver(device, ledger, config)),
+        memory_free: left_by_bookings(device, ledger, config).min(left_by_driver(device, ledger, config)),
         processes: served.map(|lease| lease.processes).fold(0, u32::saturating_add),
     }
 }
 
-/// What a lease makes of its device.
+/// The use that a lease puts its device to.
 pub(super) fn use_of(mode: Mode, isolation: Isolation) -> Mode {
     match (mode, isolation) {
         (Mode::Mps, Isolation::Dedicated) => Mode::TimeSlice,
@@ -80,12 +80,12 @@ fn minus(a: Percent, b: Percent) -> Percent {
     Percent::from_thousandths(a.thousandths().saturating_sub(b.thousandths()))
 }
 
-/// Leases on the memory of `device`, which several compute instances of a GPU instance have together.
+/// Leases on the memory of `device`, which the compute instances of a GPU instance share.
 fn on_memory<'a>(device: &'a Device, ledger: &'a Ledger) -> impl Iterator<Item = &'a Lease> {
     device.sharing_memory().flat_map(|uuid| ledger.on_device(uuid))
 }
 
-/// Whether one lease has all the memory: exclusive, or a MIG device that shares its memory with none.
+/// Whether one lease has all the memory: in mode exclusive, or on a MIG device that shares its memory with no other.
 fn has_everything(device: &Device, ledger: &Ledger) -> bool {
     let everything = |lease: &Lease| {
         lease.mode == Mode::Exclusive || lease.mode == Mode::Mig && lease.memory_bytes.is_none()
@@ -99,7 +99,7 @@ fn memory_booked(device: &Device, ledger: &Ledger) -> u64 {
     leases.fold(daemons, u64::saturating_add)
 }
 
-/// Every MPS server that has or will have memory of the device: leases' own, and such as still run.
+/// Every MPS server that has or will have memory of the device: those of leases, and others that still run.
 pub(super) fn daemons<'a>(device: &'a Device, ledger: &'a Ledger) -> BTreeSet<&'a DaemonKey> {
     let wanted = on_memory(device, ledger).filter_map(|lease| lease.daemon.as_ref());
     let running = ledger
@@ -115,17 +115,16 @@ pub(super) fn bookable(device: &Device, config: &Config) -> u64 {
     times(device.memory_bytes.saturating_sub(config.limits.reserve), config.limits.memory_overcommit)
 }
 
-/// What the accounts leave.
-pub(super) fn by_accounts(device: &Device, ledger: &Ledger, config: &Config) -> u64 {
+/// What the bookings leave.
+pub(super) fn left_by_bookings(device: &Device, ledger: &Ledger, config: &Config) -> u64 {
     let left = bookable(device, config).saturating_sub(memory_booked(device, ledger));
     if has_everything(device, ledger) { 0 } else { left }
 }
 
-/// What NVML reported free at the last refresh, less what leases have booked and had not used by then.
+/// The memory that NVML reported free at the last refresh, minus what leases have booked but had not used by then.
 ///
-/// Who books more than there is (`memory_overcommit` above 1) does so here too: bookings count by their
-/// part, memory in use counts whole.
-pub(super) fn by_driver(device: &Device, ledger: &Ledger, config: &Config) -> u64 {
+/// With `memory_overcommit` above 1 bookings are scaled down here too, while memory in use counts whole.
+pub(super) fn left_by_driver(device: &Device, ledger: &Ledger, config: &Config) -> u64 {
     let unspent = on_memory(device, ledger).map(|lease| unspent(lease, device, ledger));
     let seen = device.memory_users().filter(|process| process.mps_server).count();
     let unseen = daemons(device, ledger).len().saturating_sub(seen) as u64;
@@ -148,7 +147,7 @@ fn unspent(lease: &Lease, device: &Device, ledger: &Ledger) -> u64 {
     reason = "bytes of device memory are far below 2^53, factors are positive, and `as` saturates"
 )]
 fn times(bytes: u64, factor: f64) -> u64 {
-    // Exact where nothing is multiplied: the accounts must not lose a byte there.
+    // Without a factor the result is exact, because the bookings must not lose a byte.
     if (factor - 1.0).abs() < f64::EPSILON { bytes } else { (bytes as f64 * factor) as u64 }
 }
 
@@ -177,23 +176,23 @@ mod tests {
 
     #[test]
     fn an_idle_device_has_all_but_the_reserve() {
-        let account = account(&device(0), &with(vec![]), &Config::default());
-        assert_eq!((account.used_as, account.leases, account.processes), (None, 0, 0));
-        assert_eq!(account.sm_free, Percent::from_thousandths(100_000));
+        let bookings = bookings(&device(0), &with(vec![]), &Config::default());
+        assert_eq!((bookings.used_as, bookings.leases, bookings.processes), (None, 0, 0));
+        assert_eq!(bookings.sm_free, Percent::from_thousandths(100_000));
         // 100 GiB in all, 512 MiB of them reserved.
-        assert_eq!((account.memory_booked, account.memory_free), (0, 106_837_311_488));
+        assert_eq!((bookings.memory_booked, bookings.memory_free), (0, 106_837_311_488));
     }
 
     #[test]
     fn shared_mps_books_sms_memory_and_one_server() {
         let ledger = with(vec![shared(1, 25_000, 8), shared(2, 12_500, 4)]);
-        let account = account(&device(0), &ledger, &Config::default());
-        assert_eq!(account.used_as, Some(Mode::Mps));
-        assert_eq!(account.sm_booked, Percent::from_thousandths(37_500));
-        assert_eq!(account.sm_free, Percent::from_thousandths(62_500));
+        let bookings = bookings(&device(0), &ledger, &Config::default());
+        assert_eq!(bookings.used_as, Some(Mode::Mps));
+        assert_eq!(bookings.sm_booked, Percent::from_thousandths(37_500));
+        assert_eq!(bookings.sm_free, Percent::from_thousandths(62_500));
         // 12 GiB and 66 MiB.
-        assert_eq!(account.memory_booked, 12_954_107_904);
-        assert_eq!(account.processes, 4);
+        assert_eq!(bookings.memory_booked, 12_954_107_904);
+        assert_eq!(bookings.processes, 4);
     }
 
     #[test]
@@ -203,20 +202,20 @@ mod tests {
             daemon: Some(DaemonKey(format!("{n:016x}"))),
             ..shared(n, 50_000, 1)
         };
-        let account = account(&device(0), &with(vec![dedicated(1), dedicated(2)]), &Config::default());
-        assert_eq!(account.used_as, Some(Mode::TimeSlice));
-        assert_eq!(account.sm_booked, Percent::default());
+        let bookings = bookings(&device(0), &with(vec![dedicated(1), dedicated(2)]), &Config::default());
+        assert_eq!(bookings.used_as, Some(Mode::TimeSlice));
+        assert_eq!(bookings.sm_booked, Percent::default());
         // 2 GiB and 132 MiB.
-        assert_eq!(account.memory_booked, 2_285_895_680);
+        assert_eq!(bookings.memory_booked, 2_285_895_680);
     }
 
     #[test]
     fn an_exclusive_lease_has_everything() {
         let whole = Lease { mode: Mode::Exclusive, ..lease(1, "GPU-0") };
-        let account = account(&device(0), &with(vec![whole]), &Config::default());
-        assert_eq!(account.sm_booked, Percent::from_thousandths(100_000));
-        assert_eq!((account.sm_free, account.memory_free), (Percent::default(), 0));
-        assert_eq!(account.memory_booked, 107_374_182_400);
+        let bookings = bookings(&device(0), &with(vec![whole]), &Config::default());
+        assert_eq!(bookings.sm_booked, Percent::from_thousandths(100_000));
+        assert_eq!((bookings.sm_free, bookings.memory_free), (Percent::default(), 0));
+        assert_eq!(bookings.memory_booked, 107_374_182_400);
     }
 
     #[test]
@@ -225,10 +224,10 @@ mod tests {
         config.limits.sm_overcommit = 2.0;
         config.limits.memory_overcommit = 1.5;
         config.limits.reserve = 0;
-        let account = account(&device(0), &with(vec![shared(1, 50_000, 8)]), &config);
-        assert_eq!(account.sm_free, Percent::from_thousandths(150_000));
+        let bookings = bookings(&device(0), &with(vec![shared(1, 50_000, 8)]), &config);
+        assert_eq!(bookings.sm_free, Percent::from_thousandths(150_000));
         // 150 GiB less 8 GiB and 66 MiB.
-        assert_eq!(account.memory_free, 152_402_132_992);
+        assert_eq!(bookings.memory_free, 152_402_132_992);
     }
 
     #[test]
@@ -243,11 +242,11 @@ mod tests {
         gpu.memory_free_bytes = 20 * GIB;
         let config = Config::default();
         // 20 GiB less 8 GiB and the server's 66 MiB, of which nothing is seen yet.
-        assert_eq!(account(&gpu, &with(vec![one.clone()]), &config).memory_free, 12_815_695_872);
+        assert_eq!(bookings(&gpu, &with(vec![one.clone()]), &config).memory_free, 12_815_695_872);
         gpu.processes = vec![process(71, 4711, 3 * GIB), process(80, 5, 30 * GIB)];
         gpu.processes.push(crate::inventory::GpuProcess { mps_server: true, ..process(81, 0, 66 * MIB) });
         // 20 GiB less the 5 GiB that it has not used.
-        assert_eq!(account(&gpu, &with(vec![one]), &config).memory_free, 16_106_127_360);
+        assert_eq!(bookings(&gpu, &with(vec![one]), &config).memory_free, 16_106_127_360);
     }
 
     #[test]
@@ -257,14 +256,14 @@ mod tests {
             devices: vec!["GPU-0".into()],
             process: None,
             state,
-            ceiling: crate::ledger::Ceiling::NONE,
+            default_limits: crate::ledger::DefaultLimits::NONE,
             answered_at: 0,
             idle_since: None,
             mode_left: false,
         };
         let booked = |state| {
             let ledger = Ledger { daemons: vec![daemon(state)], ..Ledger::empty("boot") };
-            account(&device(0), &ledger, &Config::default()).memory_booked
+            bookings(&device(0), &ledger, &Config::default()).memory_booked
         };
         assert_eq!(booked(DaemonState::Stopping), 69_206_016);
         assert_eq!(booked(DaemonState::Down), 0);

@@ -1,4 +1,4 @@
-//! What of the host a container sees: device nodes and the driver's files.
+//! What a container gets of the host: device nodes and the driver's files.
 
 use std::path::{Path, PathBuf};
 
@@ -18,7 +18,7 @@ pub(super) fn devices<'a>(uuids: &[String], inventory: &'a Inventory) -> Vec<&'a
     inventory.devices.iter().filter(|device| uuids.contains(&device.uuid)).collect()
 }
 
-/// The nodes that `devices` need, control nodes first. A kernel module that is not loaded has none.
+/// The nodes that `devices` need, control nodes first. A kernel module that is not loaded has no nodes.
 pub(super) fn nodes(
     devices: &[&Device],
     capabilities: &Capabilities,
@@ -42,7 +42,7 @@ pub(super) fn nodes(
         nodes.extend(devices.iter().flat_map(|device| device.dri_nodes.clone()));
     }
     nodes.extend(mig_caps.iter().filter_map(|cap| inventory.driver.mig_cap(*cap)).cloned());
-    // MIG devices of one GPU have its node in common.
+    // MIG devices of one GPU share its node.
     let mut seen = Vec::new();
     nodes.retain(|node| {
         let new = !seen.contains(&node.path);
@@ -78,7 +78,7 @@ pub(crate) fn driver_files(
     mounts
 }
 
-/// Descriptions of EGL, Vulkan and `OpenCL` belong to `video` as well as to `graphics`.
+/// The description files of EGL, Vulkan and `OpenCL` belong to both `video` and `graphics`.
 fn wanted(file: &DriverFile, capabilities: &Capabilities) -> bool {
     let description = matches!(file.kind, FileKind::Data { .. }) && file.capability == Capability::Graphics;
     capabilities.has(file.capability) || description && capabilities.has(Capability::Video)
@@ -90,7 +90,7 @@ fn destinations(kind: &FileKind, library_dir: &Path) -> Vec<PathBuf> {
             let mut names = vec![soname.as_str()];
             names.extend(also.iter().map(String::as_str));
             if soname == "libcuda.so.1" {
-                // Triton and torch.compile link -lcuda.
+                // Triton and torch.compile link with -lcuda.
                 names.push("libcuda.so");
             }
             names.into_iter().map(|name| library_dir.join(name)).collect()

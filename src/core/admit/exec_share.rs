@@ -153,7 +153,7 @@ fn by_ledger(
     let untold = |error: String| {
         let annotations = oci::annotations(&spec).unwrap_or_default();
         // Nothing of ours is known of it: whatever is broken here is not its own.
-        if request_of_spec::is_ours(&spec, &annotations, None) {
+        if request_of_spec::asks_for_a_share(&spec, &annotations, None) {
             Err(EnterError::Untold(error))
         } else {
             Ok(None)
@@ -184,7 +184,7 @@ pub fn enter(share: &Share, id: &str, record: &Path, config: Option<&Config>) ->
     let Some(public) = &share.daemon else { return Ok(()) };
     let entered = match config {
         Some(config) => state(config).enter(public, id, record),
-        None => mps::enter(public, &Config::default()).map_err(AdmitError::from),
+        None => mps::ensure_answering(public, &Config::default()).map_err(AdmitError::from),
     };
     entered.map_err(|error| AdmitError::NoDaemon(Box::new(error)))
 }

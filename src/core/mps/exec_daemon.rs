@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::control::{AskError, Control, listens};
-use super::{MpsError, ceiling_and_state, dirs};
+use super::{MpsError, dirs, limits_and_state};
 use crate::config::Config;
 use crate::fs::selinux;
 use crate::ledger::DaemonKey;
@@ -25,7 +25,7 @@ const LONGEST_PID: u64 = 64;
 ///
 /// # Errors
 /// It does not answer and does not come back within three seconds, or this cannot be found out.
-pub fn enter(public: &Path, config: &Config) -> Result<(), MpsError> {
+pub(crate) fn ensure_answering(public: &Path, config: &Config) -> Result<(), MpsError> {
     let began = Instant::now();
     let daemon = Daemon::behind(public, config)?;
     if selinux::denies_mps_sockets(Path::new("/"), &daemon.config.state_dir) {
@@ -83,7 +83,7 @@ impl<'a> Daemon<'a> {
         // What the ledger says is believed where it can be read, and asked of the daemon where it cannot.
         let store = Store::open(&self.config.state_dir).ok();
         let ledger = store.as_ref().and_then(|store| store.read().ok());
-        let known = ledger.as_ref().and_then(|ledger| ceiling_and_state::daemon(ledger, &self.key));
+        let known = ledger.as_ref().and_then(|ledger| limits_and_state::daemon(ledger, &self.key));
         let process = known.and_then(|daemon| daemon.process).or_else(|| self.process());
         // connect(2) to the socket of a stopped process succeeds (docs/evidence).
         if let Some(daemon) = process.filter(Process::is_stopped) {
@@ -98,17 +98,17 @@ impl<'a> Daemon<'a> {
             }
             Ok(control) => control,
         };
-        match control.or_by(self.public).ceiling() {
+        match control.or_by(self.public).default_limits() {
             Ok(_) => {
                 // Whoever comes next need not ask again; where that cannot be written, they will.
                 if let (Some(store), Some(daemon)) = (&store, known) {
-                    let _ = ceiling_and_state::note_answer(store, daemon);
+                    let _ = limits_and_state::note_answer(store, daemon);
                 }
                 Ok(true)
             }
             Err(AskError::Gone(_)) => Ok(false),
             Err(AskError::Silent) => Err(self.silent(known, process)),
-            Err(error) => Err(ceiling_and_state::refused(&self.key, error)),
+            Err(error) => Err(limits_and_state::refused(&self.key, error)),
         }
     }
 
@@ -127,8 +127,8 @@ impl<'a> Daemon<'a> {
 
 fn answered_lately(daemon: &MpsDaemon) -> bool {
     daemon.state == DaemonState::Serving
-        && ceiling_and_state::is_alive(daemon)
-        && ceiling_and_state::is_recent(daemon.answered_at, epoch_seconds())
+        && limits_and_state::is_alive(daemon)
+        && limits_and_state::is_recent(daemon.answered_at, epoch_seconds())
 }
 
 #[cfg(test)]

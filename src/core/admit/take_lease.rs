@@ -108,7 +108,7 @@ pub(super) fn take(
         dynamic_mig::give_up(&search.id, store, local.mig);
     } else if search.made {
         // It may have found another place in the end.
-        local.clear_made(store);
+        local.destroy_unneeded(store);
     }
     taken
 }
@@ -236,7 +236,7 @@ impl Search<'_> {
             }
             let placement = place(request, &self.id, &allowed, ledger, config)
                 .map_err(|refusal| self.refused(refusal, may_refresh, &allowed, ledger))?;
-            let unconfirmed = !placement.parts.is_empty() && !confirmed;
+            let unconfirmed = !placement.mig_devices.is_empty() && !confirmed;
             if unconfirmed || placement.refresh_first && may_refresh {
                 return Err(Look::RefreshFirst);
             }
@@ -310,6 +310,6 @@ pub fn lease_for(
         volumes: image.volumes.clone(),
         library_dir: libraries.map(Path::to_owned),
         brokered: false,
-        parts: placement.parts.clone(),
+        mig_devices: placement.mig_devices.clone(),
     }
 }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use serde::Deserialize;
 
-use crate::input::InputError;
+use crate::bounded_input::InputError;
 use sublet_core::ledger::{LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, LeaseId};
 
 /// Longest state that is read: far more than any engine's annotations.
@@ -73,9 +73,12 @@ impl State {
         self.annotations.iter().flatten()
     }
 
-    /// Whether its annotations ask for a share.
-    pub fn is_ours(&self) -> bool {
-        self.annotations.as_ref().is_some_and(sublet_core::request::is_ours)
+    /// Whether it has annotations for sublet.
+    ///
+    /// This is no decision that the container asks for a share ([`sublet_core::admit::asks_for_a_share`]): that needs
+    /// config.json, because a CDI device asks without annotations and a pause container has its pod's annotations.
+    pub fn has_sublet_annotations(&self) -> bool {
+        self.annotations.as_ref().is_some_and(sublet_core::request::has_sublet_annotations)
     }
 
     /// The annotation that holds the lease itself; empty without one.

@@ -1,0 +1,56 @@
+//! A request on one device, what it is compared with, and why the device does not serve it.
+
+use crate::config::Config;
+use crate::inventory::{Device, Inventory};
+use crate::ledger::{DaemonKey, Ledger};
+use crate::request::Request;
+use crate::share::{Isolation, Mode};
+
+/// The inventory, ledger and configuration that a request is compared with.
+#[derive(Clone, Copy)]
+pub(super) struct World<'a> {
+    pub inventory: &'a Inventory,
+    pub ledger: &'a Ledger,
+    pub config: &'a Config,
+}
+
+/// Why a device cannot serve the request.
+#[derive(Clone, Debug)]
+pub(super) struct Misfit {
+    /// The reason. In messages it follows the device's name.
+    pub reason: String,
+    /// Whether waiting could help.
+    pub temporary: bool,
+    /// Whether a refresh of the inventory could help.
+    pub refresh: bool,
+}
+
+impl Misfit {
+    pub(super) fn never(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), temporary: false, refresh: false }
+    }
+
+    pub(super) fn now(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), temporary: true, refresh: false }
+    }
+
+    pub(super) fn as_reported(reason: impl Into<String>) -> Self {
+        Self { refresh: true, ..Self::now(reason) }
+    }
+}
+
+/// A request on one device, with what that device's configuration decides.
+pub(super) struct Want<'a> {
+    pub request: &'a Request,
+    pub device: &'a Device,
+    pub mode: Mode,
+    pub isolation: Isolation,
+    /// The use of the device that it will have in the bookings.
+    pub used_as: Mode,
+    pub daemon: Option<DaemonKey>,
+    pub memory: Option<u64>,
+    /// Bytes that it adds to the bookings, including those of a new server.
+    pub books: u64,
+    /// One of several devices of the container.
+    pub several: bool,
+}
