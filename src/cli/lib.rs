@@ -1,4 +1,4 @@
-//! The program `sublet`: what people and systemd run, and all that needs NVML.
+//! The program `sublet`, which users and systemd run, and all code that needs NVML.
 
 // Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
 

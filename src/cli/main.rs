@@ -1,4 +1,4 @@
-//! `sublet`: what people and systemd run.
+//! `sublet`: the program that users and systemd run.
 
 fn main() -> std::process::ExitCode {
     sublet::commands::main()

@@ -24,7 +24,7 @@ const PROFILE_INFO_V2: c_uint = 0x98 | 2 << 24;
 const _: () =
     assert!(size_of::<nvmlGpuInstanceProfileInfo_v2_t>() == 0x98, "nvml.h's version is of its size");
 
-/// Slices of a GPU's memory, or of a GPU instance's compute: from `start` on, `size` of them.
+/// Slices of a GPU's memory, or of a GPU instance's compute: `size` slices from `start` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Span {
     /// The first slice.
@@ -40,19 +40,19 @@ impl Span {
         self.start.saturating_add(self.size)
     }
 
-    /// Whether both need one slice.
+    /// Whether the two share a slice.
     #[must_use]
     pub const fn overlaps(self, other: Self) -> bool {
         self.start < other.end() && other.start < self.end()
     }
 }
 
-/// A kind of GPU instance that a GPU can have, in the driver's words.
+/// A kind of GPU instance, as the driver describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Profile {
-    /// As nvidia-smi takes it.
+    /// Its id, which nvidia-smi accepts too.
     pub id: u32,
-    /// As `1g.18gb`.
+    /// Its name, such as `1g.18gb`.
     pub name: String,
     /// Compute slices.
     pub slices: u32,
@@ -60,18 +60,19 @@ pub struct Profile {
     pub sms: u32,
     /// Memory in MiB.
     pub memory_mib: u64,
-    /// How many an empty GPU can have.
+    /// How many of them an empty GPU can have.
     pub instances: u32,
     /// JPEG engines and optical flow accelerators.
     #[serde(skip)]
     pub media: [u32; 2],
-    /// How many more it can have now, in the driver's words; with MIG mode off driver 580 says how many could be.
+    /// How many more the GPU can have now, according to the driver. With MIG mode off driver 580 reports how many it
+    /// could have.
     pub free: u32,
     /// Where one may lie.
     pub placements: Vec<Span>,
 }
 
-/// A GPU instance. Its handle is the library's, valid until the instance is destroyed.
+/// A GPU instance. Its handle belongs to the library and is valid until the instance is destroyed.
 pub(crate) struct Gi<'n> {
     library: &'n NvmlLib,
     handle: nvmlGpuInstance_t,
@@ -80,7 +81,7 @@ pub(crate) struct Gi<'n> {
     pub span: Span,
 }
 
-/// A compute instance; its handle as in [`Gi`].
+/// A compute instance. Its handle is like that of [`Gi`].
 pub(crate) struct Ci<'n> {
     library: &'n NvmlLib,
     handle: nvmlComputeInstance_t,
@@ -96,7 +97,7 @@ pub(crate) struct CiProfile {
     instances: u32,
 }
 
-/// What `call` writes to its argument.
+/// The value that `call` writes to its argument.
 fn written<T>(call: impl FnOnce(*mut T) -> nvmlReturn_t) -> Answer<T> {
     let mut out = MaybeUninit::<T>::zeroed();
     nvml_try(call(out.as_mut_ptr()))?;
@@ -155,7 +156,7 @@ pub(crate) fn placements(device: &Device<'_>, profile: u32) -> Answer<Vec<Span>>
         .collect())
 }
 
-/// How many more instances of the profile there is room for.
+/// How many more instances of the profile have room.
 pub(crate) fn remaining(device: &Device<'_>, profile: u32) -> Answer<u32> {
     let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuInstanceRemainingCapacity.as_ref())?;
     // SAFETY: one number is written.
@@ -181,7 +182,7 @@ pub(crate) fn instance<'n>(device: &Device<'n>, gi: u32) -> Answer<Gi<'n>> {
     Gi::of(library, handle)
 }
 
-/// Makes a GPU instance.
+/// Creates a GPU instance.
 pub(crate) fn create_instance<'n>(device: &Device<'n>, profile: u32, span: Span) -> Answer<Gi<'n>> {
     let library = device.nvml().lib();
     let call = nvml_sym(library.nvmlDeviceCreateGpuInstanceWithPlacement.as_ref())?;
@@ -237,7 +238,7 @@ impl<'n> Gi<'n> {
         Ci::of(self.library, handle)
     }
 
-    /// Makes a compute instance, where the driver sees fit or at `span`.
+    /// Creates a compute instance, at `span` or where the driver chooses.
     pub(crate) fn create(&self, profile: CiProfile, span: Option<Span>) -> Answer<()> {
         let Some(span) = span else {
             let call = nvml_sym(self.library.nvmlGpuInstanceCreateComputeInstance.as_ref())?;
@@ -250,7 +251,7 @@ impl<'n> Gi<'n> {
         written(|out| unsafe { call(self.handle, profile.id, &raw const at, out) }).map(drop)
     }
 
-    /// Destroys it.
+    /// Destroys the GPU instance.
     pub(crate) fn destroy(self) -> Answer<()> {
         let call = nvml_sym(self.library.nvmlGpuInstanceDestroy.as_ref())?;
         // SAFETY: the handle is not used any more: `self` is gone.
@@ -267,7 +268,7 @@ impl<'n> Ci<'n> {
         Ok(Self { library, handle, id: info.id, span })
     }
 
-    /// Destroys it.
+    /// Destroys the compute instance.
     pub(crate) fn destroy(self) -> Answer<()> {
         let call = nvml_sym(self.library.nvmlComputeInstanceDestroy.as_ref())?;
         // SAFETY: the handle is not used any more: `self` is gone.
@@ -278,7 +279,7 @@ impl<'n> Ci<'n> {
 /// Where the GPU instance `gi` of `device` lies.
 ///
 /// # Errors
-/// There is none, or we may not know.
+/// The instance does not exist, or this process may not read its place.
 pub(crate) fn placement(device: &nvml_wrapper::Device<'_>, gi: u32) -> Result<Span, NvmlError> {
     Ok(instance(device, gi)?.span)
 }

@@ -19,7 +19,7 @@ use sublet_core::request::Request;
 /// Where `request` would be placed now.
 ///
 /// # Errors
-/// Why it would be refused, in the same words.
+/// The refusal that the request would get, in the same words.
 pub fn preview(
     request: &Request,
     id: &LeaseId,
@@ -46,7 +46,7 @@ pub fn preview(
     Ok(placement)
 }
 
-/// What would come of having an instance made.
+/// The result if an instance were created.
 fn foreseen(
     order: &Order,
     refused: AdmitError,

@@ -1,11 +1,11 @@
 //! The CDI specification that `sublet cdi generate` writes, with named shares as devices. [`sublet_core::oci::cdi`] handles
 //! containers that ask for one.
 
-mod file;
-mod list;
-mod spec;
+mod share_devices;
+mod spec_file;
+mod spec_text;
 
-pub(crate) use file::keep;
-pub use file::{FileError, State, remove, state, write};
-pub use list::{Listing, Named, Without, list};
-pub use spec::render;
+pub use share_devices::{Listing, Named, Without, list};
+pub(crate) use spec_file::keep;
+pub use spec_file::{FileError, State, remove, state, write};
+pub use spec_text::render;

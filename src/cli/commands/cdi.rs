@@ -35,7 +35,7 @@ pub enum Command {
 /// Runs it.
 ///
 /// # Errors
-/// No inventory; the file cannot be written.
+/// There is no inventory, or the file cannot be written.
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     match command {
         Command::Generate { output } => generate(output.as_ref().unwrap_or(&config.cdi.spec), config),
@@ -47,7 +47,7 @@ fn generate(path: &Path, config: &Config) -> anyhow::Result<ExitCode> {
     let (listing, text) = specification(config)?;
     let shown = safe(&path.to_string_lossy());
     if listing.devices.is_empty() {
-        // A specification without devices is an error to engines.
+        // Engines reject a specification without devices.
         let removed = if cdi_spec::remove(path)? { format!("; {shown} was removed") } else { String::new() };
         bail!("{}{removed}", nothing(&listing));
     }
@@ -96,7 +96,7 @@ fn row(named: &Named) -> Vec<String> {
     vec![format!("{KIND}={}", named.name), named.number.clone(), named.asked.device.clone()]
 }
 
-/// What engines read now, beside what they should.
+/// Compares the file that engines read now with what it should be.
 fn state(text: &str, listing: &Listing, config: &Config) -> &'static str {
     match cdi_spec::state(&config.cdi.spec) {
         State::Ours(found) if found == text.as_bytes() => "current",

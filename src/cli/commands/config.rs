@@ -53,7 +53,7 @@ pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A mapped container whose share is not there is refused, so better say it before.
+/// A container whose mapped share does not exist is refused at its start, so the check reports it here.
 fn check_shares(containers: &Containers, config: &Config) -> anyhow::Result<()> {
     let Some(share) = containers.unknown_share(config) else { return Ok(()) };
     bail!(
@@ -63,7 +63,7 @@ fn check_shares(containers: &Containers, config: &Config) -> anyhow::Result<()> 
     )
 }
 
-/// As comments: the rest of what is shown is a configuration, and this is another file.
+/// Shown as comments, because the rest of the output is one configuration file and this is another.
 fn show_containers(containers: Option<&Containers>) -> anyhow::Result<()> {
     let Some(containers) = containers else { return Ok(()) };
     println!("\n# {}:", config_files::containers_path().display());

@@ -15,13 +15,13 @@ use sublet_core::inventory::Inventory;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::process::sublet::PATH;
 
-/// An engine that is asked and hangs is not waited for longer.
+/// A program, such as an engine's, that does not answer within this time is given up.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
-/// A driver that sleeps is woken within seconds; one that hangs does not answer at all.
+/// A sleeping driver is woken within seconds; one that hangs does not answer at all.
 const NVML_LIMIT: Duration = Duration::from_secs(60);
 
-/// More than the inventory of 16 GPUs full of processes has, in bytes.
+/// In bytes: more than the inventory of 16 GPUs full of processes takes.
 const LONGEST: usize = 8 << 20;
 
 /// Arguments of `sublet doctor`.
@@ -83,7 +83,7 @@ fn check(result: Verdict, found: String, fix: Option<String>) -> Check {
     Check { check: "configuration", result, found, fix }
 }
 
-/// A line a check, the fix at its end.
+/// One line per check, with its fix at the end.
 fn table(checks: &[Check]) -> String {
     let row = |check: &Check| {
         let fix = check.fix.as_ref().map(|fix| format!("  -> {fix}")).unwrap_or_default();
@@ -93,7 +93,7 @@ fn table(checks: &[Check]) -> String {
     tables::table(&["RESULT", "CHECK", "FOUND  -> FIX"], checks.iter().map(row).collect())
 }
 
-/// What NVML says, in a process of its own: one that hangs with the driver is left behind.
+/// What NVML reports, read in a child process. A child that hangs with the driver is left behind.
 fn probe() -> Result<Inventory, String> {
     let mut command = Command::new("/proc/self/exe");
     answered(command.args(["doctor", "--inventory", "--format=json"]), NVML_LIMIT)
@@ -112,7 +112,7 @@ fn answered(command: &mut Command, limit: Duration) -> Result<Inventory, String>
     serde_json::from_str(&finished.stdout).map_err(|error| format!("NVML's answer: {error}"))
 }
 
-/// What a program of this host says on its standard output, where it succeeds.
+/// The standard output of a program of this host, if it succeeds.
 fn ask(argv: &[&str]) -> Option<String> {
     let (program, arguments) = argv.split_first()?;
     let mut command = Command::new(program);

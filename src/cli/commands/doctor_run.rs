@@ -22,13 +22,13 @@ use sublet_core::request::{self, Request};
 use sublet_core::share::{Mode, bytes_of_process};
 use sublet_core::text::safe;
 
-/// The longest `sublet.wait`, the making of a MIG instance, and an engine's start of a container.
+/// The longest `sublet.wait`, the creation of a MIG instance, and the engine's container start together.
 const RUN_LIMIT: Duration = Duration::from_secs(240);
 
-/// A tar of a few files, an import of it, a removal.
+/// Limit for packing a few files with tar, importing them, or removing the image.
 const STEP_LIMIT: Duration = Duration::from_secs(60);
 
-/// An engine that a probe can be run by.
+/// An engine that can run the probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Engine {
     /// With the runtime sublet
@@ -45,7 +45,7 @@ impl Engine {
         }
     }
 
-    /// Options that lead to sublet.
+    /// The options of `run` that make the container use sublet.
     const fn options(self) -> &'static [&'static str] {
         match self {
             Self::Docker => &["--runtime=sublet"],
@@ -54,22 +54,22 @@ impl Engine {
     }
 }
 
-/// What libcuda wants of the C library (glibc before 2.34 has it in several files).
+/// The libraries of glibc that libcuda needs (glibc before 2.34 is split into several files).
 const LIBRARIES: [&str; 5] = ["libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"];
 
-/// Where programs name their loader (the psABI of each machine).
+/// The path of the loader, as programs name it (the psABI of each machine).
 const LOADER: &str =
     if cfg!(target_arch = "x86_64") { "lib64/ld-linux-x86-64.so.2" } else { "lib/ld-linux-aarch64.so.1" };
 
-/// Runs the probe with `annotations`; it fails where the container gets no GPU, sees a neighbour's, or has no
-/// MPS server or more memory than its limit where its share is one of MPS.
+/// Runs the probe with `annotations`. It fails if the container gets no GPU or sees another container's GPU. A share
+/// in MPS mode also fails without an MPS server, or with more memory than its limit.
 ///
 /// # Errors
-/// The engine's words, or the probe's.
+/// The engine's message, or the probe's.
 pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> anyhow::Result<ExitCode> {
-    // Before anything is made, so that it goes again.
+    // Before anything is created, so that a signal still lets everything be removed.
     let stop = Stop::listen()?;
-    let made = Made::image(engine.program(), &stop)?;
+    let made = ProbeContainer::with_image(engine.program(), &stop)?;
     let probed = made.probe(engine.options(), annotations, RUN_LIMIT)?;
     match format {
         Format::Json => tables::json(&probed)?,
@@ -94,18 +94,18 @@ pub fn run(engine: Engine, annotations: &[(String, String)], format: Format) -> 
     Ok(if probed.neighbours_hidden { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The share, where this host's configuration can be read.
+/// The request, if this host's configuration can be read.
 fn understood(annotations: &[(String, String)]) -> Option<Request> {
     let config = sublet_core::config_files::load().ok()?;
     request::parse(&annotations.iter().cloned().collect(), None, None, &config).ok()
 }
 
-/// What one process may take of a device of `total` bytes.
+/// The memory limit of one process on a device of `total` bytes.
 fn memory_limit(request: &Request, total: u64) -> Option<u64> {
     Some(bytes_of_process(request.memory?.on(total), request.processes.get()))
 }
 
-/// Whether the share is certainly one of MPS, whichever device serves it.
+/// Whether the share uses MPS on every device that can serve it.
 fn is_of_mps(request: &Request) -> bool {
     match request.mode {
         Some(Mode::Mps) => true,
@@ -129,11 +129,11 @@ fn table(probed: &Probed) -> String {
     tables::table(&["PROBE", "SAW"], rows.map(|(name, value)| vec![name.to_owned(), value]).to_vec())
 }
 
-/// Whether a signal asks this program to end (Ctrl-C, `systemctl stop`, a closed terminal).
+/// Records a signal that asks this program to end (Ctrl-C, `systemctl stop`, a closed terminal).
 struct Stop(SignalFd);
 
 impl Stop {
-    /// From now on these signals are recorded here, and do not end the program.
+    /// From here on these signals are recorded and do not end the program.
     fn listen() -> anyhow::Result<Self> {
         let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().collect();
         signals.thread_block()?;
@@ -145,8 +145,8 @@ impl Stop {
     }
 }
 
-/// The image, the directory that it is made in, and the container; gone with this.
-struct Made<'a> {
+/// The image, the directory it is built in, and the container. All are removed on drop.
+struct ProbeContainer<'a> {
     stop: &'a Stop,
     engine: &'a str,
     container: String,
@@ -154,11 +154,11 @@ struct Made<'a> {
     dir: PathBuf,
 }
 
-impl<'a> Made<'a> {
+impl<'a> ProbeContainer<'a> {
     fn new(engine: &'a str, stop: &'a Stop) -> anyhow::Result<Self> {
         let container = format!("sublet-doctor-{}", std::process::id());
         let dir = std::env::temp_dir().join(&container);
-        // Not one that is there: it may be somebody's link.
+        // An existing directory is refused: it may be another user's link.
         DirBuilder::new()
             .mode(0o700)
             .create(&dir)
@@ -166,11 +166,11 @@ impl<'a> Made<'a> {
         Ok(Self { stop, engine, image: format!("{container}:probe"), container, dir })
     }
 
-    fn image(engine: &'a str, stop: &'a Stop) -> anyhow::Result<Self> {
+    fn with_image(engine: &'a str, stop: &'a Stop) -> anyhow::Result<Self> {
         let made = Self::new(engine, stop)?;
         let (root, archive) = (made.dir.join("root"), made.dir.join("root.tar"));
         lay_out(&root)?;
-        // Neither is cut short: an engine that is left in the middle of an import may finish it after our clearing.
+        // Neither command is interrupted: an engine stopped during an import may finish it after the clean-up.
         let whole = || false;
         let mut tar = Command::new("tar");
         answer(tar.arg("-C").arg(&root).arg("-cf").arg(&archive).arg("."), STEP_LIMIT, &whole)?;
@@ -195,9 +195,9 @@ impl<'a> Made<'a> {
     }
 }
 
-impl Drop for Made<'_> {
+impl Drop for ProbeContainer<'_> {
     fn drop(&mut self) {
-        // An engine that was cut off has not removed its container.
+        // An engine that was interrupted has not removed its container.
         for [verb, what] in [["rm", &self.container], ["rmi", &self.image]] {
             let mut clear = Command::new(self.engine);
             let _ = child::run_deaf(clear.args([verb, "--force", what]).process_group(0), STEP_LIMIT);
@@ -206,7 +206,7 @@ impl Drop for Made<'_> {
     }
 }
 
-/// This program at /sublet, and each library where the loader has it here.
+/// Copies this program to /sublet, and each library to the path at which the loader finds it on this host.
 fn lay_out(root: &Path) -> anyhow::Result<()> {
     for name in ["dev", "proc", "sys", "tmp", "run", "etc"] {
         fs::create_dir_all(root.join(name))?;
@@ -233,7 +233,7 @@ fn lay_out(root: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The libraries in the text of `/proc/self/maps`.
+/// The paths of the libraries in the text of `/proc/self/maps`.
 fn mapped(maps: &str) -> BTreeSet<PathBuf> {
     let paths = maps.lines().filter_map(|line| line.find('/').map(|at| PathBuf::from(&line[at..])));
     let library = |path: &PathBuf| {
@@ -243,10 +243,11 @@ fn mapped(maps: &str) -> BTreeSet<PathBuf> {
     paths.filter(library).collect()
 }
 
-/// What a program says; where it fails, its words.
+/// The output of a program; if it fails, an error with its message.
 fn answer(command: &mut Command, limit: Duration, stop: &dyn Fn() -> bool) -> anyhow::Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
-    // A group of its own: Ctrl-C at a terminal goes to the whole group, and is ours to hear.
+    // A process group of its own: Ctrl-C at a terminal signals the whole group, and only this program should receive
+    // it.
     let finished = match child::run_until(command.process_group(0), limit, stop) {
         Ok(finished) => finished,
         Err(ChildError::Io(error)) if error.kind() == ErrorKind::Interrupted => {
@@ -271,7 +272,7 @@ mod tests {
     use super::*;
     use sublet_core::config::Config;
 
-    /// What an engine that never comes to an end of `run` is told in the end, after the error `expected`.
+    /// Checks the error `expected` and the clean-up commands when the engine's `run` never ends.
     fn cut_off(limit: Duration, stop: &Stop, expected: &str) {
         let dir = tempfile::tempdir().unwrap();
         let (engine, log) = (dir.path().join("engine"), dir.path().join("log"));
@@ -280,28 +281,28 @@ mod tests {
             engine.display(),
             log.display()
         );
-        // Written by another process: one of ours, forked for another test, would have it open for writing.
+        // Another process writes the file. A child forked for another test would otherwise hold it open for writing.
         assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
-        let made = Made::new(engine.to_str().unwrap(), stop).unwrap();
+        let made = ProbeContainer::new(engine.to_str().unwrap(), stop).unwrap();
         let (name, left) = (made.container.clone(), made.dir.clone());
         let Err(error) = made.probe(&["--x"], &[], limit) else { panic!() };
         assert!(error.to_string().contains(expected), "{error}");
         drop(made);
         let told = fs::read_to_string(log).unwrap();
         let run = format!("run --rm --network=none --name {name} --x {name}:probe /sublet probe\n");
-        // On a busy machine it is cut off before it has written anything.
+        // On a busy machine the program is stopped before it has written anything.
         let told = told.strip_prefix(&run).unwrap_or(&told);
         assert_eq!(told, format!("rm --force {name}\nrmi --force {name}:probe\n"));
         assert!(!left.exists());
     }
 
-    /// One test: the directory is named by our pid.
+    /// One test, because the directory is named after this process's pid.
     #[test]
     fn an_engine_that_hangs_or_that_nobody_waits_for_is_cut_off_and_nothing_is_left() {
         let stop = Stop::listen().unwrap();
         cut_off(Duration::from_millis(300), &stop, "took longer than");
         for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-            // To this thread, which has them blocked.
+            // Sent to this thread, in which the signals are blocked.
             nix::sys::signal::raise(signal).unwrap();
             cut_off(Duration::from_secs(60), &stop, "interrupted");
         }

@@ -22,7 +22,7 @@ pub struct Arguments {
 /// Runs it.
 ///
 /// # Errors
-/// A device that does not exist.
+/// The device does not exist.
 pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Result<ExitCode> {
     let inventory = fresh_inventory(config)?;
     let mut uuids = Vec::new();
@@ -40,7 +40,7 @@ pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Resul
         }
     })?;
     let store = Store::open(&config.state_dir)?;
-    // A daemon that waits for a lease has none to wait for.
+    // A daemon that waits for a lease on a drained device has no reason to wait.
     for line in mps::end_overdue(&store, config) {
         eprintln!("sublet: warning: {line}");
     }

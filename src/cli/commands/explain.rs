@@ -86,7 +86,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The share that containers.toml gives a container without annotations.
+/// The share that containers.toml gives to a container without annotations.
 fn mapped(arguments: &Arguments, spec: &Value) -> anyhow::Result<Option<String>> {
     if has_sublet_annotations(&oci::annotations(spec)?) {
         return Ok(None);
@@ -113,7 +113,7 @@ fn mapped(arguments: &Arguments, spec: &Value) -> anyhow::Result<Option<String>>
     Ok(Some(share))
 }
 
-/// The bundle's spec, or the smallest there is; the annotations given go over it.
+/// The bundle's spec, or a minimal one, with the given annotations added.
 fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
     let (mut spec, rootfs) = match &arguments.bundle {
         None => (
@@ -236,7 +236,7 @@ fn print_placement(placement: &Placement, inventory: &Inventory) {
     println!();
 }
 
-/// What a server of several devices holds on each.
+/// What an MPS server of several devices takes on each of them.
 fn over_several(placement: &Placement) -> String {
     match (placement.devices.len(), placement.memory_bytes) {
         (0 | 1, _) => String::new(),

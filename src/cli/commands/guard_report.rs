@@ -6,17 +6,17 @@ use super::tables;
 use crate::guard::{self, Event, Sight};
 use sublet_core::config::Config;
 
-/// The last of these are in the tables.
+/// How many of the latest events the tables show.
 const SHOWN: usize = 5;
 
-/// `guard` in `sublet status --format json`.
+/// The member `guard` of `sublet status --format json`.
 pub fn document(config: &Config) -> Value {
     let sight = guard::sight(config);
     let blind = if let Sight::Blind(why) = &sight { why.clone() } else { Vec::new() };
     json!({"watching": sight == Sight::All, "blind": blind, "events": guard::events(config)})
 }
 
-/// What stands below the tables: whether there is a guard, and what it did last.
+/// The lines below the tables: whether the guard runs, and its latest events.
 pub fn lines(config: &Config) -> Vec<String> {
     let mut lines = state(config);
     let events = guard::events(config);
@@ -41,7 +41,7 @@ fn state(config: &Config) -> Vec<String> {
     }
 }
 
-/// One event.
+/// One event as a line.
 pub fn line(event: &Event) -> String {
     format!("{}  {}", tables::timestamp(event.time), event.text)
 }

@@ -32,7 +32,7 @@ pub enum Command {
 /// Runs it.
 ///
 /// # Errors
-/// No such lease; its container lives.
+/// There is no such lease, or its container still runs.
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     match command {
         Command::List { format } => list(*format, config),

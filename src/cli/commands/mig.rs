@@ -66,7 +66,7 @@ pub struct LayoutFile {
 /// Runs it.
 ///
 /// # Errors
-/// No driver; a layout that makes no sense or cannot be had here.
+/// There is no driver, or the layout is invalid or does not fit these GPUs.
 pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     match command {
         Command::List { format } => mig_list::run(*format, config),
@@ -97,7 +97,7 @@ fn read(file: &LayoutFile, config: &Config) -> anyhow::Result<Layout> {
     Ok(Layout::read(path, file.name.as_deref())?)
 }
 
-/// The GPUs without what was made for containers: that goes by itself.
+/// The GPUs without instances that were created for containers; those are removed automatically.
 fn settled(gpus: &[Gpu], ledger: &Ledger) -> Vec<Gpu> {
     let mut gpus = gpus.to_vec();
     for gpu in &mut gpus {
@@ -111,14 +111,14 @@ fn settled(gpus: &[Gpu], ledger: &Ledger) -> Vec<Gpu> {
 fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<Result<Plan, mig::Obstacle>> {
     let gpu = |target: &Target| gpus.iter().find(|gpu| gpu.uuid == target.gpu);
     let plan = |gpu: &Gpu, target: &Target| {
-        // What was made for containers is no difference, unless it is in the way.
+        // An instance created for a container does not count as a difference, unless it is in the way.
         let around = mig::plan(gpu, &target.beside(gpu, &mig::made(gpu, ledger)));
         around.or_else(|_| mig::plan(gpu, target))
     };
     targets.iter().filter_map(|target| Some(plan(gpu(target)?, target))).collect()
 }
 
-/// What `apply` would find now, and do.
+/// What `apply` would find and do now.
 fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<Vec<Result<Plan, mig::Obstacle>>> {
     let layout = read(file, config)?;
     let ledger = super::settled_ledger(config)?;
@@ -183,7 +183,7 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     let inventory = fresh_inventory(config)?;
     let store = Store::open(&config.state_dir)?;
     let mut nvml = Nvml::open(config, &inventory)?;
-    // Which GPUs there are to be fenced; what they hold is looked at behind the fence.
+    // Determines which GPUs to fence. Their instances are read again behind the fence.
     let targets = mig::targets(&layout, &nvml.gpus(&inventory)?, &inventory, config)?;
     let uuids: Vec<String> = targets.iter().map(|target| target.gpu.clone()).collect();
     let (fence, ledger, freed) = Fence::raise(&uuids, &store)?;
@@ -194,16 +194,16 @@ fn apply(file: &LayoutFile, allow_reset: bool, config: &Config) -> anyhow::Resul
     let gpus = mig::seen(&mut nvml, &inventory, &ledger)?;
     let plans = plans(&gpus, &targets, &ledger).into_iter().collect::<Result<Vec<_>, _>>()?;
     let done = change(&plans, &settled(&gpus, &ledger), allow_reset, &mut nvml, config);
-    // Leases wait for the fence, and then find the inventory out of date: the order is the safe one.
+    // Leases wait for the fence and then see that the inventory is out of date, so the fence falls before the refresh.
     drop(fence);
     if let Err(error) = crate::refresh::refresh(config) {
-        // The next container that starts tries it again.
+        // The next container that starts tries the refresh again.
         eprintln!("sublet: warning: the inventory could not be refreshed: {}", tables::chain(&error));
     }
     Local::new(config).destroy_unneeded(&store);
     done?;
     if layout.path() == before(config) {
-        // What it was kept for is done; a change that was killed may have had nothing to undo.
+        // The file has served its purpose. A change that was killed may have had nothing to undo.
         let _ = std::fs::remove_file(layout.path());
     }
     for plan in &plans {
@@ -216,12 +216,12 @@ fn summary(plan: &Plan) -> String {
     format!("GPU {}: done, {} steps", plan.index, plan.steps.len())
 }
 
-/// Where the state that a change found is kept until it is over.
+/// The file that keeps the instances as they were until the change is over.
 fn before(config: &Config) -> PathBuf {
     config.state_dir.join("mig-before.toml")
 }
 
-/// Changes, with what was found written down beside: a kill in the middle cannot lose it.
+/// Makes the change. The instances as they were are written to a file first, so that a kill cannot lose them.
 fn change(
     plans: &[Plan],
     gpus: &[Gpu],

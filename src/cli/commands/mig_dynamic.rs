@@ -1,4 +1,4 @@
-//! `sublet mig make|clear`: entry points run these for containers under `[mig] dynamic`; not for people.
+//! `sublet mig make|clear`: entry points run these for containers under `[mig] dynamic`. They are not meant for users.
 
 use std::io::Read as _;
 use std::process::ExitCode;
@@ -12,7 +12,7 @@ use sublet_core::config::Config;
 use sublet_core::inventory;
 use sublet_core::ledger::{Ledger, Store};
 
-/// Makes an instance for the ask on standard input; the answer goes to standard output.
+/// Creates an instance for the ask on standard input and writes the answer to standard output.
 ///
 /// # Errors
 /// The ask cannot be read.
@@ -23,7 +23,7 @@ pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
     let store = Store::open(&config.state_dir)?;
     let answer = match changed(&store, config, Some(&ask)) {
         Ok(()) => {
-            // The entry point that waits reads it, and so does everybody else.
+            // The waiting entry point reads the inventory, and so do all other programs.
             crate::refresh::refresh(config)?;
             MakeAnswer::Made
         }
@@ -32,25 +32,25 @@ pub fn make(config: &Config) -> anyhow::Result<ExitCode> {
             MakeAnswer::NotMade { reason: super::tables::chain(&error), temporary }
         }
     };
-    // Who waited for it may have been killed meanwhile.
+    // The entry point that waited for the instance may have been killed meanwhile.
     Local::new(config).destroy_unneeded(&store);
     println!("{}", serde_json::to_string(&answer)?);
     Ok(ExitCode::SUCCESS)
 }
 
-/// Destroys those that no lease needs any more.
+/// Destroys the instances that no lease needs any more.
 ///
 /// # Errors
-/// The driver does not answer, or one is in use still.
+/// The driver does not answer, or an instance is still in use.
 pub fn clear(config: &Config) -> anyhow::Result<ExitCode> {
     let store = Store::open(&config.state_dir)?;
     changed(&store, config, None)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Behind the fence: destroys what no lease needs, and then creates what is asked for.
+/// Behind the fence: destroys the instances that no lease needs, then creates the one that is asked for.
 fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Result<()> {
-    // As last written: the driver's library is all that is needed of it.
+    // The inventory as last written is enough: only the path of the driver's library is needed.
     let inventory = inventory::last(config).or_else(|_| fresh_inventory(config))?;
     let mut nvml = Nvml::open(config, &inventory)?;
     if let Some(ask) = ask {
@@ -77,9 +77,9 @@ fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Res
     made
 }
 
-/// If there is none, other commands need not wait.
+/// Checks for room first: if there is none, other commands need not wait.
 fn has_room(ask: &MakeAsk, nvml: &mut Nvml, ledger: &Ledger, config: &Config) -> Result<(), NotMade> {
-    // Others' comings and goings do not count, and neither does a driver that stumbles over them.
+    // Instances of other leases that come and go do not count, nor do driver errors that they cause.
     if ledger.has_unneeded() || ledger.mig.under_way.is_some() {
         return Ok(());
     }
@@ -89,7 +89,7 @@ fn has_room(ask: &MakeAsk, nvml: &mut Nvml, ledger: &Ledger, config: &Config) ->
     }
 }
 
-/// No daemon outlives its device, though it may otherwise wait for its next lease (`[mps] idle`).
+/// A daemon ends before its device does, even if it would otherwise wait for its next lease (`[mps] idle`).
 pub(super) fn stop_servers(uuid: &str, store: &Store, config: &Config) {
     let Ok(ledger) = store.read() else { return };
     let of_device = ledger.daemons.iter().filter(|daemon| daemon.serves(uuid));

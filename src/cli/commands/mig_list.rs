@@ -13,7 +13,7 @@ use sublet_core::text::safe;
 /// Runs it.
 ///
 /// # Errors
-/// No driver.
+/// There is no driver.
 pub fn run(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let ledger = super::settled_ledger(config)?;
     let inventory = fresh_inventory(config)?;
@@ -85,7 +85,7 @@ const fn word(on: bool) -> &'static str {
     if on { "on" } else { "off" }
 }
 
-/// Placements as nvidia-smi writes them: `{0,2,4}:2`.
+/// Placements in nvidia-smi's notation: `{0,2,4}:2`.
 fn profile_row(gpu: &Gpu, one: &Profile) -> Vec<String> {
     let starts: Vec<_> = one.placements.iter().map(|at| at.start.to_string()).collect();
     let size = one.placements.first().map_or(0, |at| at.size);
@@ -100,7 +100,7 @@ fn profile_row(gpu: &Gpu, one: &Profile) -> Vec<String> {
     ]
 }
 
-/// A row a compute instance; one that says so where there is none.
+/// One row per compute instance, or one row that says that there is none.
 fn instance_rows(gpu: &Gpu, one: &Instance) -> Vec<Vec<String>> {
     let row = |ci: String, profile: String, uuid: &str, held: &Option<String>| {
         let held = held.clone().unwrap_or_else(|| "-".to_owned());

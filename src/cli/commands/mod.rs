@@ -1,4 +1,4 @@
-//! The `sublet` command: one file a command.
+//! The `sublet` command: one file per subcommand.
 
 #[macro_use]
 mod closed_output;
@@ -86,7 +86,7 @@ enum Command {
     Config(config::Command),
 }
 
-/// The command line, for whoever documents it.
+/// The command line, for the generators of man pages and completions.
 #[must_use]
 pub fn command() -> clap::Command {
     Arguments::command()
@@ -97,7 +97,7 @@ pub fn command() -> clap::Command {
 pub fn main() -> ExitCode {
     sublet_core::process::inheritance::outlive_file_limit();
     let arguments = Arguments::parse();
-    // What the library warns of, a rebuilt ledger say, is for whoever ran the command.
+    // The library's warnings, such as that of a rebuilt ledger, are shown to the user who ran the command.
     log::trace_to(Log::new("sublet", None, false, None), false);
     let code = run(arguments.command).unwrap_or_else(|error| {
         eprintln!("sublet: {}", tables::chain(&error));
@@ -137,14 +137,14 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// `K=V` of `--annotation`.
+/// Parses the `K=V` of `--annotation`.
 fn annotation(text: &str) -> Result<(String, String), String> {
     let (key, value) = text.split_once('=').ok_or_else(|| format!("{}: write KEY=VALUE", safe(text)))?;
     Ok((key.to_owned(), value.to_owned()))
 }
 
-/// The ledger after what is gone has been freed and what died under live leases has come back: what every
-/// command that reports should show. What had to be done goes to standard error.
+/// The ledger after leases of ended containers have been freed and crashed MPS daemons restarted. Every command that
+/// reports shows this state. What had to be done is written to standard error.
 fn settled_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger> {
     if is_remote(config) {
         return users_ledger(config);
@@ -163,10 +163,10 @@ fn settled_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger
     store.read().context("after freeing leases of containers that have ended")
 }
 
-/// What a user without root may see: `sublet serve` frees what is gone.
+/// The part of the ledger that a user without root may see. `sublet serve` frees leases of ended containers.
 fn users_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger> {
     if !config.state_dir.exists() {
-        // Nobody with the rights to make it has run yet.
+        // No command has created it yet with root's rights.
         own_status(config)?;
     }
     Ok(sublet_core::ledger::Store::open(&config.state_dir)?.peek()?)

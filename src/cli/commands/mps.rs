@@ -74,7 +74,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Standard error is what our own programs read: a line a warning.
+/// Writes one warning per line to standard error, which sublet's own programs read.
 fn warn(warnings: Vec<String>) {
     for warning in warnings {
         eprintln!("sublet: warning: {warning}");

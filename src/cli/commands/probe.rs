@@ -9,22 +9,22 @@ use serde::{Deserialize, Serialize};
 use super::tables;
 use crate::doctor::cuda::{self, Seen};
 
-/// Its one line of output.
+/// The probe's output, one line.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Probed {
     /// What a CUDA program sees.
     #[serde(flatten)]
     pub seen: Seen,
-    /// Whether no GPU but the container's own shows in /dev and /proc.
+    /// Whether /dev and /proc show no GPU but the container's own.
     pub neighbours_hidden: bool,
 }
 
 /// Runs it.
 ///
 /// # Errors
-/// What CUDA says.
+/// CUDA reports an error.
 pub fn run() -> anyhow::Result<ExitCode> {
-    // What the container was given, before CUDA starts.
+    // Read before CUDA starts: the container as it was given.
     let shown = shown(Path::new("/"));
     let seen = cuda::look().map_err(anyhow::Error::msg)?;
     let neighbours_hidden = shown <= seen.devices;
@@ -32,8 +32,8 @@ pub fn run() -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// How many GPUs show, by their nodes or by what the driver tells of them. The directory of one that is hidden is
-/// empty, its file cannot be read, or is empty itself.
+/// The number of visible GPUs, by device nodes or by the driver's /proc files. For a hidden GPU the directory is
+/// empty, or its file is empty or cannot be read.
 fn shown(root: &Path) -> usize {
     let names = |path: &str| {
         let entries = fs::read_dir(root.join(path)).into_iter().flatten().flatten();
@@ -66,7 +66,7 @@ mod tests {
         file("dev/nvidiactl", "");
         file("dev/nvidia-caps/nvidia-cap1", "");
         file(&format!("{gpus}/0000:10:00.0/information"), "Model: NVIDIA H200\n");
-        // A tmpfs over the neighbour's directory, or /dev/null over its file.
+        // Hides the other GPUs: a tmpfs over the directory, or /dev/null over the file.
         fs::create_dir_all(root.path().join(gpus).join("0000:11:00.0")).unwrap();
         file(&format!("{gpus}/0000:12:00.0/information"), "");
         assert_eq!(shown(root.path()), 1);

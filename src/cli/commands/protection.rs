@@ -4,7 +4,7 @@
 use sublet_core::place::Placement;
 use sublet_core::share::{Isolation, Mode};
 
-/// What holds.
+/// What the share protects against.
 pub fn protects(placement: &Placement) -> Vec<&'static str> {
     let mut lines = vec!["SMs and memory booked for this container are booked for no other"];
     match (placement.mode, placement.isolation, placement.daemon.is_some()) {
@@ -38,7 +38,7 @@ pub fn protects(placement: &Placement) -> Vec<&'static str> {
     lines
 }
 
-/// What does not hold.
+/// What the share does not protect against.
 pub fn does_not_protect(placement: &Placement) -> Vec<&'static str> {
     let mut lines = Vec::new();
     if placement.mode == Mode::Mps && placement.isolation == Isolation::Shared {

@@ -6,10 +6,10 @@ use anyhow::bail;
 
 use sublet_core::config::Config;
 
-/// Serves until it is told to end.
+/// Serves until it receives SIGTERM or SIGINT.
 ///
 /// # Errors
-/// Not root; the socket or the state directory cannot be had.
+/// Not running as root, or the socket or state directory is not available.
 pub fn run(config: &Config) -> anyhow::Result<ExitCode> {
     if !nix::unistd::geteuid().is_root() {
         bail!(

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 use clap::ValueEnum;
 
-use crate::setup::{self, Wish, containerd, crio, docker, files, podman};
+use crate::setup::{self, Wish, containerd, crio, docker, engine_files, podman};
 use sublet_core::config::Config;
 use sublet_core::fs::atomic::{replace_durably as replace, sync_directory};
 use sublet_core::text::safe;
@@ -66,8 +66,8 @@ impl Engine {
         }
     }
 
-    /// What has the engine read the file again. A reload of dockerd takes new values only: what is gone from
-    /// the file stays in force, and it looks for CDI devices at its start alone (seen with 26.1).
+    /// The command that makes the engine read the file again. A reload of dockerd only adds: removed settings stay in
+    /// force, and it looks for CDI devices only at its start (seen with 26.1).
     const fn restart(self, whole: bool, systemd: bool) -> &'static str {
         match self {
             Self::Podman => "it takes effect with the next container; nothing has to be restarted",
@@ -94,7 +94,7 @@ impl Engine {
 /// A file that cannot be parsed, read or written, or an engine that cannot use sublet. Nothing is changed then.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let path = path(arguments)?;
-    let found = files::read(&path).map_err(|error| cannot("read", &path, &error))?;
+    let found = engine_files::read(&path).map_err(|error| cannot("read", &path, &error))?;
     let wanted =
         edited(arguments, &path, found.as_deref(), config).with_context(|| safe(&path.to_string_lossy()))?;
     let Edited { text: wanted, record } = wanted;
@@ -139,9 +139,9 @@ fn path(arguments: &Arguments) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// Engines that would not read the file, or could not do what it says.
+/// Refuses engines that would not read the file, or that do not support what it says.
 fn refuse_unserved(engine: Engine) -> anyhow::Result<()> {
-    if let Some(snap) = files::docker_snap(Path::new("/")).filter(|_| engine == Engine::Docker) {
+    if let Some(snap) = engine_files::docker_snap(Path::new("/")).filter(|_| engine == Engine::Docker) {
         bail!(
             "Docker is installed as a snap ({}): a snap cannot run programs of the host, so neither \
              sublet's runtime nor its CDI hooks; install Docker as a package (Debian: docker.io)",
@@ -167,7 +167,7 @@ fn refuse_unserved(engine: Engine) -> anyhow::Result<()> {
     }
 }
 
-/// The file as it should be (`None`: gone), and the record beside it.
+/// The new text of the file (`None`: the file is removed), and the record beside it.
 struct Edited {
     text: Option<String>,
     record: Option<String>,
@@ -179,8 +179,8 @@ fn edited(
     found: Option<&str>,
     config: &Config,
 ) -> anyhow::Result<Edited> {
-    let record =
-        files::read(&files::record(path)).map_err(|error| cannot("read", &files::record(path), &error))?;
+    let record = engine_files::read(&engine_files::record(path))
+        .map_err(|error| cannot("read", &engine_files::record(path), &error))?;
     let record = record.as_deref();
     if arguments.undo {
         let text = match arguments.engine {
@@ -203,7 +203,7 @@ fn edited(
     Ok(Edited { text: Some(text), record: None })
 }
 
-/// The drop-in `text`, with a note where its directory is made for it, now or by the setup before.
+/// The text of the drop-in, with a note if its directory is created for it, by this setup or by the one before.
 fn in_directory(path: &Path, found: Option<&str>, text: String) -> String {
     let missing = path.parent().is_some_and(|directory| !directory.exists());
     let ours = missing || found.is_some_and(setup::made_directory);
@@ -225,24 +225,24 @@ fn wish(arguments: &Arguments, config: &Config) -> anyhow::Result<Wish> {
     Ok(Wish { runtime, hooks_dir, default: arguments.wanted.default, cdi })
 }
 
-/// The hook's directory of the installation that `own` belongs to.
+/// The hook directory of the installation that `own` belongs to.
 fn hooks_dir(own: &Path) -> PathBuf {
     let prefix = own.parent().and_then(Path::parent).unwrap_or(Path::new("/usr"));
     let of_prefix = prefix.join("share/sublet/hooks.d");
     if of_prefix.is_dir() { of_prefix } else { PathBuf::from("/usr/share/sublet/hooks.d") }
 }
 
-/// What Podman reads before the drop-in at `path`. A file of a user's own comes after all of root's.
+/// The files that Podman reads before the drop-in at `path`. A user's own files are read after all of root's.
 fn weaker(path: &Path) -> anyhow::Result<Vec<String>> {
-    let mut files = files::podmans(Path::new("/"));
+    let mut files = engine_files::podmans(Path::new("/"));
     let directory = path.parent().unwrap_or(Path::new("/"));
     if !files.iter().any(|file| file.parent() == Some(directory)) {
         files.extend(directory.parent().map(|above| above.join("containers.conf")));
-        files.extend(files::drop_ins(directory, "conf"));
+        files.extend(engine_files::drop_ins(directory, "conf"));
     }
     let mut texts = Vec::new();
     for file in files.iter().filter(|file| file.parent() != Some(directory) || file.as_path() < path) {
-        texts.extend(files::read(file).map_err(|error| cannot("read", file, &error))?);
+        texts.extend(engine_files::read(file).map_err(|error| cannot("read", file, &error))?);
     }
     Ok(texts)
 }
@@ -254,14 +254,14 @@ fn diff(path: &Path, found: Option<&str>, wanted: Option<&str>) -> String {
     diff.unified_diff().header(&name(found), &name(wanted)).to_string()
 }
 
-/// Writes it, with what an undo will ask for beside it first.
+/// Writes the file. The record that an undo needs is written first.
 fn store(
     arguments: &Arguments,
     path: &Path,
     found: Option<&str>,
     (wanted, record): (Option<&str>, Option<&str>),
 ) -> anyhow::Result<()> {
-    let beside = files::record(path);
+    let beside = engine_files::record(path);
     let failed = |path: &Path| {
         let path = path.to_owned();
         move |error: io::Error| cannot("write", &path, &error)
@@ -279,7 +279,7 @@ fn store(
         None => fs::remove_file(path).map(|()| sync_directory(path)),
     };
     if written.is_err() && record.is_some() {
-        // As it was: an undo of what has not been done would go by it.
+        // Restores the record: an undo must not follow one of a setup that did not happen.
         let _ = match before {
             Some(before) => replace(&beside, &before, 0o644),
             None => fs::remove_file(&beside),
@@ -289,14 +289,14 @@ fn store(
     if arguments.undo {
         let _ = fs::remove_file(beside);
         if found.is_some_and(setup::made_directory) {
-            // Only where it is empty now.
+            // Removes the directory only if it is empty now.
             let _ = path.parent().map(fs::remove_dir);
         }
     }
     Ok(())
 }
 
-/// What to know besides.
+/// Further notes for the user.
 fn notes(arguments: &Arguments, path: &Path, found: Option<&str>) -> Vec<String> {
     let mut notes = Vec::new();
     let was = found.and_then(|text| docker::default_runtime(text).ok().flatten());

@@ -29,7 +29,7 @@ pub struct Arguments {
 /// Runs it.
 ///
 /// # Errors
-/// No driver, no ledger.
+/// There is no driver, or no ledger.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if arguments.last_error {
         return last_error(arguments.format, config);
@@ -83,7 +83,7 @@ fn document(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: 
     })
 }
 
-/// An instance that was made for a container.
+/// An instance that was created for a container.
 fn made_json(made: &DynamicInstance, ledger: &Ledger) -> Value {
     let state = match (&made.awaited, made.going) {
         (_, true) => "going",
@@ -119,7 +119,7 @@ fn device_json(device: &Device, inventory: &Inventory, ledger: &Ledger, config: 
     })
 }
 
-/// What is free is that of the instance; compute instances of one GPU instance have the same memory.
+/// What is free belongs to the GPU instance: its compute instances share its memory.
 fn mig_json(device: &Device, part: &MigDevice, ledger: &Ledger, config: &Config) -> Value {
     let bookings = bookings(device, ledger, config);
     json!({
@@ -143,7 +143,7 @@ fn mode(device: &Device, used_as: Option<Mode>) -> &'static str {
     if device.mig_enabled && !device.is_mig() { "mig" } else { used_as.map_or("idle", Mode::as_str) }
 }
 
-/// One element per container and device, same id.
+/// One element per container and device; several devices of one lease have the same id.
 pub(super) fn leases_json(inventory: &Inventory, ledger: &Ledger) -> Value {
     let each = |lease: &Lease| {
         let lease = lease.clone();
@@ -166,7 +166,7 @@ pub(super) fn leases_json(inventory: &Inventory, ledger: &Ledger) -> Value {
     ledger.leases.iter().flat_map(each).collect()
 }
 
-/// A lease whose device is gone is lost, whatever else it is.
+/// A lease whose device is gone is lost, whatever its recorded state.
 fn state(lease: &Lease, device: &str, inventory: &Inventory) -> LeaseState {
     if inventory.device(device).is_some() { lease.state } else { LeaseState::Lost }
 }
@@ -214,7 +214,7 @@ fn device_table(inventory: &Inventory, ledger: &Ledger, config: &Config) -> Stri
     tables::table(&["GPU", "NAME", "UUID", "MODE", "LEASES", "SM FREE", "MEMORY FREE"], rows)
 }
 
-/// The table of leases, or a line where there is none.
+/// The table of leases, or a line that says that there are none.
 pub(super) fn lease_table(inventory: &Inventory, ledger: &Ledger) -> String {
     if ledger.leases.is_empty() {
         return "No leases.".to_owned();
@@ -262,7 +262,7 @@ pub(super) fn daemon_table(daemons: &[Listed], inventory: &Inventory) -> String 
     )
 }
 
-/// With how long it waits for a lease still.
+/// The state, with the time that the daemon still waits for a lease.
 fn daemon_state(daemon: &Listed) -> String {
     let state = word(&daemon.state);
     match (daemon.idle_seconds, daemon.ends_in_seconds) {
@@ -276,7 +276,7 @@ fn device_label(uuid: &str, inventory: &Inventory) -> String {
     inventory.device(uuid).map_or_else(|| uuid.to_owned(), Device::number)
 }
 
-/// The word that JSON has for it.
+/// The word that stands for `value` in JSON.
 fn word(value: &impl serde::Serialize) -> String {
     serde_json::to_value(value).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
 }

@@ -39,13 +39,13 @@ fn colour() -> bool {
 /// Prints `value` as one JSON document.
 ///
 /// # Errors
-/// It cannot be serialised.
+/// The value cannot be serialised.
 pub fn json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     println!("{}", serde_json::to_string_pretty(value)?);
     Ok(())
 }
 
-/// Memory as `8 GiB`, `1.5 GiB`, `512 MiB`: exact where it is short, else rounded to a tenth.
+/// Memory as `8 GiB`, `1.5 GiB`, `512 MiB`: exact if that is short, otherwise rounded to a tenth.
 pub fn memory(bytes: u64) -> String {
     const GIB: u64 = 1 << 30;
     if bytes < GIB {
@@ -58,7 +58,7 @@ pub fn memory(bytes: u64) -> String {
     format!("{}.{} GiB", tenths / 10, tenths % 10)
 }
 
-/// Memory of a lease: `unlimited` where it has no limit.
+/// The memory of a lease, or `unlimited` if it has no limit.
 pub fn memory_limit(bytes: Option<u64>) -> String {
     bytes.map_or_else(|| "unlimited".to_owned(), memory)
 }
@@ -68,7 +68,7 @@ pub fn short(id: &str) -> String {
     sublet_core::text::safe(&id.chars().take(12).collect::<String>())
 }
 
-/// How long ago, as `3m 20s`.
+/// The time since `since`, such as `3m 20s`.
 pub fn ago(since: u64) -> String {
     let seconds = sublet_core::process::epoch_seconds().saturating_sub(since);
     humantime::format_duration(std::time::Duration::from_secs(seconds)).to_string()
@@ -76,7 +76,7 @@ pub fn ago(since: u64) -> String {
 
 pub use sublet_core::text::timestamp;
 
-/// An error with what caused it, on one line. Many of ours repeat their cause in their own text already.
+/// An error and its causes on one line. Many of sublet's errors already repeat their cause in their text.
 pub fn chain(error: &anyhow::Error) -> String {
     let mut line = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {

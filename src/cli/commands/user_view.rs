@@ -10,19 +10,19 @@ use sublet_core::broker::policy_limits::Left;
 use sublet_core::config::{Config, PolicyRule};
 use sublet_core::text::safe;
 
-/// `own` in `sublet status --format json`.
+/// The member `own` of `sublet status --format json`.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Own {
-    /// The rule that names the user; `None`: there is none, see `refused`.
+    /// The policy rule that names the user; `None` if there is none, see `refused`.
     policy: Option<PolicyRule>,
-    /// What it leaves.
+    /// What the user may still take under that rule.
     left: Option<Left>,
-    /// Why the user can take nothing, in one line.
+    /// The reason why the user can take nothing, in one line.
     refused: Option<String>,
 }
 
 impl Own {
-    /// As `sublet serve` tells it.
+    /// Asks `sublet serve`.
     pub fn ask(config: &Config) -> Self {
         let refused = |reason: String| Self { refused: Some(reason), ..Self::default() };
         match admit::own_status(config).map(serde_json::from_value) {

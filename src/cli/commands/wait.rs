@@ -10,10 +10,10 @@ use sublet_core::ledger::{LeaseId, Store};
 use sublet_core::request::{self, Request};
 use sublet_core::share::units::{DURATION_ALLOWED, parse_duration};
 
-/// A day: a time that the clock can tell.
+/// A day. The clock can represent this far ahead.
 const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Between two looks.
+/// The pause between two attempts.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
 /// Arguments of `sublet wait`.
@@ -35,7 +35,7 @@ fn timeout(text: &str) -> Result<Duration, String> {
 /// Runs it.
 ///
 /// # Errors
-/// Time is up; the message is the last refusal.
+/// The time is up; the message is the last refusal.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let annotations = arguments.annotations.iter().cloned().collect();
     let request = if arguments.annotations.is_empty() {
@@ -46,7 +46,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let deadline = Instant::now() + arguments.timeout;
     loop {
         match look(request.as_ref(), config) {
-            // It would be made.
+            // An instance would be created.
             Ok(()) | Err(AdmitError::WouldMake { .. }) => return Ok(ExitCode::SUCCESS),
             Err(
                 error @ (AdmitError::Refused(_) | AdmitError::PolicyLimit(_) | AdmitError::Unmade { .. }),
@@ -66,7 +66,7 @@ fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
     if !is_remote(config) {
         match Local::new(config).update(|_| ()) {
             Ok(()) => {}
-            // What it says is all that can be known here.
+            // Nothing more can be known here than what the error says.
             Err(error) if error.is_elsewhere() => {}
             Err(error) => return Err(error.into()),
         }

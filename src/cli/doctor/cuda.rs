@@ -10,27 +10,27 @@ use serde::{Deserialize, Serialize};
 const MULTIPROCESSOR_COUNT: c_int = 16;
 const MPS_ENABLED: c_int = 133;
 
-/// The first device, by a context on it.
+/// The first device, as a context on it sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Seen {
-    /// How many devices there are.
+    /// How many devices CUDA lists.
     pub devices: usize,
     /// Streaming multiprocessors that the context may use.
     pub sms: i32,
-    /// What an allocation could still get.
+    /// The memory that can still be allocated.
     pub memory_free_bytes: u64,
-    /// What the device has.
+    /// The device's memory.
     pub memory_total_bytes: u64,
-    /// Whether it is a client of an MPS server.
+    /// Whether the context is a client of an MPS server.
     pub mps: bool,
 }
 
 type Function = *mut c_void;
 
-/// Makes a context on device 0 and asks it. The context lives as long as the process.
+/// Creates a context on device 0 and queries it. The context exists until the process ends.
 ///
 /// # Errors
-/// One line: no libcuda, or what it answered.
+/// There is no libcuda, or it answered with an error; one line.
 pub fn look() -> Result<Seen, String> {
     let (mut count, mut device, mut context) = (0, 0, std::ptr::null_mut::<c_void>());
     let (mut sms, mut mps, mut free, mut total) = (0, 0, 0_usize, 0_usize);
@@ -88,7 +88,7 @@ fn why() -> String {
     sublet_core::text::safe(&unsafe { CStr::from_ptr(text) }.to_string_lossy())
 }
 
-/// `CUresult` in words, where it is one that a share may cause.
+/// A `CUresult` in words, if a share may cause it.
 fn done(call: &str, result: c_int) -> Result<(), String> {
     let word = match result {
         0 => return Ok(()),

@@ -1,17 +1,17 @@
 //! Docker: its version, and whether it knows sublet.
 
 use super::{Host, Outcome, fail, pass, version, warn};
-use crate::setup::{docker as daemon_json, files};
+use crate::setup::{docker as daemon_json, engine_files};
 use sublet_core::text::safe;
 
 const FILE: &str = "/etc/docker/daemon.json";
 
-/// `--annotation` came with it.
+/// The first version with `--annotation`.
 const OLDEST: u32 = 24;
 
-/// Everything between `docker run` and the shim.
+/// Checks everything between `docker run` and the shim.
 pub(super) fn docker(host: &Host<'_>) -> Outcome {
-    if let Some(snap) = files::docker_snap(&host.root) {
+    if let Some(snap) = engine_files::docker_snap(&host.root) {
         return warn(
             format!("Docker is a snap ({}), which cannot run programs of the host", snap.display()),
             "apt install docker.io",
@@ -43,7 +43,7 @@ fn shares_by_cdi(host: &Host<'_>, text: &str) -> bool {
     !host.config.share.is_empty() && daemon_json::has_cdi(text).unwrap_or(false)
 }
 
-/// What the daemon that runs says.
+/// Checks what the running daemon reports.
 fn daemon(host: &Host<'_>) -> Outcome {
     let Some(told) = (host.ask)(&["docker", "version", "--format", "{{.Server.Version}}"]) else {
         return warn("dockerd does not answer", "systemctl start docker");
@@ -67,7 +67,7 @@ fn daemon(host: &Host<'_>) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fixture::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, told};
     use super::*;
 
     #[test]

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use super::{Host, Outcome, fail, pass, shown, warn};
 use sublet_core::inventory::{self, ComputeMode, Majors, Node, check_node, device_majors};
 
-/// The oldest driver branch that sublet serves.
+/// The oldest driver branch that sublet supports.
 const OLDEST_BRANCH: u32 = 535;
 
 /// The kernel module and its version.
@@ -26,7 +26,7 @@ pub(super) fn loaded(host: &Host<'_>) -> Outcome {
     pass(version)
 }
 
-/// The modules beside it, by their majors.
+/// The other kernel modules, by their majors.
 pub(super) fn modules(host: &Host<'_>) -> Outcome {
     let majors = majors(host);
     if majors.nvidia.is_none() {
@@ -52,7 +52,7 @@ fn majors(host: &Host<'_>) -> Majors {
     Majors::parse(&device_majors::proc_devices(&host.config.driver.root).unwrap_or_default())
 }
 
-/// Every node that containers get of whole GPUs.
+/// Every device node that containers with whole GPUs get.
 fn wanted(host: &Host<'_>) -> Vec<Node> {
     let majors = majors(host);
     let node =
@@ -68,7 +68,7 @@ fn wanted(host: &Host<'_>) -> Vec<Node> {
     nodes
 }
 
-/// `Device Minor` of every GPU that the driver lists.
+/// The `Device Minor` of every GPU that the driver lists.
 fn minors(host: &Host<'_>) -> Vec<u32> {
     let gpus = fs::read_dir(host.driver("/proc/driver/nvidia/gpus")).into_iter().flatten().flatten();
     let minor = |text: String| {
@@ -81,7 +81,7 @@ fn minors(host: &Host<'_>) -> Vec<u32> {
     minors
 }
 
-/// Whether they are there, and who may open them.
+/// Whether the nodes exist, and who may open them.
 pub(super) fn nodes(host: &Host<'_>) -> Outcome {
     let nodes = wanted(host);
     if nodes.is_empty() {
@@ -103,7 +103,7 @@ pub(super) fn nodes(host: &Host<'_>) -> Outcome {
     permissions(nodes.len(), modes.fold(0o777, |all, mode| all & mode))
 }
 
-/// Of `count` nodes that have the permissions `mode` in common.
+/// Checks the permissions `mode` that `count` nodes have in common.
 fn permissions(count: usize, mode: u32) -> Outcome {
     match mode {
         _ if mode & 0o600 != 0o600 => {
@@ -119,7 +119,7 @@ fn permissions(count: usize, mode: u32) -> Outcome {
     }
 }
 
-/// What the driver answers.
+/// Whether NVML answers.
 pub(super) fn nvml(host: &Host<'_>) -> Outcome {
     match &host.inventory {
         Ok(inventory) => pass(format!("{} GPUs answer", inventory.gpus().count())),
@@ -127,7 +127,7 @@ pub(super) fn nvml(host: &Host<'_>) -> Outcome {
     }
 }
 
-/// What was written down of it for the shim and the hook.
+/// Whether the inventory, which the shim and the hook read, is current.
 pub(super) fn inventory(host: &Host<'_>) -> Outcome {
     match inventory::load(host.config) {
         Ok(inventory) => pass(format!("{} devices, up to date", inventory.devices.len())),
@@ -155,13 +155,13 @@ pub(super) fn caps(host: &Host<'_>) -> Outcome {
     }
 }
 
-/// The nodes that systemd would not find when it applies a scope's rules again.
+/// The nodes that systemd would not find when it applies the device rules of a scope again.
 pub(super) fn unlinked(host: &Host<'_>) -> Vec<Node> {
     let there = |node: &Node| host.driver(&format!("/dev/char/{}:{}", node.major, node.minor)).exists();
     wanted(host).into_iter().filter(|node| !there(node)).collect()
 }
 
-/// `/dev/char/MAJOR:MINOR` of every node.
+/// Whether every node has its link `/dev/char/MAJOR:MINOR`.
 pub(super) fn links(host: &Host<'_>) -> Outcome {
     let missing = unlinked(host);
     if missing.is_empty() {
@@ -171,7 +171,7 @@ pub(super) fn links(host: &Host<'_>) -> Outcome {
     warn(format!("no link in /dev/char for {}", names.join(" ")), make_links(&missing))
 }
 
-/// The command that makes them.
+/// The command that creates the links.
 pub(super) fn make_links(nodes: &[Node]) -> String {
     let link = |node: &Node| {
         let name = node.path.strip_prefix("/dev").unwrap_or(&node.path);
@@ -203,7 +203,7 @@ pub(super) fn persistence(host: &Host<'_>) -> Outcome {
     }
 }
 
-/// Compute modes that are neither the driver's default nor ours.
+/// Checks for compute modes that are neither the driver's default nor set by sublet.
 pub(super) fn compute_modes(host: &Host<'_>) -> Outcome {
     let (Ok(inventory), Ok(ledger)) = (&host.inventory, &host.ledger) else {
         return pass("unknown without an inventory and a ledger");
@@ -228,14 +228,14 @@ pub(super) fn compute_modes(host: &Host<'_>) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fixture::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, told};
     use super::*;
     use sublet_core::ledger::ChangedComputeMode;
     use sublet_core::place::fixture::{device, host, part};
 
     const VERSION: &str = "/proc/driver/nvidia/version";
 
-    /// What the fixtures' nodes are: real ones take root to make.
+    /// The type of the fixtures' nodes; creating real ones needs root.
     const DEVICES: &str = "Character devices:\n195 nvidia\n235 nvidia-uvm\n\nBlock devices:\n";
 
     #[test]

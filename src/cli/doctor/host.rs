@@ -15,16 +15,16 @@ use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::config::PolicyRule;
 use sublet_core::text::safe;
 
-/// A service that takes longer for a word is wedged.
+/// A service that takes longer to answer hangs.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
-/// The oldest that the tests run.
+/// The oldest versions that the tests run.
 const OLDEST: [(&str, [u32; 2]); 2] = [("runc", [1, 1]), ("crun", [1, 8])];
 
-/// 2025: no clock of a host with this program is before.
+/// The start of 2025: the clock of a host with this program cannot be correct if it shows an earlier time.
 const EARLIEST: u64 = 1_735_689_600;
 
-/// The low-level runtimes of `[runtime] low_level`.
+/// Checks the low-level runtimes of `[runtime] low_level`.
 pub(super) fn runtimes(host: &Host<'_>) -> Outcome {
     let names = &host.config.runtime.low_level;
     let path = |name: &String| {
@@ -60,7 +60,7 @@ pub(super) fn runtimes(host: &Host<'_>) -> Outcome {
     pass(found.join("; "))
 }
 
-/// The version of cgroups, and whether the runtime can do with it.
+/// Checks the cgroup version, and whether the runtime supports it.
 pub(super) fn cgroup(host: &Host<'_>) -> Outcome {
     let systemd = host.at("/run/systemd/system").is_dir();
     let driver = if systemd { "systemd's drivers" } else { "cgroupfs drivers" };
@@ -94,8 +94,8 @@ pub(super) fn daemon_reload(host: &Host<'_>) -> Outcome {
     )
 }
 
-/// The service: needed for the guard, for users without root, and to keep CDI devices current. A quick look does
-/// not speak to it: that would start one that its socket stands for.
+/// Checks the service, which the guard, users without root and current CDI devices need. A quick check does not
+/// connect to it: through its socket that would start the service.
 pub(super) fn serve(host: &Host<'_>) -> Outcome {
     let sight = if host.config.guard.enabled { guard::sight(host.config) } else { Sight::All };
     let path = sublet_core::broker::socket(host.config);
@@ -135,7 +135,7 @@ fn without_socket(host: &Host<'_>, sight: &Sight) -> Outcome {
     unguarded(sight).unwrap_or_else(|| pass("no socket; this configuration does not need it"))
 }
 
-/// What the guard does not see.
+/// Reports what the guard does not see.
 fn unguarded(sight: &Sight) -> Option<Outcome> {
     match sight {
         Sight::All => None,
@@ -150,7 +150,7 @@ fn unguarded(sight: &Sight) -> Option<Outcome> {
     }
 }
 
-/// Who may take shares without root.
+/// Checks the rules for users without root.
 pub(super) fn policy(host: &Host<'_>) -> Outcome {
     let unknown: Vec<String> = host.config.policy.iter().filter_map(unknown).collect();
     if !unknown.is_empty() {
@@ -162,7 +162,7 @@ pub(super) fn policy(host: &Host<'_>) -> Outcome {
     }
 }
 
-/// The user or group of a rule that this host does not have.
+/// The user or group of a rule, if this host does not know it.
 fn unknown(rule: &PolicyRule) -> Option<String> {
     let number = |name: &String| name == "*" || name.parse::<u32>().is_ok();
     let user =
@@ -173,7 +173,7 @@ fn unknown(rule: &PolicyRule) -> Option<String> {
         .or_else(|| group.map(|name| format!("group {}", safe(name))))
 }
 
-/// The state directory and the ledger in it.
+/// Checks the state directory and its ledger.
 pub(super) fn state(host: &Host<'_>) -> Outcome {
     let dir = &host.config.state_dir;
     let path = shown(dir);
@@ -197,7 +197,7 @@ pub(super) fn state(host: &Host<'_>) -> Outcome {
     pass(format!("{path}, {} leases", ledger.leases.len()))
 }
 
-/// Times that lie ahead confuse what is older than what.
+/// Checks that the system clock is not behind recorded state.
 pub(super) fn clock(host: &Host<'_>) -> Outcome {
     clock_at(host, SystemTime::now())
 }
@@ -226,7 +226,7 @@ mod tests {
     use nix::sys::socket::{Shutdown, shutdown};
 
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fixture::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, told};
     use super::*;
 
     #[test]
@@ -241,7 +241,7 @@ mod tests {
             )
         };
         let host = Host { ask: old, ..fake.host() };
-        // `crun` ends in `run` alone.
+        // `crun` contains the word `run` only at its end.
         assert!(told(runtimes(&host), Warn).0.starts_with("crun version 1.4.5 is older"));
         let host = Host { ask: |_| Some("runc version 1.1.5+ds1\ncommit: x\n".into()), ..fake.host() };
         assert!(passed(runtimes(&host)).contains("runc version 1.1.5+ds1"));
@@ -298,7 +298,7 @@ mod tests {
         assert!(passed(serve(&quick)).ends_with("is there"));
         listener.set_nonblocking(true).unwrap();
         assert_eq!(listener.accept().unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "nobody came");
-        // Closed it would live on where another test has just forked.
+        // A closed socket would stay open in a child that another test has just forked.
         shutdown(listener.as_raw_fd(), Shutdown::Both).unwrap();
         assert!(told(serve(&fake.host()), Warn).0.contains("Connection refused"));
     }

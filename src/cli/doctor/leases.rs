@@ -10,10 +10,10 @@ use super::{Host, Outcome, pass, warn};
 use sublet_core::ledger::Ledger;
 use sublet_core::text::safe;
 
-/// Leases that nothing holds any more: the next command frees them, where one comes.
+/// Reports leases whose containers have ended. The next command frees them, if there is one.
 pub(super) fn without_containers(host: &Host<'_>) -> Outcome {
     let Ok(ledger) = &host.ledger else { return pass("unknown without a ledger") };
-    // A container's first process may stand in its runtime's record alone until somebody looks.
+    // A container's first process may be recorded only by the runtime until a command looks for it.
     let (Ledger { leases: held, .. }, gone) = ledger.settled();
     if gone.is_empty() {
         return pass(format!("{}, each with a container that runs", held.len()));
@@ -23,7 +23,7 @@ pub(super) fn without_containers(host: &Host<'_>) -> Outcome {
     warn(format!("the containers of these leases have ended: {}", safe(&names.join(", "))), "sublet gc")
 }
 
-/// A process in a container that may use a GPU.
+/// A process in a container that can use a GPU.
 struct User {
     pid: i32,
     name: String,
@@ -32,7 +32,7 @@ struct User {
     pid_namespace: u64,
 }
 
-/// Running containers with GPUs that no lease accounts for.
+/// Reports running containers with GPUs that no lease covers.
 pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
     let Ok(ledger) = &host.ledger else { return pass("unknown without a ledger") };
     let proc = host.at("/proc");
@@ -63,17 +63,17 @@ fn told(user: &User) -> String {
     format!("{} (pid {} {}, {})", safe(&user.container), user.pid, safe(&user.name), user.node)
 }
 
-/// PID namespaces of containers with leases.
+/// The PID namespaces of containers with leases.
 fn leased(ledger: &Ledger) -> BTreeSet<u64> {
     ledger.leases.iter().filter_map(|lease| lease.init.as_ref()).map(|init| init.pid_namespace).collect()
 }
 
-/// By the id that engines put into cgroups' names, for those that share a PID namespace.
+/// Compares the container id in the cgroup's name, for containers that share a PID namespace.
 fn is_of_a_lease(container: &str, ledger: &Ledger) -> bool {
     ledger.leases.iter().any(|lease| lease.container.id.starts_with(container))
 }
 
-/// `process`, if it is in a container by its cgroup, with a GPU's node within reach.
+/// Describes `process` if its cgroup is a container's and it can reach a GPU's device node.
 fn user(pid: i32, process: &Path) -> Option<User> {
     let cgroup = fs::read_to_string(process.join("cgroup")).ok()?;
     let container = id(&cgroup)?;
@@ -89,7 +89,7 @@ fn id(cgroup: &str) -> Option<String> {
     Some(word[..12].to_owned())
 }
 
-/// A GPU's own node that the process has open, or that stands in its /dev.
+/// A GPU's device node that the process has open or that is in its /dev.
 fn node(process: &Path) -> Option<String> {
     let is_gpu = |path: &Path| {
         let rest = path.to_str().and_then(|path| path.strip_prefix("/dev/nvidia"));
@@ -110,7 +110,7 @@ fn node(process: &Path) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::Warn;
-    use super::super::fixture::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, told};
     use super::*;
     use sublet_core::ledger::Init;
     use sublet_core::ledger::fixture::lease;

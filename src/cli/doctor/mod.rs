@@ -5,7 +5,7 @@ pub mod cuda;
 mod docker;
 mod driver;
 #[cfg(test)]
-mod fixture;
+mod fake_host;
 mod host;
 mod leases;
 mod mps;
@@ -28,24 +28,24 @@ use sublet_core::ledger::{Ledger, Store};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
-    /// As it should be, or not there and not needed.
+    /// As it should be, or absent and not needed.
     Pass,
-    /// Something does not work, or may not one day.
+    /// Something does not work, or may stop working.
     Warn,
-    /// No container gets a share, or none of an engine that is there.
+    /// No container gets a share, or none of an engine that is installed.
     Fail,
 }
 
 /// What one check found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Check {
-    /// As `device-nodes`.
+    /// The check's name, such as `device-nodes`.
     pub check: &'static str,
-    /// How it went.
+    /// The result.
     pub result: Verdict,
-    /// In one line.
+    /// What was found, in one line.
     pub found: String,
-    /// What to type, or to do.
+    /// The command to type or the action to take.
     pub fix: Option<String>,
 }
 
@@ -65,26 +65,26 @@ fn fail(found: impl Into<String>, fix: impl Into<String>) -> Outcome {
     Outcome(Verdict::Fail, found.into(), Some(fix.into()))
 }
 
-/// The host that is looked at.
+/// The host that is checked.
 #[derive(Debug)]
 pub struct Host<'a> {
-    /// Where /etc, /proc and /usr are; the driver's own are below `[driver] root`.
+    /// The root of /etc, /proc and /usr; the driver's own files are below `[driver] root`.
     pub root: PathBuf,
     /// The configuration in force.
     pub config: &'a Config,
-    /// Whether files alone are to be read.
+    /// Whether to read files only.
     pub quick: bool,
-    /// The standard output of a program of this host; `None`: it is not there, or it failed.
+    /// Runs a program of this host and returns its standard output; `None` if it does not exist or fails.
     pub ask: fn(&[&str]) -> Option<String>,
-    /// What the driver says, or last said; else why there is none.
+    /// The driver's inventory, current or as last written, or why there is none.
     pub inventory: Result<Inventory, String>,
-    /// The ledger as it stands.
+    /// The ledger as recorded.
     pub ledger: Result<Ledger, String>,
 }
 
 impl<'a> Host<'a> {
-    /// This machine. `probe` asks NVML, whose calls may hang with the driver. `quick`: by the inventory as it was
-    /// written down last, NVML is not asked.
+    /// This machine. `probe` asks NVML, whose calls may hang with the driver. With `quick` the inventory as last
+    /// written is used and NVML is not asked.
     pub fn of(
         config: &'a Config,
         quick: bool,
@@ -93,7 +93,7 @@ impl<'a> Host<'a> {
     ) -> Self {
         let inventory =
             if quick { inventory::load(config).map_err(|error| error.to_string()) } else { probe() };
-        // Opening would make it.
+        // Opening the store would create the directory.
         let ledger = if config.state_dir.exists() {
             Store::open(&config.state_dir).and_then(|store| store.peek()).map_err(|error| error.to_string())
         } else {
@@ -121,7 +121,7 @@ impl<'a> Host<'a> {
         std::fs::read(self.at(path)).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// A program where administrators' paths have it.
+    /// Finds a program in the directories of administrators' PATH.
     fn program(&self, name: &str) -> Option<PathBuf> {
         let directories = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
         directories.iter().map(|dir| self.at(dir).join(name)).find(|path| path.is_file())
@@ -130,7 +130,7 @@ impl<'a> Host<'a> {
 
 type Test = fn(&Host<'_>) -> Outcome;
 
-/// Every check; those with `true` read files alone and are part of a quick look.
+/// Every check. Those with `true` read only files and are part of a quick check.
 const CHECKS: [(&str, bool, Test); 25] = [
     ("driver", true, driver::loaded),
     ("kernel-modules", true, driver::modules),
@@ -159,7 +159,7 @@ const CHECKS: [(&str, bool, Test); 25] = [
     ("unleased", false, leases::containers_without),
 ];
 
-/// Every check, or those that take no time, in the order in which to put things right.
+/// Runs every check, or only the quick ones, in the order in which problems are best fixed.
 #[must_use]
 pub fn run(host: &Host<'_>) -> Vec<Check> {
     let chosen = CHECKS.iter().filter(|(_, is_quick, _)| *is_quick || !host.quick);
@@ -171,7 +171,7 @@ pub fn run(host: &Host<'_>) -> Vec<Check> {
         .collect()
 }
 
-/// Numeric parts of the first version in a program's words: `Docker version 26.1.5+dfsg1` is [26, 1, 5].
+/// The numeric parts of the first version in a program's output: `Docker version 26.1.5+dfsg1` is [26, 1, 5].
 fn version(words: &str) -> Option<Vec<u32>> {
     let digits = |word: &str| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.');
     let word = words.split([' ', '\n', '"', ',', 'v']).find(|word| digits(word))?;

@@ -3,10 +3,10 @@
 use super::{Host, Outcome, fail, pass, shown, warn};
 use sublet_core::inventory::{MissingPrograms, MpsPrograms};
 
-/// Debian's packages; others have them in the driver's own.
+/// The package in Debian; other distributions include the programs in the driver's packages.
 const INSTALL: &str = "apt install nvidia-cuda-mps (other distributions: part of the driver's packages)";
 
-/// Whether both are there, and of the driver's version: what [`crate::mps`] would start now, by the same look.
+/// Whether both programs exist in the driver's version. The check uses what [`crate::mps`] would start now.
 pub(super) fn programs(host: &Host<'_>) -> Outcome {
     let root = &host.config.driver.root;
     let programs = MpsPrograms::find(root);
@@ -26,8 +26,8 @@ pub(super) fn programs(host: &Host<'_>) -> Outcome {
         found = format!("{found}; not used: {}", others.join(", "));
     }
     let Ok(inventory) = &host.inventory else { return pass(found) };
-    // The programs themselves do not tell; the server serves no client of another version. dpkg-query prints nothing
-    // of a package that it knows by others' dependencies alone.
+    // The programs do not print their version, and a server serves no client of another version. For a package that is
+    // only named in others' dependencies dpkg-query prints nothing.
     let package = (host.ask)(&["dpkg-query", "-W", "-f=${Version}", "nvidia-cuda-mps"]);
     match package {
         Some(version) if !version.is_empty() && !version.contains(&inventory.driver.version) => warn(
@@ -45,7 +45,7 @@ pub(super) fn programs(host: &Host<'_>) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fixture::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, told};
     use super::*;
 
     #[test]

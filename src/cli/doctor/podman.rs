@@ -6,21 +6,21 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::{Host, Outcome, fail, pass, shown, version, warn};
-use crate::setup::files::{drop_ins, podmans, read};
+use crate::setup::engine_files::{drop_ins, podmans, read};
 use crate::setup::podman::merge;
 use sublet_core::ledger::read_up_to;
 use sublet_core::text::safe;
 
 type Reader = fn(&Path) -> io::Result<Option<String>>;
 
-/// Files of a user's that are looked at, and how much of each: a user may put anything there.
+/// How many files of a user are read, and how much of each: a user may put anything there.
 const FILES: usize = 32;
 const LARGEST: u64 = 1 << 20;
 
-/// What every Podman, buildah and CRI-O reads.
+/// The directories that every Podman, buildah and CRI-O reads.
 const SHARED: [&str; 2] = ["/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d"];
 
-/// Whether Podman runs the hook, for root and for users with settings of their own.
+/// Whether Podman runs the hook, for root and for users with their own settings.
 pub(super) fn hook(host: &Host<'_>) -> Outcome {
     if host.program("podman").is_none() {
         return pass("not installed");
@@ -46,7 +46,7 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
         );
     };
     if let Some(missing) = program(&ours).filter(|path| !host.at(path).is_file()) {
-        // Podman passes over it in silence.
+        // Podman ignores such a file silently.
         return fail(
             format!("{} runs {}, which does not exist", shown(&ours), safe(&missing)),
             "install sublet-hook there",
@@ -55,13 +55,13 @@ pub(super) fn hook(host: &Host<'_>) -> Outcome {
     users(host, &directories).unwrap_or_else(|| pass(format!("{} runs {}", safe(told.trim()), shown(&ours))))
 }
 
-/// The program of a hook's file.
+/// The program that a hook file names.
 fn program(hook: &Path) -> Option<String> {
     let value: Value = serde_json::from_slice(&std::fs::read(hook).ok()?).ok()?;
     value.pointer("/hook/path")?.as_str().map(str::to_owned)
 }
 
-/// `hooks_dir` after all of `files`, and which of them said it last.
+/// The value of `hooks_dir` after all `files`, and the last file that sets it.
 fn effective(
     files: &[PathBuf],
     read: Reader,
@@ -81,7 +81,7 @@ fn effective(
     Ok((list, by))
 }
 
-/// A user whose own settings leave our hook out.
+/// Finds a user whose own settings leave out sublet's hook.
 fn users(host: &Host<'_>, directories: &[String]) -> Option<Outcome> {
     let ours = |list: &[String]| list.iter().any(|dir| host.at(dir).join("sublet.json").is_file());
     for home in homes(host) {
@@ -99,13 +99,13 @@ fn users(host: &Host<'_>, directories: &[String]) -> Option<Outcome> {
     None
 }
 
-/// A file that a user may have made anything of: a pipe that nobody writes to, a link to /dev/zero.
+/// Reads a file that may be anything a user has created: a pipe without a writer, or a link to /dev/zero.
 fn read_users(path: &Path) -> io::Result<Option<String>> {
     let bytes = read_up_to(path, LARGEST)?;
     bytes.map(|bytes| String::from_utf8(bytes).map_err(io::Error::other)).transpose()
 }
 
-/// The home directories of people.
+/// The home directories of ordinary users.
 fn homes(host: &Host<'_>) -> Vec<PathBuf> {
     let passwd = host.text("/etc/passwd").unwrap_or_default();
     let home = |line: &str| {
@@ -116,7 +116,7 @@ fn homes(host: &Host<'_>) -> Vec<PathBuf> {
     passwd.lines().filter_map(home).collect()
 }
 
-/// Hooks in the shared directories that make engines fail.
+/// Checks for hooks in the shared directories that make engines fail.
 pub(super) fn precreate(host: &Host<'_>) -> Outcome {
     let files: Vec<PathBuf> = SHARED.iter().flat_map(|dir| drop_ins(&host.at(dir), "json")).collect();
     for file in &files {
@@ -144,7 +144,7 @@ pub(super) fn precreate(host: &Host<'_>) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fixture::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, told};
     use super::*;
 
     const DROP_IN: &str = "/etc/containers/containers.conf.d/sublet.conf";

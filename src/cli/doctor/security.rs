@@ -8,12 +8,12 @@ use super::{Host, Outcome, pass, warn};
 use sublet_core::fs::selinux;
 use sublet_core::text::safe;
 
-/// As much of a log's end as is looked at.
+/// How many bytes at the end of a log are read.
 const TAIL: u64 = 1 << 20;
 
 const LOGS: [&str; 3] = ["/var/log/audit/audit.log", "/var/log/kern.log", "/var/log/syslog"];
 
-/// What is enforced, and denials of what sublet needs.
+/// Which modules are enforcing, and denials of what sublet needs.
 pub(super) fn modules(host: &Host<'_>) -> Outcome {
     let enforcing = selinux::is_enforcing(&host.root);
     if selinux::denies_mps_sockets(&host.root, &host.config.state_dir) {
@@ -37,8 +37,8 @@ pub(super) fn modules(host: &Host<'_>) -> Outcome {
     })
 }
 
-/// The last line about us: of the journal, else of a log. The journal begins with its newest, for only the
-/// beginning of what a program says is kept.
+/// The latest denial that names sublet, from the journal or else a log. The journal is read newest first, because only
+/// the beginning of a program's output is kept.
 fn denial(host: &Host<'_>) -> Option<String> {
     let journal =
         (host.ask)(&["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "cat", "-r", "-n", "5000"])
@@ -62,7 +62,7 @@ fn tail(path: &Path) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::Warn;
-    use super::super::fixture::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, told};
     use super::*;
 
     #[test]

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use super::proc::{namespace, processes};
 use super::{Host, Outcome, pass, shown, warn};
 
-/// CUDA's default.
+/// CUDA's default pipe directory.
 const DEFAULT_PIPE: &str = "/tmp/nvidia-mps";
 
-/// Every control daemon of this host's own whose pipe directory is not ours.
+/// Finds every control daemon on this host (outside containers) whose pipe directory is not sublet's.
 pub(super) fn daemons(host: &Host<'_>) -> Outcome {
     let own = namespaces(&host.at("/proc/self"));
     let strays: Vec<(i32, PathBuf)> = processes(&host.at("/proc"))
@@ -28,7 +28,8 @@ pub(super) fn daemons(host: &Host<'_>) -> Outcome {
     )
 }
 
-/// What is to be typed. A path that a shell would not take for one word is its owner's words, not a command.
+/// The command to type. A path with special characters is not repeated in it: the daemon's owner chose the path, and a
+/// shell might run it.
 fn quit(pipe: &Path) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_./-".contains(&byte);
     match pipe.to_str().filter(|path| path.bytes().all(plain)) {
@@ -37,16 +38,17 @@ fn quit(pipe: &Path) -> String {
     }
 }
 
-/// Mounts and pids: whoever shares both with us is in no container, whose files and words are not the host's.
+/// Mount and PID namespaces. A process that shares both with sublet is in no container; a container's files and
+/// command lines are not the host's.
 fn namespaces(process: &Path) -> Option<(u64, u64)> {
     Some((namespace(process, "mnt")?, namespace(process, "pid")?))
 }
 
-/// The pipe directory, if it is an MPS control daemon: by its program, for anybody may call themselves so. What
-/// may not be read is taken for the default.
+/// The pipe directory, if the process is an MPS control daemon. The program file decides, because a process can choose
+/// its own name. An environment that may not be read counts as the default.
 fn pipe(process: &Path) -> Option<PathBuf> {
     let program = fs::read_link(process.join("exe")).ok()?;
-    // Of a program that was upgraded meanwhile the kernel says that the file is gone (proc(5)).
+    // For a program that was upgraded meanwhile the kernel reports the file as deleted (proc(5)).
     let name = program.file_name()?.to_str()?;
     if name.strip_suffix(" (deleted)").unwrap_or(name) != "nvidia-cuda-mps-control" {
         return None;
@@ -62,7 +64,7 @@ fn pipe(process: &Path) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::Warn;
-    use super::super::fixture::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, told};
     use super::*;
 
     fn daemon(fake: &Fake, pid: u32, mounts: u64, environment: &str) {

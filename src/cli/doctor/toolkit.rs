@@ -2,12 +2,12 @@
 
 use super::{Host, Outcome, pass, shown, warn};
 use crate::setup::docker as daemon_json;
-use crate::setup::files::drop_ins;
+use crate::setup::engine_files::drop_ins;
 
 /// Where CDI specifications are.
 const CDI: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
 
-/// What it will do.
+/// Reports what the toolkit is set up to do.
 pub(super) fn beside(host: &Host<'_>) -> Outcome {
     let mut found = Vec::new();
     let mut fix = Vec::new();
@@ -45,7 +45,7 @@ pub(super) fn beside(host: &Host<'_>) -> Outcome {
     }))
 }
 
-/// Specifications of others that mount an MPS pipe directory.
+/// Other programs' specifications that mount an MPS pipe directory.
 fn pipes(host: &Host<'_>) -> Vec<String> {
     let files = CDI.iter().flat_map(|dir| {
         let dir = host.at(dir);
@@ -66,7 +66,7 @@ fn absolute(path: String) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::Warn;
-    use super::super::fixture::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, told};
     use super::*;
 
     #[test]

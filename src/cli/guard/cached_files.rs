@@ -11,10 +11,10 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
-/// Device, inode, time of change, size: a file that was replaced or changed differs in one of them.
+/// Device, inode, change time and size: a file that was replaced or changed differs in at least one of them.
 type Stamp = (u64, u64, i64, i64, u64);
 
-/// What stands in a file, parsed.
+/// The parsed content of a file.
 #[derive(Debug)]
 pub(super) struct Kept<T>(Option<(Stamp, Rc<T>)>);
 
@@ -25,12 +25,12 @@ impl<T> Default for Kept<T> {
 }
 
 impl<T> Kept<T> {
-    /// What `read` makes of `file`, now or when it last did.
+    /// The value that `read` returns for `file`, from now or from the last call if the file has not changed.
     ///
     /// # Errors
     /// Those of `read`.
     pub fn get<E>(&mut self, file: &Path, read: impl FnOnce() -> Result<T, E>) -> Result<Rc<T>, E> {
-        // Before it is read: what comes in between is read twice.
+        // Taken before the file is read: a change in between makes the next call read it again.
         let now = stamp(file);
         if let Some((_, value)) = self.0.as_ref().filter(|(before, _)| Some(*before) == now) {
             return Ok(Rc::clone(value));
@@ -47,25 +47,25 @@ fn stamp(file: &Path) -> Option<Stamp> {
     Some((meta.dev(), meta.ino(), meta.ctime(), meta.ctime_nsec(), meta.len()))
 }
 
-/// Tells when a file of a directory is replaced.
+/// Reports when a file in a directory is replaced.
 #[derive(Debug, Default)]
 pub(super) struct Changes(Option<Inotify>);
 
 impl Changes {
-    /// What happens in `dir` from now on ends the next wait.
+    /// From now on a change in `dir` ends the next wait.
     pub fn follow(&mut self, dir: &Path) {
         let flags = InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK;
         let inotify = self.0.take().or_else(|| Inotify::init(flags).ok());
-        // The same watch again where it is the same directory (`inotify_add_watch(2)`).
+        // The call returns the same watch if it is the same directory (`inotify_add_watch(2)`).
         self.0 = inotify.filter(|inotify| inotify.add_watch(dir, AddWatchFlags::IN_MOVED_TO).is_ok());
         while self.0.as_ref().is_some_and(|inotify| inotify.read_events().is_ok()) {}
     }
 
-    /// Until something happens, `longest` at most; where nobody tells, `blind`.
+    /// Waits for a change, for at most `longest`; for `blind` if the kernel does not report changes.
     pub fn wait(&self, longest: Duration, blind: Duration) {
         let Some(inotify) = &self.0 else { return std::thread::sleep(blind) };
         let timeout = PollTimeout::try_from(longest).unwrap_or(PollTimeout::MAX);
-        // A signal is as good as an event: there is one look more.
+        // A signal ends the wait like an event does: the guard checks once more than needed.
         let _ = poll(&mut [PollFd::new(inotify.as_fd(), PollFlags::POLLIN)], timeout);
     }
 }
@@ -104,7 +104,7 @@ mod tests {
         let began = Instant::now();
         changes.wait(Duration::from_secs(600), Duration::from_secs(600));
         assert!(began.elapsed() < Duration::from_secs(300));
-        // What was before is forgotten, and a directory that is not there is none to wait for.
+        // Earlier changes are forgotten, and a directory that does not exist cannot be waited for.
         changes.follow(dir.path());
         changes.wait(Duration::ZERO, Duration::from_secs(600));
         changes.follow(&dir.path().join("none"));

@@ -16,29 +16,29 @@ use sublet_core::process::{Process, pidfd_kill, pidfd_open};
 use sublet_core::share::Action;
 use sublet_core::text::safe;
 
-/// What is done in one look.
+/// Carries out the verdicts of one check.
 pub(super) struct Acting<'a> {
     config: &'a Config,
-    /// Read anew: a lease may have ended since the look.
+    /// Read again, because a lease may have ended since the check.
     ledger: Ledger,
-    /// MPS daemons that did not answer are not asked again in this look: the signal alone ends a client.
+    /// Whether MPS daemons are still asked in this check. After one fails to answer, only the signal ends clients.
     asks: bool,
 }
 
 impl<'a> Acting<'a> {
-    /// `None`: the ledger cannot be read now.
+    /// `None` if the ledger cannot be read now.
     pub fn begin(store: &Store, config: &'a Config) -> Option<Self> {
         Some(Self { config, ledger: store.read().ok()?, asks: true })
     }
 
-    /// Does what `verdict` says, and tells it. `None`: the process has gone by itself, or it is not that lease's
-    /// any more.
+    /// Does what `verdict` says and returns the event. `None` if the process has ended, or no longer belongs to that
+    /// lease.
     pub fn act(&mut self, verdict: &Verdict) -> Option<Event> {
         let process = verdict.holder.process;
         let held = hold(process);
         let told = probe::describe(process.pid, 0)?;
         let lease = self.ledger.certain_lease_of(process, &told).cloned();
-        // What was read by its number was its own only if it is the same process still.
+        // What was read under this pid belongs to the process only if it is still the same process.
         if lease.as_ref().map(|lease| &lease.id) != verdict.holder.lease.as_ref() || !process.is_alive() {
             return None;
         }
@@ -47,7 +47,8 @@ impl<'a> Acting<'a> {
             (_, Ok(None)) => return None,
             (Action::Report, _) => "reported only".to_owned(),
             (_, Err(error)) => format!("it cannot be ended: {error}"),
-            // A user names the processes of their containers: root ends none that are not the user's own.
+            // For a lease without root the user names the container's processes. Root ends only those that belong to
+            // that user.
             (_, Ok(Some(_))) if !is_theirs(process, lease) => {
                 "it was not ended, because it does not belong to the container's user".to_owned()
             }
@@ -60,7 +61,8 @@ impl<'a> Acting<'a> {
         Some(event(verdict, lease, &done))
     }
 
-    /// MPS lets go of a client that it ends itself; the signal ends what goes on. Neither harms the others.
+    /// MPS releases a client that it ends itself; the signal ends a client that continues. Neither affects other
+    /// clients.
     fn end(&mut self, pidfd: &OwnedFd, verdict: &Verdict, lease: Option<&Lease>) -> String {
         let key = lease.and_then(|lease| lease.daemon.as_ref()).filter(|_| verdict.holder.is_client);
         if let Some(key) = key.filter(|_| self.asks) {
@@ -71,14 +73,14 @@ impl<'a> Acting<'a> {
         }
         match pidfd_kill(pidfd) {
             Ok(()) => "it was ended".to_owned(),
-            // By the end of its context.
+            // The process ended when its context did.
             Err(error) if is_gone(&error) => "it was ended".to_owned(),
             Err(error) => format!("it cannot be ended: {error}"),
         }
     }
 }
 
-/// A descriptor of the process, which cannot come to mean another one; `None`: it has gone.
+/// A pidfd of the process, so that a reused pid cannot be meant; `None` if the process has ended.
 fn hold(process: Process) -> io::Result<Option<OwnedFd>> {
     match pidfd_open(process.pid) {
         Ok(pidfd) => Ok(Some(pidfd)),
@@ -96,7 +98,8 @@ fn is_theirs(process: Process, lease: Option<&Lease>) -> bool {
     lease.is_none_or(is_own)
 }
 
-/// Ends the container by its first process: the others of its PID namespace go with it (`pid_namespaces(7)`).
+/// Ends the container by its first process: the kernel then ends all others in its PID namespace
+/// (`pid_namespaces(7)`).
 fn end_container(lease: &Lease) -> Option<String> {
     let init = lease.init.as_ref()?.process;
     let pidfd = pidfd_open(init.pid).ok()?;

@@ -1,4 +1,4 @@
-//! The guard's thread: it looks, judges and acts a few times a second while there are leases.
+//! The guard's thread: while there are leases it checks the devices and acts a few times a second.
 
 use crate::probe;
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,33 +23,33 @@ use sublet_core::ledger::{Ledger, LedgerError, Store};
 use sublet_core::process::Process;
 use sublet_core::share::Action;
 
-/// How often the configuration is read again, and a sign of life given.
+/// How often the configuration is read again and the guard records that it runs.
 const REREAD: Duration = Duration::from_secs(5);
 
-/// What was acted upon and is still there is acted upon again after this long.
+/// A process that is still there this long after an action is acted on again.
 const AGAIN: Duration = Duration::from_secs(5);
 
-/// A file that is just being replaced is there after this long.
+/// A file that is being replaced exists again after this long.
 const MOMENT: Duration = Duration::from_millis(50);
 
-/// Between two looks for a lease where the kernel does not tell that the ledger changes.
+/// The pause between two checks for a lease if the kernel does not report changes of the ledger.
 const IDLE: Duration = Duration::from_millis(500);
 
 /// Starts the thread; it ends with the process.
 ///
 /// # Errors
-/// There can be no more threads.
+/// No more threads can be created.
 pub(crate) fn start() -> io::Result<()> {
     thread::Builder::new().name("guard".to_owned()).spawn(|| Guard::default().run()).map(drop)
 }
 
-/// What is to be acted upon, what happened, and what could not be looked at.
+/// The verdicts, the events, and the devices that could not be checked.
 type Seen = (Vec<Verdict>, Vec<Event>, BTreeSet<String>);
 
-/// How long to wait for the next look.
+/// How long to wait before the next check.
 enum Pause {
     For(Duration),
-    /// Until a lease is taken.
+    /// Wait until a lease is taken.
     Idle,
 }
 
@@ -62,9 +62,9 @@ struct Guard {
     looker: Looker,
     judge: Judge,
     served: Served,
-    /// When what was done about each process for what.
+    /// When each process was last acted on, for which offence and with which action.
     acted: BTreeMap<(Offence, Action, Process), Instant>,
-    /// What could not be looked at in the last look.
+    /// The devices that the last check could not read.
     blind: BTreeSet<String>,
     last_sign: Option<Instant>,
 }
@@ -84,13 +84,13 @@ impl Guard {
         }
     }
 
-    /// The ledger, in which every container that has started has its first process: the shim is gone by then, so
-    /// it is the next command that learns of it.
+    /// The ledger, with the first process of every container that has started. The shim no longer exists then, so the
+    /// next command has to record that process.
     fn read(&mut self, config: &Config) -> Result<(Rc<Ledger>, Store), LedgerError> {
         let store = Store::open(&config.state_dir)?;
         let file = config.state_dir.join("ledger.json");
         let ledger = self.ledger.get(&file, || store.read())?;
-        // Those of rootless users are bound by their hooks or not at all.
+        // Leases of rootless users are bound to a process by their hooks only.
         if ledger.leases.iter().all(|lease| lease.init.is_some() || lease.brokered) {
             return Ok((ledger, store));
         }
@@ -98,14 +98,14 @@ impl Guard {
         Ok((self.ledger.get(&file, || store.read())?, store))
     }
 
-    /// One look; how long to wait until the next.
+    /// One check. Returns how long to wait before the next one.
     fn tick(&mut self, config: &Config) -> Pause {
         if !config.guard.enabled {
             *self = Self::default();
             return Pause::For(REREAD);
         }
         self.changes.follow(&config.state_dir);
-        // The first ledger of all comes after its copy: in between it seems to be gone.
+        // The first ledger is written after its copy, and seems to be missing in between.
         let opened = self.read(config).or_else(|_| {
             thread::sleep(MOMENT);
             self.read(config)
@@ -114,7 +114,7 @@ impl Guard {
             Ok(opened) => opened,
             Err(error) => return self.sees_nothing(&error.to_string(), config),
         };
-        // A layout is changed: NVML in use would be in the way of a reset.
+        // A layout is being changed. NVML is closed, because an open NVML prevents a reset.
         let resets = ledger.mig.under_way.as_ref().is_some_and(|change| !change.gpus.is_empty());
         if ledger.leases.is_empty() || resets {
             self.rest();
@@ -135,7 +135,7 @@ impl Guard {
         }
     }
 
-    /// Closes NVML and forgets what was seen.
+    /// Closes NVML and forgets earlier checks.
     fn rest(&mut self) {
         let (last_sign, blind) = (self.last_sign, std::mem::take(&mut self.blind));
         let (ledger, changes) = (std::mem::take(&mut self.ledger), std::mem::take(&mut self.changes));
@@ -151,7 +151,7 @@ impl Guard {
             None => probe::connect(config).map_err(|error| error.to_string())?.0,
         };
         let (looks, blind) = self.looker.look(&nvml, ledger, &known, config.guard.memory_tolerance);
-        // The driver was unloaded, or all its GPUs were lost: NVML is opened anew.
+        // If the driver was unloaded or all its GPUs were lost, NVML is opened again.
         self.nvml = (!looks.is_empty() || blind.is_empty()).then_some(nvml);
         let lost = self.served.lost(&looks, ledger);
         let verdicts = self.judge.judge(&looks, ledger, &config.guard);
@@ -179,7 +179,8 @@ impl Guard {
         due.into_iter().filter_map(|verdict| acting.act(verdict)).collect()
     }
 
-    /// Tells events and what cannot be seen, and writes both down at once; else a sign of life now and then.
+    /// Logs events and devices that cannot be checked, and records both at once. Without any, records from time to
+    /// time that the guard runs.
     fn sign(&mut self, events: Vec<Event>, blind: BTreeSet<String>, config: &Config) {
         for event in &events {
             tracing::warn!(

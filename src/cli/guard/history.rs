@@ -1,4 +1,4 @@
-//! Records what the guard did, so that users can see why a container's process ended, and that the guard runs.
+//! Records what the guard did, so that users can see why a container's process ended and whether the guard runs.
 
 use std::path::PathBuf;
 
@@ -15,28 +15,28 @@ use sublet_core::share::Action;
 /// How many events are kept.
 const KEPT: usize = 64;
 
-/// How many of these may be of one container, so that it cannot displace the records of others.
+/// How many of these may belong to one container, so that it cannot displace the records of others.
 const KEPT_OF_ONE: usize = 16;
 
-/// A sign of life older than this, in seconds, is none.
+/// In seconds. A guard that last checked longer ago than this counts as not running.
 const LIMIT: u64 = 15;
 
-/// As many bytes as any book has: its events hold no text without end.
+/// The largest file read, in bytes. Texts in events are limited, so that a valid file is smaller.
 const LARGEST: u64 = 1 << 20;
 
 /// `guard.json`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Book {
-    /// Seconds since boot at the last look.
+    /// Seconds since boot at the last check.
     looked_at: u64,
     boot_id: String,
-    /// What could not be looked at then, and why.
+    /// The devices that could not be checked then, and why.
     #[serde(default)]
     blind: Vec<String>,
     events: Vec<Event>,
 }
 
-/// One thing that the guard found and did.
+/// One offence that the guard found, and what it did.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
     /// Seconds since the epoch.
@@ -45,7 +45,7 @@ pub struct Event {
     pub offence: Offence,
     /// What was done about it.
     pub action: Action,
-    /// Whose it was; `None`: no lease's.
+    /// The container; `None` if the process belonged to no lease.
     pub container_id: Option<String>,
     /// The uid of the container's engine.
     pub uid: u32,
@@ -55,11 +55,11 @@ pub struct Event {
     pub pid: i32,
     /// Its command name.
     pub name: String,
-    /// The same for people, in one line.
+    /// The event in one line of text.
     pub text: String,
 }
 
-/// The last events, oldest first; none where the file cannot be read.
+/// The latest events, oldest first; empty if the file cannot be read.
 #[must_use]
 pub fn events(config: &Config) -> Vec<Event> {
     read(config).events
@@ -68,11 +68,11 @@ pub fn events(config: &Config) -> Vec<Event> {
 /// What the guard sees now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Sight {
-    /// Everything that is leased.
+    /// Every leased device.
     All,
-    /// Not these, and why.
+    /// All but these devices, each with the reason.
     Blind(Vec<String>),
-    /// There is none: no service, or it hangs.
+    /// The guard does not run: there is no service, or it hangs.
     None,
 }
 
@@ -91,7 +91,7 @@ pub fn sight(config: &Config) -> Sight {
     }
 }
 
-/// Adds `new` events and a sign of life; `blind`: what cannot be looked at.
+/// Adds `new` events and records that the guard runs; `blind` are the devices that cannot be checked.
 pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std::io::Result<()> {
     let mut book = read(config);
     for event in new {
@@ -104,7 +104,7 @@ pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std
     replace(&path(config), &serde_json::to_vec(&book)?, 0o644)
 }
 
-/// Drops the oldest, first those of the last one's container beyond its part.
+/// Drops the oldest events. Those of the latest event's container go first if they exceed its part.
 fn thin_out(events: &mut Vec<Event>) {
     let Some(last) = events.last().map(|event| event.container_id.clone()) else { return };
     let of_last = |event: &Event| event.container_id == last;
@@ -124,7 +124,7 @@ fn path(config: &Config) -> PathBuf {
     config.state_dir.join("guard.json")
 }
 
-/// Now, as events have it.
+/// The current time as events record it.
 pub(super) fn now() -> u64 {
     epoch_seconds()
 }

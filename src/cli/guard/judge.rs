@@ -14,14 +14,14 @@ use sublet_core::share::Mode;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Holder {
     pub process: Process,
-    /// Its command name.
+    /// The process's command name.
     pub name: String,
     pub memory_bytes: u64,
-    /// An MPS server, which belongs to no container.
+    /// Whether it is an MPS server, which belongs to no container.
     pub is_server: bool,
     /// Whether it computes through an MPS server.
     pub is_client: bool,
-    /// Whose it is; `None`: no lease's, or that of several containers that share a PID namespace.
+    /// The lease it belongs to; `None` if that is no lease, or several whose containers share a PID namespace.
     pub lease: Option<LeaseId>,
 }
 
@@ -29,9 +29,9 @@ pub(super) struct Holder {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Look {
     pub device: String,
-    /// MPS clients that it takes, where that is known.
+    /// The number of MPS clients that the device takes, if known.
     pub most_clients: Option<u32>,
-    /// Whether the driver tells MPS clients from others.
+    /// Whether the driver tells MPS clients from other processes.
     pub knows_clients: bool,
     /// Leases whose containers have ended.
     pub gone: BTreeSet<LeaseId>,
@@ -42,17 +42,17 @@ pub(super) struct Look {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Offence {
-    /// Its container's processes have more memory together than `sublet.memory`.
+    /// The container's processes together have more memory than `sublet.memory`.
     Memory,
-    /// It computes beside its MPS server, and so without limits.
+    /// The process computes outside its MPS server, and so without limits.
     Bypass,
-    /// It is one of more MPS clients than `sublet.processes`.
+    /// The container has more MPS clients than `sublet.processes`, and this is one of them.
     Clients,
-    /// Its container is gone.
+    /// The container has ended.
     Left,
-    /// No lease explains it.
+    /// The process is not attributable to any lease on this device.
     Stranger,
-    /// None of the container's: the MPS server that it computed through ended.
+    /// The MPS server that the container used has ended. Not the container's own offence.
     Server,
 }
 
@@ -63,28 +63,28 @@ pub(super) struct Verdict {
     pub action: Action,
     pub device: String,
     pub holder: Holder,
-    /// For [`Offence::Memory`]: what the container has on the device and may have, in bytes; for
-    /// [`Offence::Clients`] the same in clients.
+    /// For [`Offence::Memory`]: what the container has on the device and what it may have, in bytes. For
+    /// [`Offence::Clients`]: the same in clients.
     pub used: u64,
     pub allowed: u64,
 }
 
-/// What was seen in the look before: device, offence, lease, and the process but for memory.
+/// What the check before found: device, offence, lease and process (no process for memory).
 type Suspicion = (String, Offence, Option<LeaseId>, Option<Process>);
 
-/// What has to be remembered from one look to the next.
+/// What has to be remembered from one check to the next.
 #[derive(Debug, Default)]
 pub(super) struct Judge {
     /// Memory of each process on each device.
     memory: BTreeMap<(String, Process), u64>,
     suspicions: BTreeSet<Suspicion>,
-    /// Devices of those that are new.
+    /// The devices of suspicions that are new.
     unsure: BTreeSet<String>,
 }
 
 impl Judge {
-    /// What is wrong in `looks` and was so in the looks before: a process that starts or ends between two of
-    /// NVML's answers is in one of them only.
+    /// Returns what is wrong in `looks` and was wrong in the check before too. A process that starts or ends between
+    /// two of NVML's answers is in only one of them.
     pub fn judge(&mut self, looks: &[Look], ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         let found: Vec<Verdict> = looks.iter().flat_map(|look| self.of_device(look, ledger, rules)).collect();
         self.memory = looks.iter().flat_map(memory_of).collect();
@@ -93,7 +93,7 @@ impl Judge {
         found.into_iter().filter(|verdict| before.contains(&suspicion(verdict))).collect()
     }
 
-    /// Devices on which something wrong was seen for the first time: they are to be looked at anew.
+    /// Devices with a new suspicion. Their lists have to be read again.
     pub fn unsure(&self) -> &BTreeSet<String> {
         &self.unsure
     }
@@ -127,9 +127,9 @@ impl Judge {
         found
     }
 
-    /// The processes that crossed the line, where the container is past it: the largest of those that grew since
-    /// the look before, as the kernel would have stopped it there, then the largest, until the rest is within the
-    /// share. The instance holds a MIG device's own tenant.
+    /// If the container exceeds its share, its processes to act on: first those that have grown since the check
+    /// before, which a limit in the kernel would have stopped, then the others, largest first, until the rest is
+    /// within the share. On MIG devices the instance itself limits the container.
     fn memory(&self, lease: &Lease, own: &[&Holder], look: &Look, rules: &Guard) -> Vec<Verdict> {
         let Some(allowed) = lease.memory_bytes.filter(|_| lease.mode != Mode::Mig) else { return Vec::new() };
         let used: u64 = own.iter().map(|holder| holder.memory_bytes).sum();
@@ -159,9 +159,9 @@ impl Judge {
     }
 }
 
-/// Of containers that have more clients than their lease says, the youngest are acted upon, as many as it takes until
-/// every other container finds the places that it booked; all of them where the rules are strict. Where some may stay,
-/// the first of these, which passed the number, is reported.
+/// For each container with more clients than its lease allows: the youngest clients to act on, as many as other
+/// containers lack of the places that they booked, or all surplus clients if the rules are strict. If surplus clients
+/// may stay, the first of them is only reported.
 fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     let leases: Vec<&Lease> = ledger
         .leases
@@ -192,7 +192,7 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     found
 }
 
-/// MPS clients that a lease may have.
+/// The number of MPS clients that a lease may have.
 fn places(lease: &Lease) -> usize {
     lease.processes as usize
 }
@@ -215,7 +215,7 @@ fn of<'a>(lease: &'a Lease, look: &'a Look) -> impl Iterator<Item = &'a Holder> 
     look.holders.iter().filter(|holder| !holder.is_server && holder.lease.as_ref() == Some(&lease.id))
 }
 
-/// What is done about a process of `lease`'s: its share may say otherwise than `[guard]`.
+/// The action for a process of `lease`, whose share may override `[guard]`.
 fn action(lease: &Lease, configured: Action) -> Action {
     lease.guard.map_or(configured, |own| own.over(configured))
 }
@@ -232,7 +232,8 @@ fn memory_of(look: &Look) -> impl Iterator<Item = ((String, Process), u64)> {
     look.holders.iter().map(|holder| (key(&look.device, holder), holder.memory_bytes))
 }
 
-/// A container that stays past its memory is suspected as a whole: another of its processes may have grown.
+/// Memory suspicions are of the container, not of one process: at the next check another of its processes may have
+/// grown.
 fn suspicion(verdict: &Verdict) -> Suspicion {
     let process = (verdict.offence != Offence::Memory).then_some(verdict.holder.process);
     (verdict.device.clone(), verdict.offence, verdict.holder.lease.clone(), process)

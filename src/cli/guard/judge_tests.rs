@@ -42,7 +42,7 @@ fn look(holders: Vec<Holder>) -> Vec<Look> {
     vec![Look { device: GPU.to_owned(), most_clients: Some(4), knows_clients: true, gone, holders }]
 }
 
-/// What is said of `looks`, one after the other, as (offence, pid) each.
+/// The judgements of `looks`, one after the other, each as (offence, pid).
 fn judged(looks: &[Vec<Look>], ledger: &Ledger) -> Vec<Vec<(Offence, i32)>> {
     let mut judge = Judge::default();
     let brief = |verdict: Verdict| (verdict.offence, verdict.holder.process.pid);
@@ -87,10 +87,10 @@ fn memory_counts_for_the_container_and_ends_the_largest_of_those_that_grew() {
         judged(&[quiet(), grown(201), grown(201)], &ledger)[1..],
         [vec![], vec![(Offence::Memory, 10)]]
     );
-    // 11 grows on, so 11 it is, though 10 is the larger one.
+    // Process 11 keeps growing, so it is chosen although process 10 is larger.
     assert_eq!(judged(&[quiet(), grown(300), grown(400)], &ledger)[2], [(Offence::Memory, 11)]);
     assert_eq!(judged(&[quiet(), grown(200), grown(200)], &ledger)[2], []);
-    // As many as it takes, and no more.
+    // As many as needed, and no more.
     let many = || look((40..48).map(|pid| client(pid, 300, &one)).collect());
     let ended = judged(&[many(), many()], &ledger).remove(1);
     let ended = ended.into_iter().filter(|(offence, _)| *offence == Offence::Memory);
@@ -125,11 +125,11 @@ fn outside_its_server_without_a_lease_or_left_behind() {
     let seen = || look(vec![beside.clone(), left.clone(), stranger.clone()]);
     let found = [(Offence::Bypass, 10), (Offence::Left, 20), (Offence::Stranger, 30)];
     assert_eq!(judged(&[seen(), seen()], &ledger), [vec![], found.to_vec()]);
-    // It may be that of a container that is starting.
+    // It may belong to a container that is starting.
     let starting = Lease { init: None, ..shared(3) };
     let starts = Ledger { leases: vec![one.clone(), gone.clone(), starting], ..ledger.clone() };
     assert_eq!(judged(&[seen(), seen()], &starts)[1], found[..2]);
-    // Another process with the same number is not under suspicion yet.
+    // Another process with the same pid is not suspected yet.
     let other = Holder { process: Process { pid: 10, start_time: 99 }, ..beside.clone() };
     let seen = |holder: &Holder| look(vec![holder.clone()]);
     assert_eq!(judged(&[seen(&beside), seen(&other)], &ledger), vec![vec![]; 2]);
@@ -149,7 +149,7 @@ fn clients_too_many_go_only_where_others_need_their_places_and_the_youngest_firs
         assert!(found.iter().all(|verdict| verdict.offence == Offence::Clients));
         found.iter().map(|verdict| (verdict.action, verdict.holder.process.pid)).collect::<Vec<_>>()
     };
-    // Four places: two of them are the other's, whether it uses them or not.
+    // There are four places. Two belong to the other container, whether it uses them or not.
     assert_eq!(twice(of_one(1).chain(of_two(2)).collect()), []);
     assert_eq!(twice(of_one(2).collect()), [(Report, 11)]);
     assert_eq!(twice(of_one(4).collect()), [(Terminate, 13), (Terminate, 12), (Report, 11)]);

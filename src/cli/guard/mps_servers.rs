@@ -17,17 +17,17 @@ use sublet_core::text::safe;
 /// A daemon that cannot be started is tried again after this long.
 const AGAIN: Duration = Duration::from_secs(5);
 
-/// A server as it was in the last look.
+/// A server as the last check found it.
 #[derive(Debug)]
 struct Known {
     device: String,
     name: String,
     key: DaemonKey,
-    /// Leases that had clients of it.
+    /// The leases that had clients of this server.
     clients: BTreeSet<LeaseId>,
 }
 
-/// What has to be remembered from one look to the next.
+/// What has to be remembered from one check to the next.
 #[derive(Debug, Default)]
 pub(super) struct Served {
     servers: BTreeMap<Process, Known>,
@@ -35,12 +35,12 @@ pub(super) struct Served {
 }
 
 impl Served {
-    /// One event for each container whose work went with its server since the look before.
+    /// One event for each container that lost its work with an MPS server since the check before.
     pub fn lost(&mut self, looks: &[Look], ledger: &Ledger) -> Vec<Event> {
         let mut now: BTreeMap<Process, Known> = BTreeMap::new();
         for (process, found) in looks.iter().flat_map(|look| known(look, ledger)) {
             match now.get_mut(&process) {
-                // A server of several devices, one of which a lease may have no client on.
+                // A server of several devices: a lease may have clients on only some of them.
                 Some(server) => server.clients.extend(found.clients),
                 None => drop(now.insert(process, found)),
             }
@@ -50,7 +50,7 @@ impl Served {
         ended.flat_map(|(process, known)| events(process, &known, ledger)).collect()
     }
 
-    /// Has daemons started again that died under live leases, beside the looks: that takes time.
+    /// Restarts daemons that died under live leases, in a thread of its own because that takes time.
     pub fn heal(&mut self, ledger: &Ledger, config: &Config) {
         let dead = |server: &sublet_core::ledger::MpsDaemon| {
             let ran = matches!(server.state, DaemonState::Serving | DaemonState::Fault);
@@ -74,7 +74,7 @@ impl Served {
     }
 }
 
-/// The servers on one device: each is its daemon's child.
+/// The MPS servers on one device, each found by its parent, the daemon.
 fn known(look: &Look, ledger: &Ledger) -> Vec<(Process, Known)> {
     let servers = look.holders.iter().filter(|holder| holder.is_server);
     let known = servers.filter_map(|holder| {

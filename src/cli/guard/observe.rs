@@ -17,11 +17,11 @@ use sublet_core::place::client_limit;
 use sublet_core::process::{Process, pidfd_open};
 use sublet_core::text::safe;
 
-/// So many processes are known by a descriptor; of more, /proc is asked each time.
+/// This many processes are held by a pidfd. For further ones /proc is read each time.
 const HELD: usize = 1000;
 
-/// Looks again and again. What /proc says of a process is read once, and whose it is, asked once for each ledger:
-/// whoever acts upon it asks again.
+/// Reads the processes on leased devices in every check. /proc is read once per process, and its lease is determined
+/// once per ledger. Code that acts on a process determines the lease again.
 #[derive(Default)]
 pub(super) struct Looker {
     known: BTreeMap<i32, Known>,
@@ -29,18 +29,18 @@ pub(super) struct Looker {
     ledger: Option<Rc<Ledger>>,
 }
 
-/// A process that was seen.
+/// A process that an earlier check found.
 struct Known {
     process: Process,
     told: GpuProcess,
     lease: Option<LeaseId>,
-    /// By which one question tells of all of them whether they live.
+    /// One poll(2) over all of these tells which processes have ended.
     pidfd: Option<OwnedFd>,
 }
 
 impl Looker {
-    /// Every leased device, and why some could not be looked at. Growth of less than `tolerance` bytes may be seen
-    /// later ([`Lists`]).
+    /// Checks every leased device; the second value says why some could not be checked. Growth of less than
+    /// `tolerance` bytes may be noticed later ([`Lists`]).
     pub fn look(
         &mut self,
         nvml: &Nvml,
@@ -67,7 +67,7 @@ impl Looker {
                     look.most_clients = known.map(|known| client_limit(known, &inventory.driver));
                     looks.push(look);
                 }
-                // A MIG device that was destroyed under its lease: nobody computes there.
+                // The MIG device was destroyed under its lease, so no process computes on it.
                 Err(NvmlError::NotFound) => {}
                 Err(error) => drop(failures.insert(format!("{}: {error}", safe(device)))),
             }
@@ -76,12 +76,12 @@ impl Looker {
         (looks, failures)
     }
 
-    /// The next look asks NVML for the lists of `device` whatever it said in this one.
+    /// The next check reads the lists of `device` from NVML again, however new they are.
     pub fn forget_lists(&mut self, device: &str) {
         self.lists.forget(device);
     }
 
-    /// Drops those that have ended: their numbers may mean other processes now.
+    /// Drops processes that have ended: their pids may be reused.
     fn forget_ended(&mut self) {
         // A pidfd is readable once its process has ended (`pidfd_open(2)`).
         let held = self.known.values().filter_map(|known| known.pidfd.as_ref());
@@ -92,7 +92,7 @@ impl Looker {
         let mut ended = ended.into_iter();
         let mut gone = BTreeSet::new();
         if !told {
-            // Nobody knows who has ended: all of them are looked up again.
+            // It is unknown which have ended, so all of them are looked up again.
             self.known.clear();
             return;
         }
@@ -130,7 +130,7 @@ impl Looker {
                 return None;
             };
             let (process, name, lease) = (known.process, known.told.name.clone(), known.lease.clone());
-            // A container may call its program what it likes.
+            // A container may give its program any name.
             let is_server = known.told.mps_server && lease.is_none();
             seen.insert(pid, known);
             Some(Holder { process, name, memory_bytes, is_server, is_client, lease })
@@ -144,9 +144,10 @@ impl Looker {
 }
 
 impl Known {
-    /// `None`: it has gone meanwhile.
+    /// `None` if the process has ended.
     fn of(pid: i32, hold: bool, ledger: &Ledger) -> Option<Self> {
-        // Before its number is read: where it comes to mean another process, the descriptor tells that it ended.
+        // The pidfd is opened before /proc is read: if the pid is reused in between, the pidfd shows that the process
+        // ended.
         let pidfd = if hold { pidfd_open(pid).ok() } else { None };
         let process = Process::find(pid)?;
         let told = probe::describe(pid, 0)?;
@@ -155,8 +156,9 @@ impl Known {
     }
 }
 
-/// Leases on `device` that have processes there and whose containers have ended: by their first process. One that
-/// is marked as ending may live on, for its delete may fail, and one that is not may have ended just now.
+/// Leases on `device` that have processes there and whose containers have ended, judged by their first process. The
+/// mark `ending` does not decide: a marked container may live on because its delete failed, and one without the mark
+/// may have ended just now.
 fn gone(holders: &[Holder], device: &str, ledger: &Ledger) -> BTreeSet<LeaseId> {
     let computes = |lease: &&Lease| {
         let here = lease.devices.iter().any(|own| own == device);
@@ -211,10 +213,12 @@ mod tests {
         assert_eq!(id(other, &told(5, 99, "/c1"), std::slice::from_ref(&with_cgroup)), ours, "its cgroup");
         assert_eq!(id(other, &told(5, 99, "/c1/below"), std::slice::from_ref(&with_cgroup)), ours);
         assert_eq!(id(alive, &told(alive.pid, 77, "/x"), std::slice::from_ref(&with_cgroup)), ours, "init");
-        // One that has joined the PID namespace, and one that has got the number of an init that is gone.
+        // Outsiders: a process that has joined the PID namespace, and one with the reused pid of an init that has
+        // ended.
         assert_eq!(id(other, &told(5, 77, "/other"), std::slice::from_ref(&with_cgroup)), None);
         assert_eq!(id(alive, &told(alive.pid, 5, "/x"), &[held(1, dead, 77, None)]), None);
-        // Without a cgroup the namespace tells, while its first process lives and one lease has it.
+        // Without a cgroup the PID namespace decides, while the first process lives and only one lease has that
+        // namespace.
         let without = held(2, alive, 77, None);
         assert_eq!(
             id(other, &told(5, 77, "/"), std::slice::from_ref(&without)),
@@ -235,7 +239,7 @@ mod tests {
         for (child, hold) in [(&one, true), (&two, false)] {
             looker.known.insert(pid(child), Known::of(pid(child), hold, &nothing).unwrap());
         }
-        // As one whose number was given again between two looks.
+        // Like a process whose pid was reused between two checks.
         let me = Process::current().unwrap();
         let mine = Known::of(me.pid, false, &nothing).unwrap();
         let before = Process { start_time: me.start_time - 1, ..me };
@@ -271,8 +275,8 @@ mod tests {
         assert!(!has_gone(LeaseState::Active, dead, false), "nobody is left");
     }
 
-    /// The cgroup directory that a runtime records, what /proc says of a process in the container, and of one that
-    /// is outside of it and near.
+    /// The cgroup directory that a runtime records, and what /proc reports for a process in the container and for one
+    /// just outside.
     const LAYOUTS: [(&str, &str, &str, &str); 9] = [
         (
             "Docker, v2, systemd",
@@ -335,7 +339,7 @@ mod tests {
         let (alive, other) = (Process::current().unwrap(), Process { pid: 4_000_000, start_time: 9 });
         for (layout, recorded, inside, outside) in LAYOUTS {
             let ledger = ledger(vec![held(1, alive, 77, Some(recorded))]);
-            // In the container's PID namespace both: it may be shared.
+            // Both are in the container's PID namespace, which may be shared.
             let of = |text: &str| {
                 let told = GpuProcess { cgroups: probe::cgroups(text), ..told(5, 77, "") };
                 ledger.certain_lease_of(other, &told).is_some()

@@ -9,42 +9,43 @@ use nvml_wrapper::Device;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 
-/// What was told before counts for so long at most, whatever the device's used memory says: one process may have given
-/// back what another has taken. Two seconds, less what a look may come too early.
+/// Lists older than this are read again, whatever the device's used memory is: one process may have freed what another
+/// has taken. Two seconds, less the time by which a check may come early.
 const FRESH: Duration = Duration::from_millis(1_900);
 
-/// The same for the clients, where the processes are the same: one may leave MPS by execve(2), with its pid.
+/// The same for the list of clients while the processes are the same: a process may leave MPS by execve(2) and keep
+/// its pid.
 const CLIENTS_FRESH: Duration = Duration::from_millis(3_900);
 
-/// The lists of each device, as they were told last.
+/// The lists of each device as last read.
 #[derive(Default)]
 pub(super) struct Lists {
-    /// Where more bytes than this have been taken since, they are asked for anew: so much a container may have beyond
-    /// its share.
+    /// If the device's used memory has grown by more than this, the lists are read again. A container may exceed its
+    /// share by this much unnoticed.
     pub tolerance: u64,
     /// By UUID.
     told: BTreeMap<String, Told>,
 }
 
-/// What was told of one device.
+/// The lists of one device.
 pub(super) struct Told {
     /// Processes with compute contexts.
     pub running: Vec<ProcessInfo>,
-    /// MPS clients; `None` where the driver has no such list.
+    /// MPS clients; `None` if the driver has no such list.
     pub clients: Option<Vec<ProcessInfo>>,
     at: Instant,
     clients_at: Instant,
-    /// The device's used memory then, in bytes; `None` where the driver cannot tell.
+    /// The device's used memory at that time, in bytes; `None` if the driver does not report it.
     used: Option<u64>,
 }
 
 impl Lists {
-    /// They are asked for anew: something was wrong for the first time.
+    /// Makes the next check read the lists again, after something was wrong for the first time.
     pub fn forget(&mut self, uuid: &str) {
         self.told.remove(uuid);
     }
 
-    /// Processes that have ended are on none of them: their numbers may mean others now.
+    /// Removes processes that have ended: their pids may be reused.
     pub fn drop_ended(&mut self, ended: &BTreeSet<u32>) {
         for told in self.told.values_mut() {
             told.running.retain(|process| !ended.contains(&process.pid));
@@ -55,9 +56,9 @@ impl Lists {
     /// The lists of `device`, whose UUID is `uuid`.
     ///
     /// # Errors
-    /// NVML's.
+    /// NVML reports an error.
     pub fn of(&mut self, uuid: &str, device: &Device<'_>) -> Result<&Told, NvmlError> {
-        // Every context takes memory of the device.
+        // Every context takes memory of the device, so used memory shows new ones.
         let used = device.memory_info().ok().map(|memory| memory.used);
         let told = match self.told.remove(uuid) {
             Some(told) if told.counts(used, self.tolerance) => told,
@@ -68,15 +69,15 @@ impl Lists {
 }
 
 impl Told {
-    /// Whether it counts still, where `used` bytes of the device are taken now.
+    /// Whether the lists are still valid when `used` bytes of the device are taken.
     fn counts(&self, used: Option<u64>, tolerance: u64) -> bool {
         let few = |(now, then): (u64, u64)| now <= then.saturating_add(tolerance);
         self.at.elapsed() < FRESH && used.zip(self.used).is_some_and(few)
     }
 }
 
-/// The clients are asked for last: one that has connected meanwhile is on their list, and is not taken for one beside
-/// MPS. And only where processes came: none changes sides.
+/// The clients are read last, so that a process that connects in between is not taken for one outside MPS. They are
+/// read again only if there are other processes than before or the list is old: a process does not usually change sides.
 fn ask(device: &Device<'_>, used: Option<u64>, before: Option<Told>) -> Result<Told, NvmlError> {
     let (running, at) = (probe::compute_processes(device)?, Instant::now());
     let (clients, clients_at) = match before {

@@ -2,10 +2,10 @@
 
 use super::{Compute, Driver, DriverError, Instance, Mode, Plan, Span, Step};
 
-/// What became of a change that failed.
+/// The outcome of a change that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ApplyError {
-    /// Nothing is done that would reset a GPU without being told so.
+    /// The change needs a GPU reset, which must be allowed explicitly.
     #[error(
         "GPU {index}: switching MIG mode needs a reset of the GPU: add --allow-reset; nothing was changed"
     )]
@@ -16,30 +16,30 @@ pub enum ApplyError {
     /// A step failed before anything was changed.
     #[error("{cause}; nothing was changed")]
     Nothing {
-        /// The step and the driver's words.
+        /// The step and the driver's message.
         cause: String,
     },
     /// A step failed, and what had been done was undone.
     #[error("{cause}; every change was undone")]
     Undone {
-        /// The step and the driver's words.
+        /// The step and the driver's message.
         cause: String,
     },
     /// A step failed, and undoing failed too.
     #[error("{cause}; and not every change could be undone: {left}")]
     Left {
-        /// The step and the driver's words.
+        /// The step and the driver's message.
         cause: String,
-        /// What is not as it was found, and why.
+        /// What differs from the state before, and why.
         left: String,
     },
 }
 
-/// Does what the plans say, in order. When a step fails, what was done is undone in reverse: instances are
-/// made again where they were, under new UUIDs, which is why held ones are in no plan.
+/// Carries out the plans in order. If a step fails, the completed steps are undone in reverse. Undone instances are
+/// created again in their places with new UUIDs, which is why instances in use are in no plan.
 ///
 /// # Errors
-/// The step that failed, and what is left of it.
+/// The step that failed, and what could not be undone.
 pub fn apply(plans: &[Plan], allow_reset: bool, driver: &mut dyn Driver) -> Result<(), ApplyError> {
     if let Some(plan) = plans.iter().find(|plan| plan.reset && !allow_reset) {
         return Err(ApplyError::Reset { index: plan.index });
@@ -55,14 +55,14 @@ pub fn apply(plans: &[Plan], allow_reset: bool, driver: &mut dyn Driver) -> Resu
     Ok(())
 }
 
-/// The way back from one step, which may have been taken or not: a call that fails may have done its work.
+/// How to undo one step. The step may have happened or not: a call that fails may still have done its work.
 enum Undo<'a> {
     Mode(Mode),
     Create(&'a Instance),
     CreateCompute(Span, &'a Compute),
-    /// What was made there.
+    /// Destroys what was created there.
     Destroy(Span),
-    /// What was made in the GPU instance there beside those that had these ids.
+    /// Destroys what was created in the GPU instance there, apart from compute instances with these ids.
     DestroyCompute(Span, Vec<u32>),
 }
 
@@ -73,7 +73,7 @@ struct Change<'a, 'd> {
 }
 
 impl<'a> Change<'a, '_> {
-    /// Each step's way back is written down before it is tried.
+    /// Each step's undo is recorded before the step is tried.
     fn step(&mut self, plan: &'a Plan, step: &'a Step) -> Result<(), String> {
         let gpu = &plan.gpu;
         match step {
@@ -104,7 +104,8 @@ impl<'a> Change<'a, '_> {
         }
     }
 
-    /// The mode that is wanted, at once: one that waits for a reset is taken back, unless it may have it.
+    /// Switches the mode immediately. If that needs a reset and none is allowed, it fails and the undo takes the
+    /// request back.
     fn switch(&mut self, plan: &'a Plan, on: bool) -> Result<(), String> {
         let found = said(self.driver.mode(&plan.gpu))?.ok_or("it has no MIG mode")?;
         self.undo.push((plan, Undo::Mode(found)));
@@ -126,7 +127,7 @@ impl<'a> Change<'a, '_> {
         if reached(self.driver)? { Ok(()) } else { Err("the reset did not switch it".to_owned()) }
     }
 
-    /// The id of `instance`, if it is still the one that was planned with; its own compute instance too.
+    /// The id of `instance`, if the plan was made for exactly this instance, and its compute instance too if given.
     fn same(&mut self, plan: &Plan, instance: &Instance, compute: Option<&Compute>) -> Result<u32, String> {
         let now = self.at(plan, instance.span)?;
         let part = |now: &Instance| match compute {
@@ -141,7 +142,7 @@ impl<'a> Change<'a, '_> {
         Ok(said(self.driver.instances(&plan.gpu))?.into_iter().find(|one| one.span == span))
     }
 
-    /// Undoes everything, as far as it goes.
+    /// Undoes as much as possible.
     fn back(mut self, cause: String) -> ApplyError {
         let (mut undone, mut left) = (false, Vec::new());
         while let Some((plan, undo)) = self.undo.pop() {
@@ -195,7 +196,7 @@ impl<'a> Change<'a, '_> {
             return Ok(false);
         }
         said(self.driver.set_mode(gpu, found.pending))?;
-        // What waited for a reset when it was found waits for it again.
+        // If a reset was pending when the change began, it is pending again.
         if said(self.driver.mode(gpu))? != Some(found) {
             self.settle(gpu, found.current)?;
         }
@@ -204,7 +205,7 @@ impl<'a> Change<'a, '_> {
 }
 
 impl Undo<'_> {
-    /// What is not as it was found if this fails.
+    /// The text that names what is left if this undo fails.
     fn described(&self) -> String {
         match self {
             Self::Mode(found) => {
@@ -222,11 +223,11 @@ impl Undo<'_> {
     }
 }
 
-/// Why a step is not even tried.
+/// Why a step is not attempted.
 const MEANWHILE: &str =
     "another program changed the GPU's instances meanwhile: look at `sublet mig list`, then try again";
 
-/// The driver's words without the call, which the step names better.
+/// The driver's message without the call, because the step describes it better.
 fn said<T>(answer: Result<T, DriverError>) -> Result<T, String> {
     answer.map_err(|error| error.to_string())
 }

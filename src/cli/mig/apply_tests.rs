@@ -1,4 +1,4 @@
-//! Changes on a driver in memory: every layout from every other, around what is held, and back on failure.
+//! Changes on a driver in memory: from every layout to every other, around instances in use, and back after a failure.
 
 use std::collections::BTreeSet;
 
@@ -34,7 +34,7 @@ fn want(gpu: &Gpu, id: u32, start: Option<u32>) -> Want {
     Want { profile: id, start, compute: vec![gpu.profile(id).unwrap().slices] }
 }
 
-/// The profiles of a layout, wherever they lie.
+/// The target with the profiles of a layout, in any place.
 fn target(gpu: &Gpu, layout: &Layout) -> Target {
     let want = layout.iter().map(|&(id, _)| want(gpu, id, None)).collect();
     Target { gpu: gpu.uuid.clone(), on: true, want }
@@ -59,7 +59,7 @@ impl Random {
     }
 }
 
-/// Holds each instance with a chance of one in three; their UUIDs.
+/// Marks each instance as held with probability one third; returns the held UUIDs.
 fn hold(gpu: &mut Gpu, random: &mut Random) -> BTreeSet<String> {
     let mut held = BTreeSet::new();
     for one in &mut gpu.instances {
@@ -87,7 +87,7 @@ fn every_layout_from_every_other_around_what_is_held() {
         let mut driver = Double::with(from);
         let held = hold(&mut driver.gpus[0], &mut random);
         let places = held_places(&driver.gpus[0]);
-        // The other way to the answer: is there a layout of these profiles with all that is held?
+        // The same question answered independently: does a layout of these profiles contain everything that is held?
         let possible = all.iter().any(|layout| {
             profiles(layout) == profiles(to) && places.iter().all(|place| layout.contains(place))
         });
@@ -128,7 +128,7 @@ fn the_least_is_done() {
         let driver = Double::with(from);
         let gpu = &driver.gpus[0];
         let steps = plan(gpu, &target(gpu, to)).unwrap().steps.len();
-        // Two steps for each instance that is not in both; the best of all layouts with these profiles.
+        // Two steps for each instance that is in only one of both; the minimum over all layouts with these profiles.
         let differ = |layout: &Layout| {
             let kept = layout.iter().filter(|one| from.contains(one)).count();
             2 * (layout.len() - kept + from.len() - kept)
@@ -176,7 +176,7 @@ fn a_way_back_that_is_barred_too_says_what_is_left() {
     let gpu = driver.gpus[0].clone();
     let plans = [plan(&gpu, &target(&gpu, &vec![(profile("3g.71gb"), 0)])).unwrap()];
     driver.calls = 0;
-    // Looks and destroys twice, looks once more, then fails for good.
+    // Reads and destroys twice, reads once more, then every call fails.
     driver.fails = Box::new(|call| call >= 5);
     let error = apply(&plans, false, &mut driver).unwrap_err();
     assert_eq!(
@@ -193,7 +193,7 @@ fn an_instance_that_is_not_the_one_planned_with_is_left_alone() {
     let mut driver = Double::with(&[(profile("2g.35gb"), 0)]);
     let gpu = driver.gpus[0].clone();
     let plans = [plan(&gpu, &target(&gpu, &Vec::new())).unwrap()];
-    // Somebody destroyed it and made it again: same ids, same place, another UUID.
+    // Another program destroyed it and created it again: same ids and place, another UUID.
     driver.gpus[0].instances[0].compute[0].uuid = "MIG-other".into();
     let error = apply(&plans, false, &mut driver).unwrap_err();
     assert!(matches!(error, ApplyError::Nothing { .. }), "{error}");
@@ -201,7 +201,7 @@ fn an_instance_that_is_not_the_one_planned_with_is_left_alone() {
     assert_eq!(driver.gpus[0].instances[0].compute[0].uuid, "MIG-other");
 }
 
-/// A GPU whose MIG mode is off, and that needs a reset to change it or not.
+/// A GPU with MIG mode off; `resets` says whether changing the mode needs a reset.
 fn off(resets: bool) -> Double {
     let mode = Some(Mode { current: false, pending: false });
     Double::new(vec![Gpu { mode, resets, ..h200() }])
@@ -241,7 +241,7 @@ fn nothing_is_reset_unless_it_may_be() {
     assert_eq!(driver.gpus[0].mode, Some(Mode { current: true, pending: true }));
 }
 
-/// Nobody knew that this one needs a reset.
+/// The driver did not report beforehand that this GPU needs a reset.
 #[test]
 fn a_mode_that_stays_pending_is_taken_back() {
     let mut driver = off(true);
@@ -293,7 +293,7 @@ fn compute_instances_are_cut_anew_in_their_gpu_instance() {
     let sizes: Vec<_> = now.instances[0].compute.iter().map(|part| part.slices).collect();
     assert_eq!((sizes.iter().sum::<u32>(), sizes.len()), (4, 3));
     assert_eq!(now.instances[1].compute[0].uuid, other);
-    // One of the small ones is held: the two others make way for one that has three slices.
+    // One of the small compute instances is held. The two others are replaced by one with three slices.
     let held = now.instances[0].compute.iter().position(|part| part.slices == 1 && part.span.start != 1);
     let held = held.unwrap_or_default();
     driver.gpus[0].instances[0].compute[held].held = Some("process 7".into());

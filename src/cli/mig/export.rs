@@ -1,4 +1,4 @@
-//! The current instances as a layout file, which changes nothing when it is applied.
+//! The current instances as a layout file. Applying it to these GPUs changes nothing.
 
 use std::fmt::Write as _;
 

@@ -1,4 +1,4 @@
-//! A driver in memory, for tests: it obeys the placement rules, reuses ids, never a UUID, and fails when told.
+//! A driver in memory for tests. It obeys the placement rules, reuses ids but no UUIDs, and fails when told to.
 
 use super::{Compute, ComputeProfile, Driver, DriverError, Gpu, Instance, Mode, Profile, Span};
 
@@ -48,7 +48,8 @@ pub(super) fn h200() -> Gpu {
 /// Start, size and profile of an instance, and start and slices of each of its parts.
 pub(super) type Shape = (u32, u32, u32, Vec<(u32, u32)>);
 
-/// What nobody can hold apart after a change: placements, profiles and cuts, without ids and UUIDs.
+/// What stays the same when instances are created again: placements, profiles and compute instances, without ids and
+/// UUIDs.
 pub(super) fn shape(gpu: &Gpu) -> Vec<Shape> {
     let cut = |one: &Instance| {
         let mut cut: Vec<_> = one.compute.iter().map(|part| (part.span.start, part.slices)).collect();
@@ -61,16 +62,16 @@ pub(super) fn shape(gpu: &Gpu) -> Vec<Shape> {
     shape
 }
 
-/// The driver of one GPU or several.
+/// A driver of one or several GPUs.
 pub(super) struct Double {
     pub gpus: Vec<Gpu>,
-    /// Calls so far.
+    /// The number of calls so far.
     pub calls: usize,
     /// Calls that fail, by number.
     pub fails: Box<dyn Fn(usize) -> bool>,
-    /// They do their work all the same.
+    /// Whether failing calls still do their work.
     pub all_the_same: bool,
-    /// Compute instances made so far: their UUIDs.
+    /// The number of compute instances created so far, from which UUIDs are made.
     pub made: usize,
 }
 

@@ -1,17 +1,17 @@
-//! During a change of the layout there is no other change, and no new lease on its GPUs.
+//! The fence: while a layout is changed there is no other change, and no new lease on its GPUs.
 
 use std::time::{Duration, Instant};
 
 use sublet_core::ledger::{Freed, Ledger, LedgerError, MigBusy, MigChange, Store};
 use sublet_core::process::Process;
 
-/// Others make or destroy an instance each, which takes a driver a second or two.
+/// Other processes create or destroy one instance each, which takes the driver a second or two.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Between two looks whether the other change is over.
+/// The pause between two checks whether the other change is over.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
-/// Held while a layout changes; it falls when it is dropped, and with the process.
+/// Held while a layout changes. Dropping it or ending the process removes the fence.
 #[derive(Debug)]
 pub(crate) struct Fence<'a> {
     store: &'a Store,
@@ -22,22 +22,22 @@ pub(crate) struct Fence<'a> {
 /// Why a layout cannot be changed now.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FenceError {
-    /// Somebody else is at it.
+    /// Another process is changing MIG instances.
     #[error(transparent)]
     Busy(#[from] MigBusy),
     /// The ledger cannot be written.
     #[error(transparent)]
     Ledger(#[from] LedgerError),
-    /// /proc does not say who we are.
+    /// /proc does not describe this process.
     #[error("cannot read our own process's start time: {0}")]
     Process(#[from] std::io::Error),
 }
 
 impl<'a> Fence<'a> {
-    /// Puts it around `gpus`; with the ledger as it is from then on, as far as they go, and what was freed.
-    /// Without any it keeps other changes away, and no lease.
+    /// Raises the fence around `gpus`. Returns the ledger, which is final for those GPUs from then on, and the leases
+    /// that were freed. Without GPUs the fence prevents other changes but no leases.
     ///
-    /// A change that takes but a moment is waited for; one without GPUs waits for others as well.
+    /// A brief change of another process is waited for. A fence without GPUs waits for longer ones as well.
     ///
     /// # Errors
     /// Another change is under way, or the ledger cannot be written.
@@ -62,7 +62,7 @@ impl<'a> Fence<'a> {
 }
 
 impl Fence<'_> {
-    /// Nothing was changed behind it: inventories from before hold still.
+    /// Nothing was changed behind the fence, so earlier inventories stay valid.
     pub(crate) fn nothing_changed(&mut self) {
         self.changed = false;
     }
@@ -71,7 +71,7 @@ impl Fence<'_> {
 impl Drop for Fence<'_> {
     fn drop(&mut self) {
         let ended = self.store.change(|ledger| ledger.end_mig(self.owner, self.changed));
-        // It ends with this process at the latest.
+        // The fence ends with this process at the latest.
         if let Err(error) = ended {
             tracing::warn!("the GPUs take no lease until this process has ended: {error}");
         }

@@ -1,4 +1,4 @@
-//! For the fuzz targets: layout files on GPUs in memory.
+//! For the fuzz targets: layout files applied to GPUs in memory.
 
 use std::path::Path;
 
@@ -18,19 +18,19 @@ fn two() -> (Vec<Gpu>, Inventory) {
     (gpus, host([0, 1].map(|index| Device { uuid: uuid(index), ..device(index) }).to_vec()))
 }
 
-/// What the file `name` with this `text` wants of the GPUs.
+/// The targets of the layout file `name` with this `text`.
 fn wanted(name: &str, text: &str, chosen: Option<&str>, gpus: &[Gpu]) -> Result<Vec<Target>, String> {
     let layout = Layout::parse(Path::new(name), text, chosen).map_err(|error| error.to_string())?;
     targets(&layout, gpus, &two().1, &Config::default()).map_err(|error| error.to_string())
 }
 
-/// Reads a layout, cuts empty GPUs as it says, and exports them: the export has to be a layout that they have.
+/// Reads a layout, divides empty GPUs accordingly and exports them. The GPUs must match the exported layout.
 ///
 /// # Errors
 /// What is wrong with the layout, or why it does not fit the GPUs.
 ///
 /// # Panics
-/// A plan cannot be carried out, or the export says something else.
+/// A plan cannot be carried out, or the export describes something else.
 pub fn layout(name: &str, text: &str, chosen: Option<&str>) -> Result<(), String> {
     let (gpus, _) = two();
     let mut plans = Vec::new();

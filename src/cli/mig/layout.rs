@@ -12,13 +12,13 @@ use super::parted;
 use sublet_core::config_files::{explain, position};
 use sublet_core::text::safe;
 
-/// Larger files are no layouts.
+/// A larger file is not a layout.
 const LARGEST: u64 = 1 << 20;
 
 /// The content of a layout file, not yet compared with the GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Where it stands, for messages.
+    /// The file's path, for messages.
     pub(super) path: PathBuf,
     /// In the order of the file.
     pub(super) entries: Vec<Entry>,
@@ -32,27 +32,27 @@ pub enum LayoutError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The operating system's error.
         source: io::Error,
     },
-    /// Something in it does not make sense.
+    /// The file contradicts itself or is not valid.
     #[error("layout {}:{line}: {message}", safe(&path.to_string_lossy()))]
     Invalid {
         /// The file.
         path: PathBuf,
-        /// From 1 on.
+        /// Counted from 1.
         line: usize,
-        /// What is wrong, and what would do.
+        /// What is wrong, and what would be correct.
         message: String,
     },
 }
 
 impl Layout {
-    /// The layout in `path`: TOML, or mig-parted's YAML where the name ends in `.yaml` or `.yml`, of whose
-    /// configurations `name` chooses one.
+    /// The layout in `path`: TOML, or mig-parted's YAML if the name ends in `.yaml` or `.yml`. `name` chooses one of
+    /// its configurations.
     ///
     /// # Errors
-    /// It cannot be read, or is no layout; with file and line.
+    /// The file cannot be read or is not a layout; the message names file and line.
     pub fn read(path: &Path, name: Option<&str>) -> Result<Self, LayoutError> {
         let text = text(path).map_err(|source| LayoutError::Unreadable { path: path.to_owned(), source })?;
         Self::parse(path, &text, name)
@@ -72,13 +72,13 @@ impl Layout {
         Ok(Self { entries, ..layout })
     }
 
-    /// The file it stands in.
+    /// The path of the file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What is wrong in one line of it.
+    /// An error in one line of the file.
     pub(super) fn error(&self, line: usize, message: String) -> LayoutError {
         LayoutError::Invalid { path: self.path.clone(), line, message }
     }

@@ -2,7 +2,7 @@
 
 use sublet_core::text::safe;
 
-/// More than any GPU has; the driver says how many one can have.
+/// More than any GPU has; the driver reports the actual limit.
 const MOST: usize = 100;
 
 /// A line, and what is wrong there.
@@ -32,13 +32,13 @@ pub(super) struct Wish {
     pub profile: String,
     /// How many of them.
     pub count: usize,
-    /// The first memory slice, where it matters.
+    /// The first memory slice, if the place is prescribed.
     pub start: Option<u32>,
-    /// Its compute instances; `None`: one that has all of it.
+    /// Its compute instances; `None` means a single one with all compute slices.
     pub compute: Option<Vec<String>>,
 }
 
-/// `entry`, if it does not contradict itself.
+/// Returns `entry` if it does not contradict itself.
 pub(super) fn entry(entry: Entry) -> Result<Entry, Wrong> {
     match entry.instances.first() {
         Some(wish) if !entry.mig => Err((wish.line, "instances need MIG mode: set mig = true".to_owned())),
@@ -46,7 +46,7 @@ pub(super) fn entry(entry: Entry) -> Result<Entry, Wrong> {
     }
 }
 
-/// Whether a GPU could have so many at all.
+/// Whether any GPU could have that many.
 pub(super) fn counted(profile: &str, count: usize) -> Result<(), String> {
     if (1..=MOST).contains(&count) {
         return Ok(());

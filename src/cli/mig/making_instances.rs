@@ -10,19 +10,19 @@ use sublet_core::ledger::{Awaited, DynamicInstance, Freed, Ledger, LedgerError, 
 use sublet_core::place::Order;
 use sublet_core::text::safe;
 
-/// How long a driver may take to see that the last process has left an instance.
+/// How long the driver may take to notice that the last process has left an instance.
 const LEAVING: Duration = Duration::from_secs(2);
 
-/// Between two tries.
+/// The pause between two attempts.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Why no instance was made, in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
 pub(crate) struct NotMade {
-    /// The line.
+    /// The reason.
     pub reason: String,
-    /// Whether it may be otherwise when others have ended.
+    /// Whether an instance may be possible once other containers have ended.
     pub temporary: bool,
 }
 
@@ -32,15 +32,16 @@ impl From<LedgerError> for NotMade {
     }
 }
 
-/// Instances of ours: in the driver and in the ledger. Only behind a [`super::Fence`].
+/// Creates and destroys instances for containers, in the driver and in the ledger. Used only behind a
+/// [`super::Fence`].
 pub(crate) struct Making<'a> {
     /// The driver.
     pub driver: &'a mut dyn Driver,
     /// The ledger.
     pub store: &'a Store,
-    /// Leases that were found gone on the way.
+    /// Leases found ended on the way.
     pub freed: Freed,
-    /// Whether any instance came or went.
+    /// Whether any instance was created or destroyed.
     pub touched: bool,
 }
 
@@ -50,11 +51,11 @@ impl<'a> Making<'a> {
         Self { driver, store, freed: Freed::new(), touched: false }
     }
 
-    /// Makes an instance for `order`, kept for `awaited`; the way back from whatever fails is taken at once.
+    /// Creates an instance for `order`, kept for `awaited`. If a step fails, the earlier steps are undone at once.
     ///
     /// # Errors
-    /// There is no room, or the driver refuses; what had been made is destroyed again, or the message says that
-    /// it is not.
+    /// There is no room, or the driver refuses. What had been created is destroyed again, or the message says that it
+    /// was not.
     pub fn make(&mut self, order: &Order, awaited: &Awaited, policy: Policy) -> Result<(), NotMade> {
         let ledger = self.change(|ledger| ledger.clone())?;
         let gpus = seen(order, self.driver, &ledger)
@@ -63,7 +64,7 @@ impl<'a> Making<'a> {
             .map_err(|none| NotMade { reason: none.reason, temporary: none.temporary })?;
         let (mut tried, mut errors) = (Vec::new(), Vec::new());
         for choice in &choices {
-            // What one GPU's driver refuses another's may do.
+            // The driver may refuse on one GPU what it allows on another.
             if tried.contains(&&choice.gpu) {
                 continue;
             }
@@ -76,7 +77,7 @@ impl<'a> Making<'a> {
         Err(NotMade { reason: errors.join("; "), temporary: true })
     }
 
-    /// The inner error is the driver's, after the way back.
+    /// The inner error is the driver's; what had been created is destroyed by then.
     fn make_one(&mut self, choice: &Choice, awaited: &Awaited) -> Result<Result<(), String>, LedgerError> {
         let made = DynamicInstance {
             gpu: choice.gpu.clone(),
@@ -93,7 +94,8 @@ impl<'a> Making<'a> {
         };
         self.touched = true;
         self.change(|ledger| {
-            // The driver says that the place is free: one of ours that was there somebody has destroyed.
+            // The driver reports the place as free, so an instance that is recorded there was destroyed by another
+            // program.
             ledger.forget_dynamic_instance(&made);
             ledger.mig.dynamic_instances.push(made.clone());
         })?;
@@ -130,11 +132,11 @@ impl<'a> Making<'a> {
         }
     }
 
-    /// Destroys every instance of ours that nobody needs; `before` is done to each first, by its UUID. Why some
-    /// are still there, a line each.
+    /// Destroys every instance created for a container that no lease needs. `before` is called with its UUID first.
+    /// Returns one line for each instance that is still there, with the reason.
     ///
     /// # Errors
-    /// The ledger.
+    /// The ledger cannot be read or written.
     pub fn clear(&mut self, before: &mut dyn FnMut(&str)) -> Result<Vec<String>, LedgerError> {
         let mut lines = Vec::new();
         for made in self.change(Ledger::mark_unneeded_for_removal)? {
@@ -153,7 +155,7 @@ impl<'a> Making<'a> {
         Ok(lines)
     }
 
-    /// Destroys it and forgets it; why not.
+    /// Destroys the instance and forgets its record; returns why not, if it fails.
     fn unmake(&mut self, made: &DynamicInstance) -> Result<Option<String>, LedgerError> {
         let deadline = Instant::now() + if made.stuck.is_some() { Duration::ZERO } else { LEAVING };
         let mut made = DynamicInstance { going: true, ..made.clone() };
@@ -169,14 +171,14 @@ impl<'a> Making<'a> {
                 Err(_) => std::thread::sleep(LOOK_AGAIN),
             }
         };
-        // What is whole still may be emptied by others from now on.
+        // The instance still has its compute instance, so from now on another program may be the one that empties it.
         made.emptied &= !self.is_whole(&made);
         made.stuck = Some(why.clone());
         self.write(&made)?;
         Ok(Some(why))
     }
 
-    /// Destroys what `made` tells of, as far as it is there and nobody else's; the inner error is the driver's.
+    /// Destroys the instance of `made` if it exists and belongs to sublet. The inner error is the driver's.
     fn destroy(&mut self, made: &mut DynamicInstance) -> Result<Result<(), DriverError>, LedgerError> {
         let now = match there(made, self.driver) {
             Ok(now) => now.filter(|now| is_recorded_instance(made, now)),
@@ -192,11 +194,11 @@ impl<'a> Making<'a> {
         if let Some(Err(error)) = part.map(|part| self.driver.destroy_compute(&made.gpu, now.gi, part.ci)) {
             return Ok(Err(error));
         }
-        // Others' compute instances in it keep it.
+        // Compute instances of other programs in it keep the GPU instance.
         Ok(if now.compute.len() <= 1 { self.driver.destroy_instance(&made.gpu, now.gi) } else { Ok(()) })
     }
 
-    /// Whether its compute instance is there, as far as the driver says.
+    /// Whether the driver lists the instance's compute instance.
     fn is_whole(&mut self, made: &DynamicInstance) -> bool {
         let is_part = |uuid: &String| made.uuid.as_ref() == Some(uuid);
         let now = there(made, self.driver).ok().flatten();
@@ -205,7 +207,7 @@ impl<'a> Making<'a> {
 
     fn write(&mut self, made: &DynamicInstance) -> Result<(), LedgerError> {
         let DynamicInstance { gi, uuid, going, emptied, stuck, .. } = made.clone();
-        // Who waits for it is others' to say.
+        // `awaited` is not written: other processes change it.
         self.note(made, |one| {
             (one.gi, one.uuid, one.going, one.emptied, one.stuck) = (gi, uuid, going, emptied, stuck);
         })
@@ -230,14 +232,14 @@ fn gpu_of(choice: &Choice, gpus: &[Gpu]) -> String {
     gpus.iter().find(|gpu| gpu.uuid == choice.gpu).map(Gpu::label).unwrap_or_default()
 }
 
-/// What is at its place now.
+/// The instance that is now in its place.
 fn there(made: &DynamicInstance, driver: &mut dyn Driver) -> Result<Option<Instance>, DriverError> {
     let span = Span { start: made.placement.0, size: made.placement.1 };
     Ok(driver.instances(&made.gpu)?.into_iter().find(|one| one.span == span))
 }
 
-/// `made` as the driver shows it, with `part` as its compute instance, right before that is destroyed: what the next
-/// command finds there is ours only if it is this one, or without a compute instance.
+/// `made` as the driver shows it, with `part` as its compute instance, right before that is destroyed. The next
+/// command may destroy only this instance, or one that is empty by then.
 fn recognized(made: &DynamicInstance, now: &Instance, part: Option<&Compute>) -> DynamicInstance {
     let uuid = part.map(|part| part.uuid.clone()).filter(|uuid| !uuid.is_empty());
     let nameless = part.is_some() && uuid.is_none();
@@ -249,8 +251,9 @@ fn recognized(made: &DynamicInstance, now: &Instance, part: Option<&Compute>) ->
     }
 }
 
-/// Ids and places are given to other instances later. What had no UUID yet has at most the one compute instance
-/// that we were making, and none before we knew its id; what had one is empty only by our own hand.
+/// Whether the instance is certainly the one that sublet created: ids and places are reused for other instances. One
+/// without a recorded UUID has at most the compute instance that sublet was creating, and none before its id was
+/// recorded. One with a recorded UUID is empty only if sublet emptied it.
 fn is_recorded_instance(made: &DynamicInstance, now: &Instance) -> bool {
     let same = now.profile == made.profile && made.gi.is_none_or(|gi| gi == now.gi);
     let ours = match (&made.uuid, made.gi) {

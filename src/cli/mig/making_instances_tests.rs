@@ -14,7 +14,7 @@ fn awaited() -> Awaited {
     Awaited { lease, container: "c".into(), owner: Process::current().unwrap() }
 }
 
-/// What becomes of a make on `driver`, and the records after it.
+/// The result of creating an instance on `driver`, and the records after it.
 fn made(driver: &mut Double, store: &Store) -> (Result<(), NotMade>, Vec<DynamicInstance>) {
     let mut making = Making::new(driver, store);
     let done = making.make(&order("1g.18gb"), &awaited(), Policy::Binpack);
@@ -74,7 +74,7 @@ fn what_cannot_be_destroyed_stays_written_down_and_goes_later() {
 }
 
 #[test]
-fn only_what_is_ours_beyond_doubt_is_destroyed() {
+fn only_an_instance_certainly_created_by_sublet_is_destroyed() {
     let there = || Double::with(&[(profile("1g.18gb"), 6)]);
     let now = there().gpus[0].instances[0].clone();
     let uuid = now.compute[0].uuid.clone();
@@ -104,8 +104,8 @@ fn only_what_is_ours_beyond_doubt_is_destroyed() {
     }
 }
 
-/// A make that failed and could not be taken back, with its compute instance or without, and how many instances are
-/// there after somebody has put another in its place.
+/// A creation that failed and could not be undone, with or without its compute instance. Returns the record, and how
+/// many instances there are after another program has put one in its place.
 fn stuck(whole: bool, theirs: bool) -> (DynamicInstance, usize) {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path()).unwrap();
@@ -113,7 +113,7 @@ fn stuck(whole: bool, theirs: bool) -> (DynamicInstance, usize) {
     let (done, records) = made(&mut driver, &store);
     done.unwrap();
     let mut making = Making::new(&mut driver, &store);
-    // As where the call that makes the compute instance fails.
+    // The state after a failed call to create the compute instance.
     making
         .note(&records[0], |made| (made.uuid, made.awaited, made.stuck) = (None, None, Some("x".into())))
         .unwrap();

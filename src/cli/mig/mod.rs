@@ -18,6 +18,7 @@ mod fence;
 pub mod fuzzing;
 mod layout;
 mod layout_entry;
+mod layout_target;
 mod making_instances;
 mod nvml;
 mod occupied;
@@ -26,13 +27,13 @@ mod parted;
 mod plan;
 mod profile_choice;
 mod signals_held;
-mod target;
 
 pub use crate::nvml_mig::{Profile, Span};
 pub use apply::{ApplyError, apply};
 pub use export::export;
 pub(crate) use fence::Fence;
 pub use layout::{Layout, LayoutError};
+pub use layout_target::{Target, Want, targets};
 pub(crate) use making_instances::Making;
 pub(crate) use making_instances::NotMade;
 pub use nvml::Nvml;
@@ -40,7 +41,6 @@ pub use occupied::{made, mark, seen};
 pub use plan::{Obstacle, Plan, Step, plan};
 pub(crate) use profile_choice::foresee;
 pub(crate) use signals_held::Uninterrupted;
-pub use target::{Target, Want, targets};
 
 /// A kind of compute instance that a GPU instance can have.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,22 +54,22 @@ pub struct ComputeProfile {
 /// A GPU instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Instance {
-    /// Its id, which the driver gives to another one after this.
+    /// Its id. The driver gives it to another instance later.
     pub gi: u32,
     /// Id of its profile.
     pub profile: u32,
     /// Where it lies.
     pub span: Span,
-    /// Who keeps it where it is, if the compute instance is not known.
+    /// The user of the instance, if the compute instance is not known.
     pub held: Option<String>,
-    /// What its compute can be cut into.
+    /// The kinds of compute instance that it can have.
     pub kinds: Vec<ComputeProfile>,
     /// Its compute instances: each is a MIG device.
     pub compute: Vec<Compute>,
 }
 
 impl Instance {
-    /// Who keeps it where it is.
+    /// The lease or process that keeps it where it is.
     #[must_use]
     pub fn holder(&self) -> Option<&str> {
         self.held.as_deref().or_else(|| self.compute.iter().find_map(|compute| compute.held.as_deref()))
@@ -83,15 +83,15 @@ pub struct Compute {
     pub ci: u32,
     /// Compute slices.
     pub slices: u32,
-    /// Which of the GPU instance's.
+    /// The compute slices of the GPU instance that it has.
     pub span: Span,
     /// `MIG-…`.
     pub uuid: String,
-    /// Who keeps it: a lease, or a process.
+    /// The user of it: a lease or a process.
     pub held: Option<String>,
 }
 
-/// MIG mode: what is, and what will be after the next reset.
+/// MIG mode: the current one, and the one after the next reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mode {
     /// Now.
@@ -100,18 +100,18 @@ pub struct Mode {
     pub pending: bool,
 }
 
-/// A process with a context.
+/// A process with a context on the GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Running {
     /// Host pid.
     pub pid: u32,
-    /// The GPU instance it is in, where there are any.
+    /// The GPU instance it is in, if any.
     pub gi: Option<u32>,
     /// The compute instance.
     pub ci: Option<u32>,
 }
 
-/// One GPU as far as MIG goes.
+/// One GPU, as far as MIG is concerned.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {
     /// `GPU-…`.
@@ -122,17 +122,17 @@ pub struct Gpu {
     pub name: String,
     /// PCI device and vendor id, device in the upper half.
     pub pci_device: u32,
-    /// `None` where it cannot do MIG.
+    /// `None` if the GPU does not support MIG.
     pub mode: Option<Mode>,
-    /// Whether a change of mode takes a reset of the GPU.
+    /// Whether changing the mode needs a reset of the GPU.
     pub resets: bool,
-    /// What it can have, largest first.
+    /// The profiles that it supports, largest first.
     pub profiles: Vec<Profile>,
-    /// What it has, by placement.
+    /// Its instances, in order of placement.
     pub instances: Vec<Instance>,
-    /// Who has contexts.
+    /// The processes with contexts.
     pub running: Vec<Running>,
-    /// Who uses it as a whole, or uses an unknown part of it.
+    /// Users of the GPU as a whole, or of an unknown part of it.
     pub held: Vec<String>,
 }
 
@@ -143,20 +143,20 @@ impl Gpu {
         self.profiles.iter().find(|profile| profile.id == id)
     }
 
-    /// Its name for people: the profile's, or its id where the driver has no name for it.
+    /// The profile's name for messages; its id if the driver gives it no name.
     #[must_use]
     pub(crate) fn profile_name(&self, id: u32) -> String {
         self.profile(id).map_or_else(|| format!("profile {id}"), |profile| profile.name.clone())
     }
 
-    /// As `GPU 0`.
+    /// The GPU in messages, such as `GPU 0`.
     #[must_use]
     pub fn label(&self) -> String {
         format!("GPU {}", self.index)
     }
 }
 
-/// `1c.2g.35gb` for a part of a `2g.35gb`, its own name for the whole.
+/// The name of a compute instance: `1c.2g.35gb` for a part of a `2g.35gb`, the profile's own name for the whole.
 #[must_use]
 pub(crate) fn device_name(profile: &Profile, slices: u32) -> String {
     if slices == profile.slices { profile.name.clone() } else { format!("{slices}c.{}", profile.name) }
@@ -166,53 +166,53 @@ pub(crate) fn device_name(profile: &Profile, slices: u32) -> String {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what}: {why}")]
 pub struct DriverError {
-    /// What was tried, as `GPU 0: destroying GPU instance 3`.
+    /// What was tried, such as `GPU 0: destroying GPU instance 3`.
     pub what: String,
-    /// In the driver's words.
+    /// The driver's message.
     pub why: String,
 }
 
-/// What is needed of the driver. GPUs are named by UUID: their order may change with a reset.
+/// The driver functions that MIG changes need. GPUs are named by UUID, because their order may change with a reset.
 pub trait Driver {
     /// One GPU as it is now.
     ///
     /// # Errors
     /// The driver does not answer.
     fn gpu(&mut self, gpu: &str) -> Result<Gpu, DriverError>;
-    /// Its GPU instances alone.
+    /// Only its GPU instances.
     ///
     /// # Errors
     /// The driver does not answer.
     fn instances(&mut self, gpu: &str) -> Result<Vec<Instance>, DriverError>;
-    /// Its MIG mode, where it has one.
+    /// Its MIG mode, if it has one.
     ///
     /// # Errors
     /// The driver does not answer.
     fn mode(&mut self, gpu: &str) -> Result<Option<Mode>, DriverError>;
-    /// Asks for another MIG mode. Where that takes a reset it is pending afterwards.
+    /// Requests another MIG mode. If that needs a reset, the mode is pending afterwards.
     ///
     /// # Errors
-    /// No permission; instances or processes are in the way.
+    /// No permission, or instances or processes are in the way.
     fn set_mode(&mut self, gpu: &str, on: bool) -> Result<(), DriverError>;
     /// Resets the GPU.
     ///
     /// # Errors
-    /// It cannot be reset here, or is in use.
+    /// The GPU cannot be reset here, or is in use.
     fn reset(&mut self, gpu: &str) -> Result<(), DriverError>;
-    /// Makes a GPU instance without compute instances and returns its id.
+    /// Creates a GPU instance without compute instances and returns its id.
     ///
     /// # Errors
-    /// No permission, no room.
+    /// No permission, or no room.
     fn create_instance(&mut self, gpu: &str, profile: u32, span: Span) -> Result<u32, DriverError>;
-    /// Destroys a GPU instance, which has no compute instances any more.
+    /// Destroys a GPU instance that has no compute instances left.
     ///
     /// # Errors
-    /// No permission, or it is in use.
+    /// No permission, or the instance is in use.
     fn destroy_instance(&mut self, gpu: &str, gi: u32) -> Result<(), DriverError>;
-    /// Makes a compute instance, where the driver sees fit or at `span`.
+    /// Creates a compute instance, at `span` or where the driver chooses.
     ///
     /// # Errors
-    /// No permission, no room.
+    /// No permission, or no room.
     fn create_compute(
         &mut self,
         gpu: &str,
@@ -223,6 +223,6 @@ pub trait Driver {
     /// Destroys a compute instance.
     ///
     /// # Errors
-    /// No permission, or it is in use.
+    /// No permission, or the instance is in use.
     fn destroy_compute(&mut self, gpu: &str, gi: u32, ci: u32) -> Result<(), DriverError>;
 }

@@ -30,7 +30,7 @@ const NO_RESET_FROM: i32 = 9;
 
 /// NVML, and what a reset needs beside it.
 pub struct Nvml {
-    /// Gone only while a GPU is reset: it would be in the way.
+    /// `None` only while a GPU is reset, because an open NVML prevents that.
     library: Option<Library>,
     path: PathBuf,
     smi: Option<PathBuf>,
@@ -38,7 +38,7 @@ pub struct Nvml {
     known: BTreeMap<String, Known>,
 }
 
-/// What a GPU can have, which is asked for once: it is the same before and after every step.
+/// What a GPU can have. It is asked once, because no step changes it.
 #[derive(Default)]
 struct Known {
     profiles: Vec<Profile>,
@@ -47,10 +47,10 @@ struct Known {
 }
 
 impl Nvml {
-    /// Loads and initializes it.
+    /// Loads and initializes NVML.
     ///
     /// # Errors
-    /// No driver, no NVML.
+    /// There is no driver, or no NVML.
     pub fn open(config: &Config, inventory: &Inventory) -> Result<Self, ProbeError> {
         let (library, path) = probe::connect(config)?;
         Ok(Self { library: Some(library), path, smi: inventory.driver.smi.clone(), known: BTreeMap::new() })
@@ -59,7 +59,7 @@ impl Nvml {
     /// Every GPU of the inventory.
     ///
     /// # Errors
-    /// One does not answer.
+    /// A GPU does not answer.
     pub fn gpus(&mut self, inventory: &Inventory) -> Result<Vec<Gpu>, DriverError> {
         inventory.gpus().map(|device| self.gpu(&device.uuid)).collect()
     }
@@ -115,7 +115,7 @@ impl Driver for Nvml {
 
     fn set_mode(&mut self, gpu: &str, on: bool) -> Result<(), DriverError> {
         self.known.remove(gpu);
-        // What became of it is asked for afterwards: drivers differ in what they return here.
+        // The result is read afterwards, because drivers return different codes here.
         self.on(gpu, "switching MIG mode", |device| device.set_mig_mode(on).map(drop))
     }
 
@@ -124,7 +124,7 @@ impl Driver for Nvml {
         let Some(smi) = &self.smi else { return Err(error("nvidia-smi is not installed".to_owned())) };
         let mut command = Command::new(smi);
         command.env_clear().env("PATH", PATH).args(["--gpu-reset", "-i", gpu]);
-        // Whoever has the GPU open is in the way of its reset, and NVML has.
+        // A program that has the GPU open prevents its reset, and NVML has it open.
         self.library = None;
         let done = child::run(&mut command, "", RESET_LIMIT);
         let again = probe::open(&self.path).map_err(|error| failed("starting again", &error));
@@ -195,7 +195,7 @@ fn mode(device: &Device<'_>) -> Result<Option<Mode>, NvmlError> {
     Ok(mode.map(|mode| Mode { current: mode.current == 1, pending: mode.pending == 1 }))
 }
 
-/// Of a list of kinds most are unknown to any one GPU, and the later ones, and calls, to older drivers.
+/// Any one GPU lacks most entries of such a list, and older drivers lack later entries and calls.
 fn unless_unknown<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match answer {
         Ok(value) => Ok(Some(value)),
@@ -209,13 +209,13 @@ fn unless_unknown<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlErro
     }
 }
 
-/// What the GPU can have, largest first.
+/// The profiles of the GPU, largest first.
 fn profiles(device: &Device<'_>) -> Result<Vec<Profile>, NvmlError> {
     let mut found: Vec<Profile> = Vec::new();
     for index in 0..NVML_GPU_INSTANCE_PROFILE_COUNT {
         let Some(mut profile) = unless_unknown(nvml_mig::profile(device, index))? else { continue };
         profile.placements = unless_unknown(nvml_mig::placements(device, profile.id))?.unwrap_or_default();
-        // For people alone: planning does not ask, and a driver that does not say is no reason to fail.
+        // For display only: planning does not use it, so a driver that does not report it is no error.
         profile.free = nvml_mig::remaining(device, profile.id).unwrap_or(0);
         found.push(profile);
     }
@@ -242,7 +242,7 @@ fn instances(device: &Device<'_>, known: &mut Known) -> Result<Vec<Instance>, Nv
     Ok(found)
 }
 
-/// Kinds of compute instance, each once: some drivers have the same one under two indexes.
+/// The kinds of compute instance, each once: some drivers list the same one under two indexes.
 fn kinds(gi: &Gi<'_>) -> Result<Vec<(CiProfile, Vec<Span>)>, NvmlError> {
     let mut found: Vec<(CiProfile, Vec<Span>)> = Vec::new();
     for index in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
@@ -286,7 +286,7 @@ fn uuids(device: &Device<'_>) -> Result<Vec<(u32, u32, String)>, NvmlError> {
     Ok(found)
 }
 
-/// Processes of the GPU and of each MIG device: without privileges only the latter list any.
+/// The processes of the GPU and of each MIG device. Without privileges only the MIG devices list any.
 fn running(device: &Device<'_>) -> Result<Vec<Running>, NvmlError> {
     let mut found = Vec::new();
     let whole = [probe::compute_processes(device)?, probe::graphics_processes(device)?];
@@ -300,7 +300,7 @@ fn running(device: &Device<'_>) -> Result<Vec<Running>, NvmlError> {
             found.push(Running { pid: process.pid, gi: Some(gi), ci: Some(ci) });
         }
     }
-    // The same process by way of the GPU, which may not say where.
+    // The GPU may list the same process again without its instance.
     let told: Vec<u32> = found.iter().filter(|one| one.ci.is_some()).map(|one| one.pid).collect();
     found.retain(|one| one.ci.is_some() || !told.contains(&one.pid));
     found.sort_by_key(|one| (one.pid, one.gi, one.ci));

@@ -7,14 +7,14 @@ use sublet_core::ledger::{DynamicInstance, Lease, Ledger};
 use sublet_core::process::Process;
 use sublet_core::text::safe;
 
-/// The host's GPUs, and who holds what of them.
+/// The host's GPUs, with the users of their instances.
 ///
 /// # Errors
 /// The driver does not answer.
 pub fn seen(nvml: &mut Nvml, inventory: &Inventory, ledger: &Ledger) -> Result<Vec<Gpu>, DriverError> {
     let mut gpus = nvml.gpus(inventory)?;
     for gpu in &mut gpus {
-        // A server that waits for a lease ends before a layout changes.
+        // The server of a daemon without leases does not count: it ends before a layout changes.
         gpu.running.retain(|running| !waits(running.pid, ledger));
         mark(gpu, ledger);
     }
@@ -28,7 +28,7 @@ fn waits(pid: u32, ledger: &Ledger) -> bool {
     parent.is_some() && unused.filter_map(|server| server.process).any(|daemon| Some(daemon.pid) == parent)
 }
 
-/// Writes down in `gpu` who holds what of it.
+/// Records in `gpu` which leases and processes use it and its instances.
 pub fn mark(gpu: &mut Gpu, ledger: &Ledger) {
     for lease in &ledger.leases {
         for device in &lease.devices {
@@ -61,7 +61,7 @@ pub fn mark(gpu: &mut Gpu, ledger: &Ledger) {
     }
 }
 
-/// Where the instances of `gpu` lie that were made for containers.
+/// The places of the instances of `gpu` that were created for containers.
 #[must_use]
 pub fn made(gpu: &Gpu, ledger: &Ledger) -> Vec<Span> {
     let is = |made: &DynamicInstance, one: &Instance| {
@@ -72,7 +72,7 @@ pub fn made(gpu: &Gpu, ledger: &Ledger) -> Vec<Span> {
     gpu.instances.iter().filter(ours).map(|one| one.span).collect()
 }
 
-/// Why an instance of ours that has no lease stays.
+/// Why an instance created for a container stays although no lease has it.
 fn kept(made: &DynamicInstance) -> Option<String> {
     if let Some(awaited) = &made.awaited {
         return Some(format!("created for container {}, which is being started", safe(&awaited.container)));

@@ -1,8 +1,8 @@
-//! Searches places for instances that do not overlap with each other nor with those that stay.
+//! Finds places for instances that overlap neither each other nor instances that stay.
 
 use super::Span;
 
-/// Pieces that are alike: whatever is true of one is true of all.
+/// Equal pieces.
 #[derive(Clone, Debug)]
 pub(super) struct Group {
     /// Where one may lie.
@@ -11,18 +11,18 @@ pub(super) struct Group {
     pub count: usize,
 }
 
-/// A piece in its place: its group, and where.
+/// A placed piece: the index of its group, and its place.
 pub(super) type Placed = (usize, Span);
 
-/// What decides between arrangements.
+/// How arrangements are compared.
 pub(super) struct Terms<'a> {
-    /// What a piece of that group costs there; `None` where it must not lie.
+    /// The cost of a piece of that group in that place; `None` if it must not lie there.
     pub price: &'a dyn Fn(usize, Span) -> Option<u32>,
-    /// Of two that cost the same, the one with the greater worth is taken.
+    /// Of two arrangements with the same cost, the one with the greater worth wins.
     pub worth: &'a dyn Fn(&[Placed]) -> Vec<u32>,
 }
 
-/// The cheapest arrangement of all pieces in which each of `fixed` is the place of one; with its cost.
+/// The cheapest arrangement of all pieces that uses each place of `fixed`, with its cost.
 pub(super) fn arrange(groups: &[Group], fixed: &[Span], terms: &Terms<'_>) -> Option<(u32, Vec<Placed>)> {
     let left: Vec<usize> = groups.iter().map(|group| group.count).collect();
     let mut search = Search { groups, fixed, terms, best: None };
@@ -44,7 +44,8 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Places what is `left` at `start` or after, left to right: so each arrangement is met once.
+    /// Places the pieces that are `left` at `start` or after, from left to right, so that each arrangement occurs
+    /// once.
     fn from(&mut self, start: u32, left: &mut [usize], placed: &mut Vec<Placed>, cost: u32) {
         if self.best.as_ref().is_some_and(|best| cost > best.cost) {
             return;

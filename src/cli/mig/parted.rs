@@ -5,7 +5,7 @@ use saphyr_parser::{Event, Parser};
 use super::layout_entry::{Entry, Wish, Wrong, counted, entry};
 use sublet_core::text::safe;
 
-/// Deeper documents are attacks.
+/// Documents that are nested deeper are attacks.
 const DEEPEST: usize = 16;
 
 /// A YAML value and the line it begins in.
@@ -22,7 +22,7 @@ enum Value {
     Map(Vec<(Node, Node)>),
 }
 
-/// The entries of configuration `name`; of the only one if there is one alone.
+/// The entries of configuration `name`, or of the only configuration.
 pub(super) fn parse(text: &str, name: Option<&str>) -> Result<Vec<Entry>, Wrong> {
     let document = tree(text)?;
     let mut configs = None;
@@ -143,13 +143,13 @@ fn wishes(node: &Node) -> Result<Vec<Wish>, Wrong> {
             }
         }
     }
-    // The largest first packs them closest.
+    // Sorted largest first, which packs them closest.
     parts.sort_by(|a, b| (a.2, b.1).cmp(&(b.2, a.1)));
     whole.extend(packed(&parts));
     Ok(whole)
 }
 
-/// (1, `2g.35gb`) of `1c.2g.35gb`.
+/// Splits a compute instance's name: (1, `2g.35gb`) of `1c.2g.35gb`.
 fn part(name: &str) -> Option<(u32, &str)> {
     let (slices, profile) = name.split_once("c.")?;
     Some((slices.parse().ok()?, profile))
@@ -159,7 +159,7 @@ fn part(name: &str) -> Option<(u32, &str)> {
 fn packed(parts: &[(usize, u32, &str)]) -> Vec<Wish> {
     let mut packed: Vec<(Wish, u32)> = Vec::new();
     for &(line, slices, profile) in parts {
-        // `2g.…` has two slices: the one thing that mig-parted, too, reads out of the name.
+        // `2g.…` has two slices. mig-parted too derives this, and nothing else, from the name.
         let all = profile.split_once('g').and_then(|(slices, _)| slices.parse().ok()).unwrap_or(0);
         let name = format!("{slices}c");
         let open = packed
@@ -200,7 +200,7 @@ impl Node {
         }
     }
 
-    /// The pairs of a map; a key that stands twice is an error.
+    /// The pairs of a map; a duplicate key is an error.
     fn map(&self, wanted: &str) -> Result<&[(Self, Self)], Wrong> {
         let Value::Map(pairs) = &self.value else { return Err(self.wrong(format!("must be {wanted}"))) };
         for (at, (key, _)) in pairs.iter().enumerate() {
@@ -216,7 +216,7 @@ impl Node {
     }
 }
 
-/// The one document in `text`.
+/// The single document in `text`.
 fn tree(text: &str) -> Result<Node, Wrong> {
     let mut open: Vec<(Node, Vec<Node>)> = Vec::new();
     for event in Parser::new_from_str(text) {

@@ -107,7 +107,7 @@ fn what_is_wrong_is_told_with_its_line() {
         ),
     ];
     for ((line, message), (wanted_line, wanted)) in cases {
-        // The parser itself refuses an alias that has no anchor.
+        // The YAML parser itself refuses an alias without an anchor.
         assert!(message == wanted || message.starts_with("no YAML: "), "{message}");
         assert_eq!(line, wanted_line, "{message}");
     }

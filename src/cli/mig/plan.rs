@@ -6,20 +6,20 @@ use super::packing::{Group, Placed, Terms, arrange};
 use super::{Compute, Gpu, Instance, Profile, Span, Target, Want, device_name};
 use sublet_core::text::safe;
 
-/// What has to be done to one GPU, in this order.
+/// The steps for one GPU, in this order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// `GPU-…`.
     pub gpu: String,
     /// NVML's index.
     pub index: u32,
-    /// Whether it takes a reset of the GPU.
+    /// Whether the steps need a reset of the GPU.
     pub reset: bool,
-    /// Nothing where the GPU is as it should be.
+    /// Empty if the GPU already matches.
     pub steps: Vec<Step>,
 }
 
-/// One call to the driver. GPU instances are named by their place: ids change when one is made again.
+/// One call to the driver. GPU instances are named by place, because a recreated instance gets another id.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Switches MIG mode.
@@ -28,36 +28,36 @@ pub enum Step {
     DestroyCompute {
         /// Its GPU instance.
         instance: Instance,
-        /// It.
+        /// The compute instance.
         compute: Compute,
-        /// Its name for people.
+        /// Its name in messages.
         name: String,
     },
-    /// Destroys a GPU instance, empty by then.
+    /// Destroys a GPU instance, which is empty by then.
     DestroyInstance {
-        /// It.
+        /// The instance.
         instance: Instance,
-        /// Its name for people.
+        /// Its name in messages.
         name: String,
     },
-    /// Makes a GPU instance.
+    /// Creates a GPU instance.
     CreateInstance {
         /// Its profile's id.
         profile: u32,
-        /// Where.
+        /// Its place.
         span: Span,
-        /// Its name for people.
+        /// Its name in messages.
         name: String,
     },
-    /// Makes a compute instance.
+    /// Creates a compute instance.
     CreateCompute {
-        /// Where its GPU instance lies.
+        /// The place of its GPU instance.
         at: Span,
         /// Compute slices.
         slices: u32,
-        /// Which of the GPU instance's; `None`: the driver's choice.
+        /// The compute slices of the GPU instance that it gets; `None` leaves the choice to the driver.
         span: Option<Span>,
-        /// Its name for people.
+        /// Its name in messages.
         name: String,
     },
 }
@@ -91,10 +91,10 @@ impl fmt::Display for Span {
     }
 }
 
-/// Why a GPU cannot be cut as wanted; begins with the GPU.
+/// Why a GPU cannot get its target; the text begins with the GPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Obstacle {
-    /// No MIG here.
+    /// The GPU does not support MIG.
     #[error(
         "GPU {index} ({}) does not support MIG: leave it out of the layout, or set mig = false",
         safe(name)
@@ -105,14 +105,14 @@ pub enum Obstacle {
         /// Its model.
         name: String,
     },
-    /// A change of the mode of a GPU in use.
+    /// The mode of a GPU in use would have to change.
     #[error("GPU {index}: MIG mode cannot be switched {to} while {} the GPU: end it first", safe(who))]
     InUse {
         /// NVML's index.
         index: u32,
         /// `on` or `off`.
         to: &'static str,
-        /// As `process 4711 holds`.
+        /// Such as `process 4711 holds`.
         who: String,
     },
     /// More of a profile than any GPU of this model can have.
@@ -124,7 +124,7 @@ pub enum Obstacle {
         profile: String,
         /// How many are wanted.
         asked: usize,
-        /// How many there can be.
+        /// How many are possible.
         most: u32,
     },
     /// A start that the driver does not allow.
@@ -134,12 +134,12 @@ pub enum Obstacle {
         index: u32,
         /// The profile's name.
         profile: String,
-        /// What is wanted.
+        /// The start in the layout.
         start: u32,
-        /// What would do.
+        /// The starts that are possible.
         allowed: String,
     },
-    /// Too much compute in one instance.
+    /// The compute instances together are larger than their GPU instance.
     #[error("GPU {index}: {cut} together do not fit a {profile}, which has {slices} compute slices")]
     NoSuchCut {
         /// NVML's index.
@@ -148,20 +148,20 @@ pub enum Obstacle {
         profile: String,
         /// The compute instances wanted.
         cut: String,
-        /// What there is.
+        /// The compute slices that it has.
         slices: u32,
     },
-    /// More of the engines that only some profiles have than there are.
+    /// The instances need more of certain engines than the GPU has; only some profiles have these engines.
     #[error("GPU {index}: {wanted} need more {engines} than this GPU has")]
     Media {
         /// NVML's index.
         index: u32,
         /// The instances wanted.
         wanted: String,
-        /// What is short.
+        /// The engines that are missing.
         engines: &'static str,
     },
-    /// Not even an empty GPU could have these.
+    /// Even an empty GPU could not have these instances.
     #[error("GPU {index}: {wanted} together do not fit this GPU, in any arrangement")]
     DoesNotFit {
         /// NVML's index.
@@ -169,7 +169,7 @@ pub enum Obstacle {
         /// The instances wanted.
         wanted: String,
     },
-    /// Something held has no place in the layout, or the rest no place around it.
+    /// An instance in use has no place in the layout, or leaves no place for the rest.
     #[error(
         "GPU {index}: it is not possible to {wanted} around {held}: end its use first, or give it a place \
          in the layout"
@@ -179,15 +179,15 @@ pub enum Obstacle {
         index: u32,
         /// The instances wanted.
         wanted: String,
-        /// The instances that stay, each with its holder.
+        /// The instances that stay, each with its user.
         held: String,
     },
 }
 
-/// The steps from `gpu` as it is to `target`.
+/// The steps from the current state of `gpu` to `target`.
 ///
 /// # Errors
-/// Why there are none.
+/// Why the target cannot be reached.
 pub fn plan(gpu: &Gpu, target: &Target) -> Result<Plan, Obstacle> {
     let index = gpu.index;
     let done = |reset, steps| Plan { gpu: gpu.uuid.clone(), index, reset, steps };
@@ -199,7 +199,7 @@ pub fn plan(gpu: &Gpu, target: &Target) -> Result<Plan, Obstacle> {
     if switch {
         unused(gpu, target.on)?;
     }
-    // A change that waits for a reset and is not wanted any more is taken back, which needs none.
+    // A pending mode that is not wanted any more is taken back, which needs no reset.
     let asks = switch || mode.pending != target.on;
     let mut steps = Vec::new();
     if !target.on {
@@ -212,7 +212,7 @@ pub fn plan(gpu: &Gpu, target: &Target) -> Result<Plan, Obstacle> {
     Ok(done(switch && gpu.resets, steps))
 }
 
-/// The mode of a GPU in use stays.
+/// Refuses to change the mode of a GPU in use.
 fn unused(gpu: &Gpu, on: bool) -> Result<(), Obstacle> {
     let instance = gpu.instances.iter().find_map(Instance::holder);
     match gpu.held.first().map(String::as_str).or(instance) {
@@ -252,7 +252,7 @@ fn cut(gpu: &Gpu, want: &[Want]) -> Result<Vec<Step>, Obstacle> {
     Ok(destroyed.into_iter().chain(created).collect())
 }
 
-/// What no arrangement changes.
+/// Refuses what no arrangement can satisfy.
 fn sensible(gpu: &Gpu, want: &[Want]) -> Result<(), Obstacle> {
     let index = gpu.index;
     for one in want {
@@ -283,16 +283,16 @@ fn sensible(gpu: &Gpu, want: &[Want]) -> Result<(), Obstacle> {
     Ok(())
 }
 
-/// Each kind once; equal ones are counted by [`groups`].
+/// The wanted instances sorted, so that equal ones are adjacent.
 fn kinds(want: &[Want]) -> Vec<&Want> {
     let mut kinds: Vec<&Want> = want.iter().collect();
     kinds.sort_by(|a, b| (a.profile, a.start, &a.compute).cmp(&(b.profile, b.start, &b.compute)));
     kinds
 }
 
-/// Where each of `kinds` goes; `stays` says which instances must stay.
+/// The places of `kinds`; `stays` says which instances must stay.
 fn placed(gpu: &Gpu, kinds: &[&Want], stays: &dyn Fn(&Instance) -> bool) -> Option<Vec<Placed>> {
-    // Index of the first of those that are alike, which stands for all of them.
+    // The index of the first of each run of equal ones, which stands for all of them.
     let firsts: Vec<usize> = (0..kinds.len()).filter(|&at| at == 0 || kinds[at - 1] != kinds[at]).collect();
     let groups: Vec<Group> = firsts
         .iter()
@@ -313,10 +313,10 @@ fn placed(gpu: &Gpu, kinds: &[&Want], stays: &dyn Fn(&Instance) -> bool) -> Opti
     Some(placed.into_iter().map(|(group, span)| (firsts[group], span)).collect())
 }
 
-/// More than one instance and all its compute instances can cost, so that no price is negative.
+/// More than an instance and all its compute instances can cost, so that no price is negative.
 const BASE: u32 = 100;
 
-/// Steps that `want` costs at `span`, less those that it saves.
+/// The number of steps that `want` costs at `span`, less the steps that it saves.
 fn price(gpu: &Gpu, want: &Want, span: Span, stays: &dyn Fn(&Instance) -> bool) -> Option<u32> {
     let new = BASE + 1 + u32::try_from(want.compute.len()).ok()?;
     let Some(instance) = gpu.instances.iter().find(|one| one.span == span && one.profile == want.profile)
@@ -333,14 +333,14 @@ fn price(gpu: &Gpu, want: &Want, span: Span, stays: &dyn Fn(&Instance) -> bool) 
     }
 }
 
-/// What an arrangement leaves room for: for each profile, largest first, how many places stay free.
+/// The room that an arrangement leaves: for each profile, largest first, the number of free places.
 pub(super) fn room_left(gpu: &Gpu, placed: &[Placed]) -> Vec<u32> {
     let free = |span: &&Span| !placed.iter().any(|(_, taken)| taken.overlaps(**span));
     let count = |profile: &Profile| profile.placements.iter().filter(free).count();
     gpu.profiles.iter().map(|profile| u32::try_from(count(profile)).unwrap_or(u32::MAX)).collect()
 }
 
-/// The steps that give `instance` these compute instances, and how many they are.
+/// The steps that give `instance` these compute instances, and their number.
 fn recut(gpu: &Gpu, instance: &Instance, compute: &[u32]) -> Option<(u32, Vec<Step>, Vec<Step>)> {
     let mut sizes: Vec<u32> = compute.to_vec();
     sizes.sort_unstable();
@@ -362,7 +362,7 @@ fn recut(gpu: &Gpu, instance: &Instance, compute: &[u32]) -> Option<(u32, Vec<St
             None => (!instance.compute.iter().any(other)).then_some(1),
         }
     };
-    // Nobody knows which of them a process is in: all stay.
+    // It is not known which of them a process uses, so all stay.
     let stays = |one: &&Compute| instance.held.is_some() || one.held.is_some();
     let fixed: Vec<Span> = instance.compute.iter().filter(stays).map(|one| one.span).collect();
     let (_, placed) = arrange(&groups, &fixed, &Terms { price: &price, worth: &|_| Vec::new() })?;
@@ -390,7 +390,7 @@ fn recut(gpu: &Gpu, instance: &Instance, compute: &[u32]) -> Option<(u32, Vec<St
     Some((u32::try_from(gone.len() + new.len()).ok()?, gone, new))
 }
 
-/// Where a compute instance of that size may lie: where the driver says, and where one does.
+/// Where a compute instance of that size may lie: the driver's placements, and those of existing ones.
 fn places(instance: &Instance, slices: u32) -> Vec<Span> {
     let kinds = instance.kinds.iter().filter(|kind| kind.slices == slices);
     let there = instance.compute.iter().filter(|one| one.slices == slices).map(|one| one.span);
@@ -415,7 +415,7 @@ fn destroy(gpu: &Gpu, instance: &Instance) -> Vec<Step> {
     compute.chain([whole]).collect()
 }
 
-/// The largest compute instance first: the driver places them one after the other.
+/// The largest compute instance is created first, because the driver places them one after the other.
 fn create(gpu: &Gpu, want: &Want, span: Span) -> Vec<Step> {
     let name = gpu.profile_name(want.profile);
     let mut sizes = want.compute.clone();
@@ -429,7 +429,7 @@ fn create(gpu: &Gpu, want: &Want, span: Span) -> Vec<Step> {
     [Step::CreateInstance { profile: want.profile, span, name }].into_iter().chain(compute).collect()
 }
 
-/// What stands in the way: that which alone, were it gone, would let the layout be; else all that stays.
+/// What prevents the layout: the instances whose removal alone would make it possible, or else all that stay.
 fn why_not(gpu: &Gpu, kinds: &[&Want], want: &[Want]) -> Obstacle {
     let wanted = listed(gpu, want);
     let held: Vec<&Instance> = gpu.instances.iter().filter(|one| one.holder().is_some()).collect();

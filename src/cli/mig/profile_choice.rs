@@ -1,8 +1,8 @@
 //! Chooses the instance to create for a container, and its place: existing instances stay, and as many places for large
 //! profiles as possible remain. No I/O.
 
+use super::layout_target::unknown;
 use super::plan::room_left;
-use super::target::unknown;
 use super::{Driver, DriverError, Gpu, Instance, Profile, Span, Step, Target, Want, device_name, mark, plan};
 use sublet_core::config::Policy;
 use sublet_core::ledger::Ledger;
@@ -10,10 +10,10 @@ use sublet_core::place::{Order, Site, Size};
 use sublet_core::share::units::MIB;
 use sublet_core::text::safe;
 
-/// Instances of one GPU that a message names.
+/// How many instances of one GPU a message names.
 const NAMED: usize = 4;
 
-/// An instance that can be made.
+/// An instance that can be created.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
     /// `GPU-…`.
@@ -28,20 +28,20 @@ pub struct Choice {
     pub slices: u32,
 }
 
-/// Why there is none, in one line.
+/// Why no instance can be created, in one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NoChoice {
-    /// The line.
+    /// The reason.
     pub reason: String,
-    /// Whether it may be there when others have ended.
+    /// Whether one may be possible once other containers have ended.
     pub temporary: bool,
 }
 
-/// What can be made for `order` on `gpus`, best first: the smallest profile that will do; of the places for it the
-/// one that leaves the most room for large ones.
+/// The instances that can be created for `order` on `gpus`, best first: the smallest sufficient profile, and of its
+/// places the one that leaves the most room for large profiles.
 ///
 /// # Errors
-/// Nothing can.
+/// No instance can be created.
 pub fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice>, NoChoice> {
     let mut found = Vec::new();
     let (mut missing, mut full, mut capped) = (Vec::new(), Vec::new(), Vec::new());
@@ -72,10 +72,10 @@ pub fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice
     Ok(found.into_iter().map(|(_, choice)| choice).collect())
 }
 
-/// The best of [`choices`] as things are, in words: `1g.18gb at 6:1 of GPU 0`.
+/// The best of [`choices`] as of now, in words: `1g.18gb at 6:1 of GPU 0`.
 ///
 /// # Errors
-/// The driver does not answer; the inner ones are those of [`choices`].
+/// The driver does not answer; inner errors are those of [`choices`].
 pub(crate) fn foresee(
     order: &Order,
     driver: &mut dyn Driver,
@@ -90,7 +90,7 @@ pub(crate) fn foresee(
     Ok(choices(order, &gpus, policy).map(|found| found.first().map(in_words).unwrap_or_default()))
 }
 
-/// The GPUs that may have it, with who holds what.
+/// The GPUs on which `order` may have an instance, with the users of their instances.
 pub(super) fn seen(order: &Order, driver: &mut dyn Driver, ledger: &Ledger) -> Result<Vec<Gpu>, DriverError> {
     let gpus = order.sites.iter().map(|site| {
         let mut gpu = driver.gpu(&site.gpu)?;
@@ -104,7 +104,7 @@ fn on_site<'g>(site: &Site, gpus: &'g [Gpu]) -> Option<&'g Gpu> {
     gpus.iter().find(|gpu| gpu.uuid == site.gpu && gpu.mode.is_some_and(|mode| mode.current))
 }
 
-/// Profiles that would do, each with the compute slices of its compute instance.
+/// The sufficient profiles, each with the compute slices of its compute instance.
 fn suited<'g>(order: &Order, site: &Site, gpu: &'g Gpu) -> Vec<(&'g Profile, u32)> {
     let slices = |profile: &Profile| match &order.profile {
         None => Some(profile.slices),
@@ -119,13 +119,13 @@ fn suited<'g>(order: &Order, site: &Site, gpu: &'g Gpu) -> Vec<(&'g Profile, u32
     suited
 }
 
-/// Of two with as much memory and as many SMs the one without engines that others may need.
+/// The sort key of a profile: of two with the same memory and SMs, the one without special engines comes first.
 fn size(profile: &Profile) -> (u64, u32, u32, usize) {
     (profile.memory_mib, profile.sms, profile.media.iter().sum(), profile.name.len())
 }
 
-/// The best place for one more of `profile` beside all that is there, and how many places each profile loses by
-/// it, largest first.
+/// The best place for one more instance of `profile` beside the existing ones, and how many places each profile loses
+/// by it, largest profile first.
 fn place(gpu: &Gpu, profile: &Profile, slices: u32) -> Option<(Span, Vec<u32>)> {
     let mut settled = gpu.clone();
     for one in &mut settled.instances {
@@ -178,7 +178,7 @@ fn no_room(gpu: &Gpu, profile: &Profile, slices: u32) -> String {
     format!("{} has no room for a {}{beside}", gpu.label(), safe(&device_name(profile, slices)))
 }
 
-/// Why a user's policy does not let them have it.
+/// The refusal if the user's policy limit does not allow this instance.
 fn over(site: &Site, gpu: &Gpu, profile: &Profile, slices: u32) -> Option<NoChoice> {
     let most = site.most?;
     let (sms, memory) = (sms(gpu, profile, slices), profile.memory_mib.saturating_mul(MIB));
@@ -198,8 +198,8 @@ fn over(site: &Site, gpu: &Gpu, profile: &Profile, slices: u32) -> Option<NoChoi
     (!within(most.now)).then_some(NoChoice { reason, temporary })
 }
 
-/// SMs of such a compute instance at least: only inside its GPU instance does the driver tell (of the 60 of an
-/// H100's `3g` one slice has 16, as `1g` has).
+/// A lower bound of the compute instance's SMs: the driver reports the number only inside an existing GPU instance.
+/// (Of the 60 SMs of an H100's `3g` one slice has 16, as `1g` has.)
 fn sms(gpu: &Gpu, profile: &Profile, slices: u32) -> u64 {
     let alike = gpu.profiles.iter().filter(|other| other.slices == slices).map(|other| other.sms);
     let part = profile.sms * slices / profile.slices.max(1);
@@ -207,7 +207,7 @@ fn sms(gpu: &Gpu, profile: &Profile, slices: u32) -> u64 {
     u64::from(least)
 }
 
-/// Of several profiles that would do, the smallest tells enough.
+/// The refusal. If several profiles are too large for the policy limit, only the smallest is named.
 fn nothing(missing: &[String], full: &[String], capped: Vec<NoChoice>) -> NoChoice {
     if let Some(least) = capped.into_iter().next().filter(|_| full.is_empty()) {
         return least;

@@ -2,7 +2,7 @@ use super::super::fake_driver::{Double, h200, profile};
 use super::*;
 use sublet_core::place::Most;
 
-/// Profiles and starts.
+/// Profiles and their starts.
 type Layout<'a> = &'a [(&'a str, u32)];
 
 fn order(profile: Option<&str>, mib: u64, sms: u64) -> Order {
@@ -15,7 +15,7 @@ fn gpu(layout: Layout<'_>) -> Gpu {
     Double::with(&layout).gpus.remove(0)
 }
 
-/// Name and start of the best choice on one GPU with `layout`.
+/// The name and start of the best choice on one GPU with `layout`.
 fn best(layout: Layout<'_>, order: &Order) -> Result<(String, u32), String> {
     let found = choices(order, &[gpu(layout)], Policy::Binpack).map_err(|none| none.reason)?;
     Ok((found[0].name.clone(), found[0].span.start))

@@ -1,15 +1,15 @@
-//! Signals that ask for an end (SIGINT, SIGTERM, SIGHUP) do not interrupt a change of the layout.
+//! Signals that ask the program to end (SIGINT, SIGTERM, SIGHUP) do not interrupt a change of the layout.
 
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 
-/// While it exists, these signals wait, so that no layout is left half done.
+/// While it exists these signals are blocked, so that no layout is left half done.
 #[derive(Debug)]
 pub(crate) struct Uninterrupted {
     before: Option<SigSet>,
 }
 
 impl Uninterrupted {
-    /// From now on.
+    /// Blocks the signals from now on.
     #[must_use]
     pub fn begin() -> Self {
         let mut polite = SigSet::empty();

@@ -16,21 +16,21 @@ use sublet_core::mps::{MpsError, limits_and_state};
 use sublet_core::process::Process;
 use sublet_core::text::safe;
 
-/// What became of compute mode before a start.
+/// What happened to the compute mode before a start.
 #[derive(Debug, Default)]
 pub(super) struct Entered {
-    /// We changed it now: a failed start puts it back.
+    /// It was changed now, so a failed start restores it.
     pub changed: bool,
-    /// Why it was left alone although configuration wants it.
+    /// Why it was not changed although the configuration asks for it.
     pub warning: Option<String>,
-    /// The driver does not change it while the daemon's server has the GPU: without that it may.
+    /// The driver refuses the change while the daemon's server has the GPU; without the server it may work.
     pub beside_server: bool,
 }
 
 /// Sets `EXCLUSIVE_PROCESS` for a shared server of a whole GPU as `[mps] exclusive_compute_mode` says.
 ///
 /// # Errors
-/// `always`, and it cannot be had; a GPU whose mode allows no contexts at all.
+/// The policy is `always` and the mode cannot be set, or the GPU's mode allows no contexts at all.
 pub(super) fn enter(
     key: &DaemonKey,
     store: &Store,
@@ -38,7 +38,7 @@ pub(super) fn enter(
     config: &Config,
 ) -> Result<Entered, MpsError> {
     let policy = config.mps.exclusive_compute_mode;
-    // Dedicated servers exclude each other by it, and MIG devices have no compute mode of their own.
+    // Dedicated servers would exclude each other in this mode, and MIG devices have no compute mode of their own.
     let whole = inventory.device(&key.0).is_some_and(|device| !device.is_mig() && !device.mig_enabled);
     if policy == ExclusiveComputeMode::Never || !whole {
         return Ok(Entered::default());
@@ -65,7 +65,7 @@ fn server_runs(key: &DaemonKey, ledger: &Ledger) -> bool {
 /// Why the mode was not set.
 enum Attempt {
     Unable(String),
-    /// By the driver, when it was to change.
+    /// The driver refused the change itself.
     Refused(String),
     Failed(MpsError),
 }
@@ -105,7 +105,7 @@ fn try_enter(
         return Err(Attempt::Unable(why));
     }
     limits_and_state::change(store, |ledger| {
-        // An older record is the true one: whatever stands there now was put there by us.
+        // An older record holds the original mode: sublet itself set the current one.
         if !ledger.compute_modes.iter().any(|changed| changed.device == key.0) {
             ledger.compute_modes.push(ChangedComputeMode { device: key.0.clone(), found });
         }
@@ -118,7 +118,7 @@ fn try_enter(
     Ok(true)
 }
 
-/// Why the mode has to stay as it is; `None`: it may be changed.
+/// Why the mode must stay as it is; `None` if it may be changed.
 fn obstacle(
     policy: ExclusiveComputeMode,
     found: ComputeMode,
@@ -140,7 +140,7 @@ fn obstacle(
 /// Restores the mode that [`enter`] found, unless another program has changed it meanwhile.
 ///
 /// # Errors
-/// NVML cannot be used; the record then stays, and the next command tries again.
+/// NVML cannot be used. The record stays then, and the next command tries again.
 pub(super) fn restore(device: &str, store: &Store, config: &Config) -> Result<(), MpsError> {
     let ledger = store.read()?;
     let Some(changed) = ledger.compute_modes.iter().find(|changed| changed.device == device) else {
@@ -169,8 +169,8 @@ fn forget(device: &str, store: &Store) -> Result<(), MpsError> {
     })
 }
 
-/// Processes of `key`'s leases that compute on the GPU without MPS: they lost their daemon and went on alone. A line
-/// each, or one that says why nobody can tell.
+/// Processes of `key`'s leases that compute on the GPU without MPS, because they lost their daemon and continued
+/// without it. One line for each, or one that says why it is not known.
 pub(super) fn beside_mps(key: &DaemonKey, device: &str, ledger: &Ledger, config: &Config) -> Vec<String> {
     let look = || -> Result<Vec<String>, String> {
         let nvml = open(config)?;
@@ -201,8 +201,8 @@ pub(super) fn beside_mps(key: &DaemonKey, device: &str, ledger: &Ledger, config:
     })
 }
 
-/// Processes without a lease on a GPU that takes one process alone, and so no server beside them: words for a refusal
-/// that stands without them.
+/// The processes without a lease that keep a server off a GPU in `EXCLUSIVE_PROCESS` mode. They are added to a
+/// refusal, which is made anyway, so errors are ignored.
 pub(super) fn holders(key: &DaemonKey, device: &str, ledger: &Ledger, config: &Config) -> Vec<String> {
     let look = || -> Option<Vec<String>> {
         let nvml = open(config).ok()?;
@@ -213,8 +213,8 @@ pub(super) fn holders(key: &DaemonKey, device: &str, ledger: &Ledger, config: &C
     look().unwrap_or_default()
 }
 
-/// Who holds a context on the device without a lease, as `python3 (pid 7)`; the server that the daemon of `key` has
-/// already is none. A process that cannot be looked at is one.
+/// The processes with a context on the device but without a lease, such as `python3 (pid 7)`. The server of `key`'s
+/// own daemon does not count. A process that cannot be examined does.
 fn strangers(device: &NvmlDevice<'_>, key: &DaemonKey, ledger: &Ledger) -> Result<Vec<String>, String> {
     let running = probe::compute_processes(device).map_err(|error| format!("who is on it: {error}"))?;
     let alive = limits_and_state::daemon(ledger, key).filter(|daemon| limits_and_state::is_alive(daemon));
@@ -240,7 +240,7 @@ fn described(pid: u32) -> String {
     format!("{} (pid {pid})", safe(name.trim_end()))
 }
 
-/// The lease that explains process `pid`.
+/// The lease that process `pid` belongs to.
 fn owner(pid: u32, ledger: &Ledger) -> Option<&Lease> {
     ledger.lease_of_process(&probe::describe(i32::try_from(pid).ok()?, 0)?)
 }

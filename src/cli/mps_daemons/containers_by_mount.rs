@@ -9,8 +9,8 @@ use sublet_core::ledger::DaemonKey;
 use sublet_core::mps::control::listener;
 use sublet_core::process::Process;
 
-/// Whether some process has the directory of `key`, whose daemon is `daemon`, where containers have theirs. Where nobody
-/// can tell one may have it.
+/// Whether a process has the directory of `key` mounted where containers have theirs; `daemon` is that directory's
+/// daemon. If /proc cannot be read, the answer is yes.
 pub(super) fn is_mounted(key: &DaemonKey, state_dir: &Path, daemon: Option<Process>) -> bool {
     let public = key.public(state_dir);
     let Ok(entries) = fs::read_dir("/proc") else { return true };
@@ -22,7 +22,7 @@ pub(super) fn is_mounted(key: &DaemonKey, state_dir: &Path, daemon: Option<Proce
     })
 }
 
-/// A line of mountinfo: what is mounted, as a path in its file system, and where.
+/// A line of mountinfo: the mounted directory, as a path in its filesystem, and the mount point.
 #[derive(Debug, PartialEq, Eq)]
 struct Mounted<'a> {
     what: &'a Path,
@@ -30,7 +30,7 @@ struct Mounted<'a> {
 }
 
 impl<'a> Mounted<'a> {
-    /// `None`: it is not where containers have their MPS directory.
+    /// `None` if containers do not have their MPS directory at this mount point.
     fn parse(line: &'a str) -> Option<Self> {
         let mut fields = line.split(' ').skip(3);
         let (what, at) = (fields.next()?, fields.next()?);
@@ -38,20 +38,21 @@ impl<'a> Mounted<'a> {
         [MPS_DIR, MPS_DEFAULT_DIR].contains(&at).then_some(Self { what, at })
     }
 
-    /// The very directory, by the name that it has, or had when it was removed. What is mounted at a directory of ours is
-    /// named from there, and we may be in a root that is a directory of the file system's.
+    /// Whether it is this very directory, by its name now or before it was removed. Either path may be the longer one:
+    /// a mount names its directory from the root of the mounted filesystem, and sublet's own root may be a directory
+    /// of that filesystem.
     fn is(&self, public: &Path) -> bool {
         let ends_with =
             |long: &Path, short: &Path| short.strip_prefix("/").is_ok_and(|short| long.ends_with(short));
         ends_with(public, self.what) || ends_with(self.what, public)
     }
 
-    /// One of the same key, of whatever state directory.
+    /// Whether it is a directory of the same key, in any state directory.
     fn is_of(&self, key: &DaemonKey) -> bool {
         self.what.ends_with(Path::new(&key.0).join("public"))
     }
 
-    /// `daemon` listens in it: the directory has been moved.
+    /// Whether `daemon` listens in it, which means that the directory was moved.
     fn leads_to(&self, daemon: Option<Process>, root: &Path) -> bool {
         let control = root.join(self.at.trim_start_matches('/')).join("control");
         daemon.is_some_and(|daemon| listener(&control) == Some(daemon.pid))

@@ -19,11 +19,11 @@ pub(super) fn is_group_leader() -> bool {
     getpgrp() == getpid()
 }
 
-/// Where this process is, once it has left its caller.
+/// The state of this process after it has detached from its caller.
 pub(super) struct Left {
-    /// In the mount namespace of process 1, where a service of the host's would be.
+    /// Whether it is in the mount namespace of process 1, like a service of the host.
     pub host_mounts: bool,
-    /// What a daemon that we start would have of our caller's all the same.
+    /// What a daemon started by it would still inherit from the caller.
     pub kept: Kept,
 }
 
@@ -43,8 +43,8 @@ pub(super) fn leave(must_be_same: &[&Path]) -> Left {
     Left { host_mounts, kept }
 }
 
-/// Into the namespace of process 1 where it shows the same files, else into one of our own, in which
-/// unmounts on the host still arrive: a copy that kept them would keep container filesystems busy.
+/// Joins the mount namespace of process 1 if it shows the same files; otherwise a new one that receives unmounts from
+/// the host. A copy without them would keep container filesystems busy.
 fn leave_mounts(must_be_same: &[&Path]) -> bool {
     if same_file(Path::new("/proc/self/ns/mnt"), Path::new("/proc/1/ns/mnt")) {
         return true;
@@ -72,12 +72,12 @@ fn same_file(one: &Path, other: &Path) -> bool {
     identity(one).is_some_and(|one| identity(other) == Some(one))
 }
 
-/// Moves this process to the root of every cgroup hierarchy; what fails is warned of and no more.
+/// Moves this process to the root of every cgroup hierarchy; returns a warning for each failure.
 pub(super) fn leave_cgroups() -> Vec<String> {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let mut warnings = Vec::new();
     for procs in foreign_hierarchies(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo")) {
-        // 0 is the writing process: cgroups(7).
+        // 0 means the writing process: cgroups(7).
         if let Err(error) = fs::write(&procs, "0") {
             warnings
                 .push(format!("the MPS daemon stays in its starter's cgroup: {}: {error}", procs.display()));
@@ -86,7 +86,7 @@ pub(super) fn leave_cgroups() -> Vec<String> {
     warnings
 }
 
-/// `cgroup.procs` at the root of each hierarchy in which we are not at the root.
+/// `cgroup.procs` at the root of each hierarchy in which this process is below the root.
 fn foreign_hierarchies(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
     let entries = cgroup.lines().filter_map(|line| {
         let mut fields = line.splitn(3, ':');

@@ -18,27 +18,27 @@ use sublet_core::process::Process;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::process::sublet::PATH;
 
-/// A launch that takes longer than this has failed: both ways return as soon as the daemon runs.
+/// A launch that takes longer has failed: both kinds of launch return as soon as the daemon runs.
 const LAUNCH_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long `quit` may take; it waits for running clients.
 const QUIT_LIMIT: Duration = Duration::from_secs(5);
 
-/// Where and for whom a daemon runs.
+/// The parameters of a daemon's start.
 pub(super) struct Launch<'a> {
     pub key: &'a DaemonKey,
-    /// In the order its clients count them.
+    /// The devices in the order in which its clients count them.
     pub devices: &'a [String],
     pub state_dir: &'a Path,
     pub control: &'a Control,
-    /// From before this start.
+    /// The logs from this start on.
     pub logs: &'a Logs<'a>,
     /// In the host's mount namespace systemd sees the same state directory.
     pub left: &'a Left,
 }
 
 impl Launch<'_> {
-    /// Starts the daemon: as a unit of its own where systemd runs, else detached. Returns warnings.
+    /// Starts the daemon: as a systemd unit if systemd runs, otherwise as a detached process. Returns warnings.
     pub fn start(&self) -> Result<Vec<String>, MpsError> {
         if self.systemd_runs() && self.start_unit() {
             return Ok(Vec::new());
@@ -64,12 +64,12 @@ impl Launch<'_> {
         }
     }
 
-    /// `sd_booted(3)`, and with the rights to start a unit of the system's.
+    /// Whether systemd runs (`sd_booted(3)`) and this process may start a system unit.
     fn systemd_runs(&self) -> bool {
         self.left.host_mounts && geteuid().is_root() && Path::new("/run/systemd/system").is_dir()
     }
 
-    /// A transient unit in the foreground: systemd ends it with the host, and with nothing else.
+    /// Starts a transient unit in the foreground, which systemd ends only at shutdown.
     fn start_unit(&self) -> bool {
         let unit = format!("sublet-mps-{}.service", self.key);
         let mut stop = Command::new("systemctl");
@@ -108,24 +108,24 @@ pub(super) fn not_up(devices: &[String], limit: Duration, why: &str, logs: &Logs
     MpsError::NotUp { device, seconds: limit.as_secs(), why, log: logs.ends() }
 }
 
-/// `-M`: clients of every uid at once; it takes root. Without it they wait for one another.
+/// `-M` serves clients of all uids at once and needs root. Without it clients of different uids wait for each other.
 fn multiuser() -> Option<&'static str> {
     geteuid().is_root().then_some("-M")
 }
 
-/// What a process of NVIDIA's MPS programs is to a pipe directory.
+/// The role of an MPS process of a pipe directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Daemon,
-    MpsDaemon,
+    Server,
 }
 
-/// The daemon and the servers of this pipe directory, by what they were started with: a start that was
-/// killed left no record of them.
+/// The daemon and the servers of this pipe directory, found by their environment: a start that was killed left no
+/// record of them.
 pub(super) fn find(pipe: &Path) -> Vec<(Process, Kind)> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    // Behind a wrapper the program may have any name; the daemon writes down who it is.
+    // A wrapper may give the program any name, so the daemon's own pid file counts too.
     let written = fs::read_to_string(pipe.join("nvidia-cuda-mps-control.pid")).ok();
     let written = written.and_then(|text| text.trim().parse::<i32>().ok());
     pids.filter_map(|pid| {
@@ -136,24 +136,24 @@ pub(super) fn find(pipe: &Path) -> Vec<(Process, Kind)> {
     .collect()
 }
 
-/// By its name: proc(5) has the first 15 bytes of the file's.
+/// By the command name: proc(5) gives the first 15 bytes of the file name.
 fn kind_of(pid: i32) -> Option<Kind> {
     let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).ok();
     (read("comm")?.trim_ascii_end() == b"nvidia-cuda-mps").then(|| kind(&read("cmdline")?)).flatten()
 }
 
-/// From the command line; a control program without `-d` or `-f` only asks.
+/// By the command line: a control program without `-d` or `-f` only sends commands.
 fn kind(cmdline: &[u8]) -> Option<Kind> {
     let mut words = cmdline.split(|byte| *byte == 0);
     let program = words.next()?;
     if program.ends_with(b"nvidia-cuda-mps-server") {
-        return Some(Kind::MpsDaemon);
+        return Some(Kind::Server);
     }
     words.any(|word| word == b"-d" || word == b"-f").then_some(Kind::Daemon)
 }
 
-/// Ends the daemon of `key` and its servers: what is recorded, and whatever else has its pipe directory.
-/// `gently` asks it first.
+/// Ends the daemon of `key` and its servers: the recorded process and all others with that pipe directory. With
+/// `gently` the daemon is first asked to quit.
 pub(super) fn end(
     key: &DaemonKey,
     state_dir: &Path,
@@ -211,7 +211,7 @@ mod tests {
     fn daemons_servers_and_those_who_only_ask() {
         assert_eq!(kind(b"/usr/bin/nvidia-cuda-mps-control\0-d\0-M\0"), Some(Kind::Daemon));
         assert_eq!(kind(b"nvidia-cuda-mps-control\0-f\0"), Some(Kind::Daemon));
-        assert_eq!(kind(b"nvidia-cuda-mps-server\0"), Some(Kind::MpsDaemon));
+        assert_eq!(kind(b"nvidia-cuda-mps-server\0"), Some(Kind::Server));
         assert_eq!(kind(b"nvidia-cuda-mps-control\0"), None);
         assert_eq!(kind(b""), None);
     }
@@ -230,7 +230,7 @@ mod tests {
         let mut recorded = Command::new("/bin/sleep").arg("60").spawn().unwrap();
         let process = |child: &std::process::Child| Process::find(child.id().try_into().unwrap()).unwrap();
         sleep(Duration::from_millis(100));
-        assert_eq!(find(&dirs::pipe(&key, state.path())), [(process(&ours), Kind::MpsDaemon)]);
+        assert_eq!(find(&dirs::pipe(&key, state.path())), [(process(&ours), Kind::Server)]);
         end(&key, state.path(), Some(process(&recorded)), None).unwrap();
         assert!(ours.try_wait().unwrap().is_some() && recorded.try_wait().unwrap().is_some());
         assert!(other.try_wait().unwrap().is_none());

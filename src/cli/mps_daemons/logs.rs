@@ -1,4 +1,4 @@
-//! What a daemon and its servers have logged since a start: the reason why they do not run.
+//! What a daemon and its servers have logged since a start, to find out why they do not run.
 
 use std::path::{Path, PathBuf};
 
@@ -9,20 +9,20 @@ use sublet_core::text::safe;
 /// Standard output and error of the control program, and the logs that it and its servers keep.
 const NAMES: [&str; 3] = [dirs::OUTPUT, "control.log", "server.log"];
 
-/// A daemon that is asked two hundred times a second writes no more than this in `[mps] start_timeout`.
+/// More than the log of a daemon that is asked two hundred times a second for `[mps] start_timeout`.
 const MOST: u64 = 1 << 18;
 
-/// Last lines of each file that a message repeats.
+/// How many lines at the end of each file a message repeats.
 const LINES: usize = 2;
 
-/// The daemon writes one of these for each question that it is asked.
+/// The daemon writes one of these for each command that it receives.
 const NOISE: [&str; 2] = ["Accepting connection...", "User did not send valid credentials"];
 
 /// The logs of one daemon, from a start on.
 pub(super) struct Logs<'a> {
     key: &'a DaemonKey,
     state_dir: &'a Path,
-    /// Their lengths before: what is there already is of earlier daemons.
+    /// The lengths of the files at the start; what was there before belongs to earlier daemons.
     from: [u64; NAMES.len()],
 }
 
@@ -37,23 +37,23 @@ impl<'a> Logs<'a> {
         dirs::log_since(self.key, self.state_dir, NAMES[at], self.from[at], MOST)
     }
 
-    /// Where the server writes.
+    /// The path of the server's log.
     pub fn of_server(&self) -> PathBuf {
         dirs::log(self.key, self.state_dir).join(NAMES[2])
     }
 
-    /// A server that has ended: its pid, and how.
+    /// The pid of a server that has ended, and how it ended.
     pub fn ended(&self) -> Option<(i32, String)> {
         self.text(1).lines().find_map(ended)
     }
 
-    /// Whether the daemon has said that its server `pid` serves.
+    /// Whether the daemon has logged that its server `pid` is ready.
     pub fn is_ready(&self, pid: i32) -> bool {
         let ready = format!("NEW SERVER {pid}: Ready");
         self.text(1).lines().any(|line| words(line) == ready)
     }
 
-    /// How they end, for a message; safe for terminals.
+    /// The last lines of the logs, for a message; safe for terminals.
     pub fn ends(&self) -> String {
         let ends: Vec<String> = (0..NAMES.len()).filter_map(|at| end(NAMES[at], &self.text(at))).collect();
         if ends.is_empty() {
@@ -70,13 +70,13 @@ fn end(name: &str, text: &str) -> Option<String> {
     (!last.is_empty()).then(|| format!("{name}: {}", last.join(" | ")))
 }
 
-/// A line without the `[2026-02-06 09:34:17.770 Control   261] ` before it.
+/// A line without its prefix, such as `[2026-02-06 09:34:17.770 Control   261] `.
 fn words(line: &str) -> &str {
     let bare = line.starts_with('[').then(|| line.split_once("] ")).flatten();
     bare.map_or(line, |(_, words)| words).trim()
 }
 
-/// `Server 95 exited with status 1`, as daemons write it (docs/evidence; 535: NVIDIA/k8s-device-plugin,
+/// Parses `Server 95 exited with status 1`, the daemon's text (docs/evidence; driver 535: NVIDIA/k8s-device-plugin,
 /// issue 685).
 fn ended(line: &str) -> Option<(i32, String)> {
     let (pid, how) = words(line).strip_prefix("Server ")?.split_once(' ')?;

@@ -1,11 +1,11 @@
-//! Starts, stops and lists MPS control daemons, for `sublet mps` and `sublet serve`. The shim runs these
-//! commands when it needs them; what it does itself is in [`sublet_core::mps`].
+//! Starts, stops and lists MPS control daemons, for `sublet mps` and `sublet serve`. The shim runs these commands when
+//! it needs them; its own part is in [`sublet_core::mps`].
 
 mod compute_mode;
 mod containers_by_mount;
+mod daemon_list;
 mod detach;
 mod launch;
-mod list;
 mod logs;
 mod rest;
 mod service_defaults;
@@ -13,8 +13,8 @@ mod service_syscalls;
 mod start;
 mod stop;
 
-pub(crate) use list::terminate_client;
-pub use list::{Listed, list, logs};
+pub(crate) use daemon_list::terminate_client;
+pub use daemon_list::{Listed, list, logs};
 pub use rest::rest;
 pub use start::start;
 pub use stop::{exists, stop};

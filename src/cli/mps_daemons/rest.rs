@@ -1,4 +1,4 @@
-//! `sublet mps rest KEY`: the daemon waits for its next lease, and the device's compute mode is restored meanwhile.
+//! `sublet mps rest KEY`: restores the device's compute mode while the daemon waits for its next lease.
 
 use super::compute_mode;
 use super::stop::{LOCK_LIMIT, stop_held};
@@ -8,10 +8,10 @@ use sublet_core::ledger::Store;
 use sublet_core::mps::lock::DaemonLock;
 use sublet_core::mps::{MpsError, dirs, limits_and_state};
 
-/// Puts the compute mode back under the daemon of `key`, which serves no lease. Returns warnings, one line each.
+/// Restores the compute mode under the daemon of `key`, which serves no lease. Returns warnings, one line each.
 ///
 /// # Errors
-/// It cannot be put back, and the daemon does not end.
+/// The mode cannot be restored, and the daemon does not end.
 pub fn rest(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
     dirs::check_key(key)?;
     if limits_and_state::daemon(&store.read()?, key).is_none() {
@@ -21,7 +21,7 @@ pub fn rest(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<Strin
     rest_held(&held, key, store, config)
 }
 
-/// [`rest`] by the holder of the daemon's lock.
+/// [`rest`] for a caller that holds the daemon's lock.
 pub(super) fn rest_held(
     held: &DaemonLock,
     key: &DaemonKey,
@@ -31,7 +31,7 @@ pub(super) fn rest_held(
     let unused = limits_and_state::change(store, |ledger| {
         let unused = ledger.on_daemon(key).next().is_none();
         let daemon = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key);
-        // A lease that is taken from now on waits for our lock and sets the mode anew.
+        // A lease taken from now on waits for this lock and sets the mode again.
         Ok(daemon.filter(|_| unused).map(|daemon| daemon.mode_left = true).is_some())
     })?;
     if !unused {
@@ -39,7 +39,7 @@ pub(super) fn rest_held(
     }
     match compute_mode::restore(&key.0, store, config) {
         Ok(()) => Ok(Vec::new()),
-        // Without the server there is nothing left that it could hang on.
+        // The server may have prevented the change, so the daemon is stopped.
         Err(error) => {
             tracing::warn!("{error}");
             stop_held(held, key, false, store, config)

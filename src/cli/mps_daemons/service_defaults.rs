@@ -8,9 +8,9 @@
 //! `CAP_SYS_NICE`), it warns: such a daemon is slower, or ended first when memory is short. Limits that would end
 //! the daemon, or make it fail for some clients, are refused instead ([`DEADLY`]).
 //!
-//! Not changed: what cannot be undone and does not matter to these programs (`no_new_privs`, locked securebits,
-//! the capability bounding set, seccomp filters: with those we run in a container), and what exec or fork reset
-//! anyway (dumpable, the parent-death signal, handlers of signals).
+//! Not changed: settings that cannot be undone and do not affect these programs (`no_new_privs`, locked securebits,
+//! the capability bounding set, and seccomp filters, which mean that this process runs in a container), and settings
+//! that exec or fork resets (dumpable, the parent-death signal, signal handlers).
 
 use std::{fs, io};
 
@@ -27,7 +27,7 @@ use super::service_syscalls as calls;
 /// Timer slack of a process, in nanoseconds: the kernel's and systemd's default.
 const TIMER_SLACK: u64 = 50_000;
 
-/// Limits that end a process (SIGXCPU, SIGXFSZ), or have it fail when the next client comes.
+/// Limits that end a process (SIGXCPU, SIGXFSZ) or make it fail when the next client connects.
 const DEADLY: [Resource; 5] = [
     Resource::RLIMIT_CPU,
     Resource::RLIMIT_FSIZE,
@@ -36,16 +36,16 @@ const DEADLY: [Resource; 5] = [
     Resource::RLIMIT_NOFILE,
 ];
 
-/// What stays as the caller left it.
+/// The caller's settings that remain.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
-    /// Limits of [`DEADLY`]: no daemon is to be started with them.
+    /// Limits of [`DEADLY`]: no daemon is started with these.
     pub deadly: Vec<String>,
-    /// The rest, a line each.
+    /// All others, one line each.
     pub warnings: Vec<String>,
 }
 
-/// Gives this process, which has one thread, what systemd gives to services: systemd.exec(5).
+/// Gives this process, which has a single thread, the settings of a systemd service: systemd.exec(5).
 pub(super) fn become_service() -> Kept {
     let mut kept = Kept::default();
     for (resource, soft, hard) in limits() {
@@ -54,7 +54,7 @@ pub(super) fn become_service() -> Kept {
             lists.push(left);
         }
     }
-    // The policy before the nice value and the timer slack: both mean nothing under some policies.
+    // The policy comes before the nice value and the timer slack, which have no meaning under some policies.
     let steps: [(&str, io::Result<()>); 11] = [
         ("scheduling policy", calls::schedule_normally()),
         ("nice value", setpriority_process(None, 0).map_err(Into::into)),
@@ -70,7 +70,7 @@ pub(super) fn become_service() -> Kept {
     ];
     for (what, done) in steps {
         match done {
-            // A kernel built without it.
+            // ENOSYS means a kernel built without the feature.
             Err(error) if error.raw_os_error() != Some(nix::libc::ENOSYS) => {
                 kept.warnings.push(format!("{what} ({error})"));
             }
@@ -83,7 +83,8 @@ pub(super) fn become_service() -> Kept {
     kept
 }
 
-/// Soft and hard: systemd-system.conf(5), and the kernel's for the first process, which systemd hands on.
+/// Soft and hard limits of a service: systemd-system.conf(5), and the limits of the first process, which systemd
+/// passes on.
 fn limits() -> Vec<(Resource, rlim_t, rlim_t)> {
     const NONE: rlim_t = RLIM_INFINITY;
     let mut limits = vec![
@@ -102,7 +103,7 @@ fn limits() -> Vec<(Resource, rlim_t, rlim_t)> {
         (Resource::RLIMIT_RTPRIO, 0, 0),
         (Resource::RLIMIT_RTTIME, NONE, NONE),
     ];
-    // Half of what the kernel can have; where it does not say, the caller's stay: they hold no root process.
+    // Half of the kernel's maximum. If that cannot be read, the caller's limits stay; they do not bind a root process.
     let tasks = fs::read_to_string("/proc/sys/kernel/threads-max").ok();
     if let Some(tasks) = tasks.and_then(|text| text.trim().parse::<rlim_t>().ok()) {
         let each = [Resource::RLIMIT_NPROC, Resource::RLIMIT_SIGPENDING];
@@ -111,7 +112,7 @@ fn limits() -> Vec<(Resource, rlim_t, rlim_t)> {
     limits
 }
 
-/// Sets a limit; what is left of the caller's, where it may not be raised as far as a service's soft one.
+/// Sets a limit. Returns the caller's limit if it cannot be raised to the soft limit of a service.
 fn limit(resource: Resource, soft: rlim_t, hard: rlim_t) -> Option<String> {
     let Err(error) = setrlimit(resource, soft, hard) else { return None };
     let most = getrlimit(resource).map_or(0, |(_, most)| most);
@@ -122,7 +123,7 @@ fn limit(resource: Resource, soft: rlim_t, hard: rlim_t) -> Option<String> {
     }
 }
 
-/// The kernel leaves out what is not there, or not in our cpuset.
+/// The kernel ignores CPUs that do not exist or are not in the cpuset.
 fn every_cpu() -> io::Result<()> {
     let mut all = CpuSet::new();
     for cpu in 0..CpuSet::count() {

@@ -1,4 +1,4 @@
-//! The system calls of [`super::service`] that neither nix nor rustix has.
+//! The system calls of [`super::service_defaults`] that neither nix nor rustix has.
 #![allow(unsafe_code, reason = "system calls; each block says why it is sound")]
 
 use std::io;
@@ -17,36 +17,36 @@ pub(super) fn schedule_normally() -> io::Result<()> {
     done(unsafe { libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const normal) }.into())
 }
 
-/// `MPOL_DEFAULT`: memory of whatever node is near.
+/// `MPOL_DEFAULT`: memory from the nearest node.
 pub(super) fn any_memory() -> io::Result<()> {
-    // SAFETY: without nodes the kernel reads no memory of ours; pages that we have already stay where they are.
+    // SAFETY: without nodes the kernel reads no memory of this process; existing pages stay where they are.
     done(unsafe {
         libc::syscall(libc::SYS_set_mempolicy, libc::MPOL_DEFAULT, null::<libc::c_ulong>(), 0_usize)
     })
 }
 
-/// `IOPRIO_CLASS_NONE`: by the nice value.
+/// `IOPRIO_CLASS_NONE`: I/O priority follows the nice value.
 pub(super) fn no_io_priority() -> io::Result<()> {
     const IOPRIO_WHO_PROCESS: c_int = 1;
-    // SAFETY: numbers alone.
+    // SAFETY: only numbers are passed.
     done(unsafe { libc::syscall(libc::SYS_ioprio_set, IOPRIO_WHO_PROCESS, 0, 0) })
 }
 
-/// `PER_LINUX` without flags, addresses at random again (setarch(8)); it counts from the next exec.
+/// `PER_LINUX` without flags: addresses are random again (setarch(8)). It takes effect at the next exec.
 pub(super) fn plain_personality() -> io::Result<()> {
-    // SAFETY: a number alone; mappings that we have stay as they are.
+    // SAFETY: only a number is passed; existing mappings stay as they are.
     done(unsafe { libc::personality(0) }.into())
 }
 
 /// A new session keyring: `KEYCTL_JOIN_SESSION_KEYRING` without a name.
 pub(super) fn own_keyring() -> io::Result<()> {
     const KEYCTL_JOIN_SESSION_KEYRING: c_int = 1;
-    // SAFETY: without a name the kernel reads no memory of ours.
+    // SAFETY: without a name the kernel reads no memory of this process.
     done(unsafe { libc::syscall(libc::SYS_keyctl, KEYCTL_JOIN_SESSION_KEYRING, null::<libc::c_char>()) })
 }
 
-/// No signal is ignored any more but SIGPIPE, which is this program's own doing: the standard library puts that back
-/// in every child. The kernel is asked: the C library keeps two signals to itself.
+/// Resets every ignored signal but SIGPIPE. This program ignores that one itself, and the standard library resets it
+/// in every child. The kernel is asked directly, because the C library hides two signals.
 pub(super) fn heed_signals() -> io::Result<()> {
     for signal in (1..=SIGNALS).filter(|signal| *signal != libc::SIGPIPE) {
         let mut now = Action::default();
@@ -55,7 +55,7 @@ pub(super) fn heed_signals() -> io::Result<()> {
         done(unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, none, &raw mut now, SIGNALS / 8) })?;
         if now[0] == SIG_IGN {
             let default = Action::default();
-            // SAFETY: SIG_DFL for what was ignored: no code of ours runs in signal context.
+            // SAFETY: ignored signals become SIG_DFL, so no code of this program runs in signal context.
             done(unsafe {
                 libc::syscall(libc::SYS_rt_sigaction, signal, &raw const default, none, SIGNALS / 8)
             })?;
@@ -64,34 +64,34 @@ pub(super) fn heed_signals() -> io::Result<()> {
     Ok(())
 }
 
-/// Of Linux on the machines that we run on (signal(7)).
+/// The number of signals on the supported machines (signal(7)).
 const SIGNALS: c_int = 64;
 
-/// The kernel's `struct sigaction`: the handler comes first, and zeroes are `SIG_DFL`.
+/// The kernel's `struct sigaction`: the handler comes first, and zeros mean `SIG_DFL`.
 type Action = [u64; 4];
 
-/// As a handler (signal.h).
+/// The value for an ignored signal (signal.h).
 const SIG_IGN: u64 = 1;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// All of it is the calling thread's own, and ends with it.
+    /// These settings belong to the calling thread and end with it.
     #[test]
     fn keyring_memory_policy_and_io_priority_of_this_thread() {
         let keyring = || {
-            // SAFETY: KEYCTL_GET_KEYRING_ID of the session keyring (-3), made where there is none: numbers alone.
+            // SAFETY: KEYCTL_GET_KEYRING_ID of the session keyring (-3), created if missing; only numbers are passed.
             unsafe { libc::syscall(libc::SYS_keyctl, 0, -3, 1) }
         };
         let io_priority = || {
-            // SAFETY: numbers alone.
+            // SAFETY: only numbers are passed.
             unsafe { libc::syscall(libc::SYS_ioprio_get, 1, 0) }
         };
         let memory = || {
             let mut policy: c_int = -1;
             let nodes = null::<libc::c_ulong>();
-            // SAFETY: the kernel writes one int, and no nodes.
+            // SAFETY: the kernel writes one int and no nodes.
             done(unsafe {
                 libc::syscall(libc::SYS_get_mempolicy, &raw mut policy, nodes, 0_usize, 0_usize, 0)
             })
@@ -100,9 +100,9 @@ mod tests {
         let before = keyring();
         own_keyring().unwrap();
         assert!(before > 0 && keyring() > 0 && keyring() != before);
-        // IOPRIO_CLASS_BE (2), 5.
+        // IOPRIO_CLASS_BE (2), level 5.
         let best_effort = (2 << 13) | 5;
-        // SAFETY: numbers alone.
+        // SAFETY: only numbers are passed.
         done(unsafe { libc::syscall(libc::SYS_ioprio_set, 1, 0, best_effort) }).unwrap();
         assert_eq!(io_priority(), best_effort);
         no_io_priority().unwrap();

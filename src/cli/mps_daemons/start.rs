@@ -24,24 +24,25 @@ use sublet_core::process::Process;
 use sublet_core::process::epoch_seconds;
 
 /// A server is ready 75 ms after its start (T4: 280 ms; kubernetes-sigs/dra-driver-nvidia-gpu, pull request 1153;
-/// bottlerocket-kernel-kit, 415); its first client would wait as long. One that cannot have its GPU has ended by then.
+/// bottlerocket-kernel-kit, 415), and its first client would wait as long. A server that cannot use its GPU has ended
+/// by then.
 const READY_LIMIT: Duration = Duration::from_millis(500);
 
-/// Starts the daemon of `key`, which a lease must want, and brings it to what its leases want.
+/// Starts the daemon of `key`, which a lease must need, and sets the limits and mode that its leases need.
 ///
-/// This process leaves its caller's session, cgroups, mount namespace and descriptors for good: call it
-/// from a program that does nothing else, before it has threads. Returns warnings, one line each.
+/// This process leaves its caller's session, cgroups, mount namespace and descriptors for good. Call it only from a
+/// program that does nothing else, before it has threads. Returns warnings, one line each.
 ///
 /// # Errors
-/// The daemon cannot be started; everything is then as it was, and the record says `down`.
+/// The daemon cannot be started. Everything else is as before, and the record says `down`.
 pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
     dirs::check_key(key)?;
     if detach::is_group_leader() {
-        // A shell's job cannot leave its session; its child can.
+        // A shell's job cannot leave its session, but its child can.
         return child_start(key, config);
     }
     let control = Control::new(key, config)?;
-    // Before the lock, which makes a directory: nothing is left of a key that nobody knows.
+    // Checked before the lock, which creates a directory: an unknown key leaves nothing behind.
     let ledger = store.read()?;
     if ledger.on_daemon(key).next().is_none() && limits_and_state::daemon(&ledger, key).is_none() {
         return Err(MpsError::NotWanted { key: key.to_string() });
@@ -66,8 +67,9 @@ pub fn start(key: &DaemonKey, store: &Store, config: &Config) -> Result<Vec<Stri
     started
 }
 
-/// Its container may have ended, or its starter been killed, while the daemon came up: who freed the lease
-/// found our lock taken and went on. `true`: no lease wants it, and nothing is left of it.
+/// Stops the daemon if no lease needs it any more. The container may have ended while the daemon came up, or the
+/// process that started it been killed; whichever process freed the lease found this lock taken and went on. `true`:
+/// no lease needs the daemon, and nothing is left of it.
 fn stop_unwanted(
     held: &DaemonLock,
     key: &DaemonKey,
@@ -94,7 +96,8 @@ fn forget_directory(key: &DaemonKey, config: &Config) {
     }
 }
 
-/// A daemon that answers is kept: it is published again, and mode and ceiling are set. Warnings; `None`: there is none.
+/// Keeps a daemon that answers: publishes it again and sets mode and limits. Returns warnings; `None` if there is no
+/// such daemon.
 fn serves_already(
     key: &DaemonKey,
     held: &DaemonLock,
@@ -120,8 +123,8 @@ fn serves_already(
     Ok(Some(warnings))
 }
 
-/// The compute mode under a daemon that has waited for a lease, and now has one; `None`: not while its server has
-/// the GPU.
+/// Sets the compute mode again under a daemon that waited for a lease and now has one. `None`: not possible while its
+/// server has the GPU.
 fn enter_again(
     daemon: &MpsDaemon,
     ledger: &Ledger,
@@ -146,25 +149,25 @@ fn enter_again(
     Ok(Some(entered.warning.into_iter().collect()))
 }
 
-/// What a start is for.
+/// What a start works on.
 struct Claim {
     key: DaemonKey,
-    /// What it serves, in the order its clients count them.
+    /// The devices that it serves, in the order in which its clients count them.
     devices: Vec<String>,
-    /// A daemon that is recorded and does not serve.
+    /// The recorded daemon, which does not serve.
     before: Option<Process>,
-    /// Containers live that had an earlier daemon.
+    /// Whether an earlier daemon existed, whose containers may still live.
     returns: bool,
 }
 
-/// Under the ledger's lock: a lease wants the daemon, and it is recorded as starting.
+/// Under the ledger's lock: checks that a lease needs the daemon, and records the daemon as starting.
 fn claim(key: &DaemonKey, store: &Store) -> Result<Claim, MpsError> {
     limits_and_state::change(store, |ledger| {
         let Some(first) = ledger.on_daemon(key).next() else {
             return Err(MpsError::NotWanted { key: key.to_string() });
         };
         let known = limits_and_state::daemon(ledger, key);
-        // Of a device's common server's leases each has that one device.
+        // All leases on a device's shared server have that one device.
         let devices = first.devices.clone();
         let claim = Claim {
             key: key.clone(),
@@ -221,14 +224,14 @@ fn bring_up(
     Ok(warnings)
 }
 
-/// Containers may have `public/` mounted: the directory stays, its contents lead nowhere any more.
+/// Containers may have `public/` mounted, so the directory stays; its contents become unusable.
 fn undo(key: &DaemonKey, mode_changed: bool, store: &Store, config: &Config) -> Result<(), MpsError> {
     launch::end(key, &config.state_dir, None, None)?;
     dirs::clear_pipe(key, &config.state_dir)?;
     if mode_changed { compute_mode::restore(&key.0, store, config) } else { Ok(()) }
 }
 
-/// From the process to the record `serving`.
+/// Starts the process, waits for it and records it as `serving`.
 fn run_daemon(
     claim: &Claim,
     control: &Control,
@@ -249,7 +252,7 @@ fn run_daemon(
     let refused = |error| limits_and_state::refused(key, error);
     let ledger = store.read()?;
     let default_limits = ledger.wanted_default_limits(key).unwrap_or(DefaultLimits::NONE);
-    // GPUs before Volta know no ceiling and refuse to hear of one; a new daemon has none.
+    // GPUs before Volta have no default limits and refuse to set them. A new daemon has none anyway.
     if default_limits != DefaultLimits::NONE {
         control.set_default_limits(default_limits, ledger.devices_of(key)).map_err(refused)?;
     }
@@ -289,14 +292,14 @@ fn wait_for_answer(
 
 /// Why a daemon that answers has no server.
 enum Unready {
-    /// None in time, or no answer.
+    /// No server in time, or no answer.
     Late(String),
-    /// One was started and is gone.
+    /// A server was started and has ended.
     Ended { pid: i32, how: String },
 }
 
-/// A server that is there already saves the first client a tenth of a second (docs/evidence), and shows
-/// before any container starts that the GPU can be had.
+/// Starts the server in advance. That saves the first client a tenth of a second (docs/evidence), and shows before any
+/// container starts whether the GPU can be used.
 fn prewarm(control: &Control, deadline: Instant, logs: &Logs<'_>) -> Result<(), Unready> {
     let late = |error: AskError| Unready::Late(error.to_string());
     let command = format!("start_server -uid {}", geteuid());
@@ -316,7 +319,7 @@ fn prewarm(control: &Control, deadline: Instant, logs: &Logs<'_>) -> Result<(), 
     while !logs.is_ready(server) {
         still_there(logs)?;
         if Instant::now() >= patience {
-            // A driver that words it otherwise.
+            // This driver may word its log message differently.
             let there = control.servers().map_err(late)?.contains(&server);
             let how = "is gone".to_owned();
             return if there { Ok(()) } else { Err(Unready::Ended { pid: server, how }) };
@@ -358,7 +361,7 @@ fn no_server(
     MpsError::NoServer { device: claim.devices.join(", "), why }
 }
 
-/// Who keeps a server off the GPU, where somebody was seen; no server of our own.
+/// Names the processes that keep a server off the GPU, if any were found; the daemon's own server is left out.
 fn holders(claim: &Claim, store: &Store, config: &Config) -> String {
     let Ok(ledger) = store.read() else { return String::new() };
     let own = launch::find(&dirs::pipe(&claim.key, &config.state_dir));

@@ -1,4 +1,4 @@
-//! `sublet mps stop KEY`: ends the daemon, and undoes what was done for it.
+//! `sublet mps stop KEY`: ends the daemon and undoes what was set up for it.
 
 use crate::probe;
 use std::time::Duration;
@@ -13,16 +13,16 @@ use sublet_core::mps::control::Control;
 use sublet_core::mps::lock::DaemonLock;
 use sublet_core::mps::{MpsError, dirs, limits_and_state};
 
-/// Somebody who starts or stops it is nearly always done by then; else the next command stops it.
+/// A process that starts or stops the daemon has nearly always finished by then. Otherwise the next command stops it.
 pub(super) const LOCK_LIMIT: Duration = Duration::from_millis(1500);
 
-/// Stops the daemon of `key`, puts the device's compute mode back and forgets the record.
+/// Stops the daemon of `key`, restores the device's compute mode and removes the record.
 ///
-/// `force`: with leases on it too, which ends their GPU work; the next command starts it anew. A daemon
-/// that is gone already is no error. Returns warnings, one line each.
+/// `force` stops it even with leases, which ends their GPU work; the next command starts it again. A daemon that is
+/// already gone is no error. Returns warnings, one line each.
 ///
 /// # Errors
-/// A lease still wants it (without `force`), or it does not end.
+/// A lease still needs it (without `force`), or it does not end.
 pub fn stop(key: &DaemonKey, force: bool, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
     dirs::check_key(key)?;
     if !is_known(key, store, config)? {
@@ -32,7 +32,7 @@ pub fn stop(key: &DaemonKey, force: bool, store: &Store, config: &Config) -> Res
     stop_held(&held, key, force, store, config)
 }
 
-/// [`stop`] by the holder of the daemon's lock.
+/// [`stop`] for a caller that holds the daemon's lock.
 pub(super) fn stop_held(
     _held: &DaemonLock,
     key: &DaemonKey,
@@ -47,7 +47,7 @@ pub(super) fn stop_held(
     if let Some(daemon) = daemon.filter(|_| unexplained && !force) {
         let clients = clients(&daemon.devices, control.as_ref(), config);
         if clients != Some(0) || is_mounted(key, &config.state_dir, process) {
-            // Their containers' next processes would run without any limit.
+            // If it ended, new processes of those containers would run without any limit.
             limits_and_state::note(store, key, |daemon| daemon.state = DaemonState::Serving)?;
             return Ok(vec![format!(
                 "the ledger was lost, and MPS daemon {key} has, or may have, clients or containers without \
@@ -61,7 +61,7 @@ pub(super) fn stop_held(
         return Err(error);
     }
     if leases > 0 {
-        // Its containers have the directory mounted, and compute mode keeps them from running alone.
+        // Its containers still have the directory mounted, and the compute mode keeps them from running without MPS.
         dirs::clear_pipe(key, &config.state_dir)?;
         limits_and_state::note(store, key, |daemon| {
             daemon.state = DaemonState::Down;
@@ -77,14 +77,15 @@ pub(super) fn stop_held(
     Ok(warnings.into_iter().collect())
 }
 
-/// How many clients a daemon for `devices` has; where it does not tell, as without its directory, how many contexts
-/// beside its servers' there are on them. `None`: nobody tells.
+/// The number of clients of a daemon for `devices`. If it does not answer, for example because its directory is gone,
+/// the number of contexts on them other than its servers'. `None` if neither is known.
 fn clients(devices: &[String], control: Option<&Control>, config: &Config) -> Option<usize> {
     let told = control.and_then(|control| control.count_clients().ok());
     told.or_else(|| contexts(devices, &probe::probe(config).ok()?))
 }
 
-/// Contexts on `devices` that are no MPS server's; without any, on whatever device. `None`: one of them is not there.
+/// The number of contexts on `devices` that are not MPS servers', or on any device if `devices` is empty. `None` if
+/// one of the devices does not exist.
 fn contexts(devices: &[String], inventory: &Inventory) -> Option<usize> {
     let on = |device: &Device| device.processes.iter().filter(|process| !process.mps_server).count();
     if devices.is_empty() {
@@ -93,17 +94,17 @@ fn contexts(devices: &[String], inventory: &Inventory) -> Option<usize> {
     devices.iter().map(|uuid| inventory.device(uuid).map(on)).sum()
 }
 
-/// Whether there is, or may have been, a daemon of `key`: one to stop, or one that is stopped already.
+/// Whether a daemon of `key` exists or may have existed: one to stop, or one that is stopped already.
 ///
 /// # Errors
-/// The ledger cannot be read, or `key` is no key.
+/// The ledger cannot be read, or `key` is not a valid key.
 pub fn exists(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, MpsError> {
     dirs::check_key(key)?;
     let is_device = || inventory::last(config).is_ok_and(|inventory| inventory.device(&key.0).is_some());
     Ok(is_known(key, store, config)? || is_device())
 }
 
-/// Anything at all is left of it.
+/// Whether anything of it is left.
 fn is_known(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, MpsError> {
     let ledger = store.read()?;
     let mode = ledger.compute_modes.iter().any(|changed| changed.device == key.0);
@@ -113,11 +114,11 @@ fn is_known(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, Mps
 struct Claim {
     daemon: Option<MpsDaemon>,
     leases: usize,
-    /// A rebuild of the ledger found nobody whom it serves.
+    /// Whether the ledger was rebuilt and no lease of this daemon was found.
     unexplained: bool,
 }
 
-/// Under the ledger's lock: no lease is left, and the daemon is recorded as stopping.
+/// Under the ledger's lock: checks that no lease is left (unless forced), and records the daemon as stopping.
 fn claim(key: &DaemonKey, force: bool, store: &Store) -> Result<Claim, MpsError> {
     limits_and_state::change(store, |ledger| {
         let leases = ledger.on_daemon(key).count();
@@ -133,7 +134,7 @@ fn claim(key: &DaemonKey, force: bool, store: &Store) -> Result<Claim, MpsError>
     })
 }
 
-/// A lease that was taken while we stopped waits for our lock and starts the daemon anew.
+/// Removes the record. A lease taken during the stop waits for the lock and starts the daemon again.
 fn forget(key: &DaemonKey, store: &Store) -> Result<(), MpsError> {
     limits_and_state::change(store, |ledger| {
         ledger.daemons.retain(|daemon| daemon.key != *key);

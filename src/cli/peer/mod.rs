@@ -1,4 +1,4 @@
-//! Which user a client is, and which user a process belongs to: the kernel's answer, never the client's.
+//! Which user a client is and which user a process belongs to, as reported by the kernel and not by the client.
 
 use std::fs::{self, File};
 use std::io;
@@ -18,9 +18,9 @@ const DEEPEST: usize = 33;
 /// The process that opened the connection (`SO_PEERCRED`, `unix(7)`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Peer {
-    /// In our PID namespace; 0 where it is in none that we see.
+    /// Its pid in this PID namespace; 0 if it is not visible here.
     pub pid: i32,
-    /// Its effective uid, in our user namespace.
+    /// Its effective uid in this user namespace.
     pub uid: u32,
 }
 
@@ -31,7 +31,7 @@ impl Peer {
     }
 }
 
-/// Why a process that a client names is not taken for theirs.
+/// Why a process that a client names is not accepted as the client's.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Foreign {
     #[error("there is no process {0}, or it has ended")]
@@ -42,7 +42,7 @@ pub(crate) enum Foreign {
     Unknown { pid: i32, source: io::Error },
 }
 
-/// A process that is a user's own, held: its number cannot come to mean another one meanwhile.
+/// A process that belongs to a user, held by a pidfd so that its pid cannot be reused unnoticed.
 #[derive(Debug)]
 pub(crate) struct Pinned {
     pub process: Process,
@@ -50,15 +50,15 @@ pub(crate) struct Pinned {
 }
 
 impl Pinned {
-    /// Process `pid`, if it is `uid`'s: it runs as `uid` alone, or in a user namespace that `uid` made, or
-    /// in one below such.
+    /// Process `pid`, if it belongs to `uid`: it runs as `uid` only, or in a user namespace that `uid` created, or in
+    /// one below such a namespace.
     ///
-    /// To be called again before anything is done to a process that was found to be a user's before.
+    /// Call it again before acting on a process that was checked earlier.
     ///
     /// # Errors
-    /// It belongs to another user, or has ended.
+    /// The process belongs to another user, or has ended.
     pub(crate) fn of(pid: i32, uid: u32) -> Result<Self, Foreign> {
-        // 0 and -1 mean groups of processes elsewhere.
+        // Elsewhere 0 and -1 mean groups of processes.
         if pid <= 0 {
             return Err(Foreign::Gone(pid));
         }
@@ -72,7 +72,7 @@ impl Pinned {
             return Err(Foreign::Other { pid, uid });
         }
         let pinned = Self { process, pidfd };
-        // All that was read by its number was its own only if it has not ended since.
+        // What was read under this pid belongs to the process only if it has not ended since.
         if pinned.is_alive() { Ok(pinned) } else { Err(Foreign::Gone(pid)) }
     }
 
@@ -83,7 +83,7 @@ impl Pinned {
     }
 }
 
-/// Whether process `pid` is `uid`'s own, as [`Pinned::of`] has it.
+/// Whether process `pid` belongs to `uid`, by the rules of [`Pinned::of`].
 pub(crate) fn owns(pid: i32, uid: u32) -> bool {
     Pinned::of(pid, uid).is_ok()
 }
@@ -111,8 +111,8 @@ fn identity(namespace: &impl AsFd) -> io::Result<(u64, u64)> {
     Ok((found.dev(), found.ino()))
 }
 
-/// Whether its real, effective, saved and file system uids are all `uid`: a set-user-ID program that the
-/// user started is root's to rule.
+/// Whether its real, effective, saved and filesystem uids are all `uid`. A set-user-ID program that the user started
+/// does not belong to the user.
 fn runs_as(pid: i32, uid: u32) -> io::Result<bool> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let uids = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn processes_in_namespaces_that_a_user_made_are_the_users() {
-        // Two deep: the inner one is made by root of the outer one, which is us.
+        // Two levels deep: the inner one is created by root of the outer one, who is this user.
         let inner = Running::start("unshare", &["-Ur", "unshare", "-Ur", "sleep", "60"]);
         let pid = inner.pid();
         let deep = || {

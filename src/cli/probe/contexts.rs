@@ -12,17 +12,17 @@ use super::GpuProcess;
 /// The MPS server's program.
 const MPS_SERVER: &str = "nvidia-cuda-mps-server";
 
-/// As much of it as a command name holds (`TASK_COMM_LEN` less one, proc(5)).
+/// The part of that name that a command name holds (`TASK_COMM_LEN` less one, proc(5)).
 const MPS_SERVER_COMM: &str = "nvidia-cuda-mps";
 
-/// The process `pid` with `memory_bytes` on a device; `None` when it has gone meanwhile. One that cannot be looked at has
-/// no name, and is of no container's.
+/// Process `pid` with `memory_bytes` on a device; `None` if it has ended. A process that cannot be examined has no
+/// name and belongs to no container.
 pub(crate) fn describe(pid: i32, memory_bytes: u64) -> Option<GpuProcess> {
     let proc = Path::new("/proc").join(pid.to_string());
     let name = name(fs::read(proc.join("comm")))?;
     let pid_namespace = pid_namespace(&proc);
     let cgroups = fs::read_to_string(proc.join("cgroup")).map(|text| cgroups(&text)).unwrap_or_default();
-    // A tenant can call its program what it likes, but not put it into the host's PID namespace.
+    // A container can give its program any name, but cannot put it into the host's PID namespace.
     let ours = pid_namespace == 0 || pid_namespace == self::pid_namespace(Path::new("/proc/self"));
     let mps_server = ours && is_mps_server(fs::read_link(proc.join("exe")).ok().as_deref(), &name);
     Some(GpuProcess { pid, name, memory_bytes, pid_namespace, cgroups, mps_server })
@@ -36,12 +36,12 @@ fn name(comm: io::Result<Vec<u8>>) -> Option<String> {
     }
 }
 
-/// Inode of a process's PID namespace; 0 where we may not look.
+/// The inode of a process's PID namespace; 0 if it may not be read.
 fn pid_namespace(proc: &Path) -> u64 {
     fs::metadata(proc.join("ns/pid")).map_or(0, |namespace| namespace.ino())
 }
 
-/// By the program file; the cut command name counts where we may not read that link.
+/// Judged by the program file; by the truncated command name if that link may not be read.
 fn is_mps_server(exe: Option<&Path>, comm: &str) -> bool {
     match exe.and_then(Path::file_name) {
         Some(name) => name.to_string_lossy().trim_end_matches(" (deleted)") == MPS_SERVER,
@@ -49,9 +49,9 @@ fn is_mps_server(exe: Option<&Path>, comm: &str) -> bool {
     }
 }
 
-/// The cgroup paths in the text of `/proc/PID/cgroup` (cgroups(7)), each once. Which hierarchy is a container's own
-/// differs: on hybrid hosts runtimes may leave it in its engine's in v2, and rootless ones in the user's slice in
-/// v1's. A root cgroup may contain any process.
+/// The cgroup paths in the text of `/proc/PID/cgroup` (cgroups(7)), each once. Which hierarchy has the container's own
+/// cgroup differs: on hybrid hosts a runtime may leave the container in its engine's cgroup in v2, and rootless
+/// runtimes leave it in the user's slice in v1. A root cgroup may contain any process.
 pub(crate) fn cgroups(text: &str) -> Vec<String> {
     let mut found: Vec<String> = Vec::new();
     for path in text.lines().filter_map(|line| line.splitn(3, ':').nth(2)) {

@@ -10,73 +10,73 @@ use nvml_wrapper::error::NvmlError;
 
 use super::cache::SCHEMA;
 use super::device_nodes::{NodeError, check_node};
-use super::files::{Found, Machine};
+use super::driver_files::{Found, Machine};
 use super::fingerprint::{self, Seen};
 use super::kernel_module::KernelModule;
 use super::programs::{self, MissingPrograms, MpsPrograms};
 use super::{
-    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, device_majors, files, kernel_module,
-    mig_capabilities, nvml, under,
+    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, device_majors, driver_files,
+    kernel_module, mig_capabilities, nvml, under,
 };
 use sublet_core::config::{Config, Inject};
 use sublet_core::text::safe;
 
-/// The oldest driver branch served: MPS as measured, and every NVML call made here.
+/// The oldest supported driver branch: MPS was measured with it, and it has every NVML call made here.
 const OLDEST_BRANCH: u32 = 535;
 
 /// Minor of `/dev/nvidiactl` (`NV_CTL_DEVICE_MINOR` in the kernel module's nv.h).
 const CTL_MINOR: u32 = 255;
 
-/// Why the driver could not be asked.
+/// Why the driver could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ProbeError {
-    /// Jetson's GPUs have another driver.
+    /// Jetson GPUs have another driver.
     #[error("this is a Jetson ({} without /dev/nvidiactl): sublet serves PCI GPUs only", .path.display())]
     Jetson {
-        /// What gave it away.
+        /// The file that shows it.
         path: PathBuf,
     },
-    /// Windows' GPUs have another driver.
+    /// GPUs under Windows have another driver.
     #[error("this is WSL2 ({}): sublet serves Linux hosts only", .path.display())]
     Wsl {
-        /// What gave it away.
+        /// The file that shows it.
         path: PathBuf,
     },
-    /// No driver, or its /proc and /sys files cannot be read.
+    /// There is no driver, or its /proc and /sys files cannot be read.
     #[error(transparent)]
     Driver(#[from] InventoryError),
-    /// A driver older than any we know to work.
+    /// The driver is older than any version known to work.
     #[error(
         "NVIDIA driver {version} is too old: sublet needs {OLDEST_BRANCH} or later; install a newer driver"
     )]
     TooOld {
-        /// Of the kernel module.
+        /// The kernel module's version.
         version: String,
     },
-    /// Upgraded, and the old module is still loaded.
+    /// The driver was upgraded, and the old module is still loaded.
     #[error(
         "the loaded NVIDIA kernel module is {loaded}, but the driver's files are {installed}: reboot, or \
          reload the modules"
     )]
     Mismatch {
-        /// Of the kernel module.
+        /// The kernel module's version.
         loaded: String,
-        /// Of the files.
+        /// The version of the files.
         installed: String,
     },
-    /// A library of the driver's is not installed.
+    /// A driver library is not installed.
     #[error("{library} of driver {version} is not in any library directory below {}; {package}", .root.display())]
     NoLibrary {
-        /// As `libcuda.so.1`.
+        /// Such as `libcuda.so.1`.
         library: &'static str,
-        /// Of the kernel module.
+        /// The kernel module's version.
         version: String,
         /// The driver root.
         root: PathBuf,
         /// What installs it.
         package: &'static str,
     },
-    /// The library that `[driver] nvml` names.
+    /// The library named by `[driver] nvml` does not exist.
     #[error("NVML is missing: [driver] nvml names {}, which does not exist; {package}", .library.display())]
     NoNvml {
         /// The library.
@@ -84,59 +84,59 @@ pub enum ProbeError {
         /// What installs it.
         package: &'static str,
     },
-    /// A module is not loaded: /proc/devices has no major.
+    /// A module is not loaded: /proc/devices has no major for it.
     #[error("the kernel module {module} is not loaded (no {module} in {}); {remedy}", .path.display())]
     NoMajor {
-        /// As `nvidia-uvm`.
+        /// Such as `nvidia-uvm`.
         module: &'static str,
         /// /proc/devices.
         path: PathBuf,
         /// What loads it.
         remedy: &'static str,
     },
-    /// A node is missing or is something else.
+    /// A device node is missing or is another kind of file.
     #[error(transparent)]
     Node(#[from] NodeError),
     /// A file cannot be read.
     #[error("cannot read {}: {source}", .path.display())]
     Unreadable {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The operating system's error.
         source: io::Error,
     },
-    /// The driver is there and has no GPU that answers.
+    /// The driver is loaded, but no GPU answers.
     #[error("NVIDIA driver {version} is loaded, but no GPU answers{lost}; see `dmesg | grep -i nvrm`")]
     NoGpu {
-        /// Of the kernel module.
+        /// The kernel module's version.
         version: String,
-        /// Which were there.
+        /// The GPUs that were lost.
         lost: String,
     },
-    /// NVML answered with an error.
+    /// NVML reported an error.
     #[error("NVML ({}) failed to {what}: {why}", .library.display())]
     Nvml {
         /// The library.
         library: PathBuf,
-        /// As `initialize`.
+        /// The operation, such as `initialize`.
         what: String,
-        /// In NVML's words.
+        /// NVML's message.
         why: String,
     },
 }
 
-/// Looks at everything afresh. GPUs that fell off the bus are left out, with a warning in the log.
+/// Reads everything again. GPUs that fell off the bus are left out, with a warning in the log.
 ///
 /// # Errors
-/// No driver, no NVML, a driver whose files and kernel module differ, nodes that nobody made, an
-/// unsupported platform.
+/// There is no driver or no NVML, the driver's files and kernel module differ, device nodes are missing, or the
+/// platform is not supported.
 pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     let root = &config.driver.root;
     refuse_platforms(root)?;
     let module = module(root)?;
-    // Before NVML is asked: what changes meanwhile makes the result stale, not wrong.
+    // Read before NVML is asked: a change in between makes the result stale, but not wrong.
     let seen = fingerprint::read(root)?;
-    let found = files::find(root, &module.version, Machine::HOST);
+    let found = driver_files::find(root, &module.version, Machine::HOST);
     check_libraries(config, &module, &found)?;
     let majors = majors(root)?;
     let asked = Asked { library: nvml_library(config, &module, &found)?, module: &module, root };
@@ -164,7 +164,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     })
 }
 
-/// The control program, if it has its server; else what to say where half of them is there.
+/// The control program if its server exists too; otherwise a warning if only one of them exists.
 fn mps_programs(root: &Path) -> (Option<PathBuf>, Option<String>) {
     match MpsPrograms::find(root).both(root) {
         Ok((control, _)) => (Some(control.to_owned()), None),
@@ -173,7 +173,7 @@ fn mps_programs(root: &Path) -> (Option<PathBuf>, Option<String>) {
     }
 }
 
-/// GPUs in MIG mode and their MIG devices, by NVML alone.
+/// GPUs in MIG mode and their MIG devices, read from NVML only.
 ///
 /// # Errors
 /// As [`probe`], as far as NVML goes.
@@ -193,7 +193,7 @@ pub(crate) fn mig_gpus(config: &Config) -> Result<MigGpus, ProbeError> {
 pub(crate) fn connect(config: &Config) -> Result<(Nvml, PathBuf), ProbeError> {
     let root = &config.driver.root;
     let module = module(root)?;
-    let found = files::find(root, &module.version, Machine::HOST);
+    let found = driver_files::find(root, &module.version, Machine::HOST);
     let asked = Asked { library: nvml_library(config, &module, &found)?, module: &module, root };
     Ok((asked.init()?, asked.library))
 }
@@ -223,8 +223,8 @@ fn module(root: &Path) -> Result<KernelModule, ProbeError> {
     Ok(module)
 }
 
-/// An upgrade that was not followed by a reload leaves only files of another version; NVML would refuse
-/// with `NVML_ERROR_LIB_RM_VERSION_MISMATCH`, and CUDA in each container after it.
+/// An upgrade without a reload of the module leaves only files of another version. NVML would refuse with
+/// `NVML_ERROR_LIB_RM_VERSION_MISMATCH`, and CUDA in every container after it.
 fn check_libraries(config: &Config, module: &KernelModule, found: &Found) -> Result<(), ProbeError> {
     if !found.other_versions.is_empty() {
         return Err(mismatch(module, &found.other_versions));
@@ -261,7 +261,7 @@ fn no_library(
     }
 }
 
-/// The configured library, else the one below the root, else on the host itself whatever its loader
+/// The configured library, or the one below the root. If the root is the host's own, otherwise whatever its loader
 /// finds by name.
 fn nvml_library(config: &Config, module: &KernelModule, found: &Found) -> Result<PathBuf, ProbeError> {
     let library = "libnvidia-ml.so.1";
@@ -279,7 +279,7 @@ fn nvml_library(config: &Config, module: &KernelModule, found: &Found) -> Result
 
 const NVML_PACKAGE: &str = "Debian: apt install libnvidia-ml1, Red Hat: dnf install nvidia-driver-cuda-libs";
 
-/// The majors needed, and those that may be absent.
+/// The required majors, and those that may be missing.
 #[derive(Clone, Copy)]
 struct KnownMajors {
     nvidia: u32,
@@ -302,7 +302,7 @@ fn majors(root: &Path) -> Result<KnownMajors, ProbeError> {
     })
 }
 
-/// One conversation with NVML, and what its errors have to name.
+/// A connection to NVML, and what its errors have to name.
 struct Asked<'a> {
     library: PathBuf,
     module: &'a KernelModule,
@@ -316,14 +316,14 @@ impl Asked<'_> {
                 let installed = BTreeSet::from([format!("another version ({})", self.library.display())]);
                 mismatch(self.module, &installed)
             }
-            // By its bare name: neither below the root nor where the host's loader looks.
+            // The bare name: it is neither below the root nor where the host's loader looks.
             NvmlError::LibloadingError(_) if self.library.is_relative() => ProbeError::NoLibrary {
                 library: "libnvidia-ml.so.1",
                 version: self.module.version.clone(),
                 root: self.root.to_owned(),
                 package: NVML_PACKAGE,
             },
-            // The loader says in its own words that a file is missing; ours say what brings it.
+            // The loader only says that a file is missing; this message says what installs it.
             NvmlError::LibloadingError(_) if !self.library.exists() => {
                 ProbeError::NoNvml { library: self.library.clone(), package: NVML_PACKAGE }
             }
@@ -336,7 +336,7 @@ impl Asked<'_> {
         ProbeError::Nvml { library: self.library.clone(), what: what.into(), why: safe(&error.to_string()) }
     }
 
-    /// Every GPU that answers, each with its nodes on this host.
+    /// Every GPU that answers, each with its device nodes on this host.
     fn devices(&self, nvml: &Nvml, seen: &Seen, majors: KnownMajors) -> Result<Vec<Device>, ProbeError> {
         for bus_id in &seen.lost {
             tracing::warn!(
@@ -366,7 +366,7 @@ impl Asked<'_> {
         Ok(devices)
     }
 
-    /// GPU `index` and its MIG devices, or `None` where it is lost.
+    /// GPU `index` and its MIG devices, or `None` if it is lost.
     fn device(
         &self,
         nvml: &Nvml,

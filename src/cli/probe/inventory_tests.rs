@@ -1,11 +1,11 @@
-//! Tests of what is refused before NVML is asked; NVML itself is asked end to end.
+//! Refusals that happen before NVML is asked. NVML itself is tested end to end.
 
 use super::*;
 use sublet_core::inventory::fixture::Root;
 
 const DEVICES: &str = "Character devices:\n195 nvidia\n195 nvidiactl\n510 nvidia-uvm\n\nBlock devices:\n";
 
-/// The error on one line, with the root taken out of it.
+/// The error on one line, with the root's path removed.
 fn refusal(root: &Root) -> String {
     let message = probe(&root.config()).unwrap_err().to_string();
     assert!(!message.contains('\n'), "{message}");
@@ -93,7 +93,7 @@ fn a_module_that_is_not_loaded() {
 fn an_nvml_that_cannot_be_loaded() {
     let root = Root::with_driver("580.159.04");
     library(&root, "libcuda.so.580.159.04");
-    // A header with nothing behind it.
+    // An ELF header without content.
     library(&root, "libnvidia-ml.so.580.159.04");
     root.file("/proc/devices", DEVICES);
     assert!(refusal(&root).starts_with("NVML (ROOT/usr/lib64/libnvidia-ml.so.580.159.04) failed to load: "));

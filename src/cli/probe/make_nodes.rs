@@ -13,12 +13,12 @@ use super::device_nodes::check_node;
 use super::mig_capabilities::{make_node, value};
 use super::{Inventory, Majors, Node, NodeError, device_majors, under};
 
-/// NVIDIA's number among PCI vendors.
+/// NVIDIA's PCI vendor id.
 const VENDOR: &str = "0x10de";
 /// Class of display controllers, 3D ones too (PCI Code and ID Assignment Specification).
 const DISPLAY: &str = "0x03";
 
-/// Whether this host has a GPU of NVIDIA's, with its driver loaded or not.
+/// Whether this host has an NVIDIA GPU, with or without its driver.
 #[must_use]
 pub(crate) fn has_gpu(root: &Path) -> bool {
     let Ok(devices) = fs::read_dir(under(root, "/sys/bus/pci/devices")) else { return is_loaded(root) };
@@ -36,8 +36,8 @@ pub(crate) fn is_loaded(root: &Path) -> bool {
     under(root, super::kernel_module::VERSION_FILE).exists()
 }
 
-/// Makes the nodes that are missing, as nvidia-modprobe would; a warning for each that cannot be made. None where
-/// the driver is told to leave that to the administrator (`NVreg_ModifyDeviceFiles=0`).
+/// Creates missing nodes as nvidia-modprobe would, and returns a warning for each failure. Creates none if the driver
+/// is configured to leave that to the administrator (`NVreg_ModifyDeviceFiles=0`).
 #[must_use]
 pub(crate) fn make_nodes(root: &Path) -> Vec<String> {
     let params = fs::read_to_string(under(root, "/proc/driver/nvidia/params")).unwrap_or_default();
@@ -55,14 +55,14 @@ pub(crate) fn make_nodes(root: &Path) -> Vec<String> {
         .collect()
 }
 
-/// With owner and mode of the module's parameters.
+/// Creates a node with the owner and mode of the module's parameters.
 fn make(root: &Path, node: &Node, params: &str) -> io::Result<()> {
     make_node(root, node, value(params, "DeviceFileMode").unwrap_or(0o666) & 0o777)?;
     let owner = (value(params, "DeviceFileUID"), value(params, "DeviceFileGID"));
     chown(under(root, &node.path.to_string_lossy()), owner.0.or(Some(0)), owner.1.or(Some(0)))
 }
 
-/// Those of the driver and of every GPU it lists.
+/// The nodes of the driver and of every GPU that it lists.
 fn wanted(root: &Path) -> Vec<Node> {
     let majors = Majors::parse(&device_majors::proc_devices(root).unwrap_or_default());
     let gpus = minors(root).into_iter().map(|minor| (format!("nvidia{minor}"), majors.nvidia, minor));
@@ -85,7 +85,7 @@ fn minors(root: &Path) -> Vec<u32> {
     gpus.flatten().filter_map(minor).collect()
 }
 
-/// Links every node of the driver and of `inventory` in /dev/char; a warning for each that cannot be linked.
+/// Links every node of the driver and of `inventory` in /dev/char; returns a warning for each failure.
 #[must_use]
 pub(crate) fn link_nodes(root: &Path, inventory: &Inventory) -> Vec<String> {
     let mut nodes = wanted(root);
@@ -102,7 +102,7 @@ fn link(root: &Path, node: &Node) -> io::Result<()> {
         return Ok(());
     }
     sublet_core::fs::trusted::create(&under(root, "/dev/char"))?;
-    // A major that is dynamic may have been another driver's in an earlier life of this /dev.
+    // A dynamic major may have belonged to another driver earlier.
     match fs::remove_file(&link) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => symlink(target, link),

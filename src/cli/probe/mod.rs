@@ -2,7 +2,7 @@
 //! code reads it from its file ([`sublet_core::inventory`]).
 
 mod contexts;
-mod files;
+mod driver_files;
 mod inventory;
 mod make_nodes;
 mod mig_ids;

@@ -17,24 +17,24 @@ use super::{
     mig_capabilities,
 };
 
-/// Loads and initializes the library, with whatever GPUs answer.
+/// Loads and initializes the library, even if some GPUs do not answer.
 pub(crate) fn init(library: &Path) -> Result<Nvml, NvmlError> {
     Nvml::builder().lib_path(library.as_os_str()).flags(InitFlags::empty()).init()
 }
 
-/// CUDA's version, of NVML's 13000 for 13.0.
+/// CUDA's version: 13.0 for NVML's 13000.
 pub(super) fn cuda_version(nvml: &Nvml) -> Result<(u32, u32), NvmlError> {
     let version = nvml.sys_cuda_driver_version()?;
     let part = |number: i32| u32::try_from(number).unwrap_or(0);
     Ok((part(cuda_driver_version_major(version)), part(cuda_driver_version_minor(version))))
 }
 
-/// The PCI address as the kernel spells it.
+/// The PCI address in the kernel's notation.
 pub(super) fn bus_id(device: &NvmlDevice<'_>) -> Result<String, NvmlError> {
     Ok(kernel_bus_id(&device.pci_info()?.bus_id))
 }
 
-/// NVML writes eight digits of domain and capitals, the kernel at least four and small letters.
+/// NVML writes eight domain digits and capitals, the kernel at least four digits and lower case.
 fn kernel_bus_id(nvml: &str) -> String {
     let lower = nvml.to_ascii_lowercase();
     match lower.split_once(':').and_then(|(domain, rest)| Some((u32::from_str_radix(domain, 16).ok()?, rest)))
@@ -44,7 +44,7 @@ fn kernel_bus_id(nvml: &str) -> String {
     }
 }
 
-/// Everything of one GPU. `nvidia_major` is that of its node.
+/// Everything about one GPU. `nvidia_major` is the major of its node.
 pub(super) fn describe(
     device: &NvmlDevice<'_>,
     index: u32,
@@ -76,14 +76,14 @@ pub(super) fn describe(
             .map_or(Virtualization::None, virtualization),
         dri_nodes: device_majors::dri(root, &bus_id),
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
-        // Those of a GPU in MIG mode are its MIG devices'.
+        // In MIG mode processes are listed under the MIG devices.
         processes: if mig_enabled { Vec::new() } else { running(device)? },
         mig_device: None,
         bus_id,
     })
 }
 
-/// `None` where this device or this driver has no such thing to say.
+/// `None` if this device or driver does not support the call.
 pub(crate) fn unless_unsupported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match answer {
         Ok(value) => Ok(Some(value)),
@@ -124,7 +124,7 @@ const CORES_PER_SM: [(u32, &[(u32, u32)]); 3] = [
     ),
 ];
 
-/// SMs of a GPU with this many CUDA cores; a generation that is not in the table is unknown, not guessed.
+/// The SMs of a GPU with this many CUDA cores. `None` for a generation that is not in the table.
 fn sm_count(cores: u32, compute_capability: (u32, u32)) -> Option<u32> {
     let (per_sm, _) = CORES_PER_SM.iter().find(|(_, known)| known.contains(&compute_capability))?;
     Some(cores / per_sm).filter(|&count| count > 0)
@@ -147,8 +147,8 @@ const fn virtualization(mode: &GpuVirtualizationMode) -> Virtualization {
     }
 }
 
-/// Processes with compute contexts. The compute list holds MPS servers and who bypasses MPS, the MPS
-/// list its clients, which drivers name in the first as well: each once, by pid.
+/// Processes with compute contexts, each once. The compute list has MPS servers and processes outside MPS; the MPS
+/// list has MPS clients. Some drivers name the clients in the first list as well.
 fn running(device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
     let compute = compute_processes(device)?;
     let mps = mps_clients(device)?.unwrap_or_default();
@@ -166,7 +166,7 @@ const fn memory(process: &ProcessInfo) -> u64 {
     }
 }
 
-/// Each pid once, with the larger memory it is listed with.
+/// Each pid once, with the larger of its memory figures.
 pub(crate) fn joined<'p>(listed: impl Iterator<Item = &'p ProcessInfo>) -> BTreeMap<u32, u64> {
     listed.fold(BTreeMap::new(), |mut found, process| {
         let known = found.entry(process.pid).or_default();
@@ -175,7 +175,7 @@ pub(crate) fn joined<'p>(listed: impl Iterator<Item = &'p ProcessInfo>) -> BTree
     })
 }
 
-/// The MIG devices of a GPU; none where MIG mode is off or unknown. Their indexes have gaps.
+/// The MIG devices of a GPU; none if MIG mode is off or unknown. Their indexes have gaps.
 pub(crate) fn mig_handles<'n>(device: &NvmlDevice<'n>) -> Result<Vec<NvmlDevice<'n>>, NvmlError> {
     let mut found = Vec::new();
     for index in 0..unless_unsupported(device.mig_device_count())?.unwrap_or(0) {
@@ -188,7 +188,7 @@ pub(crate) fn mig_handles<'n>(device: &NvmlDevice<'n>) -> Result<Vec<NvmlDevice<
     Ok(found)
 }
 
-/// [`MigGpus`] as NVML has them.
+/// [`MigGpus`] as NVML reports them.
 pub(super) fn mig_gpus(nvml: &Nvml) -> Result<MigGpus, NvmlError> {
     let mut found = MigGpus::new();
     for index in 0..nvml.device_count()? {
@@ -212,7 +212,7 @@ fn is_mig_enabled(device: &NvmlDevice<'_>) -> Result<bool, NvmlError> {
     Ok(unless_unsupported(device.mig_mode())?.is_some_and(|mode| mode.current == 1))
 }
 
-/// The MIG devices of `gpu`, each a device of its own. `caps_major` is that of the capabilities' nodes.
+/// The MIG devices of `gpu`. `caps_major` is the major of the nvidia-caps nodes.
 pub(super) fn parts(
     device: &NvmlDevice<'_>,
     gpu: &Device,
@@ -257,12 +257,12 @@ fn part(
     };
     let part = MigDevice {
         gpu: gpu.uuid.clone(),
-        // nvml.h: what nvmlDeviceGetMigDeviceHandleByIndex takes.
+        // The index that nvmlDeviceGetMigDeviceHandleByIndex takes (nvml.h).
         index: mig.index()?,
         profile: profile(&mig.name()?).to_ascii_lowercase(),
         gi,
         ci,
-        // For root alone, nvml.h says.
+        // nvml.h: only root may read it.
         placement: crate::nvml_mig::placement(device, gi).ok().map(|span| (span.start, span.size)),
         slices: (attributes.compute_instance_slice_count, attributes.gpu_instance_slice_count),
         gpu_sm_count: gpu.sm_count,
@@ -276,7 +276,7 @@ fn part(
         sm_count: Some(attributes.multiprocessor_count),
         memory_bytes: memory.total,
         memory_free_bytes: memory.free,
-        // There is none in MIG mode: nvml.h, nvmlDeviceSetComputeMode.
+        // In MIG mode there is none (nvml.h, nvmlDeviceSetComputeMode).
         compute_mode: ComputeMode::Default,
         display_active: false,
         dri_nodes: Vec::new(),

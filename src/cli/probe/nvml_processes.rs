@@ -1,5 +1,5 @@
-//! NVML's lists of processes on a device, each by one call: nvml-wrapper asks for its length before, which costs about
-//! half as much again (docs/evidence/2026-11-22-guard-cost.md).
+//! NVML's lists of processes on a device, each read with one call. nvml-wrapper asks for the length first, which costs
+//! about half as much again (docs/evidence/2026-11-22-guard-cost.md).
 #![allow(unsafe_code, reason = "NVML by its C ABI")]
 
 use std::ffi::c_uint;
@@ -14,23 +14,23 @@ use nvml_wrapper_sys::bindings::{
 
 use super::unless_unsupported;
 
-/// A list of one device (`nvmlDeviceGet…RunningProcesses_v3`; nvml.h).
+/// A function that lists processes of one device (`nvmlDeviceGet…RunningProcesses_v3`; nvml.h).
 type GetList = unsafe extern "C" fn(nvmlDevice_t, *mut c_uint, *mut nvmlProcessInfo_t) -> nvmlReturn_t;
 
-/// Room for as many at first: one server's clients, and some beside it.
+/// Initial room: the clients of one server, and some more.
 const USUAL: usize = 128;
 
-/// A list that grows between two calls is asked for so often.
+/// How often a list that grows between two calls is read.
 const TRIES: usize = 6;
 
-/// Processes with compute contexts: MPS servers, their clients, and who bypasses MPS. Empty where the driver has no
-/// such list, as the others.
+/// Processes with compute contexts: MPS servers, their clients, and processes outside MPS. Empty if the driver has no
+/// such list, as are the others.
 pub(crate) fn compute_processes(device: &Device<'_>) -> Result<Vec<ProcessInfo>, NvmlError> {
     let call = device.nvml().lib().nvmlDeviceGetComputeRunningProcesses_v3.as_ref();
     Ok(unless_unsupported(nvml_sym(call).and_then(|call| ask(device, *call)))?.unwrap_or_default())
 }
 
-/// Clients of MPS servers; `None` where the driver has no such list.
+/// Clients of MPS servers; `None` if the driver has no such list.
 pub(crate) fn mps_clients(device: &Device<'_>) -> Result<Option<Vec<ProcessInfo>>, NvmlError> {
     let call = device.nvml().lib().nvmlDeviceGetMPSComputeRunningProcesses_v3.as_ref();
     unless_unsupported(nvml_sym(call).and_then(|call| ask(device, *call)))
@@ -56,7 +56,7 @@ fn ask(device: &Device<'_>, call: GetList) -> Result<Vec<ProcessInfo>, NvmlError
             list.truncate(count as usize);
             return Ok(list.into_iter().map(ProcessInfo::from).collect());
         }
-        // `count` is what was needed just now.
+        // `count` is the room that was needed just now.
         list.resize(count.max(room) as usize + USUAL, empty);
     }
     Err(NvmlError::InsufficientSize(None))

@@ -10,18 +10,18 @@ use sublet_core::process::child::{self, ChildError};
 use sublet_core::process::sublet::PATH;
 use sublet_core::text::safe;
 
-/// modprobe waits for the driver to find its GPUs.
+/// modprobe waits until the driver has found its GPUs.
 const MODPROBE_LIMIT: Duration = Duration::from_secs(30);
-/// The unit is ended after 60 s; the last try has to be over by then.
+/// systemd ends the unit after 60 s; the last attempt must be over by then.
 const LIMIT: Duration = Duration::from_secs(50);
-/// Between two tries.
+/// The pause between two attempts.
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// Loads the driver's modules, makes its nodes and their links in /dev/char, and writes the inventory; `None` on a
-/// host without a GPU.
+/// Loads the driver's modules, creates its nodes and their links in /dev/char, and writes the inventory. `None` if the
+/// host has no GPU.
 ///
 /// # Errors
-/// The driver is not loaded; or it is, and cannot be asked for [`LIMIT`].
+/// The driver is not loaded, or does not answer within [`LIMIT`].
 pub fn boot(config: &Config) -> anyhow::Result<Option<Inventory>> {
     let root = &config.driver.root;
     let deadline = Instant::now() + LIMIT;
@@ -44,7 +44,7 @@ pub fn boot(config: &Config) -> anyhow::Result<Option<Inventory>> {
     }
 }
 
-/// nvidia-uvm brings the others. Where there is no such module, or no modprobe, the refresh says what is missing.
+/// nvidia-uvm loads the others too. If the module or modprobe is missing, the refresh reports what is missing.
 fn load_modules() {
     let mut modprobe = Command::new("modprobe");
     modprobe.env_clear().env("PATH", PATH).arg("nvidia-uvm");

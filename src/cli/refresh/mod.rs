@@ -1,4 +1,4 @@
-//! Asking the driver afresh and writing the inventory, one refresh at a time.
+//! Reads the driver again and writes the inventory, one refresh at a time.
 
 mod boot;
 
@@ -20,27 +20,27 @@ use crate::probe;
 
 pub use boot::boot;
 
-/// How long a driver is asked again while MIG instances are made and destroyed.
+/// How long the driver is asked again while MIG instances are created and destroyed.
 const SETTLING: Duration = Duration::from_secs(10);
 
-/// Between two such questions.
+/// The pause between two attempts.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-/// Probes and stores, one refresh at a time. Who waited for another's refresh that began after being
-/// asked for takes its result: many containers starting on a stale inventory ask NVML twice at most.
+/// Probes and stores, one refresh at a time. A process that waited for another refresh takes its result if that
+/// refresh began after the process asked. So many containers starting on a stale inventory query NVML twice at most.
 ///
 /// # Errors
-/// The driver cannot be asked (see `ProbeError`), or the state directory cannot be written.
+/// The driver cannot be read (see `ProbeError`), or the state directory cannot be written.
 pub fn refresh(config: &Config) -> anyhow::Result<Inventory> {
-    // It would list none of the processes that hold contexts.
+    // In another PID namespace it would list none of the processes with contexts.
     Store::open(&config.state_dir)?.is_of_here()?;
     refresh_asked(config, SystemTime::now(), |config| {
         let began = Instant::now();
         loop {
-            // Counted before NVML is asked: a change that ends meanwhile makes the result out of date.
+            // Read before NVML is asked: a change that ends in between makes the result out of date.
             let before = mig_changes(config);
             let probed = probe::probe(config);
-            // An instance that goes while it is asked about, or is not whole yet, is no fault of the driver's.
+            // An instance that disappears while it is read, or is incomplete, is no driver error.
             let halfway = probed.as_ref().map_or(true, has_fault);
             if halfway && changes(&before, config) && began.elapsed() < SETTLING {
                 std::thread::sleep(LOOK_AGAIN);
@@ -55,13 +55,13 @@ fn has_fault(inventory: &Inventory) -> bool {
     inventory.devices.iter().any(|device| device.mig_device.as_ref().is_some_and(|part| part.fault.is_some()))
 }
 
-/// Whether instances for containers come or go.
+/// Whether instances for containers are being created or destroyed.
 fn changes(before: &MigChanges, config: &Config) -> bool {
     let brief = before.under_way.as_ref().is_some_and(|change| change.gpus.is_empty());
     brief || mig_changes(config) != *before
 }
 
-/// A ledger that cannot be read counts nothing, and neither does the one it is rebuilt to.
+/// A ledger that cannot be read has count zero, and so has the one that is rebuilt from it.
 fn mig_changes(config: &Config) -> MigChanges {
     let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
     ledger.map(|ledger| ledger.mig).unwrap_or_default()
@@ -82,7 +82,8 @@ fn refresh_asked(
     let began = SystemTime::now();
     let inventory = probe(config)?;
     inventory::store(config, &inventory)?;
-    // The file's time says when its probe began: who waits on the lock compares it with its own start.
+    // The file's time is set to the beginning of its probe: processes waiting for the lock compare it with their own
+    // start.
     File::open(&path)
         .and_then(|file| file.set_modified(began))
         .with_context(|| format!("cannot set the time of {}", path.display()))?;
@@ -95,7 +96,7 @@ fn began_after(path: &Path, asked: SystemTime) -> bool {
         .is_ok_and(|began| began > asked && began <= SystemTime::now())
 }
 
-/// Waits for a refresh that already runs. The lock is 0600, so that no other user can block this.
+/// Waits for a running refresh. The lock file has mode 0600, so that no other user can block this.
 fn lock(state_dir: &Path) -> anyhow::Result<Flock<File>> {
     let path = state_dir.join("refresh.lock");
     let file = trusted::make(state_dir)
@@ -120,7 +121,7 @@ mod tests {
     use super::*;
     use sublet_core::inventory::{Driver, Majors, SCHEMA};
 
-    /// A driver root without GPUs, and an inventory of it as a probe would make.
+    /// A driver root without GPUs, and the inventory that a probe would make of it.
     fn root() -> (tempfile::TempDir, Config) {
         let root = tempfile::tempdir().unwrap();
         let version = root.path().join("proc/driver/nvidia/version");

@@ -1,4 +1,4 @@
-//! Answers one request of one client. This may be slow, but waits neither for a client nor for a container.
+//! Answers one request of one client. This may be slow, but it waits neither for a client nor for a container.
 
 use std::cell::Cell;
 use std::path::Path;
@@ -15,20 +15,20 @@ use sublet_core::config_files;
 use sublet_core::ledger::{Container, LeaseId, Store};
 use sublet_core::process::Process;
 
-/// Longest container id (runc: 1024) and path (`PATH_MAX`), in bytes; most mount points of one image.
+/// The longest container id (runc: 1024) and path (`PATH_MAX`), in bytes, and the most mount points of one image.
 const LONGEST_ID: usize = 1024;
 const LONGEST_PATH: usize = 4096;
 const MOST_MOUNT_POINTS: usize = 512;
 
-/// The answer to one line of `peer`'s, as a line. MIG instances are not made or destroyed for it, where `put_off` is to
-/// say what there would have been.
+/// The answer to one line from `peer`, as a line. With `put_off`, MIG instances are neither created nor destroyed; it
+/// then says what has to be done.
 pub(super) fn answer(line: &[u8], peer: Peer, put_off: Option<&Cell<PutOff>>) -> Vec<u8> {
     let answer = match protocol::parse::<Ask>(line) {
         Ok(ask) => carry_out(&ask, peer, put_off).unwrap_or_else(no),
         Err(error) => no(error.to_string()),
     };
     let unwritable = |error: protocol::ProtocolError| protocol::line(&no(error.to_string()));
-    // A refusal is plain text, which is always JSON.
+    // A refusal is plain text and always fits into JSON.
     protocol::line(&answer).or_else(unwritable).unwrap_or_default()
 }
 
@@ -44,13 +44,13 @@ pub(super) fn clear() {
     }
 }
 
-/// A refusal.
+/// An answer that refuses.
 pub(super) fn no(refusal: impl Into<No>) -> Answer {
     let No { reason, temporary } = refusal.into();
     Answer::Refused(Refused { reason, temporary })
 }
 
-/// Why not, in one line, and whether waiting may help.
+/// The reason in one line, and whether waiting may help.
 pub(super) struct No {
     reason: String,
     temporary: bool,
@@ -74,13 +74,13 @@ impl From<crate::peer::Foreign> for No {
     }
 }
 
-/// The configuration is read anew for each ask: a policy holds from the moment it is written.
+/// The configuration is read for each ask, so that a policy takes effect when it is written.
 fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<Answer, No> {
     let config = config_files::load().map_err(|error| error.to_string())?;
     let state = put_off.map_or_else(|| Local::new(&config), |put_off| Local::putting_off(&config, put_off));
     match ask {
         Ask::Inventory => {
-            // Whoever may not have a share has no need of it, and shall not have it looked for.
+            // A user who may not have shares must not cause the driver to be read.
             limit(peer, &config)?;
             Ok(Answer::Inventory(Box::new(admit::fresh_inventory(&config)?)))
         }
@@ -114,7 +114,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<An
     }
 }
 
-/// What `peer` may take; `None`: root takes what it likes.
+/// The policy limit of `peer`; `None` for root, who has none.
 fn limit(peer: Peer, config: &Config) -> Result<Option<PolicyLimit<'_>>, No> {
     if peer.uid == 0 {
         return Ok(None);
@@ -132,7 +132,7 @@ fn admit(told: &Admit, peer: Peer, state: Local<'_>, config: &Config) -> Result<
     Ok(state.admit_for(&candidate, told, limit)?)
 }
 
-/// What goes into the ledger is bounded and names what it should.
+/// Checks that the texts that go into the ledger have a limited length and name what they should.
 fn check(told: &Admit) -> Result<(), No> {
     check_names(&told.container)?;
     let image = &told.image;
@@ -148,7 +148,7 @@ fn check(told: &Admit) -> Result<(), No> {
     }
 }
 
-/// What is not known yet may be empty.
+/// Names that are not known yet may be empty.
 fn check_names(names: &ContainerNames) -> Result<(), No> {
     let paths = [&names.bundle, &names.rootfs, &names.record];
     let sound = names.id.len() <= LONGEST_ID && paths.into_iter().all(|path| is_path(path));
@@ -180,7 +180,7 @@ fn bind(
     Ok(Answer::Done(true))
 }
 
-/// Leases of others are none of `peer`'s business, not even whether there are any.
+/// Refuses a lease that is not `peer`'s, in the same way as one that does not exist.
 fn own(lease: &LeaseId, peer: Peer, config: &Config) -> Result<(), No> {
     let store = Store::open(&config.state_dir).map_err(AdmitError::from)?;
     let ledger = admit::read(&store).map_err(AdmitError::from)?;

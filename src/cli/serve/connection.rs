@@ -1,4 +1,4 @@
-//! One client: the part of a line that it has sent, and the part of the answer that it has not read. Never waits.
+//! One client: the part of a line that it has sent, and the part of the answer that it has not read yet. Never blocks.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -13,26 +13,26 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 /// What a client is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// Sending a line.
+    /// It is sending a line.
     Asking,
-    /// Waiting for its answer.
+    /// It waits for its answer.
     Waiting,
-    /// Reading the answer.
+    /// It is reading the answer.
     Reading,
 }
 
-/// What came of reading or writing.
+/// The result of reading or writing.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Progress {
-    /// There will be more.
+    /// Not finished yet.
     More,
-    /// The line is whole, without its end.
+    /// The line is complete; given without its newline.
     Line(Vec<u8>),
-    /// The answer is sent.
+    /// The answer has been sent.
     Sent,
     /// The line is longer than any ask.
     TooLong,
-    /// The client is gone.
+    /// The client has disconnected.
     Gone,
 }
 
@@ -62,17 +62,17 @@ impl Connection {
         }
     }
 
-    /// Bytes that are kept for it.
+    /// The bytes that are kept for it.
     pub(super) fn weight(&self) -> usize {
         self.input.capacity() + self.output.capacity()
     }
 
-    /// Whether it makes no use of its place for too long.
+    /// Whether it has been idle for too long.
     pub(super) fn is_overdue(&self, now: Instant) -> bool {
         self.phase != Phase::Waiting && now.duration_since(self.since) > PATIENCE
     }
 
-    /// Reads what there is of a line. What comes behind its end has to wait for the answer.
+    /// Reads the available part of a line. Bytes after its end wait until the answer is sent.
     pub(super) fn read(&mut self) -> Progress {
         let mut part = [0_u8; 8 << 10];
         loop {
@@ -92,7 +92,7 @@ impl Connection {
         }
     }
 
-    /// The first whole line of what was read.
+    /// The first complete line that was read.
     pub(super) fn line(&mut self) -> Option<Vec<u8>> {
         let end = self.input.iter().position(|byte| *byte == b'\n').filter(|end| *end <= LONGEST_ASK)?;
         let rest = self.input.split_off(end + 1);
@@ -102,14 +102,14 @@ impl Connection {
         Some(line)
     }
 
-    /// Begins to send `answer`.
+    /// Starts to send `answer`.
     pub(super) fn answer(&mut self, answer: Vec<u8>) -> Progress {
         (self.output, self.written) = (answer, 0);
         self.enter(Phase::Reading);
         self.write()
     }
 
-    /// Sends what the client takes.
+    /// Sends as much as the client takes.
     pub(super) fn write(&mut self) -> Progress {
         while self.written < self.output.len() {
             match self.stream.write(&self.output[self.written..]) {

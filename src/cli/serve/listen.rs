@@ -1,4 +1,4 @@
-//! The socket: the one that systemd passes, or else a new one.
+//! The listening socket: the one that systemd passes, or a new one.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 
 use super::handed_over;
 
-/// Where connections come from.
+/// The listening socket.
 #[derive(Debug)]
 pub(super) struct Listener {
     pub socket: UnixListener,
-    /// Ours to remove at the end.
+    /// Removed at the end, if this process created it.
     path: Option<PathBuf>,
 }
 
@@ -24,10 +24,10 @@ impl Drop for Listener {
     }
 }
 
-/// Takes the socket over (`sd_listen_fds(3)`), or listens at `path`, which every user may then connect to.
+/// Takes over systemd's socket (`sd_listen_fds(3)`), or listens at `path`, to which every user may then connect.
 ///
 /// # Errors
-/// Another service listens there, or the socket cannot be made.
+/// Another service listens there, or the socket cannot be created.
 pub(super) fn listen(path: &Path) -> io::Result<Listener> {
     let listener = match handed_over()? {
         Some(fd) => Listener { socket: handed_over::inherited(fd).into(), path: None },
@@ -37,7 +37,7 @@ pub(super) fn listen(path: &Path) -> io::Result<Listener> {
     Ok(listener)
 }
 
-/// The one socket of sublet-serve.socket.
+/// The single socket of sublet.socket.
 fn handed_over() -> io::Result<Option<i32>> {
     let mut handed = sd_notify::listen_fds()?;
     Ok(handed.next().filter(|_| handed.len() == 0))

@@ -14,17 +14,17 @@ use sublet_core::ledger::{Ledger, Store};
 use sublet_core::process::uptime_seconds;
 use sublet_core::text::safe;
 
-/// Whether the last failure was told: the next one, two seconds later, is the same.
+/// Whether the last failure was logged: the next one, two seconds later, is the same.
 static TOLD: AtomicBool = AtomicBool::new(false);
 
-/// Seconds between two looks where no GPU is in MIG mode: nobody's lease is at stake, and a GPU that nothing
-/// uses and nothing keeps initialized is woken by each.
+/// Seconds between two checks if no GPU is in MIG mode. No lease is at risk then, and each check wakes a GPU that is
+/// neither used nor kept initialized.
 const SELDOM: u64 = 30;
 
-/// When it looked last on such a host, in seconds since boot.
+/// When such a host was last checked, in seconds since boot.
 static LOOKED: AtomicU64 = AtomicU64::new(0);
 
-/// Compares them, on a host with GPUs that can do MIG, and refreshes the inventory where they differ.
+/// Compares the two on a host with GPUs that support MIG, and refreshes the inventory if they differ.
 pub(super) fn watch() {
     let watched = sublet_core::config_files::load().map_err(|error| error.to_string()).and_then(|config| {
         // Before the first refresh there is nothing to compare.
@@ -55,7 +55,7 @@ fn is_due(config: &Config) -> bool {
 fn compare(known: &Inventory, config: &Config) -> Result<(), String> {
     let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
     let ledger = ledger.map_err(|error| error.to_string())?;
-    // Who changes the layout tells the others; and NVML would be in the way of a reset.
+    // The process that changes the layout refreshes the inventory itself, and an open NVML would prevent a reset.
     if ledger.mig.under_way.is_some() {
         inventory::unwatch(config);
         return Ok(());
@@ -74,7 +74,7 @@ fn compare(known: &Inventory, config: &Config) -> Result<(), String> {
     inventory::watch(config, since).map_err(|error| error.to_string())
 }
 
-/// A line for each lease that has lost its MIG device between `before` and `now`.
+/// One line for each lease that lost its MIG device between `before` and `now`.
 fn lost(ledger: &Ledger, before: &Inventory, now: &Inventory) -> Vec<String> {
     let went = |uuid: &&String| before.device(uuid).is_some() && now.device(uuid).is_none();
     let lines = ledger.leases.iter().flat_map(|lease| {

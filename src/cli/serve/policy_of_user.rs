@@ -7,7 +7,7 @@ use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
 use sublet_core::config::{Config, PolicyRule};
 use sublet_core::text::safe;
 
-/// What the user database knows of a user.
+/// What the user database knows about a user.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Known {
     name: Option<String>,
@@ -17,7 +17,7 @@ struct Known {
 /// The first rule that names `uid` or one of its groups.
 ///
 /// # Errors
-/// One line, with the line to add.
+/// No rule applies; the message is one line with the rule to add.
 pub(crate) fn rule_of(uid: u32, config: &Config) -> Result<&PolicyRule, String> {
     let known = known(uid);
     let group = |name: &str| Group::from_name(name).ok().flatten().map(|group| group.gid.as_raw());
@@ -36,7 +36,7 @@ fn known(uid: u32) -> Known {
 fn fits(rule: &PolicyRule, uid: u32, known: &Known, gid_of: &dyn Fn(&str) -> Option<u32>) -> bool {
     if let Some(user) = &rule.user {
         let named = known.name.as_deref() == Some(user.as_str());
-        // Ids that users may take by /etc/subuid are no users.
+        // Ids that users get from /etc/subuid are not users.
         return named || user.parse() == Ok(uid) || user == "*" && known.name.is_some();
     }
     let gid = |group: &String| group.parse().ok().or_else(|| gid_of(group));

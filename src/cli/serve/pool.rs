@@ -15,14 +15,14 @@ use super::broker;
 use crate::peer::Peer;
 use sublet_core::admit::PutOff;
 
-/// Two threads: requests of one user occupy only one, and the other is free for other users.
+/// Two threads: the requests of one user occupy only one, so the other is free for other users.
 const THREADS: usize = 2;
 
-/// Something to do.
+/// A piece of work.
 pub(super) enum Job {
     /// Answer a line of connection `token`.
     Ask { token: u64, peer: Peer, line: Vec<u8> },
-    /// The same, which has an instance made.
+    /// The same, for an ask that needs an instance created.
     Make { token: u64, peer: Peer, line: Vec<u8> },
     /// Release leases of exited containers, restart crashed MPS daemons, look after MIG devices: the service's own work.
     Own(fn(&Cell<PutOff>)),
@@ -30,7 +30,7 @@ pub(super) enum Job {
     Clear,
 }
 
-/// Something done.
+/// Finished work.
 pub(super) enum Done {
     /// The answer for connection `token`.
     Answer { token: u64, line: Vec<u8> },
@@ -38,15 +38,15 @@ pub(super) enum Done {
     Own,
 }
 
-/// What a thread has done.
+/// What a thread has finished.
 struct Finished {
     who: Who,
     done: Option<Done>,
-    /// What it has left to the third thread.
+    /// Work that it leaves to the third thread.
     left: Vec<Job>,
 }
 
-/// For whom something is done: one thing at a time for each.
+/// For whom a thread works: at most one job each at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Who {
     User { uid: u32, makes: bool },
@@ -67,7 +67,7 @@ impl Who {
     }
 }
 
-/// The threads, and what waits for them.
+/// The threads and the queue.
 pub(super) struct Pool {
     waiting: VecDeque<Job>,
     busy: Vec<Who>,
@@ -76,7 +76,7 @@ pub(super) struct Pool {
 }
 
 impl Pool {
-    /// Starts the threads; each thing done is announced by `wake`.
+    /// Starts the threads. Each finished job is announced through `wake`.
     pub(super) fn start(wake: &Arc<EventFd>) -> io::Result<Self> {
         let (to_threads, jobs) = mpsc::channel();
         let (done, from_threads) = mpsc::channel();
@@ -95,7 +95,7 @@ impl Pool {
         self.hand_out();
     }
 
-    /// What has been done since the last call.
+    /// What has been finished since the last call.
     pub(super) fn done(&mut self) -> Vec<Done> {
         let mut all = Vec::new();
         while let Ok(Finished { who, done, left }) = self.from_threads.try_recv() {
@@ -104,7 +104,7 @@ impl Pool {
             }
             all.extend(done);
             for job in left {
-                // One that waits does what another would.
+                // One clearing that waits does the work of several.
                 if !(matches!(job, Job::Clear) && self.waiting.iter().any(|job| matches!(job, Job::Clear))) {
                     self.waiting.push_back(job);
                 }
@@ -114,12 +114,12 @@ impl Pool {
         all
     }
 
-    /// Whether work of the service's own waits for its turn.
+    /// Whether work of the service itself is in the queue.
     pub(super) fn is_behind(&self) -> bool {
         self.waiting.iter().any(|job| matches!(job, Job::Own(_)))
     }
 
-    /// Whether nothing waits and nothing is being done.
+    /// Whether there is no work, waiting or running.
     pub(super) fn is_idle(&self) -> bool {
         self.waiting.is_empty() && self.busy.is_empty()
     }
@@ -127,7 +127,7 @@ impl Pool {
     fn hand_out(&mut self) {
         while let Some(job) = next(&mut self.waiting, &self.busy) {
             self.busy.push(who(&job));
-            // The threads end with the process: somebody listens.
+            // The receivers exist as long as the process does.
             let _ = self.to_threads.send(job);
         }
     }
@@ -142,8 +142,8 @@ const fn who(job: &Job) -> Who {
     }
 }
 
-/// The first that waits for which there is a thread, and whose user has no ask being answered, or one before it
-/// that waits for its instance.
+/// The first job in the queue that has a free thread, unless its user has an ask that is being answered, or an earlier
+/// one that waits for an instance.
 fn next(waiting: &mut VecDeque<Job>, busy: &[Who]) -> Option<Job> {
     let slow = busy.iter().filter(|who| who.is_slow()).count();
     let quick = busy.len() - slow;
@@ -170,7 +170,7 @@ fn work(jobs: &Mutex<Receiver<Job>>, done: &Sender<Finished>, wake: &EventFd) {
     }
 }
 
-/// Does it, or leaves it to the thread that may wait.
+/// Does the job, or leaves it to the thread for slow work.
 fn finish(job: Job) -> Finished {
     let who = who(&job);
     let (done, put_off) = match job {

@@ -1,4 +1,4 @@
-//! The one thread that does all input and output: it waits in `epoll_wait(2)` and nowhere else.
+//! The one thread that does all input and output. It blocks only in `epoll_wait(2)`.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -34,24 +34,24 @@ use sublet_core::mps;
 /// Connections that one uid may hold at once.
 const MOST_OF_ONE: usize = 16;
 
-/// Connections in all, and descriptors: some are left for the work itself.
+/// The limit for all connections, and for descriptors; some descriptors remain for the work itself.
 const MOST: usize = 4000;
 const DESCRIPTORS: u64 = 4096;
 
-/// Bytes kept for clients that are in the middle of a line or an answer.
+/// The limit for bytes kept for clients in the middle of a line or an answer.
 const HEAVIEST: usize = 8 << 20;
 
-/// Whoever has been connected for this long without having sent a line has to make place for another.
+/// A client that has been connected this long without sending a line may be disconnected for another.
 const SETTLED: Duration = Duration::from_secs(1);
 
-/// How often what `sublet gc` does is done.
+/// How often the work of `sublet gc` is done.
 const GC: Duration = Duration::from_secs(10);
 
-/// How often MIG devices are compared with the inventory, on hosts that have GPUs in MIG mode, and daemons ended
-/// whose time is up.
+/// How often MIG devices are compared with the inventory (on hosts with GPUs in MIG mode), and daemons are ended whose
+/// waiting time is over.
 const WATCH: Duration = Duration::from_secs(2);
 
-/// How long an end waits for asks that are being answered.
+/// How long a stop waits for asks that are being answered.
 const LAST_ANSWERS: Duration = Duration::from_secs(60);
 
 const LISTENER: u64 = 0;
@@ -62,23 +62,23 @@ const FIRST_CONNECTION: u64 = 3;
 /// Why the service ended.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// The socket.
+    /// The socket cannot be used.
     #[error("cannot listen at {}: {source}", path.display())]
     Listen {
-        /// Where.
+        /// The socket's path.
         path: PathBuf,
-        /// Why not.
+        /// The operating system's error.
         source: io::Error,
     },
-    /// The state directory.
+    /// The state directory cannot be used.
     #[error(transparent)]
     State(#[from] LedgerError),
-    /// Something that the kernel does not refuse.
+    /// A system call failed that normally does not.
     #[error("{what}: {source}")]
     System {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
-        /// Why not.
+        /// The operating system's error.
         source: io::Error,
     },
 }
@@ -87,22 +87,22 @@ fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> ServeErro
     move |source| ServeError::System { what, source: source.into() }
 }
 
-/// Serves until SIGTERM or SIGINT; asks that are being answered then are answered still.
+/// Serves until SIGTERM or SIGINT. Asks that are being answered then still get their answers.
 ///
 /// # Errors
-/// It cannot begin to.
+/// The service cannot start.
 pub fn serve(config: &Config) -> Result<(), ServeError> {
     raise_descriptors();
-    // A service that sees other processes than the ledger's is of no use to anybody.
+    // A service that sees other processes than those of the ledger would be useless.
     Store::open(&config.state_dir)?.is_of_here()?;
     // From now on daemons may wait for their next lease.
     let (kept, _) = Store::open(&config.state_dir)?.update(mps::keep)?;
     kept.map_err(system("/proc"))?;
-    // Before anybody hears that we are ready: engines may wait for that (sublet.service).
+    // Done before the service reports that it is ready: engines may wait for that (sublet.service).
     keep_cdi(config);
     let path = super::socket(config);
     let listener = listen(&path).map_err(|source| ServeError::Listen { path, source })?;
-    // Before the threads are there, which inherit the mask.
+    // Set before the threads start, because they inherit the mask.
     let mut ends = SigSet::empty();
     ends.add(Signal::SIGTERM);
     ends.add(Signal::SIGINT);
@@ -131,7 +131,7 @@ pub fn serve(config: &Config) -> Result<(), ServeError> {
     ended
 }
 
-/// Thousands of connections need as many descriptors; what cannot be had limits them below.
+/// Thousands of connections need as many descriptors. If the limit cannot be raised, fewer clients connect.
 fn raise_descriptors() {
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
         if let Err(error) = setrlimit(Resource::RLIMIT_NOFILE, soft.max(DESCRIPTORS.min(hard)), hard) {
@@ -140,10 +140,10 @@ fn raise_descriptors() {
     }
 }
 
-/// What `sublet gc` does, and the CDI devices; what it found goes to the journal.
+/// The work of `sublet gc`, and the CDI devices. Findings go to the journal.
 fn housekeeping(put_off: &Cell<PutOff>) {
     let done = config_files::load().map_err(|error| error.to_string()).and_then(|config| {
-        // A ledger that was lost knows nobody.
+        // Recorded each time: a ledger that was lost and rebuilt does not have it.
         let done = Local::putting_off(&config, put_off).reconcile(mps::keep);
         keep_cdi(&config);
         done.map_err(|error| error.to_string())
@@ -154,7 +154,7 @@ fn housekeeping(put_off: &Cell<PutOff>) {
     }
 }
 
-/// What cannot wait for the next housekeeping.
+/// The work that cannot wait for the next housekeeping.
 fn watch(_put_off: &Cell<PutOff>) {
     mig_watch::watch();
     let Ok(config) = config_files::load() else { return };
@@ -165,12 +165,12 @@ fn watch(_put_off: &Cell<PutOff>) {
     }
 }
 
-/// GPUs and shares come and go while the service runs.
+/// GPUs and shares may change while the service runs.
 fn keep_cdi(config: &Config) {
     match cdi_spec::keep(config) {
         Ok(true) => tracing::info!("{} was updated to the named shares and GPUs", config.cdi.spec.display()),
         Ok(false) => {}
-        // Without a driver nobody needs to be told every ten seconds: `sublet cdi list` says it when asked.
+        // Not worth a line every ten seconds without a driver: `sublet cdi list` reports it when asked.
         Err(error @ cdi_spec::FileError::Admit(_)) => tracing::debug!("{error}"),
         Err(error) => tracing::warn!("{error}"),
     }
@@ -178,15 +178,15 @@ fn keep_cdi(config: &Config) {
 
 struct Server {
     epoll: Epoll,
-    /// Dropped when the end begins.
+    /// Dropped when the service begins to stop.
     listener: Option<Listener>,
     signals: SignalFd,
     wake: Arc<EventFd>,
     pool: Pool,
-    /// By token, and so by age.
+    /// By token, which is also the order of age.
     connections: BTreeMap<u64, Connection>,
     next: u64,
-    /// Since when we are ending.
+    /// When the service began to stop.
     stopping: Option<Instant>,
 }
 
@@ -243,7 +243,7 @@ impl Server {
         }
     }
 
-    /// Lets in whoever waits, but for those who take more than their part.
+    /// Accepts waiting clients, except those that already have their share of connections.
     fn accept(&mut self) {
         loop {
             let Some(listener) = &self.listener else { return };
@@ -252,7 +252,7 @@ impl Server {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => {
-                    // Out of descriptors: the next round tries again, with one place more.
+                    // Out of descriptors. The next round tries again, with one connection less.
                     tracing::warn!("accept: {error}");
                     self.make_place(|_| true, Duration::ZERO);
                     return;
@@ -280,8 +280,8 @@ impl Server {
         }
     }
 
-    /// Closes the oldest of these connections that has not sent a line for `idle`: an entry point sends its line at
-    /// once. Whether there was one.
+    /// Closes the oldest of these connections that has not sent a line for `idle`; an entry point sends its line at
+    /// once. Returns whether there was one.
     fn make_place(&mut self, of: impl Fn(&Connection) -> bool, idle: Duration) -> bool {
         let hangs = |connection: &Connection| {
             connection.phase != Phase::Waiting && connection.since.elapsed() >= idle && of(connection)
@@ -316,7 +316,7 @@ impl Server {
         }
     }
 
-    /// While a client waits it is not listened to: it may neither fill our memory nor keep us awake.
+    /// A client that waits for its answer is not read, so that it can neither fill memory nor keep this thread busy.
     fn ask(&mut self, token: u64, line: Vec<u8>) {
         let Some(connection) = self.connections.get(&token) else { return };
         if let Err(error) = self.epoll.delete(&connection.stream) {
@@ -339,7 +339,7 @@ impl Server {
         }
     }
 
-    /// Answers go out as far as they are taken.
+    /// Sends as much of the answers as the clients take.
     fn deliver(&mut self) {
         let _ = self.wake.read();
         for done in self.pool.done() {
@@ -359,7 +359,7 @@ impl Server {
         added.inspect_err(|error| tracing::warn!("epoll: {error}")).is_ok()
     }
 
-    /// Keeps the memory for half a line each within bounds, at the cost of the oldest.
+    /// Limits the memory for incomplete lines and answers by closing the oldest connections.
     fn lighten(&mut self) {
         let weight = |server: &Self| server.connections.values().map(Connection::weight).sum::<usize>();
         while weight(self) > HEAVIEST && self.make_place(|connection| connection.weight() > 0, Duration::ZERO)
@@ -371,7 +371,7 @@ impl Server {
         self.connections.retain(|_, connection| !connection.is_overdue(now));
     }
 
-    /// Begins to end: nobody is let in any more, whoever has not asked yet is told to come back.
+    /// Begins to stop: no client is accepted any more, and those that have not asked yet are told to come back.
     fn stop(&mut self) {
         let _ = self.signals.read_signal();
         tell_systemd(NotifyState::Stopping);
@@ -395,19 +395,19 @@ impl Server {
     }
 }
 
-/// Tells systemd, if it started us. Nobody waits for us to tell: failure is worth a line, no more.
+/// Notifies systemd if it started this service. No program waits for it, so a failure is only logged.
 fn tell_systemd(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(&[state]) {
         tracing::debug!("NOTIFY_SOCKET: {error}");
     }
 }
 
-/// How often the watchdog wants to hear of us (`sd_watchdog_enabled(3)`: twice in the time given); `None`: never.
+/// The interval for the watchdog (`sd_watchdog_enabled(3)`: half of the time given); `None` if there is none.
 fn watchdog() -> Option<Duration> {
     sd_notify::watchdog_enabled().filter(|limit| !limit.is_zero()).map(|limit| limit / 2)
 }
 
-/// One line that fits into any socket's buffer; the end comes with the drop of the stream.
+/// Sends one line that fits into any socket buffer. Dropping the stream closes it.
 fn turn_away(mut stream: &UnixStream, why: String) {
     use std::io::Write as _;
     let line = protocol::line(&Answer::Busy(why)).unwrap_or_default();

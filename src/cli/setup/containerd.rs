@@ -21,7 +21,7 @@ const KEPT: &str = "# sublet setup kept: ";
 /// The plugin that serves pods, in versions 2 and 3.
 const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
-/// What our block may hold beside `BinaryName`: ends of headers, and lines.
+/// What sublet's block may contain besides `BinaryName`: ends of headers, and lines.
 const TABLES: [&str; 4] =
     ["]", ".\"containerd\"]", ".containerd.runtimes.sublet]", ".containerd.runtimes.sublet.options]"];
 const LINES: [&str; 6] = [
@@ -33,15 +33,15 @@ const LINES: [&str; 6] = [
     "enable_cdi = true",
 ];
 
-/// `config.toml` with the handler; `found` is what it says now.
+/// `config.toml` with the handler; `found` is its current text.
 ///
 /// # Errors
-/// It is no TOML of version 2 or 3, has another handler of that name, or tables that take no further lines.
+/// The file is no TOML of version 2 or 3, has another handler of that name, or has tables that take no further lines.
 pub fn set_up(found: Option<&str>, wish: &Wish) -> Result<String, SetupError> {
-    // Anew: what is wished for may differ.
-    let left = if found.is_some_and(has_lines_of_ours) { undo(found)? } else { found.map(str::to_owned) };
+    // Starts again from the file without sublet, because the wish may differ.
+    let left = if found.is_some_and(has_sublet_lines) { undo(found)? } else { found.map(str::to_owned) };
     match left.as_deref() {
-        Some(left) if has_lines_of_ours(left) => {
+        Some(left) if has_sublet_lines(left) => {
             Err(SetupError::Taken { what: "a line of sublet setup's".into() })
         }
         left => added(left, wish),
@@ -78,7 +78,7 @@ fn parsed(text: &str) -> Result<DeTable<'_>, SetupError> {
     DeTable::parse(text).map(Spanned::into_inner).map_err(no_toml)
 }
 
-/// What stands at `path`.
+/// The value at `path`.
 fn at<'f, 't>(file: &'f DeTable<'t>, path: &[&str]) -> Option<&'f Spanned<DeValue<'t>>> {
     let (first, rest) = path.split_first()?;
     rest.iter().try_fold(file.get(*first)?, |value, name| value.get_ref().get(*name))
@@ -106,8 +106,8 @@ fn handler(cri: &str, wish: &Wish) -> Result<String, SetupError> {
     ))
 }
 
-/// Puts `key = value` into the table at `path`: in place of the lines that say it now, below the table's header,
-/// or as a table of `block`.
+/// Puts `key = value` into the table at `path`: in place of the lines that set it now, or below the table's header, or
+/// as a new table in `block`.
 fn assign(
     text: &mut String,
     block: &mut String,
@@ -115,7 +115,7 @@ fn assign(
     (key, value): &(&str, String),
 ) -> Result<(), SetupError> {
     let file = parsed(text)?;
-    // One without a header has the place of a key.
+    // A table without a header of its own has the position of a key.
     let table = at(&file, path).filter(|table| text.get(table.span()).is_some_and(|at| at.starts_with('[')));
     let Some((header, table)) = table.and_then(|table| Some((table.span(), table.get_ref().as_table()?)))
     else {
@@ -139,7 +139,7 @@ fn assign(
     Ok(())
 }
 
-/// Whether containerd will read in `text` what was wished for.
+/// Whether containerd will read from `text` what was asked for.
 fn confirmed(text: &str, plugin: &str, wish: &Wish) -> Result<(), SetupError> {
     let inline = |why: String| SetupError::Inline { why };
     let file = parsed(text).map_err(|error| inline(error.to_string()))?;
@@ -161,10 +161,10 @@ fn confirmed(text: &str, plugin: &str, wish: &Wish) -> Result<(), SetupError> {
 /// `config.toml` without sublet; `None`: no such file.
 ///
 /// # Errors
-/// It is no TOML, or would be none then; lines of others stand in our block.
+/// The file is no TOML, or would not be any more; or sublet's block contains other lines.
 pub fn undo(found: Option<&str>) -> Result<Option<String>, SetupError> {
     let Some(found) = found else { return Ok(None) };
-    if parsed(found)?.values().any(|value| has_lines_like_ours(found, value)) {
+    if parsed(found)?.values().any(|value| has_marker_lines(found, value)) {
         return Err(altered(
             "a line inside a value looks like a marker line of `sublet setup`: write that value another way"
                 .to_owned(),
@@ -197,14 +197,14 @@ pub fn undo(found: Option<&str>) -> Result<Option<String>, SetupError> {
         let end = END.trim_end();
         return Err(altered(format!("its block has no end: add the line `{end}` after its last line")));
     }
-    // Kept lines and those that replaced them: one may have been edited into a key of its own.
+    // Restored lines and those that replaced them: either may have been edited into a key of its own.
     DeTable::parse(&left).map_err(|error| {
         let why = first_line(error);
         altered(format!(
             "the rest is not valid TOML ({why}): `sublet setup kept` marks the lines that are put back"
         ))
     })?;
-    // A file without a version is none of containerd's: it was ours.
+    // containerd does not accept a file without a version, so this one was sublet's.
     Ok((!left.is_empty()).then_some(left))
 }
 
@@ -221,24 +221,24 @@ fn was_written_by_sublet(line: &str) -> bool {
     LINES.contains(&line) || line.starts_with("BinaryName = ") || PLUGINS.iter().any(is_header)
 }
 
-/// Whether our block stands in it.
+/// Whether sublet's block is in it.
 #[must_use]
 pub fn is_set_up(text: &str) -> bool {
     text.lines().any(|line| line == BEGIN || line == BEGIN_ON_OPEN_LINE)
 }
 
-/// Whether an undo would take anything out: our block, or lines of ours that outlived it.
-fn has_lines_of_ours(text: &str) -> bool {
+/// Whether an undo would remove anything: the block, or sublet's lines without it.
+fn has_sublet_lines(text: &str) -> bool {
     let is_sublet_line = |line: &str| line.starts_with(KEPT) || line.trim_end().ends_with(MARK.trim_end());
     is_set_up(text) || text.lines().any(is_sublet_line)
 }
 
-/// Whether an undo, which goes by lines, would take lines out of `value`.
-fn has_lines_like_ours(text: &str, value: &Spanned<DeValue<'_>>) -> bool {
-    text.get(value.span()).is_none_or(has_lines_of_ours)
+/// Whether an undo, which works on lines, would remove lines of `value`.
+fn has_marker_lines(text: &str, value: &Spanned<DeValue<'_>>) -> bool {
+    text.get(value.span()).is_none_or(has_sublet_lines)
         || match value.get_ref() {
-            DeValue::Table(table) => table.values().any(|value| has_lines_like_ours(text, value)),
-            DeValue::Array(array) => array.iter().any(|value| has_lines_like_ours(text, value)),
+            DeValue::Table(table) => table.values().any(|value| has_marker_lines(text, value)),
+            DeValue::Array(array) => array.iter().any(|value| has_marker_lines(text, value)),
             _ => false,
         }
 }
@@ -353,7 +353,7 @@ mod tests {
         assert!(set_up(Some(nested), &all()).is_err());
     }
 
-    /// An undo goes by lines, and would take these out of somebody's value.
+    /// An undo works on lines, and would remove these from inside a value.
     #[test]
     fn a_value_with_lines_like_ours_is_refused() {
         for value in [
@@ -375,7 +375,7 @@ mod tests {
         assert_eq!(undo(Some(&text)).unwrap().as_deref(), Some(found));
     }
 
-    /// What looks like a table's header in a string is none, and a value may go on for lines.
+    /// A line in a string that looks like a table's header is none, and a value may span several lines.
     #[test]
     fn tables_and_values_are_found_where_the_parser_finds_them() {
         let found = "\u{feff}version = 2\nx = '''\n[plugins.\"io.containerd.grpc.v1.cri\".containerd]\n'''\n\

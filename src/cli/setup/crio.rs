@@ -1,11 +1,11 @@
-//! CRI-O: a drop-in of our own in `crio.conf.d` (crio.conf.d(5), crio.conf(5) "CRIO.RUNTIME.RUNTIMES TABLE").
+//! CRI-O: sublet's own drop-in in `crio.conf.d` (crio.conf.d(5), crio.conf(5) "CRIO.RUNTIME.RUNTIMES TABLE").
 
 use super::{DROP_IN, NAME, SetupError, Wish, own_drop_in, quoted};
 
-/// The drop-in; `found` is what stands under its name now.
+/// The drop-in; `found` is the current text under its name.
 ///
 /// # Errors
-/// It is somebody else's.
+/// Another program wrote the file.
 pub fn set_up(found: Option<&str>, wish: &Wish) -> Result<String, SetupError> {
     own_drop_in(found)?;
     let default = if wish.default { "\n[crio.runtime]\ndefault_runtime = \"sublet\"\n" } else { "" };

@@ -7,28 +7,28 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::{NAME, SetupError, Wish, json, quoted};
+use super::{NAME, SetupError, Wish, json_edit, quoted};
 
 const RUNTIME: [&str; 2] = ["runtimes", NAME];
 const DEFAULT: [&str; 1] = ["default-runtime"];
 const CDI: [&str; 2] = ["features", "cdi"];
 
-/// A file that says nothing.
+/// An empty configuration.
 const EMPTY: &str = "{\n}\n";
 
-/// What setups have put in. Keys are joined with dots.
+/// What setups have added. Keys are joined with dots.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Record {
-    /// Whether there was no file.
+    /// Whether there was no file before.
     #[serde(default)]
     made_file: bool,
-    /// What stood in the file, where that was white space.
+    /// The file's content before, if it was white space.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     blank: Option<String>,
-    /// Objects that were not there.
+    /// Objects that did not exist before.
     #[serde(default)]
     made: BTreeSet<String>,
-    /// The values that ours replaced, as JSON text; `None`: there was none.
+    /// The values that sublet's replaced, as JSON text; `None` if there was none.
     #[serde(default)]
     replaced: BTreeMap<String, Option<String>>,
 }
@@ -43,33 +43,33 @@ impl Record {
         })
     }
 
-    /// `text` with `value` at `path`, and what was there noted.
+    /// `text` with `value` at `path`; the previous value is recorded.
     fn put(&mut self, text: &str, path: &[&str], value: &str) -> Result<String, SetupError> {
-        let was = json::get(text, path)?.map(str::to_owned);
+        let was = json_edit::get(text, path)?.map(str::to_owned);
         let parents = &path[..path.len() - 1];
-        if json::get(text, parents)?.is_none() {
+        if json_edit::get(text, parents)?.is_none() {
             self.made.insert(parents.join("."));
         }
         self.replaced.insert(path.join("."), was);
-        json::set(text, path, value)
+        json_edit::set(text, path, value)
     }
 
-    /// Whether a setup has put something at `path`.
+    /// Whether a setup has set `path`.
     fn knows(&self, path: &[&str]) -> bool {
         self.replaced.contains_key(&path.join("."))
     }
 
-    /// What stood there before.
+    /// The previous value at `path`.
     fn was(&self, path: &[&str]) -> Option<&str> {
         self.replaced.get(&path.join("."))?.as_deref()
     }
 }
 
-/// `daemon.json` that knows sublet, and the record of it; `found` is what it says now, `record` what the setup
-/// before wrote down, if there was one.
+/// `daemon.json` with sublet, and the record of the changes. `found` is its current text, `record` that of an earlier
+/// setup, if any.
 ///
 /// # Errors
-/// It is no JSON object, its `runtimes.sublet` is another one, or its default runtime is a sublet that it has not.
+/// The file is no JSON object, has another `runtimes.sublet`, or has the default runtime `sublet` without defining it.
 pub fn set_up(
     found: Option<&str>,
     record: Option<&str>,
@@ -79,19 +79,19 @@ pub fn set_up(
     let mut text = found.map_or(EMPTY, object).to_owned();
     let mut record = match record.filter(|_| is_set_up(&text) == Ok(true)) {
         Some(record) => Record::parse(record)?,
-        // One that is there is of a setup that somebody has undone by hand.
+        // An existing record belongs to a setup that was undone by hand.
         None => Record { made_file: found.is_none(), blank: blank.map(str::to_owned), ..Record::default() },
     };
-    json::check(&text)?;
-    // All that an undo looks at: what it could not read then is refused now.
+    json_edit::check(&text)?;
+    // Reads everything that an undo will read, so that a file that an undo could not read is refused now.
     let (default, cdi) = (is_default(&text)?, has_cdi(&text)?);
     let runtime = format!("{{ \"path\": {} }}", quoted(&wish.runtime)?);
-    match json::get(&text, &RUNTIME)? {
+    match json_edit::get(&text, &RUNTIME)? {
         Some(there) if !same(there, &runtime) => {
             return Err(SetupError::Taken { what: RUNTIME.join(".") });
         }
         Some(_) => {}
-        // An undo takes out a default of our name, whoever wrote it.
+        // An undo removes a default named sublet, whoever set it.
         None if default => return Err(SetupError::Orphan),
         None => text = record.put(&text, &RUNTIME, &runtime)?,
     }
@@ -101,27 +101,27 @@ pub fn set_up(
     if wish.cdi && !cdi {
         text = record.put(&text, &CDI, "true")?;
     }
-    json::check(&text)?;
+    json_edit::check(&text)?;
     let record = serde_json::to_string(&record).unwrap_or_default();
     Ok((text, format!("{record}\n")))
 }
 
-/// `daemon.json` without sublet; `None`: no such file. `record` is [`set_up`]'s, where it is still there; without
-/// it only what names us goes.
+/// `daemon.json` without sublet; `None` if there is no such file. `record` is the one from [`set_up`], if it still
+/// exists. Without it only members that name sublet are removed.
 ///
 /// # Errors
-/// It is no JSON object, or what we put in is none any more.
+/// The file is no JSON object, or an added member is no longer what it was.
 pub fn undo(found: Option<&str>, record: Option<&str>) -> Result<Option<String>, SetupError> {
     let Some(found) = found else { return Ok(None) };
     if is_blank(found) {
         return Ok(Some(found.to_owned()));
     }
-    json::check(found)?;
+    json_edit::check(found)?;
     let known = record.is_some();
     let record = record.map_or(Ok(Record::default()), Record::parse)?;
-    let mut text = json::remove(found, &RUNTIME)?;
+    let mut text = json_edit::remove(found, &RUNTIME)?;
     if is_default(&text)? {
-        // Whoever wrote it: without the runtime dockerd would not start.
+        // Whoever set it: without the runtime dockerd would not start.
         text = put_back(&text, &DEFAULT, record.was(&DEFAULT))?;
     }
     if record.knows(&CDI) && has_cdi(&text)? {
@@ -129,18 +129,18 @@ pub fn undo(found: Option<&str>, record: Option<&str>) -> Result<Option<String>,
     }
     for parent in [&RUNTIME[..1], &CDI[..1]] {
         let ours = !known || record.made.contains(&parent.join("."));
-        if ours && json::is_empty(&text, parent)? {
-            text = json::remove(&text, parent)?;
+        if ours && json_edit::is_empty(&text, parent)? {
+            text = json_edit::remove(&text, parent)?;
         }
     }
-    json::check(&text)?;
-    if !json::is_empty(&text, &[])? {
+    json_edit::check(&text)?;
+    if !json_edit::is_empty(&text, &[])? {
         return Ok(Some(text));
     }
     Ok(if record.made_file { None } else { record.blank.or(Some(text)) })
 }
 
-/// dockerd takes a file of white space for one that says nothing (seen with `dockerd --validate`, 26.1).
+/// dockerd treats a file of white space as an empty configuration (seen with `dockerd --validate`, 26.1).
 fn is_blank(text: &str) -> bool {
     text.trim().is_empty()
 }
@@ -149,55 +149,55 @@ fn object(text: &str) -> &str {
     if is_blank(text) { EMPTY } else { text }
 }
 
-/// The program of the runtime sublet, where there is that runtime.
+/// The program of the runtime `sublet`, if that runtime exists.
 ///
 /// # Errors
-/// It is no JSON object.
+/// The file is no JSON object.
 pub fn runtime(text: &str) -> Result<Option<String>, SetupError> {
     let text = object(text);
-    json::check(text)?;
-    let path = json::get(text, &["runtimes", NAME, "path"])?;
+    json_edit::check(text)?;
+    let path = json_edit::get(text, &["runtimes", NAME, "path"])?;
     Ok(path.and_then(|path| serde_json::from_str(path).ok()))
 }
 
-/// The runtime of containers that name none, where one is set.
+/// The runtime of containers that name none, if it is set.
 ///
 /// # Errors
-/// A key that stands twice.
+/// A key occurs twice.
 pub(crate) fn default_runtime(text: &str) -> Result<Option<String>, SetupError> {
-    Ok(json::get(object(text), &DEFAULT)?.and_then(|value| serde_json::from_str(value).ok()))
+    Ok(json_edit::get(object(text), &DEFAULT)?.and_then(|value| serde_json::from_str(value).ok()))
 }
 
-/// Whether the daemon is to take CDI devices.
+/// Whether CDI devices are enabled.
 ///
 /// # Errors
-/// A key that stands twice.
+/// A key occurs twice.
 pub(crate) fn has_cdi(text: &str) -> Result<bool, SetupError> {
-    Ok(json::get(object(text), &CDI)? == Some("true"))
+    Ok(json_edit::get(object(text), &CDI)? == Some("true"))
 }
 
 fn is_default(text: &str) -> Result<bool, SetupError> {
     Ok(default_runtime(text)?.as_deref() == Some(NAME))
 }
 
-/// Whether sublet stands among the runtimes.
+/// Whether sublet is among the runtimes.
 ///
 /// # Errors
-/// It is no JSON object.
+/// The file is no JSON object.
 pub fn is_set_up(text: &str) -> Result<bool, SetupError> {
     let text = object(text);
-    json::check(text)?;
-    Ok(json::get(text, &RUNTIME)?.is_some())
+    json_edit::check(text)?;
+    Ok(json_edit::get(text, &RUNTIME)?.is_some())
 }
 
 fn put_back(text: &str, path: &[&str], was: Option<&str>) -> Result<String, SetupError> {
     match was {
-        Some(value) => json::set(text, path, value),
-        None => json::remove(text, path),
+        Some(value) => json_edit::set(text, path, value),
+        None => json_edit::remove(text, path),
     }
 }
 
-/// Whether two JSON texts say the same.
+/// Whether two JSON texts have the same value.
 fn same(one: &str, other: &str) -> bool {
     let value = |text: &str| serde_json::from_str::<serde_json::Value>(text).ok();
     value(one).is_some() && value(one) == value(other)
@@ -309,7 +309,7 @@ mod tests {
         let found = r#"{ "default-runtime": "sublet", "features": { "cdi": true } }"#;
         assert_eq!(set_up(Some(found), None, &wish()), Err(SetupError::Orphan));
         let (text, record) = set_up(Some(r#"{"default-runtime": "kata"}"#), None, &all()).unwrap();
-        let torn = json::remove(&text, &["runtimes"]).unwrap();
+        let torn = json_edit::remove(&text, &["runtimes"]).unwrap();
         assert_eq!(set_up(Some(&torn), Some(&record), &all()), Err(SetupError::Orphan));
         let mended = undo(Some(&torn), Some(&record)).unwrap();
         assert_eq!(mended.as_deref(), Some(r#"{"default-runtime": "kata"}"#), "what the message says to do");
@@ -324,7 +324,7 @@ mod tests {
         assert_eq!(set_up(Some(twice), None, &wish()), Err(SetupError::Twice("default-runtime".into())));
     }
 
-    /// A JSON object as people write it: any keys in any order, any white space.
+    /// A JSON object as people write it: keys in any order, any white space.
     fn file() -> impl Strategy<Value = String> {
         let space = || "[ \t\n]{0,4}";
         let scalar = prop_oneof![

@@ -6,8 +6,8 @@
 pub mod containerd;
 pub mod crio;
 pub mod docker;
-pub mod files;
-mod json;
+pub mod engine_files;
+mod json_edit;
 pub mod podman;
 
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use std::path::PathBuf;
 /// The runtime's name in every engine.
 pub const NAME: &str = "sublet";
 
-/// What an engine is to be told.
+/// What is to be configured.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wish {
     /// Absolute path of `sublet-runtime`.
@@ -28,72 +28,72 @@ pub struct Wish {
     pub cdi: bool,
 }
 
-/// Why a configuration is not edited. It is as it was.
+/// Why a configuration was not edited. It is unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SetupError {
-    /// Half written, with comments where there are none, or something else.
+    /// The file is incomplete, has comments that its language does not allow, or is something else.
     #[error("it is not valid {language} ({why}): correct it, then try again; nothing was changed")]
     Unparsable {
         /// `JSON` or `TOML`.
         language: &'static str,
-        /// The parser's words, with the line.
+        /// The parser's message, with the line.
         why: String,
     },
-    /// Valid, but not what the engine would take.
+    /// The file is valid, but the engine would not accept it.
     #[error("{what} is {found}, not {expected}: correct it, then try again; nothing was changed")]
     Shape {
         /// The key.
         what: String,
-        /// What it is.
+        /// The type that was found.
         found: &'static str,
-        /// What it should be.
+        /// The type that is needed.
         expected: &'static str,
     },
-    /// Another runtime registered under sublet's name.
+    /// Another runtime is registered under sublet's name.
     #[error("{what} already exists and differs from what sublet writes: remove it, then try again")]
     Taken {
         /// The key.
         what: String,
     },
-    /// Docker's default runtime is of our name, without the runtime: dockerd does not start with that.
+    /// Docker's default runtime is `sublet`, but the runtime is not defined: dockerd does not start with that.
     #[error(
         "default-runtime is sublet, which is not among the runtimes: remove it with `sublet setup docker \
          --undo`, then try again; nothing was changed"
     )]
     Orphan,
-    /// A key stands twice.
+    /// A key occurs twice.
     #[error("{0} occurs twice: remove one, then try again; nothing was changed")]
     Twice(String),
-    /// containerd's first format, or none named.
+    /// containerd's first format, or a file without a version.
     #[error(
         "its version is not 2 or 3 (a file without `version` is version 1): `containerd config migrate` \
          prints it in the current version; nothing was changed"
     )]
     Version,
-    /// Tables written in a way that takes no further lines.
+    /// The tables are written in a way that takes no further lines.
     #[error(
         "it cannot be edited line by line ({why}): are there inline tables or dotted keys? Write them as \
          [tables]; nothing was changed"
     )]
     Inline {
-        /// What the parser said of the result.
+        /// The parser's message about the result.
         why: String,
     },
-    /// Somebody has edited what a setup put in.
+    /// What a setup added has been edited.
     #[error("what `sublet setup` added has been changed since: {why}; nothing was changed")]
     Altered {
-        /// What is different, and what to do.
+        /// What differs, and what to do.
         why: String,
     },
-    /// The drop-in's name is taken.
+    /// The drop-in's name is taken by another file.
     #[error("it was not written by `sublet setup`: remove or rename it, then try again; nothing was changed")]
     Foreign,
-    /// A path that the file's language cannot hold.
+    /// The path cannot be written in the file's language.
     #[error("the path {0} has characters that cannot be written into this file: install sublet elsewhere")]
     Path(String),
 }
 
-/// `path` as a string in double quotes, which JSON and TOML read alike.
+/// `path` as a string in double quotes, which JSON and TOML read in the same way.
 fn quoted(path: &std::path::Path) -> Result<String, SetupError> {
     let plain = path.to_str().filter(|text| !text.chars().any(|c| c.is_control() || matches!(c, '"' | '\\')));
     plain
@@ -101,7 +101,7 @@ fn quoted(path: &std::path::Path) -> Result<String, SetupError> {
         .ok_or_else(|| SetupError::Path(sublet_core::text::safe(&path.to_string_lossy())))
 }
 
-/// A TOML file.
+/// Parses a TOML file.
 fn toml(text: &str) -> Result<toml::Table, SetupError> {
     toml::from_str(text).map_err(no_toml)
 }
@@ -110,20 +110,21 @@ fn no_toml(error: impl std::fmt::Display) -> SetupError {
     SetupError::Unparsable { language: "TOML", why: first_line(error) }
 }
 
-/// The parser's words, without the picture of the line below them.
+/// The first line of the parser's message, without the excerpt below it.
 fn first_line(error: impl std::fmt::Display) -> String {
     sublet_core::text::safe(error.to_string().lines().next().unwrap_or_default())
 }
 
-/// A drop-in of our own after the undo: none. One that we did not write is left alone.
+/// Checks that the drop-in is sublet's; after the undo there is none. A drop-in that sublet did not write is left
+/// alone.
 ///
 /// # Errors
-/// It is somebody else's.
+/// Another program wrote the file.
 pub(crate) fn undo_drop_in(found: Option<&str>) -> Result<Option<String>, SetupError> {
     own_drop_in(found).map(|()| None)
 }
 
-/// Whether the drop-in that is there, if any, is ours.
+/// Whether an existing drop-in was written by sublet.
 fn own_drop_in(found: Option<&str>) -> Result<(), SetupError> {
     match found {
         Some(text) if !(text.starts_with(DROP_IN) || text.starts_with(PACKAGED)) => Err(SetupError::Foreign),
@@ -131,19 +132,19 @@ fn own_drop_in(found: Option<&str>) -> Result<(), SetupError> {
     }
 }
 
-/// How a drop-in ends whose directory a setup has made.
+/// How a drop-in ends if a setup created its directory.
 pub(crate) const MADE_DIRECTORY: &str = "# Its directory was made for it.\n";
 
-/// Whether the directory of the drop-in `text` goes with it, where nothing else is in it.
+/// Whether the directory of the drop-in `text` is removed with it if it is empty.
 #[must_use]
 pub(crate) fn made_directory(text: &str) -> bool {
     text.ends_with(MADE_DIRECTORY)
 }
 
-/// How a drop-in of ours begins.
+/// How sublet's drop-in begins.
 const DROP_IN: &str = "# Written by `sublet setup";
 
-/// How the one begins that the package sublet-podman brings (hooks/containers.conf).
+/// How the drop-in of the package sublet-podman begins (hooks/containers.conf).
 const PACKAGED: &str = "# sublet's drop-in for Podman";
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Podman: a drop-in of our own in `containers.conf.d` (containers.conf(5)).
+//! Podman: sublet's own drop-in in `containers.conf.d` (containers.conf(5)).
 //!
 //! A list in a drop-in replaces those of earlier files, and Podman before 4.8 cannot append. So this drop-in
 //! repeats the lists of the other files.
@@ -7,15 +7,15 @@ use toml::Value;
 
 use super::{DROP_IN, NAME, SetupError, Wish, own_drop_in, quoted, toml as parsed};
 
-/// Podman's own (containers.conf(5)).
+/// Podman's default (containers.conf(5)).
 const HOOKS_DIRS: [&str; 1] = ["/usr/share/containers/oci/hooks.d"];
 const JSON_RUNTIMES: [&str; 6] = ["crun", "runc", "kata", "runsc", "youki", "krun"];
 
-/// The drop-in; `found` is what stands under its name now, `weaker` the texts of the files that Podman reads
-/// before it, weakest first.
+/// The drop-in. `found` is the current text under its name, `weaker` the texts of the files that Podman reads before
+/// it, weakest first.
 ///
 /// # Errors
-/// It is somebody else's, or a weaker file is no TOML.
+/// Another program wrote the drop-in, or a weaker file is no TOML.
 pub fn set_up(found: Option<&str>, weaker: &[String], wish: &Wish) -> Result<String, SetupError> {
     own_drop_in(found)?;
     let (mut hooks, mut json) =
@@ -40,7 +40,7 @@ pub fn set_up(found: Option<&str>, weaker: &[String], wish: &Wish) -> Result<Str
     ))
 }
 
-/// Puts the strings of `[engine] KEY` in place of `list`, or behind them where it says `{append=true}`.
+/// Replaces `list` with the strings of `[engine] KEY`, or appends them if the file says `{append=true}`.
 pub(crate) fn merge(list: &mut Vec<String>, file: &toml::Table, key: &str) {
     let Some(Value::Array(values)) = file.get("engine").and_then(|engine| engine.get(key)) else { return };
     let append = values.iter().any(|value| value.get("append").and_then(Value::as_bool) == Some(true));

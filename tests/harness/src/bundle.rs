@@ -18,12 +18,12 @@ pub struct Bundle<'a> {
     pub dir: PathBuf,
     /// config.json as the engine writes it.
     pub spec: Value,
-    /// Without the shim: the low-level runtime itself is called.
+    /// Whether the low-level runtime is called directly, without the shim.
     pub plain: bool,
     pub(crate) world: &'a World,
 }
 
-/// What a command of the runtime came to.
+/// The result of a runtime command.
 #[derive(Debug)]
 pub struct Finished {
     /// Exit code 0.
@@ -37,7 +37,7 @@ pub struct Finished {
 }
 
 impl Finished {
-    /// What an ended command came to.
+    /// The result of a command that has ended.
     #[must_use]
     pub fn of(output: &Output) -> Self {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -49,7 +49,7 @@ impl Finished {
         }
     }
 
-    /// Standard output as JSON lines; other lines are passed over.
+    /// Standard output as JSON lines; other lines are skipped.
     #[must_use]
     pub fn json(&self) -> Vec<Value> {
         self.stdout.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
@@ -67,7 +67,7 @@ impl World {
             self.rootfs.clone_to(&rootfs);
         }
         let mut spec = spec(annotations, args);
-        // By default runtimes name the cgroup after the container, and worlds run side by side.
+        // By default runtimes name the cgroup after the container, and several worlds run at the same time.
         let world = self.dir.path().file_name().expect("a name").to_string_lossy();
         let path = if by_systemd() { format!("system.slice:{world}:{id}") } else { format!("/{world}-{id}") };
         spec["linux"]["cgroupsPath"] = json!(path);
@@ -88,7 +88,7 @@ impl World {
         command
     }
 
-    /// `sublet-runtime` with the global options an engine gives.
+    /// `sublet-runtime` with the global options that an engine gives.
     #[must_use]
     pub fn runtime(&self) -> Command {
         self.with_globals(self.command("sublet-runtime"))
@@ -96,7 +96,7 @@ impl World {
 }
 
 impl<'a> Bundle<'a> {
-    /// Where it lives.
+    /// The root filesystem.
     #[must_use]
     pub const fn world(&self) -> &'a World {
         self.world
@@ -108,7 +108,7 @@ impl<'a> Bundle<'a> {
         std::fs::write(self.dir.join("config.json"), text).expect("config.json is written");
     }
 
-    /// `create`; the container's output goes to a file of the bundle.
+    /// `create`; the container's output goes to a file in the bundle.
     #[must_use]
     pub fn create(&self) -> Finished {
         self.write();
@@ -148,7 +148,7 @@ impl<'a> Bundle<'a> {
         assert!(started.ok, "start {}: {}", self.id, started.stderr);
     }
 
-    /// `run` in the foreground, as `runc run` at a prompt.
+    /// `run` in the foreground, like `runc run` at a prompt.
     #[must_use]
     pub fn run(&self) -> Finished {
         self.write();
@@ -173,7 +173,7 @@ impl<'a> Bundle<'a> {
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
 
-    /// `exec` by a process file, as dockerd and health checks do: `environment` is all it has.
+    /// `exec` by a process file, as dockerd and health checks do; `environment` is the whole environment.
     #[must_use]
     pub fn exec_file(&self, args: &[&str], environment: &[&str]) -> Finished {
         let process = json!({"cwd": "/", "args": args, "env": environment, "user": {"uid": 0, "gid": 0},
@@ -218,7 +218,7 @@ impl<'a> Bundle<'a> {
         std::fs::read_to_string(self.dir.join("out")).unwrap_or_default()
     }
 
-    /// The first JSON line with this `event` that the container prints within ten seconds.
+    /// Waits up to ten seconds for the first JSON line with this `event` in the container's output.
     #[expect(clippy::must_use_candidate, reason = "often only waited for")]
     pub fn event(&self, event: &str) -> Value {
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -233,7 +233,7 @@ impl<'a> Bundle<'a> {
         }
     }
 
-    /// The container's first process, as the low-level runtime knows it.
+    /// The container's first process, according to the low-level runtime.
     #[must_use]
     pub fn pid(&self) -> i32 {
         let state = self.simple(&["state"]);
@@ -241,7 +241,7 @@ impl<'a> Bundle<'a> {
         i32::try_from(state["pid"].as_i64().expect("a pid")).expect("a pid")
     }
 
-    /// The shim, or the low-level runtime itself, with the global options an engine gives.
+    /// The shim or the low-level runtime, with the global options that an engine gives.
     #[must_use]
     pub fn runtime(&self) -> Command {
         if !self.plain {
@@ -256,7 +256,8 @@ impl<'a> Bundle<'a> {
         Finished::of(&command.output().expect("sublet-runtime runs"))
     }
 
-    /// The container keeps the standard output it is created with: a file, so that nobody waits for it.
+    /// The container keeps the standard output with which it is created. It is a file, so that no reader waits for its
+    /// end.
     pub(crate) fn detached(&self, mut command: Command) -> Finished {
         let open = |name: &str| File::create(self.dir.join(name)).expect("output file");
         command.stdin(Stdio::null()).stdout(open("out")).stderr(open("err"));
@@ -266,13 +267,13 @@ impl<'a> Bundle<'a> {
     }
 }
 
-/// Whether containers get their cgroups from systemd (`SUBLET_TEST_CGROUPS=systemd`).
+/// Whether systemd creates the containers' cgroups (`SUBLET_TEST_CGROUPS=systemd`).
 #[must_use]
 pub fn by_systemd() -> bool {
     std::env::var_os("SUBLET_TEST_CGROUPS").is_some_and(|value| value == "systemd")
 }
 
-/// Ends every container of `world`, however a test left it.
+/// Ends every container of `world`, whatever state a test left it in.
 pub(crate) fn remove_all(world: &World) {
     let Ok(entries) = std::fs::read_dir(world.dir.path().join("bundles")) else { return };
     for entry in entries.flatten() {
@@ -281,7 +282,7 @@ pub(crate) fn remove_all(world: &World) {
     }
 }
 
-/// A spec as Docker writes it, without what these tests have no use for.
+/// A spec as Docker writes it, without members that these tests do not use.
 fn spec(annotations: &[(&str, &str)], args: &[&str]) -> Value {
     let capabilities = [
         "CAP_CHOWN",

@@ -1,4 +1,4 @@
-//! A containerd of a test's own, in the root that tests/engines/enter gives.
+//! A containerd for one test, in the root that tests/engines/enter provides.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -15,17 +15,17 @@ use crate::killing::assert_no_daemons;
 use crate::processes::{in_cgroup, shims_of};
 use crate::world::{World, bin_dir, eventually};
 
-/// The one image, made of the world's minimal root filesystem; pods' sandboxes are made of it as well.
+/// The only image, made from the world's minimal root filesystem. Pod sandboxes use it too.
 pub const IMAGE: &str = "docker.io/library/probe:latest";
 
-/// Its table in containerd's configuration, of version 2.
+/// The CRI plugin's table in containerd's configuration, version 2.
 const CRI: &str = "plugins.\"io.containerd.grpc.v1.cri\"";
 
 /// containerd with `ctr`, and with the CRI ([`crate::cri`]).
 pub struct Containerd {
-    /// Driver, configuration, leases.
+    /// The driver, configuration and leases.
     pub world: World,
-    /// What `ctr` works in: runc's records and the cgroups of all containerds here lie side by side.
+    /// The namespace for `ctr`: runc's records and the cgroups of all containerds in this root are in the same place.
     pub namespace: String,
     daemon: Option<Child>,
     state: PathBuf,
@@ -33,7 +33,7 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    /// Starts it, and imports the image.
+    /// Starts containerd and imports the image.
     #[must_use]
     pub fn up(world: World) -> Self {
         let namespace = world.dir.path().file_name().expect("a name").to_string_lossy().into_owned();
@@ -51,9 +51,10 @@ impl Containerd {
         containerd
     }
 
-    /// docs/containerd.md for the programs under test, and a handler `unlisted` that passes no annotations.
+    /// Writes the settings of docs/containerd.md for the programs under test, and a handler `unlisted` that passes no
+    /// annotations.
     ///
-    /// overlayfs does not work on overlayfs, and not every machine's root may lower its `oom_score_adj`.
+    /// overlayfs does not work on overlayfs, and root may not lower `oom_score_adj` on every machine.
     fn write_settings(&self) {
         let dir = self.world.dir.path();
         let shim = bin_dir().join("sublet-runtime");
@@ -74,13 +75,13 @@ impl Containerd {
         std::fs::write(dir.join("containerd.toml"), text).expect("containerd.toml");
     }
 
-    /// Where it listens, for `ctr` and the CRI.
+    /// The socket's path, for `ctr` and the CRI.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.state.join("containerd.sock")
     }
 
-    /// Starts the daemon (again) and waits until it answers.
+    /// Starts the daemon, possibly again, and waits until it answers.
     pub fn start_daemon(&mut self) {
         let dir = self.world.dir.path();
         let log =
@@ -101,7 +102,7 @@ impl Containerd {
         }
     }
 
-    /// Ends the daemon in order (SIGTERM) or by SIGKILL; its shims and their containers live on.
+    /// Ends the daemon by SIGTERM or SIGKILL. Its shims and their containers live on.
     pub fn end_daemon(&mut self, signal: Signal) {
         let Some(mut daemon) = self.daemon.take() else { return };
         let _ = kill(Pid::from_raw(i32::try_from(daemon.id()).expect("a pid")), signal);
@@ -156,19 +157,19 @@ impl Containerd {
         finished.stdout.trim_end().to_owned()
     }
 
-    /// [`Self::ask`] for what it does.
+    /// Like [`Self::ask`], without the output.
     pub fn done(&self, arguments: &[&str]) {
         let _ = self.ask(arguments);
     }
 
-    /// The file that holds what the container `name` wrote.
+    /// The file with the container's output.
     fn output(&self, name: &str) -> PathBuf {
         self.world.dir.path().join(format!("{name}.log"))
     }
 
-    /// `ctr run` by sublet, not started yet.
+    /// `ctr run` with sublet, not started yet.
     ///
-    /// Without shares of the processor, which `ctr` gives by default: hybrid hosts have none in cgroup2.
+    /// Without CPU shares, which `ctr` sets by default: on hybrid hosts cgroup2 has no CPU controller.
     fn run_with(&self, name: &str, annotations: &[&str], options: &[&str], args: &[&str]) -> Command {
         let mut command = self.command();
         command.args(["run", "--snapshotter=native", "--cpu-shares=0"]);
@@ -183,13 +184,13 @@ impl Containerd {
         command
     }
 
-    /// `ctr run --detach` by sublet, not started yet.
+    /// `ctr run --detach` with sublet, not started yet.
     #[must_use]
     pub fn run_command(&self, name: &str, annotations: &[&str], options: &[&str], args: &[&str]) -> Command {
         self.run_with(name, annotations, &[options, &["--detach"]].concat(), args)
     }
 
-    /// `ctr run` by sublet, to its end.
+    /// `ctr run` with sublet, until it ends.
     #[must_use]
     pub fn attached(&self, name: &str, annotations: &[&str], options: &[&str], args: &[&str]) -> Finished {
         let mut command = self.run_with(name, annotations, options, args);
@@ -203,7 +204,7 @@ impl Containerd {
         Finished::of(&command.output().expect("ctr is installed"))
     }
 
-    /// [`Self::run`] of a process that holds a context, which must succeed; the container's id, which is its
+    /// [`Self::run`] of a process that holds a context. It must succeed. Returns the container's id, which is its
     /// name.
     #[must_use]
     pub fn hold(&self, name: &str, annotations: &[&str], options: &[&str]) -> String {
@@ -219,9 +220,9 @@ impl Containerd {
         self.cli(&[&["tasks", "exec", "--exec-id", &id, name], args].concat())
     }
 
-    /// [`Self::exec`] of a process that says something.
+    /// Like [`Self::exec`], for a process that prints something.
     ///
-    /// On a busy machine `ctr` loses the output of a process that ends at once: it is asked again then.
+    /// On a busy machine `ctr` loses the output of a process that ends at once, so the command is repeated.
     #[must_use]
     pub fn exec_heard(&self, name: &str, args: &[&str]) -> Finished {
         let mut said = self.exec(name, args);
@@ -234,25 +235,24 @@ impl Containerd {
         said
     }
 
-    /// What `cuda-probe info` says in a process that comes by `ctr tasks exec`, behind the words of
-    /// `before`.
+    /// The output of `cuda-probe info` in a process started by `ctr tasks exec`, with the prefix command `before`.
     #[must_use]
     pub fn exec_info(&self, name: &str, before: &[&str]) -> Value {
         let said = self.exec_heard(name, &[before, &["cuda-probe", "info"]].concat());
         said.json().into_iter().next().unwrap_or_else(|| panic!("no info: {said:?}"))
     }
 
-    /// What the container wrote.
+    /// The container's output.
     #[must_use]
     pub fn written(&self, name: &str) -> String {
         std::fs::read_to_string(self.output(name)).unwrap_or_default()
     }
 
-    /// The first line of this `event` in what the container wrote, waited for.
+    /// Waits for the first line with this `event` in the container's output.
     #[must_use]
     pub fn event(&self, name: &str, event: &str) -> Value {
         let text = || self.written(name);
-        // The CRI's logs have the time, the stream and a tag before it.
+        // In the CRI's logs the time, the stream and a tag come first.
         let json = |line: &str| serde_json::from_str::<Value>(&line[line.find('{')?..]).ok();
         let found = || text().lines().filter_map(json).find(|line| line["event"] == event);
         assert!(eventually(|| found().is_some()), "{name} wrote no {event}: {:?}", text());
@@ -277,13 +277,13 @@ impl Containerd {
         self.tasks().into_iter().find(|task| task.0 == name).expect("a task").1
     }
 
-    /// Ends the container's processes, and forgets the container.
+    /// Ends the container's processes and removes the container.
     pub fn remove(&self, name: &str) {
         let _ = self.cli(&["tasks", "rm", "--force", name]);
         self.done(&["containers", "rm", name]);
     }
 
-    /// config.json as the runtime was given it; only while the container exists there.
+    /// config.json as the runtime received it; only while the container exists.
     #[must_use]
     pub fn config(&self, id: &str) -> String {
         let bundle = self.state.join("io.containerd.runtime.v2.task").join(&self.namespace).join(id);
@@ -296,13 +296,13 @@ impl Containerd {
         self.world.leases().into_iter().find(|lease| lease["container_id"] == id)
     }
 
-    /// Every process in the cgroup of the container `name`, which `ctr` calls `/NAMESPACE/NAME`.
+    /// Every process in the cgroup of the container `name`, which is `/NAMESPACE/NAME` for `ctr`.
     #[must_use]
     pub fn processes_of(&self, name: &str) -> Vec<Pid> {
         in_cgroup(&format!("/{}/{name}", self.namespace))
     }
 
-    /// No lease, no daemon, no shim, no mount is left.
+    /// Checks that no lease, daemon, shim or mount is left.
     #[track_caller]
     pub fn assert_ended(&self) {
         let leases = || self.world.leases();
@@ -310,11 +310,11 @@ impl Containerd {
         assert_no_daemons(&self.world, "at the end");
         self.world.assert_empty();
         assert!(eventually(|| self.shims().is_empty()), "shims are left");
-        // containerd unmounts what a killed shim left in its own time.
+        // containerd unmounts what a killed shim left at some later time.
         assert!(eventually(|| self.mounts().is_empty()), "mounts are left: {}", self.mounts().join("\n"));
     }
 
-    /// Lines of mounts of the driver's files and of root filesystems.
+    /// The mountinfo lines of driver files and root filesystems.
     fn mounts(&self) -> Vec<String> {
         let driver = self.world.driver_root.as_ref().expect("simulated").display().to_string();
         let tasks = self.state.join("io.containerd.runtime.v2.task").display().to_string();
@@ -323,7 +323,7 @@ impl Containerd {
         mounts.lines().filter(is_left).map(str::to_owned).collect()
     }
 
-    /// Nothing is left: [`Self::assert_ended`], and no mount point of ours in any snapshot.
+    /// Checks that nothing is left: [`Self::assert_ended`], and no mount point of sublet's in any snapshot.
     #[track_caller]
     pub fn assert_empty(&self) {
         self.assert_ended();
@@ -335,7 +335,7 @@ impl Containerd {
         assert_eq!(String::from_utf8_lossy(&found.stdout), "", "mount points are left");
     }
 
-    /// The image as `docker save` writes it (moby, image/spec/v1.2.md).
+    /// The image in the format of `docker save` (moby, image/spec/v1.2.md).
     fn archive(&self) -> PathBuf {
         let dir = self.world.dir.path().join("image");
         std::fs::create_dir(&dir).expect("a directory");
@@ -370,7 +370,7 @@ impl Containerd {
     }
 }
 
-/// A runtime handler.
+/// The table of a runtime handler.
 fn handler(name: &str, program: &Path, further: &str) -> String {
     format!(
         "[{CRI}.containerd.runtimes.{name}]\nruntime_type = \"io.containerd.runc.v2\"\n{further}\

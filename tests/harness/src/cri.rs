@@ -1,4 +1,4 @@
-//! Pods of a [`Containerd`], by the Kubernetes CRI.
+//! Pods of a [`Containerd`], started through the Kubernetes CRI.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -8,16 +8,16 @@ use serde_json::Value;
 use crate::bundle::Finished;
 use crate::containerd::{Containerd, IMAGE};
 
-/// A pod that runs.
+/// A running pod.
 pub struct Pod {
     /// Its sandbox's id.
     pub id: String,
-    /// Its `PodSandboxConfig`, which each of its containers is made with.
+    /// Its `PodSandboxConfig`, which every `CreateContainer` repeats.
     config: String,
 }
 
 impl Containerd {
-    /// One call, request and answer in protobuf's text format.
+    /// One call, with request and answer in protobuf's text format.
     #[must_use]
     pub fn cri(&self, method: &str, request: &str) -> Finished {
         let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engines/cri");
@@ -36,12 +36,12 @@ impl Containerd {
         finished.stdout
     }
 
-    /// [`Self::cri_ask`] for what it does.
+    /// Like [`Self::cri_ask`], without the answer.
     pub fn cri_done(&self, method: &str, request: &str) {
         let _ = self.cri_ask(method, request);
     }
 
-    /// `RunPodSandbox` with this runtime handler, on the host's network: that needs no CNI.
+    /// `RunPodSandbox` with this runtime handler, on the host's network, which needs no CNI.
     #[must_use]
     pub fn run_pod(&self, name: &str, handler: &str, annotations: &[&str]) -> Pod {
         let config = format!(
@@ -55,10 +55,10 @@ impl Containerd {
         Pod { id, config }
     }
 
-    /// `CreateContainer` and `StartContainer`, which may be refused; the container's id.
+    /// `CreateContainer` and `StartContainer`, which may be refused; returns the container's id.
     ///
     /// # Errors
-    /// What the CRI answers.
+    /// The CRI's error message.
     pub fn run_in_pod(
         &self,
         pod: &Pod,
@@ -79,7 +79,7 @@ impl Containerd {
         if started.ok { Ok(id) } else { Err(started.stderr) }
     }
 
-    /// What `cuda-probe info` says in a process that comes by `ExecSync`, behind the words of `before`.
+    /// The output of `cuda-probe info` in a process started by `ExecSync`, with the prefix command `before`.
     #[must_use]
     pub fn exec_sync_info(&self, container: &str, before: &[&str]) -> Value {
         let words = [before, &["cuda-probe", "info"]].concat();
@@ -88,7 +88,7 @@ impl Containerd {
         serde_json::from_str(&field(&answer, "stdout")).unwrap_or_else(|_| panic!("no info: {answer}"))
     }
 
-    /// `StopContainer`, which gives it no time.
+    /// `StopContainer` without a grace period.
     pub fn stop_in_pod(&self, container: &str) {
         self.cri_done("StopContainer", &format!("container_id: {container:?} timeout: 0"));
     }
@@ -100,10 +100,10 @@ impl Containerd {
         }
     }
 
-    /// [`Self::remove_pod`] for all there are, as far as it goes.
+    /// [`Self::remove_pod`] for all pods; failures are ignored.
     pub(crate) fn remove_pods(&self) {
         let listed = self.cri("ListPodSandbox", "").stdout;
-        // Members of a `PodSandbox`, two deep in the answer.
+        // The ids are members of a `PodSandbox`, two levels deep in the answer.
         for id in listed.lines().filter_map(|line| line.strip_prefix("  id: \"")?.strip_suffix('"')) {
             for method in ["StopPodSandbox", "RemovePodSandbox"] {
                 let _ = self.cri(method, &format!("pod_sandbox_id: {id:?}"));
@@ -120,7 +120,7 @@ fn entries(annotations: &[&str]) -> String {
     annotations.iter().map(entry).collect()
 }
 
-/// A string of `answer`: what `protoc --decode` escapes in our texts, JSON does alike.
+/// A string of `answer`. JSON escapes the characters in these texts as `protoc --decode` does.
 fn field(answer: &str, name: &str) -> String {
     let start = format!("{name}: ");
     let quoted = answer.lines().find_map(|line| line.strip_prefix(&start));

@@ -1,4 +1,4 @@
-//! A dockerd of a test's own, in the root that tests/engines/enter gives.
+//! A dockerd for one test, in the root that tests/engines/enter provides.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -13,19 +13,19 @@ use crate::bundle::{Finished, by_systemd};
 use crate::processes::{in_cgroup, is_alive, shims_of};
 use crate::world::{World, bin_dir, eventually};
 
-/// The one image, made of the world's minimal root filesystem.
+/// The only image, made from the world's minimal root filesystem.
 pub const IMAGE: &str = "probe";
 
-/// A daemon with `sublet` among its runtimes.
+/// A dockerd with the runtime `sublet`.
 pub struct Docker {
-    /// Driver, configuration, leases.
+    /// The driver, configuration and leases.
     pub world: World,
     daemon: Option<Child>,
     run: PathBuf,
 }
 
-/// The daemons need a machine of their own, as tests/engines/enter gives it. Elsewhere the tests say that
-/// they were skipped.
+/// Whether to skip the test: daemons need a machine of their own, which tests/engines/enter provides. Prints that the
+/// test was skipped.
 #[must_use]
 pub fn skip_unless_engines() -> bool {
     let inside = Path::new("/.sublet-root").exists();
@@ -36,10 +36,10 @@ pub fn skip_unless_engines() -> bool {
 }
 
 impl Docker {
-    /// Starts a daemon; `settings` go over the daemon.json that the tests have in common.
+    /// Starts a dockerd; `settings` override the daemon.json that all tests share.
     ///
-    /// Its run directory is named through /var/run, as Docker's own is: bundles come by that path, while
-    /// runc tells hooks the real one.
+    /// Its run directory is named through /var/run, like Docker's own: bundles come with that path, while runc tells
+    /// hooks the real one.
     #[must_use]
     pub fn up(world: World, settings: &Value) -> Self {
         let name = world.dir.path().file_name().expect("a name").to_owned();
@@ -78,7 +78,7 @@ impl Docker {
         self.run.join("docker.sock")
     }
 
-    /// Starts the daemon (again) and waits until it answers.
+    /// Starts the daemon, possibly again, and waits until it answers.
     pub fn start_daemon(&mut self) {
         let dir = self.world.dir.path();
         let log = || File::options().append(true).create(true).open(dir.join("dockerd.log")).expect("a log");
@@ -100,13 +100,13 @@ impl Docker {
         }
     }
 
-    /// Has the daemon read its settings again, with these over them: `systemctl reload docker`.
+    /// Makes the daemon read its settings again, with these overriding them: `systemctl reload docker`.
     pub fn reload(&self, settings: &Value) {
         self.write_settings(settings);
         self.hang_up();
     }
 
-    /// Has the daemon read its settings again as they are.
+    /// Makes the daemon read its unchanged settings again.
     pub fn hang_up(&self) {
         let daemon = self.daemon.as_ref().expect("it runs");
         kill(Pid::from_raw(i32::try_from(daemon.id()).expect("a pid")), Signal::SIGHUP).expect("SIGHUP");
@@ -118,7 +118,7 @@ impl Docker {
         self.start_daemon();
     }
 
-    /// Ends the daemon in order (SIGTERM) or by SIGKILL, which takes its containerd with it.
+    /// Ends the daemon by SIGTERM or SIGKILL; its containerd ends with it.
     pub fn end_daemon(&mut self, signal: Signal) {
         let Some(mut daemon) = self.daemon.take() else { return };
         let containerd = self.containerd();
@@ -127,7 +127,7 @@ impl Docker {
         assert!(eventually(|| !containerd.is_some_and(is_alive)), "containerd lives on");
     }
 
-    /// [`Self::end_daemon`] and every containerd-shim of this daemon: as when the machine's engine is gone.
+    /// [`Self::end_daemon`], and every containerd-shim of this daemon, as if the whole engine had been killed.
     pub fn kill_engine(&mut self) {
         self.end_daemon(Signal::SIGKILL);
         for shim in self.shims() {
@@ -177,12 +177,12 @@ impl Docker {
         finished.stdout.trim_end().to_owned()
     }
 
-    /// [`Self::ask`] for what it does.
+    /// Like [`Self::ask`], without the output.
     pub fn done(&self, arguments: &[&str]) {
         let _ = self.ask(arguments);
     }
 
-    /// `docker run -d` by the runtime `sublet`, which may fail.
+    /// `docker run -d` with the runtime `sublet`, which may fail.
     #[must_use]
     pub fn run(&self, name: &str, annotations: &[&str], options: &[&str], args: &[&str]) -> Finished {
         let mut all = vec!["run", "-d", "--name", name, "--network=none", "--runtime=sublet"];
@@ -193,7 +193,7 @@ impl Docker {
         self.cli(&all)
     }
 
-    /// [`Self::run`] of a process that holds a context, which must succeed; the container's id.
+    /// [`Self::run`] of a process that holds a context. It must succeed. Returns the container's id.
     #[must_use]
     pub fn hold(&self, name: &str, annotations: &[&str], options: &[&str]) -> String {
         let started = self.run(name, annotations, options, &["cuda-probe", "hold", "600"]);
@@ -201,8 +201,8 @@ impl Docker {
         started.stdout.trim_end().to_owned()
     }
 
-    /// `docker run -d` of a CDI device by a runtime of its own choice, which may fail. The specification is
-    /// the world's (`generate_cdi`).
+    /// `docker run -d` with a CDI device, which may fail; `options` may name a runtime. The CDI specification is the
+    /// world's (`generate_cdi`).
     #[must_use]
     pub fn run_cdi(&self, name: &str, device: &str, options: &[&str], args: &[&str]) -> Finished {
         let mut all = vec!["run", "-d", "--name", name, "--network=none", "--device", device];
@@ -212,7 +212,7 @@ impl Docker {
         self.cli(&all)
     }
 
-    /// [`Self::run_cdi`] of a process that holds a context, which must succeed; the container's id.
+    /// [`Self::run_cdi`] of a process that holds a context. It must succeed. Returns the container's id.
     #[must_use]
     pub fn hold_cdi(&self, name: &str, device: &str, options: &[&str]) -> String {
         let started = self.run_cdi(name, device, options, &["cuda-probe", "hold", "600"]);
@@ -220,14 +220,14 @@ impl Docker {
         started.stdout.trim_end().to_owned()
     }
 
-    /// What `cuda-probe info` says in a process that comes by `docker exec`, behind the words of `before`.
+    /// The output of `cuda-probe info` in a process started by `docker exec`, with the prefix command `before`.
     #[must_use]
     pub fn exec_info(&self, name: &str, before: &[&str]) -> Value {
         let finished = self.cli(&[&["exec", name], before, &["cuda-probe", "info"]].concat());
         finished.json().into_iter().next().unwrap_or_else(|| panic!("no info: {finished:?}"))
     }
 
-    /// The first line of this `event` in the container's log, waited for.
+    /// Waits for the first line with this `event` in the container's log.
     #[must_use]
     pub fn event(&self, name: &str, event: &str) -> Value {
         let found = || self.cli(&["logs", name]).json().into_iter().find(|line| line["event"] == event);
@@ -239,7 +239,7 @@ impl Docker {
         found().expect("it was there")
     }
 
-    /// A member of `docker inspect`, as `State.Pid`.
+    /// A member of `docker inspect`, such as `State.Pid`.
     #[must_use]
     pub fn inspect(&self, name: &str, member: &str) -> String {
         self.ask(&["inspect", "--format", &format!("{{{{json .{member}}}}}"), name])
@@ -251,7 +251,7 @@ impl Docker {
         Pid::from_raw(self.inspect(name, "State.Pid").parse().expect("a pid"))
     }
 
-    /// config.json as the runtime was given it; only while the container exists there.
+    /// config.json as the runtime received it; only while the container exists.
     #[must_use]
     pub fn config(&self, id: &str) -> String {
         let bundle = self.run.join("containerd/daemon/io.containerd.runtime.v2.task/moby").join(id);
@@ -270,8 +270,8 @@ impl Docker {
         in_cgroup(id)
     }
 
-    /// Whether a process lives in the cgroup of the container `id`; the kernel counts one that died a moment
-    /// ago in.
+    /// Whether a process lives in the cgroup of the container `id`. The kernel still counts one that ended a moment
+    /// ago.
     #[must_use]
     pub fn is_populated(&self, id: &str) -> bool {
         let events = Path::new("/sys/fs/cgroup/docker").join(id).join("cgroup.events");
@@ -279,7 +279,7 @@ impl Docker {
         populated || !self.processes_of(id).is_empty()
     }
 
-    /// The image: `docker import` of the world's root filesystem.
+    /// Creates the image by `docker import` of the world's root filesystem.
     fn import(&self) -> Finished {
         let tar = self.world.dir.path().join("image.tar");
         self.world.rootfs.archive(&tar);

@@ -1,5 +1,5 @@
-//! What frameworks make of a container's environment, as their own sources have it (docs/recipes.md, "What the
-//! frameworks read"): the names that they refuse together, and the values that they cannot read.
+//! How frameworks read a container's environment, by their own source code (docs/recipes.md, "What the frameworks
+//! read"): combinations of names that they refuse, and values that they cannot read.
 
 /// What a framework would refuse in `env` (`NAME=value`), one line each.
 #[must_use]
@@ -11,8 +11,8 @@ pub fn refusals(env: &[String]) -> Vec<String> {
     [jax(&of), ordinals(&of), mps(&of), triton(&of), twice(env)].into_iter().flatten().collect()
 }
 
-/// `generate_pjrt_gpu_plugin_options` in `jaxlib/xla_client.py`: both names are a `ValueError` since 0.4.33, and
-/// the value goes through `float`. Before that only the older name is read.
+/// `generate_pjrt_gpu_plugin_options` in `jaxlib/xla_client.py`: having both names is a `ValueError` since 0.4.33, and
+/// the value is converted by `float`. Earlier versions read only the older name.
 fn jax<'a>(of: &impl Fn(&str) -> &'a str) -> Option<String> {
     let (new, old) = (of("XLA_CLIENT_MEM_FRACTION"), of("XLA_PYTHON_CLIENT_MEM_FRACTION"));
     if !new.is_empty() && !old.is_empty() {
@@ -23,7 +23,7 @@ fn jax<'a>(of: &impl Fn(&str) -> &'a str) -> Option<String> {
     bad.map(|text| format!("JAX: {text} is no fraction"))
 }
 
-/// vLLM does `int()` on each of `CUDA_VISIBLE_DEVICES`, where it names no MIG device.
+/// vLLM calls `int()` on each entry of `CUDA_VISIBLE_DEVICES`, unless it names a MIG device.
 fn ordinals<'a>(of: &impl Fn(&str) -> &'a str) -> Option<String> {
     let visible = of("CUDA_VISIBLE_DEVICES");
     let bad = visible.split(',').find(|text| !text.starts_with("MIG-") && text.parse::<u32>().is_err());
@@ -31,7 +31,7 @@ fn ordinals<'a>(of: &impl Fn(&str) -> &'a str) -> Option<String> {
         .map(|text| format!("vLLM: int({text:?})"))
 }
 
-/// The driver drops every limit for one entry that it cannot use (docs/evidence, 2026-11-21-h200-mps.md).
+/// If the driver cannot use one entry, it drops all limits (docs/evidence, 2026-11-21-h200-mps.md).
 fn mps<'a>(of: &impl Fn(&str) -> &'a str) -> Option<String> {
     let limit = of("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT");
     let is_one = |text: &str| {
@@ -41,14 +41,14 @@ fn mps<'a>(of: &impl Fn(&str) -> &'a str) -> Option<String> {
     (!limit.is_empty() && !is_one(limit)).then(|| format!("MPS: {limit} drops every limit"))
 }
 
-/// `libcuda_dirs` in triton/backends/nvidia/driver.py takes it as one directory, for `-L`.
+/// `libcuda_dirs` in triton/backends/nvidia/driver.py uses the value as a single directory for `-L`.
 fn triton<'a>(of: &impl Fn(&str) -> &'a str) -> Option<String> {
     let dir = of("TRITON_LIBCUDA_PATH");
     let is_one = dir.starts_with('/') && !dir.contains(':');
     (!dir.is_empty() && !is_one).then(|| format!("Triton: {dir} is no directory"))
 }
 
-/// Which of two entries counts differs from program to program.
+/// If a name occurs twice, programs differ in which entry they use.
 fn twice(env: &[String]) -> Option<String> {
     let name = |entry: &String| entry.split('=').next().unwrap_or_default().to_owned();
     let is_again = |at: usize| env[..at].iter().any(|entry| name(entry) == name(&env[at]));

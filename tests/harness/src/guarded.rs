@@ -1,5 +1,5 @@
-//! Containers beside the guard of `sublet serve`: what they run, what it wrote down, and a neighbour who must not
-//! notice; and what its looks cost.
+//! Containers under the guard of `sublet serve`: what they run, what the guard recorded, a neighbouring container that
+//! must not be affected, and the cost of the guard's checks.
 
 use std::ffi::c_uint;
 use std::time::{Duration, Instant};
@@ -12,15 +12,15 @@ use serde_json::{Value, json};
 use crate::bundle::Bundle;
 use crate::user::Host;
 
-/// Limits gone by one bad value (docs/evidence).
+/// One invalid value makes the driver drop all limits (docs/evidence).
 pub const SPOIL: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage";
-/// Away from MPS: neither the variable nor the default place leads to a server.
+/// Leaves MPS: neither the variable nor the default place leads to a server.
 pub const LEAVE: &str = "CUDA_MPS_PIPE_DIRECTORY=/nowhere";
-/// What each asks for; 25 % of an H200 are 32 SMs.
+/// The share of each container; 25 % of an H200 are 32 SMs.
 pub const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "4GiB")];
 
 impl Host {
-    /// A container with [`SHARE`] that waits, and in it the commands of a shell.
+    /// A container with [`SHARE`] that runs the commands of `script` in a shell and then waits.
     #[must_use]
     pub fn waiting(&self, id: &str, script: &str) -> Bundle<'_> {
         let script = format!("{script}\nwait; exec sleep 600");
@@ -29,7 +29,7 @@ impl Host {
         bundle
     }
 
-    /// What the guard did, as it wrote it down: a command of ours would put its ledger right on the way.
+    /// What the guard recorded. It is read from the file, because a sublet command would first correct the ledger.
     #[must_use]
     pub fn events(&self) -> Vec<Value> {
         let text = std::fs::read(self.world.state_dir().join("guard.json")).unwrap_or_default();
@@ -37,13 +37,13 @@ impl Host {
         book["events"].as_array().cloned().unwrap_or_default()
     }
 
-    /// The first of them about `offence`.
+    /// The first recorded event of `offence`.
     #[must_use]
     pub fn event(&self, offence: &str) -> Option<Value> {
         self.events().into_iter().find(|event| event["offence"] == offence)
     }
 
-    /// A container that keeps to its share all the while.
+    /// A container that stays within its share all the time.
     #[must_use]
     pub fn neighbour(&self) -> Neighbour<'_> {
         let args = ["/usr/bin/cuda-probe", "hold", "120"];
@@ -54,21 +54,21 @@ impl Host {
     }
 }
 
-/// How many of a container's processes are CUDA programs.
+/// The number of CUDA programs among a container's processes.
 #[must_use]
 pub fn probes(bundle: &Bundle<'_>) -> usize {
     let seen = bundle.exec(&["/bin/sh", "-c", "cat /proc/[0-9]*/comm"]);
     seen.stdout.lines().filter(|name| *name == "cuda-probe").count()
 }
 
-/// Somebody who is to notice nothing.
+/// A neighbouring container that must not be affected.
 pub struct Neighbour<'a> {
     host: &'a Host,
     bundle: Bundle<'a>,
 }
 
 impl Neighbour<'_> {
-    /// Its program runs on, and its next one gets what the first got; then it goes.
+    /// Checks that its program still runs and that a new one gets what the first got; then removes the container.
     pub fn lives(self) {
         let Self { host, bundle } = self;
         assert!(!bundle.output().contains("\"end\""), "{}", bundle.output());
@@ -83,10 +83,11 @@ impl Neighbour<'_> {
 /// `nvmlDeviceGet…RunningProcesses_v3` (nvml.h).
 type GetList = unsafe extern "C" fn(nvmlDevice_t, *mut c_uint, *mut nvmlProcessInfo_t) -> nvmlReturn_t;
 
-/// What the guard asks about one device in a look that spares nothing.
+/// The calls of a full check of one device.
 pub const CALLS: [&str; 4] = ["handle", "used memory", "compute processes", "MPS clients"];
 
-/// Median milliseconds of CPU of each of [`CALLS`] for each of the first `gpus`, asked `times` with `pause` between.
+/// The median CPU time in milliseconds of each of [`CALLS`], for each of the first `gpus`, called `times` with `pause`
+/// between.
 #[must_use]
 pub fn nvml_calls(nvml: &Nvml, gpus: u32, times: usize, pause: Duration) -> Vec<[f64; 4]> {
     let uuid = |gpu| nvml.device_by_index(gpu).and_then(|device| device.uuid()).expect("a GPU with a UUID");
@@ -115,11 +116,11 @@ pub fn nvml_calls(nvml: &Nvml, gpus: u32, times: usize, pause: Duration) -> Vec<
     spent.into_iter().map(|calls| calls.map(median)).collect()
 }
 
-/// One of NVML's lists, by one call as sublet makes it; nvml-wrapper makes two.
+/// Reads one of NVML's lists with a single call as sublet does; nvml-wrapper makes two calls.
 #[allow(unsafe_code, reason = "NVML by its C ABI")]
 fn list<E: std::fmt::Debug>(device: &Device<'_>, call: Result<&GetList, E>) {
     let call = call.expect("a driver since 510");
-    // SAFETY: zeros are a value of this struct of numbers.
+    // SAFETY: all zeros is a valid value of this struct of numbers.
     let mut list = [unsafe { std::mem::zeroed() }; 128];
     let mut count = 128;
     // SAFETY: an array of `count` elements; the handle is of the library that `device` borrows.
@@ -136,8 +137,8 @@ fn median(mut times: Vec<Duration>) -> f64 {
     times[times.len() / 2].as_secs_f64() * 1e3
 }
 
-/// Percent of one core that the thread `guard` of process `serve` takes for so long; `None`: this kernel does
-/// not tell.
+/// The percentage of one core that the thread `guard` of process `serve` uses over this time; `None` if the kernel
+/// does not report it.
 #[must_use]
 pub fn guard_cpu(serve: u32, watched: Duration) -> Option<f64> {
     let before = thread_nanoseconds(serve)?;

@@ -1,4 +1,4 @@
-//! A bundle without the shim: `sublet-hook` gives the share, as engines that take hooks run it.
+//! A bundle without the shim: `sublet-hook` gives the share, called as engines call hooks.
 
 use std::fs::{Permissions, set_permissions};
 use std::io::Write as _;
@@ -24,21 +24,21 @@ pub const HOSTILE_ENVIRONMENT: [&str; 8] = [
 /// The container's id in [`Bundle::podmans`].
 pub const PODMANS_ID: &str = "452325ed5f7f35588a551450be5d67fde0f40a94317f3f8f8a275a3aebf20f2a";
 
-/// Runs `stage` of the hook that `command` is, with `input` on its standard input.
+/// Runs `stage` of the hook `command`, with `input` on its standard input.
 #[must_use]
 pub fn fed(mut command: Command, stage: &str, input: &[u8]) -> Finished {
     command.arg(stage).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("sublet-hook runs");
     let mut stdin = child.stdin.take().expect("piped");
     let input = input.to_vec();
-    // It may stop reading before the end.
+    // The hook may stop reading before the end.
     let writer = std::thread::spawn(move || stdin.write_all(&input));
     let output = child.wait_with_output().expect("it ends");
     let _ = writer.join().expect("no panic");
     Finished::of(&output)
 }
 
-/// What precreate makes of a spec.
+/// The spec as precreate returns it.
 #[must_use]
 pub fn precreated(command: Command, spec: &Value) -> Value {
     let done = fed(command, "precreate", &serde_json::to_vec(spec).expect("JSON"));
@@ -46,14 +46,14 @@ pub fn precreated(command: Command, spec: &Value) -> Value {
     serde_json::from_str(&done.stdout).expect("a spec")
 }
 
-/// What precreate has refused the container of `spec` with.
+/// The message with which precreate refuses the container of `spec`.
 #[must_use]
 pub fn refusal(spec: &Value) -> &str {
     spec["hooks"]["createRuntime"][0]["path"].as_str().unwrap_or_default()
 }
 
 impl Bundle<'_> {
-    /// The spec as Podman hands it over: an absolute rootfs, the id in the name of the cgroup.
+    /// The spec as Podman passes it: with an absolute rootfs, and the id in the cgroup's name.
     #[must_use]
     pub fn podmans(&self) -> Value {
         let mut spec = self.spec.clone();
@@ -62,7 +62,7 @@ impl Bundle<'_> {
         spec
     }
 
-    /// The low-level runtime itself is called, with our hook at `stages` of config.json.
+    /// Calls the low-level runtime directly, with sublet's hook at `stages` of config.json.
     pub fn hook(&mut self, stages: &[&str]) {
         self.plain = true;
         for stage in stages {
@@ -73,16 +73,16 @@ impl Bundle<'_> {
         }
     }
 
-    /// The low-level runtime itself is called, with the config.json that our hook makes of this one, as
-    /// Podman does.
+    /// Calls the low-level runtime directly, with the config.json that sublet's hook makes of this one, as Podman
+    /// does.
     pub fn precreate(&mut self) {
         self.plain = true;
         self.spec["root"]["path"] = json!(self.dir.join("rootfs"));
         self.spec = precreated(self.world.command("sublet-hook"), &self.spec);
     }
 
-    /// A user namespace whose root is the host's uid and gid 100000. The rootfs becomes its own, and the way
-    /// there open to it.
+    /// Adds a user namespace whose root is the host's uid and gid 100000. It gets the rootfs, and access to the path
+    /// to it.
     pub fn map_users(&mut self) {
         let linux = self.spec["linux"].as_object_mut().expect("linux");
         linux["namespaces"].as_array_mut().expect("namespaces").push(json!({"type": "user"}));

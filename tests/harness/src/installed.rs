@@ -1,5 +1,5 @@
-//! sublet where a package puts it (`target/installed`, by `make install`), on the machine that
-//! tests/engines/systemd boots.
+//! sublet installed as by a package (`target/installed`, by `make install`), on the machine that tests/engines/systemd
+//! boots.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,12 +7,12 @@ use std::process::Command;
 use crate::bundle::by_systemd;
 use crate::world::World;
 
-/// A status that has tests/engines/systemd reboot the machine and run the test again.
+/// The exit status that makes tests/engines/systemd reboot the machine and run the test again.
 pub const REBOOT: i32 = 75;
 /// The same, without a shutdown.
 pub const POWER_CUT: i32 = 76;
 
-/// What a machine needs that is itself a container.
+/// Settings for a machine that is itself a container.
 const CONTAINERS: &str = "[containers]\ndefault_ulimits = [\"nofile=1024:1024\", \"nproc=4096:4096\"]\n\
     pids_limit = 0\nnetns = \"none\"\nlog_driver = \"k8s-file\"\n[engine]\nevents_logger = \"file\"\n\
     lock_type = \"file\"\n";
@@ -21,7 +21,7 @@ const STORAGE: &str = "[storage]\ndriver = \"vfs\"\nrunroot = \"/run/containers/
 const DOCKER: &str = r#"{"iptables": false, "ip6tables": false, "bridge": "none", "storage-driver": "vfs",
     "runtimes": {"sublet": {"path": "/usr/bin/sublet-runtime"}}}"#;
 
-/// Whether there is no machine to install it on; says so.
+/// Whether to skip the test because there is no machine to install on. Prints that it was skipped.
 #[must_use]
 pub fn skip_unless_installed() -> bool {
     let skips = !by_systemd() || !tree().exists();
@@ -35,7 +35,7 @@ fn tree() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/installed")
 }
 
-/// Installs it with the world's driver in its configuration, and its state where it is by default.
+/// Installs sublet with the world's driver in its configuration, and with the default state directory.
 pub fn install(world: &World) {
     let own = format!("state_dir = \"{}\"", world.state_dir().display());
     let text = std::fs::read_to_string(&world.config).expect("config.toml");
@@ -47,7 +47,7 @@ pub fn install(world: &World) {
     write("/etc/containers/containers.conf.d/sublet.conf", &drop_in);
 }
 
-/// Docker and Podman that keep what they have over a boot, each with the world's image as `probe`.
+/// Docker and Podman that keep their data over a reboot, each with the world's image as `probe`.
 pub fn engines(world: &World) {
     write("/etc/containers/containers.conf", CONTAINERS);
     write("/etc/containers/storage.conf", STORAGE);
@@ -60,13 +60,13 @@ pub fn engines(world: &World) {
     done(Command::new("podman").args(["import", "--quiet"]).arg(&image).arg("probe"));
 }
 
-/// Writes a file, and the directories that it needs.
+/// Writes a file and creates its directories.
 pub fn write(path: &str, text: &str) {
     std::fs::create_dir_all(Path::new(path).parent().expect("a directory")).expect("a directory");
     std::fs::write(path, text).expect("it is written");
 }
 
-/// Runs it, which must succeed; what it printed.
+/// Runs a command that must succeed, and returns its output.
 pub fn done(command: &mut Command) -> String {
     let output = command.output().expect("it runs");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();

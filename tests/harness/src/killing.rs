@@ -1,5 +1,5 @@
-//! Ends parts of an engine by SIGKILL, and what is left of it. A world's processes are known by the path of
-//! its directory, which stands on their command lines, in their environment or in their root.
+//! Kills parts of an engine by SIGKILL, and finds what is left of it. A world's processes are recognized by the path
+//! of its directory on their command line, in their environment or as their root.
 
 use std::path::Path;
 
@@ -9,8 +9,8 @@ use nix::unistd::Pid;
 use crate::processes::{self, is_alive};
 use crate::world::{World, eventually};
 
-/// The processes of the world's containers: they have a PID namespace of their own, and their root is the
-/// world's. (Until it is, their mount table is a copy of the host's, with other worlds' mounts in it.)
+/// The processes of the world's containers: they have their own PID namespace, and their root is in the world's
+/// directory. (Before the root is set, their mount table is a copy of the host's and has other worlds' mounts in it.)
 #[must_use]
 pub fn contained(world: &World) -> Vec<Pid> {
     let own = std::fs::read_link("/proc/self/ns/pid").expect("/proc");
@@ -25,8 +25,8 @@ pub fn contained(world: &World) -> Vec<Pid> {
     alive().filter(|pid| elsewhere(pid) && processes::read(*pid, "mountinfo").lines().any(is_root)).collect()
 }
 
-/// The world's engine processes whose program is named `program`, or all of them: engines, low-level
-/// runtimes, hooks and shims, and not what serves several containers, as MPS daemons do.
+/// The world's engine processes whose program is named `program`, or all of them: engines, low-level runtimes, hooks
+/// and shims. Processes that serve several containers, such as MPS daemons, are left out.
 #[must_use]
 pub fn engine(world: &World, program: Option<&str>) -> Vec<Pid> {
     let dir = world.dir.path().to_string_lossy().into_owned();
@@ -41,7 +41,7 @@ pub fn engine(world: &World, program: Option<&str>) -> Vec<Pid> {
     alive().filter(|pid| *pid != Pid::this() && !contained.contains(pid) && ours(pid)).collect()
 }
 
-/// Running helpers of this world: `sublet` commands that an entry point or another command has called.
+/// Running helpers of this world: `sublet` commands called by an entry point or another command.
 #[must_use]
 pub fn helpers(world: &World) -> Vec<Pid> {
     let config = world.config.to_string_lossy().into_owned();
@@ -59,7 +59,7 @@ pub fn end(pids: &[Pid]) {
     assert!(eventually(|| !pids.iter().any(|pid| is_alive(*pid))), "killed and not gone");
 }
 
-/// Kills every process of the world's engine and containers, until there is none.
+/// Kills all processes of the world's engine and containers, until none is left.
 pub fn end_all(world: &World) {
     let all = || [engine(world, None), contained(world)].concat();
     let gone = || {
@@ -69,8 +69,8 @@ pub fn end_all(world: &World) {
     assert!(eventually(gone), "they come again and again");
 }
 
-/// No MPS daemon is left. A stop that is under way holds other commands off, on a busy machine for longer than
-/// they wait, and may be killed half way: it is the next command that ends the daemon then.
+/// Checks that no MPS daemon is left. A stop in progress blocks other commands, on a busy machine for longer than they
+/// wait, and may itself be killed half way. Then the next command ends the daemon.
 pub fn assert_no_daemons(world: &World, at: &str) {
     world.stop_waiting();
     let mut said = Vec::new();
@@ -92,7 +92,7 @@ pub fn assert_no_daemons(world: &World, at: &str) {
     }
 }
 
-/// Empty files of the driver's names below `dir`: mount points that nobody took away.
+/// Empty files with names of driver files below `dir`: mount points that were not removed.
 #[must_use]
 pub fn mount_points(dir: &Path) -> String {
     let found = std::process::Command::new("find")

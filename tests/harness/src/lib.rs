@@ -1,5 +1,5 @@
-//! What the end-to-end tests stand on: a driver (simulated or real), a root filesystem, and containers
-//! that real runc or crun start through the built `sublet-runtime`.
+//! The base of the end-to-end tests: a driver (simulated or real), a root filesystem, and containers that real runc or
+//! crun start through the built `sublet-runtime`.
 
 #![expect(clippy::missing_panics_doc, reason = "a test ends by panicking, whatever of it fails")]
 

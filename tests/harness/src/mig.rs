@@ -1,5 +1,5 @@
-//! Containers on MIG devices of `a100x2-mig`: two A100-40GB, the first cut into 4g.20gb (GPU instance 2), 2g.10gb
-//! in two (GPU instance 3) and 1g.5gb (GPU instance 9).
+//! Containers on MIG devices of `a100x2-mig`: two A100-40GB. The first has 4g.20gb (GPU instance 2), 2g.10gb with two
+//! compute instances (GPU instance 3), and 1g.5gb (GPU instance 9).
 
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
@@ -11,19 +11,19 @@ use crate::{Bundle, World};
 
 /// A program that holds a context.
 pub const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
-/// A program that holds none.
+/// A program without a context.
 pub const SLEEP: &[&str] = &["/bin/sleep", "120"];
 
 /// The 4g.20gb.
 pub const LARGE: &str = "MIG-5b1e7000-0000-5000-8000-000000000a01";
-/// The first part of the 2g.10gb.
+/// The first compute instance of the 2g.10gb.
 pub const FIRST: &str = "MIG-5b1e7000-0000-5000-8000-000000000a02";
-/// The second.
+/// The second compute instance of the 2g.10gb.
 pub const SECOND: &str = "MIG-5b1e7000-0000-5000-8000-000000000a03";
 /// The 1g.5gb.
 pub const SMALL: &str = "MIG-5b1e7000-0000-5000-8000-000000000a04";
 
-/// UUID, capabilities, SMs, MiB: of a part, its GPU instance's.
+/// UUID, capabilities, SMs and MiB; for a compute instance, the MiB of its GPU instance.
 pub const DEVICES: [(&str, [u32; 2], u32, u64); 4] = [
     (LARGE, [21, 22], 56, 20_096),
     (FIRST, [30, 31], 14, 9_984),
@@ -38,11 +38,11 @@ pub enum By {
     Shim,
     /// Podman's hook.
     Precreate,
-    /// A hook for the live container.
+    /// A hook that runs for the live container.
     Prestart,
 }
 
-/// The host, with `extra` in the configuration.
+/// The host, with `extra` added to the configuration.
 #[must_use]
 pub fn world(extra: &str) -> World {
     World::simulated("a100x2-mig", extra)
@@ -58,7 +58,7 @@ pub fn altered(dir: &tempfile::TempDir, change: impl Fn(String) -> String, extra
     World::simulated(file.to_str().expect("UTF-8"), extra)
 }
 
-/// A running container that got its share by `by`.
+/// A running container that got its share through `by`.
 #[must_use]
 pub fn created<'a>(
     world: &'a World,
@@ -77,7 +77,7 @@ pub fn created<'a>(
     bundle
 }
 
-/// A running container with a context, by the shim.
+/// A running container with a context, started through the shim.
 #[must_use]
 pub fn up<'a>(world: &'a World, id: &str, annotations: &[(&str, &str)]) -> Bundle<'a> {
     let bundle = created(world, id, By::Shim, annotations, HOLD);
@@ -93,13 +93,13 @@ pub fn devices(world: &World) -> Vec<String> {
     world.leases().iter().map(device).collect()
 }
 
-/// The refusal of a container.
+/// The message with which a container is refused.
 #[must_use]
 pub fn refused(world: &World, annotations: &[(&str, &str)]) -> String {
     world.bundle("refused", annotations, HOLD).refused()
 }
 
-/// What nvidia-smi prints.
+/// The output of nvidia-smi.
 #[must_use]
 pub fn smi(world: &World, arguments: &[&str]) -> String {
     let program = world.driver_root.as_ref().expect("simulated").join("usr/bin/nvidia-smi");
@@ -108,14 +108,14 @@ pub fn smi(world: &World, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Destroys the 1g.5gb and makes it again: the same place, the same ids, another UUID.
+/// Destroys the 1g.5gb and creates it again: same place and ids, another UUID.
 pub fn remake_small(world: &World) {
     let _ = smi(world, &["mig", "-i", "0", "-dci", "-gi", "9", "-ci", "0"]);
     let _ = smi(world, &["mig", "-i", "0", "-dgi", "-gi", "9"]);
     let _ = smi(world, &["mig", "-i", "0", "-cgi", "1g.5gb", "-C"]);
 }
 
-/// How opening nodes ends that the container has made for itself: (major, minor) of each.
+/// The results of opening nodes that the container created, each (major, minor).
 #[must_use]
 pub fn rights(bundle: &Bundle<'_>, nodes: &[(u32, u32)]) -> Vec<String> {
     let made =
@@ -136,7 +136,7 @@ pub fn nodes(bundle: &Bundle<'_>) -> String {
     bundle.exec(&["/bin/sh", "-c", script]).stdout.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// What `sublet mig list` says of a GPU.
+/// The output of `sublet mig list` about a GPU.
 #[must_use]
 pub fn listed(world: &World, gpu: usize) -> Value {
     let output = world.sublet(&["mig", "list", "--format", "json"]);
@@ -145,8 +145,8 @@ pub fn listed(world: &World, gpu: usize) -> Value {
     all[gpu].clone()
 }
 
-/// The instances of such a GPU, as `4g.20gb@0 2g.10gb@4[1c,1c]`: profile, placement, and the parts where there are
-/// several.
+/// The instances of a GPU, such as `4g.20gb@0 2g.10gb@4[1c,1c]`: profile, placement, and the compute instances if
+/// there are several.
 #[must_use]
 pub fn shape(gpu: &Value) -> String {
     let one = |one: &Value| {
@@ -178,7 +178,7 @@ pub fn process_on(world: &World, mig: &str) -> Child {
     child
 }
 
-/// The instances of GPU 0 as the driver's /proc has them: no command of ours looks, which would put them right.
+/// The instances of GPU 0 in the driver's /proc. No sublet command is used, because that would first correct them.
 #[must_use]
 pub fn bare(world: &World) -> Vec<String> {
     let dir = world.driver_root.as_ref().expect("simulated").join("proc/driver/nvidia/capabilities/gpu0/mig");
@@ -190,27 +190,27 @@ pub fn bare(world: &World) -> Vec<String> {
     names
 }
 
-/// The ledger as it stands, which no command has put right first.
+/// The ledger as recorded, without a sublet command that would first correct it.
 #[must_use]
 pub fn ledger(world: &World) -> Value {
     let text = std::fs::read(world.state_dir().join("ledger.json")).expect("a ledger");
     serde_json::from_slice(&text).expect("JSON")
 }
 
-/// No instance is there, none of ours is written down, no change is under way.
+/// Checks that there is no instance, no recorded instance and no change in progress.
 pub fn assert_nothing_made(world: &World) {
     assert_eq!(bare(world), Vec::<String>::new());
     assert_eq!(ledger(world)["mig"]["made"], Value::Null);
     assert_eq!(ledger(world)["mig"]["under_way"], Value::Null);
 }
 
-/// What the next NVML calls come to, in all processes (tests/sim/src/nvml/faults.rs).
+/// Sets the results of the next NVML calls in all processes (tests/sim/src/nvml/faults.rs).
 pub fn fail(world: &World, line: &str) {
     let file = world.driver_root.as_ref().expect("simulated").join("sim/fail");
     std::fs::write(file, format!("{line}\n")).expect("written");
 }
 
-/// `sublet gc`, and what it says.
+/// Runs `sublet gc` and returns its output.
 #[must_use]
 pub fn gc(world: &World) -> String {
     let output = world.sublet(&["gc"]);
@@ -218,7 +218,7 @@ pub fn gc(world: &World) -> String {
     String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
 }
 
-/// Ours, which a ledger names beside process ids: for those that a test writes into it.
+/// This process's namespaces in the ledger's format, for ledgers that a test writes.
 #[must_use]
 pub fn namespaces() -> Value {
     let inode = |name: &str| -> u64 {

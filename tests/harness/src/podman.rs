@@ -1,4 +1,4 @@
-//! A Podman with a storage and hooks of a test's own, in the root that tests/engines/enter gives.
+//! A Podman with its own storage and hooks for one test, in the root that tests/engines/enter provides.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -11,23 +11,23 @@ use crate::killing::assert_no_daemons;
 use crate::programs;
 use crate::world::{World, bin_dir, eventually};
 
-/// The one image, made of the world's minimal root filesystem.
+/// The only image, made from the world's minimal root filesystem.
 pub const IMAGE: &str = "probe";
 
 /// Podman as root, with sublet's hook.
 pub struct Podman {
-    /// Driver, configuration, leases.
+    /// The driver, configuration and leases.
     pub world: World,
     /// The low-level runtime, by name or path.
     pub runtime: PathBuf,
-    /// How its storage keeps root filesystems.
+    /// The storage driver for root filesystems.
     storage: &'static str,
 }
 
-/// For [`CdiOffer`].
+/// The lock of [`CdiOffer`].
 static CDI: Mutex<()> = Mutex::new(());
 
-/// A CDI specification that Podman finds until this is dropped.
+/// A CDI specification that Podman finds until this value is dropped.
 pub struct CdiOffer {
     _alone: MutexGuard<'static, ()>,
 }
@@ -43,7 +43,7 @@ impl Drop for CdiOffer {
 }
 
 impl Podman {
-    /// Gives Podman the hook and the image.
+    /// Sets up Podman with the hook and the image.
     #[must_use]
     pub fn up(world: World) -> Self {
         Self::up_on(world, "vfs")
@@ -77,8 +77,7 @@ impl Podman {
         hook
     }
 
-    /// As `hooks/containers.conf`, and what a machine without systemd and without rights to raise limits
-    /// needs.
+    /// The content of `hooks/containers.conf`, and settings for a machine without systemd or rights to raise limits.
     fn configuration(&self) -> String {
         let dir = self.world.dir.path();
         format!(
@@ -95,8 +94,8 @@ impl Podman {
         )
     }
 
-    /// Writes the world's CDI specification where Podman looks: `--device sublet/share=…` among the options
-    /// of [`Self::run`] takes its devices. That place is the machine's, so one world at a time has it.
+    /// Writes the world's CDI specification where Podman looks for it, so that `--device sublet/share=…` works in
+    /// [`Self::run`]. The place belongs to the whole machine, so only one world at a time has it.
     #[must_use]
     pub fn offer_cdi(&self) -> CdiOffer {
         let alone = CDI.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -105,8 +104,8 @@ impl Podman {
         CdiOffer { _alone: alone }
     }
 
-    /// The shim with this world's configuration: Podman gives `start` and `delete` an environment of PATH
-    /// and `XDG_RUNTIME_DIR` alone.
+    /// The shim with this world's configuration. Podman passes only PATH and `XDG_RUNTIME_DIR` to `start` and
+    /// `delete`.
     fn write_shim(&self) {
         let dir = self.world.dir.path().join("bin");
         std::fs::create_dir_all(&dir).expect("a directory");
@@ -125,7 +124,7 @@ impl Podman {
         tar
     }
 
-    /// A command of this Podman, or of buildah on its storage.
+    /// A command of this Podman, or of buildah with its storage.
     #[must_use]
     pub fn command_of(&self, program: &str) -> Command {
         let dir = self.world.dir.path();
@@ -147,7 +146,7 @@ impl Podman {
     #[must_use]
     pub fn command(&self) -> Command {
         let mut command = self.command_of("podman");
-        // Locks and databases are per directory of temporary files, and tests run side by side.
+        // Locks and databases belong to the directory for temporary files, and tests run at the same time.
         command.arg("--tmpdir").arg(self.world.dir.path().join("tmp"));
         command
     }
@@ -210,7 +209,7 @@ impl Podman {
             .expect("podman is installed")
     }
 
-    /// [`Self::run`] of a process that holds a context, which must succeed; the container's id.
+    /// [`Self::run`] of a process that holds a context. It must succeed. Returns the container's id.
     #[must_use]
     pub fn hold(&self, name: &str, annotations: &[&str], options: &[&str]) -> String {
         let started = self.run(name, annotations, options, &["cuda-probe", "hold", "600"]);
@@ -218,14 +217,14 @@ impl Podman {
         started.stdout.trim_end().to_owned()
     }
 
-    /// What `cuda-probe info` says in a process that comes by `podman exec`, behind the words of `before`.
+    /// The output of `cuda-probe info` in a process started by `podman exec`, with the prefix command `before`.
     #[must_use]
     pub fn exec_info(&self, name: &str, before: &[&str]) -> Value {
         let finished = self.cli(&[&["exec", name], before, &["cuda-probe", "info"]].concat());
         finished.json().into_iter().next().unwrap_or_else(|| panic!("no info: {finished:?}"))
     }
 
-    /// The first line of this `event` in the container's log, waited for.
+    /// Waits for the first line with this `event` in the container's log.
     #[must_use]
     pub fn event(&self, name: &str, event: &str) -> Value {
         let found = || self.cli(&["logs", name]).json().into_iter().find(|line| line["event"] == event);
@@ -234,7 +233,7 @@ impl Podman {
         found().expect("it was there")
     }
 
-    /// A member of `podman inspect`, as `.State.Pid`.
+    /// A member of `podman inspect`, such as `.State.Pid`.
     #[must_use]
     pub fn inspect(&self, name: &str, member: &str) -> String {
         self.done(&["inspect", "--format", &format!("{{{{{member}}}}}"), name])
@@ -246,14 +245,14 @@ impl Podman {
         self.world.leases().into_iter().find(|lease| lease["container_id"] == id)
     }
 
-    /// The lease as it stands in the ledger, without any command that would put it right first.
+    /// The lease as recorded in the ledger, without a sublet command that would first correct it.
     #[must_use]
     pub fn ledger(&self) -> Value {
         let text = std::fs::read(self.world.state_dir().join("ledger.json")).unwrap_or_default();
         serde_json::from_slice(&text).unwrap_or_default()
     }
 
-    /// Nothing is left: no lease, no daemon, no mount point of ours in any root filesystem.
+    /// Checks that nothing is left: no lease, no daemon, and no mount point of sublet's in any root filesystem.
     pub fn assert_empty(&self) {
         let leases = || self.world.leases();
         assert!(eventually(|| leases().is_empty()), "leases are left: {:?}", leases());

@@ -1,16 +1,16 @@
-//! The processes of this machine, by /proc.
+//! The processes of this machine, read from /proc.
 
 use std::path::Path;
 
 use nix::unistd::Pid;
 
-/// All of them, zombies too.
+/// All processes, including zombies.
 pub(crate) fn all() -> impl Iterator<Item = Pid> {
     let entries = std::fs::read_dir("/proc").expect("/proc").flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).map(Pid::from_raw)
 }
 
-/// A file of `pid` in /proc, blanks between the words of a command line; empty when it is gone.
+/// A file of `pid` in /proc, with blanks between the words of a command line; empty if the process has ended.
 pub(crate) fn read(pid: Pid, name: &str) -> String {
     let text = std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
     String::from_utf8_lossy(&text).replace('\0', " ")
@@ -22,24 +22,24 @@ pub fn is_alive(pid: Pid) -> bool {
     read(pid, "stat").rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
-/// Stops `pid`, and waits until it is: the signal is on its way for a moment.
+/// Stops `pid` and waits until it has stopped, because a signal takes a moment.
 ///
 /// # Panics
-/// It does not stop.
+/// The process does not stop.
 pub fn stop(pid: Pid) {
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).expect("it lives");
     let stands = || read(pid, "stat").rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'));
     assert!(crate::eventually(stands), "{pid} does not stop");
 }
 
-/// Every process in a cgroup whose path has `part` in it.
+/// Every process in a cgroup whose path contains `part`.
 #[must_use]
 pub(crate) fn in_cgroup(part: &str) -> Vec<Pid> {
     all().filter(|pid| is_alive(*pid) && read(*pid, "cgroup").contains(part)).collect()
 }
 
-/// The containerd-shims of the containerd that listens at `address`, without those that it calls to delete
-/// what another one left.
+/// The containerd-shims of the containerd that listens at `address`, without those that it starts to delete what
+/// another one left.
 #[must_use]
 pub(crate) fn shims_of(address: &Path) -> Vec<Pid> {
     let address = format!(" -address {} ", address.display());

@@ -1,18 +1,18 @@
-//! Programs and scripts that tests lay down and run. Another process writes them: what we had open for writing
-//! ourselves, a child that another test is just starting would hold open too, and as long as it does the
-//! program cannot be run (ETXTBSY, execve(2)).
+//! Programs and scripts that tests write and run. Another process writes them: a file that this process has open for
+//! writing would also be open in a child that another test is starting, and could not be run until that child closes
+//! it (ETXTBSY, execve(2)).
 
 use std::io::Write as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// A copy of the program `from` at `to`, which everybody may run.
+/// Copies the program `from` to `to`, executable by every user.
 pub fn copy(from: &Path, to: &Path) {
     let done = Command::new("install").args(["-m", "0755"]).arg(from).arg(to).status();
     assert!(done.expect("install runs").success(), "{} to {}", from.display(), to.display());
 }
 
-/// The shell script `text` at `to`, which everybody may run.
+/// Writes the shell script `text` to `to`, executable by every user.
 pub fn script(to: &Path, text: &str) {
     let mut install = Command::new("install");
     install.args(["-m", "0755", "/dev/stdin"]).arg(to).stdin(Stdio::piped());

@@ -1,4 +1,4 @@
-//! A container that is refused: one line that says why, exit status 1, and everything as it was.
+//! A refused container: one line that says why, exit status 1, and everything unchanged.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
@@ -8,16 +8,16 @@ use serde_json::Value;
 
 use crate::bundle::{Bundle, Finished};
 
-/// Compares messages all at once: one run shows every one that changed.
+/// Compares all messages at once, so that one run shows every change.
 ///
 /// # Panics
-/// They differ.
+/// The messages differ.
 pub fn assert_lines(seen: &[String], expected: &[&str]) {
     let differ: Vec<_> = seen.iter().zip(expected).filter(|(seen, expected)| seen != expected).collect();
     assert!(differ.is_empty() && seen.len() == expected.len(), "{differ:#?}\nall: {seen:#?}");
 }
 
-/// What a refusal may write or refresh in the state directory: records, no daemon's directory.
+/// Files in the state directory that a refusal may write: records, but no daemon's directory.
 const RECORDS: [&str; 8] = [
     "inventory.json",
     "ledger.json",
@@ -29,7 +29,7 @@ const RECORDS: [&str; 8] = [
     "roots",
 ];
 
-/// All that a refused container may not change.
+/// Everything that a refused container must not change.
 #[derive(Debug, PartialEq)]
 struct Surroundings {
     /// Every file of the bundle, rootfs included: kind and size, and config.json's own bytes.
@@ -37,21 +37,21 @@ struct Surroundings {
     config: Vec<u8>,
     /// Leases and daemons.
     booked: Vec<Value>,
-    /// What is in the state directory but for its records.
+    /// The content of the state directory, without its records.
     state: BTreeSet<String>,
     daemons: Vec<String>,
 }
 
 impl Bundle<'_> {
-    /// Has `create` refused with exit status 1, one line and nothing changed; the line without the
-    /// container's name, with the world's directory as `$DIR`.
+    /// Checks that `create` is refused with exit status 1 and one line, and that nothing changes. Returns the line
+    /// without the container's name, and with `$DIR` for the world's directory.
     #[must_use]
     pub fn refused(&self) -> String {
         self.write();
         self.refused_as_written(&["create"])
     }
 
-    /// [`refused`](Self::refused) of another command that takes a bundle, with config.json as it is.
+    /// [`refused`](Self::refused) for another command with a bundle, and without writing config.json.
     #[must_use]
     pub fn refused_as_written(&self, command: &[&str]) -> String {
         let before = self.surroundings();
@@ -91,7 +91,7 @@ impl Bundle<'_> {
         Surroundings {
             bundle,
             config: std::fs::read(self.dir.join("config.json")).expect("config.json is there"),
-            // Their states may move on meanwhile.
+            // Only the names, because their states may change meanwhile.
             booked: [("leases", "id"), ("servers", "key")]
                 .iter()
                 .flat_map(|&(all, name)| {
@@ -104,7 +104,7 @@ impl Bundle<'_> {
     }
 }
 
-/// Every path below `dir` with its mode and size; directories without a size.
+/// Every path below `dir` with its mode and size; a directory's size is left out.
 #[must_use]
 pub fn tree(dir: &Path) -> BTreeMap<String, (u32, u64)> {
     let mut found = BTreeMap::new();

@@ -1,17 +1,17 @@
-//! A root filesystem with busybox, the C library and the probe: all that CUDA needs of an image.
+//! A root filesystem with busybox, the C library and the probe: everything that CUDA needs of an image.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::programs;
 
-/// A template that bundles are cloned from by hard links.
+/// A template; bundles clone it by hard links.
 pub struct Rootfs {
     dir: PathBuf,
 }
 
 impl Rootfs {
-    /// Lays it out in `dir`.
+    /// Creates it in `dir`.
     #[must_use]
     pub fn minimal(dir: &Path, probe: &Path) -> Self {
         for sub in ["bin", "usr/bin", "usr/lib", "proc", "sys", "dev", "tmp", "run", "etc", "root"] {
@@ -30,20 +30,20 @@ impl Rootfs {
         Self { dir: dir.to_owned() }
     }
 
-    /// All of it in the tar file `to`.
+    /// Writes all of it to the tar file `to`.
     pub fn archive(&self, to: &Path) {
         let made = Command::new("tar").arg("-C").arg(&self.dir).arg("-cf").arg(to).arg(".").status();
         assert!(made.expect("tar runs").success(), "tar");
     }
 
-    /// A copy at `target`: directories of its own, files shared by hard link.
+    /// Clones it to `target`: directories are new, files are shared by hard links.
     pub fn clone_to(&self, target: &Path) {
         let done = Command::new("cp").arg("-al").arg(&self.dir).arg(target).status().expect("cp runs");
         assert!(done.success(), "cp -al to {}", target.display());
     }
 }
 
-/// Copies a dynamic program into `rootfs` with the libraries that ldd names, each where the host has it.
+/// Copies a dynamic program into `rootfs` with the libraries that ldd lists, at the same paths as on the host.
 pub fn copy_program(program: &Path, rootfs: &Path, to: &str) {
     programs::copy(program, &rootfs.join(to));
     let ldd = Command::new("ldd").arg(program).output().expect("ldd runs");
@@ -55,7 +55,7 @@ pub fn copy_program(program: &Path, rootfs: &Path, to: &str) {
             std::fs::copy(library, &target).expect("library is copied");
         }
     }
-    // libcuda itself wants libdl, libpthread and librt on hosts older than glibc 2.34.
+    // On hosts with glibc before 2.34 libcuda itself needs libdl, libpthread and librt.
     for name in ["libc.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libm.so.6", "libgcc_s.so.1"] {
         for dir in ["/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu", "/lib64", "/usr/lib64"] {
             let (source, target) = (Path::new(dir).join(name), rootfs.join(&dir[1..]).join(name));

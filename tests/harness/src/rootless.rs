@@ -1,5 +1,5 @@
-//! Rootless Podman as a real uid with subordinate ids, in the root that tests/engines/enter gives, and
-//! `sublet serve` as root beside it.
+//! Rootless Podman of a real user with subordinate ids, in the root that tests/engines/enter provides, and `sublet
+//! serve` as root.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
@@ -17,12 +17,12 @@ const UID: u32 = 1000;
 /// A user's Podman with sublet's hook, and the shim as its runtime `shim`.
 pub struct Rootless {
     serve: Option<Child>,
-    /// Driver, configuration, leases.
+    /// The driver, configuration and leases.
     pub world: World,
 }
 
 impl Rootless {
-    /// Without the service yet.
+    /// Sets up Podman without starting the service.
     #[must_use]
     pub fn new(world: World) -> Self {
         let dir = world.dir.path();
@@ -33,7 +33,7 @@ impl Rootless {
         for program in ["sublet", "sublet-runtime", "sublet-hook"] {
             programs::copy(&bin_dir().join(program), &dir.join("bin").join(program));
         }
-        // Podman gives most of the shim's commands an environment of its own.
+        // Podman runs most of the shim's commands with an environment of its own.
         let (shim, config) = (dir.join("bin/shim"), world.config.display());
         let script = format!("SUBLET_CONFIG={config} exec {}/bin/sublet-runtime \"$@\"\n", dir.display());
         programs::script(&shim, &script);
@@ -46,7 +46,7 @@ impl Rootless {
         rootless
     }
 
-    /// With the service.
+    /// Sets up Podman and starts the service.
     #[must_use]
     pub fn serving(world: World) -> Self {
         let mut rootless = Self::new(world);
@@ -56,7 +56,7 @@ impl Rootless {
         rootless
     }
 
-    /// hooks/sublet.json for the programs under test, and what a machine without systemd needs.
+    /// Writes hooks/sublet.json for the programs under test, and settings for a machine without systemd.
     fn configure(&self) {
         let dir = self.world.dir.path();
         let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hooks/sublet.json");
@@ -78,7 +78,7 @@ impl Rootless {
         std::fs::write(dir.join("containers.conf"), conf).expect("containers.conf");
     }
 
-    /// A `podman` command of the user's.
+    /// A `podman` command of the user.
     #[must_use]
     pub fn podman(&self, arguments: &[&str]) -> Command {
         let dir = self.world.dir.path();
@@ -93,7 +93,7 @@ impl Rootless {
         command
     }
 
-    /// What `sublet` prints to the user.
+    /// The output of `sublet` when the user runs it.
     #[must_use]
     pub fn sublet(&self, arguments: &[&str]) -> String {
         let mut command = Command::new(self.world.dir.path().join("bin/sublet"));
@@ -119,7 +119,7 @@ impl Rootless {
         self.podman(&all).output().expect("podman runs")
     }
 
-    /// What `cuda-probe` in container `name` says of itself, by a command of Podman's that prints it.
+    /// The output of `cuda-probe` in container `name`, from a Podman command that prints it.
     #[must_use]
     pub fn info(&self, name: &str, command: &[&str]) -> Value {
         let mut found = None;
@@ -135,7 +135,7 @@ impl Rootless {
         found.unwrap_or_default()
     }
 
-    /// Where everything is.
+    /// The directory of this Podman.
     #[must_use]
     pub fn dir(&self) -> PathBuf {
         self.world.dir.path().to_owned()
@@ -145,7 +145,7 @@ impl Rootless {
 impl Drop for Rootless {
     fn drop(&mut self) {
         let _ = self.podman(&["rm", "--all", "--force", "--time=0"]).output();
-        // Podman keeps a process for its user namespace.
+        // Podman keeps one process running for its user namespace.
         let pause = self.world.dir.path().join("home/xdg/libpod/tmp/pause.pid");
         if let Ok(pid) = std::fs::read_to_string(pause) {
             let _ = Command::new("busybox").arg("kill").arg(pid.trim()).output();
@@ -157,7 +157,7 @@ impl Drop for Rootless {
     }
 }
 
-/// Bytes as text.
+/// Converts bytes to text.
 #[must_use]
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -167,7 +167,7 @@ fn open_to_all(path: &Path) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).expect("chmod");
 }
 
-/// Runs it, which must succeed; what it printed.
+/// Runs a command that must succeed, and returns its output.
 #[allow(clippy::must_use_candidate, reason = "often only done")]
 pub fn done(command: impl std::borrow::BorrowMut<Command>) -> String {
     let mut command = command;

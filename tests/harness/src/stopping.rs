@@ -1,18 +1,18 @@
-//! A low-level runtime and an MPS daemon that stop half way, so that an engine can be killed there.
+//! A low-level runtime and an MPS daemon that stop half way, so that an engine can be killed at that point.
 
 use std::path::{Path, PathBuf};
 
 use crate::programs;
 use crate::world::World;
 
-/// One world's stage; nothing stops before [`Stopping::at`].
+/// The stopping points of one world. Nothing stops before [`Stopping::at`].
 pub struct Stopping {
     dir: PathBuf,
 }
 
 impl Stopping {
-    /// Puts a runtime between sublet and the world's own, and a program before the MPS daemon's: where that
-    /// stops, the lease is written down and config.json is not edited yet.
+    /// Installs a wrapper around the world's runtime, and one around the MPS daemon. When the daemon's wrapper stops,
+    /// the lease is recorded and config.json is not edited yet.
     #[must_use]
     pub fn install(world: &World) -> Self {
         let dir = world.dir.path().to_owned();
@@ -38,20 +38,20 @@ impl Stopping {
         Self { dir }
     }
 
-    /// The next one stops there: `daemon`, or `before-` or `after-` one of create, start, delete.
+    /// The next process stops at `stage`: `daemon`, or `before-` or `after-` followed by create, start or delete.
     pub fn at(&self, stage: &str) {
-        // Of one that came to the last stage while that was let go.
+        // The file may come from a process that reached the last stage while it was being released.
         let _ = std::fs::remove_file(self.dir.join("stopped"));
         std::fs::write(self.dir.join("stop-at"), stage).expect("the stage");
     }
 
-    /// Whether one has stopped.
+    /// Whether a process has stopped.
     #[must_use]
     pub fn has_stopped(&self) -> bool {
         self.dir.join("stopped").exists()
     }
 
-    /// Nothing stops any more, and what has stopped goes on if it lives.
+    /// From now on nothing stops, and a stopped process continues if it still lives.
     pub fn go_on(&self) {
         for name in ["stop-at", "stopped"] {
             std::fs::remove_file(self.dir.join(name)).expect("it was there");
@@ -59,7 +59,7 @@ impl Stopping {
     }
 }
 
-/// The control program is moved aside, and a wrapper put in its place.
+/// Moves the control program aside and puts a wrapper in its place.
 fn slow_daemon(dir: &Path, driver_root: &Path) {
     let aside = driver_root.join("usr/aside");
     std::fs::create_dir(&aside).expect("a directory");

@@ -1,4 +1,4 @@
-//! A user without root: containers as a rootless engine makes them, and `sublet serve` beside them.
+//! A user without root: containers as a rootless engine creates them, and `sublet serve`.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
@@ -12,16 +12,17 @@ use crate::bundle::Finished;
 use crate::programs;
 use crate::world::{World, bin_dir, eventually};
 
-/// A simulated driver, the service, and programs that everybody may run.
+/// A simulated driver, the service, and programs that every user may run.
 pub struct Host {
-    /// `sublet serve`, while it runs.
+    /// `sublet serve` while it runs.
     pub serve: Option<Child>,
-    /// Driver, configuration, leases.
+    /// The driver, configuration and leases.
     pub world: World,
 }
 
 impl Host {
-    /// Without the service yet; `extra` goes to the configuration, `speak` is the built program.
+    /// Sets everything up without starting the service. `extra` is added to the configuration; `speak` is the built
+    /// program.
     #[must_use]
     pub fn new(topology: &str, extra: &str, speak: &Path) -> Self {
         let world = World::simulated(topology, extra);
@@ -34,20 +35,20 @@ impl Host {
         Self { serve: None, world }
     }
 
-    /// The socket.
+    /// The socket's path.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.world.state_dir().join("sublet.sock")
     }
 
-    /// Starts the service and waits for it.
+    /// Starts the service and waits until it answers.
     pub fn start(&mut self) {
         let serve = self.world.command("sublet").arg("serve").spawn().expect("sublet serve runs");
         self.serve = Some(serve);
         assert!(eventually(|| std::os::unix::net::UnixStream::connect(self.socket()).is_ok()), "no socket");
     }
 
-    /// Ends the service as systemd does.
+    /// Ends the service in the same way as systemd.
     pub fn stop(&mut self) {
         let Some(mut serve) = self.serve.take() else { return };
         let pid = nix::unistd::Pid::from_raw(i32::try_from(serve.id()).expect("a pid"));
@@ -55,7 +56,7 @@ impl Host {
         assert!(serve.wait().expect("it ends").success());
     }
 
-    /// A program of ours, run by `uid`.
+    /// A sublet program, run by `uid`.
     #[must_use]
     pub fn command(&self, uid: u32, program: &str) -> Command {
         let mut command = Command::new(self.world.dir.path().join("bin").join(program));
@@ -64,13 +65,13 @@ impl Host {
         command
     }
 
-    /// A directory of this user's.
+    /// A directory of this user.
     #[must_use]
     pub fn home(&self, uid: u32) -> PathBuf {
         self.world.dir.path().join(format!("home-{uid}"))
     }
 
-    /// What the service answers to `lines` of `uid`'s.
+    /// The service's answers to `lines` sent by `uid`.
     #[must_use]
     pub fn say(&self, uid: u32, lines: &[Value]) -> Vec<Value> {
         let mut command = self.command(uid, "speak");
@@ -98,7 +99,7 @@ impl Host {
         Holder(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("speak runs"))
     }
 
-    /// A bundle of `uid`'s as a rootless engine makes it: uid 0 in a user namespace of its own.
+    /// A bundle of `uid` as a rootless engine writes it: uid 0 in its own user namespace.
     #[must_use]
     pub fn bundle(&self, uid: u32, id: &str, annotations: &[(&str, &str)], args: &[&str]) -> Bundle<'_> {
         let mut spec = self.world.bundle(id, annotations, args).spec;
@@ -135,11 +136,11 @@ impl Drop for Host {
     }
 }
 
-/// A client that holds connections open, until it is dropped.
+/// A client that holds connections open until it is dropped.
 pub struct Holder(Child);
 
 impl Holder {
-    /// How many connections were turned away, and the words of the first.
+    /// How many connections were refused, and the message of the first.
     #[must_use]
     pub fn turned_away(&mut self) -> (usize, String) {
         let mut lines = BufReader::new(self.0.stdout.take().expect("piped")).lines();
@@ -156,11 +157,11 @@ impl Drop for Holder {
     }
 }
 
-/// A container of a user's; removed however its test ends.
+/// A container of a user. It is removed however its test ends.
 pub struct Bundle<'a> {
-    /// Where it lives.
+    /// The host.
     pub host: &'a Host,
-    /// Whose it is.
+    /// The user.
     pub uid: u32,
     /// The container id.
     pub id: String,
@@ -212,7 +213,7 @@ impl Bundle<'_> {
         assert!(deleted.ok, "delete {}: {}", self.id, deleted.stderr);
     }
 
-    /// The first line of that event on the container's own output.
+    /// Waits for the first line of that event in the container's output.
     #[allow(clippy::must_use_candidate, reason = "often only waited for")]
     pub fn event(&self, event: &str) -> Value {
         let mut found = None;
@@ -251,7 +252,7 @@ fn open_to_all(path: &Path) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).expect("chmod");
 }
 
-/// Runs a program, which must succeed. `kill` is no program of a minimal system: busybox has one.
+/// Runs a program that must succeed. A minimal system has no program `kill`, but busybox has one.
 pub fn run(program: &str, args: &[&str]) {
     let mut command = Command::new(if program == "kill" { "busybox" } else { program });
     if program == "kill" {
@@ -261,7 +262,7 @@ pub fn run(program: &str, args: &[&str]) {
     assert!(status.success(), "{program} {args:?}");
 }
 
-/// A path as text.
+/// Converts a path to text.
 #[must_use]
 pub fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")

@@ -1,4 +1,4 @@
-//! One driver and one state directory: the simulator's, or the host's own.
+//! A driver and a state directory: the simulator's, or the host's own driver.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -22,7 +22,7 @@ pub enum Engine {
 }
 
 impl Engine {
-    /// The engine that `SUBLET_TEST_ENGINE` names, runc where it is unset.
+    /// The runtime that `SUBLET_TEST_ENGINE` names; runc if it is unset.
     #[must_use]
     pub fn chosen() -> Self {
         match std::env::var("SUBLET_TEST_ENGINE").as_deref() {
@@ -31,7 +31,7 @@ impl Engine {
         }
     }
 
-    /// Its program.
+    /// The name of its program.
     #[must_use]
     pub fn program(self) -> &'static str {
         match self {
@@ -45,24 +45,24 @@ impl Engine {
 pub struct World {
     /// The configuration in use (`SUBLET_CONFIG`).
     pub config: PathBuf,
-    /// Bundles, rootfs and the low-level runtime's state; removed at the end.
+    /// Bundles, rootfs and the low-level runtime's state; removed when dropped.
     pub dir: TempDir,
     /// The simulated driver's root; `None` on a real GPU.
     pub driver_root: Option<PathBuf>,
     /// The low-level runtime.
     pub engine: Engine,
-    /// What containers are made from.
+    /// The root filesystem from which containers are made.
     pub rootfs: Rootfs,
 }
 
 impl World {
-    /// The simulated driver with one of `tests/sim/topologies`, sublet with default settings but for
-    /// the lines in `extra`, which go to the end of the configuration.
+    /// A world with the simulated driver, one of `tests/sim/topologies`, and sublet's default settings. The lines in
+    /// `extra` are appended to the configuration.
     #[must_use]
     pub fn simulated(topology: &str, extra: &str) -> Self {
         let dir = temporary();
         let root = dir.path().join("sim");
-        // Benchmarks run from a copy of the checkout, too, elsewhere than where they were built.
+        // Benchmarks also run from a copy of the checkout, elsewhere than where they were built.
         let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../sim/topologies");
         let topologies = if built.is_dir() { built } else { PathBuf::from("tests/sim/topologies") };
         let given = Path::new(topology);
@@ -90,7 +90,7 @@ impl World {
         world
     }
 
-    /// The host's own driver; `probe` is the built `tests/gpu/cuda-probe.cu`.
+    /// A world with the host's own driver; `probe` is the built `tests/gpu/cuda-probe.cu`.
     #[must_use]
     pub fn real(probe: &Path, extra: &str) -> Self {
         let dir = temporary();
@@ -124,7 +124,7 @@ impl World {
         PathBuf::from(line.split('"').nth(1).expect("a quoted path"))
     }
 
-    /// A command of ours that sees this world.
+    /// A sublet command in this world.
     #[must_use]
     pub fn command(&self, program: &str) -> Command {
         let mut command = Command::new(bin_dir().join(program));
@@ -138,10 +138,10 @@ impl World {
         self.command("sublet").args(arguments).output().expect("sublet runs")
     }
 
-    /// The ids of the containers in the ledger as it is, without a command that would put it right.
+    /// The ids of the containers in the ledger as recorded, without a sublet command that would first correct it.
     ///
     /// # Panics
-    /// There is no ledger, or it is not whole.
+    /// There is no ledger, or it is incomplete.
     #[must_use]
     pub fn booked(&self) -> Vec<Value> {
         let text = std::fs::read(self.state_dir().join("ledger.json")).expect("the ledger");
@@ -158,7 +158,7 @@ impl World {
         serde_json::from_slice(&output.stdout).expect("status prints JSON")
     }
 
-    /// `sublet cdi generate`, into the directory where the tests' engines look.
+    /// Runs `sublet cdi generate` for the directory in which the tests' engines look.
     pub fn generate_cdi(&self) {
         let spec = self.dir.path().join("cdi/sublet.json");
         let output = self.sublet(&["cdi", "generate", "--output", spec.to_str().expect("UTF-8")]);
@@ -171,13 +171,13 @@ impl World {
         self.status()["leases"].as_array().expect("leases is an array").clone()
     }
 
-    /// A process on the host that holds a context of the simulated GPU and no lease.
+    /// A process on the host with a context on the simulated GPU and no lease.
     #[must_use]
     pub fn stranger(&self) -> std::process::Child {
         self.stranger_by(Command::new("env"))
     }
 
-    /// The same, run by a program that takes it as its last arguments.
+    /// The same, run by a program that takes the command as its last arguments.
     #[must_use]
     pub fn stranger_by(&self, mut command: Command) -> std::process::Child {
         let root = self.driver_root.as_ref().expect("a simulated driver");
@@ -199,7 +199,7 @@ impl World {
         child
     }
 
-    /// NVML of this world: the host's, or the simulator's.
+    /// NVML of this world: the host's or the simulator's.
     #[must_use]
     pub fn nvml(&self) -> Nvml {
         let simulated = self.driver_root.as_ref().and_then(|root| {
@@ -211,7 +211,7 @@ impl World {
         Nvml::builder().lib_path(library.as_os_str()).init().expect("NVML loads")
     }
 
-    /// Stops daemons that wait for their next lease, as they may where the service runs.
+    /// Stops daemons that wait for their next lease, which they may do while the service runs.
     pub fn stop_waiting(&self) {
         for daemon in self.status()["mps"].as_array().into_iter().flatten() {
             if daemon["ends_in_seconds"].is_u64() {
@@ -221,7 +221,7 @@ impl World {
         }
     }
 
-    /// Nothing may be left: no lease, no daemon, no process of one; one that waits is stopped by hand.
+    /// Checks that nothing is left: no lease, no daemon and no MPS process. Waiting daemons are stopped first.
     pub fn assert_empty(&self) {
         self.stop_waiting();
         let status = self.status();
@@ -258,12 +258,12 @@ impl Drop for World {
     }
 }
 
-/// A short path: Unix socket paths hold 107 bytes.
+/// A directory with a short path: paths of Unix sockets hold 107 bytes.
 fn temporary() -> TempDir {
     tempfile::Builder::new().prefix("sl").tempdir_in("/var/tmp").expect("a temporary directory")
 }
 
-/// Where the programs under test are: `SUBLET_BIN_DIR`, else where this test was built.
+/// The directory of the programs under test: `SUBLET_BIN_DIR`, or where this test was built.
 #[must_use]
 pub fn bin_dir() -> PathBuf {
     if let Some(dir) = std::env::var_os("SUBLET_BIN_DIR") {
@@ -274,12 +274,13 @@ pub fn bin_dir() -> PathBuf {
     if dir.ends_with("deps") { dir.parent().expect("target/debug").to_owned() } else { dir.to_owned() }
 }
 
-/// Where the simulated driver is: `SUBLET_SIM_DIR`, else beside the programs under test.
+/// The directory of the simulated driver: `SUBLET_SIM_DIR`, or beside the programs under test.
 fn sim_dir() -> PathBuf {
     std::env::var_os("SUBLET_SIM_DIR").map_or_else(bin_dir, PathBuf::from)
 }
 
-/// Waits up to a minute until `holds`, on a machine that is busy with other tests; whether it did.
+/// Waits up to a minute until `holds` returns true, because other tests may keep the machine busy. Returns whether it
+/// did.
 pub fn eventually(mut holds: impl FnMut() -> bool) -> bool {
     let deadline = Instant::now() + Duration::from_secs(60);
     while Instant::now() < deadline {
@@ -291,7 +292,8 @@ pub fn eventually(mut holds: impl FnMut() -> bool) -> bool {
     holds()
 }
 
-/// Containers need root. `make check` runs without: the tests then say that they were skipped.
+/// Whether to skip the test because containers need root. `make check` runs without it; the tests then print that they
+/// were skipped.
 #[must_use]
 pub fn skip_unless_root() -> bool {
     let root = nix::unistd::geteuid().is_root();

@@ -7,11 +7,11 @@ use crate::bundle::Finished;
 use crate::containerd::Containerd;
 use crate::world::World;
 
-/// A containerd of its own.
+/// containerd as an entry point.
 pub struct OfContainerd(Containerd);
 
 impl OfContainerd {
-    /// Starts it.
+    /// Starts containerd.
     #[must_use]
     pub fn up(world: World) -> Self {
         Self(Containerd::up(world))
@@ -51,7 +51,7 @@ impl EntryPoint for OfContainerd {
         self.0.exec_heard(request.name, args)
     }
 
-    /// containerd has none of its own.
+    /// containerd has no health checks.
     fn health(&self, request: &Request) -> String {
         self.exec(request, &["/usr/bin/cuda-probe", "info"]).stdout
     }

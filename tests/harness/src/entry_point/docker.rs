@@ -1,4 +1,4 @@
-//! Docker, by a runtime or by a CDI device.
+//! Docker, with a runtime or with a CDI device.
 
 use std::os::unix::fs::symlink;
 
@@ -18,18 +18,18 @@ pub enum Asked {
     Default,
     /// `--runtime sublet-<share>`.
     Named,
-    /// `--device sublet/share=<share>`, by the low-level runtime alone.
+    /// `--device sublet/share=<share>`, with the low-level runtime only.
     Device,
 }
 
-/// A dockerd of its own.
+/// Docker as an entry point.
 pub struct OfDocker {
     docker: Docker,
     asked: Asked,
 }
 
 impl OfDocker {
-    /// Starts it, with a runtime for each of `shares` where containers name one.
+    /// Starts dockerd, with one runtime per name in `shares` if containers choose their share by runtime.
     #[must_use]
     pub fn up(world: World, asked: Asked, shares: &[&str]) -> Self {
         let settings = match asked {
@@ -46,7 +46,7 @@ impl OfDocker {
     }
 }
 
-/// Links named after shares, as docs/docker.md has them.
+/// The runtimes: links named after shares, as in docs/docker.md.
 fn runtimes(world: &World, shares: &[&str]) -> Value {
     let bin = world.dir.path().join("named");
     std::fs::create_dir_all(&bin).expect("a directory");

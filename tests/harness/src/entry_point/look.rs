@@ -1,4 +1,4 @@
-//! What a container is seen to have from inside, and what it leaves on the host.
+//! What a container sees from inside, and what it leaves on the host.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -9,39 +9,39 @@ use super::{EntryPoint, Request};
 use crate::processes::{self, read};
 use crate::world::{World, eventually};
 
-/// Device minors that a topology of eight GPUs has.
+/// The GPU device minors in a topology of eight GPUs.
 const MINORS: std::ops::Range<u32> = 0..8;
 
-/// What four processes of a container say.
+/// The reports of four processes in a container.
 #[derive(Debug)]
 pub struct Report {
-    /// The first process, its environment before it.
+    /// The first process, after it has printed its environment.
     pub first: Value,
-    /// One line each.
+    /// That environment, one variable per line.
     pub environment: Vec<String>,
-    /// One that the engine execs.
+    /// A process that the engine execs.
     pub exec: Value,
-    /// One with `env -i`.
+    /// A process started with `env -i`.
     pub bare: Value,
-    /// A health check.
+    /// A process run as a health check.
     pub health: Value,
-    /// Names in /dev and /dev/dri that are a GPU's.
+    /// Names in /dev and /dev/dri that belong to a GPU.
     pub dev: Vec<String>,
-    /// How opening each GPU's node ends that the container made for itself, by device minor.
+    /// The result of opening a node that the container created for each GPU, by device minor.
     pub made: BTreeMap<u32, String>,
-    /// How opening each node ends that it was given.
+    /// The result of opening each node that the container was given.
     pub given: BTreeMap<String, String>,
     /// Names of the driver's files.
     pub files: Vec<String>,
 }
 
 impl Report {
-    /// The first process of a container that is to report: its environment, then a context if it may have one.
+    /// The first process of a container that reports: it prints its environment, then opens a context if it may.
     pub const PROGRAM: [&'static str; 3] =
         ["/bin/sh", "-c", "env; /usr/bin/cuda-probe hold 600 || exec sleep 600"];
 
-    /// Asks the processes of a container that runs [`Self::PROGRAM`]. Engines take their time for each
-    /// command: what is exec'd is one.
+    /// Collects the reports of a container that runs [`Self::PROGRAM`]. Engines take long for each command, so
+    /// everything runs in a single exec.
     #[must_use]
     pub fn of(entry_point: &dyn EntryPoint, request: &Request) -> Self {
         let (output, first) = waited(|| with_info(entry_point.output(request)))
@@ -70,16 +70,16 @@ impl Report {
     }
 }
 
-/// Where the container makes a node for itself.
+/// The path at which the container creates a node.
 const MADE: &str = "/tmp/gpu";
 
 fn minor(path: &str) -> Option<u32> {
     path.strip_prefix(MADE)?.parse().ok()
 }
 
-/// What is exec'd, in parts that begin with a line `== NAME`: processes with the environment that they come with
-/// and with none, the names in /dev, a node made of every GPU and each node opened, and the driver's files that
-/// are not empty, wherever they are.
+/// The script to exec. Its output has parts that begin with a line `== NAME`: processes with their normal environment
+/// and with none, the names in /dev, a created node of every GPU and each node opened, and the driver's files that are
+/// not empty, wherever they are.
 fn script() -> String {
     let minors: Vec<String> = MINORS.map(|minor| minor.to_string()).collect();
     format!(
@@ -94,13 +94,13 @@ echo '== files'; busybox find /usr /lib /lib64 /etc -type f -size +0c '(' -name 
     )
 }
 
-/// How opening each node ended, by its path.
+/// The result of opening each node, by its path.
 fn nodes(text: &str) -> BTreeMap<String, String> {
     let lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let nodes = lines.filter(|line| line["event"] == "node");
     let text = |value: &Value| value.as_str().expect("text").to_owned();
     let found: BTreeMap<_, _> = nodes.map(|line| (text(&line["path"]), text(&line["result"]))).collect();
-    // Patterns that match nothing stand for themselves.
+    // A shell pattern without matches stays as it is.
     found.into_iter().filter(|(path, _)| !path.ends_with('*')).collect()
 }
 
@@ -114,7 +114,7 @@ fn with_info(text: String) -> Option<(String, Value)> {
     Some((text, info))
 }
 
-/// What `ask` finds in ten seconds.
+/// Waits up to ten seconds for `ask` to find something.
 fn waited<T>(ask: impl Fn() -> Option<T>) -> Option<T> {
     let mut found = None;
     eventually(|| {
@@ -130,8 +130,8 @@ fn words(text: &str) -> Vec<String> {
     words
 }
 
-/// What containers leave behind when something goes wrong: mounts of ours, processes of ours, and empty files
-/// where the driver's were mounted.
+/// Traces that a failed clean-up of containers leaves: sublet's mounts and processes, and empty files that were mount
+/// points for the driver's.
 #[must_use]
 pub fn traces(world: &World) -> Vec<String> {
     let driver = world.driver_root.as_ref().expect("simulated").display().to_string();
@@ -154,7 +154,7 @@ pub fn traces(world: &World) -> Vec<String> {
     found
 }
 
-/// Programs of ours, and probes in containers, but for the service.
+/// Running sublet programs, except the service, and probes in containers.
 fn programs(dir: &str) -> Vec<String> {
     let left = |pid| {
         let (comm, command) = (read(pid, "comm"), read(pid, "cmdline"));

@@ -1,5 +1,5 @@
-//! The ways in which a container gets its share, all to be used alike: `tests/e2e/entry_points.rs` puts one table of
-//! requests through each. A new entry point is a file here, a [`Column`] and a test of a few lines there.
+//! The entry points, all used in the same way: `tests/e2e/entry_points.rs` sends one table of requests through each of
+//! them. A new entry point is a file here, a [`Column`], and a test of a few lines there.
 
 mod containerd;
 mod docker;
@@ -25,39 +25,39 @@ use crate::world::{Engine, World};
 /// What a container asks for.
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
-    /// Of the container, and of the named share with the same keys.
+    /// The name of the container, and of the named share with the same keys.
     pub name: &'static str,
     /// Annotations without the `sublet.` prefix.
     pub keys: &'static [(&'static str, &'static str)],
-    /// What its engine is told besides.
+    /// A setting of the container that contradicts the share.
     pub with: With,
 }
 
-/// What stands beside a share and contradicts it.
+/// Settings beside a share that contradict it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum With {
     /// Nothing.
     Nothing,
     /// `--privileged`, or a bundle's rule that allows every device.
     Privileged,
-    /// Another GPU's node as a volume.
+    /// Another GPU's node, as a volume.
     Node,
 }
 
 impl Request {
-    /// Its annotations.
+    /// The annotations.
     #[must_use]
     pub fn annotations(&self) -> Vec<(String, String)> {
         self.keys.iter().map(|(key, value)| (format!("sublet.{key}"), (*value).to_owned())).collect()
     }
 
-    /// Its annotations as options of `docker run` and `podman run`.
+    /// The annotations as options of `docker run` and `podman run`.
     #[must_use]
     pub fn options(&self) -> Vec<String> {
         self.annotations().iter().map(|(key, value)| format!("--annotation={key}={value}")).collect()
     }
 
-    /// The options for what stands beside them.
+    /// The options for [`Self::with`].
     #[must_use]
     pub fn more_options(&self, world: &World) -> Vec<String> {
         match self.with {
@@ -67,20 +67,20 @@ impl Request {
         }
     }
 
-    /// The option for the CDI device of its share; nothing where it asks for nothing.
+    /// The option for the CDI device of the share; none if the request has no keys.
     #[must_use]
     pub fn device(&self) -> Vec<String> {
         let asks = !self.keys.is_empty();
         asks.then(|| format!("--device=sublet/share={}", self.share())).into_iter().collect()
     }
 
-    /// The share that stands for all of its keys.
+    /// The named share that stands for all its keys.
     #[must_use]
     pub fn share(&self) -> &'static str {
         self.keys.iter().find(|(key, _)| *key == "share").map_or(self.name, |(_, share)| share)
     }
 
-    /// The table of the configuration for a share of this name.
+    /// The configuration table of a share with this name.
     #[must_use]
     pub fn to_config(&self) -> String {
         let lines: Vec<String> =
@@ -92,36 +92,36 @@ impl Request {
 /// A node that no request of the table is granted.
 const OTHER_NODE: &str = "/dev/nvidia6";
 
-/// The same on the host.
+/// The path of that node on the host.
 fn other_node(world: &World) -> PathBuf {
     let root = world.driver_root.as_ref().expect("simulated");
     root.join(&OTHER_NODE[1..])
 }
 
-/// What an entry point cannot offer, each by its nature. All `true` is the whole contract.
+/// What an entry point can offer by its nature. If all are `true`, it offers everything.
 #[derive(Clone, Copy, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "a column of a table")]
 pub struct Column {
-    /// The environment can be set. Where it cannot, mode mps is always `dedicated`, an explicit `shared` is
-    /// refused and `priority` orders nobody (docs/prestart.md).
+    /// The environment can be set. Otherwise mode mps is always `dedicated`, an explicit `shared` is refused, and
+    /// `priority` has no effect (docs/prestart.md).
     pub environment: bool,
-    /// Exec'd processes and health checks get the environment too. Where they do not, a shared server's
-    /// ceiling holds them (docs/podman.md).
+    /// Processes started by exec and health checks get the environment too. Otherwise the default limits of a shared
+    /// server bound them (docs/podman.md).
     pub exec_environment: bool,
-    /// There is a device cgroup. Where there is none, a container can make no nodes either (docs/rootless.md).
+    /// There is a device cgroup. Without one, a container cannot create nodes either (docs/rootless.md).
     pub device_cgroup: bool,
-    /// A container states its own keys. Where it cannot, it names a share of the configuration
-    /// (docs/docker.md, "Without annotations").
+    /// A container states its own keys. Otherwise it names a share of the configuration (docs/docker.md, "Without
+    /// annotations").
     pub annotations: bool,
-    /// A share may be of several GPUs, and one that fits none is refused by us. Where not, its engine knows no
+    /// A share may have several GPUs, and sublet itself refuses one that fits no GPU. Otherwise the engine knows no
     /// such CDI device (docs/cdi.md, "Limits").
     pub any_share: bool,
-    /// Whoever starts the container is shown why it is refused. Where not, `sublet status --last-error`
-    /// tells (docs/prestart.md: crun keeps what hooks say to itself).
+    /// The user who starts the container sees why it is refused. Otherwise `sublet status --last-error` says it
+    /// (docs/prestart.md: crun does not show what hooks print).
     pub says_why: bool,
 }
 
-/// An entry point with all there is to offer.
+/// An entry point that offers everything.
 pub const WHOLE: Column = Column {
     environment: true,
     exec_environment: true,
@@ -131,7 +131,7 @@ pub const WHOLE: Column = Column {
     says_why: true,
 };
 
-/// What a CDI device can offer (docs/cdi.md).
+/// What a CDI device offers (docs/cdi.md).
 fn cdi_column(engine: Engine) -> Column {
     Column {
         exec_environment: false,
@@ -142,35 +142,35 @@ fn cdi_column(engine: Engine) -> Column {
     }
 }
 
-/// One way in which a container gets its share.
+/// A way by which a container gets its share.
 pub trait EntryPoint {
-    /// What it may not offer.
+    /// What this entry point offers.
     fn column(&self) -> Column;
 
-    /// Driver, configuration, leases.
+    /// The driver, configuration and leases.
     fn world(&self) -> &World;
 
-    /// Starts a container of the world's minimal root filesystem with this request.
+    /// Starts a container with this request from the world's minimal root filesystem.
     ///
     /// # Errors
-    /// All that its engine says when it does not start.
+    /// The engine's output if the container does not start.
     fn start(&self, request: &Request, args: &[&str]) -> Result<(), String>;
 
-    /// What its first process has printed.
+    /// The output of the container's first process so far.
     fn output(&self, request: &Request) -> String;
 
-    /// Runs a command in it as this entry point's engine does.
+    /// Runs a command in the container through its engine.
     fn exec(&self, request: &Request, args: &[&str]) -> Finished;
 
-    /// What a health check prints that runs `cuda-probe info`; empty as long as none has.
+    /// The output of a health check that runs `cuda-probe info`; empty until one has run.
     fn health(&self, request: &Request) -> String;
 
-    /// Ends it and keeps its root filesystem.
+    /// Ends the container and keeps its root filesystem.
     fn stop(&self, request: &Request);
 
-    /// Removes what is left of it, started or not.
+    /// Removes what is left of the container, whether it started or not.
     fn remove(&self, request: &Request);
 
-    /// The config.json that it runs with; null where the engine shows none.
+    /// The config.json that the container runs with; null if the engine does not show it.
     fn config(&self, request: &Request) -> Value;
 }

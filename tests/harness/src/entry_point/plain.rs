@@ -1,4 +1,4 @@
-//! Plain bundles, started by runc or crun: through the shim, by an edited config.json, by a hook.
+//! Plain bundles, started by runc or crun: through the shim, with an edited config.json, or with a hook.
 
 use serde_json::{Value, json};
 
@@ -11,9 +11,9 @@ use crate::world::{Engine, World};
 pub enum How {
     /// `sublet-runtime`.
     Shim,
-    /// The config.json that `sublet-hook precreate` makes.
+    /// The config.json that `sublet-hook precreate` writes.
     Precreate,
-    /// `sublet-hook` at this stage, config.json as it is.
+    /// `sublet-hook` at this stage, with config.json unedited.
     Late(&'static str),
 }
 
@@ -30,7 +30,7 @@ impl Plain {
         Self { world, how }
     }
 
-    /// The same bundles by another entry point.
+    /// Switches these bundles to another entry point.
     pub fn go_by(&mut self, how: How) {
         self.how = how;
     }
@@ -42,7 +42,8 @@ impl Plain {
         let mut bundle = self.world.bundle(request.name, &annotations, args);
         bundle.plain = self.how != How::Shim;
         bundle.spec["root"]["path"] = json!(bundle.dir.join("rootfs"));
-        // As Podman writes it. With the rules that Docker has besides, crun below systemd opens everything.
+        // The rule that Podman writes. With the further rules that Docker writes, crun opens every device under
+        // systemd.
         let rule = json!({"allow": request.with == With::Privileged, "access": "rwm"});
         bundle.spec["linux"]["resources"]["devices"] = json!([rule]);
         if request.with == With::Node {
@@ -102,7 +103,7 @@ impl EntryPoint for Plain {
     }
 
     fn remove(&self, request: &Request) {
-        // runc forgets one that it could not create by itself.
+        // runc itself forgets a container that it could not create.
         let _ = self.bundle(request, &[]).delete();
     }
 
@@ -111,5 +112,5 @@ impl EntryPoint for Plain {
     }
 }
 
-/// The environment that an image brings, which is all that engines give to what they exec.
+/// The image's environment, which is all that engines give to processes started by exec.
 const IMAGE: [&str; 1] = ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"];

@@ -1,4 +1,4 @@
-//! Podman as root, by the hook, by `--runtime` or by a CDI device.
+//! Podman as root, with the hook, with `--runtime` or with a CDI device.
 
 use std::process::Command;
 use std::sync::LazyLock;
@@ -10,14 +10,14 @@ use crate::bundle::Finished;
 use crate::podman::{CdiOffer, IMAGE, Podman};
 use crate::world::World;
 
-/// How `podman run` comes by a share.
+/// How `podman run` gets a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
     /// The hook.
     Hook,
     /// `--runtime sublet`, without the hook.
     Runtime,
-    /// `--device sublet/share=<share>`, without either.
+    /// `--device sublet/share=<share>`, without hook or runtime.
     Device,
 }
 
@@ -25,12 +25,12 @@ pub enum By {
 pub struct OfPodman {
     podman: Podman,
     by: By,
-    /// The specification's place is given back last.
+    /// Dropped last: it gives back the place of the CDI specification.
     _offer: Option<CdiOffer>,
 }
 
 impl OfPodman {
-    /// A new Podman by this entry point.
+    /// A new Podman for this entry point.
     #[must_use]
     pub fn up(world: World, by: By) -> Self {
         let podman = Podman::up(world);
@@ -40,7 +40,7 @@ impl OfPodman {
         entry_point
     }
 
-    /// The same Podman by another entry point.
+    /// Switches this Podman to another entry point.
     pub fn go_by(&mut self, by: By) {
         let file = self.podman.world.dir.path().join("hooks/sublet.json");
         if by == By::Hook {
@@ -52,13 +52,13 @@ impl OfPodman {
     }
 }
 
-/// Podman 4 cuts annotations at commas, but for quoted ones (docs/podman.md).
+/// Whether Podman cuts annotations at commas unless they are quoted, as version 4 does (docs/podman.md).
 static CUTS: LazyLock<bool> = LazyLock::new(|| {
     let version = Command::new("podman").arg("--version").output().expect("podman is installed");
     String::from_utf8_lossy(&version.stdout).starts_with("podman version 4.")
 });
 
-/// The request as Podman's options.
+/// The annotations as Podman's options.
 pub(super) fn annotations(request: &Request) -> Vec<String> {
     let option = |(key, value): &(String, String)| {
         let quote = if *CUTS && value.contains(',') { "\"" } else { "" };
@@ -81,7 +81,8 @@ impl EntryPoint for OfPodman {
     }
 
     fn start(&self, request: &Request, args: &[&str]) -> Result<(), String> {
-        // Docker's default, and not Podman's: a container that may make nodes can open no more of them.
+        // MKNOD is a default of Docker but not of Podman. Even a container that may create nodes cannot open more of
+        // them.
         let mut options = vec!["--cap-add=MKNOD".to_owned(), "--hostname=test".to_owned()];
         options.extend(if self.by == By::Device { request.device() } else { annotations(request) });
         options.extend(request.more_options(&self.podman.world));
@@ -113,7 +114,7 @@ impl EntryPoint for OfPodman {
     }
 
     fn remove(&self, request: &Request) {
-        // One that could not be started may be gone already.
+        // A container that could not be started may already be gone.
         let _ = self.podman.cli(&["rm", "-f", "-t0", request.name]);
     }
 

@@ -1,4 +1,4 @@
-//! A user's Podman, by the hook or by the shim, through `sublet serve`.
+//! A user's Podman, with the hook or with the shim, through `sublet serve`.
 
 use serde_json::Value;
 
@@ -8,14 +8,14 @@ use crate::bundle::Finished;
 use crate::rootless::{Rootless, done};
 use crate::world::World;
 
-/// Rootless Podman.
+/// Rootless Podman as an entry point.
 pub struct OfRootless {
     rootless: Rootless,
     by_hook: bool,
 }
 
 impl OfRootless {
-    /// With the service. The world's configuration allows the user `tester` a share.
+    /// Starts the service too. The world's configuration allows the user `tester` a share.
     #[must_use]
     pub fn up(world: World, by_hook: bool) -> Self {
         let rootless = Rootless::serving(world);
@@ -70,7 +70,7 @@ impl EntryPoint for OfRootless {
     }
 
     fn remove(&self, request: &Request) {
-        // One that could not be started may be gone already.
+        // A container that could not be started may already be gone.
         let _ = self.podman(&["rm", "-f", "-t0", request.name]);
     }
 

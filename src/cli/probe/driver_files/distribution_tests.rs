@@ -21,7 +21,7 @@ fn find_here(root: &Root) -> Found {
     find(root.path(), VERSION, Machine::X86_64)
 }
 
-/// soname (or name, or path) and source below the root, of everything found.
+/// Everything that was found: soname (or name, or path), and the source below the root.
 fn summary(root: &Root, found: &Found) -> Vec<(String, String)> {
     let relative = |path: &Path| path.strip_prefix(root.path()).unwrap().to_str().unwrap().to_owned();
     let name = |file: &DriverFile| match &file.kind {

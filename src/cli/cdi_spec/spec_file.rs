@@ -15,13 +15,13 @@ use sublet_core::oci::hooks;
 use sublet_core::process::environment;
 use sublet_core::text::safe;
 
-/// Longer ones are not ours.
+/// A larger file was not written by sublet.
 const LONGEST: u64 = 16 << 20;
 
 /// Why the specification is not written.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    /// Somebody else's.
+    /// The file was written by another program.
     #[error(
         "{} is not a CDI specification of kind {KIND} and was not overwritten: choose another --output",
         safe(&.0.to_string_lossy())
@@ -30,36 +30,36 @@ pub enum FileError {
     /// A system call failed.
     #[error("cannot {what} {}: {source}", safe(&path.to_string_lossy()))]
     Io {
-        /// As "write".
+        /// The operation that failed, such as "write".
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The operating system's error.
         source: io::Error,
     },
-    /// The driver, or the shares.
+    /// The inventory cannot be read, or a share cannot be resolved.
     #[error(transparent)]
     Admit(#[from] AdmitError),
     /// No program for the engines to run.
     #[error("sublet-hook is missing, and CDI devices need it: install it as /usr/libexec/sublet/sublet-hook")]
     NoHook,
-    /// Our own doing.
+    /// An internal error while listing the shares.
     #[error("cannot list the shares: {0}")]
     List(io::Error),
 }
 
-/// A specification at some place.
+/// What is at the specification's path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum State {
-    /// None there.
+    /// There is no file.
     Missing,
-    /// Ours, with this text.
+    /// sublet wrote the file; this is its text.
     Ours(Vec<u8>),
-    /// Another file.
+    /// Another program wrote the file.
     Foreign,
 }
 
-/// What is at `path` now; whatever cannot be read is not ours.
+/// Reads what is at `path` now. A file that cannot be read counts as another program's.
 #[must_use]
 pub fn state(path: &Path) -> State {
     #[derive(Deserialize)]
@@ -78,10 +78,10 @@ pub fn state(path: &Path) -> State {
     if ours { State::Ours(text) } else { State::Foreign }
 }
 
-/// Puts `text` at `path`, its directory made if need be; whether that changed anything.
+/// Writes `text` to `path` and creates its directory if needed. Returns whether anything changed.
 ///
 /// # Errors
-/// It cannot be written, or another program's file is there.
+/// The file cannot be written, or another program wrote the one that is there.
 pub fn write(path: &Path, text: &str) -> Result<bool, FileError> {
     match state(path) {
         State::Ours(before) if before == text.as_bytes() => return Ok(false),
@@ -94,10 +94,10 @@ pub fn write(path: &Path, text: &str) -> Result<bool, FileError> {
     Ok(true)
 }
 
-/// Takes our specification at `path` away; whether there was one.
+/// Removes sublet's specification at `path`. Returns whether there was one.
 ///
 /// # Errors
-/// It cannot be removed.
+/// The file cannot be removed.
 pub fn remove(path: &Path) -> Result<bool, FileError> {
     if !matches!(state(path), State::Ours(_)) {
         return Ok(false);
@@ -107,11 +107,11 @@ pub fn remove(path: &Path) -> Result<bool, FileError> {
     Ok(true)
 }
 
-/// Makes the file that `config` names what its shares and the devices of now say: what `sublet serve` does
-/// every few seconds. Without a named share nothing of the driver is looked at.
+/// Brings the file that `config` names up to date with the shares and devices. `sublet serve` does this every few
+/// seconds. Without a named share the driver is not read.
 ///
 /// # Errors
-/// The driver's trouble, with the file as it was; or it cannot be written.
+/// The driver cannot be read, and the file stays as it was; or the file cannot be written.
 pub(crate) fn keep(config: &Config) -> Result<bool, FileError> {
     let path = &config.cdi.spec;
     if config.share.is_empty() {

@@ -1,13 +1,12 @@
-//! Adds, changes or removes one member of a JSON text; all other bytes stay.
+//! Adds, changes or removes one member of a JSON text; all other bytes stay the same.
 //!
-//! Parsing and printing a value would lose its author's layout. These functions take text that
-//! `serde_json` has found valid.
+//! Parsing and printing would lose the author's layout. These functions need text that `serde_json` has found valid.
 
 use std::ops::Range;
 
 use super::SetupError;
 
-/// A member of an object, its value by bytes of the text.
+/// A member of an object; its value as a byte range of the text.
 struct Member {
     name: String,
     value: Range<usize>,
@@ -16,7 +15,7 @@ struct Member {
 /// Checks that `text` is one JSON object.
 ///
 /// # Errors
-/// It is not: half written, with comments, or of another type.
+/// The text is incomplete, has comments, or is of another type.
 pub(super) fn check(text: &str) -> Result<(), SetupError> {
     let unparsable = |why| SetupError::Unparsable { language: "JSON", why };
     if text.trim().is_empty() {
@@ -39,13 +38,13 @@ fn has_comment(text: &str) -> bool {
 /// The value at `path`, as text.
 ///
 /// # Errors
-/// A name on the way stands twice, or has a value that is no object.
+/// A name on the way occurs twice, or its value is not an object.
 pub(super) fn get<'t>(text: &'t str, path: &[&str]) -> Result<Option<&'t str>, SetupError> {
     Ok(value_at(text, path)?.map(|range| &text[range]))
 }
 
-/// `text` with `value` at `path`, whose objects are made where they are missing. New members come first in
-/// their object: so what has to go again is everything up to the next member.
+/// `text` with `value` at `path`; missing objects are created. A new member comes first in its object, so that a
+/// removal takes everything up to the next member.
 ///
 /// # Errors
 /// As [`get`].
@@ -66,7 +65,7 @@ pub(super) fn set(text: &str, path: &[&str], value: &str) -> Result<String, Setu
     Ok(spliced(text, inside..inside, &format!("{lead}\"{name}\": {value}{comma}")))
 }
 
-/// What goes before the first member of an object that held only `space`.
+/// The text before the first member of an object that contained only `space`.
 fn indented(space: &str) -> String {
     space.rfind('\n').map(|line| format!("\n{}  ", &space[line + 1..])).unwrap_or_default()
 }
@@ -133,7 +132,7 @@ fn members(text: &str, start: usize) -> Vec<Member> {
     while text[at..].starts_with('"') {
         let end = end_of(text, at);
         let name = serde_json::from_str(&text[at..end]).unwrap_or_default();
-        // Behind the colon.
+        // After the colon.
         let value = skip_space(text, skip_space(text, end) + 1);
         let value = value..end_of(text, value);
         let next = skip_space(text, value.end);
@@ -151,7 +150,7 @@ fn skip_space(text: &str, from: usize) -> usize {
     from + (rest.len() - rest.trim_start_matches([' ', '\t', '\n', '\r']).len())
 }
 
-/// Where the value that begins at `from` ends.
+/// The end of the value that begins at `from`.
 fn end_of(text: &str, from: usize) -> usize {
     let (mut depth, mut quoted, mut escaped) = (0_usize, false, false);
     for (offset, byte) in text.as_bytes()[from..].iter().enumerate() {

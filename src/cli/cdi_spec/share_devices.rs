@@ -14,19 +14,19 @@ use sublet_core::place::{only, place, wants_mig};
 use sublet_core::process::Process;
 use sublet_core::request::{self, Request};
 
-/// All there is to say.
+/// The CDI devices, and the shares that have none.
 #[derive(Debug, Default)]
 pub struct Listing {
     /// The devices, by share and GPU.
     pub devices: Vec<Named>,
-    /// Where there is none.
+    /// The shares or devices for which there is no CDI device.
     pub without: Vec<Without>,
 }
 
 /// One CDI device.
 #[derive(Clone, Debug)]
 pub struct Named {
-    /// Behind `sublet/share=`.
+    /// The name that follows `sublet/share=`.
     pub name: String,
     /// Share and device.
     pub asked: Asked,
@@ -34,23 +34,23 @@ pub struct Named {
     pub index: u32,
     /// The number that names the device in `sublet.gpu`: `0`, or `0:2` of a MIG device.
     pub number: String,
-    /// What every container of it gets alike: the nodes and `env.set` of this.
+    /// What every container with this device is given: the nodes and `env.set` of this grant.
     pub grant: Grant,
 }
 
 /// A share that has no CDI device, or not on this device, or not by its plain name.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Without {
-    /// The name that there is not.
+    /// The name that does not exist.
     pub name: String,
-    /// Why.
+    /// The reason.
     pub why: String,
 }
 
 /// The CDI devices of `config`'s named shares on the devices of `inventory`.
 ///
 /// # Errors
-/// No random number, no /proc.
+/// There is no random number, or no /proc.
 pub fn list(config: &Config, inventory: &Inventory) -> std::io::Result<Listing> {
     let idle = idle(inventory);
     let mut listing = Listing::default();
@@ -63,7 +63,7 @@ pub fn list(config: &Config, inventory: &Inventory) -> std::io::Result<Listing> 
     Ok(listing)
 }
 
-/// What `share` asks for, if one device can give it and CDI can name it.
+/// The request of `share`, if a single device can serve it and CDI can name it.
 fn wanted(share: &str, config: &Config, inventory: &Inventory) -> Result<Request, String> {
     // SPEC.md, "Kind requirements": a device's name ends as it begins.
     if !share.ends_with(|last: char| last.is_ascii_alphanumeric()) {
@@ -118,7 +118,7 @@ fn of_share(
     Ok(())
 }
 
-/// What a container with that share on `device` is given, whatever its image.
+/// The grant of a container with that share on `device`, whatever its image.
 fn on_device(
     request: &Request,
     device: &Device,
@@ -147,7 +147,7 @@ fn on_device(
     Ok(Ok(grant(&placement, &lease, &request.capabilities, &image, inventory, config)))
 }
 
-/// The devices as if nobody used them: what is so for the moment is the hook's to find out.
+/// The devices without current use. The hook checks what is free when a container starts.
 fn idle(inventory: &Inventory) -> Inventory {
     let idle = |device: &Device| Device {
         memory_free_bytes: device.memory_bytes,

@@ -1,23 +1,23 @@
 //! Finds the driver's files on the host, in the places of all distributions.
 
 mod elf;
-mod table;
+mod file_table;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 pub(super) use elf::Machine;
-use table::Library;
+use file_table::Library;
 
 use super::kernel_module::is_driver_version;
 use super::{DriverFile, FileKind, programs};
 use sublet_core::inventory::driver_root_links::resolve;
 
-/// What was found.
+/// The files that were found.
 #[derive(Debug)]
 pub(super) struct Found {
     pub files: Vec<DriverFile>,
-    /// Versions of CUDA and NVML libraries that lie there and are not the module's.
+    /// The versions of CUDA and NVML libraries found that differ from the module's version.
     pub other_versions: BTreeSet<String>,
 }
 
@@ -35,7 +35,7 @@ impl Found {
 pub(super) fn find(root: &Path, version: &str, machine: Machine) -> Found {
     let host = Host { root, version, machine };
     let mut other_versions = BTreeSet::new();
-    let mut files: Vec<DriverFile> = table::LIBRARIES
+    let mut files: Vec<DriverFile> = file_table::LIBRARIES
         .iter()
         .filter_map(|library| {
             let (file, others) = host.library(library);
@@ -45,18 +45,18 @@ pub(super) fn find(root: &Path, version: &str, machine: Machine) -> Found {
             file
         })
         .collect();
-    files.extend(table::PROGRAMS.iter().filter_map(|&(name, capability)| {
+    files.extend(file_table::PROGRAMS.iter().filter_map(|&(name, capability)| {
         let source = real(root, &programs::program(root, name)?)?;
         Some(DriverFile { source, kind: FileKind::Program { name: name.to_owned() }, capability })
     }));
-    files.extend(table::DATA.iter().filter_map(|&(path, capability)| {
+    files.extend(file_table::DATA.iter().filter_map(|&(path, capability)| {
         let source = resolve(root, path).filter(|source| source.is_file())?;
         Some(DriverFile { source, kind: FileKind::Data { path: path.into() }, capability })
     }));
     Found { files, other_versions }
 }
 
-/// The file that a program below `root` leads to, root included.
+/// The path of the file that a program below `root` resolves to, including the root.
 fn real(root: &Path, program: &Path) -> Option<PathBuf> {
     resolve(root, program.strip_prefix(root).ok()?.to_str()?)
 }
@@ -68,8 +68,8 @@ struct Host<'a> {
 }
 
 impl Host<'_> {
-    /// Library directories in the order they are searched: Debian and Ubuntu, Red Hat and SUSE, Arch,
-    /// NixOS, Container-Optimized OS. NVIDIA's own installer uses the distribution's.
+    /// Library directories in search order: Debian and Ubuntu, Red Hat and SUSE, Arch, NixOS, Container-Optimized OS.
+    /// NVIDIA's own installer uses the distribution's directories.
     fn directories(&self) -> [String; 10] {
         let triplet = self.machine.triplet();
         [
@@ -86,7 +86,7 @@ impl Host<'_> {
         ]
     }
 
-    /// The library's file, else the other versions of it that lie there.
+    /// The library's file, or the other versions of it that were found.
     fn library(&self, library: &Library) -> (Option<DriverFile>, Vec<String>) {
         let full = format!("{}.{}", library.stem, self.version);
         let soname =
@@ -118,7 +118,7 @@ fn entry(source: PathBuf, soname: &str, library: &Library) -> DriverFile {
     }
 }
 
-/// The driver version in a file name, as in `libcuda.so.580.159.04`. `libnvidia-nvvm.so.4` and
+/// The driver version in a file name such as `libcuda.so.580.159.04`. `libnvidia-nvvm.so.4` and
 /// `libnvidia-egl-wayland.so.1.1.13` have versions of their own.
 fn version_of(path: &Path, stem: &str) -> Option<String> {
     let version = path.file_name()?.to_str()?.strip_prefix(stem)?.strip_prefix('.')?;
@@ -126,4 +126,5 @@ fn version_of(path: &Path, stem: &str) -> Option<String> {
 }
 
 #[cfg(test)]
+#[path = "distribution_tests.rs"]
 mod tests;

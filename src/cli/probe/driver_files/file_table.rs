@@ -5,13 +5,13 @@
 
 use sublet_core::share::Capability::{self, Compute, Graphics, Utility, Video};
 
-/// A library as containers look for it.
+/// A library, by the names that containers use.
 pub(super) struct Library {
-    /// The name up to and with `.so`.
+    /// The name up to and including `.so`.
     pub stem: &'static str,
-    /// What follows it in the soname; `None`: the driver's version, there is no shorter name.
+    /// The rest of the soname; `None` means the driver's version, and no shorter name exists.
     pub suffix: Option<&'static str>,
-    /// Further names it is looked for by.
+    /// Further names under which programs look for it.
     pub also: &'static [&'static str],
     pub capability: Capability,
 }
@@ -28,7 +28,7 @@ const fn versioned(stem: &'static str, capability: Capability) -> Library {
 pub(super) const LIBRARIES: &[Library] = &[
     library("libnvidia-ml.so", ".1", Utility),
     library("libnvidia-cfg.so", ".1", Utility),
-    // `libcuda.so` is what `-lcuda` and Triton look for.
+    // `-lcuda` and Triton look for `libcuda.so`.
     Library { stem: "libcuda.so", suffix: Some(".1"), also: &["libcuda.so"], capability: Compute },
     library("libcudadebugger.so", ".1", Compute),
     library("libnvidia-ptxjitcompiler.so", ".1", Compute),
@@ -45,7 +45,7 @@ pub(super) const LIBRARIES: &[Library] = &[
     library("libnvidia-encode.so", ".1", Video),
     library("libnvidia-opticalflow.so", ".1", Video),
     library("libvdpau_nvidia.so", ".1", Video),
-    // Where libglvnd finds no vendor it asks for libGLX_indirect.
+    // If libglvnd finds no vendor, it asks for libGLX_indirect.
     Library {
         stem: "libGLX_nvidia.so",
         suffix: Some(".0"),
@@ -70,11 +70,11 @@ pub(super) const LIBRARIES: &[Library] = &[
     versioned("libnvidia-tls.so", Graphics),
 ];
 
-/// Programs containers may get.
+/// Programs that containers may get.
 pub(super) const PROGRAMS: &[(&str, Capability)] =
     &[("nvidia-smi", Utility), ("nvidia-debugdump", Utility), ("nvidia-persistenced", Utility)];
 
-/// Data, at the same path in host and container. Packages differ in the directory and in the name.
+/// Data files, at the same path in host and container. Packages differ in directory and name.
 pub(super) const DATA: &[(&str, Capability)] = &[
     ("/etc/OpenCL/vendors/nvidia.icd", Compute),
     ("/usr/share/vulkan/icd.d/nvidia_icd.json", Graphics),

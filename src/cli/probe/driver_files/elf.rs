@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
 
-/// A machine that drivers are made for, always in its 64-bit little-endian form.
+/// A machine for which drivers exist, always in its 64-bit little-endian form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::probe) enum Machine {
     X86_64,
@@ -12,7 +12,7 @@ pub(in crate::probe) enum Machine {
 }
 
 impl Machine {
-    /// The one we run on.
+    /// The machine that sublet runs on.
     pub const HOST: Self = if cfg!(target_arch = "aarch64") { Self::Aarch64 } else { Self::X86_64 };
 
     /// Debian's name for its library directory (Multi-Arch specification).

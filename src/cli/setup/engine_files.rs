@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use sublet_core::fs::below::under;
 
-/// Where a setup of Docker writes down what it put into `path`, for its undo.
+/// The file in which a setup of Docker records what it changed in `path`, for the undo.
 #[must_use]
 pub fn record(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
@@ -15,10 +15,10 @@ pub fn record(path: &Path) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// The text of `path`; `None`: no such file.
+/// The text of `path`; `None` if there is no such file.
 ///
 /// # Errors
-/// It cannot be read, or is no UTF-8.
+/// The file cannot be read, or is not UTF-8.
 pub fn read(path: &Path) -> io::Result<Option<String>> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
@@ -29,7 +29,7 @@ pub fn read(path: &Path) -> io::Result<Option<String>> {
     }
 }
 
-/// The files that Podman as root reads below `root`, weakest first (containers.conf(5)).
+/// The files that Podman reads for root below `root`, weakest first (containers.conf(5)).
 #[must_use]
 pub fn podmans(root: &Path) -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> =
@@ -42,7 +42,7 @@ pub fn podmans(root: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The files of this extension in a directory, by name.
+/// The files with this extension in a directory, sorted by name.
 #[must_use]
 pub(crate) fn drop_ins(directory: &Path, extension: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
@@ -54,7 +54,7 @@ pub(crate) fn drop_ins(directory: &Path, extension: &str) -> Vec<PathBuf> {
     files
 }
 
-/// Where Docker is only there as a snap: confined, so that it runs no program of the host's (snapcraft.io,
+/// Whether Docker is installed only as a snap: it is confined and cannot run programs of the host (snapcraft.io,
 /// "Docker snap").
 #[must_use]
 pub(crate) fn docker_snap(root: &Path) -> Option<PathBuf> {

@@ -14,31 +14,31 @@ use sublet_core::process::uptime_seconds;
 /// One daemon; the first five are an element of `mps` in `sublet status --format json`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Listed {
-    /// The device it serves; of several the first.
+    /// The device it serves, or the first of several.
     pub device: String,
     /// The lease that a dedicated daemon belongs to.
     pub lease: Option<LeaseId>,
-    /// The control daemon, while it runs.
+    /// The pid of the control daemon while it runs.
     pub pid: Option<i32>,
-    /// As recorded, or as seen where that is worse.
+    /// The recorded state, or the observed one if that is worse.
     pub state: DaemonState,
-    /// Clients of all its servers; `None` where it does not answer.
+    /// The number of clients of all its servers; `None` if it does not answer.
     pub clients: Option<usize>,
-    /// All the devices it serves, in the order its clients count them.
+    /// All devices it serves, in the order in which its clients count them.
     pub devices: Vec<String>,
     /// Its key, for `sublet mps stop` and `logs`.
     pub key: DaemonKey,
     /// Default SM limit of new clients, in percent.
     pub ceiling_percent: f64,
-    /// Default memory limit of each new client, on each device; `None`: none.
+    /// Default memory limit of each new client on each device; `None` if there is none.
     pub ceiling_memory_bytes: Option<u64>,
     /// How long it has been without a lease; `None` while it has one.
     pub idle_seconds: Option<u64>,
-    /// How long it waits for the next one still; `None`: it does not, or without end.
+    /// How long it will wait for the next one; `None` if it does not wait, or waits without limit.
     pub ends_in_seconds: Option<u64>,
 }
 
-/// Every daemon, each asked for its clients (at most 1 s).
+/// Every daemon; each is asked for its clients (at most 1 s).
 ///
 /// # Errors
 /// The ledger cannot be read.
@@ -52,7 +52,7 @@ pub fn list(store: &Store, config: &Config) -> Result<Vec<Listed>, MpsError> {
     Ok(ledger.daemons.iter().map(look).collect())
 }
 
-/// `recorded`, with what can be seen of the daemon now.
+/// `recorded`, corrected by what the daemon itself shows now.
 fn listed(daemon: &MpsDaemon, recorded: Listed, config: &Config) -> Listed {
     let alive = daemon.process.is_some_and(|daemon| daemon.is_alive());
     let (state, clients) = match daemon.state {
@@ -62,7 +62,7 @@ fn listed(daemon: &MpsDaemon, recorded: Listed, config: &Config) -> Listed {
     Listed { pid: recorded.pid.filter(|_| alive), state, clients, ..recorded }
 }
 
-/// As the ledger has it.
+/// The daemon as the ledger has it.
 fn shown(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Listed {
     Listed {
         device: daemon.devices.first().cloned().unwrap_or_default(),
@@ -90,7 +90,7 @@ fn seen(daemon: &MpsDaemon, alive: bool, config: &Config) -> (DaemonState, Optio
     }
     let control = dirs::pipe(&daemon.key, &config.state_dir).join("control");
     if std::fs::metadata(control).is_err_and(|error| error.kind() == std::io::ErrorKind::PermissionDenied) {
-        // Only its owner may ask.
+        // Only the daemon's owner may ask it.
         return (daemon.state, None);
     }
     match Control::new(&daemon.key, config).map(|control| control.count_clients()) {
@@ -103,16 +103,16 @@ fn seen(daemon: &MpsDaemon, alive: bool, config: &Config) -> (DaemonState, Optio
 /// Ends one client of daemon `key`.
 ///
 /// # Errors
-/// The daemon does not answer or says no.
+/// The daemon does not answer, or refuses.
 pub(crate) fn terminate_client(key: &DaemonKey, pid: i32, config: &Config) -> Result<(), MpsError> {
     let asked = Control::new(key, config)?.terminate(pid);
     asked.map_err(|error| MpsError::Client { pid, why: error.to_string() })
 }
 
-/// The logs of daemon `key` as (file name, last part of its text), oldest first; terminal-safe line by line.
+/// The logs of daemon `key` as (file name, end of its text), oldest first; each line is safe for terminals.
 ///
 /// # Errors
-/// A key that names no daemon's directory.
+/// The key names no daemon's directory.
 pub fn logs(key: &DaemonKey, config: &Config) -> Result<Vec<(String, String)>, MpsError> {
     dirs::check_key(key)?;
     if !dirs::log(key, &config.state_dir).is_dir() {

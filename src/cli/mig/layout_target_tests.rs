@@ -1,4 +1,4 @@
-//! Layouts meet GPUs: selectors, profile names, hints.
+//! Layouts applied to GPUs: selectors, profile names, suggestions.
 
 use std::path::Path;
 

@@ -4,16 +4,16 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::list::{Listing, Named};
+use super::share_devices::{Listing, Named};
 use sublet_core::grant::GrantedNode;
 use sublet_core::oci::cdi::{KIND, STAGE};
 use sublet_core::oci::hooks;
 
-/// The lowest version with all that we use: device names that begin with a digit are of 0.5.0 (SPEC.md,
-/// "Released versions"). Podman 4.3 and everything since read it.
+/// The lowest version that has everything used here: device names that begin with a digit need 0.5.0 (SPEC.md,
+/// "Released versions"). Podman reads it since 4.3.
 const VERSION: &str = "0.5.0";
 
-/// Seconds: a share may be waited for up to a minute (`sublet.wait`), and a daemon started after that.
+/// In seconds. A share may be waited for up to a minute (`sublet.wait`), and a daemon may have to start after that.
 const TIMEOUT: u32 = 120;
 
 /// The specification of `listing`: the same text for the same devices. `program` is the hook, `config` the
@@ -47,8 +47,8 @@ fn device(named: &Named, program: &str, config: Option<&Path>) -> Value {
     })
 }
 
-/// Owner and mode as everywhere: without them an engine makes the node the container's user's own. No `m`
-/// among the permissions: the runtime makes the node, the container does not.
+/// The node's owner and mode are given, because otherwise an engine gives the node to the container's user. The
+/// permissions lack `m`: the runtime creates the node, the container does not.
 fn node(granted: &GrantedNode) -> Value {
     let node = &granted.node;
     json!({

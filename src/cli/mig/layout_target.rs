@@ -16,7 +16,7 @@ pub struct Target {
     pub gpu: String,
     /// MIG mode.
     pub on: bool,
-    /// Its instances, all of them.
+    /// All its instances.
     pub want: Vec<Want>,
 }
 
@@ -25,14 +25,14 @@ pub struct Target {
 pub struct Want {
     /// Its profile's id.
     pub profile: u32,
-    /// Where it begins; anywhere if that is all the same.
+    /// The start of its place; `None` if any place will do.
     pub start: Option<u32>,
     /// Compute slices of its compute instances, smallest first.
     pub compute: Vec<u32>,
 }
 
 impl Want {
-    /// `one` as it is.
+    /// The want that describes `one` as it is.
     #[must_use]
     pub fn of(one: &Instance) -> Self {
         let mut compute: Vec<u32> = one.compute.iter().map(|part| part.slices).collect();
@@ -42,7 +42,7 @@ impl Want {
 }
 
 impl Target {
-    /// The same, and the instances of `gpu` that lie at `spans` as they are.
+    /// This target, plus the instances of `gpu` at `spans` as they are.
     #[must_use]
     pub fn beside(&self, gpu: &Gpu, spans: &[Span]) -> Self {
         let there = gpu.instances.iter().filter(|one| spans.contains(&one.span)).map(Want::of);
@@ -51,10 +51,10 @@ impl Target {
     }
 }
 
-/// What `layout` wants of each GPU that it names, by NVML's index; the others stay as they are.
+/// The targets of the GPUs that `layout` names, by NVML's index. GPUs that it does not name stay as they are.
 ///
 /// # Errors
-/// A GPU that is not here, one that is named twice, a profile that it does not have: with file and line.
+/// A GPU does not exist, is named twice, or lacks a profile; the message names file and line.
 pub fn targets(
     layout: &Layout,
     gpus: &[Gpu],
@@ -86,7 +86,7 @@ fn selected<'g>(
     let mut selected: Vec<&Gpu> = Vec::new();
     for name in &entry.devices {
         let devices = named(name, inventory, config);
-        // Models that are not here are for other hosts with the same file.
+        // An entry for a model that this host lacks is for other hosts with the same file.
         if devices.is_empty() && !name.starts_with("model:") && name != "all" {
             let have: Vec<_> =
                 gpus.iter().map(|gpu| format!("{} ({})", gpu.label(), safe(&gpu.uuid))).collect();
@@ -109,7 +109,7 @@ fn selected<'g>(
 
 fn target(layout: &Layout, entry: &Entry, gpu: &Gpu) -> Result<Target, LayoutError> {
     let mut want = Vec::new();
-    // A GPU that cannot do MIG has no profiles: planning says so.
+    // A GPU without MIG support has no profiles; planning reports that.
     if gpu.mode.is_some() {
         for wish in &entry.instances {
             let one = wanted(layout, wish, gpu)?;
@@ -136,7 +136,7 @@ fn wanted(layout: &Layout, wish: &Wish, gpu: &Gpu) -> Result<Want, LayoutError> 
     Ok(Want { profile: profile.id, start: wish.start, compute })
 }
 
-/// `1c.2g.35gb` or, within its GPU instance, `1c`; the profile's own name for the whole.
+/// The compute slices of `1c.2g.35gb` or, within its GPU instance, of `1c`. The profile's own name means all slices.
 fn slices(part: &str, profile: &Profile) -> Option<u32> {
     if part == profile.name {
         return Some(profile.slices);
@@ -157,7 +157,7 @@ fn unknown_part(part: &str, profile: &Profile) -> String {
     )
 }
 
-/// Says what was probably meant: other tools' spellings, then the nearest name.
+/// An error that suggests what was probably meant: another tool's spelling first, then the nearest name.
 pub(super) fn unknown(name: &str, gpu: &Gpu) -> String {
     let known: Vec<&str> = gpu.profiles.iter().map(|profile| profile.name.as_str()).collect();
     let plain = name.trim().to_ascii_lowercase();
@@ -175,5 +175,5 @@ pub(super) fn unknown(name: &str, gpu: &Gpu) -> String {
 }
 
 #[cfg(test)]
-#[path = "target_tests.rs"]
+#[path = "layout_target_tests.rs"]
 mod tests;

@@ -1,4 +1,4 @@
-//! A host in a temporary directory, where nothing is wrong until a test makes it so.
+//! A host in a temporary directory. Nothing is wrong on it until a test changes something.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -37,7 +37,7 @@ impl Fake {
         self
     }
 
-    /// A file that can be run.
+    /// Creates an executable file.
     pub fn program(&self, path: &str) -> &Self {
         self.file(path, "");
         fs::set_permissions(self.path(path), fs::Permissions::from_mode(0o755)).unwrap();
@@ -51,7 +51,7 @@ impl Fake {
         self
     }
 
-    /// One H200 that is idle, no leases, no programs.
+    /// A host with one idle H200, no leases and no programs.
     pub fn host(&self) -> Host<'_> {
         Host {
             root: self.dir.path().to_owned(),
@@ -64,14 +64,14 @@ impl Fake {
     }
 }
 
-/// What it found, where it passed.
+/// The text of a check that passed.
 #[track_caller]
 pub(super) fn passed(outcome: Outcome) -> String {
     assert_eq!(outcome.0, Verdict::Pass, "{outcome:?}");
     outcome.1
 }
 
-/// What it found and the fix, where it did not.
+/// The text and the fix of a check that did not pass.
 #[track_caller]
 pub(super) fn told(outcome: Outcome, verdict: Verdict) -> (String, String) {
     assert_eq!(outcome.0, verdict, "{outcome:?}");
