@@ -5,6 +5,8 @@
 mod nvml_mig;
 mod peer;
 
+pub mod names;
+
 pub mod probe;
 
 pub mod mig;

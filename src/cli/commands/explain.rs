@@ -7,9 +7,11 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 use serde_json::{Value, json};
 
+use super::lease_table;
 use super::protection::{does_not_protect, protects};
 use super::tables;
 use crate::guard::{self, Event};
+use crate::names::{Names, NoLease, lease_of};
 use crate::preview::preview;
 use sublet_core::admit::{Candidate, confirmed_inventory, lease_for, request_of};
 use sublet_core::config::Config;
@@ -273,14 +275,22 @@ fn diff(before: &Value, after: &Value) -> anyhow::Result<String> {
     Ok(diff.unified_diff().context_radius(2).header("config.json", "config.json for this share").to_string())
 }
 
-fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
+fn explain_container(text: &str, config: &Config) -> anyhow::Result<ExitCode> {
     let ledger = Store::open(&config.state_dir)?.peek()?;
-    let held: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.id.starts_with(id)).collect();
-    for lease in &held {
+    let names = Names::learn(&ledger, config);
+    let held = match lease_of(text, &ledger, &names) {
+        Ok(lease) => Some(lease),
+        Err(NoLease::None(_)) => None,
+        Err(several) => return Err(several.into()),
+    };
+    let id = held.map_or(text, |lease| lease.container.id.as_str());
+    if let Some(lease) = held {
         let memory = tables::memory_limit(lease.memory_bytes);
         println!(
             "Container {} holds lease {}: mode {}, memory {memory}.",
-            lease.container.id, lease.id, lease.mode
+            lease_table::label(lease, names.of(lease)),
+            lease.id,
+            lease.mode
         );
     }
     let refused: Vec<_> = super::own_refusals(config)
@@ -295,11 +305,11 @@ fn explain_container(id: &str, config: &Config) -> anyhow::Result<ExitCode> {
     for event in &guarded {
         println!("{}", super::guard_report::line(event));
     }
-    if held.is_empty() && refused.is_empty() && guarded.is_empty() {
+    if held.is_none() && refused.is_empty() && guarded.is_empty() {
         bail!(
             "container {} holds no lease, and neither a refusal nor an action of the guard is recorded for \
              it",
-            safe(id)
+            safe(text)
         );
     }
     Ok(ExitCode::SUCCESS)

@@ -4,11 +4,11 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 
+use super::lease_table;
 use super::tables::{self, Format};
+use crate::names::{Names, lease_of};
 use sublet_core::admit;
 use sublet_core::config::Config;
-use sublet_core::ledger::LeaseId;
-use sublet_core::text::safe;
 
 /// Subcommands of `sublet lease`.
 #[derive(Debug, clap::Subcommand)]
@@ -21,7 +21,8 @@ pub enum Command {
     },
     /// Release the lease of a container that has ended
     Release {
-        /// The lease id
+        /// The container's name or id, the lease's id, or the beginning of one that no other has
+        #[arg(value_name = "CONTAINER")]
         id: String,
         /// Release it even if its container runs, or may run. Its processes keep the GPU, and are not counted any more
         #[arg(long)]
@@ -43,33 +44,30 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
 fn list(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let ledger = super::settled_ledger(config)?;
     let inventory = admit::fresh_inventory(config)?;
+    let names = Names::learn(&ledger, config);
     match format {
-        Format::Json => tables::json(&super::status::leases_json(&inventory, &ledger))?,
-        Format::Table => println!("{}", super::status::lease_table(&inventory, &ledger)),
+        Format::Json => tables::json(&lease_table::json(&inventory, &ledger, &names))?,
+        Format::Table => {
+            println!("{}", lease_table::table(&inventory, &ledger, &names, tables::terminal_width()));
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
 
 fn release(text: &str, force: bool, config: &Config) -> anyhow::Result<ExitCode> {
-    let Some(id) = LeaseId::parse(text) else {
-        bail!(
-            "{} is not a lease id: 16 hex digits are expected (`sublet lease list` shows the ids)",
-            safe(text)
-        )
-    };
     let ledger = super::settled_ledger(config)?;
-    let Some(lease) = ledger.lease(&id) else {
-        bail!("there is no lease {id}: `sublet lease list` shows the leases")
-    };
+    let names = Names::learn(&ledger, config);
+    let lease = lease_of(text, &ledger, &names)?;
+    let id = &lease.id;
     if !force {
-        let (container, signs) = (tables::short(&lease.container.name()), lease.signs_of_life());
+        let (container, signs) = (lease_table::label(lease, names.of(lease)), lease.signs_of_life());
         let signs = if signs.is_empty() { "it has just been started".to_owned() } else { signs.join("; ") };
         bail!(
             "lease {id} is held by container {container}: {signs}; end the container, or use --force if it \
              has ended"
         );
     }
-    admit::withdraw(&id, config)?;
+    admit::withdraw(id, config)?;
     println!("Lease {id} released.");
     Ok(ExitCode::SUCCESS)
 }

@@ -12,6 +12,7 @@ mod explain;
 mod gc;
 mod guard_report;
 mod lease;
+mod lease_table;
 mod mig;
 mod mig_dynamic;
 mod mig_list;

@@ -2,13 +2,21 @@
 
 use std::process::ExitCode;
 
+use anyhow::{Context as _, bail};
+
 use super::tables::{self, Format};
 use crate::mps_daemons;
+use crate::names::{Names, lease_of};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::ledger::DaemonKey;
-use sublet_core::ledger::Store;
+use sublet_core::ledger::{LeaseId, Store};
 use sublet_core::mps::MpsError;
+use sublet_core::place;
+use sublet_core::text::safe;
+
+/// The length of `GPU-` or `MIG-` and a UUID.
+const UUID: usize = 40;
 
 /// Subcommands of `sublet mps`.
 #[derive(Debug, clap::Subcommand)]
@@ -21,12 +29,14 @@ pub enum Command {
     },
     /// Start an MPS daemon that a lease needs, or restart it
     Start {
-        /// A device's UUID, or a lease id for a dedicated daemon
+        /// A GPU or MIG device (index, UUID, PCI address, name:ALIAS), or a container with a daemon of its own
+        #[arg(value_name = "DEVICE|CONTAINER")]
         key: String,
     },
     /// Stop an MPS daemon that serves no lease
     Stop {
-        /// A device's UUID, or a lease id for a dedicated daemon
+        /// As for `start`
+        #[arg(value_name = "DEVICE|CONTAINER")]
         key: String,
         /// Stop it even if it serves leases or does not answer; the GPU work of its clients ends
         #[arg(long)]
@@ -43,7 +53,8 @@ pub enum Command {
     },
     /// Print the logs of an MPS daemon and its server
     Logs {
-        /// A device's UUID, or a lease id for a dedicated daemon
+        /// As for `start`
+        #[arg(value_name = "DEVICE|CONTAINER")]
         key: String,
     },
 }
@@ -56,9 +67,9 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
     let store = Store::open(&config.state_dir)?;
     match command {
         Command::List { format } => list(*format, &store, config)?,
-        Command::Start { key } => warn(mps_daemons::start(&DaemonKey(key.clone()), &store, config)?),
+        Command::Start { key } => warn(mps_daemons::start(&key_of(key, &store, config)?, &store, config)?),
         Command::Stop { key, force, if_there } => {
-            let key = DaemonKey(key.clone());
+            let key = key_of(key, &store, config)?;
             if !if_there && !mps_daemons::exists(&key, &store, config)? {
                 return Err(MpsError::NoDaemon { key: key.to_string() }.into());
             }
@@ -66,12 +77,36 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
         }
         Command::Rest { key } => warn(mps_daemons::rest(&DaemonKey(key.clone()), &store, config)?),
         Command::Logs { key } => {
-            for (file, text) in mps_daemons::logs(&DaemonKey(key.clone()), config)? {
+            for (file, text) in mps_daemons::logs(&key_of(key, &store, config)?, config)? {
                 println!("== {file}\n{}", text.trim_end());
             }
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The daemon that `text` means: by its key, which sublet's own programs give, by its device, or by its container. That
+/// there is none is an error of what is done with it.
+///
+/// # Errors
+/// It means several devices or containers, or none.
+fn key_of(text: &str, store: &Store, config: &Config) -> anyhow::Result<DaemonKey> {
+    let is_uuid = text.len() >= UUID && (text.starts_with("GPU-") || text.starts_with("MIG-"));
+    if is_uuid || LeaseId::parse(text).is_some() {
+        return Ok(DaemonKey(text.to_owned()));
+    }
+    let inventory = fresh_inventory(config)?;
+    match place::named(text, &inventory, config)[..] {
+        [] => {}
+        [device] => return Ok(DaemonKey(device.uuid.clone())),
+        _ => bail!("{} means several devices: give the index or the UUID of one", safe(text)),
+    }
+    let ledger = store.peek()?;
+    let lease = lease_of(text, &ledger, &Names::learn(&ledger, config))?;
+    let none = || {
+        format!("container {} has no MPS daemon: its mode is {}", safe(&lease.container.name()), lease.mode)
+    };
+    lease.daemon.clone().with_context(none)
 }
 
 /// Writes one warning per line to standard error, which sublet's own programs read.

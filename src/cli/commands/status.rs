@@ -4,13 +4,15 @@ use std::process::ExitCode;
 
 use serde_json::{Value, json};
 
+use super::lease_table::{self, word};
 use super::tables::{self, Format};
 use super::user_view::Own;
 use crate::mps_daemons::{self, Listed};
+use crate::names::Names;
 use sublet_core::admit::{confirmed_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory, MigDevice};
-use sublet_core::ledger::{DynamicInstance, Lease, LeaseState, Ledger, Store};
+use sublet_core::ledger::{DynamicInstance, Ledger, Store};
 use sublet_core::place::bookings;
 use sublet_core::share::Mode;
 use sublet_core::text::safe;
@@ -36,18 +38,19 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     let ledger = super::settled_ledger(config)?;
     let inventory = confirmed_inventory(config)?;
+    let names = Names::learn(&ledger, config);
     let daemons = mps_daemons::list(&Store::open(&config.state_dir)?, config)?;
     let own = is_remote(config).then(|| Own::ask(config));
     match arguments.format {
         Format::Json => {
-            let mut document = document(&inventory, &ledger, &daemons, config);
+            let mut document = document(&inventory, &ledger, &names, &daemons, config);
             if let Some(own) = own {
                 document["own"] = json!(own);
             }
             tables::json(&document)?;
         }
         Format::Table => {
-            print_tables(&inventory, &ledger, &daemons, config);
+            print_tables(&inventory, &ledger, &names, &daemons, config);
             if let Some(own) = own {
                 println!("\n{own}");
             }
@@ -70,13 +73,19 @@ fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
 }
 
 /// The schema `sublet.status/1`: keys may be added, never changed.
-fn document(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: &Config) -> Value {
+fn document(
+    inventory: &Inventory,
+    ledger: &Ledger,
+    names: &Names,
+    daemons: &[Listed],
+    config: &Config,
+) -> Value {
     let device = |device: &Device| device_json(device, inventory, ledger, config);
     json!({
         "schema": "sublet.status/1",
         "driver": {"version": inventory.driver.version, "simulated": inventory.driver.simulated},
         "devices": inventory.gpus().map(device).collect::<Vec<_>>(),
-        "leases": leases_json(inventory, ledger),
+        "leases": lease_table::json(inventory, ledger, names),
         "mps": daemons,
         "guard": super::guard_report::document(config),
         "mig_made": ledger.mig.dynamic_instances.iter().map(|made| made_json(made, ledger)).collect::<Vec<_>>(),
@@ -143,39 +152,11 @@ fn mode(device: &Device, used_as: Option<Mode>) -> &'static str {
     if device.mig_enabled && !device.is_mig() { "mig" } else { used_as.map_or("idle", Mode::as_str) }
 }
 
-/// One element per container and device; several devices of one lease have the same id.
-pub(super) fn leases_json(inventory: &Inventory, ledger: &Ledger) -> Value {
-    let each = |lease: &Lease| {
-        let lease = lease.clone();
-        let known = inventory.clone();
-        lease.devices.clone().into_iter().map(move |device| {
-            json!({
-                "id": lease.id,
-                "container_id": lease.container.id,
-                "device": device,
-                "mode": lease.mode,
-                "isolation": lease.isolation,
-                "sm_percent": lease.sm.map(sublet_core::share::Percent::as_f64),
-                "memory_bytes": lease.memory_bytes,
-                "state": state(&lease, &device, &known),
-                "pid": lease.init.as_ref().map(|init| init.process.pid),
-                "since": tables::timestamp(lease.since),
-            })
-        })
-    };
-    ledger.leases.iter().flat_map(each).collect()
-}
-
-/// A lease whose device is gone is lost, whatever its recorded state.
-fn state(lease: &Lease, device: &str, inventory: &Inventory) -> LeaseState {
-    if inventory.device(device).is_some() { lease.state } else { LeaseState::Lost }
-}
-
-fn print_tables(inventory: &Inventory, ledger: &Ledger, daemons: &[Listed], config: &Config) {
+fn print_tables(inventory: &Inventory, ledger: &Ledger, names: &Names, daemons: &[Listed], config: &Config) {
     let simulated = if inventory.driver.simulated { "  SIMULATED" } else { "" };
     println!("Driver {}{simulated}\n", inventory.driver.version);
     println!("{}", device_table(inventory, ledger, config));
-    println!("\n{}", lease_table(inventory, ledger));
+    println!("\n{}", lease_table::table(inventory, ledger, names, tables::terminal_width()));
     if !daemons.is_empty() {
         println!("\n{}", daemon_table(daemons, inventory));
     }
@@ -214,34 +195,6 @@ fn device_table(inventory: &Inventory, ledger: &Ledger, config: &Config) -> Stri
     tables::table(&["GPU", "NAME", "UUID", "MODE", "LEASES", "SM FREE", "MEMORY FREE"], rows)
 }
 
-/// The table of leases, or a line that says that there are none.
-pub(super) fn lease_table(inventory: &Inventory, ledger: &Ledger) -> String {
-    if ledger.leases.is_empty() {
-        return "No leases.".to_owned();
-    }
-    let mut rows = Vec::new();
-    for lease in &ledger.leases {
-        for device in &lease.devices {
-            rows.push(vec![
-                lease.id.to_string(),
-                tables::short(&lease.container.id),
-                device_label(device, inventory),
-                lease.mode.to_string(),
-                word(&lease.isolation),
-                lease.sm.map_or_else(|| "no ceiling".to_owned(), |sm| format!("{sm} %")),
-                tables::memory_limit(lease.memory_bytes),
-                word(&state(lease, device, inventory)),
-                lease.init.as_ref().map_or_else(|| "-".to_owned(), |init| init.process.pid.to_string()),
-                tables::ago(lease.since),
-            ]);
-        }
-    }
-    tables::table(
-        &["LEASE", "CONTAINER", "GPU", "MODE", "ISOLATION", "SM", "MEMORY", "STATE", "PID", "SINCE"],
-        rows,
-    )
-}
-
 /// The table of MPS daemons.
 pub(super) fn daemon_table(daemons: &[Listed], inventory: &Inventory) -> String {
     let or_dash = |number: Option<String>| number.unwrap_or_else(|| "-".to_owned());
@@ -274,9 +227,4 @@ fn daemon_state(daemon: &Listed) -> String {
 
 fn device_label(uuid: &str, inventory: &Inventory) -> String {
     inventory.device(uuid).map_or_else(|| uuid.to_owned(), Device::number)
-}
-
-/// The word that stands for `value` in JSON.
-fn word(value: &impl serde::Serialize) -> String {
-    serde_json::to_value(value).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
 }

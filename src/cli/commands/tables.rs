@@ -17,6 +17,10 @@ pub enum Format {
 
 /// A table without lines; the header is bold on a terminal that wants it.
 pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
+    with_bold_header(lines(header, rows))
+}
+
+fn lines(header: &[&str], rows: Vec<Vec<String>>) -> Vec<String> {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
     table.set_header(header);
@@ -24,11 +28,54 @@ pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));
     }
-    let mut lines: Vec<_> = table.lines().map(|line| line.trim_end().to_owned()).collect();
+    table.lines().map(|line| line.trim_end().to_owned()).collect()
+}
+
+fn with_bold_header(mut lines: Vec<String>) -> String {
     if let Some(header) = lines.first_mut().filter(|_| colour()) {
         *header = format!("\u{1b}[1m{header}\u{1b}[0m");
     }
     lines.join("\n")
+}
+
+/// A column: its header, and how soon it goes where there is no room for all. 0 never goes.
+#[derive(Clone, Copy, Debug)]
+pub struct Column(pub &'static str, pub u8);
+
+/// [`table`] with as many of `columns` as fit into `width` characters; all of them where that is not known.
+pub fn fitting(columns: &[Column], rows: &[Vec<String>], width: Option<usize>) -> String {
+    let mut kept: Vec<usize> = (0..columns.len()).collect();
+    loop {
+        let header: Vec<&str> = kept.iter().map(|&at| columns[at].0).collect();
+        let row = |row: &Vec<String>| kept.iter().map(|&at| row[at].clone()).collect();
+        let plain = lines(&header, rows.iter().map(row).collect());
+        let widest = plain.iter().map(|line| line.chars().count()).max().unwrap_or_default();
+        let least = kept.iter().copied().filter(|&at| columns[at].1 > 0).max_by_key(|&at| columns[at].1);
+        match least {
+            Some(least) if width.is_some_and(|width| widest > width) => kept.retain(|&at| at != least),
+            _ => return with_bold_header(plain),
+        }
+    }
+}
+
+/// How many characters a line of the terminal has that standard output is; `None`: it is none.
+pub fn terminal_width() -> Option<usize> {
+    let stdout = std::io::stdout();
+    if !stdout.is_terminal() {
+        return None;
+    }
+    let size = rustix::termios::tcgetwinsize(stdout).ok()?;
+    Some(usize::from(size.ws_col)).filter(|width| *width > 0)
+}
+
+/// The last `longest` characters of `text`, with an ellipsis where something is cut off before them.
+pub fn end_of(text: &str, longest: usize) -> String {
+    let length = text.chars().count();
+    if length <= longest {
+        return text.to_owned();
+    }
+    let end: String = text.chars().skip(length + 1 - longest).collect();
+    format!("…{end}")
 }
 
 /// Colour only on a terminal, and not against `NO_COLOR` (no-color.org).

@@ -1,0 +1,250 @@
+//! What people call the containers that hold leases: their engine's name and image, the Compose service or the pod that
+//! they are part of, their systemd unit. Learnt from the engines' own files by the commands that show containers, never
+//! while a container starts, and kept in `names.json` beside the ledger: an engine forgets a container that is removed.
+
+mod engines;
+mod lookup;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use nix::unistd::{Uid, User, geteuid};
+use serde::{Deserialize, Serialize};
+
+use sublet_core::config::Config;
+use sublet_core::fs::{atomic, trusted};
+use sublet_core::ledger::{Lease, Ledger};
+use sublet_core::process::epoch_seconds;
+
+pub use lookup::{NoLease, lease_of};
+
+/// [`Stored::schema`].
+const SCHEMA: &str = "sublet.names/1";
+
+/// Names of this many leases that have ended are kept.
+const ENDED: usize = 512;
+
+/// Far more than [`ENDED`] and all leases of a host have, in bytes.
+const LARGEST: u64 = 4 << 20;
+
+/// The longest name, image, part and unit, in bytes: together 256.
+const LONGEST: [usize; 4] = [64, 96, 48, 48];
+
+/// Whose name it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Engine {
+    /// dockerd.
+    Docker,
+    /// Podman, of root or of a user.
+    Podman,
+    /// containerd's CRI.
+    Containerd,
+}
+
+/// A container, as people know it. Texts are as the engine has them: they may hold anything, and are cut.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Name {
+    /// `None`: no engine that is known has it.
+    pub engine: Option<Engine>,
+    /// The engine's name for it; empty without one.
+    pub name: String,
+    /// What it was started from, as the engine was told.
+    pub image: String,
+    /// `PROJECT/SERVICE` of Compose, or `NAMESPACE/POD`; empty if it is part of neither.
+    pub part_of: String,
+    /// The systemd unit that its first process runs in; empty without one.
+    pub unit: String,
+}
+
+impl Name {
+    /// With its texts no longer than [`LONGEST`]. Of an image the end is kept, which has the tag.
+    fn cut(self) -> Self {
+        let [name, image, part_of, unit] = LONGEST;
+        let surplus = self.image.len().saturating_sub(image);
+        let from =
+            (surplus..=self.image.len()).find(|at| self.image.is_char_boundary(*at)).unwrap_or_default();
+        let head = |text: &str, longest: usize| {
+            let end = (0..=longest.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
+            text[..end.unwrap_or_default()].to_owned()
+        };
+        Self {
+            engine: self.engine,
+            name: head(&self.name, name),
+            image: self.image[from..].to_owned(),
+            part_of: head(&self.part_of, part_of),
+            unit: head(&self.unit, unit),
+        }
+    }
+}
+
+/// A name in the file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Known {
+    /// When the lease was last there, in seconds since the epoch.
+    seen: u64,
+    #[serde(flatten)]
+    name: Name,
+}
+
+/// `names.json`.
+#[derive(Debug, Serialize, Deserialize)]
+struct Stored {
+    schema: String,
+    /// By lease id.
+    leases: BTreeMap<String, Known>,
+}
+
+/// The names of all containers that are known.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Names(BTreeMap<String, Known>);
+
+impl Names {
+    /// Of those in `ledger`, as their engines have them now, and of those that have ended. A user without root learns
+    /// the names of their own containers alone. What cannot be read or kept has no name: that is no reason to fail.
+    #[must_use]
+    pub fn learn(ledger: &Ledger, config: &Config) -> Self {
+        let path = path(config);
+        let is_root = geteuid().is_root();
+        let mut names = if is_root { Self::stored(&path) } else { Self::default() };
+        let before = names.0.clone();
+        names.note(ledger, epoch_seconds(), |lease| is_own(lease).then(|| engines::name(lease)).flatten());
+        if is_root && !names.is_as(&before) {
+            names.store(&path);
+        }
+        names
+    }
+
+    /// What the container of `lease` is called.
+    #[must_use]
+    pub fn of(&self, lease: &Lease) -> Option<&Name> {
+        self.0.get(lease.id.as_str()).map(|known| &known.name)
+    }
+
+    fn note(&mut self, ledger: &Ledger, now: u64, learn: impl Fn(&Lease) -> Option<Name>) {
+        for lease in &ledger.leases {
+            let name = learn(lease).map(Name::cut);
+            let known = self.0.remove(lease.id.as_str());
+            if let Some(name) = name.or_else(|| known.map(|known| known.name)) {
+                self.0.insert(lease.id.to_string(), Known { seen: now, name });
+            }
+        }
+        let mut ended: Vec<(u64, String)> = self
+            .0
+            .iter()
+            .filter(|(id, _)| !ledger.leases.iter().any(|lease| lease.id.as_str() == *id))
+            .map(|(id, known)| (known.seen, id.clone()))
+            .collect();
+        ended.sort();
+        let surplus = ended.len().saturating_sub(ENDED);
+        for (_, id) in ended.drain(..surplus) {
+            self.0.remove(&id);
+        }
+    }
+
+    /// But for when they were seen.
+    fn is_as(&self, before: &BTreeMap<String, Known>) -> bool {
+        let texts = |all: &BTreeMap<String, Known>| {
+            all.iter().map(|(id, known)| (id.clone(), known.name.clone())).collect::<Vec<_>>()
+        };
+        texts(&self.0) == texts(before)
+    }
+
+    fn stored(path: &Path) -> Self {
+        let text = trusted::read_if_trusted(path, LARGEST).unwrap_or_default();
+        let stored = serde_json::from_slice::<Stored>(&text).ok().filter(|stored| stored.schema == SCHEMA);
+        Self(stored.map(|stored| stored.leases).unwrap_or_default())
+    }
+
+    fn store(&self, path: &Path) {
+        let stored = Stored { schema: SCHEMA.to_owned(), leases: self.0.clone() };
+        let written = serde_json::to_vec(&stored).map_err(Into::into);
+        if let Err(error) = written.and_then(|text| atomic::replace(path, &text, 0o600)) {
+            tracing::debug!("cannot write names.json: {error}");
+        }
+    }
+}
+
+fn path(config: &Config) -> PathBuf {
+    config.state_dir.join("names.json")
+}
+
+/// Whether this process may look at what the lease's paths lead to: those of a user's container are that user's word,
+/// which root does not follow.
+fn is_own(lease: &Lease) -> bool {
+    let us = geteuid();
+    if us.is_root() { !lease.brokered } else { lease.container.uid == us.as_raw() }
+}
+
+/// The name of user `uid`, else the number.
+#[must_use]
+pub fn user(uid: u32) -> String {
+    let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
+    user.map_or_else(|| uid.to_string(), |user| user.name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sublet_core::ledger::fixture::lease;
+
+    fn ledger(numbers: &[u64]) -> Ledger {
+        Ledger {
+            leases: numbers.iter().map(|number| lease(*number, "GPU-0")).collect(),
+            ..Ledger::empty("boot")
+        }
+    }
+
+    fn named(name: &str) -> Name {
+        Name { name: name.to_owned(), ..Name::default() }
+    }
+
+    #[test]
+    fn what_an_engine_has_forgotten_keeps_its_name() {
+        let mut names = Names::default();
+        names.note(&ledger(&[1, 2]), 10, |_| Some(named("web")));
+        names.note(&ledger(&[1]), 20, |_| None);
+        assert_eq!(names.0.values().map(|known| known.seen).collect::<Vec<_>>(), [20, 10]);
+        assert_eq!(names.of(&lease(2, "GPU-0")).map(|name| name.name.as_str()), Some("web"));
+        names.note(&ledger(&[1]), 30, |_| Some(named("renamed")));
+        assert_eq!(names.of(&lease(1, "GPU-0")).map(|name| name.name.as_str()), Some("renamed"));
+    }
+
+    #[test]
+    fn names_of_those_that_ended_first_are_dropped() {
+        let mut names = Names::default();
+        for number in 0..600 {
+            names.note(&ledger(&[number]), number, |_| Some(named("x")));
+        }
+        assert_eq!(names.0.len(), ENDED + 1);
+        assert!(names.of(&lease(87, "GPU-0")).is_some() && names.of(&lease(86, "GPU-0")).is_none());
+    }
+
+    #[test]
+    fn long_names_are_cut_between_characters() {
+        let long = "ä".repeat(100);
+        let name =
+            Name { engine: None, name: long.clone(), image: long.clone(), part_of: long.clone(), unit: long };
+        let cut = name.cut();
+        let lengths = [&cut.name, &cut.image, &cut.part_of, &cut.unit].map(String::len);
+        assert_eq!(lengths, LONGEST);
+        let image = format!("registry.example/{}:tag", "x".repeat(100));
+        assert!(Name { image, ..Name::default() }.cut().image.ends_with("x:tag"));
+    }
+
+    #[test]
+    fn the_file_is_roots_alone_and_what_is_none_is_no_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("names.json");
+        let mut names = Names::default();
+        names.note(&ledger(&[1]), 10, |_| Some(named("a\u{1b}[31m")));
+        names.store(&path);
+        let mode = std::os::unix::fs::PermissionsExt::mode(&path.metadata().unwrap().permissions());
+        assert_eq!(mode & 0o777, 0o600);
+        assert_eq!(Names::stored(&path), names);
+        for text in ["", "{", "[]", r#"{"schema":"sublet.names/2","leases":{}}"#] {
+            std::fs::write(&path, text).unwrap();
+            assert_eq!(Names::stored(&path), Names::default(), "{text}");
+        }
+    }
+}
