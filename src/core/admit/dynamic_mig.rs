@@ -31,9 +31,9 @@ pub const NO_SITE: &str =
 /// The input of `sublet mig make`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Ask {
-    /// Which.
+    /// The instance.
     pub order: Order,
-    /// For whom.
+    /// The container for which it is kept.
     pub awaited: Awaited,
 }
 

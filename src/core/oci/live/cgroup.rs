@@ -1,8 +1,8 @@
 //! Opening a live container's device cgroup for its nodes: `devices.allow` of cgroup v1, every device
 //! program of v2 from the container's cgroup up to its systemd unit.
 //!
-//! A program is not compiled anew from the bundle's rules, which lack the ones that runc and crun add by
-//! themselves: its own instructions are kept, and ours are put in front.
+//! A program is not compiled anew from the bundle's rules, which lack the ones that runc and crun add by themselves:
+//! its own instructions are kept, and new ones are put in front.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
