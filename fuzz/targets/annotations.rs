@@ -8,9 +8,9 @@ use std::sync::LazyLock;
 use libfuzzer_sys::fuzz_target;
 use sublet_core::config::Config;
 use sublet_core::config_files::of_text;
+use sublet_core::request::{has_sublet_annotations, is_podman_infra, is_sandbox, parse};
 use sublet_core::share::LONGEST_WAIT;
 use sublet_core::share::units::{MIB, Percent, parse_duration, parse_percent, show_duration};
-use sublet_core::request::{is_ours, is_podman_infra, is_sandbox, parse};
 use sublet_core::share::{Devices, Memory, MigCapability};
 
 static CONFIG: LazyLock<Config> = LazyLock::new(|| {
@@ -25,7 +25,8 @@ fuzz_target!(|text: &str| {
     let image = lines.next();
     let annotations: BTreeMap<String, String> =
         lines.filter_map(|line| line.split_once('=')).map(|(k, v)| (k.to_owned(), v.to_owned())).collect();
-    let _ = (is_ours(&annotations), is_sandbox(&annotations), is_podman_infra(&annotations, &[]));
+    let _ =
+        (has_sublet_annotations(&annotations), is_sandbox(&annotations), is_podman_infra(&annotations, &[]));
     let Some(request) = sublet_fuzz::ok(parse(&annotations, share, image, &CONFIG)) else { return };
     let in_range = |share: Percent| share > Percent::default() && share <= Percent::WHOLE;
     if let Some(sm) = request.sm {

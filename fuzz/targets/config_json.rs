@@ -27,7 +27,7 @@ fuzz_target!(|text: &[u8]| {
     assert_eq!(plain, spec);
     let written = serde_json::to_vec(&spec).expect("it can be written");
     assert_eq!(read(&written), spec);
-    if annotations(&spec).is_ok_and(|all| sublet_core::request::is_ours(&all)) {
+    if annotations(&spec).is_ok_and(|all| sublet_core::request::has_sublet_annotations(&all)) {
         assert!(file.mentions_sublet(), "a share that would be overlooked");
     }
     ok(conflict(&spec, &[], &CONFIG));

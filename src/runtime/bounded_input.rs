@@ -1,4 +1,4 @@
-//! Reading what nobody trusts to its end: bounded in size and time.
+//! Reads untrusted input to its end, bounded in size and time.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -7,10 +7,10 @@ use std::time::Instant;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-/// Why there is no end to read to.
+/// Why the input was not read to its end.
 #[derive(Debug, thiserror::Error)]
 pub enum InputError {
-    /// More than is read.
+    /// It is too long.
     #[error("it is longer than {} MiB", .0 >> 20)]
     TooLong(usize),
     /// It did not end.

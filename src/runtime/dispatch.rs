@@ -1,5 +1,5 @@
-//! `sublet-runtime` and `sublet-hook` are one program; the name it was started by decides which one it is. Nearly
-//! all of their code is the same, and two copies would be most of the package.
+//! `sublet-runtime` and `sublet-hook` are one program. The name by which it is started decides which one it is. Nearly
+//! all of their code is the same, and two copies would make up most of the package.
 #![allow(unsafe_code, reason = "one call of libc's that nix has not")]
 
 use std::ffi::{CStr, OsStr, OsString};
@@ -27,15 +27,16 @@ fn is_hook(program: &Path) -> bool {
     program.file_name() == Some(OsStr::new(HOOK))
 }
 
-/// The path that was given to execve(2): the first argument of a hook is whatever its JSON says.
+/// The path that was given to execve(2). The first argument of a hook is not used, because it is whatever the hook's
+/// JSON says.
 fn executed() -> Option<&'static Path> {
-    // SAFETY: no argument but a number, no memory of ours.
+    // SAFETY: the only argument is a number, and no memory of this process is involved.
     let address = unsafe { libc::getauxval(libc::AT_EXECFN) };
     if address == 0 {
         return None;
     }
-    // SAFETY: getauxval(3): the kernel put a string there, on our stack above everything, and nobody moves
-    // or writes it.
+    // SAFETY: getauxval(3): the kernel put a string there, at the top of this process's stack, and nothing moves or
+    // changes it.
     let path = unsafe { CStr::from_ptr(address as *const libc::c_char) };
     Some(Path::new(OsStr::from_bytes(path.to_bytes())))
 }

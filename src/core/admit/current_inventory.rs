@@ -7,16 +7,16 @@ use crate::config::Config;
 use crate::inventory::{self, Inventory, InventoryError};
 use crate::process::sublet;
 
-/// NVML may have to load firmware on a machine without the persistence daemon.
+/// The time limit of a refresh. NVML may have to load firmware on a machine without the persistence daemon.
 const REFRESH_LIMIT: Duration = Duration::from_secs(60);
 
-/// How long an inventory may be out of date as soon as it is written.
+/// How long to repeat a refresh if the inventory is out of date as soon as it is written.
 const SETTLING: Duration = Duration::from_secs(10);
 
-/// The cached inventory if it still holds, else a refreshed one.
+/// The cached inventory if it is up to date, otherwise a refreshed one.
 ///
 /// # Errors
-/// The driver's own trouble, in its own words.
+/// A fault of the driver, in the driver's words.
 pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
     match inventory::load(config) {
         Err(error) if error.wants_refresh() => state(config).new_inventory(),
@@ -24,8 +24,8 @@ pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
     }
 }
 
-/// [`fresh_inventory`] for who shows what there is: of MIG devices that another tool has destroyed and made again
-/// NVML alone can tell.
+/// [`fresh_inventory`] for commands that show the devices. Only NVML knows of MIG devices that another tool has
+/// destroyed and created again.
 ///
 /// # Errors
 /// As [`fresh_inventory`].
@@ -38,7 +38,7 @@ pub fn confirmed_inventory(config: &Config) -> Result<Inventory, AdmitError> {
 /// Runs `sublet refresh` by absolute path with a clean environment, and reads what it wrote.
 ///
 /// # Errors
-/// What `sublet refresh` said.
+/// The error of `sublet refresh`.
 pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
     let began = Instant::now();
     loop {
@@ -46,7 +46,7 @@ pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
             tracing::warn!("{warning}");
         }
         match inventory::load(config) {
-            // MIG instances come and go as containers do.
+            // MIG instances are created and destroyed while containers start and end.
             Err(InventoryError::Stale { .. }) if config.mig.dynamic && began.elapsed() < SETTLING => {}
             loaded => return Ok(loaded?),
         }

@@ -16,31 +16,32 @@ use crate::process::Process;
 use crate::process::sublet;
 use crate::request::Request;
 
-/// It waits for others that do the same, and asks the driver for a new inventory at the end.
+/// The time limit of `sublet mig make`. It waits for other processes that do the same, and asks the driver for a new
+/// inventory at the end.
 const MAKE_LIMIT: Duration = Duration::from_secs(90);
 
-/// MPS daemons end first, and others' changes.
+/// The time limit of `sublet mig clear`. MPS daemons and changes by other processes end first.
 const CLEAR_LIMIT: Duration = Duration::from_secs(60);
 
-/// Why not even the driver is asked.
+/// The reason if no GPU comes into question, so that the driver is not even asked.
 pub const NO_SITE: &str =
     "every GPU that the request allows is drained, or not in MIG mode (`sublet mig apply` switches it on)";
 
-/// What `sublet mig make` is told.
+/// The input of `sublet mig make`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Ask {
-    /// Which.
+    /// The instance.
     pub order: Order,
-    /// For whom.
+    /// The container for which it is kept.
     pub awaited: Awaited,
 }
 
-/// What it answers.
+/// The answer of `sublet mig make`.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Answer {
-    /// It is there, kept for the lease, and in the inventory.
+    /// The instance exists, is kept for the lease, and is in the inventory.
     Made,
-    /// Why not.
+    /// It was not created.
     NotMade {
         /// One line.
         reason: String,
@@ -49,26 +50,26 @@ pub enum Answer {
     },
 }
 
-/// What a thread that must not wait has left to another.
+/// Work that a thread which must not wait has left to another thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PutOff {
-    /// An instance would have had to be made: the answer is none.
+    /// An instance would have to be created. This thread answered without one.
     pub make: bool,
     /// An instance has to be destroyed.
     pub clear: bool,
 }
 
-/// Whether instances are made and destroyed by whoever needs or frees them, or left to another thread.
+/// Whether a thread creates and destroys instances itself, or leaves that to another thread.
 #[derive(Clone, Copy)]
 pub(super) enum MigWork<'a> {
-    /// At once, however long the driver takes.
+    /// Itself, at once, however long the driver takes.
     Now,
-    /// Not here: what there would have been is noted.
+    /// Another thread does it. The work that is needed is noted.
     PutOff(&'a Cell<PutOff>),
 }
 
 impl MigWork<'_> {
-    /// Whether it is to be put off; `note` says what.
+    /// Whether the work is put off. `note` then records what it is.
     fn is_put_off(self, note: impl FnOnce(&mut PutOff)) -> bool {
         let Self::PutOff(cell) = self else { return false };
         let mut put_off = cell.get();
@@ -78,7 +79,7 @@ impl MigWork<'_> {
     }
 }
 
-/// What would have to be made for `request`, which has just found no place; `None`: nothing is made for it.
+/// The instance to create for `request`, which has just found no place; `None`: none is created for it.
 #[must_use]
 pub fn order(
     request: &Request,
@@ -95,7 +96,7 @@ pub fn order(
     if !limit.rule.dynamic {
         return None;
     }
-    // Whoever may not have it in the end shall not have it instance.
+    // No instance is created for a user whose policy would not allow its lease.
     for site in &mut order.sites {
         let gpu = inventory.device(&site.gpu);
         site.most = gpu.map(|gpu| most(request, gpu, limit, ledger));
@@ -105,16 +106,16 @@ pub fn order(
     Some(may.map(|()| order))
 }
 
-/// How large an instance on `gpu` the user may have.
+/// How large an instance the user may have on `gpu`.
 fn most(request: &Request, gpu: &Device, limit: PolicyLimit<'_>, ledger: &Ledger) -> Most {
     let beside = |ledger: &Ledger| Size::within(request, gpu, limit.room(ledger));
     Most { now: beside(ledger), ever: beside(&Ledger::empty(&ledger.boot_id)) }
 }
 
-/// Makes it, kept for lease `id` of `container` until that is taken or given up.
+/// Creates the instance. It is kept for lease `id` of `container` until that lease is taken or given up.
 ///
 /// # Errors
-/// Why not, and whether waiting may help.
+/// Why it was not created, and whether waiting may help.
 pub(super) fn make(
     order: Order,
     id: &LeaseId,
@@ -143,7 +144,7 @@ pub(super) fn make(
     }
 }
 
-/// Nothing is kept for lease `id` any more: it is not taken after all.
+/// Keeps no instance for lease `id` any more, because the lease is not taken after all.
 pub(super) fn give_up(id: &LeaseId, store: &Store, work: MigWork<'_>) {
     let awaits = |ledger: &Ledger| {
         ledger
@@ -161,8 +162,7 @@ pub(super) fn give_up(id: &LeaseId, store: &Store, work: MigWork<'_>) {
     }
 }
 
-/// Destroys the instances that were made for containers and that nobody needs any more; what cannot be destroyed
-/// now is tried again by the next command.
+/// Destroys dynamic instances that no lease needs any more. The next command tries again what cannot be destroyed now.
 pub(super) fn destroy_unneeded(store: &Store, work: MigWork<'_>) {
     let has_unneeded = store.read().is_ok_and(|ledger| ledger.has_unneeded());
     if !has_unneeded || work.is_put_off(|put_off| put_off.clear = true) {

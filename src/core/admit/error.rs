@@ -13,7 +13,7 @@ use crate::process::sublet::SubletError;
 use crate::request::RequestError;
 use crate::text::safe;
 
-/// Why a container is not started, or its lease not ended.
+/// Why a container is not started, or why its lease is not freed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each variant wraps the step that failed, and its text is that step's")]
 pub enum AdmitError {

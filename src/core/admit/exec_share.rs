@@ -16,10 +16,10 @@ use crate::mps;
 use crate::oci::{self, FileError, JsonFile};
 use crate::text::safe;
 
-/// Why it cannot be found out which share a container has.
+/// Why the share of a container cannot be determined.
 #[derive(Debug, thiserror::Error)]
 pub enum EnterError {
-    /// Its runtime's record.
+    /// The runtime's record cannot be read.
     #[error(
         "it has a share of a GPU, and its record {} cannot be read ({why}): sublet starts no process in it \
          without knowing its share",
@@ -31,10 +31,10 @@ pub enum EnterError {
         /// Why not.
         why: String,
     },
-    /// What it was made from.
+    /// The config.json that it was created from cannot be read.
     #[error("it has a share of a GPU, and its config.json cannot be read: {0}")]
     Spec(#[from] FileError),
-    /// That is another container's, or was edited since.
+    /// That config.json belongs to another container, or was edited since.
     #[error(
         "it has the share of lease {}, but {} no longer says so: restore the file that it was created \
          with, or recreate the container",
@@ -42,31 +42,31 @@ pub enum EnterError {
         safe(&path.to_string_lossy())
     )]
     Changed {
-        /// By the record.
+        /// The lease according to the record.
         lease: String,
-        /// What it was made from.
+        /// The config.json that it was created from cannot be read.
         path: PathBuf,
     },
-    /// It has annotations and no lease in them: only the ledger tells.
+    /// It has sublet's annotations but no lease in them, so only the ledger knows its share.
     #[error("it has sublet.* annotations, but sublet cannot find out whether it has a share: {0}")]
     Untold(String),
 }
 
-/// What processes of a container with a share need.
+/// What a process needs to join a container with a share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Share {
     /// The edit to their environment.
     pub environment: Environment,
-    /// All that the first process has in its own.
+    /// The whole environment of the first process.
     pub all: Vec<String>,
-    /// What the container sees of its MPS daemon, on the host; `None`: its share needs none.
+    /// The public directory of its MPS daemon on the host; `None`: the share needs no daemon.
     pub daemon: Option<PathBuf>,
 }
 
-/// The share of the container that its low-level runtime keeps its record of in `record`; `None`: it has none.
+/// The share of the container whose low-level runtime keeps its record in `record`; `None`: it has none.
 ///
 /// # Errors
-/// It has one, or may have one, and it cannot be found out which.
+/// It has a share, or may have one, and it is unknown which.
 pub fn share_of(
     uid: u32,
     id: &str,
@@ -88,11 +88,11 @@ pub fn share_of(
     by_ledger(uid, id, record, known.as_ref().and_then(|known| known.bundle.as_deref()), config)
 }
 
-/// Whether the runtime's record speaks of sublet at all: a scan, no parse, for most containers have no share. A
-/// container without a record is no container, or one of a runtime that keeps others.
+/// Whether the runtime's record mentions sublet at all. The record is scanned and not parsed, because most containers
+/// have no share. If there is no record, there is no such container, or its runtime keeps another kind of record.
 ///
 /// # Errors
-/// It does, and is too large to be read.
+/// It mentions sublet, and is too large to be read.
 pub fn may_have_share(record: &Path) -> Result<bool, EnterError> {
     for name in ["state.json", "config.json"] {
         let path = record.join(name);
@@ -109,7 +109,7 @@ pub fn may_have_share(record: &Path) -> Result<bool, EnterError> {
     Ok(true)
 }
 
-/// What the container was made from, as its runtime reads it for `exec`: crun its own copy, runc that in the bundle
+/// The config.json that the container's runtime reads for `exec`: crun its own copy, runc the one in the bundle
 /// (`getProcess` of runc's `utils_linux.go`, `libcrun_container_exec_process_file` of crun).
 fn spec(record: &Path, bundle: Option<&Path>) -> Result<Option<(PathBuf, Value)>, EnterError> {
     let copy = record.join("config.json");
@@ -117,7 +117,7 @@ fn spec(record: &Path, bundle: Option<&Path>) -> Result<Option<(PathBuf, Value)>
     path.map(|path| Ok((path.clone(), JsonFile::read(&path)?.parse()?))).transpose()
 }
 
-/// The share as it stands in `spec`.
+/// The share according to `spec`.
 fn of_spec(spec: &Value, default_names: &[String]) -> Share {
     let env = spec.pointer("/process/env").and_then(Value::as_array).into_iter().flatten();
     let all: Vec<String> = env.filter_map(Value::as_str).map(str::to_owned).collect();
@@ -127,21 +127,21 @@ fn of_spec(spec: &Value, default_names: &[String]) -> Share {
     let default = pairs().filter(|(name, _)| default_names.iter().any(|known| known == name)).map(owned);
     let default = default.collect();
     let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
-    // Ours come last, and what comes last lies on top.
+    // sublet's mounts come last, and the last mount at a path lies on top.
     let daemon = mounts.rev().find(|mount| mount["destination"] == grant::MPS_DIR);
     let daemon = daemon.and_then(|mount| mount["source"].as_str()).map(PathBuf::from);
     let environment = Environment { set, default, remove_prefixes: grant::own_prefixes() };
     Share { environment, all, daemon }
 }
 
-/// The names of variables that a share only brings where they are not set.
+/// The names of variables that a share sets only if they are absent.
 fn default_names(config: &Result<Config, ConfigError>) -> Vec<String> {
     let of_config = config.as_ref().map(|config| config.grant.env.clone());
     let names = of_config.unwrap_or_else(|_| Config::default().grant.env).into_keys();
     names.chain([grant::TRITON_PATH.to_owned()]).collect()
 }
 
-/// For a container whose record names no lease: a hook may have given it one that only the ledger knows.
+/// Decides for a container whose record names no lease. A hook may have given it one that only the ledger knows.
 fn by_ledger(
     uid: u32,
     id: &str,
@@ -152,7 +152,7 @@ fn by_ledger(
     let spec = spec(record, bundle).ok().flatten().map(|(_, spec)| spec).unwrap_or_default();
     let untold = |error: String| {
         let annotations = oci::annotations(&spec).unwrap_or_default();
-        // Nothing of ours is known of it: whatever is broken here is not its own.
+        // sublet knows nothing about this container, so an error here does not concern it.
         if request_of_spec::asks_for_a_share(&spec, &annotations, None) {
             Err(EnterError::Untold(error))
         } else {
@@ -170,16 +170,16 @@ fn by_ledger(
     };
     let Some(lease) = ledger.of_record(uid, id, record) else { return Ok(None) };
     let daemon = lease.daemon.as_ref().map(|key| key.public(&config.state_dir));
-    // Another runtime than runc and crun keeps a record of its own kind.
+    // Runtimes other than runc and crun keep another kind of record.
     let own = JsonFile::read(&lease.container.bundle.join("config.json")).and_then(|file| file.parse());
     let spec = if spec.is_null() { own.unwrap_or_default() } else { spec };
     Ok(Some(Share { daemon, ..of_spec(&spec, &default_names(&Ok(config.clone()))) }))
 }
 
-/// Has the daemon of `share` answer before a process comes to its container.
+/// Makes sure that the daemon of `share` answers, before a process joins its container.
 ///
 /// # Errors
-/// It does not, and cannot be brought back at once.
+/// It does not answer and cannot be restarted at once.
 pub fn enter(share: &Share, id: &str, record: &Path, config: Option<&Config>) -> Result<(), AdmitError> {
     let Some(public) = &share.daemon else { return Ok(()) };
     let entered = match config {

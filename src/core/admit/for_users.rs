@@ -1,4 +1,4 @@
-//! The service's side of admission: containers as their users describe them, leases that only their users may change.
+//! The service's side of admission. Users describe their containers, and only they may change their leases.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,7 +15,8 @@ use crate::process::Process;
 use crate::{mps, request};
 
 impl Local<'_> {
-    /// A share for `candidate` as its user's `told` describes it, within `cap`. Looks once.
+    /// Takes a share for `candidate`, which its user described in `told`, within `cap`. It looks once and does not
+    /// wait.
     ///
     /// # Errors
     /// Any reason not to start it.
@@ -58,11 +59,11 @@ impl Local<'_> {
         }
     }
 
-    /// Frees `lease` of `uid` if none of its processes is left; what is left of it for the user to clear. One
-    /// that is not in the ledger is no error: late ends come twice.
+    /// Frees `lease` of `uid` if none of its processes is left. Returns what the user has to remove. A lease that is
+    /// not in the ledger is no error, because an end may be reported twice.
     ///
     /// # Errors
-    /// It is somebody else's, it has processes, or the ledger cannot be written.
+    /// The lease belongs to another user, it still has processes, or the ledger cannot be written.
     pub fn free_for(&self, uid: u32, lease: &LeaseId) -> Result<Option<Leftover>, AdmitError> {
         let store = self.store()?;
         let ledger = read(&store)?;
@@ -86,7 +87,7 @@ impl Local<'_> {
         }))
     }
 
-    /// As [`super::enter`] for container `id` of `uid`, who asks `sublet serve`; `false`: it has no lease that is known here.
+    /// As [`super::enter`] for container `id` of `uid`, who asks `sublet serve`. `false`: no lease of it is known here.
     ///
     /// # Errors
     /// As [`super::enter`].
@@ -113,10 +114,10 @@ impl Local<'_> {
         self.mark(uid, id, record, Some(deleter))
     }
 
-    /// As [`super::bind`], to `process`, which has been found to be the user's; `beside` is who told.
+    /// As [`super::bind`], to `process`, which was verified to be the user's. `beside` is the process that reported it.
     ///
     /// # Errors
-    /// The lease is gone or another container's, or the ledger cannot be written.
+    /// The lease was freed or belongs to another container, or the ledger cannot be written.
     pub fn bind_for(
         &self,
         lease: &LeaseId,
@@ -158,7 +159,7 @@ impl Local<'_> {
     }
 }
 
-/// What the user is to remove from volumes that no other container with a share has.
+/// What the user has to remove from volumes that no other container with a share uses.
 fn free_volumes(held: &Lease, ledger: &Ledger) -> Vec<VolumeFiles> {
     let others = ledger.leases.iter().filter(|other| other.id != held.id);
     let used: Vec<u64> = others.flat_map(|other| &other.volumes).map(|volume| volume.device).collect();

@@ -1,7 +1,7 @@
-//! Admission for a container that already exists: the same request, placement, lease and grant, applied
-//! to its namespaces. Its environment cannot be changed any more, so it gets what works without one:
-//! nodes, files, and its own MPS server with its limits as defaults. With a CDI device the engine has set
-//! the environment; then the share is as configured, with a shared server too.
+//! Admission for a container that already exists: the same request, placement, lease and grant, applied to its
+//! namespaces. Its environment can no longer be changed, so it gets what works without one: nodes, files, and a
+//! dedicated MPS server with its limits as default limits. With a CDI device the engine has set the environment. The
+//! share is then as configured, also with a shared server.
 
 use serde_json::Value;
 
@@ -22,30 +22,30 @@ use crate::process::Process;
 use crate::request::Request;
 use crate::share::{Isolation, Mode, Priority};
 
-/// What came of it.
+/// The result.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Late {
-    /// Not ours: nothing was touched.
+    /// The container asks for no share. Nothing was changed.
     NotOurs,
-    /// Another entry point has been there: nothing was touched.
+    /// Another entry point has already given it a share. Nothing was changed.
     AlreadyGranted(LeaseId),
-    /// It has its share.
+    /// It got its share.
     Granted {
         /// The new lease.
         lease: LeaseId,
         /// For stderr and the log, one line each.
         warnings: Vec<String>,
-        /// For the log: which environment it does without; a CDI device brings its own.
+        /// For the log: the environment that it lacks. A CDI device brings its own.
         environment: Option<String>,
     },
 }
 
-/// Finds `container`, whose first process is `init`, its share and gives it to the live container. `spec`
-/// is its config.json, with the annotations that its runtime told; `by_cdi` what a hook of a CDI device was
-/// told; `engine` who waits for it.
+/// Takes a share for `container`, whose first process is `init`, and gives it to the live container. `spec` is its
+/// config.json with the annotations that its runtime reported. `by_cdi` is what the hook of a CDI device was called
+/// with. `engine` is the engine that waits for the container.
 ///
 /// # Errors
-/// Any reason not to start it; the lease is given back then, and `sublet status --last-error` has it.
+/// Any reason not to start the container. The lease is then freed, and `sublet status --last-error` shows the reason.
 pub fn late(
     container: &Container,
     init: Process,
@@ -70,7 +70,7 @@ pub fn late(
     admitted
 }
 
-/// What the hook was told is what all entry points read in config.json.
+/// The hook's arguments must agree with what all entry points read in config.json.
 fn confirm(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), AdmitError> {
     if by_cdi.is_none() || cdi::asked(spec)?.as_ref() == by_cdi {
         return Ok(());
@@ -92,7 +92,8 @@ fn admit_live(
     }
     let (asked, request) = (cdi::asked(spec)?, request_of(spec, None, config)?);
     let request = if asked.is_some() { request } else { dedicated(request, spec, config)? };
-    // What is done now is done where config.json says that it is, what is left to do later where that will be gone.
+    // Mounts are attached now, at the path in config.json. What is left to do later uses the path in the engine's
+    // storage, because the other one may be gone by then.
     let rootfs = podman_storage::root_filesystem(container.rootfs.clone(), spec, &container.bundle)?;
     let lasting = Container { rootfs, ..container.clone() };
     let candidate = Candidate { container: lasting, owner: init, share: None, engine };
@@ -120,13 +121,14 @@ fn admit_live(
     Ok(Late::Granted { lease: taken.lease.id, warnings: grant.warnings, environment })
 }
 
-/// The lease that another hook has taken for this very container, by whatever names: a process is the first of one.
+/// The lease that another hook has taken for this same container, under whatever names. A process is the first process
+/// of only one container.
 fn lease_of(ledger: &Ledger, init: Process) -> Option<&Lease> {
     ledger.leases.iter().find(|lease| lease.init.as_ref().is_some_and(|known| known.process == init))
 }
 
-/// Mode mps without an environment means a server of the container's own: the limits of a shared one are
-/// told by its clients.
+/// Without an environment, mode mps needs a dedicated server: with a shared server, each client brings its limits in
+/// its environment.
 fn dedicated(request: Request, spec: &Value, config: &Config) -> Result<Request, AdmitError> {
     let annotations = oci::annotations(spec)?;
     let of_share = annotations.get("sublet.share").and_then(|name| config.share.get(name)?.get("isolation"));
@@ -142,13 +144,13 @@ fn dedicated(request: Request, spec: &Value, config: &Config) -> Result<Request,
     Ok(Request { isolation, ..request })
 }
 
-/// Active at once: the container exists.
+/// Makes the lease active at once, because the container exists.
 fn activate(lease: &LeaseId, init: Process, store: &Store) -> Result<(), AdmitError> {
     store.activate(lease, Init::of(init))?;
     Ok(())
 }
 
-/// Whether the container's processes will find its MPS server by themselves.
+/// Whether the container's processes find its MPS server without an environment.
 fn fits(taken: &take_lease::Taken, spec: &Value) -> Result<(), AdmitError> {
     if taken.lease.daemon.is_none() {
         return Ok(());
@@ -168,7 +170,7 @@ fn fits(taken: &take_lease::Taken, spec: &Value) -> Result<(), AdmitError> {
     }
 }
 
-/// One line: what the container does without, and why it can.
+/// One line: which variables the container lacks, and why it works without them.
 fn environment(grant: &Grant, lease: &Lease) -> String {
     let names: Vec<&str> =
         grant.env.set.iter().chain(&grant.env.default).map(|(name, _)| name.as_str()).collect();
@@ -184,13 +186,13 @@ fn environment(grant: &Grant, lease: &Lease) -> String {
     )
 }
 
-/// The lease of a container that ended, which only hooks knew: its config.json names none.
+/// The lease of an ended container that only the ledger knows, because its config.json names none.
 ///
 /// # Errors
 /// The ledger cannot be read.
 pub fn end_of(container: &Container, config: &Config) -> Result<Option<LeaseId>, AdmitError> {
     let Some(ledger) = state(config).ledger_of_hooks()? else { return Ok(None) };
-    // A container of this name whose first process lives has come after the one that ended.
+    // If its first process is alive, this is a later container with the same name.
     let ended = |lease: &&Lease| {
         same(&lease.container, container) && lease.init.as_ref().is_some_and(|init| !init.process.is_alive())
     };

@@ -1,4 +1,4 @@
-//! Mount points that a container left whose lease is freed already, or that never started.
+//! Removes mount points that were left by a container whose lease is already freed, or that never started.
 
 use std::path::{Path, PathBuf};
 
@@ -10,9 +10,9 @@ use crate::ledger::{self, LEASE_RECORD_ANNOTATION, Lease};
 use crate::oci::podman_storage;
 use crate::oci::{self, JsonFile};
 
-/// Takes away what the runtime has made for our mounts in the root filesystem of a container that [`super::bind`]
-/// stopped: it gives the container up now and runs no poststop hook, and whoever freed the lease looked
-/// before the files were there. Trouble is passed over: the container does not start in any case.
+/// Removes the mount points that the runtime created in the root filesystem of a container that [`super::bind`]
+/// refused. The runtime now gives the container up and runs no poststop hook, and the process that freed the lease
+/// looked before the files existed. Errors are ignored, because the container does not start in any case.
 pub fn clear_unbound(bundle: &Path, config: &Config) {
     let spec = JsonFile::read(&bundle.join("config.json")).and_then(|file| file.parse()).unwrap_or_default();
     let Some(root) = spec.pointer("/root/path").and_then(Value::as_str) else { return };
@@ -36,8 +36,8 @@ pub fn clear_unbound(bundle: &Path, config: &Config) {
     }
 }
 
-/// Takes away what the runtime has made for our mounts in volumes of the container that had `lease`, where no lease
-/// has one of the same file system.
+/// Removes the mount points that the runtime created in volumes of the container that had `lease`, unless another lease
+/// has a volume on the same file system.
 pub(super) fn clear_volumes(lease: &Lease, config: &Config) {
     let volumes = lease.made_in_volumes();
     if volumes.is_empty() {
@@ -53,7 +53,7 @@ pub(super) fn clear_volumes(lease: &Lease, config: &Config) {
     volumes.iter().filter(|volume| !others.contains(&volume.device)).for_each(oci::clear_volume);
 }
 
-/// Whether a lease has that root filesystem. Everybody may read the ledger, those too who may not open the
+/// Whether a lease uses that root filesystem. Every user may read the ledger, including users who may not open the
 /// store.
 fn may_be_in_use(rootfs: &Path, config: &Config) -> bool {
     let ledger: Value = serde_json::from_slice(&ledger::written(&config.state_dir)).unwrap_or_default();

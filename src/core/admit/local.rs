@@ -6,7 +6,7 @@ use super::dynamic_mig::{MigWork, PutOff};
 use crate::config::Config;
 use crate::ledger::{LedgerError, Store};
 
-/// It, and how this process changes it.
+/// The state, and how this process changes it.
 #[derive(Clone, Copy)]
 pub struct Local<'a> {
     pub(super) config: &'a Config,
@@ -14,14 +14,13 @@ pub struct Local<'a> {
 }
 
 impl<'a> Local<'a> {
-    /// MIG instances are made and destroyed at once.
+    /// With MIG instances created and destroyed at once.
     #[must_use]
     pub const fn new(config: &'a Config) -> Self {
         Self { config, mig: MigWork::Now }
     }
 
-    /// They are not, which takes the driver's time and that of all who have one made as well: `put_off` says what there
-    /// would have been.
+    /// Without creating or destroying MIG instances, which may take long. `put_off` records what is to be done.
     #[must_use]
     pub const fn putting_off(config: &'a Config, put_off: &'a Cell<PutOff>) -> Self {
         Self { config, mig: MigWork::PutOff(put_off) }

@@ -1,4 +1,4 @@
-//! Shares taken and given back where the state is on this host's disk.
+//! Taking and freeing shares if the state is on this host's disk.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,7 +20,7 @@ use crate::request::Request;
 use crate::{mps, oci};
 
 impl Local<'_> {
-    /// A spec that carries a lease: another entry point has been there, or its bundle is run once more.
+    /// Handles a spec with a lease: another entry point has already admitted the container, or its bundle is run again.
     fn admit_again(
         &self,
         id: &str,
@@ -40,7 +40,8 @@ impl Local<'_> {
         }
     }
 
-    /// [`already_granted`], and its daemon serves: it was ready when the lease was taken, which may be a while ago.
+    /// [`already_granted`], and its daemon is made to serve. It was ready when the lease was taken, which may be a
+    /// while ago.
     pub(super) fn granted_still(&self, id: &str, container: &Container) -> Result<LeaseId, AdmitError> {
         let lease = self.already_granted(id, container)?;
         if lease.daemon.is_some() {
@@ -49,8 +50,8 @@ impl Local<'_> {
         Ok(lease.id)
     }
 
-    /// A spec with a lease id is granted only if the ledger holds that live lease for this container: not one whose
-    /// container never came to be, which only the next command would free.
+    /// A spec with a lease id counts as granted only if the ledger has that live lease for this container. A lease
+    /// whose container was never created does not count, although only the next command frees it.
     pub(super) fn already_granted(&self, id: &str, container: &Container) -> Result<Lease, AdmitError> {
         let (ledger, _) = read(&self.store()?)?.settled();
         let granted =
@@ -88,15 +89,15 @@ impl Local<'_> {
             &taken.inventory,
             self.config,
         );
-        // A node that is missing would give a container that starts and finds no GPU.
+        // Without a node the container would start and find no GPU.
         for granted in &grant.nodes {
             inventory::ensure_node(&self.config.driver.root, &granted.node)?;
         }
         Ok(grant)
     }
 
-    /// Its daemon, last, after those in its way: none is started for a container that cannot be served. All the warnings
-    /// there are.
+    /// Ends the daemons in its way and then starts its own daemon. This is the last step, so that no daemon is started
+    /// for a container that cannot be served. Returns all warnings.
     pub(super) fn ready(
         &self,
         taken: &take_lease::Taken,
@@ -120,7 +121,8 @@ impl Local<'_> {
         deleter: Option<Process>,
     ) -> Result<Option<LeaseId>, AdmitError> {
         let store = self.store()?;
-        // Wherever we are: a container that is not ours is none of our business, and the change below is refused.
+        // This is read in any namespace, because containers without a share must not fail. For others the change below
+        // is refused.
         let ledger = store.peek().or_else(|_| read(&store))?;
         if ledger.of_record(uid, id, record).is_none() {
             self.clear_for_others(&ledger, &store);
@@ -132,8 +134,8 @@ impl Local<'_> {
     }
 }
 
-/// Between the hook that took a lease and the container, other entry points may be passed: one that knows the
-/// container better than the lease does changes nothing either.
+/// Whether `lease` belongs to `container`. Other entry points may run between the hook that took an unbound lease and
+/// the container's creation. The lease is that container's also for an entry point that knows more of its names.
 fn holds(lease: &Lease, container: &Container) -> bool {
     let held = &lease.container;
     let awaited = lease.is_unbound() && held.uid == container.uid;
@@ -181,7 +183,7 @@ impl State for Local<'_> {
         self.free(lease, &store)
     }
 
-    /// Whoever frees a lease of root's clears after it.
+    /// Nothing to do: the process that frees a lease of root's also removes what it left.
     fn clear_after(&self, _lease: &Lease) {}
 
     fn abandon(&self, uid: u32, id: &str, owner: Process) -> Result<(), AdmitError> {

@@ -1,5 +1,5 @@
-//! Where the state is: on this host's disk and ours to change ([`super::local`]), or `sublet serve`'s, which is asked to
-//! change it ([`super::remote`]).
+//! Whether this process changes the state on this host's disk itself ([`super::local`]), or asks `sublet serve` to do
+//! so ([`super::remote`]).
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
@@ -15,21 +15,21 @@ use crate::inventory::Inventory;
 use crate::ledger::{Binding, Lease, LeaseId, Ledger};
 use crate::process::Process;
 
-/// Whether the state is not ours to change: root of the first user namespace may, and whoever the state
-/// directory belongs to (tests; root in a system container). Under rootless engines we seem to be root
-/// and see what is really root's as the overflow uid's.
+/// Whether this process may not change the state. Root of the initial user namespace may, and so may the owner of the
+/// state directory (tests; root in a system container). Under rootless engines this process seems to be root, and files
+/// of the real root seem to belong to the overflow uid.
 #[must_use]
 pub fn is_remote(config: &Config) -> bool {
     let us = geteuid();
     if us.is_root() && !user_namespace::is_nested() {
         return false;
     }
-    // One that is not there yet would have to be made by whoever owns what it is made in.
+    // If it does not exist yet, the owner of the directory above it would create it.
     let owner = config.state_dir.ancestors().find_map(|dir| dir.symlink_metadata().ok());
     owner.is_none_or(|dir| dir.uid() != us.as_raw())
 }
 
-/// What becomes of a container's lease, wherever the state is.
+/// The operations on a container's lease, the same for both places of the state.
 pub(super) trait State {
     /// As [`super::admit`], for a container that asks for a share and has a place for its mounts.
     fn admit(
@@ -66,14 +66,14 @@ pub(super) trait State {
     /// As [`super::enter`], for the MPS daemon of which the container sees `public`.
     fn enter(&self, public: &Path, id: &str, record: &Path) -> Result<(), AdmitError>;
 
-    /// A new inventory, where the cached one does not hold any more.
+    /// A new inventory, if the cached one is out of date.
     fn new_inventory(&self) -> Result<Inventory, AdmitError>;
 
-    /// The ledger, where it may have leases that no config.json names; `None`: there are none such.
+    /// The ledger, if it may have leases that no config.json names; `None` if there cannot be any.
     fn ledger_of_hooks(&self) -> Result<Option<Ledger>, AdmitError>;
 
-    /// Writes down that `container` was refused, for `sublet status --last-error`. A lost record is no reason to fail:
-    /// the caller reports the error itself.
+    /// Records that `container` was refused, for `sublet status --last-error`. A lost record is no reason to fail,
+    /// because the caller reports the error itself.
     fn record_refusal(&self, container: &str, error: &AdmitError);
 }
 

@@ -55,16 +55,16 @@ pub use take_lease::lease_for;
 /// How long the last processes of an ended container may take to go.
 const EMPTY_CGROUP: Duration = Duration::from_secs(5);
 
-/// A container that an entry point brings.
+/// A container that an entry point wants to admit.
 #[derive(Debug)]
 pub struct Candidate<'a> {
-    /// Whose it is.
+    /// The container.
     pub container: Container,
-    /// The process whose end without a container means that the lease is gone: the low-level runtime's.
+    /// The low-level runtime's process. If it ends and there is no container, the lease is freed.
     pub owner: Process,
     /// The share that the entry point's name means (`sublet-<share>`).
     pub share: Option<&'a str>,
-    /// Who waits for it, where that can be told.
+    /// The engine that waits for it, if known.
     pub engine: Option<&'a Engine>,
 }
 
@@ -86,14 +86,14 @@ impl Candidate<'_> {
     }
 }
 
-/// What came of it.
+/// The result.
 #[derive(Debug)]
 pub enum Admission {
-    /// Not ours: nothing was touched.
+    /// The container asks for no share. Nothing was changed.
     NotOurs,
-    /// It carries a live lease of its own already: nothing was touched.
+    /// It already has a live lease. Nothing was changed.
     AlreadyGranted(LeaseId),
-    /// `spec` is edited and has to be written; on failure call [`withdraw`].
+    /// `spec` was edited and must be written. If that fails, call [`withdraw`].
     Granted {
         /// The new lease.
         lease: LeaseId,
@@ -102,24 +102,25 @@ pub enum Admission {
     },
 }
 
-/// Where the state is that `config` names.
+/// The state that `config` names.
 fn state(config: &Config) -> Box<dyn State + '_> {
     if is_remote(config) { Box::new(Remote::new(config)) } else { Box::new(Local::new(config)) }
 }
 
-/// Whether the container that `spec` describes asks for a share, or comes for `share` without saying so.
+/// Whether the container that `spec` describes asks for a share, by itself or through its entry point, which gives
+/// `share`.
 ///
 /// # Errors
-/// Its annotations are none.
+/// Its annotations are malformed.
 pub fn asks_for_a_share(spec: &Value, share: Option<&str>) -> Result<bool, SpecError> {
     Ok(request_of_spec::asks_for_a_share(spec, &oci::annotations(spec)?, share))
 }
 
-/// `container` with its root filesystem as it can be looked into now: config.json may name a place where it is mounted
-/// later.
+/// `container` with the path at which its root filesystem can be read now. config.json may name a place where it is
+/// mounted only later.
 ///
 /// # Errors
-/// Nobody says where it is; `sublet status --last-error` has it.
+/// The root filesystem cannot be found. `sublet status --last-error` shows this.
 pub fn located(
     container: Container,
     spec: &Value,
@@ -134,10 +135,11 @@ pub fn located(
     Ok(Container { rootfs: found?, ..container })
 }
 
-/// Finds the container its share and edits `spec` for it.
+/// Takes a share for the container and edits `spec` for it.
 ///
 /// # Errors
-/// Any reason not to start it; nothing is left behind then, and `sublet status --last-error` has it.
+/// Any reason not to start the container. Nothing is then left behind, and `sublet status --last-error` shows the
+/// reason.
 pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
     let annotations = oci::annotations(spec)?;
     if !request_of_spec::asks_for_a_share(spec, &annotations, candidate.share) {
@@ -152,13 +154,13 @@ pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Re
     admitted
 }
 
-/// Whether what is mounted for the container stays in it, and what another entry point has mounted is seen there.
+/// Checks that the container has its own mount namespace, and that it can see what another entry point has mounted.
 fn has_place_for_mounts(spec: &Value, container: &Container, config: &Config) -> Result<(), AdmitError> {
     oci::own_mount_namespace(spec)?;
     Ok(oci::uncovered(spec, &container.rootfs, &config.state_dir)?)
 }
 
-/// Gives `lease` back before its container ever existed.
+/// Frees `lease`, whose container was never created.
 ///
 /// # Errors
 /// The ledger cannot be written.
@@ -166,25 +168,24 @@ pub fn withdraw(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
     state(config).withdraw(lease)
 }
 
-/// The container with this lease is gone: frees it once its cgroup is empty, then settles its server.
-/// Unknown ids are no error: late ends come twice.
+/// Frees the lease of an ended container once its cgroup is empty, then adjusts or ends its MPS server. Unknown ids are
+/// no error, because an end may be reported twice.
 ///
 /// # Errors
-/// The ledger cannot be read or written, or its processes do not go.
+/// The ledger cannot be read or written, or the container's processes do not end.
 pub fn end(lease: &LeaseId, config: &Config) -> Result<(), AdmitError> {
     state(config).end(lease)
 }
 
-/// After the end of a container whose lease is `record` in its own annotations: a rootless user removes what
-/// it left in the user's own files, whoever has freed the lease.
+/// After the end of a container whose annotation has the lease `record`, a rootless user removes what it left in the
+/// user's own files, whichever process has freed the lease.
 pub fn clear_after(record: &str, config: &Config) {
     if let Some(lease) = Lease::from_annotation(record) {
         state(config).clear_after(&lease);
     }
 }
 
-/// Gives up what `owner`, an engine that starts container `id` of `uid` anew, holds for it from a start
-/// that came to nothing.
+/// Frees the lease that `owner`, an engine that starts container `id` of `uid` again, still holds from a failed start.
 ///
 /// # Errors
 /// The ledger cannot be read or written.
@@ -192,8 +193,8 @@ pub fn abandon(uid: u32, id: &str, owner: Process, config: &Config) -> Result<()
     state(config).abandon(uid, id, owner)
 }
 
-/// Makes `owner` answer for `lease` until it is bound: its end without a container, or too long a wait,
-/// means that the lease is gone.
+/// Makes `owner` responsible for `lease` until it is bound. If `owner` ends without a container, or binding takes too
+/// long, the lease is freed.
 ///
 /// # Errors
 /// The ledger cannot be written.
@@ -201,10 +202,11 @@ pub fn hand_over(lease: &LeaseId, owner: Process, config: &Config) -> Result<(),
     state(config).hand_over(lease, owner)
 }
 
-/// Binds `lease` to its container, which exists now.
+/// Binds `lease` to its container, which now exists.
 ///
 /// # Errors
-/// The lease is gone or another container's: this one must not start. Or the ledger cannot be written.
+/// The lease was freed or belongs to another container, so this container must not start. Or the ledger cannot be
+/// written.
 pub fn bind(lease: &LeaseId, binding: &Binding, config: &Config) -> Result<(), AdmitError> {
     let state = state(config);
     let bound = state.bind(lease, binding);
@@ -214,7 +216,7 @@ pub fn bind(lease: &LeaseId, binding: &Binding, config: &Config) -> Result<(), A
     bound
 }
 
-/// Marks the lease of container `id` (of `uid`) as ending; the state it had comes back by [`unmark`].
+/// Marks the lease of container `id` (of `uid`) as ending. [`unmark`] restores its earlier state.
 ///
 /// # Errors
 /// The ledger cannot be written.

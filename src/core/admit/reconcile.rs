@@ -1,4 +1,4 @@
-//! The ledger changed, and what hangs on its leases brought into line with it: MPS daemons, mount points, MIG instances.
+//! Changes the ledger and adjusts what depends on its leases: MPS daemons, mount points, MIG instances.
 
 use super::local::Local;
 use super::{AdmitError, dynamic_mig};
@@ -10,13 +10,13 @@ use crate::{mps, oci};
 pub struct Reconciled {
     /// Leases whose containers were gone.
     pub freed: Freed,
-    /// The rest, one line each; what could not be done is among it.
+    /// Messages about the rest, one line each, including what could not be done.
     pub lines: Vec<String>,
 }
 
 impl Local<'_> {
-    /// Releases leases of exited containers, makes `change` to the ledger, and puts right all that hangs on leases: MPS
-    /// daemons that crashed come back, those that nobody waits for end, what ended containers left is removed.
+    /// Frees the leases of ended containers, applies `change` to the ledger, and repairs everything that depends on
+    /// leases: restarts crashed MPS daemons, ends unneeded ones, and removes what ended containers left.
     ///
     /// # Errors
     /// As [`Store::update`].
@@ -33,7 +33,7 @@ impl Local<'_> {
         Ok(Reconciled { freed, lines: failed.into_iter().chain(mps::heal(&store, self.config)).collect() })
     }
 
-    /// Makes `change` to the ledger, and tidies up after the leases that were found gone on the way.
+    /// Applies `change` to the ledger, and cleans up after leases whose containers have ended.
     ///
     /// # Errors
     /// As [`Store::update`].
@@ -44,7 +44,7 @@ impl Local<'_> {
         Ok(done)
     }
 
-    /// Takes `lease` out of the ledger and tidies up after it.
+    /// Removes `lease` from the ledger and cleans up after it.
     pub(super) fn free(&self, lease: &LeaseId, store: &Store) -> Result<(), AdmitError> {
         let freed = store.remove(lease)?;
         self.tidy(&freed, store);
@@ -54,7 +54,7 @@ impl Local<'_> {
         Ok(())
     }
 
-    /// [`Local::free`] where another error is on its way to the user already.
+    /// [`Local::free`] for when another error is already being reported to the user.
     pub(super) fn give_back(&self, lease: &Lease, store: &Store) {
         if let Err(error) = self.free(&lease.id, store) {
             tracing::warn!(
@@ -64,8 +64,8 @@ impl Local<'_> {
         }
     }
 
-    /// Another command has just freed the lease, as `ledger` has it: it may have done so too late to clear what hung on
-    /// it, or be killed.
+    /// Cleans up if another command has just freed the lease, according to `ledger`. That command may be too late to
+    /// clean up itself, or may be killed.
     pub(super) fn clear_for_others(&self, ledger: &Ledger, store: &Store) {
         if !ledger.clearable().is_empty() {
             clear_leftovers(store);
@@ -75,8 +75,8 @@ impl Local<'_> {
         }
     }
 
-    /// After leases were freed: settles their servers, removes the mount points they left in a rootfs and
-    /// what a killed shim left in a bundle, and destroys MIG instances that were made for them.
+    /// After leases were freed: adjusts or ends their MPS servers, removes the mount points that they left in a rootfs
+    /// and the files that a killed shim left in a bundle, and destroys MIG instances that were created for them.
     pub(super) fn tidy(&self, freed: &Freed, store: &Store) {
         if freed.is_empty() {
             return;
@@ -85,7 +85,7 @@ impl Local<'_> {
         self.destroy_unneeded(store);
     }
 
-    /// [`Local::tidy`] as far as no MIG layout changes.
+    /// [`Local::tidy`] without changes of the MIG layout.
     pub fn settle(&self, freed: &Freed, store: &Store) {
         clear_leftovers(store);
         let mut settled = Vec::new();
@@ -101,19 +101,19 @@ impl Local<'_> {
         }
     }
 
-    /// Destroys the instances that were made for containers and that nobody needs any more; what cannot be destroyed
-    /// now is tried again by the next command.
+    /// Destroys dynamic instances that no lease needs any more. The next command tries again what cannot be destroyed
+    /// now.
     pub fn destroy_unneeded(&self, store: &Store) {
         dynamic_mig::destroy_unneeded(store, self.mig);
     }
 }
 
-/// Removes what ended containers left, and only then forgets it: whoever is killed in between leaves the
-/// rest to the next `sublet` command, or the next end of a container: a start has no time to look.
+/// Removes what ended containers left, and only then forgets it. If this process is killed in between, the next
+/// `sublet` command or the next end of a container does the rest. A start does not, because it must be fast.
 ///
-/// Some engines (containerd) unmount the root filesystem once the runtime has deleted the container, and
-/// what was not removed before that cannot be reached any more. So this comes before anything that takes
-/// time, and a delete does it too when another command has just freed the container's lease.
+/// Some engines (containerd) unmount the root filesystem once the runtime has deleted the container, and then the files
+/// can no longer be reached. So this is done before anything that takes time. A delete does it even if another command
+/// has just freed the container's lease.
 fn clear_leftovers(store: &Store) {
     let clearable = store.read().map(|ledger| ledger.clearable()).unwrap_or_default();
     if clearable.is_empty() {
@@ -128,7 +128,7 @@ fn clear_leftovers(store: &Store) {
     }
 }
 
-/// The ledger as it stands; one that cannot be read is rebuilt from what runs first.
+/// The present ledger. If it cannot be read, it is first rebuilt from what runs.
 ///
 /// # Errors
 /// As [`Store::update`].

@@ -1,4 +1,4 @@
-//! The last refusals, for `sublet status --last-error`: engines do not always show what a hook said.
+//! The last refusals, for `sublet status --last-error`. Engines do not always show what a hook printed.
 
 use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
@@ -26,28 +26,28 @@ const LONGEST: usize = 2000;
 pub struct RefusalRecord {
     /// Seconds since the epoch.
     pub time: u64,
-    /// Which container; where its id is not known, its bundle or root filesystem.
+    /// The container's id; if it is unknown, its bundle or root filesystem.
     pub container_id: String,
-    /// The one line that said why.
+    /// The reason, one line.
     pub reason: String,
-    /// Whose container it was.
+    /// The container's user.
     #[serde(default)]
     pub uid: u32,
 }
 
-/// The last refusals, oldest first; none when the file cannot be read.
+/// The last refusals, oldest first; none if the file cannot be read.
 #[must_use]
 pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
     let text = trusted::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
     serde_json::from_slice(&text).unwrap_or_default()
 }
 
-/// Adds one of ours. A lost record is no reason to fail: the caller reports the error itself.
+/// Adds a refusal by this process. A lost record is no reason to fail, because the caller reports the error itself.
 pub(super) fn record(container_id: &str, error: &AdmitError, config: &Config) {
     add(geteuid().as_raw(), container_id, error.to_string(), config);
 }
 
-/// Adds one that user `uid` tells of.
+/// Adds a refusal that user `uid` reports.
 pub fn record_told(uid: u32, container_id: &str, reason: &str, config: &Config) {
     let characters: Vec<char> = reason.chars().take(LONGEST).collect();
     let reason = characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect();
@@ -65,7 +65,7 @@ fn add(uid: u32, container_id: &str, reason: String, config: &Config) {
     }
 }
 
-/// Drops the oldest, first those of `uid` beyond its part.
+/// Drops the oldest records, first those of `uid` beyond its quota.
 fn thin_out(all: &mut Vec<RefusalRecord>, uid: u32) {
     let of_one = all.iter().filter(|record| record.uid == uid).count();
     let mut surplus = if uid == 0 { 0 } else { of_one.saturating_sub(KEPT_OF_ONE) };

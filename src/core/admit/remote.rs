@@ -1,4 +1,4 @@
-//! The state of `sublet serve`, for users without root: what would touch it is asked of the service.
+//! The state of `sublet serve`, for users without root. The service is asked for every change.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -26,7 +26,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 /// Between two looks whether a container's processes are gone.
 const STILL_THERE: Duration = Duration::from_millis(20);
 
-/// Whoever has it.
+/// The state of `sublet serve`.
 pub(super) struct Remote<'a> {
     config: &'a Config,
 }
@@ -47,7 +47,8 @@ impl<'a> Remote<'a> {
         }
     }
 
-    /// The mount points in the root filesystem are ours to remove: root would not touch where a user points.
+    /// This process removes the mount points in the root filesystem itself. Root removes nothing at a path that a user
+    /// names.
     fn freed(&self, ask: &Ask) -> Result<(), AdmitError> {
         let Answer::Freed(left) = self.broker().ask(ask)? else { return unfitting() };
         if let Some(left) = left {
@@ -57,13 +58,13 @@ impl<'a> Remote<'a> {
         Ok(())
     }
 
-    /// Whether the ledger, which everybody may read, mentions the container at all: those that are not ours
-    /// must not depend on the service. A hint only; the service decides.
+    /// Whether the ledger, which every user may read, mentions the container at all: containers without a share must
+    /// not depend on the service. This is only a hint. The service decides.
     fn may_have_lease(&self, id: &str) -> bool {
         !id.is_empty() && self.is_mentioned(id)
     }
 
-    /// What cannot be read may mention it.
+    /// `true` if the ledger cannot be read.
     fn is_mentioned(&self, text: &str) -> bool {
         if !ledger::is_there(&self.config.state_dir) {
             return false;
@@ -82,16 +83,17 @@ impl State for Remote<'_> {
     ) -> Result<Admission, AdmitError> {
         let mut broker = self.broker();
         let mut annotations = annotations.clone();
-        // First of all: the nodes that another entry point has put there are bind mounts, like those of somebody's own.
+        // This is checked first: the nodes that another entry point has added are bind mounts, like nodes that the user
+        // adds.
         if annotations.contains_key(LEASE_ANNOTATION) {
             match granted_before(candidate, &annotations, spec, &mut broker) {
-                // The lease of an earlier run of this bundle is none any more.
+                // The lease of an earlier run of this bundle is no longer valid.
                 Err(AdmitError::Broker(_)) if is_of_earlier_run(&annotations, spec, candidate) => undo(spec)?,
                 done => return done,
             }
             annotations.remove(LEASE_ANNOTATION);
         }
-        // Looked at here as well as there: the first has the spec, the last has the say.
+        // Checked here and in the service: only this process has the spec, but the service decides.
         let request = request_of(spec, candidate.share, self.config)?;
         let deadline = Instant::now() + request.wait;
         loop {
@@ -109,7 +111,7 @@ impl State for Remote<'_> {
         self.freed(&Ask::Withdraw { lease: lease.clone() })
     }
 
-    /// What the service does not wait for is waited for here.
+    /// The service does not wait for the container's processes to end, so this process does.
     fn end(&self, lease: &LeaseId) -> Result<(), AdmitError> {
         let deadline = Instant::now() + EMPTY_CGROUP;
         loop {
@@ -122,10 +124,11 @@ impl State for Remote<'_> {
         }
     }
 
-    /// Whoever looked first has freed the lease: what a container leaves it remembers itself.
+    /// Another command has already freed the lease. What the container left is known from its own annotation.
     fn clear_after(&self, lease: &Lease) {
         let rootfs = &lease.container.rootfs;
-        // A container of the same image's directory may hold a share; where no path is, nothing is in the way.
+        // Another container with the same root filesystem may hold a share. If the path does not exist, there is
+        // nothing to check.
         let in_use = rootfs.to_str().is_none_or(|rootfs| self.is_mentioned(rootfs));
         if !in_use {
             oci::cleanup_mount_points(rootfs, &lease.mount_points);
@@ -171,7 +174,8 @@ impl State for Remote<'_> {
         self.done(&Ask::Unmark { lease: lease.clone() })
     }
 
-    /// The service brings a daemon back. Where it is not there itself, a daemon that answers needs nobody to do that.
+    /// The service restarts a daemon that does not answer. If the service is not running, a daemon that answers is
+    /// enough.
     fn enter(&self, public: &Path, id: &str, record: &Path) -> Result<(), AdmitError> {
         let ask = Ask::Enter { id: id.to_owned(), record: record.to_owned() };
         let missing = match self.broker().ask(&ask) {
@@ -195,12 +199,12 @@ impl State for Remote<'_> {
         }
     }
 
-    /// To a rootless container no hook gives a share late.
+    /// No hook gives a share to a rootless container that already exists.
     fn ledger_of_hooks(&self) -> Result<Option<Ledger>, AdmitError> {
         Ok(None)
     }
 
-    /// Its own silence is no refusal.
+    /// That the service does not answer is not reported to it as a refusal.
     fn record_refusal(&self, container_id: &str, error: &AdmitError) {
         let silent =
             |broker: &BrokerError| !matches!(broker, BrokerError::Refused { .. } | BrokerError::TooLong);
@@ -214,7 +218,7 @@ impl State for Remote<'_> {
     }
 }
 
-/// A spec that carries a lease: the service knows whether it is this container's.
+/// Handles a spec with a lease. The service knows whether it belongs to this container.
 fn granted_before(
     candidate: &Candidate<'_>,
     annotations: &BTreeMap<String, String>,
@@ -260,7 +264,7 @@ fn look(
 
 fn ask(candidate: &Candidate<'_>, annotations: &BTreeMap<String, String>, spec: &Value, image: Image) -> Ask {
     let container = &candidate.container;
-    // What we wrote for ourselves is long, and nobody asks for it there.
+    // The lease record and the edits are long, and the service does not need them.
     let told = |key: &str| key.starts_with("sublet.") && !key.starts_with("sublet.lease.");
     let ours = annotations.iter().filter(|(key, _)| told(key));
     let us = std::process::id();
@@ -283,7 +287,7 @@ fn unfitting<T>() -> Result<T, AdmitError> {
     Err(BrokerError::Unfitting.into())
 }
 
-/// What the service says of us: our leases, our policy and what it leaves.
+/// What the service reports about this user: leases, policy limits and what these leave.
 ///
 /// # Errors
 /// It does not run.

@@ -36,7 +36,7 @@ fn arguments(spec: &Value) -> Vec<&str> {
 /// Reads the request out of `spec`.
 ///
 /// # Errors
-/// Annotations that make no request, a spec that contradicts it.
+/// The annotations are no valid request, or the spec contradicts it.
 pub fn request_of(spec: &Value, share: Option<&str>, config: &Config) -> Result<Request, AdmitError> {
     if let Some(asked) = cdi::asked(spec)? {
         return by_cdi(spec, &asked, share, config);
@@ -48,7 +48,7 @@ pub fn request_of(spec: &Value, share: Option<&str>, config: &Config) -> Result<
     Ok(request)
 }
 
-/// The share of a CDI device, on its device alone, whose nodes are there already.
+/// The share of a CDI device, only on that device. Its nodes are already in the spec.
 fn by_cdi(
     spec: &Value,
     asked: &Asked,
@@ -67,7 +67,7 @@ fn by_cdi(
     let parse =
         |annotations| request::parse(annotations, Some(&asked.share), capabilities.as_deref(), config);
     let (request, alone) = (parse(&annotations)?, parse(&BTreeMap::new())?);
-    // How long to wait and which files to bring make no other share of it.
+    // The wait and the driver capabilities may differ: they do not make it another share.
     let same =
         Request { wait: alone.wait, capabilities: alone.capabilities.clone(), ..request.clone() } == alone;
     if !same {
@@ -84,7 +84,8 @@ fn out_of_date(asked: &Asked, why: String) -> CdiError {
     CdiError::Device { share: safe(&asked.share), device: safe(&asked.device), why }
 }
 
-/// What became of a share: a refusal may have found out that the MIG device of the CDI device was destroyed.
+/// The result of taking a share. After a refusal the inventory may show that the MIG device of the CDI device was
+/// destroyed.
 pub(super) fn taken<T>(share: Result<T, AdmitError>, spec: &Value, config: &Config) -> Result<T, AdmitError> {
     share.map_err(|error| match (cdi::asked(spec), inventory::last(config)) {
         (Ok(Some(asked)), Ok(now)) if now.device(&asked.device).is_none() => {
@@ -114,10 +115,10 @@ fn contradiction(asked: &Asked, said: &BTreeMap<String, String>, entry_point: Op
     CdiError::Contradiction { share: safe(&asked.share), annotations: safe(&words.join(", ")) }
 }
 
-/// Whether the environment of `spec` is that of `grant`: the limits of a shared MPS server stand there.
+/// Whether the environment of `spec` is that of `grant`, which has the limits for a shared MPS server.
 ///
-/// Docker puts a CDI device's variables behind the image's of the same name, and runc and crun set one after
-/// the other: the last counts.
+/// Docker puts a CDI device's variables after the image's variables of the same name, and runc and crun set them in
+/// order, so the last one counts.
 pub(super) fn has_environment(spec: &Value, asked: &Asked, grant: &Grant) -> Result<(), CdiError> {
     let (share, env) = (safe(&asked.share), &grant.env);
     let differs =
@@ -137,7 +138,7 @@ pub(super) fn has_environment(spec: &Value, asked: &Asked, grant: &Grant) -> Res
     }
 }
 
-/// Whether lease `id` in `spec` was written into this very bundle's.
+/// Whether lease `id` in `spec` was written for this same bundle.
 pub(super) fn is_of_bundle(id: &str, spec: &Value, container: &Container) -> bool {
     let record = spec.pointer("/annotations").and_then(|all| all.get(LEASE_RECORD_ANNOTATION));
     let lease = record.and_then(Value::as_str).and_then(Lease::from_annotation);
@@ -146,7 +147,7 @@ pub(super) fn is_of_bundle(id: &str, spec: &Value, container: &Container) -> boo
         && lease.is_some_and(|lease| lease.id.as_str() == id && lease.container.bundle == *bundle)
 }
 
-/// Rids `spec` of what an earlier run of its bundle was granted.
+/// Removes from `spec` what was granted to an earlier run of its bundle.
 pub(super) fn undo(spec: &mut Value) -> Result<(), AdmitError> {
     if !oci::undo(spec) {
         return Err(AdmitError::Edited);

@@ -24,23 +24,24 @@ use crate::request::Request;
 /// Between two looks for a free share.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
-/// Between two tries to have an instance made: each asks the driver.
+/// The time between two attempts to have an instance created. Each one asks the driver.
 const MAKE_AGAIN: Duration = Duration::from_secs(1);
 
-/// How long MIG instances may come and go between the look at the driver and the lease, without `sublet.wait`.
+/// How long to try again, without `sublet.wait`, while MIG instances are created and destroyed between the look at the
+/// driver and the lease.
 const SETTLING: Duration = Duration::from_secs(20);
 
-/// A lease in the ledger, and what it was decided by.
+/// A lease in the ledger, and the data on which it was based.
 pub(super) struct Taken {
     pub lease: Lease,
     pub placement: Placement,
     pub image: Image,
     pub inventory: Inventory,
-    /// Idle MPS daemons that have to end before the container starts.
+    /// Idle MPS daemons that must end before the container starts.
     pub in_the_way: Vec<DaemonKey>,
 }
 
-/// On what terms a share is taken: root's own, or those of a user who asks `sublet serve`.
+/// The terms on which a share is taken: root's, or those of a user who asks `sublet serve`.
 #[derive(Clone, Copy)]
 pub(super) struct Terms<'a> {
     pub rootfs: Rootfs<'a>,
@@ -48,12 +49,12 @@ pub(super) struct Terms<'a> {
     pub limit: Option<PolicyLimit<'a>>,
 }
 
-/// How the root filesystem is known.
+/// How the image is examined.
 #[derive(Clone, Copy)]
 pub(super) enum Rootfs<'a> {
-    /// By looking into that of this spec.
+    /// By reading the root filesystem of this spec.
     OfSpec(&'a Value),
-    /// By what its user says: it concerns their own container alone.
+    /// By what its user reports, which affects only their own container.
     Told(&'a Image),
 }
 
@@ -69,7 +70,7 @@ impl Terms<'_> {
 /// The inventory with the devices that a user may have.
 ///
 /// # Errors
-/// A cap of the policy names devices that are not there.
+/// The policy names devices that do not exist.
 pub fn allowed<'i>(
     limit: Option<PolicyLimit<'_>>,
     inventory: &'i Inventory,
@@ -82,7 +83,7 @@ pub fn allowed<'i>(
     if allowed.is_empty() {
         return Err(AdmitError::NoDeviceAllowed);
     }
-    // Who may use a GPU may use its MIG devices.
+    // A user who may use a GPU may use its MIG devices.
     let may = |device: &&Device| {
         allowed.iter().any(|allowed| allowed.uuid == device.uuid || allowed.uuid == device.gpu())
     };
@@ -90,7 +91,7 @@ pub fn allowed<'i>(
     Ok(Cow::Owned(Inventory { devices, ..inventory.clone() }))
 }
 
-/// Takes a share, waiting for one as long as the request says.
+/// Takes a share, waiting for one as long as the request allows.
 pub(super) fn take(
     candidate: &Candidate<'_>,
     request: &Request,
@@ -107,13 +108,13 @@ pub(super) fn take(
     if local.config.mig.dynamic && taken.is_err() {
         dynamic_mig::give_up(&search.id, store, local.mig);
     } else if search.made {
-        // It may have found another place in the end.
+        // The request may have been placed on another device in the end.
         local.destroy_unneeded(store);
     }
     taken
 }
 
-/// Whether a record of the container can be found again: a lease of one that cannot would never end.
+/// Checks that a record of the container can be found again. Otherwise its lease would never end.
 fn can_be_recorded(candidate: &Candidate<'_>) -> Result<(), AdmitError> {
     let path = &candidate.container.record;
     match path.symlink_metadata() {
@@ -126,13 +127,13 @@ fn can_be_recorded(candidate: &Candidate<'_>) -> Result<(), AdmitError> {
 
 /// Why one look found no share.
 enum Look {
-    /// It hangs on how much memory NVML last reported free.
+    /// It depends on how much memory NVML last reported free.
     RefreshFirst,
-    /// After a loss of the ledger, only an idle daemon may be in the way.
+    /// After a loss of the ledger, an idle daemon alone may keep the device closed.
     EndStrays,
-    /// MIG instances came or went since the inventory was written.
+    /// MIG instances were created or destroyed since the inventory was written.
     Changed,
-    /// It may have a MIG instance made; else this is why not.
+    /// A MIG instance may be created for it. Otherwise this error is the answer.
     Make(Box<(Order, AdmitError)>),
     /// Waiting may help.
     Temporary(AdmitError),
@@ -155,9 +156,9 @@ struct Search<'a> {
     id: LeaseId,
     store: &'a Store,
     local: Local<'a>,
-    /// A MIG instance was made for it.
+    /// Whether a MIG instance was created for it.
     made: bool,
-    /// Daemons that have been idle since the loss of the ledger have been ended.
+    /// Whether daemons that have been idle since the loss of the ledger have been ended.
     strays_ended: bool,
 }
 
@@ -205,7 +206,7 @@ impl Search<'_> {
         }
     }
 
-    /// Has an instance made, once; the inventory with it.
+    /// Has an instance created, once. Returns the inventory with it.
     fn make(&mut self, (order, refused): (Order, AdmitError)) -> Result<Inventory, AdmitError> {
         let made = dynamic_mig::make(order, &self.id, &self.candidate.container.name(), self.local.mig);
         made.map_err(|(why, temporary)| AdmitError::Unmade { refused: Box::new(refused), why, temporary })?;
@@ -213,12 +214,12 @@ impl Search<'_> {
         fresh_inventory(self.local.config)
     }
 
-    /// One look: inventory, image, place, lease. `refreshed` is an inventory of just now.
+    /// One look: inventory, image, place, lease. `refreshed` is a new inventory.
     fn look(&self, refreshed: Option<Inventory>) -> Result<Taken, Look> {
         let Self { candidate, request, terms, store, local, .. } = *self;
         let config = local.config;
         let may_refresh = refreshed.is_none();
-        // A driver that is not up yet may come: `sublet.wait` waits for it too.
+        // The driver may not be loaded yet. `sublet.wait` waits for it, too.
         let inventory = refreshed.map_or_else(|| fresh_inventory(config).map_err(Look::Temporary), Ok)?;
         let image = match terms.rootfs {
             Rootfs::OfSpec(spec) => {
@@ -226,11 +227,11 @@ impl Search<'_> {
             }
             Rootfs::Told(image) => image.clone(),
         };
-        // Destroyed instances' ids are given to new ones, and /proc looks the same then.
+        // New instances get the ids of destroyed ones, and /proc then looks the same.
         let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
         let allowed = allowed(terms.limit, &inventory, config)?;
         let (booked, freed) = store.update(|ledger| {
-            // Instances may have been destroyed and made again since, under the same ids.
+            // Instances may have been destroyed and created again since, with the same ids.
             if inventory.mig_changes != ledger.mig.count {
                 return Err(Look::Changed);
             }
@@ -279,7 +280,7 @@ impl Search<'_> {
     }
 }
 
-/// The lease that a placement becomes.
+/// The lease for a placement.
 #[must_use]
 pub fn lease_for(
     candidate: &Candidate<'_>,

@@ -1,4 +1,4 @@
-//! The client side, for entry points: one connection to the service, on which requests and answers alternate.
+//! The client side, for entry points: one connection to the service, with requests and answers in turn.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -9,10 +9,12 @@ use super::protocol::{self, Answer, Ask, LONGEST_ANSWER, LONGEST_ASK, ProtocolEr
 use crate::config::Config;
 use crate::text::safe;
 
-/// The slowest answer waits for a refresh of the inventory and then for the start of an MPS daemon.
+/// The longest time for an answer. The slowest one waits for a refresh of the inventory and then for the start of an
+/// MPS daemon.
 const ANSWER_LIMIT: Duration = Duration::from_secs(150);
 
-/// A service that is restarting, or at work for as many of this user's containers as it does at once.
+/// How long to wait for a service that is restarting, or that already works for its maximum number of this user's
+/// containers.
 const BUSY_LIMIT: Duration = Duration::from_secs(30);
 
 /// Between two tries.
@@ -21,14 +23,14 @@ const NAP: Duration = Duration::from_millis(20);
 /// Why the service did not do what it was asked; each is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum BrokerError {
-    /// Nobody listens.
+    /// No process listens on the socket.
     #[error(
         "sublet serve is not running ({}: {source}), and rootless containers get their share from it: run \
          `systemctl enable --now sublet.socket` as root",
         socket.display()
     )]
     NotRunning {
-        /// Where it would listen.
+        /// The socket of the service.
         socket: PathBuf,
         /// What connect(2) said.
         source: io::Error,
@@ -45,10 +47,10 @@ pub enum BrokerError {
     /// Either side speaks another version.
     #[error("sublet serve: {0}")]
     Protocol(#[from] ProtocolError),
-    /// More than it would read.
+    /// The request is longer than the service reads.
     #[error("the request to sublet serve is longer than 64 KiB: use fewer and shorter annotations")]
     TooLong,
-    /// Its refusal, already one line of its own.
+    /// The service refused. Its refusal is one line.
     #[error("{reason}")]
     Refused {
         /// The line.
@@ -69,7 +71,7 @@ pub struct Broker {
 }
 
 impl Broker {
-    /// The service of this configuration; the connection is made by the first ask.
+    /// The service of this configuration. The first request connects to it.
     #[must_use]
     pub fn new(config: &Config) -> Self {
         Self { socket: super::socket(config), stream: None }
@@ -78,7 +80,7 @@ impl Broker {
     /// Asks, and asks again while the service is busy.
     ///
     /// # Errors
-    /// It is not running, breaks off, or refuses.
+    /// The service is not running, breaks the connection, or refuses.
     pub fn ask(&mut self, ask: &Ask) -> Result<Answer, BrokerError> {
         let line = protocol::line(ask)?;
         if line.len() > LONGEST_ASK {
@@ -98,11 +100,11 @@ impl Broker {
         }
     }
 
-    /// Whether the service answers within `limit`, be it that it is busy. A connection that is not taken at once,
-    /// for too many wait for theirs, counts as no answer.
+    /// Checks that the service answers within `limit`, even if only that it is busy. If the connection is not accepted
+    /// at once because too many others are waiting, this counts as no answer.
     ///
     /// # Errors
-    /// It does not, or in words of another version.
+    /// It does not answer, or its answer is of another protocol version.
     pub fn answers(config: &Config, limit: Duration) -> Result<(), BrokerError> {
         let socket = super::socket(config);
         let mut stream = connect_now(&socket).map_err(|source| BrokerError::NotRunning { socket, source })?;
@@ -117,7 +119,7 @@ impl Broker {
             Some(stream) => stream,
             None => self.connect()?,
         };
-        // Whoever is turned away at once is told why before we have said a word.
+        // A service that turns the connection away sends the reason before it has read a request.
         let sent = stream.write_all(line);
         let answer = receive(&mut stream, ANSWER_LIMIT);
         let answer = match (answer, sent) {
@@ -136,7 +138,7 @@ impl Broker {
     }
 }
 
-/// connect(2) that does not wait for room among those that wait to be accepted.
+/// connect(2) that does not wait if the queue of unaccepted connections is full.
 fn connect_now(path: &std::path::Path) -> io::Result<UnixStream> {
     use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
@@ -147,7 +149,7 @@ fn connect_now(path: &std::path::Path) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-/// A refusal is the service's own line; it may be longer than one piece of foreign text.
+/// Makes a refusal safe to print. It is the service's own line and may be longer than one piece of foreign text.
 fn refused(reason: &str, temporary: bool) -> BrokerError {
     let characters: Vec<char> = reason.chars().take(2000).collect();
     let reason = characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect();
@@ -194,7 +196,7 @@ mod tests {
         Config { state_dir: dir.path().to_owned(), ..Config::default() }
     }
 
-    /// A service that says these lines, one for each ask; a connection ends after its last line.
+    /// A service that answers with these lines, one for each request. It closes a connection after the last line.
     fn service(config: &Config, connections: Vec<Vec<&'static str>>) -> std::thread::JoinHandle<Vec<String>> {
         let listener = UnixListener::bind(super::super::socket(config)).unwrap();
         std::thread::spawn(move || {
@@ -263,7 +265,7 @@ mod tests {
         let limit = Duration::from_millis(50);
         let error = Broker::answers(&config, limit).unwrap_err();
         assert!(matches!(error, BrokerError::Late(_)), "{error}");
-        // As many as it takes before nobody gets in any more.
+        // As many connections as fill the queue.
         let waiting: Vec<_> =
             std::iter::from_fn(|| connect_now(&super::super::socket(&config)).ok()).collect();
         let error = Broker::answers(&config, limit).unwrap_err().to_string();

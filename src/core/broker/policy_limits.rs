@@ -8,12 +8,12 @@ use crate::place::Placement;
 use crate::share::units::MIB;
 use crate::share::{Mode, Percent};
 
-/// A user's cap.
+/// A user's policy limit.
 #[derive(Clone, Copy, Debug)]
 pub struct PolicyLimit<'a> {
-    /// Whose leases count.
+    /// The user whose leases count.
     pub uid: u32,
-    /// What they may come to.
+    /// The rule that limits them.
     pub rule: &'a PolicyRule,
 }
 
@@ -23,12 +23,12 @@ pub enum PolicyLimitError {
     /// `modes`
     #[error("your [[policy]] allows sublet.mode {allowed}, and this is {mode}: choose an allowed mode")]
     Mode {
-        /// What the placement came to.
+        /// The mode of the placement.
         mode: Mode,
-        /// What the rule says.
+        /// The modes that the rule allows.
         allowed: String,
     },
-    /// `sm` or `memory` is capped, and the request has no limit of its own.
+    /// `sm` or `memory` is limited by the policy, and the request names no amount.
     #[error(
         "your policy limit ([[policy]]) for {key} is {limit}: say how much this container takes with \
          sublet.{key}"
@@ -36,7 +36,7 @@ pub enum PolicyLimitError {
     Unlimited {
         /// The annotation's key.
         key: &'static str,
-        /// The cap.
+        /// The policy limit.
         limit: String,
     },
     /// `sm` or `memory`.
@@ -47,11 +47,11 @@ pub enum PolicyLimitError {
     Sum {
         /// The annotation's key.
         key: &'static str,
-        /// The cap.
+        /// The policy limit.
         limit: String,
-        /// Of all the user's leases.
+        /// The sum of all the user's leases.
         held: String,
-        /// Of this one.
+        /// What this request asks for.
         asked: String,
         /// Whether the end of other leases would help.
         temporary: bool,
@@ -82,10 +82,10 @@ fn or_wait(temporary: bool) -> &'static str {
 }
 
 impl PolicyLimit<'_> {
-    /// Whether the user may take `placement` beside what `ledger` says that they hold.
+    /// Checks whether the user may take `placement` in addition to what they hold according to `ledger`.
     ///
     /// # Errors
-    /// The first cap that it would pass.
+    /// The first limit that it would exceed.
     pub fn check(&self, placement: &Placement, ledger: &Ledger) -> Result<(), PolicyLimitError> {
         if !placement.mig_caps.is_empty() {
             return Err(PolicyLimitError::MigCaps);
@@ -106,8 +106,8 @@ impl PolicyLimit<'_> {
         sum("memory", rule.memory, held_memory(&held), memory, &mib)
     }
 
-    /// Thousandths of a percent of SMs, and bytes, that the user may still take beside what `ledger` says that they
-    /// hold; `None`: not capped.
+    /// Thousandths of a percent of SMs, and bytes, that the user may still take in addition to what they hold according
+    /// to `ledger`; `None`: not limited.
     #[must_use]
     pub fn room(&self, ledger: &Ledger) -> (Option<u64>, Option<u64>) {
         let held = self.held(ledger);
@@ -119,7 +119,7 @@ impl PolicyLimit<'_> {
         ledger.leases.iter().filter(|lease| lease.container.uid == self.uid).collect()
     }
 
-    /// What the user may still take beside what `ledger` says that they hold.
+    /// What the user may still take in addition to what they hold according to `ledger`.
     #[must_use]
     pub fn left(&self, ledger: &Ledger) -> Left {
         let held = self.held(ledger);
@@ -134,7 +134,7 @@ impl PolicyLimit<'_> {
     }
 }
 
-/// What a policy leaves beside what is held; `None`: it caps nothing of that.
+/// What a policy still allows; `None`: the policy does not limit it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Left {
     /// Of `sm`.
@@ -149,7 +149,7 @@ fn thousandths(sm: Percent) -> u64 {
     u64::from(sm.thousandths())
 }
 
-/// What counts of a share, taken or asked for.
+/// The values of a share that count, whether it is taken or requested.
 struct Holding<'a> {
     devices: &'a [String],
     mig_devices: &'a [LeasedMigDevice],
@@ -169,8 +169,8 @@ impl<'a> Holding<'a> {
         Self { devices, mig_devices, mode: *mode, sm: *sm, memory_bytes: *memory_bytes }
     }
 
-    /// SM share and memory on all its devices together; `None`: no limit. Who has a MIG device alone has all of
-    /// it, as part of its GPU, whatever was asked for.
+    /// SM share and memory on all its devices together; `None`: no limit. A container that has a MIG device alone holds
+    /// all of it, as part of its GPU, whatever it requested.
     fn sums(&self) -> (Option<u64>, Option<u64>) {
         if self.mode == Mode::Mig {
             let sm = self.mig_devices.iter().map(|mig_device| mig_device.sm.map(thousandths)).sum();
@@ -182,7 +182,7 @@ impl<'a> Holding<'a> {
     }
 }
 
-/// What has no limit holds a whole device.
+/// A lease without a limit holds a whole device.
 fn held_sm(held: &[&Lease]) -> u64 {
     let of = |lease: &&Lease| {
         let whole = thousandths(Percent::WHOLE).saturating_mul(lease.devices.len() as u64);
@@ -191,7 +191,7 @@ fn held_sm(held: &[&Lease]) -> u64 {
     held.iter().map(of).fold(0, u64::saturating_add)
 }
 
-/// What has no limit holds everything.
+/// A lease without a limit holds all memory.
 fn held_memory(held: &[&Lease]) -> u64 {
     let of = |lease: &&Lease| Holding::of_lease(lease).sums().1.unwrap_or(u64::MAX);
     held.iter().map(of).fold(0, u64::saturating_add)
@@ -339,7 +339,7 @@ mod tests {
             sm: Some(Percent::from_thousandths(20_000)),
             memory_bytes: Some(5 << 30),
         };
-        // One percent was asked for at least, a fifth is what it gets.
+        // It requested at least one percent and gets a fifth.
         let mut asked =
             Placement { mig_devices: vec![mig_device.clone()], ..placement(Mode::Mig, Some(1), None) };
         assert_eq!(check(&rule, &asked), Ok(()));

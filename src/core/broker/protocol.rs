@@ -1,11 +1,11 @@
-//! The lines between an entry point without root and the service: one JSON object each, with the version `v`.
+//! The lines between an entry point without root and the service. Each one is a JSON object with the version `v`.
 //!
 //! ```text
 //! {"v":1,"do":"admit","container":{…},"annotations":{"sublet.sm":"25"},"image":{…},…}
 //! {"v":1,"granted":{"lease":"00000000000000aa","grant":{…},"warnings":[]}}
 //! ```
 //!
-//! Several asks may follow each other on one connection, each after the answer to the last.
+//! Several requests may follow each other on one connection, each after the answer to the one before.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -20,37 +20,37 @@ use crate::text::safe;
 /// The version that this build speaks.
 pub const VERSION: u32 = 1;
 
-/// Longest line a client may send, in bytes. The longest in use has a path for each of the driver's files.
+/// Longest line that a client may send, in bytes. The longest one in use has a path for each of the driver's files.
 pub const LONGEST_ASK: usize = 64 << 10;
 
-/// Longest line the service sends, in bytes: an inventory of 16 GPUs full of processes.
+/// Longest line that the service sends, in bytes: an inventory of 16 GPUs with many processes.
 pub(crate) const LONGEST_ANSWER: usize = 8 << 20;
 
-/// What a client wants.
+/// A request of a client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "kebab-case")]
 pub enum Ask {
-    /// The inventory as it is now, to look into the root filesystem with.
+    /// Asks for the present inventory, which the client needs to examine the root filesystem.
     Inventory,
-    /// A share for a container that is being created. Looks once: waiting is for the client.
+    /// Asks for a share for a container that is being created. The service looks once. Waiting is left to the client.
     Admit(Box<Admit>),
     /// The container of `lease` exists: its first process.
     Bind {
         /// The lease.
         lease: LeaseId,
-        /// As far as it was not known before; no root filesystem.
+        /// The names that were not known before, without the root filesystem.
         container: ContainerNames,
-        /// In the client's PID namespace, which has to be the service's.
+        /// Its pid in the client's PID namespace, which must be the service's.
         pid: i32,
     },
-    /// Process `owner`, the engine, answers for `lease` until it is bound.
+    /// Process `owner`, the engine, is responsible for `lease` until it is bound.
     HandOver {
         /// The lease.
         lease: LeaseId,
         /// As [`Ask::Bind`]'s pid.
         owner: i32,
     },
-    /// What `owner` still holds for container `id`, unbound, is from a start that came to nothing.
+    /// The unbound lease that `owner` still holds for container `id` is from a failed start.
     Abandon {
         /// The container's id.
         id: String,
@@ -64,51 +64,52 @@ pub enum Ask {
         /// As in [`ContainerNames::record`].
         record: PathBuf,
     },
-    /// It was not deleted after all.
+    /// The container was not deleted after all.
     Unmark {
         /// The lease.
         lease: LeaseId,
     },
-    /// The container is gone. Refused while it has processes; waiting for their end is for the client.
+    /// The container has ended. Refused while it has processes. Waiting for their end is left to the client.
     End {
         /// The lease.
         lease: LeaseId,
     },
-    /// The container never came to be.
+    /// The container was never created.
     Withdraw {
         /// The lease.
         lease: LeaseId,
     },
-    /// A process is about to be started in the container: its MPS daemon has to answer.
+    /// A process is about to join the container, so its MPS daemon must answer.
     Enter {
         /// The container's id.
         id: String,
         /// As in [`ContainerNames::record`].
         record: PathBuf,
     },
-    /// A container of the user's was refused: to be shown by `sublet status --last-error`.
+    /// A container of the user was refused. `sublet status --last-error` will show it.
     Refused {
         /// Its id.
         id: String,
         /// Why.
         reason: String,
     },
-    /// What the user holds, and what their policy leaves.
+    /// Asks what the user holds and what their policy still allows.
     Status,
 }
 
 /// The parts of a container that matter for its share.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Admit {
-    /// Which it is.
+    /// The container.
     pub container: ContainerNames,
-    /// The process whose end without a container means that the share is free again; absent: the client.
+    /// The process that is responsible for the share: if it ends without a container, the share is freed. Absent: the
+    /// client.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<i32>,
     /// The share that the entry point's name means (`sublet-<share>`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub share: Option<String>,
-    /// Those that begin with `sublet.`.
+    /// The annotations that begin with `sublet.`.
     pub annotations: BTreeMap<String, String>,
     /// `NVIDIA_DRIVER_CAPABILITIES` of the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -117,7 +118,7 @@ pub struct Admit {
     pub image: Image,
 }
 
-/// A container by its names: the service never opens these paths.
+/// A container's names. The service never opens these paths.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ContainerNames {
@@ -127,11 +128,11 @@ pub struct ContainerNames {
     pub bundle: PathBuf,
     /// The root filesystem, canonical.
     pub rootfs: PathBuf,
-    /// The low-level runtime's own directory of it.
+    /// The directory of the low-level runtime's record.
     pub record: PathBuf,
 }
 
-/// What the service says.
+/// An answer of the service.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Answer {
@@ -143,15 +144,15 @@ pub enum Answer {
     AlreadyGranted(LeaseId),
     /// To `ending`: the container's lease, if it has one.
     Lease(Option<LeaseId>),
-    /// To `end` and `withdraw`: what is left for the client to clear, if anything.
+    /// To `end` and `withdraw`: what the client has to remove, if anything.
     Freed(Option<Leftover>),
     /// To `status`.
     Status(serde_json::Value),
-    /// To `bind` and `unmark`, and to `enter`, where `false` says that the container has no lease.
+    /// To `bind` and `unmark`, and to `enter`, for which `false` means that the container has no lease.
     Done(bool),
-    /// No, in one line.
+    /// The service refuses, with one line.
     Refused(Refused),
-    /// Not now, in one line: nothing was done, and the same ask may succeed in a moment.
+    /// The service is busy, with one line. Nothing was done, and the same request may succeed in a moment.
     Busy(String),
 }
 
@@ -160,7 +161,7 @@ pub enum Answer {
 pub struct Granted {
     /// The new lease.
     pub lease: LeaseId,
-    /// What the spec has to be edited with.
+    /// The grant to edit the spec with.
     pub grant: Grant,
     /// One line each.
     pub warnings: Vec<String>,
@@ -188,16 +189,16 @@ struct Versioned {
     v: u32,
 }
 
-/// Why a line is none of ours; names what is wrong with it.
+/// Why a line is not of this protocol.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProtocolError {
-    /// Another version's.
+    /// It is of another version.
     #[error(
         "the request has protocol version {0}, and this sublet has version {VERSION}: after an upgrade run \
          `systemctl restart sublet.service`"
     )]
     Version(u32),
-    /// No JSON, or not what a line holds.
+    /// It is not JSON, or not a valid line.
     #[error("the request cannot be parsed: {0}")]
     Malformed(String),
 }
@@ -205,17 +206,17 @@ pub enum ProtocolError {
 /// The line for `content`, newline included.
 ///
 /// # Errors
-/// A path that is no UTF-8.
+/// A path that is not UTF-8.
 pub fn line<T: Serialize>(content: &T) -> Result<Vec<u8>, ProtocolError> {
     let mut line = serde_json::to_vec(&Line { v: VERSION, content }).map_err(malformed)?;
     line.push(b'\n');
     Ok(line)
 }
 
-/// What stands in `line`.
+/// The content of `line`.
 ///
 /// # Errors
-/// It is of another version, or makes no sense.
+/// It is of another version, or is not a valid line.
 pub fn parse<T: for<'de> Deserialize<'de>>(line: &[u8]) -> Result<T, ProtocolError> {
     let Versioned { v } = serde_json::from_slice(line).map_err(malformed)?;
     if v != VERSION {

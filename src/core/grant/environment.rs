@@ -82,8 +82,8 @@ fn pair(name: &str, value: impl Into<String>) -> (String, String) {
 }
 
 /// Ordinals count the devices that CUDA enumerates. These are the ones with a node, so the ordinals always begin at 0
-/// and have no gap. MIG devices have no ordinal of their own (CUDA C++ Programming Guide, "CUDA Environment Variables") and are named
-/// by UUID, unless `[grant] visible_devices` asks for ordinals.
+/// and have no gaps. MIG devices have no ordinal of their own (CUDA C++ Programming Guide, "CUDA Environment
+/// Variables") and are named by UUID, unless `[grant] visible_devices` asks for ordinals.
 fn visible_devices(lease: &Lease, config: &Config) -> String {
     let mig = lease.devices.iter().any(|uuid| uuid.starts_with("MIG-"));
     let default = if mig { VisibleDevices::Uuid } else { VisibleDevices::Ordinal };

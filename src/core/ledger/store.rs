@@ -138,7 +138,7 @@ impl Store {
     /// The ledger as it stands, without the lock.
     ///
     /// # Errors
-    /// It cannot be read or parsed, or its process ids are of other namespaces than ours.
+    /// It cannot be read or parsed, or its process ids are of other namespaces than this process's.
     pub fn read(&self) -> Result<Ledger, LedgerError> {
         let ledger = self.peek()?;
         ledger.check_namespaces(Namespaces::current()?)?;

@@ -21,21 +21,21 @@ use crate::process::confine;
 use crate::share::Percent;
 use crate::text::safe;
 
-/// A daemon that lives answers in 3 ms (docs/evidence); a stopped one never does.
+/// The time limit for an answer. A running daemon answers in 3 ms (docs/evidence), a stopped one never does.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
-/// Words by which the control program says no; it exits 0 all the same (docs/evidence).
+/// Words with which the control program refuses a command. It exits with 0 all the same (docs/evidence).
 const REFUSALS: [&str; 6] =
     ["insufficient priv", "not enough priv", "cannot find", "failed to", "invalid", "unknown command"];
 
-/// Whether anybody listens at `control`, a SEQPACKET socket. Costs microseconds and does the daemon no harm;
-/// the listener may be stopped all the same.
+/// Whether a process listens on `control`, a SEQPACKET socket. The check takes microseconds and does not disturb the
+/// daemon. The listener may be a stopped process all the same.
 #[must_use]
 pub fn listens(control: &Path) -> bool {
     connected(control).is_some()
 }
 
-/// Who listens there: the pid of the process that said so (unix(7), `SO_PEERCRED`).
+/// The pid of the process that listens there (unix(7), `SO_PEERCRED`).
 #[must_use]
 pub fn listener(control: &Path) -> Option<i32> {
     getsockopt(&connected(control)?, PeerCredentials).ok().map(|peer| peer.pid())
@@ -47,18 +47,18 @@ fn connected(control: &Path) -> Option<OwnedFd> {
     connect(socket.as_raw_fd(), &UnixAddr::new(control).ok()?).ok().map(|()| socket)
 }
 
-/// Why a question has no answer.
+/// Why a command got no answer.
 #[derive(Debug)]
 pub enum AskError {
-    /// Nothing came in time: the daemon is stopped or hangs.
+    /// No answer came in time: the daemon is stopped or hangs.
     Silent,
-    /// There is no daemon: its words or the system's.
+    /// There is no daemon. The text is the program's or the system's.
     Gone(String),
-    /// It said no.
+    /// The daemon refused.
     Refused {
-        /// What it was asked.
+        /// The command.
         command: String,
-        /// What it said.
+        /// Its answer.
         answer: String,
     },
     /// The program cannot be run.
@@ -87,7 +87,8 @@ pub struct Control {
 
 impl Control {
     /// # Errors
-    /// The driver's control program is not installed. To ask a daemon that runs takes no server program.
+    /// The driver's control program is not installed. The server program is not needed to send commands to a running
+    /// daemon.
     pub fn new(key: &DaemonKey, config: &Config) -> Result<Self, MpsError> {
         let root = &config.driver.root;
         let programs = MpsPrograms::find(root);
@@ -99,12 +100,12 @@ impl Control {
     /// The server program that a daemon started now finds first.
     ///
     /// # Errors
-    /// There is none: the daemon would answer, and never have a server.
+    /// The server program is missing: the daemon would answer and never have a server.
     pub fn server_program(&self, config: &Config) -> Result<&Path, MpsError> {
         Ok(self.programs.both(&config.driver.root)?.1)
     }
 
-    /// The program that runs as `daemon`, for where nothing else tells which one is installed.
+    /// The program that runs as `daemon`, if nothing else tells which one is installed.
     #[must_use]
     pub fn of(key: &DaemonKey, config: &Config, daemon: Process) -> Option<Self> {
         let program = std::fs::read_link(format!("/proc/{}/exe", daemon.pid)).ok()?;
@@ -113,8 +114,8 @@ impl Control {
         installed.then(|| Self { key: key.0.clone(), program, programs, pipe })
     }
 
-    /// The same, by way of what its clients see of it where who is not root has no other: what only reads is
-    /// answered there, too (docs/evidence).
+    /// The same, through the directory that clients see, if this process is not root and has no other way. The daemon
+    /// answers read-only commands there, too (docs/evidence).
     #[must_use]
     pub(crate) fn or_by(mut self, public: &Path) -> Self {
         if std::fs::symlink_metadata(self.pipe.join("control")).is_err() {
@@ -129,7 +130,7 @@ impl Control {
         &self.program
     }
 
-    /// The program as it asks: commands are its input.
+    /// The program as it sends commands, which are its input.
     fn asking(&self) -> Command {
         let mut program = Command::new(&self.program);
         program
@@ -140,16 +141,16 @@ impl Control {
         program
     }
 
-    /// PATH for the daemon, which finds its server by it alone.
+    /// PATH for the daemon, which finds its server program only by it.
     #[must_use]
     pub fn path(&self) -> String {
         self.programs.path()
     }
 
-    /// One command, or several, a line each, and what is said to them, trimmed.
+    /// Sends one command or several, one per line, and returns the answer, trimmed.
     ///
     /// # Errors
-    /// The daemon is silent, gone or says no.
+    /// The daemon does not answer, does not exist, or refuses.
     pub fn ask(&self, commands: &str, limit: Duration) -> Result<String, AskError> {
         let words = ["nvidia-cuda-mps-control", &self.key];
         match confine::run(&words, || self.asking(), &format!("{commands}\n"), limit) {
@@ -159,10 +160,10 @@ impl Control {
         }
     }
 
-    /// A real answer: the ceiling for servers that start from now on.
+    /// Asks for the default SM limit of servers that start from now on. This is a real answer of the daemon.
     ///
     /// # Errors
-    /// The daemon is silent, gone or says no.
+    /// The daemon does not answer, does not exist, or refuses.
     pub fn default_limits(&self) -> Result<Percent, AskError> {
         let command = "get_default_active_thread_percentage";
         let answer = self.ask(command, ANSWER_LIMIT)?;
@@ -173,7 +174,7 @@ impl Control {
     /// Pids of the servers that run now.
     ///
     /// # Errors
-    /// The daemon is silent, gone or says no.
+    /// The daemon does not answer, does not exist, or refuses.
     pub fn servers(&self) -> Result<Vec<i32>, AskError> {
         self.ask("get_server_list", ANSWER_LIMIT).map(|answer| parse_pids(&answer))
     }
@@ -181,7 +182,7 @@ impl Control {
     /// Pids of a server's clients.
     ///
     /// # Errors
-    /// The daemon is silent, gone or says no.
+    /// The daemon does not answer, does not exist, or refuses.
     pub fn clients(&self, server: i32) -> Result<Vec<i32>, AskError> {
         self.ask(&format!("get_client_list {server}"), ANSWER_LIMIT).map(|answer| parse_pids(&answer))
     }
@@ -189,7 +190,7 @@ impl Control {
     /// Clients of all its servers.
     ///
     /// # Errors
-    /// The daemon is silent, gone or says no.
+    /// The daemon does not answer, does not exist, or refuses.
     pub fn count_clients(&self) -> Result<usize, AskError> {
         let mut count = 0;
         for server in self.servers()? {
@@ -198,10 +199,10 @@ impl Control {
         Ok(count)
     }
 
-    /// Ends the client `pid`, whichever server it is at, without harm to the server's others (docs/evidence).
+    /// Ends the client `pid`, on whichever server it is, without harm to the server's other clients (docs/evidence).
     ///
     /// # Errors
-    /// The daemon is silent, gone or says no.
+    /// The daemon does not answer, does not exist, or refuses.
     pub fn terminate(&self, pid: i32) -> Result<(), AskError> {
         for server in self.servers()? {
             if self.clients(server)?.contains(&pid) {
@@ -211,12 +212,12 @@ impl Control {
         Ok(())
     }
 
-    /// Ceiling for clients that connect from now on, to servers that run and to those that start later.
+    /// Sets the default limits for clients that connect from now on, to running servers and to those that start later.
     ///
-    /// The defaults come first: a server that starts after the list was made has them already.
+    /// The daemon's defaults are set first, so that a server that starts after servers were listed already has them.
     ///
     /// # Errors
-    /// The daemon is silent, gone or says no.
+    /// The daemon does not answer, does not exist, or refuses.
     pub fn set_default_limits(&self, default_limits: DefaultLimits, devices: usize) -> Result<(), AskError> {
         let mut commands = limit_commands(None, devices, default_limits);
         commands.push("get_server_list".to_owned());
@@ -231,12 +232,13 @@ impl Control {
     }
 }
 
-/// What sets `ceiling` on `server`, `None`: on those that start later; memory by the ordinals of `devices`.
+/// The commands that set `default_limits` on `server`; `None`: on servers that start later. Memory is set for each
+/// ordinal of `devices`.
 fn limit_commands(server: Option<i32>, devices: usize, default_limits: DefaultLimits) -> Vec<String> {
     let (of_all, of_one) = server.map_or(("_default", String::new()), |pid| ("", format!("{pid} ")));
     let memory = match default_limits.memory {
         DefaultMemoryLimit::Mebibytes(amount) => format!("{amount}M"),
-        // 0 lifts what was set before (docs/evidence).
+        // 0 removes an earlier limit (docs/evidence).
         DefaultMemoryLimit::Unlimited => "0".to_owned(),
     };
     let sm = format!("set{of_all}_active_thread_percentage {of_one}{}", default_limits.sm);
@@ -244,7 +246,7 @@ fn limit_commands(server: Option<i32>, devices: usize, default_limits: DefaultLi
     std::iter::once(sm).chain((0..devices).map(limit)).collect()
 }
 
-/// The program that asks the daemon of `key`, by the configuration in force; `None`: there is none.
+/// The control program for the daemon of `key`, with the present configuration; `None` if there is none.
 #[must_use]
 pub fn command(key: &str) -> Option<Command> {
     let key = DaemonKey(key.to_owned());
@@ -269,12 +271,12 @@ fn judge(command: &str, success: bool, stdout: &str, stderr: &str) -> Result<Str
 fn parse_percent(answer: &str) -> Option<Percent> {
     let word = answer.split_whitespace().last()?.trim_end_matches(['%', '.']);
     let number: f64 = word.parse().ok()?;
-    // Rounded, not cut: 16.1 times 1000 may be a little less than 16100.
+    // Rounded, not truncated: 16.1 times 1000 may be a little less than 16100.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "in range, nothing is lost")]
     (0.0..=100.0).contains(&number).then(|| Percent::from_thousandths((number * 1000.0).round() as u32))
 }
 
-/// One pid a line; lines that hold anything else are headings or remarks.
+/// One pid per line. Other lines are headings or remarks.
 fn parse_pids(answer: &str) -> Vec<i32> {
     answer.lines().filter_map(|line| line.trim().parse().ok()).filter(|pid| *pid > 0).collect()
 }

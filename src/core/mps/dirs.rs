@@ -15,13 +15,13 @@ use crate::ledger::DaemonKey;
 /// What `sun_path` holds beside its NUL: unix(7).
 const LONGEST_SOCKET_PATH: usize = 107;
 
-/// What the control program itself prints, in [`log`].
+/// The output of the control program itself, in [`log`].
 pub const OUTPUT: &str = "output.log";
 
 /// A log that has grown past this is moved to `<name>.old`, in bytes.
 const LOG_CAP: u64 = 1 << 20;
 
-/// The daemon's pipe directory: whoever can write its `control_privileged` rules the daemon.
+/// The daemon's pipe directory. A process that can write to its `control_privileged` controls the daemon.
 #[must_use]
 pub fn pipe(key: &DaemonKey, state_dir: &Path) -> PathBuf {
     key.dir(state_dir).join("pipe")
@@ -33,10 +33,10 @@ pub fn log(key: &DaemonKey, state_dir: &Path) -> PathBuf {
     key.dir(state_dir).join("log")
 }
 
-/// Makes what is missing, with the modes that keep clients able to reach `public/` and nothing else.
+/// Creates missing directories, with modes that let clients reach `public/` and nothing else.
 ///
 /// # Errors
-/// A key that is no plain name, a socket path too long, a directory that cannot be made or is not ours.
+/// A key that is not a plain name, a socket path that is too long, or a directory that cannot be created or trusted.
 pub fn make(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     check_key(key)?;
     check_length(&pipe(key, state_dir).join("control_privileged"))?;
@@ -47,16 +47,16 @@ pub fn make(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     make_one(&log(key, state_dir), 0o700)
 }
 
-/// Whether containers, whoever they run as, come by to the daemon: who cannot reach it runs on the whole GPU.
+/// Checks that containers of any user can reach the daemon. A client that cannot reach it runs on the whole GPU.
 pub(super) fn is_open(key: &DaemonKey, state_dir: &Path) -> bool {
     let way = [state_dir.join("mps"), key.dir(state_dir), key.public(state_dir)];
     way.iter().all(|dir| fs::metadata(dir).is_ok_and(|found| found.mode() & 0o005 == 0o005))
 }
 
-/// The key becomes a path: letters, digits and `-` only, as UUIDs and lease ids are.
+/// The key becomes part of a path, so it may have only letters, digits and `-`, as UUIDs and lease ids do.
 ///
 /// # Errors
-/// It is no such key.
+/// It is not such a key.
 pub fn check_key(key: &DaemonKey) -> Result<(), MpsError> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     if !key.0.is_empty() && key.0.len() <= 80 && !key.0.starts_with('-') && key.0.bytes().all(plain) {
@@ -87,8 +87,8 @@ fn make_one(path: &Path, mode: u32) -> Result<(), MpsError> {
         return Err(io_at("use", path)(error));
     }
     if found.mode() & 0o7777 != mode {
-        // A umask took bits away, or somebody changed them: a parent that a client cannot traverse lets it
-        // run beside MPS on the whole GPU without a word.
+        // A umask removed bits, or they were changed later. If a client cannot traverse a parent directory, it runs
+        // without MPS on the whole GPU, and without an error.
         fs::set_permissions(path, Permissions::from_mode(mode)).map_err(io_at("set the mode of", path))?;
     }
     Ok(())
@@ -96,7 +96,7 @@ fn make_one(path: &Path, mode: u32) -> Result<(), MpsError> {
 
 /// Puts a hard link of the daemon's `control` into `public/`, in place of one of an earlier daemon.
 ///
-/// Running containers have `public/` mounted: they see the new socket under the old name at once.
+/// Running containers have `public/` mounted, so they see the new socket under the old name at once.
 ///
 /// # Errors
 /// The link cannot be made.
@@ -135,7 +135,8 @@ fn remove_if_there(path: &Path) -> Result<(), MpsError> {
     }
 }
 
-/// Removes the sockets and fifos that a dead daemon left: they would be taken for a living one's.
+/// Removes the sockets and fifos that a daemon left when it ended. Otherwise they would be taken for those of a running
+/// one.
 ///
 /// # Errors
 /// Something cannot be removed.
@@ -144,8 +145,8 @@ pub fn clear_pipe(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     if dir.exists() { remove_others(&dir, "") } else { Ok(()) }
 }
 
-/// After the daemon's end: no socket is left. A lease's own daemon leaves nothing at all; a device's keeps
-/// its log, which tells what happened, and its lock.
+/// Cleans up after the daemon's end: removes all sockets. A dedicated daemon leaves nothing at all. A shared daemon's
+/// log, which shows what happened, and its lock are kept.
 ///
 /// # Errors
 /// Something cannot be removed.
@@ -160,9 +161,9 @@ pub fn clear(key: &DaemonKey, state_dir: &Path) -> Result<(), MpsError> {
     clear_pipe(key, state_dir)
 }
 
-/// Caps each log of the daemon: what is past the cap is kept once as `<name>.old`.
+/// Limits each log of the daemon. A log that is too large is moved to `<name>.old`, of which there is one.
 ///
-/// The daemon holds its logs open, so they are copied and truncated, never renamed.
+/// The daemon keeps its logs open, so they are copied and truncated, never renamed.
 pub fn cap_logs(key: &DaemonKey, state_dir: &Path) {
     let dir = log(key, state_dir);
     for name in ["control.log", "server.log", OUTPUT] {
@@ -178,7 +179,7 @@ fn cap_log(path: &Path, cap: u64) -> io::Result<()> {
         opened => opened?,
     };
     let found = file.metadata()?;
-    // A daemon that does not append leaves a hole when its log is cut: blocks tell what is really there.
+    // A daemon that does not append leaves a hole when its log is truncated. The number of blocks shows the real size.
     if !found.is_file() || found.len().min(found.blocks() * 512) <= cap {
         return Ok(());
     }
@@ -202,7 +203,7 @@ pub fn log_tail(key: &DaemonKey, state_dir: &Path, name: &str, most: u64) -> Str
     log_since(key, state_dir, name, 0, most)
 }
 
-/// What was written to a log behind its first `from` bytes, the last `most` bytes of it.
+/// What was written to a log after its first `from` bytes; at most the last `most` bytes.
 #[must_use]
 pub fn log_since(key: &DaemonKey, state_dir: &Path, name: &str, from: u64, most: u64) -> String {
     let read = || -> io::Result<Vec<u8>> {
@@ -216,7 +217,7 @@ pub fn log_since(key: &DaemonKey, state_dir: &Path, name: &str, from: u64, most:
     String::from_utf8_lossy(&read().unwrap_or_default()).replace('\0', "")
 }
 
-/// Where the control program's own words go; `None`: nowhere.
+/// Where the control program's own output goes; `None`: nowhere.
 #[must_use]
 pub fn output(key: &DaemonKey, state_dir: &Path) -> Option<File> {
     let mut options = OpenOptions::new();

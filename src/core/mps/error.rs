@@ -1,4 +1,4 @@
-//! Why an MPS daemon does not serve, in one line each, with what would help.
+//! Why an MPS daemon does not serve, one line each, with what would help.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use crate::process::sublet::SubletError;
 /// Why an MPS daemon does not serve; every message says what would help.
 #[derive(Debug, thiserror::Error)]
 pub enum MpsError {
-    /// The driver came without its MPS programs, or with half of them.
+    /// The driver's MPS programs are missing, or one of them is.
     #[error(transparent)]
     Programs(#[from] MissingPrograms),
     /// Its clients would not reach it.
@@ -45,12 +45,12 @@ pub enum MpsError {
         /// Its length in bytes.
         length: usize,
     },
-    /// A client is not ended by its server.
+    /// A client was not ended by its server.
     #[error("MPS did not terminate its client {pid}: {why}")]
     Client {
         /// The client.
         pid: i32,
-        /// The daemon's words.
+        /// The daemon's answer.
         why: String,
     },
     /// There is nothing to stop.
@@ -62,7 +62,7 @@ pub enum MpsError {
         /// Its key.
         key: String,
     },
-    /// Nobody needs it.
+    /// No lease needs it.
     #[error("no lease needs an MPS daemon {key}: it starts with its first container")]
     NotWanted {
         /// Its key.
@@ -88,7 +88,7 @@ pub enum MpsError {
         /// Its key.
         key: String,
     },
-    /// Somebody else works on this daemon for too long.
+    /// Another process holds this daemon's lock for too long.
     #[error(
         "another sublet process has been starting or stopping the MPS daemon {key} for more than {seconds} \
          s: try again; `sublet mps list` shows its state"
@@ -105,7 +105,7 @@ pub enum MpsError {
         /// Its key.
         key: String,
     },
-    /// It runs and says nothing.
+    /// It runs and does not answer.
     #[error(
         "the MPS daemon of {device} (pid {pid}) does not answer: if it is stopped, `kill -CONT {pid}` \
          continues it; `sublet mps stop --force {key}` ends it and the GPU work of its clients"
@@ -130,7 +130,7 @@ pub enum MpsError {
         /// The last lines of its logs and its server's.
         log: String,
     },
-    /// It would end, or fail its clients, for what its starter may not do.
+    /// It would end, or fail its clients, because of rights or limits of the process that starts it.
     #[error(
         "the MPS daemon of {device}, which other containers share, would run with the resource limits of \
          the process that starts it: {limits}; that process may not raise them, so start this container \
@@ -147,23 +147,23 @@ pub enum MpsError {
     NoServer {
         /// The device.
         device: String,
-        /// The server program, how it ended, its last words, and what to look at.
+        /// The server program, how it ended, the last line it printed, and what to check.
         why: String,
     },
-    /// It answers, and says no.
+    /// It answers and refuses.
     #[error("the MPS daemon {key} refused `{command}`: {answer}")]
     Refused {
         /// Its key.
         key: String,
-        /// What was asked.
+        /// The command.
         command: String,
-        /// Its words, made safe.
+        /// Its answer, made safe.
         answer: String,
     },
     /// `sublet mps start` or `stop` failed.
     #[error(transparent)]
     Own(#[from] SubletError),
-    /// It cannot be brought to an end.
+    /// It cannot be stopped.
     #[error(
         "the MPS daemon {key} (pid {pid}) does not end, not even on SIGKILL, because a process hangs in \
          the driver (see dmesg): reset the GPU or reboot the host"
@@ -174,7 +174,7 @@ pub enum MpsError {
         /// Its pid.
         pid: i32,
     },
-    /// Compute mode could not be had as configured.
+    /// The compute mode could not be set as configured.
     #[error(
         "compute mode of {device}: {why}; with [mps] exclusive_compute_mode = \"never\" sublet does not \
          change it"
@@ -182,7 +182,7 @@ pub enum MpsError {
     ComputeMode {
         /// The device.
         device: String,
-        /// NVML's words or ours.
+        /// The reason, NVML's or sublet's.
         why: String,
     },
     /// The ledger.

@@ -13,18 +13,18 @@ use crate::ledger::{DaemonState, LedgerError, MpsDaemon, Store};
 use crate::process::sublet;
 use crate::process::{Process, epoch_seconds};
 
-/// How long a daemon may take to come back: whoever types at the other end waits meanwhile.
+/// How long a restart of the daemon may take. A user at a terminal waits meanwhile.
 const LIMIT: Duration = Duration::from_secs(3);
 
 /// Longest pid file that is read.
 const LONGEST_PID: u64 = 64;
 
-/// Makes sure that the daemon behind `public`, the directory that a container sees of it, answers.
+/// Makes sure that the daemon of `public`, the directory that a container sees, answers.
 ///
-/// A healthy one costs a `connect()` and no process, as long as it was asked lately.
+/// For a healthy daemon this takes one `connect()` and no child process, if it has answered recently.
 ///
 /// # Errors
-/// It does not answer and does not come back within three seconds, or this cannot be found out.
+/// It does not answer and cannot be restarted within three seconds, or this is unknown.
 pub(crate) fn ensure_answering(public: &Path, config: &Config) -> Result<(), MpsError> {
     let began = Instant::now();
     let daemon = Daemon::behind(public, config)?;
@@ -36,7 +36,7 @@ pub(crate) fn ensure_answering(public: &Path, config: &Config) -> Result<(), Mps
     }
     let store = Store::open(&daemon.config.state_dir)?;
     if let Err(LedgerError::Corrupt { .. }) = store.read() {
-        // A start wants to see the lease: the ledger is rebuilt from what runs.
+        // A start needs the lease in the ledger, so the ledger is rebuilt from what runs.
         store.reclaim()?;
     }
     sublet::run(&["mps", "start", &daemon.key.0], LIMIT.saturating_sub(began.elapsed()))?;
@@ -46,19 +46,19 @@ pub(crate) fn ensure_answering(public: &Path, config: &Config) -> Result<(), Mps
     Err(MpsError::Gone { key: daemon.key.0 })
 }
 
-/// Whether the daemon behind `public` answers now; for who may not bring it back.
+/// Whether the daemon of `public` answers now, for a caller that may not restart it.
 ///
 /// # Errors
-/// It runs and does not answer, or this cannot be found out.
+/// It runs and does not answer, or this is unknown.
 pub fn answers(public: &Path, config: &Config) -> Result<bool, MpsError> {
     Daemon::behind(public, config)?.answers()
 }
 
-/// A daemon as its container knows it.
+/// A daemon as its container sees it.
 struct Daemon<'a> {
     key: DaemonKey,
     public: &'a Path,
-    /// Of the state directory that `public` lies in.
+    /// The configuration, with the state directory in which `public` is.
     config: Config,
 }
 
@@ -80,7 +80,7 @@ impl<'a> Daemon<'a> {
         if !listens(&self.public.join("control")) {
             return Ok(false);
         }
-        // What the ledger says is believed where it can be read, and asked of the daemon where it cannot.
+        // If the ledger can be read, its record is used. Otherwise the daemon is asked.
         let store = Store::open(&self.config.state_dir).ok();
         let ledger = store.as_ref().and_then(|store| store.read().ok());
         let known = ledger.as_ref().and_then(|ledger| limits_and_state::daemon(ledger, &self.key));
@@ -100,7 +100,7 @@ impl<'a> Daemon<'a> {
         };
         match control.or_by(self.public).default_limits() {
             Ok(_) => {
-                // Whoever comes next need not ask again; where that cannot be written, they will.
+                // Recorded so that the next process need not ask again. If it cannot be recorded, the next one asks.
                 if let (Some(store), Some(daemon)) = (&store, known) {
                     let _ = limits_and_state::note_answer(store, daemon);
                 }
@@ -112,7 +112,7 @@ impl<'a> Daemon<'a> {
         }
     }
 
-    /// The daemon that wrote its pid down, where we may read that.
+    /// The daemon according to its pid file, if this process may read that.
     fn process(&self) -> Option<Process> {
         let file = dirs::pipe(&self.key, &self.config.state_dir).join("nvidia-cuda-mps-control.pid");
         let text = crate::fs::trusted::read_if_trusted(&file, LONGEST_PID)?;

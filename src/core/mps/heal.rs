@@ -1,4 +1,5 @@
-//! After leases have ended or something has crashed: lowers default limits, ends unneeded daemons, restarts dead ones.
+//! After leases have ended or something has crashed: lowers default limits, ends unneeded daemons, restarts crashed
+//! ones.
 
 use std::time::Duration;
 
@@ -12,13 +13,13 @@ use crate::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
 use crate::process::Process;
 use crate::text::safe;
 
-/// After leases of `key` ended: lowers the ceiling; a daemon that serves nobody any more stops, or waits with the
-/// compute mode put back (see [`idle`]).
+/// After leases of `key` ended: lowers the default limits. A daemon without leases stops, or waits with the compute
+/// mode restored (see [`idle`]).
 ///
-/// Other daemons that were left without a lease, by leases found gone on the way, are seen to as well.
+/// The same is done for other daemons whose leases were freed meanwhile.
 ///
 /// # Errors
-/// The daemon does not answer or does not stop; it is then recorded as in fault.
+/// The daemon does not answer or does not stop. It is then recorded with a fault.
 pub fn settle(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
     let ledger = store.read()?;
     if let (Some(_), Some(daemon)) =
@@ -37,17 +38,18 @@ pub fn settle(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), Mps
     result
 }
 
-/// Whether the ceiling can and has to be changed now: a start sets it itself, a dead daemon has none.
+/// Whether the default limits can and must be changed now. A start sets them itself, and a daemon that has ended has
+/// none.
 fn is_settled(ledger: &Ledger, daemon: &MpsDaemon) -> bool {
     matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
         && (ledger.wanted_default_limits(&daemon.key) != Some(daemon.default_limits)
             || daemon.answered_at == 0)
 }
 
-/// Puts right what crashes left: daemons that died under live leases come back under the directory that
-/// their containers have mounted, those that nobody waits for end, compute modes are put back, logs are capped.
+/// Repairs what crashes left: restarts crashed MPS daemons of live leases in the directory that their containers have
+/// mounted, ends unneeded daemons, restores compute modes, and limits logs.
 ///
-/// Returns what was found and done, one line each; what could not be done is among it.
+/// Returns what was found and done, one line each, including what could not be done.
 #[must_use]
 pub fn heal(store: &Store, config: &Config) -> Vec<String> {
     let ledger = match store.read() {
@@ -66,7 +68,7 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
     lines
 }
 
-/// Ends daemons whose time is up; what could not be done, one line each.
+/// Ends daemons whose idle time is over. Returns what could not be done, one line each.
 #[must_use]
 pub fn end_overdue(store: &Store, config: &Config) -> Vec<String> {
     let ledger = match store.read() {
@@ -76,7 +78,7 @@ pub fn end_overdue(store: &Store, config: &Config) -> Vec<String> {
     run_errands(&ledger, config)
 }
 
-/// The end of `sublet serve`, and of all daemons that wait.
+/// Ends all idle daemons when `sublet serve` ends.
 #[must_use]
 pub fn keep_no_more(store: &Store, config: &Config) -> Vec<String> {
     let own = Process::current().ok();
@@ -89,7 +91,7 @@ pub fn keep_no_more(store: &Store, config: &Config) -> Vec<String> {
     lines
 }
 
-/// What has to be done about daemons that serve nobody, as `ledger` has them; what there is to say of it.
+/// Does what is due for daemons without a lease in `ledger`. Returns messages.
 fn run_errands(ledger: &Ledger, config: &Config) -> Vec<String> {
     let mut lines = Vec::new();
     for errand in errands(ledger, config).iter().filter(|(key, _)| is_free(key, config)) {
@@ -101,9 +103,9 @@ fn run_errands(ledger: &Ledger, config: &Config) -> Vec<String> {
     lines
 }
 
-/// Nobody is starting or stopping it at this moment.
+/// Whether no process is starting or stopping it now.
 ///
-/// A holder that was killed while it forked leaves the lock to a child until that has exec'd: hence the wait.
+/// If a process that held the lock was killed while it forked, its child has the lock until exec. So this waits.
 fn is_free(key: &DaemonKey, config: &Config) -> bool {
     DaemonLock::take(key, &config.state_dir, Duration::from_millis(50)).is_ok()
 }
@@ -114,7 +116,7 @@ fn heal_one(daemon: &MpsDaemon, ledger: &Ledger, store: &Store, config: &Config)
     if !runs {
         return restart(daemon, ledger, config);
     }
-    // Asked for real: a daemon that is just dying, or stopped, still has its pid.
+    // The daemon is really asked, because one that is ending or stopped still has its pid.
     let asked = Control::new(&daemon.key, config).map(|control| control.default_limits());
     let healed = match asked {
         Ok(Ok(_)) => readjust(daemon, store, config),
@@ -149,7 +151,8 @@ fn restart(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Vec<String> 
     }
 }
 
-/// Directories of dedicated daemons whose lease and record are gone: a start was killed very early.
+/// Removes directories of dedicated daemons that have neither lease nor record. They are left if a start is killed very
+/// early.
 fn remove_strays(read: impl Fn() -> Option<Ledger>, config: &Config) {
     let Ok(entries) = std::fs::read_dir(config.state_dir.join("mps")) else { return };
     for name in entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()) {
@@ -158,7 +161,8 @@ fn remove_strays(read: impl Fn() -> Option<Ledger>, config: &Config) {
             continue;
         }
         let Ok(Some(_held)) = DaemonLock::try_take(&key, &config.state_dir) else { continue };
-        // Read with the lock in hand: a lease taken before has its record, or starts after us.
+        // The ledger is read while the lock is held. A lease taken before is in it, and a later one starts its daemon
+        // after this.
         let known = |ledger: &Ledger| {
             ledger.wanted_default_limits(&key).is_some() || limits_and_state::daemon(ledger, &key).is_some()
         };

@@ -1,7 +1,8 @@
-//! Daemons that outlive their last lease (`[mps] idle`), so that the next container need not start one.
+//! Daemons that outlive their last lease (`[mps] idle`), so that none has to be started for the next container.
 //!
 //! While they wait, the original compute mode is restored. A request that takes the device for another use ends them
-//! first. `sublet serve` ends them after that time. Without the service none waits, because nothing would end it.
+//! first. `sublet serve` ends them after the configured time. Without the service no daemon waits, because nothing
+//! would end it.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -13,20 +14,20 @@ use crate::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
 use crate::process::Process;
 use crate::process::uptime_seconds;
 
-/// Between two tries to end a daemon that another process is ending.
+/// The time between two attempts to end a daemon that another process is ending.
 const AGAIN: Duration = Duration::from_millis(50);
 
 /// Whether the daemon of `server`, which serves no lease, waits for the next one.
 #[must_use]
 pub fn waits(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> bool {
-    // A dedicated one is of no use to anybody else.
+    // A dedicated daemon is of no use to another lease.
     let useful = LeaseId::parse(&daemon.key.0).is_none()
         && !daemon.devices.iter().any(|device| is_closed(device, ledger));
     let runs = daemon.state == DaemonState::Serving && limits_and_state::is_alive(daemon);
     useful && runs && left(daemon, ledger, config) > Duration::ZERO
 }
 
-/// How long the daemon of `server` may wait still: [`Duration::MAX`] without end, nothing where nobody would end it.
+/// How much longer the daemon of `server` may wait: [`Duration::MAX`] for no limit, zero if nothing would end it.
 #[must_use]
 pub fn left(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Duration {
     match config.mps.after_last_lease() {
@@ -38,8 +39,7 @@ pub fn left(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Duration {
     }
 }
 
-/// What is left of `idle`. Whoever cannot tell since when it waits has waited long enough, and so has one that
-/// will have begun in the future.
+/// What is left of `idle`. Zero if the beginning of the wait is unknown or in the future.
 fn remaining(since: Option<u64>, idle: Duration, now: u64) -> Duration {
     let waited = since.and_then(|since| now.checked_sub(since)).map(Duration::from_secs);
     waited.map_or(Duration::ZERO, |waited| idle.saturating_sub(waited))
@@ -51,16 +51,16 @@ fn is_closed(device: &str, ledger: &Ledger) -> bool {
     listed(&ledger.drained) || listed(&ledger.unexplained) || ledger.on_device(device).next().is_some()
 }
 
-/// What is to be done about a device that no lease has.
+/// What is to be done for a device without leases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Errand {
-    /// Its daemon ends, and its compute mode goes back.
+    /// Its daemon ends, and its compute mode is restored.
     Stop,
-    /// Its daemon waits: its compute mode goes back.
+    /// Its daemon waits, and its compute mode is restored.
     Rest,
 }
 
-/// What is due: daemons that have to go, and compute modes that a last lease or a crash left behind.
+/// What is due: daemons that must end, and compute modes that a last lease or a crash left changed.
 pub(super) fn errands(ledger: &Ledger, config: &Config) -> Vec<(DaemonKey, Errand)> {
     let unused = |key: &DaemonKey| ledger.on_daemon(key).next().is_none();
     let changed = |key: &DaemonKey| ledger.compute_modes.iter().any(|changed| changed.device == key.0);
@@ -74,7 +74,7 @@ pub(super) fn errands(ledger: &Ledger, config: &Config) -> Vec<(DaemonKey, Erran
     daemons.chain(left.map(|key| (key, Errand::Stop))).collect()
 }
 
-/// Has it done by `sublet`; its warnings.
+/// Runs the `sublet` command for it. Returns its warnings.
 pub(super) fn run((key, errand): &(DaemonKey, Errand)) -> Result<Vec<String>, MpsError> {
     match errand {
         Errand::Stop => child_stop(key),
@@ -82,16 +82,16 @@ pub(super) fn run((key, errand): &(DaemonKey, Errand)) -> Result<Vec<String>, Mp
     }
 }
 
-/// Ends the daemons `keys`, which wait for a lease, before the container of another use of their devices starts.
-/// Returns warnings, one line each.
+/// Ends the idle daemons `keys` before a container with another use of their devices starts. Returns warnings, one line
+/// each.
 ///
 /// # Errors
-/// One does not end.
+/// One of them does not end.
 pub(crate) fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>, MpsError> {
     let deadline = Instant::now() + STOP_LIMIT;
     let mut warnings = Vec::new();
     for key in keys {
-        // Somebody else may be ending it at this moment, and have its lock.
+        // Another process may be ending it now and hold its lock.
         while let Err(error) = child_stop(key).map(|lines| warnings.extend(lines)) {
             if Instant::now() >= deadline {
                 return Err(error);
@@ -105,8 +105,8 @@ pub(crate) fn make_way(keys: &[DaemonKey], store: &Store) -> Result<Vec<String>,
     Ok(warnings)
 }
 
-/// After a loss of the ledger: ends daemons that no lease explains, which keep their devices closed. Those with
-/// clients stay.
+/// After a loss of the ledger: ends daemons that are not attributable to any lease, because they keep their devices
+/// closed. Daemons with clients stay.
 ///
 /// # Errors
 /// The ledger cannot be read.
@@ -123,7 +123,7 @@ pub(crate) fn end_unexplained(store: &Store, config: &Config) -> Result<(), MpsE
     Ok(())
 }
 
-/// Writes down that this process, `sublet serve`, ends daemons when their time is up.
+/// Records that this process, `sublet serve`, ends daemons after their idle time.
 ///
 /// # Errors
 /// The ledger cannot be written.

@@ -1,4 +1,4 @@
-//! The ledger's record of a daemon, and changing it; the default limits that its leases need.
+//! The ledger's record of a daemon and changes of it, and the default limits that its leases need.
 
 use super::MpsError;
 use super::control::{AskError, Control};
@@ -9,10 +9,10 @@ use crate::ledger::DaemonKey;
 use crate::ledger::{DaemonState, Ledger, MpsDaemon, Store};
 use crate::process::epoch_seconds;
 
-/// A real answer older than this proves nothing any more, in seconds.
+/// An answer older than this, in seconds, no longer proves anything.
 const TRUSTED: u64 = 30;
 
-/// Whether an answer of `answered_at` still counts. One from the future does not: the clock was set back.
+/// Whether an answer at `answered_at` still counts. An answer from the future does not: the clock was set back.
 pub(super) fn is_recent(answered_at: u64, now: u64) -> bool {
     answered_at <= now && now - answered_at <= TRUSTED
 }
@@ -23,13 +23,13 @@ pub fn daemon<'a>(ledger: &'a Ledger, key: &DaemonKey) -> Option<&'a MpsDaemon> 
     ledger.daemons.iter().find(|daemon| daemon.key == *key)
 }
 
-/// The daemon of `server` is that very process still.
+/// Whether the recorded process of `server` still runs.
 #[must_use]
 pub fn is_alive(daemon: &MpsDaemon) -> bool {
     daemon.process.is_some_and(|daemon| daemon.is_alive())
 }
 
-/// Changes the ledger; leases that were found gone meanwhile leave idle servers for [`super::settle`].
+/// Changes the ledger. Leases that this frees may leave idle servers, which [`super::settle`] handles.
 ///
 /// # Errors
 /// The ledger cannot be read or written.
@@ -44,7 +44,7 @@ pub fn change<T>(
     changed
 }
 
-/// Changes the record of `key`, where there is one.
+/// Changes the record of `key`, if there is one.
 ///
 /// # Errors
 /// The ledger cannot be read or written.
@@ -57,7 +57,7 @@ pub fn note(store: &Store, key: &DaemonKey, what: impl FnOnce(&mut MpsDaemon)) -
     })
 }
 
-/// Records that the daemon gave a real answer just now. That ends no change of its ceiling ([`adjust`]).
+/// Records that the daemon has just answered. This does not end a change of its default limits ([`adjust`]).
 ///
 /// # Errors
 /// The ledger cannot be read or written.
@@ -73,7 +73,7 @@ pub fn note_answer(store: &Store, daemon: &MpsDaemon) -> Result<(), MpsError> {
     })
 }
 
-/// What a failed question means: a silent daemon is recorded as in fault and named to the user.
+/// Handles a failed command: a silent daemon is recorded with a fault and named in the error.
 #[must_use]
 pub fn note_failure(store: &Store, daemon: &MpsDaemon, error: AskError) -> MpsError {
     if matches!(error, AskError::Silent) {
@@ -89,7 +89,7 @@ pub fn note_failure(store: &Store, daemon: &MpsDaemon, error: AskError) -> MpsEr
     refused(&daemon.key, error)
 }
 
-/// A failed question of a daemon that should have answered.
+/// The error for a failed command to a daemon that should have answered.
 #[must_use]
 pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
     match error {
@@ -105,14 +105,14 @@ pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
     }
 }
 
-/// Brings the ceiling in force to what the leases want now. The caller holds the daemon's lock.
+/// Sets the default limits that the leases need now. The caller holds the daemon's lock.
 ///
-/// The record never says more than is in force: it is lowered before the daemon is told and raised after,
-/// so a lease that is taken meanwhile and needs more sees that, and waits for the lock. An `answered_at` of
-/// 0 says that this was begun: after a crash whoever needs the daemon next does it again.
+/// The record never says more than is in force: it is lowered before the daemon is changed and raised after that. So a
+/// lease that is taken meanwhile and needs more sees this and waits for the lock. An `answered_at` of 0 means that a
+/// change was begun. After a crash, the next process that needs the daemon does it again.
 ///
 /// # Errors
-/// The ledger cannot be written, or the daemon does not take the ceiling.
+/// The ledger cannot be written, or the daemon does not accept the limits.
 pub fn adjust(_held: &DaemonLock, key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
     let begun = change(store, |ledger| {
         let Some(wanted) = ledger.wanted_default_limits(key) else { return Ok(None) };
@@ -132,7 +132,7 @@ pub fn adjust(_held: &DaemonLock, key: &DaemonKey, store: &Store, config: &Confi
     let control = Control::new(key, config)?;
     let known = inventory::load(config)?;
     let old = daemon.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
-    // GPUs before Volta know no ceiling and refuse to hear of one.
+    // GPUs before Volta have no default limits and refuse the command.
     let set =
         if old { control.default_limits().map(drop) } else { control.set_default_limits(wanted, devices) };
     set.map_err(|error| note_failure(store, &daemon, error))?;

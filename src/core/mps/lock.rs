@@ -21,10 +21,10 @@ pub struct DaemonLock {
 }
 
 impl DaemonLock {
-    /// Waits for the lock of `key`, at most `limit`; its directories are made if need be.
+    /// Waits for the lock of `key`, for at most `limit`. Creates missing directories.
     ///
     /// # Errors
-    /// [`MpsError::Busy`] when it is not to be had in time.
+    /// [`MpsError::Busy`] if the lock is not free in time.
     pub fn take(key: &DaemonKey, state_dir: &Path, limit: Duration) -> Result<Self, MpsError> {
         let deadline = Instant::now() + limit;
         loop {
@@ -38,16 +38,16 @@ impl DaemonLock {
         }
     }
 
-    /// The lock of `key`, or `None` while another process holds it.
+    /// The lock of `key`; `None` while another process holds it.
     ///
     /// # Errors
-    /// The lock cannot be made or asked.
+    /// The lock file cannot be created or locked.
     pub(crate) fn try_take(key: &DaemonKey, state_dir: &Path) -> Result<Option<Self>, MpsError> {
         dirs::make(key, state_dir)?;
         let path = key.dir(state_dir).join("lock");
         match lock_now(&path) {
             Ok(file) => Ok(file.map(|file| Self { _file: file })),
-            // A stop removed the directory of a dedicated daemon in this moment: the next round makes it.
+            // A stop has just removed the directory of a dedicated daemon. The next round creates it.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(io_at("lock", &path)(error)),
         }
@@ -63,7 +63,7 @@ fn lock_now(path: &Path) -> io::Result<Option<Flock<File>>> {
         Err((_, Errno::EWOULDBLOCK | Errno::EINTR)) => return Ok(None),
         Err((_, error)) => return Err(error.into()),
     };
-    // The last holder may have removed the file: a lock on what is no longer there holds nobody off.
+    // The last holder may have removed the file. A lock on a removed file excludes no other process.
     let (ours, there) = (held.metadata()?, std::fs::symlink_metadata(path)?);
     Ok((ours.ino() == there.ino() && ours.dev() == there.dev()).then_some(held))
 }

@@ -1,8 +1,8 @@
 //! MPS control daemons: their directories, whether they answer, their start, default limits and stop.
 //! docs/evidence has measurements of what clients need and what daemons do.
 //!
-//! Two locks: the daemon's own (`mps/<key>/lock`) is held while a daemon is started, asked to change or
-//! stopped; the ledger's, taken inside it for a moment at a time, never while a process is waited for.
+//! There are two locks. The daemon's own (`mps/<key>/lock`) is held while a daemon is started, changed or stopped. The
+//! ledger's lock is taken inside it for short moments, never while waiting for a process.
 
 pub mod control;
 pub mod dirs;
@@ -35,28 +35,28 @@ pub fn is_key(text: &str) -> bool {
     dirs::check_key(&DaemonKey(text.to_owned())).is_ok()
 }
 
-/// `sublet mps stop`'s own word for our programs: another one may have been first.
+/// The option with which sublet's programs call `sublet mps stop`: another process may already have stopped the daemon.
 pub const IF_THERE: &str = "--if-there";
 
 /// Longest that `sublet mps stop` may take.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
-/// Runs `sublet mps start KEY`, which has NVML and need not live where we do; its warnings.
+/// Runs `sublet mps start KEY`, which has NVML and can run in another cgroup. Returns its warnings.
 ///
 /// # Errors
-/// The command failed: what it said last.
+/// The command failed. The error is the last line it printed.
 pub fn child_start(key: &DaemonKey, config: &Config) -> Result<Vec<String>, MpsError> {
-    // It may first wait for a stop and for another start to end.
+    // It may first have to wait for a stop and for another start.
     let limit = config.mps.start_timeout * 2 + STOP_LIMIT + Duration::from_secs(5);
     Ok(sublet::run(&["mps", "start", &key.0], limit)?)
 }
 
-/// Runs `sublet mps stop KEY`; its warnings.
+/// Runs `sublet mps stop KEY`. Returns its warnings.
 fn child_stop(key: &DaemonKey) -> Result<Vec<String>, MpsError> {
     Ok(sublet::run(&["mps", "stop", IF_THERE, &key.0], STOP_LIMIT)?)
 }
 
-/// Runs `sublet mps rest KEY`, which has NVML; its warnings.
+/// Runs `sublet mps rest KEY`, which has NVML. Returns its warnings.
 fn child_rest(key: &DaemonKey) -> Result<Vec<String>, MpsError> {
     Ok(sublet::run(&["mps", "rest", &key.0], STOP_LIMIT)?)
 }

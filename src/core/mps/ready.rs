@@ -1,4 +1,4 @@
-//! Before a container starts: its daemon answers and admits its share.
+//! Before a container starts: makes sure that its daemon answers and admits its share.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,12 +14,12 @@ use crate::process::sublet::SubletError;
 
 /// Makes sure that the daemon of `lease` (already in the ledger) answers and admits its share.
 ///
-/// A warm daemon costs a `connect()` and no process; a cold one is started by `sublet mps start`,
-/// which also sets the compute mode anew under one that has waited for a lease.
-/// Returns warnings, one line each.
+/// For a running daemon this takes one `connect()` and no child process. Otherwise `sublet mps start` starts the
+/// daemon. It also sets the compute mode again for a daemon that has waited for a lease. Returns warnings, one line
+/// each.
 ///
 /// # Errors
-/// The daemon cannot be started or does not answer in `[mps] start_timeout`.
+/// The daemon cannot be started or does not answer within `[mps] start_timeout`.
 pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
     let Some(key) = &lease.daemon else { return Ok(Vec::new()) };
     if selinux::denies_mps_sockets(Path::new("/"), &config.state_dir) {
@@ -37,18 +37,17 @@ pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String
     ))))
 }
 
-/// Whether the recorded daemon serves `lease`; its ceiling is raised for it if need be. `false`: it has to
-/// be started.
+/// Whether the recorded daemon serves `lease`. Its default limits are raised if necessary. `false`: it must be started.
 fn serves(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsError> {
     let ledger = store.read()?;
     let known = lease.daemon.as_ref().and_then(|key| limits_and_state::daemon(&ledger, key));
     let Some(daemon) = known.filter(|daemon| could_serve(daemon, config)) else { return Ok(false) };
     let Some(default_limits) = confirmed_default_limits(daemon, store, config)? else { return Ok(false) };
-    // One that waited still has the ceiling of its last leases.
+    // A daemon that waited still has the default limits of its last leases.
     let left = daemon.mode_left && ledger.wanted_default_limits(&daemon.key) != Some(default_limits);
     if left || !default_limits.admits(lease.default_limits()) {
         let held = DaemonLock::take(&daemon.key, &config.state_dir, lock_limit(config))?;
-        // The answer may be less than the record says, which `adjust` would believe.
+        // The answer may be less than the record, and `adjust` relies on the record.
         limits_and_state::note(store, &daemon.key, |daemon| {
             daemon.default_limits = daemon.default_limits.and(default_limits);
         })?;
@@ -57,20 +56,21 @@ fn serves(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsErro
     Ok(true)
 }
 
-/// A start or a stop by another process may have to end first.
+/// The time to wait for the lock. A start or a stop by another process may have to end first.
 #[must_use]
 pub fn lock_limit(config: &Config) -> Duration {
     config.mps.start_timeout + STOP_LIMIT
 }
 
-/// Whether the compute mode has to be looked at before the daemon serves again: it waited for a lease.
+/// Whether the compute mode must be checked before the daemon serves again, because it waited for a lease.
 fn has_mode_to_enter(daemon: &MpsDaemon, config: &Config) -> bool {
-    // MIG devices have none of their own.
+    // MIG devices have no compute mode of their own.
     let never = config.mps.exclusive_compute_mode == ExclusiveComputeMode::Never;
     daemon.mode_left && !never && !daemon.key.0.starts_with("MIG-")
 }
 
-/// The cheap check: the record says that it runs, it is still the same process, and it listens on the clients' socket.
+/// The cheap check: the daemon is recorded as serving, the same process still runs, and it listens on the clients'
+/// socket.
 fn could_serve(daemon: &MpsDaemon, config: &Config) -> bool {
     matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
         && !has_mode_to_enter(daemon, config)
@@ -79,7 +79,7 @@ fn could_serve(daemon: &MpsDaemon, config: &Config) -> bool {
         && listens(&daemon.key.public(&config.state_dir).join("control"))
 }
 
-/// The ceiling in force; asked for when the last real answer is too old, since one that hangs listens
+/// The default limits in force. The daemon is asked if its last answer is too old, because a hanging daemon listens,
 /// too. `None`: there is no daemon after all.
 fn confirmed_default_limits(
     daemon: &MpsDaemon,
@@ -89,7 +89,7 @@ fn confirmed_default_limits(
     if daemon.state == DaemonState::Serving
         && limits_and_state::is_recent(daemon.answered_at, epoch_seconds())
     {
-        // Its programs would wait for it for ever.
+        // Its clients would wait for it for ever.
         if daemon.process.is_some_and(|daemon| daemon.is_stopped()) {
             return Err(limits_and_state::note_failure(store, daemon, AskError::Silent));
         }

@@ -1,4 +1,4 @@
-//! Edits to config.json as a `serde_json::Value`: every field that was there stays, in its order.
+//! Applies edits to config.json as a `serde_json::Value`. Every existing field stays, in its order.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -15,14 +15,14 @@ use crate::grant::{Environment, Grant, GrantedNode, Mount, refused_beside};
 use crate::host::user_namespace;
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
 
-/// The annotation that runc and crun know criu's configuration by.
+/// The annotation by which runc and crun get criu's configuration file.
 pub(super) const CRIU_ANNOTATION: &str = "org.criu.config";
-/// How our read-only mounts are made. `bind`, not `rbind`: nothing mounted below a source comes along.
+/// The options of read-only mounts. `bind`, not `rbind`, so that mounts below a source are not included.
 pub(super) const MOUNT_OPTIONS: [&str; 5] = ["bind", "ro", "nosuid", "nodev", "rprivate"];
 /// How a device node of the host is brought into a user namespace: `nodev` would close it.
 pub(super) const NODE_OPTIONS: [&str; 4] = ["bind", "nosuid", "noexec", "rprivate"];
 
-/// A spec whose shape is not what the OCI runtime specification says; names the field.
+/// A spec that does not have the form of the OCI runtime specification. It names the field.
 #[derive(Debug, thiserror::Error)]
 pub enum SpecError {
     /// A field of another type.
@@ -41,7 +41,7 @@ pub enum SpecError {
     /// An environment can only be given to a process.
     #[error("the container's spec has no `process`: a container without one cannot be given a GPU share")]
     NoProcess,
-    /// A path of ours that cannot stand in JSON.
+    /// A path to be written that cannot be JSON.
     #[error("cannot write a device or mount into the container's spec: {0}")]
     Fragment(String),
 }
@@ -61,7 +61,7 @@ impl From<serde_json::Error> for SpecError {
 /// The spec's annotations.
 ///
 /// # Errors
-/// They are no object of strings.
+/// They are not an object of strings.
 pub fn annotations(spec: &Value) -> Result<BTreeMap<String, String>, SpecError> {
     let entries = match spec.get("annotations") {
         None | Some(Value::Null) => return Ok(BTreeMap::new()),
@@ -78,12 +78,13 @@ pub fn annotations(spec: &Value) -> Result<BTreeMap<String, String>, SpecError> 
 /// Applies all of `grant`.
 ///
 /// # Errors
-/// A field we edit has another type than the specification's; `spec` may then be half edited: drop it.
+/// A field to be edited has another type than in the specification. `spec` may then be partly edited, so it must not be
+/// used.
 pub fn edit(spec: &mut Value, grant: &Grant) -> Result<(), SpecError> {
     edit_within(spec, grant, user_namespace::is_nested())
 }
 
-/// [`edit`]; `nested` says that we run in a user namespace ourselves, as under rootless engines.
+/// [`edit`]. `nested` says that this process itself runs in a user namespace, as under rootless engines.
 pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), SpecError> {
     let root = object(spec, "the spec")?;
     let edits = serde_json::to_string(&Edits::of(grant, root))?;
@@ -99,7 +100,7 @@ pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), 
         annotations.insert(LEASE_RECORD_ANNOTATION.to_owned(), Value::from(grant.record.as_str()));
     }
     annotations.insert(LEASE_EDITS_ANNOTATION.to_owned(), Value::from(edits));
-    // Podman by the hook checkpoints and restores without us, and crun runs no hook at a restore.
+    // With Podman's hook, sublet takes no part in checkpoint and restore, and crun runs no hooks at a restore.
     if let Some(file) = grant.no_checkpoint.to_str().filter(|file| !file.is_empty()) {
         annotations.insert(CRIU_ANNOTATION.to_owned(), Value::from(file));
     }
@@ -109,7 +110,7 @@ pub fn edit_within(spec: &mut Value, grant: &Grant, nested: bool) -> Result<(), 
 /// Applies the environment to a process object (`process` of config.json, or exec's process file).
 ///
 /// # Errors
-/// `env` is no array of strings.
+/// `env` is not an array of strings.
 pub fn edit_environment(process: &mut Value, environment: &Environment) -> Result<(), SpecError> {
     let process = object(process, "process")?;
     let env = array(process, "env", "process.env")?;
@@ -142,8 +143,8 @@ pub fn edit_environment(process: &mut Value, environment: &Environment) -> Resul
     Ok(())
 }
 
-/// The nodes with their cgroup rules. In a user namespace mknod is not allowed: the real nodes are
-/// bind-mounted there, and the cgroup, if there is one, still wants its rule.
+/// The nodes with their cgroup rules. In a user namespace mknod is not allowed, so the real nodes are bind-mounted
+/// there. The cgroup, if there is one, still needs its rules.
 fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -> Result<(), SpecError> {
     if nodes.is_empty() {
         return Ok(());
@@ -151,7 +152,8 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     if nested || has_user_namespace(root) {
         let mounts = nodes.iter().map(node_mount_value).collect::<Result<Vec<_>, _>>()?;
         append(root, "mounts", "mounts", mounts)?;
-        // A CDI device has put them there: the runtime would bind what stands at their path on the host.
+        // A CDI device has added them. The runtime would bind-mount what is at their path on the host, so they are
+        // replaced.
         if let Some(linux) = root.get_mut("linux").filter(|linux| linux.get("devices").is_some()) {
             let present = array(object(linux, "linux")?, "devices", "linux.devices")?;
             present.retain(|entry| !nodes.iter().any(|granted| is_at(entry, granted)));
@@ -171,7 +173,7 @@ fn devices(root: &mut Map<String, Value>, nodes: &[GrantedNode], nested: bool) -
     }
     let resources = child(linux, "resources", "linux.resources")?;
     let rules = array(resources, "devices", "linux.resources.devices")?;
-    // The rest is denied first, as engines do and as runc does by itself.
+    // All other devices are denied first, as engines do and as runc does by itself.
     if !nested && !conflict::have_a_default(rules) {
         rules.insert(0, deny_rule()?);
     }
@@ -205,13 +207,13 @@ fn device_value(granted: &GrantedNode) -> Result<Value, SpecError> {
     Ok(serde_json::to_value(device)?)
 }
 
-/// For every device that no later rule names.
+/// The rule for every device that no later rule names.
 fn deny_rule() -> Result<Value, SpecError> {
     let rule = LinuxDeviceCgroupBuilder::default().allow(false).access("rwm").build()?;
     Ok(serde_json::to_value(rule)?)
 }
 
-/// No `m`: the runtime makes the node, the container does not.
+/// Without `m`, because the runtime creates the node and not the container.
 pub(super) fn rule_value(granted: &GrantedNode) -> Result<Value, SpecError> {
     let rule = LinuxDeviceCgroupBuilder::default()
         .allow(true)
@@ -255,7 +257,7 @@ fn mask(root: &mut Map<String, Value>, paths: &[PathBuf]) -> Result<(), SpecErro
     Ok(())
 }
 
-/// Our entries come last: mounts and rules act in their order, so nothing of the engine's covers them.
+/// New entries come last. Mounts and rules apply in order, so none of the engine's entries overrides them.
 fn append(
     parent: &mut Map<String, Value>,
     key: &str,
@@ -268,7 +270,7 @@ fn append(
     Ok(())
 }
 
-/// The array `key`, made if it is not there. Go's nil is `null` and counts as not there.
+/// The array `key`, created if it is absent. `null`, which is Go's nil, counts as absent.
 fn array<'a>(
     parent: &'a mut Map<String, Value>,
     key: &str,

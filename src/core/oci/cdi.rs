@@ -13,13 +13,13 @@ use serde_json::Value;
 use crate::oci::Conflict;
 use crate::text::safe;
 
-/// Vendor and class of all our devices.
+/// Vendor and class of all of sublet's CDI devices.
 pub const KIND: &str = "sublet/share";
 
 /// The hook's stage, its first argument.
 pub const STAGE: &str = "cdi";
 
-/// A share on a device, as one of our CDI devices means it.
+/// The share and the device that one of sublet's CDI devices stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Asked {
     /// The share's name in the configuration.
@@ -28,16 +28,16 @@ pub struct Asked {
     pub device: String,
 }
 
-/// A CDI device that cannot be served.
+/// Why a CDI device cannot be served.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CdiError {
-    /// Not the arguments that we write.
+    /// The hook's arguments are not those that sublet writes.
     #[error(
         "the arguments of sublet-hook are not those that `sublet cdi generate` writes: run `sublet cdi \
          generate` again"
     )]
     Arguments,
-    /// Two different ones of ours.
+    /// The container has two different CDI devices of sublet's.
     #[error(
         "two CDI devices of {KIND} are asked for, {0} and {1}, but a container has one share: remove one \
          of them"
@@ -72,7 +72,7 @@ pub enum CdiError {
         /// Why not.
         why: String,
     },
-    /// The environment in config.json is another one.
+    /// The environment in config.json is not that of the CDI device.
     #[error(
         "its environment does not have the {name} of the CDI device {KIND}={share}: if the container sets \
          it, remove that; otherwise the CDI specification is out of date, run `sublet cdi generate`"
@@ -83,7 +83,7 @@ pub enum CdiError {
         /// The variable.
         name: String,
     },
-    /// A variable that a CDI device cannot take away.
+    /// A variable that a CDI device cannot remove.
     #[error("its environment has {name}, which contradicts the CDI device {KIND}={share}: remove it")]
     Strange {
         /// The share.
@@ -91,7 +91,7 @@ pub enum CdiError {
         /// The variable.
         name: String,
     },
-    /// Nodes of NVIDIA's beside those of the device.
+    /// There are other NVIDIA nodes in addition to those of the device.
     #[error("{conflict} (if it comes from the CDI device {KIND}={share}, run `sublet cdi generate`)")]
     Conflict {
         /// The share.
@@ -99,13 +99,13 @@ pub enum CdiError {
         /// What was found.
         conflict: Conflict,
     },
-    /// Neither the hook nor the nodes would do there.
+    /// Rootless engines cannot use CDI devices: neither the hook nor the nodes work there.
     #[error("CDI devices of {KIND} need root: remove the device and use annotations (docs/rootless.md)")]
     Rootless,
 }
 
 impl Asked {
-    /// Reads the hook's arguments, its own name and stage left out.
+    /// Reads the hook's arguments, without its name and stage.
     ///
     /// # Errors
     /// They are not those of [`Asked::arguments`].
@@ -118,7 +118,7 @@ impl Asked {
         }
     }
 
-    /// What the hook is called with at `stage`.
+    /// The arguments with which the hook is called at `stage`.
     #[must_use]
     pub fn arguments<'a>(&'a self, stage: &'a str) -> [&'a str; 6] {
         ["sublet-hook", stage, "--share", &self.share, "--device", &self.device]
@@ -130,10 +130,10 @@ impl Asked {
     }
 }
 
-/// The CDI device of ours that an engine has put into `spec`: by our hook in it, which no image can add.
+/// The CDI device of sublet's that an engine has added to `spec`. It is recognized by its hook, which no image can add.
 ///
 /// # Errors
-/// Two that differ; arguments that we do not write.
+/// There are two different ones, or the arguments are not those that sublet writes.
 pub fn asked(spec: &Value) -> Result<Option<Asked>, CdiError> {
     let hooks = spec.pointer("/hooks/createRuntime").and_then(Value::as_array);
     let mut found: Option<Asked> = None;
@@ -147,13 +147,13 @@ pub fn asked(spec: &Value) -> Result<Option<Asked>, CdiError> {
     Ok(found)
 }
 
-/// Whether `spec` has any CDI device of ours, be it one that cannot be served.
+/// Whether `spec` has any CDI device of sublet's, even one that cannot be served.
 #[must_use]
 pub(crate) fn is_asked(spec: &Value) -> bool {
     asked(spec).map_or(true, |asked| asked.is_some())
 }
 
-/// The arguments behind the stage, if `hook` is ours and at it.
+/// The arguments after the stage, if `hook` is sublet's hook at that stage.
 fn arguments_of_ours(hook: &Value) -> Option<Vec<&str>> {
     let program = Path::new(hook.get("path")?.as_str()?).file_name()?;
     let arguments: Vec<&str> = hook.get("args")?.as_array()?.iter().filter_map(Value::as_str).collect();

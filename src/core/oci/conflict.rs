@@ -14,7 +14,7 @@ use crate::text::safe;
 /// Major of /dev/nvidiactl and the GPUs' nodes, fixed by the kernel (Documentation/admin-guide/devices.txt).
 const NVIDIA_MAJOR: i64 = 195;
 
-/// Something in the spec that must go before we serve it; the message names the line to remove.
+/// Something in the spec that contradicts a share. The message names what to remove.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Conflict {
     /// The GPU request of Docker, `ctr` or nerdctl.
@@ -35,7 +35,7 @@ pub enum Conflict {
          `--privileged` (or the device cgroup rule), or set `[limits] allow_privileged = true`"
     )]
     EveryDevice(String),
-    /// A node of NVIDIA's beside ours.
+    /// An NVIDIA node that is not part of the share.
     #[error(
         "the container is given {0} in addition to its share: remove that `--device` or volume (sublet \
          adds the nodes that the share needs), or set `[limits] allow_privileged = true`"
@@ -47,7 +47,7 @@ pub enum Conflict {
          that `--device-cgroup-rule`, or set `[limits] allow_privileged = true`"
     )]
     Rule(String),
-    /// Mounts would be the host's.
+    /// The container has no mount namespace of its own, so mounts would appear on the host.
     #[error(
         "the container has no mount namespace of its own, so its devices and driver files would be mounted on the \
          host: add a namespace of type `mount`, without a path, to its config.json"
@@ -55,8 +55,8 @@ pub enum Conflict {
     MountNamespace,
 }
 
-/// Finds an engine's own GPU request, an allow-all device rule, or NVIDIA nodes outside our grant; `given`
-/// are those that a CDI device of ours has put there.
+/// Finds an engine's own GPU request, an allow-all device rule, or NVIDIA nodes that are not part of the share. `given`
+/// are the nodes that one of sublet's CDI devices has added.
 ///
 /// # Errors
 /// The first conflict found.
@@ -67,19 +67,20 @@ pub fn conflict(spec: &Value, given: &[Node], config: &Config) -> Result<(), Con
     }
     let host =
         Host { majors: nvidia_majors(&config.driver.root), dev: under(&config.driver.root, "/dev"), given };
-    // `--privileged` brings nodes too, and an engine's `--device` a rule: the message names what was said.
+    // `--privileged` also adds nodes, and an engine's `--device` adds a rule. The order of the checks makes the message
+    // name the user's option.
     every_device(spec)?;
     nodes(spec, &host)?;
     mounts(spec, &host)?;
     rules(spec, &host)
 }
 
-/// What tells an NVIDIA node on this host.
+/// How NVIDIA nodes are recognized on this host.
 struct Host<'a> {
     majors: BTreeSet<i64>,
     /// Where the host's nodes are, driver root included.
     dev: PathBuf,
-    /// Nodes that are the container's by right.
+    /// Nodes that the container may have.
     given: &'a [Node],
 }
 
@@ -95,7 +96,7 @@ impl Host<'_> {
 
 /// Majors in /proc/devices whose driver is one of NVIDIA's; 195 always.
 fn nvidia_majors(root: &Path) -> BTreeSet<i64> {
-    // What cannot be read leaves 195: placement has refused a host without a driver before this.
+    // If the file cannot be read, 195 remains. Placement has already refused a host without a driver.
     let text = device_majors::proc_devices(root).unwrap_or_default();
     let characters = text.split("Block devices:").next().unwrap_or_default();
     let major = |line: &str| {
@@ -170,7 +171,7 @@ fn number(rule: &Value, key: &str) -> Option<i64> {
 }
 
 fn opens(rule: &Value) -> bool {
-    // No access at all means all of it (runc and crun alike).
+    // If `access` is absent, it means all access (in runc and crun).
     let access = rule.get("access").and_then(Value::as_str).filter(|access| !access.is_empty());
     access.is_none_or(|access| access.contains(['r', 'w']))
 }
@@ -187,12 +188,12 @@ fn is_allowed(rule: &Value) -> bool {
     rule.get("allow").and_then(Value::as_bool) == Some(true)
 }
 
-/// `{"allow": false, "access": "rwm"}`: what came before it is void.
+/// `{"allow": false, "access": "rwm"}`: it cancels all rules before it.
 fn denies_all(rule: &Value) -> bool {
     !is_allowed(rule) && is_of_every_kind(rule) && is_every(rule) && opens(rule)
 }
 
-/// Rules that let character devices be opened, behind the last one that denies all.
+/// Rules that let character devices be opened, after the last one that denies all.
 fn opening_rules(spec: &Value) -> impl Iterator<Item = &Value> {
     let all = entries(spec, "/linux/resources/devices");
     let in_force = all.iter().rposition(denies_all).map_or(all, |last| &all[last + 1..]);
@@ -208,8 +209,8 @@ fn every_device(spec: &Value) -> Result<(), Conflict> {
     every.next().map_or(Ok(()), |rule| Err(Conflict::EveryDevice(describe(rule))))
 }
 
-/// Whether `rules` say what happens to a device that none of them names. Where they do not, crun 1.8 to 1.21
-/// installs no filter at all: every node that the container makes can be opened.
+/// Whether `rules` decide about devices that none of them names. If they do not, crun 1.8 to 1.21 installs no filter at
+/// all, and every node that the container creates can be opened.
 pub(super) fn have_a_default(rules: &[Value]) -> bool {
     rules.iter().any(|rule| denies_all(rule) || is_allowed(rule) && is_of_every_kind(rule) && is_every(rule))
 }
@@ -274,7 +275,7 @@ fn mounts(spec: &Value, host: &Host<'_>) -> Result<(), Conflict> {
                 return Err(Conflict::Node(format!("the bind mount of {}", safe(path))));
             }
         } else if is_nvidia_node(&plain(path("destination")), Path::new("/dev")) {
-            // Docker's `--tmpfs` is `nodev`: the nodes that are made in it do not open.
+            // Docker's `--tmpfs` is `nodev`, so nodes created in it cannot be opened.
             return Err(Conflict::Node(format!("a mount over {}", safe(path("destination")))));
         }
     }

@@ -12,7 +12,7 @@ use crate::config_files::{ConfigError, Containers};
 use crate::oci::{self, FileError, JsonFile, SpecError};
 use crate::text::safe;
 
-/// Why nobody knows whether a container is mapped.
+/// Why it is unknown whether a rule of `containers.toml` matches the container.
 #[derive(Debug, thiserror::Error)]
 pub enum MappedError {
     /// The configuration.
@@ -84,7 +84,7 @@ fn docker(id: &str, containers: &Containers) -> Result<Option<Names>, MappedErro
     Ok(Some(Names { name, image: record.config.image }))
 }
 
-/// Another engine's container, or one of a user who may not read Docker's.
+/// It is another engine's container, or this user may not read Docker's record.
 fn is_nobodys(error: &std::io::Error) -> bool {
     matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory | ErrorKind::PermissionDenied)
 }

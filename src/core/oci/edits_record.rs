@@ -1,4 +1,4 @@
-//! What an annotation of config.json says of our edits to it, so that they can be taken out again.
+//! The record of sublet's edits in an annotation of config.json, so that they can be removed again.
 
 use std::path::{Path, PathBuf};
 
@@ -8,16 +8,16 @@ use serde_json::{Map, Value};
 use crate::grant::Grant;
 use crate::inventory::Node;
 
-/// What of a grant cannot be told from the engine's own, as compact JSON in `sublet.lease.edits`. The variables are
-/// known by their names.
+/// The edits that cannot be distinguished from the engine's own entries, as compact JSON in `sublet.lease.edits`. Most
+/// variables are recognized by their names.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct Edits {
-    /// Destinations of our mounts.
+    /// Destinations of the mounts.
     pub mounts: Vec<PathBuf>,
     pub nodes: Vec<Node>,
     pub masks: Vec<PathBuf>,
-    /// Variables that were not set, and what we set them to.
+    /// Variables that were absent, with the values that sublet set.
     pub defaults: Vec<(String, String)>,
 }
 

@@ -11,25 +11,25 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open}
 
 use crate::process::Process;
 
-/// The variable by which conmon is told of its end of a pair of sockets, or of a pipe (conmon, `src/conmon.c`): Podman
-/// and CRI-O wait at the other end for the container's pid, and nobody else has that.
+/// The variable with which conmon gets its end of a socket pair or pipe (conmon, `src/conmon.c`). Podman and CRI-O wait
+/// at the other end for the container's pid, and no other process has that end.
 const SYNC_PIPE: &[u8] = b"_OCI_SYNCPIPE=";
 
-/// The process that ran the program of ours, and the engine behind it where a monitor stands between.
+/// The process that started this program, and the engine behind it if a monitor is in between.
 ///
 /// A monitor outlives its engine: Podman's conmon goes on creating the container of a `podman run` that was killed.
 #[derive(Debug)]
 pub struct Engine {
     caller: Process,
-    /// Hung up once the engine is gone.
+    /// It hangs up once the engine has ended.
     pipe: Option<OwnedFd>,
     waited: Cell<bool>,
 }
 
 impl Engine {
-    /// Who runs process `caller`, which runs us; `None` where that is gone already.
+    /// The engine behind process `caller`, which started this process; `None` if `caller` has already ended.
     ///
-    /// What the kernel (`pidfd_getfd(2)`, Linux 5.6) or our rights keep us from looking at is not known to be gone.
+    /// If the kernel (`pidfd_getfd(2)`, Linux 5.6) or missing rights prevent the check, the engine counts as running.
     #[must_use]
     pub fn of(caller: i32) -> Option<Self> {
         let caller = Process::find(caller)?;
@@ -50,7 +50,7 @@ impl Engine {
     }
 }
 
-/// The end of the sync pipe that process `pid` has, where it is conmon.
+/// The end of the sync pipe that process `pid` has, if it is conmon.
 fn sync_pipe(pid: i32) -> Option<OwnedFd> {
     if fs::read(format!("/proc/{pid}/comm")).ok()?.trim_ascii_end() != b"conmon" {
         return None;
@@ -62,7 +62,7 @@ fn sync_pipe(pid: i32) -> Option<OwnedFd> {
     pidfd_getfd(conmon, number, PidfdGetfdFlags::empty()).ok()
 }
 
-/// Whether nobody has the other end: a pair of sockets hangs up, a pipe without a reader is broken.
+/// Whether no process has the other end: a socket pair hangs up, and a pipe without a reader is broken.
 fn is_hung_up(pipe: &OwnedFd) -> bool {
     let mut pipe = [PollFd::new(pipe.as_fd(), PollFlags::empty())];
     let ended = PollFlags::POLLHUP | PollFlags::POLLERR;

@@ -1,5 +1,5 @@
-//! What hides a container's MPS directories from it. A CUDA program that finds no MPS server runs all the same,
-//! on the whole GPU (docs/evidence), so a container whose directories are hidden does not start.
+//! Finds what hides a container's MPS directories from it. A CUDA program that finds no MPS server still runs, on the
+//! whole GPU (docs/evidence), so a container whose directories are hidden does not start.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -11,8 +11,8 @@ use super::image_error::ImageError;
 use super::rootfs::Tree;
 use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 
-/// Looks whether a spec that has its MPS directories already (from `state_dir`) hides them: by a mount that
-/// somebody added behind ours, or by a mask.
+/// Checks whether a spec that already has its MPS directories (from `state_dir`) hides them: by a mount that was added
+/// after them, or by a mask.
 ///
 /// # Errors
 /// What hides them; the root filesystem cannot be looked into.
@@ -39,7 +39,7 @@ pub(crate) fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result
     let open = |spec| {
         Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })
     };
-    // Without the mounts: one that hides something stands in the way of finding out where it leads.
+    // The tree is examined without the mounts, because a mount that hides something would prevent resolving the paths.
     let image = open(&Value::Null)?;
     for (last, directory) in &given {
         let by =
@@ -65,7 +65,7 @@ pub(super) fn unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Re
     let directories: Vec<(&PathBuf, PathBuf)> =
         directories.iter().map(|directory| (directory, lead(directory, tree))).collect();
     for mask in masks {
-        // Of the two directories either is enough to lead a program past its limits.
+        // Hiding one of the two directories is enough for a program to run without its limits.
         let hidden = directories.iter().find(|(directory, led)| {
             plain(&mask.to_string_lossy()).starts_with("/proc") || hides_led(mask, directory, led, tree)
         });

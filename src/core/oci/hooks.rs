@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 
 use crate::process::environment::VARIABLE;
 
-/// All that the hook needs; without an `env` of its own it would get the image's (CVE-2025-23266).
+/// The environment that the hook needs. Without an `env` of its own it would get the image's (CVE-2025-23266).
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// No program can be below a file that is no directory.
+/// No program can exist below a file that is not a directory.
 const NO_PROGRAM: &str = "/dev/null/sublet refuses this container: ";
 
 /// `hooks` of config.json has another shape than the specification's.
@@ -18,7 +18,7 @@ const NO_PROGRAM: &str = "/dev/null/sublet refuses this container: ";
 #[error("config.json: hooks.{0} is not an array of hooks")]
 pub struct BadHooks(&'static str);
 
-/// A stage that we add ourselves to.
+/// A stage to which sublet adds its hook.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// The container exists and has not started.
@@ -45,8 +45,8 @@ impl Stage {
     }
 }
 
-/// The hook that belongs to this build: beside our own program, or where `make install` puts it for the same
-/// prefix, else where packages put it.
+/// The hook that belongs to this build: in the directory of this program, or where `make install` puts it for the same
+/// prefix, otherwise where packages put it.
 pub fn program() -> Option<String> {
     let own = std::env::current_exe().ok();
     let beside = own.as_deref().map(|own| own.with_file_name("sublet-hook"));
@@ -57,10 +57,10 @@ pub fn program() -> Option<String> {
     program.into_os_string().into_string().ok()
 }
 
-/// Adds `program` to `stage`, behind the hooks that are there; `config` names its configuration.
+/// Adds `program` to `stage`, after the existing hooks. `config` names its configuration.
 ///
 /// # Errors
-/// `hooks` is no object of arrays.
+/// `hooks` is not an object of arrays.
 pub fn add(spec: &mut Value, stage: Stage, program: &str, config: Option<&Path>) -> Result<(), BadHooks> {
     let hook = json!({
         "path": program,
@@ -72,7 +72,7 @@ pub fn add(spec: &mut Value, stage: Stage, program: &str, config: Option<&Path>)
     Ok(())
 }
 
-/// Takes out what [`add`] put in, whichever program it was.
+/// Removes what [`add`] added, whichever program it was.
 pub fn remove(spec: &mut Value) {
     for stage in [Stage::CreateRuntime, Stage::Poststop] {
         let ours = |hook: &Value| {
@@ -85,7 +85,7 @@ pub fn remove(spec: &mut Value) {
     }
 }
 
-/// What a hook of ours is run with; `config` names its configuration.
+/// The environment of sublet's hooks. `config` names their configuration.
 #[must_use]
 pub fn environment(config: Option<&Path>) -> Vec<String> {
     let config = config.map(|config| format!("{}={}", VARIABLE, config.display()));
@@ -94,15 +94,14 @@ pub fn environment(config: Option<&Path>) -> Vec<String> {
 
 /// Makes the container's creation fail with `reason` in the runtime's message.
 ///
-/// Podman throws away what a precreate hook says, and crun what a hook of the container's says. Both
-/// runtimes name the path of a hook that they cannot run, and Podman shows that to whoever started the
-/// container, over its API too.
+/// Podman discards the output of a precreate hook, and crun that of a container's hook. Both runtimes name the path of
+/// a hook that they cannot run, and Podman shows that message to the user, also through its API.
 ///
 /// # Errors
 /// As [`add`].
 pub fn add_refusal(spec: &mut Value, reason: &str) -> Result<(), BadHooks> {
     let hook = json!({"path": format!("{NO_PROGRAM}{reason}"), "args": ["sublet-hook"], "env": [PATH]});
-    // First: no other hook has anything to do any more.
+    // It is the first hook, because no other hook needs to run.
     array(spec, Stage::CreateRuntime)?.insert(0, hook);
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! What we must know of a container's root filesystem, read without ever leaving it (openat2). Nothing
-//! of the image is executed, parsed as code, or taken as the source of a mount.
+//! Reads what sublet must know about a container's root filesystem, without ever leaving it (openat2). Nothing in the
+//! image is executed, parsed as code, or used as the source of a mount.
 
 use std::path::{Path, PathBuf};
 
@@ -30,7 +30,7 @@ const HOST: (&str, u16) = ("x86_64-linux-gnu", 62);
 /// As above.
 #[cfg(target_arch = "aarch64")]
 const HOST: (&str, u16) = ("aarch64-linux-gnu", 183);
-/// NVIDIA has no driver for others: nothing matches.
+/// NVIDIA has no driver for other architectures, so nothing matches.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 const HOST: (&str, u16) = ("none", 0);
 
@@ -38,7 +38,7 @@ const HOST: (&str, u16) = ("none", 0);
 /// the container is placed; what the placement adds is for [`check_mps_directories`].
 ///
 /// # Errors
-/// A mount point of ours is a directory where a file must be, or cannot be created on a read-only root.
+/// A mount point is a directory where a file is needed, or cannot be created on a read-only root.
 pub fn inspect(
     spec: &Value,
     rootfs: &Path,
@@ -105,8 +105,8 @@ fn is_nix(tree: &Tree) -> bool {
     tree.find(Path::new("/nix/store")).is_ok_and(|found| found.is(SFlag::S_IFDIR))
 }
 
-/// Libraries of the image's that its loader will take before ours. They are left as they are: forward
-/// compatibility packages mean it so.
+/// Libraries of the image that its loader will prefer to the mounted ones. They are not changed, because forward
+/// compatibility packages work this way.
 fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<String> {
     let path = environment_value(spec, "LD_LIBRARY_PATH").unwrap_or_default();
     // ld.so(8): separated by colons or semicolons.

@@ -17,7 +17,7 @@ pub enum ImageError {
         /// Why; ENOSYS on kernels before 5.6, which have no openat2.
         source: io::Error,
     },
-    /// A file of ours cannot be mounted over a directory.
+    /// A file cannot be mounted over a directory.
     #[error(
         "the image has a directory at {}, where a file of the driver's is mounted: remove it from the image, \
          or leave out the capability that brings the file (sublet.capabilities)",
@@ -53,7 +53,7 @@ pub enum ImageError {
         shown(outer)
     )]
     Nested {
-        /// A directory of ours.
+        /// A directory that sublet mounts.
         outer: PathBuf,
         /// What would be mounted there, too.
         inner: PathBuf,

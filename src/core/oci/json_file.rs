@@ -38,7 +38,7 @@ pub enum FileError {
         /// The file.
         path: PathBuf,
     },
-    /// Not what we can give back whole.
+    /// Its content could not be written back unchanged.
     #[error(
         "cannot edit {}: {message}; the file was not changed, and the program that wrote it is at fault",
         safe(&path.to_string_lossy())
@@ -88,8 +88,8 @@ impl JsonFile {
         Ok(Self { path, text })
     }
 
-    /// Whether the text may hold a `sublet.` annotation, or one that is misspelt, or name `sublet-hook` at all: a
-    /// scan, no parse.
+    /// Whether the text may contain a `sublet.` annotation, a misspelt one, or the name `sublet-hook`. The text is
+    /// scanned, not parsed.
     ///
     /// An escape that could stand for one of its characters counts as a hit.
     #[must_use]
@@ -118,7 +118,7 @@ impl JsonFile {
         if self.text.ends_with(b"\n") {
             text.push(b'\n');
         }
-        // The mode is for a file that is not there any more; engines make theirs for root alone or 0644.
+        // The mode applies only if the file was removed meanwhile. Engines create theirs for root only, or with 0644.
         crate::fs::atomic::replace(&self.path, &text, 0o600).map_err(error)
     }
 }

@@ -1,5 +1,5 @@
-//! Carrying out a [`Grant`](crate::grant::Grant): on a bundle's config.json, losing nothing of it, or on
-//! a live container's namespaces.
+//! Applies a [`Grant`](crate::grant::Grant) to a bundle's config.json, without losing anything in it, or to a live
+//! container's namespaces.
 
 mod apply_edits;
 pub mod cdi;

@@ -94,7 +94,8 @@ fn note(mut place: VolumeFiles, made: Option<PathBuf>, volumes: &mut Vec<VolumeF
     }
 }
 
-/// Refuses links by which something would be made in a directory of ours that is mounted already: it is the host's.
+/// Refuses links by which a file would be created in a directory that sublet has already mounted, because that
+/// directory is on the host.
 fn check_nesting(tree: &Tree, directories: &[PathBuf], files: &[PathBuf]) -> Result<(), ImageError> {
     let lead = |path: &PathBuf| {
         tree.leads_to(path).map_err(|source| ImageError::Unusable { path: path.clone(), source })

@@ -11,10 +11,10 @@ use crate::grant::{self, GrantedNode};
 use crate::inventory::{self, Node};
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
 
-/// Where masks of ours lie. What else is masked is the engine's, whatever an annotation says.
+/// The directory of sublet's masks. Masks elsewhere are the engine's, whatever an annotation says.
 const MASKS: &str = "/proc/driver/nvidia/gpus";
 
-/// Takes all edits of an earlier grant out of `spec`; `false`: it does not say which they were, and is as it was.
+/// Removes all edits of an earlier grant from `spec`. `false`: `spec` does not record them, and is unchanged.
 #[must_use]
 pub fn undo(spec: &mut Value) -> bool {
     let text =
@@ -61,7 +61,7 @@ fn has_options(mount: &Value, options: &[&str]) -> bool {
     own.is_some_and(|own| own.iter().map(Value::as_str).eq(options.iter().map(|option| Some(*option))))
 }
 
-/// Keeps what `keep` says of the array at `pointer`, if there is one.
+/// Keeps the elements that satisfy `keep` in the array at `pointer`, if it exists.
 fn retain(spec: &mut Value, pointer: &str, keep: impl Fn(&Value) -> bool) {
     if let Some(entries) = spec.pointer_mut(pointer).and_then(Value::as_array_mut) {
         entries.retain(keep);

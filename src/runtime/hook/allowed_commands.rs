@@ -1,11 +1,12 @@
-//! The commands that a hook has run. Its own process may start none ([`sublet_core::process::confine`]).
+//! The commands that a hook's parent process runs for it. The hook's own process may start none
+//! ([`sublet_core::process::confine`]).
 
 use std::process::Command;
 
 use sublet_core::process::sublet;
 use sublet_core::{mps, oci};
 
-/// The command that `words` ask for, with an environment of its own.
+/// The command that `words` ask for, with a clean environment.
 pub(super) fn command(words: &[&str]) -> Option<Command> {
     match words {
         ["sublet", arguments @ ..] if is_sublet_command(arguments) => {
@@ -17,7 +18,7 @@ pub(super) fn command(words: &[&str]) -> Option<Command> {
     }
 }
 
-/// Commands of `sublet` that other programs of ours run.
+/// Whether these are arguments of a `sublet` command that sublet's other programs run.
 fn is_sublet_command(arguments: &[&str]) -> bool {
     match arguments {
         ["refresh", "--quiet"] | ["mig", "make" | "clear"] => true,

@@ -9,19 +9,19 @@ use serde::Deserialize;
 use crate::bounded_input::InputError;
 use sublet_core::ledger::{LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, LeaseId};
 
-/// Longest state that is read: far more than any engine's annotations.
+/// Longest state that is read, far longer than any engine's annotations.
 pub const LONGEST: usize = 1 << 20;
 
 /// Why there is no state.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    /// Nothing came.
+    /// It is empty.
     #[error("it is empty")]
     Empty,
     /// It cannot be read, is too long, or did not end in time.
     #[error(transparent)]
     Input(#[from] InputError),
-    /// No JSON, or not that of a state.
+    /// It is not JSON, or not a state.
     #[error("{}", sublet_core::text::safe(&.0.to_string()))]
     Json(#[from] serde_json::Error),
     /// An empty id.
@@ -29,16 +29,16 @@ pub enum StateError {
     NoId,
 }
 
-/// The part of the state that we need.
+/// The part of the state that sublet needs.
 #[derive(Debug, Deserialize)]
 pub struct State {
     /// The container.
     pub id: String,
-    /// The container's first process in our PID namespace; 0 or absent where there is none.
+    /// The container's first process in this process's PID namespace; 0 or absent if there is none.
     pub pid: Option<i32>,
     /// The bundle.
     pub bundle: Option<PathBuf>,
-    /// Checked to be one of the specification's; what has really ended is found out by other means.
+    /// Must be one of the specification's words. Whether the container has really ended is checked by other means.
     pub status: Status,
     #[serde(default)]
     annotations: Option<BTreeMap<String, String>>,
@@ -68,7 +68,7 @@ impl State {
         if state.id.is_empty() { Err(StateError::NoId) } else { Ok(state) }
     }
 
-    /// The annotations as the runtime tells them.
+    /// The annotations as the runtime reports them.
     pub fn annotations(&self) -> impl Iterator<Item = (&String, &String)> {
         self.annotations.iter().flatten()
     }
@@ -89,7 +89,7 @@ impl State {
     /// The lease in its annotations.
     ///
     /// # Errors
-    /// The annotation's text, made safe, if it is no lease id.
+    /// The annotation's text, made safe, if it is not a lease id.
     pub fn lease(&self) -> Result<Option<LeaseId>, String> {
         let annotation = self.annotations.as_ref().and_then(|annotations| annotations.get(LEASE_ANNOTATION));
         annotation.map(|text| LeaseId::parse(text).ok_or_else(|| sublet_core::text::safe(text))).transpose()

@@ -9,8 +9,8 @@ use sublet_core::ledger::{Binding, Init, LeaseId};
 use sublet_core::process::Process;
 use sublet_core::process::confine;
 
-/// Binds `lease` to the container of `state`. What fails here keeps the container from starting: without
-/// a lease it would run unaccounted.
+/// Binds `lease` to the container of `state`. A failure keeps the container from starting, because without a lease its
+/// GPU use would not be booked.
 pub(super) fn bind(state: &State, lease: &LeaseId) -> Result<(), HookError> {
     let config = config_files::load()?;
     let binding = binding(state)?;

@@ -10,7 +10,7 @@ use sublet_core::oci::hooks::{self, BadHooks, Stage};
 /// What a stage reads out of the container's state: the first word of its lease, or of its annotations.
 ///
 /// # Errors
-/// It is no state, or has a lease that is none.
+/// It is not a state, or its lease is malformed.
 pub fn state(text: &[u8]) -> Result<(), String> {
     let state = State::parse(text).map_err(|error| error.to_string())?;
     lease(&state).map_err(|error| error.to_string())?;
@@ -18,7 +18,8 @@ pub fn state(text: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Puts all of our hooks, and a refusal, into `spec`; the container's id as precreate reads it is hex digits.
+/// Adds all of sublet's hooks, and a refusal, to `spec`. Also checks that the container's id as precreate reads it is
+/// hex digits.
 ///
 /// # Errors
 /// `hooks` has another shape.

@@ -5,10 +5,10 @@ use std::path::Path;
 
 use sublet_core::log::{Level, one_line};
 
-/// Where every system log listens, systemd's journal too (syslog(3)).
+/// The socket on which system loggers listen, including systemd's journal (syslog(3)).
 const SOCKET: &str = "/dev/log";
 
-/// Writes one line, if a logger listens; does not wait for a full queue.
+/// Writes one line, if a logger listens. Does not wait if its queue is full.
 pub(super) fn write(level: Level, message: &str) {
     if let Err(error) = send(Path::new(SOCKET), level, message) {
         tracing::debug!("{SOCKET}: {error}");

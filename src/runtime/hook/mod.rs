@@ -52,7 +52,7 @@ pub(crate) enum HookError {
     /// Standard input of precreate.
     #[error("config.json on standard input: {0}")]
     Spec(StateError),
-    /// What it says.
+    /// Its content.
     #[error(transparent)]
     File(#[from] FileError),
     /// Its hooks.
@@ -66,13 +66,13 @@ pub(crate) enum HookError {
     Lease {
         /// The container.
         id: String,
-        /// What it has instead.
+        /// The annotation's text.
         lease: String,
     },
-    /// The state has no live process.
+    /// The state names no running process.
     #[error("container {0}: its state names no process that runs (pid), so the lease cannot be bound to it")]
     NoPid(String),
-    /// Nor a bundle.
+    /// The state names no bundle.
     #[error("container {0}: its state names no bundle that exists, so the lease cannot be bound to it")]
     NoBundle(String),
     /// No share for it.
@@ -107,13 +107,13 @@ pub(crate) enum HookError {
     /// No share for it.
     #[error(transparent)]
     Admit(#[from] AdmitError),
-    /// Who started us is gone.
+    /// The process that started the hook has ended.
     #[error("the engine that ran this hook has ended")]
     NoEngine,
-    /// Our own program.
+    /// The hook's own program.
     #[error("sublet-hook cannot find its own program file; install it as /usr/libexec/sublet/sublet-hook")]
     NoProgram,
-    /// Our own /proc entry.
+    /// The hook's own /proc entry.
     #[error("cannot read when this process started (is /proc mounted?): {0}")]
     Process(io::Error),
     /// The process that does the work.
@@ -140,7 +140,7 @@ pub(crate) enum HookError {
     },
 }
 
-/// For people; engines never ask.
+/// For people. Engines never ask for it.
 const USAGE: &str = "\
 The OCI hook of sublet. Engines run it as `sublet-hook STAGE`, with the container's state on standard input.
 (`precreate` reads config.json there, and prints it with the edits.)
@@ -165,7 +165,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     let own = config_files::load_runtime().ok().and_then(|runtime| runtime.log);
     let log = Log::new("sublet-hook", None, false, own.as_deref());
     log::trace_to(log.clone(), false);
-    // Here, for the process that works may look into no other.
+    // Done here, because the process that does the work may not examine others.
     let engine = Engine::of(getppid().as_raw()).filter(|_| starts(&args));
     let said = |done: Result<(), HookError>| done.inspect_err(|error| complain(&log, error)).is_ok();
     let done = match confine::split(rights(&args), allowed_commands::command) {
@@ -178,11 +178,11 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
 
 fn complain(log: &Log, error: &HookError) {
     log.write(Level::Error, &error.to_string());
-    // Podman and crun drop what hooks say.
+    // Podman and crun discard the output of hooks.
     journal::write(Level::Error, &error.to_string());
 }
 
-/// What the stage may need; it gives up more where it turns out to need less.
+/// The rights that the stage may need. It gives up more rights when it turns out to need less.
 fn rights(args: &[String]) -> Rights {
     match args.first().map(String::as_str) {
         Some("createRuntime" | "prestart" | cdi::STAGE) => Rights::Container,
@@ -213,13 +213,13 @@ fn run(args: &[String], engine: Option<&Engine>, log: &Log) -> Result<(), HookEr
         "createRuntime" => create_runtime(&read_state()?, engine, log),
         "prestart" => prestart::prestart(&read_state()?, None, engine, log),
         cdi::STAGE => by_cdi(&read_state()?, asked(), engine, log),
-        // For containers of CDI devices, with the same arguments as before their start.
+        // For containers with CDI devices, with the same arguments as before their start.
         "poststop" => poststop(&read_state()?, asked().is_ok()),
         _ => Err(HookError::UnknownStage(sublet_core::text::safe(stage))),
     }
 }
 
-/// The container exists: binds the lease that it was given before, or gives it its share now.
+/// The container exists. Binds the lease that was taken for it before, or gives it its share now.
 fn create_runtime(state: &State, engine: Option<&Engine>, log: &Log) -> Result<(), HookError> {
     match lease(state)? {
         Some(lease) => {
@@ -230,7 +230,7 @@ fn create_runtime(state: &State, engine: Option<&Engine>, log: &Log) -> Result<(
     }
 }
 
-/// The container has a CDI device of ours: gives it that share, unless another entry point was first.
+/// The container has one of sublet's CDI devices. Gives it that share, unless another entry point has already done so.
 fn by_cdi(
     state: &State,
     asked: Result<Asked, CdiError>,
@@ -258,8 +258,8 @@ fn lease(state: &State) -> Result<Option<LeaseId>, HookError> {
     state.lease().map_err(|lease| HookError::Lease { id: name(state), lease })
 }
 
-/// The container is gone: frees the lease that its annotation names, or that a hook took for it, as it did
-/// for one `by_cdi`.
+/// The container has ended. Frees the lease that its annotation names, or that a hook took for it, as for containers
+/// `by_cdi`.
 fn poststop(state: &State, by_cdi: bool) -> Result<(), HookError> {
     match lease(state)? {
         Some(lease) => {

@@ -31,10 +31,10 @@ const LONGEST: usize = 16 << 20;
 
 /// Reads config.json from standard input and writes the one to use to standard output.
 ///
-/// A refusal is no failure of this program: Podman would show its exit status and nothing else. The
-/// config.json that it gets makes the container's creation fail with the reason.
+/// On a refusal this program does not fail, because Podman would show only its exit status. Instead it returns a
+/// config.json that makes the container's creation fail with the reason.
 pub(super) fn precreate(waits: Option<&Engine>, log: &Log) -> Result<(), HookError> {
-    // Before anything else: the process that is to answer for the lease.
+    // First of all, find the process that will be responsible for the lease.
     let engine = Process::find(confine::engine());
     let file = read()?;
     let mut spec = file.parse()?;
@@ -60,14 +60,14 @@ fn read() -> Result<JsonFile, HookError> {
     Ok(JsonFile { path: PathBuf::from("config.json from standard input"), text })
 }
 
-/// A container with a share that Podman does not know of yet.
+/// A container with a new share. Podman does not have its config.json yet.
 struct Granted {
     spec: Value,
     lease: LeaseId,
     config: Config,
 }
 
-/// Finds the container its share. `None`: it is none of ours, or another entry point was first.
+/// Takes a share for the container. `None`: it asks for none, or another entry point has already given it one.
 fn admitted(
     spec: &Value,
     engine: Option<Process>,
@@ -99,10 +99,10 @@ fn admitted(
 }
 
 impl Granted {
-    /// Adds our hooks, makes `engine` answer for the lease and hands the container over to it.
+    /// Adds sublet's hooks, makes `engine` responsible for the lease and passes the edited config.json to it.
     fn finish(mut self, engine: Option<Process>) -> Result<(), HookError> {
         let finished = self.add_hooks().and_then(|()| {
-            // Without its engine nobody will read what we print.
+            // If the engine has ended, nothing reads the output.
             let engine = engine.filter(Process::is_alive).ok_or(HookError::NoEngine)?;
             let text = serde_json::to_vec(&self.spec).map_err(|error| HookError::Output(error.into()))?;
             admit::hand_over(&self.lease, engine, &self.config)?;
@@ -125,7 +125,7 @@ impl Granted {
     }
 }
 
-/// As far as it is known: the hook that binds the lease tells the rest.
+/// The container, as far as it is known. The hook that binds the lease adds the rest.
 fn container(spec: &Value) -> Result<Container, HookError> {
     let root = spec.pointer("/root/path").and_then(Value::as_str).map(PathBuf::from);
     let rootfs = root.filter(|root| root.is_absolute()).and_then(|root| root.canonicalize().ok());
@@ -138,13 +138,13 @@ fn container(spec: &Value) -> Result<Container, HookError> {
     })
 }
 
-/// The container's id, which Podman tells nowhere but in the name of the cgroup (`…/libpod-<id>`,
-/// `…:libpod:<id>`, `…/libpod-payload-<id>`); empty where it makes none.
+/// The container's id. Podman gives it only in the name of the cgroup (`…/libpod-<id>`, `…:libpod:<id>`,
+/// `…/libpod-payload-<id>`). Empty if Podman creates no cgroup.
 pub(super) fn id(spec: &Value) -> &str {
     ids(spec).last().unwrap_or_default()
 }
 
-/// The pod's id: its containers' cgroups are below its own (`…/<pod>/libpod-<id>`,
+/// The pod's id. The cgroups of its containers are below its own (`…/<pod>/libpod-<id>`,
 /// `…-libpod_pod_<pod>.slice:libpod:<id>`).
 fn pod(spec: &Value) -> Option<&str> {
     let ids: Vec<&str> = ids(spec).collect();
@@ -158,8 +158,8 @@ fn ids(spec: &Value) -> impl Iterator<Item = &str> {
     pieces.filter(|piece| piece.len() == 64 && piece.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
-/// A warning where another container of the same pod has a share already: annotations of a pod go to each
-/// of its containers.
+/// A warning if another container of the same pod already has a share, because annotations of a pod apply to each of
+/// its containers.
 fn neighbour(spec: &Value, config: &Config) -> Option<String> {
     let pod = pod(spec)?;
     let ledger = Store::open(&config.state_dir).ok()?.read().ok()?;
@@ -175,7 +175,7 @@ fn neighbour(spec: &Value, config: &Config) -> Option<String> {
     ))
 }
 
-/// To our own log and the system's: Podman throws away what is said on standard error.
+/// Writes to sublet's log and to the system's, because Podman discards standard error.
 fn say(log: &Log, level: Level, spec: &Value, message: &str) {
     let place = || container(spec).ok().map(|container| sublet_core::text::safe(&container.name()));
     let name = Some(id(spec).to_owned()).filter(|id| !id.is_empty()).or_else(place);

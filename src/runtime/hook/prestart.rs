@@ -34,7 +34,7 @@ pub(super) fn prestart(
     }
     let mut spec = file.parse().map_err(|error| failed(error.to_string()))?;
     add_annotations(&mut spec, state);
-    // The hook's own name in config.json speaks of sublet, too.
+    // The name of the hook in config.json also mentions sublet, so the spec decides.
     if by_cdi.is_none() && !admit::asks_for_a_share(&spec, None).map_err(|error| failed(error.to_string()))? {
         return Ok(());
     }
@@ -61,7 +61,7 @@ pub(super) fn prestart(
     Ok(())
 }
 
-/// The lease of a container that ended and whose config.json names none.
+/// Frees the lease of an ended container whose config.json names none.
 pub(super) fn ended(state: &State) -> Result<(), HookError> {
     let id = safe(&state.id);
     let Some(bundle) = state.bundle.as_ref().and_then(|bundle| bundle.canonicalize().ok()) else {
@@ -84,7 +84,7 @@ fn bundle(state: &State) -> Result<PathBuf, String> {
         .map_err(|error| format!("bundle {} cannot be used: {error}", safe(&bundle.to_string_lossy())))
 }
 
-/// The first process, as it was before we looked at anything else of it.
+/// The first process, identified before anything else of it is read.
 fn init(state: &State) -> Result<Process, String> {
     match state.status {
         Status::Creating | Status::Created => {}
@@ -97,7 +97,7 @@ fn init(state: &State) -> Result<Process, String> {
     Process::find(pid).ok_or_else(|| format!("its first process {pid} has ended"))
 }
 
-/// What the runtime tells wins: it is what the container was created with.
+/// The annotations that the runtime reports take precedence, because the container was created with them.
 fn add_annotations(spec: &mut Value, state: &State) {
     let Some(spec) = spec.as_object_mut() else { return };
     let entry = spec.entry("annotations").or_insert(Value::Null);
@@ -111,8 +111,8 @@ fn add_annotations(spec: &mut Value, state: &State) {
     }
 }
 
-/// Without root's rights over the host there is no device cgroup and no way into other namespaces; a
-/// user namespace other than the first maps ids (`user_namespaces(7)`).
+/// Whether this process lacks root's rights on the host. It can then change no device cgroup and enter no other
+/// namespaces. A user namespace other than the initial one maps ids (`user_namespaces(7)`).
 fn is_rootless() -> bool {
     !nix::unistd::geteuid().is_root() || user_namespace::is_nested()
 }
@@ -126,7 +126,7 @@ fn container(state: &State, bundle: &Path, spec: &Value) -> Result<Container, St
     Ok(Container { rootfs, ..named(state, bundle.to_owned()) })
 }
 
-/// By what containers are told apart. Hooks are not told where the runtime keeps its record.
+/// The names that identify the container. Hooks do not get the path of the runtime's record.
 fn named(state: &State, bundle: PathBuf) -> Container {
     Container {
         uid: nix::unistd::geteuid().as_raw(),

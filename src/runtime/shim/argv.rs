@@ -6,10 +6,10 @@ use std::path::PathBuf;
 
 use super::flags::{self, Dialect, Scan};
 
-/// A command line understood as far as we need it.
+/// A command line, parsed as far as sublet needs it.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct CommandLine {
-    /// What stands before the command.
+    /// The options before the command.
     pub global: Global,
     /// The command.
     pub command: Command,
@@ -20,7 +20,7 @@ pub struct CommandLine {
 pub struct Global {
     /// `--root`: where the runtime keeps its containers' state.
     pub root: Option<PathBuf>,
-    /// `--log`; crun's `file:` taken off, its `journald:` and `syslog:` left out.
+    /// `--log`, without crun's prefix `file:`. crun's `journald:` and `syslog:` are ignored.
     pub log: Option<PathBuf>,
     /// `--log-format json`.
     pub log_json: bool,
@@ -28,7 +28,7 @@ pub struct Global {
     pub debug: bool,
 }
 
-/// The commands that concern us. An id is `None` where it cannot be known.
+/// The commands that concern sublet. An id is `None` if it is unknown.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub enum Command {
     /// `create`.
@@ -43,13 +43,13 @@ pub enum Command {
     Restore(Start),
     /// `checkpoint`.
     Checkpoint(Option<OsString>),
-    /// Passed on untouched: everything else, help, and what the runtime will refuse.
+    /// Everything else, help, and what the runtime will refuse. It is passed on unchanged.
     #[default]
     Other,
 }
 
 impl Command {
-    /// Whether it makes a container.
+    /// Whether it creates a container.
     #[must_use]
     pub const fn begins(&self) -> bool {
         matches!(self, Self::Create(_) | Self::Run(_) | Self::Restore(_))
@@ -133,17 +133,17 @@ pub fn parse(args: &[OsString], dialect: Dialect) -> CommandLine {
         };
         let behind = args.len() - scan.operands.len() + 1;
         if scan.unknown && !COMMANDS.iter().any(|command| word == command) {
-            // The value of an option that only a later runtime knows.
+            // The value of an option that only a later version of the runtime has.
             at = behind;
             continue;
         }
-        // Not whichever argument is a command's name: a container may be called `create`.
+        // Not every argument that is a command's name is the command: a container may be called `create`.
         return CommandLine { global, command: command(word, args, behind, dialect) };
     }
 }
 
 impl Global {
-    /// Takes over what `scan` found; what came last counts.
+    /// Takes the options in `scan`. The last one counts.
     fn take(&mut self, scan: &Scan<'_>, dialect: Dialect) {
         if let Some(root) = scan.value("root") {
             self.root = Some(root.into());
@@ -195,18 +195,18 @@ fn start(args: &[OsString], table: &[flags::Flag], dialect: Dialect) -> Option<S
     })
 }
 
-/// runc stays where it is for an empty `--bundle` (`setupSpec` in `utils_linux.go`).
+/// For an empty `--bundle`, runc uses the current directory (`setupSpec` in `utils_linux.go`).
 fn is_no_bundle(dir: &OsStr, dialect: Dialect) -> bool {
     dir.is_empty() && dialect == Dialect::Runc
 }
 
-/// With `--regex` the operand is no id: the runtime does it alone, the next command frees the leases.
+/// With `--regex` the operand is not an id. The runtime handles it alone, and the next command frees the leases.
 fn delete(args: &[OsString], dialect: Dialect) -> Option<Command> {
     let scan = flags::of_command(args, flags::DELETE, dialect);
     (!scan.wants_help() && !scan.is_set("regex")).then(|| Command::Delete(only_operand(&scan)))
 }
 
-/// Behind the id stands the command to run, whose options are not ours to read.
+/// After the id comes the command to run, whose options are not the runtime's.
 fn exec(args: &[OsString], behind: usize, dialect: Dialect) -> Option<Exec> {
     let table = if dialect == Dialect::Crun { flags::CRUN_EXEC } else { flags::RUNC_EXEC };
     let scan = flags::in_order(args, table, dialect);
@@ -223,8 +223,8 @@ fn exec(args: &[OsString], behind: usize, dialect: Dialect) -> Option<Exec> {
     (!scan.wants_help()).then_some(Exec { id, names, process, env, letters: scan.letters, options_end })
 }
 
-/// The id, where there is one operand: with more the runtime refuses, or one of them is an unknown
-/// option's value.
+/// The id, if there is one operand. With more operands the runtime refuses, or one of them is an unknown option's
+/// value.
 fn only_operand(scan: &Scan<'_>) -> Option<OsString> {
     match scan.operands.as_slice() {
         [id] => Some((*id).to_owned()),

@@ -1,4 +1,4 @@
-//! `checkpoint` and `restore`: the state of a GPU cannot be saved, so both are refused for a container with a share.
+//! `checkpoint` and `restore`. The state of a GPU cannot be saved, so both are refused for a container with a share.
 
 use std::convert::Infallible;
 use std::path::PathBuf;

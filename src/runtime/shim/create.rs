@@ -19,16 +19,16 @@ use sublet_core::process::Process;
 use sublet_core::process::environment;
 use sublet_core::text::safe;
 
-/// Which of the two.
+/// Which of the two commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// The engine calls `delete` later.
     Create,
-    /// The runtime deletes by itself: only a hook tells us.
+    /// The runtime deletes the container by itself, so only a hook reports its end.
     Run,
 }
 
-/// Admits the container if it is ours.
+/// Admits the container if it asks for a share.
 pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infallible, RuntimeError> {
     let Some(Ours { file, mut spec, share }) = find(call, start)? else {
         return call.pass_on();
@@ -65,7 +65,7 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
 pub(super) struct Ours {
     file: JsonFile,
     spec: Value,
-    /// The share that it comes for without saying so.
+    /// The share that comes from the runtime's name or from `containers.toml`.
     share: Option<String>,
 }
 
@@ -91,14 +91,14 @@ pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, Runti
     Ok(None)
 }
 
-/// config.json; `None`: the runtime will refuse it, or it cannot be of a container of ours.
+/// config.json; `None`: the runtime will refuse it, or its container cannot ask for a share.
 fn read(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFile>, RuntimeError> {
     let path = config_path(start);
     let error = match JsonFile::read(&path) {
         Ok(file) => return Ok(Some(file)),
         Err(error) => error,
     };
-    // What the runtime can read and we cannot may ask for a share.
+    // The runtime may read a file that sublet cannot read, and it may ask for a share.
     let may_be_ours = match &error {
         FileError::TooLarge { .. } => oci::mentions_sublet(&path),
         FileError::NotRegular { .. } => !path.is_dir(),
@@ -126,7 +126,7 @@ fn mapped(call: &Call<'_>, start: &Start, file: &JsonFile) -> Option<String> {
     })
 }
 
-/// crun takes a relative `--config` from where it was called, all else from the bundle (create.c).
+/// crun resolves a relative `--config` from its working directory, and everything else from the bundle (create.c).
 fn config_path(start: &Start) -> PathBuf {
     match start.config.as_deref() {
         Some(config) if config != Path::new("config.json") => config.to_owned(),
@@ -138,7 +138,7 @@ fn bundle(start: &Start) -> &Path {
     start.bundle.as_deref().unwrap_or(Path::new("."))
 }
 
-/// Who it is and where it lives.
+/// The container's names and paths.
 fn container(call: &Call<'_>, start: &Start, spec: &Value) -> Result<Container, RuntimeError> {
     let id = start.id.as_ref().and_then(|id| id.to_str()).ok_or(RuntimeError::NoId)?;
     let record = call.record(id).ok_or(RuntimeError::NoId)?;
@@ -161,15 +161,15 @@ fn canonical(what: &'static str, path: &Path) -> Result<PathBuf, RuntimeError> {
     })
 }
 
-/// Our hooks: who deletes by itself tells nobody, and a lease that is held by `sublet serve` is bound by a
-/// hook, for the service believes no record of a user's.
+/// Adds sublet's hooks. `run` deletes the container without another command, so a hook must report its end. A lease
+/// that `sublet serve` holds is bound by a hook, because the service does not trust a user's runtime record.
 fn hooks(kind: Kind, config: &Config) -> Vec<Stage> {
     let binds = admit::is_remote(config).then_some(Stage::CreateRuntime);
     let ends = (kind == Kind::Run).then_some(Stage::Poststop);
     binds.into_iter().chain(ends).collect()
 }
 
-/// Writes the edited spec and becomes the low-level runtime. Returns on failure, the file as it was.
+/// Writes the edited spec and becomes the low-level runtime. Returns only on failure, with the file restored.
 fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> RuntimeError {
     if let Err(error) = write(call, file, spec, hooks) {
         return error;

@@ -10,8 +10,8 @@ use sublet_core::ledger::LeaseId;
 
 /// Marks the lease as ending, deletes the container, frees the lease or leaves it as it was.
 ///
-/// Trouble with the ledger never keeps a container from being deleted: the next command finds that it
-/// is gone.
+/// An error of the ledger never keeps a container from being deleted. The next command sees that the container has
+/// ended.
 pub(super) fn delete(call: &Call<'_>, container: Option<(&str, PathBuf)>) -> Result<ExitCode, RuntimeError> {
     let Some((lease, config)) = container.and_then(|(id, record)| marked(call, id, &record)) else {
         let never = call.pass_on()?;

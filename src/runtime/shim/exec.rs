@@ -25,16 +25,16 @@ use sublet_core::oci::{self, JsonFile};
 use sublet_core::process::confine;
 use sublet_core::text::safe;
 
-/// How long a process file that is a pipe may take to come to its end.
+/// How long reading a process file may take if it is a pipe.
 const FILE_LIMIT: Duration = Duration::from_secs(10);
 
-/// Longest process file that is read: the container's whole environment, and Linux gives a process 6 MiB of that.
+/// Longest process file that is read. It holds the whole environment, which Linux limits to 6 MiB.
 const LONGEST: usize = 16 << 20;
 
-/// Above what `--preserve-fds` may mean by number.
+/// Above the descriptor numbers that `--preserve-fds` may refer to.
 const HIGH: i32 = 500;
 
-/// Gives a process in a container with a share what the share is made of, or does not start it.
+/// Gives a process that joins a container with a share the share's environment, or does not start it.
 pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<Infallible, RuntimeError> {
     let config = Lazy::default();
     let Some(Found { id, record, share }) = find(call, exec, &config)? else {
@@ -60,12 +60,12 @@ pub(super) fn exec(call: &Call<'_>, exec: &Exec) -> Result<Infallible, RuntimeEr
     Err(call.become_low_level(&[before, &options, behind].concat()))
 }
 
-/// The form in which the option stands already, if it does.
+/// The form in which the option is already used, if it is.
 fn form<'f>(exec: &Exec, name: &str, letter: &'f str, long: &'f str) -> &'f str {
     if exec.letters.contains(&name) { letter } else { long }
 }
 
-/// The configuration, read where it is needed: most containers have no share.
+/// The configuration. It is read only when needed, because most containers have no share.
 #[derive(Default)]
 struct Lazy(OnceCell<Result<Config, ConfigError>>);
 
@@ -97,7 +97,7 @@ fn find<'e>(call: &Call<'_>, exec: &'e Exec, config: &Lazy) -> Result<Option<Fou
     Ok(certain)
 }
 
-/// The container `id`, if it has a share. An id that is none the runtime refuses itself.
+/// The container `id`, if it has a share. The runtime itself refuses a malformed id.
 fn found<'e>(call: &Call<'_>, id: &'e OsStr, config: &Lazy) -> Result<Option<Found<'e>>, RuntimeError> {
     let Some((id, record)) = id.to_str().and_then(|id| Some((id, call.record(id)?))) else { return Ok(None) };
     if !admit::may_have_share(&record)? {
@@ -111,7 +111,7 @@ fn may_go_without(config: Option<&Config>) -> bool {
     config.is_some_and(|config| config.mps.exec_without_daemon == WithoutDaemon::NoGpu)
 }
 
-/// As `share`, for who sees no device.
+/// As `share`, for a process that must not see any device.
 fn without_gpu(share: &Environment) -> Environment {
     let mut environment = share.clone();
     environment.set.retain(|(name, _)| name != "CUDA_VISIBLE_DEVICES");
@@ -119,7 +119,8 @@ fn without_gpu(share: &Environment) -> Environment {
     environment
 }
 
-/// The path of a copy of `file` with the environment: what is the caller's own, or a pipe, is only read.
+/// The path of a copy of `file` with the share's environment. The original is only read, because it belongs to the
+/// caller or may be a pipe.
 fn edited(file: &Path, environment: &Environment) -> Result<OsString, RuntimeError> {
     let file = read(file)?;
     let mut process = file.parse()?;
@@ -128,7 +129,7 @@ fn edited(file: &Path, environment: &Environment) -> Result<OsString, RuntimeErr
     Ok(copied.map_err(RuntimeError::Copy)?.into())
 }
 
-/// Follows links: `/dev/stdin` is one, to a pipe often enough.
+/// Follows links, because `/dev/stdin` is one, often to a pipe.
 fn read(path: &Path) -> Result<JsonFile, RuntimeError> {
     let failed = |why: String| RuntimeError::ProcessFile { path: safe(&path.to_string_lossy()), why };
     let mut options = OpenOptions::new();
@@ -138,11 +139,12 @@ fn read(path: &Path) -> Result<JsonFile, RuntimeError> {
     Ok(JsonFile { path: path.to_owned(), text: text.map_err(|error| failed(error.to_string()))? })
 }
 
-/// A file that only this process has, and what it becomes: the path by which that can open it.
+/// A file that only this process has, and the program that it becomes by exec. Returns the path by which that can open
+/// it.
 fn in_memory(text: &[u8]) -> io::Result<String> {
     let mut file = std::fs::File::from(memfd_create(c"sublet-process", MFdFlags::empty())?);
     file.write_all(text)?;
-    // Kept open for good, unless there are no such numbers here: then at its own.
+    // Kept open until the end, at a high number if the limit allows, otherwise at its own number.
     let number = match fcntl(&file, FcntlArg::F_DUPFD(HIGH)) {
         Ok(number) => number,
         Err(_) => std::os::fd::IntoRawFd::into_raw_fd(file),
@@ -150,10 +152,11 @@ fn in_memory(text: &[u8]) -> io::Result<String> {
     Ok(format!("/proc/self/fd/{number}"))
 }
 
-/// Options, in the form of `option`, to stand behind the user's own `given`: in both runtimes the last one counts.
+/// Options in the form of `option`, to be placed after the user's own `given`. In both runtimes the last one counts.
 ///
-/// runc adds the options to config.json's environment, which has ours already (utils and `getProcess` in exec.go);
-/// crun puts them in its place (libcrun/container.c, `if (process->env_len)`). With none, both take config.json's.
+/// runc adds the options to config.json's environment, which already has the share's (utils and `getProcess` in
+/// exec.go). crun replaces that environment by the options (libcrun/container.c, `if (process->env_len)`). Without
+/// options, both use config.json's.
 fn options(
     environment: &Environment,
     share: &Share,
@@ -175,7 +178,7 @@ fn options(
         let is_refused = refused_beside(&default.0).is_some_and(is_given);
         match dialect {
             Dialect::Crun => (!is_refused).then(|| pair(default)),
-            // No option takes a variable away; frameworks count an empty one as none.
+            // No option removes a variable, but frameworks treat an empty one as unset.
             Dialect::Runc => is_refused.then(|| format!("{}=", default.0)),
         }
     });

@@ -13,7 +13,7 @@ use super::flags::Dialect;
 /// Where names are looked up when there is no PATH.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// None of the configured runtimes is there.
+/// None of the configured runtimes is installed.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "missing {first}: no executable {names} found{ourselves}; install runc or crun, or set [runtime] low_level"
@@ -33,7 +33,7 @@ pub struct LowLevel {
     pub dialect: Dialect,
 }
 
-/// The first of `names` that is there and is not sublet itself, looked up in `path`.
+/// The first of `names` that exists and is not sublet itself, looked up in `path`.
 ///
 /// # Errors
 /// There is none.
@@ -60,7 +60,7 @@ pub fn find(
     })
 }
 
-/// The paths that `name` may mean. Relative directories in PATH are passed over.
+/// The paths that `name` may mean. Relative directories in PATH are skipped.
 fn candidates(name: &str, path: Option<&OsStr>) -> Vec<PathBuf> {
     if name.contains('/') {
         return vec![PathBuf::from(name)];
@@ -74,13 +74,13 @@ fn executable(program: &Path) -> Option<Metadata> {
     (metadata.is_file() && metadata.permissions().mode() & 0o111 != 0).then_some(metadata)
 }
 
-/// Whether running `program` would run us again, without end.
+/// Whether running `program` would run this program again, without end.
 fn is_ourselves(program: &Path, metadata: &Metadata, own: Option<&Metadata>) -> bool {
     let same = own.is_some_and(|own| (own.dev(), own.ino()) == (metadata.dev(), metadata.ino()));
     same || file_name(program).starts_with("sublet-")
 }
 
-/// By the name of the program or of what it links to: distributions link `runc` to crun.
+/// Decided by the name of the program, or of the file that it links to: distributions link `runc` to crun.
 pub(super) fn dialect(program: &Path) -> Dialect {
     let target = std::fs::canonicalize(program).unwrap_or_default();
     let is_crun = |path: &Path| {
@@ -104,13 +104,13 @@ pub struct Host {
 }
 
 impl Host {
-    /// This process's surroundings.
+    /// Those of this process.
     #[must_use]
     pub fn current() -> Self {
         Self::with(|name| std::env::var_os(name))
     }
 
-    /// As [`Host::current`], for a process of our user with this `environment`.
+    /// As [`Host::current`], for a process of the same user with this `environment`.
     #[must_use]
     pub fn of(environment: &[OsString]) -> Self {
         Self::with(|name| {
@@ -157,13 +157,13 @@ pub fn record(dialect: Dialect, root: Option<&Path>, id: &str, host: &Host) -> O
 }
 
 impl Dialect {
-    /// Whether `record` is of a container of its program's.
+    /// Whether `record` is a record of this runtime.
     pub(super) fn keeps(self, record: &Path) -> bool {
         record.join(if self == Self::Crun { "status" } else { "state.json" }).is_file()
     }
 
-    /// `path` as its program takes it from its command line: Go's `filepath.Abs`, which runc calls, takes `..` and
-    /// nothing at all by the text; crun leaves it to the kernel.
+    /// `path` as the runtime understands it on its command line. runc calls Go's `filepath.Abs`, which resolves `..`
+    /// and an empty path by the text. crun leaves this to the kernel.
     fn seen(self, path: &Path) -> PathBuf {
         if self == Self::Crun {
             return path.to_owned();
@@ -184,8 +184,8 @@ impl Dialect {
     }
 }
 
-/// `path` with no link in it, so that two names of a directory are one. What is not there yet the runtime makes, as
-/// it is written.
+/// `path` without links, so that two names of a directory become one. The runtime creates missing components as they
+/// are written.
 fn real(path: &Path) -> PathBuf {
     let found = path.ancestors().find_map(|above| Some((above.canonicalize().ok()?, above)));
     found.map_or_else(
@@ -295,7 +295,7 @@ mod tests {
             }
             assert_eq!(at(dialect, "link/not/yet"), dir.join("real/not/yet/c"));
         }
-        // Go takes `..` by the text, the kernel by the directory.
+        // Go resolves `..` by the text, the kernel by the directory.
         assert_eq!(at(Dialect::Runc, "link/../real/runc"), dir.join("real/runc/c"));
         std::os::unix::fs::symlink(dir.join("real/runc/x"), dir.join("deep")).unwrap();
         assert_eq!(at(Dialect::Runc, "deep/.."), dir.join("c"));

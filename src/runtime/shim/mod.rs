@@ -37,7 +37,7 @@ pub(crate) use running_runtime::record_of;
 use sublet_core::log::{self, Level, Log};
 use sublet_core::oci::containers_by_name;
 
-/// Why a command is not carried out.
+/// Why a command is not executed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RuntimeError {
     /// The configuration.
@@ -46,10 +46,10 @@ pub(crate) enum RuntimeError {
     /// No runc or crun.
     #[error(transparent)]
     LowLevel(#[from] MissingRuntime),
-    /// No share for it.
+    /// It gets no share.
     #[error(transparent)]
     Admit(#[from] AdmitError),
-    /// What share a running container has.
+    /// The share of a running container cannot be determined.
     #[error(transparent)]
     Enter(#[from] EnterError),
     /// The process file of exec.
@@ -63,33 +63,33 @@ pub(crate) enum RuntimeError {
     /// Its edited copy.
     #[error("the process file cannot be copied: {0}")]
     Copy(io::Error),
-    /// The kernel does not let us.
+    /// The kernel refuses.
     #[error(
         "the process cannot be kept away from the GPU, which `[mps] exec_without_daemon` asks for: \
          seccomp: {0}"
     )]
     NoFilter(io::Error),
-    /// An option of a later runtime's.
+    /// An unknown option, of a later version of the runtime.
     #[error(
         "exec has an option that this sublet does not know, and one of the words after it is a container \
          with a share of a GPU: pass the process with --process, or leave the option out"
     )]
     UnknownOption,
-    /// Names of a share's container go into JSON.
+    /// A name of a container with a share is not UTF-8, so it cannot be written as JSON.
     #[error("{what} {path} is not UTF-8: give the container with a share a directory with another name")]
     NotUtf8 {
         /// What it is.
         what: &'static str,
-        /// As far as it can be shown.
+        /// The path, as far as it can be shown.
         path: String,
     },
     /// config.json or the process file.
     #[error(transparent)]
     File(#[from] FileError),
-    /// What stands in them.
+    /// The content of these files.
     #[error(transparent)]
     Spec(#[from] SpecError),
-    /// It asks for a share, and we do not know who it is.
+    /// It asks for a share, and its id is unknown.
     #[error(
         "the command line does not name one container: exactly one id of letters, digits and . _ + - is \
          needed"
@@ -119,7 +119,7 @@ pub(crate) enum RuntimeError {
          /usr/libexec/sublet/sublet-hook"
     )]
     NoHook,
-    /// Our own /proc entry.
+    /// This process's /proc entry.
     #[error("cannot read when this process started (is /proc mounted?): {0}")]
     Process(io::Error),
     /// checkpoint or restore.
@@ -138,7 +138,7 @@ pub(crate) enum RuntimeError {
     },
 }
 
-/// What the name we are called by means.
+/// What the name by which the shim is called means.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum EntryPoint {
     /// `sublet-runtime`.
@@ -177,7 +177,7 @@ struct Call<'a> {
     log: &'a Log,
 }
 
-/// For people, who may ask for it before there is a runc; engines never do.
+/// For people, who may ask for it before runc is installed. Engines never do.
 const USAGE: &str = "\
 The OCI runtime shim of sublet. Engines run it in place of runc or crun, with the same command line. It gives
 containers with sublet.* annotations their share of a GPU, and then becomes the low-level runtime ([runtime]
@@ -197,7 +197,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let runtime = config_files::load_runtime();
-    // Engines write the options that concern the log alike for both.
+    // Engines write the log options in the same way for both runtimes.
     let found = runtime.as_ref().map_err(|_| ()).and_then(|runtime| find(&runtime.low_level).map_err(|_| ()));
     let line = parse(args, found.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect));
     let own_log = runtime.as_ref().ok().and_then(|runtime| runtime.log.as_deref());
@@ -229,8 +229,9 @@ fn find(names: &[String]) -> Result<LowLevel, MissingRuntime> {
     low_level::find(names, std::env::var_os("PATH").as_deref(), own.as_ref())
 }
 
-/// What runs is not kept from ending, nor looked at less, because nobody knows which runtime the next container shall
-/// have: the one that has a record of this container, else the first that is installed.
+/// Finds the runtime for a command on an existing container even if the configuration cannot be read, so that the
+/// container can still be ended and examined: the runtime that has a record of it, otherwise the first one that is
+/// installed.
 fn by_record(
     args: &[OsString],
     error: &ConfigError,
@@ -243,7 +244,7 @@ fn by_record(
     let host = low_level::Host::current();
     let has_record = |low_level: &&LowLevel| {
         let root = parse(args, low_level.dialect).global.root;
-        // Commands that do not concern us have the id where we do not look for it.
+        // In commands that do not concern sublet, the id is not parsed.
         let mut records = args
             .iter()
             .filter_map(|word| low_level::record(low_level.dialect, root.as_deref(), word.to_str()?, &host));
@@ -254,7 +255,7 @@ fn by_record(
     (parse(args, dialect), low_level.map_or_else(|| find(&names).map_err(RuntimeError::from), Ok))
 }
 
-/// Everything but `delete` of a container of ours ends in becoming the low-level runtime.
+/// Every command except `delete` of a container with a share ends by becoming the low-level runtime.
 fn dispatch(call: &Call<'_>, command: &Command) -> Result<ExitCode, RuntimeError> {
     let never = match command {
         Command::Create(start) => create::create(call, start, create::Kind::Create)?,
@@ -282,8 +283,8 @@ impl Call<'_> {
         Err(self.become_low_level(self.args))
     }
 
-    /// Returns only on failure. `exec` of the standard library also puts back the one signal
-    /// disposition that it changed at our start, SIGPIPE; all else is inherited as we got it.
+    /// Returns only on failure. The standard library's `exec` also restores the one signal disposition that it changed
+    /// at start, SIGPIPE. Everything else is inherited unchanged.
     fn become_low_level(&self, args: &[OsString]) -> RuntimeError {
         let source = std::process::Command::new(&self.low_level.program).args(args).exec();
         self.cannot_run(source)
@@ -293,7 +294,7 @@ impl Call<'_> {
         RuntimeError::Exec { program: self.low_level.program.display().to_string(), source }
     }
 
-    /// The id and the record of the container that `command` names; `None` where there can be no lease.
+    /// The id and the record of the container that `command` names; `None` if there can be no lease.
     fn container<'c>(&self, command: &'c Command) -> Option<(&'c str, PathBuf)> {
         let id = command.id()?.to_str()?;
         Some((id, self.record(id)?))
@@ -308,8 +309,8 @@ impl Call<'_> {
         )
     }
 
-    /// The configuration, where there are leases at all. `delete` goes on without us when it is broken: that must not
-    /// stop the ends of containers, most of which are not ours, and the next command finds that they are gone.
+    /// The configuration, if there are leases at all. If it is invalid, `delete` goes on without it: this must not keep
+    /// containers from ending, most of which have no share, and the next command sees that they have ended.
     fn config_with_leases(&self) -> Option<Config> {
         match config_files::load() {
             Ok(config) => ledger::is_there(&config.state_dir).then_some(config),
@@ -325,7 +326,7 @@ impl Call<'_> {
     }
 }
 
-/// Our effective user: ids of containers are unique for each user only.
+/// The effective user. Container ids are unique only for each user.
 fn uid() -> u32 {
     nix::unistd::geteuid().as_raw()
 }

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use super::argv::parse;
 use super::low_level::{self, Host};
 
-/// The record of container `id` of the runtime that is process `pid`; `None` where it cannot be found.
+/// The record of container `id` that the runtime with process id `pid` keeps; `None` if it is not found.
 pub(crate) fn record_of(pid: i32, id: &str) -> Option<PathBuf> {
     let proc = PathBuf::from(format!("/proc/{pid}"));
     let args = strings(&proc.join("cmdline"));
-    // Not by /proc/PID/exe: crun runs a copy of itself that has no path.
+    // /proc/PID/exe is not used, because crun runs a copy of itself that has no path.
     let (program, args) = args.split_first()?;
     let dialect = low_level::dialect(Path::new(program));
     let line = parse(args, dialect);
@@ -35,7 +35,7 @@ mod tests {
     fn the_record_is_where_the_runtimes_command_line_says() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::create_dir(dir.path().join("c1")).unwrap();
-        // A shell that waits, with more words on its command line than it reads.
+        // A waiting shell with additional arguments that it does not read.
         let mut runtime = std::process::Command::new("/bin/sh")
             .args(["-c", "echo up; read wait", "--root"])
             .arg(dir.path())
@@ -44,7 +44,7 @@ mod tests {
             .stdout(std::process::Stdio::piped())
             .spawn()
             .unwrap();
-        // A process just started has no command line yet.
+        // A process that was just started has no command line yet.
         std::io::Read::read_exact(runtime.stdout.as_mut().unwrap(), &mut [0; 3]).unwrap();
         let pid = i32::try_from(runtime.id()).unwrap();
         assert_eq!(record_of(pid, "c1"), Some(dir.path().join("c1")));

@@ -1,5 +1,6 @@
-//! The low-level runtime as a child process: it gets our signals, dies with us, and we end with its exit
-//! status. The system calls between fork and exec, and the disposition of SIGCHLD, need `unsafe`.
+//! The low-level runtime as a child process. The shim passes its signals to the child and ends with the child's exit
+//! status. If the shim is killed, the child is killed, too. The system calls between fork and exec, and the disposition
+//! of SIGCHLD, need `unsafe`.
 #![allow(unsafe_code, reason = "fork hooks and signal dispositions")]
 
 use std::ffi::OsString;
@@ -19,8 +20,8 @@ const FORWARDED: [Signal; 6] =
 pub(super) fn run(program: &Path, args: &[OsString]) -> io::Result<ExitStatus> {
     let mut signals: SigSet = FORWARDED.into_iter().collect();
     signals.add(Signal::SIGCHLD);
-    // An ignored SIGCHLD, inherited, would take the exit status away from us.
-    // SAFETY: no handler is installed, so no code of ours runs in signal context.
+    // With an inherited, ignored SIGCHLD the exit status would be lost. SAFETY: no handler is installed, so no code of
+    // this program runs in signal context.
     unsafe { signal::signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
     let before = signals.thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
     let status = spawn(program, args, before).and_then(|child| wait(child, &signals));
@@ -28,7 +29,7 @@ pub(super) fn run(program: &Path, args: &[OsString]) -> io::Result<ExitStatus> {
     status
 }
 
-/// Starts it with the signal mask `before` ours, to be killed when we are.
+/// Starts it with the signal mask `before`. It is killed when this process is killed.
 fn spawn(program: &Path, args: &[OsString], before: SigSet) -> io::Result<Child> {
     let parent = getpid();
     let mut command = Command::new(program);
@@ -45,7 +46,7 @@ fn spawn(program: &Path, args: &[OsString], before: SigSet) -> io::Result<Child>
     command.spawn()
 }
 
-/// Waits for the end, passing signals on. Until it is reaped the child's pid cannot mean another process.
+/// Waits for the child's end and passes signals on. Until the child is reaped, its pid cannot mean another process.
 fn wait(mut child: Child, signals: &SigSet) -> io::Result<ExitStatus> {
     let pid = Pid::from_raw(i32::try_from(child.id()).map_err(io::Error::other)?);
     loop {
@@ -60,12 +61,12 @@ fn wait(mut child: Child, signals: &SigSet) -> io::Result<ExitStatus> {
     }
 }
 
-/// Our own end after the child's: its exit code, or the signal that ended it.
+/// Ends this process as the child ended: with its exit code, or by the signal that ended it.
 pub(super) fn exit_like(status: ExitStatus) -> ExitCode {
     let Some(number) = status.signal() else {
         return ExitCode::from(u8::try_from(status.code().unwrap_or(1)).unwrap_or(1));
     };
-    // Not fatal where we inherited it as ignored: then the shell's code for it must do.
+    // The signal is not fatal if it was inherited as ignored. The shell's exit code for it is used then.
     if let Ok(signal) = Signal::try_from(number) {
         let _ = signal::raise(signal);
     }

@@ -1,5 +1,5 @@
-//! Attaching what a container is given, inside its mount namespace: by descriptor alone, and nowhere that
-//! the host would see it.
+//! Attaches a container's mounts and nodes inside its mount namespace: only by descriptor, and never where the host
+//! would see them.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -64,7 +64,7 @@ impl<'a> Rootfs<'a> {
         }
     }
 
-    /// Makes the device node, for everyone to open: the device cgroup decides.
+    /// Creates the device node with access for all users. The device cgroup decides who may open it.
     pub fn make_node(&self, node: &Node) -> Result<(), NamespaceError> {
         let make = || {
             let (dir, name) = (node.path.parent().ok_or(Errno::EINVAL)?, name_of(&node.path)?);
@@ -143,7 +143,7 @@ fn act_as(uid: Uid, gid: Gid) -> io::Result<()> {
     Err(io::Error::other(format!("the kernel does not let us act as uid {uid} and gid {gid} there")))
 }
 
-/// Ids that nobody has change nothing, and the answer is what stands.
+/// With invalid ids the call changes nothing and returns the present ids.
 fn acting() -> (Uid, Gid) {
     (setfsuid(Uid::from_raw(u32::MAX)), setfsgid(Gid::from_raw(u32::MAX)))
 }
@@ -165,7 +165,7 @@ mod tests {
 
     use super::*;
 
-    /// Both belong to a thread.
+    /// Runs `work` in a thread, because file system ids and capabilities belong to a thread.
     fn in_a_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
         std::thread::spawn(work).join().unwrap()
     }

@@ -74,7 +74,7 @@ pub(super) fn program(id: u32) -> io::Result<OwnedFd> {
         next: u32,
         flags: u32,
     }
-    // SAFETY: the structure holds no pointers; the kernel returns a new descriptor that nobody else has.
+    // SAFETY: the structure holds no pointers; the kernel returns a new descriptor that no other value owns.
     unsafe {
         let fd = call(PROG_GET_FD_BY_ID, &mut ById { id, next: 0, flags: 0 })?;
         Ok(OwnedFd::from_raw_fd(fd))

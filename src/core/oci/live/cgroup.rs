@@ -1,8 +1,8 @@
 //! Opening a live container's device cgroup for its nodes: `devices.allow` of cgroup v1, every device
 //! program of v2 from the container's cgroup up to its systemd unit.
 //!
-//! A program is not compiled anew from the bundle's rules, which lack the ones that runc and crun add by
-//! themselves: its own instructions are kept, and ours are put in front.
+//! A program is not compiled anew from the bundle's rules, which lack the ones that runc and crun add by themselves:
+//! its own instructions are kept, and new ones are put in front.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
@@ -104,8 +104,8 @@ impl From<io::Error> for Level {
     }
 }
 
-/// Opens one cgroup. A unit that may use every device has no program and is left so: a first
-/// `DeviceAllow` would close it for all the others.
+/// Opens one cgroup for the nodes. A unit that may use every device has no program and is not changed: a first
+/// `DeviceAllow` would close it for all other devices.
 fn open_level(dir: &Path, unit: Option<(&str, &str)>, nodes: &[&Node]) -> Result<(), Level> {
     let cgroup = File::open(dir)?;
     let before = bpf::query(cgroup.as_fd())?;
@@ -116,7 +116,7 @@ fn open_level(dir: &Path, unit: Option<(&str, &str)>, nodes: &[&Node]) -> Result
             attached = bpf::query(cgroup.as_fd())?;
         }
     }
-    // A program that came with systemd's answer has our rules already.
+    // A program that systemd has just attached already has the new rules.
     for id in attached.programs.iter().filter(|id| before.programs.contains(id)) {
         let old = bpf::program(*id)?;
         let new = bpf::load(&filter::allow(nodes, &bpf::instructions(&old)?))?;

@@ -103,7 +103,7 @@ mod tests {
         let node = |major, minor| Node { path: "/dev/x".into(), major, minor };
         let nodes = [node(195, 255), node(195, 0), node(511, 1 << 19)];
         let nodes: Vec<&Node> = nodes.iter().collect();
-        // What stood there answers 7, so that its answers are told from ours.
+        // The original program returns 7, so that its answers differ from those of the added instructions.
         let old = [instruction(SET, 0, 0, 0, 7), instruction(EXIT, 0, 0, 0, 0)];
         let program = allow(&nodes, &old);
         for (major, minor) in [(195, 255), (195, 0), (511, 1 << 19)] {

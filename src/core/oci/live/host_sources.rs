@@ -32,8 +32,8 @@ pub(super) struct HostSide {
     pub rootfs: FileStat,
     /// /proc of our own PID namespace: the container's is another one.
     pub proc: OwnedFd,
-    /// Uid and gid on the host of the root of the container's user namespace, where it has one: what is
-    /// made on file systems that were mounted in there must be somebody's whom they know.
+    /// Uid and gid on the host of the root of the container's user namespace, where it has one: files created on file
+    /// systems that were mounted there must belong to a user of that namespace.
     pub owner: Option<(Uid, Gid)>,
     /// One for each node of the grant; `None`: it is made by mknod.
     pub nodes: Vec<Option<OwnedFd>>,

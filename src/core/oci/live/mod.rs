@@ -1,5 +1,5 @@
-//! Carrying out a [`Grant`] on a live container, whose namespaces exist and whose own program does not run
-//! yet: the stage of prestart and createRuntime hooks.
+//! Applies a [`Grant`] to a live container whose namespaces exist and whose own program does not run yet: the stage of
+//! prestart and createRuntime hooks.
 //!
 //! Whatever comes from the host is opened on the host, as detached mounts. Then this process enters the
 //! container's mount namespace and attaches them to descriptors that were resolved inside the rootfs; no
@@ -36,13 +36,13 @@ pub struct Live<'a> {
     pub rootfs: &'a Path,
 }
 
-/// Why a grant cannot be carried out on a live container.
+/// Why a grant cannot be applied to a live container.
 #[derive(Debug, thiserror::Error)]
 pub enum NamespaceError {
     /// The container ended meanwhile.
     #[error("its first process {0} has ended: see the container runtime's messages")]
     Gone(i32),
-    /// Mounts would be the host's.
+    /// It has no mount namespace of its own, so mounts would appear on the host.
     #[error(
         "it has no mount namespace of its own, so its devices would appear on the host: add a namespace of \
          type `mount` to its config.json"
@@ -68,7 +68,7 @@ pub enum NamespaceError {
         shown(.0)
     )]
     Kernel(PathBuf),
-    /// Something of the image's stands where a node must be.
+    /// The image has something else at the path of a node.
     #[error("the container has something else at {}: remove it from the image", shown(.0))]
     Occupied(PathBuf),
     /// systemd refused.
@@ -113,7 +113,7 @@ fn failed(what: impl Into<String>, error: impl Into<io::Error>) -> NamespaceErro
 /// This process enters another mount namespace and comes back: it must have one thread only.
 ///
 /// # Errors
-/// Whatever is missing then, the container must not start.
+/// Some of the grant may then be missing, so the container must not start.
 pub fn apply(grant: &Grant, container: Live<'_>) -> Result<(), NamespaceError> {
     let host = HostSide::open(grant, container)?;
     let nodes: Vec<_> = grant.nodes.iter().map(|granted| &granted.node).collect();

@@ -1,4 +1,4 @@
-//! Specs of engines that ask for GPUs beside ours, and those that do not.
+//! Specs of engines that request GPUs themselves, and specs that do not.
 
 use serde_json::{Value, json};
 

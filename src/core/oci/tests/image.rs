@@ -358,7 +358,7 @@ fn volumes_over_the_library_directory_are_looked_into() {
     assert!(error.to_string().ends_with(&listed), "{error}");
     root.file("volume/libcuda.so", "");
     root.link("libcuda.so", "volume/libcuda.so.1");
-    // What is there already is not ours to remove, and still has a mount on it.
+    // An existing file is never removed, and still has a mount on it.
     let image = root.inspect(&volume(&["rbind", "ro"])).unwrap();
     assert_eq!((image.volumes.len(), image.volumes[0].files.len()), (1, 0));
 }
