@@ -48,7 +48,7 @@ fn read(text: &[u8]) -> Value {
     JsonFile { path: PathBuf::from("/b/config.json"), text: text.to_vec() }.parse().expect("what we wrote")
 }
 
-/// Demands that all of `before` is in `after`, in its order; our entries stand behind.
+/// Checks that `after` contains all of `before` in its order, followed by sublet's entries.
 fn stays(path: &str, before: &Value, after: &Value) {
     match (before, after) {
         (Value::Null, _) => {}

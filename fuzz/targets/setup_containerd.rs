@@ -21,7 +21,7 @@ fuzz_target!(|found: &str| {
     let Some(text) = ok(set_up(Some(found), &wish)) else { return };
     toml::from_str::<toml::Table>(&text).expect("containerd can read it");
     assert_eq!(set_up(Some(&text), &wish).as_ref(), Ok(&text), "a second time changes nothing");
-    // Lines of ours that were there go with those that were added.
+    // Existing lines of sublet are removed together with the added ones.
     assert_eq!(undo(Some(&text)), undo(Some(found)));
     let ours = ["# sublet setup", "# >>> sublet setup", "# <<< sublet setup"];
     if !ours.iter().any(|mark| found.contains(mark)) {

@@ -1,9 +1,9 @@
-//! What the guard's looks cost with 8 GPUs and 100 leases, as one table: its own work (/proc, the ledger, judging) by
-//! the CPU time of its thread, with a driver whose answers cost next to nothing; what a real driver's cost is
-//! measured by `gpu-check` and added by whoever reads it.
+//! What the guard's checks cost with 8 GPUs and 100 leases, as one table: the guard's own work (/proc, the ledger,
+//! judging) as CPU time of its thread, with a driver whose answers cost next to nothing. What a real driver costs is
+//! measured by `gpu-check` and has to be added.
 //!
-//! `bench-guard [SECONDS]`, as root: 30 by default. Everything that it runs is built already and found in
-//! `SUBLET_BIN_DIR` and `SUBLET_SIM_DIR`. It judges nothing: the limit in the table is for whoever reads it.
+//! `bench-guard [SECONDS]`, as root: 30 by default. All programs must be built, and are found in `SUBLET_BIN_DIR` and
+//! `SUBLET_SIM_DIR`. It does not judge: the limit in the table is for the reader.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -16,7 +16,7 @@ const SECONDS: u64 = 30;
 const LEASES: u32 = 100;
 const GPUS: u32 = 8;
 
-/// Looks in a second.
+/// Checks per second.
 const LOOKS: f64 = 2.0;
 
 fn main() -> Result<()> {
@@ -55,7 +55,7 @@ fn up(world: &World, number: u32) -> Bundle<'_> {
     bundle
 }
 
-/// What NVML tells now, as the simulated driver reads it back.
+/// What NVML reports now, read back from the simulated driver.
 fn contexts(nvml: &nvml_wrapper::Nvml) -> Result<String> {
     let mut text = String::new();
     for index in 0..nvml.device_count()? {
@@ -70,7 +70,7 @@ fn contexts(nvml: &nvml_wrapper::Nvml) -> Result<String> {
     Ok(text)
 }
 
-/// `simulated`: milliseconds that the simulated driver's own answers take in a look.
+/// `simulated`: the milliseconds that the simulated driver's own answers take in a check.
 fn print(seconds: u64, percent: f64, simulated: f64) {
     let look = percent / 100.0 * 1000.0 / LOOKS;
     println!("{GPUS} GPUs, {LEASES} leases with a process each, a look every 500 ms, over {seconds} s:\n");

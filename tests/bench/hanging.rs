@@ -1,9 +1,9 @@
-//! What a thousand hanging connections cost the others: how long rootless creates take beside them and
-//! without them, by turns, in one table, and how much memory `sublet serve` took at most.
+//! What a thousand hanging connections cost other users: how long rootless creates take with them and without them, in
+//! turns, in one table, and how much memory `sublet serve` took at most.
 //!
-//! `bench-hanging [ROUNDS]`, as root: 100 rounds of each by default. Everything that it runs is built
-//! already and found in `SUBLET_BIN_DIR` and `SUBLET_SIM_DIR`, `speak` beside this program. It judges
-//! nothing: machines are noisy, and the limits in the table are for whoever reads it.
+//! `bench-hanging [ROUNDS]`, as root: 100 rounds of each by default. All programs must be built, and are found in
+//! `SUBLET_BIN_DIR` and `SUBLET_SIM_DIR`, `speak` beside this program. It does not judge: machines are noisy, and the
+//! limits in the table are for the reader.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ const TURN: usize = 25;
 
 const ALICE: u32 = 1000;
 const BOB: u32 = 1001;
-/// Users who hold sixteen connections each; another one drips.
+/// Users with sixteen connections each. One more user sends its line slowly.
 const HANGING: std::ops::Range<u32> = 20_000..20_063;
 const POLICY: &str = "[[policy]]\nuser = 1000\n[[policy]]\nuser = 1001\n";
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
@@ -52,9 +52,9 @@ struct Times {
     plain: Vec<Duration>,
 }
 
-/// Idle, beside hanging connections, and how many of these there were at least.
+/// Times without and with hanging connections, and the smallest number of these.
 fn measure(host: &Host, rounds: usize) -> Result<(Times, Times, usize)> {
-    // Keeps the MPS daemon running: what is timed is the service.
+    // Keeps the MPS daemon running, so that only the service is timed.
     let warm = host.bundle(BOB, "warm", &[("sublet.mode", "mps")], &["/usr/bin/cuda-probe", "hold", "86400"]);
     warm.up();
     let shared = host.bundle(ALICE, "shared", SHARE, &["/bin/true"]);
@@ -112,7 +112,7 @@ fn peak(host: &Host) -> Result<u64> {
     Ok(line.trim().trim_end_matches("kB").trim().parse()?)
 }
 
-/// Milliseconds that so many percent of them do not pass.
+/// The time in milliseconds that this percentage of them does not exceed.
 fn quantile(times: &[Duration], percent: usize) -> f64 {
     let mut sorted = times.to_vec();
     sorted.sort_unstable();

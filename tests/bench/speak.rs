@@ -1,4 +1,4 @@
-//! A client of `sublet serve`'s socket, good and bad: says what it is told, or holds connections open.
+//! A client of `sublet serve`'s socket, well behaved or not: it sends the given lines, or holds connections open.
 //! The tests run it as other users.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -20,11 +20,11 @@ fn main() -> anyhow::Result<()> {
     }
 }
 
-/// Each line of standard input, and what is answered.
+/// Sends each line of standard input and prints the answer.
 fn say(socket: &str) -> anyhow::Result<()> {
     let mut answers = BufReader::new(UnixStream::connect(socket)?);
     for line in std::io::stdin().lines() {
-        // A line that is not read to its end is answered all the same.
+        // A line that the service does not read to its end is answered all the same.
         let _ = writeln!(answers.get_mut(), "{}", line?);
         let mut answer = String::new();
         answers.read_line(&mut answer)?;
@@ -51,7 +51,7 @@ fn hold(socket: &str, count: usize, drip: bool) -> anyhow::Result<()> {
     std::io::stdout().flush()?;
     if drip {
         std::thread::spawn(move || {
-            // A connection that was closed has to be made again: the point is that some hangs.
+            // A closed connection is opened again, because the test needs some that hang.
             for byte in b"{\"v\":1,\"do\":\"".iter().cycle() {
                 if open.first_mut().is_some_and(|stream| stream.write_all(&[*byte]).is_err()) {
                     break;
@@ -69,7 +69,7 @@ fn hold(socket: &str, count: usize, drip: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Holds `count` connections until it is killed: each that is closed is made again.
+/// Holds `count` connections until it is killed. A closed connection is opened again.
 fn hang(socket: &str, count: usize) -> anyhow::Result<()> {
     let mut open = (0..count).map(|_| UnixStream::connect(socket)).collect::<Result<Vec<_>, _>>()?;
     println!("0");

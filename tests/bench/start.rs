@@ -1,8 +1,8 @@
 //! What sublet adds to a container's start: medians of programs run in turns, in one table.
 //!
-//! `bench [ROUNDS]`, as root; `make bench` builds what it times. The driver is the simulated one, and
-//! nothing of it is asked on the timed path but the MPS daemon's socket. It judges nothing: machines
-//! are noisy, and the limits in the table are for whoever reads it.
+//! `bench [ROUNDS]`, as root; `make bench` builds what it times. The driver is the simulated one, and on the timed
+//! path only the MPS daemon's socket is used. It does not judge: machines are noisy, and the limits in the table are
+//! for the reader.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -21,8 +21,8 @@ const WARM_UP: usize = 2;
 /// As long as Docker's ids are.
 const ID: &str = "5c2a0f7d9e31b84c6a1d0e92f7b35846c0d9a1e27f6b8354d1c0e9f2a7b36845";
 
-/// As Docker 26 writes it for a CUDA image: its mounts, capabilities, masked paths and environment, and
-/// a seccomp list of the size of its default one.
+/// A spec as Docker 26 writes it for a CUDA image: its mounts, capabilities, masked paths and environment, and a
+/// seccomp list as long as its default one.
 const DOCKER_CONFIG: &str = include_str!("docker-config.json");
 
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
@@ -43,7 +43,7 @@ fn main() -> Result<()> {
     print(rounds, &calls, &cycles)
 }
 
-/// What was timed, and what the first of its table is to be held against.
+/// What was timed, and the row of its table to compare it with.
 struct Row {
     what: &'static str,
     limit: &'static str,
@@ -71,7 +71,7 @@ struct Bench {
     memory: TempDir,
     /// sublet's configuration with `/bin/true` in runc's place.
     instant: PathBuf,
-    /// Where all that is run writes its errors.
+    /// Where all programs write their errors.
     errors: PathBuf,
 }
 
@@ -108,7 +108,7 @@ impl Bench {
         for round in 0..rounds + WARM_UP {
             plain.write();
             shared.write();
-            // Each create leaves its lease to a process that is gone, as `/bin/true` makes no container.
+            // Each create leaves its lease to a process that has ended, because `/bin/true` creates no container.
             let mut gc = Command::new(sublet_e2e::bin_dir().join("sublet"));
             self.timed(self.quiet(gc.arg("gc"))?)?;
             let commands = [
@@ -118,7 +118,7 @@ impl Bench {
                 self.shim(&create(&plain))?,
                 self.shim(&create(&shared))?,
             ];
-            // Each begins a round in its turn: the first finds the caches full of other things.
+            // Each takes its turn to be first in a round, because the first finds the caches full of other data.
             let mut turns: Vec<_> = rows.iter_mut().zip(commands).collect();
             turns.rotate_left(round % 5);
             for (row, command) in turns {
@@ -126,7 +126,7 @@ impl Bench {
             }
             ensure!(shared.config() != shared.spec, "no share was given");
             shared.write();
-            // It gives back the lease of the one before.
+            // It releases the lease of the previous call.
             rows[5].times.push(self.timed(self.shim(&create(&shared))?)?);
         }
         ensure!(plain.config() == plain.spec, "the container without annotations was touched");
@@ -150,7 +150,7 @@ impl Bench {
         Ok(rows)
     }
 
-    /// The three commands; the wait for the container's own end between them does not count.
+    /// The three commands. The wait for the container's own end between them does not count.
     fn cycle(&self, program: &Path, bundle: &Bundle<'_>) -> Result<Duration> {
         let pid_file = bundle.dir.join("pid");
         let run = |arguments: &[&str]| {
@@ -197,7 +197,7 @@ impl Bench {
         self.quiet(command.args(arguments))
     }
 
-    /// All commands get the same environment, or those without one of their own would start quicker.
+    /// All commands get an explicit environment; those without one would start faster.
     fn quiet(&self, command: &mut Command) -> Result<Command> {
         let errors = File::options().append(true).create(true).open(&self.errors)?;
         if !command.get_envs().any(|(name, _)| name == "SUBLET_CONFIG") {
@@ -207,7 +207,7 @@ impl Bench {
         Ok(std::mem::replace(command, Command::new("")))
     }
 
-    /// From before the process is spawned until it was waited for, by the monotonic clock.
+    /// From before the process is spawned until it has been waited for, by the monotonic clock.
     fn timed(&self, mut command: Command) -> Result<Duration> {
         let start = Instant::now();
         let status = command.status();

@@ -194,7 +194,7 @@ fn of_twenty_at_once_those_start_that_fit() {
     containerd.assert_empty();
 }
 
-/// Who is killed.
+/// The process that is killed.
 #[derive(Clone, Copy, Debug)]
 enum Victim {
     Containerd,
@@ -215,7 +215,7 @@ impl Victim {
 
 /// Kills `victim` at `stage` of a container's life, and lets the next command put everything right.
 fn killed_at(containerd: &mut Containerd, stopping: &Stopping, stage: &str, victim: Victim) {
-    // A name of its own: containerd may be tidying up after the last one still.
+    // A different name each time: containerd may still be cleaning up the last one.
     let name = &format!("{stage}-{victim:?}");
     eprintln!("{name}");
     stopping.at(stage);
@@ -258,7 +258,7 @@ fn killed_at(containerd: &mut Containerd, stopping: &Stopping, stage: &str, vict
         // containerd forgets a shim whose container crun has deleted already.
         containerd.kill_shims();
     }
-    // The shim or containerd unmounts the root filesystem before anybody deletes the container.
+    // The shim or containerd unmounts the root filesystem before the container is deleted.
     containerd.assert_ended();
 }
 

@@ -12,7 +12,7 @@ use sublet_e2e::{Engine, World, eventually, is_alive};
 const SMALL: &str = "[share.small]\nsm = 25\nmemory = \"8GiB\"\n";
 const DEVICE: &str = "sublet/share=small";
 
-/// Docker with a CDI device and, as a runtime of its own, the low-level runtime under test.
+/// Docker with a CDI device, and with the low-level runtime under test as a separate runtime.
 fn docker(topology: &str, shares: &str) -> Docker {
     let world = World::simulated(topology, shares);
     let program = format!("/usr/bin/{}", world.engine.program());

@@ -154,7 +154,7 @@ fn a_container_with_a_gpu_and_no_lease_is_listed() {
     let device = format!("{}:/dev/nvidia0", node.display());
     let ours = docker.hold("ours", &["sublet.sm=25"], &[]);
     let (_, checks) = doctor(&docker.world, &[]);
-    // Containers of other tests are nobody's in this world.
+    // Containers of other tests have no lease in this world.
     assert!(!found(one(&checks, "unleased")).contains(&ours[..12]), "{checks:?}");
     let options = ["run", "-d", "--name", "beside", "--network=none", "--runtime=runc", "--device", &device];
     let id = docker.ask(&[&options[..], &[sublet_e2e::docker::IMAGE, "sleep", "600"]].concat());

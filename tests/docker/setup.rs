@@ -154,7 +154,7 @@ fn a_read_only_etc_and_a_user_who_is_not_root_are_told_what_to_do() {
     let dry = command.arg("--dry-run").output().expect("unshare runs");
     assert!(dry.status.success() && String::from_utf8_lossy(&dry.stdout).contains("+{"), "{dry:?}");
     assert_eq!(fs::read_to_string(&file).expect("daemon.json"), "{}");
-    // Somebody who has Docker without root.
+    // A user who runs Docker without root.
     let copy = world.dir.path().join("sublet");
     programs::copy(&bin_dir().join("sublet"), &copy);
     fs::set_permissions(world.dir.path(), fs::Permissions::from_mode(0o755)).expect("chmod");

@@ -1,5 +1,5 @@
-//! Bad hosts: a driver that is not whole, GPUs that cannot do what is asked, directories that cannot be
-//! written, a configuration that cannot be used; each refused in one line with the way out.
+//! Bad hosts: an incomplete driver, GPUs that cannot do what is asked, directories that cannot be written, an invalid
+//! configuration. Each is refused in one line that says what to do.
 
 use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
@@ -19,7 +19,7 @@ fn refusals(world: &World, requests: &[&[(&str, &str)]]) -> Vec<String> {
     requests.iter().map(|annotations| bad(world, annotations).refused()).collect()
 }
 
-/// What is wrong with a host.
+/// The fault of a host.
 type Damage = fn(&World);
 
 /// A file of the simulated driver.
@@ -88,7 +88,7 @@ fn mps_programs_outside_the_usual_path() {
     world.assert_empty();
 }
 
-/// As with a libcuda of another driver. The logs stay, to tell what happened.
+/// Like a libcuda of another driver. The logs stay, to show what happened.
 #[test]
 fn an_mps_server_that_ends_as_it_starts_is_named_at_once() {
     if skip_unless_root() {
@@ -333,7 +333,7 @@ fn a_low_level_runtime_that_is_missing() {
     world.assert_empty();
 }
 
-/// Nobody is told to mend an image for what is this process's trouble.
+/// An error of this process must not tell the user to change the image.
 #[test]
 fn too_few_descriptors_are_not_the_images_fault() {
     if skip_unless_root() {
@@ -461,7 +461,7 @@ fn the_lease_of_a_gpu_that_fell_off_the_bus_is_lost() {
     world.assert_empty();
 }
 
-/// CUDA that cannot reach its daemon runs on the whole GPU, or not at all.
+/// If CUDA cannot reach its daemon, it runs on the whole GPU or not at all.
 #[test]
 fn a_daemon_that_was_closed_to_containers_is_open_again_before_the_next_starts() {
     if skip_unless_root() {

@@ -1,5 +1,5 @@
-//! Bad input: what people, engines and hosts get wrong, each refused in one line that names the thing and
-//! the way out. `refused` checks exit status 1, config.json, and that nothing is left behind.
+//! Bad input: mistakes of users, engines and hosts. Each is refused in one line that names the mistake and says what
+//! to do. `refused` checks exit status 1, config.json, and that nothing is left behind.
 
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, assert_lines, skip_unless_root};

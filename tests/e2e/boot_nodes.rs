@@ -1,4 +1,4 @@
-//! `sublet refresh --boot`: the nodes and links that a host is to have before its engines start.
+//! `sublet refresh --boot`: the nodes and links that a host should have before its engines start.
 
 use std::path::Path;
 use std::process::Output;

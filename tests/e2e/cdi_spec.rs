@@ -1,5 +1,5 @@
-//! The CDI specification itself: what stands in it, who keeps it current, and what its hook does with bundles
-//! that runc and crun get without an engine.
+//! The CDI specification itself: its content, how it is kept current, and what its hook does with bundles that runc
+//! and crun get without an engine.
 
 use std::path::Path;
 use std::process::Command;
@@ -153,7 +153,7 @@ fn a_hook_of_ones_own_beside_the_devices_makes_one_lease_and_none_without_its_de
         world.assert_empty();
         std::fs::remove_dir_all(&bundle.dir).expect("the bundle");
     }
-    // Started by other means than config.json's hooks, it cannot know what it was injected with.
+    // Started in another way than by config.json's hooks, it cannot know which device was injected.
     let mut bundle = injected(&world, &[], &json!([]));
     let mut hook = device;
     hook["args"][3] = json!("other");

@@ -1,4 +1,4 @@
-//! `sublet` from a shell: what it prints, in which form, with which exit code.
+//! `sublet` in a shell: its output, output formats and exit codes.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
@@ -354,7 +354,7 @@ fn mps_daemons_by_hand() {
         failure(&world, &["mps", "start", GPU]),
         format!("sublet: no lease needs an MPS daemon {GPU}: it starts with its first container")
     );
-    // Nothing is left of a key that nobody knows.
+    // An unknown key leaves nothing behind.
     assert_eq!(
         failure(&world, &["mps", "start", "0"]),
         "sublet: no lease needs an MPS daemon 0: it starts with its first container"

@@ -1,5 +1,5 @@
-//! Whoever starts the first container starts everybody's MPS daemon: it has a service's limits, priorities and
-//! signals and not its starter's, while the container itself has what its starter gave it.
+//! The first container's start also starts the MPS daemon that others will share. The daemon gets the limits,
+//! priorities and signals of a service, not those of its starter, while the container keeps what its starter gave it.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,8 +10,8 @@ use sublet_e2e::{Bundle, Finished, World, skip_unless_root};
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 
-/// Everything that is inherited and that a shell or a program of util-linux can set. Hard limits stay, so that the
-/// test says the same where nobody may raise them.
+/// Every inherited setting that a shell or a program of util-linux can change. Hard limits stay, so that the test is
+/// the same where they may not be raised.
 fn starter() -> Command {
     let mut command = Command::new("sh");
     command.args([
@@ -32,7 +32,7 @@ fn starter() -> Command {
     command
 }
 
-/// Then they are units of its own, and nobody's but the host's configuration counts.
+/// Under systemd daemons are separate units, and only the host's configuration counts.
 fn systemd_starts_daemons() -> bool {
     let runs = Path::new("/run/systemd/system").is_dir();
     if runs {
@@ -53,7 +53,7 @@ fn status(pid: Pid, key: &str) -> String {
     line.expect("a line of status").trim().to_owned()
 }
 
-/// What a process has of whoever started it, a line each: the soft limits, and the rest.
+/// What a process inherited from its caller, one line each: the soft limits, and the rest.
 fn surroundings(pid: Pid) -> Vec<String> {
     let limits = read(pid, "limits");
     let mut found: Vec<String> = limits
@@ -138,8 +138,8 @@ fn the_daemon_has_a_services_surroundings_and_the_container_its_starters() {
     }
 }
 
-/// Without `CAP_SYS_RESOURCE` a hard limit stays. One that would end everybody's daemon, or have it fail for the next
-/// client, is refused; others are warned of.
+/// Without `CAP_SYS_RESOURCE` a hard limit stays. One that would end a daemon shared by several containers, or make it
+/// fail for the next client, is refused; others cause a warning.
 #[test]
 fn limits_that_may_not_be_raised() {
     if skip_unless_root() || systemd_starts_daemons() {
@@ -174,7 +174,7 @@ fn limits_that_may_not_be_raised() {
             && created.stderr.contains("from the process that started it: RLIMIT_STACK of 4000000 (EPERM"),
         "{created:?}"
     );
-    // A daemon that is there already was started by somebody else.
+    // An existing daemon was started by another process.
     let second = world.bundle("second", SHARE, HOLD);
     let created = second.create_by(by("--cpu=600"));
     assert!(created.ok && created.stderr.is_empty(), "{created:?}");
@@ -183,7 +183,8 @@ fn limits_that_may_not_be_raised() {
     world.assert_empty();
 }
 
-/// `RLIMIT_FSIZE` kills whoever writes more. It fails a command instead, as a full disk does, and leaves nothing half done.
+/// `RLIMIT_FSIZE` kills a process that writes more. A command fails instead, as with a full disk, and leaves nothing
+/// half done.
 #[test]
 fn a_limit_on_the_size_of_files_ends_no_command_in_the_middle() {
     if skip_unless_root() {

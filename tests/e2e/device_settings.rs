@@ -1,5 +1,5 @@
-//! Settings of the device itself: compute mode under shared servers, length of the time slice. On the
-//! simulated driver alone: a real GPU's settings are left as they are.
+//! Settings of the device itself: the compute mode under shared servers, and the length of the time slice. On the
+//! simulated driver only: a real GPU's settings are left as they are.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -29,7 +29,7 @@ fn a_shared_server_has_the_gpu_to_itself_and_gives_the_mode_back() {
     bundle.up();
     bundle.event("info");
     assert_eq!(compute_mode(&world), "Exclusive_Process");
-    // Leaving MPS: no environment of ours, and a directory of its own at CUDA's default.
+    // Leaving MPS: without sublet's environment, and with an empty directory at CUDA's default place.
     let outside = ["/bin/env", "CUDA_MPS_PIPE_DIRECTORY=/nowhere", "/usr/bin/cuda-probe", "info"];
     let refused = bundle.exec(&outside);
     assert_ne!(refused.json()[0]["error"], serde_json::Value::Null, "{refused:?}");
@@ -68,7 +68,7 @@ fn the_mode_found_comes_back_after_a_crash() {
     let daemon =
         world.status()["mps"][0]["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok()).expect("pid");
     kill(Pid::from_raw(daemon), Signal::SIGKILL).expect("SIGKILL");
-    // The engine is gone as well: its runtime removed the container, and nobody told sublet.
+    // The engine is gone too: its runtime removed the container, and sublet was not informed.
     let mut command = std::process::Command::new(world.engine.program());
     let deleted = command.arg("--root").arg(world.runtime_root()).args(["delete", "--force", "one"]).status();
     assert!(deleted.expect("the runtime runs").success());
@@ -110,7 +110,7 @@ fn exclusive_mode_is_off_beside_strangers_and_where_it_is_forbidden() {
     always.assert_empty();
 }
 
-/// A list that NVML does not give is not an empty one, nor is a GPU that does not say so without a display.
+/// A list that NVML does not give is not an empty list, and a GPU that does not report a display may have one.
 #[test]
 fn exclusive_mode_is_off_where_nobody_can_tell_who_is_there() {
     if skip_unless_root() {
@@ -137,7 +137,7 @@ fn exclusive_mode_is_off_where_nobody_can_tell_who_is_there() {
     }
 }
 
-/// A daemon that comes back tells of containers that went on without it, or that nobody knows of any.
+/// A daemon that is restarted reports containers that continued without it, or that this is not known.
 #[test]
 fn a_daemon_that_comes_back_says_what_cannot_be_told() {
     if skip_unless_root() {

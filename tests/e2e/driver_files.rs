@@ -1,6 +1,6 @@
-//! Where the driver's files land in each distribution family's root filesystem. Where the family's own
-//! loader can be had, a program of that root dlopens `libcuda.so.1` by bare name and dladdr names our
-//! file; for the others the places are compared with literals, and they are listed as untested.
+//! Where the driver's files are placed in the root filesystem of each family of distributions. If the family's own
+//! loader is available, a program of that root calls dlopen of `libcuda.so.1` by its bare name, and dladdr must name
+//! sublet's file. For the other families the places are compared with literals, and they are listed as untested.
 
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
@@ -104,7 +104,7 @@ const LAYOUTS: [Layout; 4] = [
     },
 ];
 
-/// Takes the Debian libraries out of the bundle and gives them back in the layout's places.
+/// Moves the Debian libraries of the bundle to the layout's places.
 fn lay(bundle: &Bundle<'_>, layout: &Layout) {
     let debian = inside(bundle, &format!("/lib/{TRIPLET}"));
     let aside = bundle.dir.join("libraries");

@@ -1,8 +1,8 @@
-//! One table of requests through every entry point: what each gives is a literal, and each container says from
-//! inside what it has got, by its first process, an exec'd one, a health check and one with `env -i`.
-//! What an entry point cannot offer is its [`Column`], nothing else. Eight H200: 132 SMs, 143155 MiB.
+//! One table of requests through every entry point. What each request gives is a literal, and each container reports
+//! from inside what it got: by its first process, an exec'd one, a health check and one with `env -i`. What an entry
+//! point cannot offer is in its [`Column`] and nowhere else. Eight H200: 132 SMs, 143155 MiB.
 //!
-//! Plain bundles run everywhere; the engines need the root that tests/engines/enter gives.
+//! Plain bundles run everywhere; the engines need the root that tests/engines/enter provides.
 
 mod table;
 
@@ -25,7 +25,7 @@ fn world() -> World {
     World::simulated("h200x8", &format!("[[policy]]\nuser = \"tester\"\n{shares}"))
 }
 
-/// What runs beside the rows' own containers.
+/// Containers that run in addition to those of the rows.
 fn beside() -> impl Iterator<Item = Request> {
     ROWS.iter().filter_map(|row| row.beside)
 }
@@ -88,7 +88,7 @@ fn refused(entry_point: &dyn EntryPoint, row: &Row, started: Result<(), String>,
     if entry_point.column().says_why {
         assert!(said.contains(why), "{name}: {why:?} is not in: {said}");
     } else {
-        // Before us the engine itself may have refused it.
+        // The engine itself may have refused the request before sublet saw it.
         assert!(
             said.contains(why) || last.contains(why),
             "{name}: {why:?} is not in status --last-error: {last}, and not in: {said}"
@@ -129,7 +129,7 @@ fn check(report: &Report, share: &Share, column: Column, name: &str) {
     nodes.extend(share.more_nodes.iter().map(|&node| node.to_owned()));
     nodes.sort();
     assert_eq!(report.dev, nodes, "{said}");
-    // Allowed, and no driver behind it.
+    // The device cgroup allows it, but there is no driver behind the node.
     assert!(report.given.values().all(|result| result == "ENXIO"), "{said}");
     assert_eq!(report.made.len(), if column.device_cgroup { MADE_BY_ITSELF } else { 0 }, "{said}");
     for (minor, result) in &report.made {
@@ -158,7 +158,7 @@ fn sees(process: &Value, cuda: Option<Cuda>, share: &Share, said: &str) {
     assert!((cuda.mib - cuda.mib / 50..=most).contains(&free), "{free} MiB are no {} of {said}", cuda.mib);
 }
 
-/// Neither lease nor daemon nor mount nor process nor file, while its root filesystem is still there and after.
+/// No lease, daemon, mount, process or file may be left, neither while its root filesystem exists nor afterwards.
 fn gone(entry_point: &dyn EntryPoint, request: &Request) {
     let world = entry_point.world();
     assert!(eventually(|| world.leases().is_empty()), "{}: {:?}", request.name, world.leases());

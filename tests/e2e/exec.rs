@@ -1,5 +1,5 @@
-//! Processes that come by `exec` when what sublet knows is lost, broken or somebody else's, and when the MPS daemon is:
-//! each has its container's share, or is not started.
+//! Processes started by `exec` when sublet's state is lost, broken or another container's, or when the MPS daemon has
+//! ended: each gets its container's share or is not started.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -11,14 +11,14 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, Finished, World, eventually, skip_unless_root, stop};
 
-/// Outlives the MPS daemon, which a program at work on the GPU does not.
+/// Survives the end of the MPS daemon, which a program with work on the GPU does not.
 const SLEEP: &[&str] = &["/bin/sleep", "300"];
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
 const INFO: &[&str] = &["/usr/bin/cuda-probe", "info"];
 /// What Docker gives a health check.
 const IMAGES: &[&str] = &["PATH=/usr/bin:/bin"];
 
-/// Every way in which a process comes.
+/// Every way to start a process in the container.
 fn ways(bundle: &Bundle<'_>) -> Vec<(&'static str, Finished)> {
     let with_env = bundle.runtime_with(&["exec", "--env", "MINE=1", "--env", "CUDA_VISIBLE_DEVICES=7"], INFO);
     let by_letter = bundle.runtime_with(&["exec", "-e", "MINE=1"], INFO);
@@ -69,7 +69,7 @@ fn by_pipe(bundle: &Bundle<'_>) -> Vec<Finished> {
     command.args(["exec", "--process", "/dev/stdin"]).arg(&bundle.id);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("it runs");
-    // Whoever is refused before it is read has no reader.
+    // If the request is refused before its input is read, the pipe has no reader.
     let _ = child.stdin.take().expect("piped").write_all(&text);
     vec![Finished::of(&child.wait_with_output().expect("it ends"))]
 }
@@ -83,7 +83,7 @@ fn assert_held(what: &str, bundle: &Bundle<'_>) {
     }
 }
 
-/// Refused by each way within five seconds, with `why`.
+/// Checks that each way is refused within five seconds, with `why`.
 fn assert_refused(what: &str, bundle: &Bundle<'_>, why: &str) {
     let began = Instant::now();
     for (way, seen) in ways(bundle) {
@@ -343,7 +343,7 @@ fn a_process_file_is_the_callers_own() {
     assert_eq!(seen.json()[0]["sm"], json!(32), "{seen:?}");
     by_stdin(&bundle, Stdio::from(std::fs::File::open(&file).expect("a file")));
     assert_eq!(std::fs::read(&file).expect("the file"), before);
-    // What Go reads as `env` beside the one that we edit.
+    // Keys that Go also reads as `env`, besides the one that sublet edits.
     let text = String::from_utf8(before).expect("UTF-8");
     std::fs::write(&file, text.replacen("\"env\"", "\"Env\":[\"PATH=/bin\"],\"env\"", 1)).expect("written");
     let mut command = bundle.runtime();

@@ -1,7 +1,8 @@
-//! What is stored and what machines read keeps its names: every key of the fixtures in tests/formats is written today,
-//! with a value of the same kind. That today's build reads the stored ones is a unit test beside each format.
+//! Stored files and machine-readable output keep their names: every key of the fixtures in tests/formats is still
+//! written, with a value of the same kind. A unit test beside each format checks that the stored fixtures can still be
+//! read.
 //!
-//! `SUBLET_FORMATS=DIR` writes what this build makes there, for new fixtures.
+//! `SUBLET_FORMATS=DIR` writes this build's documents there, for new fixtures.
 
 use std::collections::BTreeSet;
 use std::path::Path;

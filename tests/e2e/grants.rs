@@ -1,5 +1,5 @@
-//! What a container is given beside its libraries: capabilities, other GPUs hidden, nodes in a user
-//! namespace, a share by the runtime's name, crun's own option for the spec.
+//! What a container is given besides its libraries: capabilities, hidden other GPUs, nodes in a user namespace, a
+//! share by the runtime's name, crun's own option for the spec.
 
 use std::os::unix::fs::symlink;
 
@@ -12,7 +12,7 @@ const SLEEP: &[&str] = &["/bin/sleep", "120"];
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
 const WHOLE: &[(&str, &str)] = &[("sublet.gpu", "0")];
 
-/// Starts it and gives what its first process sees; on the way, what create warned of.
+/// Starts the container and returns what its first process sees, and the warnings of create.
 fn up(bundle: &Bundle<'_>) -> (Value, String) {
     let created = bundle.create();
     assert!(created.ok, "{created:?}");
@@ -75,7 +75,7 @@ fn graphics_and_video_bring_their_files_and_nodes() {
     world.assert_empty();
 }
 
-/// JAX refuses its two names together, by exec as well as in the first process.
+/// JAX refuses its two variables together, both in an exec'd process and in the first one.
 #[test]
 fn jax_is_told_by_one_name_or_the_users_own() {
     if skip_unless_root() {
@@ -93,7 +93,7 @@ fn jax_is_told_by_one_name_or_the_users_own() {
     let plain = world.bundle("plain", &share, SLEEP);
     let mut own = world.bundle("own", &share, SLEEP);
     own.spec["process"]["env"].as_array_mut().expect("env").push(json!(users[0]));
-    // By exec as in the first process: nothing of ours where the container has the user's.
+    // An exec'd process is like the first one: if the container sets its own variable, sublet adds none.
     for (bundle, first, by_exec) in [(&plain, ours, &ours[..]), (&own, users, &[])] {
         bundle.up();
         assert_eq!(told(&bundle.exec(&["/bin/env"]).stdout), first);

@@ -1,5 +1,5 @@
-//! The guard of `sublet serve`: what the configuration has it do, and what it tells. The attacks are in
-//! tests/security. One H200: 143155 MiB, 48 MPS clients.
+//! The guard of `sublet serve`: what it does by configuration, and what it reports. The attacks are in tests/security.
+//! One H200: 143155 MiB, 48 MPS clients.
 
 #[expect(dead_code, reason = "Bob has no part in this")]
 mod two_users;
@@ -75,7 +75,7 @@ fn clients_beyond_the_lease_are_told_of_once_where_nobody_needs_their_places() {
     host.world.assert_empty();
 }
 
-/// Each process has an SM ceiling of its own.
+/// Each process has its own SM limit.
 #[test]
 fn strict_clients_are_as_many_as_the_lease_says() {
     if skip_unless_root() {
@@ -95,7 +95,7 @@ fn strict_clients_are_as_many_as_the_lease_says() {
     host.world.assert_empty();
 }
 
-/// By execve(2), with its pid and as much memory as before: nothing that the guard looks at each time differs.
+/// By execve(2), with the same pid and memory: nothing changes that the guard reads in every check.
 #[test]
 fn a_client_that_leaves_mps_unseen_is_ended() {
     if skip_unless_root() {
@@ -190,7 +190,7 @@ fn a_share_says_what_is_done() {
     host.world.assert_empty();
 }
 
-/// What `sublet status` says of the guard.
+/// What `sublet status` reports about the guard.
 fn sight(host: &Host) -> Value {
     host.world.status()["guard"].clone()
 }
@@ -204,7 +204,7 @@ fn nvml_that_goes_away_is_told_and_looked_for_until_it_is_back() {
     let neighbour = host.neighbour();
     assert!(eventually(|| sight(&host)["watching"] == json!(true)), "{}", sight(&host));
     let fail = host.world.driver_root.as_ref().expect("simulated").join("sim/fail");
-    // NVML_ERROR_DRIVER_NOT_LOADED, then NVML_ERROR_UNINITIALIZED: whatever is asked, and by whom.
+    // NVML_ERROR_DRIVER_NOT_LOADED, then NVML_ERROR_UNINITIALIZED: for every call, from every process.
     for code in ["9", "1"] {
         std::fs::write(&fail, format!("* 0 {code}\n")).expect("written");
         assert!(eventually(|| !sight(&host)["blind"].as_array().expect("a list").is_empty()), "{code}");
@@ -273,7 +273,7 @@ fn without_a_lease_nvml_is_closed_and_nothing_is_asked() {
     std::thread::sleep(std::time::Duration::from_secs(2));
     assert_eq!(std::fs::read_to_string(&trace).expect("it is there"), "");
     std::fs::remove_file(&trace).expect("it is there");
-    // The next lease is looked after all the same.
+    // The next lease is guarded all the same.
     slice.up();
     assert!(eventually(is_open), "it looks");
     slice.down();
@@ -300,7 +300,7 @@ fn a_daemon_or_server_that_dies_is_there_again_and_who_was_hit_is_told() {
         };
         let victim = pids.iter().find(named).expect("it runs");
         nix::sys::signal::kill(*victim, nix::sys::signal::Signal::SIGKILL).expect("it is ours");
-        // No command of ours is run: the service alone puts it right.
+        // No sublet command is run: the service alone restores the daemon.
         let hit = || host.events().iter().filter(|event| event["offence"] == "server").count();
         assert!(eventually(|| hit() == others), "{what}: {:?}", host.events());
         let whose: Vec<Value> = host.events().iter().map(|event| event["container_id"].clone()).collect();

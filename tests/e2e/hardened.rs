@@ -1,5 +1,5 @@
-//! What our programs have when real runc and crun run them: a hook at work has the rights of its stage and nothing
-//! else; what it starts, and what the shim becomes, has all that it would have without us.
+//! The privileges of sublet's programs when real runc and crun run them: a working hook has the rights of its stage
+//! and nothing else. What it starts, and what the shim becomes, has all the rights that it would have without sublet.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -23,7 +23,7 @@ const SHARED: u64 = LEDGER | 1 | 1 << 27;
 /// SETGID, SETUID, `NET_ADMIN`, `SYS_CHROOT` and `SYS_ADMIN` besides.
 const CONTAINER: u64 = SHARED | 1 << 6 | 1 << 7 | 1 << 12 | 1 << 18 | 1 << 21;
 
-/// Everybody waits as long as this lives, for five seconds at most.
+/// Every process waits while this exists, for five seconds at most.
 struct Held(#[expect(dead_code, reason = "held until it is dropped")] Flock<File>);
 
 impl Held {
@@ -40,7 +40,7 @@ impl Held {
     }
 }
 
-/// The fields of /proc/PID/status that tell what it may do.
+/// The fields of /proc/PID/status that show its privileges.
 fn rights(pid: i32) -> BTreeMap<String, String> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let fields = status.lines().filter_map(|line| line.split_once(":\t"));
@@ -339,7 +339,7 @@ fn under_selinux(world: &World, command: &Command) -> Command {
     inside
 }
 
-/// Gives the MPS daemons' directory a context of the type `kind`, which our policy module gives it or not.
+/// Gives the MPS daemons' directory a context of type `kind`, which is or is not the one of sublet's policy module.
 fn label(world: &World, kind: &str) {
     let mps = world.state_dir().join("mps");
     fs::create_dir_all(&mps).expect("the state directory is ours");

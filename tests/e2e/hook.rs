@@ -1,4 +1,4 @@
-//! The hook by itself, fed as Podman feeds it: what it makes of a spec. (Bad input: tests/security/stdin.rs.)
+//! The hook by itself, with Podman's input: what it makes of a spec. (Bad input: tests/security/stdin.rs.)
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use sublet_e2e::hooked::{PODMANS_ID, fed, precreated, refusal};
 use sublet_e2e::{Finished, World, programs, skip_unless_root};
 
-/// Runs a stage with `input`; a hook gets an environment of its own.
+/// Runs a stage with `input`; a hook has its own environment.
 fn hook(world: &World, stage: &str, input: &[u8], uid: Option<u32>) -> Finished {
     let mut command = world.command("sublet-hook");
     if let Some(uid) = uid {
@@ -19,7 +19,7 @@ fn hook(world: &World, stage: &str, input: &[u8], uid: Option<u32>) -> Finished 
     fed(command, stage, input)
 }
 
-/// A copy of one of our programs that every user may run; absolute, so it is taken as it is.
+/// A copy of a sublet program that every user may run; its path is absolute, so [`World::command`] uses it as it is.
 fn reachable(world: &World, program: &str) -> String {
     let copy = world.dir.path().join(program);
     programs::copy(&sublet_e2e::bin_dir().join(program), &copy);

@@ -1,5 +1,5 @@
-//! MPS daemons that outlive their last lease while `sublet serve` runs (`[mps] idle`): who finds them, who ends
-//! them, and what they leave alone meanwhile. One H200: 143155 MiB, of which 512 are kept free, 132 SMs.
+//! MPS daemons that outlive their last lease while `sublet serve` runs (`[mps] idle`): how they are found again, what
+//! ends them, and what they leave alone meanwhile. One H200: 143155 MiB, of which 512 are kept free, 132 SMs.
 
 use std::path::Path;
 use std::process::Output;
@@ -11,10 +11,10 @@ use sublet_e2e::{Bundle, eventually, is_alive as lives, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const QUARTER: &[(&str, &str)] = &[("sublet.sm", "25")];
-/// Away from MPS: neither the variable nor the default place leads to a server.
+/// Leaves MPS: neither the variable nor the default place leads to a server.
 const OUTSIDE: &[&str] = &["/bin/env", "CUDA_MPS_PIPE_DIRECTORY=/nowhere", "/usr/bin/cuda-probe", "info"];
 
-/// Without the service yet.
+/// The host, with the service not started yet.
 fn host(topology: &str, extra: &str) -> Host {
     Host::new(topology, extra, Path::new(env!("CARGO_BIN_EXE_speak")))
 }
@@ -37,7 +37,7 @@ fn ledger(host: &Host) -> Value {
     serde_json::from_slice(&text).expect("JSON")
 }
 
-/// The control daemon of the ledger's first server, without a command of ours.
+/// The control daemon of the ledger's first server, read without a sublet command.
 fn daemon(host: &Host) -> Pid {
     let pid = ledger(host)["servers"][0]["daemon"]["pid"].as_i64().expect("a daemon");
     Pid::from_raw(i32::try_from(pid).expect("a pid"))
@@ -108,7 +108,7 @@ fn the_next_container_finds_the_daemon_of_the_last() {
     host.world.assert_empty();
 }
 
-/// Without a compute mode to enter no program of ours is run but where the ceiling differs.
+/// If no compute mode has to be set, a sublet program is run only if the limits differ.
 #[test]
 fn where_the_mode_is_left_alone_the_ceiling_follows_all_the_same() {
     if skip_unless_root() {
@@ -137,7 +137,7 @@ fn it_ends_when_its_time_is_up() {
     let warm = idle(&host);
     std::thread::sleep(std::time::Duration::from_secs(1));
     assert!(lives(warm));
-    // By the service: no command of ours is run.
+    // Done by the service: no sublet command is run.
     assert!(eventually(|| host.world.daemons().is_empty()), "{}", ledger(&host));
     assert!(eventually(|| ledger(&host)["servers"] == json!([])), "{}", ledger(&host));
     host.world.assert_empty();
@@ -294,7 +294,7 @@ fn who_leaves_without_a_word_leaves_the_mode_as_well() {
     assert_rests(&host);
     assert!(lives(warm));
     drop(bundle);
-    // As a crash between the ledger and the driver leaves it: with the record of a mode that is ours.
+    // The state after a crash between ledger and driver: the record says that sublet set the mode.
     let mut text = ledger(&host);
     let device = text["servers"][0]["device"].clone();
     text["compute_modes"] = json!([{"device": device, "found": "DEFAULT"}]);
@@ -378,7 +378,7 @@ fn a_lost_ledger_ends_it_and_closes_nothing() {
             assert_eq!(next.event("info")["error"], Value::Null, "{annotations:?}");
             next.down();
             assert!(host.world.sublet(&["gc"]).status.success());
-            // Whoever lost it knows no service; that says so itself before long.
+            // The rebuilt ledger knows no service; the service records itself again before long.
             assert!(eventually(|| ledger(&host)["keeper"]["pid"].is_i64()), "{}", ledger(&host));
         }
     }

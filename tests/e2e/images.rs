@@ -1,5 +1,5 @@
-//! What an image may bring, and what comes of it: with real runc and crun, seen from inside, and the
-//! host looked at afterwards. Paths are those of the harness's own Debian-like root filesystem.
+//! What an image may contain, and its effect: with real runc and crun, seen from inside, with a look at the host
+//! afterwards. Paths are those of the harness's Debian-like root filesystem.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ fn link(bundle: &Bundle<'_>, path: &str, target: &str) {
     symlink(target, link).expect("a link of the image's");
 }
 
-/// Starts it and gives what its first process sees; on the way, what create warned of.
+/// Starts the container and returns what its first process sees, and the warnings of create.
 fn up(bundle: &Bundle<'_>) -> (Value, String) {
     let created = bundle.create();
     assert!(created.ok, "{created:?}");
@@ -92,7 +92,7 @@ fn a_dangling_absolute_link_leaves_nothing_on_the_host() {
     world.assert_empty();
 }
 
-/// containerd unmounts the root filesystem behind a delete: nobody gets at it after that.
+/// containerd unmounts the root filesystem right after a delete, so it cannot be read then.
 #[test]
 fn a_delete_clears_what_another_command_has_freed_and_not_cleared_yet() {
     if skip_unless_root() {

@@ -1,5 +1,5 @@
-//! A ledger that is lost while leases are held of which no record of root's runtimes tells: pending ones,
-//! those of prestart hooks, those of rootless users. Nothing is given twice.
+//! The ledger is lost while there are leases that no record of root's runtimes shows: pending ones, those of prestart
+//! hooks, those of rootless users. Nothing is given twice.
 
 use std::path::Path;
 

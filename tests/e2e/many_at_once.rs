@@ -1,5 +1,5 @@
-//! 64 containers created at once on eight GPUs, in twenty rounds: exactly those start that fit, and
-//! ledger, daemons and containers tell the same story. What fits is counted here by hand.
+//! 64 containers created at once on eight GPUs, in twenty rounds. Exactly those that fit start, and ledger, daemons
+//! and containers agree. What fits is counted here by hand.
 //!
 //! One H200 has 143771 MiB; 512 are reserved and an MPS server takes 66.
 
@@ -63,7 +63,7 @@ const KINDS: [&[Group]; 10] = [
         mode: "exclusive",
         ..PLAIN
     }],
-    // A server of its own for each: 2 × (61440 + 66) MiB is 123012, a third would make it 184518.
+    // A separate server for each: 2 × (61440 + 66) MiB is 123012; a third would make it 184518.
     &[Group {
         annotations: &[("sublet.mode", "time-slice"), ("sublet.memory", "60GiB")],
         fitting: 16,
@@ -151,7 +151,7 @@ fn play(world: &World, round: usize, kind: &[Group]) {
     world.assert_empty();
 }
 
-/// Runs `act` for each on a thread of its own.
+/// Runs `act` for each in a thread of its own.
 fn at_once<T: Sync, R: Send>(all: &[T], act: impl Fn(&T) -> R + Sync) -> Vec<R> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = all.iter().map(|one| scope.spawn(|| act(one))).collect();

@@ -1,4 +1,4 @@
-//! Containers on MIG devices: which one, alone and shared, what they see of it.
+//! Containers on MIG devices: which device they get, alone and shared, and what they see of it.
 
 use serde_json::{Value, json};
 use sublet_e2e::mig::{

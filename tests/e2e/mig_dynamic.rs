@@ -1,4 +1,4 @@
-//! `[mig] dynamic`: instances that are made for containers which find none, and go with them.
+//! `[mig] dynamic`: instances that are created for containers that find none free, and destroyed with them.
 
 use std::path::Path;
 
@@ -184,7 +184,7 @@ fn several_share_one_until_the_last_has_ended() {
     assert_eq!(bare(&world).len(), 1);
     second.down();
     assert_nothing_made(&world);
-    // No daemon stays on what goes, whatever the configuration says of others.
+    // A daemon ends before its device is destroyed, whatever the configuration says about idle daemons.
     world.configure("[mps]\nstop_when_idle = false\n");
     let mps = [("sublet.mig", "1g.18gb"), ("sublet.sm", "25"), ("sublet.memory", "2GiB")];
     let [first, second] = ["first", "second"].map(|id| up(&world, id, &mps));
@@ -271,7 +271,7 @@ fn users_have_them_made_where_their_policy_says_so() {
     assert_eq!(host.leases(), Vec::<Value>::new());
 }
 
-/// As if `process` were making an instance, and one of ours waited for its end.
+/// As if `process` were creating an instance, and a sublet command waited for its end.
 fn hold_changes(world: &World, process: u32) {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).expect("it runs");
     let start_time: u64 =
@@ -298,7 +298,7 @@ fn whoever_has_one_made_or_destroyed_keeps_no_other_user_waiting() {
     hold_changes(&host.world, other.id());
     host.start();
     let helpers = || sublet_e2e::killing::helpers(&host.world).len();
-    // The service, and what is to destroy the one that nobody needs.
+    // The service, and the helper that destroys the instance that no lease needs.
     assert!(eventually(|| helpers() > 1), "nothing is destroyed");
     let alice = host.bundle(1000, "alice", SMALL, HOLD);
     let bob = host.bundle(1001, "bob", SMALL, HOLD);

@@ -1,4 +1,4 @@
-//! `[mig] dynamic` where something fails or is killed, and where others make instances, too.
+//! `[mig] dynamic` when something fails or is killed, and when other programs create instances too.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -82,7 +82,7 @@ fn killed_at_any_call_it_leaves_nothing_to_the_next_command() {
         ("nvmlGpuInstanceGetInfo", 2),
         ("nvmlDeviceGetGpuInstances", 3),
         ("nvmlDeviceGetMigDeviceHandleByIndex", 2),
-        // Nobody waits any more: it goes at once.
+        // No entry point waits any more, so the instance is destroyed at once.
         ("nvmlComputeInstanceDestroy", 1),
         ("nvmlGpuInstanceDestroy", 1),
     ] {
@@ -153,7 +153,7 @@ fn a_delete_whose_helper_is_killed_leaves_the_rest_to_the_next_command() {
         let _ = gc(&world);
         assert_nothing_made(&world);
     }
-    // The container itself killed, and nobody told: the next one has its place.
+    // The container itself is killed, and sublet is not informed: the next container gets its place.
     let victim = created(&world, "victim", By::Shim, &[("sublet.mig", "7g.141gb")], SLEEP);
     sublet_e2e::killing::end(&[Pid::from_raw(victim.pid())]);
     let next = up(&world, "next", SMALL);
@@ -202,7 +202,7 @@ fn one_that_is_in_use_is_tried_again_and_said() {
     assert_eq!(world.status()["mig_made"][0]["state"], "going");
     let none = refused(&world, &[("sublet.gpu", &uuid)]);
     assert!(none.contains("is being destroyed"), "{none}");
-    // It stays out of others' way: the next one is made beside it.
+    // It does not block others: the next instance is created beside it.
     up(&world, "next", SMALL).down();
     stranger.kill().expect("SIGKILL");
     stranger.wait().expect("it is reaped");
@@ -218,7 +218,7 @@ fn what_others_made_is_never_destroyed() {
     }
     let world = world(HOPPER);
     let by_hand = |arguments: &[&str]| smi(&world, &[&["mig", "-i", "0"], arguments].concat());
-    // Ours, destroyed by hand and made again: the same place, the same ids.
+    // The recorded instance was destroyed by hand and created again: same place, same ids.
     let one = created(&world, "one", By::Shim, SMALL, SLEEP);
     let made = listed(&world, 0);
     let gi = made["instances"][0]["gi"].to_string();
@@ -250,7 +250,7 @@ fn what_others_made_is_never_destroyed() {
     assert_eq!(listed(&world, 0)["instances"], theirs["instances"]);
     assert_eq!(ledger(&world)["mig"]["made"], Value::Null);
     let _ = by_hand(&["-dgi", "-gi", &gi]);
-    // Somebody's compute instance in one of ours keeps that.
+    // Another program's compute instance keeps the GPU instance that sublet created.
     let half = created(&world, "half", By::Shim, &[("sublet.mig", "1c.2g.35gb")], SLEEP);
     let gi = listed(&world, 0)["instances"][0]["gi"].to_string();
     let _ = by_hand(&["-cci", "0", "-gi", &gi]);

@@ -1,4 +1,4 @@
-//! MIG layouts on the simulated driver: from file to instances, around those in use, and back on failure.
+//! MIG layouts on the simulated driver: from file to instances, around those in use, and undone after a failure.
 
 use std::path::PathBuf;
 use std::process::Output;
@@ -307,7 +307,7 @@ fn leases_and_changes_keep_out_of_each_others_way() {
     let refusal = second.create();
     assert!(refusal.stderr.contains("is unavailable while process"), "{}", refusal.stderr);
 
-    // That process is gone: nobody waits for it.
+    // That process has ended, so it is not waited for.
     busy["mig"]["under_way"]["owner"]["start_time"] = json!(1);
     std::fs::write(&ledger, busy.to_string()).expect("written");
     second.up();
@@ -337,7 +337,7 @@ fn a_kill_in_the_middle_loses_nothing() {
         let output =
             command.env("SUBLET_SIM_FAIL", format!("{function} {call} kill")).output().expect("sublet runs");
         assert_eq!(output.status.code(), None, "{function}: {}", text(&output));
-        // Nobody waits for the dead, and what was found is written down.
+        // A process that has ended is not waited for, and the state before the change is recorded.
         let before = world.state_dir().join("mig-before.toml");
         done(&world, &["apply", path(&before)]);
         assert_eq!(shape(&listed(&world, 0)), FOUND, "{function}");

@@ -1,4 +1,4 @@
-//! MIG devices that go away, come again under the same ids, or have no capability nodes.
+//! MIG devices that are destroyed, created again with the same ids, or have no nvidia-caps nodes.
 
 use std::process::Child;
 
@@ -194,7 +194,7 @@ fn the_service_notices_and_its_word_spares_the_question() {
     assert!(eventually(|| heartbeat.exists()));
     assert_eq!(world.leases()[0]["state"], "lost");
     old.down();
-    // One that goes for good: /proc shows that, and nobody has to start a container to see it.
+    // An instance that is destroyed for good: /proc shows that, and no container has to start to notice it.
     let gone = created(&world, "gone", By::Shim, &[("sublet.mig", "4g.20gb")], SLEEP);
     let before = modified();
     let _ = smi(&world, &["mig", "-i", "0", "-dci", "-gi", "2", "-ci", "0"]);

@@ -1,5 +1,5 @@
-//! From annotation to running CUDA: what containers of each mode see from inside, and that nothing is
-//! left when they end. Expected values are literals: one H200 with 132 SMs and 143155 MiB for CUDA.
+//! From annotation to running CUDA: what containers of each mode see from inside, and that nothing is left when they
+//! end. Expected values are literals: one H200 with 132 SMs and 143155 MiB for CUDA.
 
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
@@ -294,7 +294,7 @@ fn a_process_without_environment_has_at_most_what_the_largest_neighbour_may() {
     world.assert_empty();
 }
 
-/// A server that the daemon starts anew has the same ceiling: it is the default, too.
+/// A server that the daemon restarts has the same limits, because they are its defaults.
 #[test]
 fn a_server_that_died_comes_back_with_the_memory_ceiling() {
     if skip_unless_root() {
@@ -406,7 +406,7 @@ fn the_lease_is_freed_when_the_runtime_never_says_so() {
     let world = World::simulated("h200", "");
     let bundle = world.bundle("crashed", &[("sublet.sm", "25")], HOLD);
     bundle.up();
-    // An engine that was killed: the low-level runtime deletes the container behind our back.
+    // The engine was killed: the low-level runtime deletes the container without sublet.
     let mut command = std::process::Command::new(world.engine.program());
     let deleted =
         command.arg("--root").arg(world.runtime_root()).args(["delete", "--force", "crashed"]).output();

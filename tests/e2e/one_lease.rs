@@ -1,4 +1,5 @@
-//! Two entry points at once, the same entry point twice, and a lease that a container claims to have: one grant, one lease.
+//! Two entry points at once, the same entry point twice, and a container that claims a lease: always one grant and one
+//! lease.
 
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, programs, skip_unless_root};
@@ -6,7 +7,7 @@ use sublet_e2e::{Bundle, World, programs, skip_unless_root};
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
 
-/// The share, and once: no variable, node, rule or mount point of ours stands twice in config.json.
+/// Checks for the share, once: sublet's variables, nodes, rules and mounts each occur only once in config.json.
 fn assert_once(bundle: &Bundle<'_>, leases: usize) {
     let info = bundle.event("info");
     assert_eq!((&info["error"], &info["mps"], &info["sm"]), (&Value::Null, &json!(true), &json!(32)));
@@ -115,7 +116,7 @@ fn a_lease_that_has_ended_or_is_another_containers_is_none() {
     world.assert_empty();
 }
 
-/// `create` and `start` of what stands in config.json, as [`Bundle::up`] does with a spec of its own.
+/// `create` and `start` with the existing config.json, unlike [`Bundle::up`], which writes its spec first.
 fn up_as_written(bundle: &Bundle<'_>) {
     std::fs::remove_file(bundle.dir.join("out")).expect("its output");
     let mut command = bundle.runtime();

@@ -1,5 +1,5 @@
-//! The late entry point: plain OCI bundles started by runc and crun themselves, whose config.json names
-//! `sublet-hook` and is edited by nobody. The grant must be that of the shim, environment aside.
+//! The late entry point: plain OCI bundles started by runc and crun themselves. Their config.json names `sublet-hook`
+//! and is not edited. The grant must be the same as the shim's, except for the environment.
 
 use std::fs;
 use std::io::Write as _;
@@ -14,7 +14,7 @@ const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const INFO: &[&str] = &["/usr/bin/cuda-probe", "info"];
 const BARE: &[&str] = &["/bin/env", "-i", "/usr/bin/cuda-probe", "info"];
 
-/// A bundle without the shim, with our hook at `stages`.
+/// A bundle without the shim, with sublet's hook at `stages`.
 fn plain<'a>(
     world: &'a World,
     id: &str,
@@ -40,11 +40,11 @@ fn opened(bundle: &Bundle<'_>, paths: &[&str]) -> Vec<String> {
     results.map(|result| result.as_str().expect("text").to_owned()).collect()
 }
 
-/// The container must not start, for the reason `why`, and leave nothing.
+/// Checks that the container does not start, for the reason `why`, and leaves nothing.
 fn assert_refused(world: &World, bundle: &Bundle<'_>, why: &str) {
     let created = bundle.create();
     assert!(!created.ok, "{} was created", bundle.id);
-    // crun keeps what hooks say to itself.
+    // crun does not show what hooks print.
     if world.engine == Engine::Runc {
         assert!(created.stderr.contains(why), "{why:?} is not in: {}", created.stderr);
     }

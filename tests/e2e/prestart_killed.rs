@@ -1,5 +1,5 @@
-//! The low-level runtime killed with SIGKILL around each of our hooks in a plain bundle, whose config.json
-//! nobody edits: the next sublet command alone puts everything right.
+//! The low-level runtime is killed with SIGKILL before and after each of sublet's hooks in a plain bundle, whose
+//! config.json is not edited. The next sublet command alone restores everything.
 
 use std::fs::File;
 use std::process::Stdio;
@@ -10,8 +10,8 @@ use sublet_e2e::{Bundle, Stopping, World, eventually, skip_unless_root};
 
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "1GiB")];
 
-/// A hook that stops at `stage`, until it may go on. It reads its input as every hook must: crun 1.8 writes
-/// the state to it and dies of SIGPIPE where nobody reads.
+/// A hook that stops at `stage` until it is released. It reads its input as every hook must: crun 1.8 writes the state
+/// to it and dies of SIGPIPE if the hook does not read.
 fn stop_here(world: &World, stage: &str) -> Value {
     let dir = world.dir.path().display();
     let script = format!(
@@ -21,7 +21,7 @@ fn stop_here(world: &World, stage: &str) -> Value {
     json!({"path": "/bin/sh", "args": ["sh", "-c", script], "env": ["PATH=/usr/bin:/bin"]})
 }
 
-/// A bundle with our hooks at `stage` and poststop, and one that stops on either side of each.
+/// A bundle with sublet's hooks at `stage` and poststop, and with a hook that stops before and after each.
 fn bundle<'a>(world: &'a World, stage: &str) -> Bundle<'a> {
     let mut bundle = world.bundle("victim", SHARE, &["/bin/sleep", "600"]);
     bundle.hook(&[stage, "poststop"]);

@@ -30,7 +30,7 @@ fn a_user_takes_a_share_sees_it_and_gives_it_back() {
     let lease = &host.leases()[0];
     assert_eq!((&lease["state"], &lease["sm_percent"]), (&json!("active"), &json!(25.0)));
     assert_eq!((&lease["memory_bytes"], &lease["pid"]), (&json!(8_589_934_592_u64), &json!(bundle.pid())));
-    // An exec'd process, as dockerd does it: none of config.json's environment.
+    // A process exec'd in dockerd's way has none of config.json's environment.
     let process = json!({"cwd": "/", "args": ["/usr/bin/cuda-probe", "info"], "env": ["PATH=/usr/bin"],
         "user": {"uid": 0, "gid": 0}});
     let file = bundle.dir.join("process.json");
@@ -46,7 +46,7 @@ fn a_user_takes_a_share_sees_it_and_gives_it_back() {
     assert!(!made.exists(), "a mount point is left");
 }
 
-/// Its device nodes are bind mounts, as somebody's own would be.
+/// Its device nodes are bind mounts, like those a user might add.
 #[test]
 fn a_bundle_that_is_run_again_is_granted_anew() {
     if skip_unless_root() {

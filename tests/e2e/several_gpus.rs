@@ -16,7 +16,7 @@ use two_users::HOLD;
 /// Of an H200 25 % are 32 SMs.
 const PAIR: &[(&str, &str)] =
     &[("sublet.gpu", "any:2"), ("sublet.sm", "25"), ("sublet.memory", "8GiB"), ("sublet.processes", "1")];
-/// What 8 GiB leave beside a context, in MiB.
+/// What a limit of 8 GiB leaves beside a context, in MiB.
 const FREE: std::ops::Range<i64> = 7900..8192;
 /// The SMs of a quarter.
 const QUARTER: i64 = 32;
@@ -49,7 +49,7 @@ fn assert_bound(bundle: &Bundle<'_>, free: &std::ops::Range<i64>, sm: i64) {
         assert_eq!(seen.len(), count, "{env:?}");
         assert!(seen.iter().all(|(sms, left)| *sms == sm && free.contains(left)), "{env:?}: {seen:?}");
     }
-    // Without any environment of ours the server's own limits hold.
+    // Without sublet's environment the server's own limits apply.
     let bare = seen(bundle, &["-i"]);
     assert!(bare.len() == 2 && bare.iter().all(|(sms, left)| *sms == sm && free.contains(left)), "{bare:?}");
 }

@@ -54,7 +54,7 @@ fn a_volume_is_left_as_it_was_and_serves_the_next_container() {
         assert_eq!(tree(&volume), before, "after the {id}");
         world.assert_empty();
     }
-    // Nobody deleted this one by way of sublet: the next command finds that it has ended.
+    // This one was not deleted through sublet: the next command finds that it has ended.
     let mut killed = with(&world, "killed", &volume);
     up(&killed);
     killed.plain = true;

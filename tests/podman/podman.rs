@@ -365,7 +365,7 @@ fn a_named_share_and_a_container_without_a_cgroup_of_its_own() {
     is_share(&podman.event("named", "info"));
     podman.done(&["rm", "-f", "-t0", "named"]);
     if podman.world.engine == sublet_e2e::Engine::Crun {
-        // Podman tells precreate no id then: the lease learns it when it is bound.
+        // Podman then gives precreate no id; the lease gets it when it is bound.
         let id = podman.hold("bare", &["sublet.share=small"], &["--cgroups=disabled"]);
         let _ = lease_id(&podman, &id);
         assert_eq!(podman.ledger()["leases"][0]["init"]["cgroup"], Value::Null);

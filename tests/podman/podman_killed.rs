@@ -227,7 +227,8 @@ fn rootless_podman_by_runtime() {
     }
 }
 
-/// Podman killed while its container waits for a share at `entry point`: who waits notices, and nothing is made.
+/// Podman is killed while its container waits for a share at `entry point`: the waiting process notices, and nothing
+/// is created.
 fn waiting(entry_point: &str) {
     let world = with_log(World::simulated("h200", ""));
     let podman = Podman::up(world);
@@ -268,7 +269,7 @@ fn waiting(entry_point: &str) {
     let _ = client.wait();
     assert!(eventually(|| waits().is_empty()), "it waits on");
     holder.down();
-    // Whoever would have got the share has it now.
+    // A process that had gone on waiting would have the share by now.
     std::thread::sleep(std::time::Duration::from_millis(500));
     assert_eq!(contained(world), Vec::<Pid>::new(), "a container that nobody knows");
     assert_eq!(world.leases(), Vec::<serde_json::Value>::new());

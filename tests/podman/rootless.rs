@@ -82,7 +82,7 @@ fn a_users_volume_is_left_as_it_was() {
         done(&mut rootless.podman(&["rm", "-f", "-t0", name]));
         assert!(eventually(|| rootless.world.leases().is_empty()), "{:?}", rootless.world.leases());
         assert!(eventually(|| tree(&volume) == before), "{name}: {:?}", tree(&volume));
-        // The next comes by the shim alone.
+        // The next container is started through the shim only.
         let _ = std::fs::remove_file(rootless.dir().join("hooks/sublet.json"));
     }
     rootless.world.assert_empty();
@@ -135,7 +135,7 @@ fn by_both_at_once() {
     lives(&rootless, "both", &[&option]);
 }
 
-/// The user is nobody in the container: Podman 5 mounts its root filesystem after the hook has run.
+/// The user is `nobody` in the container: Podman 5 mounts its root filesystem after the hook has run.
 #[test]
 fn in_a_user_namespace_without_the_user_by_every_entry_point() {
     if skip_unless_engines() {
@@ -187,7 +187,7 @@ fn a_runtime_that_fails_leaves_no_lease() {
     rootless.world.assert_empty();
 }
 
-/// Without a cgroup of its own a container has no id that precreate could know.
+/// A container without its own cgroup has no id that precreate could know.
 #[test]
 fn of_twenty_at_once_those_start_that_the_policy_allows() {
     if skip_unless_engines() {

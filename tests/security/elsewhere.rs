@@ -14,17 +14,17 @@ const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const QUARTER: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
 const WHOLE: &[(&str, &str)] = &[("sublet.sm", "100")];
 
-/// Whether `output` says that process ids mean others there, or that with the host's /proc nobody can tell.
+/// Whether `output` says that pids have another meaning there, or that with the host's /proc this cannot be known.
 fn says_elsewhere(output: &Output) -> bool {
     let said = stderr(output);
     said.contains("the ledger's process ids belong to ") || said.contains("is /proc mounted")
 }
 
-/// Ways into other namespaces: with a /proc of its own, with the host's, with another clock.
+/// Ways into other namespaces: with a new /proc, with the host's /proc, with another clock.
 const NAMESPACES: [&[&str]; 3] =
     [&["--pid", "--fork", "--mount-proc"], &["--pid", "--fork"], &["--time", "--boottime", "5000", "--fork"]];
 
-/// A program of ours there.
+/// A sublet program in those namespaces.
 fn elsewhere(world: &World, namespaces: &[&str], program: &str) -> Command {
     let mut command = Command::new("unshare");
     command.args(namespaces).arg(bin_dir().join(program)).env("SUBLET_CONFIG", &world.config);
@@ -35,7 +35,7 @@ fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Where the kernel has no such namespaces nobody can be in them.
+/// If the kernel lacks such namespaces, no process can be in them.
 fn can(namespaces: &[&str]) -> bool {
     Command::new("unshare").args(namespaces).arg("true").status().is_ok_and(|status| status.success())
 }
@@ -125,7 +125,7 @@ fn c3_an_empty_ledger_is_anybodys() {
     let world = World::simulated("h200", "");
     for namespaces in NAMESPACES.into_iter().filter(|namespaces| can(namespaces)) {
         let gc = elsewhere(&world, namespaces, "sublet").arg("gc").output().expect("unshare");
-        // With the host's /proc nobody can tell.
+        // With the host's /proc this cannot be known.
         assert!(gc.status.success() || says_elsewhere(&gc), "{namespaces:?}: {gc:?}");
         let bundle = world.bundle("first", QUARTER, SLEEP);
         bundle.up();

@@ -82,7 +82,7 @@ fn a9_docker() {
     assert!(!refused.ok && refused.stderr.contains("shared with the host"), "{refused:?}");
     assert_eq!(mounts(), before, "refused");
     docker.done(&["rm", "-f", "shared"]);
-    // Elsewhere it is nobody's business.
+    // A shared volume at another path is allowed.
     let started = run("/srv");
     assert!(started.ok, "{started:?}");
     assert_share(&docker.event("shared", "info"));

@@ -379,7 +379,7 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// What an edit adds anew each time.
+/// The members that an edit adds again each time.
 fn without_lease(mut config: Value) -> Value {
     if let Some(annotations) = config["annotations"].as_object_mut() {
         let lease = annotations.shift_remove("sublet.lease");

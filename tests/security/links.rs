@@ -18,10 +18,10 @@ const SLEEP: &[&str] = &["/bin/sleep", "120"];
 const DIR: &str =
     if cfg!(target_arch = "aarch64") { "/lib/aarch64-linux-gnu" } else { "/lib/x86_64-linux-gnu" };
 
-/// Who mounts.
+/// The program that mounts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum EntryPoint {
-    /// The low-level runtime, told by the shim.
+    /// The low-level runtime, as the shim's config.json says.
     Shim,
     /// `sublet-hook`, in the container's mount namespace.
     Hook,
@@ -183,7 +183,7 @@ impl Host {
         assert_eq!(table.lines().find(shows), None, "{what}");
     }
 
-    /// Ours come from the driver and from our state directory.
+    /// sublet's mounts come from the driver and from the state directory.
     fn assert_sources(&self, bundle: &Bundle<'_>, what: &str) {
         let engines = bundle.spec["mounts"].as_array().expect("mounts").len();
         let driver = self.world.driver_root.as_ref().expect("simulated");
@@ -338,7 +338,7 @@ impl Drop for Done<'_> {
     }
 }
 
-/// CVE-2025-23359: somebody swaps parts of the image, and of a volume that another container has too.
+/// CVE-2025-23359: a process swaps parts of the image, and of a volume that another container also has.
 #[test]
 fn a7_ten_thousand_swaps_lead_nowhere_else() {
     if skip_unless_root() {

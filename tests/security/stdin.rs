@@ -46,7 +46,7 @@ fn c6_precreate_leaves_nothing_half_done() {
         assert!(!refusal(&refused).contains('\u{1b}'));
     }
     assert_eq!(world.leases(), Vec::<Value>::new());
-    // Where the name of the cgroup has no id, the root filesystem tells which container it was.
+    // If the cgroup's name has no id, the root filesystem identifies the container.
     let mut unnamed = bundle.podmans();
     unnamed["linux"]["cgroupsPath"] = json!("/user.slice");
     unnamed["annotations"]["sublet.sm"] = json!("250");
@@ -130,7 +130,7 @@ fn c6_poststop_frees_what_it_names_and_nothing_else() {
         assert!(!failed.stderr.contains('\u{1b}'));
         assert_eq!(world.leases().len(), 1);
     }
-    // The end of another container, one with a lease that nobody has, one that is not ours.
+    // The end of other containers: one with an unknown lease id, and one without annotations.
     let unannotated = json!({"id": ID, "status": "stopped", "bundle": bundle.dir});
     for input in [state("stopped", "0123456789abcdef"), unannotated.to_string().into_bytes()] {
         assert!(hook(&world, "poststop", &input).ok);
@@ -167,7 +167,7 @@ fn c6_prestart_refuses_what_is_no_state() {
         (format!(r#"{{"id":"c","status":"running","pid":1,"bundle":"{dir}"}}"#), "it already runs"),
         (r#"{"id":"c","status":"creating","pid":1,"bundle":"/nowhere"}"#.into(), "bundle /nowhere"),
         (format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, i32::MAX), "has ended"),
-        // Our own process is on the host: nothing may be mounted there.
+        // This process is on the host, where nothing may be mounted.
         (
             format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, std::process::id()),
             "no mount namespace of its own",

@@ -21,7 +21,7 @@ fn b11_nobody_acts_on_what_is_somebody_elses() {
     bundle.up();
     let lease = host.leases()[0]["id"].clone();
     let alices = bundle.pid();
-    // Bob knows Alice's lease, as everybody does, and her container's process.
+    // Bob knows Alice's lease, as every user can, and her container's process.
     let container = json!({"id": "mine", "bundle": bundle.dir, "record": bundle.dir.join("state/mine")});
     let record = bundle.dir.join("state/mine");
     let asks = [
@@ -346,7 +346,7 @@ fn b11_what_is_not_the_users_own_is_not_ended_for_their_lease() {
     let bundle = host.bundle(ALICE, "mine", QUARTER, HOLD);
     bundle.up();
     bundle.event("info");
-    // Root's own program, which has joined the PID namespace of her container, and computes beside her server.
+    // A program of root that has joined the PID namespace of Alice's container and computes outside her server.
     let mut program = std::process::Command::new("nsenter");
     program.args(["--pid", "--target", &bundle.pid().to_string(), "--"]);
     let mut roots = host.world.stranger_by(program);

@@ -62,7 +62,7 @@ impl Host {
             .stdout(Stdio::null())
             .status();
         assert!(up.unwrap().success());
-        // Our own `sublet` is looked for beside the running program, which is this test.
+        // sublet looks for its own `sublet` program beside the running one, which here is this test.
         let beside = std::env::current_exe().unwrap().with_file_name("sublet");
         let _ = symlink(env!("CARGO_BIN_EXE_sublet"), beside);
         let mut config = Config { state_dir: root.join("run"), ..Config::default() };
@@ -132,7 +132,7 @@ impl Host {
     }
 
     fn ready(&self, lease: &Lease) -> Result<Vec<String>, String> {
-        // The child gets our SUBLET_CONFIG: each test has a process-wide one of its own.
+        // The child gets this test's SUBLET_CONFIG, which is set for the whole process.
         mps::ready(lease, &self.store, &self.config).map_err(|error| error.to_string())
     }
 
@@ -304,7 +304,7 @@ fn a_ceiling_that_is_not_known_to_be_in_force_is_set_anew(host: &Host) {
     let start = || assert!(host.sublet(&["mps", "start", GPU]).0);
     let ready = || assert!(host.ready(&lease).unwrap().is_empty());
     for put_right in [&settle as &dyn Fn(), &start, &ready] {
-        // It was being lowered: the record is, the daemon is told in part.
+        // The limit was being lowered: it is recorded, and the daemon has been told only part of it.
         host.edit(|ledger| ledger.daemons[0].answered_at = 0);
         host.ask(GPU, &format!("set_device_pinned_mem_limit {} 0 8G", host.ask(GPU, "get_server_list")));
         put_right();
@@ -388,7 +388,7 @@ fn a_start_that_was_killed_is_taken_up(host: &Host) {
     assert!(!stray.is_alive());
     assert_eq!(host.ask(GPU, "get_default_active_thread_percentage"), "50.0");
     host.give_back(&lease);
-    // Nobody settles: the next command does.
+    // No process finishes the change, so the next command does.
     assert!(mps::heal(&host.store, &host.config).is_empty());
     assert!(host.server(GPU).is_none());
     assert_eq!(host.compute_mode(), ComputeMode::Default);
@@ -550,7 +550,7 @@ fn a_wrapper_in_place_of_the_control_program_works(host: &Host) {
     host.ready(&lease).unwrap();
     let before = host.server(GPU).unwrap();
     fs::remove_file(host.root.join("run/ledger.json")).unwrap();
-    // A change makes it anew, of what runs.
+    // A change of the ledger rebuilds it from what runs.
     host.edit(|_| {});
     assert_eq!(host.server(GPU).unwrap().process, before.process, "by its own pid file");
     host.edit(|ledger| ledger.leases.clear());

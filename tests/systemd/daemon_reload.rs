@@ -22,7 +22,7 @@ const LOOK: &[&str] = &[
 /// ENXIO: allowed, and no driver behind it. EPERM: refused by the device cgroup.
 const EXPECTED: [&str; 4] = ["ENXIO", "ENXIO", "ENXIO", "EPERM"];
 
-/// A systemd that starts itself again answers nobody meanwhile: one test at a time.
+/// A systemd that re-executes itself answers no requests meanwhile, so only one test runs at a time.
 static SYSTEMD: Mutex<()> = Mutex::new(());
 
 fn alone() -> Option<MutexGuard<'static, ()>> {
@@ -91,7 +91,7 @@ fn of_podman() {
 #[test]
 fn of_docker() {
     let Some(_alone) = alone() else { return };
-    // dockerd starts a containerd of its own where there is none, and hands it this world's configuration.
+    // dockerd starts its own containerd if there is none, and passes it this world's configuration.
     assert!(systemctl(&["stop", "containerd"]).ok);
     for asked in [Asked::Runtime, Asked::Device] {
         eprintln!("{asked:?}");

@@ -15,7 +15,7 @@ use sublet_e2e::{World, bin_dir, eventually};
 const WORLD: &str = "/etc/world";
 const BEFORE: &str = "/etc/instances";
 
-/// As many instances as there are containers: whoever starts again finds one alone free.
+/// As many instances as there are containers: a container that starts again finds exactly one free.
 const LAYOUT: &str =
     "[[gpu]]\nmatch = \"0\"\nmig = true\ninstances = [{ profile = \"1g.5gb\", count = 2 }]\n";
 const UNIT: &str = "sublet-mig.service";
@@ -76,7 +76,7 @@ fn instances() -> (Vec<String>, Vec<String>) {
     all.map(|one| (word(&one["uuid"]), format!("{}/{}", one["gi"], one["ci"]))).unzip()
 }
 
-/// Both containers run, each with an instance of its own that there is.
+/// Both containers run, each with its own existing instance.
 fn both_have_one() {
     let active = || leases().iter().filter(|lease| lease["state"] == "active").count();
     assert!(eventually(|| active() == 2), "{:#?}", leases());

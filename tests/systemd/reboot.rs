@@ -80,7 +80,7 @@ fn leases() -> Vec<Value> {
     status()["leases"].as_array().expect("an array").clone()
 }
 
-/// What the container of a Compose service says of its GPU.
+/// What the container of a Compose service reports about its GPU.
 fn composed(name: &str) -> Value {
     let mut exec = Command::new("docker");
     let output = exec.args(["exec", name, "cuda-probe", "info"]).output().expect("docker is installed");

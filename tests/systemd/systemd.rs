@@ -86,7 +86,7 @@ impl Machine {
         assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{info}");
     }
 
-    /// Ends it; its daemon, which served nobody else, has ended after it.
+    /// Ends the container; its daemon, which served no other lease, ends after it.
     fn remove(&self, uid: u32, name: &str) {
         let unit = self.daemon().unit;
         done(self.podman(uid).args(["rm", "-f", "-t0", name]));
@@ -120,7 +120,7 @@ struct Daemon {
 }
 
 impl Daemon {
-    /// It is systemd's own, in a cgroup of its own.
+    /// The daemon was started by systemd and has its own cgroup.
     fn assert_is_a_unit(&self) {
         assert_eq!(show(&self.unit, "ActiveState"), "active");
         assert_eq!(show(&self.unit, "MainPID"), self.pid);
@@ -175,7 +175,8 @@ fn the_service_is_restarted_and_upgraded_under_running_containers() {
     systemctl(&["restart", "sublet.service"]);
     assert_eq!(exe(&show("sublet.service", "MainPID")), Path::new("/usr/bin/sublet"));
     machine.assert_held(UID, "kept");
-    // Nobody serves: what runs goes on. The socket is the entry point still, and the next ask starts the service.
+    // No service runs, and what runs continues. The socket remains the entry point, and the next ask starts the
+    // service.
     systemctl(&["stop", "sublet.service"]);
     assert_eq!(machine.daemon(), daemon);
     daemon.assert_is_a_unit();

@@ -4,7 +4,7 @@ use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
 use std::process::{Command, Output, Stdio};
 
-/// A command of ours with a configuration and nothing else.
+/// A sublet command with a configuration and nothing else.
 fn sublet(dir: &tempfile::TempDir, arguments: &[&str]) -> Command {
     let config = dir.path().join("config.toml");
     fs::write(&config, format!("state_dir = \"{}/run\"\n", dir.path().display())).unwrap();
@@ -206,7 +206,7 @@ fn a_directory_that_was_there_stays() {
 #[test]
 fn a_directory_that_cannot_be_written_is_named() {
     let dir = tempfile::tempdir().unwrap();
-    // /proc takes no new file from anybody, as a read-only /etc does not.
+    // No process can create a file in /proc, as in a read-only /etc.
     let made = sublet(&dir, &["setup", "docker", "--config", "/proc/self/daemon.json"]).output().unwrap();
     let (code, line) = ended(&made);
     assert_eq!(code, Some(1));

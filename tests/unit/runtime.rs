@@ -105,7 +105,7 @@ fn the_low_level_runtime_stands_in_our_place() {
     let pid = child.id();
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(42));
-    // What we inherited stays; SIGPIPE alone is ignored by every Rust program, ours and this one.
+    // Inherited settings stay. SIGPIPE alone is ignored by every Rust program, including these.
     let standard = |status: &str| {
         let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).unwrap();
         u64::from_str_radix(ignored, 16).unwrap() & ((1 << 31) - 1)

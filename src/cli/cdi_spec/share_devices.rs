@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_has_a_device_wherever_it_fits_and_its_plain_name_where_that_is_one() {
+    fn a_share_has_a_device_on_each_gpu_it_fits_and_its_plain_name_if_that_is_one() {
         let mut small = device(1);
         small.memory_bytes = 10 * GIB;
         let host = host(vec![device(0), small]);

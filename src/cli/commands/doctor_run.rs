@@ -298,7 +298,7 @@ mod tests {
 
     /// One test, because the directory is named after this process's pid.
     #[test]
-    fn an_engine_that_hangs_or_that_nobody_waits_for_is_cut_off_and_nothing_is_left() {
+    fn an_engine_that_hangs_or_is_interrupted_is_ended_and_nothing_is_left() {
         let stop = Stop::listen().unwrap();
         cut_off(Duration::from_millis(300), &stop, "took longer than");
         for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {

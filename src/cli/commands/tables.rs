@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn causes_are_told_once() {
+    fn causes_are_printed_once() {
         let cause = || std::io::Error::other("disk on fire");
         assert_eq!(
             chain(&anyhow::Error::new(cause()).context("cannot write x")),

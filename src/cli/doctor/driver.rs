@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_compute_mode_of_somebody_else_is_named() {
+    fn a_compute_mode_set_by_another_program_is_named() {
         let fake = Fake::new();
         passed(compute_modes(&fake.host()));
         let mut gpu = device(0);

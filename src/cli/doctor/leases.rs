@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_that_only_its_runtime_knows_of_is_none_that_is_gone() {
+    fn a_container_that_only_its_runtime_has_recorded_is_not_ended() {
         let fake = Fake::new();
         let us = Process::current().unwrap();
         let status =

@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn denials_of_ours_are_shown() {
+    fn denials_that_concern_sublet_are_shown() {
         let fake = Fake::new();
         fake.file("/var/log/kern.log", "x: apparmor=\"DENIED\" operation=\"open\" name=\"/etc/shadow\"\n");
         passed(modules(&fake.host()));

@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_on_cudas_default_is_a_stray_and_ours_is_none() {
+    fn a_daemon_on_cudas_default_is_stray_and_sublets_is_not() {
         let fake = this_host();
         let ours = fake.path("/run/sublet/mps/GPU-0/pipe");
         daemon(&fake, 7, 1, &format!("A=b\0CUDA_MPS_PIPE_DIRECTORY={}\0", ours.display()));

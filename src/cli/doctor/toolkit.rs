@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_gives_gpus_beside_us_is_named() {
+    fn other_tools_that_give_gpus_are_named() {
         let fake = Fake::new();
         assert_eq!(passed(beside(&fake.host())), "not installed");
         fake.file("/usr/bin/nvidia-ctk", "");

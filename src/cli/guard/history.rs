@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_that_is_ended_again_and_again_drives_out_only_its_own() {
+    fn many_events_of_one_container_displace_only_its_own() {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
         assert_eq!(sight(&config), Sight::None);

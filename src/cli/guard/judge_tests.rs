@@ -107,7 +107,7 @@ fn a_moment_past_the_line_is_no_offence() {
 }
 
 #[test]
-fn an_instance_of_its_own_holds_its_memory_itself() {
+fn a_mig_instance_limits_its_own_memory() {
     let one = Lease { mode: Mode::Mig, daemon: None, ..shared(1) };
     let ledger = ledger(vec![one.clone()]);
     let seen = || look(vec![Holder { is_client: false, ..client(10, 5000, &one) }]);
@@ -136,7 +136,7 @@ fn outside_its_server_without_a_lease_or_left_behind() {
 }
 
 #[test]
-fn clients_too_many_go_only_where_others_need_their_places_and_the_youngest_first() {
+fn surplus_clients_end_only_if_others_need_their_places_and_the_youngest_first() {
     use Action::{Report, Terminate};
     let (one, two) = (shared(1), Lease { processes: 2, ..shared(2) });
     let ledger = ledger(vec![one.clone(), two.clone()]);
@@ -198,7 +198,7 @@ fn what_is_only_reported_is_found_all_the_same() {
 }
 
 #[test]
-fn where_the_driver_does_not_tell_clients_nobody_is_outside() {
+fn if_the_driver_does_not_list_clients_no_process_is_outside() {
     let one = shared(1);
     let ledger = ledger(vec![one.clone()]);
     let seen = || {
@@ -218,7 +218,7 @@ fn a_container_marked_as_ending_keeps_its_processes_until_it_has_ended() {
 }
 
 #[test]
-fn on_another_device_than_its_own_a_tenant_is_a_stranger() {
+fn on_a_device_of_another_lease_a_container_is_a_stranger() {
     let elsewhere = Lease { devices: vec!["GPU-2".to_owned()], ..shared(2) };
     let ledger = ledger(vec![shared(1), elsewhere.clone()]);
     let seen = || look(vec![client(10, 1, &elsewhere)]);

@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_a_leases_only_where_that_is_certain() {
+    fn a_process_belongs_to_a_lease_only_if_that_is_certain() {
         let alive = Process::current().unwrap();
         let dead = Process { start_time: alive.start_time + 1, ..alive };
         let other = Process { pid: 4_000_000, start_time: 9 };

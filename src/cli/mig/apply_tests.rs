@@ -77,7 +77,7 @@ fn held_places(gpu: &Gpu) -> Layout {
 }
 
 #[test]
-fn every_layout_from_every_other_around_what_is_held() {
+fn every_layout_from_every_other_around_instances_in_use() {
     let all = every_layout();
     assert!(all.len() > 1000, "{}", all.len());
     let mut random = Random(7);
@@ -171,7 +171,7 @@ fn whatever_call_fails_the_state_found_comes_back() {
 }
 
 #[test]
-fn a_way_back_that_is_barred_too_says_what_is_left() {
+fn an_undo_that_fails_too_says_what_is_left() {
     let mut driver = Double::with(&[(profile("2g.35gb"), 0)]);
     let gpu = driver.gpus[0].clone();
     let plans = [plan(&gpu, &target(&gpu, &vec![(profile("3g.71gb"), 0)])).unwrap()];
@@ -189,7 +189,7 @@ fn a_way_back_that_is_barred_too_says_what_is_left() {
 }
 
 #[test]
-fn an_instance_that_is_not_the_one_planned_with_is_left_alone() {
+fn an_instance_other_than_the_planned_one_is_left_alone() {
     let mut driver = Double::with(&[(profile("2g.35gb"), 0)]);
     let gpu = driver.gpus[0].clone();
     let plans = [plan(&gpu, &target(&gpu, &Vec::new())).unwrap()];
@@ -257,7 +257,7 @@ fn a_mode_that_stays_pending_is_taken_back() {
 }
 
 #[test]
-fn one_gpu_that_fails_takes_the_others_back_too() {
+fn a_failure_on_one_gpu_undoes_the_others_too() {
     let mut driver = Double::with(&[(profile("7g.141gb"), 0)]);
     driver.gpus.push(Gpu { uuid: "GPU-1".into(), index: 1, ..h200() });
     let found = driver.gpus.clone();

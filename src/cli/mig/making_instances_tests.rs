@@ -139,7 +139,7 @@ fn stuck(whole: bool, theirs: bool) -> (DynamicInstance, usize) {
 }
 
 #[test]
-fn what_others_make_in_place_of_one_that_was_stuck_stays() {
+fn an_instance_of_another_program_in_place_of_a_stuck_one_stays() {
     let (left, there) = stuck(true, true);
     assert_eq!((left.uuid.as_deref(), left.emptied, there), (Some("MIG-0"), false, 1));
     assert_eq!(stuck(true, false).1, 1);

@@ -70,7 +70,7 @@ fn the_only_configuration_needs_no_name() {
 }
 
 #[test]
-fn what_is_wrong_is_told_with_its_line() {
+fn errors_name_their_line() {
     let with = |entry: &str| refused(&format!("version: v1\nmig-configs:\n  x:\n  - {entry}\n"), None);
     let cases = [
         (refused("", None), (1, "the file is empty")),

@@ -130,7 +130,7 @@ mod tests {
 ";
 
     #[test]
-    fn every_hierarchy_in_which_we_are_not_at_the_root() {
+    fn every_hierarchy_in_which_the_process_is_below_the_root() {
         let cgroup = "9:name=systemd:/system.slice/docker.service\n8:pids:/x\n4:cpu,cpuacct:/docker/abc\n3:cpuset:/\n0::/a:b\n";
         let expected = [
             "/sys/fs/cgroup/systemd/cgroup.procs",

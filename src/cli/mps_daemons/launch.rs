@@ -208,7 +208,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn daemons_servers_and_those_who_only_ask() {
+    fn daemons_servers_and_programs_that_only_send_commands() {
         assert_eq!(kind(b"/usr/bin/nvidia-cuda-mps-control\0-d\0-M\0"), Some(Kind::Daemon));
         assert_eq!(kind(b"nvidia-cuda-mps-control\0-f\0"), Some(Kind::Daemon));
         assert_eq!(kind(b"nvidia-cuda-mps-server\0"), Some(Kind::Server));
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_exactly_what_has_the_pipe_directory_and_what_is_recorded() {
+    fn ends_only_processes_with_the_pipe_directory_and_the_recorded_one() {
         let (state, bin) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let key = DaemonKey("GPU-1".into());
         dirs::make(&key, state.path()).unwrap();

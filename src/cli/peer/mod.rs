@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn our_own_processes_are_ours_and_nobody_elses() {
+    fn a_process_of_this_user_belongs_to_no_other() {
         let sleep = Running::start("sleep", &["60"]);
         assert_eq!(Pinned::of(sleep.pid(), us()).unwrap().process.pid, sleep.pid());
         let error = Pinned::of(sleep.pid(), us() + 4242).unwrap_err();

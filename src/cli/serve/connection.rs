@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_for_us_is_never_overdue() {
+    fn a_client_that_waits_for_its_answer_is_never_overdue() {
         let (mut connection, mut client) = pair();
         client.write_all(b"{}\n").unwrap();
         assert!(matches!(connection.read(), Progress::Line(_)));

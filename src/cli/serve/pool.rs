@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn one_user_has_one_thread_and_the_others_pass() {
+    fn one_user_has_one_thread_and_others_are_not_blocked() {
         let mut waiting: VecDeque<Job> = [ask(1, 7), ask(2, 7), ask(3, 8), Job::Own(|_| ())].into();
         assert_eq!(token(next(&mut waiting, &[])), Some(1));
         assert_eq!(token(next(&mut waiting, &[user(7, false)])), Some(3));

@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_ours_that_outlived_their_block_go_too() {
+    fn sublets_lines_without_their_block_are_removed_too() {
         let found = "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\"]\nenable_cdi = true # sublet setup\n\
                      # sublet setup kept: enable_cdi = false\n";
         let text = set_up(Some(found), &all()).unwrap();
@@ -355,7 +355,7 @@ mod tests {
 
     /// An undo works on lines, and would remove these from inside a value.
     #[test]
-    fn a_value_with_lines_like_ours_is_refused() {
+    fn a_value_with_lines_like_sublets_is_refused() {
         for value in [
             "'''\n# sublet setup kept: x\n'''".to_owned(),
             "\"\"\"a # sublet setup\n\"\"\"".to_owned(),

@@ -24,7 +24,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_drop_in_is_ours_alone() {
+    fn the_drop_in_is_written_by_sublet_only() {
         let text = set_up(None, &wish()).unwrap();
         assert_eq!(
             text,

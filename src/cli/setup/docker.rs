@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn an_undo_takes_out_what_setups_put_in_and_not_what_others_did() {
+    fn an_undo_removes_only_what_setups_added() {
         let before = r#"{"debug": true}"#;
         let (text, record) = set_up(Some(before), None, &wish()).unwrap();
         let theirs = text.replace("\"debug\"", "\"features\": {\"cdi\": true}, \"debug\"");
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn without_the_record_only_what_names_us_goes() {
+    fn without_the_record_only_members_that_name_sublet_are_removed() {
         let (text, _) = set_up(Some(r#"{"debug": true}"#), None, &all()).unwrap();
         let left = undo(Some(&text), None).unwrap().unwrap();
         assert_eq!(left, r#"{"features": { "cdi": true },"debug": true}"#);

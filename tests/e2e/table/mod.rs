@@ -55,12 +55,12 @@ pub enum Server {
     None,
     /// The device's, with its ceiling.
     Shared(Cuda),
-    /// A server of its own.
+    /// A dedicated server.
     Own,
 }
 
 impl Gets {
-    /// The same on a server of its own.
+    /// The same with a dedicated server.
     pub fn dedicated(self) -> Self {
         match self {
             Self::Share(share) if share.server != Server::None => {
@@ -70,7 +70,7 @@ impl Gets {
         }
     }
 
-    /// No single GPU of the host could serve it, whoever else is there.
+    /// No single GPU of this host could serve it, even if it were idle.
     pub fn fits_no_one(self) -> bool {
         matches!(self, Self::Refused(NO_PLACE))
             || matches!(self, Self::Share(share) if share.minors.len() > 1)
@@ -267,7 +267,7 @@ pub const ROWS: &[Row] = &[
     row(request("too-large", &[("gpu", "0"), ("memory", "200GiB")]), Gets::Refused(NO_PLACE)),
     Row {
         beside: Some(request("large", &[("gpu", "0"), ("sm", "70")])),
-        // Servers of their own take turns: none of them books SMs.
+        // Dedicated servers take turns, so none of them books SMs.
         late: Some(Gets::Share(Share {
             cuda: Some(Cuda { sm: 52, mib: WHOLE_MIB }),
             server: Server::Own,

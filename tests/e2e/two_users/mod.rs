@@ -1,4 +1,4 @@
-//! Alice and Bob, whom the policy allows something, and the host that they are users of.
+//! Alice and Bob, two users with policy rules, and their host.
 
 use std::path::Path;
 

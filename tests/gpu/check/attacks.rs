@@ -11,7 +11,7 @@ use serde_json::Value;
 use sublet_e2e::{Bundle, World, copy_program, is_alive};
 
 use super::beside::{Held, Line};
-use super::plain::{self, PlainMps};
+use super::plain_mps::{self, PlainMps};
 use super::{PROBE, Table, number};
 
 /// MiB that a container may have, and what the guard lets pass.
@@ -37,7 +37,7 @@ const STOP: &str = "tmp/stop";
 const QUIET: Duration = Duration::from_secs(1);
 /// How long an attack may take to begin: fifty CUDA programs start in one container.
 const BEGINS: Duration = Duration::from_secs(45);
-/// How long it is watched with plain MPS, where nobody ends it, and with the guard.
+/// How long an attack is observed: with plain MPS, which never ends it, and with the guard.
 const WATCHED: Duration = Duration::from_secs(3);
 const ENDED: Duration = Duration::from_secs(10);
 
@@ -49,7 +49,7 @@ struct Attack {
     script: String,
     /// What it has printed so many times when the attack was tried.
     tried: (&'static str, usize),
-    /// It has no PID namespace of its own, with which its processes would end.
+    /// It has no PID namespace of its own; with one, its processes would end with the first.
     host_pids: bool,
     /// Whether it goes on; one that is only felt by the neighbour never does.
     goes_on: fn(&Scene<'_>) -> bool,
@@ -151,7 +151,7 @@ fn attacks(slots: usize) -> Vec<Attack> {
 /// The rows.
 pub(super) fn table(world: &World, table: &mut Table) {
     let nvml = world.nvml();
-    let whole = plain::whole(world);
+    let whole = plain_mps::whole(world);
     for attack in attacks(slots(&nvml)) {
         let mps = PlainMps::start(world, &whole, LIMIT);
         let line = beside(world, &nvml, table, &attack, By::Plain(&mps));
@@ -169,7 +169,7 @@ fn slots(nvml: &Nvml) -> usize {
     if nvml.sys_cuda_driver_version().is_ok_and(|version| version >= 13_010) { 60 } else { 48 }
 }
 
-/// Who holds the containers.
+/// What enforces the containers' shares.
 #[derive(Clone, Copy)]
 enum By<'a> {
     Plain(&'a PlainMps<'a>),
@@ -208,7 +208,7 @@ fn beside(world: &World, nvml: &Nvml, table: &Table, attack: &Attack, by: By<'_>
         let namespaces = hostile.spec["linux"]["namespaces"].as_array_mut().expect("namespaces");
         namespaces.retain(|namespace| namespace["type"] != "pid");
     }
-    copy_program(&plain::control(world), &hostile.dir.join("rootfs"), "usr/bin/nvidia-cuda-mps-control");
+    copy_program(&plain_mps::control(world), &hostile.dir.join("rootfs"), "usr/bin/nvidia-cuda-mps-control");
     let pipe = by.pipe(world);
     let settings = settings(world, &pipe);
     hostile.up();
@@ -312,7 +312,7 @@ fn is_too_large(scene: &Scene<'_>) -> bool {
 }
 
 fn settings(world: &World, pipe: &std::path::Path) -> String {
-    plain::ask(world, pipe, "get_default_active_thread_percentage")
+    plain_mps::ask(world, pipe, "get_default_active_thread_percentage")
 }
 
 /// What another program in the neighbour's container gets.

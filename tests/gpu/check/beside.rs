@@ -1,4 +1,4 @@
-//! One line of the table that sets sublet beside plain MPS.
+//! One row of the table that compares sublet with plain MPS.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ pub(super) enum Held {
     NotTried,
 }
 
-/// One attack, by whom it was to be held, and what the neighbour noticed.
+/// One attack, what was to stop it, and the effect on the neighbour.
 pub(super) struct Line {
     pub attack: String,
     pub by: &'static str,

@@ -10,7 +10,7 @@ use super::{PROBE, Table, attacks, cost, number, up};
 
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "4GiB")];
 
-/// The rows. The compute mode is left alone, so whoever leaves MPS gets onto the GPU.
+/// The rows. The compute mode is not changed, so a process that leaves MPS still gets the GPU.
 pub(super) fn table(world: &World, table: &mut Table) {
     let serve = serve(world, table);
     let (quiet, worst) = alone(world);

@@ -12,7 +12,7 @@ mod beside;
 mod cost;
 mod entry_points;
 mod hostile;
-mod plain;
+mod plain_mps;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -41,7 +41,7 @@ struct Row {
 /// The table, and the hardware's numbers that its expectations are made of.
 struct Table {
     rows: Vec<Row>,
-    /// sublet beside plain MPS.
+    /// sublet compared with plain MPS.
     lines: Vec<Line>,
     sms: u64,
     total_mib: u64,

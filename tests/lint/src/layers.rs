@@ -10,7 +10,7 @@ use quote::ToTokens as _;
 
 use crate::modules::Module;
 
-/// Modules side by side, by their common path: who uses whom, and where.
+/// Modules side by side, by their common path: which module uses which, and where.
 type Uses = BTreeMap<Vec<String>, BTreeMap<(String, String), String>>;
 
 /// What is wrong with the modules of the crate in `dir`.

@@ -48,7 +48,7 @@ def annotated(**share):
     return ["--runtime=sublet", *annotations]
 
 
-# The warm daemon's container comes last: until then the GPU is nobody's, and takes a time-slice.
+# The warm daemon's container comes last: until then the GPU has no lease, and takes a time-slice.
 WARM = "sublet, mps, daemon warm"
 RUN = [
     ("runc", ["--runtime=runc"]),

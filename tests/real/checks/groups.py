@@ -358,7 +358,7 @@ def refusals(table, group, machine):
                 if done.ok:
                     return "it started", False
                 if engine.name == "podman" and not re.search(words, said):
-                    # A hook of Podman's own stage has nobody to say it to: it is kept.
+                    # A hook at Podman's own stage cannot show its message to the user, so the message is kept.
                     said += process.run(["sublet", "status", "--last-error"]).out
                 return reason(said, words)
 

@@ -90,7 +90,7 @@ enum Kind {
     Empty,
     /// It runs.
     Standing,
-    /// Not made yet, and it will be without the shim: its config.json names our hook.
+    /// Not created yet. It will be created without the shim: its config.json names sublet's hook.
     Hooked,
 }
 

@@ -223,7 +223,7 @@ fn beside() -> Vec<Case> {
     ]
 }
 
-/// What a container goes through, and who is killed.
+/// The stages of a container, and the process that is killed.
 fn life() -> Vec<Case> {
     vec![
         // Docker's exec has the image's environment: the server's ceiling, which all its shares have here.

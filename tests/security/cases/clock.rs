@@ -138,7 +138,7 @@ fn written() -> Vec<Case> {
     ]
 }
 
-/// The boot's clock, by which start times are told.
+/// The boot clock, in which process start times are given.
 fn namespaces() -> Vec<Case> {
     vec![
         case(

@@ -185,7 +185,7 @@ fn life() -> Vec<Case> {
     ]
 }
 
-/// Somebody is killed.
+/// A process is killed.
 fn deaths() -> Vec<Case> {
     vec![
         case(

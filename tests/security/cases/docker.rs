@@ -47,7 +47,7 @@ fn options() -> Vec<Case> {
     ]
 }
 
-/// Mounts over ours, and of what is ours.
+/// Mounts over sublet's mounts, and mounts of sublet's files.
 fn volumes() -> Vec<Case> {
     vec![
         case("read-only, without a place to write", "up --read-only", QUARTER),
@@ -113,7 +113,7 @@ fn words() -> Vec<Case> {
     ]
 }
 
-/// Images that are not what ours are.
+/// Images that differ from the usual ones.
 fn images() -> Vec<Case> {
     vec![
         case(
@@ -215,7 +215,7 @@ fn life() -> Vec<Case> {
     ]
 }
 
-/// Somebody is killed.
+/// A process is killed.
 fn deaths() -> Vec<Case> {
     vec![
         case(

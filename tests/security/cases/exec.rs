@@ -186,7 +186,7 @@ fn containers() -> Vec<Case> {
     ]
 }
 
-/// What is ours, broken.
+/// sublet's own state, damaged.
 fn around() -> Vec<Case> {
     vec![
         case("the daemon was killed", "end_daemons; runtime exec --process p.json c", QUARTER).harming(),

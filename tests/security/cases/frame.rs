@@ -27,13 +27,13 @@ pub struct Case {
 
 /// All that may be expected.
 pub enum Expect {
-    /// The command fails with one line of ours that has these words, before there is a container or a lease.
+    /// The command fails with one line from sublet that contains these words, before there is a container or a lease.
     Refused(&'static str),
     /// What is below us fails the command in its own words, these among them.
     Fails(&'static str),
     /// The program inside has exactly this share, and this GPU's nodes alone.
     Share(Share),
-    /// A container without our keys runs, and sees no GPU.
+    /// A container without sublet's keys runs and sees no GPU.
     Plain,
     /// Exit status 0, and these words on standard output.
     Works(&'static str),
@@ -81,7 +81,7 @@ pub trait Stage {
     /// The ids of the containers there are, the neighbour's among them.
     fn containers(&self) -> Vec<String>;
     fn remove(&self, id: &str) -> Result<(), String>;
-    /// What a process in the neighbour's container says of its GPU.
+    /// What a process in the neighbour's container reports about its GPU.
     fn neighbour(&self) -> Seen;
     /// What the ledger and [`Self::containers`] call it.
     fn neighbour_id(&self) -> String {
@@ -268,7 +268,7 @@ fn run(stage: &dyn Stage, command: &str) -> Seen {
     let mut bash = Command::new("timeout");
     bash.args(["--signal=KILL", LONGEST, "bash", "-c"]).arg(format!("{functions}\n{command}"));
     bash.current_dir(scratch).envs(stage.variables()).env("SUBLET_CASE", "1");
-    // Files: whoever keeps them open keeps nobody waiting.
+    // Output goes to files: a process that keeps them open delays no reader.
     let status = bash.stdin(Stdio::null()).stdout(open("said")).stderr(open("complained")).status();
     let read = |name: &str| {
         let text = std::fs::read(stage.world().dir.path().join(name)).unwrap_or_default();

@@ -132,7 +132,7 @@ fn shares() -> Vec<Case> {
             "NAME=first ask $(of mig=1g.5gb) probe sleep 60; up $(of gpu=0:3 sm=50)",
             Fails("MIG device 0:3 (1g.5gb) is taken whole"),
         ),
-        // MPS gives nobody fewer than 8 SMs (docs/evidence).
+        // MPS gives every client at least 8 SMs (docs/evidence).
         case(
             "MPS on a part: the other part is another's",
             "NAME=first ask $(of gpu=0:1) probe sleep 60; sees $(of gpu=0:2 sm=50) 2>/dev/null",

@@ -8,7 +8,7 @@ pub fn cases() -> Vec<Case> {
     [options(), hiding(), images(), podman_lives::cases()].into_iter().flatten().collect()
 }
 
-/// What `podman run` can be told.
+/// The options of `podman run`.
 fn options() -> Vec<Case> {
     vec![
         case("nothing is wrong", "up", QUARTER),
@@ -111,7 +111,7 @@ fn options() -> Vec<Case> {
     ]
 }
 
-/// What lies over our paths.
+/// Mounts over sublet's paths.
 fn hiding() -> Vec<Case> {
     vec![
         case(

@@ -222,7 +222,7 @@ fn hooks() -> Vec<Case> {
     ]
 }
 
-/// What is ours, broken.
+/// sublet's own state, damaged.
 fn around() -> Vec<Case> {
     vec![
         case("the configuration is broken", "echo '[limits' >>$CONFIG; up", Refused("config.toml")),

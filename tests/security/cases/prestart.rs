@@ -189,7 +189,7 @@ fn by_hand() -> Vec<Case> {
     ]
 }
 
-/// The hook with somebody else's container, or with what is none.
+/// The hook called for another container, or for something that is not a container.
 fn strangers() -> Vec<Case> {
     vec![
         case(
@@ -268,7 +268,7 @@ fn strangers() -> Vec<Case> {
     ]
 }
 
-/// What is ours, broken.
+/// sublet's own state, damaged.
 fn around() -> Vec<Case> {
     vec![
         case("the configuration is broken", "echo '[limits' >>$CONFIG; up", refused("config.toml")),

@@ -65,7 +65,7 @@ fn policy() -> Vec<Case> {
     ]
 }
 
-/// What `podman run` can be told without root.
+/// The options of `podman run` without root.
 fn options() -> Vec<Case> {
     vec![
         case(

@@ -132,7 +132,7 @@ fn annotations() -> Vec<Case> {
     ]
 }
 
-/// Keys that are nearly ours, and values that there are not.
+/// Keys that are nearly sublet's, and values that do not exist.
 fn keys() -> Vec<Case> {
     vec![
         case("a key of another case", r#"annotate '"Sublet.sm":"25"'; up"#, Refused("sublet.sm")),
@@ -208,7 +208,7 @@ fn keys() -> Vec<Case> {
     ]
 }
 
-/// Entries of the spec that fight ours.
+/// Entries of the spec that conflict with sublet's.
 fn fighting() -> Vec<Case> {
     vec![
         case(

@@ -12,7 +12,7 @@ use driver::{
     SUCCESS, root_or_skip,
 };
 use nvidia_ml::layout::contexts::{self, Kind, On};
-use nvidia_ml::layout::state::State;
+use nvidia_ml::layout::state_file::State;
 use nvidia_ml::layout::topology::Topology;
 use nvml_wrapper_sys::bindings::{
     nvmlComputeInstance_t, nvmlComputeInstanceInfo_t, nvmlComputeInstancePlacement_t,

@@ -8,7 +8,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Output};
 
 use driver::{Driver, root_or_skip};
-use nvidia_ml::layout::state::State;
+use nvidia_ml::layout::state_file::State;
 
 const GPU: &str = "GPU-5b1e7000-0000-4000-8000-000000000120";
 

@@ -88,7 +88,7 @@ fn a_clients_memory_counts_on_the_device_that_it_is_on() {
     assert_eq!(held.result(), "CUDA_SUCCESS");
     let both = free(&rig, &[]);
     assert!(both[0] > 140_000 && both[1] < 43_000, "{both:?}");
-    // Whoever asked has gone, and the server hears of it in its own time.
+    // The process that asked has ended, and the server notices that some time later.
     let only = format!("{H200}\n{OTHER} {}", held.pid());
     let heard = (0..100).any(|_| {
         std::thread::sleep(std::time::Duration::from_millis(50));

@@ -287,7 +287,7 @@ fn nodes_have_the_numbers_of_the_real_ones() {
     }
 }
 
-/// In a process of its own: what is loaded here would stay loaded.
+/// In a separate process, because a loaded library would stay loaded here.
 #[test]
 fn stand_in_libraries_load_by_their_soname() {
     let driver = Driver::up("h200");

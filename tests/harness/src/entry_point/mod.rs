@@ -4,14 +4,14 @@
 mod containerd;
 mod docker;
 mod look;
-mod plain;
+mod plain_bundle;
 mod podman;
 mod rootless;
 
 pub use containerd::OfContainerd;
 pub use docker::{Asked, OfDocker};
 pub use look::{Report, traces};
-pub use plain::{How, Plain};
+pub use plain_bundle::{How, Plain};
 pub use podman::{By, OfPodman};
 pub use rootless::OfRootless;
 

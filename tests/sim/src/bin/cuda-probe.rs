@@ -1,4 +1,4 @@
-//! A CUDA program that says what it got.
+//! A CUDA program that reports what it got.
 
 fn main() -> std::process::ExitCode {
     nvidia_ml::mps::probe::main()

@@ -17,7 +17,7 @@ use super::Root;
 use super::instances::Partition;
 use super::topology::{Gpu, MigMode, Topology, caps};
 
-/// Capability of whoever may change MIG, and of whoever may watch all instances.
+/// The capability of processes that may change MIG, and of those that may monitor all instances.
 pub const CONFIG: u32 = 1;
 /// As above.
 pub const MONITOR: u32 = 2;
@@ -69,7 +69,7 @@ fn remove_others(dir: &Path, kept: &[String]) -> Result<()> {
 
 fn capability(root: &Root, topology: &Topology, dir: &Path, minor: u32) -> Result<()> {
     fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
-    // The kernel does not touch those that are there: somebody may be reading them.
+    // Existing entries stay as they are, as in the kernel: another process may be reading them.
     if !dir.join("access").exists() {
         fs::write(dir.join("access"), text(minor)).with_context(|| format!("{}/access", dir.display()))?;
     }

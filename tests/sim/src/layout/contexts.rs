@@ -1,6 +1,5 @@
-//! Who holds a context on a simulated GPU. A process says so with an open memfd whose name tells GPU, kind
-//! and memory; NVML finds it through /proc, in whatever container the process runs, as long as /proc shows
-//! it.
+//! The contexts on a simulated GPU. A process announces its context with an open memfd whose name gives GPU, kind and
+//! memory. NVML finds it through /proc, in whatever container the process runs, as long as /proc shows it.
 //!
 //! The name: `sublet-sim:<tag>:<minor>:<C|M|M+C>:<MiB>`; on a MIG device `<minor>.<gi>.<ci>`.
 //!
@@ -48,8 +47,8 @@ pub struct Held {
     pub mib: u64,
 }
 
-/// Says that this process holds a context, for as long as the descriptor is open. To say that its memory
-/// changed, announce anew, then drop the old.
+/// Announces that this process holds a context, for as long as the descriptor is open. If its memory changes, announce
+/// the new context first, then drop the old one.
 ///
 /// # Errors
 /// No memfd can be made.
@@ -70,7 +69,7 @@ pub fn list(tag: &str) -> Vec<Held> {
     held
 }
 
-/// Every context of the simulated driver `tag` below `root`, as NVML tells it.
+/// Every context of the simulated driver `tag` below `root`, as NVML reports it.
 #[must_use]
 pub fn told(tag: &str, root: Option<&Root>) -> Vec<Held> {
     let written = root.and_then(|root| fs::read_to_string(root.join("sim/contexts")).ok());

@@ -29,7 +29,7 @@
 pub mod capabilities;
 pub mod contexts;
 pub mod instances;
-pub mod state;
+pub mod state_file;
 pub mod topology;
 pub mod trailer;
 

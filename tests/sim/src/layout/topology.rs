@@ -14,7 +14,7 @@ use crate::nvml::profiles;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Topology {
-    /// Eight hex digits that tell the contexts of one root from those of another. Set by `up`.
+    /// Eight hex digits that distinguish the contexts of one root from those of another. Set by `up`.
     #[serde(default)]
     pub tag: String,
     /// Version of the kernel module, as `580.159.04`.

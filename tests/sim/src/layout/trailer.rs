@@ -1,4 +1,4 @@
-//! The line at the end of a stand-in library that tells it what the GPUs are, where it sees nothing else.
+//! The line at the end of a stand-in library that describes the GPUs when nothing else of the simulator is visible.
 //!
 //! It changes with MIG, in the same file, since containers have that file mounted: under a lock on the file,
 //! which readers share. What is before it, which running programs have mapped, is never touched.

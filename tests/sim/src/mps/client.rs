@@ -9,7 +9,7 @@ use super::message::{Ask, Hello, Open, Say, Welcome};
 use super::pipe_directory;
 use super::wire::Conn;
 
-/// What a client gets whose daemon or server went away.
+/// The error that a client gets when its daemon or server has ended.
 pub const RPC_FAILURE: &str = "CUDA_ERROR_MPS_RPC_FAILURE";
 
 /// Connections to daemon and server.
@@ -63,7 +63,7 @@ impl Client {
         }
     }
 
-    /// Breaks the context, and those of all other clients; the error that comes of it.
+    /// Breaks the context and those of all other clients; returns the resulting error.
     #[must_use]
     pub fn fault(&self) -> String {
         match self.ask(&Ask::Fault) {

@@ -9,7 +9,7 @@ use super::limits;
 use super::message::Settings;
 use super::servers::{Client, Servers};
 
-/// What a command comes to.
+/// The result of a command.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// An answer.
@@ -68,7 +68,7 @@ fn ask(servers: &Servers, words: &[&str]) -> Option<String> {
 fn change(servers: &Arc<Servers>, words: &[&str]) -> Option<String> {
     let done = String::new;
     if words.first().is_some_and(|word| is_limit(word)) && !servers.limits {
-        // Its words were not seen: nobody here has a GPU that old.
+        // This message was never observed: no GPU that old was available.
         return Some("Failed to set a limit: the device is older than Volta".into());
     }
     match words {

@@ -42,7 +42,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// A caller that closed its end wants no words.
+/// A caller that closed its end does not want any output.
 fn say(text: &str) {
     let _ = writeln!(stdout(), "{text}");
 }

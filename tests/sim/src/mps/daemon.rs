@@ -1,4 +1,4 @@
-//! The control daemon: its five entries in the pipe directory, and who connects to them.
+//! The control daemon: its five entries in the pipe directory, and the connections to them.
 
 use std::fs::{self, DirBuilder, File};
 use std::os::unix::fs::DirBuilderExt;
@@ -20,12 +20,12 @@ use super::pipe_directory;
 use super::servers::Servers;
 use super::wire::{Conn, Listener};
 use crate::layout::Root;
-use crate::layout::state::State;
+use crate::layout::state_file::State;
 use crate::layout::topology::Topology;
 
 /// What a second daemon in the same directory says.
 const RUNNING: &str = "An instance of this daemon is already running";
-/// What all says that finds no daemon, a daemon that could not bind its socket included.
+/// What every program prints that finds no daemon, including a daemon that could not bind its socket.
 pub const NOT_FOUND: &str = "Cannot find MPS control daemon process";
 
 const PID_FILE: &str = "nvidia-cuda-mps-control.pid";
@@ -72,7 +72,7 @@ impl Daemon {
         Ok(Self { servers, control: Arc::new(control), privileged: Arc::new(privileged), lock })
     }
 
-    /// Serves until it is told to quit. `control` stays where it is.
+    /// Serves until a client sends `quit`. `control` stays where it is.
     pub fn run(self) {
         let (quit, told) = mpsc::channel();
         for (listener, privileged) in [(&self.control, false), (&self.privileged, true)] {

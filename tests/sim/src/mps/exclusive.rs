@@ -1,9 +1,9 @@
-//! Compute mode: who may make a context on a whole GPU.
+//! Compute mode: which processes may create a context on a whole GPU.
 //!
-//! A container sees neither the driver's state nor other containers' processes, but its libcuda is the
-//! host's file. Whoever holds a context holds a read lock on one byte of it, and who knows that the GPU is in
-//! `EXCLUSIVE_PROCESS` mode on a second one. So even there a program can tell that a GPU is taken.
-//! What a container cannot tell is the mode of a GPU on which nobody has a context.
+//! A container sees neither the driver's state nor other containers' processes, but its libcuda is the host's file. A
+//! process with a context holds a read lock on one byte of that file. A process that knows that the GPU is in
+//! `EXCLUSIVE_PROCESS` mode holds one on a second byte. So a program can tell even in a container that a GPU is taken.
+//! It cannot tell the mode of a GPU without contexts.
 
 use std::fs::File;
 use std::path::Path;
@@ -13,7 +13,7 @@ use nix::libc;
 
 use super::device::Device;
 use crate::layout::Root;
-use crate::layout::state::State;
+use crate::layout::state_file::State;
 
 /// `nvmlComputeMode_t`.
 const PROHIBITED: u32 = 2;
@@ -57,7 +57,7 @@ fn mode(device: &Device, root: Option<&Root>) -> u32 {
     state.and_then(|state| state.compute_mode.get(&device.uuid).copied()).unwrap_or(0)
 }
 
-/// The byte of those that hold a context, and of those that know that nobody else may.
+/// The bytes locked by processes with a context, and by those that know that no other process may have one.
 const fn bytes(device: &Device) -> (u32, u32) {
     (device.on.minor * 2, device.on.minor * 2 + 1)
 }

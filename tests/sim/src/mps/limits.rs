@@ -1,4 +1,4 @@
-//! What becomes of the limits that a client and its server are given.
+//! How a client's limits follow from its own settings and its server's.
 
 use super::message::{Open, Settings};
 

@@ -1,5 +1,5 @@
-//! `nvidia-cuda-mps-server`: it holds the device, its clients' memory counts here, and a fault of one of
-//! them ends all.
+//! `nvidia-cuda-mps-server`: it holds the device, its clients' memory is counted here, and a fault of one client ends
+//! all of them.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,7 +21,7 @@ use crate::layout::Root;
 use crate::layout::contexts::{self, Kind};
 use crate::layout::topology::Topology;
 
-/// Between two looks at the compute modes.
+/// The pause between two checks of the compute modes.
 const MODES: Duration = Duration::from_millis(50);
 
 /// One server, shared by the threads of its clients.
@@ -121,7 +121,7 @@ impl Server {
         held
     }
 
-    /// A compute mode that is set takes effect at once (NVML, `nvmlDeviceSetComputeMode`), whoever has a context.
+    /// A new compute mode takes effect at once (NVML, `nvmlDeviceSetComputeMode`), whatever contexts exist.
     fn watch_modes(&self) -> ! {
         loop {
             thread::sleep(MODES);

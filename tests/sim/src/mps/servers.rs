@@ -1,4 +1,4 @@
-//! The daemon's servers and their clients: starting, attaching, ending, and who waits for whom.
+//! The daemon's servers and their clients: starting, attaching, ending, and which client waits for which.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -166,7 +166,7 @@ impl Servers {
         Some(pid)
     }
 
-    /// Starts a server for this user if there is none; what to tell.
+    /// Starts a server for this user if there is none; returns the output.
     pub fn prewarm(self: &Arc<Self>, uid: u32) -> String {
         let mut table = self.table();
         self.server_for(&mut table, uid);
@@ -228,7 +228,7 @@ impl Servers {
         self.wait(None, |table| !table.servers.contains_key(&pid));
     }
 
-    /// Waits for all clients, no longer than `limit`, then ends all servers. Nobody is served any more.
+    /// Waits for all clients, for at most `limit`, then ends all servers. No client is served afterwards.
     pub fn quit(&self, limit: Option<Duration>) {
         self.table().quitting = true;
         self.wait(limit, |table| table.clients.is_empty());

@@ -21,7 +21,7 @@ const PACKET: usize = 64 * 1024;
 #[derive(Debug)]
 pub struct Conn(OwnedFd);
 
-/// Who is at the other end, as this process's namespaces have it (`SO_PEERCRED`).
+/// The process at the other end, as seen in this process's namespaces (`SO_PEERCRED`).
 #[derive(Clone, Copy, Debug)]
 pub struct Peer {
     /// Process id.
@@ -38,7 +38,7 @@ impl Conn {
     /// Connects to the socket at `path`. It succeeds where a listener exists, even one that never answers.
     ///
     /// # Errors
-    /// Nobody listens there, or it may not be reached.
+    /// No process listens there, or it cannot be reached.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let socket = new_socket()?;
         connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
@@ -96,7 +96,7 @@ impl Conn {
         Some((value, received.into_iter().next().map(Self)))
     }
 
-    /// Who is at the other end.
+    /// The process at the other end.
     ///
     /// # Errors
     /// None that is known.
@@ -129,7 +129,7 @@ fn descriptors(messages: impl Iterator<Item = ControlMessageOwned>) -> Vec<Owned
         ControlMessageOwned::ScmRights(fds) => Some(fds),
         _ => None,
     });
-    // SAFETY: the kernel has just made these descriptors for this process, and nobody else knows them.
+    // SAFETY: the kernel has just created these descriptors for this process, and nothing else owns them.
     rights.flatten().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }).collect()
 }
 
@@ -160,7 +160,7 @@ impl Listener {
     pub fn accept(&self) -> Option<Conn> {
         loop {
             match accept4(self.0.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
-                // SAFETY: accept4 has just made the descriptor for this process, and nobody else knows it.
+                // SAFETY: accept4 has just created the descriptor for this process, and nothing else owns it.
                 Ok(fd) => return Some(Conn(unsafe { OwnedFd::from_raw_fd(fd) })),
                 Err(nix::errno::Errno::EINTR | nix::errno::Errno::ECONNABORTED) => {}
                 Err(_) => return None,

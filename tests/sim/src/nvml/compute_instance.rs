@@ -23,7 +23,7 @@ use super::out::{Answer, chars, put, put_all, struct_version, version_of};
 use super::profiles::ComputeProfile;
 use super::session;
 use crate::layout::instances::{self, ComputeInstance, GpuInstance, by_id};
-use crate::layout::state::State;
+use crate::layout::state_file::State;
 
 /// `NVML_STRUCT_VERSION(ComputeInstanceProfileInfo, 2)`.
 const V2: c_uint = struct_version::<nvmlComputeInstanceProfileInfo_v2_t>(2);

@@ -20,7 +20,7 @@ use super::out::{Answer, chars, put, put_text, struct_version};
 use super::session::{self, Target};
 use super::system::pci_address;
 use crate::layout::contexts;
-use crate::layout::state::State;
+use crate::layout::state_file::State;
 use crate::layout::topology::{Arch, Virtualization};
 
 const MIB: u64 = 1 << 20;

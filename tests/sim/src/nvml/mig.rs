@@ -19,7 +19,7 @@ use super::out::{Answer, put};
 use super::session::{self, Session, Target};
 use crate::layout::contexts;
 use crate::layout::instances::{self, Partition};
-use crate::layout::state::State;
+use crate::layout::state_file::State;
 use crate::layout::topology::{Gpu, Mig, Virtualization};
 use crate::nvml::profiles;
 
@@ -90,7 +90,7 @@ fn activate(session: &Session, gpu: &Gpu, state: &mut State) -> nvmlReturn_t {
     SUCCESS
 }
 
-/// Whether somebody has a context on some part of a GPU.
+/// Whether any process has a context on some part of a GPU.
 pub fn used(session: &Session, gpu: &Gpu, part: impl Fn(Option<(u32, u32)>) -> bool) -> bool {
     let held = contexts::list(&session.topology.tag);
     held.iter().any(|held| held.on.minor == gpu.minor && part(held.on.instance))

@@ -36,7 +36,7 @@ pub const fn struct_version<T>(number: c_uint) -> c_uint {
     size_of::<T>() as c_uint | number << 24
 }
 
-/// The version with which a struct begins that tells its own.
+/// The version at the beginning of a struct that states its own version.
 ///
 /// # Safety
 /// `version` is null or valid for a read.

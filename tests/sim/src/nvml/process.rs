@@ -1,4 +1,4 @@
-//! NVML: who has a context on a device.
+//! NVML: the processes with a context on a device.
 #![allow(unsafe_code, reason = "C ABI")]
 
 use std::ffi::c_uint;
@@ -34,7 +34,7 @@ pub unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v2(
     unsafe { nvmlDeviceGetComputeRunningProcesses_v3(device, count, infos) }
 }
 
-/// MPS clients only: neither servers nor those who bypass MPS.
+/// MPS clients only: neither servers nor processes outside MPS.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetMPSComputeRunningProcesses_v3(
     device: nvmlDevice_t,

@@ -21,7 +21,7 @@ use nvml_wrapper_sys::bindings::{
 use super::faults;
 use super::out::{Answer, code};
 use crate::layout::instances::Partition;
-use crate::layout::state::State;
+use crate::layout::state_file::State;
 use crate::layout::topology::{Gpu, Mig, Topology};
 use crate::layout::{Root, trailer};
 

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// Any program that cargo built for the test: it tells where the others are.
+/// Any program that cargo built for the test: its path shows where the others are.
 const PROGRAM: &str = env!("CARGO_BIN_EXE_cuda-probe");
 
 /// The stand-in: of `SUBLET_BIN_DIR`, else built by cargo, since another package's library is not built for a test.

@@ -18,7 +18,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use nix::unistd::Pid;
 use nvidia_ml::layout::contexts::{self, Held};
-use nvidia_ml::layout::state::State;
+use nvidia_ml::layout::state_file::State;
 use nvidia_ml::layout::topology::Topology;
 use nvidia_ml::layout::{Root, trailer};
 use serde_json::{Value, json};
@@ -37,7 +37,7 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// One H200; nothing without root, who alone may make nodes.
+    /// One H200; `None` without root, because only root may create nodes.
     pub fn new() -> Option<Self> {
         Self::with("9.0")
     }
@@ -113,7 +113,8 @@ impl Rig {
         command
     }
 
-    /// Starts a daemon; what it said. It returns although the daemon lives: nothing of ours is held open.
+    /// Starts a daemon and returns its output. It returns although the daemon lives, which holds no file of this test
+    /// open.
     pub fn daemon(&self, pipe: &str, arguments: &[&str]) -> Output {
         self.program("nvidia-cuda-mps-control", pipe).arg("-d").args(arguments).output().unwrap()
     }
@@ -164,7 +165,7 @@ impl Rig {
         Self::spawn(self.program("cuda-probe", pipe), task, env, uid)
     }
 
-    /// Starts the probe as uid 0 of namespaces of its own, which is this uid outside.
+    /// Starts the probe as uid 0 of new namespaces, which is this uid outside.
     pub fn start_in_namespaces(&self, task: &str, uid: u32) -> Probe {
         let probe = self.program("cuda-probe", "a");
         let mut command = Command::new("/usr/bin/unshare");

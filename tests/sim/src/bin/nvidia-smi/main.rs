@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
 use nvidia_ml::layout::Root;
-use nvidia_ml::layout::state::State;
+use nvidia_ml::layout::state_file::State;
 use nvidia_ml::layout::topology::Topology;
 use nvml_wrapper::enum_wrappers::device::ComputeMode;
 use nvml_wrapper::error::NvmlError;
@@ -240,7 +240,7 @@ fn set_compute_mode(device: &Device<'_>, word: &str) -> Result<()> {
         other => bail!("Compute mode {other} is not one of DEFAULT, PROHIBITED, EXCLUSIVE_PROCESS"),
     };
     let bus_id = device.pci_info()?.bus_id;
-    // The wrapper's method wants a `&mut Device`; this one is ours alone.
+    // The wrapper's method needs a `&mut Device`; no other code uses this one.
     let mut own = device.nvml().device_by_uuid(device.uuid()?)?;
     own.set_compute_mode(mode)
         .with_context(|| format!("Unable to set the compute mode to {name} for GPU {bus_id}"))?;
@@ -263,7 +263,7 @@ fn set_mig_mode(device: &Device<'_>, on: bool) -> Result<()> {
     Ok(())
 }
 
-/// NVML has no call for it. Nobody may have a context.
+/// NVML has no call for it. No process may have a context.
 fn reset(device: &Device<'_>) -> Result<()> {
     ensure!(nix::unistd::geteuid().is_root(), NvmlError::NoPermission);
     let (uuid, bus_id) = (device.uuid()?, device.pci_info()?.bus_id);

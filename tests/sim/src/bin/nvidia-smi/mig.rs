@@ -64,7 +64,7 @@ fn numbers(text: Option<&str>) -> Result<Vec<u32>> {
     text.split(',').map(|number| number.parse().with_context(|| format!("{number} is no id"))).collect()
 }
 
-/// Does it for these GPUs. Those not in MIG mode only tell what they could have.
+/// Does it for these GPUs. For those not in MIG mode it only lists what they could have.
 pub fn run(devices: &[Device<'_>], options: &Options) -> Result<()> {
     let on = |device: &&Device<'_>| device.mig_mode().is_ok_and(|mode| mode.current == 1);
     let capable = |device: &&Device<'_>| device.mig_mode().is_ok();

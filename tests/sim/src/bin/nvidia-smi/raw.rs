@@ -13,7 +13,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlGpuInstancePlacement_t, nvmlGpuInstanceProfileInfo_v2_t, nvmlReturn_t,
 };
 
-/// What an NVML call comes to.
+/// The result of an NVML call.
 pub type Answer<T = ()> = Result<T, NvmlError>;
 
 /// Profile indices in the order in which nvidia-smi lists them.
@@ -30,7 +30,7 @@ pub struct Mig<'d> {
 fn out<T>(call: impl FnOnce(*mut T) -> nvmlReturn_t) -> Answer<T> {
     let mut value = MaybeUninit::<T>::zeroed();
     nvml_try(call(value.as_mut_ptr()))?;
-    // SAFETY: NVML has written it; every type here is made of numbers and pointers that nobody follows, of
+    // SAFETY: NVML has written it; every type here is made of numbers and pointers that are not followed, of
     // which all zeroes is one.
     Ok(unsafe { value.assume_init() })
 }

@@ -1,4 +1,4 @@
-//! Shared objects that have a soname and nothing else: what a driver's library is to whoever only mounts it.
+//! Shared objects with a soname and nothing else, which is all that a program that only mounts them needs.
 
 const PROGRAM_HEADERS: u16 = 3;
 const STRINGS_AT: u64 = 64 + 56 * PROGRAM_HEADERS as u64;

@@ -142,7 +142,7 @@ fn wanted(topology: &Topology) -> Vec<(String, u32, u32)> {
     nodes
 }
 
-/// A GPU's nodes under /dev/dri. Card 0 is somebody else's, as on hosts with a management controller.
+/// A GPU's nodes under /dev/dri. Card 0 is another device, as on hosts with a management controller.
 fn dri(gpu: &Gpu) -> [(String, u32); 2] {
     let (card, render) = (gpu.minor + 1, gpu.minor + 128);
     [(format!("card{card}"), card), (format!("renderD{render}"), render)]

@@ -1,8 +1,8 @@
 //! `sublet-sim up --topology FILE --root DIR` lays out a simulated driver, `sublet-sim down --root DIR` ends
 //! it, `sublet-sim reboot --root DIR` leaves it as after a reboot.
 
+mod driver_files;
 mod elf;
-mod files;
 mod kernel;
 mod processes;
 
@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
 use nvidia_ml::layout::Root;
-use nvidia_ml::layout::state::State;
+use nvidia_ml::layout::state_file::State;
 use nvidia_ml::layout::topology::Topology;
 
 const USAGE: &str = "usage: sublet-sim up --topology FILE --root DIR | sublet-sim down --root DIR \
@@ -53,9 +53,9 @@ fn up(topology: &Path, dir: &Path) -> Result<()> {
     println!("sublet-sim: {} simulated GPUs, driver {}", topology.gpu.len(), topology.driver);
     kernel::files(&root, &topology)?;
     kernel::nodes(&root, &topology)?;
-    files::make(&root, &topology)?;
+    driver_files::make(&root, &topology)?;
     State::initial(&topology).write(&root)?;
-    let config = files::config(&root)?;
+    let config = driver_files::config(&root)?;
     // Last of the files: with it the root is up.
     write(root.topology(), serde_json::to_string(&topology)?)?;
     processes::start(&root, &topology)?;
@@ -100,7 +100,7 @@ fn down(dir: &Path) -> Result<()> {
     fs::remove_dir_all(root.dir()).with_context(|| format!("{}", root.dir().display()))
 }
 
-/// Removing the tree must not reach through somebody's mount.
+/// Removing the tree must not reach through a mount.
 fn mounts_below(dir: &Path) -> Result<Vec<PathBuf>> {
     let table = fs::read_to_string("/proc/self/mountinfo")?;
     let points = table.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);

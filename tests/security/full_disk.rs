@@ -48,7 +48,7 @@ impl Mounted {
         Self::new(dir, &[&["--bind", &itself], &["-o", "remount,bind,ro"]])
     }
 
-    /// A file system of its own.
+    /// A separate filesystem.
     fn small(dir: PathBuf) -> Self {
         Self::new(dir, &[&["-t", "tmpfs", "-o", "size=1m,mode=755", "tmpfs"]])
     }

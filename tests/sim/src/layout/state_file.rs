@@ -145,7 +145,7 @@ impl State {
         state
     }
 
-    /// Writes the state; with the lock held, or before anybody else knows the root.
+    /// Writes the state, with the lock held or before any other process knows the root.
     ///
     /// # Errors
     /// It cannot be written.

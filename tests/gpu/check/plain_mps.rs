@@ -11,7 +11,7 @@ use sublet_e2e::{Bundle, World, eventually};
 /// Where containers see the daemon's directory.
 const MOUNTED: &str = "/mps";
 
-/// A daemon of nobody's but this check, until dropped.
+/// A daemon that belongs to this check only; it ends when dropped.
 pub(super) struct PlainMps<'a> {
     world: &'a World,
     dir: PathBuf,

@@ -27,7 +27,7 @@ fn truncate(path: &Path) {
     std::fs::write(path, &text[..text.len() / 2]).expect("it is written");
 }
 
-/// In place of `path` a link to a sound file of somebody else.
+/// Replaces `path` by a link to a valid file elsewhere.
 fn link_away(path: &Path) -> PathBuf {
     let target = path.with_file_name("elsewhere");
     std::fs::copy(path, &target).expect("it is copied");
@@ -36,10 +36,10 @@ fn link_away(path: &Path) -> PathBuf {
     target
 }
 
-/// What no inventory of ours has.
+/// Content that no inventory of sublet's has.
 const LIE: &str = "a GPU that is not here";
 
-/// Has an inventory that is sound otherwise tell of another GPU.
+/// Makes an otherwise valid inventory describe another GPU.
 fn lie(inventory: &Path) {
     edit(inventory, |inventory| inventory["devices"][0]["name"] = json!(LIE));
 }
@@ -201,7 +201,7 @@ fn c3_of_a_ledger_of_another_boot_only_what_people_said_counts() {
     world.assert_empty();
 }
 
-/// As where somebody puts an old copy of the directory back.
+/// As if an old copy of the directory had been restored.
 #[test]
 fn c3_a_ledger_of_another_boot_is_rebuilt_where_the_lock_is_of_this_one() {
     if skip_unless_root() {
@@ -287,7 +287,7 @@ fn c4_a_pid_that_another_process_got_holds_no_lease() {
             command.arg("--root").arg(world.runtime_root()).args(["delete", "--force", id]).output();
         assert!(deleted.expect("the runtime runs").status.success());
     }
-    // As if the kernel had given the pid of the first to us, who started at another time.
+    // As if the kernel had given the first container's pid to this process, which has another start time.
     let us = json!(std::process::id());
     let ours = start_time();
     std::fs::write(&ledger, &before).expect("written");

@@ -87,7 +87,7 @@ fn stub(root: &Root, name: &str, number: &str, version: &str) -> Result<()> {
     Ok(())
 }
 
-/// A library that was built beside this program, or where it was not, one that has only the soname.
+/// A library that was built beside this program; if there is none, one that has only the soname.
 fn with_trailer(root: &Root, topology: &Topology, file: &str, artefact: &str, links: &[&str]) -> Result<()> {
     let target = root.libraries().join(file);
     let built = match built(artefact) {

@@ -139,7 +139,7 @@ fn c2_files_that_no_engine_writes() {
     std::fs::write(&file, &path).expect("config.json");
     let line = bundle.refused_as_written(&["create"]);
     assert!(line.starts_with("cannot edit $DIR/bundles/bad/config.json: invalid unicode"), "{line}");
-    // 100 MB that ask for a share: nobody can edit that, and without a share it must not start.
+    // 100 MB that ask for a share: sublet cannot edit that, and the container must not start without the share.
     let mut large = whole.clone();
     large.resize(100 << 20, b' ');
     std::fs::write(&file, &large).expect("config.json");
@@ -149,7 +149,7 @@ fn c2_files_that_no_engine_writes() {
         "$DIR/bundles/bad/config.json is larger than 16 MiB, which no engine writes, and was not read: \
          recreate the container"
     );
-    // The same that do not ask: they are none of our business.
+    // The same without asking for a share: sublet passes it on.
     let plain = world.bundle("plain", &[], SLEEP);
     let mut large = serde_json::to_vec(&plain.spec).expect("JSON");
     large.resize(17 << 20, b' ');
@@ -158,7 +158,7 @@ fn c2_files_that_no_engine_writes() {
     assert!(created.ok, "{created:?}");
     assert!(std::fs::read(plain.dir.join("config.json")).expect("config.json") == large, "it was edited");
     plain.down();
-    // A pipe that nobody writes to: neither we nor anybody waits for it here.
+    // A pipe without a writer: neither sublet nor the runtime waits for it here.
     std::fs::remove_file(&file).expect("config.json");
     nix::unistd::mkfifo(&file, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
     let mut command = Command::new("timeout");
@@ -228,7 +228,7 @@ fn create(bundle: &Bundle<'_>) -> Finished {
     detached(command)
 }
 
-/// Without our output, which a container would keep open.
+/// Standard output is not captured, because a container would keep it open.
 fn detached(mut command: Command) -> Finished {
     let null = || std::process::Stdio::null();
     let status = command.stdin(null()).stdout(null()).stderr(null()).status().expect("it runs");
@@ -295,7 +295,7 @@ fn c7_the_bundle_is_the_one_that_the_runtime_takes() {
     world.assert_empty();
 }
 
-/// A command line that is not ours to understand does what it does without us.
+/// A command line that sublet does not understand has the same effect as without sublet.
 #[test]
 fn c7_what_nobody_knows_passes_unchanged() {
     if skip_unless_root() {
