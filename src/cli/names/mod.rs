@@ -103,7 +103,7 @@ impl Names {
     /// Of those in `ledger`, as their engines have them now, and of those that have ended. A user without root learns
     /// the names of their own containers alone. What cannot be read or kept has no name: that is no reason to fail.
     #[must_use]
-    pub fn learn(ledger: &Ledger, config: &Config) -> Self {
+    pub(crate) fn learn(ledger: &Ledger, config: &Config) -> Self {
         let path = path(config);
         let is_root = geteuid().is_root();
         let mut names = if is_root { Self::stored(&path) } else { Self::default() };

@@ -20,7 +20,7 @@ impl Store {
     ///
     /// # Errors
     /// As [`Store::update`].
-    pub fn reclaim(&self) -> Result<Freed, LedgerError> {
+    pub(crate) fn reclaim(&self) -> Result<Freed, LedgerError> {
         let ((), freed) = self.change(|_| ())?;
         Ok(freed)
     }
@@ -73,7 +73,7 @@ impl Store {
     ///
     /// # Errors
     /// As [`Store::update`].
-    pub fn unmark_ending(&self, lease: &LeaseId) -> Result<Freed, LedgerError> {
+    pub(crate) fn unmark_ending(&self, lease: &LeaseId) -> Result<Freed, LedgerError> {
         let ((), freed) = self.change(|ledger| ledger.unmark_ending(lease))?;
         Ok(freed)
     }
