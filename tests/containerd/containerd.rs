@@ -5,7 +5,7 @@ use std::process::Stdio;
 
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
-use sublet_e2e::containerd::Containerd;
+use sublet_e2e::containerd::{Containerd, IMAGE};
 use sublet_e2e::docker::skip_unless_engines;
 use sublet_e2e::killing::assert_no_daemons;
 use sublet_e2e::{Engine, Finished, Stopping, World, bin_dir, eventually, is_alive, programs};
@@ -322,6 +322,10 @@ fn a_pod_of_two_containers_takes_two_shares_and_none_for_its_sandbox() {
     let refused = run("third", &["sublet.sm=40"]).expect_err("no room");
     assert!(refused.contains("sublet-runtime: container ") && refused.contains("40 %"), "{refused}");
     let _ = lease_id(&containerd, &quarter);
+    let lease = containerd.lease(&half).expect("a lease");
+    let called = ["engine", "name", "image"].map(|key| lease[key].as_str().unwrap_or_default());
+    assert_eq!(called, ["containerd", "half", IMAGE]);
+    assert!(lease["part_of"].as_str().is_some_and(|pod| pod.ends_with("/pod")), "{lease}");
     containerd.stop_in_pod(&half);
     assert!(containerd.lease(&half).is_none());
     assert_eq!(containerd.world.leases().len(), 1);

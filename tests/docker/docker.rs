@@ -34,7 +34,12 @@ fn the_first_process_execs_and_health_checks_see_the_share() {
         return;
     }
     let docker = h200();
-    let health = ["--health-cmd=cuda-probe info", "--health-interval=1s"];
+    let health = [
+        "--health-cmd=cuda-probe info",
+        "--health-interval=1s",
+        "--label=com.docker.compose.project=shop",
+        "--label=com.docker.compose.service=web",
+    ];
     let id = docker.hold("first", &["sublet.sm=25", "sublet.memory=8GiB"], &health);
     let is_share = |info: &Value| {
         assert_eq!((&info["error"], &info["mps"], &info["sm"]), (&Value::Null, &json!(true), &json!(32)));
@@ -55,7 +60,13 @@ fn the_first_process_execs_and_health_checks_see_the_share() {
     is_share(&checked().expect("it was there"));
     let lease = docker.lease(&id).expect("a lease");
     assert_eq!((&lease["state"], &lease["pid"]), (&json!("active"), &json!(docker.pid("first").as_raw())));
-    docker.done(&["rm", "-f", "first"]);
+    let called = ["engine", "name", "image", "part_of"].map(|key| lease[key].as_str().unwrap_or_default());
+    assert_eq!(called, ["docker", "first", IMAGE, "shop/web"]);
+    docker.done(&["rename", "first", "renamed"]);
+    let released = docker.world.sublet(&["lease", "release", "renam"]);
+    let reason = String::from_utf8_lossy(&released.stderr).into_owned();
+    assert!(!released.status.success() && reason.contains("is held by container renamed"), "{reason}");
+    docker.done(&["rm", "-f", "renamed"]);
     assert_empty(&docker);
 }
 

@@ -82,7 +82,8 @@ fn status_as_json_is_the_documented_schema() {
                 "mig_enabled": false, "mig": [], "drained": false}],
             "leases": [{"id": "ID", "container_id": "shown", "device": GPU, "mode": "mps",
                 "isolation": "shared", "sm_percent": 25.0, "memory_bytes": 8_589_934_592_u64,
-                "state": "active", "pid": bundle.pid(), "since": "SINCE"}],
+                "state": "active", "pid": bundle.pid(), "since": "SINCE", "engine": null, "name": null,
+                "image": null, "part_of": null, "unit": null, "user": "root"}],
             "mps": [{"device": GPU, "devices": [GPU], "lease": null, "pid": 0, "state": "serving", "clients": 1,
                 "key": GPU, "ceiling_percent": 25.0, "ceiling_memory_bytes": 8_589_934_592_u64,
                 "idle_seconds": null, "ends_in_seconds": null}],
@@ -143,9 +144,9 @@ fn status_as_tables() {
     assert_eq!(
         squeezed(&stdout(&world, &["status"]), &replace),
         "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n0 NVIDIA H200 \
-         GPU-5b1e7000-0000-4000-8000-000000000100 mps 1 87.5 % 139.8 GiB of 140.4 GiB\n\nLEASE CONTAINER \
-         GPU MODE ISOLATION SM MEMORY STATE PID SINCE\nLEASE a-container- 0 mps shared 12.5 % unlimited \
-         active PID AGO\n\nMPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING \
+         GPU-5b1e7000-0000-4000-8000-000000000100 mps 1 87.5 % 139.8 GiB of 140.4 GiB\n\nCONTAINER IMAGE \
+         USER GPU MODE SM MEMORY STATE PID AGE LEASE\na-container- - root 0 mps 12.5 % no limit active PID \
+         AGO LEASE\n\nMPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING \
          CLIENTS\nGPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % unlimited 0\n\nGUARD \
          OFF: programs that tamper with their MPS limits are not stopped; run `systemctl enable --now \
          sublet.service`"
@@ -291,21 +292,23 @@ fn leases_are_listed_and_released() {
     assert_eq!(listed, world.status()["leases"]);
     let id = listed[0]["id"].as_str().expect("an id").to_owned();
     assert!(stdout(&world, &["lease", "list"]).contains(&id));
-    let kept = failure(&world, &["lease", "release", &id]).replace(&id, "LEASE");
-    let kept = kept.replace(&bundle.pid().to_string(), "PID");
-    assert_eq!(
-        kept,
-        "sublet: lease LEASE is held by container tenant: its process PID runs; end the container, or use --force \
-         if it has ended"
-    );
+    for named in [id.as_str(), &id[..8], "tenant", "ten"] {
+        let kept = failure(&world, &["lease", "release", named]).replace(&id, "LEASE");
+        let kept = kept.replace(&bundle.pid().to_string(), "PID");
+        assert_eq!(
+            kept,
+            "sublet: lease LEASE is held by container tenant: its process PID runs; end the container, or use \
+             --force if it has ended",
+            "{named}"
+        );
+    }
     assert_eq!(
         failure(&world, &["lease", "release", "0123456789abcdef"]),
-        "sublet: there is no lease 0123456789abcdef: `sublet lease list` shows the leases"
+        "sublet: no container with a lease is called 0123456789abcdef: `sublet lease list` shows names and ids"
     );
     assert_eq!(
         failure(&world, &["lease", "release", "../x\u{1b}[2J"]),
-        "sublet: ../x\\u{1b}[2J is not a lease id: 16 hex digits are expected (`sublet lease list` \
-         shows the ids)"
+        "sublet: no container with a lease is called ../x\\u{1b}[2J: `sublet lease list` shows names and ids"
     );
     assert_eq!(world.leases().len(), 1);
     assert_eq!(stdout(&world, &["lease", "release", "--force", &id]), format!("Lease {id} released.\n"));
@@ -357,11 +360,11 @@ fn mps_daemons_by_hand() {
     // An unknown key leaves nothing behind.
     assert_eq!(
         failure(&world, &["mps", "start", "0"]),
-        "sublet: no lease needs an MPS daemon 0: it starts with its first container"
+        format!("sublet: no lease needs an MPS daemon {GPU}: it starts with its first container")
     );
     let known = std::fs::read_dir(world.state_dir().join("mps")).into_iter().flatten().flatten();
     assert_eq!(known.map(|entry| entry.file_name()).collect::<Vec<_>>(), Vec::<std::ffi::OsString>::new());
-    for unknown in ["0", "anything", "0123456789abcdef"] {
+    for unknown in ["9", "anything", "0123456789abcdef"] {
         assert_eq!(
             failure(&world, &["mps", "stop", unknown]),
             format!(
@@ -373,9 +376,9 @@ fn mps_daemons_by_hand() {
     let _ = stdout(&world, &["refresh", "--quiet"]);
     assert_eq!(stdout(&world, &["mps", "stop", GPU]), "", "a device's that does not run is no error");
     assert_eq!(
-        failure(&world, &["mps", "logs", "../../etc"]),
-        "sublet: '../../etc' is not the key of an MPS daemon: a GPU-… or MIG-… UUID or a lease id is expected \
-         (`sublet mps list` shows the keys)"
+        failure(&world, &["mps", "logs", "../../etc\u{1b}"]),
+        "sublet: there is no MPS daemon ../../etc\\u{1b}: the key of a daemon is its device's UUID, or its lease id \
+         if it is dedicated (`sublet mps list` shows the keys)"
     );
     let bundle = world.bundle("client", &[("sublet.sm", "25")], HOLD);
     bundle.up();
@@ -391,7 +394,9 @@ fn mps_daemons_by_hand() {
              --force {GPU}`, which ends their GPU work"
         )
     );
-    assert!(!stdout(&world, &["mps", "logs", GPU]).is_empty());
+    for named in [GPU, "0", "client"] {
+        assert!(stdout(&world, &["mps", "logs", named]).starts_with("== "), "{named}");
+    }
     bundle.down();
     assert_eq!(world.status()["mps"][0]["state"], "serving", "it is kept: stop_when_idle = false");
     let _ = stdout(&world, &["mps", "stop", GPU]);

@@ -53,12 +53,16 @@ fn the_first_process_execs_and_health_checks_see_the_share() {
         (&lease["state"], lease["pid"].to_string()),
         (&json!("active"), podman.inspect("first", ".State.Pid"))
     );
+    let called = ["engine", "name", "image", "user"].map(|key| lease[key].as_str().unwrap_or_default());
+    assert_eq!(called, ["podman", "first", "localhost/probe:latest", "root"]);
     // What Podman execs has the image's environment alone: MPS at CUDA's default place, the server's
     // ceiling, which is the largest share's.
     for before in [&[][..], &["env", "-i"]] {
         is_share(&podman.exec_info("first", before));
     }
-    let more = podman.hold("more", &["sublet.sm=25", "sublet.memory=16GiB"], &[]);
+    // Podman keeps containers that it removes when they end in a list of their own.
+    let more = podman.hold("more", &["sublet.sm=25", "sublet.memory=16GiB"], &["--rm"]);
+    assert_eq!(podman.lease(&more).expect("a lease")["name"], "more");
     let free = podman.exec_info("first", &["env", "-i"])["free_mib"].as_i64();
     assert!(free > Some(16_000) && free < Some(16_384), "the largest neighbour's: {free:?} MiB");
     assert!(podman.lease(&more).is_some());

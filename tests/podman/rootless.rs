@@ -36,6 +36,9 @@ fn lives(rootless: &Rootless, name: &str, options: &[&str]) {
     assert!(seen.contains(leases[0]["id"].as_str().expect("text")) && seen.contains(left), "{seen}");
     let pid = done(rootless.podman(&["inspect", "--format", "{{.State.Pid}}", name]).arg("--type=container"));
     assert_eq!(leases[0]["pid"].to_string(), pid.trim());
+    // Root does not look into a user's files: the user sees the name, root sees whose it is.
+    assert!(seen.lines().any(|line| line.starts_with(&format!("{name} "))), "{seen}");
+    assert_eq!((&leases[0]["name"], &leases[0]["user"]), (&json!(null), &json!("tester")));
     done(&mut rootless.podman(&["stop", "-t0", name]));
     assert!(eventually(|| rootless.world.leases().is_empty()), "{:?}", rootless.world.leases());
     done(&mut rootless.podman(&["start", name]));

@@ -64,6 +64,7 @@ fn a_unit_has_the_share_of_its_annotations_while_it_runs() {
     }
     let first = podman.lease(&podman.inspect("job", ".Id")).expect("a lease");
     assert_eq!(first["state"], "active");
+    assert_eq!((&first["name"], &first["unit"]), (&json!("job"), &json!("job.service")));
     let refused = systemctl(&["start", "large.service"]);
     assert!(!refused.ok, "{refused:?}");
     let journal = Command::new("journalctl").args(["--no-pager", "-u", "large.service"]).output();

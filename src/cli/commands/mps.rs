@@ -6,7 +6,7 @@ use anyhow::{Context as _, bail};
 
 use super::tables::{self, Format};
 use crate::mps_daemons;
-use crate::names::{Names, lease_of};
+use crate::names::{Names, NoLease, lease_of};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::ledger::DaemonKey;
@@ -102,7 +102,10 @@ fn key_of(text: &str, store: &Store, config: &Config) -> anyhow::Result<DaemonKe
         _ => bail!("{} means several devices: give the index or the UUID of one", safe(text)),
     }
     let ledger = store.peek()?;
-    let lease = lease_of(text, &ledger, &Names::learn(&ledger, config))?;
+    let lease = match lease_of(text, &ledger, &Names::learn(&ledger, config)) {
+        Err(NoLease::None(text)) => return Err(MpsError::NoDaemon { key: text }.into()),
+        found => found?,
+    };
     let none = || {
         format!("container {} has no MPS daemon: its mode is {}", safe(&lease.container.name()), lease.mode)
     };
