@@ -133,7 +133,7 @@ impl Host {
 
     fn ready(&self, lease: &Lease) -> Result<Vec<String>, String> {
         // The child gets this test's SUBLET_CONFIG, which is set for the whole process.
-        mps::ready(lease, &self.store, &self.config).map_err(|error| error.to_string())
+        mps::make_ready(lease, &self.store, &self.config).map_err(|error| error.to_string())
     }
 
     fn server(&self, key: &str) -> Option<MpsDaemon> {

@@ -141,7 +141,7 @@ fn on_device(
         rootfs: PathBuf::new(),
         record: PathBuf::new(),
     };
-    let candidate = Candidate { container, owner: Process::current()?, share: None, engine: None };
+    let candidate = Candidate { container, owner: Process::current()?, engine: None };
     let image = Image::default();
     let lease = lease_for(&candidate, &placement, &image, id, config);
     Ok(Ok(grant(&placement, &lease, &request.capabilities, &image, inventory, config)))

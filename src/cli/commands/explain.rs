@@ -13,7 +13,7 @@ use super::tables;
 use crate::guard::{self, Event};
 use crate::names::{Names, NoLease, lease_of};
 use crate::preview::preview;
-use sublet_core::admit::{Candidate, confirmed_inventory, lease_for, request_of};
+use sublet_core::admit::{Candidate, RequestSource, confirmed_inventory, lease_for, request_of};
 use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::grant::{Grant, grant, refused_beside};
@@ -62,8 +62,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         bail!("nothing to explain: give --annotation KEY=VALUE, --bundle DIR, --name NAME or --container ID");
     }
     let (mut spec, rootfs) = read_spec(arguments)?;
-    let share = mapped(arguments, &spec)?;
-    let request = request_of(&spec, share.as_deref(), config)?;
+    let source = source(arguments, &spec)?;
+    let request = request_of(&source, &spec, config)?;
     print_request(&request);
     let inventory = confirmed_inventory(config)?;
     let image = oci::inspect(&spec, &rootfs, &request, &inventory, config)?;
@@ -88,10 +88,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The share that containers.toml gives to a container without annotations.
-fn mapped(arguments: &Arguments, spec: &Value) -> anyhow::Result<Option<String>> {
-    if has_sublet_annotations(&oci::annotations(spec)?) {
-        return Ok(None);
+/// The container's annotations, and the share that containers.toml gives to one without.
+fn source(arguments: &Arguments, spec: &Value) -> anyhow::Result<RequestSource> {
+    let annotations = oci::annotations(spec)?;
+    if has_sublet_annotations(&annotations) {
+        return Ok(RequestSource { annotations, share: None });
     }
     let share = match &arguments.bundle {
         Some(bundle) => {
@@ -112,7 +113,7 @@ fn mapped(arguments: &Arguments, spec: &Value) -> anyhow::Result<Option<String>>
         );
     };
     println!("It has no sublet.* annotation. {} gives it share {}.\n", path.display(), safe(&share));
-    Ok(Some(share))
+    Ok(RequestSource { annotations, share: Some(share) })
 }
 
 /// The bundle's spec, or a minimal one, with the given annotations added.
@@ -149,7 +150,7 @@ fn candidate(arguments: &Arguments, rootfs: PathBuf) -> anyhow::Result<Candidate
         rootfs,
         record: PathBuf::new(),
     };
-    Ok(Candidate { container, owner: Process::current()?, share: None, engine: None })
+    Ok(Candidate { container, owner: Process::current()?, engine: None })
 }
 
 fn print_request(request: &Request) {

@@ -128,7 +128,7 @@ fn admit(told: &Admit, peer: Peer, state: Local<'_>, config: &Config) -> Result<
     let owner: Process = Pinned::of(told.owner.unwrap_or(peer.pid), peer.uid)?.process;
     let ContainerNames { id, bundle, rootfs, record } = told.container.clone();
     let container = Container { uid: peer.uid, id, bundle, rootfs, record };
-    let candidate = Candidate { container, owner, share: told.share.as_deref(), engine: None };
+    let candidate = Candidate { container, owner, engine: None };
     Ok(state.admit_for(&candidate, told, limit)?)
 }
 

@@ -38,8 +38,12 @@ impl Local<'_> {
         told: &Admit,
         limit: Option<PolicyLimit<'_>>,
     ) -> Result<Answer, AdmitError> {
-        let mut request =
-            request::parse(&told.annotations, candidate.share, told.capabilities.as_deref(), self.config)?;
+        let mut request = request::parse(
+            &told.annotations,
+            told.share.as_deref(),
+            told.capabilities.as_deref(),
+            self.config,
+        )?;
         request.wait = Duration::ZERO;
         let store = self.store()?;
         let terms = Terms { rootfs: Rootfs::Told(&told.image), limit };

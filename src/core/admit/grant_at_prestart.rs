@@ -8,7 +8,9 @@ use serde_json::Value;
 use super::local::Local;
 use super::local_leases::same;
 use super::reconcile::read;
-use super::request_of_spec::{self, has_environment, request_of};
+use super::request_of_spec::{
+    RequestSource, asks_for_a_share, blame_gone_cdi_device, has_environment, request_of,
+};
 use super::take_lease::{self, Rootfs, Terms};
 use super::{AdmitError, Candidate, state};
 use crate::config::Config;
@@ -54,15 +56,15 @@ pub fn late(
     engine: Option<&Engine>,
     config: &Config,
 ) -> Result<Late, AdmitError> {
-    let annotations = oci::annotations(spec)?;
-    if by_cdi.is_none() && !request_of_spec::asks_for_a_share(spec, &annotations, None) {
+    let source = RequestSource { annotations: oci::annotations(spec)?, share: None };
+    if by_cdi.is_none() && !asks_for_a_share(spec, &source.annotations, None) {
         return Ok(Late::NotOurs);
     }
-    let admitted = confirm(by_cdi, spec).and_then(|()| match annotations.get(LEASE_ANNOTATION) {
+    let admitted = confirm(by_cdi, spec).and_then(|()| match source.annotations.get(LEASE_ANNOTATION) {
         Some(id) => {
             Local::new(config).already_granted(id, container).map(|lease| Late::AlreadyGranted(lease.id))
         }
-        None => admit_live(container, init, spec, engine, config),
+        None => admit_live(container, init, (&source, spec), engine, config),
     });
     if let Err(error) = &admitted {
         state(config).record_refusal(&container.id, error);
@@ -81,7 +83,7 @@ fn confirm(by_cdi: Option<&Asked>, spec: &Value) -> Result<(), AdmitError> {
 fn admit_live(
     container: &Container,
     init: Process,
-    spec: &Value,
+    (source, spec): (&RequestSource, &Value),
     engine: Option<&Engine>,
     config: &Config,
 ) -> Result<Late, AdmitError> {
@@ -90,16 +92,16 @@ fn admit_live(
     if let Some(lease) = lease_of(&read(&store)?, init) {
         return Ok(Late::AlreadyGranted(lease.id.clone()));
     }
-    let (asked, request) = (cdi::asked(spec)?, request_of(spec, None, config)?);
-    let request = if asked.is_some() { request } else { dedicated(request, spec, config)? };
+    let (asked, request) = (cdi::asked(spec)?, request_of(source, spec, config)?);
+    let request = if asked.is_some() { request } else { dedicated(request, source, config)? };
     // Mounts are attached now, at the path in config.json. What is left to do later uses the path in the engine's
     // storage, because the other one may be gone by then.
     let rootfs = podman_storage::root_filesystem(container.rootfs.clone(), spec, &container.bundle)?;
     let lasting = Container { rootfs, ..container.clone() };
-    let candidate = Candidate { container: lasting, owner: init, share: None, engine };
+    let candidate = Candidate { container: lasting, owner: init, engine };
     let terms = Terms { rootfs: Rootfs::OfSpec(spec), limit: None };
-    let taken =
-        request_of_spec::taken(take_lease::take(&candidate, &request, terms, &store, local), spec, config)?;
+    let taken = take_lease::take(&candidate, &request, terms, &store, local)
+        .map_err(|error| blame_gone_cdi_device(error, spec, config))?;
     let applied = activate(&taken.lease.id, init, &store)
         .and_then(|()| local.grant(&taken, &request))
         .and_then(|grant| {
@@ -129,8 +131,8 @@ fn lease_of(ledger: &Ledger, init: Process) -> Option<&Lease> {
 
 /// Without an environment, mode mps needs a dedicated server: with a shared server, each client brings its limits in
 /// its environment.
-fn dedicated(request: Request, spec: &Value, config: &Config) -> Result<Request, AdmitError> {
-    let annotations = oci::annotations(spec)?;
+fn dedicated(request: Request, source: &RequestSource, config: &Config) -> Result<Request, AdmitError> {
+    let annotations = &source.annotations;
     let of_share = annotations.get("sublet.share").and_then(|name| config.share.get(name)?.get("isolation"));
     let wanted = annotations.get("sublet.isolation").or(of_share);
     if wanted.is_some_and(|isolation| isolation == "shared") {
@@ -208,8 +210,9 @@ mod tests {
 
     fn wished(annotations: &Value, config: &Config) -> Result<Request, String> {
         let spec = json!({"process": {}, "annotations": annotations});
-        let request = request_of(&spec, None, config).map_err(|error| error.to_string())?;
-        dedicated(request, &spec, config).map_err(|error| error.to_string())
+        let source = RequestSource { annotations: oci::annotations(&spec).expect("texts"), share: None };
+        let request = request_of(&source, &spec, config).map_err(|error| error.to_string())?;
+        dedicated(request, &source, config).map_err(|error| error.to_string())
     }
 
     #[test]

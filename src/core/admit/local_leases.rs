@@ -1,6 +1,5 @@
 //! Taking and freeing shares if the state is on this host's disk.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -9,9 +8,9 @@ use serde_json::Value;
 use super::local::Local;
 use super::local_or_remote::State;
 use super::reconcile::read;
-use super::request_of_spec::{self, is_of_bundle, request_of, undo};
+use super::request_of_spec::{RequestSource, blame_gone_cdi_device, is_of_bundle, request_of, undo};
 use super::take_lease::{self, Rootfs, Terms};
-use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP, current_inventory, refusals};
+use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP, current_inventory, last_refusals};
 use crate::grant::{self, Grant};
 use crate::inventory::{self, Inventory};
 use crate::ledger::{self, Binding, Container, LEASE_ANNOTATION, Lease, LeaseId, Ledger, Store};
@@ -25,6 +24,7 @@ impl Local<'_> {
         &self,
         id: &str,
         candidate: &Candidate<'_>,
+        source: &RequestSource,
         spec: &mut Value,
     ) -> Result<Admission, AdmitError> {
         match self.granted_still(id, &candidate.container) {
@@ -34,18 +34,18 @@ impl Local<'_> {
                     return Err(error);
                 }
                 undo(spec)?;
-                self.admit_ours(candidate, spec)
+                self.admit_new(candidate, &source.without_lease(), spec)
             }
             Err(error) => Err(error),
         }
     }
 
-    /// [`already_granted`], and its daemon is made to serve. It was ready when the lease was taken, which may be a
+    /// [`Local::already_granted`], and its daemon is made to serve. It was ready when the lease was taken, which may be a
     /// while ago.
     pub(super) fn granted_still(&self, id: &str, container: &Container) -> Result<LeaseId, AdmitError> {
         let lease = self.already_granted(id, container)?;
         if lease.daemon.is_some() {
-            mps::ready(&lease, &self.store()?, self.config)?;
+            mps::make_ready(&lease, &self.store()?, self.config)?;
         }
         Ok(lease.id)
     }
@@ -59,15 +59,18 @@ impl Local<'_> {
         granted.cloned().ok_or_else(|| AdmitError::ForgedLease { id: id.to_owned() })
     }
 
-    fn admit_ours(&self, candidate: &Candidate<'_>, spec: &mut Value) -> Result<Admission, AdmitError> {
-        let request = request_of(spec, candidate.share, self.config)?;
+    /// Takes a share for a container that has none.
+    fn admit_new(
+        &self,
+        candidate: &Candidate<'_>,
+        source: &RequestSource,
+        spec: &mut Value,
+    ) -> Result<Admission, AdmitError> {
+        let request = request_of(source, spec, self.config)?;
         let store = self.store()?.beside(&candidate.container.record);
         let terms = Terms { rootfs: Rootfs::OfSpec(spec), limit: None };
-        let taken = request_of_spec::taken(
-            take_lease::take(candidate, &request, terms, &store, *self),
-            spec,
-            self.config,
-        )?;
+        let taken = take_lease::take(candidate, &request, terms, &store, *self)
+            .map_err(|error| blame_gone_cdi_device(error, spec, self.config))?;
         let served = self.grant(&taken, &request).and_then(|grant| {
             oci::check_mps_directories(spec, &candidate.container.rootfs, &grant)?;
             oci::edit(spec, &grant)?;
@@ -106,7 +109,7 @@ impl Local<'_> {
     ) -> Result<Vec<String>, AdmitError> {
         let mut warnings = mps::make_way(&taken.in_the_way, store)?;
         if taken.lease.daemon.is_some() {
-            warnings.extend(mps::ready(&taken.lease, store, self.config)?);
+            warnings.extend(mps::make_ready(&taken.lease, store, self.config)?);
         }
         warnings.extend(grant.warnings.iter().cloned());
         Ok(warnings)
@@ -150,12 +153,12 @@ impl State for Local<'_> {
     fn admit(
         &self,
         candidate: &Candidate<'_>,
-        annotations: &BTreeMap<String, String>,
+        source: &RequestSource,
         spec: &mut Value,
     ) -> Result<Admission, AdmitError> {
-        match annotations.get(LEASE_ANNOTATION) {
-            Some(id) => self.admit_again(id, candidate, spec),
-            None => self.admit_ours(candidate, spec),
+        match source.annotations.get(LEASE_ANNOTATION) {
+            Some(id) => self.admit_again(id, candidate, source, spec),
+            None => self.admit_new(candidate, source, spec),
         }
     }
 
@@ -237,6 +240,6 @@ impl State for Local<'_> {
     }
 
     fn record_refusal(&self, container: &str, error: &AdmitError) {
-        refusals::record(container, error, self.config);
+        last_refusals::record(container, error, self.config);
     }
 }

@@ -1,14 +1,13 @@
 //! Whether this process changes the state on this host's disk itself ([`super::local`]), or asks `sublet serve` to do
 //! so ([`super::remote`]).
 
-use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use nix::unistd::geteuid;
 use serde_json::Value;
 
-use super::{Admission, AdmitError, Candidate};
+use super::{Admission, AdmitError, Candidate, RequestSource};
 use crate::config::Config;
 use crate::host::user_namespace;
 use crate::inventory::Inventory;
@@ -35,7 +34,7 @@ pub(super) trait State {
     fn admit(
         &self,
         candidate: &Candidate<'_>,
-        annotations: &BTreeMap<String, String>,
+        source: &RequestSource,
         spec: &mut Value,
     ) -> Result<Admission, AdmitError>;
 

@@ -13,12 +13,12 @@ mod error;
 mod exec_share;
 mod for_users;
 mod grant_at_prestart;
+mod last_refusals;
 mod left_mount_points;
 mod local;
 mod local_leases;
 mod local_or_remote;
 mod reconcile;
-mod refusals;
 mod remote;
 mod request_of_spec;
 pub mod take_lease;
@@ -30,9 +30,9 @@ use serde_json::Value;
 
 use crate::config::Config;
 use crate::ledger::{Binding, Container, Lease, LeaseId};
+use crate::oci;
 use crate::oci::engine::Engine;
 use crate::oci::podman_storage;
-use crate::oci::{self, SpecError};
 use crate::process::Process;
 
 use local_or_remote::State;
@@ -43,13 +43,13 @@ pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk, PutOff};
 pub use error::AdmitError;
 pub use exec_share::{EnterError, Share, enter, may_have_share, share_of};
 pub use grant_at_prestart::{Late, end_of, late};
+pub use last_refusals::{RefusalRecord, record_told, refusals};
 pub use left_mount_points::clear_unbound;
 pub use local::Local;
 pub use local_or_remote::is_remote;
 pub use reconcile::read;
-pub use refusals::{RefusalRecord, record_told, refusals};
 pub use remote::own_status;
-pub use request_of_spec::request_of;
+pub use request_of_spec::{RequestSource, request_of};
 pub use take_lease::lease_for;
 
 /// How long the last processes of an ended container may take to go.
@@ -62,8 +62,6 @@ pub struct Candidate<'a> {
     pub container: Container,
     /// The low-level runtime's process. If it ends and there is no container, the lease is freed.
     pub owner: Process,
-    /// The share that the entry point's name means (`sublet-<share>`).
-    pub share: Option<&'a str>,
     /// The engine that waits for it, if known.
     pub engine: Option<&'a Engine>,
 }
@@ -89,8 +87,6 @@ impl Candidate<'_> {
 /// The result.
 #[derive(Debug)]
 pub enum Admission {
-    /// The container asks for no share. Nothing was changed.
-    NotOurs,
     /// It already has a live lease. Nothing was changed.
     AlreadyGranted(LeaseId),
     /// `spec` was edited and must be written. If that fails, call [`withdraw`].
@@ -105,15 +101,6 @@ pub enum Admission {
 /// The state that `config` names.
 fn state(config: &Config) -> Box<dyn State + '_> {
     if is_remote(config) { Box::new(Remote::new(config)) } else { Box::new(Local::new(config)) }
-}
-
-/// Whether the container that `spec` describes asks for a share, by itself or through its entry point, which gives
-/// `share`.
-///
-/// # Errors
-/// Its annotations are malformed.
-pub fn asks_for_a_share(spec: &Value, share: Option<&str>) -> Result<bool, SpecError> {
-    Ok(request_of_spec::asks_for_a_share(spec, &oci::annotations(spec)?, share))
 }
 
 /// `container` with the path at which its root filesystem can be read now. config.json may name a place where it is
@@ -140,14 +127,15 @@ pub fn located(
 /// # Errors
 /// Any reason not to start the container. Nothing is then left behind, and `sublet status --last-error` shows the
 /// reason.
-pub fn admit(candidate: &Candidate<'_>, spec: &mut Value, config: &Config) -> Result<Admission, AdmitError> {
-    let annotations = oci::annotations(spec)?;
-    if !request_of_spec::asks_for_a_share(spec, &annotations, candidate.share) {
-        return Ok(Admission::NotOurs);
-    }
+pub fn admit(
+    candidate: &Candidate<'_>,
+    source: &RequestSource,
+    spec: &mut Value,
+    config: &Config,
+) -> Result<Admission, AdmitError> {
     let state = state(config);
     let admitted = has_place_for_mounts(spec, &candidate.container, config)
-        .and_then(|()| state.admit(candidate, &annotations, spec));
+        .and_then(|()| state.admit(candidate, source, spec));
     if let Err(error) = &admitted {
         state.record_refusal(&candidate.container.name(), error);
     }

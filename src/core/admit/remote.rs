@@ -1,6 +1,5 @@
 //! The state of `sublet serve`, for users without root. The service is asked for every change.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -8,7 +7,7 @@ use serde_json::Value;
 
 use super::left_mount_points::clear_volumes;
 use super::local_or_remote::State;
-use super::request_of_spec::{is_of_bundle, request_of, undo};
+use super::request_of_spec::{RequestSource, is_of_bundle, request_of, undo};
 use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP};
 use crate::broker::client::{Broker, BrokerError};
 use crate::broker::protocol::{Admit, Answer, Ask, ContainerNames};
@@ -78,27 +77,27 @@ impl State for Remote<'_> {
     fn admit(
         &self,
         candidate: &Candidate<'_>,
-        annotations: &BTreeMap<String, String>,
+        source: &RequestSource,
         spec: &mut Value,
     ) -> Result<Admission, AdmitError> {
         let mut broker = self.broker();
-        let mut annotations = annotations.clone();
+        let mut source = source.clone();
         // This is checked first: the nodes that another entry point has added are bind mounts, like nodes that the user
         // adds.
-        if annotations.contains_key(LEASE_ANNOTATION) {
-            match granted_before(candidate, &annotations, spec, &mut broker) {
+        if let Some(id) = source.annotations.get(LEASE_ANNOTATION) {
+            match granted_before(candidate, &source, spec, &mut broker) {
                 // The lease of an earlier run of this bundle is no longer valid.
-                Err(AdmitError::Broker(_)) if is_of_earlier_run(&annotations, spec, candidate) => undo(spec)?,
+                Err(AdmitError::Broker(_)) if is_of_bundle(id, spec, &candidate.container) => undo(spec)?,
                 done => return done,
             }
-            annotations.remove(LEASE_ANNOTATION);
+            source = source.without_lease();
         }
         // Checked here and in the service: only this process has the spec, but the service decides.
-        let request = request_of(spec, candidate.share, self.config)?;
+        let request = request_of(&source, spec, self.config)?;
         let deadline = Instant::now() + request.wait;
         loop {
             candidate.check_wanted()?;
-            let error = match look(candidate, &annotations, &request, spec, &mut broker, self.config) {
+            let error = match look(candidate, &source, &request, spec, &mut broker, self.config) {
                 Err(error) if error.is_temporary() && Instant::now() < deadline => error,
                 done => return done,
             };
@@ -221,27 +220,19 @@ impl State for Remote<'_> {
 /// Handles a spec with a lease. The service knows whether it belongs to this container.
 fn granted_before(
     candidate: &Candidate<'_>,
-    annotations: &BTreeMap<String, String>,
+    source: &RequestSource,
     spec: &Value,
     broker: &mut Broker,
 ) -> Result<Admission, AdmitError> {
-    match broker.ask(&ask(candidate, annotations, spec, Image::default()))? {
+    match broker.ask(&ask(candidate, source, spec, Image::default()))? {
         Answer::AlreadyGranted(lease) => Ok(Admission::AlreadyGranted(lease)),
         _ => unfitting(),
     }
 }
 
-fn is_of_earlier_run(
-    annotations: &BTreeMap<String, String>,
-    spec: &Value,
-    candidate: &Candidate<'_>,
-) -> bool {
-    annotations.get(LEASE_ANNOTATION).is_some_and(|id| is_of_bundle(id, spec, &candidate.container))
-}
-
 fn look(
     candidate: &Candidate<'_>,
-    annotations: &BTreeMap<String, String>,
+    source: &RequestSource,
     request: &Request,
     spec: &mut Value,
     broker: &mut Broker,
@@ -249,7 +240,7 @@ fn look(
 ) -> Result<Admission, AdmitError> {
     let Answer::Inventory(inventory) = broker.ask(&Ask::Inventory)? else { return unfitting() };
     let image = oci::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?;
-    let Answer::Granted(granted) = broker.ask(&ask(candidate, annotations, spec, image))? else {
+    let Answer::Granted(granted) = broker.ask(&ask(candidate, source, spec, image))? else {
         return unfitting();
     };
     let edited = oci::check_mps_directories(spec, &candidate.container.rootfs, &granted.grant)
@@ -262,11 +253,11 @@ fn look(
     Ok(Admission::Granted { lease: granted.lease, warnings: granted.warnings })
 }
 
-fn ask(candidate: &Candidate<'_>, annotations: &BTreeMap<String, String>, spec: &Value, image: Image) -> Ask {
+fn ask(candidate: &Candidate<'_>, source: &RequestSource, spec: &Value, image: Image) -> Ask {
     let container = &candidate.container;
     // The lease record and the edits are long, and the service does not need them.
     let told = |key: &str| key.starts_with("sublet.") && !key.starts_with("sublet.lease.");
-    let ours = annotations.iter().filter(|(key, _)| told(key));
+    let annotations = source.annotations.iter().filter(|(key, _)| told(key));
     let us = std::process::id();
     Ask::Admit(Box::new(Admit {
         container: ContainerNames {
@@ -276,8 +267,8 @@ fn ask(candidate: &Candidate<'_>, annotations: &BTreeMap<String, String>, spec: 
             record: container.record.clone(),
         },
         owner: Some(candidate.owner.pid).filter(|owner| u32::try_from(*owner) != Ok(us)),
-        share: candidate.share.map(str::to_owned),
-        annotations: ours.map(|(key, value)| (key.clone(), value.clone())).collect(),
+        share: source.share.clone(),
+        annotations: annotations.map(|(key, value)| (key.clone(), value.clone())).collect(),
         capabilities: oci::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES"),
         image,
     }))

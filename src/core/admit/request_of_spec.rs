@@ -8,12 +8,40 @@ use super::{AdmitError, fresh_inventory, is_remote};
 use crate::config::Config;
 use crate::grant::{Grant, nodes_of};
 use crate::inventory;
-use crate::ledger::{Container, LEASE_RECORD_ANNOTATION, Lease};
+use crate::ledger::{Container, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Lease};
 use crate::oci::cdi::{self, Asked, CdiError};
-use crate::oci::{self, Conflict, hooks};
+use crate::oci::{self, Conflict, SpecError, hooks};
 use crate::place::only;
 use crate::request::{self, Request};
 use crate::text::safe;
+
+/// Where a container's request is: what its config.json says, read once, and the share that its entry point names.
+#[derive(Clone, Debug, Default)]
+pub struct RequestSource {
+    /// All annotations of the container.
+    pub annotations: BTreeMap<String, String>,
+    /// The share that the entry point's name means (`sublet-<share>`), or that `containers.toml` gives.
+    pub share: Option<String>,
+}
+
+impl RequestSource {
+    /// That of the container with this config.json; `None`: it asks for no share.
+    ///
+    /// # Errors
+    /// Its annotations are invalid.
+    pub fn of(spec: &Value, share: Option<&str>) -> Result<Option<Self>, SpecError> {
+        let annotations = oci::annotations(spec)?;
+        let asks = asks_for_a_share(spec, &annotations, share);
+        Ok(asks.then(|| Self { annotations, share: share.map(str::to_owned) }))
+    }
+
+    /// What is left of it once [`undo`] has removed an earlier run's lease from config.json.
+    pub(super) fn without_lease(&self) -> Self {
+        let mut source = self.clone();
+        source.annotations.retain(|key, _| key != LEASE_ANNOTATION && !key.starts_with("sublet.lease."));
+        source
+    }
+}
 
 /// Whether the container asks for a share: with annotations, with a CDI device, or with the name by which the shim was
 /// called. The pause container of a pod never does, although engines copy the pod's annotations to it.
@@ -33,33 +61,33 @@ fn arguments(spec: &Value) -> Vec<&str> {
     args.into_iter().flatten().filter_map(Value::as_str).collect()
 }
 
-/// Reads the request out of `spec`.
+/// Reads the request at `source`, of the container with config.json `spec`.
 ///
 /// # Errors
 /// The annotations are no valid request, or the spec contradicts it.
-pub fn request_of(spec: &Value, share: Option<&str>, config: &Config) -> Result<Request, AdmitError> {
+pub fn request_of(source: &RequestSource, spec: &Value, config: &Config) -> Result<Request, AdmitError> {
     if let Some(asked) = cdi::asked(spec)? {
-        return by_cdi(spec, &asked, share, config);
+        return by_cdi(source, spec, &asked, config);
     }
-    let annotations = oci::annotations(spec)?;
     let capabilities = oci::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
-    let request = request::parse(&annotations, share, capabilities.as_deref(), config)?;
+    let share = source.share.as_deref();
+    let request = request::parse(&source.annotations, share, capabilities.as_deref(), config)?;
     oci::conflict(spec, &[], config)?;
     Ok(request)
 }
 
 /// The share of a CDI device, only on that device. Its nodes are already in the spec.
 fn by_cdi(
+    source: &RequestSource,
     spec: &Value,
     asked: &Asked,
-    entry_point: Option<&str>,
     config: &Config,
 ) -> Result<Request, AdmitError> {
     if is_remote(config) {
         return Err(CdiError::Rootless.into());
     }
-    let mut annotations = oci::annotations(spec)?;
-    let said = annotations.clone();
+    let (said, entry_point) = (&source.annotations, source.share.as_deref());
+    let mut annotations = said.clone();
     if let (Some(entry_point), false) = (entry_point, annotations.contains_key("sublet.share")) {
         annotations.insert("sublet.share".to_owned(), entry_point.to_owned());
     }
@@ -71,7 +99,7 @@ fn by_cdi(
     let same =
         Request { wait: alone.wait, capabilities: alone.capabilities.clone(), ..request.clone() } == alone;
     if !same {
-        return Err(contradiction(asked, &said, entry_point).into());
+        return Err(contradiction(asked, said, entry_point).into());
     }
     let inventory = fresh_inventory(config)?;
     let request = only(&request, &asked.device, &inventory, config).map_err(|why| out_of_date(asked, why))?;
@@ -86,13 +114,10 @@ fn out_of_date(asked: &Asked, why: String) -> CdiError {
 
 /// The result of taking a share. After a refusal the inventory may show that the MIG device of the CDI device was
 /// destroyed.
-pub(super) fn taken<T>(share: Result<T, AdmitError>, spec: &Value, config: &Config) -> Result<T, AdmitError> {
-    share.map_err(|error| match (cdi::asked(spec), inventory::last(config)) {
-        (Ok(Some(asked)), Ok(now)) if now.device(&asked.device).is_none() => {
-            out_of_date(&asked, "which this host no longer has".to_owned()).into()
-        }
-        _ => error,
-    })
+pub(super) fn blame_gone_cdi_device(error: AdmitError, spec: &Value, config: &Config) -> AdmitError {
+    let Ok(Some(asked)) = cdi::asked(spec) else { return error };
+    let is_gone = inventory::last(config).is_ok_and(|now| now.device(&asked.device).is_none());
+    if is_gone { out_of_date(&asked, "which this host no longer has".to_owned()).into() } else { error }
 }
 
 fn beside(asked: &Asked, conflict: Conflict) -> AdmitError {

@@ -24,7 +24,7 @@ pub enum LeaseState {
 impl Lease {
     /// Its container exists, with `init` as its first process. A lease that a `delete` has marked as ending meanwhile
     /// keeps that state.
-    pub(super) fn container_exists(&mut self, init: Init) {
+    pub(super) fn note_container(&mut self, init: Init) {
         self.init = Some(init);
         if self.state == LeaseState::Pending {
             self.state = LeaseState::Active;
@@ -32,13 +32,13 @@ impl Lease {
     }
 
     /// The first process of its container has ended, and others have not. `init` is given if only the record names it.
-    pub(super) fn first_process_is_gone(&mut self, init: Option<Init>) {
+    pub(super) fn note_first_process_gone(&mut self, init: Option<Init>) {
         self.init = init.or(self.init.take());
         self.state = LeaseState::Ending;
     }
 
     /// The `delete` that had marked it as ending was killed.
-    pub(super) fn is_not_deleted(&mut self) {
+    pub(super) fn note_not_deleted(&mut self) {
         self.state = LeaseState::Active;
     }
 
@@ -86,7 +86,7 @@ impl Ledger {
     /// The container of lease `id` already existed when the lease was taken, with `init` as its first process.
     pub(crate) fn activate(&mut self, id: &LeaseId, init: Init) {
         if let Some(lease) = self.lease_mut(id) {
-            lease.container_exists(init);
+            lease.note_container(init);
         }
     }
 }

@@ -6,7 +6,7 @@ impl Ledger {
     /// Records what `lease`, which has ended, may have left behind.
     ///
     /// A rootless user removes what their container left. Root removes nothing at a path that a user names.
-    pub(super) fn leave(&mut self, lease: &Lease) {
+    pub(super) fn note_leftovers(&mut self, lease: &Lease) {
         let volumes = lease.made_in_volumes();
         let nothing = lease.mount_points.is_empty() && volumes.is_empty();
         if lease.brokered || lease.init.is_some() && nothing {

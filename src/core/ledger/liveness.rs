@@ -30,9 +30,9 @@ pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
                 freed.push(lease);
                 continue;
             }
-            Fate::Exists(init) => lease.container_exists(init),
-            Fate::Ending(init) => lease.first_process_is_gone(init),
-            Fate::Unchanged if was_not_deleted(&lease) => lease.is_not_deleted(),
+            Fate::Exists(init) => lease.note_container(init),
+            Fate::Ending(init) => lease.note_first_process_gone(init),
+            Fate::Unchanged if was_not_deleted(&lease) => lease.note_not_deleted(),
             Fate::Unchanged => {}
         }
         kept.push(lease);
@@ -41,7 +41,7 @@ pub(super) fn reclaim(ledger: &mut Ledger) -> Freed {
     ledger.mig.end_change_of_dead_process();
     ledger.mig.forget_dead_waiters();
     for lease in &freed {
-        ledger.leave(lease);
+        ledger.note_leftovers(lease);
     }
     freed
 }

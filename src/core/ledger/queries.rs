@@ -135,7 +135,7 @@ impl Ledger {
     pub fn remove(&mut self, id: &LeaseId) -> Option<Lease> {
         let at = self.leases.iter().position(|lease| lease.id == *id)?;
         let lease = self.leases.remove(at);
-        self.leave(&lease);
+        self.note_leftovers(&lease);
         Some(lease)
     }
 }

@@ -27,7 +27,7 @@ pub(crate) use exec_daemon::ensure_answering;
 pub use heal::{end_overdue, heal, keep_no_more, settle};
 pub use idle::keep;
 pub(crate) use idle::{end_unexplained, make_way};
-pub use ready::ready;
+pub use ready::make_ready;
 
 /// Whether `text` can be a daemon's name.
 #[must_use]

@@ -20,16 +20,16 @@ use crate::process::sublet::SubletError;
 ///
 /// # Errors
 /// The daemon cannot be started or does not answer within `[mps] start_timeout`.
-pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
+pub fn make_ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String>, MpsError> {
     let Some(key) = &lease.daemon else { return Ok(Vec::new()) };
     if selinux::denies_mps_sockets(Path::new("/"), &config.state_dir) {
         return Err(MpsError::SeLinux { state_dir: config.state_dir.clone() });
     }
-    if serves(lease, store, config)? {
+    if serve_if_running(lease, store, config)? {
         return Ok(Vec::new());
     }
     let warnings = child_start(key, config)?;
-    if serves(lease, store, config)? {
+    if serve_if_running(lease, store, config)? {
         return Ok(warnings);
     }
     Err(MpsError::Own(SubletError(format!(
@@ -38,7 +38,7 @@ pub fn ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<String
 }
 
 /// Whether the recorded daemon serves `lease`. Its default limits are raised if necessary. `false`: it must be started.
-fn serves(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsError> {
+fn serve_if_running(lease: &Lease, store: &Store, config: &Config) -> Result<bool, MpsError> {
     let ledger = store.read()?;
     let known = lease.daemon.as_ref().and_then(|key| limits_and_state::daemon(&ledger, key));
     let Some(daemon) = known.filter(|daemon| could_serve(daemon, config)) else { return Ok(false) };

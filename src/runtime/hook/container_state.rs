@@ -75,7 +75,7 @@ impl State {
 
     /// Whether it has annotations for sublet.
     ///
-    /// This is no decision that the container asks for a share ([`sublet_core::admit::asks_for_a_share`]): that needs
+    /// This is no decision that the container asks for a share ([`sublet_core::admit::RequestSource::of`]): that needs
     /// config.json, because a CDI device asks without annotations and a pause container has its pod's annotations.
     pub fn has_sublet_annotations(&self) -> bool {
         self.annotations.as_ref().is_some_and(sublet_core::request::has_sublet_annotations)

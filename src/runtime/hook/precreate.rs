@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::container_state::StateError;
 use super::{HookError, journal};
 use crate::bounded_input;
-use sublet_core::admit::{self, Admission, Candidate};
+use sublet_core::admit::{self, Admission, Candidate, RequestSource};
 use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::ledger::{Container, LEASE_ANNOTATION, LeaseId, Store};
@@ -74,21 +74,21 @@ fn admitted(
     waits: Option<&Engine>,
     log: &Log,
 ) -> Result<Option<Granted>, HookError> {
-    if !admit::asks_for_a_share(spec, None).map_err(admit::AdmitError::from)? {
-        return Ok(None);
-    }
+    let source = RequestSource::of(spec, None).map_err(admit::AdmitError::from)?;
+    let Some(source) = source else { return Ok(None) };
     let config = config_files::load()?;
     let owner = Process::current().map_err(HookError::Process)?;
     // Podman 5 runs the hook in the bundle.
     let bundle = std::env::current_dir().unwrap_or_default();
     let container = admit::located(container(spec)?, spec, &bundle, &config)?;
-    let candidate = Candidate { container, owner, share: None, engine: waits };
+    let candidate = Candidate { container, owner, engine: waits };
     let is_first = spec.pointer("/annotations").is_none_or(|all| all.get(LEASE_ANNOTATION).is_none());
     if let Some(engine) = engine.filter(|_| is_first) {
         admit::abandon(candidate.container.uid, &candidate.container.id, engine, &config)?;
     }
     let mut edited = spec.clone();
-    let Admission::Granted { lease, mut warnings } = admit::admit(&candidate, &mut edited, &config)? else {
+    let Admission::Granted { lease, mut warnings } = admit::admit(&candidate, &source, &mut edited, &config)?
+    else {
         return Ok(None);
     };
     warnings.extend(neighbour(spec, &config));

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::HookError;
 use super::container_state::{State, Status};
-use sublet_core::admit::{self, Late};
+use sublet_core::admit::{self, Late, RequestSource};
 use sublet_core::config_files;
 use sublet_core::host::user_namespace;
 use sublet_core::ledger::Container;
@@ -35,7 +35,8 @@ pub(super) fn prestart(
     let mut spec = file.parse().map_err(|error| failed(error.to_string()))?;
     add_annotations(&mut spec, state);
     // The name of the hook in config.json also mentions sublet, so the spec decides.
-    if by_cdi.is_none() && !admit::asks_for_a_share(&spec, None).map_err(|error| failed(error.to_string()))? {
+    let source = RequestSource::of(&spec, None).map_err(|error| failed(error.to_string()))?;
+    if by_cdi.is_none() && source.is_none() {
         return Ok(());
     }
     let init = init(state).map_err(failed)?;

@@ -24,7 +24,7 @@ pub(super) fn checkpoint(
 
 /// Refuses a bundle that asks for a share.
 pub(super) fn restore(call: &Call<'_>, start: &Start) -> Result<Infallible, RuntimeError> {
-    match create::find(call, start)? {
+    match create::asking_container(call, start)? {
         Some(_) => Err(RuntimeError::NoCheckpoint("restore")),
         None => call.pass_on(),
     }

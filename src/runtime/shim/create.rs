@@ -7,7 +7,7 @@ use nix::unistd::getppid;
 use serde_json::Value;
 
 use super::{Call, EntryPoint, RuntimeError, Start, containers_by_name, uid};
-use sublet_core::admit::{self, Admission, Candidate};
+use sublet_core::admit::{self, Admission, Candidate, RequestSource};
 use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::ledger::Container;
@@ -30,7 +30,7 @@ pub(super) enum Kind {
 
 /// Admits the container if it asks for a share.
 pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infallible, RuntimeError> {
-    let Some(Ours { file, mut spec, share }) = find(call, start)? else {
+    let Some(Asking { file, mut spec, source }) = asking_container(call, start)? else {
         return call.pass_on();
     };
     let config = config_files::load()?;
@@ -40,17 +40,16 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
     let candidate = Candidate {
         container: admit::located(container, &spec, &bundle, &config)?,
         owner: Process::current().map_err(RuntimeError::Process)?,
-        share: share.as_deref(),
         engine: engine.as_ref(),
     };
-    match admit::admit(&candidate, &mut spec, &config)? {
-        Admission::NotOurs | Admission::AlreadyGranted(_) => call.pass_on(),
+    match admit::admit(&candidate, &source, &mut spec, &config)? {
+        Admission::AlreadyGranted(_) => call.pass_on(),
         Admission::Granted { lease, warnings } => {
             for warning in warnings {
                 call.warn(&format!("container {}: {warning}", candidate.container.id));
             }
             let error = match candidate.check_wanted() {
-                Ok(()) => hand_over(call, &file, spec, &hooks(kind, &config)),
+                Ok(()) => become_edited(call, &file, spec, &hooks(kind, &config)),
                 Err(error) => error.into(),
             };
             if let Err(error) = admit::withdraw(&lease, &config) {
@@ -62,28 +61,28 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
 }
 
 /// A container that asks for a share.
-pub(super) struct Ours {
+pub(super) struct Asking {
     file: JsonFile,
     spec: Value,
-    /// The share that comes from the runtime's name or from `containers.toml`.
-    share: Option<String>,
+    source: RequestSource,
 }
 
 /// The container, if it asks for a share: by an annotation, a CDI device, a runtime named after a share, or a rule of
 /// `containers.toml`. A pod's pause container never does.
 ///
 /// If the runtime cannot read config.json either, the runtime reports that.
-pub(super) fn find(call: &Call<'_>, start: &Start) -> Result<Option<Ours>, RuntimeError> {
+pub(super) fn asking_container(call: &Call<'_>, start: &Start) -> Result<Option<Asking>, RuntimeError> {
     let share = call.entry_point.share().map(str::to_owned);
     let Some(file) = read(call, start, share.is_some())? else { return Ok(None) };
     if share.is_some() || file.mentions_sublet() {
         let spec = file.parse()?;
-        if admit::asks_for_a_share(&spec, share.as_deref())? {
-            return Ok(Some(Ours { file, spec, share }));
+        if let Some(source) = RequestSource::of(&spec, share.as_deref())? {
+            return Ok(Some(Asking { file, spec, source }));
         }
     }
     if let Some(share) = mapped(call, start, &file) {
-        return Ok(Some(Ours { spec: file.parse()?, file, share: Some(share) }));
+        let spec = file.parse()?;
+        return Ok(RequestSource::of(&spec, Some(&share))?.map(|source| Asking { file, spec, source }));
     }
     if call.entry_point == EntryPoint::Other {
         call.log.write(Level::Info, "no sublet.* annotation; it gets no GPU");
@@ -170,7 +169,7 @@ fn hooks(kind: Kind, config: &Config) -> Vec<Stage> {
 }
 
 /// Writes the edited spec and becomes the low-level runtime. Returns only on failure, with the file restored.
-fn hand_over(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> RuntimeError {
+fn become_edited(call: &Call<'_>, file: &JsonFile, spec: Value, hooks: &[Stage]) -> RuntimeError {
     if let Err(error) = write(call, file, spec, hooks) {
         return error;
     }
