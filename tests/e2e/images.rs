@@ -258,18 +258,25 @@ fn a_rootfs_on_a_read_only_mount_needs_its_mount_points() {
     assert_eq!(
         line,
         "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
-         the driver's files: create these as empty files in the image, or mount it writable: \
-         $LIB/libnvidia-ml.so.1 $LIB/libnvidia-cfg.so.1 /usr/bin/nvidia-smi /run/sublet/mps /tmp/nvidia-mps"
+         the driver's files: create these as empty files in the image, with the directories /run/sublet/mps \
+         and /tmp/nvidia-mps for MPS, or mount it writable: $LIB/libnvidia-ml.so.1 $LIB/libnvidia-cfg.so.1 \
+         /usr/bin/nvidia-smi"
     );
     drop(mounted);
     let (_, missing) = line.rsplit_once(": ").expect("a list");
     for path in missing.split(' ') {
-        let path = path.replace("$LIB", DIR);
-        if path.ends_with("/mps") || path.ends_with("nvidia-mps") {
-            std::fs::create_dir_all(inside(&bundle, &path)).expect("a directory");
-        } else {
-            place(&bundle, &path, "");
-        }
+        place(&bundle, &path.replace("$LIB", DIR), "");
+    }
+    let mounted = ReadOnly::mount(&rootfs);
+    assert_eq!(
+        bundle.refused(),
+        "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
+         the MPS daemon: create these directories in the image, or mount it writable: /run/sublet/mps \
+         /tmp/nvidia-mps"
+    );
+    drop(mounted);
+    for path in ["/run/sublet/mps", "/tmp/nvidia-mps"] {
+        std::fs::create_dir_all(inside(&bundle, path)).expect("a directory");
     }
     let _mounted = ReadOnly::mount(&rootfs);
     bundle.spec["process"]["args"] = json!(SLEEP);

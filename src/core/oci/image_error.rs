@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::rootfs::is_of_the_image;
+use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 use crate::text::safe;
 
 /// Why this image cannot be served; names the path.
@@ -72,13 +73,21 @@ pub enum ImageError {
         /// Masked, not mounted.
         mask: bool,
     },
-    /// Mount points that the runtime could not make.
+    /// Mount points of files that the runtime cannot create.
     #[error(
         "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
-         the driver's files: create these as empty files in the image, or mount it writable: {}",
+         the driver's files: create these as empty files in the image, with the directories {MPS_DIR} and \
+         {MPS_DEFAULT_DIR} for MPS, or mount it writable: {}",
         listed(.0)
     )]
     ReadOnly(Vec<PathBuf>),
+    /// Mount points of the MPS directories that the runtime cannot create.
+    #[error(
+        "the container's root filesystem (or a volume over it) is read-only and has no mount points for \
+         the MPS daemon: create these directories in the image, or mount it writable: {}",
+        listed(.0)
+    )]
+    ReadOnlyMps(Vec<PathBuf>),
 }
 
 fn shown(path: &Path) -> String {

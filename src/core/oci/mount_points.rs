@@ -63,7 +63,7 @@ pub(super) fn check_directories(
         }
     }
     if !impossible.is_empty() {
-        return Err(ImageError::ReadOnly(impossible));
+        return Err(ImageError::ReadOnlyMps(impossible));
     }
     check_nesting(tree, directories, files)
 }
