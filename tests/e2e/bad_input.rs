@@ -98,7 +98,7 @@ fn requests_that_the_devices_cannot_serve() {
              the configuration); it has GPU 0 (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
             "no place for a GPU on the GPU named: no GPU of this host is model:*A100*; it has GPU 0 \
              (NVIDIA H200, GPU-5b1e7000-0000-4000-8000-000000000100)",
-            "no place for exclusive on any 2 GPUs: 2 devices were asked for, but there are 1",
+            "no place for exclusive on any 2 GPUs: 2 GPUs requested, 1 present",
             "no place for a GPU, 1024 GiB on any GPU: GPU 0 (NVIDIA H200) has 143771 MiB, of which 143259 \
              MiB can be booked ([limits] reserve, memory_overcommit)",
             "no place for mps, 1 % SM on any GPU: GPU 0 (NVIDIA H200) has too few SMs: 1 % for 1 \

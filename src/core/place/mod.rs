@@ -16,6 +16,7 @@ pub mod tests;
 mod want;
 
 use std::collections::BTreeSet;
+use std::num::NonZeroU32;
 
 use fit::Fit;
 use want::{Misfit, World};
@@ -75,6 +76,37 @@ pub fn place(
     ledger: &Ledger,
     config: &Config,
 ) -> Result<Placement, Box<Refusal>> {
+    let world = World { inventory, ledger, config };
+    find(request, id, world).map_err(|mut refusal| {
+        let advice = [elsewhere(request, id, world), dedicated(request, id, world)];
+        advice.into_iter().flatten().for_each(|advice| refusal.message += &format!("; {advice}"));
+        refusal
+    })
+}
+
+/// A GPU that is not named in the request, and would take it.
+fn elsewhere(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
+    let Devices::These(named) = &request.devices else { return None };
+    if named.len() != 1 || wants_mig(request) {
+        return None;
+    }
+    let anywhere = Request { devices: Devices::Any(NonZeroU32::MIN), ..request.clone() };
+    let found = find(&anywhere, id, world).ok()?;
+    let device = world.inventory.device(found.devices.first()?)?;
+    Some(format!("{} would take it: name that one, or leave out sublet.gpu", device.label()))
+}
+
+/// Where an MPS server of its own would fit and the device's common one does not.
+fn dedicated(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
+    let by_mps = matches!(request.mode, Some(Mode::Mps)) && request.isolation == Isolation::Shared;
+    let alone = Request { isolation: Isolation::Dedicated, ..request.clone() };
+    let fits = by_mps && find(&alone, id, world).is_ok();
+    fits.then(|| "with sublet.isolation=dedicated it would fit, in turns with the others there".to_owned())
+}
+
+/// [`place`], with the bare reason.
+fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<Placement, Box<Refusal>> {
+    let World { inventory, config, .. } = world;
     if let Some(cap) = request.mig_caps.iter().find(|cap| inventory.driver.mig_cap(**cap).is_none()) {
         let why =
             format!("the driver tells of no MIG capability `{}`: leave out sublet.mig-caps", cap.as_str());
@@ -83,7 +115,6 @@ pub fn place(
     let slots = select::slots(request, inventory, config).map_err(|why| {
         Box::new(Refusal { refresh_first: wants_mig(request), ..Refusal::never(request, &why) })
     })?;
-    let world = World { inventory, ledger, config };
     let mut verdicts = Vec::new();
     for smallest in smallest(request, &slots, inventory) {
         let alike = smallest.map(|bytes| alike(request, bytes));

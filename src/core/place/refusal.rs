@@ -41,8 +41,7 @@ impl Refusal {
         ledger: &Ledger,
         config: &Config,
     ) -> Self {
-        let each = misfits.iter().map(|(device, misfit)| describe(device, misfit, ledger, config));
-        let mut message = format!("no place for {}: {}", asked(request), some(each, "; "));
+        let mut message = format!("no place for {}: {}", asked(request), reasons(misfits, ledger, config));
         if temporary {
             let open = misfits.iter().filter(|(_, misfit)| misfit.temporary);
             let room: Vec<String> = open.filter_map(|(device, _)| room(device, ledger, config)).collect();
@@ -53,6 +52,25 @@ impl Refusal {
         let refresh_first = misfits.iter().any(|(_, misfit)| misfit.refresh);
         Self { message, temporary, refresh_first }
     }
+}
+
+/// Why each device does not serve it. What holds for several is said once.
+fn reasons(misfits: &[(&Device, &Misfit)], ledger: &Ledger, config: &Config) -> String {
+    let mut said: Vec<(String, Vec<String>)> = Vec::new();
+    for (device, misfit) in misfits {
+        let why = describe(device, misfit, ledger, config);
+        match said.iter_mut().find(|(known, _)| *known == why) {
+            Some((_, devices)) => devices.push(device.label()),
+            None => said.push((why, vec![device.label()])),
+        }
+    }
+    let each = said.into_iter().map(|(why, mut devices)| {
+        let first = devices.remove(0);
+        let others = some(devices.into_iter(), ", ");
+        let others = if others.is_empty() { others } else { format!(" (the same on {others})") };
+        format!("{first} {why}{others}")
+    });
+    some(each, "; ")
 }
 
 /// What was asked, as `mps, 60 % SM, 8 GiB on any GPU`.
@@ -77,8 +95,9 @@ fn asked(request: &Request) -> String {
     format!("{} on {devices}", parts.join(", "))
 }
 
+/// In messages it follows the device's name.
 fn describe(device: &Device, misfit: &Misfit, ledger: &Ledger, config: &Config) -> String {
-    let text = format!("{} ({}) {}", device.label(), safe(device.kind()), misfit.reason);
+    let text = format!("({}) {}", safe(device.kind()), misfit.reason);
     if !misfit.temporary {
         return text;
     }

@@ -52,15 +52,16 @@ pub(super) fn slots(
         return Err(if mig { no_mig(inventory) } else { "this host has no GPU".to_owned() });
     }
     let fitting = of_profile(&all, request.mig.as_deref(), inventory)?;
+    let kinds = if mig { "MIG devices" } else { "GPUs" };
     let slots = match &request.devices {
         Devices::All => fitting.iter().map(|index| vec![*index]).collect(),
         Devices::Any(count) => match usize::try_from(count.get()) {
             Ok(count) if count <= fitting.len() => vec![fitting; count],
-            _ => return Err(format!("{count} devices were asked for, but there are {}", fitting.len())),
+            _ => return Err(format!("{count} {kinds} requested, {} present", fitting.len())),
         },
         Devices::These(selectors) if selectors.len() > inventory.devices.len() => {
             let (asked, have) = (selectors.len(), inventory.devices.len());
-            return Err(format!("{asked} devices were asked for, but there are {have}"));
+            return Err(format!("{asked} {kinds} requested, {have} present"));
         }
         Devices::These(selectors) => {
             let slot = |selector| {
@@ -385,7 +386,7 @@ mod tests {
         );
         assert_eq!(why(vec![Selector::Uuid("GPU-a".into())]), "GPU-a matches 3 GPUs: write more of it");
         assert_eq!(why(vec![Selector::Index(0), Selector::Uuid("GPU-aa11".into())]), "GPU 0 is named twice");
-        assert_eq!(why(vec![Selector::Index(0); 4]), "4 devices were asked for, but there are 3");
+        assert_eq!(why(vec![Selector::Index(0); 4]), "4 GPUs requested, 3 present");
         assert!(why(vec![Selector::Name("big".into())]).starts_with("no GPU of this host is name:big"));
     }
 

@@ -99,7 +99,8 @@ fn the_mode_is_the_requests_or_the_devices_or_the_default() {
     let kept = mode(&request(Mode::Mps), &rule("all", Mode::TimeSlice)).unwrap_err();
     assert_eq!(
         kept.message,
-        "no place for mps on any GPU: GPU 0 (NVIDIA H200) is reserved for time-slice by [[device]] use"
+        "no place for mps on any GPU: GPU 0 (NVIDIA H200) is reserved for time-slice by [[device]] use; \
+         with sublet.isolation=dedicated it would fit, in turns with the others there"
     );
     assert!(!kept.temporary);
     let dedicated = Request { isolation: Isolation::Dedicated, ..request(Mode::Mps) };
@@ -122,6 +123,31 @@ fn a_refusal_says_what_is_left_who_holds_it_and_what_would_fit() {
     );
     assert!(refusal.temporary);
     assert!(!refusal.refresh_first);
+}
+
+#[test]
+fn a_refusal_says_what_would_serve_the_request_instead() {
+    let two = host(vec![device(0), device(1)]);
+    let busy = ledger(vec![leased(1, "GPU-0", 90_000, 16)]);
+    let named = Request { devices: Devices::These(vec![Selector::Index(0)]), ..mps(50_000, 8) };
+    let refusal = refused(&named, &two, &busy);
+    let elsewhere = "; GPU 1 would take it: name that one, or leave out sublet.gpu";
+    assert!(refusal.message.ends_with(elsewhere), "{}", refusal.message);
+    let full = ledger(vec![leased(1, "GPU-0", 90_000, 16), leased(2, "GPU-1", 90_000, 16)]);
+    assert!(!refused(&named, &two, &full).message.contains("would take it"));
+    let sliced = Lease { mode: Mode::TimeSlice, sm: None, ..leased(1, "GPU-0", 1000, 1) };
+    let beside = refused(&mps(50_000, 8), &host(vec![device(0)]), &ledger(vec![sliced]));
+    let dedicated = "; with sublet.isolation=dedicated it would fit, in turns with the others there";
+    assert!(beside.message.ends_with(dedicated), "{}", beside.message);
+}
+
+#[test]
+fn what_holds_for_several_devices_is_said_once() {
+    let eight = host((0..8).map(device).collect());
+    let wants = Request { memory: Some(Memory::Bytes(1024 * GIB)), ..request(Mode::Mps) };
+    let message = refused(&wants, &eight, &ledger(vec![])).message;
+    assert!(message.ends_with(" (the same on GPU 1, GPU 2, GPU 3, GPU 4, and 3 more)"), "{message}");
+    assert_eq!(message.matches("can be booked").count(), 1);
 }
 
 #[test]
@@ -354,7 +380,7 @@ fn several_devices_are_taken_all_or_none() {
     let refusal = refused(&wants(Devices::All, Mode::TimeSlice), &host, &held);
     assert!(refusal.temporary && refusal.message.contains("GPU 1 (NVIDIA H200) is in use as mps"));
     let nine = refused(&wants(Devices::Any(NonZeroU32::new(9).unwrap()), Mode::TimeSlice), &host, &held);
-    assert!(nine.message.ends_with("9 devices were asked for, but there are 3") && !nine.temporary);
+    assert!(nine.message.ends_with("9 GPUs requested, 3 present") && !nine.temporary);
     let empty = refused(&request(Mode::TimeSlice), &super::fixture::host(vec![]), &held);
     assert!(!empty.temporary);
 }

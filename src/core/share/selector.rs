@@ -47,7 +47,27 @@ fn hint(item: &str) -> Option<String> {
     if item == "all" || item.starts_with("any") {
         return Some("any and all cannot be part of a list".to_owned());
     }
-    crate::text::nearest(item, ["any", "all"]).map(|word| format!("did you mean {word}?"))
+    let near = || crate::text::nearest(item, ["any", "all"]).map(|word| format!("did you mean {word}?"));
+    range(item).or_else(near).or_else(|| node(item)).or_else(|| {
+        let is_word = item.len() <= LONGEST && item.bytes().all(|byte| byte.is_ascii_alphanumeric());
+        let is_name = is_word && item.starts_with(|first: char| first.is_ascii_alphabetic());
+        is_name.then(|| format!("write model:*{item}* for a model, name:{item} for an alias"))
+    })
+}
+
+/// For `nvidia0` and `gpu0`.
+fn node(item: &str) -> Option<String> {
+    let lower = item.to_ascii_lowercase();
+    let number = lower.strip_prefix("nvidia").or_else(|| lower.strip_prefix("gpu"))?;
+    digits(number).filter(|_| !number.is_empty()).map(|index| format!("write {index}"))
+}
+
+/// For `0-3`, which other programs take for a range.
+fn range(item: &str) -> Option<String> {
+    let (first, last) = item.split_once('-')?;
+    let (first, last) = (digits(first)?, digits(last)?);
+    let indices = (first..=last).take(17).map(|index| index.to_string()).collect::<Vec<_>>();
+    (2..=16).contains(&indices.len()).then(|| format!("write {}", indices.join(",")))
 }
 
 impl Selector {
@@ -161,6 +181,14 @@ mod tests {
             );
         }
         assert_eq!(parse_devices("ALL"), Err(Some("did you mean all?".into())));
+        assert_eq!(parse_devices("0-3"), Err(Some("write 0,1,2,3".into())));
+        assert_eq!(parse_devices("nvidia0"), Err(Some("write 0".into())));
+        assert_eq!(parse_devices("1,GPU2"), Err(Some("write 2".into())));
+        let model = "write model:*rtx* for a model, name:rtx for an alias";
+        assert_eq!(parse_devices("rtx"), Err(Some(model.into())));
+        for text in ["3-0", "0-99", "-", "0-", "3-3"] {
+            assert_eq!(parse_devices(text), Err(None), "{text}");
+        }
     }
 
     #[test]
@@ -229,7 +257,6 @@ mod tests {
             "model:",
             "name:a\u{1b}b",
             "١",
-            "nvidia0",
         ] {
             assert_eq!(parse_devices(text), Err(None), "{text:?}");
         }

@@ -152,8 +152,19 @@ pub(crate) fn parse_memory(text: &str) -> Result<Memory, Malformed> {
     }
     match parse_bytes(text) {
         Some(bytes) if bytes >= MIB => Ok(Memory::Bytes(bytes)),
-        _ => Err(Malformed::default()),
+        _ => Err(nearly_memory(text).map_or_else(Malformed::default, Malformed::with)),
     }
+}
+
+/// A hint for amounts as other programs write them: `8 GiB`, and Kubernetes' `8Gi`.
+fn nearly_memory(text: &str) -> Option<String> {
+    if text.len() > 30 {
+        return None;
+    }
+    let squeezed = text.replace(' ', "");
+    let meant = if squeezed.ends_with('i') { format!("{squeezed}B") } else { squeezed };
+    let is_amount = meant != text && parse_bytes(&meant).is_some_and(|bytes| bytes >= MIB);
+    is_amount.then(|| format!("write {meant}"))
 }
 
 /// An amount with a unit, converted to bytes and rounded down; `None` for anything else and for more than a `u64`
@@ -327,7 +338,6 @@ mod tests {
         for text in [
             "",
             "GiB",
-            "8 GiB",
             "-8GiB",
             "8GiBs",
             "8P",
@@ -358,6 +368,12 @@ mod tests {
         let hint = "the unit is missing: write 25GiB, 25MiB or 25%".to_owned();
         assert_eq!(parse_memory("25"), Err(Malformed { hint: Some(hint) }));
         assert!(parse_memory("0.25").unwrap_err().hint.is_some());
+        for (text, meant) in [("8Gi", "8GiB"), ("8 GiB", "8GiB"), ("512 Mi", "512MiB")] {
+            assert_eq!(parse_memory(text), Err(Malformed { hint: Some(format!("write {meant}")) }));
+        }
+        for text in ["8 Zi", "8i", " ", "1 Ki", "8 G i \u{1b}"] {
+            assert_eq!(parse_memory(text), Err(Malformed::default()), "{text}");
+        }
         assert_eq!(parse_memory("0"), Err(Malformed::default()), "no unit makes nothing something");
     }
 
