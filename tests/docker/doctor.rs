@@ -79,11 +79,16 @@ fn a_host_that_works_passes_and_each_check_is_a_line() {
     assert_eq!(one(&checks, "dev-char")["result"], "warn", "the simulated driver has no /dev/char");
     let table = world.sublet(&["doctor"]);
     let text = String::from_utf8(table.stdout).expect("UTF-8");
-    assert_eq!(text.lines().count(), CHECKS.len() + 1, "{text}");
+    assert_eq!(text.lines().count(), CHECKS.len() + 3, "{text}");
     assert!(
-        text.lines().any(|line| line.starts_with("PASS    driver ") && line.ends_with("580.159.04")),
+        text.lines().any(|line| line.starts_with("pass    driver ") && line.ends_with("580.159.04")),
         "{text}"
     );
+    let count = |result: &str| checks.iter().filter(|check| check["result"] == result).count();
+    let [fail, warn, pass, skip] = ["fail", "warn", "pass", "skip"].map(count);
+    let summary = format!("{} checks: {fail} fail, {warn} warn, {pass} pass, {skip} skip", CHECKS.len());
+    assert_eq!(text.lines().last(), Some(summary.as_str()));
+    assert_eq!(one(&checks, "cap-nodes")["result"], "skip", "there are no MIG instances");
     assert!(text.contains("  -> ln -s ../nvidiactl /dev/char/195:255"), "{text}");
     world.assert_empty();
 }
@@ -141,7 +146,7 @@ fn a_configuration_that_is_wrong_is_one_of_the_checks() {
     assert_eq!((code, &first["result"]), (Some(1), &json!("fail")));
     assert!(found(first).contains("did you mean limits?"), "{first}");
     let line = |output: Output| String::from_utf8(output.stdout).expect("UTF-8");
-    assert!(line(world.sublet(&["doctor", "--quick"])).contains("FAIL    configuration"));
+    assert!(line(world.sublet(&["doctor", "--quick"])).contains("fail    configuration"));
 }
 
 #[test]

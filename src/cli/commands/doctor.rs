@@ -8,6 +8,7 @@ use sublet_core::config_files;
 use serde_json::json;
 
 use super::doctor_run::{self, Engine};
+use super::lease_table::word;
 use super::tables::{self, Format};
 use crate::doctor::{self, Check, Host, Verdict};
 use sublet_core::config::Config;
@@ -73,7 +74,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     checks.extend(doctor::run(&Host::of(&config, arguments.quick, ask, probe)));
     match arguments.format {
         Format::Json => tables::json(&json!({"schema": "sublet.doctor/1", "checks": checks}))?,
-        Format::Table => println!("{}", table(&checks)),
+        Format::Table => println!("{}\n\n{}", table(&checks), summary(&checks)),
     }
     let failed = checks.iter().any(|check| check.result == Verdict::Fail);
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
@@ -87,10 +88,18 @@ fn check(result: Verdict, found: String, fix: Option<String>) -> Check {
 fn table(checks: &[Check]) -> String {
     let row = |check: &Check| {
         let fix = check.fix.as_ref().map(|fix| format!("  -> {fix}")).unwrap_or_default();
-        let result = format!("{:?}", check.result).to_uppercase();
-        vec![result, check.check.to_owned(), format!("{}{fix}", check.found)]
+        vec![word(&check.result), check.check.to_owned(), format!("{}{fix}", check.found)]
     };
     tables::table(&["RESULT", "CHECK", "FOUND  -> FIX"], checks.iter().map(row).collect())
+}
+
+/// How many checks there were, and how they went.
+fn summary(checks: &[Check]) -> String {
+    let all = [Verdict::Fail, Verdict::Warn, Verdict::Pass, Verdict::Skip];
+    let count = |verdict| checks.iter().filter(|check| check.result == verdict).count();
+    let each: Vec<String> =
+        all.iter().map(|verdict| format!("{} {}", count(*verdict), word(verdict))).collect();
+    format!("{} checks: {}", checks.len(), each.join(", "))
 }
 
 /// What NVML reports, read in a child process. A child that hangs with the driver is left behind.

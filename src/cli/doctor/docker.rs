@@ -1,6 +1,6 @@
 //! Docker: its version, and whether it knows sublet.
 
-use super::{Host, Outcome, fail, pass, version, warn};
+use super::{Host, Outcome, fail, pass, skip, version, warn};
 use crate::setup::{docker as daemon_json, engine_files};
 use sublet_core::text::safe;
 
@@ -18,7 +18,7 @@ pub(super) fn docker(host: &Host<'_>) -> Outcome {
         );
     }
     if host.program("dockerd").is_none() {
-        return pass("not installed");
+        return skip("not installed");
     }
     let text = host.text(FILE).unwrap_or_else(|| "{}".to_owned());
     match daemon_json::runtime(&text) {
@@ -67,13 +67,13 @@ fn daemon(host: &Host<'_>) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fake_host::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, skipped, told};
     use super::*;
 
     #[test]
     fn each_step_to_the_shim_is_looked_at() {
         let fake = Fake::new();
-        assert_eq!(passed(docker(&fake.host())), "not installed");
+        assert_eq!(skipped(docker(&fake.host())), "not installed");
         fake.file("/var/snap/docker/x", "");
         assert!(told(docker(&fake.host()), Warn).0.starts_with("Docker is a snap"));
         fake.file("/usr/bin/dockerd", "");

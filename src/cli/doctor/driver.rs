@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
-use super::{Host, Outcome, fail, pass, shown, warn};
+use super::{Host, Outcome, fail, pass, shown, skip, warn};
 use sublet_core::inventory::{self, ComputeMode, Majors, Node, check_node, device_majors};
 
 /// The oldest driver branch that sublet supports.
@@ -138,7 +138,7 @@ pub(super) fn inventory(host: &Host<'_>) -> Outcome {
 
 /// The nodes of MIG instances.
 pub(super) fn caps(host: &Host<'_>) -> Outcome {
-    let Ok(inventory) = &host.inventory else { return pass("unknown without an inventory") };
+    let Ok(inventory) = &host.inventory else { return skip("unknown without an inventory") };
     let parts: Vec<_> = inventory.devices.iter().filter(|device| device.is_mig()).collect();
     let missing: Vec<String> = parts
         .iter()
@@ -147,7 +147,7 @@ pub(super) fn caps(host: &Host<'_>) -> Outcome {
         .map(|node| shown(&node.path))
         .collect();
     match (parts.len(), missing.is_empty()) {
-        (0, _) => pass("no MIG instances"),
+        (0, _) => skip("no MIG instances"),
         (count, true) => pass(format!("all nodes of {count} MIG instances")),
         (_, false) => {
             warn(format!("missing: {}", missing.join(" ")), "run `nvidia-smi -L` as root, which creates them")
@@ -186,7 +186,7 @@ pub(super) fn persistence(host: &Host<'_>) -> Outcome {
         return pass("nvidia-persistenced runs");
     }
     if host.quick {
-        return pass("no nvidia-persistenced; --quick does not ask for the persistence mode");
+        return skip("no nvidia-persistenced; --quick does not ask for the persistence mode");
     }
     let smi = host.inventory.as_ref().ok().and_then(|inventory| inventory.driver.smi.clone());
     let query = ["--query-gpu=persistence_mode", "--format=csv,noheader"];
@@ -206,7 +206,7 @@ pub(super) fn persistence(host: &Host<'_>) -> Outcome {
 /// Checks for compute modes that are neither the driver's default nor set by sublet.
 pub(super) fn compute_modes(host: &Host<'_>) -> Outcome {
     let (Ok(inventory), Ok(ledger)) = (&host.inventory, &host.ledger) else {
-        return pass("unknown without an inventory and a ledger");
+        return skip("unknown without an inventory and a ledger");
     };
     let ours = |uuid: &str| ledger.compute_modes.iter().any(|changed| changed.device == uuid);
     let strange: Vec<_> =
@@ -228,7 +228,7 @@ pub(super) fn compute_modes(host: &Host<'_>) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fake_host::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, skipped, told};
     use super::*;
     use sublet_core::ledger::ChangedComputeMode;
     use sublet_core::place::fixture::{device, host, part};
@@ -293,7 +293,7 @@ mod tests {
     #[test]
     fn missing_nodes_of_instances_are_named() {
         let fake = Fake::new();
-        assert_eq!(passed(caps(&fake.host())), "no MIG instances");
+        assert_eq!(skipped(caps(&fake.host())), "no MIG instances");
         let mut instance = part(&device(0), 3, "1g.18gb");
         instance.nodes = vec![Node { path: "/dev/nvidia-caps/nvidia-cap30".into(), major: 241, minor: 30 }];
         let host = Host { inventory: Ok(host(vec![device(0), instance])), ..fake.host() };
@@ -315,7 +315,7 @@ mod tests {
     fn persistence_is_the_daemons_or_the_old_mode() {
         let fake = Fake::new();
         told(persistence(&fake.host()), Warn);
-        passed(persistence(&Host { quick: true, ..fake.host() }));
+        skipped(persistence(&Host { quick: true, ..fake.host() }));
         let mut inventory = host(vec![device(0)]);
         inventory.driver.smi = Some("/usr/bin/nvidia-smi".into());
         let with = |ask| Host { ask, inventory: Ok(inventory.clone()), ..fake.host() };

@@ -71,6 +71,13 @@ pub(super) fn passed(outcome: Outcome) -> String {
     outcome.1
 }
 
+/// The text of a check that was skipped.
+#[track_caller]
+pub(super) fn skipped(outcome: Outcome) -> String {
+    assert_eq!(outcome.0, Verdict::Skip, "{outcome:?}");
+    outcome.1
+}
+
 /// The text and the fix of a check that did not pass.
 #[track_caller]
 pub(super) fn told(outcome: Outcome, verdict: Verdict) -> (String, String) {

@@ -9,7 +9,7 @@ use nix::sys::statvfs::{FsFlags, statvfs};
 use nix::unistd::{Group, User};
 
 use super::driver::{make_links, unlinked};
-use super::{Host, Outcome, fail, pass, shown, version, warn};
+use super::{Host, Outcome, fail, pass, shown, skip, version, warn};
 use crate::guard::{self, Sight};
 use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::config::PolicyRule;
@@ -81,7 +81,7 @@ pub(super) fn cgroup(host: &Host<'_>) -> Outcome {
 /// Whether `systemctl daemon-reload` would take GPUs from running containers.
 pub(super) fn daemon_reload(host: &Host<'_>) -> Outcome {
     if !host.at("/run/systemd/system").is_dir() {
-        return pass("no systemd here");
+        return skip("no systemd here");
     }
     let missing = unlinked(host);
     if missing.is_empty() {
@@ -226,7 +226,7 @@ mod tests {
     use nix::sys::socket::{Shutdown, shutdown};
 
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fake_host::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, skipped, told};
     use super::*;
 
     #[test]
@@ -262,7 +262,7 @@ mod tests {
     fn a_daemon_reload_is_harmless_where_nodes_have_links() {
         let fake = Fake::new();
         fake.file("/proc/devices", "Character devices:\n195 nvidia\n");
-        assert_eq!(passed(daemon_reload(&fake.host())), "no systemd here");
+        assert_eq!(skipped(daemon_reload(&fake.host())), "no systemd here");
         fake.file("/run/systemd/system/x", "");
         let (found, fix) = told(daemon_reload(&fake.host()), Warn);
         assert!(found.starts_with("`systemctl daemon-reload` takes GPUs"), "{found}");

@@ -6,13 +6,13 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
 use super::proc::{namespace, processes};
-use super::{Host, Outcome, pass, warn};
+use super::{Host, Outcome, pass, skip, warn};
 use sublet_core::ledger::Ledger;
 use sublet_core::text::safe;
 
 /// Reports leases whose containers have ended. The next command frees them, if there is one.
 pub(super) fn without_containers(host: &Host<'_>) -> Outcome {
-    let Ok(ledger) = &host.ledger else { return pass("unknown without a ledger") };
+    let Ok(ledger) = &host.ledger else { return skip("unknown without a ledger") };
     // A container's first process may be recorded only by the runtime until a command looks for it.
     let (Ledger { leases: held, .. }, gone) = ledger.settled();
     if gone.is_empty() {
@@ -34,7 +34,7 @@ struct User {
 
 /// Reports running containers with GPUs that no lease covers.
 pub(super) fn containers_without(host: &Host<'_>) -> Outcome {
-    let Ok(ledger) = &host.ledger else { return pass("unknown without a ledger") };
+    let Ok(ledger) = &host.ledger else { return skip("unknown without a ledger") };
     let proc = host.at("/proc");
     let own = namespace(&proc.join("self"), "mnt");
     let mut found: BTreeMap<String, User> = BTreeMap::new();

@@ -28,7 +28,9 @@ use sublet_core::ledger::{Ledger, Store};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
-    /// As it should be, or absent and not needed.
+    /// There is nothing to check here, or it cannot be known.
+    Skip,
+    /// As it should be.
     Pass,
     /// Something does not work, or may stop working.
     Warn,
@@ -55,6 +57,10 @@ struct Outcome(Verdict, String, Option<String>);
 
 fn pass(found: impl Into<String>) -> Outcome {
     Outcome(Verdict::Pass, found.into(), None)
+}
+
+fn skip(found: impl Into<String>) -> Outcome {
+    Outcome(Verdict::Skip, found.into(), None)
 }
 
 fn warn(found: impl Into<String>, fix: impl Into<String>) -> Outcome {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::{Host, Outcome, fail, pass, shown, version, warn};
+use super::{Host, Outcome, fail, pass, shown, skip, version, warn};
 use crate::setup::engine_files::{drop_ins, podmans, read};
 use crate::setup::podman::merge;
 use sublet_core::ledger::read_up_to;
@@ -23,7 +23,7 @@ const SHARED: [&str; 2] = ["/usr/share/containers/oci/hooks.d", "/etc/containers
 /// Whether Podman runs the hook, for root and for users with their own settings.
 pub(super) fn hook(host: &Host<'_>) -> Outcome {
     if host.program("podman").is_none() {
-        return pass("not installed");
+        return skip("not installed");
     }
     let told = (host.ask)(&["podman", "--version"]).unwrap_or_default();
     if version(&told).is_some_and(|parts| parts < vec![4, 3]) {
@@ -144,7 +144,7 @@ pub(super) fn precreate(host: &Host<'_>) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::{Fail, Warn};
-    use super::super::fake_host::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, skipped, told};
     use super::*;
 
     const DROP_IN: &str = "/etc/containers/containers.conf.d/sublet.conf";
@@ -153,7 +153,7 @@ mod tests {
     #[test]
     fn the_hook_is_named_there_and_can_be_run() {
         let fake = Fake::new();
-        assert_eq!(passed(hook(&fake.host())), "not installed");
+        assert_eq!(skipped(hook(&fake.host())), "not installed");
         fake.file("/usr/bin/podman", "");
         let old = Host { ask: |_| Some("podman version 3.4.4".into()), ..fake.host() };
         assert!(told(hook(&old), Fail).0.contains("older than 4.3"));

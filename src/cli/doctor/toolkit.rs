@@ -1,6 +1,6 @@
 //! NVIDIA's Container Toolkit: sublet does not count the GPUs that it gives out.
 
-use super::{Host, Outcome, pass, shown, warn};
+use super::{Host, Outcome, pass, shown, skip, warn};
 use crate::setup::docker as daemon_json;
 use crate::setup::engine_files::drop_ins;
 
@@ -37,12 +37,15 @@ pub(super) fn beside(host: &Host<'_>) -> Outcome {
         return warn(found.join("; "), fix.join(" && "));
     }
     let there = ["nvidia-container-runtime", "nvidia-ctk"].iter().find_map(|name| host.program(name));
-    pass(there.map_or("not installed".to_owned(), |program| {
-        format!(
-            "{} does not interfere; sublet does not count the GPUs that it gives to containers",
-            shown(&program)
-        )
-    }))
+    there.map_or_else(
+        || skip("not installed"),
+        |program| {
+            pass(format!(
+                "{} does not interfere; sublet does not count the GPUs that it gives to containers",
+                shown(&program)
+            ))
+        },
+    )
 }
 
 /// Other programs' specifications that mount an MPS pipe directory.
@@ -66,13 +69,13 @@ fn absolute(path: String) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::Verdict::Warn;
-    use super::super::fake_host::{Fake, passed, told};
+    use super::super::fake_host::{Fake, passed, skipped, told};
     use super::*;
 
     #[test]
     fn other_tools_that_give_gpus_are_named() {
         let fake = Fake::new();
-        assert_eq!(passed(beside(&fake.host())), "not installed");
+        assert_eq!(skipped(beside(&fake.host())), "not installed");
         fake.file("/usr/bin/nvidia-ctk", "");
         assert!(passed(beside(&fake.host())).contains("does not interfere"));
         fake.file("/var/run/cdi/sublet.json", r#"{"kind": "sublet/share", "m": "/tmp/nvidia-mps"}"#);

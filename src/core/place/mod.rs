@@ -78,8 +78,10 @@ pub fn place(
 ) -> Result<Placement, Box<Refusal>> {
     let world = World { inventory, ledger, config };
     find(request, id, world).map_err(|mut refusal| {
-        let advice = [elsewhere(request, id, world), dedicated(request, id, world)];
-        advice.into_iter().flatten().for_each(|advice| refusal.message += &format!("; {advice}"));
+        for advice in [elsewhere(request, id, world), dedicated(request, id, world)].into_iter().flatten() {
+            refusal.message += "; ";
+            refusal.message += &advice;
+        }
         refusal
     })
 }
