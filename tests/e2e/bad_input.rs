@@ -54,7 +54,7 @@ fn annotations_that_make_no_request() {
              a percentage up to 100%, such as 25%; the unit is missing: write 25GiB, 25MiB or 25%",
             "sublet.memory=0: must be an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a \
              percentage up to 100%, such as 25%",
-            "sublet.gpu=first: must be any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or more), PCI bus id, MIG-<uuid>, \"G:M\" (quoted in YAML), name:<alias>, model:<glob>",
+            "sublet.gpu=first: must be any, any:<count>, all, or a list of an index, GPU-<uuid> (8 hex digits or more), PCI bus id, MIG-<uuid>, \"G:M\" (quoted in YAML), name:<alias>, model:<glob>; write model:*first* for a model, name:first for an alias",
             "sublet.sm=25 cannot be combined with sublet.mode=exclusive: only MPS limits SMs; write \
              sublet.mode=mps or leave sublet.sm out",
             "sublet.share=nobody: must be a share, but this host's configuration has no [share.<name>]",

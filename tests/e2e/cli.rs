@@ -170,6 +170,9 @@ fn explain_says_what_would_come_of_it_and_changes_nothing() {
     bundle.write();
     let before = (contents(&world.state_dir()), contents(&bundle.dir));
     let explained = stdout(&world, &["explain", "--annotation", "sublet.sm=25"]);
+    for short in ["sm=25", "sublet.sm=25"] {
+        assert_eq!(stdout(&world, &["explain", short]), explained);
+    }
     for part in [
         "sm at most 25 %",
         "mode mps",
@@ -217,7 +220,8 @@ fn explain_says_what_would_come_of_it_and_changes_nothing() {
     assert!(refused.contains("40 % SM left") && refused.contains("keeper"), "{refused}");
     assert_eq!(
         failure(&world, &["explain"]),
-        "sublet: nothing to explain: give --annotation KEY=VALUE, --bundle DIR, --name NAME or --container ID"
+        "sublet: nothing to explain: give a share, such as sm=25 memory=8GiB, or --annotation KEY=VALUE, --bundle \
+         DIR, --name NAME or --container CONTAINER"
     );
     assert_eq!(
         failure(&world, &["explain", "--container", "nobody"]),
@@ -265,7 +269,13 @@ fn wait_ends_when_there_is_a_place_or_no_time() {
     let wanted = ["wait", "--annotation", "sublet.sm=25", "--timeout", "300ms"];
     let late = failure(&world, &wanted);
     assert!(late.contains("is taken whole") && late.contains("holder"), "{late}");
-    let never = failure(&world, &["wait", "--annotation", "sublet.gpu=9"]);
+    assert_eq!(late.lines().count(), 1, "nothing is told but to a terminal: {late}");
+    let mut on_terminal = std::process::Command::new("script");
+    let line = format!("{} wait sm=25 --timeout 1500ms", bin_dir().join("sublet").display());
+    on_terminal.args(["-qec", &line, "/dev/null"]).env("SUBLET_CONFIG", &world.config);
+    let told = text(&on_terminal.output().expect("script runs").stdout);
+    assert!(told.starts_with("sublet: waiting for up to 2s: no place for mps, 25 % SM"), "{told}");
+    let never = failure(&world, &["wait", "gpu=9"]);
     assert!(never.contains("no place"), "what no waiting changes ends at once: {never}");
     std::thread::scope(|scope| {
         let waiting =

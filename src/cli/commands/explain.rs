@@ -35,6 +35,9 @@ pub struct Arguments {
     /// Explain the container of this OCI bundle, and show the edits to its config.json
     #[arg(long, value_name = "DIR")]
     bundle: Option<PathBuf>,
+    /// The share, such as sm=25 memory=8GiB: short for --annotation sublet.sm=25 --annotation sublet.memory=8GiB
+    #[arg(value_parser = super::share, value_name = "KEY=VALUE", conflicts_with_all = ["name", "image", "container"])]
+    share: Vec<(String, String)>,
     /// An annotation of the container; overrides the bundle's
     #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE")]
     annotations: Vec<(String, String)>,
@@ -44,9 +47,16 @@ pub struct Arguments {
     /// Explain what containers.toml gives to a container of this image
     #[arg(long, value_name = "IMAGE", conflicts_with_all = ["bundle", "annotations"])]
     image: Option<String>,
-    /// Explain a container that runs or was refused
-    #[arg(long, value_name = "ID", conflicts_with_all = ["bundle", "annotations", "name", "image"])]
+    /// Explain a container that runs or was refused, by its name or id
+    #[arg(long, value_name = "CONTAINER", conflicts_with_all = ["bundle", "annotations", "name", "image"])]
     container: Option<String>,
+}
+
+impl Arguments {
+    /// In either form.
+    fn annotations(&self) -> impl Iterator<Item = &(String, String)> {
+        self.annotations.iter().chain(&self.share)
+    }
 }
 
 /// Runs it.
@@ -58,8 +68,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         return explain_container(container, config);
     }
     let named = arguments.name.is_some() || arguments.image.is_some();
-    if arguments.bundle.is_none() && arguments.annotations.is_empty() && !named {
-        bail!("nothing to explain: give --annotation KEY=VALUE, --bundle DIR, --name NAME or --container ID");
+    if arguments.bundle.is_none() && arguments.annotations().next().is_none() && !named {
+        bail!(
+            "nothing to explain: give a share, such as sm=25 memory=8GiB, or --annotation KEY=VALUE, --bundle DIR, \
+             --name NAME or --container CONTAINER"
+        );
     }
     let (mut spec, rootfs) = read_spec(arguments)?;
     let source = source(arguments, &spec)?;
@@ -135,7 +148,7 @@ fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
     let annotations = annotations.or_insert_with(|| json!({}));
     let annotations =
         annotations.as_object_mut().context("`annotations` in config.json is not a JSON object")?;
-    for (key, value) in &arguments.annotations {
+    for (key, value) in arguments.annotations() {
         annotations.insert(key.clone(), Value::String(value.clone()));
     }
     Ok((spec, rootfs))

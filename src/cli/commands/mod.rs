@@ -144,6 +144,13 @@ fn annotation(text: &str) -> Result<(String, String), String> {
     Ok((key.to_owned(), value.to_owned()))
 }
 
+/// `sm=25`, short for the annotation `sublet.sm=25`.
+fn share(text: &str) -> Result<(String, String), String> {
+    let (key, value) = annotation(text)?;
+    let key = if key.starts_with("sublet.") { key } else { format!("sublet.{key}") };
+    Ok((key, value))
+}
+
 /// The ledger after leases of ended containers have been freed and crashed MPS daemons restarted. Every command that
 /// reports shows this state. What had to be done is written to standard error.
 fn settled_ledger(config: &Config) -> anyhow::Result<sublet_core::ledger::Ledger> {

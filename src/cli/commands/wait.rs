@@ -1,5 +1,7 @@
 //! `sublet wait`: waits until the driver is up and, with annotations, until their share is free.
 
+use std::collections::BTreeMap;
+use std::io::IsTerminal as _;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -16,10 +18,16 @@ const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);
 /// The pause between two attempts.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
+/// The pause between two lines for a terminal.
+const SAY_AGAIN: Duration = Duration::from_secs(10);
+
 /// Arguments of `sublet wait`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// An annotation of the share to wait for. With none, wait for the driver alone
+    /// The share to wait for, such as sm=25 memory=8GiB. With none, and no --annotation, wait for the driver alone
+    #[arg(value_parser = super::share, value_name = "KEY=VALUE")]
+    share: Vec<(String, String)>,
+    /// The same, as an annotation: sublet.sm=25
     #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE")]
     annotations: Vec<(String, String)>,
     /// The longest wait, such as 30s or 2m; at most a day
@@ -37,13 +45,11 @@ fn timeout(text: &str) -> Result<Duration, String> {
 /// # Errors
 /// The time is up; the message is the last refusal.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
-    let annotations = arguments.annotations.iter().cloned().collect();
-    let request = if arguments.annotations.is_empty() {
-        None
-    } else {
-        Some(request::parse(&annotations, None, None, config)?)
-    };
+    let annotations: BTreeMap<_, _> = arguments.annotations.iter().chain(&arguments.share).cloned().collect();
+    let request =
+        if annotations.is_empty() { None } else { Some(request::parse(&annotations, None, None, config)?) };
     let deadline = Instant::now() + arguments.timeout;
+    let mut progress = Progress::default();
     loop {
         match look(request.as_ref(), config) {
             // An instance would be created.
@@ -54,8 +60,29 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
                 return Err(error.into());
             }
             Err(error) if Instant::now() >= deadline => return Err(error.into()),
-            Err(_) => std::thread::sleep(LOOK_AGAIN),
+            Err(error) => {
+                progress.say(&error.to_string(), deadline.saturating_duration_since(Instant::now()));
+                std::thread::sleep(LOOK_AGAIN);
+            }
         }
+    }
+}
+
+/// What is waited for, told to a terminal: at once, and then every [`SAY_AGAIN`] or when the reason changes.
+#[derive(Default)]
+struct Progress {
+    said: Option<(Instant, String)>,
+}
+
+impl Progress {
+    fn say(&mut self, why: &str, left: Duration) {
+        let is_new = self.said.as_ref().is_none_or(|(at, said)| said != why || at.elapsed() >= SAY_AGAIN);
+        if !is_new || !std::io::stderr().is_terminal() {
+            return;
+        }
+        let left = Duration::from_secs(left.as_secs() + u64::from(left.subsec_nanos() > 0));
+        eprintln!("sublet: waiting for up to {}: {why}", humantime::format_duration(left));
+        self.said = Some((Instant::now(), why.to_owned()));
     }
 }
 

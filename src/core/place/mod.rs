@@ -86,12 +86,13 @@ pub fn place(
     })
 }
 
-/// A GPU that is not named in the request, and would take it.
+/// A GPU that would take the request, where the one that it names is there and does not.
 fn elsewhere(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
     let Devices::These(named) = &request.devices else { return None };
     if named.len() != 1 || wants_mig(request) {
         return None;
     }
+    select::slots(request, world.inventory, world.config).ok()?;
     let anywhere = Request { devices: Devices::Any(NonZeroU32::MIN), ..request.clone() };
     let found = find(&anywhere, id, world).ok()?;
     let device = world.inventory.device(found.devices.first()?)?;
