@@ -1,5 +1,5 @@
-//! The CDI specification that `sublet cdi generate` writes, with named shares as devices. [`sublet_core::oci::cdi`] handles
-//! containers that ask for one.
+//! The CDI specification that `sublet cdi generate` writes, with named shares as devices. [`sublet_core::oci::cdi`]
+//! handles containers that ask for one.
 
 mod share_devices;
 mod spec_file;

@@ -77,7 +77,8 @@ impl Told {
 }
 
 /// The clients are read last, so that a process that connects in between is not taken for one outside MPS. They are
-/// read again only if there are other processes than before or the list is old: a process does not usually change sides.
+/// read again only if there are other processes than before or the list is old: a process does not usually change
+/// sides.
 fn ask(device: &Device<'_>, used: Option<u64>, before: Option<Told>) -> Result<Told, NvmlError> {
     let (running, at) = (probe::compute_processes(device)?, Instant::now());
     let (clients, clients_at) = match before {

@@ -60,8 +60,8 @@ fn docker(container: &Container) -> Option<Name> {
     })
 }
 
-/// The list of Podman's storage (containers/storage, `containers.go`), in which the container's bundle is; of containers
-/// that are removed when they end (`--rm`) there is another list.
+/// The list of Podman's storage (containers/storage, `containers.go`), in which the container's bundle is; of
+/// containers that are removed when they end (`--rm`) there is another list.
 fn podman(container: &Container) -> Option<Name> {
     #[derive(Deserialize)]
     struct Entry {

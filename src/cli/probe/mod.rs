@@ -1,5 +1,5 @@
-//! Finds the GPUs of this host with NVML, /proc, /dev and the library directories. The result is the inventory. All other
-//! code reads it from its file ([`sublet_core::inventory`]).
+//! Finds the GPUs of this host with NVML, /proc, /dev and the library directories. The result is the inventory. All
+//! other code reads it from its file ([`sublet_core::inventory`]).
 
 mod contexts;
 mod driver_files;

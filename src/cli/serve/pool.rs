@@ -24,7 +24,8 @@ pub(super) enum Job {
     Ask { token: u64, peer: Peer, line: Vec<u8> },
     /// The same, for an ask that needs an instance created.
     Make { token: u64, peer: Peer, line: Vec<u8> },
-    /// Release leases of exited containers, restart crashed MPS daemons, look after MIG devices: the service's own work.
+    /// Release leases of exited containers, restart crashed MPS daemons, look after MIG devices: the service's own
+    /// work.
     Own(fn(&Cell<PutOff>)),
     /// Destroy instances that no lease needs.
     Clear,

@@ -1,6 +1,5 @@
-//! A process that joins a running container. The low-level runtime's record says that the container has a share, and its
-//! config.json says which. So `exec` needs neither ledger nor
-//! inventory nor configuration.
+//! A process that joins a running container. The low-level runtime's record says that the container has a share, and
+//! its config.json says which. So `exec` needs neither ledger nor inventory nor configuration.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

@@ -40,8 +40,8 @@ impl Local<'_> {
         }
     }
 
-    /// [`Local::already_granted`], and its daemon is made to serve. It was ready when the lease was taken, which may be a
-    /// while ago.
+    /// [`Local::already_granted`], and its daemon is made to serve. It was ready when the lease was taken, which may be
+    /// a while ago.
     pub(super) fn granted_still(&self, id: &str, container: &Container) -> Result<LeaseId, AdmitError> {
         let lease = self.already_granted(id, container)?;
         if lease.daemon.is_some() {

@@ -1,5 +1,5 @@
-//! The protocol between a rootless engine's programs and `sublet serve`, and its client side: one JSON object per line in
-//! each direction, over a Unix socket that every user may open.
+//! The protocol between a rootless engine's programs and `sublet serve`, and its client side: one JSON object per line
+//! in each direction, over a Unix socket that every user may open.
 
 pub mod client;
 pub mod policy_limits;

@@ -1,4 +1,4 @@
-//! What becomes of a lease on disk: each step of its life is one [`Store::update`], named.
+//! The steps of a lease's life on disk, each a method that makes one [`Store::update`].
 
 use std::convert::Infallible;
 use std::path::Path;

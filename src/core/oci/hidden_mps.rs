@@ -15,7 +15,7 @@ use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 /// after them, or by a mask.
 ///
 /// # Errors
-/// What hides them; the root filesystem cannot be looked into.
+/// Something hides them, or the root filesystem cannot be read.
 pub(crate) fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result<(), ImageError> {
     let text = |mount: &Value, key| mount.get(key).and_then(Value::as_str).map(PathBuf::from);
     let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
@@ -52,11 +52,11 @@ pub(crate) fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result
     unmasked(spec, &open(spec)?, &directories)
 }
 
-/// Looks whether `linux.maskedPaths` hides one of `directories`, which are about to be mounted. The runtime
+/// Checks whether `linux.maskedPaths` hides one of `directories`, which are about to be mounted. The runtime
 /// masks last and follows links inside the root filesystem.
 pub(super) fn unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Result<(), ImageError> {
     let masks = spec.pointer("/linux/maskedPaths").and_then(Value::as_array).into_iter().flatten();
-    // Engines mask a dozen files of the kernel's in every container, and looking where paths lead takes time.
+    // Engines mask a dozen kernel files in every container, and resolving paths takes time.
     let masks: Vec<&Path> =
         masks.filter_map(Value::as_str).map(Path::new).filter(|mask| !stays_with_the_kernel(mask)).collect();
     if masks.is_empty() {
@@ -80,7 +80,7 @@ pub(super) fn unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Re
     Ok(())
 }
 
-/// A path in /proc or /sys that leads nowhere else: no link there but those of processes does (proc(5)).
+/// Whether a path in /proc or /sys stays there. Only the links of processes lead elsewhere (proc(5)).
 fn stays_with_the_kernel(mask: &Path) -> bool {
     const LINKS: [&str; 5] = ["root", "cwd", "fd", "exe", "map_files"];
     let path = plain(&mask.to_string_lossy());
@@ -93,7 +93,7 @@ fn hides(path: &Path, directory: &Path, tree: &Tree) -> bool {
     hides_led(path, directory, &lead(directory, tree), tree)
 }
 
-/// [`hides`], for a directory of which is known where it leads.
+/// [`hides`], for a directory that has been resolved already.
 fn hides_led(path: &Path, directory: &Path, led: &Path, tree: &Tree) -> bool {
     let path = plain(&path.to_string_lossy());
     directory.starts_with(&path) || led.starts_with(lead(&path, tree))

@@ -17,11 +17,11 @@ use crate::inventory::Inventory;
 use crate::request::Request;
 use crate::text::safe;
 
-/// Looked through for names, never parsed; ld.so.conf, a text with commands of its own, is not read at all.
+/// Searched for names, never parsed. ld.so.conf, which contains directives, is not read at all.
 const CACHE: &str = "/etc/ld.so.cache";
-/// Most of an image's ld.so.cache that is looked at, in bytes. A full desktop has a few hundred KiB.
+/// How much of an image's ld.so.cache is read at most, in bytes. That of a full desktop has a few hundred KiB.
 const LONGEST_CACHE: u64 = 4 << 20;
-/// Most directories of one `LD_LIBRARY_PATH` that are looked at.
+/// How many directories of one `LD_LIBRARY_PATH` are searched at most.
 const MOST_DIRECTORIES: usize = 64;
 
 /// Debian's name of the host's architecture, and the driver's `e_machine` (elf.h).
@@ -34,8 +34,8 @@ const HOST: (&str, u16) = ("aarch64-linux-gnu", 183);
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 const HOST: (&str, u16) = ("none", 0);
 
-/// Looks into `rootfs`, with the spec's volumes over it: which of the driver's files go where. They are the same wherever
-/// the container is placed; what the placement adds is for [`check_mps_directories`].
+/// Finds out from `rootfs`, with the spec's volumes over it, where the driver's files are mounted. This does not depend
+/// on the placement. What the placement adds is checked by [`check_mps_directories`].
 ///
 /// # Errors
 /// A mount point is a directory where a file is needed, or cannot be created on a read-only root.
@@ -63,8 +63,8 @@ pub fn inspect(
     Ok(image)
 }
 
-/// Looks whether the MPS directories that `grant` mounts into `rootfs`, with the spec's volumes over it, can be mounted
-/// there, and are seen there afterwards.
+/// Checks that the MPS directories of `grant` can be mounted in `rootfs`, with the spec's volumes over it, and that
+/// they are visible afterwards.
 ///
 /// # Errors
 /// A mount point is a file, cannot be created on a read-only root, or leads into another mount; a mask hides one.
@@ -81,8 +81,8 @@ pub fn check_mps_directories(spec: &Value, rootfs: &Path, grant: &Grant) -> Resu
     hidden_mps::unmasked(spec, &tree, &directories)
 }
 
-/// The directory, links resolved, with the libc.so.6 that can load the driver's libraries: ld.so searches
-/// its built-in directories after the cache, so a soname there is found with no ldconfig.
+/// The directory, with links resolved, of the libc.so.6 that can load the driver's libraries. ld.so searches its
+/// built-in directories after the cache, so it finds a soname there without ldconfig.
 fn library_dir(tree: &Tree) -> Option<PathBuf> {
     let (triplet, _) = HOST;
     let candidates =
@@ -133,7 +133,7 @@ fn rivals(tree: &Tree, spec: &Value, ours: Option<&Path>) -> Vec<String> {
     warnings
 }
 
-/// Paths of a libcuda among the strings of an ld.so.cache (dl-cache.h): plain data, looked through.
+/// Paths of a libcuda among the strings of an ld.so.cache (dl-cache.h), found without parsing it.
 fn cached(cache: &[u8]) -> Vec<String> {
     let strings = cache.split(|&byte| byte == 0).filter(|text| text.ends_with(b"/libcuda.so.1"));
     let paths =

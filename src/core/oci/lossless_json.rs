@@ -1,4 +1,4 @@
-//! JSON that is written back unchanged: keys in their order, none dropped, no number changed.
+//! Parses JSON so that it can be written back unchanged: keys keep their order, none is dropped, and no number changes.
 
 use std::cell::Cell;
 use std::fmt;
@@ -16,23 +16,23 @@ pub(super) fn parse(text: &[u8]) -> Result<Value, String> {
         .deserialize(&mut deserializer)
         .and_then(|value| deserializer.end().map(|()| value))
         .map_err(|error| safe(&error.to_string()))?;
-    // Integers of up to 64 bits are kept as they are; the rare others are looked at one by one.
+    // Integers of up to 64 bits are kept exactly. The rare other numbers are compared one by one.
     match floats.get().then(|| changed_number(text)).flatten() {
         Some(number) => Err(format!("the number {} cannot be written back unchanged", safe(number))),
         None => Ok(value),
     }
 }
 
-/// Builds a [`Value`] and refuses keys that stand twice: `serde_json` would keep the last in silence.
+/// Builds a [`Value`] and refuses duplicate keys, of which `serde_json` would silently keep the last.
 #[derive(Clone, Copy)]
 struct Faithful<'a> {
-    /// Set when a number was no integer of 64 bits.
+    /// Set if a number was not an integer of 64 bits.
     floats: &'a Cell<bool>,
-    /// Keys are the specification's, and not the user's own.
+    /// Whether the keys are defined by the specification, rather than chosen by the user.
     fields: bool,
 }
 
-/// The fields that we read or write.
+/// The fields that sublet reads or writes.
 const FIELDS: [&str; 47] = [
     "access",
     "allow",
@@ -83,11 +83,11 @@ const FIELDS: [&str; 47] = [
     "weight",
 ];
 
-/// Fields whose own keys are the user's.
+/// Fields whose keys the user chooses.
 const MAPS: [&str; 5] = ["annotations", "rdma", "sysctl", "timeOffsets", "unified"];
 
-/// The field that Go takes `key` for, and C does not: encoding/json looks for a field in the same case first, and
-/// then in any (`foldName` in its fold.go; of letters beyond ASCII two fold to one of it).
+/// The field that `key` means to runc but not to crun. Go's encoding/json looks for a field in the same case first, and
+/// then in any case (`foldName` in its fold.go; two letters beyond ASCII fold to an ASCII letter).
 fn mistaken(key: &str) -> Option<&'static str> {
     let fold = |letter: char| match letter {
         '\u{17f}' => 's',
@@ -170,7 +170,7 @@ impl<'de> Visitor<'de> for Faithful<'_> {
     }
 }
 
-/// The first number in `text`, which is valid JSON, that is written differently once parsed.
+/// The first number in `text` that would be written differently after parsing. `text` is valid JSON.
 fn changed_number(text: &[u8]) -> Option<&str> {
     let text = std::str::from_utf8(text).ok()?;
     let is_part = |byte: u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');

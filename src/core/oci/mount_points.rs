@@ -1,4 +1,4 @@
-//! Mount points in a container's tree: whether they can be used, and removing what they leave behind.
+//! Mount points in a container's tree: checks whether they can be used, and removes what they leave behind.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -15,10 +15,10 @@ use super::rootfs::{Found, Tree, open_directory};
 use crate::fs::below::{open_below, open_in, open_root};
 use crate::ledger::{Leftover, VolumeFiles};
 
-/// Looks at the mount points of files. Those that are not there yet and will be made in the rootfs come back, and the
-/// directories of volumes that files are mounted in.
+/// Checks the mount points of files. Returns those that are missing and will be created in the rootfs, and the
+/// directories of volumes in which files are mounted.
 ///
-/// A link is fine wherever it leads: the runtime resolves it inside the rootfs, as the kernel did here.
+/// A link may lead anywhere: the runtime resolves it inside the rootfs, as the kernel did here.
 pub(super) fn check_files(
     tree: &Tree,
     files: &[PathBuf],
@@ -39,7 +39,7 @@ pub(super) fn check_files(
                 (false, false) => created.push(path.clone()),
                 (false, true) => match tree.place_in_volume(path).map_err(unusable)? {
                     (Some(place), file) => note(place, Some(file), &mut volumes),
-                    // A link of the volume's leads back to the image's own files; a tmpfs goes with the container.
+                    // A link in the volume leads back to the image's own files. A tmpfs disappears with the container.
                     (None, landing) => created.extend(Some(landing).filter(|path| !tree.is_covered(path))),
                 },
             },
@@ -48,7 +48,7 @@ pub(super) fn check_files(
     if impossible.is_empty() { Ok((created, volumes)) } else { Err(ImageError::ReadOnly(impossible)) }
 }
 
-/// Looks at the mount points of `directories`, which are mounted beside `files`.
+/// Checks the mount points of `directories`, which are mounted beside `files`.
 pub(super) fn check_directories(
     tree: &Tree,
     directories: &[PathBuf],
@@ -68,7 +68,7 @@ pub(super) fn check_directories(
     check_nesting(tree, directories, files)
 }
 
-/// What is at a mount point, if anything is.
+/// What exists at a mount point; `None` if nothing does.
 fn look(tree: &Tree, path: &Path) -> Result<Option<Found>, ImageError> {
     if tree.is_shared(path) {
         return Err(ImageError::Shared(path.to_owned()));
@@ -80,8 +80,8 @@ fn look(tree: &Tree, path: &Path) -> Result<Option<Found>, ImageError> {
     }
 }
 
-/// Adds the directory of a volume that something of ours is mounted in, and the file that will be made there. What is no
-/// text cannot be written down: it stays.
+/// Adds the directory of a volume in which a file is mounted, and the file that will be created there. A path that is
+/// not UTF-8 cannot be recorded, so its file stays.
 fn note(mut place: VolumeFiles, made: Option<PathBuf>, volumes: &mut Vec<VolumeFiles>) {
     let made = made.filter(|file| file.to_str().is_some());
     match volumes.iter_mut().find(|known| known.directory == place.directory) {
@@ -104,7 +104,7 @@ fn check_nesting(tree: &Tree, directories: &[PathBuf], files: &[PathBuf]) -> Res
     for (asked, own) in directories.iter().zip(&landings) {
         let mut ours = directories.iter().zip(&landings);
         let inner = ours.find(|(_, other)| *other != own && other.starts_with(own));
-        // Nearly every image has no such link: then nothing more is resolved.
+        // Almost no image has such a link. Without one, nothing more has to be resolved.
         let covered = || {
             let mut others = tree.volumes().map(Path::to_owned).chain(files.iter().flat_map(lead));
             others.find(|other| other.starts_with(own))
@@ -121,25 +121,24 @@ fn check_nesting(tree: &Tree, directories: &[PathBuf], files: &[PathBuf]) -> Res
     Ok(())
 }
 
-/// Removes the empty files that the runtime made for our mounts in a rootfs that outlives its container;
-/// a later run without sublet would fail on them ("file too short"). Returns how many went.
+/// Removes the empty files that the runtime created as mount points in a rootfs that outlives its container. A later
+/// run without sublet would fail on them ("file too short"). Returns how many were removed.
 ///
-/// `created` is what [`inspect`](super::inspect) found missing. Only regular files of length 0 with one
-/// link go, whatever else stands there stays; so does everything if the rootfs is gone. No live lease may
-/// have the rootfs.
+/// `created` is what [`inspect`](super::inspect) found missing. Only regular files of length 0 with one link are
+/// removed; nothing is removed if the rootfs no longer exists. No live lease may use the rootfs.
 pub(crate) fn cleanup_mount_points(rootfs: &Path, created: &[PathBuf]) -> usize {
     let Ok(root) = open_root(rootfs) else { return 0 };
     created.iter().filter(|path| remove(&root, path).is_ok_and(|removed| removed)).count()
 }
 
-/// Removes what an ended container left. No live lease may have its root filesystem, nor one of its volumes.
+/// Removes what an ended container left behind. No live lease may use its root filesystem, nor one of its volumes.
 pub fn clear(left: &Leftover) {
     cleanup_mount_points(&left.rootfs, &left.mount_points);
     left.volumes.iter().for_each(clear_volume);
 }
 
-/// As [`cleanup_mount_points`], for what the runtime made in a volume: its content is the tenant's, so no link is
-/// followed any more, and nothing is removed but from the very directory that it was in.
+/// As [`cleanup_mount_points`], for what the runtime created in a volume. The container's user controls the volume, so
+/// no link is followed, and files are removed only from the same directory in which they were created.
 pub(crate) fn clear_volume(place: &VolumeFiles) {
     let Ok(directory) = open_directory(place) else { return };
     for file in &place.files {
@@ -170,8 +169,8 @@ fn remove_empty(parent: &OwnedFd, name: &OsStr, stat: &FileStat) -> io::Result<b
     Ok(true)
 }
 
-/// The directory entry behind `path`, its last links followed inside the root: where a dangling link of
-/// the image's led, the runtime made its file at the link's end.
+/// The directory entry at `path`, with its last links followed inside the root: for a dangling link in the image, the
+/// runtime created its file at the link's target.
 fn entry(root: &OwnedFd, path: &Path) -> io::Result<(OwnedFd, OsString, FileStat)> {
     let mut path = path.to_owned();
     for _ in 0..8 {

@@ -1,9 +1,10 @@
 //! Finds a container's root filesystem in Podman's storage if config.json does not name it.
 //!
-//! For a container in a user namespace Podman 5 writes a place into `root.path` that its root may enter
-//! (`/var/tmp/intermediate-mountpoint-<uid>.<n>`), and mounts the root filesystem there in a mount namespace of the
-//! runtime's only: after its precreate hooks, and gone with the container. What it mounts there is in its storage,
-//! whose files stand beside the container's own directories (containers/storage, `containers.go` and `layers.go`).
+//! For a container in a user namespace, Podman 5 writes a path into `root.path` that the namespace's root may enter
+//! (`/var/tmp/intermediate-mountpoint-<uid>.<n>`). It mounts the root filesystem there after its precreate hooks, in a
+//! mount namespace that only the runtime has, and the mount disappears with the container. The root filesystem itself
+//! is in Podman's storage, whose files are beside the container's own directories (containers/storage, `containers.go`
+//! and `layers.go`).
 
 use std::path::{Path, PathBuf};
 
@@ -17,13 +18,13 @@ use crate::text::safe;
 /// How the name begins (Podman, `libpod/container_internal_common.go`).
 const INTERMEDIATE: &str = "intermediate-mountpoint-";
 
-/// What a container's own directories end in, in the storage and below /run alike.
+/// The last part of the paths of a container's own directories, both in the storage and below /run.
 const USERDATA: &str = "userdata";
 
-/// Each container takes some hundred bytes.
+/// Each container takes a few hundred bytes.
 const LARGEST: u64 = 64 << 20;
 
-/// The storage says nothing of the container, or its root filesystem is not of the storage.
+/// The storage does not know the container, or the container's root filesystem is not in the storage.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "Podman has not yet mounted its root filesystem at {} for its user namespace, and Podman's storage \
@@ -33,17 +34,17 @@ const LARGEST: u64 = 64 << 20;
 )]
 pub struct Unknown(PathBuf);
 
-/// A container, as `containers.json` has it.
+/// A container in `containers.json`.
 #[derive(Deserialize)]
 struct Stored {
     id: String,
     layer: String,
-    /// None where the root filesystem is another directory (`--rootfs`).
+    /// Absent if the root filesystem is another directory (`--rootfs`).
     #[serde(default)]
     image: String,
 }
 
-/// A layer that is mounted, as `mountpoints.json` has it.
+/// A mounted layer in `mountpoints.json`.
 #[derive(Deserialize)]
 struct Mounted {
     id: String,
@@ -69,7 +70,7 @@ impl<'a> Userdata<'a> {
         })
     }
 
-    /// The container's own layer. One of `podman run --rm` stands in the second file.
+    /// The container's own layer. That of a container of `podman run --rm` is in the second file.
     fn layer(&self) -> Option<String> {
         let dir = self.root.join(format!("{}-containers", self.driver));
         let files = ["containers.json", "volatile-containers.json"].map(|name| dir.join(name));
@@ -77,7 +78,7 @@ impl<'a> Userdata<'a> {
         all.find(|stored| stored.id == self.id && !stored.image.is_empty()).map(|stored| stored.layer)
     }
 
-    /// Where `layer` is mounted, if this is below Podman's `--runroot`.
+    /// The path at which `layer` is mounted, if this directory is below Podman's `--runroot`.
     fn mounted(&self, layer: &str) -> Option<PathBuf> {
         let file = self.root.join(format!("{}-layers/mountpoints.json", self.driver));
         let mounted = entries::<Mounted>(&file).into_iter().find(|mounted| mounted.id == layer)?;
@@ -85,8 +86,8 @@ impl<'a> Userdata<'a> {
     }
 }
 
-/// What cannot be read says nothing, and so does a file that others can write: a volume's path could be chosen to look
-/// like Podman's.
+/// A file that cannot be read counts as empty, and so does one that others can write: the path of a volume could be
+/// chosen to look like Podman's.
 fn entries<T: DeserializeOwned>(path: &Path) -> Vec<T> {
     let file = trusted::read_if_trusted(path, LARGEST);
     file.and_then(|file| serde_json::from_slice(&file).ok()).unwrap_or_default()
@@ -95,7 +96,7 @@ fn entries<T: DeserializeOwned>(path: &Path) -> Vec<T> {
 /// The root filesystem of the container of `spec` and `bundle`, for which config.json says `root`.
 ///
 /// # Errors
-/// It is not there yet, and the storage does not say where it is.
+/// It does not exist yet, and the storage does not say where it is.
 pub fn root_filesystem(root: PathBuf, spec: &Value, bundle: &Path) -> Result<PathBuf, Unknown> {
     let name = root.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if !name.starts_with(INTERMEDIATE) {
@@ -111,7 +112,7 @@ fn find(spec: &Value, bundle: &Path) -> Option<PathBuf> {
     let mounts = spec.get("mounts").and_then(Value::as_array).into_iter().flatten();
     let made = mounts.filter_map(|mount| Path::new(mount.get("source")?.as_str()?).parent());
     let made = made.filter_map(Userdata::parse).filter(|made| (made.driver, made.id) == (own.driver, own.id));
-    // With `--transient-store` the bundle itself is there.
+    // With `--transient-store` the bundle itself is there, too.
     [own].into_iter().chain(made).find_map(|userdata| userdata.mounted(&layer))
 }
 
@@ -193,7 +194,7 @@ mod tests {
     #[test]
     fn what_the_storage_does_not_say_for_certain_is_not_known() {
         let host = Host::new();
-        // Nothing of the container's own, another container's, another driver's.
+        // No such container, another container, another driver.
         for other in ["etc/hosts", "run/vfs-containers/b/userdata/x", "run/overlay-containers/c/userdata/x"] {
             assert_eq!(host.find(other), None, "{other}");
         }

@@ -1,6 +1,6 @@
-//! A container's file tree before it exists: its rootfs and the volumes over it. Every path of the image
-//! is resolved by the kernel inside the rootfs (openat2, `RESOLVE_IN_ROOT`, no magic links), and what was
-//! found is used by its descriptor, never by its path again.
+//! The file tree of a container that does not exist yet: its rootfs and the volumes over it. The kernel resolves every
+//! path of the image inside the rootfs (openat2, `RESOLVE_IN_ROOT`, no magic links). What was found is then used by its
+//! descriptor, never by its path again.
 
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
@@ -22,7 +22,7 @@ use crate::ledger::VolumeFiles;
 /// The tree.
 pub(super) struct Tree {
     rootfs: OwnedFd,
-    /// Where `rootfs` is on the host, as the kernel names it.
+    /// The path of `rootfs` on the host, as the kernel reports it.
     host_path: PathBuf,
     volumes: Vec<Volume>,
 }
@@ -30,22 +30,22 @@ pub(super) struct Tree {
 /// Something mounted over a part of the rootfs.
 struct Volume {
     destination: PathBuf,
-    /// On the host; `None`: a file system of its own, empty as far as we know.
+    /// On the host; `None`: a file system of its own, which is assumed to be empty.
     source: Option<PathBuf>,
     read_only: bool,
-    /// What is mounted in it is mounted on the host too (`mount_namespaces(7)`).
+    /// Mounts made in it appear on the host too (`mount_namespaces(7)`).
     shared: bool,
 }
 
-/// Something that is there.
+/// A file or directory that exists.
 pub(super) struct Found {
-    /// Opened with `O_PATH`: neither read nor, for a device or a FIFO, woken.
+    /// Opened with `O_PATH`, which neither reads the file nor has an effect on a device or a FIFO.
     fd: OwnedFd,
-    /// Where it is in the container, links resolved.
+    /// Its path in the container, with links resolved.
     pub path: PathBuf,
     /// Whether it belongs to a volume and not to the rootfs.
     pub in_volume: bool,
-    /// Whether nothing can be made beside or below it.
+    /// Whether nothing can be created beside or below it.
     pub read_only: bool,
 }
 
@@ -60,7 +60,7 @@ impl Tree {
         Ok(tree)
     }
 
-    /// A mount of the spec, its destination resolved as the runtime will resolve it.
+    /// A mount of the spec, with its destination resolved as the runtime will resolve it.
     fn volume(&self, mount: &Value) -> io::Result<Option<Volume>> {
         let Some(destination) = mount.get("destination").and_then(Value::as_str).map(plain) else {
             return Ok(None);
@@ -112,8 +112,8 @@ impl Tree {
         Err(Errno::ELOOP.into())
     }
 
-    /// The directory in which what is mounted at `path` lies, or is to be made, and the path below it. `None`: it is none
-    /// of a volume's, and the path is the container's.
+    /// The directory of a volume that has, or will have, the mount point `path`, and the path below that directory.
+    /// `None`: the mount point is in no volume, and the path returned is that in the container.
     pub fn place_in_volume(&self, path: &Path) -> io::Result<(Option<VolumeFiles>, PathBuf)> {
         let landing = self.leads_to(path)?;
         let mut above = landing.ancestors().skip(1);
@@ -128,12 +128,12 @@ impl Tree {
         Ok((Some(place), below))
     }
 
-    /// Whether `path`, which has no links, is not the root filesystem's own.
+    /// Whether `path`, which contains no links, is on a volume rather than on the root filesystem.
     pub fn is_covered(&self, path: &Path) -> bool {
         self.covering(path).is_some()
     }
 
-    /// Whether something new at `path` could not be made, and whether it would lie in a volume.
+    /// Whether nothing could be created at `path`, and whether `path` is in a volume.
     pub fn place_for(&self, path: &Path) -> (bool, bool) {
         if let Some((volume, _)) = self.covering(path).filter(|(volume, _)| volume.source.is_none()) {
             return (volume.read_only, true);
@@ -142,8 +142,8 @@ impl Tree {
         parent.map_or((false, false), |parent| (parent.read_only, parent.in_volume))
     }
 
-    /// Whether something mounted at `path` would, or could, appear on the host: it lies in a shared volume, or
-    /// behind a link of which only the runtime will know where it leads.
+    /// Whether a mount at `path` would, or could, appear on the host: `path` is in a shared volume, or behind a link
+    /// that only the runtime can resolve.
     pub fn is_shared(&self, path: &Path) -> bool {
         let mut missing = None;
         for ancestor in path.ancestors().filter(|_| self.volumes.iter().any(|volume| volume.shared)) {
@@ -156,8 +156,8 @@ impl Tree {
         false
     }
 
-    /// Where the runtime comes to when it makes what is missing of `path`: its links, those to nothing too, followed
-    /// inside.
+    /// The path at which the runtime would create what is missing of `path`. Links are followed inside the rootfs, also
+    /// those that lead to nothing.
     pub fn leads_to(&self, path: &Path) -> io::Result<PathBuf> {
         let mut path = path.to_owned();
         for _ in 0..ROUNDS {
@@ -175,12 +175,12 @@ impl Tree {
         Err(Errno::ELOOP.into())
     }
 
-    /// Where the spec's own mounts lie.
+    /// The destinations of the spec's own mounts.
     pub fn volumes(&self) -> impl Iterator<Item = &Path> {
         self.volumes.iter().map(|volume| volume.destination.as_path())
     }
 
-    /// Whether `path` lies in a directory of the host's.
+    /// Whether `path` is in a directory of the host.
     pub fn is_of_the_host(&self, path: &Path) -> bool {
         let real = self.in_rootfs(path).map_or_else(|_| path.to_owned(), |(_, real)| real);
         self.covering(&real).is_some_and(|(volume, _)| volume.source.is_some())
@@ -198,7 +198,7 @@ impl Found {
         Ok(fstat(&self.fd)?)
     }
 
-    /// Where the link `name` in this directory leads.
+    /// The target of the link `name` in this directory.
     fn link(&self, name: &OsStr) -> Option<PathBuf> {
         readlinkat(&self.fd, name).ok().map(PathBuf::from)
     }
@@ -207,12 +207,15 @@ impl Found {
         self.stat().is_ok_and(|stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == kind)
     }
 
-    /// At most `limit` bytes from its beginning; an error for anything but a regular file.
+    /// At most `limit` bytes from its beginning.
+    ///
+    /// # Errors
+    /// It is not a regular file, or it cannot be read.
     pub fn read(&self, limit: u64) -> io::Result<Vec<u8>> {
         if !self.is(SFlag::S_IFREG) {
             return Err(Errno::EINVAL.into());
         }
-        // Our own descriptor, so the magic link leads where it was resolved.
+        // This process's own descriptor, so the magic link leads to the file that was found.
         let flags = nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY | nix::libc::O_CLOEXEC;
         let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
         let file: File = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
@@ -222,7 +225,8 @@ impl Found {
     }
 }
 
-/// Whether a look-up failed by what is, or is not, in the tree. Everything else says nothing of it.
+/// Whether a lookup failed because of what is in the tree, or is missing there. Other errors say nothing about the
+/// tree.
 pub(super) fn is_of_the_image(error: &io::Error) -> bool {
     let kinds = [Errno::ENOENT, Errno::ENOTDIR, Errno::ELOOP, Errno::ENAMETOOLONG, Errno::EACCES];
     error.raw_os_error().is_some_and(|number| kinds.contains(&Errno::from_raw(number)))
@@ -242,7 +246,8 @@ fn in_volume(volume: &Volume, below: &Path) -> io::Result<Found> {
     Ok(Found { read_only: volume.read_only || is_read_only(&fd)?, fd, path, in_volume: true })
 }
 
-/// Opens a directory of a volume, if it is still the very one and no link leads there: its owner may have moved it.
+/// Opens a directory of a volume, if it is still the same directory and its path has no link. The volume's owner may
+/// have moved it.
 pub(super) fn open_directory(place: &VolumeFiles) -> io::Result<OwnedFd> {
     let here = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     let root = open("/", here, Mode::empty())?;

@@ -1,7 +1,7 @@
-//! The five calls of `bpf(2)` by which a cgroup's device programs are read and replaced.
+//! The five calls of `bpf(2)` with which a cgroup's device programs are read and replaced.
 //!
-//! Why no crate: aya and libbpf-rs load programs from ELF objects and keep attaching raw instructions with
-//! `BPF_F_REPLACE` to themselves, and libbpf needs a C library; what is needed here is a hundred lines.
+//! No crate is used: aya and libbpf-rs load programs from ELF objects and have no public way to attach raw instructions
+//! with `BPF_F_REPLACE`, and libbpf needs a C library. What is needed here is a hundred lines.
 #![allow(unsafe_code, reason = "one system call, wrapped here and nowhere else")]
 
 use std::io;
@@ -25,7 +25,7 @@ const ALLOW_MULTI: u32 = 2;
 const REPLACE: u32 = 4;
 /// `BPF_CGROUP_MAX_PROGS` (kernel/bpf/cgroup.c).
 const MOST_PROGRAMS: u32 = 64;
-/// `BPF_MAXINSNS` of the loads that need no special right, many times what engines write.
+/// `BPF_MAXINSNS` for loads without special rights: many times what engines write.
 const MOST_INSTRUCTIONS: u32 = 4096;
 /// `struct bpf_insn`, in bytes.
 const INSTRUCTION: u32 = 8;
@@ -81,8 +81,8 @@ pub(super) fn program(id: u32) -> io::Result<OwnedFd> {
     }
 }
 
-/// The instructions of a program. Device programs touch nothing but their context and are given back as
-/// they were loaded.
+/// The instructions of a program. Device programs access only their context, so the kernel returns them as they were
+/// loaded.
 pub(super) fn instructions(program: &OwnedFd) -> io::Result<Vec<u64>> {
     let mut instructions = vec![0_u64; MOST_INSTRUCTIONS as usize];
     let bytes = MOST_INSTRUCTIONS * INSTRUCTION;
@@ -149,14 +149,14 @@ pub(super) fn load(instructions: &[u64]) -> io::Result<OwnedFd> {
         log: 0,
     };
     // SAFETY: `instructions` holds `count` of them, the license is a C string, and the kernel reads both
-    // during the call; it returns a new descriptor that nobody else has.
+    // during the call; it returns a new descriptor that no other value owns.
     unsafe {
         let fd = call(PROG_LOAD, &mut load)?;
         Ok(OwnedFd::from_raw_fd(fd))
     }
 }
 
-/// Puts `new` in the place of `old` on `cgroup`.
+/// Replaces `old` with `new` on `cgroup`.
 pub(super) fn replace(
     cgroup: BorrowedFd<'_>,
     attached: &Attached,
@@ -171,7 +171,7 @@ pub(super) fn replace(
         flags: u32,
         replaced: i32,
     }
-    // Where only one program may be attached, attaching a second one replaces it.
+    // If only one program may be attached, attaching a second one replaces it.
     let several = attached.flags & ALLOW_MULTI != 0;
     let mut attach = Attach {
         target: cgroup.as_raw_fd(),

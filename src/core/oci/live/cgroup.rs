@@ -1,8 +1,8 @@
-//! Opening a live container's device cgroup for its nodes: `devices.allow` of cgroup v1, every device
-//! program of v2 from the container's cgroup up to its systemd unit.
+//! Opens a live container's device cgroup for its nodes: by `devices.allow` of cgroup v1, and in v2 by every device
+//! program from the container's cgroup up to its systemd unit.
 //!
-//! A program is not compiled anew from the bundle's rules, which lack the ones that runc and crun add by themselves:
-//! its own instructions are kept, and new ones are put in front.
+//! A program is not compiled again from the bundle's rules, because runc and crun add rules that are not there. Its
+//! instructions are kept, and new ones are put in front.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
@@ -28,7 +28,7 @@ pub(super) fn open_devices(pid: i32, nodes: &[&Node]) -> Result<(), NamespaceErr
     }
 }
 
-/// What /proc/PID/cgroup says (cgroups(7)); roots, which every process is in, left out.
+/// What /proc/PID/cgroup says (cgroups(7)), without the root cgroups that every process is in.
 #[derive(Debug, PartialEq)]
 struct Paths<'a> {
     devices: Option<&'a str>,
@@ -76,7 +76,7 @@ fn allow_v1(hierarchy: &Path, below: &str, nodes: &[&Node]) -> Result<(), Namesp
     Ok(())
 }
 
-/// Every program has to allow an access, those of the cgroups above it too (cgroups(7), "devices").
+/// Every program must allow an access, also those of the cgroups above (cgroups(7), "devices").
 fn allow_v2(mount: &Path, below: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
     let owner = unit(below);
     let top = Path::new(owner.map_or("/", |(_, path)| path));

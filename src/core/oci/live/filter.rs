@@ -1,4 +1,4 @@
-//! The device filter that stands in front of a container's own: a few instructions of eBPF. Pure.
+//! The device filter that is put in front of a container's own: a few eBPF instructions. Pure.
 //!
 //! A cgroup's device program is given `struct bpf_cgroup_dev_ctx` (linux/bpf.h) in r1: access in the upper
 //! and type in the lower half of the first word, then major and minor. It returns 1 to allow.
@@ -7,7 +7,7 @@ use crate::inventory::Node;
 
 /// `BPF_DEVCG_DEV_CHAR`.
 const CHARACTER: u32 = 2;
-/// All but `BPF_DEVCG_ACC_READ` and `BPF_DEVCG_ACC_WRITE`: the container makes no nodes of these.
+/// All bits but `BPF_DEVCG_ACC_READ` and `BPF_DEVCG_ACC_WRITE`: the container may not create these nodes by mknod.
 const NOT_READ_WRITE: i32 = !6;
 
 /// Codes of the instructions in use (linux/bpf.h, `linux/bpf_common.h`).
@@ -19,11 +19,11 @@ const SHIFT_RIGHT: u8 = 0x77;
 const JUMP_UNLESS: u8 = 0x55;
 const EXIT: u8 = 0x95;
 
-/// `before`, and in front of it what allows reading and writing `nodes`. Jumps are relative, and r1 is as
-/// `before` expects it.
+/// `before`, with instructions in front that allow reading and writing `nodes`. Jumps are relative, and r1 holds what
+/// `before` expects.
 pub(super) fn allow(nodes: &[&Node], before: &[u64]) -> Vec<u64> {
     let body: Vec<u64> = nodes.iter().flat_map(|node| allow_one(node)).collect();
-    // Behind the two tests: the other test (3 instructions), the loads and the body.
+    // After the two tests: the other test (3 instructions), the loads and the body.
     let past_body = i16::try_from(body.len()).unwrap_or(i16::MAX);
     let mut program = vec![
         instruction(LOAD_WORD, 2, 1, 0, 0),
@@ -76,7 +76,8 @@ mod tests {
             let (to, from) = (usize::from(operands & 15), usize::from(operands >> 4));
             let offset = i16::from_le_bytes([o0, o1]);
             let immediate = i64::from(i32::from_le_bytes([i0, i1, i2, i3]));
-            // Sign-extended and then taken as bits, as the instruction set says; the method is newer than our compiler.
+            // Sign-extended and then taken as bits, as the instruction set says; the method is newer than Debian's
+            // compiler.
             let immediate = u64::from_ne_bytes(immediate.to_ne_bytes());
             at += 1;
             match code {

@@ -1,5 +1,5 @@
-//! Mount points and directories inside a rootfs: looked up by the kernel as if the rootfs were / (openat2),
-//! made by descriptor where they are missing, and handed on as descriptors.
+//! Mount points and directories inside a rootfs. The kernel resolves them as if the rootfs were / (openat2). Missing
+//! ones are created relative to a descriptor, and all are returned as descriptors.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -13,7 +13,7 @@ use nix::sys::stat::{Mode, SFlag, fstat, mkdirat};
 
 use crate::fs::below::open_in;
 
-/// Links that may lead to a mount point, and directories that may have to be made for it.
+/// How many links may lead to a mount point, and how many directories may have to be created for it.
 const MOST_STEPS: usize = 40;
 
 /// What a mount point must be.
@@ -23,7 +23,7 @@ pub(super) enum Kind {
     Directory,
 }
 
-/// The file or directory at `path`, made if it is not there.
+/// The file or directory at `path`, created if it is missing.
 pub(super) fn place(root: &OwnedFd, path: &Path, wanted: Kind) -> io::Result<OwnedFd> {
     let mut steps = 0;
     if wanted == Kind::Directory {
@@ -37,7 +37,7 @@ pub(super) fn place(root: &OwnedFd, path: &Path, wanted: Kind) -> io::Result<Own
             found => return found.and_then(not_directory),
         }
         let dir = directory(root, path.parent().ok_or(Errno::EINVAL)?, &mut steps)?;
-        // By its directory's descriptor: the path may lead elsewhere by now.
+        // By the directory's descriptor, because the path may lead elsewhere by now.
         let name = name_of(&path)?;
         let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_WRONLY | OFlag::O_CLOEXEC;
         match openat(&dir, name, flags, Mode::from_bits_truncate(0o644)) {
@@ -49,8 +49,8 @@ pub(super) fn place(root: &OwnedFd, path: &Path, wanted: Kind) -> io::Result<Own
     Err(Errno::ELOOP.into())
 }
 
-/// The directory at `path`, made with its parents if it is not there. What a dangling link names is
-/// made where the link leads inside the rootfs, as runc and crun do.
+/// The directory at `path`, created with its parents if it is missing. The target of a dangling link is created inside
+/// the rootfs, as runc and crun do.
 fn directory(root: &OwnedFd, path: &Path, steps: &mut usize) -> io::Result<OwnedFd> {
     let mut path = path.to_owned();
     while *steps < MOST_STEPS {
@@ -79,7 +79,7 @@ pub(super) fn kind(mode: mode_t) -> SFlag {
     SFlag::from_bits_truncate(mode) & SFlag::S_IFMT
 }
 
-/// Where the link at `path`, whose directory is `dir`, leads. Whatever else came to be there is looked at
+/// The target of the link at `path`, whose directory is `dir`. If something else is there by now, it is looked up
 /// again.
 fn behind(dir: &OwnedFd, path: &Path) -> io::Result<PathBuf> {
     let link: OsString = match readlinkat(dir, name_of(path)?) {
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
     use crate::fs::below::open_root;
 
-    /// A rootfs beside a directory that stands for the host.
+    /// A rootfs beside a directory that represents the host.
     fn rootfs() -> (TempDir, PathBuf, PathBuf) {
         let dir = tempfile::tempdir().unwrap();
         let (inside, outside) = (dir.path().join("rootfs"), dir.path().join("host"));

@@ -1,5 +1,5 @@
-//! What is opened on the host before a container's namespace is entered: its namespace, and every source
-//! as a detached mount. Sources are paths of the host's alone.
+//! Opens what is needed from the host before a container's namespace is entered: the namespace itself, and every source
+//! as a detached mount. Sources are always paths on the host.
 
 use std::fs::{self, File};
 use std::io;
@@ -21,21 +21,21 @@ use crate::grant::Grant;
 
 /// For files and directories.
 const READ_ONLY: u64 = libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV;
-/// For device nodes, which `nodev` would close.
+/// For device nodes, which `nodev` would make unusable.
 const NODE: u64 = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC;
 
-/// Descriptors of the host's side.
+/// Descriptors that were opened on the host.
 pub(super) struct HostSide {
     /// The container's mount namespace.
     pub namespace: OwnedFd,
-    /// The container's rootfs as the host sees it: told apart from whatever else may stand at its path.
+    /// The container's rootfs as the host sees it. It distinguishes the rootfs from anything else at the same path.
     pub rootfs: FileStat,
-    /// /proc of our own PID namespace: the container's is another one.
+    /// /proc of this process's PID namespace; the container has another one.
     pub proc: OwnedFd,
-    /// Uid and gid on the host of the root of the container's user namespace, where it has one: files created on file
-    /// systems that were mounted there must belong to a user of that namespace.
+    /// If the container has a user namespace: the uid and gid of its root on the host. Files created on file systems
+    /// that were mounted in the namespace must belong to one of its users.
     pub owner: Option<(Uid, Gid)>,
-    /// One for each node of the grant; `None`: it is made by mknod.
+    /// One for each node of the grant; `None`: the node is created by mknod.
     pub nodes: Vec<Option<OwnedFd>>,
     /// One for each mount of the grant.
     pub mounts: Vec<OwnedFd>,
@@ -66,7 +66,7 @@ impl HostSide {
     }
 }
 
-/// The mount namespace of the container's first process, and not of another one that got its pid.
+/// The mount namespace of the container's first process. Fails if another process has its pid by now.
 fn namespace(container: Live<'_>) -> Result<OwnedFd, NamespaceError> {
     let pid = container.init.pid;
     let namespace = File::open(format!("/proc/{pid}/ns/mnt"));
@@ -83,7 +83,8 @@ fn namespace(container: Live<'_>) -> Result<OwnedFd, NamespaceError> {
     }
 }
 
-/// `None` without a user namespace of its own. Nodes made by mknod could not be opened in one (mount(2)).
+/// `None` if the container has no user namespace of its own. In one, nodes created by mknod could not be opened
+/// (mount(2)).
 fn owner(pid: i32) -> Result<Option<(Uid, Gid)>, NamespaceError> {
     let owner = || {
         let inode = |who: &str| fs::metadata(format!("/proc/{who}/ns/user")).map(|metadata| metadata.ino());
@@ -96,7 +97,7 @@ fn owner(pid: i32) -> Result<Option<(Uid, Gid)>, NamespaceError> {
     owner().map_err(|error: io::Error| failed("read its user namespace", error))
 }
 
-/// What id 0 is outside (`user_namespaces(7)`, "User and group ID mappings").
+/// The id on the host of the namespace's id 0 (`user_namespaces(7)`, "User and group ID mappings").
 fn root_of(map: &str) -> io::Result<u32> {
     let outside = |line: &str| {
         let mut numbers = line.split_whitespace();

@@ -1,9 +1,9 @@
 //! Applies a [`Grant`] to a live container whose namespaces exist and whose own program does not run yet: the stage of
 //! prestart and createRuntime hooks.
 //!
-//! Whatever comes from the host is opened on the host, as detached mounts. Then this process enters the
-//! container's mount namespace and attaches them to descriptors that were resolved inside the rootfs; no
-//! path of the image is ever used twice.
+//! Everything from the host is opened on the host, as detached mounts. Then this process enters the container's mount
+//! namespace and attaches the mounts to descriptors that were resolved inside the rootfs. No path of the image is used
+//! twice.
 
 mod attach;
 mod bpf;
@@ -48,7 +48,7 @@ pub enum NamespaceError {
          type `mount` to its config.json"
     )]
     NoNamespace,
-    /// It is not where the specification has it at this stage.
+    /// It is not in the state that the specification requires at this stage.
     #[error(
         "its root filesystem {} is not the one in its mount namespace: run sublet-hook as a prestart or \
          createRuntime hook, or start the container with sublet-runtime",
@@ -84,7 +84,7 @@ pub enum NamespaceError {
     Io {
         /// As "mount /usr/lib/libcuda.so.1".
         what: String,
-        /// Why.
+        /// The error.
         source: io::Error,
     },
 }

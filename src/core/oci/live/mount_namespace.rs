@@ -1,4 +1,4 @@
-//! In a container's mount namespace and back.
+//! Enters a container's mount namespace and returns.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -23,8 +23,8 @@ impl Inside {
         enter().map_err(|error| failed("enter its mount namespace", error))
     }
 
-    /// Back on the host. A process that cannot return must not go on: it would take the container's files
-    /// for the host's. Its lease ends with the container, which does not start then.
+    /// Returns to the host. A process that cannot return ends, because it would mistake the container's files for the
+    /// host's. The container then does not start, and its lease ends with it.
     pub fn leave(self) {
         if setns(&self.home, CloneFlags::CLONE_NEWNS).is_err() {
             std::process::abort();

@@ -1,5 +1,5 @@
-//! Devices of a container whose cgroup belongs to systemd: it writes its own device rules again at every
-//! `daemon-reload`, so it must be told (`SetUnitProperties`, `DeviceAllow`).
+//! Tells systemd about the devices of a container whose cgroup it manages (`SetUnitProperties`, `DeviceAllow`). At
+//! every `daemon-reload` systemd writes its own device rules again.
 
 use std::path::Path;
 use std::process::Command;
@@ -13,7 +13,7 @@ use crate::process::{confine, sublet};
 /// systemd answers within milliseconds.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// What is asked of systemctl(1): before a unit, and before a unit and rules for it.
+/// The arguments of systemctl(1) that come before a unit, and before a unit and its rules.
 const SHOW: [&str; 4] = ["show", "--property=ControlGroup", "--value", "--"];
 const SET: [&str; 3] = ["set-property", "--runtime", "--"];
 const RULE: &str = "DeviceAllow=/dev/char/";
@@ -37,12 +37,12 @@ pub(super) fn allow(unit: &str, nodes: &[&Node]) -> Result<(), NamespaceError> {
         .map_err(|message| NamespaceError::Systemd { unit: crate::text::safe(unit), message })
 }
 
-/// By number: systemd looks for no node then (`systemd.resource-control(5)`, `DeviceAllow`).
+/// By number, for which systemd needs no device node (`systemd.resource-control(5)`, `DeviceAllow`).
 fn rule(node: &Node) -> String {
     format!("{RULE}{}:{} rw", node.major, node.minor)
 }
 
-/// `systemctl` with `arguments`, where they are ones that are used here.
+/// `systemctl` with `arguments`, if they are arguments that this module uses.
 #[must_use]
 pub fn command(arguments: &[&str]) -> Option<Command> {
     let unit = arguments.strip_prefix(&SHOW).filter(|rest| rest.len() == 1);

@@ -30,8 +30,8 @@ pub enum Side {
     Waited(bool),
 }
 
-/// Makes a child with `rights` alone, which may ask for `commands`, and returns in it. Returns in the process that called
-/// it once the child has ended. Before there are threads.
+/// Makes a child with `rights` alone, which may ask for `commands`, and returns in it. Returns in the process that
+/// called it once the child has ended. Before there are threads.
 ///
 /// # Errors
 /// No process can be made, or it was killed.
