@@ -5,7 +5,8 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
 use super::{Host, Outcome, fail, pass, shown, skip, warn};
-use sublet_core::inventory::{self, ComputeMode, Majors, Node, check_node, device_majors};
+use sublet_core::fs::proc_devices;
+use sublet_core::inventory::{self, ComputeMode, Majors, Node, check_node};
 
 /// The oldest driver branch that sublet supports.
 const OLDEST_BRANCH: u32 = 535;
@@ -49,7 +50,7 @@ pub(super) fn modules(host: &Host<'_>) -> Outcome {
 }
 
 fn majors(host: &Host<'_>) -> Majors {
-    Majors::parse(&device_majors::proc_devices(&host.config.driver.root).unwrap_or_default())
+    Majors::parse(&proc_devices::read(&host.config.driver.root).unwrap_or_default())
 }
 
 /// Every device node that containers with whole GPUs get.

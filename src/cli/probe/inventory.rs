@@ -15,10 +15,11 @@ use super::fingerprint::{self, Seen};
 use super::kernel_module::KernelModule;
 use super::programs::{self, MissingPrograms, MpsPrograms};
 use super::{
-    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, device_majors, driver_files,
-    kernel_module, mig_capabilities, nvml, under,
+    Device, Driver, Inventory, InventoryError, Majors, MigGpus, Node, driver_files, kernel_module,
+    mig_capabilities, nvml, under,
 };
 use sublet_core::config::{Config, Inject};
+use sublet_core::fs::proc_devices;
 use sublet_core::text::safe;
 
 /// The oldest supported driver branch: MPS was measured with it, and it has every NVML call made here.
@@ -289,8 +290,8 @@ struct KnownMajors {
 
 fn majors(root: &Path) -> Result<KnownMajors, ProbeError> {
     let path = under(root, "/proc/devices");
-    let text = device_majors::proc_devices(root)
-        .map_err(|source| ProbeError::Unreadable { path: path.clone(), source })?;
+    let text =
+        proc_devices::read(root).map_err(|source| ProbeError::Unreadable { path: path.clone(), source })?;
     let all = Majors::parse(&text);
     let missing = |module, remedy| ProbeError::NoMajor { module, path: path.clone(), remedy };
     Ok(KnownMajors {

@@ -11,7 +11,8 @@ use std::path::Path;
 
 use super::device_nodes::check_node;
 use super::mig_capabilities::{make_node, value};
-use super::{Inventory, Majors, Node, NodeError, device_majors, under};
+use super::{Inventory, Majors, Node, NodeError, under};
+use sublet_core::fs::proc_devices;
 
 /// NVIDIA's PCI vendor id.
 const VENDOR: &str = "0x10de";
@@ -64,7 +65,7 @@ fn make(root: &Path, node: &Node, params: &str) -> io::Result<()> {
 
 /// The nodes of the driver and of every GPU that it lists.
 fn wanted(root: &Path) -> Vec<Node> {
-    let majors = Majors::parse(&device_majors::proc_devices(root).unwrap_or_default());
+    let majors = Majors::parse(&proc_devices::read(root).unwrap_or_default());
     let gpus = minors(root).into_iter().map(|minor| (format!("nvidia{minor}"), majors.nvidia, minor));
     let common = [
         ("nvidiactl", majors.nvidia, 255),

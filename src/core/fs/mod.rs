@@ -3,5 +3,6 @@
 
 pub mod atomic;
 pub mod below;
+pub mod proc_devices;
 pub mod selinux;
 pub mod trusted;

@@ -1,13 +1,12 @@
 //! Everything that one container is given: [`Placement`] in, [`Grant`] out. Pure.
 
 mod environment;
-mod granted_files;
+mod granted_nodes;
 
 use std::path::{Path, PathBuf};
 
 pub use environment::refused_beside;
 pub(crate) use environment::{TRITON_PATH, is_own_name, own_prefixes};
-pub(crate) use granted_files::driver_files;
 
 use serde::{Deserialize, Serialize};
 
@@ -110,10 +109,13 @@ pub fn grant(
     inventory: &Inventory,
     config: &Config,
 ) -> Grant {
-    let devices = granted_files::devices(&lease.devices, inventory);
+    let devices = granted_nodes::devices(&lease.devices, inventory);
     let libraries = image.libraries().filter(|_| config.driver.inject == Inject::Builtin);
-    let mut mounts: Vec<_> =
-        libraries.into_iter().flat_map(|dir| driver_files(dir, capabilities, inventory, config)).collect();
+    let files = libraries
+        .into_iter()
+        .flat_map(|dir| inventory.mounted_files(dir, capabilities, config.driver.inject));
+    let mut mounts: Vec<Mount> =
+        files.map(|(file, destination)| Mount { source: file.source.clone(), destination }).collect();
     // Mounted last: through a link in the image it may cover other mount points, and crun would create those inside it,
     // on the host.
     mounts.extend(mps_mounts(lease, image, config));
@@ -121,7 +123,7 @@ pub fn grant(
         lease: lease.id.to_string(),
         record: lease.to_annotation(&config.state_dir),
         no_checkpoint: inventory::no_checkpoint(&config.state_dir),
-        nodes: granted_files::nodes(&devices, capabilities, &placement.mig_caps, inventory, config),
+        nodes: granted_nodes::nodes(&devices, capabilities, &placement.mig_caps, inventory, config),
         mounts,
         env: environment::environment(lease, libraries, inventory, config),
         masked_paths: masked_paths(&devices, inventory),
@@ -132,9 +134,9 @@ pub fn grant(
 /// Every node that a container with `uuid` may get, whatever its driver capabilities.
 #[must_use]
 pub(crate) fn nodes_of(uuid: &str, inventory: &Inventory, config: &Config) -> Vec<Node> {
-    let devices = granted_files::devices(&[uuid.to_owned()], inventory);
+    let devices = granted_nodes::devices(&[uuid.to_owned()], inventory);
     let all = Capabilities(Capability::ALL.to_vec());
-    granted_files::nodes(&devices, &all, &[], inventory, config)
+    granted_nodes::nodes(&devices, &all, &[], inventory, config)
         .into_iter()
         .map(|granted| granted.node)
         .collect()

@@ -1,7 +1,6 @@
 //! Majors from /proc/devices, and the DRI nodes that belong to a GPU.
 
-use std::fs::{self, File};
-use std::io::{self, Read as _};
+use std::fs;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
@@ -9,19 +8,6 @@ use nix::sys::stat::{major, minor};
 
 use super::{Majors, Node};
 use crate::fs::below::under;
-
-/// Far more than `/proc/devices` has, in bytes.
-const LONGEST: u64 = 1 << 16;
-
-/// The content of `/proc/devices` below the driver root. It is cut at a length that no kernel reaches.
-///
-/// # Errors
-/// It cannot be read.
-pub fn proc_devices(root: &Path) -> io::Result<String> {
-    let mut text = String::new();
-    File::open(under(root, "/proc/devices"))?.take(LONGEST).read_to_string(&mut text)?;
-    Ok(text)
-}
 
 impl Majors {
     /// Reads the text of /proc/devices. Drivers up to 535 call `nvidia` `nvidia-frontend`.

@@ -12,6 +12,7 @@ pub mod kernel_module;
 pub mod mig_capabilities;
 pub mod mig_confirmation;
 mod mig_device;
+mod mounted_files;
 pub mod programs;
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -8,7 +8,7 @@ use super::lock::DaemonLock;
 use super::{MpsError, STOP_LIMIT, child_start, dirs, limits_and_state};
 use crate::config::{Config, ExclusiveComputeMode};
 use crate::fs::selinux;
-use crate::ledger::{DaemonState, DefaultLimits, Lease, MpsDaemon, Store};
+use crate::ledger::{DaemonKey, DaemonState, DefaultLimits, Lease, MpsDaemon, Store};
 use crate::process::epoch_seconds;
 use crate::process::sublet::SubletError;
 
@@ -29,7 +29,8 @@ pub fn make_ready(lease: &Lease, store: &Store, config: &Config) -> Result<Vec<S
         return Ok(Vec::new());
     }
     let warnings = child_start(key, config)?;
-    if serve_if_running(lease, store, config)? {
+    // It has set default limits that admit every lease in the ledger, so this one, too.
+    if is_open(key, config) {
         return Ok(warnings);
     }
     Err(MpsError::Own(SubletError(format!(
@@ -75,8 +76,12 @@ fn could_serve(daemon: &MpsDaemon, config: &Config) -> bool {
     matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
         && !has_mode_to_enter(daemon, config)
         && limits_and_state::is_alive(daemon)
-        && dirs::is_open(&daemon.key, &config.state_dir)
-        && listens(&daemon.key.public(&config.state_dir).join("control"))
+        && is_open(&daemon.key, config)
+}
+
+/// Whether containers can reach the daemon, and something listens there.
+fn is_open(key: &DaemonKey, config: &Config) -> bool {
+    dirs::is_open(key, &config.state_dir) && listens(&key.public(&config.state_dir).join("control"))
 }
 
 /// The default limits in force. The daemon is asked if its last answer is too old, because a hanging daemon listens,

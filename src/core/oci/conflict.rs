@@ -8,7 +8,8 @@ use serde_json::Value;
 use super::environment::environment_value;
 use crate::config::Config;
 use crate::fs::below::under;
-use crate::inventory::{Node, device_majors};
+use crate::fs::proc_devices;
+use crate::inventory::Node;
 use crate::text::safe;
 
 /// Major of /dev/nvidiactl and the GPUs' nodes, fixed by the kernel (Documentation/admin-guide/devices.txt).
@@ -97,7 +98,7 @@ impl Host<'_> {
 /// Majors in /proc/devices whose driver is one of NVIDIA's; 195 always.
 fn nvidia_majors(root: &Path) -> BTreeSet<i64> {
     // If the file cannot be read, 195 remains. Placement has already refused a host without a driver.
-    let text = device_majors::proc_devices(root).unwrap_or_default();
+    let text = proc_devices::read(root).unwrap_or_default();
     let characters = text.split("Block devices:").next().unwrap_or_default();
     let major = |line: &str| {
         let (major, name) = line.trim().split_once(' ')?;

@@ -12,7 +12,7 @@ use super::image_error::ImageError;
 use super::mount_points;
 use super::rootfs::Tree;
 use crate::config::{Config, Inject};
-use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, driver_files};
+use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR};
 use crate::inventory::Inventory;
 use crate::request::Request;
 use crate::text::safe;
@@ -54,11 +54,11 @@ pub fn inspect(
         image.library_dir = library_dir(&tree);
         image.nix = image.library_dir.is_none() && is_nix(&tree);
         if let Some(dir) = image.libraries() {
-            files = driver_files(dir, &request.capabilities, inventory, config);
+            files = inventory.mounted_files(dir, &request.capabilities, config.driver.inject);
         }
         image.warnings = rivals(&tree, spec, image.libraries());
     }
-    let files: Vec<_> = files.into_iter().map(|mount| mount.destination).collect();
+    let files: Vec<_> = files.into_iter().map(|(_, destination)| destination).collect();
     (image.created, image.volumes) = mount_points::check_files(&tree, &files)?;
     Ok(image)
 }

@@ -1,11 +1,11 @@
-//! What a container gets of the host: device nodes and the driver's files.
+//! The device nodes that a container gets.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use super::{GrantedNode, Mount};
-use crate::config::{Config, Inject};
+use super::GrantedNode;
+use crate::config::Config;
 use crate::fs::below::under;
-use crate::inventory::{Device, DriverFile, FileKind, Inventory, Node};
+use crate::inventory::{Device, Inventory, Node};
 use crate::share::{Capabilities, Capability, MigCapability};
 
 /// Minor of /dev/nvidiactl (nvidia-modprobe-utils.h, `NV_CTL_DEVICE_MINOR`).
@@ -54,48 +54,4 @@ pub(super) fn nodes(
         GrantedNode { node, source }
     };
     nodes.into_iter().map(granted).collect()
-}
-
-/// The driver's files for `capabilities`, libraries into `library_dir`, each destination once.
-#[must_use]
-pub(crate) fn driver_files(
-    library_dir: &Path,
-    capabilities: &Capabilities,
-    inventory: &Inventory,
-    config: &Config,
-) -> Vec<Mount> {
-    let mut mounts: Vec<Mount> = Vec::new();
-    if config.driver.inject == Inject::None {
-        return mounts;
-    }
-    for file in inventory.files.iter().filter(|file| wanted(file, capabilities)) {
-        for destination in destinations(&file.kind, library_dir) {
-            if !mounts.iter().any(|mount| mount.destination == destination) {
-                mounts.push(Mount { source: file.source.clone(), destination });
-            }
-        }
-    }
-    mounts
-}
-
-/// The description files of EGL, Vulkan and `OpenCL` belong to both `video` and `graphics`.
-fn wanted(file: &DriverFile, capabilities: &Capabilities) -> bool {
-    let description = matches!(file.kind, FileKind::Data { .. }) && file.capability == Capability::Graphics;
-    capabilities.has(file.capability) || description && capabilities.has(Capability::Video)
-}
-
-fn destinations(kind: &FileKind, library_dir: &Path) -> Vec<PathBuf> {
-    match kind {
-        FileKind::Library { soname, also } => {
-            let mut names = vec![soname.as_str()];
-            names.extend(also.iter().map(String::as_str));
-            if soname == "libcuda.so.1" {
-                // Triton and torch.compile link with -lcuda.
-                names.push("libcuda.so");
-            }
-            names.into_iter().map(|name| library_dir.join(name)).collect()
-        }
-        FileKind::Program { name } => vec![Path::new("/usr/bin").join(name)],
-        FileKind::Data { path } => vec![path.clone()],
-    }
 }

@@ -1,0 +1,20 @@
+//! /proc/devices: which driver has which device major.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::path::Path;
+
+use super::below::under;
+
+/// Far more than the file has, in bytes.
+const LONGEST: u64 = 1 << 16;
+
+/// The content of `/proc/devices` below the driver root. It is cut at a length that no kernel reaches.
+///
+/// # Errors
+/// It cannot be read.
+pub fn read(root: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    File::open(under(root, "/proc/devices"))?.take(LONGEST).read_to_string(&mut text)?;
+    Ok(text)
+}
