@@ -9,6 +9,10 @@ pub mod names;
 
 pub mod probe;
 
+mod gpu_processes;
+
+mod usage;
+
 pub mod mig;
 
 pub mod cdi_spec;
@@ -17,6 +21,8 @@ pub mod mps_daemons;
 pub mod refresh;
 
 pub mod guard;
+
+pub mod status;
 
 pub mod serve;
 

@@ -55,7 +55,10 @@ fn status_as_json_is_the_documented_schema() {
     }
     let world = World::simulated("h200", "");
     let empty = world.status();
-    assert_eq!(keys(&empty), ["schema", "driver", "devices", "leases", "mps", "guard", "mig_made"]);
+    assert_eq!(
+        keys(&empty),
+        ["schema", "time", "driver", "devices", "leases", "mps", "guard", "mig_made", "warnings"]
+    );
     assert_eq!((&empty["leases"], &empty["mps"]), (&json!([]), &json!([])));
     assert_eq!(empty["devices"][0]["mode"], "idle");
     let bundle = world.bundle("shown", &[("sublet.sm", "25"), ("sublet.memory", "8GiB")], HOLD);
@@ -72,18 +75,37 @@ fn status_as_json_is_the_documented_schema() {
     status["mps"][0]["pid"] = json!(0);
     // 143771 MiB less 512 MiB in reserve, 8 GiB and the server's 66 MiB; NVML's own account is narrower.
     let free = status["devices"][0]["free"]["memory_bytes"].take();
+    let time = status["time"].take();
+    assert!(time.as_str().is_some_and(|time| time.len() == 20 && time.ends_with('Z')), "{time}");
+    let outside = status["warnings"].take();
+    assert!(outside[0].as_str().is_some_and(|line| line.starts_with("GUARD OFF: ")), "{outside}");
     assert!(free.as_u64().is_some_and(|free| free <= 135_001 << 20 && free > 130_000 << 20), "{free}");
+    let used = status["devices"][0]["used"]["memory_bytes"].clone();
+    let own = status["leases"][0]["used"]["memory_bytes"].clone();
+    assert!(
+        used.as_u64().zip(own.as_u64()).is_some_and(|(used, own)| own > 100 << 20 && used > own),
+        "{used} {own}"
+    );
     assert_eq!(
         status,
-        json!({"schema": "sublet.status/1",
+        json!({"schema": "sublet.status/1", "time": null, "warnings": null,
             "driver": {"version": "580.159.04", "simulated": true},
-            "devices": [{"uuid": GPU, "index": 0, "minor": 0, "name": "NVIDIA H200", "mode": "mps",
-                "memory_bytes": 150_754_820_096_u64, "free": {"sm_percent": 75.0, "memory_bytes": null},
-                "mig_enabled": false, "mig": [], "drained": false}],
+            "devices": [{"uuid": GPU, "index": 0, "minor": 0, "bus_id": "0000:3b:00.0", "name": "NVIDIA H200",
+                "mode": "mps", "memory_bytes": 150_754_820_096_u64, "sm_count": 132,
+                "free": {"sm_percent": 75.0, "memory_bytes": null},
+                // 8 GiB, and 66 MiB of the server's.
+                "booked": {"sm_percent": 25.0, "memory_bytes": 8_659_140_608_u64},
+                "used": {"memory_bytes": used, "busy_percent": 100, "sm_percent": null, "occupancy_percent": null,
+                    "tensor_percent": null, "dram_percent": null, "pcie_bytes_per_second": [null, null],
+                    "nvlink_bytes_per_second": [null, null], "power_watts": 387.5, "power_limit_watts": 700.0,
+                    "temperature_celsius": 61, "outside": []},
+                "unknown": null, "lease_count": 1, "mig_enabled": false, "mig": [], "drained": false}],
             "leases": [{"id": "ID", "container_id": "shown", "device": GPU, "mode": "mps",
                 "isolation": "shared", "sm_percent": 25.0, "memory_bytes": 8_589_934_592_u64,
                 "state": "active", "pid": bundle.pid(), "since": "SINCE", "engine": null, "name": null,
-                "image": null, "part_of": null, "unit": null, "user": "root"}],
+                "image": null, "part_of": null, "unit": null, "user": "root",
+                "used": {"memory_bytes": own, "processes": 1, "sm_percent": null, "server_sm_percent": 100},
+                "own_server": false, "daemon": GPU}],
             "mps": [{"device": GPU, "devices": [GPU], "lease": null, "pid": 0, "state": "serving", "clients": 1,
                 "key": GPU, "ceiling_percent": 25.0, "ceiling_memory_bytes": 8_589_934_592_u64,
                 "idle_seconds": null, "ends_in_seconds": null}],
@@ -103,12 +125,16 @@ fn mig_devices_are_shown_and_have_the_documented_keys() {
     let status = world.status();
     let device = &status["devices"][0];
     assert_eq!((&device["mode"], &device["mig_enabled"]), (&json!("mig"), &json!(true)));
+    let mut first = device["mig"][0].clone();
+    let used = first["used"].take();
+    assert_eq!((&used["busy_percent"], &used["outside"]), (&json!(null), &json!([])), "{used}");
     assert_eq!(
-        device["mig"][0],
+        first,
         json!({"uuid": "MIG-5b1e7000-0000-5000-8000-000000000a01", "profile": "4g.20gb", "gi": 2, "ci": 0,
             "free": true, "number": "0:0", "mode": "idle", "memory_bytes": 21_072_183_296_u64,
             "sm_percent_free": 100.0, "memory_bytes_free": 20_535_312_384_u64, "drained": false, "fault": null,
-            "dynamic": false})
+            "dynamic": false, "sm_count": 56, "booked": {"sm_percent": 0.0, "memory_bytes": 0}, "used": null,
+            "unknown": null, "lease_count": 0, "shares_memory_with": []})
     );
     assert_eq!(device["mig"].as_array().map(Vec::len), Some(4));
 }
@@ -128,10 +154,9 @@ fn status_as_tables() {
     let world = World::simulated("h200", "");
     assert_eq!(
         squeezed(&stdout(&world, &["status"]), &[]),
-        "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n0 NVIDIA H200 \
-         GPU-5b1e7000-0000-4000-8000-000000000100 idle 0 100 % 139.9 GiB of 140.4 GiB\n\nNo \
-         leases.\n\nGUARD OFF: programs that tamper with their MPS limits are not stopped; run `systemctl \
-         enable --now sublet.service`"
+        "GUARD OFF: programs that tamper with their MPS limits are not stopped; run `systemctl enable --now \
+         sublet.service`\n\nDriver 580.159.04 SIMULATED\n\nGPU NAME MODE MEMORY USED BOOKED OF SM BUSY BOOKED \
+         LEASES\n0 NVIDIA H200 idle ·········· 0 MiB 0 MiB 140.4 GiB ·········· 0 % 0 % 0\n\nNo leases."
     );
     let bundle = world.bundle("a-container-with-a-long-name", &[("sublet.sm", "12.5")], SLEEP);
     bundle.up();
@@ -143,13 +168,12 @@ fn status_as_tables() {
     replace.extend(since);
     assert_eq!(
         squeezed(&stdout(&world, &["status"]), &replace),
-        "Driver 580.159.04 SIMULATED\n\nGPU NAME UUID MODE LEASES SM FREE MEMORY FREE\n0 NVIDIA H200 \
-         GPU-5b1e7000-0000-4000-8000-000000000100 mps 1 87.5 % 139.8 GiB of 140.4 GiB\n\nCONTAINER IMAGE \
-         USER GPU MODE SM MEMORY STATE PID AGE LEASE\na-container- - root 0 mps 12.5 % no limit active PID \
-         AGO LEASE\n\nMPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING \
-         CLIENTS\nGPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % unlimited 0\n\nGUARD \
-         OFF: programs that tamper with their MPS limits are not stopped; run `systemctl enable --now \
-         sublet.service`"
+        "GUARD OFF: programs that tamper with their MPS limits are not stopped; run `systemctl enable --now \
+         sublet.service`\n\nDriver 580.159.04 SIMULATED\n\nGPU NAME MODE MEMORY USED BOOKED OF SM BUSY BOOKED \
+         LEASES\n0 NVIDIA H200 mps █········· 66 MiB 66 MiB 140.4 GiB ▒········· 0 % 12.5 % 1\n\nCONTAINER \
+         IMAGE USER GPU MODE SM BUSY MEMORY PROCESSES STATE PID AGE LEASE\na-container- - root 0 mps 12.5 % 0 % \
+         0 MiB / no limit 0 active PID AGO LEASE\n\nMPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING \
+         CLIENTS\nGPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % unlimited 0"
     );
     bundle.down();
     assert_eq!(stdout(&world, &["lease", "list"]), "No leases.\n");

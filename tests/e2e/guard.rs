@@ -156,7 +156,7 @@ fn status_says_whether_there_is_a_guard() {
         assert!(output.status.success(), "{output:?}");
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
-    assert!(table(&host).contains("\nGUARD OFF: "), "{}", table(&host));
+    assert!(table(&host).contains("GUARD OFF: "), "{}", table(&host));
     host.start();
     assert!(eventually(|| table(&host).contains("\nGuard: on.\n")), "{}", table(&host));
     host.stop();
@@ -209,7 +209,7 @@ fn nvml_that_goes_away_is_told_and_looked_for_until_it_is_back() {
         std::fs::write(&fail, format!("* 0 {code}\n")).expect("written");
         assert!(eventually(|| !sight(&host)["blind"].as_array().expect("a list").is_empty()), "{code}");
         let table = host.world.sublet(&["status"]).stdout;
-        assert!(String::from_utf8_lossy(&table).contains("\nGUARD OFF: "), "{code}");
+        assert!(String::from_utf8_lossy(&table).contains("GUARD OFF: "), "{code}");
         std::fs::remove_file(&fail).expect("it is there");
         assert!(eventually(|| sight(&host)["watching"] == json!(true)), "{code}: {}", sight(&host));
     }

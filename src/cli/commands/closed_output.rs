@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 static FAILED: AtomicBool = AtomicBool::new(false);
 
+static CLOSED: AtomicBool = AtomicBool::new(false);
+
 macro_rules! print {
     ($($text:tt)*) => { $crate::commands::closed_output::out(format_args!($($text)*)) };
 }
@@ -33,6 +35,11 @@ pub(super) fn err(text: Arguments<'_>) {
     let _ = writeln!(stderr().lock(), "{text}");
 }
 
+/// Whether anybody can still read what is written.
+pub(super) fn is_open() -> bool {
+    !CLOSED.load(Ordering::Relaxed)
+}
+
 /// Whether all output was written, or the reader had closed the pipe; reports any other failure.
 pub(super) fn finish() -> bool {
     heard(stdout().lock().flush());
@@ -41,6 +48,7 @@ pub(super) fn finish() -> bool {
 
 fn heard(written: std::io::Result<()>) {
     let Err(error) = written else { return };
+    CLOSED.store(true, Ordering::Relaxed);
     if error.kind() != ErrorKind::BrokenPipe && !FAILED.swap(true, Ordering::Relaxed) {
         err(format_args!("sublet: cannot write to standard output: {error}"));
     }

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use anyhow::bail;
 
 use super::lease_table;
+use super::status::Host;
 use super::tables::{self, Format};
 use crate::names::{Names, lease_of};
 use sublet_core::admit;
@@ -42,14 +43,10 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
 }
 
 fn list(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
-    let ledger = super::settled_ledger(config)?;
-    let inventory = admit::fresh_inventory(config)?;
-    let names = Names::learn(&ledger, config);
+    let status = Host::read(config)?.status;
     match format {
-        Format::Json => tables::json(&lease_table::json(&inventory, &ledger, &names))?,
-        Format::Table => {
-            println!("{}", lease_table::table(&inventory, &ledger, &names, tables::terminal_width()));
-        }
+        Format::Json => tables::json(&status.leases)?,
+        Format::Table => println!("{}", lease_table::table(&status, tables::terminal_width())),
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -3,8 +3,10 @@
 #[macro_use]
 mod closed_output;
 
+mod bars;
 mod cdi;
 mod config;
+mod device_table;
 mod doctor;
 mod doctor_run;
 mod drain;

@@ -9,6 +9,7 @@ use crate::mps_daemons;
 use crate::names::{Names, NoLease, lease_of};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
+use sublet_core::inventory::Device;
 use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::{LeaseId, Store};
 use sublet_core::mps::MpsError;
@@ -125,7 +126,11 @@ fn list(format: Format, store: &Store, config: &Config) -> anyhow::Result<()> {
     match format {
         Format::Json => tables::json(&daemons)?,
         Format::Table if daemons.is_empty() => println!("No MPS daemons."),
-        Format::Table => println!("{}", super::status::daemon_table(&daemons, &fresh_inventory(config)?)),
+        Format::Table => {
+            let inventory = fresh_inventory(config)?;
+            let label = |uuid: &str| inventory.device(uuid).map_or_else(|| uuid.to_owned(), Device::number);
+            println!("{}", super::status::daemon_table(&daemons, &label, tables::terminal_width()));
+        }
     }
     Ok(())
 }

@@ -1,21 +1,31 @@
-//! `sublet status`: devices, leases, MPS daemons; `--last-error`: why the last container was refused.
+//! `sublet status`: who has which GPU and how much of it; `--last-error`: why the last container was refused.
 
+use std::fmt::Write as _;
+use std::io::IsTerminal as _;
 use std::process::ExitCode;
+use std::thread::sleep;
+use std::time::Duration;
 
-use serde_json::{Value, json};
+use anyhow::bail;
+use serde_json::json;
 
 use super::lease_table::{self, word};
 use super::tables::{self, Format};
 use super::user_view::Own;
+use super::{device_table, guard_report};
 use crate::mps_daemons::{self, Listed};
-use crate::names::Names;
+use crate::names::{Names, lease_of};
+use crate::status::{Sources, Status};
+use crate::usage;
 use sublet_core::admit::{confirmed_inventory, is_remote};
 use sublet_core::config::Config;
-use sublet_core::inventory::{Device, Inventory, MigDevice};
-use sublet_core::ledger::{DynamicInstance, Ledger, Store};
-use sublet_core::place::bookings;
-use sublet_core::share::Mode;
+use sublet_core::inventory::{Device, Inventory};
+use sublet_core::ledger::{Ledger, Store};
+use sublet_core::place;
 use sublet_core::text::safe;
+
+/// Clears a terminal: the cursor to the top left, everything below it gone (ECMA-48, CUP and ED).
+const CLEAR: &str = "\u{1b}[H\u{1b}[2J";
 
 /// Arguments of `sublet status`.
 #[derive(Debug, clap::Args)]
@@ -23,6 +33,23 @@ pub struct Arguments {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     format: Format,
+    /// Only this device: an index, `GPU-…`, `MIG-…`, a PCI bus id, an alias
+    #[arg(long, value_name = "DEVICE")]
+    gpu: Option<String>,
+    /// Only this container: its name or id, its lease's id, or the beginning of one that no other has
+    #[arg(long)]
+    container: Option<String>,
+    /// Show it again every so many seconds, until Ctrl-C
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "2",
+        value_parser = clap::value_parser!(u64).range(1..=3600),
+        conflicts_with = "last_error"
+    )]
+    watch: Option<u64>,
     /// Show why the last container was refused
     #[arg(long)]
     last_error: bool,
@@ -31,32 +58,82 @@ pub struct Arguments {
 /// Runs it.
 ///
 /// # Errors
-/// There is no driver, or no ledger.
+/// There is no driver, or no ledger; a device or a container that is asked for does not exist.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     if arguments.last_error {
         return last_error(arguments.format, config);
     }
-    let ledger = super::settled_ledger(config)?;
-    let inventory = confirmed_inventory(config)?;
-    let names = Names::learn(&ledger, config);
-    let daemons = mps_daemons::list(&Store::open(&config.state_dir)?, config)?;
+    let Some(seconds) = arguments.watch else {
+        print!("{}", shown(arguments, config)?);
+        return Ok(ExitCode::SUCCESS);
+    };
+    let clear = if std::io::stdout().is_terminal() { CLEAR } else { "" };
+    loop {
+        // Written at once, so that a terminal does not flicker.
+        let text =
+            shown(arguments, config).unwrap_or_else(|error| format!("sublet: {}\n", tables::chain(&error)));
+        print!("{clear}{text}");
+        if !super::closed_output::is_open() {
+            return Ok(ExitCode::SUCCESS);
+        }
+        sleep(Duration::from_secs(seconds));
+    }
+}
+
+/// The state of this host, and what it was read from.
+pub(super) struct Host {
+    pub status: Status,
+    pub ledger: Ledger,
+    pub inventory: Inventory,
+    pub names: Names,
+}
+
+impl Host {
+    /// # Errors
+    /// There is no driver, or no ledger.
+    pub fn read(config: &Config) -> anyhow::Result<Self> {
+        let ledger = super::settled_ledger(config)?;
+        let inventory = confirmed_inventory(config)?;
+        let names = Names::learn(&ledger, config);
+        let usage = usage::once(&ledger, &inventory, config);
+        let mps = mps_daemons::list(&Store::open(&config.state_dir)?, config)?;
+        let sources =
+            Sources { inventory: &inventory, ledger: &ledger, names: &names, usage: &usage, config };
+        Ok(Self { status: Status::of(&sources, mps), ledger, inventory, names })
+    }
+}
+
+/// What is printed once.
+fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
+    let Host { mut status, ledger, inventory, names } = Host::read(config)?;
+    let lease = arguments.container.as_deref().map(|text| lease_of(text, &ledger, &names)).transpose()?;
+    let devices = arguments.gpu.as_deref().map(|text| named(text, &inventory, config)).transpose()?;
+    status.only(
+        &|uuid| devices.as_ref().is_none_or(|devices| devices.iter().any(|device| device == uuid)),
+        lease.map(|lease| lease.id.as_str()),
+    );
     let own = is_remote(config).then(|| Own::ask(config));
     match arguments.format {
         Format::Json => {
-            let mut document = document(&inventory, &ledger, &names, &daemons, config);
+            let mut document = serde_json::to_value(&status)?;
             if let Some(own) = own {
                 document["own"] = json!(own);
             }
-            tables::json(&document)?;
+            Ok(serde_json::to_string_pretty(&document)? + "\n")
         }
-        Format::Table => {
-            print_tables(&inventory, &ledger, &names, &daemons, config);
-            if let Some(own) = own {
-                println!("\n{own}");
-            }
-        }
+        Format::Table => Ok(tables_of(&status, own.as_ref())),
     }
-    Ok(ExitCode::SUCCESS)
+}
+
+/// UUIDs of the devices that `text` names, with the MIG devices of a GPU.
+fn named(text: &str, inventory: &Inventory, config: &Config) -> anyhow::Result<Vec<String>> {
+    let found = place::named(text, inventory, config);
+    if found.is_empty() {
+        bail!("there is no device {}: `sublet status` lists the devices", safe(text));
+    }
+    let is_in =
+        |device: &&Device| found.iter().any(|named| named.uuid == device.uuid || named.uuid == device.gpu());
+    Ok(inventory.devices.iter().filter(is_in).map(|device| device.uuid.clone()).collect())
 }
 
 fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
@@ -72,136 +149,60 @@ fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The schema `sublet.status/1`: keys may be added, never changed.
-fn document(
-    inventory: &Inventory,
-    ledger: &Ledger,
-    names: &Names,
+/// Warnings first, then the devices, the leases, the daemons, and what the guard did last.
+fn tables_of(status: &Status, own: Option<&Own>) -> String {
+    let width = tables::terminal_width();
+    let mut text = String::new();
+    for warning in &status.warnings {
+        let _ = writeln!(text, "{warning}");
+    }
+    if !status.warnings.is_empty() {
+        text.push('\n');
+    }
+    let simulated = if status.driver.simulated { "  SIMULATED" } else { "" };
+    let _ = writeln!(text, "Driver {}{simulated}\n", status.driver.version);
+    let _ = writeln!(text, "{}\n\n{}", device_table::table(status, width), lease_table::table(status, width));
+    if !status.mps.is_empty() {
+        let label = |uuid: &str| status.number(uuid).into_owned();
+        let _ = writeln!(text, "\n{}", daemon_table(&status.mps, &label, width));
+    }
+    if !status.guard.events.is_empty() && !status.guard.watching {
+        text.push('\n');
+    }
+    if status.guard.watching {
+        text.push_str("\nGuard: on.\n");
+    }
+    for event in guard_report::latest(&status.guard.events) {
+        let _ = writeln!(text, "{event}");
+    }
+    if let Some(own) = own {
+        let _ = writeln!(text, "\n{own}");
+    }
+    text
+}
+
+/// The columns. Those with the highest number go first where a terminal is too narrow for all of them.
+const DAEMON_COLUMNS: [tables::Column; 7] = [
+    tables::Column("MPS DAEMON", 0),
+    tables::Column("GPU", 0),
+    tables::Column("STATE", 0),
+    tables::Column("PID", 2),
+    tables::Column("SM CEILING", 3),
+    tables::Column("MEMORY CEILING", 3),
+    tables::Column("CLIENTS", 1),
+];
+
+/// The table of MPS daemons; `label` names the device with a UUID.
+pub(super) fn daemon_table(
     daemons: &[Listed],
-    config: &Config,
-) -> Value {
-    let device = |device: &Device| device_json(device, inventory, ledger, config);
-    json!({
-        "schema": "sublet.status/1",
-        "driver": {"version": inventory.driver.version, "simulated": inventory.driver.simulated},
-        "devices": inventory.gpus().map(device).collect::<Vec<_>>(),
-        "leases": lease_table::json(inventory, ledger, names),
-        "mps": daemons,
-        "guard": super::guard_report::document(config),
-        "mig_made": ledger.mig.dynamic_instances.iter().map(|made| made_json(made, ledger)).collect::<Vec<_>>(),
-    })
-}
-
-/// An instance that was created for a container.
-fn made_json(made: &DynamicInstance, ledger: &Ledger) -> Value {
-    let state = match (&made.awaited, made.going) {
-        (_, true) => "going",
-        (Some(_), false) if made.uuid.is_none() => "making",
-        (Some(_), false) => "awaited",
-        (None, false) if ledger.needs(made) => "leased",
-        (None, false) => "left",
-    };
-    json!({
-        "gpu": made.gpu,
-        "profile": made.name,
-        "placement": made.placement,
-        "uuid": made.uuid,
-        "state": state,
-        "error": made.stuck,
-    })
-}
-
-fn device_json(device: &Device, inventory: &Inventory, ledger: &Ledger, config: &Config) -> Value {
-    let bookings = bookings(device, ledger, config);
-    let mig = |(device, part): (&Device, &MigDevice)| mig_json(device, part, ledger, config);
-    json!({
-        "uuid": device.uuid,
-        "index": device.index,
-        "minor": device.minor,
-        "name": device.name,
-        "mode": mode(device, bookings.used_as),
-        "memory_bytes": device.memory_bytes,
-        "free": {"sm_percent": bookings.sm_free.as_f64(), "memory_bytes": bookings.memory_free},
-        "mig_enabled": device.mig_enabled,
-        "mig": inventory.mig_devices_of(&device.uuid).map(mig).collect::<Vec<_>>(),
-        "drained": ledger.drained.contains(&device.uuid),
-    })
-}
-
-/// What is free belongs to the GPU instance: its compute instances share its memory.
-fn mig_json(device: &Device, part: &MigDevice, ledger: &Ledger, config: &Config) -> Value {
-    let bookings = bookings(device, ledger, config);
-    json!({
-        "uuid": device.uuid,
-        "profile": part.profile,
-        "gi": part.gi,
-        "ci": part.ci,
-        "free": bookings.leases == 0,
-        "number": device.number(),
-        "mode": mode(device, bookings.used_as),
-        "memory_bytes": device.memory_bytes,
-        "sm_percent_free": bookings.sm_free.as_f64(),
-        "memory_bytes_free": bookings.memory_free,
-        "drained": ledger.drained.iter().any(|drained| *drained == device.uuid || drained == device.gpu()),
-        "fault": part.fault,
-        "dynamic": ledger.dynamic_instance(device).is_some(),
-    })
-}
-
-fn mode(device: &Device, used_as: Option<Mode>) -> &'static str {
-    if device.mig_enabled && !device.is_mig() { "mig" } else { used_as.map_or("idle", Mode::as_str) }
-}
-
-fn print_tables(inventory: &Inventory, ledger: &Ledger, names: &Names, daemons: &[Listed], config: &Config) {
-    let simulated = if inventory.driver.simulated { "  SIMULATED" } else { "" };
-    println!("Driver {}{simulated}\n", inventory.driver.version);
-    println!("{}", device_table(inventory, ledger, config));
-    println!("\n{}", lease_table::table(inventory, ledger, names, tables::terminal_width()));
-    if !daemons.is_empty() {
-        println!("\n{}", daemon_table(daemons, inventory));
-    }
-    for (made, why) in
-        ledger.mig.dynamic_instances.iter().filter_map(|made| Some((made, made.stuck.as_ref()?)))
-    {
-        println!(
-            "\nMIG instance {} of GPU {} was created for a container that has ended, and cannot be \
-             destroyed yet: {}; every sublet command tries again",
-            made.label(),
-            safe(&made.gpu),
-            safe(why)
-        );
-    }
-    println!("\n{}", super::guard_report::lines(config).join("\n"));
-}
-
-fn device_table(inventory: &Inventory, ledger: &Ledger, config: &Config) -> String {
-    let row = |device: &Device| {
-        let bookings = bookings(device, ledger, config);
-        let mut mode = mode(device, bookings.used_as).to_owned();
-        if ledger.drained.iter().any(|drained| *drained == device.uuid || drained == device.gpu()) {
-            mode.push_str(" (drained)");
-        }
-        vec![
-            device.number(),
-            device.kind().to_owned(),
-            device.uuid.clone(),
-            mode,
-            bookings.leases.to_string(),
-            format!("{} %", bookings.sm_free),
-            format!("{} of {}", tables::memory(bookings.memory_free), tables::memory(device.memory_bytes)),
-        ]
-    };
-    let rows = inventory.devices.iter().map(row).collect();
-    tables::table(&["GPU", "NAME", "UUID", "MODE", "LEASES", "SM FREE", "MEMORY FREE"], rows)
-}
-
-/// The table of MPS daemons.
-pub(super) fn daemon_table(daemons: &[Listed], inventory: &Inventory) -> String {
+    label: &dyn Fn(&str) -> String,
+    width: Option<usize>,
+) -> String {
     let or_dash = |number: Option<String>| number.unwrap_or_else(|| "-".to_owned());
     let row = |daemon: &Listed| {
         vec![
             daemon.key.to_string(),
-            daemon.devices.iter().map(|uuid| device_label(uuid, inventory)).collect::<Vec<_>>().join(", "),
+            daemon.devices.iter().map(|uuid| label(uuid)).collect::<Vec<_>>().join(", "),
             daemon_state(daemon),
             or_dash(daemon.pid.map(|pid| pid.to_string())),
             format!("{} %", daemon.ceiling_percent),
@@ -209,10 +210,7 @@ pub(super) fn daemon_table(daemons: &[Listed], inventory: &Inventory) -> String 
             or_dash(daemon.clients.map(|clients| clients.to_string())),
         ]
     };
-    tables::table(
-        &["MPS DAEMON", "GPU", "STATE", "PID", "SM CEILING", "MEMORY CEILING", "CLIENTS"],
-        daemons.iter().map(row).collect(),
-    )
+    tables::fitting(&DAEMON_COLUMNS, &daemons.iter().map(row).collect::<Vec<_>>(), width)
 }
 
 /// The state, with the time that the daemon still waits for a lease.
@@ -223,8 +221,4 @@ fn daemon_state(daemon: &Listed) -> String {
         (Some(idle), None) => format!("{state}, idle for {idle} s"),
         (Some(_), Some(left)) => format!("{state}, idle, ends in {left} s"),
     }
-}
-
-fn device_label(uuid: &str, inventory: &Inventory) -> String {
-    inventory.device(uuid).map_or_else(|| uuid.to_owned(), Device::number)
 }

@@ -141,7 +141,7 @@ fn did(verdict: &Verdict) -> String {
     match verdict.offence {
         Offence::Memory => format!(
             "has {} MiB, with which its container exceeds its sublet.memory ({} of {} MiB)",
-            mib(verdict.holder.memory_bytes),
+            mib(verdict.holder.memory_bytes.unwrap_or(0)),
             mib(used),
             mib(allowed)
         ),

@@ -10,18 +10,20 @@ use sublet_core::config_files;
 
 use nvml_wrapper::Nvml;
 
+use crate::gpu_processes::Looker;
+
 use super::cached_files::{Changes, Kept};
 use super::enforce::Acting;
 use super::history::{self, Event};
 use super::judge::{Judge, Offence, Verdict};
 use super::mps_servers::Served;
-use super::observe::Looker;
 use sublet_core::admit::Local;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Ledger, LedgerError, Store};
 use sublet_core::process::Process;
 use sublet_core::share::Action;
+use sublet_core::text::safe;
 
 /// How often the configuration is read again and the guard records that it runs.
 const REREAD: Duration = Duration::from_secs(5);
@@ -150,7 +152,12 @@ impl Guard {
             Some(nvml) => nvml,
             None => probe::connect(config).map_err(|error| error.to_string())?.0,
         };
-        let (looks, blind) = self.looker.look(&nvml, ledger, &known, config.guard.memory_tolerance);
+        let leased: BTreeSet<&str> =
+            ledger.leases.iter().flat_map(|lease| &lease.devices).map(String::as_str).collect();
+        let tolerance = config.guard.memory_tolerance;
+        let (looks, failures) = self.looker.look(&nvml, &leased, ledger, &known, tolerance);
+        let blind: BTreeSet<String> =
+            failures.iter().map(|(device, error)| format!("{}: {error}", safe(device))).collect();
         // If the driver was unloaded or all its GPUs were lost, NVML is opened again.
         self.nvml = (!looks.is_empty() || blind.is_empty()).then_some(nvml);
         let lost = self.served.lost(&looks, ledger);

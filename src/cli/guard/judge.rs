@@ -4,39 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
+use crate::gpu_processes::{Holder, Look};
 use sublet_core::config::Guard;
 use sublet_core::ledger::{Lease, LeaseId, Ledger};
 use sublet_core::process::Process;
 use sublet_core::share::Action;
 use sublet_core::share::Mode;
-
-/// A process with a context on a device.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Holder {
-    pub process: Process,
-    /// The process's command name.
-    pub name: String,
-    pub memory_bytes: u64,
-    /// Whether it is an MPS server, which belongs to no container.
-    pub is_server: bool,
-    /// Whether it computes through an MPS server.
-    pub is_client: bool,
-    /// The lease it belongs to; `None` if that is no lease, or several whose containers share a PID namespace.
-    pub lease: Option<LeaseId>,
-}
-
-/// All processes on one device, at one moment.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Look {
-    pub device: String,
-    /// The number of MPS clients that the device takes, if known.
-    pub most_clients: Option<u32>,
-    /// Whether the driver tells MPS clients from other processes.
-    pub knows_clients: bool,
-    /// Leases whose containers have ended.
-    pub gone: BTreeSet<LeaseId>,
-    pub holders: Vec<Holder>,
-}
 
 /// What a process does that its lease does not allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -132,22 +105,22 @@ impl Judge {
     /// within the share. On MIG devices the instance itself limits the container.
     fn memory(&self, lease: &Lease, own: &[&Holder], look: &Look, rules: &Guard) -> Vec<Verdict> {
         let Some(allowed) = lease.memory_bytes.filter(|_| lease.mode != Mode::Mig) else { return Vec::new() };
-        let used: u64 = own.iter().map(|holder| holder.memory_bytes).sum();
+        let used: u64 = own.iter().map(|holder| memory(holder)).sum();
         if used <= allowed.saturating_add(rules.memory_tolerance) {
             return Vec::new();
         }
         let grew = |holder: &Holder| {
             let before = self.memory.get(&key(&look.device, holder)).copied();
-            holder.memory_bytes > before.unwrap_or(0)
+            memory(holder) > before.unwrap_or(0)
         };
         let mut order = own.to_vec();
         order.sort_by_key(|holder| {
-            std::cmp::Reverse((grew(holder), holder.memory_bytes, holder.process.start_time))
+            std::cmp::Reverse((grew(holder), memory(holder), holder.process.start_time))
         });
         let mut left = used;
         let crossed = order.into_iter().take_while(|holder| {
             let past = left > allowed;
-            left = left.saturating_sub(holder.memory_bytes);
+            left = left.saturating_sub(memory(holder));
             past
         });
         let found = crossed.map(|holder| Verdict {
@@ -229,7 +202,12 @@ fn key(device: &str, holder: &Holder) -> (String, Process) {
 }
 
 fn memory_of(look: &Look) -> impl Iterator<Item = ((String, Process), u64)> {
-    look.holders.iter().map(|holder| (key(&look.device, holder), holder.memory_bytes))
+    look.holders.iter().map(|holder| (key(&look.device, holder), memory(holder)))
+}
+
+/// What the driver reports it to have, in bytes. Nobody is stopped for memory that the driver does not report.
+fn memory(holder: &Holder) -> u64 {
+    holder.memory_bytes.unwrap_or(0)
 }
 
 /// Memory suspicions are of the container, not of one process: at the next check another of its processes may have

@@ -30,7 +30,7 @@ fn client(pid: i32, mib: u64, of: &Lease) -> Holder {
     Holder {
         process: Process { pid, start_time: u64::from(pid.unsigned_abs()) },
         name: "python3".to_owned(),
-        memory_bytes: mib * MIB,
+        memory_bytes: Some(mib * MIB),
         is_server: false,
         is_client: true,
         lease: Some(of.id.clone()),

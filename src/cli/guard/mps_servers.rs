@@ -5,7 +5,8 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::history::{Event, now};
-use super::judge::{Look, Offence};
+use super::judge::Offence;
+use crate::gpu_processes::Look;
 use sublet_core::config::Config;
 use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::{DaemonState, LeaseId, Ledger, Store};

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use sublet_core::config::Config;
@@ -12,21 +13,24 @@ use sublet_core::mps::{MpsError, dirs, idle};
 use sublet_core::process::uptime_seconds;
 
 /// One daemon; the first five are an element of `mps` in `sublet status --format json`.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub struct Listed {
     /// The device it serves, or the first of several.
     pub device: String,
     /// The lease that a dedicated daemon belongs to.
+    #[schemars(with = "Option<String>")]
     pub lease: Option<LeaseId>,
     /// The pid of the control daemon while it runs.
     pub pid: Option<i32>,
     /// The recorded state, or the observed one if that is worse.
+    #[schemars(with = "String")]
     pub state: DaemonState,
     /// The number of clients of all its servers; `None` if it does not answer.
     pub clients: Option<usize>,
     /// All devices it serves, in the order in which its clients count them.
     pub devices: Vec<String>,
     /// Its key, for `sublet mps stop` and `logs`.
+    #[schemars(with = "String")]
     pub key: DaemonKey,
     /// Default SM limit of new clients, in percent.
     pub ceiling_percent: f64,

@@ -155,19 +155,19 @@ fn running(device: &NvmlDevice<'_>) -> Result<Vec<GpuProcess>, NvmlError> {
     let found = joined(compute.iter().chain(&mps));
     Ok(found
         .into_iter()
-        .filter_map(|(pid, memory)| contexts::describe(i32::try_from(pid).ok()?, memory))
+        .filter_map(|(pid, memory)| contexts::describe(i32::try_from(pid).ok()?, memory.unwrap_or(0)))
         .collect())
 }
 
-const fn memory(process: &ProcessInfo) -> u64 {
+const fn memory(process: &ProcessInfo) -> Option<u64> {
     match process.used_gpu_memory {
-        UsedGpuMemory::Used(bytes) => bytes,
-        UsedGpuMemory::Unavailable => 0,
+        UsedGpuMemory::Used(bytes) => Some(bytes),
+        UsedGpuMemory::Unavailable => None,
     }
 }
 
-/// Each pid once, with the larger of its memory figures.
-pub(crate) fn joined<'p>(listed: impl Iterator<Item = &'p ProcessInfo>) -> BTreeMap<u32, u64> {
+/// Each pid once, with the larger of its memory figures; `None` if there is none.
+pub(crate) fn joined<'p>(listed: impl Iterator<Item = &'p ProcessInfo>) -> BTreeMap<u32, Option<u64>> {
     listed.fold(BTreeMap::new(), |mut found, process| {
         let known = found.entry(process.pid).or_default();
         *known = memory(process).max(*known);
@@ -330,6 +330,6 @@ mod tests {
             compute_instance_id: None,
         };
         let found = joined([(7, 66), (9, 500), (9, 0), (4, 1)].map(process).iter());
-        assert_eq!(found.into_iter().collect::<Vec<_>>(), [(4, 1), (7, 66), (9, 500)]);
+        assert_eq!(found.into_iter().collect::<Vec<_>>(), [(4, Some(1)), (7, Some(66)), (9, Some(500))]);
     }
 }

@@ -128,7 +128,7 @@ impl World {
     #[must_use]
     pub fn command(&self, program: &str) -> Command {
         let mut command = Command::new(bin_dir().join(program));
-        command.env("SUBLET_CONFIG", &self.config).stdin(Stdio::null());
+        command.env("SUBLET_CONFIG", &self.config).env("LC_ALL", "C.UTF-8").stdin(Stdio::null());
         command
     }
 

@@ -9,12 +9,14 @@ use std::mem;
 use std::ptr::{null, null_mut};
 
 use driver::{
-    ARGUMENT_VERSION_MISMATCH, Driver, INSUFFICIENT_SIZE, INVALID_ARGUMENT, SUCCESS, UNINITIALIZED,
+    ARGUMENT_VERSION_MISMATCH, Driver, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_FOUND, NOT_SUPPORTED,
+    SUCCESS, UNINITIALIZED,
 };
 use nvidia_ml::layout::contexts::{self, Kind, On};
 use nvidia_ml::layout::topology::Topology;
 use nvml_wrapper_sys::bindings::{
-    nvmlGpuInstancePlacement_t, nvmlMemory_t, nvmlMemory_v2_t, nvmlProcessInfo_t,
+    nvmlGpmMetricsGet_t, nvmlGpmSupport_t, nvmlGpuInstancePlacement_t, nvmlMemory_t, nvmlMemory_v2_t,
+    nvmlProcessInfo_t, nvmlProcessUtilizationSample_t, nvmlUtilization_t,
 };
 
 const MIB: u64 = 1 << 20;
@@ -162,4 +164,71 @@ fn every_function_of_the_wrapper_that_sublet_may_call_is_exported() {
     .filter_map(|(name, missing)| missing.then_some(name))
     .collect();
     assert!(missing.is_empty(), "{missing:?}");
+}
+
+#[test]
+fn a_server_is_told_to_compute_and_its_clients_are_not() {
+    let driver = Driver::up("h200");
+    let device = driver.first();
+    let tag = Topology::load(&driver.root).unwrap().tag;
+    let on = On { minor: 0, instance: None };
+    let samples = || {
+        let mut count = 8;
+        // SAFETY: plain numbers.
+        let mut list: [nvmlProcessUtilizationSample_t; 8] = unsafe { mem::zeroed() };
+        // SAFETY: an array of `count` elements.
+        let code = unsafe {
+            driver.lib.nvmlDeviceGetProcessUtilization(device, list.as_mut_ptr(), &raw mut count, 0)
+        };
+        (code, list[..count as usize].iter().map(|sample| (sample.pid, sample.smUtil)).collect::<Vec<_>>())
+    };
+    let busy = || {
+        let mut rates = nvmlUtilization_t { gpu: 7, memory: 7 };
+        // SAFETY: `rates` is valid.
+        let code = unsafe { driver.lib.nvmlDeviceGetUtilizationRates(device, &raw mut rates) };
+        (code, rates.gpu)
+    };
+    assert_eq!((samples().0, busy()), (NOT_FOUND, (SUCCESS, 0)));
+    let client = contexts::announce(&tag, on, Kind::Client, 100).unwrap();
+    assert_eq!(samples().0, NOT_FOUND, "a client is not told apart");
+    drop(client);
+    let _alone = contexts::announce(&tag, on, Kind::Compute, 100).unwrap();
+    assert_eq!(samples(), (SUCCESS, vec![(std::process::id(), 100)]));
+    assert_eq!(busy(), (SUCCESS, 100));
+}
+
+#[test]
+fn units_of_a_hopper_are_told_between_two_samples() {
+    for (topology, supported) in [("h200", 1), ("a100x2-mig", 0)] {
+        let driver = Driver::up(topology);
+        let device = driver.first();
+        let mut support = nvmlGpmSupport_t { version: 1, isSupportedDevice: 7 };
+        // SAFETY: numbers and null pointers.
+        let mut get: nvmlGpmMetricsGet_t = unsafe { mem::zeroed() };
+        (get.version, get.numMetrics) = (1, 2);
+        (get.metrics[0].metricId, get.metrics[1].metricId) = (2, 9_999);
+        // SAFETY: every pointer is valid, the samples are NVML's own.
+        unsafe {
+            assert_eq!(driver.lib.nvmlGpmQueryDeviceSupport(device, &raw mut support), SUCCESS);
+            assert_eq!(support.isSupportedDevice, supported, "{topology}");
+            assert_eq!(driver.lib.nvmlGpmSampleAlloc(&raw mut get.sample1), SUCCESS);
+            assert_eq!(driver.lib.nvmlGpmSampleAlloc(&raw mut get.sample2), SUCCESS);
+            let taken = [get.sample1, get.sample2].map(|sample| driver.lib.nvmlGpmSampleGet(device, sample));
+            if supported == 1 {
+                assert_eq!(taken, [SUCCESS, SUCCESS]);
+                assert_eq!(driver.lib.nvmlGpmMetricsGet(&raw mut get), SUCCESS);
+                assert_eq!((get.metrics[0].nvmlReturn, get.metrics[0].value), (SUCCESS, 0.0));
+                assert_eq!(get.metrics[1].nvmlReturn, NOT_SUPPORTED);
+            } else {
+                assert_eq!(taken, [NOT_SUPPORTED, NOT_SUPPORTED]);
+                assert_eq!(
+                    driver.lib.nvmlGpmMetricsGet(&raw mut get),
+                    INVALID_ARGUMENT,
+                    "samples of nothing"
+                );
+            }
+            assert_eq!(driver.lib.nvmlGpmSampleFree(get.sample1), SUCCESS);
+            assert_eq!(driver.lib.nvmlGpmSampleFree(get.sample2), SUCCESS);
+        }
+    }
 }

@@ -61,6 +61,9 @@
 //! Not known from a real card, so chosen: `NVML_ERROR_NOT_SUPPORTED` where a vGPU guest is told to change its
 //! compute mode, and where a MIG device is asked for something of the whole GPU.
 //!
+//! Use: every process computes all the time; who is told apart from whom is as on the H200 ([`utilization`]). GPM answers
+//! from Hopper on ([`gpm`]); its values and units are chosen.
+//!
 //! Calls can be made to fail and are written down on demand: `faults`.
 //!
 //! GPUs whose PCI config space reads ffff have fallen off the bus: `NVML_ERROR_GPU_IS_LOST`.
@@ -70,6 +73,7 @@
 mod compute_instance;
 mod device;
 mod faults;
+mod gpm;
 mod gpu_instance;
 mod handles;
 mod mig;
@@ -78,3 +82,4 @@ mod process;
 pub mod profiles;
 mod session;
 mod system;
+mod utilization;

@@ -62,7 +62,8 @@ fn infos_of(target: &Target<'_>, wanted: impl Fn(&Held) -> bool) -> Vec<nvmlProc
     held.iter().filter(|held| wanted(held) && is_on(held, target)).map(info).collect()
 }
 
-fn is_on(held: &Held, target: &Target<'_>) -> bool {
+/// Whether the context is on the device.
+pub(super) fn is_on(held: &Held, target: &Target<'_>) -> bool {
     let instance = target.mig.as_ref().map(|mig| (mig.gi, mig.ci));
     held.on.minor == target.gpu.minor && (instance.is_none() || held.on.instance == instance)
 }

@@ -1,6 +1,7 @@
-//! Finds the processes that compute on a device now: NVML's two lists, and /proc of each process on them.
+//! Which processes compute on a device now, and whose they are: NVML's two lists, and /proc of each process on them.
 
-use crate::probe;
+mod lists;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::rc::Rc;
@@ -9,21 +10,50 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
-use super::judge::{Holder, Look};
-use super::process_lists::Lists;
+use crate::probe;
+use lists::Lists;
+
 use sublet_core::inventory::{GpuProcess, Inventory};
 use sublet_core::ledger::{Init, Lease, LeaseId, Ledger};
 use sublet_core::place::client_limit;
 use sublet_core::process::{Process, pidfd_open};
-use sublet_core::text::safe;
+
+/// A process with a context on a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Holder {
+    pub process: Process,
+    /// The process's command name.
+    pub name: String,
+    /// Its memory on the device; `None` if the driver does not report it.
+    pub memory_bytes: Option<u64>,
+    /// Whether it is an MPS server, which belongs to no container.
+    pub is_server: bool,
+    /// Whether it computes through an MPS server.
+    pub is_client: bool,
+    /// The lease it belongs to; `None` if that is no lease, or several whose containers share a PID namespace.
+    pub lease: Option<LeaseId>,
+}
+
+/// All processes on one device, at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Look {
+    pub device: String,
+    /// The number of MPS clients that the device takes, if known.
+    pub most_clients: Option<u32>,
+    /// Whether the driver tells MPS clients from other processes.
+    pub knows_clients: bool,
+    /// Leases whose containers have ended.
+    pub gone: BTreeSet<LeaseId>,
+    pub holders: Vec<Holder>,
+}
 
 /// This many processes are held by a pidfd. For further ones /proc is read each time.
 const HELD: usize = 1000;
 
-/// Reads the processes on leased devices in every check. /proc is read once per process, and its lease is determined
+/// Reads the processes on devices again and again. /proc is read once per process, and its lease is determined
 /// once per ledger. Code that acts on a process determines the lease again.
 #[derive(Default)]
-pub(super) struct Looker {
+pub(crate) struct Looker {
     known: BTreeMap<i32, Known>,
     lists: Lists,
     ledger: Option<Rc<Ledger>>,
@@ -39,15 +69,16 @@ struct Known {
 }
 
 impl Looker {
-    /// Checks every leased device; the second value says why some could not be checked. Growth of less than
-    /// `tolerance` bytes may be noticed later ([`Lists`]).
+    /// Checks `devices`; the second value says why some could not be checked, by UUID. Growth of less than `tolerance`
+    /// bytes may be noticed later ([`Lists`]).
     pub fn look(
         &mut self,
         nvml: &Nvml,
+        devices: &BTreeSet<&str>,
         ledger: &Rc<Ledger>,
         inventory: &Inventory,
         tolerance: u64,
-    ) -> (Vec<Look>, BTreeSet<String>) {
+    ) -> (Vec<Look>, BTreeMap<String, NvmlError>) {
         if !self.ledger.as_ref().is_some_and(|before| Rc::ptr_eq(before, ledger)) {
             for known in self.known.values_mut() {
                 known.lease =
@@ -56,11 +87,10 @@ impl Looker {
             self.ledger = Some(Rc::clone(ledger));
         }
         self.forget_ended();
-        let devices: BTreeSet<&String> = ledger.leases.iter().flat_map(|lease| &lease.devices).collect();
         self.lists.tolerance = tolerance;
-        let (mut looks, mut failures) = (Vec::new(), BTreeSet::new());
+        let (mut looks, mut failures) = (Vec::new(), BTreeMap::new());
         let mut seen = BTreeMap::new();
-        for device in devices {
+        for &device in devices {
             match self.of_device(nvml, device, ledger, &mut seen) {
                 Ok(mut look) => {
                     let known = inventory.device(device);
@@ -69,7 +99,7 @@ impl Looker {
                 }
                 // The MIG device was destroyed under its lease, so no process computes on it.
                 Err(NvmlError::NotFound) => {}
-                Err(error) => drop(failures.insert(format!("{}: {error}", safe(device)))),
+                Err(error) => drop(failures.insert(device.to_owned(), error)),
             }
         }
         self.known = seen;
@@ -121,7 +151,7 @@ impl Looker {
         let clients = told.clients.as_deref().unwrap_or_default();
         let client_pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
         let mut gone_since = BTreeSet::new();
-        let mut holder = |(number, memory_bytes): (u32, u64)| {
+        let mut holder = |(number, memory_bytes): (u32, Option<u64>)| {
             let is_client = client_pids.contains(&number);
             let pid = i32::try_from(number).ok()?;
             let before = seen.remove(&pid).or_else(|| self.known.remove(&pid));
@@ -262,7 +292,7 @@ mod tests {
             let holder = Holder {
                 process: Process { pid: 4_000_000, start_time: 9 },
                 name: String::new(),
-                memory_bytes: 1,
+                memory_bytes: Some(1),
                 is_server: false,
                 is_client: false,
                 lease: its.then(|| lease.id.clone()),

@@ -1,0 +1,236 @@
+//! The devices of the status document: what is booked on each, and what the driver says is used.
+
+use schemars::JsonSchema;
+use serde::Serialize;
+
+use super::Sources;
+use crate::usage::{DeviceUse, ProcessUse};
+use sublet_core::inventory::{Device, MigDevice};
+use sublet_core::ledger::Ledger;
+use sublet_core::place::{Bookings, bookings};
+use sublet_core::share::Mode;
+use sublet_core::text::safe;
+
+/// A GPU.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct Gpu {
+    /// `GPU-…`.
+    pub uuid: String,
+    /// NVML's index.
+    pub index: u32,
+    /// The number in `/dev/nvidia<minor>`.
+    pub minor: u32,
+    /// Its PCI bus id, as `0000:3b:00.0`.
+    pub bus_id: String,
+    /// As `NVIDIA H200`.
+    pub name: String,
+    /// `idle`, `time-slice`, `mps`, `exclusive`; `mig`: it is used through its MIG devices alone.
+    pub mode: &'static str,
+    /// Its memory, in bytes.
+    pub memory_bytes: u64,
+    /// Its SMs; null if the driver does not report them.
+    pub sm_count: Option<u32>,
+    /// What a new lease may still take.
+    pub free: Room,
+    /// What leases have taken.
+    pub booked: Room,
+    /// What is used; null if the driver reports nothing, see `unknown`.
+    pub used: Option<DeviceUsed>,
+    /// Why the driver reports no use.
+    pub unknown: Option<String>,
+    /// How many leases there are on it.
+    pub lease_count: usize,
+    /// Whether MIG mode is on.
+    pub mig_enabled: bool,
+    /// Its MIG devices.
+    pub mig: Vec<MigInstance>,
+    /// Whether it takes no new lease.
+    pub drained: bool,
+}
+
+/// A part of a device.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct Room {
+    /// In percent of its SMs.
+    pub sm_percent: f64,
+    /// In bytes.
+    pub memory_bytes: u64,
+}
+
+/// A MIG device: a compute instance.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct MigInstance {
+    /// `MIG-…`.
+    pub uuid: String,
+    /// As `1g.18gb` or `1c.2g.35gb`.
+    pub profile: String,
+    /// GPU instance id.
+    pub gi: u32,
+    /// Compute instance id.
+    pub ci: u32,
+    /// Whether it has no lease.
+    pub free: bool,
+    /// As in `sublet.gpu`: `0:2`.
+    pub number: String,
+    /// As that of a GPU.
+    pub mode: &'static str,
+    /// Memory of its GPU instance, in bytes.
+    pub memory_bytes: u64,
+    /// Its SMs; null if the driver does not report them.
+    pub sm_count: Option<u32>,
+    /// What a new lease may still take of its SMs, in percent.
+    pub sm_percent_free: f64,
+    /// What a new lease may still take of the memory, in bytes.
+    pub memory_bytes_free: u64,
+    /// What leases have taken: of its SMs, and of the memory that it shares with the instances in `shares_memory_with`.
+    pub booked: Room,
+    /// What is used; null if the driver reports nothing, see `unknown`.
+    pub used: Option<DeviceUsed>,
+    /// Why the driver reports no use.
+    pub unknown: Option<String>,
+    /// How many leases there are on it.
+    pub lease_count: usize,
+    /// The numbers of the other compute instances of its GPU instance.
+    pub shares_memory_with: Vec<String>,
+    /// Whether it takes no new lease.
+    pub drained: bool,
+    /// Why no container can use it.
+    pub fault: Option<String>,
+    /// Whether it was created for a container.
+    pub dynamic: bool,
+}
+
+/// What the driver says is used. Null where it does not say so.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct DeviceUsed {
+    /// Memory, in bytes, the driver's own included.
+    pub memory_bytes: Option<u64>,
+    /// Percent of the time in which a kernel ran.
+    pub busy_percent: Option<u32>,
+    /// Percent of the SMs with work (GPM, Hopper and later), since it was asked before.
+    pub sm_percent: Option<f64>,
+    /// Percent of the warps that the SMs have room for (GPM).
+    pub occupancy_percent: Option<f64>,
+    /// Percent of the tensor cores' time (GPM).
+    pub tensor_percent: Option<f64>,
+    /// Percent of the memory's bandwidth (GPM).
+    pub dram_percent: Option<f64>,
+    /// Bytes a second over `PCIe`: transmitted by the GPU, and received (GPM).
+    pub pcie_bytes_per_second: [Option<f64>; 2],
+    /// Bytes a second over all `NVLinks`: transmitted by the GPU, and received (GPM).
+    pub nvlink_bytes_per_second: [Option<f64>; 2],
+    /// In watts.
+    pub power_watts: Option<f64>,
+    /// The limit in force, in watts.
+    pub power_limit_watts: Option<f64>,
+    /// In degrees Celsius.
+    pub temperature_celsius: Option<u32>,
+    /// Processes that belong to no lease.
+    pub outside: Vec<OutsideProcess>,
+}
+
+/// A process with a context on a device, and no lease.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct OutsideProcess {
+    /// On the host.
+    pub pid: i32,
+    /// Its command name.
+    pub name: String,
+    /// Its memory on the device, in bytes; null if the driver does not report it.
+    pub memory_bytes: Option<u64>,
+}
+
+impl Gpu {
+    pub(super) fn of(device: &Device, sources: &Sources<'_>) -> Self {
+        let Sources { inventory, ledger, usage, config, .. } = *sources;
+        let bookings = bookings(device, ledger, config);
+        let mig = |(device, part): (&Device, &MigDevice)| MigInstance::of(device, part, sources);
+        Self {
+            uuid: device.uuid.clone(),
+            index: device.index,
+            minor: device.minor,
+            bus_id: device.bus_id.clone(),
+            name: device.name.clone(),
+            mode: mode(device, bookings.used_as),
+            memory_bytes: device.memory_bytes,
+            sm_count: device.sm_count,
+            free: Room { sm_percent: bookings.sm_free.as_f64(), memory_bytes: bookings.memory_free },
+            booked: booked(&bookings),
+            used: usage.devices.get(&device.uuid).map(DeviceUsed::of),
+            unknown: usage.failures.get(&device.uuid).cloned(),
+            lease_count: bookings.leases,
+            mig_enabled: device.mig_enabled,
+            mig: inventory.mig_devices_of(&device.uuid).map(mig).collect(),
+            drained: ledger.drained.contains(&device.uuid),
+        }
+    }
+}
+
+impl MigInstance {
+    /// What is free belongs to the GPU instance: its compute instances share its memory.
+    fn of(device: &Device, part: &MigDevice, sources: &Sources<'_>) -> Self {
+        let Sources { inventory, ledger, usage, config, .. } = *sources;
+        let bookings = bookings(device, ledger, config);
+        let sibling = |uuid: &String| inventory.device(uuid).map(Device::number);
+        Self {
+            uuid: device.uuid.clone(),
+            profile: part.profile.clone(),
+            gi: part.gi,
+            ci: part.ci,
+            free: bookings.leases == 0,
+            number: device.number(),
+            mode: mode(device, bookings.used_as),
+            memory_bytes: device.memory_bytes,
+            sm_count: device.sm_count,
+            sm_percent_free: bookings.sm_free.as_f64(),
+            memory_bytes_free: bookings.memory_free,
+            booked: booked(&bookings),
+            used: usage.devices.get(&device.uuid).map(DeviceUsed::of),
+            unknown: usage.failures.get(&device.uuid).cloned(),
+            lease_count: bookings.leases,
+            shares_memory_with: part.siblings.iter().filter_map(sibling).collect(),
+            drained: is_drained(device, ledger),
+            fault: part.fault.clone(),
+            dynamic: ledger.dynamic_instance(device).is_some(),
+        }
+    }
+}
+
+impl DeviceUsed {
+    fn of(used: &DeviceUse) -> Self {
+        let activity = used.activity.clone().unwrap_or_default();
+        let watts = |milliwatts: Option<u32>| milliwatts.map(|milliwatts| f64::from(milliwatts) / 1000.0);
+        let outside = |process: &ProcessUse| OutsideProcess {
+            pid: process.holder.process.pid,
+            name: safe(&process.holder.name),
+            memory_bytes: process.holder.memory_bytes,
+        };
+        Self {
+            memory_bytes: used.memory_bytes,
+            busy_percent: used.busy_percent,
+            sm_percent: activity.sm_percent,
+            occupancy_percent: activity.occupancy_percent,
+            tensor_percent: activity.tensor_percent,
+            dram_percent: activity.dram_percent,
+            pcie_bytes_per_second: activity.pcie,
+            nvlink_bytes_per_second: activity.nvlink,
+            power_watts: watts(used.power_milliwatts),
+            power_limit_watts: watts(used.power_limit_milliwatts),
+            temperature_celsius: used.temperature,
+            outside: used.of_nobody().map(outside).collect(),
+        }
+    }
+}
+
+fn booked(bookings: &Bookings) -> Room {
+    Room { sm_percent: bookings.sm_booked.as_f64(), memory_bytes: bookings.memory_booked }
+}
+
+fn mode(device: &Device, used_as: Option<Mode>) -> &'static str {
+    if device.mig_enabled && !device.is_mig() { "mig" } else { used_as.map_or("idle", Mode::as_str) }
+}
+
+/// A MIG device of a drained GPU is drained, too.
+fn is_drained(device: &Device, ledger: &Ledger) -> bool {
+    ledger.drained.iter().any(|drained| *drained == device.uuid || drained == device.gpu())
+}

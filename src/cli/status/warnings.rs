@@ -1,0 +1,96 @@
+//! What in the state of this host needs somebody's attention.
+
+use super::{DeviceUsed, Status};
+use crate::guard::{self, Sight};
+use crate::usage::Usage;
+use sublet_core::config::Config;
+use sublet_core::ledger::{DaemonState, LeaseState};
+use sublet_core::text::safe;
+
+/// How many processes without a lease are named for each device.
+const NAMED: usize = 3;
+
+/// One line each, without a full stop.
+pub(super) fn of(status: &Status, usage: &Usage, config: &Config) -> Vec<String> {
+    let mut lines = guard(config);
+    if let Some(error) = &usage.error {
+        lines.push(format!("what is used is not known: {}", safe(error)));
+    }
+    for gpu in &status.devices {
+        let mut device = |uuid: &str, label: &str, unknown: Option<&String>, used: Option<&DeviceUsed>| {
+            if let Some(why) = unknown {
+                lines.push(format!("{label}: what is used is not known: {}", safe(why)));
+            }
+            lines.extend(used.and_then(|used| outside(uuid, label, used, status)));
+        };
+        device(&gpu.uuid, &format!("GPU {}", gpu.index), gpu.unknown.as_ref(), gpu.used.as_ref());
+        for part in &gpu.mig {
+            let label = format!("MIG device {}", part.number);
+            device(&part.uuid, &label, part.unknown.as_ref(), part.used.as_ref());
+        }
+    }
+    lines.extend(daemons(status));
+    lines.extend(lost(status));
+    lines.extend(stuck(status));
+    lines
+}
+
+fn guard(config: &Config) -> Vec<String> {
+    let off = "GUARD OFF: programs that tamper with their MPS limits are not stopped";
+    match guard::sight(config) {
+        Sight::All => Vec::new(),
+        Sight::Blind(why) => why.into_iter().map(|why| format!("GUARD OFF: {why}")).collect(),
+        Sight::None if config.guard.enabled => {
+            vec![format!("{off}; run `systemctl enable --now sublet.service`")]
+        }
+        Sight::None => vec![format!("{off}; the configuration has [guard] enabled = false")],
+    }
+}
+
+/// Processes on a device that belong to no lease. Those of a container that is starting are not known yet.
+fn outside(uuid: &str, label: &str, used: &DeviceUsed, status: &Status) -> Option<String> {
+    let starts = status.leases.iter().any(|lease| lease.device == uuid && lease.pid.is_none());
+    if used.outside.is_empty() || starts {
+        return None;
+    }
+    let named = used.outside.iter().take(NAMED).map(|process| {
+        let memory = process.memory_bytes.map_or_else(String::new, |bytes| format!(", {} MiB", bytes >> 20));
+        format!("{} (pid {}{memory})", process.name, process.pid)
+    });
+    let more = used.outside.len().saturating_sub(NAMED);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    Some(format!("{label}: used without a lease by {}{more}", named.collect::<Vec<_>>().join(", ")))
+}
+
+fn daemons(status: &Status) -> impl Iterator<Item = String> + '_ {
+    let broken =
+        status.mps.iter().filter(|daemon| matches!(daemon.state, DaemonState::Fault | DaemonState::Down));
+    broken.map(|daemon| {
+        let (state, then) = match daemon.state {
+            DaemonState::Fault => ("does not answer", "`sublet mps logs` may say why"),
+            _ => ("does not run", "`sublet gc` starts it again if a lease needs it"),
+        };
+        format!("MPS daemon {} {state}: {then}", daemon.key)
+    })
+}
+
+fn lost(status: &Status) -> impl Iterator<Item = String> + '_ {
+    let lost = status.leases.iter().filter(|lease| lease.state == LeaseState::Lost);
+    lost.map(|lease| {
+        let container = lease.name.as_deref().unwrap_or(&lease.called);
+        format!("container {}: its lease {} is lost; end the container", safe(container), lease.id)
+    })
+}
+
+fn stuck(status: &Status) -> impl Iterator<Item = String> + '_ {
+    status.mig_made.iter().filter_map(|made| {
+        let (why, (start, size)) = (made.error.as_ref()?, made.placement);
+        Some(format!(
+            "MIG instance {}@{start}:{size} of GPU {} was created for a container that has ended, and cannot be \
+             destroyed yet: {}; every sublet command tries again",
+            made.profile,
+            safe(&made.gpu),
+            safe(why)
+        ))
+    })
+}

@@ -1,0 +1,117 @@
+//! NVML: how busy a GPU is, by whom, and what it draws. Every simulated process computes all the time, so the figures follow
+//! from who is there.
+#![allow(unsafe_code, reason = "C ABI")]
+
+use std::ffi::{c_uint, c_ulonglong};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use nvml_wrapper_sys::bindings::{
+    nvmlDevice_t, nvmlProcessUtilizationSample_t, nvmlReturn_enum_NVML_ERROR_NOT_FOUND as NOT_FOUND,
+    nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED as NOT_SUPPORTED, nvmlReturn_t, nvmlTemperatureSensors_t,
+    nvmlUtilization_t,
+};
+
+use super::out::{Answer, put, put_list};
+use super::session::{self, Target};
+use crate::layout::contexts::{self, Held, Kind};
+
+/// In milliwatts: an H200's limit, and what it draws with nothing to do.
+const POWER: (c_uint, c_uint) = (700_000, 75_000);
+
+/// With nothing to do and under load, in degrees Celsius.
+const TEMPERATURE: (c_uint, c_uint) = (32, 61);
+
+/// Percent of the time in which a kernel ran; in MIG mode not supported (nvml.h).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvmlDeviceGetUtilizationRates(
+    device: nvmlDevice_t,
+    rates: *mut nvmlUtilization_t,
+) -> nvmlReturn_t {
+    session::gpu(device, |target| {
+        without_mig(target)?;
+        let gpu = busy(target);
+        // SAFETY: null or valid, as nvml.h asks for.
+        unsafe { put(rates, nvmlUtilization_t { gpu, memory: gpu / 4 }) }
+    })
+}
+
+/// Each process and each MPS server that computes, never a server's clients (H200, driver 580: an entry for each process
+/// under time-slicing, one for the server under MPS). Nobody since then is `NOT_FOUND` (nvml.h).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvmlDeviceGetProcessUtilization(
+    device: nvmlDevice_t,
+    samples: *mut nvmlProcessUtilizationSample_t,
+    count: *mut c_uint,
+    since: c_ulonglong,
+) -> nvmlReturn_t {
+    session::gpu(device, |target| {
+        without_mig(target)?;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
+        let now = c_ulonglong::try_from(now).unwrap_or(c_ulonglong::MAX);
+        let taking = takes_part(target);
+        if taking.is_empty() || since >= now {
+            return Err(NOT_FOUND);
+        }
+        let part = 100 / c_uint::try_from(taking.len()).unwrap_or(c_uint::MAX);
+        let sample = |held: &Held| nvmlProcessUtilizationSample_t {
+            pid: held.pid.unsigned_abs(),
+            timeStamp: now,
+            smUtil: part,
+            memUtil: part / 4,
+            encUtil: 0,
+            decUtil: 0,
+        };
+        // SAFETY: the caller's array of `*count` elements, as nvml.h asks for.
+        unsafe { put_list(samples, count, &taking.iter().map(sample).collect::<Vec<_>>()) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvmlDeviceGetPowerUsage(device: nvmlDevice_t, power: *mut c_uint) -> nvmlReturn_t {
+    session::gpu(device, |target| {
+        let (limit, idle) = POWER;
+        // SAFETY: null or valid, as nvml.h asks for.
+        unsafe { put(power, idle + (limit - idle) / 100 * busy(target) / 2) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvmlDeviceGetEnforcedPowerLimit(
+    device: nvmlDevice_t,
+    limit: *mut c_uint,
+) -> nvmlReturn_t {
+    // SAFETY: null or valid, as nvml.h asks for.
+    session::gpu(device, |_| unsafe { put(limit, POWER.0) })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvmlDeviceGetTemperature(
+    device: nvmlDevice_t,
+    _sensor: nvmlTemperatureSensors_t,
+    temperature: *mut c_uint,
+) -> nvmlReturn_t {
+    session::gpu(device, |target| {
+        let degrees = if busy(target) > 0 { TEMPERATURE.1 } else { TEMPERATURE.0 };
+        // SAFETY: null or valid, as nvml.h asks for.
+        unsafe { put(temperature, degrees) }
+    })
+}
+
+/// How busy the device is, in percent.
+pub(super) fn busy(target: &Target<'_>) -> c_uint {
+    if takes_part(target).is_empty() { 0 } else { 100 }
+}
+
+/// Who takes turns on the device: processes outside MPS, and MPS servers that have clients there.
+fn takes_part(target: &Target<'_>) -> Vec<Held> {
+    let held = contexts::told(&target.session.topology.tag, target.session.root.as_ref());
+    let here: Vec<Held> = held.into_iter().filter(|held| super::process::is_on(held, target)).collect();
+    let has_clients = here.iter().any(|held| held.kind == Kind::Client);
+    here.into_iter()
+        .filter(|held| held.kind == Kind::Compute || held.kind == Kind::Server && has_clients)
+        .collect()
+}
+
+fn without_mig(target: &Target<'_>) -> Answer {
+    if target.partition()?.is_some_and(|partition| partition.enabled) { Err(NOT_SUPPORTED) } else { Ok(()) }
+}
