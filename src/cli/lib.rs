@@ -22,6 +22,8 @@ pub mod refresh;
 
 pub mod guard;
 
+pub mod events;
+
 pub mod status;
 
 pub mod serve;

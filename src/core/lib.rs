@@ -31,6 +31,8 @@ pub mod config_files;
 
 pub mod inventory;
 
+pub mod events;
+
 pub mod ledger;
 
 pub mod place;

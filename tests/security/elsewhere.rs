@@ -79,10 +79,15 @@ fn c3_in_other_namespaces_nothing_is_changed() {
         let status = status.expect("unshare");
         assert!(status.status.success() && says_elsewhere(&status), "{namespaces:?}: {status:?}");
         let told: Value = serde_json::from_slice(&status.stdout).expect("JSON");
-        let unknown = json!({"memory_bytes": null, "processes": null, "sm_percent": null, "server_sm_percent": null});
+        let unknown =
+            json!({"memory_bytes": null, "processes": null, "sm_percent": null, "server_sm_percent": null});
         let mut shown = leases.clone();
         shown[0]["used"] = unknown;
-        assert_eq!(told["leases"].as_array(), Some(&shown), "what is used is not known there: {namespaces:?}");
+        assert_eq!(
+            told["leases"].as_array(),
+            Some(&shown),
+            "what is used is not known there: {namespaces:?}"
+        );
         let other = world.bundle("other", &[("sublet.sm", "10")], SLEEP);
         other.write();
         let mut create = runtime(&other, namespaces);

@@ -237,3 +237,45 @@ fn a_restart_of_docker_ends_neither_container_nor_daemon() {
     machine.world.assert_empty();
     systemctl(&["stop", "docker.service", "docker.socket"]);
 }
+
+#[test]
+fn events_are_in_the_journal_and_what_other_users_write_there_is_none() {
+    if skip_unless_installed() {
+        return;
+    }
+    let machine = Machine::up();
+    let events = || -> Vec<Value> {
+        let text =
+            done(machine.world.command("sublet").args(["events", "--format", "json", "--since", "10m"]));
+        text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+    };
+    machine.hold(0, "journaled");
+    let lease = machine.world.leases()[0]["id"].clone();
+    let of_lease = || -> Vec<Value> {
+        events()
+            .into_iter()
+            .filter(|event| event["lease"] == lease)
+            .map(|event| event["kind"].clone())
+            .collect()
+    };
+    assert!(eventually(|| of_lease() == [json!("lease-taken"), json!("lease-bound")]), "{:?}", events());
+    let entries =
+        done(Command::new("journalctl").args(["-q", "-o", "cat", "SYSLOG_IDENTIFIER=sublet-events"]));
+    assert!(entries.contains("lease-taken"), "{entries}");
+    assert!(!Path::new("/run/sublet/events.jsonl").exists(), "what the journal has is not kept twice");
+    let forged =
+        json!({"time": "2026-11-23T07:00:00.000Z", "uptime_ms": 1, "kind": "refused", "text": "forged"});
+    let entry = format!("MESSAGE=x\nSYSLOG_IDENTIFIER=sublet-events\nSUBLET_EVENT={forged}\n");
+    let file = machine.world.dir.path().join("entry");
+    std::fs::write(&file, entry).expect("written");
+    let stdin = std::fs::File::open(&file).expect("opened");
+    done(Command::new("logger").arg("--journald").stdin(stdin).uid(UID).gid(UID).current_dir("/"));
+    let all =
+        || done(Command::new("journalctl").args(["-q", "-o", "json", "SYSLOG_IDENTIFIER=sublet-events"]));
+    assert!(eventually(|| all().contains("forged")), "it is in the journal");
+    assert!(!events().iter().any(|event| event["text"] == "forged"), "{:?}", events());
+    systemctl(&["start", "sublet.service"]);
+    systemctl(&["restart", "sublet.service"]);
+    machine.remove(0, "journaled");
+    assert!(eventually(|| of_lease().last() == Some(&json!("lease-ended"))), "{:?}", events());
+}

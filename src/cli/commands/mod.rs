@@ -10,6 +10,7 @@ mod device_table;
 mod doctor;
 mod doctor_run;
 mod drain;
+mod events;
 mod explain;
 mod gc;
 mod guard_report;
@@ -62,6 +63,8 @@ enum Command {
     Lease(lease::Command),
     /// Release leases of containers that have ended, and restart crashed MPS daemons
     Gc,
+    /// Show what happened: leases taken and ended, refusals, the guard's actions, MPS daemons, MIG instances
+    Events(events::Arguments),
     /// Stop giving new leases on a device; leases that exist stay
     Drain(drain::Arguments),
     /// Give leases on a drained device again
@@ -127,6 +130,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Wait(arguments) => wait::run(&arguments, &config),
         Command::Lease(command) => lease::run(&command, &config),
         Command::Gc => gc::run(&config),
+        Command::Events(arguments) => events::run(&arguments, &config),
         Command::Drain(arguments) => drain::run(&arguments, true, &config),
         Command::Undrain(arguments) => drain::run(&arguments, false, &config),
         Command::Mps(command) => mps::run(&command, &config),

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::judge::Offence;
 use sublet_core::config::Config;
+use sublet_core::events;
 use sublet_core::fs::atomic::replace;
 use sublet_core::fs::trusted;
 use sublet_core::host::boot_id;
@@ -93,6 +94,8 @@ pub fn sight(config: &Config) -> Sight {
 
 /// Adds `new` events and records that the guard runs; `blind` are the devices that cannot be checked.
 pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std::io::Result<()> {
+    let told: Vec<events::Event> = new.iter().map(told).collect();
+    events::tell(&config.state_dir, &told);
     let mut book = read(config);
     for event in new {
         book.events.push(event);
@@ -102,6 +105,17 @@ pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std
     boot_id::read().unwrap_or_default().clone_into(&mut book.boot_id);
     book.blind = blind;
     replace(&path(config), &serde_json::to_vec(&book)?, 0o644)
+}
+
+/// As one of all that happens.
+fn told(event: &Event) -> events::Event {
+    events::Event {
+        uid: event.uid,
+        container_id: event.container_id.clone().unwrap_or_default(),
+        devices: vec![event.device.clone()],
+        text: event.text.clone(),
+        ..events::Event::now(events::Kind::Guard)
+    }
 }
 
 /// Drops the oldest events. Those of the latest event's container go first if they exceed its part.

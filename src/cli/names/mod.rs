@@ -121,6 +121,12 @@ impl Names {
         self.0.get(lease.id.as_str()).map(|known| &known.name)
     }
 
+    /// What the container of the lease with this id is or was called.
+    #[must_use]
+    pub(crate) fn of_lease_id(&self, lease: &str) -> Option<&Name> {
+        self.0.get(lease).map(|known| &known.name)
+    }
+
     fn note(&mut self, ledger: &Ledger, now: u64, learn: impl Fn(&Lease) -> Option<Name>) {
         for lease in &ledger.leases {
             let name = learn(lease).map(Name::cut);

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::AdmitError;
 use crate::config::Config;
+use crate::events::{self, Event, Kind};
 use crate::fs::atomic::replace;
 use crate::fs::trusted;
 use crate::text::safe;
@@ -55,6 +56,13 @@ pub fn record_told(uid: u32, container_id: &str, reason: &str, config: &Config) 
 }
 
 fn add(uid: u32, container_id: &str, reason: String, config: &Config) {
+    let refused = Event {
+        uid,
+        container_id: container_id.to_owned(),
+        text: reason.clone(),
+        ..Event::now(Kind::Refused)
+    };
+    events::tell(&config.state_dir, &[refused]);
     let mut all = refusals(config);
     let container_id = safe(container_id);
     all.push(RefusalRecord { time: crate::process::epoch_seconds(), container_id, reason, uid });

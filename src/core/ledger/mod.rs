@@ -6,6 +6,7 @@ mod daemon_devices;
 mod daemon_key;
 mod default_limits;
 mod dynamic_mig_instances;
+mod events_of_change;
 #[cfg(test)]
 mod formats;
 #[cfg(fuzzing)]

@@ -10,12 +10,14 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::libc::O_NOFOLLOW;
 
+use super::events_of_change;
 use super::liveness::reclaim;
 use super::lock_mark::Mark;
 use super::namespaces::{self, Namespaces};
 use super::rebuild::{inventory, rebuild, remember_roots, trace, unexplained};
 use super::runtime_record::{LARGEST, read_up_to};
 use super::{Lease, LeaseId, Ledger, SCHEMA};
+use crate::events::{self, Event};
 use crate::fs::trusted;
 use crate::host::boot_id;
 use crate::process::uptime_seconds;
@@ -189,12 +191,18 @@ impl Store {
         let (boot, ours) = (Self::boot_id()?, Namespaces::current()?);
         let lock = self.lock()?;
         let mark = Mark::read(&lock, &boot);
+        let mut lost = None;
         crate::fs::atomic::sweep(&self.state_dir);
         let (before, mut ledger) = match self.load()? {
             Loaded::Missing => (None, Ledger::empty(&boot)),
             Loaded::Sound(ledger) => (Some((*ledger).clone()), of_this_boot(*ledger, &boot)),
-            Loaded::Corrupt(why) => (None, self.rebuilt(&why, &boot, ours, mark.as_ref())?),
+            Loaded::Corrupt(why) => {
+                let ledger = self.rebuilt(&why, &boot, ours, mark.as_ref())?;
+                lost = Some(events_of_change::rebuilt(&ledger, &why));
+                (None, ledger)
+            }
         };
+        let known = before.clone().unwrap_or_else(|| ledger.clone());
         ledger.check_namespaces(ours)?;
         let freed = reclaim(&mut ledger);
         self.explain(&mut ledger);
@@ -212,6 +220,9 @@ impl Store {
             Mark::write(wanted.as_ref(), &lock)
                 .map_err(|error| failed("written", &self.lock_file(), error))?;
         }
+        let mut events: Vec<Event> = lost.into_iter().collect();
+        events.extend(events_of_change::events(&known, &after));
+        events::tell(&self.state_dir, &events);
         Ok((outcome, freed))
     }
 

@@ -92,6 +92,15 @@ pub fn uptime_seconds() -> u64 {
     text.split('.').next().and_then(|seconds| seconds.parse().ok()).unwrap_or(0)
 }
 
+/// Milliseconds since boot, as [`uptime_seconds`]; the kernel writes hundredths.
+#[must_use]
+pub(crate) fn uptime_milliseconds() -> u64 {
+    let text = std::fs::read_to_string("/proc/uptime").unwrap_or_default();
+    let Some((seconds, rest)) = text.split_once('.') else { return 0 };
+    let hundredths: u64 = rest.get(..2).and_then(|digits| digits.parse().ok()).unwrap_or(0);
+    seconds.parse().map_or(0, |seconds: u64| seconds.saturating_mul(1000) + hundredths * 10)
+}
+
 struct Stat {
     state: char,
     parent: i32,

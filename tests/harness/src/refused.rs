@@ -18,7 +18,10 @@ pub fn assert_lines(seen: &[String], expected: &[&str]) {
 }
 
 /// Files in the state directory that a refusal may write: records, but no daemon's directory.
-const RECORDS: [&str; 8] = [
+const RECORDS: [&str; 11] = [
+    "events.1.jsonl",
+    "events.jsonl",
+    "events.lock",
     "inventory.json",
     "ledger.json",
     "ledger.json.copy",

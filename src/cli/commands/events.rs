@@ -1,0 +1,277 @@
+//! `sublet events`: what happened to leases, MPS daemons and MIG instances.
+
+use std::io::stdout;
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime};
+
+use anyhow::bail;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use std::os::fd::AsFd as _;
+
+use super::tables;
+use crate::events::{Reader, moment};
+use crate::names::Names;
+use sublet_core::admit::is_remote;
+use sublet_core::config::Config;
+use sublet_core::events::{Event, Kind};
+use sublet_core::inventory::{self, Device, Inventory};
+use sublet_core::ledger::Store;
+use sublet_core::text::{safe, timestamp_milliseconds};
+
+/// How often `--follow` looks.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// How events are printed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Format {
+    /// A line each.
+    #[default]
+    Table,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Arguments of `sublet events`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// Since then: 2026-11-23T07:00:00Z, 2026-11-23, seconds since 1970, or how long ago, as 10m
+    #[arg(long, value_name = "TIME", value_parser = moment::parse)]
+    since: Option<SystemTime>,
+    /// Until then
+    #[arg(long, value_name = "TIME", value_parser = moment::parse, conflicts_with = "follow")]
+    until: Option<SystemTime>,
+    /// Only of this container: its name or id, its lease's id, or the beginning of one
+    #[arg(long)]
+    container: Option<String>,
+    /// Only some: kind=refused, container=NAME, gpu=DEVICE. Of one key any may hold, of several keys each must
+    #[arg(long, value_name = "KEY=VALUE", value_parser = filter)]
+    filter: Vec<Filter>,
+    /// Go on with what happens, until Ctrl-C
+    #[arg(short, long)]
+    follow: bool,
+    /// Output format: a line each, or one JSON object a line
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Filter {
+    Kind(Kind),
+    Container(String),
+    Gpu(String),
+}
+
+fn filter(text: &str) -> Result<Filter, String> {
+    match text.split_once('=') {
+        Some(("kind", kind)) => {
+            let known = Kind::ALL.into_iter().find(|known| known.as_str() == kind);
+            let words = || Kind::ALL.map(Kind::as_str).join(", ");
+            known
+                .map(Filter::Kind)
+                .ok_or_else(|| format!("no kind is called {}: there are {}", safe(kind), words()))
+        }
+        Some(("container", name)) => Ok(Filter::Container(name.to_owned())),
+        Some(("gpu", device)) => Ok(Filter::Gpu(device.to_owned())),
+        _ => Err(format!("{}: write kind=…, container=… or gpu=…", safe(text))),
+    }
+}
+
+/// Runs it.
+///
+/// # Errors
+/// A device that is asked for does not exist.
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    let mut reader = Reader::default();
+    let wanted = Wanted::of(arguments, config)?;
+    let mut told = None;
+    loop {
+        let (events, unread) = reader.new_events(config);
+        if unread != told {
+            if let Some(line) = &unread {
+                eprintln!("sublet: {line}");
+            }
+            told = unread;
+        }
+        let shown = Shown::read(config);
+        for event in events.iter().filter(|event| wanted.has(event, &shown)) {
+            match arguments.format {
+                Format::Json => println!("{}", serde_json::to_string(event)?),
+                Format::Table => println!("{}", shown.line(event)),
+            }
+        }
+        if !arguments.follow || !is_read_on() {
+            return Ok(ExitCode::SUCCESS);
+        }
+        std::thread::sleep(PERIOD);
+    }
+}
+
+/// Whether somebody still reads standard output. Where nothing happens, nothing is written that would tell.
+fn is_read_on() -> bool {
+    let stdout = stdout();
+    let mut fds = [PollFd::new(stdout.as_fd(), PollFlags::empty())];
+    let polled = poll(&mut fds, PollTimeout::ZERO);
+    let gone =
+        fds[0].revents().is_some_and(|events| events.intersects(PollFlags::POLLERR | PollFlags::POLLHUP));
+    super::closed_output::is_open() && !(polled.is_ok() && gone)
+}
+
+/// Which events are wanted.
+struct Wanted {
+    since: Option<String>,
+    until: Option<String>,
+    kinds: Vec<Kind>,
+    containers: Vec<String>,
+    /// UUIDs; `None`: of any device and of none.
+    devices: Option<Vec<String>>,
+}
+
+impl Wanted {
+    fn of(arguments: &Arguments, config: &Config) -> anyhow::Result<Self> {
+        let mut wanted = Self {
+            since: arguments.since.map(timestamp_milliseconds),
+            until: arguments.until.map(timestamp_milliseconds),
+            kinds: Vec::new(),
+            containers: arguments.container.iter().cloned().collect(),
+            devices: None,
+        };
+        for filter in &arguments.filter {
+            match filter {
+                Filter::Kind(kind) => wanted.kinds.push(*kind),
+                Filter::Container(name) => wanted.containers.push(name.clone()),
+                Filter::Gpu(device) => wanted.devices.get_or_insert_default().extend(named(device, config)?),
+            }
+        }
+        Ok(wanted)
+    }
+
+    fn has(&self, event: &Event, shown: &Shown) -> bool {
+        // RFC 3339 in UTC with milliseconds: the order of texts is that of times.
+        self.since.as_ref().is_none_or(|since| event.time >= *since)
+            && self.until.as_ref().is_none_or(|until| event.time <= *until)
+            && (self.kinds.is_empty() || self.kinds.contains(&event.kind))
+            && (self.containers.is_empty() || self.containers.iter().any(|text| shown.is_of(event, text)))
+            && self
+                .devices
+                .as_ref()
+                .is_none_or(|devices| devices.iter().any(|uuid| event.devices.contains(uuid)))
+    }
+}
+
+/// UUIDs of the devices that `text` names. A device that is gone is named by its UUID.
+fn named(text: &str, config: &Config) -> anyhow::Result<Vec<String>> {
+    let known = inventory::last(config).ok();
+    let found = known.iter().flat_map(|inventory| sublet_core::place::named(text, inventory, config));
+    let mut uuids: Vec<String> = found.map(|device| device.uuid.clone()).collect();
+    if uuids.is_empty() && (text.starts_with("GPU-") || text.starts_with("MIG-")) {
+        uuids.push(text.to_owned());
+    }
+    if uuids.is_empty() {
+        bail!("there is no device {}: `sublet status` lists the devices", safe(text));
+    }
+    Ok(uuids)
+}
+
+/// What events are shown with: the names of containers and the numbers of devices.
+struct Shown {
+    names: Names,
+    inventory: Option<Inventory>,
+}
+
+impl Shown {
+    fn read(config: &Config) -> Self {
+        let ledger = Store::open(&config.state_dir).ok().and_then(|store| store.peek().ok());
+        let names = ledger.map(|ledger| Names::learn(&ledger, config)).unwrap_or_default();
+        let inventory = if is_remote(config) { None } else { inventory::last(config).ok() };
+        Self { names, inventory }
+    }
+
+    fn name(&self, event: &Event) -> Option<&str> {
+        let name = self.names.of_lease_id(&event.lease)?;
+        [&name.name, &name.part_of, &name.unit].into_iter().find(|text| !text.is_empty()).map(String::as_str)
+    }
+
+    fn is_of(&self, event: &Event, text: &str) -> bool {
+        let labels = [Some(event.container_id.as_str()), Some(event.lease.as_str()), self.name(event)];
+        !text.is_empty() && labels.into_iter().flatten().any(|label| label.starts_with(text))
+    }
+
+    /// Time, kind, whom it concerns, and what there is to say.
+    fn line(&self, event: &Event) -> String {
+        let mut words = vec![format!("{}  {:<14}", safe(&event.time), event.kind.as_str())];
+        match self.name(event) {
+            Some(name) => words.push(safe(name)),
+            None if event.container_id.is_empty() => {}
+            None => words.push(tables::short(&event.container_id)),
+        }
+        let number = |uuid: &String| {
+            let device = self.inventory.as_ref().and_then(|inventory| inventory.device(uuid));
+            device.map_or_else(|| safe(uuid), Device::label)
+        };
+        if !event.devices.is_empty() {
+            words.push(format!("on {}", event.devices.iter().map(number).collect::<Vec<_>>().join(", ")));
+        }
+        if !event.text.is_empty() {
+            // A reason may be long, and is escaped piece by piece: `safe` cuts.
+            let characters: Vec<char> = event.text.chars().collect();
+            words.push(characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect());
+        }
+        words.extend(
+            event
+                .took_ms
+                .map(|took| format!("after {}", humantime::format_duration(Duration::from_millis(took)))),
+        );
+        words.join(" ").trim_end().to_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn filters_are_understood_and_misspelt_ones_refused() {
+        assert_eq!(filter("kind=refused"), Ok(Filter::Kind(Kind::Refused)));
+        assert_eq!(filter("container=web"), Ok(Filter::Container("web".into())));
+        assert!(filter("kind=refuse").unwrap_err().contains("there are lease-taken, "));
+        assert_eq!(filter("a\u{1b}").unwrap_err(), "a\\u{1b}: write kind=…, container=… or gpu=…");
+    }
+
+    #[test]
+    fn a_line_says_when_what_whom_where_and_why() {
+        let shown = Shown { names: Names::default(), inventory: None };
+        let event = Event {
+            time: "2026-11-23T07:00:00.123Z".into(),
+            container_id: "0123456789abcdef\u{1b}".into(),
+            devices: vec!["GPU-1".into()],
+            text: "no\nplace".into(),
+            took_ms: Some(1500),
+            ..Event::now(Kind::Refused)
+        };
+        assert_eq!(
+            shown.line(&event),
+            "2026-11-23T07:00:00.123Z  refused        0123456789ab on GPU-1 no\\nplace after 1s 500ms"
+        );
+        assert!(shown.is_of(&event, "01234") && !shown.is_of(&event, "") && !shown.is_of(&event, "x"));
+    }
+
+    #[test]
+    fn times_and_kinds_choose() {
+        let shown = Shown { names: Names::default(), inventory: None };
+        let event = Event { time: "2026-11-23T07:00:00.123Z".into(), ..Event::now(Kind::Drained) };
+        let wanted = |since: &str, until: &str, kinds: &[Kind]| Wanted {
+            since: Some(since.to_owned()),
+            until: Some(until.to_owned()),
+            kinds: kinds.to_vec(),
+            containers: Vec::new(),
+            devices: None,
+        };
+        let (early, late) = ("2026-11-23T07:00:00.000Z", "2026-11-23T08:00:00.000Z");
+        assert!(wanted(early, late, &[]).has(&event, &shown));
+        assert!(wanted(early, late, &[Kind::Drained, Kind::Refused]).has(&event, &shown));
+        assert!(!wanted(early, late, &[Kind::Refused]).has(&event, &shown));
+        assert!(
+            !wanted(late, late, &[]).has(&event, &shown) && !wanted(early, early, &[]).has(&event, &shown)
+        );
+    }
+}

@@ -1,0 +1,115 @@
+//! Reads the events that were told: from the system's journal, from the ring beside the ledger, and for users without root
+//! their own refusals and what the guard did to their containers.
+
+mod journal;
+pub(crate) mod moment;
+
+use std::collections::BTreeSet;
+
+use crate::guard;
+use sublet_core::admit::{is_remote, refusals};
+use sublet_core::config::Config;
+use sublet_core::events::{Event, Kind, has_journal, read_ring};
+use sublet_core::text::timestamp;
+
+/// Reads events again and again.
+#[derive(Default)]
+pub(crate) struct Reader {
+    /// Where the journal was read to.
+    cursor: Option<String>,
+    /// Those of the ring and of the users' files that were read already, as JSON.
+    seen: BTreeSet<String>,
+}
+
+impl Reader {
+    /// The events since it read before, oldest first, and what could not be read, in one line.
+    pub fn new_events(&mut self, config: &Config) -> (Vec<Event>, Option<String>) {
+        if is_remote(config) {
+            return (self.unseen(of_user(config)), None);
+        }
+        let ring = self.unseen(read_ring(&config.state_dir));
+        if !has_journal(&config.state_dir) {
+            return (ring, None);
+        }
+        match journal::read(self.cursor.as_deref()) {
+            Ok((events, cursor)) => {
+                self.cursor = cursor.or(self.cursor.take());
+                (merged(events, ring), None)
+            }
+            Err(error) => (ring, Some(format!("events in the system's journal are not shown: {error}"))),
+        }
+    }
+
+    fn unseen(&mut self, events: Vec<Event>) -> Vec<Event> {
+        let all: Vec<(String, Event)> = events
+            .into_iter()
+            .map(|event| (serde_json::to_string(&event).unwrap_or_default(), event))
+            .collect();
+        let seen = all.iter().map(|(line, _)| line.clone()).collect();
+        let before = std::mem::replace(&mut self.seen, seen);
+        all.into_iter().filter(|(line, _)| !before.contains(line)).map(|(_, event)| event).collect()
+    }
+}
+
+/// Both in one row by their times, each in its own order: a clock that is set back changes neither.
+fn merged(one: Vec<Event>, other: Vec<Event>) -> Vec<Event> {
+    let (mut one, mut other) = (one.into_iter().peekable(), other.into_iter().peekable());
+    let mut all = Vec::new();
+    loop {
+        let first_is_next = match (one.peek(), other.peek()) {
+            (Some(one), Some(other)) => one.time <= other.time,
+            (one, _) => one.is_some(),
+        };
+        match if first_is_next { one.next() } else { other.next() } {
+            Some(event) => all.push(event),
+            None => return all,
+        }
+    }
+}
+
+/// A user's own refusals, and what the guard did to their containers.
+fn of_user(config: &Config) -> Vec<Event> {
+    let us = nix::unistd::geteuid().as_raw();
+    let event = |time: u64, kind, container_id: String, text: String| Event {
+        time: timestamp(time).replace('Z', ".000Z"),
+        uptime_ms: 0,
+        uid: us,
+        container_id,
+        text,
+        ..Event::now(kind)
+    };
+    let refused = refusals(config).into_iter().filter(|record| record.uid == us);
+    let refused = refused.map(|record| event(record.time, Kind::Refused, record.container_id, record.reason));
+    let guarded = guard::events(config).into_iter().filter(|guarded| guarded.uid == us);
+    let guarded = guarded.map(|guarded| Event {
+        devices: vec![guarded.device],
+        ..event(guarded.time, Kind::Guard, guarded.container_id.unwrap_or_default(), guarded.text)
+    });
+    merged(refused.collect(), guarded.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event(time: &str) -> Event {
+        Event { time: time.to_owned(), ..Event::now(Kind::Drained) }
+    }
+
+    #[test]
+    fn two_sources_are_merged_and_a_clock_that_steps_back_changes_no_order() {
+        let one = vec![event("3"), event("1"), event("5")];
+        let other = vec![event("2"), event("4")];
+        let times: Vec<String> = merged(one, other).into_iter().map(|event| event.time).collect();
+        assert_eq!(times, ["2", "3", "1", "4", "5"]);
+    }
+
+    #[test]
+    fn what_was_read_is_not_read_again() {
+        let mut reader = Reader::default();
+        let events = vec![event("1"), event("2")];
+        assert_eq!(reader.unseen(events.clone()).len(), 2);
+        let again = reader.unseen([events, vec![event("3")]].concat());
+        assert_eq!(again.iter().map(|event| event.time.as_str()).collect::<Vec<_>>(), ["3"]);
+    }
+}

@@ -1,0 +1,246 @@
+//! What a change of the ledger means, as events: the one place where they are told, because every change goes through
+//! [`super::Store::update`].
+
+use super::{DaemonState, Init, Lease, Ledger, MpsDaemon};
+use crate::events::{Event, Kind};
+
+/// Clock ticks a second of a process's start time (proc(5); `USER_HZ` is 100 on all of sublet's architectures).
+const TICKS_MILLISECONDS: u64 = 10;
+
+/// The events between two ledgers, in an order that makes sense.
+pub(super) fn events(before: &Ledger, after: &Ledger) -> Vec<Event> {
+    let mut events = Vec::new();
+    events.extend(ended(before, after));
+    events.extend(daemons(before, after));
+    events.extend(leases(before, after));
+    events.extend(mig(before, after));
+    events.extend(drained(before, after));
+    events
+}
+
+/// That the ledger was lost, and how many leases were found.
+pub(super) fn rebuilt(ledger: &Ledger, why: &str) -> Event {
+    let text = format!("{why}; made anew with {} leases", ledger.leases.len());
+    Event { text, ..Event::now(Kind::LedgerRebuilt) }
+}
+
+fn of_lease(kind: Kind, lease: &Lease) -> Event {
+    Event {
+        uid: lease.container.uid,
+        container_id: lease.container.name().into_owned(),
+        lease: lease.id.to_string(),
+        devices: lease.devices.clone(),
+        daemon: lease.daemon.as_ref().map(ToString::to_string).unwrap_or_default(),
+        ..Event::now(kind)
+    }
+}
+
+fn ended(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
+    let gone = before.leases.iter().filter(|lease| after.lease(&lease.id).is_none());
+    gone.map(|lease| {
+        let held = crate::process::epoch_seconds().checked_sub(lease.since);
+        let text = if lease.init.is_some() { "" } else { "its container never ran" };
+        Event {
+            took_ms: held.map(|seconds| seconds.saturating_mul(1000)),
+            text: text.to_owned(),
+            ..of_lease(Kind::LeaseEnded, lease)
+        }
+    })
+}
+
+fn leases(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
+    after.leases.iter().flat_map(|lease| {
+        let was = before.lease(&lease.id);
+        let taken = was.is_none().then(|| Event { text: share(lease), ..of_lease(Kind::LeaseTaken, lease) });
+        let was_bound = was.is_some_and(|was| was.init.is_some());
+        let bound = lease.init.as_ref().filter(|_| !was_bound).map(|init| bound(lease, init));
+        taken.into_iter().chain(bound)
+    })
+}
+
+/// When the first process started is told by the kernel; when the lease was taken, by its owner: the process that takes it
+/// starts just before.
+fn bound(lease: &Lease, init: &Init) -> Event {
+    let since_start = |ticks: u64| ticks.saturating_mul(TICKS_MILLISECONDS);
+    // A hook's owner is a service that may have run for days.
+    let took = since_start(init.process.start_time).checked_sub(since_start(lease.owner.start_time));
+    let text = format!("first process {}", init.process.pid);
+    Event { took_ms: took.filter(|_| lease.bind_by.is_none()), text, ..of_lease(Kind::LeaseBound, lease) }
+}
+
+/// Its mode and its limits.
+fn share(lease: &Lease) -> String {
+    let mut words = vec![lease.mode.to_string()];
+    words.extend(lease.sm.map(|sm| format!("sm={sm}")));
+    words.extend(lease.memory_bytes.map(|bytes| format!("memory={}MiB", bytes >> 20)));
+    words.join(" ")
+}
+
+fn daemons(before: &Ledger, after: &Ledger) -> Vec<Event> {
+    let find = |ledger: &'_ Ledger, daemon: &MpsDaemon| {
+        ledger.daemons.iter().find(|other| other.key == daemon.key).cloned()
+    };
+    let mut events = Vec::new();
+    for daemon in &before.daemons {
+        if find(after, daemon).is_none() {
+            events.push(of_daemon(Kind::MpsStopped, daemon, ""));
+        }
+    }
+    for daemon in &after.daemons {
+        let was = find(before, daemon);
+        events.extend(of_change(was.as_ref(), daemon, after));
+    }
+    events
+}
+
+fn of_change(was: Option<&MpsDaemon>, daemon: &MpsDaemon, ledger: &Ledger) -> Option<Event> {
+    let state = was.map(|was| was.state);
+    match daemon.state {
+        DaemonState::Serving if state == Some(DaemonState::Serving) => None,
+        // It did not answer, and does again.
+        DaemonState::Serving if state == Some(DaemonState::Fault) => None,
+        DaemonState::Serving => {
+            let again = ledger.on_daemon(&daemon.key).any(|lease| lease.init.is_some());
+            let kind = if again { Kind::MpsRestarted } else { Kind::MpsStarted };
+            Some(of_daemon(kind, daemon, ""))
+        }
+        DaemonState::Starting if state == Some(DaemonState::Serving) => {
+            Some(of_daemon(Kind::MpsFailed, daemon, "it had ended while leases needed it"))
+        }
+        DaemonState::Fault if state != Some(DaemonState::Fault) => {
+            Some(of_daemon(Kind::MpsFailed, daemon, "it does not answer"))
+        }
+        DaemonState::Down if state != Some(DaemonState::Down) => {
+            Some(of_daemon(Kind::MpsFailed, daemon, "it does not run"))
+        }
+        _ => None,
+    }
+}
+
+fn of_daemon(kind: Kind, daemon: &MpsDaemon, text: &str) -> Event {
+    Event {
+        devices: daemon.devices.clone(),
+        daemon: daemon.key.to_string(),
+        text: text.to_owned(),
+        ..Event::now(kind)
+    }
+}
+
+fn mig(before: &Ledger, after: &Ledger) -> Vec<Event> {
+    let made = |ledger: &Ledger| -> Vec<(String, String, String)> {
+        let known = ledger.mig.dynamic_instances.iter();
+        known.filter_map(|made| Some((made.uuid.clone()?, made.gpu.clone(), made.name.clone()))).collect()
+    };
+    let (old, new) = (made(before), made(after));
+    let event = |kind, (uuid, gpu, profile): &(String, String, String)| Event {
+        devices: vec![gpu.clone(), uuid.clone()],
+        text: profile.clone(),
+        ..Event::now(kind)
+    };
+    let mut events: Vec<Event> =
+        old.iter().filter(|made| !new.contains(made)).map(|made| event(Kind::MigDestroyed, made)).collect();
+    events.extend(new.iter().filter(|made| !old.contains(made)).map(|made| event(Kind::MigCreated, made)));
+    let change = before.mig.under_way.as_ref().filter(|change| !change.gpus.is_empty());
+    if let Some(change) = change.filter(|_| after.mig.count > before.mig.count) {
+        events.push(Event { devices: change.gpus.clone(), ..Event::now(Kind::MigChanged) });
+    }
+    events
+}
+
+fn drained(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
+    let event = |kind, device: &String| Event { devices: vec![device.clone()], ..Event::now(kind) };
+    let new = after.drained.iter().filter(|device| !before.drained.contains(device));
+    let old = before.drained.iter().filter(|device| !after.drained.contains(device));
+    new.map(move |device| event(Kind::Drained, device))
+        .chain(old.map(move |device| event(Kind::Undrained, device)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::DaemonState::{Down, Fault, Serving, Starting};
+    use super::super::fixture::lease;
+    use super::super::{DaemonKey, DefaultLimits};
+    use super::*;
+    use crate::process::Process;
+
+    const GPU: &str = "GPU-1";
+
+    fn ledger(leases: Vec<Lease>) -> Ledger {
+        Ledger { leases, ..Ledger::empty("boot") }
+    }
+
+    fn daemon(state: DaemonState) -> MpsDaemon {
+        MpsDaemon {
+            key: DaemonKey(GPU.to_owned()),
+            devices: vec![GPU.to_owned()],
+            process: None,
+            state,
+            default_limits: DefaultLimits::default(),
+            answered_at: 0,
+            idle_since: None,
+            mode_left: false,
+        }
+    }
+
+    fn kinds(before: &Ledger, after: &Ledger) -> Vec<&'static str> {
+        events(before, after).iter().map(|event| event.kind.as_str()).collect()
+    }
+
+    fn bound_lease(number: u64) -> Lease {
+        let owner = Process { pid: 1, start_time: 1000 };
+        let init = Init { process: Process { pid: 2, start_time: 1012 }, pid_namespace: 0, cgroup: None };
+        Lease { owner, init: Some(init), ..lease(number, GPU) }
+    }
+
+    #[test]
+    fn a_lease_is_taken_bound_and_ended_once_each() {
+        let (none, taken) = (ledger(Vec::new()), ledger(vec![lease(1, GPU)]));
+        let bound = ledger(vec![bound_lease(1)]);
+        assert_eq!(kinds(&none, &taken), ["lease-taken"]);
+        assert_eq!(kinds(&taken, &bound), ["lease-bound"]);
+        assert_eq!(kinds(&bound, &bound), [""; 0]);
+        assert_eq!(kinds(&bound, &none), ["lease-ended"]);
+        assert_eq!(kinds(&none, &bound), ["lease-taken", "lease-bound"], "found by a rebuild");
+        let told = &events(&taken, &bound)[0];
+        assert_eq!((told.took_ms, told.lease.as_str()), (Some(120), "0000000000000001"));
+        assert_eq!(events(&taken, &none)[0].text, "its container never ran");
+    }
+
+    #[test]
+    fn a_daemon_that_serves_under_a_running_container_was_restarted() {
+        let with = |state: Option<DaemonState>, leases: Vec<Lease>| {
+            let leases =
+                leases.into_iter().map(|lease| Lease { daemon: Some(DaemonKey(GPU.into())), ..lease });
+            let ledger = ledger(leases.collect());
+            Ledger { daemons: state.map(daemon).into_iter().collect(), ..ledger }
+        };
+        let pending = || vec![lease(1, GPU)];
+        let running = || vec![bound_lease(1)];
+        let step = |from, to, leases: fn() -> Vec<Lease>| kinds(&with(from, leases()), &with(to, leases()));
+        assert_eq!(step(None, Some(Starting), pending), [""; 0]);
+        assert_eq!(step(Some(Starting), Some(Serving), pending), ["mps-started"]);
+        assert_eq!(step(Some(Serving), Some(Starting), running), ["mps-failed"]);
+        assert_eq!(step(Some(Starting), Some(Serving), running), ["mps-restarted"]);
+        assert_eq!(step(Some(Serving), Some(Fault), running), ["mps-failed"]);
+        assert_eq!(step(Some(Fault), Some(Serving), running), [""; 0]);
+        assert_eq!(step(Some(Starting), Some(Down), pending), ["mps-failed"]);
+        assert_eq!(step(Some(Serving), None, running), ["mps-stopped"]);
+    }
+
+    #[test]
+    fn drains_and_mig_changes_are_told() {
+        let none = ledger(Vec::new());
+        let drained = Ledger { drained: vec![GPU.into()], ..none.clone() };
+        assert_eq!(kinds(&none, &drained), ["drained"]);
+        assert_eq!(kinds(&drained, &none), ["undrained"]);
+        let me = Process::current().unwrap();
+        let mut changing = none.clone();
+        changing.begin_mig(super::super::MigChange { gpus: vec![GPU.into()], owner: me }).unwrap();
+        let mut changed = changing.clone();
+        changed.end_mig(me, true);
+        assert_eq!((kinds(&none, &changing), kinds(&changing, &changed)), (vec![], vec!["mig-changed"]));
+        let mut unchanged = changing.clone();
+        unchanged.end_mig(me, false);
+        assert_eq!(kinds(&changing, &unchanged), [""; 0]);
+    }
+}
