@@ -9,6 +9,7 @@ use std::io::{ErrorKind, Write, stderr, stdout};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 static FAILED: AtomicBool = AtomicBool::new(false);
+static BEGUN: AtomicBool = AtomicBool::new(false);
 
 macro_rules! print {
     ($($text:tt)*) => { $crate::commands::closed_output::out(format_args!($($text)*)) };
@@ -26,7 +27,13 @@ macro_rules! eprintln {
 }
 
 pub(super) fn out(text: Arguments<'_>) {
+    BEGUN.store(true, Ordering::Relaxed);
     heard(stdout().lock().write_fmt(text));
+}
+
+/// Whether anything was printed on standard output.
+pub(super) fn has_begun() -> bool {
+    BEGUN.load(Ordering::Relaxed)
 }
 
 pub(super) fn err(text: Arguments<'_>) {

@@ -1,0 +1,282 @@
+//! All that is known of one container: one that holds a lease, one that has ended, one that was refused.
+
+use std::path::Path;
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use nix::unistd::geteuid;
+use serde_json::{Map, Value, json};
+
+use super::super::explain_error::ExplainError;
+use super::super::{lease_table, tables};
+use super::answer::Amounts;
+use super::of_share::inventory_for;
+use super::{Arguments, whose};
+use crate::guard::{self, Event};
+use crate::mps_daemons;
+use crate::names::{self, Ended, Name, Names, NoLease, lease_of};
+use crate::preview::Whose;
+use sublet_core::admit::{RefusalRecord, is_remote, refusals};
+use sublet_core::config::Config;
+use sublet_core::inventory::Inventory;
+use sublet_core::ledger::{Lease, Ledger, Store};
+use sublet_core::oci::{EditsShown, JsonFile, edits_shown};
+use sublet_core::process::{child, sublet};
+use sublet_core::text::safe;
+
+/// How long an engine may take to say which container has a name.
+const ENGINE: Duration = Duration::from_secs(5);
+
+/// One part of the answer. Each is made by one function below, and printed in the order of [`sections`].
+struct Section {
+    /// The member in JSON.
+    key: &'static str,
+    title: &'static str,
+    lines: Vec<String>,
+    value: Value,
+}
+
+impl Section {
+    fn rows<'r>(
+        key: &'static str,
+        title: &'static str,
+        rows: impl IntoIterator<Item = (&'r str, String)>,
+        value: Value,
+    ) -> Self {
+        let lines = rows.into_iter().map(|(name, text)| format!("{name:<10} {text}")).collect();
+        Self { key, title, lines, value }
+    }
+}
+
+/// The container that is meant.
+struct Found<'a> {
+    /// As it was asked for.
+    text: &'a str,
+    lease: Option<&'a Lease>,
+    /// Its leases that have ended, the last one first. Only looked for if it holds none.
+    ended: Vec<Ended<'a>>,
+    names: &'a Names,
+    /// What its id begins with, of which a refusal or an action of the guard may be recorded.
+    ids: Vec<String>,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// Nothing is known of the container, or its name means several.
+pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    let whose = whose::whose(arguments.rootless, config);
+    let ledger = Store::open(&config.state_dir)?.peek()?;
+    let names = Names::learn(&ledger, config);
+    let found = find(text, &ledger, &names)?;
+    let sections = sections(&found, whose, config)?;
+    match arguments.format {
+        tables::Format::Json => {
+            let mut document = Map::from_iter([("schema".to_owned(), json!("sublet.explain-container/1"))]);
+            document.extend(sections.into_iter().map(|section| (section.key.to_owned(), section.value)));
+            tables::json(&document)?;
+        }
+        tables::Format::Table => {
+            let shown = |section: &Section| format!("{}\n  {}", section.title, section.lines.join("\n  "));
+            println!("{}", sections.iter().map(shown).collect::<Vec<_>>().join("\n\n"));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// By what sublet knows, else by what an engine calls a container that never held a lease.
+fn find<'a>(text: &'a str, ledger: &'a Ledger, names: &'a Names) -> anyhow::Result<Found<'a>> {
+    let lease_called = |text: &str| match lease_of(text, ledger, names) {
+        Ok(lease) => Ok(Some(lease)),
+        Err(NoLease::None(_)) => Ok(None),
+        Err(several) => Err(several),
+    };
+    let mut ids = vec![text.to_owned()];
+    let mut lease = lease_called(text)?;
+    let mut ended = if lease.is_none() { names.ended(text, ledger) } else { Vec::new() };
+    if lease.is_none() && ended.is_empty() {
+        if let Some(id) = id_of_engine(text) {
+            lease = lease_called(&id)?;
+            ended = if lease.is_none() { names.ended(&id, ledger) } else { Vec::new() };
+            ids.push(id);
+        }
+    }
+    ids.extend(lease.map(|lease| lease.container.id.clone()));
+    ids.extend(ended.iter().map(|ended| ended.container_id().to_owned()));
+    ids.retain(|id| !id.is_empty());
+    Ok(Found { text, lease, ended, names, ids })
+}
+
+/// The id of the container that Docker or Podman calls `name`.
+fn id_of_engine(name: &str) -> Option<String> {
+    ["docker", "podman"].iter().find_map(|engine| {
+        let arguments = ["container", "inspect", "--format", "{{.Id}}", "--", name];
+        let mut command = if geteuid().is_root() {
+            sublet::command(Path::new(engine), &arguments)
+        } else {
+            // Theirs, which finds their containers by their environment.
+            let mut command = Command::new(engine);
+            command.args(arguments);
+            command
+        };
+        let answer = child::run(&mut command, "", ENGINE).ok()?;
+        let id = answer.stdout.trim().to_owned();
+        (answer.status.success() && !id.is_empty()).then_some(id)
+    })
+}
+
+/// Everything there is to say, in order.
+fn sections(found: &Found<'_>, whose: Whose, config: &Config) -> anyhow::Result<Vec<Section>> {
+    let history = history(found, whose, config);
+    let mut sections = Vec::new();
+    if let Some(lease) = found.lease {
+        let inventory = inventory_for(whose, config)?;
+        sections.push(held(lease, found.names.of(lease)));
+        sections.push(limits(lease, &inventory));
+        sections.extend(mps_server(lease, config)?);
+        sections.extend(given(lease));
+    } else if !found.ended.is_empty() {
+        sections.push(ended(&found.ended));
+    } else if history.lines.is_empty() {
+        return Err(ExplainError::NoContainer(safe(found.text)).into());
+    } else {
+        sections.push(refused(found));
+    }
+    if !history.lines.is_empty() {
+        sections.push(history);
+    }
+    Ok(sections)
+}
+
+/// What people call it.
+fn called(name: Option<&Name>) -> Vec<(&'static str, String)> {
+    let Some(name) = name else { return Vec::new() };
+    let engine = name.engine.map(|engine| lease_table::word(&engine));
+    let texts = [("image", &name.image), ("part of", &name.part_of), ("unit", &name.unit)];
+    let texts = texts.into_iter().filter(|(_, text)| !text.is_empty()).map(|(key, text)| (key, safe(text)));
+    engine.map(|engine| ("engine", engine)).into_iter().chain(texts).collect()
+}
+
+fn held(lease: &Lease, name: Option<&Name>) -> Section {
+    let has_ended = lease.init.as_ref().is_some_and(|init| !init.process.is_alive());
+    let state = if has_ended {
+        "ended, which the next command notes".to_owned()
+    } else {
+        lease_table::word(&lease.state)
+    };
+    let pid = lease.init.as_ref().map(|init| init.process.pid);
+    let mut rows = vec![("name", lease_table::label(lease, name)), ("id", safe(&lease.container.id))];
+    rows.extend(called(name));
+    rows.push(("user", names::user(lease.container.uid)));
+    rows.push(("lease", lease.id.to_string()));
+    rows.push(("state", format!("{state}, since {}", tables::timestamp(lease.since))));
+    rows.extend(pid.map(|pid| ("pid", pid.to_string())));
+    let value = json!({
+        "container_id": lease.container.id,
+        "lease": lease.id,
+        "state": if has_ended { json!("ended") } else { json!(lease.state) },
+        "since": tables::timestamp(lease.since),
+        "pid": pid,
+        "user": names::user(lease.container.uid),
+        "name": name,
+    });
+    Section::rows("container", "Container", rows, value)
+}
+
+fn ended(ended: &[Ended<'_>]) -> Section {
+    let last = &ended[0];
+    let name = last.name();
+    let mut rows = vec![("name", safe(&name.name)), ("id", safe(last.container_id()))];
+    rows.extend(called(Some(name)));
+    rows.push(("lease", safe(last.lease)));
+    rows.push(("state", format!("ended; it was last seen at {}", tables::timestamp(last.seen()))));
+    let earlier = |ended: &Ended<'_>| {
+        ("before", format!("lease {}, last seen at {}", safe(ended.lease), tables::timestamp(ended.seen())))
+    };
+    rows.extend(ended[1..].iter().map(earlier));
+    rows.retain(|(_, text)| !text.is_empty());
+    let value = json!({
+        "container_id": last.container_id(),
+        "lease": last.lease,
+        "state": "ended",
+        "last_seen": tables::timestamp(last.seen()),
+        "name": name,
+    });
+    Section::rows("container", "Container", rows, value)
+}
+
+fn refused(found: &Found<'_>) -> Section {
+    let rows = [("name", safe(found.text)), ("state", "holds no lease".to_owned())];
+    Section::rows("container", "Container", rows, json!({"state": "none"}))
+}
+
+fn limits(lease: &Lease, inventory: &Inventory) -> Section {
+    let amounts = Amounts::of(lease, inventory);
+    let gone = lease.devices.iter().filter(|uuid| inventory.device(uuid).is_none());
+    let gone = gone.map(|uuid| ("GPU", format!("{}, which this host no longer has", safe(uuid))));
+    let rows: Vec<_> = gone.chain(amounts.rows()).collect();
+    Section::rows("share", "Share", rows, json!(amounts))
+}
+
+fn mps_server(lease: &Lease, config: &Config) -> anyhow::Result<Option<Section>> {
+    let Some(key) = &lease.daemon else { return Ok(None) };
+    let daemons = mps_daemons::list(&Store::open(&config.state_dir)?, config)?;
+    let Some(daemon) = daemons.into_iter().find(|daemon| daemon.key == *key) else {
+        let rows = [("key", key.to_string()), ("state", "not running".to_owned())];
+        return Ok(Some(Section::rows("mps", "MPS server", rows, Value::Null)));
+    };
+    let mut rows = vec![("key", key.to_string()), ("state", lease_table::word(&daemon.state))];
+    rows.extend(daemon.pid.map(|pid| ("pid", pid.to_string())));
+    rows.extend(daemon.clients.map(|clients| ("clients", clients.to_string())));
+    let memory = tables::memory_limit(daemon.ceiling_memory_bytes);
+    rows.push((
+        "ceiling",
+        format!("{} % of the SMs, memory {memory}, for each client", daemon.ceiling_percent),
+    ));
+    Ok(Some(Section::rows("mps", "MPS server", rows, json!(daemon))))
+}
+
+/// The nodes and variables in its config.json.
+fn given(lease: &Lease) -> Vec<Section> {
+    let read = || -> Option<EditsShown> {
+        let file = JsonFile::read(&lease.container.bundle.join("config.json")).ok()?;
+        edits_shown(&file.parse().ok()?)
+    };
+    let Some(edits) = names::is_own(lease).then(read).flatten() else { return Vec::new() };
+    let nodes =
+        edits.nodes.iter().map(|node| format!("{} {}:{}", node.path.display(), node.major, node.minor));
+    vec![
+        Section { key: "nodes", title: "Device nodes", lines: nodes.collect(), value: json!(edits.nodes) },
+        Section {
+            key: "environment",
+            title: "Variables that sublet set",
+            lines: edits.environment.iter().map(|entry| safe(entry)).collect(),
+            value: json!(edits.environment),
+        },
+    ]
+}
+
+/// What was recorded about it, the oldest first.
+fn history(found: &Found<'_>, whose: Whose, config: &Config) -> Section {
+    let is_its = |id: &str| found.ids.iter().any(|own| id.starts_with(own.as_str()));
+    let us = geteuid().as_raw();
+    let may_see = |record: &RefusalRecord| {
+        !is_remote(config) || record.uid == us || whose == Whose::Root && record.uid == 0
+    };
+    let refused =
+        refusals(config).into_iter().filter(|record| may_see(record) && is_its(&record.container_id));
+    let refused = refused.map(|record| (record.time, "refused", format!("refused: {}", record.reason)));
+    let is_guarded = |event: &Event| event.container_id.as_deref().is_some_and(is_its);
+    let guarded =
+        guard::events(config).into_iter().filter(is_guarded).map(|event| (event.time, "guard", event.text));
+    let mut all: Vec<_> = refused.chain(guarded).collect();
+    all.sort_by_key(|(time, ..)| *time);
+    let line = |(time, _, text): &(u64, &str, String)| format!("{}  {text}", tables::timestamp(*time));
+    let value = |(time, kind, text): &(u64, &str, String)| json!({"time": tables::timestamp(*time), "kind": kind, "text": text});
+    Section {
+        key: "history",
+        title: "History",
+        lines: all.iter().map(line).collect(),
+        value: all.iter().map(value).collect(),
+    }
+}
