@@ -262,7 +262,7 @@ fn the_services_of_a_compose_file_are_checked_together() {
     assert_eq!(document["services"][0], first);
     std::fs::write(&file, COMPOSE.replace("scale: 2", "scale: 1")).expect("written");
     assert!(stdout(&world, &["explain", "--compose", path]).contains("worker"));
-    std::fs::write(&file, COMPOSE.replace("scale: 2", "scale: ${COUNT}")).expect("written");
+    std::fs::write(&file, COMPOSE.replace("scale: 2", "scale: \"${COUNT}\"")).expect("written");
     let refused = failure(&world, &["explain", "--compose", path]);
     assert!(refused.contains("compose.yaml:5: ${COUNT} needs Docker Compose"), "{refused}");
     let mut after = contents(&world.state_dir());

@@ -52,7 +52,7 @@ enum Command {
     Status(status::Arguments),
     /// Ask the driver for its devices and write the inventory
     Refresh(refresh::Arguments),
-    /// Show what a share would get, what it protects and what it does not; changes nothing
+    /// Show what a share, a stack of services or a container gets, what that protects and what not; changes nothing
     Explain(explain::Arguments),
     /// Wait until the driver is up and a share is free
     Wait(wait::Arguments),

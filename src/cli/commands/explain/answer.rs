@@ -199,10 +199,17 @@ impl Amounts {
         let sms = self.sm_percent.and(gpu.process_sm_count).map(|count| format!("{count} SMs"));
         let memory = self.memory_bytes.map(|_| format!("{} MiB", mib(gpu.process_memory_bytes)));
         let each: Vec<String> = [sms, memory].into_iter().flatten().collect();
+        let together = gpu.process_sm_count.map(|count| count * u64::from(self.processes));
+        let fewest = together.filter(|together| self.sm_percent.is_some() && gpu.sm_count < Some(*together));
+        let fewest = fewest.map(|together| {
+            format!(" (the driver gives no process fewer SMs, so together they may have {together})")
+        });
         match (self.processes, &each[..]) {
             (count, []) => count.to_string(),
             (1, each) => format!("1, with {}", each.join(" and ")),
-            (count, each) => format!("{count}, each with {}", each.join(" and ")),
+            (count, each) => {
+                format!("{count}, each with {}{}", each.join(" and "), fewest.unwrap_or_default())
+            }
         }
     }
 }

@@ -89,6 +89,16 @@ fn each_mode_says_what_is_the_containers_own() {
 }
 
 #[test]
+fn more_processes_than_the_drivers_fewest_sms_allow_are_said() {
+    let three = answer(&[("sm", "12"), ("processes", "3")], &host(vec![device(0)]));
+    let said = "3, each with 8 SMs (the driver gives no process fewer SMs, so together they may have 24)";
+    assert_eq!(
+        (row(&three, "SMs"), row(&three, "Processes")),
+        ("14 of 132 (at most 12 %)".into(), said.into())
+    );
+}
+
+#[test]
 fn several_gpus_are_told_apart_only_where_they_differ() {
     let two =
         answer(&[("gpu", "any:2"), ("sm", "25"), ("memory", "8GiB")], &host(vec![device(0), device(1)]));

@@ -1,12 +1,11 @@
 //! All that is known of one container: one that holds a lease, one that has ended, one that was refused.
 
-use std::path::Path;
-use std::process::{Command, ExitCode};
-use std::time::Duration;
+use std::process::ExitCode;
 
 use nix::unistd::geteuid;
 use serde_json::{Map, Value, json};
 
+use super::super::doctor::ask;
 use super::super::explain_error::ExplainError;
 use super::super::{lease_table, tables};
 use super::answer::Amounts;
@@ -21,11 +20,7 @@ use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
 use sublet_core::ledger::{Lease, Ledger, Store};
 use sublet_core::oci::{EditsShown, JsonFile, edits_shown};
-use sublet_core::process::{child, sublet};
 use sublet_core::text::safe;
-
-/// How long an engine may take to say which container has a name.
-const ENGINE: Duration = Duration::from_secs(5);
 
 /// One part of the answer. Each is made by one function below, and printed in the order of [`sections`].
 struct Section {
@@ -109,20 +104,9 @@ fn find<'a>(text: &'a str, ledger: &'a Ledger, names: &'a Names) -> anyhow::Resu
 
 /// The id of the container that Docker or Podman calls `name`.
 fn id_of_engine(name: &str) -> Option<String> {
-    ["docker", "podman"].iter().find_map(|engine| {
-        let arguments = ["container", "inspect", "--format", "{{.Id}}", "--", name];
-        let mut command = if geteuid().is_root() {
-            sublet::command(Path::new(engine), &arguments)
-        } else {
-            // Theirs, which finds their containers by their environment.
-            let mut command = Command::new(engine);
-            command.args(arguments);
-            command
-        };
-        let answer = child::run(&mut command, "", ENGINE).ok()?;
-        let id = answer.stdout.trim().to_owned();
-        (answer.status.success() && !id.is_empty()).then_some(id)
-    })
+    let id = |engine| ask(&[engine, "container", "inspect", "--format", "{{.Id}}", "--", name]);
+    let id = ["docker", "podman"].into_iter().find_map(id)?.trim().to_owned();
+    (!id.is_empty()).then_some(id)
 }
 
 /// Everything there is to say, in order.
