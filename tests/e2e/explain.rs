@@ -315,6 +315,9 @@ fn a_user_of_dockers_socket_is_told_of_dockers_containers() {
     let policy = "your policy limit ([[policy]]) for sm is 50 %";
     let share = ["sm=60", "memory=1GiB"];
     assert!(explain(&share).contains(policy));
+    assert!(!host.world.bundle("large", &[("sublet.sm", "200")], SLEEP).create().ok);
+    let of_large = || explain(&["--container", "large"]);
+    assert!(of_large().contains("holds no lease"), "{}", of_large());
     let socket = Path::new("/var/run/docker.sock");
     if socket.exists() {
         println!("skipped: this machine has a Docker of its own");
@@ -327,6 +330,7 @@ fn a_user_of_dockers_socket_is_told_of_dockers_containers() {
     let told = explain(&share);
     assert!(told.starts_with("For        Docker's containers (--rootless: your own)\n"), "{told}");
     assert!(told.contains("(at most 60 %)"), "{told}");
+    assert!(of_large().contains("refused: sublet.sm=200"), "{}", of_large());
     assert!(explain(&[&share[..], &["--rootless"]].concat()).contains(policy));
     std::fs::remove_file(socket).expect("it was there");
 }

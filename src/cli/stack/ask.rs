@@ -24,13 +24,12 @@ pub fn asked(
     let prefix = format!("{KIND}=");
     if let Some(name) = service.devices.iter().find_map(|device| device.strip_prefix(&prefix)) {
         let listing = cdi_spec::list(config, inventory).map_err(|error| NotPlaced::Cdi(error.to_string()))?;
+        let without =
+            listing.without.into_iter().find(|without| without.name == name).map(|without| without.why);
+        let why = without.unwrap_or_else(|| "`sublet cdi list` shows those there are".to_owned());
         let named = listing.devices.into_iter().find(|named| named.name == name);
-        let named = named.ok_or_else(|| {
-            NotPlaced::Cdi(format!(
-                "there is no CDI device {prefix}{}: `sublet cdi list` shows those there are",
-                safe(name)
-            ))
-        })?;
+        let named = named
+            .ok_or_else(|| NotPlaced::Cdi(format!("there is no CDI device {prefix}{}: {why}", safe(name))))?;
         let request = request_by_cdi(&source, &spec, &named.asked, || Ok(inventory.clone()), config)?;
         return Ok(Some(request));
     }
