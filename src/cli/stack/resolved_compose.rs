@@ -43,9 +43,15 @@ pub fn resolved(file: &Path) -> Result<Option<Value>, StackError> {
     })?;
     if !finished.status.success() {
         let said = finished.stderr.lines().rev().find(|line| !line.trim().is_empty());
-        return Err(wrong(safe(said.unwrap_or("it says nothing about why it failed"))));
+        return Err(wrong(long_safe(said.unwrap_or("it says nothing about why it failed"))));
     }
     serde_json::from_str(&finished.stdout).map(Some).map_err(|error| wrong(error.to_string()))
+}
+
+/// A message with paths, which may be longer than other foreign text.
+fn long_safe(line: &str) -> String {
+    let characters: Vec<char> = line.chars().take(600).collect();
+    characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
 }
 
 /// With the caller's environment, from which Compose takes variables and profiles.
