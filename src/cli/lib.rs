@@ -4,6 +4,7 @@
 
 mod nvml_mig;
 mod peer;
+mod yaml;
 
 pub mod names;
 
@@ -30,6 +31,8 @@ pub mod serve;
 
 mod preview;
 pub mod setup;
+
+mod stack;
 
 pub mod doctor;
 

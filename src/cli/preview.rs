@@ -1,5 +1,5 @@
-//! Where a share would be placed, for commands that change nothing. For a user without root, with that user's policy
-//! limits.
+//! Where a share would be placed, for commands that change nothing. For a rootless user's containers, with that user's
+//! policy limits.
 
 use nix::unistd::geteuid;
 
@@ -16,6 +16,22 @@ use sublet_core::ledger::{LeaseId, Ledger};
 use sublet_core::place::{Order, Placement, place};
 use sublet_core::request::Request;
 
+/// For whose containers a share is looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// Those of an engine that runs as root.
+    Root,
+    /// Those of this user without root, by `sublet serve` and within `[[policy]]`.
+    User,
+}
+
+impl Whose {
+    /// Those that this process would start itself.
+    pub fn callers(config: &Config) -> Self {
+        if is_remote(config) { Self::User } else { Self::Root }
+    }
+}
+
 /// Where `request` would be placed now.
 ///
 /// # Errors
@@ -25,10 +41,11 @@ pub fn preview(
     id: &LeaseId,
     inventory: &Inventory,
     ledger: &Ledger,
+    whose: Whose,
     config: &Config,
 ) -> Result<Placement, AdmitError> {
     let uid = geteuid().as_raw();
-    let rule = is_remote(config).then(|| rule_of(uid, config)).transpose();
+    let rule = (whose == Whose::User).then(|| rule_of(uid, config)).transpose();
     let rule = rule.map_err(|reason| BrokerError::Refused { reason, temporary: false })?;
     let limit = rule.map(|rule| PolicyLimit { uid, rule });
     let allowed = allowed(limit, inventory, config)?;

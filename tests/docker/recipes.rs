@@ -75,6 +75,16 @@ fn each_asks_for_a_share_that_is_granted_and_for_the_same_by_both() {
         let asked: Vec<&str> = annotations.iter().flat_map(|line| ["--annotation", line]).collect();
         let output = world.sublet(&[&["explain"], &asked[..]].concat());
         assert!(output.status.success(), "{}: {output:?}", recipe.name);
+        for (option, name, text) in [
+            ("--compose", "compose.yaml", &recipe.compose),
+            ("--quadlet", "recipe.container", &recipe.quadlet),
+        ] {
+            let file = world.dir.path().join(name);
+            std::fs::write(&file, text).expect("it is written");
+            let output = world.sublet(&["explain", option, file.to_str().expect("UTF-8")]);
+            let table = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && table.contains(" fits\n"), "{}: {output:?}", recipe.name);
+        }
     }
 }
 

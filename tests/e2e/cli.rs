@@ -1,8 +1,6 @@
 //! `sublet` in a shell: its output, output formats and exit codes.
 
-use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
 use std::process::Output;
 
 use serde_json::{Value, json};
@@ -37,15 +35,6 @@ fn one_line(output: &Output, arguments: &[&str]) -> String {
 
 fn keys(value: &Value) -> Vec<&str> {
     value.as_object().expect("an object").keys().map(String::as_str).collect()
-}
-
-/// Every file below `dir` with its bytes.
-fn contents(dir: &Path) -> BTreeMap<String, String> {
-    sublet_e2e::tree(dir)
-        .into_keys()
-        .filter(|path| dir.join(path).is_file()) // A FIFO would wait for its writer.
-        .map(|path| (path.clone(), std::fs::read_to_string(dir.join(&path)).unwrap_or_default()))
-        .collect()
 }
 
 #[test]
@@ -178,107 +167,6 @@ fn status_as_tables() {
     bundle.down();
     assert_eq!(stdout(&world, &["lease", "list"]), "No leases.\n");
     assert_eq!(stdout(&world, &["mps", "list"]), "No MPS daemons.\n");
-}
-
-#[test]
-fn explain_says_what_would_come_of_it_and_changes_nothing() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = World::simulated("h200", "");
-    assert!(world.sublet(&["refresh"]).status.success());
-    let keeper = world.bundle("keeper", &[("sublet.sm", "60")], SLEEP);
-    keeper.up();
-    let _ = world.status();
-    let bundle = world.bundle("asked", &[("sublet.sm", "25"), ("sublet.memory", "8GiB")], SLEEP);
-    bundle.write();
-    let before = (contents(&world.state_dir()), contents(&bundle.dir));
-    let explained = stdout(&world, &["explain", "--annotation", "sublet.sm=25"]);
-    for short in ["sm=25", "sublet.sm=25"] {
-        assert_eq!(stdout(&world, &["explain", short]), explained);
-    }
-    for part in [
-        "sm at most 25 %",
-        "mode mps",
-        "This share protects",
-        "It does not protect",
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
-        "/dev/nvidia0 195:0",
-        "/run/sublet/mps from",
-    ] {
-        assert!(squeezed(&explained, &[]).contains(part), "{part} is not in {explained}");
-    }
-    let dedicated = stdout(
-        &world,
-        &[
-            "explain",
-            "--annotation",
-            "sublet.gpu=0",
-            "--annotation",
-            "sublet.mode=mps",
-            "--annotation",
-            "sublet.isolation=shared",
-        ],
-    );
-    assert!(
-        dedicated.contains("ends the work of all of them"),
-        "shared: a neighbour's fault reaches it: {dedicated}"
-    );
-    let dir = bundle.dir.to_str().expect("UTF-8");
-    let diff = stdout(&world, &["explain", "--bundle", dir]);
-    for line in [
-        "+++ config.json for this share",
-        "+      \"CUDA_MPS_PIPE_DIRECTORY=/run/sublet/mps\"",
-        "+      \"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=8192M\"",
-    ] {
-        assert!(diff.lines().any(|have| have.trim_end_matches(',') == line), "{line} is not in {diff}");
-    }
-    assert!(
-        !diff.lines().any(|line| line.starts_with('-')
-            && !line.starts_with("---")
-            && !line.ends_with('"')
-            && !line.ends_with('}')),
-        "only commas change: {diff}"
-    );
-    let refused = failure(&world, &["explain", "--annotation", "sublet.sm=70"]);
-    assert!(refused.contains("40 % SM left") && refused.contains("keeper"), "{refused}");
-    assert_eq!(
-        failure(&world, &["explain"]),
-        "sublet: nothing to explain: give a share, such as sm=25 memory=8GiB, or --annotation KEY=VALUE, --bundle \
-         DIR, --name NAME or --container CONTAINER"
-    );
-    assert_eq!(
-        failure(&world, &["explain", "--container", "nobody"]),
-        "sublet: container nobody holds no lease, and neither a refusal nor an action of the guard is recorded for it"
-    );
-    let after = (contents(&world.state_dir()), contents(&bundle.dir));
-    let changed: Vec<_> = before.0.iter().filter(|(path, text)| after.0.get(*path) != Some(text)).collect();
-    assert!(after == before, "explain changed something: {changed:?}");
-    keeper.down();
-    world.assert_empty();
-}
-
-#[test]
-fn explain_of_a_container() {
-    if skip_unless_root() {
-        return;
-    }
-    let world = World::simulated("h200", "");
-    let held = world.bundle("held", &[("sublet.sm", "70"), ("sublet.memory", "1GiB")], SLEEP);
-    held.up();
-    let refused = world.bundle("refused", &[("sublet.sm", "40")], SLEEP);
-    let line = refused.refused();
-    let id = world.leases()[0]["id"].as_str().expect("an id").to_owned();
-    let told = stdout(&world, &["explain", "--container", "held"]);
-    assert_eq!(told, format!("Container held holds lease {id}: mode mps, memory 1 GiB.\n"));
-    assert!(stdout(&world, &["explain", "--container", "refused"]).contains(&line));
-    let last = stdout(&world, &["status", "--last-error"]);
-    assert!(last.trim_end().ends_with(&format!("container refused: {line}")), "{last}");
-    let last: Value =
-        serde_json::from_str(&stdout(&world, &["status", "--last-error", "--format", "json"])).expect("JSON");
-    assert_eq!((&last["container_id"], &last["reason"]), (&json!("refused"), &json!(line)));
-    held.down();
-    world.assert_empty();
 }
 
 #[test]

@@ -26,13 +26,27 @@ fn documents(world: &World, bundle: &Bundle<'_>) -> Map<String, Value> {
             (key, serde_json::from_str(&text).ok().filter(Value::is_object).unwrap_or(value))
         });
     all.insert("annotations.json".into(), Value::Object(ours.collect()));
+    let stack = world.dir.path().join("compose.yaml");
+    let services = "{ a: { runtime: sublet, annotations: [ sublet.gpu=5 ] }, b: { runtime: sublet-none } }";
+    std::fs::write(&stack, format!("services: {services}\n")).expect("written");
+    let stack = stack.to_str().expect("UTF-8");
     for (name, command) in [
-        ("status.json", &["status", "--format", "json"][..]),
-        ("last-error.json", &["status", "--last-error", "--format", "json"]),
-        ("lease-list.json", &["lease", "list", "--format", "json"]),
-        ("doctor.json", &["doctor", "--format", "json"]),
+        ("status.json", &["status"][..]),
+        ("last-error.json", &["status", "--last-error"]),
+        ("lease-list.json", &["lease", "list"]),
+        ("doctor.json", &["doctor"]),
+        ("explain.json", &["explain", "--edits", "gpu=5", "sm=25", "memory=1GiB", "guard=terminate"]),
+        ("explain-stack.json", &["explain", "--compose", stack]),
+        ("explain-container.json", &["explain", "--container", &bundle.id]),
+        ("explain-refused.json", &["explain", "--container", "refused"]),
+        ("error.json", &["explain", "gpu=17"]),
     ] {
-        let output = world.sublet(command);
+        let mut asked = world.command("sublet");
+        if command.contains(&"--compose") {
+            // Docker Compose, where there is one, would refuse a service without an image.
+            asked.env("PATH", "/nonexistent");
+        }
+        let output = asked.args(command).args(["--format", "json"]).output().expect("it runs");
         if let Ok(document) = serde_json::from_slice(&output.stdout) {
             all.insert(name.to_owned(), document);
         }

@@ -240,6 +240,13 @@ fn explain_says_that_one_would_be_made_and_makes_none() {
          GPU 0"),
         "{said}"
     );
+    let file = world.dir.path().join("compose.yaml");
+    let service = "{ image: x, runtime: sublet, annotations: [ sublet.mig=1g.18gb ] }";
+    std::fs::write(&file, format!("services: {{ first: {service}, second: {service} }}\n")).expect("written");
+    let stack = world.sublet(&["explain", "--compose", file.to_str().expect("UTF-8")]);
+    let rows = String::from_utf8_lossy(&stack.stdout).into_owned();
+    assert!(rows.contains("fits: a MIG instance is created, 1g.18gb at 6:1 of GPU 0"), "{rows}");
+    assert!(rows.contains("NO: a MIG instance would be created for a container before it"), "{rows}");
     let waited =
         |profile: &str| world.sublet(&["wait", "--annotation", &format!("sublet.mig={profile}")]).status;
     assert!(waited("1g.18gb").success() && !waited("1g.5gb").success());

@@ -293,7 +293,7 @@ fn a_user_sees_their_leases_their_policy_and_their_own_refusals() {
         sublet(&host, ALICE, &["explain", "--annotation", &sm, "--annotation", "sublet.memory=1GiB"])
     };
     assert!(explain("60").contains("for sm is 50 %; your containers hold 25 %, and this one asks for 60 %"));
-    assert!(explain("20").contains("served by MPS daemon"), "{}", explain("20"));
+    assert!(explain("20").contains("(at most 20 %)"), "{}", explain("20"));
     let wait = ["wait", "--annotation", "sublet.sm=60", "--annotation", "sublet.memory=1GiB"];
     assert!(sublet(&host, ALICE, &wait).contains("for sm is 50 %"));
     bundle.down();

@@ -175,7 +175,9 @@ fn of_gpus_of_different_size_a_percentage_is_of_the_smallest() {
     let explained =
         world.sublet(&["explain", "--annotation", "sublet.gpu=all", "--annotation", "sublet.memory=25%"]);
     let explained = String::from_utf8_lossy(&explained.stdout).into_owned();
-    assert!(explained.contains(", its own, for all 2, 19.9 GiB on each"), "{explained}");
+    let own = ", with an MPS server of its own for all of them";
+    let memory = "20389 MiB of 143771 MiB on 0; 20389 MiB of 81559 MiB on 1";
+    assert!(explained.contains(own) && explained.contains(memory), "{explained}");
     let large =
         refused(&world, "large", &[("sublet.gpu", "all"), ("sublet.sm", "25"), ("sublet.memory", "100GiB")]);
     assert!(large.contains("GPU 1 (NVIDIA H100 80GB HBM3) has 81559 MiB, of which"), "{large}");

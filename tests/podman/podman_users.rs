@@ -154,7 +154,8 @@ fn explain_looks_into_the_root_filesystem_that_the_container_has() {
     podman.done(&Podman::arguments(&["run", "-d"], "plain", &[], MAPPED, &["sleep", "600"]));
     let file = PathBuf::from(podman.inspect("plain", ".OCIConfigPath"));
     let bundle = file.parent().and_then(Path::to_str).expect("a bundle");
-    let told = podman.world.sublet(&["explain", "--bundle", bundle, "--annotation", "sublet.sm=25"]);
+    let told =
+        podman.world.sublet(&["explain", "--edits", "--bundle", bundle, "--annotation", "sublet.sm=25"]);
     let text = String::from_utf8_lossy(&told.stdout);
     assert!(told.status.success() && text.contains("libcuda.so.1"), "{told:?}");
 }

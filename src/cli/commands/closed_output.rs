@@ -9,6 +9,7 @@ use std::io::{ErrorKind, Write, stderr, stdout};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 static FAILED: AtomicBool = AtomicBool::new(false);
+static BEGUN: AtomicBool = AtomicBool::new(false);
 
 static CLOSED: AtomicBool = AtomicBool::new(false);
 
@@ -28,7 +29,13 @@ macro_rules! eprintln {
 }
 
 pub(super) fn out(text: Arguments<'_>) {
+    BEGUN.store(true, Ordering::Relaxed);
     heard(stdout().lock().write_fmt(text));
+}
+
+/// Whether anything was printed on standard output.
+pub(super) fn has_begun() -> bool {
+    BEGUN.load(Ordering::Relaxed)
 }
 
 pub(super) fn err(text: Arguments<'_>) {

@@ -12,6 +12,7 @@ mod doctor_run;
 mod drain;
 mod events;
 mod explain;
+mod explain_error;
 mod gc;
 mod guard_report;
 mod lease;
@@ -21,7 +22,7 @@ mod mig_dynamic;
 mod mig_list;
 mod mps;
 mod probe;
-mod protection;
+mod reason;
 mod refresh;
 mod serve;
 mod setup;
@@ -33,7 +34,7 @@ mod wait;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use clap::{CommandFactory as _, Parser, Subcommand};
+use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
 use sublet_core::admit::{Local, is_remote, own_status};
 use sublet_core::config::Config;
@@ -54,7 +55,7 @@ enum Command {
     Status(status::Arguments),
     /// Ask the driver for its devices and write the inventory
     Refresh(refresh::Arguments),
-    /// Show what a share would get, what it protects and what it does not; changes nothing
+    /// Show what a share, a stack of services or a container gets, what that protects and what not; changes nothing
     Explain(explain::Arguments),
     /// Wait until the driver is up and a share is free
     Wait(wait::Arguments),
@@ -102,14 +103,31 @@ pub fn command() -> clap::Command {
 #[must_use]
 pub fn main() -> ExitCode {
     sublet_core::process::inheritance::outlive_file_limit();
-    let arguments = Arguments::parse();
+    let matches = Arguments::command().get_matches();
+    let arguments = Arguments::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     // The library's warnings, such as that of a rebuilt ledger, are shown to the user who ran the command.
     log::trace_to(Log::new("sublet", None, false, None), false);
     let code = run(arguments.command).unwrap_or_else(|error| {
-        eprintln!("sublet: {}", tables::chain(&error));
+        report(&error, wants_json(&matches));
         ExitCode::FAILURE
     });
     if closed_output::finish() { code } else { ExitCode::FAILURE }
+}
+
+/// Whether the subcommand was given `--format json`.
+fn wants_json(matches: &ArgMatches) -> bool {
+    let here = matches!(matches.try_get_one("format"), Ok(Some(tables::Format::Json)));
+    here || matches.subcommand().is_some_and(|(_, arguments)| wants_json(arguments))
+}
+
+/// One line on standard error. A reader of JSON gets an object on standard output too, if nothing is there yet.
+fn report(error: &anyhow::Error, as_json: bool) {
+    let line = tables::chain(error);
+    if as_json && !closed_output::has_begun() {
+        let object = serde_json::json!({"error": line, "reason": reason::reason(error)});
+        println!("{object}");
+    }
+    eprintln!("sublet: {line}");
 }
 
 fn run(command: Command) -> anyhow::Result<ExitCode> {
@@ -191,4 +209,24 @@ fn own_refusals(config: &Config) -> Vec<sublet_core::admit::RefusalRecord> {
     let us = nix::unistd::geteuid().as_raw();
     let all = !is_remote(config);
     sublet_core::admit::refusals(config).into_iter().filter(|record| all || record.uid == us).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_command_may_be_asked_for_json() {
+        let wants = |line: &str| wants_json(&Arguments::command().get_matches_from(line.split(' ')));
+        for line in [
+            "sublet status --format json",
+            "sublet lease list --format=json",
+            "sublet explain sm=1 --format json",
+        ] {
+            assert!(wants(line), "{line}");
+        }
+        for line in ["sublet status", "sublet lease list --format table", "sublet gc"] {
+            assert!(!wants(line), "{line}");
+        }
+    }
 }

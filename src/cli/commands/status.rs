@@ -16,7 +16,7 @@ use super::{device_table, guard_report};
 use crate::mps_daemons::{self, Listed};
 use crate::names::{Names, lease_of};
 use crate::status::{Sources, Status};
-use crate::usage::{self, Usage};
+use crate::usage;
 use sublet_core::admit::{confirmed_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
@@ -96,11 +96,7 @@ impl Host {
         let inventory = confirmed_inventory(config)?;
         let names = Names::learn(&ledger, config);
         let store = Store::open(&config.state_dir)?;
-        // In other namespaces the driver's pids are none of the ledger's.
-        let usage = match store.is_of_here() {
-            Ok(()) => usage::once(&ledger, &inventory, config),
-            Err(error) => Usage::failed(error.to_string()),
-        };
+        let usage = usage::of_host(&ledger, &inventory, config);
         let mps = mps_daemons::list(&store, config)?;
         let sources =
             Sources { inventory: &inventory, ledger: &ledger, names: &names, usage: &usage, config };

@@ -5,7 +5,7 @@ use std::io::IsTerminal as _;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use crate::preview::preview;
+use crate::preview::{Whose, preview};
 use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::ledger::{LeaseId, Store};
@@ -99,7 +99,7 @@ fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
         }
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
-    preview(request, &id, &inventory, &store.peek()?, config)?;
+    preview(request, &id, &inventory, &store.peek()?, Whose::callers(config), config)?;
     Ok(())
 }
 

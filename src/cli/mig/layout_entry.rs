@@ -1,12 +1,10 @@
 //! What a layout asks for, whatever the format of its file.
 
+pub(super) use crate::yaml::Wrong;
 use sublet_core::text::safe;
 
 /// More than any GPU has; the driver reports the actual limit.
 const MOST: usize = 100;
-
-/// A line, and what is wrong there.
-pub(super) type Wrong = (usize, String);
 
 /// What some GPUs should be.
 #[derive(Clone, Debug, PartialEq, Eq)]

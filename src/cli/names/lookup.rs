@@ -51,7 +51,7 @@ pub fn lease_of<'l>(text: &str, ledger: &'l Ledger, names: &Names) -> Result<&'l
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Known, Name};
+    use super::super::{Ended, Known, Name};
     use super::*;
     use sublet_core::ledger::fixture::lease;
 
@@ -62,7 +62,11 @@ mod tests {
             lease.container.id = format!("c{number}");
             lease
         });
-        let known = |name: &str| Known { seen: 0, name: Name { name: name.to_owned(), ..Name::default() } };
+        let known = |name: &str| Known {
+            seen: 0,
+            container_id: String::new(),
+            name: Name { name: name.to_owned(), ..Name::default() },
+        };
         let names = [("web-1", 0), ("web", 1)].map(|(name, at)| (leases[at].id.to_string(), known(name)));
         (Ledger { leases: leases.to_vec(), ..Ledger::empty("boot") }, Names(names.into()))
     }
@@ -90,5 +94,25 @@ mod tests {
             matches[0].starts_with("web-1 (lease ") && matches[2].starts_with("c3 (lease "),
             "{matches:?}"
         );
+    }
+
+    #[test]
+    fn a_container_that_has_ended_is_found_by_name_and_id_the_last_one_first() {
+        let (ledger, mut names) = world();
+        let mut end = |number: u64, name: &str| {
+            let name = Name { name: name.to_owned(), ..Name::default() };
+            let known = Known { seen: number, container_id: format!("c{number}"), name };
+            names.0.insert(lease(number, "GPU-0").id.to_string(), known);
+        };
+        end(7, "job");
+        end(9, "job");
+        end(8, "jobs");
+        let found =
+            |text: &str| names.ended(text, &ledger).into_iter().map(Ended::container_id).collect::<Vec<_>>();
+        assert_eq!(found("job"), ["c9", "c7"], "in full, before what it is a prefix of");
+        assert_eq!(found("jobs"), ["c8"]);
+        assert_eq!(found("jo"), ["c9", "c8", "c7"]);
+        assert_eq!(found("c7"), ["c7"]);
+        assert_eq!((found("web"), found("")), (vec![], vec![]), "it has not ended");
     }
 }

@@ -27,8 +27,8 @@ const ENDED: usize = 512;
 /// Far more than [`ENDED`] and all leases of a host have, in bytes.
 const LARGEST: u64 = 4 << 20;
 
-/// The longest name, image, part and unit, in bytes: together 256.
-const LONGEST: [usize; 4] = [64, 96, 48, 48];
+/// The longest name, image, part and unit, in bytes: together with a container id of 64 digits 256.
+const LONGEST: [usize; 4] = [48, 64, 40, 40];
 
 /// Whose name it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,8 +83,39 @@ impl Name {
 struct Known {
     /// When the lease was last there, in seconds since the epoch.
     seen: u64,
+    /// The container's id, by which refusals and the guard's actions are recorded.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    container_id: String,
     #[serde(flatten)]
     name: Name,
+}
+
+/// A lease that has ended, and what is known of its container.
+#[derive(Clone, Copy, Debug)]
+pub struct Ended<'a> {
+    /// The lease's id.
+    pub lease: &'a str,
+    known: &'a Known,
+}
+
+impl<'a> Ended<'a> {
+    /// When it was last seen alive, in seconds since the epoch.
+    #[must_use]
+    pub fn seen(self) -> u64 {
+        self.known.seen
+    }
+
+    /// The container's id; empty if it is not known.
+    #[must_use]
+    pub(crate) fn container_id(self) -> &'a str {
+        &self.known.container_id
+    }
+
+    /// What people called it.
+    #[must_use]
+    pub fn name(self) -> &'a Name {
+        &self.known.name
+    }
 }
 
 /// `names.json`.
@@ -115,6 +146,12 @@ impl Names {
         names
     }
 
+    #[cfg(test)]
+    pub(crate) fn for_test(lease: &Lease, name: Name) -> Self {
+        let known = Known { seen: 0, container_id: lease.container.id.clone(), name };
+        Self([(lease.id.to_string(), known)].into())
+    }
+
     /// What the container of `lease` is called.
     #[must_use]
     pub fn of(&self, lease: &Lease) -> Option<&Name> {
@@ -127,12 +164,33 @@ impl Names {
         self.0.get(lease).map(|known| &known.name)
     }
 
+    /// The leases that have ended whose container `text` means, the last one first: by its name, its id, the lease's
+    /// id, or a prefix of these.
+    #[must_use]
+    pub fn ended(&self, text: &str, ledger: &Ledger) -> Vec<Ended<'_>> {
+        let of = |means: &dyn Fn(&str) -> bool| -> Vec<Ended<'_>> {
+            let is_meant = |(id, known): &(&String, &Known)| {
+                let labels = [id.as_str(), &known.container_id, &known.name.name];
+                labels.iter().any(|label| means(label))
+                    && !ledger.leases.iter().any(|lease| lease.id.as_str() == *id)
+            };
+            self.0.iter().filter(is_meant).map(|(lease, known)| Ended { lease, known }).collect()
+        };
+        let mut found = if text.is_empty() { Vec::new() } else { of(&|label| label == text) };
+        if found.is_empty() && !text.is_empty() {
+            found = of(&|label| label.starts_with(text));
+        }
+        found.sort_by_key(|ended| std::cmp::Reverse(ended.known.seen));
+        found
+    }
+
     fn note(&mut self, ledger: &Ledger, now: u64, learn: impl Fn(&Lease) -> Option<Name>) {
         for lease in &ledger.leases {
             let name = learn(lease).map(Name::cut);
             let known = self.0.remove(lease.id.as_str());
             if let Some(name) = name.or_else(|| known.map(|known| known.name)) {
-                self.0.insert(lease.id.to_string(), Known { seen: now, name });
+                let container_id: String = lease.container.id.chars().take(64).collect();
+                self.0.insert(lease.id.to_string(), Known { seen: now, container_id, name });
             }
         }
         let mut ended: Vec<(u64, String)> = self
@@ -177,7 +235,7 @@ fn path(config: &Config) -> PathBuf {
 
 /// Whether this process may look at what the lease's paths lead to: those of a user's container are that user's word,
 /// which root does not follow.
-fn is_own(lease: &Lease) -> bool {
+pub(crate) fn is_own(lease: &Lease) -> bool {
     let us = geteuid();
     if us.is_root() { !lease.brokered } else { lease.container.uid == us.as_raw() }
 }

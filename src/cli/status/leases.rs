@@ -77,7 +77,7 @@ pub struct LeaseUsed {
 }
 
 impl LeaseUsed {
-    fn of(used: LeaseUse) -> Self {
+    pub(crate) fn of(used: LeaseUse) -> Self {
         Self {
             memory_bytes: used.memory_bytes,
             processes: used.processes,

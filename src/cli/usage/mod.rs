@@ -18,7 +18,7 @@ use crate::gpu_processes::{Holder, Look, Looker};
 use crate::probe::unless_unsupported;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
-use sublet_core::ledger::Ledger;
+use sublet_core::ledger::{Ledger, Store};
 
 pub use gpm::Activity;
 pub(crate) use of_lease::{LeaseUse, Load};
@@ -153,9 +153,17 @@ fn samples(device: &NvmlDevice<'_>) -> Result<BTreeMap<u32, u32>, NvmlError> {
     Ok(found.into_iter().map(|sample| (sample.pid, sample.sm_util)).collect())
 }
 
+/// What is used now. In other namespaces the driver's pids are none of the ledger's.
+pub(crate) fn of_host(ledger: &Ledger, inventory: &Inventory, config: &Config) -> Usage {
+    match Store::open(&config.state_dir).and_then(|store| store.is_of_here()) {
+        Ok(()) => once(ledger, inventory, config),
+        Err(error) => Usage::failed(error.to_string()),
+    }
+}
+
 /// Asks once. A driver that does not answer within [`LIMIT`] has answered nothing; the thread that asks it ends with the
 /// process.
-pub(crate) fn once(ledger: &Ledger, inventory: &Inventory, config: &Config) -> Usage {
+fn once(ledger: &Ledger, inventory: &Inventory, config: &Config) -> Usage {
     let (tell, told) = mpsc::channel();
     let (ledger, inventory, config) = (ledger.clone(), inventory.clone(), config.clone());
     let asking = thread::Builder::new().name("nvml".to_owned()).spawn(move || {

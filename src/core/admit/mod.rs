@@ -49,7 +49,7 @@ pub use local::Local;
 pub use local_or_remote::is_remote;
 pub use reconcile::read;
 pub use remote::own_status;
-pub use request_of_spec::{RequestSource, request_of};
+pub use request_of_spec::{RequestSource, request_by_cdi, request_of};
 pub use take_lease::lease_for;
 
 /// How long the last processes of an ended container may take to go.

@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::{AdmitError, fresh_inventory, is_remote};
 use crate::config::Config;
 use crate::grant::{Grant, nodes_of};
-use crate::inventory;
+use crate::inventory::{self, Inventory};
 use crate::ledger::{Container, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Lease};
 use crate::oci::cdi::{self, Asked, CdiError};
 use crate::oci::{self, Conflict, SpecError, hooks};
@@ -67,7 +67,10 @@ fn arguments(spec: &Value) -> Vec<&str> {
 /// The annotations are no valid request, or the spec contradicts it.
 pub fn request_of(source: &RequestSource, spec: &Value, config: &Config) -> Result<Request, AdmitError> {
     if let Some(asked) = cdi::asked(spec)? {
-        return by_cdi(source, spec, &asked, config);
+        if is_remote(config) {
+            return Err(CdiError::Rootless.into());
+        }
+        return request_by_cdi(source, spec, &asked, || fresh_inventory(config), config);
     }
     let capabilities = oci::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES");
     let share = source.share.as_deref();
@@ -76,16 +79,17 @@ pub fn request_of(source: &RequestSource, spec: &Value, config: &Config) -> Resu
     Ok(request)
 }
 
-/// The share of a CDI device, only on that device. Its nodes are already in the spec.
-fn by_cdi(
+/// The share of the CDI device `asked`, only on that device. Its nodes are already in the spec.
+///
+/// # Errors
+/// The annotations ask for another share, the device is gone, or the spec contradicts the share.
+pub fn request_by_cdi(
     source: &RequestSource,
     spec: &Value,
     asked: &Asked,
+    inventory: impl FnOnce() -> Result<Inventory, AdmitError>,
     config: &Config,
 ) -> Result<Request, AdmitError> {
-    if is_remote(config) {
-        return Err(CdiError::Rootless.into());
-    }
     let (said, entry_point) = (&source.annotations, source.share.as_deref());
     let mut annotations = said.clone();
     if let (Some(entry_point), false) = (entry_point, annotations.contains_key("sublet.share")) {
@@ -101,7 +105,7 @@ fn by_cdi(
     if !same {
         return Err(contradiction(asked, said, entry_point).into());
     }
-    let inventory = fresh_inventory(config)?;
+    let inventory = inventory()?;
     let request = only(&request, &asked.device, &inventory, config).map_err(|why| out_of_date(asked, why))?;
     let given = nodes_of(&asked.device, &inventory, config);
     oci::conflict(spec, &given, config).map_err(|conflict| beside(asked, conflict))?;

@@ -143,13 +143,13 @@ impl Ledger {
 impl Lease {
     /// The SMs that one of its processes may have.
     #[must_use]
-    pub(crate) fn sm_of_process(&self) -> Option<Percent> {
+    pub fn sm_of_process(&self) -> Option<Percent> {
         self.sm.map(|sm| sm_of_process(sm, self.processes))
     }
 
     /// The memory that one of its processes may have on each device, in bytes, whole MiB.
     #[must_use]
-    pub(crate) fn memory_of_process(&self) -> Option<u64> {
+    pub fn memory_of_process(&self) -> Option<u64> {
         self.memory_bytes.map(|bytes| bytes_of_process(bytes, self.processes))
     }
 

@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::grant::Grant;
+use crate::grant::{self, Grant};
 use crate::inventory::Node;
+use crate::ledger::LEASE_EDITS_ANNOTATION;
 
 /// The edits that cannot be distinguished from the engine's own entries, as compact JSON in `sublet.lease.edits`. Most
 /// variables are recognized by their names.
@@ -22,6 +23,18 @@ pub(super) struct Edits {
 }
 
 impl Edits {
+    /// Those that `spec` records.
+    pub fn recorded(spec: &Value) -> Option<Self> {
+        let text = spec.pointer("/annotations")?.get(LEASE_EDITS_ANNOTATION)?.as_str()?;
+        serde_json::from_str(text).ok()
+    }
+
+    /// Whether sublet set the variable `entry`, a `NAME=VALUE`.
+    pub fn is_variable(&self, entry: &str) -> bool {
+        let is_default = |(name, value): &(String, String)| entry.split_once('=') == Some((name, value));
+        grant::is_own_name(name_of(entry)) || self.defaults.iter().any(is_default)
+    }
+
     /// Those of `grant` to `root`, which is as it was before.
     pub fn of(grant: &Grant, root: &Map<String, Value>) -> Self {
         let spec = |pointer: &[&str]| {

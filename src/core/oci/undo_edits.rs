@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::apply_edits::{CRIU_ANNOTATION, MOUNT_OPTIONS, NODE_OPTIONS, rule_value};
-use super::edits_record::{Edits, name_of};
-use crate::grant::{self, GrantedNode};
+use super::edits_record::Edits;
+use crate::grant::GrantedNode;
 use crate::inventory::{self, Node};
 use crate::ledger::{LEASE_ANNOTATION, LEASE_EDITS_ANNOTATION, LEASE_RECORD_ANNOTATION};
 
@@ -17,10 +17,8 @@ const MASKS: &str = "/proc/driver/nvidia/gpus";
 /// Removes all edits of an earlier grant from `spec`. `false`: `spec` does not record them, and is unchanged.
 #[must_use]
 pub fn undo(spec: &mut Value) -> bool {
-    let text =
-        spec.pointer("/annotations").and_then(|all| all.get(LEASE_EDITS_ANNOTATION)).and_then(Value::as_str);
-    let Some(edits) = text.and_then(|text| serde_json::from_str::<Edits>(text).ok()) else { return false };
-    retain(spec, "/process/env", |entry| !is_sublet_edit(entry.as_str().unwrap_or_default(), &edits));
+    let Some(edits) = Edits::recorded(spec) else { return false };
+    retain(spec, "/process/env", |entry| !edits.is_variable(entry.as_str().unwrap_or_default()));
     let is_node = |path: &Value| edits.nodes.iter().any(|node| is_path(path, &node.path));
     retain(spec, "/mounts", |mount| {
         let of_file = has_options(mount, &MOUNT_OPTIONS)
@@ -45,11 +43,6 @@ pub fn undo(spec: &mut Value) -> bool {
         }
     }
     true
-}
-
-fn is_sublet_edit(entry: &str, edits: &Edits) -> bool {
-    let is_default = |(name, value): &(String, String)| entry.split_once('=') == Some((name, value));
-    grant::is_own_name(name_of(entry)) || edits.defaults.iter().any(is_default)
 }
 
 fn is_path(value: &Value, path: &Path) -> bool {

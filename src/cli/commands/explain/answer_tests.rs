@@ -1,0 +1,112 @@
+use std::collections::BTreeMap;
+
+use serde_json::json;
+
+use super::*;
+use sublet_core::admit::{Candidate, lease_for};
+use sublet_core::config::Config;
+use sublet_core::grant::Image;
+use sublet_core::ledger::{LeaseId, Ledger, fixture};
+use sublet_core::place::fixture::{device, host, part};
+use sublet_core::place::place;
+use sublet_core::process::Process;
+use sublet_core::request;
+
+/// The answer to `annotations` on a host that is idle.
+fn answer(annotations: &[(&str, &str)], inventory: &Inventory) -> Answer {
+    let annotations: BTreeMap<String, String> =
+        annotations.iter().map(|(key, value)| (format!("sublet.{key}"), (*value).to_owned())).collect();
+    let config = Config::default();
+    let request = request::parse(&annotations, None, None, &config).unwrap();
+    let id = LeaseId::parse("00000000000000ab").unwrap();
+    let placement = place(&request, &id, inventory, &Ledger::empty(""), &config).unwrap();
+    let container = fixture::lease(1, "").container;
+    let candidate = Candidate { container, owner: Process::current().unwrap(), engine: None };
+    let lease = lease_for(&candidate, &placement, &Image::default(), id, &config);
+    Answer::of(&request, &placement, &lease, &[], inventory)
+}
+
+fn row(answer: &Answer, name: &str) -> String {
+    answer.rows().into_iter().find(|(row, _)| *row == name).unwrap_or_default().1
+}
+
+#[test]
+fn the_numbers_come_first() {
+    let answer = answer(&[("sm", "25"), ("memory", "8GiB"), ("processes", "2")], &host(vec![device(0)]));
+    let text = answer.to_string();
+    let (rows, protection) = text.split_once("\n\n").unwrap();
+    assert_eq!(
+        rows.lines().collect::<Vec<_>>(),
+        [
+            "GPU        0, NVIDIA H200, GPU-0",
+            "Mode       mps, on the MPS server that containers on this GPU share",
+            "SMs        32 of 132 (at most 25 %)",
+            "Memory     8192 MiB of 102400 MiB",
+            "Processes  2, each with 16 SMs and 4096 MiB",
+        ]
+    );
+    assert!(
+        protection.starts_with("This share protects\n  + ")
+            && protection.contains("\nIt does not protect\n  - ")
+    );
+    let document = json!(answer);
+    assert_eq!(
+        document["gpus"],
+        json!([{"uuid": "GPU-0", "number": "0", "name": "NVIDIA H200", "sm_count": 32, "sm_total": 132,
+            "memory_bytes": 8_589_934_592_u64, "memory_total_bytes": 107_374_182_400_u64,
+            "process_sm_count": 16, "process_memory_bytes": 4_294_967_296_u64}])
+    );
+    assert_eq!((&document["sm_percent"], &document["mps_server"]), (&json!(25.0), &json!("GPU-0")));
+}
+
+#[test]
+fn each_mode_says_what_is_the_containers_own() {
+    let gpu = device(0);
+    let one = host(vec![device(0)]);
+    let turns = answer(&[], &one);
+    assert_eq!(
+        (row(&turns, "SMs"), row(&turns, "Memory")),
+        ("132 of 132, in turns".into(), "102400 MiB (no limit)".into())
+    );
+    let whole = answer(&[("mode", "exclusive"), ("wait", "30s")], &one);
+    assert_eq!(
+        (row(&whole, "SMs"), row(&whole, "Memory")),
+        ("132 of 132, its own".into(), "102400 MiB, its own".into())
+    );
+    assert_eq!(row(&whole, "Wait"), "up to 30s for a place");
+    let slice = answer(
+        &[("mode", "mig")],
+        &host(vec![
+            sublet_core::inventory::Device { mig_enabled: true, ..gpu.clone() },
+            part(&gpu, 1, "1g.18gb"),
+        ]),
+    );
+    assert_eq!(
+        (row(&slice, "GPU"), row(&slice, "SMs")),
+        ("0:1, 1g.18gb, MIG-1".into(), "16, the MIG device's own".into())
+    );
+    assert_eq!(row(&slice, "Memory"), "12800 MiB, its own");
+}
+
+#[test]
+fn more_processes_than_the_drivers_fewest_sms_allow_are_said() {
+    let three = answer(&[("sm", "12"), ("processes", "3")], &host(vec![device(0)]));
+    let said = "3, each with 8 SMs (the driver gives no process fewer SMs, so together they may have 24)";
+    assert_eq!(
+        (row(&three, "SMs"), row(&three, "Processes")),
+        ("14 of 132 (at most 12 %)".into(), said.into())
+    );
+}
+
+#[test]
+fn several_gpus_are_told_apart_only_where_they_differ() {
+    let two =
+        answer(&[("gpu", "any:2"), ("sm", "25"), ("memory", "8GiB")], &host(vec![device(0), device(1)]));
+    assert_eq!(row(&two, "SMs"), "32 of 132 (at most 25 %), on each");
+    assert_eq!(row(&two, "Mode"), "mps, with an MPS server of its own for all of them");
+    let mut other = device(1);
+    other.sm_count = Some(64);
+    let two = answer(&[("gpu", "any:2"), ("sm", "25")], &host(vec![device(0), other]));
+    assert_eq!(row(&two, "SMs"), "32 of 132 (at most 25 %) on 0; 16 of 64 (at most 25 %) on 1");
+    assert_eq!(row(&two, "Processes"), "1, with 32 SMs on 0; 1, with 16 SMs on 1");
+}

@@ -1,0 +1,88 @@
+//! `sublet explain`: what a share, a stack of services or a container gets, or why it gets nothing. Changes nothing.
+
+mod answer;
+mod edits;
+mod of_container;
+mod of_share;
+mod of_stack;
+mod protection;
+mod whose;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use super::explain_error::ExplainError;
+use super::tables::Format;
+use crate::preview::Whose;
+use crate::stack;
+use sublet_core::config::Config;
+
+/// Arguments of `sublet explain`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// Explain the container of this OCI bundle
+    #[arg(long, value_name = "DIR")]
+    bundle: Option<PathBuf>,
+    /// The share, such as sm=25 memory=8GiB: short for --annotation sublet.sm=25 --annotation sublet.memory=8GiB
+    #[arg(value_parser = super::share, value_name = "KEY=VALUE", conflicts_with_all = ["name", "image", "container"])]
+    share: Vec<(String, String)>,
+    /// An annotation of the container; overrides the bundle's
+    #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE")]
+    annotations: Vec<(String, String)>,
+    /// Explain what containers.toml gives to a container of this name
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["bundle", "annotations"])]
+    name: Option<String>,
+    /// Explain what containers.toml gives to a container of this image
+    #[arg(long, value_name = "IMAGE", conflicts_with_all = ["bundle", "annotations"])]
+    image: Option<String>,
+    /// Explain a container that runs, has ended or was refused, by its name or id
+    #[arg(long, value_name = "CONTAINER", conflicts_with_all = ["bundle", "annotations", "name", "image"])]
+    container: Option<String>,
+    /// Check the services of a Compose file together: which would get their share on this host, which not, and why
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["share", "bundle", "annotations", "name", "image", "container"])]
+    compose: Option<PathBuf>,
+    /// Check Quadlet's .container files together, as --compose does
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["share", "bundle", "annotations", "name", "image", "container", "compose"])]
+    quadlet: Vec<PathBuf>,
+    /// Show the environment, device nodes and mounts too; with --bundle, the edits to config.json
+    #[arg(long, conflicts_with_all = ["container", "compose", "quadlet"])]
+    edits: bool,
+    /// Speak of your own rootless containers, although you may use Docker's socket
+    #[arg(long)]
+    rootless: bool,
+    /// Output format
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+}
+
+impl Arguments {
+    /// In either form.
+    fn annotations(&self) -> impl Iterator<Item = &(String, String)> {
+        self.annotations.iter().chain(&self.share)
+    }
+}
+
+/// Runs it.
+///
+/// # Errors
+/// A request that would be refused is refused here with the same words.
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    if let Some(container) = &arguments.container {
+        return of_container::run(container, arguments, config);
+    }
+    if let Some(file) = &arguments.compose {
+        let whose = whose::whose(arguments.rootless, config);
+        return of_stack::run(
+            &stack::compose(file).map_err(ExplainError::from)?,
+            whose,
+            arguments.format,
+            config,
+        );
+    }
+    if !arguments.quadlet.is_empty() {
+        // A user's own Podman starts them.
+        let stack = stack::quadlet(&arguments.quadlet).map_err(ExplainError::from)?;
+        return of_stack::run(&stack, Whose::callers(config), arguments.format, config);
+    }
+    of_share::run(arguments, config)
+}

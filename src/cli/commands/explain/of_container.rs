@@ -1,0 +1,340 @@
+//! All that is known of one container: one that holds a lease, one that has ended, one that was refused.
+
+use std::process::ExitCode;
+
+use nix::unistd::geteuid;
+use serde_json::{Map, Value, json};
+
+use super::super::doctor::ask;
+use super::super::explain_error::ExplainError;
+use super::super::{lease_table, tables};
+use super::answer::Amounts;
+use super::of_share::inventory_for;
+use super::{Arguments, whose};
+use crate::events::Reader;
+use crate::guard::{self, Event};
+use crate::mps_daemons;
+use crate::names::{self, Ended, Name, Names, NoLease, lease_of};
+use crate::preview::Whose;
+use crate::status::LeaseUsed;
+use crate::usage;
+use sublet_core::admit::{RefusalRecord, is_remote, refusals};
+use sublet_core::config::Config;
+use sublet_core::events;
+use sublet_core::inventory::{Device, Inventory};
+use sublet_core::ledger::{Lease, Ledger, Store};
+use sublet_core::oci::{EditsShown, JsonFile, edits_shown};
+use sublet_core::text::safe;
+
+/// One part of the answer. Each is made by one function below, and printed in the order of [`sections`].
+struct Section {
+    /// The member in JSON.
+    key: &'static str,
+    title: &'static str,
+    lines: Vec<String>,
+    value: Value,
+}
+
+impl Section {
+    fn rows<'r>(
+        key: &'static str,
+        title: &'static str,
+        rows: impl IntoIterator<Item = (&'r str, String)>,
+        value: Value,
+    ) -> Self {
+        let lines = rows.into_iter().map(|(name, text)| format!("{name:<10} {text}")).collect();
+        Self { key, title, lines, value }
+    }
+}
+
+/// The container that is meant.
+struct Found<'a> {
+    /// As it was asked for.
+    text: &'a str,
+    ledger: &'a Ledger,
+    lease: Option<&'a Lease>,
+    /// Its leases that have ended, the last one first. Only looked for if it holds none.
+    ended: Vec<Ended<'a>>,
+    names: &'a Names,
+    /// What its id begins with, of which a refusal or an action of the guard may be recorded.
+    ids: Vec<String>,
+}
+
+impl Found<'_> {
+    fn is_id(&self, id: &str) -> bool {
+        self.ids.iter().any(|own| id.starts_with(own.as_str()))
+    }
+}
+
+/// Runs it.
+///
+/// # Errors
+/// Nothing is known of the container, or its name means several.
+pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    let whose = whose::whose(arguments.rootless, config);
+    let ledger = Store::open(&config.state_dir)?.peek()?;
+    let names = Names::learn(&ledger, config);
+    let found = find(text, &ledger, &names)?;
+    let sections = sections(&found, whose, config)?;
+    match arguments.format {
+        tables::Format::Json => {
+            let mut document = Map::from_iter([("schema".to_owned(), json!("sublet.explain-container/1"))]);
+            document.extend(sections.into_iter().map(|section| (section.key.to_owned(), section.value)));
+            tables::json(&document)?;
+        }
+        tables::Format::Table => {
+            let shown = |section: &Section| format!("{}\n  {}", section.title, section.lines.join("\n  "));
+            println!("{}", sections.iter().map(shown).collect::<Vec<_>>().join("\n\n"));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// By what sublet knows, else by what an engine calls a container that never held a lease.
+fn find<'a>(text: &'a str, ledger: &'a Ledger, names: &'a Names) -> anyhow::Result<Found<'a>> {
+    let lease_called = |text: &str| match lease_of(text, ledger, names) {
+        Ok(lease) => Ok(Some(lease)),
+        Err(NoLease::None(_)) => Ok(None),
+        Err(several) => Err(several),
+    };
+    let mut ids = vec![text.to_owned()];
+    let mut lease = lease_called(text)?;
+    let mut ended = if lease.is_none() { names.ended(text, ledger) } else { Vec::new() };
+    if lease.is_none() && ended.is_empty() {
+        if let Some(id) = id_of_engine(text) {
+            lease = lease_called(&id)?;
+            ended = if lease.is_none() { names.ended(&id, ledger) } else { Vec::new() };
+            ids.push(id);
+        }
+    }
+    ids.extend(lease.map(|lease| lease.container.id.clone()));
+    ids.extend(ended.iter().map(|ended| ended.container_id().to_owned()));
+    ids.retain(|id| !id.is_empty());
+    Ok(Found { text, ledger, lease, ended, names, ids })
+}
+
+/// The id of the container that Docker or Podman calls `name`.
+fn id_of_engine(name: &str) -> Option<String> {
+    let id = |engine| ask(&[engine, "container", "inspect", "--format", "{{.Id}}", "--", name]);
+    let id = ["docker", "podman"].into_iter().find_map(id)?.trim().to_owned();
+    (!id.is_empty()).then_some(id)
+}
+
+/// Everything there is to say, in order.
+fn sections(found: &Found<'_>, whose: Whose, config: &Config) -> anyhow::Result<Vec<Section>> {
+    let history = history(found, whose, config);
+    let mut sections = Vec::new();
+    if let Some(lease) = found.lease {
+        let inventory = inventory_for(whose, config)?;
+        sections.push(held(lease, found.names.of(lease)));
+        sections.push(limits(lease, &inventory));
+        sections.push(used(lease, &inventory, found.ledger, config));
+        sections.extend(mps_server(lease, config)?);
+        sections.extend(given(lease));
+    } else if !found.ended.is_empty() {
+        sections.push(ended(&found.ended));
+    } else if history.lines.is_empty() {
+        return Err(ExplainError::NoContainer(safe(found.text)).into());
+    } else {
+        sections.push(refused(found));
+    }
+    if !history.lines.is_empty() {
+        sections.push(history);
+    }
+    Ok(sections)
+}
+
+/// What people call it.
+fn called(name: Option<&Name>) -> Vec<(&'static str, String)> {
+    let Some(name) = name else { return Vec::new() };
+    let engine = name.engine.map(|engine| lease_table::word(&engine));
+    let texts = [("image", &name.image), ("part of", &name.part_of), ("unit", &name.unit)];
+    let texts = texts.into_iter().filter(|(_, text)| !text.is_empty()).map(|(key, text)| (key, safe(text)));
+    engine.map(|engine| ("engine", engine)).into_iter().chain(texts).collect()
+}
+
+fn held(lease: &Lease, name: Option<&Name>) -> Section {
+    let has_ended = lease.init.as_ref().is_some_and(|init| !init.process.is_alive());
+    let state = if has_ended {
+        "ended, which the next command notes".to_owned()
+    } else {
+        lease_table::word(&lease.state)
+    };
+    let pid = lease.init.as_ref().map(|init| init.process.pid);
+    let mut rows = vec![("name", lease_table::label(lease, name)), ("id", safe(&lease.container.id))];
+    rows.extend(called(name));
+    rows.push(("user", names::user(lease.container.uid)));
+    rows.push(("lease", lease.id.to_string()));
+    rows.push(("state", format!("{state}, since {}", tables::timestamp(lease.since))));
+    rows.extend(pid.map(|pid| ("pid", pid.to_string())));
+    let value = json!({
+        "container_id": lease.container.id,
+        "lease": lease.id,
+        "state": if has_ended { json!("ended") } else { json!(lease.state) },
+        "since": tables::timestamp(lease.since),
+        "pid": pid,
+        "user": names::user(lease.container.uid),
+        "name": name,
+    });
+    Section::rows("container", "Container", rows, value)
+}
+
+fn ended(ended: &[Ended<'_>]) -> Section {
+    let last = &ended[0];
+    let name = last.name();
+    let mut rows = vec![("name", safe(&name.name)), ("id", safe(last.container_id()))];
+    rows.extend(called(Some(name)));
+    rows.push(("lease", safe(last.lease)));
+    rows.push(("state", format!("ended; it was last seen at {}", tables::timestamp(last.seen()))));
+    let earlier = |ended: &Ended<'_>| {
+        ("before", format!("lease {}, last seen at {}", safe(ended.lease), tables::timestamp(ended.seen())))
+    };
+    rows.extend(ended[1..].iter().map(earlier));
+    rows.retain(|(_, text)| !text.is_empty());
+    let value = json!({
+        "container_id": last.container_id(),
+        "lease": last.lease,
+        "state": "ended",
+        "last_seen": tables::timestamp(last.seen()),
+        "name": name,
+    });
+    Section::rows("container", "Container", rows, value)
+}
+
+fn refused(found: &Found<'_>) -> Section {
+    let rows = [("name", safe(found.text)), ("state", "holds no lease".to_owned())];
+    Section::rows("container", "Container", rows, json!({"state": "none"}))
+}
+
+fn limits(lease: &Lease, inventory: &Inventory) -> Section {
+    let amounts = Amounts::of(lease, inventory);
+    let gone = lease.devices.iter().filter(|uuid| inventory.device(uuid).is_none());
+    let gone = gone.map(|uuid| ("GPU", format!("{}, which this host no longer has", safe(uuid))));
+    let rows: Vec<_> = gone.chain(amounts.rows()).collect();
+    Section::rows("share", "Share", rows, json!(amounts))
+}
+
+/// What it uses of each device now. What the driver does not report is left open.
+fn used(lease: &Lease, inventory: &Inventory, ledger: &Ledger, config: &Config) -> Section {
+    let usage = usage::of_host(ledger, inventory, config);
+    let (mut rows, mut values) = (Vec::new(), Vec::new());
+    for uuid in &lease.devices {
+        let used = LeaseUsed::of(usage.of_lease(lease, uuid, ledger));
+        let unknown = || "not known".to_owned();
+        let memory = used.memory_bytes.map_or_else(unknown, |bytes| format!("{} MiB", bytes >> 20));
+        let busy = match (used.sm_percent, used.server_sm_percent) {
+            (Some(own), _) => format!("{own} % of the SMs"),
+            (None, Some(all)) => {
+                format!("n/a of {all} % of the SMs, which its MPS server's containers use together")
+            }
+            (None, None) => unknown(),
+        };
+        let device = inventory.device(uuid).map_or_else(|| safe(uuid), Device::label);
+        rows.push(("memory", format!("{memory} on {device}")));
+        rows.push(("busy", busy));
+        let processes = usage.devices.get(uuid).into_iter().flat_map(|device| device.of_lease(lease));
+        rows.extend(processes.map(|process| {
+            let memory =
+                process.holder.memory_bytes.map_or_else(unknown, |bytes| format!("{} MiB", bytes >> 20));
+            ("process", format!("{} {}, {memory}", process.holder.process.pid, safe(&process.holder.name)))
+        }));
+        values.push(json!({"device": uuid, "used": used}));
+    }
+    Section::rows("used", "Used", rows, Value::Array(values))
+}
+
+fn mps_server(lease: &Lease, config: &Config) -> anyhow::Result<Option<Section>> {
+    let Some(key) = &lease.daemon else { return Ok(None) };
+    let daemons = mps_daemons::list(&Store::open(&config.state_dir)?, config)?;
+    let Some(daemon) = daemons.into_iter().find(|daemon| daemon.key == *key) else {
+        let rows = [("key", key.to_string()), ("state", "not running".to_owned())];
+        return Ok(Some(Section::rows("mps", "MPS server", rows, Value::Null)));
+    };
+    let mut rows = vec![("key", key.to_string()), ("state", lease_table::word(&daemon.state))];
+    rows.extend(daemon.pid.map(|pid| ("pid", pid.to_string())));
+    rows.extend(daemon.clients.map(|clients| ("clients", clients.to_string())));
+    let memory = tables::memory_limit(daemon.ceiling_memory_bytes);
+    rows.push((
+        "ceiling",
+        format!("{} % of the SMs, memory {memory}, for each client", daemon.ceiling_percent),
+    ));
+    Ok(Some(Section::rows("mps", "MPS server", rows, json!(daemon))))
+}
+
+/// The nodes and variables in its config.json.
+fn given(lease: &Lease) -> Vec<Section> {
+    let read = || -> Option<EditsShown> {
+        let file = JsonFile::read(&lease.container.bundle.join("config.json")).ok()?;
+        edits_shown(&file.parse().ok()?)
+    };
+    let Some(edits) = names::is_own(lease).then(read).flatten() else { return Vec::new() };
+    let nodes =
+        edits.nodes.iter().map(|node| format!("{} {}:{}", node.path.display(), node.major, node.minor));
+    vec![
+        Section { key: "nodes", title: "Device nodes", lines: nodes.collect(), value: json!(edits.nodes) },
+        Section {
+            key: "environment",
+            title: "Variables that sublet set",
+            lines: edits.environment.iter().map(|entry| safe(entry)).collect(),
+            value: json!(edits.environment),
+        },
+    ]
+}
+
+/// What happened to it, the oldest first.
+fn history(found: &Found<'_>, whose: Whose, config: &Config) -> Section {
+    let all = if is_remote(config) { recorded(found, whose, config) } else { told(found, config) };
+    let line = |[time, kind, text]: &[String; 3]| match kind.as_str() {
+        "guard" => format!("{time}  {text}"),
+        "refused" => format!("{time}  refused: {text}"),
+        kind => format!("{time}  {kind} {text}").trim_end().to_owned(),
+    };
+    let value = |[time, kind, text]: &[String; 3]| json!({"time": time, "kind": kind, "text": text});
+    Section {
+        key: "history",
+        title: "History",
+        lines: all.iter().map(line).collect(),
+        value: all.iter().map(value).collect(),
+    }
+}
+
+/// Time, kind and text of the events of its leases, and of those that name it.
+fn told(found: &Found<'_>, config: &Config) -> Vec<[String; 3]> {
+    let (events, unread) = Reader::default().new_events(config);
+    if let Some(line) = unread {
+        eprintln!("sublet: {line}");
+    }
+    let leases: Vec<&str> = found
+        .lease
+        .map(|lease| lease.id.as_str())
+        .into_iter()
+        .chain(found.ended.iter().map(|ended| ended.lease))
+        .collect();
+    let is_its = |event: &events::Event| {
+        let names_it = !event.container_id.is_empty() && found.is_id(&event.container_id);
+        leases.contains(&event.lease.as_str()) || event.lease.is_empty() && names_it
+    };
+    let row = |event: events::Event| [safe(&event.time), event.kind.as_str().to_owned(), whole(&event.text)];
+    events.into_iter().filter(is_its).map(row).collect()
+}
+
+/// `text`, escaped and not cut.
+fn whole(text: &str) -> String {
+    let characters: Vec<char> = text.chars().collect();
+    characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect()
+}
+
+/// The same for a user, who may not read all that happened: refusals, and what the guard did.
+fn recorded(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<[String; 3]> {
+    let us = geteuid().as_raw();
+    let may_see = |record: &RefusalRecord| record.uid == us || whose == Whose::Root && record.uid == 0;
+    let is_its = |record: &RefusalRecord| may_see(record) && found.is_id(&record.container_id);
+    let refused = refusals(config).into_iter().filter(is_its);
+    let refused = refused.map(|record| (record.time, "refused", record.reason));
+    let is_guarded = |event: &Event| event.container_id.as_deref().is_some_and(|id| found.is_id(id));
+    let guarded =
+        guard::events(config).into_iter().filter(is_guarded).map(|event| (event.time, "guard", event.text));
+    let mut all: Vec<_> = refused.chain(guarded).collect();
+    all.sort_by_key(|(time, ..)| *time);
+    all.into_iter().map(|(time, kind, text)| [tables::timestamp(time), kind.to_owned(), text]).collect()
+}

@@ -1,0 +1,161 @@
+//! What a share gets: one that is given, that of a bundle, or that of a name or image in containers.toml.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use serde_json::{Value, json};
+
+use super::super::explain_error::ExplainError;
+use super::super::tables::{self, Format};
+use super::answer::Answer;
+use super::{Arguments, edits, whose};
+use crate::preview::{Whose, preview};
+use sublet_core::admit::{Candidate, RequestSource, confirmed_inventory, is_remote, lease_for, request_of};
+use sublet_core::config::Config;
+use sublet_core::config_files;
+use sublet_core::grant::{Grant, grant};
+use sublet_core::inventory::{self, Inventory};
+use sublet_core::ledger::{Container, LeaseId, Store};
+use sublet_core::oci::containers_by_name;
+use sublet_core::oci::podman_storage;
+use sublet_core::oci::{self, JsonFile};
+use sublet_core::process::Process;
+use sublet_core::request::has_sublet_annotations;
+use sublet_core::text::safe;
+
+/// Runs it.
+///
+/// # Errors
+/// A request that would be refused is refused here with the same words.
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    let named = arguments.name.is_some() || arguments.image.is_some();
+    if arguments.bundle.is_none() && arguments.annotations().next().is_none() && !named {
+        return Err(ExplainError::Nothing.into());
+    }
+    // A bundle that a user can name is their own.
+    let whose = whose::whose(arguments.rootless || arguments.bundle.is_some(), config);
+    let (spec, rootfs) = read_spec(arguments)?;
+    let (source, given_by) = source(arguments, &spec)?;
+    let request = request_of(&source, &spec, config)?;
+    let inventory = inventory_for(whose, config)?;
+    let image = oci::inspect(&spec, &rootfs, &request, &inventory, config)?;
+    let ledger = Store::open(&config.state_dir)?.peek()?;
+    let id = LeaseId::random()?;
+    let placement = preview(&request, &id, &inventory, &ledger, whose, config)?;
+    let candidate = candidate(arguments, rootfs)?;
+    let lease = lease_for(&candidate, &placement, &image, id, config);
+    let grant = grant(&placement, &lease, &request.capabilities, &image, &inventory, config);
+    oci::check_mps_directories(&spec, &candidate.container.rootfs, &grant)?;
+    let answer = Answer::of(&request, &placement, &lease, &image.warnings, &inventory);
+    match arguments.format {
+        Format::Json => {
+            let mut document = document(&answer, arguments.edits.then_some(&grant))?;
+            document["for"] = whose::word(whose, config).into();
+            document["given_by"] = given_by.into();
+            tables::json(&document)?;
+        }
+        Format::Table => {
+            if let Some(given_by) = given_by {
+                println!("{given_by}\n");
+            }
+            if let Some(whose) = whose::remark(whose, config) {
+                println!("{:<10} {whose}", "For");
+            }
+            println!("{answer}");
+            print_edits(arguments, &grant, spec)?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The schema `sublet.explain/1`: keys may be added, never changed.
+fn document(answer: &Answer, edits: Option<&Grant>) -> anyhow::Result<Value> {
+    let mut document = json!({"schema": "sublet.explain/1", "for": null, "given_by": null});
+    if let (Some(all), Value::Object(answer)) = (document.as_object_mut(), serde_json::to_value(answer)?) {
+        all.extend(answer);
+        all.extend(edits.map(|grant| ("edits".to_owned(), edits::document(grant))));
+    }
+    Ok(document)
+}
+
+fn print_edits(arguments: &Arguments, grant: &Grant, mut spec: Value) -> anyhow::Result<()> {
+    match (arguments.edits, &arguments.bundle) {
+        (false, _) => println!("\nWith --edits: its environment, device nodes and mounts."),
+        (true, None) => edits::print(grant),
+        (true, Some(_)) => {
+            let before = spec.clone();
+            oci::edit(&mut spec, grant)?;
+            println!("\nEdits to config.json\n{}", edits::diff(&before, &spec)?);
+        }
+    }
+    Ok(())
+}
+
+/// The devices. Root's containers do not get them from `sublet serve`, whoever asks.
+pub fn inventory_for(whose: Whose, config: &Config) -> anyhow::Result<Inventory> {
+    Ok(match whose {
+        Whose::Root if is_remote(config) => inventory::load(config)?,
+        _ => confirmed_inventory(config)?,
+    })
+}
+
+/// The container's annotations, and the share that containers.toml gives to one without, with a line that says so.
+fn source(arguments: &Arguments, spec: &Value) -> anyhow::Result<(RequestSource, Option<String>)> {
+    let annotations = oci::annotations(spec)?;
+    if has_sublet_annotations(&annotations) {
+        return Ok((RequestSource { annotations, share: None }, None));
+    }
+    let share = match &arguments.bundle {
+        Some(bundle) => {
+            let bundle = bundle.canonicalize()?;
+            let id = bundle.file_name().unwrap_or_default().to_string_lossy();
+            containers_by_name::share(&id, &bundle, &JsonFile::read(&bundle.join("config.json"))?)?
+        }
+        None => config_files::load_containers()?.and_then(|containers| {
+            let text = |given: &Option<String>| given.clone().unwrap_or_default();
+            containers.share(&text(&arguments.name), &text(&arguments.image)).map(str::to_owned)
+        }),
+    };
+    let path = config_files::containers_path().display().to_string();
+    let Some(share) = share else { return Err(ExplainError::NoShare(path).into()) };
+    let given_by = format!("It has no sublet.* annotation. {path} gives it share {}.", safe(&share));
+    Ok((RequestSource { annotations, share: Some(share) }, Some(given_by)))
+}
+
+/// The bundle's spec, or a minimal one, with the given annotations added.
+fn read_spec(arguments: &Arguments) -> anyhow::Result<(Value, PathBuf)> {
+    let (mut spec, rootfs) = match &arguments.bundle {
+        None => (
+            json!({"ociVersion": "1.0.2", "process": {"env": []}, "root": {"path": "/"}}),
+            PathBuf::from("/"),
+        ),
+        Some(bundle) => {
+            let spec = JsonFile::read(&bundle.join("config.json"))?.parse()?;
+            let root =
+                spec.pointer("/root/path").and_then(Value::as_str).context("config.json has no root.path")?;
+            let rootfs = podman_storage::root_filesystem(bundle.join(root), &spec, &bundle.canonicalize()?)?;
+            (spec, rootfs)
+        }
+    };
+    let annotations = spec.as_object_mut().context("config.json is not a JSON object")?.entry("annotations");
+    let annotations = annotations.or_insert_with(|| json!({}));
+    let annotations =
+        annotations.as_object_mut().context("`annotations` in config.json is not a JSON object")?;
+    for (key, value) in arguments.annotations() {
+        annotations.insert(key.clone(), Value::String(value.clone()));
+    }
+    Ok((spec, rootfs))
+}
+
+fn candidate(arguments: &Arguments, rootfs: PathBuf) -> anyhow::Result<Candidate<'static>> {
+    let bundle = arguments.bundle.clone().unwrap_or_default();
+    let container = Container {
+        uid: nix::unistd::geteuid().as_raw(),
+        id: "explain".into(),
+        bundle,
+        rootfs,
+        record: PathBuf::new(),
+    };
+    Ok(Candidate { container, owner: Process::current()?, engine: None })
+}

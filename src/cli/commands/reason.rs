@@ -1,0 +1,166 @@
+//! The word in `"reason"` of an error in JSON (`--format json`). docs/explain.md lists them all. Words may be added, and
+//! none is ever renamed.
+
+use super::explain_error::ExplainError;
+use crate::names::NoLease;
+use crate::stack::NotPlaced;
+use sublet_core::admit::AdmitError;
+use sublet_core::broker::client::BrokerError;
+use sublet_core::config_files::{self, ConfigError};
+use sublet_core::inventory::{self, InventoryError};
+use sublet_core::ledger::LedgerError;
+use sublet_core::mps::MpsError;
+use sublet_core::oci::{Conflict, FileError, ImageError, SpecError};
+use sublet_core::request::RequestError;
+
+/// The word for an error that has no other.
+const OTHER: &str = "other";
+
+/// The word for `error`, by the first of its causes that has one.
+pub fn reason(error: &anyhow::Error) -> &'static str {
+    error.chain().find_map(known).unwrap_or(OTHER)
+}
+
+fn known(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
+    let error_is = |word: &'static str| Some(word);
+    if let Some(error) = error.downcast_ref() {
+        return Some(of_admission(error));
+    }
+    if let Some(error) = error.downcast_ref() {
+        return Some(of_inventory(error));
+    }
+    if let Some(error) = error.downcast_ref() {
+        return Some(of_mps(error));
+    }
+    if let Some(error) = error.downcast_ref() {
+        return Some(of_broker(error));
+    }
+    match () {
+        () if error.is::<LedgerError>() => error_is("state"),
+        () if error.is::<RequestError>() => error_is("bad-request"),
+        () if error.is::<ConfigError>() => error_is("bad-configuration"),
+        () if error.is::<Conflict>() => error_is("conflict"),
+        () if error.is::<ImageError>() => error_is("bad-image"),
+        () if error.is::<SpecError>() || error.is::<FileError>() => error_is("bad-bundle"),
+        () => match (error.downcast_ref(), error.downcast_ref()) {
+            (Some(NoLease::None(_)), _) | (_, Some(ExplainError::NoContainer(_))) => error_is("no-container"),
+            (Some(NoLease::Several { .. }), _) => error_is("ambiguous"),
+            (_, Some(ExplainError::Nothing)) => error_is("bad-usage"),
+            (_, Some(ExplainError::NoShare(_))) => error_is("no-share"),
+            (_, Some(ExplainError::Stack(_))) => error_is("bad-file"),
+            (None, None) => None,
+        },
+    }
+}
+
+/// The word for a refusal.
+fn of_admission(error: &AdmitError) -> &'static str {
+    match error {
+        AdmitError::Refused(refusal) if refusal.temporary => "no-room",
+        AdmitError::Refused(_) => "never-fits",
+        AdmitError::Unmade { temporary: true, .. } => "no-room",
+        AdmitError::Unmade { .. } => "no-mig-device",
+        AdmitError::WouldMake { .. } => "mig-device-would-be-made",
+        AdmitError::Request(_)
+        | AdmitError::LateShared(_)
+        | AdmitError::LatePriority
+        | AdmitError::LateEnvironment(_)
+        | AdmitError::LateTmp => "bad-request",
+        AdmitError::Conflict(_) => "conflict",
+        AdmitError::Image(_) | AdmitError::Storage(_) => "bad-image",
+        AdmitError::Spec(_)
+        | AdmitError::ForgedLease { .. }
+        | AdmitError::Edited
+        | AdmitError::Namespace(_)
+        | AdmitError::Record { .. } => "bad-bundle",
+        AdmitError::Cdi(_) => "cdi",
+        AdmitError::Inventory(error) => of_inventory(error),
+        AdmitError::Own(_) => of_refresh(),
+        AdmitError::Mps(error) => of_mps(error),
+        AdmitError::NoDaemon(_) => "mps",
+        AdmitError::Node(_) => "device-nodes",
+        AdmitError::PolicyLimit(_) | AdmitError::NoDeviceAllowed => "policy",
+        AdmitError::Broker(error) => of_broker(error),
+        AdmitError::NoLease(_)
+        | AdmitError::NotHeld
+        | AdmitError::NotBound(_)
+        | AdmitError::Unbound { .. } => "no-lease",
+        AdmitError::Doubled(_) | AdmitError::StillRunning { .. } | AdmitError::LayoutChanged => "busy",
+        AdmitError::NoEngine => "engine-gone",
+        AdmitError::Ledger(_) | AdmitError::Random(_) => "state",
+    }
+}
+
+/// The word for a container of a stack that gets no share.
+pub fn of_service(error: &NotPlaced) -> &'static str {
+    match error {
+        NotPlaced::Refused(error) => of_admission(error),
+        NotPlaced::Runtime(_) => "not-by-sublet",
+        NotPlaced::Cdi(_) => "cdi",
+        NotPlaced::Unnamed => "bad-file",
+        NotPlaced::Unforeseen => "no-mig-device",
+    }
+}
+
+fn of_inventory(error: &InventoryError) -> &'static str {
+    match error {
+        InventoryError::NoDriver { .. } => "no-driver",
+        InventoryError::FellOffTheBus { .. } => "gpu-lost",
+        InventoryError::Missing { .. }
+        | InventoryError::Stale { .. }
+        | InventoryError::Corrupt { .. }
+        | InventoryError::Untrusted { .. } => "no-inventory",
+        InventoryError::Unreadable { .. } | InventoryError::Unwritable { .. } => "state",
+    }
+}
+
+fn of_mps(error: &MpsError) -> &'static str {
+    match error {
+        MpsError::Inventory(error) => of_inventory(error),
+        MpsError::Ledger(_) => "state",
+        _ => "mps",
+    }
+}
+
+/// What the service refuses has no word of its own on the way here: its text says why.
+fn of_broker(error: &BrokerError) -> &'static str {
+    match error {
+        BrokerError::Refused { .. } => "refused-by-service",
+        _ => "no-service",
+    }
+}
+
+/// `sublet refresh` ran as a program of its own, and failed.
+fn of_refresh() -> &'static str {
+    let fingerprint = config_files::load().map(|config| inventory::fingerprint(&config));
+    match fingerprint {
+        Ok(Err(error)) => of_inventory(&error),
+        _ => "driver",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_errors_first_known_cause_gives_the_word() {
+        let ledger = || LedgerError::Locked { path: "/x".to_owned() };
+        assert_eq!(reason(&anyhow::Error::new(ledger()).context("while looking")), "state");
+        assert_eq!(reason(&AdmitError::from(ledger()).into()), "state");
+        assert_eq!(reason(&ExplainError::Nothing.into()), "bad-usage");
+        assert_eq!(reason(&NoLease::None("x".to_owned()).into()), "no-container");
+        assert_eq!(reason(&anyhow::anyhow!("something")), "other");
+    }
+
+    #[test]
+    fn every_word_is_documented() {
+        let documented = include_str!("../../../docs/explain.md");
+        let (source, _) = include_str!("reason.rs").split_once("#[cfg(test)]").unwrap();
+        let words = source.split('"').skip(1).step_by(2).filter(|text| !text.contains([' ', '.', '`', '\n']));
+        let missing: Vec<&str> = words
+            .filter(|word| !word.starts_with("reason") && !documented.contains(&format!("| `{word}` |")))
+            .collect();
+        assert_eq!(missing, Vec::<&str>::new());
+    }
+}

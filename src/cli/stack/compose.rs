@@ -1,0 +1,286 @@
+//! The services of a Compose file (the Compose Specification): as Docker Compose resolves it if that is installed, else
+//! as it stands, as far as nothing in it has to be resolved.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::resolved_compose::resolved;
+use super::{MOST, Own, Service, Stack, StackError, text};
+use crate::yaml::{self, Node, Wrong, tree};
+use sublet_core::request::has_sublet_annotations;
+use sublet_core::text::safe;
+
+/// What of a service is read. The rest may have variables and aliases.
+const READ: [&str; 11] = [
+    "annotations",
+    "runtime",
+    "devices",
+    "gpus",
+    "privileged",
+    "deploy",
+    "scale",
+    "image",
+    "container_name",
+    "profiles",
+    "extends",
+];
+
+/// dockerd's configuration.
+const DAEMON_JSON: &str = "/etc/docker/daemon.json";
+
+/// Said where the file is read as it stands.
+const AS_IT_STANDS: &str =
+    "Docker Compose is not installed, so variables and `extends` in the file were not resolved";
+
+/// The file's services, one after another as they stand in it.
+///
+/// # Errors
+/// It cannot be read, or has something to resolve and Docker Compose is not there.
+pub fn read(file: &Path) -> Result<Stack, StackError> {
+    let source = text(file)?;
+    if let Some(document) = resolved(file)? {
+        return stack(&document, &order(&source), file)
+            .map(|stack| with_default_runtime(stack, default_runtime().as_deref()));
+    }
+    let plain = plain(&source).map_err(|(line, message)| StackError::Wrong {
+        path: file.to_owned(),
+        line,
+        message,
+    })?;
+    let mut stack = stack(&plain, &order(&source), file)?;
+    stack.remarks.insert(0, AS_IT_STANDS.to_owned());
+    Ok(with_default_runtime(stack, default_runtime().as_deref()))
+}
+
+/// dockerd's default runtime, if its configuration names one.
+fn default_runtime() -> Option<String> {
+    let text = std::fs::read_to_string(DAEMON_JSON).ok()?;
+    serde_json::from_str::<Value>(&text).ok()?.get("default-runtime")?.as_str().map(str::to_owned)
+}
+
+/// Services that name no runtime have the default one.
+fn with_default_runtime(mut stack: Stack, default: Option<&str>) -> Stack {
+    for service in stack.services.iter_mut().filter(|service| service.runtime.is_none()) {
+        service.runtime = default.map(str::to_owned);
+        if default.is_none() && has_sublet_annotations(&service.annotations) {
+            stack.remarks.push(format!(
+                "service {} has no `runtime: sublet`: Docker ignores its annotations, Podman with sublet's hook does not",
+                safe(&service.name)
+            ));
+        }
+    }
+    stack
+}
+
+/// The names of the services in the order of the file. Docker Compose sorts them.
+fn order(source: &str) -> Vec<String> {
+    let names = || {
+        let document = tree(source).ok()?;
+        let (_, services) = document
+            .map("")
+            .ok()?
+            .iter()
+            .find(|(key, _)| key.scalar("").is_ok_and(|key| key == "services"))?;
+        let names = services.map("").ok()?.iter().filter_map(|(name, _)| name.scalar("").ok());
+        Some(names.map(str::to_owned).collect())
+    };
+    names().unwrap_or_default()
+}
+
+/// `document` is the file in JSON.
+fn stack(document: &Value, order: &[String], file: &Path) -> Result<Stack, StackError> {
+    let wrong = |message: String| StackError::unusable(file, message);
+    let services =
+        document.get("services").and_then(Value::as_object).filter(|services| !services.is_empty());
+    let services = services.ok_or_else(|| wrong("it has no services".to_owned()))?;
+    let mut sorted: Vec<(&String, &Value)> = services.iter().collect();
+    sorted.sort_by_key(|(name, _)| order.iter().position(|known| known == *name).unwrap_or(order.len()));
+    let project = project(document, file);
+    let mut stack = Stack { own: Own::Project(project.clone()), ..Stack::default() };
+    for (name, service) in sorted {
+        if service.get("profiles").and_then(Value::as_array).is_some_and(|profiles| !profiles.is_empty())
+            && document.get(PLAIN).is_some()
+        {
+            stack.remarks.push(format!("service {} has profiles and was left out", safe(name)));
+            continue;
+        }
+        let count = count(service).map_err(|why| wrong(format!("service {}: {why}", safe(name))))?;
+        let one = one(name, service).map_err(|why| wrong(format!("service {}: {why}", safe(name))))?;
+        for number in 1..=count {
+            let mut one = one.clone();
+            one.called = called(name, service, &project, number);
+            if count > 1 {
+                one.name = format!("{name}-{number}");
+            }
+            stack.services.push(one);
+        }
+    }
+    Ok(stack)
+}
+
+/// A mark in a document that was read as it stands.
+const PLAIN: &str = "x-sublet-plain";
+
+/// How many containers a service has.
+fn count(service: &Value) -> Result<usize, String> {
+    let given = service.get("scale").or_else(|| service.pointer("/deploy/replicas"));
+    let count = match given {
+        None | Some(Value::Null) => 1,
+        Some(given) => {
+            words(given).parse().map_err(|_| format!("{} is no number of containers", safe(&words(given))))?
+        }
+    };
+    if count > MOST {
+        Err(format!("{count} containers are more than the {MOST} that are looked at"))
+    } else {
+        Ok(count)
+    }
+}
+
+fn one(name: &str, service: &Value) -> Result<Service, String> {
+    let list = |key: &str| service.get(key).and_then(Value::as_array).into_iter().flatten();
+    let reserved = service.pointer("/deploy/resources/reservations/devices").and_then(Value::as_array);
+    let (by_cdi, others): (Vec<&Value>, Vec<&Value>) = reserved
+        .into_iter()
+        .flatten()
+        .partition(|device| device.get("driver").is_some_and(|driver| driver == "cdi"));
+    let ids =
+        by_cdi.into_iter().filter_map(|device| device.get("device_ids")?.as_array()).flatten().map(words);
+    // As a text, or with `source` and `target`.
+    let devices = list("devices").map(|device| device.get("source").map_or_else(|| words(device), words));
+    let gpus = service.get("gpus").is_some_and(|gpus| !gpus.is_null());
+    Ok(Service {
+        name: name.to_owned(),
+        annotations: annotations(service.get("annotations"))?,
+        runtime: service.get("runtime").map(words).filter(|runtime| !runtime.is_empty()),
+        devices: ids.chain(devices).collect(),
+        gpus: gpus || others.into_iter().any(asks_for_gpus),
+        privileged: service.get("privileged").is_some_and(|is| words(is) == "true"),
+        by_hook: false,
+        called: None,
+    })
+}
+
+/// A reservation of NVIDIA's devices.
+fn asks_for_gpus(device: &Value) -> bool {
+    let capabilities = device.get("capabilities").and_then(Value::as_array).into_iter().flatten();
+    device.get("driver").is_some_and(|driver| driver == "nvidia")
+        || capabilities.map(words).any(|capability| matches!(capability.as_str(), "gpu" | "nvidia"))
+}
+
+/// A map, or a list of `key=value`.
+fn annotations(given: Option<&Value>) -> Result<BTreeMap<String, String>, String> {
+    match given {
+        None | Some(Value::Null) => Ok(BTreeMap::new()),
+        Some(Value::Object(map)) => Ok(map.iter().map(|(key, value)| (key.clone(), words(value))).collect()),
+        Some(Value::Array(list)) => Ok(list
+            .iter()
+            .map(|entry| {
+                let entry = words(entry);
+                let (key, value) = entry.split_once('=').unwrap_or((&entry, ""));
+                (key.to_owned(), value.to_owned())
+            })
+            .collect()),
+        Some(_) => Err("annotations must be a map or a list of KEY=VALUE".to_owned()),
+    }
+}
+
+/// The name that Compose gives the container, and its image.
+fn called(name: &str, service: &Value, project: &str, number: usize) -> Option<(String, String)> {
+    let container = service.get("container_name").map_or_else(|| format!("{project}-{name}-{number}"), words);
+    let image = service.get("image").map_or_else(|| format!("{project}-{name}"), words);
+    // What has not been resolved is not known.
+    let known = |text: &String| !text.contains('$');
+    Some((container, image)).filter(|(container, image)| known(container) && known(image))
+}
+
+/// The project's name: the file's, the environment's, or that of its directory (compose-go, `NormalizeProjectName`).
+fn project(document: &Value, file: &Path) -> String {
+    let given = document.get("name").and_then(Value::as_str).map(str::to_owned);
+    let given = given.or_else(|| std::env::var("COMPOSE_PROJECT_NAME").ok()).filter(|name| !name.is_empty());
+    given.unwrap_or_else(|| {
+        let dir = file
+            .canonicalize()
+            .ok()
+            .and_then(|file| Some(file.parent()?.file_name()?.to_string_lossy().to_lowercase()));
+        let allowed = |c: &char| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, '_' | '-');
+        let name: String = dir.unwrap_or_default().chars().filter(allowed).collect();
+        name.trim_start_matches(['_', '-']).to_owned()
+    })
+}
+
+/// A scalar as text, with Compose's `$$` as the `$` that it stands for.
+fn words(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.replace("$$", "$"),
+        Value::Null => String::new(),
+        other => other.to_string(),
+    }
+}
+
+/// The file in JSON, as far as it is read.
+fn plain(source: &str) -> Result<Value, Wrong> {
+    let document = tree(source)?;
+    let mut plain = Map::from_iter([(PLAIN.to_owned(), Value::Bool(true))]);
+    for (key, value) in document.map("services: …")? {
+        match key.scalar("a key")? {
+            "include" => return Err(key.wrong(needs_compose("include"))),
+            "name" => drop(plain.insert("name".to_owned(), json(value)?)),
+            "services" => {
+                let service = |(name, service): &(Node, Node)| {
+                    Ok((name.scalar("a name")?.to_owned(), plain_service(service)?))
+                };
+                let services: Map<String, Value> =
+                    value.map("services by name")?.iter().map(service).collect::<Result<_, Wrong>>()?;
+                plain.insert("services".to_owned(), services.into());
+            }
+            _ => {}
+        }
+    }
+    Ok(plain.into())
+}
+
+fn plain_service(service: &Node) -> Result<Value, Wrong> {
+    let mut plain = Map::new();
+    for (key, value) in service.map("a service")? {
+        let name = key.scalar("a key")?;
+        match name {
+            "extends" | "<<" => return Err(key.wrong(needs_compose(name))),
+            // These matter only for containers.toml.
+            "image" | "container_name" => drop(plain.insert(name.to_owned(), value.scalar("a name")?.into())),
+            _ if READ.contains(&name) => drop(plain.insert(name.to_owned(), json(value)?)),
+            _ => {}
+        }
+    }
+    Ok(plain.into())
+}
+
+fn needs_compose(what: &str) -> String {
+    format!(
+        "{} needs Docker Compose, which is not installed: install it, or write its values out",
+        safe(what)
+    )
+}
+
+/// Without variables and aliases.
+fn json(node: &Node) -> Result<Value, Wrong> {
+    Ok(match &node.value {
+        yaml::Value::Alias => return Err(node.wrong(needs_compose("an alias"))),
+        yaml::Value::Scalar(text) if text.replace("$$", "").contains('$') => {
+            return Err(node.wrong(needs_compose(text)));
+        }
+        yaml::Value::Scalar(text) => text.as_str().into(),
+        yaml::Value::List(list) => list.iter().map(json).collect::<Result<Vec<_>, _>>()?.into(),
+        yaml::Value::Map(_) => {
+            let pairs = node.map("a map")?;
+            let pair = |(key, value): &(Node, Node)| Ok((key.scalar("a key")?.to_owned(), json(value)?));
+            Value::Object(pairs.iter().map(pair).collect::<Result<_, Wrong>>()?)
+        }
+    })
+}
+
+#[cfg(test)]
+#[path = "compose_tests.rs"]
+mod tests;

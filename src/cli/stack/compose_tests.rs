@@ -1,0 +1,117 @@
+use std::path::Path;
+
+use serde_json::json;
+
+use super::*;
+
+/// A file that is read as it stands.
+fn plain_stack(source: &str) -> Result<Stack, String> {
+    let document = plain(source).map_err(|(line, message)| format!("{line}: {message}"))?;
+    stack(&document, &order(source), Path::new("/tmp/shop/compose.yaml")).map_err(|error| error.to_string())
+}
+
+const SHOP: &str = "
+name: shop
+x-common: &common
+  restart: always
+services:
+  web:
+    image: web:${TAG:-1}
+    runtime: sublet
+    annotations: { sublet.sm: \"25\", sublet.memory: 8GiB, price: $$5 }
+    environment: [ \"TOKEN=${TOKEN}\" ]
+    logging: *common
+  batch:
+    runtime: sublet-small
+    scale: 2
+  annotated:
+    annotations: [ sublet.sm=10, bare ]
+    privileged: true
+    devices: [ \"/dev/nvidia0:/dev/nvidia0\" ]
+  cdi:
+    deploy:
+      replicas: 1
+      resources:
+        reservations:
+          devices: [ { driver: cdi, device_ids: [ sublet/share=small.0 ], capabilities: [gpu] } ]
+  gpus:
+    deploy: { resources: { reservations: { devices: [ { capabilities: [[gpu]], driver: nvidia } ] } } }
+  idle: { scale: 0, runtime: sublet }
+  debug: { profiles: [debug], runtime: sublet }
+";
+
+#[test]
+fn what_concerns_a_share_is_read_and_the_rest_is_not_resolved() {
+    let stack = plain_stack(SHOP).unwrap();
+    let names: Vec<&str> = stack.services.iter().map(|service| service.name.as_str()).collect();
+    assert_eq!(names, ["web", "batch-1", "batch-2", "annotated", "cdi", "gpus"], "in the order of the file");
+    let [web, batch, _, annotated, cdi, gpus] = &stack.services[..] else { panic!("six") };
+    let annotations: Vec<(&str, &str)> =
+        web.annotations.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+    assert_eq!(annotations, [("price", "$5"), ("sublet.memory", "8GiB"), ("sublet.sm", "25")]);
+    assert_eq!((web.runtime.as_deref(), &web.called), (Some("sublet"), &None), "its image is not known");
+    assert_eq!(batch.called, Some(("shop-batch-1".into(), "shop-batch".into())));
+    assert_eq!(annotated.annotations["sublet.sm"], "10");
+    assert!(annotated.privileged && !annotated.gpus && annotated.devices == ["/dev/nvidia0:/dev/nvidia0"]);
+    assert!(!cdi.gpus && cdi.devices == ["sublet/share=small.0"]);
+    assert!(gpus.gpus && gpus.devices.is_empty());
+    assert_eq!((stack.own, stack.remarks.len()), (Own::Project("shop".into()), 1), "debug was left out");
+}
+
+#[test]
+fn what_only_compose_can_resolve_is_refused_with_its_line() {
+    let needs = "needs Docker Compose, which is not installed";
+    for (source, line) in [
+        ("services:\n  a:\n    annotations: { sublet.sm: \"${SM}\" }\n", 3),
+        ("services:\n  a:\n    runtime: $RUNTIME\n", 3),
+        ("services:\n  a:\n    extends: b\n", 3),
+        ("x: &x { runtime: sublet }\nservices:\n  a:\n    <<: *x\n", 4),
+        ("x: &x { sublet.sm: 5 }\nservices:\n  a:\n    annotations: *x\n", 4),
+        ("include: [ other.yaml ]\nservices: {}\n", 1),
+    ] {
+        let error = plain_stack(source).unwrap_err();
+        assert!(error.starts_with(&format!("{line}: ")) && error.contains(needs), "{source}: {error}");
+    }
+    for (source, said) in [
+        ("", "the file is empty"),
+        ("services: {}", "it has no services"),
+        ("services: { a: { scale: many } }", "many is no number of containers"),
+        ("services: { a: { scale: 5000 } }", "more than the 1000"),
+        ("services: { a: { annotations: 5 } }", "annotations must be a map"),
+    ] {
+        let error = plain_stack(source).unwrap_err();
+        assert!(error.contains(said), "{source}: {error}");
+    }
+}
+
+/// As Docker Compose 2.26 and 2.30 print it.
+#[test]
+fn what_compose_resolved_is_read_in_the_order_of_the_file() {
+    let document = json!({"name": "shop", "services": {
+        "a": {"annotations": {"sublet.sm": "25", "odd": null}, "runtime": "sublet", "profiles": ["on"], "image": "x:1",
+            "devices": [{"source": "sublet/share=small.0", "target": "sublet/share=small.0", "permissions": "rwm"}]},
+        "b": {"devices": ["sublet/share=mig.0:1"], "deploy": {"replicas": 2}, "gpus": null}}});
+    let source = "x: &alias {}\nservices:\n  b: {}\n  a: { x: *alias }\n";
+    let read = |source: &str| stack(&document, &order(source), Path::new("compose.yaml")).unwrap();
+    let stack = read(source);
+    let names = |stack: &Stack| stack.services.iter().map(|service| service.name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(&stack), ["b-1", "b-2", "a"]);
+    assert_eq!(names(&read("not: [ yaml")), ["a", "b-1", "b-2"], "else as Compose sorts them");
+    assert_eq!(stack.services[2].devices, ["sublet/share=small.0"]);
+    assert_eq!(stack.services[0].devices, ["sublet/share=mig.0:1"]);
+    assert_eq!(stack.services[2].annotations["odd"], "");
+    assert_eq!(stack.services[2].called, Some(("shop-a-1".into(), "x:1".into())));
+}
+
+#[test]
+fn without_a_runtime_a_service_has_dockers_default_one() {
+    let stack = || {
+        plain_stack("services: { a: { annotations: [sublet.sm=5] }, b: {}, c: { runtime: runc } }").unwrap()
+    };
+    let with = with_default_runtime(stack(), Some("sublet"));
+    let runtimes: Vec<_> = with.services.iter().map(|service| service.runtime.as_deref()).collect();
+    assert_eq!(runtimes, [Some("sublet"), Some("sublet"), Some("runc")]);
+    assert_eq!(with.remarks, Vec::<String>::new());
+    let without = with_default_runtime(stack(), None);
+    assert_eq!((without.services[0].runtime.as_deref(), without.remarks.len()), (None, 1));
+}
