@@ -61,6 +61,7 @@ fn a_lease_its_daemon_a_refusal_and_a_drain_are_told_once_each() {
     assert_eq!(of("lease-ended")["lease"], taken["lease"]);
     assert!(of("lease-bound")["took_ms"].as_u64().is_some_and(|took| took < 60_000), "{all:?}");
     assert_eq!((&of("refused")["container_id"], &of("refused")["text"]), (&json!("greedy"), &json!(refused)));
+    assert_eq!(of("refused")["reason"], json!("no-room"));
     let last: Value =
         serde_json::from_str(&text(&world, &["status", "--last-error", "--format", "json"])).expect("JSON");
     assert_eq!(last["reason"], of("refused")["text"], "the last error is the last refusal");

@@ -5,11 +5,10 @@ use super::explain_error::ExplainError;
 use crate::names::NoLease;
 use crate::stack::NotPlaced;
 use sublet_core::admit::AdmitError;
-use sublet_core::broker::client::BrokerError;
+use sublet_core::admit::reason::{of_broker, of_inventory, of_mps};
 use sublet_core::config_files::{self, ConfigError};
-use sublet_core::inventory::{self, InventoryError};
+use sublet_core::inventory;
 use sublet_core::ledger::LedgerError;
-use sublet_core::mps::MpsError;
 use sublet_core::oci::{Conflict, FileError, ImageError, SpecError};
 use sublet_core::request::RequestError;
 
@@ -53,42 +52,9 @@ fn known(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     }
 }
 
-/// The word for a refusal.
+/// The word for a refusal. `sublet refresh` ran as a program of its own: what it failed with is found again.
 fn of_admission(error: &AdmitError) -> &'static str {
-    match error {
-        AdmitError::Refused(refusal) if refusal.temporary => "no-room",
-        AdmitError::Refused(_) => "never-fits",
-        AdmitError::Unmade { temporary: true, .. } => "no-room",
-        AdmitError::Unmade { .. } => "no-mig-device",
-        AdmitError::WouldMake { .. } => "mig-device-would-be-made",
-        AdmitError::Request(_)
-        | AdmitError::LateShared(_)
-        | AdmitError::LatePriority
-        | AdmitError::LateEnvironment(_)
-        | AdmitError::LateTmp => "bad-request",
-        AdmitError::Conflict(_) => "conflict",
-        AdmitError::Image(_) | AdmitError::Storage(_) => "bad-image",
-        AdmitError::Spec(_)
-        | AdmitError::ForgedLease { .. }
-        | AdmitError::Edited
-        | AdmitError::Namespace(_)
-        | AdmitError::Record { .. } => "bad-bundle",
-        AdmitError::Cdi(_) => "cdi",
-        AdmitError::Inventory(error) => of_inventory(error),
-        AdmitError::Own(_) => of_refresh(),
-        AdmitError::Mps(error) => of_mps(error),
-        AdmitError::NoDaemon(_) => "mps",
-        AdmitError::Node(_) => "device-nodes",
-        AdmitError::PolicyLimit(_) | AdmitError::NoDeviceAllowed => "policy",
-        AdmitError::Broker(error) => of_broker(error),
-        AdmitError::NoLease(_)
-        | AdmitError::NotHeld
-        | AdmitError::NotBound(_)
-        | AdmitError::Unbound { .. } => "no-lease",
-        AdmitError::Doubled(_) | AdmitError::StillRunning { .. } | AdmitError::LayoutChanged => "busy",
-        AdmitError::NoEngine => "engine-gone",
-        AdmitError::Ledger(_) | AdmitError::Random(_) => "state",
-    }
+    if let AdmitError::Own(_) = error { of_refresh() } else { error.reason() }
 }
 
 /// The word for a container of a stack that gets no share.
@@ -99,34 +65,6 @@ pub fn of_service(error: &NotPlaced) -> &'static str {
         NotPlaced::Cdi(_) => "cdi",
         NotPlaced::Unnamed => "bad-file",
         NotPlaced::Unforeseen => "no-mig-device",
-    }
-}
-
-fn of_inventory(error: &InventoryError) -> &'static str {
-    match error {
-        InventoryError::NoDriver { .. } => "no-driver",
-        InventoryError::FellOffTheBus { .. } => "gpu-lost",
-        InventoryError::Missing { .. }
-        | InventoryError::Stale { .. }
-        | InventoryError::Corrupt { .. }
-        | InventoryError::Untrusted { .. } => "no-inventory",
-        InventoryError::Unreadable { .. } | InventoryError::Unwritable { .. } => "state",
-    }
-}
-
-fn of_mps(error: &MpsError) -> &'static str {
-    match error {
-        MpsError::Inventory(error) => of_inventory(error),
-        MpsError::Ledger(_) => "state",
-        _ => "mps",
-    }
-}
-
-/// What the service refuses has no word of its own on the way here: its text says why.
-fn of_broker(error: &BrokerError) -> &'static str {
-    match error {
-        BrokerError::Refused { .. } => "refused-by-service",
-        _ => "no-service",
     }
 }
 
@@ -156,7 +94,8 @@ mod tests {
     #[test]
     fn every_word_is_documented() {
         let documented = include_str!("../../../docs/explain.md");
-        let (source, _) = include_str!("reason.rs").split_once("#[cfg(test)]").unwrap();
+        let (ours, _) = include_str!("reason.rs").split_once("#[cfg(test)]").unwrap();
+        let source = format!("{ours}{}", include_str!("../../core/admit/reason.rs"));
         let words = source.split('"').skip(1).step_by(2).filter(|text| !text.contains([' ', '.', '`', '\n']));
         let missing: Vec<&str> = words
             .filter(|word| !word.starts_with("reason") && !documented.contains(&format!("| `{word}` |")))

@@ -45,20 +45,22 @@ pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
 
 /// Adds a refusal by this process. A lost record is no reason to fail, because the caller reports the error itself.
 pub(super) fn record(container_id: &str, error: &AdmitError, config: &Config) {
-    add(geteuid().as_raw(), container_id, error.to_string(), config);
+    add(geteuid().as_raw(), container_id, error.reason(), error.to_string(), config);
 }
 
 /// Adds a refusal that user `uid` reports.
 pub fn record_told(uid: u32, container_id: &str, reason: &str, config: &Config) {
     let characters: Vec<char> = reason.chars().take(LONGEST).collect();
     let reason = characters.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect();
-    add(uid, container_id, reason, config);
+    // The user's program says no word.
+    add(uid, container_id, "", reason, config);
 }
 
-fn add(uid: u32, container_id: &str, reason: String, config: &Config) {
+fn add(uid: u32, container_id: &str, word: &str, reason: String, config: &Config) {
     let refused = Event {
         uid,
         container_id: container_id.to_owned(),
+        reason: word.to_owned(),
         text: reason.clone(),
         ..Event::now(Kind::Refused)
     };
@@ -105,7 +107,7 @@ mod tests {
     fn a_user_who_is_refused_again_and_again_drives_out_only_their_own() {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
-        add(0, "root", "no".into(), &config);
+        add(0, "root", "no-room", "no".into(), &config);
         for number in 0..20 {
             record_told(1000, &format!("c{number}\u{1b}"), &"x".repeat(9000), &config);
         }
@@ -113,7 +115,7 @@ mod tests {
         assert_eq!((all.len(), all[0].uid), (9, 0));
         assert_eq!((all[8].container_id.as_str(), all[8].reason.len()), ("c19\\u{1b}", 2000));
         for number in 0..40 {
-            add(0, &number.to_string(), "no".into(), &config);
+            add(0, &number.to_string(), "no-room", "no".into(), &config);
         }
         assert_eq!(refusals(&config).len(), 32);
     }

@@ -18,6 +18,7 @@ mod left_mount_points;
 mod local;
 mod local_leases;
 mod local_or_remote;
+pub mod reason;
 mod reconcile;
 mod remote;
 mod request_of_spec;

@@ -125,6 +125,9 @@ pub struct Event {
     /// its taking to the start of the container's first process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub took_ms: Option<u64>,
+    /// Of a refusal: the word for it, as in JSON errors (docs/explain.md).
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub reason: String,
     /// The event in one line.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub text: String,
@@ -144,6 +147,7 @@ impl Event {
             devices: Vec::new(),
             daemon: String::new(),
             took_ms: None,
+            reason: String::new(),
             text: String::new(),
         }
     }
