@@ -27,6 +27,8 @@ pub mod events;
 
 pub mod status;
 
+mod metrics;
+
 pub mod serve;
 
 mod preview;

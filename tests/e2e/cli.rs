@@ -98,7 +98,7 @@ fn status_as_json_is_the_documented_schema() {
             "mps": [{"device": GPU, "devices": [GPU], "lease": null, "pid": 0, "state": "serving", "clients": 1,
                 "key": GPU, "ceiling_percent": 25.0, "ceiling_memory_bytes": 8_589_934_592_u64,
                 "idle_seconds": null, "ends_in_seconds": null}],
-            "guard": {"watching": false, "blind": [], "events": []},
+            "guard": {"watching": false, "last_look_seconds": null, "blind": [], "events": []},
             "mig_made": []})
     );
     bundle.down();

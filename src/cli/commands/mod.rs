@@ -17,6 +17,7 @@ mod gc;
 mod guard_report;
 mod lease;
 mod lease_table;
+mod metrics;
 mod mig;
 mod mig_dynamic;
 mod mig_list;
@@ -66,6 +67,8 @@ enum Command {
     Gc,
     /// Show what happened: leases taken and ended, refusals, the guard's actions, MPS daemons, MIG instances
     Events(events::Arguments),
+    /// Print limits, use and counts for Prometheus
+    Metrics(metrics::Arguments),
     /// Stop giving new leases on a device; leases that exist stay
     Drain(drain::Arguments),
     /// Give leases on a drained device again
@@ -148,6 +151,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Wait(arguments) => wait::run(&arguments, &config),
         Command::Lease(command) => lease::run(&command, &config),
         Command::Gc => gc::run(&config),
+        Command::Metrics(arguments) => metrics::run(&arguments, &config),
         Command::Events(arguments) => events::run(&arguments, &config),
         Command::Drain(arguments) => drain::run(&arguments, true, &config),
         Command::Undrain(arguments) => drain::run(&arguments, false, &config),

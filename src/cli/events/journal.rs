@@ -23,10 +23,13 @@ const ENTRIES: &str = "20000";
 ///
 /// # Errors
 /// Why it cannot be read, in one line.
-pub(super) fn read(cursor: Option<&str>) -> Result<(Vec<Event>, Option<String>), String> {
+pub(super) fn read(cursor: Option<&str>, this_boot: bool) -> Result<(Vec<Event>, Option<String>), String> {
     let mut command = Command::new("journalctl");
     command.args(["--output=json", "--all", "--quiet", "--no-pager", "--lines", ENTRIES]);
     command.arg(format!("--output-fields={JOURNAL_FIELD}"));
+    if this_boot {
+        command.arg("--boot");
+    }
     if let Some(cursor) = cursor {
         command.arg(format!("--after-cursor={cursor}"));
     }

@@ -6,22 +6,48 @@ pub(crate) mod moment;
 
 use std::collections::BTreeSet;
 
+use serde::{Deserialize, Serialize};
+
 use crate::guard;
 use sublet_core::admit::{is_remote, refusals};
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind, has_journal, read_ring};
 use sublet_core::text::timestamp;
 
+/// Two writers may tell their events in another order than that of their times, by less than this, in milliseconds.
+const DISORDER: u64 = 60_000;
+
+/// What was read already.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Position {
+    /// Of the journal.
+    cursor: Option<String>,
+    /// Of the files: the newest event, in milliseconds since boot.
+    newest: u64,
+    /// Of the files: the events that are little older than that.
+    late: BTreeSet<String>,
+}
+
 /// Reads events again and again.
 #[derive(Default)]
 pub(crate) struct Reader {
-    /// Where the journal was read to.
-    cursor: Option<String>,
-    /// Those of the ring and of the users' files that were read already, as JSON.
-    seen: BTreeSet<String>,
+    position: Position,
+    /// Of the journal nothing of earlier boots.
+    this_boot: bool,
 }
 
 impl Reader {
+    /// One that goes on there, and reads nothing of earlier boots.
+    pub fn since(position: Position) -> Self {
+        Self { position, this_boot: true }
+    }
+
+    /// What it has read.
+    pub fn position(self) -> Position {
+        self.position
+    }
+
     /// The events since it read before, oldest first, and what could not be read, in one line.
     pub fn new_events(&mut self, config: &Config) -> (Vec<Event>, Option<String>) {
         if is_remote(config) {
@@ -31,9 +57,9 @@ impl Reader {
         if !has_journal(&config.state_dir) {
             return (ring, None);
         }
-        match journal::read(self.cursor.as_deref()) {
+        match journal::read(self.position.cursor.as_deref(), self.this_boot) {
             Ok((events, cursor)) => {
-                self.cursor = cursor.or(self.cursor.take());
+                self.position.cursor = cursor.or(self.position.cursor.take());
                 (merged(events, ring), None)
             }
             Err(error) => (ring, Some(format!("events in the system's journal are not shown: {error}"))),
@@ -41,14 +67,24 @@ impl Reader {
     }
 
     fn unseen(&mut self, events: Vec<Event>) -> Vec<Event> {
-        let all: Vec<(String, Event)> = events
+        let Position { newest, late, .. } = &mut self.position;
+        let (before, oldest) = (std::mem::take(late), newest.saturating_sub(DISORDER));
+        let top = events.iter().map(|event| event.uptime_ms).max().unwrap_or_default().max(*newest);
+        let is_late = |event: &Event| event.uptime_ms >= top.saturating_sub(DISORDER);
+        *late = events.iter().filter(|event| is_late(event)).map(name).collect();
+        *newest = top;
+        events
             .into_iter()
-            .map(|event| (serde_json::to_string(&event).unwrap_or_default(), event))
-            .collect();
-        let seen = all.iter().map(|(line, _)| line.clone()).collect();
-        let before = std::mem::replace(&mut self.seen, seen);
-        all.into_iter().filter(|(line, _)| !before.contains(line)).map(|(_, event)| event).collect()
+            .filter(|event| event.uptime_ms >= oldest && !before.contains(&name(event)))
+            .collect()
     }
+}
+
+/// What no other event has.
+fn name(event: &Event) -> String {
+    let container: String = event.container_id.chars().take(64).collect();
+    let device = event.devices.first().map_or("", String::as_str);
+    format!("{} {} {} {container} {device}", event.time, event.kind.as_str(), event.lease)
 }
 
 /// Both in one row by their times, each in its own order: a clock that is set back changes neither.

@@ -92,6 +92,14 @@ pub fn sight(config: &Config) -> Sight {
     }
 }
 
+/// How long ago the guard looked last, in seconds; `None`: not since boot.
+#[must_use]
+pub(crate) fn last_look(config: &Config) -> Option<u64> {
+    let book = read(config);
+    let is_of_now = !book.boot_id.is_empty() && book.boot_id == boot_id::read().unwrap_or_default();
+    uptime_seconds().checked_sub(book.looked_at).filter(|_| is_of_now)
+}
+
 /// Adds `new` events and records that the guard runs; `blind` are the devices that cannot be checked.
 pub(super) fn write(new: Vec<Event>, blind: Vec<String>, config: &Config) -> std::io::Result<()> {
     let told: Vec<events::Event> = new.iter().map(told).collect();

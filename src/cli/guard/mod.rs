@@ -14,5 +14,6 @@ mod judge;
 mod mps_servers;
 
 pub(crate) use guard_thread::start;
+pub(crate) use history::last_look;
 pub use history::{Event, Sight, events, sight};
 pub use judge::Offence;

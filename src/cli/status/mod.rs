@@ -62,6 +62,8 @@ pub struct Driver {
 pub struct Guard {
     /// Whether it checks every leased device.
     pub watching: bool,
+    /// How long ago it looked last, in seconds; null: not since boot.
+    pub last_look_seconds: Option<u64>,
     /// Devices that it cannot check, each with the reason.
     pub blind: Vec<String>,
     /// What it did last, oldest first.
@@ -137,6 +139,7 @@ impl Status {
             mps,
             guard: Guard {
                 watching,
+                last_look_seconds: guard::last_look(config),
                 blind: if let Sight::Blind(why) = sight { why } else { Vec::new() },
                 events: guard::events(config).into_iter().map(GuardEvent::of).collect(),
             },

@@ -1,0 +1,235 @@
+//! Counts of what happened since boot. Events are bounded, so what was counted is kept in `metrics.json` beside the ledger:
+//! whoever scrapes as root adds what is new.
+
+use std::collections::BTreeMap;
+use std::fs::OpenOptions;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::PathBuf;
+
+use nix::fcntl::{Flock, FlockArg};
+use nix::libc::O_NOFOLLOW;
+use nix::unistd::geteuid;
+use serde::{Deserialize, Serialize};
+
+use super::{Family, Sample, Type};
+use crate::events::{Position, Reader};
+use sublet_core::config::Config;
+use sublet_core::events::{Event, Kind};
+use sublet_core::fs::{atomic, trusted};
+
+/// Upper bounds of the durations of leases, in seconds.
+const HELD: [f64; 8] = [10.0, 60.0, 300.0, 1800.0, 3600.0, 21_600.0, 86_400.0, 604_800.0];
+
+/// Upper bounds of how long a start takes, in seconds.
+const STARTED: [f64; 8] = [0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 30.0];
+
+/// The most reasons, in case that words are added.
+const WORDS: usize = 64;
+
+/// Far more than the file has, in bytes.
+const LARGEST: u64 = 1 << 20;
+
+/// `metrics.json`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+struct Totals {
+    /// Of events, by kind.
+    events: BTreeMap<String, u64>,
+    /// Of refusals, by the word for the reason.
+    refusals: BTreeMap<String, u64>,
+    /// How long leases lasted.
+    held: Durations,
+    /// How long containers took from the taking of the lease to their first process.
+    started: Durations,
+    /// What was counted already.
+    position: Position,
+}
+
+/// A histogram.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+struct Durations {
+    /// How many lasted at most as long as each bound, and not as long as the one before.
+    counts: Vec<u64>,
+    count: u64,
+    sum_seconds: f64,
+}
+
+impl Durations {
+    #[expect(clippy::cast_precision_loss, reason = "milliseconds of centuries are exact")]
+    fn add(&mut self, milliseconds: u64, bounds: &[f64]) {
+        let seconds = milliseconds as f64 / 1000.0;
+        self.counts.resize(bounds.len(), 0);
+        if let Some(at) = bounds.iter().position(|bound| seconds <= *bound) {
+            self.counts[at] += 1;
+        }
+        self.count += 1;
+        self.sum_seconds += seconds;
+    }
+
+    fn family(&self, name: &'static str, help: &'static str, bounds: &[f64]) -> Family {
+        let sample = |suffix, labels: &[(&'static str, String)], value| Sample {
+            suffix,
+            labels: labels.to_vec(),
+            value,
+        };
+        let mut below = 0;
+        let mut samples = Vec::new();
+        for (at, bound) in bounds.iter().enumerate() {
+            below += self.counts.get(at).copied().unwrap_or_default();
+            samples.push(sample("_bucket", &[("le", format!("{bound:?}"))], float(below)));
+        }
+        samples.push(sample("_bucket", &[("le", "+Inf".to_owned())], float(self.count)));
+        samples.push(sample("_count", &[], float(self.count)));
+        samples.push(sample("_sum", &[], self.sum_seconds));
+        Family { kind: Type::Histogram, samples, ..Family::gauge(name, "seconds", help) }
+    }
+}
+
+impl Totals {
+    fn add(&mut self, event: &Event) {
+        *self.events.entry(event.kind.as_str().to_owned()).or_default() += 1;
+        match event.kind {
+            Kind::Refused => {
+                let word = if event.reason.is_empty() { "of-a-user" } else { &event.reason };
+                if self.refusals.len() < WORDS || self.refusals.contains_key(word) {
+                    *self.refusals.entry(word.to_owned()).or_default() += 1;
+                }
+            }
+            Kind::LeaseEnded => event.took_ms.iter().for_each(|took| self.held.add(*took, &HELD)),
+            Kind::LeaseBound => event.took_ms.iter().for_each(|took| self.started.add(*took, &STARTED)),
+            _ => {}
+        }
+    }
+
+    fn families(&self) -> Vec<Family> {
+        let counter = |name, help, counts: &BTreeMap<String, u64>, label: &'static str, all: &[&str]| {
+            let mut family = Family { kind: Type::Counter, ..Family::gauge(name, "", help) };
+            let mut counts = counts.clone();
+            // A count that begins with its first event has no increase that a query could see.
+            for word in all {
+                counts.entry((*word).to_owned()).or_default();
+            }
+            for (word, count) in &counts {
+                family.add(&[(label, word.clone())], Some(float(*count)));
+            }
+            family
+        };
+        let of_kind = |kind: Kind| float(self.events.get(kind.as_str()).copied().unwrap_or_default());
+        let single = |name, help, value: f64| {
+            let mut family = Family { kind: Type::Counter, ..Family::gauge(name, "", help) };
+            family.add(&[], Some(value));
+            family
+        };
+        vec![
+            counter(
+                "sublet_events",
+                "What happened since boot, by kind.",
+                &self.events,
+                "kind",
+                &Kind::ALL.map(Kind::as_str),
+            ),
+            counter(
+                "sublet_refusals",
+                "Containers that were refused, by reason.",
+                &self.refusals,
+                "reason",
+                &["no-room"],
+            ),
+            single(
+                "sublet_mps_restarts",
+                "MPS daemons that were restarted under running containers.",
+                of_kind(Kind::MpsRestarted),
+            ),
+            single("sublet_guard_actions", "Offences that the guard found.", of_kind(Kind::Guard)),
+            self.held.family(
+                "sublet_lease_duration_seconds",
+                "How long leases that have ended lasted.",
+                &HELD,
+            ),
+            self.started.family(
+                "sublet_start_duration_seconds",
+                "From the start of the process that takes the lease to the container's first process.",
+                &STARTED,
+            ),
+        ]
+    }
+}
+
+/// The counts, with what is new. None for users without root, and where the file cannot be kept.
+pub(super) fn families(config: &Config) -> Vec<Family> {
+    if !geteuid().is_root() || !config.state_dir.is_dir() {
+        return Vec::new();
+    }
+    match counted(config) {
+        Ok(totals) => totals.families(),
+        Err(error) => {
+            tracing::warn!("counts of what happened are left out: {}: {error}", path(config).display());
+            Vec::new()
+        }
+    }
+}
+
+fn counted(config: &Config) -> std::io::Result<Totals> {
+    let lock = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(O_NOFOLLOW)
+        .open(config.state_dir.join("metrics.lock"))?;
+    let _held = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?;
+    let text = trusted::read_if_trusted(&path(config), LARGEST).unwrap_or_default();
+    let mut totals: Totals = serde_json::from_slice(&text).unwrap_or_default();
+    let mut reader = Reader::since(totals.position.clone());
+    let (events, unread) = reader.new_events(config);
+    if let Some(why) = unread {
+        return Err(std::io::Error::other(why));
+    }
+    for event in &events {
+        totals.add(event);
+    }
+    totals.position = reader.position();
+    atomic::replace(&path(config), &serde_json::to_vec(&totals)?, 0o600)?;
+    Ok(totals)
+}
+
+fn path(config: &Config) -> PathBuf {
+    config.state_dir.join("metrics.json")
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a count")]
+fn float(count: u64) -> f64 {
+    count as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_event_counts_once_and_durations_in_their_buckets() {
+        let mut totals = Totals::default();
+        let refused = |reason: &str| Event { reason: reason.to_owned(), ..Event::now(Kind::Refused) };
+        for event in [
+            refused("no-room"),
+            refused("no-room"),
+            refused(""),
+            Event { took_ms: Some(90_000), ..Event::now(Kind::LeaseEnded) },
+            Event { took_ms: Some(900_000_000_000), ..Event::now(Kind::LeaseEnded) },
+            Event { took_ms: Some(120), ..Event::now(Kind::LeaseBound) },
+            Event::now(Kind::LeaseBound),
+        ] {
+            totals.add(&event);
+        }
+        assert_eq!(totals.refusals, [("no-room".to_owned(), 2), ("of-a-user".to_owned(), 1)].into());
+        assert_eq!((totals.held.count, totals.held.counts[2]), (2, 1));
+        assert_eq!((totals.started.count, totals.events["lease-bound"]), (1, 2));
+        let families = totals.families();
+        let held = families.iter().find(|family| family.name == "sublet_lease_duration_seconds").unwrap();
+        let buckets: Vec<f64> = held.samples.iter().map(|sample| sample.value).collect();
+        assert_eq!(buckets[..10], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0]);
+        let stored = serde_json::to_vec(&totals).unwrap();
+        assert_eq!(serde_json::from_slice::<Totals>(&stored).unwrap(), totals);
+    }
+}
