@@ -253,7 +253,9 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
     }
     let first = fits.first();
     let mode = first.map_or(request.default_mode, |fit| fit.mode);
+    let least = |index: &usize| fit_rules::more_than_asked(request, mode, &inventory.devices[*index]);
     Placement {
+        warnings: devices.iter().find_map(least).into_iter().collect(),
         mig_devices: mig_devices(inventory, &devices),
         devices: devices.iter().map(|index| inventory.devices[*index].uuid.clone()).collect(),
         mode,
@@ -267,7 +269,6 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
         guard: request.guard,
         mig_caps: request.mig_caps.clone(),
         refresh_first: fits.iter().any(|fit| fit.refresh_first),
-        warnings: Vec::new(),
     }
 }
 

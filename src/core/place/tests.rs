@@ -323,6 +323,29 @@ fn shares_too_small_to_start_in_are_refused() {
 }
 
 #[test]
+fn a_share_below_the_drivers_least_is_placed_with_a_warning() {
+    let host = host(vec![device(0)]);
+    let warnings = |sm: u32, processes: u32| {
+        let processes = NonZeroU32::new(processes).unwrap();
+        placed(&Request { processes, ..mps(sm, 8) }, &host, &ledger(vec![])).unwrap().warnings
+    };
+    assert_eq!(
+        warnings(2_000, 1),
+        ["the driver gives at least 8 SMs; sm=2 of 132 SMs is 2.6 SMs: the process gets 8"]
+    );
+    assert_eq!(
+        warnings(12_500, 4),
+        ["the driver gives at least 8 SMs; sm=12.5 of 132 SMs is 4.1 SMs for each of 4 processes: the \
+          process gets 8"]
+    );
+    // 6.1 % are 8 SMs.
+    assert_eq!((warnings(6_100, 1), warnings(25_000, 4)), (vec![], vec![]));
+    let mut unknown = host.clone();
+    unknown.devices[0].sm_count = None;
+    assert_eq!(placed(&mps(2_000, 8), &unknown, &ledger(vec![])).unwrap().warnings, [""; 0]);
+}
+
+#[test]
 fn closed_devices_are_passed_over_with_the_reason() {
     let host = host(vec![device(0), device(1), device(2)]);
     let closed =
