@@ -94,7 +94,7 @@ impl File {
 
     /// An error in this file merged over the weaker ones. Which of them has it is not known.
     fn merged(&self, error: &toml::de::Error) -> ConfigError {
-        ConfigError::invalid(&self.path, &self.text, None, super::error::explain(error.message()))
+        ConfigError::invalid(&self.path, &self.text, None, super::error::words(error.message(), None))
     }
 }
 
