@@ -5,6 +5,7 @@ mod closed_output;
 
 mod cdi;
 mod config;
+mod config_check;
 mod doctor;
 mod doctor_run;
 mod drain;
