@@ -40,7 +40,7 @@ use sublet_core::text::safe;
 
 /// Share NVIDIA GPUs among plain Docker and Podman containers.
 #[derive(Debug, Parser)]
-#[command(name = "sublet", version, disable_help_subcommand = true)]
+#[command(name = "sublet", version)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
