@@ -454,7 +454,7 @@ fn configuration_is_checked_and_shown() {
         "[mig]\nlayout = \"/nowhere/l.toml\"\n[[device]]\nmatch = 0\nname = \"a\"\n[[device]]\nmatch = 1\nname = \
          \"a\"\n[[policy]]\nuser = \"nobody-here\"\n[[policy]]\ngroup = \"no-such\"\n[[policy]]\nuser = \"root\"\n",
     );
-    let first = std::fs::read_to_string(&world.config).expect("config.toml").lines().count() - 14;
+    let first = std::fs::read_to_string(&world.config).expect("config.toml").lines().count() - 13;
     let at = |line: usize| format!("configuration {path}:{}:1: ", first + line);
     let expected = [
         format!(
@@ -474,7 +474,9 @@ fn configuration_is_checked_and_shown() {
             at(11)
         ),
     ];
-    assert_eq!(failure(&world, &["config", "check"]).trim_end().lines().collect::<Vec<_>>(), expected);
+    let checked = world.sublet(&["config", "check"]);
+    assert_eq!(checked.status.code(), Some(1));
+    assert_eq!(text(&checked.stderr).lines().collect::<Vec<_>>(), expected);
     world.configure("[limit]\nreserve = \"1GiB\"\n");
     let line = std::fs::read_to_string(&world.config).expect("config.toml").lines().count() - 1;
     let refused = failure(&world, &["config", "check"]);

@@ -32,7 +32,7 @@ pub use bookings::{Bookings, bookings};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
 pub use fit_rules::client_limit;
 pub use refusal::Refusal;
-pub use select::{named, only, rule, wants_mig};
+pub use select::{ambiguous, meant, named, only, rule, wants_mig};
 
 /// The devices and the mode chosen for a request.
 #[derive(Clone, Debug, PartialEq)]
