@@ -343,13 +343,14 @@ fn notes(arguments: &Arguments, path: &Path, found: Option<&str>) -> Vec<String>
         let undo = "`sublet setup docker --undo` restores it";
         let was = safe(&was);
         notes.push(format!(
-            "The default runtime is no longer {was}: containers that name no runtime now start with sublet, and without \
-             sublet.* annotations as with runc or crun. What they need of {was} they get with `--runtime {was}`. {undo}."
+            "The default runtime is no longer {was}: containers that name no runtime now start with \
+             sublet, and without sublet.* annotations as with runc or crun. What they need of {was} they \
+             get with `--runtime {was}`. {undo}."
         ));
         if was == "nvidia" {
             notes.push(
-                "So containers that have GPUs only by NVIDIA_VISIBLE_DEVICES, without `--gpus`, start without a GPU: give \
-                 them sublet.* annotations, `--gpus` or `--runtime nvidia`."
+                "So containers that have GPUs only by NVIDIA_VISIBLE_DEVICES, without `--gpus`, start \
+                 without a GPU: give them sublet.* annotations, `--gpus` or `--runtime nvidia`."
                     .to_owned(),
             );
         }

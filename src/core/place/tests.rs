@@ -71,6 +71,7 @@ fn a_shared_share_is_served_by_the_devices_server() {
         guard: None,
         mig_caps: vec![],
         refresh_first: false,
+        neighbours: Some(0),
         warnings: vec![],
     };
     assert_eq!(placement, expected);
@@ -320,6 +321,15 @@ fn shares_too_small_to_start_in_are_refused() {
     assert!(placed(&whole(518), &host, &ledger(vec![])).is_ok());
     let larger = refused(&mps(50_000, 101), &host, &ledger(vec![]));
     assert!(larger.message.contains("has 100 GiB, of which") && !larger.temporary, "{}", larger.message);
+}
+
+#[test]
+fn neighbours_are_the_other_leases_on_its_devices() {
+    let host = host(vec![device(0), device(1)]);
+    let leases =
+        vec![leased(1, "GPU-0", 10_000, 8), leased(2, "GPU-0", 10_000, 8), leased(3, "GPU-1", 10_000, 8)];
+    let on_gpu_0 = Request { devices: Devices::These(vec![Selector::Index(0)]), ..mps(10_000, 8) };
+    assert_eq!(placed(&on_gpu_0, &host, &ledger(leases)).unwrap().neighbours, Some(2));
 }
 
 #[test]
