@@ -32,6 +32,8 @@ release_flags = -C llvm-args=-enable-machine-outliner=always -C link-arg=-Wl,--b
 ifneq ($(TARGET),$(HOST))
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER ?= aarch64-linux-gnu-gcc
 endif
+# sublet-share runs inside containers, with whatever C library they have, or none: always static.
+share_flags = -C target-feature=+crt-static
 hot_program = -p sublet-runtime
 
 TEST_BIN := $(CURDIR)/target/test-bin
@@ -54,11 +56,14 @@ all: build
 build:
 	@echo "== Building sublet (release)"
 	RUSTFLAGS="$(release_flags)" $(CARGO) build $(CARGO_FLAGS) --release --target $(TARGET) -p sublet
-	@echo "== Building sublet-runtime, which is sublet-hook too (release)"
+	@echo "== Building sublet-runtime, which is sublet-hook too, and sublet-share (release)"
 	RUSTFLAGS="$(release_flags) $(static_flags)" \
 	    $(CARGO) build $(CARGO_FLAGS) --release --target $(TARGET) $(hot_program) --target-dir target/hot
+	RUSTFLAGS="$(release_flags) $(share_flags)" \
+	    $(CARGO) build $(CARGO_FLAGS) --release --target $(TARGET) -p sublet-share --target-dir target/share
 	@mkdir -p $(BIN)
-	install -m 0755 target/$(TARGET)/release/sublet target/hot/$(TARGET)/release/sublet-runtime $(BIN)/
+	install -m 0755 target/$(TARGET)/release/sublet target/hot/$(TARGET)/release/sublet-runtime \
+	    target/share/$(TARGET)/release/sublet-share $(BIN)/
 	ln -sf sublet-runtime $(BIN)/sublet-hook
 
 # Man pages and completions, for the packages.
@@ -72,10 +77,10 @@ test-build: sim-build tested-build
 tested-build:
 	@echo "== Building the programs under test"
 	cargo build -p sublet --target-dir $(TEST_TARGET)
-	RUSTFLAGS="$(static_flags)" cargo build --target $(HOST) $(hot_program) --target-dir $(TEST_TARGET)
+	RUSTFLAGS="$(static_flags)" cargo build --target $(HOST) $(hot_program) -p sublet-share --target-dir $(TEST_TARGET)
 	@mkdir -p $(TEST_BIN)
 	rm -f $(TEST_BIN)/sublet-hook
-	cp $(TEST_TARGET)/debug/sublet $(TEST_TARGET)/$(HOST)/debug/sublet-runtime $(TEST_BIN)/
+	cp $(TEST_TARGET)/debug/sublet $(TEST_TARGET)/$(HOST)/debug/{sublet-runtime,sublet-share} $(TEST_BIN)/
 	ln -s sublet-runtime $(TEST_BIN)/sublet-hook
 
 sim-build:
@@ -100,7 +105,7 @@ lint:
 
 unit:
 	@echo "== Unit and property tests; the shim with a low-level runtime that only writes down its call"
-	cargo test -p sublet-core -p sublet-runtime
+	cargo test -p sublet-core -p sublet-runtime -p sublet-share
 	cargo test -p sublet --lib --test programs_alone
 	cargo test --quiet -p sublet-lint
 

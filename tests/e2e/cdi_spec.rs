@@ -51,12 +51,12 @@ fn without_a_share_nothing_is_written() {
     }
     let world = World::simulated("h200", "");
     let spec = world.dir.path().join("cdi/sublet.json");
+    std::fs::create_dir_all(spec.parent().expect("a directory")).expect("a directory");
     let generate = || world.sublet(&["cdi", "generate", "--output", spec.to_str().expect("UTF-8")]);
     let refused = generate();
     assert_eq!(refused.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("no [share.<name>]"), "{refused:?}");
     assert!(!spec.exists());
-    std::fs::create_dir_all(spec.parent().expect("a directory")).expect("a directory");
     std::fs::write(&spec, "somebody else's").expect("a file");
     world.configure(SMALL);
     let refused = generate();

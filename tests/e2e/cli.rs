@@ -362,6 +362,33 @@ fn configuration_is_checked_and_shown() {
     let again = again.env("SUBLET_CONFIG", &copy).args(["config", "show"]).output().expect("it runs");
     let again = text(&again.stdout);
     assert_eq!(again.split_once('\n').map(|(_, rest)| rest), shown.split_once('\n').map(|(_, rest)| rest));
+    world.configure(
+        "[mig]\nlayout = \"/nowhere/l.toml\"\n[[device]]\nmatch = 0\nname = \"a\"\n[[device]]\nmatch = 1\nname = \
+         \"a\"\n[[policy]]\nuser = \"nobody-here\"\n[[policy]]\ngroup = \"no-such\"\n[[policy]]\nuser = \"root\"\n",
+    );
+    let first = std::fs::read_to_string(&world.config).expect("config.toml").lines().count() - 13;
+    let at = |line: usize| format!("configuration {path}:{}:1: ", first + line);
+    let expected = [
+        format!(
+            "sublet: warning: {}device.1.name: another [[device]] is called a too: sublet.gpu=name:a takes any of their devices",
+            at(7)
+        ),
+        format!(
+            "sublet: {}mig.layout: layout /nowhere/l.toml cannot be read: No such file or directory (os error 2)",
+            at(1)
+        ),
+        format!(
+            "sublet: {}policy.0.user: this host has no user nobody-here, so the rule never applies",
+            at(9)
+        ),
+        format!(
+            "sublet: {}policy.1.group: this host has no group no-such, so the rule never applies",
+            at(11)
+        ),
+    ];
+    let checked = world.sublet(&["config", "check"]);
+    assert_eq!(checked.status.code(), Some(1));
+    assert_eq!(text(&checked.stderr).lines().collect::<Vec<_>>(), expected);
     world.configure("[limit]\nreserve = \"1GiB\"\n");
     let line = std::fs::read_to_string(&world.config).expect("config.toml").lines().count() - 1;
     let refused = failure(&world, &["config", "check"]);

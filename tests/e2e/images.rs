@@ -287,7 +287,49 @@ fn a_rootfs_on_a_read_only_mount_needs_its_mount_points() {
         &format!("grep -q ELF {DIR}/libnvidia-ml.so.1 && ls /tmp/nvidia-mps"),
     ]);
     assert_eq!(found.stdout, "control\n");
+    assert!(
+        !bundle.exec(&["/usr/bin/sublet-share"]).ok,
+        "there is no place for it, and the container starts"
+    );
     bundle.down();
+    world.assert_empty();
+}
+
+#[test]
+fn a_container_prints_its_own_share() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "[grant]\ntell_neighbours = true\n");
+    let other = world.bundle("other", SHARE, HOLD);
+    other.up();
+    let asked = [("sublet.sm", "25"), ("sublet.memory", "8GiB"), ("sublet.processes", "2")];
+    let bundle = world.bundle("own", &asked, HOLD);
+    bundle.up();
+    let uuid = world.status()["devices"][0]["uuid"].as_str().expect("a UUID").to_owned();
+    let lines = format!(
+        "mode        mps\nSMs         12.5 % for each of 2 processes\nmemory      4 GiB for each of 2 processes\n\
+         used        –\nneighbours  1 when this container started\ndevice      {uuid}\n"
+    );
+    assert_eq!(bundle.exec(&["/usr/bin/sublet-share"]).stdout, lines);
+    let bare = bundle.exec(&["/bin/env", "-i", "/usr/bin/sublet-share"]);
+    assert_eq!(bare.stdout, lines, "by the first process's environment");
+    let json = bundle.exec(&["/usr/bin/sublet-share", "--format", "json"]).json();
+    let expected = json!({
+        "schema": "sublet.share/1", "mode": "mps", "devices": [uuid], "sm_percent": 12.5, "memory_bytes": 4_u64 << 30,
+        "used_bytes": null, "processes": 2, "neighbours": 1
+    });
+    assert_eq!(json, [expected]);
+    assert!(!bundle.exec(&["/bin/sh", "-c", ": >/usr/bin/sublet-share"]).ok, "it is mounted read-only");
+    assert!(other.exec(&["/usr/bin/sublet-share"]).stdout.contains("neighbours  0 "));
+    bundle.down();
+    other.down();
+    assert_eq!(empty_files(&bundle), Vec::<String>::new(), "its mount point is gone");
+    let own = world.bundle("theirs", SHARE, HOLD);
+    place(&own, "/usr/bin/sublet-share", "the image's");
+    own.up();
+    assert_eq!(own.exec(&["/bin/cat", "/usr/bin/sublet-share"]).stdout, "the image's");
+    own.down();
     world.assert_empty();
 }
 
@@ -311,7 +353,13 @@ fn images_without_glibc_get_nodes_and_environment() {
     let listed = bundle.exec(&["/bin/sh", "-c", "ls /dev | grep nvidia; echo $CUDA_VISIBLE_DEVICES"]);
     assert_eq!(listed.stdout, "nvidia-uvm\nnvidia-uvm-tools\nnvidia0\nnvidiactl\n0\n");
     let engines: Vec<_> = bundle.spec["mounts"].as_array().expect("mounts").iter().collect();
-    assert_eq!(destinations(&bundle).len(), engines.len(), "no file of the driver's");
+    let mut given = destinations(&bundle);
+    given.retain(|path| path != "/usr/bin/sublet-share");
+    assert_eq!(given.len(), engines.len(), "no file of the driver's");
+    assert!(
+        bundle.exec(&["/usr/bin/sublet-share"]).stdout.starts_with("mode        time-slice\n"),
+        "it is static"
+    );
     bundle.down();
     world.assert_empty();
 }

@@ -194,7 +194,10 @@ fn bad_layouts_are_refused_in_one_line_with_their_place() {
             "GPU 0: the layout has 8 1g.5gb, and this GPU can have at most 7",
         ),
         (entry("0", "{ profile = \"3g.20gb\", start = 2 }"), "a 3g.20gb cannot start at 2, only at 0, 4"),
-        (entry("0", "{ profile = \"1g.5gb\", count = \"7\" }"), "bad.toml:5: invalid type: string \"7\""),
+        (
+            entry("0", "{ profile = \"1g.5gb\", count = \"7\" }"),
+            "bad.toml:5: gpu.0.instances.0.count must be a whole number, 0 or more, not \"7\"",
+        ),
         (entry("9", "{ profile = \"1g.5gb\" }"), "bad.toml:1: no GPU of this host is 9"),
         (entry("0,0", "{ profile = \"1g.5gb\" }"), "bad.toml:1: GPU 0 is named twice"),
         (

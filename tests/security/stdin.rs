@@ -163,7 +163,7 @@ fn c6_prestart_refuses_what_is_no_state() {
         ("{\"id\":\"c\",".into(), "EOF"),
         (huge, "longer than 1 MiB"),
         (format!(r#"{{"id":"c","status":"creating","bundle":"{dir}"}}"#), "has no `pid`"),
-        (format!(r#"{{"id":"c","status":"strange","pid":1,"bundle":"{dir}"}}"#), "unknown variant"),
+        (format!(r#"{{"id":"c","status":"strange","pid":1,"bundle":"{dir}"}}"#), "unknown value"),
         (format!(r#"{{"id":"c","status":"running","pid":1,"bundle":"{dir}"}}"#), "it already runs"),
         (r#"{"id":"c","status":"creating","pid":1,"bundle":"/nowhere"}"#.into(), "bundle /nowhere"),
         (format!(r#"{{"id":"c","status":"creating","pid":{},"bundle":"{dir}"}}"#, i32::MAX), "has ended"),

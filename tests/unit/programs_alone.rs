@@ -50,6 +50,57 @@ fn a_full_disk_is_told() {
     assert_eq!(ended(&output), (Some(1), line.to_owned()));
 }
 
+#[test]
+fn help_is_a_command_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let said = |arguments: &[&str]| text(&sublet(&dir, arguments).output().unwrap().stdout);
+    assert_eq!(said(&["help"]), said(&["--help"]));
+    assert_eq!(said(&["help", "drain"]), said(&["drain", "--help"]));
+    assert_eq!(said(&["help", "mig", "plan"]), said(&["mig", "plan", "--help"]));
+}
+
+#[test]
+fn only_the_configured_directory_of_cdi_is_created() {
+    let dir = tempfile::tempdir().unwrap();
+    let missing = dir.path().join("cid");
+    let file = missing.join("s.json").display().to_string();
+    let refused = sublet(&dir, &["cdi", "generate", "--output", &file]).output().unwrap();
+    let line =
+        format!("sublet: there is no directory {}: create it, or name another file\n", missing.display());
+    assert_eq!(ended(&refused), (Some(1), line));
+    assert!(!missing.exists());
+}
+
+#[test]
+fn setup_checks_whether_it_is_as_asked() {
+    let dir = tempfile::tempdir().unwrap();
+    runtime();
+    let found = "{ \"default-runtime\": \"nvidia\", \"runtimes\": { \"nvidia\": {} } }";
+    fs::write(dir.path().join("daemon.json"), found).unwrap();
+    let checked = |options: &[&str]| {
+        let output = setup(&dir, "docker", "daemon.json", &[&["--check"], options].concat());
+        (output.status.code(), text(&output.stdout))
+    };
+    let file = fs::canonicalize(dir.path()).unwrap().join("daemon.json").display().to_string();
+    let not = format!("{file}: not as asked; the same command with --dry-run shows the difference.\n");
+    assert_eq!(checked(&[]), (Some(1), not.clone()));
+    assert_eq!(checked(&["--undo"]), (Some(0), format!("{file}: as asked.\n")));
+    assert_eq!(fs::read_to_string(dir.path().join("daemon.json")).unwrap(), found, "nothing was changed");
+    let dry = ended(&setup(&dir, "docker", "daemon.json", &["--default", "--dry-run"])).1;
+    assert!(dry.contains("no longer nvidia") && dry.contains("NVIDIA_VISIBLE_DEVICES"), "{dry}");
+    setup(&dir, "docker", "daemon.json", &[]);
+    assert_eq!(checked(&[]), (Some(0), format!("{file}: as asked.\n")));
+    assert_eq!(checked(&["--default"]), (Some(1), not));
+    let done = text(&setup(&dir, "docker", "daemon.json", &["--default"]).stdout);
+    assert!(done.contains("--undo` restores it") && done.contains("`--runtime nvidia`"), "{done}");
+    let (code, json) = checked(&["--default", "--format", "json"]);
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    let expected = serde_json::json!(
+        {"schema": "sublet.setup/1", "engine": "docker", "file": file, "as_asked": true}
+    );
+    assert_eq!((code, json), (Some(0), expected));
+}
+
 /// `sublet setup ENGINE --config FILE` with these options.
 fn setup(dir: &tempfile::TempDir, engine: &str, file: &str, options: &[&str]) -> Output {
     let file = dir.path().join(file).display().to_string();

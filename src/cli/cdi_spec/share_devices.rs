@@ -10,7 +10,7 @@ use sublet_core::grant::{Grant, Image, grant};
 use sublet_core::inventory::{ComputeMode, Device, Inventory, MigDevice};
 use sublet_core::ledger::{Container, LeaseId, Ledger};
 use sublet_core::oci::cdi::Asked;
-use sublet_core::place::{only, place, wants_mig};
+use sublet_core::place::{Placement, only, place, wants_mig};
 use sublet_core::process::Process;
 use sublet_core::request::{self, Request};
 
@@ -131,7 +131,8 @@ fn on_device(
     };
     let id = LeaseId::random()?;
     let placement = match place(&request, &id, inventory, &Ledger::empty(""), config) {
-        Ok(placement) => placement,
+        // The file is for containers of other times.
+        Ok(placement) => Placement { neighbours: None, ..placement },
         Err(refusal) => return Ok(Err(refusal.to_string())),
     };
     let container = Container {

@@ -92,6 +92,8 @@ mod tests {
                 "CUDA_VISIBLE_DEVICES=0",
                 "NVIDIA_VISIBLE_DEVICES=void",
                 "SUBLET_DEVICES=GPU-3",
+                "SUBLET_MODE=mps",
+                "SUBLET_PROCESSES=1",
                 "CUDA_MPS_PIPE_DIRECTORY=/run/sublet/mps",
                 "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
                 "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=8192M",

@@ -44,6 +44,14 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
 }
 
 fn generate(path: &Path, config: &Config) -> anyhow::Result<ExitCode> {
+    // Only the configured directory is created: another one may be a misspelling.
+    let missing = path.parent().filter(|directory| !directory.as_os_str().is_empty() && !directory.exists());
+    if let Some(directory) = missing.filter(|directory| Some(*directory) != config.cdi.spec.parent()) {
+        bail!(
+            "there is no directory {}: create it, or name another file",
+            safe(&directory.to_string_lossy())
+        );
+    }
     let (listing, text) = specification(config)?;
     let shown = safe(&path.to_string_lossy());
     if listing.devices.is_empty() {

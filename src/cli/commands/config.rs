@@ -1,13 +1,12 @@
 //! `sublet config check|show`.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::bail;
-
+use super::config_check;
 use sublet_core::config::{self, Config};
 use sublet_core::config_files;
 use sublet_core::config_files::Containers;
-use sublet_core::text::safe;
 
 /// Subcommands of `sublet config`.
 #[derive(Debug, clap::Subcommand)]
@@ -29,38 +28,42 @@ pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
     }
     let containers = config_files::load_containers()?;
     let mut sources = config_files::sources()?;
-    if let Some(containers) = &containers {
-        check_shares(containers, &loaded)?;
+    if containers.is_some() {
         sources.push(config_files::containers_path());
     }
     match command {
-        Command::Check if sources.is_empty() => {
-            println!("No configuration file: built-in defaults are in force.");
-        }
-        Command::Check => {
-            for source in sources {
-                println!("{}: ok", source.display());
-            }
-        }
+        Command::Check => check(&loaded, containers.as_ref(), &sources),
         Command::Show => {
             for source in sources {
                 println!("# from {}", source.display());
             }
             print!("{}", toml::to_string(&config::written_out(&loaded))?);
             show_containers(containers.as_ref())?;
+            Ok(ExitCode::SUCCESS)
         }
     }
-    Ok(ExitCode::SUCCESS)
 }
 
-/// A container whose mapped share does not exist is refused at its start, so the check reports it here.
-fn check_shares(containers: &Containers, config: &Config) -> anyhow::Result<()> {
-    let Some(share) = containers.unknown_share(config) else { return Ok(()) };
-    bail!(
-        "configuration {}: the configuration has no [share.{share}]: add it, or name another share",
-        config_files::containers_path().display(),
-        share = safe(share)
-    )
+/// Reports everything that is found, and which files are in order if nothing is.
+fn check(config: &Config, containers: Option<&Containers>, sources: &[PathBuf]) -> anyhow::Result<ExitCode> {
+    let mut found = config_check::found(&config_files::each()?);
+    found.errors.extend(containers.and_then(|containers| config_check::unknown_share(containers, config)));
+    for warning in found.warnings {
+        eprintln!("sublet: warning: {warning}");
+    }
+    for error in &found.errors {
+        eprintln!("sublet: {error}");
+    }
+    if !found.errors.is_empty() {
+        return Ok(ExitCode::FAILURE);
+    }
+    if sources.is_empty() {
+        println!("No configuration file: built-in defaults are in force.");
+    }
+    for source in sources {
+        println!("{}: ok", source.display());
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Shown as comments, because the rest of the output is one configuration file and this is another.

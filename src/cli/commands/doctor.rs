@@ -13,6 +13,7 @@ use super::tables::{self, Format};
 use crate::doctor::{self, Check, Host, Verdict};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
+use sublet_core::parse_errors::plain;
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::process::sublet::PATH;
 
@@ -118,7 +119,8 @@ fn answered(command: &mut Command, limit: Duration) -> Result<Inventory, String>
         let words = finished.stderr.lines().last().unwrap_or("the process that asks NVML ended");
         return Err(words.strip_prefix("sublet: ").unwrap_or(words).to_owned());
     }
-    serde_json::from_str(&finished.stdout).map_err(|error| format!("NVML's answer: {error}"))
+    serde_json::from_str(&finished.stdout)
+        .map_err(|error| format!("NVML's answer: {}", plain(&error.to_string(), None)))
 }
 
 /// The standard output of a program of this host, if it succeeds.
@@ -145,6 +147,6 @@ mod tests {
         assert_eq!(asked("exec sleep 60", brief), "NVML gave no answer in 0 s");
         let long = Duration::from_secs(10);
         assert_eq!(asked("echo sublet: it is missing >&2; exit 1", long), "it is missing");
-        assert!(asked("echo {}", long).starts_with("NVML's answer: missing field"));
+        assert!(asked("echo {}", long).starts_with("NVML's answer: missing key"));
     }
 }

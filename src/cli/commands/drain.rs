@@ -14,7 +14,7 @@ use sublet_core::text::safe;
 /// Arguments of both.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Devices, as in `sublet.gpu`: an index, `GPU-…`, a PCI bus id, `all`
+    /// Devices: an index, a UUID or its beginning, a PCI bus id, `G:M`, an alias, `all`
     #[arg(required = true)]
     devices: Vec<String>,
 }
@@ -27,7 +27,7 @@ pub fn run(arguments: &Arguments, drain: bool, config: &Config) -> anyhow::Resul
     let inventory = fresh_inventory(config)?;
     let mut uuids = Vec::new();
     for name in &arguments.devices {
-        let found = place::named(name, &inventory, config);
+        let found = place::meant(name, &inventory, config).map_err(anyhow::Error::msg)?;
         if found.is_empty() {
             bail!("there is no device {}: `sublet status` lists the devices", safe(name));
         }

@@ -16,6 +16,7 @@ use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
 use sublet_core::inventory::{self, Device, Inventory};
 use sublet_core::ledger::Store;
+use sublet_core::place;
 use sublet_core::text::{safe, timestamp_milliseconds};
 
 /// How often `--follow` looks.
@@ -161,8 +162,9 @@ impl Wanted {
 /// UUIDs of the devices that `text` names. A device that is gone is named by its UUID.
 fn named(text: &str, config: &Config) -> anyhow::Result<Vec<String>> {
     let known = inventory::last(config).ok();
-    let found = known.iter().flat_map(|inventory| sublet_core::place::named(text, inventory, config));
-    let mut uuids: Vec<String> = found.map(|device| device.uuid.clone()).collect();
+    let found = known.as_ref().map(|inventory| place::meant(text, inventory, config)).transpose();
+    let found = found.map_err(anyhow::Error::msg)?.unwrap_or_default();
+    let mut uuids: Vec<String> = found.into_iter().map(|device| device.uuid.clone()).collect();
     if uuids.is_empty() && (text.starts_with("GPU-") || text.starts_with("MIG-")) {
         uuids.push(text.to_owned());
     }

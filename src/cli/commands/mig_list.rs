@@ -64,10 +64,9 @@ fn tables(gpus: &[Gpu]) -> String {
         Some(mode) if mode.current == mode.pending => word(mode.current).to_owned(),
         Some(mode) => format!("{}, {} after a reset", word(mode.current), word(mode.pending)),
     };
-    let rows = gpus.iter().map(|gpu| vec![gpu.index.to_string(), safe(&gpu.name), mode(gpu)]).collect();
+    let rows = grouped(gpus, |gpu| vec![vec![safe(&gpu.name), mode(gpu)]]);
     let mut parts = vec![tables::table(&["GPU", "NAME", "MIG MODE"], rows)];
-    let profiles: Vec<_> =
-        gpus.iter().flat_map(|gpu| gpu.profiles.iter().map(|one| profile_row(gpu, one))).collect();
+    let profiles = grouped(gpus, |gpu| gpu.profiles.iter().map(profile_row).collect());
     if !profiles.is_empty() {
         let header = ["GPU", "PROFILE", "ID", "FREE/TOTAL", "SMS", "MEMORY", "PLACEMENTS"];
         parts.push(tables::table(&header, profiles));
@@ -81,16 +80,41 @@ fn tables(gpus: &[Gpu]) -> String {
     parts.join("\n\n")
 }
 
+/// The rows of each GPU, with its index before them. GPUs whose rows are equal have them once.
+fn grouped(gpus: &[Gpu], rows: impl Fn(&Gpu) -> Vec<Vec<String>>) -> Vec<Vec<String>> {
+    let mut groups: Vec<(Vec<u32>, Vec<Vec<String>>)> = Vec::new();
+    for gpu in gpus {
+        let own = rows(gpu);
+        match groups.iter_mut().find(|(_, rows)| *rows == own) {
+            Some((indices, _)) => indices.push(gpu.index),
+            None => groups.push((vec![gpu.index], own)),
+        }
+    }
+    let named = |(indices, rows): (Vec<u32>, Vec<Vec<String>>)| {
+        let name = ranges(&indices);
+        rows.into_iter().map(move |row| [vec![name.clone()], row].concat())
+    };
+    groups.into_iter().flat_map(named).collect()
+}
+
+/// `0-3,6` for 0, 1, 2, 3 and 6.
+fn ranges(indices: &[u32]) -> String {
+    let run = |run: &[u32]| match run {
+        [first, .., last] => format!("{first}-{last}"),
+        one => one.iter().map(u32::to_string).collect(),
+    };
+    indices.chunk_by(|one, next| one + 1 == *next).map(run).collect::<Vec<_>>().join(",")
+}
+
 const fn word(on: bool) -> &'static str {
     if on { "on" } else { "off" }
 }
 
 /// Placements in nvidia-smi's notation: `{0,2,4}:2`.
-fn profile_row(gpu: &Gpu, one: &Profile) -> Vec<String> {
+fn profile_row(one: &Profile) -> Vec<String> {
     let starts: Vec<_> = one.placements.iter().map(|at| at.start.to_string()).collect();
     let size = one.placements.first().map_or(0, |at| at.size);
     vec![
-        gpu.index.to_string(),
         safe(&one.name),
         one.id.to_string(),
         format!("{}/{}", one.free, one.instances),
@@ -122,4 +146,46 @@ fn instance_rows(gpu: &Gpu, one: &Instance) -> Vec<Vec<String>> {
         row(part.ci.to_string(), name(gpu, one, part.slices), &part.uuid, &held)
     };
     one.compute.iter().map(part).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mig::{Mode, Span};
+
+    fn gpu(index: u32, free: u32) -> Gpu {
+        let profile = Profile {
+            name: "1g.18gb".into(),
+            id: 19,
+            slices: 1,
+            instances: 7,
+            free,
+            sms: 16,
+            memory_mib: 16384,
+            placements: vec![Span { start: 0, size: 1 }, Span { start: 1, size: 1 }],
+            media: Default::default(),
+        };
+        Gpu {
+            uuid: format!("GPU-{index}"),
+            index,
+            name: "NVIDIA H200".into(),
+            pci_device: 0,
+            mode: Some(Mode { current: true, pending: true }),
+            resets: false,
+            profiles: vec![profile],
+            instances: vec![],
+            running: vec![],
+            held: vec![],
+        }
+    }
+
+    #[test]
+    fn gpus_with_equal_rows_have_them_once() {
+        let gpus = [gpu(0, 7), gpu(1, 7), gpu(2, 6), gpu(3, 7), gpu(4, 7)];
+        let expected = "GPU  NAME         MIG MODE\n0-4  NVIDIA H200  on\n\n\
+            GPU      PROFILE  ID  FREE/TOTAL  SMS  MEMORY     PLACEMENTS\n\
+            0-1,3-4  1g.18gb  19  7/7         16   16384 MiB  {0,1}:1\n\
+            2        1g.18gb  19  6/7         16   16384 MiB  {0,1}:1";
+        assert_eq!(tables(&gpus), expected);
+    }
 }

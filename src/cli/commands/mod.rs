@@ -6,6 +6,7 @@ mod closed_output;
 mod bars;
 mod cdi;
 mod config;
+mod config_check;
 mod device_table;
 mod doctor;
 mod doctor_run;
@@ -44,7 +45,7 @@ use sublet_core::text::safe;
 
 /// Share NVIDIA GPUs among plain Docker and Podman containers.
 #[derive(Debug, Parser)]
-#[command(name = "sublet", version, disable_help_subcommand = true)]
+#[command(name = "sublet", version)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,

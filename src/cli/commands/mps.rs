@@ -30,7 +30,7 @@ pub enum Command {
     },
     /// Start an MPS daemon that a lease needs, or restart it
     Start {
-        /// A GPU or MIG device (index, UUID, PCI address, name:ALIAS), or a container with a daemon of its own
+        /// A GPU or MIG device (index, UUID or its beginning, PCI bus id, `G:M`, alias), or a container with a daemon of its own
         #[arg(value_name = "DEVICE|CONTAINER")]
         key: String,
     },
@@ -97,10 +97,11 @@ fn key_of(text: &str, store: &Store, config: &Config) -> anyhow::Result<DaemonKe
         return Ok(DaemonKey(text.to_owned()));
     }
     let inventory = fresh_inventory(config)?;
-    match place::named(text, &inventory, config)[..] {
+    let found = place::meant(text, &inventory, config).map_err(anyhow::Error::msg)?;
+    match found[..] {
         [] => {}
         [device] => return Ok(DaemonKey(device.uuid.clone())),
-        _ => bail!("{} means several devices: give the index or the UUID of one", safe(text)),
+        _ => bail!("{}", place::ambiguous(text, &found)),
     }
     let ledger = store.peek()?;
     let lease = match lease_of(text, &ledger, &Names::learn(&ledger, config)) {

@@ -8,7 +8,9 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
 use clap::ValueEnum;
+use serde_json::json;
 
+use super::tables::{self, Format};
 use crate::setup::{self, Wish, containerd, crio, docker, engine_files, podman};
 use sublet_core::config::Config;
 use sublet_core::fs::atomic::{replace_durably as replace, sync_directory};
@@ -28,6 +30,12 @@ pub struct Arguments {
     /// Show what would change; changes nothing
     #[arg(long)]
     dry_run: bool,
+    /// Check whether the engine is set up as asked: exit code 0 if it is, 1 if not; changes nothing
+    #[arg(long, conflicts_with = "dry_run")]
+    check: bool,
+    /// Output format of --check
+    #[arg(long, value_enum, default_value_t, requires = "check")]
+    format: Format,
     /// The engine's configuration file, if it is not in its usual place
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -98,12 +106,19 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let wanted =
         edited(arguments, &path, found.as_deref(), config).with_context(|| safe(&path.to_string_lossy()))?;
     let Edited { text: wanted, record } = wanted;
+    if arguments.check {
+        return check(arguments, &path, wanted == found);
+    }
     if wanted == found {
         println!("{}: nothing to do.", path.display());
         return Ok(ExitCode::SUCCESS);
     }
     if arguments.dry_run {
         print!("{}", diff(&path, found.as_deref(), wanted.as_deref()));
+        for note in notes(arguments, &path, found.as_deref()) {
+            // Standard output is the diff alone.
+            eprintln!("{note}");
+        }
         return Ok(ExitCode::SUCCESS);
     }
     store(arguments, &path, found.as_deref(), (wanted.as_deref(), record.as_deref()))?;
@@ -115,6 +130,24 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         println!("{note}");
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The answer to `--check`.
+fn check(arguments: &Arguments, path: &Path, as_asked: bool) -> anyhow::Result<ExitCode> {
+    match arguments.format {
+        Format::Json => tables::json(&json!({
+            "schema": "sublet.setup/1",
+            "engine": arguments.engine.to_possible_value().map(|engine| engine.get_name().to_owned()),
+            "file": path,
+            "as_asked": as_asked,
+        }))?,
+        Format::Table if as_asked => println!("{}: as asked.", path.display()),
+        Format::Table => println!(
+            "{}: not as asked; the same command with --dry-run shows the difference.",
+            path.display()
+        ),
+    }
+    Ok(if as_asked { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// `sd_booted(3)`.
@@ -307,10 +340,20 @@ fn notes(arguments: &Arguments, path: &Path, found: Option<&str>) -> Vec<String>
     } else if let Some(was) =
         was.filter(|was| arguments.wanted.default && was != setup::NAME && was != "runc")
     {
+        let undo = "`sublet setup docker --undo` restores it";
+        let was = safe(&was);
         notes.push(format!(
-            "The default runtime was {}. Containers without sublet.* annotations now run with runc or crun.",
-            safe(&was)
+            "The default runtime is no longer {was}: containers that name no runtime now start with \
+             sublet, and without sublet.* annotations as with runc or crun. What they need of {was} they \
+             get with `--runtime {was}`. {undo}."
         ));
+        if was == "nvidia" {
+            notes.push(
+                "So containers that have GPUs only by NVIDIA_VISIBLE_DEVICES, without `--gpus`, start \
+                 without a GPU: give them sublet.* annotations, `--gpus` or `--runtime nvidia`."
+                    .to_owned(),
+            );
+        }
     }
     if arguments.engine == Engine::Docker && path.to_string_lossy().contains("/.config/") {
         notes.push(

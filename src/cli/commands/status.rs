@@ -33,7 +33,7 @@ pub struct Arguments {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     format: Format,
-    /// Only this device: an index, `GPU-…`, `MIG-…`, a PCI bus id, an alias
+    /// Only this device: an index, a UUID or its beginning, a PCI bus id, `G:M`, an alias
     #[arg(long, value_name = "DEVICE")]
     gpu: Option<String>,
     /// Only this container: its name or id, its lease's id, or the beginning of one that no other has
@@ -128,7 +128,7 @@ fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
 
 /// UUIDs of the devices that `text` names, with the MIG devices of a GPU.
 fn named(text: &str, inventory: &Inventory, config: &Config) -> anyhow::Result<Vec<String>> {
-    let found = place::named(text, inventory, config);
+    let found = place::meant(text, inventory, config).map_err(anyhow::Error::msg)?;
     if found.is_empty() {
         bail!("there is no device {}: `sublet status` lists the devices", safe(text));
     }

@@ -163,7 +163,7 @@ pub(super) fn policy(host: &Host<'_>) -> Outcome {
 }
 
 /// The user or group of a rule, if this host does not know it.
-fn unknown(rule: &PolicyRule) -> Option<String> {
+pub(crate) fn unknown(rule: &PolicyRule) -> Option<String> {
     let number = |name: &String| name == "*" || name.parse::<u32>().is_ok();
     let user =
         rule.user.as_ref().filter(|name| !number(name) && !matches!(User::from_name(name), Ok(Some(_))));

@@ -15,6 +15,8 @@ mod security;
 mod stray;
 mod toolkit;
 
+pub(crate) use host::unknown;
+
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;

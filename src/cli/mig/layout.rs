@@ -120,10 +120,8 @@ struct InstanceTable {
 
 fn from_toml(text: &str) -> Result<Vec<Entry>, Wrong> {
     let line = |offset: usize| position(text, offset).0;
-    let document: Document = toml::from_str(text).map_err(|error| {
-        let message = explain(error.message()).replace("missing field", "missing key");
-        (line(error.span().map_or(0, |span| span.start)), message)
-    })?;
+    let document: Document = toml::from_str(text)
+        .map_err(|error| (line(error.span().map_or(0, |span| span.start)), explain(text, &error)))?;
     document
         .gpu
         .into_iter()

@@ -5,7 +5,7 @@ use super::layout_entry::{Entry, Wish};
 use super::{Gpu, Instance, Profile, Span, device_name};
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
-use sublet_core::place::named;
+use sublet_core::place::meant;
 use sublet_core::text::nearest;
 use sublet_core::text::safe;
 
@@ -85,7 +85,7 @@ fn selected<'g>(
 ) -> Result<Vec<&'g Gpu>, LayoutError> {
     let mut selected: Vec<&Gpu> = Vec::new();
     for name in &entry.devices {
-        let devices = named(name, inventory, config);
+        let devices = meant(name, inventory, config).map_err(|why| layout.error(entry.line, why))?;
         // An entry for a model that this host lacks is for other hosts with the same file.
         if devices.is_empty() && !name.starts_with("model:") && name != "all" {
             let have: Vec<_> =

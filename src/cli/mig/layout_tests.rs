@@ -62,7 +62,7 @@ fn errors_name_file_line_and_remedy() {
         (refused(""), "layout /l.toml:1: missing key `gpu`"),
         (
             refused("[[gpu]]\nmatch = \"0\"\nmig = \"yes\"\n"),
-            "layout /l.toml:3: invalid type: string \"yes\", expected a boolean",
+            "layout /l.toml:3: gpu.0.mig must be true or false, not \"yes\"",
         ),
         (
             refused("[[gpu]]\nmach = \"0\"\nmig = true\n"),
@@ -74,7 +74,7 @@ fn errors_name_file_line_and_remedy() {
         ),
         (
             with("{ profile = \"1g.18gb\", count = -1 }"),
-            "layout /l.toml:5: invalid value: integer `-1`, expected usize",
+            "layout /l.toml:5: gpu.0.instances.0.count must be a whole number, 0 or more, not -1",
         ),
         (
             with("{ profile = \"1g.18gb\", count = 0 }"),
@@ -88,7 +88,9 @@ fn errors_name_file_line_and_remedy() {
             with("{ profile = \"1g.18gb\", count = 2, start = 1 }"),
             "layout /l.toml:5: 2 instances cannot all start at 1",
         ),
-        (with("{ profile = 19 }"), "layout /l.toml:5: invalid type: integer `19`, expected a string"),
+        (with("{ profile = 19 }"), "layout /l.toml:5: gpu.0.instances.0.profile must be a string, not 19"),
+        (with("\"1g.18gb\""), "layout /l.toml:5: gpu.0.instances.0 must be a table, not \"1g.18gb\""),
+        (refused("gpu = { match = \"0\" }\n"), "layout /l.toml:1: gpu must be an array, not a table"),
     ];
     for (found, expected) in cases {
         assert_eq!(found, expected);

@@ -241,6 +241,7 @@ mod tests {
             guard: None,
             mig_caps: Vec::new(),
             refresh_first: false,
+            neighbours: None,
             warnings: Vec::new(),
         }
     }

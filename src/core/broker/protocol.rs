@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::grant::{Grant, Image};
 use crate::inventory::Inventory;
 use crate::ledger::{LeaseId, Leftover};
-use crate::text::safe;
+use crate::parse_errors::plain;
 
 /// The version that this build speaks.
 pub const VERSION: u32 = 1;
@@ -228,7 +228,7 @@ pub fn parse<T: for<'de> Deserialize<'de>>(line: &[u8]) -> Result<T, ProtocolErr
 
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 fn malformed(error: serde_json::Error) -> ProtocolError {
-    ProtocolError::Malformed(safe(&error.to_string()))
+    ProtocolError::Malformed(plain(&error.to_string(), None))
 }
 
 #[cfg(test)]
@@ -297,22 +297,22 @@ mod tests {
     fn lines_that_are_none_say_why() {
         let cases = [
             ("", "the request cannot be parsed: EOF while parsing a value at line 1 column 0"),
-            ("{}", "the request cannot be parsed: missing field `v` at line 1 column 2"),
+            ("{}", "the request cannot be parsed: missing key `v` at line 1 column 2"),
             (
                 r#"{"v":2,"do":"fly"}"#,
                 "the request has protocol version 2, and this sublet has version 1: after an upgrade run \
                  `systemctl restart sublet.service`",
             ),
-            (r#"{"v":1}"#, "the request cannot be parsed: missing field `do` at line 1 column 7"),
+            (r#"{"v":1}"#, "the request cannot be parsed: missing key `do` at line 1 column 7"),
             (
                 r#"{"v":1,"do":"hand-over","lease":"00000000000000a1","owner":"7"}"#,
-                "the request cannot be parsed: invalid type: string \"7\", expected i32 at line 1 column 63",
+                "the request cannot be parsed: a value must be a whole number, not \"7\" at line 1 column 63",
             ),
         ];
         for (line, message) in cases {
             assert_eq!(ask(line).unwrap_err(), message, "{line}");
         }
-        assert!(ask(r#"{"v":1,"do":"fly"}"#).unwrap_err().contains("unknown variant `fly`"));
+        assert!(ask(r#"{"v":1,"do":"fly"}"#).unwrap_err().contains("unknown value `fly`"));
         assert!(ask(&"[".repeat(60_000)).is_err());
     }
 

@@ -321,13 +321,19 @@ pub struct Grant {
     pub visible_devices: Option<VisibleDevices>,
     /// Variables of frameworks: name → template with `${SUBLET_…}`. They never replace the user's value.
     pub env: BTreeMap<String, String>,
+    /// Whether a container is told how many other leases are on its devices when it starts.
+    pub tell_neighbours: bool,
 }
 
 impl Default for Grant {
     fn default() -> Self {
         // JAX has two names for this. Every version reads this one (docs/recipes.md, "What the frameworks read").
         let jax = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "${SUBLET_MEMORY_FRACTION}");
-        Self { visible_devices: None, env: BTreeMap::from([(jax.0.to_owned(), jax.1.to_owned())]) }
+        Self {
+            visible_devices: None,
+            env: BTreeMap::from([(jax.0.to_owned(), jax.1.to_owned())]),
+            tell_neighbours: false,
+        }
     }
 }
 

@@ -3,6 +3,10 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use crate::parse_errors::plain;
 use crate::text::nearest;
 use crate::text::safe;
 
@@ -38,7 +42,7 @@ impl ConfigError {
     }
 
     pub(super) fn toml(path: &Path, text: &str, error: &toml::de::Error) -> Self {
-        Self::invalid(path, text, error.span(), explain(error.message()))
+        Self::invalid(path, text, error.span(), explain(text, error))
     }
 }
 
@@ -50,8 +54,16 @@ pub fn position(text: &str, offset: usize) -> (usize, usize) {
     (before.matches('\n').count() + 1, before[line_start..].chars().count() + 1)
 }
 
-/// serde's message on one line, with the nearest spelling of an unknown word.
-pub fn explain(message: &str) -> String {
+/// What is wrong with `text`, on one line: the key and what its value must be, or the nearest spelling of an unknown
+/// word.
+#[must_use]
+pub fn explain(text: &str, error: &toml::de::Error) -> String {
+    let key = error.span().and_then(|span| key_at(text, span.start));
+    words(error.message(), key.as_deref())
+}
+
+/// [`explain`], where it is not known which text it is about.
+pub(super) fn words(message: &str, key: Option<&str>) -> String {
     let quoted: Vec<_> = message.split('`').skip(1).step_by(2).collect();
     let hint = match quoted.as_slice() {
         [unknown, known @ ..] if message.starts_with("unknown ") => {
@@ -60,7 +72,33 @@ pub fn explain(message: &str) -> String {
         }
         _ => String::new(),
     };
-    // The lists of keys, which may be long, are sublet's own. Only the unknown word is foreign.
-    let message: Vec<_> = message.split('`').map(safe).collect();
-    format!("{}{hint}", message.join("`").replace("unknown field", "unknown key"))
+    format!("{}{hint}", plain(message, key))
+}
+
+/// The key whose value begins at the byte `offset`, as `limits.reserve`. Elements of arrays are given by number.
+fn key_at(text: &str, offset: usize) -> Option<String> {
+    let (document, _) = DeTable::parse_recoverable(text);
+    let mut path = Vec::new();
+    in_table(document.get_ref(), offset, &mut path).then(|| path.join("."))
+}
+
+fn in_table(table: &DeTable<'_>, offset: usize, path: &mut Vec<String>) -> bool {
+    table.iter().any(|(name, value)| leads_to(name.get_ref(), value, offset, path))
+}
+
+/// Whether `value`, which has this name, begins at `offset` or contains a value that does. `path` then ends in it.
+fn leads_to(name: &str, value: &Spanned<DeValue<'_>>, offset: usize, path: &mut Vec<String>) -> bool {
+    path.push(name.to_owned());
+    let found = value.span().start == offset
+        || match value.get_ref() {
+            DeValue::Table(table) => in_table(table, offset, path),
+            DeValue::Array(values) => (0..)
+                .zip(values.iter())
+                .any(|(at, value): (usize, _)| leads_to(&at.to_string(), value, offset, path)),
+            _ => false,
+        };
+    if !found {
+        path.pop();
+    }
+    found
 }

@@ -30,6 +30,33 @@ pub fn load() -> Result<Config, ConfigError> {
     merge(&read(&sources()?)?)
 }
 
+/// One of the configuration files by itself, for checks that go beyond its text.
+pub struct OneFile {
+    file: File,
+    /// What it says; defaults for the rest.
+    pub config: Config,
+}
+
+impl OneFile {
+    /// A message about the value at `keys`, with file, line and key. Elements of arrays are given by number.
+    #[must_use]
+    pub fn about(&self, keys: &[&str], message: &str) -> ConfigError {
+        let message = format!("{}: {message}", keys.join("."));
+        let key = keys.iter().map(|&key| key.to_owned()).collect();
+        locate(&[&self.file], &Problem { key, message })
+    }
+}
+
+/// The files that [`load`] merges, the weakest first.
+///
+/// # Errors
+/// As [`load`].
+pub fn each() -> Result<Vec<OneFile>, ConfigError> {
+    let alone =
+        |file: File| Ok(OneFile { config: of_table(document(&file)?).map_err(|e| file.problem(&e))?, file });
+    read(&sources()?)?.into_iter().map(alone).collect()
+}
+
 /// Only `[runtime]`: an error elsewhere in the files must not stop containers that ask for no share.
 ///
 /// # Errors
@@ -94,7 +121,7 @@ impl File {
 
     /// An error in this file merged over the weaker ones. Which of them has it is not known.
     fn merged(&self, error: &toml::de::Error) -> ConfigError {
-        ConfigError::invalid(&self.path, &self.text, None, super::error::explain(error.message()))
+        ConfigError::invalid(&self.path, &self.text, None, super::error::words(error.message(), None))
     }
 }
 

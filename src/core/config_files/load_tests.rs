@@ -94,8 +94,8 @@ fn how_long_daemons_wait() {
     let both = merge(&files).unwrap();
     assert_eq!(both.mps.after_last_lease(), For(seconds(5)), "the new key wins, wherever it stands");
     assert_snapshot!(both.warnings()[0], @r#"configuration: [mps] stop_when_idle was replaced by [mps] idle: remove it; idle = "5s" is in force"#);
-    assert_snapshot!(refused("[mps]\nidle = 60\n"), @r#"configuration /c.toml:2:8: "60" must be 0 or a whole number of ms, s or m, such as 10s"#);
-    assert_snapshot!(refused("[mps]\nidle = \"\"\n"), @r#"configuration /c.toml:2:8: "" must be 0 or a whole number of ms, s or m, such as 10s"#);
+    assert_snapshot!(refused("[mps]\nidle = 60\n"), @r#"configuration /c.toml:2:8: mps.idle: "60" must be 0 or a whole number of ms, s or m, such as 10s"#);
+    assert_snapshot!(refused("[mps]\nidle = \"\"\n"), @r#"configuration /c.toml:2:8: mps.idle: "" must be 0 or a whole number of ms, s or m, such as 10s"#);
 }
 
 #[test]
@@ -222,7 +222,7 @@ fn unknown_keys() {
     assert_snapshot!(refused("[guard]\nkill = true\n"), @"configuration /c.toml:2:1: unknown key `kill`, expected one of `enabled`, `period`, `memory_tolerance`, `memory`, `bypass`, `clients`, `strict_clients`, `left`, `strangers`");
     assert_snapshot!(refused("[guard]\nperiod = \"20ms\"\n"), @"configuration /c.toml:2:1: guard.period must be from 100ms to 10s");
     assert_snapshot!(refused("[guard]\nstrangers = \"container\"\n"), @r#"configuration /c.toml:2:1: guard.strangers must be "report" or "terminate": strangers have no container"#);
-    assert_snapshot!(refused("[defaults]\nmode = \"timeslice\"\n"), @"configuration /c.toml:2:8: unknown variant `timeslice`, expected one of `time-slice`, `mps`, `mig`, `exclusive`; did you mean time-slice?");
+    assert_snapshot!(refused("[defaults]\nmode = \"timeslice\"\n"), @"configuration /c.toml:2:8: defaults.mode: unknown value `timeslice`, expected one of `time-slice`, `mps`, `mig`, `exclusive`; did you mean time-slice?");
     assert_snapshot!(refused("\"\\u001b[2J\" = 1\n"), @r#"configuration /c.toml:1:1: unknown key `\u{1b}[2J`, expected one of `state_dir`, `runtime`, `driver`, `defaults`, `device`, `limits`, `placement`, `mps`, `grant`, `mig`, `cdi`, `guard`, `policy`, `share`"#);
 }
 
@@ -232,10 +232,10 @@ fn wrong_values() {
     assert_snapshot!(refused("[limits]\nmemory_overcommit = nan\n"), @"configuration /c.toml:2:1: limits.memory_overcommit must be over 0 and at most 100");
     assert_snapshot!(refused("[limits]\nmemory_overcommit = 1e309\n"), @"configuration /c.toml:2:21: floating-point number overflowed");
     assert_snapshot!(refused("[limits]\ntime_slice_max = 0\n"), @"configuration /c.toml:2:1: limits.time_slice_max must be 1 or more");
-    assert_snapshot!(refused("[limits]\ntime_slice_max = -1\n"), @"configuration /c.toml:2:18: invalid value: integer `-1`, expected u32");
-    assert_snapshot!(refused("[limits]\nreserve = 512\n"), @r#"configuration /c.toml:2:11: "512" must be an amount with a unit, such as 512MiB, or 0"#);
+    assert_snapshot!(refused("[limits]\ntime_slice_max = -1\n"), @"configuration /c.toml:2:18: limits.time_slice_max must be a whole number from 0 to 4294967295, not -1");
+    assert_snapshot!(refused("[limits]\nreserve = 512\n"), @r#"configuration /c.toml:2:11: limits.reserve: "512" must be an amount with a unit, such as 512MiB, or 0"#);
     assert_snapshot!(refused("[defaults]\nwait = \"2m\"\n"), @"configuration /c.toml:2:1: defaults.wait must be at most 60s");
-    assert_snapshot!(refused("[mps]\nstart_timeout = \"soon\"\n"), @r#"configuration /c.toml:2:17: "soon" must be 0 or a whole number of ms, s or m, such as 10s"#);
+    assert_snapshot!(refused("[mps]\nstart_timeout = \"soon\"\n"), @r#"configuration /c.toml:2:17: mps.start_timeout: "soon" must be 0 or a whole number of ms, s or m, such as 10s"#);
     assert_snapshot!(refused("[mps]\nstart_timeout = \"0\"\n"), @"configuration /c.toml:2:1: mps.start_timeout must be over 0");
     assert_snapshot!(refused("state_dir = \"run\"\n"), @"configuration /c.toml:1:1: state_dir must be an absolute path");
     assert_snapshot!(refused("[cdi]\nspec = \"run/s.json\"\n"), @"configuration /c.toml:2:1: cdi.spec must be an absolute path");
@@ -243,7 +243,7 @@ fn wrong_values() {
     assert_snapshot!(refused("state_dir = \"/0123456789012345678901234567890123456789\"\n"), @"configuration /c.toml:1:1: state_dir must be at most 38 bytes long, because paths of MPS sockets below it may have 107");
     assert_snapshot!(refused("[runtime]\nlow_level = []\n"), @r#"configuration /c.toml:2:1: runtime.low_level must name one low-level runtime or more, such as ["runc", "crun"]"#);
     assert_snapshot!(refused("[[device]]\nmatch = 0\n\n[[device]]\nmatch = \"left\"\n"), @r#"configuration /c.toml:5:1: device.1.match must be all, an index, GPU-<uuid>, PCI bus id, MIG-<uuid>, "G:M" or model:<glob>"#);
-    assert_snapshot!(refused("[[device]]\nname = \"left\"\n"), @"configuration /c.toml:1:1: missing field `match`");
+    assert_snapshot!(refused("[[device]]\nname = \"left\"\n"), @"configuration /c.toml:1:1: missing key `match`");
     assert_snapshot!(refused("[[device]]\nmatch = 0\nname = \"a,b\"\n"), @"configuration /c.toml:3:1: device.0.name must be a word without commas and spaces, at most 128 bytes long");
     assert_snapshot!(refused("[mig]\nlayout = \"l.toml\"\n"), @"configuration /c.toml:2:1: mig.layout must be an absolute path");
     assert_snapshot!(refused("[grant.env]\n\"A=B\" = \"x\"\n"), @"configuration /c.toml:2:1: grant.env.A=B is not a valid name of an environment variable");
@@ -283,7 +283,7 @@ fn policies_of_all_files_are_kept_and_say_what_is_wrong() {
     assert_eq!(policy[0].devices.as_ref().map(|devices| devices[0].to_string()).as_deref(), Some("0"));
     assert_snapshot!(refused("[[policy]]\nleases = 1\n"), @r#"configuration /c.toml:1:1: policy.0 must name either a user ("*" for all) or a group"#);
     assert_snapshot!(refused("[[policy]]\nuser = 1\ngroup = 1\n"), @r#"configuration /c.toml:1:1: policy.0 must name either a user ("*" for all) or a group"#);
-    assert_snapshot!(refused("[[policy]]\nuser = 1\nsm = 0\n"), @r#"configuration /c.toml:3:6: "0" must be a sum of percentages over 0, such as 50 or 150%"#);
+    assert_snapshot!(refused("[[policy]]\nuser = 1\nsm = 0\n"), @r#"configuration /c.toml:3:6: policy.0.sm: "0" must be a sum of percentages over 0, such as 50 or 150%"#);
     assert_snapshot!(refused("[[policy]]\nuser = 1\nmodes = []\n"), @"configuration /c.toml:3:1: policy.0.modes is empty");
     assert_snapshot!(refused("[[policy]]\nuser = 1\ndevices = [\"GPU-\"]\n"), @"configuration /c.toml:3:1: policy.0.devices must be a list of selectors as in sublet.gpu: indices, GPU-<uuid>, PCI bus ids, name:<alias>, model:<glob>");
 }

@@ -13,4 +13,4 @@ pub use error::ConfigError;
 pub use error::{explain, position};
 #[cfg(fuzzing)]
 pub use load::of_text;
-pub use load::{load, load_runtime, sources};
+pub use load::{OneFile, each, load, load_runtime, sources};

@@ -17,7 +17,7 @@ const MOST_SMS: u64 = 192;
 
 /// Names that only sublet may set: a value from the image or the user would contradict the lease. This holds also
 /// without an MPS server, because a stray `CUDA_MPS_*` could connect the container to another daemon.
-const OURS: [&str; 3] = ["CUDA_MPS_", "SUBLET_MEMORY_", "SUBLET_SM_"];
+const OURS: [&str; 4] = ["CUDA_MPS_", "SUBLET_MEMORY_", "SUBLET_NEIGHBOURS", "SUBLET_SM_"];
 
 /// Names that a framework refuses together. If one is set, sublet does not set the other.
 ///
@@ -51,11 +51,14 @@ pub(crate) fn own_prefixes() -> Vec<String> {
 pub(crate) const TRITON_PATH: &str = "TRITON_LIBCUDA_PATH";
 
 /// What every share sets.
-const OWN_NAMES: [&str; 3] = ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SUBLET_DEVICES"];
+const OWN_NAMES: [&str; 5] =
+    ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SUBLET_DEVICES", "SUBLET_MODE", "SUBLET_PROCESSES"];
 
-/// The edit for `lease`; `library_dir` is where the driver's libraries are mounted, if they are.
+/// The edit for `lease`; `library_dir` is where the driver's libraries are mounted, if they are. `neighbours` is the
+/// number of other leases on its devices, if it is known.
 pub(super) fn environment(
     lease: &Lease,
+    neighbours: Option<usize>,
     library_dir: Option<&Path>,
     inventory: &Inventory,
     config: &Config,
@@ -64,7 +67,12 @@ pub(super) fn environment(
         pair("CUDA_VISIBLE_DEVICES", visible_devices(lease, config)),
         pair("NVIDIA_VISIBLE_DEVICES", "void"),
         pair("SUBLET_DEVICES", lease.devices.join(",")),
+        pair("SUBLET_MODE", lease.mode.to_string()),
+        pair("SUBLET_PROCESSES", lease.processes.to_string()),
     ];
+    if let Some(neighbours) = neighbours.filter(|_| config.grant.tell_neighbours) {
+        set.push(pair("SUBLET_NEIGHBOURS", neighbours.to_string()));
+    }
     if lease.daemon.is_some() {
         set.extend(mps(lease));
     }

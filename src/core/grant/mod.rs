@@ -82,6 +82,9 @@ pub struct Image {
     /// Directories of volumes in which sublet's files are mounted, with the files that are created there.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<VolumeFiles>,
+    /// The program `sublet-share` on the host, if it is there and the container has a place for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub share_program: Option<PathBuf>,
     /// One line each: libraries of the image that take precedence over the mounted ones.
     pub warnings: Vec<String>,
 }
@@ -90,6 +93,8 @@ pub struct Image {
 pub const MPS_DIR: &str = "/run/sublet/mps";
 /// CUDA's default for it. Processes without the share's environment look here.
 pub const MPS_DEFAULT_DIR: &str = "/tmp/nvidia-mps";
+/// Where the container sees the program that prints its share.
+pub(crate) const SHARE_PROGRAM: &str = "/usr/bin/sublet-share";
 
 impl Image {
     /// Where the driver's libraries go, if there is such a place.
@@ -116,6 +121,9 @@ pub fn grant(
         .flat_map(|dir| inventory.mounted_files(dir, capabilities, config.driver.inject));
     let mut mounts: Vec<Mount> =
         files.map(|(file, destination)| Mount { source: file.source.clone(), destination }).collect();
+    let program =
+        |source: &PathBuf| Mount { source: source.clone(), destination: PathBuf::from(SHARE_PROGRAM) };
+    mounts.extend(image.share_program.as_ref().map(program));
     // Mounted last: through a link in the image it may cover other mount points, and crun would create those inside it,
     // on the host.
     mounts.extend(mps_mounts(lease, image, config));
@@ -125,7 +133,7 @@ pub fn grant(
         no_checkpoint: inventory::no_checkpoint(&config.state_dir),
         nodes: granted_nodes::nodes(&devices, capabilities, &placement.mig_caps, inventory, config),
         mounts,
-        env: environment::environment(lease, libraries, inventory, config),
+        env: environment::environment(lease, placement.neighbours, libraries, inventory, config),
         masked_paths: masked_paths(&devices, inventory),
         warnings: warnings(placement, image, inventory, config),
     }

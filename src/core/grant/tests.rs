@@ -14,7 +14,7 @@ use crate::share::{Capability, Isolation, Mode, Percent, Priority};
 
 /// The environment of what is granted for `lease`.
 fn environment(lease: &Lease, inventory: &Inventory, config: &Config) -> Environment {
-    super::environment::environment(lease, lease.library_dir.as_deref(), inventory, config)
+    super::environment::environment(lease, Some(2), lease.library_dir.as_deref(), inventory, config)
 }
 
 const MIB: u64 = 1 << 20;
@@ -141,6 +141,7 @@ fn placement(lease: &Lease) -> Placement {
         guard: lease.guard,
         mig_caps: Vec::new(),
         refresh_first: false,
+        neighbours: Some(2),
         warnings: vec!["from the placement".to_owned()],
     }
 }
@@ -170,6 +171,8 @@ fn a_share_of_an_mps_server() {
             "CUDA_VISIBLE_DEVICES=0",
             "NVIDIA_VISIBLE_DEVICES=void",
             "SUBLET_DEVICES=GPU-0",
+            "SUBLET_MODE=mps",
+            "SUBLET_PROCESSES=1",
             "CUDA_MPS_PIPE_DIRECTORY=/run/sublet/mps",
             "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
             "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=8192M",
@@ -198,6 +201,8 @@ fn several_devices_are_limited_by_their_server_and_not_by_the_environment() {
         "CUDA_VISIBLE_DEVICES=0,1",
         "NVIDIA_VISIBLE_DEVICES=void",
         "SUBLET_DEVICES=GPU-1,GPU-0",
+        "SUBLET_MODE=mps",
+        "SUBLET_PROCESSES=1",
         "CUDA_MPS_PIPE_DIRECTORY=/run/sublet/mps",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
         "SUBLET_MEMORY_BYTES=8589934592",
@@ -236,7 +241,16 @@ fn each_process_gets_its_part() {
 fn without_a_server_nothing_of_mps_remains() {
     let environment = environment(&time_slice(), &inventory(), &Config::default());
     let names: Vec<_> = environment.set.iter().map(|(name, _)| name.as_str()).collect();
-    assert_eq!(names, ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SUBLET_DEVICES"]);
+    assert_eq!(
+        names,
+        [
+            "CUDA_VISIBLE_DEVICES",
+            "NVIDIA_VISIBLE_DEVICES",
+            "SUBLET_DEVICES",
+            "SUBLET_MODE",
+            "SUBLET_PROCESSES"
+        ]
+    );
     assert!(environment.remove_prefixes.contains(&"CUDA_MPS_".to_owned()));
     assert_eq!(environment.default, []);
 }
@@ -266,6 +280,31 @@ fn devices_by_ordinal_by_uuid_and_of_mig() {
     assert_eq!(set(&two, &config)[0], "CUDA_VISIBLE_DEVICES=GPU-0,GPU-1");
     let mig = Lease { devices: vec!["MIG-7".to_owned()], ..time_slice() };
     assert_eq!(set(&mig, &Config::default())[0], "CUDA_VISIBLE_DEVICES=MIG-7");
+}
+
+#[test]
+fn neighbours_are_told_where_the_configuration_says_so() {
+    let told = |config: &Config| {
+        set(&lease(), config)
+            .into_iter()
+            .filter(|entry| entry.starts_with("SUBLET_NEIGH"))
+            .collect::<Vec<_>>()
+    };
+    let mut config = Config::default();
+    assert_eq!(told(&config), [""; 0]);
+    config.grant.tell_neighbours = true;
+    assert_eq!(told(&config), ["SUBLET_NEIGHBOURS=2"]);
+}
+
+#[test]
+fn the_program_for_the_share_is_mounted_where_there_is_room() {
+    let with = Image { share_program: Some("/usr/libexec/sublet/sublet-share".into()), ..debian() };
+    let mounts = |image: &Image| granted(&lease(), &[], image, &Config::default()).mounts;
+    let program = Mount {
+        source: "/usr/libexec/sublet/sublet-share".into(),
+        destination: "/usr/bin/sublet-share".into(),
+    };
+    assert!(mounts(&with).contains(&program) && !mounts(&debian()).contains(&program));
 }
 
 #[test]

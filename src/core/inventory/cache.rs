@@ -8,6 +8,7 @@ use super::{Fingerprint, Inventory, MpsPrograms};
 use crate::config::{Config, Inject};
 use crate::fs::atomic::replace;
 use crate::fs::trusted::{self, distrust_file};
+use crate::parse_errors::plain;
 use crate::text::safe;
 
 /// `Inventory::schema` of this build.
@@ -197,7 +198,7 @@ fn read(path: &Path) -> Result<Vec<u8>, InventoryError> {
 fn parse(path: &Path, text: &[u8]) -> Result<Inventory, InventoryError> {
     let corrupt = |why| InventoryError::Corrupt { path: path.to_owned(), why };
     let inventory: Inventory =
-        serde_json::from_slice(text).map_err(|error| corrupt(safe(&error.to_string())))?;
+        serde_json::from_slice(text).map_err(|error| corrupt(plain(&error.to_string(), None)))?;
     if inventory.schema != SCHEMA {
         return Err(corrupt(format!("schema {}, not {SCHEMA}", safe(&inventory.schema))));
     }

@@ -20,6 +20,7 @@ use super::{Lease, LeaseId, Ledger, SCHEMA};
 use crate::events::{self, Event};
 use crate::fs::trusted;
 use crate::host::boot_id;
+use crate::parse_errors::plain;
 use crate::process::uptime_seconds;
 use crate::text::safe;
 use serde_json::Value;
@@ -439,7 +440,7 @@ fn remove(path: &Path) -> io::Result<()> {
 
 /// Parses `content`, or says why it is not a ledger. Ids become names of directories and are checked for that.
 pub(super) fn parse(content: &[u8]) -> Result<Ledger, String> {
-    let ledger: Ledger = serde_json::from_slice(content).map_err(|error| safe(&error.to_string()))?;
+    let ledger: Ledger = serde_json::from_slice(content).map_err(|error| plain(&error.to_string(), None))?;
     if ledger.schema != SCHEMA {
         return Err(format!("its schema is {}, but {SCHEMA} is expected", safe(&ledger.schema)));
     }

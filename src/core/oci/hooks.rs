@@ -45,16 +45,21 @@ impl Stage {
     }
 }
 
-/// The hook that belongs to this build: in the directory of this program, or where `make install` puts it for the same
-/// prefix, otherwise where packages put it.
+/// The hook that belongs to this build.
+#[must_use]
 pub fn program() -> Option<String> {
+    installed("sublet-hook")?.into_os_string().into_string().ok()
+}
+
+/// A further program of this build: in the directory of this program, or where `make install` puts it for the same
+/// prefix, otherwise where packages put it.
+pub(super) fn installed(name: &str) -> Option<PathBuf> {
     let own = std::env::current_exe().ok();
-    let beside = own.as_deref().map(|own| own.with_file_name("sublet-hook"));
+    let beside = own.as_deref().map(|own| own.with_file_name(name));
     let prefix = own.as_deref().and_then(|own| own.parent()?.parent());
-    let same_prefix = prefix.map(|prefix| prefix.join("libexec/sublet/sublet-hook"));
-    let packaged = ["/usr/libexec/sublet/sublet-hook", "/usr/bin/sublet-hook"].map(PathBuf::from);
-    let program = beside.into_iter().chain(same_prefix).chain(packaged).find(|program| program.is_file())?;
-    program.into_os_string().into_string().ok()
+    let same_prefix = prefix.map(|prefix| prefix.join("libexec/sublet").join(name));
+    let packaged = ["/usr/libexec/sublet", "/usr/bin"].map(|directory| Path::new(directory).join(name));
+    beside.into_iter().chain(same_prefix).chain(packaged).find(|program| program.is_file())
 }
 
 /// Adds `program` to `stage`, after the existing hooks. `config` names its configuration.

@@ -1,6 +1,7 @@
 //! Reads what sublet must know about a container's root filesystem, without ever leaving it (openat2). Nothing in the
 //! image is executed, parsed as code, or used as the source of a mount.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use nix::sys::stat::SFlag;
@@ -8,11 +9,12 @@ use serde_json::Value;
 
 use super::environment::environment_value;
 use super::hidden_mps;
+use super::hooks;
 use super::image_error::ImageError;
 use super::mount_points;
 use super::rootfs::Tree;
 use crate::config::{Config, Inject};
-use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR};
+use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, SHARE_PROGRAM};
 use crate::inventory::Inventory;
 use crate::request::Request;
 use crate::text::safe;
@@ -60,7 +62,34 @@ pub fn inspect(
     }
     let files: Vec<_> = files.into_iter().map(|(_, destination)| destination).collect();
     (image.created, image.volumes) = mount_points::check_files(&tree, &files)?;
+    add_share_program(&mut image, &tree);
     Ok(image)
+}
+
+/// `sublet-share` is a convenience: where it is not installed, or the container has no room for it, it is left out.
+fn add_share_program(image: &mut Image, tree: &Tree) {
+    let Some(program) = hooks::installed("sublet-share") else { return };
+    if let Some(created) = room_for_share_program(tree) {
+        image.created.extend(created);
+        image.share_program = Some(program);
+    }
+}
+
+/// The mount point to be created, if any; `None` if there is something else, or no place for it. It is put into no
+/// volume, because other containers may have that too.
+pub(super) fn room_for_share_program(tree: &Tree) -> Option<Vec<PathBuf>> {
+    let path = PathBuf::from(SHARE_PROGRAM);
+    let directory = tree.find(path.parent()?).ok()?;
+    if !directory.is(SFlag::S_IFDIR) || directory.in_volume {
+        return None;
+    }
+    // An earlier container in the same root filesystem may have left its empty mount point.
+    let is_free = match tree.find(&path) {
+        Ok(found) => !found.in_volume && found.read(1).is_ok_and(|content| content.is_empty()),
+        Err(error) => error.kind() == io::ErrorKind::NotFound,
+    };
+    let (created, volumes) = mount_points::check_files(tree, &[path]).ok()?;
+    (is_free && volumes.is_empty()).then_some(created)
 }
 
 /// Checks that the MPS directories of `grant` can be mounted in `rootfs`, with the spec's volumes over it, and that

@@ -7,6 +7,7 @@ use super::want::{Misfit, Want, World};
 use crate::config::Config;
 use crate::inventory::{ComputeMode, Device, Driver, Inventory, Virtualization, context_bytes};
 use crate::ledger::{Lease, LeasedMigDevice, Ledger};
+use crate::request::Request;
 use crate::share::units::{MIB, show_bytes};
 use crate::share::{Isolation, Mode, Percent, Priority, bytes_of_process, sm_of_process};
 use crate::text::safe;
@@ -238,6 +239,26 @@ pub(super) fn share(want: &Want<'_>, driver: &Driver, config: &Config) -> Result
         )));
     }
     Ok(())
+}
+
+/// A warning about an SM share that is below the driver's minimum: a process gets the minimum.
+pub(super) fn more_than_asked(request: &Request, mode: Mode, device: &Device) -> Option<String> {
+    let sm = request.sm.filter(|_| mode == Mode::Mps)?;
+    let (each, all) = (sm_of_process(sm, request.processes.get()), u64::from(device.sm_count?));
+    let given = device.sms_at(each)?;
+    if given <= each.of(all) {
+        return None;
+    }
+    let tenths = u64::from(each.thousandths()) * all / 10_000;
+    let part = match request.processes.get() {
+        1 => String::new(),
+        count => format!(" for each of {count} processes"),
+    };
+    let (whole, tenth) = (tenths / 10, tenths % 10);
+    Some(format!(
+        "the driver gives at least {given} SMs; sm={sm} of {all} SMs is {whole}.{tenth} SMs{part}: the process \
+         gets {given}"
+    ))
 }
 
 /// The number of MPS clients that a device allows (CUDA MPS documentation, "Limitations": 16 before Volta, 48 since

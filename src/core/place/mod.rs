@@ -24,7 +24,7 @@ use want::{Misfit, World};
 use crate::config::Config;
 use crate::inventory::{Device, Inventory};
 use crate::ledger::DaemonKey;
-use crate::ledger::{LeaseId, LeasedMigDevice, Ledger};
+use crate::ledger::{Lease, LeaseId, LeasedMigDevice, Ledger};
 use crate::request::Request;
 use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority};
 
@@ -32,7 +32,7 @@ pub use bookings::{Bookings, bookings};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
 pub use fit_rules::client_limit;
 pub use refusal::Refusal;
-pub use select::{named, only, rule, wants_mig};
+pub use select::{ambiguous, meant, named, only, rule, wants_mig};
 
 /// The devices and the mode chosen for a request.
 #[derive(Clone, Debug, PartialEq)]
@@ -61,6 +61,8 @@ pub struct Placement {
     pub mig_caps: Vec<MigCapability>,
     /// The requested memory is so close to what NVML last reported free that a refresh should come first.
     pub refresh_first: bool,
+    /// How many other leases are on its devices, where the ledger was looked at.
+    pub neighbours: Option<usize>,
     /// Warnings for the user, one line each.
     pub warnings: Vec<String>,
 }
@@ -77,13 +79,23 @@ pub fn place(
     config: &Config,
 ) -> Result<Placement, Box<Refusal>> {
     let world = World { inventory, ledger, config };
-    find(request, id, world).map_err(|mut refusal| {
+    let told = |placement: Placement| Placement {
+        neighbours: Some(neighbours(&placement.devices, id, ledger)),
+        ..placement
+    };
+    find(request, id, world).map(told).map_err(|mut refusal| {
         for advice in [elsewhere(request, id, world), dedicated(request, id, world)].into_iter().flatten() {
             refusal.message += "; ";
             refusal.message += &advice;
         }
         refusal
     })
+}
+
+/// How many leases other than `id` are on one of `devices`.
+fn neighbours(devices: &[String], id: &LeaseId, ledger: &Ledger) -> usize {
+    let beside = |lease: &&Lease| lease.id != *id && lease.devices.iter().any(|uuid| devices.contains(uuid));
+    ledger.leases.iter().filter(beside).count()
 }
 
 /// A GPU that would take the request, where the one that it names is there and does not.
@@ -186,6 +198,7 @@ pub fn expected(request: &Request) -> Placement {
         guard: request.guard,
         mig_caps: request.mig_caps.clone(),
         refresh_first: false,
+        neighbours: None,
         warnings: Vec::new(),
     }
 }
@@ -253,7 +266,9 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
     }
     let first = fits.first();
     let mode = first.map_or(request.default_mode, |fit| fit.mode);
+    let least = |index: &usize| fit_rules::more_than_asked(request, mode, &inventory.devices[*index]);
     Placement {
+        warnings: devices.iter().find_map(least).into_iter().collect(),
         mig_devices: mig_devices(inventory, &devices),
         devices: devices.iter().map(|index| inventory.devices[*index].uuid.clone()).collect(),
         mode,
@@ -267,7 +282,7 @@ fn placement(request: &Request, inventory: &Inventory, mut devices: Vec<usize>, 
         guard: request.guard,
         mig_caps: request.mig_caps.clone(),
         refresh_first: fits.iter().any(|fit| fit.refresh_first),
-        warnings: Vec::new(),
+        neighbours: None,
     }
 }
 

@@ -128,6 +128,29 @@ pub fn named<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> Vec<&
     found.unwrap_or_default().into_iter().map(|index| &inventory.devices[index]).collect()
 }
 
+/// The devices that a user means: what [`named`] finds, or those with the alias `text`. None is no error.
+///
+/// # Errors
+/// `text` is the beginning of several UUIDs. The message lists the devices.
+pub fn meant<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> Result<Vec<&'a Device>, String> {
+    let found = named(text, inventory, config);
+    let several_do = text == "all" || text.starts_with("name:") || text.starts_with("model:");
+    if found.len() > 1 && !several_do {
+        return Err(ambiguous(text, &found));
+    }
+    let is_alias = config.device.iter().any(|rule| rule.name.as_deref() == Some(text));
+    if found.is_empty() && is_alias {
+        return Ok(named(&format!("name:{text}"), inventory, config));
+    }
+    Ok(found)
+}
+
+/// The message about `text` that names several devices where it may name only one.
+#[must_use]
+pub fn ambiguous(text: &str, found: &[&Device]) -> String {
+    format!("{} matches {}: write more of it", safe(text), list(found.iter().copied()))
+}
+
 /// `request` for the device `uuid` only, as a CDI device of a share means it.
 ///
 /// # Errors
@@ -188,7 +211,10 @@ fn slot(
         )),
         1 => Ok(found),
         _ if several_do => Ok(found),
-        count => Err(format!("{} matches {count} {kind}s: write more of it", describe(selector))),
+        _ => {
+            let found: Vec<&Device> = found.iter().map(|index| &inventory.devices[*index]).collect();
+            Err(ambiguous(&describe(selector), &found))
+        }
     }
 }
 
@@ -272,9 +298,12 @@ fn describe(selector: &Selector) -> String {
 }
 
 fn listing(mig: bool, inventory: &Inventory) -> String {
+    list(inventory.devices.iter().filter(|device| device.is_mig() == mig))
+}
+
+fn list<'a>(devices: impl Iterator<Item = &'a Device>) -> String {
     let name =
         |device: &Device| format!("{} ({}, {})", device.label(), safe(device.kind()), safe(&device.uuid));
-    let devices = inventory.devices.iter().filter(|device| device.is_mig() == mig);
     devices.map(name).collect::<Vec<_>>().join(", ")
 }
 
@@ -384,10 +413,39 @@ mod tests {
             "no GPU of this host is number 7; it has GPU 0 (NVIDIA H200, GPU-aa11), GPU 1 (NVIDIA H200, \
              GPU-aa22), GPU 2 (NVIDIA A100-SXM4-40GB, GPU-aa)"
         );
-        assert_eq!(why(vec![Selector::Uuid("GPU-a".into())]), "GPU-a matches 3 GPUs: write more of it");
+        let several = "matches GPU 0 (NVIDIA H200, GPU-aa11), GPU 1 (NVIDIA H200, GPU-aa22), GPU 2 (NVIDIA \
+                       A100-SXM4-40GB, GPU-aa): write more of it";
+        assert_eq!(why(vec![Selector::Uuid("GPU-a".into())]), format!("GPU-a {several}"));
         assert_eq!(why(vec![Selector::Index(0), Selector::Uuid("GPU-aa11".into())]), "GPU 0 is named twice");
         assert_eq!(why(vec![Selector::Index(0); 4]), "4 GPUs requested, 3 present");
         assert!(why(vec![Selector::Name("big".into())]).starts_with("no GPU of this host is name:big"));
+    }
+
+    #[test]
+    fn commands_take_a_device_by_any_of_its_names() {
+        let mut host = three();
+        host.devices[0].uuid = "GPU-aaaa1111-00".into();
+        host.devices[1].uuid = "GPU-aaaa1111-22".into();
+        let alias = |matches: &str, name: &str| DeviceRule {
+            matches: matches.into(),
+            name: Some(name.into()),
+            fixed_use: None,
+            time_slice: None,
+        };
+        let config = Config { device: vec![alias("1", "left"), alias("2", "left")], ..Config::default() };
+        let meant = |text: &str| {
+            meant(text, &host, &config).map(|found| found.iter().map(|one| one.index).collect::<Vec<_>>())
+        };
+        for text in ["1", "GPU-aaaa1111-2", "11:00.0", "GPU-AAAA1111-22"] {
+            assert_eq!(meant(text), Ok(vec![1]), "{text}");
+        }
+        for text in ["left", "name:left"] {
+            assert_eq!(meant(text), Ok(vec![1, 2]), "{text}");
+        }
+        assert_eq!((meant("all"), meant("right")), (Ok(vec![0, 1, 2]), Ok(vec![])));
+        let several = "GPU-aaaa1111 matches GPU 0 (NVIDIA H200, GPU-aaaa1111-00), GPU 1 (NVIDIA H200, GPU-aaaa1111-22): \
+                       write more of it";
+        assert_eq!(meant("GPU-aaaa1111"), Err(several.to_owned()));
     }
 
     #[test]

@@ -71,6 +71,7 @@ fn a_shared_share_is_served_by_the_devices_server() {
         guard: None,
         mig_caps: vec![],
         refresh_first: false,
+        neighbours: Some(0),
         warnings: vec![],
     };
     assert_eq!(placement, expected);
@@ -320,6 +321,38 @@ fn shares_too_small_to_start_in_are_refused() {
     assert!(placed(&whole(518), &host, &ledger(vec![])).is_ok());
     let larger = refused(&mps(50_000, 101), &host, &ledger(vec![]));
     assert!(larger.message.contains("has 100 GiB, of which") && !larger.temporary, "{}", larger.message);
+}
+
+#[test]
+fn neighbours_are_the_other_leases_on_its_devices() {
+    let host = host(vec![device(0), device(1)]);
+    let leases =
+        vec![leased(1, "GPU-0", 10_000, 8), leased(2, "GPU-0", 10_000, 8), leased(3, "GPU-1", 10_000, 8)];
+    let on_gpu_0 = Request { devices: Devices::These(vec![Selector::Index(0)]), ..mps(10_000, 8) };
+    assert_eq!(placed(&on_gpu_0, &host, &ledger(leases)).unwrap().neighbours, Some(2));
+}
+
+#[test]
+fn a_share_below_the_drivers_least_is_placed_with_a_warning() {
+    let host = host(vec![device(0)]);
+    let warnings = |sm: u32, processes: u32| {
+        let processes = NonZeroU32::new(processes).unwrap();
+        placed(&Request { processes, ..mps(sm, 8) }, &host, &ledger(vec![])).unwrap().warnings
+    };
+    assert_eq!(
+        warnings(2_000, 1),
+        ["the driver gives at least 8 SMs; sm=2 of 132 SMs is 2.6 SMs: the process gets 8"]
+    );
+    assert_eq!(
+        warnings(12_500, 4),
+        ["the driver gives at least 8 SMs; sm=12.5 of 132 SMs is 4.1 SMs for each of 4 processes: the \
+          process gets 8"]
+    );
+    // 6.1 % are 8 SMs.
+    assert_eq!((warnings(6_100, 1), warnings(25_000, 4)), (vec![], vec![]));
+    let mut unknown = host.clone();
+    unknown.devices[0].sm_count = None;
+    assert_eq!(placed(&mps(2_000, 8), &unknown, &ledger(vec![])).unwrap().warnings, [""; 0]);
 }
 
 #[test]

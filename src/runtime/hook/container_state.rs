@@ -22,7 +22,7 @@ pub enum StateError {
     #[error(transparent)]
     Input(#[from] InputError),
     /// It is not JSON, or not a state.
-    #[error("{}", sublet_core::text::safe(&.0.to_string()))]
+    #[error("{}", sublet_core::parse_errors::plain(&.0.to_string(), None))]
     Json(#[from] serde_json::Error),
     /// An empty id.
     #[error("its id is empty")]
@@ -127,20 +127,17 @@ mod tests {
         let cases = [
             ("", "it is empty"),
             (" \n", "it is empty"),
-            (r#"{"id":"c"}"#, "missing field `status` at line 1 column 10"),
-            (r#"{"status":"stopped"}"#, "missing field `id` at line 1 column 20"),
+            (r#"{"id":"c"}"#, "missing key `status` at line 1 column 10"),
+            (r#"{"status":"stopped"}"#, "missing key `id` at line 1 column 20"),
             (r#"{"id":"","status":"stopped"}"#, "its id is empty"),
-            (r#"{"id":"c","id":"d","status":"stopped"}"#, "duplicate field `id` at line 1 column 14"),
-            (
-                r#"{"id":7,"status":"stopped"}"#,
-                "invalid type: integer `7`, expected a string at line 1 column 7",
-            ),
+            (r#"{"id":"c","id":"d","status":"stopped"}"#, "duplicate key `id` at line 1 column 14"),
+            (r#"{"id":7,"status":"stopped"}"#, "a value must be a string, not 7 at line 1 column 7"),
             (
                 r#"{"id":"c","status":"gone"}"#,
-                "unknown variant `gone`, expected one of `creating`, `created`, `running`, `stopped` at line 1 column 25",
+                "unknown value `gone`, expected one of `creating`, `created`, `running`, `stopped` at line 1 column 25",
             ),
             (r#"{"id":"c","status":"stopped"} x"#, "trailing characters at line 1 column 31"),
-            ("[]", "invalid length 0, expected struct State with 5 elements at line 1 column 2"),
+            ("[]", "a value must be an object, not an array of 0 at line 1 column 2"),
         ];
         for (text, message) in cases {
             assert_eq!(State::parse(text.as_bytes()).unwrap_err().to_string(), message, "{text}");

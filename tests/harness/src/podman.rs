@@ -99,6 +99,8 @@ impl Podman {
     #[must_use]
     pub fn offer_cdi(&self) -> CdiOffer {
         let alone = CDI.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let directory = std::path::Path::new(CdiOffer::PATH).parent().expect("a directory");
+        std::fs::create_dir_all(directory).expect("a directory");
         let output = self.world.sublet(&["cdi", "generate", "--output", CdiOffer::PATH]);
         assert!(output.status.success(), "cdi generate: {}", String::from_utf8_lossy(&output.stderr));
         CdiOffer { _alone: alone }

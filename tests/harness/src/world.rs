@@ -161,6 +161,7 @@ impl World {
     /// Runs `sublet cdi generate` for the directory in which the tests' engines look.
     pub fn generate_cdi(&self) {
         let spec = self.dir.path().join("cdi/sublet.json");
+        std::fs::create_dir_all(spec.parent().expect("a directory")).expect("a directory");
         let output = self.sublet(&["cdi", "generate", "--output", spec.to_str().expect("UTF-8")]);
         assert!(output.status.success(), "cdi generate: {}", String::from_utf8_lossy(&output.stderr));
     }

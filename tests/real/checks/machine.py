@@ -111,6 +111,7 @@ class Machine:
             shutil.copy(built / name, "/usr/bin")
         os.makedirs("/usr/libexec/sublet")
         os.symlink("../../bin/sublet-runtime", "/usr/libexec/sublet/sublet-hook")
+        shutil.copy(built / "sublet-share", "/usr/libexec/sublet")
         os.makedirs("/usr/share/sublet/hooks.d")
         shutil.copy(self.checkout / "hooks/sublet.json", "/usr/share/sublet/hooks.d")
         os.makedirs("/etc/containers/containers.conf.d", exist_ok=True)

@@ -11,6 +11,8 @@ use serde_json::{Value, json};
 use crate::config::Config;
 use crate::grant::{Grant, Image, MPS_DEFAULT_DIR, MPS_DIR, Mount};
 use crate::inventory::{Driver, DriverFile, FileKind, Fingerprint, Inventory, Majors};
+use crate::oci::image::room_for_share_program;
+use crate::oci::rootfs::Tree;
 use crate::oci::{ImageError, check_mps_directories, inspect};
 use crate::request::Request;
 use crate::share::{Capabilities, Capability, Devices, Isolation, Mode, Priority};
@@ -398,4 +400,27 @@ fn a_volume_does_not_lead_out_either() {
         {"destination": "/usr/lib64", "type": "bind", "source": root.path("volume")}
     ]});
     assert_eq!(root.inspect(&spec).unwrap().library_dir, None);
+}
+
+#[test]
+fn the_program_for_the_share_is_left_out_where_it_has_no_room() {
+    let room =
+        |root: &Root, spec: &Value| room_for_share_program(&Tree::open(spec, &root.path("rootfs")).unwrap());
+    let path = PathBuf::from("/usr/bin/sublet-share");
+    let debian = Root::debian();
+    assert_eq!(room(&debian, &json!({})), Some(vec![path.clone()]));
+    let volume = debian.path("volume");
+    fs::create_dir_all(&volume).unwrap();
+    let over = |destination: &str, options: &[&str]| json!({"mounts": [{"destination": destination, "source": volume, "type": "bind", "options": options}]});
+    assert_eq!(room(&debian, &over("/usr/bin", &["rbind"])), None, "other containers may have the volume");
+    assert_eq!(room(&debian, &over("/usr/bin/sublet-share", &["rbind"])), None, "something is there");
+    debian.file("rootfs/usr/bin/sublet-share", "");
+    assert_eq!(room(&debian, &json!({})), Some(vec![]), "an empty mount point of an earlier container");
+    debian.file("rootfs/usr/bin/sublet-share", "#!/bin/sh");
+    assert_eq!(room(&debian, &json!({})), None, "the image's own");
+    let linked = Root::debian();
+    linked.link("/etc/passwd", "rootfs/usr/bin/sublet-share");
+    linked.file("rootfs/etc/passwd", "root");
+    assert_eq!(room(&linked, &json!({})), None);
+    assert_eq!(room(&Root::new(), &json!({})), None, "an image without /usr/bin");
 }
