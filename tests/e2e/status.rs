@@ -246,3 +246,46 @@ fn watching_shows_it_again_until_nobody_reads() {
     let output = shell.args(["-c", &line]).env("SUBLET_CONFIG", &world.config).output().expect("sh runs");
     assert!(began.elapsed().as_secs() < 25 && output.stderr.is_empty(), "a closed pipe ends it: {output:?}");
 }
+
+#[test]
+fn what_is_printed_as_json_is_as_its_schema_says() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let bundles = ["0:0", "1"].map(|gpu| {
+        let bundle =
+            world.bundle(&format!("on-{}", &gpu[..1]), &[("sublet.gpu", gpu), ("sublet.sm", "25")], HOLD);
+        bundle.up();
+        bundle
+    });
+    let script = "import json, sys, jsonschema\nread = lambda path: json.load(open(path))\n\
+                  jsonschema.Draft202012Validator(read(sys.argv[1])).validate(read(sys.argv[2]))\n";
+    let schemas = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/schema");
+    let judge = |schema: &str, document: &Value| {
+        let file = world.dir.path().join(schema);
+        std::fs::write(&file, document.to_string()).expect("written");
+        Command::new("python3")
+            .args(["-c", script])
+            .arg(schemas.join(schema))
+            .arg(&file)
+            .output()
+            .expect("python3 runs")
+    };
+    for (schema, command) in [
+        ("status.json", &["status"][..]),
+        ("lease-list.json", &["lease", "list"]),
+        ("mps-list.json", &["mps", "list"]),
+    ] {
+        let output = world.sublet(&[command, &["--format", "json"]].concat());
+        let document: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let judged = judge(schema, &document);
+        assert!(judged.status.success(), "{schema}: {}", String::from_utf8_lossy(&judged.stderr));
+        let wrong = judge(schema, &json!({"schema": 7}));
+        assert!(!wrong.status.success(), "{schema} takes anything");
+    }
+    for bundle in &bundles {
+        bundle.down();
+    }
+    world.assert_empty();
+}

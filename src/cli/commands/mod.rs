@@ -26,6 +26,8 @@ mod mps;
 mod probe;
 mod reason;
 mod refresh;
+#[cfg(test)]
+mod schemas;
 mod serve;
 mod setup;
 mod status;

@@ -140,7 +140,14 @@ fn named(text: &str, inventory: &Inventory, config: &Config) -> anyhow::Result<V
 fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let last = super::own_refusals(config).pop();
     match (format, last) {
-        (Format::Json, last) => tables::json(&last)?,
+        (Format::Json, last) => tables::json(&last.map(|last| {
+            json!({
+                "time": tables::timestamp(last.time),
+                "container_id": last.container_id,
+                "reason": last.reason,
+                "uid": last.uid,
+            })
+        }))?,
         (Format::Table, None) if is_remote(config) => println!("No container of yours has been refused."),
         (Format::Table, None) => println!("No container has been refused since boot."),
         (Format::Table, Some(last)) => {
