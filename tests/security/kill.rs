@@ -322,6 +322,7 @@ impl<'a> Scene<'a> {
         let state = self.world.state_dir();
         for name in names(&state) {
             let known = [
+                "events.jsonl",
                 "inventory.json",
                 "ledger.json",
                 "ledger.json.copy",

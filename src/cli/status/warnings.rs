@@ -86,7 +86,7 @@ fn stuck(status: &Status) -> impl Iterator<Item = String> + '_ {
     status.mig_made.iter().filter_map(|made| {
         let (why, (start, size)) = (made.error.as_ref()?, made.placement);
         Some(format!(
-            "MIG instance {}@{start}:{size} of GPU {} was created for a container that has ended, and cannot be \
+            "MIG instance {} at {start}:{size} of GPU {} was created for a container that has ended, and cannot be \
              destroyed yet: {}; every sublet command tries again",
             made.profile,
             safe(&made.gpu),
