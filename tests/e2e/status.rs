@@ -9,8 +9,9 @@ const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const MIB: u64 = 1 << 20;
 
 fn used(world: &World, container: &str) -> Value {
-    let lease = world.leases().into_iter().find(|lease| lease["container_id"] == container);
-    lease.expect("a lease")["used"].clone()
+    let status = world.status();
+    let mut leases = status["leases"].as_array().expect("leases").iter();
+    leases.find(|lease| lease["container_id"] == container).expect("a lease")["used"].clone()
 }
 
 fn text(output: &Output) -> String {

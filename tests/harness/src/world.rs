@@ -166,10 +166,17 @@ impl World {
         assert!(output.status.success(), "cdi generate: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// The leases in `sublet status`.
+    /// The leases in `sublet status`, without what their containers use at this moment.
+    ///
+    /// # Panics
+    /// There is none of either.
     #[must_use]
     pub fn leases(&self) -> Vec<Value> {
-        self.status()["leases"].as_array().expect("leases is an array").clone()
+        let mut leases = self.status()["leases"].as_array().expect("leases is an array").clone();
+        for lease in &mut leases {
+            lease.as_object_mut().expect("an object").remove("used").expect("what it uses");
+        }
+        leases
     }
 
     /// A process on the host with a context on the simulated GPU and no lease.
