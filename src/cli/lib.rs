@@ -2,6 +2,7 @@
 
 // Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
 
+mod cached_files;
 mod nvml_mig;
 mod peer;
 
@@ -23,6 +24,10 @@ pub mod refresh;
 pub mod guard;
 
 pub mod status;
+
+mod shown;
+
+mod top;
 
 pub mod serve;
 

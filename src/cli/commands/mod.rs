@@ -3,7 +3,6 @@
 #[macro_use]
 mod closed_output;
 
-mod bars;
 mod cdi;
 mod config;
 mod device_table;
@@ -26,6 +25,7 @@ mod serve;
 mod setup;
 mod status;
 mod tables;
+mod top;
 mod user_view;
 mod wait;
 
@@ -51,6 +51,8 @@ struct Arguments {
 enum Command {
     /// Show devices, leases and MPS daemons
     Status(status::Arguments),
+    /// Show GPUs and containers live: memory against limits, load, power, sparklines; `?` shows the keys
+    Top(top::Arguments),
     /// Ask the driver for its devices and write the inventory
     Refresh(refresh::Arguments),
     /// Show what a share would get, what it protects and what it does not; changes nothing
@@ -122,6 +124,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
     let config = sublet_core::config_files::load()?;
     match command {
         Command::Status(arguments) => status::run(&arguments, &config),
+        Command::Top(arguments) => top::run(&arguments, &config),
         Command::Refresh(arguments) => refresh::run(&arguments, &config),
         Command::Explain(arguments) => explain::run(&arguments, &config),
         Command::Wait(arguments) => wait::run(&arguments, &config),
