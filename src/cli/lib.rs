@@ -2,6 +2,7 @@
 
 // Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
 
+mod cached_files;
 mod nvml_mig;
 mod peer;
 mod yaml;
@@ -28,6 +29,10 @@ pub mod events;
 pub mod status;
 
 mod metrics;
+
+mod shown;
+
+mod top;
 
 pub mod serve;
 

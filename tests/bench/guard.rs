@@ -5,11 +5,10 @@
 //! `bench-guard [SECONDS]`, as root: 30 by default. All programs must be built, and are found in `SUBLET_BIN_DIR` and
 //! `SUBLET_SIM_DIR`. It does not judge: the limit in the table is for the reader.
 
-use std::fmt::Write as _;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use sublet_e2e::guarded::{guard_cpu, nvml_calls};
+use sublet_e2e::guarded::{contexts, guard_cpu, nvml_calls};
 use sublet_e2e::{Bundle, World, eventually};
 
 const SECONDS: u64 = 30;
@@ -53,21 +52,6 @@ fn up(world: &World, number: u32) -> Bundle<'_> {
     bundle.up();
     bundle.event("info");
     bundle
-}
-
-/// What NVML reports now, read back from the simulated driver.
-fn contexts(nvml: &nvml_wrapper::Nvml) -> Result<String> {
-    let mut text = String::new();
-    for index in 0..nvml.device_count()? {
-        let device = nvml.device_by_index(index)?;
-        let clients = device.mps_running_compute_processes()?;
-        for process in device.running_compute_processes()? {
-            let is_client = clients.iter().any(|client| client.pid == process.pid);
-            let kind = if is_client { "M+C" } else { "M" };
-            writeln!(text, "{} {}:{kind}:144", process.pid, device.minor_number()?)?;
-        }
-    }
-    Ok(text)
 }
 
 /// `simulated`: the milliseconds that the simulated driver's own answers take in a check.

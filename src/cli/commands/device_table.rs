@@ -1,7 +1,7 @@
 //! The table of GPUs and MIG devices: a line each, with what is used and booked.
 
-use super::bars::{bar, utf8};
 use super::tables::{self, Column};
+use crate::shown::bars::{bar, utf8};
 use crate::status::{DeviceUsed, Gpu, MigInstance, Room, Status};
 
 /// The length of a bar, in characters.

@@ -8,9 +8,9 @@ use sublet_core::config_files;
 use serde_json::json;
 
 use super::doctor_run::{self, Engine};
-use super::lease_table::word;
 use super::tables::{self, Format};
 use crate::doctor::{self, Check, Host, Verdict};
+use crate::shown::word;
 use sublet_core::config::Config;
 use sublet_core::inventory::Inventory;
 use sublet_core::parse_errors::plain;

@@ -3,7 +3,6 @@
 #[macro_use]
 mod closed_output;
 
-mod bars;
 mod cdi;
 mod config;
 mod config_check;
@@ -32,6 +31,7 @@ mod serve;
 mod setup;
 mod status;
 mod tables;
+mod top;
 mod user_view;
 mod wait;
 
@@ -57,6 +57,8 @@ struct Arguments {
 enum Command {
     /// Show devices, leases and MPS daemons
     Status(status::Arguments),
+    /// Show GPUs and containers live: memory against limits, load, power, sparklines; `?` shows the keys
+    Top(top::Arguments),
     /// Ask the driver for its devices and write the inventory
     Refresh(refresh::Arguments),
     /// Show what a share, a stack of services or a container gets, what that protects and what not; changes nothing
@@ -149,6 +151,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
     let config = sublet_core::config_files::load()?;
     match command {
         Command::Status(arguments) => status::run(&arguments, &config),
+        Command::Top(arguments) => top::run(&arguments, &config),
         Command::Refresh(arguments) => refresh::run(&arguments, &config),
         Command::Explain(arguments) => explain::run(&arguments, &config),
         Command::Wait(arguments) => wait::run(&arguments, &config),

@@ -9,12 +9,13 @@ use std::time::Duration;
 use anyhow::bail;
 use serde_json::json;
 
-use super::lease_table::{self, word};
+use super::lease_table;
 use super::tables::{self, Format};
 use super::user_view::Own;
 use super::{device_table, guard_report};
 use crate::mps_daemons::{self, Listed};
 use crate::names::{Names, lease_of};
+use crate::shown::word;
 use crate::status::{Sources, Status};
 use crate::usage;
 use sublet_core::admit::{confirmed_inventory, is_remote};

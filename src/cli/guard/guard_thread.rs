@@ -10,9 +10,9 @@ use sublet_core::config_files;
 
 use nvml_wrapper::Nvml;
 
+use crate::cached_files::{Changes, Kept};
 use crate::gpu_processes::Looker;
 
-use super::cached_files::{Changes, Kept};
 use super::enforce::Acting;
 use super::history::{self, Event};
 use super::judge::{Judge, Offence, Verdict};

@@ -6,7 +6,6 @@
 //! records it ([`history`]). It restarts an MPS daemon that died, and reports the containers that lost GPU work
 //! ([`mps_servers`]). The guard holds no lock, and keeps NVML open only while there is a lease.
 
-mod cached_files;
 mod enforce;
 mod guard_thread;
 mod history;

@@ -56,6 +56,20 @@ pub fn list(store: &Store, config: &Config) -> Result<Vec<Listed>, MpsError> {
     Ok(ledger.daemons.iter().map(look).collect())
 }
 
+/// Every daemon as the ledger has it, and whether its process lives. None is asked for its clients: each question is a
+/// child process, too much for who looks again and again.
+pub(crate) fn list_unasked(ledger: &Ledger, config: &Config) -> Vec<Listed> {
+    let look = |daemon: &MpsDaemon| {
+        let alive = daemon.process.is_some_and(|daemon| daemon.is_alive());
+        let recorded = shown(daemon, ledger, config);
+        match recorded.state {
+            DaemonState::Serving if !alive => Listed { pid: None, state: DaemonState::Down, ..recorded },
+            _ => recorded,
+        }
+    };
+    ledger.daemons.iter().map(look).collect()
+}
+
 /// `recorded`, corrected by what the daemon itself shows now.
 fn listed(daemon: &MpsDaemon, recorded: Listed, config: &Config) -> Listed {
     let alive = daemon.process.is_some_and(|daemon| daemon.is_alive());

@@ -13,8 +13,8 @@ mod service_syscalls;
 mod start;
 mod stop;
 
-pub(crate) use daemon_list::terminate_client;
 pub use daemon_list::{Listed, list, logs};
+pub(crate) use daemon_list::{list_unasked, terminate_client};
 pub use rest::rest;
 pub use start::start;
 pub use stop::{exists, stop};

@@ -2,6 +2,7 @@
 //! must not be affected, and the cost of the guard's checks.
 
 use std::ffi::c_uint;
+use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
@@ -135,6 +136,24 @@ fn thread_cpu() -> Duration {
 fn median(mut times: Vec<Duration>) -> f64 {
     times.sort_unstable();
     times[times.len() / 2].as_secs_f64() * 1e3
+}
+
+/// What NVML reports now, read back from the simulated driver, as its file `sim/contexts` has it.
+///
+/// # Errors
+/// NVML reports one.
+pub fn contexts(nvml: &Nvml) -> anyhow::Result<String> {
+    let mut text = String::new();
+    for index in 0..nvml.device_count()? {
+        let device = nvml.device_by_index(index)?;
+        let clients = device.mps_running_compute_processes()?;
+        for process in device.running_compute_processes()? {
+            let is_client = clients.iter().any(|client| client.pid == process.pid);
+            let kind = if is_client { "M+C" } else { "M" };
+            writeln!(text, "{} {}:{kind}:144", process.pid, device.minor_number()?)?;
+        }
+    }
+    Ok(text)
 }
 
 /// The percentage of one core that the thread `guard` of process `serve` uses over this time; `None` if the kernel

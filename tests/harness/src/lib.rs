@@ -21,6 +21,7 @@ mod refused;
 mod rootfs;
 pub mod rootless;
 mod stopping;
+pub mod terminal;
 pub mod user;
 mod world;
 

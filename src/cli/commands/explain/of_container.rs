@@ -147,7 +147,7 @@ fn sections(found: &Found<'_>, whose: Whose, config: &Config) -> anyhow::Result<
 /// What people call it.
 fn called(name: Option<&Name>) -> Vec<(&'static str, String)> {
     let Some(name) = name else { return Vec::new() };
-    let engine = name.engine.map(|engine| lease_table::word(&engine));
+    let engine = name.engine.map(|engine| crate::shown::word(&engine));
     let texts = [("image", &name.image), ("part of", &name.part_of), ("unit", &name.unit)];
     let texts = texts.into_iter().filter(|(_, text)| !text.is_empty()).map(|(key, text)| (key, safe(text)));
     engine.map(|engine| ("engine", engine)).into_iter().chain(texts).collect()
@@ -158,7 +158,7 @@ fn held(lease: &Lease, name: Option<&Name>) -> Section {
     let state = if has_ended {
         "ended, which the next command notes".to_owned()
     } else {
-        lease_table::word(&lease.state)
+        crate::shown::word(&lease.state)
     };
     let pid = lease.init.as_ref().map(|init| init.process.pid);
     let mut rows = vec![("name", lease_table::label(lease, name)), ("id", safe(&lease.container.id))];
@@ -250,7 +250,7 @@ fn mps_server(lease: &Lease, config: &Config) -> anyhow::Result<Option<Section>>
         let rows = [("key", key.to_string()), ("state", "not running".to_owned())];
         return Ok(Some(Section::rows("mps", "MPS server", rows, Value::Null)));
     };
-    let mut rows = vec![("key", key.to_string()), ("state", lease_table::word(&daemon.state))];
+    let mut rows = vec![("key", key.to_string()), ("state", crate::shown::word(&daemon.state))];
     rows.extend(daemon.pid.map(|pid| ("pid", pid.to_string())));
     rows.extend(daemon.clients.map(|clients| ("clients", clients.to_string())));
     let memory = tables::memory_limit(daemon.ceiling_memory_bytes);

@@ -1,5 +1,5 @@
-//! The guard's copies of the ledger and the inventory. It parses them again when the files are replaced. Without
-//! leases it waits for a change of the ledger.
+//! Copies of the ledger and the inventory, for who looks at them again and again: they are parsed again when the files are
+//! replaced, and a change can be waited for.
 
 use std::fs;
 use std::os::fd::AsFd as _;
@@ -16,7 +16,7 @@ type Stamp = (u64, u64, i64, i64, u64);
 
 /// The parsed content of a file.
 #[derive(Debug)]
-pub(super) struct Kept<T>(Option<(Stamp, Rc<T>)>);
+pub(crate) struct Kept<T>(Option<(Stamp, Rc<T>)>);
 
 impl<T> Default for Kept<T> {
     fn default() -> Self {
@@ -49,7 +49,7 @@ fn stamp(file: &Path) -> Option<Stamp> {
 
 /// Reports when a file in a directory is replaced.
 #[derive(Debug, Default)]
-pub(super) struct Changes(Option<Inotify>);
+pub(crate) struct Changes(Option<Inotify>);
 
 impl Changes {
     /// From now on a change in `dir` ends the next wait.

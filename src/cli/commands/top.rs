@@ -1,0 +1,57 @@
+//! `sublet top`: GPUs and containers, live.
+
+use std::io::IsTerminal as _;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{anyhow, bail};
+
+use super::tables;
+use crate::shown::bars::utf8;
+use crate::top;
+use sublet_core::admit::confirmed_inventory;
+use sublet_core::config::Config;
+
+/// The width of a frame where standard output is no terminal.
+const WIDTH: usize = 132;
+
+/// Arguments of `sublet top`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// Time between two looks at the driver: `500ms`, `2s`; from 200ms to 60s
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = interval)]
+    interval: Duration,
+    /// Print one frame as text, without control characters, and end
+    #[arg(long)]
+    once: bool,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// There is no driver, or no ledger; standard output is no terminal, and `--once` is not given.
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    if !arguments.once && !std::io::stdout().is_terminal() {
+        bail!("standard output is no terminal; `sublet top --once` prints one frame");
+    }
+    // What is wrong from the beginning is said as by other commands.
+    super::settled_ledger(config)?;
+    confirmed_inventory(config)?;
+    if !arguments.once {
+        return top::run(config, arguments.interval);
+    }
+    let width = u16::try_from(tables::terminal_width().unwrap_or(WIDTH)).unwrap_or(u16::MAX);
+    let frame = top::once(config, width, utf8()).map_err(|error| anyhow!(error))?;
+    print!("{frame}");
+    Ok(ExitCode::SUCCESS)
+}
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let time =
+        humantime::parse_duration(text).map_err(|error| format!("write it as 500ms or 2s: {error}"))?;
+    if (Duration::from_millis(200)..=Duration::from_secs(60)).contains(&time) {
+        Ok(time)
+    } else {
+        Err("from 200ms to 60s".to_owned())
+    }
+}

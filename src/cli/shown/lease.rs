@@ -1,0 +1,52 @@
+//! A lease in words: its container, its limits, and what it uses.
+
+use crate::status::{LeaseOnDevice, Status};
+use sublet_core::share::Mode;
+use sublet_core::text::safe;
+
+/// The longest name and the longest image that are shown, in characters.
+pub const LONGEST: usize = 32;
+
+/// What people call the container: its name; its service or unit where it has none; else its id.
+pub fn called(lease: &LeaseOnDevice) -> String {
+    let names = [&lease.name, &lease.part_of, &lease.unit];
+    names.into_iter().flatten().next().map_or_else(|| super::short(&lease.called), |name| cut(name))
+}
+
+/// No longer than [`LONGEST`], and safe to print.
+pub fn cut(name: &str) -> String {
+    safe(&name.chars().take(LONGEST).collect::<String>())
+}
+
+/// The mode, with what of the device is the container's alone.
+pub fn mode(lease: &LeaseOnDevice, status: &Status) -> String {
+    let mut parts = status.devices.iter().flat_map(|gpu| &gpu.mig);
+    match lease.mode {
+        Mode::Mig => parts
+            .find(|part| part.uuid == lease.device)
+            .map_or_else(|| "mig".to_owned(), |part| format!("mig {}", part.profile)),
+        mode if lease.own_server => format!("{mode}, own MPS"),
+        mode => mode.to_string(),
+    }
+}
+
+/// What a container without a limit may have: all of a device that nobody shares with it, else as much as it takes.
+pub fn whole(lease: &LeaseOnDevice) -> String {
+    let is_alone = matches!(lease.mode, Mode::Exclusive | Mode::Mig);
+    if is_alone { "all".to_owned() } else { "no limit".to_owned() }
+}
+
+/// Used memory and its limit.
+pub fn memory(lease: &LeaseOnDevice) -> String {
+    let used = lease.used.memory_bytes.map_or_else(|| "-".to_owned(), super::memory);
+    format!("{used} / {}", lease.memory_bytes.map_or_else(|| whole(lease), super::memory))
+}
+
+/// What it computes. The driver tells only what a shared MPS server's containers compute together.
+pub fn busy(lease: &LeaseOnDevice) -> String {
+    match (lease.used.sm_percent, lease.used.server_sm_percent) {
+        (Some(own), _) => format!("{own} %"),
+        (None, Some(all)) => format!("n/a of {all} %"),
+        (None, None) => "-".to_owned(),
+    }
+}

@@ -1,0 +1,149 @@
+//! The last minutes of each device and each container, for sparklines. Times are of the monotonic clock: a clock that is
+//! set back changes nothing here.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use super::source::Look;
+use crate::status::{DeviceUsed, LeaseOnDevice};
+
+/// The time that one character of a sparkline stands for.
+const CELL: Duration = Duration::from_secs(5);
+
+/// How many of them are kept: ten minutes.
+const KEPT: usize = 120;
+
+/// Marks from least to most, and one for a time of which nothing is known.
+const MARKS: [([char; 8], char); 2] =
+    [(['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'], '·'), (['_', '.', ':', '-', '=', '+', '*', '#'], ' ')];
+
+/// What a sparkline shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trace {
+    /// What is computed.
+    Load,
+    /// Memory in use.
+    Memory,
+}
+
+/// Mean values, each a part of 1, of one device or container: what it computed, and its memory.
+#[derive(Debug, Default)]
+struct Past {
+    cells: VecDeque<[Option<f32>; 2]>,
+    sums: [(f32, u16); 2],
+}
+
+/// By what [`device_key`] and [`lease_key`] return.
+#[derive(Debug, Default)]
+pub struct History {
+    began: Option<Instant>,
+    /// Cells that are over.
+    over: u64,
+    past: BTreeMap<String, Past>,
+}
+
+/// The key of a container on a device.
+pub fn lease_key(lease: &LeaseOnDevice) -> String {
+    format!("{} {}", lease.id, lease.device)
+}
+
+impl History {
+    /// Adds `look`. Devices and containers that are gone are forgotten.
+    pub fn note(&mut self, look: &Look) {
+        let began = *self.began.get_or_insert(look.at);
+        let now = u64::try_from(look.at.duration_since(began).as_millis() / CELL.as_millis()).unwrap_or(0);
+        for _ in self.over..now.min(self.over + KEPT as u64) {
+            self.past.values_mut().for_each(Past::turn);
+        }
+        self.over = now;
+        let mut before = std::mem::take(&mut self.past);
+        let mut note = |key: String, load: Option<f64>, memory: Option<f64>| {
+            let mut past = before.remove(&key).unwrap_or_default();
+            past.add([load, memory]);
+            self.past.insert(key, past);
+        };
+        for gpu in &look.status.devices {
+            let (load, memory) = parts(gpu.used.as_ref(), gpu.memory_bytes);
+            note(gpu.uuid.clone(), load, memory);
+            for part in &gpu.mig {
+                let (load, memory) = parts(part.used.as_ref(), part.memory_bytes);
+                note(part.uuid.clone(), load, memory);
+            }
+        }
+        for lease in &look.status.leases {
+            let whole = memory_of(&look.status, lease);
+            let memory = lease.used.memory_bytes.zip(whole).map(|(used, whole)| fraction(used, whole));
+            let load = lease.used.sm_percent.map(|percent| f64::from(percent) / 100.0);
+            note(lease_key(lease), load, memory);
+        }
+    }
+
+    /// The latest `width` cells of `key`, the newest at the end.
+    pub fn sparkline(&self, key: &str, trace: Trace, width: usize, utf8: bool) -> String {
+        let (marks, unknown) = MARKS[usize::from(!utf8)];
+        let Some(past) = self.past.get(key) else { return String::new() };
+        let at = usize::from(trace == Trace::Memory);
+        let mark = |part: Option<f32>| part.map_or(unknown, |part| marks[level(part)]);
+        let older = past.cells.iter().map(|cell| cell[at]);
+        let cells: Vec<char> = older.chain([past.now(at)]).map(mark).collect();
+        cells[cells.len().saturating_sub(width)..].iter().collect()
+    }
+}
+
+impl Past {
+    fn add(&mut self, values: [Option<f64>; 2]) {
+        for (sum, value) in self.sums.iter_mut().zip(values) {
+            if let Some(value) = value.filter(|value| value.is_finite()) {
+                #[expect(clippy::cast_possible_truncation, reason = "for a mark out of eight")]
+                let value = value.clamp(0.0, 1.0) as f32;
+                *sum = (sum.0 + value, sum.1.saturating_add(1));
+            }
+        }
+    }
+
+    fn now(&self, at: usize) -> Option<f32> {
+        let (sum, count) = self.sums[at];
+        (count > 0).then(|| sum / f32::from(count))
+    }
+
+    /// A cell is over.
+    fn turn(&mut self) {
+        self.cells.push_back([self.now(0), self.now(1)]);
+        if self.cells.len() >= KEPT {
+            self.cells.pop_front();
+        }
+        self.sums = Default::default();
+    }
+}
+
+/// What a device computes: percent of its SMs (GPM) where the driver tells that alone, as on a MIG device.
+pub fn load(used: &DeviceUsed) -> Option<f64> {
+    used.busy_percent.map(f64::from).or(used.sm_percent)
+}
+
+fn parts(used: Option<&DeviceUsed>, memory_bytes: u64) -> (Option<f64>, Option<f64>) {
+    let memory = used.and_then(|used| used.memory_bytes).map(|used| fraction(used, memory_bytes));
+    (used.and_then(load).map(|percent| percent / 100.0), memory)
+}
+
+/// What the memory of `lease` is measured against: its limit, else all of the device.
+pub fn memory_of(status: &crate::status::Status, lease: &LeaseOnDevice) -> Option<u64> {
+    let device = || {
+        let gpus = status.devices.iter().map(|gpu| (&gpu.uuid, gpu.memory_bytes));
+        let parts = status.devices.iter().flat_map(|gpu| &gpu.mig);
+        let mut all = gpus.chain(parts.map(|part| (&part.uuid, part.memory_bytes)));
+        all.find(|(uuid, _)| **uuid == lease.device).map(|(_, bytes)| bytes)
+    };
+    lease.memory_bytes.or_else(device)
+}
+
+/// `part` of `whole`.
+#[expect(clippy::cast_precision_loss, reason = "for a bar")]
+pub fn fraction(part: u64, whole: u64) -> f64 {
+    part as f64 / whole.max(1) as f64
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to 7")]
+fn level(part: f32) -> usize {
+    ((part.clamp(0.0, 1.0) * 8.0) as usize).min(7)
+}
