@@ -65,7 +65,8 @@ fn up(world: &World, number: u32) -> Bundle<'_> {
 }
 
 /// The calls of a look as `sublet top` shows it, and nothing else: of each GPU its memory, both lists of processes, the
-/// load of the GPU and of its processes, power, temperature and GPM.
+/// load of the GPU and of its processes, power, temperature and GPM. The lists as often as `sublet top` asks for them: every
+/// two and every four seconds (`src/cli/gpu_processes/lists.rs`).
 fn calls(library: &str) -> Result<()> {
     const METRICS: [GpmMetricId; 8] = [
         GpmMetricId::SmUtil,
@@ -81,13 +82,17 @@ fn calls(library: &str) -> Result<()> {
     let uuids: Vec<String> =
         (0..GPUS).map(|gpu| nvml.device_by_index(gpu)?.uuid()).collect::<Result<_, _>>()?;
     let mut samples: Vec<Option<GpmSample<'_>>> = uuids.iter().map(|_| None).collect();
-    loop {
+    for look in 0_u64.. {
         let began = Instant::now();
         for (uuid, before) in uuids.iter().zip(&mut samples) {
             let device = nvml.device_by_uuid(uuid.as_str())?;
             device.memory_info()?;
-            device.running_compute_processes()?;
-            device.mps_running_compute_processes()?;
+            if look % 4 == 0 {
+                device.running_compute_processes()?;
+            }
+            if look % 8 == 0 {
+                device.mps_running_compute_processes()?;
+            }
             device.utilization_rates()?;
             let _ = device.process_utilization_stats(0_u64);
             device.power_usage()?;
@@ -101,6 +106,7 @@ fn calls(library: &str) -> Result<()> {
         }
         sleep(INTERVAL.saturating_sub(began.elapsed()));
     }
+    Ok(())
 }
 
 /// What all threads of a process have taken: the first field of each schedstat (the kernel's sched-stats.rst).
