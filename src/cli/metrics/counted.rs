@@ -23,6 +23,24 @@ const HELD: [f64; 8] = [10.0, 60.0, 300.0, 1800.0, 3600.0, 21_600.0, 86_400.0, 6
 /// Upper bounds of how long a start takes, in seconds.
 const STARTED: [f64; 8] = [0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 30.0];
 
+/// Words for refusals (docs/explain.md), which begin with 0: a query sees no increase in a count that begins with 1.
+const WORDS_FOR_REFUSALS: [&str; 14] = [
+    "no-room",
+    "never-fits",
+    "bad-request",
+    "conflict",
+    "bad-image",
+    "bad-bundle",
+    "cdi",
+    "mps",
+    "no-driver",
+    "gpu-lost",
+    "policy",
+    "busy",
+    "state",
+    "of-a-user",
+];
+
 /// The most reasons, in case that words are added.
 const WORDS: usize = 64;
 
@@ -134,7 +152,7 @@ impl Totals {
                 "Containers that were refused, by reason.",
                 &self.refusals,
                 "reason",
-                &["no-room"],
+                &WORDS_FOR_REFUSALS,
             ),
             single(
                 "sublet_mps_restarts",

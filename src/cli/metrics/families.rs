@@ -209,26 +209,26 @@ fn containers(status: &Status) -> Vec<Family> {
     ]
 }
 
-/// By what people call the container; two of one name differ in their lease.
+/// By what people call the container; where several leases of a device have one name, with the lease's id before it.
 fn labels(lease: &LeaseOnDevice, status: &Status) -> Vec<(&'static str, String)> {
-    let names = [&lease.name, &lease.part_of, &lease.unit];
-    let name = names.into_iter().flatten().next().unwrap_or(&lease.called);
+    let own = label(lease);
     let same = |other: &&LeaseOnDevice| {
         other.id != lease.id
             && other.device == lease.device
-            && other.called != lease.called
-            && other.name == lease.name
+            && super::text::shown(label(other)) == super::text::shown(own)
     };
-    let container = if lease.name.is_some() && status.leases.iter().any(|other| same(&other)) {
-        format!("{name} {}", lease.id)
-    } else {
-        name.clone()
-    };
+    let is_shared = status.leases.iter().any(|other| same(&other));
+    let container = if is_shared { format!("{} {own}", lease.id) } else { own.to_owned() };
     vec![
         ("container", container),
         ("gpu", status.number(&lease.device).into_owned()),
         ("uuid", lease.device.clone()),
     ]
+}
+
+fn label(lease: &LeaseOnDevice) -> &str {
+    let names = [&lease.name, &lease.part_of, &lease.unit];
+    names.into_iter().flatten().next().unwrap_or(&lease.called)
 }
 
 fn service(status: &Status) -> Vec<Family> {

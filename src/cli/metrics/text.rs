@@ -66,19 +66,19 @@ fn labels(labels: &[(&'static str, String)]) -> String {
     format!("{{{}}}", labels.iter().map(one).collect::<Vec<_>>().join(","))
 }
 
-/// Backslash, quote and newline have escapes in both formats; other control characters are none of a name's.
+/// `value` as it is shown: cut, without control characters but for newlines.
+pub(super) fn shown(value: &str) -> String {
+    let plain = |character: char| match character {
+        '\n' => '\n',
+        character if character.is_control() => '\u{fffd}',
+        character => character,
+    };
+    value.chars().take(LONGEST).map(plain).collect()
+}
+
+/// Backslash, quote and newline have escapes in both formats.
 fn escaped(value: &str) -> String {
-    let mut out = String::new();
-    for character in value.chars().take(LONGEST) {
-        match character {
-            '\\' => out.push_str("\\\\"),
-            '"' => out.push_str("\\\""),
-            '\n' => out.push_str("\\n"),
-            character if character.is_control() => out.push('\u{fffd}'),
-            character => out.push(character),
-        }
-    }
-    out
+    shown(value).replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 fn number(value: f64) -> String {
