@@ -5,7 +5,7 @@
 //!   gpu-check --simulated       on the simulated H200
 //!
 //! With `ONLY=hostile` in the environment: only the hostile containers, and what the guard costs; with `ONLY=cost`: that
-//! alone.
+//! alone; with `ONLY=used`: what `sublet status` says is used.
 
 mod attacks;
 mod beside;
@@ -13,6 +13,7 @@ mod cost;
 mod entry_points;
 mod hostile;
 mod plain_mps;
+mod used;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -101,6 +102,8 @@ fn main() -> ExitCode {
     if let Ok(only) = std::env::var("ONLY") {
         if only == "cost" {
             hostile::cost(&world, &mut table);
+        } else if only == "used" {
+            used::table(&world, &mut table);
         } else {
             hostile::table(&world, &mut table);
         }
@@ -113,6 +116,7 @@ fn main() -> ExitCode {
     faults(&world, &mut table);
     time_slice_memory(&world, &mut table);
     full(&world, &mut table);
+    used::table(&world, &mut table);
     entry_points::table(&world, &mut table);
     daemon_back(&world, &mut table);
     memory_back(&world, &mut table);
