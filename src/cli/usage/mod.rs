@@ -23,8 +23,10 @@ use sublet_core::ledger::{Ledger, Store};
 pub use gpm::Activity;
 pub(crate) use of_lease::{LeaseUse, Load};
 
-/// The driver keeps samples of what processes compute; those of the last second count.
-const SAMPLED_MICROSECONDS: u64 = 1_000_000;
+/// Five times a second the driver notes one process that computes. What it reports of a process is its part of these samples
+/// since a time (H200, driver 580; docs/evidence/2026-11-23-h200-used.md). In one second a process that computes all the time
+/// beside others may have none; five seconds are steps of 4 %.
+const SAMPLED_MICROSECONDS: u64 = 5_000_000;
 
 /// How long [`once`] waits for the driver.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -71,7 +73,7 @@ pub(crate) struct DeviceUse {
 pub(crate) struct ProcessUse {
     /// The process, and whose it is.
     pub holder: Holder,
-    /// Percent of the device's SMs it computed on in the last second. The driver reports an MPS server and not its clients.
+    /// Percent of the time it computed in the last seconds. The driver reports an MPS server and not its clients.
     pub sm_percent: Option<u32>,
 }
 
@@ -143,8 +145,8 @@ fn known<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     }
 }
 
-/// The latest sample of each process: percent of the device's SMs. A process without one did not compute or is the client
-/// of an MPS server, which the driver does not tell apart.
+/// What part of the last seconds each process computed, in percent. A process without an entry was in no sample, or is the
+/// client of an MPS server, which the driver does not tell apart.
 fn samples(device: &NvmlDevice<'_>) -> Result<BTreeMap<u32, u32>, NvmlError> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let since = u64::try_from(now.as_micros()).unwrap_or(u64::MAX).saturating_sub(SAMPLED_MICROSECONDS);

@@ -11,8 +11,8 @@ use sublet_e2e::{Bundle, World};
 
 use super::{PROBE, Table};
 
-/// Long enough for the driver's samples, which it takes several times a second.
-const SETTLED: Duration = Duration::from_secs(4);
+/// Longer than the samples that count.
+const SETTLED: Duration = Duration::from_secs(6);
 
 const SHARES: [(&str, &[(&str, &str)]); 3] = [
     ("time-slice", &[("sublet.mode", "time-slice")]),
@@ -93,7 +93,7 @@ fn nvml(world: &World) -> (BTreeMap<u32, Option<u64>>, BTreeMap<u32, u32>) {
         *known = bytes.max(*known);
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
-    let since = u64::try_from(now).unwrap_or_default().saturating_sub(1_000_000);
+    let since = u64::try_from(now).unwrap_or_default().saturating_sub(5_000_000);
     let mut samples = device.process_utilization_stats(since).unwrap_or_default();
     samples.sort_by_key(|sample| sample.timestamp);
     (memory, samples.into_iter().map(|sample| (sample.pid, sample.sm_util)).collect())

@@ -35,8 +35,14 @@ pub unsafe extern "C" fn nvmlDeviceGetUtilizationRates(
     })
 }
 
-/// Each process and each MPS server that computes, never a server's clients (H200, driver 580: an entry for each process
-/// under time-slicing, one for the server under MPS). Nobody since then is `NOT_FOUND` (nvml.h).
+/// The driver notes one process that computes, so often.
+const SAMPLE_MICROSECONDS: c_ulonglong = 200_000;
+
+/// Older samples are gone. Chosen.
+const SAMPLES: c_ulonglong = 100;
+
+/// Of each process and each MPS server, never of a server's clients, its part of the samples since then; none of one that was
+/// in no sample (H200, driver 580: docs/evidence/2026-11-23-h200-used.md). Nobody since then is `NOT_FOUND` (nvml.h).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetProcessUtilization(
     device: nvmlDevice_t,
@@ -48,22 +54,35 @@ pub unsafe extern "C" fn nvmlDeviceGetProcessUtilization(
         without_mig(target)?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
         let now = c_ulonglong::try_from(now).unwrap_or(c_ulonglong::MAX);
-        let taking = takes_part(target);
-        if taking.is_empty() || since >= now {
+        let found = sampled(&takes_part(target), since, now);
+        if found.is_empty() {
             return Err(NOT_FOUND);
         }
-        let part = 100 / c_uint::try_from(taking.len()).unwrap_or(c_uint::MAX);
-        let sample = |held: &Held| nvmlProcessUtilizationSample_t {
+        // SAFETY: the caller's array of `*count` elements, as nvml.h asks for.
+        unsafe { put_list(samples, count, &found) }
+    })
+}
+
+/// They take turns: each sample is of the next one.
+fn sampled(taking: &[Held], since: c_ulonglong, now: c_ulonglong) -> Vec<nvmlProcessUtilizationSample_t> {
+    let last = now / SAMPLE_MICROSECONDS;
+    let first = (since / SAMPLE_MICROSECONDS + 1).max(last.saturating_sub(SAMPLES - 1));
+    let all = (last + 1).saturating_sub(first);
+    let number = taking.len() as c_ulonglong;
+    let entry = |(at, held): (usize, &Held)| {
+        let own: Vec<c_ulonglong> =
+            (first..=last).filter(|sample| sample % number == at as c_ulonglong).collect();
+        let part = c_uint::try_from(100 * own.len() as c_ulonglong / all.max(1)).unwrap_or_default();
+        Some(nvmlProcessUtilizationSample_t {
             pid: held.pid.unsigned_abs(),
-            timeStamp: now,
+            timeStamp: own.last()? * SAMPLE_MICROSECONDS,
             smUtil: part,
             memUtil: part / 4,
             encUtil: 0,
             decUtil: 0,
-        };
-        // SAFETY: the caller's array of `*count` elements, as nvml.h asks for.
-        unsafe { put_list(samples, count, &taking.iter().map(sample).collect::<Vec<_>>()) }
-    })
+        })
+    };
+    taking.iter().enumerate().filter_map(entry).collect()
 }
 
 #[unsafe(no_mangle)]
