@@ -3,7 +3,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::{Flock, FlockArg};
@@ -24,8 +24,15 @@ pub(super) fn append(state_dir: &Path, lines: &[String]) -> io::Result<()> {
         return Ok(());
     }
     let [path, _] = files(state_dir);
-    let open =
-        || OpenOptions::new().append(true).create(true).mode(0o644).custom_flags(O_NOFOLLOW).open(&path);
+    let open = || {
+        OpenOptions::new()
+            .read(true)
+            .append(true)
+            .create(true)
+            .mode(0o644)
+            .custom_flags(O_NOFOLLOW)
+            .open(&path)
+    };
     let mut file = open()?;
     if file.metadata()?.len() >= FULL {
         turn(&file, state_dir)?;
@@ -35,7 +42,7 @@ pub(super) fn append(state_dir: &Path, lines: &[String]) -> io::Result<()> {
         return Err(io::Error::other(format!("{} is full and cannot be turned", path.display())));
     }
     // A line that a killed writer did not end would take the next one with it.
-    let broken = !ends_with_newline(&path, &file)?;
+    let broken = !ends_with_newline(&file)?;
     let text = lines
         .iter()
         .fold(if broken { "\n".to_owned() } else { String::new() }, |text, line| text + line + "\n");
@@ -56,14 +63,13 @@ fn turn(full: &File, state_dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn ends_with_newline(path: &Path, file: &File) -> io::Result<bool> {
-    use std::os::unix::fs::FileExt as _;
+fn ends_with_newline(file: &File) -> io::Result<bool> {
     let length = file.metadata()?.len();
     if length == 0 {
         return Ok(true);
     }
     let mut last = [0];
-    File::open(path)?.read_exact_at(&mut last, length - 1)?;
+    file.read_exact_at(&mut last, length - 1)?;
     Ok(last == *b"\n")
 }
 

@@ -203,7 +203,7 @@ impl Store {
                 (None, ledger)
             }
         };
-        let known = before.clone().unwrap_or_else(|| ledger.clone());
+        let made_anew = before.is_none().then(|| ledger.clone());
         ledger.check_namespaces(ours)?;
         let freed = reclaim(&mut ledger);
         self.explain(&mut ledger);
@@ -212,8 +212,11 @@ impl Store {
         let mut after = if outcome.is_ok() { changed } else { ledger };
         after.note_idle(uptime_seconds);
         after.namespaces = after.names_processes().then_some(ours);
+        let mut events: Vec<Event> = lost.into_iter().collect();
         if before.as_ref() != Some(&after) {
             self.write(&after)?;
+            let known = before.as_ref().or(made_anew.as_ref());
+            events.extend(known.into_iter().flat_map(|known| events_of_change::events(known, &after)));
         }
         // The mark is written last, because a mark without the files means that they were lost.
         let wanted = after.namespaces.map(|namespaces| Mark::of(&boot, namespaces));
@@ -221,8 +224,6 @@ impl Store {
             Mark::write(wanted.as_ref(), &lock)
                 .map_err(|error| failed("written", &self.lock_file(), error))?;
         }
-        let mut events: Vec<Event> = lost.into_iter().collect();
-        events.extend(events_of_change::events(&known, &after));
         events::tell(&self.state_dir, &events);
         Ok((outcome, freed))
     }
