@@ -1,7 +1,9 @@
 //! `sublet-share` prints a container's own share, inside the container. sublet mounts it beside nvidia-smi.
 //!
-//! It knows only what sublet has told the container in its environment, and does not ask the driver. NVML in a
-//! container tells the memory of the whole device; what the container itself uses is not known, and is printed as `–`.
+//! Limits come from the variables that sublet has set in the container's environment, and the memory in use from nvidia-smi. What is
+//! not known is printed as `–`.
+
+mod used;
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -9,7 +11,8 @@ use std::process::ExitCode;
 
 const USAGE: &str = "usage: sublet-share [--format table|json]
 
-Prints this container's share of a GPU: mode, SMs, memory. The values are for each process that uses CUDA.";
+Prints this container's share of a GPU: mode, SMs, memory. The limits are for each process that uses CUDA; the memory in use is
+that of all processes of the container.";
 
 /// The environment, as far as it is sublet's.
 type Told = BTreeMap<String, String>;
@@ -27,12 +30,13 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let Some(share) = Share::of(&told()) else {
+    let Some(mut share) = Share::of(&told()) else {
         eprintln!(
             "sublet-share: neither this process nor the container's first one has the environment of a share"
         );
         return ExitCode::FAILURE;
     };
+    share.used = used::bytes();
     print(&show(&share))
 }
 
@@ -70,6 +74,8 @@ struct Share {
     sm: Option<String>,
     /// In bytes, of each process.
     memory: Option<u64>,
+    /// In bytes, by all processes of the container together.
+    used: Option<u64>,
     processes: Option<u32>,
     neighbours: Option<u32>,
 }
@@ -91,6 +97,7 @@ impl Share {
             devices,
             sm: text("SUBLET_SM_PERCENT").filter(|sm| percent(sm)).map(str::to_owned),
             memory: text("SUBLET_MEMORY_BYTES").and_then(|bytes| bytes.parse().ok()),
+            used: None,
             processes: number("SUBLET_PROCESSES"),
             neighbours: number("SUBLET_NEIGHBOURS"),
         })
@@ -107,7 +114,7 @@ fn table(share: &Share) -> String {
         ("mode", share.mode.clone().unwrap_or_else(|| "–".to_owned())),
         ("SMs", limit(share.sm.as_ref().map(|sm| format!("{sm} %")))),
         ("memory", limit(share.memory.map(amount))),
-        ("used", "–".to_owned()),
+        ("used", share.used.map_or_else(|| "–".to_owned(), amount)),
     ];
     if let Some(neighbours) = share.neighbours {
         rows.push(("neighbours", format!("{neighbours} when this container started")));
@@ -130,11 +137,12 @@ fn json(share: &Share) -> String {
     let devices: Vec<_> = share.devices.iter().map(quoted).collect();
     format!(
         "{{\"schema\":\"sublet.share/1\",\"mode\":{},\"devices\":[{}],\"sm_percent\":{},\"memory_bytes\":{},\
-         \"used_bytes\":null,\"processes\":{},\"neighbours\":{}}}",
+         \"used_bytes\":{},\"processes\":{},\"neighbours\":{}}}",
         or_null(share.mode.as_ref().map(quoted)),
         devices.join(","),
         or_null(share.sm.as_ref()),
         or_null(share.memory),
+        or_null(share.used),
         or_null(share.processes),
         or_null(share.neighbours)
     )
@@ -152,15 +160,16 @@ mod tests {
     fn what_was_told_is_shown() {
         let told = "A=b SUBLET_DEVICES=GPU-1 SUBLET_MODE=mps SUBLET_SM_PERCENT=12.5 SUBLET_MEMORY_BYTES=8589934592 \
                     SUBLET_PROCESSES=2 SUBLET_NEIGHBOURS=1 ";
-        let share = share(told).unwrap();
+        let mut share = share(told).unwrap();
+        share.used = Some(516 << 20);
         assert_eq!(
             table(&share),
             "mode        mps\nSMs         12.5 % for each of 2 processes\nmemory      8 GiB for each of 2 processes\n\
-             used        –\nneighbours  1 when this container started\ndevice      GPU-1"
+             used        516 MiB\nneighbours  1 when this container started\ndevice      GPU-1"
         );
         assert_eq!(
             json(&share),
-            r#"{"schema":"sublet.share/1","mode":"mps","devices":["GPU-1"],"sm_percent":12.5,"memory_bytes":8589934592,"used_bytes":null,"processes":2,"neighbours":1}"#
+            r#"{"schema":"sublet.share/1","mode":"mps","devices":["GPU-1"],"sm_percent":12.5,"memory_bytes":8589934592,"used_bytes":541065216,"processes":2,"neighbours":1}"#
         );
     }
 

@@ -306,10 +306,15 @@ fn a_container_prints_its_own_share() {
     let asked = [("sublet.sm", "25"), ("sublet.memory", "8GiB"), ("sublet.processes", "2")];
     let bundle = world.bundle("own", &asked, HOLD);
     bundle.up();
-    let uuid = world.status()["devices"][0]["uuid"].as_str().expect("a UUID").to_owned();
+    let status = world.status();
+    let uuid = status["devices"][0]["uuid"].as_str().expect("a UUID").to_owned();
+    let leases = status["leases"].as_array().expect("leases");
+    let lease = leases.iter().find(|lease| lease["container_id"] == bundle.id.as_str()).expect("its lease");
+    let used = lease["used"]["memory_bytes"].as_u64().filter(|used| *used > 0).expect("a context's memory");
+    let used_mib = used >> 20;
     let lines = format!(
         "mode        mps\nSMs         12.5 % for each of 2 processes\nmemory      4 GiB for each of 2 processes\n\
-         used        –\nneighbours  1 when this container started\ndevice      {uuid}\n"
+         used        {used_mib} MiB\nneighbours  1 when this container started\ndevice      {uuid}\n"
     );
     assert_eq!(bundle.exec(&["/usr/bin/sublet-share"]).stdout, lines);
     let bare = bundle.exec(&["/bin/env", "-i", "/usr/bin/sublet-share"]);
@@ -317,7 +322,7 @@ fn a_container_prints_its_own_share() {
     let json = bundle.exec(&["/usr/bin/sublet-share", "--format", "json"]).json();
     let expected = json!({
         "schema": "sublet.share/1", "mode": "mps", "devices": [uuid], "sm_percent": 12.5, "memory_bytes": 4_u64 << 30,
-        "used_bytes": null, "processes": 2, "neighbours": 1
+        "used_bytes": used, "processes": 2, "neighbours": 1
     });
     assert_eq!(json, [expected]);
     assert!(!bundle.exec(&["/bin/sh", "-c", ": >/usr/bin/sublet-share"]).ok, "it is mounted read-only");

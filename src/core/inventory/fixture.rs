@@ -51,9 +51,14 @@ impl Root {
         self
     }
 
-    /// A file that can be run.
+    /// An empty file that can be run.
     pub fn program(&self, path: &str) -> &Self {
-        self.file(path, "");
+        self.program_of(path, "")
+    }
+
+    /// A file that can be run.
+    pub fn program_of(&self, path: &str, content: impl AsRef<[u8]>) -> &Self {
+        self.file(path, content);
         fs::set_permissions(crate::fs::below::under(self.path(), path), fs::Permissions::from_mode(0o755))
             .unwrap();
         self

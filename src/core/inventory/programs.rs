@@ -136,7 +136,12 @@ impl MpsPrograms {
 /// The path of a driver program, root included.
 #[must_use]
 pub fn program(root: &Path, name: &str) -> Option<PathBuf> {
-    LAYOUTS.concat().iter().find_map(|dir| runnable(root, dir, name))
+    programs(root, name).next()
+}
+
+/// The paths of every installed program with this name, root included, in the order of preference.
+pub fn programs(root: &Path, name: &str) -> impl Iterator<Item = PathBuf> {
+    LAYOUTS.into_iter().flatten().filter_map(move |dir| runnable(root, dir, name))
 }
 
 /// The program in `dir`. It is called by its name there, because wrappers and package managers depend on it, unless the

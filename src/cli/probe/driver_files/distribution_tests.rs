@@ -48,7 +48,7 @@ fn debian_with_its_alternatives() {
             "/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.1",
         )
         .file(&format!("{lib}/nvidia/current/libnvidia-ml.so.{VERSION}"), x86_64())
-        .program("/usr/lib/nvidia/current/nvidia-smi")
+        .program_of("/usr/lib/nvidia/current/nvidia-smi", x86_64())
         .link("/usr/bin/nvidia-smi", "/etc/alternatives/nvidia--nvidia-smi")
         .link("/etc/alternatives/nvidia--nvidia-smi", "/usr/lib/nvidia/current/nvidia-smi");
     assert_eq!(
@@ -103,7 +103,7 @@ fn nix_where_everything_is_a_link_into_the_store() {
         .link(&format!("{store}/libcuda.so.1"), "libcuda.so.580.159.04")
         .file(&format!("{store}/libcuda.so.580.159.04"), x86_64())
         .link("/run/current-system/sw/bin/nvidia-smi", "/nix/store/abc-bin/bin/nvidia-smi")
-        .program("/nix/store/abc-bin/bin/nvidia-smi");
+        .program_of("/nix/store/abc-bin/bin/nvidia-smi", x86_64());
     assert_eq!(
         summary(&root, &find_here(&root)),
         pairs(&[
@@ -117,7 +117,7 @@ fn nix_where_everything_is_a_link_into_the_store() {
 fn container_optimized_hosts() {
     let root = Root::new();
     root.file("/usr/local/nvidia/lib64/libcuda.so.580.159.04", x86_64())
-        .program("/usr/local/nvidia/bin/nvidia-smi");
+        .program_of("/usr/local/nvidia/bin/nvidia-smi", x86_64());
     assert_eq!(
         summary(&root, &find_here(&root)),
         pairs(&[
@@ -196,7 +196,7 @@ fn libcuda_answers_to_both_names_and_each_file_has_its_capability() {
         .file("/usr/lib64/libnvidia-ml.so.580.159.04", x86_64())
         .file("/etc/OpenCL/vendors/nvidia.icd", "libnvidia-opencl.so.1")
         .file("/usr/share/vulkan/icd.d/nvidia_icd.json", "{}")
-        .program("/usr/bin/nvidia-smi");
+        .program_of("/usr/bin/nvidia-smi", x86_64());
     let found = find_here(&root);
     let capabilities: Vec<Capability> = found.files.iter().map(|file| file.capability).collect();
     assert_eq!(
@@ -216,4 +216,18 @@ fn libcuda_answers_to_both_names_and_each_file_has_its_capability() {
         other => panic!("{other:?}"),
     };
     assert_eq!(also, ["libcuda.so"]);
+}
+
+/// Seen on a host: `/usr/bin/nvidia-smi` was a shell script that calls `/usr/local/nvidia/bin/nvidia-smi`, which does not exist in
+/// a container under that name.
+#[test]
+fn a_script_is_passed_over_for_the_program_that_it_calls() {
+    let root = Root::new();
+    root.program_of("/usr/bin/nvidia-smi", "#!/bin/sh\nexec /usr/local/nvidia/bin/nvidia-smi \"$@\"\n");
+    assert_eq!(summary(&root, &find_here(&root)), []);
+    root.program_of("/usr/local/nvidia/bin/nvidia-smi", x86_64());
+    assert_eq!(
+        summary(&root, &find_here(&root)),
+        pairs(&[("nvidia-smi", "usr/local/nvidia/bin/nvidia-smi")])
+    );
 }

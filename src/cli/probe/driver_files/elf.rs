@@ -1,4 +1,4 @@
-//! Whether a file is a library for this machine, by the first 20 bytes of its ELF header.
+//! Whether a file is a library or program for this machine, by the first 20 bytes of its ELF header.
 
 use std::fs::File;
 use std::io::Read as _;

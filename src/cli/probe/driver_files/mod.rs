@@ -46,7 +46,9 @@ pub(super) fn find(root: &Path, version: &str, machine: Machine) -> Found {
         })
         .collect();
     files.extend(file_table::PROGRAMS.iter().filter_map(|&(name, capability)| {
-        let source = real(root, &programs::program(root, name)?)?;
+        let source = programs::programs(root, name)
+            .filter_map(|program| real(root, &program))
+            .find(|program| machine.made(program))?;
         Some(DriverFile { source, kind: FileKind::Program { name: name.to_owned() }, capability })
     }));
     files.extend(file_table::DATA.iter().filter_map(|&(path, capability)| {

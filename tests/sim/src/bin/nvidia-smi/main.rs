@@ -13,6 +13,7 @@ use nvidia_ml::layout::Root;
 use nvidia_ml::layout::state_file::State;
 use nvidia_ml::layout::topology::Topology;
 use nvml_wrapper::enum_wrappers::device::ComputeMode;
+use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
 
@@ -20,6 +21,7 @@ use nvml_wrapper::{Device, Nvml};
 const INSUFFICIENT_RESOURCES: u32 = 23;
 
 const USAGE: &str = "nvidia-smi (simulated): -L | [-i ID] -c MODE | [-i ID] [--query-gpu=F,… --format=csv[,…]] \
+                     | --query-compute-apps=pid,used_memory --format=csv,noheader,nounits \
                      | compute-policy [-i ID] --set-timeslice 0..3 | compute-policy [-i ID] --list \
                      | [-i ID] -mig 0|1 | [-i ID] --gpu-reset | mig [-i ID] [-gi N] [-ci N] \
                      -lgip | -lgipp | -lgi | -lci | -lcip | -cgi PROFILES [-C] | -dgi | -cci [PROFILES] | -dci";
@@ -31,6 +33,7 @@ struct Options {
     list: bool,
     compute_mode: Option<String>,
     query: Option<String>,
+    query_apps: Option<String>,
     format: String,
     policy: bool,
     timeslice: Option<u32>,
@@ -147,6 +150,7 @@ impl Options {
                 }
                 "-r" | "--gpu-reset" => options.reset = true,
                 "--query-gpu" => options.query = Some(value()?),
+                "--query-compute-apps" => options.query_apps = Some(value()?),
                 "--format" => options.format = value()?,
                 "--set-timeslice" => options.timeslice = Some(value()?.parse()?),
                 other => bail!("Invalid combination of input arguments: {other}"),
@@ -165,6 +169,9 @@ fn run(nvml: &Nvml, options: &Options) -> Result<()> {
     }
     if let Some(query) = &options.query {
         return query_gpu(nvml, &devices, query, &options.format);
+    }
+    if let Some(query) = &options.query_apps {
+        return query_compute_apps(&devices, query, &options.format);
     }
     let changes = options.compute_mode.is_some() || options.mig_mode.is_some() || options.reset;
     if !options.policy && !options.list && !changes {
@@ -305,6 +312,24 @@ fn query_gpu(nvml: &Nvml, devices: &[Device<'_>], query: &str, format: &str) -> 
         let values: Result<Vec<_>> =
             fields.iter().map(|field| value_of(nvml, device, field, units)).collect();
         println!("{}", values?.join(", "));
+    }
+    Ok(())
+}
+
+/// The processes that NVML lists.
+fn query_compute_apps(devices: &[Device<'_>], query: &str, format: &str) -> Result<()> {
+    ensure!(
+        query == "pid,used_memory" && format == "csv,noheader,nounits",
+        "only --query-compute-apps=pid,used_memory --format=csv,noheader,nounits is simulated"
+    );
+    for device in devices {
+        for process in device.running_compute_processes()? {
+            let mib = match process.used_gpu_memory {
+                UsedGpuMemory::Used(bytes) => (bytes >> 20).to_string(),
+                UsedGpuMemory::Unavailable => "[N/A]".to_owned(),
+            };
+            println!("{}, {mib}", process.pid);
+        }
     }
     Ok(())
 }
