@@ -175,3 +175,19 @@ fn one_frame_is_text_and_a_closed_pipe_ends_it() {
     bundle.down();
     world.assert_empty();
 }
+
+#[test]
+fn every_signal_that_ends_it_gives_the_terminal_back() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    for signal in [Signal::SIGINT, Signal::SIGHUP, Signal::SIGTERM] {
+        let mut terminal = Terminal::start(&top(&world, &["--interval", "300ms"]), 80, 24);
+        terminal.until("a look", |screen| screen.contains("No leases."));
+        assert!(terminal.is_taken() && !terminal.echoes(), "{signal}");
+        kill(Pid::from_raw(terminal.pid().cast_signed()), signal).expect("it runs");
+        assert_eq!(terminal.ended().code(), Some(128 + signal as i32), "{signal}");
+        assert!(!terminal.is_taken() && terminal.echoes(), "{signal}: the terminal is given back");
+    }
+}

@@ -23,19 +23,19 @@ def used(table, group, machine):
         ("shared MPS", {"sm": "12", "memory": memory}),
         ("dedicated MPS", {"sm": "12", "memory": memory, "isolation": "dedicated"}),
     ]
-    for job, (mode, share) in enumerate(modes):
+    cases = [(mode, share, gpus) for gpus in sorted({1, machine.count()}) for mode, share in modes]
+    for job, (mode, share, gpus) in enumerate(cases):
         rows = Rows(table, group, job, "docker", "PyTorch")
         if not machine.simulated and "torch" not in machine.given["installed"]:
             rows.skip(mode, "torch: not installed on this host")
-        elif started(rows, machine, mode, share):
+        elif started(rows, machine, mode, share, gpus):
             same_second(rows, machine, mode)
             cost(rows, machine, mode)
         left = machine.clear()
         rows.hold(f"{mode}: docker rm -f of all", "no lease", left or "no lease", not left)
 
 
-def started(rows, machine, mode, share):
-    gpus = machine.count()
+def started(rows, machine, mode, share, gpus):
     for number, name in enumerate(NAMES):
         command = machine.hold(300)
         if not machine.simulated:
