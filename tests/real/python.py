@@ -1,4 +1,4 @@
-"""What a container needs of the Python that runs this: lines `python PROGRAM`, `take PATH` (directories and files that
+"""Prints what a container needs of this Python: lines `python PROGRAM`, `take PATH` (directories and files that
 have to be there at the same path), `library PATH` (what it is linked with), `has MODULE`.
 """
 
@@ -15,7 +15,7 @@ MODULES = "torch jax flax cupy numba triton transformers tensorflow onnxruntime 
 def linked(files):
     out = subprocess.run(["ldd", *files], capture_output=True, text=True, check=False).stdout
     found = {line.split("=>")[1].split()[0] for line in out.splitlines() if "=> /" in line}
-    # The C library is the image's own.
+    # The image has its own C library.
     own = ("libc.so", "libm.so", "libdl.so", "libpthread.so", "librt.so", "libutil.so", "ld-linux")
     return sorted(path for path in found if not os.path.basename(path).startswith(own))
 

@@ -48,7 +48,7 @@ def annotated(**share):
     return ["--runtime=sublet", *annotations]
 
 
-# The warm daemon's container comes last: until then the GPU has no lease, and takes a time-slice.
+# The container with the warm daemon comes last. Until then the GPU has no MPS lease, so a time-slice container can start.
 WARM = "sublet, mps, daemon warm"
 RUN = [
     ("runc", ["--runtime=runc"]),
@@ -77,7 +77,7 @@ def barrier():
 
 
 def go(at, seconds=90):
-    """All wait for the last."""
+    """A directory in which all processes wait for the last one."""
     came = process.eventually(lambda: len(list(at.glob("ready.*"))) == AT_ONCE, seconds)
     (at / "go").touch()
     return came
@@ -104,7 +104,7 @@ def in_containers(machine, share):
 
 
 def by_hand(machine, percent):
-    """The same processes without containers or sublet, in the same files: a chroot with the driver in it."""
+    """The same processes without containers or sublet, with the same files: in a chroot that contains the driver."""
     at, root = barrier(), "/srv/hand"
     os.makedirs(root, exist_ok=True)
     pipe = at / "mps"
@@ -118,8 +118,8 @@ def by_hand(machine, percent):
         source, target = volume.split(":")[:2]
         make = f"mkdir -p .{target}" if os.path.isdir(source) else f"mkdir -p .{os.path.dirname(target)}; touch .{target}"
         binds.append(f"{make}; mount --rbind {source} .{target}")
-    # Where the driver's files lie among the distribution's, their names for the loader are made; by one at a time, as
-    # all have the same files.
+    # If the driver's files are in the distribution's directories, ldconfig makes the loader's names for them. Only one process
+    # at a time does this, because all of them use the same files.
     enter = "set -e; " + "; ".join(binds) + '; flock /srv chroot . /sbin/ldconfig; exec chroot . "$@"'
     if percent:
         process.must([*control, "-d"], env=environment)

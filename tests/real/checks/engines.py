@@ -1,4 +1,4 @@
-"""Docker, Podman and a user's Podman by the same words."""
+"""One interface to Docker, root's Podman and a user's Podman."""
 
 import itertools
 import json
@@ -6,7 +6,7 @@ import os
 
 from . import process
 
-# NVLink multicast stays off, and nothing looks for a network.
+# NVLink multicast stays off, and no framework uses the network.
 ENVIRONMENT = [
     "NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1", "NVSHMEM_DISABLE_NVLS=1", "HOME=/tmp", "LC_ALL=C.UTF-8",
     "PATH=/usr/local/cuda/bin:/usr/bin:/bin", "CUDA_HOME=/usr/local/cuda", "PYTHONDONTWRITEBYTECODE=1",
@@ -16,7 +16,7 @@ numbers = itertools.count()
 
 
 def annotations(share):
-    """--annotation sublet.KEY=VALUE for each; keys that are spelt out stay as they are."""
+    """`--annotation sublet.KEY=VALUE` for each. Keys with a dot or an underscore are passed as they are."""
     keys = {key if "." in key or "_" in key else f"sublet.{key}": value for key, value in share.items()}
     return [word for key, value in keys.items() for word in ("--annotation", f"{key}={value}")]
 
@@ -34,7 +34,7 @@ class Engine:
         return [*self.options, *annotations(share), *self.volumes, *options]
 
     def run(self, share, command, options=(), timeout=120):
-        """One container from start to end."""
+        """Runs one container to its end."""
         name = f"once{next(numbers)}"
         done = self.call("run", "--rm", "--name", name, *self.words(share, options), "img", *command, timeout=timeout)
         if done.status == 124:
@@ -67,12 +67,12 @@ class Docker(Engine):
         super().__init__("docker", ["docker"], ["--network=none", "--runtime=sublet", "--shm-size=1g"], volumes)
 
     def health(self, command):
-        """Options of a health check; one run at once is enough, and two would pass the share together."""
+        """Options of a health check that runs only once. Two runs at the same time would exceed the share together."""
         once = f"test -s /tmp/health || ({command} >/tmp/health.new 2>/tmp/health.err; mv /tmp/health.new /tmp/health)"
         return ["--health-cmd", once, "--health-interval=1s", "--health-timeout=100s", "--health-retries=1"]
 
     def checked(self, name, seconds):
-        """What the health check wrote, once the engine has run it."""
+        """The health check's status and output, once the engine has run it."""
         process.eventually(lambda: self.state(name, ".State.Health.Status") != "starting", seconds, 0.3)
         status = self.state(name, ".State.Health.Status")
         done = process.run([*self.program, "exec", name, "cat", "/tmp/health"])
@@ -81,7 +81,7 @@ class Docker(Engine):
 
 class Podman(Engine):
     def __init__(self, volumes, program=("podman",), name="podman"):
-        # Exec and health checks have the container's variables, not the share's (docs/podman.md): Triton needs this one.
+        # Exec and health checks get the container's variables, not the share's (docs/podman.md). Triton needs this one.
         triton = f"TRITON_LIBCUDA_PATH=/usr/lib/{os.uname().machine}-linux-gnu"
         options = ["--network=none", "--pids-limit=0", "--shm-size=1g", "--env", triton]
         super().__init__(name, list(program), options, volumes)
@@ -91,7 +91,7 @@ class Podman(Engine):
             self.call("rm", "--force", "--time=0", "--ignore", *names)
 
     def health(self, command):
-        """Without systemd there is no timer: `checked` is what it would call."""
+        """Without systemd there is no timer. `checked` runs the health check instead."""
         return ["--health-cmd", f"{command} >/tmp/health 2>/tmp/health.err", "--health-interval=disable", "--health-timeout=100s"]
 
     def checked(self, name, seconds):
@@ -108,7 +108,7 @@ def rootless(user, uid, environment):
 
 
 def last_json(text):
-    """The last line that is a JSON object; none where there is no such line."""
+    """The last line that is a JSON object, or None."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             try:

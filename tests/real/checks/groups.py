@@ -1,4 +1,4 @@
-"""The groups of checks, in the order of their weight. Each takes the machine and its number in the table."""
+"""The groups of checks, the most important first. Each function takes the machine and the group's number in the table."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from . import engines, process, shares
 from .machine import report, workload
 from .table import Rows, Skip, Wrong
 
-# Workload, name, what has to be installed on the host.
+# Workload, name, packages that must be installed on the host.
 FRAMEWORKS = [
     ("torch_", "PyTorch", ["torch"]),
     ("jax_", "JAX", ["jax"]),
@@ -29,7 +29,7 @@ TWO = "the host has one GPU"
 
 
 def framework_jobs(table, group, machine, used, ask, at_once):
-    """`ask(rows, engine, command)` for each framework and engine, so many at once."""
+    """Calls `ask(rows, engine, command)` for each framework and engine, `at_once` of them at the same time."""
     jobs = []
     if machine.simulated:
         return Rows(table, group, 10).skip("frameworks", "the driver is simulated")
@@ -50,7 +50,7 @@ def framework_jobs(table, group, machine, used, ask, at_once):
 
 
 def share(table, group, machine):
-    """The driver's own view by each engine: the whole GPU, a share, processes without our environment."""
+    """The driver's view with each engine: the whole GPU, a share, processes without sublet's environment."""
     for job, engine in enumerate((machine.docker, machine.podman)):
         rows = Rows(table, group, job, engine.name, "driver API")
 
@@ -73,7 +73,7 @@ def share(table, group, machine):
 
 
 def tools(rows, machine):
-    """What the frameworks need of the image."""
+    """Checks that the image has what the frameworks need."""
     source = "printf '#include <stdio.h>\nint main(void){puts(\"compiled\");}' >/tmp/a.c && gcc -o /tmp/a /tmp/a.c && /tmp/a"
 
     def said(command):
@@ -87,7 +87,7 @@ def tools(rows, machine):
 
 
 def bare(rows, machine, engine, part):
-    """exec with an empty environment: in MPS by /tmp/nvidia-mps, and bound by the server's own ceilings."""
+    """exec with an empty environment: it reaches MPS by /tmp/nvidia-mps, and the server's default limits apply."""
     name = f"bare-{engine.name}"
     engine.start(name, part, ["sleep", "300"])
     words = machine.probe()
@@ -103,7 +103,8 @@ SERVICE = "1024 open files, 8388608 bytes locked"
 
 
 def mps_limits():
-    """Not those of the engine that started the container: src/cli/mps_daemons/service_defaults.rs."""
+    """The daemon does not have the resource limits of the engine that started the container
+    (src/cli/mps_daemons/service_defaults.rs)."""
     found = []
     for of in Path("/proc").glob("[0-9]*"):
         try:
@@ -148,7 +149,7 @@ def frameworks(table, group, machine):
 
 
 def processes(table, group, machine):
-    """sublet.processes=2: each of two gets half."""
+    """sublet.processes=2: each of two processes gets half."""
     mib = machine.memory_mib
     part = {"gpu": "0", "sm": "25", "memory": f"{2 * mib}MiB", "processes": "2", "wait": "60s"}
 
@@ -164,7 +165,7 @@ def processes(table, group, machine):
 
 
 def two(table, group, machine):
-    """Two GPUs in one share: every framework, every form of CUDA_VISIBLE_DEVICES, NCCL; and where shares are placed."""
+    """Two GPUs in one share: every framework, every form of CUDA_VISIBLE_DEVICES, NCCL; and the placement of shares."""
     rows = Rows(table, group)
     if machine.count() < 2:
         for check in ("frameworks over two GPUs", "CUDA_VISIBLE_DEVICES in a share of two", "NCCL all-reduce", "placement"):
@@ -218,7 +219,7 @@ def nccl(machine, engine, part):
 
 
 def placement(rows, machine):
-    """binpack and spread, drain, and that a container sees its own GPU alone."""
+    """binpack, spread and drain; and a container sees only its GPU."""
     podman, conf = machine.podman, Path("/etc/sublet/conf.d/placement.toml")
     part = {"sm": "20", "memory": "2GiB"}
     nodes = ["sh", "-c", "ls -d /dev/nvidia[0-9]* | wc -w; ls /proc/driver/nvidia/gpus/* 2>/dev/null | grep -c information"]
@@ -261,7 +262,7 @@ def placement(rows, machine):
 
     def own():
         done = podman.run(dict(part, gpu="1"), nodes)
-        # The simulated driver has no /proc of its own in containers.
+        # The simulated driver has no /proc/driver/nvidia in containers.
         return " and ".join(done.out.split()), done.out.split() == ["1", "0" if machine.simulated else "1"]
 
     rows.ask("own node and /proc entry alone", "1 and 1", own)
@@ -278,7 +279,7 @@ def placement(rows, machine):
 
 
 def seven(table, group, machine):
-    """Seven containers by Docker: a containerd-shim killed, one killed by Docker, one that restarts."""
+    """Seven containers of Docker: one's containerd-shim is killed, one is killed by Docker, one restarts."""
     docker, rows = machine.docker, Rows(table, group, 0, "docker", "driver API")
     part = {"gpu": "0", "sm": "12", "memory": f"{min(machine.memory_mib, machine.total_mib // 12)}MiB", "wait": "30s"}
     names = [f"n{number}" for number in range(1, 8)]
@@ -303,7 +304,7 @@ def seven(table, group, machine):
         if not found:
             raise Wrong("no containerd-shim found")
         os.kill(int(found[0]), 9)
-        # dockerd notices, ends what the shim had, and starts the container again.
+        # dockerd notices, ends the container's processes, and starts the container again.
         process.eventually(lambda: docker.state("n3", ".State.Pid") not in (pid, "0"), 20, 0.3)
         agree = lambda: len(machine.leases()) == 6 + (docker.state("n3", ".State.Running") == "true")
         right = process.eventually(agree, 10, 0.3)
@@ -347,7 +348,7 @@ REFUSALS = [
 
 
 def refusals(table, group, machine):
-    """What is refused, and that the engine shows why."""
+    """Requests that are refused, and the engine shows the reason."""
     for job, engine in enumerate((machine.docker, machine.podman)):
         rows = Rows(table, group, job, engine.name)
         for title, part, options, words in REFUSALS:
@@ -358,7 +359,7 @@ def refusals(table, group, machine):
                 if done.ok:
                     return "it started", False
                 if engine.name == "podman" and not re.search(words, said):
-                    # A hook at Podman's own stage cannot show its message to the user, so the message is kept.
+                    # Podman does not show the message of a precreate hook, so sublet keeps it.
                     said += process.run(["sublet", "status", "--last-error"]).out
                 return reason(said, words)
 
@@ -382,7 +383,7 @@ def gpus(machine):
 
 
 def cheats(table, group, machine):
-    """A container that spoils its own limit is ended by the guard; its neighbour goes on."""
+    """The guard ends a container that tampers with its limit. Its neighbour goes on."""
     for job, engine in enumerate((machine.docker, machine.podman)):
         cheating(Rows(table, group, job, engine.name, "driver API"), machine, engine)
     left = machine.clear()
@@ -427,7 +428,7 @@ leases = 3
 
 
 def rootless(table, group, machine):
-    """A user's Podman with a policy: shares, caps by name, the service killed, a cheat."""
+    """A user's Podman with a policy: shares, each policy limit named in its refusal, the service killed, a cheat."""
     rows = Rows(table, group, 0, "podman, rootless", "driver API")
     user = {"XDG_RUNTIME_DIR": "/run/user/1000", "HOME": "/home/tester", "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "USER": "tester"}
     for directory in ("/run/user/1000", "/home/tester"):
@@ -471,7 +472,7 @@ def rootless(table, group, machine):
 
 
 def plain_image(machine):
-    """The image without the compiler: a user's storage is vfs, a copy for each container."""
+    """The image without the compiler, because a user's storage is vfs, which copies it for each container."""
     leave = ["./usr/lib/gcc", "./usr/libexec", "./usr/include", "*.a"]
     process.must(["tar", "-C", "/img", *[f"--exclude={path}" for path in leave], "-cf", "/srv/plain.tar", "."])
     os.chmod("/srv/plain.tar", 0o644)

@@ -1,4 +1,4 @@
-"""The machine that the engines run on: sublet from its package, the image, the daemons."""
+"""Sets up the machine that the engines run on: sublet from its package, the image, the daemons."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from . import engines, process
 from .table import Wrong
 
-# Programs that containers call; the compiler is Triton's.
+# Programs that containers call. Triton needs the compiler.
 PROGRAMS = """bash sh dash env wc cat ls sleep true test mv mkdir rm grep head nproc id mount python3 python3.13 gcc cc cpp as ld
     ld.bfd""".split()
 MACHINE = sysconfig.get_config_var("MULTIARCH")
@@ -38,7 +38,7 @@ class Machine:
         self.engines()
         self.start_serve()
         self.total_mib = self.devices()[0]["memory_bytes"] >> 20
-        # What every framework gets, and how many find room at once beside one more.
+        # The memory of each framework's share, and how many such shares fit at once, with room for one more.
         self.memory_mib = min(8192, max(2048, self.total_mib // 10))
         room = self.total_mib * 9 // 10 // self.memory_mib - 1
         self.at_once = max(1, min(6, engines.cores() // 2, room))
@@ -46,7 +46,7 @@ class Machine:
         self.sms = whole["devices"][0]["sm"]
 
     def storages(self):
-        """The root is on overlayfs, where only vfs works: the engines' storage is on tmpfs, and overlayfs above that
+        """The root is on overlayfs, where only vfs works. So the engines' storage is on tmpfs, with overlayfs above that
         where the kernel can."""
         for directory in ("/var/lib/docker", "/var/lib/containers"):
             os.makedirs(directory, exist_ok=True)
@@ -61,7 +61,7 @@ class Machine:
         shutil.rmtree(probe)
 
     def image(self):
-        """A small image of this root's own files; before ldconfig links the driver's."""
+        """A small image of this root's files, made before ldconfig links the driver's libraries."""
         for directory in ("usr/bin", "usr/sbin", "usr/lib", "usr/lib64", "usr/local", "etc", "proc", "sys", "dev", "tmp", "run", "root", "var/tmp", "opt"):
             (IMAGE / directory).mkdir(parents=True)
         for link in ("bin", "sbin", "lib", "lib64"):
@@ -77,7 +77,7 @@ class Machine:
         process.must(["cp", "-a", "--parents", *present, str(IMAGE)])
         for bound in self.given["driver_files"]:
             (IMAGE / bound.lstrip("/")).unlink(missing_ok=True)
-        # What the host's Python is linked with and this root lacks.
+        # Libraries that the host's Python needs and this root lacks.
         for library in self.given["python_libraries"]:
             to = IMAGE / "usr/lib" / MACHINE / Path(library).name
             if not to.exists():
@@ -87,13 +87,13 @@ class Machine:
         process.must(["chmod", "-R", "a+rX", str(WORK)])
 
     def libraries(self):
-        """The driver's libraries where the host's loader finds them."""
+        """Makes the loader find the driver's libraries."""
         lines = "".join(f"{directory}\n" for directory in self.given["library_directories"])
         Path("/etc/ld.so.conf.d/tests-real.conf").write_text(lines)
         process.must(["ldconfig"])
 
     def driver(self):
-        """A simulated one, and its probe in the image."""
+        """Sets up a simulated driver, and puts its probe into the image."""
         topology = self.checkout / "tests/sim/topologies" / f"{self.given['topology']}.toml"
         said = process.must([f"{self.given['bin']}/sublet-sim", "up", "--topology", str(topology), "--root", "/srv/sim"])
         config = Path(said.splitlines()[-1]).read_text()
@@ -140,7 +140,7 @@ class Machine:
         self.docker, self.podman = engines.Docker(volumes), engines.Podman(volumes)
 
     def facts(self):
-        """What the table's heading says."""
+        """The text of the table's heading."""
         one = lambda command: process.run(command).out.strip().splitlines()[:1] or [""]
         versions = [one(["sublet", "--version"]), one(["docker", "version", "--format", "Docker {{.Server.Version}}"]),
                     one(["podman", "--version"]), one(["runc", "--version"]), one(["crun", "--version"])]
@@ -169,55 +169,55 @@ class Machine:
         return len(self.devices())
 
     def no_leases(self, seconds=10):
-        """What is left when everything was taken back; nothing is as it should be."""
+        """The leases that are left after a wait. There should be none."""
         process.eventually(lambda: not self.leases(), seconds)
         return self.leases()
 
     def clear(self):
-        """Every container away, after a group."""
+        """Removes every container after a group."""
         for engine in (self.docker, self.podman):
             engine.remove_all()
         return self.no_leases()
 
     def expected_sms(self, percent):
-        """Ceilings come in whole pairs of SMs, and no smaller than the driver's least."""
+        """The least and most SMs for a percentage. The driver rounds to whole pairs of SMs, and has a least number."""
         exact = self.sms * percent / 100
         return max(exact - 2, 2), exact + 0.001
 
     def sees_share(self, device, percent, mib):
-        """Why what a device shows is not this share; nothing where it is."""
+        """Why a device does not show this share, or None if it does."""
         low, high = self.expected_sms(percent)
         if percent == 100:
             low = self.sms
         if not low <= device["sm"] <= max(high, 8):
             return f"{device['sm']} SMs"
-        # The context itself is inside the limit: up to half a GiB on a large GPU.
+        # The context counts towards the limit: up to half a GiB on a large GPU.
         if mib and not mib - 1100 <= device["free_mib"] <= mib:
             return f"{device['free_mib']} MiB free"
         return None
 
     def probe(self, over=None, processes=1):
-        """The command of the driver's view."""
+        """The command that prints the driver's view."""
         if self.simulated:
             one = "cuda-probe info" + (f"; cuda-probe alloc {over}" if over else "")
             return ["sh", "-c", one if processes == 1 else f"({one}) & ({one}) & wait"]
         return workload("driver", over, processes)
 
     def hold(self, seconds, fill=False, mib=None):
-        """The command of one that stays; with `fill` it takes all that it gets."""
+        """The command that holds a context; with `fill` it takes all the memory that it gets."""
         if self.simulated:
             return ["cuda-probe", "alloc", str(mib - 600), str(seconds)] if fill else ["cuda-probe", "hold", str(seconds)]
         return ["python3", "/workloads/hold.py", str(seconds), *(["fill"] if fill else [])]
 
     def forms(self):
-        """The command that looks with CUDA_VISIBLE_DEVICES unset, 1, 1,0 and 0."""
+        """The command that prints the driver's view with CUDA_VISIBLE_DEVICES unset, 1, 1,0 and 0."""
         if self.simulated:
             forms = ["env -u CUDA_VISIBLE_DEVICES", *(f"env CUDA_VISIBLE_DEVICES={form}" for form in ("1", "1,0", "0"))]
             return ["sh", "-c", "; ".join(f"{form} cuda-probe info" for form in forms)]
         return ["python3", "/workloads/visible.py"]
 
     def cheat(self, mib, seconds):
-        """The command of one that spoils its own limit."""
+        """The command that tampers with its memory limit."""
         if self.simulated:
             return ["sh", "-c", f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=garbage cuda-probe alloc {mib} {seconds}"]
         return ["python3", "/workloads/cheat.py", str(mib), str(seconds)]
@@ -230,7 +230,7 @@ def workload(name, over=None, processes=1, python="python3"):
 
 
 def simulated(lines):
-    """What cuda-probe said in the form of a report. Each of its commands starts anew and shows itself."""
+    """cuda-probe's output in the form of a report. Each command of cuda-probe is a new process that prints its view."""
     shown = [line for line in lines if line["event"] == "info" and not line["error"]]
     refusals = [line["result"] for line in lines if line["event"] == "alloc"]
     devices = []
@@ -243,7 +243,7 @@ def simulated(lines):
 
 
 def report(done):
-    """What a workload printed: its report, or `Wrong`."""
+    """The report that a workload printed. Raises `Wrong` if there is none."""
     lines = [engines.last_json(line) for line in done.out.splitlines()]
     lines = [line for line in lines if line]
     if lines and "event" in lines[-1]:

@@ -1,4 +1,4 @@
-"""Programs, each with a limit of time, in a process group that ends with it."""
+"""Runs programs, each with a time limit and in a process group that is killed with it."""
 
 import os
 import signal
@@ -13,13 +13,13 @@ class Done:
         self.ok = status == 0
 
     def why(self):
-        """The last words of one that failed."""
+        """The end of a failed program's output."""
         text = (self.err.strip() or self.out.strip() or "no word").splitlines()
         return f"status {self.status}: " + " ".join(text[-3:])[-400:]
 
 
 def run(command, timeout=60, **options):
-    """Runs it to its end, or ends it; 124 is the status of what took too long."""
+    """Runs a command. If it takes too long it is killed, and its status is 124."""
     started = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
         start_new_session=True, **options,
@@ -27,12 +27,12 @@ def run(command, timeout=60, **options):
     try:
         out, err = started.communicate(timeout=max(timeout, 1))
         if started.returncode:
-            # The whole of it for the log: the table has a line.
+            # The log gets the whole message, the table only a line.
             print(f"-- status {started.returncode}: {command[-6:]}\n{err[-8000:]}", file=sys.stderr, flush=True)
         return Done(started.returncode, out, err)
     except subprocess.TimeoutExpired:
         os.killpg(started.pid, signal.SIGKILL)
-        # A grandchild of another group may hold the pipes.
+        # A grandchild in another process group may keep the pipes open.
         try:
             out, err = started.communicate(timeout=5)
         except subprocess.TimeoutExpired:
@@ -48,13 +48,13 @@ def must(command, timeout=120, **options):
 
 
 def background(command, log, **options):
-    """A daemon, which dies with the namespace."""
+    """Starts a daemon, which dies with the namespace."""
     with open(log, "ab") as file:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, **options)
 
 
 def eventually(look, seconds=10, pause=0.1):
-    """Whether `look` came true in time."""
+    """Waits until `look` returns true; whether it did in time."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if look():

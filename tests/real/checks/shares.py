@@ -1,4 +1,4 @@
-"""One container and its share, by `run`, `exec` and a health check; what every framework is asked."""
+"""The checks of every framework: one container's share, by `run`, `exec` and a health check."""
 
 from .machine import report
 from .table import Skip, Wrong
@@ -16,7 +16,7 @@ def shown(devices):
 
 
 def sees(machine, found, percent, mib, count):
-    """Seen, and whether it is the share."""
+    """The devices seen, and whether they match the share."""
     devices = found["devices"]
     wrong = [machine.sees_share(device, percent, mib) for device in devices]
     return shown(devices) or "no GPU", len(devices) == count and not any(wrong)
@@ -39,7 +39,7 @@ def refused(found, count):
 
 
 def once(look):
-    """Three rows look at what one container said; the container runs for the first."""
+    """One container's report for three rows. The container runs for the first row."""
     kept = []
 
     def get():
@@ -58,7 +58,8 @@ def once(look):
 
 
 def by_run(rows, machine, engine, share, command, percent, mib, count=1, what="run"):
-    """`run` with the share: seen, computed, refused. `command` takes what is to be refused, in MiB."""
+    """`run` with the share: it is seen, it computes, and a larger allocation is refused. `command` takes the size of that
+    allocation in MiB."""
     over = mib * 12 // 10
     found = once(lambda: report(engine.run(share, command(over), timeout=min(150, rows.table.clock.left()))))
     rows.ask(f"{what}: its share", wanted(machine, percent, mib, count), lambda: sees(machine, found(), percent, mib, count), 20)
@@ -67,7 +68,7 @@ def by_run(rows, machine, engine, share, command, percent, mib, count=1, what="r
 
 
 def by_exec_and_health(rows, machine, engine, share, command, percent, mib):
-    """A container that sleeps: a health check, then a process by exec."""
+    """A sleeping container, with a health check and then a process by exec."""
     name = f"h{rows.group}x{rows.job}"
     expected = wanted(machine, percent, mib) + ", a right result"
     words = command(None)

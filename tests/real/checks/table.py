@@ -13,11 +13,11 @@ OK, FAILED, INFO = "ok", "FAILED", "information"
 
 
 class Skip(Exception):
-    """Why something cannot be asked on this host."""
+    """Why a check cannot run on this host."""
 
 
 class Wrong(Exception):
-    """What was seen instead of what was expected."""
+    """Something else was seen than expected."""
 
 
 class Clock:
@@ -42,7 +42,7 @@ class Table:
 
 
 class Rows:
-    """Rows of one kind: their place in the table, their engine and their framework."""
+    """Rows with the same place in the table, engine and framework."""
 
     def __init__(self, table, group, job=0, engine="", framework=""):
         self.table, self.group, self.job = table, group, job
@@ -61,7 +61,7 @@ class Rows:
         self.add(check, "", "", f"skipped ({why})")
 
     def ask(self, check, expected, look, needs=5):
-        """`look` returns what was seen and whether it is right; None where it could not be asked."""
+        """Adds a row. `look` returns what was seen and whether it is right. Returns that, or None if the check was skipped."""
         if self.table.clock.left() < needs:
             return self.skip(check, "time")
         try:

@@ -1,4 +1,4 @@
-"""Spoils its own memory limit, takes MIB and stays for SECS: `cheat.py MIB SECS`."""
+"""Tampers with its memory limit, takes MIB and holds it for SECS: `cheat.py MIB SECS`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the workloads have in common: their arguments, the driver's own view, and the one JSON line they print.
+"""Shared by the workloads: their arguments, the driver's view, and the one JSON line that they print.
 
     NAME.py [--over MIB] [--processes N]
 
@@ -16,11 +16,11 @@ import traceback
 
 
 class Skip(Exception):
-    """This framework cannot be asked here."""
+    """This framework cannot run here."""
 
 
 class Driver:
-    """libcuda by ctypes: no framework, and the same view for those that show none."""
+    """libcuda by ctypes. Also gives the driver's view for frameworks that have no view of their own."""
 
     def __init__(self):
         self.cuda = ctypes.CDLL("libcuda.so.1")
@@ -39,7 +39,7 @@ class Driver:
         return number.value
 
     def context(self, ordinal):
-        """Makes the device's primary context current: the one that every framework uses."""
+        """Makes the device's primary context current, which every framework uses."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self.call("cuDeviceGet", ctypes.byref(device), ordinal)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
@@ -57,13 +57,13 @@ class Driver:
         return {"name": name.value.decode(), "sm": sm.value, "free_mib": free.value >> 20, "total_mib": total.value >> 20}
 
     def take(self, mib):
-        """A plain allocation on the current device; its address."""
+        """Allocates memory on the current device and returns its address."""
         pointer = ctypes.c_uint64()
         self.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(mib << 20))
         return pointer
 
     def fill(self, pointer, value, words):
-        """Has the device write 32-bit words, and waits for it."""
+        """Lets the device write 32-bit words, and waits until it has."""
         self.call("cuMemsetD32_v2", pointer, ctypes.c_uint(value), ctypes.c_size_t(words))
         self.call("cuCtxSynchronize")
 
@@ -78,7 +78,7 @@ class Driver:
 
 
 def refusal(take, is_oom):
-    """What `take` raised, in one line; null where it raised nothing. What is no lack of memory goes on up."""
+    """The error that `take` raised, in one line, or None. Errors other than out of memory are raised again."""
     try:
         take()
     except Exception as error:  # each framework has its own class: is_oom knows it
@@ -92,7 +92,7 @@ def refusal(take, is_oom):
 
 
 def several(processes, arguments):
-    """Runs this program so often at once; their reports in one."""
+    """Runs this program several times at once and joins the reports."""
     command = [sys.executable, *arguments]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
     reports = [json.loads(one.communicate()[0].strip().splitlines()[-1]) for one in started]
@@ -103,7 +103,7 @@ def several(processes, arguments):
 
 
 def main(framework, ask):
-    """`ask(over)` returns version and devices; over is None or MiB."""
+    """Prints the report. `ask(over)` returns version and devices; `over` is None or a size in MiB."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--over", type=int)
     parser.add_argument("--processes", type=int, default=1)

@@ -2,7 +2,7 @@
 
 import os
 
-# No pool of compiling processes: they would count as the container's.
+# No pool of compiler processes, because they would count as the container's processes.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from common import main

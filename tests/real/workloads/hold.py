@@ -1,5 +1,5 @@
-"""Holds a context for SECS and computes now and then, until an error: `hold.py SECS [fill]`. With `fill` it takes what
-memory it gets, gives it back and begins again. One JSON line when it has a context, one for each fill, one at the end.
+"""Holds a context for SECS and computes now and then, until an error: `hold.py SECS [fill]`. With `fill` it takes all the
+memory that it gets, frees it and begins again. It prints a JSON line when it has a context, one for each fill, one at the end.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""JAX. It has no view of multiprocessors: the driver's is taken, before JAX's pool takes the memory."""
+"""JAX. It does not report multiprocessors, so the driver's view is used, before JAX's pool takes the memory."""
 
 from common import Driver, main, refusal
 
@@ -17,7 +17,7 @@ def devices_of(jax, compute, over):
     driver = Driver()
     looks = [driver.look(ordinal) for ordinal in range(driver.count())]
     devices = []
-    # Where JAX has fallen back to the CPU it has no GPU to show.
+    # If JAX has fallen back to the CPU, it has no GPU to show.
     for look, device in zip(looks, jax.devices("gpu")):
         seen = dict(look, correct=compute(device), pool_mib=(device.memory_stats() or {}).get("bytes_limit", 0) >> 20)
         if over:

@@ -6,7 +6,7 @@ from common import main, refusal
 def ask(over):
     import numpy
 
-    # Gone from NumPy 2.5, and Numba older than that looks for it.
+    # NumPy 2.5 removed it, and older Numba still uses it.
     if not hasattr(numpy, "row_stack"):
         numpy.row_stack = numpy.vstack
 

@@ -1,10 +1,10 @@
-"""ONNX Runtime, where its build has the CUDA provider. It reports no memory: the driver's view is taken."""
+"""ONNX Runtime, if its build has the CUDA provider. It does not report memory, so the driver's view is used."""
 
 from common import Driver, Skip, main, refusal
 
 
 def model(over):
-    """One matrix product; or an input repeated until it needs so many MiB."""
+    """One matrix product, or an input repeated until it needs that many MiB."""
     from onnx import TensorProto, helper
 
     if over:

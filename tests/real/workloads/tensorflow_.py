@@ -1,4 +1,4 @@
-"""TensorFlow. It has no view of multiprocessors: the driver's is taken."""
+"""TensorFlow. It does not report multiprocessors, so the driver's view is used."""
 
 from common import Driver, Skip, main, refusal
 

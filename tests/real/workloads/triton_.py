@@ -1,4 +1,4 @@
-"""A Triton kernel, which wants a C compiler for its launcher."""
+"""A Triton kernel. Triton needs a C compiler for its launcher."""
 
 import torch
 import triton

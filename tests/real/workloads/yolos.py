@@ -1,4 +1,4 @@
-"""YOLOS-small with random weights for SECS, all together: `yolos.py SECS DIR ME`. It writes DIR/ready.ME, waits for
+"""YOLOS-small with random weights for SECS, started at the same time as others: `yolos.py SECS DIR ME`. It writes DIR/ready.ME, waits for
 DIR/go, and prints count, mean, median and p99 of its iterations in ms.
 """
 
