@@ -1,16 +1,17 @@
-//! An hour of bad luck and bad intent at every entry point: hostile and unlucky cases, each a line of shell with what is
-//! expected of it, run one after the other into a table (docs/evidence/2026-11-22-cases.md). Not among the ordinary
-//! tests: `tests/security/try-cases` runs it.
+//! Hostile and unlucky cases at every entry point. Each case is a line of shell and the expected result. They run one
+//! after the other, and a table is written (docs/evidence/2026-11-22-cases.md). `tests/security/try-cases` runs them;
+//! the ordinary tests do not.
 //!
-//! To add an entry point: a module below `cases/` with a `Stage` (a machine with a neighbour on its GPU, what the shell of a
-//! case knows, and how to find and remove containers) and a list of cases; a line in `DOORS` here, and one in
-//! `try-cases` that says by what it is entered. A case is `case(what, command, expectation)`:
+//! To add an entry point, write a module below `cases/` with a `Stage` (a machine with a neighbour on its GPU, the
+//! prelude of a case's shell, and how to find and remove containers) and a list of cases. Add a line to `DOORS` here,
+//! and one to `try-cases` with the programs that it needs. A case is `case(what, command, expectation)`:
 //!
-//! - the command is bash, one line, as a reader could type it after the stage's prelude, which stands above the table;
-//! - it changes what it likes of `$STATE`, `$CONFIG`, `$DRIVER`, and moves aside (`aside FILE`) what it wants gone: all
-//!   of that is put back afterwards, the containers are removed, and `sublet gc` runs;
-//! - whatever is expected, afterwards nothing may be left (lease, container, process, mount, daemon of its own), and
-//!   the neighbour has its share, its process and its daemon as before (`.harming()`: the case itself ends the daemon).
+//! - The command is one line of bash. A reader could type it after the stage's prelude, which is printed above the
+//!   table.
+//! - It may change `$STATE`, `$CONFIG` and `$DRIVER`, and move files away (`aside FILE`). All of that is restored
+//!   afterwards, the containers are removed, and `sublet gc` runs.
+//! - In every case nothing may be left afterwards (lease, container, process, mount, dedicated daemon), and the
+//!   neighbour keeps its share, its process and its daemon (`.harming()`: the case itself ends the daemon).
 
 #[path = "cases/around.rs"]
 mod around;
@@ -78,8 +79,8 @@ const DOORS: &[EntryPoint] = &[
     EntryPoint { name: "rootless", open: rootless::stand, cases: rootless_cases::cases },
 ];
 
-/// `SUBLET_CASES` names the entry points, `SUBLET_CASES_TO` the file that gets their tables, and `SUBLET_CASES_ONLY` some
-/// words of the cases that are wanted.
+/// `SUBLET_CASES` names the entry points, `SUBLET_CASES_TO` the file for their tables. `SUBLET_CASES_ONLY` selects
+/// cases by words of their titles.
 #[test]
 #[ignore = "hundreds of cases: tests/security/try-cases"]
 fn entry_points() {

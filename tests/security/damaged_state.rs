@@ -1,5 +1,5 @@
-//! C3 and C4: state files that are damaged, foreign or out of date while containers run, and pids that are used
-//! again. What runs is found again, nothing is given twice, and nobody's file is written through a link.
+//! C3 and C4: state files that are damaged, foreign or out of date while containers run, and reused pids. Running
+//! containers are found again, nothing is leased twice, and no file is written through a symbolic link.
 
 use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ fn edit(path: &Path, change: impl FnOnce(&mut Value)) {
     std::fs::write(path, serde_json::to_vec(&value).expect("JSON")).expect("it is written");
 }
 
-/// Half of it.
+/// Cuts a file in half.
 fn truncate(path: &Path) {
     let text = std::fs::read(path).expect("it is there");
     std::fs::write(path, &text[..text.len() / 2]).expect("it is written");
@@ -36,7 +36,7 @@ fn link_away(path: &Path) -> PathBuf {
     target
 }
 
-/// Content that no inventory of sublet's has.
+/// Content that is no inventory of sublet.
 const LIE: &str = "a GPU that is not here";
 
 /// Makes an otherwise valid inventory describe another GPU.
@@ -44,10 +44,10 @@ fn lie(inventory: &Path) {
     edit(inventory, |inventory| inventory["devices"][0]["name"] = json!(LIE));
 }
 
-/// Its name, and what does it to a file.
+/// The name of a kind of damage, and the function that does it to a file.
 type Damage = (&'static str, fn(&Path));
 
-/// The ways in which a ledger is none.
+/// The ways in which a ledger can be unusable.
 const DAMAGES: [Damage; 9] = [
     ("truncated", truncate),
     ("empty", |path| std::fs::write(path, "").expect("written")),
@@ -65,7 +65,7 @@ const DAMAGES: [Damage; 9] = [
     }),
 ];
 
-/// Two containers of one GPU: 50 % and 8 GiB, 30 %.
+/// Two containers on one GPU: 50 % and 8 GiB, 30 %.
 fn two(world: &World) -> [Bundle<'_>; 2] {
     let first = world.bundle("first", &[("sublet.sm", "50"), ("sublet.memory", "8GiB")], SLEEP);
     let second = world.bundle("second", &[("sublet.sm", "30")], SLEEP);
@@ -115,7 +115,7 @@ fn c3_a_ledger_that_is_none_is_rebuilt_from_what_runs() {
         assert_eq!(told(&world), whole, "{damage}");
         let mps = world.status()["mps"].clone();
         assert_eq!((&mps[0]["pid"], &mps[0]["state"]), (&daemon, &json!("serving")), "{damage}: {mps}");
-        // And by the shim alone: 20 % are left, not 40.
+        // The same with only the shim: 20 % are left, not 40.
         apply(&ledger);
         let third = world.bundle("third", &[("sublet.sm", "40")], SLEEP);
         let refused = third.create();
@@ -304,7 +304,7 @@ fn c4_a_pid_that_another_process_got_holds_no_lease() {
     assert_eq!(left, ["second"], "the one whose process is said to be ours stays");
     edit(&ledger, |ledger| ledger["leases"][0]["init"]["process"]["start_time"] = json!(ours - 1));
     assert!(eventually(|| world.leases().is_empty()));
-    // A pending one: its owner's pid was used again.
+    // A pending lease whose owner's pid was reused.
     std::fs::write(&ledger, &before).expect("written");
     edit(&ledger, |ledger| {
         let leases = ledger["leases"].as_array_mut().expect("leases");
@@ -353,7 +353,7 @@ fn c3_a_state_directory_that_others_can_write_is_not_used() {
     world.assert_empty();
 }
 
-/// When this process started: field 22 of its stat, the 20th behind the name.
+/// When this process started: field 22 of /proc/self/stat, the 20th after the name.
 fn start_time() -> u64 {
     let stat = std::fs::read_to_string("/proc/self/stat").expect("stat");
     let behind = &stat[stat.rfind(')').expect("a name") + 2..];

@@ -1,5 +1,5 @@
-//! C3: commands that see other processes than the ledger names, and a ledger that is gone with its copy. What cannot be
-//! known is not taken for gone or empty.
+//! C3: commands in other namespaces, which see other processes than the ledger names; and a ledger that is lost with
+//! its copy. What cannot be known is not treated as gone or empty.
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -14,7 +14,8 @@ const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const QUARTER: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
 const WHOLE: &[(&str, &str)] = &[("sublet.sm", "100")];
 
-/// Whether `output` says that pids have another meaning there, or that with the host's /proc this cannot be known.
+/// Whether `output` says that pids have another meaning in that namespace, or that this cannot be known with the host's
+/// /proc.
 fn says_elsewhere(output: &Output) -> bool {
     let said = stderr(output);
     said.contains("the ledger's process ids belong to ") || said.contains("is /proc mounted")
@@ -133,7 +134,7 @@ fn c3_an_empty_ledger_is_anybodys() {
     let world = World::simulated("h200", "");
     for namespaces in NAMESPACES.into_iter().filter(|namespaces| can(namespaces)) {
         let gc = elsewhere(&world, namespaces, "sublet").arg("gc").output().expect("unshare");
-        // With the host's /proc this cannot be known.
+        // With the host's /proc, sublet cannot know this.
         assert!(gc.status.success() || says_elsewhere(&gc), "{namespaces:?}: {gc:?}");
         let bundle = world.bundle("first", QUARTER, SLEEP);
         bundle.up();
@@ -142,7 +143,7 @@ fn c3_an_empty_ledger_is_anybodys() {
     }
 }
 
-/// Removes these from the state directory.
+/// Removes these files from the state directory.
 fn lose(world: &World, names: &[&str]) {
     for name in names {
         let path = world.state_dir().join(name);
@@ -150,7 +151,7 @@ fn lose(world: &World, names: &[&str]) {
     }
 }
 
-/// A whole GPU's share is refused beside the container that runs, for `why`.
+/// A request for a whole GPU is refused beside the running container, because of `why`.
 fn assert_refused(world: &World, why: &str) {
     let refused = world.bundle("other", WHOLE, SLEEP).create();
     assert!(!refused.ok && refused.stderr.contains(why), "{why}: {refused:?}");
@@ -173,7 +174,7 @@ fn c3_a_ledger_that_is_gone_with_its_copy_is_rebuilt_from_what_is_left() {
         assert_refused(&world, "75");
         assert_eq!(world.leases(), leases, "{more:?}");
     }
-    // Without the list of roots its runtime's record is found by a container beside it.
+    // Without the list of roots, the runtime's record is found through another container in the same root.
     lose(&world, &["ledger.json", "ledger.json.copy", "roots", "lock"]);
     assert_refused(&world, "75");
     assert_eq!(world.leases(), leases);
@@ -182,7 +183,7 @@ fn c3_a_ledger_that_is_gone_with_its_copy_is_rebuilt_from_what_is_left() {
     world.assert_empty();
 }
 
-/// Whether it computes or not.
+/// Checks it with a container that computes, and with one that does not.
 #[test]
 fn c3_after_a_loss_a_daemon_whose_container_nobody_knows_is_left_alone_and_closes_its_gpu() {
     if skip_unless_root() {
@@ -202,7 +203,7 @@ fn c3_after_a_loss_a_daemon_whose_container_nobody_knows_is_left_alone_and_close
             other.write();
             let mut create = world.command("sublet-runtime");
             create.arg("--root").arg(world.dir.path().join("another")).args(["create", "--bundle"]);
-            // Into a file: a container that is made all the same would keep a pipe open.
+            // Output goes to a file, because a container that is created in spite of the error would keep a pipe open.
             let said = std::fs::File::create(other.dir.join("said")).expect("a file");
             let create = create.arg(&other.dir).arg("other").stdin(Stdio::null()).stdout(Stdio::null());
             let refused = create.stderr(said).status().expect("it runs");
@@ -225,7 +226,7 @@ fn c3_after_a_loss_a_daemon_whose_container_nobody_knows_is_left_alone_and_close
     }
 }
 
-/// The MPS daemon that the ledger knows.
+/// The MPS daemon in the ledger.
 fn daemon(world: &World) -> Pid {
     let ledger = std::fs::read(world.state_dir().join("ledger.json")).expect("a ledger");
     let ledger: Value = serde_json::from_slice(&ledger).expect("JSON");
@@ -246,7 +247,7 @@ fn c3_after_a_loss_a_context_that_nobody_explains_closes_its_gpu() {
     late.spec["hooks"]["createRuntime"] = hook;
     late.up();
     late.event("info");
-    // No record of its runtime names its lease, it has no daemon, and the inventory is from before it came.
+    // No record of a runtime names its lease, it has no daemon, and the inventory is older than the container.
     lose(&world, &["ledger.json", "ledger.json.copy"]);
     assert_refused(&world, "the ledger was lost");
     late.down();
@@ -282,7 +283,7 @@ fn c3_a_container_whose_record_could_not_be_found_again_gets_no_lease() {
     let root = world.dir.path().join("loop");
     std::os::unix::fs::symlink(&root, &root).expect("a loop");
     let (long, own) = ("a".repeat(1000), world.runtime_root());
-    // Where the root is not there yet, the low-level runtime finds out.
+    // If the root directory does not exist yet, the low-level runtime reports it.
     let (runtimes, ours) = ("", "when the container ends");
     for (root, id, why) in [(&own, long.as_str(), runtimes), (&own, &long, ours), (&root, "first", ours)] {
         let mut create = world.command("sublet-runtime");
@@ -305,7 +306,7 @@ fn c3_a_container_that_its_runtime_forgot_at_once_keeps_its_lease() {
     let bundle = world.bundle("forgotten-at-once", QUARTER, SLEEP);
     bundle.up();
     let pid = Pid::from_raw(bundle.pid());
-    // As runc's delete does in another time namespace; nobody has looked at the lease before.
+    // As runc's delete in another time namespace does. No command has looked at the lease before.
     let (record, aside) = (world.runtime_root().join("forgotten-at-once"), world.dir.path().join("aside"));
     std::fs::rename(&record, &aside).expect("moved");
     let gc = world.sublet(&["gc"]);
@@ -350,7 +351,7 @@ fn c3_a_lease_whose_record_cannot_be_read_any_more_is_kept_until_it_is_released(
     assert_eq!(world.leases()[0]["state"], "active", "and nothing was lost");
     bundle.down();
     world.assert_empty();
-    // Where its user knows better.
+    // The user can confirm that the container has ended.
     let bundle = world.bundle("second", QUARTER, SLEEP);
     bundle.up();
     std::fs::rename(&root, &aside).expect("moved");

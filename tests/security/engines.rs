@@ -1,5 +1,5 @@
-//! A8 and A9 with real Docker and Podman, in the root that tests/engines/enter gives: what an image sets reaches
-//! no hook, and a shared volume spreads no mount of ours.
+//! A8 and A9 with real Docker and Podman, in the root of tests/engines/enter: an image's environment reaches no hook,
+//! and a shared volume does not propagate sublet's mounts.
 
 use serde_json::{Value, json};
 use sublet_e2e::docker::{Docker, skip_unless_engines};
@@ -13,7 +13,7 @@ fn environment() -> Vec<String> {
     HOSTILE_ENVIRONMENT.iter().map(|variable| format!("--env={variable}")).collect()
 }
 
-/// By sublet's own configuration: the image names another, which is nonsense.
+/// sublet's own configuration is used. The image names another file, which is invalid.
 fn assert_share(info: &Value) {
     assert_eq!(
         (&info["error"], &info["mps"], &info["sm"]),
@@ -73,7 +73,7 @@ fn a9_docker() {
         table.lines().filter(of_ours).map(str::to_owned).collect::<Vec<_>>()
     };
     let before = mounts();
-    // The root's mounts are shared there, as on a machine that systemd booted.
+    // The root's mounts are shared, as on a machine booted by systemd.
     let run = |at: &str| {
         let volume = format!("--volume={within}:{at}:shared");
         docker.run("shared", QUARTER, &[&volume], &["cuda-probe", "hold", "600"])

@@ -1,5 +1,5 @@
-//! C5: a full disk, a read-only state directory, no descriptors left. The container is refused or starts with its
-//! share, and no lease is lost or there twice. (SIGKILL: kill.rs.)
+//! C5: a full disk, a read-only state directory, no file descriptors left. The container is refused or starts with its
+//! share, and no lease is lost or duplicated. (SIGKILL: kill.rs.)
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -16,7 +16,7 @@ fn bad<'a>(world: &'a World, annotations: &[(&str, &str)]) -> Bundle<'a> {
     world.bundle("bad", annotations, SLEEP)
 }
 
-/// Compares all at once: one run shows every message that changed.
+/// Compares all messages together, so that one run shows every change.
 fn assert_lines(seen: &[String], expected: &[&str]) {
     let differ: Vec<_> = seen.iter().zip(expected).filter(|(seen, expected)| seen != expected).collect();
     assert!(differ.is_empty() && seen.len() == expected.len(), "{differ:#?}\nall: {seen:#?}");
@@ -29,7 +29,7 @@ fn reconfigure(world: &World, from: &str, to: &str) {
     fs::write(&world.config, text.replace(from, to)).expect("config.toml");
 }
 
-/// A mount over a directory, taken off again.
+/// A mount over a directory, removed on drop.
 struct Mounted(PathBuf);
 
 impl Mounted {
@@ -53,7 +53,7 @@ impl Mounted {
         Self::new(dir, &[&["-t", "tmpfs", "-o", "size=1m,mode=755", "tmpfs"]])
     }
 
-    /// Takes all its room; the file to remove.
+    /// Fills the filesystem. Returns the file to remove.
     fn fill(&self) -> PathBuf {
         let filler = self.0.join("filler");
         let mut file = File::create(&filler).expect("a file");
@@ -89,7 +89,7 @@ fn c5_a_full_state_directory() {
         ],
     );
     assert_eq!(world.booked(), [json!("keeper")]);
-    // A container ends all the same, and its lease with the next command.
+    // The container can still end, and the next command releases its lease.
     keeper.down();
     fs::remove_file(filler).expect("the file");
     world.assert_empty();
@@ -132,7 +132,7 @@ fn c5_no_descriptors_left() {
         return;
     }
     let world = World::simulated("h200", "");
-    // runc hangs with 3 of them, so it gets as many as before.
+    // runc hangs with 3 descriptors, so it gets the normal limit.
     let (runtime, own) = (world.dir.path().join("runtime"), world.engine.program());
     programs::script(&runtime, &format!("ulimit -n 1024\nexec {own} \"$@\"\n"));
     reconfigure(&world, &format!("{:?}", [own]), &format!("{:?}", [&runtime]));

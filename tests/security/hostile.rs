@@ -1,5 +1,5 @@
 //! B1 to B10: hostile processes in containers (root inside, default capabilities), and a neighbour on the same MPS
-//! server who must not notice. One H200: 143155 MiB, 132 SMs, 48 MPS clients.
+//! server, which must not be affected. One H200: 143155 MiB, 132 SMs, 48 MPS clients.
 
 #[expect(dead_code, reason = "users without root have no part in this")]
 #[path = "../e2e/two_users/mod.rs"]
@@ -21,7 +21,7 @@ fn guarded(extra: &str) -> Host {
     host
 }
 
-/// The words of the control daemon of GPU 0's shared server, asked as its owner would.
+/// The answer of the control daemon of GPU 0's shared server to its owner.
 fn asked(host: &Host, command: &str) -> String {
     let uuid = host.world.status()["devices"][0]["uuid"].as_str().expect("a UUID").to_owned();
     let root = host.world.driver_root.as_ref().expect("simulated");
@@ -86,7 +86,7 @@ fn b2_whoever_leaves_mps_where_the_mode_does_not_hold_is_ended() {
     if skip_unless_root() {
         return;
     }
-    // EXCLUSIVE_PROCESS would stop it before.
+    // EXCLUSIVE_PROCESS mode would prevent it.
     let host = guarded("[mps]\nexclusive_compute_mode = \"never\"\n");
     let neighbour = host.neighbour();
     let hostile = host.waiting("hostile", &format!("{LEAVE} cuda-probe hold 600 &"));
@@ -121,7 +121,7 @@ fn b3_whoever_spoils_their_memory_limit_is_ended_and_nobody_else() {
     assert!(eventually(|| probes(&hostile) == 1), "{}", probes(&hostile));
     let explained = host.world.sublet(&["explain", "--container", "hostile"]);
     assert!(String::from_utf8_lossy(&explained.stdout).contains(text), "{explained:?}");
-    // That it has two processes, with a lease for one, is only reported.
+    // It has two processes and a lease for one. That is only reported.
     let ended: Vec<Value> = host.events().into_iter().filter(|event| event["action"] != "report").collect();
     assert_eq!(ended.len(), 1, "{ended:?}");
     hostile.down();
@@ -159,7 +159,7 @@ fn b5_processes_are_counted_together() {
     assert!(eventually(|| host.event("memory").is_some()), "{:?} {}", host.events(), forking.output());
     let results = forking.output().matches("\"CUDA_SUCCESS\"").count();
     assert_eq!(results, 2, "each has the whole limit, for MPS: {}", forking.output());
-    // The second crossed the line; it was the container's first process.
+    // The second process exceeded the share, and it was the container's first process.
     assert_eq!(host.event("memory").expect("seen")["pid"], json!(first));
     forking.down();
     neighbour.lives();
@@ -327,7 +327,7 @@ fn leaving<'a>(host: &'a Host, id: &str, own_pids: bool) -> Bundle<'a> {
     bundle
 }
 
-/// The process that printed what is in the container's `/tmp/out`, as the host knows it.
+/// The host's pid of the process that printed the content of the container's `/tmp/out`.
 fn left(bundle: &Bundle<'_>) -> nix::unistd::Pid {
     let text = std::fs::read_to_string(bundle.dir.join("rootfs/tmp/out")).expect("its output");
     let info: Value = serde_json::from_str(text.lines().next().expect("a line")).expect("JSON");
@@ -343,7 +343,7 @@ fn b10_what_a_container_leaves_behind_is_ended_and_its_lease_freed_after_it() {
     let bundle = leaving(&host, "leaves", false);
     let process = left(&bundle);
     assert!(eventually(|| host.event("left").is_some()), "{:?}", host.events());
-    // Told only: it computes still, and the share is still its.
+    // It is only reported: the process still computes, and the container keeps its share.
     assert!(is_alive(process));
     assert_eq!(host.world.sublet(&["gc"]).status.code(), Some(0));
     assert_eq!(host.leases()[0]["state"], json!("ending"), "{:?}", host.leases());
@@ -390,7 +390,7 @@ fn b12_a_stopped_client_is_ended_all_the_same_and_holds_nobody() {
     hostile.event("alloc");
     assert!(eventually(|| host.event("memory").is_some()), "{:?}", host.events());
     assert!(eventually(|| probes(&hostile) == 0), "{}", probes(&hostile));
-    // And one that keeps to its share and is stopped: others come and go.
+    // A container that keeps to its share and is stopped: other containers start and end meanwhile.
     let stopped = host.waiting("stopped", "cuda-probe hold 600 & p=$!; sleep 0.5; kill -STOP $p");
     stopped.event("info");
     let another = host.world.bundle("another", SHARE, HOLD);

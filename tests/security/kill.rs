@@ -317,7 +317,7 @@ impl<'a> Scene<'a> {
         assert!(self.warm || servers >= wanted, "{after}: {ledger}");
     }
 
-    /// No temporary file anywhere, config.json the engine's or wholly edited.
+    /// There is no temporary file anywhere, and config.json is the engine's or completely edited.
     fn assert_files(&self, edited: &Value, after: &str) {
         let state = self.world.state_dir();
         for name in names(&state) {
@@ -380,7 +380,7 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// The members that an edit adds again each time.
+/// The members that every edit adds.
 fn without_lease(mut config: Value) -> Value {
     if let Some(annotations) = config["annotations"].as_object_mut() {
         let lease = annotations.shift_remove("sublet.lease");
@@ -396,7 +396,7 @@ fn create(warm: bool) {
     let scene = Scene::new(&world, warm);
     let arguments = scene.create_arguments();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    // The run that leaves its like behind: the state directory is complete after it.
+    // The first run is not killed, so that the state directory is complete afterwards.
     scene.again("nothing");
     scene.bundle.write();
     let calls = traced(&world, &arguments, &scene.bundle);
@@ -446,7 +446,7 @@ fn delete(warm: bool, stopped: bool) {
     );
 }
 
-/// Printed past the capture of the test harness.
+/// Prints past the test harness's capture.
 fn report(what: &str, warm: bool, engine: Engine, calls: &[Call], points: &[Call]) {
     let daemon = if warm { "another lease keeps the daemon" } else { "no daemon" };
     let changing = calls.iter().filter(|call| call.changes).count();
@@ -457,7 +457,7 @@ fn report(what: &str, warm: bool, engine: Engine, calls: &[Call], points: &[Call
         points.len(),
         calls.len()
     );
-    // Past the test harness, which keeps what a test that succeeds says; it may be a file: never from its start.
+    // The test harness hides the output of a test that succeeds. Standard error may be a file, so this appends.
     let stderr = std::fs::OpenOptions::new().append(true).open("/dev/stderr");
     let _ = stderr.and_then(|mut stderr| stderr.write_all(line.as_bytes()));
 }

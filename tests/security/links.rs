@@ -1,7 +1,6 @@
-//! A1 to A4, A7 and A9: links of the image's where sublet or a low-level runtime looks for something or mounts
-//! it, swapped meanwhile or not, and volumes whose mounts the host would see. By the shim, where runc and crun
-//! do the mounting, and by the hook, where sublet does. Afterwards the host is as it was, and whatever was
-//! mounted is inside.
+//! A1 to A4, A7 and A9: symbolic links in the image at paths that sublet or a low-level runtime reads or mounts, also
+//! exchanged at run time, and volumes whose mounts could reach the host. With the shim, runc and crun mount; with the
+//! hook, sublet does. Afterwards the host must be unchanged, and every mount must be inside the container.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -29,7 +28,7 @@ enum EntryPoint {
 
 const DOORS: [EntryPoint; 2] = [EntryPoint::Shim, EntryPoint::Hook];
 
-/// A world, and a directory in it that stands for the host.
+/// A world, and a directory in it that represents the host's files.
 struct Host {
     world: World,
     canary: PathBuf,
@@ -42,14 +41,14 @@ impl Host {
         let canary = world.dir.path().join("canary");
         fs::create_dir_all(canary.join("dir")).expect("a directory");
         fs::write(canary.join("secret"), "of the host").expect("a file");
-        // What sublet would take for a mount point that it has left behind.
+        // A file that looks like a mount point left behind by sublet.
         fs::write(canary.join("libcuda.so.1"), "").expect("a file");
         let mut host = Self { world, canary, before: Vec::new() };
         host.before = host.now();
         host
     }
 
-    /// Everything below the canary, the mount table, and what mounts at wrong places would leave.
+    /// Everything below the canary, the mount table, and the files that mounts at wrong places would leave.
     fn now(&self) -> Vec<String> {
         let find = Command::new("find").arg(&self.canary).args(["-printf", "%p %y %s %m %l\n"]).output();
         let mut lines: Vec<_> =
@@ -57,11 +56,11 @@ impl Host {
         lines.sort();
         let table = fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
         let dir = self.world.dir.path().to_string_lossy().into_owned();
-        // Tests run side by side: those of this world's containers.
+        // Only this world's containers, because tests run in parallel.
         let ours =
             |line: &&str| line.contains(&dir) || line.contains("nvidia") || line.contains("/run/sublet");
         lines.extend(table.lines().filter(ours).map(str::to_owned));
-        // What a runtime makes in the MPS directory, it makes on the host.
+        // Mount points that a runtime makes in the MPS directory are made on the host.
         let public = Command::new("find")
             .arg(self.world.state_dir())
             .args(["-path", "*/public/*", "!", "-name", "control"])
@@ -79,19 +78,19 @@ impl Host {
         assert_eq!(secret, "of the host", "{what}");
     }
 
-    /// Takes away what runc before 1.1.14 leaves outside where the path of a mount point is swapped, whoever asked
-    /// for the mount (CVE-2024-45310): empty files and directories. Nothing of ours has a say in it.
+    /// Removes the empty files and directories that runc before 1.1.14 leaves outside the container if the path of a
+    /// mount point is exchanged, whoever requested the mount (CVE-2024-45310). sublet cannot prevent it.
     fn clear_after_old_runc(&self) {
         let canary = self.canary.display().to_string();
         let left = || {
-            // A directory of the canary's that was used changes its size, and stays.
+            // A directory of the canary that was used stays and changes its size.
             let path = |line: &String| line.split(' ').next().map(str::to_owned);
             let is_new = |line: &String| {
                 line.starts_with(&canary) && !self.before.iter().any(|before| path(before) == path(line))
             };
             self.now().into_iter().rev().filter(is_new).collect::<Vec<_>>()
         };
-        // One that is ending may make another in a directory that was just looked at.
+        // A container that is ending may make another file in a directory that was just checked.
         let cleared = eventually(|| {
             for line in left() {
                 match line.split(' ').collect::<Vec<_>>()[..] {
@@ -105,7 +104,7 @@ impl Host {
         assert!(cleared, "{:?}", left());
     }
 
-    /// A file of the canary's, as an absolute path.
+    /// A file of the canary, as an absolute path.
     fn at(&self, name: &str) -> String {
         self.canary.join(name).display().to_string()
     }
@@ -123,11 +122,11 @@ impl Host {
         bundle
     }
 
-    /// A container whose image has a link at `place` to `target`: whether it started. If it did it has what it
-    /// is given, and nothing of the host's.
+    /// Creates a container whose image has a link at `place` to `target`; whether it started. If it did, it has its
+    /// share and none of the host's files.
     fn attack(&self, entry_point: EntryPoint, place: &str, target: &str, readonly: bool) -> bool {
-        // What a link in /proc leads to is another thing for the runtime than for the container, and what is
-        // mounted last hides the other.
+        // A link in /proc has another target for the runtime than for the container, and the last mount hides the
+        // earlier one.
         let reached = match (target.starts_with("/proc"), place) {
             (true, _) => "",
             (false, "/tmp/nvidia-mps") => "/tmp/nvidia-mps",
@@ -187,7 +186,7 @@ impl Host {
         assert_eq!(table.lines().find(shows), None, "{what}");
     }
 
-    /// sublet's mounts come from the driver and from the state directory, and one is a program of its own.
+    /// sublet mounts files of the driver and of the state directory, and `sublet-share`.
     fn assert_sources(&self, bundle: &Bundle<'_>, what: &str) {
         let engines = bundle.spec["mounts"].as_array().expect("mounts").len();
         let driver = self.world.driver_root.as_ref().expect("simulated");
@@ -200,7 +199,7 @@ impl Host {
     }
 }
 
-/// It has the driver's library, if it can have one, and its MPS directory at `reached`.
+/// The container has the driver's library, if its image can have one, and its MPS directory at `reached`.
 fn assert_given(bundle: &Bundle<'_>, reached: &str, what: &str) {
     let look =
         format!("[ ! -e {DIR}/libc.so.6 ] || grep -q ELF {DIR}/libcuda.so.1 && [ -S {reached}/control ]");
@@ -213,7 +212,7 @@ fn inside(bundle: &Bundle<'_>, path: &str) -> PathBuf {
     bundle.dir.join("rootfs").join(path.trim_start_matches('/'))
 }
 
-/// Puts a link of the image's at `place`, over what is there.
+/// Replaces the image's file at `place` by a link.
 fn link(bundle: &Bundle<'_>, place: &str, target: &str) {
     let link = cleared(bundle, place);
     symlink(target, link).expect("a link of the image's");
@@ -270,13 +269,13 @@ fn a2_what_a_driver_file_lands_on_is_inside() {
                 started += usize::from(host.attack(entry_point, place, target, false));
             }
         }
-        // What is mounted in an MPS directory is made in the daemon's.
+        // A mount point in the MPS directory is made in the daemon's directory.
         for (place, target) in
             [("/tmp", "/run/sublet/mps"), ("/run/sublet/mps", "/tmp"), ("/run/sublet/mps", "/dev")]
         {
             assert!(!host.attack(entry_point, place, target, false), "{entry_point:?}: {place} -> {target}");
         }
-        // A file of the kernel's own is no place for a driver's: the runtime may write there.
+        // A file of the kernel is not a mount point for a driver file: the runtime may write there.
         let kernels = host.attack(entry_point, "/usr/bin/nvidia-smi", "/proc/version", false);
         assert!(entry_point == EntryPoint::Shim || !kernels, "mounted over /proc");
     }
@@ -334,7 +333,7 @@ fn a4_what_is_at_a_mount_point_already_is_refused_or_stays_inside() {
     }
 }
 
-/// Has the swapping end, however the test does.
+/// Ends the exchanging process, however the test ends.
 struct Done<'a>(&'a AtomicBool);
 
 impl Drop for Done<'_> {
@@ -363,7 +362,7 @@ fn a7_ten_thousand_swaps_lead_nowhere_else() {
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
                 for (good, evil) in &pairs {
-                    // They are not there between two containers.
+                    // Between two containers the paths do not exist.
                     let swapped = renameat2(AT_FDCWD, good, AT_FDCWD, evil, RenameFlags::RENAME_EXCHANGE);
                     count.fetch_add(u64::from(swapped.is_ok()), Ordering::Relaxed);
                 }
@@ -390,7 +389,7 @@ fn is_old_runc(world: &World) -> bool {
     version.is_some_and(|version| version.split('.').map_while(|part| number(part).ok()).lt([1, 1, 14]))
 }
 
-/// One container while its paths are swapped; it may be refused.
+/// Creates one container while its paths are exchanged. It may be refused.
 fn race(host: &Host, entry_point: EntryPoint, volume: &Path, what: &str) {
     fs::create_dir_all(volume.join("bin")).expect("the volume");
     symlink(&host.canary, volume.join("evil")).expect("a link");
@@ -416,7 +415,7 @@ fn race(host: &Host, entry_point: EntryPoint, volume: &Path, what: &str) {
     }
 }
 
-/// A tmpfs that is shared with the host (`mount_namespaces(7)`), taken off again.
+/// A tmpfs with shared propagation to the host (`mount_namespaces(7)`), unmounted on drop.
 struct Shared(PathBuf);
 
 impl Shared {
@@ -455,7 +454,7 @@ fn a9_shared_volumes_leave_no_mount_on_the_host() {
             bundle.spec["mounts"].as_array_mut().expect("mounts").push(json!({"destination": destination,
                 "type": "bind", "source": volume.0, "options": ["rbind", propagation]}));
             if propagation == "rshared" {
-                // As Docker does for such a volume: else it is shared with nobody outside.
+                // As Docker does for such a volume. Otherwise nothing outside shares it.
                 bundle.spec["linux"]["rootfsPropagation"] = json!("shared");
             }
             let created = bundle.create();
@@ -476,7 +475,7 @@ fn a9_shared_volumes_leave_no_mount_on_the_host() {
     host.world.assert_empty();
 }
 
-/// Whether the refusal says so; crun keeps what hooks say to itself.
+/// Whether the refusal says so. crun does not print hooks' output.
 fn said(host: &Host, created: &Finished, why: &str) -> bool {
     let last = host.world.sublet(&["status", "--last-error"]);
     created.stderr.contains(why) || String::from_utf8_lossy(&last.stdout).contains(why)

@@ -1,5 +1,5 @@
-//! A5, A6 and A8: sublet's own programs from inside a container, the image's programs from sublet, and the
-//! image's environment.
+//! A5, A6 and A8: a container must not change sublet's programs, sublet must not run the image's programs, and the
+//! image's environment must not reach sublet.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -17,8 +17,8 @@ const SHARE: &[(&str, &str)] = &[("sublet.sm", "25")];
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const SLEEP: &[&str] = &["/bin/sleep", "120"];
 
-/// For each process of sublet's that it sees: opens its program, and writes to it as soon as nobody runs it
-/// any more (until then the kernel refuses: ETXTBSY, open(2)).
+/// For each process of sublet that it sees, opens the program and writes to it as soon as no process runs it (until
+/// then the kernel refuses with ETXTBSY, open(2)).
 const OVERWRITE: &str = r#"
 while :; do
     for exe in /proc/[0-9]*/exe; do
@@ -68,7 +68,7 @@ fn a5_a_container_cannot_write_to_our_programs() {
 /// Calls by which a program runs others or reads files.
 const CALLS: &str = "trace=execve,execveat,open,openat,openat2,chroot,pivot_root,clone,clone3,fork,vfork";
 
-/// The image's own tools, which tell that they ran, and loader files that name files outside.
+/// Tools in the image that report when they run, and loader files that name files outside the image.
 fn trap(world: &World, bundle: &Bundle<'_>) -> PathBuf {
     let rootfs = bundle.dir.join("rootfs");
     let told = world.dir.path().join("told");
@@ -97,9 +97,9 @@ fn trap(world: &World, bundle: &Bundle<'_>) -> PathBuf {
     told
 }
 
-/// The programs that the traced processes ran, and the files that they opened, each up to the first program that is
-/// none of ours: the low-level runtime. `logs` has a file for each of them; the shim, whose daemon and container
-/// strace would wait for, is not followed, and has no other children here.
+/// The programs that the traced processes ran and the files that they opened, up to the first program that is not
+/// sublet's: the low-level runtime. `logs` has a file for each process. The shim's children are not traced, because
+/// strace would wait for its daemon and container. It has no other children here.
 fn traced(logs: &Path, followed: bool) -> (Vec<String>, Vec<String>) {
     let (mut ran, mut opened) = (Vec::new(), Vec::new());
     for log in fs::read_dir(logs).expect("strace writes its logs").flatten() {
@@ -184,8 +184,8 @@ fn a6_nothing_of_the_image_is_run_or_parsed() {
     world.assert_empty();
 }
 
-/// Programs of this build in a directory of their own. What else sublet calls there, `sublet-hook` and `sublet`,
-/// are dynamic programs (scripts of the shell) that write down their environment and become the real ones.
+/// Programs of this build in a separate directory. `sublet-hook` and `sublet`, which sublet calls there, are shell
+/// scripts that record their environment and then run the real programs.
 struct Own(PathBuf);
 
 impl Own {
@@ -213,7 +213,7 @@ impl Own {
         command
     }
 
-    /// The environments that `program` was run with, by the names in them.
+    /// The environments that `program` was run with: the names of their variables.
     fn environments(&self, program: &str) -> Vec<BTreeSet<String>> {
         let text = fs::read_to_string(self.0.join(format!("{program}.environment"))).unwrap_or_default();
         let names =
@@ -259,7 +259,7 @@ fn a8_the_images_environment_reaches_no_hook() {
     assert_eq!(world.leases().len(), 1);
     podmans.down();
     own.assert_clean("sublet-hook", 2, "precreate");
-    // The one that `run` puts there.
+    // The hook that `run` adds.
     let alone = hostile(&world, "alone", &["/bin/true"]);
     alone.write();
     let mut run = own.command(&world, "sublet-runtime");
@@ -267,7 +267,7 @@ fn a8_the_images_environment_reaches_no_hook() {
     assert!(status.status().expect("it runs").success());
     own.assert_clean("sublet-hook", 3, "run");
     world.assert_empty();
-    // Those of our CDI devices.
+    // The hooks of sublet's CDI devices.
     world.generate_cdi();
     let spec = fs::read(world.dir.path().join("cdi/sublet.json")).expect("the specification");
     let spec: Value = serde_json::from_slice(&spec).expect("JSON");
@@ -278,7 +278,8 @@ fn a8_the_images_environment_reaches_no_hook() {
     }
 }
 
-/// The second line: should an engine hand the image's environment to a hook all the same, it ends there.
+/// The second line of defence: if an engine passes the image's environment to a hook after all, the hook does not pass
+/// it on.
 #[test]
 fn a8_a_hook_hands_no_environment_on_and_looks_at_no_working_directory() {
     if skip_unless_root() {

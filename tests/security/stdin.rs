@@ -1,5 +1,5 @@
-//! C6: what stands on a hook's standard input. An error and a status that is not 0, in one line, and nothing is
-//! half done.
+//! C6: the content of a hook's standard input. The hook prints an error in one line, its status is not 0, and nothing
+//! is half done.
 
 use std::io::Write as _;
 use std::process::Stdio;
@@ -46,7 +46,7 @@ fn c6_precreate_leaves_nothing_half_done() {
         assert!(!refusal(&refused).contains('\u{1b}'));
     }
     assert_eq!(world.leases(), Vec::<Value>::new());
-    // If the cgroup's name has no id, the root filesystem identifies the container.
+    // If the cgroup's name contains no id, the root filesystem identifies the container.
     let mut unnamed = bundle.podmans();
     unnamed["linux"]["cgroupsPath"] = json!("/user.slice");
     unnamed["annotations"]["sublet.sm"] = json!("250");
@@ -136,7 +136,7 @@ fn c6_poststop_frees_what_it_names_and_nothing_else() {
         assert!(hook(&world, "poststop", &input).ok);
         assert_eq!(world.leases().len(), 1);
     }
-    // Twice is no error, and the pid is none any more.
+    // A second call is no error, although the process no longer exists.
     for _ in 0..2 {
         let freed = hook(&world, "poststop", &good);
         assert!(freed.ok, "{freed:?}");
@@ -181,7 +181,7 @@ fn c6_prestart_refuses_what_is_no_state() {
     world.assert_empty();
 }
 
-/// Its runtime would wait, and whoever started the container.
+/// Otherwise the runtime would wait, and the engine too.
 #[test]
 fn c6_a_writer_that_keeps_silent_is_not_waited_for() {
     if skip_unless_root() {

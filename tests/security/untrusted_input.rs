@@ -1,5 +1,5 @@
-//! C1, C2 and C7: what stands in annotations, in config.json and on the runtime's command line. (What the command
-//! lines of engines are taken for, word by word: `src/runtime/shim/argv_tests.rs`, `tests/unit/runtime.rs`.)
+//! C1, C2 and C7: the content of annotations, of config.json and of the runtime's command line. (How engines' command
+//! lines are parsed: `src/runtime/shim/argv_tests.rs`, `tests/unit/runtime.rs`.)
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
@@ -16,7 +16,7 @@ fn bad<'a>(world: &'a World, annotations: &[(&str, &str)]) -> Bundle<'a> {
     world.bundle("bad", annotations, HOLD)
 }
 
-/// Whatever stands in an annotation, the line is short and a terminal is safe.
+/// Whatever an annotation contains, the message is short and safe to print on a terminal.
 #[test]
 fn c1_hostile_annotations() {
     if skip_unless_root() {
@@ -48,7 +48,7 @@ fn c1_hostile_annotations() {
     world.assert_empty();
 }
 
-/// What no engine writes.
+/// Input that no engine writes.
 #[test]
 fn c2_specs_that_are_damaged() {
     if skip_unless_root() {
@@ -119,7 +119,7 @@ fn c2_specs_that_are_damaged() {
     world.assert_empty();
 }
 
-/// What it says of a file that it cannot or will not read: an error, or the low-level runtime's own.
+/// The error for a file that sublet cannot or will not read: sublet's, or the low-level runtime's.
 #[test]
 fn c2_files_that_no_engine_writes() {
     if skip_unless_root() {
@@ -129,7 +129,7 @@ fn c2_files_that_no_engine_writes() {
     let bundle = bad(&world, SHARE);
     let file = bundle.dir.join("config.json");
     let whole = serde_json::to_vec(&bundle.spec).expect("JSON");
-    // A path that is no UTF-8 cannot stand in JSON.
+    // JSON cannot contain a path that is not UTF-8.
     let mut path = serde_json::to_string(&bundle.spec)
         .expect("JSON")
         .replacen("\"rootfs\"", "\"root?s\"", 1)
@@ -149,7 +149,7 @@ fn c2_files_that_no_engine_writes() {
         "$DIR/bundles/bad/config.json is larger than 16 MiB, which no engine writes, and was not read: \
          recreate the container"
     );
-    // The same without asking for a share: sublet passes it on.
+    // The same without a request for a share: sublet passes it on.
     let plain = world.bundle("plain", &[], SLEEP);
     let mut large = serde_json::to_vec(&plain.spec).expect("JSON");
     large.resize(17 << 20, b' ');
@@ -170,7 +170,7 @@ fn c2_files_that_no_engine_writes() {
     assert_ne!(output.status.code(), Some(124), "it waits for the pipe");
 }
 
-/// Keys that runc takes for others, whatever their case, and crun does not.
+/// Keys that runc matches without regard to case, and crun does not.
 #[test]
 fn c2_keys_in_another_case() {
     if skip_unless_root() {
@@ -203,7 +203,7 @@ fn low_level_stub(world: &World) -> String {
     text.replace(&format!("{:?}", [world.engine.program()]), "[\"/bin/true\"]")
 }
 
-/// A low-level runtime that cannot be run, found when the share is taken already.
+/// A low-level runtime that cannot be run. sublet finds that out when it has already taken the lease.
 #[test]
 fn c2_an_edit_is_taken_back_where_the_runtime_does_not_run() {
     if skip_unless_root() {
@@ -221,7 +221,7 @@ fn c2_an_edit_is_taken_back_where_the_runtime_does_not_run() {
     world.assert_empty();
 }
 
-/// `create` of what stands in config.json.
+/// `create` with this config.json.
 fn create(bundle: &Bundle<'_>) -> Finished {
     let mut command = bundle.runtime();
     command.arg("create").arg("--bundle").arg(&bundle.dir).arg(&bundle.id);
@@ -333,7 +333,7 @@ fn c7_what_nobody_knows_passes_unchanged() {
         assert_eq!((with.code, &with.stdout), (without.code, &without.stdout), "{line:?}");
         assert_eq!(said(&with), said(&without), "{line:?}");
     }
-    // Where it is in doubt which container it is: refused, and the file is as it was.
+    // If it is unclear which container is meant, the command is refused and the file stays unchanged.
     let before = std::fs::read(bundle.dir.join("config.json")).expect("config.json");
     for line in [format!("create --bundle {dir} --new-option x c"), format!("create --bundle {dir}")] {
         let mut command = world.runtime();

@@ -1,4 +1,4 @@
-//! B11, B12 and C1: what users must not be able to do to each other by way of `sublet serve`, nor to the service.
+//! B11, B12 and C1: what users must not be able to do through `sublet serve` to each other and to the service.
 
 #[path = "../e2e/two_users/mod.rs"]
 mod two_users;
@@ -43,20 +43,20 @@ fn b11_nobody_acts_on_what_is_somebody_elses() {
     assert_eq!((&answers[0]["lease"], &answers[1]["done"]), (&Value::Null, &json!(false)));
     assert_eq!(host.leases()[0]["state"], "active");
 
-    // Processes that are not Bob's: Alice's container, root's first process, none.
+    // Processes that are not Bob's: Alice's container, root's init, and none.
     let admit = |owner: i32| {
         json!({"v": 1, "do": "admit", "container": {"id": "b", "bundle": "/b", "rootfs": "/b/r", "record": "/r/b"},
             "owner": owner, "annotations": {"sublet.gpu": "0", "sublet.mode": "mps"}, "image":
             {"library_dir": null, "nix": false, "tmp_is_host": false, "created": [], "warnings": []}})
     };
-    // (Where not even root may look at the first process, that is the reason.)
+    // (If not even root may inspect init, the message says that.)
     for (owner, why) in
         [(alices, "does not belong to uid 1001"), (1, "process 1"), (-1, "there is no process")]
     {
         let answer = &host.say(BOB, &[admit(owner)])[0];
         assert!(answer["refused"]["reason"].as_str().unwrap_or_default().contains(why), "{answer}");
     }
-    // His own lease cannot be bound to her process either, and it ends with his.
+    // Bob's own lease cannot be bound to Alice's process either. It ends with Bob's process.
     let mut speaking = host.command(BOB, "speak");
     let mut speaking =
         speaking.arg(host.socket()).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
@@ -81,7 +81,7 @@ fn b11_nobody_acts_on_what_is_somebody_elses() {
     drop(speaking.stdin.take());
     speaking.wait().expect("it ends");
     assert!(eventually(|| host.leases().len() == 1), "the lease of a client that is gone");
-    // The owner may not free what still runs, nor does saying so end it.
+    // The owner cannot release the lease of a running container, and the attempt does not end the container.
     let end = json!({"v": 1, "do": "withdraw", "lease": lease});
     let answer = &host.say(ALICE, &[end])[0];
     assert!(answer["refused"]["reason"].as_str().unwrap_or_default().contains("still run"), "{answer}");
@@ -105,7 +105,7 @@ fn b11_no_path_of_a_users_is_opened_by_root() {
         {"library_dir": null, "nix": false, "tmp_is_host": false, "created": ["/empty"], "warnings": []}});
     let answer = &host.say(BOB, &[admit])[0];
     assert!(answer["granted"]["lease"].is_string(), "{answer}");
-    // Its owner is gone: the next command frees it and would clear what it left.
+    // The owner's process is gone, so the next command releases the lease and would remove its files.
     assert!(eventually(|| host.leases().is_empty()));
     assert!(host.world.sublet(&["gc"]).status.success());
     assert!(precious.join("empty").exists() && precious.join(".x.999999999.tmp").exists());
@@ -141,7 +141,7 @@ fn b12_one_uid_holds_sixteen_connections() {
     let (turned_away, words) = held.turned_away();
     assert_eq!(turned_away, 4);
     assert!(words.contains("uid 1000 already has 16 connections to sublet serve"), "{words}");
-    // Others are let in, and so is she once those hang for a second.
+    // Other users are served, and so is Alice once those connections have hung for a second.
     assert_eq!(host.say(BOB, &[json!({"v": 1, "do": "status"})])[0]["status"]["uid"], json!(BOB));
     let bundle = host.bundle(ALICE, "all-the-same", QUARTER, HOLD);
     bundle.up();
@@ -150,14 +150,14 @@ fn b12_one_uid_holds_sixteen_connections() {
     host.world.assert_empty();
 }
 
-/// What it costs the others is measured by `tests/bench/run hanging`.
+/// `tests/bench/run hanging` measures the cost for other users.
 #[test]
 fn b12_hanging_connections_hold_nobody() {
     if skip_unless_root() {
         return;
     }
     let host = serving("h200");
-    // A thousand of 63 other users, one of which sends a byte a second, and sixteen of Alice's own.
+    // A thousand connections of 63 other users, one of which sends a byte a second, and sixteen of Alice's.
     let mut holders: Vec<Holder> = (0..63).map(|user| host.hold(20_000 + user, "hang", 16)).collect();
     holders.push(host.hold(19_999, "drip", 1));
     holders.push(host.hold(ALICE, "hold", 16));
@@ -166,7 +166,7 @@ fn b12_hanging_connections_hold_nobody() {
     }
     let pid = host.serve.as_ref().expect("it runs").id();
     let open = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("/proc").count();
-    // On a busy machine the first have hung for so long that they were closed.
+    // On a busy machine the first connections may have hung so long that they were closed.
     assert!(open > 500, "{open}");
     for round in 0..3 {
         let bundle = host.bundle(ALICE, &format!("beside-{round}"), QUARTER, HOLD);
@@ -181,7 +181,7 @@ fn b12_hanging_connections_hold_nobody() {
     host.world.assert_empty();
 }
 
-/// A request of Bob's for container `b`.
+/// Bob's request for container `b`.
 fn admit(owner: Option<i32>) -> Value {
     json!({"v": 1, "do": "admit", "container": {"id": "b", "bundle": "/b", "rootfs": "/b/r", "record": "/r/b"},
         "owner": owner, "annotations": {"sublet.gpu": "0"}, "image":
@@ -192,7 +192,7 @@ fn reason(answer: &Value) -> &str {
     answer["refused"]["reason"].as_str().unwrap_or_default()
 }
 
-/// A process of `uid`'s that sleeps, by way of `setpriv` with these options.
+/// A sleeping process of user `uid`, started by `setpriv` with these options.
 fn sleeper(options: &[&str]) -> std::process::Child {
     let mut command = std::process::Command::new("setpriv");
     let child = command.args(options).args(["--clear-groups", "sleep", "300"]).spawn().expect("setpriv runs");
@@ -217,7 +217,7 @@ fn b11_a_process_is_a_users_only_if_it_is_theirs_alone() {
     let mut raised = sleeper(&["--ruid=1001"]);
     let refused = &host.say(BOB, &[admit(Some(pid(&raised)))])[0];
     assert!(reason(refused).contains("does not belong to uid 1001"), "{refused}");
-    // His own process may answer for a lease, and to no other's may it be handed over.
+    // A lease may be bound to Bob's own process, but not handed over to another user's.
     let granted = host.say(BOB, &[admit(Some(pid(&own)))]).remove(0);
     let lease = &granted["granted"]["lease"];
     assert!(lease.is_string(), "{granted}");
@@ -257,7 +257,7 @@ fn b11_a_lease_of_anothers_is_no_grant_and_a_user_without_a_policy_gets_nothing(
     forged["annotations"]["sublet.lease"] = lease.clone();
     let answer = &host.say(BOB, &[forged.clone()])[0];
     assert!(reason(answer).contains("this container has no live lease with that id"), "{answer}");
-    // Alice herself, for another container of hers.
+    // Alice does it herself, for another of her containers.
     assert!(reason(&host.say(ALICE, &[forged])[0]).contains("this container has no live lease"));
     let asks = [admit(None), json!({"v": 1, "do": "inventory"})];
     for answer in host.say(4321, &asks) {

@@ -1,5 +1,5 @@
-//! MIG layouts on the simulated driver, by way of NVML: thousands of changes around what is held.
-//! Skipped, with a line that says so, where the simulator is not built or we are not root.
+//! MIG layouts on the simulated driver through NVML: thousands of changes while some MIG devices have leases.
+//! Skipped, with a message, if the simulator is not built or the user is not root.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -60,14 +60,14 @@ impl Random {
     }
 }
 
-/// Instances that fit together, each cut or whole, at random.
+/// Random instances that fit together, whole or divided into compute instances.
 fn some_layout(gpu: &Gpu, random: &mut Random) -> Target {
     let (mut want, mut taken) = (Vec::<Want>::new(), Vec::<mig::Span>::new());
     for _ in 0..random.below(9) {
         let profile = &gpu.profiles[random.below(gpu.profiles.len())];
         let span = profile.placements[random.below(profile.placements.len())];
         let same = want.iter().filter(|one| one.profile == profile.id).count();
-        // One optical flow accelerator a GPU, which one instance alone can have.
+        // A GPU has one optical flow accelerator, which only one instance can have.
         let media = |one: &Want| gpu.profile(one.profile).is_some_and(|profile| profile.media[1] > 0);
         let second = profile.media[1] > 0 && want.iter().any(media);
         let overlaps = taken.iter().any(|other| other.overlaps(span));
@@ -124,7 +124,7 @@ fn lease(device: &str) -> Lease {
     }
 }
 
-/// Profiles and cuts, wherever they lie.
+/// Profiles and their compute instances, without the placements.
 fn content(gpu: &Gpu) -> Vec<(u32, Vec<u32>)> {
     let cut = |one: &mig::Instance| {
         let mut cut: Vec<u32> = one.compute.iter().map(|part| part.slices).collect();
@@ -136,7 +136,7 @@ fn content(gpu: &Gpu) -> Vec<(u32, Vec<u32>)> {
     content
 }
 
-/// Walks from layout to layout; how many changes were made, and how many refused for what is held.
+/// Changes from layout to layout. Returns how many changes were made, and how many were refused because of leases.
 fn walk(topology: &str, changes: usize) -> Option<(usize, usize)> {
     let host = Host::up(topology)?;
     let inventory = sublet::probe::probe(&host.config).unwrap();

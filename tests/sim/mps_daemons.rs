@@ -1,5 +1,5 @@
 //! MPS daemons from first start to last stop, against the simulated driver: real processes, a real ledger.
-//! Skipped, with a line that says so, where the simulator is not built or we are not root.
+//! Skipped, with a message, if the simulator is not built or the user is not root.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, symlink};
@@ -41,7 +41,7 @@ fn built(program: &str) -> PathBuf {
 }
 
 impl Host {
-    /// A simulated H200, or `None` where there can be none.
+    /// A simulated H200, or `None` if it cannot be set up.
     fn up(name: &str) -> Option<Self> {
         let can = nix::unistd::geteuid().is_root()
             && built("sublet-sim").exists()
@@ -50,7 +50,7 @@ impl Host {
             eprintln!("SKIPPED: needs root and the simulator (cargo build --workspace)");
             return None;
         }
-        // Daemons move to the root of their cgroup namespace, and this is to be one of the test's own.
+        // Daemons move to the root of their cgroup namespace, so the test needs a separate one.
         unshare(CloneFlags::CLONE_NEWCGROUP).unwrap();
         let root = PathBuf::from(format!("/tmp/sublet-mps-{}-{name}", std::process::id()));
         let topology = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/sim/topologies/h200.toml");
@@ -62,7 +62,7 @@ impl Host {
             .stdout(Stdio::null())
             .status();
         assert!(up.unwrap().success());
-        // sublet looks for its own `sublet` program beside the running one, which here is this test.
+        // sublet looks for the program `sublet` beside the running program, which is this test.
         let beside = std::env::current_exe().unwrap().with_file_name("sublet");
         let _ = symlink(env!("CARGO_BIN_EXE_sublet"), beside);
         let mut config = Config { state_dir: root.join("run"), ..Config::default() };
@@ -140,7 +140,7 @@ impl Host {
         self.store.read().unwrap().daemons.into_iter().find(|server| server.key.0 == key)
     }
 
-    /// What the daemon itself says, to a control program from elsewhere: the host's may have been moved.
+    /// The daemon's own answer to another copy of the control program, because the host's may have been moved.
     fn ask(&self, key: &str, command: &str) -> String {
         let script = format!("echo {command} | {}", built("nvidia-cuda-mps-control").display());
         let output = Command::new("/bin/sh")
@@ -163,7 +163,7 @@ impl Host {
     }
 }
 
-/// One test function: the environment, which names the configuration, is the process's.
+/// This is one test function, because the environment variable with the configuration belongs to the process.
 #[test]
 #[allow(unsafe_code, reason = "one test, one thread")]
 fn daemons_follow_their_leases() {
@@ -190,7 +190,7 @@ fn daemons_follow_their_leases() {
 
 fn a_cold_daemon_is_started_and_a_warm_one_asked_nothing(host: &Host) {
     assert_eq!(host.compute_mode(), ComputeMode::Default);
-    // dup(2) makes a descriptor that every child inherits, as engines leave them open.
+    // dup(2) makes a descriptor that every child inherits, like descriptors that engines leave open.
     let leaked = nix::unistd::dup(fs::File::open(host.root.join("config.toml")).unwrap()).unwrap();
     let lease = host.take("00000000000000a1", GPU, Some(25), None);
     assert_eq!(host.ready(&lease).unwrap(), Vec::<String>::new());
@@ -204,7 +204,7 @@ fn a_cold_daemon_is_started_and_a_warm_one_asked_nothing(host: &Host) {
     let daemon = server.process.unwrap().pid;
     left_the_starter(daemon, &host.root.join("config.toml"));
     drop(leaked);
-    // Nothing can be started now, and nothing has to be.
+    // Nothing can be started now, and nothing needs to be started.
     let program = host.root.join("usr/bin/nvidia-cuda-mps-control");
     let aside = program.with_extension("aside");
     fs::rename(&program, &aside).unwrap();
@@ -257,7 +257,7 @@ fn the_ceiling_follows_the_leases(host: &Host) {
     assert!(host.names(&format!("mps/{GPU}/public")).is_empty());
 }
 
-/// Memory limits as the daemon has them: for servers that start later, and of the one that runs.
+/// The daemon's memory limits: for servers that start later, and of the running server.
 fn memory_limits(host: &Host) -> [String; 2] {
     let pid = host.ask(GPU, "get_server_list");
     ["get_default_device_pinned_mem_limit 0".into(), format!("get_device_pinned_mem_limit {pid} 0")]
@@ -285,7 +285,7 @@ fn the_memory_ceiling_follows_the_leases(host: &Host) {
     host.give_back(&large);
     settle();
     assert_eq!(memory_limits(host), ["4096M", "4096M"]);
-    // What the ceiling admits costs no process: there is none to be had.
+    // A limit within the server's default limit needs no process. None can be started here.
     let program = host.root.join("usr/bin/nvidia-cuda-mps-control");
     let aside = program.with_extension("aside");
     fs::rename(&program, &aside).unwrap();
@@ -304,7 +304,7 @@ fn a_ceiling_that_is_not_known_to_be_in_force_is_set_anew(host: &Host) {
     let start = || assert!(host.sublet(&["mps", "start", GPU]).0);
     let ready = || assert!(host.ready(&lease).unwrap().is_empty());
     for put_right in [&settle as &dyn Fn(), &start, &ready] {
-        // The limit was being lowered: it is recorded, and the daemon has been told only part of it.
+        // The limit was being lowered: it is recorded, and the daemon has received only part of it.
         host.edit(|ledger| ledger.daemons[0].answered_at = 0);
         host.ask(GPU, &format!("set_device_pinned_mem_limit {} 0 8G", host.ask(GPU, "get_server_list")));
         put_right();
@@ -312,7 +312,7 @@ fn a_ceiling_that_is_not_known_to_be_in_force_is_set_anew(host: &Host) {
     }
     let ledger = host.root.join("run/ledger.json");
     for put_right in [&settle as &dyn Fn(), &ready] {
-        // As the version before wrote it, which set none.
+        // As written by the earlier version, which set no limit.
         let mut old: serde_json::Value = serde_json::from_slice(&fs::read(&ledger).unwrap()).unwrap();
         assert!(old["servers"][0].as_object_mut().unwrap().remove("memory_ceiling").is_some());
         fs::write(&ledger, serde_json::to_vec(&old).unwrap()).unwrap();
@@ -345,7 +345,7 @@ fn a_stopped_daemon_is_found_out(host: &Host) {
     assert_eq!(host.server(GPU).unwrap().state, DaemonState::Serving);
 }
 
-/// Children of this process with that name, zombies too.
+/// Children of this process with that name, including zombies.
 fn children_named(name: &str) -> usize {
     let us = format!(") S {0} |) Z {0} |) R {0} ", std::process::id());
     let stats = fs::read_dir("/proc").unwrap().flatten();
@@ -376,7 +376,7 @@ fn a_dead_daemon_comes_back_under_the_same_directory(host: &Host) {
     assert!(mps::heal(&host.store, &host.config).is_empty());
 }
 
-/// The record says `starting`, a daemon runs that no record names.
+/// The ledger says `starting`, and a daemon runs that is not in the ledger.
 fn a_start_that_was_killed_is_taken_up(host: &Host) {
     let stray = host.server(GPU).unwrap().process.unwrap();
     host.edit(|ledger| {
@@ -486,7 +486,7 @@ fn a_daemon_that_never_answers_leaves_nothing_changed(host: &Host) {
     assert!(host.server(GPU).is_none());
 }
 
-/// Moves both programs to `dir` below the root, where one of the driver's layouts has them.
+/// Moves both programs to `dir` below the root, which is a directory of one of the driver's layouts.
 fn move_programs(host: &Host, from: &str, dir: &str) {
     fs::create_dir_all(host.root.join(dir)).unwrap();
     for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
@@ -494,8 +494,8 @@ fn move_programs(host: &Host, from: &str, dir: &str) {
     }
 }
 
-/// Written by another process: what we had open for writing, a child that another test is just starting would hold open
-/// too, and the program could not be run (ETXTBSY, execve(2)).
+/// Another process writes the file. If this process had it open for writing, a child that another test is just starting
+/// would keep it open, and the program could not be run (ETXTBSY, execve(2)).
 fn script(path: &Path, text: &str) {
     use std::io::Write as _;
     let mut install = Command::new("install");
@@ -505,7 +505,8 @@ fn script(path: &Path, text: &str) {
     assert!(install.wait().unwrap().success());
 }
 
-/// A start, its one server, and the end of both; the server's program and the first of the daemon's PATH.
+/// Starts a daemon and its server, and ends both. Returns the server's program and the first directory of the daemon's
+/// PATH.
 fn served(host: &Host) -> (PathBuf, String) {
     let lease = host.take("00000000000000d3", GPU, Some(25), None);
     host.ready(&lease).unwrap();
@@ -528,7 +529,7 @@ fn programs_of_container_hosts_are_found(host: &Host) {
     let expected = host.root.join(dir);
     let (program, first) = served(host);
     assert_eq!((program, first), (expected.join("nvidia-cuda-mps-server"), expected.display().to_string()));
-    // As Debian has them: the server among the administrator's programs.
+    // As in Debian: the server is in /usr/sbin.
     move_programs(host, dir, "usr/bin");
     let sbin = host.root.join("usr/sbin");
     fs::create_dir_all(&sbin).unwrap();
@@ -538,7 +539,7 @@ fn programs_of_container_hosts_are_found(host: &Host) {
     fs::rename(server(&sbin), server(&host.root.join("usr/bin"))).unwrap();
 }
 
-/// Whatever the program behind it is called: found, asked, stopped, and taken up after a loss of the ledger.
+/// Under any program name, the daemon is found, queried, stopped, and recovered after a loss of the ledger.
 fn a_wrapper_in_place_of_the_control_program_works(host: &Host) {
     let program = host.root.join("usr/bin/nvidia-cuda-mps-control");
     let real = host.root.join("usr/lib/the-real-one");
@@ -550,7 +551,7 @@ fn a_wrapper_in_place_of_the_control_program_works(host: &Host) {
     host.ready(&lease).unwrap();
     let before = host.server(GPU).unwrap();
     fs::remove_file(host.root.join("run/ledger.json")).unwrap();
-    // A change of the ledger rebuilds it from what runs.
+    // A change of the ledger rebuilds it from running processes.
     host.edit(|_| {});
     assert_eq!(host.server(GPU).unwrap().process, before.process, "by its own pid file");
     host.edit(|ledger| ledger.leases.clear());
@@ -559,7 +560,7 @@ fn a_wrapper_in_place_of_the_control_program_works(host: &Host) {
     fs::rename(&real, &program).unwrap();
 }
 
-/// At once, with the server's own words; and what a fault left does not stay.
+/// The error comes at once with the server's own message, and nothing is left of a failed start.
 fn a_server_that_ends_as_it_starts_is_named(host: &Host) {
     let fault = host.root.join("sim/mps-server-fault");
     fs::write(&fault, "invalid argument").unwrap();
@@ -587,7 +588,7 @@ fn a_server_that_ends_as_it_starts_is_named(host: &Host) {
     mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
 }
 
-/// Before a daemon is started, and not while one runs.
+/// This happens before a daemon is started, and not while one runs.
 fn half_of_the_programs_is_named_at_once(host: &Host) {
     let server = host.root.join("usr/bin/nvidia-cuda-mps-server");
     let lease = host.take("00000000000000d6", GPU, Some(25), None);

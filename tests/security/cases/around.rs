@@ -1,4 +1,4 @@
-//! The shim: `create` and what comes after it, with everything around it broken, unlucky or somebody else's.
+//! The shim: `create` and later commands, while files and programs around it are broken, missing or owned by others.
 
 use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
 use crate::frame::{Case, QUARTER, case};
@@ -7,7 +7,7 @@ pub fn cases() -> Vec<Case> {
     [state(), configuration(), daemon(), names(), process()].into_iter().flatten().collect()
 }
 
-/// The state directory, and what lies in it.
+/// The state directory and its files.
 fn state() -> Vec<Case> {
     vec![
         case(
@@ -231,7 +231,7 @@ fn names() -> Vec<Case> {
     ]
 }
 
-/// The process that the shim is.
+/// The shim's process.
 fn process() -> Vec<Case> {
     vec![
         case(

@@ -1,4 +1,4 @@
-//! The stage of plain bundles: the shim called as an engine would, at a prompt.
+//! The stage of plain bundles: the shim is called at a prompt as an engine would call it.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -10,7 +10,7 @@ use crate::frame::{NEIGHBOUR, Seen, Stage};
 
 const SHARE: &[(&str, &str)] = &[("sublet.sm", "25"), ("sublet.memory", "8GiB")];
 
-/// Says what nodes there are, and then what CUDA has.
+/// Prints the device nodes, and then what CUDA sees.
 pub const PROBE: &str = "echo nodes: $(ls /dev | grep nvidia)\nexec cuda-probe \"$@\"\n";
 
 const PRELUDE: &str = r#"`$DIR` has all: the bundle `$BUNDLE` of a container that asks for `sublet.sm=25` and `sublet.memory=8GiB`, the runtime's
@@ -34,19 +34,19 @@ stop_daemons() { local p; for p in $(daemons); do kill -STOP $p; until grep -q '
 export -f runtime create said up swap annotate mounted variables aside alone daemons end_daemons stop_daemons
 ```"#;
 
-/// Those of the prelude's functions that other stages have too.
+/// The functions of the prelude that other stages have too.
 pub fn functions(names: &[&str]) -> String {
     let is_one = |line: &&str| names.iter().any(|name| line.starts_with(&format!("{name}() ")));
     PRELUDE.split_inclusive('\n').filter(is_one).collect()
 }
 
-/// What the hook's entry point has besides.
+/// Further functions for the hook's entry point.
 const BY_HAND: &str = r#"state() { printf '{"ociVersion":"1.0.2","id":"%s","status":"%s","pid":%s,"bundle":"%s"}' "$1" "$2" "$3" "${4-$BUNDLE}"; }
 neighbours() { sed -n 's/.*"init":{"process":{"pid":\([0-9]*\).*/\1/p' $STATE/ledger.json; }
 "#;
 
-/// What the entry point of criu has besides. (The runtimes' own sleep ends when it is stopped; an image of a container with a
-/// share is made with what keeps criu from it empty.)
+/// Further functions for the entry point of criu. (The runtimes' own sleep ends when it is stopped. To make an image of
+/// a container with a share, the settings that stop criu are left empty.)
 const CRIU: &str = r#"below() { (runtime() { "$(sed -n 's/^low_level = \["\(.*\)"\]/\1/p' $CONFIG)" --root "$ROOT" "$@"; }; "$@"); }
 runs() { swap '"/bin/sleep","60"' '"/bin/sh","-c","while :; do sleep 1; done"' $DIR/bundles/$1/config.json; runtime create --bundle $DIR/bundles/$1 $1 </dev/null >/dev/null 2>&1 && runtime start $1; }
 save() { runtime checkpoint --image-path $PWD/i --work-path $PWD/w "$@"; }
@@ -56,7 +56,7 @@ alive() { runtime state $1 | grep -o running; }
 leases() { sublet lease list --format json | grep -c container_id; }
 "#;
 
-/// What the entry point of clocks has besides; `clock.so` is made of [`CLOCK`].
+/// Further functions for the entry point of clocks. `clock.so` is compiled from [`CLOCK`].
 const CLOCKS: &str = r#"at() { local years=$1; shift; SHIFT=$((years * 31557600)) LD_PRELOAD=$DIR/clock.so "$@"; }
 aged() { sed -i -E "s/\"(since|answered_at)\":([0-9]+)/\"\1\":@\2$1@/g" $STATE/ledger.json; while read -r n; do swap "@$n@" $(($n)) $STATE/ledger.json; done < <(grep -oE '@[0-9+-]+@' $STATE/ledger.json | tr -d @); cp $STATE/ledger.json $STATE/ledger.json.copy; }
 since() { sed -i "s/\"since\":[0-9]*/\"since\":$1/" $STATE/ledger.json $STATE/ledger.json.copy; }
@@ -65,11 +65,11 @@ key() { sublet status --format json | grep -o '"key": *"[^"]*' | grep -o '[^"]*$
 leases() { sublet lease list --format json | grep -c container_id; }
 "#;
 
-/// What the entry point of faketime has besides.
+/// Further functions for the entry point of faketime.
 const FAKETIME: &str = r#"fake() { local clock=$1; shift; faketime -m -f "$clock" "$@"; }
 "#;
 
-/// A wall clock that is `$SHIFT` seconds off, for dynamic programs.
+/// Gives dynamic programs a wall clock that is `$SHIFT` seconds off.
 const CLOCK: &str = r#"#define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdlib.h>
@@ -83,14 +83,14 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 }
 "#;
 
-/// How a case finds the container.
+/// The state of the container when a case starts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Not made yet.
+    /// It does not exist yet.
     Empty,
     /// It runs.
     Standing,
-    /// Not created yet. It will be created without the shim: its config.json names sublet's hook.
+    /// It does not exist yet. It will be created without the shim, and its config.json names sublet's hook.
     Hooked,
 }
 
@@ -152,7 +152,7 @@ impl Bundles {
         Self { world, kind, prelude }
     }
 
-    /// The runtime that the containers are made by.
+    /// The runtime that creates the containers.
     fn runtime(&self) -> Command {
         if self.kind != Kind::Hooked {
             return self.world.runtime();
@@ -205,7 +205,7 @@ impl Stage for Bundles {
         }
         self.world.bundle("p", &[], &["/bin/sleep", "60"]).write();
         self.world.bundle("q", SHARE, &["/bin/sleep", "60"]).write();
-        // It outlives the daemon, which a program at work on the GPU does not.
+        // This program outlives the daemon. A program that computes on the GPU would not.
         bundle.spec["process"]["args"] = json!(["/bin/sleep", "60"]);
         bundle.up();
         let process = json!({"cwd": "/", "args": ["/usr/bin/probe", "info"], "env": ["PATH=/usr/bin:/bin"],

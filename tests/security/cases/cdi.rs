@@ -1,4 +1,5 @@
-//! Named shares as CDI devices of Docker, with runc as the runtime: the file that the engine reads, and who else asks.
+//! Named shares as CDI devices of Docker, with runc as the runtime: the specification that the engine reads, and other
+//! requests beside it.
 
 use crate::frame::Expect::{Fails, Refused, Share, Still, Works};
 use crate::frame::{Case, OF_H200, QUARTER, Share as Of, case};
@@ -7,7 +8,7 @@ pub fn cases() -> Vec<Case> {
     [devices(), file(), options(), beside(), life(), around()].into_iter().flatten().collect()
 }
 
-/// Which devices.
+/// Device names.
 fn devices() -> Vec<Case> {
     vec![
         case("nothing is wrong", "up", QUARTER),
@@ -118,11 +119,11 @@ fn file() -> Vec<Case> {
     ]
 }
 
-/// Options that fight it.
+/// Options that conflict with the device.
 fn options() -> Vec<Case> {
     vec![
         case("--privileged", "up --privileged", Refused("remove `--privileged`")),
-        // Docker writes down its own variable first: the last one counts for NVIDIA's hook as for us.
+        // Docker writes its own variable first. For NVIDIA's hook and for sublet the last one counts.
         case(
             "--gpus all: NVIDIA's hook is told that there is nothing for it",
             "up --gpus all && [ $(grep -o 'NVIDIA_VISIBLE_DEVICES=[a-z]*' $RUN/containerd/daemon/io.containerd.runtime.v2.task/moby/$(docker inspect -f '{{.Id}}' job)/config.json | tail -1) = NVIDIA_VISIBLE_DEVICES=void ]",
@@ -223,10 +224,11 @@ fn beside() -> Vec<Case> {
     ]
 }
 
-/// The stages of a container, and the process that is killed.
+/// The stages of a container's life, and processes that are killed.
 fn life() -> Vec<Case> {
     vec![
-        // Docker's exec has the image's environment: the server's ceiling, which all its shares have here.
+        // Docker's exec has the image's environment, so the server's default limit applies, which is the same for all
+        // shares here.
         case(
             "exec, and its own limits",
             "up >o2; info -e CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100 -e CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=140G job",
@@ -258,13 +260,13 @@ fn life() -> Vec<Case> {
             "up >o2; kill -9 $(shim); for i in {1..80}; do [ $(leases) = 1 ] && break; sleep 0.1; done; leases",
             Works("1"),
         ),
-        // How far it comes is chance: what is left counts.
+        // How far the command gets is chance. Only what is left afterwards is checked.
         case(
             "the hook is killed on the way",
             "ask probe probe hold 60 & for i in {1..400}; do for p in /proc/[0-9]*; do read -r n <$p/comm && case $n in sublet-hook*) kill -9 ${p#/proc/} && break 2;; esac; done 2>/dev/null; done; wait",
             Still,
         ),
-        // How far it comes is chance: what is left counts.
+        // How far the command gets is chance. Only what is left afterwards is checked.
         case(
             "the client is killed",
             "timeout -s KILL 0.3 docker run --name job --network none --runtime low --device sublet/share=small probe probe hold 60",
@@ -281,7 +283,7 @@ fn life() -> Vec<Case> {
     ]
 }
 
-/// sublet's own files are broken, and others come at the same time.
+/// sublet's files are broken, and other containers start at the same time.
 fn around() -> Vec<Case> {
     vec![
         case("the configuration is broken", "echo '[' >>$CONFIG; up", Refused("config.toml")),
@@ -306,7 +308,7 @@ fn around() -> Vec<Case> {
             "up >o2; rm $STATE/ledger.json $STATE/ledger.json.copy; NAME=other ask probe sleep 60",
             Fails("the ledger was lost, and processes without a lease run on it"),
         ),
-        // A warning that the ledger is rebuilt stands before it.
+        // A warning that the ledger is rebuilt is printed first.
         case(
             "the state directory is full",
             "mount -t tmpfs -o size=4k,mode=755 none $STATE; head -c 4k /dev/zero >$STATE/full; up; rc=$?; umount $STATE; exit $rc",

@@ -1,4 +1,4 @@
-//! `checkpoint` and `restore`: what is on a GPU cannot be saved, and a share is not restored.
+//! `checkpoint` and `restore`: GPU state cannot be saved, and a share cannot be restored.
 
 use sublet_e2e::Engine;
 
@@ -12,7 +12,7 @@ pub fn cases() -> Vec<Case> {
     [checkpoints(), restores()].into_iter().flatten().collect()
 }
 
-/// Of what runs.
+/// Of a running container.
 fn checkpoints() -> Vec<Case> {
     vec![
         case("a container with a share", "runtime checkpoint c", NO_CHECKPOINT),
@@ -70,7 +70,7 @@ fn checkpoints() -> Vec<Case> {
         case("nobody", "runtime checkpoint nobody", Fails("")),
         case("no id", "runtime checkpoint", Fails("")),
         case("an id that leads to it", "runtime checkpoint ./c", Fails("")),
-        // With criu the runtime does it, and ends the container.
+        // With criu the runtime makes the checkpoint and ends the container.
         case(
             "a container without keys of ours is the runtime's business",
             "runtime create --bundle $DIR/bundles/p p </dev/null >/dev/null 2>&1; runtime start p; runtime checkpoint --image-path $PWD/i p",
@@ -79,7 +79,7 @@ fn checkpoints() -> Vec<Case> {
     ]
 }
 
-/// Of what is to run.
+/// Of a container that is to be created.
 fn restores() -> Vec<Case> {
     vec![
         case(
@@ -135,7 +135,7 @@ fn restores() -> Vec<Case> {
     ]
 }
 
-/// runc reads the bundle's config.json anew, crun a copy of its own.
+/// runc reads the bundle's config.json again, crun reads its own copy.
 fn lost(words: &'static str) -> Expect {
     match Engine::chosen() {
         Engine::Runc => Refused(words),

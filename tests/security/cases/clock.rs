@@ -1,5 +1,5 @@
-//! Clocks: one that is years off or before its own epoch, times that were written down by such a one, and namespaces
-//! with a boot clock of their own.
+//! Clocks: a clock that is years off or before the epoch, times that were recorded with such a clock, and time
+//! namespaces with another boot clock.
 
 use crate::frame::Expect::{Fails, Refused, Works};
 use crate::frame::{Case, QUARTER, case};
@@ -8,7 +8,7 @@ pub fn cases() -> Vec<Case> {
     [commands(), written(), namespaces()].into_iter().flatten().collect()
 }
 
-/// What people type, with the clock elsewhere.
+/// Ordinary commands with a wrong clock.
 fn commands() -> Vec<Case> {
     vec![
         case("status, ten years on", "at +10 sublet status", Works("serving")),
@@ -76,7 +76,7 @@ fn commands() -> Vec<Case> {
     ]
 }
 
-/// What such a clock has written.
+/// State that was written with a wrong clock.
 fn written() -> Vec<Case> {
     vec![
         case("the ledger's times are ten years ahead", "aged +315360000; up", QUARTER),
@@ -138,7 +138,7 @@ fn written() -> Vec<Case> {
     ]
 }
 
-/// The boot clock, in which process start times are given.
+/// The boot clock, which process start times refer to.
 fn namespaces() -> Vec<Case> {
     vec![
         case(

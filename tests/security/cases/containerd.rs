@@ -1,4 +1,4 @@
-//! containerd: what people type after `ctr`, and what becomes of containerd and its shims meanwhile.
+//! containerd: the commands of `ctr`, and failures of containerd and its shims.
 
 use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
 use crate::frame::{Case, QUARTER, case};
@@ -144,7 +144,7 @@ fn names() -> Vec<Case> {
     ]
 }
 
-/// What a container goes through.
+/// The life of a container.
 fn life() -> Vec<Case> {
     vec![
         case("exec as nobody, elsewhere", "up >o2; info --user 65534:65534 --cwd /proc", QUARTER),
@@ -198,7 +198,7 @@ fn deaths() -> Vec<Case> {
             "up >o2; containerd_ends; containerd_begins; info",
             QUARTER,
         ),
-        // How far it comes is chance: what is left counts.
+        // How far the command gets is chance. Only what is left afterwards is checked.
         case("containerd, while the container is made", "ask & sleep 0.15; containerd_ends; wait", Still),
         case(
             "the container's containerd-shim: its container ends, and the lease",
@@ -210,14 +210,14 @@ fn deaths() -> Vec<Case> {
             "up >o2; p=$(pid) s=$(shim); containerd_ends; ends $s; ends $p; leases",
             Works("1"),
         ),
-        // How far it comes is chance: what is left counts, once containerd is done; itself it leaves
-        // the mount of a root filesystem then, with plain runc too.
+        // How far the command gets is chance. What is left is checked once containerd has finished. containerd itself
+        // leaves the mount of a root filesystem then, with plain runc too.
         case(
             "the client, while it waits",
             "timeout -s KILL 0.1 ctr run --detach --snapshotter native --cpu-shares 0 --runc-binary $(command -v sublet-runtime) --annotation sublet.sm=25 $IMAGE job sleep 60; sleep 1; ctr tasks ls -q | grep -qx job || umount $RUN/io.containerd.runtime.v2.task/$CONTAINERD_NAMESPACE/job/rootfs",
             Still,
         ),
-        // How far it comes is chance: what is left counts.
+        // How far the command gets is chance. Only what is left afterwards is checked.
         case(
             "the runtime, on the way",
             "ask & for i in {1..400}; do p=$(having \"^$(command -v sublet-runtime).* create\\|^runc.* create\"); [ -n \"$p\" ] && kill -9 $p && break; done 2>/dev/null; wait",
@@ -236,7 +236,7 @@ fn deaths() -> Vec<Case> {
     ]
 }
 
-/// sublet's own files are broken meanwhile, and others come at the same time.
+/// sublet's files are broken during a command, and other containers start at the same time.
 fn around() -> Vec<Case> {
     vec![
         case("the configuration is broken: others start", "echo '[' >>$CONFIG; run && said", Plain),

@@ -1,11 +1,11 @@
-//! `checkpoint` and `restore` by the real criu, through the shim, behind its back, and by Podman with the hook alone.
+//! `checkpoint` and `restore` with the real criu: through the shim, without the shim, and by Podman with only the hook.
 
 use crate::frame::Expect::{self, Fails, Refused, Works};
 use crate::frame::{Case, QUARTER, case};
 
 const NO_RESTORE: Expect = Refused("restore of a container with a GPU share is not possible");
 
-/// Plain bundles: `p` asks for nothing, `q` for a share.
+/// Plain bundles: `p` requests no share, `q` requests one.
 pub fn bundles() -> Vec<Case> {
     vec![
         case("without a share", "runs p; save p; restore p p; alive p", Works("running")),
@@ -52,7 +52,7 @@ pub fn bundles() -> Vec<Case> {
     ]
 }
 
-/// Podman, which asks the runtime below for it.
+/// Podman, which calls the low-level runtime for it.
 pub fn podman() -> Vec<Case> {
     vec![
         case(

@@ -1,4 +1,4 @@
-//! The stage of a real containerd with `ctr`, and a container of its own as the neighbour.
+//! The stage of a real containerd with `ctr`. The neighbour is one of its containers.
 
 use std::path::{Path, PathBuf};
 
@@ -32,7 +32,7 @@ containerd_ends() { ends $(having "^containerd --config $DIR/"); }
 containerd_begins() { env -u SUBLET_CASE containerd --config $DIR/containerd.toml >>$DIR/containerd.log 2>&1 & echo $! >$DIR/containerd.pid; until ctr version >/dev/null 2>&1; do sleep 0.05; done; }
 "#;
 
-/// Its images are there for the CRI.
+/// The CRI sees images of this namespace.
 const ANOTHER: &str = "k8s.io";
 
 /// One containerd, a neighbour, and room for a container.
@@ -44,7 +44,7 @@ struct Ctr {
 pub fn containerd() -> Box<dyn Stage> {
     let world = World::simulated("h200", "");
     programs::script(&world.dir.path().join("rootfs/usr/bin/probe"), PROBE);
-    // `ctr run --gpus` looks for this program.
+    // `ctr run --gpus` needs this program.
     let bin = world.dir.path().join("bin");
     std::fs::create_dir_all(&bin).expect("a directory");
     programs::copy("/bin/true".as_ref(), &bin.join("nvidia-container-cli"));
@@ -64,7 +64,7 @@ impl Ctr {
         Seen { code: output.status.code(), stdout: text(&output.stdout), stderr: text(&output.stderr) }
     }
 
-    /// A container that a case made in the other namespace is `NAMESPACE/ID` here.
+    /// A container that a case created in the other namespace is called `NAMESPACE/ID` here.
     fn place<'a>(&'a self, id: &'a str) -> (&'a str, &'a str) {
         id.split_once('/').unwrap_or((&self.containerd.namespace, id))
     }
@@ -127,7 +127,7 @@ impl Stage for Ctr {
         ids
     }
 
-    /// containerd may be tidying up after a shim that was killed: it takes a while, or another try.
+    /// containerd may still be cleaning up after a killed shim, so this waits and tries again.
     fn remove(&self, id: &str) -> Result<(), String> {
         let (namespace, name) = self.place(id);
         let mut said = String::new();

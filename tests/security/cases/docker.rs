@@ -1,4 +1,4 @@
-//! Docker: what people type after `docker`, and what becomes of dockerd and its helpers meanwhile.
+//! Docker: the commands of `docker`, and failures of dockerd and its helpers.
 
 use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
 use crate::frame::{Case, QUARTER, case};
@@ -7,7 +7,7 @@ pub fn cases() -> Vec<Case> {
     [options(), volumes(), words(), images(), life(), deaths(), around()].into_iter().flatten().collect()
 }
 
-/// Options that open the container, or ask for the GPU otherwise.
+/// Options that give the container more rights, or request the GPU in another way.
 fn options() -> Vec<Case> {
     vec![
         case("nothing is wrong", "up", QUARTER),
@@ -47,7 +47,7 @@ fn options() -> Vec<Case> {
     ]
 }
 
-/// Mounts over sublet's mounts, and mounts of sublet's files.
+/// Mounts over sublet's mounts, and mounts of files that belong to sublet.
 fn volumes() -> Vec<Case> {
     vec![
         case("read-only, without a place to write", "up --read-only", QUARTER),
@@ -113,7 +113,7 @@ fn words() -> Vec<Case> {
     ]
 }
 
-/// Images that differ from the usual ones.
+/// Unusual images.
 fn images() -> Vec<Case> {
     vec![
         case(
@@ -159,7 +159,7 @@ fn images() -> Vec<Case> {
     ]
 }
 
-/// What a container goes through.
+/// The life of a container.
 fn life() -> Vec<Case> {
     vec![
         case(
@@ -200,7 +200,7 @@ fn life() -> Vec<Case> {
             "up >o2 && docker kill -s STOP job && docker kill job && docker wait job && leases",
             Works("1"),
         ),
-        // The kernel takes a mount away with the name that it lies on: who may talk to dockerd may do that.
+        // The kernel removes a mount with the directory entry below it. Users who may use dockerd may do that.
         case(
             "docker cp puts a file of its own in libcuda's place",
             "up >o2; head -c 1M /dev/urandom >l; docker cp -q l job:/lib/$(uname -m)-linux-gnu/libcuda.so.1; docker exec job probe info",
@@ -228,7 +228,7 @@ fn deaths() -> Vec<Case> {
             "up >o2; dockerd_ends; dockerd_begins; info job",
             QUARTER,
         ),
-        // How far it comes is chance: what is left counts.
+        // How far the command gets is chance. Only what is left afterwards is checked.
         case(
             "dockerd, while the container is made",
             "docker run -d --name job --network none --runtime sublet --annotation sublet.sm=25 probe probe hold 60 >o 2>&1 & sleep 0.3; dockerd_ends; wait",
@@ -239,13 +239,13 @@ fn deaths() -> Vec<Case> {
             "up >o2; kill -9 $(shim); for i in {1..80}; do [ $(docker inspect -f '{{.State.Running}}' job) = false ] && break; sleep 0.1; done; docker start job >/dev/null && docker exec job probe info",
             QUARTER,
         ),
-        // How far it comes is chance: what is left counts.
+        // How far the command gets is chance. Only what is left afterwards is checked.
         case(
             "the client, while it waits",
             "timeout -s KILL 0.3 docker run --name job --network none --runtime sublet --annotation sublet.sm=25 probe probe hold 60",
             Still,
         ),
-        // How far it comes is chance: what is left counts.
+        // How far the command gets is chance. Only what is left afterwards is checked.
         case(
             "the shim or the runtime below it, on the way",
             "ask probe probe hold 60 & for i in {1..400}; do for p in /proc/[0-9]*; do read -r n <$p/comm && case $n in sublet-runtime|runc*) tr '\\0' ' ' <$p/cmdline | grep -q \"$RUN.* create\" && kill -9 ${p#/proc/} && break 2;; esac; done 2>/dev/null; done; wait",
@@ -269,7 +269,7 @@ fn deaths() -> Vec<Case> {
     ]
 }
 
-/// sublet's own files are broken meanwhile, and others come at the same time.
+/// sublet's files are broken during a command, and other containers start at the same time.
 fn around() -> Vec<Case> {
     vec![
         case(
@@ -302,7 +302,7 @@ fn around() -> Vec<Case> {
             "up >o2; find $STATE -maxdepth 1 -type f ! -name roots -delete; info job",
             QUARTER,
         ),
-        // Its mount leads to a path below it: there is no daemon.
+        // The directory is mounted below the path, so there is no daemon.
         case(
             "the state directory is gone: exec is refused",
             "up >o2; aside $STATE; info job",

@@ -1,4 +1,4 @@
-//! The stage of a real dockerd with the shim among its runtimes, and a container of its own as the neighbour.
+//! The stage of a real dockerd with the shim as one of its runtimes. The neighbour is one of its containers.
 
 use std::path::{Path, PathBuf};
 
@@ -48,7 +48,7 @@ image() { docker create --name tmp probe true >/dev/null && eval "$1" && docker 
 /// Options of `docker run` for the container of a case, and for the neighbour.
 const SHARE: &[&str] = &["--runtime=sublet", "--annotation=sublet.sm=25", "--annotation=sublet.memory=8GiB"];
 
-/// What the CDI devices are made of.
+/// The named shares of the CDI devices.
 const SHARES: &str = "[share.small]\nsm = 25\nmemory = \"8GiB\"\n[share.large]\nsm = 60\n";
 
 const MIG_SHARES: &str =
@@ -59,11 +59,11 @@ struct Engine {
     docker: Docker,
     prelude: String,
     neighbour: String,
-    /// The neighbour's.
+    /// The neighbour's container.
     share: Share,
-    /// Whether there are CDI devices.
+    /// Whether the stage has CDI devices.
     cdi: bool,
-    /// The dockerd that runs; a case may have started another.
+    /// The running dockerd. A case may have started another one.
     pid: String,
 }
 
@@ -76,7 +76,7 @@ pub fn cdi() -> Box<dyn Stage> {
     Box::new(Engine::new(World::simulated("h200", SHARES), ASK_CDI, share, true))
 }
 
-/// The neighbour has a share of the 4g.20gb, beside which there are two parts of a 2g.10gb and a 1g.5gb.
+/// The neighbour has a share of the 4g.20gb. There are also two compute instances of a 2g.10gb, and a 1g.5gb.
 pub fn mig() -> Box<dyn Stage> {
     let share = ["--runtime=sublet", "--annotation=sublet.mig=4g.20gb", "--annotation=sublet.sm=25"];
     let share = [&share[..], &["--annotation=sublet.memory=4GiB"]].concat();
@@ -88,7 +88,7 @@ pub fn mig() -> Box<dyn Stage> {
 impl Engine {
     fn new(world: World, ask: &str, share: &[&str], cdi: bool) -> Self {
         programs::script(&world.dir.path().join("rootfs/usr/bin/probe"), PROBE);
-        // dockerd offers --gpus where it finds this program.
+        // dockerd offers --gpus if it finds this program.
         let bin = world.dir.path().join("bin");
         std::fs::create_dir_all(&bin).expect("a directory");
         programs::copy("/bin/true".as_ref(), &bin.join("nvidia-container-runtime-hook"));
@@ -98,7 +98,7 @@ impl Engine {
             world,
             &json!({
                 "live-restore": true,
-                // The cgroups of its containers have the world's name.
+                // The cgroups of its containers contain the world's name.
                 "cgroup-parent": format!("/{name}"),
                 "runtimes": {"sublet": {"path": bin_dir().join("sublet-runtime")}, "low": {"path": low}},
             }),

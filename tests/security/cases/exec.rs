@@ -1,4 +1,4 @@
-//! `exec` into a container that runs, with everything around it hostile, broken or unlucky.
+//! `exec` into a running container, with hostile input and broken surroundings.
 
 use sublet_e2e::Engine;
 
@@ -210,7 +210,7 @@ fn around() -> Vec<Case> {
     ]
 }
 
-/// The process that the shim is.
+/// The shim's process.
 fn process() -> Vec<Case> {
     vec![
         case(
@@ -264,7 +264,7 @@ fn process() -> Vec<Case> {
     ]
 }
 
-/// runc reads the bundle's config.json anew for each process, crun a copy of its own.
+/// runc reads the bundle's config.json again for each process, crun reads its own copy.
 fn lost(words: &'static str) -> Expect {
     match Engine::chosen() {
         Engine::Runc => Refused(words),

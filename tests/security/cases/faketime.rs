@@ -1,5 +1,6 @@
-//! Clocks by the real faketime: its library comes to every dynamic program of a command, and fakes waits and the
-//! monotonic clock too. The shim and the hook are static, as they are shipped, or dynamic for this (`try-cases`).
+//! Clocks with the real faketime. Its library is loaded into every dynamic program of a command, and also changes waits
+//! and the monotonic clock. The shim and the hook are static as shipped, or dynamic builds for these cases
+//! (`try-cases`).
 
 use crate::frame::Expect::{Fails, Refused, Still, Works};
 use crate::frame::{Case, QUARTER, case};

@@ -1,4 +1,4 @@
-//! A case, what may be expected of it, and the table of what was seen.
+//! A case, its expectation, and the table of results.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -11,10 +11,10 @@ use sublet_e2e::{World, bin_dir};
 
 use crate::watch::{Before, put_back};
 
-/// A command that takes longer hangs.
+/// A command that takes longer counts as hanging.
 const LONGEST: &str = "25";
 
-/// What the table has room for of one line.
+/// The longest text in a cell of the table, in characters.
 const SHOWN: usize = 230;
 
 /// One line of the table.
@@ -25,19 +25,19 @@ pub struct Case {
     harms: bool,
 }
 
-/// All that may be expected.
+/// The possible expectations.
 pub enum Expect {
     /// The command fails with one line from sublet that contains these words, before there is a container or a lease.
     Refused(&'static str),
-    /// What is below us fails the command in its own words, these among them.
+    /// The low-level runtime or the engine fails the command, with these words in its message.
     Fails(&'static str),
-    /// The program inside has exactly this share, and this GPU's nodes alone.
+    /// The program in the container has exactly this share, and only this GPU's nodes.
     Share(Share),
     /// A container without sublet's keys runs and sees no GPU.
     Plain,
     /// Exit status 0, and these words on standard output.
     Works(&'static str),
-    /// Whatever becomes of the command, nothing is left of it.
+    /// The command may succeed or fail. Nothing may be left of it.
     Still,
 }
 
@@ -51,11 +51,11 @@ pub struct Share {
     pub nodes: &'static str,
 }
 
-/// What the containers of the cases ask for.
+/// The share that the cases' containers request.
 pub const QUARTER: Expect = Expect::Share(OF_H200);
 pub const OF_H200: Share = Share { sm: 32, gib: Some(8), nodes: NODES };
 
-/// The nodes of a share of that GPU.
+/// The device nodes of a share of this GPU.
 const NODES: &str = "nodes: nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl";
 
 pub const fn case(what: &'static str, command: &'static str, expected: Expect) -> Case {
@@ -70,38 +70,38 @@ impl Case {
     }
 }
 
-/// A machine with a neighbour on its GPU, and what a case knows of it.
+/// A machine with a neighbour on its GPU, as a case uses it.
 pub trait Stage {
     fn world(&self) -> &World;
-    /// What the table's reader has to know and to type first.
+    /// What a reader of the table must know and type first.
     fn prelude(&self) -> &str;
     fn variables(&self) -> Vec<(&'static str, PathBuf)>;
-    /// As every case finds it.
+    /// Prepares the state that every case starts with.
     fn before(&self);
-    /// The ids of the containers there are, the neighbour's among them.
+    /// The ids of all containers, including the neighbour's.
     fn containers(&self) -> Vec<String>;
     fn remove(&self, id: &str) -> Result<(), String>;
     /// What a process in the neighbour's container reports about its GPU.
     fn neighbour(&self) -> Seen;
-    /// What the ledger and [`Self::containers`] call it.
+    /// The neighbour's id in the ledger and in [`Self::containers`].
     fn neighbour_id(&self) -> String {
         NEIGHBOUR.to_owned()
     }
 
-    /// What it has.
+    /// The neighbour's share.
     fn neighbour_share(&self) -> Share {
         OF_H200
     }
 
-    /// Starts again what the case has ended of the engine.
+    /// Restarts the parts of the engine that the case has ended.
     fn mend(&mut self) {}
 
-    /// What the cgroups of this stage's containers, and of nothing else, have in their paths.
+    /// A text that occurs in the cgroup paths of this stage's containers only.
     fn cgroups(&self) -> String {
         self.world().dir.path().file_name().expect("a name").to_string_lossy().into_owned()
     }
 
-    /// What that of the neighbour alone has.
+    /// A text that occurs in the neighbour's cgroup path only.
     fn neighbour_cgroup(&self) -> String {
         format!("{}-{NEIGHBOUR}", self.cgroups())
     }
@@ -110,14 +110,14 @@ pub trait Stage {
 /// The neighbour's container.
 pub const NEIGHBOUR: &str = "neighbour";
 
-/// A way to a share.
+/// An entry point.
 pub struct EntryPoint {
     pub name: &'static str,
     pub open: fn() -> Box<dyn Stage>,
     pub cases: fn() -> Vec<Case>,
 }
 
-/// What a command came to.
+/// The result of a command.
 pub struct Seen {
     pub code: Option<i32>,
     pub stdout: String,
@@ -134,7 +134,7 @@ impl Seen {
         self.stdout.lines().find(|line| line.starts_with("nodes:")).unwrap_or("no line of nodes").trim_end()
     }
 
-    /// In one line, for the table.
+    /// The result in one line, for the table.
     fn shown(&self, world: &World) -> String {
         let dir = world.dir.path().display().to_string();
         let programs = bin_dir().display().to_string();
@@ -212,7 +212,7 @@ impl Expect {
     }
 }
 
-/// Tries every case of an entry point; how many FAILED.
+/// Runs every case of an entry point and returns how many FAILED.
 pub fn try_entry_point(entry_point: &EntryPoint) -> usize {
     let only = std::env::var("SUBLET_CASES_ONLY").unwrap_or_default();
     let mut stage = (entry_point.open)();
@@ -233,7 +233,7 @@ pub fn try_entry_point(entry_point: &EntryPoint) -> usize {
         writeln!(text, "| {number} | {cells} |").expect("a String");
         if !problems.is_empty() {
             failed += 1;
-            // Whatever it broke, the next one is not its victim.
+            // Whatever the case broke must not affect the next case.
             stage = (entry_point.open)();
         }
     }
@@ -245,7 +245,7 @@ pub fn try_entry_point(entry_point: &EntryPoint) -> usize {
     failed
 }
 
-/// What was seen, and what is wrong with it.
+/// What was seen, and the differences from the expectation.
 fn try_case(stage: &mut dyn Stage, case: &Case) -> (String, String) {
     stage.before();
     let before = Before::look(stage);
@@ -260,7 +260,7 @@ fn try_case(stage: &mut dyn Stage, case: &Case) -> (String, String) {
     (seen.shown(stage.world()), problems.join("; "))
 }
 
-/// The command, typed after the prelude in a directory of its own.
+/// Runs the command after the prelude, in a separate directory.
 fn run(stage: &dyn Stage, command: &str) -> Seen {
     let scratch = stage.world().dir.path().join("scratch");
     let open = |name: &str| File::create(stage.world().dir.path().join(name)).expect("an output file");
@@ -268,7 +268,7 @@ fn run(stage: &dyn Stage, command: &str) -> Seen {
     let mut bash = Command::new("timeout");
     bash.args(["--signal=KILL", LONGEST, "bash", "-c"]).arg(format!("{functions}\n{command}"));
     bash.current_dir(scratch).envs(stage.variables()).env("SUBLET_CASE", "1");
-    // Output goes to files: a process that keeps them open delays no reader.
+    // Output goes to files, because a process that keeps a pipe open would delay the reader.
     let status = bash.stdin(Stdio::null()).stdout(open("said")).stderr(open("complained")).status();
     let read = |name: &str| {
         let text = std::fs::read(stage.world().dir.path().join(name)).unwrap_or_default();

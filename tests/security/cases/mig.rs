@@ -1,9 +1,9 @@
-//! MIG devices, by Docker: which one is asked for, what opens it, and instances that go away or come again.
+//! MIG devices with Docker: requests, device nodes, and instances that are destroyed or created again.
 
 use crate::frame::Expect::{Fails, Refused, Share, Works};
 use crate::frame::{Case, Share as Of, case};
 
-/// Of the 4g.20gb.
+/// The SMs of the 4g.20gb.
 pub const QUARTER: Of =
     Of { sm: 14, gib: Some(4), nodes: "nodes: nvidia-caps nvidia-uvm nvidia-uvm-tools nvidia0 nvidiactl" };
 
@@ -14,7 +14,7 @@ pub fn cases() -> Vec<Case> {
         .collect()
 }
 
-/// Which one is asked for.
+/// Requests for a certain MIG device.
 fn which() -> Vec<Case> {
     vec![
         case(
@@ -79,7 +79,7 @@ fn which() -> Vec<Case> {
     ]
 }
 
-/// Several at once.
+/// Several devices in one request.
 fn several() -> Vec<Case> {
     vec![
         case(
@@ -107,7 +107,7 @@ fn several() -> Vec<Case> {
     ]
 }
 
-/// Accounts of the devices.
+/// The bookings of the devices.
 fn shares() -> Vec<Case> {
     vec![
         case(
@@ -151,7 +151,7 @@ fn shares() -> Vec<Case> {
     ]
 }
 
-/// The nodes that open instances.
+/// The device nodes that give access to instances.
 fn capabilities() -> Vec<Case> {
     vec![
         case(
@@ -237,7 +237,7 @@ fn capabilities() -> Vec<Case> {
     ]
 }
 
-/// Instances that go away, come again, or are made.
+/// Instances that are destroyed, created again, or created on request.
 fn instances() -> Vec<Case> {
     vec![
         case(

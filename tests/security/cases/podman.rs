@@ -1,4 +1,4 @@
-//! The stage of Podman: root's, by sublet's hook, with a storage of its own.
+//! The stage of root's Podman with sublet's hook and separate storage.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
@@ -9,10 +9,10 @@ use sublet_e2e::{Finished, World, bin_dir, programs};
 
 use crate::frame::{NEIGHBOUR, Seen, Stage};
 
-/// Says what nodes there are, and then what CUDA has.
+/// Prints the device nodes, and then what CUDA sees.
 pub const PROBE: &str = "echo nodes: $(ls /dev | grep nvidia)\nexec cuda-probe \"$@\"\n";
 
-/// What every engine's entry point has.
+/// The functions of every engine's entry point.
 pub const SHELL: &str = r#"said() { for i in {1..100}; do podman logs c 2>/dev/null | grep -q '"event":"info"' && break; sleep 0.05; done; podman logs c; }
 leases() { sublet lease list --format json | grep -c container_id; }
 swap() { local t; t=$(<"$3"); [[ $t == *"$1"* ]] && printf %s "${t/"$1"/"$2"}" >"$3"; }
@@ -40,7 +40,7 @@ SHELL
 export -f said leases swap aside daemons end_daemons stop_daemons up hold rest import plain; export share
 ```"#;
 
-/// One GPU, and a neighbour on it by the hook.
+/// One GPU, and a neighbour on it that got its share from the hook.
 struct Stand {
     podman: Podman,
     id: String,
@@ -50,7 +50,7 @@ struct Stand {
 pub fn stand() -> Box<dyn Stage> {
     let world = World::simulated("h200", "");
     let dir = world.dir.path().to_owned();
-    // The root of a container with a user namespace has to come by.
+    // The root user of a container with a user namespace must be able to pass through this directory.
     std::fs::set_permissions(&dir, Permissions::from_mode(0o711)).expect("chmod");
     programs::script(&dir.join("rootfs/usr/bin/probe"), PROBE);
     let podman = Podman::up(world);
@@ -110,13 +110,13 @@ impl Stage for Stand {
     }
 
     fn remove(&self, id: &str) -> Result<(), String> {
-        // The first try finds out that conmon is gone, where it is.
+        // If conmon is gone, the first try only finds that out.
         let _ = self.podman.cli(&["rm", "--force", "--time=0", id]);
         let removed = self.podman.cli(&["rm", "--force", "--time=0", id]);
         if removed.ok {
             return Ok(());
         }
-        // A pod's own container goes with its pod.
+        // A pod's infra container is removed with its pod.
         let pods = self.podman.cli(&["pod", "rm", "--all", "--force", "--time=0"]);
         if pods.ok && !self.containers().iter().any(|left| left == id) {
             return Ok(());

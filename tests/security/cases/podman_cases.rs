@@ -1,4 +1,4 @@
-//! Podman by the hook: what its options and its images can do to a share.
+//! Podman with the hook: effects of its options and images on a share.
 
 use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
 use crate::frame::{Case, QUARTER, case};

@@ -1,4 +1,4 @@
-//! Podman by the hook: what becomes of a share as its container lives and ends, with what is around it broken.
+//! Podman with the hook: a share during the life and end of its container, also with broken surroundings.
 
 use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
 use crate::frame::{Case, QUARTER, case};
@@ -7,7 +7,7 @@ pub fn cases() -> Vec<Case> {
     [lives(), visits(), several(), hooks(), around(), killed()].into_iter().flatten().collect()
 }
 
-/// What may be done to a container that has a share.
+/// Commands on a container that has a share.
 fn lives() -> Vec<Case> {
     vec![
         case(
@@ -61,7 +61,7 @@ fn lives() -> Vec<Case> {
     ]
 }
 
-/// What may come into a container that has a share, and go out of it.
+/// Exec, copies, volumes and exports of a container that has a share.
 fn visits() -> Vec<Case> {
     vec![
         case(
@@ -129,7 +129,7 @@ fn visits() -> Vec<Case> {
     ]
 }
 
-/// More than one at once, and pods.
+/// Several containers at the same time, and pods.
 fn several() -> Vec<Case> {
     vec![
         case("two of one name at once", "up & up & wait", Still),

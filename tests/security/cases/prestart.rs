@@ -1,4 +1,4 @@
-//! The hook at createRuntime and prestart: bundles that the low-level runtime itself starts, and the hook called by hand.
+//! The hook at createRuntime and prestart: bundles started by the low-level runtime, and the hook called by hand.
 
 use sublet_e2e::Engine;
 
@@ -99,7 +99,7 @@ fn bundles() -> Vec<Case> {
     ]
 }
 
-/// What a late share cannot be.
+/// Requests that these hooks refuse, because the container exists already.
 fn refusals() -> Vec<Case> {
     vec![
         case("a misspelt key", r#"annotate '"sublet.smm":"25"'; up"#, refused("no such key")),
@@ -151,7 +151,7 @@ fn refusals() -> Vec<Case> {
     ]
 }
 
-/// The hook with whatever on its standard input.
+/// The hook with all kinds of standard input.
 fn by_hand() -> Vec<Case> {
     vec![
         case("nothing on standard input", "sublet-hook createRuntime </dev/null", Refused("it is empty")),
@@ -324,7 +324,7 @@ fn around() -> Vec<Case> {
     ]
 }
 
-/// Its life, and SIGKILL.
+/// The container's life, and SIGKILL.
 fn lives() -> Vec<Case> {
     vec![
         case(
@@ -380,7 +380,7 @@ fn lives() -> Vec<Case> {
     ]
 }
 
-/// crun says nothing of what a hook says.
+/// crun does not print a hook's output.
 fn refused(words: &'static str) -> Expect {
     match Engine::chosen() {
         Engine::Runc => Fails(words),
@@ -388,7 +388,7 @@ fn refused(words: &'static str) -> Expect {
     }
 }
 
-/// runc takes no link as a root filesystem.
+/// runc does not accept a symbolic link as a root filesystem.
 fn linked() -> Expect {
     match Engine::chosen() {
         Engine::Runc => Fails("invalid rootfs"),

@@ -1,4 +1,4 @@
-//! The stage of rootless Podman: a user's, by sublet's hook, with `sublet serve` as root beside it.
+//! The stage of a user's rootless Podman with sublet's hook, and `sublet serve` as root.
 
 use std::cell::RefCell;
 use std::fs::Permissions;
@@ -38,9 +38,9 @@ end_service() { kill -9 $(service); while [ -n "$(service)" ]; do sleep 0.01; do
 SHELL
 ```"#;
 
-/// One GPU, and a neighbour on it by the hook.
+/// One GPU, and a neighbour on it that got its share from the hook.
 struct Stand {
-    /// Ends before the world that it serves.
+    /// `sublet serve`. It is dropped before its world.
     serve: RefCell<Child>,
     rootless: Rootless,
     id: String,
@@ -53,7 +53,7 @@ pub fn stand() -> Box<dyn Stage> {
     programs::script(&world.dir.path().join("rootfs/usr/bin/probe"), PROBE);
     let rootless = Rootless::new(world);
     let dir = rootless.dir();
-    // Who is nobody in a user namespace has to come by.
+    // Users who are mapped to nobody must be able to pass through this directory.
     for below in ["home", "home/xdg"] {
         std::fs::set_permissions(dir.join(below), Permissions::from_mode(0o711)).expect("chmod");
     }
@@ -72,7 +72,7 @@ pub fn stand() -> Box<dyn Stage> {
         home.display(),
         words.join(" ")
     );
-    // The programs that the user may reach are in another directory of that name, where `podman` is no wrapper.
+    // The programs that the user can reach are in another directory of this name, in which `podman` is not a wrapper.
     std::fs::create_dir(dir.join("root-bin")).expect("a directory");
     programs::script(&dir.join("root-bin/podman"), &script);
     let serve = RefCell::new(serve(&rootless.world));

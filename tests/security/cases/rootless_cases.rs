@@ -1,4 +1,4 @@
-//! Rootless Podman: what a user asks for, what the service goes through, and what users can do to each other.
+//! Rootless Podman: a user's requests, failures of the service, and attacks between users.
 
 use crate::frame::Expect::{Fails, Plain, Refused, Still, Works};
 use crate::frame::{Case, QUARTER, case};
@@ -7,7 +7,7 @@ pub fn cases() -> Vec<Case> {
     [policy(), options(), service(), users(), lives(), around()].into_iter().flatten().collect()
 }
 
-/// What the user may have.
+/// What the policy allows the user.
 fn policy() -> Vec<Case> {
     vec![
         case("nothing is wrong", "up", QUARTER),
@@ -198,7 +198,7 @@ fn service() -> Vec<Case> {
     ]
 }
 
-/// What users can do to each other and to root.
+/// Attacks of users on each other and on root.
 fn users() -> Vec<Case> {
     vec![
         case(
@@ -269,7 +269,7 @@ fn users() -> Vec<Case> {
     ]
 }
 
-/// What becomes of a container.
+/// The life of a container.
 fn lives() -> Vec<Case> {
     vec![
         case(
@@ -332,7 +332,7 @@ fn lives() -> Vec<Case> {
     ]
 }
 
-/// What is root's, broken.
+/// Broken files of root.
 fn around() -> Vec<Case> {
     vec![
         case("the ledger is gone, and its copy is there", "rm $STATE/ledger.json; up", QUARTER),

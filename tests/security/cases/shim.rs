@@ -1,4 +1,4 @@
-//! The shim: what engines write for `create`, hostile and damaged.
+//! The shim: hostile and damaged input for `create`.
 
 use crate::around;
 use crate::frame::Expect::{Fails, Plain, Refused, Still};
@@ -11,7 +11,7 @@ pub fn cases() -> Vec<Case> {
         .collect()
 }
 
-/// config.json as no engine writes it.
+/// config.json files that no engine writes.
 fn spec() -> Vec<Case> {
     vec![
         case("nothing is wrong", "up", QUARTER),
@@ -288,7 +288,7 @@ fn hiding() -> Vec<Case> {
             r#"swap '"maskedPaths":[' '"maskedPaths":["/run","/tmp",'; up"#,
             Refused("mask"),
         ),
-        // No limit hangs on them: who masks them has taken the GPU from their own container, as they said.
+        // No limit depends on them. A user who masks them only hides the GPU from the container.
         case(
             "a node is masked: its user's own loss",
             r#"swap '"maskedPaths":[' '"maskedPaths":["/dev/nvidiactl",'; up"#,

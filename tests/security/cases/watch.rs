@@ -1,4 +1,4 @@
-//! What the machine is like before a case, and what is left of the case after it.
+//! The state of the machine before a case, and what the case leaves behind.
 
 use std::collections::BTreeSet;
 use std::fs::Permissions;
@@ -39,14 +39,14 @@ impl Before {
         }
     }
 
-    /// What a refused command changed all the same.
+    /// What a refused command has changed, although it must change nothing.
     pub fn changed(&self, stage: &dyn Stage) -> Vec<String> {
         let mut problems = Vec::new();
         let containers = stage.containers();
         if containers != self.containers {
             problems.push(format!("containers {containers:?}"));
         }
-        // One that cannot be read is looked at when it has been put right.
+        // A ledger that cannot be read is checked after it has been repaired.
         match leases(&self.state) {
             Some(leases) if Some(&leases) != self.leases.as_ref() => {
                 problems.push(format!("leases {leases:?}"));
@@ -56,7 +56,7 @@ impl Before {
         problems
     }
 
-    /// What is left when every container but the neighbour's is removed, and what became of the neighbour.
+    /// What is left after every container except the neighbour's is removed, and whether the neighbour is unharmed.
     pub fn left(&self, stage: &dyn Stage, harmed: bool) -> Vec<String> {
         let mut problems = Vec::new();
         let kept = stage.neighbour_id();
@@ -88,12 +88,13 @@ impl Before {
     }
 }
 
-/// Undoes what the case did to the machine: what it moved aside, wrote into the configuration, or stopped.
+/// Undoes the case's changes to the machine: moved files, configuration, stopped processes.
 pub fn put_back(stage: &dyn Stage, before: &Before) {
     for pid in daemons(stage) {
         let _ = kill(pid, Signal::SIGCONT);
     }
-    // A container that a killed runtime has half made waits for ever; it is the runtime's own, and has no program yet.
+    // A container that a killed runtime has half created waits for ever. It runs the runtime's program, not yet its
+    // own.
     let half_made = format!("{} --root", stage.world().engine.program());
     for (pid, line) in strays(stage) {
         if line.contains(&half_made) || line.contains(" create --bundle ") || line.ends_with("runc init") {
@@ -109,7 +110,7 @@ pub fn put_back(stage: &dyn Stage, before: &Before) {
     std::fs::set_permissions(&before.state, Permissions::from_mode(0o755)).expect("chmod");
 }
 
-/// Whatever lies in the place of something that was moved aside makes room for it.
+/// Removes what is in the place of a file that was moved aside.
 fn put_back_asides(dir: &Path, depth: usize) {
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
         let path = entry.path();
@@ -123,7 +124,7 @@ fn put_back_asides(dir: &Path, depth: usize) {
     }
 }
 
-/// The containers in the ledger as it is.
+/// The containers in the current ledger.
 fn leases(state: &Path) -> Option<Vec<Value>> {
     let ledger: Value = serde_json::from_slice(&std::fs::read(state.join("ledger.json")).ok()?).ok()?;
     Some(ledger["leases"].as_array()?.iter().map(|lease| lease["container"]["id"].clone()).collect())
@@ -140,7 +141,7 @@ fn mounts() -> Vec<String> {
     table.lines().filter_map(|line| line.split(' ').nth(4)).map(str::to_owned).collect()
 }
 
-/// Processes of a case: by the variable that its shell has, or in a container of this world's.
+/// Processes of a case: those with its shell's variable, or in a container of this world.
 fn strays(stage: &dyn Stage) -> BTreeSet<(Pid, String)> {
     let world = stage.world().dir.path().display().to_string();
     let kept = stage.neighbour_id();
@@ -162,7 +163,7 @@ fn strays(stage: &dyn Stage) -> BTreeSet<(Pid, String)> {
     pids.filter(is_of_case).map(|pid| (Pid::from_raw(pid), read(pid, "cmdline"))).collect()
 }
 
-/// Waits for what is to become empty.
+/// Waits until a list is empty, and returns what is left.
 fn within_patience<T>(mut look: impl FnMut() -> BTreeSet<T>) -> BTreeSet<T> {
     let end = Instant::now() + PATIENCE;
     loop {

@@ -1,5 +1,5 @@
-//! Gives the stand-in the soname of the real library, and no symbols but its own: each simulated driver has a
-//! copy.
+//! Gives the simulated libcuda the soname of the real library, and hides all symbols except its own, because each
+//! simulated driver has a copy.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

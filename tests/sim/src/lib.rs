@@ -1,5 +1,5 @@
-//! The simulated NVIDIA driver: NVML's stand-in (`nvml`, the exported C functions) and what all programs
-//! of the simulation share (`layout`: where things lie, what the GPUs are, who holds a context).
+//! The simulated NVIDIA driver: a replacement of NVML (`nvml`, the exported C functions), and the code shared by all
+//! programs of the simulator (`layout`: files, GPUs, contexts).
 
 pub mod layout;
 pub mod mps;

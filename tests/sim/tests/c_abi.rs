@@ -1,5 +1,5 @@
-//! NVML's stand-in called as C would: what nvml-wrapper hides or gets wrong itself (its
-//! `possible_placements` of 0.13 always answers with an empty list).
+//! The simulated NVML, called as from C, for functions that nvml-wrapper hides or gets wrong (`possible_placements` of
+//! 0.13 always returns an empty list).
 #![allow(unsafe_code, reason = "the C ABI is what is tested")]
 
 mod driver;
@@ -126,7 +126,7 @@ fn placements_are_the_real_cards() {
         let mut count = room;
         let mut found = [nvmlGpuInstancePlacement_t { start: 99, size: 99 }; 8];
         let array = if room == 0 { null_mut() } else { found.as_mut_ptr() };
-        // SAFETY: eight elements, and no test says more.
+        // SAFETY: the array has eight elements, and no test asks for more.
         let code = unsafe {
             lib.nvmlDeviceGetGpuInstancePossiblePlacements_v2(device, profile, array, &raw mut count)
         };
@@ -138,12 +138,12 @@ fn placements_are_the_real_cards() {
     assert_eq!((code, count, &found[..4]), (SUCCESS, 4, &[(0, 2), (2, 2), (4, 2), (6, 2)][..]));
     assert_eq!(place(9, 8).2[..3], [(0, 4), (4, 4), (99, 99)]);
     assert_eq!(place(0, 8).2[0], (0, 8));
-    // `count` only comes out: the caller must have room.
+    // `count` is only an output. The caller must have room.
     assert_eq!(place(14, 2).2[..4], [(0, 2), (2, 2), (4, 2), (99, 99)]);
     assert_eq!(place(77, 8), (INVALID_ARGUMENT, 8, [(99, 99); 8]));
 }
 
-/// The exported names, so that a function that is renamed or left out of the library is seen.
+/// The exported names, so that a renamed or missing function is noticed.
 #[test]
 fn every_function_of_the_wrapper_that_sublet_may_call_is_exported() {
     let driver = Driver::up("h200");

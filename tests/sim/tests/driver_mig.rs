@@ -145,7 +145,7 @@ impl Gpu {
         Topology::load(&self.driver.root).unwrap().tag
     }
 
-    /// Everything below the GPU's capability directory, as `gi9/ci0`.
+    /// Everything below the GPU's capability directory, such as `gi9/ci0`.
     fn capabilities(&self) -> Vec<String> {
         let below = |dir: &std::path::Path| -> Vec<String> {
             let entries = std::fs::read_dir(dir).unwrap().flatten();
@@ -333,7 +333,7 @@ fn instances_are_made_where_there_is_room() {
     let access = gpu.driver.read("proc/driver/nvidia/capabilities/gpu0/mig/gi8/access");
     assert_eq!(access, "DeviceFileMinor: 75\nDeviceFileMode: 292\nDeviceFileModify: 1\n");
     assert!(gpu.driver.root.join("dev/nvidia-caps/nvidia-cap75").exists());
-    // SAFETY: null is what is tested.
+    // SAFETY: this tests a null pointer.
     let no_handle = unsafe { gpu.driver.lib.nvmlDeviceCreateGpuInstance(gpu.device, 19, null_mut()) };
     let (lib, mut made) = (&gpu.driver.lib, null_mut());
     // SAFETY: as above.

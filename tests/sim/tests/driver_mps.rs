@@ -1,4 +1,4 @@
-//! The simulated MPS against what was measured on a real H200 (docs/evidence): each test is a line of it.
+//! Compares the simulated MPS with measurements on a real H200 (docs/evidence). Each test is a line of them.
 
 mod rig;
 
@@ -30,7 +30,7 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// SMs, free MiB, MPS and error, as the probe's first line has them.
+/// SMs, free MiB, MPS and error of the probe's first line.
 fn seen(info: &Value) -> (Option<u64>, Option<u64>, bool, Option<&str>) {
     (info["sm"].as_u64(), info["free_mib"].as_u64(), info["mps"].as_bool().unwrap(), info["error"].as_str())
 }
@@ -127,7 +127,7 @@ fn the_device_has_no_more_than_it_has() {
     let Some(rig) = rig_with_daemon() else { return };
     let mut first = rig.start("alloc 100000 30", &[]);
     assert_eq!(first.result(), "CUDA_SUCCESS");
-    // 143155 less the server's 66, the first's 100514 and the second's own 514.
+    // 143155 less 66 of the server, 100514 of the first client and 514 of the second client's context.
     assert_eq!(rig.info(&[])["free_mib"], 42_061);
     assert_eq!(rig.probe("alloc 42062", &[]).0[1]["result"], "CUDA_ERROR_OUT_OF_MEMORY");
     assert_eq!(rig.probe("alloc 42061", &[]).0[1]["result"], "CUDA_SUCCESS");
@@ -147,7 +147,7 @@ fn a_client_needs_control_alone_and_may_change_nothing_through_it() {
     assert_eq!(ask("quit"), "Not enough privilege");
     assert_eq!(rig.ask("get_default_active_thread_percentage"), "100.0");
     assert!(client.is_running());
-    // Another user has no way to control_privileged either.
+    // Another user cannot reach control_privileged either.
     let mut program = rig.program("nvidia-cuda-mps-control", "a");
     program.uid(1000);
     assert_eq!(output_of(program, "quit").stdout, b"Not enough privilege\n");
@@ -221,7 +221,7 @@ fn a_servers_memory_limit_holds_clients_without_their_own_and_goes_up_down_and_a
     until("a bad entry drops the server's limit", || free(&[(PINNED, "garbage")]) == 142_943);
     set("0", "0");
     assert_eq!(free(&[]), 142_943, "lifted");
-    // Defaults are for servers that start later: these alone.
+    // Defaults apply only to servers that start later.
     rig.ask("set_default_device_pinned_mem_limit 0 8G");
     assert_eq!(free(&[]), 142_943);
     rig.ask(&format!("shutdown_server {server} -f"));
@@ -373,8 +373,8 @@ fn a_server_is_shut_down() {
     assert_eq!(rig.info(&[])["mps"], true);
 }
 
-/// The row of the only client. A client goes on as soon as its server has answered it; the daemon hears of it from the
-/// server, by another connection.
+/// The row of the only client. A client continues as soon as its server has answered. The daemon learns of it from the
+/// server over another connection.
 fn only_client(rig: &Rig) -> Vec<String> {
     until("one client", || rig.ask("ps").lines().count() == 2);
     rig.ask("ps").lines().last().unwrap().split_whitespace().map(str::to_owned).collect()
@@ -499,7 +499,7 @@ fn exclusive_process_keeps_bypass_and_a_second_server_out() {
     let refused = Some("CUDA_ERROR_DEVICE_UNAVAILABLE");
     assert_eq!(seen(&rig.start_as("info", &[], 0, "nowhere").info), (None, None, false, refused));
     assert_eq!(seen(&rig.start_as("info", &[], 0, "b").info).3, refused);
-    // In a container the library is all that is there.
+    // A container has only the library.
     fs::remove_file(rig.path("sim/topology.json")).unwrap();
     assert_eq!(seen(&rig.start_as("info", &[], 0, "nowhere").info).3, refused);
 }

@@ -1,4 +1,4 @@
-//! What a CUDA program sees of MIG devices, with and without MPS.
+//! A CUDA program's view of MIG devices, with and without MPS.
 
 mod driver;
 mod libcuda;
@@ -49,7 +49,7 @@ fn shape(info: &Value) -> (u64, u64, &str) {
     (info["sm"].as_u64().unwrap(), info["total_mib"].as_u64().unwrap(), info["uuid"].as_str().unwrap())
 }
 
-/// A probe that has done its task and holds its context.
+/// A probe that has finished its task and still holds its context.
 struct Holding(Child, Vec<Value>);
 
 fn hold(driver: &Driver, task: &str, env: &[(&str, &str)], lines: usize) -> Holding {
@@ -121,7 +121,7 @@ fn compute_instances_share_the_memory_of_their_gpu_instance() {
     let before = info(&driver, &on(HALF))["free_mib"].as_u64().unwrap();
     let held = hold(&driver, "alloc 5000 60", &on(OTHER_HALF), 2);
     assert_eq!(held.1[1]["result"], "CUDA_SUCCESS");
-    // 5000 and the other's context of 14 SMs.
+    // 5000 and the other process's context of 14 SMs.
     assert_eq!(info(&driver, &on(HALF))["free_mib"], before - 5000 - 80);
     assert_eq!(info(&driver, &on(ONE))["free_mib"], 4864 - 80, "another GPU instance has its own");
 }
@@ -143,7 +143,7 @@ fn a_running_program_keeps_its_instance_and_a_new_one_is_seen_at_once() {
     assert_eq!(info(&driver, &on("MIG-GPU-5b1e7000-0000-4000-8000-000000000a00/9/0"))["uuid"], uuid);
 }
 
-/// A container has the libraries mounted, and nothing else of the root: here as other names of the same files.
+/// A container has only the libraries of the root, as mounts. Here hard links replace the mounts.
 #[test]
 fn what_changes_is_seen_where_only_the_libraries_are() {
     let Some(driver) = up("a100x2-mig") else { return };
@@ -173,14 +173,14 @@ fn a_daemon_on_an_instance_serves_that_alone() {
     // Under MPS a client sees the server's devices: ordinal 0 is the instance.
     let whole = info(&driver, &[]);
     assert_eq!((shape(&whole), whole["mps"].as_bool()), ((56, 20096, FOUR), Some(true)));
-    // 234 for a context of 56 SMs, 66 for the server's own.
+    // 234 for a context of 56 SMs, 66 for the server's context.
     assert_eq!(whole["free_mib"], 20096 - 234 - 66);
     let half = info(&driver, &[("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50"), ("CUDA_VISIBLE_DEVICES", "0")]);
     assert_eq!(half["sm"], 28);
     let limited = info(&driver, &[("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=2G")]);
     assert_eq!(limited["free_mib"], 2048 - 234);
     assert_eq!(info(&driver, &on(ONE))["error"], "CUDA_ERROR_NO_DEVICE");
-    // The server's context, which is on the instance, keeps it.
+    // The server's context on the instance keeps it in use.
     assert_eq!(driver.smi("mig -dci -gi 2").status.code(), Some(19));
     assert!(driver.said("mig -dci -gi 9").contains("Successfully destroyed"));
 }

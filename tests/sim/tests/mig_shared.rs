@@ -1,4 +1,4 @@
-//! MIG among several processes and users, failures on demand, and the parts that have no tests of their own.
+//! MIG with several processes and users, failures on demand, and GPU types that have no other tests.
 
 mod driver;
 

@@ -1,11 +1,11 @@
-//! What the simulated nvidia-smi prints of MIG, word for word as a real H200 did (docs/evidence), or as
-//! NVIDIA has published it.
+//! The simulated nvidia-smi's output about MIG, word for word as of a real H200 (docs/evidence), or as published by
+//! NVIDIA.
 
 mod driver;
 
 use driver::{Driver, root_or_skip};
 
-/// As a real H200's, driver 580.
+/// The output of a real H200, driver 580.
 #[test]
 fn an_h200_with_mig_off_lists_what_the_real_one_lists() {
     let driver = Driver::up("h200");

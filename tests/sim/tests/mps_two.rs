@@ -1,4 +1,4 @@
-//! One simulated daemon over two GPUs against what was measured on two real H200s (docs/evidence).
+//! Compares one simulated daemon over two GPUs with measurements on two real H200s (docs/evidence).
 
 mod rig;
 
@@ -9,7 +9,7 @@ const PERCENTAGE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 const PINNED: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
-/// A context that sees all 132 SMs takes so much of its limit.
+/// The memory, of its limit, that a context with all 132 SMs takes.
 const CONTEXT: u64 = 514;
 
 /// Two GPUs and a daemon that serves both.
@@ -52,7 +52,7 @@ fn a_client_is_served_on_both_with_its_own_limits_on_each() {
     assert!(seen(&rig, &[(PERCENTAGE, "90")]).iter().all(|(_, sm, _)| *sm == 66), "clamped on both");
 }
 
-/// In either way that they are set, by index or by UUID.
+/// Limits set by index and limits set by UUID behave alike.
 #[test]
 fn a_servers_limits_go_by_the_clients_ordinals() {
     let Some(rig) = rig_with_daemon() else { return };
@@ -88,7 +88,7 @@ fn a_clients_memory_counts_on_the_device_that_it_is_on() {
     assert_eq!(held.result(), "CUDA_SUCCESS");
     let both = free(&rig, &[]);
     assert!(both[0] > 140_000 && both[1] < 43_000, "{both:?}");
-    // The process that asked has ended, and the server notices that some time later.
+    // The client process has ended, and the server notices that some time later.
     let only = format!("{H200}\n{OTHER} {}", held.pid());
     let heard = (0..100).any(|_| {
         std::thread::sleep(std::time::Duration::from_millis(50));

@@ -1,4 +1,4 @@
-//! The simulated driver as the product meets it: laid out, asked through NVML, gone again.
+//! The simulated driver as the product uses it: created, queried through NVML, removed.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -287,7 +287,7 @@ fn nodes_have_the_numbers_of_the_real_ones() {
     }
 }
 
-/// In a separate process, because a loaded library would stay loaded here.
+/// This runs in a separate process, because a loaded library would stay loaded here.
 #[test]
 fn stand_in_libraries_load_by_their_soname() {
     let driver = Driver::up("h200");

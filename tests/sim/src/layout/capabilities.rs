@@ -1,8 +1,7 @@
-//! What the kernel module shows of MIG: `/proc/driver/nvidia/capabilities` and the nodes below
-//! /dev/nvidia-caps.
+//! The kernel module's view of MIG: `/proc/driver/nvidia/capabilities` and the nodes below /dev/nvidia-caps.
 //!
-//! The files follow the instances at once. The nodes are nvidia-modprobe's affair: with `cap_nodes = true` in
-//! the topology they are made with the instance, and as there never removed; with `false` none is made.
+//! The files change together with the instances. nvidia-modprobe makes the nodes: with `cap_nodes = true` in the
+//! topology they are made with the instance and, as on a real host, never removed; with `false` none is made.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -17,12 +16,13 @@ use super::Root;
 use super::instances::Partition;
 use super::topology::{Gpu, MigMode, Topology, caps};
 
-/// The capability of processes that may change MIG, and of those that may monitor all instances.
+/// The capability that allows changing MIG, and the one that allows monitoring all instances.
 pub const CONFIG: u32 = 1;
 /// As above.
 pub const MONITOR: u32 = 2;
 
-/// The capability file of `nvidia-cap<minor>`, as a real driver writes it: all may read all but `config`.
+/// The capability file of `nvidia-cap<minor>`, as a real driver writes it: every user may read all of them except
+/// `config`.
 #[must_use]
 pub fn text(minor: u32) -> String {
     format!("DeviceFileMinor: {minor}\nDeviceFileMode: {}\nDeviceFileModify: 1\n", mode(minor))
@@ -32,10 +32,10 @@ const fn mode(minor: u32) -> u32 {
     if minor == CONFIG { 0o400 } else { 0o444 }
 }
 
-/// Puts files and nodes of one GPU in step with its instances. GPUs that cannot do MIG have none.
+/// Makes the files and nodes of one GPU match its instances. GPUs that do not support MIG have none.
 ///
 /// # Errors
-/// A file cannot be written or removed, or a node not made.
+/// A file cannot be written or removed, or a node cannot be made.
 pub fn sync(root: &Root, topology: &Topology, gpu: &Gpu, partition: &Partition) -> Result<()> {
     if gpu.mig_mode == MigMode::None {
         return Ok(());
@@ -69,14 +69,14 @@ fn remove_others(dir: &Path, kept: &[String]) -> Result<()> {
 
 fn capability(root: &Root, topology: &Topology, dir: &Path, minor: u32) -> Result<()> {
     fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
-    // Existing entries stay as they are, as in the kernel: another process may be reading them.
+    // Existing entries stay unchanged, as in the kernel, because another process may be reading them.
     if !dir.join("access").exists() {
         fs::write(dir.join("access"), text(minor)).with_context(|| format!("{}/access", dir.display()))?;
     }
     node(root, topology, minor)
 }
 
-/// Makes a node, where nodes are made at all.
+/// Makes a node, if the topology has nodes.
 ///
 /// # Errors
 /// It cannot be made.

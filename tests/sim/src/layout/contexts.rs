@@ -1,10 +1,10 @@
 //! The contexts on a simulated GPU. A process announces its context with an open memfd whose name gives GPU, kind and
-//! memory. NVML finds it through /proc, in whatever container the process runs, as long as /proc shows it.
+//! memory. NVML finds it through /proc, in any container, as long as /proc shows the process.
 //!
 //! The name: `sublet-sim:<tag>:<minor>:<C|M|M+C>:<MiB>`; on a MIG device `<minor>.<gi>.<ci>`.
 //!
-//! For measurements, `DIR/sim/contexts` says it instead, where there is such a file: lines `<pid> <minor>:<kind>:<MiB>`.
-//! Looking through /proc costs more than a driver's answer does.
+//! For measurements, the file `DIR/sim/contexts` replaces this, with lines `<pid> <minor>:<kind>:<MiB>`. Reading /proc
+//! takes longer than a real driver's answer.
 
 use std::fs;
 use std::io;
@@ -14,14 +14,14 @@ use std::str::FromStr;
 use super::Root;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-/// What a process has a context for.
+/// The kind of a process with a context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// By itself: `C`.
+    /// A process without MPS: `C`.
     Compute,
-    /// As an MPS server: `M`.
+    /// An MPS server: `M`.
     Server,
-    /// As an MPS client: `M+C`.
+    /// An MPS client: `M+C`.
     Client,
 }
 
@@ -37,11 +37,11 @@ pub struct On {
 /// One process's context on one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Held {
-    /// Its pid, as this process's /proc has it.
+    /// The pid in this process's /proc.
     pub pid: i32,
     /// The device.
     pub on: On,
-    /// What for.
+    /// The kind of process.
     pub kind: Kind,
     /// Device memory in MiB.
     pub mib: u64,
@@ -81,7 +81,7 @@ pub fn told(tag: &str, root: Option<&Root>) -> Vec<Held> {
     written.lines().filter_map(line).collect()
 }
 
-/// A process that is between two announcements shows both: the larger counts.
+/// A process that is changing its announcement shows both. The larger one counts.
 fn of_process(tag: &str, pid: i32) -> Vec<Held> {
     let mut found: Vec<Held> = Vec::new();
     for fd in fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten() {

@@ -1,5 +1,5 @@
-//! The GPU instances of one GPU and the compute instances in them: what may be made, where, and what is left.
-//! Values only; `nvml` asks them, and says no in NVML's words.
+//! The GPU instances of one GPU and their compute instances: which can be created, where, and what room is left.
+//! Plain values. `nvml` uses them and returns NVML's errors.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,31 +13,31 @@ pub struct Partition {
     pub enabled: bool,
     /// Whether it will be on after the next activation.
     pub pending: bool,
-    /// By id.
+    /// The instances, by id.
     pub instances: Vec<GpuInstance>,
 }
 
 /// A GPU instance.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuInstance {
-    /// Its id, which its placement gives it.
+    /// The id, which follows from the placement.
     pub id: u32,
-    /// Tells it from others that had its id.
+    /// A number that distinguishes it from earlier instances with the same id.
     pub serial: u32,
     /// Its profile's id.
     pub profile: u32,
     /// First memory slice.
     pub start: u32,
-    /// By id.
+    /// The instances, by id.
     pub compute: Vec<ComputeInstance>,
 }
 
 /// A compute instance: a MIG device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ComputeInstance {
-    /// Its id: the lowest that was free.
+    /// The id: the lowest free one when it was created.
     pub id: u32,
-    /// Tells it from others that had its id.
+    /// A number that distinguishes it from earlier instances with the same id.
     pub serial: u32,
     /// Its profile's id.
     pub profile: u32,
@@ -54,8 +54,7 @@ pub fn table(gpu: &Gpu) -> &'static [Profile] {
 }
 
 impl Partition {
-    /// MIG as the topology says that it is at the start. Instances without a compute instance cannot be said
-    /// there.
+    /// The initial MIG state, from the topology. A topology cannot describe GPU instances without a compute instance.
     #[must_use]
     pub fn initial(gpu: &Gpu) -> Self {
         let enabled = gpu.mig_mode == MigMode::Enabled;
@@ -87,8 +86,8 @@ impl Partition {
         self.instances.iter().find(|instance| instance.id == id)
     }
 
-    /// Where a GPU instance of this profile could be made now, in the profile's order: it may overlap no
-    /// other, and only one may have the media engines.
+    /// The free placements of this profile, in the profile's order. Instances may not overlap, and only one may have
+    /// the media engines.
     #[must_use]
     pub fn free_starts(&self, profile: &Profile, table: &[Profile]) -> Vec<u32> {
         let others: Vec<_> =
@@ -107,7 +106,7 @@ impl Partition {
         u32::try_from(free).map_or(profile.instances, |free| free.min(profile.instances))
     }
 
-    /// Makes a GPU instance at a place that is free.
+    /// Creates a GPU instance at a free placement.
     pub fn add(&mut self, profile: &Profile, start: u32, serial: u32, table: &[Profile]) -> u32 {
         let id = profiles::instance_id(profiles::memory_slices(table), start, profile.size);
         self.instances.push(GpuInstance::new(id, serial, profile.id, start));
@@ -160,7 +159,7 @@ impl GpuInstance {
         by_id(table, self.profile).map(|profile| profile.compute(table)).unwrap_or_default()
     }
 
-    /// Where a compute instance of this profile could be made now.
+    /// The free placements of this compute instance profile.
     #[must_use]
     pub fn free_starts(&self, profile: &ComputeProfile, table: &[Profile]) -> Vec<u32> {
         let profiles = self.compute_profiles(table);
@@ -174,13 +173,13 @@ impl GpuInstance {
         profile.starts.iter().filter(free).copied().collect()
     }
 
-    /// The lowest id that no compute instance has.
+    /// The lowest free compute instance id.
     #[must_use]
     pub fn free_id(&self) -> u32 {
         (0..COMPUTE_INSTANCES).find(|id| self.compute.iter().all(|one| one.id != *id)).unwrap_or_default()
     }
 
-    /// Takes in a compute instance.
+    /// Adds a compute instance.
     pub fn add(&mut self, compute: ComputeInstance) {
         self.compute.push(compute);
         self.compute.sort_by_key(|one| one.id);
@@ -226,7 +225,7 @@ mod tests {
         assert!(instance.free_starts(&parts[1], a100()).is_empty());
     }
 
-    /// Every layout of an A100, an A30 and an H200 that can be reached, one instance at a time.
+    /// Every layout of an A100, an A30 and an H200 that can be reached by creating one instance at a time.
     #[test]
     fn no_layout_has_more_than_the_gpu() {
         for (name, layouts) in [("a100-40gb", 2319), ("a30", 76), ("h200", 2319)] {

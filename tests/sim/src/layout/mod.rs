@@ -1,15 +1,15 @@
-//! Where everything of a simulated driver lies below its root, and what its files say.
+//! The files of a simulated driver below its root, and their content.
 //!
 //! `sublet-sim up` makes the root (called DIR here): `DIR/dev`, `DIR/proc`, `DIR/sys`, `DIR/usr`, `DIR/etc`
-//! as the product finds them on a host, `DIR/run` for the product's state, and the simulation's own
+//! as the product finds them on a host, `DIR/run` for the product's state, and the simulator's files
 //! `DIR/sim/{topology.json,state.json,lock}`.
 //!
 //! # The trailer
-//! A container sees none of `DIR/sim`. `up` therefore appends to its copies of libcuda and libnvidia-ml one
-//! line, after a newline: `SUBLETSIM` and the resolved [`topology::Topology`] as JSON, at first the same text
-//! as `DIR/sim/topology.json` (ELF loaders ignore what follows the last section). [`trailer`] writes and
-//! reads it. It follows MIG mode and MIG devices as they change; `topology.json` does not. Its shape (every
-//! key is always there; GPUs stand in the order of NVML's index, not of the bus):
+//! A container does not see `DIR/sim`. Therefore `up` appends one line to its copies of libcuda and libnvidia-ml,
+//! after a newline: `SUBLETSIM` and the resolved [`topology::Topology`] as JSON. At first this is the text of
+//! `DIR/sim/topology.json` (ELF loaders ignore data after the last section). [`trailer`] writes and reads it. It is
+//! updated when MIG mode or MIG devices change; `topology.json` is not. Its format (every key is always present; GPUs
+//! are in the order of NVML's index, not of the bus):
 //!
 //! ```json
 //! {"tag":"0d1e2f3a","driver":"580.159.04","file_version":null,"cuda":"13.0",
@@ -46,7 +46,7 @@ impl Root {
         Self(dir)
     }
 
-    /// The root that the calling program lies in, wherever a driver's layout has it; else `SUBLET_SIM_ROOT`.
+    /// The root that contains the calling program, in any driver layout; otherwise `SUBLET_SIM_ROOT`.
     #[must_use]
     pub fn of_program() -> Option<Self> {
         let program = std::env::current_exe().ok()?;
@@ -54,8 +54,7 @@ impl Root {
         above.into_iter().find(Self::exists).or_else(Self::from_env)
     }
 
-    /// The root that a library file was laid out in: it is `DIR/usr/lib/<triplet>/<file>`; else
-    /// `SUBLET_SIM_ROOT`.
+    /// The root that contains a library file (`DIR/usr/lib/<triplet>/<file>`); otherwise `SUBLET_SIM_ROOT`.
     #[must_use]
     pub fn of_library(file: &Path) -> Option<Self> {
         Self::above(&file.canonicalize().ok()?, 4).or_else(Self::from_env)
@@ -69,7 +68,7 @@ impl Root {
         std::env::var_os("SUBLET_SIM_ROOT").map(|dir| Self(dir.into())).filter(Self::exists)
     }
 
-    /// Whether `up` has been here.
+    /// Whether `up` has run here.
     #[must_use]
     pub fn exists(&self) -> bool {
         self.topology().exists()
@@ -81,7 +80,7 @@ impl Root {
         &self.0
     }
 
-    /// `relative` below the root.
+    /// The path `relative` below the root.
     #[must_use]
     pub fn join(&self, relative: impl AsRef<Path>) -> PathBuf {
         self.0.join(relative)
@@ -93,14 +92,14 @@ impl Root {
         self.join("sim/topology.json")
     }
 
-    /// While this file is there, MPS servers end as they start, with its text as the reason in their log;
-    /// without text as with another driver's libcuda: not a word (docs/evidence).
+    /// While this file exists, MPS servers end when they start, with its text as the reason in their log. If it is
+    /// empty they log nothing, as with a libcuda of another driver version (docs/evidence).
     #[must_use]
     pub fn server_fault(&self) -> PathBuf {
         self.join("sim/mps-server-fault")
     }
 
-    /// Where the driver's libraries lie.
+    /// The directory of the driver's libraries.
     #[must_use]
     pub fn libraries(&self) -> PathBuf {
         self.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH))

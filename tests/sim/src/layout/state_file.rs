@@ -1,4 +1,4 @@
-//! What changes while the simulated driver is up, shared by all its processes: `DIR/sim/state.json`.
+//! The changing state of the simulated driver, shared by all its processes: `DIR/sim/state.json`.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -23,7 +23,7 @@ pub struct State {
     /// How often the GPU was reset.
     #[serde(default)]
     pub resets: BTreeMap<String, u32>,
-    /// Instances made since the driver is up.
+    /// The number of instances created since the driver was loaded.
     #[serde(default)]
     pub made: u32,
 }
@@ -37,10 +37,10 @@ impl State {
         Self { mig, ..Self::default() }
     }
 
-    /// The state as it is. Takes no lock: it is replaced by a rename.
+    /// The current state. It needs no lock, because the file is replaced by a rename.
     ///
     /// # Errors
-    /// The file is missing or is not what [`State::update`] wrote.
+    /// The file is missing, or was not written by [`State::update`].
     pub fn read(root: &Root) -> Result<Self> {
         let file = root.join("sim/state.json");
         let text = fs::read(&file).with_context(|| format!("{}", file.display()))?;
@@ -59,12 +59,11 @@ impl State {
         Ok(result)
     }
 
-    /// Changes MIG under the lock, and with it everything that shows it: the files and nodes of the kernel
-    /// module, and the libraries' trailers, which are all that a container sees. What `change` refuses leaves
-    /// all as it was.
+    /// Changes MIG under the lock, and everything that shows it: the kernel module's files and nodes, and the
+    /// libraries' trailers, which a container sees. If `change` refuses, nothing changes.
     ///
     /// # Errors
-    /// The lock, the state or a file; within, what `change` says.
+    /// The lock, the state or a file cannot be used. The inner error is `change`'s.
     pub fn change_mig<T, E>(
         root: &Root,
         topology: &Topology,
@@ -94,7 +93,7 @@ impl State {
         Ok(Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?)
     }
 
-    /// The topology with MIG as it is now.
+    /// The topology with the current MIG state.
     #[must_use]
     pub fn applied(&self, topology: &Topology) -> Topology {
         let mut now = topology.clone();
@@ -119,7 +118,7 @@ impl State {
         self.made
     }
 
-    /// Resets a GPU: a pending MIG mode becomes the current one, and settings and instances are gone.
+    /// Resets a GPU: a pending MIG mode takes effect, and settings and instances are lost.
     pub fn reset(&mut self, gpu: &Gpu) {
         self.compute_mode.remove(&gpu.uuid);
         self.timeslice.remove(&gpu.uuid);
@@ -130,8 +129,8 @@ impl State {
         }
     }
 
-    /// The state after the host was started again: A100 and A30 keep MIG mode, later GPUs lose it, and no
-    /// instance is left (NVIDIA's MIG User Guide, "MIG mode").
+    /// The state after a reboot of the host: A100 and A30 keep MIG mode, later GPUs lose it, and all instances are lost
+    /// (NVIDIA's MIG User Guide, "MIG mode").
     #[must_use]
     pub fn after_reboot(&self, topology: &Topology) -> Self {
         let mut state = Self { made: self.made, ..Self::initial(topology) };
@@ -145,7 +144,7 @@ impl State {
         state
     }
 
-    /// Writes the state, with the lock held or before any other process knows the root.
+    /// Writes the state. The caller holds the lock, or no other process uses the root yet.
     ///
     /// # Errors
     /// It cannot be written.

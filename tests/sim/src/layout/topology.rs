@@ -1,4 +1,4 @@
-//! What the simulated host has: read from a TOML file, resolved, and written as JSON for all programs.
+//! The hardware of the simulated host. It is read from a TOML file, resolved, and written as JSON for all programs.
 
 use std::collections::BTreeSet;
 use std::hash::Hash;
@@ -17,20 +17,20 @@ pub struct Topology {
     /// Eight hex digits that distinguish the contexts of one root from those of another. Set by `up`.
     #[serde(default)]
     pub tag: String,
-    /// Version of the kernel module, as `580.159.04`.
+    /// Version of the kernel module, such as `580.159.04`.
     pub driver: String,
-    /// Version of the driver's files where it is another than the kernel module's.
+    /// Version of the driver's files, if it differs from the kernel module's.
     #[serde(default)]
     pub file_version: Option<String>,
-    /// CUDA version, as `13.0`.
+    /// CUDA version, such as `13.0`.
     pub cuda: String,
     /// Device majors.
     #[serde(default)]
     pub majors: Majors,
-    /// Whether nodes of capabilities are made, as nvidia-modprobe does it on a host that has it.
+    /// Whether capability nodes are made, as on a host with nvidia-modprobe.
     #[serde(default = "yes")]
     pub cap_nodes: bool,
-    /// The GPUs; by index once resolved.
+    /// The GPUs, sorted by index once resolved.
     pub gpu: Vec<Gpu>,
     /// Processes of the host that hold contexts.
     #[serde(default)]
@@ -69,9 +69,9 @@ pub struct Gpu {
     pub minor: u32,
     /// `GPU-…`.
     pub uuid: String,
-    /// As `NVIDIA H200`.
+    /// Its name, such as `NVIDIA H200`.
     pub name: String,
-    /// As `0000:3b:00.0`.
+    /// Its PCI bus id, such as `0000:3b:00.0`.
     pub bus_id: String,
     /// Total memory as NVML reports it, in MiB.
     pub memory_mib: u64,
@@ -79,9 +79,9 @@ pub struct Gpu {
     pub cuda_total_mib: u64,
     /// Streaming multiprocessors.
     pub sm_count: u32,
-    /// As `9.0`.
+    /// Such as `9.0`.
     pub compute_capability: String,
-    /// The architecture's name, as nvml.h has it in `NVML_DEVICE_ARCH_*`.
+    /// The architecture's name in nvml.h's `NVML_DEVICE_ARCH_*`.
     pub arch: Arch,
     /// Whether this is a vGPU guest.
     #[serde(default)]
@@ -95,7 +95,7 @@ pub struct Gpu {
     /// MIG mode.
     #[serde(default)]
     pub mig_mode: MigMode,
-    /// Which table of MIG profiles it has ([`profiles::table`]); needed unless `mig_mode` is none.
+    /// The name of its table of MIG profiles ([`profiles::table`]). Required unless `mig_mode` is none.
     #[serde(default)]
     pub mig_table: Option<String>,
     /// MIG devices that exist at the start.
@@ -109,7 +109,7 @@ pub struct Gpu {
 pub struct Mig {
     /// `MIG-…`.
     pub uuid: String,
-    /// As `1g.5gb` or, where it is not the whole GPU instance, `1c.2g.10gb`.
+    /// Such as `1g.5gb` or, if it is only part of the GPU instance, `1c.2g.10gb`.
     pub profile: String,
     /// GPU instance id.
     pub gi: u32,
@@ -129,7 +129,7 @@ pub struct Mig {
     pub memory_mib: u64,
 }
 
-/// A process on the host that has a context from the start and is no container's.
+/// A process on the host, outside containers, that has a context from the start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Process {
@@ -155,7 +155,7 @@ pub enum Arch {
     Blackwell,
 }
 
-/// NVML's virtualization modes, as far as they are simulated.
+/// The simulated ones of NVML's virtualization modes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Virtualization {
@@ -168,21 +168,21 @@ pub enum Virtualization {
     Vgpu,
 }
 
-/// Whether a GPU can be and is in MIG mode.
+/// Whether a GPU supports MIG and is in MIG mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MigMode {
     /// The GPU has no MIG.
     #[default]
     None,
-    /// Capable, off.
+    /// MIG is supported and off.
     Disabled,
-    /// On.
+    /// MIG is on.
     Enabled,
 }
 
 impl Topology {
-    /// A topology file, resolved for the root at `dir`.
+    /// Reads a topology file and resolves it for the root at `dir`.
     ///
     /// # Errors
     /// The file cannot be read or parsed, or contradicts itself.
@@ -196,7 +196,7 @@ impl Topology {
     /// The resolved topology of a root.
     ///
     /// # Errors
-    /// It cannot be read, or is not what `up` wrote.
+    /// It cannot be read, or was not written by `up`.
     pub fn load(root: &Root) -> Result<Self> {
         let file = root.topology();
         let text = std::fs::read_to_string(&file).with_context(|| format!("{}", file.display()))?;
@@ -209,7 +209,7 @@ impl Topology {
         self.gpu.iter().find(|gpu| gpu.minor == minor)
     }
 
-    /// The driver's branch, as 580.
+    /// The driver's branch, such as 580.
     #[must_use]
     pub fn driver_branch(&self) -> u32 {
         self.driver.split('.').next().and_then(|branch| branch.parse().ok()).unwrap_or(0)
@@ -251,8 +251,8 @@ impl Gpu {
         Some((major.parse().ok()?, minor.parse().ok()?))
     }
 
-    /// CUDA cores in one SM, so that `nvmlDeviceGetNumGpuCores` is this times the SMs: 64 in GP100, Volta,
-    /// Turing and GA100, 128 in every other (CUDA C++ Programming Guide, "Compute Capabilities").
+    /// CUDA cores in one SM: 64 in GP100, Volta, Turing and GA100, 128 in every other (CUDA C++ Programming Guide,
+    /// "Compute Capabilities"). `nvmlDeviceGetNumGpuCores` is this times the SMs.
     #[must_use]
     pub fn cores_per_sm(&self) -> u32 {
         match self.capability() {
@@ -261,8 +261,8 @@ impl Gpu {
         }
     }
 
-    /// Whether MIG mode needs a reset of the GPU, and outlives the driver: on Ampere; later GPUs switch while
-    /// the driver runs and forget (NVIDIA's MIG User Guide, "MIG mode").
+    /// Whether MIG mode changes only with a reset of the GPU, and survives a reload of the driver. That is so on
+    /// Ampere. Later GPUs switch while the driver runs, and lose the mode (NVIDIA's MIG User Guide, "MIG mode").
     #[must_use]
     pub const fn keeps_mig_mode(&self) -> bool {
         matches!(self.arch, Arch::Ampere)
@@ -298,8 +298,8 @@ pub const GPU_INSTANCES: u32 = 15;
 /// Compute instances that `mig-minors` numbers for each GPU instance.
 pub const COMPUTE_INSTANCES: u32 = 8;
 
-/// N of `nvidia-cap<N>` for a GPU instance and one of its compute instances, as `mig-minors` counts them:
-/// 1 and 2 are config and monitor, then every possible instance of every possible GPU in turn.
+/// N of `nvidia-cap<N>` for a GPU instance and one of its compute instances, as `mig-minors` counts them: 1 and 2 are
+/// config and monitor, and then each possible instance of each possible GPU has a number.
 #[must_use]
 pub const fn caps(minor: u32, gi: u32, ci: u32) -> (u32, u32) {
     let each = 1 + COMPUTE_INSTANCES;
@@ -312,7 +312,7 @@ fn distinct<T: Ord + Hash>(values: impl Iterator<Item = T>) -> bool {
     values.into_iter().all(|value| seen.insert(value))
 }
 
-/// FNV-1a of the path: all that is asked of it is that two roots differ.
+/// FNV-1a of the path. It only has to differ between two roots.
 fn tag(dir: &Path) -> String {
     let hash = dir
         .as_os_str()

@@ -1,7 +1,7 @@
 //! The line at the end of a stand-in library that describes the GPUs when nothing else of the simulator is visible.
 //!
-//! It changes with MIG, in the same file, since containers have that file mounted: under a lock on the file,
-//! which readers share. What is before it, which running programs have mapped, is never touched.
+//! It changes with MIG, in place, because containers have the file mounted. Writers take an exclusive lock on the file,
+//! readers a shared one. The bytes before it, which running programs have mapped, never change.
 
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -13,7 +13,7 @@ use nix::fcntl::{Flock, FlockArg};
 use super::Root;
 use super::topology::Topology;
 
-/// What the line begins with.
+/// The beginning of the line.
 pub const MARK: &str = "\nSUBLETSIM";
 
 /// Copies `library` to `target` with the trailer appended.
@@ -41,7 +41,7 @@ pub fn read(library: &Path) -> Option<Topology> {
     serde_json::from_slice(text.trim_ascii_end()).ok()
 }
 
-/// Writes another topology into the libraries of a root; those that `up` left without one stay so.
+/// Writes another topology into the libraries of a root. Libraries without a trailer stay without one.
 ///
 /// # Errors
 /// A file cannot be written.
@@ -65,7 +65,7 @@ fn replace(library: &Path, topology: &Topology) -> Result<()> {
     Ok(file.set_len(at + line.len() as u64)?)
 }
 
-/// Where the trailer begins and what it says after the mark: it is the last line, read from the end on.
+/// The trailer's offset and its text after the mark. It is the last line, and is searched from the end of the file.
 fn find(file: &mut File) -> Option<(u64, Vec<u8>)> {
     let length = file.metadata().ok()?.len();
     let mut tail = 1 << 13;

@@ -9,7 +9,7 @@ use super::message::{Ask, Hello, Open, Say, Welcome};
 use super::pipe_directory;
 use super::wire::Conn;
 
-/// The error that a client gets when its daemon or server has ended.
+/// A client's error after its daemon or server has ended.
 pub const RPC_FAILURE: &str = "CUDA_ERROR_MPS_RPC_FAILURE";
 
 /// Connections to daemon and server.
@@ -22,8 +22,8 @@ pub struct Client {
 }
 
 impl Client {
-    /// Waits for its turn at the daemon in the pipe directory. `None` where none can be reached: a CUDA
-    /// program then goes on without, and says nothing.
+    /// Connects to the daemon in the pipe directory and waits for its turn. `None` if no daemon can be reached: a CUDA
+    /// program then continues without MPS, and without a message.
     #[must_use]
     pub fn connect() -> Option<Self> {
         let daemon = Conn::connect(&pipe_directory().join("control")).ok()?;
@@ -44,7 +44,7 @@ impl Client {
     /// Makes a context: the SMs and the free memory that it sees.
     ///
     /// # Errors
-    /// The `CUDA_ERROR_…` of one that cannot be made.
+    /// The `CUDA_ERROR_…` if it cannot be created.
     pub fn open(&self, open: Open) -> Result<(u32, u64), String> {
         match self.ask(&Ask::Open(open))? {
             Say::Context { sm, free_mib } => Ok((sm, free_mib)),
@@ -52,10 +52,10 @@ impl Client {
         }
     }
 
-    /// Takes memory of a device that it has a context on; whether there was as much.
+    /// Allocates memory on a device on which it has a context. Returns whether there was enough.
     ///
     /// # Errors
-    /// The `CUDA_ERROR_…` of a context that ended meanwhile.
+    /// The `CUDA_ERROR_…` if the context has ended.
     pub fn alloc(&self, device: &str, mib: u64) -> Result<bool, String> {
         match self.ask(&Ask::Alloc { device: device.to_owned(), mib })? {
             Say::Memory { granted } => Ok(granted),
@@ -63,7 +63,7 @@ impl Client {
         }
     }
 
-    /// Breaks the context and those of all other clients; returns the resulting error.
+    /// Breaks this context and the contexts of all other clients. Returns the resulting error.
     #[must_use]
     pub fn fault(&self) -> String {
         match self.ask(&Ask::Fault) {
@@ -72,10 +72,10 @@ impl Client {
         }
     }
 
-    /// Works for so long.
+    /// Computes for this time.
     ///
     /// # Errors
-    /// The `CUDA_ERROR_…` of a context that ended meanwhile.
+    /// The `CUDA_ERROR_…` if the context has ended.
     pub fn hold(&self, time: Duration) -> Result<(), String> {
         let end = Instant::now() + time;
         loop {

@@ -1,4 +1,4 @@
-//! The daemon's commands and the words of their answers.
+//! The daemon's commands and their answers.
 
 use std::fmt::Write;
 use std::fs;
@@ -18,7 +18,7 @@ pub enum Outcome {
     Quit,
 }
 
-/// Carries out one line, given on `control_privileged` or, without rights, on `control`.
+/// Executes one line, received on `control_privileged` or, without privileges, on `control`.
 pub fn run(servers: &Arc<Servers>, line: &str, privileged: bool) -> Outcome {
     let words: Vec<&str> = line.split_whitespace().collect();
     let asks = matches!(words.first(), Some(word) if word.starts_with("get_") || *word == "ps");
@@ -106,12 +106,12 @@ fn priority(value: &str) -> Option<u32> {
     value.parse().ok().filter(|value| *value <= 1)
 }
 
-/// Whether a command sets what GPUs before Volta do not know.
+/// Whether a command sets a limit that GPUs before Volta do not have.
 fn is_limit(word: &str) -> bool {
     word.starts_with("set_") && (word.ends_with("_thread_percentage") || word.ends_with("_mem_limit"))
 }
 
-/// Keeps the value in the words it was given; 0 lifts the limit (docs/evidence).
+/// Stores the value as it was written. 0 removes the limit (docs/evidence).
 fn set_pinned(settings: &mut Settings, ordinal: usize, value: &str) -> Option<()> {
     if value == "0" {
         settings.pinned.remove(&ordinal);
@@ -150,7 +150,7 @@ fn by_device<'a>(servers: &Servers, clients: impl Iterator<Item = &'a Client>) -
     lines(servers.devices.iter().map(of))
 }
 
-/// As the CUDA MPS documentation prints it; it cuts UUIDs after their third group.
+/// The format of the CUDA MPS documentation, which cuts UUIDs after their third group.
 fn ps<'a>(clients: impl Iterator<Item = &'a Client>) -> String {
     let mut table =
         format!("{:<8}{:<5}{:<9}{:<25}{:<13}COMMAND", "PID", "ID", "SERVER", "DEVICE", "NAMESPACE");

@@ -1,4 +1,4 @@
-//! `nvidia-cuda-mps-control`: the daemon with `-d` or `-f`, else the program that talks to it.
+//! `nvidia-cuda-mps-control`: the daemon with `-d` or `-f`, otherwise the command line client.
 
 use std::io::{BufRead, BufReader, Read, Write, stdin, stdout};
 use std::os::unix::process::CommandExt;
@@ -12,7 +12,7 @@ use super::message::{Answer, Hello};
 use super::pipe_directory;
 use super::wire::Conn;
 
-/// Tells the daemon in the background from the one that was called.
+/// Marks the daemon process in the background, as opposed to the process that the user started.
 const BACKGROUND: &str = "SUBLET_SIM_MPS_BACKGROUND";
 
 /// Runs the program on its arguments.
@@ -42,12 +42,12 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// A caller that closed its end does not want any output.
+/// A caller that has closed its end wants no output.
 fn say(text: &str) {
     let _ = writeln!(stdout(), "{text}");
 }
 
-/// Starts this program again, with nothing of the caller's standard streams, and waits until it serves.
+/// Starts this program again, without the caller's standard streams, and waits until it serves.
 fn detach(arguments: &[String]) -> Result<()> {
     let mut command = Command::new(std::env::current_exe()?);
     command.arg0("nvidia-cuda-mps-control").args(arguments).env(BACKGROUND, "1").current_dir("/");
@@ -61,7 +61,7 @@ fn detach(arguments: &[String]) -> Result<()> {
     }
 }
 
-/// Closing standard output says that the daemon serves; a word before that says why it does not.
+/// The daemon closes standard output when it serves. If it cannot serve, it writes the reason first.
 fn in_background(multiuser: bool) -> Result<()> {
     setsid()?;
     let daemon = Daemon::new(multiuser)?;
@@ -87,7 +87,7 @@ fn talk() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Over `control_privileged` where it may be reached; else over `control`.
+/// Uses `control_privileged` if it can be reached, otherwise `control`.
 fn ask(line: &str) -> Option<String> {
     let directory = pipe_directory();
     let conn = Conn::connect(&directory.join("control_privileged"))

@@ -23,14 +23,14 @@ use crate::layout::Root;
 use crate::layout::state_file::State;
 use crate::layout::topology::Topology;
 
-/// What a second daemon in the same directory says.
+/// The message of a second daemon in the same directory.
 const RUNNING: &str = "An instance of this daemon is already running";
-/// What every program prints that finds no daemon, including a daemon that could not bind its socket.
+/// The message of every program that finds no daemon, and of a daemon that could not bind its socket.
 pub const NOT_FOUND: &str = "Cannot find MPS control daemon process";
 
 const PID_FILE: &str = "nvidia-cuda-mps-control.pid";
 
-/// A daemon that has its directory to itself and listens.
+/// A daemon that owns its directory and listens.
 #[derive(Debug)]
 pub struct Daemon {
     servers: Arc<Servers>,
@@ -43,7 +43,7 @@ impl Daemon {
     /// Takes the pipe directory.
     ///
     /// # Errors
-    /// It cannot be written, or another daemon has it.
+    /// The directory cannot be written, or another daemon uses it.
     pub fn new(multiuser: bool) -> Result<Self> {
         if multiuser && !geteuid().is_root() {
             bail!("Multiuser server mode needs root privileges");
@@ -72,7 +72,7 @@ impl Daemon {
         Ok(Self { servers, control: Arc::new(control), privileged: Arc::new(privileged), lock })
     }
 
-    /// Serves until a client sends `quit`. `control` stays where it is.
+    /// Serves until a client sends `quit`. The socket `control` is not removed.
     pub fn run(self) {
         let (quit, told) = mpsc::channel();
         for (listener, privileged) in [(&self.control, false), (&self.privileged, true)] {
@@ -96,7 +96,7 @@ fn make_directory(directory: &Path) -> Result<()> {
     DirBuilder::new().mode(0o755).create(directory).with_context(|| format!("{}", directory.display()))
 }
 
-/// What a program on the host sees.
+/// The devices that a program on the host sees.
 ///
 /// # Errors
 /// The root is not one of a simulated driver.

@@ -1,7 +1,6 @@
-//! Devices as CUDA counts them: by bus, a GPU in MIG mode only through its instances, and of these what
-//! `CUDA_VISIBLE_DEVICES` names.
+//! Devices in CUDA's order: by bus id; a GPU in MIG mode only as its MIG devices; filtered by `CUDA_VISIBLE_DEVICES`.
 //!
-//! A process sees no whole GPU beside MIG devices, and of these one alone up to driver R550; from R570 on one
+//! A process sees no whole GPU beside MIG devices. Up to driver R550 it sees one MIG device only; from R570 on, one
 //! compute instance of each GPU instance (NVIDIA's MIG User Guide, "CUDA visible devices").
 
 use crate::layout::contexts::On;
@@ -12,7 +11,7 @@ use crate::layout::topology::{Gpu, Mig, MigMode, Topology};
 pub struct Device {
     /// `GPU-…` or `MIG-…`.
     pub uuid: String,
-    /// Where its contexts are.
+    /// The device of its contexts.
     pub on: On,
     /// Its nodes below /dev.
     pub nodes: Vec<String>,
@@ -20,9 +19,9 @@ pub struct Device {
     pub sm: u32,
     /// Total memory as CUDA sees it, in MiB.
     pub total_mib: u64,
-    /// How many clients an MPS server may have on it.
+    /// The most clients that an MPS server may have on it.
     pub clients: usize,
-    /// Whether MPS has limits: from Volta on.
+    /// Whether MPS has limits on it (from Volta on).
     pub limits: bool,
     /// A MIG device's other name, `MIG-GPU-<uuid>/<gi>/<ci>`.
     old_name: Option<String>,
@@ -89,8 +88,8 @@ fn clients(topology: &Topology) -> usize {
     if version.is_some_and(|version: (u32, u32)| version >= (13, 1)) { 60 } else { 48 }
 }
 
-/// What a process sees of `devices`: all, or what `CUDA_VISIBLE_DEVICES` says, up to its first entry that
-/// names none of them; as far as they may be seen together.
+/// The devices that a process sees: all, or those in `CUDA_VISIBLE_DEVICES` up to its first invalid entry, without
+/// devices that cannot be seen together.
 #[must_use]
 pub fn visible(devices: &[Device], named: Option<&str>) -> Vec<Device> {
     let mut found: Vec<Device> = Vec::new();
@@ -126,7 +125,7 @@ impl Device {
     }
 }
 
-/// By ordinal, by UUID or a beginning of it, or a MIG device by `MIG-GPU-<uuid>/<gi>/<ci>`.
+/// Finds a device by ordinal, by UUID or a prefix of it, or a MIG device by `MIG-GPU-<uuid>/<gi>/<ci>`.
 fn select<'a>(devices: &'a [Device], entry: &str) -> Option<&'a Device> {
     if let Ok(ordinal) = entry.parse::<usize>() {
         return devices.get(ordinal);

@@ -1,4 +1,4 @@
-//! Finds libcuda as every CUDA program does: by its bare soname, through the dynamic loader.
+//! Finds libcuda as every CUDA program does: by its soname, through the dynamic loader.
 
 #![allow(unsafe_code, reason = "dlopen, ioctl")]
 
@@ -9,10 +9,10 @@ use std::path::PathBuf;
 
 use nix::libc;
 
-/// Loads `libcuda.so.1`, calls its `cuInit`, and says which file that is.
+/// Loads `libcuda.so.1`, calls its `cuInit`, and returns the library's path.
 ///
 /// # Errors
-/// What the loader says, or `cuInit`'s number.
+/// The loader's message, or `cuInit`'s error number.
 pub fn load() -> Result<PathBuf, String> {
     // SAFETY: both arguments are valid; the library's initialisers are trusted as in any CUDA program.
     let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
@@ -27,16 +27,16 @@ pub fn load() -> Result<PathBuf, String> {
     // SAFETY: cuInit has this type in cuda.h.
     let init: unsafe extern "C" fn(c_uint) -> c_int =
         unsafe { std::mem::transmute::<*mut c_void, _>(symbol) };
-    // SAFETY: 0 is the one value that cuInit takes.
+    // SAFETY: 0 is the only value that cuInit accepts.
     match unsafe { init(0) } {
         0 => file_of(symbol),
         number => Err(format!("cuInit: {number}")),
     }
 }
 
-/// Whether a filter of system calls keeps this process from asking a driver: with an ioctl of its own NVIDIA's library
-/// begins, and none of what it does goes without (kernel-open/nvidia/nv.c, `NV_ESC_CHECK_VERSION_STR`). Nothing here
-/// has such a driver: the kernel itself says then that the file knows no such request.
+/// Whether a system call filter stops this process from using a driver. NVIDIA's library begins with a private ioctl
+/// and needs it for everything else (kernel-open/nvidia/nv.c, `NV_ESC_CHECK_VERSION_STR`). There is no such driver
+/// here, so without a filter the kernel answers that the file does not support the request.
 pub fn is_out_of_reach() -> bool {
     const CHECK_VERSION: u64 = 0xc048_46d2;
     let Ok(file) = std::fs::File::open("/dev/null") else { return true };

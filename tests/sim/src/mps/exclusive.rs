@@ -2,8 +2,8 @@
 //!
 //! A container sees neither the driver's state nor other containers' processes, but its libcuda is the host's file. A
 //! process with a context holds a read lock on one byte of that file. A process that knows that the GPU is in
-//! `EXCLUSIVE_PROCESS` mode holds one on a second byte. So a program can tell even in a container that a GPU is taken.
-//! It cannot tell the mode of a GPU without contexts.
+//! `EXCLUSIVE_PROCESS` mode holds a read lock on a second byte. So a program in a container can find out that a GPU is
+//! in use. It cannot find out the mode of a GPU without contexts.
 
 use std::fs::File;
 use std::path::Path;
@@ -24,8 +24,8 @@ const EXCLUSIVE_PROCESS: u32 = 3;
 #[derive(Debug)]
 pub struct Claim(Option<File>);
 
-/// Takes the right to a context, if compute mode and the others that hold one leave it.
-/// `libcuda` is any name of the driver's libcuda; where it cannot be opened, no mode is known.
+/// Takes the right to a context, if the compute mode and the existing contexts allow it. `libcuda` is any path of the
+/// driver's libcuda. If it cannot be opened, the mode is unknown.
 #[must_use]
 pub fn claim(device: &Device, root: Option<&Root>, libcuda: &Path) -> Option<Claim> {
     let file = if device.on.instance.is_none() { File::open(libcuda).ok() } else { None };
@@ -44,7 +44,7 @@ pub fn claim(device: &Device, root: Option<&Root>, libcuda: &Path) -> Option<Cla
 }
 
 impl Claim {
-    /// Shows the mode as it is now: it may change under a context that lives.
+    /// Announces the current mode, which may change while a context exists.
     pub fn refresh(&self, device: &Device, root: Option<&Root>) {
         let Some(file) = &self.0 else { return };
         let kind = if mode(device, root) == EXCLUSIVE_PROCESS { libc::F_RDLCK } else { libc::F_UNLCK };
@@ -57,7 +57,7 @@ fn mode(device: &Device, root: Option<&Root>) -> u32 {
     state.and_then(|state| state.compute_mode.get(&device.uuid).copied()).unwrap_or(0)
 }
 
-/// The bytes locked by processes with a context, and by those that know that no other process may have one.
+/// The bytes locked by processes with a context, and by processes that know that no other process may have one.
 const fn bytes(device: &Device) -> (u32, u32) {
     (device.on.minor * 2, device.on.minor * 2 + 1)
 }

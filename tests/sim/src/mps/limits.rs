@@ -2,13 +2,13 @@
 
 use super::message::{Open, Settings};
 
-/// A percentage as the control program and a client's environment have it; nothing where it is no such thing.
+/// Parses a percentage of the control program or of a client's environment. `None` if it is invalid.
 pub fn percentage(text: &str) -> Option<f64> {
     text.trim().parse().ok().filter(|value: &f64| *value > 0.0 && *value <= 100.0)
 }
 
-/// The SMs a client sees: its share of all, rounded down to an even number, and never fewer than 8
-/// (docs/evidence). What it asks for is clamped to the server's share; what cannot be read is not there.
+/// The SMs that a client sees: its percentage of all SMs, rounded down to an even number, and at least 8
+/// (docs/evidence). Its percentage is limited to the server's. An invalid percentage is ignored.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a part of a small count")]
 pub fn sm(all: u32, settings: &Settings, asked: Option<&str>) -> u32 {
     let share = asked.and_then(percentage).map_or(settings.percentage, |own| own.min(settings.percentage));
@@ -19,11 +19,11 @@ pub fn sm(all: u32, settings: &Settings, asked: Option<&str>) -> u32 {
     (part & !1).max(8).min(all)
 }
 
-/// The memory a client may use, in MiB: its own limit within its server's. One entry of its own that cannot
-/// be read, or that names a device that it does not see, and no limit holds at all, the server's included.
+/// The memory that a client may use, in MiB: its own limit, at most its server's. If one of its entries is invalid, or
+/// names a device that it does not see, no limit applies at all, not even the server's.
 ///
-/// The server's limits go by the client's ordinals, however they were set: a client that sees the server's second
-/// device alone has the limit of the first (two H200s, docs/evidence).
+/// The server's limits apply by the client's ordinals, however they were set: a client that sees only the server's
+/// second device has the limit of the first (two H200s, docs/evidence).
 pub fn memory(settings: &Settings, open: &Open) -> Option<u64> {
     let ordinal = open.visible.iter().position(|uuid| *uuid == open.device);
     let server = ordinal.and_then(|ordinal| settings.pinned.get(&ordinal)).and_then(|value| size(value));

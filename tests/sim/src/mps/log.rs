@@ -1,4 +1,4 @@
-//! `control.log` and `server.log`, in the real ones' format.
+//! `control.log` and `server.log`, in the format of the real programs.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -13,14 +13,14 @@ pub struct Log {
 }
 
 impl Log {
-    /// The log `file` of the program that calls itself `source` there.
+    /// The log `file`. The program appears in it as `source`.
     pub fn new(file: &str, source: &'static str) -> Self {
         let directory = std::env::var_os("CUDA_MPS_LOG_DIRECTORY");
         let directory = directory.map_or_else(|| "/var/log/nvidia-mps".into(), PathBuf::from);
         Self { file: directory.join(file), source }
     }
 
-    /// Writes a line. A log that cannot be written stops nothing.
+    /// Writes a line. Errors are ignored.
     pub fn line(&self, text: &str) {
         let line = format!("[{} {} {:5}] {text}\n", now(), self.source, std::process::id());
         let file = OpenOptions::new().append(true).create(true).open(&self.file);

@@ -1,13 +1,13 @@
-//! What daemon, server, client and the command line say to each other.
+//! The messages between daemon, server, client and command line program.
 
 use serde::{Deserialize, Serialize};
 
-/// To the daemon, on `control` or `control_privileged`.
+/// Messages to the daemon, on `control` or `control_privileged`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Hello {
     /// A line of the command line program. Answered by [`Answer`].
     Command(String),
-    /// A CUDA program that wants a server. Answered by [`Welcome`], when its turn comes.
+    /// A CUDA program's request for a server. Answered by [`Welcome`] when its turn comes.
     Client,
 }
 
@@ -15,21 +15,21 @@ pub enum Hello {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Answer(pub String);
 
-/// The server that a client is given; the connection to it comes along.
+/// A client's server. The connection to it is passed with this message.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Welcome {
     /// UUIDs of the server's devices, in its order.
     pub devices: Vec<String>,
 }
 
-/// A client to its server.
+/// Messages of a client to its server.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Ask {
-    /// A context; the rest is what its environment says.
+    /// A request for a context, with the settings of the client's environment.
     Open(Open),
-    /// So much memory. Answered by [`Say::Memory`].
+    /// A request for memory. Answered by [`Say::Memory`].
     Alloc {
-        /// UUID of the device that it has a context on.
+        /// UUID of a device on which it has a context.
         device: String,
         /// MiB.
         mib: u64,
@@ -38,12 +38,12 @@ pub enum Ask {
     Fault,
 }
 
-/// What a client wants its context to be.
+/// The settings of a client's context.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Open {
     /// UUID.
     pub device: String,
-    /// UUIDs of all the devices that it sees, in its order.
+    /// UUIDs of all devices that it sees, in its order.
     pub visible: Vec<String>,
     /// `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`.
     pub percentage: Option<String>,
@@ -51,35 +51,35 @@ pub struct Open {
     pub pinned: Option<String>,
 }
 
-/// A server to its client.
+/// Messages of a server to its client.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Say {
-    /// The context is there.
+    /// The context exists.
     Context {
         /// SMs that it sees.
         sm: u32,
         /// Free memory that it sees, in MiB.
         free_mib: u64,
     },
-    /// It may, or may not, have the memory.
+    /// The answer to a request for memory.
     Memory {
-        /// Whether.
+        /// Whether it gets the memory.
         granted: bool,
     },
-    /// No context, or no context any more; the `CUDA_ERROR_…`.
+    /// The context was not created, or has ended, with this `CUDA_ERROR_…`.
     Ended(String),
 }
 
-/// The daemon to its server.
+/// Messages of the daemon to its server.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Order {
-    /// A client; its connection comes along.
+    /// A new client. Its connection is passed with this message.
     Attach {
         /// The daemon's number for it.
         id: u64,
         /// Its process.
         pid: i32,
-        /// What the server is set to, now.
+        /// The server's current settings.
         settings: Settings,
     },
     /// End this client's work.
@@ -89,10 +89,10 @@ pub enum Order {
     },
 }
 
-/// The server to its daemon.
+/// Messages of the server to its daemon.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Report {
-    /// It takes clients.
+    /// The server accepts clients.
     Ready,
     /// A client has a context.
     Opened {
@@ -101,20 +101,20 @@ pub enum Report {
         /// UUID.
         device: String,
     },
-    /// A client has none any more.
+    /// A client no longer has a context.
     Closed {
         /// The daemon's number for it.
         id: u64,
     },
 }
 
-/// What can be set for a server.
+/// The settings of a server.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Settings {
     /// Active thread percentage.
     pub percentage: f64,
-    /// Pinned memory limits as they were set, by ordinal: of the server's devices where they are set, of the client's
-    /// where they hold (docs/evidence).
+    /// Pinned device memory limits as they were set, by ordinal. They are set by the server's ordinals and apply by the
+    /// client's (docs/evidence).
     pub pinned: std::collections::BTreeMap<usize, String>,
     /// Client priority, 0 normal, 1 below normal.
     pub priority: u32,

@@ -1,9 +1,10 @@
-//! MPS as docs/evidence measured it: the control daemon, its server, and what a CUDA program that meets them
-//! sees. Three programs are made of this: `nvidia-cuda-mps-control`, `nvidia-cuda-mps-server`, `cuda-probe`.
+//! MPS as measured in docs/evidence: the control daemon, its servers, and a CUDA program's view of them. Three programs
+//! use this module: `nvidia-cuda-mps-control`, `nvidia-cuda-mps-server`, `cuda-probe`.
 //!
-//! All speak JSON, one value a packet, over SEQPACKET sockets ([`wire`], [`message`]). A client connects to
-//! `control` in the pipe directory; the daemon answers with its end of a socket to the server. It holds
-//! both: the daemon's to be known, the server's to ask for memory. Where either ends, its work ends.
+//! They exchange JSON, one value a packet, over SEQPACKET sockets ([`wire`], [`message`]). A client connects to
+//! `control` in the pipe directory, and the daemon answers with one end of a socket to the server. The client keeps
+//! both connections: with the daemon, which tracks it, and with the server, for memory. If either connection ends, its
+//! work ends.
 
 pub mod client;
 mod command;
@@ -31,7 +32,7 @@ pub fn pipe_directory() -> PathBuf {
 /// Memory of an MPS server on each of its devices, in MiB (docs/evidence).
 pub const SERVER_MIB: u64 = 66;
 
-/// Memory of a context that sees so many SMs, in MiB: 28.6 and 3.68 an SM (docs/evidence).
+/// Memory of a context by the number of SMs that it sees, in MiB: 28.6 and 3.68 for each SM (docs/evidence).
 #[must_use]
 pub fn context_mib(sm: u32) -> u64 {
     (2860 + u64::from(sm) * 368) / 100

@@ -1,8 +1,8 @@
-//! `cuda-probe`: a CUDA program that says what it got, one JSON object a line.
+//! `cuda-probe`: a CUDA program that prints the resources that it sees, one JSON object a line.
 //!
-//! It knows what a CUDA program in a container knows: its environment, the nodes, the MPS directory, and
-//! libcuda as the loader finds it, whose trailer says what the GPUs are. For tests outside of containers,
-//! `SUBLET_SIM_DEV` names a directory that stands for /dev.
+//! It uses only what a CUDA program in a container has: its environment, the device nodes, the MPS directory, and the
+//! libcuda that the loader finds, whose trailer describes the GPUs. For tests outside containers, `SUBLET_SIM_DEV`
+//! names a directory that replaces /dev.
 
 use std::fs::OpenOptions;
 use std::io::{ErrorKind, Write, stdout};
@@ -27,7 +27,7 @@ use crate::layout::trailer;
 const USAGE: &str =
     "cuda-probe info | hold SECS | alloc MIB [SECS] | fault | lat SECS [UNTIL-FILE] | noderights PATH…";
 
-/// Status of a program that met a CUDA error.
+/// Exit status after a CUDA error.
 const CUDA_ERROR: u8 = 10;
 
 /// Runs the program on its arguments.
@@ -54,26 +54,26 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// What a context got.
+/// The resources of a context.
 #[derive(Debug)]
 pub struct Got {
-    /// Devices that it could have been made on.
+    /// The number of devices that the program sees.
     pub devices: usize,
     /// Multiprocessors.
     pub sm: u32,
-    /// Memory left to it.
+    /// Memory that it can still allocate.
     pub free_mib: u64,
     /// Memory of the device.
     pub total_mib: u64,
-    /// Whether MPS serves it.
+    /// Whether it is an MPS client.
     pub mps: bool,
     _context: Program,
 }
 
-/// Makes a context that lives as long as the process, for programs that ask libcuda by its functions.
+/// Creates a context that lives as long as the process, for programs that call libcuda's functions.
 ///
 /// # Errors
-/// The word of a `CUresult`, or what is missing.
+/// The name of a `CUresult`, or what is missing.
 pub fn got() -> Result<Got, String> {
     let program = Program::start(&mut None)?;
     Ok(Got {
@@ -86,7 +86,7 @@ pub fn got() -> Result<Got, String> {
     })
 }
 
-/// A reader that went away wants no more.
+/// Errors are ignored: the reader has gone.
 fn say(line: &Value) {
     let mut out = stdout();
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
@@ -122,11 +122,11 @@ impl<'a> Task<'a> {
 #[derive(Debug)]
 struct Program {
     tag: String,
-    /// The first, on which it works.
+    /// The context on the first device, which does the work.
     first: Made,
-    /// On the other devices; `Err`: why there is none.
+    /// Contexts on the other devices. `Err` says why there is none.
     others: Vec<(Device, Result<Made, String>)>,
-    /// Nothing where it runs without MPS.
+    /// `None` if it runs without MPS.
     mps: Option<Client>,
 }
 
@@ -142,7 +142,7 @@ struct Made {
 }
 
 impl Program {
-    /// Loads libcuda, finds the devices, meets MPS and makes a context.
+    /// Loads libcuda, finds the devices, connects to MPS and creates a context.
     fn start(libcuda: &mut Option<PathBuf>) -> Result<Self, String> {
         let file = libcuda.insert(driver::load()?).clone();
         let topology = trailer::read(&file).ok_or("libcuda has no trailer of the simulated driver")?;
@@ -170,7 +170,7 @@ impl Program {
         Ok(Self { tag: topology.tag, first, others, mps })
     }
 
-    /// How many devices it sees.
+    /// The number of devices that it sees.
     fn count(&self) -> usize {
         1 + self.others.len()
     }
@@ -203,7 +203,7 @@ impl Program {
         Ok(())
     }
 
-    /// Pretends to launch kernels of a millisecond each, for so long or until there is such a file.
+    /// Simulates launches of kernels of a millisecond each, for a time or until a file exists.
     fn latency(&self, time: Duration, until: Option<&Path>) -> Result<(), String> {
         let (start, mut rounds) = (Instant::now(), Vec::new());
         let mut result = Ok(());
@@ -297,7 +297,7 @@ fn info(program: Result<&Program, &String>, libcuda: Option<&Path>) -> Value {
     })
 }
 
-/// What it got on each device, in its order.
+/// The resources on each device, in its order.
 fn devices(program: &Program) -> Vec<Value> {
     let other = |(device, made): &(Device, Result<Made, String>)| match made {
         Ok(made) => made.json(),
@@ -306,7 +306,7 @@ fn devices(program: &Program) -> Vec<Value> {
     std::iter::once(program.first.json()).chain(program.others.iter().map(other)).collect()
 }
 
-/// The devices whose nodes open, as cuInit finds them.
+/// The devices whose nodes can be opened, which cuInit finds.
 fn usable(devices: &[Device]) -> Result<Vec<Device>, String> {
     let dev = std::env::var_os("SUBLET_SIM_DEV").map_or_else(|| "/dev".into(), PathBuf::from);
     let opens = |name: &str| matches!(node(&dev.join(name)).as_str(), "ok" | "ENXIO");
@@ -324,13 +324,13 @@ fn usable(devices: &[Device]) -> Result<Vec<Device>, String> {
     Ok(found)
 }
 
-/// Under MPS a client sees the server's devices, in the server's order, as far as it has their nodes.
+/// Under MPS a client sees those of the server's devices whose nodes it has, in the server's order.
 fn of_server(devices: &[Device], served: &[String]) -> Vec<Device> {
     served.iter().filter_map(|uuid| devices.iter().find(|device| device.uuid == *uuid)).cloned().collect()
 }
 
-/// What opening a node says: `ok`, or the name of the error. ENXIO is what a node says that may be opened
-/// and has no driver behind it. Nobody may write to a capability.
+/// The result of opening a node: `ok`, or the name of the error. ENXIO counts as `ok`: the node may be opened, and
+/// there is no driver. Capability nodes are opened read-only, because nobody may write to them.
 fn node(path: &Path) -> String {
     let capability = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("nvidia-cap"));
     match OpenOptions::new().read(true).write(!capability).open(path) {

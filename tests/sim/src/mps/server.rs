@@ -1,5 +1,5 @@
-//! `nvidia-cuda-mps-server`: it holds the device, its clients' memory is counted here, and a fault of one client ends
-//! all of them.
+//! `nvidia-cuda-mps-server`: it has the contexts on the devices and counts its clients' memory. A fault of one client
+//! ends all of them.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -99,11 +99,11 @@ impl Server {
     }
 
     fn report(&self, report: &Report) {
-        // The daemon being gone is seen where its orders are awaited.
+        // The loop that reads the daemon's messages notices when the daemon is gone.
         let _ = self.daemon.send(report);
     }
 
-    /// Makes sure that the server has its own context on a device; whether it may.
+    /// Creates the server's context on a device if it has none. Returns whether it may have one.
     fn hold(&self, state: &mut State, device: &Device) -> bool {
         if let Some((claim, _)) = state.contexts.get(&device.uuid) {
             claim.refresh(device, Some(&self.root));
@@ -121,7 +121,7 @@ impl Server {
         held
     }
 
-    /// A new compute mode takes effect at once (NVML, `nvmlDeviceSetComputeMode`), whatever contexts exist.
+    /// A new compute mode takes effect at once (NVML, `nvmlDeviceSetComputeMode`), also while contexts exist.
     fn watch_modes(&self) -> ! {
         loop {
             thread::sleep(MODES);
@@ -200,7 +200,7 @@ impl Server {
         granted
     }
 
-    /// What a client can still have: of its limit, and of the device.
+    /// The memory that a client can still allocate, by its limit and on the device.
     fn free(&self, state: &State, context: &Share) -> u64 {
         let device = &context.device;
         let own: u64 = state.on(device).map(|(_, context)| context.used_mib).sum();

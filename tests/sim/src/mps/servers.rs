@@ -1,4 +1,4 @@
-//! The daemon's servers and their clients: starting, attaching, ending, and which client waits for which.
+//! The daemon's servers and their clients: starting servers, attaching and ending clients, and which clients wait.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,14 +15,14 @@ use super::log::Log;
 use super::message::{Order, Report, Settings, Welcome};
 use super::wire::{Conn, Peer};
 
-/// The daemon's knowledge, shared by its threads.
+/// The daemon's state, shared by its threads.
 #[derive(Debug)]
 pub struct Servers {
     /// UUIDs of the devices of every server, in order.
     pub devices: Vec<String>,
-    /// Whether they know limits: from Volta on.
+    /// Whether they have limits (from Volta on).
     pub limits: bool,
-    /// Whether one server is for all users.
+    /// Whether one server serves all users.
     pub multiuser: bool,
     /// The daemon's log.
     pub log: Log,
@@ -30,12 +30,12 @@ pub struct Servers {
     changed: Condvar,
 }
 
-/// What changes.
+/// The state that changes.
 #[derive(Debug, Default)]
 pub struct Table {
-    /// What servers started from now on are set to.
+    /// The settings of servers that start from now on.
     pub defaults: Settings,
-    /// By pid.
+    /// The servers, by pid.
     pub servers: BTreeMap<i32, Server>,
     /// By the daemon's number for them.
     pub clients: BTreeMap<u64, Client>,
@@ -46,22 +46,22 @@ pub struct Table {
 /// One `nvidia-cuda-mps-server`.
 #[derive(Debug)]
 pub struct Server {
-    /// The user it is for.
+    /// Its user.
     pub uid: u32,
-    /// What clients that connect from now on get.
+    /// The settings for clients that connect from now on.
     pub settings: Settings,
     conn: Arc<Conn>,
     stopping: bool,
 }
 
-/// One process that has been given a server.
+/// A process that has a server.
 #[derive(Clone, Debug)]
 pub struct Client {
-    /// Its pid, as the daemon's /proc has it.
+    /// Its pid in the daemon's /proc.
     pub pid: i32,
     /// Its server's pid.
     pub server: i32,
-    /// UUIDs of those that it has a context on.
+    /// UUIDs of the devices on which it has a context.
     pub devices: Vec<String>,
     /// Inode of its PID namespace.
     pub namespace: u64,
@@ -81,7 +81,7 @@ impl Servers {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `done` says so, or until `limit` is over; whether it did.
+    /// Waits until `done` returns true, at most for `limit`. Returns whether it did.
     fn wait(&self, limit: Option<Duration>, done: impl Fn(&Table) -> bool) -> bool {
         let end = limit.map(|limit| Instant::now() + limit);
         let mut table = self.table();
@@ -96,10 +96,10 @@ impl Servers {
         true
     }
 
-    /// Gives the client at the other end of `conn` a server when its turn comes, and returns when it left.
+    /// Gives the client at the other end of `conn` a server when its turn comes, and returns when the client has gone.
     pub fn serve(self: &Arc<Self>, conn: &Conn, peer: Peer) {
         let Some(id) = self.attach(conn, peer) else { return };
-        // A client says no more to the daemon: this returns when it is gone.
+        // A client sends nothing more to the daemon, so this returns when it is gone.
         let _ = conn.recv::<()>();
         self.table().clients.remove(&id);
         self.changed.notify_all();
@@ -147,10 +147,10 @@ impl Servers {
         None
     }
 
-    /// Starts a server. One that is not found ends at once, and its clients go on waiting.
+    /// Starts a server. If its program is not found, the process ends at once, and the clients go on waiting.
     fn start(self: &Arc<Self>, table: &mut Table, uid: u32) -> Option<i32> {
         let Ok((near, child)) = spawn() else {
-            // The child that finds no program to run has a pid all the same.
+            // Also a child that finds no program has a pid.
             let pid = std::process::id() + 1;
             self.log.line(&format!("Starting new server {pid} for user {uid}"));
             self.log.line(&format!("Server {pid} exited with status 1"));
@@ -166,14 +166,14 @@ impl Servers {
         Some(pid)
     }
 
-    /// Starts a server for this user if there is none; returns the output.
+    /// Starts a server for this user if there is none, and returns the command's output.
     pub fn prewarm(self: &Arc<Self>, uid: u32) -> String {
         let mut table = self.table();
         self.server_for(&mut table, uid);
         String::new()
     }
 
-    /// Follows what a server reports, until it is gone.
+    /// Reads a server's messages until it is gone.
     fn follow(&self, pid: i32, conn: &Conn, mut child: Child) {
         while let Some((report, _)) = conn.recv() {
             let mut table = self.table();
@@ -198,7 +198,7 @@ impl Servers {
         self.log.line(&format!("Server {pid} exited with status {}", (status >> 8) & 0xff));
     }
 
-    /// Ends one client's work and returns when that is done; whether there was such a client.
+    /// Ends one client's work and waits for that. Returns whether there was such a client.
     pub fn terminate(&self, server: i32, pid: i32) -> bool {
         let table = self.table();
         let of_process = |client: &Client| client.server == server && client.pid == pid;
@@ -214,7 +214,7 @@ impl Servers {
         !ids.is_empty()
     }
 
-    /// Ends a server: at once, or when its clients have left.
+    /// Ends a server, at once or when its clients have gone.
     pub fn shut_down(&self, pid: i32, at_once: bool) {
         if !at_once {
             self.wait(None, |table| !table.clients.values().any(|client| client.server == pid));
@@ -228,7 +228,7 @@ impl Servers {
         self.wait(None, |table| !table.servers.contains_key(&pid));
     }
 
-    /// Waits for all clients, for at most `limit`, then ends all servers. No client is served afterwards.
+    /// Waits for all clients to go, at most for `limit`, and then ends all servers. No client is served afterwards.
     pub fn quit(&self, limit: Option<Duration>) {
         self.table().quitting = true;
         self.wait(limit, |table| table.clients.is_empty());
@@ -240,7 +240,7 @@ impl Servers {
 }
 
 impl Table {
-    /// Gives a server its end of a client's connection. One that does not take it is going.
+    /// Passes a client's connection to a server. If that fails, the server is ending.
     fn hand_over(&mut self, server: i32, id: u64, pid: i32, far: &Conn) -> bool {
         let Some(server) = self.servers.get_mut(&server) else { return false };
         let order = Order::Attach { id, pid, settings: server.settings.clone() };
@@ -249,7 +249,7 @@ impl Table {
     }
 }
 
-/// The server program that PATH has (docs/evidence), with one end of a connection as its standard input.
+/// The server program in PATH (docs/evidence), with one end of a connection as its standard input.
 fn spawn() -> std::io::Result<(Conn, Child)> {
     let (near, far) = Conn::pair()?;
     let mut command = Command::new("nvidia-cuda-mps-server");

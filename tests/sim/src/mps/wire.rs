@@ -1,4 +1,4 @@
-//! SEQPACKET sockets that carry one JSON value a packet, now and then with a descriptor.
+//! SEQPACKET sockets that carry one JSON value a packet, sometimes with a file descriptor.
 
 #![allow(unsafe_code, reason = "descriptors from packets")]
 
@@ -21,7 +21,7 @@ const PACKET: usize = 64 * 1024;
 #[derive(Debug)]
 pub struct Conn(OwnedFd);
 
-/// The process at the other end, as seen in this process's namespaces (`SO_PEERCRED`).
+/// The process at the other end, in this process's namespaces (`SO_PEERCRED`).
 #[derive(Clone, Copy, Debug)]
 pub struct Peer {
     /// Process id.
@@ -35,7 +35,7 @@ fn new_socket() -> io::Result<OwnedFd> {
 }
 
 impl Conn {
-    /// Connects to the socket at `path`. It succeeds where a listener exists, even one that never answers.
+    /// Connects to the socket at `path`. It succeeds if a listener exists, even one that never answers.
     ///
     /// # Errors
     /// No process listens there, or it cannot be reached.
@@ -65,7 +65,7 @@ impl Conn {
         Ok(())
     }
 
-    /// Sends one value, and the other end gets a copy of `extra`.
+    /// Sends one value with a copy of the descriptor `extra`.
     ///
     /// # Errors
     /// The other end is gone.
@@ -78,8 +78,7 @@ impl Conn {
         Ok(())
     }
 
-    /// The next value and the connection that came with it; `None` when the other end is gone, or speaks
-    /// something else.
+    /// The next value and the connection that came with it. `None` if the other end is gone, or sent something invalid.
     pub fn recv<T: DeserializeOwned>(&self) -> Option<(T, Option<Self>)> {
         let mut packet = vec![0; PACKET];
         let mut rights = nix::cmsg_space!([RawFd; 4]);
@@ -99,13 +98,13 @@ impl Conn {
     /// The process at the other end.
     ///
     /// # Errors
-    /// None that is known.
+    /// The kernel does not tell it.
     pub fn peer(&self) -> io::Result<Peer> {
         let credentials = getsockopt(&self.0, sockopt::PeerCredentials)?;
         Ok(Peer { pid: credentials.pid(), uid: credentials.uid() })
     }
 
-    /// The descriptor itself, to give away.
+    /// The file descriptor, to pass it on.
     #[must_use]
     pub fn into_fd(self) -> OwnedFd {
         self.0
@@ -138,7 +137,7 @@ fn descriptors(messages: impl Iterator<Item = ControlMessageOwned>) -> Vec<Owned
 pub struct Listener(OwnedFd);
 
 impl Listener {
-    /// Listens at `path`, in place of what was there, with these permissions.
+    /// Listens at `path` with these permissions. Replaces an existing file.
     ///
     /// # Errors
     /// The directory cannot be written, or the path is longer than a socket address.
@@ -155,7 +154,7 @@ impl Listener {
         Ok(Self(socket))
     }
 
-    /// The next connection; `None` once there will be no more.
+    /// The next connection. `None` if there will be no more.
     #[must_use]
     pub fn accept(&self) -> Option<Conn> {
         loop {
@@ -170,7 +169,7 @@ impl Listener {
 
     /// Refuses all connections from now on.
     pub fn shut(&self) {
-        // An error means that it is shut already.
+        // An error means that it is already closed.
         let _ = nix::sys::socket::shutdown(self.0.as_raw_fd(), nix::sys::socket::Shutdown::Both);
     }
 }

@@ -1,4 +1,4 @@
-//! NVML: compute instances, and which a GPU instance could have.
+//! NVML: compute instances, and the compute instance profiles of a GPU instance.
 #![allow(unsafe_code, reason = "C ABI")]
 
 use std::ffi::c_uint;
@@ -82,7 +82,7 @@ pub unsafe extern "C" fn nvmlGpuInstanceGetComputeInstanceProfileInfo(
     })
 }
 
-/// With the profile's name, as `MIG 1c.2g.10gb`.
+/// The struct with the profile's name, such as `MIG 1c.2g.10gb`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlGpuInstanceGetComputeInstanceProfileInfoV(
     instance: nvmlGpuInstance_t,
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn nvmlGpuInstanceGetComputeInstanceProfileInfoV(
     })
 }
 
-/// The later structs. They come out with version 0 and v3 without a name, as those of GPU instances do.
+/// The later structs. They are returned with version 0, and v3 without a name, like those of GPU instances.
 fn versioned(
     info: &nvmlComputeInstanceProfileInfo_t,
     name: &str,
@@ -154,7 +154,7 @@ pub unsafe extern "C" fn nvmlGpuInstanceGetComputeInstanceRemainingCapacity(
     })
 }
 
-/// All possible placements, free or not. With a null array, only their number.
+/// Returns all possible placements, free or not. With a null array it returns only their number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlGpuInstanceGetComputeInstancePossiblePlacements(
     instance: nvmlGpuInstance_t,
@@ -235,7 +235,7 @@ unsafe fn create(
     unsafe { put(out, handle) }
 }
 
-/// The GPU instance as it is under the lock: it may be gone, or another one by now.
+/// The GPU instance under the lock. It may be destroyed, or replaced by another one.
 fn parent<'s>(state: &'s mut State, found: &Found<'_>) -> Answer<&'s mut GpuInstance> {
     let partition = state.mig.get_mut(&found.target.gpu.uuid).ok_or(INVALID_ARGUMENT)?;
     let wanted = &found.instance;
@@ -243,7 +243,7 @@ fn parent<'s>(state: &'s mut State, found: &Found<'_>) -> Answer<&'s mut GpuInst
     partition.instances.iter_mut().find(is_it).ok_or(INVALID_ARGUMENT)
 }
 
-/// Another one for each instance that is made, in this root and in any later one at the same place.
+/// A new UUID for each instance that is created, also across roots at the same path.
 fn new_uuid(tag: &str, gpu: &str, serial: u32) -> String {
     let half = |salt: u8| {
         let mut hasher = DefaultHasher::new();
@@ -256,7 +256,7 @@ fn new_uuid(tag: &str, gpu: &str, serial: u32) -> String {
     format!("MIG-{first:08x}-{second:04x}-5{third:03x}-{fourth:04x}-{fifth:012x}")
 }
 
-/// Not while a process has a context on it.
+/// Fails while a process has a context on it.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlComputeInstanceDestroy(compute: nvmlComputeInstance_t) -> nvmlReturn_t {
     handles::compute_instance(compute, |found, one| {
@@ -273,7 +273,7 @@ pub extern "C" fn nvmlComputeInstanceDestroy(compute: nvmlComputeInstance_t) -> 
     })
 }
 
-/// Those of one profile. `count` only comes out.
+/// The instances of one profile. `count` is only an output.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlGpuInstanceGetComputeInstances(
     instance: nvmlGpuInstance_t,

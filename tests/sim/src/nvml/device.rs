@@ -1,4 +1,4 @@
-//! NVML: what one device is.
+//! NVML: the properties of one device.
 #![allow(unsafe_code, reason = "C ABI")]
 
 use std::ffi::{c_char, c_int, c_uint};
@@ -24,9 +24,9 @@ use crate::layout::state_file::State;
 use crate::layout::topology::{Arch, Virtualization};
 
 const MIB: u64 = 1 << 20;
-/// What the driver keeps of a GPU for itself.
+/// The memory that the driver reserves on a GPU.
 const RESERVED_MIB: u64 = 500;
-/// Memory mode of `nvmlMemory_v2_t.version`: `NVML_STRUCT_VERSION(Memory, 2)`.
+/// The value of `nvmlMemory_v2_t.version`: `NVML_STRUCT_VERSION(Memory, 2)`.
 const MEMORY_V2: c_uint = struct_version::<nvmlMemory_v2_t>(2);
 /// An H200's PCI device and vendor.
 const PCI_ID: c_uint = 0x2335_10de;
@@ -140,7 +140,7 @@ pub unsafe extern "C" fn nvmlDeviceGetArchitecture(
     })
 }
 
-/// CUDA cores, not SMs.
+/// Returns CUDA cores, not SMs.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetNumGpuCores(device: nvmlDevice_t, cores: *mut c_uint) -> nvmlReturn_t {
     // SAFETY: null or valid, as nvml.h asks for.
@@ -160,7 +160,7 @@ fn memory(target: &Target<'_>) -> (u64, u64, u64) {
     }
 }
 
-/// `used` has in it what the driver keeps.
+/// `used` includes the memory that the driver reserves.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(
     device: nvmlDevice_t,
@@ -175,7 +175,7 @@ pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(
     })
 }
 
-/// `used` is what processes have; what the driver keeps is `reserved`.
+/// `used` is the memory of processes, `reserved` that of the driver.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(
     device: nvmlDevice_t,
@@ -207,13 +207,13 @@ pub unsafe extern "C" fn nvmlDeviceGetComputeMode(
     })
 }
 
-/// For every process, until the driver is reloaded. Needs root.
+/// Applies to every process until the driver is reloaded. Needs root.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlDeviceSetComputeMode(device: nvmlDevice_t, mode: nvmlComputeMode_t) -> nvmlReturn_t {
     session::gpu(device, |target| set_compute_mode(target, mode))
 }
 
-/// Exclusive modes do not exist on a GPU in MIG mode; the exclusive-thread mode exists nowhere any more.
+/// A GPU in MIG mode has no exclusive modes. The exclusive-thread mode no longer exists.
 fn set_compute_mode(target: &Target<'_>, mode: nvmlComputeMode_t) -> Answer {
     let gpu = target.gpu;
     match mode {

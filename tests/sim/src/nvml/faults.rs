@@ -1,21 +1,19 @@
-//! Failures on demand, for tests of what becomes of a caller when some NVML call fails, and a record of
-//! calls.
+//! Makes NVML calls fail on demand, for tests, and records calls.
 //!
-//! `DIR/sim/fail`, or in one process the environment's `SUBLET_SIM_FAIL`, has lines (in the environment also
-//! separated by `;`):
+//! `DIR/sim/fail`, or for one process the variable `SUBLET_SIM_FAIL`, has lines (in the variable also separated by
+//! `;`):
 //!
 //! ```text
 //! FUNCTION N CODE [done]
 //! ```
 //!
-//! The N-th call from now on of that NVML function (`*`: of any) answers with the number CODE
-//! (`nvmlReturn_t`) and does nothing; with `done` it does what it was asked and then answers so, without
-//! having written what it returns through pointers being taken back. N 0: every call. Calls are counted over
-//! all processes where the file says so: the number in it counts down, and a line that has had its turn is
-//! gone. In a container there is no root, and only the environment counts. CODE `kill`: instead of answering,
-//! the process dies of SIGKILL.
+//! The N-th call from now on of that NVML function (`*`: of any function) returns the number CODE (`nvmlReturn_t`) and
+//! does nothing. With `done` it does its work first, and the values written through pointers stay. With N 0 every call
+//! fails. The file's lines count calls of all processes: the number in the file counts down, and a used line is
+//! removed. A container has no root, so only the variable applies there. With CODE `kill` the process is killed by
+//! SIGKILL instead.
 //!
-//! Where `DIR/sim/trace` exists, every call is appended to it, one function name a line.
+//! If `DIR/sim/trace` exists, every call is appended to it, one function name a line.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -32,20 +30,20 @@ use nvml_wrapper_sys::bindings::{
 use super::out::Answer;
 use crate::layout::Root;
 
-/// A failure that is to come.
+/// A requested failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Fault {
     function: String,
     left: u32,
-    /// None: the process dies.
+    /// The number to return. None: the process is killed.
     code: Option<nvmlReturn_t>,
     done: bool,
 }
 
-/// The environment's, once they were read.
+/// The failures of the environment, read once.
 static OWN: Mutex<Option<Vec<Fault>>> = Mutex::new(None);
 
-/// The exported function in which a closure of type `A` stands.
+/// The exported function that contains a closure of type `A`.
 pub fn function_of<A>() -> &'static str {
     let name = std::any::type_name::<A>().trim_end_matches("::{{closure}}");
     name.rsplit("::").next().unwrap_or(name)
@@ -66,7 +64,7 @@ pub fn around(root: Option<&Root>, function: &str, answer: impl FnOnce() -> Answ
 
 fn trace(root: &Root, function: &str) {
     if let Ok(mut trace) = File::options().append(true).open(root.join("sim/trace")) {
-        // A trace that cannot be written stops nothing.
+        // An error while writing the trace is ignored.
         let _ = trace.write_all(format!("{function}\n").as_bytes());
     }
 }
@@ -92,7 +90,7 @@ fn from_environment(function: &str) -> Option<Fault> {
     count(own.get_or_insert_with(read), function)
 }
 
-/// Counts a call; the failure that is due with it.
+/// Counts a call and returns the failure that is due with it.
 fn count(faults: &mut Vec<Fault>, function: &str) -> Option<Fault> {
     let mut due = None;
     faults.retain_mut(|fault| {
@@ -109,7 +107,7 @@ fn count(faults: &mut Vec<Fault>, function: &str) -> Option<Fault> {
     due
 }
 
-/// Lines that are none are passed over.
+/// Invalid lines are ignored.
 fn parse(text: &str) -> Vec<Fault> {
     text.split(['\n', ';']).filter_map(Fault::parse).collect()
 }

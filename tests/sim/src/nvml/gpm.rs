@@ -1,4 +1,4 @@
-//! NVML: GPU performance monitoring, from Hopper on. A sample holds how busy its device was when it was taken.
+//! NVML: GPU performance monitoring, from Hopper on. A sample contains how busy its device was when it was taken.
 #![allow(unsafe_code, reason = "C ABI")]
 
 use std::ffi::{CStr, c_uint};
@@ -32,7 +32,7 @@ const METRICS: [(c_uint, f64, &CStr); 9] = [
 /// `nvmlGpmSupport_t` and `nvmlGpmMetricsGet_t` begin with this.
 const VERSION: c_uint = 1;
 
-/// What stands behind `nvmlGpmSample_t`: percent.
+/// The content of `nvmlGpmSample_t`: percent.
 struct Sample {
     busy: Option<c_uint>,
 }
@@ -65,7 +65,7 @@ pub unsafe extern "C" fn nvmlGpmSampleAlloc(sample: *mut nvmlGpmSample_t) -> nvm
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlGpmSampleFree(sample: nvmlGpmSample_t) -> nvmlReturn_t {
     if !sample.is_null() {
-        // SAFETY: as the caller promised; it is not used any more.
+        // SAFETY: as the caller promised. It is not used afterwards.
         drop(unsafe { Box::from_raw(sample.cast::<Sample>()) });
     }
     SUCCESS

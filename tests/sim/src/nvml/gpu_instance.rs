@@ -1,4 +1,4 @@
-//! NVML: GPU instances, and which a GPU could have.
+//! NVML: GPU instances, and the GPU instance profiles of a GPU.
 #![allow(unsafe_code, reason = "C ABI")]
 
 use std::ffi::c_uint;
@@ -27,7 +27,7 @@ const V2: c_uint = struct_version::<nvmlGpuInstanceProfileInfo_v2_t>(2);
 /// `NVML_STRUCT_VERSION(GpuInstanceProfileInfo, 3)`.
 const V3: c_uint = struct_version::<nvmlGpuInstanceProfileInfo_v3_t>(3);
 
-/// MIG of a GPU that can do it, whether it is on or not; and, where it is on, for root alone.
+/// MIG of a GPU that supports it, whether it is on or off. If it is on, only root may ask.
 fn partition(target: &Target<'_>) -> Answer<Partition> {
     let partition = target.partition()?.ok_or(NOT_SUPPORTED)?;
     if partition.enabled && !nix::unistd::geteuid().is_root() {
@@ -75,7 +75,7 @@ pub unsafe extern "C" fn nvmlDeviceGetGpuInstanceProfileInfo(
     })
 }
 
-/// In the v2 struct with the profile's name, as `MIG 1g.18gb`; driver 580 leaves it empty in the v3 struct.
+/// The v2 struct contains the profile's name, such as `MIG 1g.18gb`. Driver 580 leaves it empty in the v3 struct.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetGpuInstanceProfileInfoV(
     device: nvmlDevice_t,
@@ -149,7 +149,8 @@ const fn v3(v2: &nvmlGpuInstanceProfileInfo_v2_t) -> nvmlGpuInstanceProfileInfo_
     }
 }
 
-/// Takes the profile's id. All possible placements, free or not. With a null array, only their number.
+/// Takes the profile's id. Returns all possible placements, free or not. With a null array it returns only their
+/// number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetGpuInstancePossiblePlacements_v2(
     device: nvmlDevice_t,
@@ -171,7 +172,7 @@ pub unsafe extern "C" fn nvmlDeviceGetGpuInstancePossiblePlacements_v2(
     })
 }
 
-/// With MIG off, what an empty GPU could have.
+/// With MIG off, the capacity of an empty GPU.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetGpuInstanceRemainingCapacity(
     device: nvmlDevice_t,
@@ -186,7 +187,7 @@ pub unsafe extern "C" fn nvmlDeviceGetGpuInstanceRemainingCapacity(
     })
 }
 
-/// At the first place of the profile's order that is free.
+/// Creates it at the first free placement in the profile's order.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceCreateGpuInstance(
     device: nvmlDevice_t,
@@ -250,13 +251,13 @@ unsafe fn create(
     unsafe { put(out, handle) }
 }
 
-/// Not while it has compute instances, or a process has a context on it.
+/// Fails while it has compute instances, or a process has a context on it.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlGpuInstanceDestroy(instance: nvmlGpuInstance_t) -> nvmlReturn_t {
     handles::gpu_instance(instance, |Found { target, instance }| {
         change(target.session, |state| {
             let partition = state.mig.get_mut(&target.gpu.uuid).ok_or(NOT_SUPPORTED)?;
-            // What was found before the lock was taken may be gone, or have a compute instance by now.
+            // The instance was found before the lock was taken. It may be gone, or have a compute instance by now.
             let is_it = |one: &instances::GpuInstance| one.id == instance.id && one.serial == instance.serial;
             let position = partition.instances.iter().position(is_it).ok_or(INVALID_ARGUMENT)?;
             let inside = |on: Option<(u32, u32)>| on.is_some_and(|(gi, _)| gi == instance.id);
@@ -269,7 +270,7 @@ pub extern "C" fn nvmlGpuInstanceDestroy(instance: nvmlGpuInstance_t) -> nvmlRet
     })
 }
 
-/// Those of one profile. `count` only comes out.
+/// The instances of one profile. `count` is only an output.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetGpuInstances(
     device: nvmlDevice_t,

@@ -1,5 +1,5 @@
-//! NVML: what a handle of a GPU instance or compute instance stands for. It is a number and never followed.
-//! With the instance it ends: a new one with the same id has another handle.
+//! NVML: handles of GPU instances and compute instances. A handle is a number and is never dereferenced. It becomes
+//! invalid with its instance: a new instance with the same id has another handle.
 #![allow(unsafe_code, reason = "C ABI")]
 
 use std::ptr;

@@ -39,7 +39,7 @@ pub unsafe extern "C" fn nvmlDeviceGetMigMode(
     })
 }
 
-/// The mode asked for is pending from then on; `activation` says whether it came into force as well.
+/// The requested mode becomes pending. `activation` says whether it also took effect.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceSetMigMode(
     device: nvmlDevice_t,
@@ -68,8 +68,8 @@ fn set_mode(target: &Target<'_>, enable: bool) -> Answer<nvmlReturn_t> {
     })
 }
 
-/// Puts the pending mode into force, if nothing stands in the way. A GPU passed through to this machine
-/// cannot be reset from here, and needs that for its mode to change on Ampere.
+/// Makes the pending mode take effect, if possible. An Ampere GPU needs a reset for that, and a GPU that is passed
+/// through to this machine cannot be reset from here.
 fn activate(session: &Session, gpu: &Gpu, state: &mut State) -> nvmlReturn_t {
     let Some(partition) = state.mig.get_mut(&gpu.uuid) else { return NOT_SUPPORTED };
     if partition.pending == partition.enabled {
@@ -96,17 +96,17 @@ pub fn used(session: &Session, gpu: &Gpu, part: impl Fn(Option<(u32, u32)>) -> b
     held.iter().any(|held| held.on.minor == gpu.minor && part(held.on.instance))
 }
 
-/// Changes MIG, as root may.
+/// Changes MIG. Needs root.
 pub fn change<T>(session: &Session, change: impl FnOnce(&mut State) -> Answer<T>) -> Answer<T> {
     if !geteuid().is_root() {
         return Err(NO_PERMISSION);
     }
-    // In a container the driver's state is out of reach.
+    // A container cannot reach the driver's state.
     let root = session.root.as_ref().ok_or(NO_PERMISSION)?;
     State::change_mig(root, &session.topology, change).map_err(|_| UNKNOWN)?
 }
 
-/// Zero where MIG is not supported or not enabled.
+/// Returns 0 if MIG is not supported or not enabled.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetMaxMigDeviceCount(
     device: nvmlDevice_t,
@@ -178,7 +178,7 @@ pub unsafe extern "C" fn nvmlDeviceGetComputeInstanceId(
     session::device(device, |target| unsafe { put(id, mig_of(target)?.ci) })
 }
 
-/// A whole GPU's is not supported, as seen on an H200 with MIG off.
+/// Not supported for a whole GPU, as seen on an H200 with MIG off.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetAttributes_v2(
     device: nvmlDevice_t,

@@ -64,8 +64,8 @@ pub unsafe fn put_text(buffer: *mut c_char, length: c_uint, text: &str) -> Answe
     Ok(())
 }
 
-/// Writes an array whose size goes in and out by `count`, as the process lists do it: too small an array is
-/// `INSUFFICIENT_SIZE`, with the number there is in `count`.
+/// Writes an array. `count` is its size on input and the list's length on output, as for the process lists. If the
+/// array is too small, the result is `INSUFFICIENT_SIZE`.
 ///
 /// # Safety
 /// `count` is null or valid; `array` is null or valid for writes of `*count` elements.
@@ -90,8 +90,7 @@ pub unsafe fn put_list<T: Copy>(array: *mut T, count: *mut c_uint, list: &[T]) -
     Ok(())
 }
 
-/// Writes an array that the caller made large enough, and its length: the lists of MIG go so, where `count`
-/// only comes out.
+/// Writes an array that the caller has made large enough, and its length. In MIG's lists `count` is only an output.
 ///
 /// # Safety
 /// `count` is null or valid; `array` is null or valid for writes of as many elements as the list has.
@@ -106,7 +105,7 @@ pub unsafe fn put_all<T: Copy>(array: *mut T, count: *mut c_uint, list: &[T]) ->
     Ok(())
 }
 
-/// Fills a C array with a string that may be cut.
+/// Fills a C array with a string, which may be truncated.
 pub fn chars<const N: usize>(text: &str) -> [c_char; N] {
     let mut out = [0; N];
     for (to, from) in out.iter_mut().take(N - 1).zip(text.bytes()) {

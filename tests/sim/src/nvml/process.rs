@@ -9,10 +9,10 @@ use super::out::put_list;
 use super::session::{self, Target};
 use crate::layout::contexts::{self, Held, Kind};
 
-/// What an id is where there is no instance.
+/// The value of an instance id without an instance.
 const NO_INSTANCE: c_uint = c_uint::MAX;
 
-/// Every process with a context: alone, MPS servers and MPS clients.
+/// Every process with a context: processes without MPS, MPS servers and MPS clients.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
     device: nvmlDevice_t,

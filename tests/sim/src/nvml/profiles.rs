@@ -1,21 +1,20 @@
-//! The MIG profiles of the simulated parts. Real ones are asked through NVML; these are for tests only.
+//! The MIG profiles of the simulated GPUs. The product asks a real driver through NVML; these are for tests only.
 //!
-//! Where they come from (docs/evidence has the H200's answers):
+//! Sources (the H200's answers are in docs/evidence):
 //! - H200: a real card, driver 580 (`nvidia-smi mig -lgip -lgipp` and `nvmlDeviceGetGpuInstanceProfileInfo`).
 //! - H100-80GB: `nvidia-smi mig -lgip` of a real card as published; placements as on the H200.
-//! - B200-180GB: the same, published with NVIDIA/mig-parted pull requests 166 and 187 for the 1g and 2g rows;
-//!   3g, 4g and 7g have names, ids, instances and copy engines from NVIDIA's MIG User Guide, SMs and memory
-//!   are guesses.
-//! - A100-40GB and A30: NVIDIA's MIG User Guide; memory was not measured.
-//! - Compute instances: ids and counts as `nvidia-smi mig -lcip` printed them for the A100 (1c.3g, 2c.3g, 3g;
-//!   1c.4g, 2c.4g, 4g; …). One slice of `1g` has as many SMs in every GPU instance; the whole of a GPU
-//!   instance has all of its SMs. A `1g` of double memory with SMs of its own has the compute profile 7
+//! - B200-180GB: for 1g and 2g, output published in NVIDIA/mig-parted pull requests 166 and 187. For 3g, 4g and 7g,
+//!   names, ids, instances and copy engines are from NVIDIA's MIG User Guide; SMs and memory are guesses.
+//! - A100-40GB and A30: NVIDIA's MIG User Guide. Memory was not measured.
+//! - Compute instances: ids and counts as `nvidia-smi mig -lcip` printed them for the A100 (1c.3g, 2c.3g, 3g; 1c.4g,
+//!   2c.4g, 4g; …). One slice has the same number of SMs in every GPU instance; a compute instance that is the whole
+//!   GPU instance has all of its SMs. A `1g` of double memory with another number of SMs has the compute profile 7
 //!   (`1_SLICE_REV1`), as seen for 1g.24gb on an H100 NVL.
 
 /// One GPU instance profile.
 #[derive(Debug)]
 pub struct Profile {
-    /// As `1g.18gb`.
+    /// Such as `1g.18gb`.
     pub name: &'static str,
     /// The profile's id, as nvidia-smi takes it.
     pub id: u32,
@@ -31,24 +30,24 @@ pub struct Profile {
     pub slices: u32,
     /// Copy engines, decoders, JPEG engines, OFA engines.
     pub engines: [u32; 4],
-    /// First memory slices it may begin at.
+    /// The memory slices at which it may start.
     pub starts: &'static [u32],
-    /// Memory slices it takes.
+    /// The number of its memory slices.
     pub size: u32,
 }
 
 /// One compute instance profile of a GPU instance profile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ComputeProfile {
-    /// As `1c.2g.10gb`, or the GPU instance's own name where it is the whole of it.
+    /// Such as `1c.2g.10gb`, or the GPU instance profile's name if it is the whole GPU instance.
     pub name: String,
-    /// Both its id and NVML's index, `NVML_COMPUTE_INSTANCE_PROFILE_*`.
+    /// Its id, which is also NVML's index, `NVML_COMPUTE_INSTANCE_PROFILE_*`.
     pub id: u32,
     /// Streaming multiprocessors.
     pub sm_count: u32,
-    /// Compute slices it takes.
+    /// The number of its compute slices.
     pub slices: u32,
-    /// First compute slices it may begin at; as many as fit an empty GPU instance.
+    /// The compute slices at which it may start. Their number is how many fit an empty GPU instance.
     pub starts: Vec<u32>,
 }
 
@@ -114,7 +113,7 @@ const A30: &[Profile] = &[
     row(("4g.24gb", 0, 3, 1, 24000, 56, 4, [4, 4, 1, 1], FIRST, 4)),
 ];
 
-/// The profiles of a part, in nvidia-smi's order: `a30`, `a100-40gb`, `h100-80gb`, `h200` or `b200`.
+/// The profiles of a GPU type, in nvidia-smi's order: `a30`, `a100-40gb`, `h100-80gb`, `h200` or `b200`.
 #[must_use]
 pub fn table(name: &str) -> Option<&'static [Profile]> {
     match name {
@@ -127,16 +126,16 @@ pub fn table(name: &str) -> Option<&'static [Profile]> {
     }
 }
 
-/// Memory slices of a part: as many as its largest profile takes.
+/// The memory slices of a GPU type: those of its largest profile.
 #[must_use]
 pub fn memory_slices(table: &[Profile]) -> u32 {
     table.iter().map(|profile| profile.size).max().unwrap_or(1)
 }
 
-/// The id of a GPU instance. It follows from the placement, so it comes back when an instance is made again
-/// in the same place: the nodes of a binary tree over the memory slices, counted level by level, the upper
-/// half of the slices first. As `nvidia-smi mig -lgi` shows it on A100: 0 is 0:8, 1 is 4:4, 2 is 0:4, 3 is
-/// 4:2, 6 is 2:2, 9 is 6:1, 11 is 0:1.
+/// The id of a GPU instance. It follows from the placement, so an instance that is created again in the same place has
+/// the same id. Ids number the nodes of a binary tree over the memory slices, level by level, the upper half of the
+/// slices first. As `nvidia-smi mig -lgi` shows on A100: 0 is 0:8, 1 is 4:4, 2 is 0:4, 3 is 4:2, 6 is 2:2, 9 is 6:1, 11
+/// is 0:1.
 #[must_use]
 pub const fn instance_id(slices: u32, start: u32, size: u32) -> u32 {
     slices / size - 1 + (start + slices / 2) % slices / size
@@ -152,14 +151,14 @@ pub fn placement(slices: u32, id: u32) -> Option<(u32, u32)> {
 }
 
 impl Profile {
-    /// Whether it takes the media engines that one instance alone may have: OFA, of which there is one.
+    /// Whether it has the media engine that only one instance can have (OFA).
     #[must_use]
     pub const fn takes_media(&self) -> bool {
         self.engines[3] > 0
     }
 
-    /// The order in which the driver tries placements where none is asked for, as A100 and H100 are seen to
-    /// number instances: of seven 1g, the first is at 6.
+    /// The order in which the driver tries placements if none is requested. It follows from published instance numbers
+    /// of A100 and H100: the first of seven 1g is at 6.
     #[must_use]
     pub const fn order(&self) -> &'static [u32] {
         match self.starts.len() {
@@ -173,7 +172,7 @@ impl Profile {
     #[must_use]
     pub fn compute(&self, table: &[Self]) -> Vec<ComputeProfile> {
         let one = table.iter().find(|profile| profile.index == 0).map_or(self.sm_count, |one| one.sm_count);
-        // 3c does not exist in 4g.
+        // 4g has no 3c.
         let parts = [1, 2, 3, 4, 7].into_iter();
         let parts = parts.filter(|&part| part <= self.slices && !(part == 3 && self.slices == 4));
         parts.map(|part| self.part(part, one)).collect()
@@ -196,7 +195,7 @@ impl Profile {
     }
 }
 
-/// The GPU instance profile and compute instance profile of `2g.10gb` or, for part of it, `1c.2g.10gb`.
+/// The GPU instance profile and compute instance profile of a name such as `2g.10gb` or `1c.2g.10gb`.
 #[must_use]
 pub fn find<'t>(table: &'t [Profile], name: &str) -> Option<(&'t Profile, ComputeProfile)> {
     let whole = name.split_once("c.").map_or(name, |(_, whole)| whole);

@@ -1,4 +1,4 @@
-//! What NVML knows between `nvmlInit` and `nvmlShutdown`, and what a device handle stands for.
+//! NVML's state between `nvmlInit` and `nvmlShutdown`, and its device handles.
 #![allow(unsafe_code, reason = "dladdr")]
 
 use std::ffi::{CStr, OsStr};
@@ -27,7 +27,7 @@ use crate::layout::{Root, trailer};
 
 /// The simulated driver as this process sees it.
 pub struct Session {
-    /// Its root; none in a container, where the library knows only its trailer.
+    /// Its root. A container has none: there the library has only its trailer.
     pub root: Option<Root>,
     /// Its GPUs.
     pub topology: Topology,
@@ -36,13 +36,13 @@ pub struct Session {
 
 static SESSION: Mutex<Option<Session>> = Mutex::new(None);
 
-/// What a handle stands for.
+/// The device of a handle.
 pub struct Target<'s> {
     /// The GPU.
     pub gpu: &'s Gpu,
     /// The MIG device on it.
     pub mig: Option<Mig>,
-    /// All else.
+    /// The session.
     pub session: &'s Session,
 }
 
@@ -50,7 +50,7 @@ fn lock() -> MutexGuard<'static, Option<Session>> {
     SESSION.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One more user of NVML.
+/// Adds a user of NVML.
 pub fn open() -> Answer {
     let mut slot = lock();
     let session = match slot.take() {
@@ -65,7 +65,7 @@ pub fn open() -> Answer {
     opened
 }
 
-/// One user less; the last one ends the session.
+/// Removes a user. The last one ends the session.
 pub fn close() -> Answer {
     let mut slot = lock();
     let session = slot.as_mut().ok_or(UNINITIALIZED)?;
@@ -93,12 +93,12 @@ pub fn device<A: FnOnce(&Target<'_>) -> Answer>(handle: nvmlDevice_t, answer: A)
     ask_as(faults::function_of::<A>(), |session| answer(&session.target(handle)?))
 }
 
-/// Answers about the GPU behind a handle; for a MIG device that is not supported.
+/// Answers about the GPU behind a handle. Not supported for a MIG device.
 pub fn gpu<A: FnOnce(&Target<'_>) -> Answer>(handle: nvmlDevice_t, answer: A) -> u32 {
     ask_as(faults::function_of::<A>(), |session| answer(&session.target(handle)?.whole()?))
 }
 
-/// A handle: the GPU's position plus one; a MIG device's has its ids above.
+/// A handle: the GPU's position plus one, and for a MIG device its ids in the higher bits.
 #[must_use]
 pub fn handle(gpu: &Gpu, mig: Option<&Mig>) -> nvmlDevice_t {
     let mig = mig.map_or(0, |mig| 1 << 16 | (mig.gi as usize) << 24 | (mig.ci as usize) << 32);
@@ -106,12 +106,12 @@ pub fn handle(gpu: &Gpu, mig: Option<&Mig>) -> nvmlDevice_t {
 }
 
 impl Target<'_> {
-    /// This, unless it is a MIG device.
+    /// The GPU, unless the device is a MIG device.
     pub fn whole(self) -> Answer<Self> {
         if self.mig.is_some() { Err(NOT_SUPPORTED) } else { Ok(self) }
     }
 
-    /// MIG on the GPU as it is now; nothing where it cannot do MIG.
+    /// The GPU's current MIG state, or `None` if it does not support MIG.
     pub fn partition(&self) -> Answer<Option<Partition>> {
         Ok(self.session.state()?.mig.remove(&self.gpu.uuid))
     }
@@ -132,7 +132,7 @@ impl Session {
         Ok(Self { root, topology, users: 0 })
     }
 
-    /// The state that processes share, or in a container the one that `up` began with.
+    /// The state shared by all processes, or in a container the initial state.
     pub fn state(&self) -> Answer<State> {
         match &self.root {
             Some(root) => State::read(root).map_err(|_| UNKNOWN),
@@ -145,7 +145,7 @@ impl Session {
         Ok(self.state()?.devices(gpu))
     }
 
-    /// What a device handle stands for.
+    /// The device of a handle.
     pub fn target(&self, handle: nvmlDevice_t) -> Answer<Target<'_>> {
         let position = (handle.addr() & 0xffff).wrapping_sub(1);
         let gpu = self.topology.gpu.get(position).ok_or(INVALID_ARGUMENT)?;
@@ -159,7 +159,7 @@ impl Session {
         Ok(Target { gpu, mig, session: self })
     }
 
-    /// The MIG device of a handle: gone is an invalid argument.
+    /// The MIG device of a handle. If it is destroyed, the handle is an invalid argument.
     fn mig_behind(&self, gpu: &Gpu, wanted: nvmlDevice_t) -> Answer<Mig> {
         let devices = self.mig_devices(gpu)?;
         devices.into_iter().find(|mig| handle(gpu, Some(mig)) == wanted).ok_or(INVALID_ARGUMENT)

@@ -1,4 +1,4 @@
-//! NVML: initialization, versions and how a device is found.
+//! NVML: initialization, versions and finding devices.
 #![allow(unsafe_code, reason = "C ABI")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint};
@@ -12,7 +12,7 @@ use nvml_wrapper_sys::bindings::{
 use super::out::{Answer, code, put, put_text};
 use super::session::{self, Session};
 
-/// NVML's own version is `13.` and the driver's in drivers of the CUDA 13 series.
+/// NVML's version is `13.` and the driver's version, in drivers of the CUDA 13 series.
 const API: &str = "13";
 
 #[unsafe(no_mangle)]
@@ -40,7 +40,7 @@ pub extern "C" fn nvmlErrorString(result: nvmlReturn_t) -> *const c_char {
     error_text(result).as_ptr()
 }
 
-/// The texts of the real library.
+/// Error texts, as in the real library.
 const fn error_text(result: nvmlReturn_t) -> &'static CStr {
     match result {
         0 => c"The operation was successful",
@@ -131,7 +131,7 @@ pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex_v2(
     })
 }
 
-/// Takes GPUs' and MIG devices' UUIDs.
+/// Accepts the UUIDs of GPUs and MIG devices.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetHandleByUUID(
     uuid: *const c_char,
@@ -157,7 +157,7 @@ fn by_uuid(session: &Session, uuid: &str) -> Answer<nvmlDevice_t> {
     Err(NOT_FOUND)
 }
 
-/// Takes `domain:bus:device.function` with a domain of any length, and `bus:device.function`.
+/// Accepts `domain:bus:device.function` with a domain of any length, and `bus:device.function`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetHandleByPciBusId_v2(
     bus_id: *const c_char,

@@ -1,5 +1,5 @@
-//! NVML: how busy a GPU is, by whom, and what it draws. Every simulated process computes all the time, so the figures follow
-//! from who is there.
+//! NVML: utilization of a GPU, in all and by process, and its power draw. Every simulated process computes all the
+//! time, so the figures follow from the processes that exist.
 #![allow(unsafe_code, reason = "C ABI")]
 
 use std::ffi::{c_uint, c_ulonglong};
@@ -15,13 +15,13 @@ use super::out::{Answer, put, put_list};
 use super::session::{self, Target};
 use crate::layout::contexts::{self, Held, Kind};
 
-/// In milliwatts: an H200's limit, and what it draws with nothing to do.
+/// In milliwatts: an H200's power limit, and its idle power draw.
 const POWER: (c_uint, c_uint) = (700_000, 75_000);
 
-/// With nothing to do and under load, in degrees Celsius.
+/// Temperature when idle and under load, in degrees Celsius.
 const TEMPERATURE: (c_uint, c_uint) = (32, 61);
 
-/// Percent of the time in which a kernel ran; in MIG mode not supported (nvml.h).
+/// The percentage of time in which a kernel ran. Not supported in MIG mode (nvml.h).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetUtilizationRates(
     device: nvmlDevice_t,
@@ -35,14 +35,15 @@ pub unsafe extern "C" fn nvmlDeviceGetUtilizationRates(
     })
 }
 
-/// The driver notes one process that computes, so often.
+/// The interval at which the driver records one of the computing processes.
 const SAMPLE_MICROSECONDS: c_ulonglong = 200_000;
 
-/// Older samples are gone. Chosen.
+/// Older samples are dropped. The time is chosen.
 const SAMPLES: c_ulonglong = 100;
 
-/// Of each process and each MPS server, never of a server's clients, its part of the samples since then; none of one that was
-/// in no sample (H200, driver 580: docs/evidence/2026-11-23-h200-used.md). Nobody since then is `NOT_FOUND` (nvml.h).
+/// Returns the share of each process and each MPS server in the samples since the given time. MPS clients, and
+/// processes that are in no sample, have no entry (H200, driver 580: docs/evidence/2026-11-23-h200-used.md). Without
+/// any sample the result is `NOT_FOUND` (nvml.h).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetProcessUtilization(
     device: nvmlDevice_t,
@@ -63,7 +64,7 @@ pub unsafe extern "C" fn nvmlDeviceGetProcessUtilization(
     })
 }
 
-/// They take turns: each sample is of the next one.
+/// The processes take turns: each sample records the next one.
 fn sampled(taking: &[Held], since: c_ulonglong, now: c_ulonglong) -> Vec<nvmlProcessUtilizationSample_t> {
     let last = now / SAMPLE_MICROSECONDS;
     let first = (since / SAMPLE_MICROSECONDS + 1).max(last.saturating_sub(SAMPLES - 1));
@@ -121,7 +122,7 @@ pub(super) fn busy(target: &Target<'_>) -> c_uint {
     if takes_part(target).is_empty() { 0 } else { 100 }
 }
 
-/// Who takes turns on the device: processes outside MPS, and MPS servers that have clients there.
+/// The processes that take turns on the device: those without MPS, and MPS servers that have clients on it.
 fn takes_part(target: &Target<'_>) -> Vec<Held> {
     let held = contexts::told(&target.session.topology.tag, target.session.root.as_ref());
     let here: Vec<Held> = held.into_iter().filter(|held| super::process::is_on(held, target)).collect();

@@ -1,7 +1,6 @@
-//! `nvidia-smi` of the simulated driver: the calls that sublet makes and those that people type.
+//! `nvidia-smi` of the simulated driver: the commands that sublet runs, and common ones that people type.
 //!
-//! Words and exit codes follow the real program's as far as they are known; what it prints for
-//! `compute-policy` is not.
+//! Texts and exit codes follow the real program as far as they are known. The output of `compute-policy` is not known.
 
 mod mig;
 mod raw;
@@ -26,7 +25,7 @@ const USAGE: &str = "nvidia-smi (simulated): -L | [-i ID] -c MODE | [-i ID] [--q
                      | [-i ID] -mig 0|1 | [-i ID] --gpu-reset | mig [-i ID] [-gi N] [-ci N] \
                      -lgip | -lgipp | -lgi | -lci | -lcip | -cgi PROFILES [-C] | -dgi | -cci [PROFILES] | -dci";
 
-/// What was asked for on the command line.
+/// The options on the command line.
 #[derive(Default)]
 struct Options {
     id: Option<String>,
@@ -56,7 +55,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The words of NVML for an error.
+/// NVML's text for an error.
 fn text_of(error: &NvmlError) -> &'static str {
     match error {
         NvmlError::NotSupported => "Not Supported",
@@ -70,8 +69,8 @@ fn text_of(error: &NvmlError) -> &'static str {
     }
 }
 
-/// Exit codes of nvidia-smi(1): NVML's numbers, as far as known: 3 not supported, 4 no permission, 6 not
-/// found, 9 no driver; 18 is seen for a mismatch.
+/// Exit codes of nvidia-smi(1) are NVML's numbers, as far as they are known: 3 not supported, 4 no permission, 6 not
+/// found, 9 no driver. 18 was seen for a version mismatch.
 fn fail(error: &anyhow::Error) -> ExitCode {
     let by_mig = error.to_string().starts_with("Failed to");
     match error.downcast_ref::<NvmlError>() {
@@ -111,7 +110,7 @@ fn fail(error: &anyhow::Error) -> ExitCode {
     }
 }
 
-/// The library of the same root; in a container the one that the loader finds.
+/// The library of the same root, or in a container the one that the loader finds.
 fn nvml() -> Result<Nvml, NvmlError> {
     let library = Root::of_program().map(|root| root.libraries().join("libnvidia-ml.so.1"));
     let library = library.unwrap_or_else(|| "libnvidia-ml.so.1".into());
@@ -247,7 +246,7 @@ fn set_compute_mode(device: &Device<'_>, word: &str) -> Result<()> {
         other => bail!("Compute mode {other} is not one of DEFAULT, PROHIBITED, EXCLUSIVE_PROCESS"),
     };
     let bus_id = device.pci_info()?.bus_id;
-    // The wrapper's method needs a `&mut Device`; no other code uses this one.
+    // The wrapper's method needs a `&mut Device`, so this is a separate one.
     let mut own = device.nvml().device_by_uuid(device.uuid()?)?;
     own.set_compute_mode(mode)
         .with_context(|| format!("Unable to set the compute mode to {name} for GPU {bus_id}"))?;

@@ -1,7 +1,7 @@
 //! `nvidia-smi mig`: lists, makes and destroys instances, in the words and columns of driver 580.
 //!
-//! The tables of profiles and placements were compared with a real H200's (docs/evidence); those of instances
-//! and all sentences with output as published for A100 and H100.
+//! The tables of profiles and placements were compared with a real H200's (docs/evidence). The tables of instances and
+//! all sentences were compared with output published for A100 and H100.
 
 use anyhow::{Context, Result, bail, ensure};
 use nvml_wrapper::Device;
@@ -11,7 +11,7 @@ use nvml_wrapper_sys::bindings::{nvmlGpuInstance_t, nvmlGpuInstancePlacement_t};
 use super::raw::{Mig, name};
 use super::text_of;
 
-/// What `mig` was asked for.
+/// The options of `mig`.
 #[derive(Default)]
 pub struct Options {
     task: String,
@@ -64,7 +64,7 @@ fn numbers(text: Option<&str>) -> Result<Vec<u32>> {
     text.split(',').map(|number| number.parse().with_context(|| format!("{number} is no id"))).collect()
 }
 
-/// Does it for these GPUs. For those not in MIG mode it only lists what they could have.
+/// Runs the command for these GPUs. For GPUs not in MIG mode it only lists possible instances.
 pub fn run(devices: &[Device<'_>], options: &Options) -> Result<()> {
     let on = |device: &&Device<'_>| device.mig_mode().is_ok_and(|mode| mode.current == 1);
     let capable = |device: &&Device<'_>| device.mig_mode().is_ok();
@@ -239,7 +239,7 @@ fn wanted(mig: &Mig<'_>, options: &Options) -> Result<Vec<(nvmlGpuInstance_t, u3
     Ok(found)
 }
 
-/// Each of `-cgi`'s tuples: a profile's id or name, and where it is to begin.
+/// `-cgi`'s tuples: a profile's id or name, and the start of its placement.
 fn create(mig: &Mig<'_>, gpu: u32, options: &Options) -> Result<()> {
     for word in options.value.as_deref().context("-cgi needs profiles")?.split(',') {
         let (profile, start) = match word.split_once(':') {
@@ -272,7 +272,8 @@ fn create(mig: &Mig<'_>, gpu: u32, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// In every GPU instance asked for, the profiles asked for; without any, the whole of it.
+/// Creates the requested profiles in every requested GPU instance. Without profiles it creates one that is the whole
+/// instance.
 fn create_compute(mig: &Mig<'_>, gpu: u32, options: &Options) -> Result<()> {
     for (handle, id, _) in wanted(mig, options)? {
         match options.value.as_deref() {

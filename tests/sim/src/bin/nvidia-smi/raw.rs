@@ -18,7 +18,7 @@ pub type Answer<T = ()> = Result<T, NvmlError>;
 
 /// Profile indices in the order in which nvidia-smi lists them.
 const ORDER: [c_uint; 8] = [0, 7, 9, 1, 8, 2, 3, 4];
-/// More than any profile has instances or placements.
+/// More instances or placements than any profile has.
 const ROOM: c_uint = 16;
 
 /// One GPU's MIG.
@@ -30,8 +30,8 @@ pub struct Mig<'d> {
 fn out<T>(call: impl FnOnce(*mut T) -> nvmlReturn_t) -> Answer<T> {
     let mut value = MaybeUninit::<T>::zeroed();
     nvml_try(call(value.as_mut_ptr()))?;
-    // SAFETY: NVML has written it; every type here is made of numbers and pointers that are not followed, of
-    // which all zeroes is one.
+    // SAFETY: NVML has written it. Every type here consists of numbers and pointers that are not followed, for which
+    // all zeroes is a valid value.
     Ok(unsafe { value.assume_init() })
 }
 
@@ -53,7 +53,7 @@ pub fn name(text: &[std::ffi::c_char]) -> String {
 }
 
 impl<'d> Mig<'d> {
-    /// Of this GPU.
+    /// MIG of this GPU.
     pub fn new(device: &'d Device<'d>) -> Self {
         Self { device, lib: device.nvml().lib() }
     }
@@ -62,7 +62,7 @@ impl<'d> Mig<'d> {
     pub fn profiles(&self) -> Vec<nvmlGpuInstanceProfileInfo_v2_t> {
         let profile = |index| {
             out(|info: *mut nvmlGpuInstanceProfileInfo_v2_t| {
-                // SAFETY: `info` is valid, and says its version; the handle is that of a device of this
+                // SAFETY: `info` is valid and contains its version. The handle is that of a device of this
                 // library.
                 unsafe {
                     (*info).version = version_2::<nvmlGpuInstanceProfileInfo_v2_t>();
@@ -142,7 +142,7 @@ impl<'d> Mig<'d> {
     pub fn compute_profiles(&self, instance: nvmlGpuInstance_t) -> Vec<nvmlComputeInstanceProfileInfo_v2_t> {
         let profile = |index| {
             out(|info: *mut nvmlComputeInstanceProfileInfo_v2_t| {
-                // SAFETY: `info` is valid, and says its version; the handle is NVML's.
+                // SAFETY: `info` is valid and contains its version. The handle is NVML's.
                 unsafe {
                     (*info).version = version_2::<nvmlComputeInstanceProfileInfo_v2_t>();
                     self.lib.nvmlGpuInstanceGetComputeInstanceProfileInfoV(instance, index, 0, info)
@@ -196,7 +196,7 @@ impl<'d> Mig<'d> {
         nvml_try(unsafe { self.lib.nvmlComputeInstanceDestroy(compute) })
     }
 
-    /// Sets MIG mode; how its activation went.
+    /// Sets MIG mode and returns the result of its activation.
     pub fn set_mode(&self, on: bool) -> Answer<Answer> {
         // SAFETY: the handle is that of a device of this library.
         let status = out(|status| unsafe {

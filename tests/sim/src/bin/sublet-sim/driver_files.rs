@@ -10,8 +10,7 @@ use nvidia_ml::layout::{Root, trailer};
 
 use super::{elf, write};
 
-/// Libraries that are there to be mounted: name, and the version in the soname, empty where that is the
-/// driver's own.
+/// Libraries that are only mounted: name, and the version in the soname. An empty version is the driver's version.
 const LIBRARIES: &[(&str, &str)] = &[
     ("libnvidia-ptxjitcompiler", "1"),
     ("libnvidia-nvvm", "4"),
@@ -56,7 +55,7 @@ const DATA: &[(&str, &str)] = &[
     ("etc/OpenCL/vendors/nvidia.icd", "libnvidia-opencl.so.1"),
 ];
 
-/// Lays out every file of the driver's.
+/// Creates every file of the driver.
 pub fn make(root: &Root, topology: &Topology) -> Result<()> {
     let version = topology.files();
     for (name, number) in LIBRARIES {
@@ -87,7 +86,7 @@ fn stub(root: &Root, name: &str, number: &str, version: &str) -> Result<()> {
     Ok(())
 }
 
-/// A library that was built beside this program; if there is none, one that has only the soname.
+/// The library that was built beside this program. If there is none, a library that has only the soname.
 fn with_trailer(root: &Root, topology: &Topology, file: &str, artefact: &str, links: &[&str]) -> Result<()> {
     let target = root.libraries().join(file);
     let built = match built(artefact) {
@@ -124,7 +123,7 @@ fn copy_program(root: &Root, program: &str) -> Result<()> {
     Ok(fs::set_permissions(&target, fs::Permissions::from_mode(0o755))?)
 }
 
-/// What cargo built, beside this program or in `deps`: the newer, since `cargo test` leaves the first alone.
+/// Cargo's output beside this program or in `deps`, whichever is newer, because `cargo test` does not update the first.
 fn built(artefact: &str) -> Option<PathBuf> {
     let beside = std::env::current_exe().ok()?.parent()?.to_owned();
     let candidates = [beside.join(artefact), beside.join("deps").join(artefact)];

@@ -1,4 +1,4 @@
-//! Shared objects with a soname and nothing else, which is all that a program that only mounts them needs.
+//! Shared objects with only a soname. A program that only mounts them needs nothing else.
 
 const PROGRAM_HEADERS: u16 = 3;
 const STRINGS_AT: u64 = 64 + 56 * PROGRAM_HEADERS as u64;
@@ -13,10 +13,10 @@ const DT_STRSZ: u64 = 10;
 const DT_SYMENT: u64 = 11;
 const DT_SONAME: u64 = 14;
 
-/// An ELF64 shared object of this machine that dlopen takes: program headers, a dynamic section, an empty
-/// symbol table with its hash (gABI, chapters 4 and 5). Readable and writable, since the loader of older
-/// glibc relocates the dynamic section in place; with a stack header, since newer glibc refuses objects that
-/// would want an executable stack.
+/// An ELF64 shared object for this machine that dlopen accepts: program headers, a dynamic section, an empty symbol
+/// table with its hash (gABI, chapters 4 and 5). Its segment is readable and writable, because older glibc relocates
+/// the dynamic section in place. It has a stack header, because newer glibc refuses objects that need an executable
+/// stack.
 pub fn shared_object(soname: &str) -> Vec<u8> {
     let mut strings = [b"\0".as_slice(), soname.as_bytes(), b"\0"].concat();
     let string_bytes = strings.len() as u64;

@@ -1,4 +1,4 @@
-//! What the kernel modules show: /proc, /sys and the device nodes.
+//! The kernel modules' files: /proc, /sys and the device nodes.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -13,7 +13,7 @@ use nvidia_ml::layout::{Root, capabilities};
 
 use super::write;
 
-/// GPUs that `mig-minors` numbers, whatever the host has.
+/// The number of GPUs in `mig-minors`, which does not depend on the host.
 const NUMBERED_GPUS: u32 = 32;
 const DRM: u32 = 226;
 
@@ -98,8 +98,8 @@ fn mig_minors() -> String {
     text
 }
 
-/// The nodes below /dev. Opening one gives ENXIO, as no driver stands behind it, or EPERM where the device
-/// cgroup refuses.
+/// The nodes below /dev. Opening one returns ENXIO, because there is no driver, or EPERM if the device cgroup refuses
+/// it.
 pub fn nodes(root: &Root, topology: &Topology) -> Result<()> {
     if !geteuid().is_root() {
         eprintln!("sublet-sim: warning: not root: no device nodes");
@@ -110,7 +110,7 @@ pub fn nodes(root: &Root, topology: &Topology) -> Result<()> {
         fs::create_dir_all(node.parent().unwrap_or(root.dir()))?;
         mknod(&node, SFlag::S_IFCHR, Mode::empty(), makedev(major.into(), minor.into()))
             .with_context(|| format!("mknod {}", node.display()))?;
-        // Not by mknod's mode, which the umask cuts.
+        // mknod's mode is not enough, because the umask applies to it.
         fs::set_permissions(&node, fs::Permissions::from_mode(0o666))?;
     }
     capability_nodes(root, topology)

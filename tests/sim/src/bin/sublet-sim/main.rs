@@ -1,5 +1,5 @@
-//! `sublet-sim up --topology FILE --root DIR` lays out a simulated driver, `sublet-sim down --root DIR` ends
-//! it, `sublet-sim reboot --root DIR` leaves it as after a reboot.
+//! `sublet-sim up --topology FILE --root DIR` creates a simulated driver, `sublet-sim down --root DIR` removes it, and
+//! `sublet-sim reboot --root DIR` puts it into the state after a reboot.
 
 mod driver_files;
 mod elf;
@@ -56,7 +56,7 @@ fn up(topology: &Path, dir: &Path) -> Result<()> {
     driver_files::make(&root, &topology)?;
     State::initial(&topology).write(&root)?;
     let config = driver_files::config(&root)?;
-    // Last of the files: with it the root is up.
+    // This file is written last. With it the root is complete.
     write(root.topology(), serde_json::to_string(&topology)?)?;
     processes::start(&root, &topology)?;
     println!("sublet-sim: laid out below {}", root.dir().display());
@@ -64,8 +64,8 @@ fn up(topology: &Path, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What a reboot of the host leaves of the driver: its processes end, settings and MIG instances are gone.
-/// The product's state in `DIR/run` is the caller's to remove.
+/// Simulates a reboot of the host: processes end, and settings and MIG instances are lost. The caller removes the
+/// product's state in `DIR/run`.
 fn reboot(dir: &Path) -> Result<()> {
     let root = Root::new(dir.canonicalize()?);
     let topology = Topology::load(&root)?;
@@ -90,7 +90,7 @@ fn down(dir: &Path) -> Result<()> {
         return Ok(());
     }
     let root = Root::new(dir.canonicalize()?);
-    // Half an `up` has no topology yet.
+    // An incomplete `up` has no topology yet.
     ensure!(root.join("sim").is_dir(), "{} is no simulated driver: left as it is", root.dir().display());
     processes::end(&root)?;
     let mounts = mounts_below(root.dir())?;
@@ -107,7 +107,7 @@ fn mounts_below(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(points.filter(|point| point.starts_with(dir) && point != dir).collect())
 }
 
-/// 0755 whatever the umask: containers' users must get through.
+/// Mode 0755, independent of the umask: containers' users must be able to pass through.
 fn directory(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
     fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).with_context(|| format!("{}", dir.display()))

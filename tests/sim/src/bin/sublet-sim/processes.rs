@@ -1,4 +1,4 @@
-//! Processes of a simulated driver: the host's own that hold contexts, and how `down` ends all of them.
+//! Processes of a simulated driver: the host's processes that hold contexts, and how `down` ends all processes.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -37,7 +37,7 @@ fn spawn(root: &Root, tag: &str, process: &Process) -> Result<u32> {
     Ok(command.spawn()?.id())
 }
 
-/// Holds a context until it is ended: what [`start`]'s processes do.
+/// Holds a context until the process is ended. [`start`]'s processes run this.
 pub fn hold(tag: &str, minor: &str, mib: &str) -> Result<()> {
     let on = On { minor: minor.parse()?, instance: None };
     let _held = contexts::announce(tag, on, Kind::Compute, mib.parse()?)?;
@@ -46,7 +46,7 @@ pub fn hold(tag: &str, minor: &str, mib: &str) -> Result<()> {
     }
 }
 
-/// Ends every process whose program lies below the root: asked first, killed where that does not help.
+/// Ends every process whose program is below the root, with SIGTERM first and then SIGKILL.
 pub fn end(root: &Root) -> Result<()> {
     for signal in [Signal::SIGTERM, Signal::SIGKILL] {
         for pid in below(root.dir()) {
@@ -59,7 +59,7 @@ pub fn end(root: &Root) -> Result<()> {
     bail!("processes {:?} of {} do not end", below(root.dir()), root.dir().display())
 }
 
-/// Zombies have no program any more and do not count.
+/// Zombies do not count, because they no longer have a program.
 fn below(dir: &Path) -> Vec<i32> {
     let me = std::process::id();
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
