@@ -3,7 +3,6 @@
 // Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
 
 mod cached_files;
-#[allow(dead_code, unused_imports, reason = "nothing is served yet")]
 mod http;
 mod nvml_mig;
 mod peer;
