@@ -72,6 +72,41 @@ fn the_page_is_there_for_those_who_have_its_url_and_nothing_can_be_sent() {
     world.assert_empty();
 }
 
+/// Whether the program has NVML open.
+fn has_nvml(web: &Web) -> bool {
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", web.pid())).expect("it runs");
+    maps.contains("libnvidia-ml")
+}
+
+#[test]
+fn the_host_is_looked_at_only_while_somebody_asks_and_what_cannot_be_read_is_said() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let web = Web::start(world.command("sublet"), &["--interval", "500ms"]);
+    sleep(Duration::from_secs(1));
+    assert!(!has_nvml(&web), "nobody has asked yet");
+    let _ = data(&web);
+    assert!(has_nvml(&web));
+    let fail = world.driver_root.as_ref().expect("simulated").join("sim/fail");
+    // 15 is NVML_ERROR_GPU_IS_LOST.
+    std::fs::write(&fail, "nvmlDeviceGetMemoryInfo_v2 0 15\nnvmlDeviceGetMemoryInfo 0 15\n")
+        .expect("written");
+    let is_said =
+        |shown: &Value| shown["gpus"][0]["fault"].as_str().is_some_and(|why| why.contains("not known"));
+    assert!(eventually(|| is_said(&data(&web))), "{}", data(&web));
+    let shown = data(&web);
+    assert!(
+        shown["gpus"][0]["memory"]["used"].is_null() && shown["warnings"].to_string().contains("GPU 0: ")
+    );
+    std::fs::remove_file(&fail).expect("removed");
+    assert!(eventually(|| data(&web)["gpus"][0]["fault"].is_null()), "{}", data(&web));
+    assert!(eventually(|| !has_nvml(&web)), "it is closed when nobody has asked for a while");
+    let again = data(&web);
+    assert!(again["age_seconds"].as_u64().is_some_and(|age| age < 3), "{again}");
+}
+
 #[test]
 fn slow_clients_keep_nobody_out_for_long() {
     if skip_unless_root() {

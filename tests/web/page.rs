@@ -156,6 +156,22 @@ fn the_page_is_live_readable_and_takes_no_markup() {
     until(&mut browser, "document.querySelectorAll('#containers tr').length === 3");
     assert_eq!(browser.value(OPEN), true);
 
+    // A page that nobody sees asks for nothing, and then again.
+    let hide = |hidden| {
+        format!(
+            "Object.defineProperty(document, 'hidden', {{ configurable: true, value: {hidden} }});\
+             document.dispatchEvent(new Event('visibilitychange'))"
+        )
+    };
+    let asked = "performance.getEntriesByType('resource').length";
+    browser.value(&hide(true));
+    std::thread::sleep(Duration::from_secs(1));
+    let before = browser.value(asked);
+    std::thread::sleep(Duration::from_secs(3));
+    assert_eq!(browser.value(asked), before);
+    browser.value(&hide(false));
+    until(&mut browser, &format!("{asked} > {before}"));
+
     // Markup and script of the page itself are stopped, too, by the policy.
     let inner = browser.value(
         "(() => { try { document.body.innerHTML = 'x'; return 'set'; } catch { return 'refused'; } })()",

@@ -26,7 +26,7 @@ pub struct Arguments {
     #[arg(long)]
     once: bool,
     /// Show it as a page in a browser, at this address of this host, such as `127.0.0.1:8080`; prints the page's URL
-    #[arg(long, value_name = "ADDRESS:PORT", conflicts_with = "once")]
+    #[arg(long, value_name = "ADDRESS:PORT", conflicts_with = "once", value_parser = address)]
     web: Option<SocketAddr>,
     /// Let other hosts reach the page. There is no encryption: whoever sees the traffic can read the page
     #[arg(long, requires = "web")]
@@ -59,6 +59,10 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let frame = top::once(config, width, utf8()).map_err(|error| anyhow!(error))?;
     print!("{frame}");
     Ok(ExitCode::SUCCESS)
+}
+
+fn address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| "write it as 127.0.0.1:8080 or [::1]:8080; port 0: any that is free".to_owned())
 }
 
 fn interval(text: &str) -> Result<Duration, String> {

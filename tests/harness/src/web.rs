@@ -62,10 +62,15 @@ impl Web {
         (status(&answer), body.to_owned())
     }
 
+    /// Its process.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).expect("a pid")
+    }
+
     /// Ends it by `signal`.
     pub fn ended(&mut self, signal: Signal) -> ExitStatus {
-        let pid = i32::try_from(self.child.id()).expect("a pid");
-        kill(Pid::from_raw(pid), signal).expect("it runs");
+        kill(Pid::from_raw(self.pid()), signal).expect("it runs");
         self.child.wait().expect("it ends")
     }
 }

@@ -4,7 +4,7 @@
 mod document;
 
 use std::io::Write as _;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::process::ExitCode;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -61,7 +61,7 @@ pub fn run(config: &Config, interval: Duration, place: Place) -> anyhow::Result<
     let listener = http::bind(place.address, place.anywhere, "--web-public")?;
     let address = listener.local_addr()?;
     let token = Token::new()?;
-    let url = format!("http://{address}/{}/", token.as_str());
+    let url = format!("http://{}/{}/", reached(address), token.as_str());
     let looks = Arc::new(Looks::new(interval.max(SHORTEST)));
     let looking = (Arc::clone(&looks), config.clone());
     thread::Builder::new().name("look".to_owned()).spawn(move || looking.0.keep(&looking.1))?;
@@ -72,6 +72,16 @@ pub fn run(config: &Config, interval: Duration, place: Place) -> anyhow::Result<
     drop(out);
     ends.wait()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Where this host itself reaches what listens at `address`, which may stand for all of its addresses.
+fn reached(mut address: SocketAddr) -> SocketAddr {
+    if address.ip().is_unspecified() {
+        let of_family =
+            if address.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() };
+        address.set_ip(of_family);
+    }
+    address
 }
 
 fn answer(request: &Request, looks: &Looks) -> Response {
@@ -170,6 +180,15 @@ mod tests {
         let looks = Looks::new(SHORTEST);
         let document: serde_json::Value = serde_json::from_slice(&looks.document()).unwrap();
         assert_eq!((&document["age_seconds"], &document["time"]), (&serde_json::Value::Null, &"".into()));
+    }
+
+    #[test]
+    fn the_printed_address_is_one_that_can_be_opened() {
+        let shown = |address: &str| reached(address.parse().unwrap()).to_string();
+        assert_eq!(
+            ["0.0.0.0:8", "[::]:8", "192.0.2.1:8"].map(shown),
+            ["127.0.0.1:8", "[::1]:8", "192.0.2.1:8"]
+        );
     }
 
     #[test]
