@@ -3,6 +3,7 @@
 // Layers, the lowest first: a module uses only modules that stand above it here (`make lint`).
 
 mod cached_files;
+mod http;
 mod nvml_mig;
 mod peer;
 mod yaml;

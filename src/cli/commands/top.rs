@@ -1,6 +1,7 @@
 //! `sublet top`: GPUs and containers, live.
 
 use std::io::IsTerminal as _;
+use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use anyhow::{anyhow, bail};
 
 use super::tables;
 use crate::shown::bars::utf8;
-use crate::top;
+use crate::top::{self, web};
 use sublet_core::admit::confirmed_inventory;
 use sublet_core::config::Config;
 
@@ -24,19 +25,33 @@ pub struct Arguments {
     /// Print one frame as text, without control characters, and end
     #[arg(long)]
     once: bool,
+    /// Show it as a page in a browser, at this address of this host, such as `127.0.0.1:8080`; prints the page's URL
+    #[arg(long, value_name = "ADDRESS:PORT", conflicts_with = "once", value_parser = address)]
+    web: Option<SocketAddr>,
+    /// Let other hosts reach the page. There is no encryption: whoever sees the traffic can read the page
+    #[arg(long, requires = "web")]
+    web_public: bool,
+    /// A name of this host by which browsers may ask for the page, besides its addresses and `localhost`
+    #[arg(long, value_name = "NAME", requires = "web")]
+    web_name: Vec<String>,
 }
 
 /// Runs it.
 ///
 /// # Errors
-/// There is no driver, or no ledger; standard output is no terminal, and `--once` is not given.
+/// There is no driver, or no ledger; standard output is no terminal, and neither `--once` nor `--web` is given; the
+/// page's address cannot be used.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
-    if !arguments.once && !std::io::stdout().is_terminal() {
-        bail!("standard output is no terminal; `sublet top --once` prints one frame");
+    if !arguments.once && arguments.web.is_none() && !std::io::stdout().is_terminal() {
+        bail!("standard output is no terminal; `sublet top --once` prints one frame, `--web` serves a page");
     }
     // What is wrong from the beginning is said as by other commands.
     super::settled_ledger(config)?;
     confirmed_inventory(config)?;
+    if let Some(address) = arguments.web {
+        let (anywhere, names) = (arguments.web_public, arguments.web_name.clone());
+        return web::run(config, arguments.interval, web::Place { address, anywhere, names });
+    }
     if !arguments.once {
         return top::run(config, arguments.interval);
     }
@@ -44,6 +59,10 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let frame = top::once(config, width, utf8()).map_err(|error| anyhow!(error))?;
     print!("{frame}");
     Ok(ExitCode::SUCCESS)
+}
+
+fn address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| "write it as 127.0.0.1:8080 or [::1]:8080; port 0: any that is free".to_owned())
 }
 
 fn interval(text: &str) -> Result<Duration, String> {

@@ -26,6 +26,13 @@ pub enum Trace {
     Memory,
 }
 
+impl Trace {
+    /// Where its values stand in a [`Past`].
+    fn at(self) -> usize {
+        usize::from(self == Self::Memory)
+    }
+}
+
 /// Mean values, each a part of 1, of one device or container: what it computed, and its memory.
 #[derive(Debug, Default)]
 struct Past {
@@ -82,15 +89,26 @@ impl History {
     pub fn sparkline(&self, key: &str, trace: Trace, width: usize, utf8: bool) -> String {
         let (marks, unknown) = MARKS[usize::from(!utf8)];
         let Some(past) = self.past.get(key) else { return String::new() };
-        let at = usize::from(trace == Trace::Memory);
         let mark = |part: Option<f32>| part.map_or(unknown, |part| marks[level(part)]);
-        let older = past.cells.iter().map(|cell| cell[at]);
-        let cells: Vec<char> = older.chain([past.now(at)]).map(mark).collect();
+        let cells: Vec<char> = past.cells(trace.at()).map(mark).collect();
         cells[cells.len().saturating_sub(width)..].iter().collect()
+    }
+
+    /// The latest `most` values of `key` in percent, the newest at the end.
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to 100")]
+    pub fn past(&self, key: &str, trace: Trace, most: usize) -> Vec<Option<u8>> {
+        let Some(past) = self.past.get(key) else { return Vec::new() };
+        let skipped = (past.cells.len() + 1).saturating_sub(most);
+        let percent = |part: f32| (part.clamp(0.0, 1.0) * 100.0).round() as u8;
+        past.cells(trace.at()).skip(skipped).map(|part| part.map(percent)).collect()
     }
 }
 
 impl Past {
+    fn cells(&self, at: usize) -> impl Iterator<Item = Option<f32>> {
+        self.cells.iter().map(move |cell| cell[at]).chain([self.now(at)])
+    }
+
     fn add(&mut self, values: [Option<f64>; 2]) {
         for (sum, value) in self.sums.iter_mut().zip(values) {
             if let Some(value) = value.filter(|value| value.is_finite()) {

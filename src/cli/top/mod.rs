@@ -1,5 +1,6 @@
 //! `sublet top`: GPUs and containers, live. [`source`] looks at the host in a thread of its own, so that a driver that
-//! hangs never stops the keys; [`view`] has what is shown, [`draw`] draws it, [`terminal`] is the rest.
+//! hangs never stops the keys; [`view`] has what is shown, [`draw`] draws it, [`terminal`] is the rest. [`web`] shows
+//! it as a page.
 
 mod columns;
 mod details;
@@ -14,6 +15,7 @@ mod terminal;
 #[cfg(test)]
 mod tests;
 mod view;
+pub mod web;
 
 use std::time::{Duration, Instant};
 

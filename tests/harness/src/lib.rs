@@ -4,6 +4,7 @@
 #![expect(clippy::missing_panics_doc, reason = "a test ends by panicking, whatever of it fails")]
 
 mod bundle;
+pub mod chromium;
 pub mod containerd;
 pub mod cri;
 pub mod docker;
@@ -23,6 +24,7 @@ pub mod rootless;
 mod stopping;
 pub mod terminal;
 pub mod user;
+pub mod web;
 mod world;
 
 pub use bundle::{Bundle, Finished, by_systemd};
