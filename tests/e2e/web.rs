@@ -169,3 +169,51 @@ fn a_user_without_root_sees_what_status_shows_them() {
     drop(web);
     bundle.down();
 }
+
+#[test]
+fn scrapers_get_the_metrics_in_the_format_that_they_ask_for() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("scraped", &[("sublet.sm", "25")], HOLD);
+    bundle.up();
+    bundle.event("info");
+    let web = Web::metrics(world.command("sublet"));
+    let ask = |method: &str, path: &str, more: &str| {
+        web.send(&format!("{method} {path} HTTP/1.1\r\nHost: {}\r\n{more}\r\n", web.address))
+    };
+    let plain = ask("GET", "/metrics", "");
+    assert!(plain.contains("Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"), "{plain}");
+    assert!(plain.contains("\nsublet_up 1\n") && plain.contains("container=\"scraped\""), "{plain}");
+    assert!(!plain.contains("# EOF"), "{plain}");
+    // The header that Prometheus sends.
+    let accept =
+        "Accept: application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.4\r\n";
+    let open = ask("GET", "/metrics", accept);
+    let content_type = "Content-Type: application/openmetrics-text; version=1.0.0; charset=utf-8\r\n";
+    assert!(open.contains(content_type) && open.ends_with("# EOF\n"), "{open}");
+    assert_eq!(status(&ask("GET", "/", "")), 404);
+    assert_eq!(status(&ask("POST", "/metrics", "")), 405);
+    assert_eq!(status(&web.send("GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n")), 421);
+    let told = |arguments: &[&str]| {
+        let output = world.sublet(arguments);
+        assert!(!output.status.success(), "{output:?}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    assert!(told(&["metrics", "--listen", &web.address]).contains("another program listens there"));
+    assert!(told(&["metrics", "--listen", "0.0.0.0:0"]).contains("--listen-public"));
+    assert!(told(&["metrics", "--listen", "localhost:1"]).contains("127.0.0.1:9843"));
+    assert!(told(&["metrics", "--listen", "systemd"]).contains("sublet-metrics-http.socket"));
+    // The processes are no longer reported while NVML fails, and the rest is.
+    let fail = world.driver_root.as_ref().expect("simulated").join("sim/fail");
+    std::fs::write(&fail, "nvmlInit_v2 0 999\n").expect("written");
+    let without = || ask("GET", "/metrics", "");
+    assert!(eventually(|| !without().contains("sublet_gpu_memory_used_bytes{")), "{}", without());
+    assert!(without().contains("\nsublet_up 1\n") && without().contains("sublet_gpu_memory_booked_bytes{"));
+    std::fs::remove_file(&fail).expect("removed");
+    bundle.down();
+    let is_gone = || !ask("GET", "/metrics", "").contains("container=\"scraped\"");
+    assert!(eventually(is_gone), "a container that is gone leaves");
+    world.assert_empty();
+}

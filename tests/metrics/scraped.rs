@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use sublet_e2e::web::Web;
 use sublet_e2e::{World, eventually, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
@@ -66,13 +67,12 @@ fn both_formats_are_read_and_prometheus_answers_what_the_rules_ask() {
         .and_then(|socket| socket.local_addr())
         .expect("a port")
         .port();
-    let mut http = Command::new("busybox");
-    http.args(["httpd", "-f", "-p", "127.0.0.1:9101", "-h"]).arg(&served);
-    let _http = Ended(http.spawn().expect("it runs"));
+    let web = Web::metrics(world.command("sublet"));
     let config = format!(
         "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\nrule_files: [{}]\nscrape_configs:\n  - job_name: sublet\n    \
-         static_configs: [{{targets: ['127.0.0.1:9101']}}]\n",
-        rules().display()
+         static_configs: [{{targets: ['{}']}}]\n",
+        rules().display(),
+        web.address
     );
     let file = world.dir.path().join("prometheus.yml");
     std::fs::write(&file, config).expect("written");

@@ -2,11 +2,14 @@
 //! upgrades under running containers, and MPS daemons as units of their own. Runs in the root that
 //! tests/engines/enter gives, below tests/engines/systemd; `target/installed` is what `make install` made.
 
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use sublet_e2e::installed::{done, install, show, skip_unless_installed, systemctl, write};
@@ -278,4 +281,48 @@ fn events_are_in_the_journal_and_what_other_users_write_there_is_none() {
     systemctl(&["restart", "sublet.service"]);
     machine.remove(0, "journaled");
     assert!(eventually(|| of_lease().last() == Some(&json!("lease-ended"))), "{:?}", events());
+}
+
+#[test]
+fn prometheus_is_answered_by_a_process_without_rights() {
+    if skip_unless_installed() {
+        return;
+    }
+    let machine = Machine::up();
+    let unit = "sublet-metrics-http.service";
+    // The simulated driver is below /tmp, of which a service with DynamicUser= has its own.
+    let root = machine.world.dir.path().display();
+    let drop_in = format!("[Service]\nBindReadOnlyPaths={root}\n");
+    write("/etc/systemd/system/sublet-metrics-http.service.d/test.conf", &drop_in);
+    systemctl(&["daemon-reload"]);
+    systemctl(&["start", "sublet-metrics-http.socket"]);
+    assert_eq!(show(unit, "ActiveState"), "inactive", "the first scraper starts it");
+    machine.hold(0, "scraped");
+    let scrape = || {
+        let mut stream = TcpStream::connect("127.0.0.1:9843").expect("it listens");
+        stream.set_read_timeout(Some(Duration::from_secs(30))).expect("a limit");
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost:9843\r\n\r\n").expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("it answers in time");
+        answer
+    };
+    let text = scrape();
+    assert!(text.contains("\nsublet_up 1\n"), "{text}");
+    assert!(
+        text.contains("sublet_container_processes{") && text.contains("sublet_gpu_memory_used_bytes{"),
+        "{text}"
+    );
+    assert!(!text.contains("\"scraped\""), "names of other users' containers are root's alone: {text}");
+    let status = std::fs::read_to_string(format!("/proc/{}/status", show(unit, "MainPID"))).expect("it runs");
+    let value = |name: &str| {
+        status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim().to_owned()
+    };
+    assert_eq!((value("CapEff:"), value("CapBnd:")), ("0".repeat(16), "0".repeat(16)), "{status}");
+    assert!(
+        value("Uid:").split_whitespace().all(|uid| uid != "0") && value("NoNewPrivs:") == "1",
+        "{status}"
+    );
+    machine.remove(0, "scraped");
+    assert!(eventually(|| !scrape().contains("sublet_container_processes{")), "{}", scrape());
+    systemctl(&["stop", "sublet-metrics-http.socket", unit]);
 }

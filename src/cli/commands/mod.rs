@@ -18,6 +18,7 @@ mod guard_report;
 mod lease;
 mod lease_table;
 mod metrics;
+mod metrics_http;
 mod mig;
 mod mig_dynamic;
 mod mig_list;

@@ -2,6 +2,7 @@
 
 use std::fs::{self, Permissions};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -29,18 +30,21 @@ impl Drop for Listener {
 /// # Errors
 /// Another service listens there, or the socket cannot be created.
 pub(super) fn listen(path: &Path) -> io::Result<Listener> {
-    let listener = match handed_over()? {
-        Some(fd) => Listener { socket: handed_over::inherited(fd).into(), path: None },
+    let listener = match inherited_socket()? {
+        Some(socket) => Listener { socket: socket.into(), path: None },
         None => Listener { socket: bind(path)?, path: Some(path.to_owned()) },
     };
     listener.socket.set_nonblocking(true)?;
     Ok(listener)
 }
 
-/// The single socket of sublet.socket.
-fn handed_over() -> io::Result<Option<i32>> {
+/// The single socket that systemd's socket unit passes to this process, if there is one. Called once, at the start.
+///
+/// # Errors
+/// systemd's variables cannot be read.
+pub fn inherited_socket() -> io::Result<Option<OwnedFd>> {
     let mut handed = sd_notify::listen_fds()?;
-    Ok(handed.next().filter(|_| handed.len() == 0))
+    Ok(handed.next().filter(|_| handed.len() == 0).map(handed_over::inherited))
 }
 
 fn bind(path: &Path) -> io::Result<UnixListener> {

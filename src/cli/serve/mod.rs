@@ -19,6 +19,7 @@ mod policy_of_user;
 mod pool;
 mod server;
 
+pub(crate) use listen::inherited_socket;
 pub(crate) use policy_of_user::rule_of;
 pub use server::{ServeError, serve};
 

@@ -1,4 +1,4 @@
-//! `sublet top --web`, and a client that sends what it is told.
+//! `sublet top --web` and `sublet metrics --listen`, and a client that sends what it is told.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
@@ -23,15 +23,29 @@ impl Web {
     /// Starts `command`, which is `sublet`, as `sublet top --web` at any free port, with more `options`.
     #[must_use]
     pub fn start(mut command: Command, options: &[&str]) -> Self {
-        command.args(["top", "--web", "127.0.0.1:0"]).args(options).stdout(Stdio::piped());
-        let mut child = command.spawn().expect("it runs");
+        command.args(["top", "--web", "127.0.0.1:0"]).args(options);
+        let web = Self::of(command);
+        assert!(web.url.ends_with('/'), "{}", web.url);
+        web
+    }
+
+    /// Starts `command`, which is `sublet`, as `sublet metrics --listen` at any free port. Its "token" is the path.
+    #[must_use]
+    pub fn metrics(mut command: Command) -> Self {
+        command.args(["metrics", "--listen", "127.0.0.1:0"]);
+        let web = Self::of(command);
+        assert_eq!(web.token, "metrics");
+        web
+    }
+
+    fn of(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).spawn().expect("it runs");
         let mut url = String::new();
         let stdout = child.stdout.take().expect("piped");
         BufReader::new(stdout).read_line(&mut url).expect("a line");
         let url = url.trim_end().to_owned();
         let mut parts = url.strip_prefix("http://").expect("a URL").split('/').map(str::to_owned);
-        let (address, token) = (parts.next().expect("an address"), parts.next().expect("a token"));
-        assert!(parts.eq([String::new()]), "{url}");
+        let (address, token) = (parts.next().expect("an address"), parts.next().expect("a path"));
         Self { child, url, address, token }
     }
 
