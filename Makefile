@@ -145,7 +145,7 @@ demo: needs
 bench: needs build sim-build
 	@tests/bench/run
 
-# What comes from whom nobody trusts; `make fuzz FUZZ_TARGETS=all` for the rest too.
+# Fuzzes the parsers of untrusted input; `make fuzz FUZZ_TARGETS=all` fuzzes the others too.
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?= annotations argv config_json hook_state layout_toml layout_yaml ledger
 FUZZ_ALL := $(basename $(notdir $(wildcard fuzz/targets/*.rs)))

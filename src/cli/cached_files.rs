@@ -1,5 +1,5 @@
-//! Copies of the ledger and the inventory, for who looks at them again and again: they are parsed again when the files are
-//! replaced, and a change can be waited for.
+//! Copies of the ledger and the inventory, for programs that read them repeatedly. The files are parsed again only when
+//! they are replaced, and a caller can wait for a change.
 
 use std::fs;
 use std::os::fd::AsFd as _;

@@ -1,7 +1,7 @@
 //! `sublet-share` prints a container's own share, inside the container. sublet mounts it beside nvidia-smi.
 //!
-//! Limits come from the variables that sublet has set in the container's environment, and the memory in use from nvidia-smi. What is
-//! not known is printed as `–`.
+//! Limits come from the variables that sublet has set in the container's environment, and the memory in use from
+//! nvidia-smi. What is not known is printed as `–`.
 
 mod used;
 

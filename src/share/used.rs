@@ -66,8 +66,8 @@ fn sum(text: &str, is_own: impl Fn(u32) -> Option<bool>) -> Option<u64> {
     Some(total)
 }
 
-/// Whether a process with the cgroups `theirs` is in the cgroups `own` or below, in each hierarchy (cgroups(7), `/proc/PID/cgroup`).
-/// Containers of a pod can share a PID namespace, but not a cgroup.
+/// Whether a process with the cgroups `theirs` is in the cgroups `own` or below, in each hierarchy (cgroups(7),
+/// `/proc/PID/cgroup`). Containers of a pod can share a PID namespace, but not a cgroup.
 fn is_below(theirs: &str, own: &str) -> bool {
     let count = own.lines().count();
     count == theirs.lines().count()

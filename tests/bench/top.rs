@@ -1,9 +1,9 @@
-//! What `sublet top` costs beside the bare NVML calls that it needs: two looks a second, 8 GPUs and 100 leases. Both run at
-//! the same time for the same time, on the same simulated driver, whose answers cost next to nothing: with a real one the
-//! calls cost more, and the rest the same.
+//! What `sublet top` costs beside the bare NVML calls that it needs: two looks a second, 8 GPUs and 100 leases. Both
+//! run at the same time for the same time, on the same simulated driver, whose answers cost next to nothing: with a
+//! real one the calls cost more, and the rest the same.
 //!
-//! `bench-top [SECONDS]`, as root: 20 by default. `bench-top calls` is the program that makes the calls alone. All programs
-//! must be built, and are found in `SUBLET_BIN_DIR` and `SUBLET_SIM_DIR`.
+//! `bench-top [SECONDS]`, as root: 20 by default. `bench-top calls` is the program that makes the calls alone. All
+//! programs must be built, and are found in `SUBLET_BIN_DIR` and `SUBLET_SIM_DIR`.
 
 use std::process::Command;
 use std::thread::sleep;
@@ -65,8 +65,8 @@ fn up(world: &World, number: u32) -> Bundle<'_> {
 }
 
 /// The calls of a look as `sublet top` shows it, and nothing else: of each GPU its memory, both lists of processes, the
-/// load of the GPU and of its processes, power, temperature and GPM. The lists as often as `sublet top` asks for them: every
-/// two and every four seconds (`src/cli/gpu_processes/lists.rs`).
+/// load of the GPU and of its processes, power, temperature and GPM. The lists as often as `sublet top` asks for them:
+/// every two and every four seconds (`src/cli/gpu_processes/lists.rs`).
 fn calls(library: &str) -> Result<()> {
     const METRICS: [GpmMetricId; 8] = [
         GpmMetricId::SmUtil,

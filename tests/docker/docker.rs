@@ -1,5 +1,6 @@
-//! Docker as people use it: a real dockerd, `docker run --runtime sublet`, and every way in which its
-//! containers end but by SIGKILL of the engine (`docker_killed.rs`). Runs in the root that tests/engines/enter gives. One H200: 132 SMs, 143155 MiB for CUDA.
+//! Docker as people use it: a real dockerd, `docker run --runtime sublet`, and every way in which its containers end
+//! but by SIGKILL of the engine (`docker_killed.rs`). Runs in the root that tests/engines/enter gives. One H200: 132
+//! SMs, 143155 MiB for CUDA.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;

@@ -273,7 +273,7 @@ fn a_probe_that_is_interrupted_leaves_nothing_in_podman() {
     interrupted(&podman.world, by_podman(&podman, &WAITING), Signal::SIGINT, || containers() != before);
     assert_eq!((podman.done(&["images", "-aq"]), containers()), (images, before));
     podman.done(&["rm", "-f", "-t", "0", "all"]);
-    // The hook of the one that was cut off has waited to the end of its time.
+    // The hook of the interrupted container has waited until its time limit.
     assert!(eventually(|| podman.world.leases().is_empty()), "{:?}", podman.world.leases());
     podman.world.assert_empty();
 }

@@ -1,5 +1,5 @@
-//! `sublet explain` beside a real Docker: a stack as Docker Compose resolves it, and containers by the names that Docker
-//! has for them. Runs in the root that tests/engines/enter gives. One H200.
+//! `sublet explain` beside a real Docker: a stack as Docker Compose resolves it, and containers by the names that
+//! Docker has for them. Runs in the root that tests/engines/enter gives. One H200.
 
 use std::process::Output;
 

@@ -94,7 +94,7 @@ fn docker_gives_instances_by_cdi_devices() {
     assert!(!taken.ok && said.contains("MIG device 0:3 (1g.5gb) is taken whole"), "{taken:?} {said}");
     docker.done(&["rm", "-f", "one", "quarter", "half", "again"]);
     assert_empty(&docker.world);
-    // Its ids are another's: the specification is of the one that is gone.
+    // Its ids belong to another instance now: the specification describes the destroyed one.
     remake_small(&docker.world);
     let stale = docker.run_cdi("one", "sublet/share=one", &["--runtime=low"], &["true"]);
     let last = docker.world.sublet(&["status", "--last-error"]);

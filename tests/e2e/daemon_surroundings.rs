@@ -74,7 +74,8 @@ fn surroundings(pid: Pid) -> Vec<String> {
     for key in ["SigBlk", "Cpus_allowed_list", "Umask"] {
         found.push(format!("{key} {}", status(pid, key)));
     }
-    // By what the simulator is written in: SIGPIPE (13), and in what it starts by posix_spawn(3) the C library's own (32).
+    // By what the simulator is written in: SIGPIPE (13), and in what it starts by posix_spawn(3) the C library's own
+    // (32).
     let simulated = 1 << 12 | 1 << 31;
     let ignored = u64::from_str_radix(&status(pid, "SigIgn"), 16).expect("hexadecimal") & !simulated;
     found.push(format!("SigIgn {ignored:x}"));

@@ -1,5 +1,5 @@
-//! `sublet top` on a terminal: what the screen shows, keys, the mouse, other sizes, a driver that goes and comes back, and
-//! a terminal that is given back as it was.
+//! `sublet top` on a terminal: what the screen shows, keys, the mouse, other sizes, a driver that goes and comes back,
+//! and a terminal that is given back as it was.
 
 use std::process::Command;
 

@@ -1,5 +1,5 @@
-//! Volumes mounted over an image's library directory: the runtime makes mount points for the driver's files in them, and
-//! a volume outlives its container. "file too short" is what the next one would get.
+//! Volumes mounted over an image's library directory: the runtime makes mount points for the driver's files in them,
+//! and a volume outlives its container. "file too short" is what the next one would get.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,6 @@
-//! What `sublet metrics` prints, read by those for whom it is: `prometheus_client`'s `OpenMetrics` parser, promtool, and Debian's
-//! Prometheus, which also evaluates config/grafana/alerts.yml. Runs in the root `prometheus` of tests/engines/root.
+//! What `sublet metrics` prints, read by those for whom it is: `prometheus_client`'s `OpenMetrics` parser, promtool,
+//! and Debian's Prometheus, which also evaluates config/grafana/alerts.yml. Runs in the root `prometheus` of
+//! tests/engines/root.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};

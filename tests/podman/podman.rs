@@ -1,5 +1,6 @@
-//! Podman as people use it: containers with a share by sublet's hook and by `--runtime sublet`, and every
-//! way in which they end but by SIGKILL of the engine (killed.rs). Runs in the root that tests/engines/enter gives. One H200: 132 SMs, 143155 MiB.
+//! Podman as people use it: containers with a share by sublet's hook and by `--runtime sublet`, and every way in which
+//! they end but by SIGKILL of the engine (killed.rs). Runs in the root that tests/engines/enter gives. One H200: 132
+//! SMs, 143155 MiB.
 
 use std::path::PathBuf;
 

@@ -1,6 +1,6 @@
 //! Podman containers in a user namespace of their own. Podman 5 mounts their root filesystem at the place that
-//! config.json names in a mount namespace of the runtime's only, after the hook has run. By every entry point, with both
-//! storage drivers. Runs in the root that tests/engines/enter gives.
+//! config.json names in a mount namespace of the runtime's only, after the hook has run. By every entry point, with
+//! both storage drivers. Runs in the root that tests/engines/enter gives.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};

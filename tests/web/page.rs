@@ -1,5 +1,5 @@
-//! The page of `sublet top --web` in a headless Chromium: what it shows on a telephone and on a desk, dark and light, names
-//! with markup, a container that ends, and a server that ends. Runs in the root `chromium` of tests/engines/root.
+//! The page of `sublet top --web` in a headless Chromium: what it shows on a telephone and on a desk, dark and light,
+//! names with markup, a container that ends, and a server that ends. Runs in the root `chromium` of tests/engines/root.
 //! `SUBLET_PICTURES=DIR` has the pictures of docs/pictures written there.
 
 use std::path::PathBuf;

@@ -198,7 +198,7 @@ impl Shown {
         !text.is_empty() && labels.into_iter().flatten().any(|label| label.starts_with(text))
     }
 
-    /// Time, kind, whom it concerns, and what there is to say.
+    /// Time, kind, subject and text.
     fn line(&self, event: &Event) -> String {
         let mut words = vec![format!("{}  {:<14}", safe(&event.time), event.kind.as_str())];
         match self.name(event) {

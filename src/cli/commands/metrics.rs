@@ -20,8 +20,8 @@ pub struct Arguments {
     /// Replace this file, as `node_exporter`'s textfile collector reads it, instead of printing
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Serve the metrics over HTTP at this address, such as `127.0.0.1:9843`, or at the socket of systemd's unit (`systemd`);
-    /// the scraper chooses the format
+    /// Serve the metrics over HTTP at this address, such as `127.0.0.1:9843`, or at the socket of systemd's unit
+    /// (`systemd`); the scraper chooses the format
     #[arg(long, value_name = "ADDRESS:PORT", conflicts_with_all = ["output", "format"])]
     listen: Option<Listen>,
     /// Let other hosts reach the address. There is no encryption and no password

@@ -47,8 +47,8 @@ impl FromStr for Listen {
     }
 }
 
-/// Answers scrapers until a signal ends the process. `names` are names of this host, besides its addresses and `localhost`, by
-/// which they may ask.
+/// Answers scrapers until a signal ends the process. `names` are names of this host, besides its addresses and
+/// `localhost`, by which they may ask.
 ///
 /// # Errors
 /// The address cannot be used, or systemd passed no socket.

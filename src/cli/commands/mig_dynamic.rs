@@ -48,7 +48,8 @@ pub fn clear(config: &Config) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Behind the fence: destroys the instances that no lease needs, then creates the one that is asked for.
+/// While other users of the GPU are kept out: destroys the instances that no lease needs, then creates the requested
+/// one.
 fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Result<()> {
     // The inventory as last written is enough: only the path of the driver's library is needed.
     let inventory = inventory::last(config).or_else(|_| fresh_inventory(config))?;

@@ -30,7 +30,8 @@ pub enum Command {
     },
     /// Start an MPS daemon that a lease needs, or restart it
     Start {
-        /// A GPU or MIG device (index, UUID or its beginning, PCI bus id, `G:M`, alias), or a container with a daemon of its own
+        /// A GPU or MIG device (index, UUID or its beginning, PCI bus id, `G:M`, alias), or a container with a daemon
+        /// of its own
         #[arg(value_name = "DEVICE|CONTAINER")]
         key: String,
     },

@@ -1,5 +1,5 @@
-//! The word in `"reason"` of an error in JSON (`--format json`). docs/explain.md lists them all. Words may be added, and
-//! none is ever renamed.
+//! The word in `"reason"` of an error in JSON (`--format json`). docs/explain.md lists them all. Words may be added,
+//! and none is ever renamed.
 
 use super::explain_error::ExplainError;
 use crate::names::NoLease;

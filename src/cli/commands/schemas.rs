@@ -1,4 +1,5 @@
-//! The schemas of JSON outputs (JSON Schema 2020-12), made from the types that are printed. They are kept in docs/schema.
+//! The schemas of JSON outputs (JSON Schema 2020-12), made from the types that are printed. They are kept in
+//! docs/schema.
 
 use std::path::{Path, PathBuf};
 

@@ -18,8 +18,8 @@ const LARGEST: usize = 64 << 20;
 /// The most entries that are read at once: the newest.
 const ENTRIES: &str = "20000";
 
-/// The events after `cursor`, and the cursor of the last entry. Everybody may write to the journal: `_UID` is what journald
-/// itself says of the writer (systemd.journal-fields(7)).
+/// The events after `cursor`, and the cursor of the last entry. Every user may write to the journal. journald itself
+/// sets `_UID` to the writer's user (systemd.journal-fields(7)).
 ///
 /// # Errors
 /// Why it cannot be read, in one line.

@@ -1,5 +1,5 @@
-//! Reads the events that were told: from the system's journal, from the ring beside the ledger, and for users without root
-//! their own refusals and what the guard did to their containers.
+//! Reads recorded events: from the system's journal, from the ring beside the ledger, and for users without root their
+//! own refusals and the guard's actions on their containers.
 
 mod journal;
 pub(crate) mod moment;

@@ -18,8 +18,8 @@ pub(super) struct Head {
     pub wants_body: bool,
 }
 
-/// Where a request came in: which names of this host it may ask for. Other names in `Host` are those of a page that has led its
-/// own name to this host (DNS rebinding).
+/// The names of this host that a request may contain in `Host`. Another name means that a page has made its own name
+/// point to this host (DNS rebinding).
 #[derive(Debug)]
 pub(super) struct Called<'a> {
     /// The address of this host that the client has connected to; none: a Unix socket, which no page can reach.

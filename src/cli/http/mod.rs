@@ -1,5 +1,6 @@
-//! A small read-only HTTP server: GET and HEAD, one request for each connection, no encryption. It does not trust clients. A
-//! request has 8 KiB and no body, and every read and write ends in time. [`head`] reads a request, [`server`] has the sockets.
+//! A small read-only HTTP server: GET and HEAD, one request for each connection, no encryption. It does not trust
+//! clients. A request has 8 KiB and no body, and every read and write ends in time. [`head`] reads a request,
+//! [`server`] has the sockets.
 
 mod head;
 mod server;
@@ -98,7 +99,8 @@ impl Token {
         &self.0
     }
 
-    /// `path` without the token, which it must begin with. The time that this takes does not depend on where they differ.
+    /// `path` without the token, which it must begin with. The time that this takes does not depend on where they
+    /// differ.
     fn strip<'a>(&self, path: &'a str) -> Option<&'a str> {
         let (given, rest) = path.strip_prefix('/')?.split_at_checked(self.0.len())?;
         let differs = given.bytes().zip(self.0.bytes()).fold(0, |all, (a, b)| all | (a ^ b));

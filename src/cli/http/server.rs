@@ -16,7 +16,8 @@ const CONNECTIONS: usize = 32;
 /// How long a client may take to send its request, and how long to take the answer.
 const IN_TIME: Duration = Duration::from_secs(5);
 
-/// How long the server waits for a client to close its end, so that the system does not drop the answer (RFC 9112, 9.6).
+/// How long the server waits for a client to close its end, so that the system does not drop the answer (RFC 9112,
+/// 9.6).
 const CLOSING: Duration = Duration::from_secs(1);
 
 /// The wait after a connection could not be taken, for example because there are no descriptors left.

@@ -1,5 +1,5 @@
-//! Counts of what happened since boot. Events are bounded, so what was counted is kept in `metrics.json` beside the ledger:
-//! whoever scrapes as root adds what is new.
+//! Counts of events since boot. The number of stored events is limited, so the counts are kept in `metrics.json` beside
+//! the ledger, and each scrape by root adds the new events.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;

@@ -47,7 +47,7 @@ struct Finished {
     left: Vec<Job>,
 }
 
-/// For whom a thread works: at most one job each at a time.
+/// The user a thread works for: each has at most one job at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Who {
     User { uid: u32, makes: bool },

@@ -3,8 +3,8 @@
 /// Used, booked and free; where the terminal shows no UTF-8, the second.
 const MARKS: [[char; 3]; 2] = [['█', '▒', '·'], ['#', '=', '.']];
 
-/// A bar of `width` characters: what is used, then what is booked and not used, then the rest. Both are parts of 1; `None`:
-/// not known, which shows as none.
+/// A bar of `width` characters: the used part, then the booked and unused part, then the rest. Both are fractions of 1.
+/// `None` is unknown, and is shown as empty.
 pub fn bar(used: Option<f64>, booked: Option<f64>, width: usize, utf8: bool) -> String {
     let [full, half, empty] = MARKS[usize::from(!utf8)];
     let [used, booked] = [used, booked].map(|part| characters(part.unwrap_or_default(), width));

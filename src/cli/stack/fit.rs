@@ -60,7 +60,7 @@ pub struct Fitted {
     pub outcome: Outcome,
 }
 
-/// Places `stack` beside what `ledger` and `inventory` have. `names` tells which leases are those of its own containers.
+/// Places `stack` beside the existing leases. `names` says which leases belong to the stack's own containers.
 ///
 /// # Errors
 /// There is no random number, or no /proc.

@@ -1,4 +1,5 @@
-//! Rows of columns that fit into a width: those that matter least are left out, and one takes what is left.
+//! Rows of columns that fit into a width. The least important columns are left out, and one column takes the remaining
+//! width.
 
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
@@ -32,8 +33,8 @@ impl Column {
 #[derive(Clone, Debug)]
 pub struct Fitted(pub Vec<(usize, u16, u16)>);
 
-/// As many of `columns` as fit into `width` with a blank between. Room that is left goes to the first that may grow, then
-/// to the next.
+/// The columns that fit into `width` with a blank between them. Remaining width goes to the first column that may grow,
+/// then to the next.
 pub fn fit(columns: &[Column], width: u16) -> Fitted {
     let mut kept: Vec<usize> = (0..columns.len()).collect();
     let total = |kept: &[usize]| {

@@ -223,8 +223,8 @@ impl Page<'_> {
         }
     }
 
-    /// A title and as many of `count` rows as fit, among them the one that the cursor is on. `row` returns the cells of one,
-    /// and how full it is.
+    /// A title and as many of `count` rows as fit, among them the one that the cursor is on. `row` returns the cells of
+    /// one, and how full it is.
     fn table(&mut self, pane: Pane, area: Rect, columns: &[Column], count: usize, row: &Row<'_>) -> Fitted {
         let (view, skin) = (self.view, self.skin);
         let fitted = fit(columns, area.width);

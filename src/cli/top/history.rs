@@ -1,5 +1,5 @@
-//! The last minutes of each device and each container, for sparklines. Times are of the monotonic clock: a clock that is
-//! set back changes nothing here.
+//! The last minutes of each device and each container, for sparklines. Times are of the monotonic clock: a clock that
+//! is set back changes nothing here.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};

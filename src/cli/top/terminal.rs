@@ -1,5 +1,5 @@
-//! The terminal of `sublet top`: keys and the mouse come in, frames go out. It is given back as it was, however the program
-//! ends.
+//! The terminal of `sublet top`: keys and the mouse come in, frames go out. It is given back as it was, however the
+//! program ends.
 
 use std::fs::File;
 use std::io::{self, BufWriter, IsTerminal as _, Stdout, stdout};

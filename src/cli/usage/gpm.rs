@@ -113,8 +113,8 @@ fn between(
     })
 }
 
-/// `value` of `unit`, such as `MiB/sec`, in bytes a second; `None` of a unit that is not known. The driver names the unit
-/// of each metric (`nvmlGpmMetric_t`).
+/// `value` of `unit`, such as `MiB/sec`, in bytes a second; `None` of a unit that is not known. The driver names the
+/// unit of each metric (`nvmlGpmMetric_t`).
 fn bytes(value: f64, unit: &str) -> Option<f64> {
     let factor = match unit.split('/').next()?.trim() {
         "B" | "bytes" => 1,

@@ -1,5 +1,5 @@
-//! What the driver reports about use at this moment: of each device, of each process on it, and so of each lease. Sources:
-//! nvml.h, and what an H200 answered (docs/evidence/2026-11-22-gpu-facts.md).
+//! The current use according to the driver: of each device, of each process on it, and so of each lease. Sources:
+//! nvml.h, and measurements on an H200 (docs/evidence/2026-11-23-h200-used.md).
 
 mod gpm;
 mod of_lease;
@@ -23,9 +23,9 @@ use sublet_core::ledger::{Ledger, Store};
 pub use gpm::Activity;
 pub(crate) use of_lease::{LeaseUse, Load};
 
-/// Five times a second the driver notes one process that computes. What it reports of a process is its part of these samples
-/// since a time (H200, driver 580; docs/evidence/2026-11-23-h200-used.md). In one second a process that computes all the time
-/// beside others may have none; five seconds are steps of 4 %.
+/// Five times a second the driver records one of the computing processes. For each process it reports the share of
+/// these samples since a given time (H200, driver 580; docs/evidence/2026-11-23-h200-used.md). A process that computes
+/// all the time beside others may have no sample in one second. Over five seconds the steps are 4 %.
 const SAMPLED_MICROSECONDS: u64 = 5_000_000;
 
 /// How long [`once`] waits for the driver.
@@ -145,8 +145,8 @@ fn known<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     }
 }
 
-/// What part of the last seconds each process computed, in percent. A process without an entry was in no sample, or is the
-/// client of an MPS server, which the driver does not tell apart.
+/// The percentage of the last seconds in which each process computed. A process without an entry was in no sample, or
+/// is a client of an MPS server, whose clients the driver does not report separately.
 fn samples(device: &NvmlDevice<'_>) -> Result<BTreeMap<u32, u32>, NvmlError> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let since = u64::try_from(now.as_micros()).unwrap_or(u64::MAX).saturating_sub(SAMPLED_MICROSECONDS);
@@ -163,8 +163,8 @@ pub(crate) fn of_host(ledger: &Ledger, inventory: &Inventory, config: &Config) -
     }
 }
 
-/// Asks once. A driver that does not answer within [`LIMIT`] has answered nothing; the thread that asks it ends with the
-/// process.
+/// Asks once. If the driver does not answer within [`LIMIT`], the result is unknown, and the thread that asks ends with
+/// the process.
 fn once(ledger: &Ledger, inventory: &Inventory, config: &Config) -> Usage {
     let (tell, told) = mpsc::channel();
     let (ledger, inventory, config) = (ledger.clone(), inventory.clone(), config.clone());

@@ -76,7 +76,7 @@ fn load(lease: &Lease, own: &[&ProcessUse], used: &DeviceUse, ledger: &Ledger) -
             let Some(percent) = server(used, key, ledger) else { return Load::Unknown };
             if key.0 == lease.id.as_str() { Load::Own(percent) } else { Load::Server(percent) }
         }
-        // A process without a sample may be one that the driver does not report: that is no 0.
+        // The driver may not report a process, so a missing sample does not mean 0.
         None => {
             own.iter().map(|process| process.sm_percent).sum::<Option<u32>>().map_or(Load::Unknown, Load::Own)
         }

@@ -1,5 +1,5 @@
-//! One word for each kind of refusal, for machines: in JSON errors, events and metrics. docs/explain.md lists them. Words may be
-//! added, and none is ever renamed.
+//! One word for each kind of refusal, for machines: in JSON errors, events and metrics. docs/explain.md lists them.
+//! Words may be added, and none is ever renamed.
 
 use super::AdmitError;
 use crate::broker::client::BrokerError;

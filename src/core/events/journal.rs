@@ -21,8 +21,8 @@ pub const JOURNAL_IDENTIFIER: &str = "sublet-events";
 /// The ledger of other state directories, such as those of tests, is not the system's.
 const SYSTEMS: &str = "/run/sublet";
 
-/// Whether events of the ledger in `state_dir` are in the system's journal. It takes the word of its root alone: everybody
-/// may write to it.
+/// Whether events of the ledger in `state_dir` are in the system's journal. Only root's entries count, because every
+/// user may write to the journal.
 #[must_use]
 pub fn has_journal(state_dir: &Path) -> bool {
     let is_root = geteuid().is_root() && !user_namespace::is_nested();

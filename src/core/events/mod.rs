@@ -121,8 +121,8 @@ pub struct Event {
     /// The MPS daemon's key.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub daemon: String,
-    /// How long what ended or began took, in milliseconds: a lease that ended, from its taking; one that was bound, from
-    /// its taking to the start of the container's first process.
+    /// A duration in milliseconds: for a lease that ended, the time since it was taken; for a lease that was bound, the
+    /// time from its taking to the start of the container's first process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub took_ms: Option<u64>,
     /// Of a refusal: the word for it, as in JSON errors (docs/explain.md).

@@ -49,8 +49,8 @@ pub(super) fn append(state_dir: &Path, lines: &[String]) -> io::Result<()> {
     file.write_all(text.as_bytes())
 }
 
-/// Makes a full file the older one. Of two writers that find it full, one does it. The lock is a file that only this user
-/// can open: whoever can read a file can hold its lock.
+/// Makes a full file the older one. Of two writers that find it full, one does it. The lock is a file that only this
+/// user can open: whoever can read a file can hold its lock.
 fn turn(full: &File, state_dir: &Path) -> io::Result<()> {
     let [path, older] = files(state_dir);
     let mut lock = OpenOptions::new();

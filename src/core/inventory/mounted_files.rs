@@ -7,7 +7,8 @@ use crate::config::Inject;
 use crate::share::{Capabilities, Capability};
 
 impl Inventory {
-    /// The driver's files for `capabilities` with their mount points, libraries in `library_dir`; each mount point once.
+    /// The driver's files for `capabilities` with their mount points, libraries in `library_dir`; each mount point
+    /// once.
     #[must_use]
     pub(crate) fn mounted_files(
         &self,

@@ -58,8 +58,8 @@ fn leases(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
     })
 }
 
-/// When the first process started is told by the kernel; when the lease was taken, by its owner: the process that takes it
-/// starts just before.
+/// The kernel knows when the container's first process started. The time at which the lease was taken is the start of
+/// its owner, the process that takes it.
 fn bound(lease: &Lease, init: &Init) -> Event {
     let since_start = |ticks: u64| ticks.saturating_mul(TICKS_MILLISECONDS);
     // A hook's owner is a service that may have run for days.

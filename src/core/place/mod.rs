@@ -98,7 +98,7 @@ fn neighbours(devices: &[String], id: &LeaseId, ledger: &Ledger) -> usize {
     ledger.leases.iter().filter(beside).count()
 }
 
-/// A GPU that would take the request, where the one that it names is there and does not.
+/// A GPU that would take the request, if the GPU that the request names exists and does not take it.
 fn elsewhere(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
     let Devices::These(named) = &request.devices else { return None };
     if named.len() != 1 || wants_mig(request) {

@@ -362,7 +362,7 @@ impl<'a> Scan<'a> {
     }
 }
 
-/// An exact name, else the only one that begins so.
+/// The option with this name, or the only option that begins with it.
 fn find_long<'f>(flags: &'f [Flag], name: &[u8]) -> Option<&'f Flag> {
     if let Some(exact) = flags.iter().find(|flag| name == flag.name.as_bytes()) {
         return Some(exact);

@@ -4,8 +4,8 @@
 //!   gpu-check --probe PATH      on the GPU of this host
 //!   gpu-check --simulated       on the simulated H200
 //!
-//! With `ONLY=hostile` in the environment: only the hostile containers, and what the guard costs; with `ONLY=cost`: that
-//! alone; with `ONLY=used`: what `sublet status` says is used.
+//! With `ONLY=hostile` in the environment: only the hostile containers, and what the guard costs; with `ONLY=cost`:
+//! that alone; with `ONLY=used`: what `sublet status` says is used.
 
 mod attacks;
 mod beside;

@@ -1,5 +1,5 @@
-//! What `sublet status` says is used, beside what NVML itself says, while three containers compute: by time-slicing, on a
-//! shared MPS server, each on one of its own.
+//! What `sublet status` says is used, beside what NVML itself says, while three containers compute: by time-slicing, on
+//! a shared MPS server, each on one of its own.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

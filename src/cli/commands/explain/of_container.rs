@@ -1,4 +1,4 @@
-//! All that is known of one container: one that holds a lease, one that has ended, one that was refused.
+//! What is known of one container, whether it holds a lease, has ended or was refused.
 
 use std::process::ExitCode;
 
@@ -298,7 +298,7 @@ fn history(found: &Found<'_>, whose: Whose, config: &Config) -> Section {
     }
 }
 
-/// Time, kind and text of the events of its leases, and of those that name it.
+/// Time, kind and text of the events of its leases, and of other events that name it.
 fn told(found: &Found<'_>, config: &Config) -> Vec<[String; 3]> {
     let (events, unread) = Reader::default().new_events(config);
     if let Some(line) = unread {

@@ -1,4 +1,4 @@
-//! What a share gets: one that is given, that of a bundle, or that of a name or image in containers.toml.
+//! What a share gets. The share is given as text, by a bundle, or by a name or image in containers.toml.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -92,7 +92,7 @@ fn print_edits(arguments: &Arguments, grant: &Grant, mut spec: Value) -> anyhow:
     Ok(())
 }
 
-/// The devices. Root's containers do not get them from `sublet serve`, whoever asks.
+/// The devices. They are those of root's containers, which do not come from `sublet serve`.
 pub fn inventory_for(whose: Whose, config: &Config) -> anyhow::Result<Inventory> {
     Ok(match whose {
         Whose::Root if is_remote(config) => inventory::load(config)?,

@@ -218,8 +218,8 @@ fn libcuda_answers_to_both_names_and_each_file_has_its_capability() {
     assert_eq!(also, ["libcuda.so"]);
 }
 
-/// Seen on a host: `/usr/bin/nvidia-smi` was a shell script that calls `/usr/local/nvidia/bin/nvidia-smi`, which does not exist in
-/// a container under that name.
+/// Seen on a host: `/usr/bin/nvidia-smi` was a shell script that calls `/usr/local/nvidia/bin/nvidia-smi`, which does
+/// not exist in a container under that name.
 #[test]
 fn a_script_is_passed_over_for_the_program_that_it_calls() {
     let root = Root::new();

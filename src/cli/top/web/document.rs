@@ -1,5 +1,5 @@
-//! What the page's script fetches. Values are in the words of the terminal's tables: the script only places them. It belongs
-//! to the page and may change with it; `sublet status --format json` is what other programs read.
+//! The document that the page's script fetches. Its texts are those of the terminal's tables, and the script only
+//! places them. It belongs to the page and may change with it. Other programs read `sublet status --format json`.
 
 use std::time::{Duration, Instant};
 

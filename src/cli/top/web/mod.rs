@@ -1,5 +1,5 @@
-//! `sublet top --web`: the same as a page in a browser. The host is looked at only while a page asks, and once for all pages;
-//! NVML is closed while none does. [`document`] is what the page's script fetches again and again.
+//! `sublet top --web`: the same as a page in a browser. The host is looked at only while a page asks, and once for all
+//! pages; NVML is closed while none does. [`document`] is what the page's script fetches again and again.
 
 mod document;
 
@@ -107,7 +107,7 @@ struct Looks {
 #[derive(Debug, Default)]
 struct State {
     view: View,
-    /// When the last look ended, also one that failed.
+    /// When the last look ended, whether it succeeded or failed.
     told: Option<Instant>,
     /// When a page asked last.
     asked: Option<Instant>,
