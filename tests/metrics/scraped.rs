@@ -1,10 +1,11 @@
 //! What `sublet metrics` prints, read by those for whom it is: `prometheus_client`'s `OpenMetrics` parser, promtool,
-//! and Debian's Prometheus, which also evaluates config/grafana/alerts.yml. Runs in the root `prometheus` of
-//! tests/engines/root.
+//! and Debian's Prometheus, which also evaluates the rules and the dashboard's queries of config/grafana. Runs in the
+//! root `prometheus` of tests/engines/root.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use serde_json::Value;
 use sublet_e2e::web::Web;
 use sublet_e2e::{World, eventually, skip_unless_root};
 
@@ -12,8 +13,25 @@ const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const PARSE: &str = "import sys\nfrom prometheus_client.openmetrics.parser import text_string_to_metric_families\n\
     for family in text_string_to_metric_families(sys.stdin.read()):\n    print(family.name, family.type, len(family.samples))";
 
+const VALIDATE: &str = "import json, sys, jsonschema\n\
+    jsonschema.validate(*(json.load(open(file)) for file in sys.argv[1:]))";
+
+fn checkout(file: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(file)
+}
+
 fn rules() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../config/grafana/alerts.yml")
+    checkout("config/grafana/alerts.yml")
+}
+
+/// The queries of the dashboard, as Grafana sends them with all hosts chosen.
+fn queries() -> Vec<String> {
+    let text = std::fs::read(checkout("config/grafana/sublet.json")).expect("read");
+    let dashboard: Value = serde_json::from_slice(&text).expect("JSON");
+    let panels = dashboard["panels"].as_array().expect("panels").iter();
+    let targets = panels.flat_map(|panel| panel["targets"].as_array().expect("targets"));
+    let queries = targets.map(|target| target["expr"].as_str().expect("an expression"));
+    queries.map(|query| query.replace("$instance", ".*").replace("$__rate_interval", "1m")).collect()
 }
 
 /// The program's output; it must succeed.
@@ -63,6 +81,10 @@ fn both_formats_are_read_and_prometheus_answers_what_the_rules_ask() {
     assert!(families.contains("sublet_refusals counter ") && families.contains("histogram"), "{families}");
     assert_eq!(done(Command::new("promtool").args(["check", "metrics"]).stdin(from(&old))), "");
     assert!(done(Command::new("promtool").args(["check", "rules"]).arg(rules())).contains("SUCCESS"));
+    let firing = checkout("tests/metrics/alerts_test.yml");
+    assert!(done(Command::new("promtool").args(["test", "rules"]).arg(firing)).contains("SUCCESS"));
+    let dashboard = [checkout("config/grafana/sublet.json"), checkout("tests/metrics/dashboard.schema.json")];
+    assert_eq!(done(Command::new("python3").args(["-c", VALIDATE]).args(dashboard)), "");
 
     let port = std::net::TcpListener::bind("127.0.0.1:0")
         .and_then(|socket| socket.local_addr())
@@ -101,6 +123,17 @@ fn both_formats_are_read_and_prometheus_answers_what_the_rules_ask() {
     for expression in expressions {
         let asked = Command::new("promtool").args(["query", "instant", &address, expression]).status();
         assert!(asked.is_ok_and(|status| status.success()), "{expression}");
+    }
+    let queries = queries();
+    assert!(queries.len() >= 18, "{queries:?}");
+    // The driver has no load of a shared MPS server's clients, and nothing was restarted or offended.
+    let empty = ["sublet_container_busy_ratio", "sublet_guard_actions_total", "sublet_mps_restarts_total"];
+    for query in queries.iter().filter(|query| !empty.iter().any(|name| query.contains(name))) {
+        assert!(eventually(|| ask(query).contains("=> ")), "no data: {query}");
+    }
+    for query in &queries {
+        let asked = Command::new("promtool").args(["query", "instant", &address, query]).status();
+        assert!(asked.is_ok_and(|status| status.success()), "{query}");
     }
     bundle.down();
     world.assert_empty();
