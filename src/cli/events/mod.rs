@@ -119,6 +119,8 @@ fn of_user(config: &Config) -> Vec<Event> {
     let guarded = guard::events(config).into_iter().filter(|guarded| guarded.uid == us);
     let guarded = guarded.map(|guarded| Event {
         devices: vec![guarded.device],
+        reason: guarded.offence.as_str().to_owned(),
+        action: guarded.action.to_string(),
         ..event(guarded.time, Kind::Guard, guarded.container_id.unwrap_or_default(), guarded.text)
     });
     merged(refused.collect(), guarded.collect())

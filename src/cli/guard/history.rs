@@ -121,6 +121,8 @@ fn told(event: &Event) -> events::Event {
         uid: event.uid,
         container_id: event.container_id.clone().unwrap_or_default(),
         devices: vec![event.device.clone()],
+        reason: event.offence.as_str().to_owned(),
+        action: event.action.to_string(),
         text: event.text.clone(),
         ..events::Event::now(events::Kind::Guard)
     }

@@ -29,6 +29,25 @@ pub enum Offence {
     Server,
 }
 
+impl Offence {
+    /// All of them.
+    pub const ALL: [Self; 6] =
+        [Self::Memory, Self::Bypass, Self::Clients, Self::Left, Self::Stranger, Self::Server];
+
+    /// The word in JSON.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Memory => "memory",
+            Self::Bypass => "bypass",
+            Self::Clients => "clients",
+            Self::Left => "left",
+            Self::Stranger => "stranger",
+            Self::Server => "server",
+        }
+    }
+}
+
 /// What is to be done about one process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Verdict {

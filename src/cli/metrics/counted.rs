@@ -13,9 +13,11 @@ use serde::{Deserialize, Serialize};
 
 use super::{Family, Sample, Type};
 use crate::events::{Position, Reader};
+use crate::guard::Offence;
 use sublet_core::config::Config;
 use sublet_core::events::{Event, Kind};
 use sublet_core::fs::{atomic, trusted};
+use sublet_core::share::Action;
 
 /// Upper bounds of the durations of leases, in seconds.
 const HELD: [f64; 8] = [10.0, 60.0, 300.0, 1800.0, 3600.0, 21_600.0, 86_400.0, 604_800.0];
@@ -55,6 +57,8 @@ struct Totals {
     events: BTreeMap<String, u64>,
     /// Of refusals, by the word for the reason.
     refusals: BTreeMap<String, u64>,
+    /// Of what the guard found, by offence and then by its action.
+    guard: BTreeMap<String, BTreeMap<String, u64>>,
     /// How long leases lasted.
     held: Durations,
     /// How long containers took from the taking of the lease to their first process.
@@ -114,10 +118,30 @@ impl Totals {
                     *self.refusals.entry(word.to_owned()).or_default() += 1;
                 }
             }
+            Kind::Guard if self.guard.len() < WORDS && !event.reason.is_empty() => {
+                let actions = self.guard.entry(event.reason.clone()).or_default();
+                *actions.entry(event.action.clone()).or_default() += 1;
+            }
             Kind::LeaseEnded => event.took_ms.iter().for_each(|took| self.held.add(*took, &HELD)),
             Kind::LeaseBound => event.took_ms.iter().for_each(|took| self.started.add(*took, &STARTED)),
             _ => {}
         }
+    }
+
+    /// Pairs that did not occur begin with 0, like other counts.
+    fn guard_actions(&self) -> Family {
+        let help = "What the guard found, by offence and by what it did.";
+        let mut family = Family { kind: Type::Counter, ..Family::gauge("sublet_guard_actions", "", help) };
+        for offence in Offence::ALL.map(Offence::as_str) {
+            for action in
+                [Action::Report, Action::Terminate, Action::Container].map(|action| action.to_string())
+            {
+                let count = self.guard.get(offence).and_then(|actions| actions.get(&action)).copied();
+                let labels = [("offence", offence.to_owned()), ("action", action)];
+                family.add(&labels, Some(float(count.unwrap_or_default())));
+            }
+        }
+        family
     }
 
     fn families(&self) -> Vec<Family> {
@@ -159,7 +183,7 @@ impl Totals {
                 "MPS daemons that were restarted under running containers.",
                 of_kind(Kind::MpsRestarted),
             ),
-            single("sublet_guard_actions", "Offences that the guard found.", of_kind(Kind::Guard)),
+            self.guard_actions(),
             self.held.family(
                 "sublet_lease_duration_seconds",
                 "How long leases that have ended lasted.",
@@ -237,6 +261,7 @@ mod tests {
             Event { took_ms: Some(900_000_000_000), ..Event::now(Kind::LeaseEnded) },
             Event { took_ms: Some(120), ..Event::now(Kind::LeaseBound) },
             Event::now(Kind::LeaseBound),
+            Event { reason: "memory".into(), action: "terminate".into(), ..Event::now(Kind::Guard) },
         ] {
             totals.add(&event);
         }
@@ -244,6 +269,10 @@ mod tests {
         assert_eq!((totals.held.count, totals.held.counts[2]), (2, 1));
         assert_eq!((totals.started.count, totals.events["lease-bound"]), (1, 2));
         let families = totals.families();
+        let guard = families.iter().find(|family| family.name == "sublet_guard_actions").unwrap();
+        let acted: Vec<_> = guard.samples.iter().filter(|sample| sample.value > 0.0).collect();
+        assert_eq!(acted[0].labels, [("offence", "memory".to_owned()), ("action", "terminate".to_owned())]);
+        assert_eq!((acted.len(), guard.samples.len()), (1, 18));
         let held = families.iter().find(|family| family.name == "sublet_lease_duration_seconds").unwrap();
         let buckets: Vec<f64> = held.samples.iter().map(|sample| sample.value).collect();
         assert_eq!(buckets[..10], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0]);

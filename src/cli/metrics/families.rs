@@ -2,6 +2,7 @@
 
 use super::{CONTAINERS, Family, Sample, Type};
 use crate::status::{DeviceUsed, LeaseOnDevice, Status};
+use sublet_core::process::epoch_seconds;
 
 /// Whether the state could be read.
 pub(super) fn up(is_up: bool) -> Family {
@@ -133,17 +134,22 @@ fn devices(status: &Status) -> Vec<Family> {
 }
 
 fn containers(status: &Status) -> Vec<Family> {
-    let shown = &status.leases[..status.leases.len().min(CONTAINERS)];
+    let mut ids: Vec<&str> = status.leases.iter().map(|lease| lease.id.as_str()).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    let beyond = ids.split_off(ids.len().min(CONTAINERS));
+    let shown: Vec<&LeaseOnDevice> =
+        status.leases.iter().filter(|lease| ids.binary_search(&lease.id.as_str()).is_ok()).collect();
     let family = |name, unit, help, value: &dyn Fn(&LeaseOnDevice) -> Option<f64>| {
         let mut family = Family::gauge(name, unit, help);
-        for lease in shown {
+        for lease in &shown {
             family.add(&labels(lease, status), value(lease));
         }
         family
     };
     let mut info =
         Family { kind: Type::Info, ..Family::gauge("sublet_lease", "", "A container's lease of a device.") };
-    for lease in shown {
+    for lease in &shown {
         let mut all = labels(lease, status);
         let text = |text: &Option<String>| text.clone().unwrap_or_default();
         all.extend([
@@ -160,7 +166,7 @@ fn containers(status: &Status) -> Vec<Family> {
     }
     let mut left =
         Family::gauge("sublet_leases_without_samples", "", "Leases beyond the most that have samples.");
-    left.add(&[], Some(count(status.leases.len() - shown.len())));
+    left.add(&[], Some(count(beyond.len())));
     vec![
         info,
         left,
@@ -235,12 +241,13 @@ fn service(status: &Status) -> Vec<Family> {
     let mut watching =
         Family::gauge("sublet_guard_watching", "", "Whether the guard checks every leased device.");
     watching.add(&[], Some(f64::from(u8::from(status.guard.watching))));
+    // A time, and not an age: the age in a file that is not written any more would stay young.
     let mut looked = Family::gauge(
-        "sublet_guard_last_look_age_seconds",
+        "sublet_guard_last_look_timestamp_seconds",
         "seconds",
-        "Time since `sublet serve` last checked.",
+        "When `sublet serve` last checked, since the epoch.",
     );
-    looked.add(&[], status.guard.last_look_seconds.map(bytes));
+    looked.add(&[], status.guard.last_look_seconds.map(|age| bytes(epoch_seconds().saturating_sub(age))));
     let mut warnings = Family::gauge("sublet_warnings", "", "Lines that `sublet status` shows first.");
     warnings.add(&[], Some(count(status.warnings.len())));
     let mut daemons = Family::gauge("sublet_mps_daemons", "", "MPS control daemons by state.");

@@ -125,9 +125,12 @@ pub struct Event {
     /// time from its taking to the start of the container's first process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub took_ms: Option<u64>,
-    /// Of a refusal: the word for it, as in JSON errors (docs/explain.md).
+    /// Of a refusal: the word for it, as in JSON errors (docs/explain.md). Of an action of the guard: the offence.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
+    /// What the guard did: `report`, `terminate` or `container`.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub action: String,
     /// The event in one line.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub text: String,
@@ -148,6 +151,7 @@ impl Event {
             daemon: String::new(),
             took_ms: None,
             reason: String::new(),
+            action: String::new(),
             text: String::new(),
         }
     }
