@@ -30,6 +30,19 @@ fn the_configuration_says_what_is_done() {
     std::thread::sleep(std::time::Duration::from_secs(2));
     assert_eq!(host.events().len(), 1, "told once: {:?}", host.events());
     assert_eq!(probes(&spared), 1);
+    let text =
+        |arguments: &[&str]| String::from_utf8_lossy(&host.world.sublet(arguments).stdout).into_owned();
+    let told = text(&["events", "--filter", "kind=guard", "--format", "json"]);
+    assert!(told.contains(r#""reason":"memory","action":"report""#), "{told}");
+    let counted = text(&["metrics"]);
+    assert!(
+        counted.contains(r#"sublet_guard_actions_total{offence="memory",action="report"} 1"#),
+        "{counted}"
+    );
+    assert!(
+        counted.contains(r#"sublet_guard_actions_total{offence="memory",action="terminate"} 0"#),
+        "{counted}"
+    );
     spared.down();
     let host = guarded("[guard]\nmemory = \"container\"\n");
     let ended = host.waiting("ended", &format!("{SPOIL} cuda-probe alloc 52000 600 &"));
