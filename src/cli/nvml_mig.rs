@@ -15,6 +15,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlReturn_t,
 };
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 type Answer<T> = Result<T, NvmlError>;
@@ -25,7 +26,7 @@ const _: () =
     assert!(size_of::<nvmlGpuInstanceProfileInfo_v2_t>() == 0x98, "nvml.h's version is of its size");
 
 /// Slices of a GPU's memory, or of a GPU instance's compute: `size` slices from `start` on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 pub struct Span {
     /// The first slice.
     pub start: u32,
@@ -48,7 +49,7 @@ impl Span {
 }
 
 /// A kind of GPU instance, as the driver describes it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct Profile {
     /// Its id, which nvidia-smi accepts too.
     pub id: u32,

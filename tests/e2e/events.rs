@@ -69,12 +69,14 @@ fn a_lease_its_daemon_a_refusal_and_a_drain_are_told_once_each() {
     assert_eq!(kinds(&events(&world, &["--filter", "kind=drained", "--filter", "kind=undrained"])).len(), 2);
     assert_eq!(kinds(&events(&world, &["--container", "greedy"])), ["refused"]);
     assert_eq!(kinds(&events(&world, &["--filter", "gpu=0", "--filter", "kind=drained"])), ["drained"]);
+    let taken = &events(&world, &["--filter", "kind=lease-taken"])[0];
+    assert!(taken["took_ms"].as_u64().is_some_and(|waited| waited < 60_000), "{taken}");
     assert_eq!(events(&world, &["--until", "1h"]).len(), 0);
     assert_eq!(events(&world, &["--since", "1h"]).len(), all.len());
     assert_eq!(events(&world, &["--since", "2099-01-01"]).len(), 0);
     let lines = text(&world, &["events"]);
     let line = lines.lines().find(|line| line.contains("lease-taken")).expect("a line");
-    assert!(line.ends_with("Z  lease-taken    told on GPU 0 mps sm=60 memory=8192MiB"), "{line}");
+    assert!(line.contains("Z  lease-taken    told on GPU 0 mps sm=60 memory=8192MiB after "), "{line}");
     for wrong in [&["--since", "soon"][..], &["--filter", "kind=x"], &["--filter", "x=y"]] {
         let output = world.sublet(&[&["events"], wrong].concat());
         assert_eq!(output.status.code(), Some(2), "{output:?}");

@@ -265,6 +265,8 @@ fn a_user_sees_their_leases_their_policy_and_their_own_refusals() {
     let table = sublet(&host, ALICE, &["status"]);
     assert!(table.lines().any(|found| found == line), "{table}");
     assert!(sublet(&host, ALICE, &["lease", "list"]).contains("active"));
+    let top = sublet(&host, ALICE, &["top", "--once"]);
+    assert!(top.lines().any(|line| line.starts_with("mine ") && line.contains("/ 8 GiB")), "{top}");
     assert!(sublet(&host, 4321, &["status"]).contains("You cannot take a share: uid 4321 has no [[policy]]"));
     // Refused by the service, by the shim itself, for want of a policy.
     let refused = |uid, id: &str, annotations: &[(&str, &str)]| {

@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
-use serde_json::json;
+use schemars::JsonSchema;
+use serde::Serialize;
 
 use super::tables::{self, Format};
-use crate::cdi_spec::{self, FileError, Listing, Named, State};
+use crate::cdi_spec::{self, FileError, Listing, Named, State, Without};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::oci::cdi::KIND;
@@ -115,16 +116,55 @@ fn state(text: &str, listing: &Listing, config: &Config) -> &'static str {
     }
 }
 
-fn document(listing: &Listing, spec: &str, config: &Config) -> serde_json::Value {
-    let devices = listing.devices.iter().map(|named| {
-        json!({"name": format!("{KIND}={}", named.name), "share": named.asked.share,
-               "device": named.asked.device, "index": named.index,
-               "number": named.number})
-    });
-    let without = listing
-        .without
-        .iter()
-        .map(|without| json!({"name": format!("{KIND}={}", without.name), "why": without.why}));
-    json!({"schema": "sublet.cdi/1", "devices": devices.collect::<Vec<_>>(),
-           "without": without.collect::<Vec<_>>(), "file": config.cdi.spec, "state": spec})
+/// What `list` prints as JSON.
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "CdiList")]
+pub struct Document<'a> {
+    /// `sublet.cdi/1`.
+    schema: &'static str,
+    devices: Vec<ListedDevice<'a>>,
+    without: Vec<ListedWithout<'a>>,
+    /// The CDI specification that engines read.
+    file: &'a Path,
+    /// Whether that file has these devices, in words.
+    state: &'a str,
+}
+
+#[derive(Serialize, JsonSchema)]
+struct ListedDevice<'a> {
+    /// For `docker run --device`.
+    name: String,
+    share: &'a str,
+    /// UUID of the GPU or MIG device.
+    device: &'a str,
+    /// NVML's index of the GPU.
+    index: u32,
+    /// As in `sublet.gpu`: `0`, or `0:2` of a MIG device.
+    number: &'a str,
+}
+
+/// A share that has no CDI device.
+#[derive(Serialize, JsonSchema)]
+struct ListedWithout<'a> {
+    name: String,
+    why: &'a str,
+}
+
+fn document<'a>(listing: &'a Listing, state: &'a str, config: &'a Config) -> Document<'a> {
+    let device = |named: &'a Named| ListedDevice {
+        name: format!("{KIND}={}", named.name),
+        share: &named.asked.share,
+        device: &named.asked.device,
+        index: named.index,
+        number: &named.number,
+    };
+    let without =
+        |without: &'a Without| ListedWithout { name: format!("{KIND}={}", without.name), why: &without.why };
+    Document {
+        schema: "sublet.cdi/1",
+        devices: listing.devices.iter().map(device).collect(),
+        without: listing.without.iter().map(without).collect(),
+        file: &config.cdi.spec,
+        state,
+    }
 }

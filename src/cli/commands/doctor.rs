@@ -5,7 +5,8 @@ use std::process::{Command, ExitCode};
 use std::time::Duration;
 use sublet_core::config_files;
 
-use serde_json::json;
+use schemars::JsonSchema;
+use serde::Serialize;
 
 use super::doctor_run::{self, Engine};
 use super::tables::{self, Format};
@@ -46,6 +47,15 @@ pub struct Arguments {
     format: Format,
 }
 
+/// What is printed as JSON.
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "Doctor")]
+pub struct Document<'a> {
+    /// `sublet.doctor/1`.
+    schema: &'static str,
+    checks: &'a [Check],
+}
+
 /// Runs it; it fails where a check does.
 ///
 /// # Errors
@@ -74,7 +84,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let config = loaded.unwrap_or_else(|_| Config::default());
     checks.extend(doctor::run(&Host::of(&config, arguments.quick, ask, probe)));
     match arguments.format {
-        Format::Json => tables::json(&json!({"schema": "sublet.doctor/1", "checks": checks}))?,
+        Format::Json => tables::json(&Document { schema: "sublet.doctor/1", checks: &checks })?,
         Format::Table => println!("{}\n\n{}", table(&checks), summary(&checks)),
     }
     let failed = checks.iter().any(|check| check.result == Verdict::Fail);

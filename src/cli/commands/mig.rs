@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
-use serde_json::{Value, json};
+use schemars::JsonSchema;
+use serde::Serialize;
 
 use super::tables::{self, Format};
 use super::{mig_dynamic, mig_list};
@@ -132,22 +133,40 @@ fn show(file: &LayoutFile, format: Format, config: &Config) -> anyhow::Result<Ex
     let plans = planned(file, config)?;
     let refused = plans.iter().any(Result::is_err);
     match format {
-        Format::Json => tables::json(&plans.iter().map(plan_json).collect::<Vec<_>>())?,
+        Format::Json => tables::json(&plans.iter().map(Planned::of).collect::<Vec<_>>())?,
         Format::Table if plans.is_empty() => println!("The layout matches no GPU of this host."),
         Format::Table => plans.iter().for_each(|plan| println!("{}", lines(plan))),
     }
     Ok(if refused { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-fn plan_json(plan: &Result<Plan, mig::Obstacle>) -> Value {
-    match plan {
-        Ok(plan) => json!({
-            "gpu": plan.gpu,
-            "reset": plan.reset,
-            "steps": plan.steps.iter().map(ToString::to_string).collect::<Vec<_>>(),
-            "obstacle": null,
-        }),
-        Err(obstacle) => json!({"obstacle": obstacle.to_string()}),
+/// What `apply` would do to a GPU, or why it would do nothing.
+#[derive(Serialize, JsonSchema)]
+pub struct Planned {
+    /// Why there is no plan; null: there is one.
+    obstacle: Option<String>,
+    #[serde(flatten)]
+    plan: Option<Steps>,
+}
+
+#[derive(Serialize, JsonSchema)]
+struct Steps {
+    /// UUID of the GPU.
+    gpu: String,
+    /// Whether the GPU has to be reset.
+    reset: bool,
+    /// Each in words, in order; empty: the GPU matches the layout.
+    steps: Vec<String>,
+}
+
+impl Planned {
+    fn of(plan: &Result<Plan, mig::Obstacle>) -> Self {
+        let steps = |plan: &Plan| Steps {
+            gpu: plan.gpu.clone(),
+            reset: plan.reset,
+            steps: plan.steps.iter().map(ToString::to_string).collect(),
+        };
+        Self { obstacle: plan.as_ref().err().map(ToString::to_string), plan: plan.as_ref().ok().map(steps) }
     }
 }
 

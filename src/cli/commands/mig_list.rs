@@ -2,10 +2,11 @@
 
 use std::process::ExitCode;
 
-use serde_json::{Value, json};
+use schemars::JsonSchema;
+use serde::Serialize;
 
 use super::tables::{self, Format};
-use crate::mig::{Compute, Gpu, Instance, Nvml, Profile, device_name, seen};
+use crate::mig::{Compute, Gpu, Instance, Nvml, Profile, Span, device_name, seen};
 use sublet_core::admit::fresh_inventory;
 use sublet_core::config::Config;
 use sublet_core::text::safe;
@@ -19,39 +20,86 @@ pub fn run(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let inventory = fresh_inventory(config)?;
     let gpus = seen(&mut Nvml::open(config, &inventory)?, &inventory, &ledger)?;
     match format {
-        Format::Json => tables::json(&gpus.iter().map(gpu_json).collect::<Vec<_>>())?,
+        Format::Json => tables::json(&gpus.iter().map(ListedGpu::of).collect::<Vec<_>>())?,
         Format::Table => println!("{}", tables(&gpus)),
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn gpu_json(gpu: &Gpu) -> Value {
-    json!({
-        "uuid": gpu.uuid,
-        "index": gpu.index,
-        "name": gpu.name,
-        "mig": gpu.mode.map(|mode| json!({"enabled": mode.current, "pending": mode.pending})),
-        "profiles": gpu.profiles,
-        "instances": gpu.instances.iter().map(|one| instance_json(gpu, one)).collect::<Vec<_>>(),
-    })
+/// What is printed of a GPU as JSON.
+#[derive(Serialize, JsonSchema)]
+pub struct ListedGpu<'a> {
+    uuid: &'a str,
+    /// NVML's.
+    index: u32,
+    name: &'a str,
+    /// MIG mode; null: the GPU has none.
+    mig: Option<ListedMode>,
+    /// The GPU instances that the GPU offers.
+    profiles: &'a [Profile],
+    instances: Vec<ListedInstance<'a>>,
 }
 
-fn instance_json(gpu: &Gpu, one: &Instance) -> Value {
-    let part = |part: &Compute| {
-        json!({
-            "uuid": part.uuid,
-            "ci": part.ci,
-            "profile": name(gpu, one, part.slices),
-            "placement": part.span,
-            "held_by": part.held.as_ref().or(one.held.as_ref()),
-        })
-    };
-    json!({
-        "gi": one.gi,
-        "profile": gpu.profile_name(one.profile),
-        "placement": one.span,
-        "compute": one.compute.iter().map(part).collect::<Vec<_>>(),
-    })
+#[derive(Serialize, JsonSchema)]
+struct ListedMode {
+    enabled: bool,
+    /// Whether it is on after the next reset.
+    pending: bool,
+}
+
+/// A GPU instance.
+#[derive(Serialize, JsonSchema)]
+struct ListedInstance<'a> {
+    /// Its id.
+    gi: u32,
+    profile: String,
+    placement: Span,
+    /// Its compute instances.
+    compute: Vec<ListedPart<'a>>,
+}
+
+/// A compute instance: a MIG device.
+#[derive(Serialize, JsonSchema)]
+struct ListedPart<'a> {
+    uuid: &'a str,
+    /// Its id in the GPU instance.
+    ci: u32,
+    profile: String,
+    /// The compute slices of the GPU instance that it has.
+    placement: Span,
+    /// The lease or process that uses it.
+    held_by: Option<&'a str>,
+}
+
+impl<'a> ListedGpu<'a> {
+    fn of(gpu: &'a Gpu) -> Self {
+        Self {
+            uuid: &gpu.uuid,
+            index: gpu.index,
+            name: &gpu.name,
+            mig: gpu.mode.map(|mode| ListedMode { enabled: mode.current, pending: mode.pending }),
+            profiles: &gpu.profiles,
+            instances: gpu.instances.iter().map(|one| ListedInstance::of(gpu, one)).collect(),
+        }
+    }
+}
+
+impl<'a> ListedInstance<'a> {
+    fn of(gpu: &Gpu, one: &'a Instance) -> Self {
+        let part = |part: &'a Compute| ListedPart {
+            uuid: &part.uuid,
+            ci: part.ci,
+            profile: name(gpu, one, part.slices),
+            placement: part.span,
+            held_by: part.held.as_deref().or(one.held.as_deref()),
+        };
+        Self {
+            gi: one.gi,
+            profile: gpu.profile_name(one.profile),
+            placement: one.span,
+            compute: one.compute.iter().map(part).collect(),
+        }
+    }
 }
 
 fn name(gpu: &Gpu, one: &Instance, slices: u32) -> String {
@@ -151,7 +199,7 @@ fn instance_rows(gpu: &Gpu, one: &Instance) -> Vec<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mig::{Mode, Span};
+    use crate::mig::Mode;
 
     fn gpu(index: u32, free: u32) -> Gpu {
         let profile = Profile {

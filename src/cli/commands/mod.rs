@@ -40,6 +40,8 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use schemars::JsonSchema;
+use serde::Serialize;
 
 use sublet_core::admit::{Local, is_remote, own_status};
 use sublet_core::config::Config;
@@ -129,12 +131,22 @@ fn wants_json(matches: &ArgMatches) -> bool {
     here || matches.subcommand().is_some_and(|(_, arguments)| wants_json(arguments))
 }
 
+/// What a command that fails prints as JSON.
+#[derive(Serialize, JsonSchema)]
+struct ErrorObject<'a> {
+    /// The same line as on standard error.
+    error: &'a str,
+    /// A word that is never renamed; docs/explain.md lists them all.
+    reason: &'static str,
+}
+
 /// One line on standard error. A reader of JSON gets an object on standard output too, if nothing is there yet.
 fn report(error: &anyhow::Error, as_json: bool) {
     let line = tables::chain(error);
     if as_json && !closed_output::has_begun() {
-        let object = serde_json::json!({"error": line, "reason": reason::reason(error)});
-        println!("{object}");
+        let object = ErrorObject { error: &line, reason: reason::reason(error) };
+        // Serializing fails only for maps whose keys are not strings.
+        println!("{}", serde_json::to_string(&object).unwrap_or_default());
     }
     eprintln!("sublet: {line}");
 }

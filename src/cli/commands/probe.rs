@@ -4,13 +4,15 @@ use std::fs;
 use std::path::Path;
 use std::process::ExitCode;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::tables;
 use crate::doctor::cuda::{self, Seen};
 
 /// The probe's output, one line.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "DoctorRun")]
 pub struct Probed {
     /// What a CUDA program sees.
     #[serde(flatten)]

@@ -3,17 +3,76 @@
 
 use std::path::{Path, PathBuf};
 
-use schemars::Schema;
+use schemars::{JsonSchema, Schema};
+use sublet_core::events::{Event, Kind};
 
+use super::explain::{OfContainer, OfShare, OfStack};
+use super::mig::Planned;
+use super::mig_list::ListedGpu;
+use super::probe::Probed;
+use super::setup::Checked;
+use super::status::LastRefusal;
+use super::{ErrorObject, cdi, doctor};
 use crate::mps_daemons::Listed;
 use crate::status::{LeaseOnDevice, Status};
 
+// The library's type has no schema, because the programs that start containers would carry it.
+/// One line of `sublet events --format json`.
+#[derive(JsonSchema)]
+#[schemars(rename = "Event")]
+#[expect(dead_code, reason = "it exists for its schema")]
+struct EventKeys {
+    /// RFC 3339 in UTC, with milliseconds.
+    time: String,
+    /// The same in milliseconds since boot, which no clock that is set changes.
+    uptime_ms: u64,
+    /// What happened: docs/events.md.
+    kind: String,
+    /// The uid of the container's engine; root's where there is no container.
+    uid: u32,
+    /// The container's id; if it is unknown, its bundle or root filesystem.
+    #[schemars(default)]
+    container_id: String,
+    #[schemars(default)]
+    lease: String,
+    /// UUIDs.
+    #[schemars(default)]
+    devices: Vec<String>,
+    /// The MPS daemon's key.
+    #[schemars(default)]
+    daemon: String,
+    /// Of a lease that was taken or bound: from the start of the process that takes it to its taking, or to the start of
+    /// the container's first process. Of one that ended: since it was taken.
+    took_ms: Option<u64>,
+    /// Of a refusal: the word for it, as in JSON errors. Of an action of the guard: the offence.
+    #[schemars(default)]
+    reason: String,
+    /// What the guard did: `report`, `terminate` or `container`.
+    #[schemars(default)]
+    action: String,
+    /// The event in one line.
+    #[schemars(default)]
+    text: String,
+}
+
 /// The name of each file, and its schema.
-fn all() -> [(&'static str, Schema); 3] {
+fn all() -> [(&'static str, Schema); 15] {
     [
         ("status.json", schemars::schema_for!(Status)),
+        ("last-error.json", schemars::schema_for!(Option<LastRefusal>)),
         ("lease-list.json", schemars::schema_for!(Vec<LeaseOnDevice>)),
         ("mps-list.json", schemars::schema_for!(Vec<Listed>)),
+        ("mig-list.json", schemars::schema_for!(Vec<ListedGpu<'_>>)),
+        ("mig-plan.json", schemars::schema_for!(Vec<Planned>)),
+        ("explain.json", schemars::schema_for!(OfShare<'_>)),
+        ("explain-stack.json", schemars::schema_for!(OfStack<'_>)),
+        ("explain-container.json", schemars::schema_for!(OfContainer)),
+        ("events.json", schemars::schema_for!(EventKeys)),
+        ("cdi-list.json", schemars::schema_for!(cdi::Document<'_>)),
+        ("doctor.json", schemars::schema_for!(doctor::Document<'_>)),
+        ("doctor-run.json", schemars::schema_for!(Probed)),
+        ("setup-check.json", schemars::schema_for!(Checked<'_>)),
+        ("error.json", schemars::schema_for!(ErrorObject<'_>)),
     ]
 }
 
@@ -34,4 +93,45 @@ fn the_schemas_in_docs_are_those_of_the_types() {
         let kept = std::fs::read_to_string(&file).unwrap_or_default();
         assert!(kept == text, "{} differs: SUBLET_SCHEMAS=1 cargo test -p sublet schemas", file.display());
     }
+}
+
+#[test]
+fn every_schema_is_in_the_documentation_and_no_other_file_is_beside_them() {
+    let documented = include_str!("../../../docs/explain.md");
+    let names: Vec<&str> = all().iter().map(|(name, _)| *name).collect();
+    let missing: Vec<_> = names.iter().filter(|name| !documented.contains(&format!("`{name}`"))).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+    for entry in directory().read_dir().unwrap() {
+        let name = entry.unwrap().file_name();
+        assert!(names.iter().any(|known| name == *known), "{}", name.display());
+    }
+}
+
+#[test]
+fn an_event_has_the_keys_of_its_schema() {
+    let text = || "x".to_owned();
+    let event = Event {
+        container_id: text(),
+        lease: text(),
+        devices: vec![text()],
+        daemon: text(),
+        took_ms: Some(1),
+        reason: text(),
+        action: text(),
+        text: text(),
+        ..Event::now(Kind::Guard)
+    };
+    let event = serde_json::to_value(event).unwrap();
+    let schema = serde_json::to_value(schemars::schema_for!(EventKeys)).unwrap();
+    let keys = |value: &serde_json::Value| {
+        let mut keys: Vec<String> = value.as_object().unwrap().keys().cloned().collect();
+        keys.sort();
+        keys
+    };
+    assert_eq!(keys(&event), keys(&schema["properties"]));
+    let bare = serde_json::to_value(Event::now(Kind::Guard)).unwrap();
+    let mut required: Vec<&str> =
+        schema["required"].as_array().unwrap().iter().map(|key| key.as_str().unwrap()).collect();
+    required.sort_unstable();
+    assert_eq!(keys(&bare), required);
 }

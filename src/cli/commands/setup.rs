@@ -8,7 +8,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
 use clap::ValueEnum;
-use serde_json::json;
+use schemars::JsonSchema;
+use serde::Serialize;
 
 use super::tables::{self, Format};
 use crate::setup::{self, Wish, containerd, crio, docker, engine_files, podman};
@@ -132,15 +133,28 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// What `--check` prints as JSON.
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "SetupCheck")]
+pub struct Checked<'a> {
+    /// `sublet.setup/1`.
+    schema: &'static str,
+    engine: Option<String>,
+    /// Its configuration file.
+    file: &'a Path,
+    /// Whether it is set up as asked.
+    as_asked: bool,
+}
+
 /// The answer to `--check`.
 fn check(arguments: &Arguments, path: &Path, as_asked: bool) -> anyhow::Result<ExitCode> {
     match arguments.format {
-        Format::Json => tables::json(&json!({
-            "schema": "sublet.setup/1",
-            "engine": arguments.engine.to_possible_value().map(|engine| engine.get_name().to_owned()),
-            "file": path,
-            "as_asked": as_asked,
-        }))?,
+        Format::Json => tables::json(&Checked {
+            schema: "sublet.setup/1",
+            engine: arguments.engine.to_possible_value().map(|engine| engine.get_name().to_owned()),
+            file: path,
+            as_asked,
+        })?,
         Format::Table if as_asked => println!("{}: as asked.", path.display()),
         Format::Table => println!(
             "{}: not as asked; the same command with --dry-run shows the difference.",

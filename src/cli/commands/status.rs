@@ -7,6 +7,8 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use anyhow::bail;
+use schemars::JsonSchema;
+use serde::Serialize;
 use serde_json::json;
 
 use super::lease_table;
@@ -18,7 +20,7 @@ use crate::names::{Names, lease_of};
 use crate::shown::word;
 use crate::status::{Sources, Status};
 use crate::usage;
-use sublet_core::admit::{confirmed_inventory, is_remote};
+use sublet_core::admit::{RefusalRecord, confirmed_inventory, is_remote};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Ledger, Store};
@@ -138,17 +140,30 @@ fn named(text: &str, inventory: &Inventory, config: &Config) -> anyhow::Result<V
     Ok(inventory.devices.iter().filter(is_in).map(|device| device.uuid.clone()).collect())
 }
 
+/// What `--last-error` prints as JSON; null: no container has been refused.
+#[derive(Serialize, JsonSchema)]
+pub struct LastRefusal {
+    /// RFC 3339.
+    time: String,
+    /// The container's id; if it is unknown, its bundle or root filesystem.
+    container_id: String,
+    /// One line.
+    reason: String,
+    /// The uid of the container's engine.
+    uid: u32,
+}
+
+impl LastRefusal {
+    fn of(record: RefusalRecord) -> Self {
+        let RefusalRecord { time, container_id, reason, uid } = record;
+        Self { time: tables::timestamp(time), container_id, reason, uid }
+    }
+}
+
 fn last_error(format: Format, config: &Config) -> anyhow::Result<ExitCode> {
     let last = super::own_refusals(config).pop();
     match (format, last) {
-        (Format::Json, last) => tables::json(&last.map(|last| {
-            json!({
-                "time": tables::timestamp(last.time),
-                "container_id": last.container_id,
-                "reason": last.reason,
-                "uid": last.uid,
-            })
-        }))?,
+        (Format::Json, last) => tables::json(&last.map(LastRefusal::of))?,
         (Format::Table, None) if is_remote(config) => println!("No container of yours has been refused."),
         (Format::Table, None) => println!("No container has been refused since boot."),
         (Format::Table, Some(last)) => {

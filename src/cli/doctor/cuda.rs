@@ -4,6 +4,7 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use nix::libc;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT` and `CU_DEVICE_ATTRIBUTE_MPS_ENABLED` of cuda.h.
@@ -11,7 +12,7 @@ const MULTIPROCESSOR_COUNT: c_int = 16;
 const MPS_ENABLED: c_int = 133;
 
 /// The first device, as a context on it sees it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Seen {
     /// How many devices CUDA lists.
     pub devices: usize,

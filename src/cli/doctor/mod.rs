@@ -19,6 +19,7 @@ pub(crate) use host::unknown;
 
 use std::path::{Path, PathBuf};
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use sublet_core::config::Config;
@@ -27,7 +28,7 @@ use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Ledger, Store};
 
 /// How a check went.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
     /// There is nothing to check here, or it cannot be known.
@@ -41,7 +42,7 @@ pub enum Verdict {
 }
 
 /// What one check found.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct Check {
     /// The check's name, such as `device-nodes`.
     pub check: &'static str,

@@ -22,8 +22,8 @@ use sublet_core::share::Action;
 /// Upper bounds of the durations of leases, in seconds.
 const HELD: [f64; 8] = [10.0, 60.0, 300.0, 1800.0, 3600.0, 21_600.0, 86_400.0, 604_800.0];
 
-/// Upper bounds of how long a start takes, in seconds.
-const STARTED: [f64; 8] = [0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 30.0];
+/// Upper bounds of how long a start takes, and the wait for a lease in it, in seconds.
+const STARTED: [f64; 10] = [0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 30.0, 120.0, 600.0];
 
 /// Words for refusals (docs/explain.md), which begin with 0: a query sees no increase in a count that begins with 1.
 const WORDS_FOR_REFUSALS: [&str; 14] = [
@@ -61,7 +61,9 @@ struct Totals {
     guard: BTreeMap<String, BTreeMap<String, u64>>,
     /// How long leases lasted.
     held: Durations,
-    /// How long containers took from the taking of the lease to their first process.
+    /// How long containers waited for their leases.
+    waited: Durations,
+    /// How long containers took to their first process.
     started: Durations,
     /// What was counted already.
     position: Position,
@@ -123,6 +125,7 @@ impl Totals {
                 *actions.entry(event.action.clone()).or_default() += 1;
             }
             Kind::LeaseEnded => event.took_ms.iter().for_each(|took| self.held.add(*took, &HELD)),
+            Kind::LeaseTaken => event.took_ms.iter().for_each(|took| self.waited.add(*took, &STARTED)),
             Kind::LeaseBound => event.took_ms.iter().for_each(|took| self.started.add(*took, &STARTED)),
             _ => {}
         }
@@ -189,6 +192,11 @@ impl Totals {
                 "How long leases that have ended lasted.",
                 &HELD,
             ),
+            self.waited.family(
+                "sublet_wait_duration_seconds",
+                "From the start of the process that takes the lease to its taking: the wait for a place.",
+                &STARTED,
+            ),
             self.started.family(
                 "sublet_start_duration_seconds",
                 "From the start of the process that takes the lease to the container's first process.",
@@ -250,6 +258,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_file_of_an_older_version_is_read_with_what_it_has() {
+        let old = r#"{"events": {"refused": 2}, "held": {"count": 1, "sum_seconds": 3.5}, "gone": 7}"#;
+        let totals: Totals = serde_json::from_str(old).unwrap();
+        assert_eq!((totals.events["refused"], totals.held.count, totals.waited.count), (2, 1, 0));
+        assert!(totals.families().iter().all(|family| !family.samples.is_empty()));
+    }
+
+    #[test]
     fn each_event_counts_once_and_durations_in_their_buckets() {
         let mut totals = Totals::default();
         let refused = |reason: &str| Event { reason: reason.to_owned(), ..Event::now(Kind::Refused) };
@@ -260,6 +276,7 @@ mod tests {
             Event { took_ms: Some(90_000), ..Event::now(Kind::LeaseEnded) },
             Event { took_ms: Some(900_000_000_000), ..Event::now(Kind::LeaseEnded) },
             Event { took_ms: Some(120), ..Event::now(Kind::LeaseBound) },
+            Event { took_ms: Some(40), ..Event::now(Kind::LeaseTaken) },
             Event::now(Kind::LeaseBound),
             Event { reason: "memory".into(), action: "terminate".into(), ..Event::now(Kind::Guard) },
         ] {
@@ -276,6 +293,7 @@ mod tests {
         let held = families.iter().find(|family| family.name == "sublet_lease_duration_seconds").unwrap();
         let buckets: Vec<f64> = held.samples.iter().map(|sample| sample.value).collect();
         assert_eq!(buckets[..10], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0]);
+        assert_eq!((totals.waited.count, totals.waited.counts[0]), (1, 1));
         let stored = serde_json::to_vec(&totals).unwrap();
         assert_eq!(serde_json::from_slice::<Totals>(&stored).unwrap(), totals);
     }

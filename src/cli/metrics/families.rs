@@ -155,6 +155,7 @@ fn containers(status: &Status) -> Vec<Family> {
         all.extend([
             ("lease", lease.id.clone()),
             ("container_id", lease.container_id.clone()),
+            ("engine", lease.engine.as_ref().map(word).unwrap_or_default()),
             ("image", text(&lease.image)),
             ("part_of", text(&lease.part_of)),
             ("user", lease.user.clone()),

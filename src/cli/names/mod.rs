@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use nix::unistd::{Uid, User, geteuid};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use sublet_core::config::Config;
@@ -31,7 +32,7 @@ const LARGEST: u64 = 4 << 20;
 const LONGEST: [usize; 4] = [48, 64, 40, 40];
 
 /// Whose name it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
     /// dockerd.
@@ -43,7 +44,7 @@ pub enum Engine {
 }
 
 /// A container, as people know it. Texts are as the engine has them: they may hold anything, and are cut.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Name {
     /// `None`: no engine that is known has it.
     pub engine: Option<Engine>,

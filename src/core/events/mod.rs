@@ -121,8 +121,8 @@ pub struct Event {
     /// The MPS daemon's key.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub daemon: String,
-    /// A duration in milliseconds: for a lease that ended, the time since it was taken; for a lease that was bound, the
-    /// time from its taking to the start of the container's first process.
+    /// A duration in milliseconds. For a lease that was taken or bound: from the start of the process that takes it to its
+    /// taking, or to the start of the container's first process. For one that ended: since it was taken.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub took_ms: Option<u64>,
     /// Of a refusal: the word for it, as in JSON errors (docs/explain.md). Of an action of the guard: the offence.

@@ -51,21 +51,32 @@ fn ended(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
 fn leases(before: &Ledger, after: &Ledger) -> impl Iterator<Item = Event> {
     after.leases.iter().flat_map(|lease| {
         let was = before.lease(&lease.id);
-        let taken = was.is_none().then(|| Event { text: share(lease), ..of_lease(Kind::LeaseTaken, lease) });
+        let taken = was.is_none().then(|| taken(lease));
         let was_bound = was.is_some_and(|was| was.init.is_some());
         let bound = lease.init.as_ref().filter(|_| !was_bound).map(|init| bound(lease, init));
         taken.into_iter().chain(bound)
     })
 }
 
-/// The kernel knows when the container's first process started. The time at which the lease was taken is the start of
-/// its owner, the process that takes it.
+/// How long it took is the container's wait for a place. A lease that a rebuild found has a process, and no wait is known.
+fn taken(lease: &Lease) -> Event {
+    let event = of_lease(Kind::LeaseTaken, lease);
+    let waited = since_owners_start(lease, event.uptime_ms).filter(|_| lease.init.is_none());
+    Event { took_ms: waited, text: share(lease), ..event }
+}
+
+/// The kernel knows when the container's first process started.
 fn bound(lease: &Lease, init: &Init) -> Event {
-    let since_start = |ticks: u64| ticks.saturating_mul(TICKS_MILLISECONDS);
-    // A hook's owner is a service that may have run for days.
-    let took = since_start(init.process.start_time).checked_sub(since_start(lease.owner.start_time));
+    let started = init.process.start_time.saturating_mul(TICKS_MILLISECONDS);
     let text = format!("first process {}", init.process.pid);
-    Event { took_ms: took.filter(|_| lease.bind_by.is_none()), text, ..of_lease(Kind::LeaseBound, lease) }
+    Event { took_ms: since_owners_start(lease, started), text, ..of_lease(Kind::LeaseBound, lease) }
+}
+
+/// Milliseconds from the start of the lease's owner, the process that takes it, to `then`. A hook's owner is a service
+/// that may have run for days.
+fn since_owners_start(lease: &Lease, then: u64) -> Option<u64> {
+    let start = lease.owner.start_time.saturating_mul(TICKS_MILLISECONDS);
+    then.checked_sub(start).filter(|_| lease.bind_by.is_none())
 }
 
 /// Its mode and its limits.
@@ -204,6 +215,11 @@ mod tests {
         let told = &events(&taken, &bound)[0];
         assert_eq!((told.took_ms, told.lease.as_str()), (Some(120), "0000000000000001"));
         assert_eq!(events(&taken, &none)[0].text, "its container never ran");
+        let waited = |after: &Ledger| events(&none, after)[0].took_ms;
+        assert_eq!((waited(&taken).is_some(), waited(&bound)), (true, None), "a rebuild knows no wait");
+        let mut by_hook = lease(2, GPU);
+        by_hook.bind_by = Some(1);
+        assert_eq!(waited(&ledger(vec![by_hook])), None, "its owner is older than its request");
     }
 
     #[test]

@@ -1,12 +1,15 @@
 """What `sublet status`, `metrics` and `top` say is used, beside nvidia-smi's figures of the same second, while seven containers
-compute: by time-slicing, on a shared MPS server, each on an MPS server of its own. And what the looks cost.
+compute: by time-slicing, on a shared MPS server, each on an MPS server of its own. The same of the page of `top --web`. And what
+the looks cost.
 """
 
 import json
+import os
 import re
 import resource
 import shutil
 import time
+import urllib.request
 
 from . import engines, process
 from .table import INFO, Rows, Wrong
@@ -29,8 +32,9 @@ def used(table, group, machine):
         if not machine.simulated and "torch" not in machine.given["installed"]:
             rows.skip(mode, "torch: not installed on this host")
         elif started(rows, machine, mode, share, gpus):
-            same_second(rows, machine, mode)
-            cost(rows, machine, mode)
+            with Page(mode) as page:
+                same_second(rows, machine, mode, page)
+                cost(rows, machine, mode, page)
         left = machine.clear()
         rows.hold(f"{mode}: docker rm -f of all", "no lease", left or "no lease", not left)
 
@@ -50,14 +54,51 @@ def started(rows, machine, mode, share, gpus):
     return ready
 
 
-def same_second(rows, machine, mode):
-    """The figures of each container by four programs, one after the other."""
+class Page:
+    """`sublet top --web`, asked as its page in a browser asks."""
+
+    def __init__(self, mode):
+        self.log = f"/tmp/page-{mode.replace(' ', '-')}.log"
+
+    def __enter__(self):
+        self.process = process.background(["sublet", "top", "--interval", "500ms", "--web", "127.0.0.1:0"], self.log)
+        process.eventually(lambda: open(self.log).read().endswith("/\n"), 10)
+        self.url = open(self.log).read().strip()
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.wait(10)
+
+    def containers(self):
+        with urllib.request.urlopen(self.url + "data.json", timeout=10) as answer:
+            return {container["name"]: container for container in json.load(answer)["containers"]}
+
+    def cpu(self):
+        """Seconds of CPU time that its process has used."""
+        words = open(f"/proc/{self.process.pid}/stat").read().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    def cost(self, asked, seconds=6):
+        """What part of a CPU it uses, while it is asked twice a second or not at all."""
+        before, begun = self.cpu(), time.monotonic()
+        while (since := time.monotonic() - begun) < seconds:
+            if asked:
+                self.containers()
+            time.sleep(0.5)
+        return (self.cpu() - before) / since * 100
+
+
+def same_second(rows, machine, mode, page):
+    """The figures of each container by five programs, one after the other."""
+    page.containers()
     begun = time.monotonic()
     listed = by_nvidia_smi(machine)
     samples = pmon(machine)
     status = json.loads(process.must(["sublet", "status", "--format", "json"]))
     metrics = by_metrics(process.must(["sublet", "metrics"]))
     screen = process.must(["sublet", "top", "--once"])
+    paged = page.containers()
     inside = {name: own_share(machine, name) for name in NAMES}
     again = by_nvidia_smi(machine)
     took = time.monotonic() - begun
@@ -72,12 +113,14 @@ def same_second(rows, machine, mode):
         # The context of one process grows while it loads its kernels: between the two listings.
         smi = sorted({listed.get(pid), again.get(pid)} - {None})
         right = bool(smi) and smi[0] <= mib <= smi[-1] and metrics.get(name) == told["memory_bytes"] and name in screen
-        right = right and inside[name] == told["memory_bytes"]
+        right = right and inside[name] == told["memory_bytes"] and name in paged
+        in_page = paged.get(name, {"memory": "–", "busy": "–"})
         busy = shown_busy(mode, told)
         right = right and (busy is not None or machine.simulated)
         rows.hold(
             f"{mode}: {name}", f"{'–'.join(map(str, smi))} MiB, pmon sm {samples.get(pid, '–')}",
-            f"status {mib} MiB, metrics {(metrics.get(name) or 0) >> 20} MiB, sublet-share {(inside[name] or 0) >> 20} MiB; SM {busy}", right,
+            f"status {mib} MiB, metrics {(metrics.get(name) or 0) >> 20} MiB, sublet-share {(inside[name] or 0) >> 20} MiB, "
+            f"page {in_page['memory']}; SM {busy}, page {in_page['busy']}", right,
         )
     for device in status["devices"]:
         gpu = device["used"]
@@ -130,10 +173,14 @@ def own_share(machine, name):
     return told["used_bytes"]
 
 
-def cost(rows, machine, mode):
+def cost(rows, machine, mode, page):
     """CPU time of one look, and what the containers compute while `top` looks twice a second."""
     for command in (["status", "--format", "json"], ["metrics"], ["top", "--once"]):
         rows.add(f"{mode}: `sublet {command[0]}`", "", one_look(["sublet", *command]), INFO)
+    used = page.cost(asked=True)
+    time.sleep(6)
+    idle = page.cost(asked=False)
+    rows.add(f"{mode}: `sublet top --web`", "", f"{used:.1f} % of a CPU while asked twice a second, {idle:.1f} % while not", INFO)
     if machine.simulated:
         return
     alone = rate(machine)

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::protection::{does_not_protect, protects};
@@ -13,14 +14,21 @@ use sublet_core::share::units::show_duration;
 use sublet_core::share::{Guarding, Isolation, Mode, Percent, Priority};
 
 /// The answer, for JSON and for people.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub struct Answer {
     #[serde(flatten)]
     amounts: Amounts,
+    /// `shared` or `dedicated`.
+    #[schemars(with = "String")]
     isolation: Isolation,
+    /// `normal` or `low`.
+    #[schemars(with = "String")]
     priority: Priority,
+    /// What the guard does about its processes; null: as the configuration says.
     guard: Option<String>,
+    /// Rights on the MIG capabilities of the driver.
     mig_caps: Vec<&'static str>,
+    /// How long it waits for a place.
     wait_ms: u64,
     protects: Vec<&'static str>,
     does_not_protect: Vec<&'static str>,
@@ -28,9 +36,11 @@ pub struct Answer {
 }
 
 /// What a lease is, in numbers.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub struct Amounts {
     gpus: Vec<Gpu>,
+    /// `time-slice`, `mps`, `mig` or `exclusive`.
+    #[schemars(with = "String")]
     mode: Mode,
     /// The key of the MPS daemon that serves it; `own` if that serves this container alone.
     mps_server: Option<String>,
@@ -42,7 +52,7 @@ pub struct Amounts {
 }
 
 /// What it gets of one device.
-#[derive(Debug, PartialEq, Eq, Serialize)]
+#[derive(Debug, PartialEq, Eq, Serialize, JsonSchema)]
 struct Gpu {
     uuid: String,
     /// As in `sublet.gpu`: `0`, or `0:2` of a MIG device.

@@ -1,23 +1,68 @@
 //! What is done to a container for its share: environment, device nodes, mounts.
 
-use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
-use sublet_core::grant::{Grant, refused_beside};
+use schemars::JsonSchema;
+use serde::Serialize;
+use serde_json::{Map, Value};
 
-/// For machines.
-pub fn document(grant: &Grant) -> Value {
-    let variables = |list: &[(String, String)]| {
-        list.iter()
-            .map(|(name, value)| (name.clone(), value.clone().into()))
-            .collect::<serde_json::Map<_, _>>()
-    };
-    json!({
-        "environment": variables(&grant.env.set),
-        "environment_where_unset": variables(&grant.env.default),
-        "nodes": grant.nodes.iter().map(|granted| &granted.node).collect::<Vec<_>>(),
-        "mounts": grant.mounts,
-        "hidden": grant.masked_paths,
-    })
+use sublet_core::grant::{Grant, Mount, refused_beside};
+use sublet_core::inventory::Node;
+
+/// The same for machines.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct Edits<'a> {
+    /// Variables that are set, whatever the image has.
+    #[schemars(with = "BTreeMap<String, String>")]
+    environment: Map<String, Value>,
+    /// Variables that are set where the image has none of that name.
+    #[schemars(with = "BTreeMap<String, String>")]
+    environment_where_unset: Map<String, Value>,
+    nodes: Vec<ShownNode>,
+    /// All are read-only.
+    mounts: Vec<ShownMount<'a>>,
+    /// Paths that are empty in the container.
+    hidden: &'a [PathBuf],
+}
+
+/// A device node.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct ShownNode {
+    path: PathBuf,
+    major: u32,
+    minor: u32,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+struct ShownMount<'a> {
+    /// On the host.
+    source: &'a Path,
+    /// In the container.
+    destination: &'a Path,
+}
+
+impl<'a> Edits<'a> {
+    pub fn of(grant: &'a Grant) -> Self {
+        let variables = |list: &[(String, String)]| {
+            list.iter().map(|(name, value)| (name.clone(), value.clone().into())).collect()
+        };
+        let mount = |mount: &'a Mount| ShownMount { source: &mount.source, destination: &mount.destination };
+        Self {
+            environment: variables(&grant.env.set),
+            environment_where_unset: variables(&grant.env.default),
+            nodes: grant.nodes.iter().map(|granted| granted.node.clone().into()).collect(),
+            mounts: grant.mounts.iter().map(mount).collect(),
+            hidden: &grant.masked_paths,
+        }
+    }
+}
+
+impl From<Node> for ShownNode {
+    fn from(node: Node) -> Self {
+        let Node { path, major, minor } = node;
+        Self { path, major, minor }
+    }
 }
 
 /// For people.

@@ -13,6 +13,11 @@ use std::process::ExitCode;
 
 use super::explain_error::ExplainError;
 use super::tables::Format;
+#[cfg(test)]
+pub use {
+    of_container::Document as OfContainer, of_share::Document as OfShare, of_stack::Document as OfStack,
+};
+
 use crate::preview::Whose;
 use crate::stack;
 use sublet_core::config::Config;

@@ -2,22 +2,23 @@
 
 use std::process::ExitCode;
 
-use nix::unistd::geteuid;
-use serde_json::{Map, Value, json};
-
 use super::super::doctor::ask;
 use super::super::explain_error::ExplainError;
 use super::super::{lease_table, tables};
 use super::answer::Amounts;
+use super::edits::ShownNode;
 use super::of_share::inventory_for;
 use super::{Arguments, whose};
 use crate::events::Reader;
 use crate::guard::{self, Event};
-use crate::mps_daemons;
+use crate::mps_daemons::{self, Listed};
 use crate::names::{self, Ended, Name, Names, NoLease, lease_of};
 use crate::preview::Whose;
 use crate::status::LeaseUsed;
 use crate::usage;
+use nix::unistd::geteuid;
+use schemars::JsonSchema;
+use serde::Serialize;
 use sublet_core::admit::{RefusalRecord, is_remote, refusals};
 use sublet_core::config::Config;
 use sublet_core::events;
@@ -26,25 +27,83 @@ use sublet_core::ledger::{Lease, Ledger, Store};
 use sublet_core::oci::{EditsShown, JsonFile, edits_shown};
 use sublet_core::text::safe;
 
-/// One part of the answer. Each is made by one function below, and printed in the order of [`sections`].
+/// One part of the answer, for people. Each is made by one function below, and printed in the order of [`answer`].
 struct Section {
-    /// The member in JSON.
-    key: &'static str,
     title: &'static str,
     lines: Vec<String>,
-    value: Value,
 }
 
 impl Section {
-    fn rows<'r>(
-        key: &'static str,
-        title: &'static str,
-        rows: impl IntoIterator<Item = (&'r str, String)>,
-        value: Value,
-    ) -> Self {
+    fn rows<'r>(title: &'static str, rows: impl IntoIterator<Item = (&'r str, String)>) -> Self {
         let lines = rows.into_iter().map(|(name, text)| format!("{name:<10} {text}")).collect();
-        Self { key, title, lines, value }
+        Self { title, lines }
     }
+}
+
+/// What is printed as JSON: keys may be added, never changed. What is not known is left out.
+#[derive(Default, Serialize, JsonSchema)]
+#[schemars(rename = "ExplainContainer")]
+pub struct Document {
+    /// `sublet.explain-container/1`.
+    schema: &'static str,
+    container: ContainerFacts,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    share: Option<Amounts>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    used: Option<Vec<UsedOfDevice>>,
+    /// Its MPS daemon; null: it does not run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mps: Option<Option<Listed>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    nodes: Option<Vec<ShownNode>>,
+    /// The variables that sublet set, each `NAME=VALUE`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    environment: Option<Vec<String>>,
+    /// What happened to it, the oldest first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    history: Option<Vec<Happened>>,
+}
+
+#[derive(Default, Serialize, JsonSchema)]
+struct ContainerFacts {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    container_id: Option<String>,
+    /// Its lease, or its last one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lease: Option<String>,
+    /// `pending`, `active`, `ending`, `lost`, `ended`; `none`: it holds no lease and held none.
+    state: String,
+    /// When the lease was taken: RFC 3339.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    since: Option<String>,
+    /// Of a container that has ended: RFC 3339.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    last_seen: Option<String>,
+    /// Its first process, on the host.
+    pid: Option<i32>,
+    /// The user whose engine it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    user: Option<String>,
+    /// What its engine calls it.
+    name: Option<Name>,
+}
+
+#[derive(Serialize, JsonSchema)]
+struct UsedOfDevice {
+    /// UUID of the GPU or MIG device.
+    device: String,
+    used: LeaseUsed,
+}
+
+/// Something that happened to it.
+#[derive(Serialize, JsonSchema)]
+struct Happened {
+    /// RFC 3339.
+    time: String,
+    /// As in `sublet events`.
+    kind: String,
+    /// In one line.
+    text: String,
 }
 
 /// The container that is meant.
@@ -75,13 +134,9 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
     let ledger = Store::open(&config.state_dir)?.peek()?;
     let names = Names::learn(&ledger, config);
     let found = find(text, &ledger, &names)?;
-    let sections = sections(&found, whose, config)?;
+    let (sections, document) = answer(&found, whose, config)?;
     match arguments.format {
-        tables::Format::Json => {
-            let mut document = Map::from_iter([("schema".to_owned(), json!("sublet.explain-container/1"))]);
-            document.extend(sections.into_iter().map(|section| (section.key.to_owned(), section.value)));
-            tables::json(&document)?;
-        }
+        tables::Format::Json => tables::json(&document)?,
         tables::Format::Table => {
             let shown = |section: &Section| format!("{}\n  {}", section.title, section.lines.join("\n  "));
             println!("{}", sections.iter().map(shown).collect::<Vec<_>>().join("\n\n"));
@@ -120,28 +175,30 @@ fn id_of_engine(name: &str) -> Option<String> {
     (!id.is_empty()).then_some(id)
 }
 
-/// Everything there is to say, in order.
-fn sections(found: &Found<'_>, whose: Whose, config: &Config) -> anyhow::Result<Vec<Section>> {
-    let history = history(found, whose, config);
+/// Everything there is to say, in order: for people, and for machines.
+fn answer(found: &Found<'_>, whose: Whose, config: &Config) -> anyhow::Result<(Vec<Section>, Document)> {
+    let (history, happened) = history(found, whose, config);
+    let mut document = Document { schema: "sublet.explain-container/1", ..Document::default() };
     let mut sections = Vec::new();
     if let Some(lease) = found.lease {
         let inventory = inventory_for(whose, config)?;
-        sections.push(held(lease, found.names.of(lease)));
-        sections.push(limits(lease, &inventory));
-        sections.push(used(lease, &inventory, found.ledger, config));
-        sections.extend(mps_server(lease, config)?);
-        sections.extend(given(lease));
+        sections.push(held(lease, found.names.of(lease), &mut document));
+        sections.push(limits(lease, &inventory, &mut document));
+        sections.push(used(lease, &inventory, found.ledger, config, &mut document));
+        sections.extend(mps_server(lease, config, &mut document)?);
+        sections.extend(given(lease, &mut document));
     } else if !found.ended.is_empty() {
-        sections.push(ended(&found.ended));
+        sections.push(ended(&found.ended, &mut document));
     } else if history.lines.is_empty() {
         return Err(ExplainError::NoContainer(safe(found.text)).into());
     } else {
-        sections.push(refused(found));
+        sections.push(refused(found, &mut document));
     }
     if !history.lines.is_empty() {
         sections.push(history);
+        document.history = Some(happened);
     }
-    Ok(sections)
+    Ok((sections, document))
 }
 
 /// What people call it.
@@ -153,7 +210,7 @@ fn called(name: Option<&Name>) -> Vec<(&'static str, String)> {
     engine.map(|engine| ("engine", engine)).into_iter().chain(texts).collect()
 }
 
-fn held(lease: &Lease, name: Option<&Name>) -> Section {
+fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section {
     let has_ended = lease.init.as_ref().is_some_and(|init| !init.process.is_alive());
     let state = if has_ended {
         "ended, which the next command notes".to_owned()
@@ -167,19 +224,20 @@ fn held(lease: &Lease, name: Option<&Name>) -> Section {
     rows.push(("lease", lease.id.to_string()));
     rows.push(("state", format!("{state}, since {}", tables::timestamp(lease.since))));
     rows.extend(pid.map(|pid| ("pid", pid.to_string())));
-    let value = json!({
-        "container_id": lease.container.id,
-        "lease": lease.id,
-        "state": if has_ended { json!("ended") } else { json!(lease.state) },
-        "since": tables::timestamp(lease.since),
-        "pid": pid,
-        "user": names::user(lease.container.uid),
-        "name": name,
-    });
-    Section::rows("container", "Container", rows, value)
+    document.container = ContainerFacts {
+        container_id: Some(lease.container.id.clone()),
+        lease: Some(lease.id.to_string()),
+        state: if has_ended { "ended".to_owned() } else { crate::shown::word(&lease.state) },
+        since: Some(tables::timestamp(lease.since)),
+        pid,
+        user: Some(names::user(lease.container.uid)),
+        name: name.cloned(),
+        ..ContainerFacts::default()
+    };
+    Section::rows("Container", rows)
 }
 
-fn ended(ended: &[Ended<'_>]) -> Section {
+fn ended(ended: &[Ended<'_>], document: &mut Document) -> Section {
     let last = &ended[0];
     let name = last.name();
     let mut rows = vec![("name", safe(&name.name)), ("id", safe(last.container_id()))];
@@ -191,31 +249,39 @@ fn ended(ended: &[Ended<'_>]) -> Section {
     };
     rows.extend(ended[1..].iter().map(earlier));
     rows.retain(|(_, text)| !text.is_empty());
-    let value = json!({
-        "container_id": last.container_id(),
-        "lease": last.lease,
-        "state": "ended",
-        "last_seen": tables::timestamp(last.seen()),
-        "name": name,
-    });
-    Section::rows("container", "Container", rows, value)
+    document.container = ContainerFacts {
+        container_id: Some(last.container_id().to_owned()),
+        lease: Some(last.lease.to_owned()),
+        state: "ended".to_owned(),
+        last_seen: Some(tables::timestamp(last.seen())),
+        name: Some(name.clone()),
+        ..ContainerFacts::default()
+    };
+    Section::rows("Container", rows)
 }
 
-fn refused(found: &Found<'_>) -> Section {
-    let rows = [("name", safe(found.text)), ("state", "holds no lease".to_owned())];
-    Section::rows("container", "Container", rows, json!({"state": "none"}))
+fn refused(found: &Found<'_>, document: &mut Document) -> Section {
+    document.container.state = "none".to_owned();
+    Section::rows("Container", [("name", safe(found.text)), ("state", "holds no lease".to_owned())])
 }
 
-fn limits(lease: &Lease, inventory: &Inventory) -> Section {
+fn limits(lease: &Lease, inventory: &Inventory, document: &mut Document) -> Section {
     let amounts = Amounts::of(lease, inventory);
     let gone = lease.devices.iter().filter(|uuid| inventory.device(uuid).is_none());
     let gone = gone.map(|uuid| ("GPU", format!("{}, which this host no longer has", safe(uuid))));
     let rows: Vec<_> = gone.chain(amounts.rows()).collect();
-    Section::rows("share", "Share", rows, json!(amounts))
+    document.share = Some(amounts);
+    Section::rows("Share", rows)
 }
 
 /// What it uses of each device now. What the driver does not report is left open.
-fn used(lease: &Lease, inventory: &Inventory, ledger: &Ledger, config: &Config) -> Section {
+fn used(
+    lease: &Lease,
+    inventory: &Inventory,
+    ledger: &Ledger,
+    config: &Config,
+    document: &mut Document,
+) -> Section {
     let usage = usage::of_host(ledger, inventory, config);
     let (mut rows, mut values) = (Vec::new(), Vec::new());
     for uuid in &lease.devices {
@@ -238,17 +304,20 @@ fn used(lease: &Lease, inventory: &Inventory, ledger: &Ledger, config: &Config) 
                 process.holder.memory_bytes.map_or_else(unknown, |bytes| format!("{} MiB", bytes >> 20));
             ("process", format!("{} {}, {memory}", process.holder.process.pid, safe(&process.holder.name)))
         }));
-        values.push(json!({"device": uuid, "used": used}));
+        values.push(UsedOfDevice { device: uuid.clone(), used });
     }
-    Section::rows("used", "Used", rows, Value::Array(values))
+    document.used = Some(values);
+    Section::rows("Used", rows)
 }
 
-fn mps_server(lease: &Lease, config: &Config) -> anyhow::Result<Option<Section>> {
+fn mps_server(lease: &Lease, config: &Config, document: &mut Document) -> anyhow::Result<Option<Section>> {
     let Some(key) = &lease.daemon else { return Ok(None) };
     let daemons = mps_daemons::list(&Store::open(&config.state_dir)?, config)?;
-    let Some(daemon) = daemons.into_iter().find(|daemon| daemon.key == *key) else {
+    let daemon = daemons.into_iter().find(|daemon| daemon.key == *key);
+    document.mps = Some(daemon.clone());
+    let Some(daemon) = daemon else {
         let rows = [("key", key.to_string()), ("state", "not running".to_owned())];
-        return Ok(Some(Section::rows("mps", "MPS server", rows, Value::Null)));
+        return Ok(Some(Section::rows("MPS server", rows)));
     };
     let mut rows = vec![("key", key.to_string()), ("state", crate::shown::word(&daemon.state))];
     rows.extend(daemon.pid.map(|pid| ("pid", pid.to_string())));
@@ -258,11 +327,11 @@ fn mps_server(lease: &Lease, config: &Config) -> anyhow::Result<Option<Section>>
         "ceiling",
         format!("{} % of the SMs, memory {memory}, for each client", daemon.ceiling_percent),
     ));
-    Ok(Some(Section::rows("mps", "MPS server", rows, json!(daemon))))
+    Ok(Some(Section::rows("MPS server", rows)))
 }
 
 /// The nodes and variables in its config.json.
-fn given(lease: &Lease) -> Vec<Section> {
+fn given(lease: &Lease, document: &mut Document) -> Vec<Section> {
     let read = || -> Option<EditsShown> {
         let file = JsonFile::read(&lease.container.bundle.join("config.json")).ok()?;
         edits_shown(&file.parse().ok()?)
@@ -270,36 +339,29 @@ fn given(lease: &Lease) -> Vec<Section> {
     let Some(edits) = names::is_own(lease).then(read).flatten() else { return Vec::new() };
     let nodes =
         edits.nodes.iter().map(|node| format!("{} {}:{}", node.path.display(), node.major, node.minor));
-    vec![
-        Section { key: "nodes", title: "Device nodes", lines: nodes.collect(), value: json!(edits.nodes) },
-        Section {
-            key: "environment",
-            title: "Variables that sublet set",
-            lines: edits.environment.iter().map(|entry| safe(entry)).collect(),
-            value: json!(edits.environment),
-        },
-    ]
+    let environment = edits.environment.iter().map(|entry| safe(entry));
+    let sections = vec![
+        Section { title: "Device nodes", lines: nodes.collect() },
+        Section { title: "Variables that sublet set", lines: environment.collect() },
+    ];
+    document.nodes = Some(edits.nodes.into_iter().map(ShownNode::from).collect());
+    document.environment = Some(edits.environment);
+    sections
 }
 
 /// What happened to it, the oldest first.
-fn history(found: &Found<'_>, whose: Whose, config: &Config) -> Section {
+fn history(found: &Found<'_>, whose: Whose, config: &Config) -> (Section, Vec<Happened>) {
     let all = if is_remote(config) { recorded(found, whose, config) } else { told(found, config) };
-    let line = |[time, kind, text]: &[String; 3]| match kind.as_str() {
+    let line = |Happened { time, kind, text }: &Happened| match kind.as_str() {
         "guard" => format!("{time}  {text}"),
         "refused" => format!("{time}  refused: {text}"),
         kind => format!("{time}  {kind} {text}").trim_end().to_owned(),
     };
-    let value = |[time, kind, text]: &[String; 3]| json!({"time": time, "kind": kind, "text": text});
-    Section {
-        key: "history",
-        title: "History",
-        lines: all.iter().map(line).collect(),
-        value: all.iter().map(value).collect(),
-    }
+    (Section { title: "History", lines: all.iter().map(line).collect() }, all)
 }
 
 /// Time, kind and text of the events of its leases, and of other events that name it.
-fn told(found: &Found<'_>, config: &Config) -> Vec<[String; 3]> {
+fn told(found: &Found<'_>, config: &Config) -> Vec<Happened> {
     let (events, unread) = Reader::default().new_events(config);
     if let Some(line) = unread {
         eprintln!("sublet: {line}");
@@ -312,9 +374,14 @@ fn told(found: &Found<'_>, config: &Config) -> Vec<[String; 3]> {
         .collect();
     let is_its = |event: &events::Event| {
         let names_it = !event.container_id.is_empty() && found.is_id(&event.container_id);
-        leases.contains(&event.lease.as_str()) || event.lease.is_empty() && names_it
+        // Of a container that no engine is known to have had, nothing but events tells of its leases.
+        leases.contains(&event.lease.as_str()) || names_it && (event.lease.is_empty() || leases.is_empty())
     };
-    let row = |event: events::Event| [safe(&event.time), event.kind.as_str().to_owned(), whole(&event.text)];
+    let row = |event: events::Event| Happened {
+        time: safe(&event.time),
+        kind: event.kind.as_str().to_owned(),
+        text: whole(&event.text),
+    };
     events.into_iter().filter(is_its).map(row).collect()
 }
 
@@ -325,7 +392,7 @@ fn whole(text: &str) -> String {
 }
 
 /// The same for a user, who may not read all that happened: refusals, and what the guard did.
-fn recorded(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<[String; 3]> {
+fn recorded(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<Happened> {
     let us = geteuid().as_raw();
     let may_see = |record: &RefusalRecord| record.uid == us || whose == Whose::Root && record.uid == 0;
     let is_its = |record: &RefusalRecord| may_see(record) && found.is_id(&record.container_id);
@@ -336,5 +403,10 @@ fn recorded(found: &Found<'_>, whose: Whose, config: &Config) -> Vec<[String; 3]
         guard::events(config).into_iter().filter(is_guarded).map(|event| (event.time, "guard", event.text));
     let mut all: Vec<_> = refused.chain(guarded).collect();
     all.sort_by_key(|(time, ..)| *time);
-    all.into_iter().map(|(time, kind, text)| [tables::timestamp(time), kind.to_owned(), text]).collect()
+    let row = |(time, kind, text): (u64, &str, String)| Happened {
+        time: tables::timestamp(time),
+        kind: kind.to_owned(),
+        text,
+    };
+    all.into_iter().map(row).collect()
 }

@@ -4,11 +4,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
+use schemars::JsonSchema;
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::super::explain_error::ExplainError;
 use super::super::tables::{self, Format};
 use super::answer::Answer;
+use super::edits::Edits;
 use super::{Arguments, edits, whose};
 use crate::preview::{Whose, preview};
 use sublet_core::admit::{Candidate, RequestSource, confirmed_inventory, is_remote, lease_for, request_of};
@@ -50,10 +53,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let answer = Answer::of(&request, &placement, &lease, &image.warnings, &inventory);
     match arguments.format {
         Format::Json => {
-            let mut document = document(&answer, arguments.edits.then_some(&grant))?;
-            document["for"] = whose::word(whose, config).into();
-            document["given_by"] = given_by.into();
-            tables::json(&document)?;
+            let edits = arguments.edits.then(|| Edits::of(&grant));
+            let whose = whose::word(whose, config);
+            tables::json(&Document { schema: "sublet.explain/1", whose, given_by, answer: &answer, edits })?;
         }
         Format::Table => {
             if let Some(given_by) = given_by {
@@ -69,14 +71,22 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The schema `sublet.explain/1`: keys may be added, never changed.
-fn document(answer: &Answer, edits: Option<&Grant>) -> anyhow::Result<Value> {
-    let mut document = json!({"schema": "sublet.explain/1", "for": null, "given_by": null});
-    if let (Some(all), Value::Object(answer)) = (document.as_object_mut(), serde_json::to_value(answer)?) {
-        all.extend(answer);
-        all.extend(edits.map(|grant| ("edits".to_owned(), edits::document(grant))));
-    }
-    Ok(document)
+/// What is printed as JSON: keys may be added, never changed.
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "Explain")]
+pub struct Document<'a> {
+    /// `sublet.explain/1`.
+    schema: &'static str,
+    /// Whose containers it is about: `root`, `docker` or `rootless`.
+    #[serde(rename = "for")]
+    whose: &'static str,
+    /// The file that gives the share to a container without annotations, in a sentence.
+    given_by: Option<String>,
+    #[serde(flatten)]
+    answer: &'a Answer,
+    /// What is done to the container; with `--edits` only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    edits: Option<Edits<'a>>,
 }
 
 fn print_edits(arguments: &Arguments, grant: &Grant, mut spec: Value) -> anyhow::Result<()> {

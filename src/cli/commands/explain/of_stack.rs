@@ -2,7 +2,8 @@
 
 use std::process::ExitCode;
 
-use serde_json::{Value, json};
+use schemars::JsonSchema;
+use serde::Serialize;
 
 use super::super::reason;
 use super::super::tables::{self, Format};
@@ -15,7 +16,7 @@ use sublet_core::config_files;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::Store;
 use sublet_core::place::Placement;
-use sublet_core::share::Percent;
+use sublet_core::share::{Mode, Percent};
 use sublet_core::text::safe;
 
 /// Runs it. The exit code is 1 if a service would not get its share.
@@ -39,7 +40,12 @@ pub fn run(stack: &Stack, whose: Whose, format: Format, config: &Config) -> anyh
         eprintln!("sublet: note: {remark}");
     }
     match format {
-        Format::Json => tables::json(&document(&fitted, &remarks, &inventory))?,
+        Format::Json => tables::json(&Document {
+            schema: "sublet.explain-stack/1",
+            fits: fitted.iter().all(fits),
+            services: fitted.iter().map(|one| Service::of(one, &inventory)).collect(),
+            remarks: &remarks,
+        })?,
         Format::Table => println!("{}", table(&fitted, &inventory)),
     }
     Ok(if fitted.iter().all(fits) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -49,37 +55,61 @@ fn fits(fitted: &Fitted) -> bool {
     !matches!(fitted.outcome, Outcome::Not(_))
 }
 
-/// The schema `sublet.explain-stack/1`: keys may be added, never changed.
-fn document(fitted: &[Fitted], remarks: &[String], inventory: &Inventory) -> Value {
-    json!({
-        "schema": "sublet.explain-stack/1",
-        "fits": fitted.iter().all(fits),
-        "services": fitted.iter().map(|one| element(one, inventory)).collect::<Vec<_>>(),
-        "remarks": remarks,
-    })
+/// What is printed as JSON: keys may be added, never changed.
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "ExplainStack")]
+pub struct Document<'a> {
+    /// `sublet.explain-stack/1`.
+    schema: &'static str,
+    /// Whether all services would get their shares.
+    fits: bool,
+    services: Vec<Service<'a>>,
+    /// What is to be known beside it, in sentences.
+    remarks: &'a [String],
 }
 
-fn element(fitted: &Fitted, inventory: &Inventory) -> Value {
-    let placement = match &fitted.outcome {
-        Outcome::Fits(placement) => Some(placement),
-        _ => None,
-    };
-    let (error, reason) = match &fitted.outcome {
-        Outcome::Not(why) => (Some(why.to_string()), Some(reason::of_service(why))),
-        _ => (None, None),
-    };
-    json!({
-        "service": fitted.service,
-        "fits": fits(fitted),
-        "asks": !matches!(fitted.outcome, Outcome::AsksForNone),
-        "gpus": placement.map_or(&[][..], |placement| &placement.devices),
-        "mode": placement.map(|placement| placement.mode),
-        "sm_percent": placement.and_then(|placement| placement.sm).map(Percent::as_f64),
-        "sm_count": placement.and_then(|placement| sm_count(placement, inventory)),
-        "memory_bytes": placement.and_then(|placement| placement.memory_bytes),
-        "error": error,
-        "reason": reason,
-    })
+/// A service, or one of its containers.
+#[derive(Serialize, JsonSchema)]
+struct Service<'a> {
+    service: &'a str,
+    /// Whether it would get its share. Also true if it asks for none.
+    fits: bool,
+    /// Whether it asks for a share.
+    asks: bool,
+    /// UUIDs of the GPUs or MIG devices.
+    gpus: &'a [String],
+    /// `time-slice`, `mps`, `mig` or `exclusive`.
+    #[schemars(with = "Option<String>")]
+    mode: Option<Mode>,
+    /// The limit on SMs.
+    sm_percent: Option<f64>,
+    /// The SMs that it sees, the fewest of its devices.
+    sm_count: Option<u64>,
+    /// The limit on memory.
+    memory_bytes: Option<u64>,
+    /// Why it does not fit.
+    error: Option<String>,
+    /// The word for that; docs/explain.md lists them all.
+    reason: Option<&'static str>,
+}
+
+impl<'a> Service<'a> {
+    fn of(fitted: &'a Fitted, inventory: &Inventory) -> Self {
+        let placement = if let Outcome::Fits(placement) = &fitted.outcome { Some(placement) } else { None };
+        let why = if let Outcome::Not(why) = &fitted.outcome { Some(why) } else { None };
+        Self {
+            service: &fitted.service,
+            fits: fits(fitted),
+            asks: !matches!(fitted.outcome, Outcome::AsksForNone),
+            gpus: placement.map_or(&[][..], |placement| &placement.devices),
+            mode: placement.map(|placement| placement.mode),
+            sm_percent: placement.and_then(|placement| placement.sm).map(Percent::as_f64),
+            sm_count: placement.and_then(|placement| sm_count(placement, inventory)),
+            memory_bytes: placement.and_then(|placement| placement.memory_bytes),
+            error: why.map(ToString::to_string),
+            reason: why.map(reason::of_service),
+        }
+    }
 }
 
 /// The SMs that it sees, the fewest of its devices.
