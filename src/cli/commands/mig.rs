@@ -146,11 +146,11 @@ pub struct Planned {
     /// Why there is no plan; null: there is one.
     obstacle: Option<String>,
     #[serde(flatten)]
-    plan: Option<Steps>,
+    plan: Option<PlannedSteps>,
 }
 
 #[derive(Serialize, JsonSchema)]
-struct Steps {
+struct PlannedSteps {
     /// UUID of the GPU.
     gpu: String,
     /// Whether the GPU has to be reset.
@@ -161,7 +161,7 @@ struct Steps {
 
 impl Planned {
     fn of(plan: &Result<Plan, mig::Obstacle>) -> Self {
-        let steps = |plan: &Plan| Steps {
+        let steps = |plan: &Plan| PlannedSteps {
             gpu: plan.gpu.clone(),
             reset: plan.reset,
             steps: plan.steps.iter().map(ToString::to_string).collect(),

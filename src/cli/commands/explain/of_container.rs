@@ -51,9 +51,8 @@ pub struct Document {
     share: Option<Amounts>,
     #[serde(skip_serializing_if = "Option::is_none")]
     used: Option<Vec<UsedOfDevice>>,
-    /// Its MPS daemon; null: it does not run.
     #[serde(skip_serializing_if = "Option::is_none")]
-    mps: Option<Option<Listed>>,
+    mps: Option<MpsDaemon>,
     #[serde(skip_serializing_if = "Option::is_none")]
     nodes: Option<Vec<ShownNode>>,
     /// The variables that sublet set, each `NAME=VALUE`.
@@ -62,6 +61,14 @@ pub struct Document {
     /// What happened to it, the oldest first.
     #[serde(skip_serializing_if = "Option::is_none")]
     history: Option<Vec<Happened>>,
+}
+
+/// Its MPS daemon; null: it does not run.
+#[derive(Serialize, JsonSchema)]
+#[serde(untagged)]
+enum MpsDaemon {
+    Runs(Listed),
+    None,
 }
 
 #[derive(Default, Serialize, JsonSchema)]
@@ -261,7 +268,7 @@ fn ended(ended: &[Ended<'_>], document: &mut Document) -> Section {
 }
 
 fn refused(found: &Found<'_>, document: &mut Document) -> Section {
-    document.container.state = "none".to_owned();
+    "none".clone_into(&mut document.container.state);
     Section::rows("Container", [("name", safe(found.text)), ("state", "holds no lease".to_owned())])
 }
 
@@ -314,7 +321,7 @@ fn mps_server(lease: &Lease, config: &Config, document: &mut Document) -> anyhow
     let Some(key) = &lease.daemon else { return Ok(None) };
     let daemons = mps_daemons::list(&Store::open(&config.state_dir)?, config)?;
     let daemon = daemons.into_iter().find(|daemon| daemon.key == *key);
-    document.mps = Some(daemon.clone());
+    document.mps = Some(daemon.clone().map_or(MpsDaemon::None, MpsDaemon::Runs));
     let Some(daemon) = daemon else {
         let rows = [("key", key.to_string()), ("state", "not running".to_owned())];
         return Ok(Some(Section::rows("MPS server", rows)));

@@ -43,7 +43,7 @@ pub fn run(stack: &Stack, whose: Whose, format: Format, config: &Config) -> anyh
         Format::Json => tables::json(&Document {
             schema: "sublet.explain-stack/1",
             fits: fitted.iter().all(fits),
-            services: fitted.iter().map(|one| Service::of(one, &inventory)).collect(),
+            services: fitted.iter().map(|one| ServiceFit::of(one, &inventory)).collect(),
             remarks: &remarks,
         })?,
         Format::Table => println!("{}", table(&fitted, &inventory)),
@@ -63,14 +63,14 @@ pub struct Document<'a> {
     schema: &'static str,
     /// Whether all services would get their shares.
     fits: bool,
-    services: Vec<Service<'a>>,
+    services: Vec<ServiceFit<'a>>,
     /// What is to be known beside it, in sentences.
     remarks: &'a [String],
 }
 
 /// A service, or one of its containers.
 #[derive(Serialize, JsonSchema)]
-struct Service<'a> {
+struct ServiceFit<'a> {
     service: &'a str,
     /// Whether it would get its share. Also true if it asks for none.
     fits: bool,
@@ -93,7 +93,7 @@ struct Service<'a> {
     reason: Option<&'static str>,
 }
 
-impl<'a> Service<'a> {
+impl<'a> ServiceFit<'a> {
     fn of(fitted: &'a Fitted, inventory: &Inventory) -> Self {
         let placement = if let Outcome::Fits(placement) = &fitted.outcome { Some(placement) } else { None };
         let why = if let Outcome::Not(why) = &fitted.outcome { Some(why) } else { None };
