@@ -4,7 +4,10 @@
 
 mod cached_files;
 mod http;
+mod libcuda;
+mod load;
 mod nvml_mig;
+mod own_root;
 mod peer;
 mod yaml;
 
@@ -32,6 +35,8 @@ pub mod status;
 mod metrics;
 
 mod shown;
+
+mod bench;
 
 mod top;
 
