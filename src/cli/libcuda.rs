@@ -3,6 +3,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 use nix::libc;
 
@@ -33,10 +34,15 @@ pub struct Pinned {
 #[derive(Clone, Copy, Debug)]
 pub struct Driver(());
 
-/// A function of libcuda with the type that cuda.h gives it, called; the result is `done`'s.
+/// A function of libcuda with the type that cuda.h gives it, called; the result is `done`'s. It is looked up once, because
+/// a load starts thousands of kernels a second.
 macro_rules! call {
     ($name:literal, ($($type:ty),*), $($argument:expr),*) => {{
-        let function: extern "C" fn($($type),*) -> c_int = std::mem::transmute(symbol($name)?);
+        static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+        if FOUND.load(Ordering::Relaxed).is_null() {
+            FOUND.store(symbol($name)?, Ordering::Relaxed);
+        }
+        let function: extern "C" fn($($type),*) -> c_int = std::mem::transmute(FOUND.load(Ordering::Relaxed));
         done($name, function($($argument),*))
     }};
 }

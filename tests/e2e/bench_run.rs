@@ -38,7 +38,8 @@ fn told(output: &Output) -> String {
 fn nothing_is_left(world: &World) {
     let leases = world.sublet(&["lease", "list", "--format", "json"]);
     assert_eq!(serde_json::from_slice::<Value>(&leases.stdout).expect("JSON"), Value::Array(Vec::new()));
-    let left: Vec<_> = std::fs::read_dir(world.dir.path().join("tmp")).expect("a directory").flatten().collect();
+    let left: Vec<_> =
+        std::fs::read_dir(world.dir.path().join("tmp")).expect("a directory").flatten().collect();
     assert!(left.is_empty(), "{left:?}");
 }
 
@@ -71,7 +72,10 @@ fn every_mode_is_measured_beside_processes_by_hand() {
         let measured = &cell["measured"];
         assert_eq!(cell["error"], Value::Null, "{cell}");
         assert_eq!(measured["containers"].as_array().expect("containers").len() as u64, n);
-        assert!(measured["mean_ms"].as_f64().expect("ms") >= 1.0, "the simulated GPU takes a millisecond: {cell}");
+        assert!(
+            measured["mean_ms"].as_f64().expect("ms") >= 1.0,
+            "the simulated GPU takes a millisecond: {cell}"
+        );
         assert!(measured["per_second"].as_f64().is_some_and(|rate| rate > 1.0), "{cell}");
     }
     nothing_is_left(&world);
@@ -102,12 +106,19 @@ fn a_program_of_the_users_own_and_what_goes_wrong_with_it() {
     assert_eq!((&cell["load"], &cell["measured"]["mean_ms"]), (&"command".into(), &20.0.into()), "{cell}");
 
     // {n} is the container's number: the second ends early, the first goes on.
-    let output = run("one.json", &[], "echo 1; [ {n} = 0 ] || { echo no memory >&2; exit 3; }; while sleep 0.02; do echo 1; done");
+    let output = run(
+        "one.json",
+        &[],
+        "echo 1; [ {n} = 0 ] || { echo no memory >&2; exit 3; }; while sleep 0.02; do echo 1; done",
+    );
     assert!(output.status.success(), "{}", told(&output));
     let cell = &result(&world, "one.json")["cells"][0];
     let why = cell["error"].as_str().expect("an error");
     assert!(why.starts_with("1 of 2 containers ended early") && why.contains("no memory"), "{why}");
-    assert!(cell["measured"]["containers"][0]["iterations"].as_u64().is_some_and(|count| count > 2), "{cell}");
+    assert!(
+        cell["measured"]["containers"][0]["iterations"].as_u64().is_some_and(|count| count > 2),
+        "{cell}"
+    );
 
     for (script, expected) in [
         ("echo loading >&2; sleep 60", "no latency came from it within 3 s: loading"),
@@ -131,7 +142,8 @@ fn a_gpu_in_use_is_left_alone_and_a_signal_leaves_nothing() {
         return;
     }
     let world = World::simulated("h200", "[mps]\nidle = \"0s\"\n");
-    let other = world.bundle("other", &[("sublet.mode", "time-slice")], &["/usr/bin/cuda-probe", "hold", "120"]);
+    let other =
+        world.bundle("other", &[("sublet.mode", "time-slice")], &["/usr/bin/cuda-probe", "hold", "120"]);
     other.up();
     other.event("info");
     let one = ["--simulated", "--load", "small", "-n", "2", "--mode", "time-slice"];
@@ -142,7 +154,8 @@ fn a_gpu_in_use_is_left_alone_and_a_signal_leaves_nothing() {
     assert_eq!(result(&world, "a.json")["in_use_by_others"], true);
     other.down();
 
-    let mut child = command(&world, "long.json").args(["--time", "60s"]).args(one).spawn().expect("it starts");
+    let mut child =
+        command(&world, "long.json").args(["--time", "60s"]).args(one).spawn().expect("it starts");
     let pid = child.id();
     let bench = format!("sublet-bench-{pid}-1");
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
