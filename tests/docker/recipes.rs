@@ -4,7 +4,7 @@
 use std::process::Command;
 
 use sublet_e2e::docker::skip_unless_engines;
-use sublet_e2e::{World, skip_unless_root};
+use sublet_e2e::{Bundle, World, skip_unless_root};
 
 const RECIPES: &str = include_str!("../../docs/recipes.md");
 
@@ -26,7 +26,8 @@ fn block(text: &str, first: &str) -> String {
 }
 
 fn recipes() -> Vec<Recipe> {
-    let sections = RECIPES.split("\n## ").skip(1);
+    let (first, _) = RECIPES.split_once("\n# A home server\n").expect("the recipes come first");
+    let sections = first.split("\n## ").skip(1);
     let recipe = |section: &'static str| Recipe {
         name: section.lines().next().expect("a heading"),
         compose: block(section, "services:"),
@@ -66,6 +67,7 @@ fn each_asks_for_a_share_that_is_granted_and_for_the_same_by_both() {
         "Triton Inference Server",
         "Jupyter",
         "ffmpeg",
+        "Jellyfin",
     ];
     assert_eq!(names, all);
     for recipe in recipes {
@@ -85,6 +87,28 @@ fn each_asks_for_a_share_that_is_granted_and_for_the_same_by_both() {
             let table = String::from_utf8_lossy(&output.stdout);
             assert!(output.status.success() && table.contains(" fits\n"), "{}: {output:?}", recipe.name);
         }
+    }
+}
+
+#[test]
+fn ollama_and_jellyfin_run_on_one_gpu_whichever_starts_first() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let recipes = recipes();
+    let of = |name: &str| recipes.iter().find(|recipe| recipe.name == name).expect("in docs/recipes.md");
+    for order in [["Ollama", "Jellyfin"], ["Jellyfin", "Ollama"]] {
+        let asked = order.map(|name| of(name).quadlet_annotations());
+        let bundles = order.into_iter().zip(&asked).map(|(name, asked)| {
+            let pairs: Vec<_> = asked.iter().filter_map(|line| line.split_once('=')).collect();
+            world.bundle(&name.to_lowercase(), &pairs, &["/bin/sleep", "120"])
+        });
+        let bundles: Vec<_> = bundles.collect();
+        bundles.iter().for_each(Bundle::up);
+        assert_eq!(world.leases().len(), 2, "{order:?}");
+        bundles.iter().for_each(Bundle::down);
+        world.assert_empty();
     }
 }
 
