@@ -19,7 +19,6 @@ pub mod tests;
 mod want;
 
 use std::collections::BTreeSet;
-use std::num::NonZeroU32;
 
 use fit::Fit;
 use want::{Misfit, World};

@@ -2,6 +2,7 @@
 //! container whose key would let both run.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 
 use super::fixture::{GIB, device, host, part, request};
 use super::tests::{leased, ledger, mps, placed, refused};
