@@ -1,6 +1,7 @@
 //! docs/recipes.md: every share in it is one that sublet grants, and, in the root that tests/engines/enter
 //! gives, Compose and Quadlet read every file in it.
 
+use std::path::Path;
 use std::process::Command;
 
 use sublet_e2e::docker::skip_unless_engines;
@@ -34,6 +35,19 @@ fn recipes() -> Vec<Recipe> {
         quadlet: block(section, "[Container]"),
     };
     sections.map(recipe).collect()
+}
+
+/// config/home-server: its Compose file with each of its units.
+fn home_server() -> Vec<Recipe> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../config/home-server");
+    let read = |name: &str| std::fs::read_to_string(dir.join(name)).expect("it is there");
+    let names = ["ollama", "jellyfin", "whisper", "immich-machine-learning"];
+    let recipe = |name: &'static str| Recipe {
+        name,
+        compose: read("compose.yaml"),
+        quadlet: read(&format!("{name}.container")),
+    };
+    names.into_iter().map(recipe).collect()
 }
 
 impl Recipe {
@@ -118,7 +132,7 @@ fn compose_and_quadlet_read_each() {
         return;
     }
     let dir = tempfile::tempdir().expect("a directory");
-    for recipe in recipes() {
+    for recipe in recipes().into_iter().chain(home_server()) {
         let file = dir.path().join("compose.yaml");
         std::fs::write(&file, &recipe.compose).expect("it is written");
         let mut compose = Command::new("docker-compose");
