@@ -2,15 +2,23 @@
 
 mod by_hand;
 mod containers;
+mod figure;
+#[cfg(test)]
+pub mod fixture;
 mod http;
 mod measure;
 mod meter;
+mod page;
+mod picture;
 mod plan;
 mod result;
 mod runner;
 mod samples;
 
-pub use result::{BenchResult, Mode, SCHEMA, Settings};
+pub use figure::{Figure, digits};
+pub use page::html;
+pub use picture::svg;
+pub use result::{BenchResult, Cell, Measured, Mode, SCHEMA, Settings, Sharing};
 
 /// What `sublet bench run` measures with.
 pub mod run {

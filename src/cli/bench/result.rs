@@ -290,7 +290,18 @@ pub enum ResultError {
     },
 }
 
+/// The comparison by the authors of nos.
+const PUBLISHED: &str = include_str!("nos.json");
+
 impl BenchResult {
+    /// Reads a result from a file; `published` is the one that this project starts from.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn of(path: &Path) -> Result<Self, ResultError> {
+        if path == Path::new("published") { Self::parse(PUBLISHED, "published") } else { Self::read(path) }
+    }
+
     /// Reads a result from a file.
     ///
     /// # Errors
@@ -332,17 +343,6 @@ impl BenchResult {
             }
         }
         loads
-    }
-
-    /// The modes of one load, containers only, in the order in which they were first measured.
-    pub fn modes(&self, load: &str) -> Vec<&Mode> {
-        let mut modes: Vec<&Mode> = Vec::new();
-        for cell in self.cells.iter().filter(|cell| cell.load == load && !cell.by_hand) {
-            if !modes.contains(&&cell.mode) {
-                modes.push(&cell.mode);
-            }
-        }
-        modes
     }
 
     /// The cell of one load, mode and number of containers.

@@ -22,7 +22,6 @@ use crate::usage;
 use sublet_core::admit::confirmed_inventory;
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
-use sublet_core::ledger::Store;
 use sublet_core::place;
 use sublet_core::process::child;
 use sublet_core::share::units::parse_duration;
@@ -235,7 +234,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         stop: &stop,
     };
     runner.run(&grid, &mut result, &arguments.output, &|line| eprintln!("{line}"))?;
-    println!("{}", arguments.output.display());
+    println!("{}", super::bench_show::shown(&result, &result.loads(), false));
+    println!(
+        "\nWritten to {}: sublet bench show {0} --html page.html",
+        safe(&arguments.output.to_string_lossy())
+    );
     let failed = result.cells.iter().any(|cell| cell.measured.is_none());
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
@@ -256,7 +259,7 @@ fn the_gpu<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> anyhow:
 
 /// Who uses the GPU already, in a sentence.
 fn users(gpu: &Device, inventory: &Inventory, config: &Config) -> anyhow::Result<Option<String>> {
-    let ledger = Store::open(&config.state_dir)?.peek()?;
+    let ledger = super::settled_ledger(config)?;
     let own: Vec<&str> = std::iter::once(gpu.uuid.as_str())
         .chain(inventory.mig_devices_of(&gpu.uuid).map(|(device, _)| device.uuid.as_str()))
         .collect();

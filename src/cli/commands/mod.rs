@@ -4,7 +4,9 @@
 mod closed_output;
 
 mod bench;
+mod bench_compare;
 mod bench_run;
+mod bench_show;
 mod cdi;
 mod config;
 mod config_check;

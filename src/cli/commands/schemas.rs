@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use schemars::{JsonSchema, Schema};
 use sublet_core::events::{Event, Kind};
 
+use super::bench_compare::Comparison;
 use super::explain::{OfContainer, OfShare, OfStack};
 use super::mig::Planned;
 use super::mig_list::ListedGpu;
@@ -13,6 +14,7 @@ use super::probe::Probed;
 use super::setup::Checked;
 use super::status::LastRefusal;
 use super::{ErrorObject, cdi, doctor};
+use crate::bench::BenchResult;
 use crate::mps_daemons::Listed;
 use crate::status::{LeaseOnDevice, Status};
 
@@ -56,7 +58,7 @@ struct EventKeys {
 }
 
 /// The name of each file, and its schema.
-fn all() -> [(&'static str, Schema); 15] {
+fn all() -> [(&'static str, Schema); 17] {
     [
         ("status.json", schemars::schema_for!(Status)),
         ("last-error.json", schemars::schema_for!(Option<LastRefusal>)),
@@ -72,6 +74,8 @@ fn all() -> [(&'static str, Schema); 15] {
         ("doctor.json", schemars::schema_for!(doctor::Document<'_>)),
         ("doctor-run.json", schemars::schema_for!(Probed)),
         ("setup-check.json", schemars::schema_for!(Checked<'_>)),
+        ("bench.json", schemars::schema_for!(BenchResult)),
+        ("bench-comparison.json", schemars::schema_for!(Comparison)),
         ("error.json", schemars::schema_for!(ErrorObject<'_>)),
     ]
 }
