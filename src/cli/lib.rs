@@ -5,11 +5,12 @@
 mod cached_files;
 mod http;
 mod libcuda;
-mod load;
 mod nvml_mig;
 mod own_root;
 mod peer;
 mod yaml;
+
+mod load;
 
 pub mod names;
 

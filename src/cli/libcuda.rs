@@ -32,15 +32,18 @@ pub struct Pinned {
 
 /// libcuda after `cuInit`. The library and the contexts stay until the process ends.
 #[derive(Clone, Copy, Debug)]
-pub struct Driver(());
+pub struct Driver {
+    /// dlopen's handle, which is never closed.
+    library: *mut c_void,
+}
 
 /// A function of libcuda with the type that cuda.h gives it, called; the result is `done`'s. It is looked up once, because
 /// a load starts thousands of kernels a second.
 macro_rules! call {
-    ($name:literal, ($($type:ty),*), $($argument:expr),*) => {{
+    ($driver:expr, $name:literal, ($($type:ty),*), $($argument:expr),*) => {{
         static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
         if FOUND.load(Ordering::Relaxed).is_null() {
-            FOUND.store(symbol($name)?, Ordering::Relaxed);
+            FOUND.store(symbol($driver.library, $name)?, Ordering::Relaxed);
         }
         let function: extern "C" fn($($type),*) -> c_int = std::mem::transmute(FOUND.load(Ordering::Relaxed));
         done($name, function($($argument),*))
@@ -53,9 +56,10 @@ impl Driver {
     /// # Errors
     /// There is no libcuda, or no device; one line.
     pub fn load() -> Result<Self, String> {
+        let driver = Self { library: open()? };
         // SAFETY: the type is cuda.h's.
-        unsafe { call!(c"cuInit", (c_uint), 0)? }
-        Ok(Self(()))
+        unsafe { call!(driver, c"cuInit", (c_uint), 0)? }
+        Ok(driver)
     }
 
     /// How many devices there are.
@@ -65,7 +69,7 @@ impl Driver {
     pub fn count(self) -> Result<usize, String> {
         let mut count = 0;
         // SAFETY: the type is cuda.h's; the pointer is to a local that outlives the call.
-        unsafe { call!(c"cuDeviceGetCount", (*mut c_int), &raw mut count)? }
+        unsafe { call!(self, c"cuDeviceGetCount", (*mut c_int), &raw mut count)? }
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
@@ -74,9 +78,9 @@ impl Driver {
         let (mut device, mut context) = (0, ptr::null_mut::<c_void>());
         // SAFETY: the types are cuda.h's; the pointers are to locals that outlive their calls.
         unsafe {
-            call!(c"cuDeviceGet", (*mut c_int, c_int), &raw mut device, 0)?;
-            call!(c"cuDevicePrimaryCtxRetain", (*mut *mut c_void, c_int), &raw mut context, device)?;
-            call!(c"cuCtxSetCurrent", (*mut c_void), context)?;
+            call!(self, c"cuDeviceGet", (*mut c_int, c_int), &raw mut device, 0)?;
+            call!(self, c"cuDevicePrimaryCtxRetain", (*mut *mut c_void, c_int), &raw mut context, device)?;
+            call!(self, c"cuCtxSetCurrent", (*mut c_void), context)?;
         }
         Ok(device)
     }
@@ -86,7 +90,14 @@ impl Driver {
         let mut value = 0;
         // SAFETY: the type is cuda.h's; the pointer is to a local that outlives the call.
         unsafe {
-            call!(c"cuDeviceGetAttribute", (*mut c_int, c_int, c_int), &raw mut value, attribute, device)?
+            call!(
+                self,
+                c"cuDeviceGetAttribute",
+                (*mut c_int, c_int, c_int),
+                &raw mut value,
+                attribute,
+                device
+            )?;
         }
         Ok(value)
     }
@@ -95,7 +106,7 @@ impl Driver {
     pub fn memory(self) -> Result<(u64, u64), String> {
         let (mut free, mut total) = (0_usize, 0_usize);
         // SAFETY: the type is cuda.h's; the pointers are to locals that outlive the call.
-        unsafe { call!(c"cuMemGetInfo_v2", (*mut usize, *mut usize), &raw mut free, &raw mut total)? }
+        unsafe { call!(self, c"cuMemGetInfo_v2", (*mut usize, *mut usize), &raw mut free, &raw mut total)? }
         Ok((free as u64, total as u64))
     }
 
@@ -105,9 +116,16 @@ impl Driver {
         let mut kernels = [Kernel(ptr::null_mut()); N];
         // SAFETY: the types are cuda.h's; both texts end in NUL; the pointers outlive the calls.
         unsafe {
-            call!(c"cuModuleLoadData", (*mut *mut c_void, *const c_char), &raw mut module, ptx.as_ptr())?;
+            call!(
+                self,
+                c"cuModuleLoadData",
+                (*mut *mut c_void, *const c_char),
+                &raw mut module,
+                ptx.as_ptr()
+            )?;
             for (kernel, name) in kernels.iter_mut().zip(names) {
                 call!(
+                    self,
                     c"cuModuleGetFunction",
                     (*mut *mut c_void, *mut c_void, *const c_char),
                     &raw mut kernel.0,
@@ -120,12 +138,12 @@ impl Driver {
     }
 
     /// Memory of the device, zeroed.
-    pub fn allocate(self, bytes: usize) -> Result<Buffer, String> {
+    pub(crate) fn allocate(self, bytes: usize) -> Result<Buffer, String> {
         let mut address = 0_u64;
         // SAFETY: the types are cuda.h's; the pointer outlives the call; the driver has just given this memory.
         unsafe {
-            call!(c"cuMemAlloc_v2", (*mut u64, usize), &raw mut address, bytes)?;
-            call!(c"cuMemsetD32_v2", (u64, c_uint, usize), address, 0, bytes / 4)?;
+            call!(self, c"cuMemAlloc_v2", (*mut u64, usize), &raw mut address, bytes)?;
+            call!(self, c"cuMemsetD32_v2", (u64, c_uint, usize), address, 0, bytes / 4)?;
         }
         Ok(Buffer { address, bytes })
     }
@@ -134,26 +152,28 @@ impl Driver {
     pub fn pinned(self, bytes: usize) -> Result<Pinned, String> {
         let mut memory = ptr::null_mut::<c_void>();
         // SAFETY: the type is cuda.h's; the pointer outlives the call.
-        unsafe { call!(c"cuMemAllocHost_v2", (*mut *mut c_void, usize), &raw mut memory, bytes)? }
+        unsafe { call!(self, c"cuMemAllocHost_v2", (*mut *mut c_void, usize), &raw mut memory, bytes)? }
         Ok(Pinned { address: memory, bytes })
     }
 
     /// Copies up to `bytes` from the host to the device, as far as both have them.
-    pub fn upload(self, to: Buffer, from: &Pinned, bytes: usize) -> Result<(), String> {
+    pub(crate) fn upload(self, to: Buffer, from: &Pinned, bytes: usize) -> Result<(), String> {
         let bytes = bytes.min(to.bytes).min(from.bytes);
         // SAFETY: the type is cuda.h's; the driver gave both memories, and neither is shorter.
-        unsafe { call!(c"cuMemcpyHtoD_v2", (u64, *const c_void, usize), to.address, from.address, bytes) }
+        unsafe {
+            call!(self, c"cuMemcpyHtoD_v2", (u64, *const c_void, usize), to.address, from.address, bytes)
+        }
     }
 
     /// Copies up to `bytes` from the device to the host, as far as both have them.
-    pub fn download(self, to: &mut Pinned, from: Buffer, bytes: usize) -> Result<(), String> {
+    pub(crate) fn download(self, to: &mut Pinned, from: Buffer, bytes: usize) -> Result<(), String> {
         let bytes = bytes.min(to.bytes).min(from.bytes);
         // SAFETY: as in `upload`.
-        unsafe { call!(c"cuMemcpyDtoH_v2", (*mut c_void, u64, usize), to.address, from.address, bytes) }
+        unsafe { call!(self, c"cuMemcpyDtoH_v2", (*mut c_void, u64, usize), to.address, from.address, bytes) }
     }
 
     /// The second of the 32-bit floats in the device's memory.
-    pub fn second_float(self, from: Buffer) -> Result<f32, String> {
+    pub(crate) fn second_float(self, from: Buffer) -> Result<f32, String> {
         let mut two = [0_f32; 2];
         if from.bytes < size_of_val(&two) {
             return Ok(0.0);
@@ -161,13 +181,13 @@ impl Driver {
         let to = two.as_mut_ptr().cast::<c_void>();
         // SAFETY: the type is cuda.h's; both memories have as many bytes as are copied.
         unsafe {
-            call!(c"cuMemcpyDtoH_v2", (*mut c_void, u64, usize), to, from.address, size_of_val(&two))?;
+            call!(self, c"cuMemcpyDtoH_v2", (*mut c_void, u64, usize), to, from.address, size_of_val(&two))?;
         }
         Ok(two[1])
     }
 
     /// Starts a kernel of `blocks` blocks of `threads` threads. Its parameters are the addresses of two buffers and a number.
-    pub fn launch(
+    pub(crate) fn launch(
         self,
         kernel: Kernel,
         (blocks, threads): (u32, u32),
@@ -181,6 +201,7 @@ impl Driver {
         // before it returns.
         unsafe {
             call!(
+                self,
                 c"cuLaunchKernel",
                 (
                     *mut c_void,
@@ -211,22 +232,23 @@ impl Driver {
     }
 
     /// Waits until the device has done everything.
-    pub fn synchronize(self) -> Result<(), String> {
+    pub(crate) fn synchronize(self) -> Result<(), String> {
         // SAFETY: the type is cuda.h's.
-        unsafe { call!(c"cuCtxSynchronize", (),) }
+        unsafe { call!(self, c"cuCtxSynchronize", (),) }
     }
 }
 
-/// A function of libcuda.
-fn symbol(name: &CStr) -> Result<*mut c_void, String> {
-    // SAFETY: both names end in NUL; the library is never closed, so that its symbols stay.
-    let found = unsafe {
-        let library = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW);
-        if library.is_null() {
-            return Err(format!("libcuda.so.1 cannot be loaded: {}", why()));
-        }
-        libc::dlsym(library, name.as_ptr())
-    };
+/// The library.
+fn open() -> Result<*mut c_void, String> {
+    // SAFETY: the name ends in NUL.
+    let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
+    if library.is_null() { Err(format!("libcuda.so.1 cannot be loaded: {}", why())) } else { Ok(library) }
+}
+
+/// A function of the library.
+fn symbol(library: *mut c_void, name: &CStr) -> Result<*mut c_void, String> {
+    // SAFETY: the handle is dlopen's and is never closed, so that its symbols stay; the name ends in NUL.
+    let found = unsafe { libc::dlsym(library, name.as_ptr()) };
     if found.is_null() { Err(format!("libcuda has no {}", name.to_string_lossy())) } else { Ok(found) }
 }
 

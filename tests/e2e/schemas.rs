@@ -51,6 +51,12 @@ fn the_state_of_a_host_and_its_past() {
     }
     let world = World::simulated("a100x2-mig", "");
     assert_eq!(judged(&world, "last-error.json", &["status", "--last-error"]), Value::Null);
+    judged(&world, "bench.json", &["bench", "show", "published"]);
+    let measured =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/evidence/2026-11-23-h200-sharing-yolos.json");
+    let measured = measured.display().to_string();
+    judged(&world, "bench.json", &["bench", "show", &measured]);
+    judged(&world, "bench-comparison.json", &["bench", "compare", "published", &measured]);
     let bundles = ["0:0", "1"].map(|gpu| {
         let id = format!("on-{}", &gpu[..1]);
         let bundle = world.bundle(&id, &[("sublet.gpu", gpu), ("sublet.sm", "25")], HOLD);

@@ -3,9 +3,12 @@
 use super::plan::mode;
 use super::result::{BenchResult, Cell, Machine, Measured, SCHEMA, Settings};
 
+/// Mode, by hand, and the mean in ms for each number.
+type Row = (&'static str, bool, &'static [(u32, f64)]);
+
 /// Mean in ms of three modes and a base line by hand.
 pub fn result() -> BenchResult {
-    let rows: [(&str, bool, &[(u32, f64)]); 4] = [
+    let rows: [Row; 4] = [
         ("time-slice", false, &[(1, 7.2), (3, 23.7), (7, 54.9)]),
         ("time-slice", true, &[(7, 54.86)]),
         ("mps", false, &[(1, 7.2), (3, 14.0), (7, 29.6)]),

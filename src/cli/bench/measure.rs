@@ -87,7 +87,7 @@ impl Tenant {
             Source::Http(client) => {
                 let asker = client.to(number);
                 std::thread::spawn(move || {
-                    asker.ask_until(|| lock(&tell).over, |sample| keep(&tell, sample))
+                    asker.ask_until(|| lock(&tell).over, |sample| keep(&tell, sample));
                 });
                 let heard = Arc::clone(&heard);
                 std::thread::spawn(move || output.map(|output| keep_end(output, &heard)));
@@ -287,8 +287,7 @@ mod tests {
             warm_up: Duration::from_millis(100),
             window: Duration::from_millis(400),
         };
-        let nowhere = Config { driver: Default::default(), ..Config::default() };
-        measure(2, &start, &source, times, &Meter::new("GPU-none", &nowhere), stop)
+        measure(2, &start, &source, times, &Meter::new("GPU-none", &Config::default()), stop)
     }
 
     const WORKS: &str = "while sleep 0.02; do echo 20 ms; done";

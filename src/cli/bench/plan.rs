@@ -114,7 +114,7 @@ pub fn mode(text: &str) -> Result<Mode, String> {
         (Sharing::Mig, Some(profile)) => Ok(Mode { profile: Some(profile.to_owned()), ..plain }),
         (Sharing::Mps | Sharing::Dedicated, Some("equal")) => Ok(Mode { sm: Some(Sm::Equal), ..plain }),
         (Sharing::Mps | Sharing::Dedicated, Some(percent)) => match percent.parse::<f64>() {
-            Ok(percent) if percent >= 1.0 && percent <= 100.0 => {
+            Ok(percent) if (1.0..=100.0).contains(&percent) => {
                 Ok(Mode { sm: Some(Sm::Percent(percent)), ..plain })
             }
             _ => Err("a limit on SMs is `equal`, or percent from 1 to 100, such as mps:20".to_owned()),

@@ -53,16 +53,14 @@ impl Runner<'_> {
             done += 1;
             let left = remaining(begun.elapsed(), timed, wanted + 1 - done);
             tell(&format!("[{done}/{wanted}{left}] {}", title(planned)));
-            let cell = match plan::obstacle(planned, &self.gpu, &self.config.limits) {
-                Some(why) => cell_of(planned, Err(why)),
-                None => {
-                    timed += 1;
-                    match self.median(planned) {
-                        Err(error) if error.is::<Interrupted>() => return Err(error),
-                        found => cell_of(planned, found.map_err(|error| format!("{error:#}"))),
-                    }
-                }
-            };
+            let obstacle = plan::obstacle(planned, &self.gpu, &self.config.limits);
+            timed += u32::from(obstacle.is_none());
+            let found =
+                match obstacle.map_or_else(|| self.median(planned), |why| Err(anyhow::Error::msg(why))) {
+                    Err(error) if error.is::<Interrupted>() => return Err(error),
+                    found => found.map_err(|error| format!("{error:#}")),
+                };
+            let cell = cell_of(planned, found);
             tell(&format!("    {}", outcome(&cell)));
             result.cells.retain(|old| !is_of(old, planned));
             result.cells.push(cell);

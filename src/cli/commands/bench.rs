@@ -11,7 +11,7 @@ use sublet_core::config::Config;
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Measure containers that share a GPU, in each mode and with each number of them
-    Run(bench_run::Arguments),
+    Run(Box<bench_run::Arguments>),
     /// Show a result as a table, a picture or a page
     Show(bench_show::Arguments),
     /// Compare two results, cell by cell
