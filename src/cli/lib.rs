@@ -33,14 +33,25 @@ mod metrics;
 
 mod shown;
 
+// Further commands are to use the rest of it.
+#[allow(
+    dead_code,
+    unused_imports,
+    reason = "the form of the result comes before the commands that write and show it"
+)]
+mod bench;
+
 mod top;
 
 pub mod serve;
 
 mod preview;
+mod protection;
 pub mod setup;
 
 mod stack;
+
+mod advise;
 
 pub mod doctor;
 

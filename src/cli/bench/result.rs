@@ -277,7 +277,11 @@ pub enum ResultError {
         why: String,
     },
     /// A result of another form.
-    #[error("{}: its form is {}, and this sublet reads {SCHEMA}: use the sublet that wrote it", safe(path), safe(schema))]
+    #[error(
+        "{}: its form is {}, and this sublet reads {SCHEMA}: use the sublet that wrote it",
+        safe(path),
+        safe(schema)
+    )]
     Schema {
         /// The file.
         path: String,
@@ -343,9 +347,8 @@ impl BenchResult {
 
     /// The cell of one load, mode and number of containers.
     pub fn cell(&self, load: &str, mode: &Mode, n: u32, by_hand: bool) -> Option<&Cell> {
-        let is_it = |cell: &&Cell| {
-            cell.load == load && cell.mode == *mode && cell.n == n && cell.by_hand == by_hand
-        };
+        let is_it =
+            |cell: &&Cell| cell.load == load && cell.mode == *mode && cell.n == n && cell.by_hand == by_hand;
         self.cells.iter().find(is_it)
     }
 }

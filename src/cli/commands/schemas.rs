@@ -12,7 +12,7 @@ use super::mig_list::ListedGpu;
 use super::probe::Probed;
 use super::setup::Checked;
 use super::status::LastRefusal;
-use super::{ErrorObject, cdi, doctor};
+use super::{ErrorObject, advise, cdi, doctor};
 use crate::mps_daemons::Listed;
 use crate::status::{LeaseOnDevice, Status};
 
@@ -56,7 +56,7 @@ struct EventKeys {
 }
 
 /// The name of each file, and its schema.
-fn all() -> [(&'static str, Schema); 15] {
+fn all() -> [(&'static str, Schema); 16] {
     [
         ("status.json", schemars::schema_for!(Status)),
         ("last-error.json", schemars::schema_for!(Option<LastRefusal>)),
@@ -67,6 +67,7 @@ fn all() -> [(&'static str, Schema); 15] {
         ("explain.json", schemars::schema_for!(OfShare<'_>)),
         ("explain-stack.json", schemars::schema_for!(OfStack<'_>)),
         ("explain-container.json", schemars::schema_for!(OfContainer)),
+        ("advise.json", schemars::schema_for!(advise::Document<'_>)),
         ("events.json", schemars::schema_for!(EventKeys)),
         ("cdi-list.json", schemars::schema_for!(cdi::Document<'_>)),
         ("doctor.json", schemars::schema_for!(doctor::Document<'_>)),
