@@ -17,6 +17,7 @@ use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use crate::bench::Sharing;
 use crate::names::Names;
 use crate::preview::Whose;
 use crate::stack::{Fitted, NotPlaced, Outcome, Service, Stack, fit};
@@ -97,8 +98,10 @@ pub struct Host<'a> {
 pub struct Advice {
     /// How to share.
     pub candidate: Candidate,
-    /// One for each tenant; none for an instance that is yet to be created.
+    /// One for each tenant whose device exists.
     pub placements: Vec<Placement>,
+    /// The MIG instances that are created for the others, in words.
+    pub made: Vec<String>,
 }
 
 /// Why there is no advice, and what would help.
@@ -153,7 +156,7 @@ fn first_that_fits(
     let mut best = None;
     for candidate in candidates {
         match placed(&candidate, question.tenants, host)? {
-            Ok(placements) => return Ok(Ok(Advice { candidate, placements })),
+            Ok((placements, made)) => return Ok(Ok(Advice { candidate, placements, made })),
             Err(refused) => drop(best.get_or_insert((candidate, refused))),
         }
     }
@@ -165,6 +168,9 @@ fn first_that_fits(
     }))
 }
 
+/// The placements of tenants, and the MIG instances that would be created for others.
+type Placed = (Vec<Placement>, Vec<String>);
+
 /// A candidate that not all tenants get.
 #[derive(Debug)]
 struct Refused {
@@ -174,27 +180,24 @@ struct Refused {
     why: NotPlaced,
 }
 
-/// The placements of all tenants.
-fn placed(
-    candidate: &Candidate,
-    tenants: u32,
-    host: Host<'_>,
-) -> io::Result<Result<Vec<Placement>, Box<Refused>>> {
+/// What all tenants get.
+fn placed(candidate: &Candidate, tenants: u32, host: Host<'_>) -> io::Result<Result<Placed, Box<Refused>>> {
     let stack = Stack {
         services: (1..=tenants).map(|number| service(number, &candidate.annotations)).collect(),
         ..Stack::default()
     };
     let world = (host.ledger.clone(), host.inventory.clone());
     let (fitted, _) = fit(&stack, None, world, &Names::default(), host.whose, host.config)?;
-    let mut placements = Vec::new();
+    let (mut placements, mut made) = (Vec::new(), Vec::new());
     for (number, Fitted { outcome, .. }) in fitted.into_iter().enumerate() {
         match outcome {
             Outcome::Fits(placement) => placements.push(*placement),
-            Outcome::Made(_) | Outcome::AsksForNone => {}
+            Outcome::Made(what) => made.push(what),
+            Outcome::AsksForNone => {}
             Outcome::Not(why) => return Ok(Err(Box::new(Refused { fit: number, why }))),
         }
     }
-    Ok(Ok(placements))
+    Ok(Ok((placements, made)))
 }
 
 fn service(number: u32, annotations: &BTreeMap<String, String>) -> Service {
@@ -226,6 +229,12 @@ fn help(
                 help.push(format!("--memory {} would fit", candidate::amount(bytes)));
             }
         }
+    }
+    if candidate.mode.sharing == Sharing::Mig {
+        help.push(
+            "more MIG devices would, if the GPU has room for them: `sublet mig plan`, `sublet mig apply`"
+                .to_owned(),
+        );
     }
     help.extend(laxer(question, gpu, host)?);
     Ok(help)

@@ -47,9 +47,9 @@ pub fn each_gets(advice: &Advice, inventory: &Inventory) -> Vec<String> {
             lines.push(line);
         }
     }
-    if lines.is_empty() {
-        lines.push("a MIG instance that is created when it starts".to_owned());
-    }
+    lines.extend(
+        advice.made.iter().map(|what| format!("a MIG instance that is created when it starts: {what}")),
+    );
     lines
 }
 
@@ -115,7 +115,7 @@ pub fn what_it_cost(found: &Found, tenants: u32) -> String {
 /// What sharing costs by the rules: nothing that depends on the load.
 pub fn concluded(advice: &Advice, question: &Question, gpu: &Device, inventory: &Inventory) -> String {
     let tenants = question.tenants;
-    let Advice { candidate, placements } = advice;
+    let Advice { candidate, placements, .. } = advice;
     match candidate.mode.sharing {
         Sharing::Exclusive => "nothing: it is alone".to_owned(),
         Sharing::TimeSlice | Sharing::Dedicated => format!(

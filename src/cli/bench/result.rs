@@ -175,7 +175,7 @@ impl fmt::Display for Mode {
 
 impl Mode {
     /// For people: `MPS, 100 % ÷ N each`.
-    pub fn title(&self) -> String {
+    pub(crate) fn title(&self) -> String {
         let name = match self.sharing {
             Sharing::Exclusive => "exclusive",
             Sharing::TimeSlice => "time-slice",

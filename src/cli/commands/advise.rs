@@ -309,7 +309,7 @@ impl<'a> Document<'a> {
 
 impl Advised {
     fn of(advice: &Advice, question: &Question, gpu: &Device, inventory: &Inventory) -> Self {
-        let Advice { candidate, placements } = advice;
+        let Advice { candidate, placements, .. } = advice;
         let first = placements.first();
         let instances = placements.iter().flat_map(|one| &one.mig_devices);
         Self {
@@ -359,18 +359,15 @@ impl Cost {
 /// For people.
 fn text(document: &Document<'_>) -> String {
     let mut lines = Vec::new();
-    match &document.advice {
-        Some(advice) => {
-            lines.extend([bold(&advice.sentence), String::new()]);
-            lines.extend(advice.each_gets.iter().map(|line| row("Each gets", line)));
-            let how = if advice.cost.measured { "measured" } else { "concluded" };
-            lines.push(row("It costs", &format!("({how}) {}", advice.cost.text)));
-        }
-        None => {
-            let why = document.why_not.unwrap_or_default();
-            lines.push(format!("No advice: for {} tenants, {why}", document.question.tenants));
-            lines.extend(document.would_help.iter().map(|line| row("Instead", line)));
-        }
+    if let Some(advice) = &document.advice {
+        lines.extend([bold(&advice.sentence), String::new()]);
+        lines.extend(advice.each_gets.iter().map(|line| row("Each gets", line)));
+        let how = if advice.cost.measured { "measured" } else { "concluded" };
+        lines.push(row("It costs", &format!("({how}) {}", advice.cost.text)));
+    } else {
+        let why = document.why_not.unwrap_or_default();
+        lines.push(format!("No advice for {} tenants: {why}", document.question.tenants));
+        lines.extend(document.would_help.iter().map(|line| row("Instead", line)));
     }
     lines.extend(document.remarks.iter().map(|line| row("Note", line)));
     if let Some(advice) = &document.advice {
