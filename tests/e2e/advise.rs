@@ -73,7 +73,7 @@ fn tenants_without_trust_start_on_mig_devices() {
     let world = World::simulated("a30-mig", "");
     let (advised, leases) = started(&world, 2, &["--trust", "none"]);
     assert_eq!(advised["advice"]["mig_profile"], "1g.6gb");
-    assert_ne!(leases[0]["devices"], leases[1]["devices"]);
+    assert_ne!(leases[0]["device"], leases[1]["device"]);
     // Three of one profile there are not, but three that have 5 GiB.
     let (advised, _) = started(&world, 3, &["--trust", "none", "--memory", "5GiB"]);
     assert_eq!(advised["advice"]["annotations"], json!({"sublet.mode": "mig", "sublet.memory": "5GiB"}));

@@ -1,4 +1,4 @@
-//! `sublet advise`: which way of sharing suits so many tenants, as text to paste. Changes nothing.
+//! `sublet advise`: which way of sharing suits so many tenants, as text to paste. Books nothing.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -16,6 +16,7 @@ use crate::advise::{
 use crate::bench::{BenchResult, Sharing};
 use crate::protection::does_not_protect;
 use crate::shown::{colour, memory};
+use sublet_core::admit::{is_remote, refresh};
 use sublet_core::config::Config;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::Store;
@@ -67,7 +68,8 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let question = arguments.question()?;
     let result = arguments.from.as_deref().map(BenchResult::read).transpose().map_err(AdviseError::from)?;
     let whose = whose(arguments.rootless, config);
-    let inventory = inventory_for(whose, config)?;
+    // The amounts depend on what is free now, and the compute mode may be that of an MPS server that has ended.
+    let inventory = if is_remote(config) { inventory_for(whose, config)? } else { refresh(config)? };
     let gpus = gpus(arguments.gpu.as_deref(), &inventory, config)?;
     sane_memory(&question, &gpus)?;
     let ledger = Store::open(&config.state_dir)?.peek()?;
