@@ -162,7 +162,10 @@ fn first_that_fits(
     }
     Ok(Err(match best {
         Some((candidate, refused)) => {
-            NoAdvice { help: help(&candidate, &refused, question, gpu, host)?, why: refused.why.to_string() }
+            let (mode, number) = (candidate.mode.title(), refused.fit + 1);
+            let why =
+                format!("the best way is {mode}, and container {number} would be refused: {}", refused.why);
+            NoAdvice { why, help: help(&candidate, question, gpu, host)? }
         }
         None => NoAdvice { why: by_rules::none(question, gpu), help: laxer(question, gpu, host)? },
     }))
@@ -210,16 +213,11 @@ fn service(number: u32, annotations: &BTreeMap<String, String>) -> Service {
 }
 
 /// What would help where `candidate`, the best, does not fit.
-fn help(
-    candidate: &Candidate,
-    refused: &Refused,
-    question: &Question,
-    gpu: &Device,
-    host: Host<'_>,
-) -> io::Result<Vec<String>> {
+fn help(candidate: &Candidate, question: &Question, gpu: &Device, host: Host<'_>) -> io::Result<Vec<String>> {
     let mut help = Vec::new();
-    if refused.fit > 0 {
-        help.push(format!("--tenants {} would fit", refused.fit));
+    let most = most(candidate, question, gpu, host)?;
+    if most > 0 {
+        help.push(format!("--tenants {most} would fit"));
     }
     if question.memory.is_some() {
         let without = Question { memory: None, ..*question };
@@ -238,6 +236,20 @@ fn help(
     }
     help.extend(laxer(question, gpu, host)?);
     Ok(help)
+}
+
+/// The largest number of tenants, fewer than asked about, that `candidate` fits; 0: none.
+fn most(candidate: &Candidate, question: &Question, gpu: &Device, host: Host<'_>) -> io::Result<u32> {
+    let (mut fits, mut too_many) = (0, question.tenants);
+    while fits + 1 < too_many {
+        let tenants = fits.midpoint(too_many);
+        let fewer = Candidate::new(&candidate.mode, None, &Question { tenants, ..*question }, gpu, host);
+        match fewer.map(|fewer| placed(&fewer, tenants, host)).transpose()? {
+            Some(Ok(_)) => fits = tenants,
+            _ => too_many = tenants,
+        }
+    }
+    Ok(fits)
 }
 
 /// The least trust beyond that of `question` with which something fits.

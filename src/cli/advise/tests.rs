@@ -137,8 +137,12 @@ fn mig_devices_that_share_memory_separate_nothing() {
 fn memory_that_does_not_fit_is_told_with_what_would() {
     let asked = Question { memory: Some(Memory::Bytes(20 * GIB)), ..question(7, Trust::Partly) };
     let refused = advised(&asked, None, &one_gpu()).unwrap_err();
-    assert!(refused.why.starts_with("no place for time-slice, 20 GiB on any GPU"), "{refused:?}");
+    let why = "the best way is time-slice, and container 5 would be refused: no place for time-slice, 20 GiB on any GPU: ";
+    assert!(refused.why.starts_with(why), "{refused:?}");
     assert_eq!(refused.help, ["--tenants 4 would fit", "--memory 14GiB would fit"]);
+    let many = question(1000, Trust::Fully);
+    // The most clients that an MPS server has.
+    assert_eq!(advised(&many, None, &one_gpu()).unwrap_err().help, ["--tenants 48 would fit"]);
     let fewer = Question { tenants: 4, ..asked };
     assert_eq!(line(&advised(&fewer, None, &one_gpu())), "memory=20GiB mode=time-slice");
 }
@@ -270,9 +274,10 @@ fn the_words_say_what_was_measured_and_what_was_not() {
     let advice = advised(&asked, None, &inventory).unwrap();
     assert!(concluded(&advice, &asked, &inventory.devices[0], &inventory).contains("1/5 of the time"));
     assert_eq!(
-        measure_with(&asked, &inventory.devices[0]),
-        "sublet bench run --n 1,5 --modes exclusive,time-slice,dedicated"
+        measure_with(&asked, &inventory.devices[0]).as_deref(),
+        Some("sublet bench run --n 1,5 --modes exclusive,time-slice,dedicated")
     );
+    assert_eq!(measure_with(&question(5, Trust::Not), &inventory.devices[0]), None);
 }
 
 /// What the texts to paste ask for, read back as `sublet explain` reads them.

@@ -144,14 +144,17 @@ pub fn concluded(advice: &Advice, question: &Question, gpu: &Device, inventory: 
     }
 }
 
-/// The command that measures what `question` asks.
-pub fn measure_with(question: &Question, gpu: &Device) -> String {
+/// The command that measures what `question` asks; `None`: whole GPUs cost nothing.
+pub fn measure_with(question: &Question, gpu: &Device) -> Option<String> {
     let modes = match (question.trust, gpu.mig_enabled) {
         (_, true) => "mig",
-        (Trust::Not, _) => "exclusive",
+        (Trust::Not, _) => {
+            let alone = || "sublet bench run --n 1 --modes exclusive".to_owned();
+            return question.p99_ms.map(|_| alone());
+        }
         (Trust::Partly, _) => "exclusive,time-slice,dedicated",
         (Trust::Fully, _) => "exclusive,time-slice,dedicated,mps,mps:equal",
     };
     let numbers = if question.tenants == 1 { "1".to_owned() } else { format!("1,{}", question.tenants) };
-    format!("sublet bench run --n {numbers} --modes {modes}")
+    Some(format!("sublet bench run --n {numbers} --modes {modes}"))
 }

@@ -158,7 +158,7 @@ fn answer<'a>(
             Some(result) => Measurements::of(result, load, gpu)?,
             None => (None, Vec::new()),
         };
-        remarks.extend(not_judged(question, gpu, measurements.as_ref(), result.is_some()));
+        remarks.extend(not_judged(question, gpu, measurements.as_ref()));
         let advice = advise::advise(question, gpu, measurements.as_ref(), host)?;
         let answer = Answer { gpu, advice, remarks };
         if answer.advice.is_ok() {
@@ -170,30 +170,27 @@ fn answer<'a>(
 }
 
 /// What the measurements leave open.
-fn not_judged(
-    question: &Question,
-    gpu: &Device,
-    measurements: Option<&Measurements<'_>>,
-    given: bool,
-) -> Vec<String> {
-    let measure = || format!("measure it with: {}", advise::measure_with(question, gpu));
+fn not_judged(question: &Question, gpu: &Device, measurements: Option<&Measurements<'_>>) -> Vec<String> {
     let mut remarks = Vec::new();
+    let Some(command) = advise::measure_with(question, gpu) else { return remarks };
     let measured = match measurements.map(|found| (found, found.verdict(question))) {
         Some((found, Verdict::NotMeasured)) => {
             let most = found.largest(question.trust).map_or_else(
                 || format!("no way that --trust {} allows was measured", question.trust.word()),
                 |most| format!("{} at once were not measured, and no more than {most}", question.tenants),
             );
-            remarks.push(format!("not measured: {most}; {}", measure()));
+            remarks.push(format!("not measured: {most}; measure it with: {command}"));
             false
         }
         Some((found, _)) => found.judge_times(),
         None => false,
     };
     if question.p99_ms.is_some() && !measured {
-        remarks.push(format!("a p99 cannot be judged without a measurement on such a GPU; {}", measure()));
-    } else if !given {
-        remarks.push(format!("nothing was measured; {}", measure()));
+        remarks.push(format!(
+            "a p99 cannot be judged without a measurement on such a GPU; measure it with: {command}"
+        ));
+    } else if measurements.is_none() {
+        remarks.push(format!("nothing was measured; measure it with: {command}"));
     }
     remarks
 }
