@@ -44,9 +44,12 @@ mod top;
 pub mod serve;
 
 mod preview;
+mod protection;
 pub mod setup;
 
 mod stack;
+
+mod advise;
 
 pub mod doctor;
 

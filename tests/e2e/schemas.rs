@@ -114,6 +114,10 @@ fn what_a_share_or_a_stack_would_get_and_how_it_is_offered() {
     let stack = file(&world, "compose.yaml", stack);
     let stack = judged(&world, "explain-stack.json", &["explain", "--compose", &stack]);
     assert_eq!(stack["fits"], false, "{stack}");
+    let advised = judged(&world, "advise.json", &["advise", "--tenants", "3"]);
+    assert!(advised["advice"]["paste"]["compose"].is_string(), "{advised}");
+    let none = judged(&world, "advise.json", &["advise", "--trust", "none"]);
+    assert!(none["why_not"].is_string(), "{none}");
     let listed = judged(&world, "cdi-list.json", &["cdi", "list"]);
     assert!(listed["devices"][0]["name"].is_string(), "{listed}");
     let engine = file(&world, "daemon.json", "{}");

@@ -18,7 +18,7 @@ mod samples;
 pub use figure::{Figure, digits};
 pub use page::html;
 pub use picture::svg;
-pub use result::{BenchResult, Cell, Measured, Mode, SCHEMA, Settings, Sharing};
+pub use result::{BenchResult, Cell, Measured, Mode, ResultError, SCHEMA, Settings, Sharing, Sm};
 
 /// What `sublet bench run` measures with.
 pub mod run {

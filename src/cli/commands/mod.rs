@@ -3,6 +3,7 @@
 #[macro_use]
 mod closed_output;
 
+mod advise;
 mod bench;
 mod bench_compare;
 mod bench_run;
@@ -71,6 +72,8 @@ enum Command {
     Refresh(refresh::Arguments),
     /// Show what a share, a stack of services or a container gets, what that protects and what not; changes nothing
     Explain(explain::Arguments),
+    /// Advise how many containers share a GPU best, as text to paste; each advice is one that would be placed
+    Advise(advise::Arguments),
     /// Wait until the driver is up and a share is free
     Wait(wait::Arguments),
     /// List leases, or release one
@@ -185,6 +188,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Top(arguments) => top::run(&arguments, &config),
         Command::Refresh(arguments) => refresh::run(&arguments, &config),
         Command::Explain(arguments) => explain::run(&arguments, &config),
+        Command::Advise(arguments) => advise::run(&arguments, &config),
         Command::Wait(arguments) => wait::run(&arguments, &config),
         Command::Lease(command) => lease::run(&command, &config),
         Command::Gc => gc::run(&config),

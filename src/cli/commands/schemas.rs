@@ -13,7 +13,7 @@ use super::mig_list::ListedGpu;
 use super::probe::Probed;
 use super::setup::Checked;
 use super::status::LastRefusal;
-use super::{ErrorObject, cdi, doctor};
+use super::{ErrorObject, advise, cdi, doctor};
 use crate::bench::BenchResult;
 use crate::mps_daemons::Listed;
 use crate::status::{LeaseOnDevice, Status};
@@ -58,7 +58,7 @@ struct EventKeys {
 }
 
 /// The name of each file, and its schema.
-fn all() -> [(&'static str, Schema); 17] {
+fn all() -> [(&'static str, Schema); 18] {
     [
         ("status.json", schemars::schema_for!(Status)),
         ("last-error.json", schemars::schema_for!(Option<LastRefusal>)),
@@ -69,6 +69,7 @@ fn all() -> [(&'static str, Schema); 17] {
         ("explain.json", schemars::schema_for!(OfShare<'_>)),
         ("explain-stack.json", schemars::schema_for!(OfStack<'_>)),
         ("explain-container.json", schemars::schema_for!(OfContainer)),
+        ("advise.json", schemars::schema_for!(advise::Document<'_>)),
         ("events.json", schemars::schema_for!(EventKeys)),
         ("cdi-list.json", schemars::schema_for!(cdi::Document<'_>)),
         ("doctor.json", schemars::schema_for!(doctor::Document<'_>)),

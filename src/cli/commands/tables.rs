@@ -10,6 +10,7 @@ use comfy_table::{Table, presets};
 pub enum Format {
     /// Aligned columns.
     #[default]
+    #[value(alias = "text")]
     Table,
     /// One JSON document.
     Json,

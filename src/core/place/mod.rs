@@ -30,7 +30,7 @@ use crate::ledger::{Lease, LeaseId, LeasedMigDevice, Ledger};
 use crate::request::Request;
 use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority};
 
-pub use bookings::{Bookings, bookings};
+pub use bookings::{Bookings, SERVER_BYTES, bookings};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
 pub use fit_rules::client_limit;
 pub use refusal::Refusal;
