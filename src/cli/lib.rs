@@ -4,9 +4,13 @@
 
 mod cached_files;
 mod http;
+mod libcuda;
 mod nvml_mig;
+mod own_root;
 mod peer;
 mod yaml;
+
+mod load;
 
 pub mod names;
 
@@ -33,14 +37,19 @@ mod metrics;
 
 mod shown;
 
+mod bench;
+
 mod top;
 
 pub mod serve;
 
 mod preview;
+mod protection;
 pub mod setup;
 
 mod stack;
+
+mod advise;
 
 pub mod doctor;
 

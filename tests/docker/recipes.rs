@@ -1,10 +1,11 @@
 //! docs/recipes.md: every share in it is one that sublet grants, and, in the root that tests/engines/enter
 //! gives, Compose and Quadlet read every file in it.
 
+use std::path::Path;
 use std::process::Command;
 
 use sublet_e2e::docker::skip_unless_engines;
-use sublet_e2e::{World, skip_unless_root};
+use sublet_e2e::{Bundle, World, skip_unless_root};
 
 const RECIPES: &str = include_str!("../../docs/recipes.md");
 
@@ -26,13 +27,27 @@ fn block(text: &str, first: &str) -> String {
 }
 
 fn recipes() -> Vec<Recipe> {
-    let sections = RECIPES.split("\n## ").skip(1);
+    let (first, _) = RECIPES.split_once("\n# A home server\n").expect("the recipes come first");
+    let sections = first.split("\n## ").skip(1);
     let recipe = |section: &'static str| Recipe {
         name: section.lines().next().expect("a heading"),
         compose: block(section, "services:"),
         quadlet: block(section, "[Container]"),
     };
     sections.map(recipe).collect()
+}
+
+/// config/home-server: its Compose file with each of its units.
+fn home_server() -> Vec<Recipe> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../config/home-server");
+    let read = |name: &str| std::fs::read_to_string(dir.join(name)).expect("it is there");
+    let names = ["ollama", "jellyfin", "whisper", "immich-machine-learning"];
+    let recipe = |name: &'static str| Recipe {
+        name,
+        compose: read("compose.yaml"),
+        quadlet: read(&format!("{name}.container")),
+    };
+    names.into_iter().map(recipe).collect()
 }
 
 impl Recipe {
@@ -66,6 +81,7 @@ fn each_asks_for_a_share_that_is_granted_and_for_the_same_by_both() {
         "Triton Inference Server",
         "Jupyter",
         "ffmpeg",
+        "Jellyfin",
     ];
     assert_eq!(names, all);
     for recipe in recipes {
@@ -89,12 +105,34 @@ fn each_asks_for_a_share_that_is_granted_and_for_the_same_by_both() {
 }
 
 #[test]
+fn ollama_and_jellyfin_run_on_one_gpu_whichever_starts_first() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let recipes = recipes();
+    let of = |name: &str| recipes.iter().find(|recipe| recipe.name == name).expect("in docs/recipes.md");
+    for order in [["Ollama", "Jellyfin"], ["Jellyfin", "Ollama"]] {
+        let asked = order.map(|name| of(name).quadlet_annotations());
+        let bundles = order.into_iter().zip(&asked).map(|(name, asked)| {
+            let pairs: Vec<_> = asked.iter().filter_map(|line| line.split_once('=')).collect();
+            world.bundle(&name.to_lowercase(), &pairs, &["/bin/sleep", "120"])
+        });
+        let bundles: Vec<_> = bundles.collect();
+        bundles.iter().for_each(Bundle::up);
+        assert_eq!(world.leases().len(), 2, "{order:?}");
+        bundles.iter().for_each(Bundle::down);
+        world.assert_empty();
+    }
+}
+
+#[test]
 fn compose_and_quadlet_read_each() {
     if skip_unless_engines() {
         return;
     }
     let dir = tempfile::tempdir().expect("a directory");
-    for recipe in recipes() {
+    for recipe in recipes().into_iter().chain(home_server()) {
         let file = dir.path().join("compose.yaml");
         std::fs::write(&file, &recipe.compose).expect("it is written");
         let mut compose = Command::new("docker-compose");

@@ -51,6 +51,12 @@ fn the_state_of_a_host_and_its_past() {
     }
     let world = World::simulated("a100x2-mig", "");
     assert_eq!(judged(&world, "last-error.json", &["status", "--last-error"]), Value::Null);
+    judged(&world, "bench.json", &["bench", "show", "published"]);
+    let measured =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/evidence/2026-11-23-h200-sharing-yolos.json");
+    let measured = measured.display().to_string();
+    judged(&world, "bench.json", &["bench", "show", &measured]);
+    judged(&world, "bench-comparison.json", &["bench", "compare", "published", &measured]);
     let bundles = ["0:0", "1"].map(|gpu| {
         let id = format!("on-{}", &gpu[..1]);
         let bundle = world.bundle(&id, &[("sublet.gpu", gpu), ("sublet.sm", "25")], HOLD);
@@ -108,6 +114,10 @@ fn what_a_share_or_a_stack_would_get_and_how_it_is_offered() {
     let stack = file(&world, "compose.yaml", stack);
     let stack = judged(&world, "explain-stack.json", &["explain", "--compose", &stack]);
     assert_eq!(stack["fits"], false, "{stack}");
+    let advised = judged(&world, "advise.json", &["advise", "--tenants", "3"]);
+    assert!(advised["advice"]["paste"]["compose"].is_string(), "{advised}");
+    let none = judged(&world, "advise.json", &["advise", "--trust", "none"]);
+    assert!(none["why_not"].is_string(), "{none}");
     let listed = judged(&world, "cdi-list.json", &["cdi", "list"]);
     assert!(listed["devices"][0]["name"].is_string(), "{listed}");
     let engine = file(&world, "daemon.json", "{}");

@@ -1,32 +1,26 @@
 //! `sublet doctor --run`: runs a test container that reports what it got. It needs no image and no
 //! network: its root filesystem is this program and the C library that it runs with.
 
-use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder};
-use std::io::ErrorKind;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::process::CommandExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use clap::ValueEnum;
-use nix::sys::signal::{SigSet, Signal};
-use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use super::probe::Probed;
+use super::stop::Stop;
 use super::tables::{self, Format};
-use sublet_core::process::child::{self, ChildError};
+use crate::own_root::{STEP_LIMIT, answer, import};
+use sublet_core::process::child;
 use sublet_core::request::{self, Request};
 use sublet_core::share::{Mode, bytes_of_process};
-use sublet_core::text::safe;
 
 /// The longest `sublet.wait`, the creation of a MIG instance, and the engine's container start together.
 const RUN_LIMIT: Duration = Duration::from_secs(240);
-
-/// Limit for packing a few files with tar, importing them, or removing the image.
-const STEP_LIMIT: Duration = Duration::from_secs(60);
 
 /// An engine that can run the probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -53,13 +47,6 @@ impl Engine {
         }
     }
 }
-
-/// The libraries of glibc that libcuda needs (glibc before 2.34 is split into several files).
-const LIBRARIES: [&str; 5] = ["libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"];
-
-/// The path of the loader, as programs name it (the psABI of each machine).
-const LOADER: &str =
-    if cfg!(target_arch = "x86_64") { "lib64/ld-linux-x86-64.so.2" } else { "lib/ld-linux-aarch64.so.1" };
 
 /// Runs the probe with `annotations`. It fails if the container gets no GPU or sees another container's GPU. A share
 /// in MPS mode also fails without an MPS server, or with more memory than its limit.
@@ -129,22 +116,6 @@ fn table(probed: &Probed) -> String {
     tables::table(&["PROBE", "SAW"], rows.map(|(name, value)| vec![name.to_owned(), value]).to_vec())
 }
 
-/// Records a signal that asks this program to end (Ctrl-C, `systemctl stop`, a closed terminal).
-struct Stop(SignalFd);
-
-impl Stop {
-    /// From here on these signals are recorded and do not end the program.
-    fn listen() -> anyhow::Result<Self> {
-        let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().collect();
-        signals.thread_block()?;
-        Ok(Self(SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?))
-    }
-
-    fn is_wanted(&self) -> bool {
-        matches!(self.0.read_signal(), Ok(Some(_)))
-    }
-}
-
 /// The image, the directory it is built in, and the container. All are removed on drop.
 struct ProbeContainer<'a> {
     stop: &'a Stop,
@@ -168,13 +139,7 @@ impl<'a> ProbeContainer<'a> {
 
     fn with_image(engine: &'a str, stop: &'a Stop) -> anyhow::Result<Self> {
         let made = Self::new(engine, stop)?;
-        let (root, archive) = (made.dir.join("root"), made.dir.join("root.tar"));
-        lay_out(&root)?;
-        // Neither command is interrupted: an engine stopped during an import may finish it after the clean-up.
-        let whole = || false;
-        let mut tar = Command::new("tar");
-        answer(tar.arg("-C").arg(&root).arg("-cf").arg(&archive).arg("."), STEP_LIMIT, &whole)?;
-        answer(Command::new(engine).arg("import").arg(&archive).arg(&made.image), STEP_LIMIT, &whole)?;
+        import(engine, &made.dir, &made.image)?;
         Ok(made)
     }
 
@@ -206,70 +171,10 @@ impl Drop for ProbeContainer<'_> {
     }
 }
 
-/// Copies this program to /sublet, and each library to the path at which the loader finds it on this host.
-fn lay_out(root: &Path) -> anyhow::Result<()> {
-    for name in ["dev", "proc", "sys", "tmp", "run", "etc"] {
-        fs::create_dir_all(root.join(name))?;
-    }
-    let copy = |from: &Path, to: &Path| {
-        fs::create_dir_all(to.parent().unwrap_or(root))?;
-        fs::copy(from, to).with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))
-    };
-    copy(Path::new("/proc/self/exe"), &root.join("sublet"))?;
-    let mapped = mapped(&fs::read_to_string("/proc/self/maps")?);
-    let libc = mapped.iter().find(|path| path.ends_with("libc.so.6")).and_then(|path| path.parent());
-    let Some(directory) = libc else {
-        bail!(
-            "this sublet is linked statically, so it cannot load libcuda in a container: use a sublet that is \
-         linked dynamically"
-        )
-    };
-    let others = LIBRARIES.iter().map(|name| directory.join(name)).filter(|path| path.is_file());
-    let all: BTreeSet<PathBuf> = others.chain(mapped.iter().cloned()).collect();
-    for path in &all {
-        copy(path, &root.join(path.strip_prefix("/").unwrap_or(path)))?;
-    }
-    copy(&Path::new("/").join(LOADER), &root.join(LOADER))?;
-    Ok(())
-}
-
-/// The paths of the libraries in the text of `/proc/self/maps`.
-fn mapped(maps: &str) -> BTreeSet<PathBuf> {
-    let paths = maps.lines().filter_map(|line| line.find('/').map(|at| PathBuf::from(&line[at..])));
-    let library = |path: &PathBuf| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        name.contains(".so.") && path.is_file()
-    };
-    paths.filter(library).collect()
-}
-
-/// The output of a program; if it fails, an error with its message.
-fn answer(command: &mut Command, limit: Duration, stop: &dyn Fn() -> bool) -> anyhow::Result<String> {
-    let name = command.get_program().to_string_lossy().into_owned();
-    // A process group of its own: Ctrl-C at a terminal signals the whole group, and only this program should receive
-    // it.
-    let finished = match child::run_until(command.process_group(0), limit, stop) {
-        Ok(finished) => finished,
-        Err(ChildError::Io(error)) if error.kind() == ErrorKind::Interrupted => {
-            bail!("interrupted; the container and its image were removed")
-        }
-        Err(ChildError::Io(error)) => return Err(error).with_context(|| format!("cannot run {name}")),
-        Err(ChildError::Timeout) => {
-            bail!("{name} took longer than {} s and was killed: does `{name} ps` answer?", limit.as_secs())
-        }
-    };
-    if !finished.status.success() {
-        let words = finished.stderr.trim().replace('\n', " ");
-        let pieces: Vec<char> = words.chars().take(1000).collect();
-        let words: String = pieces.chunks(100).map(|piece| safe(&piece.iter().collect::<String>())).collect();
-        bail!("{name}: {words}");
-    }
-    Ok(finished.stdout)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nix::sys::signal::Signal;
     use sublet_core::config::Config;
 
     /// Checks the error `expected` and the clean-up commands when the engine's `run` never ends.

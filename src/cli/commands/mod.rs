@@ -3,6 +3,11 @@
 #[macro_use]
 mod closed_output;
 
+mod advise;
+mod bench;
+mod bench_compare;
+mod bench_run;
+mod bench_show;
 mod cdi;
 mod config;
 mod config_check;
@@ -31,6 +36,7 @@ mod schemas;
 mod serve;
 mod setup;
 mod status;
+mod stop;
 mod tables;
 mod top;
 mod user_view;
@@ -66,6 +72,8 @@ enum Command {
     Refresh(refresh::Arguments),
     /// Show what a share, a stack of services or a container gets, what that protects and what not; changes nothing
     Explain(explain::Arguments),
+    /// Advise how many containers share a GPU best, as text to paste; each advice is one that would be placed
+    Advise(advise::Arguments),
     /// Wait until the driver is up and a share is free
     Wait(wait::Arguments),
     /// List leases, or release one
@@ -90,6 +98,15 @@ enum Command {
     /// List, plan and change the MIG instances of GPUs
     #[command(subcommand)]
     Mig(mig::Command),
+    /// Measure what sharing a GPU costs, with built-in loads or your own image
+    #[command(subcommand)]
+    Bench(bench::Command),
+    /// Use the GPU in this container again and again; `sublet bench` runs it there
+    #[command(hide = true)]
+    Load {
+        /// What one iteration does
+        load: crate::load::Load,
+    },
     /// Check this host; each failed check comes with its fix. Exit code 1 if a check fails
     Doctor(doctor::Arguments),
     /// Report what this container got; `sublet doctor --run` runs it in a container
@@ -161,12 +178,17 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
     if let Command::Probe = command {
         return probe::run();
     }
+    if let Command::Load { load } = command {
+        crate::load::run(load).map_err(anyhow::Error::msg)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let config = sublet_core::config_files::load()?;
     match command {
         Command::Status(arguments) => status::run(&arguments, &config),
         Command::Top(arguments) => top::run(&arguments, &config),
         Command::Refresh(arguments) => refresh::run(&arguments, &config),
         Command::Explain(arguments) => explain::run(&arguments, &config),
+        Command::Advise(arguments) => advise::run(&arguments, &config),
         Command::Wait(arguments) => wait::run(&arguments, &config),
         Command::Lease(command) => lease::run(&command, &config),
         Command::Gc => gc::run(&config),
@@ -179,7 +201,8 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Mig(command) => mig::run(&command, &config),
         Command::Setup(arguments) => setup::run(&arguments, &config),
         Command::Serve => serve::run(&config),
-        Command::Config(_) | Command::Doctor(_) | Command::Probe => {
+        Command::Bench(command) => bench::run(&command, &config),
+        Command::Config(_) | Command::Doctor(_) | Command::Probe | Command::Load { .. } => {
             unreachable!("handled above, before the configuration has to be valid")
         }
     }

@@ -2,6 +2,8 @@
 //! and none is ever renamed.
 
 use super::explain_error::ExplainError;
+use crate::advise::AdviseError;
+use crate::bench::ResultError;
 use crate::names::NoLease;
 use crate::stack::NotPlaced;
 use sublet_core::admit::AdmitError;
@@ -34,7 +36,11 @@ fn known(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     if let Some(error) = error.downcast_ref() {
         return Some(of_broker(error));
     }
+    if let Some(error) = error.downcast_ref() {
+        return Some(of_advice(error));
+    }
     match () {
+        () if error.is::<ResultError>() => error_is("bad-file"),
         () if error.is::<LedgerError>() => error_is("state"),
         () if error.is::<RequestError>() => error_is("bad-request"),
         () if error.is::<ConfigError>() => error_is("bad-configuration"),
@@ -55,6 +61,17 @@ fn known(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
 /// The word for a refusal. `sublet refresh` ran as a program of its own: what it failed with is found again.
 fn of_admission(error: &AdmitError) -> &'static str {
     if let AdmitError::Own(_) = error { of_refresh() } else { error.reason() }
+}
+
+/// The word for a question that has no answer.
+const fn of_advice(error: &AdviseError) -> &'static str {
+    match error {
+        AdviseError::NoGpu | AdviseError::NotThatGpu { .. } | AdviseError::Memory { .. } => "never-fits",
+        AdviseError::Result(_) => "bad-file",
+        AdviseError::Tenants(_) | AdviseError::P99 | AdviseError::Load(_) | AdviseError::LoadOfNothing => {
+            "bad-usage"
+        }
+    }
 }
 
 /// The word for a container of a stack that gets no share.

@@ -6,13 +6,15 @@ use std::path::{Path, PathBuf};
 use schemars::{JsonSchema, Schema};
 use sublet_core::events::{Event, Kind};
 
+use super::bench_compare::Comparison;
 use super::explain::{OfContainer, OfShare, OfStack};
 use super::mig::Planned;
 use super::mig_list::ListedGpu;
 use super::probe::Probed;
 use super::setup::Checked;
 use super::status::LastRefusal;
-use super::{ErrorObject, cdi, doctor};
+use super::{ErrorObject, advise, cdi, doctor};
+use crate::bench::BenchResult;
 use crate::mps_daemons::Listed;
 use crate::status::{LeaseOnDevice, Status};
 
@@ -56,7 +58,7 @@ struct EventKeys {
 }
 
 /// The name of each file, and its schema.
-fn all() -> [(&'static str, Schema); 15] {
+fn all() -> [(&'static str, Schema); 18] {
     [
         ("status.json", schemars::schema_for!(Status)),
         ("last-error.json", schemars::schema_for!(Option<LastRefusal>)),
@@ -67,11 +69,14 @@ fn all() -> [(&'static str, Schema); 15] {
         ("explain.json", schemars::schema_for!(OfShare<'_>)),
         ("explain-stack.json", schemars::schema_for!(OfStack<'_>)),
         ("explain-container.json", schemars::schema_for!(OfContainer)),
+        ("advise.json", schemars::schema_for!(advise::Document<'_>)),
         ("events.json", schemars::schema_for!(EventKeys)),
         ("cdi-list.json", schemars::schema_for!(cdi::Document<'_>)),
         ("doctor.json", schemars::schema_for!(doctor::Document<'_>)),
         ("doctor-run.json", schemars::schema_for!(Probed)),
         ("setup-check.json", schemars::schema_for!(Checked<'_>)),
+        ("bench.json", schemars::schema_for!(BenchResult)),
+        ("bench-comparison.json", schemars::schema_for!(Comparison)),
         ("error.json", schemars::schema_for!(ErrorObject<'_>)),
     ]
 }

@@ -10,6 +10,7 @@ use comfy_table::{Table, presets};
 pub enum Format {
     /// Aligned columns.
     #[default]
+    #[value(alias = "text")]
     Table,
     /// One JSON document.
     Json,
@@ -40,10 +41,10 @@ fn with_bold_header(mut lines: Vec<String>) -> String {
 
 /// A column: its header, and how soon it goes where there is no room for all. 0 never goes.
 #[derive(Clone, Copy, Debug)]
-pub struct Column(pub &'static str, pub u8);
+pub struct Column<'a>(pub &'a str, pub u8);
 
 /// [`table`] with as many of `columns` as fit into `width` characters; all of them where that is not known.
-pub fn fitting(columns: &[Column], rows: &[Vec<String>], width: Option<usize>) -> String {
+pub fn fitting(columns: &[Column<'_>], rows: &[Vec<String>], width: Option<usize>) -> String {
     let mut kept: Vec<usize> = (0..columns.len()).collect();
     loop {
         let header: Vec<&str> = kept.iter().map(|&at| columns[at].0).collect();

@@ -10,7 +10,7 @@ use crate::share::units::MIB;
 use crate::share::{Isolation, Mode, Percent};
 
 /// Device memory that an MPS server itself takes (measured; docs/evidence).
-pub(super) const SERVER_BYTES: u64 = 66 * MIB;
+pub const SERVER_BYTES: u64 = 66 * MIB;
 
 /// The bookings of one device.
 #[derive(Clone, Debug, PartialEq)]

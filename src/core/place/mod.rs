@@ -1,5 +1,6 @@
 //! Which device serves a request: [`Request`], [`Inventory`] and [`Ledger`] in, [`Placement`] out. Pure.
 
+mod advice;
 mod bookings;
 mod dynamic_mig_order;
 mod fit;
@@ -9,6 +10,8 @@ mod fit_rules;
 pub mod fixture;
 #[cfg(test)]
 mod mig_tests;
+#[cfg(test)]
+mod pairs_tests;
 mod refusal;
 mod select;
 #[cfg(test)]
@@ -16,7 +19,6 @@ pub mod tests;
 mod want;
 
 use std::collections::BTreeSet;
-use std::num::NonZeroU32;
 
 use fit::Fit;
 use want::{Misfit, World};
@@ -28,7 +30,7 @@ use crate::ledger::{Lease, LeaseId, LeasedMigDevice, Ledger};
 use crate::request::Request;
 use crate::share::{Devices, Guarding, Isolation, Memory, MigCapability, Mode, Percent, Priority};
 
-pub use bookings::{Bookings, bookings};
+pub use bookings::{Bookings, SERVER_BYTES, bookings};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
 pub use fit_rules::client_limit;
 pub use refusal::Refusal;
@@ -84,7 +86,7 @@ pub fn place(
         ..placement
     };
     find(request, id, world).map(told).map_err(|mut refusal| {
-        for advice in [elsewhere(request, id, world), dedicated(request, id, world)].into_iter().flatten() {
+        for advice in advice::advice(request, id, world) {
             refusal.message += "; ";
             refusal.message += &advice;
         }
@@ -96,27 +98,6 @@ pub fn place(
 fn neighbours(devices: &[String], id: &LeaseId, ledger: &Ledger) -> usize {
     let beside = |lease: &&Lease| lease.id != *id && lease.devices.iter().any(|uuid| devices.contains(uuid));
     ledger.leases.iter().filter(beside).count()
-}
-
-/// A GPU that would take the request, if the GPU that the request names exists and does not take it.
-fn elsewhere(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
-    let Devices::These(named) = &request.devices else { return None };
-    if named.len() != 1 || wants_mig(request) {
-        return None;
-    }
-    select::slots(request, world.inventory, world.config).ok()?;
-    let anywhere = Request { devices: Devices::Any(NonZeroU32::MIN), ..request.clone() };
-    let found = find(&anywhere, id, world).ok()?;
-    let device = world.inventory.device(found.devices.first()?)?;
-    Some(format!("{} would take it: name that one, or leave out sublet.gpu", device.label()))
-}
-
-/// Where an MPS server of its own would fit and the device's common one does not.
-fn dedicated(request: &Request, id: &LeaseId, world: World<'_>) -> Option<String> {
-    let by_mps = matches!(request.mode, Some(Mode::Mps)) && request.isolation == Isolation::Shared;
-    let alone = Request { isolation: Isolation::Dedicated, ..request.clone() };
-    let fits = by_mps && find(&alone, id, world).is_ok();
-    fits.then(|| "with sublet.isolation=dedicated it would fit, in turns with the others there".to_owned())
 }
 
 /// [`place`], with the bare reason.

@@ -110,11 +110,15 @@ fn describe(device: &Device, misfit: &Misfit, ledger: &Ledger, config: &Config) 
 
 /// As `3f2a9c1b2d4e (mps, 25 % SM, 8 GiB)`.
 fn holder(lease: &Lease) -> String {
-    let short: String = lease.container.id.chars().take(12).collect();
     let mut parts = vec![lease.mode.to_string()];
     parts.extend(lease.sm.map(|sm| format!("{sm} % SM")));
     parts.extend(lease.memory_bytes.map(show_bytes));
-    format!("{} ({})", safe(&short), parts.join(", "))
+    format!("{} ({})", short(lease), parts.join(", "))
+}
+
+/// A container's id as engines abbreviate it.
+pub(super) fn short(lease: &Lease) -> String {
+    safe(&lease.container.id.chars().take(12).collect::<String>())
 }
 
 /// What `device` would take now.
@@ -144,7 +148,7 @@ fn room(device: &Device, ledger: &Ledger, config: &Config) -> Option<String> {
 }
 
 /// The first few of `texts`, and the number of the others.
-fn some(texts: impl Iterator<Item = String>, between: &str) -> String {
+pub(super) fn some(texts: impl Iterator<Item = String>, between: &str) -> String {
     let mut texts: Vec<String> = texts.collect();
     let others = texts.len().saturating_sub(NAMED);
     texts.truncate(NAMED);

@@ -27,11 +27,11 @@ pub(crate) fn ledger(leases: Vec<Lease>) -> Ledger {
     Ledger { leases, ..Ledger::empty("boot") }
 }
 
-fn mps(sm: u32, gib: u64) -> Request {
+pub(crate) fn mps(sm: u32, gib: u64) -> Request {
     Request { sm: Some(percent(sm)), memory: Some(Memory::Bytes(gib * GIB)), ..request(Mode::Mps) }
 }
 
-fn leased(n: u64, gpu: &str, sm: u32, gib: u64) -> Lease {
+pub(crate) fn leased(n: u64, gpu: &str, sm: u32, gib: u64) -> Lease {
     Lease {
         mode: Mode::Mps,
         daemon: Some(DaemonKey(gpu.into())),
@@ -41,11 +41,15 @@ fn leased(n: u64, gpu: &str, sm: u32, gib: u64) -> Lease {
     }
 }
 
-fn placed(request: &Request, inventory: &Inventory, ledger: &Ledger) -> Result<Placement, Box<Refusal>> {
+pub(crate) fn placed(
+    request: &Request,
+    inventory: &Inventory,
+    ledger: &Ledger,
+) -> Result<Placement, Box<Refusal>> {
     place(request, &id(), inventory, ledger, &Config::default())
 }
 
-fn refused(request: &Request, inventory: &Inventory, ledger: &Ledger) -> Refusal {
+pub(crate) fn refused(request: &Request, inventory: &Inventory, ledger: &Ledger) -> Refusal {
     *placed(request, inventory, ledger).unwrap_err()
 }
 

@@ -98,7 +98,7 @@ impl Malformed {
 pub(crate) const PERCENT_ALLOWED: &str = "a percentage over 0 up to 100, such as 25, 25% or 12.5";
 
 /// What [`parse_memory`] takes, for messages.
-pub(crate) const MEMORY_ALLOWED: &str =
+pub const MEMORY_ALLOWED: &str =
     "an amount of 1MiB or more with a unit, such as 8GiB or 8192MiB, or a percentage up to 100%, such as 25%";
 
 /// What [`parse_duration`] takes, for messages.
@@ -143,7 +143,7 @@ fn decimal_percent(text: &str) -> Option<Percent> {
 /// # Errors
 /// Anything else. Also less than 1 MiB, because amounts are booked in whole MiB, and a bare number, because it could
 /// mean GiB, MiB, bytes or percent.
-pub(crate) fn parse_memory(text: &str) -> Result<Memory, Malformed> {
+pub fn parse_memory(text: &str) -> Result<Memory, Malformed> {
     if let Some(share) = text.strip_suffix('%') {
         return decimal_percent(share).map(Memory::Share).ok_or_else(Malformed::default);
     }

@@ -5,7 +5,7 @@ use std::fmt;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::protection::{does_not_protect, protects};
+use crate::protection::{does_not_protect, protects};
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::Lease;
 use sublet_core::place::Placement;

@@ -5,11 +5,13 @@ mod edits;
 mod of_container;
 mod of_share;
 mod of_stack;
-mod protection;
 mod whose;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+
+pub use of_share::inventory_for;
+pub use whose::{remark as remark_on_whose, whose};
 
 use super::explain_error::ExplainError;
 use super::tables::Format;
@@ -76,7 +78,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         return of_container::run(container, arguments, config);
     }
     if let Some(file) = &arguments.compose {
-        let whose = whose::whose(arguments.rootless, config);
+        let whose = whose(arguments.rootless, config);
         return of_stack::run(
             &stack::compose(file).map_err(ExplainError::from)?,
             whose,

@@ -1,4 +1,5 @@
-//! A libcuda that loads, makes one context and says what that got: all that `sublet probe` asks.
+//! A libcuda that loads, makes one context and says what that got, and takes calls that compute without computing: what
+//! `sublet probe` and `sublet load` ask.
 
 #![allow(unsafe_code, reason = "C ABI")]
 
@@ -114,4 +115,97 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_in
 pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut u64, total: *mut u64) -> c_int {
     // SAFETY: the caller's promise.
     unsafe { tell(free, |got| got.free_mib << 20).max(tell(total, |got| got.total_mib << 20)) }
+}
+
+/// How long the simulated device takes for everything that was started before `cuCtxSynchronize`.
+const BUSY: std::time::Duration = std::time::Duration::from_millis(1);
+
+/// `cuModuleLoadData` of cuda.h: every text is a module.
+///
+/// # Safety
+/// `module` is null or points to a pointer that may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, _image: *const c_void) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { tell(module, |_| std::ptr::null_mut()) }
+}
+
+/// `cuModuleGetFunction` of cuda.h: every module has every kernel.
+///
+/// # Safety
+/// `function` is null or points to a pointer that may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuModuleGetFunction(
+    function: *mut *mut c_void,
+    _module: *mut c_void,
+    _name: *const c_void,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { tell(function, |_| std::ptr::null_mut()) }
+}
+
+/// `cuMemAlloc` of cuda.h: an address that nothing is behind, if the share has so much memory.
+///
+/// # Safety
+/// `address` is null or points to an address that may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> c_int {
+    const OUT_OF_MEMORY: c_int = 2;
+    match &*GOT {
+        Ok(got) if bytes as u64 > got.free_mib << 20 => OUT_OF_MEMORY,
+        // SAFETY: the caller's promise.
+        _ => unsafe { tell(address, |_| 0x7f00_0000_0000) },
+    }
+}
+
+/// `cuMemsetD32` of cuda.h: nothing is behind the address.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemsetD32_v2(_address: u64, _value: c_uint, _words: usize) -> c_int {
+    0
+}
+
+/// `cuMemAllocHost` of cuda.h: ordinary memory, which is never freed.
+///
+/// # Safety
+/// `memory` is null or points to a pointer that may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAllocHost_v2(memory: *mut *mut c_void, bytes: usize) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { tell(memory, |_| vec![0_u8; bytes].leak().as_mut_ptr().cast()) }
+}
+
+/// `cuMemcpyHtoD` of cuda.h: nothing is behind the device's address.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemcpyHtoD_v2(_to: u64, _from: *const c_void, _bytes: usize) -> c_int {
+    0
+}
+
+/// `cuMemcpyDtoH` of cuda.h: the device's memory is full of the float 1.
+///
+/// # Safety
+/// `to` is null or `bytes` bytes may be written to it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, _from: u64, bytes: usize) -> c_int {
+    if to.is_null() {
+        return 1;
+    }
+    // SAFETY: the caller's promise.
+    let memory = unsafe { std::slice::from_raw_parts_mut(to.cast::<u8>(), bytes) };
+    for float in memory.chunks_exact_mut(4) {
+        float.copy_from_slice(&1_f32.to_ne_bytes());
+    }
+    0
+}
+
+/// `cuLaunchKernel` of cuda.h: nothing is computed, so it takes none of its arguments from the registers and the stack.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuLaunchKernel() -> c_int {
+    0
+}
+
+/// `cuCtxSynchronize` of cuda.h.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuCtxSynchronize() -> c_int {
+    std::thread::sleep(BUSY);
+    0
 }

@@ -1,0 +1,140 @@
+//! A way to share, as annotations of each tenant.
+
+use std::collections::BTreeMap;
+
+use super::{Found, Host, Question, Trust};
+use crate::bench::{Mode, Sharing};
+use sublet_core::inventory::Device;
+use sublet_core::place::{SERVER_BYTES, bookings};
+use sublet_core::share::units::MIB;
+use sublet_core::share::{Isolation, Percent};
+
+/// Equal parts of the memory are rounded down to this, in bytes.
+const STEP: u64 = 256 * MIB;
+
+/// A way to share.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    /// The mode.
+    pub mode: Mode,
+    /// The same for each tenant.
+    pub annotations: BTreeMap<String, String>,
+    /// The memory of each that the annotations limit.
+    pub memory_bytes: Option<u64>,
+    /// What was measured of it.
+    pub found: Option<Found>,
+}
+
+impl Candidate {
+    /// `mode` for the tenants of `question` on `gpu`; `None` if the memory that they need is not in it.
+    pub fn new(
+        mode: &Mode,
+        found: Option<Found>,
+        question: &Question,
+        gpu: &Device,
+        host: Host<'_>,
+    ) -> Option<Self> {
+        if mode.sharing == Sharing::Mig && !mig_suits(mode, question, gpu, host) {
+            return None;
+        }
+        let memory_bytes = memory(mode, question, gpu, host);
+        let mut annotations = shape(mode, host);
+        if let Some(bytes) = memory_bytes {
+            annotations.insert("sublet.memory".to_owned(), amount(bytes));
+        }
+        if let Some(sm) = mode.sm.filter(|_| matches!(mode.sharing, Sharing::Mps | Sharing::Dedicated)) {
+            annotations.insert("sublet.sm".to_owned(), percent(sm.percent(question.tenants)));
+        }
+        // Whole GPUs for several tenants are several GPUs.
+        let any = mode.sharing == Sharing::Exclusive && !question.named;
+        if host.inventory.gpus().count() > 1 && !any {
+            annotations.insert("sublet.gpu".to_owned(), gpu.number());
+        }
+        Some(Self { mode: mode.clone(), annotations, memory_bytes, found })
+    }
+
+    /// It without a limit on memory.
+    pub fn without_memory(mut self) -> Self {
+        self.annotations.remove("sublet.memory");
+        self.memory_bytes = None;
+        self
+    }
+}
+
+/// The annotations of a mode without its amounts.
+fn shape(mode: &Mode, host: Host<'_>) -> BTreeMap<String, String> {
+    let dedicated_is_default = host.config.defaults.isolation == Isolation::Dedicated;
+    let pairs: &[(&str, &str)] = match (mode.sharing, &mode.profile) {
+        (Sharing::Exclusive, _) => &[("mode", "exclusive")],
+        (Sharing::TimeSlice, _) => &[("mode", "time-slice")],
+        (Sharing::Mps, _) if dedicated_is_default => &[("mode", "mps"), ("isolation", "shared")],
+        (Sharing::Mps, _) => &[("mode", "mps")],
+        (Sharing::Dedicated, _) => &[("mode", "mps"), ("isolation", "dedicated")],
+        (Sharing::Mig, Some(profile)) => &[("mig", profile.as_str())],
+        (Sharing::Mig, None) => &[("mode", "mig")],
+    };
+    pairs.iter().map(|(key, value)| (format!("sublet.{key}"), (*value).to_owned())).collect()
+}
+
+/// What each tenant is limited to.
+fn memory(mode: &Mode, question: &Question, gpu: &Device, host: Host<'_>) -> Option<u64> {
+    let servers = match mode.sharing {
+        Sharing::Exclusive => return None,
+        // A profile has its own; without one the size chooses an instance.
+        Sharing::Mig => return asked(question, gpu).filter(|_| mode.profile.is_none()),
+        Sharing::Mps => 1,
+        Sharing::TimeSlice | Sharing::Dedicated => u64::from(question.tenants),
+    };
+    Some(asked(question, gpu).unwrap_or_else(|| equal_part(question.tenants, servers, gpu, host)))
+}
+
+/// What each tenant needs, in bytes.
+pub fn asked(question: &Question, gpu: &Device) -> Option<u64> {
+    question.memory.map(|memory| memory.on(gpu.memory_bytes))
+}
+
+/// An equal part of what may be booked now, beside so many MPS servers.
+fn equal_part(tenants: u32, servers: u64, gpu: &Device, host: Host<'_>) -> u64 {
+    let free = bookings(gpu, host.ledger, host.config).memory_free;
+    let each = free.saturating_sub(servers.saturating_mul(SERVER_BYTES)) / u64::from(tenants.max(1));
+    // Less is for the placing to refuse.
+    (each / STEP * STEP).max(STEP)
+}
+
+/// Whether MIG devices of this kind have the memory, and share none of it where nobody is trusted.
+fn mig_suits(mode: &Mode, question: &Question, gpu: &Device, host: Host<'_>) -> bool {
+    let of_kind = |device: &Device| mode.profile.as_deref().is_none_or(|profile| profile == device.kind());
+    let devices: Vec<_> =
+        host.inventory.mig_devices_of(&gpu.uuid).filter(|(device, _)| of_kind(device)).collect();
+    let alone = devices.iter().all(|(_, part)| part.siblings.is_empty());
+    let needs = asked(question, gpu).filter(|_| mode.profile.is_some()).unwrap_or_default();
+    let enough = devices.iter().all(|(device, _)| own_memory(device) >= needs);
+    enough && (alone || question.trust != Trust::Not)
+}
+
+/// The memory of a MIG device; of one that shares it with other compute instances, its part.
+pub fn own_memory(device: &Device) -> u64 {
+    let part = device.mig_device.as_ref().filter(|part| !part.siblings.is_empty());
+    part.map_or(device.memory_bytes, |part| {
+        let (own, all) = part.slices;
+        device.memory_bytes / u64::from(all.max(1)) * u64::from(own)
+    })
+}
+
+/// As an annotation: `8GiB`, or in MiB, rounded down.
+pub fn amount(bytes: u64) -> String {
+    const GIB: u64 = 1 << 30;
+    if bytes % GIB == 0 { format!("{}GiB", bytes / GIB) } else { format!("{}MiB", bytes / MIB) }
+}
+
+/// As an annotation. Under 1, the sign says that no fraction of the whole is meant.
+fn percent(percent: f64) -> String {
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a percentage in thousandths, and `as` saturates"
+    )]
+    let exact = Percent::from_thousandths((percent * 1000.0).round() as u32);
+    let sign = if exact.thousandths() < 1000 { "%" } else { "" };
+    format!("{exact}{sign}")
+}

@@ -1,0 +1,313 @@
+//! Starts the programs of a cell, as containers of an engine or as processes by hand, and ends them.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use serde_json::json;
+
+use crate::own_root;
+use sublet_core::process::child;
+
+/// An engine that hangs when it is told to end a container is left alone after this time.
+const END_LIMIT: Duration = Duration::from_secs(30);
+
+/// The beginning of every container's name. Behind it stand this process's pid and a number.
+const PREFIX: &str = "sublet-bench-";
+
+/// What runs containers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Engine {
+    /// `docker` with the runtime sublet, or `podman` with its hook.
+    Program(&'static str),
+    /// `sublet-runtime` itself, above the low-level runtime that is configured.
+    Runtime(PathBuf),
+}
+
+/// What every container runs.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    pub engine: Engine,
+    /// The image of an engine, or the root filesystem for the runtime itself.
+    pub image: String,
+    pub command: Vec<String>,
+    /// Further words for the engine's `run`.
+    pub options: Vec<String>,
+    /// One for each container, if they are servers.
+    pub ports: Vec<u16>,
+    /// Where bundles are made.
+    pub dir: PathBuf,
+}
+
+/// A program that was started. It is ended when this is dropped.
+pub struct Running {
+    pub child: Child,
+    engine: Option<Engine>,
+    name: String,
+}
+
+impl Workload {
+    /// Starts container `number` with these annotations. Its output comes through a pipe.
+    ///
+    /// # Errors
+    /// The engine's program cannot be started. What the engine itself reports comes later, on standard error.
+    pub fn start(&self, number: u32, annotations: &BTreeMap<String, String>) -> anyhow::Result<Running> {
+        let name = format!("{PREFIX}{}-{number}", std::process::id());
+        let words = self.own(&self.command, number);
+        let mut command = match &self.engine {
+            Engine::Program(program) => {
+                self.engines(program, &name, annotations, &self.own(&self.options, number), &words)
+            }
+            Engine::Runtime(program) => self.runtimes(program, &name, annotations, &words)?,
+        };
+        let child = spawn(&mut command)?;
+        Ok(Running { child, engine: Some(self.engine.clone()), name })
+    }
+
+    /// Starts the same program as a process of this host, with this environment.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub fn by_hand(&self, number: u32, environment: &BTreeMap<String, String>) -> anyhow::Result<Running> {
+        let words = self.own(&self.command, number);
+        let own = self.command.first().is_some_and(|word| word == own_root::PROGRAM);
+        let program = if own { "/proc/self/exe" } else { words[0].as_str() };
+        let mut command = Command::new(program);
+        command.args(&words[1..]).envs(environment);
+        Ok(Running { child: spawn(&mut command)?, engine: None, name: String::new() })
+    }
+
+    /// Words for one container: `{n}` is its number, `{port}` its port.
+    fn own(&self, words: &[String], number: u32) -> Vec<String> {
+        let port = self.ports.get(number as usize).map(u16::to_string).unwrap_or_default();
+        words.iter().map(|word| word.replace("{n}", &number.to_string()).replace("{port}", &port)).collect()
+    }
+
+    fn engines(
+        &self,
+        program: &str,
+        name: &str,
+        annotations: &BTreeMap<String, String>,
+        options: &[String],
+        words: &[String],
+    ) -> Command {
+        let mut command = Command::new(program);
+        command.args(["run", "--rm", "--name", name]);
+        if program == "docker" {
+            command.arg("--runtime=sublet");
+        }
+        if !options.iter().any(|option| option.starts_with("--net")) {
+            command.arg("--network=none");
+        }
+        for (key, value) in annotations {
+            command.arg("--annotation").arg(format!("{key}={value}"));
+        }
+        command.args(options).arg(&self.image).args(words);
+        command
+    }
+
+    fn runtimes(
+        &self,
+        program: &Path,
+        name: &str,
+        annotations: &BTreeMap<String, String>,
+        words: &[String],
+    ) -> anyhow::Result<Command> {
+        let bundle = self.dir.join(name);
+        fs::create_dir_all(&bundle).with_context(|| format!("cannot make {}", bundle.display()))?;
+        let spec = spec(&self.image, annotations, words);
+        fs::write(bundle.join("config.json"), spec.to_string())?;
+        let mut command = Command::new(program);
+        command.args(["run", "--bundle"]).arg(bundle).arg(name);
+        Ok(command)
+    }
+}
+
+/// In a process group of its own: Ctrl-C at a terminal signals the whole group, and only this program should receive it.
+fn spawn(command: &mut Command) -> anyhow::Result<Child> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    command.spawn().with_context(|| format!("cannot run {program}"))
+}
+
+impl Running {
+    /// Whether it runs. If not: how it ended.
+    pub fn ended(&mut self) -> Option<String> {
+        match self.child.try_wait() {
+            Ok(None) => None,
+            Ok(Some(status)) => Some(status.to_string()),
+            Err(error) => Some(error.to_string()),
+        }
+    }
+
+    fn command(&self, words: &[&str]) -> Option<Command> {
+        let program = match self.engine.as_ref()? {
+            Engine::Program(program) => PathBuf::from(program),
+            Engine::Runtime(program) => program.clone(),
+        };
+        let mut command = Command::new(program);
+        command.args(words).arg(&self.name).process_group(0);
+        Some(command)
+    }
+
+    /// Asks for its end without waiting for it, so that many end at once.
+    pub fn kill(&mut self) {
+        if self.ended().is_some() {
+            return;
+        }
+        let words: &[&str] = match &self.engine {
+            Some(_) => &["kill"],
+            None => &[],
+        };
+        match self.command(words) {
+            // The low-level runtime wants the signal behind the container's name.
+            Some(mut command) => {
+                if matches!(self.engine, Some(Engine::Runtime(_))) {
+                    command.arg("KILL");
+                }
+                let _ = child::run_deaf(&mut command, END_LIMIT);
+            }
+            None => drop(self.child.kill()),
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.kill();
+        let limit = Instant::now() + END_LIMIT;
+        while self.ended().is_none() && Instant::now() < limit {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        // An engine that was killed or interrupted has not removed its container.
+        let words: &[&str] = match &self.engine {
+            Some(Engine::Program(_)) => &["rm", "--force"],
+            Some(Engine::Runtime(_)) => &["delete", "--force"],
+            None => &[],
+        };
+        if let Some(mut command) = self.command(words) {
+            let _ = child::run_deaf(&mut command, END_LIMIT);
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Removes containers of measurements that were killed before they could.
+pub fn sweep(engine: &Engine) {
+    let Engine::Program(program) = engine else { return };
+    let mut list = Command::new(program);
+    list.args(["ps", "--all", "--filter", "name=sublet-bench-", "--format", "{{.Names}}"]).process_group(0);
+    let Ok(listed) = child::run_whole(&mut list, END_LIMIT, 1 << 20) else { return };
+    for name in listed.stdout.lines().filter(|name| is_left(name)) {
+        let mut remove = Command::new(program);
+        let _ = child::run_deaf(remove.args(["rm", "--force", name]).process_group(0), END_LIMIT);
+    }
+}
+
+/// Whether the process that made the container of this name is gone.
+fn is_left(name: &str) -> bool {
+    let pid = name.strip_prefix(PREFIX).and_then(|rest| rest.split('-').next());
+    pid.and_then(|pid| pid.parse::<u32>().ok())
+        .is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists())
+}
+
+/// The bundle's config.json: namespaces of its own, no capabilities, an environment with nothing but PATH and HOME.
+fn spec(root: &str, annotations: &BTreeMap<String, String>, words: &[String]) -> serde_json::Value {
+    let mount = |destination: &str, kind: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": kind, "options": options});
+    json!({
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": false,
+            "user": {"uid": 0, "gid": 0},
+            "args": words,
+            "env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/tmp"],
+            "cwd": "/",
+            "noNewPrivileges": true,
+        },
+        "root": {"path": root, "readonly": false},
+        "hostname": "sublet-bench",
+        "annotations": annotations,
+        "mounts": [
+            mount("/proc", "proc", &[]),
+            mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
+            mount("/dev/pts", "devpts", &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"]),
+            mount("/dev/shm", "tmpfs", &["nosuid", "nodev", "mode=1777"]),
+            mount("/sys", "sysfs", &["nosuid", "noexec", "nodev", "ro"]),
+            mount("/tmp", "tmpfs", &["nosuid", "nodev", "mode=1777"]),
+        ],
+        "linux": {
+            "namespaces": [
+                {"type": "pid"}, {"type": "mount"}, {"type": "ipc"}, {"type": "uts"}, {"type": "network"},
+            ],
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn workload(engine: Engine) -> Workload {
+        Workload {
+            engine,
+            image: "img".to_owned(),
+            command: vec!["run".to_owned(), "--me={n}".to_owned()],
+            options: Vec::new(),
+            ports: vec![8080, 8081],
+            dir: std::env::temp_dir(),
+        }
+    }
+
+    fn words(command: &Command) -> String {
+        let all = command.get_args().map(|word| word.to_string_lossy().into_owned());
+        all.collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn engines_are_told_everything() {
+        let annotations = BTreeMap::from([("sublet.sm".to_owned(), "20".to_owned())]);
+        let told = |program: &'static str, options: &str, number| {
+            let workload =
+                Workload { options: vec![options.to_owned()], ..workload(Engine::Program(program)) };
+            let own = |all| workload.own(all, number);
+            let (options, command) = (own(&workload.options), own(&workload.command));
+            words(&workload.engines(program, "x", &annotations, &options, &command))
+        };
+        assert_eq!(
+            told("docker", "--volume=/a:/a", 1),
+            "run --rm --name x --runtime=sublet --network=none --annotation sublet.sm=20 --volume=/a:/a img run --me=1"
+        );
+        assert_eq!(
+            told("podman", "--network=host", 0),
+            "run --rm --name x --annotation sublet.sm=20 --network=host img run --me=0"
+        );
+        assert!(
+            told("docker", "--publish=127.0.0.1:{port}:80", 1).contains("--publish=127.0.0.1:8081:80 img")
+        );
+    }
+
+    #[test]
+    fn what_is_left_is_known_by_its_pid() {
+        assert!(is_left("sublet-bench-4194999-1"), "beyond the largest pid");
+        assert!(!is_left(&format!("sublet-bench-{}-1", std::process::id())));
+        for other in ["sublet-bench-", "sublet-bench-x-1", "my-sublet-bench-4194999-1", ""] {
+            assert!(!is_left(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn a_process_by_hand_is_ended_with_its_handle() {
+        let mut by_hand = workload(Engine::Program("docker"));
+        by_hand.command = vec!["sleep".to_owned(), "600".to_owned()];
+        let mut running = by_hand.by_hand(0, &BTreeMap::new()).unwrap();
+        let pid = running.child.id();
+        assert_eq!(running.ended(), None);
+        drop(running);
+        assert!(!Path::new(&format!("/proc/{pid}")).exists());
+    }
+}

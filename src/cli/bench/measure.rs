@@ -1,0 +1,316 @@
+//! Measures one cell: starts all its programs, waits until each of them works, lets them warm up, measures all for the same
+//! seconds, and ends them.
+
+use std::io::{BufRead as _, BufReader, Read};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::bail;
+
+use super::containers::Running;
+use super::http::Client;
+use super::meter::Meter;
+use super::result::Measured;
+use super::samples::{self, Format, Sample};
+use crate::load::monotonic_nanoseconds;
+use sublet_core::text::safe;
+
+/// Longer lines are no latencies.
+const LONGEST_LINE: u64 = 64 << 10;
+
+/// More iterations of one container are not kept. An hour of the shortest that were seen is less.
+const MOST_SAMPLES: usize = 20_000_000;
+
+/// How often ends, signals and the time are looked at.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Built-in loads write what they have ten times a second, so the last lines of the window come later.
+const LAST_LINES: Duration = Duration::from_millis(300);
+
+/// Where latencies come from.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// The programs print them.
+    Lines(Format),
+    /// The programs are servers, and each is asked all the time by one client.
+    Http(Client),
+}
+
+/// How long each part takes.
+#[derive(Clone, Copy, Debug)]
+pub struct Times {
+    /// The first latency must have come by then.
+    pub start_limit: Duration,
+    pub warm_up: Duration,
+    pub window: Duration,
+}
+
+/// A signal has asked this program to end.
+#[derive(Debug, thiserror::Error)]
+#[error("interrupted; all its containers were removed")]
+pub struct Interrupted;
+
+/// What one program has told so far.
+#[derive(Default)]
+struct Heard {
+    samples: Vec<Sample>,
+    /// The end of its standard error.
+    words: Vec<u8>,
+    /// Nobody listens any more.
+    over: bool,
+}
+
+type Shared = Arc<Mutex<Heard>>;
+
+/// A program and what it tells.
+struct Tenant {
+    running: Running,
+    heard: Shared,
+    /// Why it does not count any more.
+    lost: Option<String>,
+}
+
+impl Tenant {
+    fn new(mut running: Running, number: u32, source: &Source) -> Self {
+        let heard = Shared::default();
+        if let Some(errors) = running.child.stderr.take() {
+            let heard = Arc::clone(&heard);
+            std::thread::spawn(move || keep_end(errors, &heard));
+        }
+        let output = running.child.stdout.take();
+        let tell = Arc::clone(&heard);
+        match source {
+            Source::Lines(format) => {
+                let format = format.clone();
+                std::thread::spawn(move || output.map(|output| read_lines(output, &format, &tell)));
+            }
+            Source::Http(client) => {
+                let asker = client.to(number);
+                std::thread::spawn(move || {
+                    asker.ask_until(|| lock(&tell).over, |sample| keep(&tell, sample));
+                });
+                let heard = Arc::clone(&heard);
+                std::thread::spawn(move || output.map(|output| keep_end(output, &heard)));
+            }
+        }
+        Self { running, heard, lost: None }
+    }
+
+    fn has_begun(&self) -> bool {
+        !lock(&self.heard).samples.is_empty()
+    }
+
+    /// Notes whether it has ended.
+    fn look(&mut self) {
+        if self.lost.is_none() {
+            self.lost = self.running.ended().map(|how| with_words(format!("it ended ({how})"), &self.heard));
+        }
+    }
+}
+
+/// Starts and measures `n` programs.
+///
+/// # Errors
+/// [`Interrupted`], or no program worked: the reason of the first.
+pub fn measure(
+    n: u32,
+    start: &dyn Fn(u32) -> anyhow::Result<Running>,
+    source: &Source,
+    times: Times,
+    meter: &Meter,
+    stop: &dyn Fn() -> bool,
+) -> anyhow::Result<Measured> {
+    let before = meter.memory();
+    let mut tenants = Tenants(Vec::new());
+    for number in 0..n {
+        tenants.0.push(Tenant::new(start(number)?, number, source));
+    }
+    tenants.wait_for_first_latencies(times.start_limit, stop)?;
+    tenants.rest(times.warm_up, stop)?;
+    let (from, energy) = (monotonic_nanoseconds(), meter.energy());
+    tenants.rest(times.window / 2, stop)?;
+    let (sm_mhz, memory) = (meter.sm_mhz(), meter.memory());
+    tenants.rest(times.window / 2, stop)?;
+    let (to, energy_after) = (monotonic_nanoseconds(), meter.energy());
+    std::thread::sleep(LAST_LINES);
+    let told = tenants.0.iter().map(|one| (lock(&one.heard).samples.clone(), one.lost.clone()));
+    let told: Vec<_> = told.collect();
+    let Some(measured) = samples::measured(&told, (from, to)) else {
+        bail!("no iteration ended within {} s; measure for longer", times.window.as_secs_f64())
+    };
+    let iterations: u64 = measured.containers.iter().map(|one| one.iterations).sum();
+    let used = energy.zip(energy_after).map(|(from, to)| to.saturating_sub(from)).filter(|used| *used > 0);
+    #[expect(clippy::cast_precision_loss, reason = "millijoules and counts far below 2^52")]
+    let energy_millijoules = used.map(|used| samples::rounded(used as f64 / iterations as f64));
+    let memory_bytes = before.zip(memory).map(|(before, now)| now.saturating_sub(before));
+    Ok(Measured { memory_bytes, energy_millijoules, sm_mhz, ..measured })
+}
+
+/// Ends all of them at once when it is dropped.
+struct Tenants(Vec<Tenant>);
+
+impl Tenants {
+    /// Until each works, or does not work any more.
+    fn wait_for_first_latencies(&mut self, limit: Duration, stop: &dyn Fn() -> bool) -> anyhow::Result<()> {
+        let deadline = Instant::now() + limit;
+        loop {
+            self.0.iter_mut().filter(|one| !one.has_begun()).for_each(Tenant::look);
+            if self.0.iter().all(|one| one.has_begun() || one.lost.is_some()) {
+                break;
+            }
+            if stop() {
+                return Err(Interrupted.into());
+            }
+            if Instant::now() >= deadline {
+                for one in self.0.iter_mut().filter(|one| !one.has_begun() && one.lost.is_none()) {
+                    let why = format!("no latency came from it within {} s", limit.as_secs());
+                    one.lost = Some(with_words(why, &one.heard));
+                }
+                break;
+            }
+            std::thread::sleep(LOOK);
+        }
+        if let Some(why) = self.0.iter().all(|one| one.lost.is_some()).then(|| self.0[0].lost.clone()) {
+            bail!("no container worked; the first: {}", why.unwrap_or_default());
+        }
+        Ok(())
+    }
+
+    /// Lets them work for this time.
+    fn rest(&mut self, time: Duration, stop: &dyn Fn() -> bool) -> anyhow::Result<()> {
+        let deadline = Instant::now() + time;
+        loop {
+            self.0.iter_mut().for_each(Tenant::look);
+            if stop() {
+                return Err(Interrupted.into());
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(());
+            }
+            std::thread::sleep(left.min(LOOK));
+        }
+    }
+}
+
+impl Drop for Tenants {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|one| lock(&one.heard).over = true);
+        // An engine takes a while for each.
+        std::thread::scope(|scope| {
+            for one in self.0.drain(..) {
+                scope.spawn(move || drop(one));
+            }
+        });
+    }
+}
+
+fn read_lines(output: impl Read, format: &Format, heard: &Shared) {
+    let mut output = BufReader::new(output);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match output.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {}
+        }
+        let now = monotonic_nanoseconds();
+        if let Some(sample) = format.sample(&String::from_utf8_lossy(&line), now) {
+            keep(heard, sample);
+        }
+    }
+}
+
+fn keep(heard: &Shared, sample: Sample) {
+    let mut heard = lock(heard);
+    if heard.samples.len() < MOST_SAMPLES {
+        heard.samples.push(sample);
+    }
+}
+
+/// Keeps the last bytes of a stream.
+fn keep_end(mut stream: impl Read, heard: &Shared) {
+    const KEPT: usize = 2048;
+    let mut piece = [0; 1024];
+    while let Ok(read) = stream.read(&mut piece) {
+        if read == 0 {
+            return;
+        }
+        let words = &mut lock(heard).words;
+        words.extend_from_slice(&piece[..read]);
+        let surplus = words.len().saturating_sub(KEPT);
+        words.drain(..surplus);
+    }
+}
+
+/// The reason, and the last line that the program wrote to standard error.
+fn with_words(why: String, heard: &Shared) -> String {
+    // What it wrote last may still be on its way.
+    std::thread::sleep(LOOK);
+    let heard = lock(heard);
+    let words = String::from_utf8_lossy(&heard.words);
+    match words.lines().rev().map(str::trim).find(|line| !line.is_empty()) {
+        Some(last) => format!("{why}: {}", safe(&last.chars().take(300).collect::<String>())),
+        None => why,
+    }
+}
+
+fn lock(heard: &Shared) -> std::sync::MutexGuard<'_, Heard> {
+    // A reader that panicked has left whole samples.
+    heard.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::containers::{Engine, Workload};
+    use std::collections::BTreeMap;
+    use sublet_core::config::Config;
+
+    fn measured(scripts: [&str; 2], stop: &dyn Fn() -> bool) -> anyhow::Result<Measured> {
+        let start = |number: u32| {
+            let command = ["sh", "-c", scripts[number as usize]].map(str::to_owned).to_vec();
+            let workload = Workload {
+                engine: Engine::Program("docker"),
+                image: String::new(),
+                command,
+                options: Vec::new(),
+                ports: Vec::new(),
+                dir: std::env::temp_dir(),
+            };
+            workload.by_hand(number, &BTreeMap::new())
+        };
+        let pattern = regex_lite::Regex::new(samples::FIRST_NUMBER).unwrap();
+        let source = Source::Lines(Format::Pattern(pattern, 1e6));
+        let times = Times {
+            start_limit: Duration::from_secs(2),
+            warm_up: Duration::from_millis(100),
+            window: Duration::from_millis(400),
+        };
+        measure(2, &start, &source, times, &Meter::new("GPU-none", &Config::default()), stop)
+    }
+
+    const WORKS: &str = "while sleep 0.02; do echo 20 ms; done";
+
+    #[test]
+    fn one_that_ends_is_told_and_the_others_go_on() {
+        let found = measured([WORKS, "echo 1; echo out of memory >&2; exit 3"], &|| false).unwrap();
+        assert!(found.containers[0].iterations > 2 && found.containers[0].error.is_none(), "{found:?}");
+        assert_eq!(found.containers[1].iterations, 0);
+        let why = found.containers[1].error.as_deref().unwrap();
+        assert!(why.contains("exit status: 3") && why.contains("out of memory"), "{why}");
+        assert!((found.mean_ms - 20.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn without_a_latency_there_is_no_cell() {
+        let why = measured(["echo hello >&2; sleep 60", "exit 1"], &|| false).unwrap_err().to_string();
+        assert!(why.contains("no latency came from it within 2 s: hello"), "{why}");
+    }
+
+    #[test]
+    fn a_signal_ends_everything() {
+        let error = measured([WORKS, WORKS], &|| true).unwrap_err();
+        assert!(error.is::<Interrupted>());
+    }
+}

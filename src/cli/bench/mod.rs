@@ -1,0 +1,32 @@
+//! `sublet bench`: containers that share a GPU in each mode, measured side by side.
+
+mod by_hand;
+mod containers;
+mod figure;
+#[cfg(test)]
+pub mod fixture;
+mod http;
+mod measure;
+mod meter;
+mod page;
+mod picture;
+mod plan;
+mod result;
+mod runner;
+mod samples;
+
+pub use figure::{Figure, digits};
+pub use page::html;
+pub use picture::svg;
+pub use result::{BenchResult, Cell, Measured, Mode, ResultError, SCHEMA, Settings, Sharing, Sm};
+
+/// What `sublet bench run` measures with.
+pub mod run {
+    pub use super::containers::{Engine, Workload, sweep};
+    pub use super::http::{Client, free_ports};
+    pub use super::measure::{Source, Times};
+    pub use super::meter::Meter;
+    pub use super::plan::{Gpu, Planned, grid, mode, number};
+    pub use super::runner::Runner;
+    pub use super::samples::{FIRST_NUMBER, Format};
+}

@@ -1,0 +1,289 @@
+//! The picture of a result as SVG: one figure against the number of containers, a line for each mode.
+
+use std::fmt::Write as _;
+
+use super::figure::{Figure, digits};
+use super::result::{BenchResult, Cell, Mode};
+
+const WIDTH: f64 = 930.0;
+const HEIGHT: f64 = 500.0;
+/// The plot: left, top, right, bottom.
+const PLOT: [f64; 4] = [70.0, 70.0, 610.0, 420.0];
+
+/// Okabe and Ito's colours, which people with any kind of colour vision tell apart; yellow is left out, because it cannot
+/// be seen on white. The black is the text's colour.
+const COLOURS: [&str; 7] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "currentColor"];
+
+/// Light, and dark where the reader's system is. Programs without CSS media queries show the light one.
+const STYLE: &str = ".back{fill:#fff}svg{color:#1a1a1a}text{fill:currentColor;font:14px system-ui,sans-serif}\
+    .title{font-size:19px;font-weight:600}.small{font-size:12px;opacity:.8}.grid{stroke:#8888;stroke-width:.5}\
+    .line{fill:none;stroke-width:2.5}.mark{stroke-width:2}.warn{font-size:40px;font-weight:700;opacity:.25}\
+    @media(prefers-color-scheme:dark){.back{fill:#14171a}svg{color:#e8e8e8}}";
+
+/// One line of the picture.
+struct Line<'a> {
+    title: String,
+    by_hand: bool,
+    /// Number of containers, value, and whether the cell is overcommitted; by number.
+    points: Vec<(u32, f64, bool)>,
+    mode: &'a Mode,
+}
+
+/// The picture of one load. `None`: nothing of this figure was measured.
+pub fn svg(result: &BenchResult, load: &str, figure: Figure) -> Option<String> {
+    let lines = lines(result, load, figure);
+    let numbers: Vec<u32> = lines.iter().flat_map(|line| line.points.iter().map(|point| point.0)).collect();
+    let (most, highest) =
+        (numbers.iter().max()?, lines.iter().flat_map(|line| &line.points).map(|point| point.1));
+    let scale = Scale::new(*most, highest.fold(0.0, f64::max));
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">\
+         <title>{}</title><style>{STYLE}</style><rect class=\"back\" width=\"100%\" height=\"100%\"/>\n",
+        escaped(&format!("{}: {}", result.title, figure.title()))
+    );
+    let mut number_marks = numbers.clone();
+    number_marks.sort_unstable();
+    number_marks.dedup();
+    axes(&mut svg, &scale, &number_marks);
+    text(&mut svg, (PLOT[0], 32.0), "title", &heading(result, load));
+    text(
+        &mut svg,
+        (PLOT[0], 54.0),
+        "small",
+        &format!("{}, against the number of containers at once", figure.title()),
+    );
+    for (index, line) in lines.iter().enumerate() {
+        draw(&mut svg, &scale, index, line);
+    }
+    legend(&mut svg, &lines);
+    text(&mut svg, (PLOT[0], HEIGHT - 32.0), "small", &below(result));
+    if lines.iter().any(|line| line.points.iter().any(|point| point.2)) {
+        let why = "hollow: the shares come to more than the GPU has (overcommitted)";
+        text(&mut svg, (PLOT[0], HEIGHT - 14.0), "small", why);
+    }
+    for (is, word, y) in
+        [(result.simulated, "SIMULATED", 230.0), (result.in_use_by_others, "GPU IN USE BY OTHERS", 290.0)]
+    {
+        if is {
+            text(&mut svg, (PLOT[0] + 40.0, y), "warn", word);
+        }
+    }
+    svg.push_str("</svg>\n");
+    Some(svg)
+}
+
+fn heading(result: &BenchResult, load: &str) -> String {
+    match load {
+        "command" | "http" => result.title.clone(),
+        built_in => format!("{}: {built_in}", result.title),
+    }
+}
+
+/// Where and when it was measured.
+fn below(result: &BenchResult) -> String {
+    let driver =
+        result.machine.driver.as_ref().map(|driver| format!(", driver {driver}")).unwrap_or_default();
+    let date = result.time.get(..10).unwrap_or_default();
+    let source = result.source.as_ref().map(|source| format!(", {source}")).unwrap_or_default();
+    format!("{}{driver}, {date}{source}", result.machine.gpu)
+}
+
+fn lines<'a>(result: &'a BenchResult, load: &str, figure: Figure) -> Vec<Line<'a>> {
+    let mut lines: Vec<Line<'a>> = Vec::new();
+    for cell in result.cells.iter().filter(|cell| cell.load == load) {
+        let Some(value) = cell.measured.as_ref().and_then(|measured| figure.of(measured)) else { continue };
+        if !value.is_finite() {
+            continue;
+        }
+        let point = (cell.n, value, cell.overcommitted);
+        match lines.iter_mut().find(|line| *line.mode == cell.mode && line.by_hand == cell.by_hand) {
+            Some(line) => line.points.push(point),
+            None => lines.push(Line {
+                title: title(cell),
+                by_hand: cell.by_hand,
+                points: vec![point],
+                mode: &cell.mode,
+            }),
+        }
+    }
+    for line in &mut lines {
+        line.points.sort_by_key(|point| point.0);
+    }
+    // The legend stands in the order in which the lines end.
+    let end = |line: &Line<'_>| line.points.last().map_or(0.0, |point| point.1);
+    lines.sort_by(|one, other| end(other).total_cmp(&end(one)));
+    lines
+}
+
+fn title(cell: &Cell) -> String {
+    if cell.by_hand { format!("{}, by hand", cell.mode.title()) } else { cell.mode.title() }
+}
+
+/// From values to places.
+struct Scale {
+    most: f64,
+    step: f64,
+    top: f64,
+}
+
+impl Scale {
+    fn new(most: u32, highest: f64) -> Self {
+        let highest = if highest > 0.0 { highest } else { 1.0 };
+        let power = 10_f64.powf((highest / 5.0).log10().floor());
+        let step = [1.0, 2.0, 2.5, 5.0, 10.0].iter().map(|by| by * power).find(|step| step * 5.0 >= highest);
+        let step = step.unwrap_or(highest);
+        Self { most: f64::from(most.max(1)), step, top: step * (highest / step).ceil() }
+    }
+
+    fn x(&self, n: u32) -> f64 {
+        PLOT[0] + (PLOT[2] - PLOT[0]) * f64::from(n) / self.most
+    }
+
+    fn y(&self, value: f64) -> f64 {
+        PLOT[3] - (PLOT[3] - PLOT[1]) * value / self.top
+    }
+}
+
+fn axes(svg: &mut String, scale: &Scale, numbers: &[u32]) {
+    let mut value = 0.0;
+    while value <= scale.top + scale.step / 2.0 {
+        let y = scale.y(value);
+        let _ = writeln!(svg, "<path class=\"grid\" d=\"M{} {y:.1}H{}\"/>", PLOT[0], PLOT[2]);
+        let _ = writeln!(
+            svg,
+            "<text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+            PLOT[0] - 8.0,
+            y + 5.0,
+            short(value)
+        );
+        value += scale.step;
+    }
+    for n in numbers {
+        let at = (scale.x(*n), PLOT[3] + 20.0);
+        let _ = writeln!(svg, "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{n}</text>", at.0, at.1);
+    }
+}
+
+/// Without needless zeros.
+fn short(value: f64) -> String {
+    let text = format!("{value:.3}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+fn draw(svg: &mut String, scale: &Scale, index: usize, line: &Line<'_>) {
+    let places: Vec<String> = line
+        .points
+        .iter()
+        .map(|(n, value, _)| format!("{:.1},{:.1}", scale.x(*n), scale.y(*value)))
+        .collect();
+    let (colour, dashes) = look(index, line.by_hand);
+    let _ = writeln!(
+        svg,
+        "<polyline class=\"line\" stroke=\"{colour}\" {dashes} points=\"{}\"/>",
+        places.join(" ")
+    );
+    for (n, value, overcommitted) in &line.points {
+        mark(svg, (scale.x(*n), scale.y(*value)), index, *overcommitted);
+    }
+}
+
+/// Colour and dashes of a line: beyond the colours, dashes tell lines apart.
+fn look(index: usize, by_hand: bool) -> (&'static str, &'static str) {
+    let dashes =
+        if by_hand { "stroke-dasharray=\"2 4\"" } else { ["", "stroke-dasharray=\"9 4\""][(index / 7) % 2] };
+    (COLOURS[index % 7], dashes)
+}
+
+/// A circle, a square, a diamond or a triangle: shapes tell lines apart without colours.
+fn mark(svg: &mut String, (x, y): (f64, f64), index: usize, hollow: bool) {
+    let colour = COLOURS[index % 7];
+    let fill = if hollow { "none" } else { colour };
+    let shape = match index % 4 {
+        0 => format!("<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"5\""),
+        1 => format!("<rect x=\"{:.1}\" y=\"{:.1}\" width=\"9\" height=\"9\"", x - 4.5, y - 4.5),
+        2 => format!("<path d=\"M{x:.1} {:.1}l6 6l-6 6l-6 -6z\"", y - 6.0),
+        _ => format!("<path d=\"M{x:.1} {:.1}l6 10h-12z\"", y - 6.0),
+    };
+    let _ = writeln!(svg, "{shape} class=\"mark\" stroke=\"{colour}\" fill=\"{fill}\"/>");
+}
+
+fn legend(svg: &mut String, lines: &[Line<'_>]) {
+    let mut y = PLOT[1] + 6.0;
+    for (index, line) in lines.iter().enumerate() {
+        let (colour, dashes) = look(index, line.by_hand);
+        let x = PLOT[2] + 22.0;
+        let _ = writeln!(svg, "<path class=\"line\" stroke=\"{colour}\" {dashes} d=\"M{x} {y}h28\"/>");
+        mark(svg, (x + 14.0, y), index, false);
+        let last = line
+            .points
+            .last()
+            .map(|(n, value, _)| format!(" ({} at {n})", digits(*value)))
+            .unwrap_or_default();
+        text(svg, (x + 36.0, y + 5.0), "key", &format!("{}{last}", line.title));
+        y += 26.0;
+    }
+}
+
+fn text(svg: &mut String, (x, y): (f64, f64), class: &str, words: &str) {
+    let _ = writeln!(svg, "<text class=\"{class}\" x=\"{x}\" y=\"{y}\">{}</text>", escaped(words));
+}
+
+/// For XML and HTML, whatever it holds. Control characters are in neither.
+pub fn escaped(words: &str) -> String {
+    let mut out = String::with_capacity(words.len());
+    for character in words.chars().take(200) {
+        match character {
+            '&' => out.push_str("&amp;"),
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '"' => out.push_str("&quot;"),
+            '\'' => out.push_str("&#39;"),
+            other if other.is_control() || matches!(other, '\u{fffe}' | '\u{ffff}') => out.push('\u{fffd}'),
+            other => out.push(other),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::fixture;
+
+    #[test]
+    fn a_line_for_each_mode_and_a_mark_for_each_cell() {
+        let result = fixture::result();
+        let svg = svg(&result, "command", Figure::Mean).unwrap();
+        assert_eq!(svg.matches("<polyline").count(), 4, "{svg}");
+        // Ten cells, and one mark for each line in the legend.
+        assert_eq!(svg.matches("class=\"mark\"").count(), 10 + 4);
+        assert_eq!(svg.matches("fill=\"none\"/>").count(), 1, "one cell is overcommitted");
+        assert!(svg.contains("hollow: ") && svg.contains("time-slice (54.9 at 7)"), "{svg}");
+        assert!(svg.contains("stroke-dasharray=\"2 4\""), "by hand");
+        assert!(!svg.contains("SIMULATED"));
+        assert!(super::svg(&result, "command", Figure::Energy).is_none());
+        assert!(super::svg(&result, "none", Figure::Mean).is_none());
+    }
+
+    #[test]
+    fn it_is_xml_whatever_the_strings_hold() {
+        let mut result = fixture::result();
+        result.simulated = true;
+        result.title = "</svg><script>\"&'\u{1b}[2J".to_owned();
+        let svg = svg(&result, "command", Figure::Mean).unwrap();
+        assert!(
+            svg.contains("&lt;/svg&gt;&lt;script&gt;&quot;&amp;&#39;\u{fffd}[2J")
+                && svg.contains("SIMULATED")
+        );
+        assert!(!svg.contains("<script"));
+    }
+
+    #[test]
+    fn the_scale_has_round_steps() {
+        let scale = |highest| (Scale::new(7, highest).step, Scale::new(7, highest).top);
+        assert_eq!(scale(54.9), (20.0, 60.0));
+        assert_eq!(scale(1.0), (0.2, 1.0));
+        assert_eq!(scale(0.0), (0.2, 1.0));
+        assert_eq!([0.2, 20.0, 2.5].map(short), ["0.2", "20", "2.5"]);
+    }
+}

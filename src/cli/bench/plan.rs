@@ -1,0 +1,245 @@
+//! Which cells are measured, what each asks of sublet, and why one cannot be measured on this GPU.
+
+use std::collections::BTreeMap;
+
+use sublet_core::config::Limits;
+
+use super::result::{Mode, Sharing, Sm};
+
+/// More containers at once are a mistake.
+pub const MOST: u32 = 256;
+
+/// The cells to measure, before any is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Planned {
+    pub load: String,
+    pub mode: Mode,
+    pub n: u32,
+    pub by_hand: bool,
+}
+
+impl Planned {
+    /// The limit on SMs of each container, in percent.
+    fn percent(&self) -> Option<f64> {
+        self.mode.sm.map(|sm| sm.percent(self.n))
+    }
+
+    /// The annotations of each of its containers on the GPU with this UUID.
+    pub fn annotations(&self, gpu: &str) -> BTreeMap<String, String> {
+        let mut annotations = BTreeMap::from([("sublet.gpu".to_owned(), gpu.to_owned())]);
+        let mut add = |key: &str, value: String| drop(annotations.insert(format!("sublet.{key}"), value));
+        let mode = match self.mode.sharing {
+            Sharing::Dedicated => "mps",
+            other => other.word(),
+        };
+        add("mode", mode.to_owned());
+        if self.mode.sharing == Sharing::Dedicated {
+            add("isolation", "dedicated".to_owned());
+        }
+        if let Some(profile) = &self.mode.profile {
+            add("mig", profile.clone());
+        }
+        if let Some(percent) = self.percent().filter(|_| self.mode.sharing != Sharing::Mig) {
+            add("sm", percent.to_string());
+        }
+        annotations
+    }
+
+    /// Whether its shares come to more than a GPU has, by the defaults of the accounts.
+    pub fn is_overcommitted(&self) -> bool {
+        !self.by_hand && self.beyond(&Limits::default()).is_some()
+    }
+
+    /// Which key of `[limits]` would have to be raised, and to what; `None`: it fits.
+    pub fn beyond(&self, limits: &Limits) -> Option<String> {
+        let n = self.n;
+        match self.mode.sharing {
+            Sharing::Mps => {
+                let booked = self.percent()? * f64::from(n) / 100.0;
+                let least = (booked * 100.0 - 1e-6).ceil() / 100.0;
+                (booked > limits.sm_overcommit + 1e-9).then(|| format!("[limits] sm_overcommit = {least:?}"))
+            }
+            Sharing::TimeSlice | Sharing::Dedicated => {
+                (n > limits.time_slice_max).then(|| format!("[limits] time_slice_max = {n}"))
+            }
+            Sharing::Mig | Sharing::Exclusive => None,
+        }
+    }
+}
+
+/// What the GPU has for the plan.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Gpu {
+    /// Profiles of its MIG devices, one for each device.
+    pub mig_devices: Vec<String>,
+    /// Whether MIG mode is on.
+    pub mig_enabled: bool,
+}
+
+/// Why a cell cannot be measured on this GPU with these limits; `None`: it can.
+pub fn obstacle(planned: &Planned, gpu: &Gpu, limits: &Limits) -> Option<String> {
+    let n = planned.n;
+    if gpu.mig_enabled != (planned.mode.sharing == Sharing::Mig) {
+        let is = if gpu.mig_enabled { "on" } else { "off" };
+        return Some(format!("MIG mode of the GPU is {is}"));
+    }
+    match planned.mode.sharing {
+        Sharing::Exclusive if n > 1 => Some("an exclusive GPU has one container".to_owned()),
+        Sharing::Mig => {
+            let wanted = planned.mode.profile.as_ref();
+            let fitting = gpu.mig_devices.iter().filter(|have| wanted.is_none_or(|wanted| wanted == *have));
+            let count = fitting.count();
+            (count < n as usize).then(|| format!("the GPU has {count} such MIG devices"))
+        }
+        _ if planned.by_hand => None,
+        _ => planned.beyond(limits).map(|key| format!("more than the GPU has: set {key} to measure it")),
+    }
+}
+
+/// `mps`, `mps:equal`, `mps:20`, `dedicated:20`, `mig:1g.10gb`.
+///
+/// # Errors
+/// What is wrong with it, in a sentence.
+pub fn mode(text: &str) -> Result<Mode, String> {
+    let (word, rest) = text.split_once(':').map_or((text, None), |(word, rest)| (word, Some(rest)));
+    let all = [Sharing::Exclusive, Sharing::TimeSlice, Sharing::Mps, Sharing::Dedicated, Sharing::Mig];
+    let sharing = all.into_iter().find(|sharing| sharing.word() == word).ok_or_else(|| {
+        "modes are exclusive, time-slice, mps, mps:equal, mps:20 (percent of the SMs for each), dedicated, \
+         dedicated:20, mig and mig:PROFILE"
+            .to_owned()
+    })?;
+    let plain = Mode { sharing, sm: None, profile: None };
+    match (sharing, rest) {
+        (_, None) => Ok(plain),
+        (Sharing::Mig, Some(profile)) => Ok(Mode { profile: Some(profile.to_owned()), ..plain }),
+        (Sharing::Mps | Sharing::Dedicated, Some("equal")) => Ok(Mode { sm: Some(Sm::Equal), ..plain }),
+        (Sharing::Mps | Sharing::Dedicated, Some(percent)) => match percent.parse::<f64>() {
+            Ok(percent) if (1.0..=100.0).contains(&percent) => {
+                Ok(Mode { sm: Some(Sm::Percent(percent)), ..plain })
+            }
+            _ => Err("a limit on SMs is `equal`, or percent from 1 to 100, such as mps:20".to_owned()),
+        },
+        (Sharing::Exclusive | Sharing::TimeSlice, Some(_)) => Err(format!("{word} has no limit on SMs")),
+    }
+}
+
+/// A number of containers.
+///
+/// # Errors
+/// What is wrong with it, in a sentence.
+pub fn number(text: &str) -> Result<u32, String> {
+    text.parse().ok().filter(|n| (1..=MOST).contains(n)).ok_or_else(|| format!("a number from 1 to {MOST}"))
+}
+
+/// Every load in every mode with every number of containers; the base line by hand after each.
+pub fn grid(loads: &[String], modes: &[Mode], numbers: &[u32], by_hand: bool) -> Vec<Planned> {
+    let mut cells = Vec::new();
+    for load in loads {
+        for mode in modes {
+            for n in numbers {
+                // The GPU alone is one cell, whatever the other modes are measured with.
+                if mode.sharing == Sharing::Exclusive && *n != 1 {
+                    continue;
+                }
+                let planned = Planned { load: load.clone(), mode: mode.clone(), n: *n, by_hand: false };
+                cells.push(planned.clone());
+                if by_hand {
+                    cells.push(Planned { by_hand: true, ..planned });
+                }
+            }
+        }
+    }
+    cells
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn planned(text: &str, n: u32) -> Planned {
+        Planned { load: "small".to_owned(), mode: mode(text).unwrap(), n, by_hand: false }
+    }
+
+    #[test]
+    fn modes_are_read_as_they_are_written() {
+        for text in ["exclusive", "time-slice", "mps", "mps:equal", "mps:14.2", "dedicated:20", "mig:1g.10gb"]
+        {
+            assert_eq!(mode(text).unwrap().to_string(), text);
+        }
+        for text in
+            ["", "MPS", "mps:", "mps:0", "mps:101", "mps:x", "time-slice:20", "exclusive:equal", "mps:NaN"]
+        {
+            assert!(mode(text).is_err(), "{text}");
+        }
+        assert_eq!(number("12"), Ok(12));
+        for text in ["0", "-1", "257", "x"] {
+            assert!(number(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_a_container_asks_for() {
+        let asked = |text: &str, n| {
+            let annotations = planned(text, n).annotations("GPU-1");
+            annotations.iter().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(asked("time-slice", 7), "sublet.gpu=GPU-1 sublet.mode=time-slice");
+        assert_eq!(asked("mps:equal", 7), "sublet.gpu=GPU-1 sublet.mode=mps sublet.sm=14.2");
+        assert_eq!(
+            asked("dedicated:20", 3),
+            "sublet.gpu=GPU-1 sublet.isolation=dedicated sublet.mode=mps sublet.sm=20"
+        );
+        assert_eq!(asked("mig:1g.10gb", 1), "sublet.gpu=GPU-1 sublet.mig=1g.10gb sublet.mode=mig");
+    }
+
+    #[test]
+    fn a_cell_beyond_the_accounts_names_the_key() {
+        let why = |text: &str, n| obstacle(&planned(text, n), &Gpu::default(), &Limits::default());
+        assert_eq!(why("mps:20", 5), None);
+        assert_eq!(why("mps:equal", 12), None);
+        let names = |text: &str, n, key: &str| why(text, n).unwrap().contains(key);
+        assert!(names("mps:20", 7, "[limits] sm_overcommit = 1.4 "), "{:?}", why("mps:20", 7));
+        assert!(names("mps:60", 12, "[limits] sm_overcommit = 7.2 "));
+        assert!(names("time-slice", 12, "[limits] time_slice_max = 12 "));
+        assert!(names("dedicated", 9, "[limits] time_slice_max = 9 "));
+        let raised = Limits { sm_overcommit: 1.4, time_slice_max: 12, ..Limits::default() };
+        assert_eq!(planned("mps:20", 7).beyond(&raised), None);
+        assert!(planned("mps:20", 7).is_overcommitted());
+        assert!(!planned("mps:20", 5).is_overcommitted());
+        assert!(!Planned { by_hand: true, ..planned("mps:20", 7) }.is_overcommitted());
+    }
+
+    #[test]
+    fn mig_devices_are_counted() {
+        let gpu = Gpu {
+            mig_devices: vec!["1g.10gb".into(), "1g.10gb".into(), "2g.20gb".into()],
+            mig_enabled: true,
+        };
+        let why = |text: &str, n| obstacle(&planned(text, n), &gpu, &Limits::default());
+        assert_eq!(why("mig", 3), None);
+        assert_eq!(why("mig:1g.10gb", 2), None);
+        assert!(why("mig:1g.10gb", 3).unwrap().contains("has 2"));
+        assert!(why("mps", 1).unwrap().contains("is on"));
+        assert!(
+            obstacle(&planned("mig", 1), &Gpu::default(), &Limits::default()).unwrap().contains("is off")
+        );
+    }
+
+    #[test]
+    fn an_exclusive_gpu_is_one_cell() {
+        let modes = [mode("exclusive").unwrap(), mode("mps").unwrap()];
+        let grid = grid(&["small".to_owned()], &modes, &[1, 3], true);
+        let cells: Vec<_> = grid.iter().map(|cell| (cell.mode.sharing, cell.n, cell.by_hand)).collect();
+        assert_eq!(
+            cells,
+            [
+                (Sharing::Exclusive, 1, false),
+                (Sharing::Exclusive, 1, true),
+                (Sharing::Mps, 1, false),
+                (Sharing::Mps, 1, true),
+                (Sharing::Mps, 3, false),
+                (Sharing::Mps, 3, true)
+            ]
+        );
+    }
+}

@@ -1,0 +1,388 @@
+//! The result of `sublet bench`: what was asked, on which machine, and what each cell of the grid came to. It is the
+//! document that is written as JSON, shown, compared and advised from.
+
+use std::fmt;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use sublet_core::text::safe;
+
+/// The form of the document. Keys may be added to a form, never changed.
+pub const SCHEMA: &str = "sublet.bench/1";
+
+/// Larger files are no results.
+const LARGEST: u64 = 64 << 20;
+
+/// Everything that one measurement came to, and what repeats it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "Bench")]
+pub struct BenchResult {
+    /// `sublet.bench/1`.
+    pub schema: String,
+    /// What was measured, in a few words, such as `YOLOS-small in PyTorch`.
+    pub title: String,
+    /// Whether the driver is sublet's simulated one, whose times mean nothing.
+    pub simulated: bool,
+    /// Whether other programs used the GPU during the measurement.
+    pub in_use_by_others: bool,
+    /// When it was begun, RFC 3339 in UTC.
+    pub time: String,
+    /// Where the numbers are from if sublet did not measure them: a publication.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source: Option<String>,
+    pub machine: Machine,
+    pub settings: Settings,
+    /// One for each load, mode and N that was measured or failed, in the order of measurement.
+    pub cells: Vec<Cell>,
+}
+
+/// The machine. What is not known is left out.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Machine {
+    /// The name that NVML has for the GPU.
+    pub gpu: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
+    /// Streaming multiprocessors.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sms: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub driver: Option<String>,
+    /// The highest clock of the SMs, in MHz.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_sm_mhz: Option<u32>,
+    /// In milliwatts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub power_limit_milliwatts: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<String>,
+    /// Processors that this program may use.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub processors: Option<usize>,
+    /// Version of sublet.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sublet: Option<String>,
+    /// The engine and its version.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub engine: Option<String>,
+}
+
+/// What was asked for.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Settings {
+    /// Measured for so long, in seconds.
+    pub seconds: f64,
+    /// Run before for so long, all at once, in seconds.
+    pub warm_up_seconds: f64,
+    /// How often each cell was measured; its figures are those of the median.
+    pub repeat: u32,
+    /// The user's image, or root file system; empty for built-in loads.
+    pub image: String,
+    /// The user's command; empty for built-in loads.
+    pub command: Vec<String>,
+    /// The pattern that finds a latency in a line.
+    pub parse: String,
+    /// The URL that was asked; `{port}` is a container's own.
+    pub http: String,
+    /// Further words for the engine's `run`.
+    pub run_options: Vec<String>,
+    /// Limit on SMs that may be booked, as a multiple of all (`sm_overcommit`).
+    pub sm_overcommit: f64,
+    /// The most containers that share a GPU by turns (`time_slice_max`).
+    pub time_slice_max: u32,
+}
+
+/// How the containers of a cell share the GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Sharing {
+    /// The whole GPU, one container.
+    Exclusive,
+    /// By turns.
+    TimeSlice,
+    /// On a shared MPS server.
+    Mps,
+    /// Each with an MPS server of its own.
+    Dedicated,
+    /// Each with a MIG device.
+    Mig,
+}
+
+impl Sharing {
+    /// The word of the command line and of JSON.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Exclusive => "exclusive",
+            Self::TimeSlice => "time-slice",
+            Self::Mps => "mps",
+            Self::Dedicated => "dedicated",
+            Self::Mig => "mig",
+        }
+    }
+}
+
+/// A line of the picture: a way to share.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Mode {
+    pub sharing: Sharing,
+    /// The limit on SMs; null: none.
+    pub sm: Option<Sm>,
+    /// The MIG profile, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub profile: Option<String>,
+}
+
+/// A limit on SMs.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Sm {
+    /// 100 % divided by the number of containers.
+    Equal,
+    /// In percent, the same for all.
+    Percent(f64),
+}
+
+impl Sm {
+    /// In percent for `n` containers, rounded down to a tenth.
+    pub fn percent(self, n: u32) -> f64 {
+        match self {
+            Self::Equal => (1000.0 / f64::from(n.max(1))).floor() / 10.0,
+            Self::Percent(percent) => percent,
+        }
+    }
+}
+
+/// As on the command line: `mps`, `mps:equal`, `mps:20`, `mig:1g.10gb`.
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.sharing.word())?;
+        match self.sm {
+            Some(Sm::Equal) => f.write_str(":equal")?,
+            Some(Sm::Percent(percent)) => write!(f, ":{percent}")?,
+            None => {}
+        }
+        self.profile.as_ref().map_or(Ok(()), |profile| write!(f, ":{}", safe(profile)))
+    }
+}
+
+impl Mode {
+    /// For people: `MPS, 100 % ÷ N each`.
+    pub(crate) fn title(&self) -> String {
+        let name = match self.sharing {
+            Sharing::Exclusive => "exclusive",
+            Sharing::TimeSlice => "time-slice",
+            Sharing::Mps => "MPS",
+            Sharing::Dedicated => "dedicated MPS",
+            Sharing::Mig => "MIG",
+        };
+        let limit = match self.sm {
+            Some(Sm::Equal) => ", 100 %/N each".to_owned(),
+            Some(Sm::Percent(percent)) => format!(", {percent} % each"),
+            None => String::new(),
+        };
+        let profile = self.profile.as_ref().map(|profile| format!(" {}", safe(profile))).unwrap_or_default();
+        format!("{name}{profile}{limit}")
+    }
+}
+
+/// One load in one mode with one number of containers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Cell {
+    /// `small`, `medium`, `large`, `memory`, `copy`, `mixed`: built in. `command` or `http`: the user's own.
+    pub load: String,
+    pub mode: Mode,
+    /// How many containers ran at once.
+    pub n: u32,
+    /// Whether the programs ran as processes by hand, without sublet and without containers.
+    #[serde(default)]
+    pub by_hand: bool,
+    /// Whether the shares come to more than the GPU has.
+    #[serde(default)]
+    pub overcommitted: bool,
+    /// Why nothing was measured, or what went wrong with a part.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// What was measured; null: nothing.
+    pub measured: Option<Measured>,
+}
+
+/// The figures of a cell: those of all its containers together.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Measured {
+    /// Milliseconds for one iteration, over all iterations of all containers.
+    pub mean_ms: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub p50_ms: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub p99_ms: Option<f64>,
+    /// Iterations a second, all containers together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub per_second: Option<f64>,
+    /// Iterations of the container that got the fewest, divided by those of the one that got the most: 1 is fair.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fairness: Option<f64>,
+    /// Memory of the GPU that the containers, and the MPS servers that they needed, took together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
+    /// Energy of the whole GPU, divided by all iterations, in millijoules.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub energy_millijoules: Option<f64>,
+    /// The clock of the SMs in the middle of the measurement, in MHz.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sm_mhz: Option<u32>,
+    /// One for each container.
+    pub containers: Vec<Tenant>,
+}
+
+/// One container of a cell.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Tenant {
+    /// In the measured time.
+    pub iterations: u64,
+    pub mean_ms: f64,
+    pub p50_ms: f64,
+    pub p99_ms: f64,
+    /// Why it ended early.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Why a result cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ResultError {
+    /// The file cannot be read.
+    #[error("{}: {source}", safe(path))]
+    Unreadable {
+        /// The file.
+        path: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// It is no result.
+    #[error("{} is no result of `sublet bench`: {why}", safe(path))]
+    Malformed {
+        /// The file.
+        path: String,
+        /// Why not.
+        why: String,
+    },
+    /// A result of another form.
+    #[error(
+        "{}: its form is {}, and this sublet reads {SCHEMA}: use the sublet that wrote it",
+        safe(path),
+        safe(schema)
+    )]
+    Schema {
+        /// The file.
+        path: String,
+        /// Its form.
+        schema: String,
+    },
+}
+
+/// The comparison by the authors of nos.
+const PUBLISHED: &str = include_str!("nos.json");
+
+impl BenchResult {
+    /// Reads a result from a file; `published` is the one that this project starts from.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn of(path: &Path) -> Result<Self, ResultError> {
+        if path == Path::new("published") { Self::parse(PUBLISHED, "published") } else { Self::read(path) }
+    }
+
+    /// Reads a result from a file.
+    ///
+    /// # Errors
+    /// The file cannot be read, is none of these documents, or one of another form.
+    pub fn read(path: &Path) -> Result<Self, ResultError> {
+        let name = || path.to_string_lossy().into_owned();
+        let unreadable = |source| ResultError::Unreadable { path: name(), source };
+        let length = fs::metadata(path).map_err(unreadable)?.len();
+        if length > LARGEST {
+            return Err(unreadable(std::io::Error::new(ErrorKind::FileTooLarge, "larger than 64 MiB")));
+        }
+        Self::parse(&fs::read_to_string(path).map_err(unreadable)?, &name())
+    }
+
+    /// Reads a result from the text of the file `name`.
+    ///
+    /// # Errors
+    /// It is none of these documents, or one of another form.
+    pub fn parse(text: &str, name: &str) -> Result<Self, ResultError> {
+        let malformed = |why: serde_json::Error| ResultError::Malformed {
+            path: name.to_owned(),
+            why: sublet_core::text::safe(&why.to_string()),
+        };
+        let value: serde_json::Value = serde_json::from_str(text).map_err(malformed)?;
+        let schema = value.get("schema").and_then(serde_json::Value::as_str);
+        match schema {
+            Some(SCHEMA) => serde_json::from_value(value).map_err(malformed),
+            Some(schema) => Err(ResultError::Schema { path: name.to_owned(), schema: schema.to_owned() }),
+            None => Err(ResultError::Malformed { path: name.to_owned(), why: "it has no schema".to_owned() }),
+        }
+    }
+
+    /// The loads, in the order in which they were first measured.
+    pub fn loads(&self) -> Vec<&str> {
+        let mut loads = Vec::new();
+        for cell in &self.cells {
+            if !loads.contains(&cell.load.as_str()) {
+                loads.push(cell.load.as_str());
+            }
+        }
+        loads
+    }
+
+    /// The cell of one load, mode and number of containers.
+    pub fn cell(&self, load: &str, mode: &Mode, n: u32, by_hand: bool) -> Option<&Cell> {
+        let is_it =
+            |cell: &&Cell| cell.load == load && cell.mode == *mode && cell.n == n && cell.by_hand == by_hand;
+        self.cells.iter().find(is_it)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modes_have_a_word_and_a_title() {
+        let mode = |sharing, sm| Mode { sharing, sm, profile: None };
+        assert_eq!(mode(Sharing::TimeSlice, None).to_string(), "time-slice");
+        assert_eq!(mode(Sharing::Mps, Some(Sm::Equal)).to_string(), "mps:equal");
+        assert_eq!(mode(Sharing::Mps, Some(Sm::Percent(14.2))).to_string(), "mps:14.2");
+        assert_eq!(mode(Sharing::Dedicated, Some(Sm::Percent(20.0))).title(), "dedicated MPS, 20 % each");
+        let mig = Mode { sharing: Sharing::Mig, sm: None, profile: Some("1g.10gb".to_owned()) };
+        assert_eq!((mig.to_string(), mig.title()), ("mig:1g.10gb".to_owned(), "MIG 1g.10gb".to_owned()));
+    }
+
+    #[test]
+    fn equal_parts_never_come_to_more_than_all() {
+        assert!((Sm::Equal.percent(7) - 14.2).abs() < 1e-9);
+        assert!((Sm::Equal.percent(3) - 33.3).abs() < 1e-9);
+        for n in 1..=48 {
+            assert!(Sm::Equal.percent(n) * f64::from(n) <= 100.0);
+        }
+    }
+
+    #[test]
+    fn other_forms_and_other_files_are_refused() {
+        let why = |text: &str| BenchResult::parse(text, "a.json").unwrap_err().to_string();
+        assert!(why("{}").contains("it has no schema"));
+        assert!(why("[1").contains("a.json is no result of `sublet bench`"));
+        assert!(why(r#"{"schema":"sublet.bench/2"}"#).contains("its form is sublet.bench/2"));
+        assert!(why(r#"{"schema":"sublet.bench/1"}"#).contains("missing field"));
+    }
+}

@@ -1,0 +1,396 @@
+//! `sublet advise`: which way of sharing suits so many tenants, as text to paste. Books nothing.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use schemars::JsonSchema;
+use serde::Serialize;
+
+use super::explain::{inventory_for, remark_on_whose, whose};
+use super::tables::{self, Format};
+use crate::advise::{
+    self, Advice, AdviseError, Found, Host, MOST, Measurements, NoAdvice, Paste, Question, Trust, Verdict,
+};
+use crate::bench::{BenchResult, Sharing};
+use crate::protection::does_not_protect;
+use crate::shown::{colour, memory};
+use sublet_core::admit::{is_remote, refresh};
+use sublet_core::config::Config;
+use sublet_core::inventory::{Device, Inventory};
+use sublet_core::ledger::Store;
+use sublet_core::place::meant;
+use sublet_core::share::units::{MEMORY_ALLOWED, parse_memory};
+use sublet_core::share::{Memory, Percent};
+
+/// Arguments of `sublet advise`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// A result of `sublet bench` to advise from; without one, only rules and data sheets are used
+    #[arg(long, value_name = "RESULT.json")]
+    from: Option<PathBuf>,
+    /// The load of that result, if it has several
+    #[arg(long, value_name = "LOAD")]
+    load: Option<String>,
+    /// How many containers share
+    #[arg(long, value_name = "N", default_value_t = 7)]
+    tenants: u32,
+    /// How long an iteration may take 99 times of 100, such as 20ms
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    p99: Option<Duration>,
+    /// The GPU memory that each needs, such as 10GiB; without it each gets an equal part
+    #[arg(long, value_name = "AMOUNT", value_parser = amount)]
+    memory: Option<Memory>,
+    /// How far they trust each other
+    #[arg(long, value_enum, default_value_t)]
+    trust: Trust,
+    /// The GPU, as in sublet.gpu; without it the first that will do
+    #[arg(long, value_name = "GPU")]
+    gpu: Option<String>,
+    /// Speak of your own rootless containers, although you may use Docker's socket
+    #[arg(long)]
+    rootless: bool,
+    /// Output format: text or JSON
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+}
+
+fn amount(text: &str) -> Result<Memory, String> {
+    parse_memory(text).map_err(|wrong| wrong.hint.unwrap_or_else(|| format!("must be {MEMORY_ALLOWED}")))
+}
+
+/// Runs it. The exit code is 1 if there is no advice.
+///
+/// # Errors
+/// There is no driver, GPU or ledger; the result cannot be used; the question makes no sense.
+pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
+    let question = arguments.question()?;
+    let result = arguments.from.as_deref().map(BenchResult::read).transpose().map_err(AdviseError::from)?;
+    let whose = whose(arguments.rootless, config);
+    // The amounts depend on what is free now, and the compute mode may be that of an MPS server that has ended.
+    let inventory = if is_remote(config) { inventory_for(whose, config)? } else { refresh(config)? };
+    let gpus = gpus(arguments.gpu.as_deref(), &inventory, config)?;
+    sane_memory(&question, &gpus)?;
+    let ledger = Store::open(&config.state_dir)?.peek()?;
+    let host = Host { inventory: &inventory, ledger: &ledger, whose, config };
+    let mut answer = answer(&question, &gpus, result.as_ref(), arguments.load.as_deref(), host)?;
+    let on = remark_on_whose(whose, config).map(|whose| format!("this is about {whose}"));
+    answer.remarks.extend(on);
+    if inventory.driver.simulated {
+        answer.remarks.push("the driver is simulated".to_owned());
+    }
+    let document = Document::of(&question, &answer, &inventory);
+    match arguments.format {
+        Format::Json => tables::json(&document)?,
+        Format::Table => print!("{}", text(&document)),
+    }
+    Ok(if document.advice.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+impl Arguments {
+    fn question(&self) -> Result<Question, AdviseError> {
+        if self.tenants == 0 || self.tenants > MOST {
+            return Err(AdviseError::Tenants(self.tenants));
+        }
+        if self.p99.is_some_and(|p99| p99.is_zero()) {
+            return Err(AdviseError::P99);
+        }
+        if self.load.is_some() && self.from.is_none() {
+            return Err(AdviseError::LoadOfNothing);
+        }
+        Ok(Question {
+            tenants: self.tenants,
+            memory: self.memory,
+            p99_ms: self.p99.map(|p99| p99.as_secs_f64() * 1000.0),
+            trust: self.trust,
+            named: self.gpu.is_some(),
+        })
+    }
+}
+
+/// The GPUs in question.
+fn gpus<'a>(
+    named: Option<&str>,
+    inventory: &'a Inventory,
+    config: &Config,
+) -> Result<Vec<&'a Device>, AdviseError> {
+    let Some(named) = named else {
+        let gpus: Vec<_> = inventory.gpus().collect();
+        return if gpus.is_empty() { Err(AdviseError::NoGpu) } else { Ok(gpus) };
+    };
+    let wrong = |why: &str| AdviseError::NotThatGpu { asked: named.to_owned(), why: why.to_owned() };
+    let found = meant(named, inventory, config).map_err(|why| wrong(&why))?;
+    if found.iter().any(|device| device.is_mig()) {
+        return Err(wrong("it is a MIG device: name its GPU"));
+    }
+    if found.is_empty() { Err(wrong("this host has no such GPU")) } else { Ok(found) }
+}
+
+fn sane_memory(question: &Question, gpus: &[&Device]) -> Result<(), AdviseError> {
+    let largest = gpus.iter().map(|gpu| gpu.memory_bytes).max().unwrap_or_default();
+    match question.memory {
+        Some(Memory::Bytes(asked)) if asked > largest => {
+            Err(AdviseError::Memory { asked: memory(asked), has: memory(largest) })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What was found for one GPU.
+struct Answer<'a> {
+    gpu: &'a Device,
+    advice: Result<Advice, NoAdvice>,
+    remarks: Vec<String>,
+}
+
+/// The answer for the first GPU that has an advice, else for the first.
+fn answer<'a>(
+    question: &Question,
+    gpus: &[&'a Device],
+    result: Option<&BenchResult>,
+    load: Option<&str>,
+    host: Host<'_>,
+) -> anyhow::Result<Answer<'a>> {
+    let mut first = None;
+    for gpu in gpus {
+        let (measurements, mut remarks) = match result {
+            Some(result) => Measurements::of(result, load, gpu)?,
+            None => (None, Vec::new()),
+        };
+        remarks.extend(not_judged(question, gpu, measurements.as_ref()));
+        let advice = advise::advise(question, gpu, measurements.as_ref(), host)?;
+        let answer = Answer { gpu, advice, remarks };
+        if answer.advice.is_ok() {
+            return Ok(answer);
+        }
+        first.get_or_insert(answer);
+    }
+    Ok(first.ok_or(AdviseError::NoGpu)?)
+}
+
+/// What the measurements leave open.
+fn not_judged(question: &Question, gpu: &Device, measurements: Option<&Measurements<'_>>) -> Vec<String> {
+    let mut remarks = Vec::new();
+    let Some(command) = advise::measure_with(question, gpu) else { return remarks };
+    let measured = match measurements.map(|found| (found, found.verdict(question))) {
+        Some((found, Verdict::NotMeasured)) => {
+            let most = found.largest(question.trust).map_or_else(
+                || format!("no way that --trust {} allows was measured", question.trust.word()),
+                |most| format!("{} at once were not measured, and no more than {most}", question.tenants),
+            );
+            remarks.push(format!("not measured: {most}; measure it with: {command}"));
+            false
+        }
+        Some((found, _)) => found.judge_times(),
+        None => false,
+    };
+    if question.p99_ms.is_some() && !measured {
+        remarks.push(format!(
+            "a p99 cannot be judged without a measurement on such a GPU; measure it with: {command}"
+        ));
+    } else if measurements.is_none() {
+        remarks.push(format!("nothing was measured; measure it with: {command}"));
+    }
+    remarks
+}
+
+/// What is printed as JSON: keys may be added, never changed.
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "Advise")]
+pub struct Document<'a> {
+    /// `sublet.advise/1`.
+    schema: &'static str,
+    question: Asked,
+    gpu: Gpu<'a>,
+    /// Null: nothing that would do fits.
+    advice: Option<Advised>,
+    /// Why there is none.
+    why_not: Option<&'a str>,
+    /// What would help then, in sentences.
+    would_help: &'a [String],
+    /// What is to be known beside it, in sentences.
+    remarks: &'a [String],
+}
+
+/// What was asked.
+#[derive(Serialize, JsonSchema)]
+struct Asked {
+    tenants: u32,
+    /// That each needs.
+    memory_bytes: Option<u64>,
+    p99_ms: Option<f64>,
+    trust: Trust,
+}
+
+/// The GPU in question.
+#[derive(Serialize, JsonSchema)]
+struct Gpu<'a> {
+    uuid: &'a str,
+    number: String,
+    name: &'a str,
+    memory_bytes: u64,
+    sm_count: Option<u32>,
+}
+
+#[derive(Serialize, JsonSchema)]
+struct Advised {
+    /// In one sentence.
+    sentence: String,
+    mode: Sharing,
+    /// The limit on SMs.
+    sm_percent: Option<f64>,
+    /// The limit on memory of each, or what its MIG device has at least; null: no limit.
+    memory_bytes: Option<u64>,
+    /// The MIG profile.
+    mig_profile: Option<String>,
+    /// UUIDs of the GPUs or MIG devices, one for each tenant.
+    devices: Vec<String>,
+    /// What each tenant gets, a sentence for each different size.
+    each_gets: Vec<String>,
+    cost: Cost,
+    /// What is not protected, in sentences.
+    not_protected: Vec<&'static str>,
+    /// Of each tenant.
+    annotations: BTreeMap<String, String>,
+    paste: Paste,
+}
+
+/// What sharing costs against having the GPU alone.
+#[derive(Default, Serialize, JsonSchema)]
+struct Cost {
+    /// Whether it was measured, on this model of GPU or another; otherwise it is concluded from rules and data sheets.
+    measured: bool,
+    /// In a sentence.
+    text: String,
+    /// The load that was measured.
+    load: Option<String>,
+    /// How many were measured at once.
+    n: Option<u32>,
+    /// The mean with so many at once, divided by that of one alone.
+    times_as_long: Option<f64>,
+    /// The mean with so many at once, on a GPU of this model.
+    mean_ms: Option<f64>,
+    /// The p99 with so many at once, on a GPU of this model.
+    p99_ms: Option<f64>,
+    /// The mean of one alone, on a GPU of this model.
+    alone_mean_ms: Option<f64>,
+    /// The p99 of one alone, on a GPU of this model.
+    alone_p99_ms: Option<f64>,
+}
+
+impl<'a> Document<'a> {
+    fn of(question: &Question, answer: &'a Answer<'_>, inventory: &Inventory) -> Self {
+        let gpu = answer.gpu;
+        let (advice, none) = (answer.advice.as_ref().ok(), answer.advice.as_ref().err());
+        Self {
+            schema: "sublet.advise/1",
+            question: Asked {
+                tenants: question.tenants,
+                memory_bytes: question.memory.map(|memory| memory.on(gpu.memory_bytes)),
+                p99_ms: question.p99_ms,
+                trust: question.trust,
+            },
+            gpu: Gpu {
+                uuid: &gpu.uuid,
+                number: gpu.number(),
+                name: &gpu.name,
+                memory_bytes: gpu.memory_bytes,
+                sm_count: gpu.sm_count,
+            },
+            advice: advice.map(|advice| Advised::of(advice, question, gpu, inventory)),
+            why_not: none.map(|none| none.why.as_str()),
+            would_help: none.map_or(&[][..], |none| &none.help),
+            remarks: &answer.remarks,
+        }
+    }
+}
+
+impl Advised {
+    fn of(advice: &Advice, question: &Question, gpu: &Device, inventory: &Inventory) -> Self {
+        let Advice { candidate, placements, .. } = advice;
+        let first = placements.first();
+        let instances = placements.iter().flat_map(|one| &one.mig_devices);
+        Self {
+            sentence: advise::sentence(advice, question, gpu),
+            mode: candidate.mode.sharing,
+            sm_percent: first.and_then(|one| one.sm).map(Percent::as_f64),
+            memory_bytes: instances
+                .filter_map(|one| one.memory_bytes)
+                .min()
+                .or_else(|| first.and_then(|one| one.memory_bytes)),
+            mig_profile: candidate.mode.profile.clone(),
+            devices: placements.iter().flat_map(|one| one.devices.clone()).collect(),
+            each_gets: advise::each_gets(advice, inventory),
+            cost: Cost::of(advice, question, gpu, inventory),
+            not_protected: first.map(does_not_protect).unwrap_or_default(),
+            annotations: candidate.annotations.clone(),
+            paste: Paste::new(&candidate.annotations, question.tenants),
+        }
+    }
+}
+
+impl Cost {
+    fn of(advice: &Advice, question: &Question, gpu: &Device, inventory: &Inventory) -> Self {
+        let Some(found) = &advice.candidate.found else {
+            let text = advise::concluded(advice, question, gpu, inventory);
+            return Self { text, ..Self::default() };
+        };
+        Self::measured(found, question)
+    }
+
+    fn measured(found: &Found, question: &Question) -> Self {
+        let alone = found.alone.filter(|_| found.same_gpu);
+        Self {
+            measured: true,
+            text: advise::what_it_cost(found, question.tenants),
+            load: Some(found.load.clone()),
+            n: Some(found.n),
+            times_as_long: found.alone.map(|(mean, _)| found.mean_ms / mean),
+            mean_ms: Some(found.mean_ms).filter(|_| found.same_gpu),
+            p99_ms: found.p99_ms.filter(|_| found.same_gpu),
+            alone_mean_ms: alone.map(|(mean, _)| mean),
+            alone_p99_ms: alone.and_then(|(_, p99)| p99),
+        }
+    }
+}
+
+/// For people.
+fn text(document: &Document<'_>) -> String {
+    let mut lines = Vec::new();
+    if let Some(advice) = &document.advice {
+        lines.extend([bold(&advice.sentence), String::new()]);
+        lines.extend(advice.each_gets.iter().map(|line| row("Each gets", line)));
+        let how = if advice.cost.measured { "measured" } else { "concluded" };
+        lines.push(row("It costs", &format!("({how}) {}", advice.cost.text)));
+    } else {
+        let why = document.why_not.unwrap_or_default();
+        lines.push(format!("No advice for {} tenants: {why}", document.question.tenants));
+        lines.extend(document.would_help.iter().map(|line| row("Instead", line)));
+    }
+    lines.extend(document.remarks.iter().map(|line| row("Note", line)));
+    if let Some(advice) = &document.advice {
+        lines.extend([String::new(), bold("It does not protect")]);
+        lines.extend(advice.not_protected.iter().map(|line| format!("  - {line}")));
+        let annotations = advice.annotations.iter().map(|(key, value)| format!("{key}={value}\n"));
+        for (title, text) in [
+            ("Annotations", &annotations.collect::<String>()),
+            ("Docker, each tenant", &advice.paste.docker_run),
+            ("Compose", &advice.paste.compose),
+            ("Quadlet, a .container file for each tenant", &advice.paste.quadlet),
+        ] {
+            lines.extend([String::new(), bold(title), String::new()]);
+            let indented = |line: &str| if line.is_empty() { String::new() } else { format!("    {line}") };
+            lines.extend(text.lines().map(indented));
+        }
+    }
+    lines.into_iter().map(|line| line + "\n").collect()
+}
+
+fn row(title: &str, text: &str) -> String {
+    format!("{title:<10} {text}")
+}
+
+fn bold(text: &str) -> String {
+    if colour() { format!("\u{1b}[1m{text}\u{1b}[0m") } else { text.to_owned() }
+}

@@ -1,0 +1,238 @@
+//! `sublet bench show`: a result as a table, a picture or a page.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, bail};
+
+use super::tables::{self, Column, Format};
+use crate::bench::{BenchResult, Cell, Figure, Mode, digits, html, svg};
+use crate::shown::bars::{bar, utf8};
+use sublet_core::fs::atomic;
+use sublet_core::text::safe;
+
+/// Arguments of `sublet bench show`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// What `sublet bench run` wrote; `published` is the comparison by the authors of nos on an A100
+    result: PathBuf,
+    /// Only this load; needed for a picture of a result with several
+    #[arg(long)]
+    load: Option<String>,
+    /// Show every figure: percentiles, throughput, fairness, memory, energy
+    #[arg(long)]
+    details: bool,
+    /// Write the picture: mean time of an iteration against the number of containers
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Write a page with all pictures and figures, which needs no other file
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Aligned columns or the JSON document
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// The file is no result, has not got the load, or a file cannot be written.
+pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let result = BenchResult::of(&arguments.result)?;
+    let loads: Vec<&str> = result
+        .loads()
+        .into_iter()
+        .filter(|load| arguments.load.as_deref().is_none_or(|only| only == *load))
+        .collect();
+    if loads.is_empty() {
+        let has: Vec<String> = result.loads().into_iter().map(safe).collect();
+        bail!("{} has no such load; it has {}", arguments.result.display(), has.join(", "));
+    }
+    if let Some(file) = &arguments.svg {
+        let [load] = loads[..] else {
+            bail!("a picture shows one load: choose with --load from {}", loads.join(", "))
+        };
+        let picture =
+            svg(&result, load, Figure::Mean).context("nothing was measured, so there is no picture")?;
+        write(file, &picture)?;
+    }
+    if let Some(file) = &arguments.html {
+        write(file, &html(&result)?)?;
+    }
+    match arguments.format {
+        Format::Json => tables::json(&result)?,
+        Format::Table if arguments.svg.is_some() || arguments.html.is_some() => {}
+        Format::Table => println!("{}", shown(&result, &loads, arguments.details)),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn write(file: &Path, text: &str) -> anyhow::Result<()> {
+    atomic::replace(file, text.as_bytes(), 0o644).with_context(|| format!("cannot write {}", file.display()))
+}
+
+/// All that is printed of a result.
+pub fn shown(result: &BenchResult, loads: &[&str], details: bool) -> String {
+    let mut parts = vec![head(result)];
+    let figures = if details { &Figure::ALL[..] } else { &Figure::ALL[..1] };
+    for load in loads {
+        for figure in figures {
+            parts.extend(table(result, load, *figure, tables::terminal_width()));
+        }
+        parts.extend(chart(result, load));
+        parts.extend(notes(result, load));
+    }
+    parts.join("\n\n")
+}
+
+fn head(result: &BenchResult) -> String {
+    let driver = result.machine.driver.as_ref().map(|driver| format!(", driver {}", safe(driver)));
+    let mut lines = vec![format!(
+        "{}: {}{}, {}",
+        safe(&result.title),
+        safe(&result.machine.gpu),
+        driver.unwrap_or_default(),
+        safe(result.time.get(..10).unwrap_or_default())
+    )];
+    lines.extend(
+        result.source.as_ref().map(|source| format!("Published, not measured here: {}", safe(source))),
+    );
+    if result.simulated {
+        lines
+            .push("SIMULATED: the driver is sublet's simulated one, and these times mean nothing".to_owned());
+    }
+    if result.in_use_by_others {
+        lines.push("Other programs used the GPU during the measurement".to_owned());
+    }
+    lines.join("\n")
+}
+
+/// The lines of a table: modes of containers, then the same by hand.
+fn rows_of<'a>(result: &'a BenchResult, load: &str) -> Vec<(&'a Mode, bool)> {
+    let mut rows: Vec<(&Mode, bool)> = Vec::new();
+    for cell in result.cells.iter().filter(|cell| cell.load == load) {
+        if !rows.contains(&(&cell.mode, cell.by_hand)) {
+            rows.push((&cell.mode, cell.by_hand));
+        }
+    }
+    rows
+}
+
+fn numbers(result: &BenchResult, load: &str) -> Vec<u32> {
+    let mut numbers: Vec<u32> =
+        result.cells.iter().filter(|cell| cell.load == load).map(|cell| cell.n).collect();
+    numbers.sort_unstable();
+    numbers.dedup();
+    numbers
+}
+
+/// `None`: nothing of this figure is known.
+fn table(result: &BenchResult, load: &str, figure: Figure, width: Option<usize>) -> Option<String> {
+    let numbers = numbers(result, load);
+    let names: Vec<String> = numbers.iter().map(|n| format!("{n} AT ONCE")).collect();
+    let title = format!("{}: {}", safe(load).to_uppercase(), figure.title());
+    // In the middle is what matters least: alone and the most are the last to go.
+    let importance = |at: usize| u8::try_from(at.min(names.len() - 1 - at)).unwrap_or(u8::MAX);
+    let mut columns = vec![Column("MODE", 0)];
+    columns.extend(names.iter().enumerate().map(|(at, name)| Column(name.as_str(), 1 + importance(at))));
+    let value = |mode: &Mode, by_hand, n| {
+        let Some(cell) = result.cell(load, mode, n, by_hand) else { return String::new() };
+        let found = cell.measured.as_ref().and_then(|measured| figure.of(measured));
+        let mark = if cell.overcommitted { "*" } else { "" };
+        found.map_or_else(|| "–".to_owned(), |value| format!("{}{mark}", digits(value)))
+    };
+    let rows: Vec<Vec<String>> = rows_of(result, load)
+        .into_iter()
+        .map(|(mode, by_hand)| {
+            let mut row = vec![named(mode, by_hand)];
+            row.extend(numbers.iter().map(|n| value(mode, by_hand, *n)));
+            row
+        })
+        .collect();
+    let is_known = |text: &String| text.chars().any(|character| character.is_ascii_digit());
+    let any = rows.iter().any(|row| row[1..].iter().any(is_known));
+    any.then(|| format!("{title}\n{}", tables::fitting(&columns, &rows, width)))
+}
+
+fn named(mode: &Mode, by_hand: bool) -> String {
+    if by_hand { format!("{}, by hand", mode.title()) } else { mode.title() }
+}
+
+/// A bar for each mode, for the largest number that most of them were measured with.
+fn chart(result: &BenchResult, load: &str) -> Option<String> {
+    let cells = |n: u32| -> Vec<(&Cell, f64)> {
+        let measured = result.cells.iter().filter(|cell| cell.load == load && cell.n == n && !cell.by_hand);
+        measured.filter_map(|cell| Some((cell, cell.measured.as_ref()?.mean_ms))).collect()
+    };
+    // One container alone is the whole GPU in every mode.
+    let n = numbers(result, load).into_iter().max_by_key(|n| (*n > 1, cells(*n).len(), *n))?;
+    let mut bars = cells(n);
+    bars.sort_by(|one, other| one.1.total_cmp(&other.1));
+    let most = bars.last().map(|bar| bar.1).filter(|most| *most > 0.0 && bars.len() > 1)?;
+    let widest = bars.iter().map(|(cell, _)| cell.mode.title().chars().count()).max().unwrap_or_default();
+    let line = |(cell, mean): &(&Cell, f64)| {
+        let title = cell.mode.title();
+        format!("{title:<widest$}  {} {} ms", bar(Some(mean / most), None, 30, utf8()), digits(*mean))
+    };
+    let lines: Vec<String> = bars.iter().map(line).collect();
+    Some(format!("{n} at once\n{}", lines.join("\n")))
+}
+
+/// What the marks mean, and why something was not measured.
+fn notes(result: &BenchResult, load: &str) -> Option<String> {
+    let cells: Vec<&Cell> = result.cells.iter().filter(|cell| cell.load == load).collect();
+    let mut lines = Vec::new();
+    if cells.iter().any(|cell| cell.overcommitted && cell.measured.is_some()) {
+        lines.push("* overcommitted: the shares come to more than the GPU has".to_owned());
+    }
+    lines.extend(cells.iter().filter_map(|cell| {
+        let why = cell.error.as_ref()?;
+        Some(format!("{}, {} at once: {}", named(&cell.mode, cell.by_hand), cell.n, safe(why)))
+    }));
+    (!lines.is_empty()).then(|| lines.join("\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::fixture;
+
+    #[test]
+    fn a_table_of_means() {
+        let result = fixture::result();
+        let lines = table(&result, "command", Figure::Mean, None).unwrap();
+        let expected = "COMMAND: mean of one iteration, ms\n\
+                        MODE                 1 AT ONCE  3 AT ONCE  7 AT ONCE\n\
+                        time-slice           7.20       23.7       54.9\n\
+                        time-slice, by hand                        54.9\n\
+                        MPS                  7.20       14.0       29.6\n\
+                        MPS, 20 % each       23.3       24.4       32.1*";
+        assert_eq!(lines, expected);
+        assert_eq!(table(&result, "command", Figure::Energy, None), None);
+        let narrow = table(&result, "command", Figure::Mean, Some(20)).unwrap();
+        assert!(narrow.contains("MODE") && !narrow.contains("3 AT ONCE"), "{narrow}");
+    }
+
+    #[test]
+    fn a_bar_for_each_mode_of_the_largest_number() {
+        let chart = chart(&fixture::result(), "command").unwrap();
+        let lines: Vec<&str> = chart.lines().collect();
+        assert_eq!(lines[0], "7 at once");
+        assert!(lines[1].starts_with("MPS ") && lines[1].ends_with("29.6 ms"), "{chart}");
+        assert!(lines[3].starts_with("time-slice ") && lines.len() == 4, "{chart}");
+    }
+
+    #[test]
+    fn what_failed_is_told() {
+        let mut result = fixture::result();
+        result.cells[0].measured = None;
+        result.cells[0].error = Some("no \u{1b}[2Jroom".to_owned());
+        let notes = notes(&result, "command").unwrap();
+        assert!(
+            notes.starts_with("* overcommitted") && notes.contains("time-slice, 1 at once: no "),
+            "{notes}"
+        );
+        assert!(!notes.contains('\u{1b}'));
+        assert!(table(&result, "command", Figure::Mean, None).unwrap().contains('–'));
+    }
+}

@@ -1,0 +1,286 @@
+//! libcuda by its C ABI (cuda.h), loaded by name, as by any program in a container.
+#![allow(unsafe_code, reason = "libcuda by its C ABI (cuda.h)")]
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use nix::libc;
+
+/// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT` and `CU_DEVICE_ATTRIBUTE_MPS_ENABLED` of cuda.h.
+pub const MULTIPROCESSOR_COUNT: c_int = 16;
+pub const MPS_ENABLED: c_int = 133;
+
+/// Memory of the device. It is never freed.
+#[derive(Clone, Copy, Debug)]
+pub struct Buffer {
+    /// `CUdeviceptr`.
+    address: u64,
+    bytes: usize,
+}
+
+/// A kernel (`CUfunction`).
+#[derive(Clone, Copy, Debug)]
+pub struct Kernel(*mut c_void);
+
+/// Page-locked memory of the host, which the device reads and writes by itself. It is never freed.
+#[derive(Debug)]
+pub struct Pinned {
+    address: *mut c_void,
+    bytes: usize,
+}
+
+/// libcuda after `cuInit`. The library and the contexts stay until the process ends.
+#[derive(Clone, Copy, Debug)]
+pub struct Driver {
+    /// dlopen's handle, which is never closed.
+    library: *mut c_void,
+}
+
+/// A function of libcuda with the type that cuda.h gives it, called; the result is `done`'s. It is looked up once, because
+/// a load starts thousands of kernels a second.
+macro_rules! call {
+    ($driver:expr, $name:literal, ($($type:ty),*), $($argument:expr),*) => {{
+        static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+        if FOUND.load(Ordering::Relaxed).is_null() {
+            FOUND.store(symbol($driver.library, $name)?, Ordering::Relaxed);
+        }
+        let function: extern "C" fn($($type),*) -> c_int = std::mem::transmute(FOUND.load(Ordering::Relaxed));
+        done($name, function($($argument),*))
+    }};
+}
+
+impl Driver {
+    /// Loads libcuda and initialises it.
+    ///
+    /// # Errors
+    /// There is no libcuda, or no device; one line.
+    pub fn load() -> Result<Self, String> {
+        let driver = Self { library: open()? };
+        // SAFETY: the type is cuda.h's.
+        unsafe { call!(driver, c"cuInit", (c_uint), 0)? }
+        Ok(driver)
+    }
+
+    /// How many devices there are.
+    ///
+    /// # Errors
+    /// The driver's, one line; so with all that follow.
+    pub fn count(self) -> Result<usize, String> {
+        let mut count = 0;
+        // SAFETY: the type is cuda.h's; the pointer is to a local that outlives the call.
+        unsafe { call!(self, c"cuDeviceGetCount", (*mut c_int), &raw mut count)? }
+        Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    /// Makes the primary context of device 0 current, and returns the device's number for [`Self::attribute`].
+    pub fn context(self) -> Result<c_int, String> {
+        let (mut device, mut context) = (0, ptr::null_mut::<c_void>());
+        // SAFETY: the types are cuda.h's; the pointers are to locals that outlive their calls.
+        unsafe {
+            call!(self, c"cuDeviceGet", (*mut c_int, c_int), &raw mut device, 0)?;
+            call!(self, c"cuDevicePrimaryCtxRetain", (*mut *mut c_void, c_int), &raw mut context, device)?;
+            call!(self, c"cuCtxSetCurrent", (*mut c_void), context)?;
+        }
+        Ok(device)
+    }
+
+    /// An attribute of the device, as the current context sees it.
+    pub fn attribute(self, attribute: c_int, device: c_int) -> Result<c_int, String> {
+        let mut value = 0;
+        // SAFETY: the type is cuda.h's; the pointer is to a local that outlives the call.
+        unsafe {
+            call!(
+                self,
+                c"cuDeviceGetAttribute",
+                (*mut c_int, c_int, c_int),
+                &raw mut value,
+                attribute,
+                device
+            )?;
+        }
+        Ok(value)
+    }
+
+    /// Free and total bytes of the device.
+    pub fn memory(self) -> Result<(u64, u64), String> {
+        let (mut free, mut total) = (0_usize, 0_usize);
+        // SAFETY: the type is cuda.h's; the pointers are to locals that outlive the call.
+        unsafe { call!(self, c"cuMemGetInfo_v2", (*mut usize, *mut usize), &raw mut free, &raw mut total)? }
+        Ok((free as u64, total as u64))
+    }
+
+    /// Compiles PTX for the device and finds its kernels.
+    pub fn kernels<const N: usize>(self, ptx: &CStr, names: [&CStr; N]) -> Result<[Kernel; N], String> {
+        let mut module = ptr::null_mut::<c_void>();
+        let mut kernels = [Kernel(ptr::null_mut()); N];
+        // SAFETY: the types are cuda.h's; both texts end in NUL; the pointers outlive the calls.
+        unsafe {
+            call!(
+                self,
+                c"cuModuleLoadData",
+                (*mut *mut c_void, *const c_char),
+                &raw mut module,
+                ptx.as_ptr()
+            )?;
+            for (kernel, name) in kernels.iter_mut().zip(names) {
+                call!(
+                    self,
+                    c"cuModuleGetFunction",
+                    (*mut *mut c_void, *mut c_void, *const c_char),
+                    &raw mut kernel.0,
+                    module,
+                    name.as_ptr()
+                )?;
+            }
+        }
+        Ok(kernels)
+    }
+
+    /// Memory of the device, zeroed.
+    pub(crate) fn allocate(self, bytes: usize) -> Result<Buffer, String> {
+        let mut address = 0_u64;
+        // SAFETY: the types are cuda.h's; the pointer outlives the call; the driver has just given this memory.
+        unsafe {
+            call!(self, c"cuMemAlloc_v2", (*mut u64, usize), &raw mut address, bytes)?;
+            call!(self, c"cuMemsetD32_v2", (u64, c_uint, usize), address, 0, bytes / 4)?;
+        }
+        Ok(Buffer { address, bytes })
+    }
+
+    /// Page-locked memory of the host.
+    pub fn pinned(self, bytes: usize) -> Result<Pinned, String> {
+        let mut memory = ptr::null_mut::<c_void>();
+        // SAFETY: the type is cuda.h's; the pointer outlives the call.
+        unsafe { call!(self, c"cuMemAllocHost_v2", (*mut *mut c_void, usize), &raw mut memory, bytes)? }
+        Ok(Pinned { address: memory, bytes })
+    }
+
+    /// Copies up to `bytes` from the host to the device, as far as both have them.
+    pub(crate) fn upload(self, to: Buffer, from: &Pinned, bytes: usize) -> Result<(), String> {
+        let bytes = bytes.min(to.bytes).min(from.bytes);
+        // SAFETY: the type is cuda.h's; the driver gave both memories, and neither is shorter.
+        unsafe {
+            call!(self, c"cuMemcpyHtoD_v2", (u64, *const c_void, usize), to.address, from.address, bytes)
+        }
+    }
+
+    /// Copies up to `bytes` from the device to the host, as far as both have them.
+    pub(crate) fn download(self, to: &mut Pinned, from: Buffer, bytes: usize) -> Result<(), String> {
+        let bytes = bytes.min(to.bytes).min(from.bytes);
+        // SAFETY: as in `upload`.
+        unsafe { call!(self, c"cuMemcpyDtoH_v2", (*mut c_void, u64, usize), to.address, from.address, bytes) }
+    }
+
+    /// The second of the 32-bit floats in the device's memory.
+    pub(crate) fn second_float(self, from: Buffer) -> Result<f32, String> {
+        let mut two = [0_f32; 2];
+        if from.bytes < size_of_val(&two) {
+            return Ok(0.0);
+        }
+        let to = two.as_mut_ptr().cast::<c_void>();
+        // SAFETY: the type is cuda.h's; both memories have as many bytes as are copied.
+        unsafe {
+            call!(self, c"cuMemcpyDtoH_v2", (*mut c_void, u64, usize), to, from.address, size_of_val(&two))?;
+        }
+        Ok(two[1])
+    }
+
+    /// Starts a kernel of `blocks` blocks of `threads` threads. Its parameters are the addresses of two buffers and a number.
+    pub(crate) fn launch(
+        self,
+        kernel: Kernel,
+        (blocks, threads): (u32, u32),
+        [mut first, mut second]: [Buffer; 2],
+        mut number: u32,
+    ) -> Result<(), String> {
+        let mut parameters: [*mut c_void; 3] =
+            [(&raw mut first.address).cast(), (&raw mut second.address).cast(), (&raw mut number).cast()];
+        let nothing = ptr::null_mut::<c_void>();
+        // SAFETY: the type is cuda.h's; the parameters are those of the kernels in `load`, and cuLaunchKernel copies them
+        // before it returns.
+        unsafe {
+            call!(
+                self,
+                c"cuLaunchKernel",
+                (
+                    *mut c_void,
+                    c_uint,
+                    c_uint,
+                    c_uint,
+                    c_uint,
+                    c_uint,
+                    c_uint,
+                    c_uint,
+                    *mut c_void,
+                    *mut *mut c_void,
+                    *mut *mut c_void
+                ),
+                kernel.0,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                0,
+                nothing,
+                parameters.as_mut_ptr(),
+                ptr::null_mut()
+            )
+        }
+    }
+
+    /// Waits until the device has done everything.
+    pub(crate) fn synchronize(self) -> Result<(), String> {
+        // SAFETY: the type is cuda.h's.
+        unsafe { call!(self, c"cuCtxSynchronize", (),) }
+    }
+}
+
+/// The library.
+fn open() -> Result<*mut c_void, String> {
+    // SAFETY: the name ends in NUL.
+    let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
+    if library.is_null() { Err(format!("libcuda.so.1 cannot be loaded: {}", why())) } else { Ok(library) }
+}
+
+/// A function of the library.
+fn symbol(library: *mut c_void, name: &CStr) -> Result<*mut c_void, String> {
+    // SAFETY: the handle is dlopen's and is never closed, so that its symbols stay; the name ends in NUL.
+    let found = unsafe { libc::dlsym(library, name.as_ptr()) };
+    if found.is_null() { Err(format!("libcuda has no {}", name.to_string_lossy())) } else { Ok(found) }
+}
+
+/// The loader's last error.
+fn why() -> String {
+    // SAFETY: dlerror returns null or a string that stays until the thread's next call of the loader.
+    let text: *const c_char = unsafe { libc::dlerror() };
+    if text.is_null() {
+        return "no reason given".to_owned();
+    }
+    // SAFETY: not null, see above.
+    sublet_core::text::safe(&unsafe { CStr::from_ptr(text) }.to_string_lossy())
+}
+
+/// A `CUresult` in words, if a share may cause it.
+fn done(call: &CStr, result: c_int) -> Result<(), String> {
+    let word = match result {
+        0 => return Ok(()),
+        2 => "CUDA_ERROR_OUT_OF_MEMORY",
+        46 => "CUDA_ERROR_DEVICE_UNAVAILABLE",
+        100 => "CUDA_ERROR_NO_DEVICE",
+        222 => "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+        719 => "CUDA_ERROR_LAUNCH_FAILED",
+        805 => "CUDA_ERROR_MPS_CONNECTION_FAILED",
+        807 => "CUDA_ERROR_MPS_SERVER_NOT_READY",
+        999 => "CUDA_ERROR_UNKNOWN",
+        other => return Err(format!("{}: CUDA error {other}", name_of(call))),
+    };
+    Err(format!("{}: {word}", name_of(call)))
+}
+
+/// cuda.h's name: the library's own has the version of the function behind it.
+fn name_of(call: &CStr) -> String {
+    call.to_string_lossy().trim_end_matches("_v2").to_owned()
+}
