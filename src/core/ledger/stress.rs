@@ -149,6 +149,9 @@ fn a_ledger_of_another_version_still_tells_what_was_drained() {
 fn a_process_that_no_lease_explains_closes_its_device_until_it_ends() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path()).unwrap();
+    // The lock then names this process's namespaces: without that, only a host's first ones may rebuild.
+    store.update(|ledger| ledger.insert(mine(1))).unwrap().0.unwrap();
+    fs::remove_file(dir.path().join("ledger.json.copy")).unwrap();
     let mut child = Command::new("sleep").arg("600").spawn().unwrap();
     let mut inventory = host(vec![device(0), device(1)]);
     inventory.fingerprint.boot_id = store.read().unwrap().boot_id;
