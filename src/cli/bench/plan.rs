@@ -45,6 +45,11 @@ impl Planned {
         annotations
     }
 
+    /// Whether both are the same but for who starts them: sublet or a hand.
+    pub fn is_like(&self, other: &Self) -> bool {
+        self.load == other.load && self.mode == other.mode && self.n == other.n
+    }
+
     /// Whether its shares come to more than a GPU has, by the defaults of the accounts.
     pub fn is_overcommitted(&self) -> bool {
         !self.by_hand && self.beyond(&Limits::default()).is_some()

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 
 use super::tables::{self, Column, Format};
-use crate::bench::{BenchResult, Cell, Figure, Mode, digits, html, svg};
+use crate::bench::{BenchResult, Cell, Figure, Mode, digits, html, png, svg};
 use crate::shown::bars::{bar, utf8};
 use sublet_core::fs::atomic;
 use sublet_core::text::safe;
@@ -22,9 +22,15 @@ pub struct Arguments {
     /// Show every figure: percentiles, throughput, fairness, memory, energy
     #[arg(long)]
     details: bool,
-    /// Write the picture: mean time of an iteration against the number of containers
+    /// Write the picture: a figure against the number of containers, in light or dark as the reader's system is
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
+    /// Write the picture as PNG, on white
+    #[arg(long, value_name = "FILE")]
+    png: Option<PathBuf>,
+    /// What the picture shows
+    #[arg(long, value_enum, default_value_t)]
+    figure: Figure,
     /// Write a page with all pictures and figures, which needs no other file
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
@@ -48,27 +54,30 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         let has: Vec<String> = result.loads().into_iter().map(safe).collect();
         bail!("{} has no such load; it has {}", arguments.result.display(), has.join(", "));
     }
-    if let Some(file) = &arguments.svg {
+    if arguments.svg.is_some() || arguments.png.is_some() {
         let [load] = loads[..] else {
-            bail!("a picture shows one load: choose with --load from {}", loads.join(", "))
+            let has: Vec<String> = loads.into_iter().map(safe).collect();
+            bail!("a picture shows one load: choose with --load from {}", has.join(", "))
         };
-        let picture =
-            svg(&result, load, Figure::Mean).context("nothing was measured, so there is no picture")?;
-        write(file, &picture)?;
+        let picture = svg(&result, load, arguments.figure)
+            .with_context(|| format!("no picture: no {} was measured", arguments.figure.title()))?;
+        arguments.svg.as_deref().map(|file| write(file, picture.as_bytes())).transpose()?;
+        arguments.png.as_deref().map(|file| write(file, &png(&picture)?)).transpose()?;
     }
     if let Some(file) = &arguments.html {
-        write(file, &html(&result)?)?;
+        write(file, html(&result)?.as_bytes())?;
     }
+    let is_written = [&arguments.svg, &arguments.png, &arguments.html].into_iter().any(Option::is_some);
     match arguments.format {
         Format::Json => tables::json(&result)?,
-        Format::Table if arguments.svg.is_some() || arguments.html.is_some() => {}
+        Format::Table if is_written => {}
         Format::Table => println!("{}", shown(&result, &loads, arguments.details)),
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn write(file: &Path, text: &str) -> anyhow::Result<()> {
-    atomic::replace(file, text.as_bytes(), 0o644).with_context(|| format!("cannot write {}", file.display()))
+fn write(file: &Path, content: &[u8]) -> anyhow::Result<()> {
+    atomic::replace(file, content, 0o644).with_context(|| format!("cannot write {}", file.display()))
 }
 
 /// All that is printed of a result.
@@ -185,6 +194,14 @@ fn notes(result: &BenchResult, load: &str) -> Option<String> {
     if cells.iter().any(|cell| cell.overcommitted && cell.measured.is_some()) {
         lines.push("* overcommitted: the shares come to more than the GPU has".to_owned());
     }
+    lines.extend(cells.iter().filter(|cell| cell.by_hand).filter_map(|by_hand| {
+        let [own, by_hand_ms] =
+            [result.cell(load, &by_hand.mode, by_hand.n, false)?, by_hand].map(|cell| cell.measured.as_ref());
+        let more = (own?.mean_ms / by_hand_ms?.mean_ms - 1.0) * 100.0;
+        let title = by_hand.mode.title();
+        more.is_finite()
+            .then(|| format!("{title}, {} at once: {more:+.1} % beside processes by hand", by_hand.n))
+    }));
     lines.extend(cells.iter().filter_map(|cell| {
         let why = cell.error.as_ref()?;
         Some(format!("{}, {} at once: {}", named(&cell.mode, cell.by_hand), cell.n, safe(why)))
@@ -229,7 +246,9 @@ mod tests {
         result.cells[0].error = Some("no \u{1b}[2Jroom".to_owned());
         let notes = notes(&result, "command").unwrap();
         assert!(
-            notes.starts_with("* overcommitted") && notes.contains("time-slice, 1 at once: no "),
+            notes.starts_with("* overcommitted")
+                && notes.contains("time-slice, 7 at once: +0.1 % beside processes by hand")
+                && notes.contains("time-slice, 1 at once: no "),
             "{notes}"
         );
         assert!(!notes.contains('\u{1b}'));
