@@ -146,8 +146,11 @@ pub fn measure(
     tenants.rest(times.window / 2, stop)?;
     let (to, energy_after) = (monotonic_nanoseconds(), meter.energy());
     std::thread::sleep(LAST_LINES);
-    let told: Vec<_> =
-        tenants.0.iter().map(|one| (lock(&one.heard).samples.clone(), one.trouble(from))).collect();
+    let told = tenants.0.iter().map(|one| {
+        let samples = lock(&one.heard).samples.clone();
+        (samples, one.trouble(from))
+    });
+    let told: Vec<_> = told.collect();
     let Some(measured) = samples::measured(&told, (from, to)) else {
         bail!("no iteration ended within {} s; measure for longer", times.window.as_secs_f64())
     };
@@ -265,10 +268,19 @@ fn with_words(why: String, heard: &Shared) -> String {
         return format!("{why}: {}", safe(refused));
     }
     let words = String::from_utf8_lossy(&heard.words);
-    match words.lines().rev().map(str::trim).find(|line| !line.is_empty()) {
-        Some(last) => format!("{why}: {}", safe(&last.chars().take(300).collect::<String>())),
+    // Docker's own message ends with `See 'docker run --help'.`
+    let says_why = |line: &&str| !line.is_empty() && !line.contains("docker run --help");
+    match words.lines().rev().map(str::trim).find(says_why) {
+        Some(last) => format!("{why}: {}", safe(end_of(last))),
         None => why,
     }
+}
+
+/// The end of a long line. There stands what an engine's low-level runtime reported.
+fn end_of(line: &str) -> &str {
+    const SHOWN: usize = 150;
+    let from = line.char_indices().rev().nth(SHOWN).map_or(0, |(at, _)| at);
+    &line[from..]
 }
 
 fn lock(heard: &Shared) -> std::sync::MutexGuard<'_, Heard> {
@@ -322,6 +334,13 @@ mod tests {
     fn without_a_latency_there_is_no_cell() {
         let why = measured(["echo hello >&2; sleep 60", "exit 1"], &|| false).unwrap_err().to_string();
         assert!(why.contains("no latency came from it within 2 s: hello"), "{why}");
+    }
+
+    #[test]
+    fn of_a_long_line_the_end_is_told() {
+        let long = format!("docker: {} no such file: \u{e9}", "x".repeat(500));
+        assert!(end_of(&long).ends_with("x no such file: \u{e9}") && end_of(&long).chars().count() == 151);
+        assert_eq!(end_of("short"), "short");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 #![expect(clippy::missing_panics_doc, reason = "a test ends by panicking, whatever of it fails")]
 
+pub mod benched;
 mod bundle;
 pub mod chromium;
 pub mod containerd;
