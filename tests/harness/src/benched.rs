@@ -129,7 +129,7 @@ impl Benched<'_> {
         let grid = ["--time", "60s", "--load", "small", "-n", "2", "--mode", "time-slice"];
         let mut child = self.command("long.json", &grid).spawn().expect("it starts");
         assert!(eventually(|| self.world.leases().len() == 2), "{:?}", self.world.leases());
-        kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGINT).expect("it runs");
+        kill(Pid::from_raw(i32::try_from(child.id()).expect("a pid")), Signal::SIGINT).expect("it runs");
         assert!(!child.wait().expect("it ends").success());
         self.nothing_is_left();
         assert_eq!(self.result("long.json"), Value::Null);
