@@ -6,6 +6,7 @@ mod closed_output;
 mod advise;
 mod bench;
 mod bench_compare;
+mod bench_output;
 mod bench_run;
 mod bench_show;
 mod cdi;
