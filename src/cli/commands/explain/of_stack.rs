@@ -143,13 +143,13 @@ fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
                 "fits".to_owned(),
             ]);
         }
-        Outcome::Made(what) => {
+        Outcome::Made(made) => {
             row.extend([
                 dash(),
                 "mig".to_owned(),
                 dash(),
                 dash(),
-                format!("fits: a MIG instance is created, {what}"),
+                format!("fits: a MIG instance is created, {}", made.0.what),
             ]);
         }
         Outcome::AsksForNone => row.extend([dash(), dash(), dash(), dash(), "asks for no share".to_owned()]),
