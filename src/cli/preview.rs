@@ -7,7 +7,7 @@ use crate::mig::{self, Foreseen, Nvml};
 use crate::serve::rule_of;
 use sublet_core::admit::dynamic_mig::NO_SITE;
 use sublet_core::admit::take_lease::allowed;
-use sublet_core::admit::{AdmitError, dynamic_mig, is_remote};
+use sublet_core::admit::{AdmitError, dynamic_mig, is_remote, refresh};
 use sublet_core::broker::client::BrokerError;
 use sublet_core::broker::policy_limits::PolicyLimit;
 use sublet_core::config::Config;
@@ -40,22 +40,38 @@ pub struct Ahead {
     pub instances: Vec<Foreseen>,
 }
 
-/// Where `request` would be placed now.
+/// Where `request` would be placed now. As for a container, the driver is asked anew before a no that depends on what it
+/// last reported; `inventory` is then replaced.
 ///
 /// # Errors
 /// The refusal that the request would get, in the same words.
 pub fn preview(
     request: &Request,
     id: &LeaseId,
-    inventory: &Inventory,
+    inventory: &mut Inventory,
     ledger: &Ledger,
     whose: Whose,
     config: &Config,
 ) -> Result<Placement, AdmitError> {
-    preview_after(&mut Ahead::default(), request, id, (inventory, ledger), whose, config)
+    let look = |inventory: &Inventory| {
+        preview_after(&mut Ahead::default(), request, id, (inventory, ledger), whose, config)
+    };
+    match look(inventory) {
+        Err(error) if may_be_out_of_date(&error, config) => {
+            *inventory = refresh(config)?;
+            look(inventory)
+        }
+        found => found,
+    }
 }
 
-/// [`preview`], once the instances `ahead` have been created. If one would be created for `request`, it is added.
+/// Whether a refresh, which this process may run, could change `error`.
+pub fn may_be_out_of_date(error: &AdmitError, config: &Config) -> bool {
+    error.wants_refresh() && !is_remote(config)
+}
+
+/// Where `request` would be placed by this inventory, once the instances `ahead` have been created. If one would be
+/// created for `request`, it is added.
 ///
 /// # Errors
 /// As [`preview`].
