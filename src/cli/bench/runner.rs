@@ -23,6 +23,8 @@ pub struct Runner<'a> {
     pub repeat: u32,
     pub uuid: String,
     pub gpu: Gpu,
+    /// Why a cell cannot be measured, where that depends on the driver and the accounts as they are now.
+    pub lacking: &'a dyn Fn(&Planned) -> Option<String>,
     pub meter: Meter,
     /// For bundles and pipes.
     pub dir: PathBuf,
@@ -43,17 +45,15 @@ impl Runner<'_> {
         output: &Path,
         tell: &dyn Fn(&str),
     ) -> anyhow::Result<()> {
-        let wanted = grid.iter().filter(|planned| !has(result, planned)).count();
+        let wanted: Vec<&Planned> = grid.iter().filter(|planned| !has(result, planned)).collect();
+        let obstacle = |planned: &Planned| plan::obstacle(planned, &self.gpu, &self.config.limits);
         let begun = Instant::now();
-        let (mut done, mut timed) = (0, 0);
-        for planned in grid {
-            if has(result, planned) {
-                continue;
-            }
-            done += 1;
-            let left = remaining(begun.elapsed(), timed, wanted + 1 - done);
-            tell(&format!("[{done}/{wanted}{left}] {}", title(planned)));
-            let obstacle = plan::obstacle(planned, &self.gpu, &self.config.limits);
+        let mut timed = 0;
+        for (done, planned) in wanted.iter().enumerate() {
+            let rest = wanted[done..].iter().filter(|planned| obstacle(planned).is_none());
+            let left = remaining(begun.elapsed(), timed, rest.count());
+            tell(&format!("[{}/{}{left}] {}", done + 1, wanted.len(), title(planned)));
+            let obstacle = obstacle(planned).or_else(|| (self.lacking)(planned));
             timed += u32::from(obstacle.is_none());
             let found =
                 match obstacle.map_or_else(|| self.median(planned), |why| Err(anyhow::Error::msg(why))) {

@@ -11,7 +11,7 @@ use clap::ValueEnum;
 use regex_lite::Regex;
 
 use super::stop::Stop;
-use super::{bench_output, tables};
+use super::{bench_output, bench_room, tables};
 use crate::bench::run::{
     Client, Engine, FIRST_NUMBER, Format, Gpu, Meter, Planned, Runner, Source, Times, Workload, free_ports,
     grid, mode, number, sweep,
@@ -230,8 +230,10 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
                 .mig_devices_of(&gpu.uuid)
                 .map(|(device, _)| device.kind().to_owned())
                 .collect(),
-            mig_enabled: gpu.mig_enabled,
+            in_mig_mode: gpu.mig_enabled,
+            dynamic: config.mig.dynamic,
         },
+        lacking: &|planned| bench_room::lacking(planned, &gpu.uuid, config),
         meter,
         dir: scratch.dir.clone(),
         inventory: &inventory,

@@ -7,6 +7,7 @@ mod advise;
 mod bench;
 mod bench_compare;
 mod bench_output;
+mod bench_room;
 mod bench_run;
 mod bench_show;
 mod cdi;
