@@ -138,7 +138,10 @@ fn ctrl_c_destroys_what_was_created() {
     assert!(eventually(|| mig::bare(&world).len() == 3), "{:?}", mig::bare(&world));
     let pid = nix::unistd::Pid::from_raw(child.id().cast_signed());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).expect("it runs");
+    let began = std::time::Instant::now();
     assert!(!child.wait().expect("it ends").success());
+    // The last of them was still being created.
+    assert!(began.elapsed() < std::time::Duration::from_secs(20), "{:?}", began.elapsed());
     assert!(!world.dir.path().join("a.json").exists());
     nothing_is_left(&world);
     mig::assert_nothing_made(&world);
