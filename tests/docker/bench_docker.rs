@@ -2,7 +2,7 @@
 
 use serde_json::json;
 use sublet_e2e::World;
-use sublet_e2e::benched::Benched;
+use sublet_e2e::benched::{self, Benched};
 use sublet_e2e::docker::{Docker, IMAGE, skip_unless_engines};
 
 fn with(check: fn(&Benched<'_>)) {
@@ -25,20 +25,20 @@ fn with(check: fn(&Benched<'_>)) {
 
 #[test]
 fn built_in_loads_need_no_image() {
-    with(|bench| bench.built_in_loads());
+    with(benched::built_in_loads);
 }
 
 #[test]
 fn a_program_of_the_users_own() {
-    with(|bench| bench.a_program());
+    with(benched::a_program);
 }
 
 #[test]
 fn servers_are_asked() {
-    with(|bench| bench.servers());
+    with(benched::servers);
 }
 
 #[test]
 fn a_signal_leaves_nothing() {
-    with(|bench| bench.a_signal());
+    with(benched::a_signal);
 }

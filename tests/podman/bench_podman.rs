@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use sublet_e2e::benched::Benched;
+use sublet_e2e::benched::{self, Benched};
 use sublet_e2e::docker::skip_unless_engines;
 use sublet_e2e::podman::{IMAGE, Podman};
 use sublet_e2e::{World, programs};
@@ -13,8 +13,9 @@ fn path(podman: &Podman) -> String {
     let words =
         command.get_args().map(|word| format!("'{}'", word.to_string_lossy())).collect::<Vec<_>>().join(" ");
     let set = command.get_envs().filter_map(|(name, value)| Some((name, value?)));
-    let environment: String =
-        set.map(|(name, value)| format!("export {}='{}'\n", name.display(), value.display())).collect();
+    let exports =
+        set.map(|(name, value)| format!("export {}='{}'", name.to_string_lossy(), value.to_string_lossy()));
+    let environment = exports.collect::<Vec<_>>().join("\n");
     let real = ["/usr/bin/podman", "/usr/local/bin/podman"]
         .into_iter()
         .find(|path| fs::exists(path).is_ok_and(|is| is));
@@ -22,7 +23,7 @@ fn path(podman: &Podman) -> String {
     fs::create_dir_all(&dir).expect("a directory");
     programs::script(
         &dir.join("podman"),
-        &format!("{environment}exec {} {words} \"$@\"\n", real.expect("Podman")),
+        &format!("{environment}\nexec {} {words} \"$@\"\n", real.expect("Podman")),
     );
     programs::script(&dir.join("docker"), "exit 1\n");
     format!("{}:{}", dir.display(), std::env::var("PATH").expect("a PATH"))
@@ -45,20 +46,20 @@ fn with(check: fn(&Benched<'_>)) {
 
 #[test]
 fn built_in_loads_need_no_image() {
-    with(|bench| bench.built_in_loads());
+    with(benched::built_in_loads);
 }
 
 #[test]
 fn a_program_of_the_users_own() {
-    with(|bench| bench.a_program());
+    with(benched::a_program);
 }
 
 #[test]
 fn servers_are_asked() {
-    with(|bench| bench.servers());
+    with(benched::servers);
 }
 
 #[test]
 fn a_signal_leaves_nothing() {
-    with(|bench| bench.a_signal());
+    with(benched::a_signal);
 }

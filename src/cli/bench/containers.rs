@@ -16,6 +16,9 @@ use sublet_core::process::child;
 /// An engine that hangs when it is told to end a container is left alone after this time.
 const END_LIMIT: Duration = Duration::from_secs(30);
 
+/// A container that is still being created cannot be killed yet: after this time it is tried again.
+const KILL_AGAIN: Duration = Duration::from_millis(500);
+
 /// The beginning of every container's name. Behind it stand this process's pid and a number.
 const PREFIX: &str = "sublet-bench-";
 
@@ -178,9 +181,13 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.kill();
         let limit = Instant::now() + END_LIMIT;
+        let mut next = Instant::now();
         while self.ended().is_none() && Instant::now() < limit {
+            if Instant::now() >= next {
+                self.kill();
+                next = Instant::now() + KILL_AGAIN;
+            }
             std::thread::sleep(Duration::from_millis(10));
         }
         // An engine that was killed or interrupted has not removed its container.

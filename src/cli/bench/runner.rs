@@ -23,6 +23,8 @@ pub struct Runner<'a> {
     pub repeat: u32,
     pub uuid: String,
     pub gpu: Gpu,
+    /// Why a cell cannot be measured, where that depends on the driver and the accounts as they are now.
+    pub lacking: &'a dyn Fn(&Planned) -> Option<String>,
     pub meter: Meter,
     /// For bundles and pipes.
     pub dir: PathBuf,
@@ -45,7 +47,8 @@ impl Runner<'_> {
         tell: &dyn Fn(&str),
     ) -> anyhow::Result<()> {
         let missing: Vec<&Planned> = grid.iter().filter(|planned| !has(result, planned)).collect();
-        let mut progress = Progress::new(missing.len(), self.repeat.max(1), tell);
+        let possible = missing.iter().filter(|planned| self.obstacle(planned).is_none()).count();
+        let mut progress = Progress::new([missing.len(), possible], self.repeat.max(1), tell);
         for turns in missing.chunk_by(|one, other| other.by_hand && one.is_like(other)) {
             for (planned, found) in turns.iter().zip(self.in_turns(turns, &mut progress)?) {
                 let cell = cell_of(planned, found);
@@ -58,6 +61,11 @@ impl Runner<'_> {
         Ok(())
     }
 
+    /// Why the configuration or the GPU does not let a cell be measured.
+    fn obstacle(&self, planned: &Planned) -> Option<String> {
+        plan::obstacle(planned, &self.gpu, &self.config.limits)
+    }
+
     /// Measures each of these cells as often as it was asked for, in turns. One that fails is not tried again.
     fn in_turns(
         &self,
@@ -65,7 +73,7 @@ impl Runner<'_> {
         progress: &mut Progress<'_>,
     ) -> anyhow::Result<Vec<Result<Measured, String>>> {
         let refusal =
-            |cell: &&Planned| plan::obstacle(cell, &self.gpu, &self.config.limits).map_or(Ok(()), Err);
+            |cell: &&Planned| self.obstacle(cell).or_else(|| (self.lacking)(cell)).map_or(Ok(()), Err);
         let mut all: Vec<Result<Vec<Measured>, String>> =
             cells.iter().map(|cell| refusal(cell).map(|()| Vec::new())).collect();
         for _ in 0..self.repeat.max(1) {
@@ -116,18 +124,22 @@ struct Progress<'a> {
     begun: Instant,
     total: usize,
     done: usize,
-    /// Those of `done` that took time.
+    /// Those that take time, of `total` and of `done`.
+    possible: usize,
     timed: u32,
 }
 
 impl<'a> Progress<'a> {
-    fn new(cells: usize, repeat: u32, tell: &'a dyn Fn(&str)) -> Self {
-        let total = cells.saturating_mul(usize::try_from(repeat).unwrap_or(usize::MAX));
-        Self { tell, begun: Instant::now(), total, done: 0, timed: 0 }
+    /// For so many cells, of which so many can be measured.
+    fn new(cells: [usize; 2], repeat: u32, tell: &'a dyn Fn(&str)) -> Self {
+        let times = usize::try_from(repeat).unwrap_or(usize::MAX);
+        let [total, possible] = cells.map(|cells| cells.saturating_mul(times));
+        Self { tell, begun: Instant::now(), total, done: 0, possible, timed: 0 }
     }
 
     fn begin(&mut self, planned: &Planned) {
-        let left = remaining(self.begun.elapsed(), self.timed, self.total - self.done);
+        let rest = self.possible.saturating_sub(usize::try_from(self.timed).unwrap_or(usize::MAX));
+        let left = remaining(self.begun.elapsed(), self.timed, rest);
         self.timed += 1;
         self.next(planned, &left);
     }
@@ -243,7 +255,7 @@ mod tests {
     fn progress_counts_measurements() {
         let told = std::cell::RefCell::new(Vec::new());
         let tell = |line: &str| told.borrow_mut().push(line.to_owned());
-        let mut progress = Progress::new(1, 2, &tell);
+        let mut progress = Progress::new([1, 1], 2, &tell);
         progress.skip(&planned());
         progress.begin(&planned());
         assert_eq!(

@@ -71,7 +71,9 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     match arguments.format {
         Format::Json => tables::json(&result)?,
         Format::Table if is_written => {}
-        Format::Table => println!("{}", shown(&result, &loads, arguments.details)),
+        Format::Table => {
+            println!("{}", shown(&result, &loads, arguments.details, tables::terminal_width()));
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -80,16 +82,16 @@ fn write(file: &Path, content: &[u8]) -> anyhow::Result<()> {
     atomic::replace(file, content, 0o644).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// All that is printed of a result.
-pub fn shown(result: &BenchResult, loads: &[&str], details: bool) -> String {
-    let mut parts = vec![head(result)];
+/// All that is printed of a result, on a terminal of `width` characters.
+pub fn shown(result: &BenchResult, loads: &[&str], details: bool, width: Option<usize>) -> String {
+    let mut parts = vec![tables::wrapped(&head(result), width)];
     let figures = if details { &Figure::ALL[..] } else { &Figure::ALL[..1] };
     for load in loads {
         for figure in figures {
-            parts.extend(table(result, load, *figure, tables::terminal_width()));
+            parts.extend(table(result, load, *figure, width));
         }
-        parts.extend(chart(result, load));
-        parts.extend(notes(result, load));
+        parts.extend(chart(result, load, width));
+        parts.extend(notes(result, load).map(|notes| tables::wrapped(&notes, width)));
     }
     parts.join("\n\n")
 }
@@ -140,10 +142,10 @@ fn table(result: &BenchResult, load: &str, figure: Figure, width: Option<usize>)
     let numbers = numbers(result, load);
     let names: Vec<String> = numbers.iter().map(|n| format!("{n} AT ONCE")).collect();
     let title = format!("{}: {}", safe(load).to_uppercase(), figure.title());
-    // In the middle is what matters least: alone and the most are the last to go.
+    // In the middle is what matters least: alone and the most never go.
     let importance = |at: usize| u8::try_from(at.min(names.len() - 1 - at)).unwrap_or(u8::MAX);
     let mut columns = vec![Column("MODE", 0)];
-    columns.extend(names.iter().enumerate().map(|(at, name)| Column(name.as_str(), 1 + importance(at))));
+    columns.extend(names.iter().enumerate().map(|(at, name)| Column(name.as_str(), importance(at))));
     let value = |mode: &Mode, by_hand, n| {
         let Some(cell) = result.cell(load, mode, n, by_hand) else { return String::new() };
         let found = cell.measured.as_ref().and_then(|measured| figure.of(measured));
@@ -160,15 +162,32 @@ fn table(result: &BenchResult, load: &str, figure: Figure, width: Option<usize>)
         .collect();
     let is_known = |text: &String| text.chars().any(|character| character.is_ascii_digit());
     let any = rows.iter().any(|row| row[1..].iter().any(is_known));
-    any.then(|| format!("{title}\n{}", tables::fitting(&columns, &rows, width)))
+    let table = || tables::fitted(&columns, &rows, width).unwrap_or_else(|| listed(&columns, &rows, width));
+    any.then(|| format!("{}\n{}", tables::wrapped(&title, width), table()))
+}
+
+/// A table for a terminal on which it has no room: each mode, with its values below it.
+fn listed(columns: &[Column<'_>], rows: &[Vec<String>], width: Option<usize>) -> String {
+    let value = |(column, value): (&Column<'_>, &String)| {
+        (!value.is_empty()).then(|| format!("  {}  {value}", column.0.to_lowercase()))
+    };
+    let row = |row: &Vec<String>| {
+        let values = columns.iter().zip(row).skip(1).filter_map(value);
+        std::iter::once(tables::wrapped(&row[0], width)).chain(values).collect::<Vec<_>>().join("\n")
+    };
+    rows.iter().map(row).collect::<Vec<_>>().join("\n")
 }
 
 fn named(mode: &Mode, by_hand: bool) -> String {
     if by_hand { format!("{}, by hand", mode.title()) } else { mode.title() }
 }
 
-/// A bar for each mode, for the largest number that most of them were measured with.
-fn chart(result: &BenchResult, load: &str) -> Option<String> {
+/// The length of a bar at most, and at least: a shorter one tells nothing.
+const BAR: (usize, usize) = (30, 8);
+
+/// A bar for each mode, for the largest number that most of them were measured with. `None`: there is nothing to
+/// compare, or no room.
+fn chart(result: &BenchResult, load: &str, width: Option<usize>) -> Option<String> {
     let cells = |n: u32| -> Vec<(&Cell, f64)> {
         let measured = result.cells.iter().filter(|cell| cell.load == load && cell.n == n && !cell.by_hand);
         measured.filter_map(|cell| Some((cell, cell.measured.as_ref()?.mean_ms))).collect()
@@ -179,9 +198,14 @@ fn chart(result: &BenchResult, load: &str) -> Option<String> {
     bars.sort_by(|one, other| one.1.total_cmp(&other.1));
     let most = bars.last().map(|bar| bar.1).filter(|most| *most > 0.0 && bars.len() > 1)?;
     let widest = bars.iter().map(|(cell, _)| cell.mode.title().chars().count()).max().unwrap_or_default();
+    // Beside a bar stand its title and `54.9 ms`.
+    let room = width.map_or(BAR.0, |width| width.saturating_sub(widest + 10).min(BAR.0));
+    if room < BAR.1 {
+        return None;
+    }
     let line = |(cell, mean): &(&Cell, f64)| {
         let title = cell.mode.title();
-        format!("{title:<widest$}  {} {} ms", bar(Some(mean / most), None, 30, utf8()), digits(*mean))
+        format!("{title:<widest$}  {} {} ms", bar(Some(mean / most), None, room, utf8()), digits(*mean))
     };
     let lines: Vec<String> = bars.iter().map(line).collect();
     Some(format!("{n} at once\n{}", lines.join("\n")))
@@ -227,16 +251,23 @@ mod tests {
         assert_eq!(lines, expected);
         assert_eq!(table(&result, "command", Figure::Energy, None), None);
         let narrow = table(&result, "command", Figure::Mean, Some(20)).unwrap();
-        assert!(narrow.contains("MODE") && !narrow.contains("3 AT ONCE"), "{narrow}");
+        let expected =
+            "COMMAND: mean of one\niteration, ms\ntime-slice\n  1 at once  7.20\n  3 at once  23.7\n";
+        assert!(narrow.starts_with(expected) && narrow.ends_with("  7 at once  32.1*"), "{narrow}");
+        let middle = table(&result, "command", Figure::Mean, Some(45)).unwrap();
+        assert!(middle.contains("7 AT ONCE") && !middle.contains("3 AT ONCE"), "{middle}");
     }
 
     #[test]
     fn a_bar_for_each_mode_of_the_largest_number() {
-        let chart = chart(&fixture::result(), "command").unwrap();
+        let chart = chart(&fixture::result(), "command", None).unwrap();
         let lines: Vec<&str> = chart.lines().collect();
         assert_eq!(lines[0], "7 at once");
         assert!(lines[1].starts_with("MPS ") && lines[1].ends_with("29.6 ms"), "{chart}");
         assert!(lines[3].starts_with("time-slice ") && lines.len() == 4, "{chart}");
+        let narrow = |width| super::chart(&fixture::result(), "command", Some(width));
+        assert!(narrow(40).unwrap().lines().all(|line| line.chars().count() <= 40));
+        assert_eq!(narrow(20), None);
     }
 
     #[test]

@@ -15,6 +15,7 @@ pub mod guarded;
 pub mod hooked;
 pub mod installed;
 pub mod killing;
+pub mod measuring;
 pub mod mig;
 pub mod podman;
 mod processes;
