@@ -3,11 +3,11 @@
 
 use nix::unistd::geteuid;
 
-use crate::mig::{self, Nvml};
+use crate::mig::{self, Foreseen, Nvml};
 use crate::serve::rule_of;
 use sublet_core::admit::dynamic_mig::NO_SITE;
 use sublet_core::admit::take_lease::allowed;
-use sublet_core::admit::{AdmitError, dynamic_mig, is_remote};
+use sublet_core::admit::{AdmitError, dynamic_mig, is_remote, refresh};
 use sublet_core::broker::client::BrokerError;
 use sublet_core::broker::policy_limits::PolicyLimit;
 use sublet_core::config::Config;
@@ -32,15 +32,54 @@ impl Whose {
     }
 }
 
-/// Where `request` would be placed now.
+/// The MIG instances that would be created for containers before, and the driver that was asked about them.
+#[derive(Default)]
+pub struct Ahead {
+    nvml: Option<Nvml>,
+    /// In the order in which they would be created.
+    pub instances: Vec<Foreseen>,
+}
+
+/// Where `request` would be placed now. As for a container, the driver is asked anew before a no that depends on what it
+/// last reported; `inventory` is then replaced.
 ///
 /// # Errors
 /// The refusal that the request would get, in the same words.
 pub fn preview(
     request: &Request,
     id: &LeaseId,
-    inventory: &Inventory,
+    inventory: &mut Inventory,
     ledger: &Ledger,
+    whose: Whose,
+    config: &Config,
+) -> Result<Placement, AdmitError> {
+    let look = |inventory: &Inventory| {
+        preview_after(&mut Ahead::default(), request, id, (inventory, ledger), whose, config)
+    };
+    match look(inventory) {
+        Err(error) if may_be_out_of_date(&error, config) => {
+            *inventory = refresh(config)?;
+            look(inventory)
+        }
+        found => found,
+    }
+}
+
+/// Whether a refresh, which this process may run, could change `error`.
+pub fn may_be_out_of_date(error: &AdmitError, config: &Config) -> bool {
+    error.wants_refresh() && !is_remote(config)
+}
+
+/// Where `request` would be placed by this inventory, once the instances `ahead` have been created. If one would be
+/// created for `request`, it is added.
+///
+/// # Errors
+/// As [`preview`].
+pub fn preview_after(
+    ahead: &mut Ahead,
+    request: &Request,
+    id: &LeaseId,
+    (inventory, ledger): (&Inventory, &Ledger),
     whose: Whose,
     config: &Config,
 ) -> Result<Placement, AdmitError> {
@@ -52,7 +91,7 @@ pub fn preview(
     let placement =
         place(request, id, &allowed, ledger, config).map_err(|refusal| {
             match dynamic_mig::order(request, limit, &allowed, ledger, config) {
-                Some(Ok(order)) => foreseen(&order, refusal.into(), inventory, ledger, config),
+                Some(Ok(order)) => foreseen(ahead, &order, refusal.into(), (inventory, ledger), config),
                 Some(Err(error)) => error,
                 None => refusal.into(),
             }
@@ -65,20 +104,26 @@ pub fn preview(
 
 /// The result if an instance were created.
 fn foreseen(
+    ahead: &mut Ahead,
     order: &Order,
     refused: AdmitError,
-    inventory: &Inventory,
-    ledger: &Ledger,
+    (inventory, ledger): (&Inventory, &Ledger),
     config: &Config,
 ) -> AdmitError {
     let refused = Box::new(refused);
-    let opened = if order.sites.is_empty() { Err(NO_SITE.to_owned()) } else { open(config, inventory) };
-    let mut nvml = match opened {
-        Ok(nvml) => nvml,
+    if order.sites.is_empty() {
+        return AdmitError::Unmade { refused, why: NO_SITE.to_owned(), temporary: false };
+    }
+    let nvml = match ahead.nvml.take().map_or_else(|| open(config, inventory), Ok) {
+        Ok(nvml) => ahead.nvml.insert(nvml),
         Err(why) => return AdmitError::Unmade { refused, why, temporary: false },
     };
-    match mig::foresee(order, &mut nvml, ledger, config.placement.policy) {
-        Ok(Ok(what)) => AdmitError::WouldMake { refused, what },
+    match mig::foresee(order, nvml, ledger, config.placement.policy, &ahead.instances) {
+        Ok(Ok(foreseen)) => {
+            let what = foreseen.what.clone();
+            ahead.instances.push(foreseen);
+            AdmitError::WouldMake { refused, what }
+        }
         Ok(Err(none)) => AdmitError::Unmade { refused, why: none.reason, temporary: none.temporary },
         Err(error) => AdmitError::Unmade { refused, why: error.to_string(), temporary: true },
     }

@@ -1,7 +1,7 @@
 //! `sublet advise`: what it advises starts, for as many tenants as were asked about.
 
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, World, skip_unless_root};
+use sublet_e2e::{Bundle, World, mig, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 
@@ -94,6 +94,81 @@ fn an_instance_that_is_made_for_the_tenant() {
     assert!(advised["advice"]["each_gets"][0].as_str().expect("a text").contains("1g.18gb"), "{advised}");
     let (_, leases) = started(&world, 1, &["--trust", "none", "--memory", "10GiB"]);
     assert_eq!(leases[0]["mode"], "mig");
+    mig::assert_nothing_made(&world);
+}
+
+#[test]
+fn instances_that_are_made_for_several_tenants() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200-mig", "[mig]\ndynamic = true\n");
+    for (tenants, memory, profile) in
+        [(7, "10GiB", "1g.18gb"), (4, "30GiB", "1g.35gb"), (2, "60GiB", "3g.71gb")]
+    {
+        let (advised, leases) = started(&world, tenants, &["--trust", "none", "--memory", memory]);
+        let gets = advised["advice"]["each_gets"].as_array().expect("texts");
+        assert!(
+            gets[0].as_str().expect("a text").starts_with(&format!("a {profile}, which is created")),
+            "{advised}"
+        );
+        assert!(
+            advised["advice"]["not_protected"].as_array().is_some_and(|lines| !lines.is_empty()),
+            "{advised}"
+        );
+        let devices: std::collections::BTreeSet<_> =
+            leases.iter().map(|lease| lease["device"].as_str()).collect();
+        assert_eq!(devices.len(), tenants, "each has one of its own");
+        mig::assert_nothing_made(&world);
+    }
+    for (tenants, memory, most) in [("8", "10GiB", 7), ("5", "30GiB", 4), ("3", "60GiB", 2)] {
+        let refused = document(&world, &["--trust", "none", "--tenants", tenants, "--memory", memory], 1);
+        let why = refused["why_not"].as_str().expect("a reason");
+        assert!(why.contains("GPU 0 has no room for a "), "{why}");
+        assert_eq!(refused["would_help"][0], format!("--tenants {most} would fit"), "{refused}");
+    }
+}
+
+#[test]
+fn one_instance_is_there_and_the_others_are_made() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200-mig", "[mig]\ndynamic = true\n");
+    let _ = mig::smi(&world, &["mig", "-i", "0", "-cgi", "1g.18gb", "-C"]);
+    let there = mig::bare(&world);
+    let (advised, leases) = started(&world, 3, &["--trust", "none"]);
+    let advice = &advised["advice"];
+    assert_eq!(advice["devices"].as_array().map(Vec::len), Some(1), "{advice}");
+    assert_eq!(advice["devices"][0], leases[0]["device"]);
+    let gets = [
+        "a 1g.18gb, all 16 SMs, all its 16 GiB of memory",
+        "a 1g.18gb, which is created when it starts: 16 SMs, 16 GiB of memory",
+    ];
+    assert_eq!(advice["each_gets"], json!(gets));
+    assert_eq!(mig::bare(&world), there);
+}
+
+/// The command that it names is one that `sublet bench` takes.
+#[test]
+fn the_measurement_that_it_names_can_be_run() {
+    if skip_unless_root() {
+        return;
+    }
+    for (topology, gpu) in [("h200", "0"), ("h200-h100", "1"), ("a30-mig", "0")] {
+        let world = World::simulated(topology, "");
+        for trust in ["none", "some", "all"] {
+            let asked =
+                document(&world, &["--trust", trust, "--tenants", "1", "--p99", "20ms", "--gpu", gpu], 0);
+            let remarks = asked["remarks"].to_string();
+            let rest = remarks.split("measure it with: sublet ").nth(1).expect("a command");
+            let words = rest.split('"').next().expect("a command").split(' ');
+            // It gets as far as looking at the driver.
+            let output = world.sublet(&words.collect::<Vec<_>>());
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(said.contains("the driver is sublet's simulated one"), "{rest}: {said}");
+        }
+    }
 }
 
 const RESULT: &str = r#"{"schema":"sublet.bench/1","title":"t","simulated":false,"in_use_by_others":false,"time":"",

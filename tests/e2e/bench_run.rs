@@ -1,47 +1,8 @@
 //! `sublet bench run` in containers of the real low-level runtime, on the simulated driver.
 
-use std::process::{Command, Output, Stdio};
-
 use serde_json::Value;
-use sublet_e2e::{World, bin_dir, skip_unless_root};
-
-/// `sublet bench run` with a temporary directory that `nothing_is_left` looks into, and a /dev that has the simulated
-/// GPU's nodes: processes by hand look there.
-fn command(world: &World, file: &str) -> Command {
-    let enter = "mount -t tmpfs tmpfs /mnt && cp -a /dev/null /dev/zero /dev/random /dev/urandom \"$0\"/dev/nvidia* /mnt && \
-                 mount --move /mnt /dev && exec \"$@\"";
-    let temporary = world.dir.path().join("tmp");
-    std::fs::create_dir_all(&temporary).expect("a directory");
-    let mut command = Command::new("unshare");
-    command.args(["--mount", "sh", "-c", enter]).arg(world.driver_root.as_ref().expect("simulated"));
-    command.arg(bin_dir().join("sublet")).args(["bench", "run", "--engine", "runtime", "--warm-up", "100ms"]);
-    command.arg("--output").arg(world.dir.path().join(file));
-    command.env("SUBLET_CONFIG", &world.config).env("TMPDIR", temporary).stdin(Stdio::null());
-    command
-}
-
-/// A short measurement into `file` in the world's directory.
-fn bench(world: &World, file: &str, more: &[&str]) -> Output {
-    command(world, file).args(["--time", "300ms"]).args(more).output().expect("it runs")
-}
-
-fn result(world: &World, file: &str) -> Value {
-    let path = world.dir.path().join(file);
-    serde_json::from_slice(&std::fs::read(&path).expect("a result")).expect("JSON")
-}
-
-fn told(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-/// No lease, no bundle, no process is left.
-fn nothing_is_left(world: &World) {
-    let leases = world.sublet(&["lease", "list", "--format", "json"]);
-    assert_eq!(serde_json::from_slice::<Value>(&leases.stdout).expect("JSON"), Value::Array(Vec::new()));
-    let left: Vec<_> =
-        std::fs::read_dir(world.dir.path().join("tmp")).expect("a directory").flatten().collect();
-    assert!(left.is_empty(), "{left:?}");
-}
+use sublet_e2e::measuring::{bench, command, nothing_is_left, result, told};
+use sublet_e2e::{World, skip_unless_root};
 
 #[test]
 fn every_mode_is_measured_beside_processes_by_hand() {

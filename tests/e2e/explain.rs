@@ -343,3 +343,35 @@ fn a_user_of_dockers_socket_is_told_of_dockers_containers() {
     assert!(explain(&[&share[..], &["--rootless"]].concat()).contains(policy));
     std::fs::remove_file(socket).expect("it was there");
 }
+
+/// As a container would, it asks the driver anew before it says no.
+#[test]
+fn what_an_mps_server_left_in_the_inventory_refuses_nothing() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "[mps]\nidle = \"0s\"\n");
+    let file = world.dir.path().join("compose.yaml");
+    let services =
+        "services: { one: { image: x, runtime: sublet, annotations: [ sublet.mode=time-slice ] } }\n";
+    std::fs::write(&file, services).expect("written");
+    let compose = ["explain", "--compose", file.to_str().expect("UTF-8")];
+    let asks: [&[&str]; 3] =
+        [&["explain", "mode=time-slice"], &compose, &["wait", "--timeout", "1s", "mode=time-slice"]];
+    for ask in asks {
+        let server = world.bundle("server", &[("sublet.sm", "25")], SLEEP);
+        server.up();
+        assert!(world.sublet(&["refresh"]).status.success());
+        let inventory =
+            std::fs::read_to_string(world.state_dir().join("inventory.json")).expect("it is there");
+        assert!(inventory.contains("EXCLUSIVE_PROCESS"));
+        // While it is there, the answer is no, and it is quick.
+        let _ = run(&world, ask, 1);
+        server.down();
+        let _ = run(&world, ask, 0);
+    }
+    let started = world.bundle("one", &[("sublet.mode", "time-slice")], SLEEP);
+    started.up();
+    started.down();
+    world.assert_empty();
+}

@@ -241,12 +241,35 @@ fn explain_says_that_one_would_be_made_and_makes_none() {
         "{said}"
     );
     let file = world.dir.path().join("compose.yaml");
-    let service = "{ image: x, runtime: sublet, annotations: [ sublet.mig=1g.18gb ] }";
-    std::fs::write(&file, format!("services: {{ first: {service}, second: {service} }}\n")).expect("written");
-    let stack = world.sublet(&["explain", "--compose", file.to_str().expect("UTF-8")]);
-    let rows = String::from_utf8_lossy(&stack.stdout).into_owned();
-    assert!(rows.contains("fits: a MIG instance is created, 1g.18gb at 6:1 of GPU 0"), "{rows}");
-    assert!(rows.contains("NO: a MIG instance would be created for a container before it"), "{rows}");
+    let stack = |services: &[(&str, &str)]| {
+        let service = |(name, asks): &(&str, &str)| {
+            format!("{name}: {{ image: x, runtime: sublet, annotations: [ {asks} ] }}")
+        };
+        let services: Vec<String> = services.iter().map(service).collect();
+        std::fs::write(&file, format!("services: {{ {} }}\n", services.join(", "))).expect("written");
+        let stack = world.sublet(&["explain", "--compose", file.to_str().expect("UTF-8")]);
+        String::from_utf8_lossy(&stack.stdout).into_owned()
+    };
+    let rows = stack(&[
+        ("first", "sublet.mig=1g.18gb"),
+        ("second", "sublet.mig=4g.71gb"),
+        ("third", "sublet.mig=3g.71gb"),
+        ("fourth", "sublet.mig=2g.35gb"),
+    ]);
+    for fits in ["1g.18gb at 6:1", "4g.71gb at 0:4", "2g.35gb at 4:2"] {
+        assert!(rows.contains(&format!("fits: a MIG instance is created, {fits} of GPU 0")), "{rows}");
+    }
+    assert!(
+        rows.contains(
+            "GPU 0 has no room for a 3g.71gb beside 4g.71gb at 0 (created for a container before it)"
+        ),
+        "{rows}"
+    );
+    // These may share one instance: that depends on what it is, once it is there.
+    let shared = "sublet.mig=1g.18gb, sublet.mode=mps, sublet.sm=40";
+    let rows = stack(&[("first", shared), ("second", shared), ("third", "sublet.mig=1g.18gb")]);
+    assert!(rows.contains("NO: a MIG instance that several may share would be created"), "{rows}");
+    assert_eq!(rows.matches("fits: a MIG instance is created").count(), 2, "{rows}");
     let waited =
         |profile: &str| world.sublet(&["wait", "--annotation", &format!("sublet.mig={profile}")]).status;
     assert!(waited("1g.18gb").success() && !waited("1g.5gb").success());

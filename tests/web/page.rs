@@ -7,17 +7,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
-use serde_json::{Value, json};
+use serde_json::json;
 use sublet_e2e::chromium::{Chromium, PROGRAM};
 use sublet_e2e::web::Web;
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "300"];
 const MARKUP: &str = "<img src=x onerror=hit=1>\u{1b}[2J";
-
-/// Widths and heights, in CSS pixels, and colours.
-const SIZES: [(u32, u32, &str); 4] =
-    [(360, 800, "dark"), (360, 800, "light"), (1280, 800, "dark"), (1280, 800, "light")];
 
 /// A running container that has the name and the image by containerd's CRI.
 fn named<'a>(world: &'a World, id: &str, [name, image]: [&str; 2], share: &[(&str, &str)]) -> Bundle<'a> {
@@ -41,44 +37,6 @@ const OPEN: &str = "Array.from(document.querySelectorAll('#containers tr'))\
 fn until(browser: &mut Chromium, expression: &str) {
     let holds = eventually(|| browser.value(expression) == true);
     assert!(holds, "{expression}: {}", browser.value("document.body.innerText"));
-}
-
-/// Nothing is wider than the page, and all text has the contrast that WCAG 2 asks for (AA, 4.5).
-const LOOKS: &str = r"(() => {
-    const light = (colour) => {
-        const [r, g, b] = colour.map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const parse = (colour) => colour.match(/[\d.]+/g).map(Number);
-    const behind = (element) => {
-        for (let at = element; at; at = at.parentElement) {
-            const colour = parse(getComputedStyle(at).backgroundColor);
-            if (colour.length === 3 || colour[3] === 1) return colour;
-        }
-        return [255, 255, 255];
-    };
-    const pale = [];
-    const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-    while (walk.nextNode()) {
-        const element = walk.currentNode.parentElement;
-        if (!walk.currentNode.data.trim() || !element.getClientRects().length) continue;
-        const [a, b] = [light(parse(getComputedStyle(element).color).slice(0, 3)), light(behind(element).slice(0, 3))];
-        const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-        if (contrast < 4.5) pale.push(`${walk.currentNode.data}: ${contrast.toFixed(1)}`);
-    }
-    const root = document.documentElement;
-    return { pale, wider: root.scrollWidth - root.clientWidth, back: getComputedStyle(document.body).backgroundColor };
-})()";
-
-fn check_looks(browser: &mut Chromium) {
-    let mut backs = Vec::new();
-    for (width, height, colours) in SIZES {
-        browser.set(width, height, colours);
-        let looks = browser.value(LOOKS);
-        assert_eq!((&looks["pale"], &looks["wider"]), (&json!([]), &json!(0)), "{width} {colours}");
-        backs.push(looks["back"].clone());
-    }
-    assert!(backs[0] != backs[1] && backs[0] == backs[2] && backs[1] == backs[3], "{backs:?}");
 }
 
 fn pictures(browser: &mut Chromium) {
@@ -138,7 +96,7 @@ fn the_page_is_live_readable_and_takes_no_markup() {
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
-    check_looks(&mut browser);
+    browser.check_looks();
     pictures(&mut browser);
 
     let hostile = named(&world, "hostile", [MARKUP, &"<b>".repeat(1400)], &share("1", "20", "6GiB"));
@@ -148,7 +106,7 @@ fn the_page_is_live_readable_and_takes_no_markup() {
     let text = browser.value("document.body.innerText");
     let shown = text.as_str().is_some_and(|text| text.contains(r"<img src=x onerror=hit=1>\u{1b}[2J"));
     assert!(shown, "{text}");
-    check_looks(&mut browser);
+    browser.check_looks();
     // What is open stays open while values change.
     browser.value(&format!("{OPEN} = true"));
     hostile.down();
@@ -177,14 +135,8 @@ fn the_page_is_live_readable_and_takes_no_markup() {
         "(() => { try { document.body.innerHTML = 'x'; return 'set'; } catch { return 'refused'; } })()",
     );
     assert_eq!(inner, "refused");
-    let logged = |browser: &Chromium| {
-        let is_wrong = |event: &&Value| {
-            matches!(event["method"].as_str(), Some("Log.entryAdded" | "Runtime.exceptionThrown"))
-        };
-        browser.events.iter().filter(is_wrong).map(Value::to_string).collect::<Vec<_>>()
-    };
     let wrong: Vec<String> =
-        logged(&browser).into_iter().filter(|line| !line.contains("TrustedHTML")).collect();
+        browser.complaints().into_iter().filter(|line| !line.contains("TrustedHTML")).collect();
     assert_eq!(wrong, Vec::<String>::new(), "no violation of the policy, no exception");
 
     assert!(web.ended(Signal::SIGTERM).success());

@@ -18,6 +18,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::bench::Sharing;
+use crate::mig::Foreseen;
 use crate::names::Names;
 use crate::preview::Whose;
 use crate::stack::{Fitted, NotPlaced, Outcome, Service, Stack, fit};
@@ -100,8 +101,15 @@ pub struct Advice {
     pub candidate: Candidate,
     /// One for each tenant whose device exists.
     pub placements: Vec<Placement>,
-    /// The MIG instances that are created for the others, in words.
-    pub made: Vec<String>,
+    /// The MIG instances that are created for the others, and their shares of them.
+    pub made: Vec<(Foreseen, Placement)>,
+}
+
+impl Advice {
+    /// The shares of all tenants.
+    pub fn shares(&self) -> impl Iterator<Item = &Placement> {
+        self.placements.iter().chain(self.made.iter().map(|(_, placement)| placement))
+    }
 }
 
 /// Why there is no advice, and what would help.
@@ -172,7 +180,7 @@ fn first_that_fits(
 }
 
 /// The placements of tenants, and the MIG instances that would be created for others.
-type Placed = (Vec<Placement>, Vec<String>);
+type Placed = (Vec<Placement>, Vec<(Foreseen, Placement)>);
 
 /// A candidate that not all tenants get.
 #[derive(Debug)]
@@ -195,7 +203,7 @@ fn placed(candidate: &Candidate, tenants: u32, host: Host<'_>) -> io::Result<Res
     for (number, Fitted { outcome, .. }) in fitted.into_iter().enumerate() {
         match outcome {
             Outcome::Fits(placement) => placements.push(*placement),
-            Outcome::Made(what) => made.push(what),
+            Outcome::Made(one) => made.push(*one),
             Outcome::AsksForNone => {}
             Outcome::Not(why) => return Ok(Err(Box::new(Refused { fit: number, why }))),
         }
@@ -228,7 +236,8 @@ fn help(candidate: &Candidate, question: &Question, gpu: &Device, host: Host<'_>
             }
         }
     }
-    if candidate.mode.sharing == Sharing::Mig {
+    // With dynamic, those for which there is room were counted.
+    if candidate.mode.sharing == Sharing::Mig && !host.config.mig.dynamic {
         help.push(
             "more MIG devices would, if the GPU has room for them: `sublet mig plan`, `sublet mig apply`"
                 .to_owned(),

@@ -275,7 +275,7 @@ fn the_words_say_what_was_measured_and_what_was_not() {
     assert!(concluded(&advice, &asked, &inventory.devices[0], &inventory).contains("1/5 of the time"));
     assert_eq!(
         measure_with(&asked, &inventory.devices[0]).as_deref(),
-        Some("sublet bench run --n 1,5 --modes exclusive,time-slice,dedicated")
+        Some("sublet bench run -n 1,5 --mode exclusive,time-slice,dedicated")
     );
     assert_eq!(measure_with(&question(5, Trust::Not), &inventory.devices[0]), None);
 }

@@ -2,6 +2,7 @@
 
 use super::{Advice, Found, Question, Trust};
 use crate::bench::{Mode, Sharing};
+use crate::mig::Foreseen;
 use crate::shown::memory;
 use sublet_core::inventory::{Device, Inventory};
 use sublet_core::place::Placement;
@@ -41,16 +42,19 @@ fn by(mode: &Mode, tenants: u32) -> String {
 /// What each tenant gets, a line for each different size.
 pub fn each_gets(advice: &Advice, inventory: &Inventory) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
-    for placement in &advice.placements {
-        let line = gets(placement, advice, inventory);
+    let there = advice.placements.iter().map(|placement| gets(placement, advice, inventory));
+    for line in there.chain(advice.made.iter().map(|(instance, _)| is_made(instance))) {
         if !lines.contains(&line) {
             lines.push(line);
         }
     }
-    lines.extend(
-        advice.made.iter().map(|what| format!("a MIG instance that is created when it starts: {what}")),
-    );
     lines
+}
+
+fn is_made(instance: &Foreseen) -> String {
+    let Foreseen { sms, memory_bytes, .. } = instance;
+    let name = safe(instance.name());
+    format!("a {name}, which is created when it starts: {sms} SMs, {} of memory", memory(*memory_bytes))
 }
 
 fn gets(placement: &Placement, advice: &Advice, inventory: &Inventory) -> String {
@@ -115,7 +119,7 @@ pub fn what_it_cost(found: &Found, tenants: u32) -> String {
 /// What sharing costs by the rules: nothing that depends on the load.
 pub fn concluded(advice: &Advice, question: &Question, gpu: &Device, inventory: &Inventory) -> String {
     let tenants = question.tenants;
-    let Advice { candidate, placements, .. } = advice;
+    let Advice { candidate, placements, made } = advice;
     match candidate.mode.sharing {
         Sharing::Exclusive => "nothing: it is alone".to_owned(),
         Sharing::TimeSlice | Sharing::Dedicated => format!(
@@ -133,7 +137,8 @@ pub fn concluded(advice: &Advice, question: &Question, gpu: &Device, inventory: 
         }
         Sharing::Mig => {
             let devices = placements.iter().flat_map(|one| &one.devices);
-            let least = devices.filter_map(|uuid| inventory.device(uuid)?.sm_count).min();
+            let devices = devices.filter_map(|uuid| inventory.device(uuid)?.sm_count);
+            let least = devices.chain(made.iter().map(|(instance, _)| instance.sms)).min();
             least.zip(gpu.sm_count).map_or_else(
                 || "the instance's SMs instead of the GPU's".to_owned(),
                 |(least, all)| {
@@ -146,15 +151,15 @@ pub fn concluded(advice: &Advice, question: &Question, gpu: &Device, inventory: 
 
 /// The command that measures what `question` asks; `None`: whole GPUs cost nothing.
 pub fn measure_with(question: &Question, gpu: &Device) -> Option<String> {
-    let modes = match (question.trust, gpu.mig_enabled) {
-        (_, true) => "mig",
-        (Trust::Not, _) => {
-            let alone = || "sublet bench run --n 1 --modes exclusive".to_owned();
-            return question.p99_ms.map(|_| alone());
-        }
-        (Trust::Partly, _) => "exclusive,time-slice,dedicated",
-        (Trust::Fully, _) => "exclusive,time-slice,dedicated,mps,mps:equal",
+    let (modes, tenants) = match (question.trust, gpu.mig_enabled) {
+        (_, true) => ("mig", question.tenants),
+        // Only a time has to be measured then, and that of one container.
+        (Trust::Not, _) => (question.p99_ms.map(|_| "exclusive")?, 1),
+        (Trust::Partly, _) => ("exclusive,time-slice,dedicated", question.tenants),
+        (Trust::Fully, _) => ("exclusive,time-slice,dedicated,mps,mps:equal", question.tenants),
     };
-    let numbers = if question.tenants == 1 { "1".to_owned() } else { format!("1,{}", question.tenants) };
-    Some(format!("sublet bench run --n {numbers} --modes {modes}"))
+    let numbers = if tenants == 1 { "1".to_owned() } else { format!("1,{tenants}") };
+    let on = gpu.number();
+    let on = if on == "0" { String::new() } else { format!(" --gpu {on}") };
+    Some(format!("sublet bench run -n {numbers} --mode {modes}{on}"))
 }

@@ -12,7 +12,7 @@ use anyhow::{Context as _, bail};
 use super::plan::Planned;
 use super::result::{Sharing, Sm};
 use sublet_core::config::Config;
-use sublet_core::inventory::{FileKind, Inventory, MpsPrograms};
+use sublet_core::inventory::{Device, FileKind, Inventory, MpsPrograms};
 use sublet_core::process::child::{self, ChildError};
 
 /// How long a daemon may take to start or to quit.
@@ -21,6 +21,8 @@ const LIMIT: Duration = Duration::from_secs(20);
 /// The environments of a cell's processes, and the daemons behind them, which end with this.
 pub struct ByHand {
     daemons: Vec<Daemon>,
+    /// UUIDs of the MIG devices, one for each process; none in other modes.
+    mig_devices: Vec<String>,
     /// The device, as CUDA is told; the driver's directories.
     common: BTreeMap<String, String>,
     percent: Option<f64>,
@@ -30,7 +32,7 @@ impl ByHand {
     /// Starts what the cell needs: no daemon, one, or one for each process. `dir` is for their pipes.
     ///
     /// # Errors
-    /// MPS is not installed or does not start, or the mode has no meaning by hand.
+    /// MPS is not installed or does not start, or there are not enough MIG devices.
     pub fn new(
         planned: &Planned,
         gpu: &str,
@@ -39,14 +41,18 @@ impl ByHand {
         config: &Config,
     ) -> anyhow::Result<Self> {
         let count = match planned.mode.sharing {
-            Sharing::Exclusive | Sharing::TimeSlice => 0,
+            Sharing::Exclusive | Sharing::TimeSlice | Sharing::Mig => 0,
             Sharing::Mps => 1,
             Sharing::Dedicated => planned.n,
-            Sharing::Mig => bail!("the base line by hand has no MIG devices: leave mig out of it"),
         };
+        let mig_devices = mig_devices(planned, gpu, inventory);
+        if planned.mode.sharing == Sharing::Mig && mig_devices.len() < planned.n as usize {
+            bail!("the GPU has {} MIG devices for {} processes", mig_devices.len(), planned.n);
+        }
         let start = |number: u32| Daemon::start(gpu, &dir.join(format!("mps-{number}")), config);
         Ok(Self {
             daemons: (0..count).map(start).collect::<Result<_, _>>()?,
+            mig_devices,
             common: common(gpu, inventory),
             percent: planned.mode.sm.map(|sm: Sm| sm.percent(planned.n)),
         })
@@ -55,6 +61,9 @@ impl ByHand {
     /// What process `number` gets beside this program's own environment.
     pub fn environment(&self, number: u32) -> BTreeMap<String, String> {
         let mut environment = self.common.clone();
+        if let Some(uuid) = self.mig_devices.get(number as usize) {
+            environment.insert("CUDA_VISIBLE_DEVICES".to_owned(), uuid.clone());
+        }
         // Servers of their own: one each; a shared one: the only one.
         let Some(daemon) = self.daemons.get(number as usize).or(self.daemons.first()) else {
             return environment;
@@ -67,6 +76,19 @@ impl ByHand {
         }
         environment
     }
+}
+
+/// The MIG devices of the profile that is wanted, the smallest first: containers get them so.
+fn mig_devices(planned: &Planned, gpu: &str, inventory: &Inventory) -> Vec<String> {
+    if planned.mode.sharing != Sharing::Mig {
+        return Vec::new();
+    }
+    let wanted = planned.mode.profile.as_deref();
+    let fits = |device: &Device| wanted.is_none_or(|wanted| wanted == device.kind());
+    let devices = inventory.mig_devices_of(gpu).map(|(device, _)| device);
+    let mut devices: Vec<&Device> = devices.filter(|device| fits(device)).collect();
+    devices.sort_by_key(|device| (device.memory_bytes, device.sm_count));
+    devices.into_iter().map(|device| device.uuid.clone()).collect()
 }
 
 /// The driver's libraries may lie where only containers of sublet's find them.

@@ -16,6 +16,9 @@ use sublet_core::process::child;
 /// An engine that hangs when it is told to end a container is left alone after this time.
 const END_LIMIT: Duration = Duration::from_secs(30);
 
+/// A container that is still being created cannot be killed yet: after this time it is tried again.
+const KILL_AGAIN: Duration = Duration::from_millis(500);
+
 /// The beginning of every container's name. Behind it stand this process's pid and a number.
 const PREFIX: &str = "sublet-bench-";
 
@@ -119,7 +122,7 @@ impl Workload {
     ) -> anyhow::Result<Command> {
         let bundle = self.dir.join(name);
         fs::create_dir_all(&bundle).with_context(|| format!("cannot make {}", bundle.display()))?;
-        let spec = spec(&self.image, annotations, words);
+        let spec = spec(&self.image, annotations, words, !self.ports.is_empty());
         fs::write(bundle.join("config.json"), spec.to_string())?;
         let mut command = Command::new(program);
         command.args(["run", "--bundle"]).arg(bundle).arg(name);
@@ -178,9 +181,13 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.kill();
         let limit = Instant::now() + END_LIMIT;
+        let mut next = Instant::now();
         while self.ended().is_none() && Instant::now() < limit {
+            if Instant::now() >= next {
+                self.kill();
+                next = Instant::now() + KILL_AGAIN;
+            }
             std::thread::sleep(Duration::from_millis(10));
         }
         // An engine that was killed or interrupted has not removed its container.
@@ -216,8 +223,17 @@ fn is_left(name: &str) -> bool {
         .is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists())
 }
 
-/// The bundle's config.json: namespaces of its own, no capabilities, an environment with nothing but PATH and HOME.
-fn spec(root: &str, annotations: &BTreeMap<String, String>, words: &[String]) -> serde_json::Value {
+/// The bundle's config.json: namespaces of its own, no capabilities, an environment with nothing but PATH and HOME. A
+/// server has the network of the host, where it can be asked.
+fn spec(
+    root: &str,
+    annotations: &BTreeMap<String, String>,
+    words: &[String],
+    is_server: bool,
+) -> serde_json::Value {
+    let kinds = ["pid", "mount", "ipc", "uts", "network"];
+    let namespaces: Vec<_> =
+        kinds[..if is_server { 4 } else { 5 }].iter().map(|kind| json!({"type": kind})).collect();
     let mount = |destination: &str, kind: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": kind, "options": options});
     json!({
         "ociVersion": "1.0.2",
@@ -241,9 +257,7 @@ fn spec(root: &str, annotations: &BTreeMap<String, String>, words: &[String]) ->
             mount("/tmp", "tmpfs", &["nosuid", "nodev", "mode=1777"]),
         ],
         "linux": {
-            "namespaces": [
-                {"type": "pid"}, {"type": "mount"}, {"type": "ipc"}, {"type": "uts"}, {"type": "network"},
-            ],
+            "namespaces": namespaces,
         },
     })
 }

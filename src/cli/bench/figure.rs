@@ -3,8 +3,9 @@
 use super::result::Measured;
 
 /// One figure of [`Measured`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Figure {
+    #[default]
     Mean,
     P50,
     P99,

@@ -44,8 +44,8 @@ impl Client {
 }
 
 impl Asker {
-    /// Asks until it is over. An answer that is no success is no sample.
-    pub fn ask_until(&self, is_over: impl Fn() -> bool, mut tell: impl FnMut(Sample)) {
+    /// Asks until it is over. An answer that is no success is no sample; `fail` is told of it.
+    pub fn ask_until(&self, is_over: impl Fn() -> bool, mut tell: impl FnMut(Sample), fail: impl Fn(String)) {
         while !is_over() {
             let start = Instant::now();
             match self.ask() {
@@ -53,7 +53,10 @@ impl Asker {
                     let took = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
                     tell(Sample { end: monotonic_nanoseconds(), took });
                 }
-                Err(_) => std::thread::sleep(AGAIN),
+                Err(error) => {
+                    fail(format!("{}: {error}", self.url));
+                    std::thread::sleep(AGAIN);
+                }
             }
         }
     }
@@ -125,10 +128,15 @@ mod tests {
             ports: vec![1, port],
         };
         let asker = client.to(1);
-        assert!(asker.ask().is_err(), "503");
         let samples = std::cell::RefCell::new(Vec::new());
-        asker.ask_until(|| samples.borrow().len() >= 3, |sample| samples.borrow_mut().push(sample));
+        // Dropped before the next request, because the server takes one connection after the other.
+        drop(asker.ask().expect_err("503"));
+        let is_over = || samples.borrow().len() >= 3;
+        asker.ask_until(is_over, |sample| samples.borrow_mut().push(sample), |why| panic!("{why}"));
         assert!(samples.borrow().iter().all(|sample| sample.took > 0 && sample.end > sample.took));
+        let nobody = std::cell::RefCell::new(Vec::new());
+        client.to(0).ask_until(|| !nobody.borrow().is_empty(), |_| {}, |why| nobody.borrow_mut().push(why));
+        assert!(nobody.borrow()[0].starts_with("http://127.0.0.1:1/predict: "), "{nobody:?}");
     }
 
     #[test]

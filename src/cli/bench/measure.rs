@@ -56,6 +56,8 @@ struct Heard {
     samples: Vec<Sample>,
     /// The end of its standard error.
     words: Vec<u8>,
+    /// The last request that it did not answer, and when that was.
+    refused: Option<(u64, String)>,
     /// Nobody listens any more.
     over: bool,
 }
@@ -87,7 +89,8 @@ impl Tenant {
             Source::Http(client) => {
                 let asker = client.to(number);
                 std::thread::spawn(move || {
-                    asker.ask_until(|| lock(&tell).over, |sample| keep(&tell, sample));
+                    let fail = |why| lock(&tell).refused = Some((monotonic_nanoseconds(), why));
+                    asker.ask_until(|| lock(&tell).over, |sample| keep(&tell, sample), fail);
                 });
                 let heard = Arc::clone(&heard);
                 std::thread::spawn(move || output.map(|output| keep_end(output, &heard)));
@@ -98,6 +101,16 @@ impl Tenant {
 
     fn has_begun(&self) -> bool {
         !lock(&self.heard).samples.is_empty()
+    }
+
+    /// Why it ended, or what it did not answer since then.
+    fn trouble(&self, since: u64) -> Option<String> {
+        let refused = || {
+            let heard = lock(&self.heard);
+            let (_, why) = heard.refused.as_ref().filter(|(when, _)| *when >= since)?;
+            Some(format!("not every request was answered: {}", safe(why)))
+        };
+        self.lost.clone().or_else(refused)
     }
 
     /// Notes whether it has ended.
@@ -133,7 +146,10 @@ pub fn measure(
     tenants.rest(times.window / 2, stop)?;
     let (to, energy_after) = (monotonic_nanoseconds(), meter.energy());
     std::thread::sleep(LAST_LINES);
-    let told = tenants.0.iter().map(|one| (lock(&one.heard).samples.clone(), one.lost.clone()));
+    let told = tenants.0.iter().map(|one| {
+        let samples = lock(&one.heard).samples.clone();
+        (samples, one.trouble(from))
+    });
     let told: Vec<_> = told.collect();
     let Some(measured) = samples::measured(&told, (from, to)) else {
         bail!("no iteration ended within {} s; measure for longer", times.window.as_secs_f64())
@@ -243,16 +259,28 @@ fn keep_end(mut stream: impl Read, heard: &Shared) {
     }
 }
 
-/// The reason, and the last line that the program wrote to standard error.
+/// The reason, and the request that was not answered, or the last line that the program wrote to standard error.
 fn with_words(why: String, heard: &Shared) -> String {
     // What it wrote last may still be on its way.
     std::thread::sleep(LOOK);
     let heard = lock(heard);
+    if let Some((_, refused)) = &heard.refused {
+        return format!("{why}: {}", safe(refused));
+    }
     let words = String::from_utf8_lossy(&heard.words);
-    match words.lines().rev().map(str::trim).find(|line| !line.is_empty()) {
-        Some(last) => format!("{why}: {}", safe(&last.chars().take(300).collect::<String>())),
+    // Docker's own message ends with `See 'docker run --help'.`
+    let says_why = |line: &&str| !line.is_empty() && !line.contains("docker run --help");
+    match words.lines().rev().map(str::trim).find(says_why) {
+        Some(last) => format!("{why}: {}", safe(end_of(last))),
         None => why,
     }
+}
+
+/// The end of a long line. There stands what an engine's low-level runtime reported.
+fn end_of(line: &str) -> &str {
+    const SHOWN: usize = 150;
+    let from = line.char_indices().rev().nth(SHOWN).map_or(0, |(at, _)| at);
+    &line[from..]
 }
 
 fn lock(heard: &Shared) -> std::sync::MutexGuard<'_, Heard> {
@@ -306,6 +334,13 @@ mod tests {
     fn without_a_latency_there_is_no_cell() {
         let why = measured(["echo hello >&2; sleep 60", "exit 1"], &|| false).unwrap_err().to_string();
         assert!(why.contains("no latency came from it within 2 s: hello"), "{why}");
+    }
+
+    #[test]
+    fn of_a_long_line_the_end_is_told() {
+        let long = format!("docker: {} no such file: \u{e9}", "x".repeat(500));
+        assert!(end_of(&long).ends_with("x no such file: \u{e9}") && end_of(&long).chars().count() == 151);
+        assert_eq!(end_of("short"), "short");
     }
 
     #[test]

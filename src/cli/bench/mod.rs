@@ -11,6 +11,7 @@ mod meter;
 mod page;
 mod picture;
 mod plan;
+mod png;
 mod result;
 mod runner;
 mod samples;
@@ -18,6 +19,7 @@ mod samples;
 pub use figure::{Figure, digits};
 pub use page::html;
 pub use picture::svg;
+pub use png::png;
 pub use result::{BenchResult, Cell, Measured, Mode, ResultError, SCHEMA, Settings, Sharing, Sm};
 
 /// What `sublet bench run` measures with.

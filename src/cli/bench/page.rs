@@ -10,12 +10,12 @@ use super::result::{BenchResult, Cell};
 const HEAD: &str = "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\">\
     <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\
     <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\"><meta name=\"color-scheme\" content=\"light dark\">";
-const STYLE: &str = "body{font:16px/1.5 system-ui,sans-serif;margin:1rem auto;max-width:60rem;padding:0 1rem;\
-    background:#fff;color:#1a1a1a}svg{width:100%;height:auto;border-radius:6px}h2{margin-top:2rem}\
+const STYLE: &str = "body{font:16px/1.5 system-ui,sans-serif;margin:1rem auto;max-width:60rem;padding:0 1rem;overflow-wrap:anywhere;\
+    background:#fff;color:#1a1a1a}svg{width:100%;min-width:38rem;height:auto;border-radius:6px}h2{margin-top:2rem}\
     .wide{overflow-x:auto}table{border-collapse:collapse;white-space:nowrap}\
     td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8886}th:first-child,td:first-child{text-align:left}\
-    .warn{font-weight:700;color:#d55e00}pre{overflow-x:auto;font-size:.8rem}\
-    @media(prefers-color-scheme:dark){body{background:#0e1113;color:#e8e8e8}}";
+    .warn{font-weight:700;color:#a63d00}pre{overflow-x:auto;font-size:.8rem}\
+    @media(prefers-color-scheme:dark){body{background:#0e1113;color:#e8e8e8}.warn{color:#ff9e66}}";
 
 /// The page.
 ///
@@ -43,10 +43,12 @@ pub fn html(result: &BenchResult) -> serde_json::Result<String> {
         }
     }
     for load in result.loads() {
-        let _ = writeln!(page, "<h2>{}</h2>", escaped(load));
+        if result.loads().len() > 1 {
+            let _ = writeln!(page, "<h2>{}</h2>", escaped(load));
+        }
         for figure in Figure::ALL {
             if let Some(picture) = svg(result, load, figure) {
-                page.push_str(&picture);
+                let _ = writeln!(page, "<div class=\"wide\">{picture}</div>");
             }
         }
         table(&mut page, result.cells.iter().filter(|cell| cell.load == load));

@@ -14,11 +14,12 @@ const PLOT: [f64; 4] = [70.0, 70.0, 610.0, 420.0];
 /// be seen on white. The black is the text's colour.
 const COLOURS: [&str; 7] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "currentColor"];
 
-/// Light, and dark where the reader's system is. Programs without CSS media queries show the light one.
-const STYLE: &str = ".back{fill:#fff}svg{color:#1a1a1a}text{fill:currentColor;font:14px system-ui,sans-serif}\
-    .title{font-size:19px;font-weight:600}.small{font-size:12px;opacity:.8}.grid{stroke:#8888;stroke-width:.5}\
-    .line{fill:none;stroke-width:2.5}.mark{stroke-width:2}.warn{font-size:40px;font-weight:700;opacity:.25}\
-    @media(prefers-color-scheme:dark){.back{fill:#14171a}svg{color:#e8e8e8}}";
+/// Light, and dark where the reader's system is. Programs without CSS media queries show the light one. In an HTML page it
+/// is the whole page's, hence `svg` everywhere.
+const STYLE: &str = "svg .back{fill:#fff}svg{color:#1a1a1a}svg text{fill:currentColor;font:14px system-ui,sans-serif}\
+    svg .title{font-size:19px;font-weight:600}svg .small{font-size:12px;opacity:.8}svg .grid{stroke:#8888;stroke-width:.5}\
+    svg .line{fill:none;stroke-width:2.5}svg .mark{stroke-width:2}svg .huge{font-size:40px;font-weight:700;opacity:.25}\
+    @media(prefers-color-scheme:dark){svg .back{fill:#14171a}svg{color:#e8e8e8}}";
 
 /// One line of the picture.
 struct Line<'a> {
@@ -27,6 +28,8 @@ struct Line<'a> {
     /// Number of containers, value, and whether the cell is overcommitted; by number.
     points: Vec<(u32, f64, bool)>,
     mode: &'a Mode,
+    /// The place of its mode among those of the load. It has the same colour and mark in the picture of each figure.
+    index: usize,
 }
 
 /// The picture of one load. `None`: nothing of this figure was measured.
@@ -52,8 +55,8 @@ pub fn svg(result: &BenchResult, load: &str, figure: Figure) -> Option<String> {
         "small",
         &format!("{}, against the number of containers at once", figure.title()),
     );
-    for (index, line) in lines.iter().enumerate() {
-        draw(&mut svg, &scale, index, line);
+    for line in &lines {
+        draw(&mut svg, &scale, line);
     }
     legend(&mut svg, &lines);
     text(&mut svg, (PLOT[0], HEIGHT - 32.0), "small", &below(result));
@@ -65,7 +68,7 @@ pub fn svg(result: &BenchResult, load: &str, figure: Figure) -> Option<String> {
         [(result.simulated, "SIMULATED", 230.0), (result.in_use_by_others, "GPU IN USE BY OTHERS", 290.0)]
     {
         if is {
-            text(&mut svg, (PLOT[0] + 40.0, y), "warn", word);
+            text(&mut svg, (PLOT[0] + 40.0, y), "huge", word);
         }
     }
     svg.push_str("</svg>\n");
@@ -90,7 +93,11 @@ fn below(result: &BenchResult) -> String {
 
 fn lines<'a>(result: &'a BenchResult, load: &str, figure: Figure) -> Vec<Line<'a>> {
     let mut lines: Vec<Line<'a>> = Vec::new();
+    let mut modes: Vec<&Mode> = Vec::new();
     for cell in result.cells.iter().filter(|cell| cell.load == load) {
+        if !modes.contains(&&cell.mode) {
+            modes.push(&cell.mode);
+        }
         let Some(value) = cell.measured.as_ref().and_then(|measured| figure.of(measured)) else { continue };
         if !value.is_finite() {
             continue;
@@ -103,6 +110,7 @@ fn lines<'a>(result: &'a BenchResult, load: &str, figure: Figure) -> Vec<Line<'a
                 by_hand: cell.by_hand,
                 points: vec![point],
                 mode: &cell.mode,
+                index: modes.iter().position(|mode| **mode == cell.mode).unwrap_or_default(),
             }),
         }
     }
@@ -170,20 +178,20 @@ fn short(value: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-fn draw(svg: &mut String, scale: &Scale, index: usize, line: &Line<'_>) {
+fn draw(svg: &mut String, scale: &Scale, line: &Line<'_>) {
     let places: Vec<String> = line
         .points
         .iter()
         .map(|(n, value, _)| format!("{:.1},{:.1}", scale.x(*n), scale.y(*value)))
         .collect();
-    let (colour, dashes) = look(index, line.by_hand);
+    let (colour, dashes) = look(line.index, line.by_hand);
     let _ = writeln!(
         svg,
         "<polyline class=\"line\" stroke=\"{colour}\" {dashes} points=\"{}\"/>",
         places.join(" ")
     );
     for (n, value, overcommitted) in &line.points {
-        mark(svg, (scale.x(*n), scale.y(*value)), index, *overcommitted);
+        mark(svg, (scale.x(*n), scale.y(*value)), line.index, *overcommitted);
     }
 }
 
@@ -209,18 +217,20 @@ fn mark(svg: &mut String, (x, y): (f64, f64), index: usize, hollow: bool) {
 
 fn legend(svg: &mut String, lines: &[Line<'_>]) {
     let mut y = PLOT[1] + 6.0;
-    for (index, line) in lines.iter().enumerate() {
-        let (colour, dashes) = look(index, line.by_hand);
+    #[expect(clippy::cast_precision_loss, reason = "a few dozen at most")]
+    let step = ((HEIGHT - 40.0 - y) / lines.len() as f64).min(26.0);
+    for line in lines {
+        let (colour, dashes) = look(line.index, line.by_hand);
         let x = PLOT[2] + 22.0;
         let _ = writeln!(svg, "<path class=\"line\" stroke=\"{colour}\" {dashes} d=\"M{x} {y}h28\"/>");
-        mark(svg, (x + 14.0, y), index, false);
+        mark(svg, (x + 14.0, y), line.index, false);
         let last = line
             .points
             .last()
             .map(|(n, value, _)| format!(" ({} at {n})", digits(*value)))
             .unwrap_or_default();
         text(svg, (x + 36.0, y + 5.0), "key", &format!("{}{last}", line.title));
-        y += 26.0;
+        y += step;
     }
 }
 
@@ -260,6 +270,16 @@ mod tests {
         assert_eq!(svg.matches("fill=\"none\"/>").count(), 1, "one cell is overcommitted");
         assert!(svg.contains("hollow: ") && svg.contains("time-slice (54.9 at 7)"), "{svg}");
         assert!(svg.contains("stroke-dasharray=\"2 4\""), "by hand");
+        // The colour of the last mark before a name in the legend.
+        let colour = |figure, name: &str| {
+            let svg = super::svg(&result, "command", figure).unwrap();
+            let before = svg.split(name).next().unwrap().rsplit("stroke=\"").next().unwrap();
+            before.split('"').next().unwrap().to_owned()
+        };
+        for (name, its) in [("MPS (", "#d55e00"), ("time-slice (", "#0072b2")] {
+            let both = [Figure::Mean, Figure::Throughput].map(|figure| colour(figure, name));
+            assert_eq!(both, [its, its], "{name}: whatever the order of the lines");
+        }
         assert!(!svg.contains("SIMULATED"));
         assert!(super::svg(&result, "command", Figure::Energy).is_none());
         assert!(super::svg(&result, "none", Figure::Mean).is_none());

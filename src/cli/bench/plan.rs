@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use sublet_core::config::Limits;
+use sublet_core::text::safe;
 
 use super::result::{Mode, Sharing, Sm};
 
@@ -45,6 +46,11 @@ impl Planned {
         annotations
     }
 
+    /// Whether both are the same but for who starts them: sublet or a hand.
+    pub fn is_like(&self, other: &Self) -> bool {
+        self.load == other.load && self.mode == other.mode && self.n == other.n
+    }
+
     /// Whether its shares come to more than a GPU has, by the defaults of the accounts.
     pub fn is_overcommitted(&self) -> bool {
         !self.by_hand && self.beyond(&Limits::default()).is_some()
@@ -73,27 +79,43 @@ pub struct Gpu {
     /// Profiles of its MIG devices, one for each device.
     pub mig_devices: Vec<String>,
     /// Whether MIG mode is on.
-    pub mig_enabled: bool,
+    pub in_mig_mode: bool,
+    /// Whether MIG devices are created for containers that find none.
+    pub dynamic: bool,
 }
 
 /// Why a cell cannot be measured on this GPU with these limits; `None`: it can.
 pub fn obstacle(planned: &Planned, gpu: &Gpu, limits: &Limits) -> Option<String> {
     let n = planned.n;
-    if gpu.mig_enabled != (planned.mode.sharing == Sharing::Mig) {
-        let is = if gpu.mig_enabled { "on" } else { "off" };
+    if gpu.in_mig_mode != (planned.mode.sharing == Sharing::Mig) {
+        let is = if gpu.in_mig_mode {
+            "on: only mig can be measured on it"
+        } else {
+            "off: `sublet mig apply` switches it on"
+        };
         return Some(format!("MIG mode of the GPU is {is}"));
     }
     match planned.mode.sharing {
         Sharing::Exclusive if n > 1 => Some("an exclusive GPU has one container".to_owned()),
-        Sharing::Mig => {
-            let wanted = planned.mode.profile.as_ref();
-            let fitting = gpu.mig_devices.iter().filter(|have| wanted.is_none_or(|wanted| wanted == *have));
-            let count = fitting.count();
-            (count < n as usize).then(|| format!("the GPU has {count} such MIG devices"))
-        }
+        Sharing::Mig if gpu.dynamic && !planned.by_hand => None,
+        Sharing::Mig => lacking(planned, &gpu.mig_devices),
         _ if planned.by_hand => None,
         _ => planned.beyond(limits).map(|key| format!("more than the GPU has: set {key} to measure it")),
     }
+}
+
+/// Why there are not enough MIG devices, of which these profiles are there.
+fn lacking(planned: &Planned, there: &[String]) -> Option<String> {
+    let wanted = planned.mode.profile.as_ref();
+    let count = there.iter().filter(|have| wanted.is_none_or(|wanted| wanted == *have)).count();
+    if count >= planned.n as usize {
+        return None;
+    }
+    let kind = wanted.map_or_else(|| "MIG device".to_owned(), |profile| safe(profile));
+    let all = if there.is_empty() { "none".to_owned() } else { safe(&there.join(", ")) };
+    Some(format!(
+        "each container needs a {kind}, and the GPU has {count}; its MIG devices: {all} (`sublet mig apply` changes them)"
+    ))
 }
 
 /// `mps`, `mps:equal`, `mps:20`, `dedicated:20`, `mig:1g.10gb`.
@@ -213,12 +235,21 @@ mod tests {
     fn mig_devices_are_counted() {
         let gpu = Gpu {
             mig_devices: vec!["1g.10gb".into(), "1g.10gb".into(), "2g.20gb".into()],
-            mig_enabled: true,
+            in_mig_mode: true,
+            dynamic: false,
         };
         let why = |text: &str, n| obstacle(&planned(text, n), &gpu, &Limits::default());
         assert_eq!(why("mig", 3), None);
         assert_eq!(why("mig:1g.10gb", 2), None);
         assert!(why("mig:1g.10gb", 3).unwrap().contains("has 2"));
+        let made = Gpu { dynamic: true, ..gpu.clone() };
+        assert_eq!(
+            obstacle(&planned("mig:1g.10gb", 3), &made, &Limits::default()),
+            None,
+            "it is looked at later"
+        );
+        let by_hand = Planned { by_hand: true, ..planned("mig:1g.10gb", 3) };
+        assert!(obstacle(&by_hand, &made, &Limits::default()).unwrap().contains("has 2"));
         assert!(why("mps", 1).unwrap().contains("is on"));
         assert!(
             obstacle(&planned("mig", 1), &Gpu::default(), &Limits::default()).unwrap().contains("is off")

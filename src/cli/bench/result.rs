@@ -220,6 +220,9 @@ pub struct Cell {
 pub struct Measured {
     /// Milliseconds for one iteration, over all iterations of all containers.
     pub mean_ms: f64,
+    /// Those of every repeat, in their order: this measurement is the one in the middle.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub repeats_ms: Vec<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub p50_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]

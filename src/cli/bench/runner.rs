@@ -23,6 +23,8 @@ pub struct Runner<'a> {
     pub repeat: u32,
     pub uuid: String,
     pub gpu: Gpu,
+    /// Why a cell cannot be measured, where that depends on the driver and the accounts as they are now.
+    pub lacking: &'a dyn Fn(&Planned) -> Option<String>,
     pub meter: Meter,
     /// For bundles and pipes.
     pub dir: PathBuf,
@@ -32,7 +34,8 @@ pub struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    /// Measures every cell of `grid` that `result` has not got, and writes `result` to `output` after each.
+    /// Measures every cell of `grid` that `result` has not got, and writes `result` to `output` after each. Containers and
+    /// the same processes by hand are measured in turns, so that a GPU that gets warmer does so for both.
     ///
     /// # Errors
     /// A signal, or the file cannot be written. What was measured before is in the file.
@@ -43,41 +46,51 @@ impl Runner<'_> {
         output: &Path,
         tell: &dyn Fn(&str),
     ) -> anyhow::Result<()> {
-        let wanted = grid.iter().filter(|planned| !has(result, planned)).count();
-        let begun = Instant::now();
-        let (mut done, mut timed) = (0, 0);
-        for planned in grid {
-            if has(result, planned) {
-                continue;
+        let missing: Vec<&Planned> = grid.iter().filter(|planned| !has(result, planned)).collect();
+        let possible = missing.iter().filter(|planned| self.obstacle(planned).is_none()).count();
+        let mut progress = Progress::new([missing.len(), possible], self.repeat.max(1), tell);
+        for turns in missing.chunk_by(|one, other| other.by_hand && one.is_like(other)) {
+            for (planned, found) in turns.iter().zip(self.in_turns(turns, &mut progress)?) {
+                let cell = cell_of(planned, found);
+                tell(&format!("    {}", outcome(&cell)));
+                result.cells.retain(|old| !is_of(old, planned));
+                result.cells.push(cell);
+                write(result, output)?;
             }
-            done += 1;
-            let left = remaining(begun.elapsed(), timed, wanted + 1 - done);
-            tell(&format!("[{done}/{wanted}{left}] {}", title(planned)));
-            let obstacle = plan::obstacle(planned, &self.gpu, &self.config.limits);
-            timed += u32::from(obstacle.is_none());
-            let found =
-                match obstacle.map_or_else(|| self.median(planned), |why| Err(anyhow::Error::msg(why))) {
-                    Err(error) if error.is::<Interrupted>() => return Err(error),
-                    found => found.map_err(|error| format!("{error:#}")),
-                };
-            let cell = cell_of(planned, found);
-            tell(&format!("    {}", outcome(&cell)));
-            result.cells.retain(|old| !is_of(old, planned));
-            result.cells.push(cell);
-            write(result, output)?;
         }
         Ok(())
     }
 
-    /// The measurement with the middle mean of several.
-    fn median(&self, planned: &Planned) -> anyhow::Result<Measured> {
-        let mut all = Vec::new();
+    /// Why the configuration or the GPU does not let a cell be measured.
+    fn obstacle(&self, planned: &Planned) -> Option<String> {
+        plan::obstacle(planned, &self.gpu, &self.config.limits)
+    }
+
+    /// Measures each of these cells as often as it was asked for, in turns. One that fails is not tried again.
+    fn in_turns(
+        &self,
+        cells: &[&Planned],
+        progress: &mut Progress<'_>,
+    ) -> anyhow::Result<Vec<Result<Measured, String>>> {
+        let refusal =
+            |cell: &&Planned| self.obstacle(cell).or_else(|| (self.lacking)(cell)).map_or(Ok(()), Err);
+        let mut all: Vec<Result<Vec<Measured>, String>> =
+            cells.iter().map(|cell| refusal(cell).map(|()| Vec::new())).collect();
         for _ in 0..self.repeat.max(1) {
-            all.push(self.once(planned)?);
+            for (cell, found) in cells.iter().zip(&mut all) {
+                let Ok(measured) = found else {
+                    progress.skip(cell);
+                    continue;
+                };
+                progress.begin(cell);
+                match self.once(cell) {
+                    Ok(one) => measured.push(one),
+                    Err(error) if error.is::<Interrupted>() => return Err(error),
+                    Err(error) => *found = Err(format!("{error:#}")),
+                }
+            }
         }
-        all.sort_by(|one: &Measured, other| one.mean_ms.total_cmp(&other.mean_ms));
-        let middle = (all.len() - 1) / 2;
-        Ok(all.swap_remove(middle))
+        Ok(all.into_iter().map(|found| found.map(middle)).collect())
     }
 
     fn once(&self, planned: &Planned) -> anyhow::Result<Measured> {
@@ -93,6 +106,52 @@ impl Runner<'_> {
             None => workload.start(number, &annotations),
         };
         measure(planned.n, &start, &source, self.times, &self.meter, self.stop)
+    }
+}
+
+/// The measurement with the middle mean, or no figures if there is none.
+fn middle(mut all: Vec<Measured>) -> Measured {
+    let repeats_ms: Vec<f64> = all.iter().map(|one| one.mean_ms).collect();
+    all.sort_by(|one, other| one.mean_ms.total_cmp(&other.mean_ms));
+    let middle = all.into_iter().nth(repeats_ms.len().saturating_sub(1) / 2).unwrap_or_default();
+    let repeats_ms = if repeats_ms.len() > 1 { repeats_ms } else { Vec::new() };
+    Measured { repeats_ms, ..middle }
+}
+
+/// Tells which measurement of how many is next, and about how long the rest takes.
+struct Progress<'a> {
+    tell: &'a dyn Fn(&str),
+    begun: Instant,
+    total: usize,
+    done: usize,
+    /// Those that take time, of `total` and of `done`.
+    possible: usize,
+    timed: u32,
+}
+
+impl<'a> Progress<'a> {
+    /// For so many cells, of which so many can be measured.
+    fn new(cells: [usize; 2], repeat: u32, tell: &'a dyn Fn(&str)) -> Self {
+        let times = usize::try_from(repeat).unwrap_or(usize::MAX);
+        let [total, possible] = cells.map(|cells| cells.saturating_mul(times));
+        Self { tell, begun: Instant::now(), total, done: 0, possible, timed: 0 }
+    }
+
+    fn begin(&mut self, planned: &Planned) {
+        let rest = self.possible.saturating_sub(usize::try_from(self.timed).unwrap_or(usize::MAX));
+        let left = remaining(self.begun.elapsed(), self.timed, rest);
+        self.timed += 1;
+        self.next(planned, &left);
+    }
+
+    /// For one that will not be measured.
+    fn skip(&mut self, planned: &Planned) {
+        self.next(planned, "");
+    }
+
+    fn next(&mut self, planned: &Planned, left: &str) {
+        self.done += 1;
+        (self.tell)(&format!("[{}/{}{left}] {}", self.done, self.total, title(planned)));
     }
 }
 
@@ -182,6 +241,27 @@ mod tests {
         let cell = cell_of(&planned(), Ok(one_lost));
         assert_eq!(cell.error.as_deref(), Some("1 of 7 containers ended early; the first: it ended"));
         assert_eq!(outcome(&cell_of(&planned(), Err("why".to_owned()))), "not measured: why");
+    }
+
+    #[test]
+    fn the_measurement_in_the_middle() {
+        let measured = |mean_ms| Measured { mean_ms, ..Measured::default() };
+        let found = middle([3.0, 1.0, 2.0].map(measured).to_vec());
+        assert_eq!((found.mean_ms, found.repeats_ms), (2.0, vec![3.0, 1.0, 2.0]));
+        assert_eq!(middle(vec![measured(7.0)]), measured(7.0));
+    }
+
+    #[test]
+    fn progress_counts_measurements() {
+        let told = std::cell::RefCell::new(Vec::new());
+        let tell = |line: &str| told.borrow_mut().push(line.to_owned());
+        let mut progress = Progress::new([1, 1], 2, &tell);
+        progress.skip(&planned());
+        progress.begin(&planned());
+        assert_eq!(
+            told.take(),
+            ["[1/2] small, MPS, 20 % each, 7 at once", "[2/2] small, MPS, 20 % each, 7 at once"]
+        );
     }
 
     #[test]

@@ -244,7 +244,7 @@ struct Advised {
     memory_bytes: Option<u64>,
     /// The MIG profile.
     mig_profile: Option<String>,
-    /// UUIDs of the GPUs or MIG devices, one for each tenant.
+    /// UUIDs of the GPUs or MIG devices, one for each tenant whose device exists.
     devices: Vec<String>,
     /// What each tenant gets, a sentence for each different size.
     each_gets: Vec<String>,
@@ -309,8 +309,8 @@ impl<'a> Document<'a> {
 impl Advised {
     fn of(advice: &Advice, question: &Question, gpu: &Device, inventory: &Inventory) -> Self {
         let Advice { candidate, placements, .. } = advice;
-        let first = placements.first();
-        let instances = placements.iter().flat_map(|one| &one.mig_devices);
+        let first = advice.shares().next();
+        let instances = advice.shares().flat_map(|one| &one.mig_devices);
         Self {
             sentence: advise::sentence(advice, question, gpu),
             mode: candidate.mode.sharing,

@@ -132,12 +132,12 @@ fn round(value: f64) -> f64 {
 
 fn shown(comparison: &Comparison, width: Option<usize>) -> String {
     let columns = [
-        Column("LOAD", 4),
+        Column("LOAD", 0),
         Column("MODE", 0),
         Column("N", 0),
         Column("A ms", 3),
         Column("B ms", 3),
-        Column("B/A", 1),
+        Column("B/A", 0),
         Column("p99 B/A", 5),
         Column("A/ALONE", 2),
         Column("B/ALONE", 2),
@@ -159,7 +159,17 @@ fn shown(comparison: &Comparison, width: Option<usize>) -> String {
     };
     let rows: Vec<_> = comparison.cells.iter().map(row).collect();
     let [a, b] = &comparison.results;
-    format!("A: {a}\nB: {b}\n\n{}", tables::fitting(&columns, &rows, width))
+    let table = tables::fitted(&columns, &rows, width).unwrap_or_else(|| listed(&rows, width));
+    format!("{}\n\n{table}", tables::wrapped(&format!("A: {a}\nB: {b}"), width))
+}
+
+/// For a terminal on which the table has no room.
+fn listed(rows: &[Vec<String>], width: Option<usize>) -> String {
+    let row = |row: &Vec<String>| {
+        let title = tables::wrapped(&format!("{}, {}, {} at once", row[0], row[1], row[2]), width);
+        format!("{title}\n  A ms {}\n  B ms {}\n  B/A  {}", row[3], row[4], row[5])
+    };
+    rows.iter().map(row).collect::<Vec<_>>().join("\n")
 }
 
 #[cfg(test)]
@@ -188,7 +198,12 @@ mod tests {
         let last = found.cells.last().unwrap();
         assert_eq!((last.n, last.mean_ms[0], last.mean_ratio), (9, None, None));
         let text = shown(&found, Some(20));
-        assert!(text.lines().skip(3).all(|line| !line.contains("ALONE")), "{text}");
+        assert!(
+            text.contains("\ncommand, mps, 7 at\nonce\n  A ms 29.6\n  B ms 59.2\n  B/A  2.00\n"),
+            "{text}"
+        );
+        let text = shown(&found, Some(40));
+        assert!(text.contains("B/A") && !text.contains("ALONE"), "{text}");
     }
 
     #[test]

@@ -11,6 +11,7 @@ use clap::ValueEnum;
 use regex_lite::Regex;
 
 use super::stop::Stop;
+use super::{bench_output, bench_room, tables};
 use crate::bench::run::{
     Client, Engine, FIRST_NUMBER, Format, Gpu, Meter, Planned, Runner, Source, Times, Workload, free_ports,
     grid, mode, number, sweep,
@@ -162,6 +163,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     // Before anything is created, so that a signal still lets everything be removed.
     let stop = Stop::listen()?;
     let stop = || stop.is_wanted();
+    let before = bench_output::before(&arguments.output, arguments.resume)?;
     let inventory = confirmed_inventory(config)?;
     let gpu = the_gpu(&arguments.gpu, &inventory, config)?;
     if inventory.driver.simulated && !arguments.simulated {
@@ -180,7 +182,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let meter = Meter::new(&gpu.uuid, config);
     let most = arguments.numbers.iter().copied().max().unwrap_or(1);
     let client = client(arguments, most)?;
-    let mut result = BenchResult {
+    let result = BenchResult {
         schema: SCHEMA.to_owned(),
         title: title(arguments),
         simulated: inventory.driver.simulated,
@@ -191,7 +193,10 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
         settings: settings(arguments, config),
         cells: Vec::new(),
     };
-    resume(arguments, &mut result)?;
+    let mut result = match before {
+        Some(before) => bench_output::go_on(before, result, &arguments.output)?,
+        None => result,
+    };
     let modes = modes(arguments, gpu);
     let loads = loads(arguments);
     let grid = grid(&loads, &modes, &arguments.numbers, arguments.baseline.is_some());
@@ -225,22 +230,29 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
                 .mig_devices_of(&gpu.uuid)
                 .map(|(device, _)| device.kind().to_owned())
                 .collect(),
-            mig_enabled: gpu.mig_enabled,
+            in_mig_mode: gpu.mig_enabled,
+            dynamic: config.mig.dynamic,
         },
+        lacking: &|planned| bench_room::lacking(planned, &gpu.uuid, config),
         meter,
         dir: scratch.dir.clone(),
         inventory: &inventory,
         config,
         stop: &stop,
     };
-    runner.run(&grid, &mut result, &arguments.output, &|line| eprintln!("{line}"))?;
-    println!("{}", super::bench_show::shown(&result, &result.loads(), false));
-    println!(
-        "\nWritten to {}: sublet bench show {0} --html page.html",
-        safe(&arguments.output.to_string_lossy())
-    );
+    runner.run(&grid, &mut result, &arguments.output, &tell)?;
+    let width = tables::terminal_width();
+    println!("{}", super::bench_show::shown(&result, &result.loads(), false, width));
+    let file = safe(&arguments.output.to_string_lossy());
+    let written = format!("Written to {file}: sublet bench show {file} --html page.html");
+    println!("\n{}", tables::wrapped(&written, width));
     let failed = result.cells.iter().any(|cell| cell.measured.is_none());
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Progress.
+fn tell(line: &str) {
+    eprintln!("{}", tables::wrapped(line, tables::error_width()));
 }
 
 fn now() -> u64 {
@@ -387,34 +399,6 @@ fn settings(arguments: &Arguments, config: &Config) -> Settings {
         sm_overcommit: config.limits.sm_overcommit,
         time_slice_max: config.limits.time_slice_max,
     }
-}
-
-/// Takes over the cells of the result that is there already.
-fn resume(arguments: &Arguments, result: &mut BenchResult) -> anyhow::Result<()> {
-    let path = &arguments.output;
-    if !path.exists() {
-        return Ok(());
-    }
-    if !arguments.resume {
-        bail!("{} exists: --resume goes on with it, --output names another file", path.display());
-    }
-    let before = BenchResult::read(path)?;
-    let same = |what: &str, same: bool| {
-        if same {
-            Ok(())
-        } else {
-            bail!("{} was measured with another {what}: it cannot be gone on with", path.display())
-        }
-    };
-    same("GPU", before.machine.uuid == result.machine.uuid)?;
-    same("driver", before.machine.driver == result.machine.driver)?;
-    same("engine", before.machine.engine == result.machine.engine)?;
-    let bare = |settings: &Settings| Settings { sm_overcommit: 1.0, time_slice_max: 0, ..settings.clone() };
-    same("command or time", bare(&before.settings) == bare(&result.settings))?;
-    let in_use_by_others = before.in_use_by_others || result.in_use_by_others;
-    let settings = result.settings.clone();
-    *result = BenchResult { in_use_by_others, settings, ..before };
-    Ok(())
 }
 
 fn modes(arguments: &Arguments, gpu: &Device) -> Vec<Mode> {

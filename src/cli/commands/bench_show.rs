@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 
 use super::tables::{self, Column, Format};
-use crate::bench::{BenchResult, Cell, Figure, Mode, digits, html, svg};
+use crate::bench::{BenchResult, Cell, Figure, Mode, digits, html, png, svg};
 use crate::shown::bars::{bar, utf8};
 use sublet_core::fs::atomic;
 use sublet_core::text::safe;
@@ -22,9 +22,15 @@ pub struct Arguments {
     /// Show every figure: percentiles, throughput, fairness, memory, energy
     #[arg(long)]
     details: bool,
-    /// Write the picture: mean time of an iteration against the number of containers
+    /// Write the picture: a figure against the number of containers, in light or dark as the reader's system is
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
+    /// Write the picture as PNG, on white
+    #[arg(long, value_name = "FILE")]
+    png: Option<PathBuf>,
+    /// What the picture shows
+    #[arg(long, value_enum, default_value_t)]
+    figure: Figure,
     /// Write a page with all pictures and figures, which needs no other file
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
@@ -48,39 +54,44 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         let has: Vec<String> = result.loads().into_iter().map(safe).collect();
         bail!("{} has no such load; it has {}", arguments.result.display(), has.join(", "));
     }
-    if let Some(file) = &arguments.svg {
+    if arguments.svg.is_some() || arguments.png.is_some() {
         let [load] = loads[..] else {
-            bail!("a picture shows one load: choose with --load from {}", loads.join(", "))
+            let has: Vec<String> = loads.into_iter().map(safe).collect();
+            bail!("a picture shows one load: choose with --load from {}", has.join(", "))
         };
-        let picture =
-            svg(&result, load, Figure::Mean).context("nothing was measured, so there is no picture")?;
-        write(file, &picture)?;
+        let picture = svg(&result, load, arguments.figure)
+            .with_context(|| format!("no picture: no {} was measured", arguments.figure.title()))?;
+        arguments.svg.as_deref().map(|file| write(file, picture.as_bytes())).transpose()?;
+        arguments.png.as_deref().map(|file| write(file, &png(&picture)?)).transpose()?;
     }
     if let Some(file) = &arguments.html {
-        write(file, &html(&result)?)?;
+        write(file, html(&result)?.as_bytes())?;
     }
+    let is_written = [&arguments.svg, &arguments.png, &arguments.html].into_iter().any(Option::is_some);
     match arguments.format {
         Format::Json => tables::json(&result)?,
-        Format::Table if arguments.svg.is_some() || arguments.html.is_some() => {}
-        Format::Table => println!("{}", shown(&result, &loads, arguments.details)),
+        Format::Table if is_written => {}
+        Format::Table => {
+            println!("{}", shown(&result, &loads, arguments.details, tables::terminal_width()));
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn write(file: &Path, text: &str) -> anyhow::Result<()> {
-    atomic::replace(file, text.as_bytes(), 0o644).with_context(|| format!("cannot write {}", file.display()))
+fn write(file: &Path, content: &[u8]) -> anyhow::Result<()> {
+    atomic::replace(file, content, 0o644).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// All that is printed of a result.
-pub fn shown(result: &BenchResult, loads: &[&str], details: bool) -> String {
-    let mut parts = vec![head(result)];
+/// All that is printed of a result, on a terminal of `width` characters.
+pub fn shown(result: &BenchResult, loads: &[&str], details: bool, width: Option<usize>) -> String {
+    let mut parts = vec![tables::wrapped(&head(result), width)];
     let figures = if details { &Figure::ALL[..] } else { &Figure::ALL[..1] };
     for load in loads {
         for figure in figures {
-            parts.extend(table(result, load, *figure, tables::terminal_width()));
+            parts.extend(table(result, load, *figure, width));
         }
-        parts.extend(chart(result, load));
-        parts.extend(notes(result, load));
+        parts.extend(chart(result, load, width));
+        parts.extend(notes(result, load).map(|notes| tables::wrapped(&notes, width)));
     }
     parts.join("\n\n")
 }
@@ -131,10 +142,10 @@ fn table(result: &BenchResult, load: &str, figure: Figure, width: Option<usize>)
     let numbers = numbers(result, load);
     let names: Vec<String> = numbers.iter().map(|n| format!("{n} AT ONCE")).collect();
     let title = format!("{}: {}", safe(load).to_uppercase(), figure.title());
-    // In the middle is what matters least: alone and the most are the last to go.
+    // In the middle is what matters least: alone and the most never go.
     let importance = |at: usize| u8::try_from(at.min(names.len() - 1 - at)).unwrap_or(u8::MAX);
     let mut columns = vec![Column("MODE", 0)];
-    columns.extend(names.iter().enumerate().map(|(at, name)| Column(name.as_str(), 1 + importance(at))));
+    columns.extend(names.iter().enumerate().map(|(at, name)| Column(name.as_str(), importance(at))));
     let value = |mode: &Mode, by_hand, n| {
         let Some(cell) = result.cell(load, mode, n, by_hand) else { return String::new() };
         let found = cell.measured.as_ref().and_then(|measured| figure.of(measured));
@@ -151,15 +162,32 @@ fn table(result: &BenchResult, load: &str, figure: Figure, width: Option<usize>)
         .collect();
     let is_known = |text: &String| text.chars().any(|character| character.is_ascii_digit());
     let any = rows.iter().any(|row| row[1..].iter().any(is_known));
-    any.then(|| format!("{title}\n{}", tables::fitting(&columns, &rows, width)))
+    let table = || tables::fitted(&columns, &rows, width).unwrap_or_else(|| listed(&columns, &rows, width));
+    any.then(|| format!("{}\n{}", tables::wrapped(&title, width), table()))
+}
+
+/// A table for a terminal on which it has no room: each mode, with its values below it.
+fn listed(columns: &[Column<'_>], rows: &[Vec<String>], width: Option<usize>) -> String {
+    let value = |(column, value): (&Column<'_>, &String)| {
+        (!value.is_empty()).then(|| format!("  {}  {value}", column.0.to_lowercase()))
+    };
+    let row = |row: &Vec<String>| {
+        let values = columns.iter().zip(row).skip(1).filter_map(value);
+        std::iter::once(tables::wrapped(&row[0], width)).chain(values).collect::<Vec<_>>().join("\n")
+    };
+    rows.iter().map(row).collect::<Vec<_>>().join("\n")
 }
 
 fn named(mode: &Mode, by_hand: bool) -> String {
     if by_hand { format!("{}, by hand", mode.title()) } else { mode.title() }
 }
 
-/// A bar for each mode, for the largest number that most of them were measured with.
-fn chart(result: &BenchResult, load: &str) -> Option<String> {
+/// The length of a bar at most, and at least: a shorter one tells nothing.
+const BAR: (usize, usize) = (30, 8);
+
+/// A bar for each mode, for the largest number that most of them were measured with. `None`: there is nothing to
+/// compare, or no room.
+fn chart(result: &BenchResult, load: &str, width: Option<usize>) -> Option<String> {
     let cells = |n: u32| -> Vec<(&Cell, f64)> {
         let measured = result.cells.iter().filter(|cell| cell.load == load && cell.n == n && !cell.by_hand);
         measured.filter_map(|cell| Some((cell, cell.measured.as_ref()?.mean_ms))).collect()
@@ -170,9 +198,14 @@ fn chart(result: &BenchResult, load: &str) -> Option<String> {
     bars.sort_by(|one, other| one.1.total_cmp(&other.1));
     let most = bars.last().map(|bar| bar.1).filter(|most| *most > 0.0 && bars.len() > 1)?;
     let widest = bars.iter().map(|(cell, _)| cell.mode.title().chars().count()).max().unwrap_or_default();
+    // Beside a bar stand its title and `54.9 ms`.
+    let room = width.map_or(BAR.0, |width| width.saturating_sub(widest + 10).min(BAR.0));
+    if room < BAR.1 {
+        return None;
+    }
     let line = |(cell, mean): &(&Cell, f64)| {
         let title = cell.mode.title();
-        format!("{title:<widest$}  {} {} ms", bar(Some(mean / most), None, 30, utf8()), digits(*mean))
+        format!("{title:<widest$}  {} {} ms", bar(Some(mean / most), None, room, utf8()), digits(*mean))
     };
     let lines: Vec<String> = bars.iter().map(line).collect();
     Some(format!("{n} at once\n{}", lines.join("\n")))
@@ -185,6 +218,14 @@ fn notes(result: &BenchResult, load: &str) -> Option<String> {
     if cells.iter().any(|cell| cell.overcommitted && cell.measured.is_some()) {
         lines.push("* overcommitted: the shares come to more than the GPU has".to_owned());
     }
+    lines.extend(cells.iter().filter(|cell| cell.by_hand).filter_map(|by_hand| {
+        let [own, by_hand_ms] =
+            [result.cell(load, &by_hand.mode, by_hand.n, false)?, by_hand].map(|cell| cell.measured.as_ref());
+        let more = (own?.mean_ms / by_hand_ms?.mean_ms - 1.0) * 100.0;
+        let title = by_hand.mode.title();
+        more.is_finite()
+            .then(|| format!("{title}, {} at once: {more:+.1} % beside processes by hand", by_hand.n))
+    }));
     lines.extend(cells.iter().filter_map(|cell| {
         let why = cell.error.as_ref()?;
         Some(format!("{}, {} at once: {}", named(&cell.mode, cell.by_hand), cell.n, safe(why)))
@@ -210,16 +251,23 @@ mod tests {
         assert_eq!(lines, expected);
         assert_eq!(table(&result, "command", Figure::Energy, None), None);
         let narrow = table(&result, "command", Figure::Mean, Some(20)).unwrap();
-        assert!(narrow.contains("MODE") && !narrow.contains("3 AT ONCE"), "{narrow}");
+        let expected =
+            "COMMAND: mean of one\niteration, ms\ntime-slice\n  1 at once  7.20\n  3 at once  23.7\n";
+        assert!(narrow.starts_with(expected) && narrow.ends_with("  7 at once  32.1*"), "{narrow}");
+        let middle = table(&result, "command", Figure::Mean, Some(45)).unwrap();
+        assert!(middle.contains("7 AT ONCE") && !middle.contains("3 AT ONCE"), "{middle}");
     }
 
     #[test]
     fn a_bar_for_each_mode_of_the_largest_number() {
-        let chart = chart(&fixture::result(), "command").unwrap();
+        let chart = chart(&fixture::result(), "command", None).unwrap();
         let lines: Vec<&str> = chart.lines().collect();
         assert_eq!(lines[0], "7 at once");
         assert!(lines[1].starts_with("MPS ") && lines[1].ends_with("29.6 ms"), "{chart}");
         assert!(lines[3].starts_with("time-slice ") && lines.len() == 4, "{chart}");
+        let narrow = |width| super::chart(&fixture::result(), "command", Some(width));
+        assert!(narrow(40).unwrap().lines().all(|line| line.chars().count() <= 40));
+        assert_eq!(narrow(20), None);
     }
 
     #[test]
@@ -229,7 +277,9 @@ mod tests {
         result.cells[0].error = Some("no \u{1b}[2Jroom".to_owned());
         let notes = notes(&result, "command").unwrap();
         assert!(
-            notes.starts_with("* overcommitted") && notes.contains("time-slice, 1 at once: no "),
+            notes.starts_with("* overcommitted")
+                && notes.contains("time-slice, 7 at once: +0.1 % beside processes by hand")
+                && notes.contains("time-slice, 1 at once: no "),
             "{notes}"
         );
         assert!(!notes.contains('\u{1b}'));

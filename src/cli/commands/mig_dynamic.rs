@@ -84,7 +84,7 @@ fn has_room(ask: &MakeAsk, nvml: &mut Nvml, ledger: &Ledger, config: &Config) ->
     if ledger.has_unneeded() || ledger.mig.under_way.is_some() {
         return Ok(());
     }
-    match mig::foresee(&ask.order, nvml, ledger, config.placement.policy) {
+    match mig::foresee(&ask.order, nvml, ledger, config.placement.policy, &[]) {
         Ok(Err(none)) => Err(NotMade { reason: none.reason, temporary: none.temporary }),
         _ => Ok(()),
     }

@@ -1,6 +1,6 @@
 //! Tables for people, JSON for machines.
 
-use std::io::IsTerminal as _;
+use std::os::fd::AsFd;
 
 use clap::ValueEnum;
 use comfy_table::{Table, presets};
@@ -45,6 +45,17 @@ pub struct Column<'a>(pub &'a str, pub u8);
 
 /// [`table`] with as many of `columns` as fit into `width` characters; all of them where that is not known.
 pub fn fitting(columns: &[Column<'_>], rows: &[Vec<String>], width: Option<usize>) -> String {
+    with_bold_header(narrowed(columns, rows, width).0)
+}
+
+/// [`fitting`]; `None`: not even the columns fit that never go.
+pub fn fitted(columns: &[Column<'_>], rows: &[Vec<String>], width: Option<usize>) -> Option<String> {
+    let (lines, fits) = narrowed(columns, rows, width);
+    fits.then(|| with_bold_header(lines))
+}
+
+/// The lines, and whether they fit.
+fn narrowed(columns: &[Column<'_>], rows: &[Vec<String>], width: Option<usize>) -> (Vec<String>, bool) {
     let mut kept: Vec<usize> = (0..columns.len()).collect();
     loop {
         let header: Vec<&str> = kept.iter().map(|&at| columns[at].0).collect();
@@ -52,21 +63,52 @@ pub fn fitting(columns: &[Column<'_>], rows: &[Vec<String>], width: Option<usize
         let plain = lines(&header, rows.iter().map(row).collect());
         let widest = plain.iter().map(|line| line.chars().count()).max().unwrap_or_default();
         let least = kept.iter().copied().filter(|&at| columns[at].1 > 0).max_by_key(|&at| columns[at].1);
+        let fits = width.is_none_or(|width| widest <= width);
         match least {
-            Some(least) if width.is_some_and(|width| widest > width) => kept.retain(|&at| at != least),
-            _ => return with_bold_header(plain),
+            Some(least) if !fits => kept.retain(|&at| at != least),
+            _ => return (plain, fits),
         }
     }
 }
 
 /// How many characters a line of the terminal has that standard output is; `None`: it is none.
 pub fn terminal_width() -> Option<usize> {
-    let stdout = std::io::stdout();
-    if !stdout.is_terminal() {
-        return None;
-    }
-    let size = rustix::termios::tcgetwinsize(stdout).ok()?;
+    width_of(std::io::stdout())
+}
+
+/// As [`terminal_width`], of standard error.
+pub fn error_width() -> Option<usize> {
+    width_of(std::io::stderr())
+}
+
+fn width_of(output: impl AsFd) -> Option<usize> {
+    // What is no terminal has no size.
+    let size = rustix::termios::tcgetwinsize(output).ok()?;
     Some(usize::from(size.ws_col)).filter(|width| *width > 0)
+}
+
+/// `text` with its lines broken between words, so that they have `width` characters if no word is longer. The rest of a
+/// line is indented as its beginning is.
+pub fn wrapped(text: &str, width: Option<usize>) -> String {
+    let Some(width) = width else { return text.to_owned() };
+    text.lines().map(|line| wrapped_line(line, width)).collect::<Vec<_>>().join("\n")
+}
+
+fn wrapped_line(line: &str, width: usize) -> String {
+    if line.chars().count() <= width {
+        return line.to_owned();
+    }
+    let indent = &line[..line.len() - line.trim_start().len()];
+    let (mut lines, mut last) = (Vec::new(), String::new());
+    for word in line.split_whitespace() {
+        let length = [indent, &last, " ", word].map(|part| part.chars().count()).iter().sum::<usize>();
+        if !last.is_empty() && length > width {
+            lines.push(format!("{indent}{}", std::mem::take(&mut last)));
+        }
+        last = if last.is_empty() { word.to_owned() } else { format!("{last} {word}") };
+    }
+    lines.push(format!("{indent}{last}"));
+    lines.join("\n")
 }
 
 /// Prints `value` as one JSON document.
@@ -106,6 +148,16 @@ mod tests {
         );
         let told = anyhow::Error::new(cause()).context("cannot write x: disk on fire; call somebody");
         assert_eq!(chain(&told), "cannot write x: disk on fire; call somebody");
+    }
+
+    #[test]
+    fn lines_are_broken_between_words() {
+        let broken = |text, width| wrapped(text, Some(width));
+        assert_eq!(broken("one two three", 8), "one two\nthree");
+        assert_eq!(broken("    one two\nthree", 8), "    one\n    two\nthree");
+        assert_eq!(broken("a verylongword b", 4), "a\nverylongword\nb");
+        assert_eq!((broken("÷ ÷", 3).as_str(), broken("", 3).as_str()), ("÷ ÷", ""));
+        assert_eq!(wrapped("one  two", None), "one  two");
     }
 
     #[test]

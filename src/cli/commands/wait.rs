@@ -87,7 +87,7 @@ impl Progress {
 }
 
 fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
-    let inventory = fresh_inventory(config)?;
+    let mut inventory = fresh_inventory(config)?;
     let Some(request) = request else { return Ok(()) };
     let store = Store::open(&config.state_dir)?;
     if !is_remote(config) {
@@ -99,7 +99,7 @@ fn look(request: Option<&Request>, config: &Config) -> Result<(), AdmitError> {
         }
     }
     let id = LeaseId::random().map_err(AdmitError::Random)?;
-    preview(request, &id, &inventory, &store.peek()?, Whose::callers(config), config)?;
+    preview(request, &id, &mut inventory, &store.peek()?, Whose::callers(config), config)?;
     Ok(())
 }
 

@@ -39,7 +39,7 @@ pub(crate) use making_instances::NotMade;
 pub use nvml::Nvml;
 pub use occupied::{made, mark, seen};
 pub use plan::{Obstacle, Plan, Step, plan};
-pub(crate) use profile_choice::foresee;
+pub(crate) use profile_choice::{Foreseen, foresee};
 pub(crate) use signals_held::Uninterrupted;
 
 /// A kind of compute instance that a GPU instance can have.

@@ -3,10 +3,14 @@
 
 use super::layout_target::unknown;
 use super::plan::room_left;
-use super::{Driver, DriverError, Gpu, Instance, Profile, Span, Step, Target, Want, device_name, mark, plan};
+use super::{
+    Compute, Driver, DriverError, Gpu, Instance, Profile, Span, Step, Target, Want, device_name, mark, plan,
+};
 use sublet_core::config::Policy;
-use sublet_core::ledger::Ledger;
+use sublet_core::inventory::Inventory;
+use sublet_core::ledger::{LeasedMigDevice, Ledger};
 use sublet_core::place::{Order, Site, Size};
+use sublet_core::share::Percent;
 use sublet_core::share::units::MIB;
 use sublet_core::text::safe;
 
@@ -72,7 +76,21 @@ pub fn choices(order: &Order, gpus: &[Gpu], policy: Policy) -> Result<Vec<Choice
     Ok(found.into_iter().map(|(_, choice)| choice).collect())
 }
 
-/// The best of [`choices`] as of now, in words: `1g.18gb at 6:1 of GPU 0`.
+/// An instance that would be created.
+#[derive(Clone, Debug)]
+pub(crate) struct Foreseen {
+    choice: Choice,
+    /// How many would be created before it.
+    number: u32,
+    /// In words: `1g.18gb at 6:1 of GPU 0`.
+    pub what: String,
+    /// Its compute instance's SMs at least.
+    pub sms: u32,
+    /// Its compute instance's part of the memory, in bytes.
+    pub memory_bytes: u64,
+}
+
+/// The best of [`choices`] once the instances `before` it have been created.
 ///
 /// # Errors
 /// The driver does not answer; inner errors are those of [`choices`].
@@ -81,13 +99,67 @@ pub(crate) fn foresee(
     driver: &mut dyn Driver,
     ledger: &Ledger,
     policy: Policy,
-) -> Result<Result<String, NoChoice>, DriverError> {
-    let gpus = seen(order, driver, ledger)?;
-    let in_words = |best: &Choice| {
-        let label = gpus.iter().find(|gpu| gpu.uuid == best.gpu).map(Gpu::label).unwrap_or_default();
-        format!("{} at {} of {label}", best.name, best.span)
+    before: &[Foreseen],
+) -> Result<Result<Foreseen, NoChoice>, DriverError> {
+    let mut gpus = seen(order, driver, ledger)?;
+    for gpu in &mut gpus {
+        let its = before.iter().filter(|one| one.choice.gpu == gpu.uuid);
+        gpu.instances.extend(its.map(Foreseen::instance));
+        gpu.instances.sort_by_key(|one| one.span);
+    }
+    let number = u32::try_from(before.len()).unwrap_or(u32::MAX);
+    let best = match choices(order, &gpus, policy) {
+        Ok(found) => found.into_iter().next(),
+        Err(none) => return Ok(Err(none)),
     };
-    Ok(choices(order, &gpus, policy).map(|found| found.first().map(in_words).unwrap_or_default()))
+    let foreseen = best.and_then(|choice| {
+        let gpu = gpus.iter().find(|gpu| gpu.uuid == choice.gpu)?;
+        Foreseen::new(choice, gpu, number)
+    });
+    Ok(foreseen.ok_or_else(|| nothing(&[], &[], Vec::new())))
+}
+
+impl Foreseen {
+    fn new(choice: Choice, gpu: &Gpu, number: u32) -> Option<Self> {
+        let what = format!("{} at {} of {}", choice.name, choice.span, gpu.label());
+        let profile = gpu.profile(choice.profile)?;
+        let sms = u32::try_from(sms(gpu, profile, choice.slices)).ok()?;
+        let slice = profile.memory_mib.saturating_mul(MIB) / u64::from(profile.slices.max(1));
+        let memory_bytes = slice.saturating_mul(choice.slices.into());
+        Some(Self { choice, number, what, sms, memory_bytes })
+    }
+
+    /// As `1g.18gb` or `1c.2g.35gb`.
+    pub fn name(&self) -> &str {
+        &self.choice.name
+    }
+
+    /// What its container would hold, under a UUID that no device has.
+    pub fn leased(&self, inventory: &Inventory) -> LeasedMigDevice {
+        let all = inventory.device(&self.choice.gpu).and_then(|gpu| gpu.sm_count);
+        LeasedMigDevice {
+            uuid: format!("MIG-foreseen-{}", self.number),
+            gpu: self.choice.gpu.clone(),
+            gi: self.gi(),
+            ci: 0,
+            placement: Some((self.choice.span.start, self.choice.span.size)),
+            sm: all.map(|all| Percent::of_all(self.sms, all)),
+            memory_bytes: Some(self.memory_bytes),
+        }
+    }
+
+    /// An id that no instance has: the driver counts from 0.
+    fn gi(&self) -> u32 {
+        u32::MAX - self.number
+    }
+
+    fn instance(&self) -> Instance {
+        let Choice { profile, span, slices, .. } = self.choice;
+        let held = || Some("created for a container before it".to_owned());
+        let own = Span { start: 0, size: slices };
+        let part = Compute { ci: 0, slices, span: own, uuid: String::new(), held: held() };
+        Instance { gi: self.gi(), profile, span, held: held(), kinds: Vec::new(), compute: vec![part] }
+    }
 }
 
 /// The GPUs on which `order` may have an instance, with the users of their instances.

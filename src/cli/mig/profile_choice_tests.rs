@@ -134,3 +134,42 @@ fn no_more_is_made_than_a_policy_allows() {
      a container first";
     assert_eq!(refused(Some("3g.71gb"), size(16, 16_384), all), (sms.to_owned(), true));
 }
+
+#[test]
+fn instances_that_come_before_take_their_places() {
+    let mut double = Double::new(vec![h200()]);
+    let mut order = order(Some("1g.18gb"), 0, 0);
+    order.sites.truncate(1);
+    let ledger = Ledger::empty("boot");
+    let mut before: Vec<Foreseen> = Vec::new();
+    for number in 0..8 {
+        match foresee(&order, &mut double, &ledger, Policy::Binpack, &before).unwrap() {
+            Ok(foreseen) => before.push(foreseen),
+            Err(none) => {
+                assert!(
+                    number == 7 && none.reason.contains("(created for a container before it)"),
+                    "{none:?}"
+                );
+            }
+        }
+    }
+    let mut starts: Vec<u32> = before.iter().map(|one| one.choice.span.start).collect();
+    assert_eq!(
+        (starts[0], starts[1], starts.len()),
+        (6, 4, 7),
+        "as they would be created one after the other"
+    );
+    starts.sort_unstable();
+    assert_eq!(starts, [0, 1, 2, 3, 4, 5, 6]);
+    let mut gpu = sublet_core::place::fixture::device(0);
+    gpu.sm_count = Some(132);
+    let leased: Vec<_> =
+        before.iter().map(|one| one.leased(&sublet_core::place::fixture::host(vec![gpu.clone()]))).collect();
+    assert_ne!((&leased[0].uuid, leased[0].gi), (&leased[1].uuid, leased[1].gi));
+    assert_eq!(leased[0].sm.map(Percent::as_f64), Some(12.122));
+    assert_eq!(leased[0].memory_bytes, Some(16 << 30));
+    // Half of a 2g.35gb, where another profile with one slice has 16 SMs.
+    order.profile = Some("1c.2g.35gb".to_owned());
+    let part = foresee(&order, &mut double, &ledger, Policy::Binpack, &[]).unwrap().unwrap();
+    assert_eq!((part.name(), part.sms, part.memory_bytes), ("1c.2g.35gb", 16, 16_640 * MIB));
+}

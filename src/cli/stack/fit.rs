@@ -2,16 +2,18 @@
 
 use super::ask::asked;
 use super::{Own, Service, Stack};
+use crate::mig::Foreseen;
 use crate::names::{Name, Names};
-use crate::preview::{Whose, preview};
+use crate::preview::{Ahead, Whose, preview_after};
 use sublet_core::admit::{AdmitError, Candidate, lease_for};
 use sublet_core::config::Config;
 use sublet_core::config_files::Containers;
 use sublet_core::grant::Image;
 use sublet_core::inventory::{GpuProcess, Inventory};
 use sublet_core::ledger::{Container, Lease, LeaseId, Ledger};
-use sublet_core::place::Placement;
+use sublet_core::place::{Placement, expected};
 use sublet_core::process::Process;
+use sublet_core::share::Mode;
 
 /// Why a container of a stack would get no share.
 #[derive(Debug, thiserror::Error)]
@@ -30,10 +32,10 @@ pub enum NotPlaced {
         "its share is that of its name or image in containers.toml, and these have variables: write them out"
     )]
     Unnamed,
-    /// A MIG instance is needed, after one that would be created for another container.
+    /// A part of a MIG instance is needed, perhaps of one that would be created for another container.
     #[error(
-        "a MIG instance would be created for a container before it, so whether there is room for one more cannot \
-         be told before that"
+        "a MIG instance that several may share would be created for a container before it, so whether this one has \
+         room there cannot be told before that"
     )]
     Unforeseen,
 }
@@ -43,8 +45,8 @@ pub enum NotPlaced {
 pub enum Outcome {
     /// It gets this share.
     Fits(Box<Placement>),
-    /// It gets a MIG instance that is created when it starts; the text says which.
-    Made(String),
+    /// It gets this MIG instance, which is created when it starts, and this share of it.
+    Made(Box<(Foreseen, Placement)>),
     /// It asks for no share.
     AsksForNone,
     /// It gets none.
@@ -73,7 +75,7 @@ pub fn fit(
     config: &Config,
 ) -> std::io::Result<(Vec<Fitted>, usize)> {
     let before = set_aside(&stack.own, &mut ledger, &mut inventory, names);
-    let mut world = World { ledger, inventory, whose, config, makes: false };
+    let mut world = World { ledger, inventory, whose, config, ahead: Ahead::default(), shares: false };
     let each = |service: &Service| {
         let outcome = world.place(service, containers)?;
         Ok(Fitted { service: service.name.clone(), outcome })
@@ -86,8 +88,10 @@ struct World<'a> {
     inventory: Inventory,
     whose: Whose,
     config: &'a Config,
-    /// Whether a MIG instance would be created for a container before.
-    makes: bool,
+    /// The MIG instances that would be created for containers before.
+    ahead: Ahead,
+    /// Whether others may share one of these.
+    shares: bool,
 }
 
 impl World<'_> {
@@ -97,18 +101,30 @@ impl World<'_> {
             Ok(None) => return Ok(Outcome::AsksForNone),
             Err(why) => return Ok(Outcome::Not(why)),
         };
+        // Whether it gets the whole instance.
+        let alone = matches!(request.mode, None | Some(Mode::Mig));
+        let before = self.ahead.instances.len();
         let id = LeaseId::random()?;
-        match preview(&request, &id, &self.inventory, &self.ledger, self.whose, self.config) {
+        let world = (&self.inventory, &self.ledger);
+        match preview_after(&mut self.ahead, &request, &id, world, self.whose, self.config) {
             Ok(placement) => {
                 self.ledger.leases.push(self.lease(service, &placement, id)?);
                 Ok(Outcome::Fits(Box::new(placement)))
             }
-            Err(AdmitError::WouldMake { .. } | AdmitError::Unmade { .. }) if self.makes => {
+            Err(AdmitError::WouldMake { .. } | AdmitError::Unmade { .. }) if self.shares && !alone => {
+                self.ahead.instances.truncate(before);
                 Ok(Outcome::Not(NotPlaced::Unforeseen))
             }
-            Err(AdmitError::WouldMake { what, .. }) => {
-                self.makes = true;
-                Ok(Outcome::Made(what))
+            Err(error @ AdmitError::WouldMake { .. }) => {
+                let Some(foreseen) = self.ahead.instances.last().cloned() else {
+                    return Ok(Outcome::Not(error.into()));
+                };
+                self.shares |= !alone;
+                let part = foreseen.leased(&self.inventory);
+                let devices = vec![part.uuid.clone()];
+                let placement = Placement { devices, mig_devices: vec![part], ..expected(&request) };
+                self.ledger.leases.push(self.lease(service, &placement, id)?);
+                Ok(Outcome::Made(Box::new((foreseen, placement))))
             }
             Err(error) => Ok(Outcome::Not(error.into())),
         }

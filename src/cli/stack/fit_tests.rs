@@ -33,7 +33,7 @@ fn told(services: Vec<Service>, inventory: Inventory) -> Vec<String> {
             format!("{} on {}, {}{sm}", one.service, placement.devices.join("+"), placement.mode)
         }
         Outcome::AsksForNone => format!("{} asks for none", one.service),
-        Outcome::Made(what) => format!("{} makes {what}", one.service),
+        Outcome::Made(made) => format!("{} makes {}", one.service, made.0.what),
         Outcome::Not(why) => format!("{} not: {why}", one.service),
     };
     fitted.into_iter().map(words).collect()

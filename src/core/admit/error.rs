@@ -147,6 +147,16 @@ impl AdmitError {
             _ => false,
         }
     }
+
+    /// Whether it depends on what the driver last reported, so that a refresh may change it.
+    #[must_use]
+    pub fn wants_refresh(&self) -> bool {
+        match self {
+            Self::Refused(refusal) => refusal.refresh_first,
+            Self::Unmade { refused, .. } => refused.wants_refresh(),
+            _ => false,
+        }
+    }
 }
 
 impl From<RequestError> for AdmitError {

@@ -24,7 +24,7 @@ impl Percent {
 
     /// `part` of `all`, rounded up.
     #[must_use]
-    pub(crate) fn of_all(part: u32, all: u32) -> Self {
+    pub fn of_all(part: u32, all: u32) -> Self {
         let thousandths = (u64::from(part) * 100_000).div_ceil(u64::from(all.max(1)));
         Self(u32::try_from(thousandths).unwrap_or(u32::MAX))
     }

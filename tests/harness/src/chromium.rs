@@ -16,6 +16,37 @@ pub const PROGRAM: &str = "chromium-headless-shell";
 const RUN: &str = "exec \"$0\" --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars \
     --remote-debugging-pipe --user-data-dir=\"$1\" 3<\"$1/to\" 4>\"$1/from\"";
 
+/// Widths and heights, in CSS pixels, and colours.
+const SIZES: [(u32, u32, &str); 4] =
+    [(360, 800, "dark"), (360, 800, "light"), (1280, 800, "dark"), (1280, 800, "light")];
+
+/// Nothing is wider than the page, and all text has the contrast that WCAG 2 asks for (AA, 4.5).
+const LOOKS: &str = r"(() => {
+    const light = (colour) => {
+        const [r, g, b] = colour.map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const parse = (colour) => colour.match(/[\d.]+/g).map(Number);
+    const behind = (element) => {
+        for (let at = element; at; at = at.parentElement) {
+            const colour = parse(getComputedStyle(at).backgroundColor);
+            if (colour.length === 3 || colour[3] === 1) return colour;
+        }
+        return [255, 255, 255];
+    };
+    const pale = [];
+    const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walk.nextNode()) {
+        const element = walk.currentNode.parentElement;
+        if (!walk.currentNode.data.trim() || !element.getClientRects().length) continue;
+        const [a, b] = [light(parse(getComputedStyle(element).color).slice(0, 3)), light(behind(element).slice(0, 3))];
+        const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (contrast < 4.5) pale.push(`${walk.currentNode.data}: ${contrast.toFixed(1)}`);
+    }
+    const root = document.documentElement;
+    return { pale, wider: root.scrollWidth - root.clientWidth, back: getComputedStyle(document.body).backgroundColor };
+})()";
+
 /// A browser with one page; killed when dropped.
 pub struct Chromium {
     child: Child,
@@ -91,6 +122,30 @@ impl Chromium {
         let answer = self.call("Runtime.evaluate", &asked);
         assert_eq!(answer["exceptionDetails"], Value::Null, "{expression}");
         answer["result"]["value"].clone()
+    }
+
+    /// Looks at the page on a telephone and on a desk, dark and light: [`LOOKS`].
+    ///
+    /// # Panics
+    /// Something is too wide, has too little contrast, or does not follow the colours.
+    pub fn check_looks(&mut self) {
+        let mut backs = Vec::new();
+        for (width, height, colours) in SIZES {
+            self.set(width, height, colours);
+            let looks = self.value(LOOKS);
+            assert_eq!((&looks["pale"], &looks["wider"]), (&json!([]), &json!(0)), "{width} {colours}");
+            backs.push(looks["back"].clone());
+        }
+        assert!(backs[0] != backs[1] && backs[0] == backs[2] && backs[1] == backs[3], "{backs:?}");
+    }
+
+    /// What the page's log has, violations of its policy too, and exceptions.
+    #[must_use]
+    pub fn complaints(&self) -> Vec<String> {
+        let is_wrong = |event: &&Value| {
+            matches!(event["method"].as_str(), Some("Log.entryAdded" | "Runtime.exceptionThrown"))
+        };
+        self.events.iter().filter(is_wrong).map(Value::to_string).collect()
     }
 
     /// Writes a picture of the page, PNG.

@@ -3,6 +3,7 @@
 
 #![expect(clippy::missing_panics_doc, reason = "a test ends by panicking, whatever of it fails")]
 
+pub mod benched;
 mod bundle;
 pub mod chromium;
 pub mod containerd;
@@ -14,6 +15,7 @@ pub mod guarded;
 pub mod hooked;
 pub mod installed;
 pub mod killing;
+pub mod measuring;
 pub mod mig;
 pub mod podman;
 mod processes;

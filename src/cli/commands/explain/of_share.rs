@@ -41,11 +41,11 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let (spec, rootfs) = read_spec(arguments)?;
     let (source, given_by) = source(arguments, &spec)?;
     let request = request_of(&source, &spec, config)?;
-    let inventory = inventory_for(whose, config)?;
+    let mut inventory = inventory_for(whose, config)?;
     let image = oci::inspect(&spec, &rootfs, &request, &inventory, config)?;
     let ledger = Store::open(&config.state_dir)?.peek()?;
     let id = LeaseId::random()?;
-    let placement = preview(&request, &id, &inventory, &ledger, whose, config)?;
+    let placement = preview(&request, &id, &mut inventory, &ledger, whose, config)?;
     let candidate = candidate(arguments, rootfs)?;
     let lease = lease_for(&candidate, &placement, &image, id, config);
     let grant = grant(&placement, &lease, &request.capabilities, &image, &inventory, config);

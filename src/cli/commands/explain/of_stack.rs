@@ -9,8 +9,9 @@ use super::super::reason;
 use super::super::tables::{self, Format};
 use super::of_share::inventory_for;
 use crate::names::Names;
-use crate::preview::Whose;
+use crate::preview::{Whose, may_be_out_of_date};
 use crate::stack::{Fitted, NotPlaced, Outcome, Stack, fit};
+use sublet_core::admit::refresh;
 use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::inventory::{Device, Inventory};
@@ -24,12 +25,19 @@ use sublet_core::text::safe;
 /// # Errors
 /// There is no driver, or no ledger.
 pub fn run(stack: &Stack, whose: Whose, format: Format, config: &Config) -> anyhow::Result<ExitCode> {
-    let inventory = inventory_for(whose, config)?;
+    let mut inventory = inventory_for(whose, config)?;
     let ledger = Store::open(&config.state_dir)?.peek()?;
     let names = Names::learn(&ledger, config);
     let containers = config_files::load_containers()?;
-    let (fitted, running) =
-        fit(stack, containers.as_ref(), (ledger, inventory.clone()), &names, whose, config)?;
+    let look = |inventory: &Inventory| {
+        let world = (ledger.clone(), inventory.clone());
+        fit(stack, containers.as_ref(), world, &names, whose, config)
+    };
+    let (mut fitted, mut running) = look(&inventory)?;
+    if fitted.iter().any(|one| wants_refresh(one, config)) {
+        inventory = refresh(config)?;
+        (fitted, running) = look(&inventory)?;
+    }
     let mut remarks = stack.remarks.clone();
     remarks.extend(super::whose::remark(whose, config).map(|whose| format!("this is about {whose}")));
     if running > 0 {
@@ -49,6 +57,11 @@ pub fn run(stack: &Stack, whose: Whose, format: Format, config: &Config) -> anyh
         Format::Table => println!("{}", table(&fitted, &inventory)),
     }
     Ok(if fitted.iter().all(fits) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Whether its container would have the driver asked anew.
+fn wants_refresh(fitted: &Fitted, config: &Config) -> bool {
+    matches!(&fitted.outcome, Outcome::Not(NotPlaced::Refused(error)) if may_be_out_of_date(error, config))
 }
 
 fn fits(fitted: &Fitted) -> bool {
@@ -143,13 +156,13 @@ fn row(fitted: &Fitted, inventory: &Inventory) -> Vec<String> {
                 "fits".to_owned(),
             ]);
         }
-        Outcome::Made(what) => {
+        Outcome::Made(made) => {
             row.extend([
                 dash(),
                 "mig".to_owned(),
                 dash(),
                 dash(),
-                format!("fits: a MIG instance is created, {what}"),
+                format!("fits: a MIG instance is created, {}", made.0.what),
             ]);
         }
         Outcome::AsksForNone => row.extend([dash(), dash(), dash(), dash(), "asks for no share".to_owned()]),
