@@ -6,6 +6,7 @@ mod figure;
 #[cfg(test)]
 pub mod fixture;
 mod http;
+mod hypotf;
 mod measure;
 mod meter;
 mod page;
