@@ -128,11 +128,16 @@ fn mig_devices_are_shown_and_have_the_documented_keys() {
     assert_eq!(device["mig"].as_array().map(Vec::len), Some(4));
 }
 
-/// Whole lines, with runs of spaces as one, and what differs from run to run named.
+/// Whole lines, with runs of spaces as one, and what differs from run to run named. A pid is replaced only where it is a
+/// whole word: it may also be a part of a UUID.
 fn squeezed(table: &str, replace: &[(&str, &str)]) -> String {
-    let lines: Vec<_> =
-        table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
-    replace.iter().fold(lines.join("\n"), |text, (from, to)| text.replace(from, to))
+    let lines = table.lines().map(|line| {
+        let words = line.split_whitespace();
+        let named =
+            words.map(|word| replace.iter().find(|(from, _)| *from == word).map_or(word, |(_, to)| to));
+        named.collect::<Vec<_>>().join(" ")
+    });
+    lines.collect::<Vec<_>>().join("\n")
 }
 
 #[test]
