@@ -306,6 +306,8 @@ fn a_container_prints_its_own_share() {
     let asked = [("sublet.sm", "25"), ("sublet.memory", "8GiB"), ("sublet.processes", "2")];
     let bundle = world.bundle("own", &asked, HOLD);
     bundle.up();
+    // It has its context then.
+    bundle.event("info");
     let status = world.status();
     let uuid = status["devices"][0]["uuid"].as_str().expect("a UUID").to_owned();
     let leases = status["leases"].as_array().expect("leases");
