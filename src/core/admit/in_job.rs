@@ -3,14 +3,14 @@
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::job_error::JobError;
 use super::job_share::{narrowed, placement_of};
 use super::local::Local;
 use super::reconcile::read;
 use super::take_lease::{self, JobHold, Rootfs, Terms, lease_for};
-use super::{AdmitError, Candidate, fresh_inventory};
+use super::{AdmitError, Candidate, EMPTY_CGROUP, fresh_inventory};
 use crate::broker::protocol::{Admit, Answer, Granted, JobEnvironment};
 use crate::grant::{self, Grant, Image};
 use crate::inventory::{self, Inventory};
@@ -89,6 +89,26 @@ impl Local<'_> {
                 self.give_back(&lease, &store);
                 Err(error)
             }
+        }
+    }
+
+    /// Frees the leases of `job`, whose processes its scheduler has ended, once they are gone. Returns the ids of those
+    /// that were freed. What still runs keeps its lease until a later command sees that it has ended.
+    ///
+    /// # Errors
+    /// The ledger cannot be read or written.
+    pub fn end_job(&self, job: u64) -> Result<Vec<LeaseId>, AdmitError> {
+        let deadline = Instant::now() + EMPTY_CGROUP;
+        let of_job = |lease: &&Lease| lease.job.as_ref().is_some_and(|own| own.id == job);
+        let mut freed = Vec::new();
+        loop {
+            let done = self.reconcile(|_| Ok(()))?;
+            freed.extend(done.freed.iter().filter(of_job).map(|lease| lease.id.clone()));
+            let ledger = read(&self.store()?)?;
+            if !ledger.leases.iter().any(|lease| of_job(&lease)) || Instant::now() > deadline {
+                return Ok(freed);
+            }
+            std::thread::sleep(Duration::from_millis(20));
         }
     }
 

@@ -84,7 +84,7 @@ impl JobRecord {
     pub fn write(&self, state_dir: &Path) -> io::Result<()> {
         let dir = directory(state_dir);
         trusted::make(state_dir).and_then(|()| trusted::make(&dir)).map_err(io::Error::other)?;
-        atomic::replace(&file(state_dir, self.job), &serde_json::to_vec(self)?, 0o600)
+        atomic::replace(&file(state_dir, self.job), &serde_json::to_vec(self)?, 0o644)
     }
 
     /// Reads the record of `job`.
