@@ -119,7 +119,9 @@ fn scontrol(arguments: &[&str]) -> anyhow::Result<String> {
     let done = match child::run(&mut program, "", SCONTROL) {
         Ok(done) => done,
         Err(ChildError::Io(error)) => return Err(error).context("cannot run scontrol"),
-        Err(ChildError::Timeout) => bail!("scontrol took longer than {} s: does slurmctld answer?", SCONTROL.as_secs()),
+        Err(ChildError::Timeout) => {
+            bail!("scontrol took longer than {} s: does slurmctld answer?", SCONTROL.as_secs())
+        }
     };
     if !done.status.success() {
         bail!("scontrol {}: {}", arguments.join(" "), safe(done.stderr.trim()));

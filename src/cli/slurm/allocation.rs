@@ -81,7 +81,9 @@ fn of_entry(entry: &str) -> Result<Allocation, String> {
         return Ok(Allocation::Gpus(shares.into_iter().map(|share| share.gpu).collect()));
     }
     let [Share { gpu, part, of }] = shares[..] else {
-        return Err(format!("the job got {entry}: a share of sublet's is of one GPU; ask for less, or for whole GPUs"));
+        return Err(format!(
+            "the job got {entry}: a share of sublet's is of one GPU; ask for less, or for whole GPUs"
+        ));
     };
     match (kind, of) {
         ("mps", None | Some(100)) if (1..=100).contains(&part) => Ok(Allocation::Mps { gpu, percent: part }),

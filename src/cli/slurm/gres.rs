@@ -29,13 +29,18 @@ pub fn gres(name: &str, unit: Unit, inventory: &Inventory, config: &Config) -> R
     let mut lines = vec!["# gres.conf".to_owned()];
     let minors = gpus.iter().map(|gpu| gpu.minor);
     lines.extend(minors.clone().map(|minor| format!("NodeName={name} Name=gpu File=/dev/nvidia{minor}")));
-    lines.extend(minors.map(|minor| format!("NodeName={name} Name={word} Count={each} File=/dev/nvidia{minor}")));
+    lines.extend(
+        minors.map(|minor| format!("NodeName={name} Name={word} Count={each} File=/dev/nvidia{minor}")),
+    );
     let many = gpus.len();
     lines.extend([
         String::new(),
         "# slurm.conf".to_owned(),
         format!("GresTypes=gpu,{word}"),
-        format!("NodeName={name} Gres=gpu:{many},{word}:{} # and what this line has already", each as usize * many),
+        format!(
+            "NodeName={name} Gres=gpu:{many},{word}:{} # and what this line has already",
+            each as usize * many
+        ),
         "SelectType=select/cons_tres".to_owned(),
         "ProctrackType=proctrack/cgroup".to_owned(),
         "PrologFlags=Alloc,Contain".to_owned(),
@@ -61,7 +66,10 @@ mod tests {
              # slurm.conf\nGresTypes=gpu,shard\nNodeName=n1 Gres=gpu:2,shard:16 "
         ), "{text}");
         let text = gres("n1", Unit::Mps, &inventory, &Config::default()).unwrap();
-        assert!(text.contains("Name=mps Count=100 File=/dev/nvidia1") && text.contains("gpu:2,mps:200"), "{text}");
+        assert!(
+            text.contains("Name=mps Count=100 File=/dev/nvidia1") && text.contains("gpu:2,mps:200"),
+            "{text}"
+        );
         let none = host(vec![]);
         assert!(gres("n1", Unit::Mps, &none, &Config::default()).is_err());
     }

@@ -90,7 +90,9 @@ mod tests {
         let quarter = share(Allocation::Mps { gpu: 1, percent: 25 }).unwrap().unwrap();
         assert_eq!((quarter.devices, quarter.mode), (vec!["GPU-1".to_owned()], Mode::Mps));
         assert_eq!(quarter.sm, Some(Percent::from_thousandths(25_000)));
-        assert!(quarter.memory_bytes.unwrap() <= all / 4 && quarter.memory_bytes.unwrap() > all / 4 - 2 * MIB);
+        assert!(
+            quarter.memory_bytes.unwrap() <= all / 4 && quarter.memory_bytes.unwrap() > all / 4 - 2 * MIB
+        );
         let shards = |shards, of| share(Allocation::Shards { gpu: 0, shards, of });
         let two = shards(2, None).unwrap().unwrap();
         assert_eq!((two.sm, two.devices), (None, vec!["GPU-0".to_owned()]));

@@ -210,7 +210,13 @@ fn is_of(lease: &Lease, cgroup: &JobCgroup) -> bool {
 
 /// The request for what the job got: those devices and no others.
 fn request_of_job(share: &JobShare) -> Request {
-    let devices = share.devices.iter().filter_map(|uuid| Selector::parse(&uuid.to_ascii_lowercase().replace("gpu-", "GPU-").replace("mig-", "MIG-"))).collect();
+    let devices = share
+        .devices
+        .iter()
+        .filter_map(|uuid| {
+            Selector::parse(&uuid.to_ascii_lowercase().replace("gpu-", "GPU-").replace("mig-", "MIG-"))
+        })
+        .collect();
     Request {
         devices: Devices::These(devices),
         mode: Some(share.mode),

@@ -1,7 +1,6 @@
 //! Why a program or a container of a job of Slurm's gets no share.
 
 use crate::slurm::RecordError;
-use crate::text::safe;
 
 /// Why a job's share is not to be had.
 #[derive(Debug, thiserror::Error)]
@@ -10,7 +9,7 @@ pub enum JobError {
     #[error(transparent)]
     Record(#[from] RecordError),
     /// The prolog could not tell what it got.
-    #[error("job {job}: {}", safe(why))]
+    #[error("job {job}: {why}")]
     Problem {
         /// The job.
         job: u64,

@@ -58,7 +58,11 @@ fn was_not_deleted(lease: &Lease) -> bool {
 fn fate(lease: &Lease) -> Fate {
     match &lease.init {
         Some(_) if lease.is_of_job() => {
-            if lease.has_processes() { Fate::Unchanged } else { Fate::Gone }
+            if lease.has_processes() {
+                Fate::Unchanged
+            } else {
+                Fate::Gone
+            }
         }
         Some(init) if init.process.is_alive() => Fate::Unchanged,
         Some(init) if has_processes(init) => Fate::Ending(None),
@@ -185,7 +189,8 @@ impl Lease {
     #[must_use]
     pub(crate) fn has_processes(&self) -> bool {
         if let (Some(job), Some(init), None) = (&self.job, &self.init, &self.within) {
-            return init.cgroup.as_deref().is_some_and(|dir| is_same(dir, job.cgroup_inode)) && has_processes(init);
+            return init.cgroup.as_deref().is_some_and(|dir| is_same(dir, job.cgroup_inode))
+                && has_processes(init);
         }
         self.init.as_ref().is_some_and(|init| init.process.is_alive() || has_processes(init))
     }

@@ -82,7 +82,9 @@ impl Ledger {
     /// The lease of the job of Slurm's with this id.
     #[must_use]
     pub fn of_job(&self, job: u64) -> Option<&Lease> {
-        self.leases.iter().find(|lease| lease.is_of_job() && lease.job.as_ref().is_some_and(|own| own.id == job))
+        self.leases
+            .iter()
+            .find(|lease| lease.is_of_job() && lease.job.as_ref().is_some_and(|own| own.id == job))
     }
 
     /// Leases that the MPS server `key` serves.

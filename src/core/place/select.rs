@@ -217,7 +217,11 @@ fn slot(
 }
 
 /// The devices that `selector` names.
-pub(crate) fn selected<'a>(selector: &Selector, inventory: &'a Inventory, config: &Config) -> Vec<&'a Device> {
+pub(crate) fn selected<'a>(
+    selector: &Selector,
+    inventory: &'a Inventory,
+    config: &Config,
+) -> Vec<&'a Device> {
     let found = matching(selector, selector.is_mig(), inventory, config);
     found.into_iter().map(|index| &inventory.devices[index]).collect()
 }

@@ -5,8 +5,8 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use crate::host::cgroup_layout::{MOUNT, unified};
 use crate::fs::trusted::is_trusted_owner;
+use crate::host::cgroup_layout::{MOUNT, unified};
 
 /// The v1 hierarchies in which slurmd may have made a cgroup for a job (cgroup.conf(5)), the one that it uses to find a
 /// job's processes first (`ProctrackType=proctrack/cgroup`).
