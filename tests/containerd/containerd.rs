@@ -351,7 +351,8 @@ fn a_pod_by_a_handler_without_the_list_gets_nothing() {
 
 /// A manifest that the packages ship.
 fn shipped(manifest: &str) -> String {
-    let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/kubernetes").join(manifest);
+    let file =
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/kubernetes").join(manifest);
     std::fs::read_to_string(file).expect("a manifest")
 }
 
@@ -400,6 +401,9 @@ fn a_pod_by_a_handler_that_the_node_does_not_have_is_refused() {
                    runtime_handler: \"sublet-small\"";
     let refused = containerd.cri("RunPodSandbox", request);
     eprintln!("RunPodSandbox without the handler: {}", refused.stderr);
-    assert!(!refused.ok && refused.stderr.contains("no runtime for \"sublet-small\" is configured"), "{refused:?}");
+    assert!(
+        !refused.ok && refused.stderr.contains("no runtime for \"sublet-small\" is configured"),
+        "{refused:?}"
+    );
     containerd.assert_empty();
 }

@@ -6,11 +6,11 @@ use crate::jobs::{Job, Mix, Random};
 use crate::node::{GPUS, Node, Way};
 
 /// Nodes of the fleet.
-const NODES: u32 = 8;
+const NODES: u32 = 4;
 /// Minutes before counting begins: twice the longest job.
 const WARM_UP: u32 = 440;
-/// Minutes that count.
-const COUNTED: u32 = 2400;
+/// Minutes that count: a day.
+const COUNTED: u32 = 1440;
 /// Where the jobs come from.
 const SEED: u64 = 19;
 
@@ -21,9 +21,7 @@ pub struct Outcome {
     pub used_tenths: u64,
     /// Jobs that arrived.
     pub jobs: u64,
-    /// Those for which no node had room. They go away: nobody waits.
-    pub refused: u64,
-    /// The same in thousandths.
+    /// Those for which no node had room, in thousandths. They go away: nobody waits.
     pub refused_tenths: u64,
     /// The fleet's SMs that were free when a job was refused, in thousandths; the mean.
     pub stranded_tenths: u64,
@@ -56,7 +54,9 @@ impl Cluster {
         // Both are stable: of equal nodes the first.
         match self.way {
             Way::Spread => order.sort_by_key(|node| u32::MAX - self.nodes[*node].counted_free()),
-            Way::Whole | Way::Mig | Way::Binpack => order.sort_by_key(|node| self.nodes[*node].counted_free()),
+            Way::Whole | Way::Mig | Way::Binpack => {
+                order.sort_by_key(|node| self.nodes[*node].counted_free());
+            }
         }
         order
     }
@@ -115,7 +115,6 @@ fn outcome(counts: &Counts) -> Outcome {
     Outcome {
         used_tenths: thousandths(counts.used, all * u64::from(COUNTED)),
         jobs: counts.jobs,
-        refused: counts.refused,
         refused_tenths: thousandths(counts.refused, counts.jobs),
         stranded_tenths: thousandths(counts.free_then, all * counts.refused.max(1)),
         misled_tenths: thousandths(counts.misled, counts.sent),

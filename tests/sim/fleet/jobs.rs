@@ -26,11 +26,21 @@ const fn kind(weight: usize, sm: u32, gib: u64) -> Kind {
 /// All mixes.
 pub const MIXES: [Mix; 4] = [
     Mix { name: "notebooks", kinds: &[kind(50, 10, 8), kind(30, 15, 16), kind(15, 25, 32), kind(5, 50, 64)] },
-    Mix { name: "inference", kinds: &[kind(25, 10, 12), kind(35, 20, 24), kind(25, 40, 40), kind(15, 100, 120)] },
+    Mix {
+        name: "inference",
+        kinds: &[kind(25, 10, 12), kind(35, 20, 24), kind(25, 40, 40), kind(15, 100, 120)],
+    },
     Mix { name: "training", kinds: &[kind(15, 25, 32), kind(25, 50, 64), kind(60, 100, 120)] },
     Mix {
         name: "mixed",
-        kinds: &[kind(30, 10, 8), kind(20, 20, 24), kind(15, 25, 32), kind(10, 40, 40), kind(10, 50, 64), kind(15, 100, 120)],
+        kinds: &[
+            kind(30, 10, 8),
+            kind(20, 20, 24),
+            kind(15, 25, 32),
+            kind(10, 40, 40),
+            kind(10, 50, 64),
+            kind(15, 100, 120),
+        ],
     },
 ];
 

@@ -54,7 +54,8 @@ pub fn svg(panels: &[Panel]) -> String {
 /// One panel, whose plot begins at `left` and `top`.
 fn draw(svg: &mut String, panel: &Panel, (left, top): (u64, u64)) {
     let bottom = top + PLOT.1;
-    let x = |load: u32| left + u64::from(load - LOADS[0]) * PLOT.0 / u64::from(LOADS[LOADS.len() - 1] - LOADS[0]);
+    let x =
+        |load: u32| left + u64::from(load - LOADS[0]) * PLOT.0 / u64::from(LOADS[LOADS.len() - 1] - LOADS[0]);
     // In tenths of a unit.
     let y = |used: u64| bottom * 10 - used * PLOT.1 / 100;
     let _ = writeln!(svg, "<text class=\"name\" x=\"{left}\" y=\"{}\">{}</text>", top - 10, panel.mix.name);
@@ -69,11 +70,17 @@ fn draw(svg: &mut String, panel: &Panel, (left, top): (u64, u64)) {
         );
     }
     for load in LOADS {
-        let _ = writeln!(svg, "<text x=\"{}\" y=\"{}\" text-anchor=\"middle\">{load} %</text>", x(load), bottom + 20);
+        let _ = writeln!(
+            svg,
+            "<text x=\"{}\" y=\"{}\" text-anchor=\"middle\">{load} %</text>",
+            x(load),
+            bottom + 20
+        );
     }
     for (way, outcomes) in &panel.lines {
         let (colour, dashes) = look(*way);
-        let point = |(load, one): (u32, &crate::Outcome)| format!("{},{}", x(load), tenths(y(one.used_tenths)));
+        let point =
+            |(load, one): (u32, &crate::Outcome)| format!("{},{}", x(load), tenths(y(one.used_tenths)));
         let points: Vec<String> = LOADS.into_iter().zip(outcomes).map(point).collect();
         let _ = writeln!(
             svg,
