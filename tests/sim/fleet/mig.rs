@@ -42,6 +42,11 @@ fn room(taken: &[Span]) -> u32 {
     table.iter().map(places).sum()
 }
 
+/// Whether an instance of `profile` has a place beside those `taken`.
+pub fn fits(taken: &[Span], profile: &Profile) -> bool {
+    profile.starts.iter().any(|start| free(taken, (*start, profile.size)))
+}
+
 /// Where an instance of `profile` goes beside those `taken`: the place that leaves the most room. None: nowhere.
 pub fn spot(taken: &[Span], profile: &Profile) -> Option<Span> {
     let spans = profile.starts.iter().map(|start| (*start, profile.size)).filter(|span| free(taken, *span));

@@ -128,8 +128,9 @@ impl Node {
         let taken: Vec<Vec<mig::Span>> =
             (0..GPUS as usize).map(|gpu| self.on(gpu).map(|one| one.span).collect()).collect();
         mig::serving(job).into_iter().find_map(|profile| {
-            let spots = (0..).zip(&taken).filter_map(|(gpu, taken)| Some((gpu, mig::spot(taken, profile)?)));
-            spots.max_by_key(|(gpu, _)| taken[*gpu].iter().map(|span| span.1).sum::<u32>())
+            let open = (0..).zip(&taken).filter(|(_, taken)| mig::fits(taken, profile));
+            let (gpu, taken) = open.max_by_key(|(_, taken)| taken.iter().map(|span| span.1).sum::<u32>())?;
+            Some((gpu, mig::spot(taken, profile)?))
         })
     }
 
