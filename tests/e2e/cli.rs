@@ -416,7 +416,7 @@ fn a_directory_is_checked_before_it_becomes_etc_sublet() {
     write("conf.d/mig.toml", "[mig]\nlayout = \"/etc/sublet/mig.toml\"\n");
     let missing = text(&checked().stderr);
     assert!(missing.contains(&format!("layout {at}/mig.toml cannot be read")), "{missing}");
-    write("mig.toml", "[[gpu]]\nmatch = 0\nmig = false\n");
+    write("mig.toml", "[[gpu]]\nmatch = \"0\"\nmig = false\n");
     write("containers.toml", "[[container]]\nname = \"*\"\nshare = \"large\"\n");
     let unknown = text(&checked().stderr);
     assert!(
