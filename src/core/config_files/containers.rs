@@ -96,10 +96,14 @@ pub fn containers_path() -> PathBuf {
 /// # Errors
 /// It cannot be read or parsed.
 pub fn load_containers() -> Result<Option<Containers>, ConfigError> {
-    read(&containers_path())
+    read_containers(&containers_path())
 }
 
-fn read(path: &Path) -> Result<Option<Containers>, ConfigError> {
+/// The file at `path`; `None` if there is none.
+///
+/// # Errors
+/// As [`load_containers`].
+pub fn read_containers(path: &Path) -> Result<Option<Containers>, ConfigError> {
     let text = match super::load::text(path) {
         Ok(text) => text,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -134,7 +138,7 @@ mod tests {
         let path = dir.path().join("containers.toml");
         std::fs::write(&path, text).unwrap();
         let name = format!("{}/", dir.path().display());
-        read(&path).map_err(|error| error.to_string().replace(&name, ""))
+        read_containers(&path).map_err(|error| error.to_string().replace(&name, ""))
     }
 
     #[test]
@@ -160,7 +164,7 @@ mod tests {
             parsed(include_str!("../../../config/containers.toml")).unwrap(),
             Some(Containers::default())
         );
-        assert_eq!(read(Path::new("/nowhere/containers.toml")).unwrap(), None);
+        assert_eq!(read_containers(Path::new("/nowhere/containers.toml")).unwrap(), None);
         // The commented lines are examples that work.
         let example: String = include_str!("../../../config/containers.toml")
             .lines()
