@@ -19,7 +19,7 @@ const RESTART: &str =
 pub(super) fn shares(host: &Host<'_>) -> Outcome {
     let text = host.text(FILE).unwrap_or_else(|| "{}".to_owned());
     let listed = match daemon_json::advertised(&text) {
-        Ok(listed) => listed,
+        Ok(listed) => sorted(listed),
         Err(error) => return fail(format!("{FILE}: {error}"), format!("correct {FILE}")),
     };
     let told = told(host);
@@ -49,9 +49,9 @@ fn stale(host: &Host<'_>, listed: &[String]) -> Option<Outcome> {
         return None;
     }
     let inventory = host.inventory.as_ref().ok()?;
-    let fits = resources(&counts(host.config, inventory).ok()?);
+    let fits = sorted(resources(&counts(host.config, inventory).ok()?));
     let found = || format!("daemon.json has {}, but the GPUs hold {}", list(listed), list(&fits));
-    (sorted(&fits) != sorted(listed)).then(|| warn(found(), SETUP))
+    (fits != listed).then(|| warn(found(), SETUP))
 }
 
 /// What the running dockerd tells Swarm of shares; `None` if it does not answer or was not asked.
@@ -72,7 +72,7 @@ fn told(host: &Host<'_>) -> Option<Vec<String>> {
     let all: Option<Vec<Resource>> = serde_json::from_str(answer.trim()).ok()?;
     let discrete = all.into_iter().flatten().filter_map(|resource| resource.discrete_resource_spec);
     let ours = discrete.filter(|resource| resource.kind.starts_with(RESOURCE));
-    Some(ours.map(|resource| format!("{}={}", resource.kind, resource.value)).collect())
+    Some(sorted(ours.map(|resource| format!("{}={}", resource.kind, resource.value)).collect()))
 }
 
 /// A share that Swarm counts and no rule gives to anybody.
@@ -90,10 +90,10 @@ fn unmapped(host: &Host<'_>, listed: &[String]) -> Option<Outcome> {
     ))
 }
 
-fn sorted(resources: &[String]) -> Vec<&String> {
-    let mut all: Vec<_> = resources.iter().collect();
-    all.sort();
-    all
+/// dockerd lists them in any order.
+fn sorted(mut resources: Vec<String>) -> Vec<String> {
+    resources.sort();
+    resources
 }
 
 fn list(resources: &[String]) -> String {
@@ -109,13 +109,14 @@ mod tests {
     use sublet_core::config_files::Containers;
 
     fn rules(share: &str) -> Containers {
-        let text = format!("[[container]]\nservice = \"web\"\nshare = \"{share}\"\n");
+        let rule = |share: &str| format!("[[container]]\nservice = \"web\"\nshare = \"{share}\"\n");
+        let text = rule("a") + &rule(share);
         toml::from_str(&text).unwrap()
     }
 
     fn fake(resources: &str) -> Fake {
         let mut fake = Fake::new();
-        fake.config = toml::from_str("[share.half]\nsm = 50\n").unwrap();
+        fake.config = toml::from_str("[share.half]\nsm = 50\n[share.a]\nsm = 50\n").unwrap();
         let text = format!("{{\"default-runtime\": \"sublet\", \"node-generic-resources\": {resources}}}");
         fake.file("/usr/bin/dockerd", "").file(FILE, &text);
         fake
@@ -129,41 +130,43 @@ mod tests {
             Some(kept.to_owned())
         };
         let new = |_: &[&str]| {
-            Some(r#"[{"DiscreteResourceSpec":{"Kind":"sublet-half","Value":2}}]"#.to_owned() + "\n")
+            let kept = r#"[{"DiscreteResourceSpec":{"Kind":"sublet-half","Value":2}},
+                {"DiscreteResourceSpec":{"Kind":"sublet-a","Value":2}}]"#;
+            Some(kept.to_owned() + "\n")
         };
         let none = Fake::new();
         assert_eq!(skipped(shares(&none.host())), "this node tells Swarm of no share");
         let stale = fake("[\"sublet-half=3\", \"fpga=1\"]");
         let (found, fix) = said(shares(&stale.host()), Warn);
-        assert_eq!(found, "daemon.json has sublet-half=3, but the GPUs hold sublet-half=2");
+        assert_eq!(found, "daemon.json has sublet-half=3, but the GPUs hold sublet-a=2, sublet-half=2");
         assert_eq!(fix, SETUP);
-        let good = fake("[\"fpga=1\", \"sublet-half=2\"]");
+        let good = fake("[\"sublet-half=2\", \"fpga=1\", \"sublet-a=2\"]");
         let host = |ask| Host { ask, containers: Ok(Some(rules("half"))), ..good.host() };
         let (found, fix) = said(shares(&host(old)), Warn);
         assert!(
-            found.starts_with("dockerd tells Swarm of sublet-half=1, daemon.json of sublet-half=2"),
+            found.starts_with("dockerd tells Swarm of sublet-half=1, daemon.json of sublet-a=2"),
             "{found}"
         );
         assert!(fix.contains("drain"), "{fix}");
-        assert_eq!(passed(shares(&host(new))), "sublet-half=2");
-        assert_eq!(passed(shares(&host(|_| None))), "sublet-half=2", "dockerd does not run");
+        assert_eq!(passed(shares(&host(new))), "sublet-a=2, sublet-half=2");
+        assert_eq!(passed(shares(&host(|_| None))), "sublet-a=2, sublet-half=2", "dockerd does not run");
         let undone = fake("[]");
         let (found, _) = said(shares(&Host { ask: new, ..undone.host() }), Warn);
         assert!(
-            found.starts_with("dockerd tells Swarm of sublet-half=2, daemon.json of no share"),
+            found.starts_with("dockerd tells Swarm of sublet-a=2, sublet-half=2, daemon.json of no share"),
             "{found}"
         );
     }
 
     #[test]
     fn a_share_that_no_service_gets_is_told() {
-        let fake = fake("[\"sublet-half=2\"]");
+        let fake = fake("[\"sublet-a=2\", \"sublet-half=2\"]");
         let with = |containers| Host { containers, ..fake.host() };
-        for none in [Ok(None), Ok(Some(rules("other")))] {
-            assert!(said(shares(&with(none)), Warn).0.contains("gives share half"));
-        }
+        assert!(said(shares(&with(Ok(None))), Warn).0.contains("gives share a:"));
+        let (found, fix) = said(shares(&with(Ok(Some(rules("other"))))), Warn);
+        assert!(found.contains("gives share half:") && fix.contains("share = \"half\""), "{found}; {fix}");
         said(shares(&with(Err("containers.toml:1:1: broken".into()))), Fail);
-        fake.file(FILE, "{\"node-generic-resources\": [\"sublet-half=2\"]}");
+        fake.file(FILE, "{\"node-generic-resources\": [\"sublet-a=2\", \"sublet-half=2\"]}");
         assert!(said(shares(&fake.host()), Warn).0.contains("default runtime, which is not sublet"));
         fake.file(FILE, "{\"node-generic-resources\": 1}");
         said(shares(&fake.host()), Fail);

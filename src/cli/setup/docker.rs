@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::docker_resources::{self as resources, PATH as RESOURCES};
 use super::{NAME, SetupError, Wish, json_edit, quoted};
 
-pub use super::docker_resources::{RESOURCE, advertised};
+pub(crate) use super::docker_resources::{RESOURCE, advertised};
 
 const RUNTIME: [&str; 2] = ["runtimes", NAME];
 const DEFAULT: [&str; 1] = ["default-runtime"];

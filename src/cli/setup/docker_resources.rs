@@ -5,13 +5,13 @@ use super::{SetupError, json_edit};
 pub(super) const PATH: [&str; 1] = ["node-generic-resources"];
 
 /// How sublet's resources begin; a share's name follows.
-pub const RESOURCE: &str = "sublet-";
+pub(crate) const RESOURCE: &str = "sublet-";
 
 /// The resources in `text` (a daemon.json) that are sublet's.
 ///
 /// # Errors
 /// The file is no JSON object, or they are no list of strings.
-pub fn advertised(text: &str) -> Result<Vec<String>, SetupError> {
+pub(crate) fn advertised(text: &str) -> Result<Vec<String>, SetupError> {
     if text.trim().is_empty() {
         return Ok(Vec::new());
     }

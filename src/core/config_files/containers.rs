@@ -206,6 +206,7 @@ mod tests {
             .collect();
         let example = parsed(&example).unwrap().unwrap();
         assert_eq!(example.share(&known("trainer-7", "x", None)), Some("small"));
+        assert_eq!(example.share(&known("x.1.y", "x", Some("research_x"))), Some("small"));
         assert_eq!(example.docker_root, Path::new("/var/lib/docker"));
     }
 

@@ -3,6 +3,7 @@
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::Value;
 
@@ -27,16 +28,24 @@ pub struct Node {
 pub struct Swarm {
     /// Empty on the way down.
     pub nodes: Vec<Node>,
+    /// The bridge between them, a network of its own.
+    bridge: String,
 }
+
+/// Tests run beside each other.
+static SWARMS: AtomicUsize = AtomicUsize::new(0);
 
 impl Swarm {
     /// Joins a node for each of `worlds`; `settings` override every daemon.json.
     #[must_use]
     pub fn up(worlds: Vec<World>, settings: &dyn Fn(&World) -> Value) -> Self {
-        done(Command::new("sh").args(["-c", "ip link add swarm0 type bridge && ip link set swarm0 up"]));
-        let nodes =
-            (1..).zip(worlds).map(|(number, world)| Node::up(number, world, settings)).collect::<Vec<_>>();
-        let swarm = Self { nodes };
+        let bridge = format!("swarm{}", SWARMS.fetch_add(1, Ordering::Relaxed));
+        let made = format!("ip link add {bridge} type bridge && ip link set {bridge} up");
+        done(Command::new("sh").args(["-c", &made]));
+        let mut swarm = Self { nodes: Vec::new(), bridge };
+        for (number, world) in (1..).zip(worlds) {
+            swarm.nodes.push(Node::up(number, &swarm.bridge, world, settings));
+        }
         let manager = swarm.manager();
         manager.docker.done(&["swarm", "init", "--advertise-addr", &manager.address]);
         let token = manager.docker.ask(&["swarm", "join-token", "-q", "worker"]);
@@ -90,19 +99,20 @@ impl Drop for Swarm {
         while let Some(node) = self.nodes.pop() {
             drop(node);
         }
-        let _ = Command::new("ip").args(["link", "del", "swarm0"]).output();
+        let _ = Command::new("ip").args(["link", "del", &self.bridge]).output();
     }
 }
 
 impl Node {
-    fn up(number: usize, world: World, settings: &dyn Fn(&World) -> Value) -> Self {
+    fn up(number: usize, bridge: &str, world: World, settings: &dyn Fn(&World) -> Value) -> Self {
         let (name, address) = (format!("node{number}"), format!("10.9.0.{number}"));
         let holder = hold(&name, &world);
         let pid = holder.id().to_string();
         let enter: Vec<String> =
             ["nsenter", "--net", "--uts", "--mount", "--target", &pid].map(str::to_owned).into();
         let link = format!(
-            "ip link add sw{number} type veth peer name eth0 netns {pid} && ip link set sw{number} master swarm0 up"
+            "ip link add {bridge}n{number} type veth peer name eth0 netns {pid} && \
+             ip link set {bridge}n{number} master {bridge} up"
         );
         done(Command::new("sh").args(["-c", &link]));
         let inside = format!("ip link set lo up; ip addr add {address}/24 dev eth0; ip link set eth0 up");
