@@ -49,6 +49,8 @@ pub mod setup;
 
 mod stack;
 
+mod swarm;
+
 mod advise;
 
 pub mod doctor;

@@ -40,6 +40,9 @@ pub struct ContainerRule {
     /// A glob for the image's name as the engine records it, with its tag.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
+    /// A glob for the name of the Swarm service whose task the container is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub service: Option<String>,
     /// A `[share.<name>]` of the configuration.
     pub share: String,
 }
@@ -49,29 +52,48 @@ pub struct ContainerRule {
 struct RawRule {
     name: Option<String>,
     image: Option<String>,
+    service: Option<String>,
     share: String,
+}
+
+/// By what an engine knows a container.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Known {
+    /// Its name.
+    pub name: String,
+    /// Its image's name, without the digest to which Swarm pins a service's image.
+    pub image: String,
+    /// The Swarm service whose task it is.
+    pub service: Option<String>,
 }
 
 impl TryFrom<RawRule> for ContainerRule {
     type Error = &'static str;
 
     fn try_from(raw: RawRule) -> Result<Self, &'static str> {
-        let RawRule { name, image, share } = raw;
-        if name.is_none() && image.is_none() {
+        let RawRule { name, image, service, share } = raw;
+        if name.is_none() && image.is_none() && service.is_none() {
             return Err(
-                "a [[container]] needs a name, an image or both; name = \"*\" matches every container",
+                "a [[container]] needs a name, an image, a service or several of them; name = \"*\" matches \
+                 every container",
             );
         }
-        Ok(Self { name, image, share })
+        Ok(Self { name, image, service, share })
     }
 }
 
 impl Containers {
-    /// The share of the container that the engine calls `name` and whose image is `image`.
+    /// The share of the container that the engine knows as `known`.
     #[must_use]
-    pub fn share(&self, name: &str, image: &str) -> Option<&str> {
-        let fits = |glob: &Option<String>, text| glob.as_deref().is_none_or(|glob| glob_matches(glob, text));
-        let rule = self.container.iter().find(|rule| fits(&rule.name, name) && fits(&rule.image, image));
+    pub fn share(&self, known: &Known) -> Option<&str> {
+        let fits = |glob: &Option<String>, text: Option<&str>| {
+            glob.as_deref().is_none_or(|glob| text.is_some_and(|text| glob_matches(glob, text)))
+        };
+        let rule = self.container.iter().find(|rule| {
+            fits(&rule.name, Some(&known.name))
+                && fits(&rule.image, Some(&known.image))
+                && fits(&rule.service, known.service.as_deref())
+        });
         rule.map(|rule| rule.share.as_str())
     }
 
@@ -147,7 +169,7 @@ mod tests {
                     [[container]]\nname = \"web-?\"\nshare = \"name\"\n\
                     [[container]]\nimage = \"*/ollama:*\"\nshare = \"image\"\n";
         let containers = parsed(text).unwrap().unwrap();
-        let share = |name, image| containers.share(name, image);
+        let share = |name: &str, image: &str| containers.share(&known(name, image, None));
         assert_eq!(share("web-1", "r.io/x:1"), Some("both"));
         assert_eq!(share("web-1", "ollama"), Some("name"));
         assert_eq!(share("db", "ollama/ollama:latest"), Some("image"));
@@ -155,6 +177,21 @@ mod tests {
         assert_eq!(containers.unknown_share(&Config::default()), Some("both"));
         let shown = toml::to_string(&containers).unwrap();
         assert_eq!(parsed(&shown).unwrap().unwrap(), containers, "what is shown is the same file");
+    }
+
+    fn known(name: &str, image: &str, service: Option<&str>) -> Known {
+        Known { name: name.into(), image: image.into(), service: service.map(str::to_owned) }
+    }
+
+    #[test]
+    fn a_rule_for_a_service_is_for_its_tasks_alone() {
+        let text = "[[container]]\nservice = \"web*\"\nimage = \"*/x:1\"\nshare = \"both\"\n\
+                    [[container]]\nservice = \"*\"\nshare = \"any\"\n";
+        let containers = parsed(text).unwrap().unwrap();
+        let share = |image: &str, service| containers.share(&known("web.1.x", image, service));
+        assert_eq!(share("r.io/x:1", Some("web_api")), Some("both"));
+        assert_eq!(share("r.io/x:2", Some("web_api")), Some("any"));
+        assert_eq!(share("r.io/x:1", None), None, "it is no task, whatever its name");
     }
 
     #[test]
@@ -172,7 +209,8 @@ mod tests {
             .flat_map(|line| [line, "\n"])
             .collect();
         let example = parsed(&example).unwrap().unwrap();
-        assert_eq!(example.share("trainer-7", "x"), Some("small"));
+        assert_eq!(example.share(&known("trainer-7", "x", None)), Some("small"));
+        assert_eq!(example.share(&known("x.1.y", "x", Some("research_x"))), Some("small"));
         assert_eq!(example.docker_root, Path::new("/var/lib/docker"));
     }
 
@@ -181,13 +219,13 @@ mod tests {
         for (text, expected) in [
             (
                 "[[container]]\nshare = \"s\"\n",
-                "configuration containers.toml:1:1: a [[container]] needs a name, an image or both; name = \
-                 \"*\" matches every container",
+                "configuration containers.toml:1:1: a [[container]] needs a name, an image, a service or \
+                 several of them; name = \"*\" matches every container",
             ),
             (
                 "\n[[container]]\nnames = \"a\"\nshare = \"s\"\n",
                 "configuration containers.toml:3:1: unknown key `names`, expected one of `name`, `image`, \
-                 `share`; did you mean name?",
+                 `service`, `share`; did you mean name?",
             ),
             (
                 "docker_root = \"docker\"\n",

@@ -8,7 +8,7 @@ mod load;
 
 #[cfg(fuzzing)]
 pub use containers::parse as parse_containers;
-pub use containers::{ContainerRule, Containers, containers_path, load_containers, read_containers};
+pub use containers::{ContainerRule, Containers, Known, containers_path, load_containers, read_containers};
 pub use error::ConfigError;
 pub use error::{explain, position};
 #[cfg(fuzzing)]

@@ -24,6 +24,7 @@ mod refused;
 mod rootfs;
 pub mod rootless;
 mod stopping;
+pub mod swarm;
 pub mod terminal;
 pub mod user;
 pub mod web;
