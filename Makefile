@@ -2,9 +2,10 @@
 #   make demo    containers sharing a GPU (a simulated one where there is none)
 #   make test    the tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
 # The rest: test-GROUP (one group of them: unit, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security,
-# real), test-all (the groups `packages`, `metrics` and `web`, too, as CI has it), check (needs no root, network, engine or GPU), build,
-# bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth (docs/security.md); deb, rpm and dist (docs/packaging.md);
-# real-test, frameworks in Docker and Podman on this machine's GPUs.
+# slurm, real), test-all (the groups `packages`, `kubernetes`, `ansible`, `metrics` and `web`, too, as CI has it), check
+# (needs no root, network, engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth
+# (docs/security.md); deb, rpm and dist (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's
+# GPUs.
 
 SHELL := /bin/bash
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
@@ -46,7 +47,8 @@ endif
 GENERATED := $(CURDIR)/target/generated
 
 # Those of tests/jobs.
-test_groups := $(addprefix test-,unit sim e2e-runc e2e-crun docker podman containerd systemd security real packages metrics web)
+test_groups := $(addprefix test-,unit sim e2e-runc e2e-crun docker podman containerd systemd security slurm real packages \
+    kubernetes ansible metrics web)
 
 .PHONY: all build test-build tested-build sim-build check lint unit test test-all book demo bench fuzz gpu-test real-test install deb rpm dist \
     test-teeth generate clean needs $(test_groups)
@@ -121,6 +123,7 @@ test-all: test build generate
 	@SUBLET_BIN_DIR=$(TEST_BIN) tests/run rest
 
 test-packages: build generate
+test-ansible: generate
 $(test_groups): needs test-build
 	@SUBLET_BIN_DIR=$(TEST_BIN) tests/run $(@:test-%=%)
 

@@ -51,6 +51,8 @@ pub mod setup;
 
 mod stack;
 
+mod swarm;
+
 mod advise;
 
 pub mod doctor;

@@ -348,3 +348,62 @@ fn a_pod_by_a_handler_without_the_list_gets_nothing() {
     containerd.remove_pod(&pod);
     containerd.assert_empty();
 }
+
+/// A manifest that the packages ship.
+fn shipped(manifest: &str) -> String {
+    let file =
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/kubernetes").join(manifest);
+    std::fs::read_to_string(file).expect("a manifest")
+}
+
+#[test]
+fn the_pod_and_the_runtime_class_of_packaging_kubernetes_work() {
+    if skip_unless_engines() || skip_without_processor_shares() {
+        return;
+    }
+    // What a kubelet passes on: the class's handler, and the pod's annotations.
+    let (class, pod) = (shipped("runtimeclass.yaml"), shipped("pod.yaml"));
+    let handler = class.lines().find_map(|line| line.strip_prefix("handler: ")).expect("a handler");
+    let entries = pod.lines().filter_map(|line| line.trim().strip_prefix("sublet."));
+    let annotations: Vec<String> =
+        entries.map(|entry| format!("sublet.{}", entry.replacen(": ", "=", 1).replace('"', ""))).collect();
+    let annotations: Vec<&str> = annotations.iter().map(String::as_str).collect();
+    assert_eq!(annotations, ["sublet.sm=25", "sublet.memory=8GiB"]);
+
+    let containerd = h200();
+    let sandbox = containerd.run_pod("quarter", handler, &annotations);
+    assert_eq!(containerd.world.leases(), Vec::<Value>::new(), "the sandbox has no share");
+    let worker = containerd.run_in_pod(&sandbox, "worker", &[], HOLD).expect("it starts");
+    let info = containerd.exec_sync_info(&worker, &[]);
+    assert_eq!((&info["error"], &info["mps"], &info["sm"]), (&Value::Null, &json!(true), &json!(32)));
+    assert!(info["free_mib"].as_i64() < Some(8192), "{info}");
+    let _ = lease_id(&containerd, &worker);
+    // As many as the resource counts: four quarters. A fifth, which no scheduler would send, is refused by the node.
+    for name in ["second", "third", "fourth"] {
+        let _ = containerd.run_in_pod(&sandbox, name, &[], HOLD).expect("it starts");
+    }
+    let refused = containerd.run_in_pod(&sandbox, "fifth", &[], HOLD).expect_err("no room");
+    eprintln!("StartContainer of a fifth: {refused}");
+    assert!(refused.contains("no place for") && refused.contains("0 % SM left"), "{refused}");
+    containerd.stop_in_pod(&worker);
+    assert!(containerd.lease(&worker).is_none(), "{:?}", containerd.world.leases());
+    containerd.remove_pod(&sandbox);
+    containerd.assert_empty();
+}
+
+#[test]
+fn a_pod_by_a_handler_that_the_node_does_not_have_is_refused() {
+    if skip_unless_engines() {
+        return;
+    }
+    let containerd = h200();
+    let request = "config { metadata { name: \"pod\" uid: \"pod\" namespace: \"default\" } } \
+                   runtime_handler: \"sublet-small\"";
+    let refused = containerd.cri("RunPodSandbox", request);
+    eprintln!("RunPodSandbox without the handler: {}", refused.stderr);
+    assert!(
+        !refused.ok && refused.stderr.contains("no runtime for \"sublet-small\" is configured"),
+        "{refused:?}"
+    );
+    containerd.assert_empty();
+}

@@ -11,7 +11,7 @@ use sublet_e2e::docker::{Docker, skip_unless_engines};
 use sublet_e2e::podman::Podman;
 use sublet_e2e::{World, eventually, skip_unless_root};
 
-const CHECKS: [&str; 26] = [
+const CHECKS: [&str; 27] = [
     "configuration",
     "driver",
     "kernel-modules",
@@ -27,6 +27,7 @@ const CHECKS: [&str; 26] = [
     "toolkit",
     "runtimes",
     "docker",
+    "swarm",
     "podman",
     "hook-files",
     "cgroup",

@@ -403,6 +403,40 @@ fn configuration_is_checked_and_shown() {
 }
 
 #[test]
+fn a_directory_is_checked_before_it_becomes_etc_sublet() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let etc = world.dir.path().join("staged");
+    let at = etc.display().to_string();
+    let checked = || {
+        let mut command = world.command("sublet");
+        command.env_remove("SUBLET_CONFIG").args(["config", "check", "--etc", &at]).output().expect("it runs")
+    };
+    assert!(text(&checked().stderr).contains(&format!("cannot read {at}: No such file")));
+    std::fs::create_dir_all(etc.join("conf.d")).expect("created");
+    let write = |name: &str, content: &str| std::fs::write(etc.join(name), content).expect("written");
+    write("config.toml", "[share.small]\nsm = 25\nmemory = \"8GiB\"\n");
+    write("conf.d/mig.toml", "[mig]\nlayout = \"/etc/sublet/mig.toml\"\n");
+    let missing = text(&checked().stderr);
+    assert!(missing.contains(&format!("layout {at}/mig.toml cannot be read")), "{missing}");
+    write("mig.toml", "[[gpu]]\nmatch = \"0\"\nmig = false\n");
+    write("containers.toml", "[[container]]\nname = \"*\"\nshare = \"large\"\n");
+    let unknown = text(&checked().stderr);
+    assert!(
+        unknown.contains(&format!("{at}/containers.toml: the configuration has no [share.large]")),
+        "{unknown}"
+    );
+    write("containers.toml", "[[container]]\nname = \"*\"\nshare = \"small\"\n");
+    let right = checked();
+    assert!(right.status.success(), "{}", text(&right.stderr));
+    for name in ["config.toml", "conf.d/mig.toml", "containers.toml"] {
+        assert!(text(&right.stdout).contains(&format!("{at}/{name}: ok\n")), "{}", text(&right.stdout));
+    }
+}
+
+#[test]
 fn exit_codes() {
     if skip_unless_root() {
         return;

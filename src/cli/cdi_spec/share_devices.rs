@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use sublet_core::admit::{Candidate, lease_for};
 use sublet_core::config::Config;
 use sublet_core::grant::{Grant, Image, grant};
-use sublet_core::inventory::{ComputeMode, Device, Inventory, MigDevice};
+use sublet_core::inventory::{Device, Inventory};
 use sublet_core::ledger::{Container, LeaseId, Ledger};
 use sublet_core::oci::cdi::Asked;
 use sublet_core::place::{Placement, only, place, wants_mig};
@@ -52,7 +52,8 @@ pub struct Without {
 /// # Errors
 /// There is no random number, or no /proc.
 pub fn list(config: &Config, inventory: &Inventory) -> std::io::Result<Listing> {
-    let idle = idle(inventory);
+    // The hook checks what is free when a container starts.
+    let idle = inventory.idle();
     let mut listing = Listing::default();
     for share in config.share.keys() {
         match wanted(share, config, &idle) {
@@ -148,21 +149,10 @@ fn on_device(
     Ok(Ok(grant(&placement, &lease, &request.capabilities, &image, inventory, config)))
 }
 
-/// The devices without current use. The hook checks what is free when a container starts.
-fn idle(inventory: &Inventory) -> Inventory {
-    let idle = |device: &Device| Device {
-        memory_free_bytes: device.memory_bytes,
-        compute_mode: ComputeMode::Default,
-        processes: Vec::new(),
-        mig_device: device.mig_device.clone().map(|part| MigDevice { sibling_processes: Vec::new(), ..part }),
-        ..device.clone()
-    };
-    Inventory { devices: inventory.devices.iter().map(idle).collect(), ..inventory.clone() }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sublet_core::inventory::ComputeMode;
     use sublet_core::place::fixture::{GIB, device, host, part, process};
 
     fn listed(toml: &str, inventory: &Inventory) -> Listing {

@@ -1,20 +1,48 @@
 //! `sublet config check|show`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use super::config_check;
-use sublet_core::config::{self, Config};
+use anyhow::Context as _;
+
+use super::config_check::{self, Found};
+use sublet_core::config;
 use sublet_core::config_files;
 use sublet_core::config_files::Containers;
+use sublet_core::text::safe;
 
 /// Subcommands of `sublet config`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
     /// Check the configuration files for errors
-    Check,
+    Check {
+        /// Check the files of this directory as if it were /etc/sublet, before they are put there
+        #[arg(long, value_name = "DIR")]
+        etc: Option<PathBuf>,
+    },
     /// Show the configuration in force, defaults included
     Show,
+}
+
+/// The files to look at.
+struct Sources {
+    /// Those of the configuration itself, the weakest first.
+    files: Vec<PathBuf>,
+    /// `containers.toml`, whether or not it exists.
+    containers: PathBuf,
+}
+
+impl Sources {
+    /// Those in force, or those that would be if `etc` were `/etc/sublet`.
+    fn find(etc: Option<&Path>) -> anyhow::Result<Self> {
+        let Some(etc) = etc else {
+            let (files, containers) = (config_files::sources()?, config_files::containers_path());
+            return Ok(Self { files, containers });
+        };
+        // A misspelt directory would have no errors in it.
+        std::fs::read_dir(etc).with_context(|| format!("cannot read {}", safe(&etc.to_string_lossy())))?;
+        Ok(Self { files: config_files::sources_with(etc)?, containers: etc.join("containers.toml") })
+    }
 }
 
 /// Runs it.
@@ -22,19 +50,31 @@ pub enum Command {
 /// # Errors
 /// The first error in the files, with file and line.
 pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
-    let loaded = config_files::load()?;
+    let etc = match command {
+        Command::Check { etc } => etc.as_deref(),
+        Command::Show => None,
+    };
+    let mut sources = Sources::find(etc)?;
+    let loaded = config_files::load_files(&sources.files)?;
     for warning in loaded.warnings() {
         eprintln!("sublet: warning: {warning}");
     }
-    let containers = config_files::load_containers()?;
-    let mut sources = config_files::sources()?;
+    let containers = config_files::read_containers(&sources.containers)?;
+    let unknown = containers
+        .as_ref()
+        .and_then(|containers| config_check::unknown_share(containers, &sources.containers, &loaded));
+    let each = config_files::each(&sources.files)?;
     if containers.is_some() {
-        sources.push(config_files::containers_path());
+        sources.files.push(sources.containers);
     }
     match command {
-        Command::Check => check(&loaded, containers.as_ref(), &sources),
+        Command::Check { .. } => {
+            let mut found = config_check::found(&each, etc);
+            found.errors.extend(unknown);
+            Ok(check(found, &sources.files))
+        }
         Command::Show => {
-            for source in sources {
+            for source in sources.files {
                 println!("# from {}", source.display());
             }
             print!("{}", toml::to_string(&config::written_out(&loaded))?);
@@ -44,10 +84,8 @@ pub fn run(command: &Command) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Reports everything that is found, and which files are in order if nothing is.
-fn check(config: &Config, containers: Option<&Containers>, sources: &[PathBuf]) -> anyhow::Result<ExitCode> {
-    let mut found = config_check::found(&config_files::each()?);
-    found.errors.extend(containers.and_then(|containers| config_check::unknown_share(containers, config)));
+/// Reports everything that was found, and which files are in order if nothing was.
+fn check(found: Found, sources: &[PathBuf]) -> ExitCode {
     for warning in found.warnings {
         eprintln!("sublet: warning: {warning}");
     }
@@ -55,7 +93,7 @@ fn check(config: &Config, containers: Option<&Containers>, sources: &[PathBuf]) 
         eprintln!("sublet: {error}");
     }
     if !found.errors.is_empty() {
-        return Ok(ExitCode::FAILURE);
+        return ExitCode::FAILURE;
     }
     if sources.is_empty() {
         println!("No configuration file: built-in defaults are in force.");
@@ -63,7 +101,7 @@ fn check(config: &Config, containers: Option<&Containers>, sources: &[PathBuf]) 
     for source in sources {
         println!("{}: ok", source.display());
     }
-    Ok(ExitCode::SUCCESS)
+    ExitCode::SUCCESS
 }
 
 /// Shown as comments, because the rest of the output is one configuration file and this is another.

@@ -1,10 +1,12 @@
 //! The part of `sublet config check` that looks at more than the files: at the layout, the host's users, and rules of
 //! several files together.
 
+use std::path::Path;
+
 use crate::doctor;
 use crate::mig::Layout;
 use sublet_core::config::{Config, PolicyRule};
-use sublet_core::config_files::{Containers, OneFile, containers_path};
+use sublet_core::config_files::{Containers, OneFile};
 use sublet_core::text::safe;
 
 /// What was found, one line each.
@@ -16,12 +18,12 @@ pub struct Found {
     pub warnings: Vec<String>,
 }
 
-/// Looks at all files.
-pub fn found(files: &[OneFile]) -> Found {
+/// Looks at all files. `etc`: the directory that stands for `/etc/sublet`, if another one does.
+pub fn found(files: &[OneFile], etc: Option<&Path>) -> Found {
     let mut found = Found::default();
     let mut aliases: Vec<String> = Vec::new();
     for file in files {
-        found.errors.extend(layout(file));
+        found.errors.extend(layout(file, etc));
         found.errors.extend(unknown_users(file));
         for (index, rule) in file.config.device.iter().enumerate() {
             let Some(name) = &rule.name else { continue };
@@ -35,8 +37,10 @@ pub fn found(files: &[OneFile]) -> Found {
 }
 
 /// sublet-mig.service would fail at boot.
-fn layout(file: &OneFile) -> Option<String> {
-    let error = Layout::read(file.config.mig.layout.as_deref()?, None).err()?;
+fn layout(file: &OneFile, etc: Option<&Path>) -> Option<String> {
+    let path = file.config.mig.layout.as_deref()?;
+    let instead = etc.and_then(|etc| Some(etc.join(path.strip_prefix("/etc/sublet").ok()?)));
+    let error = Layout::read(instead.as_deref().unwrap_or(path), None).err()?;
     Some(file.about(&["mig", "layout"], &error.to_string()).to_string())
 }
 
@@ -59,12 +63,13 @@ fn same_alias(file: &OneFile, index: usize, name: &str) -> String {
     file.about(&["device", &index.to_string(), "name"], &message).to_string()
 }
 
-/// A container whose mapped share does not exist is refused at its start, so the check reports it here.
-pub fn unknown_share(containers: &Containers, config: &Config) -> Option<String> {
+/// A container whose mapped share does not exist is refused at its start, so the check reports it here. `path`: where
+/// `containers` is.
+pub fn unknown_share(containers: &Containers, path: &Path, config: &Config) -> Option<String> {
     let share = containers.unknown_share(config)?;
     Some(format!(
         "configuration {}: the configuration has no [share.{share}]: add it, or name another share",
-        containers_path().display(),
+        path.display(),
         share = safe(share)
     ))
 }

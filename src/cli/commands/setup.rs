@@ -11,8 +11,11 @@ use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use super::explain::inventory_for;
 use super::tables::{self, Format};
+use crate::preview::Whose;
 use crate::setup::{self, Wish, containerd, crio, docker, engine_files, podman};
+use crate::swarm::{self, Count};
 use sublet_core::config::Config;
 use sublet_core::fs::atomic::{replace_durably as replace, sync_directory};
 use sublet_core::text::safe;
@@ -51,6 +54,16 @@ struct Wanted {
     /// Enable CDI in the engine, even if the configuration has no [share]
     #[arg(long, conflicts_with = "undo")]
     cdi: bool,
+    /// Docker: tell Swarm how many of each named share this node's GPUs hold; with --default, which services need
+    #[arg(long, conflicts_with = "undo")]
+    swarm: bool,
+}
+
+impl Wanted {
+    /// Swarm's services name no runtime.
+    const fn default(&self) -> bool {
+        self.default || self.swarm
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -103,9 +116,10 @@ impl Engine {
 /// A file that cannot be parsed, read or written, or an engine that cannot use sublet. Nothing is changed then.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     let path = path(arguments)?;
+    let counts = counts(arguments, config)?;
     let found = engine_files::read(&path).map_err(|error| cannot("read", &path, &error))?;
-    let wanted =
-        edited(arguments, &path, found.as_deref(), config).with_context(|| safe(&path.to_string_lossy()))?;
+    let wanted = edited(arguments, &path, found.as_deref(), &counts, config)
+        .with_context(|| safe(&path.to_string_lossy()))?;
     let Edited { text: wanted, record } = wanted;
     if arguments.check {
         return check(arguments, &path, wanted == found);
@@ -116,7 +130,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     if arguments.dry_run {
         print!("{}", diff(&path, found.as_deref(), wanted.as_deref()));
-        for note in notes(arguments, &path, found.as_deref()) {
+        for note in notes(arguments, &path, found.as_deref(), &counts) {
             // Standard output is the diff alone.
             eprintln!("{note}");
         }
@@ -124,10 +138,10 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
     }
     store(arguments, &path, found.as_deref(), (wanted.as_deref(), record.as_deref()))?;
     let text = wanted.as_deref().unwrap_or("{}");
-    let whole = arguments.undo || docker_cdi(text) && !docker_cdi(found.as_deref().unwrap_or("{}"));
+    let whole = arguments.undo || only_at_start(found.as_deref().unwrap_or("{}"), text);
     let done = if arguments.undo { "sublet is out" } else { "sublet is in" };
     println!("{}: {done}; {}.", path.display(), arguments.engine.restart(whole, has_systemd()));
-    for note in notes(arguments, &path, found.as_deref()) {
+    for note in notes(arguments, &path, found.as_deref(), &counts) {
         println!("{note}");
     }
     Ok(ExitCode::SUCCESS)
@@ -169,8 +183,25 @@ fn has_systemd() -> bool {
     Path::new("/run/systemd/system").is_dir()
 }
 
-fn docker_cdi(text: &str) -> bool {
-    docker::has_cdi(text).unwrap_or(false)
+/// Whether `after` has what dockerd reads at its start alone, and `before` has not.
+fn only_at_start(before: &str, after: &str) -> bool {
+    let cdi = |text| docker::has_cdi(text).unwrap_or(false);
+    let resources = |text| docker::advertised(text).unwrap_or_default();
+    cdi(after) && !cdi(before) || resources(after) != resources(before)
+}
+
+/// What Swarm is to be told, where that is asked.
+fn counts(arguments: &Arguments, config: &Config) -> anyhow::Result<Vec<Count>> {
+    if !arguments.wanted.swarm {
+        return Ok(Vec::new());
+    }
+    if arguments.engine != Engine::Docker {
+        bail!("--swarm is for Docker: `sublet setup docker --swarm`");
+    }
+    if config.share.is_empty() {
+        bail!("the configuration has no [share.NAME], and Swarm counts named shares: docs/swarm.md");
+    }
+    Ok(swarm::counts(config, &inventory_for(Whose::Root, config)?)?)
 }
 
 /// The file to edit: the target of a link, so that the link stays.
@@ -224,6 +255,7 @@ fn edited(
     arguments: &Arguments,
     path: &Path,
     found: Option<&str>,
+    counts: &[Count],
     config: &Config,
 ) -> anyhow::Result<Edited> {
     let record = engine_files::read(&engine_files::record(path))
@@ -237,7 +269,7 @@ fn edited(
         };
         return Ok(Edited { text, record: None });
     }
-    let wish = wish(arguments, config)?;
+    let wish = wish(arguments, counts, config)?;
     let text = match arguments.engine {
         Engine::Docker => {
             let (text, record) = docker::set_up(found, record, &wish)?;
@@ -257,7 +289,7 @@ fn in_directory(path: &Path, found: Option<&str>, text: String) -> String {
     if ours { text + setup::MADE_DIRECTORY } else { text }
 }
 
-fn wish(arguments: &Arguments, config: &Config) -> anyhow::Result<Wish> {
+fn wish(arguments: &Arguments, counts: &[Count], config: &Config) -> anyhow::Result<Wish> {
     let own = std::env::current_exe().context("sublet cannot find its own program file")?;
     let beside = own.with_file_name("sublet-runtime");
     let runtime = [beside, PathBuf::from("/usr/bin/sublet-runtime")].into_iter().find(|path| path.is_file());
@@ -269,7 +301,8 @@ fn wish(arguments: &Arguments, config: &Config) -> anyhow::Result<Wish> {
         bail!("the hook {} is missing: install it first", hooks_dir.join("sublet.json").display());
     }
     let cdi = arguments.wanted.cdi || !config.share.is_empty();
-    Ok(Wish { runtime, hooks_dir, default: arguments.wanted.default, cdi })
+    let resources = arguments.wanted.swarm.then(|| swarm::resources(counts));
+    Ok(Wish { runtime, hooks_dir, default: arguments.wanted.default(), cdi, resources })
 }
 
 /// The hook directory of the installation that `own` belongs to.
@@ -344,15 +377,15 @@ fn store(
 }
 
 /// Further notes for the user.
-fn notes(arguments: &Arguments, path: &Path, found: Option<&str>) -> Vec<String> {
-    let mut notes = Vec::new();
+fn notes(arguments: &Arguments, path: &Path, found: Option<&str>, counts: &[Count]) -> Vec<String> {
+    let mut notes = swarm_notes(counts);
     let was = found.and_then(|text| docker::default_runtime(text).ok().flatten());
     if arguments.undo {
         notes.push(
             "Containers created with the runtime sublet cannot start without it: remove them.".to_owned(),
         );
     } else if let Some(was) =
-        was.filter(|was| arguments.wanted.default && was != setup::NAME && was != "runc")
+        was.filter(|was| arguments.wanted.default() && was != setup::NAME && was != "runc")
     {
         let undo = "`sublet setup docker --undo` restores it";
         let was = safe(&was);
@@ -376,6 +409,28 @@ fn notes(arguments: &Arguments, path: &Path, found: Option<&str>) -> Vec<String>
                 .to_owned(),
         );
     }
+    notes
+}
+
+fn swarm_notes(counts: &[Count]) -> Vec<String> {
+    if counts.is_empty() {
+        return Vec::new();
+    }
+    let without = counts.iter().filter(|count| count.fits == 0);
+    let mut notes: Vec<String> = without
+        .map(|Count { share, why, .. }| format!("Share {} fits on no GPU here: {why}.", safe(share)))
+        .collect();
+    if counts.iter().filter(|count| count.fits > 0).count() > 1 {
+        notes.push(
+            "Swarm counts each share by itself, although they share GPUs: docs/swarm.md says what follows."
+                .to_owned(),
+        );
+    }
+    notes.push(
+        "dockerd reads node-generic-resources at its start only, and its restart ends this node's tasks: first \
+         `docker node update --availability drain NODE`."
+            .to_owned(),
+    );
     notes
 }
 

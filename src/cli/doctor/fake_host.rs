@@ -60,6 +60,7 @@ impl Fake {
             ask: |_| None,
             inventory: Ok(host(vec![device(0)])),
             ledger: Ok(Ledger::empty("")),
+            containers: Ok(None),
         }
     }
 }

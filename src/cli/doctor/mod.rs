@@ -13,6 +13,7 @@ mod podman;
 mod proc;
 mod security;
 mod stray;
+mod swarm;
 mod toolkit;
 
 pub(crate) use host::unknown;
@@ -23,6 +24,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use sublet_core::config::Config;
+use sublet_core::config_files::{self, Containers};
 use sublet_core::fs::below::under;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Ledger, Store};
@@ -89,6 +91,8 @@ pub struct Host<'a> {
     pub inventory: Result<Inventory, String>,
     /// The ledger as recorded.
     pub ledger: Result<Ledger, String>,
+    /// The rules of containers.toml, if there is one.
+    pub containers: Result<Option<Containers>, String>,
 }
 
 impl<'a> Host<'a> {
@@ -115,6 +119,7 @@ impl<'a> Host<'a> {
             ask: if quick { |_| None } else { ask },
             inventory,
             ledger,
+            containers: config_files::load_containers().map_err(|error| error.to_string()),
         }
     }
 
@@ -140,7 +145,7 @@ impl<'a> Host<'a> {
 type Test = fn(&Host<'_>) -> Outcome;
 
 /// Every check. Those with `true` read only files and are part of a quick check.
-const CHECKS: [(&str, bool, Test); 25] = [
+const CHECKS: [(&str, bool, Test); 26] = [
     ("driver", true, driver::loaded),
     ("kernel-modules", true, driver::modules),
     ("device-nodes", true, driver::nodes),
@@ -155,6 +160,7 @@ const CHECKS: [(&str, bool, Test); 25] = [
     ("toolkit", true, toolkit::beside),
     ("runtimes", true, host::runtimes),
     ("docker", true, docker::docker),
+    ("swarm", true, swarm::shares),
     ("podman", true, podman::hook),
     ("hook-files", true, podman::precreate),
     ("cgroup", true, host::cgroup),

@@ -7,7 +7,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
+use super::docker_resources::{self as resources, PATH as RESOURCES};
 use super::{NAME, SetupError, Wish, json_edit, quoted};
+
+pub(crate) use super::docker_resources::{RESOURCE, advertised};
 
 const RUNTIME: [&str; 2] = ["runtimes", NAME];
 const DEFAULT: [&str; 1] = ["default-runtime"];
@@ -52,6 +55,14 @@ impl Record {
         }
         self.replaced.insert(path.join("."), was);
         json_edit::set(text, path, value)
+    }
+
+    /// [`Self::put`], after which an undo still finds what was there before sublet's first value.
+    fn put_again(&mut self, text: &str, path: &[&str], value: &str) -> Result<String, SetupError> {
+        let first = self.replaced.get(&path.join(".")).cloned();
+        let text = self.put(text, path, value)?;
+        self.replaced.extend(first.map(|first| (path.join("."), first)));
+        Ok(text)
     }
 
     /// Whether a setup has set `path`.
@@ -101,6 +112,10 @@ pub fn set_up(
     if wish.cdi && !cdi {
         text = record.put(&text, &CDI, "true")?;
     }
+    let there = resources::read(json_edit::get(&text, &RESOURCES)?)?;
+    if let Some(value) = wish.resources.as_ref().and_then(|ours| resources::with(&there, ours)) {
+        text = record.put_again(&text, &RESOURCES, &value)?;
+    }
     json_edit::check(&text)?;
     let record = serde_json::to_string(&record).unwrap_or_default();
     Ok((text, format!("{record}\n")))
@@ -126,6 +141,10 @@ pub fn undo(found: Option<&str>, record: Option<&str>) -> Result<Option<String>,
     }
     if record.knows(&CDI) && has_cdi(&text)? {
         text = put_back(&text, &CDI, record.was(&CDI))?;
+    }
+    if !known || record.knows(&RESOURCES) {
+        let left = resources::without(json_edit::get(&text, &RESOURCES)?, record.was(&RESOURCES))?;
+        text = put_back(&text, &RESOURCES, left.as_deref())?;
     }
     for parent in [&RUNTIME[..1], &CDI[..1]] {
         let ours = !known || record.made.contains(&parent.join("."));
@@ -211,7 +230,8 @@ mod tests {
     use super::*;
 
     fn all() -> Wish {
-        Wish { default: true, cdi: true, ..wish() }
+        let resources = Some(vec!["sublet-small=4".to_owned()]);
+        Wish { default: true, cdi: true, resources, ..wish() }
     }
 
     #[test]
@@ -244,7 +264,8 @@ mod tests {
         let found = "{\n    \"default-runtime\" : \"nvidia\",\n    \"runtimes\": {\n        \
                      \"nvidia\": {\"args\":[],\"path\": \"nvidia-container-runtime\"}\n    }\n}";
         let (text, record) = set_up(Some(found), None, &all()).unwrap();
-        let expected = "{\n    \"features\": { \"cdi\": true },\n    \"default-runtime\" : \"sublet\",\n    \
+        let expected = "{\n    \"node-generic-resources\": [\"sublet-small=4\"],\n    \
+                        \"features\": { \"cdi\": true },\n    \"default-runtime\" : \"sublet\",\n    \
                         \"runtimes\": {\n        \"sublet\": { \"path\": \"/usr/bin/sublet-runtime\" },\n        \
                         \"nvidia\": {\"args\":[],\"path\": \"nvidia-container-runtime\"}\n    }\n}";
         assert_eq!(text, expected);

@@ -6,6 +6,7 @@
 pub mod containerd;
 pub mod crio;
 pub mod docker;
+mod docker_resources;
 pub mod engine_files;
 mod json_edit;
 pub mod podman;
@@ -26,6 +27,8 @@ pub struct Wish {
     pub default: bool,
     /// Whether the engine is to take CDI devices.
     pub cdi: bool,
+    /// The generic resources that Docker is to tell Swarm; `None`: they stay as they are.
+    pub resources: Option<Vec<String>>,
 }
 
 /// Why a configuration was not edited. It is unchanged.
@@ -154,5 +157,6 @@ fn wish() -> Wish {
         hooks_dir: "/usr/share/sublet/hooks.d".into(),
         default: false,
         cdi: false,
+        resources: None,
     }
 }

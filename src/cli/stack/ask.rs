@@ -6,7 +6,7 @@ use super::{NotPlaced, Service};
 use crate::cdi_spec;
 use sublet_core::admit::{RequestSource, request_by_cdi, request_of};
 use sublet_core::config::Config;
-use sublet_core::config_files::Containers;
+use sublet_core::config_files::{Containers, Known};
 use sublet_core::inventory::Inventory;
 use sublet_core::oci::cdi::KIND;
 use sublet_core::request::{Request, has_sublet_annotations};
@@ -74,8 +74,8 @@ impl<'a> Runtime<'a> {
 /// What containers.toml gives it.
 fn mapped(service: &Service, containers: Option<&Containers>) -> Result<Option<String>, NotPlaced> {
     let Some(containers) = containers else { return Ok(None) };
-    let (name, image) = service.called.as_ref().ok_or(NotPlaced::Unnamed)?;
-    Ok(containers.share(name, image).map(str::to_owned))
+    let (name, image) = service.called.clone().ok_or(NotPlaced::Unnamed)?;
+    Ok(containers.share(&Known { name, image, service: None }).map(str::to_owned))
 }
 
 /// A config.json like that which the engine would write, as far as it could contradict a share.

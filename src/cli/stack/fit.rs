@@ -83,6 +83,28 @@ pub fn fit(
     Ok((stack.services.iter().map(each).collect::<std::io::Result<_>>()?, before))
 }
 
+/// More containers of one share are not counted.
+const MOST_OF_ONE: usize = 4096;
+
+/// How many containers with the named share `share` the devices hold when nothing else is on them, and why not one more.
+///
+/// # Errors
+/// As [`fit`].
+pub fn most(share: &str, inventory: &Inventory, config: &Config) -> std::io::Result<(usize, String)> {
+    let annotations = [("sublet.share".to_owned(), share.to_owned())].into();
+    let service = Service { name: share.to_owned(), annotations, by_hook: true, ..Service::default() };
+    let (inventory, ledger, whose) = (inventory.idle(), Ledger::empty(""), Whose::Root);
+    let mut world = World { ledger, inventory, whose, config, ahead: Ahead::default(), shares: false };
+    for count in 0..MOST_OF_ONE {
+        match world.place(&service, None)? {
+            Outcome::Fits(_) | Outcome::Made(_) => {}
+            Outcome::AsksForNone => return Ok((count, "it asks for nothing".to_owned())),
+            Outcome::Not(why) => return Ok((count, why.to_string())),
+        }
+    }
+    Ok((MOST_OF_ONE, "more are not counted".to_owned()))
+}
+
 struct World<'a> {
     ledger: Ledger,
     inventory: Inventory,

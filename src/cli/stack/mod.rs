@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use sublet_core::text::safe;
 
 pub use compose::read as compose;
-pub use fit::{Fitted, NotPlaced, Outcome, fit};
+pub use fit::{Fitted, NotPlaced, Outcome, fit, most};
 pub use quadlet::read as quadlet;
 
 /// More containers of a stack are a mistake.

@@ -40,6 +40,9 @@ pub struct ContainerRule {
     /// A glob for the image's name as the engine records it, with its tag.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
+    /// A glob for the name of the Swarm service whose task the container is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub service: Option<String>,
     /// A `[share.<name>]` of the configuration.
     pub share: String,
 }
@@ -49,29 +52,48 @@ pub struct ContainerRule {
 struct RawRule {
     name: Option<String>,
     image: Option<String>,
+    service: Option<String>,
     share: String,
+}
+
+/// By what an engine knows a container.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Known {
+    /// Its name.
+    pub name: String,
+    /// Its image's name, without the digest to which Swarm pins a service's image.
+    pub image: String,
+    /// The Swarm service whose task it is.
+    pub service: Option<String>,
 }
 
 impl TryFrom<RawRule> for ContainerRule {
     type Error = &'static str;
 
     fn try_from(raw: RawRule) -> Result<Self, &'static str> {
-        let RawRule { name, image, share } = raw;
-        if name.is_none() && image.is_none() {
+        let RawRule { name, image, service, share } = raw;
+        if name.is_none() && image.is_none() && service.is_none() {
             return Err(
-                "a [[container]] needs a name, an image or both; name = \"*\" matches every container",
+                "a [[container]] needs a name, an image, a service or several of them; name = \"*\" matches \
+                 every container",
             );
         }
-        Ok(Self { name, image, share })
+        Ok(Self { name, image, service, share })
     }
 }
 
 impl Containers {
-    /// The share of the container that the engine calls `name` and whose image is `image`.
+    /// The share of the container that the engine knows as `known`.
     #[must_use]
-    pub fn share(&self, name: &str, image: &str) -> Option<&str> {
-        let fits = |glob: &Option<String>, text| glob.as_deref().is_none_or(|glob| glob_matches(glob, text));
-        let rule = self.container.iter().find(|rule| fits(&rule.name, name) && fits(&rule.image, image));
+    pub fn share(&self, known: &Known) -> Option<&str> {
+        let fits = |glob: &Option<String>, text: Option<&str>| {
+            glob.as_deref().is_none_or(|glob| text.is_some_and(|text| glob_matches(glob, text)))
+        };
+        let rule = self.container.iter().find(|rule| {
+            fits(&rule.name, Some(&known.name))
+                && fits(&rule.image, Some(&known.image))
+                && fits(&rule.service, known.service.as_deref())
+        });
         rule.map(|rule| rule.share.as_str())
     }
 
@@ -96,10 +118,14 @@ pub fn containers_path() -> PathBuf {
 /// # Errors
 /// It cannot be read or parsed.
 pub fn load_containers() -> Result<Option<Containers>, ConfigError> {
-    read(&containers_path())
+    read_containers(&containers_path())
 }
 
-fn read(path: &Path) -> Result<Option<Containers>, ConfigError> {
+/// The file at `path`; `None` if there is none.
+///
+/// # Errors
+/// As [`load_containers`].
+pub fn read_containers(path: &Path) -> Result<Option<Containers>, ConfigError> {
     let text = match super::load::text(path) {
         Ok(text) => text,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -134,7 +160,7 @@ mod tests {
         let path = dir.path().join("containers.toml");
         std::fs::write(&path, text).unwrap();
         let name = format!("{}/", dir.path().display());
-        read(&path).map_err(|error| error.to_string().replace(&name, ""))
+        read_containers(&path).map_err(|error| error.to_string().replace(&name, ""))
     }
 
     #[test]
@@ -143,7 +169,7 @@ mod tests {
                     [[container]]\nname = \"web-?\"\nshare = \"name\"\n\
                     [[container]]\nimage = \"*/ollama:*\"\nshare = \"image\"\n";
         let containers = parsed(text).unwrap().unwrap();
-        let share = |name, image| containers.share(name, image);
+        let share = |name: &str, image: &str| containers.share(&known(name, image, None));
         assert_eq!(share("web-1", "r.io/x:1"), Some("both"));
         assert_eq!(share("web-1", "ollama"), Some("name"));
         assert_eq!(share("db", "ollama/ollama:latest"), Some("image"));
@@ -153,6 +179,21 @@ mod tests {
         assert_eq!(parsed(&shown).unwrap().unwrap(), containers, "what is shown is the same file");
     }
 
+    fn known(name: &str, image: &str, service: Option<&str>) -> Known {
+        Known { name: name.into(), image: image.into(), service: service.map(str::to_owned) }
+    }
+
+    #[test]
+    fn a_rule_for_a_service_is_for_its_tasks_alone() {
+        let text = "[[container]]\nservice = \"web*\"\nimage = \"*/x:1\"\nshare = \"both\"\n\
+                    [[container]]\nservice = \"*\"\nshare = \"any\"\n";
+        let containers = parsed(text).unwrap().unwrap();
+        let share = |image: &str, service| containers.share(&known("web.1.x", image, service));
+        assert_eq!(share("r.io/x:1", Some("web_api")), Some("both"));
+        assert_eq!(share("r.io/x:2", Some("web_api")), Some("any"));
+        assert_eq!(share("r.io/x:1", None), None, "it is no task, whatever its name");
+    }
+
     #[test]
     fn an_empty_file_is_no_rule_and_none_is_none() {
         assert_eq!(parsed("").unwrap(), Some(Containers::default()));
@@ -160,7 +201,7 @@ mod tests {
             parsed(include_str!("../../../config/containers.toml")).unwrap(),
             Some(Containers::default())
         );
-        assert_eq!(read(Path::new("/nowhere/containers.toml")).unwrap(), None);
+        assert_eq!(read_containers(Path::new("/nowhere/containers.toml")).unwrap(), None);
         // The commented lines are examples that work.
         let example: String = include_str!("../../../config/containers.toml")
             .lines()
@@ -168,7 +209,8 @@ mod tests {
             .flat_map(|line| [line, "\n"])
             .collect();
         let example = parsed(&example).unwrap().unwrap();
-        assert_eq!(example.share("trainer-7", "x"), Some("small"));
+        assert_eq!(example.share(&known("trainer-7", "x", None)), Some("small"));
+        assert_eq!(example.share(&known("x.1.y", "x", Some("research_x"))), Some("small"));
         assert_eq!(example.docker_root, Path::new("/var/lib/docker"));
     }
 
@@ -177,13 +219,13 @@ mod tests {
         for (text, expected) in [
             (
                 "[[container]]\nshare = \"s\"\n",
-                "configuration containers.toml:1:1: a [[container]] needs a name, an image or both; name = \
-                 \"*\" matches every container",
+                "configuration containers.toml:1:1: a [[container]] needs a name, an image, a service or \
+                 several of them; name = \"*\" matches every container",
             ),
             (
                 "\n[[container]]\nnames = \"a\"\nshare = \"s\"\n",
                 "configuration containers.toml:3:1: unknown key `names`, expected one of `name`, `image`, \
-                 `share`; did you mean name?",
+                 `service`, `share`; did you mean name?",
             ),
             (
                 "docker_root = \"docker\"\n",

@@ -27,7 +27,15 @@ use crate::process::environment::honoured;
 /// # Errors
 /// A file that cannot be read or parsed, an unknown key, a value out of its range.
 pub fn load() -> Result<Config, ConfigError> {
-    merge(&read(&sources()?)?)
+    load_files(&sources()?)
+}
+
+/// `files` merged, the weakest first.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_files(files: &[PathBuf]) -> Result<Config, ConfigError> {
+    merge(&read(files)?)
 }
 
 /// One of the configuration files by itself, for checks that go beyond its text.
@@ -47,14 +55,14 @@ impl OneFile {
     }
 }
 
-/// The files that [`load`] merges, the weakest first.
+/// Each of `files` by itself, in their order.
 ///
 /// # Errors
 /// As [`load`].
-pub fn each() -> Result<Vec<OneFile>, ConfigError> {
+pub fn each(files: &[PathBuf]) -> Result<Vec<OneFile>, ConfigError> {
     let alone =
         |file: File| Ok(OneFile { config: of_table(document(&file)?).map_err(|e| file.problem(&e))?, file });
-    read(&sources()?)?.into_iter().map(alone).collect()
+    read(files)?.into_iter().map(alone).collect()
 }
 
 /// Only `[runtime]`: an error elsewhere in the files must not stop containers that ask for no share.
@@ -73,7 +81,15 @@ pub fn sources() -> Result<Vec<PathBuf>, ConfigError> {
     if let Some(file) = honoured() {
         return Ok(vec![file]);
     }
-    files(Path::new("/etc/sublet"), Path::new("/usr/lib/sublet"))
+    sources_with(Path::new("/etc/sublet"))
+}
+
+/// The files that would be read if `etc` were `/etc/sublet`, the weakest first.
+///
+/// # Errors
+/// As [`sources`].
+pub fn sources_with(etc: &Path) -> Result<Vec<PathBuf>, ConfigError> {
+    files(etc, Path::new("/usr/lib/sublet"))
 }
 
 fn files(etc: &Path, vendor: &Path) -> Result<Vec<PathBuf>, ConfigError> {

@@ -8,9 +8,9 @@ mod load;
 
 #[cfg(fuzzing)]
 pub use containers::parse as parse_containers;
-pub use containers::{ContainerRule, Containers, containers_path, load_containers};
+pub use containers::{ContainerRule, Containers, Known, containers_path, load_containers, read_containers};
 pub use error::ConfigError;
 pub use error::{explain, position};
 #[cfg(fuzzing)]
 pub use load::of_text;
-pub use load::{OneFile, each, load, load_runtime, sources};
+pub use load::{OneFile, each, load, load_files, load_runtime, sources, sources_with};

@@ -256,6 +256,22 @@ impl Inventory {
         self.gpus().filter(|gpu| gpu.mig_enabled).map(|gpu| (gpu.uuid.clone(), parts(gpu))).collect()
     }
 
+    /// The same devices, without their current use.
+    #[must_use]
+    pub fn idle(&self) -> Self {
+        let idle = |device: &Device| Device {
+            memory_free_bytes: device.memory_bytes,
+            compute_mode: ComputeMode::Default,
+            processes: Vec::new(),
+            mig_device: device
+                .mig_device
+                .clone()
+                .map(|part| MigDevice { sibling_processes: Vec::new(), ..part }),
+            ..device.clone()
+        };
+        Self { devices: self.devices.iter().map(idle).collect(), ..self.clone() }
+    }
+
     /// The device with this UUID.
     #[must_use]
     pub fn device(&self, uuid: &str) -> Option<&Device> {

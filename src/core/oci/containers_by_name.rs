@@ -1,16 +1,21 @@
 //! The share that `containers.toml` gives a container without annotations, by the names that its
 //! engine has for it. Only names that the engine itself recorded count: never the container's environment, nor
-//! labels and annotations, which may be its image's.
+//! labels and annotations, which may be its image's. The labels of a Swarm task are the engine's: dockerd sets them over
+//! the image's and the user's.
 
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
 
 use serde::Deserialize;
 
 use crate::config_files;
-use crate::config_files::{ConfigError, Containers};
+use crate::config_files::{ConfigError, Containers, Known};
 use crate::oci::{self, FileError, JsonFile, SpecError};
 use crate::text::safe;
+
+/// The label in which dockerd names the service of a task.
+const SERVICE: &str = "com.docker.swarm.service.name";
 
 /// Why it is unknown whether a rule of `containers.toml` matches the container.
 #[derive(Debug, thiserror::Error)]
@@ -34,40 +39,35 @@ pub enum MappedError {
     },
 }
 
-/// What an engine calls a container.
-#[derive(Debug, PartialEq, Eq)]
-struct Names {
-    name: String,
-    image: String,
-}
-
 /// The share of the container `id`, whose config.json in `bundle` is `file`.
 ///
 /// # Errors
 /// `containers.toml`, config.json or the engine's record cannot be read.
 pub fn share(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<String>, MappedError> {
     let Some(containers) = config_files::load_containers()? else { return Ok(None) };
-    let names = match docker(id, &containers)? {
-        Some(names) => Some(names),
+    let known = match docker(id, &containers)? {
+        Some(known) => Some(known),
         None => containerd(id, bundle, file)?,
     };
-    let share = names.and_then(|names| containers.share(&names.name, &names.image).map(str::to_owned));
-    Ok(share)
+    Ok(known.and_then(|known| containers.share(&known).map(str::to_owned)))
 }
 
 /// Docker's own record (moby, `container/container.go`, `toDisk`): `Name` begins with a slash, and
-/// `Config.Image` is what `docker run` was given.
-fn docker(id: &str, containers: &Containers) -> Result<Option<Names>, MappedError> {
+/// `Config.Image` is what `docker run` was given. `Managed` marks the tasks of Swarm services; nobody else can set it.
+fn docker(id: &str, containers: &Containers) -> Result<Option<Known>, MappedError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "PascalCase")]
     struct Record {
         name: String,
+        #[serde(default)]
+        managed: bool,
         config: Config,
     }
     #[derive(Deserialize)]
     #[serde(rename_all = "PascalCase")]
     struct Config {
         image: String,
+        labels: Option<BTreeMap<String, String>>,
     }
     if id.len() != 64 || !id.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
         return Ok(None);
@@ -81,7 +81,14 @@ fn docker(id: &str, containers: &Containers) -> Result<Option<Names>, MappedErro
     let record: Record = serde_json::from_slice(&file.text)
         .map_err(|source| MappedError::Docker { path: path.to_string_lossy().into_owned(), source })?;
     let name = record.name.strip_prefix('/').unwrap_or(&record.name).to_owned();
-    Ok(Some(Names { name, image: record.config.image }))
+    let Config { image, labels } = record.config;
+    if !record.managed {
+        return Ok(Some(Known { name, image, service: None }));
+    }
+    let service = labels.and_then(|mut labels| labels.remove(SERVICE));
+    // `docker service create` adds the digest that the registry told it.
+    let image = image.split_once('@').map_or(image.as_str(), |(image, _)| image).to_owned();
+    Ok(Some(Known { name, image, service }))
 }
 
 /// It is another engine's container, or this user may not read Docker's record.
@@ -92,14 +99,15 @@ fn is_nobodys(error: &std::io::Error) -> bool {
 /// Annotations of containerd's CRI, which writes its own over what a pod brought
 /// (`DefaultCRIAnnotations` comes last in `buildLinuxSpec` of `container_create.go`). Other engines let a
 /// user or, as Podman 4.3, an image write the same annotations: the bundle tells whose it is.
-fn containerd(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<Names>, MappedError> {
+fn containerd(id: &str, bundle: &Path, file: &JsonFile) -> Result<Option<Known>, MappedError> {
     if !bundle.ends_with(Path::new("io.containerd.runtime.v2.task/k8s.io").join(id)) {
         return Ok(None);
     }
     let mut annotations = oci::annotations(&file.parse()?)?;
     let mut take = |key: &str| annotations.remove(&format!("io.kubernetes.cri.{key}")).unwrap_or_default();
     let is_container = take("container-type") == "container";
-    Ok(is_container.then(|| Names { name: take("container-name"), image: take("image-name") }))
+    let (name, image) = (take("container-name"), take("image-name"));
+    Ok(is_container.then_some(Known { name, image, service: None }))
 }
 
 #[cfg(test)]
@@ -110,7 +118,7 @@ mod tests {
 
     const ID: &str = "452325ed5f7f35588a551450be5d67fde0f40a94317f3f8f8a275a3aebf20f2a";
 
-    fn in_docker(record: &str) -> Result<Option<Names>, MappedError> {
+    fn in_docker(record: &str) -> Result<Option<Known>, MappedError> {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("containers").join(ID);
         std::fs::create_dir_all(&dir).unwrap();
@@ -120,12 +128,27 @@ mod tests {
 
     #[test]
     fn docker_writes_down_the_names() {
-        let names = Names { name: "web-1".into(), image: "probe:1".into() };
+        let names = Known { name: "web-1".into(), image: "probe:1".into(), service: None };
         let record = json!({"ID": ID, "Config": {"Image": "probe:1", "Labels": {"name": "x"}},
             "Image": "sha256:0", "Name": "/web-1"});
         assert_eq!(in_docker(&record.to_string()).unwrap(), Some(names));
         let broken = in_docker("{\"Name\":").unwrap_err().to_string();
         assert!(broken.contains("config.v2.json is not a record of a Docker container"), "{broken}");
+    }
+
+    #[test]
+    fn docker_tells_the_service_of_a_task_and_no_other_containers_label() {
+        let record = |managed: bool| {
+            let record = json!({"Name": "/web.1.x", "Managed": managed,
+                "Config": {"Image": "r.io/x:1@sha256:0", "Labels": {SERVICE: "web"}}});
+            in_docker(&record.to_string()).unwrap().unwrap()
+        };
+        let name = "web.1.x".to_owned();
+        let task = Known { name: name.clone(), image: "r.io/x:1".into(), service: Some("web".into()) };
+        assert_eq!(record(true), task);
+        assert_eq!(record(false), Known { name, image: "r.io/x:1@sha256:0".into(), service: None });
+        let bare = json!({"Name": "/a", "Managed": true, "Config": {"Image": "x", "Labels": null}});
+        assert_eq!(in_docker(&bare.to_string()).unwrap().unwrap().service, None);
     }
 
     #[test]
@@ -136,7 +159,7 @@ mod tests {
         }
     }
 
-    fn in_containerd(bundle: &str, annotations: &Value) -> Option<Names> {
+    fn in_containerd(bundle: &str, annotations: &Value) -> Option<Known> {
         let text = json!({"annotations": annotations}).to_string().into_bytes();
         let file = JsonFile { path: "config.json".into(), text };
         containerd("c", Path::new(bundle), &file).unwrap()
@@ -149,7 +172,7 @@ mod tests {
             json!({"io.kubernetes.cri.container-type": kind,
             "io.kubernetes.cri.container-name": "web", "io.kubernetes.cri.image-name": "docker.io/x:1"})
         };
-        let names = Names { name: "web".into(), image: "docker.io/x:1".into() };
+        let names = Known { name: "web".into(), image: "docker.io/x:1".into(), service: None };
         assert_eq!(in_containerd(ours, &all("container")), Some(names));
         assert_eq!(in_containerd(ours, &all("sandbox")), None);
         assert_eq!(in_containerd(ours, &json!({})), None);

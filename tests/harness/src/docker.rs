@@ -22,6 +22,8 @@ pub struct Docker {
     pub world: World,
     daemon: Option<Child>,
     run: PathBuf,
+    /// What comes before `dockerd`, to start it elsewhere than here.
+    enter: Vec<String>,
 }
 
 /// Whether to skip the test: daemons need a machine of their own, which tests/engines/enter provides. Prints that the
@@ -42,12 +44,18 @@ impl Docker {
     /// hooks the real one.
     #[must_use]
     pub fn up(world: World, settings: &Value) -> Self {
+        Self::up_in(world, settings, Vec::new())
+    }
+
+    /// [`Self::up`] with the daemon behind the command `enter`, such as nsenter(1), which has to become it.
+    #[must_use]
+    pub fn up_in(world: World, settings: &Value, enter: Vec<String>) -> Self {
         let name = world.dir.path().file_name().expect("a name").to_owned();
         let run = Path::new("/var/run").join(name);
         for directory in [&run, &world.dir.path().join("cdi"), &world.dir.path().join("bin")] {
             std::fs::create_dir_all(directory).expect("a directory");
         }
-        let mut docker = Self { world, daemon: None, run };
+        let mut docker = Self { world, daemon: None, run, enter };
         docker.write_settings(settings);
         docker.start_daemon();
         let image = docker.import();
@@ -74,7 +82,9 @@ impl Docker {
         std::fs::write(dir.join("daemon.json"), text).expect("daemon.json is written");
     }
 
-    fn socket(&self) -> PathBuf {
+    /// The daemon's socket.
+    #[must_use]
+    pub fn socket(&self) -> PathBuf {
         self.run.join("docker.sock")
     }
 
@@ -83,9 +93,11 @@ impl Docker {
         let dir = self.world.dir.path();
         let log = || File::options().append(true).create(true).open(dir.join("dockerd.log")).expect("a log");
         let path = format!("{}:{}", dir.join("bin").display(), std::env::var("PATH").expect("PATH"));
-        let child = Command::new("dockerd")
-            .arg("--config-file")
-            .arg(dir.join("daemon.json"))
+        let config = dir.join("daemon.json").to_string_lossy().into_owned();
+        let daemon = ["dockerd".to_owned(), "--config-file".to_owned(), config];
+        let mut argv = self.enter.iter().chain(&daemon);
+        let child = Command::new(argv.next().expect("dockerd itself"))
+            .args(argv)
             .env("SUBLET_CONFIG", &self.world.config)
             .env("PATH", path)
             .stdin(Stdio::null())

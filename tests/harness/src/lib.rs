@@ -25,6 +25,7 @@ mod rootfs;
 pub mod rootless;
 pub mod slurm;
 mod stopping;
+pub mod swarm;
 pub mod terminal;
 pub mod user;
 pub mod web;

@@ -31,7 +31,7 @@ pub struct Arguments {
     #[arg(long, value_name = "DIR")]
     bundle: Option<PathBuf>,
     /// The share, such as sm=25 memory=8GiB: short for --annotation sublet.sm=25 --annotation sublet.memory=8GiB
-    #[arg(value_parser = super::share, value_name = "KEY=VALUE", conflicts_with_all = ["name", "image", "container"])]
+    #[arg(value_parser = super::share, value_name = "KEY=VALUE", conflicts_with_all = ["name", "image", "service", "container"])]
     share: Vec<(String, String)>,
     /// An annotation of the container; overrides the bundle's
     #[arg(long = "annotation", value_parser = super::annotation, value_name = "KEY=VALUE")]
@@ -42,14 +42,17 @@ pub struct Arguments {
     /// Explain what containers.toml gives to a container of this image
     #[arg(long, value_name = "IMAGE", conflicts_with_all = ["bundle", "annotations"])]
     image: Option<String>,
+    /// Explain what containers.toml gives to a task of this Swarm service
+    #[arg(long, value_name = "SERVICE", conflicts_with_all = ["bundle", "annotations"])]
+    service: Option<String>,
     /// Explain a container that runs, has ended or was refused, by its name or id
-    #[arg(long, value_name = "CONTAINER", conflicts_with_all = ["bundle", "annotations", "name", "image"])]
+    #[arg(long, value_name = "CONTAINER", conflicts_with_all = ["bundle", "annotations", "name", "image", "service"])]
     container: Option<String>,
     /// Check the services of a Compose file together: which would get their share on this host, which not, and why
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["share", "bundle", "annotations", "name", "image", "container"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["share", "bundle", "annotations", "name", "image", "service", "container"])]
     compose: Option<PathBuf>,
     /// Check Quadlet's .container files together, as --compose does
-    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["share", "bundle", "annotations", "name", "image", "container", "compose"])]
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["share", "bundle", "annotations", "name", "image", "service", "container", "compose"])]
     quadlet: Vec<PathBuf>,
     /// Show the environment, device nodes and mounts too; with --bundle, the edits to config.json
     #[arg(long, conflicts_with_all = ["container", "compose", "quadlet"])]

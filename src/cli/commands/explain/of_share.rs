@@ -16,7 +16,7 @@ use super::{Arguments, edits, whose};
 use crate::preview::{Whose, preview};
 use sublet_core::admit::{Candidate, RequestSource, confirmed_inventory, is_remote, lease_for, request_of};
 use sublet_core::config::Config;
-use sublet_core::config_files;
+use sublet_core::config_files::{self, Known};
 use sublet_core::grant::{Grant, grant};
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Container, LeaseId, Store};
@@ -32,7 +32,7 @@ use sublet_core::text::safe;
 /// # Errors
 /// A request that would be refused is refused here with the same words.
 pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<ExitCode> {
-    let named = arguments.name.is_some() || arguments.image.is_some();
+    let named = [&arguments.name, &arguments.image, &arguments.service].into_iter().any(Option::is_some);
     if arguments.bundle.is_none() && arguments.annotations().next().is_none() && !named {
         return Err(ExplainError::Nothing.into());
     }
@@ -124,7 +124,9 @@ fn source(arguments: &Arguments, spec: &Value) -> anyhow::Result<(RequestSource,
         }
         None => config_files::load_containers()?.and_then(|containers| {
             let text = |given: &Option<String>| given.clone().unwrap_or_default();
-            containers.share(&text(&arguments.name), &text(&arguments.image)).map(str::to_owned)
+            let service = arguments.service.clone();
+            let known = Known { name: text(&arguments.name), image: text(&arguments.image), service };
+            containers.share(&known).map(str::to_owned)
         }),
     };
     let path = config_files::containers_path().display().to_string();
