@@ -23,6 +23,7 @@ pub mod programs;
 mod refused;
 mod rootfs;
 pub mod rootless;
+pub mod slurm_nodes;
 mod stopping;
 pub mod terminal;
 pub mod user;
