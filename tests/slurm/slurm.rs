@@ -35,13 +35,11 @@ fn a_program_has_the_share_of_its_job() {
     let stray = "CUDA_MPS_PIPE_DIRECTORY=/tmp/mine CUDA_MPS_CLIENT_PRIORITY=1 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=90G \
                  CUDA_VISIBLE_DEVICES=0,1,2,3 SLURM_SHARDS_ON_NODE=8";
     let script =
-        "env; cuda-probe info; ls $CUDA_MPS_PIPE_DIRECTORY; sublet status --format json >/tmp/seen; sleep 1";
-    let done = cluster.run(
-        TESTER,
-        &["env", "-S", &format!("{stray} srun --quiet -w n1 --gres=shard:2 bash -c '{script}'")],
-    );
+        "env; cuda-probe info; ls $CUDA_MPS_PIPE_DIRECTORY; sublet status --format json >seen; sleep 1";
+    let done = cluster
+        .by(TESTER, &["env", "-S", &format!("{stray} srun --quiet -w n1 --gres=shard:2 bash -c '{script}'")]);
     assert!(done.ok, "{done:?}");
-    let seen: Value = serde_json::from_slice(&std::fs::read("/tmp/seen").expect("written")).expect("JSON");
+    let seen: Value = serde_json::from_slice(cluster.written("seen").as_bytes()).expect("JSON");
     let lease = &seen["leases"][0];
     let uuid = lease["device"].as_str().expect("a UUID");
     let set = variables(&done.stdout);
@@ -65,9 +63,9 @@ fn whole_gpus_are_the_jobs_alone() {
         return;
     }
     let cluster = cluster("shard");
-    let done = cluster.srun("gpu:3", "env; sublet status --format json >/tmp/seen");
+    let done = cluster.srun("gpu:3", "env; sublet status --format json >seen");
     assert!(done.ok, "{done:?}");
-    let seen: Value = serde_json::from_slice(&std::fs::read("/tmp/seen").expect("written")).expect("JSON");
+    let seen: Value = serde_json::from_slice(cluster.written("seen").as_bytes()).expect("JSON");
     let devices: Vec<&str> = seen["leases"]
         .as_array()
         .expect("leases")
@@ -75,7 +73,7 @@ fn whole_gpus_are_the_jobs_alone() {
         .filter_map(|lease| lease["device"].as_str())
         .collect();
     // Slurm counts the nodes: the third is minor 2, which is NVML's index 3.
-    let minors = ["800", "801", "803"].map(|end| format!("GPU-5b1e7000-0000-4000-8000-000000000{end}"));
+    let minors = ["800", "801", "803"].map(|end| format!("GPU-5b1e7000-0001-4000-8000-000000000{end}"));
     assert_eq!(devices, minors);
     assert!(seen["leases"].as_array().expect("leases").iter().all(|lease| lease["mode"] == "exclusive"));
     assert_eq!(variables(&done.stdout).get("CUDA_VISIBLE_DEVICES"), Some(&minors.join(",").as_str()));
@@ -105,8 +103,7 @@ fn jobs_without_a_gpu_need_nothing_of_sublets() {
         return;
     }
     let cluster = cluster("shard");
-    let serve = cluster.on("n1", &["pgrep", "--exact", "--full", "sublet serve"]).stdout;
-    // The pids are those of the node's namespace.
+    let serve = cluster.done("n1", &["cat", "/run/sublet.pid"]);
     let serve = serve.trim();
     assert!(cluster.on("n1", &["kill", "-STOP", serve]).ok);
     let done = cluster.srun("", "env; echo started");
@@ -117,7 +114,7 @@ fn jobs_without_a_gpu_need_nothing_of_sublets() {
 
 /// A bundle of the tester's, as `runc spec --rootless` makes it. `annotations` are JSON.
 fn bundle(cluster: &Cluster, name: &str, annotations: &str) -> String {
-    let dir = format!("/tmp/{name}");
+    let dir = format!("{}/{name}", cluster.work().display());
     let library = "rootfs/usr/lib/x86_64-linux-gnu";
     let script = format!(
         "rm -rf {dir}; mkdir -p {dir}; cd {dir}; mkdir -p rootfs/bin rootfs/usr/bin rootfs/lib64 {library} \
@@ -128,8 +125,7 @@ fn bundle(cluster: &Cluster, name: &str, annotations: &str) -> String {
          sed -i 's/\"terminal\": true/\"terminal\": false/; s/\"readonly\": true/\"readonly\": false/; \
          s|\"ociVersion\"|\"annotations\": {annotations}, &|' config.json"
     );
-    let done = cluster.run(TESTER, &["bash", "-ec", &script]);
-    assert!(done.ok, "{done:?}");
+    cluster.done("n1", &["runuser", "-u", TESTER, "--", "bash", "-ec", &script]);
     dir
 }
 
@@ -137,7 +133,7 @@ fn contained(cluster: &Cluster, gres: &[&str], bundle: &str, script: &str) -> su
     let container = format!("--container={bundle}");
     let words =
         [&["srun", "--quiet", "--nodelist=n1"], gres, &[&container, "/bin/sh", "-c", script]].concat();
-    cluster.run(TESTER, &words)
+    cluster.by(TESTER, &words)
 }
 
 #[test]
@@ -158,7 +154,7 @@ fn a_container_has_the_share_of_its_job_and_books_nothing_more() {
         "-c",
         script,
     ];
-    let running = cluster.command(TESTER, &words).stdout(std::process::Stdio::piped()).spawn().expect("srun");
+    let running = cluster.spawn(TESTER, &words);
     assert!(eventually(|| cluster.leases("n1").len() == 2), "the job's lease and the container's");
     let leases = cluster.leases("n1");
     let within = leases.iter().find(|lease| lease["job"]["step"] == "0").expect("the container's");
@@ -219,7 +215,7 @@ fn outside_a_job_the_share_of_a_job_is_none() {
     }
     let cluster = cluster("shard");
     let plain = bundle(&cluster, "outside", "{}");
-    let run = format!("cd {plain}; /usr/libexec/sublet/slurm/sublet-slurm --root /tmp/outside-root run c1");
+    let run = format!("cd {plain}; /usr/libexec/sublet/slurm/sublet-slurm --root {plain}/root run c1");
     let done = cluster.on(
         "n1",
         &["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "--inh-caps=-all", "bash", "-c", &run],
@@ -234,7 +230,7 @@ fn forty_jobs_share_two_nodes_and_none_is_over_committed() {
         return;
     }
     let cluster = cluster("shard");
-    let script = "cuda-probe info >/tmp/info-$SLURM_JOB_ID; sleep 1";
+    let script = "cuda-probe info >info-$SLURM_JOB_ID; sleep 1";
     let submit = |n: usize| {
         let (uid, gres) = ([TESTER, OTHER][n % 2], ["shard:1", "shard:3", "shard:5", "gpu:1"][n % 4]);
         (cluster.sbatch(uid, &[&format!("--gres={gres}")], script), gres)
@@ -254,9 +250,9 @@ fn forty_jobs_share_two_nodes_and_none_is_over_committed() {
         }
         jobs.iter().all(|(job, _)| cluster.state(job) == "COMPLETED")
     };
-    assert!(eventually(done), "{}", cluster.run(TESTER, &["squeue"]).stdout);
+    assert!(eventually(done), "{}", cluster.by(TESTER, &["squeue"]).stdout);
     for (job, gres) in &jobs {
-        let text = std::fs::read_to_string(format!("/tmp/info-{job}")).expect("it ran");
+        let text = cluster.written(&format!("info-{job}"));
         assert_eq!(
             (&info(&text)["error"], &info(&text)["mps"]),
             (&Value::Null, &json!(*gres != "gpu:1")),
@@ -275,21 +271,21 @@ fn cancelled_requeued_and_arrays_of_jobs_leave_nothing() {
     let array = cluster.sbatch(TESTER, &["--array=1-4", "--gres=shard:2"], "sleep 600");
     let held = || cluster.leases("n1").len() + cluster.leases("n2").len();
     assert!(eventually(|| held() == 4), "{}", held());
-    assert!(cluster.run(TESTER, &["scancel", &array]).ok);
+    assert!(cluster.by(TESTER, &["scancel", &array]).ok);
     cluster.assert_empty();
     let job = cluster.sbatch(
         TESTER,
         &["--requeue", "--nodelist=n1", "--gres=shard:2"],
-        "echo $SLURM_RESTART_COUNT >/tmp/count; sleep 600",
+        "echo $SLURM_RESTART_COUNT >count; sleep 600",
     );
     assert!(eventually(|| held() == 1));
     let first = cluster.leases("n1")[0]["id"].clone();
-    assert!(cluster.run(0, &["scontrol", "requeue", &job]).ok);
+    assert!(cluster.on("login", &["scontrol", "requeue", &job]).ok);
     // Slurm starts a requeued job again after two minutes, unless it is told to do so now.
     assert!(eventually(|| cluster.state(&job) == "PENDING" && cluster.leases("n1").is_empty()));
-    assert!(cluster.run(0, &["scontrol", "update", &format!("JobId={job}"), "StartTime=now"]).ok);
+    assert!(cluster.on("login", &["scontrol", "update", &format!("JobId={job}"), "StartTime=now"]).ok);
     assert!(eventually(|| cluster.leases("n1").first().is_some_and(|lease| lease["id"] != first)));
-    assert!(cluster.run(TESTER, &["scancel", &job]).ok);
+    assert!(cluster.by(TESTER, &["scancel", &job]).ok);
     cluster.assert_empty();
 }
 
@@ -301,31 +297,34 @@ fn a_job_outlives_slurmd_and_its_lease_ends_with_it() {
     let cluster = cluster("shard");
     let job = cluster.sbatch(TESTER, &["--nodelist=n1", "--gres=shard:2"], "sleep 600");
     assert!(eventually(|| cluster.leases("n1").len() == 1));
-    assert!(cluster.on("n1", &["pkill", "-KILL", "--exact", "slurmd"]).ok);
+    cluster.kill("n1", "slurmd");
     assert!(cluster.on("n1", &["sublet", "gc"]).ok);
     assert_eq!(cluster.leases("n1").len(), 1, "the job runs");
     // Neither slurmd nor the epilog sees its end.
-    let kill = "find /sys/fs/cgroup/freezer -path '*/job_*/cgroup.procs' -exec cat {} + | xargs kill -KILL";
-    assert!(cluster.on("n1", &["sh", "-c", kill]).ok);
+    let kill = "find /sys/fs/cgroup -path '*/job_*/cgroup.procs' -exec cat {} + | sort -u | xargs kill -KILL || :";
+    cluster.done("n1", &["sh", "-c", kill]);
     assert!(eventually(|| cluster.leases("n1").is_empty()), "no command of Slurm's was needed");
-    assert!(
-        cluster
-            .on(
-                "n1",
-                &[
-                    "sh",
-                    "-c",
-                    "for at in /sys/fs/cgroup/*/; do echo $$ >$at/cgroup.procs; done; slurmd -N n1"
-                ]
-            )
-            .ok
-    );
-    assert!(
-        eventually(|| !matches!(cluster.state(&job).as_str(), "RUNNING" | "COMPLETING")),
-        "{}",
-        cluster.state(&job)
-    );
-    let _ = cluster.run(TESTER, &["scancel", &job]);
+    cluster.tell("start", "n1");
+    cluster.done("login", &["scancel", &job]);
+    cluster.assert_empty();
+}
+
+#[test]
+fn a_node_that_is_lost_comes_back_without_leases() {
+    if skip_unless_slurm() {
+        return;
+    }
+    let cluster = cluster("shard");
+    let job = cluster.sbatch(TESTER, &["--no-requeue", "--nodelist=n1", "--gres=shard:2"], "sleep 600");
+    assert!(eventually(|| cluster.leases("n1").len() == 1));
+    cluster.tell("lose", "n1");
+    cluster.done("login", &["scontrol", "update", "nodename=n1", "state=down", "reason=lost"]);
+    assert!(eventually(|| cluster.state(&job) == "NODE_FAIL"), "{}", cluster.state(&job));
+    cluster.tell("boot", "n1");
+    cluster.tell("start", "n1");
+    cluster.assert_empty();
+    let done = cluster.srun("shard:8", "echo started");
+    assert!(done.ok && done.stdout == "started\n", "{done:?}");
     cluster.assert_empty();
 }
 

@@ -10,12 +10,12 @@ fn a_percentage_of_mps_is_that_of_the_sms_and_of_the_memory() {
         return;
     }
     let cluster = cluster("mps");
-    let done = cluster.srun("mps:25", "cuda-probe info; sublet status --format json >/tmp/seen");
+    let done = cluster.srun("mps:25", "cuda-probe info; sublet status --format json >seen");
     assert!(done.ok, "{done:?}");
     let info: Value = serde_json::from_str(done.stdout.lines().next().expect("a line")).expect("JSON");
     // A quarter of 132 SMs, in pairs.
     assert_eq!((&info["error"], &info["mps"], &info["sm"]), (&Value::Null, &json!(true), &json!(32)));
-    let seen: Value = serde_json::from_slice(&std::fs::read("/tmp/seen").expect("written")).expect("JSON");
+    let seen: Value = serde_json::from_slice(cluster.written("seen").as_bytes()).expect("JSON");
     let quarter = (143_771_u64 - 512 - 66) * 25 / 100;
     assert_eq!(seen["leases"][0]["sm_percent"], json!(25.0));
     let memory = seen["leases"][0]["memory_bytes"].as_u64().expect("a limit") >> 20;
@@ -32,12 +32,12 @@ fn jobs_fill_a_gpu_to_its_last_percent() {
     let jobs: Vec<String> = ["mps:50", "mps:30", "mps:20"]
         .map(|gres| cluster.sbatch(TESTER, &["--nodelist=n1", &format!("--gres={gres}")], "sleep 600"))
         .into();
-    assert!(eventually(|| cluster.leases("n1").len() == 3), "{}", cluster.run(TESTER, &["squeue"]).stdout);
+    assert!(eventually(|| cluster.leases("n1").len() == 3), "{}", cluster.by(TESTER, &["squeue"]).stdout);
     let status = cluster.status("n1");
     let device = &status["devices"][0];
     assert_eq!(device["booked"]["sm_percent"], json!(100.0), "{device}");
     for job in &jobs {
-        assert!(cluster.run(TESTER, &["scancel", job]).ok);
+        assert!(cluster.by(TESTER, &["scancel", job]).ok);
     }
     cluster.assert_empty();
 }

@@ -3,14 +3,14 @@
 
 use std::process::Command;
 
-use sublet_e2e::slurm_nodes::Cluster;
-use sublet_e2e::{eventually, skip_unless_root};
+use sublet_e2e::eventually;
+use sublet_e2e::slurm::{Cluster, skip_unless_slurm};
 
 const SHARDS: &str = "Name=shard Count=16";
 
 #[test]
 fn a_job_runs_on_both_nodes_with_a_simulated_gpu_of_each() {
-    if skip_unless_root() {
+    if skip_unless_slurm() {
         return;
     }
     let cluster = Cluster::up("gpu:4,shard:16", SHARDS, "");
@@ -30,7 +30,7 @@ fn a_job_runs_on_both_nodes_with_a_simulated_gpu_of_each() {
 
 #[test]
 fn a_job_may_open_the_gpu_that_slurm_chose_and_no_other() {
-    if skip_unless_root() {
+    if skip_unless_slurm() {
         return;
     }
     let cluster = Cluster::up("gpu:4,shard:16", SHARDS, "");
@@ -51,7 +51,7 @@ fn a_job_may_open_the_gpu_that_slurm_chose_and_no_other() {
 
 #[test]
 fn a_node_that_is_lost_comes_back() {
-    if skip_unless_root() {
+    if skip_unless_slurm() {
         return;
     }
     let cluster = Cluster::up("gpu:4", "", "");
@@ -70,7 +70,7 @@ fn a_node_that_is_lost_comes_back() {
 
 #[test]
 fn nothing_is_left_of_a_cluster() {
-    if skip_unless_root() {
+    if skip_unless_slurm() {
         return;
     }
     let cluster = Cluster::up("gpu:4", "", "");

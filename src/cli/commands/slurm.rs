@@ -13,7 +13,7 @@ use sublet_core::broker::client::Broker;
 use sublet_core::broker::protocol::{Answer, Ask, JobEnvironment};
 use sublet_core::config::Config;
 use sublet_core::process::child::{self, ChildError};
-use sublet_core::slurm::{JobCgroup, JobRecord, JobShare};
+use sublet_core::slurm::{JobCgroup, JobDirectory, JobRecord, JobShare};
 use sublet_core::text::safe;
 
 /// The longest time that `scontrol` may take. slurmctld answers in milliseconds, or not at all.
@@ -81,7 +81,8 @@ fn prolog(config: &Config) -> anyhow::Result<()> {
     }
     let (job, uid) = (variable("SLURM_JOB_ID")?, variable("SLURM_JOB_UID")?);
     let share = share_of(job, config).map_err(|error| super::tables::chain(&error));
-    JobRecord::new(job, uid, share).write(&config.state_dir).context("the job cannot be noted")
+    JobRecord::new(job, uid, share).write(&config.state_dir).context("the job cannot be noted")?;
+    JobDirectory::of(&config.state_dir, job).make(uid).context("the job gets no directory for its containers")
 }
 
 fn share_of(job: u64, config: &Config) -> anyhow::Result<Option<JobShare>> {
@@ -140,7 +141,7 @@ fn epilog(config: &Config) -> anyhow::Result<()> {
     for lease in done {
         println!("Freed lease {lease} of job {job}.");
     }
-    Ok(())
+    JobDirectory::of(&config.state_dir, job).remove().context("the job's directory cannot be removed")
 }
 
 /// Prints what slurmstepd sets in the task's environment, or for its user why there is no share.

@@ -122,7 +122,7 @@ impl JobRecord {
     }
 }
 
-fn directory(state_dir: &Path) -> PathBuf {
+pub(super) fn directory(state_dir: &Path) -> PathBuf {
     state_dir.join("slurm")
 }
 

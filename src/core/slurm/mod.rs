@@ -2,9 +2,11 @@
 //! record that root's prolog wrote (docs/slurm.md). Nothing is read here that the job's user could have written.
 
 mod job_cgroup;
+mod job_directory;
 mod job_record;
 
 pub use job_cgroup::JobCgroup;
+pub use job_directory::JobDirectory;
 pub use job_record::{JobRecord, JobShare, RecordError};
 
 /// The share that stands for what the job got from Slurm: `sublet.share=slurm`, or the shim by the name `sublet-slurm`.

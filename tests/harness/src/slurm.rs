@@ -1,143 +1,187 @@
-//! A real Slurm cluster of two nodes with four simulated GPUs each (tests/slurm/cluster). There is one for a test
-//! program; it ends with the namespaces that tests/engines/enter gave.
+//! A Slurm cluster of tests/slurm/nodes: slurmctld on a login node, slurmd and sublet on nodes n1 and n2, all of them real,
+//! and four simulated GPUs in each.
 
-use std::io::{BufRead as _, BufReader};
-use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use serde_json::Value;
+use tempfile::TempDir;
 
 use crate::bundle::Finished;
 use crate::world::{bin_dir, eventually};
 
-/// The user who submits jobs.
-pub const TESTER: u32 = 1000;
-/// Another one.
-pub const OTHER: u32 = 1001;
+/// The user who submits jobs, uid 1000.
+pub const TESTER: &str = "tester";
+/// Another one, uid 1001.
+pub const OTHER: &str = "other";
 
-/// Where the cluster keeps its logs.
-const LOGS: &str = "/var/tmp/slurm";
+/// Shards of a GPU.
+const SHARDS: u32 = 8;
 
-/// What a GPU's parts are counted in: `shard`, eight for each, or `mps`, 100.
-pub struct Cluster(());
+/// Takes the whole cluster down when dropped.
+pub struct Cluster {
+    dir: TempDir,
+}
 
-/// The cluster for this test alone. It is started with the first.
-///
-/// `unit` is the same for all tests of a program.
-pub fn cluster(unit: &'static str) -> MutexGuard<'static, Cluster> {
+/// The cluster that the tests of a program share, for one of them alone. Its GPUs are shared in `unit`s: `shard`, eight of
+/// each GPU, or `mps`. It ends with the namespaces that tests/engines/enter gave.
+pub fn cluster(unit: &str) -> MutexGuard<'static, Cluster> {
     static CLUSTER: OnceLock<Mutex<Cluster>> = OnceLock::new();
-    let cluster = CLUSTER.get_or_init(|| {
-        start(unit);
-        Mutex::new(Cluster(()))
-    });
-    cluster.lock().unwrap_or_else(PoisonError::into_inner)
+    let cluster = CLUSTER.get_or_init(|| Mutex::new(Cluster::with_sublet(unit)));
+    let cluster = cluster.lock().unwrap_or_else(PoisonError::into_inner);
+    // Of a test that failed.
+    cluster.done("login", &["scancel", "--user", TESTER]);
+    cluster.done("login", &["scancel", "--user", OTHER]);
+    cluster
 }
 
 /// Whether the Debian with Slurm is missing here; says so.
+#[must_use]
 pub fn skip_unless_slurm() -> bool {
-    let missing = !Path::new("/usr/sbin/slurmctld").exists() || !Path::new("/sys/fs/cgroup/freezer").exists();
+    let missing = !Path::new("/usr/sbin/slurmctld").exists();
     if missing {
-        eprintln!("skipped: needs Slurm and cgroup v1 in tests/engines/enter (make test-slurm)");
+        eprintln!("skipped: needs Slurm (make test-slurm)");
     }
     missing
 }
 
-fn checkout() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
-
-fn start(unit: &str) {
-    let each = if unit == "mps" { 100 } else { 8 };
-    let lines = (0..4).map(|gpu| format!("\nName={unit} Count={each} File=/dev/nvidia{gpu}"));
-    let gres = format!("Name=gpu File=/dev/nvidia[0-3]{}", lines.collect::<String>());
-    let programs = [
-        "Prolog=/usr/libexec/sublet/slurm/prolog",
-        "TaskProlog=/usr/libexec/sublet/slurm/task-prolog",
-        "Epilog=/usr/libexec/sublet/slurm/epilog",
-    ];
-    let mut child = Command::new(checkout().join("tests/slurm/cluster"))
-        .args(["sh", "-c", "echo up; exec sleep infinity"])
-        .env("SUBLET_BIN_DIR", bin_dir().canonicalize().expect("the programs under test"))
-        .env("AT_NODE", checkout().join("tests/slurm/prepare"))
-        .envs([
-            ("GRES", gres),
-            ("NODE_GRES", format!("gpu:4,{unit}:{}", each * 4)),
-            ("CONF", programs.join("\n")),
-        ])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("tests/slurm/cluster");
-    let mut lines = BufReader::new(child.stdout.take().expect("its output")).lines();
-    let up = lines.any(|line| line.expect("text") == "up");
-    assert!(up, "the cluster does not come up: {:?}", child.wait());
-}
-
 impl Cluster {
-    /// A program of `uid`, on the machine from which jobs are submitted.
+    /// A cluster whose jobs have shares by sublet's prolog, task prolog and epilog.
     #[must_use]
-    pub fn command(&self, uid: u32, words: &[&str]) -> Command {
-        let mut command = Command::new("timeout");
-        command.arg("60").args(words).uid(uid).gid(uid).current_dir("/tmp").stdin(Stdio::null());
-        command.env_clear().envs([
-            ("PATH", "/usr/bin:/usr/sbin:/bin"),
-            ("HOME", "/tmp"),
-            ("LC_ALL", "C.UTF-8"),
-        ]);
-        // Where the nodes have the driver's libraries.
-        command.env("LD_LIBRARY_PATH", "/run/sim/usr/lib/x86_64-linux-gnu");
+    pub fn with_sublet(unit: &str) -> Self {
+        let each = if unit == "mps" { 100 } else { SHARDS };
+        let lines: Vec<String> =
+            (0..4).map(|gpu| format!("Name={unit} Count={each} File=/dev/nvidia{gpu}")).collect();
+        let programs = [("Prolog", "prolog"), ("TaskProlog", "task-prolog"), ("Epilog", "epilog")]
+            .map(|(key, program)| format!("{key}=/usr/libexec/sublet/slurm/{program}"));
+        Self::up(&format!("gpu:4,{unit}:{}", each * 4), &lines.join("\n"), &programs.join("\n"))
+    }
+
+    /// A cluster of two nodes with four GPUs each. `nodes` is what the nodes have, as in slurm.conf
+    /// (`gpu:4,shard:16`), `gres` the lines of gres.conf beside that for `gpu`, and `slurm` lines for slurm.conf.
+    #[must_use]
+    pub fn up(nodes: &str, gres: &str, slurm: &str) -> Self {
+        let dir = tempfile::Builder::new().prefix("slurm").tempdir_in("/var/tmp").expect("a directory");
+        let cluster = Self { dir };
+        let setup = cluster.shared().join("setup");
+        let script = format!(
+            "mkdir -m 1777 \"$1/work\"\ncd \"$1/etc\" || exit\nsed -i 's/Gres=[^ ]*/Gres={nodes}/' nodes.conf\n\
+             cat >>gres.conf <<'END'\n{gres}\nEND\ncat >>slurm.conf <<'END'\n{slurm}\nEND\n"
+        );
+        crate::programs::script(&setup, &script);
+        let mut up = cluster.script("up");
+        let up = up.env("SLURM_SETUP", &setup).output().expect("it runs");
+        assert!(up.status.success(), "tests/slurm/nodes up: {up:?}");
+        cluster
+    }
+
+    /// A directory that all nodes see at the same path, as they do /home.
+    #[must_use]
+    pub fn shared(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// The users' working directory, in which they may write.
+    #[must_use]
+    pub fn work(&self) -> PathBuf {
+        self.shared().join("work")
+    }
+
+    /// What a job wrote there.
+    #[must_use]
+    pub fn written(&self, name: &str) -> String {
+        std::fs::read_to_string(self.work().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    fn script(&self, verb: &str) -> Command {
+        let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../slurm/nodes");
+        let mut command = Command::new(script.canonicalize().expect("the script"));
+        command.arg(verb).arg(self.shared()).current_dir(self.shared()).stdin(Stdio::null());
+        command.env("SUBLET_BIN_DIR", bin_dir());
         command
     }
 
-    /// Runs it to its end.
+    /// A command in a node, or in `login`, as root.
     #[must_use]
-    pub fn run(&self, uid: u32, words: &[&str]) -> Finished {
-        Finished::of(&self.command(uid, words).output().expect("it runs"))
+    pub fn command(&self, node: &str, args: &[&str]) -> Command {
+        let mut command = self.script("on");
+        command.arg(node).args(args);
+        command
     }
 
-    /// `srun` on node n1 as the tester, with `script` for a shell.
+    /// Runs it.
+    #[must_use]
+    pub fn on(&self, node: &str, args: &[&str]) -> Finished {
+        Finished::of(&self.command(node, args).output().expect("it runs"))
+    }
+
+    /// [`Self::on`], which must succeed; its standard output.
+    #[allow(clippy::must_use_candidate, reason = "often only done")]
+    pub fn done(&self, node: &str, args: &[&str]) -> String {
+        let finished = self.on(node, args);
+        assert!(finished.ok, "{args:?} on {node}: {finished:?}");
+        finished.stdout
+    }
+
+    /// A command of a user in the login node, such as `srun`, for at most a minute.
+    fn command_by(&self, user: &str, args: &[&str]) -> Command {
+        let mut command =
+            self.command("login", &[&["timeout", "60", "runuser", "-u", user, "--"], args].concat());
+        if self.work().exists() {
+            command.current_dir(self.work());
+        }
+        command
+    }
+
+    /// Runs it.
+    #[must_use]
+    pub fn by(&self, user: &str, args: &[&str]) -> Finished {
+        Finished::of(&self.command_by(user, args).output().expect("it runs"))
+    }
+
+    /// [`Self::by`] in the background.
+    #[must_use]
+    pub fn spawn(&self, user: &str, args: &[&str]) -> Child {
+        let mut command = self.command_by(user, args);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts")
+    }
+
+    /// `srun` of the tester on node n1, with `script` for a shell.
     #[must_use]
     pub fn srun(&self, gres: &str, script: &str) -> Finished {
-        let mut words = vec!["srun", "--quiet", "--nodelist=n1"];
         let gres = format!("--gres={gres}");
-        words.extend((gres != "--gres=").then_some(gres.as_str()));
-        words.extend(["bash", "-c", script]);
-        self.run(TESTER, &words)
+        let gres: &[&str] = if gres == "--gres=" { &[] } else { &[&gres] };
+        let words = [&["srun", "--quiet", "--nodelist=n1"], gres, &["bash", "-c", script]].concat();
+        self.by(TESTER, &words)
     }
 
     /// The id of the job that `sbatch` with these options submits, which runs `script`.
     #[must_use]
-    pub fn sbatch(&self, uid: u32, options: &[&str], script: &str) -> String {
-        let mut words = vec!["sbatch", "--parsable", "--output=/tmp/job-%j.out"];
-        words.extend(options);
+    pub fn sbatch(&self, user: &str, options: &[&str], script: &str) -> String {
         let wrapped = format!("--wrap={script}");
-        words.push(&wrapped);
-        let done = self.run(uid, &words);
+        let words = [&["sbatch", "--parsable", "--output=job-%j.out"], options, &[&wrapped]].concat();
+        let done = self.by(user, &words);
         assert!(done.ok, "{done:?}");
         done.stdout.trim().to_owned()
     }
 
-    /// Runs a program as root in the namespaces of `node`.
-    #[must_use]
-    pub fn on(&self, node: &str, words: &[&str]) -> Finished {
-        let shim = std::fs::read_to_string(format!("{LOGS}/{node}.pid")).expect("the node's pid");
-        // Its parent is outside of the node's PID namespace.
-        let below = Command::new("pgrep").args(["--parent", shim.trim()]).output().expect("pgrep");
-        let first = String::from_utf8_lossy(&below.stdout).split_whitespace().next().map(str::to_owned);
-        let first = first.expect("the node's first process");
-        let mut command = Command::new("nsenter");
-        command.args(["--all", "--target", &first]).args(words).stdin(Stdio::null());
-        Finished::of(&command.output().expect("nsenter"))
+    /// `lose`, `boot`, `start` of a node, as tests/slurm/nodes has them.
+    pub fn tell(&self, verb: &str, node: &str) {
+        let output = self.script(verb).arg(node).output().expect("it runs");
+        assert!(output.status.success(), "{verb} {node}: {output:?}");
+    }
+
+    /// SIGKILL for `slurmd`, `slurmctld` or `sublet`.
+    pub fn kill(&self, node: &str, daemon: &str) {
+        let output = self.script("kill").args([node, daemon]).output().expect("it runs");
+        assert!(output.status.success(), "kill {daemon} on {node}: {output:?}");
     }
 
     /// `sublet status` of a node.
     #[must_use]
     pub fn status(&self, node: &str) -> Value {
-        let done = self.on(node, &["sublet", "status", "--format", "json"]);
-        assert!(done.ok, "{done:?}");
-        serde_json::from_str(&done.stdout).expect("JSON")
+        serde_json::from_str(&self.done(node, &["sublet", "status", "--format", "json"])).expect("JSON")
     }
 
     /// The leases on a node.
@@ -149,21 +193,38 @@ impl Cluster {
     /// The state of a job, as `squeue` calls it.
     #[must_use]
     pub fn state(&self, job: &str) -> String {
-        let done = self.run(TESTER, &["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job]);
-        done.stdout.trim().to_owned()
+        let words = ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job];
+        self.on("login", &words).stdout.trim().to_owned()
     }
 
-    /// Checks that no job, lease or record is left, and that both nodes take jobs.
+    /// Waits until no job is there, not even one that Slurm is completing.
+    pub fn assert_no_jobs(&self) {
+        let queue = || self.done("login", &["squeue", "--noheader"]);
+        assert!(eventually(|| queue().is_empty()), "jobs are left: {}", queue());
+    }
+
+    /// The nodes' states, as `n1 idle`, with Slurm's reason if it has one.
+    #[must_use]
+    pub fn nodes(&self) -> Vec<String> {
+        let text = self.done("login", &["sinfo", "--noheader", "-N", "-o", "%N %T %E"]);
+        text.lines().map(|line| line.trim_end_matches(" none").trim().to_owned()).collect()
+    }
+
+    /// Checks that no job, lease, record or directory of a job is left, and that both nodes take jobs.
     pub fn assert_empty(&self) {
-        let idle = || {
-            let states = self.run(TESTER, &["sinfo", "--noheader", "--Node", "--format=%T"]).stdout;
-            states.split_whitespace().eq(["idle", "idle"])
-        };
-        assert!(eventually(idle), "{:?}", self.run(TESTER, &["sinfo", "--Node", "--long"]));
+        self.assert_no_jobs();
+        let idle = || self.nodes().iter().all(|node| node[2..].starts_with(" idle"));
+        assert!(eventually(idle), "{:?}", self.nodes());
         for node in ["n1", "n2"] {
             assert!(eventually(|| self.leases(node).is_empty()), "{node}: {:?}", self.leases(node));
-            let records = self.on(node, &["find", "/run/sublet/slurm", "-type", "f"]).stdout;
-            assert_eq!(records, "", "{node}");
+            let records = || self.on(node, &["find", "/run/sublet/slurm", "-mindepth", "1"]).stdout;
+            assert!(eventually(|| records().is_empty()), "{node}: {}", records());
         }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        let _ = self.script("down").output();
     }
 }
