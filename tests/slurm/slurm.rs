@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 use sublet_e2e::eventually;
+use sublet_e2e::guarded::{LEAVE, SPOIL};
 use sublet_e2e::slurm::{Cluster, OTHER, TESTER, cluster, skip_unless_slurm};
 
 /// Of 143,771 MiB of a GPU, what may be booked less an MPS server's own: an eighth of it, and two.
@@ -209,6 +210,22 @@ fn an_annotation_narrows_the_share_and_never_widens_it() {
 }
 
 #[test]
+fn a_job_that_leaves_its_limits_is_ended_by_the_guard() {
+    if skip_unless_slurm() {
+        return;
+    }
+    let cluster = cluster("shard");
+    for (stray, how, offence) in [(SPOIL, "alloc 52000 600", "memory"), (LEAVE, "hold 600", "bypass")] {
+        let done = cluster.srun("shard:1", &format!("{stray} cuda-probe {how}; echo status $?"));
+        assert!(done.ok, "{done:?}");
+        assert!(["status 137", "status 143"].iter().any(|end| done.stdout.contains(end)), "{}", done.stdout);
+        let told = cluster.done("n1", &["sublet", "events", "--filter", "kind=guard", "--format", "json"]);
+        assert!(told.contains(&format!(r#""reason":"{offence}","action":"terminate""#)), "{told}");
+        cluster.assert_empty();
+    }
+}
+
+#[test]
 fn outside_a_job_the_share_of_a_job_is_none() {
     if skip_unless_slurm() {
         return;
@@ -248,10 +265,16 @@ fn forty_jobs_share_two_nodes_and_none_is_over_committed() {
                 );
             }
         }
-        jobs.iter().all(|(job, _)| cluster.state(job) == "COMPLETED")
+        jobs.iter().all(|(job, _)| matches!(cluster.state(job).as_str(), "COMPLETED" | "FAILED"))
     };
     assert!(eventually(done), "{}", cluster.by(TESTER, &["squeue"]).stdout);
     for (job, gres) in &jobs {
+        if cluster.state(job) == "FAILED" {
+            assert!(*gres == "gpu:1" && cluster.gives_shared_gpus(), "{job} {gres}");
+            let told = cluster.written(&format!("job-{job}.out"));
+            assert!(told.contains("sublet: ") && told.contains("exclusive"), "{told}");
+            continue;
+        }
         let text = cluster.written(&format!("info-{job}"));
         assert_eq!(
             (&info(&text)["error"], &info(&text)["mps"]),
@@ -301,7 +324,8 @@ fn a_job_outlives_slurmd_and_its_lease_ends_with_it() {
     assert!(cluster.on("n1", &["sublet", "gc"]).ok);
     assert_eq!(cluster.leases("n1").len(), 1, "the job runs");
     // Neither slurmd nor the epilog sees its end.
-    let kill = "find /sys/fs/cgroup -path '*/job_*/cgroup.procs' -exec cat {} + | sort -u | xargs kill -KILL || :";
+    let kill =
+        "find /sys/fs/cgroup -path '*/job_*/cgroup.procs' -exec cat {} + | sort -u | xargs kill -KILL || :";
     cluster.done("n1", &["sh", "-c", kill]);
     assert!(eventually(|| cluster.leases("n1").is_empty()), "no command of Slurm's was needed");
     cluster.tell("start", "n1");

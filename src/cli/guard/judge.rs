@@ -161,7 +161,8 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         .filter(|lease| lease.daemon.is_some() && lease.devices.contains(&look.device))
         .filter(|lease| !ledger.is_booked_with_job(lease))
         .collect();
-    let clients = |lease| with_containers(lease, look, ledger).into_iter().filter(|holder| holder.is_client);
+    let clients =
+        |lease: &Lease| with_containers(lease, look, ledger).into_iter().filter(|holder| holder.is_client);
     let connected = |lease: &Lease| clients(lease).count();
     let all = look.holders.iter().filter(|holder| holder.is_client).count();
     let booked: usize = leases.iter().map(|lease| places(lease).saturating_sub(connected(lease))).sum();

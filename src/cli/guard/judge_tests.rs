@@ -263,9 +263,8 @@ fn of_ten_thousand_processes_each_is_judged_once() {
 
 #[test]
 fn a_job_and_its_containers_share_what_the_job_has() {
-    let slurm = |step: Option<&str>| {
-        Some(Job { id: 7, step: step.map(str::to_owned), uid: 1000, cgroup_inode: 1 })
-    };
+    let slurm =
+        |step: Option<&str>| Some(Job { id: 7, step: step.map(str::to_owned), uid: 1000, cgroup_inode: 1 });
     let job = Lease { job: slurm(None), ..shared(1) };
     let within = Lease { job: slurm(Some("0")), within: Some(job.id.clone()), ..shared(2) };
     let ledger = ledger(vec![job.clone(), within.clone()]);

@@ -197,6 +197,12 @@ impl Cluster {
         self.on("login", &words).stdout.trim().to_owned()
     }
 
+    /// Whether this Slurm gives a job that wants a whole GPU one that shards or mps jobs are on, as 22.05 does.
+    #[must_use]
+    pub fn gives_shared_gpus(&self) -> bool {
+        self.done("login", &["sinfo", "--version"]).contains(" 22.05")
+    }
+
     /// Waits until no job is there, not even one that Slurm is completing.
     pub fn assert_no_jobs(&self) {
         let queue = || self.done("login", &["squeue", "--noheader"]);
