@@ -57,10 +57,10 @@ fn has_cgroup(lease: &Lease, process: &GpuProcess) -> bool {
 }
 
 /// The paths that /proc/PID/cgroup may show for the cgroup directory `dir`: below the mount of cgroup v2, of v2 beside
-/// v1, or of the v1 hierarchies that a record names ([`super::Init::cgroup`]). Never a root, because every process is
+/// v1, or of the v1 hierarchies that a record names ([`super::Init::cgroup`]; the last three for jobs of Slurm's). Never a root, because every process is
 /// in it.
 fn within_hierarchy(dir: &Path) -> impl Iterator<Item = std::path::PathBuf> {
-    ["devices", "pids", "systemd", "unified", ""]
+    ["devices", "pids", "systemd", "unified", "freezer", "cpuset", "memory", ""]
         .into_iter()
         .filter_map(move |hierarchy| dir.strip_prefix(Path::new("/sys/fs/cgroup").join(hierarchy)).ok())
         .filter(|below| !below.as_os_str().is_empty())
