@@ -81,7 +81,11 @@ fn prolog(config: &Config) -> anyhow::Result<()> {
     }
     let (job, uid) = (variable("SLURM_JOB_ID")?, variable("SLURM_JOB_UID")?);
     let share = share_of(job, config).map_err(|error| super::tables::chain(&error));
-    JobRecord::new(job, uid, share).write(&config.state_dir).context("the job cannot be noted")
+    JobRecord::new(job, uid, cluster(), share).write(&config.state_dir).context("the job cannot be noted")
+}
+
+fn cluster() -> Option<String> {
+    std::env::var("SLURM_CLUSTER_NAME").ok()
 }
 
 fn share_of(job: u64, config: &Config) -> anyhow::Result<Option<JobShare>> {
@@ -135,7 +139,7 @@ fn epilog(config: &Config) -> anyhow::Result<()> {
         bail!("the epilog is for slurmd, which runs it as root");
     }
     let job: u64 = variable("SLURM_JOB_ID")?;
-    JobRecord::remove(&config.state_dir, job).context("the job's record cannot be removed")?;
+    JobRecord::remove(&config.state_dir, job, cluster().as_deref()).context("the job's record cannot be removed")?;
     let done = Local::new(config).end_job(job)?;
     for lease in done {
         println!("Freed lease {lease} of job {job}.");
