@@ -28,6 +28,7 @@ const CHECKS: [&str; 27] = [
     "runtimes",
     "docker",
     "swarm",
+    "slurm",
     "podman",
     "hook-files",
     "cgroup",

@@ -139,7 +139,8 @@ fn epilog(config: &Config) -> anyhow::Result<()> {
         bail!("the epilog is for slurmd, which runs it as root");
     }
     let job: u64 = variable("SLURM_JOB_ID")?;
-    JobRecord::remove(&config.state_dir, job, cluster().as_deref()).context("the job's record cannot be removed")?;
+    JobRecord::remove(&config.state_dir, job, cluster().as_deref())
+        .context("the job's record cannot be removed")?;
     let done = Local::new(config).end_job(job)?;
     for lease in done {
         println!("Freed lease {lease} of job {job}.");

@@ -72,12 +72,7 @@ pub enum RecordError {
 impl JobRecord {
     /// The record of `job` of user `uid`, in `cluster` if that is known.
     #[must_use]
-    pub fn new(
-        job: u64,
-        uid: u32,
-        cluster: Option<String>,
-        share: Result<Option<JobShare>, String>,
-    ) -> Self {
+    pub fn new(job: u64, uid: u32, cluster: Option<String>, share: Result<Option<JobShare>, String>) -> Self {
         let (share, problem) = match share {
             Ok(share) => (share, None),
             Err(problem) => (None, Some(problem)),
