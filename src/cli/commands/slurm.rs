@@ -19,6 +19,25 @@ use sublet_core::text::safe;
 /// The longest time that `scontrol` may take. slurmctld answers in milliseconds, or not at all.
 const SCONTROL: Duration = Duration::from_secs(10);
 
+/// The age of records whose jobs are looked after: those of running jobs mostly have processes by then.
+const FORGOTTEN: Duration = Duration::from_secs(60 * 60);
+
+/// How many jobs one epilog asks slurmctld for.
+const MOST_ASKED: usize = 4;
+
+/// States in which a job has ended for good (squeue(1)).
+const ENDED: [&str; 9] = [
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+];
+
 /// Subcommands of `sublet slurm`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
@@ -145,7 +164,40 @@ fn epilog(config: &Config) -> anyhow::Result<()> {
     for lease in done {
         println!("Freed lease {lease} of job {job}.");
     }
+    forget_ended(config).context("records of jobs that have ended")
+}
+
+/// Removes records of jobs whose epilog never ran, because it was killed or slurmd was not there.
+/// slurmctld is asked for jobs without a process only: there may be one that has not started yet.
+fn forget_ended(config: &Config) -> anyhow::Result<()> {
+    let Some(cluster) = cluster() else { return Ok(()) };
+    let old = JobRecord::older_than(FORGOTTEN, &config.state_dir)?;
+    if old.is_empty() {
+        return Ok(());
+    }
+    let live = JobCgroup::jobs()?;
+    let is_left =
+        |record: &&JobRecord| record.cluster.as_deref() == Some(&cluster) && !live.contains(&record.job);
+    for record in old.iter().filter(is_left).take(MOST_ASKED) {
+        if has_ended(record.job)? {
+            JobRecord::remove(&config.state_dir, record.job, Some(&cluster))?;
+            println!("Removed the record of job {}, whose epilog did not run.", record.job);
+        }
+    }
     Ok(())
+}
+
+/// Whether slurmctld says that a job has ended, or that it knows of none.
+fn has_ended(job: u64) -> anyhow::Result<bool> {
+    let shown = match scontrol(&["show", "job", &job.to_string()]) {
+        Ok(shown) => of_job(&shown, job),
+        Err(error) => {
+            let is_unknown = error.to_string().contains("Invalid job id");
+            return if is_unknown { Ok(true) } else { Err(error) };
+        }
+    };
+    let state = shown.split_whitespace().find_map(|word| word.strip_prefix("JobState="));
+    Ok(state.is_some_and(|state| ENDED.contains(&state)))
 }
 
 /// Prints what slurmstepd sets in the task's environment, or for its user why there is no share.

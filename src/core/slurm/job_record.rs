@@ -4,6 +4,7 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -147,6 +148,20 @@ impl JobRecord {
         }
     }
 
+    /// Every record that can be read and was written at least `age` ago.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn older_than(age: Duration, state_dir: &Path) -> io::Result<Vec<Self>> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir(directory(state_dir))?.filter_map(Result::ok) {
+            let job = entry.file_name().to_str().and_then(|name| name.strip_suffix(".json")?.parse().ok());
+            let is_old = entry.metadata()?.modified()?.elapsed().is_ok_and(|passed| passed >= age);
+            found.extend(job.filter(|_| is_old).and_then(|job| Self::read(state_dir, job).ok()));
+        }
+        Ok(found)
+    }
+
     /// Whether the prolog has run on this node since boot: whether Slurm's jobs are bounded here.
     #[must_use]
     pub fn are_kept(state_dir: &Path) -> bool {
@@ -186,6 +201,9 @@ mod tests {
             assert_eq!(JobRecord::read(dir.path(), 7).unwrap(), record);
         }
         assert!(JobRecord::are_kept(dir.path()));
+        let old = |age| JobRecord::older_than(Duration::from_secs(age), dir.path()).unwrap().len();
+        fs::write(directory(dir.path()).join("x.json"), "{}").unwrap();
+        assert_eq!((old(0), old(60)), (1, 0));
         JobRecord::remove(dir.path(), 7, Some("test")).unwrap();
         JobRecord::remove(dir.path(), 7, Some("test")).unwrap();
         assert!(matches!(JobRecord::read(dir.path(), 7), Err(RecordError::Missing(7))));

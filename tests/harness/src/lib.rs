@@ -24,6 +24,7 @@ mod refused;
 mod rootfs;
 pub mod rootless;
 pub mod slurm;
+pub mod slurm_nodes;
 mod stopping;
 pub mod swarm;
 pub mod terminal;
