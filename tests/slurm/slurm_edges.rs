@@ -153,7 +153,8 @@ fn outside(cluster: &Cluster, annotations: &str) -> Finished {
         "rm -rf /root/outside; mkdir -p /root/outside/rootfs/bin; cd /root/outside; cp /bin/busybox rootfs/bin/sh; \
          runc spec; sed -i 's/\"terminal\": true/\"terminal\": false/; s|\"ociVersion\"|\"annotations\": {annotations}, &|; \
          s|^\\t\\t\\t\"sh\"$|\"sh\", \"-c\", \"sleep 600\"|' config.json; \
-         sublet-runtime --root /run/outside run --detach outside </dev/null"
+         sublet-runtime --root /run/outside run --detach outside </dev/null >/run/out 2>&1 || \
+         {{ cat /run/out >&2; exit 1; }}"
     );
     cluster.on("n1", &["bash", "-ec", &script])
 }
@@ -169,7 +170,6 @@ fn a_container_outside_of_slurm_and_a_job_never_have_one_gpu_beyond_its_shares()
     assert!(first.ok, "{first:?}");
     for gres in ["shard:1", "gpu:1"] {
         let refused = srun(&cluster, gres, "echo started");
-        eprintln!("{gres}: {refused:?}");
         assert!(!refused.ok && !refused.stdout.contains("started"), "{refused:?}");
         assert!(refused.stdout.contains("sublet: ") && refused.stdout.contains("outside"), "{refused:?}");
     }
@@ -178,7 +178,6 @@ fn a_container_outside_of_slurm_and_a_job_never_have_one_gpu_beyond_its_shares()
     let job = hold(&cluster, "gpu:1");
     for annotations in [alone, r#"{"sublet.sm": "10", "sublet.gpu": "0"}"#] {
         let refused = outside(&cluster, annotations);
-        eprintln!("{refused:?}");
         assert!(!refused.ok && refused.stderr.contains(&format!("slurm-{job}")), "{refused:?}");
     }
     cancel(&cluster, &job);
@@ -227,7 +226,7 @@ fn no_task_runs_without_sublet_or_with_one_that_knows_no_slurm() {
     on(&format!("mv /root/prolog {programs}"));
     on("pkill --exact --full 'sublet serve'");
     refused("idle", "sublet: sublet serve is not running");
-    let plain = srun(&cluster, "", "echo started");
+    let plain = srun(&cluster, "none", "echo started");
     assert_eq!(plain.stdout, "started\n", "a job without a GPU needs no service: {plain:?}");
     serve(&cluster);
     assert!(srun(&cluster, "shard:1", "echo started").ok);
@@ -250,4 +249,26 @@ fn a_user_can_neither_forge_nor_remove_a_record() {
     assert!(lines[1].contains(r#""uid":1000,"cluster":"test","share":{"#), "{done:?}");
     assert!(done.stderr.contains("slurmd, which runs it as root"), "{done:?}");
     assert_empty(&cluster);
+}
+
+#[test]
+fn doctor_asks_slurm_and_says_what_does_not_fit() {
+    if skip_unless_root() {
+        return;
+    }
+    let cluster = cluster();
+    let check = || {
+        // Its exit code is that of other checks, too.
+        let text = cluster.on("n1", &["sublet", "doctor", "--format", "json"]).stdout;
+        let document: Value = serde_json::from_str(&text).expect("JSON");
+        let all = document["checks"].as_array().expect("checks");
+        all.iter().find(|check| check["check"] == "slurm").expect("this check").to_string()
+    };
+    let good = check();
+    assert!(good.contains(r#""result":"pass""#) && good.contains("gpu:4,shard:32"), "{good}");
+    cluster.done("n1", &["rm", "/usr/libexec/sublet/slurm/epilog"]);
+    let missing = check();
+    assert!(missing.contains(r#""result":"fail""#) && missing.contains("is not on this node"), "{missing}");
+    cluster.kill("login", "slurmctld");
+    assert!(check().contains("slurmctld could not be asked"), "{}", check());
 }
