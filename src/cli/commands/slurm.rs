@@ -231,7 +231,7 @@ fn environment(config: &Config) -> anyhow::Result<String> {
     }
 }
 
-/// `unset` and `export` lines (slurm.conf(5), TaskProlog).
+/// `unset` and `export` lines (slurm.conf(5), `TaskProlog`).
 fn lines(given: &JobEnvironment) -> String {
     let stray = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).filter(|name| {
         let ours = given.remove_prefixes.iter().any(|prefix| name.starts_with(prefix));

@@ -42,7 +42,7 @@ pub(super) fn jobs(host: &Host<'_>) -> Outcome {
             problems.extend(unused(&node));
             problems
         }
-        Err(none) => vec![none],
+        Err(unbounded) => vec![unbounded],
     };
     let words = |of: fn(&Problem) -> &String| problems.iter().map(of).cloned().collect::<Vec<_>>().join("; ");
     match problems.iter().map(|problem| problem.0).max() {
@@ -256,6 +256,9 @@ mod tests {
     const OLD: [&str; 2] =
         [include_str!("slurm_samples/config-22.05.txt"), include_str!("slurm_samples/node-22.05.txt")];
 
+    const PROLOG: &str = "/usr/libexec/sublet/slurm/prolog";
+    const OPEN: &str = "ConstrainDevices        = ";
+
     /// What scontrol answers, with `from` replaced by `to`.
     fn answer(argv: &[&str], [config, node]: [&str; 2], from: &str, to: &str) -> Option<String> {
         let text = match argv {
@@ -266,6 +269,10 @@ mod tests {
         };
         assert!([config, node].concat().contains(from), "{from}");
         Some(text.replace(from, to))
+    }
+
+    fn none(argv: &[&str]) -> Option<String> {
+        answer(argv, NEW, "= /usr/libexec/sublet/slurm/", "= (null)\nx = ")
     }
 
     /// A host with four GPUs, four shards each, and the programs that the package has.
@@ -320,7 +327,6 @@ mod tests {
     fn programs_that_are_not_sublets_are_told() {
         let fake = fake();
         let said = |outcome, verdict| told(outcome, verdict).0;
-        const PROLOG: &str = "/usr/libexec/sublet/slurm/prolog";
         assert_eq!(
             said(
                 changed!(
@@ -347,9 +353,6 @@ mod tests {
         let (found, fix) = told(changed!(&fake, "/usr/libexec/sublet/slurm/", "/etc/p.d/1"), Fail);
         assert!(found.contains("/etc/p.d/1epilog, is not on this node"), "{found}");
         assert!(fix.contains("install the package"), "{fix}");
-        fn none(argv: &[&str]) -> Option<String> {
-            answer(argv, NEW, "= /usr/libexec/sublet/slurm/", "= (null)\nx = ")
-        }
         assert!(said(with(&fake, none), Warn).contains("do not run sublet's"));
     }
 
@@ -364,7 +367,6 @@ mod tests {
                 .0
                 .contains("tasks are refused")
         );
-        const OPEN: &str = "ConstrainDevices        = ";
         assert!(told(changed!(&fake, OPEN, "ConstrainDevices = no"), Warn).0.contains("may open every GPU"));
         let down = told(
             changed!(&fake, "State=IDLE", "State=IDLE+DRAIN Reason=x\n   Reason=Prolog error [root@now]\n"),
