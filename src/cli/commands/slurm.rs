@@ -19,6 +19,25 @@ use sublet_core::text::safe;
 /// The longest time that `scontrol` may take. slurmctld answers in milliseconds, or not at all.
 const SCONTROL: Duration = Duration::from_secs(10);
 
+/// The age of records whose jobs are looked after: those of running jobs mostly have processes by then.
+const FORGOTTEN: Duration = Duration::from_secs(60 * 60);
+
+/// How many jobs one epilog asks slurmctld for.
+const MOST_ASKED: usize = 4;
+
+/// States in which a job has ended for good (squeue(1)).
+const ENDED: [&str; 9] = [
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+];
+
 /// Subcommands of `sublet slurm`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
@@ -31,11 +50,11 @@ pub enum Command {
         #[arg(long)]
         node: Option<String>,
     },
-    /// Note what a job got; slurm.conf, Prolog=. Exit code 0 whatever happens: another would drain the node
+    /// Note what a job got: `Prolog=` of slurm.conf. Exit code 0 whatever happens: another would drain the node
     Prolog,
-    /// Print the environment of a job's task; slurm.conf, TaskProlog=. Exit code 1, and the task fails, if there is no room
+    /// Print the environment of a job's task: `TaskProlog=` of slurm.conf. Exit code 1, and the task fails, without room
     TaskProlog,
-    /// Free what a job held; slurm.conf, Epilog=. Exit code 0 whatever happens
+    /// Free what a job held: `Epilog=` of slurm.conf. Exit code 0 whatever happens
     Epilog,
 }
 
@@ -81,8 +100,12 @@ fn prolog(config: &Config) -> anyhow::Result<()> {
     }
     let (job, uid) = (variable("SLURM_JOB_ID")?, variable("SLURM_JOB_UID")?);
     let share = share_of(job, config).map_err(|error| super::tables::chain(&error));
-    JobRecord::new(job, uid, share).write(&config.state_dir).context("the job cannot be noted")?;
+    JobRecord::new(job, uid, cluster(), share).write(&config.state_dir).context("the job cannot be noted")?;
     JobDirectory::of(&config.state_dir, job).make(uid).context("the job gets no directory for its containers")
+}
+
+fn cluster() -> Option<String> {
+    std::env::var("SLURM_CLUSTER_NAME").ok()
 }
 
 fn share_of(job: u64, config: &Config) -> anyhow::Result<Option<JobShare>> {
@@ -136,12 +159,46 @@ fn epilog(config: &Config) -> anyhow::Result<()> {
         bail!("the epilog is for slurmd, which runs it as root");
     }
     let job: u64 = variable("SLURM_JOB_ID")?;
-    JobRecord::remove(&config.state_dir, job).context("the job's record cannot be removed")?;
+    JobRecord::remove(&config.state_dir, job, cluster().as_deref())
+        .context("the job's record cannot be removed")?;
     let done = Local::new(config).end_job(job)?;
     for lease in done {
         println!("Freed lease {lease} of job {job}.");
     }
-    JobDirectory::of(&config.state_dir, job).remove().context("the job's directory cannot be removed")
+    forget_ended(config).context("records of jobs that have ended")
+}
+
+/// Removes records of jobs whose epilog never ran, because it was killed or slurmd was not there.
+/// slurmctld is asked for jobs without a process only: there may be one that has not started yet.
+fn forget_ended(config: &Config) -> anyhow::Result<()> {
+    let Some(cluster) = cluster() else { return Ok(()) };
+    let old = JobRecord::older_than(FORGOTTEN, &config.state_dir)?;
+    if old.is_empty() {
+        return Ok(());
+    }
+    let live = JobCgroup::jobs()?;
+    let is_left =
+        |record: &&JobRecord| record.cluster.as_deref() == Some(&cluster) && !live.contains(&record.job);
+    for record in old.iter().filter(is_left).take(MOST_ASKED) {
+        if has_ended(record.job)? {
+            JobRecord::remove(&config.state_dir, record.job, Some(&cluster))?;
+            println!("Removed the record of job {}, whose epilog did not run.", record.job);
+        }
+    }
+    Ok(())
+}
+
+/// Whether slurmctld says that a job has ended, or that it knows of none.
+fn has_ended(job: u64) -> anyhow::Result<bool> {
+    let shown = match scontrol(&["show", "job", &job.to_string()]) {
+        Ok(shown) => of_job(&shown, job),
+        Err(error) => {
+            let is_unknown = error.to_string().contains("Invalid job id");
+            return if is_unknown { Ok(true) } else { Err(error) };
+        }
+    };
+    let state = shown.split_whitespace().find_map(|word| word.strip_prefix("JobState="));
+    Ok(state.is_some_and(|state| ENDED.contains(&state)))
 }
 
 /// Prints what slurmstepd sets in the task's environment, or for its user why there is no share.
@@ -175,7 +232,7 @@ fn environment(config: &Config) -> anyhow::Result<String> {
     }
 }
 
-/// `unset` and `export` lines (slurm.conf(5), TaskProlog).
+/// `unset` and `export` lines (slurm.conf(5), `TaskProlog`).
 fn lines(given: &JobEnvironment) -> String {
     let stray = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).filter(|name| {
         let ours = given.remove_prefixes.iter().any(|prefix| name.starts_with(prefix));

@@ -101,7 +101,7 @@ struct Share {
 /// `IDX:0-1,3`, or `7/8,0/8` with a part for each GPU. `all` is the sum. Without parts it is that of a single GPU.
 fn shares(place: &str, all: u32) -> Option<Vec<Share>> {
     if let Some(list) = place.strip_prefix("IDX:") {
-        let gpus = numbers(list)?;
+        let gpus = gpus_of(list)?;
         return Some(gpus.into_iter().map(|gpu| Share { gpu, part: all, of: None }).collect());
     }
     let parts = (0..).zip(place.split(',')).map(|(gpu, part)| {
@@ -114,9 +114,9 @@ fn shares(place: &str, all: u32) -> Option<Vec<Share>> {
 }
 
 /// `0-1,3`
-fn numbers(list: &str) -> Option<Vec<u32>> {
+fn gpus_of(text: &str) -> Option<Vec<u32>> {
     let mut all = Vec::new();
-    for range in list.split(',') {
+    for range in text.split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
         // No host has more, and a range of billions would take all memory.

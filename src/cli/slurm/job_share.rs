@@ -12,7 +12,7 @@ use sublet_core::slurm::JobShare;
 ///
 /// # Errors
 /// A GPU is in MIG mode: Slurm counts its instances.
-pub(super) fn in_order(inventory: &Inventory) -> Result<Vec<&Device>, String> {
+pub fn in_order(inventory: &Inventory) -> Result<Vec<&Device>, String> {
     let mut gpus: Vec<&Device> = inventory.gpus().collect();
     gpus.sort_by_key(|gpu| gpu.minor);
     match gpus.iter().find(|gpu| gpu.mig_enabled) {

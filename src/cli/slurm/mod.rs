@@ -6,4 +6,4 @@ mod job_share;
 
 pub(crate) use allocation::{Allocation, allocation};
 pub(crate) use gres::{Unit, gres};
-pub(crate) use job_share::job_share;
+pub(crate) use job_share::{in_order, job_share};

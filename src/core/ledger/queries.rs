@@ -69,7 +69,7 @@ impl Ledger {
     }
 
     /// Leases on `device` that are booked there: all but those of containers in a job that has a lease itself.
-    pub fn booked_on<'a>(&'a self, device: &'a str) -> impl Iterator<Item = &'a Lease> {
+    pub(crate) fn booked_on<'a>(&'a self, device: &'a str) -> impl Iterator<Item = &'a Lease> {
         self.on_device(device).filter(|lease| !self.is_booked_with_job(lease))
     }
 

@@ -1,9 +1,12 @@
 //! The cgroup that slurmd made for a job, and with it the job and step to which a process belongs.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+
+use nix::libc;
 
 use crate::fs::trusted::is_trusted_owner;
 use crate::host::cgroup_layout::{MOUNT, unified};
@@ -33,6 +36,25 @@ impl JobCgroup {
     /// The process has ended, or cgroups cannot be read.
     pub fn of(pid: i32) -> io::Result<Option<Self>> {
         Self::in_table(Path::new(MOUNT), &fs::read_to_string(format!("/proc/{pid}/cgroup"))?)
+    }
+
+    /// The jobs that have a process on this node. Slurm's own `extern` step is one as long as the job runs.
+    ///
+    /// # Errors
+    /// /proc or a cgroup cannot be read.
+    pub fn jobs() -> io::Result<BTreeSet<u64>> {
+        let mut jobs = BTreeSet::new();
+        for entry in fs::read_dir("/proc")? {
+            let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+            match Self::of(pid) {
+                Ok(cgroup) => jobs.extend(cgroup.map(|cgroup| cgroup.job)),
+                // The process, or the last one of its job, has just ended.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(jobs)
     }
 
     /// That of a process with `table` as its /proc/PID/cgroup (cgroups(7)).
@@ -143,6 +165,13 @@ mod tests {
         let found = of("0::/system.slice/slurmstepd.scope/job_4/step_0/user/task_0\n").unwrap();
         assert_eq!((found.dir, found.job), (mount.path().join(scope), 4));
         assert_eq!(of("0::/user.slice/x\n"), None);
+    }
+
+    #[test]
+    fn processes_that_end_meanwhile_are_in_no_job() {
+        let mut short = std::process::Command::new("true").spawn().unwrap();
+        assert!(JobCgroup::jobs().is_ok());
+        short.wait().unwrap();
     }
 
     #[test]

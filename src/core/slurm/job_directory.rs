@@ -44,7 +44,7 @@ impl JobDirectory {
     ///
     /// # Errors
     /// It cannot be removed.
-    pub fn remove(&self) -> io::Result<()> {
+    pub(super) fn remove(&self) -> io::Result<()> {
         match fs::remove_dir_all(&self.0) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
@@ -61,7 +61,7 @@ mod tests {
     fn state() -> (tempfile::TempDir, JobDirectory, u32) {
         let state = tempfile::tempdir().unwrap();
         let uid = nix::unistd::geteuid().as_raw();
-        JobRecord::new(7, uid, Ok(None)).write(state.path()).unwrap();
+        JobRecord::new(7, uid, None, Ok(None)).write(state.path()).unwrap();
         let directory = JobDirectory::of(state.path(), 7);
         (state, directory, uid)
     }

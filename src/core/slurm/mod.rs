@@ -10,4 +10,4 @@ pub use job_directory::JobDirectory;
 pub use job_record::{JobRecord, JobShare, RecordError};
 
 /// The share that stands for what the job got from Slurm: `sublet.share=slurm`, or the shim by the name `sublet-slurm`.
-pub const JOB_SHARE: &str = "slurm";
+pub(crate) const JOB_SHARE: &str = "slurm";
