@@ -197,9 +197,10 @@ impl Cluster {
         self.on("login", &words).stdout.trim().to_owned()
     }
 
-    /// Whether this Slurm gives a job that wants a whole GPU one that shards or mps jobs are on, as 22.05 does.
+    /// Whether this Slurm is 22.05. That gives a job that wants a whole GPU one that shards or mps jobs are on, and a job
+    /// that is started again within 3 s after its epilog no prolog.
     #[must_use]
-    pub fn gives_shared_gpus(&self) -> bool {
+    pub fn is_2205(&self) -> bool {
         self.done("login", &["sinfo", "--version"]).contains(" 22.05")
     }
 
