@@ -43,6 +43,8 @@ mod top;
 
 pub mod serve;
 
+mod slurm;
+
 mod preview;
 mod protection;
 pub mod setup;

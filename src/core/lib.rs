@@ -25,6 +25,8 @@ pub mod fs;
 
 pub mod share;
 
+pub mod slurm;
+
 pub mod config;
 
 pub mod request;

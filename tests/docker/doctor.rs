@@ -11,7 +11,7 @@ use sublet_e2e::docker::{Docker, skip_unless_engines};
 use sublet_e2e::podman::Podman;
 use sublet_e2e::{World, eventually, skip_unless_root};
 
-const CHECKS: [&str; 27] = [
+const CHECKS: [&str; 28] = [
     "configuration",
     "driver",
     "kernel-modules",
@@ -28,6 +28,7 @@ const CHECKS: [&str; 27] = [
     "runtimes",
     "docker",
     "swarm",
+    "slurm",
     "podman",
     "hook-files",
     "cgroup",

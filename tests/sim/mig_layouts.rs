@@ -120,6 +120,8 @@ fn lease(device: &str) -> Lease {
         mount_points: Vec::new(),
         volumes: Vec::new(),
         brokered: false,
+        job: None,
+        within: None,
         mig_devices: Vec::new(),
     }
 }

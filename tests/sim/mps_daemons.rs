@@ -113,6 +113,8 @@ impl Host {
             volumes: Vec::new(),
             library_dir: None,
             brokered: false,
+            job: None,
+            within: None,
             mig_devices: Vec::new(),
         };
         self.edit(|ledger| ledger.leases.push(lease.clone()));

@@ -37,6 +37,7 @@ mod refresh;
 mod schemas;
 mod serve;
 mod setup;
+mod slurm;
 mod status;
 mod stop;
 mod tables;
@@ -116,6 +117,9 @@ enum Command {
     Probe,
     /// Configure an engine to use sublet, or undo that
     Setup(setup::Arguments),
+    /// Share GPUs among Slurm's jobs: lines for gres.conf, and what slurm.conf names as prolog and epilog
+    #[command(subcommand)]
+    Slurm(slurm::Command),
     /// Run the service: the guard, leases for users without root, current CDI devices; systemd runs it
     Serve,
     /// Check or show the configuration
@@ -202,6 +206,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Cdi(command) => cdi::run(&command, &config),
         Command::Mig(command) => mig::run(&command, &config),
         Command::Setup(arguments) => setup::run(&arguments, &config),
+        Command::Slurm(command) => slurm::run(&command, &config),
         Command::Serve => serve::run(&config),
         Command::Bench(command) => bench::run(&command, &config),
         Command::Config(_) | Command::Doctor(_) | Command::Probe | Command::Load { .. } => {

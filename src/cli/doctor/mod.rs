@@ -12,6 +12,7 @@ mod mps;
 mod podman;
 mod proc;
 mod security;
+mod slurm;
 mod stray;
 mod swarm;
 mod toolkit;
@@ -145,7 +146,7 @@ impl<'a> Host<'a> {
 type Test = fn(&Host<'_>) -> Outcome;
 
 /// Every check. Those with `true` read only files and are part of a quick check.
-const CHECKS: [(&str, bool, Test); 26] = [
+const CHECKS: [(&str, bool, Test); 27] = [
     ("driver", true, driver::loaded),
     ("kernel-modules", true, driver::modules),
     ("device-nodes", true, driver::nodes),
@@ -161,6 +162,7 @@ const CHECKS: [(&str, bool, Test); 26] = [
     ("runtimes", true, host::runtimes),
     ("docker", true, docker::docker),
     ("swarm", true, swarm::shares),
+    ("slurm", false, slurm::jobs),
     ("podman", true, podman::hook),
     ("hook-files", true, podman::precreate),
     ("cgroup", true, host::cgroup),

@@ -200,7 +200,9 @@ fn gone(holders: &[Holder], device: &str, ledger: &Ledger) -> BTreeSet<LeaseId> 
         };
         lease.init.as_ref().is_some_and(ended)
     };
-    ledger.leases.iter().filter(computes).filter(has_ended).map(|lease| lease.id.clone()).collect()
+    // What is in a job's cgroup belongs to a job that lives: its first process was its first task's.
+    let contained = ledger.leases.iter().filter(|lease| !lease.is_of_job());
+    contained.filter(computes).filter(has_ended).map(|lease| lease.id.clone()).collect()
 }
 
 #[cfg(test)]

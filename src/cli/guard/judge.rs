@@ -94,7 +94,7 @@ impl Judge {
         let mut found = Vec::new();
         for lease in &ledger.leases {
             if lease.devices.contains(&look.device) {
-                found.extend(self.of_lease(lease, look, rules));
+                found.extend(self.of_lease(lease, look, ledger, rules));
             }
         }
         found.extend(clients(look, ledger, rules));
@@ -102,7 +102,7 @@ impl Judge {
         found
     }
 
-    fn of_lease(&self, lease: &Lease, look: &Look, rules: &Guard) -> Vec<Verdict> {
+    fn of_lease(&self, lease: &Lease, look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         let own: Vec<&Holder> = of(lease, look).collect();
         let own_action = |configured| action(lease, configured);
         if look.gone.contains(&lease.id) {
@@ -115,7 +115,7 @@ impl Judge {
         let outside = own.iter().filter(|holder| served && !holder.is_client);
         let mut found: Vec<Verdict> =
             outside.map(|holder| verdict(Offence::Bypass, own_action(rules.bypass), look, holder)).collect();
-        found.extend(self.memory(lease, &own, look, rules));
+        found.extend(self.memory(lease, &with_containers(lease, look, ledger), look, rules));
         found
     }
 
@@ -159,15 +159,18 @@ fn clients(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
         .leases
         .iter()
         .filter(|lease| lease.daemon.is_some() && lease.devices.contains(&look.device))
+        .filter(|lease| !ledger.is_booked_with_job(lease))
         .collect();
-    let connected = |lease: &Lease| of(lease, look).filter(|holder| holder.is_client).count();
+    let clients =
+        |lease: &Lease| with_containers(lease, look, ledger).into_iter().filter(|holder| holder.is_client);
+    let connected = |lease: &Lease| clients(lease).count();
     let all = look.holders.iter().filter(|holder| holder.is_client).count();
     let booked: usize = leases.iter().map(|lease| places(lease).saturating_sub(connected(lease))).sum();
     let most = look.most_clients.map_or(usize::MAX, |most| most as usize);
     let mut missing = if rules.strict_clients { usize::MAX } else { (all + booked).saturating_sub(most) };
     let mut found = Vec::new();
     for lease in leases {
-        let mut own: Vec<&Holder> = of(lease, look).filter(|holder| holder.is_client).collect();
+        let mut own: Vec<&Holder> = clients(lease).collect();
         own.sort_by_key(|holder| std::cmp::Reverse((holder.process.start_time, holder.process.pid)));
         let surplus = own.len().saturating_sub(places(lease));
         let acted = surplus.min(missing);
@@ -203,8 +206,15 @@ fn strangers(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
     strangers.map(|holder| verdict(Offence::Stranger, rules.strangers, look, holder)).collect()
 }
 
-fn of<'a>(lease: &'a Lease, look: &'a Look) -> impl Iterator<Item = &'a Holder> {
-    look.holders.iter().filter(|holder| !holder.is_server && holder.lease.as_ref() == Some(&lease.id))
+fn of<'a>(lease: &Lease, look: &'a Look) -> impl Iterator<Item = &'a Holder> + use<'a> {
+    let id = lease.id.clone();
+    look.holders.iter().filter(move |holder| !holder.is_server && holder.lease.as_ref() == Some(&id))
+}
+
+/// Those of `lease`, and for the lease of a job those of its containers, too: they share what it has.
+fn with_containers<'a>(lease: &Lease, look: &'a Look, ledger: &Ledger) -> Vec<&'a Holder> {
+    let within = ledger.leases.iter().filter(|inner| inner.within.as_ref() == Some(&lease.id));
+    of(lease, look).chain(within.flat_map(|inner| of(inner, look))).collect()
 }
 
 /// The action for a process of `lease`, whose share may override `[guard]`.

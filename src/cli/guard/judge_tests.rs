@@ -1,7 +1,7 @@
 use super::*;
 use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::fixture::lease;
-use sublet_core::ledger::{Init, LeaseState};
+use sublet_core::ledger::{Init, Job, LeaseState};
 use sublet_core::share::Guarding;
 
 const GPU: &str = "GPU-1";
@@ -259,4 +259,21 @@ fn of_ten_thousand_processes_each_is_judged_once() {
     let found = judged(&[seen(), seen()], &ledger).remove(1);
     let expected: Vec<_> = (10..10_010).map(|pid| (Offence::Bypass, pid)).collect();
     assert_eq!(found, expected);
+}
+
+#[test]
+fn a_job_and_its_containers_share_what_the_job_has() {
+    let slurm =
+        |step: Option<&str>| Some(Job { id: 7, step: step.map(str::to_owned), uid: 1000, cgroup_inode: 1 });
+    let job = Lease { job: slurm(None), ..shared(1) };
+    let within = Lease { job: slurm(Some("0")), within: Some(job.id.clone()), ..shared(2) };
+    let ledger = ledger(vec![job.clone(), within.clone()]);
+    let both = |bare: u64, contained: u64| look(vec![client(10, bare, &job), client(11, contained, &within)]);
+    assert_eq!(judged(&[both(500, 500), both(500, 500)], &ledger)[1], [(Offence::Clients, 11)]);
+    // Neither is over its own limit, the job is: the younger one has grown last.
+    let found = judged(&[both(600, 10), both(600, 600)], &ledger);
+    assert!(!found[1].contains(&(Offence::Memory, 11)), "{found:?}");
+    let found = judged(&[both(600, 10), both(600, 600), both(600, 700)], &ledger);
+    assert!(found[2].contains(&(Offence::Memory, 11)), "{found:?}");
+    assert!(!found[2].contains(&(Offence::Memory, 10)), "{found:?}");
 }

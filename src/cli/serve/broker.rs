@@ -9,11 +9,12 @@ use super::policy_limits::PolicyLimit;
 use super::policy_of_user::rule_of;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
 use crate::peer::{Peer, Pinned};
-use sublet_core::admit::{self, AdmitError, Candidate, Local, PutOff};
+use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
 use sublet_core::config_files;
 use sublet_core::ledger::{Container, LeaseId, Store};
 use sublet_core::process::Process;
+use sublet_core::slurm::{JobCgroup, JobRecord};
 
 /// The longest container id (runc: 1024) and path (`PATH_MAX`), in bytes, and the most mount points of one image.
 const LONGEST_ID: usize = 1024;
@@ -81,7 +82,9 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<An
     match ask {
         Ask::Inventory => {
             // A user who may not have shares must not cause the driver to be read.
-            limit(peer, &config)?;
+            if job_of(peer, &config)?.is_none() {
+                limit(peer, &config)?;
+            }
             Ok(Answer::Inventory(Box::new(admit::fresh_inventory(&config)?)))
         }
         Ask::Admit(told) => admit(told, peer, state, &config),
@@ -110,6 +113,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> Result<An
             admit::record_told(peer.uid, id, reason, &config);
             Ok(Answer::Done(true))
         }
+        Ask::Job => job(peer, state, &config),
         Ask::Status => status(peer, &config),
     }
 }
@@ -122,14 +126,42 @@ fn limit(peer: Peer, config: &Config) -> Result<Option<PolicyLimit<'_>>, No> {
     Ok(Some(PolicyLimit { uid: peer.uid, rule: rule_of(peer.uid, config)? }))
 }
 
+/// The job of Slurm's in which `peer` runs, if this node bounds jobs.
+fn job_of(peer: Peer, config: &Config) -> Result<Option<JobCgroup>, No> {
+    if peer.uid == 0 || !JobRecord::are_kept(&config.state_dir) {
+        return Ok(None);
+    }
+    let pinned = Pinned::of(peer.pid, peer.uid)?;
+    let cgroup = JobCgroup::of(peer.pid).map_err(|error| AdmitError::from(JobError::Cgroup(error)))?;
+    // What was read belongs to the peer only if it has not ended since.
+    if !pinned.process.is_alive() {
+        return Err(crate::peer::Foreign::Gone(peer.pid).into());
+    }
+    Ok(cgroup)
+}
+
+fn job(peer: Peer, state: Local<'_>, config: &Config) -> Result<Answer, No> {
+    let cgroup = job_of(peer, config)?.ok_or_else(|| AdmitError::from(JobError::NotInJob))?;
+    let process = Pinned::of(peer.pid, peer.uid)?.process;
+    Ok(Answer::Job(state.job_environment(&cgroup, process, peer.uid)?))
+}
+
 fn admit(told: &Admit, peer: Peer, state: Local<'_>, config: &Config) -> Result<Answer, No> {
-    let limit = limit(peer, config)?;
     check(told)?;
+    let Some(cgroup) = job_of(peer, config)? else {
+        if asks_for_job_share(&told.annotations, told.share.as_deref()) {
+            return Err(AdmitError::from(JobError::NotInJob).into());
+        }
+        return Ok(state.admit_for(&candidate(told, peer)?, told, limit(peer, config)?)?);
+    };
+    Ok(state.admit_in_job(&candidate(told, peer)?, told, &cgroup)?)
+}
+
+fn candidate(told: &Admit, peer: Peer) -> Result<Candidate<'static>, No> {
     let owner: Process = Pinned::of(told.owner.unwrap_or(peer.pid), peer.uid)?.process;
     let ContainerNames { id, bundle, rootfs, record } = told.container.clone();
     let container = Container { uid: peer.uid, id, bundle, rootfs, record };
-    let candidate = Candidate { container, owner, engine: None };
-    Ok(state.admit_for(&candidate, told, limit)?)
+    Ok(Candidate { container, owner, engine: None })
 }
 
 /// Checks that the texts that go into the ledger have a limited length and name what they should.

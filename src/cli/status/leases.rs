@@ -49,6 +49,8 @@ pub struct LeaseOnDevice {
     pub unit: Option<String>,
     /// The user whose engine it is.
     pub user: String,
+    /// The job of Slurm's that it is for; null: none.
+    pub job: Option<JobOfLease>,
     /// What it uses of the device.
     pub used: LeaseUsed,
     /// Whether its MPS server is its own.
@@ -61,6 +63,15 @@ pub struct LeaseOnDevice {
     /// What stands for its name where it has none.
     #[serde(skip)]
     pub called: String,
+}
+
+/// A job of Slurm's, by the names that `squeue` and `sacct` have for it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct JobOfLease {
+    /// The job's id.
+    pub id: u64,
+    /// The step in which the container runs; null: the lease is the job's, for all its programs and containers.
+    pub step: Option<String>,
 }
 
 /// What a container uses of a device. Null where the driver does not report it.
@@ -119,6 +130,7 @@ impl LeaseOnDevice {
             part_of: text(|name| &name.part_of),
             unit: text(|name| &name.unit),
             user: names::user(lease.container.uid),
+            job: lease.job.as_ref().map(|job| JobOfLease { id: job.id, step: job.step.clone() }),
             used: LeaseUsed::of(sources.usage.of_lease(lease, device, sources.ledger)),
             own_server: lease.isolation == Isolation::Dedicated && lease.daemon.is_some(),
             daemon: lease.daemon.as_ref().map(ToString::to_string),

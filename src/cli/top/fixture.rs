@@ -66,6 +66,7 @@ pub fn lease(number: u32, name: &str, memory: Option<u64>) -> LeaseOnDevice {
         part_of: None,
         unit: None,
         user: "root".to_owned(),
+        job: None,
         used: LeaseUsed {
             memory_bytes: memory.map(|gib| gib * GIB),
             processes: memory.map(|_| 1),

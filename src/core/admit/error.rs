@@ -1,5 +1,6 @@
 //! Every reason not to start a container, each in one line for the user.
 
+use super::job_error::{JobError, Widened};
 use crate::broker::client::BrokerError;
 use crate::broker::policy_limits::PolicyLimitError;
 use crate::inventory::{InventoryError, NodeError};
@@ -48,6 +49,8 @@ pub enum AdmitError {
     NoDaemon(Box<AdmitError>),
     #[error(transparent)]
     PolicyLimit(Box<PolicyLimitError>),
+    #[error(transparent)]
+    Job(Box<JobError>),
     #[error("your [[policy]] allows only devices that this host does not have: ask root to correct it")]
     NoDeviceAllowed,
     #[error(transparent)]
@@ -134,6 +137,18 @@ impl From<BrokerError> for AdmitError {
     }
 }
 
+impl From<JobError> for AdmitError {
+    fn from(error: JobError) -> Self {
+        Self::Job(Box::new(error))
+    }
+}
+
+impl From<Widened> for AdmitError {
+    fn from(error: Widened) -> Self {
+        JobError::from(error).into()
+    }
+}
+
 impl AdmitError {
     /// Whether waiting may help.
     #[must_use]
@@ -142,6 +157,7 @@ impl AdmitError {
             Self::Refused(refusal) => refusal.temporary,
             Self::Unmade { temporary, .. } => *temporary,
             Self::PolicyLimit(limit) => limit.is_temporary(),
+            Self::Job(job) => matches!(&**job, JobError::Widened(widened) if widened.is_temporary()),
             Self::Broker(broker) => matches!(**broker, BrokerError::Refused { temporary: true, .. }),
             Self::Inventory(_) | Self::Own(_) | Self::StillRunning { .. } => true,
             _ => false,

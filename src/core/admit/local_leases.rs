@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+use super::job_error::JobError;
 use super::local::Local;
 use super::local_or_remote::State;
 use super::reconcile::read;
@@ -157,6 +158,7 @@ impl State for Local<'_> {
         spec: &mut Value,
     ) -> Result<Admission, AdmitError> {
         match source.annotations.get(LEASE_ANNOTATION) {
+            None if source.is_of_job() => Err(JobError::Root.into()),
             Some(id) => self.admit_again(id, candidate, source, spec),
             None => self.admit_new(candidate, source, spec),
         }

@@ -13,6 +13,9 @@ mod error;
 mod exec_share;
 mod for_users;
 mod grant_at_prestart;
+mod in_job;
+mod job_error;
+mod job_share;
 mod last_refusals;
 mod left_mount_points;
 mod local;
@@ -44,13 +47,14 @@ pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk, PutOff};
 pub use error::AdmitError;
 pub use exec_share::{EnterError, Share, enter, may_have_share, share_of};
 pub use grant_at_prestart::{Late, end_of, late};
+pub use job_error::{JobError, Widened};
 pub use last_refusals::{RefusalRecord, record_told, refusals};
 pub use left_mount_points::clear_unbound;
 pub use local::Local;
 pub use local_or_remote::is_remote;
 pub use reconcile::read;
 pub use remote::own_status;
-pub use request_of_spec::{RequestSource, request_by_cdi, request_of};
+pub use request_of_spec::{RequestSource, asks_for_job_share, request_by_cdi, request_of};
 pub use take_lease::lease_for;
 
 /// How long the last processes of an ended container may take to go.
@@ -90,6 +94,8 @@ impl Candidate<'_> {
 pub enum Admission {
     /// It already has a live lease. Nothing was changed.
     AlreadyGranted(LeaseId),
+    /// It has the share of its job of Slurm's, which asked for no GPU. Nothing was changed.
+    NoShare,
     /// `spec` was edited and must be written. If that fails, call [`withdraw`].
     Granted {
         /// The new lease.

@@ -34,6 +34,7 @@ impl AdmitError {
             Self::Mps(error) => of_mps(error),
             Self::NoDaemon(_) => "mps",
             Self::Node(_) => "device-nodes",
+            Self::Job(_) => "job",
             Self::PolicyLimit(_) | Self::NoDeviceAllowed => "policy",
             Self::Broker(error) => of_broker(error),
             Self::NoLease(_) | Self::NotHeld | Self::NotBound(_) | Self::Unbound { .. } => "no-lease",

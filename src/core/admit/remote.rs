@@ -92,6 +92,14 @@ impl State for Remote<'_> {
             }
             source = source.without_lease();
         }
+        // A job without a GPU needs nothing, not even a driver.
+        if source.is_of_job() {
+            match broker.ask(&Ask::Job)? {
+                Answer::Job(None) => return Ok(Admission::NoShare),
+                Answer::Job(Some(_)) => {}
+                _ => return unfitting(),
+            }
+        }
         // Checked here and in the service: only this process has the spec, but the service decides.
         let request = request_of(&source, spec, self.config)?;
         let deadline = Instant::now() + request.wait;

@@ -13,6 +13,7 @@ use crate::oci::cdi::{self, Asked, CdiError};
 use crate::oci::{self, Conflict, SpecError, hooks};
 use crate::place::only;
 use crate::request::{self, Request};
+use crate::slurm::JOB_SHARE;
 use crate::text::safe;
 
 /// Where a container's request is: what its config.json says, read once, and the share that its entry point names.
@@ -35,6 +36,11 @@ impl RequestSource {
         Ok(asks.then(|| Self { annotations, share: share.map(str::to_owned) }))
     }
 
+    /// Whether it asks for the share of its job of Slurm's.
+    pub(super) fn is_of_job(&self) -> bool {
+        asks_for_job_share(&self.annotations, self.share.as_deref())
+    }
+
     /// What is left of it once [`undo`] has removed an earlier run's lease from config.json.
     pub(super) fn without_lease(&self) -> Self {
         let mut source = self.clone();
@@ -54,6 +60,12 @@ pub(super) fn asks_for_a_share(
 ) -> bool {
     let asked = share.is_some() || request::has_sublet_annotations(annotations) || cdi::is_asked(spec);
     asked && !request::is_sandbox(annotations) && !request::is_podman_infra(annotations, &arguments(spec))
+}
+
+/// Whether `annotations`, or else the entry point, name the share of the container's job of Slurm's.
+#[must_use]
+pub fn asks_for_job_share(annotations: &BTreeMap<String, String>, entry_point: Option<&str>) -> bool {
+    annotations.get("sublet.share").map(String::as_str).or(entry_point) == Some(JOB_SHARE)
 }
 
 fn arguments(spec: &Value) -> Vec<&str> {

@@ -14,7 +14,7 @@ use crate::config::{Config, Inject};
 use crate::grant::Image;
 use crate::inventory::{Device, Inventory, is_watched};
 use crate::ledger::DaemonKey;
-use crate::ledger::{Lease, LeaseId, LeaseState, Ledger, Store};
+use crate::ledger::{Init, Job, Lease, LeaseId, LeaseState, Ledger, Store};
 use crate::mps;
 use crate::oci;
 use crate::place::{Order, Placement, Refusal, named, place};
@@ -56,6 +56,30 @@ pub(super) enum Rootfs<'a> {
     OfSpec(&'a Value),
     /// By what its user reports, which affects only their own container.
     Told(&'a Image),
+    /// Not at all: the share is of a job's programs.
+    OfJob(&'a JobHold),
+}
+
+/// The job for which a lease is taken, and the process that is the first of it to need one.
+pub(super) struct JobHold {
+    pub job: Job,
+    pub init: Init,
+}
+
+impl Rootfs<'_> {
+    /// `lease` with what follows from where it is taken.
+    fn noted(self, lease: Lease) -> Lease {
+        match self {
+            Self::OfSpec(_) => lease,
+            Self::Told(_) => Lease { brokered: true, ..lease },
+            Self::OfJob(hold) => Lease {
+                state: LeaseState::Active,
+                init: Some(hold.init.clone()),
+                job: Some(hold.job.clone()),
+                ..lease
+            },
+        }
+    }
 }
 
 impl Terms<'_> {
@@ -226,6 +250,7 @@ impl Search<'_> {
                 oci::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?
             }
             Rootfs::Told(image) => image.clone(),
+            Rootfs::OfJob(_) => Image::default(),
         };
         // New instances get the ids of destroyed ones, and /proc then looks the same.
         let confirmed = !may_refresh || !inventory.devices.iter().any(Device::is_mig) || is_watched(config);
@@ -242,9 +267,8 @@ impl Search<'_> {
                 return Err(Look::RefreshFirst);
             }
             terms.check(&placement, ledger)?;
-            let brokered = matches!(terms.rootfs, Rootfs::Told(_));
-            let lease =
-                Lease { brokered, ..lease_for(candidate, &placement, &image, self.id.clone(), config) };
+            let lease = lease_for(candidate, &placement, &image, self.id.clone(), config);
+            let lease = terms.rootfs.noted(lease);
             ledger.insert(lease.clone())?;
             ledger.await_no_more(&self.id);
             let in_the_way = ledger.in_the_way(&lease).cloned().collect();
@@ -311,6 +335,8 @@ pub fn lease_for(
         volumes: image.volumes.clone(),
         library_dir: libraries.map(Path::to_owned),
         brokered: false,
+        job: None,
+        within: None,
         mig_devices: placement.mig_devices.clone(),
     }
 }

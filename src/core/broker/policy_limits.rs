@@ -116,7 +116,9 @@ impl PolicyLimit<'_> {
     }
 
     fn held<'l>(&self, ledger: &'l Ledger) -> Vec<&'l Lease> {
-        ledger.leases.iter().filter(|lease| lease.container.uid == self.uid).collect()
+        // What a job got from Slurm is bounded by Slurm.
+        let own = |lease: &&Lease| lease.container.uid == self.uid && lease.within.is_none();
+        ledger.leases.iter().filter(own).collect()
     }
 
     /// What the user may still take in addition to what they hold according to `ledger`.

@@ -93,6 +93,8 @@ pub enum Ask {
         /// Why.
         reason: String,
     },
+    /// Asks for what a program of the client's job of Slurm's gets.
+    Job,
     /// Asks what the user holds and what their policy still allows.
     Status,
 }
@@ -146,6 +148,8 @@ pub enum Answer {
     Lease(Option<LeaseId>),
     /// To `end` and `withdraw`: what the client has to remove, if anything.
     Freed(Option<Leftover>),
+    /// To `job`; `None`: the job asked Slurm for no GPU.
+    Job(Option<JobEnvironment>),
     /// To `status`.
     Status(serde_json::Value),
     /// To `bind` and `unmark`, and to `enter`, for which `false` means that the container has no lease.
@@ -165,6 +169,17 @@ pub struct Granted {
     pub grant: Grant,
     /// One line each.
     pub warnings: Vec<String>,
+}
+
+/// What the programs of a job need in their environment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobEnvironment {
+    /// The job's lease.
+    pub lease: LeaseId,
+    /// Variables to set.
+    pub set: Vec<(String, String)>,
+    /// Variables with these prefixes are removed unless they are in `set`.
+    pub remove_prefixes: Vec<String>,
 }
 
 /// A refusal.

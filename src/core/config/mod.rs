@@ -45,6 +45,8 @@ pub struct Config {
     pub cdi: Cdi,
     /// What `sublet serve` does about processes that exceed their container's share.
     pub guard: Guard,
+    /// What Slurm's jobs get.
+    pub slurm: Slurm,
     /// What users without root may take. The first rule that matches counts.
     pub policy: Vec<PolicyRule>,
     /// Named shares: each a set of annotation keys without the `sublet.` prefix.
@@ -67,9 +69,24 @@ impl Default for Config {
             mig: Mig::default(),
             cdi: Cdi::default(),
             guard: Guard::default(),
+            slurm: Slurm::default(),
             policy: Vec::new(),
             share: BTreeMap::new(),
         }
+    }
+}
+
+/// `[slurm]`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Slurm {
+    /// How many shards each GPU has in gres.conf.
+    pub shards: u32,
+}
+
+impl Default for Slurm {
+    fn default() -> Self {
+        Self { shards: 8 }
     }
 }
 

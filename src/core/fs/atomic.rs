@@ -1,6 +1,6 @@
 //! Atomic replacement of a file: readers see the old content or the new content, never a part of it.
 
-use std::fs::{self, File, OpenOptions, Permissions};
+use std::fs::{self, File, Metadata, OpenOptions, Permissions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, fchown};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,8 @@ use crate::process::Process;
 /// Writes `content` to `path` by way of a temporary file in the same directory.
 ///
 /// An existing file keeps its mode and owner; a new one gets `mode`. A symbolic link at `path` is
-/// replaced, not followed.
+/// replaced, not followed. Another's file that a user without root may replace becomes the user's, as Slurm 22.05's
+/// config.json, root's in a directory of the user's (docs/slurm.md).
 ///
 /// # Errors
 /// A system call failed. The old file is then unchanged, and the temporary file is removed.
@@ -82,13 +83,24 @@ fn write_new(temporary: &Path, path: &Path, content: &[u8], mode: u32) -> io::Re
     let mut file = create(temporary)?;
     match fs::symlink_metadata(path) {
         Ok(old) if old.is_file() => {
-            fchown(&file, Some(old.uid()), Some(old.gid()))?;
-            file.set_permissions(Permissions::from_mode(old.mode() & 0o7777))?;
+            file.set_permissions(Permissions::from_mode(keep_owner(&file, &old)?))?;
         }
         _ => file.set_permissions(Permissions::from_mode(mode))?,
     }
     file.write_all(content)?;
     Ok(file)
+}
+
+/// Gives `file` the owner of `old`, as far as that is allowed; returns its mode.
+fn keep_owner(file: &File, old: &Metadata) -> io::Result<u32> {
+    let mode = old.mode() & 0o7777;
+    match fchown(file, Some(old.uid()), Some(old.gid())) {
+        Ok(()) => Ok(mode),
+        Err(error) if error.kind() != io::ErrorKind::PermissionDenied => Err(error),
+        Err(_) if fchown(file, None, Some(old.gid())).is_ok() => Ok(mode & 0o777),
+        // The mode was for another group.
+        Err(_) => Ok(mode & 0o707),
+    }
 }
 
 /// Creates `temporary`. A file that a killed process with the same pid left behind is removed first.

@@ -117,6 +117,8 @@ fn lease() -> Lease {
         since: 0,
         library_dir: None,
         brokered: false,
+        job: None,
+        within: None,
         mig_devices: Vec::new(),
         mount_points: Vec::new(),
         volumes: Vec::new(),

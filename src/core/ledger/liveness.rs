@@ -1,6 +1,7 @@
 //! Whether a lease's container is still alive: its processes, its runtime's record, its cgroup.
 
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use super::cgroup::{is_populated, sign_of_life};
@@ -56,6 +57,13 @@ fn was_not_deleted(lease: &Lease) -> bool {
 
 fn fate(lease: &Lease) -> Fate {
     match &lease.init {
+        Some(_) if lease.is_of_job() => {
+            if lease.has_processes() {
+                Fate::Unchanged
+            } else {
+                Fate::Gone
+            }
+        }
         Some(init) if init.process.is_alive() => Fate::Unchanged,
         Some(init) if has_processes(init) => Fate::Ending(None),
         Some(_) => Fate::Gone,
@@ -176,10 +184,23 @@ impl Lease {
         }
     }
 
-    /// Whether its container's first process, or any process in its cgroup, still runs.
+    /// Whether its container's first process, or any process in its cgroup, still runs. The lease of a job is not
+    /// kept by its first process: tasks come and go.
     #[must_use]
     pub(crate) fn has_processes(&self) -> bool {
+        if let (Some(job), Some(init), None) = (&self.job, &self.init, &self.within) {
+            return init.cgroup.as_deref().is_some_and(|dir| is_same(dir, job.cgroup_inode))
+                && has_processes(init);
+        }
         self.init.as_ref().is_some_and(|init| init.process.is_alive() || has_processes(init))
+    }
+}
+
+/// Whether the directory `dir` still is the one with this inode. `true` if that cannot be found out.
+fn is_same(dir: &Path, inode: u64) -> bool {
+    match dir.symlink_metadata() {
+        Ok(meta) => meta.ino() == inode,
+        Err(error) => error.kind() != io::ErrorKind::NotFound,
     }
 }
 

@@ -194,6 +194,27 @@ pub struct Lease {
     /// removes anything there.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub brokered: bool,
+    /// The job of Slurm's for which it was taken, or in which its container runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<Job>,
+    /// The lease of that job. What this container has is booked there, as long as that lease exists.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub within: Option<LeaseId>,
+}
+
+/// A job of Slurm's on this node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Job {
+    /// Its id, as in `squeue`.
+    pub id: u64,
+    /// The step: `0`, `batch`; `None` for the lease of the whole job.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step: Option<String>,
+    /// The job's user.
+    pub uid: u32,
+    /// The inode of the job's cgroup, which is [`Init::cgroup`] of the job's lease. A job that is requeued gets another
+    /// cgroup of the same name.
+    pub cgroup_inode: u64,
 }
 
 /// A MIG device as it was when it was leased. Later instances may get its ids, but never its UUID.

@@ -58,13 +58,33 @@ impl Ledger {
     #[must_use]
     pub(crate) fn of_record(&self, uid: u32, id: &str, record: &Path) -> Option<&Lease> {
         self.leases.iter().find(|lease| {
-            lease.container.uid == uid && lease.container.id == id && lease.container.record == record
+            let same = lease.container.uid == uid && lease.container.id == id;
+            same && lease.container.record == record && !lease.is_of_job()
         })
     }
 
     /// Leases on `device` (a UUID), in the order they were taken.
     pub fn on_device<'a>(&'a self, device: &'a str) -> impl Iterator<Item = &'a Lease> {
         self.leases.iter().filter(move |lease| lease.devices.iter().any(|uuid| uuid == device))
+    }
+
+    /// Leases on `device` that are booked there: all but those of containers in a job that has a lease itself.
+    pub(crate) fn booked_on<'a>(&'a self, device: &'a str) -> impl Iterator<Item = &'a Lease> {
+        self.on_device(device).filter(|lease| !self.is_booked_with_job(lease))
+    }
+
+    /// Whether what `lease` has is booked with the lease of the job that its container runs in.
+    #[must_use]
+    pub fn is_booked_with_job(&self, lease: &Lease) -> bool {
+        lease.within.as_ref().is_some_and(|job| self.lease(job).is_some())
+    }
+
+    /// The lease of the job of Slurm's with this id.
+    #[must_use]
+    pub fn of_job(&self, job: u64) -> Option<&Lease> {
+        self.leases
+            .iter()
+            .find(|lease| lease.is_of_job() && lease.job.as_ref().is_some_and(|own| own.id == job))
     }
 
     /// Leases that the MPS server `key` serves.
@@ -141,6 +161,12 @@ impl Ledger {
 }
 
 impl Lease {
+    /// Whether it is the lease of a whole job of Slurm's, and not a container's.
+    #[must_use]
+    pub const fn is_of_job(&self) -> bool {
+        self.job.is_some() && self.within.is_none()
+    }
+
     /// The SMs that one of its processes may have.
     #[must_use]
     pub fn sm_of_process(&self) -> Option<Percent> {
@@ -213,6 +239,8 @@ pub mod fixture {
             volumes: Vec::new(),
             library_dir: None,
             brokered: false,
+            job: None,
+            within: None,
             mig_devices: Vec::new(),
         }
     }

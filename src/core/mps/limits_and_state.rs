@@ -180,6 +180,8 @@ pub(super) mod tests {
             volumes: Vec::new(),
             library_dir: None,
             brokered: false,
+            job: None,
+            within: None,
             mig_devices: Vec::new(),
         }
     }

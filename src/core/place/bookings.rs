@@ -35,7 +35,7 @@ pub struct Bookings {
 /// The bookings of `device`.
 #[must_use]
 pub fn bookings(device: &Device, ledger: &Ledger, config: &Config) -> Bookings {
-    let leases: Vec<&Lease> = ledger.on_device(&device.uuid).collect();
+    let leases: Vec<&Lease> = ledger.booked_on(&device.uuid).collect();
     let used_as = leases.first().map(|lease| use_of(lease.mode, lease.isolation));
     let sm_booked = sm_booked(&leases, used_as);
     let sm_free = match used_as {
@@ -82,7 +82,7 @@ fn minus(a: Percent, b: Percent) -> Percent {
 
 /// Leases on the memory of `device`, which the compute instances of a GPU instance share.
 fn on_memory<'a>(device: &'a Device, ledger: &'a Ledger) -> impl Iterator<Item = &'a Lease> {
-    device.sharing_memory().flat_map(|uuid| ledger.on_device(uuid))
+    device.sharing_memory().flat_map(|uuid| ledger.booked_on(uuid))
 }
 
 /// Whether one lease has all the memory: in mode exclusive, or on a MIG device that shares its memory with no other.
@@ -134,7 +134,9 @@ pub(super) fn left_by_driver(device: &Device, ledger: &Ledger, config: &Config) 
 
 /// What `lease` may still take of its booked memory, as of the last refresh.
 fn unspent(lease: &Lease, device: &Device, ledger: &Ledger) -> u64 {
-    let its = |found: Option<&Lease>| found.is_some_and(|found| found.id == lease.id);
+    let its = |found: Option<&Lease>| {
+        found.is_some_and(|found| found.id == lease.id || found.within.as_ref() == Some(&lease.id))
+    };
     let processes = device.memory_users().filter(|process| its(ledger.lease_of_process(process)));
     let used = processes.map(|process| process.memory_bytes).fold(0, u64::saturating_add);
     lease.memory_bytes.unwrap_or(0).saturating_sub(used)

@@ -34,6 +34,7 @@ pub use bookings::{Bookings, SERVER_BYTES, bookings};
 pub use dynamic_mig_order::{Most, Order, Site, Size};
 pub use fit_rules::client_limit;
 pub use refusal::Refusal;
+pub(crate) use select::selected;
 pub use select::{ambiguous, meant, named, only, rule, wants_mig};
 
 /// The devices and the mode chosen for a request.

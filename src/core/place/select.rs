@@ -123,9 +123,7 @@ pub fn named<'a>(text: &str, inventory: &'a Inventory, config: &Config) -> Vec<&
     if text == "all" {
         return inventory.gpus().collect();
     }
-    let found =
-        Selector::parse(text).map(|selector| matching(&selector, selector.is_mig(), inventory, config));
-    found.unwrap_or_default().into_iter().map(|index| &inventory.devices[index]).collect()
+    Selector::parse(text).map(|selector| selected(&selector, inventory, config)).unwrap_or_default()
 }
 
 /// The devices that a user means: what [`named`] finds, or those with the alias `text`. None is no error.
@@ -216,6 +214,16 @@ fn slot(
             Err(ambiguous(&describe(selector), &found))
         }
     }
+}
+
+/// The devices that `selector` names.
+pub(crate) fn selected<'a>(
+    selector: &Selector,
+    inventory: &'a Inventory,
+    config: &Config,
+) -> Vec<&'a Device> {
+    let found = matching(selector, selector.is_mig(), inventory, config);
+    found.into_iter().map(|index| &inventory.devices[index]).collect()
 }
 
 /// The devices that `selector` names. With `mig`, the MIG devices that it names or whose GPU it names.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::error::{KEYS, RequestError, Setting, nearest_key};
 use crate::config::Config;
+use crate::slurm::JOB_SHARE;
 use crate::text::nearest;
 
 /// The prefix of sublet's annotation keys.
@@ -41,6 +42,10 @@ impl<'a> Keys<'a> {
     }
 
     fn add_share(&mut self, name: &'a str, config: &'a Config) -> Result<(), RequestError> {
+        // `sublet serve` bounds it by what the job got.
+        if name == JOB_SHARE {
+            return Ok(());
+        }
         // A named share cannot be based on another one.
         let allowed = &KEYS[..KEYS.len() - 1];
         let share = config.share.get(name).ok_or_else(|| unknown_share(name, config))?;

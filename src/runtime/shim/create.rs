@@ -43,7 +43,7 @@ pub(super) fn create(call: &Call<'_>, start: &Start, kind: Kind) -> Result<Infal
         engine: engine.as_ref(),
     };
     match admit::admit(&candidate, &source, &mut spec, &config)? {
-        Admission::AlreadyGranted(_) => call.pass_on(),
+        Admission::AlreadyGranted(_) | Admission::NoShare => call.pass_on(),
         Admission::Granted { lease, warnings } => {
             for warning in warnings {
                 call.warn(&format!("container {}: {warning}", candidate.container.id));

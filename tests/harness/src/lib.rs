@@ -23,6 +23,7 @@ pub mod programs;
 mod refused;
 mod rootfs;
 pub mod rootless;
+pub mod slurm;
 mod stopping;
 pub mod swarm;
 pub mod terminal;

@@ -218,7 +218,7 @@ fn called(name: Option<&Name>) -> Vec<(&'static str, String)> {
 }
 
 fn held(lease: &Lease, name: Option<&Name>, document: &mut Document) -> Section {
-    let has_ended = lease.init.as_ref().is_some_and(|init| !init.process.is_alive());
+    let has_ended = !lease.is_of_job() && lease.init.as_ref().is_some_and(|init| !init.process.is_alive());
     let state = if has_ended {
         "ended, which the next command notes".to_owned()
     } else {

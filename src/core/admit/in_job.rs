@@ -1,0 +1,235 @@
+//! Programs and containers in a job of Slurm's: they get what the job got from Slurm on this node, or less. The job's
+//! share is booked once, by a lease of the job's, with the first of them. Containers have leases of their own within it.
+
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use super::job_error::JobError;
+use super::job_share::{narrowed, placement_of};
+use super::local::Local;
+use super::reconcile::read;
+use super::take_lease::{self, JobHold, Rootfs, Terms, lease_for};
+use super::{AdmitError, Candidate, EMPTY_CGROUP, fresh_inventory};
+use crate::broker::protocol::{Admit, Answer, Granted, JobEnvironment};
+use crate::grant::{self, Grant, Image};
+use crate::inventory::{self, Inventory};
+use crate::ledger::{Container, Init, Job, LEASE_ANNOTATION, Lease, LeaseId, Store};
+use crate::mps;
+use crate::place::Placement;
+use crate::process::Process;
+use crate::request::{self, Request};
+use crate::share::{Capabilities, Devices, Isolation, Memory, Priority, Selector};
+use crate::slurm::{JobCgroup, JobRecord, JobShare};
+
+impl Local<'_> {
+    /// What a program of the job in `cgroup` gets, `process` of user `uid`; `None`: the job asked for no GPU. The job's
+    /// lease is taken, if there is none yet, and its MPS daemon answers.
+    ///
+    /// # Errors
+    /// The job has no record, or there is no room for its share.
+    pub fn job_environment(
+        &self,
+        cgroup: &JobCgroup,
+        process: Process,
+        uid: u32,
+    ) -> Result<Option<JobEnvironment>, AdmitError> {
+        let Some(lease) = self.job_lease(cgroup, process, uid)? else { return Ok(None) };
+        let inventory = fresh_inventory(self.config)?;
+        let (placement, image) = (placement_of(&lease), Image::default());
+        let grant =
+            grant::grant(&placement, &lease, &Capabilities::default(), &image, &inventory, self.config);
+        let set = grant.env.set.into_iter().filter_map(|(name, value)| self.on_host(&lease, name, value));
+        let (set, remove_prefixes) = (set.collect(), grant.env.remove_prefixes);
+        Ok(Some(JobEnvironment { lease: lease.id, set, remove_prefixes }))
+    }
+
+    /// A variable of a share as a program outside containers needs it, which sees all the host's nodes and directories.
+    fn on_host(&self, lease: &Lease, name: String, value: String) -> Option<(String, String)> {
+        let value = match name.as_str() {
+            "CUDA_VISIBLE_DEVICES" => lease.devices.join(","),
+            "CUDA_MPS_PIPE_DIRECTORY" => {
+                lease.daemon.as_ref()?.public(&self.config.state_dir).to_str()?.to_owned()
+            }
+            // For NVIDIA's container runtimes.
+            "NVIDIA_VISIBLE_DEVICES" => return None,
+            _ => value,
+        };
+        Some((name, value))
+    }
+
+    /// Takes a share for `candidate`, whose user described it in `told`, within that of the job in `cgroup`.
+    ///
+    /// # Errors
+    /// Any reason not to start it.
+    pub fn admit_in_job(
+        &self,
+        candidate: &Candidate<'_>,
+        told: &Admit,
+        cgroup: &JobCgroup,
+    ) -> Result<Answer, AdmitError> {
+        if let Some(id) = told.annotations.get(LEASE_ANNOTATION) {
+            return self.granted_still(id, &candidate.container).map(Answer::AlreadyGranted);
+        }
+        let job = self.job_lease(cgroup, candidate.owner, candidate.container.uid)?;
+        let job = job.ok_or(JobError::NoGpu(cgroup.job))?;
+        let capabilities = told.capabilities.as_deref();
+        let request = request::parse(&told.annotations, told.share.as_deref(), capabilities, self.config)?;
+        let inventory = fresh_inventory(self.config)?;
+        let (lease, placement) = self.insert_within(candidate, &request, told, (cgroup, &job), &inventory)?;
+        let capabilities = &request.capabilities;
+        let grant = grant::grant(&placement, &lease, capabilities, &told.image, &inventory, self.config);
+        let store = self.store()?;
+        match self.served(&lease, &grant, &store) {
+            Ok(mut warnings) => {
+                warnings.extend(grant.warnings.iter().cloned());
+                Ok(Answer::Granted(Box::new(Granted { lease: lease.id, grant, warnings })))
+            }
+            Err(error) => {
+                self.give_back(&lease, &store);
+                Err(error)
+            }
+        }
+    }
+
+    /// Frees the leases of `job`, whose processes its scheduler has ended, once they are gone. Returns the ids of those
+    /// that were freed. What still runs keeps its lease until a later command sees that it has ended.
+    ///
+    /// # Errors
+    /// The ledger cannot be read or written.
+    pub fn end_job(&self, job: u64) -> Result<Vec<LeaseId>, AdmitError> {
+        let deadline = Instant::now() + EMPTY_CGROUP;
+        let of_job = |lease: &&Lease| lease.job.as_ref().is_some_and(|own| own.id == job);
+        let mut freed = Vec::new();
+        loop {
+            let done = self.reconcile(|_| Ok(()))?;
+            freed.extend(done.freed.iter().filter(of_job).map(|lease| lease.id.clone()));
+            let ledger = read(&self.store()?)?;
+            if !ledger.leases.iter().any(|lease| of_job(&lease)) || Instant::now() > deadline {
+                return Ok(freed);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Makes sure that the nodes are there and that the MPS daemon answers. Returns warnings, one line each.
+    fn served(&self, lease: &Lease, grant: &Grant, store: &Store) -> Result<Vec<String>, AdmitError> {
+        for granted in &grant.nodes {
+            inventory::ensure_node(&self.config.driver.root, &granted.node)?;
+        }
+        Ok(mps::make_ready(lease, store, self.config)?)
+    }
+
+    /// Writes down the lease of a container in a job.
+    fn insert_within(
+        &self,
+        candidate: &Candidate<'_>,
+        request: &Request,
+        told: &Admit,
+        (cgroup, job): (&JobCgroup, &Lease),
+        inventory: &Inventory,
+    ) -> Result<(Lease, Placement), AdmitError> {
+        let id = LeaseId::random().map_err(AdmitError::Random)?;
+        self.update(|ledger| {
+            let placement = narrowed(request, job, ledger, inventory, self.config)?;
+            let of_job = job_of(cgroup, candidate.container.uid);
+            let lease = Lease {
+                brokered: true,
+                job: Some(Job { step: cgroup.step.clone(), ..of_job }),
+                within: Some(job.id.clone()),
+                ..lease_for(candidate, &placement, &told.image, id, self.config)
+            };
+            ledger.insert(lease.clone())?;
+            Ok((lease, placement))
+        })?
+    }
+
+    /// The job's lease, with its MPS daemon serving. It is taken if there is none yet, for `first`, a process of the job.
+    fn job_lease(&self, cgroup: &JobCgroup, first: Process, uid: u32) -> Result<Option<Lease>, AdmitError> {
+        let record = JobRecord::read(&self.config.state_dir, cgroup.job).map_err(JobError::from)?;
+        if record.uid != uid {
+            return Err(JobError::Foreign(cgroup.job).into());
+        }
+        if let Some(why) = record.problem {
+            return Err(JobError::Problem { job: cgroup.job, why }.into());
+        }
+        let Some(share) = record.share else { return Ok(None) };
+        let store = self.store()?;
+        let held = |store: &Store| -> Result<Option<Lease>, AdmitError> {
+            let (ledger, _) = read(store)?.settled();
+            Ok(ledger.of_job(cgroup.job).filter(|lease| is_of(lease, cgroup)).cloned())
+        };
+        if let Some(lease) = held(&store)? {
+            mps::make_ready(&lease, &store, self.config)?;
+            return Ok(Some(lease));
+        }
+        match self.take_for_job(&share, cgroup, first, uid, &store) {
+            // Another process of the job was faster.
+            Err(AdmitError::Doubled(doubled)) => held(&store)?.map(Some).ok_or_else(|| doubled.into()),
+            taken => taken.map(Some),
+        }
+    }
+
+    fn take_for_job(
+        &self,
+        share: &JobShare,
+        cgroup: &JobCgroup,
+        first: Process,
+        uid: u32,
+        store: &Store,
+    ) -> Result<Lease, AdmitError> {
+        let container = Container {
+            uid,
+            id: format!("slurm-{}", cgroup.job),
+            bundle: PathBuf::new(),
+            rootfs: PathBuf::new(),
+            record: PathBuf::new(),
+        };
+        let candidate = Candidate { container, owner: first, engine: None };
+        let init = Init { process: first, pid_namespace: 0, cgroup: Some(cgroup.dir.clone()) };
+        let hold = JobHold { job: job_of(cgroup, uid), init };
+        let request = request_of_job(share);
+        let terms = Terms { rootfs: Rootfs::OfJob(&hold), limit: None };
+        let taken = take_lease::take(&candidate, &request, terms, store, *self)?;
+        let ready = self.grant(&taken, &request).and_then(|grant| self.ready(&taken, &grant, store));
+        if let Err(error) = ready {
+            self.give_back(&taken.lease, store);
+            return Err(error);
+        }
+        Ok(taken.lease)
+    }
+}
+
+fn job_of(cgroup: &JobCgroup, uid: u32) -> Job {
+    Job { id: cgroup.job, step: None, uid, cgroup_inode: cgroup.inode }
+}
+
+fn is_of(lease: &Lease, cgroup: &JobCgroup) -> bool {
+    lease.job.as_ref().is_some_and(|job| job.cgroup_inode == cgroup.inode)
+}
+
+/// The request for what the job got: those devices and no others.
+fn request_of_job(share: &JobShare) -> Request {
+    let devices = share
+        .devices
+        .iter()
+        .filter_map(|uuid| {
+            Selector::parse(&uuid.to_ascii_lowercase().replace("gpu-", "GPU-").replace("mig-", "MIG-"))
+        })
+        .collect();
+    Request {
+        devices: Devices::These(devices),
+        mode: Some(share.mode),
+        default_mode: share.mode,
+        isolation: Isolation::Shared,
+        sm: share.sm,
+        memory: share.memory_bytes.map(Memory::Bytes),
+        mig: None,
+        mig_caps: Vec::new(),
+        priority: Priority::Normal,
+        processes: NonZeroU32::MIN,
+        capabilities: Capabilities::default(),
+        wait: Duration::ZERO,
+        guard: None,
+    }
+}

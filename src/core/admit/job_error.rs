@@ -1,0 +1,95 @@
+//! Why a program or a container of a job of Slurm's gets no share.
+
+use crate::slurm::RecordError;
+
+/// Why a job's share is not to be had.
+#[derive(Debug, thiserror::Error)]
+pub enum JobError {
+    /// There is no record of what it got.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// The prolog could not tell what it got.
+    #[error("job {job}: {why}")]
+    Problem {
+        /// The job.
+        job: u64,
+        /// Why.
+        why: String,
+    },
+    /// Its record is of another user's job.
+    #[error("job {0} belongs to another user")]
+    Foreign(u64),
+    /// The container asks for the share of its job.
+    #[error(
+        "sublet.share=slurm is the share of the job that the container runs in, and this process is in no job of \
+         Slurm's on this node: start it with srun or sbatch"
+    )]
+    NotInJob,
+    /// Root's processes are not bounded by a job.
+    #[error("sublet.share=slurm is for the containers of a job's user, and this is root's: name its share")]
+    Root,
+    /// A container in a job that asked for no GPU asks for a share.
+    #[error("job {0} asked Slurm for no GPU on this node: submit it with --gres")]
+    NoGpu(u64),
+    /// /proc or the cgroups cannot be read.
+    #[error("cannot find out in which job of Slurm's the container runs: {0}")]
+    Cgroup(std::io::Error),
+    /// A container asks for more than the job has.
+    #[error(transparent)]
+    Widened(#[from] Widened),
+}
+
+/// A container asks for something else than its job got from Slurm, or for more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Widened {
+    /// Another mode, GPU or server, or a limit that its job does not have.
+    #[error(
+        "job {job} got {has} from Slurm, and this container asks for sublet.{key}: leave that out, or ask Slurm \
+         for another share"
+    )]
+    Other {
+        /// The job.
+        job: u64,
+        /// What it has.
+        has: String,
+        /// The annotation's key.
+        key: &'static str,
+    },
+    /// More than all that the job has.
+    #[error(
+        "job {job} got {has} from Slurm, and this container asks for {asked}: ask for less, or ask Slurm for more"
+    )]
+    More {
+        /// The job.
+        job: u64,
+        /// What it has.
+        has: String,
+        /// What the container asks for.
+        asked: String,
+    },
+    /// More than the job's other containers leave.
+    #[error(
+        "job {job} got {has} from Slurm, its containers hold {held}, and this one asks for {asked}: say with \
+         sublet.{key} how much each takes, or wait for one to end"
+    )]
+    Full {
+        /// The job.
+        job: u64,
+        /// The annotation's key.
+        key: &'static str,
+        /// What the job has.
+        has: String,
+        /// What its containers hold.
+        held: String,
+        /// What this container asks for.
+        asked: String,
+    },
+}
+
+impl Widened {
+    /// Whether waiting may help.
+    #[must_use]
+    pub const fn is_temporary(&self) -> bool {
+        matches!(self, Self::Full { .. })
+    }
+}

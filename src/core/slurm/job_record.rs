@@ -1,0 +1,246 @@
+//! What a job got from Slurm on this node, as root's prolog found it: one file a job in the state directory. It is the
+//! upper limit of what the job's programs and containers get.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::JobDirectory;
+use crate::fs::{atomic, trusted};
+use crate::share::{Mode, Percent};
+use crate::text::safe;
+
+/// [`JobRecord::schema`] of what this build writes and reads.
+const SCHEMA: &str = "sublet.slurm-job/1";
+
+/// The longest record, in bytes.
+const LARGEST: u64 = 64 << 10;
+
+/// `slurm/<job>.json` in the state directory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobRecord {
+    schema: String,
+    /// The job's id.
+    pub job: u64,
+    /// The job's user.
+    pub uid: u32,
+    /// The cluster's name. Jobs of two clusters may have the same id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<String>,
+    /// What it got; `None`: it asked for no GPU.
+    pub share: Option<JobShare>,
+    /// Why the prolog could not say what it got. Its tasks are then refused with this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
+}
+
+/// A job's share of this node's GPUs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobShare {
+    /// UUIDs of the devices that Slurm chose.
+    pub devices: Vec<String>,
+    /// Mode mps, or exclusive for whole GPUs.
+    pub mode: Mode,
+    /// SM limit; `None`: no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sm: Option<Percent>,
+    /// Memory limit on each device, in bytes; `None`: no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
+}
+
+/// Why a job's record is not to be had.
+#[derive(Debug, thiserror::Error)]
+pub enum RecordError {
+    /// The prolog did not run, or the epilog did.
+    #[error(
+        "job {0} has no record on this node, so sublet does not know what it got from Slurm: slurm.conf needs \
+         Prolog=/usr/libexec/sublet/slurm/prolog and PrologFlags=Alloc,Contain (docs/slurm.md)"
+    )]
+    Missing(u64),
+    /// It cannot be read.
+    #[error("the record of job {job} cannot be used: {why}: run the prolog again, or cancel the job")]
+    Unusable {
+        /// The job.
+        job: u64,
+        /// Why.
+        why: String,
+    },
+}
+
+impl JobRecord {
+    /// The record of `job` of user `uid`, in `cluster` if that is known.
+    #[must_use]
+    pub fn new(job: u64, uid: u32, cluster: Option<String>, share: Result<Option<JobShare>, String>) -> Self {
+        let (share, problem) = match share {
+            Ok(share) => (share, None),
+            Err(problem) => (None, Some(problem)),
+        };
+        Self { schema: SCHEMA.to_owned(), job, uid, cluster, share, problem }
+    }
+
+    /// Writes it, in place of an earlier one. One of another cluster stays, and becomes a problem: tasks of both jobs are
+    /// refused, because they cannot be told apart.
+    ///
+    /// # Errors
+    /// The state directory is not to be trusted, or the file cannot be written.
+    pub fn write(&self, state_dir: &Path) -> io::Result<()> {
+        let dir = directory(state_dir);
+        trusted::make(state_dir).and_then(|()| trusted::make(&dir)).map_err(io::Error::other)?;
+        let earlier = Self::read(state_dir, self.job).ok();
+        let kept = earlier.filter(|earlier| !earlier.is_of(self.cluster.as_deref()));
+        let kept = kept.map(|earlier| earlier.met(self, &dir));
+        let record = kept.as_ref().unwrap_or(self);
+        atomic::replace(&file(state_dir, self.job), &serde_json::to_vec(record)?, 0o644)
+    }
+
+    /// Whether it is of `cluster`, as far as that is known.
+    fn is_of(&self, cluster: Option<&str>) -> bool {
+        self.cluster.as_deref().zip(cluster).is_none_or(|(own, other)| own == other)
+    }
+
+    /// This record when the prolog of another cluster's job of the same id ran.
+    fn met(mut self, other: &Self, dir: &Path) -> Self {
+        let name = |record: &Self| record.cluster.clone().unwrap_or_default();
+        self.share = None;
+        self.problem = Some(format!(
+            "the clusters {} and {} both have a job {} on this node, and sublet cannot tell them apart: cancel one and \
+             submit it again; if the job of {} has ended, remove {}",
+            name(&self),
+            name(other),
+            self.job,
+            name(&self),
+            file_in(dir, self.job).display()
+        ));
+        self
+    }
+
+    /// Reads the record of `job`.
+    ///
+    /// # Errors
+    /// There is none, or it cannot be read.
+    pub fn read(state_dir: &Path, job: u64) -> Result<Self, RecordError> {
+        let unusable = |why: String| RecordError::Unusable { job, why: safe(&why) };
+        let content = trusted::read(&file(state_dir, job), LARGEST)
+            .map_err(|error| unusable(error.to_string()))?
+            .ok_or(RecordError::Missing(job))?
+            .map_err(unusable)?;
+        let record: Self = serde_json::from_slice(&content).map_err(|error| unusable(error.to_string()))?;
+        if record.schema != SCHEMA || record.job != job {
+            return Err(unusable(format!("it is of {} and of job {}", record.schema, record.job)));
+        }
+        Ok(record)
+    }
+
+    /// Removes the record of `job` and the directory for its containers, if they are there and of `cluster`.
+    ///
+    /// # Errors
+    /// One of them cannot be removed.
+    pub fn remove(state_dir: &Path, job: u64, cluster: Option<&str>) -> io::Result<()> {
+        if Self::read(state_dir, job).is_ok_and(|record| !record.is_of(cluster)) {
+            return Ok(());
+        }
+        JobDirectory::of(state_dir, job).remove()?;
+        match fs::remove_file(file(state_dir, job)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Every record that can be read and was written at least `age` ago.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn older_than(age: Duration, state_dir: &Path) -> io::Result<Vec<Self>> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir(directory(state_dir))?.filter_map(Result::ok) {
+            let job = entry.file_name().to_str().and_then(|name| name.strip_suffix(".json")?.parse().ok());
+            let is_old = entry.metadata()?.modified()?.elapsed().is_ok_and(|passed| passed >= age);
+            found.extend(job.filter(|_| is_old).and_then(|job| Self::read(state_dir, job).ok()));
+        }
+        Ok(found)
+    }
+
+    /// Whether the prolog has run on this node since boot: whether Slurm's jobs are bounded here.
+    #[must_use]
+    pub fn are_kept(state_dir: &Path) -> bool {
+        directory(state_dir).is_dir()
+    }
+}
+
+pub(super) fn directory(state_dir: &Path) -> PathBuf {
+    state_dir.join("slurm")
+}
+
+fn file(state_dir: &Path, job: u64) -> PathBuf {
+    file_in(&directory(state_dir), job)
+}
+
+fn file_in(dir: &Path, job: u64) -> PathBuf {
+    dir.join(format!("{job}.json"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_is_read_as_it_was_written_and_gone_when_it_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(!JobRecord::are_kept(dir.path()));
+        let share = JobShare {
+            devices: vec!["GPU-a".into()],
+            mode: Mode::Mps,
+            sm: Some(Percent::from_thousandths(25_000)),
+            memory_bytes: Some(1 << 30),
+        };
+        for share in [Ok(Some(share)), Ok(None), Err("which GPU?".to_owned())] {
+            let record = JobRecord::new(7, 1000, Some("test".into()), share);
+            record.write(dir.path()).unwrap();
+            assert_eq!(JobRecord::read(dir.path(), 7).unwrap(), record);
+        }
+        assert!(JobRecord::are_kept(dir.path()));
+        let old = |age| JobRecord::older_than(Duration::from_secs(age), dir.path()).unwrap().len();
+        fs::write(directory(dir.path()).join("x.json"), "{}").unwrap();
+        assert_eq!((old(0), old(60)), (1, 0));
+        JobRecord::remove(dir.path(), 7, Some("test")).unwrap();
+        JobRecord::remove(dir.path(), 7, Some("test")).unwrap();
+        assert!(matches!(JobRecord::read(dir.path(), 7), Err(RecordError::Missing(7))));
+    }
+
+    #[test]
+    fn jobs_of_two_clusters_with_one_id_are_both_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let of = |cluster: &str| JobRecord::new(7, 1000, Some(cluster.into()), Ok(None));
+        let remove = |cluster| JobRecord::remove(dir.path(), 7, cluster).unwrap();
+        of("a").write(dir.path()).unwrap();
+        of("b").write(dir.path()).unwrap();
+        let record = JobRecord::read(dir.path(), 7).unwrap();
+        assert_eq!((record.cluster.as_deref(), &record.share), (Some("a"), &None));
+        let problem = record.problem.unwrap();
+        assert!(problem.starts_with("the clusters a and b both have a job 7 on this node"), "{problem}");
+        assert!(problem.ends_with(&file(dir.path(), 7).display().to_string()), "{problem}");
+        remove(Some("b"));
+        assert!(JobRecord::read(dir.path(), 7).is_ok(), "the job of a runs");
+        remove(Some("a"));
+        of("b").write(dir.path()).unwrap();
+        of("b").write(dir.path()).unwrap();
+        assert_eq!(JobRecord::read(dir.path(), 7).unwrap(), of("b"), "the prolog may run twice");
+        remove(None);
+        assert!(matches!(JobRecord::read(dir.path(), 7), Err(RecordError::Missing(7))));
+    }
+
+    #[test]
+    fn a_record_that_is_none_is_never_taken_for_an_empty_one() {
+        let dir = tempfile::tempdir().unwrap();
+        JobRecord::new(8, 0, None, Ok(None)).write(dir.path()).unwrap();
+        let other = fs::read_to_string(file(dir.path(), 8)).unwrap();
+        for text in ["", "{", "null", &other, &other.replace("/1", "/2").replace(":8", ":7")] {
+            fs::write(file(dir.path(), 7), text).unwrap();
+            assert!(matches!(JobRecord::read(dir.path(), 7), Err(RecordError::Unusable { .. })), "{text}");
+        }
+    }
+}

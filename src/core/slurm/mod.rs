@@ -1,0 +1,13 @@
+//! Slurm's jobs on this node: the job to which a process belongs, by its cgroup, and what the job got from Slurm, by the
+//! record that root's prolog wrote (docs/slurm.md). Nothing is read here that the job's user could have written.
+
+mod job_cgroup;
+mod job_directory;
+mod job_record;
+
+pub use job_cgroup::JobCgroup;
+pub use job_directory::JobDirectory;
+pub use job_record::{JobRecord, JobShare, RecordError};
+
+/// The share that stands for what the job got from Slurm: `sublet.share=slurm`, or the shim by the name `sublet-slurm`.
+pub(crate) const JOB_SHARE: &str = "slurm";

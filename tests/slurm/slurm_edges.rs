@@ -1,0 +1,250 @@
+//! What goes wrong around `sublet slurm` with a real Slurm: programs that are missing, older or killed, prologs that run
+//! twice, epilogs that never run, other schedulers on the node, users who forge. Runs in the roots `slurm` and
+//! `slurm-bookworm`.
+
+use serde_json::Value;
+use sublet_e2e::slurm::{Cluster, skip_unless_slurm};
+use sublet_e2e::{Finished, eventually};
+
+fn srun(cluster: &Cluster, gres: &str, script: &str) -> Finished {
+    cluster.by("tester", &["srun", "-w", "n1", &format!("--gres={gres}"), "bash", "-c", script])
+}
+
+/// A job that runs until it is cancelled; its id.
+fn hold(cluster: &Cluster, gres: &str) -> String {
+    let script = "--wrap=sleep 600";
+    let options =
+        ["sbatch", "--parsable", "-w", "n1", "--output=/dev/null", &format!("--gres={gres}"), script];
+    let done = cluster.by("tester", &options);
+    assert!(done.ok, "{done:?}");
+    let job = done.stdout.trim().to_owned();
+    assert!(
+        eventually(|| leases(cluster).iter().any(|lease| lease["job"]["id"].as_u64() == job.parse().ok())),
+        "{job}"
+    );
+    job
+}
+
+fn cancel(cluster: &Cluster, job: &str) {
+    cluster.done("login", &["scancel", job]);
+    cluster.assert_no_jobs();
+}
+
+fn leases(cluster: &Cluster) -> Vec<Value> {
+    let text = cluster.done("n1", &["sublet", "status", "--format", "json"]);
+    let status: Value = serde_json::from_str(&text).expect("JSON");
+    status["leases"].as_array().expect("leases").clone()
+}
+
+fn records(cluster: &Cluster) -> String {
+    cluster
+        .done("n1", &["sh", "-c", "cd /run/sublet/slurm && find . -name '*.json' -printf '%f\\n' | sort -V"])
+}
+
+/// Every job has ended, its record and lease with it, and the node takes jobs.
+fn assert_empty(cluster: &Cluster) {
+    cluster.assert_no_jobs();
+    assert!(eventually(|| leases(cluster).is_empty()), "{:?}", leases(cluster));
+    assert_eq!(records(cluster), "");
+    assert!(eventually(|| cluster.nodes()[0] == "n1 idle"), "{:?}", cluster.nodes());
+}
+
+/// What slurmd gives the prolog of a job.
+fn again(cluster: &Cluster, job: &str, name: &str, which: &str) -> String {
+    let script = format!(
+        "SLURM_JOB_ID={job} SLURM_JOB_UID=1000 SLURM_JOB_GPUS=0 SLURMD_NODENAME=n1 SLURM_CLUSTER_NAME={name} \
+         /usr/libexec/sublet/slurm/{which} 2>&1"
+    );
+    cluster.done("n1", &["sh", "-c", &script])
+}
+
+#[test]
+fn a_prolog_that_runs_twice_changes_nothing() {
+    if skip_unless_slurm() {
+        return;
+    }
+    let cluster = Cluster::with_sublet("shard");
+    let job = hold(&cluster, "shard:2");
+    let record = || cluster.done("n1", &["cat", &format!("/run/sublet/slurm/{job}.json")]);
+    let (written, lease) = (record(), leases(&cluster)[0]["id"].clone());
+    assert!(written.contains(r#""cluster":"test""#), "{written}");
+    assert_eq!(again(&cluster, &job, "test", "prolog"), "");
+    assert_eq!(record(), written);
+    assert_eq!(leases(&cluster)[0]["id"], lease);
+    assert_eq!(again(&cluster, &job, "other", "prolog"), "", "as the slurmd of another cluster does");
+    assert!(record().contains("the clusters test and other both have a job"), "{}", record());
+    let step = format!("--jobid={job}");
+    let refused = cluster.by("tester", &["srun", &step, "--overlap", "--gres=shard:2", "echo", "started"]);
+    assert!(
+        refused.stdout.contains("sublet: job ") && refused.stdout.contains("both have a job"),
+        "{refused:?}"
+    );
+    assert!(!refused.stdout.contains("started"), "{refused:?}");
+    assert_eq!(leases(&cluster)[0]["id"], lease, "what runs has it still");
+    again(&cluster, &job, "other", "epilog");
+    assert!(record().contains("test"), "it is not the other cluster's");
+    cancel(&cluster, &job);
+    assert_empty(&cluster);
+}
+
+#[test]
+fn a_job_whose_epilog_never_ran_is_forgotten_by_a_later_one() {
+    if skip_unless_slurm() {
+        return;
+    }
+    let cluster = Cluster::with_sublet("shard");
+    let lost = hold(&cluster, "shard:2");
+    // As when it was killed: slurmd does not run it again.
+    cluster.done("n1", &["sh", "-c", "printf '#!/bin/sh\\nexit 0\\n' >/usr/libexec/sublet/slurm/epilog"]);
+    cancel(&cluster, &lost);
+    assert!(eventually(|| leases(&cluster).is_empty()), "its lease ends with its cgroup");
+    assert_eq!(records(&cluster), format!("{lost}.json\n"));
+    let checkout = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let shipped = format!("{checkout}/packaging/slurm/epilog");
+    cluster.done("n1", &["cp", &shipped, "/usr/libexec/sublet/slurm/epilog"]);
+    let live = hold(&cluster, "shard:2");
+    let age = |job: &str| {
+        cluster.done("n1", &["touch", "-d", "2 hours ago", &format!("/run/sublet/slurm/{job}.json")])
+    };
+    assert!(srun(&cluster, "shard:1", "true").ok);
+    let both = || records(&cluster) == format!("{lost}.json\n{live}.json\n");
+    assert!(eventually(both), "{}", records(&cluster));
+    age(&lost);
+    age(&live);
+    // A job that slurmctld does not know, any more.
+    cluster.done(
+        "n1",
+        &["sh", "-c", &format!("cd /run/sublet/slurm && sed s/:{lost},/:999,/ {lost}.json >999.json")],
+    );
+    age("999");
+    assert!(srun(&cluster, "shard:1", "true").ok);
+    assert!(eventually(|| records(&cluster) == format!("{live}.json\n")), "{}", records(&cluster));
+    cancel(&cluster, &live);
+    assert_empty(&cluster);
+}
+
+/// A container that root starts on n1 without Slurm, such as Docker does.
+fn outside(cluster: &Cluster, annotations: &str) -> Finished {
+    let script = format!(
+        "rm -rf /root/outside; mkdir -p /root/outside/rootfs/bin; cd /root/outside; cp /bin/busybox rootfs/bin/sh; \
+         runc spec; sed -i 's/\"terminal\": true/\"terminal\": false/; s|\"ociVersion\"|\"annotations\": {annotations}, &|; \
+         s|^\\t\\t\\t\"sh\"$|\"sh\", \"-c\", \"sleep 600\"|' config.json; \
+         sublet-runtime --root /run/outside run --detach outside </dev/null >/run/out 2>&1 || \
+         {{ cat /run/out >&2; exit 1; }}"
+    );
+    cluster.on("n1", &["bash", "-ec", &script])
+}
+
+#[test]
+fn a_container_outside_of_slurm_and_a_job_never_have_one_gpu_beyond_its_shares() {
+    if skip_unless_slurm() {
+        return;
+    }
+    let cluster = Cluster::with_sublet("shard");
+    let alone = r#"{"sublet.mode": "exclusive", "sublet.gpu": "0"}"#;
+    let first = outside(&cluster, alone);
+    assert!(first.ok, "{first:?}");
+    for gres in ["shard:1", "gpu:1"] {
+        let refused = srun(&cluster, gres, "echo started");
+        assert!(!refused.ok && !refused.stdout.contains("started"), "{refused:?}");
+        assert!(refused.stdout.contains("sublet: ") && refused.stdout.contains("outside"), "{refused:?}");
+    }
+    cluster.done("n1", &["sublet-runtime", "--root", "/run/outside", "delete", "--force", "outside"]);
+    assert_empty(&cluster);
+    let job = hold(&cluster, "gpu:1");
+    for annotations in [alone, r#"{"sublet.sm": "10", "sublet.gpu": "0"}"#] {
+        let refused = outside(&cluster, annotations);
+        assert!(!refused.ok && refused.stderr.contains(&format!("slurm-{job}")), "{refused:?}");
+    }
+    cancel(&cluster, &job);
+    assert_empty(&cluster);
+}
+
+#[test]
+fn no_task_runs_without_sublet_or_with_one_that_knows_no_slurm() {
+    if skip_unless_slurm() {
+        return;
+    }
+    let cluster = Cluster::with_sublet("shard");
+    let refused = |reason: &str, says: &str| {
+        let done = srun(&cluster, "shard:1", "echo started");
+        assert!(!done.ok && !done.stdout.contains("started"), "{done:?}");
+        assert!([done.stdout, done.stderr].concat().contains(says), "{says}");
+        let state = format!("n1 {reason}");
+        assert!(eventually(|| cluster.nodes()[0] == state), "{:?}, not {state}", cluster.nodes());
+        cluster.assert_no_jobs();
+        if reason != "idle" {
+            cluster.done("login", &["scontrol", "update", "NodeName=n1", "State=RESUME"]);
+        }
+    };
+    let on = |script: &str| cluster.done("n1", &["sh", "-ec", script]);
+    let programs = "/usr/libexec/sublet/slurm";
+    // The package is missing, with what slurm.conf names.
+    on(&format!("mv {programs} {programs}.away"));
+    refused("drained Prolog error", "Prolog failure on node n1");
+    on(&format!("mv {programs}.away {programs}; mv {programs}/task-prolog /root"));
+    refused("idle", "task_prolog can not be executed (/usr/libexec/sublet/slurm/task-prolog)");
+    on(&format!("mv /root/task-prolog {programs}; mv {programs}/prolog /root"));
+    refused("drained Prolog error", "Prolog failure on node n1");
+    on(&format!("mv /root/prolog {programs}"));
+    // As a program says that does not know the word `slurm`.
+    let older = r#"exec /usr/bin/sublet.new "un$@""#;
+    on(&format!(
+        "mv /usr/bin/sublet /usr/bin/sublet.new; printf '#!/bin/sh\\n%s\\n' '{older}' >/usr/bin/sublet; chmod 755 /usr/bin/sublet"
+    ));
+    refused("drained Prolog error", "Prolog failure on node n1");
+    on(&format!(
+        "mv {programs}/prolog /root; printf '#!/bin/sh\\n' >{programs}/prolog; chmod 755 {programs}/prolog"
+    ));
+    refused("drained Epilog error", "TaskProlog failed status=2");
+    on("mv /usr/bin/sublet.new /usr/bin/sublet");
+    refused("idle", "has no record on this node");
+    on(&format!("mv /root/prolog {programs}"));
+    cluster.kill("n1", "sublet");
+    refused("idle", "sublet: sublet serve is not running");
+    let plain = srun(&cluster, "none", "echo started");
+    assert_eq!(plain.stdout, "started\n", "a job without a GPU needs no service: {plain:?}");
+    cluster.tell("start", "n1");
+    assert!(srun(&cluster, "shard:1", "echo started").ok);
+    assert_empty(&cluster);
+}
+
+#[test]
+fn a_user_can_neither_forge_nor_remove_a_record() {
+    if skip_unless_slurm() {
+        return;
+    }
+    let cluster = Cluster::with_sublet("shard");
+    let script = "cd /run/sublet/slurm; echo {} >9.json; echo {} >$SLURM_JOB_ID.json; rm -f *.json; mv * /tmp; \
+                  mv /run/sublet/slurm /run/sublet/x; ln -s /tmp /run/sublet/slurm; \
+                  SLURM_JOB_ID=9 SLURM_JOB_UID=1000 SLURM_JOB_GPUS=1 SLURMD_NODENAME=n1 sublet slurm prolog; \
+                  SLURM_JOB_ID=$SLURM_JOB_ID sublet slurm epilog; cd /run/sublet/slurm; ls *.json; cat *.json";
+    let done = srun(&cluster, "shard:1", script);
+    let lines: Vec<&str> = done.stdout.lines().collect();
+    assert!(lines.len() == 2, "{done:?}");
+    assert!(lines[1].contains(r#""uid":1000,"cluster":"test","share":{"#), "{done:?}");
+    assert!(done.stderr.contains("slurmd, which runs it as root"), "{done:?}");
+    assert_empty(&cluster);
+}
+
+#[test]
+fn doctor_asks_slurm_and_says_what_does_not_fit() {
+    if skip_unless_slurm() {
+        return;
+    }
+    let cluster = Cluster::with_sublet("shard");
+    let check = || {
+        // Its exit code is that of other checks, too.
+        let text = cluster.on("n1", &["sublet", "doctor", "--format", "json"]).stdout;
+        let document: Value = serde_json::from_str(&text).expect("JSON");
+        let all = document["checks"].as_array().expect("checks");
+        all.iter().find(|check| check["check"] == "slurm").expect("this check").to_string()
+    };
+    let good = check();
+    assert!(good.contains(r#""result":"pass""#) && good.contains("gpu:4,shard:32"), "{good}");
+    cluster.done("n1", &["rm", "/usr/libexec/sublet/slurm/epilog"]);
+    let missing = check();
+    assert!(missing.contains(r#""result":"fail""#) && missing.contains("is not on this node"), "{missing}");
+    cluster.kill("login", "slurmctld");
+    assert!(check().contains("slurmctld could not be asked"), "{}", check());
+}
