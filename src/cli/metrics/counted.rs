@@ -26,7 +26,7 @@ const HELD: [f64; 8] = [10.0, 60.0, 300.0, 1800.0, 3600.0, 21_600.0, 86_400.0, 6
 const STARTED: [f64; 10] = [0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 30.0, 120.0, 600.0];
 
 /// Words for refusals (docs/explain.md), which begin with 0: a query sees no increase in a count that begins with 1.
-const WORDS_FOR_REFUSALS: [&str; 14] = [
+const WORDS_FOR_REFUSALS: [&str; 15] = [
     "no-room",
     "never-fits",
     "bad-request",
@@ -38,6 +38,7 @@ const WORDS_FOR_REFUSALS: [&str; 14] = [
     "no-driver",
     "gpu-lost",
     "policy",
+    "job",
     "busy",
     "state",
     "of-a-user",
