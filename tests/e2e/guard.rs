@@ -331,3 +331,33 @@ fn a_daemon_or_server_that_dies_is_there_again_and_who_was_hit_is_told() {
     idle.down();
     host.world.assert_empty();
 }
+
+/// On a real GPU such a server takes no client for as long as the process lives (docs/evidence/2026-11-24-h100-cycles.md).
+#[test]
+fn a_server_that_takes_no_client_after_a_fault_is_ended() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = guarded("");
+    let stays = host.waiting("stays", "cuda-probe alloc 100 300 &");
+    assert_eq!(stays.event("alloc")["result"], json!("CUDA_SUCCESS"));
+    let next = host.waiting("next", "");
+    let faulty = host.world.bundle("faulty", SHARE, &["/usr/bin/cuda-probe", "fault"]);
+    faulty.up();
+    assert_eq!(faulty.event("fault")["result"], json!("CUDA_ERROR_ILLEGAL_ADDRESS"));
+    let new_client = || next.exec(&["/usr/bin/cuda-probe", "info"]).json()[0].clone();
+    assert_eq!(new_client()["error"], json!("CUDA_ERROR_MPS_SERVER_NOT_READY"));
+    assert!(eventually(|| new_client()["error"].is_null()), "{:?}", host.events());
+    assert_eq!((new_client()["mps"].clone(), new_client()["sm"].clone()), (json!(true), json!(32)));
+    assert_eq!(probes(&stays), 1, "the process that stays is left alone");
+    assert!(eventually(|| host.event("server").is_some()), "{:?}", host.events());
+    let ended = |event: &Value| event["offence"] == "server" && event["action"] == "terminate";
+    let events = host.events();
+    let event = events.iter().find(|event| ended(event));
+    let text = event.expect("an event")["text"].to_string();
+    assert!(text.contains("took no new client after a GPU fault"), "{text}");
+    for container in [&stays, &next, &faulty] {
+        container.down();
+    }
+    host.world.assert_empty();
+}

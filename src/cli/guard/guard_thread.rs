@@ -14,6 +14,7 @@ use crate::cached_files::{Changes, Kept};
 use crate::gpu_processes::Looker;
 
 use super::enforce::Acting;
+use super::faulted_servers::Faulted;
 use super::history::{self, Event};
 use super::judge::{Judge, Offence, Verdict};
 use super::mps_servers::Served;
@@ -64,6 +65,7 @@ struct Guard {
     looker: Looker,
     judge: Judge,
     served: Served,
+    faulted: Faulted,
     /// When each process was last acted on, for which offence and with which action.
     acted: BTreeMap<(Offence, Action, Process), Instant>,
     /// The devices that the last check could not read.
@@ -114,7 +116,7 @@ impl Guard {
         });
         let (ledger, store) = match opened {
             Ok(opened) => opened,
-            Err(error) => return self.sees_nothing(&error.to_string(), config),
+            Err(error) => return self.sees_nothing(Vec::new(), &error.to_string(), config),
         };
         // A layout is being changed. NVML is closed, because an open NVML prevents a reset.
         let resets = ledger.mig.under_way.as_ref().is_some_and(|change| !change.gpus.is_empty());
@@ -127,13 +129,15 @@ impl Guard {
             return Pause::Idle;
         }
         self.served.heal(&ledger, config);
+        let ended = self.faulted.end(&ledger, config);
         match self.look(&ledger, config) {
             Ok((verdicts, mut events, blind)) => {
+                events.extend(ended);
                 events.extend(self.act(&verdicts, &store, config));
                 self.sign(events, blind, config);
                 Pause::For(config.guard.period)
             }
-            Err(error) => self.sees_nothing(&error, config),
+            Err(error) => self.sees_nothing(ended, &error, config),
         }
     }
 
@@ -209,8 +213,8 @@ impl Guard {
         }
     }
 
-    fn sees_nothing(&mut self, why: &str, config: &Config) -> Pause {
-        self.sign(Vec::new(), BTreeSet::from([format!("no device can be watched: {why}")]), config);
+    fn sees_nothing(&mut self, events: Vec<Event>, why: &str, config: &Config) -> Pause {
+        self.sign(events, BTreeSet::from([format!("no device can be watched: {why}")]), config);
         Pause::For(REREAD)
     }
 }

@@ -166,7 +166,14 @@ impl Control {
     /// The daemon does not answer, does not exist, or refuses.
     pub fn default_limits(&self) -> Result<Percent, AskError> {
         let command = "get_default_active_thread_percentage";
-        let answer = self.ask(command, ANSWER_LIMIT)?;
+        let mut answer = self.ask(command, ANSWER_LIMIT)?;
+        if answer.is_empty() {
+            // A daemon that ends while it is asked says nothing (docs/evidence/2026-11-24-h100-cycles.md).
+            if !listens(&self.pipe.join("control")) {
+                return Err(AskError::Gone("it ended while it was asked".to_owned()));
+            }
+            answer = self.ask(command, ANSWER_LIMIT)?;
+        }
         parse_percent(&answer)
             .ok_or_else(|| AskError::Refused { command: command.into(), answer: safe(&answer) })
     }
@@ -177,6 +184,16 @@ impl Control {
     /// The daemon does not answer, does not exist, or refuses.
     pub fn servers(&self) -> Result<Vec<i32>, AskError> {
         self.ask("get_server_list", ANSWER_LIMIT).map(|answer| parse_pids(&answer))
+    }
+
+    /// Whether a server has had a fault and takes no new client: NVIDIA's manual calls that `FAULT`
+    /// (`get_server_status`; docs.nvidia.com/deploy/mps).
+    ///
+    /// # Errors
+    /// The daemon does not answer, does not exist, or refuses.
+    pub fn is_faulted(&self, server: i32) -> Result<bool, AskError> {
+        let answer = self.ask(&format!("get_server_status {server}"), ANSWER_LIMIT)?;
+        Ok(answer.eq_ignore_ascii_case("fault"))
     }
 
     /// Pids of a server's clients.
@@ -333,6 +350,23 @@ mod tests {
         assert_eq!(said(" 25.0\n").unwrap(), "25.0");
         assert_eq!(said("").unwrap(), "");
         assert!(matches!(judge("x", false, "", ""), Err(AskError::Gone(_))));
+    }
+
+    #[test]
+    fn a_daemon_that_ends_while_it_is_asked_is_gone() {
+        use nix::sys::socket::{Backlog, bind, listen};
+        use std::os::unix::fs::PermissionsExt as _;
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("nvidia-cuda-mps-control");
+        std::fs::write(&program, "#!/bin/sh\ncat >/dev/null\n").unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let (programs, pipe) = (MpsPrograms::find(Path::new("/nowhere")), dir.path().to_owned());
+        let control = Control { key: "GPU-1".to_owned(), program, programs, pipe };
+        assert!(matches!(control.default_limits(), Err(AskError::Gone(_))));
+        let fd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        bind(fd.as_raw_fd(), &UnixAddr::new(&dir.path().join("control")).unwrap()).unwrap();
+        listen(&fd, Backlog::new(4).unwrap()).unwrap();
+        assert!(matches!(control.default_limits(), Err(AskError::Refused { .. })), "it is there");
     }
 
     #[test]

@@ -43,7 +43,10 @@ fn ask(servers: &Servers, words: &[&str]) -> Option<String> {
     let of_server = |pid: &str| pid.parse::<i32>().ok().and_then(|pid| table.servers.get(&pid));
     Some(match words {
         ["get_server_list"] => lines(table.servers.keys()),
-        ["get_server_status", pid] => of_server(pid).map(|_| "ACTIVE".to_owned())?,
+        ["get_server_status", pid] => {
+            let status = if of_server(pid)?.faulted { "FAULT" } else { "ACTIVE" };
+            status.to_owned()
+        }
         ["get_client_list", pid] => {
             of_server(pid)?;
             let mut pids: Vec<i32> = clients_of(table.clients.values(), Some(pid)).map(|c| c.pid).collect();

@@ -101,6 +101,8 @@ pub enum Report {
         /// UUID.
         device: String,
     },
+    /// Whether, after a fault, it takes no new client.
+    Faulted(bool),
     /// A client no longer has a context.
     Closed {
         /// The daemon's number for it.

@@ -186,7 +186,11 @@ impl Program {
                 say(&json!({"event": "alloc", "mib": mib, "result": text(&result)}));
                 match result {
                     Ok(()) if time.is_zero() => return ExitCode::SUCCESS,
-                    Ok(()) => self.hold(time),
+                    // It makes no call meanwhile, so it does not learn of its context's end.
+                    Ok(()) => {
+                        std::thread::sleep(time);
+                        self.hold(Duration::ZERO)
+                    }
                     Err(_) => return ExitCode::from(CUDA_ERROR),
                 }
             }

@@ -1,7 +1,7 @@
 //! `nvidia-cuda-mps-server`: it has the contexts on the devices and counts its clients' memory. A fault of one client
-//! ends all of them.
+//! ends all of them, and until their processes have gone the server takes no new client (docs/evidence).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -41,6 +41,8 @@ struct State {
     contexts: BTreeMap<String, (Claim, OwnedFd)>,
     /// By the daemon's number for them.
     clients: BTreeMap<u64, Client>,
+    /// The clients at the last fault whose processes are still connected.
+    faulted: BTreeSet<u64>,
 }
 
 #[derive(Debug)]
@@ -158,13 +160,21 @@ impl Server {
                 break;
             }
         }
-        self.state().clients.remove(&id);
+        let mut state = self.state();
+        state.clients.remove(&id);
+        if state.faulted.remove(&id) && state.faulted.is_empty() {
+            self.report(&Report::Faulted(false));
+        }
     }
 
     fn open(&self, id: u64, settings: &Settings, open: &Open) -> Result<Say, &'static str> {
         let found = self.devices.iter().find(|device| device.uuid == open.device);
         let device = found.ok_or("CUDA_ERROR_NO_DEVICE")?.clone();
         let mut state = self.state();
+        if !state.faulted.is_empty() {
+            self.log.line("Server teardown in progress. Refusing to accept new client");
+            return Err("CUDA_ERROR_MPS_SERVER_NOT_READY");
+        }
         if !self.hold(&mut state, &device) {
             return Err("CUDA_ERROR_DEVICE_UNAVAILABLE");
         }
@@ -217,6 +227,8 @@ impl Server {
     fn fault(&self) {
         let clients: Vec<u64> = self.state().clients.keys().copied().collect();
         self.log.line("Fatal fault on a client: all clients end");
+        self.state().faulted.extend(&clients);
+        self.report(&Report::Faulted(true));
         self.end(&clients, "CUDA_ERROR_ILLEGAL_ADDRESS");
     }
 

@@ -50,6 +50,8 @@ pub struct Server {
     pub uid: u32,
     /// The settings for clients that connect from now on.
     pub settings: Settings,
+    /// Whether, after a fault, it takes no new client.
+    pub faulted: bool,
     conn: Arc<Conn>,
     stopping: bool,
 }
@@ -160,7 +162,9 @@ impl Servers {
         self.log.line(&format!("Starting new server {pid} for user {uid}"));
         let conn = Arc::new(near);
         let settings = table.defaults.clone();
-        table.servers.insert(pid, Server { uid, settings, conn: Arc::clone(&conn), stopping: false });
+        table
+            .servers
+            .insert(pid, Server { uid, settings, faulted: false, conn: Arc::clone(&conn), stopping: false });
         let servers = Arc::clone(self);
         std::thread::spawn(move || servers.follow(pid, &conn, child));
         Some(pid)
@@ -182,6 +186,11 @@ impl Servers {
                 Report::Opened { id, device } => {
                     if let Some(client) = table.clients.get_mut(&id) {
                         client.devices.push(device);
+                    }
+                }
+                Report::Faulted(faulted) => {
+                    if let Some(server) = table.servers.get_mut(&pid) {
+                        server.faulted = faulted;
                     }
                 }
                 Report::Closed { id } => drop(table.clients.remove(&id)),
