@@ -29,6 +29,6 @@ pub enum Mutation {
     TrustDeadKeeper,
     /// `take_lease` does not reclaim before it looks.
     LookWithoutReclaim,
-    /// A waiter holds the daemon's lock while it waits.
-    WaitWithLock,
+    /// A waiter looks once, and then waits to be told.
+    LookOnce,
 }

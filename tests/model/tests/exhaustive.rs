@@ -6,6 +6,7 @@ use sublet_model::ledger::Share;
 
 const QUARTER: Share = Share::Mps { sm: 1, memory: Some(1) };
 const HALF: Share = Share::Mps { sm: 2, memory: None };
+const ALL: Share = Share::Mps { sm: 4, memory: Some(3) };
 
 fn holds<M: Model>(name: &str, model: &M, ends: bool) {
     let begun = std::time::Instant::now();
@@ -19,54 +20,33 @@ fn holds<M: Model>(name: &str, model: &M, ends: bool) {
     }
 }
 
-#[test]
-fn one() {
-    let model = Daemons {
-        shares: vec![QUARTER],
-        devices: 1,
-        waiter: None,
-        serve: false,
-        crashes: u8::MAX,
-        mutation: None,
-    };
-    holds("one", &model, true);
-}
-#[test]
-fn one_serve() {
-    let model = Daemons {
-        shares: vec![QUARTER],
-        devices: 1,
-        waiter: None,
-        serve: true,
-        crashes: u8::MAX,
-        mutation: None,
-    };
-    holds("one serve", &model, true);
-}
-#[test]
-fn two() {
-    let model = Daemons {
-        shares: vec![QUARTER, HALF],
-        devices: 1,
-        waiter: None,
-        serve: false,
-        crashes: u8::MAX,
-        mutation: None,
-    };
-    holds("two", &model, true);
+fn daemons(shares: &[Share], devices: usize, waiter: Option<usize>, serve: bool, crashes: u8) -> Daemons {
+    Daemons { shares: shares.to_vec(), devices, waiter, serve, crashes, mutation: None }
 }
 
 #[test]
-fn two_crash() {
-    for crashes in 0..4 {
-        let model = Daemons {
-            shares: vec![QUARTER, HALF],
-            devices: 1,
-            waiter: None,
-            serve: false,
-            crashes,
-            mutation: None,
-        };
-        holds(&format!("two {crashes}"), &model, false);
+fn t1() {
+    holds("two any", &daemons(&[QUARTER, HALF], 1, None, false, 255), true);
+}
+#[test]
+fn t2() {
+    for c in 0..2 {
+        holds(&format!("3 on 1: {c}"), &daemons(&[QUARTER, HALF, QUARTER], 1, Some(2), false, c), true);
+    }
+}
+#[test]
+fn t3() {
+    for c in 0..2 {
+        holds(&format!("3 on 2: {c}"), &daemons(&[QUARTER, HALF, ALL], 2, Some(2), false, c), false);
+    }
+}
+#[test]
+fn t4() {
+    for c in 0..2 {
+        holds(
+            &format!("2 excl on 1, serve: {c}"),
+            &daemons(&[QUARTER, Share::Exclusive], 1, Some(1), true, c),
+            true,
+        );
     }
 }

@@ -1,7 +1,6 @@
 //! The shim that creates a container: `admit::take_lease`, `mps::make_way`, `mps::make_ready`, the runtime.
 
-use super::errands::At;
-use super::{Actor, After, Daemons, Errand, Holder, Pc, State, Then, Turn};
+use super::{Actor, After, Daemons, Errand, Pc, State, Then, Turn};
 use crate::Mutation;
 use crate::ledger::{Call, DEVICES, Life, Limits, fits};
 
@@ -10,6 +9,7 @@ impl Turn<'_> {
         let who = Actor::Shim(container);
         match self.before.shims[container] {
             Pc::Off if !self.before.asked[container] => self.look(container),
+            Pc::Look if self.model.mutation == Some(Mutation::LookOnce) => {}
             Pc::Look => self.look(container),
             Pc::MadeWay => self.made_way(container),
             Pc::MakeReady => self.make_ready(container),
@@ -50,7 +50,6 @@ impl Turn<'_> {
             return;
         }
         let starved = self.is_starved(container);
-        let locks = waits && model.mutation == Some(Mutation::WaitWithLock);
         self.call(who, "take_lease: no room", Call::TakeNone(container), |state, answer| {
             if starved {
                 state.wrong = Some("a waiter gets the room that there is");
@@ -61,9 +60,6 @@ impl Turn<'_> {
                 state.shims[container] = if waits { Pc::Look } else { Pc::Off };
             } else {
                 state.round(model, who, 0, false, then);
-            }
-            if locks && state.locks[0].is_none() {
-                state.locks[0] = Some(Holder { by: Some(who), own: true, at: At::WaitsForRoom });
             }
         });
         // Looking again in vain changes nothing.
@@ -105,7 +101,7 @@ impl Turn<'_> {
         let (before, mutation) = (self.before, self.model.mutation);
         let could_serve = before.ledger.daemons[device].filter(|daemon| {
             let stopping = mutation == Some(Mutation::TrustStopping) && before.is_alive(device);
-            (before.serves(device) || stopping) && !daemon.mode_left
+            stopping || before.serves(device) && !daemon.mode_left
         });
         let needed = self.model.shares[container].limits();
         let next = could_serve.map_or(Some(Errand::Start), |daemon| {

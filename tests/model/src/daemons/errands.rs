@@ -60,8 +60,6 @@ pub enum At {
     Control { limits: Limits },
     /// `adjust` ends.
     AdjustEnd { limits: Limits },
-    /// Of [`Mutation::WaitWithLock`].
-    WaitsForRoom,
 }
 
 impl Turn<'_> {
@@ -116,15 +114,6 @@ impl Turn<'_> {
             }),
             At::AdjustEnd { limits } => {
                 self.then(device, "adjust ends", Call::AdjustEnd(device, limits), |_| Next::Ends(true));
-            }
-            At::WaitsForRoom => {
-                let waits = holder.by.is_some_and(|who| {
-                    let mut state = *self.before;
-                    *state.pc(who) == Pc::Look
-                });
-                if !waits {
-                    self.step(Actor::Holder(device), "no longer waits", |state| state.locks[device] = None);
-                }
             }
         }
     }
