@@ -6,7 +6,7 @@ use super::lock::DaemonLock;
 use crate::config::Config;
 use crate::inventory::{self, Device};
 use crate::ledger::DaemonKey;
-use crate::ledger::{DaemonState, Ledger, MpsDaemon, Store};
+use crate::ledger::{DaemonState, DefaultLimits, Ledger, MpsDaemon, Store};
 use crate::process::epoch_seconds;
 
 /// An answer older than this, in seconds, no longer proves anything.
@@ -122,20 +122,7 @@ pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
 /// # Errors
 /// The ledger cannot be written, or the daemon does not accept the limits.
 pub fn adjust(_held: &DaemonLock, key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
-    let begun = change(store, |ledger| {
-        let Some(wanted) = ledger.wanted_default_limits(key) else { return Ok(None) };
-        let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key) else {
-            return Ok(None);
-        };
-        let told = daemon.default_limits == wanted && daemon.answered_at != 0;
-        if !runs(daemon) || told && daemon.state == DaemonState::Serving {
-            return Ok(None);
-        }
-        daemon.default_limits = daemon.default_limits.and(wanted);
-        daemon.answered_at = 0;
-        let daemon = daemon.clone();
-        Ok(Some((wanted, ledger.devices_of(key), daemon)))
-    })?;
+    let begun = change(store, |ledger| Ok(begin_adjusting(ledger, key)))?;
     let Some((wanted, devices, daemon)) = begun else { return Ok(()) };
     let control = Control::new(key, config)?;
     let known = inventory::load(config)?;
@@ -151,12 +138,30 @@ pub fn adjust(_held: &DaemonLock, key: &DaemonKey, store: &Store, config: &Confi
     })
 }
 
+/// Records that a change of the limits begins. Returns them, the number of devices and the record; `None`: nothing is to
+/// be changed.
+pub(crate) fn begin_adjusting(
+    ledger: &mut Ledger,
+    key: &DaemonKey,
+) -> Option<(DefaultLimits, usize, MpsDaemon)> {
+    let wanted = ledger.wanted_default_limits(key)?;
+    let daemon = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key)?;
+    let told = daemon.default_limits == wanted && daemon.answered_at != 0;
+    if !runs(daemon) || told && daemon.state == DaemonState::Serving {
+        return None;
+    }
+    daemon.default_limits = daemon.default_limits.and(wanted);
+    daemon.answered_at = 0;
+    let daemon = daemon.clone();
+    Some((wanted, ledger.devices_of(key), daemon))
+}
+
 #[cfg(test)]
 pub(super) mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::ledger::{Container, DefaultLimits, Lease, LeaseId, LeaseState};
+    use crate::ledger::{Container, Lease, LeaseId, LeaseState};
     use crate::process::Process;
     use crate::share::{Isolation, Mode, Percent, Priority};
 

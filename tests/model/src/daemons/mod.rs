@@ -247,7 +247,9 @@ impl Turn<'_> {
 }
 
 impl State {
-    fn seen(&self) -> Seen {
+    /// What `reclaim` can see.
+    #[must_use]
+    pub fn seen(&self) -> Seen {
         Seen {
             lives: self.lives,
             records: self.records,
@@ -278,7 +280,8 @@ impl State {
     }
 
     /// `idle::waits`, before its time is over.
-    fn waits(&self, device: usize, model: &Daemons) -> bool {
+    #[must_use]
+    pub fn waits(&self, device: usize, model: &Daemons) -> bool {
         let closed = self.ledger.on(device, &model.shares).next().is_some();
         let kept = self.serve != Pc::Off || model.mutation == Some(Mutation::TrustDeadKeeper);
         !closed && self.serves(device) && self.ledger.keeper && kept
