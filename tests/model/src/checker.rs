@@ -1,7 +1,7 @@
 //! Visits every reachable state, breadth first, so that the first counterexample is a shortest one.
 
 use std::collections::hash_map::Entry;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt::{self, Debug, Display};
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 
@@ -97,6 +97,39 @@ pub fn check<M: Model>(model: &M, ends: bool) -> Report<M::Step> {
     Report { unique: from.len(), total, depth, broken }
 }
 
+/// For each key of a step that `key` tells, a shortest way that ends with such a step, with the states after each of its
+/// steps. Steps without a key are not taken.
+pub fn ways<M: Model, K: Ord>(
+    model: &M,
+    key: impl Fn(&M::State, &M::Step, &M::State) -> Option<K>,
+) -> Vec<Vec<(M::Step, M::State)>> {
+    let initial = model.initial();
+    let mut seen: HashMap<u64, (), BuildHasherDefault<Plain>> = HashMap::default();
+    let mut from = vec![From { state: 0, step: 0 }];
+    let mut open = VecDeque::from([(0, initial)]);
+    seen.insert(fingerprint(&initial), ());
+    let (mut lasts, mut steps) = (BTreeMap::new(), Vec::new());
+    while let Some((number, state)) = open.pop_front() {
+        steps.clear();
+        model.steps(&state, &mut steps);
+        for (index, (step, next)) in (0..).zip(&steps) {
+            let Some(key) = key(&state, step, next) else { continue };
+            let last = From { state: number, step: index };
+            lasts.entry(key).or_insert(last);
+            if seen.insert(fingerprint(next), ()).is_none() {
+                open.push_back((u32::try_from(from.len()).expect("fewer than 2^32 states"), *next));
+                from.push(last);
+            }
+        }
+    }
+    let mut found = Vec::new();
+    for last in lasts.into_values() {
+        from.push(last);
+        found.push(walked(model, &from, u32::try_from(from.len() - 1).expect("fewer than 2^32 states")));
+    }
+    found
+}
+
 /// The first of `count` states from which no edge leads on to one of `goals`. `edges` are backwards: to, from.
 fn cannot_reach(goals: &[u32], mut edges: Vec<(u32, u32)>, count: usize) -> Option<u32> {
     edges.sort_unstable();
@@ -118,7 +151,12 @@ fn cannot_reach(goals: &[u32], mut edges: Vec<(u32, u32)>, count: usize) -> Opti
 }
 
 /// The steps to state `number`.
-fn way<M: Model>(model: &M, from: &[From], mut number: u32) -> Vec<M::Step> {
+fn way<M: Model>(model: &M, from: &[From], number: u32) -> Vec<M::Step> {
+    walked(model, from, number).into_iter().map(|(step, _)| step).collect()
+}
+
+/// The steps to state `number`, with the states after them.
+fn walked<M: Model>(model: &M, from: &[From], mut number: u32) -> Vec<(M::Step, M::State)> {
     let mut choices = Vec::new();
     while number != 0 {
         let From { state, step } = from[number as usize];
@@ -131,7 +169,7 @@ fn way<M: Model>(model: &M, from: &[From], mut number: u32) -> Vec<M::Step> {
         found.clear();
         model.steps(&state, &mut found);
         let (step, next) = found[usize::from(choice)];
-        way.push(step);
+        way.push((step, next));
         state = next;
     }
     way

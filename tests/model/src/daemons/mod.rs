@@ -9,7 +9,7 @@ mod invariants;
 mod rounds;
 
 use crate::Mutation;
-use crate::checker::Model;
+use crate::checker::{self, Model};
 use crate::ledger::{Answer, CONTAINERS, Call, DEVICES, DaemonState, Ledger, Life, Limits, Seen, Share};
 
 /// What is asked for, and which processes there are.
@@ -208,6 +208,32 @@ pub struct Step {
     pub call: Option<(Call, bool)>,
     /// Whether a process was killed.
     pub crash: bool,
+}
+
+impl Daemons {
+    /// A shortest way to each step that differs from others in who takes it, what it does and what it finds. `may` says
+    /// which steps may be taken.
+    #[must_use]
+    pub fn ways(&self, may: fn(&State, &Step, &State) -> bool) -> Vec<Vec<(Step, State)>> {
+        checker::ways(self, |before, step, after| {
+            let done = step.call.map(|(_, done)| done);
+            may(before, step, after).then_some((step.who.kind(), step.what, done))
+        })
+    }
+}
+
+impl Actor {
+    const fn kind(self) -> u8 {
+        match self {
+            Self::Shim(_) => 0,
+            Self::Delete(_) => 1,
+            Self::Command => 2,
+            Self::Serve => 3,
+            Self::Holder(_) => 4,
+            Self::Container(_) => 5,
+            Self::Daemon(_) => 6,
+        }
+    }
 }
 
 /// The possible steps in one state.
