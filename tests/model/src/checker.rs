@@ -1,7 +1,7 @@
 //! Visits every reachable state, breadth first, so that the first counterexample is a shortest one.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque, btree_map};
 use std::fmt::{self, Debug, Display};
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 
@@ -98,9 +98,10 @@ pub fn check<M: Model>(model: &M, ends: bool) -> Report<M::Step> {
 }
 
 /// For each key of a step that `key` tells, a shortest way that ends with such a step, with the states after each of its
-/// steps. Steps without a key are not taken.
+/// steps. Steps without a key are not taken. The search ends when `patience` states have brought no new key.
 pub fn ways<M: Model, K: Ord>(
     model: &M,
+    patience: usize,
     key: impl Fn(&M::State, &M::Step, &M::State) -> Option<K>,
 ) -> Vec<Vec<(M::Step, M::State)>> {
     let initial = model.initial();
@@ -109,13 +110,20 @@ pub fn ways<M: Model, K: Ord>(
     let mut open = VecDeque::from([(0, initial)]);
     seen.insert(fingerprint(&initial), ());
     let (mut lasts, mut steps) = (BTreeMap::new(), Vec::new());
+    let mut last_new = 0;
     while let Some((number, state)) = open.pop_front() {
+        if from.len() - last_new > patience {
+            break;
+        }
         steps.clear();
         model.steps(&state, &mut steps);
         for (index, (step, next)) in (0..).zip(&steps) {
             let Some(key) = key(&state, step, next) else { continue };
             let last = From { state: number, step: index };
-            lasts.entry(key).or_insert(last);
+            if let btree_map::Entry::Vacant(vacant) = lasts.entry(key) {
+                vacant.insert(last);
+                last_new = from.len();
+            }
             if seen.insert(fingerprint(next), ()).is_none() {
                 open.push_back((u32::try_from(from.len()).expect("fewer than 2^32 states"), *next));
                 from.push(last);

@@ -14,6 +14,7 @@
 
 pub mod checker;
 pub mod daemons;
+pub mod dynamic_mig;
 pub mod ledger;
 
 mod mutation;

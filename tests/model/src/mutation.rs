@@ -31,4 +31,22 @@ pub enum Mutation {
     LookWithoutReclaim,
     /// A waiter looks once, and then waits to be told.
     LookOnce,
+    /// `mig make` records an instance once the driver has created it.
+    RecordAfterCreate,
+    /// `mig clear` forgets an instance before it destroys it.
+    ForgetBeforeDestroy,
+    /// `mig clear` does not ask for leases.
+    DestroyLeased,
+    /// `mig clear` finds leases by UUID alone, which may not be recorded.
+    NeedByUuid,
+    /// An instance that is being destroyed takes a lease.
+    LeaseGoing,
+    /// An instance is kept for a shim that was killed.
+    AwaitDead,
+    /// `mig make` keeps what an earlier attempt for the same lease left.
+    AwaitFailed,
+    /// Inventories are out of date only when a change has ended, not when an instance was destroyed.
+    ForgetQuietly,
+    /// A lease is taken by an inventory from before the last change of instances.
+    TrustOldInventory,
 }

@@ -2,6 +2,7 @@
 
 use sublet_model::checker::{Model, check};
 use sublet_model::daemons::Daemons;
+use sublet_model::dynamic_mig::DynamicMig;
 use sublet_model::ledger::Share;
 
 const QUARTER: Share = Share::Mps { sm: 1, memory: Some(1) };
@@ -48,5 +49,13 @@ fn t4() {
             &daemons(&[QUARTER, Share::Exclusive], 1, Some(1), true, c),
             true,
         );
+    }
+}
+
+#[test]
+fn mig() {
+    for (n, c) in [(1, 255), (2, 255), (3, 0), (3, 1)] {
+        let model = DynamicMig { containers: n, waiter: Some(n - 1), crashes: c, mutation: None };
+        holds(&format!("mig {n}, {c}"), &model, true);
     }
 }

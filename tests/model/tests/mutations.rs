@@ -3,6 +3,7 @@
 use sublet_model::Mutation;
 use sublet_model::checker::check;
 use sublet_model::daemons::Daemons;
+use sublet_model::dynamic_mig::DynamicMig;
 use sublet_model::ledger::Share;
 
 const HALF: Share = Share::Mps { sm: 2, memory: Some(1) };
@@ -94,4 +95,39 @@ fn a_waiter_does_not_wait_for_containers_that_have_ended() {
 #[test]
 fn a_waiter_looks_again() {
     finds(&[LARGE, LARGE], 0, false, Mutation::LookOnce, "every process comes to its end");
+}
+
+/// The model of dynamic MIG finds this mutation by breaking this invariant.
+fn finds_mig(containers: usize, crashes: u8, mutation: Mutation, invariant: &str) {
+    let model = DynamicMig { containers, waiter: Some(0), crashes, mutation: Some(mutation) };
+    let report = check(&model, true);
+    let Some((broken, way)) = report.broken else { panic!("{mutation:?} is not found: {report}") };
+    let shown: Vec<_> = way.iter().map(|step| format!("  {} {}\n", step.what, step.of)).collect();
+    assert_eq!(broken, invariant, "{mutation:?}:\n{}", shown.concat());
+}
+
+#[test]
+fn instances_are_recorded_before_they_are_created_and_until_they_are_destroyed() {
+    finds_mig(1, 1, Mutation::RecordAfterCreate, "every instance is recorded");
+    finds_mig(1, 0, Mutation::ForgetBeforeDestroy, "every instance is recorded");
+}
+
+#[test]
+fn instances_are_not_destroyed_under_leases() {
+    let invariant = "an instance is not destroyed under its lease";
+    finds_mig(1, 0, Mutation::DestroyLeased, invariant);
+    finds_mig(1, 1, Mutation::NeedByUuid, invariant);
+    finds_mig(2, 0, Mutation::LeaseGoing, invariant);
+    finds_mig(2, 0, Mutation::TrustOldInventory, invariant);
+    finds_mig(2, 1, Mutation::ForgetQuietly, invariant);
+}
+
+#[test]
+fn instances_are_not_kept_for_the_dead() {
+    finds_mig(1, 1, Mutation::AwaitDead, "after a command, no instance is left without a lease");
+}
+
+#[test]
+fn a_waiter_does_not_take_its_own_room() {
+    finds_mig(1, 2, Mutation::AwaitFailed, "every process comes to its end");
 }

@@ -215,7 +215,7 @@ impl Daemons {
     /// which steps may be taken.
     #[must_use]
     pub fn ways(&self, may: fn(&State, &Step, &State) -> bool) -> Vec<Vec<(Step, State)>> {
-        checker::ways(self, |before, step, after| {
+        checker::ways(self, 200_000, |before, step, after| {
             let done = step.call.map(|(_, done)| done);
             may(before, step, after).then_some((step.who.kind(), step.what, done))
         })
