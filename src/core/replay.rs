@@ -498,7 +498,7 @@ fn mps(sm: u8, memory: Option<u8>) -> Share {
 
 fn model(shares: &[Share], devices: usize, serve: bool) -> Daemons {
     let shares = shares.to_vec();
-    Daemons { shares, devices, waiter: Some(1), serve, crashes: u8::MAX, mutation: None }
+    Daemons { shares, devices, waiter: Some(1), serve, children: true, crashes: u8::MAX, mutation: None }
 }
 
 fn print(what: &str, ways: &[Vec<(Step, State)>], made: &Made) {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::profile_choice::{Choice, choices, seen};
 use super::{Compute, Driver, DriverError, Gpu, Instance, Span};
 use sublet_core::config::Policy;
-use sublet_core::ledger::{Awaited, DynamicInstance, Freed, LeaseId, LedgerError, Store};
+use sublet_core::ledger::{Awaited, DynamicInstance, Freed, LeaseId, Ledger, LedgerError, Store};
 use sublet_core::place::Order;
 use sublet_core::text::safe;
 

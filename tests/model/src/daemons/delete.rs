@@ -9,7 +9,7 @@ impl Turn<'_> {
     pub(super) fn live(&mut self, container: usize) {
         let who = Actor::Container(container);
         let life = self.before.lives[container];
-        if life == Life::Running {
+        if life == Life::Running && self.model.children {
             self.step(who, "its first process ends", |state| state.lives[container] = Life::FirstGone);
         }
         if matches!(life, Life::Running | Life::FirstGone) {

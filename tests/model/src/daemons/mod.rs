@@ -23,6 +23,8 @@ pub struct Daemons {
     pub waiter: Option<usize>,
     /// Whether `sublet serve` may run.
     pub serve: bool,
+    /// Whether processes of a container may outlive its first one.
+    pub children: bool,
     /// How many crashes there may be; [`u8::MAX`]: any number.
     pub crashes: u8,
     /// The broken step.

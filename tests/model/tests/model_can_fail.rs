@@ -13,7 +13,15 @@ const LARGE: Share = Share::Mps { sm: 1, memory: Some(3) };
 /// The model of one device finds this mutation by breaking this invariant.
 fn finds(shares: &[Share], crashes: u8, serve: bool, mutation: Mutation, invariant: &str) {
     let shares = shares.to_vec();
-    let model = Daemons { shares, devices: 1, waiter: Some(1), serve, crashes, mutation: Some(mutation) };
+    let model = Daemons {
+        shares,
+        devices: 1,
+        waiter: Some(1),
+        serve,
+        children: true,
+        crashes,
+        mutation: Some(mutation),
+    };
     let report = check(&model, true);
     let Some((broken, way)) = report.broken else { panic!("{mutation:?} is not found: {report}") };
     let shown: Vec<_> = way.iter().map(|step| format!("  {:?}: {}\n", step.who, step.what)).collect();
