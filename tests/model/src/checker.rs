@@ -1,7 +1,7 @@
 //! Visits every reachable state, breadth first, so that the first counterexample is a shortest one.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap, VecDeque, btree_map};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque, btree_map};
 use std::fmt::{self, Debug, Display};
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 
@@ -55,6 +55,9 @@ struct From {
 ///
 /// States are told apart by a hash of 64 bits. With ten million states the chance that two have the same is below
 /// 1 : 300,000.
+///
+/// # Panics
+/// There are 2^32 states.
 pub fn check<M: Model>(model: &M, ends: bool) -> Report<M::Step> {
     let initial = model.initial();
     let mut seen: HashMap<u64, u32, BuildHasherDefault<Plain>> = HashMap::default();
@@ -99,16 +102,19 @@ pub fn check<M: Model>(model: &M, ends: bool) -> Report<M::Step> {
 
 /// For each key of a step that `key` tells, a shortest way that ends with such a step, with the states after each of its
 /// steps. Steps without a key are not taken. The search ends when `patience` states have brought no new key.
+///
+/// # Panics
+/// There are 2^32 states.
 pub fn ways<M: Model, K: Ord>(
     model: &M,
     patience: usize,
     key: impl Fn(&M::State, &M::Step, &M::State) -> Option<K>,
 ) -> Vec<Vec<(M::Step, M::State)>> {
     let initial = model.initial();
-    let mut seen: HashMap<u64, (), BuildHasherDefault<Plain>> = HashMap::default();
+    let mut seen: HashSet<u64, BuildHasherDefault<Plain>> = HashSet::default();
     let mut from = vec![From { state: 0, step: 0 }];
     let mut open = VecDeque::from([(0, initial)]);
-    seen.insert(fingerprint(&initial), ());
+    seen.insert(fingerprint(&initial));
     let (mut lasts, mut steps) = (BTreeMap::new(), Vec::new());
     let mut last_new = 0;
     while let Some((number, state)) = open.pop_front() {
@@ -124,7 +130,7 @@ pub fn ways<M: Model, K: Ord>(
                 vacant.insert(last);
                 last_new = from.len();
             }
-            if seen.insert(fingerprint(next), ()).is_none() {
+            if seen.insert(fingerprint(next)) {
                 open.push_back((u32::try_from(from.len()).expect("fewer than 2^32 states"), *next));
                 from.push(last);
             }
@@ -220,8 +226,9 @@ impl Hasher for Mixing {
         self.add(value as u64);
     }
 
+    /// What derived code hashes of an enum's variant.
     fn write_isize(&mut self, value: isize) {
-        self.add(value.cast_unsigned() as u64);
+        self.add(u64::try_from(value).unwrap_or(u64::MAX));
     }
 
     fn finish(&self) -> u64 {

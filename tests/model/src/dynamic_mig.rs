@@ -24,6 +24,7 @@ pub struct DynamicMig {
 }
 
 /// `ledger::DynamicInstance` at one place.
+#[expect(clippy::struct_excessive_bools, reason = "so many are in the ledger")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DynamicInstance {
     gi: bool,
@@ -259,7 +260,7 @@ impl Turn<'_> {
                 (state.lives[container], state.pcs[container]) = (Life::Running, Pc::Created);
             }),
             Pc::Created => {
-                self.step("the runtime ends", container, false, |state| state.pcs[container] = Pc::Off)
+                self.step("the runtime ends", container, false, |state| state.pcs[container] = Pc::Off);
             }
             Pc::Clear => self.clear(container),
             _ => {}
@@ -395,7 +396,7 @@ impl Turn<'_> {
                 state.at(At::NoteGi(place));
             }),
             At::NoteGi(place) => {
-                self.note(place, by, "gi is noted", At::CreateCompute(place), |made| made.gi = true)
+                self.note(place, by, "gi is noted", At::CreateCompute(place), |made| made.gi = true);
             }
             At::CreateCompute(place) => self.step("create_compute", place, by, |state| {
                 state.driver[place] = Some(true);

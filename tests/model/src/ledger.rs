@@ -125,6 +125,7 @@ pub enum DaemonState {
 }
 
 /// `ledger::MpsDaemon` of one device.
+#[expect(clippy::struct_excessive_bools, reason = "so many are in the ledger, or stand for a value there")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Daemon {
     /// Its state.
@@ -321,7 +322,6 @@ impl Ledger {
                     lease.state = LeaseState::Ending;
                     false
                 }
-                (true, _) => true,
                 (false, _) if !seen.records[container] => !owned && life != Life::FirstGone,
                 (false, Life::Running) => {
                     lease.init = true;
@@ -336,7 +336,7 @@ impl Ledger {
                     lease.state = LeaseState::Ending;
                     false
                 }
-                (false, _) => true,
+                (_, Life::Never | Life::Gone) => true,
             };
             if gone {
                 freed[usize::from(lease.device)] = true;

@@ -80,20 +80,20 @@ impl Turn<'_> {
                 });
             }
             At::Launch { .. } | At::ReadLimits { .. } | At::SetLimits { .. } => {
-                self.come_up(device, holder.at)
+                self.come_up(device, holder.at);
             }
             At::NoteServing { limits } => self.note_serving(device, limits),
             At::Undo { .. } | At::UndoMode | At::UndoForgetMode | At::NoteDown => {
-                self.undo(device, holder.at)
+                self.undo(device, holder.at);
             }
             At::StopUnwanted { well } => self.stop_unwanted(device, well),
             At::ClaimStop { .. } | At::EndDaemon { .. } | At::RestoreMode { .. } => {
-                self.stop(device, holder.at)
+                self.stop(device, holder.at);
             }
             At::ForgetMode { start } => {
                 self.then(device, "mps stop: forgets the mode", Call::ForgetMode(device), |_| {
                     Next::At(At::ForgetDaemon { start })
-                })
+                });
             }
             At::ForgetDaemon { start } => {
                 self.then(device, "mps stop: forgets the daemon", Call::ForgetDaemon(device), |_| {
@@ -101,7 +101,7 @@ impl Turn<'_> {
                 });
             }
             At::LeaveMode { .. } | At::RestMode { .. } | At::RestForgetMode { .. } => {
-                self.rest(device, holder.at)
+                self.rest(device, holder.at);
             }
             At::ServesStill => self.serves_still(device),
             At::AdjustBegin => self.adjust_begin(device),
@@ -235,7 +235,7 @@ impl Turn<'_> {
                 self.then(device, "mps stop: claim", Call::ClaimStop(device), |done| {
                     // A start finds the daemon in use if all is well.
                     if done { Next::At(At::EndDaemon { start }) } else { Next::Ends(start.unwrap_or(false)) }
-                })
+                });
             }
             At::EndDaemon { start } => self.act(device, "mps stop: ends the daemon", |gpu| {
                 gpu.daemon = None;
@@ -301,7 +301,7 @@ impl Turn<'_> {
     fn then(&mut self, device: usize, what: &'static str, call: Call, next: impl FnOnce(bool) -> Next) {
         let model = self.model;
         self.call(Actor::Holder(device), what, call, |state, answer| {
-            state.go_on(model, device, next(answer.done))
+            state.go_on(model, device, next(answer.done));
         });
     }
 
@@ -316,6 +316,7 @@ impl Turn<'_> {
 }
 
 /// How it goes on with an errand.
+#[derive(Clone, Copy)]
 enum Next {
     At(At),
     /// It ends, well or not.

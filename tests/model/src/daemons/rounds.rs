@@ -138,11 +138,9 @@ impl State {
             (Some(_), Some(_)) if heal && model.mutation != Some(Mutation::NeverHeal) => {
                 Due::Errand(Errand::Start)
             }
-            (Some(_), _) => Due::Nothing,
             (None, Some(_)) if self.waits(device, model) => Due::Waits,
-            (None, Some(_)) => Due::Errand(Errand::Stop),
-            (None, None) if changed => Due::Errand(Errand::Stop),
-            (None, None) => Due::Nothing,
+            (None, recorded) if recorded.is_some() || changed => Due::Errand(Errand::Stop),
+            _ => Due::Nothing,
         }
     }
 }
