@@ -541,3 +541,13 @@ fn the_model_and_the_ledger_say_the_same_on_random_walks() {
     print("random walks", &ways, &made);
     assert!(made.contains_key(&("TakeNone".to_owned(), true)), "there always was room");
 }
+
+#[test]
+#[should_panic(expected = "the model and the ledger differ")]
+fn a_model_that_is_wrong_differs_from_the_ledger() {
+    let mutation = Some(sublet_model::Mutation::FreeBeforeEmpty);
+    let wrong = Daemons { mutation, ..model(&[mps(1, Some(1))], 1, false) };
+    for way in wrong.ways(can_follow) {
+        Real::walk(&wrong, &way, &mut Made::new());
+    }
+}
