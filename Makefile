@@ -1,7 +1,7 @@
 # sublet: two commands to begin with, as root on Debian 12 or 13 with git, make, curl and Rust:
 #   make demo    containers sharing a GPU (a simulated one where there is none)
 #   make test    the tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
-# The rest: test-GROUP (one group of them: unit, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security,
+# The rest: test-GROUP (one group of them: unit, model, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security,
 # slurm, real), test-all (the groups `packages`, `kubernetes`, `ansible`, `metrics` and `web`, too, as CI has it), check
 # (needs no root, network, engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth
 # (docs/security.md); deb, rpm and dist (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's
@@ -47,7 +47,7 @@ endif
 GENERATED := $(CURDIR)/target/generated
 
 # Those of tests/jobs.
-test_groups := $(addprefix test-,unit sim e2e-runc e2e-crun docker podman containerd systemd security slurm real packages \
+test_groups := $(addprefix test-,unit model sim e2e-runc e2e-crun docker podman containerd systemd security slurm real packages \
     kubernetes ansible metrics web)
 
 .PHONY: all build test-build tested-build sim-build check lint unit test test-all book demo bench fuzz gpu-test real-test install deb rpm dist \

@@ -50,3 +50,7 @@ pub mod mps;
 pub mod broker;
 
 pub mod admit;
+
+// What tests/model says of the ledger, and what the ledger does.
+#[cfg(test)]
+mod replay;

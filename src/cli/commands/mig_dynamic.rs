@@ -55,13 +55,16 @@ fn changed(store: &Store, config: &Config, ask: Option<&MakeAsk>) -> anyhow::Res
     let inventory = inventory::last(config).or_else(|_| fresh_inventory(config))?;
     let mut nvml = Nvml::open(config, &inventory)?;
     if let Some(ask) = ask {
-        has_room(ask, &mut nvml, &store.read()?, config)?;
+        let mut ledger = store.read()?;
+        ledger.await_no_more(&ask.awaited.lease);
+        has_room(ask, &mut nvml, &ledger, config)?;
     }
     let (mut fence, _, freed) = Fence::raise(&[], store)?;
     Local::new(config).settle(&freed, store);
     let held = Uninterrupted::begin();
     let mut making = Making::new(&mut nvml, store);
-    let cleared = making.clear(&mut |uuid| stop_servers(uuid, store, config));
+    let cleared =
+        making.clear(ask.map(|ask| &ask.awaited.lease), &mut |uuid| stop_servers(uuid, store, config));
     let made = cleared.map_err(anyhow::Error::from).and_then(|left| {
         for line in left {
             eprintln!("sublet: warning: {line}");

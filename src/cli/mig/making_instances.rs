@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::profile_choice::{Choice, choices, seen};
 use super::{Compute, Driver, DriverError, Gpu, Instance, Span};
 use sublet_core::config::Policy;
-use sublet_core::ledger::{Awaited, DynamicInstance, Freed, Ledger, LedgerError, Store};
+use sublet_core::ledger::{Awaited, DynamicInstance, Freed, LeaseId, Ledger, LedgerError, Store};
 use sublet_core::place::Order;
 use sublet_core::text::safe;
 
@@ -133,13 +133,22 @@ impl<'a> Making<'a> {
     }
 
     /// Destroys every instance created for a container that no lease needs. `before` is called with its UUID first.
-    /// Returns one line for each instance that is still there, with the reason.
+    /// What was created for lease `anew` counts, too: an earlier `sublet mig make` for it was killed, and what that left
+    /// may have the only place. Returns one line for each instance that is still there, with the reason.
     ///
     /// # Errors
     /// The ledger cannot be read or written.
-    pub fn clear(&mut self, before: &mut dyn FnMut(&str)) -> Result<Vec<String>, LedgerError> {
+    pub fn clear(
+        &mut self,
+        anew: Option<&LeaseId>,
+        before: &mut dyn FnMut(&str),
+    ) -> Result<Vec<String>, LedgerError> {
         let mut lines = Vec::new();
-        for made in self.change(Ledger::mark_unneeded_for_removal)? {
+        let unneeded = self.change(|ledger| {
+            anew.into_iter().for_each(|lease| ledger.await_no_more(lease));
+            ledger.mark_unneeded_for_removal()
+        })?;
+        for made in unneeded {
             if let Some(uuid) = &made.uuid {
                 before(uuid);
             }
@@ -164,7 +173,7 @@ impl<'a> Making<'a> {
             match self.destroy(&mut made)? {
                 Ok(()) => {
                     self.touched = true;
-                    self.change(|ledger| ledger.forget_dynamic_instance(&made))?;
+                    self.change(|ledger| ledger.forget_destroyed(&made))?;
                     return Ok(None);
                 }
                 Err(error) if Instant::now() >= deadline => break error.to_string(),

@@ -42,6 +42,33 @@ fn every_call_may_fail_before_or_after_its_work() {
     }
 }
 
+/// Found by tests/model: a lease was taken on an instance that another process had just destroyed, while that went on
+/// with something else.
+#[test]
+fn inventories_from_before_an_instance_was_destroyed_are_out_of_date_at_once() {
+    let (mut driver, dir) = (Double::new(vec![h200()]), tempfile::tempdir().unwrap());
+    let store = Store::open(dir.path()).unwrap();
+    assert_eq!(made(&mut driver, &store).0, Ok(()));
+    let count = store.read().unwrap().mig.count;
+    Making::new(&mut driver, &store).clear(Some(&awaited().lease), &mut |_| {}).unwrap();
+    assert!(store.read().unwrap().mig.count > count);
+}
+
+/// Found by tests/model: while the container waited, nothing else cleared this.
+#[test]
+fn what_an_attempt_that_was_killed_left_makes_way_for_the_next() {
+    let (mut driver, dir) = (Double::new(vec![h200()]), tempfile::tempdir().unwrap());
+    let store = Store::open(dir.path()).unwrap();
+    assert_eq!(made(&mut driver, &store).0, Ok(()));
+    let cut_short = |ledger: &mut sublet_core::ledger::Ledger| ledger.mig.dynamic_instances[0].uuid = None;
+    store.change(cut_short).unwrap();
+    let mut making = Making::new(&mut driver, &store);
+    making.clear(None, &mut |_| {}).unwrap();
+    assert_eq!(store.read().unwrap().mig.dynamic_instances.len(), 1, "another command leaves it alone");
+    making.clear(Some(&awaited().lease), &mut |_| {}).unwrap();
+    assert_eq!(store.read().unwrap().mig.dynamic_instances, []);
+}
+
 #[test]
 fn what_cannot_be_destroyed_stays_written_down_and_goes_later() {
     let dir = tempfile::tempdir().unwrap();
@@ -59,7 +86,7 @@ fn what_cannot_be_destroyed_stays_written_down_and_goes_later() {
     driver.gpus[0].instances[0].compute[0].held = Some("process 7".into());
     let mut seen = Vec::new();
     let mut making = Making::new(&mut driver, &store);
-    let lines = making.clear(&mut |uuid| seen.push(uuid.to_owned())).unwrap();
+    let lines = making.clear(None, &mut |uuid| seen.push(uuid.to_owned())).unwrap();
     assert!(
         lines[0].starts_with("MIG instance 1g.18gb at 6:1 of GPU GPU-0, created for a container"),
         "{lines:?}"
@@ -69,7 +96,7 @@ fn what_cannot_be_destroyed_stays_written_down_and_goes_later() {
     assert!(stuck.going && stuck.stuck.is_some() && !stuck.emptied, "it is whole");
     driver.gpus[0].instances[0].compute[0].held = None;
     let mut making = Making::new(&mut driver, &store);
-    assert_eq!(making.clear(&mut |_| {}).unwrap(), Vec::<String>::new());
+    assert_eq!(making.clear(None, &mut |_| {}).unwrap(), Vec::<String>::new());
     assert_eq!((driver.gpus[0].instances.len(), store.read().unwrap().mig.dynamic_instances), (0, vec![]));
 }
 
@@ -125,7 +152,7 @@ fn stuck(whole: bool, theirs: bool) -> (DynamicInstance, usize) {
         (one.compute, one.held) = (Vec::new(), user);
     }
     let mut making = Making::new(&mut driver, &store);
-    assert_eq!(making.clear(&mut |_| {}).unwrap().len(), 1);
+    assert_eq!(making.clear(None, &mut |_| {}).unwrap().len(), 1);
     let left = store.read().unwrap().mig.dynamic_instances.remove(0);
     let span = driver.gpus[0].instances.remove(0).span;
     let gi = driver.create_instance("GPU-0", profile("1g.18gb"), span).unwrap();
@@ -133,7 +160,7 @@ fn stuck(whole: bool, theirs: bool) -> (DynamicInstance, usize) {
         driver.create_compute("GPU-0", gi, 1, None).unwrap();
     }
     let mut making = Making::new(&mut driver, &store);
-    assert_eq!(making.clear(&mut |_| {}).unwrap(), Vec::<String>::new());
+    assert_eq!(making.clear(None, &mut |_| {}).unwrap(), Vec::<String>::new());
     assert_eq!(store.read().unwrap().mig.dynamic_instances, []);
     (left, driver.gpus[0].instances.len())
 }

@@ -14,7 +14,7 @@ use super::stop::stop_held;
 use sublet_core::config::Config;
 use sublet_core::inventory;
 use sublet_core::ledger::DaemonKey;
-use sublet_core::ledger::{DaemonState, DefaultLimits, LeaseId, Ledger, MpsDaemon, Store};
+use sublet_core::ledger::{DaemonState, DefaultLimits, LeaseId, Ledger, MpsDaemon, StartClaim, Store};
 use sublet_core::mps::control::{AskError, Control, listens};
 use sublet_core::mps::idle::waits;
 use sublet_core::mps::lock::DaemonLock;
@@ -162,32 +162,11 @@ struct Claim {
 
 /// Under the ledger's lock: checks that a lease needs the daemon, and records the daemon as starting.
 fn claim(key: &DaemonKey, store: &Store) -> Result<Claim, MpsError> {
-    limits_and_state::change(store, |ledger| {
-        let Some(first) = ledger.on_daemon(key).next() else {
-            return Err(MpsError::NotWanted { key: key.to_string() });
-        };
-        let known = limits_and_state::daemon(ledger, key);
-        // All leases on a device's shared server have that one device.
-        let devices = first.devices.clone();
-        let claim = Claim {
-            key: key.clone(),
-            devices: devices.clone(),
-            before: known.and_then(|daemon| daemon.process),
-            returns: known.is_some(),
-        };
-        ledger.daemons.retain(|daemon| daemon.key != *key);
-        ledger.daemons.push(MpsDaemon {
-            key: key.clone(),
-            devices,
-            process: None,
-            state: DaemonState::Starting,
-            default_limits: DefaultLimits::default(),
-            answered_at: 0,
-            idle_since: None,
-            mode_left: false,
-        });
-        Ok(claim)
-    })
+    let StartClaim { devices, before } = limits_and_state::change(store, |ledger| {
+        ledger.claim_start(key).ok_or_else(|| MpsError::NotWanted { key: key.to_string() })
+    })?;
+    let returns = before.is_some();
+    Ok(Claim { key: key.clone(), devices, before: before.and_then(|daemon| daemon.process), returns })
 }
 
 fn bring_up(

@@ -8,7 +8,7 @@ use super::{compute_mode, launch};
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Device, Inventory};
 use sublet_core::ledger::DaemonKey;
-use sublet_core::ledger::{DaemonState, MpsDaemon, Store};
+use sublet_core::ledger::{DaemonState, StopClaim, Store};
 use sublet_core::mps::control::Control;
 use sublet_core::mps::lock::DaemonLock;
 use sublet_core::mps::{MpsError, dirs, limits_and_state};
@@ -40,7 +40,7 @@ pub(super) fn stop_held(
     store: &Store,
     config: &Config,
 ) -> Result<Vec<String>, MpsError> {
-    let Claim { daemon, leases, unexplained } = claim(key, force, store)?;
+    let StopClaim { before: daemon, leases, unexplained } = claim(key, force, store)?;
     let process = daemon.as_ref().and_then(|daemon| daemon.process);
     let answers = daemon.as_ref().is_some_and(|daemon| daemon.state != DaemonState::Fault);
     let control = Control::new(key, config).ok().filter(|_| answers);
@@ -111,33 +111,17 @@ fn is_known(key: &DaemonKey, store: &Store, config: &Config) -> Result<bool, Mps
     Ok(mode || limits_and_state::daemon(&ledger, key).is_some() || key.dir(&config.state_dir).exists())
 }
 
-struct Claim {
-    daemon: Option<MpsDaemon>,
-    leases: usize,
-    /// Whether the ledger was rebuilt and no lease of this daemon was found.
-    unexplained: bool,
-}
-
 /// Under the ledger's lock: checks that no lease is left (unless forced), and records the daemon as stopping.
-fn claim(key: &DaemonKey, force: bool, store: &Store) -> Result<Claim, MpsError> {
+fn claim(key: &DaemonKey, force: bool, store: &Store) -> Result<StopClaim, MpsError> {
     limits_and_state::change(store, |ledger| {
-        let leases = ledger.on_daemon(key).count();
-        let daemon = limits_and_state::daemon(ledger, key).cloned();
-        if leases > 0 && !force {
-            return Err(MpsError::InUse { key: key.to_string(), leases });
-        }
-        if let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key) {
-            daemon.state = DaemonState::Stopping;
-        }
-        let unexplained = daemon.as_ref().is_some_and(|daemon| ledger.is_unexplained(daemon));
-        Ok(Claim { daemon, leases, unexplained })
+        ledger.claim_stop(key, force).map_err(|leases| MpsError::InUse { key: key.to_string(), leases })
     })
 }
 
 /// Removes the record. A lease taken during the stop waits for the lock and starts the daemon again.
 fn forget(key: &DaemonKey, store: &Store) -> Result<(), MpsError> {
     limits_and_state::change(store, |ledger| {
-        ledger.daemons.retain(|daemon| daemon.key != *key);
+        ledger.forget_daemon(key);
         Ok(())
     })
 }

@@ -92,7 +92,15 @@ impl Ledger {
     /// Whether there is a lease on `instance`, or will be one.
     #[must_use]
     pub fn needs(&self, instance: &DynamicInstance) -> bool {
-        let leased = instance.uuid.as_deref().is_some_and(|uuid| self.on_device(uuid).next().is_some());
+        let leased = match &instance.uuid {
+            Some(uuid) => self.on_device(uuid).next().is_some(),
+            // Its creation was cut short before the UUID was recorded, and the container for which it was kept has it
+            // all the same.
+            None => self.leases.iter().flat_map(|lease| &lease.mig_devices).any(|device| {
+                let at = device.placement;
+                device.gpu == instance.gpu && at.is_none_or(|at| at == instance.placement)
+            }),
+        };
         leased || instance.awaited.is_some()
     }
 
@@ -151,6 +159,13 @@ impl Ledger {
             .find(|one| (&one.gpu, one.placement) == (&instance.gpu, instance.placement))
     }
 
+    /// Forgets the dynamic instance at the place of `instance`, which was destroyed. An inventory that shows it is out of
+    /// date from now on: without the record nothing else keeps a lease from it before the change ends.
+    pub fn forget_destroyed(&mut self, instance: &DynamicInstance) {
+        self.forget_dynamic_instance(instance);
+        self.mig.count += 1;
+    }
+
     /// Forgets the dynamic instance at the place of `instance`, which no longer exists.
     pub fn forget_dynamic_instance(&mut self, instance: &DynamicInstance) {
         self.mig
@@ -185,8 +200,8 @@ pub mod fixture {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Store;
     use super::super::fixture::lease;
+    use super::super::{Lease, LeasedMigDevice, Store};
     use super::fixture::dynamic_instance;
     use super::*;
 
@@ -216,6 +231,28 @@ mod tests {
         assert_eq!(ledger.mark_unneeded_for_removal().len(), 2);
         assert!(ledger.mig.dynamic_instances.iter().all(|instance| instance.going));
     }
+
+    /// Found by tests/model: `sublet mig make` was killed after it had created the instance and before it recorded the
+    /// UUID, and the waiting shim looked again and took it.
+    #[test]
+    fn an_instance_whose_uuid_was_not_recorded_stays_as_long_as_its_lease() {
+        let mut ledger = Ledger::empty("boot");
+        ledger.mig.dynamic_instances = vec![dynamic_instance(0, None)];
+        let on = |placement| LeasedMigDevice {
+            uuid: "MIG-0".into(),
+            gpu: "GPU-0".into(),
+            gi: 1,
+            ci: 0,
+            placement,
+            sm: None,
+            memory_bytes: None,
+        };
+        for (placement, needed) in [(Some((0, 1)), true), (None, true), (Some((1, 1)), false)] {
+            ledger.leases = vec![Lease { mig_devices: vec![on(placement)], ..lease(1, "MIG-0") }];
+            assert_eq!(ledger.mark_unneeded_for_removal().is_empty(), needed, "{placement:?}");
+        }
+    }
+
     #[test]
     fn nothing_of_another_boot_is_ours() {
         let dir = tempfile::tempdir().unwrap();

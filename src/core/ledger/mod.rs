@@ -2,6 +2,7 @@
 
 mod binding;
 mod cgroup;
+mod daemon_claims;
 mod daemon_devices;
 mod daemon_key;
 mod default_limits;
@@ -32,6 +33,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use binding::{Binding, NotBound};
+pub use daemon_claims::{StartClaim, StopClaim};
 pub use daemon_key::DaemonKey;
 pub use default_limits::{DefaultLimits, DefaultMemoryLimit};
 #[cfg(any(test, feature = "fixtures"))]

@@ -116,7 +116,7 @@ impl Ledger {
 
     /// Whether `server` runs on a device that was closed after a loss of the ledger, or on an unknown device.
     #[must_use]
-    pub fn is_unexplained(&self, daemon: &MpsDaemon) -> bool {
+    pub(crate) fn is_unexplained(&self, daemon: &MpsDaemon) -> bool {
         self.unexplained.iter().any(|device| daemon.devices.is_empty() || daemon.serves(device))
     }
 

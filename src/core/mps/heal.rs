@@ -111,9 +111,7 @@ fn is_free(key: &DaemonKey, config: &Config) -> bool {
 }
 
 fn heal_one(daemon: &MpsDaemon, ledger: &Ledger, store: &Store, config: &Config) -> Vec<String> {
-    let runs = matches!(daemon.state, DaemonState::Serving | DaemonState::Fault)
-        && limits_and_state::is_alive(daemon);
-    if !runs {
+    if !limits_and_state::runs(daemon) {
         return restart(daemon, ledger, config);
     }
     // The daemon is really asked, because one that is ending or stopped still has its pid.

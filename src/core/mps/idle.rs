@@ -53,7 +53,7 @@ fn is_closed(device: &str, ledger: &Ledger) -> bool {
 
 /// What is to be done for a device without leases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Errand {
+pub(crate) enum Errand {
     /// Its daemon ends, and its compute mode is restored.
     Stop,
     /// Its daemon waits, and its compute mode is restored.
@@ -61,7 +61,7 @@ pub(super) enum Errand {
 }
 
 /// What is due: daemons that must end, and compute modes that a last lease or a crash left changed.
-pub(super) fn errands(ledger: &Ledger, config: &Config) -> Vec<(DaemonKey, Errand)> {
+pub(crate) fn errands(ledger: &Ledger, config: &Config) -> Vec<(DaemonKey, Errand)> {
     let unused = |key: &DaemonKey| ledger.on_daemon(key).next().is_none();
     let changed = |key: &DaemonKey| ledger.compute_modes.iter().any(|changed| changed.device == key.0);
     let daemons = ledger.daemons.iter().filter(|daemon| unused(&daemon.key)).filter_map(|daemon| {

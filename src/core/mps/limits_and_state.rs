@@ -6,7 +6,7 @@ use super::lock::DaemonLock;
 use crate::config::Config;
 use crate::inventory::{self, Device};
 use crate::ledger::DaemonKey;
-use crate::ledger::{DaemonState, Ledger, MpsDaemon, Store};
+use crate::ledger::{DaemonState, DefaultLimits, Ledger, MpsDaemon, Store};
 use crate::process::epoch_seconds;
 
 /// An answer older than this, in seconds, no longer proves anything.
@@ -27,6 +27,11 @@ pub fn daemon<'a>(ledger: &'a Ledger, key: &DaemonKey) -> Option<&'a MpsDaemon> 
 #[must_use]
 pub fn is_alive(daemon: &MpsDaemon) -> bool {
     daemon.process.is_some_and(|daemon| daemon.is_alive())
+}
+
+/// Whether it is recorded as one that has served, and its process still runs.
+pub(super) fn runs(daemon: &MpsDaemon) -> bool {
+    matches!(daemon.state, DaemonState::Serving | DaemonState::Fault) && is_alive(daemon)
 }
 
 /// Changes the ledger. Leases that this frees may leave idle servers, which [`super::settle`] handles.
@@ -111,23 +116,13 @@ pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
 /// lease that is taken meanwhile and needs more sees this and waits for the lock. An `answered_at` of 0 means that a
 /// change was begun. After a crash, the next process that needs the daemon does it again.
 ///
+/// A daemon that is not recorded as serving, or whose process has ended, is left alone: its start sets its limits. What
+/// listens in its directory may be what a killed start left, and no container can reach that.
+///
 /// # Errors
 /// The ledger cannot be written, or the daemon does not accept the limits.
 pub fn adjust(_held: &DaemonLock, key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
-    let begun = change(store, |ledger| {
-        let Some(wanted) = ledger.wanted_default_limits(key) else { return Ok(None) };
-        let Some(daemon) = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key) else {
-            return Ok(None);
-        };
-        if daemon.default_limits == wanted && daemon.answered_at != 0 && daemon.state == DaemonState::Serving
-        {
-            return Ok(None);
-        }
-        daemon.default_limits = daemon.default_limits.and(wanted);
-        daemon.answered_at = 0;
-        let daemon = daemon.clone();
-        Ok(Some((wanted, ledger.devices_of(key), daemon)))
-    })?;
+    let begun = change(store, |ledger| Ok(begin_adjusting(ledger, key)))?;
     let Some((wanted, devices, daemon)) = begun else { return Ok(()) };
     let control = Control::new(key, config)?;
     let known = inventory::load(config)?;
@@ -141,6 +136,24 @@ pub fn adjust(_held: &DaemonLock, key: &DaemonKey, store: &Store, config: &Confi
         daemon.answered_at = epoch_seconds();
         daemon.state = DaemonState::Serving;
     })
+}
+
+/// Records that a change of the limits begins. Returns them, the number of devices and the record; `None`: nothing is to
+/// be changed.
+pub(crate) fn begin_adjusting(
+    ledger: &mut Ledger,
+    key: &DaemonKey,
+) -> Option<(DefaultLimits, usize, MpsDaemon)> {
+    let wanted = ledger.wanted_default_limits(key)?;
+    let daemon = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key)?;
+    let told = daemon.default_limits == wanted && daemon.answered_at != 0;
+    if !runs(daemon) || told && daemon.state == DaemonState::Serving {
+        return None;
+    }
+    daemon.default_limits = daemon.default_limits.and(wanted);
+    daemon.answered_at = 0;
+    let daemon = daemon.clone();
+    Some((wanted, ledger.devices_of(key), daemon))
 }
 
 #[cfg(test)]
@@ -188,6 +201,42 @@ pub(super) mod tests {
 
     pub(in crate::mps) fn ledger(leases: Vec<Lease>) -> Ledger {
         Ledger { leases, ..Ledger::empty("") }
+    }
+
+    /// Found by tests/model: a start was killed after it had launched its daemon, while another process waited for the
+    /// lock to adjust the limits of the daemon before.
+    #[test]
+    fn limits_are_adjusted_only_on_a_daemon_that_serves() {
+        let state = tempfile::tempdir().unwrap();
+        let config = Config { state_dir: state.path().to_owned(), ..Config::default() };
+        let (store, key) = (Store::open(state.path()).unwrap(), DaemonKey("GPU-1".into()));
+        let me = Process::current().unwrap();
+        let dead = Process { start_time: me.start_time + 1, ..me };
+        let held = DaemonLock::take(&key, state.path(), std::time::Duration::ZERO).unwrap();
+        for (daemon_state, process) in [
+            (DaemonState::Starting, None),
+            (DaemonState::Stopping, Some(me)),
+            (DaemonState::Down, None),
+            (DaemonState::Serving, Some(dead)),
+        ] {
+            let daemon = MpsDaemon {
+                key: key.clone(),
+                devices: vec!["GPU-1".into()],
+                process,
+                state: daemon_state,
+                default_limits: DefaultLimits::NONE,
+                answered_at: 1,
+                idle_since: None,
+                mode_left: false,
+            };
+            let leased = Lease { owner: me, ..lease("0000000000000001", "GPU-1", Some(50_000)) };
+            let set = |ledger: &mut Ledger| {
+                (ledger.leases, ledger.daemons) = (vec![leased], vec![daemon.clone()]);
+            };
+            store.change(set).unwrap();
+            adjust(&held, &key, &store, &config).unwrap();
+            assert_eq!(store.read().unwrap().daemons, [daemon]);
+        }
     }
 
     #[test]

@@ -48,6 +48,12 @@ fn serve_if_running(lease: &Lease, store: &Store, config: &Config) -> Result<boo
     let left = daemon.mode_left && ledger.wanted_default_limits(&daemon.key) != Some(default_limits);
     if left || !default_limits.admits(lease.default_limits()) {
         let held = DaemonLock::take(&daemon.key, &config.state_dir, lock_limit(config))?;
+        // Until then another process may have stopped it, or may have been killed while it started it anew.
+        let still =
+            limits_and_state::daemon(&store.read()?, &daemon.key).is_some_and(|now| could_serve(now, config));
+        if !still {
+            return Ok(false);
+        }
         // The answer may be less than the record, and `adjust` relies on the record.
         limits_and_state::note(store, &daemon.key, |daemon| {
             daemon.default_limits = daemon.default_limits.and(default_limits);

@@ -1,0 +1,523 @@
+//! The ledger as far as the model needs it, and every change that the code makes to it, each under one lock.
+//!
+//! Amounts are small: SM in quarters, memory in units of which a device has [`MEMORY`].
+
+use crate::Mutation;
+
+/// Containers.
+pub const CONTAINERS: usize = 3;
+/// Devices.
+pub const DEVICES: usize = 2;
+/// SMs of a device, in quarters.
+pub const SM: u8 = 4;
+/// Memory of a device that can be booked.
+pub const MEMORY: u8 = 4;
+/// No limit.
+pub const UNLIMITED: u8 = u8::MAX;
+
+/// What a container asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Share {
+    /// `sublet.mode=mps` with `sublet.sm` and `sublet.memory`.
+    Mps {
+        /// Quarters.
+        sm: u8,
+        /// Units; `None`: no limit.
+        memory: Option<u8>,
+    },
+    /// `sublet.mode=exclusive`.
+    Exclusive,
+}
+
+/// `ledger::DefaultLimits`; the default admits nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Limits {
+    /// Quarters.
+    pub sm: u8,
+    /// Units, or [`UNLIMITED`].
+    pub memory: u8,
+}
+
+impl Limits {
+    /// Those of a new server.
+    pub const NONE: Self = Self { sm: SM, memory: UNLIMITED };
+
+    /// `DefaultLimits::admits`.
+    #[must_use]
+    pub const fn admits(self, needed: Self) -> bool {
+        needed.sm <= self.sm && needed.memory <= self.memory
+    }
+
+    /// `DefaultLimits::or`.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self { sm: self.sm.max(other.sm), memory: self.memory.max(other.memory) }
+    }
+
+    /// `DefaultLimits::and`.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self { sm: self.sm.min(other.sm), memory: self.memory.min(other.memory) }
+    }
+}
+
+impl Share {
+    /// `Lease::default_limits`.
+    #[must_use]
+    pub fn limits(self) -> Limits {
+        match self {
+            Self::Mps { sm, memory } => Limits { sm, memory: memory.unwrap_or(UNLIMITED) },
+            Self::Exclusive => Limits::default(),
+        }
+    }
+
+    /// Whether it has a daemon.
+    #[must_use]
+    pub const fn is_mps(self) -> bool {
+        matches!(self, Self::Mps { .. })
+    }
+}
+
+/// `ledger::LeaseState`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LeaseState {
+    /// The container is being created.
+    Pending,
+    /// The container exists.
+    Active,
+    /// Its processes are ending.
+    Ending,
+}
+
+/// `Lease::owner`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Owner {
+    /// The shim that creates the container.
+    Shim,
+    /// The shim that deletes it.
+    Delete,
+}
+
+/// `ledger::Lease` of one container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Lease {
+    /// Its device.
+    pub device: u8,
+    /// Where it is in its life.
+    pub state: LeaseState,
+    /// Who has to do with it now.
+    pub owner: Owner,
+    /// Whether the container's first process is known.
+    pub init: bool,
+}
+
+/// `ledger::DaemonState`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DaemonState {
+    /// Being started.
+    Starting,
+    /// Answers.
+    Serving,
+    /// Being stopped.
+    Stopping,
+    /// Not running although a lease wants it.
+    Down,
+}
+
+/// `ledger::MpsDaemon` of one device.
+#[expect(clippy::struct_excessive_bools, reason = "so many are in the ledger, or stand for a value there")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Daemon {
+    /// Its state.
+    pub state: DaemonState,
+    /// Whether a process is recorded.
+    pub process: bool,
+    /// The recorded limits.
+    pub limits: Limits,
+    /// Whether `answered_at` is not 0: no change of its limits is under way.
+    pub answered: bool,
+    /// Whether `idle_since` is there.
+    pub idle: bool,
+    /// `mode_left`.
+    pub mode_left: bool,
+}
+
+/// `ledger.json`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Ledger {
+    /// By container.
+    pub leases: [Option<Lease>; CONTAINERS],
+    /// By device.
+    pub daemons: [Option<Daemon>; DEVICES],
+    /// Devices whose compute mode sublet changed.
+    pub compute_modes: [bool; DEVICES],
+    /// Whether a process of `sublet serve` is recorded.
+    pub keeper: bool,
+}
+
+impl Ledger {
+    /// `Ledger::empty`.
+    pub const EMPTY: Self = Self {
+        leases: [None; CONTAINERS],
+        daemons: [None; DEVICES],
+        compute_modes: [false; DEVICES],
+        keeper: false,
+    };
+}
+
+/// A container's processes, as `ledger::liveness` can see them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Life {
+    /// It was never created.
+    Never,
+    /// Its first process runs.
+    Running,
+    /// Its first process has ended, and others in its cgroup have not.
+    FirstGone,
+    /// Nothing of it is left.
+    Gone,
+}
+
+/// What `reclaim` finds outside the ledger.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seen {
+    /// The containers' processes.
+    pub lives: [Life; CONTAINERS],
+    /// Whether the runtime has a record of them.
+    pub records: [bool; CONTAINERS],
+    /// Whether the shims that create them run.
+    pub shims: [bool; CONTAINERS],
+    /// Whether the shims that delete them run.
+    pub deletes: [bool; CONTAINERS],
+    /// Whether the devices' daemons run.
+    pub daemons: [bool; DEVICES],
+}
+
+/// A change of the ledger: one [`Ledger::call`] is one `Store::update`. Numbers are containers or devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Call {
+    /// `Store::reclaim`.
+    Reclaim,
+    /// `take_lease`: the container's share on a device.
+    Take(usize, usize),
+    /// `take_lease` that finds no room on any device.
+    TakeNone(usize),
+    /// `Store::mark_ending`.
+    MarkEnding(usize),
+    /// `Store::unmark_ending`.
+    UnmarkEnding(usize),
+    /// `Store::remove`.
+    Remove(usize),
+    /// `mps start`: a lease needs the daemon, and it is recorded as starting.
+    ClaimStart(usize),
+    /// `mps start`: it serves, with these limits.
+    NoteServing(usize, Limits),
+    /// `mps start`: it could not be started.
+    NoteDown(usize),
+    /// `limits_and_state::note_answer`.
+    NoteAnswer(usize),
+    /// `mps stop`: no lease is left, and it is recorded as stopping.
+    ClaimStop(usize),
+    /// `mps stop`: the record is removed.
+    ForgetDaemon(usize),
+    /// `mps rest`: without a lease, the mode is left.
+    LeaveMode(usize),
+    /// `mps start`: the mode was set again under a daemon that waited.
+    ModeEntered(usize),
+    /// `compute_mode::enter`: the mode found is recorded.
+    RecordMode(usize),
+    /// `compute_mode::restore`: the record of it is removed.
+    ForgetMode(usize),
+    /// `limits_and_state::adjust` begins.
+    AdjustBegin(usize),
+    /// `limits_and_state::adjust` ends.
+    AdjustEnd(usize, Limits),
+    /// `mps::keep`.
+    Keep,
+    /// `mps::keep_no_more`.
+    KeepNoMore,
+}
+
+/// What a call answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// Whether it did what it says: there was room, a lease, a record, or something to do.
+    pub done: bool,
+    /// The devices on which leases were freed.
+    pub freed: [bool; DEVICES],
+}
+
+impl Ledger {
+    /// `Ledger::on_daemon` is not empty.
+    #[must_use]
+    pub fn is_wanted(&self, device: usize, shares: &[Share]) -> bool {
+        self.wanted(device, shares).is_some()
+    }
+
+    /// `Ledger::wanted_default_limits`.
+    #[must_use]
+    pub fn wanted(&self, device: usize, shares: &[Share]) -> Option<Limits> {
+        self.on(device, shares).filter(|share| share.is_mps()).map(Share::limits).reduce(Limits::or)
+    }
+
+    /// Shares on `device`.
+    pub fn on<'a>(&'a self, device: usize, shares: &'a [Share]) -> impl Iterator<Item = Share> + 'a {
+        let leases = self.leases.iter().zip(shares);
+        leases
+            .filter(move |(lease, _)| lease.is_some_and(|lease| usize::from(lease.device) == device))
+            .map(|(_, share)| *share)
+    }
+
+    /// `place`, for one device.
+    #[must_use]
+    pub fn has_room(
+        &self,
+        share: Share,
+        device: usize,
+        shares: &[Share],
+        mutation: Option<Mutation>,
+    ) -> bool {
+        fits(self.on(device, shares), share, mutation)
+    }
+
+    /// `Ledger::in_the_way`, on the device of the lease of `container`.
+    #[must_use]
+    pub fn in_the_way(&self, container: usize, shares: &[Share]) -> Option<usize> {
+        let device = usize::from(self.leases[container]?.device);
+        let other = !shares[container].is_mps() && self.daemons[device].is_some();
+        (other && !self.is_wanted(device, shares)).then_some(device)
+    }
+
+    /// `Store::update`: reclaims, makes the change, notes which daemons are idle.
+    pub fn call(&mut self, call: Call, seen: &Seen, shares: &[Share], mutation: Option<Mutation>) -> Answer {
+        let looks = matches!(call, Call::Take(..) | Call::TakeNone(_))
+            && mutation == Some(Mutation::LookWithoutReclaim);
+        let mut freed = if looks { [false; DEVICES] } else { self.reclaim(seen, mutation) };
+        let done = self.change(call, seen, shares, mutation, &mut freed);
+        self.note_idle(shares);
+        Answer { done, freed }
+    }
+
+    /// `ledger::liveness::reclaim`.
+    fn reclaim(&mut self, seen: &Seen, mutation: Option<Mutation>) -> [bool; DEVICES] {
+        let mut freed = [false; DEVICES];
+        for container in 0..CONTAINERS {
+            let Some(lease) = &mut self.leases[container] else { continue };
+            let owned = match lease.owner {
+                Owner::Shim => seen.shims[container],
+                Owner::Delete => seen.deletes[container],
+            };
+            let life = match seen.lives[container] {
+                Life::FirstGone if mutation == Some(Mutation::FreeBeforeEmpty) => Life::Gone,
+                life => life,
+            };
+            let gone = match (lease.init, life) {
+                (true, Life::Running) => {
+                    if lease.state == LeaseState::Ending && !owned && seen.records[container] {
+                        lease.state = LeaseState::Active;
+                    }
+                    false
+                }
+                (true, Life::FirstGone) => {
+                    lease.state = LeaseState::Ending;
+                    false
+                }
+                (false, _) if !seen.records[container] => !owned && life != Life::FirstGone,
+                (false, Life::Running) => {
+                    lease.init = true;
+                    if lease.state == LeaseState::Pending {
+                        lease.state = LeaseState::Active;
+                    }
+                    false
+                }
+                (false, _) if owned => false,
+                (false, Life::FirstGone) => {
+                    lease.init = true;
+                    lease.state = LeaseState::Ending;
+                    false
+                }
+                (_, Life::Never | Life::Gone) => true,
+            };
+            if gone {
+                freed[usize::from(lease.device)] = true;
+                self.leases[container] = None;
+            }
+        }
+        freed
+    }
+
+    fn change(
+        &mut self,
+        call: Call,
+        seen: &Seen,
+        shares: &[Share],
+        mutation: Option<Mutation>,
+        freed: &mut [bool; DEVICES],
+    ) -> bool {
+        match call {
+            Call::Reclaim => true,
+            Call::Take(container, device) => {
+                let books = mutation == Some(Mutation::BookWithoutLooking)
+                    || self.has_room(shares[container], device, shares, mutation);
+                if books {
+                    let device = u8::try_from(device).unwrap_or_default();
+                    let (state, owner) = (LeaseState::Pending, Owner::Shim);
+                    self.leases[container] = Some(Lease { device, state, owner, init: false });
+                }
+                books
+            }
+            Call::TakeNone(container) => {
+                (0..DEVICES).all(|device| !self.has_room(shares[container], device, shares, mutation))
+            }
+            Call::MarkEnding(container) => {
+                let Some(lease) = &mut self.leases[container] else { return false };
+                lease.state = LeaseState::Ending;
+                if lease.init {
+                    lease.owner = Owner::Delete;
+                }
+                true
+            }
+            Call::UnmarkEnding(container) => {
+                let Some(lease) = &mut self.leases[container] else { return false };
+                lease.state = if lease.init { LeaseState::Active } else { LeaseState::Pending };
+                true
+            }
+            Call::Remove(container) => {
+                let Some(lease) = self.leases[container].take() else { return false };
+                freed[usize::from(lease.device)] = true;
+                true
+            }
+            Call::ClaimStart(device) => self.claim_start(device, shares),
+            Call::ClaimStop(device) => {
+                if self.is_wanted(device, shares) && mutation != Some(Mutation::StopWithoutLooking) {
+                    return false;
+                }
+                if let Some(daemon) = &mut self.daemons[device] {
+                    daemon.state = DaemonState::Stopping;
+                }
+                true
+            }
+            Call::ForgetDaemon(device) => {
+                self.daemons[device] = None;
+                true
+            }
+            Call::RecordMode(device) => {
+                self.compute_modes[device] = true;
+                true
+            }
+            Call::ForgetMode(device) => {
+                self.compute_modes[device] = false;
+                true
+            }
+            Call::Keep => {
+                self.keeper = true;
+                true
+            }
+            Call::KeepNoMore => {
+                self.keeper = false;
+                true
+            }
+            Call::NoteServing(device, _)
+            | Call::NoteDown(device)
+            | Call::NoteAnswer(device)
+            | Call::LeaveMode(device)
+            | Call::ModeEntered(device)
+            | Call::AdjustBegin(device)
+            | Call::AdjustEnd(device, _) => self.note(call, device, seen, shares, mutation),
+        }
+    }
+
+    /// `mps_daemons::start::claim`.
+    fn claim_start(&mut self, device: usize, shares: &[Share]) -> bool {
+        if !self.is_wanted(device, shares) {
+            return false;
+        }
+        self.daemons[device] = Some(Daemon {
+            state: DaemonState::Starting,
+            process: false,
+            limits: Limits::default(),
+            answered: false,
+            idle: false,
+            mode_left: false,
+        });
+        true
+    }
+
+    /// Changes of a daemon's record, if there is one.
+    fn note(
+        &mut self,
+        call: Call,
+        device: usize,
+        seen: &Seen,
+        shares: &[Share],
+        mutation: Option<Mutation>,
+    ) -> bool {
+        let wanted = self.wanted(device, shares);
+        let Some(daemon) = &mut self.daemons[device] else { return false };
+        match call {
+            Call::NoteServing(_, limits) => {
+                (daemon.process, daemon.state) = (true, DaemonState::Serving);
+                (daemon.limits, daemon.answered) = (limits, true);
+            }
+            Call::NoteDown(_) => (daemon.state, daemon.process) = (DaemonState::Down, false),
+            Call::NoteAnswer(_) => daemon.state = DaemonState::Serving,
+            Call::LeaveMode(_) if wanted.is_some() => return false,
+            Call::LeaveMode(_) => daemon.mode_left = true,
+            Call::ModeEntered(_) if wanted.is_none() => return false,
+            Call::ModeEntered(_) => daemon.mode_left = false,
+            Call::AdjustBegin(_) => {
+                let Some(wanted) = wanted else { return false };
+                let runs = daemon.state == DaemonState::Serving && daemon.process && seen.daemons[device];
+                if !runs && mutation != Some(Mutation::AdjustAnyRecord) {
+                    return false;
+                }
+                if daemon.limits == wanted && daemon.answered && daemon.state == DaemonState::Serving {
+                    return false;
+                }
+                let recorded = if mutation == Some(Mutation::RecordBeforeAdjust) {
+                    wanted
+                } else {
+                    daemon.limits.and(wanted)
+                };
+                (daemon.limits, daemon.answered) = (recorded, false);
+            }
+            Call::AdjustEnd(_, limits) => {
+                (daemon.limits, daemon.answered, daemon.state) = (limits, true, DaemonState::Serving);
+            }
+            _ => {}
+        }
+        true
+    }
+
+    /// `Ledger::note_idle`.
+    fn note_idle(&mut self, shares: &[Share]) {
+        for device in 0..DEVICES {
+            let idle = !self.is_wanted(device, shares);
+            let Some(daemon) = &mut self.daemons[device] else { continue };
+            if idle && !daemon.idle {
+                (daemon.idle, daemon.mode_left) = (true, true);
+            } else if !idle {
+                daemon.idle = false;
+            }
+        }
+    }
+}
+
+/// Whether `share` has room beside `others` on one device.
+pub fn fits(others: impl Iterator<Item = Share>, share: Share, mutation: Option<Mutation>) -> bool {
+    let (mut sms, mut memories) = (0, 0);
+    for other in others {
+        match (other, share) {
+            (Share::Mps { sm, memory }, Share::Mps { .. }) => {
+                sms += sm;
+                memories += memory.unwrap_or(0);
+            }
+            _ if mutation == Some(Mutation::MixUses) => {}
+            _ => return false,
+        }
+    }
+    match share {
+        Share::Mps { sm, memory } => sms + sm <= SM && memories + memory.unwrap_or(0) <= MEMORY,
+        Share::Exclusive => true,
+    }
+}

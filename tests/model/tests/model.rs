@@ -1,0 +1,62 @@
+//! Every state of the protocol that can be reached: the invariants hold, and the counts of states are printed.
+
+use sublet_model::checker::{Model, check};
+use sublet_model::daemons::Daemons;
+use sublet_model::dynamic_mig::DynamicMig;
+use sublet_model::ledger::Share;
+
+const QUARTER: Share = Share::Mps { sm: 1, memory: Some(1) };
+const HALF: Share = Share::Mps { sm: 2, memory: None };
+/// The others leave no room for it on one device.
+const MOST: Share = Share::Mps { sm: 3, memory: Some(3) };
+
+/// With `ends`, it is also checked that all processes can come to their end from every state.
+fn holds<M: Model>(name: &str, model: &M, ends: bool) {
+    let report = check(model, ends);
+    println!("{name:<58} {report}");
+    if let Some((name, way)) = report.broken {
+        let shown: Vec<_> = way.iter().map(|step| format!("  {step:?}\n")).collect();
+        panic!("broken: {name}\n{}", shown.concat());
+    }
+}
+
+fn daemons(shares: &[Share], waiter: Option<usize>) -> Daemons {
+    let shares = shares.to_vec();
+    Daemons { shares, devices: 1, waiter, serve: false, children: true, crashes: u8::MAX, mutation: None }
+}
+
+#[test]
+fn two_containers_on_a_device_with_crashes_anywhere() {
+    holds("two containers, any crashes", &daemons(&[QUARTER, HALF], None), true);
+}
+
+#[test]
+fn a_service_and_two_uses_of_a_device_with_crashes_anywhere() {
+    let model = Daemons { serve: true, children: false, ..daemons(&[QUARTER, Share::Exclusive], Some(1)) };
+    holds("two uses, a waiter, the service, any crashes", &model, true);
+}
+
+#[test]
+fn three_containers_on_a_device_and_one_waits() {
+    let model = Daemons { children: false, crashes: 1, ..daemons(&[QUARTER, HALF, MOST], Some(2)) };
+    holds("three containers, a waiter, one crash", &model, true);
+}
+
+#[test]
+fn three_containers_on_two_devices_and_one_waits() {
+    let model =
+        Daemons { devices: 2, children: false, crashes: 0, ..daemons(&[QUARTER, HALF, MOST], Some(2)) };
+    holds("three containers, two devices, a waiter", &model, true);
+}
+
+#[test]
+fn dynamic_mig_with_crashes_anywhere() {
+    let model = DynamicMig { containers: 2, waiter: Some(1), crashes: u8::MAX, mutation: None };
+    holds("dynamic MIG: two containers, a waiter, any crashes", &model, true);
+}
+
+#[test]
+fn dynamic_mig_for_three_containers() {
+    let model = DynamicMig { containers: 3, waiter: Some(2), crashes: 1, mutation: None };
+    holds("dynamic MIG: three containers, a waiter, one crash", &model, true);
+}
