@@ -1,10 +1,11 @@
 //! `sublet serve` with its guard as shipped: what it leaves alone, what it costs, and what it ends.
 
 use std::process::Child;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use nix::unistd::Pid;
 use serde_json::{Value, json};
-use sublet_e2e::{Bundle, World, eventually};
+use sublet_e2e::{Bundle, World, eventually, is_alive};
 
 use super::{PROBE, Table, attacks, cost, number, up};
 
@@ -16,6 +17,7 @@ pub(super) fn table(world: &World, table: &mut Table) {
     let (quiet, worst) = alone(world);
     table.row("a neighbour alone: 100 small kernels", "", format!("median {quiet}, worst {worst} ms"), true);
     honest(world, table);
+    after_fault(world, table);
     cost::table(world, table, serve.0.id());
     attacks::table(world, table);
 }
@@ -58,6 +60,31 @@ fn alone(world: &World) -> (Value, Value) {
 
 fn events(world: &World) -> Vec<Value> {
     world.status()["guard"]["events"].as_array().cloned().unwrap_or_default()
+}
+
+/// A program that does not look at its errors after a neighbour's fault keeps the server from taking new clients, until
+/// the guard ends the server.
+fn after_fault(world: &World, table: &mut Table) {
+    let (stays, _) = up(world, "stays", SHARE, &[PROBE, "alloc", "100", "60"]);
+    stays.event("alloc");
+    let (next, _) = up(world, "next", SHARE, &["/bin/sh", "-c", "cuda-probe info; exec sleep 60"]);
+    let (faulty, _) = up(world, "faulty", SHARE, &[PROBE, "fault"]);
+    faulty.event("fault");
+    let began = Instant::now();
+    let client = || next.exec(&[PROBE, "info"]).json().into_iter().next().unwrap_or(Value::Null);
+    let first = client()["error"].clone();
+    let again = eventually(|| client()["error"].is_null());
+    let took = began.elapsed().as_secs_f64();
+    let lives = is_alive(Pid::from_raw(stays.pid()));
+    table.row(
+        "a program stays after a neighbour's fault; the next one on that server",
+        "not ready, then works; the first program lives",
+        format!("{first}, works after {took:.1} s; {}", if lives { "it lives" } else { "it has ended" }),
+        first == json!("CUDA_ERROR_MPS_SERVER_NOT_READY") && again && lives,
+    );
+    for bundle in [stays, next, faulty] {
+        bundle.down();
+    }
 }
 
 /// Fills its share to the last MiB that the driver gives, and what NVML counts then: the guard's tolerance.
