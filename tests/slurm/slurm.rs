@@ -114,23 +114,6 @@ fn jobs_without_a_gpu_need_nothing_of_sublets() {
     cluster.assert_empty();
 }
 
-/// A bundle of the tester's, as `runc spec --rootless` makes it. `annotations` are JSON.
-fn bundle(cluster: &Cluster, name: &str, annotations: &str) -> String {
-    let dir = format!("{}/{name}", cluster.work().display());
-    let library = "rootfs/usr/lib/x86_64-linux-gnu";
-    let script = format!(
-        "rm -rf {dir}; mkdir -p {dir}; cd {dir}; mkdir -p rootfs/bin rootfs/usr/bin rootfs/lib64 {library} \
-         rootfs/proc rootfs/sys rootfs/dev rootfs/tmp rootfs/run rootfs/etc; cp /bin/busybox rootfs/bin/; \
-         for a in sh env ls sleep; do ln -s busybox rootfs/bin/$a; done; cp /usr/bin/cuda-probe rootfs/usr/bin/; \
-         ln -s usr/lib rootfs/lib; cp /lib64/ld-linux-x86-64.so.2 rootfs/lib64/; cd {library}; \
-         for l in libc libm libgcc_s; do cp /lib/x86_64-linux-gnu/$l.so.[0-9] .; done; cd {dir}; runc spec --rootless; \
-         sed -i 's/\"terminal\": true/\"terminal\": false/; s/\"readonly\": true/\"readonly\": false/; \
-         s|\"ociVersion\"|\"annotations\": {annotations}, &|' config.json"
-    );
-    cluster.done("n1", &["runuser", "-u", TESTER, "--", "bash", "-ec", &script]);
-    dir
-}
-
 fn contained(cluster: &Cluster, gres: &[&str], bundle: &str, script: &str) -> sublet_e2e::Finished {
     let container = format!("--container={bundle}");
     let words =
@@ -144,7 +127,7 @@ fn a_container_has_the_share_of_its_job_and_books_nothing_more() {
         return;
     }
     let cluster = cluster("shard");
-    let plain = bundle(&cluster, "plain", "{}");
+    let plain = cluster.bundle("plain", "{}");
     let script = "env; ls /dev; cuda-probe info; sleep 2";
     let words = [
         "srun",
@@ -179,7 +162,7 @@ fn an_annotation_narrows_the_share_and_never_widens_it() {
         return;
     }
     let cluster = cluster("shard");
-    let narrow = bundle(&cluster, "narrow", r#"{"sublet.memory": "2GiB", "sublet.sm": "10"}"#);
+    let narrow = cluster.bundle("narrow", r#"{"sublet.memory": "2GiB", "sublet.sm": "10"}"#);
     let done = contained(&cluster, &["--gres=shard:2"], &narrow, "env");
     assert!(done.ok, "{done:?}");
     let set = variables(&done.stdout);
@@ -203,7 +186,7 @@ fn an_annotation_narrows_the_share_and_never_widens_it() {
         ),
         ("limits", r#"{"sublet.sm": "10"}"#, "--gres=gpu:1", "this container asks for sublet.mode"),
     ] {
-        let done = contained(&cluster, &[gres], &bundle(&cluster, name, annotations), "echo started");
+        let done = contained(&cluster, &[gres], &cluster.bundle(name, annotations), "echo started");
         assert!(!done.ok && !done.stdout.contains("started"), "{name}: {done:?}");
         assert!(done.stderr.contains(said), "{name}: {}", done.stderr);
     }
@@ -236,7 +219,7 @@ fn outside_a_job_the_share_of_a_job_is_none() {
         return;
     }
     let cluster = cluster("shard");
-    let plain = bundle(&cluster, "outside", "{}");
+    let plain = cluster.bundle("outside", "{}");
     let run = format!("cd {plain}; /usr/libexec/sublet/slurm/sublet-slurm --root {plain}/root run c1");
     let done = cluster.on(
         "n1",

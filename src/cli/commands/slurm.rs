@@ -227,7 +227,7 @@ fn environment(config: &Config) -> anyhow::Result<String> {
         return Ok(String::new());
     }
     match Broker::new(config).ask(&Ask::Job)? {
-        Answer::Job(given) => Ok(given.map(|given| lines(&given)).unwrap_or_default()),
+        Answer::Job(given) => Ok(given.map(|given| lines(&given.of_this_task())).unwrap_or_default()),
         _ => bail!("sublet serve gave an answer that does not fit: run `systemctl restart sublet.service`"),
     }
 }

@@ -12,15 +12,16 @@ use super::reconcile::read;
 use super::take_lease::{self, JobHold, Rootfs, Terms, lease_for};
 use super::{AdmitError, Candidate, EMPTY_CGROUP, fresh_inventory};
 use crate::broker::protocol::{Admit, Answer, Granted, JobEnvironment};
+use crate::fs::below::under;
 use crate::grant::{self, Grant, Image};
-use crate::inventory::{self, Inventory};
+use crate::inventory::{self, Device, Inventory};
 use crate::ledger::{Container, Init, Job, LEASE_ANNOTATION, Lease, LeaseId, Store};
 use crate::mps;
 use crate::place::Placement;
 use crate::process::Process;
 use crate::request::{self, Request};
 use crate::share::{Capabilities, Devices, Isolation, Memory, Priority, Selector};
-use crate::slurm::{JobCgroup, JobRecord, JobShare};
+use crate::slurm::{JobCgroup, JobGpu, JobRecord, JobShare};
 
 impl Local<'_> {
     /// What a program of the job in `cgroup` gets, `process` of user `uid`; `None`: the job asked for no GPU. The job's
@@ -41,7 +42,13 @@ impl Local<'_> {
             grant::grant(&placement, &lease, &Capabilities::default(), &image, &inventory, self.config);
         let set = grant.env.set.into_iter().filter_map(|(name, value)| self.on_host(&lease, name, value));
         let (set, remove_prefixes) = (set.collect(), grant.env.remove_prefixes);
-        Ok(Some(JobEnvironment { lease: lease.id, set, remove_prefixes }))
+        let gpus = lease.devices.iter().filter_map(|uuid| self.job_gpu(inventory.device(uuid)?)).collect();
+        Ok(Some(JobEnvironment { lease: lease.id, set, remove_prefixes, gpus }))
+    }
+
+    fn job_gpu(&self, device: &Device) -> Option<JobGpu> {
+        let node = under(&self.config.driver.root, device.nodes.first()?.path.to_str()?);
+        Some(JobGpu { uuid: device.uuid.clone(), node })
     }
 
     /// A variable of a share as a program outside containers needs it, which sees all the host's nodes and directories.
@@ -72,7 +79,11 @@ impl Local<'_> {
             return self.granted_still(id, &candidate.container).map(Answer::AlreadyGranted);
         }
         let job = self.job_lease(cgroup, candidate.owner, candidate.container.uid)?;
-        let job = job.ok_or(JobError::NoGpu(cgroup.job))?;
+        let mut job = job.ok_or(JobError::NoGpu(cgroup.job))?;
+        job.devices.retain(|uuid| !told.forbidden.contains(uuid));
+        if job.devices.is_empty() {
+            return Err(JobError::Forbidden(cgroup.job).into());
+        }
         let capabilities = told.capabilities.as_deref();
         let request = request::parse(&told.annotations, told.share.as_deref(), capabilities, self.config)?;
         let inventory = fresh_inventory(self.config)?;

@@ -31,6 +31,12 @@ pub enum JobError {
     /// A container in a job that asked for no GPU asks for a share.
     #[error("job {0} asked Slurm for no GPU on this node: submit it with --gres")]
     NoGpu(u64),
+    /// The container's step or task got none of the job's GPUs.
+    #[error(
+        "Slurm lets this step or task of job {0} open none of the job's GPUs: start it with srun --gres, or leave out \
+         --gres=none"
+    )]
+    Forbidden(u64),
     /// /proc or the cgroups cannot be read.
     #[error("cannot find out in which job of Slurm's the container runs: {0}")]
     Cgroup(std::io::Error),
