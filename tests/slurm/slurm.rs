@@ -54,9 +54,22 @@ fn a_program_has_the_share_of_its_job() {
     let info = info(&done.stdout);
     assert_eq!((&info["error"], &info["mps"], &info["uuid"]), (&Value::Null, &json!(true), &json!(uuid)));
     let job = lease["job"]["id"].as_u64().expect("a job");
-    assert_eq!(lease["container_id"], json!(format!("slurm-{job}")));
+    let name = format!("slurm-{job}");
+    assert_eq!(lease["container_id"], json!(name));
     assert_eq!((&lease["user"], &lease["memory_bytes"]), (&json!("tester"), &json!((SHARD * 2) << 20)));
     cluster.assert_empty();
+    // Slurm's accounting (jobcomp/filetxt) and sublet's events have the same job, user and node.
+    let accounting = cluster.done("login", &["cat", "/var/log/slurm/jobcomp.log"]);
+    let of_job = |line: &&str| line.starts_with(&format!("JobId={job} "));
+    let accounted = accounting.lines().find(of_job).unwrap_or_else(|| panic!("{accounting}"));
+    let has = |word: &str| accounted.split(' ').any(|other| other == word);
+    assert!(has("UserId=tester(1000)") && has("NodeList=n1") && has("JobState=COMPLETED"), "{accounted}");
+    let told = cluster.done("n1", &["sublet", "events", "--container", &name, "--format", "json"]);
+    let told: Vec<Value> = told.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert!(told.len() >= 2, "taken and freed: {told:?}");
+    for event in &told {
+        assert_eq!((&event["uid"], &event["container_id"]), (&json!(1000), &json!(name)), "{event}");
+    }
 }
 
 #[test]
@@ -93,6 +106,9 @@ fn without_room_the_task_fails_and_the_node_goes_on() {
     let done = cluster.srun("shard:1", "echo started");
     assert!(!done.ok && !done.stdout.contains("started"), "{done:?}");
     assert!(done.stdout.contains("sublet: ") && done.stdout.contains("is drained"), "{}", done.stdout);
+    assert!(!done.stdout.contains("sublet.") && done.stdout.contains("--exclude"), "{}", done.stdout);
+    let last = cluster.done("n1", &["runuser", "-u", TESTER, "--", "sublet", "status", "--last-error"]);
+    assert!(last.contains("container slurm-") && last.contains("is drained"), "{last}");
     assert!(cluster.on("n1", &["sublet", "undrain", "all"]).ok);
     let done = cluster.srun("shard:1", "echo started");
     assert!(done.ok && done.stdout.contains("started"), "{done:?}");
@@ -111,6 +127,24 @@ fn jobs_without_a_gpu_need_nothing_of_sublets() {
     let done = cluster.srun("", "env; echo started");
     assert!(cluster.on("n1", &["kill", "-CONT", serve]).ok);
     assert!(done.ok && done.stdout.contains("started") && !done.stdout.contains("SUBLET_"), "{done:?}");
+    cluster.assert_empty();
+}
+
+#[test]
+fn a_jobs_user_is_told_of_the_job_and_not_of_a_policy() {
+    if skip_unless_slurm() {
+        return;
+    }
+    let cluster = cluster("shard");
+    let done = cluster.srun("shard:1", "sublet status");
+    assert!(done.ok && done.stdout.contains("\nIn job ") && !done.stdout.contains("policy"), "{done:?}");
+    let done = cluster.srun("", "sublet status");
+    assert!(
+        done.stdout.contains("You cannot take a share: job ") && !done.stdout.contains("policy"),
+        "{done:?}"
+    );
+    let outside = cluster.done("n1", &["runuser", "-u", TESTER, "--", "sublet", "status"]);
+    assert!(outside.contains("You cannot take a share: ") && outside.contains("[[policy]]"), "{outside}");
     cluster.assert_empty();
 }
 
@@ -145,6 +179,9 @@ fn a_container_has_the_share_of_its_job_and_books_nothing_more() {
     let within = leases.iter().find(|lease| lease["job"]["step"] == "0").expect("the container's");
     assert_eq!(within["memory_bytes"], json!((SHARD * 2) << 20));
     assert_eq!(booked(&cluster, "n1") >> 20, SHARD * 2 + 66, "booked once, and the server");
+    let table = cluster.done("n1", &["sublet", "status"]);
+    let name = format!("\nn1.tester.{}.0.0 ", within["job"]["id"]);
+    assert!(table.contains(&name), "{table}");
     let done = sublet_e2e::Finished::of(&running.wait_with_output().expect("it ends"));
     assert!(done.ok, "{done:?}");
     let info = info(&done.stdout);
