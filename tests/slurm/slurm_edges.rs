@@ -45,8 +45,10 @@ fn records(cluster: &Cluster) -> String {
 fn assert_empty(cluster: &Cluster) {
     cluster.assert_no_jobs();
     assert!(eventually(|| leases(cluster).is_empty()), "{:?}", leases(cluster));
-    assert_eq!(records(cluster), "");
-    assert!(eventually(|| cluster.nodes()[0] == "n1 idle"), "{:?}", cluster.nodes());
+    assert!(eventually(|| records(cluster).is_empty()), "{}", records(cluster));
+    // Slurm may keep the reason why the node was down.
+    let is_idle = || ["n1 idle", "n1 idle Not responding"].contains(&&*cluster.nodes()[0]);
+    assert!(eventually(is_idle), "{:?}", cluster.nodes());
 }
 
 /// What slurmd gives the prolog of a job.
@@ -263,7 +265,7 @@ fn a_lost_ledger_has_the_leases_of_jobs_before_another_task_starts() {
     for gres in ["gpu:1", "shard:2"] {
         let job = hold(&cluster, gres);
         let before = leases(&cluster);
-        cluster.done("n1", &["sh", "-ec", "cd /run/sublet; rm ledger.json ledger.json.copy lock"]);
+        cluster.done("n1", &["sh", "-ec", "cd /run/sublet; rm ledger.json ledger.json.copy"]);
         let refused = outside(&cluster, r#"{"sublet.mode": "exclusive", "sublet.gpu": "0"}"#);
         assert!(!refused.ok && refused.stderr.contains(&format!("slurm-{job}")), "{gres}: {refused:?}");
         let after = leases(&cluster);
@@ -345,25 +347,24 @@ fn a_node_with_a_wrong_clock_keeps_its_jobs_leases_and_comes_back_without_them()
     }
     let cluster = Cluster::with_sublet("shard");
     let down = || cluster.nodes()[0].starts_with("n1 down* Not responding");
-    for (offset, why) in [("+10m", "Rewound"), ("-10m", "Expired")] {
-        let job = hold(&cluster, "shard:2");
-        let lease = leases(&cluster)[0]["id"].clone();
-        set_clock(&cluster, offset);
-        let credential = cluster.done("n1", &["munge", "--no-input"]);
-        let decoded = cluster.on("login", &["sh", "-c", &format!("echo '{credential}' | unmunge")]);
-        assert!(decoded.stdout.contains(&format!("{why} credential")), "{decoded:?}");
-        assert!(eventually(down), "{:?}", cluster.nodes());
-        let started = ["timeout", "3", "srun", "-w", "n1", "--gres=shard:1", "echo", "started"];
-        assert!(!cluster.by("tester", &started).stdout.contains("started"));
-        // slurmctld has given the job up, and its processes run.
-        cluster.done("login", &["scancel", &job]);
-        assert!(cluster.on("n1", &["sublet", "gc"]).ok);
-        assert_eq!(leases(&cluster)[0]["id"], lease, "{offset}");
-        cluster
-            .done("n1", &["sh", "-c", "kill $(cat /run/slurmd.pid) $(cat /run/munge/munged.pid); sleep 1"]);
-        cluster.tell("start", "n1");
-        assert_empty(&cluster);
-        assert!(srun(&cluster, "shard:8", "echo started").ok, "{offset}");
-        assert_empty(&cluster);
-    }
+    // Each way with one version.
+    let (offset, why) = if cluster.is_2205() { ("-10m", "Expired") } else { ("+10m", "Rewound") };
+    let job = hold(&cluster, "shard:2");
+    let lease = leases(&cluster)[0]["id"].clone();
+    set_clock(&cluster, offset);
+    let credential = cluster.done("n1", &["munge", "--no-input"]);
+    let decoded = cluster.on("login", &["sh", "-c", &format!("echo '{credential}' | unmunge")]);
+    assert!(decoded.stdout.contains(&format!("{why} credential")), "{decoded:?}");
+    assert!(eventually(down), "{:?}", cluster.nodes());
+    let started = ["timeout", "3", "srun", "-w", "n1", "--gres=shard:1", "echo", "started"];
+    assert!(!cluster.by("tester", &started).stdout.contains("started"));
+    // slurmctld has given the job up, and its processes run.
+    cluster.done("login", &["scancel", &job]);
+    assert!(cluster.on("n1", &["sublet", "gc"]).ok);
+    assert_eq!(leases(&cluster)[0]["id"], lease);
+    cluster.done("n1", &["sh", "-c", "kill $(cat /run/slurmd.pid) $(cat /run/munge/munged.pid); sleep 1"]);
+    cluster.tell("start", "n1");
+    assert_empty(&cluster);
+    assert!(srun(&cluster, "shard:8", "echo started").ok);
+    assert_empty(&cluster);
 }
