@@ -9,7 +9,7 @@ use nix::unistd::gethostname;
 
 use crate::slurm::{self, Allocation, Unit};
 use sublet_core::admit::{JobError, Local, fresh_inventory, is_remote};
-use sublet_core::broker::client::Broker;
+use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::broker::protocol::{Answer, Ask, JobEnvironment};
 use sublet_core::config::Config;
 use sublet_core::process::child::{self, ChildError};
@@ -225,8 +225,11 @@ fn environment(config: &Config) -> anyhow::Result<String> {
     let cgroup = JobCgroup::of(us).map_err(JobError::Cgroup)?.ok_or(JobError::NotInJob)?;
     let mut broker = Broker::new(config);
     let found = environment_in(cgroup.job, &mut broker, config);
-    if let Err(error) = &found {
-        // For `sublet status --last-error`. Without the service there is none.
+    let is_silent = |error: &anyhow::Error| {
+        error.downcast_ref::<BrokerError>().is_some_and(|error| !matches!(error, BrokerError::Refused { .. }))
+    };
+    // For `sublet status --last-error`. That the service does not answer is not told to it.
+    if let Some(error) = found.as_ref().err().filter(|error| !is_silent(error)) {
         let reason = super::tables::chain(error);
         let _ = broker.ask(&Ask::Refused { id: format!("slurm-{}", cgroup.job), reason });
     }

@@ -4,10 +4,21 @@
 use std::io;
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
+
 use super::runtime_record::LARGEST;
 use super::{Lease, LeaseId};
 use crate::fs::{atomic, trusted};
+use crate::host::boot_id;
 use crate::slurm;
+
+/// What such a file holds.
+#[derive(Serialize, Deserialize)]
+struct Copy {
+    /// That of the boot in which the job runs.
+    boot_id: String,
+    lease: Lease,
+}
 
 impl Lease {
     /// Writes down a job's lease, until the job's record is removed. That of a container in a job has no copy: it books
@@ -17,18 +28,19 @@ impl Lease {
     /// The file cannot be written.
     pub fn remember_of_job(&self, state_dir: &Path) -> io::Result<()> {
         let Some(job) = self.job.as_ref().filter(|_| self.is_of_job()) else { return Ok(()) };
-        atomic::replace(&slurm::lease_file(state_dir, job.id), &serde_json::to_vec(self)?, 0o600)
+        let copy = Copy { boot_id: boot_id::read()?.to_owned(), lease: self.clone() };
+        atomic::replace(&slurm::lease_file(state_dir, job.id), &serde_json::to_vec(&copy)?, 0o600)
     }
 }
 
 /// The leases of jobs that still have processes. Only leases that were granted have been written down, and a job that was
 /// requeued has another cgroup.
 pub(super) fn of_live_jobs(state_dir: &Path) -> Vec<Lease> {
-    let files = slurm::lease_files(state_dir);
+    let (files, boot) = (slurm::lease_files(state_dir), boot_id::read().ok());
     let leases = files.iter().filter_map(|file| {
-        let lease: Lease = serde_json::from_slice(&trusted::read_if_trusted(file, LARGEST)?).ok()?;
-        LeaseId::parse(lease.id.as_str())?;
-        Some(lease)
+        let copy: Copy = serde_json::from_slice(&trusted::read_if_trusted(file, LARGEST)?).ok()?;
+        LeaseId::parse(copy.lease.id.as_str())?;
+        (Some(&*copy.boot_id) == boot).then_some(copy.lease)
     });
     leases.filter(|lease| lease.is_of_job() && lease.has_processes()).collect()
 }
@@ -68,6 +80,12 @@ mod tests {
         Lease { job: Some(job(inode + 1)), ..held.clone() }.remember_of_job(state.path()).unwrap();
         assert!(rebuilt().is_empty(), "the job was requeued");
         held.remember_of_job(state.path()).unwrap();
+        let file = slurm::lease_file(state.path(), 7);
+        let written = fs::read_to_string(&file).unwrap();
+        fs::write(&file, written.replace(boot_id::read().unwrap(), "earlier")).unwrap();
+        assert!(rebuilt().is_empty(), "of an earlier boot");
+        fs::write(&file, written).unwrap();
+        assert_eq!(rebuilt(), [held.clone()]);
         populated(0);
         assert!(rebuilt().is_empty(), "the job has ended");
         assert_eq!(trace(state.path(), None), None);
