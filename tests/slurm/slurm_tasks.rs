@@ -62,7 +62,7 @@ fn a_step_sees_the_gpus_that_slurm_gave_it() {
                   srun --exact -n1 --gres=gpu:2 bash tell second; wait; srun --exact -n1 --gres=none bash tell none; \
                   srun -n2 --gpu-bind=none bash tell unbound";
     let options = ["--wait", "-w", "n1", "-n2", "--gres=gpu:3"];
-    let job = cluster.sbatch(TESTER, &options, &script);
+    let job = cluster.sbatch(TESTER, &options, script);
     assert_eq!(cluster.state(&job), "COMPLETED", "{}", cluster.written(&format!("job-{job}.out")));
     let wanted: [(&str, &[usize]); 5] =
         [("batch", &[0, 1, 2]), ("first", &[0]), ("second", &[1, 2]), ("none", &[]), ("unbound", &[0, 1, 2])];

@@ -26,7 +26,7 @@ impl Lease {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn remember_of_job(&self, state_dir: &Path) -> io::Result<()> {
+    pub(crate) fn remember_of_job(&self, state_dir: &Path) -> io::Result<()> {
         let Some(job) = self.job.as_ref().filter(|_| self.is_of_job()) else { return Ok(()) };
         let copy = Copy { boot_id: boot_id::read()?.to_owned(), lease: self.clone() };
         atomic::replace(&slurm::lease_file(state_dir, job.id), &serde_json::to_vec(&copy)?, 0o600)

@@ -22,8 +22,7 @@ pub struct JobGpu {
 /// fs/namei.c), does not reach the driver, and says EPERM. A cgroup's devices.list does not tell: slurmd forbids one
 /// device after the other, and it then says `a *:* rwm`. What cannot be known, such as a node that is not there, is not
 /// said to be forbidden: the variables that follow from this only say what the kernel decides.
-#[must_use]
-pub fn forbidden(gpus: &[JobGpu]) -> Vec<String> {
+pub(crate) fn forbidden(gpus: &[JobGpu]) -> Vec<String> {
     let is_forbidden =
         |gpu: &&JobGpu| access(&gpu.node, AccessFlags::R_OK | AccessFlags::W_OK) == Err(Errno::EPERM);
     gpus.iter().filter(is_forbidden).map(|gpu| gpu.uuid.clone()).collect()
