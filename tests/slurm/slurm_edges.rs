@@ -174,7 +174,8 @@ fn no_task_runs_without_sublet_or_with_one_that_knows_no_slurm() {
     let refused = |reason: &str, says: &str| {
         let done = srun(&cluster, "shard:1", "echo started");
         assert!(!done.ok && !done.stdout.contains("started"), "{done:?}");
-        assert!([done.stdout, done.stderr].concat().contains(says), "{says}");
+        let said = [done.stdout, done.stderr].concat();
+        assert!(said.contains(says), "{says}: {said}");
         let state = format!("n1 {reason}");
         assert!(eventually(|| cluster.nodes()[0] == state), "{:?}, not {state}", cluster.nodes());
         cluster.assert_no_jobs();
