@@ -72,11 +72,11 @@ mod tests {
         let held = Lease { job: Some(job(inode)), init, ..lease(1, "GPU-a") };
         let rebuilt = || rebuild(state.path(), None, "boot", None).leases;
         held.remember_of_job(state.path()).unwrap();
-        assert_eq!(rebuilt(), [held.clone()]);
+        assert_eq!(rebuilt(), std::slice::from_ref(&held));
         assert!(trace(state.path(), None).unwrap().contains("job 7"));
         let within = Lease { within: Some(held.id.clone()), ..held.clone() };
         within.remember_of_job(state.path()).unwrap();
-        assert_eq!(rebuilt(), [held.clone()], "a container's is not written");
+        assert_eq!(rebuilt(), std::slice::from_ref(&held), "a container's is not written");
         Lease { job: Some(job(inode + 1)), ..held.clone() }.remember_of_job(state.path()).unwrap();
         assert!(rebuilt().is_empty(), "the job was requeued");
         held.remember_of_job(state.path()).unwrap();
@@ -85,7 +85,7 @@ mod tests {
         fs::write(&file, written.replace(boot_id::read().unwrap(), "earlier")).unwrap();
         assert!(rebuilt().is_empty(), "of an earlier boot");
         fs::write(&file, written).unwrap();
-        assert_eq!(rebuilt(), [held.clone()]);
+        assert_eq!(rebuilt(), std::slice::from_ref(&held));
         populated(0);
         assert!(rebuilt().is_empty(), "the job has ended");
         assert_eq!(trace(state.path(), None), None);

@@ -242,7 +242,7 @@ impl Cluster {
         assert!(eventually(idle), "{:?}", self.nodes());
         for node in ["n1", "n2"] {
             assert!(eventually(|| self.leases(node).is_empty()), "{node}: {:?}", self.leases(node));
-            let records = || self.on(node, &["find", "/run/sublet/slurm", "-mindepth", "1"]).stdout;
+            let records = || self.on(node, &["find", "/run/sublet/slurm", "-mindepth", "1", "-ls"]).stdout;
             assert!(eventually(|| records().is_empty()), "{node}: {}", records());
         }
     }
