@@ -167,6 +167,7 @@ fn epilog(config: &Config) -> anyhow::Result<()> {
             println!("Freed lease {lease} of job {job}.");
         }
     }
+    JobDirectory::remove_strays(&config.state_dir);
     forget_ended(config).context("records of jobs that have ended")
 }
 
