@@ -29,6 +29,17 @@ pub fn safe(text: &str) -> String {
     out
 }
 
+/// Longest name of a container in a table or in a list, in characters.
+pub const LONGEST_NAME: usize = 32;
+
+/// A container's id as tables and messages have it: of one that an engine made, which has hexadecimal digits alone, the
+/// first twelve characters, as engines show it. Others are names (`n1.alice.6.0.0`), of which every character may count.
+#[must_use]
+pub fn short_id(id: &str) -> String {
+    let is_made = id.bytes().all(|byte| byte.is_ascii_hexdigit());
+    safe(&id.chars().take(if is_made { 12 } else { LONGEST_NAME }).collect::<String>())
+}
+
 /// Characters that change how the text around them is shown: bidirectional marks, zero-width signs.
 fn is_invisible(character: char) -> bool {
     matches!(character,

@@ -54,9 +54,22 @@ fn a_program_has_the_share_of_its_job() {
     let info = info(&done.stdout);
     assert_eq!((&info["error"], &info["mps"], &info["uuid"]), (&Value::Null, &json!(true), &json!(uuid)));
     let job = lease["job"]["id"].as_u64().expect("a job");
-    assert_eq!(lease["container_id"], json!(format!("slurm-{job}")));
+    let name = format!("slurm-{job}");
+    assert_eq!(lease["container_id"], json!(name));
     assert_eq!((&lease["user"], &lease["memory_bytes"]), (&json!("tester"), &json!((SHARD * 2) << 20)));
     cluster.assert_empty();
+    // Slurm's accounting (jobcomp/filetxt) and sublet's events have the same job, user and node.
+    let accounting = cluster.done("login", &["cat", "/var/log/slurm/jobcomp.log"]);
+    let of_job = |line: &&str| line.starts_with(&format!("JobId={job} "));
+    let accounted = accounting.lines().find(of_job).unwrap_or_else(|| panic!("{accounting}"));
+    let has = |word: &str| accounted.split(' ').any(|other| other == word);
+    assert!(has("UserId=tester(1000)") && has("NodeList=n1") && has("JobState=COMPLETED"), "{accounted}");
+    let told = cluster.done("n1", &["sublet", "events", "--container", &name, "--format", "json"]);
+    let told: Vec<Value> = told.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert!(told.len() >= 2, "taken and freed: {told:?}");
+    for event in &told {
+        assert_eq!((&event["uid"], &event["container_id"]), (&json!(1000), &json!(name)), "{event}");
+    }
 }
 
 #[test]
@@ -93,6 +106,9 @@ fn without_room_the_task_fails_and_the_node_goes_on() {
     let done = cluster.srun("shard:1", "echo started");
     assert!(!done.ok && !done.stdout.contains("started"), "{done:?}");
     assert!(done.stdout.contains("sublet: ") && done.stdout.contains("is drained"), "{}", done.stdout);
+    assert!(!done.stdout.contains("sublet.") && done.stdout.contains("--exclude"), "{}", done.stdout);
+    let last = cluster.done("n1", &["runuser", "-u", TESTER, "--", "sublet", "status", "--last-error"]);
+    assert!(last.contains("container slurm-") && last.contains("is drained"), "{last}");
     assert!(cluster.on("n1", &["sublet", "undrain", "all"]).ok);
     let done = cluster.srun("shard:1", "echo started");
     assert!(done.ok && done.stdout.contains("started"), "{done:?}");
@@ -114,21 +130,22 @@ fn jobs_without_a_gpu_need_nothing_of_sublets() {
     cluster.assert_empty();
 }
 
-/// A bundle of the tester's, as `runc spec --rootless` makes it. `annotations` are JSON.
-fn bundle(cluster: &Cluster, name: &str, annotations: &str) -> String {
-    let dir = format!("{}/{name}", cluster.work().display());
-    let library = "rootfs/usr/lib/x86_64-linux-gnu";
-    let script = format!(
-        "rm -rf {dir}; mkdir -p {dir}; cd {dir}; mkdir -p rootfs/bin rootfs/usr/bin rootfs/lib64 {library} \
-         rootfs/proc rootfs/sys rootfs/dev rootfs/tmp rootfs/run rootfs/etc; cp /bin/busybox rootfs/bin/; \
-         for a in sh env ls sleep; do ln -s busybox rootfs/bin/$a; done; cp /usr/bin/cuda-probe rootfs/usr/bin/; \
-         ln -s usr/lib rootfs/lib; cp /lib64/ld-linux-x86-64.so.2 rootfs/lib64/; cd {library}; \
-         for l in libc libm libgcc_s; do cp /lib/x86_64-linux-gnu/$l.so.[0-9] .; done; cd {dir}; runc spec --rootless; \
-         sed -i 's/\"terminal\": true/\"terminal\": false/; s/\"readonly\": true/\"readonly\": false/; \
-         s|\"ociVersion\"|\"annotations\": {annotations}, &|' config.json"
+#[test]
+fn a_jobs_user_is_told_of_the_job_and_not_of_a_policy() {
+    if skip_unless_slurm() {
+        return;
+    }
+    let cluster = cluster("shard");
+    let done = cluster.srun("shard:1", "sublet status");
+    assert!(done.ok && done.stdout.contains("\nIn job ") && !done.stdout.contains("policy"), "{done:?}");
+    let done = cluster.srun("", "sublet status");
+    assert!(
+        done.stdout.contains("You cannot take a share: job ") && !done.stdout.contains("policy"),
+        "{done:?}"
     );
-    cluster.done("n1", &["runuser", "-u", TESTER, "--", "bash", "-ec", &script]);
-    dir
+    let outside = cluster.done("n1", &["runuser", "-u", TESTER, "--", "sublet", "status"]);
+    assert!(outside.contains("You cannot take a share: ") && outside.contains("[[policy]]"), "{outside}");
+    cluster.assert_empty();
 }
 
 fn contained(cluster: &Cluster, gres: &[&str], bundle: &str, script: &str) -> sublet_e2e::Finished {
@@ -144,7 +161,7 @@ fn a_container_has_the_share_of_its_job_and_books_nothing_more() {
         return;
     }
     let cluster = cluster("shard");
-    let plain = bundle(&cluster, "plain", "{}");
+    let plain = cluster.bundle("plain", "{}");
     let script = "env; ls /dev; cuda-probe info; sleep 2";
     let words = [
         "srun",
@@ -162,6 +179,9 @@ fn a_container_has_the_share_of_its_job_and_books_nothing_more() {
     let within = leases.iter().find(|lease| lease["job"]["step"] == "0").expect("the container's");
     assert_eq!(within["memory_bytes"], json!((SHARD * 2) << 20));
     assert_eq!(booked(&cluster, "n1") >> 20, SHARD * 2 + 66, "booked once, and the server");
+    let table = cluster.done("n1", &["sublet", "status"]);
+    let name = format!("\nn1.tester.{}.0.0 ", within["job"]["id"]);
+    assert!(table.contains(&name), "{table}");
     let done = sublet_e2e::Finished::of(&running.wait_with_output().expect("it ends"));
     assert!(done.ok, "{done:?}");
     let info = info(&done.stdout);
@@ -179,7 +199,7 @@ fn an_annotation_narrows_the_share_and_never_widens_it() {
         return;
     }
     let cluster = cluster("shard");
-    let narrow = bundle(&cluster, "narrow", r#"{"sublet.memory": "2GiB", "sublet.sm": "10"}"#);
+    let narrow = cluster.bundle("narrow", r#"{"sublet.memory": "2GiB", "sublet.sm": "10"}"#);
     let done = contained(&cluster, &["--gres=shard:2"], &narrow, "env");
     assert!(done.ok, "{done:?}");
     let set = variables(&done.stdout);
@@ -203,7 +223,7 @@ fn an_annotation_narrows_the_share_and_never_widens_it() {
         ),
         ("limits", r#"{"sublet.sm": "10"}"#, "--gres=gpu:1", "this container asks for sublet.mode"),
     ] {
-        let done = contained(&cluster, &[gres], &bundle(&cluster, name, annotations), "echo started");
+        let done = contained(&cluster, &[gres], &cluster.bundle(name, annotations), "echo started");
         assert!(!done.ok && !done.stdout.contains("started"), "{name}: {done:?}");
         assert!(done.stderr.contains(said), "{name}: {}", done.stderr);
     }
@@ -236,7 +256,7 @@ fn outside_a_job_the_share_of_a_job_is_none() {
         return;
     }
     let cluster = cluster("shard");
-    let plain = bundle(&cluster, "outside", "{}");
+    let plain = cluster.bundle("outside", "{}");
     let run = format!("cd {plain}; /usr/libexec/sublet/slurm/sublet-slurm --root {plain}/root run c1");
     let done = cluster.on(
         "n1",

@@ -8,7 +8,6 @@ use anyhow::bail;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::os::fd::AsFd as _;
 
-use super::tables;
 use crate::events::{Reader, moment};
 use crate::names::Names;
 use sublet_core::admit::is_remote;
@@ -17,7 +16,7 @@ use sublet_core::events::{Event, Kind};
 use sublet_core::inventory::{self, Device, Inventory};
 use sublet_core::ledger::Store;
 use sublet_core::place;
-use sublet_core::text::{safe, timestamp_milliseconds};
+use sublet_core::text::{safe, short_id, timestamp_milliseconds};
 
 /// How often `--follow` looks.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -204,7 +203,7 @@ impl Shown {
         match self.name(event) {
             Some(name) => words.push(safe(name)),
             None if event.container_id.is_empty() => {}
-            None => words.push(tables::short(&event.container_id)),
+            None => words.push(short_id(&event.container_id)),
         }
         let number = |uuid: &String| {
             let device = self.inventory.as_ref().and_then(|inventory| inventory.device(uuid));

@@ -12,7 +12,11 @@ use sublet_core::config::Config;
 pub fn run(config: &Config) -> anyhow::Result<ExitCode> {
     let done = Local::new(config).reconcile(|_| Ok(()))?;
     for lease in &done.freed {
-        println!("Freed lease {} of container {}.", lease.id, super::tables::short(&lease.container.id));
+        println!(
+            "Freed lease {} of container {}.",
+            lease.id,
+            sublet_core::text::short_id(&lease.container.id)
+        );
     }
     for line in &done.lines {
         println!("{line}");

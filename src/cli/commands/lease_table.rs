@@ -2,11 +2,11 @@
 
 use super::tables::{self, Column};
 use crate::names::Name;
-use crate::shown::lease::{LONGEST, busy, called, cut, memory, mode, whole};
+use crate::shown::lease::{busy, called, cut, memory, mode, whole};
 use crate::shown::word;
 use crate::status::{LeaseOnDevice, Status};
 use sublet_core::ledger::Lease;
-use sublet_core::text::safe;
+use sublet_core::text::{LONGEST_NAME, safe, short_id};
 
 /// The columns. Those with the highest number go first where a terminal is too narrow for all of them.
 const COLUMNS: [Column; 13] = [
@@ -37,7 +37,7 @@ pub fn table(status: &Status, width: Option<usize>) -> String {
 fn row(lease: &LeaseOnDevice, status: &Status) -> Vec<String> {
     let or_dash =
         |text: Option<String>| text.filter(|text| !text.is_empty()).unwrap_or_else(|| "-".to_owned());
-    let image = lease.image.as_deref().map(|image| tables::end_of(&safe(image), LONGEST));
+    let image = lease.image.as_deref().map(|image| tables::end_of(&safe(image), LONGEST_NAME));
     vec![
         called(lease),
         or_dash(image),
@@ -59,5 +59,5 @@ fn row(lease: &LeaseOnDevice, status: &Status) -> Vec<String> {
 pub fn label(lease: &Lease, name: Option<&Name>) -> String {
     let called = name
         .and_then(|name| [&name.name, &name.part_of, &name.unit].into_iter().find(|text| !text.is_empty()));
-    called.map_or_else(|| tables::short(&lease.container.name()), |called| cut(called))
+    called.map_or_else(|| short_id(&lease.container.name()), |called| cut(called))
 }

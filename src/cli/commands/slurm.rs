@@ -9,7 +9,7 @@ use nix::unistd::gethostname;
 
 use crate::slurm::{self, Allocation, Unit};
 use sublet_core::admit::{JobError, Local, fresh_inventory, is_remote};
-use sublet_core::broker::client::Broker;
+use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::broker::protocol::{Answer, Ask, JobEnvironment};
 use sublet_core::config::Config;
 use sublet_core::process::child::{self, ChildError};
@@ -159,12 +159,15 @@ fn epilog(config: &Config) -> anyhow::Result<()> {
         bail!("the epilog is for slurmd, which runs it as root");
     }
     let job: u64 = variable("SLURM_JOB_ID")?;
-    JobRecord::remove(&config.state_dir, job, cluster().as_deref())
+    let is_ours = JobRecord::remove(&config.state_dir, job, cluster().as_deref())
         .context("the job's record cannot be removed")?;
-    let done = Local::new(config).end_job(job)?;
-    for lease in done {
-        println!("Freed lease {lease} of job {job}.");
+    // Otherwise the lease is that of another cluster's job, which runs.
+    if is_ours {
+        for lease in Local::new(config).end_job(job)? {
+            println!("Freed lease {lease} of job {job}.");
+        }
     }
+    JobDirectory::remove_strays(&config.state_dir);
     forget_ended(config).context("records of jobs that have ended")
 }
 
@@ -221,13 +224,27 @@ fn environment(config: &Config) -> anyhow::Result<String> {
     }
     let us = i32::try_from(std::process::id())?;
     let cgroup = JobCgroup::of(us).map_err(JobError::Cgroup)?.ok_or(JobError::NotInJob)?;
+    let mut broker = Broker::new(config);
+    let found = environment_in(cgroup.job, &mut broker, config);
+    let is_silent = |error: &anyhow::Error| {
+        error.downcast_ref::<BrokerError>().is_some_and(|error| !matches!(error, BrokerError::Refused { .. }))
+    };
+    // For `sublet status --last-error`. That the service does not answer is not told to it.
+    if let Some(error) = found.as_ref().err().filter(|error| !is_silent(error)) {
+        let reason = super::tables::chain(error);
+        let _ = broker.ask(&Ask::Refused { id: format!("slurm-{}", cgroup.job), reason });
+    }
+    found
+}
+
+fn environment_in(job: u64, broker: &mut Broker, config: &Config) -> anyhow::Result<String> {
     // A job without a GPU must not need the service.
-    let record = JobRecord::read(&config.state_dir, cgroup.job)?;
+    let record = JobRecord::read(&config.state_dir, job)?;
     if record.share.is_none() && record.problem.is_none() {
         return Ok(String::new());
     }
-    match Broker::new(config).ask(&Ask::Job)? {
-        Answer::Job(given) => Ok(given.map(|given| lines(&given)).unwrap_or_default()),
+    match broker.ask(&Ask::Job)? {
+        Answer::Job(given) => Ok(given.map(|given| lines(&given.of_this_task())).unwrap_or_default()),
         _ => bail!("sublet serve gave an answer that does not fit: run `systemctl restart sublet.service`"),
     }
 }

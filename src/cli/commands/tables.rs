@@ -121,7 +121,7 @@ pub fn json(value: &impl serde::Serialize) -> anyhow::Result<()> {
 }
 
 use crate::shown::colour;
-pub use crate::shown::{ago, end_of, memory, memory_limit, short};
+pub use crate::shown::{ago, end_of, memory, memory_limit};
 pub use sublet_core::text::timestamp;
 
 /// An error and its causes on one line. Many of sublet's errors already repeat their cause in their text.

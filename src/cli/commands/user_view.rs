@@ -13,6 +13,9 @@ use sublet_core::text::safe;
 /// The member `own` of `sublet status --format json`.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Own {
+    /// The job of Slurm's in which the user asks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    job: Option<u64>,
     /// The policy rule that names the user; `None` if there is none, see `refused`.
     policy: Option<PolicyRule>,
     /// What the user may still take under that rule.
@@ -37,6 +40,9 @@ impl fmt::Display for Own {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(reason) = &self.refused {
             return write!(f, "You cannot take a share: {reason}");
+        }
+        if let Some(job) = self.job {
+            return write!(f, "In job {job}, programs and containers have what the job got from Slurm.");
         }
         let (Some(rule), Some(left)) = (&self.policy, &self.left) else {
             return f.write_str("You have no policy limits.");

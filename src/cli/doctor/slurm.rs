@@ -138,8 +138,7 @@ fn listed(pattern: &Path) -> Option<Vec<PathBuf>> {
 fn limits(config: &str) -> Vec<Problem> {
     let value =
         |key: &str| values(config, key).first().map(|value| value.to_ascii_lowercase()).unwrap_or_default();
-    let flags = value("PrologFlags");
-    let has = |flag: &str| flags.split(',').any(|own| own == flag);
+    let has = |key: &str, word: &str| value(key).split(',').any(|own| own == word);
     let mut found = Vec::new();
     if value("ProctrackType") != "proctrack/cgroup" {
         found.push((
@@ -148,7 +147,7 @@ fn limits(config: &str) -> Vec<Problem> {
             "ProctrackType=proctrack/cgroup in slurm.conf".to_owned(),
         ));
     }
-    if !has("alloc") || !has("contain") {
+    if !has("PrologFlags", "alloc") || !has("PrologFlags", "contain") {
         found.push((
             Verdict::Warn,
             "the Prolog does not run before a job's first step, or a job has no cgroup between its steps"
@@ -156,12 +155,15 @@ fn limits(config: &str) -> Vec<Problem> {
             "PrologFlags=Alloc,Contain in slurm.conf".to_owned(),
         ));
     }
-    if value("ConstrainDevices") != "yes" {
-        found.push((
-            Verdict::Warn,
-            "every job may open every GPU".to_owned(),
-            "ConstrainDevices=yes in cgroup.conf".to_owned(),
-        ));
+    let [cgroups, devices] = [has("TaskPlugin", "task/cgroup"), value("ConstrainDevices") == "yes"];
+    if !cgroups || !devices {
+        let missing = [
+            (cgroups, "TaskPlugin=task/cgroup in slurm.conf"),
+            (devices, "ConstrainDevices=yes in cgroup.conf"),
+        ];
+        let missing: Vec<&str> =
+            missing.iter().filter(|(is_there, _)| !is_there).map(|(_, line)| *line).collect();
+        found.push((Verdict::Warn, "every job may open every GPU".to_owned(), missing.join(", ")));
     }
     found
 }
@@ -257,6 +259,7 @@ mod tests {
         [include_str!("slurm_samples/config-22.05.txt"), include_str!("slurm_samples/node-22.05.txt")];
 
     const PROLOG: &str = "/usr/libexec/sublet/slurm/prolog";
+    const PLUGIN: &str = "TaskPlugin              = task/cgroup";
     const OPEN: &str = "ConstrainDevices        = ";
 
     /// What scontrol answers, with `from` replaced by `to`.
@@ -368,6 +371,12 @@ mod tests {
                 .contains("tasks are refused")
         );
         assert!(told(changed!(&fake, OPEN, "ConstrainDevices = no"), Warn).0.contains("may open every GPU"));
+        let (found, fix) = told(changed!(&fake, PLUGIN, "TaskPlugin = task/affinity"), Warn);
+        assert_eq!(
+            (&*found, &*fix),
+            ("every job may open every GPU", "TaskPlugin=task/cgroup in slurm.conf")
+        );
+        passed(changed!(&fake, PLUGIN, "TaskPlugin = task/affinity,task/cgroup"));
         let down = told(
             changed!(&fake, "State=IDLE", "State=IDLE+DRAIN Reason=x\n   Reason=Prolog error [root@now]\n"),
             Warn,

@@ -5,7 +5,7 @@ use super::{DriverError, Gpu, Instance, Nvml, Span};
 use sublet_core::inventory::Inventory;
 use sublet_core::ledger::{DynamicInstance, Lease, Ledger};
 use sublet_core::process::Process;
-use sublet_core::text::safe;
+use sublet_core::text::{safe, short_id};
 
 /// The host's GPUs, with the users of their instances.
 ///
@@ -81,8 +81,7 @@ fn kept(made: &DynamicInstance) -> Option<String> {
 }
 
 fn named(lease: &Lease) -> String {
-    let container: String = lease.container.id.chars().take(12).collect();
-    format!("lease {} of container {}", lease.id, safe(&container))
+    format!("lease {} of container {}", lease.id, short_id(&lease.container.id))
 }
 
 #[cfg(test)]

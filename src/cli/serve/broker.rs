@@ -220,15 +220,26 @@ fn own(lease: &LeaseId, peer: Peer, config: &Config) -> Result<(), No> {
     held.map(drop).ok_or_else(|| AdmitError::NoLease(lease.clone()).into())
 }
 
+fn has_share(job: u64, peer: Peer, config: &Config) -> Result<(), No> {
+    let share = admit::job_share(job, peer.uid, config).map_err(AdmitError::from)?;
+    share.map(drop).ok_or_else(|| AdmitError::from(JobError::NoGpu(job)).into())
+}
+
 fn status(peer: Peer, config: &Config) -> Result<Answer, No> {
     let store = Store::open(&config.state_dir).map_err(AdmitError::from)?;
     let ledger = admit::read(&store).map_err(AdmitError::from)?;
     let own: Vec<_> = ledger.leases.iter().filter(|lease| lease.container.uid == peer.uid).collect();
-    let limit = limit(peer, config);
-    let (limit, refused) = limit.map_or_else(|no| (None, Some(no.reason)), |limit| (limit, None));
+    let job = job_of(peer, config)?.map(|cgroup| cgroup.job);
+    // In a job, what Slurm gave is the limit, and no policy is needed.
+    let limit = match job {
+        Some(job) => has_share(job, peer, config).map(|()| None),
+        None => limit(peer, config),
+    };
+    let (limit, refused) = limit.map_or_else(|no: No| (None, Some(no.reason)), |limit| (limit, None));
     Ok(Answer::Status(json!({
         "version": env!("CARGO_PKG_VERSION"),
         "uid": peer.uid,
+        "job": job,
         "policy": limit.map(|limit| limit.rule),
         "left": limit.map(|limit| limit.left(&ledger)),
         "refused": refused,

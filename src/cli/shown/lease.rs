@@ -2,20 +2,17 @@
 
 use crate::status::{LeaseOnDevice, Status};
 use sublet_core::share::Mode;
-use sublet_core::text::safe;
-
-/// The longest name and the longest image that are shown, in characters.
-pub const LONGEST: usize = 32;
+use sublet_core::text::{LONGEST_NAME, safe, short_id};
 
 /// What people call the container: its name; its service or unit where it has none; else its id.
 pub fn called(lease: &LeaseOnDevice) -> String {
     let names = [&lease.name, &lease.part_of, &lease.unit];
-    names.into_iter().flatten().next().map_or_else(|| super::short(&lease.called), |name| cut(name))
+    names.into_iter().flatten().next().map_or_else(|| short_id(&lease.called), |name| cut(name))
 }
 
-/// No longer than [`LONGEST`], and safe to print.
+/// No longer than [`LONGEST_NAME`], and safe to print.
 pub fn cut(name: &str) -> String {
-    safe(&name.chars().take(LONGEST).collect::<String>())
+    safe(&name.chars().take(LONGEST_NAME).collect::<String>())
 }
 
 /// The mode, with what of the device is the container's alone.

@@ -28,11 +28,6 @@ pub fn memory_limit(bytes: Option<u64>) -> String {
     bytes.map_or_else(|| "unlimited".to_owned(), memory)
 }
 
-/// The first twelve characters of a container id, as engines show it.
-pub fn short(id: &str) -> String {
-    sublet_core::text::safe(&id.chars().take(12).collect::<String>())
-}
-
 /// The time since `since`, such as `3m 20s`.
 pub fn ago(since: u64) -> String {
     let seconds = sublet_core::process::epoch_seconds().saturating_sub(since);

@@ -1,4 +1,4 @@
-//! This node's lines for gres.conf and slurm.conf. Pure.
+//! This node's lines for gres.conf, slurm.conf and cgroup.conf. Pure.
 
 use super::job_share::in_order;
 use sublet_core::config::Config;
@@ -13,7 +13,7 @@ pub enum Unit {
     Mps,
 }
 
-/// The lines of gres.conf, and those of slurm.conf, for node `name`.
+/// The lines of gres.conf, slurm.conf and cgroup.conf for node `name`.
 ///
 /// # Errors
 /// The node has no GPU, or one in MIG mode.
@@ -43,10 +43,14 @@ pub fn gres(name: &str, unit: Unit, inventory: &Inventory, config: &Config) -> R
         ),
         "SelectType=select/cons_tres".to_owned(),
         "ProctrackType=proctrack/cgroup".to_owned(),
+        "TaskPlugin=task/cgroup # and what this line has already".to_owned(),
         "PrologFlags=Alloc,Contain".to_owned(),
         "Prolog=/usr/libexec/sublet/slurm/prolog".to_owned(),
         "TaskProlog=/usr/libexec/sublet/slurm/task-prolog".to_owned(),
         "Epilog=/usr/libexec/sublet/slurm/epilog".to_owned(),
+        String::new(),
+        "# cgroup.conf".to_owned(),
+        "ConstrainDevices=yes".to_owned(),
     ]);
     Ok(lines.join("\n"))
 }
@@ -68,6 +72,11 @@ mod tests {
         let text = gres("n1", Unit::Mps, &inventory, &Config::default()).unwrap();
         assert!(
             text.contains("Name=mps Count=100 File=/dev/nvidia1") && text.contains("gpu:2,mps:200"),
+            "{text}"
+        );
+        assert!(
+            text.contains("\nTaskPlugin=task/cgroup ")
+                && text.ends_with("\n\n# cgroup.conf\nConstrainDevices=yes"),
             "{text}"
         );
         let none = host(vec![]);

@@ -7,7 +7,7 @@ use super::view::{DeviceRow, Sort};
 use crate::shown::lease::{busy, called, cut, memory, mode, whole};
 use crate::shown::{self, end_of};
 use crate::status::{DeviceUsed, LeaseOnDevice, Room, Status};
-use sublet_core::text::safe;
+use sublet_core::text::{LONGEST_NAME, safe};
 
 /// The length of a bar.
 const BAR: usize = 10;
@@ -185,7 +185,7 @@ pub fn pressure_of_lease(lease: &LeaseOnDevice, status: &Status) -> Option<f64> 
 
 /// The cells of a container.
 pub fn lease(lease: &LeaseOnDevice, status: &Status, spark: String, skin: Skin) -> Vec<String> {
-    let image = lease.image.as_deref().map(|image| end_of(&safe(image), shown::lease::LONGEST));
+    let image = lease.image.as_deref().map(|image| end_of(&safe(image), LONGEST_NAME));
     vec![
         called(lease),
         status.number(&lease.device).into_owned(),

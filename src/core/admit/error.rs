@@ -157,7 +157,7 @@ impl AdmitError {
             Self::Refused(refusal) => refusal.temporary,
             Self::Unmade { temporary, .. } => *temporary,
             Self::PolicyLimit(limit) => limit.is_temporary(),
-            Self::Job(job) => matches!(&**job, JobError::Widened(widened) if widened.is_temporary()),
+            Self::Job(job) => job.is_temporary(),
             Self::Broker(broker) => matches!(**broker, BrokerError::Refused { temporary: true, .. }),
             Self::Inventory(_) | Self::Own(_) | Self::StillRunning { .. } => true,
             _ => false,

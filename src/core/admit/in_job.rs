@@ -12,15 +12,17 @@ use super::reconcile::read;
 use super::take_lease::{self, JobHold, Rootfs, Terms, lease_for};
 use super::{AdmitError, Candidate, EMPTY_CGROUP, fresh_inventory};
 use crate::broker::protocol::{Admit, Answer, Granted, JobEnvironment};
+use crate::config::Config;
+use crate::fs::below::under;
 use crate::grant::{self, Grant, Image};
-use crate::inventory::{self, Inventory};
+use crate::inventory::{self, Device, Inventory};
 use crate::ledger::{Container, Init, Job, LEASE_ANNOTATION, Lease, LeaseId, Store};
 use crate::mps;
 use crate::place::Placement;
 use crate::process::Process;
 use crate::request::{self, Request};
-use crate::share::{Capabilities, Devices, Isolation, Memory, Priority, Selector};
-use crate::slurm::{JobCgroup, JobRecord, JobShare};
+use crate::share::{Capabilities, Devices, Isolation, Memory, Mode, Priority, Selector};
+use crate::slurm::{JobCgroup, JobGpu, JobRecord, JobShare};
 
 impl Local<'_> {
     /// What a program of the job in `cgroup` gets, `process` of user `uid`; `None`: the job asked for no GPU. The job's
@@ -41,7 +43,13 @@ impl Local<'_> {
             grant::grant(&placement, &lease, &Capabilities::default(), &image, &inventory, self.config);
         let set = grant.env.set.into_iter().filter_map(|(name, value)| self.on_host(&lease, name, value));
         let (set, remove_prefixes) = (set.collect(), grant.env.remove_prefixes);
-        Ok(Some(JobEnvironment { lease: lease.id, set, remove_prefixes }))
+        let gpus = lease.devices.iter().filter_map(|uuid| self.job_gpu(inventory.device(uuid)?)).collect();
+        Ok(Some(JobEnvironment { lease: lease.id, set, remove_prefixes, gpus }))
+    }
+
+    fn job_gpu(&self, device: &Device) -> Option<JobGpu> {
+        let node = under(&self.config.driver.root, device.nodes.first()?.path.to_str()?);
+        Some(JobGpu { uuid: device.uuid.clone(), node })
     }
 
     /// A variable of a share as a program outside containers needs it, which sees all the host's nodes and directories.
@@ -72,7 +80,11 @@ impl Local<'_> {
             return self.granted_still(id, &candidate.container).map(Answer::AlreadyGranted);
         }
         let job = self.job_lease(cgroup, candidate.owner, candidate.container.uid)?;
-        let job = job.ok_or(JobError::NoGpu(cgroup.job))?;
+        let mut job = job.ok_or(JobError::NoGpu(cgroup.job))?;
+        job.devices.retain(|uuid| !told.forbidden.contains(uuid));
+        if job.devices.is_empty() {
+            return Err(JobError::Forbidden(cgroup.job).into());
+        }
         let capabilities = told.capabilities.as_deref();
         let request = request::parse(&told.annotations, told.share.as_deref(), capabilities, self.config)?;
         let inventory = fresh_inventory(self.config)?;
@@ -146,14 +158,7 @@ impl Local<'_> {
 
     /// The job's lease, with its MPS daemon serving. It is taken if there is none yet, for `first`, a process of the job.
     fn job_lease(&self, cgroup: &JobCgroup, first: Process, uid: u32) -> Result<Option<Lease>, AdmitError> {
-        let record = JobRecord::read(&self.config.state_dir, cgroup.job).map_err(JobError::from)?;
-        if record.uid != uid {
-            return Err(JobError::Foreign(cgroup.job).into());
-        }
-        if let Some(why) = record.problem {
-            return Err(JobError::Problem { job: cgroup.job, why }.into());
-        }
-        let Some(share) = record.share else { return Ok(None) };
+        let Some(share) = job_share(cgroup.job, uid, self.config)? else { return Ok(None) };
         let store = self.store()?;
         let held = |store: &Store| -> Result<Option<Lease>, AdmitError> {
             let (ledger, _) = read(store)?.settled();
@@ -190,14 +195,39 @@ impl Local<'_> {
         let hold = JobHold { job: job_of(cgroup, uid), init };
         let request = request_of_job(share);
         let terms = Terms { rootfs: Rootfs::OfJob(&hold), limit: None };
-        let taken = take_lease::take(&candidate, &request, terms, store, *self)?;
+        let taken = take_lease::take(&candidate, &request, terms, store, *self);
+        let taken = taken.map_err(|error| of_job(error, share, cgroup.job))?;
         let ready = self.grant(&taken, &request).and_then(|grant| self.ready(&taken, &grant, store));
+        let kept = |error| AdmitError::from(JobError::Copy { job: cgroup.job, error });
+        let ready = ready.and_then(|_| taken.lease.remember_of_job(&self.config.state_dir).map_err(kept));
         if let Err(error) = ready {
             self.give_back(&taken.lease, store);
             return Err(error);
         }
         Ok(taken.lease)
     }
+}
+
+/// What `job` of user `uid` got from Slurm on this node; `None`: it asked for no GPU.
+///
+/// # Errors
+/// It has no record, it is another user's, or what it got is not known.
+pub fn job_share(job: u64, uid: u32, config: &Config) -> Result<Option<JobShare>, JobError> {
+    let record = JobRecord::read(&config.state_dir, job)?;
+    if record.uid != uid {
+        return Err(JobError::Foreign(job));
+    }
+    match record.problem {
+        Some(why) => Err(JobError::Problem { job, why }),
+        None => Ok(record.share),
+    }
+}
+
+/// What helps a container's user does not help a job's: its share is what Slurm gave it.
+fn of_job(error: AdmitError, share: &JobShare, job: u64) -> AdmitError {
+    let AdmitError::Refused(refusal) = error else { return error };
+    let whole = share.mode == Mode::Exclusive;
+    JobError::NoPlace { job, whole, temporary: refusal.temporary, why: refusal.why }.into()
 }
 
 fn job_of(cgroup: &JobCgroup, uid: u32) -> Job {

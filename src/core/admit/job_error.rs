@@ -2,6 +2,10 @@
 
 use crate::slurm::RecordError;
 
+/// What helps a job with whole GPUs that others have a part of.
+const WHOLE: &str = "submit it again when that GPU is free, or for another node with --exclude; Slurm 22.05 needs nodes of \
+                     their own for whole GPUs (docs/slurm.md)";
+
 /// Why a job's share is not to be had.
 #[derive(Debug, thiserror::Error)]
 pub enum JobError {
@@ -31,6 +35,35 @@ pub enum JobError {
     /// A container in a job that asked for no GPU asks for a share.
     #[error("job {0} asked Slurm for no GPU on this node: submit it with --gres")]
     NoGpu(u64),
+    /// What the job got is taken.
+    #[error(
+        "{why}; Slurm gave it to job {job} all the same: {}",
+        if *.whole { WHOLE } else { "submit it again when there is room, or for another node with --exclude" }
+    )]
+    NoPlace {
+        /// The job.
+        job: u64,
+        /// Who has it.
+        why: String,
+        /// Whether the job got whole GPUs.
+        whole: bool,
+        /// Whether waiting may help.
+        temporary: bool,
+    },
+    /// The container's step or task got none of the job's GPUs.
+    #[error(
+        "Slurm lets this step or task of job {0} open none of the job's GPUs: start it with srun --gres, or leave out \
+         --gres=none"
+    )]
+    Forbidden(u64),
+    /// The copy of its lease cannot be written.
+    #[error("the lease of job {job} cannot be written beside its record: {error}")]
+    Copy {
+        /// The job.
+        job: u64,
+        /// What the system said.
+        error: std::io::Error,
+    },
     /// /proc or the cgroups cannot be read.
     #[error("cannot find out in which job of Slurm's the container runs: {0}")]
     Cgroup(std::io::Error),
@@ -84,6 +117,18 @@ pub enum Widened {
         /// What this container asks for.
         asked: String,
     },
+}
+
+impl JobError {
+    /// Whether waiting may help.
+    #[must_use]
+    pub const fn is_temporary(&self) -> bool {
+        match self {
+            Self::Widened(widened) => widened.is_temporary(),
+            Self::NoPlace { temporary, .. } => *temporary,
+            _ => false,
+        }
+    }
 }
 
 impl Widened {

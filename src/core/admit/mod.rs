@@ -47,6 +47,7 @@ pub use dynamic_mig::{Answer as MakeAnswer, Ask as MakeAsk, PutOff};
 pub use error::AdmitError;
 pub use exec_share::{EnterError, Share, enter, may_have_share, share_of};
 pub use grant_at_prestart::{Late, end_of, late};
+pub use in_job::job_share;
 pub use job_error::{JobError, Widened};
 pub use last_refusals::{RefusalRecord, record_told, refusals};
 pub use left_mount_points::clear_unbound;

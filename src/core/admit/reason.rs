@@ -1,7 +1,7 @@
 //! One word for each kind of refusal, for machines: in JSON errors, events and metrics. docs/explain.md lists them.
 //! Words may be added, and none is ever renamed.
 
-use super::AdmitError;
+use super::{AdmitError, JobError};
 use crate::broker::client::BrokerError;
 use crate::inventory::InventoryError;
 use crate::mps::MpsError;
@@ -34,6 +34,7 @@ impl AdmitError {
             Self::Mps(error) => of_mps(error),
             Self::NoDaemon(_) => "mps",
             Self::Node(_) => "device-nodes",
+            Self::Job(job) if matches!(**job, JobError::NoPlace { .. }) => "no-room",
             Self::Job(_) => "job",
             Self::PolicyLimit(_) | Self::NoDeviceAllowed => "policy",
             Self::Broker(error) => of_broker(error),

@@ -17,7 +17,7 @@ use crate::inventory::Inventory;
 use crate::ledger::{self, Binding, LEASE_ANNOTATION, Lease, LeaseId, Ledger};
 use crate::process::Process;
 use crate::request::Request;
-use crate::{mps, oci};
+use crate::{mps, oci, slurm};
 
 /// Between two looks for a free share.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
@@ -93,10 +93,11 @@ impl State for Remote<'_> {
             source = source.without_lease();
         }
         // A job without a GPU needs nothing, not even a driver.
+        let mut forbidden = Vec::new();
         if source.is_of_job() {
             match broker.ask(&Ask::Job)? {
                 Answer::Job(None) => return Ok(Admission::NoShare),
-                Answer::Job(Some(_)) => {}
+                Answer::Job(Some(given)) => forbidden = slurm::forbidden(&given.gpus),
                 _ => return unfitting(),
             }
         }
@@ -105,7 +106,8 @@ impl State for Remote<'_> {
         let deadline = Instant::now() + request.wait;
         loop {
             candidate.check_wanted()?;
-            let error = match look(candidate, &source, &request, spec, &mut broker, self.config) {
+            let error = match look((candidate, &source, &request), &forbidden, spec, &mut broker, self.config)
+            {
                 Err(error) if error.is_temporary() && Instant::now() < deadline => error,
                 done => return done,
             };
@@ -232,23 +234,22 @@ fn granted_before(
     spec: &Value,
     broker: &mut Broker,
 ) -> Result<Admission, AdmitError> {
-    match broker.ask(&ask(candidate, source, spec, Image::default()))? {
+    match broker.ask(&ask(candidate, source, spec, Image::default(), &[]))? {
         Answer::AlreadyGranted(lease) => Ok(Admission::AlreadyGranted(lease)),
         _ => unfitting(),
     }
 }
 
 fn look(
-    candidate: &Candidate<'_>,
-    source: &RequestSource,
-    request: &Request,
+    (candidate, source, request): (&Candidate<'_>, &RequestSource, &Request),
+    forbidden: &[String],
     spec: &mut Value,
     broker: &mut Broker,
     config: &Config,
 ) -> Result<Admission, AdmitError> {
     let Answer::Inventory(inventory) = broker.ask(&Ask::Inventory)? else { return unfitting() };
     let image = oci::inspect(spec, &candidate.container.rootfs, request, &inventory, config)?;
-    let Answer::Granted(granted) = broker.ask(&ask(candidate, source, spec, image))? else {
+    let Answer::Granted(granted) = broker.ask(&ask(candidate, source, spec, image, forbidden))? else {
         return unfitting();
     };
     let edited = oci::check_mps_directories(spec, &candidate.container.rootfs, &granted.grant)
@@ -261,7 +262,13 @@ fn look(
     Ok(Admission::Granted { lease: granted.lease, warnings: granted.warnings })
 }
 
-fn ask(candidate: &Candidate<'_>, source: &RequestSource, spec: &Value, image: Image) -> Ask {
+fn ask(
+    candidate: &Candidate<'_>,
+    source: &RequestSource,
+    spec: &Value,
+    image: Image,
+    forbidden: &[String],
+) -> Ask {
     let container = &candidate.container;
     // The lease record and the edits are long, and the service does not need them.
     let told = |key: &str| key.starts_with("sublet.") && !key.starts_with("sublet.lease.");
@@ -279,6 +286,7 @@ fn ask(candidate: &Candidate<'_>, source: &RequestSource, spec: &Value, image: I
         annotations: annotations.map(|(key, value)| (key.clone(), value.clone())).collect(),
         capabilities: oci::environment_value(spec, "NVIDIA_DRIVER_CAPABILITIES"),
         image,
+        forbidden: forbidden.to_vec(),
     }))
 }
 

@@ -16,6 +16,7 @@ use crate::grant::{Grant, Image};
 use crate::inventory::Inventory;
 use crate::ledger::{LeaseId, Leftover};
 use crate::parse_errors::plain;
+use crate::slurm::{self, JobGpu};
 
 /// The version that this build speaks.
 pub const VERSION: u32 = 1;
@@ -118,6 +119,9 @@ pub struct Admit {
     pub capabilities: Option<String>,
     /// What the client found in the root filesystem.
     pub image: Image,
+    /// GPUs of its job of Slurm's that the client must not open ([`slurm::forbidden`]).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub forbidden: Vec<String>,
 }
 
 /// A container's names. The service never opens these paths.
@@ -180,6 +184,25 @@ pub struct JobEnvironment {
     pub set: Vec<(String, String)>,
     /// Variables with these prefixes are removed unless they are in `set`.
     pub remove_prefixes: Vec<String>,
+    /// The job's GPUs, of which a step or a task may have some only.
+    #[serde(default)]
+    pub gpus: Vec<JobGpu>,
+}
+
+impl JobEnvironment {
+    /// As the calling process needs it: without the GPUs that its step or task must not open. CUDA would find none at all
+    /// behind the first of them.
+    #[must_use]
+    pub fn of_this_task(mut self) -> Self {
+        let forbidden = slurm::forbidden(&self.gpus);
+        for (name, value) in &mut self.set {
+            if matches!(name.as_str(), "CUDA_VISIBLE_DEVICES" | "SUBLET_DEVICES") {
+                let left = value.split(',').filter(|uuid| !forbidden.iter().any(|other| other == uuid));
+                *value = left.collect::<Vec<_>>().join(",");
+            }
+        }
+        self
+    }
 }
 
 /// A refusal.

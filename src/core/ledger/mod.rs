@@ -12,6 +12,7 @@ mod events_of_change;
 mod formats;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+mod job_leases;
 mod lease_state;
 mod leftovers;
 mod liveness;

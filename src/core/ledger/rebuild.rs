@@ -1,11 +1,12 @@
 //! Rebuilds an unreadable ledger from its copy and from what runs: containers by their runtimes' records, MPS daemons
-//! by their directories. A device with other processes takes no new lease until they end.
+//! by their directories, jobs of Slurm's by the copies of their leases. A device with other processes takes no new lease until they end.
 
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use super::job_leases::of_live_jobs;
 use super::liveness::{has_processes, init_of};
 use super::runtime_record::{LARGEST, Record, read_bounded};
 use super::{DaemonState, Lease, LeaseId, Ledger, MpsDaemon};
@@ -41,7 +42,9 @@ const FURTHER_ROOTS: &str = "roots";
 /// checks whether the leases are still alive. `root` is one more place where a runtime keeps its records.
 pub(super) fn rebuild(state_dir: &Path, root: Option<&Path>, boot_id: &str, last: Option<Ledger>) -> Ledger {
     let mut ledger = last.unwrap_or_else(|| Ledger::empty(boot_id));
-    for lease in roots(state_dir, root).iter().flat_map(|root| leases_in(root, state_dir)) {
+    let of_containers = roots(state_dir, root);
+    let of_containers = of_containers.iter().flat_map(|root| leases_in(root, state_dir));
+    for lease in of_containers.chain(of_live_jobs(state_dir)) {
         if ledger.lease(&lease.id).is_some() {
             continue;
         }
@@ -74,6 +77,9 @@ pub(super) fn trace(state_dir: &Path, root: Option<&Path>) -> Option<String> {
     }
     if let Some((_, daemon)) = running_daemons(state_dir).first() {
         return Some(format!("its MPS daemon {} runs", daemon.pid));
+    }
+    if let Some(job) = of_live_jobs(state_dir).into_iter().find_map(|lease| lease.job) {
+        return Some(format!("there is a copy of the lease of job {}, which runs", job.id));
     }
     let ours = |dir: &PathBuf| {
         let record = Record::read(dir).ok().flatten();

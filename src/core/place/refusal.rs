@@ -9,7 +9,7 @@ use crate::ledger::{Lease, Ledger};
 use crate::request::Request;
 use crate::share::units::{MIB, show_bytes};
 use crate::share::{Devices, Isolation, Memory, Mode, Percent};
-use crate::text::safe;
+use crate::text::{safe, short_id};
 
 /// A message names this many devices, and holders of each, and counts the others.
 const NAMED: usize = 4;
@@ -20,6 +20,8 @@ const NAMED: usize = 4;
 pub struct Refusal {
     /// One line: what was asked, what each device has left, who holds it, what would fit now.
     pub message: String,
+    /// The message without what would help.
+    pub why: String,
     /// Whether waiting could help.
     pub temporary: bool,
     /// It depends on what NVML last reported, so a refresh may change it.
@@ -30,7 +32,7 @@ impl Refusal {
     /// A refusal that waiting does not change.
     pub(super) fn never(request: &Request, why: &str) -> Self {
         let message = format!("no place for {}: {why}", asked(request));
-        Self { message, temporary: false, refresh_first: false }
+        Self { why: message.clone(), message, temporary: false, refresh_first: false }
     }
 
     /// A refusal with the reasons in `misfits`, device by device.
@@ -41,7 +43,8 @@ impl Refusal {
         ledger: &Ledger,
         config: &Config,
     ) -> Self {
-        let mut message = format!("no place for {}: {}", asked(request), reasons(misfits, ledger, config));
+        let why = format!("no place for {}: {}", asked(request), reasons(misfits, ledger, config));
+        let mut message = why.clone();
         if temporary {
             let open = misfits.iter().filter(|(_, misfit)| misfit.temporary);
             let room: Vec<String> = open.filter_map(|(device, _)| room(device, ledger, config)).collect();
@@ -50,7 +53,7 @@ impl Refusal {
             message += "; sublet.wait=60s waits for a place";
         }
         let refresh_first = misfits.iter().any(|(_, misfit)| misfit.refresh);
-        Self { message, temporary, refresh_first }
+        Self { message, why, temporary, refresh_first }
     }
 }
 
@@ -116,9 +119,9 @@ fn holder(lease: &Lease) -> String {
     format!("{} ({})", short(lease), parts.join(", "))
 }
 
-/// A container's id as engines abbreviate it.
+/// A container's id in few characters.
 pub(super) fn short(lease: &Lease) -> String {
-    safe(&lease.container.id.chars().take(12).collect::<String>())
+    short_id(&lease.container.id)
 }
 
 /// What `device` would take now.

@@ -40,6 +40,19 @@ impl JobDirectory {
         Err(io::Error::other(format!("{} is another user's", self.0.display())))
     }
 
+    /// Removes empty directories of jobs that have no record any more. slurmstepd may end a container, as root, after the
+    /// epilog, and runc and crun then make their `--root` again (seen on a machine under load).
+    pub fn remove_strays(state_dir: &Path) {
+        let entries = fs::read_dir(directory(state_dir)).into_iter().flatten().flatten();
+        for path in entries.map(|entry| entry.path()) {
+            // The prolog writes the record first, and the epilog removes it last.
+            let is_stray = path.extension().is_none() && !path.with_extension("json").exists();
+            if is_stray && fs::remove_dir(&path).is_ok() {
+                tracing::debug!("removed {}, which was made after its job's end", path.display());
+            }
+        }
+    }
+
     /// Removes it and what is in it.
     ///
     /// # Errors
@@ -78,6 +91,18 @@ mod tests {
         directory.remove().unwrap();
         directory.remove().unwrap();
         assert!(!directory.0.exists() && outside.path().exists());
+    }
+
+    #[test]
+    fn empty_directories_without_a_record_are_removed_and_no_others() {
+        let (state, directory, uid) = state();
+        directory.make(uid).unwrap();
+        let [stray, full] = [8, 9].map(|job| JobDirectory::of(state.path(), job));
+        stray.make(uid).unwrap();
+        full.make(uid).unwrap();
+        fs::write(full.0.join("state"), "").unwrap();
+        JobDirectory::remove_strays(state.path());
+        assert_eq!([&directory, &stray, &full].map(|directory| directory.0.exists()), [true, false, true]);
     }
 
     #[test]

@@ -16,6 +16,9 @@ use crate::text::safe;
 /// [`JobRecord::schema`] of what this build writes and reads.
 const SCHEMA: &str = "sublet.slurm-job/1";
 
+/// How names of copies of leases end.
+const LEASE: &str = "lease";
+
 /// The longest record, in bytes.
 const LARGEST: u64 = 64 << 10;
 
@@ -135,19 +138,24 @@ impl JobRecord {
         Ok(record)
     }
 
-    /// Removes the record of `job` and the directory for its containers, if they are there and of `cluster`.
+    /// Removes the record of `job`, the copy of its lease and the directory for its containers, if they are there. `false`:
+    /// they are of a job of another cluster than `cluster`, and stay.
     ///
     /// # Errors
     /// One of them cannot be removed.
-    pub fn remove(state_dir: &Path, job: u64, cluster: Option<&str>) -> io::Result<()> {
+    pub fn remove(state_dir: &Path, job: u64, cluster: Option<&str>) -> io::Result<bool> {
         if Self::read(state_dir, job).is_ok_and(|record| !record.is_of(cluster)) {
-            return Ok(());
+            return Ok(false);
         }
         JobDirectory::of(state_dir, job).remove()?;
-        match fs::remove_file(file(state_dir, job)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
+        // The record goes last: as long as it is there, an epilog removes the rest.
+        for file in [lease_file(state_dir, job), file(state_dir, job)] {
+            match fs::remove_file(file) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
         }
+        Ok(true)
     }
 
     /// Every record that can be read and was written at least `age` ago.
@@ -177,6 +185,20 @@ pub(super) fn directory(state_dir: &Path) -> PathBuf {
 
 fn file(state_dir: &Path, job: u64) -> PathBuf {
     file_in(&directory(state_dir), job)
+}
+
+/// Where the copy of the lease of `job` is, beside its record.
+pub(crate) fn lease_file(state_dir: &Path, job: u64) -> PathBuf {
+    directory(state_dir).join(format!("{job}.{LEASE}"))
+}
+
+/// Every such file.
+pub(crate) fn lease_files(state_dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory(state_dir)).into_iter().flatten().flatten();
+    entries
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|end| end == LEASE))
+        .collect()
 }
 
 fn file_in(dir: &Path, job: u64) -> PathBuf {
@@ -223,9 +245,8 @@ mod tests {
         let problem = record.problem.unwrap();
         assert!(problem.starts_with("the clusters a and b both have a job 7 on this node"), "{problem}");
         assert!(problem.ends_with(&file(dir.path(), 7).display().to_string()), "{problem}");
-        remove(Some("b"));
-        assert!(JobRecord::read(dir.path(), 7).is_ok(), "the job of a runs");
-        remove(Some("a"));
+        assert!(!remove(Some("b")) && JobRecord::read(dir.path(), 7).is_ok(), "the job of a runs");
+        assert!(remove(Some("a")));
         of("b").write(dir.path()).unwrap();
         of("b").write(dir.path()).unwrap();
         assert_eq!(JobRecord::read(dir.path(), 7).unwrap(), of("b"), "the prolog may run twice");

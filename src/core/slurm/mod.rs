@@ -4,10 +4,14 @@
 mod job_cgroup;
 mod job_directory;
 mod job_record;
+mod task_gpus;
 
 pub use job_cgroup::JobCgroup;
 pub use job_directory::JobDirectory;
 pub use job_record::{JobRecord, JobShare, RecordError};
+pub(crate) use job_record::{lease_file, lease_files};
+pub use task_gpus::JobGpu;
+pub(crate) use task_gpus::forbidden;
 
 /// The share that stands for what the job got from Slurm: `sublet.share=slurm`, or the shim by the name `sublet-slurm`.
 pub(crate) const JOB_SHARE: &str = "slurm";

@@ -1,0 +1,96 @@
+//! Copies of the leases of Slurm's jobs, one beside each job's record. No runtime has a record of a job, so a lost ledger
+//! is rebuilt from these.
+
+use std::io;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::runtime_record::LARGEST;
+use super::{Lease, LeaseId};
+use crate::fs::{atomic, trusted};
+use crate::host::boot_id;
+use crate::slurm;
+
+/// What such a file holds.
+#[derive(Serialize, Deserialize)]
+struct Copy {
+    /// That of the boot in which the job runs.
+    boot_id: String,
+    lease: Lease,
+}
+
+impl Lease {
+    /// Writes down a job's lease, until the job's record is removed. That of a container in a job has no copy: it books
+    /// nothing beside the job's.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub(crate) fn remember_of_job(&self, state_dir: &Path) -> io::Result<()> {
+        let Some(job) = self.job.as_ref().filter(|_| self.is_of_job()) else { return Ok(()) };
+        let copy = Copy { boot_id: boot_id::read()?.to_owned(), lease: self.clone() };
+        atomic::replace(&slurm::lease_file(state_dir, job.id), &serde_json::to_vec(&copy)?, 0o600)
+    }
+}
+
+/// The leases of jobs that still have processes. Only leases that were granted have been written down, and a job that was
+/// requeued has another cgroup.
+pub(super) fn of_live_jobs(state_dir: &Path) -> Vec<Lease> {
+    let (files, boot) = (slurm::lease_files(state_dir), boot_id::read().ok());
+    let leases = files.iter().filter_map(|file| {
+        let copy: Copy = serde_json::from_slice(&trusted::read_if_trusted(file, LARGEST)?).ok()?;
+        LeaseId::parse(copy.lease.id.as_str())?;
+        (Some(&*copy.boot_id) == boot).then_some(copy.lease)
+    });
+    leases.filter(|lease| lease.is_of_job() && lease.has_processes()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::super::fixture::lease;
+    use super::super::rebuild::{rebuild, trace};
+    use super::*;
+    use crate::ledger::{Init, Job};
+    use crate::process::Process;
+    use crate::slurm::JobRecord;
+
+    #[test]
+    fn a_lost_ledger_has_the_leases_of_jobs_with_processes() {
+        let (state, cgroup) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let populated = |is: u8| {
+            fs::write(cgroup.path().join("cgroup.events"), format!("populated {is}\n")).unwrap();
+        };
+        populated(1);
+        JobRecord::new(7, 1000, None, Ok(None)).write(state.path()).unwrap();
+        let job = |inode| Job { id: 7, step: None, uid: 1000, cgroup_inode: inode };
+        let inode = fs::metadata(cgroup.path()).unwrap().ino();
+        let (process, cgroup) = (Process::current().unwrap(), Some(cgroup.path().to_owned()));
+        let init = Some(Init { process, pid_namespace: 0, cgroup });
+        let held = Lease { job: Some(job(inode)), init, ..lease(1, "GPU-a") };
+        let rebuilt = || rebuild(state.path(), None, "boot", None).leases;
+        held.remember_of_job(state.path()).unwrap();
+        assert_eq!(rebuilt(), std::slice::from_ref(&held));
+        assert!(trace(state.path(), None).unwrap().contains("job 7"));
+        let within = Lease { within: Some(held.id.clone()), ..held.clone() };
+        within.remember_of_job(state.path()).unwrap();
+        assert_eq!(rebuilt(), std::slice::from_ref(&held), "a container's is not written");
+        Lease { job: Some(job(inode + 1)), ..held.clone() }.remember_of_job(state.path()).unwrap();
+        assert!(rebuilt().is_empty(), "the job was requeued");
+        held.remember_of_job(state.path()).unwrap();
+        let file = slurm::lease_file(state.path(), 7);
+        let written = fs::read_to_string(&file).unwrap();
+        fs::write(&file, written.replace(boot_id::read().unwrap(), "earlier")).unwrap();
+        assert!(rebuilt().is_empty(), "of an earlier boot");
+        fs::write(&file, written).unwrap();
+        assert_eq!(rebuilt(), std::slice::from_ref(&held));
+        populated(0);
+        assert!(rebuilt().is_empty(), "the job has ended");
+        assert_eq!(trace(state.path(), None), None);
+        populated(1);
+        JobRecord::remove(state.path(), 7, None).unwrap();
+        assert!(rebuilt().is_empty(), "its copy goes with its record");
+    }
+}
