@@ -48,11 +48,7 @@ fn serve_if_running(lease: &Lease, store: &Store, config: &Config) -> Result<boo
     let left = daemon.mode_left && ledger.wanted_default_limits(&daemon.key) != Some(default_limits);
     if left || !default_limits.admits(lease.default_limits()) {
         let held = DaemonLock::take(&daemon.key, &config.state_dir, lock_limit(config))?;
-        // The answer may be less than the record, and `adjust` relies on the record.
-        limits_and_state::note(store, &daemon.key, |daemon| {
-            daemon.default_limits = daemon.default_limits.and(default_limits);
-        })?;
-        limits_and_state::adjust(&held, &daemon.key, store, config)?;
+        limits_and_state::adjust(&held, &daemon.key, Some(default_limits), store, config)?;
     }
     Ok(true)
 }
