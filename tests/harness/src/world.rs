@@ -238,6 +238,18 @@ impl World {
         assert_eq!(self.daemons(), Vec::<String>::new(), "MPS processes are left");
     }
 
+    /// Processes of `sublet` with these arguments and this world's configuration.
+    #[must_use]
+    pub fn processes(&self, arguments: &[&str]) -> Vec<Pid> {
+        let config = format!("SUBLET_CONFIG={}", self.config.display());
+        let line = format!("sublet {} ", arguments.join(" "));
+        let is_ours = |pid: &Pid| {
+            read(*pid, "cmdline").ends_with(&line)
+                && read(*pid, "environ").split(' ').any(|variable| variable == config)
+        };
+        processes::all().filter(is_ours).collect()
+    }
+
     /// Command lines of MPS processes of this world.
     #[must_use]
     pub fn daemons(&self) -> Vec<String> {
