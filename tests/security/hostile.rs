@@ -201,7 +201,8 @@ fn b4_nor_after_the_next_command_if_the_lowering_was_killed() {
     let large = host.world.bundle("large", &[("sublet.sm", "60")], HOLD);
     large.up();
     let uuid = host.world.status()["devices"][0]["uuid"].as_str().expect("a UUID").to_owned();
-    let lock = File::open(host.world.state_dir().join("mps").join(&uuid).join("lock")).expect("the daemon's lock");
+    let lock =
+        File::open(host.world.state_dir().join("mps").join(&uuid).join("lock")).expect("the daemon's lock");
     lock.lock().expect("nobody is at it");
     let deleted = large.world().runtime().args(["delete", "--force", "large"]).output().expect("it runs");
     let said = String::from_utf8_lossy(&deleted.stderr).into_owned();

@@ -32,6 +32,9 @@ pub enum Lowering {
 /// The daemon does not answer or does not stop. It is then recorded with a fault.
 pub fn settle(key: &DaemonKey, store: &Store, config: &Config, lowering: Lowering) -> Result<(), MpsError> {
     let ledger = store.read()?;
+    if ledger.wanted_default_limits(key).is_some() && limits_and_state::daemon(&ledger, key).is_some() {
+        dirs::cap_logs(key, &config.state_dir);
+    }
     // If the command cannot be started, this process does its work.
     if is_due(key, &ledger) && (lowering == Lowering::Now || child_lower(key).is_err()) {
         lower(key, store, config)?;
@@ -52,7 +55,6 @@ pub fn lower(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsE
     if !is_due(key, &store.read()?) {
         return Ok(());
     }
-    dirs::cap_logs(key, &config.state_dir);
     let held = DaemonLock::take(key, &config.state_dir, Duration::from_secs(5))?;
     limits_and_state::adjust(&held, key, None, store, config)
 }
