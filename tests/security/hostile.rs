@@ -26,7 +26,16 @@ fn guarded(extra: &str) -> Host {
 
 /// The answer of the control daemon of GPU 0's shared server to its owner.
 fn asked(host: &Host, command: &str) -> String {
-    let uuid = host.world.status()["devices"][0]["uuid"].as_str().expect("a UUID").to_owned();
+    asked_of(host, &uuid(host), command)
+}
+
+/// The UUID of GPU 0. To ask for it is a command of sublet's, which puts right what it finds.
+fn uuid(host: &Host) -> String {
+    host.world.status()["devices"][0]["uuid"].as_str().expect("a UUID").to_owned()
+}
+
+/// [`asked`], by no command of sublet's.
+fn asked_of(host: &Host, uuid: &str, command: &str) -> String {
     let root = host.world.driver_root.as_ref().expect("simulated");
     let mut control = Command::new(root.join("usr/bin/nvidia-cuda-mps-control"));
     control.env("CUDA_MPS_PIPE_DIRECTORY", host.world.state_dir().join("mps").join(uuid).join("pipe"));
@@ -148,6 +157,9 @@ fn b4_no_client_has_more_than_the_largest_share_of_its_server() {
     host.world.assert_empty();
 }
 
+/// What the daemon lets a client of no share have.
+const LIMIT: &str = "get_default_active_thread_percentage";
+
 /// A larger share's end lowers the limits of its server. The engine does not wait for that. It takes some
 /// milliseconds, and a second is what docs/security.md allows; how long it took is printed.
 fn b4_falls_soon(serves: bool) {
@@ -164,9 +176,10 @@ fn b4_falls_soon(serves: bool) {
     let large = host.world.bundle("large", &[("sublet.sm", "60")], HOLD);
     large.up();
     assert_eq!(sms(), json!(78), "while the larger share is there");
+    let uuid = uuid(&host);
     large.down();
     let ended = Instant::now();
-    assert!(eventually(|| asked(&host, "get_default_active_thread_percentage").starts_with("25")));
+    assert!(eventually(|| asked_of(&host, &uuid, LIMIT).starts_with("25")), "nobody lowers it");
     eprintln!("serve: {serves}: lowered {} ms after the delete", ended.elapsed().as_millis());
     assert!(eventually(|| sms() == json!(32)), "of the running server too");
     hostile.down();
@@ -200,7 +213,7 @@ fn b4_nor_after_the_next_command_if_the_lowering_was_killed() {
     hostile.up();
     let large = host.world.bundle("large", &[("sublet.sm", "60")], HOLD);
     large.up();
-    let uuid = host.world.status()["devices"][0]["uuid"].as_str().expect("a UUID").to_owned();
+    let uuid = uuid(&host);
     let lock =
         File::open(host.world.state_dir().join("mps").join(&uuid).join("lock")).expect("the daemon's lock");
     lock.lock().expect("nobody is at it");
@@ -214,9 +227,9 @@ fn b4_nor_after_the_next_command_if_the_lowering_was_killed() {
     }
     assert!(eventually(|| lowering().is_empty()));
     drop(lock);
-    assert!(asked(&host, "get_default_active_thread_percentage").starts_with("60"), "nothing was lowered");
+    assert!(asked_of(&host, &uuid, LIMIT).starts_with("60"), "it was lowered");
     assert!(host.world.sublet(&["gc"]).status.success());
-    assert!(asked(&host, "get_default_active_thread_percentage").starts_with("25"), "sublet gc lowers them");
+    assert!(asked_of(&host, &uuid, LIMIT).starts_with("25"), "sublet gc does not lower it");
     hostile.down();
     host.world.assert_empty();
 }
