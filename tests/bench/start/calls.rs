@@ -79,6 +79,10 @@ fn take_turns<'a>(scene: &Scene, rows: &mut [Row], turns: &mut Vec<Turn<'a>>, ro
     let mut order: Vec<_> = rows.iter_mut().zip(turns.iter()).collect();
     let length = order.len();
     order.rotate_left(round % length);
+    // What comes before a row is not always the same either.
+    if round % 2 == 1 {
+        order.reverse();
+    }
     for (row, turn) in order {
         if let Some(shared) = turn.shared {
             // The lease of the call before is of a container that never came to be.

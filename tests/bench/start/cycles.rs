@@ -113,6 +113,8 @@ fn in_turns(
     let count = lives.len();
     for round in 0..rounds + WARM_UP {
         for turn in 0..count {
+            // What comes before a row is not always the same either.
+            let turn = if round % 2 == 1 { count - 1 - turn } else { turn };
             let life = &mut lives[(round + turn) % count];
             life.bundle.write();
             sleep(PAUSE);
