@@ -220,12 +220,11 @@ fn b4_nor_after_the_next_command_if_the_lowering_was_killed() {
     let deleted = large.world().runtime().args(["delete", "--force", "large"]).output().expect("it runs");
     let said = String::from_utf8_lossy(&deleted.stderr).into_owned();
     assert!(deleted.status.success() && said.is_empty(), "the delete does not wait for the lock: {said}");
-    let lowering = || host.world.processes(&["mps", "lower", &uuid]);
-    assert!(eventually(|| !lowering().is_empty()), "nobody lowers the limits");
-    for pid in lowering() {
+    assert!(eventually(|| !host.world.lowering().is_empty()), "nobody lowers the limits");
+    for pid in host.world.lowering() {
         let _ = kill(pid, Signal::SIGKILL);
     }
-    assert!(eventually(|| lowering().is_empty()));
+    assert!(eventually(|| host.world.lowering().is_empty()));
     drop(lock);
     assert!(asked_of(&host, &uuid, LIMIT).starts_with("60"), "it was lowered");
     assert!(host.world.sublet(&["gc"]).status.success());

@@ -129,7 +129,7 @@ impl Nvidia {
     }
 
     /// A bundle that asks it for all GPUs.
-    pub fn bundle<'a>(&self, scene: &'a Scene, name: &str) -> Bundle<'a> {
+    pub fn bundle<'a>(scene: &'a Scene, name: &str) -> Bundle<'a> {
         let mut bundle = scene.bundle(name, &[]);
         let environment = bundle.spec["process"]["env"].as_array_mut().expect("env");
         environment.push(json!("NVIDIA_VISIBLE_DEVICES=all"));

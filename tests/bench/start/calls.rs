@@ -72,7 +72,7 @@ struct Turn<'a> {
 }
 
 /// Each takes its turn to be first in a round, because the first finds the caches full of other data.
-fn take_turns<'a>(scene: &Scene, rows: &mut [Row], turns: &mut Vec<Turn<'a>>, round: usize) -> Result<()> {
+fn take_turns(scene: &Scene, rows: &mut [Row], turns: &mut Vec<Turn<'_>>, round: usize) -> Result<()> {
     for words in [vec!["/bin/true"], vec!["busybox", "env", "/bin/true"]].into_iter().rev() {
         turns.insert(0, Turn { build: None, words, shared: None });
     }

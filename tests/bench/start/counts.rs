@@ -29,10 +29,10 @@ pub fn print(scene: &Scene) -> Result<()> {
         "| command | system calls | files of the ledger replaced | programs started |\n|---|---|---|---|"
     );
     let plain = scene.bundle("plain", &[]);
-    row(scene, "`--version`", call(scene, &["--version"])?)?;
-    row(scene, "`state`", call(scene, &["state", ID])?)?;
+    row(scene, "`--version`", &call(scene, &["--version"])?)?;
+    row(scene, "`state`", &call(scene, &["state", ID])?)?;
     plain.write();
-    row(scene, "`create`, no annotation", call(scene, &create(&plain))?)?;
+    row(scene, "`create`, no annotation", &call(scene, &create(&plain))?)?;
     life(scene, "time-slice", TIME_SLICE)?;
     let holder = scene.holder();
     life(scene, "MPS, daemon warm", WARM)?;
@@ -53,13 +53,13 @@ fn life(scene: &Scene, share: &str, annotations: &[(&str, &str)]) -> Result<()> 
     let (pid_text, dir) =
         (pid_file.to_string_lossy().into_owned(), bundle.dir.to_string_lossy().into_owned());
     let create = ["create", "--bundle", &dir, "--pid-file", &pid_text, &bundle.id];
-    row(scene, &format!("`create`, {share}"), real(scene, &create)?)?;
-    row(scene, &format!("`start`, {share}"), real(scene, &["start", &bundle.id])?)?;
+    row(scene, &format!("`create`, {share}"), &real(scene, &create)?)?;
+    row(scene, &format!("`start`, {share}"), &real(scene, &["start", &bundle.id])?)?;
     let pid = std::fs::read_to_string(&pid_file)?;
     ensure!(eventually(|| has_ended(pid.trim())), "it does not end");
-    row(scene, &format!("`delete`, {share}"), real(scene, &["delete", &bundle.id])?)?;
+    row(scene, &format!("`delete`, {share}"), &real(scene, &["delete", &bundle.id])?)?;
     bundle.write();
-    row(scene, &format!("`run`, {share}"), real(scene, &["run", "--bundle", &dir, &bundle.id])?)?;
+    row(scene, &format!("`run`, {share}"), &real(scene, &["run", "--bundle", &dir, &bundle.id])?)?;
     std::fs::remove_dir_all(&bundle.dir)?;
     Ok(())
 }
@@ -76,7 +76,7 @@ fn real(scene: &Scene, arguments: &[&str]) -> Result<Command> {
     scene.quiet(&mut command)
 }
 
-fn row(scene: &Scene, what: &str, command: Command) -> Result<()> {
+fn row(scene: &Scene, what: &str, command: &Command) -> Result<()> {
     let kept =
         std::env::var_os("KEEP_TRACES").map(|dir| Path::new(&dir).join(what.replace([' ', '`', ','], "_")));
     let file = kept.unwrap_or_else(|| scene.world.dir.path().join("trace"));

@@ -47,7 +47,7 @@ pub fn without_daemon(scene: &Scene, rounds: usize) -> Result<[Group; 3]> {
                 row: Row::new("NVIDIA's runtime in CDI mode", ""),
                 program: nvidia.program.clone(),
                 environment: vec![("XDG_CONFIG_HOME", nvidia.configuration.clone())],
-                bundle: nvidia.bundle(scene, &name("nvidia")),
+                bundle: Nvidia::bundle(scene, &name("nvidia")),
             });
         }
         lives

@@ -43,6 +43,9 @@ pub fn measure(real: bool, rounds: usize) -> Result<Vec<Group>> {
     Ok(groups)
 }
 
+/// Annotations.
+type Share = &'static [(&'static str, &'static str)];
+
 fn group(
     title: &'static str,
     goal: &'static str,
@@ -50,12 +53,12 @@ fn group(
     world: &World,
     run: impl Fn(&[&str]) -> Result<()>,
 ) -> Result<Group> {
-    let words = |share: &[(&str, &str)]| -> Vec<String> {
+    let words = |share: Share| -> Vec<String> {
         share.iter().map(|(key, value)| format!("--annotation={key}={value}")).collect()
     };
     let mut group = Group { title, rows: vec![] };
     // A device has one use at a time: time-slice first, then MPS beside a container that keeps the daemon warm.
-    let sets: [&[(&str, &[(&str, &str)])]; 2] = [
+    let sets: [&[(&str, Share)]; 2] = [
         &[("bare", &[]), ("time-slice", TIME_SLICE)],
         &[("bare, again", &[]), ("MPS, daemon warm", WARM), ("MPS, the SM ceiling rises and falls", HIGHER)],
     ];

@@ -7,9 +7,10 @@
 //!     --serve          while `sublet serve` runs
 //!     --no-engines     without `docker run` and `podman run`, which are timed where those engines are installed
 //!     --output DIR     start-cost.json and start-cost.svg there
-//!   bench --counts     system calls, ledger writes and page faults, which a busy machine does not change
+//!   bench --counts     system calls, ledger writes and page faults, which a busy machine does not change; strace's
+//!                      logs are kept in the directory `KEEP_TRACES`, if that is set
 //!
-//! As root; `make bench` builds what it times and runs it. SUBLET_BIN_DIR names the built programs; no file of the
+//! As root; `make bench` builds what it times and runs it. `SUBLET_BIN_DIR` names the built programs; no file of the
 //! repository is read with `--real`. Busybox, runc or crun are found by PATH. State is in a directory of its own, no
 //! setting of the GPU is changed, and nothing is left behind. It does not judge: machines are noisy, and the limits in
 //! the table are for the reader.
@@ -33,6 +34,7 @@ use scene::Scene;
 const USAGE: &str = "usage: bench [--real] [--cycles N] [--beside DIR] [--serve] [--no-engines] [--output DIR] [ROUNDS] | bench --counts";
 
 /// The command line.
+#[expect(clippy::struct_excessive_bools, reason = "each is an option")]
 struct Arguments {
     real: bool,
     counts: bool,

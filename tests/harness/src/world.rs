@@ -238,13 +238,12 @@ impl World {
         assert_eq!(self.daemons(), Vec::<String>::new(), "MPS processes are left");
     }
 
-    /// Processes of `sublet` with these arguments and this world's configuration.
+    /// The processes `sublet mps lower` of this world, for which no command waits.
     #[must_use]
-    pub fn processes(&self, arguments: &[&str]) -> Vec<Pid> {
+    pub fn lowering(&self) -> Vec<Pid> {
         let config = format!("SUBLET_CONFIG={}", self.config.display());
-        let line = format!("sublet {} ", arguments.join(" "));
         let is_ours = |pid: &Pid| {
-            read(*pid, "cmdline").ends_with(&line)
+            read(*pid, "cmdline").contains("sublet mps lower ")
                 && read(*pid, "environ").split(' ').any(|variable| variable == config)
         };
         processes::all().filter(is_ours).collect()
