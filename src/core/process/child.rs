@@ -96,7 +96,7 @@ pub fn run_unheard(command: &mut Command, limit: Duration) -> Result<ExitStatus,
 ///
 /// # Errors
 /// It cannot be started.
-pub fn start_apart(command: &mut Command) -> io::Result<()> {
+pub(crate) fn start_apart(command: &mut Command) -> io::Result<()> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     crate::process::inheritance::keep_from(command);
     crate::process::inheritance::set_apart(command);
