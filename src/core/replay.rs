@@ -247,7 +247,7 @@ impl Real {
                 true
             }),
             Call::AdjustBegin(device) => {
-                change(&|ledger| limits::begin_adjusting(ledger, &key(device)).is_some())
+                change(&|ledger| limits::begin_adjusting(ledger, &key(device), None).is_some())
             }
             call => self.note(call),
         }

@@ -5,8 +5,11 @@
 #[path = "../e2e/two_users/mod.rs"]
 mod two_users;
 
+use std::fs::File;
 use std::process::{Command, Stdio};
+use std::time::Instant;
 
+use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use sublet_e2e::guarded::{LEAVE, SHARE, SPOIL, probes};
 use sublet_e2e::mig::{self, By};
@@ -23,7 +26,16 @@ fn guarded(extra: &str) -> Host {
 
 /// The answer of the control daemon of GPU 0's shared server to its owner.
 fn asked(host: &Host, command: &str) -> String {
-    let uuid = host.world.status()["devices"][0]["uuid"].as_str().expect("a UUID").to_owned();
+    asked_of(host, &uuid(host), command)
+}
+
+/// The UUID of GPU 0. To ask for it is a command of sublet's, which puts right what it finds.
+fn uuid(host: &Host) -> String {
+    host.world.status()["devices"][0]["uuid"].as_str().expect("a UUID").to_owned()
+}
+
+/// [`asked`], by no command of sublet's.
+fn asked_of(host: &Host, uuid: &str, command: &str) -> String {
     let root = host.world.driver_root.as_ref().expect("simulated");
     let mut control = Command::new(root.join("usr/bin/nvidia-cuda-mps-control"));
     control.env("CUDA_MPS_PIPE_DIRECTORY", host.world.state_dir().join("mps").join(uuid).join("pipe"));
@@ -141,6 +153,82 @@ fn b4_no_client_has_more_than_the_largest_share_of_its_server() {
         assert_eq!((&info["mps"], &info["sm"]), (&json!(true), &json!(32)), "{asks}: {info}");
         assert_eq!(info["free_mib"], json!(4096 - 146), "{asks}: {info}");
     }
+    hostile.down();
+    host.world.assert_empty();
+}
+
+/// What the daemon lets a client of no share have.
+const LIMIT: &str = "get_default_active_thread_percentage";
+
+/// A larger share's end lowers the limits of its server. The engine does not wait for that. It takes some
+/// milliseconds, and a second is what docs/security.md allows; how long it took is printed.
+fn b4_falls_soon(serves: bool) {
+    let mut host = two_users::host("h200");
+    if serves {
+        host.start();
+    }
+    let hostile = host.world.bundle("hostile", &[("sublet.sm", "25")], HOLD);
+    hostile.up();
+    let sms = || {
+        let asks = ["/bin/env", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100", "/usr/bin/cuda-probe", "info"];
+        hostile.exec(&asks).json().remove(0)["sm"].clone()
+    };
+    let large = host.world.bundle("large", &[("sublet.sm", "60")], HOLD);
+    large.up();
+    assert_eq!(sms(), json!(78), "while the larger share is there");
+    let uuid = uuid(&host);
+    large.down();
+    let ended = Instant::now();
+    assert!(eventually(|| asked_of(&host, &uuid, LIMIT).starts_with("25")), "nobody lowers it");
+    eprintln!("serve: {serves}: lowered {} ms after the delete", ended.elapsed().as_millis());
+    assert!(eventually(|| sms() == json!(32)), "of the running server too");
+    hostile.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn b4_nor_soon_after_the_largest_share_has_ended() {
+    if skip_unless_root() {
+        return;
+    }
+    b4_falls_soon(false);
+}
+
+#[test]
+fn b4_nor_soon_after_the_largest_share_has_ended_while_the_service_runs() {
+    if skip_unless_root() {
+        return;
+    }
+    b4_falls_soon(true);
+}
+
+/// Whatever lowers the limits is killed: the next command does it.
+#[test]
+fn b4_nor_after_the_next_command_if_the_lowering_was_killed() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = two_users::host("h200");
+    let hostile = host.world.bundle("hostile", &[("sublet.sm", "25")], HOLD);
+    hostile.up();
+    let large = host.world.bundle("large", &[("sublet.sm", "60")], HOLD);
+    large.up();
+    let uuid = uuid(&host);
+    let lock =
+        File::open(host.world.state_dir().join("mps").join(&uuid).join("lock")).expect("the daemon's lock");
+    lock.lock().expect("nobody is at it");
+    let deleted = large.world().runtime().args(["delete", "--force", "large"]).output().expect("it runs");
+    let said = String::from_utf8_lossy(&deleted.stderr).into_owned();
+    assert!(deleted.status.success() && said.is_empty(), "the delete does not wait for the lock: {said}");
+    assert!(eventually(|| !host.world.lowering().is_empty()), "nobody lowers the limits");
+    for pid in host.world.lowering() {
+        let _ = kill(pid, Signal::SIGKILL);
+    }
+    assert!(eventually(|| host.world.lowering().is_empty()));
+    drop(lock);
+    assert!(asked_of(&host, &uuid, LIMIT).starts_with("60"), "it was lowered");
+    assert!(host.world.sublet(&["gc"]).status.success());
+    assert!(asked_of(&host, &uuid, LIMIT).starts_with("25"), "sublet gc does not lower it");
     hostile.down();
     host.world.assert_empty();
 }

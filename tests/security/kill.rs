@@ -173,6 +173,8 @@ fn points(calls: &[Call]) -> Vec<Call> {
 
 /// A shim command below strace, which follows the shim alone.
 fn strace(world: &World, options: &[&str], arguments: &[&str], bundle: &Bundle<'_>) -> (ExitStatus, String) {
+    // What the command before started apart takes the same locks.
+    assert!(eventually(|| world.lowering().is_empty()), "limits are still being lowered");
     let log = world.dir.path().join("strace");
     let shim = world.runtime();
     let mut command = Command::new("strace");

@@ -242,16 +242,16 @@ fn the_ceiling_follows_the_leases(host: &Host) {
     host.ready(&third).unwrap();
     let key = DaemonKey(GPU.into());
     host.give_back(&first);
-    mps::settle(&key, &host.store, &host.config).unwrap();
+    mps::settle(&key, &host.store, &host.config, mps::Lowering::Now).unwrap();
     assert_eq!((ceiling(), of_server()), ("60.0".into(), "60.0".into()));
     host.give_back(&large);
-    mps::settle(&key, &host.store, &host.config).unwrap();
+    mps::settle(&key, &host.store, &host.config, mps::Lowering::Now).unwrap();
     assert_eq!((ceiling(), of_server()), ("25.0".into(), "25.0".into()));
     let (stopped, message) = host.sublet(&["mps", "stop", GPU]);
     assert!(!stopped && message.contains("serves 1 lease"), "{message}");
     host.give_back(&third);
     let daemon = host.server(GPU).unwrap().process.unwrap();
-    mps::settle(&key, &host.store, &host.config).unwrap();
+    mps::settle(&key, &host.store, &host.config, mps::Lowering::Now).unwrap();
     assert!(host.server(GPU).is_none() && !daemon.is_alive());
     assert_eq!(host.compute_mode(), ComputeMode::Default);
     assert!(host.store.read().unwrap().compute_modes.is_empty());
@@ -268,7 +268,7 @@ fn memory_limits(host: &Host) -> [String; 2] {
 
 fn the_memory_ceiling_follows_the_leases(host: &Host) {
     let key = DaemonKey(GPU.into());
-    let settle = || mps::settle(&key, &host.store, &host.config).unwrap();
+    let settle = || mps::settle(&key, &host.store, &host.config, mps::Lowering::Now).unwrap();
     let small = host.take("00000000000000a4", GPU, Some(25), Some(4 << 30));
     host.ready(&small).unwrap();
     assert_eq!(memory_limits(host), ["4096M", "4096M"], "set before the server starts");
@@ -302,7 +302,7 @@ fn the_memory_ceiling_follows_the_leases(host: &Host) {
 fn a_ceiling_that_is_not_known_to_be_in_force_is_set_anew(host: &Host) {
     let key = DaemonKey(GPU.into());
     let lease = host.store.read().unwrap().leases[0].clone();
-    let settle = || mps::settle(&key, &host.store, &host.config).unwrap();
+    let settle = || mps::settle(&key, &host.store, &host.config, mps::Lowering::Now).unwrap();
     let start = || assert!(host.sublet(&["mps", "start", GPU]).0);
     let ready = || assert!(host.ready(&lease).unwrap().is_empty());
     for put_right in [&settle as &dyn Fn(), &start, &ready] {
@@ -404,7 +404,7 @@ fn a_dedicated_daemon_has_its_leases_limits_and_leaves_nothing(host: &Host) {
     assert!(host.ask(id, "get_default_device_pinned_mem_limit 0").starts_with('3'));
     assert_eq!(host.compute_mode(), ComputeMode::Default, "never changed for dedicated servers");
     host.give_back(&lease);
-    mps::settle(&DaemonKey(id.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(id.into()), &host.store, &host.config, mps::Lowering::Now).unwrap();
     assert_eq!(host.names("mps"), [GPU]);
     assert!(host.store.read().unwrap().daemons.is_empty());
 }
@@ -421,7 +421,7 @@ fn many_at_once_start_one_daemon(host: &Host) {
     let pattern = format!("{}/usr/bin/nvidia-cuda-mps-server", host.root.display());
     assert_eq!(running(&pattern), 1);
     host.edit(|ledger| ledger.leases.clear());
-    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config, mps::Lowering::Now).unwrap();
     assert_eq!(running(&pattern), 0);
 }
 
@@ -484,7 +484,7 @@ fn a_daemon_that_never_answers_leaves_nothing_changed(host: &Host) {
     fs::write(&settings, before).unwrap();
     host.ready(&lease).unwrap();
     host.give_back(&lease);
-    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config, mps::Lowering::Now).unwrap();
     assert!(host.server(GPU).is_none());
 }
 
@@ -519,7 +519,7 @@ fn served(host: &Host) -> (PathBuf, String) {
     let path = environment.split('\0').find_map(|entry| entry.strip_prefix("PATH=")).unwrap();
     let first = path.split(':').next().unwrap().to_owned();
     host.give_back(&lease);
-    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config, mps::Lowering::Now).unwrap();
     assert!(host.server(GPU).is_none() && !daemon.is_alive());
     assert_eq!(running(program.to_str().unwrap()), 0);
     (program, first)
@@ -557,7 +557,7 @@ fn a_wrapper_in_place_of_the_control_program_works(host: &Host) {
     host.edit(|_| {});
     assert_eq!(host.server(GPU).unwrap().process, before.process, "by its own pid file");
     host.edit(|ledger| ledger.leases.clear());
-    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config, mps::Lowering::Now).unwrap();
     assert!(host.server(GPU).is_none() && !before.process.unwrap().is_alive());
     fs::rename(&real, &program).unwrap();
 }
@@ -587,7 +587,7 @@ fn a_server_that_ends_as_it_starts_is_named(host: &Host) {
     fs::remove_file(&fault).unwrap();
     host.ready(&lease).unwrap();
     host.give_back(&lease);
-    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config, mps::Lowering::Now).unwrap();
 }
 
 /// This happens before a daemon is started, and not while one runs.
@@ -600,7 +600,7 @@ fn half_of_the_programs_is_named_at_once(host: &Host) {
     host.edit(|ledger| ledger.daemons[0].answered_at = 1);
     host.ready(&lease).unwrap();
     host.give_back(&lease);
-    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config, mps::Lowering::Now).unwrap();
     assert!(host.server(GPU).is_none());
     let lease = host.take("00000000000000d7", GPU, Some(25), None);
     let begun = std::time::Instant::now();
@@ -614,7 +614,7 @@ fn half_of_the_programs_is_named_at_once(host: &Host) {
     assert!(!message.contains('\n'));
     assert_eq!(host.server(GPU).unwrap().state, DaemonState::Down);
     host.give_back(&lease);
-    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config).unwrap();
+    mps::settle(&DaemonKey(GPU.into()), &host.store, &host.config, mps::Lowering::Now).unwrap();
     fs::rename(&aside, &server).unwrap();
 }
 

@@ -12,7 +12,7 @@ use sublet_core::config::Config;
 use sublet_core::inventory::Device;
 use sublet_core::ledger::DaemonKey;
 use sublet_core::ledger::{LeaseId, Store};
-use sublet_core::mps::MpsError;
+use sublet_core::mps::{self, MpsError};
 use sublet_core::place;
 use sublet_core::text::safe;
 
@@ -53,6 +53,12 @@ pub enum Command {
         /// A device's UUID
         key: String,
     },
+    /// Lower the limits of a daemon to what its remaining leases need; sublet's own programs call this
+    #[command(hide = true)]
+    Lower {
+        /// A device's UUID, or a lease
+        key: String,
+    },
     /// Print the logs of an MPS daemon and its server
     Logs {
         /// As for `start`
@@ -78,6 +84,7 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
             warn(mps_daemons::stop(&key, *force, &store, config)?);
         }
         Command::Rest { key } => warn(mps_daemons::rest(&DaemonKey(key.clone()), &store, config)?),
+        Command::Lower { key } => mps::lower(&DaemonKey(key.clone()), &store, config)?,
         Command::Logs { key } => {
             for (file, text) in mps_daemons::logs(&key_of(key, &store, config)?, config)? {
                 println!("== {file}\n{}", text.trim_end());

@@ -119,7 +119,7 @@ fn serves_already(
     dirs::publish(key, &config.state_dir)?;
     limits_and_state::note_answer(store, daemon)?;
     let Some(warnings) = enter_again(daemon, &ledger, store, config)? else { return Ok(None) };
-    limits_and_state::adjust(held, key, store, config)?;
+    limits_and_state::adjust(held, key, None, store, config)?;
     Ok(Some(warnings))
 }
 
@@ -233,7 +233,7 @@ fn run_daemon(
     let default_limits = ledger.wanted_default_limits(key).unwrap_or(DefaultLimits::NONE);
     // GPUs before Volta have no default limits and refuse to set them. A new daemon has none anyway.
     if default_limits != DefaultLimits::NONE {
-        control.set_default_limits(default_limits, ledger.devices_of(key)).map_err(refused)?;
+        control.set_default_limits(default_limits, ledger.devices_of(key), &[]).map_err(refused)?;
     }
     prewarm(control, deadline, &logs).map_err(|unready| match unready {
         Unready::Late(why) => not_up(&format!("{why}{}", holders(claim, store, config))),

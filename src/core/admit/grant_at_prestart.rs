@@ -87,7 +87,7 @@ fn admit_live(
     engine: Option<&Engine>,
     config: &Config,
 ) -> Result<Late, AdmitError> {
-    let local = Local::new(config);
+    let local = Local::for_engine(config);
     let store = local.store()?;
     if let Some(lease) = lease_of(&read(&store)?, init) {
         return Ok(Late::AlreadyGranted(lease.id.clone()));

@@ -1,14 +1,14 @@
 //! Taking and freeing shares if the state is on this host's disk.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde_json::Value;
 
 use super::job_error::JobError;
 use super::local::Local;
 use super::local_or_remote::State;
-use super::reconcile::read;
+use super::reconcile::{clear_before, read};
 use super::request_of_spec::{RequestSource, blame_gone_cdi_device, is_of_bundle, request_of, undo};
 use super::take_lease::{self, Rootfs, Terms};
 use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP, current_inventory, last_refusals};
@@ -128,11 +128,13 @@ impl Local<'_> {
         // This is read in any namespace, because containers without a share must not fail. For others the change below
         // is refused.
         let ledger = store.peek().or_else(|_| read(&store))?;
-        if ledger.of_record(uid, id, record).is_none() {
+        let Some(lease) = ledger.of_record(uid, id, record) else {
             self.clear_for_others(&ledger, &store);
             return Ok(None);
-        }
-        let (marked, freed) = store.mark_ending(uid, id, record, deleter)?;
+        };
+        // In other namespaces the container may only seem to have ended.
+        let cleared = if ledger.is_of_here() { clear_before(lease, &ledger, false) } else { Vec::new() };
+        let (marked, freed) = store.mark_ending(uid, id, record, deleter, &cleared)?;
         self.tidy(&freed, &store);
         Ok(marked)
     }
@@ -183,7 +185,7 @@ impl State for Local<'_> {
                     container: held.container.id.clone(),
                 });
             }
-            std::thread::sleep(Duration::from_millis(10));
+            held.await_change(deadline.saturating_duration_since(Instant::now()));
         }
         self.free(lease, &store)
     }

@@ -108,7 +108,7 @@ pub enum Admission {
 
 /// The state that `config` names.
 fn state(config: &Config) -> Box<dyn State + '_> {
-    if is_remote(config) { Box::new(Remote::new(config)) } else { Box::new(Local::new(config)) }
+    if is_remote(config) { Box::new(Remote::new(config)) } else { Box::new(Local::for_engine(config)) }
 }
 
 /// `container` with the path at which its root filesystem can be read now. config.json may name a place where it is

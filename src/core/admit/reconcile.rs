@@ -2,7 +2,7 @@
 
 use super::local::Local;
 use super::{AdmitError, dynamic_mig};
-use crate::ledger::{Freed, Lease, LeaseId, Ledger, LedgerError, Store};
+use crate::ledger::{Freed, Lease, LeaseId, Ledger, LedgerError, Leftover, Store};
 use crate::{mps, oci};
 
 /// What [`Local::reconcile`] found and did.
@@ -46,7 +46,9 @@ impl Local<'_> {
 
     /// Removes `lease` from the ledger and cleans up after it.
     pub(super) fn free(&self, lease: &LeaseId, store: &Store) -> Result<(), AdmitError> {
-        let freed = store.remove(lease)?;
+        let ledger = read(store)?;
+        let cleared = ledger.lease(lease).map(|held| clear_before(held, &ledger, true)).unwrap_or_default();
+        let freed = store.remove(lease, &cleared)?;
         self.tidy(&freed, store);
         if freed.is_empty() {
             self.clear_for_others(&read(store)?, store);
@@ -95,7 +97,7 @@ impl Local<'_> {
                 continue;
             }
             settled.push(key);
-            if let Err(error) = mps::settle(key, store, self.config) {
+            if let Err(error) = mps::settle(key, store, self.config, self.lowering) {
                 tracing::warn!("{error}");
             }
         }
@@ -106,6 +108,20 @@ impl Local<'_> {
     pub fn destroy_unneeded(&self, store: &Store) {
         dynamic_mig::destroy_unneeded(store, self.mig);
     }
+}
+
+/// Removes what the container of `lease` left, before the lease is freed, if it has ended or `has_ended` says so; and
+/// what others left that waited for it. Returns what can be forgotten with the lease, so that one change of the ledger
+/// does both. If this process is killed in between, the lease is still there, and the next command does it again.
+pub(super) fn clear_before(lease: &Lease, ledger: &Ledger, has_ended: bool) -> Vec<Leftover> {
+    let left = ledger.leftovers_of(lease, has_ended);
+    left.iter().for_each(clear);
+    left
+}
+
+fn clear(left: &Leftover) {
+    crate::fs::atomic::sweep(&left.bundle);
+    oci::clear(left);
 }
 
 /// Removes what ended containers left, and only then forgets it. If this process is killed in between, the next
@@ -119,10 +135,7 @@ fn clear_leftovers(store: &Store) {
     if clearable.is_empty() {
         return;
     }
-    for left in &clearable {
-        crate::fs::atomic::sweep(&left.bundle);
-        oci::clear(left);
-    }
+    clearable.iter().for_each(clear);
     if let Err(error) = store.forget(&clearable) {
         tracing::warn!("{error}");
     }

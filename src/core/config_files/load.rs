@@ -157,12 +157,12 @@ const LARGEST: u64 = 1 << 20;
 pub(super) fn text(path: &Path) -> std::io::Result<String> {
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
     let meta = file.metadata()?;
-    let null =
-        std::fs::metadata("/dev/null").is_ok_and(|null| null.rdev() == meta.rdev() && meta.rdev() != 0);
-    if !meta.is_file() && !null {
+    let is_null =
+        || std::fs::metadata("/dev/null").is_ok_and(|null| null.rdev() == meta.rdev() && meta.rdev() != 0);
+    if !meta.is_file() && !is_null() {
         return Err(std::io::Error::other("it is not a regular file"));
     }
-    let mut bytes = Vec::new();
+    let mut bytes = Vec::with_capacity(usize::try_from(meta.len().min(LARGEST)).unwrap_or(0) + 1);
     file.take(LARGEST + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > LARGEST {
         return Err(std::io::Error::other("it is larger than 1 MiB"));

@@ -1,8 +1,12 @@
 //! Whether processes run in a container's cgroup, and which cgroup that is if no record names it.
 
 use std::fs;
-use std::io;
+use std::io::{self, Read as _};
+use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use serde::Deserialize;
 
@@ -15,6 +19,9 @@ use crate::text::safe;
 /// A v1 cgroup with more cgroups than this below it counts as populated, so that the walk stays short.
 const MOST_CGROUPS: usize = 1000;
 
+/// How soon to look again where nothing tells of a change.
+pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(10);
+
 /// Whether a process runs in the cgroup `dir` or below. An absent cgroup is empty.
 pub(super) fn is_populated(dir: &Path) -> io::Result<bool> {
     match read_bounded(&dir.join("cgroup.events")) {
@@ -23,6 +30,21 @@ pub(super) fn is_populated(dir: &Path) -> io::Result<bool> {
         Ok(None) => is_populated_v1(dir),
         Err(error) if is_removed(&error) => Ok(false),
         Err(error) => Err(error),
+    }
+}
+
+/// Waits up to `longest` until `dir` may have become empty: cgroup v2 says so by `cgroup.events` (cgroups(7)); v1 does
+/// not, and is looked at again after a moment.
+pub(super) fn await_change(dir: &Path, longest: Duration) {
+    let Ok(mut events) = fs::File::open(dir.join("cgroup.events")) else {
+        std::thread::sleep(LOOK_AGAIN.min(longest));
+        return;
+    };
+    // An event is one that comes after a read by the same descriptor.
+    let mut text = String::new();
+    if events.read_to_string(&mut text).is_ok() && text.lines().any(|line| line == "populated 1") {
+        let mut awaited = [PollFd::new(events.as_fd(), PollFlags::POLLPRI)];
+        let _ = poll(&mut awaited, PollTimeout::try_from(longest).unwrap_or(PollTimeout::MAX));
     }
 }
 

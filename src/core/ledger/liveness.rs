@@ -1,12 +1,17 @@
 //! Whether a lease's container is still alive: its processes, its runtime's record, its cgroup.
 
 use std::io;
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
+use std::time::Duration;
 
-use super::cgroup::{is_populated, sign_of_life};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::cgroup::{self, is_populated, sign_of_life};
 use super::runtime_record::{Record, pid_namespace};
-use super::{Freed, Init, Lease, LeaseState, Ledger};
+use super::{Freed, Init, Lease, LeaseState, Ledger, Leftover};
+use crate::process::pidfd_open;
 use crate::text::safe;
 
 /// What happened to a lease's container.
@@ -123,6 +128,18 @@ fn is_of(record: &Record, lease: &Lease) -> bool {
 }
 
 impl Ledger {
+    /// What `lease` has left behind and can be removed, if its container has ended or `has_ended` says so. Nothing, if
+    /// that is not certain.
+    #[must_use]
+    pub(crate) fn leftovers_of(&self, lease: &Lease, has_ended: bool) -> Vec<Leftover> {
+        if !has_ended && fate(lease) != Fate::Gone {
+            return Vec::new();
+        }
+        let mut after = self.clone();
+        after.remove(&lease.id);
+        after.clearable()
+    }
+
     /// The ledger as it would be after [`super::Store::update`], and what that would free. Nothing is written.
     #[must_use]
     pub fn settled(&self) -> (Self, Freed) {
@@ -193,6 +210,25 @@ impl Lease {
                 && has_processes(init);
         }
         self.init.as_ref().is_some_and(|init| init.process.is_alive() || has_processes(init))
+    }
+}
+
+impl Lease {
+    /// Waits up to `longest` until [`Lease::has_processes`] may have changed.
+    pub(crate) fn await_change(&self, longest: Duration) {
+        let Some(init) = &self.init else { return };
+        let first = init.process;
+        match pidfd_open(first.pid).ok().filter(|_| first.is_alive()) {
+            // It becomes readable when the process ends (pidfd_open(2)).
+            Some(pidfd) => {
+                let mut awaited = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+                let _ = poll(&mut awaited, PollTimeout::try_from(longest).unwrap_or(PollTimeout::MAX));
+            }
+            None => match &init.cgroup {
+                Some(dir) => cgroup::await_change(dir, longest),
+                None => std::thread::sleep(cgroup::LOOK_AGAIN.min(longest)),
+            },
+        }
     }
 }
 

@@ -55,7 +55,8 @@ impl Store {
         Ok(freed)
     }
 
-    /// As [`Ledger::mark_ending`].
+    /// As [`Ledger::mark_ending`]. What the lease had left is forgotten if it is among `cleared`, the leftovers that
+    /// were removed already.
     ///
     /// # Errors
     /// As [`Store::update`].
@@ -65,8 +66,12 @@ impl Store {
         id: &str,
         record: &Path,
         deleter: Option<Process>,
+        cleared: &[Leftover],
     ) -> Result<(Option<LeaseId>, Freed), LedgerError> {
-        self.change(|ledger| ledger.mark_ending(uid, id, record, deleter))
+        self.change(|ledger| {
+            ledger.forget(cleared);
+            ledger.mark_ending(uid, id, record, deleter)
+        })
     }
 
     /// As [`Ledger::unmark_ending`].
@@ -78,12 +83,16 @@ impl Store {
         Ok(freed)
     }
 
-    /// As [`Ledger::remove`]; the lease is among those that were freed.
+    /// As [`Ledger::remove`]; the lease is among those that were freed. Of what it had left, `cleared` is forgotten.
     ///
     /// # Errors
     /// As [`Store::update`].
-    pub fn remove(&self, lease: &LeaseId) -> Result<Freed, LedgerError> {
-        let (removed, freed) = self.change(|ledger| ledger.remove(lease))?;
+    pub fn remove(&self, lease: &LeaseId, cleared: &[Leftover]) -> Result<Freed, LedgerError> {
+        let (removed, freed) = self.change(|ledger| {
+            let removed = ledger.remove(lease);
+            ledger.forget(cleared);
+            removed
+        })?;
         Ok(with(freed, removed))
     }
 

@@ -95,6 +95,12 @@ impl Ledger {
         mig || !(self.leases.is_empty() && self.daemons.is_empty() && self.unexplained.is_empty())
     }
 
+    /// Whether its process ids are valid in this process's namespaces. `false` if that is unknown.
+    #[must_use]
+    pub(crate) fn is_of_here(&self) -> bool {
+        Namespaces::current().is_ok_and(|ours| self.check_namespaces(ours).is_ok())
+    }
+
     /// Whether its process ids are valid in `ours`. A ledger that names no process is valid everywhere.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use std::time::Duration;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
-use super::{MpsError, dirs};
+use super::{MpsError, dirs, servers};
 use crate::config::Config;
 use crate::config_files;
 use crate::inventory::{MissingPrograms, MpsPrograms};
@@ -232,20 +232,34 @@ impl Control {
     /// Sets the default limits for clients that connect from now on, to running servers and to those that start later.
     ///
     /// The daemon's defaults are set first, so that a server that starts after servers were listed already has them.
+    /// `known` are servers that are expected to run: they are told by the same run of the program, which takes 3 ms
+    /// (docs/evidence). Others that the daemon lists are told by a second one.
     ///
     /// # Errors
     /// The daemon does not answer, does not exist, or refuses.
-    pub fn set_default_limits(&self, default_limits: DefaultLimits, devices: usize) -> Result<(), AskError> {
+    pub fn set_default_limits(
+        &self,
+        default_limits: DefaultLimits,
+        devices: usize,
+        known: &[i32],
+    ) -> Result<(), AskError> {
+        let of = |server: i32| limit_commands(Some(server), devices, default_limits);
         let mut commands = limit_commands(None, devices, default_limits);
+        commands.extend(known.iter().flat_map(|server| of(*server)));
         commands.push("get_server_list".to_owned());
-        let servers = parse_pids(&self.ask(&commands.join("\n"), ANSWER_LIMIT)?);
-        let of_servers =
-            servers.into_iter().flat_map(|server| limit_commands(Some(server), devices, default_limits));
-        let of_servers: Vec<String> = of_servers.collect();
-        if of_servers.is_empty() {
+        let listed = match self.ask(&commands.join("\n"), ANSWER_LIMIT) {
+            // One of them has ended, and the daemon does not know it any more.
+            Err(AskError::Refused { .. }) if !known.is_empty() => {
+                return self.set_default_limits(default_limits, devices, &[]);
+            }
+            listed => parse_pids(&listed?),
+        };
+        let untold = listed.into_iter().filter(|server| !known.contains(server) && servers::may_be(*server));
+        let of_untold: Vec<String> = untold.flat_map(of).collect();
+        if of_untold.is_empty() {
             return Ok(());
         }
-        self.ask(&of_servers.join("\n"), ANSWER_LIMIT).map(drop)
+        self.ask(&of_untold.join("\n"), ANSWER_LIMIT).map(drop)
     }
 }
 

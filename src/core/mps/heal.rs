@@ -6,12 +6,22 @@ use std::time::Duration;
 use super::control::{AskError, Control};
 use super::idle::{self, errands};
 use super::lock::DaemonLock;
-use super::{MpsError, child_start, dirs, limits_and_state};
+use super::{MpsError, child_lower, child_start, dirs, limits_and_state};
 use crate::config::Config;
 use crate::ledger::DaemonKey;
 use crate::ledger::{DaemonState, LeaseId, Ledger, MpsDaemon, Store};
 use crate::process::Process;
 use crate::text::safe;
+
+/// When the default limits of a daemon are lowered after leases of it ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lowering {
+    /// Before this returns.
+    Now,
+    /// By `sublet mps lower`, which runs apart from this process: an engine waits for this one, and for the daemon two
+    /// answers would be waited for. If that command is killed, the next `sublet gc` or the service lowers them.
+    Apart,
+}
 
 /// After leases of `key` ended: lowers the default limits. A daemon without leases stops, or waits with the compute
 /// mode restored (see [`idle`]).
@@ -20,22 +30,40 @@ use crate::text::safe;
 ///
 /// # Errors
 /// The daemon does not answer or does not stop. It is then recorded with a fault.
-pub fn settle(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
+pub fn settle(key: &DaemonKey, store: &Store, config: &Config, lowering: Lowering) -> Result<(), MpsError> {
     let ledger = store.read()?;
-    if let (Some(_), Some(daemon)) =
-        (ledger.wanted_default_limits(key), limits_and_state::daemon(&ledger, key))
-    {
+    if ledger.wanted_default_limits(key).is_some() && limits_and_state::daemon(&ledger, key).is_some() {
         dirs::cap_logs(key, &config.state_dir);
-        if limits_and_state::is_alive(daemon) && is_settled(&ledger, daemon) {
-            let held = DaemonLock::take(key, &config.state_dir, Duration::from_secs(5))?;
-            limits_and_state::adjust(&held, key, store, config)?;
-        }
+    }
+    // If the command cannot be started, this process does its work.
+    if is_due(key, &ledger) && (lowering == Lowering::Now || child_lower(key).is_err()) {
+        lower(key, store, config)?;
     }
     let mut result = Ok(());
     for errand in errands(&ledger, config) {
         result = result.and(idle::run(&errand).map(drop));
     }
     result
+}
+
+/// Sets the default limits that the remaining leases of `key` need.
+///
+/// # Errors
+/// The daemon does not answer. It is then recorded with a fault.
+pub fn lower(key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
+    dirs::check_key(key)?;
+    if !is_due(key, &store.read()?) {
+        return Ok(());
+    }
+    let held = DaemonLock::take(key, &config.state_dir, Duration::from_secs(5))?;
+    limits_and_state::adjust(&held, key, None, store, config)
+}
+
+/// Whether the daemon of `key` serves leases, runs, and has other default limits than these need.
+fn is_due(key: &DaemonKey, ledger: &Ledger) -> bool {
+    let daemon =
+        limits_and_state::daemon(ledger, key).filter(|_| ledger.wanted_default_limits(key).is_some());
+    daemon.is_some_and(|daemon| limits_and_state::is_alive(daemon) && is_settled(ledger, daemon))
 }
 
 /// Whether the default limits can and must be changed now. A start sets them itself, and a daemon that has ended has
@@ -127,7 +155,7 @@ fn heal_one(daemon: &MpsDaemon, ledger: &Ledger, store: &Store, config: &Config)
 
 fn readjust(daemon: &MpsDaemon, store: &Store, config: &Config) -> Result<(), MpsError> {
     let held = DaemonLock::take(&daemon.key, &config.state_dir, Duration::from_secs(2))?;
-    limits_and_state::adjust(&held, &daemon.key, store, config)
+    limits_and_state::adjust(&held, &daemon.key, None, store, config)
 }
 
 fn restart(daemon: &MpsDaemon, ledger: &Ledger, config: &Config) -> Vec<String> {

@@ -1,8 +1,8 @@
 //! The ledger's record of a daemon and changes of it, and the default limits that its leases need.
 
-use super::MpsError;
 use super::control::{AskError, Control};
 use super::lock::DaemonLock;
+use super::{MpsError, servers};
 use crate::config::Config;
 use crate::inventory::{self, Device};
 use crate::ledger::DaemonKey;
@@ -110,7 +110,8 @@ pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
     }
 }
 
-/// Sets the default limits that the leases need now. The caller holds the daemon's lock.
+/// Sets the default limits that the leases need now. The caller holds the daemon's lock. `answered` are those that the
+/// daemon says it has, if it was asked; they may be less than those on record.
 ///
 /// The record never says more than is in force: it is lowered before the daemon is changed and raised after that. So a
 /// lease that is taken meanwhile and needs more sees this and waits for the lock. An `answered_at` of 0 means that a
@@ -121,15 +122,25 @@ pub fn refused(key: &DaemonKey, error: AskError) -> MpsError {
 ///
 /// # Errors
 /// The ledger cannot be written, or the daemon does not accept the limits.
-pub fn adjust(_held: &DaemonLock, key: &DaemonKey, store: &Store, config: &Config) -> Result<(), MpsError> {
-    let begun = change(store, |ledger| Ok(begin_adjusting(ledger, key)))?;
+pub fn adjust(
+    _held: &DaemonLock,
+    key: &DaemonKey,
+    answered: Option<DefaultLimits>,
+    store: &Store,
+    config: &Config,
+) -> Result<(), MpsError> {
+    let begun = change(store, |ledger| Ok(begin_adjusting(ledger, key, answered)))?;
     let Some((wanted, devices, daemon)) = begun else { return Ok(()) };
     let control = Control::new(key, config)?;
     let known = inventory::load(config)?;
     let old = daemon.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
     // GPUs before Volta have no default limits and refuse the command.
-    let set =
-        if old { control.default_limits().map(drop) } else { control.set_default_limits(wanted, devices) };
+    let set = if old {
+        control.default_limits().map(drop)
+    } else {
+        let servers = daemon.process.map(servers::of).unwrap_or_default();
+        control.set_default_limits(wanted, devices, &servers)
+    };
     set.map_err(|error| note_failure(store, &daemon, error))?;
     note(store, key, |daemon| {
         daemon.default_limits = wanted;
@@ -143,9 +154,12 @@ pub fn adjust(_held: &DaemonLock, key: &DaemonKey, store: &Store, config: &Confi
 pub(crate) fn begin_adjusting(
     ledger: &mut Ledger,
     key: &DaemonKey,
+    answered: Option<DefaultLimits>,
 ) -> Option<(DefaultLimits, usize, MpsDaemon)> {
     let wanted = ledger.wanted_default_limits(key)?;
     let daemon = ledger.daemons.iter_mut().find(|daemon| daemon.key == *key)?;
+    daemon.default_limits =
+        answered.map_or(daemon.default_limits, |limits| daemon.default_limits.and(limits));
     let told = daemon.default_limits == wanted && daemon.answered_at != 0;
     if !runs(daemon) || told && daemon.state == DaemonState::Serving {
         return None;

@@ -13,6 +13,7 @@ pub mod idle;
 pub mod limits_and_state;
 pub mod lock;
 pub mod ready;
+mod servers;
 
 use std::time::Duration;
 
@@ -24,7 +25,7 @@ pub use control::command as control_command;
 pub use error::MpsError;
 pub use exec_daemon::answers;
 pub(crate) use exec_daemon::ensure_answering;
-pub use heal::{end_overdue, heal, keep_no_more, settle};
+pub use heal::{Lowering, end_overdue, heal, keep_no_more, lower, settle};
 pub use idle::keep;
 pub(crate) use idle::{end_unexplained, make_way};
 pub use ready::make_ready;
@@ -54,6 +55,11 @@ pub fn child_start(key: &DaemonKey, config: &Config) -> Result<Vec<String>, MpsE
 /// Runs `sublet mps stop KEY`. Returns its warnings.
 fn child_stop(key: &DaemonKey) -> Result<Vec<String>, MpsError> {
     Ok(sublet::run(&["mps", "stop", IF_THERE, &key.0], STOP_LIMIT)?)
+}
+
+/// Starts `sublet mps lower KEY` and does not wait for it.
+fn child_lower(key: &DaemonKey) -> std::io::Result<()> {
+    sublet::start(&["mps", "lower", &key.0])
 }
 
 /// Runs `sublet mps rest KEY`, which has NVML. Returns its warnings.

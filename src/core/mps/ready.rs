@@ -54,11 +54,8 @@ fn serve_if_running(lease: &Lease, store: &Store, config: &Config) -> Result<boo
         if !still {
             return Ok(false);
         }
-        // The answer may be less than the record, and `adjust` relies on the record.
-        limits_and_state::note(store, &daemon.key, |daemon| {
-            daemon.default_limits = daemon.default_limits.and(default_limits);
-        })?;
-        limits_and_state::adjust(&held, &daemon.key, store, config)?;
+        // The answer may be less than the record.
+        limits_and_state::adjust(&held, &daemon.key, Some(default_limits), store, config)?;
     }
     Ok(true)
 }

@@ -2,6 +2,7 @@
 //! path of the image inside the rootfs (openat2, `RESOLVE_IN_ROOT`, no magic links). What was found is then used by its
 //! descriptor, never by its path again.
 
+use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
@@ -25,6 +26,8 @@ pub(super) struct Tree {
     /// The path of `rootfs` on the host, as the kernel reports it.
     host_path: PathBuf,
     volumes: Vec<Volume>,
+    /// The last answer of [`Tree::place_for`], and the directory that it is about.
+    last_place: RefCell<Option<(PathBuf, (bool, bool))>>,
 }
 
 /// Something mounted over a part of the rootfs.
@@ -53,7 +56,7 @@ impl Tree {
     pub fn open(spec: &Value, rootfs: &Path) -> io::Result<Self> {
         let rootfs = open_root(rootfs)?;
         let host_path = host_path(&rootfs)?;
-        let mut tree = Self { rootfs, host_path, volumes: Vec::new() };
+        let mut tree = Self { rootfs, host_path, volumes: Vec::new(), last_place: RefCell::default() };
         let mounts = spec.get("mounts").and_then(Value::as_array);
         let volumes = mounts.into_iter().flatten().filter_map(|mount| tree.volume(mount).transpose());
         tree.volumes = volumes.collect::<io::Result<_>>()?;
@@ -138,8 +141,15 @@ impl Tree {
         if let Some((volume, _)) = self.covering(path).filter(|(volume, _)| volume.source.is_none()) {
             return (volume.read_only, true);
         }
+        // Most of a driver's files go into one directory.
+        let directory = path.parent().unwrap_or(path);
+        if let Some((_, place)) = self.last_place.borrow().as_ref().filter(|(last, _)| last == directory) {
+            return *place;
+        }
         let parent = path.ancestors().skip(1).find_map(|parent| self.find(parent).ok());
-        parent.map_or((false, false), |parent| (parent.read_only, parent.in_volume))
+        let place = parent.map_or((false, false), |parent| (parent.read_only, parent.in_volume));
+        self.last_place.replace(Some((directory.to_owned(), place)));
+        place
     }
 
     /// Whether a mount at `path` would, or could, appear on the host: `path` is in a shared volume, or behind a link

@@ -1,7 +1,7 @@
 //! Runs a program with a time limit and a limit on its output, feeds its input, and always reaps it.
 
 use std::io::{self, Read, Write as _};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -91,6 +91,19 @@ pub fn run_unheard(command: &mut Command, limit: Duration) -> Result<ExitStatus,
     supervise(command, "", limit, KEPT, &|| false).map(|finished| finished.status)
 }
 
+/// Starts `command` apart: it hears and says nothing, this process does not wait for it, and it is not among this
+/// process's children. For a process with one thread.
+///
+/// # Errors
+/// It cannot be started.
+pub(crate) fn start_apart(command: &mut Command) -> io::Result<()> {
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    crate::process::inheritance::keep_from(command);
+    crate::process::inheritance::set_apart(command);
+    // What is waited for has made the process and ended.
+    command.spawn()?.wait().map(drop)
+}
+
 fn supervise(
     command: &mut Command,
     input: &str,
@@ -121,10 +134,13 @@ fn listen(
     }
     let mut out = Stream::new(child.stdout.take(), most);
     let mut err = Stream::new(child.stderr.take(), most);
+    // It shows the end at once. A kernel before Linux 5.3 has none.
+    let pidfd = i32::try_from(child.id()).ok().and_then(|pid| super::pidfd_open(pid).ok());
     loop {
         let ended = child.try_wait()?;
         let wait = if ended.is_some() { Duration::ZERO } else { TICK };
-        let heard = hear(&mut out, &mut err, wait)?;
+        let end = pidfd.as_ref().filter(|_| ended.is_none());
+        let heard = hear(&mut out, &mut err, end, wait)?;
         if let (Some(status), false) = (ended, heard) {
             return Ok(Finished { status, stdout: out.text(), stderr: err.text() });
         }
@@ -137,17 +153,20 @@ fn listen(
     }
 }
 
-/// Waits up to `wait` for output and reads what there is. Returns whether there was any.
+/// Waits up to `wait` for output, or for the `end` of the program, and reads what there is. Returns whether there was
+/// any.
 fn hear<O: Read + AsFd, E: Read + AsFd>(
     out: &mut Stream<O>,
     err: &mut Stream<E>,
+    end: Option<&OwnedFd>,
     wait: Duration,
 ) -> io::Result<bool> {
     let (out_ready, err_ready) = {
-        let mut open: Vec<PollFd> = Vec::with_capacity(2);
+        let mut open: Vec<PollFd> = Vec::with_capacity(3);
         let listen_to = |fd| PollFd::new(fd, PollFlags::POLLIN);
         open.extend(out.from.as_ref().map(|from| listen_to(from.as_fd())));
         open.extend(err.from.as_ref().map(|from| listen_to(from.as_fd())));
+        open.extend(end.map(|end| listen_to(end.as_fd())));
         if open.is_empty() {
             // Both streams are closed: the child ends within microseconds, or the limit ends it.
             sleep(wait.min(Duration::from_micros(500)));
@@ -257,6 +276,31 @@ mod tests {
         let finished = run(&mut shell("sleep 20 & echo done"), "", Duration::from_secs(15)).unwrap();
         assert_eq!(finished.stdout, "done\n");
         assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    }
+
+    #[test]
+    fn what_is_started_apart_is_no_child_of_ours_and_in_a_session_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let told = dir.path().join("told");
+        let mut command = shell(&format!(
+            "cat /proc/$$/stat >{0}.new; ls /proc/$$/fd >>{0}.new; mv {0}.new {0}; exec sleep 2",
+            told.display()
+        ));
+        let begun = Instant::now();
+        start_apart(&mut command).unwrap();
+        assert!(begun.elapsed() < Duration::from_secs(2), "it was waited for");
+        while !told.exists() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "it says nothing");
+            sleep(Duration::from_millis(5));
+        }
+        let told = std::fs::read_to_string(told).unwrap();
+        let mut fields =
+            told.rsplit_once(") ").unwrap().1.split_whitespace().skip(1).map(|field| field.parse().unwrap());
+        let own = nix::unistd::getpid().as_raw();
+        assert_ne!(fields.next(), Some(own), "its parent");
+        let session: i32 = fields.nth(1).unwrap();
+        assert_ne!(session, nix::unistd::getsid(None).unwrap().as_raw());
+        assert!(start_apart(&mut Command::new("/nowhere")).is_err());
     }
 
     #[test]

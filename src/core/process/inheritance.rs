@@ -10,6 +10,7 @@ use std::process::Command;
 
 use nix::libc;
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+use nix::unistd::ForkResult;
 
 /// Closes every descriptor except standard input, output and error. For a program that has just started and gets no
 /// descriptor by number.
@@ -49,6 +50,22 @@ pub(crate) fn keep_from(command: &mut Command) {
     };
     // SAFETY: between fork and exec the closure makes one system call, allocates nothing and takes no lock.
     unsafe { command.pre_exec(mark) };
+}
+
+/// Makes `command` a process that nobody waits for: in a session of its own, and no child of this process, which may
+/// become another program that knows nothing of it. What is spawned ends at once, and has to be waited for.
+pub(crate) fn set_apart(command: &mut Command) {
+    let leave = || {
+        nix::unistd::setsid()?;
+        // SAFETY: this child has one thread, and has made only system calls since it was forked.
+        match unsafe { nix::unistd::fork() }? {
+            ForkResult::Child => Ok(()),
+            // SAFETY: _exit(2) ends this process and runs nothing of it.
+            ForkResult::Parent { .. } => unsafe { libc::_exit(0) },
+        }
+    };
+    // SAFETY: between fork and exec the closure makes three system calls, allocates nothing and takes no lock.
+    unsafe { command.pre_exec(leave) };
 }
 
 /// Removes every variable except `kept` from the environment of this process, which has one thread.

@@ -55,6 +55,15 @@ pub fn ask(arguments: &[&str], input: &str, limit: Duration) -> Result<(String, 
     }))
 }
 
+/// Starts `sublet ARGUMENTS` apart from this process and does not wait for it. Its messages are lost.
+///
+/// # Errors
+/// It cannot be started.
+pub(crate) fn start(arguments: &[&str]) -> std::io::Result<()> {
+    let words: Vec<&str> = std::iter::once("sublet").chain(arguments.iter().copied()).collect();
+    confine::start(&words, || command(&program(), arguments))
+}
+
 /// A clean environment. `SUBLET_CONFIG` is passed on only if this process honours it itself.
 #[must_use]
 pub fn command(program: &Path, arguments: &[&str]) -> Command {

@@ -22,7 +22,7 @@ pub(super) fn command(words: &[&str]) -> Option<Command> {
 fn is_sublet_command(arguments: &[&str]) -> bool {
     match arguments {
         ["refresh", "--quiet"] | ["mig", "make" | "clear"] => true,
-        ["mps", "start" | "rest", key] => mps::is_key(key),
+        ["mps", "start" | "rest" | "lower", key] => mps::is_key(key),
         ["mps", "stop", word, key] => *word == mps::IF_THERE && mps::is_key(key),
         _ => false,
     }
@@ -56,6 +56,7 @@ mod tests {
         for words in [
             &["sublet", "refresh", "--quiet"][..],
             &["sublet", "mps", "start", "GPU-0"],
+            &["sublet", "mps", "lower", "GPU-0"],
             &["sublet", "mps", "stop", "--if-there", "GPU-0"],
             &["systemctl", "show", "--property=ControlGroup", "--value", "--", "x.scope"],
             &["systemctl", "set-property", "--runtime", "--", "x.scope", "DeviceAllow=/dev/char/195:0 rw"],

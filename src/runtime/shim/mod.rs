@@ -198,13 +198,14 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     }
     let runtime = config_files::load_runtime();
     // Engines write the log options in the same way for both runtimes.
-    let found = runtime.as_ref().map_err(|_| ()).and_then(|runtime| find(&runtime.low_level).map_err(|_| ()));
+    let names = runtime.as_ref().map_or(&[][..], |runtime| &runtime.low_level);
+    let found = find(names);
     let line = parse(args, found.as_ref().map_or(Dialect::Runc, |low_level| low_level.dialect));
     let own_log = runtime.as_ref().ok().and_then(|runtime| runtime.log.as_deref());
     let log = Log::new("sublet-runtime", line.global.log.as_deref(), line.global.log_json, own_log);
     log::trace_to(log.clone(), line.global.debug);
     let (line, low_level) = match runtime {
-        Ok(runtime) => (line, find(&runtime.low_level).map_err(RuntimeError::from)),
+        Ok(_) => (line, found.map_err(RuntimeError::from)),
         Err(error) if line.command.begins() => (line, Err(error.into())),
         Err(error) => by_record(args, &error, &log),
     };

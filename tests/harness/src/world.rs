@@ -238,6 +238,17 @@ impl World {
         assert_eq!(self.daemons(), Vec::<String>::new(), "MPS processes are left");
     }
 
+    /// The processes `sublet mps lower` of this world, for which no command waits.
+    #[must_use]
+    pub fn lowering(&self) -> Vec<Pid> {
+        let config = format!("SUBLET_CONFIG={}", self.config.display());
+        let is_ours = |pid: &Pid| {
+            read(*pid, "cmdline").contains("sublet mps lower ")
+                && read(*pid, "environ").split(' ').any(|variable| variable == config)
+        };
+        processes::all().filter(is_ours).collect()
+    }
+
     /// Command lines of MPS processes of this world.
     #[must_use]
     pub fn daemons(&self) -> Vec<String> {

@@ -18,6 +18,9 @@ use crate::text::safe;
 /// Longer than any request (64 KiB of input) or answer (twice 64 KiB), even with every byte escaped.
 const LONGEST: u64 = 1 << 20;
 
+/// The limit of a request for a program that is not waited for.
+const APART: Duration = Duration::ZERO;
+
 /// The connection by which a process that may not start programs asks for commands.
 static OUTSIDE: OnceLock<UnixStream> = OnceLock::new();
 
@@ -40,6 +43,21 @@ pub fn run(
     match OUTSIDE.get() {
         Some(outside) => ask(outside, words, input, limit),
         None => child::run(&mut command(), input, limit),
+    }
+}
+
+/// As [`child::start_apart`], for `command`, or by its `words` as [`run`].
+///
+/// # Errors
+/// It cannot be started; or the process that runs commands for this one has ended.
+pub fn start(words: &[&str], command: impl FnOnce() -> Command) -> io::Result<()> {
+    match OUTSIDE.get() {
+        Some(outside) => match ask(outside, words, "", APART) {
+            Ok(_) => Ok(()),
+            Err(ChildError::Io(error)) => Err(error),
+            Err(ChildError::Timeout) => Err(io::ErrorKind::TimedOut.into()),
+        },
+        None => child::start_apart(&mut command()),
     }
 }
 
@@ -88,7 +106,13 @@ fn done(line: &str, commands: Commands) -> Result<Finished, ChildError> {
     let (words, input, limit): (Vec<&str>, String, u64) =
         serde_json::from_str(line).map_err(io::Error::from)?;
     let unknown = || io::Error::other(format!("no hook runs `{}`", safe(&words.join(" "))));
-    child::run(&mut commands(&words).ok_or_else(unknown)?, &input, Duration::from_millis(limit))
+    let mut command = commands(&words).ok_or_else(unknown)?;
+    if Duration::from_millis(limit) == APART {
+        child::start_apart(&mut command)?;
+        let status = ExitStatus::default();
+        return Ok(Finished { status, stdout: String::new(), stderr: String::new() });
+    }
+    child::run(&mut command, &input, Duration::from_millis(limit))
 }
 
 #[cfg(test)]
@@ -106,6 +130,9 @@ mod tests {
         assert_eq!(error.to_string(), "no hook runs `sh -c true`");
         let answer = ask(&inside, &["cat"], "in\\n\nput", limit).unwrap();
         assert_eq!((answer.stdout.as_str(), answer.status.success()), ("in\\n\nput", true));
+        let begun = std::time::Instant::now();
+        ask(&inside, &["cat"], "", APART).unwrap();
+        assert!(begun.elapsed() < limit, "it is not waited for");
         drop(inside);
         server.join().unwrap();
     }

@@ -15,7 +15,7 @@ use std::process::Command;
 
 use super::{environment, inheritance};
 
-pub use command_requests::run;
+pub use command_requests::{run, start};
 pub use refuse_drivers::refuse_drivers;
 pub use stage_capabilities::Rights;
 pub use worker::{Side, engine, split};
