@@ -33,6 +33,7 @@ type Graph = BTreeMap<Crate, BTreeSet<Crate>>;
 /// # Errors
 /// cargo cannot tell what the programs depend on.
 pub(crate) fn of(target: &str, libc: &str) -> Result<Value> {
+    ensure!(!libc.is_empty(), "no version was found in libc.a, which is linked into the static programs");
     let lock =
         std::fs::read_to_string("Cargo.lock").context("Cargo.lock: run it at the top of the source")?;
     let rust =
