@@ -4,7 +4,7 @@
 # The rest: test-GROUP (one group of them: unit, model, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security,
 # slurm, real), test-all (the groups `packages`, `kubernetes`, `ansible`, `metrics` and `web`, too, as CI has it), check
 # (needs no root, network, engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth
-# (docs/security.md); deb, rpm and dist (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's
+# (docs/security.md); deb, rpm, dist, repo and advisories (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's
 # GPUs.
 
 SHELL := /bin/bash
@@ -32,7 +32,9 @@ release_flags = -C llvm-args=-enable-machine-outliner=always -C link-arg=-Wl,--b
     --remap-path-prefix=$(CARGO_HOME)=/cargo --remap-path-prefix=$(shell rustc --print sysroot)=/rust
 ifneq ($(TARGET),$(HOST))
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER ?= aarch64-linux-gnu-gcc
+TARGET_CC ?= $(CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER)
 endif
+TARGET_CC ?= cc
 # sublet-share runs inside containers, with whatever C library they have, or none: always static.
 share_flags = -C target-feature=+crt-static
 hot_program = -p sublet-runtime
@@ -50,7 +52,7 @@ GENERATED := $(CURDIR)/target/generated
 test_groups := $(addprefix test-,unit model sim e2e-runc e2e-crun docker podman containerd systemd security slurm real packages \
     kubernetes ansible metrics web)
 
-.PHONY: all build test-build tested-build sim-build check lint unit test test-all book demo bench fuzz gpu-test real-test install deb rpm dist \
+.PHONY: all build test-build tested-build sim-build check lint unit test test-all book demo bench fuzz gpu-test real-test install deb rpm dist repo advisories \
     test-teeth generate clean needs $(test_groups)
 
 all: build
@@ -71,7 +73,17 @@ build:
 # Man pages and completions, for the packages.
 $(GENERATED)/man/sublet.1: $(shell find src/cli/commands packaging/generate -name '*.rs')
 	@echo "== Man pages and shell completions"
-	$(CARGO) run $(CARGO_FLAGS) -p sublet-generate -- $(GENERATED)
+	$(CARGO) run $(CARGO_FLAGS) -p sublet-generate -- docs $(GENERATED)
+
+# What the programs beside it are made of (CycloneDX).
+SBOM := $(BIN)/sublet.cdx.json
+.PHONY: $(SBOM)
+$(SBOM):
+	@echo "== The SBOM"
+	@mkdir -p $(BIN)
+	$(CARGO) run $(CARGO_FLAGS) -p sublet-generate -- sbom $(TARGET) \
+	    "$$(grep -ao 'GNU C Library (.*) stable release version [0-9.]*[0-9]' "$$($(TARGET_CC) -print-file-name=libc.a)" | head -1)" >$@.new
+	mv $@.new $@
 
 # What the tests run: the same programs without optimisation, and the simulated driver.
 test-build: sim-build tested-build
@@ -162,18 +174,27 @@ gpu-test: build
 real-test:
 	@tests/real/run
 
-install: build $(GENERATED)/man/sublet.1
+install: build $(GENERATED)/man/sublet.1 $(SBOM)
 	@packaging/install "$(DESTDIR)" "$(PREFIX)" "$(LIBEXECDIR)" "$(UNITDIR)" "$(BIN)" "$(GENERATED)"
 
 # Packages by debhelper and rpmbuild, and archives for distributions: docs/packaging.md.
-deb rpm: build $(GENERATED)/man/sublet.1
+deb rpm: build $(GENERATED)/man/sublet.1 $(SBOM)
 	@packaging/$@ "$(TARGET)" "$(BIN)" "$(GENERATED)"
 
 dist:
 	@packaging/dist "$(VERSION)"
 
-# Man pages and completions alone.
-generate: $(GENERATED)/man/sublet.1
+# Signed apt and dnf repositories of the packages that were made: docs/packaging.md, "Signing".
+KEY ?=
+repo:
+	@packaging/repo "$(KEY)"
+
+# RustSec's database, which is on GitHub: the other checks of cargo-deny (.ci/run) need no network.
+advisories:
+	cargo deny check advisories
+
+# Man pages, completions and the SBOM alone.
+generate: $(GENERATED)/man/sublet.1 $(SBOM)
 
 clean:
 	cargo clean

@@ -53,7 +53,8 @@ const DAMAGES: [Damage; 9] = [
     ("empty", |path| std::fs::write(path, "").expect("written")),
     ("garbage", |path| std::fs::write(path, [0xff, 0, 0x1b, b'{']).expect("written")),
     ("another JSON", |path| std::fs::write(path, "[]").expect("written")),
-    ("another version", |path| edit(path, |ledger| ledger["schema"] = json!("sublet.ledger/2"))),
+    // A newer version's is refused: tests/e2e/versions.rs.
+    ("another version", |path| edit(path, |ledger| ledger["schema"] = json!("sublet.ledger/0"))),
     ("a bad id", |path| edit(path, |ledger| ledger["leases"][0]["id"] = json!("../../../etc"))),
     ("another owner's", |path| chown(path, Some(1000), Some(1000)).expect("chown")),
     ("writable for all", |path| {

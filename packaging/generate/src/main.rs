@@ -1,20 +1,34 @@
-//! `sublet-generate DIRECTORY`: writes the man pages and shell completions of `sublet` into DIRECTORY, from the
-//! same source as `--help`. For building packages; the product does not carry what makes them.
+//! `sublet-generate docs DIRECTORY` writes the man pages and shell completions of `sublet` into DIRECTORY, from the
+//! same source as `--help`. `sublet-generate sbom TARGET LIBC` prints the list of what the programs are made of
+//! (`CycloneDX`). For building packages; the product does not carry what makes them.
+
+mod sbom;
 
 use std::path::Path;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use clap_complete::Shell;
 
 fn main() -> Result<()> {
-    let directory = std::env::args_os().nth(1).context("usage: sublet-generate DIRECTORY")?;
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["docs", directory] => docs(Path::new(directory)),
+        ["sbom", target, libc] => {
+            println!("{}", serde_json::to_string_pretty(&sbom::of(target, libc)?)?);
+            Ok(())
+        }
+        _ => bail!("usage: sublet-generate docs DIRECTORY | sbom TARGET LIBC"),
+    }
+}
+
+fn docs(directory: &Path) -> Result<()> {
     let command = sublet::commands::command();
-    let completions = Path::new(&directory).join("completions");
+    let completions = directory.join("completions");
     std::fs::create_dir_all(&completions)?;
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
         clap_complete::generate_to(shell, &mut command.clone(), "sublet", &completions)?;
     }
-    let pages = Path::new(&directory).join("man");
+    let pages = directory.join("man");
     std::fs::create_dir_all(&pages)?;
     clap_mangen::generate_to(command, pages).context("man pages")
 }

@@ -3,7 +3,7 @@
 
 use serde_json::Value;
 
-use super::{LEASE_RECORD_ANNOTATION, Lease, Ledger};
+use super::{Job, LEASE_RECORD_ANNOTATION, Lease, Ledger, MigChanges, MpsDaemon};
 
 fn again<T: serde::Serialize + serde::de::DeserializeOwned>(stored: &Value) -> Value {
     serde_json::to_value(serde_json::from_value::<T>(stored.clone()).unwrap()).unwrap()
@@ -14,6 +14,7 @@ fn stored_ledgers_are_read_and_written_again_alike() {
     for stored in [
         include_str!("../../../tests/formats/gpus/ledger.json"),
         include_str!("../../../tests/formats/mig/ledger.json"),
+        include_str!("../../../tests/formats/52aea9a/ledger.json"),
         include_str!("../../../tests/formats/every-key/ledger.json"),
     ] {
         let stored: Value = serde_json::from_str(stored).unwrap();
@@ -36,4 +37,100 @@ fn leases_in_annotations_are_read_and_written_again_alike() {
         lease_alone.as_object_mut().unwrap().remove("state_dir");
         assert_eq!(again::<Lease>(&lease_alone), lease_alone);
     }
+}
+
+/// Whether something in the fixture has the key, for every key that may be missing.
+fn has_all(keys: &[bool]) {
+    assert!(keys.iter().all(|has| *has), "{keys:?}");
+}
+
+/// A key that is missing here does not compile. Before you add one: tests/formats/README.md, "A new key".
+#[test]
+fn every_key_is_in_the_fixture() {
+    let text = include_str!("../../../tests/formats/every-key/ledger.json");
+    let Ledger {
+        schema: _,
+        boot_id: _,
+        namespaces,
+        leases,
+        daemons,
+        compute_modes,
+        drained,
+        unexplained,
+        lost,
+        leftovers,
+        mig: MigChanges { count: _, under_way, dynamic_instances },
+        keeper,
+    } = serde_json::from_str(text).unwrap();
+    has_all(&[namespaces.is_some(), lost, under_way.is_some(), keeper.is_some()]);
+    has_all(&[
+        !compute_modes.is_empty(),
+        !drained.is_empty(),
+        !unexplained.is_empty(),
+        !leftovers.is_empty(),
+    ]);
+    assert!(!dynamic_instances.is_empty());
+    let mut seen = [false; 14];
+    for lease in leases {
+        let Lease {
+            id: _,
+            container: _,
+            devices: _,
+            mig_devices,
+            mode: _,
+            isolation: _,
+            daemon,
+            sm,
+            memory_bytes,
+            processes: _,
+            priority: _,
+            guard,
+            state: _,
+            owner: _,
+            init,
+            bind_by,
+            since: _,
+            library_dir,
+            mount_points,
+            volumes,
+            brokered,
+            job,
+            within,
+        } = lease;
+        let step = job.as_ref().and_then(|Job { id: _, step, uid: _, cgroup_inode: _ }| step.as_ref());
+        let has = [
+            !mig_devices.is_empty(),
+            daemon.is_some(),
+            sm.is_some(),
+            memory_bytes.is_some(),
+            guard.is_some(),
+            init.is_some(),
+            bind_by.is_some(),
+            library_dir.is_some(),
+            !mount_points.is_empty(),
+            !volumes.is_empty(),
+            brokered,
+            step.is_some(),
+            job.is_some(),
+            within.is_some(),
+        ];
+        seen.iter_mut().zip(has).for_each(|(seen, has)| *seen |= has);
+    }
+    has_all(&seen);
+    let (mut idle, mut left) = (false, false);
+    for daemon in daemons {
+        let MpsDaemon {
+            key: _,
+            devices: _,
+            process: _,
+            state: _,
+            default_limits: _,
+            answered_at: _,
+            idle_since,
+            mode_left,
+        } = daemon;
+        idle |= idle_since.is_some();
+        left |= mode_left;
+    }
+    has_all(&[idle, left]);
 }

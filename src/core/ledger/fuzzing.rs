@@ -2,14 +2,17 @@
 
 use std::path::Path;
 
-use super::{Ledger, runtime_record, store};
+use super::{Ledger, runtime_record, stored};
 
 /// The ledger in `content`, as the store reads it.
 ///
 /// # Errors
 /// Why it is not a ledger.
 pub fn ledger(content: &[u8]) -> Result<Ledger, String> {
-    store::parse(content)
+    stored::parse(content).map_err(|why| match why {
+        stored::NotALedger::Newer(schema) => schema,
+        stored::NotALedger::Corrupt(why) => why,
+    })
 }
 
 /// Reads `content` as runc's record and as each of crun's. A cgroup in it must be below the cgroup mount.

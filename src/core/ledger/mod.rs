@@ -26,6 +26,7 @@ mod rebuild;
 mod remembered_leases;
 mod runtime_record;
 mod store;
+mod stored;
 #[cfg(test)]
 mod stress;
 

@@ -16,11 +16,11 @@ use super::lock_mark::Mark;
 use super::namespaces::{self, Namespaces};
 use super::rebuild::{inventory, rebuild, remember_roots, trace, unexplained};
 use super::runtime_record::{LARGEST, read_up_to};
-use super::{Lease, LeaseId, Ledger, SCHEMA};
+use super::stored::{NotALedger, parse};
+use super::{Lease, Ledger, SCHEMA};
 use crate::events::{self, Event};
 use crate::fs::trusted;
 use crate::host::boot_id;
-use crate::parse_errors::plain;
 use crate::process::uptime_seconds;
 use crate::text::safe;
 use serde_json::Value;
@@ -82,6 +82,17 @@ pub enum LedgerError {
     NoNamespaces {
         /// What the system said.
         source: io::Error,
+    },
+    /// A newer version of sublet wrote it. Nothing is changed.
+    #[error(
+        "ledger {path} was written by a newer version of sublet: its schema is {found}, this version reads {SCHEMA}; \
+         nothing was changed: install the newer version again (docs/packaging.md, \"Upgrades\", says how to go back)"
+    )]
+    Newer {
+        /// The file.
+        path: String,
+        /// Its schema.
+        found: String,
     },
     /// Its content is not a ledger.
     #[error("ledger {path} cannot be used: {why}; `sublet gc` rebuilds it from the containers that run")]
@@ -183,8 +194,8 @@ impl Store {
     /// it as `ledger.json.corrupt-<seconds since the epoch>`.
     ///
     /// # Errors
-    /// The lock cannot be taken within 5 s, the file cannot be read or written, or its process ids are of other
-    /// namespaces than this process's. Nothing is changed then.
+    /// The lock cannot be taken within 5 s, the file cannot be read or written, a newer version wrote it, or its process
+    /// ids are of other namespaces than this process's. Nothing is changed then.
     pub fn update<T, E>(
         &self,
         change: impl FnOnce(&mut Ledger) -> Result<T, E>,
@@ -267,12 +278,15 @@ impl Store {
     /// The copy, if it is readable and of this boot.
     ///
     /// # Errors
-    /// It exists and cannot be read, although it may be intact.
+    /// It exists and cannot be read, although it may be intact; or a newer version wrote it.
     fn last(&self, boot: &str) -> Result<Option<Ledger>, LedgerError> {
         let path = self.copy();
         let content = trusted::read(&path, LARGEST).map_err(|error| failed("read", &path, error))?;
-        let ledger = content.and_then(Result::ok).and_then(|content| parse(&content).ok());
-        Ok(ledger.filter(|ledger| ledger.boot_id == boot))
+        match content.and_then(Result::ok).map(|content| parse(&content)) {
+            Some(Err(NotALedger::Newer(found))) => Err(LedgerError::Newer { path: text(&path), found }),
+            Some(Ok(ledger)) if ledger.boot_id == boot => Ok(Some(ledger)),
+            _ => Ok(None),
+        }
     }
 
     /// The id of this boot.
@@ -310,7 +324,8 @@ impl Store {
         };
         let ledger = match parse(&content) {
             Ok(ledger) => ledger,
-            Err(why) => return Ok(Loaded::Corrupt(why)),
+            Err(NotALedger::Newer(found)) => return Err(LedgerError::Newer { path: text(&path), found }),
+            Err(NotALedger::Corrupt(why)) => return Ok(Loaded::Corrupt(why)),
         };
         let boot = Self::boot_id()?;
         if ledger.boot_id != boot && Mark::read_in(&self.lock_file(), &boot).is_some() {
@@ -437,24 +452,6 @@ fn open_lock(path: &Path) -> io::Result<File> {
 /// Removes the file or directory at `path`.
 fn remove(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
-}
-
-/// Parses `content`, or says why it is not a ledger. Ids become names of directories and are checked for that.
-pub(super) fn parse(content: &[u8]) -> Result<Ledger, String> {
-    let ledger: Ledger = serde_json::from_slice(content).map_err(|error| plain(&error.to_string(), None))?;
-    if ledger.schema != SCHEMA {
-        return Err(format!("its schema is {}, but {SCHEMA} is expected", safe(&ledger.schema)));
-    }
-    let bad_id = ledger.leases.iter().find(|lease| LeaseId::parse(lease.id.as_str()).is_none());
-    if let Some(lease) = bad_id {
-        return Err(format!("{} is not a lease id", safe(lease.id.as_str())));
-    }
-    let wanted = ledger.leases.iter().filter_map(|lease| lease.daemon.as_ref());
-    let mut keys = wanted.chain(ledger.daemons.iter().map(|daemon| &daemon.key));
-    match keys.find(|key| key.0.is_empty() || key.0.starts_with('.') || key.0.contains('/')) {
-        Some(key) => Err(format!("{} is not the key of an MPS daemon", safe(&key.0))),
-        None => Ok(ledger),
-    }
 }
 
 /// Keeps what users and sublet have set, as far as it can be read in a ledger of another version.

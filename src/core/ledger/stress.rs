@@ -87,7 +87,7 @@ fn a_bad_ledger_is_never_an_empty_one_and_is_kept_as_evidence() {
         r#""servers":[{"key":"../x","device":"","daemon":null,"state":"down","ceiling":0,"answered_at":0}]"#,
     );
     let cases =
-        [String::new(), good[..30].to_owned(), "[]".into(), good.replace("ledger/1", "ledger/9"), bad_key];
+        [String::new(), good[..30].to_owned(), "[]".into(), good.replace("ledger/1", "ledger/0"), bad_key];
     for content in cases {
         let dir = tempfile::tempdir().unwrap();
         let (store, path) = (Store::open(dir.path()).unwrap(), dir.path().join("ledger.json"));
@@ -137,12 +137,40 @@ fn links_strangers_files_and_cut_short_rebuilds_are_corrupt() {
 }
 
 #[test]
-fn a_ledger_of_another_version_still_tells_what_was_drained() {
+fn a_ledger_of_another_schema_still_tells_what_was_drained() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path()).unwrap();
-    let newer = r#"{"schema":"sublet.ledger/2","boot_id":"x","drained":["GPU-7"],"leases":{}}"#;
-    fs::write(dir.path().join("ledger.json"), newer).unwrap();
+    let other = r#"{"schema":"sublet.ledger/0","boot_id":"x","drained":["GPU-7"],"leases":{}}"#;
+    fs::write(dir.path().join("ledger.json"), other).unwrap();
     assert_eq!(look(&store).0.drained, ["GPU-7"]);
+}
+
+#[test]
+fn a_newer_versions_ledger_or_its_copy_is_refused_and_stays_as_it_is() {
+    let newer = r#"{"schema":"sublet.ledger/2","boot_id":"x","leases":{}}"#;
+    for (newer_one, other) in [
+        ("ledger.json", None),
+        ("ledger.json", Some(("ledger.json.copy", newer))),
+        ("ledger.json.copy", None),
+        ("ledger.json.copy", Some(("ledger.json", "garbage"))),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path()).unwrap();
+        let files = || {
+            let names = ["ledger.json", "ledger.json.copy"].map(|name| dir.path().join(name));
+            names.map(|path| fs::read_to_string(path).ok())
+        };
+        for (name, content) in [Some((newer_one, newer)), other].into_iter().flatten() {
+            fs::write(dir.path().join(name), content).unwrap();
+        }
+        let before = files();
+        let refused = store.update(|ledger| ledger.insert(mine(1))).unwrap_err();
+        assert!(matches!(refused, LedgerError::Newer { .. }), "{refused}");
+        let said = refused.to_string();
+        assert!(said.contains(newer_one) && said.contains("sublet.ledger/2"), "{said}");
+        assert_eq!(files(), before, "{newer_one}");
+        assert!(store.read().is_err() && store.peek().is_err(), "{newer_one}");
+    }
 }
 
 #[test]

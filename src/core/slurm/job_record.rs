@@ -132,8 +132,14 @@ impl JobRecord {
             .ok_or(RecordError::Missing(job))?
             .map_err(unusable)?;
         let record: Self = serde_json::from_slice(&content).map_err(|error| unusable(error.to_string()))?;
-        if record.schema != SCHEMA || record.job != job {
-            return Err(unusable(format!("it is of {} and of job {}", record.schema, record.job)));
+        if record.schema != SCHEMA {
+            let found = record.schema;
+            return Err(unusable(format!(
+                "its schema is {found}, and this version of sublet reads {SCHEMA}"
+            )));
+        }
+        if record.job != job {
+            return Err(unusable(format!("it is of job {}", record.job)));
         }
         Ok(record)
     }
