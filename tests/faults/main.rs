@@ -1,0 +1,101 @@
+//! Every fault once: each system call on the paths of sublet's programs fails with the errors of `tests/faults/table`,
+//! one in each run, or its process is killed there. After each run the command has either done its work or says why
+//! not, and the next command puts everything right.
+//!
+//!     faults [--all] [PATH…]
+//!     faults --only PATH:[PROCESS/]CALL:NTH:ERROR
+//!
+//! Without `--all` each call fails once, its errors and the kill taking turns. As root; x86-64 alone.
+
+#[cfg(target_arch = "x86_64")]
+mod injector;
+#[cfg(target_arch = "x86_64")]
+mod scene;
+#[cfg(target_arch = "x86_64")]
+mod shim;
+#[cfg(target_arch = "x86_64")]
+mod sweep;
+#[cfg(target_arch = "x86_64")]
+mod table;
+
+#[cfg(target_arch = "x86_64")]
+fn main() -> std::process::ExitCode {
+    use sweep::{Choice, Path, sweep};
+
+    let mut words: Vec<String> = std::env::args().skip(1).collect();
+    let all = words.first().is_some_and(|word| word == "--all");
+    let only = words.first().is_some_and(|word| word == "--only");
+    if all || only {
+        words.remove(0);
+    }
+    let choice = if only { one_of(&words) } else if all { Choice::All } else { Choice::InTurn };
+    if only {
+        words = vec![words[0].split(':').next().unwrap_or_default().to_owned()];
+    }
+    if sublet_e2e::skip_unless_root() {
+        return std::process::ExitCode::SUCCESS;
+    }
+    let table = table::Table::read();
+    let mut total = sweep::Result_::default();
+    println!("{:<26} {:>6} {:>7} {:>7} {:>7} {:>7} {:>6}", "path", "calls", "faults", "passed", "missed", "failed", "s");
+    for (name, make) in PATHS.iter().filter(|(name, _)| words.is_empty() || words.iter().any(|word| word == name)) {
+        let mut path: Box<dyn Path> = make();
+        let result = sweep(name, path.as_mut(), &table, &choice);
+        print(name, &result);
+        total.calls += result.calls;
+        total.faults += result.faults;
+        total.passed += result.passed;
+        total.missed += result.missed;
+        total.took += result.took;
+        total.failures.extend(result.failures);
+    }
+    print("all", &total);
+    for failure in &total.failures {
+        println!("FAILED {failure}");
+    }
+    if total.failures.is_empty() { std::process::ExitCode::SUCCESS } else { std::process::ExitCode::FAILURE }
+}
+
+#[cfg(target_arch = "x86_64")]
+type Make = fn() -> Box<dyn sweep::Path>;
+
+#[cfg(target_arch = "x86_64")]
+const PATHS: &[(&str, Make)] = &[
+    ("create-plain", || Box::new(shim::Create::new(shim::Kind::Plain))),
+    ("create", || Box::new(shim::Create::new(shim::Kind::Warm))),
+    ("create-cold", || Box::new(shim::Create::new(shim::Kind::Cold))),
+];
+
+#[cfg(target_arch = "x86_64")]
+fn print(name: &str, result: &sweep::Result_) {
+    println!(
+        "{name:<26} {:>6} {:>7} {:>7} {:>7} {:>7} {:>6.1}",
+        result.calls,
+        result.faults,
+        result.passed,
+        result.missed,
+        result.failures.len(),
+        result.took.as_secs_f64()
+    );
+}
+
+/// The fault that `--only` names.
+#[cfg(target_arch = "x86_64")]
+fn one_of(words: &[String]) -> sweep::Choice {
+    let usage = "usage: faults --only PATH:[PROCESS/]CALL:NTH:ERROR";
+    let parts: Vec<&str> = words.first().expect(usage).split(':').collect();
+    let [_, call, nth, fault] = parts[..] else { panic!("{usage}") };
+    let (process, name) = call.split_once('/').unwrap_or(("0", call));
+    let fault = match fault {
+        "KILL" => injector::Fault::Kill,
+        error => injector::Fault::Error(table::errno(error).expect("an errno")),
+    };
+    let name = table::Table::read().named(name).name;
+    let key = injector::Key { process: process.to_owned(), name, nth: nth.parse().expect("a number") };
+    sweep::Choice::Only(key, fault)
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn main() {
+    println!("skipped: the injector knows the registers of x86-64 alone");
+}

@@ -1,0 +1,192 @@
+//! The host of the runs: a simulated driver, a low-level runtime that takes no time, and what must hold after each run.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use sublet_e2e::{Bundle, Finished, World, eventually};
+
+use crate::injector::{Fault, Seen};
+
+/// Where the programs that are followed read and write.
+#[derive(Clone)]
+pub struct Files {
+    pub stdin: PathBuf,
+    pub stdout: PathBuf,
+    pub stderr: PathBuf,
+}
+
+/// One host.
+pub struct Host {
+    pub world: World,
+    pub files: Files,
+    /// The engine's log, `--log`.
+    pub log: PathBuf,
+}
+
+/// What a container of the tests asks for.
+pub const SHARE: &[(&str, &str)] = &[("sublet.sm", "50"), ("sublet.memory", "8GiB")];
+const HOLDER: &[(&str, &str)] = &[("sublet.sm", "25")];
+
+impl Host {
+    pub fn new(topology: &str, extra: &str) -> Self {
+        let world = World::simulated(topology, extra);
+        let dir = world.dir.path();
+        let low_level = dir.join("low-level/runc");
+        fs::create_dir(dir.join("low-level")).expect("a directory");
+        fs::write(&low_level, include_str!("low-level")).expect("the low-level runtime is written");
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        fs::set_permissions(&low_level, mode).expect("and can be run");
+        let text = fs::read_to_string(&world.config).expect("config.toml is there");
+        let named = format!("low_level = [\"{}\"]", world.engine.program());
+        assert!(text.contains(&named), "config.toml names no low-level runtime");
+        fs::write(&world.config, text.replace(&named, &format!("low_level = [{low_level:?}]"))).expect("written");
+        let of = |name: &str| dir.join(name);
+        let files = Files { stdin: "/dev/null".into(), stdout: of("stdout"), stderr: of("stderr") };
+        let log = of("log");
+        let host = Self { world, files, log };
+        assert!(host.sublet(&["refresh"]).ok, "sublet refresh");
+        host
+    }
+
+    /// A container that keeps the MPS daemon running.
+    pub fn hold(&self) {
+        let holder = self.world.bundle("holder", HOLDER, &["/bin/sleep", "600"]);
+        holder.write();
+        let created = self.undisturbed(&self.create(&holder));
+        assert!(created.ok, "{created:?}");
+        assert!(self.sublet(&["gc"]).ok);
+    }
+
+    pub fn shim(&self, arguments: &[&str]) -> Command {
+        let mut command = self.world.runtime();
+        command.arg("--log").arg(&self.log).args(["--log-format", "json"]).args(arguments);
+        command
+    }
+
+    pub fn create(&self, bundle: &Bundle<'_>) -> Command {
+        self.shim(&["create", "--bundle", bundle.dir.to_str().expect("a path of ours"), &bundle.id])
+    }
+
+    pub fn sublet(&self, arguments: &[&str]) -> Finished {
+        self.undisturbed(self.world.command("sublet").args(arguments))
+    }
+
+    /// The same command without a fault.
+    pub fn undisturbed(&self, command: &Command) -> Finished {
+        let mut again = Command::new(command.get_program());
+        again.args(command.get_args()).envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        again.stdin(fs::File::open(&self.files.stdin).map_or_else(|_| Stdio::null(), Stdio::from));
+        Finished::of(&again.output().expect("it runs"))
+    }
+
+    /// Without what earlier runs said.
+    pub fn forget_output(&self) {
+        for file in [&self.log, &self.files.stdout, &self.files.stderr] {
+            let _ = fs::remove_file(file);
+        }
+    }
+
+    /// What the run said on standard error and in the engine's log.
+    pub fn said(&self) -> String {
+        let text = |file: &Path| String::from_utf8_lossy(&fs::read(file).unwrap_or_default()).into_owned();
+        text(&self.files.stderr) + &text(&self.log)
+    }
+
+    /// What stands in the ledger, without asking a command that would put it right.
+    pub fn ledger(&self) -> Result<Value, String> {
+        let text = fs::read(self.world.state_dir().join("ledger.json")).map_err(|error| error.to_string())?;
+        serde_json::from_slice(&text).map_err(|error| format!("the ledger is no JSON: {error}"))
+    }
+
+    /// The ledger without what differs from run to run.
+    pub fn books(&self) -> Result<Value, String> {
+        let mut ledger = self.ledger()?;
+        for lease in ledger["leases"].as_array_mut().into_iter().flatten() {
+            for key in ["id", "owner", "init", "since", "state"] {
+                lease[key] = Value::Null;
+            }
+        }
+        for server in ledger["servers"].as_array_mut().into_iter().flatten() {
+            for key in ["daemon", "answered_at"] {
+                server[key] = Value::Null;
+            }
+        }
+        if let Some(leases) = ledger["leases"].as_array_mut() {
+            leases.sort_by_key(|lease| lease["container"]["id"].to_string());
+        }
+        Ok(json!({"leases": ledger["leases"], "servers": ledger["servers"], "mig": ledger["mig"],
+            "compute_modes": ledger["compute_modes"], "drained": ledger["drained"],
+            "unexplained": ledger["unexplained"], "leftovers": ledger["leftovers"]}))
+    }
+
+    /// `sublet gc` alone puts everything right.
+    pub fn collect(&self) -> Result<(), String> {
+        let gc = self.sublet(&["gc"]);
+        if gc.ok { Ok(()) } else { Err(format!("sublet gc fails: {gc:?}")) }
+    }
+
+    /// There is no temporary file, and nothing in the state directory that does not belong there.
+    pub fn tidy(&self, bundle: Option<&Bundle<'_>>) -> Result<(), String> {
+        let state = self.world.state_dir();
+        for name in names(&state) {
+            if name.ends_with(".tmp") || name.contains("corrupt") || name.contains("rebuilding") {
+                return Err(format!("{name} is left in the state directory"));
+            }
+        }
+        let left = bundle.map(|bundle| names(&bundle.dir)).unwrap_or_default();
+        match left.iter().find(|name| !["config.json", "rootfs", "process.json"].contains(&name.as_str())) {
+            Some(name) => Err(format!("{name} is left in the bundle")),
+            None => Ok(()),
+        }
+    }
+
+    /// No process of the run is left. Daemons and containers are in sessions or groups of others.
+    pub fn daemons(&self, wanted: usize) -> Result<(), String> {
+        let right = || self.world.daemons().len() == wanted;
+        if right() || eventually(right) {
+            return Ok(());
+        }
+        Err(format!("{wanted} MPS processes should run: {:?}", self.world.daemons()))
+    }
+
+    /// What every run of a command must come to.
+    pub fn ended_well(&self, seen: &Seen, fault: Option<Fault>) -> Result<(), String> {
+        let said = self.said();
+        if !seen.unknown.is_empty() {
+            return Err(format!("system calls that tests/faults/table does not have: {:?}", seen.unknown));
+        }
+        if seen.timed_out {
+            return Err(format!("it hangs: {said}"));
+        }
+        if said.contains("panicked at") && !before_main(&said) {
+            return Err(format!("it panics: {said}"));
+        }
+        match (seen.signal, seen.code) {
+            (Some(Signal::SIGKILL), _) if fault == Some(Fault::Kill) => Ok(()),
+            // Rust's answer to memory that is refused, and to a start without what its library needs.
+            (Some(Signal::SIGABRT), _) if said.contains("memory allocation of") || before_main(&said) => Ok(()),
+            (Some(signal), _) => Err(format!("{signal} ends it: {said}")),
+            (None, Some(0)) => Ok(()),
+            (None, _) if seen.became.is_some() => Ok(()),
+            (None, _) if said.trim().is_empty() => Err("it fails without a word".to_owned()),
+            (None, _) => Ok(()),
+        }
+    }
+}
+
+/// Whether what it said is of Rust's library before `main`, which no program can change.
+fn before_main(said: &str) -> bool {
+    said.contains("library/std/src/rt.rs") || said.contains("stack_overflow.rs") || said.contains("fatal runtime error")
+}
+
+/// Names in `dir`, sorted.
+pub fn names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
