@@ -50,6 +50,8 @@ pub struct Call {
     pub key: Key,
     /// The file that it names, if it names one.
     pub path: String,
+    /// The only errors that can come of it, if they are fewer than its name's.
+    pub only: Option<&'static [Errno]>,
 }
 
 /// The program as which the first process goes on.
@@ -78,7 +80,6 @@ pub struct Seen {
 #[derive(Default)]
 struct Tracee {
     process: String,
-    counts: BTreeMap<&'static str, usize>,
     /// The call that it is in fails with this.
     failing: Option<Errno>,
 }
@@ -89,6 +90,8 @@ struct Tracer<'t> {
     /// The first process; its end is the end of the run.
     first: Pid,
     tracees: BTreeMap<Pid, Tracee>,
+    /// How often each process, or the threads of one name, made each call.
+    counts: BTreeMap<(String, &'static str), usize>,
     made: usize,
     /// Whether processes are named by number. Otherwise they are a service's threads, which have names.
     numbered: bool,
@@ -108,6 +111,7 @@ pub fn run(table: &Table, command: &Command, files: &Files, wanted: Option<(&Key
     let mut stopped = Command::new("/bin/sh");
     stopped.args(["-c", "kill -STOP $$; exec \"$@\"", "sh"]);
     stopped.arg(command.get_program()).args(command.get_args()).process_group(0);
+    stopped.env("RUST_BACKTRACE", "0");
     for (name, value) in command.get_envs() {
         value.map(|value| stopped.env(name, value));
     }
@@ -169,6 +173,18 @@ pub fn serve(
     tracer.seen
 }
 
+/// What can come of a call of these arguments, where that is less than what can come of others of its name.
+fn only(name: &str, registers: &libc::user_regs_struct) -> Option<&'static [Errno]> {
+    match name {
+        // LOCK_UN needs no memory and waits for nothing (flock(2)).
+        "flock" if registers.rsi == 8 => Some(&[]),
+        // Rust's own socket between fork and exec, by which a child reports eight bytes: one without a time limit, of
+        // a peer that is there (std::process::Command).
+        "recvfrom" if registers.rdx == 8 => Some(&[Errno::EINTR]),
+        _ => None,
+    }
+}
+
 /// Lets the shell run until it has become the program.
 fn until_exec(first: Pid) {
     loop {
@@ -187,15 +203,17 @@ fn until_exec(first: Pid) {
 
 impl<'t> Tracer<'t> {
     fn new(table: &'t Table, wanted: Option<(&'t Key, Fault)>, first: Pid, numbered: bool) -> Self {
-        let (tracees, seen) = (BTreeMap::new(), Seen::default());
-        Self { table, wanted, first, tracees, made: 0, numbered, letting_go: false, seen }
+        let (tracees, counts, seen) = (BTreeMap::new(), BTreeMap::new(), Seen::default());
+        Self { table, wanted, first, tracees, counts, made: 0, numbered, letting_go: false, seen }
     }
 
     fn add(&mut self, pid: Pid) {
         let process = if self.numbered {
             self.made.to_string()
         } else {
-            fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned()
+            // Whichever of several workers it is.
+            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            name.trim_end_matches(|letter: char| !letter.is_alphabetic()).to_owned()
         };
         self.made += 1;
         self.tracees.insert(pid, Tracee { process, ..Tracee::default() });
@@ -309,6 +327,7 @@ impl<'t> Tracer<'t> {
     /// Counts the call; whether it is the wanted one, which will then fail.
     fn entered(&mut self, pid: Pid, registers: &mut libc::user_regs_struct) -> bool {
         let Some(tracee) = self.tracees.get_mut(&pid) else { return false };
+        let process = tracee.process.clone();
         if self.letting_go {
             return false;
         }
@@ -316,19 +335,19 @@ impl<'t> Tracer<'t> {
             self.seen.unknown.push(registers.orig_rax);
             return false;
         };
-        let nth = tracee.counts.entry(row.name).or_default();
+        let nth = self.counts.entry((process.clone(), row.name)).or_default();
         *nth += 1;
-        let key = Key { process: tracee.process.clone(), name: row.name, nth: *nth };
+        let key = Key { process, name: row.name, nth: *nth };
         let Some((wanted, fault)) = self.wanted else {
             let path = named_file(pid, row.name, registers);
-            self.seen.calls.push(Call { key, path });
+            self.seen.calls.push(Call { key, path, only: only(row.name, registers) });
             return false;
         };
         if *wanted != key {
             return false;
         }
         let path = named_file(pid, row.name, registers);
-        self.seen.hit = Some(Call { key, path });
+        self.seen.hit = Some(Call { key, path, only: None });
         match fault {
             Fault::Kill => {
                 let _ = kill(pid, Signal::SIGKILL);

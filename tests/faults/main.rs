@@ -10,13 +10,19 @@
 #[cfg(target_arch = "x86_64")]
 mod injector;
 #[cfg(target_arch = "x86_64")]
+mod joined;
+#[cfg(target_arch = "x86_64")]
 mod scene;
+#[cfg(target_arch = "x86_64")]
+mod service;
 #[cfg(target_arch = "x86_64")]
 mod shim;
 #[cfg(target_arch = "x86_64")]
 mod sweep;
 #[cfg(target_arch = "x86_64")]
 mod table;
+#[cfg(target_arch = "x86_64")]
+mod tools;
 
 #[cfg(target_arch = "x86_64")]
 fn main() -> std::process::ExitCode {
@@ -64,6 +70,18 @@ const PATHS: &[(&str, Make)] = &[
     ("create-plain", || Box::new(shim::Create::new(shim::Kind::Plain))),
     ("create", || Box::new(shim::Create::new(shim::Kind::Warm))),
     ("create-cold", || Box::new(shim::Create::new(shim::Kind::Cold))),
+    ("start", || Box::new(joined::Joined::new(joined::Command::Start))),
+    ("exec-plain", || Box::new(joined::Joined::new(joined::Command::ExecPlain))),
+    ("exec", || Box::new(joined::Joined::new(joined::Command::Exec))),
+    ("delete-plain", || Box::new(joined::Joined::new(joined::Command::DeletePlain))),
+    ("delete", || Box::new(joined::Joined::new(joined::Command::Delete))),
+    ("request", || Box::new(service::Serve::new(service::Work::Request))),
+    ("guard", || Box::new(service::Serve::new(service::Work::Guard))),
+    ("gc", || Box::new(tools::Run::new(tools::Tool::Gc))),
+    ("refresh", || Box::new(tools::Run::new(tools::Tool::Refresh))),
+    ("mps-start", || Box::new(tools::Run::new(tools::Tool::MpsStart))),
+    ("mps-stop", || Box::new(tools::Run::new(tools::Tool::MpsStop))),
+    ("mig-apply", || Box::new(tools::Run::new(tools::Tool::MigApply))),
 ];
 
 #[cfg(target_arch = "x86_64")]

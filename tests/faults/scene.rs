@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use sublet_e2e::user::Host as Users;
 use sublet_e2e::{Bundle, Finished, World, eventually};
 
 use crate::injector::{Fault, Seen};
@@ -20,7 +21,8 @@ pub struct Files {
 
 /// One host.
 pub struct Host {
-    pub world: World,
+    /// The driver, configuration and leases; and `sublet serve`, if it runs.
+    pub users: Users,
     pub files: Files,
     /// The engine's log, `--log`.
     pub log: PathBuf,
@@ -32,7 +34,12 @@ const HOLDER: &[(&str, &str)] = &[("sublet.sm", "25")];
 
 impl Host {
     pub fn new(topology: &str, extra: &str) -> Self {
-        let world = World::simulated(topology, extra);
+        Self::of(Users { serve: None, world: World::simulated(topology, extra) })
+    }
+
+    /// One with users without root.
+    pub fn of(users: Users) -> Self {
+        let world = &users.world;
         let dir = world.dir.path();
         let low_level = dir.join("low-level/runc");
         fs::create_dir(dir.join("low-level")).expect("a directory");
@@ -46,14 +53,14 @@ impl Host {
         let of = |name: &str| dir.join(name);
         let files = Files { stdin: "/dev/null".into(), stdout: of("stdout"), stderr: of("stderr") };
         let log = of("log");
-        let host = Self { world, files, log };
+        let host = Self { users, files, log };
         assert!(host.sublet(&["refresh"]).ok, "sublet refresh");
         host
     }
 
     /// A container that keeps the MPS daemon running.
     pub fn hold(&self) {
-        let holder = self.world.bundle("holder", HOLDER, &["/bin/sleep", "600"]);
+        let holder = self.users.world.bundle("holder", HOLDER, &["/bin/sleep", "600"]);
         holder.write();
         let created = self.undisturbed(&self.create(&holder));
         assert!(created.ok, "{created:?}");
@@ -61,7 +68,7 @@ impl Host {
     }
 
     pub fn shim(&self, arguments: &[&str]) -> Command {
-        let mut command = self.world.runtime();
+        let mut command = self.users.world.runtime();
         command.arg("--log").arg(&self.log).args(["--log-format", "json"]).args(arguments);
         command
     }
@@ -71,7 +78,13 @@ impl Host {
     }
 
     pub fn sublet(&self, arguments: &[&str]) -> Finished {
-        self.undisturbed(self.world.command("sublet").args(arguments))
+        self.undisturbed(self.users.world.command("sublet").args(arguments))
+    }
+
+    /// The low-level runtime itself.
+    pub fn low_level(&self, arguments: &[&str]) {
+        let mut command = Command::new(self.users.world.dir.path().join("low-level/runc"));
+        let _ = command.arg("--root").arg(self.users.world.runtime_root()).args(arguments).status();
     }
 
     /// The same command without a fault.
@@ -97,7 +110,7 @@ impl Host {
 
     /// What stands in the ledger, without asking a command that would put it right.
     pub fn ledger(&self) -> Result<Value, String> {
-        let text = fs::read(self.world.state_dir().join("ledger.json")).map_err(|error| error.to_string())?;
+        let text = fs::read(self.users.world.state_dir().join("ledger.json")).map_err(|error| error.to_string())?;
         serde_json::from_slice(&text).map_err(|error| format!("the ledger is no JSON: {error}"))
     }
 
@@ -108,6 +121,8 @@ impl Host {
             for key in ["id", "owner", "init", "since", "state"] {
                 lease[key] = Value::Null;
             }
+            let places = lease["mount_points"].as_array_mut().into_iter();
+            places.for_each(|places| places.retain(|place| *place != SHARE_PROGRAM));
         }
         for server in ledger["servers"].as_array_mut().into_iter().flatten() {
             for key in ["daemon", "answered_at"] {
@@ -122,6 +137,15 @@ impl Host {
             "unexplained": ledger["unexplained"], "leftovers": ledger["leftovers"]}))
     }
 
+    /// A container without sublet's keys is refused only if it is not known by which runtime, if that cannot be
+    /// started, and without memory.
+    pub fn may_refuse(&self, seen: &Seen) -> bool {
+        let said = self.said();
+        let no_runtime = said.contains("cannot run ");
+        let unknown = said.contains("configuration ") && said.contains(" cannot be read");
+        no_runtime || unknown || seen.signal.is_some() || said.contains("loading shared libraries")
+    }
+
     /// `sublet gc` alone puts everything right.
     pub fn collect(&self) -> Result<(), String> {
         let gc = self.sublet(&["gc"]);
@@ -130,7 +154,7 @@ impl Host {
 
     /// There is no temporary file, and nothing in the state directory that does not belong there.
     pub fn tidy(&self, bundle: Option<&Bundle<'_>>) -> Result<(), String> {
-        let state = self.world.state_dir();
+        let state = self.users.world.state_dir();
         for name in names(&state) {
             if name.ends_with(".tmp") || name.contains("corrupt") || name.contains("rebuilding") {
                 return Err(format!("{name} is left in the state directory"));
@@ -145,11 +169,11 @@ impl Host {
 
     /// No process of the run is left. Daemons and containers are in sessions or groups of others.
     pub fn daemons(&self, wanted: usize) -> Result<(), String> {
-        let right = || self.world.daemons().len() == wanted;
+        let right = || self.users.world.daemons().len() == wanted;
         if right() || eventually(right) {
             return Ok(());
         }
-        Err(format!("{wanted} MPS processes should run: {:?}", self.world.daemons()))
+        Err(format!("{wanted} MPS processes should run: {:?}", self.users.world.daemons()))
     }
 
     /// What every run of a command must come to.
@@ -167,7 +191,7 @@ impl Host {
         match (seen.signal, seen.code) {
             (Some(Signal::SIGKILL), _) if fault == Some(Fault::Kill) => Ok(()),
             // Rust's answer to memory that is refused, and to a start without what its library needs.
-            (Some(Signal::SIGABRT), _) if said.contains("memory allocation of") || before_main(&said) => Ok(()),
+            (Some(Signal::SIGABRT), _) if out_of_memory(&said) || before_main(&said) => Ok(()),
             (Some(signal), _) => Err(format!("{signal} ends it: {said}")),
             (None, Some(0)) => Ok(()),
             (None, _) if seen.became.is_some() => Ok(()),
@@ -177,9 +201,56 @@ impl Host {
     }
 }
 
+/// Left out where it cannot be mounted (`sublet_core::oci::image`).
+const SHARE_PROGRAM: &str = "/usr/bin/sublet-share";
+
+/// config.json without what every edit adds, and without the program that is left out where it cannot be mounted.
+pub fn without_lease(mut config: Value) -> Value {
+    if let Some(annotations) = config["annotations"].as_object_mut() {
+        for key in ["sublet.lease", "sublet.lease.record", "sublet.lease.edits"] {
+            annotations.shift_remove(key);
+        }
+    }
+    if let Some(mounts) = config["mounts"].as_array_mut() {
+        mounts.retain(|mount| mount["destination"] != SHARE_PROGRAM);
+    }
+    config
+}
+
 /// Whether what it said is of Rust's library before `main`, which no program can change.
 fn before_main(said: &str) -> bool {
     said.contains("library/std/src/rt.rs") || said.contains("stack_overflow.rs") || said.contains("fatal runtime error")
+}
+
+/// Whether it is Rust's library, or the C library's malloc, that ended it for want of memory.
+pub fn out_of_memory(said: &str) -> bool {
+    said.contains("memory allocation of") || said.contains("break adjusted to free malloc space")
+}
+
+/// Where two values differ, for people.
+pub fn difference(found: &Value, wanted: &Value) -> String {
+    let mut all = Vec::new();
+    differences("", found, wanted, &mut all);
+    all.truncate(5);
+    all.join("; ")
+}
+
+fn differences(at: &str, found: &Value, wanted: &Value, all: &mut Vec<String>) {
+    match (found, wanted) {
+        (Value::Object(found), Value::Object(wanted)) => {
+            let keys: std::collections::BTreeSet<&String> = found.keys().chain(wanted.keys()).collect();
+            for key in keys {
+                let of = |object: &serde_json::Map<String, Value>| object.get(key).cloned().unwrap_or_default();
+                differences(&format!("{at}/{key}"), &of(found), &of(wanted), all);
+            }
+        }
+        (Value::Array(found), Value::Array(wanted)) => {
+            all.extend(found.iter().filter(|one| !wanted.contains(one)).map(|one| format!("{at} has {one}")));
+            all.extend(wanted.iter().filter(|one| !found.contains(one)).map(|one| format!("{at} has no {one}")));
+        }
+        _ if found != wanted => all.push(format!("{at} is {found} and not {wanted}")),
+        _ => {}
+    }
 }
 
 /// Names in `dir`, sorted.

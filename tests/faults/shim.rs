@@ -4,7 +4,7 @@ use serde_json::Value;
 use sublet_e2e::Bundle;
 
 use crate::injector::{self, Became, Fault, Key, Seen};
-use crate::scene::{Host, SHARE};
+use crate::scene::{Host, SHARE, difference, without_lease};
 use crate::sweep::Path;
 use crate::table::Table;
 
@@ -47,21 +47,12 @@ impl Create {
 
     fn bundle(&self) -> Bundle<'_> {
         let share = if self.kind == Kind::Plain { &[][..] } else { SHARE };
-        self.host.world.bundle("victim", share, &["/bin/sleep", "600"])
+        self.host.users.world.bundle("victim", share, &["/bin/sleep", "600"])
     }
 
     /// How many MPS processes there are while the container exists, or not.
     fn daemons(&self, exists: bool) -> usize {
         if self.kind != Kind::Cold || exists { 2 } else { 0 }
-    }
-
-    /// A container without sublet's keys is refused only if it is not known by which runtime, if that cannot be
-    /// started, and without memory.
-    fn may_refuse(&self, seen: &Seen) -> bool {
-        let said = self.host.said();
-        let no_runtime = said.contains("cannot run ");
-        let unknown = said.contains("configuration ") && said.contains(" cannot be read");
-        no_runtime || unknown || seen.signal.is_some() || said.contains("loading shared libraries")
     }
 
     fn delete(&self) -> Result<(), String> {
@@ -88,11 +79,11 @@ impl Create {
         let Some(expected) = &self.expected else { return Ok(()) };
         let config = without_lease(self.bundle().config());
         if config != expected.config {
-            return Err(format!("it was created from another config.json: {config}"));
+            return Err(format!("it was created from another config.json: {}", difference(&config, &expected.config)));
         }
         let books = self.host.books()?;
         if books != expected.books {
-            return Err(format!("the container exists, and the ledger is {books} and not {}", expected.books));
+            return Err(format!("the container exists, and in the ledger {}", difference(&books, &expected.books)));
         }
         self.host.daemons(self.daemons(self.kind != Kind::Plain))
     }
@@ -101,7 +92,7 @@ impl Create {
         self.host.collect()?;
         let books = self.host.books()?;
         if books != self.books {
-            return Err(format!("no container exists, and the ledger is {books} and not {}", self.books));
+            return Err(format!("no container exists, and in the ledger {}", difference(&books, &self.books)));
         }
         self.host.tidy(Some(&self.bundle()))?;
         self.host.daemons(self.daemons(false))
@@ -136,9 +127,10 @@ impl Path for Create {
             self.delete()?;
             return self.is_as_before();
         };
-        let whole = config == bundle.spec || without_lease(config.clone()) == expected.config;
-        if !whole {
-            return Err(format!("config.json is neither the engine's nor an edited one: {config}"));
+        let edited = without_lease(config.clone());
+        if config != bundle.spec && edited != expected.config {
+            let differs = difference(&edited, &expected.config);
+            return Err(format!("config.json is neither the engine's nor the edited one: {differs}"));
         }
         match &seen.became {
             Some(became) if *became != expected.became => {
@@ -150,7 +142,7 @@ impl Path for Create {
                 self.delete()?;
             }
             None if seen.code == Some(0) => return Err("it says that all is well, and created nothing".to_owned()),
-            None if self.kind == Kind::Plain && fault != Some(Fault::Kill) && !self.may_refuse(seen) => {
+            None if self.kind == Kind::Plain && fault != Some(Fault::Kill) && !self.host.may_refuse(seen) => {
                 return Err(format!("a container without sublet's keys is refused: {}", self.host.said()));
             }
             None => {}
@@ -162,14 +154,4 @@ impl Path for Create {
     fn renew(&mut self) {
         *self = Self::new(self.kind);
     }
-}
-
-/// The members that every edit adds.
-fn without_lease(mut config: Value) -> Value {
-    if let Some(annotations) = config["annotations"].as_object_mut() {
-        for key in ["sublet.lease", "sublet.lease.record", "sublet.lease.edits"] {
-            annotations.shift_remove(key);
-        }
-    }
-    config
 }

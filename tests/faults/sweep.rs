@@ -44,7 +44,8 @@ impl Choice {
         let mut turns = std::collections::BTreeMap::<&str, usize>::new();
         let mut chosen = Vec::new();
         for call in calls {
-            let errors = table.named(call.key.name).errors.iter().map(|errno| Fault::Error(*errno));
+            let errors = call.only.unwrap_or(&table.named(call.key.name).errors);
+            let errors = errors.iter().map(|errno| Fault::Error(*errno));
             let faults: Vec<Fault> = errors.chain([Fault::Kill]).collect();
             match self {
                 Self::All => chosen.extend(faults.into_iter().map(|fault| (call.clone(), fault))),
