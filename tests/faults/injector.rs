@@ -73,6 +73,8 @@ pub struct Seen {
     pub signal: Option<Signal>,
     pub became: Option<Became>,
     pub timed_out: bool,
+    /// Whether it befell the loader or Rust's own start, which first looks at the three descriptors by poll(2).
+    pub before_main: bool,
     /// Calls that the table does not know.
     pub unknown: Vec<u64>,
 }
@@ -347,6 +349,7 @@ impl<'t> Tracer<'t> {
             return false;
         }
         let path = named_file(pid, row.name, registers);
+        self.seen.before_main = self.numbered && !self.counts.contains_key(&("0".to_owned(), "poll"));
         self.seen.hit = Some(Call { key, path, only: None });
         match fault {
             Fault::Kill => {

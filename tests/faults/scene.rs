@@ -192,6 +192,8 @@ impl Host {
             (Some(Signal::SIGKILL), _) if fault == Some(Fault::Kill) => Ok(()),
             // Rust's answer to memory that is refused, and to a start without what its library needs.
             (Some(Signal::SIGABRT), _) if out_of_memory(&said) || before_main(&said) => Ok(()),
+            // The C library's loader does not look at what its first allocations come to.
+            (Some(Signal::SIGSEGV), _) if seen.before_main => Ok(()),
             (Some(signal), _) => Err(format!("{signal} ends it: {said}")),
             (None, Some(0)) => Ok(()),
             (None, _) if seen.became.is_some() => Ok(()),

@@ -82,6 +82,7 @@ pub fn sweep(name: &str, path: &mut dyn Path, table: &Table, choice: &Choice) ->
         Ok(seen) => seen,
         Err(why) => {
             result.failures.push(format!("{name}: without a fault: {why}"));
+            println!("FAILED {}", result.failures.last().expect("one"));
             return result;
         }
     };

@@ -11,7 +11,9 @@ use std::sync::OnceLock;
 #[must_use]
 pub fn is_nested() -> bool {
     static NESTED: OnceLock<bool> = OnceLock::new();
-    *NESTED.get_or_init(|| is_nested_by(std::fs::read_to_string("/proc/self/uid_map")))
+    // What failed for once, for example because no descriptor was left, is read again.
+    let read = || std::fs::read_to_string("/proc/self/uid_map");
+    *NESTED.get_or_init(|| is_nested_by(read().or_else(|_| read())))
 }
 
 fn is_nested_by(map: io::Result<String>) -> bool {

@@ -103,7 +103,7 @@ impl Tree {
     pub fn there(&self, path: &Path) -> io::Result<Option<Found>> {
         match self.find(path) {
             Ok(found) => Ok(Some(found)),
-            Err(error) if is_of_the_image(&error) => Ok(None),
+            Err(error) if is_of_the_image(&error) && error.kind() != io::ErrorKind::PermissionDenied => Ok(None),
             Err(error) => Err(error),
         }
     }
