@@ -79,11 +79,18 @@ pub struct Seen {
     pub unknown: Vec<u64>,
 }
 
+/// What is done at the exit of a call that fails.
+enum Failing {
+    Error(Errno),
+    /// Its first argument is given back, which no call changes.
+    Argument(u64),
+}
+
 #[derive(Default)]
 struct Tracee {
     process: String,
-    /// The call that it is in fails with this.
-    failing: Option<Errno>,
+    /// How the call that it is in fails.
+    failing: Option<Failing>,
 }
 
 struct Tracer<'t> {
@@ -139,6 +146,10 @@ pub fn run(table: &Table, command: &Command, files: &Files, wanted: Option<(&Key
         }
     });
     tracer.follow(&|| false);
+    // Others of its group are its children. Daemons and containers are in sessions of their own.
+    while killpg(first, None).is_ok() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     drop(done);
     watchdog.join().expect("the watchdog ends");
     tracer.seen.timed_out = late.load(Ordering::SeqCst);
@@ -318,8 +329,13 @@ impl<'t> Tracer<'t> {
                 let _ = ptrace::syscall(pid, None);
                 return;
             }
-        } else if let Some(errno) = self.tracees.get_mut(&pid).and_then(|tracee| tracee.failing.take()) {
-            registers.rax = u64::from_ne_bytes((-i64::from(errno as i32)).to_ne_bytes());
+        } else if let Some(failing) = self.tracees.get_mut(&pid).and_then(|tracee| tracee.failing.take()) {
+            match failing {
+                Failing::Error(errno) => {
+                    registers.rax = u64::from_ne_bytes((-i64::from(errno as i32)).to_ne_bytes())
+                }
+                Failing::Argument(first) => registers.rdi = first,
+            }
             let _ = ptrace::setregs(pid, registers);
             self.let_go();
         }
@@ -360,19 +376,18 @@ impl<'t> Tracer<'t> {
             Fault::Error(errno) => {
                 match row.name {
                     // The kernel closes the descriptor even if it then reports an error (close(2)).
-                    "close" => tracee.failing = Some(errno),
+                    "close" => tracee.failing = Some(Failing::Error(errno)),
                     // brk(2): it fails by leaving the end of the heap, which it returns, as asking for it does.
-                    "brk" => registers.rdi = 0,
+                    "brk" => {
+                        tracee.failing = Some(Failing::Argument(registers.rdi));
+                        registers.rdi = 0;
+                    }
                     _ => {
                         registers.orig_rax = u64::MAX;
-                        tracee.failing = Some(errno);
+                        tracee.failing = Some(Failing::Error(errno));
                     }
                 }
                 let _ = ptrace::setregs(pid, *registers);
-                if row.name == "brk" {
-                    self.let_go();
-                    return false;
-                }
                 true
             }
         }
@@ -382,12 +397,11 @@ impl<'t> Tracer<'t> {
 /// The file that the call names, read from the process's memory.
 fn named_file(pid: Pid, name: &str, registers: &libc::user_regs_struct) -> String {
     let address = match name {
-        "open" | "access" | "stat" | "lstat" | "readlink" | "chdir" | "chroot" | "rename" | "unlink" | "mkdir"
-        | "rmdir" | "chmod" | "chown" | "lchown" | "statfs" | "execve" => registers.rdi,
-        "openat" | "openat2" | "faccessat" | "faccessat2" | "newfstatat" | "statx" | "readlinkat" | "renameat"
-        | "renameat2" | "unlinkat" | "mkdirat" | "mknodat" | "fchmodat" | "fchmodat2" | "fchownat" => {
-            registers.rsi
-        }
+        "open" | "access" | "stat" | "lstat" | "readlink" | "chdir" | "chroot" | "rename" | "unlink"
+        | "mkdir" | "rmdir" | "chmod" | "chown" | "lchown" | "statfs" | "execve" => registers.rdi,
+        "openat" | "openat2" | "faccessat" | "faccessat2" | "newfstatat" | "statx" | "readlinkat"
+        | "renameat" | "renameat2" | "unlinkat" | "mkdirat" | "mknodat" | "fchmodat" | "fchmodat2"
+        | "fchownat" => registers.rsi,
         "read" | "pread64" | "write" | "fstat" | "fsync" | "flock" | "getdents64" | "connect" => {
             let link = fs::read_link(format!("/proc/{pid}/fd/{}", registers.rdi)).unwrap_or_default();
             return link.to_string_lossy().into_owned();

@@ -61,7 +61,8 @@ impl Joined {
     fn create(&self) -> Result<(), String> {
         let bundle = self.bundle();
         bundle.write();
-        let process = json!({"cwd": "/", "args": ["/bin/true"], "env": ["PATH=/bin"], "user": {"uid": 0, "gid": 0}});
+        let process =
+            json!({"cwd": "/", "args": ["/bin/true"], "env": ["PATH=/bin"], "user": {"uid": 0, "gid": 0}});
         fs::write(bundle.dir.join("process.json"), process.to_string()).map_err(|error| error.to_string())?;
         let created = self.host.undisturbed(&self.host.create(&bundle));
         if !created.ok {
@@ -81,7 +82,10 @@ impl Joined {
         let books = self.host.books()?;
         if books != *wanted {
             let exists = self.exists();
-            return Err(format!("the container exists: {exists}; in the ledger {}", difference(&books, wanted)));
+            return Err(format!(
+                "the container exists: {exists}; in the ledger {}",
+                difference(&books, wanted)
+            ));
         }
         self.host.tidy(Some(&self.bundle()))?;
         self.host.daemons(2)
@@ -94,7 +98,8 @@ impl Joined {
             Some(became) => {
                 // With a configuration that cannot be read, it is the runtime that has a record of the container.
                 let other = said.contains("going on with the runtime that was found");
-                let right = became.files == expected.files && became.arguments[1..] == expected.arguments[1..];
+                let right =
+                    became.files == expected.files && became.arguments[1..] == expected.arguments[1..];
                 if right && (other || became.arguments[0] == expected.arguments[0]) {
                     return Ok(());
                 }
@@ -117,6 +122,14 @@ impl Joined {
             _ => Err(format!("a container cannot be deleted: {said}")),
         }
     }
+}
+
+/// The program, and its options and words; by which of its descriptors a file is given does not matter.
+fn split(became: &Became) -> (&[String], Vec<&str>) {
+    let first = became.arguments.iter().position(|word| word == "--root").unwrap_or(0);
+    let (program, line) = became.arguments.split_at(first);
+    let word = |word: &'_ String| word.starts_with("/proc/self/fd/");
+    (program, line.iter().map(|text| if word(text) { "/proc/self/fd" } else { text.as_str() }).collect())
 }
 
 impl Path for Joined {
@@ -154,7 +167,9 @@ impl Path for Joined {
             let became = seen.became.clone().ok_or_else(|| format!("it fails: {}", self.host.said()))?;
             let given = became.files.iter().any(|file| file.contains("CUDA_MPS_PIPE_DIRECTORY"));
             if given != (self.command == Command::Exec) {
-                return Err(format!("the process has not the environment of its container's share: {became:?}"));
+                return Err(format!(
+                    "the process has not the environment of its container's share: {became:?}"
+                ));
             }
             self.expected = Some(became);
         }

@@ -5,8 +5,11 @@
 //!     faults [--all] [PATH…]
 //!     faults --only PATH:[PROCESS/]CALL:NTH:ERROR
 //!
-//! Without `--all` each call fails once, its errors and the kill taking turns. As root; x86-64 alone.
+//! Without `--all` (or `ALL=1` in the environment, for `make test-faults`) each call fails once; its errors and the kill take
+//! turns, from call to call of the same name. `ONLY` in the environment is `--only`. As root; x86-64 alone.
 
+#[cfg(target_arch = "x86_64")]
+mod hook;
 #[cfg(target_arch = "x86_64")]
 mod injector;
 #[cfg(target_arch = "x86_64")]
@@ -29,22 +32,36 @@ fn main() -> std::process::ExitCode {
     use sweep::{Choice, Path, sweep};
 
     let mut words: Vec<String> = std::env::args().skip(1).collect();
+    let mut only = std::env::var("ONLY").ok().filter(|only| !only.is_empty());
+    if words.first().is_some_and(|word| word == "--only") {
+        only = Some(words.split_off(1).join(" "));
+        words.clear();
+    }
     let all = words.first().is_some_and(|word| word == "--all");
-    let only = words.first().is_some_and(|word| word == "--only");
-    if all || only {
+    if all {
         words.remove(0);
     }
-    let choice = if only { one_of(&words) } else if all { Choice::All } else { Choice::InTurn };
-    if only {
-        words = vec![words[0].split(':').next().unwrap_or_default().to_owned()];
-    }
+    let all = all || std::env::var("ALL").is_ok_and(|all| !all.is_empty());
+    let choice = match &only {
+        Some(only) => one_of(only),
+        None if all => Choice::All,
+        None => Choice::InTurn,
+    };
+    let path_of_only = only.as_deref().and_then(|only| only.split(':').next());
+    let is_chosen = |name: &str| {
+        (words.is_empty() || words.iter().any(|word| word == name))
+            && path_of_only.is_none_or(|only| only == name)
+    };
     if sublet_e2e::skip_unless_root() {
         return std::process::ExitCode::SUCCESS;
     }
     let table = table::Table::read();
     let mut total = sweep::Result_::default();
-    println!("{:<26} {:>6} {:>7} {:>7} {:>7} {:>7} {:>6}", "path", "calls", "faults", "passed", "missed", "failed", "s");
-    for (name, make) in PATHS.iter().filter(|(name, _)| words.is_empty() || words.iter().any(|word| word == name)) {
+    println!(
+        "{:<26} {:>6} {:>7} {:>7} {:>7} {:>7} {:>6}",
+        "path", "calls", "faults", "passed", "missed", "failed", "s"
+    );
+    for (name, make) in PATHS.iter().filter(|(name, _)| is_chosen(name)) {
         let mut path: Box<dyn Path> = make();
         let result = sweep(name, path.as_mut(), &table, &choice);
         print(name, &result);
@@ -75,6 +92,10 @@ const PATHS: &[(&str, Make)] = &[
     ("exec", || Box::new(joined::Joined::new(joined::Command::Exec))),
     ("delete-plain", || Box::new(joined::Joined::new(joined::Command::DeletePlain))),
     ("delete", || Box::new(joined::Joined::new(joined::Command::Delete))),
+    ("precreate-plain", || Box::new(hook::Hook::new(hook::Stage::PrecreatePlain))),
+    ("precreate", || Box::new(hook::Hook::new(hook::Stage::Precreate))),
+    ("createRuntime", || Box::new(hook::Hook::new(hook::Stage::CreateRuntime))),
+    ("poststop", || Box::new(hook::Hook::new(hook::Stage::Poststop))),
     ("request", || Box::new(service::Serve::new(service::Work::Request))),
     ("guard", || Box::new(service::Serve::new(service::Work::Guard))),
     ("gc", || Box::new(tools::Run::new(tools::Tool::Gc))),
@@ -99,9 +120,9 @@ fn print(name: &str, result: &sweep::Result_) {
 
 /// The fault that `--only` names.
 #[cfg(target_arch = "x86_64")]
-fn one_of(words: &[String]) -> sweep::Choice {
+fn one_of(only: &str) -> sweep::Choice {
     let usage = "usage: faults --only PATH:[PROCESS/]CALL:NTH:ERROR";
-    let parts: Vec<&str> = words.first().expect(usage).split(':').collect();
+    let parts: Vec<&str> = only.split(':').collect();
     let [_, call, nth, fault] = parts[..] else { panic!("{usage}") };
     let (process, name) = call.split_once('/').unwrap_or(("0", call));
     let fault = match fault {

@@ -49,7 +49,8 @@ impl Host {
         let text = fs::read_to_string(&world.config).expect("config.toml is there");
         let named = format!("low_level = [\"{}\"]", world.engine.program());
         assert!(text.contains(&named), "config.toml names no low-level runtime");
-        fs::write(&world.config, text.replace(&named, &format!("low_level = [{low_level:?}]"))).expect("written");
+        fs::write(&world.config, text.replace(&named, &format!("low_level = [{low_level:?}]")))
+            .expect("written");
         let of = |name: &str| dir.join(name);
         let files = Files { stdin: "/dev/null".into(), stdout: of("stdout"), stderr: of("stderr") };
         let log = of("log");
@@ -90,7 +91,9 @@ impl Host {
     /// The same command without a fault.
     pub fn undisturbed(&self, command: &Command) -> Finished {
         let mut again = Command::new(command.get_program());
-        again.args(command.get_args()).envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        again
+            .args(command.get_args())
+            .envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
         again.stdin(fs::File::open(&self.files.stdin).map_or_else(|_| Stdio::null(), Stdio::from));
         Finished::of(&again.output().expect("it runs"))
     }
@@ -110,7 +113,8 @@ impl Host {
 
     /// What stands in the ledger, without asking a command that would put it right.
     pub fn ledger(&self) -> Result<Value, String> {
-        let text = fs::read(self.users.world.state_dir().join("ledger.json")).map_err(|error| error.to_string())?;
+        let text =
+            fs::read(self.users.world.state_dir().join("ledger.json")).map_err(|error| error.to_string())?;
         serde_json::from_slice(&text).map_err(|error| format!("the ledger is no JSON: {error}"))
     }
 
@@ -221,12 +225,14 @@ pub fn without_lease(mut config: Value) -> Value {
 
 /// Whether what it said is of Rust's library before `main`, which no program can change.
 fn before_main(said: &str) -> bool {
-    said.contains("library/std/src/rt.rs") || said.contains("stack_overflow.rs") || said.contains("fatal runtime error")
+    said.contains("library/std/src/rt.rs")
+        || said.contains("stack_overflow.rs")
+        || said.contains("fatal runtime error")
 }
 
-/// Whether it is Rust's library, or the C library's malloc, that ended it for want of memory.
+/// Whether Rust's library ended it for want of memory.
 pub fn out_of_memory(said: &str) -> bool {
-    said.contains("memory allocation of") || said.contains("break adjusted to free malloc space")
+    said.contains("memory allocation of")
 }
 
 /// Where two values differ, for people.
@@ -242,13 +248,16 @@ fn differences(at: &str, found: &Value, wanted: &Value, all: &mut Vec<String>) {
         (Value::Object(found), Value::Object(wanted)) => {
             let keys: std::collections::BTreeSet<&String> = found.keys().chain(wanted.keys()).collect();
             for key in keys {
-                let of = |object: &serde_json::Map<String, Value>| object.get(key).cloned().unwrap_or_default();
+                let of =
+                    |object: &serde_json::Map<String, Value>| object.get(key).cloned().unwrap_or_default();
                 differences(&format!("{at}/{key}"), &of(found), &of(wanted), all);
             }
         }
         (Value::Array(found), Value::Array(wanted)) => {
             all.extend(found.iter().filter(|one| !wanted.contains(one)).map(|one| format!("{at} has {one}")));
-            all.extend(wanted.iter().filter(|one| !found.contains(one)).map(|one| format!("{at} has no {one}")));
+            all.extend(
+                wanted.iter().filter(|one| !found.contains(one)).map(|one| format!("{at} has no {one}")),
+            );
         }
         _ if found != wanted => all.push(format!("{at} is {found} and not {wanted}")),
         _ => {}

@@ -79,11 +79,17 @@ impl Create {
         let Some(expected) = &self.expected else { return Ok(()) };
         let config = without_lease(self.bundle().config());
         if config != expected.config {
-            return Err(format!("it was created from another config.json: {}", difference(&config, &expected.config)));
+            return Err(format!(
+                "it was created from another config.json: {}",
+                difference(&config, &expected.config)
+            ));
         }
         let books = self.host.books()?;
         if books != expected.books {
-            return Err(format!("the container exists, and in the ledger {}", difference(&books, &expected.books)));
+            return Err(format!(
+                "the container exists, and in the ledger {}",
+                difference(&books, &expected.books)
+            ));
         }
         self.host.daemons(self.daemons(self.kind != Kind::Plain))
     }
@@ -92,7 +98,10 @@ impl Create {
         self.host.collect()?;
         let books = self.host.books()?;
         if books != self.books {
-            return Err(format!("no container exists, and in the ledger {}", difference(&books, &self.books)));
+            return Err(format!(
+                "no container exists, and in the ledger {}",
+                difference(&books, &self.books)
+            ));
         }
         self.host.tidy(Some(&self.bundle()))?;
         self.host.daemons(self.daemons(false))
@@ -136,12 +145,16 @@ impl Path for Create {
             Some(became) if *became != expected.became => {
                 return Err(format!("the low-level runtime was called with {became:?}"));
             }
-            Some(_) if seen.code != Some(0) => return Err(format!("the low-level runtime failed: {:?}", seen.code)),
+            Some(_) if seen.code != Some(0) => {
+                return Err(format!("the low-level runtime failed: {:?}", seen.code));
+            }
             Some(_) => {
                 self.is_right()?;
                 self.delete()?;
             }
-            None if seen.code == Some(0) => return Err("it says that all is well, and created nothing".to_owned()),
+            None if seen.code == Some(0) => {
+                return Err("it says that all is well, and created nothing".to_owned());
+            }
             None if self.kind == Kind::Plain && fault != Some(Fault::Kill) && !self.host.may_refuse(seen) => {
                 return Err(format!("a container without sublet's keys is refused: {}", self.host.said()));
             }

@@ -243,5 +243,9 @@ mod tests {
         assert!(matches!(of(&own), Err(EnterError::Record { .. })));
         std::fs::write(own.path().join("state.json"), "{\"init_process_pid\":1}").unwrap();
         assert!(!speaks(&own));
+        // A socket cannot be opened, as a record cannot for want of a descriptor.
+        let unread = tempfile::tempdir().unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(unread.path().join("state.json")).unwrap();
+        assert!(speaks(&unread), "it may have a share");
     }
 }

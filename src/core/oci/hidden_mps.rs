@@ -45,7 +45,11 @@ pub(crate) fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result
         let led = lead(directory, &image)?;
         for (by, _) in mounts.iter().skip(last + 1) {
             if hides(by, directory, &led, &image)? {
-                return Err(ImageError::Covered { directory: directory.clone(), by: by.clone(), mask: false });
+                return Err(ImageError::Covered {
+                    directory: directory.clone(),
+                    by: by.clone(),
+                    mask: false,
+                });
             }
         }
     }

@@ -27,7 +27,9 @@ pub(super) fn check_files(
     for path in files {
         let unusable = |source| ImageError::Unusable { path: path.clone(), source };
         match look(tree, path)? {
-            Some(found) if found.is(SFlag::S_IFDIR).map_err(unusable)? => return Err(ImageError::Directory(path.clone())),
+            Some(found) if found.is(SFlag::S_IFDIR).map_err(unusable)? => {
+                return Err(ImageError::Directory(path.clone()));
+            }
             Some(found) if found.in_volume => {
                 if let (Some(place), _) = tree.place_in_volume(path).map_err(unusable)? {
                     note(place, None, &mut volumes);

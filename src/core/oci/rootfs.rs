@@ -103,7 +103,9 @@ impl Tree {
     pub fn there(&self, path: &Path) -> io::Result<Option<Found>> {
         match self.find(path) {
             Ok(found) => Ok(Some(found)),
-            Err(error) if is_of_the_image(&error) && error.kind() != io::ErrorKind::PermissionDenied => Ok(None),
+            Err(error) if is_of_the_image(&error) && error.kind() != io::ErrorKind::PermissionDenied => {
+                Ok(None)
+            }
             Err(error) => Err(error),
         }
     }
@@ -227,7 +229,9 @@ impl Found {
             Ok(target) => Ok(Some(target.into())),
             // EINVAL: it is no link (readlink(2)).
             Err(Errno::EINVAL) => Ok(None),
-            Err(errno) => Err(errno.into()).or_else(|error| if is_of_the_image(&error) { Ok(None) } else { Err(error) }),
+            Err(errno) => {
+                Err(errno.into()).or_else(|error| if is_of_the_image(&error) { Ok(None) } else { Err(error) })
+            }
         }
     }
 
