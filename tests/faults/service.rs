@@ -1,12 +1,13 @@
 //! `sublet serve`: one request of a user's, and one look of the guard.
 
 use std::fs;
+use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
 
 use nix::unistd::Pid;
 use serde_json::Value;
-use sublet_e2e::user::Host as Users;
+use sublet_e2e::user::{Bundle, Host as Users};
 use sublet_e2e::{Finished, eventually};
 
 use crate::injector::{self, Fault, Key, Seen};
@@ -35,15 +36,22 @@ pub struct Serve {
     books: Value,
     /// The config.json of the undisturbed request.
     expected: Option<Value>,
-    /// What the user's request came to: its end, the config.json after it and before it.
-    created: Option<(Finished, Value, Value)>,
+    /// The user's bundle, and the config.json that the engine writes there.
+    dir: PathBuf,
+    spec: Value,
+    /// What the user's request came to: its end, and the config.json after it.
+    created: Option<(Finished, Value)>,
 }
 
 impl Serve {
     pub fn new(work: Work) -> Self {
         let speak = std::env::current_exe().expect("our own path").with_file_name("speak");
         let host = Host::of(Users::new("h200", POLICY, &speak));
-        let mut serve = Self { work, host, books: Value::Null, expected: None, created: None };
+        let (dir, spec) = {
+            let made = host.users.bundle(ALICE, "victim", QUARTER, &["/bin/sleep", "600"]);
+            (made.dir.clone(), made.spec.clone())
+        };
+        let mut serve = Self { work, host, books: Value::Null, expected: None, dir, spec, created: None };
         serve.start();
         if work == Work::Guard {
             let bundle = serve.host.users.world.bundle("watched", SHARE, &["/bin/sleep", "600"]);
@@ -86,15 +94,13 @@ impl Serve {
         self.threads().iter().any(|name| name.trim() == "guard")
     }
 
-    fn create(&self) -> (Finished, Value, Value) {
-        let bundle = self.host.users.bundle(ALICE, "victim", QUARTER, &["/bin/sleep", "600"]);
-        let created = bundle.create();
-        let config = bundle.config();
-        (created, config, bundle.spec.clone())
+    fn bundle(&self) -> Bundle<'_> {
+        let (dir, spec) = (self.dir.clone(), self.spec.clone());
+        Bundle { host: &self.host.users, uid: ALICE, id: "victim".to_owned(), dir, spec }
     }
 
     /// What a request of the user's came to: all of it, or none.
-    fn is_whole(&self, created: &Finished, config: &Value, spec: &Value) -> Result<(), String> {
+    fn is_whole(&self, created: &Finished, config: &Value) -> Result<(), String> {
         let edited = without_lease(config.clone());
         let expected = self.expected.as_ref().unwrap_or(&edited);
         if created.ok && edited != *expected {
@@ -103,8 +109,8 @@ impl Serve {
                 difference(&edited, expected)
             ));
         }
-        if !created.ok && (created.stderr.trim().is_empty() || config != spec) {
-            return Err(format!("refused in a wrong way: {created:?}: {}", difference(config, spec)));
+        if !created.ok && (created.stderr.trim().is_empty() || *config != self.spec) {
+            return Err(format!("refused in a wrong way: {created:?}: {}", difference(config, &self.spec)));
         }
         Ok(())
     }
@@ -129,16 +135,15 @@ impl Path for Serve {
             seen.calls.retain(|call| call.key.process == "guard");
             return seen;
         }
-        let (mut created, users) = (None, &self.host.users);
-        let bundle = users.bundle(ALICE, "victim", QUARTER, &["/bin/sleep", "600"]);
-        let spec = bundle.spec.clone();
+        let mut created = None;
+        let bundle = self.bundle();
         let mut seen = injector::serve(table, service, wanted, || {
             let done = bundle.create();
             created = Some((done, bundle.config()));
         });
         drop(bundle);
         seen.calls.retain(|call| call.key.process != "guard");
-        self.created = created.map(|(done, config)| (done, config, spec));
+        self.created = created;
         seen
     }
 
@@ -153,19 +158,20 @@ impl Path for Serve {
         if fault != Some(Fault::Kill) && !self.lives() && !out_of_memory(&said) {
             return Err(format!("the service has ended, or its guard: {:?}: {said}", self.threads()));
         }
-        if let Some((created, config, spec)) = self.created.take() {
+        if let Some((created, config)) = self.created.take() {
             if fault.is_none() && !created.ok {
                 return Err(format!("the user gets no share: {created:?}"));
             }
-            self.is_whole(&created, &config, &spec)?;
+            self.is_whole(&created, &config)?;
             if self.expected.is_none() {
                 self.expected = Some(without_lease(config));
             }
         }
         self.prepare()?;
         if self.work == Work::Request {
-            let (created, config, spec) = self.create();
-            self.is_whole(&created, &config, &spec)?;
+            let bundle = self.bundle();
+            let (created, config) = (bundle.create(), bundle.config());
+            self.is_whole(&created, &config)?;
             if !created.ok {
                 return Err(format!("the next request is refused: {created:?}"));
             }

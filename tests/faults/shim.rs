@@ -3,7 +3,7 @@
 use serde_json::Value;
 use sublet_e2e::Bundle;
 
-use crate::injector::{self, Became, Fault, Key, Seen};
+use crate::injector::{self, Became, Call, Fault, Key, Seen};
 use crate::scene::{Host, SHARE, difference, without_lease};
 use crate::sweep::Path;
 use crate::table::Table;
@@ -162,6 +162,11 @@ impl Path for Create {
         }
         self.is_as_before()?;
         self.again()
+    }
+
+    fn first(&self, calls: &[Call]) -> usize {
+        let makes = |call: &Call| ["clone", "clone3", "fork", "vfork"].contains(&call.key.name);
+        if self.kind == Kind::Cold { calls.iter().position(makes).unwrap_or(0) } else { 0 }
     }
 
     fn renew(&mut self) {
