@@ -115,6 +115,7 @@ const OPTIONS: ptrace::Options = ptrace::Options::PTRACE_O_TRACESYSGOOD
     .union(ptrace::Options::PTRACE_O_TRACEEXEC);
 
 /// Runs `command` to its end.
+#[expect(clippy::zombie_processes, reason = "the tracer waits for it, as for all that it follows")]
 pub fn run(table: &Table, command: &Command, files: &Files, wanted: Option<(&Key, Fault)>) -> Seen {
     // A shell stops itself, so that it can be followed from the first call of the program that it then becomes.
     let mut stopped = Command::new("/bin/sh");
@@ -332,7 +333,7 @@ impl<'t> Tracer<'t> {
         } else if let Some(failing) = self.tracees.get_mut(&pid).and_then(|tracee| tracee.failing.take()) {
             match failing {
                 Failing::Error(errno) => {
-                    registers.rax = u64::from_ne_bytes((-i64::from(errno as i32)).to_ne_bytes())
+                    registers.rax = u64::from_ne_bytes((-i64::from(errno as i32)).to_ne_bytes());
                 }
                 Failing::Argument(first) => registers.rdi = first,
             }
@@ -402,7 +403,8 @@ fn named_file(pid: Pid, name: &str, registers: &libc::user_regs_struct) -> Strin
         "openat" | "openat2" | "faccessat" | "faccessat2" | "newfstatat" | "statx" | "readlinkat"
         | "renameat" | "renameat2" | "unlinkat" | "mkdirat" | "mknodat" | "fchmodat" | "fchmodat2"
         | "fchownat" => registers.rsi,
-        "read" | "pread64" | "write" | "fstat" | "fsync" | "flock" | "getdents64" | "connect" => {
+        "read" | "pread64" | "write" | "fstat" | "fsync" | "ftruncate" | "flock" | "getdents64" | "close"
+        | "fcntl" | "fstatfs" | "ioctl" | "fchmod" | "fchown" => {
             let link = fs::read_link(format!("/proc/{pid}/fd/{}", registers.rdi)).unwrap_or_default();
             return link.to_string_lossy().into_owned();
         }

@@ -56,7 +56,7 @@ fn main() -> std::process::ExitCode {
         return std::process::ExitCode::SUCCESS;
     }
     let table = table::Table::read();
-    let mut total = sweep::Result_::default();
+    let mut total = sweep::Outcome::default();
     println!(
         "{:<26} {:>6} {:>7} {:>7} {:>7} {:>7} {:>6}",
         "path", "calls", "faults", "passed", "missed", "failed", "s"
@@ -106,7 +106,7 @@ const PATHS: &[(&str, Make)] = &[
 ];
 
 #[cfg(target_arch = "x86_64")]
-fn print(name: &str, result: &sweep::Result_) {
+fn print(name: &str, result: &sweep::Outcome) {
     println!(
         "{name:<26} {:>6} {:>7} {:>7} {:>7} {:>7} {:>6.1}",
         result.calls,

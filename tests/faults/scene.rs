@@ -49,7 +49,7 @@ impl Host {
         let text = fs::read_to_string(&world.config).expect("config.toml is there");
         let named = format!("low_level = [\"{}\"]", world.engine.program());
         assert!(text.contains(&named), "config.toml names no low-level runtime");
-        fs::write(&world.config, text.replace(&named, &format!("low_level = [{low_level:?}]")))
+        fs::write(&world.config, text.replace(&named, &format!("low_level = [\"{}\"]", low_level.display())))
             .expect("written");
         let of = |name: &str| dir.join(name);
         let files = Files { stdin: "/dev/null".into(), stdout: of("stdout"), stderr: of("stderr") };
@@ -160,7 +160,7 @@ impl Host {
     pub fn tidy(&self, bundle: Option<&Bundle<'_>>) -> Result<(), String> {
         let state = self.users.world.state_dir();
         for name in names(&state) {
-            if name.ends_with(".tmp") || name.contains("corrupt") || name.contains("rebuilding") {
+            if name.starts_with('.') || name.contains("corrupt") || name.contains("rebuilding") {
                 return Err(format!("{name} is left in the state directory"));
             }
         }
@@ -230,9 +230,10 @@ fn before_main(said: &str) -> bool {
         || said.contains("fatal runtime error")
 }
 
-/// Whether Rust's library ended it for want of memory.
+/// Whether Rust's library ended it for want of memory, or the C library's malloc did, which does not expect the second of
+/// its two first brk(2) to fail.
 pub fn out_of_memory(said: &str) -> bool {
-    said.contains("memory allocation of")
+    said.contains("memory allocation of") || said.contains("malloc assertion failure in sysmalloc")
 }
 
 /// Where two values differ, for people.

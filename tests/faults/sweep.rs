@@ -1,5 +1,6 @@
 //! One path: an undisturbed run, and then one run for each fault.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::injector::{Call, Fault, Key, Seen};
@@ -23,7 +24,7 @@ pub trait Path {
 
 /// What came of a path.
 #[derive(Default)]
-pub struct Result_ {
+pub struct Outcome {
     pub calls: usize,
     pub faults: usize,
     pub passed: usize,
@@ -37,7 +38,7 @@ pub struct Result_ {
 pub enum Choice {
     /// Each call with each of its errors, and a kill.
     All,
-    /// Each call with one of them in turn, by its position.
+    /// Each call with one of them in turn, by its position; of calls of one name on one file the first three.
     InTurn,
     /// One fault.
     Only(Key, Fault),
@@ -45,7 +46,8 @@ pub enum Choice {
 
 impl Choice {
     fn of(&self, table: &Table, calls: &[Call]) -> Vec<(Call, Fault)> {
-        let mut turns = std::collections::BTreeMap::<&str, usize>::new();
+        let mut turns = BTreeMap::<&str, usize>::new();
+        let mut alike = BTreeMap::<(&str, &str), usize>::new();
         let mut chosen = Vec::new();
         for call in calls {
             let errors = call.only.unwrap_or(&table.named(call.key.name).errors);
@@ -54,6 +56,11 @@ impl Choice {
             match self {
                 Self::All => chosen.extend(faults.into_iter().map(|fault| (call.clone(), fault))),
                 Self::InTurn => {
+                    let before = alike.entry((call.key.name, &call.path)).or_default();
+                    *before += 1;
+                    if *before > ALIKE && !call.path.is_empty() {
+                        continue;
+                    }
                     let turn = turns.entry(call.key.name).or_default();
                     chosen.push((call.clone(), faults[*turn % faults.len()]));
                     *turn += 1;
@@ -65,6 +72,9 @@ impl Choice {
         chosen
     }
 }
+
+/// How many calls of one name on one file fail when they do so in turn.
+const ALIKE: usize = 3;
 
 /// The name by which one fault can be repeated.
 pub fn word(key: &Key, fault: Fault) -> String {
@@ -79,9 +89,9 @@ pub fn word(key: &Key, fault: Fault) -> String {
 /// How often a run is tried in which the call did not come.
 const TRIES: usize = 3;
 
-pub fn sweep(name: &str, path: &mut dyn Path, table: &Table, choice: &Choice) -> Result_ {
+pub fn sweep(name: &str, path: &mut dyn Path, table: &Table, choice: &Choice) -> Outcome {
     let start = Instant::now();
-    let mut result = Result_::default();
+    let mut result = Outcome::default();
     let seen = match undisturbed(path, table) {
         Ok(seen) => seen,
         Err(why) => {

@@ -1,7 +1,9 @@
 //! Commands of `sublet`, the program that loads NVML: `gc`, `refresh`, `mps start` and `stop`, `mig apply`.
 
+use std::collections::BTreeMap;
 use std::fs;
 
+use nix::sys::signal::{Signal, kill};
 use serde_json::Value;
 
 use crate::injector::{self, Fault, Key, Seen};
@@ -91,13 +93,28 @@ impl Run {
 
     /// A container that ended without a word.
     fn end_unseen(&self) -> Result<(), String> {
+        self.create()?;
+        self.host.low_level(&["delete", "victim"]);
+        Ok(())
+    }
+
+    /// A container whose MPS daemon was killed.
+    fn lose_daemon(&self) -> Result<(), String> {
+        self.create()?;
+        self.host.collect()?;
+        for daemon in self.host.users.world.daemon_pids("") {
+            let _ = kill(daemon, Signal::SIGKILL);
+        }
+        self.host.daemons(0)
+    }
+
+    fn create(&self) -> Result<(), String> {
         let bundle = self.host.users.world.bundle("victim", SHARE, &["/bin/sleep", "600"]);
         bundle.write();
         let created = self.host.undisturbed(&self.host.create(&bundle));
         if !created.ok {
             return Err(format!("create fails: {created:?}"));
         }
-        self.host.low_level(&["delete", "victim"]);
         Ok(())
     }
 }
@@ -105,10 +122,9 @@ impl Run {
 impl Path for Run {
     fn prepare(&mut self) -> Result<(), String> {
         match self.tool {
-            Tool::Gc => self.end_unseen()?,
+            Tool::Gc | Tool::MpsStop => self.end_unseen()?,
             Tool::Refresh => {}
-            Tool::MpsStart => self.ok(&["mps", "stop", "--if-there", GPU])?,
-            Tool::MpsStop => self.ok(&["mps", "start", GPU])?,
+            Tool::MpsStart => self.lose_daemon()?,
             Tool::MigApply => self.ok(&["mig", "apply", &self.layout("before.toml")])?,
         }
         self.host.forget_output();
@@ -118,7 +134,17 @@ impl Path for Run {
     fn run(&mut self, table: &Table, wanted: Option<(&Key, Fault)>) -> Seen {
         let mut command = self.host.users.world.command("sublet");
         command.args(self.command());
-        injector::run(table, &command, &self.host.files, wanted)
+        let mut seen = injector::run(table, &command, &self.host.files, wanted);
+        if self.tool == Tool::MigApply {
+            // The simulated driver reads its state anew for each question, some thousand times.
+            let mut alike = BTreeMap::<(&str, String), usize>::new();
+            seen.calls.retain(|call| {
+                let before = alike.entry((call.key.name, call.path.clone())).or_default();
+                *before += 1;
+                *before <= if call.path.is_empty() { 20 } else { 2 }
+            });
+        }
+        seen
     }
 
     fn judge(&mut self, seen: &Seen, fault: Option<Fault>) -> Result<(), String> {
@@ -131,8 +157,8 @@ impl Path for Run {
             }
             self.after = self.state()?;
         }
-        // `gc` leaves what it could not find out as it was.
-        if seen.code == Some(0) && self.tool != Tool::Gc {
+        // `gc`, and a `mps stop` of a daemon that may have a lease, leave what they could not find out as it was.
+        if seen.code == Some(0) && !matches!(self.tool, Tool::Gc | Tool::MpsStop) {
             let state = self.state()?;
             if state != self.after {
                 return Err(format!("it says that all is well, and {}", difference(&state, &self.after)));
@@ -149,7 +175,11 @@ impl Path for Run {
                 self.host.daemons(0)?;
             }
             Tool::MpsStart | Tool::MpsStop => {
-                self.ok(&["mps", "stop", "--if-there", GPU])?;
+                if self.tool == Tool::MpsStart {
+                    self.ok(&again)?;
+                    self.host.daemons(2)?;
+                }
+                self.host.low_level(&["delete", "victim"]);
                 self.host.collect()?;
                 let state = self.state()?;
                 if state != self.before {
