@@ -124,7 +124,7 @@ test-all: test build generate
 
 test-packages: build generate
 test-ansible: generate
-# `make test-faults ALL=1` has each call fail with each of its errors, which takes an hour; ONLY=create:openat:12:EMFILE
+# `make test-faults ALL=1` has each call fail with each of its errors, which takes long; ONLY=create:openat:12:EMFILE
 # repeats one (tests/faults/main.rs).
 $(test_groups): needs test-build
 	@SUBLET_BIN_DIR=$(TEST_BIN) tests/run $(@:test-%=%)

@@ -145,7 +145,7 @@ impl Host {
     /// started, and without memory.
     pub fn may_refuse(&self, seen: &Seen) -> bool {
         let said = self.said();
-        let no_runtime = said.contains("cannot run ");
+        let no_runtime = said.contains("cannot run ") || said.contains("no executable ");
         let unknown = said.contains("configuration ") && said.contains(" cannot be read");
         no_runtime || unknown || seen.signal.is_some() || said.contains("loading shared libraries")
     }

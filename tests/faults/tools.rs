@@ -5,6 +5,7 @@ use std::fs;
 
 use nix::sys::signal::{Signal, kill};
 use serde_json::Value;
+use sublet_e2e::eventually;
 
 use crate::injector::{self, Fault, Key, Seen};
 use crate::scene::{Host, SHARE, difference};
@@ -157,8 +158,9 @@ impl Path for Run {
             }
             self.after = self.state()?;
         }
-        // `gc`, and a `mps stop` of a daemon that may have a lease, leave what they could not find out as it was.
-        if seen.code == Some(0) && !matches!(self.tool, Tool::Gc | Tool::MpsStop) {
+        // `gc`, and a `mps stop` of a daemon that may have a lease, leave what they could not find out as it was. What
+        // `refresh` could not find out is missing in the inventory, and refused to containers, until it is given again.
+        if seen.code == Some(0) && !matches!(self.tool, Tool::Gc | Tool::MpsStop | Tool::Refresh) {
             let state = self.state()?;
             if state != self.after {
                 return Err(format!("it says that all is well, and {}", difference(&state, &self.after)));
@@ -180,14 +182,16 @@ impl Path for Run {
                     self.host.daemons(2)?;
                 }
                 self.host.low_level(&["delete", "victim"]);
-                self.host.collect()?;
-                let state = self.state()?;
-                if state != self.before {
-                    return Err(format!("stopped, {}", difference(&state, &self.before)));
+                // Its process may take a moment to end.
+                let gone =
+                    || self.host.collect().is_ok() && self.state().is_ok_and(|state| state == self.before);
+                if !eventually(gone) {
+                    return Err(format!("stopped, {}", difference(&self.state()?, &self.before)));
                 }
                 self.host.daemons(0)?;
             }
         }
+        self.host.collect()?;
         self.host.tidy(None)
     }
 
