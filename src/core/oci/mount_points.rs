@@ -64,8 +64,10 @@ pub(super) fn check_directories(
                 return Err(ImageError::NotDirectory(path.clone()));
             }
             Some(_) => {}
-            None if tree.place_for(path).map_err(unusable)?.0 => impossible.push(path.clone()),
-            None => {}
+            None => {
+                let is_read_only = tree.place_for(path).map_err(unusable)?.0;
+                impossible.extend(is_read_only.then(|| path.clone()));
+            }
         }
     }
     if !impossible.is_empty() {
