@@ -362,7 +362,9 @@ impl<'t> Tracer<'t> {
             self.seen.calls.push(Call { key, path, only: only(row.name, registers) });
             return false;
         };
-        if *wanted != key {
+        // In another order of things it may be a call to which this cannot happen.
+        let cannot = |only: &[Errno]| matches!(fault, Fault::Error(errno) if !only.contains(&errno));
+        if *wanted != key || only(row.name, registers).is_some_and(cannot) {
             return false;
         }
         let path = named_file(pid, row.name, registers);

@@ -184,6 +184,11 @@ impl Path for Serve {
         self.host.tidy(None)
     }
 
+    /// A request takes several processes.
+    fn part(&self) -> usize {
+        if self.work == Work::Request { 3 } else { 1 }
+    }
+
     fn renew(&mut self) {
         *self = Self::new(self.work);
     }

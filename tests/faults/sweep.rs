@@ -18,6 +18,10 @@ pub trait Path {
     fn first(&self, _calls: &[Call]) -> usize {
         0
     }
+    /// Which part of the calls fail in turn: 1 of so many.
+    fn part(&self) -> usize {
+        1
+    }
     /// A host of its own, after one that a fault left wrong.
     fn renew(&mut self);
 }
@@ -101,8 +105,12 @@ pub fn sweep(name: &str, path: &mut dyn Path, table: &Table, choice: &Choice) ->
         }
     };
     result.calls = seen.calls.len();
-    let first = if matches!(choice, Choice::InTurn) { path.first(&seen.calls) } else { 0 };
-    for (call, fault) in choice.of(table, &seen.calls[first..]) {
+    let (first, part) = match choice {
+        Choice::InTurn => (path.first(&seen.calls), path.part()),
+        _ => (0, 1),
+    };
+    let calls: Vec<Call> = seen.calls[first..].iter().step_by(part).cloned().collect();
+    for (call, fault) in choice.of(table, &calls) {
         result.faults += 1;
         match one(path, table, &call, fault) {
             Ok(true) => result.passed += 1,
