@@ -46,7 +46,13 @@ pub fn find(
     let mut met_ourselves = false;
     for name in names {
         for program in candidates(name, path) {
-            let Some(metadata) = executable(&program) else { continue };
+            let metadata = match std::fs::metadata(&program) {
+                Ok(metadata) if is_executable(&metadata) => Some(metadata),
+                Ok(_) => continue,
+                Err(error) if cannot_be_there(&error) => continue,
+                // Running it is what tells. Another runtime would not know this one's containers.
+                Err(_) => None,
+            };
             if is_ourselves(&program, metadata.as_ref(), own) {
                 met_ourselves = true;
                 continue;
@@ -70,17 +76,8 @@ fn candidates(name: &str, path: Option<&OsStr>) -> Vec<PathBuf> {
     std::env::split_paths(path).filter(|dir| dir.is_absolute()).map(|dir| dir.join(name)).collect()
 }
 
-/// `None`: it is no program that could be run. The inner `None`: it could not be examined. Then running it is what tells;
-/// another runtime would not know this one's containers.
-fn executable(program: &Path) -> Option<Option<Metadata>> {
-    match std::fs::metadata(program) {
-        Ok(metadata) => {
-            let runs = metadata.is_file() && metadata.permissions().mode() & 0o111 != 0;
-            runs.then_some(Some(metadata))
-        }
-        Err(error) if cannot_be_there(&error) => None,
-        Err(_) => Some(None),
-    }
+fn is_executable(metadata: &Metadata) -> bool {
+    metadata.is_file() && metadata.permissions().mode() & 0o111 != 0
 }
 
 /// As execvp(3) goes on to the next directory of PATH.
