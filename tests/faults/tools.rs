@@ -195,6 +195,11 @@ impl Path for Run {
         self.host.tidy(None)
     }
 
+    /// One of a layout takes five commands.
+    fn part(&self) -> usize {
+        if self.tool == Tool::MigApply { 5 } else { 1 }
+    }
+
     fn renew(&mut self) {
         *self = Self::new(self.tool);
     }
