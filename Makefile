@@ -2,7 +2,7 @@
 #   make demo    containers sharing a GPU (a simulated one where there is none)
 #   make test    the tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
 # The rest: test-GROUP (one group of them: unit, model, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security,
-# slurm, real), test-all (the groups `packages`, `kubernetes`, `ansible`, `metrics` and `web`, too, as CI has it), check
+# slurm, real), test-all (the groups `packages`, `kubernetes`, `ansible`, `metrics`, `web` and `faults`, too, as CI has it), check
 # (needs no root, network, engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth
 # (docs/security.md); deb, rpm, dist, repo and advisories (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's
 # GPUs.
@@ -50,7 +50,7 @@ GENERATED := $(CURDIR)/target/generated
 
 # Those of tests/jobs.
 test_groups := $(addprefix test-,unit model sim e2e-runc e2e-crun docker podman containerd systemd security slurm real packages \
-    kubernetes ansible metrics web)
+    kubernetes ansible metrics web faults)
 
 .PHONY: all build test-build tested-build sim-build check lint unit test test-all book demo bench fuzz gpu-test real-test install deb rpm dist repo advisories \
     test-teeth generate clean needs $(test_groups)
@@ -136,6 +136,8 @@ test-all: test build generate
 
 test-packages: build generate
 test-ansible: generate
+# `make test-faults ALL=1` has each call fail with each of its errors, which takes long; ONLY=create:openat:12:EMFILE
+# repeats one (tests/faults/main.rs).
 $(test_groups): needs test-build
 	@SUBLET_BIN_DIR=$(TEST_BIN) tests/run $(@:test-%=%)
 

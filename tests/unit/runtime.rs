@@ -97,6 +97,22 @@ fn what_is_not_ours_passes_unchanged() {
     assert!(!host.path("state").exists());
 }
 
+/// A socket cannot be opened, as a file cannot for want of descriptors or memory; another program then might.
+#[test]
+fn a_config_json_that_cannot_be_read_may_ask_for_a_share() {
+    let host = Host::new();
+    fs::remove_file(host.path("bundle/config.json")).unwrap();
+    let line = format!("create --bundle {} c", host.path("bundle").display());
+    assert!(host.run(&line).status.success(), "the runtime says that there is none");
+    fs::remove_file(host.path("argv")).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(host.path("bundle/config.json")).unwrap();
+    let output = host.run(&line);
+    let expected =
+        format!("sublet-runtime: container c: cannot read {}", host.path("bundle/config.json").display());
+    assert!(!output.status.success() && stderr(&output).starts_with(&expected), "{}", stderr(&output));
+    assert!(!host.path("argv").exists(), "the runtime was called");
+}
+
 #[test]
 fn the_low_level_runtime_stands_in_our_place() {
     let host = Host::new();

@@ -150,6 +150,12 @@ impl From<Widened> for AdmitError {
 }
 
 impl AdmitError {
+    /// The cgroup of the container's first process cannot be read.
+    pub(super) fn no_cgroup(lease: &LeaseId, source: &std::io::Error) -> Self {
+        let why = format!("the cgroup of its first process cannot be read: {source}");
+        Self::Unbound { lease: lease.clone(), why }
+    }
+
     /// Whether waiting may help.
     #[must_use]
     pub fn is_temporary(&self) -> bool {

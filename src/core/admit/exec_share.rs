@@ -1,7 +1,6 @@
 //! A process that joins a running container. The low-level runtime's record says that the container has a share, and
 //! its config.json says which. So `exec` needs neither ledger nor inventory nor configuration.
 
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -88,7 +87,8 @@ pub fn share_of(
 }
 
 /// Whether the runtime's record mentions sublet at all. The record is scanned and not parsed, because most containers
-/// have no share. If there is no record, there is no such container, or its runtime keeps another kind of record.
+/// have no share. If there is no record, there is no such container, or its runtime keeps another kind of record. One
+/// that exists and could not be read may mention it: without its share a process would use the whole GPU.
 ///
 /// # Errors
 /// It mentions sublet, and is too large to be read.
@@ -97,12 +97,13 @@ pub fn may_have_share(record: &Path) -> Result<bool, EnterError> {
         let path = record.join(name);
         match JsonFile::read(&path) {
             Ok(file) => return Ok(file.mentions_sublet()),
-            Err(FileError::Read { source, .. }) if source.kind() == ErrorKind::NotFound => {}
+            Err(error) if error.is_missing() => {}
             Err(FileError::TooLarge { .. }) if oci::mentions_sublet(&path) => {
                 return Err(EnterError::Record { path, why: "it is larger than 16 MiB".to_owned() });
             }
             // The runtime cannot read it either.
-            Err(_) => return Ok(false),
+            Err(FileError::TooLarge { .. } | FileError::NotRegular { .. }) => return Ok(false),
+            Err(_) => return Ok(true),
         }
     }
     Ok(true)
@@ -242,5 +243,9 @@ mod tests {
         assert!(matches!(of(&own), Err(EnterError::Record { .. })));
         std::fs::write(own.path().join("state.json"), "{\"init_process_pid\":1}").unwrap();
         assert!(!speaks(&own));
+        // A socket cannot be opened, as a record cannot for want of a descriptor.
+        let unread = tempfile::tempdir().unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(unread.path().join("state.json")).unwrap();
+        assert!(speaks(&unread), "it may have a share");
     }
 }

@@ -129,11 +129,12 @@ impl Local<'_> {
         process: Process,
         beside: i32,
     ) -> Result<(), AdmitError> {
+        let init = Init::beside(process, beside).map_err(|source| AdmitError::no_cgroup(lease, &source))?;
         let binding = Binding {
             id: names.id.clone(),
             bundle: names.bundle.clone(),
             record: names.record.clone(),
-            init: Init::beside(process, beside),
+            init,
         };
         self.bind(lease, &binding)
     }

@@ -148,7 +148,8 @@ fn dedicated(request: Request, source: &RequestSource, config: &Config) -> Resul
 
 /// Makes the lease active at once, because the container exists.
 fn activate(lease: &LeaseId, init: Process, store: &Store) -> Result<(), AdmitError> {
-    store.activate(lease, Init::of(init))?;
+    let init = Init::of(init).map_err(|source| AdmitError::no_cgroup(lease, &source))?;
+    store.activate(lease, init)?;
     Ok(())
 }
 

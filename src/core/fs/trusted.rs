@@ -69,18 +69,24 @@ fn check(dir: &Path, meta: &Metadata) -> Result<(), String> {
             meta.mode() & 0o7777
         ));
     }
-    match dir.ancestors().skip(1).find(|above| can_be_swapped(above)) {
-        Some(above) => Err(format!(
-            "every user may write to {}, which is above it, and could replace it",
-            safe(&above.to_string_lossy())
-        )),
-        None => Ok(()),
+    for above in dir.ancestors().skip(1).filter(|above| !above.as_os_str().is_empty()) {
+        let shown = || safe(&above.to_string_lossy());
+        let meta = fs::metadata(above);
+        let meta =
+            meta.map_err(|error| format!("{}, which is above it, cannot be examined: {error}", shown()))?;
+        if can_be_swapped(&meta) {
+            return Err(format!(
+                "every user may write to {}, which is above it, and could replace it",
+                shown()
+            ));
+        }
     }
+    Ok(())
 }
 
-/// Whether every user may rename files in `dir`. Not if it is sticky, as /tmp is.
-fn can_be_swapped(dir: &Path) -> bool {
-    fs::metadata(dir).is_ok_and(|meta| meta.mode() & 0o1002 == 0o002)
+/// Whether every user may rename files in this directory. Not if it is sticky, as /tmp is.
+fn can_be_swapped(dir: &Metadata) -> bool {
+    dir.mode() & 0o1002 == 0o002
 }
 
 /// Whether files of `uid` are trusted: those of root and of this user.

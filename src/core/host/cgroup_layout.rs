@@ -7,7 +7,9 @@ pub(crate) const MOUNT: &str = "/sys/fs/cgroup";
 
 /// Whether `mount` has v2 only: a v2 hierarchy lists its controllers there (cgroups(7)).
 pub(crate) fn is_unified(mount: &Path) -> bool {
-    mount.join("cgroup.controllers").exists()
+    // What failed for once, for example because no memory was left, is asked again.
+    let is_there = || mount.join("cgroup.controllers").try_exists();
+    is_there().or_else(|_| is_there()).unwrap_or(false)
 }
 
 /// The v2 hierarchy. In the hybrid layout it exists beside v1's.

@@ -5,11 +5,16 @@ use std::sync::OnceLock;
 
 /// Whether this process runs in a user namespace other than the initial one, which is the only one that maps every id
 /// to itself (`user_namespaces(7)`). `true` if that is unknown: the process then does not act as the host's root.
+///
+/// The first answer holds for the process's life, so that a container is not given one half of its share as by root and
+/// the other as by a user.
 #[must_use]
 pub fn is_nested() -> bool {
     // No program of sublet's enters another user namespace, except in a child that becomes another program.
     static NESTED: OnceLock<bool> = OnceLock::new();
-    *NESTED.get_or_init(|| is_nested_by(std::fs::read_to_string("/proc/self/uid_map")))
+    // What failed for once, for example because no descriptor was left, is read again.
+    let read = || std::fs::read_to_string("/proc/self/uid_map");
+    *NESTED.get_or_init(|| is_nested_by(read().or_else(|_| read())))
 }
 
 fn is_nested_by(map: io::Result<String>) -> bool {

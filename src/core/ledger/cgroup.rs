@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use nix::libc::{ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR};
 use serde::Deserialize;
 
 use super::Container;
-use super::runtime_record::read_bounded;
+use super::runtime_record::{read_bounded, table};
 use crate::host::cgroup_layout::{MOUNT, is_unified};
 use crate::process::Process;
 use crate::text::safe;
@@ -94,7 +95,7 @@ fn is_removed(error: &io::Error) -> bool {
 pub(super) fn sign_of_life(container: &Container) -> io::Result<Option<String>> {
     if let Some(below) = cgroups_path(&container.bundle)? {
         for dir in everywhere(Path::new(MOUNT), &below)? {
-            if dir.exists() && is_populated(&dir)? {
+            if is_there(&dir)? && is_populated(&dir)? {
                 return Ok(Some(format!("processes are in its cgroup {}", safe(&dir.to_string_lossy()))));
             }
         }
@@ -102,6 +103,16 @@ pub(super) fn sign_of_life(container: &Container) -> io::Result<Option<String>> 
     }
     let pid = if container.id.is_empty() { None } else { process_named_for(&container.id)? };
     Ok(pid.map(|pid| format!("process {pid} is in its cgroup")))
+}
+
+/// Whether there is such a directory. There is none with a name that no cgroup can have.
+fn is_there(dir: &Path) -> io::Result<bool> {
+    match dir.symlink_metadata() {
+        Err(error) if [ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP].map(Some).contains(&error.raw_os_error()) => {
+            Ok(false)
+        }
+        found => found.map(|_| true),
+    }
 }
 
 /// The directories that the cgroup `below` may have under `mount`.
@@ -118,8 +129,7 @@ fn everywhere(mount: &Path, below: &Path) -> io::Result<Vec<PathBuf>> {
 fn process_named_for(id: &str) -> io::Result<Option<i32>> {
     for entry in fs::read_dir("/proc")? {
         let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        // If it cannot be read, the process has ended.
-        let table = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        let table = table(pid)?;
         let mut paths = table.lines().filter_map(|line| line.splitn(3, ':').nth(2));
         if paths.any(|path| path.split('/').any(|name| is_named_for(name, id))) && Process::may_run(pid) {
             return Ok(Some(pid));

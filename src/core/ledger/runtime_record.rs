@@ -6,7 +6,7 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
-use nix::libc::{ENAMETOOLONG, O_NOFOLLOW, O_NONBLOCK};
+use nix::libc::{ENAMETOOLONG, ESRCH, O_NOFOLLOW, O_NONBLOCK};
 use serde::Deserialize;
 
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION};
@@ -99,17 +99,34 @@ fn has_no_such_name(dir: &Path, error: &io::Error) -> bool {
 impl Init {
     /// What /proc shows of a container's first process. A cgroup in which this process also is does not count as the
     /// container's own.
-    #[must_use]
-    pub fn of(process: Process) -> Self {
+    ///
+    /// # Errors
+    /// Its cgroup cannot be read. Without that, its lease would end with this process, whatever else runs.
+    pub fn of(process: Process) -> io::Result<Self> {
         Self::beside(process, nix::unistd::getpid().as_raw())
     }
 
     /// [`Init::of`]. `outside` is a process that is not in the container: its hook.
-    #[must_use]
-    pub fn beside(process: Process, outside: i32) -> Self {
-        let table = |pid: i32| fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-        let cgroup = cgroup_of(Path::new(MOUNT), &table(process.pid), &table(outside));
-        Self { process, pid_namespace: pid_namespace(process.pid), cgroup }
+    ///
+    /// # Errors
+    /// As [`Init::of`].
+    pub fn beside(process: Process, outside: i32) -> io::Result<Self> {
+        let cgroup = cgroup_of(Path::new(MOUNT), &table(process.pid)?, &table(outside)?);
+        Ok(Self { process, pid_namespace: pid_namespace(process.pid), cgroup })
+    }
+}
+
+/// The text of `pid`'s /proc/PID/cgroup (cgroups(7)); empty if the process has ended.
+///
+/// # Errors
+/// It cannot be read.
+pub(super) fn table(pid: i32) -> io::Result<String> {
+    match fs::read_to_string(format!("/proc/{pid}/cgroup")) {
+        // Of a process that ends while its file is open, reading fails with ESRCH.
+        Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ESRCH) => {
+            Ok(String::new())
+        }
+        table => table,
     }
 }
 
@@ -180,7 +197,9 @@ fn crun_cgroup(mount: &Path, path: &str) -> Option<PathBuf> {
         if is_unified(mount) { &[""] } else { &["devices", "pids", "systemd", "unified"] };
     let mut directories = hierarchies.iter().map(|name| mount.join(name).join(below));
     let first = directories.next()?;
-    let existing = if first.exists() { None } else { directories.find(|dir| dir.exists()) };
+    // One that cannot be examined counts as there: with another, or none, the lease would end too early.
+    let is_there = |dir: &PathBuf| dir.try_exists().unwrap_or(true);
+    let existing = if is_there(&first) { None } else { directories.find(is_there) };
     Some(existing.unwrap_or(first)).filter(|path| is_own_cgroup(mount, path))
 }
 
@@ -294,7 +313,7 @@ mod tests {
         assert_eq!(cgroup_line(text, ""), Some("/d"));
         assert_eq!(cgroup_line(text, "pids"), None);
         let me = Process::current().unwrap();
-        assert_eq!(Init::of(me).cgroup, None, "ours is nobody else's");
+        assert_eq!(Init::of(me).unwrap().cgroup, None, "ours is nobody else's");
     }
 
     #[test]

@@ -248,7 +248,7 @@ pub(super) mod tests {
                 (ledger.leases, ledger.daemons) = (vec![leased], vec![daemon.clone()]);
             };
             store.change(set).unwrap();
-            adjust(&held, &key, &store, &config).unwrap();
+            adjust(&held, &key, None, &store, &config).unwrap();
             assert_eq!(store.read().unwrap().daemons, [daemon]);
         }
     }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::conflict::plain;
 use super::image_error::ImageError;
-use super::rootfs::Tree;
+use super::rootfs::{Tree, is_of_the_image};
 use crate::grant::{MPS_DEFAULT_DIR, MPS_DIR};
 
 /// Checks whether a spec that already has its MPS directories (from `state_dir`) hides them: by a mount that was added
@@ -42,10 +42,15 @@ pub(crate) fn uncovered(spec: &Value, rootfs: &Path, state_dir: &Path) -> Result
     // The tree is examined without the mounts, because a mount that hides something would prevent resolving the paths.
     let image = open(&Value::Null)?;
     for (last, directory) in &given {
-        let by =
-            mounts.iter().skip(last + 1).map(|(path, _)| path).find(|path| hides(path, directory, &image));
-        if let Some(by) = by {
-            return Err(ImageError::Covered { directory: directory.clone(), by: by.clone(), mask: false });
+        let led = lead(directory, &image)?;
+        for (by, _) in mounts.iter().skip(last + 1) {
+            if hides(by, directory, &led, &image)? {
+                return Err(ImageError::Covered {
+                    directory: directory.clone(),
+                    by: by.clone(),
+                    mask: false,
+                });
+            }
         }
     }
     let directories: Vec<PathBuf> = given.into_iter().map(|(_, directory)| directory).collect();
@@ -62,19 +67,15 @@ pub(super) fn unmasked(spec: &Value, tree: &Tree, directories: &[PathBuf]) -> Re
     if masks.is_empty() {
         return Ok(());
     }
-    let directories: Vec<(&PathBuf, PathBuf)> =
-        directories.iter().map(|directory| (directory, lead(directory, tree))).collect();
-    for mask in masks {
-        // Hiding one of the two directories is enough for a program to run without its limits.
-        let hidden = directories.iter().find(|(directory, led)| {
-            plain(&mask.to_string_lossy()).starts_with("/proc") || hides_led(mask, directory, led, tree)
-        });
-        if let Some((directory, _)) = hidden {
-            return Err(ImageError::Covered {
-                directory: (*directory).clone(),
-                by: mask.to_owned(),
-                mask: true,
-            });
+    for directory in directories {
+        let led = lead(directory, tree)?;
+        for mask in &masks {
+            // Hiding one of the two directories is enough for a program to run without its limits.
+            let by_process = plain(&mask.to_string_lossy()).starts_with("/proc");
+            if by_process || hides(mask, directory, &led, tree)? {
+                let by = (*mask).to_owned();
+                return Err(ImageError::Covered { directory: directory.clone(), by, mask: true });
+            }
         }
     }
     Ok(())
@@ -88,17 +89,17 @@ fn stays_with_the_kernel(mask: &Path) -> bool {
     path.starts_with("/sys") || path.starts_with("/proc") && !mask.iter().any(is_link)
 }
 
-/// Whether what is mounted at `path` hides `directory`, as both are written or where links lead them.
-fn hides(path: &Path, directory: &Path, tree: &Tree) -> bool {
-    hides_led(path, directory, &lead(directory, tree), tree)
-}
-
-/// [`hides`], for a directory that has been resolved already.
-fn hides_led(path: &Path, directory: &Path, led: &Path, tree: &Tree) -> bool {
+/// Whether what is mounted at `path` hides `directory`, which links lead to `led`: as both are written, or where links
+/// lead them.
+fn hides(path: &Path, directory: &Path, led: &Path, tree: &Tree) -> Result<bool, ImageError> {
     let path = plain(&path.to_string_lossy());
-    directory.starts_with(&path) || led.starts_with(lead(&path, tree))
+    Ok(directory.starts_with(&path) || led.starts_with(lead(&path, tree)?))
 }
 
-fn lead(path: &Path, tree: &Tree) -> PathBuf {
-    tree.leads_to(path).unwrap_or_else(|_| path.to_owned())
+/// Where links lead `path`. A loop of links leads nowhere: the runtime can mount nothing there.
+fn lead(path: &Path, tree: &Tree) -> Result<PathBuf, ImageError> {
+    match tree.leads_to(path) {
+        Err(error) if is_of_the_image(&error) => Ok(path.to_owned()),
+        led => led.map_err(|source| ImageError::Unusable { path: path.to_owned(), source }),
+    }
 }

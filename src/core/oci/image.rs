@@ -50,11 +50,13 @@ pub fn inspect(
 ) -> Result<Image, ImageError> {
     let tree =
         Tree::open(spec, rootfs).map_err(|source| ImageError::Rootfs { path: rootfs.to_owned(), source })?;
-    let mut image = Image { tmp_is_host: tree.is_of_the_host(Path::new("/tmp")), ..Image::default() };
+    let tmp = Path::new("/tmp");
+    let tmp_is_host = tree.is_of_the_host(tmp).map_err(|source| unusable(tmp, source))?;
+    let mut image = Image { tmp_is_host, ..Image::default() };
     let mut files = Vec::new();
     if config.driver.inject == Inject::Builtin {
-        image.library_dir = library_dir(&tree);
-        image.nix = image.library_dir.is_none() && is_nix(&tree);
+        image.library_dir = library_dir(&tree)?;
+        image.nix = image.library_dir.is_none() && is_nix(&tree)?;
         if let Some(dir) = image.libraries() {
             files = inventory.mounted_files(dir, &request.capabilities, config.driver.inject);
         }
@@ -80,7 +82,7 @@ fn add_share_program(image: &mut Image, tree: &Tree) {
 pub(super) fn room_for_share_program(tree: &Tree) -> Option<Vec<PathBuf>> {
     let path = PathBuf::from(SHARE_PROGRAM);
     let directory = tree.find(path.parent()?).ok()?;
-    if !directory.is(SFlag::S_IFDIR) || directory.in_volume {
+    if !directory.is(SFlag::S_IFDIR).ok()? || directory.in_volume {
         return None;
     }
     // An earlier container in the same root filesystem may have left its empty mount point.
@@ -112,16 +114,32 @@ pub fn check_mps_directories(spec: &Value, rootfs: &Path, grant: &Grant) -> Resu
 
 /// The directory, with links resolved, of the libc.so.6 that can load the driver's libraries. ld.so searches its
 /// built-in directories after the cache, so it finds a soname there without ldconfig.
-fn library_dir(tree: &Tree) -> Option<PathBuf> {
+fn library_dir(tree: &Tree) -> Result<Option<PathBuf>, ImageError> {
     let (triplet, _) = HOST;
     let candidates =
         [&format!("/usr/lib/{triplet}"), &format!("/lib/{triplet}"), "/usr/lib64", "/lib64", "/usr/lib"];
-    candidates.into_iter().find_map(|candidate| {
-        let dir = tree.find(Path::new(candidate)).ok()?;
-        let libc = tree.find(&dir.path.join("libc.so.6")).ok()?;
-        let header = libc.read(20).ok()?;
-        (is_for_host(&header) && dir.path.to_str().is_some()).then_some(dir.path)
-    })
+    for candidate in candidates.map(Path::new) {
+        let found = with_libc(tree, candidate).map_err(|source| unusable(candidate, source))?;
+        if found.is_some() {
+            return Ok(found);
+        }
+    }
+    Ok(None)
+}
+
+/// The path of `candidate`, if it has a libc.so.6 for this machine.
+fn with_libc(tree: &Tree, candidate: &Path) -> io::Result<Option<PathBuf>> {
+    let Some(dir) = tree.there(candidate)? else { return Ok(None) };
+    let Some(libc) = tree.there(&dir.path.join("libc.so.6"))? else { return Ok(None) };
+    if !libc.is(SFlag::S_IFREG)? {
+        return Ok(None);
+    }
+    let header = libc.read(20)?;
+    Ok((is_for_host(&header) && dir.path.to_str().is_some()).then_some(dir.path))
+}
+
+fn unusable(path: &Path, source: io::Error) -> ImageError {
+    ImageError::Unusable { path: path.to_owned(), source }
 }
 
 /// Whether an ELF header is 64-bit, little-endian and for this machine (elf(5): `e_ident`, `e_machine`).
@@ -130,8 +148,10 @@ fn is_for_host(header: &[u8]) -> bool {
     header.starts_with(b"\x7fELF\x02\x01") && header.get(18..20) == Some(&machine.to_le_bytes())
 }
 
-fn is_nix(tree: &Tree) -> bool {
-    tree.find(Path::new("/nix/store")).is_ok_and(|found| found.is(SFlag::S_IFDIR))
+fn is_nix(tree: &Tree) -> Result<bool, ImageError> {
+    let store = Path::new("/nix/store");
+    let found = tree.there(store).and_then(|found| found.map_or(Ok(false), |found| found.is(SFlag::S_IFDIR)));
+    found.map_err(|source| unusable(store, source))
 }
 
 /// Libraries of the image that its loader will prefer to the mounted ones. They are not changed, because forward

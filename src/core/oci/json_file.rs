@@ -59,6 +59,16 @@ pub enum FileError {
     },
 }
 
+impl FileError {
+    /// Whether there is no such file, for any program that looks for it.
+    #[must_use]
+    pub fn is_missing(&self) -> bool {
+        use nix::libc::{ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR};
+        let Self::Read { source, .. } = self else { return false };
+        source.raw_os_error().is_some_and(|errno| [ENOENT, ENOTDIR, ELOOP, ENAMETOOLONG].contains(&errno))
+    }
+}
+
 /// A JSON file as read, with its fields in their order.
 #[derive(Debug)]
 pub struct JsonFile {

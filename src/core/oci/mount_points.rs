@@ -27,14 +27,16 @@ pub(super) fn check_files(
     for path in files {
         let unusable = |source| ImageError::Unusable { path: path.clone(), source };
         match look(tree, path)? {
-            Some(found) if found.is(SFlag::S_IFDIR) => return Err(ImageError::Directory(path.clone())),
+            Some(found) if found.is(SFlag::S_IFDIR).map_err(unusable)? => {
+                return Err(ImageError::Directory(path.clone()));
+            }
             Some(found) if found.in_volume => {
                 if let (Some(place), _) = tree.place_in_volume(path).map_err(unusable)? {
                     note(place, None, &mut volumes);
                 }
             }
             Some(_) => {}
-            None => match tree.place_for(path) {
+            None => match tree.place_for(path).map_err(unusable)? {
                 (true, _) => impossible.push(path.clone()),
                 (false, false) => created.push(path.clone()),
                 (false, true) => match tree.place_in_volume(path).map_err(unusable)? {
@@ -56,10 +58,16 @@ pub(super) fn check_directories(
 ) -> Result<(), ImageError> {
     let mut impossible = Vec::new();
     for path in directories {
+        let unusable = |source| ImageError::Unusable { path: path.clone(), source };
         match look(tree, path)? {
-            Some(found) if !found.is(SFlag::S_IFDIR) => return Err(ImageError::NotDirectory(path.clone())),
+            Some(found) if !found.is(SFlag::S_IFDIR).map_err(unusable)? => {
+                return Err(ImageError::NotDirectory(path.clone()));
+            }
             Some(_) => {}
-            None => impossible.extend(Some(path.clone()).filter(|path| tree.place_for(path).0)),
+            None => {
+                let is_read_only = tree.place_for(path).map_err(unusable)?.0;
+                impossible.extend(is_read_only.then(|| path.clone()));
+            }
         }
     }
     if !impossible.is_empty() {
@@ -70,7 +78,7 @@ pub(super) fn check_directories(
 
 /// What exists at a mount point; `None` if nothing does.
 fn look(tree: &Tree, path: &Path) -> Result<Option<Found>, ImageError> {
-    if tree.is_shared(path) {
+    if tree.is_shared(path).map_err(|source| ImageError::Unusable { path: path.to_owned(), source })? {
         return Err(ImageError::Shared(path.to_owned()));
     }
     match tree.find(path) {

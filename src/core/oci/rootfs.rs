@@ -99,6 +99,30 @@ impl Tree {
         self.volumes.iter().rev().find_map(|volume| covers(volume).map(|below| (volume, below)))
     }
 
+    /// [`Tree::find`]; `None`: nothing is there.
+    ///
+    /// # Errors
+    /// It cannot be found out whether something is there, or what.
+    pub fn there(&self, path: &Path) -> io::Result<Option<Found>> {
+        match self.find(path) {
+            Ok(found) => Ok(Some(found)),
+            Err(error) if is_of_the_image(&error) && error.kind() != io::ErrorKind::PermissionDenied => {
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The first of `path` and the directories above it that is there.
+    fn nearest<'p>(&self, path: &'p Path) -> io::Result<Option<(Found, &'p Path)>> {
+        for above in path.ancestors() {
+            if let Some(found) = self.there(above)? {
+                return Ok(Some((found, above)));
+            }
+        }
+        Ok(None)
+    }
+
     /// What is at `path` (absolute, in the container), links followed.
     pub fn find(&self, path: &Path) -> io::Result<Found> {
         let mut path = path.to_owned();
@@ -119,8 +143,7 @@ impl Tree {
     /// `None`: the mount point is in no volume, and the path returned is that in the container.
     pub fn place_in_volume(&self, path: &Path) -> io::Result<(Option<VolumeFiles>, PathBuf)> {
         let landing = self.leads_to(path)?;
-        let mut above = landing.ancestors().skip(1);
-        let place = above.find_map(|above| Some((self.find(above).ok()?, above)));
+        let place = landing.parent().map(|parent| self.nearest(parent)).transpose()?.flatten();
         let Some((directory, above)) = place.filter(|(found, _)| found.in_volume) else {
             return Ok((None, landing));
         };
@@ -137,33 +160,32 @@ impl Tree {
     }
 
     /// Whether nothing could be created at `path`, and whether `path` is in a volume.
-    pub fn place_for(&self, path: &Path) -> (bool, bool) {
+    pub fn place_for(&self, path: &Path) -> io::Result<(bool, bool)> {
         if let Some((volume, _)) = self.covering(path).filter(|(volume, _)| volume.source.is_none()) {
-            return (volume.read_only, true);
+            return Ok((volume.read_only, true));
         }
         // Most of a driver's files go into one directory.
         let directory = path.parent().unwrap_or(path);
         if let Some((_, place)) = self.last_place.borrow().as_ref().filter(|(last, _)| last == directory) {
-            return *place;
+            return Ok(*place);
         }
-        let parent = path.ancestors().skip(1).find_map(|parent| self.find(parent).ok());
-        let place = parent.map_or((false, false), |parent| (parent.read_only, parent.in_volume));
+        let parent = path.parent().map(|parent| self.nearest(parent)).transpose()?.flatten();
+        let place = parent.map_or((false, false), |(parent, _)| (parent.read_only, parent.in_volume));
         self.last_place.replace(Some((directory.to_owned(), place)));
-        place
+        Ok(place)
     }
 
     /// Whether a mount at `path` would, or could, appear on the host: `path` is in a shared volume, or behind a link
     /// that only the runtime can resolve.
-    pub fn is_shared(&self, path: &Path) -> bool {
-        let mut missing = None;
-        for ancestor in path.ancestors().filter(|_| self.volumes.iter().any(|volume| volume.shared)) {
-            if let Ok(found) = self.find(ancestor) {
-                let within = self.covering(&found.path).is_some_and(|(volume, _)| volume.shared);
-                return within || missing.is_some_and(|name| found.link(name).is_some());
-            }
-            missing = ancestor.file_name();
+    pub fn is_shared(&self, path: &Path) -> io::Result<bool> {
+        if !self.volumes.iter().any(|volume| volume.shared) {
+            return Ok(false);
         }
-        false
+        let Some((found, above)) = self.nearest(path)? else { return Ok(false) };
+        let within = self.covering(&found.path).is_some_and(|(volume, _)| volume.shared);
+        let missing = path.strip_prefix(above).ok().and_then(|below| below.components().next());
+        let by_link = missing.map_or(Ok(None), |name| found.link(name.as_os_str()))?;
+        Ok(within || by_link.is_some())
     }
 
     /// The path at which the runtime would create what is missing of `path`. Links are followed inside the rootfs, also
@@ -171,11 +193,10 @@ impl Tree {
     pub fn leads_to(&self, path: &Path) -> io::Result<PathBuf> {
         let mut path = path.to_owned();
         for _ in 0..ROUNDS {
-            let there = path.ancestors().find_map(|above| Some((self.find(above).ok()?, above)));
-            let Some((found, above)) = there else { return Ok(path) };
+            let Some((found, above)) = self.nearest(&path)? else { return Ok(path) };
             let missing = path.strip_prefix(above).unwrap_or(&path);
             let mut names = missing.components();
-            match names.next().and_then(|name| found.link(name.as_os_str())) {
+            match names.next().map_or(Ok(None), |name| found.link(name.as_os_str()))? {
                 Some(target) => {
                     path = plain(&found.path.join(target).join(names.as_path()).to_string_lossy());
                 }
@@ -191,9 +212,13 @@ impl Tree {
     }
 
     /// Whether `path` is in a directory of the host.
-    pub fn is_of_the_host(&self, path: &Path) -> bool {
-        let real = self.in_rootfs(path).map_or_else(|_| path.to_owned(), |(_, real)| real);
-        self.covering(&real).is_some_and(|(volume, _)| volume.source.is_some())
+    pub fn is_of_the_host(&self, path: &Path) -> io::Result<bool> {
+        let real = match self.in_rootfs(path) {
+            Ok((_, real)) => real,
+            Err(error) if is_of_the_image(&error) => path.to_owned(),
+            Err(error) => return Err(error),
+        };
+        Ok(self.covering(&real).is_some_and(|(volume, _)| volume.source.is_some()))
     }
 
     fn in_rootfs(&self, path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
@@ -208,13 +233,20 @@ impl Found {
         Ok(fstat(&self.fd)?)
     }
 
-    /// The target of the link `name` in this directory.
-    fn link(&self, name: &OsStr) -> Option<PathBuf> {
-        readlinkat(&self.fd, name).ok().map(PathBuf::from)
+    /// The target of the link `name` in this directory, if that is one.
+    fn link(&self, name: &OsStr) -> io::Result<Option<PathBuf>> {
+        match readlinkat(&self.fd, name) {
+            Ok(target) => Ok(Some(target.into())),
+            // EINVAL: it is no link (readlink(2)).
+            Err(Errno::EINVAL) => Ok(None),
+            Err(errno) => {
+                Err(errno.into()).or_else(|error| if is_of_the_image(&error) { Ok(None) } else { Err(error) })
+            }
+        }
     }
 
-    pub fn is(&self, kind: SFlag) -> bool {
-        self.stat().is_ok_and(|stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == kind)
+    pub fn is(&self, kind: SFlag) -> io::Result<bool> {
+        Ok(SFlag::from_bits_truncate(self.stat()?.st_mode) & SFlag::S_IFMT == kind)
     }
 
     /// At most `limit` bytes from its beginning.
@@ -222,7 +254,7 @@ impl Found {
     /// # Errors
     /// It is not a regular file, or it cannot be read.
     pub fn read(&self, limit: u64) -> io::Result<Vec<u8>> {
-        if !self.is(SFlag::S_IFREG) {
+        if !self.is(SFlag::S_IFREG)? {
             return Err(Errno::EINVAL.into());
         }
         // This process's own descriptor, so the magic link leads to the file that was found.

@@ -1,6 +1,7 @@
 //! Processes: identifying one by pid and start time, so that a reused pid is not mistaken for it; running commands;
 //! what a process inherits; and giving up rights.
 
+pub mod auxiliary_vector;
 pub mod child;
 pub mod confine;
 pub mod environment;

@@ -27,5 +27,6 @@ fn binding(state: &State) -> Result<Binding, HookError> {
     let bundle = state.bundle.as_ref().and_then(|bundle| bundle.canonicalize().ok());
     let bundle = bundle.ok_or_else(|| HookError::NoBundle(super::name(state)))?;
     let record = shim::record_of(confine::engine(), &state.id);
-    Ok(Binding { id: state.id.clone(), bundle, record: record.unwrap_or_default(), init: Init::of(process) })
+    let init = Init::of(process).map_err(|source| HookError::NoCgroup { id: super::name(state), source })?;
+    Ok(Binding { id: state.id.clone(), bundle, record: record.unwrap_or_default(), init })
 }

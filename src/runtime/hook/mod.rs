@@ -72,6 +72,16 @@ pub(crate) enum HookError {
     /// The state names no running process.
     #[error("container {0}: its state names no process that runs (pid), so the lease cannot be bound to it")]
     NoPid(String),
+    /// /proc/PID/cgroup of its process.
+    #[error(
+        "container {id}: the cgroup of its process cannot be read, so the lease cannot be bound to it: {source}"
+    )]
+    NoCgroup {
+        /// The container.
+        id: String,
+        /// Why not.
+        source: io::Error,
+    },
     /// The state names no bundle.
     #[error("container {0}: its state names no bundle that exists, so the lease cannot be bound to it")]
     NoBundle(String),

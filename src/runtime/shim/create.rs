@@ -93,7 +93,9 @@ pub(super) fn asking_container(call: &Call<'_>, start: &Start) -> Result<Option<
 /// config.json; `None`: the runtime will refuse it, or its container cannot ask for a share.
 fn read(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFile>, RuntimeError> {
     let path = config_path(start);
-    let error = match JsonFile::read(&path) {
+    // What failed for once, for example because no descriptor was left, must not stop a container without a share.
+    let again = |error: FileError| if error.is_missing() { Err(error) } else { JsonFile::read(&path) };
+    let error = match JsonFile::read(&path).or_else(again) {
         Ok(file) => return Ok(Some(file)),
         Err(error) => error,
     };
@@ -101,7 +103,7 @@ fn read(call: &Call<'_>, start: &Start, has_share: bool) -> Result<Option<JsonFi
     let may_be_ours = match &error {
         FileError::TooLarge { .. } => oci::mentions_sublet(&path),
         FileError::NotRegular { .. } => !path.is_dir(),
-        _ => false,
+        _ => !error.is_missing(),
     };
     if has_share || may_be_ours {
         return Err(error.into());

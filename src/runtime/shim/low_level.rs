@@ -2,6 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
+use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Component, Path, PathBuf};
@@ -45,8 +46,14 @@ pub fn find(
     let mut met_ourselves = false;
     for name in names {
         for program in candidates(name, path) {
-            let Some(metadata) = executable(&program) else { continue };
-            if is_ourselves(&program, &metadata, own) {
+            let metadata = match std::fs::metadata(&program) {
+                Ok(metadata) if is_executable(&metadata) => Some(metadata),
+                Ok(_) => continue,
+                Err(error) if cannot_be_there(&error) => continue,
+                // Running it is what tells. Another runtime would not know this one's containers.
+                Err(_) => None,
+            };
+            if is_ourselves(&program, metadata.as_ref(), own) {
                 met_ourselves = true;
                 continue;
             }
@@ -69,14 +76,21 @@ fn candidates(name: &str, path: Option<&OsStr>) -> Vec<PathBuf> {
     std::env::split_paths(path).filter(|dir| dir.is_absolute()).map(|dir| dir.join(name)).collect()
 }
 
-fn executable(program: &Path) -> Option<Metadata> {
-    let metadata = std::fs::metadata(program).ok()?;
-    (metadata.is_file() && metadata.permissions().mode() & 0o111 != 0).then_some(metadata)
+fn is_executable(metadata: &Metadata) -> bool {
+    metadata.is_file() && metadata.permissions().mode() & 0o111 != 0
+}
+
+/// As execvp(3) goes on to the next directory of PATH.
+fn cannot_be_there(error: &io::Error) -> bool {
+    use nix::libc::{EACCES, ELOOP, ENAMETOOLONG, ENODEV, ENOENT, ENOTDIR, ESTALE, ETIMEDOUT};
+    let kinds = [EACCES, ELOOP, ENAMETOOLONG, ENODEV, ENOENT, ENOTDIR, ESTALE, ETIMEDOUT];
+    error.raw_os_error().is_some_and(|errno| kinds.contains(&errno))
 }
 
 /// Whether running `program` would run this program again, without end.
-fn is_ourselves(program: &Path, metadata: &Metadata, own: Option<&Metadata>) -> bool {
-    let same = own.is_some_and(|own| (own.dev(), own.ino()) == (metadata.dev(), metadata.ino()));
+fn is_ourselves(program: &Path, metadata: Option<&Metadata>, own: Option<&Metadata>) -> bool {
+    let files = own.zip(metadata);
+    let same = files.is_some_and(|(own, found)| (own.dev(), own.ino()) == (found.dev(), found.ino()));
     same || file_name(program).starts_with("sublet-")
 }
 

@@ -112,3 +112,17 @@ fn what_is_no_regular_file_or_too_large_is_refused() {
     file.set_len(16 << 20).unwrap();
     assert_eq!(JsonFile::read(&large).unwrap().text.len(), 16 << 20);
 }
+
+/// Opening a socket fails (open(2), ENXIO), as opening a file may for want of descriptors or memory.
+#[test]
+fn what_cannot_be_opened_is_not_missing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("config.json");
+    let missing = |path: &Path| JsonFile::read(path).unwrap_err().is_missing();
+    assert!(missing(&path) && missing(&dir.path().join(".").join("x".repeat(256))));
+    let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    assert!(!missing(&path));
+    assert!(missing(&path.join("below")));
+    symlink("loop", dir.path().join("loop")).unwrap();
+    assert!(missing(&dir.path().join("loop")));
+}

@@ -43,6 +43,8 @@ pub fn split(rights: Rights, commands: Commands) -> io::Result<Side> {
         ForkResult::Parent { child } => {
             drop(inside);
             command_requests::serve(&outside, commands);
+            // If the child could not be heard or answered any more, it must not wait for an answer.
+            drop(outside);
             end_of(child).map(Side::Waited)
         }
         ForkResult::Child => {
@@ -57,7 +59,8 @@ pub fn split(rights: Rights, commands: Commands) -> io::Result<Side> {
     }
 }
 
-/// Gives up everything except `rights`. `false`: the parent that would wait for this process has ended.
+/// Gives up everything except `rights`. `false`: the parent that would wait for this process has ended, or the kernel has
+/// no memory for it.
 ///
 /// A kernel that does not support this has worked without it until now: a warning is printed, and the container starts.
 fn confined(rights: Rights, parent: Pid) -> bool {
@@ -67,10 +70,25 @@ fn confined(rights: Rights, parent: Pid) -> bool {
         .and_then(|()| seccomp_filter::install(rights));
     if let Err(error) = confined {
         tracing::warn!("the hook could not drop rights that it does not need: {error}");
+        if is_a_shortage(&error) {
+            return false;
+        }
     }
     // An engine whose timeout ends kills the process that it started. This call is the last, because a change of rights
     // may reset it (prctl(2)).
-    set_pdeathsig(Signal::SIGKILL).is_ok() && getppid() == parent
+    if let Err(errno) = set_pdeathsig(Signal::SIGKILL) {
+        tracing::warn!(
+            "the hook could not make sure that it ends with the process that it works for: {errno}"
+        );
+        return false;
+    }
+    getppid() == parent
+}
+
+/// Whether a kernel that supports it had no room for it at that moment.
+fn is_a_shortage(error: &io::Error) -> bool {
+    use nix::libc::{EAGAIN, EMFILE, ENFILE, ENOMEM};
+    error.raw_os_error().is_some_and(|errno| [EAGAIN, EMFILE, ENFILE, ENOMEM].contains(&errno))
 }
 
 fn end_of(child: Pid) -> io::Result<bool> {

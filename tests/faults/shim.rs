@@ -1,0 +1,175 @@
+//! `sublet-runtime create`: plain, beside another container, and without a daemon.
+
+use serde_json::Value;
+use sublet_e2e::Bundle;
+
+use crate::injector::{self, Became, Call, Fault, Key, Seen};
+use crate::scene::{Host, SHARE, difference, without_lease};
+use crate::sweep::Path;
+use crate::table::Table;
+
+/// What is created.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A container without a key of sublet's.
+    Plain,
+    /// One with a share, beside another.
+    Warm,
+    /// One with a share, and no MPS daemon runs.
+    Cold,
+}
+
+pub struct Create {
+    kind: Kind,
+    host: Host,
+    /// Of the undisturbed run.
+    expected: Option<Expected>,
+    /// The books before a container and after its end.
+    books: Value,
+}
+
+struct Expected {
+    became: Became,
+    config: Value,
+    books: Value,
+}
+
+impl Create {
+    pub fn new(kind: Kind) -> Self {
+        let host = Host::new("h200", "");
+        if kind != Kind::Cold {
+            host.hold();
+        }
+        assert!(host.sublet(&["gc"]).ok);
+        let books = host.books().expect("a ledger");
+        Self { kind, host, expected: None, books }
+    }
+
+    fn bundle(&self) -> Bundle<'_> {
+        let share = if self.kind == Kind::Plain { &[][..] } else { SHARE };
+        self.host.users.world.bundle("victim", share, &["/bin/sleep", "600"])
+    }
+
+    /// How many MPS processes there are while the container exists, or not.
+    fn daemons(&self, exists: bool) -> usize {
+        if self.kind != Kind::Cold || exists { 2 } else { 0 }
+    }
+
+    fn delete(&self) -> Result<(), String> {
+        let deleted = self.host.undisturbed(&self.host.shim(&["delete", "--force", "victim"]));
+        if deleted.ok { Ok(()) } else { Err(format!("delete fails: {deleted:?}")) }
+    }
+
+    /// The engine tries again with the config.json that it writes, and the container ends.
+    fn again(&self) -> Result<(), String> {
+        let bundle = self.bundle();
+        bundle.write();
+        let created = self.host.undisturbed(&self.host.create(&bundle));
+        if !created.ok {
+            return Err(format!("the next create fails: {created:?}"));
+        }
+        self.is_right()?;
+        self.delete()?;
+        self.is_as_before()
+    }
+
+    /// The container that exists has what it should have.
+    fn is_right(&self) -> Result<(), String> {
+        self.host.collect()?;
+        let Some(expected) = &self.expected else { return Ok(()) };
+        let config = without_lease(self.bundle().config());
+        if config != expected.config {
+            return Err(format!(
+                "it was created from another config.json: {}",
+                difference(&config, &expected.config)
+            ));
+        }
+        let books = self.host.books()?;
+        if books != expected.books {
+            return Err(format!(
+                "the container exists, and in the ledger {}",
+                difference(&books, &expected.books)
+            ));
+        }
+        self.host.daemons(self.daemons(self.kind != Kind::Plain))
+    }
+
+    fn is_as_before(&self) -> Result<(), String> {
+        self.host.collect()?;
+        let books = self.host.books()?;
+        if books != self.books {
+            return Err(format!(
+                "no container exists, and in the ledger {}",
+                difference(&books, &self.books)
+            ));
+        }
+        self.host.tidy(Some(&self.bundle()))?;
+        self.host.daemons(self.daemons(false))
+    }
+}
+
+impl Path for Create {
+    fn prepare(&mut self) -> Result<(), String> {
+        self.bundle().write();
+        self.host.forget_output();
+        Ok(())
+    }
+
+    fn run(&mut self, table: &Table, wanted: Option<(&Key, Fault)>) -> Seen {
+        let bundle = self.bundle();
+        injector::run(table, &self.host.create(&bundle), &self.host.files, wanted)
+    }
+
+    fn judge(&mut self, seen: &Seen, fault: Option<Fault>) -> Result<(), String> {
+        self.host.ended_well(seen, fault)?;
+        let bundle = self.bundle();
+        let config = bundle.config();
+        let Some(expected) = &self.expected else {
+            let became = seen.became.clone().ok_or_else(|| format!("it fails: {}", self.host.said()))?;
+            self.host.collect()?;
+            let books = self.host.books()?;
+            let granted = config.pointer("/annotations/sublet.lease").is_some();
+            if granted != (self.kind != Kind::Plain) {
+                return Err(format!("the share was not given: {config}"));
+            }
+            self.expected = Some(Expected { became, config: without_lease(config), books });
+            self.delete()?;
+            return self.is_as_before();
+        };
+        let edited = without_lease(config.clone());
+        if config != bundle.spec && edited != expected.config {
+            let differs = difference(&edited, &expected.config);
+            return Err(format!("config.json is neither the engine's nor the edited one: {differs}"));
+        }
+        match &seen.became {
+            Some(became) if *became != expected.became => {
+                return Err(format!("the low-level runtime was called with {became:?}"));
+            }
+            Some(_) if seen.code != Some(0) => {
+                return Err(format!("the low-level runtime failed: {:?}", seen.code));
+            }
+            Some(_) => {
+                self.is_right()?;
+                self.delete()?;
+            }
+            None if seen.code == Some(0) => {
+                return Err("it says that all is well, and created nothing".to_owned());
+            }
+            None if self.kind == Kind::Plain && fault != Some(Fault::Kill) && !self.host.may_refuse(seen) => {
+                return Err(format!("a container without sublet's keys is refused: {}", self.host.said()));
+            }
+            None => {}
+        }
+        self.is_as_before()?;
+        self.again()
+    }
+
+    fn first(&self, calls: &[Call]) -> usize {
+        let makes = |call: &Call| ["clone", "clone3", "fork", "vfork"].contains(&call.key.name);
+        if self.kind == Kind::Cold { calls.iter().position(makes).unwrap_or(0) } else { 0 }
+    }
+
+    fn renew(&mut self) {
+        *self = Self::new(self.kind);
+    }
+}
