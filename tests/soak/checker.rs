@@ -257,7 +257,9 @@ impl<'a> Checker<'a> {
         };
         let temporary = |name: &String| name.contains(".tmp") || name.contains("rebuilding") || name == "filler";
         let mut found: Vec<String> = names(&state).into_iter().filter(temporary).collect();
-        found.extend(names(&state.join("mps")).into_iter().map(|name| format!("mps/{name}")));
+        // A device's directory stays, with its log; that of a dedicated daemon is named after its lease.
+        let dedicated = names(&state.join("mps")).into_iter().filter(|name| name.len() == 16);
+        found.extend(dedicated.map(|name| format!("mps/{name}")));
         found
     }
 

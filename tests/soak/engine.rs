@@ -1,17 +1,20 @@
 //! What starts the containers: the low-level runtimes by themselves, Docker or Podman.
 
 use std::fs::File;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sublet_e2e::{Bundle, Finished, World, hooked};
+use sublet_e2e::{Bundle, Finished, World};
 
 use crate::plan::{By, Limit};
 
 /// No command takes longer, on however busy a machine.
 const LONGEST: Duration = Duration::from_secs(120);
+/// Nor one that a limit may make hang.
+const LONGEST_LIMITED: Duration = Duration::from_secs(20);
 
 /// What a container is.
 pub struct Wanted<'a> {
@@ -40,6 +43,10 @@ pub trait Engine: Sync {
     /// Ends and removes a container, if there is one.
     fn stop(&self, name: &str, harm: Harm) -> Finished;
     fn exec(&self, name: &str, command: &[&str]) -> Finished;
+    /// The root filesystem of a container, where it outlives the container.
+    fn kept_rootfs(&self, _name: &str) -> Option<PathBuf> {
+        None
+    }
     /// Brings back what was killed of the engine itself.
     fn recover(&self) {}
 }
@@ -52,8 +59,12 @@ pub fn bounded(mut command: Command, world: &World, name: &str, harm: Harm) -> F
     command.stdin(Stdio::null()).stdout(file("out")).stderr(file("err"));
     let began = Instant::now();
     let mut child = command.spawn().expect("it is installed");
-    let limit = if let Harm::KilledAfter(after) = harm { after } else { LONGEST };
-    let mut late = false;
+    let limit = match harm {
+        Harm::None => LONGEST,
+        Harm::KilledAfter(after) => after,
+        Harm::Limited(_) => LONGEST_LIMITED,
+    };
+    let (mut late, mut running) = (false, String::new());
     let status = loop {
         if let Some(status) = child.try_wait().expect("our child") {
             break status;
@@ -61,6 +72,7 @@ pub fn bounded(mut command: Command, world: &World, name: &str, harm: Harm) -> F
         if began.elapsed() >= limit {
             late = matches!(harm, Harm::None | Harm::Limited(_));
             let pid = Pid::from_raw(i32::try_from(child.id()).expect("a pid"));
+            running = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
             let _ = kill(pid, Signal::SIGKILL);
             break child.wait().expect("our child");
         }
@@ -70,7 +82,9 @@ pub fn bounded(mut command: Command, world: &World, name: &str, harm: Harm) -> F
     let text = |what: &str| String::from_utf8_lossy(&read(what)).into_owned();
     let mut stderr = text("err");
     if late {
-        stderr.push_str("\nsoak: TOO LATE: killed after two minutes");
+        // Without descriptors or memory a runtime may hang, but not sublet.
+        let whose = if matches!(harm, Harm::Limited(_)) && !running.starts_with("sublet") { "late" } else { "TOO LATE" };
+        stderr.push_str(&format!("\nsoak: {whose}: {} was killed", running.trim_end()));
     }
     Finished { ok: status.success(), code: status.code(), stdout: text("out"), stderr }
 }
@@ -101,23 +115,27 @@ impl Plain {
         Self { world }
     }
 
-    fn bundle(&self, wanted: &Wanted<'_>) -> Result<Bundle<'_>, Finished> {
+    fn bundle(&self, wanted: &Wanted<'_>) -> Bundle<'_> {
         let mut bundle = self.world.bundle(wanted.name, wanted.annotations, wanted.command);
-        if wanted.by == By::Hook && wanted.name.ends_with(['0', '2']) {
+        if wanted.by == By::Hook && !by_precreate(wanted) {
             bundle.hook(&["prestart", "poststop"]);
-        } else if wanted.by == By::Hook {
-            bundle.plain = true;
-            bundle.spec["root"]["path"] = serde_json::json!(bundle.dir.join("rootfs"));
-            let spec = serde_json::to_vec(&bundle.spec).expect("JSON");
-            let edited = hooked::fed(self.world.command("sublet-hook"), "precreate", &spec);
-            let spec: Option<serde_json::Value> = serde_json::from_str(&edited.stdout).ok();
-            let Some(spec) = spec.filter(|_| edited.ok) else { return Err(edited) };
-            if hooked::refusal(&spec).contains("no place for") {
-                return Err(Finished { ok: false, stderr: hooked::refusal(&spec).to_owned(), ..edited });
-            }
-            bundle.spec = spec;
         }
-        Ok(bundle)
+        bundle.spec["root"]["path"] = serde_json::json!(bundle.dir.join("rootfs"));
+        bundle
+    }
+
+    /// What Podman does: the hook's `precreate` edits the bundle's config.json, and then the low-level runtime creates
+    /// the container. One process does both, so that whoever takes the lease ends when it is killed.
+    fn precreate(&self, bundle: &Bundle<'_>, arguments: &[&str]) -> Command {
+        let script = "hook=$1; config=$2; shift 2\n\
+                      \"$hook\" precreate <\"$config\" >\"$config.new\" && mv \"$config.new\" \"$config\" && exec \"$@\"";
+        let config = bundle.dir.join("config.json");
+        let mut command = self.world.command("sublet-hook");
+        let hook = std::mem::replace(&mut command, Command::new("sh"));
+        command.args(["-c", script, "precreate"]).arg(hook.get_program()).arg(config);
+        command.arg(self.world.engine.program()).arg("--root").arg(self.world.runtime_root());
+        command.args(arguments).arg(&bundle.id).env("SUBLET_CONFIG", &self.world.config);
+        command
     }
 
     fn run(&self, bundle: &Bundle<'_>, arguments: &[&str], harm: Harm) -> Finished {
@@ -128,6 +146,11 @@ impl Plain {
         }
         bounded(command, &self.world, &bundle.id, harm)
     }
+}
+
+/// Half of the bundles with a hook have it at precreate, the others at prestart.
+fn by_precreate(wanted: &Wanted<'_>) -> bool {
+    wanted.by == By::Hook && wanted.name.ends_with(['1', '3'])
 }
 
 impl Engine for Plain {
@@ -143,13 +166,15 @@ impl Engine for Plain {
     }
 
     fn start(&self, wanted: &Wanted<'_>, harm: Harm) -> Finished {
-        let bundle = match self.bundle(wanted) {
-            Ok(bundle) => bundle,
-            Err(refused) => return refused,
-        };
+        let bundle = self.bundle(wanted);
         bundle.write();
         let dir = bundle.dir.to_string_lossy().into_owned();
-        let created = self.run(&bundle, &["create", "--bundle", &dir], harm);
+        let create = ["create", "--bundle", &dir];
+        let created = if by_precreate(wanted) {
+            bounded(self.precreate(&bundle, &create), &self.world, &bundle.id, harm)
+        } else {
+            self.run(&bundle, &create, harm)
+        };
         if !created.ok {
             return created;
         }
@@ -161,6 +186,10 @@ impl Engine for Plain {
         let mut command = self.world.runtime();
         command.args(["delete", "--force", name]);
         bounded(command, &self.world, name, harm)
+    }
+
+    fn kept_rootfs(&self, name: &str) -> Option<PathBuf> {
+        Some(self.world.dir.path().join("bundles").join(name).join("rootfs"))
     }
 
     fn exec(&self, name: &str, arguments: &[&str]) -> Finished {

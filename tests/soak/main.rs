@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use sublet_e2e::World;
+use sublet_e2e::{World, killing};
 
 use checker::{Checker, IDLE_SECONDS};
 use engine::{Engine, Plain};
@@ -71,7 +71,17 @@ impl Options {
     }
 }
 
-fn main() -> Result<()> {
+fn main() -> std::process::ExitCode {
+    match run() {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("soak: {error:#}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
     let options = Options::read()?;
     ensure!(nix::unistd::geteuid().is_root(), "soak starts containers: run it as root (tests/soak/run)");
     println!("soak: {}, seed {}", options.engine, options.seed);
@@ -135,6 +145,12 @@ fn play(options: &Options, engine: &dyn Engine, weather: &Weather) -> Duration {
             actor.join().expect("no panic").end();
         }
     });
+    // An engine that was killed may have forgotten a container that runs, whose lease is then rightly held.
+    let forgotten = killing::contained(engine.world());
+    if !forgotten.is_empty() {
+        println!("soak: {} processes of containers that the engine has forgotten are killed", forgotten.len());
+        killing::end(&forgotten);
+    }
     saboteur.end();
     checker.nothing_is_left();
     began.elapsed()

@@ -2,7 +2,7 @@
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -95,15 +95,17 @@ impl<'a> Actor<'a> {
             self.slots[slot].id = Some(id.clone());
             self.weather.started(&name, Running { id, stays: command < 2 });
         } else if matches!(harm, Harm::None) {
-            self.judge(share, &done, &before, attempt, began);
+            self.judge(&name, share, &done, &before, attempt, began);
         }
         self.weather.attempted(attempt);
         self.in_time(&format!("start of {name}"), &done);
     }
 
     /// Whether a start had to fail.
-    fn judge(&self, share: usize, done: &Finished, before: &Value, attempt: usize, began: Instant) {
-        let refused = done.stderr.contains("no place for");
+    fn judge(&self, name: &str, share: usize, done: &Finished, before: &Value, attempt: usize, began: Instant) {
+        // What a hook at prestart says, crun does not pass on.
+        let by_hook = done.stderr.contains("executing hook") || done.stderr.contains("prestart hook");
+        let refused = done.stderr.contains("no place for") || by_hook && self.was_refused(name, began);
         if refused {
             self.weather.counts.refusals.fetch_add(1, Ordering::Relaxed);
         }
@@ -127,6 +129,19 @@ impl<'a> Actor<'a> {
             }
             None => {}
         }
+    }
+
+    /// Whether sublet says that it refused this container just now for want of room.
+    fn was_refused(&self, name: &str, began: Instant) -> bool {
+        let text = std::fs::read(self.engine.world().state_dir().join("refusals.json")).unwrap_or_default();
+        let all: Value = serde_json::from_slice(&text).unwrap_or_default();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let since = now.saturating_sub(began.elapsed().as_secs() + 1);
+        all.as_array().into_iter().flatten().any(|one| {
+            one["container_id"] == name
+                && one["time"].as_u64().is_some_and(|time| time >= since)
+                && books::text(one, "reason").contains("no place for")
+        })
     }
 
     fn in_time(&self, what: &str, done: &Finished) {
@@ -164,8 +179,20 @@ impl<'a> Actor<'a> {
             return;
         }
         self.slots[slot].left = false;
+        self.mount_points_left(&name, began);
         if self.slots[slot].id.take().is_some() {
             self.weather.counts.cycles.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// sublet removes the mount points in a root filesystem that persists, or writes down that it has to.
+    fn mount_points_left(&self, name: &str, began: Instant) {
+        let Some(rootfs) = self.engine.kept_rootfs(name) else { return };
+        let file = |dir: &str| rootfs.join(dir).join("libcuda.so.1").symlink_metadata().is_ok();
+        let left = || ["lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu"].into_iter().any(file);
+        if left() && !self.ledger().to_string().contains(&*rootfs.to_string_lossy()) && left() {
+            let calm = self.weather.was_calm_since(began);
+            self.weather.found(format!("{name}: mount points are left, and nobody knows (calm: {calm})"));
         }
     }
 

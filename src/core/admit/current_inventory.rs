@@ -46,8 +46,8 @@ pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
             tracing::warn!("{warning}");
         }
         match inventory::load(config) {
-            // MIG instances are created and destroyed while containers start and end.
-            Err(InventoryError::Stale { .. }) if config.mig.dynamic && began.elapsed() < SETTLING => {}
+            // MIG instances are being created or destroyed, for other containers or by `sublet mig apply`.
+            Err(InventoryError::Stale { .. }) if began.elapsed() < SETTLING => {}
             loaded => return Ok(loaded?),
         }
     }
