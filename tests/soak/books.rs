@@ -145,9 +145,9 @@ pub fn had_room(share: &Share, before: &Value, after: &Value, asked: usize) -> O
     }
     let booked = booked(all.into_values());
     let free = (0..4).map(gpu).filter(|gpu| {
-        let closed = ["drained", "unexplained"].iter().any(|member| {
-            names(before, member, gpu) || names(after, member, gpu)
-        });
+        let closed = ["drained", "unexplained"]
+            .iter()
+            .any(|member| names(before, member, gpu) || names(after, member, gpu));
         !closed && booked.get(gpu.as_str()).is_none_or(|booked| booked.takes(share))
     });
     Some(free.count() >= share.gpus + asked)
@@ -164,7 +164,8 @@ pub fn is_alive(process: &Value) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let Some((_, rest)) = stat.rsplit_once(") ") else { return false };
     let fields: Vec<&str> = rest.split(' ').collect();
-    !matches!(fields[0], "Z" | "X") && fields.get(19).and_then(|text| text.parse().ok()) == process["start_time"].as_u64()
+    !matches!(fields[0], "Z" | "X")
+        && fields.get(19).and_then(|text| text.parse().ok()) == process["start_time"].as_u64()
 }
 
 /// Whether the container's first process runs.

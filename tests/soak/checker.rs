@@ -132,7 +132,10 @@ impl<'a> Checker<'a> {
         for lease in books::leases(ledger) {
             let (id, container) = (text(lease, "id"), text(&lease["container"], "id"));
             if !books::has_owner(lease) {
-                found.insert(format!("lease {id} of {container}, {}: nothing of it runs", text(lease, "state")));
+                found.insert(format!(
+                    "lease {id} of {container}, {}: nothing of it runs",
+                    text(lease, "state")
+                ));
             }
             let bundle = text(&lease["container"], "bundle");
             let config = std::fs::read(std::path::Path::new(bundle).join("config.json")).unwrap_or_default();
@@ -159,7 +162,9 @@ impl<'a> Checker<'a> {
         let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
         let cgroups = entries.filter_map(|entry| std::fs::read_to_string(entry.path().join("cgroup")).ok());
         let (plain, engines) = (format!("/{world}-{id}\n"), format!("/{id}"));
-        cgroups.into_iter().any(|text| text.contains(&plain) || id.len() == 64 && (text.contains(&engines) || text.contains(id)))
+        cgroups.into_iter().any(|text| {
+            text.contains(&plain) || id.len() == 64 && (text.contains(&engines) || text.contains(id))
+        })
     }
 
     fn daemons(&self, ledger: &Value, found: &mut BTreeSet<String>) {
@@ -176,7 +181,10 @@ impl<'a> Checker<'a> {
             let leased = books::leases(ledger).iter().any(|lease| lease["server"] == record["key"]);
             let idle = record["idle_since"].as_u64();
             if leased && !books::is_alive(&record["daemon"]) {
-                found.insert(format!("MPS daemon {key} has leases and does not run ({})", text(record, "state")));
+                found.insert(format!(
+                    "MPS daemon {key} has leases and does not run ({})",
+                    text(record, "state")
+                ));
             }
             let late = idle.is_none_or(|since| machine::uptime() > since + IDLE_SECONDS + IDLE_GRACE);
             if !leased && late {
@@ -230,7 +238,9 @@ impl<'a> Checker<'a> {
             }
         }
         for name in ["made", "under_way"] {
-            if ledger["mig"][name].as_array().is_some_and(|all| !all.is_empty()) || ledger["mig"][name].is_object() {
+            if ledger["mig"][name].as_array().is_some_and(|all| !all.is_empty())
+                || ledger["mig"][name].is_object()
+            {
                 found.push(format!("mig.{name} in the ledger: {}", ledger["mig"][name]));
             }
         }
@@ -242,7 +252,9 @@ impl<'a> Checker<'a> {
         let mounts = machine::mounts(self.world());
         found.extend(mounts.difference(&self.mounts).map(|mount| format!("{mount} is mounted")));
         let points = mount_points(self.world().dir.path());
-        found.extend(points.lines().filter(|line| !line.contains("/sim/")).map(|line| format!("mount point {line}")));
+        found.extend(
+            points.lines().filter(|line| !line.contains("/sim/")).map(|line| format!("mount point {line}")),
+        );
         found.extend(self.files_left());
         found.extend(self.modes_left());
         found
@@ -255,7 +267,8 @@ impl<'a> Checker<'a> {
             let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
             entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect::<Vec<_>>()
         };
-        let temporary = |name: &String| name.contains(".tmp") || name.contains("rebuilding") || name == "filler";
+        let temporary =
+            |name: &String| name.contains(".tmp") || name.contains("rebuilding") || name == "filler";
         let mut found: Vec<String> = names(&state).into_iter().filter(temporary).collect();
         // A device's directory stays, with its log; that of a dedicated daemon is named after its lease.
         let dedicated = names(&state.join("mps")).into_iter().filter(|name| name.len() == 16);
@@ -268,6 +281,9 @@ impl<'a> Checker<'a> {
         let query = ["--query-gpu=compute_mode", "--format=csv,noheader"];
         let output = std::process::Command::new(program).args(query).output().expect("nvidia-smi runs");
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        text.lines().filter(|mode| mode.trim() != "Default").map(|mode| format!("compute mode {mode}")).collect()
+        text.lines()
+            .filter(|mode| mode.trim() != "Default")
+            .map(|mode| format!("compute mode {mode}"))
+            .collect()
     }
 }

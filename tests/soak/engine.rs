@@ -83,7 +83,11 @@ pub fn bounded(mut command: Command, world: &World, name: &str, harm: Harm) -> F
     let mut stderr = text("err");
     if late {
         // Without descriptors or memory a runtime may hang, but not sublet.
-        let whose = if matches!(harm, Harm::Limited(_)) && !running.starts_with("sublet") { "late" } else { "TOO LATE" };
+        let whose = if matches!(harm, Harm::Limited(_)) && !running.starts_with("sublet") {
+            "late"
+        } else {
+            "TOO LATE"
+        };
         stderr.push_str(&format!("\nsoak: {whose}: {} was killed", running.trim_end()));
     }
     Finished { ok: status.success(), code: status.code(), stdout: text("out"), stderr }

@@ -45,7 +45,8 @@ pub fn of_sublet(world: &World) -> Vec<(Pid, String, u64)> {
     for name in ["sublet", "sublet-runtime", "sublet-hook"] {
         for pid in named(world, name) {
             let stat = read(pid, "stat");
-            let began = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(19)?.parse::<u64>().ok());
+            let began =
+                stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(19)?.parse::<u64>().ok());
             let seconds = uptime.saturating_sub(began.unwrap_or(0) / 100);
             found.push((pid, read(pid, "cmdline"), seconds));
         }

@@ -135,7 +135,8 @@ fn play(options: &Options, engine: &dyn Engine, weather: &Weather) -> Duration {
         let broken = scope.spawn(|| saboteur.play(options.seed));
         let watched = scope.spawn(|| checker.watch());
         let cycles = || weather.counts.cycles.load(Ordering::Relaxed);
-        while began.elapsed() < options.time && cycles() < options.cycles && lanes.load(Ordering::SeqCst) > 0 {
+        while began.elapsed() < options.time && cycles() < options.cycles && lanes.load(Ordering::SeqCst) > 0
+        {
             std::thread::sleep(Duration::from_millis(50));
         }
         weather.end();
@@ -148,7 +149,10 @@ fn play(options: &Options, engine: &dyn Engine, weather: &Weather) -> Duration {
     // An engine that was killed may have forgotten a container that runs, whose lease is then rightly held.
     let forgotten = killing::contained(engine.world());
     if !forgotten.is_empty() {
-        println!("soak: {} processes of containers that the engine has forgotten are killed", forgotten.len());
+        println!(
+            "soak: {} processes of containers that the engine has forgotten are killed",
+            forgotten.len()
+        );
         killing::end(&forgotten);
     }
     saboteur.end();

@@ -38,7 +38,12 @@ const PLAIN: Share =
     Share { annotations: &[], used_as: Use::Mps, sm: 0, memory_mib: 0, gpus: 1, processes: 1, servers: 1 };
 
 pub static SHARES: [Share; 13] = [
-    Share { annotations: &[("sublet.sm", "25"), ("sublet.memory", "8GiB")], sm: 25_000, memory_mib: 8192, ..PLAIN },
+    Share {
+        annotations: &[("sublet.sm", "25"), ("sublet.memory", "8GiB")],
+        sm: 25_000,
+        memory_mib: 8192,
+        ..PLAIN
+    },
     Share { annotations: &[("sublet.sm", "50")], sm: 50_000, ..PLAIN },
     Share {
         annotations: &[("sublet.sm", "12.5"), ("sublet.memory", "2GiB"), ("sublet.processes", "2")],
@@ -47,7 +52,12 @@ pub static SHARES: [Share; 13] = [
         processes: 2,
         ..PLAIN
     },
-    Share { annotations: &[("sublet.sm", "30"), ("sublet.memory", "40GiB")], sm: 30_000, memory_mib: 40_960, ..PLAIN },
+    Share {
+        annotations: &[("sublet.sm", "30"), ("sublet.memory", "40GiB")],
+        sm: 30_000,
+        memory_mib: 40_960,
+        ..PLAIN
+    },
     Share { annotations: &[("sublet.gpu", "any")], used_as: Use::TimeSlice, servers: 0, ..PLAIN },
     Share {
         annotations: &[("sublet.mode", "time-slice"), ("sublet.memory", "60GiB")],
@@ -104,16 +114,41 @@ pub enum Limit {
 #[derive(Clone, Copy, Debug)]
 pub enum Step {
     /// Starts a container; `command` is one of [`COMMANDS`].
-    Start { slot: usize, share: usize, by: By, command: usize },
+    Start {
+        slot: usize,
+        share: usize,
+        by: By,
+        command: usize,
+    },
     /// The same, killed with SIGKILL after this time: what the engine started, not the container.
-    StartKilled { slot: usize, share: usize, by: By, after_ms: u64 },
-    StartLimited { slot: usize, share: usize, limit: Limit },
-    Exec { slot: usize },
-    Stop { slot: usize },
-    StopKilled { slot: usize, after_ms: u64 },
+    StartKilled {
+        slot: usize,
+        share: usize,
+        by: By,
+        after_ms: u64,
+    },
+    StartLimited {
+        slot: usize,
+        share: usize,
+        limit: Limit,
+    },
+    Exec {
+        slot: usize,
+    },
+    Stop {
+        slot: usize,
+    },
+    StopKilled {
+        slot: usize,
+        after_ms: u64,
+    },
     /// SIGKILL for the container's first process.
-    KillInit { slot: usize },
-    Pause { ms: u64 },
+    KillInit {
+        slot: usize,
+    },
+    Pause {
+        ms: u64,
+    },
 }
 
 /// What the containers run. The last ends by itself.
@@ -132,9 +167,16 @@ pub enum Fault {
     Refresh,
     /// One of [`LAYOUTS`] for the GPU in MIG mode.
     Layout(usize),
-    FullDisk { ms: u64 },
-    Unmounted { ms: u64 },
-    Drained { gpu: usize, ms: u64 },
+    FullDisk {
+        ms: u64,
+    },
+    Unmounted {
+        ms: u64,
+    },
+    Drained {
+        gpu: usize,
+        ms: u64,
+    },
     LedgerLost,
     Gc,
     Status,

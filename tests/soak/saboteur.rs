@@ -196,7 +196,10 @@ impl<'a> Saboteur<'a> {
             return;
         }
         let mut command = self.world().command("sublet");
-        let log = std::fs::File::options().append(true).create(true).open(self.world().dir.path().join("serve.log"));
+        let log = std::fs::File::options()
+            .append(true)
+            .create(true)
+            .open(self.world().dir.path().join("serve.log"));
         command.arg("serve").stderr(log.expect("a log"));
         self.serve = command.spawn().ok();
         let socket = self.world().state_dir().join("sublet.sock");

@@ -102,7 +102,15 @@ impl<'a> Actor<'a> {
     }
 
     /// Whether a start had to fail.
-    fn judge(&self, name: &str, share: usize, done: &Finished, before: &Value, attempt: usize, began: Instant) {
+    fn judge(
+        &self,
+        name: &str,
+        share: usize,
+        done: &Finished,
+        before: &Value,
+        attempt: usize,
+        began: Instant,
+    ) {
         // What a hook at prestart says, crun does not pass on.
         let by_hook = done.stderr.contains("executing hook") || done.stderr.contains("prestart hook");
         let refused = done.stderr.contains("no place for") || by_hook && self.was_refused(name, began);
@@ -114,6 +122,10 @@ impl<'a> Actor<'a> {
         }
         let wish = &SHARES[share];
         let told = format!("{:?}: {}", wish.annotations, done.stderr.trim_end());
+        // What engines say of themselves, such as that their containerd is not back yet, is theirs.
+        if !refused && self.engine.kept_rootfs(name).is_none() && !done.stderr.contains("sublet") {
+            return;
+        }
         if !refused {
             self.weather.found(format!("a start failed though nothing was being broken: {told}"));
             return;
@@ -191,8 +203,10 @@ impl<'a> Actor<'a> {
         let file = |dir: &str| rootfs.join(dir).join("libcuda.so.1").symlink_metadata().is_ok();
         let left = || ["lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu"].into_iter().any(file);
         if left() && !self.ledger().to_string().contains(&*rootfs.to_string_lossy()) && left() {
-            let calm = self.weather.was_calm_since(began);
-            self.weather.found(format!("{name}: mount points are left, and nobody knows (calm: {calm})"));
+            // While the state directory is away, the ledger in it is.
+            if self.weather.was_calm_since(began) {
+                self.weather.found(format!("{name}: mount points are left, and nobody knows"));
+            }
         }
     }
 

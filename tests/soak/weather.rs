@@ -101,7 +101,9 @@ impl Weather {
     pub fn sleep(&self, time: Duration) {
         let until = Instant::now() + time;
         while Instant::now() < until && !self.is_over() {
-            std::thread::sleep(Duration::from_millis(20).min(until.saturating_duration_since(Instant::now())));
+            std::thread::sleep(
+                Duration::from_millis(20).min(until.saturating_duration_since(Instant::now())),
+            );
         }
     }
 
@@ -136,9 +138,10 @@ impl Weather {
     pub fn asked_beside(&self, number: usize) -> usize {
         let attempts = lock(&self.attempts);
         let began = attempts[number].began;
-        let others = attempts.iter().enumerate().filter(|(other, attempt)| {
-            *other != number && attempt.ended.is_none_or(|ended| ended >= began)
-        });
+        let others = attempts
+            .iter()
+            .enumerate()
+            .filter(|(other, attempt)| *other != number && attempt.ended.is_none_or(|ended| ended >= began));
         others.map(|(_, attempt)| attempt.gpus).sum()
     }
 

@@ -114,11 +114,22 @@ impl Local<'_> {
 /// Some engines (containerd) unmount the root filesystem once the runtime has deleted the container, and then the files
 /// can no longer be reached. So this is done before anything that takes time. A delete does it even if another command
 /// has just freed the container's lease.
+///
+/// It is removed under a lock, and by the ledger as it is then: no file is removed where a container has got a lease
+/// meanwhile. (A start waits for that lock once it has its lease.)
 fn clear_leftovers(store: &Store) {
-    let clearable = store.read().map(|ledger| ledger.clearable()).unwrap_or_default();
-    if clearable.is_empty() {
+    let clearable = || store.read().map(|ledger| ledger.clearable()).unwrap_or_default();
+    if clearable().is_empty() {
         return;
     }
+    let _alone = match store.clearing() {
+        Ok(lock) => lock,
+        Err(error) => {
+            tracing::warn!("what ended containers left is not removed yet: clearing.lock: {error}");
+            return;
+        }
+    };
+    let clearable = clearable();
     for left in &clearable {
         crate::fs::atomic::sweep(&left.bundle);
         oci::clear(left);

@@ -272,10 +272,17 @@ impl Search<'_> {
             ledger.insert(lease.clone())?;
             ledger.await_no_more(&self.id);
             let in_the_way = ledger.in_the_way(&lease).cloned().collect();
-            Ok((lease, placement, in_the_way))
+            let to_be_cleared = ledger.is_to_be_cleared(&lease);
+            Ok((lease, placement, in_the_way, to_be_cleared))
         })?;
         local.tidy(&freed, store);
-        let (lease, placement, in_the_way) = booked?;
+        let (lease, placement, in_the_way, to_be_cleared) = booked?;
+        if to_be_cleared {
+            // Because of the lease nobody begins to remove files there from now on.
+            if let Err(error) = store.clearing() {
+                tracing::warn!("clearing.lock: {error}: files of an earlier container may still be removed");
+            }
+        }
         Ok(Taken { lease, placement, image, inventory, in_the_way })
     }
 

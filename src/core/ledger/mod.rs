@@ -2,6 +2,7 @@
 
 mod binding;
 mod cgroup;
+mod clearing;
 mod daemon_devices;
 mod daemon_key;
 mod default_limits;

@@ -207,6 +207,12 @@ impl Found {
         self.stat().is_ok_and(|stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == kind)
     }
 
+    /// Whether it is a file as a runtime creates it for a mount, and as it is removed again.
+    pub fn is_empty_file(&self) -> bool {
+        let is = |stat: FileStat| stat.st_size == 0 && stat.st_nlink == 1;
+        self.is(SFlag::S_IFREG) && self.stat().is_ok_and(is)
+    }
+
     /// At most `limit` bytes from its beginning.
     ///
     /// # Errors
