@@ -215,7 +215,8 @@ impl<'a> Checker<'a> {
 
     /// When all containers have been ended and the service too: nothing may be left.
     pub fn nothing_is_left(&mut self) {
-        let until = Instant::now() + Duration::from_secs(40);
+        // A hook whose engine was killed before it took its lease may have it for a minute, until its time to bind is over.
+        let until = Instant::now() + Duration::from_secs(90);
         let (mut left, mut said) = (self.left(), String::new());
         while !left.is_empty() && Instant::now() < until {
             let gc = self.sublet(&["gc"]);
