@@ -404,7 +404,7 @@ fn containers_start_on_another_gpu_while_a_layout_changes() {
             count
         });
         // One that has failed must not keep the other thread going.
-        let refusals: Vec<String> = (0..12)
+        let refusals: Vec<String> = (0..8)
             .filter_map(|_| {
                 let bundle = world.bundle(
                     "beside",

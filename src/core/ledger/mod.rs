@@ -39,6 +39,7 @@ pub use default_limits::{DefaultLimits, DefaultMemoryLimit};
 pub use dynamic_mig_instances::fixture as dynamic_instance_fixture;
 pub use dynamic_mig_instances::{Awaited, DynamicInstance};
 pub use lease_state::LeaseState;
+pub(crate) use mig_changes::gpus_under_change;
 pub use mig_changes::{MigBusy, MigChange, MigChanges};
 pub use namespaces::Namespaces;
 pub use queries::Doubled;
