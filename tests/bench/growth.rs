@@ -2,7 +2,7 @@
 //! leases and on 1 to 16 GPUs with seven MIG instances each, how long the ledger's lock is held, many creates at once,
 //! creates that wait, and how much memory the shim takes at most.
 //!
-//! `bench-growth [ROUNDS]`, as root (tests/bench/run growth): 40 rounds by default, in turns. The low-level runtime is
+//! `bench-growth [ROUNDS [leases|gpus|at-once|waiting]…]`, as root (tests/bench/run growth): 40 rounds by default, in turns. The low-level runtime is
 //! `/bin/true`, so that only sublet is timed. Leases are copies of one real lease, each with a process of its own that
 //! lives. It does not judge: machines are noisy, and the limits in the tables are for the reader.
 
@@ -16,6 +16,7 @@ use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike as _;
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, eventually};
+use tempfile::TempDir;
 
 const ROUNDS: usize = 40;
 const LEASES: [usize; 5] = [1, 10, 100, 768, 1000];
@@ -35,10 +36,21 @@ fn main() -> Result<()> {
     ensure!(nix::unistd::geteuid().is_root(), "bench-growth starts containers: run it as root");
     let cores = std::thread::available_parallelism()?;
     println!("Medians of {rounds} rounds, {cores} cores.");
-    by_leases(rounds)?;
-    by_gpus(rounds)?;
-    at_once()?;
-    beside_waiting(rounds)
+    let parts: Vec<String> = words.collect();
+    let wanted = |part: &str| parts.is_empty() || parts.iter().any(|asked| asked == part);
+    if wanted("leases") {
+        by_leases(rounds)?;
+    }
+    if wanted("gpus") {
+        by_gpus(rounds)?;
+    }
+    if wanted("at-once") {
+        at_once()?;
+    }
+    if wanted("waiting") {
+        beside_waiting(rounds)?;
+    }
+    Ok(())
 }
 
 /// Becomes the parent of a command, and prints the most memory that it took, in KiB. As a process begins with the memory
@@ -60,6 +72,7 @@ struct Host {
     /// A lease as sublet wrote it.
     lease: Value,
     devices: Vec<Value>,
+    _memory: TempDir,
 }
 
 impl Host {
@@ -70,6 +83,7 @@ impl Host {
         std::fs::write(&topology, topology_of(gpus, true))?;
         let extra = "[limits]\ntime_slice_max = 2000\n";
         let world = World::simulated(topology.to_str().context("UTF-8")?, extra);
+        let memory = state_in_memory(&world)?;
         let serve = serve(&world)?;
         let first = world.bundle("first", SHARE, &["/bin/sleep", "86400"]);
         first.up();
@@ -90,7 +104,7 @@ impl Host {
         let text = std::fs::read_to_string(&world.config)?;
         let named = format!("low_level = [\"{}\"]", world.engine.program());
         std::fs::write(&world.config, text.replace(&named, "low_level = [\"/bin/true\"]"))?;
-        Ok(Self { world, serve, sleepers: Vec::new(), lease, devices })
+        Ok(Self { world, serve, sleepers: Vec::new(), lease, devices, _memory: memory })
     }
 
     /// Fills the ledger up to so many leases.
@@ -252,6 +266,17 @@ impl Median {
     }
 }
 
+/// The state directory on a tmpfs, as /run is one.
+fn state_in_memory(world: &World) -> Result<TempDir> {
+    let memory = tempfile::Builder::new().prefix("sublet").tempdir_in("/dev/shm")?;
+    let text = std::fs::read_to_string(&world.config)?;
+    let old = format!("state_dir = \"{}\"", world.state_dir().display());
+    let new = format!("state_dir = \"{}\"", memory.path().join("run").display());
+    ensure!(text.contains(&old), "config.toml names no state_dir");
+    std::fs::write(&world.config, text.replacen(&old, &new, 1))?;
+    Ok(memory)
+}
+
 /// With the service, which watches MIG devices, as on any host with them.
 fn serve(world: &World) -> Result<Child> {
     let serve = world.command("sublet").arg("serve").stderr(Stdio::null()).spawn()?;
@@ -390,6 +415,7 @@ fn beside_waiting(rounds: usize) -> Result<()> {
     let topology: PathBuf = dir.path().join("topology.toml");
     std::fs::write(&topology, topology_of(2, false))?;
     let world = World::simulated(topology.to_str().context("UTF-8")?, "");
+    let _memory = state_in_memory(&world)?;
     let mut serve = serve(&world)?;
     let holder = world.bundle(
         "holder",

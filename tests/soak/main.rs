@@ -1,7 +1,8 @@
 //! Random traffic on the simulated driver by real engines, while everything around it is killed, filled and taken
 //! away, and a checker from outside the product that looks every second: README.md here.
 //!
-//! `soak --engine runc|crun|docker|podman [--seed N] [--minutes M] [--steps N] [--cycles N] [--lanes N] [--progress FILE]`,
+//! `soak --engine runc|crun|docker|podman [--seed N] [--minutes M] [--steps N] [--cycles N] [--lanes N] [--only FAULT]
+//! [--progress FILE]`,
 //! as root, in namespaces of its own: tests/soak/run. Status 1 if anything was found. The same seed gives the same steps.
 
 mod books;
@@ -38,6 +39,8 @@ struct Options {
     cycles: u64,
     lanes: u64,
     progress: Option<PathBuf>,
+    /// The one sort of fault that is taken.
+    only: Option<String>,
 }
 
 impl Options {
@@ -51,6 +54,7 @@ impl Options {
             cycles: u64::MAX,
             lanes: 3,
             progress: None,
+            only: None,
         };
         let mut words = std::env::args().skip(1);
         while let Some(word) = words.next() {
@@ -63,6 +67,7 @@ impl Options {
                 "--steps" => options.steps = number()?,
                 "--cycles" => options.cycles = number()?,
                 "--lanes" => options.lanes = number()?,
+                "--only" => options.only = Some(value),
                 "--progress" => options.progress = Some(value.into()),
                 _ => bail!("{word}: no such option"),
             }
@@ -132,7 +137,7 @@ fn play(options: &Options, engine: &dyn Engine, weather: &Weather) -> Duration {
                 })
             })
             .collect();
-        let broken = scope.spawn(|| saboteur.play(options.seed));
+        let broken = scope.spawn(|| saboteur.play(options.seed, options.only.as_deref()));
         let watched = scope.spawn(|| checker.watch());
         let cycles = || weather.counts.cycles.load(Ordering::Relaxed);
         while began.elapsed() < options.time && cycles() < options.cycles && lanes.load(Ordering::SeqCst) > 0
