@@ -346,9 +346,9 @@ fn longest_hold(log: &str) -> f64 {
 }
 
 fn by_leases(rounds: usize) -> Result<()> {
-    let mut host = Host::new(16)?;
+    let mut host = Host::new(4)?;
     println!(
-        "\n16 GPUs with 7 MIG instances each (limits at 100 leases: ratio 1.50, lock 1 ms; memory 6144 KiB):\n"
+        "\n4 GPUs with 7 MIG instances each (limits at 100 leases: ratio 1.50, lock 1 ms; memory 6144 KiB):\n"
     );
     println!(
         "| leases | one create, ms | ratio | of the processors, ms | ratio | lock held, ms: least | median | \
