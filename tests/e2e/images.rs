@@ -114,7 +114,9 @@ fn a_start_waits_for_whoever_removes_an_earlier_containers_mount_points() {
         json!([{"bundle": bundle.dir, "rootfs": bundle.dir.join("rootfs"), "mount_points": files}]);
     std::fs::write(&ledger, left.to_string()).expect("ledger.json");
     let files: Vec<String> = serde_json::from_value(files).expect("paths");
-    files.iter().for_each(|file| place(&bundle, file, ""));
+    for file in &files {
+        place(&bundle, file, "");
+    }
     let lock = std::fs::File::create(world.state_dir().join("clearing.lock")).expect("a file");
     let lock = Flock::lock(lock, FlockArg::LockExclusive).expect("nobody has it");
     std::thread::scope(|scope| {

@@ -88,7 +88,7 @@ pub fn bounded(mut command: Command, world: &World, name: &str, harm: Harm) -> F
         } else {
             "TOO LATE"
         };
-        stderr.push_str(&format!("\nsoak: {whose}: {} was killed", running.trim_end()));
+        stderr = format!("{stderr}\nsoak: {whose}: {} was killed", running.trim_end());
     }
     Finished { ok: status.success(), code: status.code(), stdout: text("out"), stderr }
 }
