@@ -2,7 +2,8 @@
 #   make demo    containers sharing a GPU (a simulated one where there is none)
 #   make test    the tests: real runc and crun; Docker, Podman and containerd in Debian roots of their own
 # The rest: test-GROUP (one group of them: unit, model, sim, e2e-runc, e2e-crun, docker, podman, containerd, systemd, security,
-# slurm, real), test-all (the groups `packages`, `kubernetes`, `ansible`, `metrics`, `web` and `faults`, too, as CI has it), check
+# slurm, real), test-all (the groups `packages`, `kubernetes`, `ansible`, `metrics`, `web`, `faults` and `soak`, too, as CI has
+# it), soak, check
 # (needs no root, network, engine or GPU), build, bench, fuzz (fuzz/README.md), gpu-test, install; test-teeth
 # (docs/security.md); deb, rpm, dist, repo and advisories (docs/packaging.md); real-test, frameworks in Docker and Podman on this machine's
 # GPUs.
@@ -50,9 +51,14 @@ GENERATED := $(CURDIR)/target/generated
 
 # Those of tests/jobs.
 test_groups := $(addprefix test-,unit model sim e2e-runc e2e-crun docker podman containerd systemd security slurm real packages \
-    kubernetes ansible metrics web faults)
+    kubernetes ansible metrics web faults soak)
 
-.PHONY: all build test-build tested-build sim-build check lint unit test test-all book demo bench fuzz gpu-test real-test install deb rpm dist repo advisories \
+# Endurance: tests/soak/README.md.
+MINUTES ?= 10
+CYCLES ?=
+
+.PHONY: all build test-build tested-build sim-build check lint unit test test-all book demo bench soak fuzz gpu-test real-test \
+    install deb rpm dist repo advisories \
     test-teeth generate clean needs $(test_groups)
 
 all: build
@@ -161,6 +167,9 @@ demo: needs
 
 bench: needs build sim-build
 	@tests/bench/run
+
+soak: needs test-build
+	@tests/soak/run --minutes $(MINUTES) $(if $(CYCLES),--cycles $(CYCLES))
 
 # Fuzzes the parsers of untrusted input; `make fuzz FUZZ_TARGETS=all` fuzzes the others too.
 FUZZ_SECONDS ?= 60

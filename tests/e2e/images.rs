@@ -3,7 +3,9 @@
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use nix::fcntl::{Flock, FlockArg};
 use serde_json::{Value, json};
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root, tree};
 
@@ -87,6 +89,53 @@ fn a_dangling_absolute_link_leaves_nothing_on_the_host() {
     link(&bundle, &format!("{DIR}/libcuda.so.1"), &target);
     up(&bundle);
     assert!(!Path::new(&target).parent().expect("a directory").exists(), "something is on the host");
+    bundle.down();
+    assert_eq!(empty_files(&bundle), Vec::<String>::new());
+    world.assert_empty();
+}
+
+/// A root filesystem from which another command is just about to remove an earlier container's mount points: unlinking
+/// them under the new container would take its driver away, and it would leave its own behind.
+#[test]
+fn a_start_waits_for_whoever_removes_an_earlier_containers_mount_points() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let bundle = world.bundle("cleared", WHOLE, HOLD);
+    up(&bundle);
+    let ledger = world.state_dir().join("ledger.json");
+    let read =
+        || -> Value { serde_json::from_slice(&std::fs::read(&ledger).expect("a ledger")).expect("JSON") };
+    let files = read()["leases"][0]["mount_points"].clone();
+    bundle.down();
+    let mut left = read();
+    left["leftovers"] =
+        json!([{"bundle": bundle.dir, "rootfs": bundle.dir.join("rootfs"), "mount_points": files}]);
+    std::fs::write(&ledger, left.to_string()).expect("ledger.json");
+    let files: Vec<String> = serde_json::from_value(files).expect("paths");
+    for file in &files {
+        place(&bundle, file, "");
+    }
+    let lock = std::fs::File::create(world.state_dir().join("clearing.lock")).expect("a file");
+    let lock = Flock::lock(lock, FlockArg::LockExclusive).expect("nobody has it");
+    std::thread::scope(|scope| {
+        let created = scope.spawn(|| bundle.create());
+        assert!(eventually(|| !world.booked().is_empty()), "no lease is taken");
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(!world.runtime_root().join("cleared").exists(), "it was created meanwhile");
+        for file in &files {
+            std::fs::remove_file(inside(&bundle, file)).expect("it was there");
+        }
+        let mut cleared = read();
+        cleared["leftovers"] = json!([]);
+        std::fs::write(&ledger, cleared.to_string()).expect("ledger.json");
+        drop(lock);
+        let created = created.join().expect("no panic");
+        assert!(created.ok, "{created:?}");
+    });
+    assert!(bundle.start().ok);
+    assert_eq!(bundle.event("info")["error"], Value::Null);
     bundle.down();
     assert_eq!(empty_files(&bundle), Vec::<String>::new());
     world.assert_empty();

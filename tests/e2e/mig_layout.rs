@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::Output;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::{Value, json};
 use sublet_e2e::mig::{SMALL, listed, namespaces, process_on, remake_small, shape};
@@ -381,4 +382,45 @@ fn users_without_root_change_nothing() {
         assert_eq!(done(&host.world, &["export"]), found);
         host.world.assert_empty();
     }
+}
+
+/// Creates on another GPU go on: each finds the inventory out of date, and again when it has been refreshed.
+#[test]
+fn containers_start_on_another_gpu_while_a_layout_changes() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "");
+    let mixed = "[[gpu]]\nmatch = \"0\"\nmig = true\ninstances = [{ profile = \"3g.20gb\" }, { profile = \"2g.10gb\" }]\n";
+    let layouts = [layout(&world, "seven.toml", SEVEN), layout(&world, "mixed.toml", mixed)];
+    let ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let changes = scope.spawn(|| {
+            let mut count = 0;
+            while !ended.load(Ordering::SeqCst) {
+                done(&world, &["apply", path(&layouts[count % 2])]);
+                count += 1;
+            }
+            count
+        });
+        // One that has failed must not keep the other thread going.
+        let refusals: Vec<String> = (0..8)
+            .filter_map(|_| {
+                let bundle = world.bundle(
+                    "beside",
+                    &[("sublet.gpu", "1"), ("sublet.sm", "25")],
+                    &["/bin/sleep", "120"],
+                );
+                let created = bundle.create();
+                let _ = bundle.delete();
+                bundle.down();
+                (!created.ok).then_some(created.stderr)
+            })
+            .collect();
+        ended.store(true, Ordering::SeqCst);
+        let changes = changes.join().expect("no panic");
+        assert_eq!(refusals, Vec::<String>::new(), "beside {changes} changes");
+        assert!(changes > 1, "{changes}");
+    });
+    world.assert_empty();
 }

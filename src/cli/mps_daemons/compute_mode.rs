@@ -29,6 +29,9 @@ pub(super) struct Entered {
 
 /// Sets `EXCLUSIVE_PROCESS` for a shared server of a whole GPU as `[mps] exclusive_compute_mode` says.
 ///
+/// `inventory` says whether it is a whole GPU. The lease for which the server starts was placed by an up-to-date one, and
+/// meanwhile instances of other GPUs may have changed: it need not be up to date any more.
+///
 /// # Errors
 /// The policy is `always` and the mode cannot be set, or the GPU's mode allows no contexts at all.
 pub(super) fn enter(

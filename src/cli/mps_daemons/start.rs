@@ -135,7 +135,7 @@ fn enter_again(
     if !daemon.mode_left || ledger.on_daemon(key).next().is_none() {
         return Ok(Some(Vec::new()));
     }
-    let entered = compute_mode::enter(key, store, &inventory::load(config)?, config)?;
+    let entered = compute_mode::enter(key, store, &inventory::last(config)?, config)?;
     if entered.beside_server {
         return Ok(None);
     }
@@ -181,7 +181,7 @@ fn bring_up(
     launch::end(key, &config.state_dir, claim.before, None)?;
     dirs::clear_pipe(key, &config.state_dir)?;
     dirs::cap_logs(key, &config.state_dir);
-    let entered = compute_mode::enter(key, store, &inventory::load(config)?, config)?;
+    let entered = compute_mode::enter(key, store, &inventory::last(config)?, config)?;
     let mut warnings: Vec<String> = entered.warning.into_iter().collect();
     match run_daemon(claim, control, left, store, config) {
         Ok(more) => warnings.extend(more),

@@ -55,10 +55,9 @@ fn has_fault(inventory: &Inventory) -> bool {
     inventory.devices.iter().any(|device| device.mig_device.as_ref().is_some_and(|part| part.fault.is_some()))
 }
 
-/// Whether instances for containers are being created or destroyed.
+/// Whether instances are being created or destroyed, for containers or by `sublet mig apply`.
 fn changes(before: &MigChanges, config: &Config) -> bool {
-    let brief = before.under_way.as_ref().is_some_and(|change| change.gpus.is_empty());
-    brief || mig_changes(config) != *before
+    before.under_way.is_some() || mig_changes(config) != *before
 }
 
 /// A ledger that cannot be read has count zero, and so has the one that is rebuilt from it.

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::{AdmitError, is_remote, state};
 use crate::config::Config;
 use crate::inventory::{self, Inventory, InventoryError};
+use crate::ledger;
 use crate::process::sublet;
 
 /// The time limit of a refresh. NVML may have to load firmware on a machine without the persistence daemon.
@@ -18,9 +19,22 @@ const SETTLING: Duration = Duration::from_secs(10);
 /// # Errors
 /// A fault of the driver, in the driver's words.
 pub fn fresh_inventory(config: &Config) -> Result<Inventory, AdmitError> {
-    match inventory::load(config) {
+    match load(config) {
         Err(error) if error.wants_refresh() => state(config).new_inventory(),
         loaded => Ok(loaded?),
+    }
+}
+
+/// The cached inventory. While a MIG layout changes, the instances of its GPUs may be others than those in it: these GPUs
+/// take no lease, and a lease that is taken after the change needs a newer inventory ([`crate::ledger::MigChanges::count`]).
+fn load(config: &Config) -> Result<Inventory, InventoryError> {
+    match inventory::load(config) {
+        Err(InventoryError::Stale { path, changed }) => {
+            let stale = InventoryError::Stale { path, changed };
+            let changing = ledger::gpus_under_change(&config.state_dir);
+            if changing.is_empty() { Err(stale) } else { inventory::load_beside(config, &changing) }
+        }
+        loaded => loaded,
     }
 }
 
@@ -45,9 +59,9 @@ pub fn refresh(config: &Config) -> Result<Inventory, AdmitError> {
         for warning in sublet::run(&["refresh", "--quiet"], REFRESH_LIMIT)? {
             tracing::warn!("{warning}");
         }
-        match inventory::load(config) {
-            // MIG instances are created and destroyed while containers start and end.
-            Err(InventoryError::Stale { .. }) if config.mig.dynamic && began.elapsed() < SETTLING => {}
+        match load(config) {
+            // MIG instances are being created or destroyed, for other containers or by `sublet mig apply`.
+            Err(InventoryError::Stale { .. }) if began.elapsed() < SETTLING => {}
             loaded => return Ok(loaded?),
         }
     }

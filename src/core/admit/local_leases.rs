@@ -133,7 +133,7 @@ impl Local<'_> {
             return Ok(None);
         };
         // In other namespaces the container may only seem to have ended.
-        let cleared = if ledger.is_of_here() { clear_before(lease, &ledger, false) } else { Vec::new() };
+        let cleared = if ledger.is_of_here() { clear_before(&lease.id, &store, false) } else { Vec::new() };
         let (marked, freed) = store.mark_ending(uid, id, record, deleter, &cleared)?;
         self.tidy(&freed, &store);
         Ok(marked)

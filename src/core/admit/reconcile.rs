@@ -46,8 +46,7 @@ impl Local<'_> {
 
     /// Removes `lease` from the ledger and cleans up after it.
     pub(super) fn free(&self, lease: &LeaseId, store: &Store) -> Result<(), AdmitError> {
-        let ledger = read(store)?;
-        let cleared = ledger.lease(lease).map(|held| clear_before(held, &ledger, true)).unwrap_or_default();
+        let cleared = clear_before(lease, store, true);
         let freed = store.remove(lease, &cleared)?;
         self.tidy(&freed, store);
         if freed.is_empty() {
@@ -113,10 +112,31 @@ impl Local<'_> {
 /// Removes what the container of `lease` left, before the lease is freed, if it has ended or `has_ended` says so; and
 /// what others left that waited for it. Returns what can be forgotten with the lease, so that one change of the ledger
 /// does both. If this process is killed in between, the lease is still there, and the next command does it again.
-pub(super) fn clear_before(lease: &Lease, ledger: &Ledger, has_ended: bool) -> Vec<Leftover> {
-    let left = ledger.leftovers_of(lease, has_ended);
+pub(super) fn clear_before(lease: &LeaseId, store: &Store, has_ended: bool) -> Vec<Leftover> {
+    let left = |ledger: &Ledger| {
+        ledger.lease(lease).map(|lease| ledger.leftovers_of(lease, has_ended)).unwrap_or_default()
+    };
+    clear_alone(store, left).unwrap_or_default()
+}
+
+/// Removes what `which` says of the ledger, and returns it; `None`: nothing was removed.
+///
+/// It is removed under a lock, and by the ledger as it is then: no file is removed where a container has got a lease
+/// meanwhile. (A start waits for that lock once it has its lease.)
+fn clear_alone(store: &Store, which: impl Fn(&Ledger) -> Vec<Leftover>) -> Option<Vec<Leftover>> {
+    let read = || store.read().map(|ledger| which(&ledger)).unwrap_or_default();
+    if read().is_empty() {
+        return None;
+    }
+    let _alone = store
+        .clearing()
+        .inspect_err(|error| {
+            tracing::warn!("what ended containers left is not removed yet: clearing.lock: {error}");
+        })
+        .ok()?;
+    let left = read();
     left.iter().for_each(clear);
-    left
+    Some(left)
 }
 
 fn clear(left: &Leftover) {
@@ -131,11 +151,7 @@ fn clear(left: &Leftover) {
 /// can no longer be reached. So this is done before anything that takes time. A delete does it even if another command
 /// has just freed the container's lease.
 fn clear_leftovers(store: &Store) {
-    let clearable = store.read().map(|ledger| ledger.clearable()).unwrap_or_default();
-    if clearable.is_empty() {
-        return;
-    }
-    clearable.iter().for_each(clear);
+    let Some(clearable) = clear_alone(store, Ledger::clearable) else { return };
     if let Err(error) = store.forget(&clearable) {
         tracing::warn!("{error}");
     }

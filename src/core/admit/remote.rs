@@ -8,6 +8,7 @@ use serde_json::Value;
 use super::left_mount_points::clear_volumes;
 use super::local_or_remote::State;
 use super::request_of_spec::{RequestSource, is_of_bundle, request_of, undo};
+use super::take_lease::pause;
 use super::{Admission, AdmitError, Candidate, EMPTY_CGROUP};
 use crate::broker::client::{Broker, BrokerError};
 use crate::broker::protocol::{Admit, Answer, Ask, ContainerNames};
@@ -18,9 +19,6 @@ use crate::ledger::{self, Binding, LEASE_ANNOTATION, Lease, LeaseId, Ledger};
 use crate::process::Process;
 use crate::request::Request;
 use crate::{mps, oci, slurm};
-
-/// Between two looks for a free share.
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// Between two looks whether a container's processes are gone.
 const STILL_THERE: Duration = Duration::from_millis(20);
@@ -103,7 +101,8 @@ impl State for Remote<'_> {
         }
         // Checked here and in the service: only this process has the spec, but the service decides.
         let request = request_of(&source, spec, self.config)?;
-        let deadline = Instant::now() + request.wait;
+        let began = Instant::now();
+        let deadline = began + request.wait;
         loop {
             candidate.check_wanted()?;
             let error = match look((candidate, &source, &request), &forbidden, spec, &mut broker, self.config)
@@ -112,7 +111,7 @@ impl State for Remote<'_> {
                 done => return done,
             };
             tracing::debug!("looking again: {error}");
-            candidate.wait(LOOK_AGAIN.min(deadline.saturating_duration_since(Instant::now())));
+            candidate.wait(pause(began.elapsed()).min(deadline.saturating_duration_since(Instant::now())));
         }
     }
 

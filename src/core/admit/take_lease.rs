@@ -21,8 +21,15 @@ use crate::place::{Order, Placement, Refusal, named, place};
 use crate::process::epoch_seconds;
 use crate::request::Request;
 
-/// Between two looks for a free share.
+/// Between two looks for a free share, at the least and at the most.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
+const LOOK_AGAIN_LATE: Duration = Duration::from_secs(1);
+
+/// The pause after a look that found no free share. Each look takes milliseconds of a processor and the ledger's lock, so
+/// that 50 containers that wait must not look ten times a second (tests/bench/run growth).
+pub(super) fn pause(waited: Duration) -> Duration {
+    (waited / 8).clamp(LOOK_AGAIN, LOOK_AGAIN_LATE)
+}
 
 /// The time between two attempts to have an instance created. Each one asks the driver.
 const MAKE_AGAIN: Duration = Duration::from_secs(1);
@@ -218,7 +225,7 @@ impl Search<'_> {
                     Err(error) => return Err(error),
                 },
                 Err(Look::Changed) => (AdmitError::LayoutChanged, LOOK_AGAIN),
-                Err(Look::Temporary(error)) => (error, LOOK_AGAIN),
+                Err(Look::Temporary(error)) => (error, pause(began.elapsed())),
                 Err(Look::Final(error)) => return Err(error),
             };
             let left = deadline.saturating_duration_since(Instant::now());
@@ -272,10 +279,17 @@ impl Search<'_> {
             ledger.insert(lease.clone())?;
             ledger.await_no_more(&self.id);
             let in_the_way = ledger.in_the_way(&lease).cloned().collect();
-            Ok((lease, placement, in_the_way))
+            let to_be_cleared = ledger.is_to_be_cleared(&lease);
+            Ok((lease, placement, in_the_way, to_be_cleared))
         })?;
         local.tidy(&freed, store);
-        let (lease, placement, in_the_way) = booked?;
+        let (lease, placement, in_the_way, to_be_cleared) = booked?;
+        if to_be_cleared {
+            // Because of the lease nobody begins to remove files there from now on.
+            if let Err(error) = store.clearing() {
+                tracing::warn!("clearing.lock: {error}: files of an earlier container may still be removed");
+            }
+        }
         Ok(Taken { lease, placement, image, inventory, in_the_way })
     }
 
@@ -338,5 +352,16 @@ pub fn lease_for(
         job: None,
         within: None,
         mig_devices: placement.mig_devices.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_has_waited_for_long_looks_seldom() {
+        let pauses = [0, 1600, 5000, 60_000].map(|waited| pause(Duration::from_millis(waited)).as_millis());
+        assert_eq!(pauses, [100, 200, 625, 1000]);
     }
 }

@@ -124,19 +124,41 @@ pub fn last(config: &Config) -> Result<Inventory, InventoryError> {
 /// # Errors
 /// If [`InventoryError::wants_refresh`], `sublet refresh` helps. Other errors concern the driver.
 pub fn load(config: &Config) -> Result<Inventory, InventoryError> {
+    load_beside(config, &[])
+}
+
+/// As [`load`], whatever MIG instances the GPUs `changing` (UUIDs) have now.
+///
+/// # Errors
+/// As [`load`].
+pub(crate) fn load_beside(config: &Config, changing: &[String]) -> Result<Inventory, InventoryError> {
     let path = path(config);
     let inventory = parse(&path, &read(&path)?)?;
-    let seen = super::fingerprint::read(&config.driver.root)?;
+    let mut seen = super::fingerprint::read(&config.driver.root)?;
+    seen.fingerprint.mig = without(&inventory, changing, seen.fingerprint.mig);
+    let then = Fingerprint {
+        mig: without(&inventory, changing, inventory.fingerprint.mig.clone()),
+        ..inventory.fingerprint.clone()
+    };
     if let Some(bus_id) = seen.lost.into_iter().find(|lost| inventory.fingerprint.gpus.contains(lost)) {
         return Err(InventoryError::FellOffTheBus { bus_id });
     }
-    let changed = difference(&inventory.fingerprint, &seen.fingerprint)
+    let changed = difference(&then, &seen.fingerprint)
         .or_else(|| missing_file(config, &inventory))
         .or_else(|| new_programs(config, &inventory));
     match changed {
         Some(changed) => Err(InventoryError::Stale { path, changed }),
         None => Ok(inventory),
     }
+}
+
+/// `instances` (as in [`Fingerprint::mig`]) without those of the GPUs `changing`.
+fn without(inventory: &Inventory, changing: &[String], mut instances: Vec<String>) -> Vec<String> {
+    for gpu in changing.iter().filter_map(|uuid| inventory.device(uuid)) {
+        let prefix = format!("gpu{}/", gpu.minor);
+        instances.retain(|instance| !instance.starts_with(&prefix));
+    }
+    instances
 }
 
 /// Writes `inventory.json` atomically with mode 0644, and the file that keeps criu from saving containers with a share.

@@ -5,6 +5,7 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use super::super::fixture::Root;
 use super::super::{Driver, DriverFile, FileKind, Majors};
 use super::*;
+use crate::place::fixture::device;
 use crate::share::Capability;
 
 const GPU: &str = "0000:3b:00.0";
@@ -124,6 +125,18 @@ fn stale_when_a_mig_instance_came_or_went() {
     assert_eq!(stale(&config), "the MIG instances were gpu0/gi2/ci0, and are gpu0/gi2/ci0 gpu0/gi2/ci1 now");
     fs::remove_dir_all(root.path().join("proc/driver/nvidia/capabilities/gpu0/mig/gi2")).unwrap();
     assert_eq!(stale(&config), "the MIG instances were gpu0/gi2/ci0, and are none now");
+}
+
+#[test]
+fn instances_of_a_gpu_whose_layout_changes_may_come_and_go() {
+    let (root, config) = stored();
+    rewrite(&config, |inventory| inventory.devices = vec![device(0), device(1)]);
+    root.file("/proc/driver/nvidia/capabilities/gpu0/mig/gi3/ci0/access", "DeviceFileMinor: 30");
+    let beside = |gpu: &str| load_beside(&config, &[gpu.to_owned()]);
+    assert!(load(&config).is_err() && beside("GPU-1").is_err() && beside("GPU-7").is_err());
+    assert!(beside("GPU-0").is_ok());
+    root.gpu("0000:5e:00.0", [0xde, 0x10]);
+    assert!(beside("GPU-0").is_err(), "another change counts all the same");
 }
 
 #[test]

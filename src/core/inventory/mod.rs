@@ -20,6 +20,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub(crate) use cache::load_beside;
 pub use cache::path as cache_path;
 pub use cache::{InventoryError, SCHEMA, fingerprint, last, load, store};
 pub(crate) use cache::{NO_CHECKPOINT_FILE, no_checkpoint};

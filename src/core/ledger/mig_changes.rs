@@ -1,6 +1,8 @@
 //! Changes of MIG layouts. During one, its GPUs take no new lease. After it, every earlier inventory
 //! is out of date, even if ids and /proc look the same.
 
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
 
 use super::{DynamicInstance, Ledger};
@@ -57,6 +59,14 @@ impl MigChanges {
         self.under_way = None;
         self.count += u64::from(changed);
     }
+}
+
+/// The GPUs (UUIDs) of the change under way, by the ledger as it is on disk. A hint for processes that hold no lock, and
+/// of users who may not open the store; none if the process that made the change has ended.
+#[must_use]
+pub(crate) fn gpus_under_change(state_dir: &Path) -> Vec<String> {
+    let change = super::stored::parse(&super::written(state_dir)).ok().and_then(|ledger| ledger.mig.under_way);
+    change.filter(|change| change.owner.is_alive()).map(|change| change.gpus).unwrap_or_default()
 }
 
 impl Ledger {

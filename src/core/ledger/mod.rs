@@ -2,6 +2,7 @@
 
 mod binding;
 mod cgroup;
+mod clearing;
 mod daemon_claims;
 mod daemon_devices;
 mod daemon_key;
@@ -42,6 +43,7 @@ pub use default_limits::{DefaultLimits, DefaultMemoryLimit};
 pub use dynamic_mig_instances::fixture as dynamic_instance_fixture;
 pub use dynamic_mig_instances::{Awaited, DynamicInstance};
 pub use lease_state::LeaseState;
+pub(crate) use mig_changes::gpus_under_change;
 pub use mig_changes::{MigBusy, MigChange, MigChanges};
 pub use namespaces::Namespaces;
 pub use queries::Doubled;

@@ -263,6 +263,10 @@ impl Store {
         self.state_dir.join("lock")
     }
 
+    pub(super) fn clearing_file(&self) -> PathBuf {
+        self.state_dir.join("clearing.lock")
+    }
+
     /// The path of the unreadable ledger during the rebuild. Without it, a crash in between would leave no ledger,
     /// which would mean an empty one.
     fn aside(&self) -> PathBuf {
@@ -427,7 +431,7 @@ impl Store {
 
 /// A process that can open the lock can block every create. So only root may open it, also if its mode was changed. A
 /// lock file of another user may be held for ever.
-fn open_lock(path: &Path) -> io::Result<File> {
+pub(super) fn open_lock(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new()
         .read(true)
         .write(true)

@@ -132,7 +132,8 @@ pub fn adjust(
     let begun = change(store, |ledger| Ok(begin_adjusting(ledger, key, answered)))?;
     let Some((wanted, devices, daemon)) = begun else { return Ok(()) };
     let control = Control::new(key, config)?;
-    let known = inventory::load(config)?;
+    // Of what age they are does not change with the instances of other GPUs.
+    let known = inventory::last(config)?;
     let old = daemon.devices.iter().any(|uuid| known.device(uuid).is_some_and(Device::is_before_volta));
     // GPUs before Volta have no default limits and refuse the command.
     let set = if old {

@@ -15,8 +15,8 @@ use super::rootfs::{Found, Tree, open_directory};
 use crate::fs::below::{open_below, open_in, open_root};
 use crate::ledger::{Leftover, VolumeFiles};
 
-/// Checks the mount points of files. Returns those that are missing and will be created in the rootfs, and the
-/// directories of volumes in which files are mounted.
+/// Checks the mount points of files. Returns those that are missing and will be created in the rootfs, or are empty files
+/// there as a runtime creates them, and the directories of volumes in which files are mounted.
 ///
 /// A link may lead anywhere: the runtime resolves it inside the rootfs, as the kernel did here.
 pub(super) fn check_files(
@@ -29,6 +29,12 @@ pub(super) fn check_files(
         match look(tree, path)? {
             Some(found) if found.is(SFlag::S_IFDIR).map_err(unusable)? => {
                 return Err(ImageError::Directory(path.clone()));
+            }
+            // An earlier container's mount point. Whoever is to remove it may do so before this container is created.
+            Some(found)
+                if !found.in_volume && !found.read_only && found.is_empty_file().map_err(unusable)? =>
+            {
+                created.push(path.clone());
             }
             Some(found) if found.in_volume => {
                 if let (Some(place), _) = tree.place_in_volume(path).map_err(unusable)? {

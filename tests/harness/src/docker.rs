@@ -90,6 +90,12 @@ impl Docker {
 
     /// Starts the daemon, possibly again, and waits until it answers.
     pub fn start_daemon(&mut self) {
+        self.daemon = Some(self.spawn_daemon());
+    }
+
+    /// A daemon that answers, for a caller that ends it.
+    #[must_use]
+    pub fn spawn_daemon(&self) -> Child {
         let dir = self.world.dir.path();
         let log = || File::options().append(true).create(true).open(dir.join("dockerd.log")).expect("a log");
         let path = format!("{}:{}", dir.join("bin").display(), std::env::var("PATH").expect("PATH"));
@@ -103,13 +109,14 @@ impl Docker {
             .stdin(Stdio::null())
             .stdout(log())
             .stderr(log())
-            .spawn();
-        self.daemon = Some(child.expect("dockerd is installed"));
+            .spawn()
+            .expect("dockerd is installed");
         let answers = Instant::now() + Duration::from_secs(60);
         while !self.cli(&["version"]).ok {
             assert!(Instant::now() < answers, "dockerd does not answer: {}", self.log());
             std::thread::sleep(Duration::from_millis(50));
         }
+        child
     }
 
     /// Makes the daemon read its settings again, with these overriding them: `systemctl reload docker`.

@@ -18,7 +18,8 @@ pub fn assert_lines(seen: &[String], expected: &[&str]) {
 }
 
 /// Files in the state directory that a refusal may write: records, but no daemon's directory.
-const RECORDS: [&str; 11] = [
+const RECORDS: [&str; 12] = [
+    "clearing.lock",
     "events.1.jsonl",
     "events.jsonl",
     "events.lock",

@@ -1,0 +1,75 @@
+//! What there is on the machine of one world: processes and mounts, read from /proc alone.
+
+use std::collections::BTreeSet;
+
+use nix::unistd::Pid;
+use sublet_e2e::World;
+
+fn read(pid: Pid, name: &str) -> String {
+    let text = std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+    String::from_utf8_lossy(&text).replace('\0', " ")
+}
+
+fn all() -> impl Iterator<Item = Pid> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).map(Pid::from_raw)
+}
+
+fn is_of(world: &World, pid: Pid) -> bool {
+    let dir = world.dir.path().to_string_lossy();
+    read(pid, "cmdline").contains(&*dir) || read(pid, "environ").contains(&*dir)
+}
+
+/// This world's processes whose program is named `name`.
+pub fn named(world: &World, name: &str) -> Vec<Pid> {
+    let short: String = name.chars().take(15).collect();
+    let own = Pid::this();
+    all()
+        .filter(|pid| *pid != own && read(*pid, "comm").trim_end() == short)
+        // dockerd's world is in its environment, its shim's in that of dockerd's.
+        .filter(|pid| is_of(world, *pid) && sublet_e2e::is_alive(*pid))
+        .collect()
+}
+
+/// MPS processes of this world of one kind: `mps-control`, `mps-server`.
+pub fn daemons(world: &World, kind: &str) -> Vec<Pid> {
+    let mut found = named(world, "nvidia-cuda-mps");
+    found.retain(|pid| read(*pid, "cmdline").contains(kind));
+    found
+}
+
+/// Processes of sublet's own programs, with the seconds that they have run.
+pub fn of_sublet(world: &World) -> Vec<(Pid, String, u64)> {
+    let uptime = uptime();
+    let mut found = Vec::new();
+    for name in ["sublet", "sublet-runtime", "sublet-hook"] {
+        for pid in named(world, name) {
+            let stat = read(pid, "stat");
+            let began =
+                stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(19)?.parse::<u64>().ok());
+            let seconds = uptime.saturating_sub(began.unwrap_or(0) / 100);
+            found.push((pid, read(pid, "cmdline"), seconds));
+        }
+    }
+    found
+}
+
+/// Seconds since boot.
+pub fn uptime() -> u64 {
+    let text = std::fs::read_to_string("/proc/uptime").unwrap_or_default();
+    text.split('.').next().and_then(|seconds| seconds.parse().ok()).unwrap_or(0)
+}
+
+/// Mounts of this mount namespace with something of sublet's: files of the driver, the daemons' directories.
+pub fn mounts(world: &World) -> BTreeSet<String> {
+    let text = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let world = world.dir.path().file_name().expect("a name").to_string_lossy().into_owned();
+    let ours = |line: &&str| {
+        let mut fields = line.split(' ').skip(3);
+        let (root, target) = (fields.next().unwrap_or_default(), fields.next().unwrap_or_default());
+        // Engines mount what is their own.
+        [root, target].iter().any(|path| path.contains(&format!("{world}/sim")) || path.contains("/nvidia"))
+    };
+    // Without the ids, which change when the state directory comes back.
+    text.lines().filter(ours).filter_map(|line| line.split(' ').nth(4)).map(str::to_owned).collect()
+}
