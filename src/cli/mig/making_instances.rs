@@ -145,7 +145,9 @@ impl<'a> Making<'a> {
     ) -> Result<Vec<String>, LedgerError> {
         let mut lines = Vec::new();
         let unneeded = self.change(|ledger| {
-            anew.into_iter().for_each(|lease| ledger.await_no_more(lease));
+            if let Some(lease) = anew {
+                ledger.await_no_more(lease);
+            }
             ledger.mark_unneeded_for_removal()
         })?;
         for made in unneeded {

@@ -65,7 +65,8 @@ impl MigChanges {
 /// of users who may not open the store; none if the process that made the change has ended.
 #[must_use]
 pub(crate) fn gpus_under_change(state_dir: &Path) -> Vec<String> {
-    let change = super::stored::parse(&super::written(state_dir)).ok().and_then(|ledger| ledger.mig.under_way);
+    let change =
+        super::stored::parse(&super::written(state_dir)).ok().and_then(|ledger| ledger.mig.under_way);
     change.filter(|change| change.owner.is_alive()).map(|change| change.gpus).unwrap_or_default()
 }
 
