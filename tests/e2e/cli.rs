@@ -165,8 +165,8 @@ fn status_as_tables() {
         "GUARD OFF: programs that tamper with their MPS limits are not stopped; run `systemctl enable --now \
          sublet.service`\n\nDriver 580.159.04 SIMULATED\n\nGPU NAME MODE MEMORY USED BOOKED OF SM BUSY BOOKED \
          LEASES\n0 NVIDIA H200 mps █········· 66 MiB 66 MiB 140.4 GiB ▒········· 0 % 12.5 % 1\n\nCONTAINER \
-         IMAGE USER GPU MODE SM BUSY MEMORY PROCESSES STATE PID AGE LEASE\na-container- - root 0 mps 12.5 % 0 % \
-         0 MiB / no limit 0 active PID AGO LEASE\n\nMPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING \
+         IMAGE USER GPU MODE SM BUSY MEMORY PROCESSES STATE PID AGE LEASE\na-container-with-a-long-name - root 0 mps \
+         12.5 % 0 % 0 MiB / no limit 0 active PID AGO LEASE\n\nMPS DAEMON GPU STATE PID SM CEILING MEMORY CEILING \
          CLIENTS\nGPU-5b1e7000-0000-4000-8000-000000000100 0 serving DAEMON 12.5 % unlimited 0"
     );
     bundle.down();

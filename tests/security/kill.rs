@@ -324,6 +324,7 @@ impl<'a> Scene<'a> {
         let state = self.world.state_dir();
         for name in names(&state) {
             let known = [
+                "clearing.lock",
                 "events.jsonl",
                 "inventory.json",
                 "ledger.json",

@@ -2,7 +2,7 @@
 
 use std::io::Write as _;
 use std::process::{Command as Program, ExitCode};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use nix::unistd::gethostname;
@@ -18,6 +18,10 @@ use sublet_core::text::safe;
 
 /// The longest time that `scontrol` may take. slurmctld answers in milliseconds, or not at all.
 const SCONTROL: Duration = Duration::from_secs(10);
+
+/// How long a task's share is asked for while it is refused for what may change, and the pause between two times.
+const SETTLING: Duration = Duration::from_secs(3);
+const ASK_AGAIN: Duration = Duration::from_millis(200);
 
 /// The age of records whose jobs are looked after: those of running jobs mostly have processes by then.
 const FORGOTTEN: Duration = Duration::from_secs(60 * 60);
@@ -243,9 +247,23 @@ fn environment_in(job: u64, broker: &mut Broker, config: &Config) -> anyhow::Res
     if record.share.is_none() && record.problem.is_none() {
         return Ok(String::new());
     }
-    match broker.ask(&Ask::Job)? {
+    match asked_until_settled(broker)? {
         Answer::Job(given) => Ok(given.map(|given| lines(&given.of_this_task())).unwrap_or_default()),
         _ => bail!("sublet serve gave an answer that does not fit: run `systemctl restart sublet.service`"),
+    }
+}
+
+/// Slurm gives a GPU away as soon as the job before has ended, and the driver its memory back a moment later. So what may
+/// change is asked again for a while.
+fn asked_until_settled(broker: &mut Broker) -> Result<Answer, BrokerError> {
+    let began = Instant::now();
+    loop {
+        match broker.ask(&Ask::Job) {
+            Err(BrokerError::Refused { temporary: true, .. }) if began.elapsed() < SETTLING => {
+                std::thread::sleep(ASK_AGAIN);
+            }
+            answered => return answered,
+        }
     }
 }
 
