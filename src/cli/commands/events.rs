@@ -251,7 +251,7 @@ mod tests {
         };
         assert_eq!(
             shown.line(&event),
-            "2026-11-23T07:00:00.123Z  refused        0123456789ab on GPU-1 no\\nplace after 1s 500ms"
+            "2026-11-23T07:00:00.123Z  refused        0123456789abcdef\\u{1b} on GPU-1 no\\nplace after 1s 500ms"
         );
         assert!(shown.is_of(&event, "01234") && !shown.is_of(&event, "") && !shown.is_of(&event, "x"));
     }
