@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use serde_json::{Value, json};
+use sublet_e2e::killing::helpers;
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
 
 const SLEEP: &[&str] = &["/bin/sleep", "600"];
@@ -95,6 +96,11 @@ fn lease_id(bundle: &Bundle<'_>) -> Value {
     bundle.config()["annotations"]["sublet.lease"].clone()
 }
 
+/// After a container's end limits fall by a command that nobody waits for, and which writes the ledger.
+fn settled(world: &World) {
+    assert!(eventually(|| helpers(world).is_empty()), "{:?}", helpers(world));
+}
+
 #[test]
 fn c3_a_ledger_that_is_none_is_rebuilt_from_what_runs() {
     if skip_unless_root() {
@@ -166,6 +172,7 @@ fn c3_a_container_ends_although_its_ledger_is_corrupt() {
     let world = World::simulated("h200", "");
     let [first, second] = two(&world);
     let ledger = world.state_dir().join("ledger.json");
+    settled(&world);
     std::fs::write(&ledger, "{").expect("written");
     let seen = second.exec(&["/bin/cat", "/proc/self/stat"]);
     assert!(seen.ok, "exec goes on: {seen:?}");
@@ -187,6 +194,7 @@ fn c3_of_a_ledger_of_another_boot_only_what_people_said_counts() {
     let earlier = std::fs::read(&ledger).expect("the ledger");
     first.down();
     second.down();
+    settled(&world);
     std::fs::write(&ledger, earlier).expect("written");
     edit(&ledger, |ledger| {
         ledger["boot_id"] = json!("00000000-0000-4000-8000-000000000000");

@@ -7,7 +7,7 @@ use anyhow::{Context as _, bail};
 use super::tables::{self, Format};
 use crate::mps_daemons;
 use crate::names::{Names, NoLease, lease_of};
-use sublet_core::admit::fresh_inventory;
+use sublet_core::admit::{Local, fresh_inventory};
 use sublet_core::config::Config;
 use sublet_core::inventory::Device;
 use sublet_core::ledger::DaemonKey;
@@ -84,7 +84,12 @@ pub fn run(command: &Command, config: &Config) -> anyhow::Result<ExitCode> {
             warn(mps_daemons::stop(&key, *force, &store, config)?);
         }
         Command::Rest { key } => warn(mps_daemons::rest(&DaemonKey(key.clone()), &store, config)?),
-        Command::Lower { key } => mps::lower(&DaemonKey(key.clone()), &store, config)?,
+        Command::Lower { key } => {
+            let lowered = mps::lower(&DaemonKey(key.clone()), &store, config);
+            // Its changes of the ledger free leases of containers that have ended meanwhile, before their `delete` does.
+            Local::new(config).reconcile(|_| Ok(()))?;
+            lowered?;
+        }
         Command::Logs { key } => {
             for (file, text) in mps_daemons::logs(&key_of(key, &store, config)?, config)? {
                 println!("== {file}\n{}", text.trim_end());

@@ -174,7 +174,7 @@ impl State for Local<'_> {
         let store = self.store()?;
         let ledger = read(&store)?;
         let Some(held) = ledger.lease(lease).cloned() else {
-            self.clear_for_others(&ledger, &store);
+            self.finish_for_others(&ledger, &store);
             return Ok(());
         };
         let deadline = Instant::now() + EMPTY_CGROUP;

@@ -50,9 +50,18 @@ impl Local<'_> {
         let freed = store.remove(lease, &cleared)?;
         self.tidy(&freed, store);
         if freed.is_empty() {
-            self.clear_for_others(&read(store)?, store);
+            self.finish_for_others(&read(store)?, store);
         }
         Ok(())
+    }
+
+    /// [`Local::clear_for_others`], and ends daemons that nobody needs any more: the command that has freed the lease may
+    /// be one that does not.
+    pub(super) fn finish_for_others(&self, ledger: &Ledger, store: &Store) {
+        self.clear_for_others(ledger, store);
+        for line in mps::end_overdue(store, self.config) {
+            tracing::warn!("{line}");
+        }
     }
 
     /// [`Local::free`] for when another error is already being reported to the user.
