@@ -1,10 +1,7 @@
 //! What will be done, from a seed alone: the same seed gives each lane the same steps and the saboteur the same faults.
 //! (How lanes interleave is up to the machine.)
 
-use rand::Rng as _;
-use rand::SeedableRng as _;
-use rand::seq::IndexedRandom as _;
-use rand_chacha::ChaCha8Rng;
+use fastrand::Rng;
 
 /// Containers that a lane has at once.
 pub const SLOTS: usize = 4;
@@ -190,15 +187,15 @@ pub const LAYOUTS: [&str; 3] = [
     "{ profile = \"3g.71gb\" }, { profile = \"1g.18gb\", count = 3 }",
 ];
 
-fn dice(seed: u64, lane: u64) -> ChaCha8Rng {
-    let mut dice = ChaCha8Rng::seed_from_u64(seed);
-    dice.set_stream(lane);
-    dice
+/// A stream of its own for each lane: the seeds of neighbours are not near each other.
+fn dice(seed: u64, lane: u64) -> Rng {
+    let mut seeds = Rng::with_seed(seed);
+    Rng::with_seed(seeds.u64(..) ^ Rng::with_seed(lane).u64(..))
 }
 
 /// The steps of one lane, without end.
 pub struct Lane {
-    dice: ChaCha8Rng,
+    dice: Rng,
     /// Which slots would be taken if every start succeeded.
     taken: [bool; SLOTS],
 }
@@ -210,24 +207,22 @@ impl Lane {
 
     fn start(&mut self, slot: usize) -> Step {
         let dice = &mut self.dice;
-        let share = dice.random_range(0..SHARES.len());
-        let by = if dice.random_bool(0.25) { By::Hook } else { By::Shim };
-        match dice.random_range(0..100) {
-            0..8 => Step::StartKilled { slot, share, by, after_ms: dice.random_range(0..120) },
-            8..10 => Step::StartLimited { slot, share, limit: Limit::Descriptors(dice.random_range(3..16)) },
-            10..12 => {
-                Step::StartLimited { slot, share, limit: Limit::AddressSpaceMib(dice.random_range(1..24)) }
-            }
-            _ => Step::Start { slot, share, by, command: dice.random_range(0..COMMANDS.len()) },
+        let share = dice.usize(0..SHARES.len());
+        let by = if dice.f64() < 0.25 { By::Hook } else { By::Shim };
+        match dice.u8(0..100) {
+            0..8 => Step::StartKilled { slot, share, by, after_ms: dice.u64(0..120) },
+            8..10 => Step::StartLimited { slot, share, limit: Limit::Descriptors(dice.u64(3..16)) },
+            10..12 => Step::StartLimited { slot, share, limit: Limit::AddressSpaceMib(dice.u64(1..24)) },
+            _ => Step::Start { slot, share, by, command: dice.usize(0..COMMANDS.len()) },
         }
     }
 
     fn with(&mut self, slot: usize) -> Step {
         let dice = &mut self.dice;
-        let step = match dice.random_range(0..100) {
+        let step = match dice.u8(0..100) {
             0..20 => return Step::Exec { slot },
             20..30 => Step::KillInit { slot },
-            30..36 => Step::StopKilled { slot, after_ms: dice.random_range(0..60) },
+            30..36 => Step::StopKilled { slot, after_ms: dice.u64(0..60) },
             _ => Step::Stop { slot },
         };
         self.taken[slot] = matches!(step, Step::KillInit { .. } | Step::StopKilled { .. });
@@ -239,10 +234,10 @@ impl Iterator for Lane {
     type Item = Step;
 
     fn next(&mut self) -> Option<Step> {
-        if self.dice.random_bool(0.05) {
-            return Some(Step::Pause { ms: self.dice.random_range(0..400) });
+        if self.dice.f64() < 0.05 {
+            return Some(Step::Pause { ms: self.dice.u64(0..400) });
         }
-        let slot = self.dice.random_range(0..SLOTS);
+        let slot = self.dice.usize(0..SLOTS);
         if self.taken[slot] {
             return Some(self.with(slot));
         }
@@ -253,7 +248,7 @@ impl Iterator for Lane {
 
 /// The saboteur's faults, each with the milliseconds to wait before it, without end. `parts`: programs of the engine.
 pub struct Faults {
-    dice: ChaCha8Rng,
+    dice: Rng,
     parts: &'static [&'static str],
 }
 
@@ -268,20 +263,20 @@ impl Iterator for Faults {
 
     fn next(&mut self) -> Option<Self::Item> {
         let dice = &mut self.dice;
-        let wait = dice.random_range(200..5000);
-        let fault = match dice.random_range(0..100) {
+        let wait = dice.u64(200..5000);
+        let fault = match dice.u8(0..100) {
             0..8 => Fault::KillServe,
-            8..18 => Fault::KillControl(dice.random_range(0..8)),
-            18..28 => Fault::KillServer(dice.random_range(0..8)),
+            8..18 => Fault::KillControl(dice.usize(0..8)),
+            18..28 => Fault::KillServer(dice.usize(0..8)),
             28..36 => Fault::KillNext("sublet-runtime"),
             36..44 => Fault::KillNext("sublet-hook"),
             44..50 => Fault::KillNext("sublet"),
-            50..58 => Fault::KillNext(self.parts.choose(dice).copied().unwrap_or("sublet-runtime")),
+            50..58 => Fault::KillNext(dice.choice(self.parts).copied().unwrap_or("sublet-runtime")),
             58..64 => Fault::Refresh,
-            64..70 => Fault::Layout(dice.random_range(0..LAYOUTS.len())),
-            70..76 => Fault::FullDisk { ms: dice.random_range(50..1500) },
-            76..80 => Fault::Unmounted { ms: dice.random_range(50..800) },
-            80..85 => Fault::Drained { gpu: dice.random_range(0..4), ms: dice.random_range(100..1500) },
+            64..70 => Fault::Layout(dice.usize(0..LAYOUTS.len())),
+            70..76 => Fault::FullDisk { ms: dice.u64(50..1500) },
+            76..80 => Fault::Unmounted { ms: dice.u64(50..800) },
+            80..85 => Fault::Drained { gpu: dice.usize(0..4), ms: dice.u64(100..1500) },
             85..88 => Fault::LedgerLost,
             88..93 => Fault::Gc,
             93..97 => Fault::Status,
